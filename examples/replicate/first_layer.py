@@ -76,7 +76,7 @@ def sink_rate(
         console=Console(quiet=True),
     )
     assert measured is not None  # one process
-    return float(measured.analysis_values(seed).whole["sink_rate"][0])
+    return float(measured.analysis_values(seed).overall["sink_rate"][0])
 
 
 def read(folder: Path) -> dict[str, float | None]:

@@ -38,8 +38,8 @@ def write_json(path: Path, results: Any, schema: Mapping[str, Any] | None = None
     """Write a dataclass as JSON, after its schema, by default that of the dataclass."""
     about = {"$schema": "https://json-schema.org/draft/2020-12/schema"}
     about |= schema_of(type(results)) if schema is None else schema
-    for file, told in ((path.with_suffix(".schema.json"), about), (path, to_json(results))):
-        atomic_text(file, json.dumps(told, indent=1))
+    for file, content in ((path.with_suffix(".schema.json"), about), (path, to_json(results))):
+        atomic_text(file, json.dumps(content, indent=1))
 
 
 def write_arrays(path: Path, arrays: Mapping[str, Any] | None) -> None:

@@ -12,7 +12,7 @@ from megasink.analysis.capture.base import ProbedModel
 from megasink.analysis.capture.geometry import project, read_rows
 from megasink.analysis.capture.identity import identity
 from megasink.analysis.capture.inputs import data_hash
-from megasink.analysis.capture.maps import asked_heads, geometry, telling_heads
+from megasink.analysis.capture.maps import geometry, named_heads, telling_heads
 from megasink.analysis.capture.ranks import Ranks
 from megasink.analysis.capture.samples import Inputs, inputs_of
 from megasink.analysis.capture.shards import PartialFolder
@@ -49,7 +49,7 @@ def analyze(
     output = options.output
     assert output is not None
     heads = model.heads
-    named = asked_heads(options.maps or (), heads)
+    named = named_heads(options.maps or (), heads)
     inputs = inputs_of(options, model)
     samples = inputs.samples
     ranks.enter(str(output))
@@ -81,7 +81,7 @@ def analyze(
         )
         maps = None
         if options.maps is not None:
-            values = measurements.analysis_values(options.seed).whole
+            values = measurements.analysis_values(options.seed).overall
             maps = geometry(
                 model.open_probe,
                 [samples[sample.index] for sample in measurements.samples],

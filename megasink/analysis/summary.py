@@ -95,9 +95,9 @@ def summarize(
 def metric_results(analysis: AnalysisValues) -> dict[str, MetricResult]:
     """Return the registered metrics that have a value, in registry order."""
     return {
-        name: MetricResult(to_json(analysis.whole[name]), entry.number_of(analysis.whole[name]))
+        name: MetricResult(to_json(analysis.overall[name]), entry.number_of(analysis.overall[name]))
         for name, entry in metrics().items()
-        if name in analysis.whole
+        if name in analysis.overall
     }
 
 
@@ -132,8 +132,8 @@ def _sink_positions(analysis: AnalysisValues) -> dict[str, float]:
 
 
 def _spread(analysis: AnalysisValues) -> dict[str, float]:
-    found = {name: analysis.spread(name) for name in ("sink_rate", "first_token_attention")}
-    return {name: value for name, value in found.items() if value is not None}
+    spreads = {name: analysis.spread(name) for name in ("sink_rate", "first_token_attention")}
+    return {name: value for name, value in spreads.items() if value is not None}
 
 
 def _percentiles(values: Floats) -> list[float | None]:

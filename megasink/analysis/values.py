@@ -21,12 +21,12 @@ class AnalysisValues:
 
     Attributes:
         by_sample: metric -> [N, ...], for metrics of statistics and derived metrics by sample.
-        whole: metric -> value of the analysis; metrics without any number are left out.
+        overall: metric -> value of the analysis; metrics without any number are left out.
     """
 
     def __init__(self, values: Mapping[str, Tensor], facts: Mapping[str, Any]):
         self.by_sample = dict(values)
-        self.whole: dict[str, Tensor] = {}
+        self.overall: dict[str, Tensor] = {}
         self._known: dict[str, Any] = {n: fact for n, fact in facts.items() if n in FACTS}
         registered = metrics()
         for name in values:
@@ -54,7 +54,7 @@ class AnalysisValues:
     def _keep(self, entry: Metric, value: Tensor) -> None:
         self._known[parameter_names(entry)[0]] = value
         if bool(value.isfinite().any()):
-            self.whole[entry.name] = value
+            self.overall[entry.name] = value
 
     def spread(self, name: str) -> float | None:
         """Return the standard deviation over samples of a metric's number; None for fewer than two.
@@ -63,7 +63,7 @@ class AnalysisValues:
             name: a metric derived from the sample values of others, such as the sink rate.
         """
         entry = metrics()[name]
-        if name not in self.whole:
+        if name not in self.overall:
             return None
         needs = [self._known[need] for need in entry.needs]
         values = [entry.compute(*(need[i : i + 1] for need in needs)) for i in range(len(needs[0]))]

@@ -74,7 +74,7 @@ def write_numbers(
         model=model,
         run=run,
         inputs=samples,
-        geometry=None if geometry is None else geometry.found,
+        geometry=None if geometry is None else geometry.results,
     )
     arrays: dict[str, Any] = {f"metric/{n}": t.numpy() for n, t in analysis.by_sample.items()}
     arrays["tokens"] = np.asarray([sample.tokens for sample in measurements.samples])

@@ -107,21 +107,21 @@ def _plan_window(queries: int, past: int, window: int) -> tuple[Block, ...]:
     """
     blocks = []
     # Queries whose window would begin before key 0 see all keys up to their own.
-    whole = min(queries, window - past) if past < window - 1 else 0
-    if past and whole:
-        blocks.append(Block("causal", 0, past, whole, whole))
-        blocks.append(Block("full", 0, 0, whole, past))
+    complete = min(queries, window - past) if past < window - 1 else 0
+    if past and complete:
+        blocks.append(Block("causal", 0, past, complete, complete))
+        blocks.append(Block("full", 0, 0, complete, past))
     # The others form blocks of `window` tokens: row r sees columns <= r of its own block and
     # columns > r of the previous one. The last row sees none of the previous block, so the edge is
     # a triangle of size w - 1. Without a past the first queries are also a square of size w.
-    count, rest = divmod(queries - whole, window)
-    squares, first = (count, whole) if past or not whole else (count + 1, 0)
+    count, rest = divmod(queries - complete, window)
+    squares, first = (count, complete) if past or not complete else (count + 1, 0)
     if squares:
         blocks.append(Block("causal", first, past + first, window, window, squares, window))
     if count and window > 1:
-        edge = past + whole - window + 1
-        blocks.append(Block("anticausal", whole, edge, window - 1, window - 1, count, window))
-    first = whole + count * window
+        edge = past + complete - window + 1
+        blocks.append(Block("anticausal", complete, edge, window - 1, window - 1, count, window))
+    first = complete + count * window
     before = past + first - window
     if rest:
         blocks.append(Block("causal", first, past + first, rest, rest))

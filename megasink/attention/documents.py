@@ -111,10 +111,10 @@ def attend_by_document(
 
 def _sizes(cu_seqlens: Sequence[int], queries: int, keys: int) -> list[tuple[int, int]]:
     """Return (queries, keys) of each document that has queries."""
-    found, start, past = [], 0, keys - queries
+    sizes, start, past = [], 0, keys - queries
     for length in document_lengths(cu_seqlens, keys):
         stop = start + length
         if stop > past:
-            found.append((stop - max(start, past), length))
+            sizes.append((stop - max(start, past), length))
         start = stop
-    return found
+    return sizes

@@ -70,13 +70,13 @@ def slot_attention_op(
                 value_BGSD[:, :, 1:],
                 without_first_key(call),
             )
-        return gates.close_first_key(first, rows, call)
+        return gates.first_key_forward(first, rows, call)
     out_BHTD, lse_BHT = forward_blocks(kernel, query_BHTD, key_BGSD, value_BGSD, call)
     if slot_logit is None:
         lse_BHT = lse_BHT.contiguous()
         nothing = (lse_BHT.new_empty(0), lse_BHT.new_empty(0))
         return Results(in_order_of(query_BHTD, out_BHTD), lse_BHT, *nothing)
-    return gates.close_slot(query_BHTD, out_BHTD, lse_BHT, slot_logit, slot_value)
+    return gates.slot_forward(query_BHTD, out_BHTD, lse_BHT, slot_logit, slot_value)
 
 
 @torch.library.custom_op(
@@ -135,11 +135,13 @@ def run_backward(
     grad_logit, grad_slot_value = lse_BHT.new_empty(0), query_BHTD.new_empty(0)
     if call.slot == Slot.FIRST_KEY:
         first = first_key(query_BHTD, key_BGSD, value_BGSD, call)
-        with gates.open_first_key(arriving, results, first, call.scale, inject=inject) as before:
+        around = gates.first_key_backward(arriving, results, first, call.scale, inject=inject)
+        with around as before:
             grads = backward_first_key(kernel, before, to_kernel(before), first, call)
     else:
-        opened = gates.open_slot(arriving, results, slot_logit, slot_value, inject=inject)
-        with opened as before:
+        with gates.slot_backward(
+            arriving, results, slot_logit, slot_value, inject=inject
+        ) as before:
             grads = backward_blocks(kernel, to_kernel(before), call)
         grads = Gradients(
             in_order_of(query_BHTD, grads.query_BHTD),

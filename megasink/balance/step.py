@@ -22,7 +22,7 @@ from typing import Protocol
 from torch.distributed import ProcessGroup
 
 from megasink.balance.attach import HeadBalanceScale
-from megasink.balance.tracker import HeadStatistics, HeadTracker
+from megasink.balance.tracker import HeadStatistics, HeadSums
 
 
 class StepOptions(Protocol):
@@ -68,7 +68,7 @@ class LossStep:
     def __init__(
         self, layers: int, heads: int, options: StepOptions, group: ProcessGroup | None = None
     ):
-        self.heads = HeadTracker(layers, heads, group)
+        self.heads = HeadSums(layers, heads, group)
         self.balance = HeadBalanceScale()
         self.phase = Phase.BETWEEN
         self.number = -1

@@ -51,7 +51,7 @@ class HeadStatistics:
 Receiver = Callable[[Tensor, Tensor], None]
 
 
-class HeadTracker:
+class HeadSums:
     """Accumulates the sums of one model's layers on the device until the step ends.
 
     The sums live in a single [L, 2 H + 3] tensor that is all-reduced once per step, regardless of

@@ -65,8 +65,8 @@ def attend_with_scattered_heads(
     heads = [tensor.shape[2] // ranks for tensor in tensors]
     # One exchange for all three: per rank the queries, keys and values of its heads.
     shares = torch.cat([t.unflatten(2, (ranks, -1)) for t in tensors], dim=3)
-    whole_SBND = _ScatterHeads.apply(shares.flatten(2, 3), group)
-    out_SBHD, gate_BHS = _attend(attend, *whole_SBND.split(heads, dim=2))
+    gathered_SBND = _ScatterHeads.apply(shares.flatten(2, 3), group)
+    out_SBHD, gate_BHS = _attend(attend, *gathered_SBND.split(heads, dim=2))
     out_sBHD = _GatherHeads.apply(out_SBHD, group)
     if gate_BHS is None:
         return out_sBHD, None
@@ -94,9 +94,9 @@ class _GatherKeys(torch.autograd.Function):
         ctx.group, ctx.shape = group, key_sBGD.shape
         ranks, rank, chunk = group.size(), group.rank(), key_sBGD.shape[0] // 2
         both_sBND = torch.cat((key_sBGD, value_sBGD), dim=2)
-        ctx.whole = _gathered(both_sBND, group)
-        kept += both_sBND, ctx.whole
-        key_SBGD, value_SBGD = ctx.whole.chunk(2, dim=2)
+        ctx.gathered = _gathered(both_sBND, group)
+        kept += both_sBND, ctx.gathered
+        key_SBGD, value_SBGD = ctx.gathered.chunk(2, dim=2)
         ctx.ends = (rank + 1) * chunk, (2 * ranks - rank) * chunk
         first, last = ctx.ends
         return key_SBGD[:first], value_SBGD[:first], key_SBGD[:last], value_SBGD[:last]
@@ -106,18 +106,18 @@ class _GatherKeys(torch.autograd.Function):
     def backward(
         ctx: Any, first_key: Tensor, first_value: Tensor, last_key: Tensor, last_value: Tensor
     ) -> tuple[Tensor, Tensor, None, None]:
-        ctx.whole.untyped_storage().resize_(0)  # both chunks have read it
+        ctx.gathered.untyped_storage().resize_(0)  # both chunks have read it
         group, (first, last), (tokens, batch, groups, head_dim) = ctx.group, ctx.ends, ctx.shape
         ranks = group.size()
-        whole = last_key.new_empty(ranks * tokens, batch, 2 * groups, head_dim)
+        total = last_key.new_empty(ranks * tokens, batch, 2 * groups, head_dim)
         for grad, of_first, of_last in zip(
-            whole.chunk(2, dim=2), (first_key, first_value), (last_key, last_value), strict=True
+            total.chunk(2, dim=2), (first_key, first_value), (last_key, last_value), strict=True
         ):
             grad[:first] = of_last[:first] + of_first
             grad[first:last] = of_last[first:]
             grad[last:] = 0.0
-        mine_sBND = whole.new_empty(tokens, batch, 2 * groups, head_dim)
-        torch.distributed.reduce_scatter_tensor(mine_sBND, in_rank_order(whole, ranks), group=group)
+        mine_sBND = total.new_empty(tokens, batch, 2 * groups, head_dim)
+        torch.distributed.reduce_scatter_tensor(mine_sBND, in_rank_order(total, ranks), group=group)
         grad_key_sBGD, grad_value_sBGD = mine_sBND.chunk(2, dim=2)
         return grad_key_sBGD, grad_value_sBGD, None, None
 
@@ -135,23 +135,23 @@ class _GatherAgain(torch.autograd.Function):
         out_sBHD: Tensor,
         gate_BHs: Tensor | None,
         both_sBND: Tensor,
-        whole_SBND: Tensor,
+        gathered_SBND: Tensor,
         group: ProcessGroup,
     ) -> tuple[Tensor, Tensor | None]:
         ctx.set_materialize_grads(False)
         ctx.save_for_backward(both_sBND)
-        storage = whole_SBND.untyped_storage()
-        ctx.whole, ctx.bytes, ctx.group = whole_SBND, storage.nbytes(), group
+        storage = gathered_SBND.untyped_storage()
+        ctx.gathered, ctx.bytes, ctx.group = gathered_SBND, storage.nbytes(), group
         storage.resize_(0)
         return out_sBHD.view_as(out_sBHD), None if gate_BHs is None else gate_BHs.view_as(gate_BHs)
 
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
-        ctx.whole.untyped_storage().resize_(ctx.bytes)
+        ctx.gathered.untyped_storage().resize_(ctx.bytes)
         # Not through its version counter: to autograd these are the numbers that were saved.
         (both_sBND,) = ctx.saved_tensors
-        ctx.whole.data.copy_(_gathered(both_sBND, ctx.group))
+        ctx.gathered.data.copy_(_gathered(both_sBND, ctx.group))
         return *grads, None, None, None
 
 
@@ -214,12 +214,12 @@ def own_ranges(tokens: int, ranks: int, rank: int) -> tuple[tuple[int, int], ...
     return ((rank * chunk, (rank + 1) * chunk), (last * chunk, (last + 1) * chunk))
 
 
-def own_chunks(whole: Tensor, ranks: int, rank: int, dim: int = 0) -> Tensor:
+def own_chunks(tokens_of_all: Tensor, ranks: int, rank: int, dim: int = 0) -> Tensor:
     """Return the tokens of a rank from a tensor over the whole sequence."""
     if ranks == 1:
-        return whole
-    ranges = own_ranges(whole.shape[dim], ranks, rank)
-    return torch.cat([whole.narrow(dim, a, b - a) for a, b in ranges], dim)
+        return tokens_of_all
+    ranges = own_ranges(tokens_of_all.shape[dim], ranks, rank)
+    return torch.cat([tokens_of_all.narrow(dim, a, b - a) for a, b in ranges], dim)
 
 
 def in_sequence_order(ranked: Tensor, ranks: int) -> Tensor:

@@ -32,7 +32,7 @@ from megasink.balance.tracker import SINK
 from megasink.config import COMM_TYPES, visible_tokens
 from megasink.megatron.documents import Documents, documents_of, first_values
 from megasink.megatron.head_observer import HeadObserver
-from megasink.megatron.importance import HeadCounter
+from megasink.megatron.importance import MegatronLayerBalance
 from megasink.megatron.optional import position_bias, similarity_mlp
 from megasink.megatron.parameters import ShardedByHeads, StaysFloat32
 from megasink.megatron.statistics import ModelStatistics
@@ -121,7 +121,9 @@ class CoreAttention(ShardedByHeads, StaysFloat32, MegatronModule):
             rank = rank * self.cp_group.size() + self.cp_group.rank()
             self.attending = HeadObserver(config, layer_number, rank)
         cp = self.cp_group.size()
-        self.head_counter = HeadCounter(config, layer_number, self.tp_group, cp, pg_collection)
+        self.head_counter = MegatronLayerBalance(
+            config, layer_number, self.tp_group, cp, pg_collection
+        )
         self.relative_bias = position_bias(config, self.tp_group)
         self.documents: Documents | None = None
         self.frees_projection = False
@@ -252,7 +254,7 @@ class CoreAttention(ShardedByHeads, StaysFloat32, MegatronModule):
         if self.relative_bias is not None:
             bias_HS = self.relative_bias(longest, query_BHTD.device)
             mask["distance_bias_HS"] = self._own_share(bias_HS)
-        parameters = {added.name: self._whole(added.name) for added in record.parameters}
+        parameters = {added.name: self._parameter(added.name) for added in record.parameters}
         options = {"scale": self.softmax_scale, "backend": config.attention_kernel, **mask}
         with_gate = record.always_gated or (counts and config.head_balance_coeff > 0)
         if record.attend is not None:
@@ -342,7 +344,7 @@ class CoreAttention(ShardedByHeads, StaysFloat32, MegatronModule):
             self.attending.similarity_sinks(first_weight_BHT)
         return out_BHTD, 1.0 - first_weight_BHT
 
-    def _whole(self, name: str) -> Tensor:
+    def _parameter(self, name: str) -> Tensor:
         """Return a parameter; gradients of one shared by all heads are summed over the ranks."""
         parameter: torch.nn.Parameter = getattr(self, name)
         if getattr(parameter, "tensor_model_parallel", False):

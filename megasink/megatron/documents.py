@@ -93,16 +93,16 @@ def row_of_documents(
 
     tokens = cu_seqlens[-1]
     ranges = own_ranges(tokens, ranks, rank)
-    found = Documents(tuple(cu_seqlens), tuple(padding), ranges)
+    documents = Documents(tuple(cu_seqlens), tuple(padding), ranges)
     if not padding:
-        return found
-    if not found.real_in_row:
+        return documents
+    if not documents.real_in_row:
         raise ValueError(f"a row of {tokens} tokens is padding alone: leave it out of the data")
     real_1S = torch.ones(1, tokens, dtype=torch.bool, pin_memory=device.type == "cuda")
     for start, stop in padding:
         real_1S[:, start:stop] = False
     real_1S = real_1S.to(device, non_blocking=True)
-    return replace(found, real_1T=own_chunks(real_1S, ranks, rank, dim=1))
+    return replace(documents, real_1T=own_chunks(real_1S, ranks, rank, dim=1))
 
 
 @dataclass

@@ -92,9 +92,9 @@ class _GateRows:
         """Return the sharded state: a separate ``linear_gate``, and no padding."""
         state: ShardedStateDict = super().sharded_state_dict(prefix, sharded_offsets, metadata)  # type: ignore[misc]
         for name in ("weight", "bias"):
-            whole = state.get(f"{prefix}{name}")
-            if isinstance(whole, ShardedTensor):
-                state[f"{prefix}{name}"] = _two_tensors(whole, self.row_split)
+            projection = state.get(f"{prefix}{name}")
+            if isinstance(projection, ShardedTensor):
+                state[f"{prefix}{name}"] = _two_tensors(projection, self.row_split)
         return state
 
 
@@ -138,14 +138,14 @@ def _gate_key(key: str) -> str:
     return key.replace("linear_qkv.", "linear_gate.")
 
 
-def _two_tensors(whole: ShardedTensor, rows: tuple[int, int, int]) -> ShardedTensorFactory:
+def _two_tensors(projection: ShardedTensor, rows: tuple[int, int, int]) -> ShardedTensorFactory:
     """Split a sharded tensor with a factory, so that optimizer states are split the same way."""
-    prepended = whole.prepend_axis_num
+    prepended = projection.prepend_axis_num
     axis = prepended  # axis 0 of the parameter, after the layer axes
-    ranks = whole.axis_fragmentations[axis]
-    rank = whole.global_offset[axis] // whole.local_shape[0]
+    ranks = projection.axis_fragmentations[axis]
+    rank = projection.global_offset[axis] // projection.local_shape[0]
     others = [
-        (index, whole.global_offset[index], whole.axis_fragmentations[index])
+        (index, projection.global_offset[index], projection.axis_fragmentations[index])
         for index in range(prepended)
     ]
 
@@ -173,5 +173,10 @@ def _two_tensors(whole: ShardedTensor, rows: tuple[int, int, int]) -> ShardedTen
         return torch.cat([*parts, padding])
 
     return ShardedTensorFactory(
-        whole.key, whole.data, build, merge, whole.replica_id, whole.flattened_range
+        projection.key,
+        projection.data,
+        build,
+        merge,
+        projection.replica_id,
+        projection.flattened_range,
     )

@@ -54,7 +54,7 @@ class HeadObserver:
         """Add to a series if the current step is observed.
 
         Args:
-            name, sum_H, weight: See :meth:`HeadTracker.add`.
+            name, sum_H, weight: See :meth:`HeadSums.add`.
             replicated: Whether every tensor-parallel rank has the same heads, for different tokens.
         """
         if self.observes:

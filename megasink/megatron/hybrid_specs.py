@@ -30,8 +30,8 @@ def hybrid_spec(config: MegasinkTransformerConfig) -> ModuleSpec:
     option of attention and the block means the same as in a GPT model. (Upstream's hybrid spec has
     neither --qk-layernorm nor modules other than TransformerEngine's.)
     """
-    dense, norm = _whole_layer(config, None)
-    experts, _ = _whole_layer(config, config.num_moe_experts)
+    dense, norm = _layer_of(config, None)
+    experts, _ = _layer_of(config, config.num_moe_experts)
     no_ffn = {"pre_mlp_layernorm": IdentityOp, "mlp": IdentityOp, "mlp_bda": IdentityFuncOp}
     no_attention = {
         "input_layernorm": IdentityOp,
@@ -54,7 +54,7 @@ def hybrid_spec(config: MegasinkTransformerConfig) -> ModuleSpec:
     )
 
 
-def _whole_layer(
+def _layer_of(
     config: MegasinkTransformerConfig, experts: int | None
 ) -> tuple[ModuleSpec, LayerNormBuilder | None]:
     """Return a layer of a GPT model with megasink's modules, and the norm after the last layer."""

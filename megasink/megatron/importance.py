@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from megasink.megatron.config import MegasinkTransformerConfig
 
 
-class HeadCounter(StaysFloat32, LayerBalance):
+class MegatronLayerBalance(StaysFloat32, LayerBalance):
     """Counts the gates of one layer and attaches the gradient of the head-balance loss.
 
     Its state is missing from Megatron's own checkpoints, which start with the initial one.

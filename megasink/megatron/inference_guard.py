@@ -32,14 +32,14 @@ def dynamic_inference_problems(config: MegasinkTransformerConfig, device_type: s
     Args:
         device_type: "cuda" or "cpu".
     """
-    found = []
+    problems = []
     if device_type != "cuda":
-        found.append(
+        problems.append(
             "dynamic inference runs on flash-attn's CUDA kernels, and there is no CUDA device"
         )
     computed = [record.name for record in variants() if record.dynamic_inference]
     if config.attention_variant not in computed:
-        found.append(
+        problems.append(
             f"dynamic inference computes {', '.join(computed)} attention, "
             f"not --attention-variant {config.attention_variant}"
         )
@@ -47,8 +47,8 @@ def dynamic_inference_problems(config: MegasinkTransformerConfig, device_type: s
         value = getattr(config, option.name, option.default)
         if option.name not in _KNOWN and value != option.default:
             flag = "--" + option.name.replace("_", "-")
-            found.append(f"dynamic inference is not known to be right for {flag} {value}")
-    return found
+            problems.append(f"dynamic inference is not known to be right for {flag} {value}")
+    return problems
 
 
 def refuse_what_bypasses_core_attention(

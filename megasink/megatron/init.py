@@ -53,13 +53,13 @@ def global_names(model: GPTModel) -> dict[str, str]:
     names = {}
     for name, _ in model.named_parameters():
         layer = re.match(r"(.*layers\.)(\d+)(\..*)", name)
-        whole = name
+        global_name = name
         if layer and (local := layer[1] + layer[2]) in offsets:
-            whole = f"{layer[1]}{offsets[local]}{layer[3]}"
+            global_name = f"{layer[1]}{offsets[local]}{layer[3]}"
         elif name == "output_layer.weight" and model.share_embeddings_and_output_weights:
             # The last stage's copy of the embedding must start equal to the first stage's.
-            whole = "embedding.word_embeddings.weight"
-        names[name] = _expert_name(whole, model.config)
+            global_name = "embedding.word_embeddings.weight"
+        names[name] = _expert_name(global_name, model.config)
     return names
 
 
@@ -162,12 +162,12 @@ def _draw(
         world, rank = group.size(), group.rank()
     shape = list(part.shape)
     shape[axis] *= world
-    whole = torch.empty(shape, dtype=torch.float32, device=part.device)
+    unsharded = torch.empty(shape, dtype=torch.float32, device=part.device)
     digest = hashlib.sha256(f"{seed}:{name}".encode()).digest()
     # Megatron's init methods draw from the default generator of the device.
     devices = [] if part.device.type == "cpu" else [part.device]
     with torch.random.fork_rng(devices=devices):
         torch.manual_seed(int.from_bytes(digest[:7], "little"))
-        method(whole)
-    pieces = whole.chunk(world * stride, dim=axis)
+        method(unsharded)
+    pieces = unsharded.chunk(world * stride, dim=axis)
     part.copy_(torch.cat(pieces[rank::world], dim=axis))

@@ -68,8 +68,8 @@ def _prediction_spec(
     """Return the spec of the layers of multi-token prediction, with megasink's attention."""
     from megasink.megatron.prediction import prediction_spec
 
-    found = upstream(config, decoder, vp_stage=vp_stage)
-    return None if found is None else prediction_spec(found, config.transformer)
+    spec = upstream(config, decoder, vp_stage=vp_stage)
+    return None if spec is None else prediction_spec(spec, config.transformer)
 
 
 def finish_stage(model: Any, config: Any) -> None:

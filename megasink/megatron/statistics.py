@@ -16,12 +16,12 @@ class ModelStatistics(LossStep):
     stage and recomputed block holds it, ``get_model_config`` returns it for a wrapped model, and it
     already holds the per-model callbacks (``grad_scale_func``, ``no_sync_func``,
     ``finalize_model_grads_func``). Models that train in the same process therefore need separate
-    configs; :meth:`HeadTracker.record` rejects two that share one.
+    configs; :meth:`HeadSums.record` rejects two that share one.
 
     Copies of a config share the statistics, because layers may hold one
     (core/transformer/attention.py:378 makes a deep copy if there are fewer groups than
     tensor-parallel ranks). A new config, also from ``dataclasses.replace``, has new statistics; a
-    pickled config has empty ones. They are never in a checkpoint: see ``HeadCounter``.
+    pickled config has empty ones. They are never in a checkpoint: see ``MegatronLayerBalance``.
 
     Args:
         layers: Layers of the whole model.

@@ -102,13 +102,17 @@ class HeadBalance:
         for layer, attention in attentions.items():
             device = next(attention.parameters()).device
             self.layers[layer] = counter = ModelLayer(self, layer, device)
-            if (found := readers[layer]) is None:
+            if (reads_gate := readers[layer]) is None:
                 setattr(attention, SEAM, Seam(counter))
             else:
-                module, reader = found
+                module, reader = reads_gate
                 read = explicit_hook(attention, counter, reader, self.heads)
                 self._handles.append(module.register_forward_hook(read))
-        gated = {layer: (blocks[layer], found) for layer, found in readers.items() if found}
+        gated = {
+            layer: (blocks[layer], reads_gate)
+            for layer, reads_gate in readers.items()
+            if reads_gate
+        }
         self._unchecked = gated
         self._check: GateCheck | None = None
         setattr(model, MARK, True)

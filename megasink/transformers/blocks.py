@@ -132,8 +132,8 @@ def _block(layer: torch.nn.Module, name: str, kind: str) -> Block:
 
 def child(module: torch.nn.Module, names: tuple[str, ...]) -> torch.nn.Module | None:
     """Return the first submodule with one of these names."""
-    found = (getattr(module, name, None) for name in names)
-    return next((child for child in found if isinstance(child, torch.nn.Module)), None)
+    children = (getattr(module, name, None) for name in names)
+    return next((child for child in children if isinstance(child, torch.nn.Module)), None)
 
 
 def output_weight(output: torch.nn.Module, heads: int) -> Tensor:

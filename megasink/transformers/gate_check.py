@@ -54,10 +54,10 @@ class GateCheck:
 
     def _watched(self, function: Any) -> Any:
         def attend(module: torch.nn.Module, *args: Any, **kwargs: Any) -> Any:
-            found = (function or eager_function(module))(module, *args, **kwargs)
+            result = (function or eager_function(module))(module, *args, **kwargs)
             if (layer := self._layers.get(id(module))) is not None:
-                self._outputs[layer] = found[0].detach()
-            return found
+                self._outputs[layer] = result[0].detach()
+            return result
 
         return attend
 

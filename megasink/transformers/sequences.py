@@ -99,7 +99,7 @@ def megasink_mask(
     documents = None
     if not allow_is_causal_skip and q_length > 1 and mask_function is not None:
         sees = _neighbors(mask_function, batch_size, q_length, q_offset, device)
-        documents = _documents(sees, config, whole=q_length == kv_length)
+        documents = _documents(sees, config, complete=q_length == kv_length)
     compiling = torch.compiler.is_compiling()
     if isinstance(q_offset, Tensor) and not compiling:
         q_offset = int(q_offset)
@@ -132,12 +132,12 @@ def megasink_mask(
 
 def _padding(real_BS: Tensor, queries: int, config: Any) -> tuple[RowOrder | None, bool]:
     """Return the order that puts padding behind, if needed, and whether a mask is needed."""
-    whole = queries == real_BS.shape[1]
+    complete = queries == real_BS.shape[1]
     # A token after padding, and after a token before that.
     begins_BS = real_BS[:, 1:] & ~real_BS[:, :-1]
     holes_B = begins_BS.sum(-1) > (~real_BS[:, 0]).to(torch.int64)
     if torch.compiler.is_compiling():
-        if not whole:
+        if not complete:
             return None, True
         torch._assert_async(~holes_B.any(), _HOLES)
         return row_order(real_BS), False
@@ -146,7 +146,7 @@ def _padding(real_BS: Tensor, queries: int, config: Any) -> tuple[RowOrder | Non
     ).tolist()
     if real or (queries > 1 and not before and not holes):
         return None, False  # a real query is before the padding behind it
-    if queries == 1 or not whole or holes:
+    if queries == 1 or not complete or holes:
         return None, True
     return row_order(real_BS), False
 
@@ -173,21 +173,21 @@ def _neighbors(
     return torch.stack([seen.expand(rows, 1, queries - 1, 1)[:, 0, :, 0] for seen in sees])
 
 
-def _documents(sees_2BT: Tensor, config: Any, *, whole: bool) -> tuple[int, ...] | None:
+def _documents(sees_2BT: Tensor, config: Any, *, complete: bool) -> tuple[int, ...] | None:
     """Return the boundaries of documents, None for one per row.
 
     Args:
         sees_2BT: What `_neighbors` returns.
-        whole: Whether the queries are the whole sequences, not what follows a cache.
+        complete: Whether the queries are the whole sequences, not what follows a cache.
     """
     if torch.compiler.is_compiling():
-        ordinary_BT = ~sees_2BT[0] & sees_2BT[1] if whole else ~sees_2BT[0]
+        ordinary_BT = ~sees_2BT[0] & sees_2BT[1] if complete else ~sees_2BT[0]
         torch._assert_async(ordinary_BT.all(), PACKED_AND_COMPILED)
         return None
     later_BT, earlier_BT = sees_2BT.cpu()
     if bool(later_BT.any()):
         refuse(config, "some of its tokens see later ones")
-    return boundaries(~earlier_BT) if whole else None
+    return boundaries(~earlier_BT) if complete else None
 
 
 def boundaries(begins_BT: Tensor) -> tuple[int, ...] | None:

@@ -74,7 +74,7 @@ def test_injected_rows_are_pytorchs_to_the_bit(head_dim, dtype):
     before = grad_out.clone(), results.out_BHTD.clone()
     wanted = inject_lse_gradient(grad_out, results.out_BHTD, grad_lse)
     arriving = Arriving(grad_out, grad_lse, None)
-    with TRITON.open_slot(arriving, results, None, None, inject=True) as given:
+    with TRITON.slot_backward(arriving, results, None, None, inject=True) as given:
         assert torch.equal(given.grad_out_BHTD, wanted[0])
         assert torch.equal(given.out_BHTD, wanted[1])
         assert not torch.equal(given.out_BHTD, before[1])
@@ -106,10 +106,10 @@ def test_slot_against_float64(head_dim, layout, dtype):
             return tensor if tensor is None or wide is None else tensor.to(wide)
 
         u, s = cast(value), cast(logit)
-        results = kernels.close_slot(cast(query), cast(out).clone(), cast(lse), s, u)
+        results = kernels.slot_forward(cast(query), cast(out).clone(), cast(lse), s, u)
         assert results.out_BHTD.permute(*_order(query)).is_contiguous()
         given = Arriving(*map(cast, arriving))
-        with kernels.open_slot(given, results, s, u, inject=False) as before:
+        with kernels.slot_backward(given, results, s, u, inject=False) as before:
             found = {"ds": before.logit_grad, "lse_grad": before.lse_grad_BHT}
             if value is not None:
                 assert before.value_grad.shape == value.shape
@@ -129,7 +129,7 @@ def test_slot_against_float64(head_dim, layout, dtype):
     results = _results(*shape, dtype=dtype, layout=layout)
     sums = []
     for s in (shared, shared.expand(1, 3, 37)):
-        with TRITON.open_slot(Arriving(*arriving), results, s, None, inject=False) as before:
+        with TRITON.slot_backward(Arriving(*arriving), results, s, None, inject=False) as before:
             sums.append(before.logit_grad.double())
     terms = sums[1].transpose(0, 1).flatten(1)
     assert sums[0].shape == shared.shape

@@ -91,11 +91,11 @@ def _launch_slot(head_dim, dtype, value):
     query, out, grad_out = _tensors(head_dim, dtype)
     statistics = torch.zeros(out.shape[:3])
     logit, slot_value = torch.zeros(1, 6, 1), torch.zeros(1, 6, 1, head_dim) if value else None
-    results = kernels.close_slot(query, out, statistics, logit, slot_value)
+    results = kernels.slot_forward(query, out, statistics, logit, slot_value)
     assert results.out_BHTD is not out
     assert results.out_BHTD.data_ptr() == out.data_ptr()  # in place
     arriving = Arriving(grad_out, statistics, statistics)
-    with kernels.open_slot(arriving, results, logit, slot_value, inject=True):
+    with kernels.slot_backward(arriving, results, logit, slot_value, inject=True):
         pass
 
 
@@ -105,9 +105,9 @@ def _launch_first_key(head_dim, dtype):
     first = FirstKey(query, query[:, ::3, :1], query[:, ::3, :1], keys=130, alone=1)
     statistics = torch.zeros(rows.shape[:3])
     call = AttentionCall(None, scale=0.1)
-    closed = kernels.close_first_key(first, (rows[:, :, 1:], statistics[..., 1:]), call)
+    closed = kernels.first_key_forward(first, (rows[:, :, 1:], statistics[..., 1:]), call)
     arriving = Arriving(grad_out, None, statistics)
-    with kernels.open_first_key(arriving, Results(*closed), first, 0.1, inject=True):
+    with kernels.first_key_backward(arriving, Results(*closed), first, 0.1, inject=True):
         pass
 
 

@@ -6,7 +6,7 @@ from contextlib import contextmanager
 from typing import Any
 
 from megasink.balance.step import LossStep
-from megasink.megatron.importance import HeadCounter
+from megasink.megatron.importance import MegatronLayerBalance
 from tests.balance.collective_sizes import LAYERS
 from tests.balance.collectives import Collectives
 from tests.distributed import tiny_gpt
@@ -45,10 +45,10 @@ def _counts(observed: bool, **options: Any) -> Counter[tuple[str, int, int]]:
 
 @contextmanager
 def _without_balance() -> Iterator[None]:
-    forward, start = HeadCounter.forward, LossStep.reduce
-    HeadCounter.forward = lambda self, out_SBX, *_, **__: out_SBX
+    forward, start = MegatronLayerBalance.forward, LossStep.reduce
+    MegatronLayerBalance.forward = lambda self, out_SBX, *_, **__: out_SBX
     LossStep.reduce = lambda *_, **__: None
     try:
         yield
     finally:
-        HeadCounter.forward, LossStep.reduce = forward, start
+        MegatronLayerBalance.forward, LossStep.reduce = forward, start

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from megasink.balance.tracker import HeadTracker
+from megasink.balance.tracker import HeadSums
 from tests.distributed.layout import SINGLE
 
 ROUTED = torch.tensor([True, True])
@@ -38,7 +38,7 @@ def finish(tracker, coeff=1.0, scope="global"):
     [("microbatch", 0.5 * ((1 + 3) / 2 + (2 + 3) / 2)), ("global", 0.5 * 2 * 2 * 4 / 9)],
 )
 def test_importance_is_weighted_by_tokens_and_the_loss_by_microbatch(scope, loss):
-    tracker = HeadTracker(layers=2, heads=2)
+    tracker = HeadSums(layers=2, heads=2)
     for layer in (0, 1):
         record(tracker, layer, [0.2, 0.4], 10)
         tracker.record_loss(layer, 0, torch.tensor(1.0 + layer))
@@ -51,7 +51,7 @@ def test_importance_is_weighted_by_tokens_and_the_loss_by_microbatch(scope, loss
 
 
 def test_a_step_starts_from_nothing():
-    tracker = HeadTracker(layers=1, heads=2)
+    tracker = HeadSums(layers=1, heads=2)
     for value in (0.9, 0.3):
         record(tracker, 0, [value, value], 8)
         found_LH = finish(tracker).importance_LH
@@ -59,7 +59,7 @@ def test_a_step_starts_from_nothing():
 
 
 def test_a_pass_that_is_run_again_is_counted_once():
-    received, tracker = [], HeadTracker(layers=1, heads=2)
+    received, tracker = [], HeadSums(layers=1, heads=2)
 
     def receive(importance_H, gradient_H):
         received.append(importance_H)
@@ -72,7 +72,7 @@ def test_a_pass_that_is_run_again_is_counted_once():
 
 
 def test_a_layer_without_a_record_is_nan_and_no_zero():
-    tracker = HeadTracker(layers=2, heads=2)
+    tracker = HeadSums(layers=2, heads=2)
     record(tracker, 1, [0.5, 0.5], 8)
     statistics = finish(tracker)
     assert statistics.importance_LH[0].isnan().all()
@@ -81,14 +81,14 @@ def test_a_layer_without_a_record_is_nan_and_no_zero():
 
 
 def test_sums_over_many_microbatches_keep_their_digits():
-    value_H, tracker = torch.tensor([0.1, 0.7]), HeadTracker(layers=1, heads=2)
+    value_H, tracker = torch.tensor([0.1, 0.7]), HeadSums(layers=1, heads=2)
     for _ in range(3000):
         tracker.record(0, 0, value_H.double() * 4097, 4097, ROUTED, ignore)
     assert float((finish(tracker).importance_LH[0] / value_H - 1).abs().max()) < 1e-7
 
 
 def test_records_hold_no_graph():
-    tracker = HeadTracker(layers=1, heads=2)
+    tracker = HeadSums(layers=1, heads=2)
     gate_sum_h = torch.tensor([0.5, 0.25], requires_grad=True) * 1
     tracker.record(0, 0, gate_sum_h, 1, ROUTED, ignore)
     tracker.record_loss(0, 0, gate_sum_h.sum())
@@ -103,7 +103,7 @@ def test_a_step_without_records(pool):
 
 def test_layers_with_a_gap_between_them_and_other_counts():
     """Chunks of a virtual pipeline stage, and a microbatch that one of them has not seen."""
-    tracker = HeadTracker(layers=6, heads=2)
+    tracker = HeadSums(layers=6, heads=2)
     for layer in (0, 1, 3, 4):
         record(tracker, layer, [0.2, 0.4], 10)
     for layer in (0, 1, 3):

@@ -10,7 +10,7 @@ from megatron.core import parallel_state
 from megatron.core.utils import get_model_config
 
 from megasink.balance.share import share_of_step
-from megasink.balance.tracker import HeadTracker
+from megasink.balance.tracker import HeadSums
 from megasink.megatron.core_attention import CoreAttention
 from tests.distributed import tiny_gpt
 
@@ -157,7 +157,7 @@ def one_config_for_two() -> str:
 
 def nothing_recorded() -> dict[str, Any]:
     """The statistics of a step in which no layer of any rank recorded."""
-    tracker = HeadTracker(layers=2, heads=2)
+    tracker = HeadSums(layers=2, heads=2)
     tracker.start_reduction()
     statistics = tracker.finish_step(1.0, "global")
     assert statistics is not None

@@ -4,7 +4,7 @@ For each mechanism and scope a rich layout on two or four ranks, for each layout
 scope: loss, every gradient, the gradient norm and three steps of Adam, against one process that
 runs plain autograd over reference attention and Eq. 7 (oracle.py). The table after the tests says
 what was compared. Not the whole product: the mechanisms meet the layouts in core attention alone,
-and the scopes in HeadCounter.
+and the scopes in MegatronLayerBalance.
 """
 
 import pytest

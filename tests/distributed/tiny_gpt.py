@@ -23,7 +23,7 @@ from megatron.core.utils import get_batch_on_this_cp_rank, get_model_config
 from torch import Tensor
 
 from megasink.balance.step import Phase
-from megasink.balance.tracker import HeadTracker
+from megasink.balance.tracker import HeadSums
 from megasink.megatron import layer_spec
 from megasink.megatron.config import MegasinkTransformerConfig
 from megasink.megatron.core_attention import CoreAttention
@@ -329,10 +329,10 @@ def statistics(transformer: MegasinkTransformerConfig) -> Any:
 
 
 def recorded(transformer: MegasinkTransformerConfig) -> Tensor | None:
-    """The sums of each layer since the last call: as `HeadTracker` keeps them in a step."""
+    """The sums of each layer since the last call: as `HeadSums` keeps them in a step."""
     statistics = transformer.statistics
     table = statistics.heads._take_table()
-    statistics.heads = HeadTracker(transformer.num_layers, transformer.num_attention_heads)
+    statistics.heads = HeadSums(transformer.num_layers, transformer.num_attention_heads)
     return table
 
 

@@ -51,7 +51,7 @@ def test_injected_rows_are_pytorchs_to_the_bit_and_put_back(head_dim, dtype):
         grad_lse = torch.randn(shape[:3], device="cuda") * sizes
         before = grad_out.clone(), results.out_BHTD.clone()
         wanted = inject_lse_gradient(grad_out, results.out_BHTD, grad_lse)
-        opened = gate_kernels_named("triton").open_slot(
+        opened = gate_kernels_named("triton").slot_backward(
             Arriving(grad_out, grad_lse, None), results, sink, None, inject=True
         )
         with opened as given:

@@ -64,7 +64,7 @@ def steps_of_copies() -> dict[str, tuple[int | None, float]]:
     from megatron.core.transformer import TransformerConfig
 
     from megasink.megatron import HeadBalance
-    from megasink.megatron.importance import HeadCounter
+    from megasink.megatron.importance import MegatronLayerBalance
 
     kinds = {
         "itself": lambda config: config,
@@ -80,7 +80,7 @@ def steps_of_copies() -> dict[str, tuple[int | None, float]]:
         balance = HeadBalance(config, attention_variant="sink", head_balance_coeff=1.0)
         config.finalize_model_grads_func = _host
         config = made(config)
-        counter = HeadCounter(config, 1, mpu.get_tensor_model_parallel_group())
+        counter = MegatronLayerBalance(config, 1, mpu.get_tensor_model_parallel_group())
         weight = torch.nn.Parameter(torch.tensor([1.0, 2.0]).reshape(1, 2, 1, 1))
         optimizer = torch.optim.SGD([weight], lr=0.1)
         for _ in range(2):

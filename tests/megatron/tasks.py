@@ -149,7 +149,7 @@ def not_ours() -> dict[str, str]:
         """
         from torch.optim import SGD
 
-        from megasink.megatron.importance import HeadCounter
+        from megasink.megatron.importance import MegatronLayerBalance
 
         own = config()
         for name, value in fields.items():
@@ -158,7 +158,7 @@ def not_ours() -> dict[str, str]:
         own.use_cpu_initialization = True
         from megatron.core import parallel_state as mpu
 
-        counter = HeadCounter(own, 1, mpu.get_tensor_model_parallel_group(), cp)
+        counter = MegatronLayerBalance(own, 1, mpu.get_tensor_model_parallel_group(), cp)
         weight = torch.nn.Parameter(torch.ones(1, 2, 3, 1))
         optimizer = SGD([weight], lr=0.1)
 

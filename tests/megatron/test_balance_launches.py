@@ -6,7 +6,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from megasink.balance.loss import head_balance_gradient
-from megasink.megatron.importance import HeadCounter
+from megasink.megatron.importance import MegatronLayerBalance
 from megasink.megatron.statistics import ModelStatistics
 
 
@@ -38,7 +38,7 @@ def _counters(layers, heads, **options):
     )
     config.statistics = ModelStatistics(layers, heads, config)
     one_rank = SimpleNamespace(size=lambda: 1, rank=lambda: 0)
-    counters = [HeadCounter(config, layer + 1, one_rank) for layer in range(layers)]
+    counters = [MegatronLayerBalance(config, layer + 1, one_rank) for layer in range(layers)]
     return counters, config.statistics
 
 

@@ -132,14 +132,14 @@ def train(moment: str) -> int:
     from megatron.training import checkpointing, training
     from tensorboard.summary.writer.record_writer import RecordWriter
 
-    from megasink.balance.tracker import HeadTracker
+    from megasink.balance.tracker import HeadSums
     from megasink.training import forward
     from megasink.training.metrics_file import MetricsFile
 
     kind, _, text = moment.partition(":")
     count = int(text)
     if kind == "step":
-        HeadTracker.start_reduction = at_call(count, die, HeadTracker.start_reduction)
+        HeadSums.start_reduction = at_call(count, die, HeadSums.start_reduction)
     elif kind == "save":
         FileSystemWriterAsync.finish = at_call(count, die, FileSystemWriterAsync.finish)
     elif kind in ("async", "writer", "term"):

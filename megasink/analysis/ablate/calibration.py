@@ -10,7 +10,7 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from megasink.analysis.capture.base import Observer, OpenProbe
+from megasink.analysis.capture.base import Listener, OpenProbe
 from megasink.analysis.folder import read_analysis
 from megasink.analysis.interventions.dynamic_zeroing import DynamicChange
 from megasink.analysis.interventions.scores import RANDOM, LayerScore
@@ -99,14 +99,14 @@ def read_calibration(folder: Path) -> Calibration:
         UserError: the folder holds no analysis, or one without the hash of the weights.
     """
     analysis = read_analysis(folder)
-    told = analysis.results
-    if told.run.weights is None:
+    results = analysis.results
+    if results.run.weights is None:
         raise UserError(
             f"{folder} does not tell the weights that it is of: analyze the model again with this "
             "version"
         )
     return Calibration(
-        folder, analysis.by_sample, told.model.heads, told.model.kind, told.run.weights
+        folder, analysis.by_sample, results.model.heads, results.model.kind, results.run.weights
     )
 
 
@@ -120,7 +120,7 @@ def measure_scores(
     """Return [N, L, H]: the scores of token sequences in the unchanged model, run one by one."""
     change = DynamicChange(LayerScore(score), None, 0)
     change.keeps_scores = True
-    with open_probe(Observer(), [change]) as probe:
+    with open_probe(Listener(), [change]) as probe:
         for tokens in samples:
             probe.forward(torch.tensor([list(tokens)], device=device), logits=False)
         return scores_of(change, probe.heads)

@@ -42,21 +42,21 @@ def activations(
     Raises:
         UserError: the model has no such activations, as with experts, or there are too few texts.
     """
-    found: dict[str, Floats] = {}
+    coordinates: dict[str, Floats] = {}
     console = Console(stderr=True)
     for setting in tracked(settings, "t-SNE", len(settings), "settings", console=console):
         key = f"tsne-{key_of(facts_of(model, weights, on, setting) | {'seed': seed})}"
         if not folder.has_arrays(key):
             folder.write_arrays(key, _embedded(model, on, setting, seed))
         arrays = folder.read_arrays(key)
-        found[setting.label], found[POSITION] = arrays["points"], arrays["position"]
-    return found
+        coordinates[setting.label], coordinates[POSITION] = arrays["points"], arrays["position"]
+    return coordinates
 
 
 def _embedded(model: ProbedModel, on: Texts, setting: Setting, seed: int) -> dict[str, Floats]:
-    def open_probe(observer: Any, changes: Any = ()) -> Any:
+    def open_probe(listener: Any, changes: Any = ()) -> Any:
         made = changes_of(setting.interventions)
-        return model.open_probe(observer, [*changes, *made])
+        return model.open_probe(listener, [*changes, *made])
 
     rows = read_rows(open_probe, on.samples, device=model.device)
     if PRODUCT not in rows.by_site:

@@ -62,7 +62,7 @@ class Tasks:
         Raises:
             UserError: a task has no accuracy, or as `evaluate`.
         """
-        found = evaluate(
+        results = evaluate(
             model,
             interventions,
             self.loaded,
@@ -71,8 +71,8 @@ class Tasks:
             parse_special_tokens=self.parse_special_tokens,
             changes=changes,
         ).tasks
-        members = {name for task in found.values() for name in task.of}
-        return [], {name: _score(name, of) for name, of in found.items() if name not in members}
+        members = {name for task in results.values() for name in task.of}
+        return [], {name: _score(name, of) for name, of in results.items() if name not in members}
 
     def scores(
         self,
@@ -94,8 +94,8 @@ class Tasks:
             for change in observed.values():
                 change.keeps_scores = True
             self.measure(model, (), list(observed.values()))
-            found = {name: scores_of(change, model.heads) for name, change in observed.items()}
-            folder.write_arrays(key, found)
+            scores = {name: scores_of(change, model.heads) for name, change in observed.items()}
+            folder.write_arrays(key, scores)
         if not ranks.rank:
             ranks.reach("scored")
         return folder.read_arrays(key)

@@ -72,14 +72,14 @@ class Texts:
         assert measurements is not None  # one process
         losses = [
             TextLoss(
-                sample=found.index,
-                dataset=found.dataset,
-                nats=found.nats,
-                targets=found.targets or 0,
-                bytes=found.bytes,
-                nats_of_bytes=found.nats_of_bytes,
+                sample=measured.index,
+                dataset=measured.dataset,
+                nats=measured.nats,
+                targets=measured.targets or 0,
+                bytes=measured.bytes,
+                nats_of_bytes=measured.nats_of_bytes,
             )
-            for found in measurements.samples
+            for measured in measurements.samples
         ]
         return losses, {}
 

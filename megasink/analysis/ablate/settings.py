@@ -47,14 +47,14 @@ class Setting:
 
 def statistics_scores(names: Sequence[str]) -> list[str]:
     """Return the metrics of statistics that the scores are computed from."""
-    registered, found, waiting = metrics(), [], list(names)
+    registered, needed, waiting = metrics(), [], list(names)
     while waiting:
         entry = registered[waiting.pop()]
         if entry.is_derived:
             waiting += [base for need in entry.needs if (base := need.rpartition("_")[0])]
         else:
-            found.append(entry.name)
-    return [name for name in registered if name in found]
+            needed.append(entry.name)
+    return [name for name in registered if name in needed]
 
 
 def thresholds_of(
@@ -71,7 +71,7 @@ def thresholds_of(
     Raises:
         UserError: a score was not measured.
     """
-    found: Thresholds = {}
+    thresholds: Thresholds = {}
     for name in names:
         if name not in scores:
             raise UserError(
@@ -79,8 +79,8 @@ def thresholds_of(
             )
         low, high = metrics()[name].bounds  # rounding may lead beyond them
         taus = {p: threshold_of(name, p / 100, scores[name]) for p in percents}
-        found[name] = {f"{p:g}": min(max(tau, low), high) for p, tau in taus.items()}
-    return found
+        thresholds[name] = {f"{p:g}": min(max(tau, low), high) for p, tau in taus.items()}
+    return thresholds
 
 
 def settings_of(
@@ -94,26 +94,26 @@ def settings_of(
     Raises:
         UserError: a file cannot be read.
     """
-    found = [Setting(UNCHANGED, UNCHANGED)]
+    settings = [Setting(UNCHANGED, UNCHANGED)]
     if options.score:
         for seed in options.seeds:
             for percent in filter(None, options.zeroed):
                 change = DynamicZeroing(score=RANDOM, threshold=percent / 100, seed=seed)
                 label = f"{RANDOM}/{percent:g}/seed {seed}"
-                found.append(Setting(RANDOM, label, (change,), percent, seed))
+                settings.append(Setting(RANDOM, label, (change,), percent, seed))
     for score, taus in thresholds.items():
-        for asked, tau in taus.items():
+        for percentage, tau in taus.items():
             change = DynamicZeroing(score=score, threshold=tau)
-            found.append(Setting(score, f"{score}/{asked}", (change,), float(asked)))
+            settings.append(Setting(score, f"{score}/{percentage}", (change,), float(percentage)))
     if options.heads:
         chosen = ZeroHeads(**heads_of(options.heads)._asdict())
-        found.append(Setting(HEADS, f"heads {', '.join(options.heads)}", (chosen,)))
+        settings.append(Setting(HEADS, f"heads {', '.join(options.heads)}", (chosen,)))
     if options.interventions is not None:
         changes = tuple(read_interventions(options.interventions))
-        found.append(Setting(FILE, str(options.interventions), changes))
+        settings.append(Setting(FILE, str(options.interventions), changes))
     if options.layer is not None:
-        found += _single_heads(options.layer, heads)
-    return found
+        settings += _single_heads(options.layer, heads)
+    return settings
 
 
 def heads_of(words: Sequence[str]) -> HeadList:

@@ -160,15 +160,15 @@ def _curves(results: AblationResults, scores: Sequence[str], on: str) -> list[Ab
     for score in scores:
         line = results.line(score)
         x, y = mean_line(line, on)
-        found = curves.removable(x, y, level, higher_is_better=better)
+        removable = curves.removable(x, y, level, higher_is_better=better)
         made.append(
             AblationCurve(
                 score=score,
                 on=on,
                 auc=_auc(x, y, better),
                 rank=0,
-                removable=found.percent,
-                never_left=found.never_left,
+                removable=removable.percent,
+                never_left=removable.never_left,
                 measured_to=float(max(x)),
                 auc_by_seed=_by_seed(line, on, better) if score == RANDOM else {},
             )
@@ -185,12 +185,12 @@ def _auc(x: Sequence[float], y: Sequence[float], better: bool) -> float | None:
 
 
 def _by_seed(line: Line, on: str, better: bool) -> dict[str, float | None]:
-    found = {}
+    lines = {}
     for seed in dict.fromkeys(point.seed for points in line.values() for point in points):
         if seed is None:
             continue
         of = {
             asked: [p for p in points if p.seed in (seed, None)] for asked, points in line.items()
         }
-        found[str(seed)] = _auc(*mean_line(of, on), better)
-    return found
+        lines[str(seed)] = _auc(*mean_line(of, on), better)
+    return lines

@@ -123,8 +123,8 @@ class Analysis(folders.Analysis):
                 f"{self.name} has no metric {name!r}"
                 + (f": did you mean {hint}?" if hint else "; list(analysis) has their names")
             )
-        found = self.results.metrics[name]
-        return MetricValues(metrics()[name], self.values(name), found.number, self)
+        result = self.results.metrics[name]
+        return MetricValues(metrics()[name], self.values(name), result.number, self)
 
     def __iter__(self) -> Iterator[str]:
         """Yield the name of every metric."""

@@ -133,10 +133,10 @@ def analyze(
         model=probed.facts,
         run=facts,
         inputs=samples,
-        geometry=geometry.found,
+        geometry=geometry.results,
     )
     wanted = names_by_sample()
-    by_sample = {n: found.numpy() for n, found in values.by_sample.items() if n in wanted}
+    by_sample = {n: tensor.numpy() for n, tensor in values.by_sample.items() if n in wanted}
     return of_results(results, by_sample, geometry.arrays)
 
 
@@ -161,13 +161,13 @@ def _probed(model: Any, tokenizer: Any, name: str | None) -> ProbedModel:
     return of_transformers(model, tokenizer, name or type(model).__name__)
 
 
-def _length(model: ProbedModel, asked: int | None) -> int:
+def _length(model: ProbedModel, requested: int | None) -> int:
     most = model.text_positions
-    if asked is None:
+    if requested is None:
         return SEQ_LENGTH if most is None else min(SEQ_LENGTH, most)
-    if most is not None and asked > most:
-        raise UserError(f"seq_length {asked} is longer than the model's {most} positions")
-    return asked
+    if most is not None and requested > most:
+        raise UserError(f"seq_length {requested} is longer than the model's {most} positions")
+    return requested
 
 
 def _inputs(

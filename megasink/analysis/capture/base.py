@@ -1,4 +1,4 @@
-"""What the probes of both kinds of model share: hooks, and what they report to an observer.
+"""What the probes of both kinds of model share: hooks, and what they report to a listener.
 
 Shapes: B rows, T tokens, E hidden size, H heads, D head dim.
 """
@@ -28,7 +28,7 @@ from megasink.errors import ConfigError, UserError
 _PROBED: "WeakSet[torch.nn.Module]" = WeakSet()
 
 
-class Observer:
+class Listener:
     """Receives the statistics; samples are numbered within the batch. This one needs none.
 
     Tensors may alias memory that the model overwrites later: copy anything you keep.
@@ -47,9 +47,9 @@ class Observer:
 
 
 class Probe(ABC):
-    """Context manager in which a model passes statistics to an observer, and heads are changed.
+    """Context manager in which a model passes statistics to a listener, and heads are changed.
 
-    Changes apply one after another, each to what the one before returned; the observer sees the
+    Changes apply one after another, each to what the one before returned; the listener sees the
     result as what enters the output projection. On leaving, the model is what it was.
 
     Attributes:
@@ -75,13 +75,13 @@ class Probe(ABC):
     def __init__(
         self,
         problems: list[str],
-        observer: Observer,
+        listener: Listener,
         needs: Set[str],
         changes: Sequence[HeadChange] = (),
     ):
         if problems:
             raise ConfigError(problems)
-        self.observer = observer
+        self.listener = listener
         self.needs = set(needs)
         self.changes = list(changes)
         self.current = ForwardPass(0, 0, 0, [])
@@ -114,7 +114,7 @@ class Probe(ABC):
         *,
         logits: bool = True,
     ) -> Any:
-        """Run one batch; the observer has received all statistics when this returns.
+        """Run one batch; the listener has received all statistics when this returns.
 
         Args:
             logits: False if nobody reads the logits of the output.
@@ -131,12 +131,12 @@ class Probe(ABC):
 
     @property
     def reads_attention(self) -> bool:
-        """Whether the observer or a change needs what attention reads."""
+        """Whether the listener or a change needs what attention reads."""
         return bool(self.needs) or any(change.reads_attention for change in self.changes)
 
     @property
     def reads_segments(self) -> bool:
-        """Whether the observer or a change needs to know where sequences begin and end."""
+        """Whether the listener or a change needs to know where sequences begin and end."""
         return self.reads_attention or any(change.reads_segments for change in self.changes)
 
     def __enter__(self) -> Self:
@@ -241,25 +241,25 @@ class Probe(ABC):
 
     def _state(self, half: int, state_BTE: Tensor) -> None:
         for sample, state_TE in self._rows(state_BTE):
-            self.observer.state(sample, half, state_TE)
+            self.listener.state(sample, half, state_TE)
 
     def _branch(self, name: str, index: int, branch_BTE: Tensor) -> None:
         if name in self.needs:
             for sample, branch_TE in self._rows(branch_BTE):
-                self.observer.layer(sample, index, {name: branch_TE})
+                self.listener.layer(sample, index, {name: branch_TE})
 
     def _report(self, index: int, call: AttentionCall, branch_BTE: Tensor) -> None:
         """Report one layer's attention once everything about it is known."""
         wanted = self.needs & {*ATTENTION, MAP}
-        for sample, found in enumerate(attention_statistics(call, self.segments, wanted)):
-            self.observer.layer(sample, index, found)
+        for sample, statistics in enumerate(attention_statistics(call, self.segments, wanted)):
+            self.listener.layer(sample, index, statistics)
         self._branch("attention_branch_TE", index, branch_BTE)
 
 
 class OpenProbe(Protocol):
-    """Creates a probe that reports to the given observer."""
+    """Creates a probe that reports to the given listener."""
 
-    def __call__(self, observer: Observer, changes: Sequence[HeadChange] = ()) -> Probe:
+    def __call__(self, listener: Listener, changes: Sequence[HeadChange] = ()) -> Probe:
         """Return the probe, not yet entered."""
 
 

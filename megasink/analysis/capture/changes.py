@@ -55,7 +55,7 @@ class HeadOutputs:
     Attributes:
         layer: from 0.
         out_BQHD: after an explicit gate and earlier changes; do not write into it.
-        call: what attention read and wrote; None unless a change or the observer reads attention.
+        call: what attention read and wrote; None unless a change or the listener reads attention.
         output_weight: returns [H, D, E], the output projection by query head.
     """
 

@@ -31,7 +31,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from megasink.analysis.capture.base import Observer, OpenProbe
+from megasink.analysis.capture.base import Listener, OpenProbe
 from megasink.analysis.capture.inputs import Sample
 from megasink.analysis.capture.sites import PRODUCT, UP, Site
 from megasink.analysis.metrics.geometry import (
@@ -44,7 +44,7 @@ from megasink.analysis.metrics.geometry import (
 SAMPLES, POSITIONS = 16, 8
 
 
-class _FirstStates(Observer):
+class _FirstStates(Listener):
     """Sums the states of the first token."""
 
     def __init__(self) -> None:
@@ -88,7 +88,7 @@ def read_rows(
         positions = min(POSITIONS, max(len(sample.tokens) for sample in samples))
         long = [i for i, sample in enumerate(samples) if len(sample.tokens) >= positions]
         chosen = list(dict.fromkeys(long[i * len(long) // SAMPLES] for i in range(SAMPLES)))
-        hooks = [_hook(site, kept) for site in sites.found]
+        hooks = [_hook(site, kept) for site in sites.available]
         try:
             for index in chosen:
                 ids_BT = torch.tensor([samples[index].tokens[:length]], device=device)
@@ -122,18 +122,18 @@ class Geometry(NamedTuple):
 
     Attributes:
         arrays: contents of geometry.npz.
-        found: the "geometry" entry of results.json.
+        results: the "geometry" entry of results.json.
     """
 
     arrays: dict[str, NDArray[Any]]
-    found: dict[str, Any]
+    results: dict[str, Any]
 
 
 def project(rows: Rows, *, seed: int) -> Geometry:
     """Project the rows to two dimensions; the seed is that of t-SNE."""
     names = ("position_N", "sample_N", "first_state_SE", "first_state_S")
     arrays: dict[str, NDArray[Any]] = {name: getattr(rows, name) for name in names}
-    found: dict[str, Any] = {
+    results: dict[str, Any] = {
         "samples": len(np.unique(rows.sample_N)),
         "positions": int(rows.position_N.max()) + 1,
         "missing": dict(rows.missing),
@@ -144,10 +144,10 @@ def project(rows: Rows, *, seed: int) -> Geometry:
         try:
             embedded = neighbor_embedding(rows.by_site[name].astype(np.float64), seed)
         except ValueError as error:
-            found["missing"][name] = str(error)
+            results["missing"][name] = str(error)
             continue
         arrays[f"{name}_tsne_N2"] = embedded.points
-        found[name] = {
+        results[name] = {
             "width": rows.by_site[name].shape[1],
             "perplexity": embedded.perplexity,
             "seed": seed,
@@ -158,10 +158,10 @@ def project(rows: Rows, *, seed: int) -> Geometry:
         try:
             normed[half / 2] = principal_components(rows.by_site[str(half)].astype(np.float64))
         except ValueError as error:
-            found["missing"][f"normed state {half / 2:g}"] = str(error)
+            results["missing"][f"normed state {half / 2:g}"] = str(error)
     if normed:
         points, explained = (np.stack(each) for each in zip(*normed.values(), strict=True))
         arrays["normed_pca_SN2"], arrays["normed_pca_N2"] = points, points[-1]
         arrays["normed_state_S"] = np.asarray(list(normed))
-        found["normed"] = {"states": list(normed), "explained": explained}
-    return Geometry(arrays, found)
+        results["normed"] = {"states": list(normed), "explained": explained}
+    return Geometry(arrays, results)

@@ -21,12 +21,12 @@ def head_problems(chosen: Iterable[tuple[int, int]], heads: Sequence[int]) -> li
     Args:
         heads: number of heads in each layer of the model.
     """
-    found = []
+    problems = []
     for layer, head in chosen:
         if layer >= len(heads):
-            found.append(f"head {layer}.{head}: the model has layers 0 to {len(heads) - 1}")
+            problems.append(f"head {layer}.{head}: the model has layers 0 to {len(heads) - 1}")
         elif not heads[layer]:
-            found.append(f"head {layer}.{head}: layer {layer} has no softmax attention")
+            problems.append(f"head {layer}.{head}: layer {layer} has no softmax attention")
         elif head >= heads[layer]:
-            found.append(f"head {layer}.{head}: layer {layer} has heads 0 to {heads[layer] - 1}")
-    return found
+            problems.append(f"head {layer}.{head}: layer {layer} has heads 0 to {heads[layer] - 1}")
+    return problems

@@ -65,23 +65,23 @@ def text_samples(
     """
     samples = []
     for name, source in zip(dataset_names(inputs), inputs, strict=True):
-        found: list[Sample] = []
+        cut: list[Sample] = []
         documents = iter(Corpus([source], json_key=json_key))
         only = next(documents)
         second = None if max_samples == 1 else next(documents, None)
         if second is None:
-            found = _cut(reader, only, name, seq_length, max_samples)
+            cut = _cut(reader, only, name, seq_length, max_samples)
         else:
             for document in itertools.chain((only, second), documents):
                 tokens = reader.read(document.pieces(), document.source, seq_length)
                 if len(tokens) < SHORTEST:
                     continue
-                found.append(Sample(tuple(tokens), name, document.source))
-                if len(found) == max_samples:
+                cut.append(Sample(tuple(tokens), name, document.source))
+                if len(cut) == max_samples:
                     break
-        if not found:
+        if not cut:
             raise UserError(f"{source} has no document of at least {SHORTEST} tokens")
-        samples += found
+        samples += cut
     return samples
 
 

@@ -27,10 +27,10 @@ def load(options: ModelOptions, device: str, *, quiet: bool = False) -> tuple[Pr
     with _quiet(bars=quiet), _named(options):
         _know_our_own()
         config = AutoConfig.from_pretrained(options.model, **_LOCAL)
-        asked = options.attn_implementation or config._attn_implementation
-        if asked not in (None, *_READ):
+        requested = options.attn_implementation or config._attn_implementation
+        if requested not in (None, *_READ):
             raise UserError(
-                f"{options.model} is configured for {asked}, which exposes neither weights nor "
+                f"{options.model} is configured for {requested}, which exposes neither weights nor "
                 "masks: add --attn-implementation sdpa or eager"
             )
         tokenizer = AutoTokenizer.from_pretrained(options.tokenizer or options.model, **_LOCAL)
@@ -43,13 +43,13 @@ def load(options: ModelOptions, device: str, *, quiet: bool = False) -> tuple[Pr
             ignore_mismatched_sizes=True,  # reported below, with the mismatches
             **_LOCAL,
         )
-    model, told = loaded
+    model, report = loaded
     # Without what the class itself ignores: buffers, layers of multi-token prediction, tied copies.
-    lost = [f"{name} has no place in {type(model).__name__}" for name in told["unexpected_keys"]]
-    wrong = [f"{name} is missing" for name in sorted(told["missing_keys"])] + sorted(lost)
+    lost = [f"{name} has no place in {type(model).__name__}" for name in report["unexpected_keys"]]
+    wrong = [f"{name} is missing" for name in sorted(report["missing_keys"])] + sorted(lost)
     wrong += [
         f"{name} is {list(there)}, not {list(wanted)}"
-        for name, there, wanted in sorted(told["mismatched_keys"])
+        for name, there, wanted in sorted(report["mismatched_keys"])
     ]
     if wrong:
         more = f" (and {len(wrong) - 2} more)" if len(wrong) > 2 else ""

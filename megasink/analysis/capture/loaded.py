@@ -22,16 +22,16 @@ def open_probe_on(model: Any) -> OpenProbe:
         from megasink.analysis.capture.megatron_model import MegatronProbe
 
         if isinstance(model, GPTModel | HybridModel):
-            return lambda observer, changes=(): MegatronProbe(
-                model, observer, observer.needs, changes
+            return lambda listener, changes=(): MegatronProbe(
+                model, listener, listener.needs, changes
             )
     from transformers import PreTrainedModel
 
     if isinstance(model, PreTrainedModel):
         from megasink.analysis.capture.transformers_model import TransformersProbe
 
-        return lambda observer, changes=(): TransformersProbe(
-            model, observer, observer.needs, changes
+        return lambda listener, changes=(): TransformersProbe(
+            model, listener, listener.needs, changes
         )
     raise UserError(
         f"{type(model).__name__} is neither a model of transformers nor a Megatron GPTModel: "

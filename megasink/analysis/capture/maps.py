@@ -15,7 +15,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from megasink.analysis.capture.base import Observer, OpenProbe
+from megasink.analysis.capture.base import Listener, OpenProbe
 from megasink.analysis.capture.head_names import head_problems, parse_head
 from megasink.analysis.capture.inputs import Sample, equal_lengths
 from megasink.analysis.capture.statistics import MAP
@@ -39,7 +39,7 @@ class Head(NamedTuple):
     why: str
 
 
-def asked_heads(texts: Sequence[str], heads: Sequence[int]) -> list[Head]:
+def named_heads(texts: Sequence[str], heads: Sequence[int]) -> list[Head]:
     """Return the heads named on the command line.
 
     Args:
@@ -56,7 +56,7 @@ def asked_heads(texts: Sequence[str], heads: Sequence[int]) -> list[Head]:
 
 def telling_heads(awft_LH: Floats, importance_LH: Floats) -> list[Head]:
     """Return the heads with extreme first-token attention or importance; missing heads are NaN."""
-    found: dict[tuple[int, int], list[str]] = {}
+    heads: dict[tuple[int, int], list[str]] = {}
     for name, table, arg in (
         ("highest AWFT", awft_LH, np.nanargmax),
         ("lowest AWFT", awft_LH, np.nanargmin),
@@ -64,11 +64,11 @@ def telling_heads(awft_LH: Floats, importance_LH: Floats) -> list[Head]:
         ("highest importance", importance_LH, np.nanargmax),
     ):
         layer, head = (int(i) for i in np.unravel_index(arg(table), table.shape))
-        found.setdefault((layer, head), []).append(f"{name} {table[layer, head]:.3g}")
-    return [Head(layer, head, ", ".join(why)) for (layer, head), why in found.items()]
+        heads.setdefault((layer, head), []).append(f"{name} {table[layer, head]:.3g}")
+    return [Head(layer, head, ", ".join(why)) for (layer, head), why in heads.items()]
 
 
-class _Points(Observer):
+class _Points(Listener):
     """Collect queries and keys of the chosen heads for one sequence."""
 
     def __init__(self, heads: Sequence[Head]):
@@ -102,7 +102,7 @@ class _Points(Observer):
         return {"query_CQ2": query, "key_CQ2": key, "share_C2": share}
 
 
-class _Maps(Observer):
+class _Maps(Listener):
     """Sum maps over samples, and keep those of the sample to show."""
 
     def __init__(self, heads_of: Sequence[int], heads: Sequence[Head], length: int):
@@ -150,7 +150,7 @@ class _Maps(Observer):
         reached = int((self._count_T > 0).sum())
         cut = (slice(None), slice(reached), slice(reached + 1))
         panels = [self._panels[i] for i in range(len(self._heads))]
-        found = {
+        arrays = {
             "layer_map_LTS": (self._mean_LTS / count_T1)[cut],
             "first_layer": np.asarray(self.first),
             "first_layer_map_HTS": (self._first_HTS / count_T1)[cut],
@@ -160,8 +160,8 @@ class _Maps(Observer):
         try:
             components = attention_map_components(maps_MTS)
         except ValueError:  # a single head, or identical heads
-            return found
-        return found | {
+            return arrays
+        return arrays | {
             "component_KTS": components.images_CTT,
             "component_share_K": components.explained_C,
             "component_point_MK": components.points_MC,

@@ -17,7 +17,7 @@ from megatron.core.transformer.attention import Attention
 from megatron.core.transformer.identity_op import IdentityOp
 from torch import Tensor
 
-from megasink.analysis.capture.base import Observer, Probe
+from megasink.analysis.capture.base import Listener, Probe
 from megasink.analysis.capture.changes import ForwardPass, HeadChange
 from megasink.analysis.capture.megatron_sites import batch_first, megatron_sites, with_bias
 from megasink.analysis.capture.segments import Segment
@@ -40,7 +40,7 @@ class MegatronProbe(Probe):
 
     Args:
         model: in evaluation mode, whole in this process (see `megasink.checkpoints.load`).
-        observer, needs, changes: see `Probe`.
+        listener, needs, changes: see `Probe`.
 
     Raises:
         ConfigError: the model is sharded, or its attention is not megasink's.
@@ -49,11 +49,11 @@ class MegatronProbe(Probe):
     def __init__(
         self,
         model: GPTModel | HybridModel,
-        observer: Observer,
+        listener: Listener,
         needs: Set[str],
         changes: Sequence[HeadChange] = (),
     ):
-        super().__init__(model_problems(model), observer, needs, changes)
+        super().__init__(model_problems(model), listener, needs, changes)
         self.model: GPTModel | HybridModel = model
         self.body = model
         self.layers: list[Any] = list(model.decoder.layers)

@@ -27,10 +27,10 @@ def megatron_sites(model: GPTModel | HybridModel) -> Sites:
             norm = getattr(layer, norm_name, None)
             reader = getattr(getattr(layer, name, None), linear, None)
             if not isinstance(norm, IdentityOp | None):
-                sites.found.append(Site(str(half), norm, lambda _, out: batch_first(out)))
+                sites.available.append(Site(str(half), norm, lambda _, out: batch_first(out)))
             elif getattr(reader, "layer_norm_weight", None) is not None:
                 assert reader is not None
-                sites.found.append(Site(str(half), reader, _normed_by(reader)))
+                sites.available.append(Site(str(half), reader, _normed_by(reader)))
             else:
                 sites.lacks_norm(half)
     return sites
@@ -44,7 +44,7 @@ def _add_mlp(sites: Sites, mlp: Any, config: Any) -> None:
             reason = "layer 0 of the hybrid has no FFN"
         sites.missing[PRODUCT] = sites.missing[UP] = reason
         return
-    sites.found.append(Site(PRODUCT, down, lambda product, _: batch_first(product)))
+    sites.available.append(Site(PRODUCT, down, lambda product, _: batch_first(product)))
 
     def read_up(_: Tensor, output: tuple[Tensor, Tensor | None]) -> Tensor:
         linear_SBF = with_bias(output)
@@ -52,7 +52,7 @@ def _add_mlp(sites: Sites, mlp: Any, config: Any) -> None:
             linear_SBF = linear_SBF.chunk(2, -1)[1]
         return batch_first(linear_SBF)
 
-    sites.found.append(Site(UP, up, read_up))
+    sites.available.append(Site(UP, up, read_up))
 
 
 def _normed_by(linear: Any) -> Any:

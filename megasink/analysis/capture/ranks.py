@@ -114,16 +114,16 @@ class Ranks:
         except DistError:  # the process hosting the store has exited
             return False
 
-    def device(self, asked: str) -> str:
+    def device(self, requested: str) -> str:
         """Return the device of this process; with several processes, one CUDA device each.
 
         Raises:
             UserError: more processes than devices on this machine, or one device for all.
         """
-        if self.size == 1 or asked == "cpu":
-            return asked
-        if asked != "cuda":
-            raise UserError(f"--device {asked} with {self.size} processes: use cuda, one each")
+        if self.size == 1 or requested == "cpu":
+            return requested
+        if requested != "cuda":
+            raise UserError(f"--device {requested} with {self.size} processes: use cuda, one each")
         import torch
 
         local, count = int(os.environ.get("LOCAL_RANK", self.rank)), torch.cuda.device_count()

@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from megasink.analysis.capture.base import Observer
+from megasink.analysis.capture.base import Listener
 from megasink.analysis.capture.measurements import Floats, MeasuredSample, ShardMeasurements
 from megasink.analysis.metrics import Metric, metrics
 from megasink.analysis.metrics.importance import BINS, gate_histogram
@@ -18,8 +18,8 @@ from megasink.analysis.metrics.states import MeanCosine
 from megasink.analysis.results import NonFinite
 
 
-class Recorder(Observer):
-    """Observer that computes the metrics.
+class Recorder(Listener):
+    """Listener that computes the metrics.
 
     Keeps the metric values, 8 bytes each, of every sample since the last `take`: with n_a metrics
     on the axis a, a sample takes 8 (H L (n_head + K n_column) + L (n_layer + P n_layer_pos)
@@ -86,13 +86,13 @@ class Recorder(Observer):
         self._gates = [{} for _ in range(samples)]
 
     def layer(self, sample: int, layer: int, statistics: dict[str, Tensor]) -> None:
-        """See `Observer.layer`."""
+        """See `Listener.layer`."""
         self._apply(sample, layer, statistics)
         if "explicit_gate_HTX" in statistics:
             self._gates[sample][layer] = gate_histogram(statistics["explicit_gate_HTX"]).cpu()
 
     def state(self, sample: int, half: int, state_TE: Tensor) -> None:
-        """See `Observer.state`."""
+        """See `Listener.state`."""
         self._apply(sample, half, {"state_TE": state_TE})
         # Kept until the sample is known to be finite in every layer.
         self._states[sample][half] = state_TE[: self._directions].clone()

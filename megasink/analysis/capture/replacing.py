@@ -14,11 +14,11 @@ def replacement_for(options: AnalysisOptions, model: ProbedModel) -> Replacement
     Raises:
         UserError: the vocabulary does not have the token.
     """
-    asked, value = options.replace_tokens_at, options.replace_tokens_with
-    if asked is None:
+    requested, value = options.replace_tokens_at, options.replace_tokens_with
+    if requested is None:
         positions, value = list(model.replaced_at), model.replaced_with
     else:
-        positions = [] if asked == (KEPT,) else list(map(int, asked))
+        positions = [] if requested == (KEPT,) else list(map(int, requested))
     if not positions:
         return None
     made = replacement(
@@ -28,7 +28,7 @@ def replacement_for(options: AnalysisOptions, model: ProbedModel) -> Replacement
         tokenizer=model.tokenizer,
         size=model.vocabulary,
     )
-    if asked is None and os.environ.get("RANK", "0") == "0":
+    if requested is None and os.environ.get("RANK", "0") == "0":
         print(
             f"megasink: as in its training, every sequence has {made.description} "
             f"(--replace-tokens-at {KEPT}: keep the text)",

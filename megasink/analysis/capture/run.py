@@ -46,7 +46,7 @@ def run(
     Batches hold sequences of one length, so nothing is padded.
 
     Args:
-        probe: an open probe; `recorder` is its observer.
+        probe: an open probe; `recorder` is its listener.
         loss: also compute the language-model loss, which needs logits [B, T, V].
         token_bytes: bytes of each token, for bits per byte.
         partial: folder that finished shards are written to and read from; None uses memory.

@@ -36,13 +36,13 @@ class Sites:
     """The sites of a model.
 
     Attributes:
-        found: available sites.
+        available: the sites.
         missing: name -> reason the site is absent.
         context: number of tokens that the first positions may depend on, such as a bidirectional
             prefix; 0 if attention is fully causal.
     """
 
-    found: list[Site] = field(default_factory=list)
+    available: list[Site] = field(default_factory=list)
     missing: dict[str, str] = field(default_factory=dict)
     context: int = 0
 

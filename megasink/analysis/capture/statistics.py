@@ -19,7 +19,7 @@ from megasink.attention import feature_map
 _OF_WEIGHTS = {name.replace("_BHT", "_HT"): name for name in WeightStatistics._fields}
 
 MAP = "map_HTS"
-"""Attention weights of at most `MAP_TOKENS` tokens; for observers only, no metric takes them."""
+"""Attention weights of at most `MAP_TOKENS` tokens; for listeners only, no metric takes them."""
 
 
 @dataclass
@@ -84,7 +84,7 @@ def attention_statistics(
     for row, start, stop in segments:
         cut = slice(start, stop)
         gated = call.out_BHTD if call.gated_out_BHTD is None else call.gated_out_BHTD
-        found = {
+        statistics = {
             "query_HTD": call.query_BHTD[row, :, cut],
             "key_GTD": call.key_BGTD[row, :, cut],
             "value_GTD": call.value_BGTD[row, :, cut],
@@ -92,19 +92,19 @@ def attention_statistics(
             "gated_out_HTD": gated[row, :, cut],
         }
         if call.output_weight_HDE is not None:
-            found["output_weight_HDE"] = call.output_weight_HDE
+            statistics["output_weight_HDE"] = call.output_weight_HDE
         if call.explicit_gate_BHTX is not None:
-            found["explicit_gate_HTX"] = call.explicit_gate_BHTX[row, :, cut]
+            statistics["explicit_gate_HTX"] = call.explicit_gate_BHTX[row, :, cut]
         if of_weights:
             weights, index = of_batch, row
             if weights is None:
                 weights, index = _weights(call, slice(row, row + 1), cut, of_weights), 0
-            found |= {name: by_row[index] for name, by_row in weights.items()}
+            statistics |= {name: by_row[index] for name, by_row in weights.items()}
         if MAP in needs:
-            found[MAP] = _map(call, row, cut)
+            statistics[MAP] = _map(call, row, cut)
         if call.explicit_gate_BHTX is not None and call.gate_is_importance:
-            found["gate_HT"] = call.explicit_gate_BHTX[row, :, cut].float().mean(-1)
-        yield {name: at_least_float32(value) for name, value in found.items() if name in needs}
+            statistics["gate_HT"] = call.explicit_gate_BHTX[row, :, cut].float().mean(-1)
+        yield {name: at_least_float32(value) for name, value in statistics.items() if name in needs}
 
 
 def at_least_float32(tensor: Tensor) -> Tensor:
@@ -116,12 +116,12 @@ def _weights(call: AttentionCall, rows: slice, cut: slice, names: set[str]) -> d
     """Return at least the named statistics, [B, H, T] each."""
     query, key, slot, options = _arguments(call, rows, cut)
     if call.similarity != "softmax":
-        found = proxy_statistics(query, key, **options)
+        statistics = proxy_statistics(query, key, **options)
     elif names == {"first_weight_HT"}:
         return {"first_weight_HT": first_weights(query, key, slot_logit_BHT=slot, **options)}
     else:
-        found = weight_statistics(query, key, slot_logit_BHT=slot, **options)
-    return {ours: getattr(found, name) for ours, name in _OF_WEIGHTS.items()}
+        statistics = weight_statistics(query, key, slot_logit_BHT=slot, **options)
+    return {ours: getattr(statistics, name) for ours, name in _OF_WEIGHTS.items()}
 
 
 def _map(call: AttentionCall, row: int, cut: slice) -> Tensor:

@@ -17,7 +17,7 @@ from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedM
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-from megasink.analysis.capture.base import Observer, Probe
+from megasink.analysis.capture.base import Listener, Probe
 from megasink.analysis.capture.changes import ForwardPass, HeadChange
 from megasink.analysis.capture.segments import Segment, check_mask, segments_of, whole_rows
 from megasink.analysis.capture.sites import Sites, tensor_of
@@ -47,7 +47,7 @@ class TransformersProbe(Probe):
     Args:
         model: a transformers decoder in evaluation mode; its attention implementation ("sdpa" or
             "eager") is kept.
-        observer, needs, changes: see `Probe`; samples are numbered as in `segments`.
+        listener, needs, changes: see `Probe`; samples are numbered as in `segments`.
 
     Raises:
         ConfigError: the model's attention bypasses the interface, or does something that the
@@ -57,7 +57,7 @@ class TransformersProbe(Probe):
     def __init__(
         self,
         model: PreTrainedModel,
-        observer: Observer,
+        listener: Listener,
         needs: Set[str],
         changes: Sequence[HeadChange] = (),
     ):
@@ -68,7 +68,7 @@ class TransformersProbe(Probe):
                 f"{type(model).__name__} has multi_head_addition: what enters its output "
                 "projection is the sum of the heads, which cannot be changed one by one"
             ]
-        super().__init__(problems, observer, needs, changes)
+        super().__init__(problems, listener, needs, changes)
         self.model: PreTrainedModel = model
         # OPT calls the decoder in its base model, and never that model itself.
         self.body: torch.nn.Module = child(model.base_model, ("decoder",)) or model.base_model

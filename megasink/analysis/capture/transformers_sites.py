@@ -29,7 +29,7 @@ def transformers_sites(blocks: list[Block]) -> Sites:
             if norm is None:
                 sites.lacks_norm(half)
             else:
-                sites.found.append(Site(str(half), norm, lambda _, out: tensor_of(out)))
+                sites.available.append(Site(str(half), norm, lambda _, out: tensor_of(out)))
     return sites
 
 
@@ -39,11 +39,11 @@ def _add_mlp(sites: Sites, mlp: torch.nn.Module | None) -> None:
         reason = f"block 0 has no MLP with {', '.join(_DOWN)}: experts have no common activation"
         sites.missing[PRODUCT] = sites.missing[UP] = reason
         return
-    sites.found.append(Site(PRODUCT, down, lambda product, _: product))
+    sites.available.append(Site(PRODUCT, down, lambda product, _: product))
     up, fused = child(mlp, _UP), child(mlp, (_FUSED,))
     if up is not None:
-        sites.found.append(Site(UP, up, lambda _, out: out))
+        sites.available.append(Site(UP, up, lambda _, out: out))
     elif fused is not None:
-        sites.found.append(Site(UP, fused, lambda _, out: out.chunk(2, -1)[1]))
+        sites.available.append(Site(UP, fused, lambda _, out: out.chunk(2, -1)[1]))
     else:
         sites.missing[UP] = f"the MLP of block 0 has no {', '.join(_UP)} or {_FUSED}"

@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 from importlib.metadata import version
 from typing import Any
 
-from megasink.analysis.capture.base import Observer, ProbedModel
+from megasink.analysis.capture.base import Listener, ProbedModel
 from megasink.analysis.capture.changes import HeadChange
 from megasink.analysis.evaluate.tasks_loading import LoadedTasks, load_tasks, quiet
 from megasink.analysis.interventions.record import Intervention, changes_of, to_entry
@@ -112,11 +112,13 @@ def evaluate(
 
     if changes is None:
         changes = changes_of(interventions)
-    with quiet(), model.open_probe(Observer(), changes) as probe:
+    with quiet(), model.open_probe(Listener(), changes) as probe:
         parse = parse_special_tokens or chat_template
-        asked = HarnessModel(model, probe, interventions, batch_size, parse_special_tokens=parse)
-        found: Any = lm_eval.evaluate(
-            lm=asked,
+        harness_model = HarnessModel(
+            model, probe, interventions, batch_size, parse_special_tokens=parse
+        )
+        results: Any = lm_eval.evaluate(
+            lm=harness_model,
             task_dict=tasks.loaded,
             limit=limit,
             bootstrap_iters=BOOTSTRAPS,
@@ -126,13 +128,13 @@ def evaluate(
             confirm_run_unsafe_code=tasks.runs_code,
         )
     return TaskResults(
-        tasks={name: _scores(name, found) for name in found["results"]},
+        tasks={name: _scores(name, results) for name in results["results"]},
         interventions=[to_entry(intervention) for intervention in interventions],
         limit=limit,
-        unscored=asked.unscored,
-        cut=asked.cut,
+        unscored=harness_model.unscored,
+        cut=harness_model.cut,
         lm_eval=version("lm_eval"),
-        samples=found.get("samples") or {},
+        samples=results.get("samples") or {},
     )
 
 
@@ -156,9 +158,9 @@ def _check_model(model: ProbedModel, *, chat_template: bool) -> None:
         )
 
 
-def _scores(name: str, found: dict[str, Any]) -> TaskScores:
+def _scores(name: str, results: dict[str, Any]) -> TaskScores:
     """Return one entry of lm-eval's results, whose keys are "metric,filter"."""
-    entry, better = found["results"][name], found["higher_is_better"].get(name) or {}
+    entry, better = results["results"][name], results["higher_is_better"].get(name) or {}
     metrics = {}
     for key, value in entry.items():
         metric, comma, kind = key.partition(",")
@@ -170,11 +172,11 @@ def _scores(name: str, found: dict[str, Any]) -> TaskScores:
             standard_error=float(error) if isinstance(error, int | float) else None,
             higher_is_better=better.get(metric),
         )
-    members = found["group_subtasks"].get(name, [])
+    members = results["group_subtasks"].get(name, [])
     return TaskScores(
         metrics=metrics,
         documents=int(entry["sample_len"]),
-        shots=None if members else found["n-shot"].get(name),
-        version=str(found["versions"].get(name)),
+        shots=None if members else results["n-shot"].get(name),
+        version=str(results["versions"].get(name)),
         of=list(members),
     )

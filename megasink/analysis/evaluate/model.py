@@ -242,8 +242,8 @@ class HarnessModel(TemplateLM):
         """
         eos = self.tokenizer.decode([self.eot_token_id])
         jobs: dict[tuple[int, int, tuple[str, ...]], list[tuple[int, tuple[int, ...]]]] = {}
-        for i, (text, asked) in enumerate(instance.args for instance in instances):
-            settings: Any = normalize_gen_kwargs(asked, NEW_TOKENS)
+        for i, (text, generation) in enumerate(instance.args for instance in instances):
+            settings: Any = normalize_gen_kwargs(generation, NEW_TOKENS)
             stops = tuple(handle_stop_sequences(settings.get("until"), eos=eos))
             new = settings["max_gen_toks"]
             if settings.get("do_sample"):

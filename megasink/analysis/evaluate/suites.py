@@ -148,7 +148,7 @@ SUITES = {key: suite for suite in ALL for key in (suite.name, suite.row)}
 
 
 @dataclass(frozen=True)
-class Asked:
+class TaskRequest:
     """A task to load, by itself or out of a suite."""
 
     task: str
@@ -156,14 +156,14 @@ class Asked:
     metadata: dict[str, Any] = field(default_factory=dict)
 
 
-def expanded(names: Sequence[str]) -> list[Asked]:
+def expanded(names: Sequence[str]) -> list[TaskRequest]:
     """Return the tasks behind names, each once, with the shots of the suites among them."""
-    found: dict[str, Asked] = {}
+    requests: dict[str, TaskRequest] = {}
     for name in names:
         suite = SUITES.get(name)
         if suite is None:
-            found.setdefault(name, Asked(name))
+            requests.setdefault(name, TaskRequest(name))
             continue
         for part in suite.parts:
-            found.setdefault(part.task, Asked(part.task, part.shots, suite.metadata))
-    return list(found.values())
+            requests.setdefault(part.task, TaskRequest(part.task, part.shots, suite.metadata))
+    return list(requests.values())

@@ -70,26 +70,26 @@ def load_tasks(
     """
     if importlib.util.find_spec("lm_eval") is None:
         raise UserError("lm-evaluation-harness is not installed: pip install 'megasink[eval]'")
-    asked = expanded(names)
-    metadata = {key: value for entry in asked for key, value in entry.metadata.items()}
+    requests = expanded(names)
+    metadata = {key: value for entry in requests for key, value in entry.metadata.items()}
     if tokenizer is not None:
         metadata["tokenizer"] = str(tokenizer)
-    index = _index([entry.task for entry in asked], folders, metadata)
-    entries = [leaf for entry in asked for leaf in _leaves(index, entry.task)]
+    index = _index([entry.task for entry in requests], folders, metadata)
+    entries = [leaf for entry in requests for leaf in _leaves(index, entry.task)]
     _check_code(entries, tokenizer, run_generated_code)
     from megasink.analysis.evaluate.offline import offline
 
     tasks: dict[str, Any] = {}
     groups: dict[str, Any] = {}
-    for entry in asked:
+    for entry in requests:
         with quiet(), contextlib.nullcontext() if allow_download else offline():
-            found = _load(index, entry.task)
-        if twice := sorted(found["tasks"].keys() & tasks.keys()):
+            loaded = _load(index, entry.task)
+        if twice := sorted(loaded["tasks"].keys() & tasks.keys()):
             raise UserError(f"--tasks names {twice[0]} twice, by itself or in a group")
-        for task in found["tasks"].values():
+        for task in loaded["tasks"].values():
             _set_shots(task, entry.shots if num_fewshot is None else num_fewshot)
-        tasks |= found["tasks"]
-        groups |= found["groups"]
+        tasks |= loaded["tasks"]
+        groups |= loaded["groups"]
     return LoadedTasks({"tasks": tasks, "groups": groups}, run_generated_code)
 
 
@@ -225,12 +225,12 @@ def _places() -> dict[str, set[Path]]:
     assert spec is not None
     assert spec.origin is not None
     root = Path(spec.origin).parent
-    found: dict[str, set[Path]] = {}
+    places: dict[str, set[Path]] = {}
     for folder in (path for path in sorted(root.iterdir()) if path.is_dir()):
         for path in folder.rglob("*.yaml"):
             for name in _NAMES.findall(path.read_bytes()):
-                found.setdefault(name.decode(), set()).add(folder)
-    return found
+                places.setdefault(name.decode(), set()).add(folder)
+    return places
 
 
 def _unknown(name: str, known: Iterable[str]) -> str:

@@ -85,19 +85,19 @@ class _Drain(HeadChange):
     def _first_weights(self, call: AttentionCall, forward: ForwardPass, layer: int) -> list[Tensor]:
         """Return A_i0 [H, T] of each sample's tokens in this call, 0 for heads to leave alone."""
         if forward.cached:
-            found = [
+            weights = [
                 weights_after_cache(call, forward, segment).first_weight_HQ
                 for segment in forward.segments
             ]
         else:
             of = attention_statistics(call, forward.segments, {"first_weight_HT"})
-            found = [statistics["first_weight_HT"] for statistics in of]
+            weights = [statistics["first_weight_HT"] for statistics in of]
         if self._threshold is None:
-            return found
+            return weights
         if not forward.cached:
-            awft_NH = torch.stack([first_HT.mean(-1) for first_HT in found])
+            awft_NH = torch.stack([first_HT.mean(-1) for first_HT in weights])
             self._masks[layer] = awft_NH > self._threshold
-        masked = zip(found, self._masks[layer], strict=True)
+        masked = zip(weights, self._masks[layer], strict=True)
         return [first_HT * mask_H[:, None] for first_HT, mask_H in masked]
 
     def change(self, forward: ForwardPass, outputs: HeadOutputs) -> Tensor | None:

@@ -160,10 +160,10 @@ class DynamicChange(HeadChange):
             return
         for row, start, stop in self._segments:
             out_HTD = at_least_float32(outputs.out_BQHD[row, start:stop].transpose(0, 1))
-            found = {"gated_out_HTD": out_HTD}
+            statistics = {"gated_out_HTD": out_HTD}
             if weight_HDE is not None:
-                found["output_weight_HDE"] = at_least_float32(weight_HDE)
-            yield found
+                statistics["output_weight_HDE"] = at_least_float32(weight_HDE)
+            yield statistics
 
     def forget(self) -> None:
         """Forget every sample that was decided."""

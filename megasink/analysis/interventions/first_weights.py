@@ -43,7 +43,7 @@ def weights_after_cache(call: AttentionCall, forward: ForwardPass, segment: Segm
     start = max(segment.start - first_key, 0)
     key_GKD = call.key_BGTD[segment.row, :, start:].to(dtype)
     before = keys - start - queries
-    found = NewRows(*(query_HQD.new_ones(query_HQD.shape[:2], dtype=dtype) for _ in range(2)))
+    new_rows = NewRows(*(query_HQD.new_ones(query_HQD.shape[:2], dtype=dtype) for _ in range(2)))
     slot_HQ = None
     if call.slot_logit_BHT is not None:
         slot_HQ = call.slot_logit_BHT.expand(call.query_BHTD.shape[:3])[segment.row].to(dtype)
@@ -64,12 +64,12 @@ def weights_after_cache(call: AttentionCall, forward: ForwardPass, segment: Segm
         score_HCK = score_HCK.masked_fill(hidden_CK, -torch.inf)
         lse_HC = score_HCK.logsumexp(-1)
         if slot_HQ is not None:
-            found.gate_HQ[:, rows] = torch.sigmoid(lse_HC - slot_HQ[:, rows])
+            new_rows.gate_HQ[:, rows] = torch.sigmoid(lse_HC - slot_HQ[:, rows])
             lse_HC = torch.logaddexp(lse_HC, slot_HQ[:, rows])
-        found.first_weight_HQ[:, rows] = (score_HCK[..., 0] - lse_HC).exp()
+        new_rows.first_weight_HQ[:, rows] = (score_HCK[..., 0] - lse_HC).exp()
     if segment.start < first_key:
-        found.first_weight_HQ.zero_()
-    return found
+        new_rows.first_weight_HQ.zero_()
+    return new_rows
 
 
 @torch.no_grad()
@@ -82,7 +82,7 @@ def slot_gate(call: AttentionCall, forward: ForwardPass) -> Tensor:
         for segment in forward.segments:
             gate_BHQ[segment.row] = weights_after_cache(call, forward, segment).gate_HQ
         return gate_BHQ.transpose(1, 2)[..., None]
-    found = attention_statistics(call, forward.segments, {"gate_HT"})
-    for statistics, (row, start, stop) in zip(found, forward.segments, strict=True):
+    measured = attention_statistics(call, forward.segments, {"gate_HT"})
+    for statistics, (row, start, stop) in zip(measured, forward.segments, strict=True):
         gate_BHQ[row, :, start:stop] = statistics["gate_HT"]
     return gate_BHQ.transpose(1, 2)[..., None]

@@ -38,14 +38,14 @@ def normalized_heads(heads: Iterable[Sequence[int]]) -> Heads:
     pairs = set()
     for entry in heads:
         pair = tuple(entry) if isinstance(entry, list | tuple | np.ndarray) else (entry,)
-        is_pair = len(pair) == 2 and all(_is_whole(number) for number in pair)
+        is_pair = len(pair) == 2 and all(_is_integer(number) for number in pair)
         if not is_pair or min(pair) < 0:
             raise ValueError(f"{entry!r} is not [layer, head], two whole numbers from 0 on")
         pairs.add((int(pair[0]), int(pair[1])))
     return tuple(sorted(pairs))
 
 
-def _is_whole(number: object) -> bool:
+def _is_integer(number: object) -> bool:
     """Return whether a number is one of Python or numpy, and neither a truth value."""
     return type(number) is int or isinstance(number, np.integer)
 
@@ -109,12 +109,12 @@ def read_heads(path: Path) -> HeadList:
         raise UserError(f"{path}: {error}") from error
 
 
-def _from_json(found: Any) -> HeadList:
-    if isinstance(found, dict) and len(found) == 1:
-        if isinstance(found.get("heads"), list):
-            return HeadList(normalized_heads(found["heads"]))
-        if isinstance(found.get("mask"), list):
-            return _from_mask(found["mask"])
+def _from_json(content: Any) -> HeadList:
+    if isinstance(content, dict) and len(content) == 1:
+        if isinstance(content.get("heads"), list):
+            return HeadList(normalized_heads(content["heads"]))
+        if isinstance(content.get("mask"), list):
+            return _from_mask(content["mask"])
     raise ValueError('write {"heads": [[layer, head], ...]} or {"mask": [[0, 1, ...], ...]}')
 
 

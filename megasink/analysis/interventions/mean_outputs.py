@@ -12,7 +12,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save
 from torch import Tensor
 
-from megasink.analysis.capture.base import Observer, OpenProbe
+from megasink.analysis.capture.base import Listener, OpenProbe
 from megasink.analysis.capture.changes import ForwardPass, HeadChange, HeadOutputs
 from megasink.analysis.capture.identity import weights_hash
 from megasink.analysis.capture.inputs import Sample
@@ -55,9 +55,9 @@ def read_means(path: Path) -> MeanOutputs:
     """
     try:
         with safe_open(path, "pt") as file:
-            told = file.metadata() or {}
+            metadata = file.metadata() or {}
             by_layer = {int(name): file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
-            return MeanOutputs(by_layer, told["weights"], int(told["tokens"]))
+            return MeanOutputs(by_layer, metadata["weights"], int(metadata["tokens"]))
     except (OSError, SafetensorError, KeyError, ValueError) as error:
         raise UserError(f"{path} is no file of mean outputs: {error}") from error
 
@@ -91,7 +91,7 @@ def mean_outputs(
     Every token of every sample counts once, whatever its position.
     """
     summing = _Summing()
-    with open_probe(Observer(), [summing]) as probe:
+    with open_probe(Listener(), [summing]) as probe:
         for sample in samples:
             probe.forward(torch.tensor([sample.tokens], device=device), logits=False)
         weights = weights_hash(probe.model)

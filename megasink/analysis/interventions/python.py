@@ -20,7 +20,7 @@ from megasink.analysis.ablate.calibration import (
     scores_of,
     threshold_of,
 )
-from megasink.analysis.capture.base import Observer, OpenProbe, Probe
+from megasink.analysis.capture.base import Listener, OpenProbe, Probe
 from megasink.analysis.capture.changes import HeadChange
 from megasink.analysis.capture.identity import weights_hash
 from megasink.analysis.capture.loaded import open_probe_on
@@ -59,7 +59,7 @@ def intervening(model: Any, interventions: Sequence[Intervention]) -> Iterator[l
                 "run the model on the result"
             )
         changes.append(change)
-    with open_probe_on(model)(Observer(), changes):
+    with open_probe_on(model)(Listener(), changes):
         yield changes
 
 
@@ -145,7 +145,7 @@ def dynamic_zeroing(
             threshold, first = LayerScore(score).bounds[0], True
     assert threshold is not None
     change = DynamicZeroing(score, threshold, seed).change()
-    with open_probe(Observer(), [change]) as probe:
+    with open_probe(Listener(), [change]) as probe:
         if first:
             assert quantile is not None
             change.threshold = None
@@ -165,11 +165,11 @@ def _calibrated(
     calibration: str | Path | Iterable[Sequence[int]],
 ) -> float:
     """Return the threshold by an analysis, or by token sequences."""
-    probe = open_probe(Observer())
+    probe = open_probe(Listener())
     if isinstance(calibration, str | Path):
-        found = read_calibration(Path(calibration))
-        found.check(weights_hash(probe.model), probe.heads)
-        return found.threshold(score, share)
+        calibrated = read_calibration(Path(calibration))
+        calibrated.check(weights_hash(probe.model), probe.heads)
+        return calibrated.threshold(score, share)
     device = next(probe.model.parameters()).device
     samples = [list(map(int, tokens)) for tokens in calibration]
     if not samples:

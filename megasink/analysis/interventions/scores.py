@@ -121,10 +121,10 @@ def _is_of_one_layer(name: str) -> bool:
         of = waiting.pop()
         names += [] if of.is_derived else [of.name]
         waiting += _bases(of) if of.is_derived else []
-    whole = {n: torch.rand(2, 3, 4, generator=generator, dtype=torch.float64) for n in names}
-    together = _derived(entry, whole)
+    scores = {n: torch.rand(2, 3, 4, generator=generator, dtype=torch.float64) for n in names}
+    together = _derived(entry, scores)
     alone = [
-        [_derived(entry, {n: score[i, j] for n, score in whole.items()}) for j in range(3)]
+        [_derived(entry, {n: score[i, j] for n, score in scores.items()}) for j in range(3)]
         for i in range(2)
     ]
     return torch.allclose(together, torch.stack([torch.stack(row) for row in alone]))

@@ -88,16 +88,16 @@ class _Zeroing(HeadChange):
         self._masks: dict[int, Tensor] = {}
 
     def problems(self, heads: Sequence[int]) -> list[str]:
-        found = head_problems(self._heads, heads)
+        problems = head_problems(self._heads, heads)
         shape = (len(heads), max(heads, default=0))
         if self._shape not in (None, shape):
-            found.append(
+            problems.append(
                 f"the mask has {self._shape[0]} layers of {self._shape[1]} heads, the model "
                 f"{shape[0]} of {shape[1]}"
             )
         if self._means is not None:
-            found += self._means.problems(heads)
-        return found
+            problems += self._means.problems(heads)
+        return problems
 
     def change(self, forward: ForwardPass, outputs: HeadOutputs) -> Tensor | None:
         heads = self._layers.get(outputs.layer)

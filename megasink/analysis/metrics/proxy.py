@@ -51,8 +51,8 @@ def proxy_statistics(
     if similarity not in _WEIGHTS:
         raise ValueError(f"unknown similarity {similarity!r}: one of {', '.join(SIMILARITIES)}")
     weights_of, hidden = _WEIGHTS[similarity]
-    found = WeightStatistics.room_for(query_BHTD, key_BGTD)
-    first, _, gate, entropy, square, column_sum = found
+    statistics = WeightStatistics.room_for(query_BHTD, key_BGTD)
+    first, _, gate, entropy, square, column_sum = statistics
     for n, rows, columns, score_NRCK in tiles(query_BHTD, key_BGTD, hidden=hidden, **options):
         weight_NRCK = weights_of(score_NRCK)
         first_NRC, others_NRC = first_and_others(weight_NRCK, columns)
@@ -65,7 +65,7 @@ def proxy_statistics(
         entropy[n, :, rows] = (total_NRC.log() * real_NRC - logs_NRC) / total_NRC
         square[n, :, rows] = weight_NRCK.square_().sum(-1) / total_NRC.square()
     entropy.clamp_(min=0.0)
-    return found.by_head(query_BHTD.shape[0])
+    return statistics.by_head(query_BHTD.shape[0])
 
 
 @torch.no_grad()

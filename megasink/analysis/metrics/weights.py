@@ -75,8 +75,8 @@ def weight_statistics(
         ValueError: shapes that do not fit together, or a prefix with a window.
     """
     batch, heads, tokens, _ = query_BHTD.shape
-    found = WeightStatistics.room_for(query_BHTD, key_BGTD)
-    first, slot, gate, entropy, square, column_sum = found
+    statistics = WeightStatistics.room_for(query_BHTD, key_BGTD)
+    first, slot, gate, entropy, square, column_sum = statistics
     slot_NRT = None
     if slot_logit_BHT is not None:
         slot_BHT = slot_logit_BHT.to(first.dtype).expand(batch, heads, tokens)
@@ -110,7 +110,7 @@ def weight_statistics(
             mean_score_NRC += slot_NRC * (logit_NRC - highest_NRC)
         entropy[n, :, rows] = (total_NRC.log() - mean_score_NRC / total_NRC).clamp_(min=0.0)
         square[n, :, rows] = weight_NRCK.square_().sum(-1) / total_NRC.square()
-    return found.by_head(batch)
+    return statistics.by_head(batch)
 
 
 @torch.no_grad()

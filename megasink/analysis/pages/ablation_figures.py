@@ -163,7 +163,7 @@ def draw_masks(results: AblationResults, masks: Arrays) -> Any:
         image = heatmap(axis, together, vmin=0, vmax=1, cmap="magma")
         label(axis, title_of(score), "layer")
         middles = np.arange(len(of)) * (heads + 1) + (heads - 1) / 2
-        axis.set_xticks(middles, [f"{asked:g}%" for asked in of], fontsize=8)
+        axis.set_xticks(middles, [f"{percent:g}%" for percent in of], fontsize=8)
         axis.tick_params(axis="x", length=0)
     figure.supxlabel("heads, by the percentage of heads that the threshold is set for", fontsize=9)
     figure.colorbar(image, ax=axes[:, 0], label="share of samples")

@@ -82,11 +82,11 @@ def in_words(results: AblationResults) -> list[str]:
             value = point.values[on]
             change = _text(value.change, "{:+.2f}" if results.higher_is_better else "{:+.4f}")
             text += f" {point.label}: {_number(value, results)} ({change})."
-        found = [curve for curve in results.curves if curve.on == on]
-        if found:
-            best = min(found, key=lambda curve: curve.rank)
-            most = max((c for c in found if c.score != RANDOM), key=_reach)
-            random = next(curve for curve in found if curve.score == RANDOM)
+        curves = [curve for curve in results.curves if curve.on == on]
+        if curves:
+            best = min(curves, key=lambda curve: curve.rank)
+            most = max((c for c in curves if c.score != RANDOM), key=_reach)
+            random = next(curve for curve in curves if curve.score == RANDOM)
             text += (
                 f" Heads that can be zeroed with {what} {how}: {removable_text(most)} by "
                 f"{title_of(most.score)}, {removable_text(random)} at random. "
@@ -118,8 +118,8 @@ def _text(number: float | None, form: str) -> str:
 def _scores(results: AblationResults) -> str:
     rows = []
     for on in shown_on(results):
-        found = [curve for curve in results.curves if curve.on == on]
-        for curve in sorted(found, key=lambda curve: curve.rank):
+        curves = [curve for curve in results.curves if curve.on == on]
+        for curve in sorted(curves, key=lambda curve: curve.rank):
             rows.append(
                 [
                     title_of(curve.score),
@@ -137,7 +137,7 @@ def _scores(results: AblationResults) -> str:
 
 def _points(results: AblationResults) -> list[str]:
     """Return one table for each dataset or task: the value, and the percentage zeroed."""
-    asked = sorted({point.asked for point in results.points if point.asked is not None})
+    percents = sorted({point.asked for point in results.points if point.asked is not None})
     parts = []
     for on in shown_on(results):
         rows = []
@@ -145,9 +145,9 @@ def _points(results: AblationResults) -> list[str]:
             for seed in dict.fromkeys(point.seed for point in results.of(score)):
                 name = title_of(score) + ("" if seed is None else f", seed {seed}")
                 of = {p.asked: p for p in results.of(score) if p.seed == seed}
-                rows.append([name, *(_cell(of.get(percent), on, results) for percent in asked)])
+                rows.append([name, *(_cell(of.get(percent), on, results) for percent in percents)])
         parts.append(html.paragraph(f"{on}: {results.quantity} (heads zeroed)", "note"))
-        parts.append(html.table(["asked", *(f"{percent:g}%" for percent in asked)], rows))
+        parts.append(html.table(["asked", *(f"{percent:g}%" for percent in percents)], rows))
     return parts
 
 

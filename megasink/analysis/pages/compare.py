@@ -79,8 +79,8 @@ def _validation_key(runs: dict[str, list[dict[str, Any]]]) -> str:
     validated = [
         line for lines in runs.values() for line in lines if line.get("valid_lm_loss") is not None
     ]
-    whole = bool(validated) and all("valid_bits_per_byte" in line for line in validated)
-    return "valid_bits_per_byte" if whole else "valid_lm_loss"
+    complete = bool(validated) and all("valid_bits_per_byte" in line for line in validated)
+    return "valid_bits_per_byte" if complete else "valid_lm_loss"
 
 
 def _series(
@@ -103,7 +103,7 @@ def summary(lines: list[dict[str, Any]]) -> dict[str, float | None]:
     _, loss = series(lines, "lm_loss")
     _, seconds = series(lines, "seconds")
     _, tokens = series(lines, "tokens")
-    found: dict[str, float | None] = {
+    numbers: dict[str, float | None] = {
         "steps": float(len(loss)),
         "loss": float(smoothed(loss)[-1]),
         "spikes": float(len(loss_spikes(loss))),
@@ -111,8 +111,8 @@ def summary(lines: list[dict[str, Any]]) -> dict[str, float | None]:
     for name in ("validation", "bits/byte", "imbalance"):
         _, values = series(lines, COLUMNS[name])
         values = smoothed(values) if COLUMNS[name] in SMOOTHED else values
-        found[name] = float(values[-1]) if len(values) else None
+        numbers[name] = float(values[-1]) if len(values) else None
     per_step = np.diff(tokens, prepend=0.0)
     speed = len(seconds) == len(per_step) and len(seconds) > 0
-    found["tokens/s"] = float(np.median(per_step / seconds)) if speed else None
-    return found
+    numbers["tokens/s"] = float(np.median(per_step / seconds)) if speed else None
+    return numbers

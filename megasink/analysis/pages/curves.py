@@ -33,8 +33,8 @@ def series(
     lines: list[dict[str, Any]], key: str
 ) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
     """Return (iterations, values) of the numbers under ``key``, the last for each iteration."""
-    found = {line["iteration"]: line[key] for line in lines if line.get(key) is not None}
-    return np.asarray(list(found), dtype=float), np.asarray(list(found.values()), dtype=float)
+    values = {line["iteration"]: line[key] for line in lines if line.get(key) is not None}
+    return np.asarray(list(values), dtype=float), np.asarray(list(values.values()), dtype=float)
 
 
 def draw_run(
@@ -102,12 +102,12 @@ def mark_spikes(
     axis: Any, steps: NDArray[np.float64], loss: NDArray[np.float64], color: Any
 ) -> int:
     """Mark the loss spikes at the upper edge of the axis; return their number."""
-    found = loss_spikes(loss)
-    if found:
-        height = np.full(len(found), 0.97)
+    spikes = loss_spikes(loss)
+    if spikes:
+        height = np.full(len(spikes), 0.97)
         edge = axis.get_xaxis_transform()  # data along x, the axis itself along y
-        axis.scatter(steps[found], height, marker="v", color=color, s=25, transform=edge)
-    return len(found)
+        axis.scatter(steps[spikes], height, marker="v", color=color, s=25, transform=edge)
+    return len(spikes)
 
 
 def _draw_bits_per_byte(axis: Any, lines: list[dict[str, Any]]) -> None:

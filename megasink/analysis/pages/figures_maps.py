@@ -218,18 +218,18 @@ def _components(analysis: Analysis) -> Any:
 
 
 def _points(analysis: Analysis) -> Any:
-    found = analysis.points
+    arrays = analysis.points
     kinds = [
         ("normed_pca_N2", "normed state before the MLP of layer 1: PCA", "PC"),
         ("mlp0_tsne_N2", "MLP activations of layer 0: t-SNE", "t-SNE"),
     ]
-    kinds = [kind for kind in kinds if kind[0] in found]
-    if not kinds or "position_N" not in found:
+    kinds = [kind for kind in kinds if kind[0] in arrays]
+    if not kinds or "position_N" not in arrays:
         return None
-    position = found["position_N"]
+    position = arrays["position_N"]
     figure, axes = panels(1, 2, 4.2)
     for axis, (key, title, name) in zip(axes[0], kinds, strict=False):
-        points = found[key]
+        points = arrays[key]
         first = position == 0
         dots = axis.scatter(
             *points[~first].T, c=position[~first], cmap=MAP, s=14, alpha=0.85, linewidth=0

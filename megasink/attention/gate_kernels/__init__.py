@@ -23,12 +23,12 @@ _REGISTRY: dict[str, GateKernels | None] = {TRITON: None, PlainGateKernels.name:
 
 def gate_kernels_named(name: str) -> GateKernels:
     """Return the gate kernels with this name."""
-    found = _REGISTRY[name]
-    if found is None:
+    kernels = _REGISTRY[name]
+    if kernels is None:
         from megasink.attention.gate_kernels.fused import TritonGateKernels
 
-        _REGISTRY[name] = found = TritonGateKernels()
-    return found
+        _REGISTRY[name] = kernels = TritonGateKernels()
+    return kernels
 
 
 def _refusal(name: str, request: AttentionRequest) -> str | None:

@@ -70,8 +70,8 @@ class GateKernels(ABC):
 
     Attributes:
         name: Name by which users select them.
-        borrows: Whether `open_slot` and `open_first_key` write the injected rows into the incoming
-            gradient and `out_BHTD` until they exit; no other tensor may have their memory.
+        borrows: Whether `slot_backward` and `first_key_backward` write the injected rows into the
+            incoming gradient and `out_BHTD` until they exit; no other tensor may have their memory.
         gate_rows: Applies an explicit gate (`explicit.gate_rows`); None where the layer's own
             operations do.
     """
@@ -85,7 +85,7 @@ class GateKernels(ABC):
         """Return None if they run for this request, else the reason as a clause."""
 
     @abstractmethod
-    def close_slot(
+    def slot_forward(
         self,
         query_BHTD: Tensor,
         out_BHTD: Tensor,
@@ -101,7 +101,7 @@ class GateKernels(ABC):
         """
 
     @abstractmethod
-    def close_first_key(
+    def first_key_forward(
         self, first: FirstKey, rows: tuple[Tensor, Tensor] | None, call: AttentionCall
     ) -> Results:
         """Add key 0 to attention over the other keys.
@@ -112,7 +112,7 @@ class GateKernels(ABC):
         """
 
     @abstractmethod
-    def open_slot(
+    def slot_backward(
         self,
         arriving: Arriving,
         results: Results,
@@ -133,7 +133,7 @@ class GateKernels(ABC):
         """
 
     @abstractmethod
-    def open_first_key(
+    def first_key_backward(
         self,
         arriving: Arriving,
         results: Results,
@@ -142,4 +142,4 @@ class GateKernels(ABC):
         *,
         inject: bool,
     ) -> AbstractContextManager[BeforeBackward]:
-        """Like `open_slot`, for key 0."""
+        """Like `slot_backward`, for key 0."""

@@ -45,8 +45,8 @@ class TritonGateKernels(GateKernels):
             return f"they run on CUDA devices, not on {request.device_type}"
         capability = request.compute_capability
         if capability is not None and capability < (8, 0):
-            found = ".".join(map(str, capability))
-            return f"they need compute capability 8.0 or later, the device has {found}"
+            has = ".".join(map(str, capability))
+            return f"they need compute capability 8.0 or later, the device has {has}"
         if request.dtype is torch.float64:
             return "they compute in float32, not in torch.float64"
         if request.head_dim > LARGEST_HEAD_DIM:
@@ -55,7 +55,7 @@ class TritonGateKernels(GateKernels):
             return "they add no bias to the logit of the first key"
         return package_reason("triton", "triton") or _toolchain_reason()
 
-    def close_slot(
+    def slot_forward(
         self,
         query_BHTD: Tensor,
         out_BHTD: Tensor,
@@ -63,30 +63,30 @@ class TritonGateKernels(GateKernels):
         slot_logit: Tensor,
         slot_value: Tensor | None,
     ) -> Results:
-        """See `GateKernels.close_slot`."""
+        """See `GateKernels.slot_forward`."""
         out_BHTD = dense_rows(out_BHTD)
         value = None if slot_value is None else dense_rows(slot_value)
         results = _empty_results(query_BHTD, as_order_of(query_BHTD, out_BHTD))
-        launch.close_slot(results, (out_BHTD, lse_BHT), value, logit=slot_logit)
+        launch.slot_forward(results, (out_BHTD, lse_BHT), value, logit=slot_logit)
         return results
 
-    def close_first_key(
+    def first_key_forward(
         self, first: FirstKey, rows: tuple[Tensor, Tensor] | None, call: AttentionCall
     ) -> Results:
-        """See `GateKernels.close_first_key`."""
+        """See `GateKernels.first_key_forward`."""
         visible = queries = first.query_BHTD.shape[2]
         if call.window is not None:
             visible = max(call.window - (first.keys - queries), 0)
         results, first = _empty_results(first.query_BHTD), _dense(first)
         if rows is not None:
             rows = dense_rows(rows[0]), rows[1]
-        launch.close_slot(
+        launch.slot_forward(
             results, rows, first.value_BG1D, first=first, scale=call.scale, visible=visible
         )
         return results
 
     @contextmanager
-    def open_slot(
+    def slot_backward(
         self,
         arriving: Arriving,
         results: Results,
@@ -95,7 +95,7 @@ class TritonGateKernels(GateKernels):
         *,
         inject: bool,
     ) -> Iterator[BeforeBackward]:
-        """See `GateKernels.open_slot`."""
+        """See `GateKernels.slot_backward`."""
         if slot_logit is None:
             slot_value = None
         by_token = slot_logit is not None and slot_logit.shape[2] > 1
@@ -103,7 +103,7 @@ class TritonGateKernels(GateKernels):
         value_grad = None
         if slot_value is not None and value_by_token:
             value_grad = slot_value_grad(arriving, results, slot_value)
-        opened = launch.open_slot(
+        taken = launch.slot_backward(
             arriving,
             results,
             None if slot_value is None else dense_rows(slot_value),
@@ -115,18 +115,22 @@ class TritonGateKernels(GateKernels):
         try:
             logit_grad = None
             if slot_logit is not None:
-                logit_grad = _to_size(opened.logit_grad_BHT, opened.logit_sum_BHN, slot_logit.shape)
-            if slot_value is not None and opened.value_sum_BHND is not None:
-                sum_BH1D = opened.value_sum_BHND.sum(2, keepdim=True)
+                logit_grad = _to_size(taken.logit_grad_BHT, taken.logit_sum_BHN, slot_logit.shape)
+            if slot_value is not None and taken.value_sum_BHND is not None:
+                sum_BH1D = taken.value_sum_BHND.sum(2, keepdim=True)
                 value_grad = sum_BH1D.sum_to_size(slot_value.shape).to(slot_value.dtype)
             yield BeforeBackward(
-                opened.grad_out_BHTD, opened.out_BHTD, opened.lse_grad_BHT, logit_grad, value_grad
+                taken.grad_out_BHTD,
+                taken.out_BHTD,
+                taken.lse_grad_BHT,
+                logit_grad,
+                value_grad,
             )
         finally:
-            launch.restore(opened)
+            launch.restore(taken)
 
     @contextmanager
-    def open_first_key(
+    def first_key_backward(
         self,
         arriving: Arriving,
         results: Results,
@@ -135,9 +139,9 @@ class TritonGateKernels(GateKernels):
         *,
         inject: bool,
     ) -> Iterator[BeforeBackward]:
-        """See `GateKernels.open_first_key`."""
+        """See `GateKernels.first_key_backward`."""
         first = _dense(first)
-        opened = launch.open_slot(
+        gradients = launch.slot_backward(
             arriving,
             results,
             first.value_BG1D,
@@ -150,15 +154,15 @@ class TritonGateKernels(GateKernels):
         groups = first.key_BG1D.shape[1]
         try:
             yield BeforeBackward(
-                opened.grad_out_BHTD,
-                opened.out_BHTD,
-                opened.lse_grad_BHT,
-                opened.logit_grad_BHT,
-                first_key_grad=lambda: _sum_of_groups(opened.key_sum_BHND, groups),
-                first_value_grad=lambda: _sum_of_groups(opened.value_sum_BHND, groups),
+                gradients.grad_out_BHTD,
+                gradients.out_BHTD,
+                gradients.lse_grad_BHT,
+                gradients.logit_grad_BHT,
+                first_key_grad=lambda: _sum_of_groups(gradients.key_sum_BHND, groups),
+                first_value_grad=lambda: _sum_of_groups(gradients.value_sum_BHND, groups),
             )
         finally:
-            launch.restore(opened)
+            launch.restore(gradients)
 
 
 def _empty_results(query_BHTD: Tensor, out_BHTD: Tensor | None = None) -> Results:

@@ -27,8 +27,8 @@ OPTIONS: dict[str, Any] = {"num_warps": 4, "enable_fp_fusion": False}
 
 
 @dataclass(frozen=True)
-class Opened:
-    """Results of `open_slot`; None where not asked for.
+class SlotGradients:
+    """Results of `slot_backward`; None where not asked for.
 
     Attributes:
         grad_out_BHTD, out_BHTD: Hold the injected rows, if `kept` is not None.
@@ -59,7 +59,7 @@ def writable(tensor_BHTD: Tensor) -> Tensor:
     return dense_rows(tensor_BHTD)
 
 
-def close_slot(
+def slot_forward(
     results: Results,
     rows: tuple[Tensor, Tensor] | None,
     value: Tensor | None,
@@ -69,7 +69,7 @@ def close_slot(
     scale: float = 1.0,
     visible: int = 0,
 ) -> None:
-    """Fill `results`; see `GateKernels.close_slot` and `close_first_key`.
+    """Fill `results`; see `GateKernels.slot_forward` and `first_key_forward`.
 
     Args:
         rows: out_BHTD and lse_BHT of the attention kernel. out_BHTD may be that of `results`.
@@ -117,7 +117,7 @@ def close_slot(
         )
 
 
-def open_slot(
+def slot_backward(
     arriving: Arriving,
     results: Results,
     value: Tensor | None,
@@ -128,8 +128,8 @@ def open_slot(
     value_sum: bool = False,
     first: FirstKey | None = None,
     scale: float = 1.0,
-) -> Opened:
-    """Take the gradients that are asked for; see `GateKernels.open_slot` and `open_first_key`.
+) -> SlotGradients:
+    """Take the gradients asked for; see `GateKernels.slot_backward` and `first_key_backward`.
 
     Args:
         inject: Put the gradient of the LSE, if there is one, into the leading channels of the
@@ -151,10 +151,10 @@ def open_slot(
     channels = channels_of(out)
     programs = (batch, heads, grid[0] // (batch * heads))
 
-    def new(asked: bool, *shape: int, dtype: torch.dtype = torch.float32) -> Tensor | None:
-        return out.new_empty(shape, dtype=dtype) if asked else None
+    def new(needed: bool, *shape: int, dtype: torch.dtype = torch.float32) -> Tensor | None:
+        return out.new_empty(shape, dtype=dtype) if needed else None
 
-    opened = Opened(
+    gradients = SlotGradients(
         grad_out,
         out,
         new(inject, batch, heads, tokens, 2 * channels, dtype=out.dtype),
@@ -165,7 +165,7 @@ def open_slot(
         new(first is not None, *programs, head_dim),
     )
     if not (has_lse_grad or logit_grad or logit_sum):
-        return opened
+        return gradients
     with device_of(out):
         open_slot_kernel[grid](
             grad_out,
@@ -182,12 +182,12 @@ def open_slot(
             *strides(value, align),
             query,
             *strides(query, align),
-            opened.kept,
-            opened.lse_grad_BHT,
-            opened.logit_grad_BHT,
-            opened.logit_sum_BHN,
-            opened.value_sum_BHND,
-            opened.key_sum_BHND,
+            gradients.kept,
+            gradients.lse_grad_BHT,
+            gradients.logit_grad_BHT,
+            gradients.logit_sum_BHN,
+            gradients.value_sum_BHND,
+            gradients.key_sum_BHND,
             scale,
             batch,
             heads,
@@ -201,16 +201,16 @@ def open_slot(
             ROUND_BY_HAND=interpreted(),
             **OPTIONS,
         )
-    return opened
+    return gradients
 
 
-def restore(opened: Opened) -> None:
-    """Undo what `open_slot` changed in place."""
+def restore(gradients: SlotGradients) -> None:
+    """Undo what `slot_backward` changed in place."""
     from megasink.attention.gate_kernels.triton_slot import restore_kernel
 
-    if opened.kept is None:
+    if gradients.kept is None:
         return
-    grad_out, out = opened.grad_out_BHTD, opened.out_BHTD
+    grad_out, out = gradients.grad_out_BHTD, gradients.out_BHTD
     batch, heads, tokens, _ = out.shape
     align = alignment(grad_out, out)
     with device_of(out):
@@ -219,7 +219,7 @@ def restore(opened: Opened) -> None:
             *strides(grad_out, align),
             out,
             *strides(out, align),
-            opened.kept,
+            gradients.kept,
             batch,
             heads,
             tokens,

@@ -40,7 +40,7 @@ class PlainGateKernels(GateKernels):
         """See `GateKernels.supports`: everything."""
         return None
 
-    def close_slot(
+    def slot_forward(
         self,
         query_BHTD: Tensor,
         out_BHTD: Tensor,
@@ -48,7 +48,7 @@ class PlainGateKernels(GateKernels):
         slot_logit: Tensor,
         slot_value: Tensor | None,
     ) -> Results:
-        """See `GateKernels.close_slot`."""
+        """See `GateKernels.slot_forward`."""
         lse_BHT = lse_BHT.contiguous()
         gate_BHT = (lse_BHT - slot_logit).sigmoid_()
         weight_BHT = (slot_logit - lse_BHT).sigmoid_()
@@ -62,10 +62,10 @@ class PlainGateKernels(GateKernels):
         out_BHTD = in_order_of(query_BHTD, out_BHTD.to(query_BHTD.dtype))
         return Results(out_BHTD, total_lse_BHT, gate_BHT, weight_BHT)
 
-    def close_first_key(
+    def first_key_forward(
         self, first: FirstKey, rows: tuple[Tensor, Tensor] | None, call: AttentionCall
     ) -> Results:
-        """See `GateKernels.close_first_key`."""
+        """See `GateKernels.first_key_forward`."""
         query_BHTD, keys, alone = first.query_BHTD, first.keys, first.alone
         heads, queries = query_BHTD.shape[1:3]
         first_value_BH1D = repeat_groups(first.value_BG1D, heads)
@@ -95,7 +95,7 @@ class PlainGateKernels(GateKernels):
         return Results(out_BHTD, lse_BHT, gate_BHT, weight_BHT)
 
     @contextmanager
-    def open_slot(
+    def slot_backward(
         self,
         arriving: Arriving,
         results: Results,
@@ -104,7 +104,7 @@ class PlainGateKernels(GateKernels):
         *,
         inject: bool,
     ) -> Iterator[BeforeBackward]:
-        """See `GateKernels.open_slot`."""
+        """See `GateKernels.slot_backward`."""
         for_kernel = _for_kernel(arriving, results, inject)
         logit_grad = value_grad = None
         if slot_logit is not None:
@@ -115,7 +115,7 @@ class PlainGateKernels(GateKernels):
         yield BeforeBackward(*for_kernel, logit_grad, value_grad)
 
     @contextmanager
-    def open_first_key(
+    def first_key_backward(
         self,
         arriving: Arriving,
         results: Results,
@@ -124,7 +124,7 @@ class PlainGateKernels(GateKernels):
         *,
         inject: bool,
     ) -> Iterator[BeforeBackward]:
-        """See `GateKernels.open_first_key`."""
+        """See `GateKernels.first_key_backward`."""
         for_kernel = _for_kernel(arriving, results, inject)
         heads, groups = first.query_BHTD.shape[1], first.key_BG1D.shape[1]
         logit_grad_BHT = _slot_logit_grad(arriving, results, repeat_groups(first.value_BG1D, heads))

@@ -74,12 +74,12 @@ def backend_names() -> tuple[str, ...]:
 
 def backend_named(name: str) -> Backend:
     """Return the backend with this name."""
-    found = _REGISTRY[name]
-    if isinstance(found, CudaBackend):
-        module, kind = found.place.split(":")
+    backend = _REGISTRY[name]
+    if isinstance(backend, CudaBackend):
+        module, kind = backend.place.split(":")
         loaded: Backend = getattr(importlib.import_module(f"{__name__}.{module}"), kind)()
-        _REGISTRY[name] = found = loaded
-    return found
+        _REGISTRY[name] = backend = loaded
+    return backend
 
 
 @lru_cache(maxsize=256)

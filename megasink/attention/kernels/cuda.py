@@ -35,8 +35,8 @@ def cuda_reason(
     if reason := not_on_cuda(request):
         return reason
     if request.compute_capability is not None and request.compute_capability < capability:
-        needed, found = (".".join(map(str, c)) for c in (capability, request.compute_capability))
-        return f"it needs compute capability {needed} or later, the device has {found}"
+        needed, has = (".".join(map(str, c)) for c in (capability, request.compute_capability))
+        return f"it needs compute capability {needed} or later, the device has {has}"
     if request.dtype not in (torch.bfloat16, torch.float16):
         return f"it computes in bfloat16 or float16, not in {request.dtype}"
     if request.head_dim % 8 or request.head_dim > largest_head_dim:

@@ -35,9 +35,9 @@ def _add_value_bias(
 ) -> "AttentionOutput":
     from megasink.attention import attention
 
-    found = attention(*tensors, **options)
-    out_BHTD = (found.out_BHTD + _value_bias(parameters)).to(found.out_BHTD.dtype)
-    return found._replace(out_BHTD=out_BHTD)
+    result = attention(*tensors, **options)
+    out_BHTD = (result.out_BHTD + _value_bias(parameters)).to(result.out_BHTD.dtype)
+    return result._replace(out_BHTD=out_BHTD)
 
 
 def _fixed_value(config: Any, like: "Tensor") -> "Tensor | None":

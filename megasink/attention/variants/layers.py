@@ -29,12 +29,12 @@ def layer_pattern(text: str) -> str | list[int]:
     if text in WORDS:
         return text
     try:
-        found = _value(ast.parse(text.strip(), mode="eval").body)
+        pattern = _value(ast.parse(text.strip(), mode="eval").body)
     except (SyntaxError, RecursionError, ValueError) as error:
         raise ValueError(text) from error
-    if not isinstance(found, list):
+    if not isinstance(pattern, list):
         raise ValueError(text)
-    return found
+    return pattern
 
 
 def _value(node: ast.expr) -> int | list[int]:
@@ -86,14 +86,14 @@ def layers_with_variant(options: Any) -> tuple[bool, ...]:
     if pattern is None:
         return (True,) * layers
     if isinstance(pattern, str):
-        found = tuple(has == _WINDOWED[pattern] for has in windowed_layers(options))
+        has_variant = tuple(has == _WINDOWED[pattern] for has in windowed_layers(options))
     else:
-        found = tuple(bool(entry) for entry in pattern)
-    if len(found) != layers:
-        raise ValueError(f"{len(found)} entries for {layers} layers")
-    if len(set(found)) < 2:
-        raise ValueError(f"{'all layers are' if all(found) else 'no layer is'} chosen")
-    return found
+        has_variant = tuple(bool(entry) for entry in pattern)
+    if len(has_variant) != layers:
+        raise ValueError(f"{len(has_variant)} entries for {layers} layers")
+    if len(set(has_variant)) < 2:
+        raise ValueError(f"{'all layers are' if all(has_variant) else 'no layer is'} chosen")
+    return has_variant
 
 
 def resolve_layers(options: Any) -> None:

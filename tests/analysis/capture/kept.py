@@ -4,7 +4,7 @@ from torch import Tensor
 
 
 class Kept:
-    """An observer that keeps everything."""
+    """A listener that keeps everything."""
 
     def __init__(self) -> None:
         self.layers: dict[tuple[int, int], dict[str, Tensor]] = {}

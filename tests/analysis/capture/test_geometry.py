@@ -30,7 +30,7 @@ def samples(count=3, length=TOKENS):
 
 
 def rows_of(model, of):
-    return read_rows(lambda observer: TransformersProbe(model, observer, observer.needs), of)
+    return read_rows(lambda listener: TransformersProbe(model, listener, listener.needs), of)
 
 
 def states_of(model, sample):

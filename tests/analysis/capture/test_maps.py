@@ -9,7 +9,7 @@ import torch
 
 from megasink.analysis.capture.head_names import parse_head
 from megasink.analysis.capture.inputs import Sample
-from megasink.analysis.capture.maps import Head, asked_heads, geometry, telling_heads
+from megasink.analysis.capture.maps import Head, geometry, named_heads, telling_heads
 from megasink.analysis.capture.statistics import MAP
 from megasink.analysis.capture.transformers_model import TransformersProbe
 from megasink.analysis.metrics.maps import attention_maps
@@ -84,7 +84,7 @@ def drawn():
     ]
     samples.append(Sample((5,) * 12, "repeated", "repeated:0"))
     found = geometry(
-        lambda observer: TransformersProbe(model, observer, observer.needs),
+        lambda listener: TransformersProbe(model, listener, listener.needs),
         samples,
         [4, 4],
         [Head(1, 2, "requested"), Head(0, 3, "requested")],
@@ -163,7 +163,7 @@ def test_heads_that_the_user_names():
     for wrong in ("3", "3.", ".1", "3.-1", "a.b", "3.1.2"):
         with pytest.raises(ValueError, match=r"LAYER\.HEAD"):
             parse_head(wrong)
-    assert asked_heads(["0.3", "2.1", "0.3"], [4, 0, 4]) == [
+    assert named_heads(["0.3", "2.1", "0.3"], [4, 0, 4]) == [
         Head(0, 3, "requested"),
         Head(2, 1, "requested"),
     ]
@@ -173,7 +173,7 @@ def test_heads_that_the_user_names():
         ("1.0", "layer 1 has no softmax attention"),
     ):
         with pytest.raises(UserError, match=reason):
-            asked_heads([wrong], [4, 0, 4])
+            named_heads([wrong], [4, 0, 4])
 
 
 def test_heads_that_tell_most():

@@ -30,7 +30,7 @@ def run_scored(folder: str, heads: list[tuple[int, int]], **options: Any) -> dic
     model, tokenizer = model_of(**options), character_tokenizer()
     tokens = tokenizer.convert_tokens_to_ids(list("~}"))
     probed = ProbedModel(
-        lambda observer, changes=(): MegatronProbe(model, observer, observer.needs, changes),
+        lambda listener, changes=(): MegatronProbe(model, listener, listener.needs, changes),
         module=model,
         heads=[model.config.num_attention_heads] * model.config.num_layers,
         tokenizer=tokenizer,

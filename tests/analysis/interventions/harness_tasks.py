@@ -87,8 +87,8 @@ def probed(model, tokenizer, **options):
         "facts": {"name": "tiny"},
     }
 
-    def open_probe(observer, changes=()):
-        return TransformersProbe(model, observer, observer.needs, changes)
+    def open_probe(listener, changes=()):
+        return TransformersProbe(model, listener, listener.needs, changes)
 
     return ProbedModel(open_probe, **(fields | options))
 
@@ -136,8 +136,8 @@ class Reading:
         self.model = replace(model, open_probe=self.open)
         self.inner = model.open_probe
 
-    def open(self, observer, changes=()):
-        probe = self.inner(observer, changes)
+    def open(self, listener, changes=()):
+        probe = self.inner(listener, changes)
         forward = probe.forward
 
         def kept(ids, *rest, **named):

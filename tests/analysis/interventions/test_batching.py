@@ -42,7 +42,7 @@ def interventions(model):
     found = [ZeroHeads([(0, 1), (1, 2)]), DynamicZeroing("random", 0.4), DrainFirstValue()]
     for score in ("awft", "ahon_ln"):
         scores = measure_scores(
-            lambda observer, changes=(): TransformersProbe(model, observer, set(), changes),
+            lambda listener, changes=(): TransformersProbe(model, listener, set(), changes),
             score,
             [sequence.tolist() for sequence in SEQUENCES],
         )

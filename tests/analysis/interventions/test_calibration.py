@@ -33,7 +33,7 @@ def samples():
 
 
 def opener(model):
-    return lambda observer, changes=(): TransformersProbe(model, observer, observer.needs, changes)
+    return lambda listener, changes=(): TransformersProbe(model, listener, listener.needs, changes)
 
 
 @pytest.fixture(scope="module")

@@ -87,7 +87,7 @@ def test_means(model, tmp_path):
         for index, rows in enumerate(plain.seen)
     }
     measured = mean_outputs(
-        lambda observer, changes=(): TransformersProbe(model, observer, set(), changes),
+        lambda listener, changes=(): TransformersProbe(model, listener, set(), changes),
         [Sample(tuple(row.tolist()), "d", "s") for row in IDS],
     )
     assert measured.tokens == IDS.numel()

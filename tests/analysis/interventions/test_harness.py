@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from megasink.analysis.capture.base import Observer
+from megasink.analysis.capture.base import Listener
 from megasink.analysis.evaluate.harness import evaluate
 from megasink.analysis.evaluate.tasks_loading import load_tasks
 from megasink.analysis.interventions import DynamicZeroing, RemoveBos, RepeatFirstToken, ZeroHeads
@@ -128,7 +128,7 @@ def test_nothing_is_padded_and_id_0_is_a_token(models, folder):
         for choice in item["choices"]:
             whole, start = encode(item["context"] + choice), len(encode(item["context"]))
             change = SCORES.change()
-            with model.open_probe(Observer(), [change]) as probe:
+            with model.open_probe(Listener(), [change]) as probe:
                 logits = probe.forward(torch.tensor([whole[:-1]])).logits[0].double()
             logs = logits.log_softmax(-1)[start - 1 :]
             scores.append(float(logs.gather(1, torch.tensor(whole[start:])[:, None]).sum()))
@@ -276,8 +276,8 @@ def test_a_batch_without_memory_is_halved(models, tasks):
     reading = Reading(models[0])
     inner = reading.model.open_probe
 
-    def open_probe(observer, changes=()):
-        probe = inner(observer, changes)
+    def open_probe(listener, changes=()):
+        probe = inner(listener, changes)
         forward = probe.forward
 
         def short_of_memory(ids):

@@ -212,15 +212,15 @@ def test_metrics_that_are_made_of_others(kind):
     for name, definition in definitions.DERIVED.items():
         expected = definition(given).double()
         if expected.isnan().all():
-            assert name not in found.whole
+            assert name not in found.overall
             continue
-        torch.testing.assert_close(found.whole[name].double(), expected, msg=name)
+        torch.testing.assert_close(found.overall[name].double(), expected, msg=name)
 
 
 def test_what_was_not_measured_leaves_its_metrics_out():
     values = {"awft": torch.rand(2, 1, 3).double(), "gate_min": torch.full((2, 1), torch.nan)}
     found = AnalysisValues(values, {"tokens_N": torch.tensor([3.0, 4.0])})
-    assert set(found.whole) == {
+    assert set(found.overall) == {
         *("awft", "awft_ln", "first_token_attention", "heads_over_drain_threshold"),
     }
 

@@ -72,7 +72,7 @@ def _analyzed(folder: Path, model, name, samples):
     maps = None
     if name != "qwen":
         maps = geometry(
-            lambda observer: TransformersProbe(model, observer, observer.needs),
+            lambda listener: TransformersProbe(model, listener, listener.needs),
             samples,
             heads,
             [Head(1, 2, "<i>asked</i>")],

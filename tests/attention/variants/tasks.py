@@ -138,7 +138,7 @@ def _analyzed(model: Any) -> dict[str, Tensor]:
     with MegatronProbe(model, recorder, recorder.needs) as probe:
         found = run(probe, recorder, samples, batch_size=4, loss=False, console=Console(quiet=True))
     assert found is not None
-    values = found.analysis_values(seed=0).whole
+    values = found.analysis_values(seed=0).overall
     names = {"importance": "importance", "slot": "slot_alpha", "first key": "awft"}
     return {name: values[metric] for name, metric in names.items()}
 
