@@ -11,7 +11,6 @@ from megasink.attention.variants.record import (
     SINK_WEIGHT,
     ZERO_GATES,
     Export,
-    Kernel,
     Parameter,
     Parameters,
     Variant,
@@ -120,8 +119,6 @@ _OFFSET = Parameter(
     shape=lambda config: (config.num_attention_heads,),
     initial=lambda config: config.softmax_offset_init,
 )
-_PLAIN = Kernel(variant="vanilla", gate_gradient=False)
-_SLOT = Kernel(variant="sink", gate_gradient=True)
 _GATE = (
     *("gate_position", "gate_granularity", "gate_shared_heads"),
     *("gate_operation", "gate_activation", "gate_input"),
@@ -132,7 +129,6 @@ VARIANTS = (
     Variant(
         name="vanilla",
         description="softmax attention (P0.1)",
-        kernel=_PLAIN,
         slot_logit=no_slot,
         slot_value=first_value,
         dynamic_inference=True,
@@ -143,7 +139,6 @@ VARIANTS = (
     Variant(
         name="sink",
         description="one learnable logit per head in the denominator of the softmax (P0.2)",
-        kernel=_SLOT,
         slot_logit=_sink_logit,
         slot_value=zero_value,
         parameters=(_OFFSET,),
@@ -155,7 +150,6 @@ VARIANTS = (
     Variant(
         name="off-by-one",
         description="that logit fixed at 0",
-        kernel=Kernel(variant="off-by-one", gate_gradient=False),
         slot_logit=_zero_logit,
         slot_value=zero_value,
         softmax_type="off-by-one",
@@ -166,7 +160,6 @@ VARIANTS = (
         name="gated",
         description="softmax attention with an explicit gate (P0.3, P1), by default one sigmoid "
         "per head and token",
-        kernel=_PLAIN,
         slot_logit=no_slot,
         slot_value=first_value,
         explicit_gate=True,  # in megatron/gated_attention.py
@@ -183,7 +176,6 @@ VARIANTS = (
         name="k-bias",
         description="one learnable key per head whose value is zero, a sink whose logit depends on "
         "the query (P2.25)",
-        kernel=_SLOT,
         slot_logit=_key_bias_logit,
         slot_value=_key_bias_value,
         parameters=(_bias(KEY_BIAS),),
@@ -195,7 +187,6 @@ VARIANTS = (
     Variant(
         name="kv-bias",
         description="that key with a learnable value (P2.24)",
-        kernel=_SLOT,
         slot_logit=_key_bias_logit,
         slot_value=_key_value_bias_value,
         parameters=(_bias(KEY_BIAS), _bias(VALUE_BIAS)),
@@ -207,7 +198,6 @@ VARIANTS = (
         name="v-bias",
         description="a learnable vector added to each head's output (P2.26)",
         attend=_add_value_bias,
-        kernel=_PLAIN,
         slot_logit=no_slot,
         slot_value=_value_bias_value,
         parameters=(_bias(VALUE_BIAS),),

@@ -11,7 +11,7 @@ description used by conversion. `parameters` maps names to the variant's paramet
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -22,7 +22,6 @@ Parameters = Mapping[str, "Tensor"]
 Attend = Callable[..., "AttentionOutput"]
 SlotLogit = Callable[[Any, Parameters, "Tensor", float], "Tensor | None"]
 SlotValue = Callable[[Any, Parameters, Callable[[], "Tensor"]], "Tensor | None"]
-OpVariant = Literal["vanilla", "sink", "off-by-one"]
 # How to turn a model with plain softmax attention into a variant: see `Export.start`.
 ZERO_GATES, SINK_WEIGHT = "zero gates", "sink weight"
 
@@ -95,20 +94,6 @@ class Parameter:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Kernel:
-    """Requirements of a variant on the attention kernel.
-
-    Attributes:
-        variant: The op variant that it uses; a slot with any logit is "sink".
-        gate_gradient: Whether its own gradient needs an exact log-sum-exp from the kernel, with or
-            without a head-balance loss.
-    """
-
-    variant: OpVariant
-    gate_gradient: bool
-
-
-@dataclass(frozen=True, kw_only=True)
 class Export:
     """How a variant converts to and from Hugging Face format.
 
@@ -138,7 +123,6 @@ class Variant:
     Attributes:
         name: Value of --attention-variant.
         description: One line, with the paper row or another source.
-        kernel: Requirements on the kernel.
         slot_logit: (config, parameters, query_BHTD, scale) -> logit of the slot in float32 (float64
             for float64 queries), broadcastable to [B, H, T]; `no_slot` for a variant without a
             slot. None: such models cannot be analyzed.
@@ -166,7 +150,6 @@ class Variant:
 
     name: str
     description: str
-    kernel: Kernel
     slot_logit: SlotLogit | None = None
     slot_value: SlotValue | None = None
     attend: Attend | None = None
@@ -191,6 +174,11 @@ class Variant:
     def always_gated(self) -> bool:
         """Whether the gate is always returned, which is free with a slot."""
         return self.slot_logit is not no_slot
+
+    @property
+    def slot_learns(self) -> bool:
+        """Whether its own gradient needs the log-sum-exp of the kernel, even without the loss."""
+        return self.always_gated and bool(self.parameters)
 
     @property
     def is_plain(self) -> bool:

@@ -57,7 +57,7 @@ def kernels(device_type: str, head_dim: int, window: int | None) -> list[Kernels
     """
     named: dict[str, list[str]] = {}
     for record in variants():
-        named.setdefault(record.kernel.variant, []).append(record.name)
+        named.setdefault("sink" if record.always_gated else "vanilla", []).append(record.name)
     found = []
     for variant, names in named.items():
         for dtype in DTYPES:

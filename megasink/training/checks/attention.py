@@ -40,16 +40,16 @@ def _kinds_of_layers(args: Namespace) -> list[Namespace]:
 
 def attention_request(args: Namespace) -> AttentionRequest:
     """Return the attention call that a layer with the variant makes."""
-    kernel = variant(args.attention_variant).kernel
+    record = variant(args.attention_variant)
     dtype = torch.bfloat16 if args.bf16 else torch.float16 if args.fp16 else torch.float32
     request = AttentionRequest(
         device_type="cpu" if cpu.is_active() else "cuda",
         dtype=dtype,
         head_dim=args.kv_channels or args.hidden_size // args.num_attention_heads,
-        variant=kernel.variant,
+        variant="sink" if record.always_gated else "vanilla",
         window=visible_tokens(args.window_size),
         distance_bias=args.attention_bias_type != "none",
-        needs_gate_gradient=kernel.gate_gradient
+        needs_gate_gradient=record.slot_learns
         or (args.head_balance_coeff > 0 and not counts_heads(args)),
         dropout=args.attention_dropout,
         deterministic=args.deterministic_mode,

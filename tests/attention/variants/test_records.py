@@ -11,7 +11,6 @@ import pytest
 
 from megasink import flags
 from megasink.attention.variants import (
-    Kernel,
     Variant,
     of_kind,
     register,
@@ -132,7 +131,6 @@ def test_a_command_line_is_refused_what_a_record_does_not_say():
                 name="mystery",
                 description="-",
                 attend=variant("v-bias").attend,
-                kernel=Kernel(variant="sink", gate_gradient=True),
                 parameters=outside.parameters,
             )
         )
