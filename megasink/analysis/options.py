@@ -105,13 +105,7 @@ class AnalysisOptions(Options):
 
 @dataclass(frozen=True, kw_only=True)
 class SweepOptions(AnalysisOptions):
-    """What `megasink sweep` varies.
-
-    Attributes:
-        lengths: text tokens.
-        beginnings: some of BOS.
-        first_token_copies: copies of the first token.
-    """
+    """What `megasink sweep` varies: its flags, by name; `beginnings` is --bos."""
 
     lengths: tuple[int, ...]
     beginnings: tuple[str, ...]
@@ -120,19 +114,7 @@ class SweepOptions(AnalysisOptions):
 
 @dataclass(frozen=True, kw_only=True)
 class AblationOptions(AnalysisOptions):
-    """Which heads `megasink ablate` zeroes, and on what.
-
-    Attributes:
-        score: scores by which heads are zeroed.
-        zeroed: percentages of heads, for each score.
-        seeds: of the random baseline.
-        task: tasks of lm-evaluation-harness in place of `data`.
-        limit: questions of each task; None for all.
-        calibration: an analysis that sets the thresholds; None for the texts or tasks themselves.
-        heads: LAYER.HEAD, or a file of heads, zeroed together.
-        interventions: a file of interventions to apply.
-        layer: each of its heads is zeroed alone.
-    """
+    """Which heads `megasink ablate` zeroes, and on what: its flags, by name."""
 
     score: tuple[str, ...] = ()
     zeroed: tuple[float, ...] = ()

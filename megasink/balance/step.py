@@ -22,7 +22,7 @@ from typing import Protocol
 from torch.distributed import ProcessGroup
 
 from megasink.balance.attach import HeadBalanceScale
-from megasink.balance.tracker import HeadStatistics, HeadSums
+from megasink.balance.sums import HeadStatistics, HeadSums
 
 
 class StepOptions(Protocol):
@@ -84,7 +84,7 @@ class LossStep:
         Args:
             number: Of the step: steps that were completed before it. The number of a step that was
                 reduced and not committed runs that step again.
-            observe: Whether layers record the series of the tracker too.
+            observe: Whether layers record the series of `heads` too.
             share: Share of the coefficient that counts in this step, in [0, 1] (warmup, decay).
 
         Raises:

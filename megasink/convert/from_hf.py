@@ -252,7 +252,7 @@ def _rounded(weights: HuggingFaceWeights, todo: list[Step], dtype: str) -> list[
 
 
 def write_balance_state(writer: TorchDistWriter, model: Architecture) -> None:
-    """Write the state that megasink/megatron/importance.py has before the first step."""
+    """Write the state that megasink/megatron/layer_balance.py has before the first step."""
     state = {
         "coefficients": torch.zeros(model.heads),
         "routed": torch.ones(model.heads, dtype=torch.bool),

@@ -28,11 +28,11 @@ from torch import Tensor
 from megasink.attention import first_key_gate
 from megasink.attention.variants import parameter_names, variant
 from megasink.attention.variants.gates import counts_heads
-from megasink.balance.tracker import SINK
+from megasink.balance.sums import SINK
 from megasink.config import COMM_TYPES, visible_tokens
 from megasink.megatron.documents import Documents, documents_of, first_values
 from megasink.megatron.head_observer import HeadObserver
-from megasink.megatron.importance import MegatronLayerBalance
+from megasink.megatron.layer_balance import MegatronLayerBalance
 from megasink.megatron.optional import position_bias, similarity_mlp
 from megasink.megatron.parameters import ShardedByHeads, StaysFloat32
 from megasink.megatron.statistics import ModelStatistics

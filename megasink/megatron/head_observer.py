@@ -14,7 +14,7 @@ from torch import Tensor
 
 from megasink.attention import first_key_share
 from megasink.attention.definitions import SINK_TOKENS
-from megasink.balance.tracker import GATE, OTHER_GRADIENT
+from megasink.balance.sums import GATE, OTHER_GRADIENT
 
 if TYPE_CHECKING:
     from megasink.megatron.config import MegasinkTransformerConfig

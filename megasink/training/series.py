@@ -15,7 +15,7 @@ from torch import Tensor
 
 from megasink.analysis.metrics import metrics_shown
 from megasink.analysis.results import Results, scalars_of
-from megasink.balance import tracker
+from megasink.balance import sums
 from megasink.training.host_copy import HostCopy
 
 RATIO = "balance_gradient_ratio"
@@ -34,7 +34,7 @@ class StepValues:
         statistics: On the device; None if the step had none.
     """
 
-    def __init__(self, lm_loss: Tensor | None, statistics: tracker.HeadStatistics | None):
+    def __init__(self, lm_loss: Tensor | None, statistics: sums.HeadStatistics | None):
         tensors = [] if lm_loss is None else [lm_loss]
         if statistics is not None:
             tensors += [
@@ -57,7 +57,7 @@ class StepValues:
         """Whether `read` returns without waiting for the device."""
         return self._copy is None or self._copy.is_here
 
-    def read(self) -> tuple[float | None, tracker.HeadStatistics | None]:
+    def read(self) -> tuple[float | None, sums.HeadStatistics | None]:
         """Return the loss, and the statistics in float64; None if no layer recorded any."""
         if self._copy is None:
             return None, None
@@ -67,10 +67,10 @@ class StepValues:
         if self._series is None or not _recorded(read[0]):
             return loss, None
         series = dict(zip(self._series, read[4:], strict=True))
-        return loss, tracker.HeadStatistics(read[0], read[1], read[2], read[3], series)
+        return loss, sums.HeadStatistics(read[0], read[1], read[2], read[3], series)
 
 
-def head_record(statistics: tracker.HeadStatistics, *, details: bool) -> dict[str, Any]:
+def head_record(statistics: sums.HeadStatistics, *, details: bool) -> dict[str, Any]:
     """Return the head metrics of a step's record; `details` only on observed steps.
 
     Args:
@@ -85,14 +85,14 @@ def head_record(statistics: tracker.HeadStatistics, *, details: bool) -> dict[st
         return record
     record["importance"] = rounded(statistics.importance_LH)
     series = {name: values for name, values in statistics.series.items() if _recorded(values)}
-    if tracker.SINK in series:
-        record["softmax_offset"] = rounded(series[tracker.SINK])
-    if (gate_LH := series.get(tracker.GATE)) is not None:
+    if sums.SINK in series:
+        record["softmax_offset"] = rounded(series[sums.SINK])
+    if (gate_LH := series.get(sums.GATE)) is not None:
         # As many heads as the gate has: the groups for a key or value gate, one for the output.
         record["explicit_gate"] = rounded(gate_LH[:, ~gate_LH.isnan().all(0)])
     # A step that fp16's loss scale skips has gradients of NaN: nothing to compare with.
-    if {tracker.BALANCE_GRADIENT, tracker.OTHER_GRADIENT} <= series.keys():
-        balance_LH, other_LH = series[tracker.BALANCE_GRADIENT], series[tracker.OTHER_GRADIENT]
+    if {sums.BALANCE_GRADIENT, sums.OTHER_GRADIENT} <= series.keys():
+        balance_LH, other_LH = series[sums.BALANCE_GRADIENT], series[sums.OTHER_GRADIENT]
         record[RATIO] = number(_ratio(balance_LH.flatten(), other_LH.flatten()))
         record[f"{RATIO}_per_layer"] = rounded(_ratio(balance_LH, other_LH))
     return record

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from megasink.balance.step import LossStep
-from megasink.balance.tracker import HeadStatistics
+from megasink.balance.sums import HeadStatistics
 from megasink.config import HeadBalanceOptions, Scope
 from megasink.errors import ConfigError, UserError
 from megasink.transformers.balance_checks import MARK, model_problems, option_problems

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from megasink.attention import gate_sum
 from megasink.balance.attach import HeadBalanceScale, attach_gradient
-from megasink.balance.counter import LayerBalance
+from megasink.balance.layer import LayerBalance
 from megasink.balance.step import LossStep
 from megasink.config import HeadBalanceOptions
 from megasink.errors import UserError

@@ -10,7 +10,7 @@ from megatron.core import parallel_state
 from megatron.core.utils import get_model_config
 
 from megasink.balance.share import share_of_step
-from megasink.balance.tracker import HeadSums
+from megasink.balance.sums import HeadSums
 from megasink.megatron.core_attention import CoreAttention
 from tests.distributed import tiny_gpt
 

@@ -23,7 +23,7 @@ from megatron.core.utils import get_batch_on_this_cp_rank, get_model_config
 from torch import Tensor
 
 from megasink.balance.step import Phase
-from megasink.balance.tracker import HeadSums
+from megasink.balance.sums import HeadSums
 from megasink.megatron import layer_spec
 from megasink.megatron.config import MegasinkTransformerConfig
 from megasink.megatron.core_attention import CoreAttention

@@ -64,7 +64,7 @@ def steps_of_copies() -> dict[str, tuple[int | None, float]]:
     from megatron.core.transformer import TransformerConfig
 
     from megasink.megatron import HeadBalance
-    from megasink.megatron.importance import MegatronLayerBalance
+    from megasink.megatron.layer_balance import MegatronLayerBalance
 
     kinds = {
         "itself": lambda config: config,

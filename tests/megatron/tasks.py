@@ -149,7 +149,7 @@ def not_ours() -> dict[str, str]:
         """
         from torch.optim import SGD
 
-        from megasink.megatron.importance import MegatronLayerBalance
+        from megasink.megatron.layer_balance import MegatronLayerBalance
 
         own = config()
         for name, value in fields.items():

@@ -6,7 +6,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from megasink.balance.loss import head_balance_gradient
-from megasink.megatron.importance import MegatronLayerBalance
+from megasink.megatron.layer_balance import MegatronLayerBalance
 from megasink.megatron.statistics import ModelStatistics
 
 

@@ -132,7 +132,7 @@ def train(moment: str) -> int:
     from megatron.training import checkpointing, training
     from tensorboard.summary.writer.record_writer import RecordWriter
 
-    from megasink.balance.tracker import HeadSums
+    from megasink.balance.sums import HeadSums
     from megasink.training import forward
     from megasink.training.metrics_file import MetricsFile
 

@@ -6,7 +6,7 @@ import re
 import pytest
 import torch
 
-from megasink.balance.tracker import BALANCE_GRADIENT, OTHER_GRADIENT, HeadStatistics
+from megasink.balance.sums import BALANCE_GRADIENT, OTHER_GRADIENT, HeadStatistics
 from megasink.training.run_dir import folder_problem
 from megasink.training.series import RATIO, head_record
 from tests.distributed.pool import free_port

@@ -14,8 +14,8 @@ from torch.distributed import ProcessGroup
 from torch.distributed import get_process_group_ranks as ranks_of
 
 from megasink.attention import gate_sum
-from megasink.balance.counter import LayerBalance
-from megasink.balance.tracker import BALANCE_GRADIENT
+from megasink.balance.layer import LayerBalance
+from megasink.balance.sums import BALANCE_GRADIENT
 from megasink.megatron.documents import Documents
 from megasink.megatron.head_observer import HeadObserver
 from megasink.megatron.parameters import StaysFloat32

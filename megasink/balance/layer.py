@@ -1,6 +1,6 @@
 """The head-balance loss of one layer: its state, its coefficients, and where its gradient enters.
 
-What is the same for Megatron's models (`megatron/importance.py`) and those of transformers
+What is the same for Megatron's models (`megatron/layer_balance.py`) and those of transformers
 (`transformers/balance.py`); they differ in where gates, tokens and groups of ranks come from.
 
 Shapes: H query heads of the layer, h those of this tensor-parallel rank.
