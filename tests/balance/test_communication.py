@@ -105,12 +105,12 @@ def test_nothing_waits_for_the_statistics(pool):
     flags = [*FLAGS, "--num-layers", "2", "--global-batch-size", "8"]
     flags += ["--pipeline-model-parallel-size", "2"]
     for events in pool.run(f"{TRAINER}:order_of_events", flags=flags, ranks=2, port=free_port()):
-        steps = " ".join(e for e in events if "forward" not in e).split("tracker awaited")
+        steps = " ".join(e for e in events if "forward" not in e).split("sums awaited")
         assert len(steps) == 4
         assert steps.pop().strip() == "optimizer ends"  # nothing after the third
         for step in steps:
             step = step.strip().removeprefix("optimizer ends")
-            *backwards, rest = step.strip().partition("tracker started")
+            *backwards, rest = step.strip().partition("sums started")
             assert backwards[0].strip() == " ".join(["backward begins backward ends"] * 4)
             assert rest.strip() == "gradients begins gradients ends optimizer begins"
 

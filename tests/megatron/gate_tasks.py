@@ -263,7 +263,7 @@ def counted(**options: Any) -> dict[str, Any]:
 
 @contextlib.contextmanager
 def _calls() -> Iterator[list[dict[str, Any]]]:
-    import megasink.attention as op  # which the records of variants import when they are called
+    from megasink.attention import functional as op  # which core attention imports at a call
 
     seen: list[dict[str, Any]] = []
     inner = op.attention

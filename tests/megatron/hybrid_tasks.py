@@ -103,7 +103,7 @@ def probed() -> dict[str, dict[str, Any]]:
             "logits": logits,
             "layers": {key: dict(value) for key, value in kept.layers.items()},
             "states": dict(kept.states),
-            "sites": sorted(site.name for site in sites.found),
+            "sites": sorted(site.name for site in sites.available),
             "missing": sites.missing,
         }
     return found

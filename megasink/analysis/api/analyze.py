@@ -115,6 +115,7 @@ def analyze(
     held: AbstractContextManager[Any] = nullcontext()
     if output is not None:
         about = {"loss": loss, "batch_size": batch_size} | probed.facts | vars(facts)
+        about["data"] = about.pop("data_sha256")  # texts in memory have no path
         held = results_in(Path(output), "analyze", about, overwrite=overwrite)
     with held as record:
         token_bytes = bytes_by_token(probed.tokenizer, Ranks()) if loss else None
