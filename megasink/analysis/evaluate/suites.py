@@ -158,12 +158,12 @@ class TaskRequest:
 
 def expanded(names: Sequence[str]) -> list[TaskRequest]:
     """Return the tasks behind names, each once, with the shots of the suites among them."""
-    requests: dict[str, TaskRequest] = {}
+    entries: dict[str, TaskRequest] = {}
     for name in names:
         suite = SUITES.get(name)
         if suite is None:
-            requests.setdefault(name, TaskRequest(name))
+            entries.setdefault(name, TaskRequest(name))
             continue
         for part in suite.parts:
-            requests.setdefault(part.task, TaskRequest(part.task, part.shots, suite.metadata))
-    return list(requests.values())
+            entries.setdefault(part.task, TaskRequest(part.task, part.shots, suite.metadata))
+    return list(entries.values())

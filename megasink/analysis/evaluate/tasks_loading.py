@@ -70,18 +70,18 @@ def load_tasks(
     """
     if importlib.util.find_spec("lm_eval") is None:
         raise UserError("lm-evaluation-harness is not installed: pip install 'megasink[eval]'")
-    requests = expanded(names)
-    metadata = {key: value for entry in requests for key, value in entry.metadata.items()}
+    task_requests = expanded(names)
+    metadata = {key: value for entry in task_requests for key, value in entry.metadata.items()}
     if tokenizer is not None:
         metadata["tokenizer"] = str(tokenizer)
-    index = _index([entry.task for entry in requests], folders, metadata)
-    entries = [leaf for entry in requests for leaf in _leaves(index, entry.task)]
+    index = _index([entry.task for entry in task_requests], folders, metadata)
+    entries = [leaf for entry in task_requests for leaf in _leaves(index, entry.task)]
     _check_code(entries, tokenizer, run_generated_code)
     from megasink.analysis.evaluate.offline import offline
 
     tasks: dict[str, Any] = {}
     groups: dict[str, Any] = {}
-    for entry in requests:
+    for entry in task_requests:
         with quiet(), contextlib.nullcontext() if allow_download else offline():
             loaded = _load(index, entry.task)
         if twice := sorted(loaded["tasks"].keys() & tasks.keys()):

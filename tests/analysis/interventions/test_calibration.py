@@ -13,6 +13,7 @@ from megasink.analysis.capture.run import run
 from megasink.analysis.capture.transformers_model import TransformersProbe
 from megasink.analysis.metrics.thresholds import threshold
 from megasink.analysis.metrics.weights import first_weights, weight_statistics
+from megasink.analysis.results import RunFacts
 from megasink.analysis.write import write_numbers
 from megasink.errors import UserError
 from tests.analysis.capture.tiny_models import VOCABULARY, tiny_model
@@ -43,7 +44,7 @@ def folder(model, samples, tmp_path_factory):
         measured = run(probe, recorder, samples, batch_size=3, loss=False)
     output = tmp_path_factory.mktemp("analysis")
     facts = {"kind": "LlamaForCausalLM", "name": "tiny"}
-    options = {"seed": 0, "weights": weights_hash(model)}
+    options = RunFacts(seed=0, weights=weights_hash(model), data_sha256="")
     write_numbers(output, measured, samples, facts, options)
     return output
 

@@ -16,6 +16,7 @@ from megasink.analysis.capture.transformers_model import TransformersProbe
 from megasink.analysis.metrics import metrics_shown
 from megasink.analysis.pages import analysis_figures, html
 from megasink.analysis.pages.trace import TraceRow, write_trace
+from megasink.analysis.results import RunFacts
 from megasink.analysis.write import write_analysis
 from tests.analysis.capture.tiny_models import tiny_model
 from tests.analysis.pages.browser import CHROMIUM, console_of, seen
@@ -27,6 +28,7 @@ NAME = (
 )
 
 WIDTHS = (1280, 400)
+RUN = RunFacts(seed=1, data_sha256="")
 PIXEL = (
     "iVBORw0KGgoAAAANSUhEUgAAAAEAAAABCAYAAAAfFcSJ"
     "AAAADUlEQVR42mNk+M9QDwADhgGAWjR9awAAAABJRU5ErkJggg=="
@@ -82,7 +84,7 @@ def _analyzed(folder: Path, model, name, samples):
             text_of=lambda token: ("<b>", "$x_{", "\n", "日本")[token % 4],
         )
     points = Geometry({}, {})
-    write_analysis(folder, captured, samples, {"name": name}, {"seed": 1}, points, maps)
+    write_analysis(folder, captured, samples, {"name": name}, RUN, points, maps)
 
 
 def test_the_report_is_whole(report, tmp_path):
