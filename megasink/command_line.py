@@ -22,6 +22,14 @@ _SYNC = "copy the run folder with aws s3 sync or rclone (docs/object-stores.md)"
 _RETAIN = (
     "train with --save-retain-interval STEPS, or delete the folders of those that you do not need"
 )
+_PLAIN = "the flags of finetune are given on the command line"
+_TRAINER = (
+    "TRL's SFTTrainer with HeadBalanceCallback takes any setting of peft (docs/finetuning.md)"
+)
+_BRIDGE = (
+    "finetune divides data over processes, not the model: use Megatron-Bridge with our spec "
+    "(docs/finetuning.md)"
+)
 GONE = {
     "--checkpoint-store": _SYNC,
     "--fetch": _SYNC,
@@ -29,8 +37,18 @@ GONE = {
     "--keep-every": _RETAIN,
     "--full-help": "--help-all lists every flag",
     "--preflight": "--gpu-sniff-test-interval STEPS times GPUs and links (docs/survival.md)",
+    "megasink finetune --ranks": "torchrun --nproc-per-node N -m megasink finetune starts several "
+    "processes",
+    "megasink finetune --cpu": "it runs on a CPU where CUDA sees no GPU (CUDA_VISIBLE_DEVICES=)",
+    "megasink finetune --config": _PLAIN,
+    "megasink finetune --recipe": _PLAIN,
+    "megasink finetune --lora-dropout": _TRAINER,
+    "megasink finetune --lora-targets": _TRAINER,
+    "megasink finetune --tensor-model-parallel-size": _BRIDGE,
+    "megasink finetune --pipeline-model-parallel-size": _BRIDGE,
+    "megasink finetune --context-parallel-size": _BRIDGE,
 }
-"""Flags that went, and what serves instead."""
+"""Flags that went, and what serves instead; those of one command under its name."""
 
 
 class CommandParser(argparse.ArgumentParser):
@@ -228,7 +246,8 @@ def unknown_flags(parser: argparse.ArgumentParser, unknown: Sequence[str]) -> li
     known = [name for name in parser._option_string_actions if name.startswith("--")]
     problems = []
     for group in groups:
-        if instead := GONE.get(group[0].partition("=")[0]):
+        flag = group[0].partition("=")[0]
+        if instead := GONE.get(f"{parser.prog} {flag}") or GONE.get(flag):
             problems.append(f"{' '.join(group)} is no longer there: {instead}")
             continue
         meant = nearest(group[0], known) if _is_flag(group[0]) else None

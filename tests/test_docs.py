@@ -13,7 +13,6 @@ import megasink
 from megasink import cli
 from megasink.cli.convert_from_hf import train_line
 from megasink.command_line import CommandParser
-from megasink.finetune.settings import parser as finetune_parser
 from megasink.training import early
 from megasink.training.checks.schedule import set_decay
 from tests.documented import (
@@ -89,9 +88,6 @@ def test_a_line_is_read_to_its_end(call, monkeypatch):
         return  # below, with data
     if command == "plan":
         return  # tests/plan/test_plan.py
-    if command == "finetune":
-        finetune_parser(None).parse_args(flags)  # the command hands other flags to train
-        return
 
     def stop(*args, **kwargs):
         parse_args(*args, **kwargs)

@@ -29,7 +29,10 @@ ROOMS = {
     "cpu": ("upstream ground", "torch megatron psutil"),
     "upstream": ("attention cpu ground", "torch megatron numpy"),
     "lora": ("attention megatron ground", "torch megatron"),
-    "transformers": ("attention balance analysis ground", "torch transformers numpy"),
+    "transformers": (
+        "attention balance analysis ground",
+        "torch transformers numpy trl peft datasets fsspec pyarrow",
+    ),
     "data": (
         "ground",
         "numpy tokenizers sentencepiece pyarrow transformers",
@@ -46,9 +49,8 @@ ROOMS = {
     ),
     "training": (f"{_BELOW_TRAINING} analysis", "torch numpy rich psutil megatron"),
     "plan": (f"{_BELOW_TRAINING} analysis training", "torch triton rich megatron"),
-    "finetune": ("training analysis checkpoints balance data ground", "numpy rich"),
     "cli": (
-        f"{_BELOW_TRAINING} analysis convert training plan finetune",
+        f"{_BELOW_TRAINING} analysis convert training plan transformers",
         "torch numpy rich matplotlib tokenizers transformers megatron argcomplete packaging",
     ),
 }

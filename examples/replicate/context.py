@@ -18,12 +18,12 @@ from examples.replicate.languages import RetrievalLanguage, write_retrieval
 from examples.replicate.own_program import OwnProgram
 from examples.replicate.record import Run
 from examples.replicate.retrieval import retrieval
+from examples.steps import Step
 from megasink.analysis.pages.curves import series
 from megasink.analysis.pages.metrics import read_metrics
 from megasink.atomic import atomic_text
 from megasink.checkpoints.find import newest_checkpoint
 from megasink.cli.trigger_language import AROUND
-from megasink.finetune.steps import Step
 from megasink.upstream.process import prepare_quietly
 
 VARIANTS = ("vanilla", "sink", "gated")

@@ -55,9 +55,9 @@ GONE = {
 # These use no variant, metric or conversion target.
 WITHOUT_PLUGINS = ("demo", "data", "recipes", "checkpoints")
 # These always run Megatron; others need it for runs alone, and say so when they are given one.
-OF_TRAIN = ("demo", "train", "plan", "finetune", "generate", "convert-from-hf")
+OF_TRAIN = ("demo", "train", "plan", "generate", "convert-from-hf")
 # They start processes whose output, with messages of other packages, goes to logs of their own.
-WITH_LOGS = ("demo", "train", "plan", "finetune")
+WITH_LOGS = ("demo", "train", "plan")
 
 
 def main_of(command: str) -> Callable[[Sequence[str]], int]:

@@ -67,12 +67,5 @@ def _plan() -> argparse.ArgumentParser:
     return early.add_all(launch._parser())
 
 
-def _finetune() -> argparse.ArgumentParser:
-    from megasink.finetune import settings
-    from megasink.training import early
-
-    return early.add_all(settings.parser(None))
-
-
 # Their further flags are those of training, which are read apart.
-_OF_TRAINING = {"train": _train, "plan": _plan, "finetune": _finetune}
+_OF_TRAINING = {"train": _train, "plan": _plan}

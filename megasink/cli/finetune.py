@@ -1,35 +1,269 @@
 """``megasink finetune``: adapt a Hugging Face model on conversations, and export it again."""
 
+import argparse
+import contextlib
+import hashlib
+import json
+import os
+import shutil
 import sys
-from collections.abc import Sequence
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
 
-from megasink.errors import ConfigError
-from megasink.finetune.settings import read, remember
-from megasink.output_folder import exclusive
-from megasink.training import early
+from megasink.command_line import CommandParser
+from megasink.errors import ConfigError, UserError
+from megasink.finetune_options import FinetuneOptions, processes
+from megasink.output_folder import foreign_contents, results_in
+from megasink.plugins import add_flag
+
+AUTO = "auto"
+_PACKAGES = ("accelerate", "datasets", "peft", "trl")
+_MADE = ("partial", "before", "run", "model", "adapter", "after")
+_GRACE_SECONDS = 10.0
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Fine-tune a model on conversations with LoRA and the head-balance loss of Eq. 8.
 
-    Tokenizes with the model's chat template, measures the importance of its heads, chooses which of
-    them to share (m of Eq. 8), trains, exports for transformers, and measures again. Each step is a
-    command of megasink, shown as it runs; a repeated command goes on after the last finished step.
-    Further flags go to `megasink train`.
+    Measures the importance of the model's heads, chooses which of them to share (m of Eq. 8),
+    trains with TRL's SFTTrainer on what the assistant says, exports for transformers, and measures
+    again. A repeated command goes on from the last checkpoint. Several processes (data parallelism)
+    are started by `torchrun --nproc-per-node N -m megasink finetune ...` or `accelerate launch`.
     """
-    words = early.expanded(sys.argv[1:] if argv is None else argv)
-    args, further = read(words, main.__doc__)
-    if problems := early.read(["--run-dir", str(args.output / "run"), *further]).flag_problems:
-        raise ConfigError(problems)  # not only when the training starts
-    remember(args, further, args.output / "finetune.json")
-    from rich.console import Console
-
-    from megasink.finetune.recipe import recipe, summary
-
-    console = Console(highlight=False)
-    with exclusive(args.output):
-        for step in recipe(args, further, console):
-            step.run(console)
-    for line in summary(args):
-        console.print(line, soft_wrap=True, markup=False)
+    with _told_once():
+        args = _parser(main.__doc__).parse_args(sys.argv[1:] if argv is None else list(argv))
+        options = _options(args)
+        if missing := [name for name in _PACKAGES if not find_spec(name)]:
+            raise UserError(
+                f"megasink finetune needs {', '.join(missing)}: pip install 'megasink[finetune]'"
+            )
+        os.environ.setdefault("HF_HUB_OFFLINE", "1")  # nothing is fetched unasked
+        os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # DDP's advice
+        try:
+            _run(options, args.output, args.overwrite)
+        finally:
+            if processes() > 1:
+                _leave()
     return 0
+
+
+@contextlib.contextmanager
+def _told_once() -> Iterator[None]:
+    """Let the first process tell an error that all of them meet, whose launcher ends the others."""
+    try:
+        yield
+    except UserError:
+        if os.environ.get("RANK", "0") != "0":
+            time.sleep(_GRACE_SECONDS)  # after that, it is this process's alone
+        raise
+
+
+def _leave() -> None:
+    import torch
+
+    if torch.distributed.is_initialized():
+        torch.distributed.destroy_process_group()
+
+
+def _parser(description: str | None) -> CommandParser:
+    parser = CommandParser(prog="megasink finetune", description=description)
+    add = parser.add_argument
+    add("model", type=Path, metavar="MODEL", help="a Hugging Face folder with safetensors")
+    add(
+        "--data",
+        nargs="+",
+        required=True,
+        type=Path,
+        metavar="FILE",
+        help="conversations: JSON Lines or parquet with messages of role and content",
+    )
+    add("--output", type=Path, required=True, help="folder of all that is made")
+    add("--overwrite", action="store_true", help="replace what --output holds, and begin anew")
+    add("--full", action="store_true", help="train all weights, not LoRA adapters")
+    add("--lora-rank", type=int, default=16, help="default: 16 (P0.23)")
+    add("--lora-alpha", type=float, help="of the factor alpha / rank; default: the rank")
+    add("--adapter", action="store_true", help="export the adapter for peft, not a merged model")
+    add("--head-balance-coeff", type=float, default=1e-2, help="lambda of Eq. 8; default: 1e-2")
+    add(
+        "--shared-heads",
+        default=AUTO,
+        metavar="M",
+        help="m of Eq. 8, the heads of each layer that stay out of the loss; 0 balances all of "
+        f"them (Eq. 7); default: {AUTO}, by the importance of the model's heads",
+    )
+    add("--seq-length", type=int, default=2048, help="tokens of a packed sample; default: 2048")
+    add("--epochs", type=float, default=1.0, help="passes over the conversations; default: 1")
+    add("--lr", type=float, help="peak learning rate; default: 1e-4 with LoRA, else 1e-5")
+    add("--micro-batch-size", type=int, default=1, help="default: 1")
+    add("--global-batch-size", type=int, default=16, help="packed samples per step; default: 16")
+    add("--bf16", action="store_true", help="compute in bfloat16")
+    add(
+        "--gradient-checkpointing",
+        action="store_true",
+        help="compute activations again in the backward pass: less memory, more time",
+    )
+    add("--seed", type=int, default=1234, help="default: 1234")
+    add_flag(parser)
+    return parser
+
+
+def _options(args: argparse.Namespace) -> FinetuneOptions:
+    """Return the options; every problem that is known before anything runs is in one message."""
+    given = vars(args).copy()
+    output, full, shared = given.pop("output"), given.pop("full"), given.pop("shared_heads")
+    del given["overwrite"], given["plugin"]
+    problems = []
+    if not full and args.lora_rank == 0:
+        problems.append("--lora-rank 0: use 1 or more, or --full for no LoRA")
+    if shared != AUTO and not shared.isdecimal():
+        problems.append(f"--shared-heads {shared}: a whole number from 0 on, or {AUTO}")
+    if problem := foreign_contents(output):
+        problems.append(problem)
+    given["data"] = tuple(args.data)
+    given["lora_rank"] = 0 if full else args.lora_rank
+    given["shared_heads"] = int(shared) if shared.isdecimal() else None
+    try:
+        options = FinetuneOptions(**given)
+    except ConfigError as error:
+        problems += error.problems
+    if problems:
+        raise ConfigError(problems)
+    return options
+
+
+def _settings(options: FinetuneOptions) -> dict[str, Any]:
+    """Return all that the results depend on."""
+    hashes = []
+    for path in options.data:
+        with path.open("rb") as file:
+            hashes.append(hashlib.file_digest(file, "sha256").hexdigest())
+    given = asdict(options) | {"data_sha256": hashes}
+    settings: dict[str, Any] = json.loads(json.dumps(given, default=str))
+    return settings
+
+
+def _run(options: FinetuneOptions, out: Path, overwrite: bool) -> None:
+    from megasink.transformers import finetune
+    from megasink.transformers.chats import learns_to_stop, load_chat_tokenizer
+
+    tokenizer, template = load_chat_tokenizer(options.model)
+    settings = _settings(options)
+    config = finetune.arguments(options, out / "run")  # the processes meet here
+    state = config.distributed_state
+    is_first = state.is_main_process
+    if is_first and not learns_to_stop(tokenizer, template):
+        print(
+            "megasink: warning: the chat template ends a turn after {% endgeneration %}: the model "
+            "may not learn to stop",
+            file=sys.stderr,
+        )
+    with results_in(out, "finetune", settings, overwrite=overwrite, writes=is_first) as record:
+        if overwrite and is_first:
+            for name in _MADE:
+                shutil.rmtree(out / name, ignore_errors=True)
+        state.wait_for_everyone()
+        partial = out / "partial"
+        name = finetune.fingerprint_of(settings)
+        try:
+            trained, held_out, sample = finetune.tokenized(
+                options, tokenizer, template, partial, name
+            )
+        except BaseException:
+            if is_first:
+                shutil.rmtree(partial, ignore_errors=True)
+            raise
+        state.wait_for_everyone()
+        if is_first:
+            record()
+            _analyze(options, options.model, tokenizer, sample, out / "before")
+        state.wait_for_everyone()
+        exported = out / ("adapter" if options.adapter else "model")
+        if not exported.is_dir():
+            shared = _shared_heads(options, out / "before", tell=is_first)
+            trainer = finetune.make_trainer(options, config, tokenizer, trained, held_out, shared)
+            finetune.train(trainer)
+            state.wait_for_everyone()
+            if is_first:
+                finetune.export(trainer, tokenizer, options, exported)
+            del trainer
+        if is_first:
+            _analyze(options, exported, tokenizer, sample, out / "after")
+            _summarize(out, exported)
+            shutil.rmtree(partial, ignore_errors=True)
+        state.wait_for_everyone()
+
+
+def _shared_heads(options: FinetuneOptions, before: Path, *, tell: bool) -> int:
+    """Return m of Eq. 8, and print the heads that it shares."""
+    from megasink.analysis.folder import read_analysis
+    from megasink.balance.shared_heads import choose_shared_heads
+
+    if options.shared_heads is not None:
+        return options.shared_heads
+    chosen = choose_shared_heads(read_analysis(before).values("importance"))
+    if tell:
+        print(chosen.describe())
+    return chosen.m
+
+
+def _analyze(
+    options: FinetuneOptions, folder: Path, tokenizer: Any, sample: Any, output: Path
+) -> None:
+    """Measure the heads on conversations, unless that was done before."""
+    import torch
+
+    from megasink.analysis.api.analyze import analyze
+    from megasink.analysis.api.models import load_model
+    from megasink.transformers.finetune import merged
+
+    if (output / "results.json").is_file():
+        return
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    if (folder / "adapter_config.json").is_file():
+        model = merged(load_model(options.model, tokenizer=folder, device=device).model, folder)
+    else:
+        model = load_model(folder, device=device).model
+    texts = [tokenizer.decode(ids) for ids in sample["input_ids"]]
+    # The rendered conversations already hold what the template begins with.
+    analyze(
+        model.eval(),
+        texts,
+        tokenizer=tokenizer,
+        name=output.name,
+        seq_length=options.seq_length,
+        max_samples=None,
+        bos="none",
+        parse_special_tokens=True,
+        loss=False,
+        output=output,
+        overwrite=True,
+    )
+
+
+def _summarize(out: Path, exported: Path) -> None:
+    """Draw importance.png, and print what was made."""
+    import numpy as np
+
+    from megasink.analysis.folder import read_analysis
+    from megasink.analysis.pages.heatmap import importance_pictures
+    from megasink.atomic import atomic_file
+    from megasink.json_file import read_object
+
+    found = [read_analysis(out / name) for name in ("before", "after")]
+    with atomic_file(out / "importance.png") as file:
+        file.write(importance_pictures([(a.name, a.values("importance")) for a in found]))
+    imbalance = [float(np.nanmean(a.values("imbalance"))) for a in found]
+    log = read_object(out / "run" / "trainer_state.json")["log_history"]
+    losses = [entry["eval_loss"] for entry in log if "eval_loss" in entry]
+    for what, value in (
+        ("held-out loss", f"{losses[-1]:.4f}" if losses else "not measured"),
+        ("head imbalance", f"{imbalance[0]:.4f} -> {imbalance[1]:.4f}"),
+        ("picture", out / "importance.png"),
+        ("the heads", f"megasink report {out / 'before'} {out / 'after'}"),
+        ("exported", exported),
+    ):
+        print(f"  {what:15} {value}")

@@ -1,37 +1,40 @@
 """`megasink finetune`: a model of transformers, adapted on conversations and exported again."""
 
+import csv
 import json
-import re
+import shutil
+from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer, Qwen3Config, Qwen3ForCausalLM
 
 from megasink.analysis.folder import read_analysis
 from megasink.balance.shared_heads import choose_shared_heads
 from megasink.cli import main
 from megasink.data.corpus import Document
 from megasink.data.tokenizer import train_tokenizer
-from megasink.finetune import recipe
-from tests.chats import UNMARKED, chat_tokenizer, conversations, write_chats
-from tests.forkserver import server
-from tests.runs import steps
+from megasink.finetune_options import FinetuneOptions
+from megasink.transformers import finetune
+from megasink.transformers.chats import IGNORED, Chat, load_chat_tokenizer, read_chats, tokens_of
+from tests.balance import definition
+from tests.chats import ENDS, MARKED, UNMARKED, chat_tokenizer, conversations, write_chats
+from tests.distributed.pool import free_port
+from tests.finetune.ranks import ended
 
-SHAPE = (
-    "--seq-length 48 --global-batch-size 4 --micro-batch-size 2 --lr 1e-3 --head-balance-coeff 1"
-)
+SHAPE = "--seq-length 64 --global-batch-size 4 --micro-batch-size 2 --lr 1e-2 --seed 7"
+COEFF = 1.0
 
 
 @pytest.fixture(scope="module")
 def root(tmp_path_factory):
-    """model: a Qwen3 whose heads differ; chats.jsonl; out: what the command makes of them."""
-    from transformers import Qwen3Config, Qwen3ForCausalLM
-
+    """model: a Qwen3 whose heads differ, stored in bfloat16; chats.jsonl."""
     root = tmp_path_factory.mktemp("finetune")
     text = [Document(f"{chat}", "chats") for chat in conversations(60, seed=1)]
     train_tokenizer(text, 320, root / "tokenizer")
-    chat_tokenizer(root / "tokenizer", root / "model", UNMARKED)
-    torch.manual_seed(0)
+    chat_tokenizer(root / "tokenizer", root / "model", MARKED)
+    torch.manual_seed(2)
     config = Qwen3Config(
         vocab_size=322,
         hidden_size=32,
@@ -42,67 +45,248 @@ def root(tmp_path_factory):
         head_dim=8,
         max_position_embeddings=64,
         tie_word_embeddings=False,
-        initializer_range=0.2,
+        initializer_range=0.5,
     )
-    model = Qwen3ForCausalLM(config)
-    model.save_pretrained(root / "model")
-    write_chats(root / "chats.jsonl", conversations(50))
-    return root
+    Qwen3ForCausalLM(config).bfloat16().save_pretrained(root / "model")
+    write_chats(root / "chats.jsonl", conversations(80, exchanges=1, words=4))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("HF_HUB_OFFLINE", "1")
+        patch.setenv("TORCH_CPP_LOG_LEVEL", "ERROR")
+        yield root
 
 
-def command(root, *flags, out="out"):
-    words = f"finetune {root}/model --data {root}/chats.jsonl --output {root}/{out} {SHAPE}"
-    return [*words.split(), *flags]
+def command(root, *flags, out="out", data="chats.jsonl"):
+    words = f"finetune {root}/model --data {root}/{data} --output {root}/{out} {SHAPE}"
+    return [*words.split(), "--head-balance-coeff", str(COEFF), *flags]
 
 
 @pytest.fixture(scope="module")
 def made(root):
-    """What the command printed, and then the same command again."""
-    said = []
-    for _ in range(2):
-        done = server().run(["megasink", *command(root)], tree=True)
-        assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-3000:]
-        said.append(done.stdout)
-    return root / "out", said
+    """The folder of a finished command."""
+    assert main(command(root)) == 0
+    return root / "out"
 
 
-def test_the_model_is_trained_with_the_chosen_heads_and_exported(root, made):
-    from transformers import AutoModelForCausalLM
+def begun(root, made, name):
+    """A folder of the same settings whose analyses alone are done."""
+    (root / name).mkdir()
+    for done in ("before", "after"):
+        shutil.copytree(made / done, root / name / done)
+    shutil.copy(made / "settings.json", root / name)
+    return root / name
 
-    out, (first, _) = made
-    told = json.loads((out / "run" / "config.json").read_text())["arguments"]
-    before = read_analysis(out / "before").values("importance")
-    assert told["head_balance_shared_heads"] == choose_shared_heads(before).m
-    assert choose_shared_heads(before).describe().splitlines()[0] in first
-    assert (told["lora_rank"], told["head_balance_coeff"], told["lr"]) == (16, 1.0, 1e-3)
-    assert len(steps(out / "run")) == told["train_iters"]
-    models = [AutoModelForCausalLM.from_pretrained(f) for f in (root / "model", out / "model")]
+
+def state_of(folder):
+    return json.loads((folder / "run" / "trainer_state.json").read_text())
+
+
+def steps_of(folder):
+    return [log for log in state_of(folder)["log_history"] if "loss" in log]
+
+
+def test_the_model_is_trained_and_exported(root, made):
+    state, steps = state_of(made), steps_of(made)
+    assert len(steps) == state["max_steps"] > 3
+    assert state["epoch"] == 1
+    assert any("eval_loss" in log for log in state["log_history"])
+    assert np.mean([log["loss"] for log in steps[-2:]]) < steps[0]["loss"] - 0.2
+    models = [AutoModelForCausalLM.from_pretrained(f) for f in (root / "model", made / "model")]
+    assert {model.dtype for model in models} == {torch.bfloat16}
     ids = torch.arange(2, 40)[None]
     old, new = (model.eval()(ids).logits for model in models)
-    assert (old - new).abs().max() > 1e-2  # it has learned something
-    assert not torch.equal(*(model.model.layers[0].self_attn.q_proj.weight for model in models))
+    assert (old - new).abs().max() > 0.1
+    for name in ("q_proj", "o_proj"):
+        weights = [getattr(m.model.layers[0].self_attn, name).weight for m in models]
+        assert not torch.equal(*weights), name
     assert torch.equal(*(model.lm_head.weight for model in models))  # no target of LoRA
-    assert (out / "importance.png").read_bytes().startswith(b"\x89PNG")
-    assert "head imbalance" in first
+    assert AutoTokenizer.from_pretrained(made / "model").chat_template == MARKED
+    assert (made / "importance.png").read_bytes().startswith(b"\x89PNG")
+    assert not (made / "partial").exists()
 
 
-def test_a_repeated_command_runs_nothing_again(made):
-    _, (first, again) = made
-    assert "done before" not in first
-    assert again.count("done before") == 6
-    assert len(re.findall(r"^\d\. .*: megasink ", first, re.M)) == 6
-    assert not re.findall(r"^\d\. .*: megasink ", again, re.M)
+def test_eq_8_shares_as_many_heads_as_the_rule_says(made):
+    """The last step's loss is that of the definition over the importance that is written."""
+    m = choose_shared_heads(read_analysis(made / "before").values("importance")).m
+    assert m > 0
+    with (made / "run" / "head_importance.csv").open() as file:
+        rows = list(csv.DictReader(file))
+    importance_LH = torch.tensor([float(row["importance"]) for row in rows]).reshape(2, 4).double()
+    shared_LH = np.array([row["shared"] == "1" for row in rows]).reshape(2, 4)
+    assert shared_LH.sum(1).tolist() == [m, m]
+    routed = [list(np.flatnonzero(~shared_H)) for shared_H in shared_LH]
+    expected = float(definition.balance_loss(importance_LH, COEFF, routed))
+    assert steps_of(made)[-1]["balance_loss"] == pytest.approx(expected, rel=1e-5)
 
 
-def test_importance_is_measured_on_held_out_conversations(made):
-    out, _ = made
-    for name in ("before", "after"):
-        results = read_analysis(out / name).results
-        assert results.run.seq_length == 48
-    analyses = [read_analysis(out / name) for name in ("before", "after")]
-    tokens = [np.load(out / name / "samples.npz")["tokens"] for name in ("before", "after")]
+def test_importance_is_measured_on_the_same_texts(made):
+    analyses = [read_analysis(made / name) for name in ("before", "after")]
+    tokens = [np.load(made / name / "samples.npz")["tokens"] for name in ("before", "after")]
     assert np.array_equal(*tokens)
-    assert not np.allclose(*(a.values("importance") for a in analyses), atol=1e-6)
+    assert not np.allclose(*(a.values("importance") for a in analyses), atol=1e-4)
+
+
+def test_a_repeated_command_trains_nothing(root, made, capsys):
+    before = {p: p.stat().st_mtime_ns for p in (made / "run").rglob("*") if p.is_file()}
+    assert main(command(root)) == 0
+    assert {p: p.stat().st_mtime_ns for p in (made / "run").rglob("*") if p.is_file()} == before
+    assert "training" not in capsys.readouterr().err
+
+
+def test_an_interrupted_command_goes_on_to_the_same_weights(root, made, monkeypatch):
+    """From the newest checkpoint that is whole."""
+    folder = begun(root, made, "interrupted")
+    on_log = finetune._Progress.on_log
+
+    def interrupted(self, args, state, control, logs=None, **kwargs):
+        if state.global_step == 4:
+            raise KeyboardInterrupt
+        on_log(self, args, state, control, logs, **kwargs)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(finetune._Progress, "on_log", interrupted)
+        assert main(command(root, out="interrupted")) == 130
+    assert not (folder / "model").exists()
+    cut = folder / "run" / "checkpoint-4"
+    cut.mkdir(exist_ok=True)
+    (cut / "trainer_state.json").write_text('{"epoch": 0.')
+    assert finetune.newest_checkpoint(folder / "run").name == "checkpoint-3"
+    assert main(command(root, out="interrupted")) == 0
+    weights = [(f / "model" / "model.safetensors").read_bytes() for f in (made, folder)]
+    assert weights[0] == weights[1]
+
+
+def test_the_adapter_is_that_of_the_merged_model(root, made):
+    """And with all weights trained there is none."""
+    from peft import PeftModel
+
+    folder = begun(root, made, "adapted")
+    settings = json.loads((folder / "settings.json").read_text())
+    settings["settings"]["adapter"] = True
+    (folder / "settings.json").write_text(json.dumps(settings))
+    assert main(command(root, "--adapter", out="adapted")) == 0
+    assert not (folder / "model").exists()
+    base = AutoModelForCausalLM.from_pretrained(root / "model", dtype=torch.float32)
+    model = finetune.merged(base, folder / "adapter")
+    assert not isinstance(model, PeftModel)
+    merged = AutoModelForCausalLM.from_pretrained(made / "model").state_dict()
+    for name, value in model.bfloat16().state_dict().items():
+        assert torch.equal(value, merged[name]), name
+
+
+@pytest.fixture(scope="module")
+def options(root):
+    """Of all weights and Eq. 7, for what needs no command."""
+    return FinetuneOptions(
+        model=root / "model",
+        data=(root / "chats.jsonl",),
+        lora_rank=0,
+        head_balance_coeff=COEFF,
+        shared_heads=0,
+        seq_length=64,
+        micro_batch_size=2,
+        global_batch_size=4,
+    )
+
+
+def trainer_of(options, folder, shared=0):
+    tokenizer, template = load_chat_tokenizer(options.model)
+    data = finetune.tokenized(options, tokenizer, template, folder / "partial", "test")
+    config = finetune.arguments(options, folder / "run")
+    return finetune.make_trainer(options, config, tokenizer, *data[:2], shared)
+
+
+def test_eq_7_balances_all_heads_of_all_weights(options, tmp_path):
+    trainer = trainer_of(options, tmp_path)
+    trainer.args.max_steps = 2
+    start = trainer.model.model.layers[0].self_attn.q_proj.weight.detach().clone()
+    finetune.train(trainer)
+    (balance,) = (c for c in trainer.callback_handler.callbacks if hasattr(c, "importance_LH"))
+    every = [list(range(4))] * 2
+    expected = float(definition.balance_loss(balance.importance_LH, COEFF, every))
+    logs = [log for log in trainer.state.log_history if "loss" in log]
+    assert logs[-1]["balance_loss"] == pytest.approx(expected, rel=1e-5)
+    assert not torch.equal(trainer.model.model.layers[0].self_attn.q_proj.weight, start)
+
+
+def test_packed_conversations_do_not_see_each_other(options, tmp_path):
+    """A row's loss is that of its conversations, each by itself."""
+    trainer = trainer_of(options, tmp_path)
+    batch = next(iter(trainer.get_train_dataloader()))
+    assert batch["input_ids"].shape[0] == 1  # without padding
+    (starts,) = (batch["position_ids"][0] == 0).nonzero(as_tuple=True)
+    assert len(starts) > 2  # more than one to a row
+    model = trainer.model.eval()
+    told = (batch["labels"] != IGNORED).sum()
+    whole = model(**batch).loss * told
+    parts = zip(*(t[0].tensor_split(starts[1:].tolist()) for t in batch_of(batch)), strict=True)
+    alone = 0.0
+    for ids, labels in parts:
+        count = (labels[1:] != IGNORED).sum()
+        alone += model(input_ids=ids[None], labels=labels[None]).loss * count
+    assert float(whole) == pytest.approx(float(alone), rel=1e-5)
+
+
+def batch_of(batch):
+    return batch["input_ids"], batch["labels"]
+
+
+def test_what_the_assistant_says_is_learned_with_its_end(options):
+    tokenizer, template = load_chat_tokenizer(options.model)
+    assert template is None
+    for chat in read_chats(options.data):
+        row = tokens_of(chat, tokenizer, None, 10_000)
+        learned = [token for token in row["labels"] if token != IGNORED]
+        said = [m["content"] + ENDS for m in chat.messages if m["role"] == "assistant"]
+        assert tokenizer.decode(learned) == "".join(said)
+        assert len(row["input_ids"]) == row["whole"]
+        cut = tokens_of(chat, tokenizer, None, 9)
+        assert cut == {k: v if k == "whole" else v[:9] for k, v in row.items()}
+
+
+def test_a_template_of_a_family_that_trl_knows_gets_its_marks(root, tmp_path):
+    from trl.chat_template_utils import qwen3_chat_template, qwen3_training_chat_template
+
+    chat_tokenizer(root / "tokenizer", tmp_path, qwen3_chat_template)
+    tokenizer, template = load_chat_tokenizer(tmp_path)
+    assert template == qwen3_training_chat_template
+    messages = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "list"}]
+    row = tokens_of(Chat("here", messages, None), tokenizer, template, 1000)
+    assert tokenizer.decode([t for t in row["labels"] if t != IGNORED]).count("list") == 1
+    assert tokenizer.chat_template == qwen3_chat_template  # of the export
+
+
+def test_every_kind_of_file_holds_the_same_conversations(root, tmp_path):
+    import gzip
+
+    import pyarrow
+    from pyarrow import parquet
+
+    lines = (root / "chats.jsonl").read_text()
+    records = [json.loads(line) for line in lines.splitlines()]
+    with gzip.open(tmp_path / "chats.jsonl.gz", "wt") as file:
+        file.write(lines)
+    parquet.write_table(pyarrow.Table.from_pylist(records), tmp_path / "chats.parquet")
+    names = {"user": "human", "assistant": "gpt", "system": "system"}
+    shared = [
+        [{"from": names[m["role"]], "value": m["content"]} for m in record["messages"]]
+        for record in records
+    ]
+    write_chats(tmp_path / "sharegpt.jsonl", shared, "conversations")
+    expected = [(r["messages"], None) for r in records]
+    for path in tmp_path.iterdir():
+        assert [(c.messages, c.tools) for c in read_chats([path])] == expected, path
+
+
+def test_tools_reach_the_template_as_they_are(root):
+    """Arguments of other names in other calls add nothing to a call, as a table would."""
+    tokenizer, _ = load_chat_tokenizer(root / "model")
+    call = {"type": "function", "function": {"name": "f", "arguments": {"x": 1}}}
+    messages = [
+        {"role": "user", "content": "a"},
+        {"role": "assistant", "content": "b", "tool_calls": [call]},
+    ]
+    row = tokens_of(Chat("here", messages, [{"name": "f"}]), tokenizer, None, 1000)
+    assert '"arguments": {"x": 1}' in tokenizer.decode(row["input_ids"])
 
 
 @pytest.mark.parametrize(
@@ -114,8 +298,12 @@ def test_importance_is_measured_on_held_out_conversations(made):
         (["--full", "--adapter"], ["--adapter exports what LoRA trained"]),
         (["--data", "none.jsonl"], ["--data none.jsonl: no such file"]),
         (["--lora-rang", "3"], ["unknown: --lora-rang 3: did you mean --lora-rank?"]),
+        (["--ranks", "2"], ["--ranks 2 is no longer there: torchrun --nproc-per-node N -m"]),
         (["--head-balance-coeff", "-1"], ["--head-balance-coeff -1: a number from 0 on"]),
         (["--seq-length", "0"], ["--seq-length 0: use 1 or more"]),
+        (["--seq-length", "65"], ["--seq-length 65: the model has 64 positions"]),
+        (["--micro-batch-size", "3"], ["--global-batch-size 4 does not divide by --micro-batch-"]),
+        (["--lora-alpha", "nan"], ["--lora-alpha nan: a number above 0"]),
     ],
 )
 def test_bad_input_is_told_before_anything_is_made(root, capsys, flags, problems):
@@ -126,28 +314,82 @@ def test_bad_input_is_told_before_anything_is_made(root, capsys, flags, problems
     assert not (root / "refused").exists()
 
 
+@pytest.mark.parametrize(
+    ("text", "problem"),
+    [
+        ('{"messages": [{"role": "robot", "content": "x"}]}', ":1: message 1 has role 'robot'"),
+        ('{"messages": [{"role": "user", "content": "x"}]}', ":1 has no message of the role assis"),
+        ('{"messages": [{"role": "user", "content": ["x"]}]}', "has a content of list, not text"),
+        ('\n{"messages', ":2 is not JSON"),
+        ('{"text": "x"}', ":1: give an object with 'messages', a list of role and content"),
+        ("", "no conversations"),
+        ("\xff", "cannot be read: 'utf-8' codec can't decode"),
+        ("PAR1", "cannot be read: Parquet file size is 4 bytes"),
+    ],
+)
+def test_bad_conversations_are_told_with_their_place(root, capsys, text, problem):
+    (root / "bad.jsonl").write_bytes(text.encode("latin-1"))
+    assert main(command(root, out="refused", data="bad.jsonl")) == 2
+    told = capsys.readouterr().err.strip().splitlines()[-1]
+    assert "bad.jsonl" in told
+    assert problem in told
+    assert not (root / "refused").exists()
+
+
+@pytest.mark.parametrize(
+    ("template", "problem"),
+    [
+        (UNMARKED, "does not mark what the assistant says, and is none that TRL knows: put {% gen"),
+        (None, "has no chat template: put a chat_template.jinja there"),
+        ("{{ raise_exception('no') }}" + MARKED, "chats.jsonl:1: the chat template refuses it: no"),
+        ("{{ messages.x.y }}" + MARKED, "chats.jsonl:1: the chat template refuses it: "),
+        (MARKED.replace("'assistant'", "'x'"), "marks nothing of what the assistant says"),
+    ],
+)
+def test_bad_templates_are_told_in_one_line(root, tmp_path, capsys, template, problem):
+    shutil.copytree(root / "model", tmp_path / "model")
+    (tmp_path / "model" / "chat_template.jinja").unlink()
+    if template is not None:
+        (tmp_path / "model" / "chat_template.jinja").write_text(template)
+    shutil.copy(root / "chats.jsonl", tmp_path)
+    assert main(command(tmp_path)) == 2
+    told = capsys.readouterr().err.strip().splitlines()[-1]
+    assert told.startswith("megasink: error: ")
+    assert problem in told
+    assert not (tmp_path / "out").exists()
+
+
 def test_a_folder_of_something_else_is_left_alone(root, made, capsys):
     assert main([*command(root), "--epochs", "2"]) == 2
-    assert "other settings (epochs 1.0 -> 2.0)" in capsys.readouterr().err
+    assert "results of other settings (epochs 1.0 -> 2.0)" in capsys.readouterr().err
     (root / "taken").mkdir()
     (root / "taken" / "file").touch()
     assert main(command(root, out="taken")) == 2
-    assert "is not empty" in capsys.readouterr().err
+    assert "taken holds file, and no results of megasink" in capsys.readouterr().err
+    assert [path.name for path in (root / "taken").iterdir()] == ["file"]
 
 
-def test_flags_of_a_file_count_as_those_of_the_command_line(root, tmp_path, monkeypatch):
-    taken = []
+def on_two(root, *words):
+    """A command on two processes without Megatron, and what it said."""
+    torchrun = ["torch.distributed.run", "--nproc-per-node", "2", "--master-port", free_port()]
+    return ended([*torchrun, Path(__file__).with_name("hidden.py"), *words], root)
 
-    def no_steps(args, further, console):
-        taken.append((args, further))
-        return []
 
-    monkeypatch.setattr(recipe, "recipe", no_steps)
-    monkeypatch.setattr(recipe, "summary", lambda args: [])
-    (tmp_path / "flags.toml").write_text("lr = 3e-3\nbf16 = true\nseq-length = 96\n")
-    words = f"--data {root}/chats.jsonl --output {tmp_path}/out --seq-length 80".split()
-    config = ["--config", str(tmp_path / "flags.toml")]
-    assert main(["finetune", f"{root}/model", *words, *config]) == 0
-    ((args, further),) = taken
-    assert (args.lr, args.seq_length) == (3e-3, 80)
-    assert "--bf16" in further
+def test_two_processes_equal_one(root, made):
+    """Also where Megatron cannot be imported; and they end."""
+    folder = begun(root, made, "two")
+    code, said = on_two(root, *command(root, "--micro-batch-size", "1", out="two"))
+    assert code == 0, said
+    one, two = steps_of(made), steps_of(folder)
+    assert len(one) == len(two)
+    for name in ("loss", "balance_loss", "head_imbalance"):
+        values = [[log[name] for log in logs] for logs in (one, two)]
+        assert values[1] == pytest.approx(values[0], rel=1e-4), name
+    assert (folder / "model" / "model.safetensors").is_file()
+
+
+def test_two_processes_tell_an_error_once(root):
+    code, said = on_two(root, *command(root, "--full", "--adapter", out="never"))
+    assert code == 1  # torchrun's
+    assert said.count("megasink: error: --adapter exports what LoRA trained") == 1
+    assert not (root / "never").exists()

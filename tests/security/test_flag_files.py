@@ -3,10 +3,8 @@ flags.txt. None runs code, sends anything, or says where to write (megasink.trai
 
 import json
 import shlex
-from argparse import Namespace
 
 import pytest
-from rich.console import Console
 
 from examples.replicate.grid.command import main as grid
 from megasink import plugins
@@ -14,7 +12,6 @@ from megasink.cli import main as megasink
 from megasink.convert.hf_config import architecture_from
 from megasink.convert.model_flags import as_line, model_flags
 from megasink.errors import UserError
-from megasink.finetune import recipe as finetune
 from megasink.training import launch as train_launch
 from megasink.training.flag_file import toml_lines
 from tests.replicate.grid.files import FLAGS as OF_GRID
@@ -183,20 +180,6 @@ def test_a_measurement_of_a_grid_is_one_of_megasinks_own(place, name):
     )
     said = refused_grid(place, "grid.toml", words.split()[0].partition("=")[0])
     assert "not taken from a file, for safety" in said
-
-
-@pytest.mark.parametrize("name", ["plugin", "save", "wandb-project", "adlr-autoresume"])
-def test_a_fine_tuning_takes_none_from_a_conversion_that_stands_there(place, name, monkeypatch):
-    base = place / "work" / "base"
-    base.mkdir()
-    words = [*MOCK, *words_of(flags_of(place, name))]
-    (base / "flags.txt").write_text(as_line(words))
-    monkeypatch.setattr(finetune, "_write_sample", lambda *_: None)
-    monkeypatch.setattr(finetune, "_steps", lambda *_: 1)
-    given = {"output": place / "work", "data": ["x"], "model": "m", "seq_length": 8}
-    args = Namespace(**given, plugin=None, shared_heads="0", adapter=False)
-    with pytest.raises(UserError, match=f"flags.txt: --{name}.* is of no conversion"):
-        [*finetune.recipe(args, [], Console())]
 
 
 @pytest.mark.parametrize("key", ["hidden_act", "num_hidden_layers", "initializer_range"])

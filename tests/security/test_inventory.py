@@ -80,7 +80,11 @@ SAFE = {
     ("megasink/analysis/folder.py", "numpy.load"): ARRAYS,
     ("megasink/training/checked_dataset.py", "allow_pickle"): ARRAYS,
     ("megasink/training/checked_dataset.py", "numpy.load"): ARRAYS,
-    ("megasink/finetune/steps.py", "subprocess"): "this Python with our own commands, no shell",
+    ("examples/head_pinning.py", "from_pretrained"): "a folder that it wrote",
+    ("examples/steps.py", "subprocess"): "this Python with our own commands, no shell",
+    ("megasink/transformers/chats.py", "from_pretrained"): LOCAL,
+    ("megasink/transformers/chats.py", "trust_remote_code"): "False",
+    ("megasink/transformers/finetune.py", "from_pretrained"): "an adapter that it wrote",
     ("megasink/training/launch.py", "subprocess"): FIXED,
     ("megasink/training/ranks.py", "subprocess"): "this Python with torchrun, no shell; flags of a "
     "last start: training/replay.py",

@@ -3,7 +3,8 @@
 import contextlib
 import sys
 from collections.abc import Iterator
-from typing import Any
+from pathlib import Path
+from typing import Any, cast
 
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
@@ -24,7 +25,7 @@ def load(options: ModelOptions, device: str, *, quiet: bool = False) -> tuple[Pr
         UserError: missing or broken files, weights that do not match config.json, or an attention
             implementation that does not expose what it computes.
     """
-    with _quiet(bars=quiet), _named(options):
+    with _quiet(bars=quiet), _named(options.model, options.tokenizer):
         _know_our_own()
         config = AutoConfig.from_pretrained(options.model, **_LOCAL)
         requested = options.attn_implementation or config._attn_implementation
@@ -35,10 +36,27 @@ def load(options: ModelOptions, device: str, *, quiet: bool = False) -> tuple[Pr
             )
         tokenizer = AutoTokenizer.from_pretrained(options.tokenizer or options.model, **_LOCAL)
         refuse_empty(tokenizer, options.tokenizer or options.model)
+        dtype = "auto" if options.dtype == "auto" else getattr(torch, options.dtype)
+        model = load_weights(
+            options.model, dtype=dtype, attn_implementation=options.attn_implementation
+        )
+    return model.eval().to(device), tokenizer
+
+
+def load_weights(
+    folder: Path, *, dtype: torch.dtype | str, attn_implementation: str | None
+) -> PreTrainedModel:
+    """Return the model of a folder, on the CPU.
+
+    Raises:
+        UserError: missing or broken files, or weights that do not match config.json.
+    """
+    with _quiet(bars=False), _named(folder):
+        _know_our_own()
         loaded: Any = AutoModelForCausalLM.from_pretrained(
-            options.model,
-            dtype="auto" if options.dtype == "auto" else getattr(torch, options.dtype),
-            attn_implementation=options.attn_implementation,
+            folder,
+            dtype=dtype,
+            attn_implementation=attn_implementation,
             output_loading_info=True,
             ignore_mismatched_sizes=True,  # reported below, with the mismatches
             **_LOCAL,
@@ -54,10 +72,10 @@ def load(options: ModelOptions, device: str, *, quiet: bool = False) -> tuple[Pr
     if wrong:
         more = f" (and {len(wrong) - 2} more)" if len(wrong) > 2 else ""
         raise UserError(
-            f"the weights in {options.model} do not match its config.json, which makes another "
-            f"model of them: {'; '.join(wrong[:2])}{more}"
+            f"the weights in {folder} do not match its config.json, which makes another model "
+            f"of them: {'; '.join(wrong[:2])}{more}"
         )
-    return model.eval().to(device), tokenizer
+    return cast(PreTrainedModel, model)
 
 
 def _know_our_own() -> None:
@@ -70,7 +88,7 @@ def _know_our_own() -> None:
 
 
 @contextlib.contextmanager
-def _named(options: ModelOptions) -> Iterator[None]:
+def _named(folder: str | Path, tokenizer: str | Path | None = None) -> Iterator[None]:
     try:
         yield
     except UserError:
@@ -81,7 +99,7 @@ def _named(options: ModelOptions) -> Iterator[None]:
         text = " ".join(str(error).split()).partition(" Model type should be one of")[0]
         if "trust_remote_code" in text:
             text = "it needs custom code, and megasink runs no code from a model folder"
-        where = f"{options.model}" + (f" with {options.tokenizer}" if options.tokenizer else "")
+        where = f"{folder}" + (f" with {tokenizer}" if tokenizer else "")
         raise UserError(f"transformers cannot load {where}: {text}") from error
 
 

@@ -1,4 +1,4 @@
-"""The steps of `megasink finetune`: commands of megasink, each skipped where it is done."""
+"""Steps of an example: commands of megasink, each skipped where it is done."""
 
 import shlex
 import shutil

@@ -1,1 +1,0 @@
-"""`megasink finetune`: a Hugging Face model adapted on conversations, and exported again."""

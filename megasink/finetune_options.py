@@ -1,0 +1,121 @@
+"""The options of `megasink finetune`, with what is wrong with them before anything is loaded."""
+
+import math
+import os
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+from megasink.errors import ConfigError, UserError
+from megasink.json_file import read_object
+
+
+@dataclass(frozen=True, kw_only=True)
+class FinetuneOptions:
+    """Options of a fine-tuning.
+
+    Attributes:
+        model: Folder of transformers with safetensors and a tokenizer.
+        data: Files of conversations.
+        lora_rank: Rank r of the adapters of all linear layers; 0 trains all weights.
+        lora_alpha: Numerator of their factor alpha / r; None: r.
+        adapter: Export the adapter, not a model that it is merged into.
+        head_balance_coeff: Coefficient (lambda) of Eq. 7 or 8.
+        shared_heads: m of Eq. 8, 0 for Eq. 7; None: by the importance of the model's heads.
+        seq_length: Tokens of a packed sample, and most tokens of a conversation.
+        epochs: Passes over the conversations.
+        lr: Peak learning rate; the schedule is a cosine to 0. None: 1e-4 with adapters, else 1e-5.
+        micro_batch_size: Packed samples per process and forward pass.
+        global_batch_size: Packed samples per step of the optimizer.
+        bf16: Compute in bfloat16; the frozen weights under adapters are stored so.
+        gradient_checkpointing: Compute activations again in the backward pass.
+        seed: Of the order of samples and of the adapters' weights.
+
+    Raises:
+        ConfigError: One message with every problem.
+    """
+
+    model: Path
+    data: tuple[Path, ...]
+    lora_rank: int = 16
+    lora_alpha: float | None = None
+    adapter: bool = False
+    head_balance_coeff: float = 1e-2
+    shared_heads: int | None = None
+    seq_length: int = 2048
+    epochs: float = 1.0
+    lr: float | None = None
+    micro_batch_size: int = 1
+    global_batch_size: int = 16
+    bf16: bool = False
+    gradient_checkpointing: bool = False
+    seed: int = 1234
+
+    def __post_init__(self) -> None:
+        problems = [*self._of_model(), *self._of_numbers(), *self._of_processes()]
+        if problems:
+            raise ConfigError(problems)
+
+    @property
+    def rate(self) -> float:
+        """The peak learning rate; the paper states none (P0.23)."""
+        return self.lr if self.lr is not None else 1e-4 if self.lora_rank else 1e-5
+
+    def _of_model(self) -> Iterator[str]:
+        yield from (f"--data {path}: no such file" for path in self.data if not path.is_file())
+        config = self.model / "config.json"
+        if not config.is_file():
+            yield (
+                f"{self.model} is not a transformers folder (no config.json; nothing is downloaded)"
+            )
+            return
+        try:
+            found = read_object(config)
+        except UserError as error:
+            yield str(error)
+            return
+        text = found.get("text_config", found)
+        heads, positions = (text.get(n) for n in ("num_attention_heads", "max_position_embeddings"))
+        if isinstance(heads, int) and (self.shared_heads or 0) > max(0, heads - 2):
+            yield (
+                f"--shared-heads {self.shared_heads}: the layers have {heads} heads, and at least "
+                "two must be left to balance"
+            )
+        if isinstance(positions, int) and self.seq_length > positions:
+            yield f"--seq-length {self.seq_length}: the model has {positions} positions"
+
+    def _of_numbers(self) -> Iterator[str]:
+        if self.lora_rank < 0:
+            yield f"--lora-rank {self.lora_rank}: use 1 or more"
+        if self.adapter and not self.lora_rank:
+            yield "--adapter exports what LoRA trained: drop it, or drop --full"
+        for flag in ("seq_length", "micro_batch_size", "global_batch_size"):
+            if getattr(self, flag) < 1:
+                yield f"--{flag.replace('_', '-')} {getattr(self, flag)}: use 1 or more"
+        for flag in ("epochs", "lr", "lora_alpha"):
+            value = getattr(self, flag)
+            if value is not None and not 0 < value < math.inf:
+                yield f"--{flag.replace('_', '-')} {value:g}: a number above 0"
+        if not 0 <= self.head_balance_coeff < math.inf:
+            yield f"--head-balance-coeff {self.head_balance_coeff:g}: a number from 0 on"
+
+    def _of_processes(self) -> Iterator[str]:
+        count = processes()
+        each = self.micro_batch_size * count
+        if min(each, self.global_batch_size) > 0 and self.global_batch_size % each:
+            times = f" times {count} processes" if count > 1 else ""
+            yield (
+                f"--global-batch-size {self.global_batch_size} does not divide by "
+                f"--micro-batch-size {self.micro_batch_size}{times}"
+            )
+        for kind in ("FSDP", "DEEPSPEED"):
+            if os.environ.get(f"ACCELERATE_USE_{kind}", "").lower() in ("1", "true"):
+                yield (
+                    f"accelerate is set up for {kind}: the head-balance loss needs whole models on "
+                    "every process, use data parallelism"
+                )
+
+
+def processes() -> int:
+    """Return the number of processes that accelerate or torchrun started."""
+    return int(os.environ.get("WORLD_SIZE", "1"))
