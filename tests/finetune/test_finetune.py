@@ -23,7 +23,7 @@ from tests.chats import ENDS, MARKED, UNMARKED, chat_tokenizer, conversations, w
 from tests.distributed.pool import free_port
 from tests.finetune.ranks import ended
 
-SHAPE = "--seq-length 64 --global-batch-size 4 --micro-batch-size 2 --lr 1e-2 --seed 7"
+SHAPE = "--seq-length 128 --global-batch-size 4 --micro-batch-size 2 --lr 1e-2 --seed 7"
 COEFF = 1.0
 
 
@@ -34,7 +34,7 @@ def root(tmp_path_factory):
     text = [Document(f"{chat}", "chats") for chat in conversations(60, seed=1)]
     train_tokenizer(text, 320, root / "tokenizer")
     chat_tokenizer(root / "tokenizer", root / "model", MARKED)
-    torch.manual_seed(2)
+    torch.manual_seed(11)
     config = Qwen3Config(
         vocab_size=322,
         hidden_size=32,
@@ -43,7 +43,7 @@ def root(tmp_path_factory):
         num_attention_heads=4,
         num_key_value_heads=2,
         head_dim=8,
-        max_position_embeddings=64,
+        max_position_embeddings=128,
         tie_word_embeddings=False,
         initializer_range=0.5,
     )
@@ -182,7 +182,7 @@ def options(root):
         lora_rank=0,
         head_balance_coeff=COEFF,
         shared_heads=0,
-        seq_length=64,
+        seq_length=128,
         micro_batch_size=2,
         global_batch_size=4,
     )
@@ -301,7 +301,7 @@ def test_tools_reach_the_template_as_they_are(root):
         (["--ranks", "2"], ["--ranks 2 is no longer there: torchrun --nproc-per-node N -m"]),
         (["--head-balance-coeff", "-1"], ["--head-balance-coeff -1: a number from 0 on"]),
         (["--seq-length", "0"], ["--seq-length 0: use 1 or more"]),
-        (["--seq-length", "65"], ["--seq-length 65: the model has 64 positions"]),
+        (["--seq-length", "129"], ["--seq-length 129: the model has 128 positions"]),
         (["--micro-batch-size", "3"], ["--global-batch-size 4 does not divide by --micro-batch-"]),
         (["--lora-alpha", "nan"], ["--lora-alpha nan: a number above 0"]),
     ],
