@@ -21,7 +21,7 @@ def test_every_command_has_help(command, capsys):
         cli.main([command, "--help"])
     assert stop.value.code == 0
     shown = capsys.readouterr().out
-    if command in ("plan", "finetune"):  # whose flags are those of training
+    if command == "plan":  # whose flags are those of training
         assert shown.startswith("usage: ")
     else:
         assert shown.startswith(f"example: megasink {command}")

@@ -9,7 +9,7 @@ import shutil
 import sys
 import time
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, fields
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -53,12 +53,15 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 @contextlib.contextmanager
 def _told_once() -> Iterator[None]:
-    """Let the first process tell an error that all of them meet, whose launcher ends the others."""
+    """Let the first process tell an error: the others meet it too, or that the first one has gone.
+
+    Its launcher ends them meanwhile; what is left after that is an error of this process alone.
+    """
     try:
         yield
-    except UserError:
+    except Exception:
         if os.environ.get("RANK", "0") != "0":
-            time.sleep(_GRACE_SECONDS)  # after that, it is this process's alone
+            time.sleep(_GRACE_SECONDS)
         raise
 
 
@@ -108,23 +111,25 @@ def _parser(description: str | None) -> CommandParser:
     )
     add("--seed", type=int, default=1234, help="default: 1234")
     add_flag(parser)
-    return parser
+    return parser.first_screen(
+        "megasink finetune MODEL --data chats.jsonl --output out --bf16",
+        *("--data", "--output", "--full", "--lora-rank", "--adapter", "--shared-heads", "--epochs"),
+        *("--seq-length", "--lr", "--micro-batch-size", "--global-batch-size", "--bf16"),
+    )
 
 
 def _options(args: argparse.Namespace) -> FinetuneOptions:
     """Return the options; every problem that is known before anything runs is in one message."""
-    given = vars(args).copy()
-    output, full, shared = given.pop("output"), given.pop("full"), given.pop("shared_heads")
-    del given["overwrite"], given["plugin"]
-    problems = []
-    if not full and args.lora_rank == 0:
+    given = {each.name: getattr(args, each.name) for each in fields(FinetuneOptions)}
+    shared, problems = args.shared_heads, []
+    if not args.full and args.lora_rank == 0:
         problems.append("--lora-rank 0: use 1 or more, or --full for no LoRA")
     if shared != AUTO and not shared.isdecimal():
         problems.append(f"--shared-heads {shared}: a whole number from 0 on, or {AUTO}")
-    if problem := foreign_contents(output):
+    if not args.overwrite and (problem := foreign_contents(args.output)):
         problems.append(problem)
     given["data"] = tuple(args.data)
-    given["lora_rank"] = 0 if full else args.lora_rank
+    given["lora_rank"] = 0 if args.full else args.lora_rank
     given["shared_heads"] = int(shared) if shared.isdecimal() else None
     try:
         options = FinetuneOptions(**given)

@@ -124,18 +124,6 @@ def has_tokens(lengths: NDArray[Any]) -> bool:
     )
 
 
-def read_sequences(prefix: str, wanted: range) -> list[NDArray[Any]]:
-    """Return the token ids of some sequences, for a data set without problems."""
-    index = _read_header(Path(f"{prefix}.idx"))
-    found = []
-    with Path(f"{prefix}.bin").open("rb") as file:
-        for number in wanted:
-            file.seek(int(index.pointers[number]))
-            count = int(index.lengths[number])
-            found.append(np.frombuffer(file.read(count * index.dtype.itemsize), index.dtype))
-    return found
-
-
 def _size(path: Path) -> int:
     facts = path.stat()
     if not stat.S_ISREG(facts.st_mode):

@@ -7,6 +7,7 @@ import re
 from pathlib import Path
 
 import pytest
+from megatron.core.datasets.indexed_dataset import IndexedDataset
 from tokenizers import Regex, Tokenizer, models, processors, trainers
 from tokenizers import normalizers as norm
 from tokenizers import pre_tokenizers as pre
@@ -17,7 +18,6 @@ from megasink.analysis.capture.inputs import Reader, text_samples
 from megasink.data import corpus, long_text, records
 from megasink.data.corpus import Corpus
 from megasink.data.encode import Encoder, EncoderSettings
-from megasink.data.index import read_sequences
 from megasink.data.preprocess import preprocess
 from megasink.data.text_tokenizer import parts_of, text_json, text_tokenizer
 from megasink.data.tokenizer import leading_ids, load_tokenizer
@@ -171,7 +171,7 @@ def test_what_a_file_holds_beside_the_tokenizer_is_not_applied(tmp_path, folder,
     (tmp_path / "a.txt").write_text(text)
     for name, where in (("own", folder), ("other", foreign)):
         report = preprocess(Corpus([tmp_path / "a.txt"]), tmp_path / name, where, workers=1)
-        (ids,) = read_sequences(str(tmp_path / name), range(1))
+        ids = IndexedDataset(str(tmp_path / name))[0]
         assert ids.tolist() == [*tokenizer.encode(text, split_special_tokens=True), 1]
         assert report.tokens == len(ids) > 1000
     other = load_tokenizer(foreign)
@@ -206,7 +206,7 @@ def test_one_rule_for_data_and_analyses(tmp_path, folder, tokenizer):
         preprocess(
             Corpus([tmp_path / "a.jsonl"]), prefix, folder, workers=1, parse_special_tokens=parse
         )
-        (ids, _) = read_sequences(str(prefix), range(2))
+        ids = IndexedDataset(str(prefix))[0]
         assert ids[:-1].tolist().count(1) == count
         assert json.loads(Path(f"{prefix}.json").read_text())["parse_special_tokens"] is parse
         reader = Reader(tokenizer, parse_special_tokens=parse)
