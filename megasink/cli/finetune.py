@@ -23,7 +23,7 @@ from megasink.plugins import add_flag
 AUTO = "auto"
 _PACKAGES = ("accelerate", "datasets", "peft", "trl")
 _MADE = ("partial", "before", "run", "model", "adapter", "after")
-_GRACE_SECONDS = 10.0
+_GRACE_SECONDS = 60.0
 
 
 def main(argv: Sequence[str] | None = None) -> int:

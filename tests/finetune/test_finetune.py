@@ -8,56 +8,18 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, AutoTokenizer, Qwen3Config, Qwen3ForCausalLM
+from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from megasink.analysis.folder import read_analysis
 from megasink.balance.shared_heads import choose_shared_heads
 from megasink.cli import main
-from megasink.data.corpus import Document
-from megasink.data.tokenizer import train_tokenizer
 from megasink.finetune_options import FinetuneOptions
 from megasink.transformers import finetune
-from megasink.transformers.chats import IGNORED, Chat, load_chat_tokenizer, read_chats, tokens_of
+from megasink.transformers.chats import IGNORED, load_chat_tokenizer
 from tests.balance import definition
-from tests.chats import ENDS, MARKED, UNMARKED, chat_tokenizer, conversations, write_chats
+from tests.chats import MARKED
 from tests.distributed.pool import free_port
-from tests.finetune.ranks import ended
-
-SHAPE = "--seq-length 128 --global-batch-size 4 --micro-batch-size 2 --lr 1e-2 --seed 7"
-COEFF = 1.0
-
-
-@pytest.fixture(scope="module")
-def root(tmp_path_factory):
-    """model: a Qwen3 whose heads differ, stored in bfloat16; chats.jsonl."""
-    root = tmp_path_factory.mktemp("finetune")
-    text = [Document(f"{chat}", "chats") for chat in conversations(60, seed=1)]
-    train_tokenizer(text, 320, root / "tokenizer")
-    chat_tokenizer(root / "tokenizer", root / "model", MARKED)
-    torch.manual_seed(11)
-    config = Qwen3Config(
-        vocab_size=322,
-        hidden_size=32,
-        intermediate_size=64,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        head_dim=8,
-        max_position_embeddings=128,
-        tie_word_embeddings=False,
-        initializer_range=0.5,
-    )
-    Qwen3ForCausalLM(config).bfloat16().save_pretrained(root / "model")
-    write_chats(root / "chats.jsonl", conversations(80, exchanges=1, words=4))
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("HF_HUB_OFFLINE", "1")
-        patch.setenv("TORCH_CPP_LOG_LEVEL", "ERROR")
-        yield root
-
-
-def command(root, *flags, out="out", data="chats.jsonl"):
-    words = f"finetune {root}/model --data {root}/{data} --output {root}/{out} {SHAPE}"
-    return [*words.split(), "--head-balance-coeff", str(COEFF), *flags]
+from tests.finetune.commands import COEFF, command, ended
 
 
 @pytest.fixture(scope="module")
@@ -229,65 +191,6 @@ def batch_of(batch):
     return batch["input_ids"], batch["labels"]
 
 
-def test_what_the_assistant_says_is_learned_with_its_end(options):
-    tokenizer, template = load_chat_tokenizer(options.model)
-    assert template is None
-    for chat in read_chats(options.data):
-        row = tokens_of(chat, tokenizer, None, 10_000)
-        learned = [token for token in row["labels"] if token != IGNORED]
-        said = [m["content"] + ENDS for m in chat.messages if m["role"] == "assistant"]
-        assert tokenizer.decode(learned) == "".join(said)
-        assert len(row["input_ids"]) == row["whole"]
-        cut = tokens_of(chat, tokenizer, None, 9)
-        assert cut == {k: v if k == "whole" else v[:9] for k, v in row.items()}
-
-
-def test_a_template_of_a_family_that_trl_knows_gets_its_marks(root, tmp_path):
-    from trl.chat_template_utils import qwen3_chat_template, qwen3_training_chat_template
-
-    chat_tokenizer(root / "tokenizer", tmp_path, qwen3_chat_template)
-    tokenizer, template = load_chat_tokenizer(tmp_path)
-    assert template == qwen3_training_chat_template
-    messages = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "list"}]
-    row = tokens_of(Chat("here", messages, None), tokenizer, template, 1000)
-    assert tokenizer.decode([t for t in row["labels"] if t != IGNORED]).count("list") == 1
-    assert tokenizer.chat_template == qwen3_chat_template  # of the export
-
-
-def test_every_kind_of_file_holds_the_same_conversations(root, tmp_path):
-    import gzip
-
-    import pyarrow
-    from pyarrow import parquet
-
-    lines = (root / "chats.jsonl").read_text()
-    records = [json.loads(line) for line in lines.splitlines()]
-    with gzip.open(tmp_path / "chats.jsonl.gz", "wt") as file:
-        file.write(lines)
-    parquet.write_table(pyarrow.Table.from_pylist(records), tmp_path / "chats.parquet")
-    names = {"user": "human", "assistant": "gpt", "system": "system"}
-    shared = [
-        [{"from": names[m["role"]], "value": m["content"]} for m in record["messages"]]
-        for record in records
-    ]
-    write_chats(tmp_path / "sharegpt.jsonl", shared, "conversations")
-    expected = [(r["messages"], None) for r in records]
-    for path in tmp_path.iterdir():
-        assert [(c.messages, c.tools) for c in read_chats([path])] == expected, path
-
-
-def test_tools_reach_the_template_as_they_are(root):
-    """Arguments of other names in other calls add nothing to a call, as a table would."""
-    tokenizer, _ = load_chat_tokenizer(root / "model")
-    call = {"type": "function", "function": {"name": "f", "arguments": {"x": 1}}}
-    messages = [
-        {"role": "user", "content": "a"},
-        {"role": "assistant", "content": "b", "tool_calls": [call]},
-    ]
-    row = tokens_of(Chat("here", messages, [{"name": "f"}]), tokenizer, None, 1000)
-    assert '"arguments": {"x": 1}' in tokenizer.decode(row["input_ids"])
-
-
 @pytest.mark.parametrize(
     ("flags", "problems"),
     [
@@ -313,51 +216,6 @@ def test_bad_input_is_told_before_anything_is_made(root, capsys, flags, problems
     assert not (root / "refused").exists()
 
 
-@pytest.mark.parametrize(
-    ("text", "problem"),
-    [
-        ('{"messages": [{"role": "robot", "content": "x"}]}', ":1: message 1 has role 'robot'"),
-        ('{"messages": [{"role": "user", "content": "x"}]}', ":1 has no message of the role assis"),
-        ('{"messages": [{"role": "user", "content": ["x"]}]}', "has a content of list, not text"),
-        ('\n{"messages', ":2 is not JSON"),
-        ('{"text": "x"}', ":1: give an object with 'messages', a list of role and content"),
-        ("", "no conversations"),
-        ("\xff", "cannot be read: 'utf-8' codec can't decode"),
-        ("PAR1", "cannot be read: Parquet file size is 4 bytes"),
-    ],
-)
-def test_bad_conversations_are_told_with_their_place(root, capsys, text, problem):
-    (root / "bad.jsonl").write_bytes(text.encode("latin-1"))
-    assert main(command(root, out="refused", data="bad.jsonl")) == 2
-    told = capsys.readouterr().err.strip().splitlines()[-1]
-    assert "bad.jsonl" in told
-    assert problem in told
-    assert not (root / "refused").exists()
-
-
-@pytest.mark.parametrize(
-    ("template", "problem"),
-    [
-        (UNMARKED, "does not mark what the assistant says, and is none that TRL knows: put {% gen"),
-        (None, "has no chat template: put a chat_template.jinja there"),
-        ("{{ raise_exception('no') }}" + MARKED, "chats.jsonl:1: the chat template refuses it: no"),
-        ("{{ messages.x.y }}" + MARKED, "chats.jsonl:1: the chat template refuses it: "),
-        (MARKED.replace("'assistant'", "'x'"), "marks nothing of what the assistant says"),
-    ],
-)
-def test_bad_templates_are_told_in_one_line(root, tmp_path, capsys, template, problem):
-    shutil.copytree(root / "model", tmp_path / "model")
-    (tmp_path / "model" / "chat_template.jinja").unlink()
-    if template is not None:
-        (tmp_path / "model" / "chat_template.jinja").write_text(template)
-    shutil.copy(root / "chats.jsonl", tmp_path)
-    assert main(command(tmp_path)) == 2
-    told = capsys.readouterr().err.strip().splitlines()[-1]
-    assert told.startswith("megasink: error: ")
-    assert problem in told
-    assert not (tmp_path / "out").exists()
-
-
 def test_a_folder_of_something_else_is_left_alone(root, made, capsys):
     assert main([*command(root), "--epochs", "2"]) == 2
     assert "results of other settings (epochs 1.0 -> 2.0)" in capsys.readouterr().err
@@ -381,10 +239,10 @@ def test_two_processes_equal_one(root, made):
     assert code == 0, said
     one, two = steps_of(made), steps_of(folder)
     assert len(one) == len(two)
-    for name in ("loss", "balance_loss", "head_imbalance"):
+    for name, error in (("loss", 1e-4), ("balance_loss", 5e-3), ("head_imbalance", 1e-3)):
         # The last step has too few samples for all processes, some of which are repeated.
         values = [[log[name] for log in logs[:-1]] for logs in (one, two)]
-        assert values[1] == pytest.approx(values[0], rel=1e-4), name
+        assert values[1] == pytest.approx(values[0], rel=error), name
     assert (folder / "model" / "model.safetensors").is_file()
 
 

@@ -1,4 +1,4 @@
-"""Run a program of several processes to its end."""
+"""Command lines of `megasink finetune`, and programs of several processes, run to their end."""
 
 import os
 import subprocess
@@ -7,6 +7,8 @@ from collections.abc import Iterable
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
+SHAPE = "--seq-length 128 --global-batch-size 4 --micro-batch-size 2 --lr 1e-2 --seed 7"
+COEFF = 1.0
 
 
 def ended(words: Iterable[object], folder: Path, seconds: float = 300) -> tuple[int, str]:
@@ -22,3 +24,9 @@ def ended(words: Iterable[object], folder: Path, seconds: float = 300) -> tuple[
         cwd=folder,
     )
     return done.returncode, done.stdout
+
+
+def command(root: Path, *flags: str, out: str = "out", data: str = "chats.jsonl") -> list[str]:
+    """The command line for the model and data of `root`."""
+    words = f"finetune {root}/model --data {root}/{data} --output {root}/{out} {SHAPE}"
+    return [*words.split(), "--head-balance-coeff", str(COEFF), *flags]
