@@ -66,6 +66,7 @@ def stepper(model: torch.nn.Module, sequence: int, device: str) -> Callable[[], 
         start = time.perf_counter()
         optimizer.zero_grad()
         model(tokens[:, :-1], positions, None, labels=tokens[:, 1:]).mean().backward()
+        model.config.statistics.reduce()
         optimizer.step()
         wait()
         return time.perf_counter() - start

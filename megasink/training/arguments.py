@@ -1,7 +1,9 @@
 """Parse a command line into Megatron's and megasink's arguments; report all problems at once."""
 
+import ast
 import contextlib
 import io
+import json
 import os
 import traceback
 from argparse import Namespace
@@ -16,6 +18,9 @@ from megasink.training.checks.gates import match_ffn_width
 from megasink.training.checks.schedule import set_decay
 from megasink.training.checks.transformer_layer import set_gated_unit
 from megasink.training.checks.vocabulary import pin_vocabulary
+from megasink.training.flag_table import TABLE
+
+_MOST_FLAGS = 4  # in a message
 
 
 def parse(argv: Sequence[str], *, checked: bool = False) -> tuple[Namespace, dict[str, Any]]:
@@ -48,7 +53,7 @@ def parse(argv: Sequence[str], *, checked: bool = False) -> tuple[Namespace, dic
     pin_vocabulary(args)
     set_gated_unit(args)
     set_decay(args)
-    with _without_argument_list(), refusals_of_megatron():
+    with _without_argument_list() as printed, refusals_of_megatron(args, printed):
         arguments.validate_args(args)
     if args.match_ffn_width:
         match_ffn_width(args)
@@ -58,33 +63,64 @@ def parse(argv: Sequence[str], *, checked: bool = False) -> tuple[Namespace, dic
 
 
 @contextlib.contextmanager
-def refusals_of_megatron() -> Iterator[None]:
+def refusals_of_megatron(args: Namespace, printed: io.StringIO | None = None) -> Iterator[None]:
     """Convert any error that Megatron raises while it validates flags.
 
+    Args:
+        args: parsed, whose flags the message names.
+        printed: what Megatron has printed, after which it sometimes exits without an error.
+
     Raises:
-        ConfigError: with Megatron's message.
+        ConfigError: with Megatron's message, and the flags that its condition reads.
     """
     try:
         yield
     except (ConfigError, KeyboardInterrupt):
         raise
     except (Exception, SystemExit) as error:
-        raise ConfigError([f"Megatron refuses this configuration: {_text(error)}"]) from error
+        frames = traceback.extract_tb(error.__traceback__)
+        last = [f for f in frames if "_sitebuiltins" not in f.filename][-1]  # the file of exit()
+        lines = printed.getvalue().splitlines() if printed and isinstance(error, SystemExit) else []
+        text = " ".join(str(lines[-1] if lines else error).split())
+        text = text or f"{Path(last.filename).name}:{last.lineno}: {last.line}"
+        what = ", ".join(_flags_at(last, args, text)) or "this configuration"
+        raise ConfigError([f"Megatron refuses {what}: {text}"]) from error
 
 
-def _text(error: BaseException) -> str:
-    """Return the message on one line, or the source line of a bare assertion."""
-    last = traceback.extract_tb(error.__traceback__)[-1]
-    place = f"{Path(last.filename).name}:{last.lineno}: {last.line}"
-    return " ".join(str(error).split()) or place
+def _flags_at(place: traceback.FrameSummary, args: Namespace, text: str) -> list[str]:
+    """Return the flags, with their values, of the statement at a place and of its conditions.
+
+    Args:
+        text: those of its flags need no other mention.
+    """
+    line, names = place.lineno or 0, list[str]()
+    try:
+        source = Path(place.filename).read_text()
+    except OSError:  # code without a file
+        return []
+    for node in ast.walk(ast.parse(source)):
+        if not isinstance(node, ast.If | ast.Assert) or not (
+            node.lineno <= line <= (node.end_lineno or 0)
+        ):
+            continue
+        # The walk comes to inner statements last, and what they read counts most.
+        found = [n.attr for n in ast.walk(node.test) if isinstance(n, ast.Attribute)]
+        names = [*dict.fromkeys([*found, *names])]
+    flags = {entry["dest"]: entry["names"][0] for entry in json.loads(TABLE.read_text())["flags"]}
+    values = {flags[name]: getattr(args, name, None) for name in names if name in flags}
+    return [
+        flag if value is True else f"{flag} {'not given' if value in (None, False) else value}"
+        for flag, value in values.items()
+        if flag not in text
+    ][:_MOST_FLAGS]
 
 
 @contextlib.contextmanager
-def _without_argument_list() -> Iterator[None]:
+def _without_argument_list() -> Iterator[io.StringIO]:
     """Drop validate_args's printout of all 600 arguments: config.json holds them."""
     sink = io.StringIO()
     with contextlib.redirect_stdout(sink):
-        yield
+        yield sink
     for line in sink.getvalue().splitlines():
         if "WARNING" in line or line.startswith("using world size"):
             print(line, flush=True)

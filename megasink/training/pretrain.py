@@ -128,7 +128,7 @@ def _run(args: Namespace, store: Any) -> None:
             print(f"attention: {title} on {choice}", flush=True)
     if args.rank == 0 and args.chat_data:
         print(chat.description(), flush=True)
-    with refusals_of_megatron():
+    with refusals_of_megatron(args):
         model = model_config(args)
         if args.lora_rank:
             if args.rank == 0:

@@ -1,4 +1,7 @@
-"""Command lines that Megatron asserts against one at a time: the tables of test_checks.py."""
+"""Command lines of a wrong shape, layout or length: the tables of test_checks.py.
+
+What only Megatron asserts stands alone in its line, since it says one thing at a time.
+"""
 
 from tests.training.command_lines import MOCK, accepted, refused
 
@@ -56,48 +59,59 @@ groups-of-nothing: --num-query-groups 2
   ! --num-query-groups 2 needs --group-query-attention
 virtual-stages: --num-layers 6 --pipeline-model-parallel-size 2
     --num-layers-per-virtual-pipeline-stage 2
-  ! --num-layers-per-virtual-pipeline-stage 2 does not divide the 3 layers of a stage
+  ! refuses --num-layers-per-virtual-pipeline-stage 2,
+  ! number of layers per pipeline stage must be divisible
 virtual-stages-twice: --pipeline-model-parallel-size 2 --num-virtual-stages-per-pipeline-rank 2
     --num-layers-per-virtual-pipeline-stage 1
-  ! --num-virtual-stages-per-pipeline-rank: choose one
-overlap: --overlap-param-gather --tp-comm-overlap --optimizer-cpu-offload
-  ! --overlap-param-gather needs --use-distributed-optimizer
-  ! --overlap-param-gather needs --overlap-grad-reduce
-  ! --tp-comm-overlap needs --sequence-parallel
-  ! --optimizer-cpu-offload needs --use-precision-aware-optimizer
-precision: --fp32-residual-connection --fp16-lm-cross-entropy
-  ! --fp32-residual-connection needs --bf16 or --fp16
-  ! --fp16-lm-cross-entropy needs --fp16
+  ! No more than one of the following arguments can be set
+overlap-of-all-weights: --overlap-param-gather
+  ! refuses --use-distributed-optimizer not given
+  ! --overlap-param-gather only supported with distributed optimizer
+overlap-of-parameters-alone: --overlap-param-gather --use-distributed-optimizer
+  ! --overlap-param-gather
+overlap-without-sequence-parallel: --tp-comm-overlap
+  ! --tp-comm-overlap
+offload: --optimizer-cpu-offload
+  ! --optimizer-cpu-offload
+precision-of-the-loss: --fp16-lm-cross-entropy
+  ! refuses --fp16 not given, --fp16-lm-cross-entropy: lm cross entropy in fp16 only
+precision-of-the-residual: --fp32-residual-connection
+  ! --fp32-residual-connection
 positions-too-few: --max-position-embeddings 32
   ! --seq-length 64 is longer than --max-position-embeddings 32
 two-units: --train-samples 100
-  ! --train-iters and --train-samples: choose one
-units-of-the-schedule: --lr-decay-samples 100 --lr-warmup-fraction 0.1 --lr-warmup-iters 2
-    --min-lr 1 --lr-decay-style WSD
-  ! --lr-decay-samples with --train-iters: use --lr-decay-iters
-  ! --lr-warmup-fraction and --lr-warmup-iters: choose one
+  ! refuses --train-samples 100, --train-iters 4
+  ! expected iteration-based training
+decay-in-samples: --lr-decay-samples 100
+  ! --lr-decay-samples 100
+two-warm-ups: --lr-warmup-fraction 0.1 --lr-warmup-iters 2
+  ! --lr-warmup-iters 2
+ends-of-the-schedule: --min-lr 1 --lr-decay-style WSD
   ! --min-lr 1 is above --lr 0.001
   ! --lr-decay-style WSD needs --lr-wsd-decay-iters
 long-decay: --lr-decay-style WSD --lr-wsd-decay-iters 9
   ! --lr-wsd-decay-iters 9 is longer than the schedule, 4
-intervals: --save x --save-interval 4 --save-retain-interval 6 --log-memory-interval 15
-    --end-weight-decay 0.1
-  ! --save-retain-interval 6 is not a multiple of --save-interval 4
-  ! --log-memory-interval 15 is not a multiple of --log-interval 10
-  ! need --weight-decay-incr-style linear or cosine
+interval-of-checkpoints: --save x --save-interval 4 --save-retain-interval 6
+  ! refuses --save-retain-interval 6, --save-interval 4, --save x: arguments.py:
+interval-of-memory: --log-memory-interval 15
+  ! --log-memory-interval 15
+constant-weight-decay: --end-weight-decay 0.1
+  ! --end-weight-decay 0.1
 save-without-interval: --save x
   ! --save without --save-interval
 growing-weight-decay: --weight-decay-incr-style linear
-  ! --weight-decay-incr-style linear needs --start-weight-decay and --end-weight-decay
-recompute-everything: --recompute-granularity full --distribute-saved-activations
+  ! refuses --start-weight-decay not given, --weight-decay-incr-style linear
+recompute-everything: --recompute-granularity full
   ! --recompute-granularity full needs --recompute-method
   ! --recompute-granularity full needs --recompute-num-layers
-  ! --distribute-saved-activations needs --recompute-granularity full
+recompute-apart: --distribute-saved-activations
+  ! --distribute-saved-activations: can distribute recomputed activations only across
 recompute-method-alone: --recompute-method uniform --recompute-num-layers 1
   ! --recompute-method needs --recompute-granularity full
   ! --recompute-num-layers needs --recompute-granularity full
-experts-of-none: --expert-model-parallel-size 2 --moe-ffn-hidden-size 64
-  ! --expert-model-parallel-size 2 without --num-experts
+ranks-of-no-experts: --expert-model-parallel-size 2
+  ! --expert-model-parallel-size 2
+experts-of-none: --moe-ffn-hidden-size 64
   ! --moe-ffn-hidden-size without --num-experts
 wandb: --wandb-project sinks
   ! --wandb-project sinks needs --wandb-exp-name

@@ -58,14 +58,6 @@ def _recompute(args: Namespace) -> Iterator[str]:
             yield f"--recompute-granularity full needs {flag}"
         elif not full and value is not None:
             yield f"{flag.partition(' ')[0]} needs --recompute-granularity full"
-    if args.distribute_saved_activations:
-        if not full or args.tensor_model_parallel_size == 1:
-            yield (
-                "--distribute-saved-activations needs --recompute-granularity full and "
-                "--tensor-model-parallel-size 2 or more"
-            )
-        if args.sequence_parallel:
-            yield "--distribute-saved-activations with --sequence-parallel: drop one of the two"
     for name in _RECOMPUTED_BY_TE:
         if name in modules and not have_transformer_engine():
             yield f"--recompute-modules {name} {_ABSENT}: use core_attn, mlp or moe"

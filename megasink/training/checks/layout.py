@@ -1,7 +1,8 @@
 """Divisibility checks: model over ranks, layers over stages, batch over replicas.
 
 Megatron asserts each of these (training/arguments.py:validate_args and
-core/transformer/transformer_config.py), but one at a time, or only in the first forward.
+core/transformer/transformer_config.py), but one at a time, or only in the first forward. They are
+met most; what else it asserts, it says itself (training/arguments.py:refusals_of_megatron).
 """
 
 import math
@@ -19,7 +20,6 @@ def problems(args: Namespace) -> Iterator[str]:
         return  # reported elsewhere
     yield from _ranks(args, sizes)
     yield from _stages(args)
-    yield from _overlap(args)
 
 
 def _groups(args: Namespace) -> Iterator[str]:
@@ -48,9 +48,6 @@ def _ranks(args: Namespace, sizes: dict[str, int]) -> Iterator[str]:
             "(megasink train --ranks, torchrun --nproc-per-node)"
         )
         return
-    experts = args.expert_model_parallel_size
-    if experts > 1 and not args.num_experts:
-        yield f"--expert-model-parallel-size {experts} without --num-experts: drop it"
     if args.step_batch_size_schedule is not None:
         return
     replicas = args.world_size // size
@@ -68,52 +65,13 @@ def _stages(args: Namespace) -> Iterator[str]:
     if args.hybrid_layer_pattern is not None:
         return  # checks/hybrid.py
     stages, layers = args.pipeline_model_parallel_size, args.num_layers
-    each = args.num_layers_per_virtual_pipeline_stage
-    virtual = {
-        "--num-layers-per-virtual-pipeline-stage": each,
-        "--num-virtual-stages-per-pipeline-rank": args.num_virtual_stages_per_pipeline_rank,
-        "--pipeline-model-parallel-layout": args.pipeline_model_parallel_layout,
-    }
-    given = [flag for flag, value in virtual.items() if value is not None]
     uneven = args.decoder_first_pipeline_num_layers or args.decoder_last_pipeline_num_layers
-    if len(given) > 1:
-        yield f"{' and '.join(given)}: choose one"
-        return
     if not layers or uneven or args.pipeline_model_parallel_layout is not None:
         return
     counted = args.account_for_embedding_in_pipeline_split + args.account_for_loss_in_pipeline_split
-    per_stage, rest = divmod(layers + counted, stages)
-    if rest:
+    if (layers + counted) % stages:
         also = f" and {counted} for embedding and loss" if counted else ""
         yield (
             f"--num-layers {layers}{also} is not divisible by --pipeline-model-parallel-size "
             f"{stages}"
         )
-    if rest or not given:
-        return
-    if each is not None and (each < 1 or per_stage % each):
-        yield (
-            f"--num-layers-per-virtual-pipeline-stage {each} does not divide the {per_stage} "
-            "layers of a stage"
-        )
-    least = 2 if args.overlap_p2p_comm else 3
-    interleaved = each is None or each < per_stage
-    if stages < least and interleaved and args.num_virtual_stages_per_pipeline_rank != 1:
-        yield f"{given[0]} needs --pipeline-model-parallel-size {least} or more, not {stages}"
-
-
-def _overlap(args: Namespace) -> Iterator[str]:
-    if args.overlap_param_gather and not args.use_distributed_optimizer:
-        yield "--overlap-param-gather needs --use-distributed-optimizer: add it"
-    if args.overlap_param_gather and not args.overlap_grad_reduce:
-        yield "--overlap-param-gather needs --overlap-grad-reduce: add it"
-    if args.tp_comm_overlap and not (
-        args.sequence_parallel and args.tensor_model_parallel_size > 1
-    ):
-        yield (
-            "--tp-comm-overlap needs --sequence-parallel and --tensor-model-parallel-size 2 or more"
-        )
-    if args.optimizer_cpu_offload and not args.use_precision_aware_optimizer:
-        yield "--optimizer-cpu-offload needs --use-precision-aware-optimizer: add it"
-    if args.load_main_params_from_ckpt and not args.no_load_optim:
-        yield "--load-main-params-from-ckpt needs --no-load-optim: add it"

@@ -41,7 +41,3 @@ def problems(args: Namespace) -> Iterator[str]:
         )
     if args.fp16 and args.bf16:
         yield "--fp16 and --bf16: choose one"
-    if args.fp16_lm_cross_entropy and not args.fp16:
-        yield "--fp16-lm-cross-entropy needs --fp16"
-    if args.fp32_residual_connection and not (args.fp16 or args.bf16):
-        yield "--fp32-residual-connection needs --bf16 or --fp16"

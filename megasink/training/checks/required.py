@@ -17,11 +17,6 @@ _GONE = {
     "model_parallel_size": "--tensor-model-parallel-size",
     "checkpoint_activations": "--recompute-activations",
 }
-_TWICE = (
-    ("num_layers", "encoder_num_layers"),
-    ("seq_length", "encoder_seq_length"),
-    ("data_path", "data_args_path"),
-)
 
 
 def problems(args: Namespace) -> Iterator[str]:
@@ -38,14 +33,9 @@ def problems(args: Namespace) -> Iterator[str]:
     for name, instead in _GONE.items():
         if getattr(args, name):
             yield f"{flag_of(name)} is no longer valid: use {instead}"
-    if not args.add_position_embedding and args.position_embedding_type != "rope":
-        yield "--no-position-embedding is no longer valid: use --position-embedding-type"
     for name in ("recipe", "config"):
         if getattr(args, name):  # what starts a run has replaced it by its flags
             yield f"--{name}: give it to megasink train or plan, or in the flags of a grid"
-    for name, old in _TWICE:
-        if getattr(args, name) is not None and getattr(args, old) is not None:
-            yield f"{flag_of(name)} and {flag_of(old)}: choose one"
     for name, value in vars(args).items():
         if value is None or (name == "num_experts" and value == 0):  # a dense model in Megatron
             continue

@@ -13,7 +13,6 @@ def set_decay(args: Namespace) -> None:
 
 
 def problems(args: Namespace) -> Iterator[str]:
-    yield from _units(args)
     # core/optimizer_param_scheduler.py:160 is a bare assertion.
     fraction = args.lr_warmup_fraction
     for unit in ("iters", "samples"):
@@ -30,30 +29,13 @@ def problems(args: Namespace) -> Iterator[str]:
     if args.lr_decay_style == "WSD":
         yield from _wsd(args)
     yield from _decay_fraction(args)
-    yield from _intervals(args)
-    yield from _weight_decay(args)
+    if args.save and args.save_interval is None and not args.run_dir:
+        yield "--save without --save-interval: add it, or use --run-dir"
 
 
 def _length(args: Namespace, unit: str) -> int | None:
     length: int | None = getattr(args, f"lr_decay_{unit}") or getattr(args, f"train_{unit}")
     return length
-
-
-def _units(args: Namespace) -> Iterator[str]:
-    """Report a schedule that mixes steps and samples."""
-    if args.skip_train:
-        return
-    if args.train_iters and args.train_samples:
-        yield "--train-iters and --train-samples: choose one"
-        return
-    unit, other = ("iters", "samples") if args.train_iters else ("samples", "iters")
-    if not getattr(args, f"train_{unit}"):
-        return
-    for kind in ("decay", "warmup"):
-        if getattr(args, f"lr_{kind}_{other}"):
-            yield f"--lr-{kind}-{other} with --train-{unit}: use --lr-{kind}-{unit}"
-    if args.lr_warmup_fraction is not None and getattr(args, f"lr_warmup_{unit}"):
-        yield f"--lr-warmup-fraction and --lr-warmup-{unit}: choose one"
 
 
 def _wsd(args: Namespace) -> Iterator[str]:
@@ -77,25 +59,3 @@ def _decay_fraction(args: Namespace) -> Iterator[str]:
     for unit in ("iters", "samples"):
         if getattr(args, f"lr_wsd_decay_{unit}"):
             yield f"{flag} and --lr-wsd-decay-{unit}: choose one"
-
-
-def _intervals(args: Namespace) -> Iterator[str]:
-    """Check the intervals, each in steps."""
-    save, retain = args.save_interval, args.save_retain_interval
-    memory, log = args.log_memory_interval, args.log_interval
-    if args.save and save is None and not args.run_dir:
-        yield "--save without --save-interval: add it, or use --run-dir"
-    if retain and save and retain % save:
-        yield f"--save-retain-interval {retain} is not a multiple of --save-interval {save}"
-    if memory is not None and log > 0 and memory % log:
-        yield f"--log-memory-interval {memory} is not a multiple of --log-interval {log}"
-
-
-def _weight_decay(args: Namespace) -> Iterator[str]:
-    style = args.weight_decay_incr_style
-    given = [value is not None for value in (args.start_weight_decay, args.end_weight_decay)]
-    flags = "--start-weight-decay and --end-weight-decay"
-    if style == "constant" and any(given):
-        yield f"{flags} need --weight-decay-incr-style linear or cosine"
-    if style != "constant" and not all(given):
-        yield f"--weight-decay-incr-style {style} needs {flags}"
