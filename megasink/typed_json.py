@@ -23,7 +23,12 @@ def to_json(value: Any) -> Any:
     if isinstance(value, dict):
         return {key: to_json(entry) for key, entry in value.items()}
     if hasattr(value, "tolist"):
-        return to_json(value.tolist())
+        import numpy as np  # whoever has an array has it
+
+        plain = value.tolist()
+        numbers = np.asarray(plain)  # entry by entry only where some are NaN: a million takes long
+        whole = numbers.dtype.kind in "fiub" and np.isfinite(numbers).all()
+        return plain if whole else to_json(plain)
     if isinstance(value, list | tuple):
         return [to_json(entry) for entry in value]
     return None if isinstance(value, float) and not math.isfinite(value) else value
