@@ -5,6 +5,7 @@ bidirectional mark can show a name backwards; a line feed splits a log line in t
 """
 
 import re
+import shlex
 import unicodedata
 from typing import Any
 
@@ -38,6 +39,16 @@ def one_line(text: str) -> str:
 def say(text: str) -> None:
     """Print text after escaping it with `printable`."""
     print(printable(text), flush=True)
+
+
+def say_next(what: str, *words: object) -> None:
+    """Print the command that people run after this one, ready to be pasted.
+
+    Args:
+        what: it tells them, such as "what the model says".
+        words: the command's arguments; quoted where a shell needs it.
+    """
+    say(f"next, {what}: megasink {shlex.join(map(str, words))}")
 
 
 def wide_console() -> Any:

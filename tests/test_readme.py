@@ -62,6 +62,8 @@ def test_the_quick_start_runs_as_it_is_written(folder):
         check=False,
     )
     assert result.returncode == 0, (result.stdout + result.stderr)[-3000:]
+    suggested = re.findall(r"^next, [^:]+: megasink (\S+) ", result.stdout, re.M)
+    assert suggested == ["train", "generate", "convert-to-hf", "ablate", "analyze"]
     run = folder / "runs" / "mine" / "sink"
     assert (run / "checkpoints" / "iter_0000012").is_dir()
     for name in ("config.json", "metrics.jsonl", "tensorboard", "logs", "curves.png"):

@@ -8,6 +8,7 @@ from megasink.analysis.capture.ranks import Ranks, taking_part
 from megasink.analysis.options import AnalysisOptions, ModelOptions
 from megasink.checkpoints.find import find_checkpoint, is_run
 from megasink.cli import analysis_flags
+from megasink.printable import say_next
 from megasink.upstream.process import prepare_quietly
 
 if TYPE_CHECKING:
@@ -34,6 +35,12 @@ def main(argv: Sequence[str] | None = None) -> int:
 
         with opened(which, ranks) as model:
             analyze(model, AnalysisOptions.of(args), ranks)
+        if args.data and ranks.rank == 0:
+            output = f"{args.output}-ablation"
+            say_next(
+                "what it loses without the heads that look inactive",
+                *("ablate", args.model, "--data", *args.data, "--output", output),
+            )
     return 0
 
 

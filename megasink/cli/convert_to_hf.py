@@ -7,6 +7,7 @@ from pathlib import Path
 from megasink.checkpoints.find import find_checkpoint
 from megasink.cli.convert import not_verified, parser_of, prepare
 from megasink.convert.output import refuse_contents
+from megasink.printable import say_next
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -64,4 +65,5 @@ def main(argv: Sequence[str] | None = None) -> int:
         with single_process():
             target = convert(verify=lambda folder: check_export(source, folder, args.target))
     print(f"{args.output}: {target.architecture}, for transformers {target.since} or later")
+    say_next("its heads", "analyze", args.output, "--data", "TEXTS", "--output", "look")
     return 0

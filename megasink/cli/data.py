@@ -13,7 +13,7 @@ from megasink.data.output import output_problems, part_of
 from megasink.data.text_tokenizer import add_parse_special_tokens
 from megasink.data.tokenizer import MIN_VOCAB_SIZE, folder_problem, train_tokenizer
 from megasink.errors import ConfigError
-from megasink.printable import say
+from megasink.printable import say, say_next
 
 if TYPE_CHECKING:
     from megasink.data.preprocess import PreprocessReport
@@ -154,6 +154,10 @@ def run(args: argparse.Namespace) -> None:
         parse_special_tokens=args.parse_special_tokens,
     )
     say(_summary(report))
+    if args.partition:
+        return
+    flags = ("--data-path", args.output, "--tokenizer-model", folder)
+    say_next("a first model of it", "train", "--recipe", "tiny", *flags, "--run-dir", "runs/tiny")
 
 
 def main(argv: Sequence[str]) -> int:

@@ -17,7 +17,7 @@ from megasink import plugins
 from megasink.command_line import CommandParser, without
 from megasink.errors import Stopped, UserError, unknown_name
 from megasink.flags import add_options
-from megasink.printable import say
+from megasink.printable import say, say_next
 from megasink.progress import progress
 from megasink.run_options import RESUME
 from megasink.training import early
@@ -96,9 +96,13 @@ def main(argv: Sequence[str] | None = None) -> int:
             say(f"run {run_dir}: {where or 'no intact checkpoint, starting at step 0'}")
     ranks = early.default_ranks(options) if ranks is None else ranks
     try:
-        return launch(flags, run_dir, ranks, options.train_iters, checked=checked)
+        launch(flags, run_dir, ranks, options.train_iters, checked=checked)
     finally:
         clear(run_dir)  # left by a killed rank
+    if "--mock-data" not in flags:  # whose tokens stand for nothing
+        say_next("what it says", "generate", run_dir, "--prompt", "Once upon a time")
+    say_next("a folder for transformers", "convert-to-hf", run_dir, f"{run_dir}-hf")
+    return 0
 
 
 def _resume(words: Sequence[str]) -> str | None:
