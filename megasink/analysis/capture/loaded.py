@@ -15,6 +15,8 @@ def open_probe_on(model: Any) -> OpenProbe:
     """
     if isinstance(model, ProbedModel):
         return model.open_probe
+    if hasattr(model, "tokenizer"):  # what load_model or load_run returned
+        model = model.model
     if "megatron.core.models.gpt" in sys.modules:
         from megatron.core.models.gpt import GPTModel
         from megatron.core.models.hybrid.hybrid_model import HybridModel

@@ -1,9 +1,9 @@
 """Interventions as context managers, for a notebook: exported by `megasink`.
 
-Each takes a model that is loaded: of transformers, a Megatron GPTModel (a run's), or a
-`megasink.analysis.capture.base.ProbedModel`. On leaving, also by an exception, the model is bit
-for bit what it was. Contexts on one model do not nest; `intervening` takes several interventions
-at once.
+Each takes a model that is loaded: of transformers, a Megatron GPTModel, what `megasink.load_model`
+or `load_run` returned, or a `megasink.analysis.capture.base.ProbedModel`. On leaving, also by an
+exception, the model is bit for bit what it was. Contexts on one model do not nest; `intervening`
+takes several interventions at once.
 """
 
 from collections.abc import Iterable, Iterator, Sequence

@@ -117,6 +117,14 @@ def test_the_model_is_as_before(hub, folder):
     assert all(torch.equal(v, weights[k]) for k, v in hub.model.state_dict().items())
 
 
+def test_what_load_model_returned_can_be_changed(hub):
+    ids = torch.arange(12)[None]
+    before = hub.model(ids).logits
+    with megasink.zero_heads(hub, [(0, 0)]):
+        assert not torch.equal(hub.model(ids).logits, before)
+    assert torch.equal(hub.model(ids).logits, before)
+
+
 @pytest.mark.parametrize(
     ("texts", "options", "message"),
     [
