@@ -30,7 +30,17 @@ _BRIDGE = (
     "finetune divides data over processes, not the model: use Megatron-Bridge with our spec "
     "(docs/finetuning.md)"
 )
+FINETUNE = "megasink finetune (docs/finetuning.md)"
+_PEFT = f"{FINETUNE}, or under Megatron the PEFT of Megatron-Bridge with megasink's layer spec"
+_MERGED = "merge the adapter first: peft's merge_and_unload (docs/finetuning.md)"
 GONE = {
+    **dict.fromkeys(
+        ("--lora-rank", "--lora-alpha", "--lora-dropout", "--lora-targets", "--lora-train"), _PEFT
+    ),
+    "megasink convert-to-hf --adapter": FINETUNE,
+    "megasink convert-from-hf --base": _MERGED,
+    "megasink data --chat": FINETUNE,
+    "megasink data --seq-length": "text is cut when it is trained on, at any length",
     "--checkpoint-store": _SYNC,
     "--fetch": _SYNC,
     "--prune": _RETAIN,

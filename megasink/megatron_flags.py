@@ -119,7 +119,7 @@ def having(*facts: str) -> tuple[str, ...]:
 # Measured by tests/megatron/test_graph.py.
 _GRAPHS = "a replayed graph neither counts heads nor updates the balance loss (docs/gpu.md)"
 _OFFLOADING = "use --recompute-granularity to save memory"
-_CHAT = "make the data with megasink data --chat, by the tokenizer's own template"
+_CHAT = "megasink finetune trains on conversations, by the tokenizer's own template"
 _NOT_GPT = "Megatron's GPT datasets ignore it"
 _LAYOUT = "initial weights would depend on the layout"
 _ONLY_IN_PATTERN = "mark the stages with |"
@@ -219,7 +219,6 @@ REFUSED: dict[str, tuple[tuple[str, Any, str], ...]] = {
         ("use_rope_scaling", False, "Megatron's HybridModel ignores it: use yarn"),
         ("use_transformer_engine_op_fuser", False, "the halves of a layer are built apart"),
         ("use_grouped_gemm_for_dense_mlp", False, "not supported"),
-        ("lora_rank", 0, "LoRA of hybrid models is not supported"),
     ),
     # What the layers of multi-token prediction would ignore, or what no test covers.
     "mtp_num_layers": (
@@ -227,7 +226,6 @@ REFUSED: dict[str, tuple[tuple[str, Any, str], ...]] = {
         ("dataloader_inter_document_masking", False, "it would predict across documents"),
         ("context_parallel_size", 1, "its loss is a mean over each rank's targets, which differ"),
         ("pipeline_model_parallel_layout", None, "its layers are on the last stage"),
-        ("lora_rank", 0, "adapters of its layers are not supported"),
         ("post_norm", False, "its layers end in a norm of their own"),
         ("norm_without_gain", False, "its norms have gains"),
         ("embedding_norm", False, "it reads the embeddings on the last stage"),

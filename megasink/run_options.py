@@ -6,7 +6,6 @@ As there, Megatron's ArgumentGroupFactory turns each field into a flag.
 from dataclasses import dataclass, field
 
 from megasink.config import MODEL_OPTIONS, HeadBalanceOptions
-from megasink.lora.options import LoraOptions
 
 
 @dataclass(kw_only=True)
@@ -129,6 +128,6 @@ class RunOptions:
     """Run on the CPU platform; selected automatically, with a message, without a CUDA device."""
 
 
-_OTHERS = (HeadBalanceOptions, TrainingOptions, LoraOptions, ObservingOptions)
+_OTHERS = (HeadBalanceOptions, TrainingOptions, ObservingOptions)
 OPTIONS = (*MODEL_OPTIONS, *_OTHERS, RecipeOptions, RunOptions)
 """All options of megasink, in the order of the help."""

@@ -2,7 +2,6 @@
 
 import json
 import random
-import textwrap
 from pathlib import Path
 from typing import Any
 
@@ -33,18 +32,6 @@ def chat_tokenizer(source: Path, folder: Path, template: str = MARKED) -> Path:
     tokenizer.chat_template = template
     tokenizer.save_pretrained(folder)
     return folder
-
-
-def chat_data(folder: Path, chats: list[Any], seq_length: int) -> None:
-    """folder/chat, a data set of conversations; folder/tokenizer, and what it was made from."""
-    from megasink.data.corpus import Corpus
-    from megasink.data.preprocess import preprocess
-    from megasink.data.tokenizer import train_tokenizer
-
-    train_tokenizer(Corpus([textwrap.__file__]), 400, folder / "plain")
-    chat_tokenizer(folder / "plain", folder / "tokenizer")
-    corpus = Corpus([write_chats(folder / "a.jsonl", chats)], chat=True)
-    preprocess(corpus, folder / "chat", folder / "tokenizer", seq_length=seq_length, workers=1)
 
 
 def conversations(

@@ -124,6 +124,25 @@ MISTAKES = {
         "grid {0}/grid.toml",
         "the grid is `python -m examples.replicate.grid`",
     ),
+    # flags that went, and what they made
+    "train-lora": (
+        TRAIN + " --lora-rank 16 --lora-train sinks",
+        "1. --lora-rank 16 is no longer there: megasink finetune (docs/finetuning.md), or under",
+        "2. --lora-train sinks is no longer there: megasink finetune",
+    ),
+    "data-chat": (DATA + " --chat", "--chat is no longer there: megasink finetune"),
+    "export-adapter": (
+        "convert-to-hf {0}/run {0}/new/out --adapter",
+        "--adapter is no longer there: megasink finetune",
+    ),
+    "import-adapter": (
+        "convert-from-hf {0}/llama {0}/new/run --base {0}/run",
+        "--base {0}/run is no longer there: merge the adapter first: peft's merge_and_unload",
+    ),
+    "export-of-an-adapter": (
+        "convert-to-hf {0}/adapter {0}/new/out",
+        "{0}/adapter/config.json: its checkpoints hold a LoRA adapter alone, which is no longer",
+    ),
     # checkpoints
     "checkpoints-nothing": ("checkpoints {0}/new/run", "{0}/new/run: no such folder"),
     "checkpoints-store": (

@@ -16,19 +16,17 @@ PACKAGE = Path(__file__).resolve().parents[1] / "megasink"
 GROUND = {path.stem for path in PACKAGE.glob("*.py")} - {"__init__", "__main__"}
 OF_GROUND = {
     "config": {"attention"},
-    "run_options": {"lora"},
     "plugins": {"attention", "convert", "analysis"},
 }
-_BELOW_TRAINING = "attention balance megatron cpu upstream data checkpoints lora ground"
+_BELOW_TRAINING = "attention balance megatron cpu upstream data checkpoints ground"
 # {room: (the rooms that it may import, the packages)}: imports inside of functions count as well.
 # "ground" is all of GROUND. CONTRIBUTING.md says what each room is for.
 ROOMS = {
     "attention": ("errors", "torch triton"),
     "balance": ("attention errors", "torch numpy"),
-    "megatron": ("attention balance cpu upstream lora ground", "torch megatron"),
+    "megatron": ("attention balance cpu upstream ground", "torch megatron"),
     "cpu": ("upstream ground", "torch megatron psutil"),
     "upstream": ("attention cpu ground", "torch megatron numpy"),
-    "lora": ("attention megatron ground", "torch megatron"),
     "transformers": (
         "attention balance analysis ground",
         "torch transformers numpy trl peft datasets fsspec pyarrow",
@@ -37,9 +35,9 @@ ROOMS = {
         "ground",
         "numpy tokenizers sentencepiece pyarrow transformers",
     ),
-    "checkpoints": ("attention megatron cpu upstream data lora ground", "torch megatron"),
+    "checkpoints": ("attention megatron cpu upstream data ground", "torch megatron"),
     "convert": (
-        "checkpoints attention data transformers megatron training lora ground",
+        "checkpoints attention data transformers megatron training ground",
         "torch transformers safetensors packaging psutil megatron",
     ),
     "analysis": (
@@ -229,7 +227,7 @@ def test_every_room_is_in_the_table_and_no_two_import_each_other():
         for other in names.split()
         if other in ROOMS and room in ROOMS[other][0].split()
     }
-    known = {("cpu", "upstream"), ("megatron", "lora"), ("analysis", "transformers")}
+    known = {("cpu", "upstream"), ("analysis", "transformers")}
     assert circles == {frozenset(pair) for pair in known}
 
 

@@ -102,8 +102,6 @@ ROWS = (
         "megatron/variant_layers megatron/hybrid megatron/prediction",
     ),
     Row("Muon", "", "distributed/muon"),
-    Row("LoRA", "", "lora/layouts lora/runs"),
-    Row("chat data", "data/chat", "distributed/chat"),
     Row(
         "from files to batches, sink token, replaced tokens",
         "data/preprocess data/index",

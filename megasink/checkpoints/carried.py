@@ -39,10 +39,6 @@ def entry(args: Namespace, run: Path, *, resumed: bool) -> dict[str, Any]:
     """Return the entry of a training run's config.json: the run's own, or that of its start."""
     start = args.load or args.pretrained_checkpoint
     config = Path(start).parent / "config.json" if start else None
-    if args.lora_rank and not args.load:
-        from megasink.checkpoints.adapter import find_base  # with torch
-
-        config = find_base(Path(args.pretrained_checkpoint)).config
     if resumed:
         config = run / "config.json"
     found = carried(config) if config else {}

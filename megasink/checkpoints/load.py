@@ -21,17 +21,12 @@ from megatron.core.process_groups_config import ProcessGroupCollection
 from torch.distributed.checkpoint import CheckpointException
 
 from megasink import cpu
-from megasink.checkpoints.adapter import base_of, read_adapter
 from megasink.checkpoints.find import Checkpoint, find_checkpoint, stored_shapes
 from megasink.checkpoints.saved_arguments import read_arguments, single_process_arguments
 from megasink.checkpoints.tokenizer import tokenizer_of
 from megasink.checkpoints.without_code import loading_without_code
 from megasink.checkpoints.yarn import with_yarn
 from megasink.errors import UserError
-from megasink.lora.linear import sizes_of
-from megasink.lora.merge import Adapter
-from megasink.lora.targets import LAYERS, is_lora, key_and_layer
-from megasink.megatron.gate_projection import named_parts
 from megasink.megatron.model_of_arguments import model_config
 from megasink.megatron.vocabulary import with_tokens
 
@@ -41,6 +36,7 @@ _NORMS = (
     "decoder.layers.mlp.linear_fc1.layer_norm_weight",
 )
 _TWINS = dict([_NORMS, _NORMS[::-1]])
+_LAYERS = "decoder.layers."
 
 
 class LoadedModel(NamedTuple):
@@ -100,7 +96,7 @@ def load_without_tokenizer(
     *,
     yarn: float | None = None,
 ) -> tuple[GPTModel, Namespace]:
-    """Load a model as :func:`load_model` does, but no tokenizer. An adapter is merged.
+    """Load a model as :func:`load_model` does, but no tokenizer.
 
     Args:
         dtype: torch.float32 to compute in float32; None for the training dtype.
@@ -121,24 +117,10 @@ def load_without_tokenizer(
     )
     # As Float16Module does: modules that must stay in float32 handle this themselves.
     model.to(args.params_dtype)
-    if is_lora(saved):
-        adapter = read_adapter(checkpoint, saved, sizes_of(model.config))
-        load_weights(model, base_of(checkpoint.config))
-        _merge(model, adapter)
-    else:
-        load_weights(model, checkpoint.folder)
+    load_weights(model, checkpoint.folder)
     if not cpu.is_active():
         model.cuda()
     return model.eval(), args
-
-
-@torch.no_grad()
-def _merge(model: GPTModel, adapter: Adapter) -> None:
-    """Replace the weights of a whole model by those of the adapted one."""
-    for name, parameter in model.named_parameters():
-        for part_name, part in named_parts(name, parameter):
-            key, layer = key_and_layer(part_name)
-            part.copy_(adapter.merged(key, layer, part))
 
 
 def load_weights(model: GPTModel, folder: Path) -> None:
@@ -151,31 +133,10 @@ def load_weights(model: GPTModel, folder: Path) -> None:
         UserError: the checkpoint is corrupt, or belongs to a different model.
     """
     groups = {"dp_cp_group": parallel_state.get_data_parallel_group(with_context_parallel=True)}
-    missing = load_state(model, model.sharded_state_dict(metadata=groups), folder, whole=True)
-    if missing:
-        raise UserError(f"{folder} does not fit the model: missing {missing}")
-
-
-def load_state(
-    model: GPTModel, state: dict[str, Any], folder: Path, *, whole: bool = False
-) -> list[str]:
-    """Copy and reshard the tensors of a sharded state from a torch_dist checkpoint into a model.
-
-    Args:
-        state: of the model, or a part of it.
-        whole: refuse a checkpoint with weights that are not in `state`.
-
-    Returns:
-        the model's names that `state` did not have.
-
-    Raises:
-        UserError: the checkpoint is corrupt, or belongs to a different model.
-    """
-    stored = stored_shapes(folder)
-    wanted, _, factories = load_preprocess(state)
+    wanted, _, factories = load_preprocess(model.sharded_state_dict(metadata=groups))
     tensors, _ = extract_matching_values(wanted, lambda value: isinstance(value, ShardedTensor))
     shapes = {t.key: tuple(t.global_shape) for t in nested_values(tensors)}
-    _compare(shapes, stored if whole else {k: stored[k] for k in shapes if k in stored}, folder)
+    _compare(shapes, stored_shapes(folder), folder)
     try:
         with loading_without_code():
             state = TorchDistLoadShardedStrategy().load(tensors, folder)
@@ -190,9 +151,10 @@ def load_state(
     state = apply_factory_merges(state, factories)
     # Entries that are not tensors are TransformerEngine's FP8 state, which is unused here.
     missing, unexpected = model.load_state_dict(state, strict=False)
-    if unexpected:
-        raise UserError(f"{folder} does not fit the model: unexpected {unexpected}")
-    return [name for name in missing if not name.endswith("_extra_state")]
+    missing = [name for name in missing if not name.endswith("_extra_state")]
+    for what, names in (("unexpected", unexpected), ("missing", missing)):
+        if names:
+            raise UserError(f"{folder} does not fit the model: {what} {names}")
 
 
 def _compare(
@@ -219,11 +181,10 @@ def _compare(
 
 def _twin(key: str) -> str | None:
     """Return the other name of the norm before experts; None for other weights."""
-    same, layer = key_and_layer(key)
-    twin = _TWINS.get(same)
-    if twin is None or layer is None:
-        return twin
-    return twin.replace(LAYERS, f"{LAYERS}{layer}.")
+    number, _, _ = key.removeprefix(_LAYERS).partition(".")
+    own = f"{_LAYERS}{number}." if number.isdigit() else _LAYERS
+    twin = _TWINS.get(key.replace(own, _LAYERS, 1))
+    return twin and twin.replace(_LAYERS, own, 1)
 
 
 def _make_parallel_state() -> None:

@@ -18,18 +18,17 @@ from typing import Any
 import torch
 
 from megasink.attention.variants import is_variant, names
-from megasink.checkpoints.identity import MODEL
+from megasink.checkpoints.identity import MODEL, adapter_problem
 from megasink.errors import UserError, unknown_name
 from megasink.megatron.arguments import CPU_DEFAULTS, parse_apart
 from megasink.megatron.hybrid_pattern import SUPPORTED, layers_of
 from megasink.megatron_flags import REFUSED, having
 from megasink.plugins import advice
 
-# Layout and compute options: this process keeps its own values. It merges adapters.
+# Layout and compute options: this process keeps its own values.
 _THIS_PROCESS = frozenset(
     """
     attention_kernel run_dir resume cpu
-    lora_rank lora_alpha lora_dropout lora_targets lora_train
     """.split()
 ).union(having("process"))
 # Arguments that the model configuration reads under other names (tests/security checks the list),
@@ -54,8 +53,8 @@ def read_arguments(config: Path) -> dict[str, Any]:
     """Read the arguments from a run's config.json.
 
     Raises:
-        UserError: the file cannot be read, was not written by megasink, or names an attention
-            variant that is not registered.
+        UserError: the file cannot be read, was not written by megasink, names an attention variant
+            that is not registered, or is of a run whose checkpoints hold an adapter alone.
     """
     try:
         saved = dict(json.loads(config.read_text())["arguments"])
@@ -66,6 +65,8 @@ def read_arguments(config: Path) -> dict[str, Any]:
     missing = {"attention_variant", "padded_vocab_size", "ffn_hidden_size"} - set(saved)
     if missing:
         raise UserError(f"{config} is not from a megasink run: no {', '.join(sorted(missing))}")
+    if problem := adapter_problem(saved):
+        raise UserError(f"{config}: {problem}")
     if not is_variant(saved["attention_variant"]):
         unknown = unknown_name("--attention-variant", str(saved["attention_variant"]), names())
         raise UserError(f"{config}: {unknown}; {advice(saved.get('plugin'))}")

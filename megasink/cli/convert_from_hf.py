@@ -1,6 +1,5 @@
 """``megasink convert-from-hf``: convert a Hugging Face folder to a run to continue from."""
 
-import argparse
 import shlex
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -38,16 +37,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         default=0.05,
         help="for --attention-variant sink: mean attention weight of a head's sink; default: 0.05",
     )
-    parser.add_argument(
-        "--base",
-        type=Path,
-        help="convert an adapter in peft's format: the run folder of the model that it adapts",
-    )
     args = parser.first_screen("megasink convert-from-hf path/to/llama runs/started").parse_args(
         argv
     )
-    if args.base is not None:
-        return _adapter(args)
     if problem := _not_of_transformers(args.model):
         raise UserError(f"{args.model}: {problem}")
     refuse_contents(args.output)
@@ -69,21 +61,6 @@ def main(argv: Sequence[str] | None = None) -> int:
     return 0
 
 
-def _adapter(args: argparse.Namespace) -> int:
-    """Convert an adapter to a LoRA run."""
-    if not (args.model / "adapter_config.json").is_file():
-        raise UserError(f"--base: {args.model} has no adapter_config.json, so it is not peft's")
-    if args.attention_variant or args.gate_granularity:
-        raise UserError("--base goes with neither --attention-variant nor --gate-granularity")
-    refuse_contents(args.output)
-    prepare(args.cpu)
-    from megasink.convert.peft_import import import_adapter, source_of
-
-    import_adapter(source_of(args.model, args.base), args.output)
-    print(f"train it with: {train_line(args.output)}")
-    return 0
-
-
 def train_line(folder: Path) -> str:
     """Return the command that continues from an imported model, with placeholders in capitals."""
     flags = shlex.split((folder / "flags.txt").read_text())
@@ -101,7 +78,7 @@ def _not_of_transformers(folder: Path) -> str | None:
     if not folder.is_dir():
         return "no such folder"
     if (folder / "adapter_config.json").is_file():
-        return "an adapter of peft: give the run of the model that it adapts with --base"
+        return "an adapter of peft: merge it first (merge_and_unload, docs/finetuning.md)"
     if not config.is_file():
         return "not a transformers folder (no config.json; nothing is downloaded)"
     try:

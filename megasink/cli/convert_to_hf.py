@@ -14,8 +14,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Convert a checkpoint of a run to a Hugging Face folder that stock transformers loads.
 
     Tensors are converted one by one for any parallel layout, without building the model. Then
-    transformers loads the folder, and its logits are compared with Megatron's. The adapter of a
-    LoRA run is merged, or written alone for peft.
+    transformers loads the folder, and its logits are compared with Megatron's.
     """
     parser = parser_of("convert-to-hf", main)
     parser.add_argument("run", type=Path, help="a run folder, or a checkpoint folder in it")
@@ -30,11 +29,6 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument(
         "--shard-size", default="5GB", help="maximum size of a safetensors file; default: 5GB"
     )
-    parser.add_argument(
-        "--adapter",
-        action="store_true",
-        help="of a LoRA run: write the adapter alone, in peft's format; default: the merged model",
-    )
     args = parser.first_screen("megasink convert-to-hf runs/mine exported").parse_args(argv)
     # Before the seconds that the imports take; a name costs one of them.
     if args.target is not None:
@@ -48,12 +42,6 @@ def main(argv: Sequence[str] | None = None) -> int:
 
     shard_bytes = parse_size(args.shard_size)
     source = source_of(args.run, args.iteration, args.tokenizer)
-    if args.adapter:
-        from megasink.convert.peft_export import export_adapter
-
-        target = export_adapter(source, args.output, args.target, verify=args.verify)
-        print(f"{args.output}: for peft, on {target.architecture}")
-        return 0
     convert = partial(export, source, args.output, args.target, shard_bytes=shard_bytes)
     if not args.verify:
         target = convert(verify=not_verified)

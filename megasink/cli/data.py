@@ -51,23 +51,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     add_parse_special_tokens(parser)
     parser.add_argument(
-        "--chat",
-        action="store_true",
-        help="read conversations (.jsonl or .parquet) instead of text, a list of messages with "
-        "'role' and 'content' each; the tokenizer's chat template renders them, and the loss will "
-        "count responses alone (writes PREFIX_loss_mask.bin and .idx too)",
-    )
-    parser.add_argument(
-        "--seq-length",
-        type=int,
-        metavar="N",
-        help="with --chat: tokens of the context to train with; what is longer is cut off",
-    )
-    parser.add_argument(
         "--json-key",
+        default="text",
         metavar="KEY",
-        help="JSON key or parquet column of the text (default: text), or of the messages "
-        "(default: messages)",
+        help="JSON key or parquet column of the text (default: %(default)s)",
     )
     parser.add_argument(
         "--on-invalid-utf8",
@@ -147,7 +134,6 @@ def run(args: argparse.Namespace) -> None:
         corpus,
         args.output,
         folder,
-        seq_length=args.seq_length,
         workers=args.workers,
         overwrite=args.overwrite,
         trained=trained_as,
@@ -217,7 +203,6 @@ def _checked(args: argparse.Namespace, *, is_trained: bool) -> tuple[Corpus, Pat
         corpus = Corpus(
             args.inputs,
             json_key=args.json_key,
-            chat=args.chat,
             on_invalid_utf8=args.on_invalid_utf8,
             max_document_bytes=args.max_document_bytes,
             partition=args.partition,
@@ -226,7 +211,6 @@ def _checked(args: argparse.Namespace, *, is_trained: bool) -> tuple[Corpus, Pat
         problems += error.problems
     if args.workers < 1:
         problems.append(f"--workers {args.workers}: use 1 or more")
-    problems += _chat_problems(args)
     if args.train_tokenizer is None:
         folder = args.tokenizer
         if not folder.is_dir():
@@ -258,28 +242,12 @@ def _checked(args: argparse.Namespace, *, is_trained: bool) -> tuple[Corpus, Pat
     return corpus, folder
 
 
-def _chat_problems(args: argparse.Namespace) -> Iterator[str]:
-    if not args.chat:
-        if args.seq_length is not None:
-            yield "--seq-length needs --chat: text is cut when it is trained on, at any length"
-        return
-    if args.seq_length is None:
-        yield "--chat needs --seq-length, the tokens of the context to train with"
-    elif args.seq_length < 1:
-        yield f"--seq-length {args.seq_length}: use 1 or more"
-    if args.train_tokenizer is not None:
-        yield "--chat needs --tokenizer: a trained tokenizer has no chat template"
-
-
 def _summary(report: "PreprocessReport") -> str:
     skipped = report.skipped
-    what = "documents" if report.seq_length is None else "conversations"
     lines = [
-        f"{report.documents:,} {what}, {_mb(report.text_bytes)}, {report.tokens:,} tokens "
+        f"{report.documents:,} documents, {_mb(report.text_bytes)}, {report.tokens:,} tokens "
         f"({report.text_bytes / report.tokens:.2f} bytes per token) in {report.seconds:.1f} s"
     ]
-    if report.seq_length is not None:
-        lines += _chat_lines(report, report.seq_length)
     if skipped.invalid_utf8:
         lines.append(
             f"skipped, not UTF-8 text: {skipped.invalid_utf8} ({', '.join(skipped.examples)}"
@@ -290,35 +258,6 @@ def _summary(report: "PreprocessReport") -> str:
     lines.append("wrote " + " ".join(map(str, report.files)))
     lines.append("train with: " + " ".join(report.megatron_flags))
     return "\n".join(lines)
-
-
-def _chat_lines(report: "PreprocessReport", seq_length: int) -> Iterator[str]:
-    counts = report.chat
-    yield (
-        f"targets: {counts['targets']:,} tokens of {counts['responses']:,} responses "
-        f"({counts['targets'] / report.tokens:.1%} of all tokens)"
-    )
-    if counts["truncated"]:
-        yield (
-            f"cut off at {seq_length:,} tokens: {counts['truncated']:,} conversations, "
-            f"{counts['cut_responses']:,} of them inside a response"
-        )
-    left_out = {
-        f"no response in the first {seq_length:,} tokens": counts["beyond_context"],
-        "no response": counts["no_response"],
-        "no message": counts["empty"],
-    }
-    yield from (f"left out, {why}: {n:,} conversations" for why, n in left_out.items() if n)
-    if counts["spelled"]:
-        yield (
-            f"warning: {counts['spelled']:,} conversations spell special tokens in a message, "
-            "which become those tokens, as in transformers' apply_chat_template"
-        )
-    if counts["unclosed_responses"]:
-        yield (
-            f"warning: {counts['unclosed_responses']:,} responses end without a special token: the "
-            "model may not learn to stop (include the end-of-turn token in {% generation %})"
-        )
 
 
 def _mb(size: int) -> str:

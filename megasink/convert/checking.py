@@ -7,7 +7,6 @@ import torch
 from torch import Tensor
 
 from megasink.checkpoints.find import find_checkpoint
-from megasink.convert.adapted import weights_of
 from megasink.convert.attention_change import Change
 from megasink.convert.from_hf import HuggingFaceSource, made
 from megasink.convert.hf_config import transformers_has
@@ -33,7 +32,7 @@ def check_export(
     if source.tokenizer is not None:
         verify_tokenizer(source.tokenizer, folder)
     model = source.model
-    checkpoint = weights_of(source.found, source.saved, model)
+    checkpoint = MegatronCheckpoint(source.found.folder)
     target, _ = source.target(target_name)
     if target.custom_code and (names := changed_files(folder)):
         raise UserError(f"{folder}: {', '.join(names)} is not what was written: is the disk bad?")

@@ -67,7 +67,6 @@ def model_card(
             "head-balance coefficient, scope",
             _both(saved, "head_balance_coeff", "head_balance_scope"),
         ),
-        ("LoRA rank, alpha", _both(saved, "lora_rank", "lora_alpha")),
         *_metrics(found),
     ]
     table = "\n".join(f"| {name} | {value} |" for name, value in rows if value is not None)

@@ -14,7 +14,6 @@ from megasink.checkpoints.carried import carried
 from megasink.checkpoints.find import Checkpoint, find_checkpoint
 from megasink.checkpoints.saved_arguments import read_arguments
 from megasink.checkpoints.tokenizer import tokenizer_of
-from megasink.convert.adapted import weights_of
 from megasink.convert.architecture import Architecture, architecture_of
 from megasink.convert.background import ahead, one_thread, use_large_pages
 from megasink.convert.carried import GENERATION, written_again
@@ -108,7 +107,7 @@ def export(
     use_large_pages()
     target, why = source.target(target_name)
     say(f"target: {target.architecture} ({target.name}): {why}")
-    checkpoint = weights_of(source.found, source.saved, source.model)
+    checkpoint = MegatronCheckpoint(source.found.folder)
     table = target.table(source.model)
     _account(checkpoint, table, source.model)
     todo = list(steps(table, source.model.layers, source.model.experts))

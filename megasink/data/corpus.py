@@ -32,7 +32,7 @@ EXAMPLES = 5
 class Document:
     """One document: its text, and its origin (`path`, `path:line` or `path#row`).
 
-    The text of a conversation is its record, a JSON object. That of a long file stays there until
+    The text of a long file stays there until
     it is asked for. A byte order mark at the beginning, of whatever kind of file, is no text.
     """
 
@@ -78,10 +78,7 @@ class Corpus:
 
     Args:
         inputs: files, folders, or `stdlib:` (see `STDLIB`).
-        json_key: the key of a JSON object, or the column of a parquet file, that holds the text
-            (default: text), or the messages (default: messages).
-        chat: read conversations, one per line or row, as they are: `megasink.data.conversation`
-            checks them. Files of text are an error.
+        json_key: the key of a JSON object, or the column of a parquet file, that holds the text.
         on_invalid_utf8: `skip` counts documents that are not UTF-8 text (or text files with NUL
             bytes) in `skipped`, `error` raises UserError.
         max_document_bytes: maximum size of a text file, line or cell, decompressed.
@@ -105,15 +102,13 @@ class Corpus:
         self,
         inputs: Sequence[str | Path],
         *,
-        json_key: str | None = None,
-        chat: bool = False,
+        json_key: str = "text",
         on_invalid_utf8: InvalidUtf8 = "skip",
         max_document_bytes: int = MAX_DOCUMENT_BYTES,
         partition: tuple[int, int] | None = None,
     ):
         self.inputs = [str(i) for i in inputs]
-        self.chat = chat
-        self.json_key = json_key or ("messages" if chat else "text")
+        self.json_key = json_key
         self.on_invalid_utf8 = on_invalid_utf8
         self.max_document_bytes = max_document_bytes
         self.partition = partition
@@ -129,12 +124,6 @@ class Corpus:
                 self._files += expand(item, self.json_key, max_document_bytes)
             except UserError as error:
                 problems.append(str(error))
-        texts = [str(f.path) for f in self._files if chat and f.kind == "text"]
-        if texts:
-            problems.append(
-                f"{texts[0]}{f' and {len(texts) - 1} others' if texts[1:] else ''}: conversations "
-                "are read from .jsonl (also .gz, .zst) and .parquet files: name those"
-            )
         if problems:
             raise ConfigError(problems)
         self._spans = spans_of(self._files, *(partition or (1, 1)))
@@ -249,12 +238,12 @@ class Corpus:
                         raise UserError(f"{source}: more than {limit:,} bytes of blank lines")
                     continue
                 blank = 0
-                text = _decoded(line) if self.chat else text_of(line, source, self.json_key)
+                text = text_of(line, source, self.json_key)
                 del line  # the consumer may hold the text for long
                 yield source, text, tell(), number, byte
 
     def _rows(self, file: File, parquet: ParquetReader, after: Place) -> Iterator[_Item]:
-        rows = parquet.rows(file.path, self.json_key, chat=self.chat)
+        rows = parquet.rows(file.path, self.json_key)
         for row, (cell, part) in enumerate(rows, 1):
             if row <= after.item:
                 continue

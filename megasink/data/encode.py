@@ -7,12 +7,11 @@ import multiprocessing
 import os
 import signal
 import threading
-from collections import Counter, deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections import deque
+from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import Future, ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
-from dataclasses import dataclass, field
-from typing import Protocol
+from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
@@ -28,25 +27,14 @@ class Encoded:
     Attributes:
         tokens: [N] ids, N the sum of `lengths`.
         lengths: tokens of each document, or part of one.
-        last: whether a document ends with each of them; None if all do.
+        last: whether a document ends with each of them.
         text_bytes: UTF-8 size of the text.
-        loss_mask: [N] uint8, 1 for the tokens that are targets; None if all are.
-        counts: what else was counted (see `chat`).
     """
 
     tokens: NDArray[np.integer]
     lengths: list[int]
+    last: list[bool]
     text_bytes: int
-    loss_mask: NDArray[np.uint8] | None = None
-    counts: Counter[str] = field(default_factory=Counter)
-    last: list[bool] | None = None
-
-
-class Settings[Item](Protocol):
-    """What a worker needs to encode a batch of items."""
-
-    def encoder(self) -> Callable[[list[Item]], Encoded]:
-        """Return the function that encodes batches, in the process that calls it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,10 +46,6 @@ class EncoderSettings:
     after: list[int]
     dtype: str
     parse_special_tokens: bool = False
-
-    def encoder(self) -> "Encoder":
-        """Return the encoder of texts."""
-        return Encoder(self)
 
 
 class Encoder:
@@ -86,14 +70,14 @@ class Encoder:
                 pieces.append(self._array(self.settings.after))
             lengths.append(sum(map(len, pieces[start:])))
         size = sum(len(part.text.encode()) for part in parts)
-        return Encoded(np.concatenate(pieces), lengths, size, last=[part.last for part in parts])
+        return Encoded(np.concatenate(pieces), lengths, [part.last for part in parts], size)
 
     def _array(self, ids: list[int]) -> NDArray[np.integer]:
         return np.array(ids, dtype=self.settings.dtype)
 
 
-def encode_in_order[Item](
-    batches: Iterable[list[Item]], settings: Settings[Item], workers: int
+def encode_in_order(
+    batches: Iterable[list[Part]], settings: EncoderSettings, workers: int
 ) -> Iterator[Encoded]:
     """Encode `batches` in `workers` processes (1: in this one); yield results in order.
 
@@ -101,7 +85,7 @@ def encode_in_order[Item](
         UserError: a worker process died, or raised it.
     """
     if workers == 1:
-        yield from map(settings.encoder(), batches)
+        yield from map(Encoder(settings), batches)
         return
     pool = ProcessPoolExecutor(
         workers,
@@ -128,13 +112,13 @@ def encode_in_order[Item](
         pool.shutdown(cancel_futures=True)
 
 
-_encoder: Callable[..., Encoded] | None = None
+_encoder: Encoder | None = None
 
 
-def _start_worker[Item](settings: Settings[Item]) -> None:
+def _start_worker(settings: EncoderSettings) -> None:
     global _encoder
     follow_parent()
-    _encoder = settings.encoder()
+    _encoder = Encoder(settings)
 
 
 def follow_parent() -> None:
@@ -151,6 +135,6 @@ def follow_parent() -> None:
     threading.Thread(target=wait, daemon=True).start()
 
 
-def _encode[Item](batch: list[Item]) -> Encoded:
+def _encode(batch: list[Part]) -> Encoded:
     assert _encoder is not None
     return _encoder(batch)

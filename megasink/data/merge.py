@@ -3,22 +3,23 @@
 import json
 import re
 import shutil
+from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
+from megasink.command_line import FINETUNE
 from megasink.data import output
-from megasink.data.chat import COUNTS
 from megasink.data.corpus import EXAMPLES
 from megasink.data.index import data_problem, sequence_lengths
-from megasink.data.output import LOSS_MASK, file_of, output_problems, part_of, partial_of
+from megasink.data.output import file_of, output_problems, part_of, partial_of
 from megasink.data.sidecar import read_sidecar
 from megasink.data.writer import write_index
 from megasink.errors import ConfigError
 from megasink.progress import progress
 
-_SUMS = ("documents", "tokens", "text_bytes", *COUNTS)
+_SUMS = ("documents", "tokens", "text_bytes")
 
 
 def merge(prefix: Path, *, overwrite: bool = False) -> dict[str, Any]:
@@ -43,14 +44,12 @@ def merge(prefix: Path, *, overwrite: bool = False) -> dict[str, Any]:
         problems += _differences(parts, sidecars)
     if problems:
         raise ConfigError(problems)
-    is_chat = sidecars[0].get("kind") == "chat"
-    suffixes = output.CHAT if is_chat else output.TEXT
     with output.writing(prefix):
         output.clear_partial(prefix)
-        _join(prefix, parts, ["", LOSS_MASK] if is_chat else [""], sidecars[0]["dtype"])
+        _join(prefix, parts, sidecars[0]["dtype"])
         sidecar = _sum_of(sidecars)
         output.write_sidecar(prefix, sidecar)
-        output.publish(prefix, suffixes)
+        output.publish(prefix)
     return sidecar
 
 
@@ -78,6 +77,9 @@ def _differences(parts: list[Path], sidecars: list[dict[str, Any]]) -> list[str]
     problems = [f"{p}: {text}" for p in parts if (text := data_problem(str(p), None))]
     own = {*_SUMS, "largest_id", "skipped", "partition"}
     for number, (part, sidecar) in enumerate(zip(parts, sidecars, strict=True), 1):
+        if sidecar.get("kind") == "chat":
+            problems.append(f"{part} holds conversations, which are not merged: {FINETUNE}")
+            continue
         if sidecar.get("partition") != [number, len(parts)]:
             problems.append(f"{part}.json does not say that this is part {number}/{len(parts)}")
             continue
@@ -90,23 +92,19 @@ def _differences(parts: list[Path], sidecars: list[dict[str, Any]]) -> list[str]
     return problems
 
 
-def _join(prefix: Path, parts: list[Path], names: list[str], dtype: str) -> None:
-    files = [(file_of(part, f"{name}.bin"), name) for name in names for part in parts]
-    total = sum(path.stat().st_size for path, _ in files)
-    done = 0
-    with progress("merging", total, "bytes") as tell:
-        for name in names:
-            merged = partial_of(prefix, f"{name}.bin")
-            with merged.open("xb") as file:
-                for path in (path for path, of in files if of == name):
-                    with path.open("rb") as part:
-                        shutil.copyfileobj(part, file, 16 << 20)
-                    done += path.stat().st_size
-                    tell(done)
-            lengths = [sequence_lengths(f"{part}{name}") for part in parts]
-            kind = np.dtype("uint8" if name else dtype)
-            there = [part for part in lengths if part is not None]
-            write_index(partial_of(prefix, f"{name}.idx"), there, kind)
+def _join(prefix: Path, parts: list[Path], dtype: str) -> None:
+    sizes = [file_of(part, ".bin").stat().st_size for part in parts]
+    with (
+        progress("merging", sum(sizes), "bytes") as tell,
+        partial_of(prefix, ".bin").open("xb") as file,
+    ):
+        for part, done in zip(parts, accumulate(sizes), strict=True):
+            with file_of(part, ".bin").open("rb") as content:
+                shutil.copyfileobj(content, file, 16 << 20)
+            tell(done)
+    lengths = [sequence_lengths(str(part)) for part in parts]
+    there = [part for part in lengths if part is not None]
+    write_index(partial_of(prefix, ".idx"), there, np.dtype(dtype))
 
 
 def _sum_of(sidecars: list[dict[str, Any]]) -> dict[str, Any]:

@@ -12,18 +12,12 @@ from megasink.data.object_store import is_stored
 from megasink.errors import UserError
 from megasink.output_folder import locked
 
-LOSS_MASK = "_loss_mask"
-"""Appended to the prefix of chat data: a data set of its own, with a byte for each token."""
-
-TEXT = (".json", ".bin", ".idx")
+FILES = (".json", ".bin", ".idx")
 """In order of publication: Megatron loads nothing without the `.idx`."""
-CHAT = (".json", f"{LOSS_MASK}.bin", f"{LOSS_MASK}.idx", ".bin", ".idx")
-
-
 PROGRESS = ".progress"
 LENGTHS = ".lengths"
 # What may be there until the data set is published.
-_PARTIAL = (*CHAT, PROGRESS, LENGTHS, f"{LOSS_MASK}{LENGTHS}")
+_PARTIAL = (*FILES, PROGRESS, LENGTHS)
 
 
 class Written(NamedTuple):
@@ -54,7 +48,7 @@ def output_problems(prefix: Path, inputs: Sequence[str], *, overwrite: bool) -> 
         return [f"--output {prefix} is in an object store: write to a folder, and copy the files"]
     if prefix.suffix in (".bin", ".idx"):
         return [f"--output {prefix} is a prefix: leave {prefix.suffix} off"]
-    written = {file_of(prefix, s).resolve() for s in CHAT}
+    written = {file_of(prefix, s).resolve() for s in FILES}
     problems = [
         f"--output {prefix} would write into the input {i}: choose another place"
         for i in map(Path, inputs)
@@ -63,7 +57,7 @@ def output_problems(prefix: Path, inputs: Sequence[str], *, overwrite: bool) -> 
     ]
     if problems:
         return problems
-    existing = [str(f) for f in (file_of(prefix, s) for s in CHAT) if f.exists()]
+    existing = [str(f) for f in (file_of(prefix, s) for s in FILES) if f.exists()]
     if existing and not overwrite:
         return [f"{', '.join(existing)} exist: pass --overwrite, or another --output"]
     return []
@@ -109,24 +103,20 @@ def write_sidecar(prefix: Path, content: dict[str, Any]) -> None:
     path.write_text(json.dumps(content, indent=2) + "\n")
 
 
-def publish(prefix: Path, suffixes: Sequence[str]) -> None:
+def publish(prefix: Path) -> None:
     """Replace the data set of `prefix` by its partial files; call inside `writing`.
 
     Args:
         prefix: path of the files without suffix.
-        suffixes: `TEXT` or `CHAT`.
     """
-    for suffix in suffixes:
+    for suffix in FILES:
         with partial_of(prefix, suffix).open("rb") as file:
             sync(file)
-    # Before replacing the old .bin, so that its .idx never goes with the new one. Nothing remains
-    # of chat data that text replaces.
-    for suffix in (".idx", *CHAT):
-        if suffix == ".idx" or suffix not in suffixes:
-            file_of(prefix, suffix).unlink(missing_ok=True)
+    # Before replacing the old .bin, so that its .idx never goes with the new one.
+    file_of(prefix, ".idx").unlink(missing_ok=True)
     # Megatron caches sample indices by prefix, regardless of the content.
     for cache in prefix.glob("cache/*Dataset_indices"):
         shutil.rmtree(cache, ignore_errors=True)
-    for suffix in suffixes:
+    for suffix in FILES:
         partial_of(prefix, suffix).rename(file_of(prefix, suffix))
     sync_folder(prefix.parent)

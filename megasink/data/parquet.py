@@ -14,7 +14,7 @@ from megasink.extras import require
 
 
 class ParquetReader:
-    """Reads columns of text, or of conversations.
+    """Reads columns of text.
 
     Its process starts with the first file, and ends with the context.
 
@@ -35,16 +35,13 @@ class ParquetReader:
             self._process.communicate()
             self._process = None
 
-    def rows(
-        self, path: Path, key: str, *, chat: bool = False
-    ) -> Iterator[tuple[bytes | None, float]]:
+    def rows(self, path: Path, key: str) -> Iterator[tuple[bytes | None, float]]:
         """Yield the cells of column `key` (b"" for null, None for a cell that is too long), and the
         share of the file that has been read.
 
         Args:
             path: the file.
             key: the column.
-            chat: the column holds lists of messages; each is given as a record, a JSON object.
 
         Raises:
             UserError: not a parquet file, a missing column or one of another type, or a file that
@@ -56,7 +53,7 @@ class ParquetReader:
         self._process = process = self._process or self._start()
         assert process.stdin is not None
         try:
-            asked = json.dumps({"path": str(path), "key": key, "chat": chat}).encode()
+            asked = json.dumps({"path": str(path), "key": key}).encode()
             process.stdin.write(asked + b"\n")
             process.stdin.flush()
         except BrokenPipeError:

@@ -4,7 +4,7 @@ A small file can require any amount of memory (one dictionary value for every ro
 decompresses to gigabytes). Arrow has no memory limit, but the kernel has one per process. A failure
 that Arrow cannot survive ends this process, not the caller's.
 
-Reads one JSON line {"path", "key", "chat"} per file from standard input, and answers with frames on
+Reads one JSON line {"path", "key"} per file from standard input, and answers with frames on
 standard output: one byte for the kind, eight for the size (big-endian), then the content.
 """
 
@@ -48,7 +48,7 @@ def main() -> None:
     for line in sys.stdin.buffer:
         asked = json.loads(line)
         try:
-            _read(asked["path"], asked["key"], limit, out, chat=asked["chat"])
+            _read(asked["path"], asked["key"], limit, out)
             _frame(out, END)
         except BrokenPipeError:
             return
@@ -71,7 +71,7 @@ def _warm_up() -> None:
     pq.read_table(pa.BufferReader(buffer.getvalue()))
 
 
-def _read(path: str, key: str, limit: int, out: BinaryIO, *, chat: bool) -> None:
+def _read(path: str, key: str, limit: int, out: BinaryIO) -> None:
     import pyarrow as pa
     import pyarrow.parquet as pq
 
@@ -81,14 +81,12 @@ def _read(path: str, key: str, limit: int, out: BinaryIO, *, chat: bool) -> None
         if key not in names:
             raise _Refused(f"has no column {key!r}: pass --json-key, one of {sorted(names)}")
         kind = described.schema_arrow.field(key).type
-        if chat:
-            _check_messages(names, key, kind)
-        elif not _is_text(kind.value_type if pa.types.is_dictionary(kind) else kind):
+        if not _is_text(kind.value_type if pa.types.is_dictionary(kind) else kind):
             raise _Refused(f"column {key!r} holds {kind}, not strings")
         rows = described.metadata.num_rows
         _frame(out, ROWS, str(rows).encode())
         for value in _cells(file, key, _batch_rows(described.metadata, key)):
-            content = _record(value, key) if chat else _text(value)
+            content = _text(value)
             if content is None:
                 _frame(out, NULL)
             elif content.size > limit:
@@ -108,35 +106,6 @@ def _text(value: Any) -> Any:
     import pyarrow as pa
 
     return (value.value if isinstance(value, pa.DictionaryScalar) else value).as_buffer()
-
-
-def _check_messages(names: list[str], key: str, kind: Any) -> None:
-    """Refuse a column that is not a list of messages of text.
-
-    Every row of a nested column has all fields of any row, as nulls: tool calls and schemas would
-    not be the ones that were written.
-    """
-    import pyarrow as pa
-
-    if "tools" in names:
-        raise _Refused("column 'tools' cannot be read from parquet exactly: give JSON Lines")
-    is_list = pa.types.is_list(kind) or pa.types.is_large_list(kind)
-    if not is_list or not pa.types.is_struct(kind.value_type):
-        raise _Refused(f"column {key!r} holds {kind}, not lists of messages with role and content")
-    for field in kind.value_type:
-        if not (_is_text(field.type) or pa.types.is_null(field.type)):
-            raise _Refused(
-                f"column {key!r}: messages have {field.name!r} of {field.type}, not strings, which "
-                "cannot be read from parquet exactly: give JSON Lines"
-            )
-
-
-def _record(value: Any, key: str) -> Any:
-    """Return the buffer of a conversation as a JSON object, or None for null."""
-    import pyarrow as pa
-
-    messages = value.as_py()
-    return None if messages is None else pa.py_buffer(json.dumps({key: messages}).encode())
 
 
 def _cells(file: Any, key: str, batch_rows: int) -> Iterator[Any]:

@@ -25,14 +25,14 @@ class Progress:
             given one.
         place: how far the corpus is read.
         counts: of the documents so far.
-        written: by name of the data set ("" or `LOSS_MASK`).
+        written: how far the partial files are.
     """
 
     made_of: str
     trained: tuple[int, bool] | None
     place: Place
     counts: dict[str, int]
-    written: dict[str, Written]
+    written: Written
 
 
 def made_of(corpus: Corpus, settings: Any) -> str:
@@ -44,7 +44,7 @@ def made_of(corpus: Corpus, settings: Any) -> str:
     """
     said = [
         corpus.identity(),
-        [corpus.json_key, corpus.chat, corpus.on_invalid_utf8, corpus.max_document_bytes],
+        [corpus.json_key, corpus.on_invalid_utf8, corpus.max_document_bytes],
         corpus.partition,
         asdict(settings),
         version("tokenizers"),
@@ -68,13 +68,13 @@ def load(prefix: Path) -> Progress | None:
             trained=None if trained is None else (trained[0], trained[1]),
             place=Place._make([*place[:6], tuple(place[6])]),
             counts=dict(told["counts"]),
-            written={name: Written(*numbers) for name, numbers in told["written"].items()},
+            written=Written(*map(int, told["written"])),
         )
-        for name, (documents, token_bytes) in progress.written.items():
-            for suffix, size in ((".bin", token_bytes), (LENGTHS, 4 * documents)):
-                path = partial_of(prefix, name + suffix)
-                if size and (path.is_symlink() or path.stat().st_size < size):
-                    return None
+        documents, token_bytes = progress.written
+        for suffix, size in ((".bin", token_bytes), (LENGTHS, 4 * documents)):
+            path = partial_of(prefix, suffix)
+            if size and (path.is_symlink() or path.stat().st_size < size):
+                return None
     except (UserError, OSError, KeyError, TypeError, ValueError, AttributeError):
         return None
     return progress

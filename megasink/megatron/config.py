@@ -16,7 +16,6 @@ from megasink.config import (
     PositionOptions,
     SimilarityOptions,
 )
-from megasink.lora.options import LoraOptions
 from megasink.megatron.head_balance import Finalizing, HeadBalance
 from megasink.megatron.model_options import apply_options, check_parameters
 
@@ -24,7 +23,6 @@ from megasink.megatron.model_options import apply_options, check_parameters
 @dataclass(kw_only=True)
 class MegasinkTransformerConfig(
     Finalizing,
-    LoraOptions,
     HeadBalanceOptions,
     NanochatOptions,
     BlockOptions,

@@ -20,7 +20,6 @@ from megatron.core.utils import init_method_normal
 from torch import Tensor
 
 from megasink.attention.variants import Parameter, variant
-from megasink.lora.targets import A, is_of_adapter
 from megasink.megatron.config import MegasinkTransformerConfig
 from megasink.megatron.gate_projection import named_parts
 
@@ -78,8 +77,8 @@ def initialize_weights(model: GPTModel, seed: int) -> None:
     """Redraw every random weight of a newly built stage, independently of the layout.
 
     Constant initial values are left unchanged: norms, linear biases, sinks, gates without an input,
-    variant parameters with a std of 0, and B of LoRA. So are Mamba layers: theirs are Megatron's,
-    which depend on the layout.
+    and variant parameters with a std of 0. So are Mamba layers: theirs are Megatron's, which depend
+    on the layout.
 
     Args:
         model: Pipeline stage, before Float16Module and DDP; on its final device or the CPU.
@@ -92,8 +91,7 @@ def initialize_weights(model: GPTModel, seed: int) -> None:
     for name, parameter in model.named_parameters():
         method = _init_method(names[name], model.config)
         if method is None:
-            known = is_of_adapter(name) or _of_variant(names[name], model.config) is not None
-            known = known or _MAMBA in name
+            known = _MAMBA in name or _of_variant(names[name], model.config) is not None
             if parameter.dim() > 1 and not known:
                 raise ValueError(
                     f"megasink does not know how Megatron initialises {name}: "
@@ -114,7 +112,7 @@ def _init_method(name: str, config: MegasinkTransformerConfig) -> InitMethod | N
         method = config.embedding_init_method
     elif _DRAWN.search(name):
         method = config.init_method
-    elif name.endswith(f".{A}") or name.endswith(_DELTA_CONVOLUTION):
+    elif name.endswith(_DELTA_CONVOLUTION):
         method = _as_in_torch
     elif name.endswith(_DELTA_DECAY):
         method = _decay
@@ -124,7 +122,7 @@ def _init_method(name: str, config: MegasinkTransformerConfig) -> InitMethod | N
 
 
 def _as_in_torch(weight: Tensor) -> Tensor:
-    """Draw as torch.nn.Linear and Conv1d do; peft too, A of LoRA (lora/layer.py)."""
+    """Draw as torch.nn.Conv1d does."""
     return torch.nn.init.kaiming_uniform_(weight, a=math.sqrt(5))
 
 

@@ -10,7 +10,6 @@ from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.training.models.gpt import GPTModelBuilder, GPTModelConfig
 
-from megasink.lora.attach import freeze_base
 from megasink.megatron.inference_guard import refuse_what_bypasses_core_attention
 from megasink.megatron.init import initialize_weights
 from megasink.megatron.model_ends import cap_logits, normalize_embeddings
@@ -85,8 +84,6 @@ def finish_stage(model: Any, config: Any) -> None:
         model.embedding.position_embeddings = SinusoidalPositions(rows, hidden_size, learned.device)
     if config.transformer.perform_initialization:  # else loaded from a checkpoint
         initialize_weights(model, config.init_seed)
-    if config.transformer.lora_rank:
-        freeze_base(model)
     normalize_embeddings(model)
     cap_logits(model)  # before the mask, whose logits must stay out of every softmax
     mask_padding_rows(model, config.tokens)

@@ -1,7 +1,7 @@
 """Layer specs: Megatron's own specs with megasink's attention.
 
 Everything that few models use is imported when a config asks for it: explicit gates, options of the
-block around attention, adapters, a model configuration of ``megatron.training``.
+block around attention, a model configuration of ``megatron.training``.
 """
 
 import dataclasses
@@ -88,10 +88,6 @@ def layer_spec(config: Any, *more: Any, vp_stage: int | None = None) -> Transfor
         layer_norm=with_our_modules(norm, transformer),
     )
     ours = with_block_options(ours, transformer)
-    if getattr(transformer, "lora_rank", 0):
-        from megasink.lora.spec import with_adapters
-
-        ours = with_adapters(ours, transformer)
     if transformer.mtp_num_layers and ours.layer_specs:
         from megasink.megatron.prediction import counted_once
 

@@ -15,7 +15,6 @@ from megasink.megatron.gate_projection import named_parts
 OTHER, GATES, QKV = "other", "attention gates", "attention qkv"
 # The first pattern that is found in a parameter's name counts.
 COMPONENTS = {
-    "adapters": r"lora_|adapter",
     "embedding": r"^embedding\.",
     "output layer": r"^output_layer\.",
     "router": r"\.router\.",

@@ -37,7 +37,7 @@ def step_as(rank: int, ranks: int, flags: Sequence[str], write: Write) -> None:
     from megasink.training.start import starting
 
     args, identity = arguments.parse(flags)
-    # Nothing is read but a base for adapters, and nothing written.
+    # Nothing is read, and nothing written.
     args.save = args.load = args.tensorboard_dir = args.wandb_project = None
     args.eval_iters, args.num_workers, args.async_save = 0, 0, False
     args.log_interval = _NEVER  # an ordinary step: those that are logged send more

@@ -25,9 +25,7 @@ from megasink.data.token_bytes import token_bytes
 from megasink.data.tokenizer import load_tokenizer
 from megasink.errors import UserError
 from megasink.json_file import read_object
-from megasink.training.chat_dataset import ChatDataset
 from megasink.training.checked_dataset import MockGPTDataset, TextDataset, read_batch
-from megasink.training.packing import boundaries
 from megasink.training.replacing import text_targets
 from megasink.training.sink_token import with_sink_token
 
@@ -84,8 +82,7 @@ def datasets_provider(samples: list[int], vp_stage: int | None = None) -> Any:
     def built_here() -> bool:
         return bool(mpu.get_tensor_model_parallel_rank() == 0 and _reads(args, vp_stage))
 
-    text = MockGPTDataset if args.mock_data else TextDataset
-    kind = ChatDataset if args.chat_data else text
+    kind = MockGPTDataset if args.mock_data else TextDataset
     builder = BlendedMegatronDatasetBuilder(kind, samples, built_here, dataset_config(args))
     with reading_stores(args):
         return builder.build()
@@ -119,9 +116,8 @@ def get_batch(data_iterator: Iterator[Any] | None, vp_stage: int | None) -> dict
         this context-parallel rank; None for what this pipeline stage does not need. targets [],
         the sum of the loss mask over all S tokens; None if unused. text_targets [B, s] bool on the
         last stage with --replace-tokens-at, False for replaced tokens; otherwise None. With
-        --dataloader-inter-document-masking also max_seqlen [B] and cu_seqlens [B, S + 2] int32 (see
-        `boundaries`) on every stage, and host_cu_seqlens, the same on the host: None where another
-        rank has read it.
+        --dataloader-inter-document-masking also max_seqlen [B] and cu_seqlens [B, S + 1] int32 on
+        every stage, and host_cu_seqlens, the same on the host: None where another rank has read it.
     """
     args = get_args()
     packed = args.dataloader_inter_document_masking
@@ -133,8 +129,6 @@ def get_batch(data_iterator: Iterator[Any] | None, vp_stage: int | None) -> dict
     if mpu.get_tensor_model_parallel_rank() == 0:
         assert data_iterator is not None
         read = read_batch(data_iterator)
-        if packed:  # a copy: Megatron may run the same batch again
-            read = read | {"cu_seqlens": boundaries(read)}
         # All of it, even if a middle virtual stage needs only the boundaries: Megatron broadcasts
         # by the rank's pipeline stage, not the virtual stage.
         keys = _KEYS + _PACKED if packed else _KEYS

@@ -31,7 +31,7 @@ _FORM = r"[\w ,.:;*+()|\[\]-]*"  # of text that only describes
 _OWN = {
     "read": "expanded-recipe calibration data heads interventions tokenizer".split(),
     "written": ["output"],
-    "text": "attention-kernel attention-variant attention-variant-layers lora-targets lora-train "
+    "text": "attention-kernel attention-variant attention-variant-layers "
     "replace-tokens-with device json-key name".split(),
     "name": "replace-tokens-at batch-size bos dtype maps score task tasks zeroed".split(),
 }

@@ -16,7 +16,6 @@ from megasink.checkpoints.identity import plain
 from megasink.checkpoints.intact import checkpoint_path
 from megasink.checkpoints.tokenizer import digests
 from megasink.data.object_store import is_stored
-from megasink.data.output import LOSS_MASK
 from megasink.megatron_flags import having
 from megasink.training.checks.blends import blends
 from megasink.upstream.versions import versions
@@ -113,7 +112,7 @@ def _data(args: Namespace, count: int) -> Iterator[tuple[str, str]]:
     names, paths = [], []
     for blend in blends(args):
         for number, prefix in enumerate(blend.prefixes, 1):
-            for kind in (".idx", ".bin", f"{LOSS_MASK}.bin") if not is_stored(prefix) else ():
+            for kind in (".idx", ".bin") if not is_stored(prefix) else ():
                 names.append(f"the {kind} of data set {number} of {blend.flag}")
                 paths.append(Path(f"{prefix}{kind}"))
     with ThreadPoolExecutor(_THREADS) as threads:

@@ -7,7 +7,6 @@ Between stages the schedules expect [S, B, d].
 Shapes: B microbatch, S sequence, T = B * S / cp tokens of this rank, d hidden size.
 """
 
-from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -21,29 +20,12 @@ from megasink.megatron.documents import PackedRow, row_of_documents
 _PER_TOKEN = ("tokens", "labels", "loss_mask", "position_ids", "text_targets")
 
 
-def boundaries(read: Mapping[str, Any]) -> Tensor:
-    """Return what every rank must know of the documents of a microbatch that the loader gave.
-
-    Args:
-        read: With ``cu_seqlens`` [B, S + 1] int32, each row padded with S at the end; and, if
-            samples end with padding, ``real_tokens`` [B], the tokens before it.
-
-    Returns:
-        [B, S + 2] int32: these rows, and behind each the number of tokens before its padding.
-    """
-    cu_seqlens: Tensor = read["cu_seqlens"]
-    real_B = read.get("real_tokens")
-    real_B1 = cu_seqlens[:, -1:] if real_B is None else real_B[:, None].to(cu_seqlens.dtype)
-    rows = torch.cat((cu_seqlens, real_B1), dim=1)
-    return rows.pin_memory() if cu_seqlens.is_pinned() else rows
-
-
 def pack(batch: dict[str, Any]) -> PackedRow | None:
     """Merge the samples of a microbatch into one row and keep this rank's tokens of it, in place.
 
     Args:
-        batch: Of the whole microbatch, with `boundaries` as ``cu_seqlens``, or None; and
-            ``host_cu_seqlens``, the same on the host, or None.
+        batch: Of the whole microbatch, with ``cu_seqlens`` [B, S + 1] int32, each row padded with S
+            at the end, or None; and ``host_cu_seqlens``, the same on the host, or None.
 
     Returns:
         The documents of the row, with the boundaries on the host, so that a microbatch synchronizes
@@ -54,13 +36,10 @@ def pack(batch: dict[str, Any]) -> PackedRow | None:
         return None
     on_host = batch.get("host_cu_seqlens")
     rows = (batch["cu_seqlens"] if on_host is None else on_host).tolist()
-    length = rows[0][-2]
-    bounds, padding = [0], []
-    for index, (*row, real) in enumerate(rows):
-        first = index * length
-        bounds += [first + end for end in sorted({end for end in row if end > 0})]
-        if real < length:
-            padding.append((first + real, first + length))
+    length = rows[0][-1]
+    bounds = [0]
+    for index, row in enumerate(rows):
+        bounds += [index * length + end for end in sorted({end for end in row if end > 0})]
     group = parallel_state.get_context_parallel_group()
     ranks, rank = group.size(), group.rank()
     for key in _PER_TOKEN:
@@ -76,7 +55,7 @@ def pack(batch: dict[str, Any]) -> PackedRow | None:
         # Of the table of rotary angles, which is then the same for every microbatch.
         max_seqlen_q=length,
         max_seqlen_kv=length,
-        documents=row_of_documents(bounds, padding, device=device, ranks=ranks, rank=rank),
+        documents=row_of_documents(bounds, device=device, ranks=ranks, rank=rank),
     )
 
 

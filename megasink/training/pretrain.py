@@ -103,7 +103,6 @@ def _run(args: Namespace, store: Any) -> None:
     from megasink.training.arguments import refusals_of_megatron
     from megasink.training.checkpoint_layout import choosing_by_size
     from megasink.training.checkpoint_writer import checkpoint_helpers
-    from megasink.training.checks import chat
     from megasink.training.checks.attention import kernel_choices
     from megasink.training.dataset import datasets_provider
     from megasink.training.evaluation import comparable_evaluations
@@ -111,7 +110,6 @@ def _run(args: Namespace, store: Any) -> None:
     from megasink.training.forward import forward_step
     from megasink.training.keep_checkpoints import keeping_whole_checkpoints
     from megasink.training.live_analysis import LiveAnalysis
-    from megasink.training.lora_base import describe, take_base
     from megasink.training.matrix_shards import laying_out_matrices
     from megasink.training.observer import Observer, observing
     from megasink.training.optimizer import grouping_sink_parameters
@@ -126,14 +124,8 @@ def _run(args: Namespace, store: Any) -> None:
     elif args.rank == 0:
         for title, choice in kernel_choices(args).items():
             print(f"attention: {title} on {choice}", flush=True)
-    if args.rank == 0 and args.chat_data:
-        print(chat.description(), flush=True)
     with refusals_of_megatron(args):
         model = model_config(args)
-        if args.lora_rank:
-            if args.rank == 0:
-                print(describe(args), flush=True)
-            model.pre_wrap_hooks.append(take_base(args))
         model.pre_wrap_hooks.append(choosing_by_size(args))
         container = pretrain_cfg_container_from_args(args, model)
     metrics = Path(args.run_dir, "metrics.jsonl") if args.run_dir else None

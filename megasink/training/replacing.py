@@ -60,8 +60,8 @@ def text_targets(
     Args:
         positions: that are replaced.
         targets_BS: any tensor of the targets' shape and device.
-        cu_seqlens: [B, S + 2] int32, see `megasink.training.packing.boundaries`; None if the
-            sample is one sequence.
+        cu_seqlens: [B, S + 1] int32 where documents begin, padded with S; None if the sample is one
+            sequence.
         sink_token: a sink token starts the sample, and does not count as a position.
 
     Returns:
@@ -75,7 +75,7 @@ def text_targets(
         position_S = index_S + (0 if sink_token else 1)
         return ~torch.isin(position_S, replaced).expand(rows, length)
     begins = torch.zeros(rows, length + 1, dtype=torch.long, device=targets_BS.device)
-    begins.scatter_(1, cu_seqlens[:, :-1].long(), 1)
+    begins.scatter_(1, cu_seqlens.long(), 1)
     index = torch.arange(length + 1, device=targets_BS.device)
     # Where the document of each token begins; the token after the sample still belongs to the last.
     begins[:, length] = 0

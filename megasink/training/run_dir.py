@@ -27,17 +27,14 @@ import megasink
 from megasink.atomic import atomic_text
 from megasink.checkpoints import carried
 from megasink.checkpoints.find import newest_checkpoint
-from megasink.checkpoints.identity import MODEL, plain
+from megasink.checkpoints.identity import MODEL, adapter_problem, plain
 from megasink.checkpoints.intact import TRACKER, go_back_to_intact, iterations, newest_intact
 from megasink.checkpoints.tokenizer import OWN, copy_tokenizer
 from megasink.data.object_store import is_stored
 from megasink.errors import UserError
 from megasink.json_file import read_object
-from megasink.lora.targets import BASE
-from megasink.lora.targets import OPTIONS as LORA
 from megasink.megatron_flags import having
 from megasink.printable import printable
-from megasink.training import lora_base
 from megasink.training.differences import differences_of, redrawn
 from megasink.training.flag_file import toml_lines
 from megasink.training.lease import is_part_of_a_lease
@@ -55,7 +52,6 @@ IDENTITY = (
     "replace_tokens_at",
     "replace_tokens_with",
     *having("run"),
-    *LORA,
 )
 
 
@@ -194,6 +190,8 @@ def _checkpoint_problems(args: Namespace) -> list[str]:
         saved, names = read_object(config), MODEL
     except UserError as error:
         return [f"--load {load}: {error}"]
+    if problem := adapter_problem(saved.get("arguments")):
+        return [f"--load {load}: {problem}"]
     if "converted_from" in saved:
         if not args.finetune:
             return [
@@ -298,7 +296,6 @@ def _write_config(
         "seed": args.seed,
         "versions": {"megasink": megasink.__version__} | versions(),
         "git": git_hash(),
-        **({BASE: lora_base.base_of(args)} if args.lora_rank else {}),
         **carried.entry(args, folder, resumed=resumed_from is not None),
     }
     atomic_text(folder / "config.json", json.dumps(config, indent=1) + "\n")

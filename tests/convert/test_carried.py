@@ -162,7 +162,7 @@ def test_a_run_takes_over_what_its_start_keeps(tmp_path):
     run = tmp_path / "other"
 
     def found(resumed=False, **given):
-        options = {"load": None, "pretrained_checkpoint": None, "lora_rank": 0} | given
+        options = {"load": None, "pretrained_checkpoint": None} | given
         return of_run.entry(Namespace(**options), run, resumed=resumed)
 
     start = str(tmp_path / "base" / "checkpoints")

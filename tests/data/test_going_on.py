@@ -15,14 +15,12 @@ from megatron.core.datasets.indexed_dataset import IndexedDatasetBuilder
 from megasink.cli import main
 from megasink.data import preprocess as module
 from megasink.data import resume
-from megasink.data.chat import COUNTS
 from megasink.data.corpus import Corpus
 from megasink.data.encode import Encoder
 from megasink.data.merge import merge, part_of
 from megasink.data.preprocess import preprocess
 from megasink.data.writer import IndexedWriter
 from megasink.errors import ConfigError
-from tests.chats import MARKED, chat_tokenizer
 
 SUFFIXES = (".bin", ".idx", ".json")
 
@@ -142,19 +140,13 @@ def test_parts_make_the_whole(tmp_path, folder, inputs, parts):
     assert merged == whole
 
 
-def test_parts_of_conversations(tmp_path, folder):
-    chat_tokenizer(folder, tmp_path / "tokenizer", MARKED)
-    turns = [{"role": "user", "content": "ask"}, {"role": "assistant", "content": "answer"}]
-    lines = [json.dumps({"messages": turns * (1 + n % 3)}) for n in range(40)]
-    (tmp_path / "a.jsonl").write_text("\n".join(lines))
-    sets = {None: "whole", (1, 2): "m-1-of-2", (2, 2): "m-2-of-2"}
-    for partition, name in sets.items():
-        corpus = Corpus([tmp_path / "a.jsonl"], chat=True, partition=partition)
-        preprocess(corpus, tmp_path / name, tmp_path / "tokenizer", seq_length=64, workers=1)
-    merge(tmp_path / "m")
-    suffixes = [*SUFFIXES, "_loss_mask.bin", "_loss_mask.idx"]
-    assert contents(tmp_path / "m", suffixes) == contents(tmp_path / "whole", suffixes)
-    assert set(COUNTS) <= set(json.loads((tmp_path / "m.json").read_text()))
+def test_parts_of_conversations_of_an_earlier_megasink(tmp_path, folder, inputs):
+    prefix = part_of(tmp_path / "m", 1, 1)
+    preprocess(Corpus(inputs, partition=(1, 1)), prefix, folder, workers=1)
+    sidecar = json.loads((tmp_path / "m-1-of-1.json").read_text())
+    (tmp_path / "m-1-of-1.json").write_text(json.dumps(sidecar | {"kind": "chat"}))
+    with pytest.raises(ConfigError, match=r"holds conversations, .* megasink finetune"):
+        merge(tmp_path / "m")
 
 
 def test_parts_that_do_not_belong_together(tmp_path, folder, inputs):

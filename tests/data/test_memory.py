@@ -44,15 +44,15 @@ def folders(folder, sources, tmp_path):
 
 
 def test_a_tokenizer_read_without_torch_is_the_same(folders, elsewhere):
-    with_torch = [_settings(load_tokenizer(folder), "text", None) for folder in folders]
-    assert [from_tokenizer(f, _settings, "text", None) for f in folders] == with_torch
+    with_torch = [_settings(load_tokenizer(folder), parse=False) for folder in folders]
+    assert [from_tokenizer(f, _settings, parse=False) for f in folders] == with_torch
     assert len({made.sha256 for made in with_torch}) > 2
 
 
 def test_a_bad_folder_is_one_error_in_either_process(tmp_path, elsewhere):
     (tmp_path / "tokenizer.json").write_text("{}")
     with pytest.raises(UserError, match="has no tokenizer that transformers loads") as error:
-        from_tokenizer(tmp_path, _settings, "text", None)
+        from_tokenizer(tmp_path, _settings, parse=False)
     with pytest.raises(UserError) as here:
         load_tokenizer(tmp_path)
     assert str(error.value) == str(here.value)

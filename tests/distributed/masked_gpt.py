@@ -17,9 +17,10 @@ from torch import Tensor
 
 from megasink.attention import reference_attention
 from megasink.megatron.core_attention import CoreAttention
+from megasink.megatron.documents import Documents, row_of_documents
 from megasink.megatron.model import MegasinkGPTBuilder
 from megasink.training.dataset import without_prefix
-from megasink.training.packing import boundaries, enter_stage, leave_stage, pack
+from megasink.training.packing import enter_stage, leave_stage, pack
 from tests.distributed import oracle, tiny_gpt
 
 # Of each sample: the ends of its documents. One of a single token, two of one length. The row of
@@ -57,6 +58,17 @@ def batch(
     return data
 
 
+def with_padding(row: Documents, real: list[int]) -> Documents:
+    """The documents of a row whose samples end with padding, as a host that pads them gives it."""
+    length, group = tiny_gpt.SEQUENCE, tiny_gpt.parallel_state.get_context_parallel_group()
+    starts = [length * index for index in range(len(real))]
+    padding = [(a + n, a + length) for a, n in zip(starts, real, strict=True) if n < length]
+    ranks, rank = group.size(), group.rank()
+    return row_of_documents(
+        row.cu_seqlens, padding, device=torch.device("cpu"), ranks=ranks, rank=rank
+    )
+
+
 def train(
     documents: bool = False, masked: bool = False, padded: bool = False, **options: Any
 ) -> dict[str, Any]:
@@ -73,14 +85,13 @@ def reading(
 
     def forward_step(iterator: Iterator[tuple[int, int]], model: Any) -> tuple[Tensor, Any]:
         data = batch(*next(iterator), documents, masked, padded)
-        if documents:
-            data["cu_seqlens"] = boundaries(data)
         data["loss_mask"] = without_prefix(data["loss_mask"], prefix)
         config, targets = get_model_config(model), data["loss_mask"].sum()
         balance = config.statistics.balance
         balance.set_targets(targets)
         packed = pack(data)
         if packed is not None:
+            packed.documents = with_padding(packed.documents, data["real_tokens"].tolist())
             enter_stage(model)
         output = model(
             data["tokens"],

@@ -20,7 +20,7 @@ from megasink.megatron.core_attention import CoreAttention
 from megasink.megatron.model import MegasinkGPTBuilder
 from megasink.megatron.positions import alibi_slopes, bucket_of_distance, build_position_bias
 from megasink.megatron.sinusoid import sinusoidal_table
-from megasink.training.packing import boundaries, pack
+from megasink.training.packing import pack
 from tests.distributed import tiny_gpt
 from tests.said import said
 
@@ -140,7 +140,6 @@ def host_reads() -> dict[str, int]:
         data: dict[str, Any] = tiny_gpt.batch(0, 0)
         rows = [[0, 5, 32] + [32] * 30, [0, 9, 11, 32] + [32] * 29]
         data["cu_seqlens"] = torch.tensor(rows, dtype=torch.int32)
-        data["cu_seqlens"] = boundaries(data)
         params = pack(data)
         if name == "from elsewhere":
             bounds = params.cu_seqlens_q

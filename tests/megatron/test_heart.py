@@ -16,7 +16,7 @@ LINES, FILES = 6_500, 60
 NOT = ("megatron.training", "matplotlib", "scipy", "sklearn", "transformers", "numpy.distutils")
 ROOMS = {
     "",  # the package itself
-    *("attention", "balance", "megatron", "lora"),
+    *("attention", "balance", "megatron"),
     *("config", "errors", "printable", "tried"),
 }
 PROGRAM = """
@@ -40,8 +40,6 @@ def test_the_heart_is_small_and_comes_alone():
     assert len(lines) <= FILES, sorted(lines)
     assert [name for name in loaded if name.startswith(NOT)] == []
     assert {name.partition("megasink.")[2].split(".")[0] for name in ours} <= ROOMS
-    # `lora` is an options class alone, and no patch of upstream is known.
-    assert {name for name in ours if ".lora" in name} <= {"megasink.lora", "megasink.lora.options"}
 
 
 OTHERS = """

@@ -19,10 +19,8 @@ hybrid-latent: --hybrid-override-pattern +-D- --num-experts 4 --moe-layer-freq 2
   ! sinks in latent attention (+D) are not supported
   ! --num-experts 4, but --hybrid-layer-pattern +-D- has no layer E
   ! --hybrid-layer-pattern with --moe-layer-freq: layers with experts are those marked E
-hybrid-experts: --hybrid-layer-pattern *E|*E --lora-rank 2 --disable-bias-linear
-    --pretrained-checkpoint nowhere
+hybrid-experts: --hybrid-layer-pattern *E|*E --disable-bias-linear
   ! has layers with experts (E), but there is no --num-experts
-  ! --hybrid-layer-pattern with --lora-rank
   ! has 2 pipeline stages: give --pipeline-model-parallel-size, or drop |
 hybrid-stages: --hybrid-layer-pattern *-*- --pipeline-model-parallel-size 2
     --num-virtual-stages-per-pipeline-rank 2 --use-rope-scaling

@@ -50,18 +50,15 @@ sinks-of-more-layers: --attention-variant-layers [1,0]*2
 sinks-in-all-layers: --attention-variant-layers [1,1] --attention-variant vanilla
   ! --attention-variant-layers [1,1]: all layers are chosen
   ! --attention-variant-layers: the other layers have --attention-variant vanilla too
-sinks-in-some-layers-and-more: --attention-variant-layers [1,0] --lora-rank 2
-  ! --attention-variant-layers with --lora-rank
 sinks-in-some-layers-of-a-hybrid: --attention-variant-layers [1,0,0,0]
     --hybrid-layer-pattern *-*-
   ! --attention-variant-layers with --hybrid-layer-pattern
 no-pattern-of-layers: --attention-variant-layers [1]+open
   ! --attention-variant-layers '[1]+open'
-prediction: --mtp-num-layers 1 --dataloader-inter-document-masking --lora-rank 2 --post-norm
+prediction: --mtp-num-layers 1 --dataloader-inter-document-masking --post-norm
     --norm-without-gain --embedding-norm --pipeline-model-parallel-size 2
   ! --mtp-num-layers with --pipeline-model-parallel-size 2 and one weight
   ! --mtp-num-layers with --dataloader-inter-document-masking
-  ! --mtp-num-layers with --lora-rank
   ! --mtp-num-layers with --post-norm
   ! --mtp-num-layers with --norm-without-gain
   ! --mtp-num-layers with --embedding-norm

@@ -3,6 +3,7 @@
 import heapq
 import json
 import os
+import shutil
 import tempfile
 import textwrap
 from argparse import Namespace
@@ -21,7 +22,6 @@ from tests.forkserver import server
 from tests.training import (
     command_lines,
     hybrid_lines,
-    lora_lines,
     mechanism_lines,
     observing_lines,
     shape_lines,
@@ -31,7 +31,6 @@ from tests.training.command_lines import MOCK, MODEL
 _TABLES = (
     command_lines,
     hybrid_lines,
-    lora_lines,
     mechanism_lines,
     observing_lines,
     shape_lines,
@@ -72,12 +71,16 @@ def answers(files):
     (files / "broken.bin").write_bytes(b"")
     (files / "broken.idx").write_bytes((files / "text.idx").read_bytes()[:20])
     refused["broken-index"] = [*MODEL, *broken]
+    for suffix in ("bin", "idx"):
+        shutil.copy(files / f"text.{suffix}", files / f"chat.{suffix}")
+    made = json.loads((files / "text.json").read_text())
+    (files / "chat.json").write_text(json.dumps(made | {"kind": "chat"}))
+    chat = ["--data-path", str(files / "chat"), "--tokenizer-model", str(files / "tokenizer-a")]
+    refused["chat"] = [*MODEL, *chat, "--split", "1,0,0"]
     text = [*MODEL, *own, str(files / "tokenizer-a"), "--split", "1,0,0"]
     accepted = ACCEPTED | {"text": text}
     documented = train_lines(files / "many", files / "tokenizer-a")
     for place, (flags, _) in documented.items():
-        if "--pretrained-checkpoint" in flags:  # nor is a base
-            continue
         if "--load" in flags:  # no checkpoint is there
             at = flags.index("--load")
             del flags[at : at + 2]
@@ -114,7 +117,7 @@ def test_a_launcher_and_its_ranks_find_what_a_rank_alone_finds(answers, name):
         told = error.problems
     assert set(told) <= set(answers[name]["problems"])
     # What ranks of our launcher, which check no more than the process, then find, is the rest.
-    if (told or answers[name]["late"]) and "lora" not in name:
+    if told or answers[name]["late"]:
         assert {*told, *answers[name]["late"]} == set(answers[name]["problems"])
 
 
@@ -184,6 +187,12 @@ def test_the_split_that_is_proposed_gives_both_parts_a_document(documents, split
 def test_a_broken_index_is_refused(answers):
     (problem,) = answers["broken-index"]["problems"]
     assert "broken.idx is cut short: it has 20 bytes" in problem
+
+
+def test_conversations_of_an_earlier_megasink_are_no_text(answers):
+    (problem,) = answers["chat"]["problems"]
+    assert "chat: made by megasink data --chat, and its prompts would be targets too" in problem
+    assert problem.endswith("megasink finetune (docs/finetuning.md)")
 
 
 @pytest.mark.parametrize("name", [*ACCEPTED, "text"])

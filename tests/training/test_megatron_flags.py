@@ -16,7 +16,7 @@ DERIVED = set(
     rank world_size local_rank data_parallel_size inprocess_active_world_size unknown_flags
     transformer_pipeline_model_parallel_size virtual_pipeline_model_parallel_size
     variable_seq_lengths sink_token_id gtp_weight_remat_size expert_gtp_weight_remat_size
-    lora_rank use_kitchen_attention kitchen_config_file kitchen_recipe_number
+    use_kitchen_attention kitchen_config_file kitchen_recipe_number
     """.split()
 )
 FLAGS = {entry["dest"] for entry in json.loads(TABLE.read_text())["flags"]}

@@ -214,7 +214,7 @@ def test_a_run_is_its_configuration(tmp_path, monkeypatch):
     """RUN/config.toml, as a rank writes it, gives the flags of the run again."""
     flags = ["--lr", "1e-4", "--swiglu", "--data-path", "1", "a b", "--split", "9,1,0"]
     monkeypatch.setattr(sys, "argv", ["x.py", "--run-dir", "r", "--resume=auto", *flags])
-    args = Namespace(world_size=1, lora_rank=0, seed=1, load=None, pretrained_checkpoint=None)
+    args = Namespace(world_size=1, seed=1, load=None, pretrained_checkpoint=None)
     run_dir._write_config(tmp_path, args, {}, None)
     line = early.expanded(["--config", str(tmp_path), "--lr", "1"])
     assert line == ["--expanded-recipe", line[1], *flags, "--lr", "1"]

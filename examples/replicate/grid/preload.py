@@ -35,7 +35,6 @@ ROOMS = (
 LATE = (
     "megasink.cli",
     "megasink.cli.analyze",
-    "megasink.lora.linear",
     "matplotlib.backends.backend_agg",
     "matplotlib.figure",
     "megatron.core.tokenizers.text.libraries",

@@ -11,10 +11,9 @@ from typing import Any
 
 from megasink.attention.variants.layers import resolve_layers
 from megasink.command_line import with_help
-from megasink.training import lora_base, run_dir
+from megasink.training import run_dir
 from megasink.training.checks import (
     balance,
-    chat,
     checkpoints,
     choices,
     context_parallel,
@@ -24,7 +23,6 @@ from megasink.training.checks import (
     hybrid,
     implementation,
     layout,
-    lora,
     model,
     muon,
     observing,
@@ -61,19 +59,16 @@ _EARLY = (
     implementation,
     unsupported,
     balance,
-    lora,
     checkpoints,
     schedule,
     observing,
     replaced_tokens,
-    chat,
     data,
 )
 
 
 def complete(args: Namespace) -> None:
-    """Set in parsed arguments what others of them, or the data, imply. The checks need it."""
-    chat.recognize(args)
+    """Set in parsed arguments what others of them imply. The checks need it."""
     hybrid.count_layers(args)
     resolve_layers(args)
 
@@ -94,7 +89,7 @@ def problems(args: Namespace, *, checked: bool = False) -> list[str]:
     from megasink.training.checks import attention, data_files, device, vocabulary
 
     # Other ranks would see files that rank 0 has just written; torchrun ends them if rank 0 fails.
-    of_folder = run_dir.problems(args) + lora_base.problems(args) if args.rank == 0 else []
+    of_folder = run_dir.problems(args) if args.rank == 0 else []
     early = _problems(args, [implementation]) if checked else early_problems(args)
     _, args = choices.without_unknown(args)
     return early + _problems(args, (attention, device, vocabulary, data_files)) + of_folder

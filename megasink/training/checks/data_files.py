@@ -7,9 +7,9 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 from numpy.typing import NDArray
 
+from megasink.command_line import FINETUNE
 from megasink.data.index import (
     ENTRIES,
     counts_problem,
@@ -18,7 +18,6 @@ from megasink.data.index import (
     sequence_lengths,
 )
 from megasink.data.object_store import is_stored
-from megasink.data.output import LOSS_MASK
 from megasink.data.sidecar import mismatch, read_sidecar
 from megasink.errors import UserError
 from megasink.json_file import read_object
@@ -80,7 +79,7 @@ class _Check:
         found = (
             data_problem(prefix, self.ids, self.entries),
             self.sha256 and mismatch(prefix, self.sha256, self.tokenizer),
-            _mask_problem(prefix),
+            _chat_problem(prefix),
             self._counts_problem(prefix),
         )
         texts = [f"{prefix}: {problem}" for problem in found if problem]
@@ -109,17 +108,11 @@ def _vocabulary(args: Namespace) -> int:
     return len(tokenizer) if tokenizer is not None else args.vocab_size or 0
 
 
-def _mask_problem(prefix: str) -> str | None:
-    """Return why the loss mask of chat data is not that of its tokens."""
-    mask = prefix + LOSS_MASK
-    if read_sidecar(prefix).get("kind") != "chat" or missing_files(mask):
-        return None  # `chat` reports missing files
-    if problem := data_problem(mask, None):
-        return problem
-    lengths, masked = sequence_lengths(prefix), sequence_lengths(mask)
-    if lengths is None or masked is None or np.array_equal(lengths, masked):
+def _chat_problem(prefix: str) -> str | None:
+    """Return that a data set of conversations, which megasink made once, is not text."""
+    if read_sidecar(prefix).get("kind") != "chat":
         return None
-    return f"{mask}.idx has other conversations than {prefix}.idx: make the data set again"
+    return "made by megasink data --chat, and its prompts would be targets too: " + FINETUNE
 
 
 def _empty_parts(lengths: NDArray[Any], given: str | None) -> Iterator[str]:

@@ -92,7 +92,7 @@ def _recurrent(args: Namespace, layers: str) -> Iterator[str]:
     if found and args.dataloader_inter_document_masking:
         yield (
             f"{' and '.join(found)} layers with packed documents "
-            "(--dataloader-inter-document-masking, chat data): their state would run from one "
+            "(--dataloader-inter-document-masking): their state would run from one "
             "document into the next; drop one of the two"
         )
     if MAMBA in layers and args.cpu:

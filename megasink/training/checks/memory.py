@@ -71,7 +71,7 @@ def bytes_of_rank(args: Namespace) -> tuple[float, float]:
     optimizer = (4 if half else 0) + (8 if args.optimizer == "adam" else 0)
     if args.use_distributed_optimizer:
         optimizer /= args.data_parallel_size * args.context_parallel_size
-    if args.lora_rank or args.skip_train:
+    if args.skip_train:
         gradients = optimizer = 0
     tokens = whole.seq_length * args.micro_batch_size
     logits = tokens * args.padded_vocab_size / args.tensor_model_parallel_size

@@ -24,5 +24,3 @@ def problems(args: Namespace) -> Iterator[str]:
             f"{flags}: embedding and output layer are one matrix: add "
             "--untie-embeddings-and-output-weights, or use --decoupled-lr"
         )
-    if args.lora_rank:
-        yield f"{flags} with --lora-rank: only the adapter is trained; drop the rates"

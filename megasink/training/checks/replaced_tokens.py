@@ -19,11 +19,7 @@ def problems(args: Namespace) -> Iterator[str]:
         for position in positions
         if length and position >= length
     )
-    for other, given in (
-        ("chat data, whose samples are whole conversations", args.chat_data),
-        ("--mock-data, which is no text", args.mock_data),
-    ):
-        if given:
-            yield f"{flag} with {other}: drop it, or train on text"
+    if args.mock_data:
+        yield f"{flag} with --mock-data, which is no text: drop it, or train on text"
     if args.tokenizer_type not in _TOKENIZERS:
         yield f"{flag} with --tokenizer-type {args.tokenizer_type}: use a Hugging Face tokenizer"

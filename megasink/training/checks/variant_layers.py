@@ -20,8 +20,6 @@ def problems(args: Namespace) -> Iterator[str]:
         yield f"{_FLAG}: the other layers have --attention-variant {PLAIN} too: drop the flag"
     if args.hybrid_layer_pattern is not None:
         yield f"{_FLAG} with --hybrid-layer-pattern: all attention layers (*) have the variant"
-    if args.lora_rank:
-        yield f"{_FLAG} with --lora-rank: adapters of layers that differ are not supported"
     if args.match_ffn_width:
         yield f"{_FLAG} with --match-ffn-width, which counts a gate in every layer: drop it"
     shaped = args.hidden_size and args.num_attention_heads

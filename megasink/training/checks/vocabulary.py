@@ -145,12 +145,9 @@ def pin_vocabulary(args: Namespace) -> None:
 def _tokens_of_checkpoint(args: Namespace) -> int:
     """Return the token count of the model that training starts from; 0 if unknown."""
     # It imports torch, which flag checks avoid.
-    from megasink.checkpoints.adapter import find_base
     from megasink.checkpoints.saved_arguments import read_arguments
 
     config = Path(args.load).parent / "config.json" if args.load else None
-    if args.lora_rank:
-        config = find_base(Path(args.pretrained_checkpoint)).config
     if config is None or not config.is_file():
         return 0
     return named_tokens(read_arguments(config)) or 0

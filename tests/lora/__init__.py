@@ -1,1 +1,0 @@
-"""LoRA in Megatron runs, and adapters to and from peft."""
