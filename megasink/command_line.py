@@ -33,7 +33,10 @@ _BRIDGE = (
 FINETUNE = "megasink finetune (docs/finetuning.md)"
 _PEFT = f"{FINETUNE}, or under Megatron the PEFT of Megatron-Bridge with megasink's layer spec"
 _MERGED = "merge the adapter first: peft's merge_and_unload (docs/finetuning.md)"
+_TRACE = "megasink trace RUN --data FILES measures the run's checkpoints (docs/instruments.md)"
 GONE = {
+    "--analyze-interval": _TRACE,
+    "--analyze-samples": _TRACE,
     **dict.fromkeys(
         ("--lora-rank", "--lora-alpha", "--lora-dropout", "--lora-targets", "--lora-train"), _PEFT
     ),

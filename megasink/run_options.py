@@ -78,16 +78,6 @@ class ObservingOptions:
     attention to the first token, over the first 64, exceeds 0.3; and the same for the sink slot of
     variants that have one."""
 
-    analyze_interval: int = 0
-    """Interval in steps at which an evaluation also runs the metrics of `megasink analyze`, and
-    after the last step; 0: never. Writes RUN/analysis/iter_..., which `megasink trace RUN` and
-    `megasink report` read. Must be a multiple of --eval-interval. Not for tensor, pipeline, context
-    or expert parallelism: analyze the checkpoints of those runs instead."""
-
-    analyze_samples: int = 32
-    """Number of validation samples for --analyze-interval: always the first ones, divided among the
-    data-parallel ranks."""
-
     stop_on_divergence: float | None = None
     """Stop with exit code 2 and no further checkpoint when the training loss (an exponential moving
     average with factor 0.98) is this many nats above its lowest value; checked every --log-interval

@@ -120,7 +120,7 @@ ROWS = (
     Row(
         "what is recorded while training",
         "analysis/pages/curves",
-        "distributed/observing training/live_analysis",
+        "distributed/observing",
     ),
     Row("planning a run", "plan/plan", "", "plan/hollow/plan plan/hollow/saved"),
     Row(

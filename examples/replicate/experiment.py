@@ -13,11 +13,11 @@ from pathlib import Path
 from typing import Any
 
 from examples.replicate import claims
-from examples.replicate.grid.collect import live_names
 from examples.replicate.grid.file import GridFile, read_grid
 from examples.replicate.measures import MeasuresFile, read_measures, read_toml
 from examples.replicate.own_program import ProgramFile, read_program_file
 from examples.replicate.record import Large
+from megasink.analysis.metrics import metrics_shown
 from megasink.errors import ConfigError, UserError, unknown_name
 
 FOLDER = Path(__file__).parent
@@ -40,7 +40,7 @@ OPTIONAL: dict[str, type] = {
     "large": list,
     "monte_carlo": bool,
 }
-# Curves of every run, beside those of its live analyses.
+# Curves of every run, beside those of its trace.
 TRAINED = ("lm_loss", "valid_lm_loss", "valid_bits_per_byte", "imbalance")
 
 
@@ -63,7 +63,7 @@ class Experiment:
         grid: what runs; measures: what is measured on the runs of the experiment `uses`; program:
             what makes the runs instead. One of the three.
         curves: drawn on the page.
-        maps: whether head importance is drawn, of the last live analyses.
+        maps: whether head importance is drawn, of the last analyses of the trace.
         monte_carlo: whether the checks of cone.py belong to it.
     """
 
@@ -167,7 +167,7 @@ def read_experiment(folder: Path, form: str) -> Experiment:
 
 
 def _curves() -> list[str]:
-    return [*TRAINED, *live_names()]
+    return [*TRAINED, *(f"trace/{name}" for name in metrics_shown("scalar"))]
 
 
 def _key_problems(told: Mapping[str, Any]) -> Iterator[str]:

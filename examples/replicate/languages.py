@@ -18,6 +18,8 @@ import numpy as np
 from megasink.atomic import atomic_text
 from megasink.cli.data import main as data
 from megasink.cli.trigger_language import (
+    BOS,
+    EOD,
     Floats,
     Ids,
     TriggerLanguage,
@@ -30,6 +32,7 @@ from megasink.cli.trigger_language import (
 
 SAMPLE = 64
 """Documents that are held out of the training text, for analyses."""
+_CUT = 64  # tokens
 
 
 @dataclass(frozen=True)
@@ -187,9 +190,11 @@ def write_retrieval(
 
 
 def write_corpus(folder: Path, name: str, ids_DL: Ids) -> None:
-    """Write `tokenizer/`, `NAME.jsonl`, `NAME.bin` and `.idx`, and `NAME-sample.jsonl`.
+    """Write `tokenizer/`, `NAME.jsonl`, `NAME.bin` and `.idx`, and of held-out text two samples.
 
-    The sample has the last 64 documents, which the others lack.
+    `NAME-sample.jsonl` has the last 64 documents, which the others lack. `NAME-cut.jsonl` has the
+    same as training reads them: one behind the other, cut every 64 tokens, with BOS and EOD spelled
+    out.
 
     Raises:
         ValueError: 64 documents or fewer.
@@ -202,6 +207,10 @@ def write_corpus(folder: Path, name: str, ids_DL: Ids) -> None:
     lines = [json.dumps({"text": text}) + "\n" for text in texts_of(ids_DL)]
     atomic_text(folder / f"{name}-sample.jsonl", "".join(lines[-SAMPLE:]))
     atomic_text(folder / f"{name}.jsonl", "".join(lines[:-SAMPLE]))
+    held_out = [token for text in texts_of(ids_DL[-SAMPLE:]) for token in (BOS, *text, EOD)]
+    cut = ["".join(held_out[i : i + _CUT]) for i in range(0, len(held_out) - _CUT + 1, _CUT)]
+    rows = [json.dumps({"text": text}) + "\n" for text in cut[:SAMPLE]]
+    atomic_text(folder / f"{name}-cut.jsonl", "".join(rows))
     words = [
         folder / f"{name}.jsonl",
         "--tokenizer",

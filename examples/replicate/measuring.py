@@ -19,8 +19,6 @@ from examples.replicate.grid.start import fork_server
 from examples.replicate.measures import MeasuresFile, filled
 from examples.replicate.programs import PROGRAMS
 from examples.replicate.record import Run
-from megasink.analysis.metrics import metrics_shown
-from megasink.analysis.pages.metrics import read_metrics
 from megasink.atomic import atomic_text
 from megasink.checkpoints.find import find_checkpoint
 from megasink.errors import ConfigError, UserError
@@ -164,13 +162,10 @@ def _measure(one: Measuring, threads: int) -> None:
 
 
 def measured_runs(
-    file: MeasuresFile,
     planned: Sequence[Measuring],
     records: dict[tuple[str, int], RunRecord],
-    runs: Path,
 ) -> Iterator[Run]:
     """Yield every run with its measurements, and the curves of its training."""
-    folders = {cell.name: runs / cell.folder for cell in file.cells}
     for (cell, seed), record in records.items():
         numbers: dict[str, float | None] = {}
         seconds = cpu_seconds = 0.0
@@ -186,22 +181,7 @@ def measured_runs(
             cell=cell,
             seed=seed,
             metrics=numbers,
-            curves=record.curves | level_curves(folders[cell] / f"seed-{seed}"),
+            curves=record.curves,
             seconds=seconds,
             cpu_seconds=cpu_seconds,
         )
-
-
-def level_curves(run: Path) -> dict[str, list[list[float | None]]]:
-    """Return the categories of the live analyses by step, as numbers from 0 (P4.23).
-
-    A grid's records have the last one alone: metrics.jsonl has their names.
-    """
-    curves: dict[str, list[list[float | None]]] = {}
-    levels = {f"analysis_{n}": e.levels for n, e in metrics_shown("scalar").items() if e.levels}
-    for line in read_metrics(run):
-        for name in levels.keys() & line.keys():
-            steps, values = curves.setdefault(name, [[], []])
-            steps.append(float(line["iteration"]))
-            values.append(float(levels[name].index(line[name])))
-    return curves

@@ -33,6 +33,10 @@ most 5 % of the claims that reproduce are expected to do so by chance. Intervals
 two-sided and not corrected. A test over three seeds has little power: a difference must be
 several times its spread. All models here are small; the paper's number beside a claim is of its
 own models and is there for the sign, not the size.
+
+Metrics called `trace/...` are of a run's checkpoints, on held-out text. In sections of
+runs before 2026-11-25 they were measured at the same steps while the run trained, on validation
+samples.
 """
 
 

@@ -30,7 +30,6 @@ from megasink.checkpoints.intact import checkpoint_path, iterations
 from megasink.command_line import CommandParser
 from megasink.errors import UserError
 from megasink.json_file import read_object
-from megasink.training.run_dir import LIVE
 from megasink.upstream.versions import versions
 
 
@@ -66,7 +65,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         records = measuring.used_runs(experiment.measures, used)
         planned = measuring.plan(experiment.measures, records, used, out)
         measuring.measure_all(planned, args.jobs or cores())
-        runs = list(measuring.measured_runs(experiment.measures, planned, records, used))
+        runs = list(measuring.measured_runs(planned, records))
     result = summarize(experiment, runs, out)
     path = record.write_result(result, args.results)
     pictures = draw(result)
@@ -131,7 +130,7 @@ def summarize(experiment: Experiment, runs: list[record.Run], out: Path) -> reco
         found_curves = {cell: record.curve_of(of_cell[cell], name) for cell in cells}
         curves[name] = {cell: curve for cell, curve in found_curves.items() if curve is not None}
         if not curves[name]:
-            raise UserError(f"curves: no run has {name}: analysis_... take --analyze-interval")
+            raise UserError(f"curves: no run has {name}: those of trace/... need its measurement")
     return record.Result(
         experiment=experiment.name,
         form=experiment.form,
@@ -159,12 +158,12 @@ def summarize(experiment: Experiment, runs: list[record.Run], out: Path) -> reco
 
 
 def importance_maps(experiment: Experiment, out: Path) -> dict[str, list[list[float | None]]]:
-    """Return head importance of each cell's first seed, by its last live analysis."""
+    """Return head importance of each cell's first seed, by the last analysis of its trace."""
     if not experiment.maps:
         return {}
     maps = {}
     for cell in experiment.file.cells:
-        folder = out / cell.folder / f"seed-{experiment.file.seeds[0]}" / LIVE
+        folder = out / cell.folder / f"seed-{experiment.file.seeds[0]}" / "trace"
         if made := iterations(folder):
             importance: Any = read_analysis(checkpoint_path(folder, made[-1])).values("importance")
             maps[cell.name] = [[record.rounded(x, 3) for x in row] for row in importance.tolist()]

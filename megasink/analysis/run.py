@@ -21,13 +21,13 @@ from megasink.analysis.measure import measure
 from megasink.analysis.metrics import metrics
 from megasink.analysis.options import AnalysisOptions
 from megasink.analysis.results import Results, RunFacts
-from megasink.analysis.write import write_analysis
+from megasink.analysis.write import write_analysis, write_numbers
 from megasink.errors import UserError
 from megasink.output_folder import results_in
 
 
 def analyze(
-    model: ProbedModel, options: AnalysisOptions, ranks: Ranks, *, again: bool = True
+    model: ProbedModel, options: AnalysisOptions, ranks: Ranks, *, of_trace: bool = False
 ) -> Results | None:
     """Run the samples that the options select, and write the measurements.
 
@@ -36,7 +36,7 @@ def analyze(
 
     Args:
         ranks: processes that share the samples.
-        again: False returns the existing results if OUTPUT already holds this analysis.
+        of_trace: draw nothing, and return the results that OUTPUT already holds of this analysis.
 
     Returns:
         contents of results.json; None on every process except rank 0.
@@ -63,7 +63,7 @@ def analyze(
         "metrics": sorted(metrics()),
     }
     digest = hashlib.sha256(repr((facts, drawn)).encode()).hexdigest()
-    if not again and (made := _made_before(output, digest)) is not None:
+    if of_trace and (made := _made_before(output, digest)) is not None:
         return None if ranks.rank else made
     overwrite, first_rank = options.overwrite, not ranks.rank
     with results_in(
@@ -94,7 +94,8 @@ def analyze(
             )
         run = run_facts(model, inputs, options, identity=digest, weights=facts["weights"])
         record()
-        results = write_analysis(output, measurements, samples, model.facts, run, points, maps)
+        write = write_numbers if of_trace else write_analysis
+        results = write(output, measurements, samples, model.facts, run, points, maps)
         partial.remove()
     return results
 

@@ -19,8 +19,8 @@ def draw_demo(runs: Mapping[str, list[dict[str, Any]]], output: Path) -> Path:
     """Draw loss, sinks and imbalance by step, and head importance at the end; return the path.
 
     Args:
-        runs: lines of metrics.jsonl of two runs with analyses of the live model, the one without
-            the loss first.
+        runs: lines of metrics.jsonl of two runs with --log-sink-rate, the one without the loss
+            first.
     """
     from matplotlib.figure import Figure
 
@@ -32,7 +32,7 @@ def draw_demo(runs: Mapping[str, list[dict[str, Any]]], output: Path) -> Path:
     for (name, lines), color in zip(runs.items(), (BLUE, VERMILION), strict=True):
         steps, loss = series(lines, "lm_loss")
         axes[0].plot(steps, smoothed(loss), color=color, label=names[name])
-        axes[1].plot(*series(lines, "analysis_first_token_attention"), "o-", color=color)
+        axes[1].plot(*series(lines, "valid_sink_rate_first_key"), "o-", color=color)
         steps, imbalance = series(lines, "imbalance")
         axes[2].plot(steps, imbalance, color=color, alpha=0.2, linewidth=0.7)
         axes[2].plot(steps, smoothed(imbalance), color=color)
@@ -40,7 +40,7 @@ def draw_demo(runs: Mapping[str, list[dict[str, Any]]], output: Path) -> Path:
         maps.append((f"head importance {names[name]}", np.asarray(importance, dtype=float)))
     label(axes[0], "training loss (EMA 0.9)", "nats per token", "step")
     axes[0].legend()
-    label(axes[1], "attention on the first token (F-Attn)", "mean over heads", "step")
+    label(axes[1], "heads with a sink on the first token", "% of heads", "step")
     axes[1].set_ylim(bottom=0)
     label(axes[2], "head imbalance", "coefficient of variation", "step")
     axes[2].set_ylim(bottom=0)

@@ -33,7 +33,7 @@ FLAGS = """
     --micro-batch-size 4 --global-batch-size 8
     --lr 1e-2 --min-lr 1e-3 --lr-decay-style cosine --lr-warmup-fraction 0.05
     --attention-variant vanilla --split 95,5,0 --eval-interval 50 --eval-iters 4
-    --analyze-interval 50 --analyze-samples 16 --log-interval 10 --num-workers 0
+    --log-sink-rate --save-interval 150 --log-interval 10 --num-workers 0
 """
 _PROMPT_LETTERS = 8
 
@@ -94,6 +94,7 @@ def summary(folder: Path) -> list[str]:
     first = lines["no-loss"][0]
     seconds = sorted(x["seconds"] for x in lines["no-loss"] if "lm_loss" in x)
     per_step = first["tokens"] / first["iteration"]
+    traced = f"megasink trace {folder}/loss --data {folder.parent}/language.jsonl"
     rows: list[tuple[str, Any]] = [
         ("loss", f"{first['lm_loss']:.3f} -> {last['no-loss']['lm_loss']:.3f} nats per token"),
         ("speed", f"{per_step / seconds[len(seconds) // 2]:,.0f} tokens/s (median step)"),
@@ -103,7 +104,7 @@ def summary(folder: Path) -> list[str]:
     rows += [
         ("head imbalance", both(f"{x['imbalance']:.3f}" for x in last.values())),
         ("picture", picture),
-        ("the heads", f"megasink trace {folder}/loss --output {folder}/trace"),
+        ("the heads", f"{traced} --output {folder}/trace"),
         ("both runs", f"megasink compare {folder}/no-loss {folder}/loss"),
         ("TensorBoard", f"tensorboard --logdir {folder}"),
         ("your own text", "megasink data FILES --output PREFIX --train-tokenizer 32000"),

@@ -30,7 +30,6 @@ from megasink.megatron.statistics import ModelStatistics
 from megasink.training import series
 from megasink.training.divergence import stop_if_diverged
 from megasink.training.forward import BITS_PER_BYTE, LM_LOSS
-from megasink.training.live_analysis import LiveAnalysis
 from megasink.training.metrics_file import MetricsFile
 from megasink.upstream.training import OBSERVER
 
@@ -46,17 +45,13 @@ class Observer:
         statistics: the model's ``config.statistics``.
         metrics: path of metrics.jsonl; None to write none. On resume, lines of repeated steps are
             dropped.
-        live: the analyses of --analyze-interval, or None.
     """
 
-    def __init__(
-        self, statistics: ModelStatistics, metrics: Path | None, live: LiveAnalysis | None = None
-    ):
+    def __init__(self, statistics: ModelStatistics, metrics: Path | None):
         args = get_args()
         self._statistics = statistics
         self._owner = args.rank == args.world_size - 1
         self._file = MetricsFile(metrics if self._owner else None)
-        self._live = live
         self._opened = False
         self._spikes, self._divergence = SpikeCounter(), Divergence()
         self._clock = time.perf_counter()
@@ -148,15 +143,6 @@ class Observer:
             self._write_scalars(self._iteration, scalars)
             text = " | ".join(f"{name} {value:.2f}%" for name, value in scalars.items())
             print(f"megasink: {text}", flush=True)
-
-    def analyze(self, model: Any, iteration: int) -> None:
-        """Analyze the model after an evaluation, if requested."""
-        if self._live is None or (results := self._live(model, iteration)) is None:
-            return
-        self._open()
-        self._file.write({"iteration": iteration} | series.analysis_record(results))
-        self._write_scalars(iteration, series.analysis_scalars(results))
-        print(f"megasink: analysis of step {iteration}: {series.in_one_line(results)}", flush=True)
 
     def close(self, *, failed: bool = False) -> None:
         """Write what is left, close metrics.jsonl and flush TensorBoard.
@@ -268,12 +254,8 @@ def observing(observer: Observer) -> Iterator[None]:
     def evaluate_and_print_results(prefix: str, *args: Any, **kwargs: Any) -> Any:
         call = evaluation_call.bind(prefix, *args, **kwargs).arguments
         split = "test" if prefix.endswith("on test set") else "valid"
-        iteration = int(call["iteration"])
-        observer.start_evaluation(split, iteration)
-        result = originals["evaluate_and_print_results"](prefix, *args, **kwargs)
-        if split == "valid":
-            observer.analyze(call["model"], iteration)
-        return result
+        observer.start_evaluation(split, int(call["iteration"]))
+        return originals["evaluate_and_print_results"](prefix, *args, **kwargs)
 
     def save_checkpoint_and_time(*args: Any, **kwargs: Any) -> Any:
         observer.flush()

@@ -109,7 +109,6 @@ def _run(args: Namespace, store: Any) -> None:
     from megasink.training.foreign import accepting_megatrons_checkpoints
     from megasink.training.forward import forward_step
     from megasink.training.keep_checkpoints import keeping_whole_checkpoints
-    from megasink.training.live_analysis import LiveAnalysis
     from megasink.training.matrix_shards import laying_out_matrices
     from megasink.training.observer import Observer, observing
     from megasink.training.optimizer import grouping_sink_parameters
@@ -129,12 +128,10 @@ def _run(args: Namespace, store: Any) -> None:
         model.pre_wrap_hooks.append(choosing_by_size(args))
         container = pretrain_cfg_container_from_args(args, model)
     metrics = Path(args.run_dir, "metrics.jsonl") if args.run_dir else None
-    live = LiveAnalysis(args) if args.analyze_interval else None
-    provider = datasets_provider if live is None else live.listening(datasets_provider)
     seams = (
         FAULT_TOLERANCE.replacing(setup=lambda: None),
         loading_without_code(),
-        observing(Observer(model.transformer.statistics, metrics, live)),
+        observing(Observer(model.transformer.statistics, metrics)),
         comparable_evaluations(),
         grouping_sink_parameters(),
         laying_out_matrices(args),
@@ -153,7 +150,7 @@ def _run(args: Namespace, store: Any) -> None:
         for seam in seams:
             stack.enter_context(seam)
         kind = ModelType.encoder_or_decoder
-        megatron_pretrain(container, provider, kind, forward_step, store=store)
+        megatron_pretrain(container, datasets_provider, kind, forward_step, store=store)
     # The rank that wrote the metrics has all of them.
     if args.run_dir and args.rank == args.world_size - 1:
         print(f"picture: {draw_run(Path(args.run_dir))}", flush=True)

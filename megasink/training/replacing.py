@@ -43,15 +43,6 @@ def replace_in_sample(
         replacement.replace(ids[start:stop], int(documents[number]), place)
 
 
-def replaced_places(replacement: Replacement, bounds: Sequence[int]) -> list[int]:
-    """Return the places of replaced tokens in a sample whose sequences have these bounds."""
-    return [
-        start + position
-        for start, stop in pairwise(bounds)
-        for position in replacement.at(stop - start)
-    ]
-
-
 def text_targets(
     positions: Sequence[int], targets_BS: Tensor, cu_seqlens: Tensor | None, *, sink_token: bool
 ) -> Tensor:

@@ -16,7 +16,7 @@ from megasink.training.flag_file import Flags, named_values, refused
 _SCHEDULE = r"(min-)?lr(-.*)?|.*weight-decay.*"
 _ITS_OWNERS = {"override-opt-param-scheduler", "use-checkpoint-opt-param-scheduler"}
 # They went, and never changed what a run computes.
-_WENT = {"checkpoint-store", "preflight"}
+_WENT = {"checkpoint-store", "preflight", "analyze-interval", "analyze-samples"}
 _OF_A_START = ("plugin", "run-dir", "resume", "expanded-recipe")
 
 

@@ -9,7 +9,6 @@ RUN/tensorboard/
 RUN/logs/             output of every rank, if started by ``megasink train``
 RUN/tokenizer/        a copy of the tokenizer files
 RUN/lease.json        the trainer that is writing to the folder
-RUN/analysis/         analyses during training (--analyze-interval)
 RUN/curves.png        loss, imbalance and head importance
 """
 
@@ -42,8 +41,6 @@ from megasink.training.recipes import OF_RUN
 from megasink.training.replay import flags_of_words
 from megasink.upstream.versions import versions
 
-LIVE = "analysis"
-"""Folder of the --analyze-interval analyses in a run."""
 # The model, data and loss define a run; layout, length and learning rate may change on resume.
 IDENTITY = (
     *MODEL,

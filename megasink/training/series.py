@@ -13,8 +13,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megasink.analysis.metrics import metrics_shown
-from megasink.analysis.results import Results, scalars_of
 from megasink.balance import sums
 from megasink.training.host_copy import HostCopy
 
@@ -153,30 +151,6 @@ def sink_scalars(record: dict[str, Any], split: str) -> dict[str, float]:
         for key, value in record.items()
         if key.startswith(prefix) and isinstance(value, float)
     }
-
-
-def analysis_record(results: Results) -> dict[str, float | str | None]:
-    """Return the scalar metrics of an analysis during training, for metrics.jsonl."""
-    return {f"analysis_{name}": number for name, number in scalars_of(results).items()}
-
-
-def analysis_scalars(results: Results) -> dict[str, float]:
-    """Return {name in TensorBoard and W&B: value}; a category is its index among the levels."""
-    entries = metrics_shown("scalar")
-    return {
-        f"analysis/{name.replace('_', ' ')}": float(
-            entries[name].levels.index(number) if isinstance(number, str) else number
-        )
-        for name, number in scalars_of(results).items()
-        if number is not None
-    }
-
-
-def in_one_line(results: Results) -> str:
-    """Format the available scalar metrics in one line, by title."""
-    entries = metrics_shown("scalar")
-    numbers = {name: number for name, number in scalars_of(results).items() if number is not None}
-    return " | ".join(f"{entries[n].title} {entries[n].text(v)}" for n, v in numbers.items())
 
 
 def _ratio(balance: Tensor, other: Tensor) -> Tensor:

@@ -226,8 +226,8 @@ def test_a_run_of_the_grid_becomes_a_results_file(folders, tmp_path, monkeypatch
     assert (tmp_path / "out" / "y-fast" / "results-y-fast.png").is_file()
     assert "The loss lowers the imbalance: reproduces" in capsys.readouterr().out
     path = folders / "y_loss" / "experiment.toml"
-    path.write_text(TOLD.replace('["imbalance"]', '["analysis_sink_rate"]'))
-    with pytest.raises(UserError, match="no run has analysis_sink_rate"):
+    path.write_text(TOLD.replace('["imbalance"]', '["trace/sink_rate"]'))
+    with pytest.raises(UserError, match="no run has trace/sink_rate"):
         runner.main(["y", *flags])
     monkeypatch.setattr(runner.grid, "main", lambda words: 2)
     assert runner.main(["y", *flags]) == 2
@@ -272,18 +272,13 @@ def test_measurements_are_planned_and_read(folders, tmp_path, monkeypatch):
         for seed in read.measures.seeds:
             folder = runs / cell.folder / f"seed-{seed}"
             folder.mkdir()
-            stages = ((50, "none"), (100, "forming"))
-            lines = [{"iteration": 1, "lm_loss": 4.0}]
-            lines += [{"iteration": i, "analysis_circuit_stage": stage} for i, stage in stages]
-            (folder / "metrics.jsonl").write_text("\n".join(map(json.dumps, lines)) + "\n")
-    measured = list(measuring.measured_runs(read.measures, planned, records, runs))
+    measured = list(measuring.measured_runs(planned, records))
     assert [(one.cell, one.seed, one.cpu_seconds) for one in measured[:3]] == [
         *(("no loss", 1, 3.0), ("no loss", 2, 0.0), ("no loss", 3, 3.0))
     ]
     assert measured[1].metrics == {}
     assert measured[0].metrics["ablation/ahon_either/rank"] == 1.0
     assert measured[0].curves["imbalance"][0] == [0.0, 100.0]
-    assert measured[0].curves["analysis_circuit_stage"] == [[50.0, 100.0], [0.0, 3.0]]
 
 
 def test_a_corpus_is_made_once(tmp_path):

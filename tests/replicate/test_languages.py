@@ -101,6 +101,21 @@ def test_the_tokenizer_has_the_letters_bos_and_eod(tmp_path):
     assert leading_ids(tokenizer) == [tokenizer.bos_token_id]
 
 
+@pytest.mark.parametrize("length", [62, 125])
+def test_held_out_text_is_cut_as_training_cuts_it(length, tmp_path):
+    """Of documents that fill a sample each begins with BOS, of others next to none."""
+    write_triggers(tmp_path, "corpus", documents=SAMPLE + 6, length=length)
+    tokenizer = load_tokenizer(tmp_path / "tokenizer")
+    cut = [json.loads(line)["text"] for line in (tmp_path / "corpus-cut.jsonl").open()]
+    ids = [tokenizer(text, add_special_tokens=False).input_ids for text in cut]
+    assert [len(row) for row in ids] == [64] * SAMPLE
+    begin = [row[0] == tokenizer.bos_token_id for row in ids]
+    assert sum(begin) == (SAMPLE if length == 62 else 1)
+    documents = [json.loads(line)["text"] for line in (tmp_path / "corpus-sample.jsonl").open()]
+    rows = [[0, *tokenizer(d, add_special_tokens=False).input_ids, 1] for d in documents]
+    assert [i for row in ids for i in row] == [i for row in rows for i in row][: 64 * SAMPLE]
+
+
 @pytest.mark.parametrize("write", [write_triggers, write_retrieval])
 def test_a_document_fills_a_sample(write, tmp_path):
     write(tmp_path, "corpus", documents=SAMPLE + 6)

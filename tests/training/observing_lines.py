@@ -18,30 +18,16 @@ sink-rate-of-a-long-prefix: --log-sink-rate --seq-length 128 --prefix-lm-tokens 
   ! --log-sink-rate with --prefix-lm-tokens 65: the first 64 tokens see later ones
 sink-rate-of-documents: --log-sink-rate --dataloader-inter-document-masking
   ! --log-sink-rate with --dataloader-inter-document-masking: documents vary in length
-analysis-of-nothing: --analyze-interval 3 --eval-interval 2 --analyze-samples 0
-  ! --analyze-interval without --run-dir: name a folder
-  ! --analyze-interval 3 is not a multiple of --eval-interval 2
-  ! --analyze-samples 0: use 1 or more
+analysis-of-the-live-model: --analyze-interval 3 --analyze-samples 2
+  ! --analyze-interval 3 is no longer there: megasink trace RUN --data FILES measures the run's
+  ! --analyze-samples 2 is no longer there: megasink trace RUN --data FILES
 watched-without-validation: --log-sink-rate --split 100,0,0
   ! --log-sink-rate without validation data: give it some, such as --split 99,1,0
-analysis-before-the-first-step: --analyze-interval -1
-  ! --analyze-interval -1 is negative: use 0 for never
-analysis-of-a-part: --analyze-interval 4 --eval-interval 2 --run-dir nothing-here/run
-    --reset-position-ids --dataloader-inter-document-masking --tensor-model-parallel-size 2
-    --eval-iters 0
-  ! --analyze-interval without evaluations: use --eval-iters 1 or more
-  ! --analyze-interval and --reset-position-ids: drop one of the two
-  ! --analyze-interval with --tensor-model-parallel-size 2: no rank has the whole model
-analysis-of-a-stage: --analyze-interval 4 --eval-interval 2 --run-dir nothing-here/run
-    --pipeline-model-parallel-size 2 --context-parallel-size 2
-  ! --analyze-interval with --pipeline-model-parallel-size 2: no rank has the whole
-  ! --analyze-interval with --context-parallel-size 2: no rank has the whole model
 """,
 )
 ACCEPTED = accepted(
     MOCK,
     """
-analysis: --analyze-interval 4 --eval-interval 2 --run-dir nothing-here/run
 observing: --log-sink-rate --stop-on-divergence 1
 no-heatmap: --head-heatmap-interval 0
 """,

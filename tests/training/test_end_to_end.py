@@ -173,14 +173,14 @@ def test_analyze_and_trace_a_run(pipeline_run, pool, tmp_path):
         ["analyze", str(tmp_path), *data, "--output", str(tmp_path / "out")],
         ["sweep", str(run), *data[:2], *lengths, "--output", str(tmp_path / "sweep")],
     ]
-    commands.append(commands[0])
+    commands += [commands[0], [*commands[0], "--name", "another"]]
     (answers,) = pool.run(
         "tests.convert.vocabulary_tasks:without_figures", SINGLE, commands=commands
     )
-    assert [code for code, _, _ in answers] == [0, 2, 2, 0, 0], answers
-    assert answers[0][1].count("/report.html, results.json") == 2
+    assert [code for code, _, _ in answers] == [0, 2, 2, 0, 0, 2], answers
     assert "trace: 1 of 2 checkpoints" in answers[0][2]
-    assert "/report.html, results.json" not in answers[4][1]  # both analyses are there
+    assert "analyzing" not in answers[4][2]  # both analyses are there
+    assert "holds results of other settings (--name" in answers[5][2]
     assert answers[4][1].endswith("trace.csv and trace.png from 2 analyses\n")
     assert "--dtype applies to Hugging Face models" in answers[1][2]
     assert "is not a Hugging Face model folder" in answers[2][2]
@@ -190,7 +190,9 @@ def test_analyze_and_trace_a_run(pipeline_run, pool, tmp_path):
     assert [row["tokens"] for row in rows] == [str(6 * 8 * 64), str(12 * 8 * 64)]
     assert rows[0]["imbalance"] == rows[1]["imbalance"]
     assert (tmp_path / "trace" / "trace.png").is_file()
-    found = json.loads((tmp_path / "trace" / "iter_0000012" / "results.json").read_text())
+    last = tmp_path / "trace" / "iter_0000012"
+    assert not (last / "report.html").exists()  # `megasink report` draws it
+    found = json.loads((last / "results.json").read_text())
     assert found["model"]["kind"] == "sink attention, step 12"
     # The texts begin alike in both, and are all long enough.
     swept = json.loads((tmp_path / "sweep" / "sweep.json").read_text())["rows"]

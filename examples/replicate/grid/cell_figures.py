@@ -28,14 +28,13 @@ _LOGGED = {
     "valid_bits_per_byte": ("validation", "bits per byte"),
     "imbalance": ("head imbalance (EMA 0.9)", "coefficient of variation"),
 }
-_LIVE = "analysis_"
 
 
 def title_of(name: str) -> tuple[str, str]:
     """Return title and unit of a metric of a grid; its name and "" if it has no better one."""
     if name in _LOGGED:
         return _LOGGED[name]
-    measured = name.removeprefix(_LIVE).rpartition("/")[2]
+    measured = name.rpartition("/")[2]
     if measured in metrics() and measured != name:
         entry = metrics()[measured]
         unit = "" if entry.unit == "1" else entry.unit

@@ -23,19 +23,8 @@ EVALUATED = tuple(
 )
 TRAINED = ("imbalance", "balance_loss", "balance_gradient_ratio", "grad_norm", "tokens")
 COUNTS = ("steps", "spikes", "diverged")
-ANALYSIS = "analysis_"
-"""Prefix of what --analyze-interval writes."""
-
-
 NAMES = ("lm_loss", *EVALUATED, *TRAINED, *COUNTS)
-"""Metrics of training, without those of --analyze-interval."""
-
-
-def live_names() -> list[str]:
-    """Return the metrics of --analyze-interval."""
-    from megasink.analysis.metrics import metrics_shown
-
-    return [f"{ANALYSIS}{name}" for name in metrics_shown("scalar")]
+"""Metrics of training."""
 
 
 def collect(
@@ -70,11 +59,9 @@ def of_training(
     """Return the metrics and curves in the lines of a metrics.jsonl."""
     steps, loss = series(lines, "lm_loss")
     diverged = diverged or not np.isfinite(loss[-1])
-    keys = dict.fromkeys(key for line in lines for key in line)
-    live = [key for key in keys if key.startswith(ANALYSIS)]
     curves: Curves = {}
     finals: dict[str, Any] = {}
-    for key in ("lm_loss", *EVALUATED, *TRAINED, *live):
+    for key in ("lm_loss", *EVALUATED, *TRAINED):
         rows = [line for line in lines if isinstance(line.get(key), int | float)]
         if not rows:
             continue
@@ -83,10 +70,6 @@ def of_training(
             values = smoothed(values)
         curves[key] = thinned(where, values)
         finals[key] = _finite(values[-1])
-    # Names of categories, such as the stage of the circuit.
-    for key in live:
-        texts = [line[key] for line in lines if isinstance(line.get(key), str)]
-        finals |= {key: texts[-1]} if texts else {}
     counts = {"steps": int(steps[-1]), "spikes": len(loss_spikes(loss)), "diverged": diverged}
     return (counts if diverged else finals | counts), curves
 

@@ -17,6 +17,8 @@ from megasink.training.flag_file import Flags, form_problems, read_toml
 KEYS = ("title", "seeds", "metrics", "flags", "axes", "measure")
 PLACES = ("out", "run")
 """Placeholders: the folder of the grid, and that of the run."""
+MEASURED = (*PLACES, "data")
+"""Placeholders of a measurement: also the prefix of the data that the run is validated on."""
 # What the grid sets itself, and where it stands in the file.
 OWN = dict.fromkeys(("run-dir", "resume"), "by the grid") | {
     "seed": "in seeds",
@@ -96,8 +98,15 @@ def read_grid(path: Path) -> GridFile:
     return GridFile(path, title, seeds, metrics, points, cells, commands)
 
 
-def filled(words: Sequence[str], *, out: Path, run: Path) -> list[str]:
+def data_of(cell: Cell) -> str | None:
+    """Return the prefix of a cell's validation data, with its placeholders; None if not of one."""
+    found = cell.flags.get("data-path") or cell.flags.get("valid-data-path")
+    return found if isinstance(found, str) else None
+
+
+def filled(words: Sequence[str], *, out: Path, run: Path, data: str = "") -> list[str]:
     """Return words with their placeholders filled in."""
+    words = [word.replace("{data}", data) for word in words]
     places = {"out": str(out), "run": str(run)}
     return [re.sub(r"\{(\w+)\}", lambda found: places[found[1]], word) for word in words]
 
@@ -125,11 +134,11 @@ def _flag_problems(flags: Any, where: str) -> Iterator[str]:
         yield from (f"{where}.{name}: {text}" for text in _place_problems(map(str, values)))
 
 
-def _place_problems(words: Any) -> Iterator[str]:
+def _place_problems(words: Any, places: Sequence[str] = PLACES) -> Iterator[str]:
     for word in words:
         for place in re.findall(r"\{(\w+)\}", word):
-            if place not in PLACES:
-                yield unknown_name("the placeholder", place, PLACES)
+            if place not in places:
+                yield unknown_name("the placeholder", place, places)
 
 
 def _axis_problems(axes: Any) -> Iterator[str]:
@@ -170,7 +179,7 @@ def _measure_problems(measure: Any) -> Iterator[str]:
         except ValueError as error:  # a quotation mark without its other
             yield f"{where}.command {command!r}: {error}"
             continue
-        yield from (f"{where}: {text}" for text in _place_problems(words))
+        yield from (f"{where}: {text}" for text in _place_problems(words, MEASURED))
         if f"{{run}}/{name}" not in words:
             yield f"{where}: the command does not write {{run}}/{name}: add --output {{run}}/{name}"
 

@@ -8,7 +8,7 @@ from typing import Any
 
 import megasink
 from examples.replicate.grid.collect import collect
-from examples.replicate.grid.file import GridFile, filled
+from examples.replicate.grid.file import GridFile, data_of, filled
 from examples.replicate.grid.hardware import hardware
 from examples.replicate.grid.plan import Run
 from examples.replicate.grid.results import FORMAT, RunRecord, read_record
@@ -110,7 +110,12 @@ class Job:
         if self.doing == TRAINING:
             self.started = run.way.train(run.flags, run.ranks, self._logs, self._threads)
         else:
-            words = filled(self._grid.measure[self.doing], out=self._out, run=run.folder)
+            words = filled(
+                self._grid.measure[self.doing],
+                out=self._out,
+                run=run.folder,
+                data=data_of(run.cell) or "",
+            )
             self.started = run.way.measure(words, self._logs, self._threads)
         # Now: the first fork waits until the server has imported everything.
         self._began, self._cpu = time.monotonic(), 0.0

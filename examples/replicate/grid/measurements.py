@@ -1,7 +1,7 @@
 """The commands that may measure a run of a grid, and the numbers that each of them leaves."""
 
 import csv
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -55,25 +55,31 @@ def _summaries(metrics: dict[str, Any]) -> Numbers:
 
 
 def _trace(folder: Path) -> tuple[Numbers, Curves]:
-    """The numbers of the last checkpoint, and every metric over the checkpoints."""
+    """The numbers of the last checkpoint, and every metric over the checkpoints.
+
+    A category, such as the stage of the circuit, is a number from 0 in its curve (P4.23).
+    """
     with (folder / "trace.csv").open(newline="") as file:
         rows = list(csv.DictReader(file))
+    from megasink.analysis.metrics import metrics
+
     steps: list[float | None] = [float(row["step"]) for row in rows]
+    levels = {name: entry.levels for name, entry in metrics().items()}
     numbers: Numbers = {}
     curves: Curves = {}
     for name in rows[0].keys() - {"step"}:
-        values = [_number(row[name]) for row in rows]
-        numbers[name] = rows[-1][name] if values[-1] is None else values[-1]
+        values = [_number(row[name], levels.get(name, ())) for row in rows]
+        is_number = values[-1] is not None and rows[-1][name] not in levels.get(name, ())
+        numbers[name] = values[-1] if is_number else rows[-1][name]
         if any(value is not None for value in values):
             curves[name] = [steps, values]
     return {name: value for name, value in numbers.items() if value != ""}, curves
 
 
-def _number(text: str) -> float | None:
-    try:
-        return float(text)
-    except ValueError:  # the name of a category, or nothing
-        return None
+def _number(text: str, levels: Sequence[str]) -> float | None:
+    if text in levels:
+        return float(levels.index(text))
+    return float(text) if text else None
 
 
 MEASUREMENTS = {

@@ -6,8 +6,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from examples.replicate.grid import collect
-from examples.replicate.grid.file import FILES, Cell, GridFile, filled
+from examples.replicate.grid.collect import NAMES
+from examples.replicate.grid.file import FILES, Cell, GridFile, data_of, filled
 from examples.replicate.grid.measurements import MEASUREMENTS
 from examples.replicate.grid.results import RunRecord, read_record
 from examples.replicate.grid.start import Way, way_of
@@ -101,22 +101,17 @@ def _run(cell: Cell, seed: int, out: Path) -> Run:
 
 
 def _metric_problems(grid: GridFile) -> Iterator[str]:
-    live = [name for name in grid.metrics if name.startswith(collect.ANALYSIS)]
-    known = [*collect.NAMES, *(collect.live_names() if live else ())]
     for name in grid.metrics:
         place, slash, metric = name.partition("/")
         if not slash:
-            if name not in known:
-                yield unknown_name("the metric", name, known)
+            if name not in NAMES:
+                yield unknown_name("the metric", name, NAMES)
         elif place not in grid.measure:
             yield f"the metric {name!r} is of the measurement {place!r}, which is not in the file"
         elif command := MEASUREMENTS.get(grid.measure[place][0]):
             yields = command.metrics()
             if metric.rpartition("/")[2] not in yields:
                 yield unknown_name(f"the metric of {place}", metric, yields)
-    without = [cell.name for cell in grid.cells if not cell.flags.get("analyze-interval")]
-    if live and without:
-        yield f"the metric {live[0]!r} needs analyze-interval in {without[0]!r}"
 
 
 def _command_problems(grid: GridFile, out: Path) -> Iterator[str]:
@@ -127,7 +122,10 @@ def _command_problems(grid: GridFile, out: Path) -> Iterator[str]:
             text = unknown_name("the command", words[0], MEASUREMENTS)
             yield f"measure.{name}: {text}"
             continue
-        words = filled(words, out=out, run=run)
+        for cell in grid.cells if any("{data}" in word for word in words) else ():
+            if data_of(cell) is None:
+                yield f"measure.{name}: {{data}} in {cell.name!r}, which has no data of one name"
+        words = filled(words, out=out, run=run, data=data_of(grid.cells[0]) or "")
         for flag, text in refused(words, run).items():
             if flag:  # MODEL and the command itself stand before all flags
                 yield f"measure.{name}: {text}: {_UNSAFE}"

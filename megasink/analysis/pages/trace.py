@@ -53,14 +53,11 @@ def trace_row(results: Results) -> TraceRow:
     return TraceRow(model.step, model.trained_tokens, scalars_of(results))
 
 
-def write_trace(
-    rows: Sequence[TraceRow], folder: Path, name: str, links: Sequence[str] = ()
-) -> None:
+def write_trace(rows: Sequence[TraceRow], folder: Path, name: str) -> None:
     """Write trace.csv, trace.png and report.html: every scalar metric by step (P2.11, P4.23).
 
     Args:
         name: name of the run.
-        links: relative URLs of the rows' own reports from `folder`; empty if there are none.
 
     Raises:
         OSError: the files cannot be written.
@@ -71,7 +68,7 @@ def write_trace(
     with styled():
         png = rendered(_draw(rows))
     (folder / "trace.png").write_bytes(png)
-    (folder / "report.html").write_text(_page(rows, png, name, links))
+    (folder / "report.html").write_text(_page(rows, png, name))
 
 
 def _measured(rows: Sequence[TraceRow]) -> list[str]:
@@ -118,7 +115,7 @@ def _unit(highest: float) -> tuple[float, str]:
     return 1.0, ""
 
 
-def _page(rows: Sequence[TraceRow], png: bytes, name: str, links: Sequence[str]) -> str:
+def _page(rows: Sequence[TraceRow], png: bytes, name: str) -> str:
     first, last = rows[0], rows[-1]
     names, entries = _measured(rows), metrics_shown("scalar")
     ends = (
@@ -147,8 +144,7 @@ def _page(rows: Sequence[TraceRow], png: bytes, name: str, links: Sequence[str])
         html.paragraph(summary),
         html.figure(png, f"Training trace of {name}", caption),
         html.heading(2, "Checkpoints"),
-        *([html.paragraph("Each step links to its own report.", "note")] if links else []),
-        html.table(head, cells, links=links),
+        html.table(head, cells),
         "</main>",
     ]
     return html.document(f"megasink: trace of {name}", parts)

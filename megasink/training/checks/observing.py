@@ -5,7 +5,6 @@ from argparse import Namespace
 from collections.abc import Iterator
 
 from megasink.attention.definitions import SINK_TOKENS
-from megasink.flags import flag_of
 from megasink.training.checks.blends import parts
 
 
@@ -17,13 +16,10 @@ def problems(args: Namespace) -> Iterator[str]:
         yield f"--stop-on-divergence {nats:g}: use a number of nats above 0, such as 1"
     yield from _wandb(args)
     _, validates, _ = parts(args)
-    for name in ("log_sink_rate", "analyze_interval"):
-        if getattr(args, name) and not validates:
-            yield f"{flag_of(name)} without validation data: give it some, such as --split 99,1,0"
     if args.log_sink_rate:
+        if not validates:
+            yield "--log-sink-rate without validation data: give it some, such as --split 99,1,0"
         yield from _sink_rate(args)
-    if args.analyze_interval:
-        yield from _analysis(args)
 
 
 def _wandb(args: Namespace) -> Iterator[str]:
@@ -40,32 +36,6 @@ def _wandb(args: Namespace) -> Iterator[str]:
             f"--wandb-project {args.wandb_project}: wandb is not installed: pip install wandb, or "
             "drop the flag (TensorBoard is always written)"
         )
-
-
-def _analysis(args: Namespace) -> Iterator[str]:
-    """Report what an analysis during training does not support."""
-    interval, evaluations = args.analyze_interval, args.eval_interval
-    if interval < 0:
-        yield f"--analyze-interval {interval} is negative: use 0 for never"
-        return
-    if args.run_dir is None:
-        yield "--analyze-interval without --run-dir: name a folder for the analyses"
-    if not args.eval_iters:
-        yield "--analyze-interval without evaluations: use --eval-iters 1 or more"
-    if not evaluations or interval % evaluations:
-        yield f"--analyze-interval {interval} is not a multiple of --eval-interval {evaluations}"
-    if args.analyze_samples < 1:
-        yield f"--analyze-samples {args.analyze_samples}: use 1 or more"
-    for flag in ("multiple-validation-sets", "reset-position-ids"):
-        if getattr(args, flag.replace("-", "_")):
-            yield f"--analyze-interval and --{flag}: drop one of the two"
-    for kind in ("tensor-model", "pipeline-model", "context", "expert-model"):
-        size = getattr(args, f"{kind.replace('-', '_')}_parallel_size")
-        if size > 1:
-            yield (
-                f"--analyze-interval with --{kind}-parallel-size {size}: no rank has the whole "
-                "model; analyze its checkpoints with megasink trace, which reads any layout"
-            )
 
 
 def _sink_rate(args: Namespace) -> Iterator[str]:

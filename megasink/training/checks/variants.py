@@ -37,11 +37,6 @@ def problems(args: Namespace) -> Iterator[str]:
             f"--head-balance-coeff {args.head_balance_coeff}: the record of {flag} has no "
             "slot_value, which the gradient of the loss needs: add it, or use 0"
         )
-    if record.slot_logit is None and args.analyze_interval:
-        yield (
-            f"--analyze-interval {args.analyze_interval}: the record of {flag} has no slot_logit, "
-            "without which the weights of its heads are unknown: add it, or use 0"
-        )
 
 
 def _parameters(args: Namespace, record: Variant) -> Iterator[str]:

@@ -16,7 +16,6 @@ from megasink.analysis.pages import analysis_figures
 from megasink.analysis.pages.trace import trace_row, write_trace
 from megasink.analysis.results import scalars_of
 from megasink.cli import main
-from megasink.training.series import analysis_record, analysis_scalars, in_one_line
 from tests.analysis.capture.tiny_models import save_with_tokenizer
 from tests.documented import MODULES
 
@@ -95,7 +94,7 @@ def test_page_figures_and_comparison_have_it(analyzed):
     assert numbers[0] != numbers[1]
 
 
-def test_trace_and_training_have_it(analyzed, tmp_path):
+def test_a_trace_has_it(analyzed, tmp_path):
     results = []
     for step, name in enumerate(("llama", "qwen3"), 1):
         of = read_analysis(analyzed / name).results
@@ -109,9 +108,6 @@ def test_trace_and_training_have_it(analyzed, tmp_path):
     assert f'<th scope="col">{TITLE}</th>' in (tmp_path / "report.html").read_text()
     shown = metrics_shown("scalar")
     assert NAME in shown
-    assert analysis_record(results[0])[f"analysis_{NAME}"] == expected[0]
-    assert analysis_scalars(results[0])[f"analysis/{TITLE}"] == expected[0]
-    assert f"{TITLE} {expected[0]:.3f}" in in_one_line(results[0])
     assert set(scalars_of(results[0])) == set(shown)
 
 

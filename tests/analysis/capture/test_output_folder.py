@@ -10,7 +10,6 @@ from transformers import PreTrainedTokenizerFast
 import megasink
 from megasink.analysis import draw as pages
 from megasink.analysis.pages import ablation, sweep, trace
-from megasink.checkpoints.intact import checkpoint_path
 from megasink.cli import main
 from megasink.errors import UserError
 from megasink.output_folder import SETTINGS, exclusive, results_in
@@ -147,27 +146,6 @@ def test_a_report_stays_and_an_analysis_gets_its_own_page(root, tmp_path, capsys
     assert "and no results of megasink: choose another" in said
     assert Path(page, "report.html").read_text() == before
     assert main(["report", str(one), "--output", page, "--overwrite"]) == 0
-
-
-def test_a_trace_stays(root, tmp_path, capsys):
-    """Of analyses that two runs made while they trained."""
-    runs = []
-    for name in ("a", "b"):
-        made = checkpoint_path(tmp_path / name / "analysis", 1)
-        line = COMMANDS["analyze"][0].format(root, tmp_path).split()
-        assert main([*line[:-1], str(made)]) == 0
-        told = json.loads((made / "results.json").read_text())
-        told["model"] |= {"step": 1, "trained_tokens": 8}
-        (made / "results.json").write_text(json.dumps(told))
-        (made.parent / "latest_checkpointed_iteration.txt").write_text("1")
-        runs.append(str(tmp_path / name))
-    out = ["--output", str(tmp_path / "trace")]
-    assert main(["trace", runs[0], *out]) == 0
-    assert main(["trace", runs[0], *out]) == 0
-    capsys.readouterr()
-    assert main(["trace", runs[1], *out]) == 2
-    assert "holds results of other settings (run " in capsys.readouterr().err
-    assert main(["trace", runs[1], *out, "--overwrite"]) == 0
 
 
 def test_python_asks_the_same(root, tmp_path):

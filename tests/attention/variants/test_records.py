@@ -113,7 +113,6 @@ def test_a_command_line_is_refused_what_a_record_does_not_say():
         attention_similarity="softmax",
         sdpa_output_norm="rmsnorm",
         head_balance_coeff=1e-4,
-        analyze_interval=5,
         tensor_model_parallel_size=2,
         num_attention_heads=4,
         num_query_groups=1,
@@ -140,7 +139,6 @@ def test_a_command_line_is_refused_what_a_record_does_not_say():
         "--tensor-model-parallel-size 2 with --attention-variant mystery",
         "--sdpa-output-norm rmsnorm with --attention-variant mystery",
         "--head-balance-coeff 0.0001",
-        "--analyze-interval 5",
     ]
     assert "group_sink has 1 rows, which 2 tensor-parallel ranks do not divide" in found[1]
 

@@ -21,17 +21,25 @@ global-batch-size = 4
 train-iters = {STEPS}
 lr = 1e-3
 log-interval = 1
-tokenizer-type = "NullTokenizer"
-vocab-size = 255
-mock-data = true
 num-workers = 0
 eval-iters = 1
 eval-interval = 20
-analyze-interval = {STEPS}
-analyze-samples = 2
 """
+MOCK = 'tokenizer-type = "NullTokenizer"\nvocab-size = 255\nmock-data = true\n'
+LETTERS = """
+tokenizer-model = "{out}/data/tokenizer"
+data-path = "{out}/data/letters"
+split = "90,10,0"
+"""
+"""Data of `languages.write_triggers`."""
 POINTS = 'vanilla = {attention-variant = "vanilla"}\nsink = {attention-variant = "sink"}\n'
-TRACE = '[measure.trace]\ncommand = "trace {run} --output {run}/trace"\n'
+TRACE = """
+[measure.trace]
+command = \"\"\"
+trace {run} --data {out}/data/letters-sample.jsonl --max-samples 2 --no-loss --device cpu
+--output {run}/trace
+\"\"\"
+"""
 
 
 def write(
@@ -39,14 +47,15 @@ def write(
     *,
     points: str = POINTS,
     seeds: Any = (1, 2),
-    metrics: Any = ("valid_lm_loss", "imbalance", "analysis_sink_rate", "trace/sink_rate"),
+    metrics: Any = ("valid_lm_loss", "imbalance", "trace/sink_rate"),
     flags: str = "",
+    data: str = MOCK,
     rest: str = TRACE,
     top: str = "",
 ) -> Path:
     """Write a grid file; the arguments replace its parts or are added to them."""
     path.write_text(
         f'title = "Tiny | runs"\nseeds = {list(seeds)}\nmetrics = {list(metrics)}\n{top}\n'
-        f"[flags]\n{FLAGS}{flags}\n[axes.attention]\n{points}\n{rest}"
+        f"[flags]\n{FLAGS}{data}{flags}\n[axes.attention]\n{points}\n{rest}"
     )
     return path

@@ -9,7 +9,7 @@ import pytest
 from examples.replicate.grid.file import filled, read_grid
 from examples.replicate.grid.plan import begin, plan
 from megasink.errors import ConfigError, UserError
-from tests.replicate.grid.files import POINTS, STEPS, write
+from tests.replicate.grid.files import POINTS, TRACE, write
 
 DOCS = Path(__file__).parents[3] / "examples" / "replicate" / "grid" / "README.md"
 LOSS = '[axes.loss]\n"no loss" = {head-balance-coeff = 0}\nloss = {head-balance-coeff = 0.1}\n'
@@ -67,8 +67,7 @@ def test_placeholders(tmp_path):
 )
 def test_what_is_not_one_rank_on_the_cpu_is_launched(tmp_path, old, new, why):
     path = write(tmp_path / "a.toml", metrics=["lm_loss"], rest="")
-    text = path.read_text().replace(f"analyze-interval = {STEPS}", "analyze-interval = 0")
-    path.write_text(text.replace(old, new))
+    path.write_text(path.read_text().replace(old, new))
     runs = plan(read_grid(path), tmp_path / "out")
     assert {run.way.name for run in runs} == {"launch"}
     assert why in runs[0].way.why
@@ -139,9 +138,9 @@ PLANNED = {
         "the metric of trace 'sink_rat' is unknown",
         "did you mean sink_rate?",
     ),
-    "live-metric": (
-        {"points": "a = {analyze-interval = false}\n"},
-        "needs analyze-interval in 'a'",
+    "data-of-no-name": (
+        {"rest": TRACE.replace("{out}/data/letters", "{data}")},
+        "measure.trace: {data} in 'vanilla', which has no data of one name",
     ),
     "command": (
         {"rest": '[measure.trace]\ncommand = "generate {run} {run}/trace"\n'},

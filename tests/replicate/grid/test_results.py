@@ -10,6 +10,7 @@ import pytest
 from examples.replicate.grid.bands import band_of
 from examples.replicate.grid.collect import of_training
 from examples.replicate.grid.figures import draw_cells, draw_curves
+from examples.replicate.grid.measurements import MEASUREMENTS
 from examples.replicate.grid.results import (
     FORMAT,
     RunRecord,
@@ -144,10 +145,9 @@ def test_final_values_and_thinned_curves():
         for i in range(1, 1001)
     ]
     lines.insert(500, {"iteration": 500, "valid_lm_loss": 2.5})
-    lines.append({"iteration": 1000, "valid_lm_loss": 2.25, "analysis_circuit_stage": "none"})
+    lines.append({"iteration": 1000, "valid_lm_loss": 2.25})
     metrics, curves = of_training(lines)
     assert metrics["valid_lm_loss"] == 2.25
-    assert metrics["analysis_circuit_stage"] == "none"
     assert metrics["imbalance"] == pytest.approx(0.5)
     assert metrics["lm_loss"] == pytest.approx(2.001, abs=1e-4)
     assert {"steps": 1000, "spikes": 0, "diverged": False}.items() <= metrics.items()
@@ -163,3 +163,13 @@ def test_a_last_loss_of_nan_is_a_divergence():
     assert metrics == {"steps": 3, "spikes": 1, "diverged": True}
     assert curves["lm_loss"][1][-1] is None
     assert json.loads(json.dumps(curves), parse_constant=pytest.fail)
+
+
+def test_a_category_in_a_trace_is_a_number_in_its_curve(tmp_path):
+    (tmp_path / "trace.csv").write_text(
+        "step,tokens,circuit_stage,sink_rate\n50,100,none,0.25\n100,200,forming,\n"
+    )
+    numbers, curves = MEASUREMENTS["trace"].read(tmp_path)
+    assert numbers == {"tokens": 200.0, "circuit_stage": "forming"}
+    assert curves["circuit_stage"] == [[50.0, 100.0], [0.0, 3.0]]
+    assert curves["sink_rate"] == [[50.0, 100.0], [0.25, None]]
