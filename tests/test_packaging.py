@@ -23,7 +23,7 @@ from packaging.utils import canonicalize_name
 from packaging.version import Version
 from setuptools import find_packages
 
-from megasink.cli.installation.packages import EXTRAS
+from megasink.cli.doctor import EXTRAS
 
 ROOT = Path(__file__).parents[1]
 DOCKERFILES = ("Dockerfile", "Dockerfile.cpu")

@@ -1,15 +1,15 @@
 """``megasink doctor``: what is installed, the kernels that will run, and whether they are right."""
 
+import importlib.metadata
 from collections.abc import Sequence
-from dataclasses import asdict
-from typing import Any
+from typing import Any, NamedTuple
 
+from packaging.requirements import Requirement
 from rich.console import Console
 from rich.table import Table
 
 import megasink
 from megasink import plugins
-from megasink.cli.installation.packages import BASE, EXTRAS, Package, install_line, packages
 from megasink.command_line import CommandParser
 from megasink.errors import UserError
 from megasink.extras import have_megatron
@@ -19,6 +19,37 @@ from megasink.upstream.table import TABLE
 from megasink.upstream.versions import version_of, versions
 
 _PYTHON = ((3, 12), (3, 14))
+# What they are for is in pyproject.toml.
+EXTRAS = ("train", "gpu", "finetune", "muon", "eval", "eval-long", "storage")
+BASE = ""
+_PLAIN = {"highlight": False, "markup": False, "soft_wrap": True}
+
+
+class Package(NamedTuple):
+    """A requirement of megasink or of one of its extras, by megasink's own metadata.
+
+    Attributes:
+        name: Name on PyPI.
+        extra: The extra that asks for it; "" for `pip install megasink`.
+        supported: Versions as pip writes them, such as ">=2.11"; "" for any.
+        installed: The installed version, or None.
+    """
+
+    name: str
+    extra: str
+    supported: str
+    installed: str | None
+
+    @property
+    def problem(self) -> str | None:
+        """Why megasink cannot work with it, with what to do; an extra may be absent."""
+        install = f"pip install '{self.name}{self.supported}'"
+        if self.installed is None:
+            return None if self.extra else f"{self.name} is not installed: {install}"
+        fits = Requirement(self.name + self.supported).specifier
+        if fits.contains(self.installed, prereleases=True):
+            return None
+        return f"{self.name} {self.installed} is not supported: {install}"
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -39,10 +70,13 @@ def main(argv: Sequence[str] | None = None) -> int:
             raise UserError(f"{flag} {value}: use 1 or more")
 
     console = Console(quiet=args.json)
-    told: dict[str, Any] = {"megasink": megasink.__version__, "versions": versions()}
     found = packages()
-    problems = _problems(found)
-    told["packages"] = [asdict(package) for package in found]
+    problems = list(dict.fromkeys(package.problem for package in found if package.problem))
+    python = versions()["python"]
+    if not _PYTHON[0] <= numbers_of(python)[:2] < _PYTHON[1]:
+        problems.insert(0, f"Python {python} is not supported: use 3.12 or 3.13")
+    told: dict[str, Any] = {"megasink": megasink.__version__, "versions": versions()}
+    told["packages"] = [package._asdict() for package in found]
     told["plugins"] = [str(plugin) for plugin in plugins.LOADED.values()]
     _print_packages(console, found, told)
     if version_of("torch") is not None:
@@ -51,91 +85,129 @@ def main(argv: Sequence[str] | None = None) -> int:
     if args.json:
         print(as_text(told))
     for problem in problems:
-        console.print(f"FAIL  {problem}", highlight=False, markup=False, soft_wrap=True)
+        console.print(f"FAIL  {problem}", **_PLAIN)
     if not problems:
-        console.print("no problem found", highlight=False)
+        console.print("no problem found", **_PLAIN)
     return 1 if problems else 0
 
 
-def _problems(found: list[Package]) -> list[str]:
-    """Return what of the installation cannot work, with what to do."""
-    problems = []
-    python = versions()["python"]
-    if not _PYTHON[0] <= numbers_of(python)[:2] < _PYTHON[1]:
-        problems.append(f"Python {python} is not supported: use 3.12 or 3.13")
-    mended = set()
-    for package in found:
-        if package.is_outside and package.name not in mended:
-            problem = f"{package.name} {package.installed} is not supported: {package.install}"
-        elif package.installed is None and package.extra == BASE:
-            problem = f"{package.name} is not installed: {package.install}"
-        else:
-            continue
-        mended.add(package.name)
-        problems.append(problem)
-    return problems
+def packages() -> list[Package]:
+    """Return what megasink and its extras require on this platform, in the order of pyproject.toml.
+
+    Empty where megasink has no metadata: it is on the path, but not installed.
+    """
+    try:
+        texts = importlib.metadata.requires("megasink") or []
+    except importlib.metadata.PackageNotFoundError:
+        return []
+    found: dict[tuple[str, str], Package] = {}
+    for requirement in map(Requirement, texts):
+        for extra in (BASE, *EXTRAS):
+            name, marker = requirement.name, requirement.marker
+            # With an extra, what is required without it is true as well; an extra may ask for
+            # another.
+            wanted = (marker is None) == (extra == BASE) and name != "megasink"
+            if wanted and (marker is None or marker.evaluate({"extra": extra})):
+                supported = str(requirement.specifier)
+                found[extra, name] = Package(name, extra, supported, version_of(name))
+    return list(found.values())
 
 
 def _print_packages(console: Console, found: list[Package], told: dict[str, Any]) -> None:
-    def line(what: str, text: str) -> None:
-        console.print(f"{what:20} {text}", highlight=False, markup=False, soft_wrap=True)
-
     supported = {package.name: package.supported for package in reversed(found)}
-    line("megasink", megasink.__version__)
+    lines = [("megasink", megasink.__version__)]
     for name, version in told["versions"].items():
         asked = supported.get(name)
-        line(name, f"{version} (supported: {asked})" if asked else version)
+        lines.append((name, f"{version} (supported: {asked})" if asked else version))
     if not found:
-        line("requirements", "unknown, since megasink is on the path but not installed")
+        lines.append(("requirements", "unknown, since megasink is on the path but not installed"))
     for extra in EXTRAS if found else ():
         absent = [p.name for p in found if p.extra == extra and p.installed is None]
-        state = f"lacks {', '.join(absent)}: {install_line(extra)}" if absent else "installed"
-        line(f"megasink[{extra}]", state)
-    for plugin in told["plugins"]:
-        line("plugin", plugin)
+        lacks = f"lacks {', '.join(absent)}: pip install 'megasink[{extra}]'"
+        lines.append((f"megasink[{extra}]", lacks if absent else "installed"))
+    lines += [("plugin", plugin) for plugin in told["plugins"]]
+    for what, text in lines:
+        console.print(f"{what:20} {text}", **_PLAIN)
 
 
 def _machine(console: Console, args: Any, told: dict[str, Any]) -> list[str]:
     """Tell about device and kernels, and test them; return what failed."""
     try:
-        from megasink.cli.installation.kernels import device, kernels
+        device_type, name = _device()
+        rows = _kernels(device_type, args.head_dim, args.window)
     except ImportError as error:  # a broken installation is what this command is for
         return [f"torch cannot be imported: {error}"]
-    device_type, name = device()
-    told["device"] = {"type": device_type, "name": name}
-    console.print(f"{'device':20} {name}", highlight=False, markup=False, soft_wrap=True)
-    rows = kernels(device_type, args.head_dim, args.window)
-    told["kernels"] = [row.as_json() for row in rows]
+    told |= {"device": {"type": device_type, "name": name}, "kernels": rows}
+    console.print(f"{'device':20} {name}", **_PLAIN)
     table = Table(title=f"attention kernels on {device_type}, with the balance gradient")
     for column in ("variant", "dtype", "runs", "why not others"):
         table.add_column(column)
     for row in rows:
         others: dict[str, list[str]] = {}
-        for other, reason in row.attention.reasons.items():
+        for other, reason in row["not_attention"].items():
             others.setdefault(reason, []).append(other)
         why = "\n".join(f"{', '.join(names)}: {reason}" for reason, names in others.items())
-        table.add_row("\n".join(row.variants), row.dtype, row.attention.name, why)
+        table.add_row("\n".join(row["variants"]), row["dtype"], row["attention"], why)
     console.print(table)
-    for dtype, gates in {row.dtype: row.gates for row in rows}.items():
-        console.print(f"gates around them in {dtype}: {gates}", highlight=False, markup=False)
+    for row in {row["dtype"]: row for row in rows}.values():
+        reasons = "; ".join(f"not {other}: {why}" for other, why in row["not_gates"].items())
+        console.print(f"gates around them in {row['dtype']}: {row['gates']} ({reasons})", **_PLAIN)
     if args.patches and have_megatron():
         _print_patches(console, device_type == "cuda")
     if args.no_self_test:
         return []
-    from megasink.cli.installation.self_test import checks
+    from megasink.cli.self_test import checks
 
     done = []
     for check in checks(device_type, args.head_dim, args.window):
         done.append(check)
         verdict = "pass" if check.passed else "FAIL"
-        console.print(
-            f"{verdict}  {check.name}: {check.detail} ({check.seconds:.1f} s)",
-            highlight=False,
-            markup=False,
-            soft_wrap=True,
-        )
-    told["self_test"] = [asdict(check) for check in done]
+        console.print(f"{verdict}  {check.name}: {check.detail} ({check.seconds:.1f} s)", **_PLAIN)
+    told["self_test"] = [check._asdict() for check in done]
     return [f"{check.name}: {check.detail}" for check in done if not check.passed]
+
+
+def _device() -> tuple[str, str]:
+    """Return ("cuda" or "cpu", what to tell about it)."""
+    import torch
+
+    from megasink import cpu
+
+    if torch.cuda.is_available():
+        major, minor = torch.cuda.get_device_capability()
+        return "cuda", f"{torch.cuda.get_device_name()}, compute capability {major}.{minor}"
+    return "cpu", cpu.unusable_gpu() or "no CUDA device: using the CPU platform"
+
+
+def _kernels(device_type: str, head_dim: int, window: int | None) -> list[dict[str, Any]]:
+    """Return which kernels run for the variants that ask for the same one, in every dtype."""
+    import torch
+
+    from megasink.attention import AttentionRequest, choose_backend, choose_gate_kernels
+    from megasink.attention.variants import variants
+
+    capability = torch.cuda.get_device_capability() if device_type == "cuda" else None
+    named: dict[str, list[str]] = {}
+    for record in variants():
+        named.setdefault("sink" if record.always_gated else "vanilla", []).append(record.name)
+    rows = []
+    for variant, names in named.items():
+        for dtype in (torch.float32, torch.bfloat16, torch.float16):
+            request = AttentionRequest(
+                device_type, dtype, head_dim, variant, window, compute_capability=capability
+            )
+            attention, gates = choose_backend(request), choose_gate_kernels(request)
+            rows.append(
+                {
+                    "variants": names,
+                    "dtype": str(dtype).removeprefix("torch."),
+                    "attention": attention.name,
+                    "not_attention": attention.reasons,
+                    "gates": gates.name,
+                    "not_gates": gates.reasons,
+                }
+            )
+    return rows
 
 
 def _print_patches(console: Console, cuda: bool) -> None:

@@ -62,7 +62,7 @@ SAFE = {
     ("megasink/analysis/ablate/points.py", "allow_pickle"): ARRAYS,
     ("megasink/analysis/ablate/points.py", "numpy.load"): ARRAYS,
     (
-        "megasink/cli/installation/self_test.py",
+        "megasink/cli/self_test.py",
         "subprocess",
     ): "this Python with our own module, no shell",
     (

@@ -1,1 +1,0 @@
-"""What `megasink doctor` finds out about an installation and a machine."""
