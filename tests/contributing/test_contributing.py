@@ -151,7 +151,8 @@ registered = {"variant": names(), "metric": metrics(), "target": TARGETS}
         first, second = (tmp_path / file for file in listed(what)[:2])
         if not first.exists():
             with second.open("a") as file:
-                file.write(f"from megasink.{what}s import {first.stem}\n")
+                package = ".".join(second.parent.relative_to(tmp_path).parts)
+                file.write(f"from {package} import {first.stem}\n")
         with first.open("a") as file:
             file.write(re.sub(r'\A""".*?"""', "", code, flags=re.S))
         (name,) = re.findall(r'^(?: *name=|    )"([\w-]+)",$', code, re.M)[:1]
