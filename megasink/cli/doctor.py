@@ -22,7 +22,6 @@ _PYTHON = ((3, 12), (3, 14))
 # What they are for is in pyproject.toml.
 EXTRAS = ("train", "gpu", "finetune", "muon", "eval", "eval-long", "storage")
 BASE = ""
-_PLAIN = {"highlight": False, "markup": False, "soft_wrap": True}
 
 
 class Package(NamedTuple):
@@ -85,9 +84,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     if args.json:
         print(as_text(told))
     for problem in problems:
-        console.print(f"FAIL  {problem}", **_PLAIN)
+        _plain(console, f"FAIL  {problem}")
     if not problems:
-        console.print("no problem found", **_PLAIN)
+        _plain(console, "no problem found")
     return 1 if problems else 0
 
 
@@ -127,7 +126,7 @@ def _print_packages(console: Console, found: list[Package], told: dict[str, Any]
         lines.append((f"megasink[{extra}]", lacks if absent else "installed"))
     lines += [("plugin", plugin) for plugin in told["plugins"]]
     for what, text in lines:
-        console.print(f"{what:20} {text}", **_PLAIN)
+        _plain(console, f"{what:20} {text}")
 
 
 def _machine(console: Console, args: Any, told: dict[str, Any]) -> list[str]:
@@ -138,7 +137,7 @@ def _machine(console: Console, args: Any, told: dict[str, Any]) -> list[str]:
     except ImportError as error:  # a broken installation is what this command is for
         return [f"torch cannot be imported: {error}"]
     told |= {"device": {"type": device_type, "name": name}, "kernels": rows}
-    console.print(f"{'device':20} {name}", **_PLAIN)
+    _plain(console, f"{'device':20} {name}")
     table = Table(title=f"attention kernels on {device_type}, with the balance gradient")
     for column in ("variant", "dtype", "runs", "why not others"):
         table.add_column(column)
@@ -151,7 +150,7 @@ def _machine(console: Console, args: Any, told: dict[str, Any]) -> list[str]:
     console.print(table)
     for row in {row["dtype"]: row for row in rows}.values():
         reasons = "; ".join(f"not {other}: {why}" for other, why in row["not_gates"].items())
-        console.print(f"gates around them in {row['dtype']}: {row['gates']} ({reasons})", **_PLAIN)
+        _plain(console, f"gates around them in {row['dtype']}: {row['gates']} ({reasons})")
     if args.patches and have_megatron():
         _print_patches(console, device_type == "cuda")
     if args.no_self_test:
@@ -162,9 +161,13 @@ def _machine(console: Console, args: Any, told: dict[str, Any]) -> list[str]:
     for check in checks(device_type, args.head_dim, args.window):
         done.append(check)
         verdict = "pass" if check.passed else "FAIL"
-        console.print(f"{verdict}  {check.name}: {check.detail} ({check.seconds:.1f} s)", **_PLAIN)
+        _plain(console, f"{verdict}  {check.name}: {check.detail} ({check.seconds:.1f} s)")
     told["self_test"] = [check._asdict() for check in done]
     return [f"{check.name}: {check.detail}" for check in done if not check.passed]
+
+
+def _plain(console: Console, line: str) -> None:
+    console.print(line, highlight=False, markup=False, soft_wrap=True)
 
 
 def _device() -> tuple[str, str]:

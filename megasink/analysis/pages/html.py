@@ -92,17 +92,27 @@ def paragraph(text: str, kind: str = "") -> str:
     return f'<p class="{kind}">{inner}</p>' if kind else f"<p>{inner}</p>"
 
 
-def table(head: Sequence[str], rows: Sequence[Sequence[str]], *, kind: str = "numbers") -> str:
+def table(
+    head: Sequence[str],
+    rows: Sequence[Sequence[str]],
+    *,
+    kind: str = "numbers",
+    links: Sequence[str] = (),
+) -> str:
     """Return a table with a header row and a header column, which scrolls if it is too wide.
 
     Args:
         kind: "numbers" or "facts".
+        links: a URL for the first cell of each row.
     """
     top = "".join(f'<th scope="col">{escape(cell)}</th>' for cell in head)
     body = []
-    for first, *rest in rows:
+    for index, (first, *rest) in enumerate(rows):
+        text = escape(first)
+        if links:
+            text = f'<a href="{escape(links[index])}">{text}</a>'
         cells = "".join(f"<td>{escape(cell)}</td>" for cell in rest)
-        body.append(f'<tr><th scope="row">{escape(first)}</th>{cells}</tr>')
+        body.append(f'<tr><th scope="row">{text}</th>{cells}</tr>')
     return (
         f'<div class="scroll {kind}" tabindex="0"><table><thead><tr>{top}</tr></thead>'
         f"<tbody>{''.join(body)}</tbody></table></div>"
