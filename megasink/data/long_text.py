@@ -62,14 +62,14 @@ class HeldText:
         characters: of the text.
     """
 
-    def __init__(self, content: bytearray, characters: int):
+    def __init__(self, content: memoryview, characters: int):
         self._content, self._characters = content, characters
 
     def __len__(self) -> int:
         return self._characters
 
     def __str__(self) -> str:
-        return self._content.decode()
+        return str(self._content, "utf-8")
 
     def pieces(self) -> Iterator[str]:
         """Yield the text in pieces of about a million bytes."""

@@ -4,7 +4,6 @@ import codecs
 import itertools
 import json
 import re
-import secrets
 from typing import Any
 
 from megasink.data.long_text import BYTE_ORDER_MARK, WHOLE_BYTES, HeldText
@@ -12,15 +11,8 @@ from megasink.errors import UserError
 
 _VALUES = 1 << 22
 """Maximum number of values per record; parsed, each takes up to some 200 bytes of memory."""
+_BOM = BYTE_ORDER_MARK.encode()
 _SURROGATE = re.compile("[\ud800-\udfff]")  # alone: there is no UTF-8 of it
-_STRING = re.compile(rb'"[^"\\]*+(?:\\.[^"\\]*+)*+"', re.DOTALL)
-_LONG_STRING = 1 << 20  # bytes
-# So much of a string that no escape, nor a pair of them, is cut.
-_PART = re.compile(
-    rb"(?:[^\\]|\\u[dD][89abAB][0-9a-fA-F]{2}\\u[0-9a-fA-F]{4}|\\u[0-9a-fA-F]{4}|\\[^u])"
-    rb"{1,1048576}+",
-    re.DOTALL,
-)
 _STRING_OR_VALUE = re.compile(rb'"[^"\\]*+(?:\\.[^"\\]*+)*+"|[\[{,]', re.DOTALL)
 
 
@@ -37,7 +29,7 @@ def text_of(line: bytes, source: str, key: str) -> str | HeldText | None:
     Raises:
         UserError: errors of `record_of`, or the key holds no string.
     """
-    if len(line) > WHOLE_BYTES and (held := _held_text(line, source, key)) is not None:
+    if len(line) > WHOLE_BYTES and (held := _held_text(line, key)) is not None:
         return held
     record = record_of(line, source, key)
     if record is None:
@@ -50,53 +42,40 @@ def text_of(line: bytes, source: str, key: str) -> str | HeldText | None:
     return None if _SURROGATE.search(text) else text
 
 
-def _held_text(line: bytes, source: str, key: str) -> HeldText | None:
+def _held_text(line: bytes, key: str) -> HeldText | None:
     """Return the text of a long line; None if the line must be read as a whole: it is wrong, or
-    its length is not in the text."""
-    token = secrets.token_hex(16)
-    spans: list[tuple[int, int]] = []
-    short: list[bytes] = []
-    end = 0
-    for found in _STRING.finditer(line):
-        if found.end() - found.start() > _LONG_STRING:
-            short += [line[end : found.start()], f'"{token}{len(spans)}"'.encode()]
-            spans.append((found.start() + 1, found.end() - 1))
-            end = found.end()
-    if len(line) - sum(stop - start for start, stop in spans) > WHOLE_BYTES:
+    has no text."""
+    import pyarrow as pa
+    from pyarrow import json as reader
+
+    if _values_beyond(line):
         return None
+    schema = pa.schema([(key, pa.string())])
+    parse = reader.ParseOptions(explicit_schema=schema, unexpected_field_behavior="ignore")
     try:
-        record = record_of(b"".join([*short, line[end:]]), source, key)
-        text = (record or {}).get(key)
-        if not isinstance(text, str) or not text.startswith(token):
+        _count(line)  # Arrow reads what is not UTF-8, too
+        read = reader.ReadOptions(use_threads=False, block_size=len(line) + 1)
+        column = reader.read_json(pa.BufferReader(line), read, parse).column(0)
+        (value,) = column
+        if not value.is_valid:
             return None
-        wanted = int(text.removeprefix(token))
-        # The others must be JSON too; their texts are not kept.
-        texts = [_unescaped(line, *span, keep=i == wanted) for i, span in enumerate(spans)]
-    except (UserError, ValueError):
+        content = memoryview(value.as_buffer()).cast("B")
+        content = content[len(_BOM) if content[: len(_BOM)] == _BOM else 0 :]
+        return HeldText(content, _count(content))
+    except (ValueError, OverflowError):  # also Arrow's own, and UnicodeDecodeError
         return None
-    return texts[wanted]
 
 
-def _unescaped(line: bytes, start: int, stop: int, *, keep: bool) -> HeldText:
-    """Return the text between the quotes of a JSON string.
+def _count(content: bytes | memoryview) -> int:
+    """Return the characters of UTF-8 that is never whole in memory.
 
     Raises:
-        ValueError: it is not JSON or not UTF-8, or has no UTF-8.
+        UnicodeDecodeError: it is none.
     """
-    decoder = codecs.getincrementaldecoder("utf-8")()
-    content, characters = bytearray(), 0
-    while start < stop:
-        part = _PART.match(line, start, stop)
-        if part is None:
-            raise ValueError("an escape is cut short")
-        start = part.end()
-        text = json.loads(f'"{decoder.decode(part[0], final=start == stop)}"')
-        if not characters:
-            text = text.removeprefix(BYTE_ORDER_MARK)
-        characters += len(text)
-        if keep:
-            content += text.encode()
-    return HeldText(content, characters)
+    decoder, size = codecs.getincrementaldecoder("utf-8")(), 1 << 20
+    parts = range(0, len(content), size)
+    count = sum(len(decoder.decode(content[start : start + size])) for start in parts)
+    return count + len(decoder.decode(b"", final=True))
 
 
 def record_of(line: bytes, source: str, key: str) -> dict[str, Any] | None:

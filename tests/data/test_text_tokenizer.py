@@ -246,7 +246,6 @@ def test_readers_agree_that_a_byte_order_mark_is_no_text(tmp_path, texts, monkey
     if long:  # read in another way than short ones
         for module in (corpus, records):
             monkeypatch.setattr(module, "WHOLE_BYTES", 10)
-        monkeypatch.setattr(records, "_LONG_STRING", 5)
         monkeypatch.setattr(long_text, "_BLOCK", 2)
     text = "\ufefféin Text,\ufeff langer als so"
     line = json.dumps({"text": text}, ensure_ascii=False)
