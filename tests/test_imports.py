@@ -85,7 +85,7 @@ LIGHT = (
     ),
     *("megasink.analysis.run", "megasink.analysis.sweep", "megasink.analysis.capture.load"),
 )
-OF_TRAIN_ALONE = {"megatron", "psutil", "sentencepiece", "tensorboard", "pyarrow"}
+OF_TRAIN_ALONE = {"megatron", "psutil", "sentencepiece", "tensorboard"}
 
 
 def inside(module: str, room: str) -> bool:

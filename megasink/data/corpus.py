@@ -10,9 +10,9 @@ from io import BufferedReader
 from pathlib import Path
 from typing import Literal
 
+from megasink.data import parquet
 from megasink.data.files import STDLIB, File, expand, open_file, readable
 from megasink.data.long_text import BYTE_ORDER_MARK, WHOLE_BYTES, HeldText, LongText, examine
-from megasink.data.parquet import ParquetReader
 from megasink.data.parts import Place, Span, spans_of
 from megasink.data.records import text_of
 from megasink.errors import ConfigError, UserError
@@ -139,28 +139,27 @@ class Corpus:
         documents = first.documents
         done = sum(span.stop - span.start for span in self._spans[: first.file])
         self.read_bytes, self.place = done, first
-        with ParquetReader(self.max_document_bytes) as parquet:
-            for number, span in enumerate(self._spans[first.file :], first.file):
-                file, characters = span.file, 0
-                after = first if number == first.file else Place()
-                with readable(file.path):
-                    for source, text, position, item, byte in self._read(span, parquet, after):
-                        read = min(position, span.stop) - span.start
-                        self.read_bytes = done + max(read, 0)
-                        if isinstance(text, str):
-                            text = text.removeprefix(BYTE_ORDER_MARK)
-                        if text is None:
-                            self._invalid(source)
-                        elif not text:
-                            self.skipped.empty += 1
-                        else:
-                            documents += 1
-                            characters += len(text)
-                            self._expanded(file, characters)
-                            self._at(number, item, byte, documents)
-                            yield Document(text, source)
-                done += span.stop - span.start
-                self.read_bytes = done
+        for number, span in enumerate(self._spans[first.file :], first.file):
+            file, characters = span.file, 0
+            after = first if number == first.file else Place()
+            with readable(file.path):
+                for source, text, position, item, byte in self._read(span, after):
+                    read = min(position, span.stop) - span.start
+                    self.read_bytes = done + max(read, 0)
+                    if isinstance(text, str):
+                        text = text.removeprefix(BYTE_ORDER_MARK)
+                    if text is None:
+                        self._invalid(source)
+                    elif not text:
+                        self.skipped.empty += 1
+                    else:
+                        documents += 1
+                        characters += len(text)
+                        self._expanded(file, characters)
+                        self._at(number, item, byte, documents)
+                        yield Document(text, source)
+            done += span.stop - span.start
+            self.read_bytes = done
         if not documents:
             raise UserError(
                 f"no document in {' '.join(self.inputs)}: {len(self._spans)} files, "
@@ -189,12 +188,12 @@ class Corpus:
         counts = (documents, skipped.invalid_utf8, skipped.empty)
         self.place = Place(file, item, byte, *counts, examples)
 
-    def _read(self, span: Span, parquet: ParquetReader, after: Place) -> Iterator[_Item]:
+    def _read(self, span: Span, after: Place) -> Iterator[_Item]:
         if span.file.kind == "text":
             if not after.item:
                 yield self._text(span.file)
         elif span.file.kind == "parquet":
-            yield from self._rows(span.file, parquet, after)
+            yield from self._rows(span.file, after)
         else:
             yield from self._lines(span, after)
 
@@ -242,8 +241,8 @@ class Corpus:
                 del line  # the consumer may hold the text for long
                 yield source, text, tell(), number, byte
 
-    def _rows(self, file: File, parquet: ParquetReader, after: Place) -> Iterator[_Item]:
-        rows = parquet.rows(file.path, self.json_key)
+    def _rows(self, file: File, after: Place) -> Iterator[_Item]:
+        rows = parquet.rows(file.path, self.json_key, self.max_document_bytes)
         for row, (cell, part) in enumerate(rows, 1):
             if row <= after.item:
                 continue

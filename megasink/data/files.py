@@ -12,7 +12,6 @@ from pathlib import Path
 from typing import Literal, cast
 
 from megasink.errors import UserError
-from megasink.extras import require
 
 STDLIB = "stdlib:"
 """Input name for the sources of the running interpreter's standard library."""
@@ -136,7 +135,6 @@ def open_file(
         if compression is None:
             yield raw, raw.tell
             return
-        require("pyarrow", f"{path}, which is compressed,")
         import pyarrow as pa
 
         # pyarrow rejects a truncated zstd stream; zstandard's own reader silently ends there.

@@ -1,99 +1,68 @@
-"""Read the rows of parquet files in a process with limited memory (see `parquet_rows`)."""
+"""Read a column of text from a parquet file, row by row; Arrow holds one of its pages at a time."""
 
-import json
-import signal
-import subprocess
-import sys
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Self
+from typing import Any
 
-from megasink.data import parquet_rows
 from megasink.errors import UserError
-from megasink.extras import require
+
+_BUFFER = 1 << 20  # of a column that is read; pages of it are read as they are needed
+_SLACK = 1 << 20
 
 
-class ParquetReader:
-    """Reads columns of text.
+def rows(path: Path, key: str, max_bytes: int) -> Iterator[tuple[bytes | None, float]]:
+    """Yield the cells of column `key` (b"" for null, None for a cell of more than `max_bytes`), and
+    the share of the file that has been read.
 
-    Its process starts with the first file, and ends with the context.
-
-    Args:
-        max_bytes: maximum size of one cell.
+    Raises:
+        UserError: not a parquet file, a missing column or one of another type, or cells that are
+            too long on average, none of which is read.
     """
+    import pyarrow.parquet as pq
 
-    def __init__(self, max_bytes: int):
-        self.max_bytes = max_bytes
-        self._process: subprocess.Popen[bytes] | None = None
+    try:
+        with pq.ParquetFile(path, buffer_size=_BUFFER, pre_buffer=False) as file:
+            _check(file, path, key, max_bytes)
+            total = file.metadata.num_rows
+            # One row: a batch repeats a value that the file may hold once.
+            batches = file.iter_batches(1, columns=[key], use_threads=False)
+            for number, batch in enumerate(batches, 1):
+                cell = _buffer(batch.column(0)[0])
+                is_long = cell is not None and cell.size > max_bytes
+                content = b"" if cell is None else None if is_long else cell.to_pybytes()
+                yield content, number / total
+    except UserError:
+        raise
+    except Exception as error:  # Arrow raises nearly anything on a damaged file
+        if isinstance(error, OSError) and error.strerror:
+            raise  # of the file system
+        reason = str(error).strip().partition("\n")[0] or type(error).__name__
+        raise UserError(f"{path} is not a readable parquet file: {reason}") from error
 
-    def __enter__(self) -> Self:
-        return self
 
-    def __exit__(self, *error: object) -> None:
-        if self._process is not None:
-            self._process.kill()
-            self._process.communicate()
-            self._process = None
+def _check(file: Any, path: Path, key: str, max_bytes: int) -> None:
+    import pyarrow as pa
 
-    def rows(self, path: Path, key: str) -> Iterator[tuple[bytes | None, float]]:
-        """Yield the cells of column `key` (b"" for null, None for a cell that is too long), and the
-        share of the file that has been read.
+    names = file.schema_arrow.names
+    if key not in names:
+        raise UserError(f"{path} has no column {key!r}: pass --json-key, one of {sorted(names)}")
+    kind = file.schema_arrow.field(key).type
+    text = kind.value_type if pa.types.is_dictionary(kind) else kind
+    if not (pa.types.is_string(text) or pa.types.is_large_string(text)):
+        raise UserError(f"{path}: column {key!r} holds {kind}, not strings")
+    for group in map(file.metadata.row_group, range(file.metadata.num_row_groups)):
+        for column in map(group.column, range(group.num_columns)):
+            # A page of one cell would be in memory before its size is known.
+            most = 2 * max_bytes * column.num_values + _SLACK
+            if column.path_in_schema == key and column.total_uncompressed_size > most:
+                raise UserError(
+                    f"{path}: cells of column {key!r} are longer than the {max_bytes:,} bytes "
+                    "that a document may have: split them, or raise --max-document-bytes"
+                )
 
-        Args:
-            path: the file.
-            key: the column.
 
-        Raises:
-            UserError: not a parquet file, a missing column or one of another type, or a file that
-                needs more memory than documents of `max_bytes` do.
-        """
-        require("pyarrow", str(path))
-        if sys.platform != "linux":  # the reader's memory is bounded as Linux does it
-            raise UserError(f"{path}: parquet is read on Linux alone; write it as .jsonl")
-        self._process = process = self._process or self._start()
-        assert process.stdin is not None
-        try:
-            asked = json.dumps({"path": str(path), "key": key}).encode()
-            process.stdin.write(asked + b"\n")
-            process.stdin.flush()
-        except BrokenPipeError:
-            raise self._died(process, path) from None
-        total, row = 1, 0
-        while True:
-            kind, content = self._frame(process, path)
-            if kind == parquet_rows.END:
-                return
-            if kind == parquet_rows.ERROR:
-                raise UserError(content.decode("utf-8", "replace"))
-            if kind == parquet_rows.ROWS:
-                total = max(int(content), 1)
-                continue
-            row += 1
-            yield None if kind == parquet_rows.TOO_LONG else content, min(row / total, 1.0)
+def _buffer(value: Any) -> Any:
+    """Return the bytes of a string, or None for null."""
+    import pyarrow as pa
 
-    def _start(self) -> "subprocess.Popen[bytes]":
-        return subprocess.Popen(
-            # -P: import nothing from the program's folder, or from the current one
-            [sys.executable, "-P", parquet_rows.__file__, str(self.max_bytes)],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.DEVNULL,
-        )
-
-    def _frame(self, process: "subprocess.Popen[bytes]", path: Path) -> tuple[bytes, bytes]:
-        assert process.stdout is not None
-        head = process.stdout.read(9)
-        size = int.from_bytes(head[1:], "big")
-        content = process.stdout.read(size) if len(head) == 9 else b""
-        if len(head) < 9 or len(content) < size:
-            raise self._died(process, path)
-        return head[:1], content
-
-    def _died(self, process: "subprocess.Popen[bytes]", path: Path) -> UserError:
-        code = process.wait()
-        how = signal.Signals(-code).name if code < 0 else f"exit code {code}"
-        memory = parquet_rows.memory_limit(self.max_bytes)
-        return UserError(
-            f"{path} cannot be read: the parquet reader ended with {how}; the file is damaged or "
-            f"needs more than {memory:,} bytes of memory (raise --max-document-bytes)"
-        )
+    return (value.value if isinstance(value, pa.DictionaryScalar) else value).as_buffer()

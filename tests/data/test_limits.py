@@ -7,6 +7,7 @@ import os
 import socket
 import subprocess
 import sys
+import textwrap
 
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -14,11 +15,11 @@ import pytest
 import zstandard
 
 from megasink.data.corpus import Corpus
-from megasink.data.parquet_rows import memory_limit
 from megasink.data.preprocess import preprocess
 from megasink.data.tokenizer import leading_ids, load_tokenizer, train_tokenizer
 from megasink.errors import ConfigError, UserError
 from tests.damage.corpora import DEEP, LINE
+from tests.distributed.pool import ROOT
 
 KIB = 1 << 10
 
@@ -71,23 +72,31 @@ def test_cells_of_parquet_have_it_too(tmp_path, texts):
         texts(path, max_document_bytes=10 * KIB)
 
 
-def test_parquet_that_needs_too_much_memory_ends_its_reader_alone(tmp_path, texts, monkeypatch):
-    monkeypatch.setattr("megasink.data.parquet_rows.__file__", str(tmp_path / "reader.py"))
-    (tmp_path / "reader.py").write_text("import os\nos.abort()\n")
-    pq.write_table(pa.table({"text": ["one"]}), tmp_path / "a.parquet")
-    with pytest.raises(UserError, match=r"a\.parquet cannot be read: the parquet reader ended wit"):
-        texts(tmp_path / "a.parquet")
+def test_cells_that_are_too_long_on_average_are_not_read(tmp_path, texts):
+    """One cell of 4 MB is in a page of its own, which would be decompressed to see its size."""
+    pq.write_table(pa.table({"text": ["x" * (4 << 20)]}), tmp_path / "a.parquet")
+    with pytest.raises(UserError, match=r"cells of column 'text' are longer than the 1,000 b"):
+        texts(tmp_path / "a.parquet", max_document_bytes=1000)
 
 
-def test_rows_are_read_one_by_one_where_a_batch_is_too_large(tmp_path):
-    """256 rows of 3 MiB, of one value: no batch of them fits into the memory that is allowed."""
+def test_a_value_that_many_rows_share_is_in_memory_once(tmp_path):
+    """260 rows of 3 MiB: a batch of them would be 780 MiB."""
     codes = pa.array([0] * 260, pa.int32())
     value = "x" * (3 << 20)
     table = pa.table({"text": pa.DictionaryArray.from_arrays(codes, pa.array([value]))})
     pq.write_table(table, tmp_path / "a.parquet", store_schema=False, compression="none")
-    corpus = Corpus([tmp_path / "a.parquet"], max_document_bytes=4 << 20)
-    assert 256 * len(value) > memory_limit(4 << 20)
-    assert sum(document.text == value for document in corpus) == 260
+    code = """
+        import sys
+        import pyarrow as pa
+        from megasink.data.corpus import Corpus
+        corpus = Corpus([sys.argv[1]], max_document_bytes=4 << 20)
+        print(sum(len(document.text) for document in corpus), pa.default_memory_pool().max_memory())
+    """
+    command = [sys.executable, "-c", textwrap.dedent(code), str(tmp_path / "a.parquet")]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True)
+    read, peak = map(int, done.stdout.split())
+    assert read == 260 * len(value)
+    assert peak < 32 << 20
 
 
 @pytest.mark.parametrize("line", [b"[" * DEEP + b"]" * DEEP, b'{"text": "x", "a":' + b"[" * DEEP])

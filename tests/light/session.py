@@ -2,6 +2,7 @@
 Megatron: ``python session.py FOLDER`` prints JSON, {what: result}. Imports no other test file."""
 
 import contextlib
+import gzip
 import importlib.util
 import io
 import json
@@ -99,7 +100,7 @@ def trained(folder: Path) -> dict[str, object]:
 def main(folder: Path) -> None:
     from megasink.cli import COMMANDS, OF_TRAIN
 
-    model, text = folder / "model", folder / "text.jsonl"
+    model, text = folder / "model", folder / "texts"
     told: dict[str, object] = {
         "megatron": importlib.util.find_spec("megatron") is not None,
         "refused": {name: command(name, "--lr", 1) for name in OF_TRAIN},
@@ -109,7 +110,15 @@ def main(folder: Path) -> None:
     told["a run"] = command(
         *("analyze", folder / "run", "--data", folder, "--output", folder / "x", "--device", "cpu")
     )
-    text.write_text("".join(json.dumps({"text": text}) + "\n" for text in TEXTS))
+    import pyarrow
+    from pyarrow import parquet
+
+    # The three formats that need Arrow.
+    lines = "".join(json.dumps({"text": text}) + "\n" for text in TEXTS).encode()
+    text.mkdir()
+    parquet.write_table(pyarrow.table({"text": TEXTS}), text / "a.parquet")
+    (text / "b.jsonl.gz").write_bytes(gzip.compress(lines))
+    (text / "c.jsonl.zst").write_bytes(pyarrow.compress(lines, "zstd", asbytes=True))
     make_model(model)
     common = ("--data", text, "--device", "cpu", "--seq-length", 12)
     told["analyze"] = command("analyze", model, *common, "--output", folder / "analysis")

@@ -43,7 +43,6 @@ SAFE = {
     ("megasink/convert/torch_dist_writer.py", "pickle"): "dump only",
     ("megasink/convert/verify.py", "from_pretrained"): LOCAL,
     ("megasink/convert/verify.py", "trust_remote_code"): "False",
-    ("megasink/data/parquet.py", "subprocess"): "this Python with our own module, no shell",
     ("megasink/data/tokenizer.py", "from_pretrained"): LOCAL,
     ("megasink/data/tokenizer.py", "trust_remote_code"): "False",
     ("megasink/cli/__init__.py", "import_module"): OWN_NAMES,
