@@ -6,6 +6,7 @@ from typing import Any
 
 from megasink.analysis.folder import Analysis
 from megasink.analysis.pages import (
+    change,
     figures_between,
     figures_heads,
     figures_maps,
@@ -20,7 +21,7 @@ from megasink.progress import tracked
 
 def drawings() -> list[Drawing]:
     """Return every kind of figure: those of registered metrics, and custom ones."""
-    own = (opening, figures_states, figures_heads, figures_maps, figures_between)
+    own = (opening, figures_states, figures_heads, figures_maps, change, figures_between)
     return [*metric_drawings(), *(drawing for module in own for drawing in module.DRAWINGS)]
 
 

@@ -8,7 +8,7 @@ from typing import Any
 from megasink.analysis.folder import Analysis, summary_cells
 from megasink.analysis.metrics import Metric, metrics, metrics_shown
 from megasink.analysis.metrics.distances import spearman, top_agreement, wasserstein
-from megasink.analysis.pages import html
+from megasink.analysis.pages import change, html
 from megasink.analysis.pages.comparable import differences
 from megasink.analysis.pages.drawing import OPENING, Picture
 from megasink.analysis.pages.opening import in_words
@@ -42,10 +42,14 @@ def page(analyses: Sequence[Analysis], pictures: Sequence[Picture]) -> str:
         "</header><main>",
         html.heading(2, OPENING),
         *(html.paragraph(line) for analysis in analyses for line in in_words(analysis)),
+        *(html.paragraph(line) for line in change.in_words(analyses)),
         *(html.paragraph(f"The analyses have {d}.", "warning") for d in differences(analyses)),
         *(_warning(analysis) for analysis in analyses if analysis.results.non_finite),
         *(_figures(opening, names) if opening else []),
-        _summaries([(analysis.name, analysis.results) for analysis in analyses]),
+        _summaries(
+            [(analysis.name, analysis.results) for analysis in analyses],
+            with_change=change.is_pair(analyses),
+        ),
     ]
     for section, members in by_section.items():
         parts.append(html.heading(2, section))
@@ -93,14 +97,24 @@ def _warning(analysis: Analysis) -> str:
     )
 
 
-def _summaries(columns: Sequence[tuple[str, SampleResults]]) -> str:
-    """Return a table of models, or of datasets, side by side, without empty rows."""
+def _summaries(columns: Sequence[tuple[str, SampleResults]], *, with_change: bool = False) -> str:
+    """Return a table of models, or of datasets, side by side, without empty rows.
+
+    Args:
+        with_change: also of the change, which is what the second of two has more than the first.
+    """
     cells = [summary_cells(of) for _, of in columns]
     rows = [[key, *(f"{of[key]:,}" for of in cells)] for key in ("samples", "tokens")]
+    if with_change:
+        rows = [[*row, ""] for row in rows]
     for name, entry in metrics().items():
         if any(of.get(name) is not None for of in cells):
-            rows.append([_label(entry), *(entry.text(of[name]) for of in cells)])
-    return html.table(["", *(name for name, _ in columns)], rows)
+            values = [of[name] for of in cells]
+            rows.append([_label(entry), *map(entry.text, values)])
+            if with_change:
+                rows[-1].append(change.delta(entry, *values))
+    head = ["", *(name for name, _ in columns)]
+    return html.table([*head, "change"] if with_change else head, rows)
 
 
 def _label(entry: Metric) -> str:

@@ -187,9 +187,11 @@ def test_two_analyses_of_one_name_are_told_apart(analyzed, tmp_path, capsys, mon
     command = f"report {analyzed}/llama {tmp_path}/other --output {tmp_path}/out"
     assert main(command.split()) == 0
     page = (tmp_path / "out" / "report.html").read_text()
-    head = "<th>llama (llama)</th><th>llama (other)</th>"
+    head = "<th>llama (llama)</th><th>llama (other)</th><th>change</th>"
     assert head in re.sub(r"</?tr>|\n| scope=\"col\"", "", page)
-    assert "<td>7.125</td>" in page
+    before = json.loads((analyzed / "llama" / "results.json").read_text())["metrics"]["imbalance"]
+    assert f"<td>7.125</td><td>+{7.125 - before['number']:.3f}</td>" in page.replace("\n", "")
+    assert "From llama (llama) to llama (other) head importance moves by at most 0.000" in page
     assert "llama (other): prose" in page
     capsys.readouterr()
     twice = f"report {analyzed}/llama {analyzed}/llama --output {tmp_path}/twice"

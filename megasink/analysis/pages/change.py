@@ -1,0 +1,87 @@
+"""What differs between two models on one page: in words, as a map of heads, and as a column.
+
+Shapes: L layers, H query heads.
+"""
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from megasink.analysis.folder import Analysis
+from megasink.analysis.metrics import Metric, metrics
+from megasink.analysis.pages.drawing import Drawing
+from megasink.analysis.pages.style import DIVERGING, heatmap, label, panels
+
+# Metrics of heads whose change is drawn and told, and what it is in words.
+_MAPS = {
+    "importance": "head importance",
+    "awft": "a head's attention to the first token",
+}
+
+
+def is_pair(analyses: Sequence[Analysis]) -> bool:
+    """Whether there are two analyses whose heads correspond: the same layers and heads in each."""
+    return len(analyses) == 2 and (
+        analyses[0].results.model.heads == analyses[1].results.model.heads
+    )
+
+
+def in_words(analyses: Sequence[Analysis]) -> list[str]:
+    """Return a paragraph on what moved most from the first analysis to the second; none for others
+    than a pair."""
+    if not is_pair(analyses):
+        return []
+    before, after = analyses
+    parts = []
+    for name, what in _MAPS.items():
+        one_LH, other_LH = before.values(name), after.values(name)
+        moved_LH = np.abs(other_LH - one_LH)
+        if np.isnan(moved_LH).all():
+            continue
+        layer, head = np.unravel_index(np.nanargmax(moved_LH), moved_LH.shape)
+        text = metrics()[name].text
+        parts.append(
+            f"{what} moves by at most {text(float(moved_LH[layer, head]))} (layer {layer}, head "
+            f"{head}: from {text(float(one_LH[layer, head]))} to "
+            f"{text(float(other_LH[layer, head]))})"
+        )
+    return [f"From {before.name} to {after.name} {', and '.join(parts)}."] if parts else []
+
+
+def delta(entry: Metric, before: Any, after: Any) -> str:
+    """Return the change of a metric's number with its sign; empty for a name, or where one has
+    none."""
+    if not isinstance(before, float) or not isinstance(after, float):
+        return ""
+    sign = "+" if after > before else ""
+    return sign + entry.text(after - before)
+
+
+def _change(analyses: Sequence[Analysis]) -> Any:
+    if not is_pair(analyses):
+        return None
+    before, after = analyses
+    layers = len(before.results.model.heads)
+    height = min(max(0.2 * layers, 2.4), 9.0) + 1
+    figure, axes = panels(1, len(_MAPS), height)
+    for axis, (name, what) in zip(axes[0], _MAPS.items(), strict=True):
+        moved_LH = after.values(name) - before.values(name)
+        most = max(float(np.nanmax(np.abs(moved_LH), initial=0.0)), 1e-3)
+        axis.set_facecolor("0.8")
+        image = heatmap(axis, moved_LH, vmin=-most, vmax=most, cmap=DIVERGING)
+        label(axis, what, "layer", "head")
+        figure.colorbar(image, ax=axis, label="less <- change -> more")
+    return figure
+
+
+DRAWINGS = (
+    Drawing(
+        "change",
+        "Between models",
+        "What changed, head by head",
+        "The second model less the first: head importance (P0.10), and the mean weight on the "
+        "first token (P3.1). Both color scales are symmetric about no change.",
+        _change,
+    ),
+)
