@@ -5,6 +5,7 @@ from types import SimpleNamespace
 import pytest
 
 from megasink.attention.variants import gates as gate_options
+from megasink.training import ffn_width
 
 # P1's MoE model: q 32, k 4, d_k 128; its 201 M for q * d_k * d over 24 layers gives d = 2048.
 P1 = {
@@ -48,12 +49,12 @@ def options(**changes):
     ],
 )
 def test_parameters_are_those_of_table_1(changes, millions):
-    found = LAYERS * gate_options.parameters_per_layer(options(**changes)) / 1e6
+    found = LAYERS * ffn_width.parameters_per_layer(options(**changes)) / 1e6
     assert found == pytest.approx(millions, rel=0.03, abs=0.05)
 
 
 def test_a_bias_is_counted():
-    assert gate_options.parameters_per_layer(options(), bias=True) == 32 * 2049
+    assert ffn_width.parameters_per_layer(options(), bias=True) == 32 * 2049
 
 
 @pytest.mark.parametrize(
@@ -82,9 +83,9 @@ def test_where_scores_come_from_and_whether_they_count(changes, counts, megatron
 
 def test_the_ffn_of_table_2_is_683_narrower():
     dense = options(num_attention_heads=16, num_query_groups=8, **ELEMENTWISE)
-    extra = gate_options.parameters_per_layer(dense)
+    extra = ffn_width.parameters_per_layer(dense)
     assert extra == 4_194_304
-    found = gate_options.matched_ffn_width(6144, extra, 2048, gated_linear_unit=True)
+    found = ffn_width.matched_ffn_width(6144, extra, 2048, gated_linear_unit=True)
     assert found.exact == pytest.approx(6144 - 682.67, abs=0.01)
     assert found.after == 5504
     assert found.left_over == extra - (6144 - 5504) * 3 * 2048 == 262_144
@@ -100,7 +101,7 @@ def test_what_is_left_over_is_the_difference_of_the_models(glu, bias):
         first = (2 if glu else 1) * width
         return first * hidden + width * hidden + (first + hidden if bias else 0)
 
-    found = gate_options.matched_ffn_width(2048, 300_000, 512, gated_linear_unit=glu, bias=bias)
+    found = ffn_width.matched_ffn_width(2048, 300_000, 512, gated_linear_unit=glu, bias=bias)
     assert found.left_over == 300_000 + ffn(found.after) - ffn(2048)
     assert abs(found.left_over) <= 64 * (ffn(1) - ffn(0))
     assert found.after % 128 == 0
@@ -108,4 +109,4 @@ def test_what_is_left_over_is_the_difference_of_the_models(glu, bias):
 
 def test_a_gate_larger_than_the_ffn_is_refused():
     with pytest.raises(ValueError, match="less than 128 would be left"):
-        gate_options.matched_ffn_width(1024, 3_000_000, 1024, gated_linear_unit=True)
+        ffn_width.matched_ffn_width(1024, 3_000_000, 1024, gated_linear_unit=True)

@@ -138,14 +138,12 @@ def forward_blocks(
     value_BGSD: Tensor,
     call: AttentionCall,
 ) -> tuple[Tensor, Tensor]:
-    """Run a backend's attention under any of these masks.
+    """Run a backend's attention, block by block, under a causal mask without a distance bias.
 
     Returns:
         out_BHTD in the dtype of the query, and lse_BHT, float32 (float64 for float64).
     """
-    call, blocks = _blocks(backend, query_BHTD, key_BGSD, call)
-    if blocks is None:
-        return backend.forward(query_BHTD, key_BGSD, value_BGSD, call)
+    blocks = plan_blocks(query_BHTD.shape[2], key_BGSD.shape[2], call.window, call.prefix)
     dtype = torch.promote_types(query_BHTD.dtype, torch.float32)
     out_BHTD = torch.zeros_like(query_BHTD, dtype=dtype)
     lse_BHT = out_BHTD.new_full(out_BHTD.shape[:-1], -torch.inf)
@@ -154,7 +152,7 @@ def forward_blocks(
             block.fold_queries(query_BHTD),
             block.fold_keys(key_BGSD),
             block.fold_keys(value_BGSD),
-            call._replace(causal=block.mask != "full"),
+            call._replace(causal=block.mask != "full", window=None),
         )
         merge_(
             block.queries_of(out_BHTD),
@@ -168,9 +166,7 @@ def forward_blocks(
 def backward_blocks(backend: Backend, tensors: BackwardTensors, call: AttentionCall) -> Gradients:
     """Compute the gradients of `forward_blocks`; see `Backend.backward`."""
     grad_out_BHTD, query_BHTD, key_BGSD, value_BGSD, out_BHTD, lse_BHT, lse_grad_BHT = tensors
-    call, blocks = _blocks(backend, query_BHTD, key_BGSD, call)
-    if blocks is None:
-        return backend.backward(tensors, call)
+    blocks = plan_blocks(query_BHTD.shape[2], key_BGSD.shape[2], call.window, call.prefix)
     dtype = torch.promote_types(query_BHTD.dtype, torch.float32)
     inputs = (query_BHTD, key_BGSD, value_BGSD)
     grad_query_BHTD, grad_key_BGSD, grad_value_BGSD = (
@@ -189,7 +185,8 @@ def backward_blocks(backend: Backend, tensors: BackwardTensors, call: AttentionC
             block.fold_queries(lse_BHT[..., None])[..., 0],
             lse_grad,
         )
-        grads = backend.backward(folded, call._replace(causal=block.mask != "full"))
+        alone = call._replace(causal=block.mask != "full", window=None)
+        grads = backend.backward(folded, alone)
         block.queries_of(grad_query_BHTD).add_(block.unfold(grads.query_BHTD))
         block.keys_of(grad_key_BGSD).add_(block.unfold(grads.key_BGSD))
         block.keys_of(grad_value_BGSD).add_(block.unfold(grads.value_BGSD))
@@ -208,21 +205,3 @@ def merge_(
     out_BHTD.mul_((lse_BHT1 - merged_lse_BHT1).exp_())
     out_BHTD.add_(other_out_BHTD * (other_lse_BHT1 - merged_lse_BHT1).exp_())
     lse_BHT1.copy_(merged_lse_BHT1)
-
-
-def _blocks(
-    backend: Backend, query_BHTD: Tensor, key_BGSD: Tensor, call: AttentionCall
-) -> tuple[AttentionCall, tuple[Block, ...] | None]:
-    """Return the call for the backend and the blocks, or None if a single call suffices."""
-    queries, keys = query_BHTD.shape[2], key_BGSD.shape[2]
-    window = call.window
-    if window is not None and window >= keys:
-        window, call = None, call._replace(window=None)
-    if not call.causal or call.distance_bias_HS is not None:
-        return call, None
-    if window is not None and backend.native_window and queries == keys:
-        return call, None
-    blocks = plan_blocks(queries, keys, window, call.prefix)
-    if len(blocks) == 1 and blocks[0].repeats == 1 and blocks[0].mask == "causal":
-        return call, None
-    return (call if window is None else call._replace(window=None)), blocks

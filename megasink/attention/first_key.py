@@ -12,11 +12,11 @@ dim.
 import torch
 from torch import Tensor
 
-from megasink.attention.blocks import backward_blocks
 from megasink.attention.call import AttentionCall, BackwardTensors, Gradients
 from megasink.attention.gate_kernels import BeforeBackward, FirstKey
 from megasink.attention.kernels import Backend
 from megasink.attention.layout import empty_in_order_of, repeat_groups
+from megasink.attention.masked import backward_masked
 
 
 def first_key(
@@ -74,7 +74,7 @@ def backward_first_key(
             tensors.lse_BHT[..., alone:],
             None if lse_grad_BHT is None else lse_grad_BHT[..., alone:],
         )
-        rows_query_BHTD, rows_key_BGSD, rows_value_BGSD, rows_bias_HS = backward_blocks(
+        rows_query_BHTD, rows_key_BGSD, rows_value_BGSD, rows_bias_HS = backward_masked(
             kernel, rows, without_first_key(call)
         )
     # Free each of the kernel's gradients before allocating the next: this saves memory and lets a

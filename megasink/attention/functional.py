@@ -10,7 +10,6 @@ import torch
 from torch import Tensor
 
 from megasink.attention.call import AttentionCall, AttentionOutput, Slot, softmax_variant
-from megasink.attention.documents import attend_by_document, document_lengths
 from megasink.attention.layout import statistics_dtype
 from megasink.attention.op import slot_attention_op
 
@@ -155,6 +154,7 @@ def _by_document(
     with_gate: bool,
 ) -> AttentionOutput:
     """Call the op on each document."""
+    from megasink.attention.documents import attend_by_document
 
     def attend(
         query_BHTD: Tensor, key_BGSD: Tensor, value_BGSD: Tensor, *slot: Tensor | None
@@ -216,7 +216,11 @@ def _check_bias(
         raise ValueError(
             f"distance_bias_HS must be [{heads}, keys] in {dtype}, got {shape} in {bias_HS.dtype}"
         )
-    needed = keys if cu_seqlens is None else max(document_lengths(cu_seqlens, keys))
+    needed = keys
+    if cu_seqlens is not None:
+        from megasink.attention.documents import document_lengths
+
+        needed = max(document_lengths(cu_seqlens, keys))
     if shape[1] < needed:
         raise ValueError(f"distance_bias_HS has {shape[1]} distances, {needed} are needed")
 

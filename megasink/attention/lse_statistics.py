@@ -8,7 +8,6 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from megasink.attention.documents import document_starts
 from megasink.attention.layout import repeat_groups, row_dot
 
 
@@ -61,6 +60,8 @@ def first_key_gate(
     position_T = torch.arange(keys - tokens, keys, device=device)
     first_key_BGTD = key_BGSD[:, :, :1]  # 1 for T
     if cu_seqlens is not None:
+        from megasink.attention.documents import document_starts
+
         start_T = document_starts(cu_seqlens, device)[keys - tokens :]
         position_T -= start_T
         first_key_BGTD = key_BGSD[:, :, start_T]

@@ -15,7 +15,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megasink.attention.blocks import backward_blocks, forward_blocks
 from megasink.attention.call import (
     Arriving,
     AttentionCall,
@@ -27,7 +26,6 @@ from megasink.attention.call import (
     from_op,
     op_schema,
 )
-from megasink.attention.first_key import backward_first_key, first_key, without_first_key
 from megasink.attention.gate_kernels import (
     BeforeBackward,
     GateKernels,
@@ -35,8 +33,9 @@ from megasink.attention.gate_kernels import (
     gate_kernels_named,
 )
 from megasink.attention.kernels import AttentionRequest, Backend, backend_named, choose_backend
-from megasink.attention.kernels.cuda import compute_capability
+from megasink.attention.kernels.base import compute_capability
 from megasink.attention.layout import empty_in_order_of, in_order_of, statistics_dtype
+from megasink.attention.masked import backward_masked, forward_masked
 
 
 @torch.library.custom_op(
@@ -61,9 +60,11 @@ def slot_attention_op(
     call = AttentionCall._make(fields)
     kernel, gates = _kernels(query_BHTD, call)
     if call.slot == Slot.FIRST_KEY:
+        from megasink.attention.first_key import first_key, without_first_key
+
         first, rows = first_key(query_BHTD, key_BGSD, value_BGSD, call), None
         if first.alone < query_BHTD.shape[2]:
-            rows = forward_blocks(
+            rows = forward_masked(
                 kernel,
                 query_BHTD[:, :, first.alone :],
                 key_BGSD[:, :, 1:],
@@ -71,7 +72,7 @@ def slot_attention_op(
                 without_first_key(call),
             )
         return gates.first_key_forward(first, rows, call)
-    out_BHTD, lse_BHT = forward_blocks(kernel, query_BHTD, key_BGSD, value_BGSD, call)
+    out_BHTD, lse_BHT = forward_masked(kernel, query_BHTD, key_BGSD, value_BGSD, call)
     if slot_logit is None:
         lse_BHT = lse_BHT.contiguous()
         nothing = (lse_BHT.new_empty(0), lse_BHT.new_empty(0))
@@ -134,6 +135,8 @@ def run_backward(
 
     grad_logit, grad_slot_value = lse_BHT.new_empty(0), query_BHTD.new_empty(0)
     if call.slot == Slot.FIRST_KEY:
+        from megasink.attention.first_key import backward_first_key, first_key
+
         first = first_key(query_BHTD, key_BGSD, value_BGSD, call)
         around = gates.first_key_backward(arriving, results, first, call.scale, inject=inject)
         with around as before:
@@ -142,7 +145,7 @@ def run_backward(
         with gates.slot_backward(
             arriving, results, slot_logit, slot_value, inject=inject
         ) as before:
-            grads = backward_blocks(kernel, to_kernel(before), call)
+            grads = backward_masked(kernel, to_kernel(before), call)
         grads = Gradients(
             in_order_of(query_BHTD, grads.query_BHTD),
             in_order_of(key_BGSD, grads.key_BGSD),

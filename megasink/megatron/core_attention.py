@@ -30,7 +30,6 @@ from megasink.attention.variants import parameter_names, variant
 from megasink.attention.variants.gates import counts_heads
 from megasink.balance.sums import SINK
 from megasink.config import COMM_TYPES, visible_tokens
-from megasink.megatron.documents import Documents, documents_of, first_values
 from megasink.megatron.head_observer import HeadObserver
 from megasink.megatron.layer_balance import MegatronLayerBalance
 from megasink.megatron.optional import position_bias, similarity_mlp
@@ -39,6 +38,7 @@ from megasink.megatron.statistics import ModelStatistics
 
 if TYPE_CHECKING:
     from megasink.megatron.config import MegasinkTransformerConfig
+    from megasink.megatron.documents import Documents
 
 
 class CoreAttention(ShardedByHeads, StaysFloat32, MegatronModule):
@@ -170,7 +170,12 @@ class CoreAttention(ShardedByHeads, StaysFloat32, MegatronModule):
                 "an attention bias is not supported by CoreAttention: --attention-bias-type has "
                 "those that depend on the distance alone"
             )
-        self.documents = documents_of(packed_seq_params, query.shape[0], self.cp_group.size())
+        self.documents = None
+        if packed_seq_params is not None:
+            from megasink.megatron.documents import documents_of
+
+            ranks = self.cp_group.size()
+            self.documents = documents_of(packed_seq_params, query.shape[0], ranks)
         if query.dim() == 3:
             query, key, value = (x.unsqueeze(1) for x in (query, key, value))
         self.frees_projection = self._frees_projection(query, key, value)
@@ -293,6 +298,8 @@ class CoreAttention(ShardedByHeads, StaysFloat32, MegatronModule):
                 query_BHTD, key_BGSD, lse_BHT, scale=self.softmax_scale, **mask
             )
         if counts and self.attending.compares_gradients and gate_BHT is not None:
+            from megasink.megatron.documents import first_values
+
             assert record.slot_value is not None  # rejected by the config
             value_BHTD = record.slot_value(
                 config,

@@ -122,8 +122,8 @@ class PackedRow(PackedSeqParams):
     documents: Documents | None = None
 
 
-def documents_of(params: PackedSeqParams | None, tokens: int, ranks: int = 1) -> Documents | None:
-    """Return the documents of a microbatch; None if it is not packed.
+def documents_of(params: PackedSeqParams, tokens: int, ranks: int = 1) -> Documents:
+    """Return the documents of a packed microbatch.
 
     In thd format, boundaries are read from the device once for all layers and passes, and cached on
     `params`.
@@ -138,8 +138,6 @@ def documents_of(params: PackedSeqParams | None, tokens: int, ranks: int = 1) ->
             under context parallelism.
         ValueError: The row has other tokens than this rank.
     """
-    if params is None:
-        return None
     if isinstance(params, PackedRow):
         assert params.documents is not None
         if params.documents.tokens != tokens:

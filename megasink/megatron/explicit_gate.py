@@ -4,6 +4,8 @@ Shapes: S sequence, B batch; H query heads or key/value groups (depending on the
 this tensor-parallel rank; D head dim; C scores per head and token, 1 or D.
 """
 
+from typing import TYPE_CHECKING
+
 import torch
 from megatron.core.jit import jit_fuser
 from megatron.core.tensor_parallel import (
@@ -23,10 +25,12 @@ from megasink.attention import (
     mean_over_heads,
 )
 from megasink.attention.gate_kernels import GateRows, gate_kernels_named
-from megasink.attention.kernels.cuda import compute_capability
+from megasink.attention.kernels.base import compute_capability
 from megasink.attention.variants.gates import gate_shape
-from megasink.megatron.config import MegasinkTransformerConfig
 from megasink.megatron.parameters import ShardedByHeads, new_parameter
+
+if TYPE_CHECKING:
+    from megasink.megatron.config import MegasinkTransformerConfig
 
 
 class ExplicitGate(ShardedByHeads, MegatronModule):
@@ -43,7 +47,7 @@ class ExplicitGate(ShardedByHeads, MegatronModule):
 
     logit: torch.nn.Parameter | None
 
-    def __init__(self, config: MegasinkTransformerConfig, tp_group: ProcessGroup):
+    def __init__(self, config: "MegasinkTransformerConfig", tp_group: ProcessGroup):
         super().__init__(config=config)
         self.config: MegasinkTransformerConfig = config
         self.tp_group = tp_group
@@ -132,7 +136,7 @@ class HeadNorm(ShardedByHeads, MegatronModule):
 
     weight: torch.nn.Parameter | None
 
-    def __init__(self, config: MegasinkTransformerConfig, tp_group: ProcessGroup):
+    def __init__(self, config: "MegasinkTransformerConfig", tp_group: ProcessGroup):
         super().__init__(config=config)
         self.config: MegasinkTransformerConfig = config
         self.tp_group = tp_group

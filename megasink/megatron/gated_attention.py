@@ -6,7 +6,7 @@ output hold a part of S, and everything in between the whole.
 """
 
 import copy
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from megatron.core.transformer.attention import SelfAttention, SelfAttentionSubmodules
@@ -19,8 +19,10 @@ from megasink.attention.variants.gates import (
     is_megatrons_output_gate,
     trailing_rows,
 )
-from megasink.megatron.config import MegasinkTransformerConfig
 from megasink.megatron.explicit_gate import ExplicitGate, HeadNorm
+
+if TYPE_CHECKING:
+    from megasink.megatron.config import MegasinkTransformerConfig
 
 
 class GatedSelfAttention(SelfAttention):
@@ -41,7 +43,7 @@ class GatedSelfAttention(SelfAttention):
 
     def __init__(
         self,
-        config: MegasinkTransformerConfig,
+        config: "MegasinkTransformerConfig",
         submodules: SelfAttentionSubmodules,
         layer_number: int,
         **kwargs: Any,
@@ -159,7 +161,7 @@ class GatedSelfAttention(SelfAttention):
         return gated_SB1M.squeeze(2), None
 
 
-def _replicated_linear(config: MegasinkTransformerConfig) -> torch.nn.Linear:
+def _replicated_linear(config: "MegasinkTransformerConfig") -> torch.nn.Linear:
     device = None if config.use_cpu_initialization else torch.cuda.current_device()
     linear = torch.nn.Linear(
         config.hidden_size,

@@ -48,7 +48,7 @@ class HeadObserver:
     @property
     def counts_sinks(self) -> bool:
         """Whether a running evaluation counts attention sinks."""
-        return self._statistics.sinks.collects
+        return self._statistics.sinks is not None
 
     def add(self, name: str, sum_H: Tensor, weight: int, *, replicated: bool = False) -> None:
         """Add to a series if the current step is observed.
@@ -121,4 +121,5 @@ class HeadObserver:
 
     def _count_sinks(self, first_BH: Tensor, slot_BH: Tensor | None) -> None:
         first = first_BH.shape[1] * self._rank
+        assert self._statistics.sinks is not None
         self._statistics.sinks.record(self._layer, first, first_BH, slot_BH)

@@ -16,12 +16,12 @@ from torch.distributed import get_process_group_ranks as ranks_of
 from megasink.attention import gate_sum
 from megasink.balance.layer import LayerBalance
 from megasink.balance.sums import BALANCE_GRADIENT
-from megasink.megatron.documents import Documents
 from megasink.megatron.head_observer import HeadObserver
 from megasink.megatron.parameters import StaysFloat32
 
 if TYPE_CHECKING:
     from megasink.megatron.config import MegasinkTransformerConfig
+    from megasink.megatron.documents import Documents
 
 
 class MegatronLayerBalance(StaysFloat32, LayerBalance):
@@ -73,7 +73,7 @@ class MegatronLayerBalance(StaysFloat32, LayerBalance):
         self,
         out_SBX: Tensor,
         gate_BHTC: Tensor,
-        documents: Documents | None = None,
+        documents: "Documents | None" = None,
         every_BHTC: Tensor | None = None,
     ) -> Tensor:
         """Record the importance of the layer's heads and attach the gradient of the balance loss.

@@ -15,14 +15,10 @@ class SinkRate:
     Args:
         layers: L.
         heads: H.
-
-    Attributes:
-        collects: Whether a counted evaluation is running.
     """
 
     def __init__(self, layers: int, heads: int):
         self.layers, self.heads = layers, heads
-        self.collects = False
         # [L, 2, 2, H]: first key and slot; number of sequences above the threshold, and total.
         self._table: Tensor | None = None
 
@@ -54,7 +50,6 @@ class SinkRate:
             first key, and to the slot, exceeds `SINK_EPSILON`; NaN where nothing was recorded.
         """
         table = self._zeros(torch.device("cuda")) if self._table is None else self._table
-        self._table, self.collects = None, False
         torch.distributed.all_reduce(table)
         rates = (table[:, :, 0] / table[:, :, 1]).float()
         return rates[:, 0], rates[:, 1]

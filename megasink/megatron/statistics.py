@@ -1,12 +1,14 @@
 """Statistics of one model during training and evaluation."""
 
-from typing import Any, cast
+from typing import TYPE_CHECKING, Any, cast
 
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from megasink.balance.step import LossStep, StepOptions
-from megasink.megatron.sink_rate import SinkRate
+
+if TYPE_CHECKING:
+    from megasink.megatron.sink_rate import SinkRate
 
 
 class ModelStatistics(LossStep):
@@ -29,14 +31,26 @@ class ModelStatistics(LossStep):
         options, group: See :class:`LossStep`.
 
     Attributes:
-        sinks: Sink rates of an evaluation.
+        sinks: Sink rates of the evaluation that runs; None if it counts none.
     """
 
     def __init__(
         self, layers: int, heads: int, options: StepOptions, group: ProcessGroup | None = None
     ):
         super().__init__(layers, heads, options, group)
-        self.sinks = SinkRate(layers, heads)
+        self.sinks: SinkRate | None = None
+
+    def count_sinks(self) -> None:
+        """Count attention sinks until `sink_rates`: an evaluation runs."""
+        from megasink.megatron.sink_rate import SinkRate
+
+        self.sinks = SinkRate(self.heads.layers, self.heads.heads)
+
+    def sink_rates(self) -> tuple[Tensor, Tensor]:
+        """Return what was counted: see `SinkRate.finish`; every rank calls it."""
+        assert self.sinks is not None
+        counted, self.sinks = self.sinks, None
+        return counted.finish()
 
     def set_loss_scale(self, scale: Tensor | float) -> None:
         """Implement Megatron's ``config.experimental_attention_variant_loss_scale_func``.

@@ -120,15 +120,16 @@ class Observer:
         """Prepare to evaluate "valid" or "test". Its step may have run before this start."""
         self.flush()
         self._split, self._iteration = split, iteration
-        self._statistics.sinks.collects = get_args().log_sink_rate
+        if get_args().log_sink_rate:
+            self._statistics.count_sinks()
 
     def evaluation(self, losses: dict[str, Any] | None) -> None:
         """Write an evaluation's loss, bits per byte and attention sinks."""
         split = self._split
         record: dict[str, Any] = {"iteration": self._iteration}
         sinks: dict[str, Any] = {}
-        if self._statistics.sinks.collects:
-            sinks = series.sink_record(split, *self._statistics.sinks.finish())
+        if self._statistics.sinks is not None:
+            sinks = series.sink_record(split, *self._statistics.sink_rates())
         if not self._owner or not losses:
             return
         record[f"{split}_lm_loss"] = series.number(losses.get(LM_LOSS))

@@ -4,9 +4,10 @@ import pytest
 import torch
 
 from megasink.attention import AttentionCall, BackwardTensors
-from megasink.attention.blocks import backward_blocks, forward_blocks, merge_, plan_blocks
+from megasink.attention.blocks import merge_, plan_blocks
 from megasink.attention.kernels import backend_named
 from megasink.attention.kernels.eager import EagerBackend
+from megasink.attention.masked import backward_masked, forward_masked
 from tests.attention.attention_oracle import make_case
 
 
@@ -73,9 +74,9 @@ def test_rectangles(causal, queries, name):
 
     backend, inputs = backend_named(name), [t.detach() for t in tensors]
     call = AttentionCall(None, scale=0.4, causal=causal)
-    out, lse = forward_blocks(backend, *inputs, call)
+    out, lse = forward_masked(backend, *inputs, call)
     tensors = BackwardTensors(case.grad_out, *inputs, out, lse)
-    *grads, bias_grad = backward_blocks(backend, tensors, call)
+    *grads, bias_grad = backward_masked(backend, tensors, call)
     torch.testing.assert_close(out, expected_out.detach(), rtol=1e-12, atol=1e-12)
     torch.testing.assert_close(lse, scores.logsumexp(-1).detach(), rtol=1e-12, atol=1e-12)
     assert bias_grad is None
@@ -93,7 +94,7 @@ class WindowedEager(EagerBackend):
 def test_a_window_at_the_end_of_a_cache(backend):
     case = make_case(tokens=1, keys=20, dtype=torch.float64)
     call = AttentionCall(None, scale=0.4, window=6)
-    out, lse = forward_blocks(backend, case.query, case.key, case.value, call)
+    out, lse = forward_masked(backend, case.query, case.key, case.value, call)
     seen = (case.query, case.key[:, :, -6:], case.value[:, :, -6:])
     plain = AttentionCall(None, scale=0.4, causal=False)
     expected_out, expected_lse = backend.forward(*seen, plain)

@@ -33,7 +33,9 @@ def test_what_is_compared_is_there(together):
         assert max(np.abs(g).max() for g in report["gradients"][1].values()) > 1e-3
         coefficients = [v for k, v in report["state"].items() if k.endswith("coefficients")]
         assert all(np.abs(value).max() > 0 for value in coefficients)
-        assert np.isnan(report["rates"][0]).all() == (name == "gated")  # which counts none
+        rates = report["rates"]
+        assert (rates is None) == (name == "gated")  # which counts none
+        assert rates is None or not np.isnan(rates[0]).all()
 
 
 def leaves(value, path=""):

@@ -95,7 +95,8 @@ def interleaved(names: list[str]) -> dict[str, Any]:
             model.finish()
     for model in models:
         model.model.eval()
-        model.statistics.sinks.collects = model.name != "gated"
+        if model.name != "gated":
+            model.statistics.count_sinks()
     for index in range(MICROBATCHES):
         for model in models:
             with torch.no_grad():
@@ -103,7 +104,8 @@ def interleaved(names: list[str]) -> dict[str, Any]:
     report: dict[str, Any] = {}
     for model in models:
         state = {k: v for k, v in model.model.state_dict().items() if v is not None}
-        rates = model.statistics.sinks.finish()
+        counts = model.statistics.sinks is not None
+        rates = model.statistics.sink_rates() if counts else None
         report[model.name] = model.report | {"rates": rates, "state": state}
     return report
 

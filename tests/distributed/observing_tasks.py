@@ -196,13 +196,13 @@ def sink_rates(sequence: int, epsilon: float, **options: Any) -> dict[str, Any]:
     config = tiny_gpt.model_config(**options)
     config.seq_length = sequence
     models = tiny_gpt.build(config)
-    sinks = config.transformer.statistics.sinks
-    sinks.collects = True
+    statistics = config.transformer.statistics
+    statistics.count_sinks()
     with mock.patch.object(sink_rate, "SINK_EPSILON", epsilon):
         forward(models, sequence)
-    rates = sinks.finish()
+    rates = statistics.sink_rates()
     forward(models, sequence)  # does not count any more
-    return {"first": rates[0], "slot": rates[1], "left": 0 if sinks._table is None else 1}
+    return {"first": rates[0], "slot": rates[1], "left": 0 if statistics.sinks is None else 1}
 
 
 def forward(models: list[Any], sequence: int) -> None:

@@ -16,9 +16,9 @@ from megasink.attention import (
     choose_backend,
     reference_attention,
 )
-from megasink.attention.blocks import backward_blocks, forward_blocks
 from megasink.attention.gate_kernels import plain as definition
 from megasink.attention.kernels import AttentionRequest, at_runtime, backend_named, backend_names
+from megasink.attention.masked import backward_masked, forward_masked
 from megasink.errors import ConfigError
 from tests.attention.attention_oracle import (
     assert_at_most_twice_plain_error,
@@ -151,9 +151,9 @@ def test_rectangles(queries, kernel):
     tensors = [t.to(BF16) for t in (case.query, case.key, case.value)]
     call = AttentionCall(None, scale=0.125)
     backend = backend_named(kernel)
-    out, lse = forward_blocks(backend, *tensors, call)
+    out, lse = forward_masked(backend, *tensors, call)
     arriving = BackwardTensors(case.grad_out.to(BF16), *tensors, out, lse)
-    *grads, _ = backward_blocks(backend, arriving, call)
+    *grads, _ = backward_masked(backend, arriving, call)
     ours = dict(zip(("out", "d query", "d key", "d value"), (out, *grads), strict=True))
     only_out = case.with_(grad_lse=None, grad_gate=None)
     expected = [

@@ -19,27 +19,48 @@ ROOMS = {
     *("attention", "balance", "megatron"),
     *("config", "errors", "printable", "tried"),
 }
-PROGRAM = """
+FORK = """
 import json, sys
+for name in ("megasink.upstream", "megasink.cpu", "megatron.training"):
+    sys.modules[name] = None  # not to be imported
+import torch
+from megatron.core import parallel_state
+before = set(sys.modules)
 from megasink.megatron import HeadBalance, layer_spec
-print(json.dumps({name: getattr(module, "__file__", None) for name, module in sys.modules.items()}))
+imported = set(sys.modules) - before
+from tests.megatron.host_tasks import steps_on_a_cpu
+store = torch.distributed.HashStore()
+torch.distributed.init_process_group("gloo", store=store, rank=0, world_size=1)
+parallel_state.initialize_model_parallel()
+steps = {variant: steps_on_a_cpu(variant) for variant in ("sink", "vanilla", "gated")}
+ours = {n: m.__file__ for n, m in sys.modules.items() if n.partition(".")[0] == "megasink" and m}
+print(json.dumps({"imported": list(imported), "steps": steps, "ours": ours}))
+torch.distributed.destroy_process_group()
 """
 
 
-def test_the_heart_is_small_and_comes_alone():
-    done = subprocess.run(
-        [sys.executable, "-W", "ignore", "-c", PROGRAM], capture_output=True, text=True, check=True
-    )
-    loaded = json.loads(done.stdout.splitlines()[-1])
-    ours = {n: f for n, f in loaded.items() if f and (n == "megasink" or n.startswith("megasink."))}
+@pytest.fixture(scope="module")
+def fork():
+    """Steps without our patches and CPU platform, as in a fork of Megatron with other lines."""
+    path = {"PYTHONPATH": os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])}
+    environment = os.environ | path | {"OMP_NUM_THREADS": "1"}
+    command = [sys.executable, "-W", "ignore", "-c", FORK]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    return json.loads(done.stdout.splitlines()[-1])
+
+
+def test_the_heart_is_small_and_comes_alone(fork):
+    """All that four steps load with sinks, without, and with gates: not the import alone."""
+    assert [name for name in fork["imported"] if name.startswith(NOT)] == []
     lines = {}
-    for name, path in ours.items():
+    for name, path in fork["ours"].items():
         with open(path) as file:  # noqa: PTH123
             lines[name] = sum(1 for _ in file)
+    assert {"megasink.attention.kernels.aten_cpu", "megasink.megatron.gated_attention"} <= {*lines}
     assert sum(lines.values()) <= LINES, sorted(lines.items(), key=lambda item: -item[1])
     assert len(lines) <= FILES, sorted(lines)
-    assert [name for name in loaded if name.startswith(NOT)] == []
-    assert {name.partition("megasink.")[2].split(".")[0] for name in ours} <= ROOMS
+    assert {name.partition("megasink.")[2].split(".")[0] for name in lines} <= ROOMS
 
 
 OTHERS = """
@@ -86,30 +107,8 @@ def test_another_megatron_is_named_with_what_it_lacks():
     )
 
 
-FORK = """
-import json, sys
-for name in ("megasink.upstream", "megasink.cpu", "megatron.training"):
-    sys.modules[name] = None  # not to be imported
-import torch
-from megatron.core import parallel_state
-from tests.megatron.host_tasks import steps_on_a_cpu
-store = torch.distributed.HashStore()
-torch.distributed.init_process_group("gloo", store=store, rank=0, world_size=1)
-parallel_state.initialize_model_parallel()
-print(json.dumps([steps_on_a_cpu(variant) for variant in ("sink", "gated")]))
-torch.distributed.destroy_process_group()
-"""
-
-
-def test_the_heart_steps_where_no_patch_applies(pool):
-    """As in a fork of Megatron, whose lines are not those that patches rest on."""
-    path = {"PYTHONPATH": os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])}
-    environment = os.environ | path | {"OMP_NUM_THREADS": "1"}
-    command = [sys.executable, "-W", "ignore", "-c", FORK]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr
-    found = json.loads(done.stdout.splitlines()[-1])
-    for variant, steps in zip(("sink", "gated"), found, strict=True):
+def test_the_heart_steps_where_no_patch_applies(pool, fork):
+    for variant, steps in fork["steps"].items():
         (patched,) = pool.run("tests.megatron.host_tasks:steps_on_a_cpu", Layout(), variant=variant)
         assert len(steps) == len(patched) == 4
         # An imbalance is a small difference of importances, which are float32.

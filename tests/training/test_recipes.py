@@ -9,11 +9,11 @@ from argparse import Namespace
 
 import pytest
 
-from megasink.attention.variants.gates import matched_ffn_width, parameters_per_layer
 from megasink.cli import main as megasink
 from megasink.errors import ConfigError, UserError
 from megasink.plan import launch as plan_launch
 from megasink.training import early, last_start, launch, recipes, run_dir
+from megasink.training.ffn_width import matched_ffn_width, parameters_per_layer
 from megasink.training.flag_file import flag_words, toml_lines
 from tests.documented import ROOT
 from tests.forkserver import server

@@ -8,9 +8,12 @@ import torch
 
 from megasink.attention.call import VARIANTS
 from megasink.attention.kernels.aten_cpu import FlashCpuBackend
-from megasink.attention.kernels.base import AttentionRequest, Backend
-from megasink.attention.kernels.cuda import compute_capability, not_on_cuda
-from megasink.attention.kernels.eager import EagerBackend
+from megasink.attention.kernels.base import (
+    AttentionRequest,
+    Backend,
+    compute_capability,
+    not_on_cuda,
+)
 from megasink.errors import ConfigError
 
 __all__ = [
@@ -25,19 +28,21 @@ __all__ = [
 
 
 @dataclass(frozen=True)
-class CudaBackend:
-    """A backend for CUDA devices, which is imported when one is asked for.
+class LaterBackend:
+    """A backend that is imported when a request may need it.
 
     Attributes:
         name: Name of the backend.
         place: module:class, the module in this package.
+        runs_anything: Whether it runs every request on every device; else it is for CUDA devices.
     """
 
     name: str
     place: str
+    runs_anything: bool = False
 
 
-_REGISTRY: dict[str, Backend | CudaBackend] = {}
+_REGISTRY: dict[str, Backend | LaterBackend] = {}
 
 
 @dataclass(frozen=True)
@@ -57,7 +62,7 @@ class Choice:
         return f"{self.name} ({others})"
 
 
-def register_backend(backend: Backend | CudaBackend, *, before: str | None = None) -> None:
+def register_backend(backend: Backend | LaterBackend, *, before: str | None = None) -> None:
     """Register a backend, ahead of `before` in the order in which "auto" tries them."""
     items = [item for item in _REGISTRY.items() if item[0] != backend.name]
     names = [name for name, _ in items]
@@ -75,7 +80,7 @@ def backend_names() -> tuple[str, ...]:
 def backend_named(name: str) -> Backend:
     """Return the backend with this name."""
     backend = _REGISTRY[name]
-    if isinstance(backend, CudaBackend):
+    if isinstance(backend, LaterBackend):
         module, kind = backend.place.split(":")
         loaded: Backend = getattr(importlib.import_module(f"{__name__}.{module}"), kind)()
         _REGISTRY[name] = backend = loaded
@@ -124,8 +129,12 @@ def choose_backend(request: AttentionRequest, requested: str = "auto") -> Choice
 
 
 def _refusal(name: str, request: AttentionRequest) -> str | None:
-    if isinstance(_REGISTRY[name], CudaBackend) and (reason := not_on_cuda(request)):
-        return reason
+    registered = _REGISTRY[name]
+    if isinstance(registered, LaterBackend):
+        if registered.runs_anything:
+            return None
+        if reason := not_on_cuda(request):
+            return reason
     backend = backend_named(name)
     if request.distance_bias and not backend.takes_distance_bias:
         return "it adds no bias to the scores"
@@ -182,12 +191,12 @@ def at_runtime(request: AttentionRequest, device_index: int | None) -> Attention
 # the device, PyTorch's own, cuDNN, and eager, which runs anything.
 for _backend in (
     FlashCpuBackend(),
-    CudaBackend("flash-attn-4", "flash_attention:FlashAttention4Backend"),
-    CudaBackend("flash-attn-3", "flash_attention:FlashAttention3Backend"),
-    CudaBackend("flash-attn-2", "flash_attention:FlashAttention2Backend"),
-    CudaBackend("flash-cuda", "aten_cuda:FlashCudaBackend"),
-    CudaBackend("transformer-engine", "transformer_engine:TransformerEngineBackend"),
-    CudaBackend("cudnn", "aten_cuda:CudnnBackend"),
-    EagerBackend(),
+    LaterBackend("flash-attn-4", "flash_attention:FlashAttention4Backend"),
+    LaterBackend("flash-attn-3", "flash_attention:FlashAttention3Backend"),
+    LaterBackend("flash-attn-2", "flash_attention:FlashAttention2Backend"),
+    LaterBackend("flash-cuda", "aten_cuda:FlashCudaBackend"),
+    LaterBackend("transformer-engine", "transformer_engine:TransformerEngineBackend"),
+    LaterBackend("cudnn", "aten_cuda:CudnnBackend"),
+    LaterBackend("eager", "eager:EagerBackend", runs_anything=True),
 ):
     register_backend(_backend)

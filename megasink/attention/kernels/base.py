@@ -7,6 +7,7 @@ dim. Scores are z_ij = scale * q_i . k_j; LSE_i = log sum_j exp z_ij over the vi
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 
 import torch
 from torch import Tensor
@@ -140,8 +141,26 @@ def check_block(query_BHTD: Tensor, key_BGSD: Tensor, call: AttentionCall) -> No
     if call.causal and query_BHTD.shape[2] != key_BGSD.shape[2]:
         raise ValueError(
             f"a causal block must be square, got {query_BHTD.shape[2]} queries and "
-            f"{key_BGSD.shape[2]} keys; build it from blocks (attention.block_masks.plan_blocks)"
+            f"{key_BGSD.shape[2]} keys; build it from blocks (attention.blocks.plan_blocks)"
         )
+
+
+def compute_capability(device: torch.device) -> tuple[int, int] | None:
+    """Return the compute capability of a CUDA device; None for other devices or no driver."""
+    if device.type != "cuda" or not torch.cuda.is_available():
+        return None
+    return _capability(torch.cuda.current_device() if device.index is None else device.index)
+
+
+# Cached: a query costs as much as launching a small kernel.
+_capability = lru_cache(torch.cuda.get_device_capability)
+
+
+def not_on_cuda(request: AttentionRequest) -> str | None:
+    """Return why a kernel for CUDA devices cannot run on the request's device, or None."""
+    if request.device_type != "cuda":
+        return f"it runs on CUDA devices, not on {request.device_type}"
+    return None
 
 
 def fp16_reason(request: AttentionRequest) -> str | None:

@@ -1,31 +1,17 @@
 """Common requirements of CUDA kernels, and base classes for kernels from optional packages."""
 
-from functools import lru_cache
 from importlib import import_module
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from megasink.attention.kernels.base import AttentionRequest, VendorBackend, fp16_reason
-
-
-def compute_capability(device: torch.device) -> tuple[int, int] | None:
-    """Return the compute capability of a CUDA device; None for other devices or no driver."""
-    if device.type != "cuda" or not torch.cuda.is_available():
-        return None
-    return _capability(torch.cuda.current_device() if device.index is None else device.index)
-
-
-# Cached: a query costs as much as launching a small kernel.
-_capability = lru_cache(torch.cuda.get_device_capability)
-
-
-def not_on_cuda(request: AttentionRequest) -> str | None:
-    """Return why a kernel for CUDA devices cannot run on the request's device, or None."""
-    if request.device_type != "cuda":
-        return f"it runs on CUDA devices, not on {request.device_type}"
-    return None
+from megasink.attention.kernels.base import (
+    AttentionRequest,
+    VendorBackend,
+    fp16_reason,
+    not_on_cuda,
+)
 
 
 def cuda_reason(

@@ -5,6 +5,7 @@ from collections.abc import Iterator
 
 from megasink.attention.variants import gates as gate_options
 from megasink.errors import ConfigError
+from megasink.training import ffn_width
 
 
 def problems(args: Namespace) -> Iterator[str]:
@@ -56,9 +57,9 @@ def _width(args: Namespace) -> Iterator[str]:
         yield "--match-ffn-width without a gate has nothing to match: drop the flag"
     elif args.num_experts:
         yield "--match-ffn-width supports only dense models: drop it, or drop --num-experts"
-    elif gate_options.FFN_MULTIPLE % ranks:
+    elif ffn_width.FFN_MULTIPLE % ranks:
         yield (
-            f"--match-ffn-width rounds to multiples of {gate_options.FFN_MULTIPLE}, which are not "
+            f"--match-ffn-width rounds to multiples of {ffn_width.FFN_MULTIPLE}, which are not "
             f"divisible by --tensor-model-parallel-size {ranks}: use a power of two, or choose "
             "--ffn-hidden-size yourself"
         )
@@ -78,9 +79,9 @@ def match_ffn_width(args: Namespace) -> None:
         ConfigError: no width is left.
     """
     bias = args.add_bias_linear or args.add_qkv_bias
-    extra = gate_options.parameters_per_layer(with_shape(args), bias=bias)
+    extra = ffn_width.parameters_per_layer(with_shape(args), bias=bias)
     try:
-        matched = gate_options.matched_ffn_width(
+        matched = ffn_width.matched_ffn_width(
             args.ffn_hidden_size,
             extra,
             args.hidden_size,

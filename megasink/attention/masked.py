@@ -1,0 +1,48 @@
+"""A kernel's attention under any mask: one call where the kernel has the mask, else blocks of it.
+
+Shapes: B batch, H query heads, G groups, T queries, S keys, D head dim.
+"""
+
+from torch import Tensor
+
+from megasink.attention.call import AttentionCall, BackwardTensors, Gradients
+from megasink.attention.kernels.base import Backend
+
+
+def forward_masked(
+    backend: Backend,
+    query_BHTD: Tensor,
+    key_BGSD: Tensor,
+    value_BGSD: Tensor,
+    call: AttentionCall,
+) -> tuple[Tensor, Tensor]:
+    """Return out_BHTD in the dtype of the query, and lse_BHT, float32 (float64 for float64)."""
+    alone = _one_call(backend, query_BHTD.shape[2], key_BGSD.shape[2], call)
+    if alone is not None:
+        return backend.forward(query_BHTD, key_BGSD, value_BGSD, alone)
+    from megasink.attention.blocks import forward_blocks
+
+    return forward_blocks(backend, query_BHTD, key_BGSD, value_BGSD, call)
+
+
+def backward_masked(backend: Backend, tensors: BackwardTensors, call: AttentionCall) -> Gradients:
+    """Compute the gradients of `forward_masked`; see `Backend.backward`."""
+    alone = _one_call(backend, tensors.query_BHTD.shape[2], tensors.key_BGSD.shape[2], call)
+    if alone is not None:
+        return backend.backward(tensors, alone)
+    from megasink.attention.blocks import backward_blocks
+
+    return backward_blocks(backend, tensors, call)
+
+
+def _one_call(
+    backend: Backend, queries: int, keys: int, call: AttentionCall
+) -> AttentionCall | None:
+    """Return the call for the backend, or None if it has not the mask."""
+    if call.window is not None and call.window >= keys:
+        call = call._replace(window=None)
+    square = queries == keys and not call.prefix
+    has_window = call.window is None or backend.native_window
+    if not call.causal or call.distance_bias_HS is not None or (square and has_window):
+        return call
+    return None

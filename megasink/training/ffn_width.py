@@ -1,0 +1,86 @@
+"""Parameters that explicit gates add, and the FFN width that makes up for them (P1.21).
+
+`options`: see :mod:`megasink.attention.variants.gates`.
+"""
+
+from dataclasses import dataclass
+from typing import Any
+
+from megasink.attention.variants.gates import gate_shape, gates_explicitly
+
+# Divisible by every common tensor-parallel size; at TP=8 the GEMMs still have a multiple of 16
+# columns, which fp8 needs. Independent of the layout, because the width is part of the model.
+FFN_MULTIPLE = 128
+
+
+def parameters_per_layer(options: Any, *, bias: bool = False) -> int:
+    """Return the parameters that the gate and the SDPA output norm add to a layer.
+
+    Args:
+        bias: Whether linear_qkv, and so the gate projection, has a bias.
+    """
+    count = 0
+    if gates_explicitly(options):
+        heads, width = gate_shape(options)
+        inputs = options.hidden_size + bias if options.gate_input == "hidden" else 1
+        count += heads * width * inputs
+    if options.sdpa_output_norm == "rmsnorm":
+        count += options.num_attention_heads * options.kv_channels
+    return count
+
+
+@dataclass(frozen=True)
+class MatchedWidth:
+    """The FFN width at which a gated layer matches the parameter count of an ungated one (P1.21).
+
+    Attributes:
+        extra: Parameters that the gate adds to a layer.
+        before, after: FFN width without and with the gate.
+        exact: Unrounded width at which the counts match exactly.
+        left_over: Parameters per layer in excess of the ungated layer; negative if fewer.
+    """
+
+    extra: int
+    before: int
+    after: int
+    exact: float
+    left_over: int
+
+    def __str__(self) -> str:
+        return (
+            f"the gate adds {self.extra:,} parameters per layer, so the FFN width is "
+            f"{self.after} instead of {self.before} ({self.exact:.1f} rounded to a multiple of "
+            f"{FFN_MULTIPLE}), which leaves {self.left_over:+,} parameters per layer"
+        )
+
+
+def matched_ffn_width(
+    ffn_width: int,
+    extra: int,
+    hidden_size: int,
+    *,
+    gated_linear_unit: bool,
+    bias: bool = False,
+) -> MatchedWidth:
+    """Round ffn_width - extra / (parameters per unit of width) to a multiple of FFN_MULTIPLE.
+
+    Args:
+        ffn_width: FFN width of the ungated model.
+        extra: Parameters that the gate adds to a layer.
+        gated_linear_unit: Whether the FFN has three matrices (SwiGLU) instead of two.
+        bias: Whether the first linear layer of the FFN has a bias.
+
+    Raises:
+        ValueError: The remaining width is less than FFN_MULTIPLE.
+    """
+    columns = 2 if gated_linear_unit else 1
+    per_unit = (columns + 1) * hidden_size + (columns if bias else 0)
+    exact = ffn_width - extra / per_unit
+    after = round(exact / FFN_MULTIPLE) * FFN_MULTIPLE
+    if after < FFN_MULTIPLE:
+        raise ValueError(
+            f"the gate adds {extra:,} parameters per layer, as many as {extra / per_unit:.1f} of "
+            f"the {ffn_width} columns of the FFN: less than {FFN_MULTIPLE} would be left"
+        )
+    left_over = extra - (ffn_width - after) * per_unit
+    return MatchedWidth(extra, ffn_width, after, exact, left_over)
