@@ -1,9 +1,15 @@
 """``python -m megasink.training FLAGS``: one rank, as torchrun starts it."""
 
+import os
 import sys
 
-from megasink.training.pretrain import main
+from megasink.training.parent import AGENT, ends_with
 
-# The guard is needed: checkpoint writers are spawned processes that import this module again.
+# Needed: checkpoint writers are spawned processes that import this module again.
 if __name__ == "__main__":
+    # Until the guard is there, which looks for itself; the imports take seconds.
+    if not ends_with(int(os.environ.get(AGENT, os.getppid()))):
+        sys.exit(1)
+    from megasink.training.pretrain import main
+
     sys.exit(main())

@@ -7,8 +7,7 @@ counts). The ranks monitor the agent themselves.
 import os
 import sys
 
-from megasink.training.guard import AGENT
-from megasink.training.parent import ends_with
+from megasink.training.parent import AGENT, ends_with
 
 
 def main() -> None:

@@ -10,7 +10,6 @@ them dies.
 import functools
 import multiprocessing
 import multiprocessing.connection
-import os
 import queue
 import signal
 import threading
@@ -22,34 +21,15 @@ from typing import Any
 
 from megasink import cpu
 from megasink.training.guard import end, guard
+from megasink.training.helper_process import live_with_rank, write
 from megasink.training.stop import SIGNALS
 from megasink.upstream.training import CHECKPOINT_WRITER, PRELOADED_TENSORS, RESULTS_QUEUE
 
 _SECONDS = 1.0  # how often a rank checks its writer
 
 
-def live_with_rank() -> None:
-    """Tie a helper to its rank: end with the rank, and ignore signals. Called first in a helper.
-
-    A helper that outlives its rank might still write into the folder of a resumed run. The rank
-    handles signals: it may have a checkpoint to save.
-    """
-    rank = multiprocessing.parent_process()
-    assert rank is not None
-    for number in SIGNALS:
-        signal.signal(number, signal.SIG_IGN)
-    signal.pthread_sigmask(signal.SIG_UNBLOCK, SIGNALS)
-
-    def wait() -> None:
-        rank.join()
-        os._exit(1)
-
-    threading.Thread(target=wait, daemon=True).start()
-
-
-def write(*args: Any) -> None:
-    """Run the writer process, with the arguments of PersistentAsyncCaller's loop."""
-    live_with_rank()
+def write_checkpoints(*args: Any) -> None:
+    """Write what the rank hands over: the loop of the writer process."""
     if not cpu.cuda_present():
         cpu.activate()
     from megatron.core.dist_checkpointing.strategies.async_utils import PersistentAsyncCaller

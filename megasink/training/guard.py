@@ -13,10 +13,10 @@ from typing import NoReturn
 
 import psutil
 
+from megasink.training.parent import AGENT, ends_by_itself, forks_end_too
 from megasink.training.stop import Told, left, write_to_stderr
 
 TICK = 1.0  # seconds
-AGENT = "MEGASINK_AGENT"  # torchrun's process id, if the launcher started it
 HAS_ENDED = "has ended"
 _STATES = {
     psutil.STATUS_STOPPED: "is stopped (kill -CONT {pid})",
@@ -63,6 +63,8 @@ class _Guard:
         self.is_looking = True
         parent = int(os.environ.get(AGENT, os.getppid()))
         threading.Thread(target=self._look, args=(parent,), name="guard", daemon=True).start()
+        ends_by_itself()
+        forks_end_too()
 
     @contextlib.contextmanager
     def bounded(self, doing: str, seconds: float | None = None) -> Iterator[None]:

@@ -5,9 +5,11 @@ import os
 import signal
 import subprocess
 import sys
+import time
 
 import pytest
 
+from megasink.training.helper_process import live_with_rank
 from tests.distributed.pool import ROOT
 
 BOUNDED = """
@@ -28,6 +30,29 @@ if os.fork():
     os._exit(0)
 guard.start()
 time.sleep(100)
+"""
+FORKS = """
+guard.start()
+if not os.fork():
+    print("forked", flush=True)
+    time.sleep(100)
+time.sleep(100)
+"""
+HELPER = """
+import multiprocessing
+from tests.training.test_guard import helper
+multiprocessing.get_context("spawn").Process(target=helper).start()
+time.sleep(100)
+"""
+STARTS_A_RANK = """
+environment = os.environ | {"MEGASINK_AGENT": str(os.getpid())}
+subprocess.Popen([sys.executable, "-m", "megasink.training", "--help"], env=environment)
+os._exit(0)
+"""
+LIGHT = """
+import json, sys
+import megasink.training.__main__, megasink.training.helper_process
+print(json.dumps([name for name in ("torch", "numpy", "psutil") if name in sys.modules]))
 """
 WAITING = """
 stop.listen()
@@ -90,6 +115,34 @@ def test_a_rank_ends_when_what_started_it_has_gone():
     process = start(PARENT)
     _, errors = process.communicate(timeout=1200)  # until the last has closed its error stream
     assert "is gone; " in errors
+
+
+def helper():
+    """Ends with its rank, like a checkpoint's writer."""
+    live_with_rank()
+    print("forked", flush=True)
+    time.sleep(100)
+
+
+@pytest.mark.parametrize("body", [FORKS, HELPER])
+def test_what_a_rank_has_started_ends_with_it(body):
+    """Workers of data loaders are forked, a checkpoint's writer is spawned."""
+    process = start(body)
+    assert process.stdout.readline() == "forked\n"
+    process.kill()
+    process.communicate(timeout=50)  # until the last has closed its streams
+
+
+def test_a_rank_without_torchrun_does_not_begin():
+    """It ends in its imports, and does not end them first."""
+    process = start(STARTS_A_RANK)
+    assert process.communicate(timeout=1200) == ("", "")
+
+
+def test_what_is_to_end_with_its_parent_imports_nothing_before():
+    command = [sys.executable, "-c", LIGHT]
+    done = subprocess.run(command, capture_output=True, text=True, check=True, cwd=ROOT)
+    assert done.stdout == "[]\n"
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGHUP])
