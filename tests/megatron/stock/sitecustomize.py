@@ -12,6 +12,7 @@ if "RANK" in os.environ:
     from megatron.core.datasets import gpt_dataset, utils
 
     from megasink.balance.step import LossStep
+    from megasink.upstream import register
 
     # It runs `make` in the folder of the sources, which an installed wheel is not.
     utils.compile_helpers = lambda: None
@@ -22,6 +23,7 @@ if "RANK" in os.environ:
         """Commit, and append the numbers of the step to a file."""
         last = commit(self)
         line = {"importance": last.importance_LH.tolist(), "balance_loss": float(last.balance_loss)}
+        line["patches"] = sorted({made.patch.room for made in register._active})
         with Path(os.environ["RECORD"]).open("a") as file:
             file.write(json.dumps(line) + "\n")
         return last
