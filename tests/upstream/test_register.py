@@ -206,6 +206,19 @@ def test_nothing_of_upstream_is_replaced_beside_the_register(tmp_path, monkeypat
     assert list(assignments(planted)) == ["planted.py:3", "planted.py:4"]
 
 
+def test_the_page_has_every_patch():
+    """In the order of the register: why, since when upstream needs it no more, and what ends it."""
+    page = (ROOT / "docs" / "upstream.md").read_text()
+    rows = [line.strip("| ").split(" | ") for line in page.splitlines() if line.startswith("| ")]
+    rows = [row for row in rows if row[0] != "patch"]
+    rooms = ("always", "training", "loading", "platform")
+    wanted = sorted(TABLE, key=lambda patch: rooms.index(patch.room))
+    assert [row[:3] for row in rows] == [[p.name, p.reason, p.mended or "–"] for p in wanted]
+    for row, patch in zip(rows, wanted, strict=True):
+        assert len(row) == (3 if patch.room == "platform" else 4), patch.name
+        assert (patch.mended is not None) <= (row[-1] == "None: it is there."), patch.name
+
+
 def test_doctor_lists_them_and_names_what_does_not_match(capsys, monkeypatch):
     monkeypatch.setenv("COLUMNS", "300")
     assert megasink(["doctor", "--patches", "--no-self-test"]) == 0
