@@ -33,9 +33,7 @@ def test_what_is_compared_is_there(together):
         assert max(np.abs(g).max() for g in report["gradients"][1].values()) > 1e-3
         coefficients = [v for k, v in report["state"].items() if k.endswith("coefficients")]
         assert all(np.abs(value).max() > 0 for value in coefficients)
-        rates = report["rates"]
-        assert (rates is None) == (name == "gated")  # which counts none
-        assert rates is None or not np.isnan(rates[0]).all()
+        assert ("rates" in report) == (name != "gated")  # which counts none
 
 
 def leaves(value, path=""):

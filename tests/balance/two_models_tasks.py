@@ -104,9 +104,9 @@ def interleaved(names: list[str]) -> dict[str, Any]:
     report: dict[str, Any] = {}
     for model in models:
         state = {k: v for k, v in model.model.state_dict().items() if v is not None}
-        counts = model.statistics.sinks is not None
-        rates = model.statistics.sink_rates() if counts else None
-        report[model.name] = model.report | {"rates": rates, "state": state}
+        report[model.name] = model.report | {"state": state}
+        if model.statistics.sinks is not None:
+            report[model.name]["rates"] = model.statistics.sink_rates()
     return report
 
 
