@@ -45,7 +45,6 @@ if TYPE_CHECKING:
     from megasink.attention.similarity import (
         SimilarityOutput,
         feature_map,
-        first_key_weight,
         similarity_attention,
     )
 
@@ -69,7 +68,6 @@ __all__ = [
     "feature_map",
     "first_key_gate",
     "first_key_share",
-    "first_key_weight",
     "gate_bias_gradient",
     "gate_slope",
     "gate_sum",
@@ -101,7 +99,7 @@ _MODULES: dict[str, tuple[str, ...]] = {
     "explicit_gate": ("apply_gate", "gate_values", "head_rms_norm", "mean_over_heads"),
     "gate_derivatives": ("gate_bias_gradient", "gate_slope"),
     "reference": ("SIMILARITIES", *(name for name in __all__ if name.startswith("reference_"))),
-    "similarity": ("SimilarityOutput", "feature_map", "first_key_weight", "similarity_attention"),
+    "similarity": ("SimilarityOutput", "feature_map", "similarity_attention"),
 }
 
 

@@ -92,43 +92,6 @@ def similarity_attention(
     return SimilarityOutput(out_BHTD.to(query_BHTD.dtype), first_BHT)
 
 
-@torch.no_grad()
-def first_key_weight(
-    query_BHTD: Tensor,
-    key_BGSD: Tensor,
-    *,
-    similarity: str = "softmax",
-    mlp: tuple[Tensor, Tensor] | None = None,
-    scale: float | None = None,
-    window: int | None = None,
-) -> Tensor:
-    """Return each token's attention to key 0 for the sink metric (P2.37, P2.38): [B, H, T].
-
-    This is the proxy |w_i0| / sum_j |w_ij| of a similarity, or the softmax weight. Normalization
-    and the scale alpha of the scores are ignored: with alpha 0.2 no weight could exceed a threshold
-    of 0.3. Causal; no gradient; no S x S tensor.
-
-    Args:
-        query_BHTD, key_BGSD: Inputs of attention, after RoPE.
-        similarity: "softmax" or a name in `SIMILARITIES`.
-        mlp, scale, window: See `similarity_attention`.
-    """
-    scale = query_BHTD.shape[-1] ** -0.5 if scale is None else scale
-    query_BGRTD, key_BG1SD = grouped(
-        feature_map(query_BHTD, similarity, mlp), feature_map(key_BGSD, similarity, mlp)
-    )
-    options = _Options(similarity, "none", scale, True, window)
-    first_BGRT = query_BGRTD.new_empty(query_BGRTD.shape[:-1])
-    for rows, keys, hidden_CK in _chunks(query_BHTD, key_BGSD, options):
-        scores_BGRCK = _scores(query_BGRTD, key_BG1SD, rows, keys, scale)
-        if similarity == "softmax":
-            weights_BGRCK = scores_BGRCK.masked_fill_(hidden_CK, -torch.inf).softmax(-1)
-        else:
-            weights_BGRCK = _weights(scores_BGRCK, similarity).masked_fill_(hidden_CK, 0.0)
-        first_BGRT[..., rows] = _first_weight(weights_BGRCK, keys, similarity != "softmax")
-    return first_BGRT.flatten(1, 2)
-
-
 @dataclass(frozen=True)
 class _Options:
     similarity: str
@@ -253,12 +216,12 @@ def _denominator(row_sum: Tensor, kind: str) -> Tensor:
     return row_sum + PROXY_EPSILON if kind == "sum" else row_sum.abs().clamp_min(1.0)
 
 
-def _first_weight(weights_BGRCK: Tensor, keys: slice, epsilon: bool = True) -> Tensor:
+def _first_weight(weights_BGRCK: Tensor, keys: slice) -> Tensor:
     """Return |w_i0| / sum_j |w_ij|, [B, G, R, C]."""
     if keys.start > 0:
         return torch.zeros_like(weights_BGRCK[..., 0])
     row_sum_BGRC = torch.linalg.vector_norm(weights_BGRCK, ord=1, dim=-1)
-    return weights_BGRCK[..., 0].abs() / (row_sum_BGRC + (PROXY_EPSILON if epsilon else 0.0))
+    return weights_BGRCK[..., 0].abs() / (row_sum_BGRC + PROXY_EPSILON)
 
 
 def _chunks(

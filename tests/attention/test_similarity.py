@@ -5,8 +5,6 @@ import torch
 
 from megasink.attention import (
     SIMILARITIES,
-    attention,
-    first_key_weight,
     reference_similarity_attention,
     similarity_attention,
 )
@@ -107,29 +105,6 @@ def test_rows_without_any_weight():
         assert (first == 0).all()
         for grad in torch.autograd.grad(out.sum(), (query, key)):
             assert grad.isfinite().all()
-
-
-@pytest.mark.parametrize("window", [None, 9])
-@pytest.mark.parametrize("similarity", SIMILARITIES)
-def test_the_weight_of_the_first_key_alone(similarity, window):
-    case = make_case(tokens=37)
-    tensors = [t.float() for t in (case.query, case.key, case.value)]
-    generator = torch.Generator().manual_seed(2)
-    mlp = tuple(torch.randn(16, 16, generator=generator) for _ in range(2))
-    options = {"similarity": similarity, "mlp": mlp if similarity == "mlp" else None}
-    expected = similarity_attention(*tensors, **options, window=window).first_weight_BHT
-    found = first_key_weight(*tensors[:2], **options, window=window)
-    torch.testing.assert_close(found, expected)
-    assert (found[..., 0] > 0.99).all() or similarity == "mlp"
-    assert window is None or (found[..., window:] == 0).all()
-
-
-@pytest.mark.parametrize("window", [None, 9])
-def test_the_softmax_weight_of_the_first_key_is_one_minus_its_gate(window):
-    case = make_case(tokens=300, dtype=torch.float64)
-    gate = attention(case.query, case.key, case.value, window=window).gate_BHT
-    found = first_key_weight(case.query, case.key, window=window)
-    torch.testing.assert_close(found, 1 - gate, rtol=1e-9, atol=1e-12)
 
 
 def test_the_memory_order_of_the_query_is_kept():
