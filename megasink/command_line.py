@@ -248,17 +248,48 @@ class Reading:
             self.problems.append(f"missing: {', '.join(missing)}")
 
 
-def unknown_flags(parser: argparse.ArgumentParser, unknown: Sequence[str]) -> list[str]:
-    """Return one message per unknown flag, with its values and the closest known flag."""
+def dashed(parser: argparse.ArgumentParser, argv: Sequence[str]) -> tuple[list[str], list[str]]:
+    """Return a command line whose known flags have dashes for underscores, and what is wrong.
+
+    So the values of such flags are checked with the others. The message has one sentence per flag.
+    """
+    known, problems, words = parser._option_string_actions, list[str](), list[str]()
+    for group in _groups(argv):
+        name, equals, value = group[0].partition("=")
+        plain = name.replace("_", "-")
+        if name not in known and plain in known:
+            problems.append(f"unknown: {' '.join(group)}: did you mean {plain}?")
+            group = [plain + equals + value, *group[1:]]
+        words += group
+    return words, problems
+
+
+def _groups(words: Sequence[str]) -> list[list[str]]:
+    """Return the flags of a command line, each with its values."""
     groups: list[list[str]] = []
-    for word in unknown:
+    for word in words:
         if groups and not _is_flag(word):
             groups[-1].append(word)
         else:
             groups.append([word])
-    known = [name for name in parser._option_string_actions if name.startswith("--")]
+    return groups
+
+
+def unknown_flags(
+    parser: argparse.ArgumentParser, unknown: Sequence[str], refused: Collection[str] = ()
+) -> list[str]:
+    """Return one message per unknown flag, with its values and the closest known flag.
+
+    Args:
+        refused: known flags that nobody should be led to.
+    """
+    known = [
+        name
+        for name in parser._option_string_actions
+        if name.startswith("--") and name not in refused
+    ]
     problems = []
-    for group in groups:
+    for group in _groups(unknown):
         flag = group[0].partition("=")[0]
         if instead := GONE.get(f"{parser.prog} {flag}") or GONE.get(flag):
             problems.append(f"{' '.join(group)} is no longer there: {instead}")

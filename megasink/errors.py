@@ -52,11 +52,15 @@ class Stopped(UserError):
         return 128 + number
 
 
-def nearest(word: str, names: Iterable[str]) -> str | None:
-    """Return the known name closest to a misspelled one, or None."""
+def nearest(word: str, names: Iterable[str], *, cutoff: float = 0.75) -> str | None:
+    """Return the known name closest to a misspelled one, or None.
+
+    Args:
+        cutoff: least similarity, of at most 1.
+    """
     bare = word.lstrip("-–—")
     plain = ("--" if bare != word else "") + bare.partition("=")[0].replace("_", "-").lower()
-    close = difflib.get_close_matches(plain, list(names), n=1, cutoff=0.75)
+    close = difflib.get_close_matches(plain, list(names), n=1, cutoff=cutoff)
     return close[0] if close else None
 
 

@@ -123,20 +123,20 @@ _CHAT = "megasink finetune trains on conversations, by the tokenizer's own templ
 _NOT_GPT = "Megatron's GPT datasets ignore it"
 _LAYOUT = "initial weights would depend on the layout"
 _ONLY_IN_PATTERN = "mark the stages with |"
-_CUDA = "needs CUDA, but no CUDA device is present"
 _RUNS_CODE, _SENDS = "it imports or runs code", "it connects, listens or sends"
 _READS, _WRITES = "it reads other files", "it writes elsewhere"
 _ANOTHER_GELU = "TransformerEngine's activations differ (its gelu is an approximation)"
 _READS_NOTHING = "which reads no files"
 _ONLY_NONE, _ONLY_FALSE = "targets only support None", "targets only support False"
-_FLAGS = {"fp4": "fp4_format"}  # where the flag has another name
+# Where the flag has another name.
+_FLAGS = {"fp4": "fp4_format", "layernorm_zero_centered_gamma": "apply_layernorm_1p"}
 
 # When a flag is refused -> (its name, the value or the tuple of values that are not, why or what to
 # do instead); None and the absence of a flag are always fine.
 REFUSED: dict[str, tuple[tuple[str, Any, str], ...]] = {
     # Options that change attention, the loss or the weights in ways that no test covers.
     "always": (
-        ("multi_latent_attention", False, "sinks in MLA are not supported"),
+        ("multi_latent_attention", False, "its layers are not supported, with any variant"),
         ("mtp_hybrid_override_pattern", None, "hybrid models have no multi-token prediction here"),
         ("heterogeneous_layers_config_path", None, "GPT only"),
         (
@@ -243,10 +243,13 @@ REFUSED: dict[str, tuple[tuple[str, Any, str], ...]] = {
     ),
     # Parts of the trainer that call the CUDA driver directly.
     "without CUDA": (
-        ("profile", False, _CUDA),
-        ("record_memory_history", False, _CUDA),
-        ("log_straggler", False, _CUDA),
-        ("gpu_sniff_test_interval", None, _CUDA),
+        ("profile", False, ""),
+        ("layernorm_zero_centered_gamma", False, "needs TransformerEngine's norms, and CUDA"),
+        ("record_memory_history", False, ""),
+        ("log_straggler", False, ""),
+        ("gpu_sniff_test_interval", None, ""),
+        ("defer_embedding_wgrad_compute", False, ""),
+        ("optimizer_cpu_offload", False, ""),
     ),
     # What asks for a package: where it is missing, or is not installed at all.
     "without TransformerEngine": (
@@ -315,6 +318,11 @@ REFUSED: dict[str, tuple[tuple[str, Any, str], ...]] = {
         ("moe_apply_probs_on_input", False, _ONLY_FALSE),
     ),
 }
+
+
+def flags_refused(when: str) -> set[str]:
+    """Return the flags of a key of `REFUSED`."""
+    return {flag_of(_FLAGS.get(name, name)) for name, *_ in REFUSED[when]}
 
 
 def refused(args: Namespace | Mapping[str, Any], when: str) -> Iterator[tuple[str, Any, str]]:

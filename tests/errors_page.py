@@ -9,6 +9,8 @@ import tempfile
 from pathlib import Path
 
 from megasink.cli import COMMANDS, main
+from megasink.data.corpus import Corpus
+from megasink.data.preprocess import preprocess
 from tests.analysis.capture.tiny_models import save_with_tokenizer
 from tests.mistakes import ANALYZE, DATA, MISTAKES, TRAIN
 
@@ -21,8 +23,8 @@ def prepare(root):
     """Put a model of transformers, a text, a data set and a run there, as far as names go."""
     save_with_tokenizer(root, "llama", TEXTS, 330)
     (root / "text.txt").write_text("\n".join(TEXTS))
-    for suffix in ("bin", "idx"):
-        (root / f"tokens.{suffix}").write_bytes(b"")
+    (root / "lines.jsonl").write_text("".join(f'{{"text": "text {i}"}}\n' for i in range(2000)))
+    preprocess(Corpus([str(root / "lines.jsonl")]), root / "tokens", root / "llama", workers=1)
     checkpoint = root / "run" / "checkpoints" / "iter_0000004"
     checkpoint.mkdir(parents=True)
     (checkpoint / "metadata.json").write_text('{"sharded_backend": "torch_dist"}')

@@ -7,6 +7,7 @@ import argparse
 from collections.abc import Sequence
 from pathlib import Path
 
+from megasink.analysis.capture.head_names import parse_head
 from megasink.analysis.options import ModelOptions
 from megasink.attention.definitions import SHARES
 from megasink.cli.analysis_flags import add_sequence_flags, model_parser, problems_of, settled
@@ -141,10 +142,14 @@ def _of_others(args: argparse.Namespace) -> list[str]:
     """Return the problems of --heads, --interventions and --layer."""
     problems = []
     if args.heads is not None:
-        from megasink.analysis.ablate.settings import heads_of
-
         try:
-            heads_of(args.heads)
+            if len(args.heads) == 1 and Path(args.heads[0]).suffix in (".json", ".csv"):
+                from megasink.analysis.interventions.heads import read_heads
+
+                read_heads(Path(args.heads[0]))
+            else:  # a moment, where the other takes torch
+                for word in args.heads:
+                    parse_head(word)
         except (ValueError, UserError) as error:
             problems.append(f"--heads {error}")
     if args.interventions is not None:

@@ -9,8 +9,10 @@ Functions of ``torch.cuda`` are replaced for the whole process: call :func:`acti
 process, before megatron is imported, and never on a machine with a CUDA device.
 """
 
+import ctypes
 import os
 import sys
+from pathlib import Path
 
 from megasink.errors import UserError
 from megasink.upstream.register import active, undo
@@ -22,9 +24,24 @@ _dynamo_before: str | None = None
 
 def cuda_present() -> bool:
     """Whether a CUDA device is present (queried before anything is replaced)."""
+    if _active or not _has_driver():
+        return False
     import torch
 
-    return False if _active else torch.cuda.is_available()
+    return torch.cuda.is_available()
+
+
+def _has_driver() -> bool:
+    """Whether torch may find a device: it takes seconds to import, where there is none."""
+    if os.environ.get("CUDA_VISIBLE_DEVICES") == "":
+        return False
+    if "torch" in sys.modules or Path("/dev/kfd").exists():  # AMD's driver
+        return True
+    try:
+        ctypes.CDLL("libcuda.so.1")
+    except OSError:
+        return False
+    return True
 
 
 def unusable_gpu() -> str | None:

@@ -7,9 +7,10 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from megasink import cpu
-from megasink.command_line import Reading, unknown_flags
+from megasink.command_line import Reading, dashed, unknown_flags
 from megasink.errors import ConfigError, nearest
 from megasink.flags import add_options, escaped
+from megasink.megatron_flags import flags_refused
 from megasink.upstream import fused
 
 # Megatron defaults to 0.1 for both dropouts; attention dropout breaks the identity between a gate
@@ -78,12 +79,14 @@ def read_flags(parser: ArgumentParser, argv: Sequence[str]) -> Namespace:
     Raises:
         ConfigError: Nothing could be parsed.
     """
+    argv, problems = dashed(parser, argv)
     read = Reading(parser, argv)
     args = read.namespace
-    args.flag_problems = [*unknown_flags(parser, read.unknown), *read.problems]
+    unknown = unknown_flags(parser, read.unknown, flags_refused("always"))
+    args.flag_problems = [*problems, *unknown, *read.problems]
     # Do not also report a misspelled flag as missing.
     known = parser._option_string_actions
-    meant = (nearest(word, known) for word in read.unknown if word[:1] in "-–—")
+    meant = (nearest(word, known, cutoff=0.9) for word in read.unknown if word[:1] in "-–—")
     args.refused_flags = read.refused | {known[name].dest for name in meant if name}
     if not hasattr(args, "yaml_cfg"):
         raise ConfigError(args.flag_problems)

@@ -10,6 +10,7 @@ from megasink.checkpoints.identity import plain, same
 from megasink.checkpoints.tokenizer import same_tokenizer
 from megasink.data.object_store import is_stored
 from megasink.flags import flag_of
+from megasink.training.checks.blends import blend_of
 
 
 def differences_of(
@@ -43,7 +44,10 @@ def differences_of(
 
 def _absolute(paths: list[str] | None, start: str) -> list[str] | None:
     """Make the paths of data prefixes absolute; weights between them are kept."""
-    return paths and [p if is_stored(p) else os.path.normpath(Path(start, p)) for p in paths]
+    prefixes = blend_of("--data-path", paths or [], is_split=True).prefixes
+    return paths and [
+        os.path.normpath(Path(start, p)) if p in prefixes and not is_stored(p) else p for p in paths
+    ]
 
 
 def redrawn(saved: dict[str, Any], args: Namespace) -> str | None:

@@ -2,13 +2,15 @@
 
 A launcher does it once for the ranks that it starts; a rank of torchrun does it for itself. Nothing
 is refused here that a rank would accept: flags come from the table of Megatron's flags
-(flag_table.py), and the ranks check what depends on the device, kernels or file contents.
+(flag_table.py). Where the ranks will run, the device and small files are looked at, too, so that
+one message has all problems; what takes torch, the ranks check.
 """
 
 import argparse
 import hashlib
 import math
 import os
+import re
 from argparse import Namespace
 from collections.abc import Sequence
 
@@ -17,15 +19,19 @@ from megasink.command_line import Reading
 from megasink.errors import ConfigError
 from megasink.flags import add_options
 from megasink.megatron.arguments import CPU_DEFAULTS, DEFAULTS, read_flags
-from megasink.training import checks, recipes
+from megasink.training import checks, recipes, run_dir
+from megasink.training.flag_file import named_values
 from megasink.training.flag_table import add_flags, read_table
 
 _SIZES = ("tensor_model", "pipeline_model", "context")
+_KITCHEN = re.compile("(unknown: )?--kitchen-")
 CHECKED = "MEGASINK_CHECKED"
 """Variable of ranks whose launcher has checked their command line: its `digest`."""
 
 
-def read(flags: Sequence[str], parser: argparse.ArgumentParser | None = None) -> Namespace:
+def read(
+    flags: Sequence[str], parser: argparse.ArgumentParser | None = None, *, here: bool = False
+) -> Namespace:
     """Parse the flags of a run, with their defaults.
 
     Without a table for the installed Megatron: only megasink's flags, and the Megatron flags that
@@ -33,6 +39,7 @@ def read(flags: Sequence[str], parser: argparse.ArgumentParser | None = None) ->
 
     Args:
         parser: of a command with further flags of its own.
+        here: whether the ranks run on this machine: its device gives some defaults.
 
     Raises:
         ConfigError: the flags cannot be parsed.
@@ -52,10 +59,13 @@ def read(flags: Sequence[str], parser: argparse.ArgumentParser | None = None) ->
     add_flags(parser, table)
     parser.set_defaults(**DEFAULTS)
     add_options(parser)
+    on_cpu = here and ("cpu" in dict(named_values(flags)) or not cpu.cuda_present())
+    if on_cpu:
+        parser.set_defaults(**CPU_DEFAULTS)
     args = read_flags(parser, flags)
     # Kitchen's flags exist only if that package is installed.
-    args.flag_problems = [text for text in args.flag_problems if "kitchen" not in text]
-    for name in CPU_DEFAULTS:  # their defaults depend on the device
+    args.flag_problems = [text for text in args.flag_problems if not _KITCHEN.match(text)]
+    for name in () if on_cpu else CPU_DEFAULTS:  # their defaults depend on the device
         if getattr(args, name) == parser.get_default(name):
             setattr(args, name, None)
     return args
@@ -105,11 +115,13 @@ def add_all(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
     return parser
 
 
-def refuse(args: Namespace, ranks: int | None) -> bool:
+def refuse(args: Namespace, ranks: int | None, *, here: bool = False, rank: int = 0) -> bool:
     """Refuse flags from `read` that are wrong on any device.
 
     Args:
         ranks: processes of the run; None to derive the number from the flags.
+        here: whether they run on this machine: what its device and its files say counts, too.
+        rank: of this process.
 
     Returns:
         whether they were checked: not without a table for the installed Megatron.
@@ -119,9 +131,13 @@ def refuse(args: Namespace, ranks: int | None) -> bool:
     """
     if not hasattr(args, "flag_problems"):
         return False
-    args.rank, args.world_size = 0, ranks or replica_ranks(args)
+    args.rank, args.world_size = rank, ranks or replica_ranks(args)
+    if here:
+        run_dir.use_own_tokenizer(args)
     checks.complete(args)
     problems = checks.early_problems(args)
+    if here:
+        problems += checks.local_problems(args, thorough=bool(problems))
     if problems:
         raise ConfigError(problems)
     return True

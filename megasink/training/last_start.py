@@ -27,6 +27,22 @@ def from_where(run_dir: Path) -> str | None:
     return f"continuing from step {step}{''.join(skipped)}"
 
 
+def finished(run_dir: Path, args: Namespace) -> str | None:
+    """Return a sentence if a run has no step left to train or to evaluate; else None."""
+    if args.skip_train or not args.train_iters:
+        return None
+    try:
+        step, _ = newest_intact(run_dir / "checkpoints")
+    except UserError:
+        return None
+    if step < args.train_iters:
+        return None
+    return (
+        f"run {run_dir} has finished: step {step} of {args.train_iters} (--train-iters MORE goes "
+        "on, --skip-train evaluates)"
+    )
+
+
 def last_start(run_dir: Path) -> dict[str, Any]:
     """Return the last record of starts.jsonl; empty if there is none."""
     starts = run_dir / "starts.jsonl"

@@ -15,7 +15,7 @@ from rich.console import Console
 
 from megasink import plugins
 from megasink.command_line import CommandParser, without
-from megasink.errors import Stopped, UserError, unknown_name
+from megasink.errors import ConfigError, Stopped, UserError, unknown_name
 from megasink.flags import add_options
 from megasink.printable import say, say_next
 from megasink.progress import progress
@@ -23,8 +23,14 @@ from megasink.run_options import RESUME
 from megasink.training import early
 from megasink.training.checks.memory import MARK
 from megasink.training.flag_file import named_values
-from megasink.training.last_start import flags_of_last_start, from_where, ranks_of_last_start
-from megasink.training.lease import clear, wait_until_expired
+from megasink.training.flat_loss import FlatLoss
+from megasink.training.last_start import (
+    finished,
+    flags_of_last_start,
+    from_where,
+    ranks_of_last_start,
+)
+from megasink.training.lease import clear, wait_until_expired, writer_of
 from megasink.training.metrics_file import NewLines
 from megasink.training.rank_logs import marked, raised, said
 from megasink.training.ranks import Ranks
@@ -82,14 +88,23 @@ def main(argv: Sequence[str] | None = None) -> int:
     if resume:
         before = replayed(flags_of_last_start(run_dir, flags), flags, run_dir)
         flags = [*before, *flags, "--resume", resume]
-    options = early.read(["--run-dir", str(run_dir), *before, *words], own_parser())
+    words = ["--run-dir", str(run_dir), *before, *words]
+    options = early.read(words, own_parser(), here=True)
     ranks = options.ranks
     if ranks is not None and ranks < 1:
         raise UserError(f"--ranks {ranks}: use 1 or more")
     if resume and ranks is None:
         ranks = ranks_of_last_start(run_dir, options)
-    checked = early.refuse(options, ranks)
+    try:
+        checked = early.refuse(options, ranks, here=True)
+    except ConfigError:
+        if writer_of(run_dir):  # what it has not finished is not damaged
+            wait_until_expired(run_dir, say)
+        raise
     wait_until_expired(run_dir, say)
+    if resume and (done := finished(run_dir, options)):
+        say(done)
+        return 0
     if resume and not options.verify_checkpoint:
         where = from_where(run_dir)
         if where or resume == "auto":
@@ -224,7 +239,7 @@ def _follow(
     running: Ranks, new_lines: NewLines, total: int | None, console: Console, logs: Path
 ) -> int:
     """Show new lines of metrics.jsonl until the ranks end; return torchrun's exit code."""
-    is_starting = True
+    is_starting, flat = True, FlatLoss(logs.parent.parent)
     with progress("training", total, "steps", console=console, every=10.0) as tell:
         tell(0, "starting")
         while True:
@@ -234,6 +249,8 @@ def _follow(
                 say(memory)
             for line in new_lines():
                 step, is_starting = line["iteration"], False
+                if stays := flat.add(line):
+                    say(stays)
                 try:
                     tell(step, _shown(line), now="valid_lm_loss" in line or step == total)
                 except OSError:

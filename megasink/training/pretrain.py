@@ -25,6 +25,7 @@ from megasink.upstream.process import prepare_process
 
 # Limit for a rank's shutdown.
 _END_SECONDS = 60.0
+_OF_TORCHRUN = {"WORLD_SIZE": "1", "RANK": "0"}
 
 
 def pretrain(argv: Sequence[str], *, checked: bool = False) -> None:
@@ -175,8 +176,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         run_dir = dict(named_values(argv)).get("run-dir")
         Told.run_dir = Path(run_dir[-1]) if run_dir else None
         if not (checked or {"-h", "--help"} & set(argv)):
-            world = int(os.environ.get("WORLD_SIZE", "1"))
-            checked = early.refuse(early.read(argv), world)
+            world, rank = (int(os.environ.get(name, n)) for name, n in _OF_TORCHRUN.items())
+            checked = early.refuse(early.read(argv, here=True), world, here=True, rank=rank)
         pretrain(argv, checked=checked)
     except Stopped as error:
         code = error.exit_code

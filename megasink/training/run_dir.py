@@ -227,7 +227,8 @@ def set_paths(args: Namespace) -> None:
     args.wandb_save_dir = args.wandb_save_dir or str(folder / "wandb")
     args.data_cache_path = args.data_cache_path or str(folder / "data-cache")
     if args.save_interval is None:
-        args.save_interval = args.train_iters
+        # At the end: a run has no more steps than samples.
+        args.save_interval = args.train_iters or args.train_samples
 
 
 def go_on(args: Namespace) -> None:

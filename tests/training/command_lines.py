@@ -63,7 +63,7 @@ kernel-that-drops-the-sink: --attention-backend fused
   ! --attention-backend fused
   ! use --attention-kernel
 kernel-of-another-device: --attention-kernel cudnn
-  ! 'cudnn' cannot run
+  ! --attention-kernel cudnn needs CUDA, but no CUDA device is present: use auto
 kernel-of-inference: --flash-decode
   ! --flash-decode: it bypasses
 unknown-kernel: --attention-kernel flush

@@ -69,10 +69,13 @@ overlap-of-all-weights: --overlap-param-gather
   ! --overlap-param-gather only supported with distributed optimizer
 overlap-of-parameters-alone: --overlap-param-gather --use-distributed-optimizer
   ! --overlap-param-gather
-overlap-without-sequence-parallel: --tp-comm-overlap
-  ! --tp-comm-overlap
-offload: --optimizer-cpu-offload
-  ! --optimizer-cpu-offload
+overlap-of-tensor-parallel: --tp-comm-overlap
+  ! --tp-comm-overlap needs CUDA
+offload: --optimizer-cpu-offload --use-precision-aware-optimizer --profile --te-rng-tracker
+  ! --optimizer-cpu-offload needs CUDA
+  ! --use-precision-aware-optimizer needs CUDA
+  ! --profile needs CUDA
+  ! --te-rng-tracker needs CUDA
 precision-of-the-loss: --fp16-lm-cross-entropy
   ! refuses --fp16 not given, --fp16-lm-cross-entropy: lm cross entropy in fp16 only
 precision-of-the-residual: --fp32-residual-connection

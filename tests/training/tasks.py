@@ -158,6 +158,23 @@ def train_and_weigh(
     return {name: min(peaks) for name, peaks in found.items()}
 
 
+def ends_of_splits(splits: list[str]) -> list[list[float]]:
+    """Where the parts of data sets end by Megatron, from 0, as shares."""
+    from megatron.core.datasets.blended_megatron_dataset_config import (
+        convert_split_vector_to_split_matrix,
+        parse_and_normalize_split,
+    )
+
+    found = []
+    for split in splits:
+        ends = [0.0]
+        for part in convert_split_vector_to_split_matrix(parse_and_normalize_split(split)):
+            assert part is None or part[0] == ends[-1]
+            ends.append(ends[-1] if part is None else part[1])
+        found.append(ends)
+    return found
+
+
 def analyzed_samples(command_lines: list[list[str]]) -> list[dict[str, Any]]:
     """The samples of a run that `megasink analyze` would measure, and what it says and records."""
     from megasink.analysis.capture.ranks import Ranks

@@ -12,7 +12,8 @@ from megasink.command_line import CommandParser
 from megasink.errors import UserError
 from megasink.flags import add_options, escaped
 from megasink.run_options import OPTIONS
-from megasink.training import early, last_start, launch
+from megasink.training import early, last_start, launch, run_dir
+from megasink.training.flat_loss import FlatLoss
 from megasink.training.lease import Lease
 from megasink.training.metrics_file import NewLines
 from tests import runs
@@ -75,13 +76,33 @@ def test_auto_says_from_where(tmp_path, monkeypatch, capsys):
 @pytest.mark.parametrize("how", [["--resume"], ["--resume", "auto"]])
 def test_a_resume_names_the_damaged_checkpoints_that_it_skips(tmp_path, monkeypatch, capsys, how):
     monkeypatch.setattr(launch, "launch", lambda *_, checked: 0)
-    monkeypatch.setattr(last_start, "newest_intact", lambda _: (30, {40: "a.distcp is missing"}))
+    for module in (last_start, run_dir):
+        monkeypatch.setattr(module, "newest_intact", lambda _: (30, {40: "a.distcp is missing"}))
     write_start(tmp_path, MOCK)
     (tmp_path / "config.json").write_text('{"arguments": {}}')
     (tmp_path / "checkpoints" / "iter_0000030").mkdir(parents=True)
-    assert launch.main(["--run-dir", str(tmp_path), *MOCK, "--cpu", *how]) == 0
+    line = ["--run-dir", str(tmp_path), *MOCK, "--cpu", *how, "--train-iters", "50"]
+    assert launch.main(line) == 0
     said = "continuing from step 30; the checkpoint of step 40 is damaged: a.distcp is missing"
     assert said in " ".join(capsys.readouterr().out.split())
+
+
+@pytest.mark.parametrize(
+    ("flags", "starts"),
+    [(["--resume"], False), (["--resume", "auto"], False)]
+    + [(["--resume", *more], True) for more in (["--train-iters", "5"], ["--skip-train"])],
+)
+def test_a_resume_of_a_finished_run_says_so_at_once(tmp_path, monkeypatch, capsys, flags, starts):
+    started = []
+    monkeypatch.setattr(launch, "launch", lambda *given, checked: started.append(given) or 0)
+    for module in (last_start, run_dir):
+        monkeypatch.setattr(module, "newest_intact", lambda _: (4, {}))
+    write_start(tmp_path, MOCK)
+    (tmp_path / "config.json").write_text('{"arguments": {}}')
+    (tmp_path / "checkpoints" / "iter_0000004").mkdir(parents=True)
+    assert launch.main(["--run-dir", str(tmp_path), *MOCK, "--cpu", *flags]) == 0
+    said = "has finished: step 4 of 4 (--train-iters MORE goes on" in capsys.readouterr().out
+    assert (said, bool(started)) == (not starts, starts)
 
 
 def test_a_command_line_is_parsed_once_by_the_launcher_and_once_by_each_rank(
@@ -156,6 +177,26 @@ def test_each_line_is_read_once_and_only_when_it_is_whole(tmp_path):
         file.write('ion": 2}\n')
     assert new_lines() == [{"iteration": 2}]
     assert NewLines(path)() == []
+
+
+@pytest.mark.parametrize(
+    ("losses", "rates", "says"),
+    [
+        ([5.55] * 25, [0.1] * 25, [20]),
+        ([5.55] * 19 + [5.2] + [5.55] * 10, [0.1] * 30, []),
+        ([5.55] * 25, [0.04] * 10 + [0.1] * 15, []),  # a warm-up
+        ([7.0] * 25, [0.1] * 25, []),
+        ([None, *[5.5] * 20], [0.1] * 21, [21]),
+    ],
+)
+def test_a_loss_that_stays_at_that_of_guessing_is_said_once(tmp_path, losses, rates, says):
+    arguments = {"lr": 0.1, "vocab_size": 256, "padded_vocab_size": 256}
+    (tmp_path / "config.json").write_text(json.dumps({"arguments": arguments}))
+    flat = FlatLoss(tmp_path)
+    lines = ({"lm_loss": a, "learning_rate": b} for a, b in zip(losses, rates, strict=True))
+    said = {step: text for step, line in enumerate(lines, 1) if (text := flat.add(line))}
+    assert list(said) == says
+    assert all("of guessing among 256 tokens (ln V): lower --lr 0.1" in t for t in said.values())
 
 
 def test_a_line_that_a_kill_broke_is_passed_over(tmp_path):

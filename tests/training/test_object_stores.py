@@ -119,7 +119,8 @@ def test_stores_are_for_data_alone_and_asked_for_each_time(text, tmp_path, capsy
     with pytest.raises(UserError, match=r"had --data-path s3://bucket/x, which is not reused"):
         replayed(last, [], tmp_path)
     assert replayed(last, last[:2], tmp_path) == last[2:]
-    assert _absolute(["0.5", "s3://bucket/x"], "/a") == ["/a/0.5", "s3://bucket/x"]
+    blend = ["0.5", "b", "0.5", "s3://bucket/x"]
+    assert _absolute(blend, "/a") == ["0.5", "/a/b", "0.5", "s3://bucket/x"]
 
 
 def test_copies_of_checkpoints_are_made_by_other_tools(tmp_path, capsys):

@@ -18,6 +18,8 @@ from megasink.training.checks import (
     choices,
     context_parallel,
     data,
+    data_files,
+    device,
     experts,
     gates,
     hybrid,
@@ -37,6 +39,7 @@ from megasink.training.checks import (
     unsupported,
     variant_layers,
     variants,
+    vocabulary,
 )
 
 # None of them imports torch or Megatron.
@@ -69,6 +72,8 @@ _EARLY = (
 
 def complete(args: Namespace) -> None:
     """Set in parsed arguments what others of them imply. The checks need it."""
+    if args.use_rotary_position_embeddings:  # the old name, which Megatron follows late
+        args.position_embedding_type = "rope"
     hybrid.count_layers(args)
     resolve_layers(args)
 
@@ -80,13 +85,31 @@ def early_problems(args: Namespace) -> list[str]:
     return flags + unknown + _problems(args, _EARLY)
 
 
+def local_problems(args: Namespace, *, thorough: bool) -> list[str]:
+    """Return one message per problem with this machine's devices and files, where ranks run.
+
+    Imports neither torch nor Megatron, unless a CUDA device may be present.
+
+    Args:
+        thorough: whether a tokenizer that only transformers can read, in seconds, is read. The
+            ranks do it in any case.
+    """
+    _, args = choices.without_unknown(args)
+    found = _problems(args, [device])
+    if args.rank:
+        return found
+    if thorough or vocabulary.is_quick(args):
+        found += _problems(args, (vocabulary, data_files))
+    return found + run_dir.problems(args)
+
+
 def problems(args: Namespace, *, checked: bool = False) -> list[str]:
     """Return one message per problem, as a rank finds them. Reads files, builds nothing.
 
     Args:
         checked: whether `early_problems` has found none.
     """
-    from megasink.training.checks import attention, data_files, device, vocabulary
+    from megasink.training.checks import attention
 
     # Other ranks would see files that rank 0 has just written; torchrun ends them if rank 0 fails.
     of_folder = run_dir.problems(args) if args.rank == 0 else []

@@ -12,6 +12,7 @@ from megasink.attention.variants.gates import counts_heads
 from megasink.attention.variants.layers import without_variant
 from megasink.config import visible_tokens
 from megasink.errors import ConfigError
+from megasink.training.checks import device
 
 
 def problems(args: Namespace) -> list[str]:
@@ -22,12 +23,15 @@ def problems(args: Namespace) -> list[str]:
         return []
     # Other similarities have their own implementation, and their own message about kernels.
     softmax = args.attention_similarity == "softmax"
+    kernel = args.attention_kernel if softmax else "eager"
+    if device.without_cuda(args) and device.needs_cuda(kernel):
+        kernel = "auto"  # `device` reports it
     messages: list[str] = []
     for layer in _kinds_of_layers(args):
         request = attention_request(layer)
         for choose in (choose_backend, choose_gate_kernels):
             try:
-                choose(request, args.attention_kernel if softmax else "eager")
+                choose(request, kernel)
             except ConfigError as error:
                 messages += [text for text in error.problems if text not in messages]
     return messages

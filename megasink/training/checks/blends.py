@@ -38,17 +38,17 @@ class Blend:
 def blends(args: Namespace) -> Iterator[Blend]:
     """Yield the blends of a command line, in order; with a problem if a file cannot be read."""
     if args.data_path is not None:
-        yield _blend("--data-path", args.data_path, is_split=True)
+        yield blend_of("--data-path", args.data_path, is_split=True)
     if args.data_args_path is not None:
         flag = f"--data-args-path {args.data_args_path}"
         try:
-            yield _blend(flag, _text(flag, args.data_args_path).split(), is_split=True)
+            yield blend_of(flag, _text(flag, args.data_args_path).split(), is_split=True)
         except UserError as error:
             yield Blend(flag, (), is_split=True, problem=str(error))
     for split in _SPLITS:
         words = getattr(args, f"{split}_data_path")
         if words is not None:
-            yield _blend(f"--{split}-data-path", words, is_split=False)
+            yield blend_of(f"--{split}-data-path", words, is_split=False)
     if args.per_split_data_args_path is not None:
         yield from _listed(args.per_split_data_args_path)
 
@@ -102,14 +102,16 @@ def _listed(path: str) -> Iterator[Blend]:
     for split in _SPLITS:
         words = parts[split].split() if isinstance(parts[split], str) else parts[split]
         if isinstance(words, list):
-            yield _blend(_part(path, split), list(map(str, words)), is_split=False)
+            yield blend_of(_part(path, split), list(map(str, words)), is_split=False)
         elif words is not None:
             why = f"{flag}: {split!r} is neither a list of weights and prefixes nor null"
             yield Blend(flag, (), is_split=False, problem=why)
 
 
-def _blend(flag: str, words: Sequence[str], *, is_split: bool) -> Blend:
-    """Tell weights from prefixes as Megatron does (core/datasets/utils.py:49), which only asserts.
+def blend_of(flag: str, words: Sequence[str], *, is_split: bool) -> Blend:
+    """Tell the weights of a flag from its prefixes, as Megatron does, which only asserts.
+
+    core/datasets/utils.py:49.
 
     An even number of words alternates weights and prefixes if the first of each pair is a number;
     otherwise every word is a prefix.

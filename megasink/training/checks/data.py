@@ -27,9 +27,9 @@ def problems(args: Namespace) -> Iterator[str]:
         yield from _presence_problems(args)
     folder = args.tokenizer_model
     if args.tokenizer_type == "HuggingFaceTokenizer":
-        if not folder:
+        if not folder and "tokenizer_model" not in args.refused_flags:
             yield "no tokenizer: give --tokenizer-model FOLDER (a Hugging Face folder)"
-        elif not Path(folder).is_dir():
+        elif folder and not Path(folder).is_dir():
             yield f"--tokenizer-model {folder}: no such folder"
 
 
@@ -69,7 +69,7 @@ def _source_problems(args: Namespace) -> Iterator[str]:
     per_split = [f"{split}_data_path" for split in ("train", "valid", "test")]
     names = ["mock_data", "data_path", "data_args_path", *per_split, "per_split_data_args_path"]
     given = [name for name in names if getattr(args, name)]
-    if not given:
+    if not given and args.refused_flags.isdisjoint(names):
         yield "no training data: give --data-path PREFIX (made by megasink data)"
     if len(given) > 1 and not set(given) <= set(per_split):
         yield f"{' and '.join(map(flag_of, given))}: choose one"

@@ -1,12 +1,15 @@
 """Checks of dataset contents, before anything is built."""
 
 import contextlib
+import re
 from argparse import Namespace
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from itertools import accumulate, pairwise
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 from numpy.typing import NDArray
 
 from megasink.command_line import FINETUNE
@@ -24,11 +27,7 @@ from megasink.json_file import read_object
 from megasink.printable import say
 from megasink.training.checks.blends import DEFAULT_SPLIT, Blend, named_prefixes
 from megasink.training.checks.data import missing_files
-from megasink.training.checks.vocabulary import (
-    known_ids,
-    tokenizer_identity,
-    transformers_tokenizer,
-)
+from megasink.training.checks.vocabulary import known_ids, tokenizer_identity, tokenizer_of
 
 _TOTAL = 1 << 24  # entries and tokens of all datasets that are checked
 _LEAST = 1 << 12
@@ -104,7 +103,7 @@ def _vocabulary(args: Namespace) -> int:
     """Return the vocabulary size of Megatron's tokenizer, which may exceed what is in use."""
     tokenizer = None
     with contextlib.suppress(UserError):
-        tokenizer = transformers_tokenizer(args)
+        tokenizer = tokenizer_of(args)
     return len(tokenizer) if tokenizer is not None else args.vocab_size or 0
 
 
@@ -120,23 +119,18 @@ def _empty_parts(lengths: NDArray[Any], given: str | None) -> Iterator[str]:
 
     gpt_dataset.py:694 adds the tokens of one epoch, here 0, until there are enough.
     """
-    from megatron.core.datasets.blended_megatron_dataset_config import (
-        convert_split_vector_to_split_matrix,
-        parse_and_normalize_split,
-    )
-
     documents = len(lengths)
     split = given or DEFAULT_SPLIT
     try:
-        parts = convert_split_vector_to_split_matrix(parse_and_normalize_split(split))
-    except (AssertionError, ValueError, ZeroDivisionError):
+        parts = pairwise(_ends([float(word) for word in re.findall(r"[.0-9]+", split)]))
+    except (ValueError, ZeroDivisionError):
         yield f"--split {split}: give three weights: train, validation, test"
         return
     empty = [
         name
-        for name, part in zip(("training", "validation", "test"), parts, strict=True)
-        if part is not None
-        and not has_tokens(lengths[round(part[0] * documents) : round(part[1] * documents)])
+        for name, (start, end) in zip(("training", "validation", "test"), parts, strict=True)
+        if start < end
+        and not has_tokens(lengths[round(start * documents) : round(end * documents)])
     ]
     if empty:
         whose = "" if given else " (Megatron's default)"
@@ -145,6 +139,23 @@ def _empty_parts(lengths: NDArray[Any], given: str | None) -> Iterator[str]:
             f"{' and '.join(empty)}: give each part that you want at least one, and 0 to the "
             f"others, such as --split {_split_that_fits(documents)}"
         )
+
+
+def _ends(weights: list[float]) -> list[float]:
+    """Return where the parts of a data set end, from 0, as shares of it; in Megatron's own floats.
+
+    core/datasets/blended_megatron_dataset_config.py:155.
+
+    Raises:
+        ValueError, ZeroDivisionError: there are more weights than parts, or all are 0.
+    """
+    if len(weights) > 3:
+        raise ValueError("more weights than parts")
+    vector = np.array([*weights, *[0.0] * (3 - len(weights))])
+    if not vector.sum():
+        raise ZeroDivisionError("all weights are 0")
+    shares: list[float] = (vector / vector.sum()).tolist()
+    return list(accumulate(shares, initial=0.0))
 
 
 def _split_that_fits(documents: int) -> str:

@@ -8,10 +8,21 @@ from megasink.megatron_flags import refused
 from megasink.upstream import fused
 
 _ABSENT = "needs CUDA, but no CUDA device is present"
+# Those that attention/kernels and attention/gate_kernels register for CUDA; they import torch.
+CUDA_KERNELS = {"flash-attn-4", "flash-attn-3", "flash-attn-2", "flash-cuda"}
+CUDA_KERNELS |= {"transformer-engine", "cudnn", "triton"}
+
+
+def without_cuda(args: Namespace) -> bool:
+    """Whether ranks of this machine run on the CPU platform."""
+    return cpu.is_active() or args.cpu or not cpu.cuda_present()
 
 
 def problems(args: Namespace) -> Iterator[str]:
-    if cpu.is_active():
+    """Yield one message per problem. Imports torch only where a CUDA device may be."""
+    if without_cuda(args):
+        if needs_cuda(args.attention_kernel):
+            yield f"--attention-kernel {args.attention_kernel} {_ABSENT}: use auto"
         if args.distributed_backend != "gloo":
             yield (
                 f"--distributed-backend {args.distributed_backend} {_ABSENT}: drop the flag (gloo "
@@ -19,9 +30,17 @@ def problems(args: Namespace) -> Iterator[str]:
             )
         if args.num_experts and args.moe_token_dispatcher_type == "flex":
             yield f"--moe-token-dispatcher-type flex {_ABSENT}: use allgather or alltoall"
-        if args.transformer_impl == "transformer_engine":
-            yield f"--transformer-impl transformer_engine {_ABSENT}: use local"
+        for flag, value, _ in refused(args, "without TransformerEngine"):
+            flag, cure = (
+                (flag, "drop the flag") if value is True else (f"{flag} {value}", "use local")
+            )
+            yield f"{flag} {_ABSENT}: {cure}"
         for flag, _, why in refused(args, "without CUDA"):
-            yield f"{flag} {why}: drop the flag"
+            yield f"{flag} {why or _ABSENT}: drop the flag"
         return
     yield from fused.problems(args)
+
+
+def needs_cuda(kernel: str) -> bool:
+    """Whether a kernel of --attention-kernel, or its gate kernels, run on CUDA alone."""
+    return not CUDA_KERNELS.isdisjoint(kernel.split("+"))

@@ -9,6 +9,8 @@ from megasink.megatron_flags import refused
 def problems(args: Namespace) -> Iterator[str]:
     if not args.mtp_num_layers:
         return
+    if (kind := args.position_embedding_type) not in ("rope", "none"):
+        yield (f"--mtp-num-layers with --position-embedding-type {kind}: use rope or none")
     stages = args.pipeline_model_parallel_size
     if stages > 1 and not args.untie_embeddings_and_output_weights:
         yield (

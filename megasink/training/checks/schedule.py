@@ -29,7 +29,8 @@ def problems(args: Namespace) -> Iterator[str]:
     if args.lr_decay_style == "WSD":
         yield from _wsd(args)
     yield from _decay_fraction(args)
-    if args.save and args.save_interval is None and not args.run_dir:
+    given = args.save_interval is not None or "save_interval" in args.refused_flags
+    if args.save and not given and not args.run_dir:
         yield "--save without --save-interval: add it, or use --run-dir"
 
 

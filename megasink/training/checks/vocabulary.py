@@ -7,13 +7,18 @@ from pathlib import Path
 from typing import Any
 
 from megasink.data.replaced_tokens import Replacement, problems_of, replacement
+from megasink.data.sidecar import mismatch
+from megasink.data.tokenizer import tokenizer_hash
+from megasink.data.tokenizer_files import read_files
 from megasink.errors import ConfigError, UserError
 from megasink.megatron.vocabulary import named_tokens
+from megasink.training.checks.blends import named_prefixes
 
 
 def problems(args: Namespace) -> Iterator[str]:
+    """Yield one message per problem. Imports transformers unless the tokenizer `is_quick`."""
     try:
-        tokenizer = transformers_tokenizer(args)
+        tokenizer = tokenizer_of(args)
     except UserError as error:
         yield str(error)
         return
@@ -29,6 +34,22 @@ def problems(args: Namespace) -> Iterator[str]:
             f"the tokenizer {args.tokenizer_model} has {len(tokenizer)} tokens{sink}, but the "
             f"embedding only {rows} rows: raise --padded-vocab-size or drop it"
         )
+    yield from _row_problems(args)
+
+
+def is_quick(args: Namespace) -> bool:
+    """Whether what the checks ask of the tokenizer is known without transformers."""
+    folder = args.tokenizer_model
+    if args.tokenizer_type != "HuggingFaceTokenizer" or not folder or not Path(folder).is_dir():
+        return True
+    if args.replace_tokens_at:
+        return False
+    files = _read_files(folder)
+    if files is None or files.is_certain:
+        return files is not None
+    # Likely what transformers makes of them; if not, a data set is suspect, and it is asked.
+    sha256 = tokenizer_hash(files)
+    return not any(mismatch(prefix, sha256, folder) for prefix in named_prefixes(args))
 
 
 def transformers_tokenizer(args: Namespace) -> Any:
@@ -43,6 +64,26 @@ def transformers_tokenizer(args: Namespace) -> Any:
     return _loaded(folder)
 
 
+def tokenizer_of(args: Namespace) -> Any:
+    """Return the `FileTokenizer` of a command line, or the transformers one where that is needed.
+
+    Raises:
+        UserError: the tokenizer cannot be loaded.
+    """
+    folder = args.tokenizer_model
+    if args.tokenizer_type != "HuggingFaceTokenizer" or not folder or not Path(folder).is_dir():
+        return None
+    return _known(folder)
+
+
+def _known(folder: str) -> Any:
+    files = _read_files(folder)
+    return files if files is not None and files.is_certain else _loaded(folder)
+
+
+_read_files = functools.cache(read_files)
+
+
 @functools.cache
 def _loaded(folder: str) -> Any:
     from megasink.data.tokenizer import load_tokenizer
@@ -55,7 +96,7 @@ def known_ids(args: Namespace) -> int | None:
     if args.tokenizer_type == "NullTokenizer" and args.vocab_size:
         return int(args.vocab_size) + 1  # its end-of-document token
     try:
-        tokenizer = transformers_tokenizer(args)
+        tokenizer = tokenizer_of(args)
     except UserError:
         return None  # `problems` reports it
     return None if tokenizer is None else _ids(args.tokenizer_model)
@@ -64,7 +105,7 @@ def known_ids(args: Namespace) -> int | None:
 @functools.cache
 def _ids(folder: str) -> int:
     # Not len(tokenizer): some vocabularies have holes. Once: every dataset of a rank asks.
-    return int(max(_loaded(folder).get_vocab().values())) + 1
+    return int(max(_known(folder).get_vocab().values())) + 1
 
 
 def tokenizer_identity(args: Namespace) -> str | None:
@@ -73,15 +114,12 @@ def tokenizer_identity(args: Namespace) -> str | None:
     Raises:
         UserError: the tokenizer cannot be loaded.
     """
-    tokenizer = transformers_tokenizer(args)
-    return None if tokenizer is None else _hash(args.tokenizer_model)
+    return None if tokenizer_of(args) is None else _hash(args.tokenizer_model)
 
 
 @functools.cache
 def _hash(folder: str) -> str:
-    from megasink.data.tokenizer import tokenizer_hash
-
-    return tokenizer_hash(_loaded(folder))
+    return tokenizer_hash(_known(folder))
 
 
 def replacement_of(args: Namespace) -> Replacement | None:
@@ -105,41 +143,73 @@ def replacement_of(args: Namespace) -> Replacement | None:
     )
 
 
+def _tokens(args: Namespace) -> int | None:
+    """Return the tokens of the tokenizer; None if only its file has them, which Megatron reads.
+
+    Raises:
+        UserError: the tokenizer cannot be loaded.
+    """
+    if args.tokenizer_type == "HuggingFaceTokenizer":
+        tokenizer = tokenizer_of(args)
+        return None if tokenizer is None else len(tokenizer)
+    # NullTokenizer has an end-of-document token besides.
+    return args.vocab_size and args.vocab_size + (args.tokenizer_type == "NullTokenizer")
+
+
+def _row_problems(args: Namespace) -> Iterator[str]:
+    """Report what `pin_vocabulary` has no rows for, with a tokenizer that can be loaded."""
+    kind, size, rows = args.tokenizer_type, _tokens(args), args.padded_vocab_size
+    if size is None:
+        if kind != "HuggingFaceTokenizer" and (rows is None or args.sink_token):
+            yield f"--tokenizer-type {kind} needs --vocab-size"
+        return
+    if rows is not None and args.sink_token and rows <= size and kind != "HuggingFaceTokenizer":
+        yield (
+            f"--padded-vocab-size {rows} has no row for --sink-token beside the {size} tokens of "
+            "the tokenizer: raise it or drop it"
+        )
+    yield from _indivisible(args, _rows(args, size))
+
+
+def _rows(args: Namespace, size: int) -> int:
+    """Return the rows of the embedding, for so many tokens of the tokenizer."""
+    if args.padded_vocab_size is not None:
+        return int(args.padded_vocab_size)
+    multiple = args.make_vocab_size_divisible_by
+    rows = max(size + int(args.sink_token), args.vocab_size or 0)
+    return -(-rows // multiple) * multiple
+
+
+def _indivisible(args: Namespace, rows: int) -> Iterator[str]:
+    if args.tensor_model_parallel_size > 0 and rows % args.tensor_model_parallel_size:
+        yield (
+            f"the {rows} rows of the embedding are not divisible by --tensor-model-parallel-size "
+            f"{args.tensor_model_parallel_size}: set --make-vocab-size-divisible-by to a multiple "
+            "of it"
+        )
+
+
 def pin_vocabulary(args: Namespace) -> None:
     """Derive the embedding rows, the token count and the sink token from the tokenizer alone.
 
     Megatron pads to a multiple of 128 * TP, which would give a checkpoint a different softmax under
     a different layout (core/tokenizers/utils/build_tokenizer.py:124).
 
+    Args:
+        args: in which `problems` finds none.
+
     Raises:
         ConfigError: the rows are not divisible by the tensor-parallel size.
     """
-    size = args.vocab_size
+    size = _tokens(args)
     if args.tokenizer_type == "HuggingFaceTokenizer":
-        size = len(_loaded(args.tokenizer_model))
         # More than the tokenizer's if an imported transformers model has more: all of them count.
-        args.vocab_size = max(size, args.vocab_size or 0, _tokens_of_checkpoint(args))
-    elif size is not None and args.tokenizer_type == "NullTokenizer":
-        size += 1  # its end-of-document token
-    if size is None and (args.padded_vocab_size is None or args.sink_token):
-        raise ConfigError(f"--tokenizer-type {args.tokenizer_type} needs --vocab-size")
+        args.vocab_size = max(size or 0, args.vocab_size or 0, _tokens_of_checkpoint(args))
     # One past the tokenizer's last token: no text contains it.
     args.sink_token_id = size if args.sink_token else None
-    if args.padded_vocab_size is None:
-        multiple = args.make_vocab_size_divisible_by
-        rows = max(size + int(args.sink_token), args.vocab_size or 0)
-        args.padded_vocab_size = -(-rows // multiple) * multiple
-    elif args.sink_token and args.padded_vocab_size <= size:
-        raise ConfigError(
-            f"--padded-vocab-size {args.padded_vocab_size} has no row for --sink-token beside "
-            f"the {size} tokens of the tokenizer: raise it or drop it"
-        )
-    if args.padded_vocab_size % args.tensor_model_parallel_size:
-        raise ConfigError(
-            f"the {args.padded_vocab_size} rows of the embedding are not divisible by "
-            f"--tensor-model-parallel-size {args.tensor_model_parallel_size}: set "
-            "--make-vocab-size-divisible-by to a multiple of it"
-        )
+    args.padded_vocab_size = _rows(args, size or 0)
+    if found := list(_indivisible(args, args.padded_vocab_size)):  # of a checkpoint's tokens
+        raise ConfigError(found)
 
 
 def _tokens_of_checkpoint(args: Namespace) -> int:

@@ -1,0 +1,82 @@
+"""What a launcher knows of this machine without torch and transformers is what they know."""
+
+import json
+import subprocess
+import sys
+
+import pytest
+import torch
+
+from megasink.attention import AttentionRequest, choose_backend, choose_gate_kernels
+from megasink.data.tokenizer import load_tokenizer, tokenizer_hash
+from megasink.data.tokenizer_files import read_files
+from megasink.training.checks import data_files, device
+from tests.analysis.capture.tiny_models import save_with_tokenizer
+from tests.distributed.layout import SINGLE
+
+TEXTS = [f"Text {i}: nothing in it stands twice, {'again ' * i}and it ends." for i in range(5)]
+
+
+def test_the_kernels_that_need_cuda_are_those_of_the_registries():
+    request = AttentionRequest("cpu", torch.float32, 64)
+    reasons = choose_backend(request).reasons | choose_gate_kernels(request).reasons
+    assert {name for name, why in reasons.items() if "CUDA" in why} == device.CUDA_KERNELS
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    root = tmp_path_factory.mktemp("tokenizer")
+    save_with_tokenizer(root, "llama", TEXTS, 330)
+    return next(path.parent for path in root.rglob("tokenizer.json"))
+
+
+@pytest.mark.parametrize("change", ["none", "added", "named", "class", "more", "eos", "broken"])
+def test_a_tokenizer_is_what_transformers_makes_of_its_files_or_is_not_certain(
+    folder, tmp_path, change
+):
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        (tmp_path / name).write_bytes((folder / name).read_bytes())
+    config = json.loads((tmp_path / "tokenizer_config.json").read_text())
+    added = {"content": "<|new|>", "special": True, "lstrip": False, "rstrip": False}
+    added |= {"single_word": False, "normalized": False}
+    if change == "added":
+        config["added_tokens_decoder"] = {"999": added}
+    elif change == "named":
+        config["mask_token"] = "<|mask|>"
+    elif change == "class":
+        config["tokenizer_class"] = "LlamaTokenizerFast"
+    elif change == "more":
+        (tmp_path / "added_tokens.json").write_text('{"<|new|>": 999}')
+    elif change == "eos":
+        config["eos_token"] = "<|none|>"
+    elif change == "broken":
+        (tmp_path / "tokenizer.json").write_text("{}")
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(config))
+    found = read_files(tmp_path)
+    if change == "none":
+        whole = load_tokenizer(tmp_path)
+        assert found.is_certain
+        assert (len(found), found.eos_token_id) == (len(whole), whole.eos_token_id)
+        assert tokenizer_hash(found) == tokenizer_hash(whole)
+    else:
+        assert found is None or not found.is_certain
+
+
+def test_parts_of_a_split_end_where_megatrons_end(pool):
+    splits = ["969,30,1", "100,0,0", "1,1", "99990,8,2", "0.7,0.2,0.1", "3,3,3", "1,0,1", "7"]
+    (expected,) = pool.run("tests.training.tasks:ends_of_splits", SINGLE, splits=splits)
+    weights = [[float(word) for word in split.split(",")] for split in splits]
+    assert [data_files._ends(words) for words in weights] == expected
+
+
+def test_nothing_heavy_is_imported(tmp_path):
+    line = ["train", "--cpu", "--run-dir", str(tmp_path / "run"), "--profile", "--mock-data"]
+    script = (
+        "import sys\nfrom megasink.cli import main\n"
+        f"code = main({line!r})\n"
+        "heavy = {'torch', 'transformers', 'megatron.core', 'megatron.training'}\n"
+        "print(code, sorted(heavy & set(sys.modules)))\n"
+    )
+    result = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True)
+    assert result.stdout == "2 []\n"
+    assert "--profile needs CUDA" in result.stderr
