@@ -1,8 +1,20 @@
-"""Entry point for ``python -m megasink``, as launched by torchrun."""
+"""The entry of ``megasink``, and of ``python -m megasink``, as launched by torchrun."""
 
 import sys
 
-from megasink.cli import main
+from megasink import stopping
+
+
+def run() -> int:
+    """Run the command line; a signal during its imports ends it with one line too."""
+
+    def command() -> int:
+        from megasink.cli import main
+
+        return main()
+
+    return stopping.run(command)
+
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(run())

@@ -1,11 +1,16 @@
 """Atomic file and folder writes: complete or absent, however the process ends."""
 
+import fcntl
+import glob
 import os
 import shutil
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import BinaryIO
+
+PARTIAL: set[Path] = set()
+"""Folders that this process is writing, for who ends it at once (stopping.py)."""
 
 
 @contextmanager
@@ -43,22 +48,51 @@ def atomic_text(path: Path, text: str) -> None:
 def atomic_folder(path: Path) -> Iterator[Path]:
     """Create a folder next to `path` to write into, and rename it to `path` at the end.
 
-    An exception in the body leaves nothing behind; a kill leaves .NAME.partial-PID, which is never
-    loaded by mistake.
+    An exception in the body leaves nothing behind, nor does a signal; a kill leaves
+    .NAME.partial-PID, which is never loaded by mistake, and goes with the next call for `path`.
 
     Raises:
         OSError: `path` is not empty by then, or cannot be written.
     """
-    partial = path.with_name(f".{path.name}.partial-{os.getpid()}")
     path.parent.mkdir(parents=True, exist_ok=True)
-    partial.mkdir()
-    try:
+    _remove_dead(path)
+    partial = path.with_name(f".{path.name}.partial-{os.getpid()}")
+    PARTIAL.add(partial)
+    lock = None
+    try:  # before there is anything: a signal may be raised anywhere
+        partial.mkdir()
+        lock = os.open(partial, os.O_RDONLY)
+        _lock(lock)
         yield partial
         sync_folder(partial)
         partial.replace(path)
         sync_folder(path.parent)
     finally:
         shutil.rmtree(partial, ignore_errors=True)
+        PARTIAL.discard(partial)
+        if lock is not None:
+            os.close(lock)
+
+
+def _lock(descriptor: int) -> bool:
+    """Lock a folder while this process lives; return False if another has, or nobody can."""
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError:
+        return False  # locked, or a file system without locks
+    return True
+
+
+def _remove_dead(path: Path) -> None:
+    """Remove what processes that were killed left beside `path`: nobody holds its lock."""
+    for partial in path.parent.glob(f".{glob.escape(path.name)}.partial-*"):
+        with suppress(OSError):
+            descriptor = os.open(partial, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
+            try:
+                if _lock(descriptor):
+                    shutil.rmtree(partial, ignore_errors=True)
+            finally:
+                os.close(descriptor)
 
 
 def sync(file: BinaryIO) -> None:

@@ -16,11 +16,13 @@ from typing import Any
 from megasink.atomic import atomic_text
 from megasink.errors import UserError
 from megasink.json_file import read_object
+from megasink.stopping import Signalled
 
 SETTINGS = "settings.json"
 LOCK = ".lock"
 # What a stopped command leaves, and goes on from.
-_PARTS = ("partial", "points", "iter_*", LOCK)
+_MEASURED = ("partial", "points")
+_PARTS = (*_MEASURED, "iter_*", LOCK)
 _CURE = "choose another --output, or replace it with --overwrite"
 
 
@@ -61,7 +63,12 @@ def results_in(
     with exclusive(folder) if writes else nullcontext():
         if writes and not overwrite:
             _refuse(folder, command, now, grows)
-        yield record
+        try:
+            yield record
+        except Signalled as stop:
+            if any((folder / name).exists() for name in _MEASURED):
+                stop.kept = f"; the same command goes on from what {folder} holds"
+            raise
 
 
 @contextmanager

@@ -69,6 +69,7 @@ FIRST = (
 # Tests of many cases that resemble each other: the CI runs every so many of them, `make test-all`
 # all. Where the cases are a product, the number has no factor of an axis.
 SAMPLED = {
+    "tests/test_signals.py::test_a_signal_is_one_line": 5,
     "tests/attention/interpreted_gate_kernels.py::test_explicit_gates_against_float64": 5,
     "tests/attention/interpreted_gate_kernels.py::test_injected_rows_are_pytorchs_to_the_bit": 2,
     "tests/attention/interpreted_gate_kernels.py::test_slot_against_float64": 2,
@@ -108,6 +109,7 @@ SAMPLED = {
 }
 # Tests that take long and have a shorter sister in the CI. Beginnings of node ids.
 LATER = (
+    "tests/damage/test_damage.py::test_every_damaged_field_is_one_line",
     "tests/attention/test_gate_kernels.py::test_in_tritons_interpreter[later]",
     "tests/contributing/test_contributing.py::test_a_target_of_ones_own_makes_the_round_trip",
     "tests/contributing/test_contributing.py::test_a_variant_of_ones_own_trains_and_resumes",

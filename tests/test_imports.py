@@ -35,10 +35,10 @@ ROOMS = {
         "ground",
         "numpy tokenizers sentencepiece pyarrow transformers",
     ),
-    "checkpoints": ("attention megatron cpu upstream data ground", "torch megatron"),
+    "checkpoints": ("attention megatron cpu upstream data ground", "torch megatron pydantic"),
     "convert": (
         "checkpoints attention data transformers megatron training ground",
-        "torch transformers safetensors packaging psutil megatron",
+        "torch transformers safetensors packaging psutil megatron pydantic",
     ),
     "analysis": (
         "attention balance megatron upstream transformers checkpoints data convert ground",

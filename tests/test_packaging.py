@@ -121,7 +121,7 @@ def test_entry_point_exists():
     ((name, target),) = project()["project"]["scripts"].items()
     module, function = target.split(":")
     assert name == "megasink"
-    path = ROOT / module.replace(".", "/") / "__init__.py"
+    path = (ROOT / module.replace(".", "/")).with_suffix(".py")
     definitions = [n.name for n in ast.parse(path.read_text()).body if hasattr(n, "name")]
     assert function in definitions
 

@@ -6,7 +6,7 @@ in the files (see torch_metadata.py).
 
 import contextlib
 from argparse import Namespace
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -108,19 +108,60 @@ def load_without_tokenizer(
         saved = with_yarn(saved, yarn)
     if dtype is torch.float32:
         saved |= {"bf16": False, "fp16": False}
-    args = single_process_arguments(saved)
+    _refuse_sizes(saved, checkpoint)
     _make_parallel_state()
-    config = model_config(args)
-    config.finalize()
-    model = config.get_builder_cls()(config).build_model(
-        ProcessGroupCollection.use_mpu_process_groups(), pre_process=True, post_process=True
-    )
+    with _describing_a_model(checkpoint.config):
+        args = single_process_arguments(saved)
+        config = model_config(args)
+        config.finalize()
+        model = config.get_builder_cls()(config).build_model(
+            ProcessGroupCollection.use_mpu_process_groups(), pre_process=True, post_process=True
+        )
     # As Float16Module does: modules that must stay in float32 handle this themselves.
     model.to(args.params_dtype)
     load_weights(model, checkpoint.folder)
     if not cpu.is_active():
         model.cuda()
     return model.eval(), args
+
+
+def _refuse_sizes(saved: Mapping[str, Any], checkpoint: Checkpoint) -> None:
+    """Refuse sizes far beyond those of the stored weights, before such a model takes memory."""
+    shapes = stored_shapes(checkpoint.folder)
+    table = shapes.get("embedding.word_embeddings.weight", (0, 0))
+    has = {
+        "padded_vocab_size": table[0],
+        "hidden_size": table[1],
+        # Layers that differ are numbered keys, the others a leading axis.
+        "num_layers": max(
+            (shapes[k][0] if layer is None else int(layer) + 1)
+            for k in shapes
+            for _, layer in [key_and_layer(k)]
+            if k.startswith(LAYERS)
+        ),
+        "ffn_hidden_size": max(
+            (s[-1] for k, s in shapes.items() if k.endswith("mlp.linear_fc2.weight")), default=0
+        ),
+    }
+    wrong = [
+        f"{name} is {saved[name]}, that of the weights {size}"
+        for name, size in has.items()
+        if size and saved[name] > 16 * size
+    ]
+    if wrong:
+        raise UserError(
+            f"{checkpoint.folder} does not match the model in config.json: {'; '.join(wrong)}"
+        )
+
+
+@contextlib.contextmanager
+def _describing_a_model(config: Path) -> Iterator[None]:
+    """Turn what Megatron raises for arguments that describe no model into one line."""
+    try:
+        yield
+    except (AssertionError, ArithmeticError, LookupError, TypeError, ValueError) as error:
+        reason = " ".join(str(error).split()) or type(error).__name__
+        raise UserError(f"{config} describes no model that Megatron builds: {reason}") from error
 
 
 def load_weights(model: GPTModel, folder: Path) -> None:

@@ -87,7 +87,7 @@ def tokenizer_of(saved: Mapping[str, Any], given: str | Path | None, config: Pat
     Raises:
         UserError: the tokenizer folder is gone, or has more tokens than the model.
     """
-    from megasink.data.tokenizer import load_tokenizer
+    from megasink.data.tokenizer import largest_id, load_tokenizer
 
     if given is None:
         if saved.get("tokenizer_type") != "HuggingFaceTokenizer":
@@ -100,9 +100,9 @@ def tokenizer_of(saved: Mapping[str, Any], given: str | Path | None, config: Pat
                 "folder); give its folder with --tokenizer"
             )
     tokenizer = load_tokenizer(given)
-    if len(tokenizer) > saved["padded_vocab_size"]:
+    if (tokens := max(len(tokenizer), largest_id(tokenizer) + 1)) > saved["padded_vocab_size"]:
         raise UserError(
-            f"the tokenizer {given} has {len(tokenizer)} tokens, but the model only "
+            f"the tokenizer {given} has {tokens} tokens, but the model only "
             f"{saved['padded_vocab_size']}: it is not the one the run was trained with"
         )
     return tokenizer

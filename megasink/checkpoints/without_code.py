@@ -26,7 +26,7 @@ import torch
 
 from megasink.checkpoints.stand_in import StandIn, stand_in
 from megasink.checkpoints.torch_metadata import load_metadata
-from megasink.errors import UserError
+from megasink.errors import UserError, reason_of
 from megasink.upstream.training import ENTRIES, FP8_STATES, METADATA, TORCH_LOAD
 
 _NAMED = re.compile(r"GLOBAL ([\w.]+)")
@@ -109,8 +109,7 @@ def _reason(error: Exception) -> str:
     named = _NAMED.search(str(error))
     if named:
         return f"it names {named[1]}"
-    lines = [line for line in str(error).splitlines() if line.strip()] or [type(error).__name__]
-    return lines[-1] if "Weights only load failed" in lines[0] else lines[0]
+    return reason_of(error)
 
 
 def _load(upstream: Callable[..., Any], file: Any, *args: Any, **kwargs: Any) -> Any:

@@ -9,7 +9,7 @@ import sys
 from collections.abc import Callable, Sequence
 
 import megasink
-from megasink import messages, plugins
+from megasink import messages, plugins, stopping
 from megasink.command_line import CommandParser
 from megasink.errors import Stopped, UserError, unknown_name
 from megasink.extras import require_train
@@ -76,7 +76,14 @@ def _first_screen() -> str:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run a command; user errors print one line to stderr and exit with code 2."""
+    """Run a command; user errors print one line to stderr and exit with code 2.
+
+    So do signals, with 128 and their number, after everything half-written is gone.
+    """
+    return stopping.run(lambda: _run(argv))
+
+
+def _run(argv: Sequence[str] | None) -> int:
     if "_ARGCOMPLETE" in os.environ:
         from megasink.cli.completion import complete
 
@@ -114,17 +121,16 @@ def main(argv: Sequence[str] | None = None) -> int:
         with contextlib.suppress(OSError):  # the terminal was closed
             print(f"megasink: {stop}", file=sys.stderr, flush=True)
         return stop.exit_code
-    except UserError as error:
-        print(f"megasink: error: {error}", file=sys.stderr)
-        return 2
     except BrokenPipeError:  # a reader of the output left, such as head
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 128 + signal.SIGPIPE
-    except OSError as error:
+    except (UserError, OSError) as error:
+        if stopping.is_ending():
+            return 2  # of the signal, which has a line of its own
+        if isinstance(error, UserError):
+            print(f"megasink: error: {error}", file=sys.stderr)
+            return 2
         if error.filename is None:
             raise
         print(f"megasink: error: {error.filename}: {error.strerror}", file=sys.stderr)
         return 2
-    except KeyboardInterrupt:
-        print("megasink: interrupted", file=sys.stderr)
-        return 130

@@ -1,9 +1,7 @@
 """`megasink data`: tokenize a corpus, with a given tokenizer or one trained on it."""
 
 import argparse
-import signal
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -14,6 +12,7 @@ from megasink.data.text_tokenizer import add_parse_special_tokens
 from megasink.data.tokenizer import MIN_VOCAB_SIZE, folder_problem, train_tokenizer
 from megasink.errors import ConfigError
 from megasink.printable import say, say_next
+from megasink.stopping import Signalled
 
 if TYPE_CHECKING:
     from megasink.data.preprocess import PreprocessReport
@@ -128,17 +127,22 @@ def run(args: argparse.Namespace) -> None:
             f"trained {folder}: {trained.vocab_size} tokens from {_mb(trained.sample_bytes)} "
             f"of {_mb(trained.corpus_bytes)} in {trained.seconds:.1f} s"
         )
-    from megasink.data.preprocess import preprocess
+    try:
+        from megasink.data.preprocess import preprocess
 
-    report = preprocess(
-        corpus,
-        args.output,
-        folder,
-        workers=args.workers,
-        overwrite=args.overwrite,
-        trained=trained_as,
-        parse_special_tokens=args.parse_special_tokens,
-    )
+        report = preprocess(
+            corpus,
+            args.output,
+            folder,
+            workers=args.workers,
+            overwrite=args.overwrite,
+            trained=trained_as,
+            parse_special_tokens=args.parse_special_tokens,
+        )
+    except Signalled as stop:
+        if trained_as is not None:
+            stop.kept = stop.kept or f"; {folder} is whole: go on with --tokenizer"
+        raise
     say(_summary(report))
     if args.partition:
         return
@@ -155,8 +159,7 @@ def main(argv: Sequence[str]) -> int:
     args = parser.first_screen(
         "megasink data texts/ --output data/text --train-tokenizer 8000"
     ).parse_args(argv)
-    with _interrupted_by_sigterm():
-        run(args)
+    run(args)
     return 0
 
 
@@ -177,22 +180,6 @@ def _merge(argv: Sequence[str]) -> int:
         f"wrote {args.merge}.bin {args.merge}.idx; the parts may be removed"
     )
     return 0
-
-
-@contextmanager
-def _interrupted_by_sigterm() -> Iterator[None]:
-    """Treat SIGTERM and SIGHUP like Ctrl-C inside the context, so that workers end."""
-
-    def interrupt(number: int, frame: object) -> None:
-        raise KeyboardInterrupt
-
-    ending = (signal.SIGTERM, signal.SIGHUP)
-    before = {number: signal.signal(number, interrupt) for number in ending}
-    try:
-        yield
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
 
 
 def _checked(args: argparse.Namespace, *, is_trained: bool) -> tuple[Corpus, Path]:

@@ -8,7 +8,9 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+from megasink.checked_fields import check
 from megasink.checkpoints.tokenizer import is_of_tokenizer
+from megasink.convert import hf_fields
 from megasink.convert.architecture import Architecture
 from megasink.convert.hf_config import OURS, config_of, read_config
 from megasink.convert.megasink_model import FILES
@@ -41,16 +43,19 @@ def kept(folder: Path, model: Architecture, target: Target, tokens: str | None) 
         tokens: `tokenizer_hash` of the folder's tokenizer, to which the ids of tokens belong.
 
     Raises:
-        UserError: generation_config.json is no JSON object.
+        UserError: generation_config.json is no JSON object, or a field of it is damaged.
     """
     config, ours = read_config(folder), config_of(model, target, {})
     decided = ours.keys() - _undecided(ours)
     generation = folder / GENERATION
+    said = read_object(generation) if generation.is_file() else None
+    if said is not None:
+        check(hf_fields.GENERATION, said, str(generation))
     return {
         "model_type": target.name,
         "tokenizer": tokens,
         "config": {k: v for k, v in config.items() if k not in decided | _NEVER},
-        "generation_config": read_object(generation) if generation.is_file() else None,
+        "generation_config": said,
     }
 
 

@@ -86,10 +86,10 @@ def source_of(folder: Path, granularity: str | None = None) -> HuggingFaceSource
     tokenizer = any((folder / name).is_file() for name in ("tokenizer.json", "tokenizer.model"))
     tokens = None
     if tokenizer:
-        from megasink.data.tokenizer import load_tokenizer, tokenizer_hash
+        from megasink.data.tokenizer import largest_id, load_tokenizer, tokenizer_hash
 
         loaded = load_tokenizer(folder)
-        size, tokens = len(loaded), tokenizer_hash(loaded)
+        size, tokens = max(len(loaded), largest_id(loaded) + 1), tokenizer_hash(loaded)
         if size > model.vocabulary:
             raise UserError(
                 f"the tokenizer in {folder} has {size} tokens but the model only "

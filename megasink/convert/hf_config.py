@@ -6,7 +6,9 @@ from typing import Any
 
 from packaging.version import Version
 
+from megasink.checked_fields import check
 from megasink.convert.architecture import Architecture
+from megasink.convert.hf_fields import CONFIG
 from megasink.convert.targets import TARGETS
 from megasink.convert.targets.target import Config, Target
 from megasink.errors import UserError
@@ -179,10 +181,12 @@ def read_config(folder: Path) -> Config:
     """Read the config.json of a Hugging Face folder.
 
     Raises:
-        UserError: the file does not exist or cannot be read.
+        UserError: the file cannot be read, or a field has the wrong type or range.
     """
     path = folder / "config.json"
     try:
-        return read_object(path)
+        config = read_object(path)
     except UserError as error:
         raise UserError(f"{path} is not a model configuration: {error}") from error
+    check(CONFIG, config, str(path))
+    return config

@@ -10,7 +10,7 @@ from megasink.checkpoints.find import is_legacy
 from megasink.convert.stored_weights import Part
 from megasink.convert.table import LAYERS, NORM_BEFORE_EXPERTS, NORM_OF_LOCAL_SPEC
 from megasink.convert.torch_dist_weights import torch_dist_weights
-from megasink.errors import UserError
+from megasink.errors import UserError, reason_of
 
 
 class MegatronCheckpoint:
@@ -82,7 +82,7 @@ class MegatronCheckpoint:
             # A single layer may be stored without the axis of layers.
             stored.read_into(at[len(part.sizes) - len(stored.shape) :], target)
         except Exception as error:  # corrupt data raises anything
-            raise UserError(f"{self.folder} cannot be read ({key}): {error}") from error
+            raise UserError(f"{self.folder} cannot be read ({key}): {reason_of(error)}") from error
 
 
 def _holds(part: Part, index: tuple[int, ...]) -> bool:

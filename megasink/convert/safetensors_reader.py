@@ -1,6 +1,5 @@
 """Read single tensors from a folder of safetensors files."""
 
-import json
 from pathlib import Path
 from typing import Any
 
@@ -8,8 +7,12 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
+from megasink.checked_fields import check, fields
 from megasink.convert.safetensors_writer import DTYPES
 from megasink.errors import UserError
+from megasink.json_file import read_object
+
+_INDEX = fields({"weight_map": dict[str, str]})
 
 
 class HuggingFaceWeights:
@@ -68,10 +71,11 @@ def _index(folder: Path) -> dict[str, str]:
     """Return {tensor: file}; empty for a folder with the single file model.safetensors."""
     index = folder / "model.safetensors.index.json"
     if index.is_file():
-        try:
-            return dict(json.loads(index.read_text())["weight_map"])
-        except (ValueError, KeyError, TypeError, RecursionError) as error:
-            raise UserError(f"{index} is broken ({error!r})") from error
+        content = read_object(index)
+        check(_INDEX, content, str(index))
+        if not content.get("weight_map"):
+            raise UserError(f"{index} is broken: no weight_map")
+        return dict(content["weight_map"])
     if not (folder / "model.safetensors").is_file():
         pickles = sorted(path.name for path in folder.glob("*.bin"))
         why = (

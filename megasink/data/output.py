@@ -11,6 +11,7 @@ from megasink.atomic import sync, sync_folder
 from megasink.data.object_store import is_stored
 from megasink.errors import UserError
 from megasink.output_folder import locked
+from megasink.stopping import Signalled
 
 FILES = (".json", ".bin", ".idx")
 """In order of publication: Megatron loads nothing without the `.idx`."""
@@ -77,9 +78,11 @@ def writing(prefix: Path) -> Iterator[None]:
         with locked(file_of(prefix, ".lock"), prefix):
             try:
                 yield
-            except KeyboardInterrupt:
+            except KeyboardInterrupt as stop:
                 if not partial_of(prefix, PROGRESS).exists():
                     clear_partial(prefix)
+                elif isinstance(stop, Signalled):
+                    stop.kept = "; the same command goes on from what is written"
                 raise
             except BaseException:
                 clear_partial(prefix)

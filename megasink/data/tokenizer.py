@@ -38,6 +38,7 @@ _CONFIG = {
     "pad_token": PAD,
 }
 _CHUNK = 4096  # characters per piece of the training sample
+_MOST_IDS = 1 << 24
 _FOLDER_FILES = {"tokenizer.json", "tokenizer_config.json"}
 # sentencepiece drops a text with U+2585, its own mark, and reads U+2581 as a space; a NUL ends
 # strings in C. No token is learned across them, and encoding spells them in bytes.
@@ -280,9 +281,11 @@ def load_tokenizer(folder: str | Path) -> Any:
             str(folder), local_files_only=True, trust_remote_code=False
         )
     except Exception as error:  # transformers raises nearly anything on a bad folder
-        reason = str(error).strip().partition("\n")[0] or type(error).__name__
+        # The first line of huggingface_hub's validation names the field, the second what is wrong.
+        lines = str(error).strip().splitlines() or [type(error).__name__]
+        reason = " ".join(map(str.strip, lines[: 1 + lines[0].endswith(":")]))
         raise UserError(f"{folder} has no tokenizer that transformers loads: {reason}") from error
-    refuse_empty(tokenizer, folder)
+    refuse_unusable(tokenizer, folder)
     if not getattr(tokenizer, "is_fast", False):
         raise UserError(
             f"the tokenizer in {folder} ({type(tokenizer).__name__}) has no fast version: save one "
@@ -296,21 +299,31 @@ def load_tokenizer(folder: str | Path) -> Any:
     return tokenizer
 
 
-def refuse_empty(tokenizer: Any, folder: str | Path) -> None:
-    """Refuse a tokenizer of special tokens alone.
+def refuse_unusable(tokenizer: Any, folder: str | Path) -> None:
+    """Refuse a tokenizer of special tokens alone, and one with an id that no model has.
 
-    transformers makes one for a folder without tokenizer files, by the model's type; it loses all
-    text.
+    transformers makes the first for a folder without tokenizer files, by the model's type; it loses
+    all text. What is counted by id takes memory for the largest.
 
     Raises:
-        UserError: the tokenizer has no other token.
+        UserError: the tokenizer is one of these.
     """
+    if (largest := largest_id(tokenizer)) >= _MOST_IDS:
+        raise UserError(
+            f"the tokenizer in {folder} has the id {largest}, and no model has so many tokens: its "
+            "tokenizer.json is damaged"
+        )
     added = getattr(tokenizer, "added_tokens_decoder", {}).values()
     if set(tokenizer.get_vocab()) <= {token.content for token in added if token.special}:
         raise UserError(
             f"{folder} has no tokenizer files, such as tokenizer.json: add them, or pass the "
             "folder that has the model's tokenizer (--tokenizer)"
         )
+
+
+def largest_id(tokenizer: Any) -> int:
+    """Return the largest id of a tokenizer: some vocabularies have holes."""
+    return max(tokenizer.get_vocab().values(), default=-1)
 
 
 def leading_ids(tokenizer: Any) -> list[int]:

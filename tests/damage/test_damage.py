@@ -19,6 +19,25 @@ def test_damage_is_one_line_and_nothing_is_left_or_lost():
     assert f"{len(CHOSEN)} damaged inputs: " in result.stdout
 
 
+FIELDS = [name for name in CASES if name.startswith("field/")]
+
+
+def judged(names):
+    result = server().run(["tests.damage", *names])
+    assert result.returncode == 0, result.stdout + result.stderr
+    assert " damaged inputs: " in result.stdout
+
+
+def test_some_damaged_fields_are_one_line():
+    judged(FIELDS[::57])
+
+
+def test_every_damaged_field_is_one_line():
+    """None is taken that its kind does not have: `tests/damage/fields.py:KINDS`."""
+    assert len(FIELDS) > 390
+    judged(["field/"])
+
+
 def test_the_tables_hold_a_hundred():
     assert len(CASES) >= 100
     assert set(CHOSEN) <= set(CASES)

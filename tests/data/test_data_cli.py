@@ -82,8 +82,8 @@ def test_sigterm_leaves_nothing_that_loads(tmp_path, folder, monkeypatch, capsys
     monkeypatch.setattr("megasink.data.corpus.Corpus.tracked", told_to_end)
     (tmp_path / "a.jsonl").write_text(json.dumps({"text": "x"}))
     argv = [str(tmp_path / "a.jsonl"), "--output", str(tmp_path / "out"), "--workers", "1"]
-    assert main([*argv, "--tokenizer", str(folder)]) == 130
-    assert "interrupted" in capsys.readouterr().err
+    assert main([*argv, "--tokenizer", str(folder)]) == 143
+    assert "megasink: stopped by SIGTERM" in capsys.readouterr().err
     # The same command goes on from what is left; the lock is gone.
     assert not [p.name for p in tmp_path.iterdir() if p.suffix not in (".jsonl", ".partial")]
     monkeypatch.undo()

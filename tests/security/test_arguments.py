@@ -42,18 +42,27 @@ def test_a_crafted_run_names_no_place_and_no_module(pool, run, tmp_path):
         "spec": ["crafted_module", "spec"],
         "plugin": ["crafted_module"],
         "fp8_quantizer_factory": "crafted_module.spec",
-        "normalization": "../RMSNorm",
         "data_cache_path": str(tmp_path / "written"),
         "activation_func": "crafted_module.spec",
-        "ffn_activation": "swiglu\x1b[31m",
+        "cross_entropy_fusion_impl": "../native\x1b[31m",
     }
     (copy / "config.json").write_text(json.dumps(config))
-    commands = [["generate", str(copy), "--prompt", "def", "--max-new-tokens", "2", "--cpu"]]
+    others = shutil.copytree(copy, tmp_path / "others")
+    config["arguments"] |= {"normalization": "../RMSNorm", "ffn_activation": "swiglu\x1b[31m"}
+    (others / "config.json").write_text(json.dumps(config))
+    commands = [
+        ["generate", str(run), "--prompt", "def", "--max-new-tokens", "2", "--cpu"]
+        for run in (copy, others)
+    ]
     folders = {"run": str(copy), "written": str(tmp_path / "control"), "path": str(tmp_path)}
     (answers,) = pool.run("tests.training.generate_tasks:megasink", SINGLE, commands=commands)
-    ((_, _, errors),) = answers
+    (_, _, errors), (code, _, refused) = answers
+    assert code == 2
+    assert "others/config.json: ffn_activation is 'swiglu\\x1b[31m': " in refused
+    assert "(wrong as well: normalization)" in refused
+    assert "\x1b" not in refused
     (line,) = (x for x in errors.splitlines() if "ignored arguments of the run" in x)
-    for name in ("config_logger_dir", "spec", "fp8_quantizer_factory", "normalization"):
+    for name in ("config_logger_dir", "spec", "fp8_quantizer_factory", "cross_entropy"):
         assert name in line
     assert "\x1b" not in errors
     assert not (tmp_path / "written").exists()

@@ -11,11 +11,18 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTra
 from transformers.utils import logging
 
 from megasink.analysis.options import ModelOptions
-from megasink.data.tokenizer import refuse_empty
-from megasink.errors import UserError
+from megasink.checked_fields import Count, Layers, check, fields
+from megasink.data.tokenizer import refuse_unusable
+from megasink.errors import UserError, reason_of
+from megasink.json_file import read_object
 
 _LOCAL = {"local_files_only": True, "trust_remote_code": False}
 _READ = ("sdpa", "eager")
+# transformers makes a list of so many layers before it looks at them.
+_SIZES = fields(
+    dict.fromkeys(("num_hidden_layers", "n_layer", "num_layers"), Layers | None)
+    | dict.fromkeys(("hidden_size", "vocab_size", "num_attention_heads"), Count | None)
+)
 
 
 def load(options: ModelOptions, device: str, *, quiet: bool = False) -> tuple[PreTrainedModel, Any]:
@@ -27,6 +34,7 @@ def load(options: ModelOptions, device: str, *, quiet: bool = False) -> tuple[Pr
     """
     with _quiet(bars=quiet), _named(options.model, options.tokenizer):
         _know_our_own()
+        _check_sizes(options.model / "config.json")
         config = AutoConfig.from_pretrained(options.model, **_LOCAL)
         requested = options.attn_implementation or config._attn_implementation
         if requested not in (None, *_READ):
@@ -35,7 +43,7 @@ def load(options: ModelOptions, device: str, *, quiet: bool = False) -> tuple[Pr
                 "masks: add --attn-implementation sdpa or eager"
             )
         tokenizer = AutoTokenizer.from_pretrained(options.tokenizer or options.model, **_LOCAL)
-        refuse_empty(tokenizer, options.tokenizer or options.model)
+        refuse_unusable(tokenizer, options.tokenizer or options.model)
         dtype = "auto" if options.dtype == "auto" else getattr(torch, options.dtype)
         model = load_weights(
             options.model, dtype=dtype, attn_implementation=options.attn_implementation
@@ -53,6 +61,7 @@ def load_weights(
     """
     with _quiet(bars=False), _named(folder):
         _know_our_own()
+        _check_sizes(folder / "config.json")
         loaded: Any = AutoModelForCausalLM.from_pretrained(
             folder,
             dtype=dtype,
@@ -78,6 +87,18 @@ def load_weights(
     return cast(PreTrainedModel, model)
 
 
+def _check_sizes(path: Path) -> None:
+    """Refuse sizes that no model has, which would take all memory or an hour.
+
+    Raises:
+        UserError: names the file, the field and its value.
+    """
+    config = read_object(path)
+    for part in (config, config.get("text_config")):
+        if isinstance(part, dict):
+            check(_SIZES, part, str(path))
+
+
 def _know_our_own() -> None:
     """Register the package's copy of megasink's modeling file."""
     from megasink.convert.modeling.configuration_megasink import MegasinkConfig
@@ -96,7 +117,8 @@ def _named(folder: str | Path, tokenizer: str | Path | None = None) -> Iterator[
     # transformers raises nearly anything for missing, broken or mismatched files, and for kernels
     # that are not installed
     except Exception as error:
-        text = " ".join(str(error).split()).partition(" Model type should be one of")[0]
+        text = reason_of(error).partition(" Model type should be one of")[0]
+        text = text if len(text) < 600 else f"{text[:600]} ..."
         if "trust_remote_code" in text:
             text = "it needs custom code, and megasink runs no code from a model folder"
         where = f"{folder}" + (f" with {tokenizer}" if tokenizer else "")

@@ -1,0 +1,60 @@
+"""The type and range of each field of a JSON file, checked by pydantic: one line for a problem.
+
+The tables of fields stand beside their readers. Strict: "4" is no number and true is no count. A
+key that no table has is its reader's to judge.
+"""
+
+from collections.abc import Mapping
+from typing import Annotated, Any
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, create_model
+
+from megasink.errors import UserError
+
+_STRICT = ConfigDict(strict=True, extra="allow", allow_inf_nan=False)
+
+Count = Annotated[int, Field(ge=1, le=2**31 - 1)]
+Layers = Annotated[int, Field(ge=1, le=10_000)]
+Experts = Annotated[int, Field(ge=0, le=100_000)]
+Positive = Annotated[float, Field(gt=0, le=1e18)]
+Number = Annotated[float, Field(ge=-1e18, le=1e18)]
+Epsilon = Annotated[float, Field(gt=0, le=1)]
+Share = Annotated[float, Field(ge=0, le=1)]
+
+
+def fields(kinds: Mapping[str, Any]) -> type[BaseModel]:
+    """Return the record of fields that may be missing but, if there, have these types."""
+    with_default: dict[str, Any] = {key: (kind, None) for key, kind in kinds.items()}
+    return create_model("Record", __config__=_STRICT, **with_default)
+
+
+def check(kind: type[BaseModel], value: Mapping[str, Any], where: str) -> None:
+    """Check the fields of a JSON object.
+
+    Raises:
+        UserError: a field has another type or is out of range; names the first one, its value and
+            what is allowed, and says which others there are.
+    """
+    try:
+        kind.model_validate(dict(value))
+    except ValidationError as error:
+        entries = error.errors(include_url=False)
+        first, key = entries[0], _key(value, entries[0]["loc"])
+        others = sorted({_key(value, entry["loc"]) for entry in entries} - {key})
+        # Of a union, one entry a member.
+        allowed = dict.fromkeys(e["msg"] for e in entries if _key(value, e["loc"]) == key)
+        said = " or ".join(allowed).replace(" or Input should be", " or")
+        more = f" (wrong as well: {', '.join(others)})" if others else ""
+        wrong = f"{first['input']!r:.60}"
+        raise UserError(f"{where}: {key} is {wrong}: {said[0].lower()}{said[1:]}{more}") from error
+
+
+def _key(value: Any, place: tuple[int | str, ...]) -> str:
+    """Return the place of an error in a JSON value, without pydantic's names of types."""
+    words = []
+    for part in place:
+        of_list = isinstance(value, list) and isinstance(part, int)
+        if of_list or (isinstance(value, dict) and part in value):
+            value = value[part]
+            words.append(str(part))
+    return ".".join(words)

@@ -1,0 +1,154 @@
+"""Signals that end a command: it unwinds, leaves nothing half-written, and says so in one line.
+
+The signal is raised in the main thread, so that folders and processes are cleaned up by the blocks
+that made them. Python runs handlers between two of its own instructions only: what stays in native
+code, or catches everything, is ended from a thread. `megasink train` has handlers of its own
+(training/stop.py), which take the place of these.
+"""
+
+import contextlib
+import multiprocessing
+import os
+import select
+import shutil
+import signal
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from types import FrameType
+
+from megasink.atomic import PARTIAL
+from megasink.errors import Stopped
+
+SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
+# To unwind in: a shard may have to be finished, and processes joined.
+_SECONDS = 10.0
+
+
+class Signalled(KeyboardInterrupt):
+    """Raised in the main thread by a signal; no ``except Exception`` takes it.
+
+    Attributes:
+        number: the signal's.
+        kept: what to say after "stopped by SIGTERM", set by what keeps something.
+    """
+
+    def __init__(self, number: int):
+        super().__init__(signal.Signals(number).name)
+        self.number = number
+        self.kept = ""
+
+
+class _Heard:
+    """The signal that this process received, if any."""
+
+    raised: Signalled | None = None
+
+
+_heard: _Heard | None = None
+
+
+def run(command: Callable[[], int]) -> int:
+    """Return the exit code of a command; of one that a signal ends 128 + its number, and its line.
+
+    Ignored signals stay ignored (``nohup``). Only the outermost call does anything, and only in the
+    main thread, where Python has handlers.
+    """
+    if _heard is not None or threading.current_thread() is not threading.main_thread():
+        return command()
+    try:
+        with _handlers() as heard:
+            try:
+                code = command()
+            except BaseException:
+                if heard.raised is None:
+                    raise
+            # Whatever a module made of an exception in the middle of it.
+            return code if heard.raised is None else _say_stopped(heard.raised)
+    except Signalled as raised:  # before the command, or behind it
+        return _say_stopped(raised)
+
+
+@contextlib.contextmanager
+def _handlers() -> Iterator[_Heard]:
+    """Raise `Signalled` in the body when a signal arrives, once."""
+    global _heard
+    heard = _heard = _Heard()
+
+    def end(number: int, frame: FrameType | None) -> None:
+        if heard.raised is None:
+            heard.raised = Signalled(number)
+            raise heard.raised
+
+    receiving, sending = os.pipe()
+    os.set_blocking(sending, False)
+    watch = threading.Thread(target=_watch, args=(receiving, end), name="signals", daemon=True)
+    watch.start()
+    outer = signal.set_wakeup_fd(sending, warn_on_full_buffer=False)
+    before = {n: signal.getsignal(n) for n in SIGNALS}
+    try:
+        for number in SIGNALS:
+            if before[number] is not signal.SIG_IGN:
+                signal.signal(number, end)
+        yield heard
+    finally:
+        for number, handler in before.items():
+            if signal.getsignal(number) is end:
+                signal.signal(number, handler)
+        if (current := signal.set_wakeup_fd(outer)) != sending:
+            signal.set_wakeup_fd(current)  # of a handler that took the place of this one
+        os.close(sending)
+        watch.join()
+        os.close(receiving)
+        _heard = None
+
+
+def is_ending() -> bool:
+    """Whether a signal has arrived."""
+    return _heard is not None and _heard.raised is not None
+
+
+def _forget() -> None:
+    """Undo it in a forked process, which shares the pipe; whoever forked it ends it."""
+    global _heard
+    if _heard is not None:
+        _heard = None
+        signal.set_wakeup_fd(-1)
+        for number in SIGNALS:
+            if signal.getsignal(number) is not signal.SIG_IGN:
+                signal.signal(number, signal.SIG_DFL)
+
+
+os.register_at_fork(after_in_child=_forget)
+
+
+def _say_stopped(raised: Signalled) -> int:
+    """Write the one line about a signal, and return the exit code."""
+    with contextlib.suppress(OSError):  # the terminal was closed
+        if os.environ.get("RANK", "0") == "0":
+            stop = Stopped(raised.number, raised.kept)
+            print(f"megasink: {stop}", file=sys.stderr, flush=True)
+    return Stopped.code_of(raised.number)
+
+
+def _watch(receiving: int, handler: object) -> None:
+    """End the process if it has not unwound some seconds after a signal; ends with the pipe."""
+    while numbers := os.read(receiving, 64):
+        for number in numbers:
+            if number in SIGNALS and signal.getsignal(number) is handler:
+                _leave_after(number, receiving)
+
+
+def _leave_after(number: int, receiving: int) -> None:
+    deadline = time.monotonic() + _SECONDS
+    while (left := deadline - time.monotonic()) > 0:
+        if select.select([receiving], [], [], left)[0] and not os.read(receiving, 64):
+            return  # the block has ended
+    for child in multiprocessing.active_children():
+        child.terminate()
+    temporary = getattr(multiprocessing.process.current_process(), "_config", {}).get("tempdir")
+    for folder in (*PARTIAL, *([Path(temporary)] if temporary else [])):
+        shutil.rmtree(folder, ignore_errors=True)
+    os._exit(_say_stopped(Signalled(number)))
