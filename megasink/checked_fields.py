@@ -21,6 +21,9 @@ Number = Annotated[float, Field(ge=-1e18, le=1e18)]
 Epsilon = Annotated[float, Field(gt=0, le=1)]
 Share = Annotated[float, Field(ge=0, le=1)]
 
+FACTORS = ("attention_scale_alpha", "bias_fixed_value_norm", "residual_clip", "logit_softcap")
+"""Options of config.py that are positive, which their types do not say."""
+
 
 def fields(kinds: Mapping[str, Any]) -> type[BaseModel]:
     """Return the record of fields that may be missing but, if there, have these types."""

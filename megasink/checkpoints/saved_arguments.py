@@ -19,6 +19,7 @@ from pydantic import Field
 
 from megasink.attention.variants import is_variant, names
 from megasink.checked_fields import (
+    FACTORS,
     Count,
     Epsilon,
     Experts,
@@ -96,7 +97,7 @@ _FIELDS = fields(
         "position_embedding_type": Literal[
             "learned_absolute", "rope", "mrope", "yarn", "relative", "none"
         ],
-        **dict.fromkeys(("residual_clip", "logit_softcap"), Positive | None),
+        **dict.fromkeys(FACTORS, Positive | None),
         "tokenizer_type": str | None,
         "tokenizer_model": str | None,
         "window_size": Annotated[list[int], Field(min_length=2, max_length=2)] | None,

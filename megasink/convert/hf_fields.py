@@ -5,6 +5,7 @@ from typing import Annotated, Any, Literal, get_type_hints
 from pydantic import Field
 
 from megasink.checked_fields import (
+    FACTORS,
     Count,
     Epsilon,
     Experts,
@@ -76,6 +77,7 @@ CONFIG = fields(
         "layer_rope_theta": list[Annotated[float, Field(ge=0, le=1e18)] | None] | None,
         "mlp_only_layers": list[int] | None,
         "attention_multiplier": Positive | None,
+        **dict.fromkeys(FACTORS, Positive | None),
         "attention_variant": str,
         "attention_variant_layers": list[bool | int] | None,
         "gate_granularity": str | None,
