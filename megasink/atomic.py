@@ -4,7 +4,7 @@ import fcntl
 import glob
 import os
 import shutil
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import BinaryIO
@@ -55,14 +55,14 @@ def atomic_folder(path: Path) -> Iterator[Path]:
         OSError: `path` is not empty by then, or cannot be written.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
-    _remove_dead(path)
+    remove_dead(path.parent.glob(f".{glob.escape(path.name)}.partial-*"))
     partial = path.with_name(f".{path.name}.partial-{os.getpid()}")
     PARTIAL.add(partial)
     lock = None
     try:  # before there is anything: a signal may be raised anywhere
         partial.mkdir()
         lock = os.open(partial, os.O_RDONLY)
-        _lock(lock)
+        lock_folder(lock)
         yield partial
         sync_folder(partial)
         partial.replace(path)
@@ -74,8 +74,8 @@ def atomic_folder(path: Path) -> Iterator[Path]:
             os.close(lock)
 
 
-def _lock(descriptor: int) -> bool:
-    """Lock a folder while this process lives; return False if another has, or nobody can."""
+def lock_folder(descriptor: int) -> bool:
+    """Lock a folder while this process and its forks live; return False if another process has."""
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except OSError:
@@ -83,14 +83,14 @@ def _lock(descriptor: int) -> bool:
     return True
 
 
-def _remove_dead(path: Path) -> None:
-    """Remove what processes that were killed left beside `path`: nobody holds its lock."""
-    for partial in path.parent.glob(f".{glob.escape(path.name)}.partial-*"):
+def remove_dead(folders: Iterable[Path]) -> None:
+    """Remove folders of this user that killed processes left: nobody holds their lock."""
+    for folder in folders:
         with suppress(OSError):
-            descriptor = os.open(partial, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
+            descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
             try:
-                if _lock(descriptor):
-                    shutil.rmtree(partial, ignore_errors=True)
+                if os.fstat(descriptor).st_uid == os.getuid() and lock_folder(descriptor):
+                    shutil.rmtree(folder, ignore_errors=True)
             finally:
                 os.close(descriptor)
 

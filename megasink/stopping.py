@@ -15,7 +15,7 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from pathlib import Path
 from types import FrameType
 
@@ -103,6 +103,25 @@ def _handlers() -> Iterator[_Heard]:
         watch.join()
         os.close(receiving)
         _heard = None
+
+
+@contextlib.contextmanager
+def starting_processes(numbers: Collection[int] = SIGNALS) -> Iterator[None]:
+    """Block signals in processes that are started in the body, until they unblock them (`follow`).
+
+    Ctrl-C goes to all processes of a terminal: a Python that starts would end in a traceback.
+    """
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, numbers)
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+
+
+def follow() -> None:
+    """Leave Ctrl-C to the process that started this one, as its first act here."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, SIGNALS)
 
 
 def is_ending() -> bool:

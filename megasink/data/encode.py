@@ -5,7 +5,6 @@ Workers for text import no torch, transformers or Megatron.
 
 import multiprocessing
 import os
-import signal
 import threading
 from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
@@ -18,6 +17,7 @@ from numpy.typing import NDArray
 
 from megasink.data.text_tokenizer import Part, TextTokenizer
 from megasink.errors import UserError
+from megasink.stopping import follow, starting_processes
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,7 +97,8 @@ def encode_in_order(
     pending: deque[Future[Encoded]] = deque()
     try:
         for batch in batches:
-            pending.append(pool.submit(_encode, batch))
+            with starting_processes():
+                pending.append(pool.submit(_encode, batch))
             # bounded: reading does not run ahead of encoding
             if len(pending) > 3 * workers:
                 yield pending.popleft().result()
@@ -123,7 +124,7 @@ def _start_worker(settings: EncoderSettings) -> None:
 
 def follow_parent() -> None:
     """Leave Ctrl-C to the parent, which ends its pool, and end with it. Called in a worker."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    follow()
     parent = multiprocessing.parent_process()
     assert parent is not None
 

@@ -16,6 +16,7 @@ from typing import Any
 from megasink.data.encode import follow_parent
 from megasink.data.tokenizer import load_tokenizer
 from megasink.errors import UserError
+from megasink.stopping import starting_processes
 
 
 def from_tokenizer[Result](
@@ -40,7 +41,9 @@ def from_tokenizer[Result](
         )
         with pool:
             try:
-                return pool.submit(_call, folder, function, args, kwargs).result()
+                with starting_processes():
+                    called = pool.submit(_call, folder, function, args, kwargs)
+                return called.result()
             except BrokenProcessPool:
                 break  # a script without a guard of its main part, or too little memory
             except UserError:

@@ -20,6 +20,7 @@ from multiprocessing.managers import SyncManager
 from typing import Any
 
 from megasink import cpu
+from megasink.stopping import starting_processes
 from megasink.training.guard import end, guard
 from megasink.training.helper_process import live_with_rank, write
 from megasink.training.stop import SIGNALS
@@ -74,20 +75,10 @@ def checkpoint_helpers(args: Namespace) -> Iterator[None]:
 
 
 @contextmanager
-def _without_signals() -> Iterator[None]:
-    """Block signals in processes started in the block, until `live_with_rank` ignores them."""
-    before = signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)
-    try:
-        yield
-    finally:
-        signal.pthread_sigmask(signal.SIG_SETMASK, before)
-
-
-@contextmanager
 def _started_manager(args: Namespace) -> Iterator[SyncManager]:
     # Forked, as upstream does: the manager needs nothing else.
     manager = SyncManager(ctx=multiprocessing.get_context("fork"))
-    with _without_signals():
+    with starting_processes(SIGNALS):
         manager.start(live_with_rank)
     process = manager._process  # type: ignore[attr-defined]
     try:
@@ -106,14 +97,14 @@ def _started_writer(args: Namespace) -> Iterator[None]:
     def schedule(self: Any, *call: Any) -> None:
         # The rank waits until the writer has copied its tensors. A writer that ended after the
         # last step is restarted for the checkpoint after it.
-        with guard.bounded("handing a checkpoint to its writer"), _without_signals():
+        with guard.bounded("handing a checkpoint to its writer"), starting_processes(SIGNALS):
             upstream(self, *call)
 
     with CHECKPOINT_WRITER.replacing(async_loop=staticmethod(write), schedule_async_call=schedule):
         try:
             # initialize_megatron then starts none: upstream's "forkserver", which forks writers on
             # demand, would die from a SIGTERM, and the writer's exit code would be lost.
-            with _without_signals():
+            with starting_processes(SIGNALS):
                 PersistentAsyncCaller._get_process(
                     args.rank, "spawn", args.async_ckpt_cpu_priority, args.async_ckpt_io_priority
                 )

@@ -15,6 +15,7 @@ from typing import Any
 
 from megasink import cpu, plugins
 from megasink.errors import ConfigError, Stopped, UserError
+from megasink.temporary import shared_folder
 from megasink.training import collectives, early, heartbeat, hosts, network, stop
 from megasink.training.endings import explained, speaks, tell, wait_for_first
 from megasink.training.flag_file import named_values
@@ -53,7 +54,7 @@ def pretrain(argv: Sequence[str], *, checked: bool = False) -> None:
     guard.timeout = 60.0 * args.distributed_timeout_minutes
     if args.rank == 0:
         print(cpu.describe(), flush=True)
-    with starting(args, identity) as store:
+    with shared_folder(), starting(args, identity) as store:
         train(args, store)
 
 

@@ -1,0 +1,60 @@
+"""One folder for the sockets of this process and of its workers, which goes with it.
+
+multiprocessing makes a folder in every process that passes file descriptors on, as workers of a
+data loader do, and a worker that is killed leaves it. Here they share that of the process that
+started them; that of a process which was killed goes with the next that starts.
+"""
+
+import multiprocessing.process
+import os
+import shutil
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from megasink.atomic import lock_folder, remove_dead
+
+_PREFIX = "msocks-"  # short: the path of a socket has at most 107 bytes
+
+
+@contextmanager
+def shared_folder() -> Iterator[None]:
+    """Have this process, and those it starts in the body, use one folder of multiprocessing.
+
+    `multiprocessing.util.get_temp_dir` makes none where the process has one, and processes take it
+    over from the one that starts them.
+    """
+    config: dict[str, Any] = multiprocessing.process.current_process()._config  # type: ignore[attr-defined]
+    if config.get("tempdir") is not None:
+        yield
+        return
+    remove_dead(Path(tempfile.gettempdir()).glob(f"{_PREFIX}*"))
+    folder, lock = _locked_folder()
+    config["tempdir"] = str(folder)
+    try:
+        yield
+    finally:
+        config["tempdir"] = None
+        shutil.rmtree(folder, ignore_errors=True)
+        if lock is not None:
+            os.close(lock)
+
+
+def _locked_folder() -> tuple[Path, int | None]:
+    """Make a folder and lock it; another process that starts may remove it before it is locked."""
+    while True:
+        folder = Path(tempfile.mkdtemp(prefix=_PREFIX))
+        try:
+            lock = os.open(folder, os.O_RDONLY)
+        except FileNotFoundError:
+            continue
+        if not lock_folder(lock):  # a file system without locks, or removed at this moment
+            os.close(lock)
+            if folder.exists():
+                return folder, None
+        elif folder.exists():
+            return folder, lock
+        else:
+            os.close(lock)
