@@ -10,6 +10,7 @@ from zipfile import BadZipFile
 import numpy as np
 from numpy.typing import NDArray
 
+from megasink.analysis.capture.inputs import shown
 from megasink.analysis.metrics import metrics, metrics_shown
 from megasink.analysis.metrics.registry import AXES
 from megasink.analysis.pages.csv_file import write_csv
@@ -34,8 +35,8 @@ class Analysis:
     Attributes:
         name: name of the model.
         results: results.json.
-        by_sample: metric -> [samples, layers, heads], for inactive-head scores and for metrics
-            compared by distribution.
+        by_sample: metric -> [samples, layers, heads] of the samples that the results as a whole
+            are of, for inactive-head scores and for metrics compared by distribution.
         maps: from `megasink.analysis.capture.maps.geometry`; empty without `--maps`.
         points: geometry.npz, points of tokens by PCA and t-SNE; empty if absent.
     """
@@ -94,12 +95,16 @@ def read_analysis(folder: Path) -> Analysis:
         raise UserError(f"{error}: analyze the model again") from error
     if not (folder / "samples.npz").is_file():
         raise UserError(f"{folder} has no samples.npz: analyze the model again")
-    wanted = names_by_sample()
+    wanted, arrays = names_by_sample(), _arrays(folder / "samples.npz")
+    of = [str(name) for name in arrays.get("dataset", np.zeros(0)).ravel()]
+    about = np.isin(of, shown(of))
     by_sample = {
-        name.removeprefix("metric/"): values
-        for name, values in _arrays(folder / "samples.npz").items()
-        if name.removeprefix("metric/") in wanted
+        name.removeprefix("metric/"): values[about] if len(values) == len(about) else values
+        for name, values in arrays.items()
+        if name.removeprefix("metric/") in wanted and values.ndim
     }
+    if not of and len(results.run.inputs) > 1:  # its numbers are of all inputs together
+        raise UserError(f"{path} is of texts and other tokens, mixed: analyze the model again")
     if problem := next(_problems(results, by_sample), None):
         raise UserError(f"{path}: {problem}: analyze the model again")
     maps, points = _arrays(folder / "maps.npz"), _arrays(folder / "geometry.npz")

@@ -139,9 +139,11 @@ class RunFacts:
 class Results(SampleResults):
     """Contents of results.json.
 
+    What it holds as a whole is of texts; of made-up tokens only where there are no texts.
+
     Attributes:
         format: `FORMAT`; megasink, torch, python: versions.
-        datasets: dataset -> its results.
+        datasets: dataset -> its results; made-up tokens are "random" and "repeated".
         geometry: facts about the points of geometry.npz.
         average_perplexity, perplexity_of_average_nats: over texts, each counted once (P1.26).
         gate_histogram: counts of explicit gate scores by layer, in 100 bins over [0, 1] (P1.29).

@@ -11,7 +11,7 @@ import numpy as np
 from megasink.analysis.capture.base import ProbedModel
 from megasink.analysis.capture.geometry import project, read_rows
 from megasink.analysis.capture.identity import identity
-from megasink.analysis.capture.inputs import data_hash
+from megasink.analysis.capture.inputs import data_hash, shown
 from megasink.analysis.capture.maps import geometry, named_heads, telling_heads
 from megasink.analysis.capture.ranks import Ranks
 from megasink.analysis.capture.samples import Inputs, inputs_of
@@ -76,9 +76,9 @@ def analyze(
         )
         if measurements is None:
             return None
-        points = project(
-            read_rows(model.open_probe, samples, device=model.device), seed=options.seed
-        )
+        about = shown(sample.dataset for sample in samples)
+        read = [sample for sample in samples if sample.dataset in about]
+        points = project(read_rows(model.open_probe, read, device=model.device), seed=options.seed)
         maps = None
         if options.maps is not None:
             values = measurements.analysis_values(options.seed).overall

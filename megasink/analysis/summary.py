@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 import megasink
-from megasink.analysis.capture.inputs import Sample
+from megasink.analysis.capture.inputs import MADE, Sample
 from megasink.analysis.capture.measurements import Floats, Measurements
 from megasink.analysis.metrics import metrics
 from megasink.analysis.metrics.sinks import sink_positions
@@ -25,7 +25,6 @@ from megasink.analysis.metrics.thresholds import (
     threshold,
 )
 from megasink.analysis.metrics.tokens import repeat_rate
-from megasink.analysis.options import KINDS
 from megasink.analysis.results import (
     FORMAT,
     Agreement,
@@ -56,18 +55,19 @@ def summarize(
     """Return the contents of results.json.
 
     Args:
-        analysis: `Measurements.analysis_values` of all samples.
+        analysis: `Measurements.analysis_values`.
         model: the fields of `ModelFacts`.
         inputs: the samples, for statistics of their tokens.
         geometry: from `megasink.analysis.capture.geometry.project`.
     """
     histogram = measurements.gate_histogram_LB
+    about = [measurements.samples[i] for i in measurements.shown()]
     names = dict.fromkeys(sample.dataset for sample in measurements.samples)
     datasets = {name: _dataset(measurements, run.seed, name, inputs) for name in names}
     nats = [
         datasets[name].metrics["nats_per_token"].values
         for name in names
-        if name not in KINDS[1:] and "nats_per_token" in datasets[name].metrics
+        if name not in MADE and "nats_per_token" in datasets[name].metrics
     ]
     return Results(
         format=FORMAT,
@@ -76,8 +76,8 @@ def summarize(
         python=platform.python_version(),
         model=ModelFacts(**model, layers=len(measurements.heads), heads=measurements.heads),
         run=run,
-        samples=len(measurements.samples),
-        tokens=sum(sample.tokens for sample in measurements.samples),
+        samples=len(about),
+        tokens=sum(sample.tokens for sample in about),
         non_finite=measurements.non_finite,
         metrics=metric_results(analysis),
         sink_positions=_sink_positions(analysis),

@@ -76,7 +76,9 @@ def write_numbers(
         inputs=samples,
         geometry=None if geometry is None else geometry.results,
     )
-    arrays: dict[str, Any] = {f"metric/{n}": t.numpy() for n, t in analysis.by_sample.items()}
+    by_sample = measurements.by_sample(run.seed)
+    arrays: dict[str, Any] = {f"metric/{name}": values for name, values in by_sample.items()}
+    arrays["dataset"] = np.asarray([sample.dataset for sample in measurements.samples])
     arrays["tokens"] = np.asarray([sample.tokens for sample in measurements.samples])
     arrays["source"] = np.asarray([sample.source for sample in measurements.samples])
     points = None if geometry is None else geometry.arrays

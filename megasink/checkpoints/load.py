@@ -5,6 +5,7 @@ in the files (see torch_metadata.py).
 """
 
 import contextlib
+import re
 from argparse import Namespace
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -37,6 +38,7 @@ _NORMS = (
 )
 _TWINS = dict([_NORMS, _NORMS[::-1]])
 _LAYERS = "decoder.layers."
+_NUMBERED = re.compile(r"decoder\.layers\.(\d+)\.")
 
 
 class LoadedModel(NamedTuple):
@@ -134,10 +136,9 @@ def _refuse_sizes(saved: Mapping[str, Any], checkpoint: Checkpoint) -> None:
         "hidden_size": table[1],
         # Layers that differ are numbered keys, the others a leading axis.
         "num_layers": max(
-            (shapes[k][0] if layer is None else int(layer) + 1)
-            for k in shapes
-            for _, layer in [key_and_layer(k)]
-            if k.startswith(LAYERS)
+            int(numbered[1]) + 1 if (numbered := _NUMBERED.match(key)) else shape[0]
+            for key, shape in shapes.items()
+            if key.startswith(_LAYERS)
         ),
         "ffn_hidden_size": max(
             (s[-1] for k, s in shapes.items() if k.endswith("mlp.linear_fc2.weight")), default=0

@@ -1,7 +1,7 @@
 """`megasink data`: tokenize a corpus, with a given tokenizer or one trained on it."""
 
 import argparse
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -60,6 +60,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         choices=("skip", "error"),
         default="skip",
         help="count and skip documents that are not UTF-8, or stop (default: skip)",
+    )
+    parser.add_argument(
+        "--split-documents",
+        choices=("auto", "paragraphs", "never"),
+        default="auto",
+        help="make documents of paragraphs out of every text file (paragraphs), or of one that "
+        "is the only input (auto, the default): a single document has no part for validation",
     )
     parser.add_argument(
         "--max-document-bytes",
@@ -143,6 +150,12 @@ def run(args: argparse.Namespace) -> None:
         if trained_as is not None:
             stop.kept = stop.kept or f"; {folder} is whole: go on with --tokenizer"
         raise
+    if corpus.is_split:
+        say(
+            f"text is split at blank lines, into {report.documents:,} "
+            f"document{'s' * (report.documents != 1)}"
+            + (" (--split-documents never keeps one)" if args.split_documents == "auto" else "")
+        )
     say(_summary(report))
     if args.partition:
         return
@@ -193,6 +206,7 @@ def _checked(args: argparse.Namespace, *, is_trained: bool) -> tuple[Corpus, Pat
             on_invalid_utf8=args.on_invalid_utf8,
             max_document_bytes=args.max_document_bytes,
             partition=args.partition,
+            split=args.split_documents,
         )
     except ConfigError as error:
         problems += error.problems

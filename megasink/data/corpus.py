@@ -13,6 +13,7 @@ from typing import Literal
 from megasink.data import parquet
 from megasink.data.files import STDLIB, File, expand, open_file, readable
 from megasink.data.long_text import BYTE_ORDER_MARK, WHOLE_BYTES, HeldText, LongText, examine
+from megasink.data.paragraphs import paragraphs
 from megasink.data.parts import Place, Span, spans_of
 from megasink.data.records import text_of
 from megasink.errors import ConfigError, UserError
@@ -21,6 +22,7 @@ from megasink.progress import progress
 __all__ = ["MAX_DOCUMENT_BYTES", "STDLIB", "Corpus", "Document", "Skipped"]
 
 InvalidUtf8 = Literal["skip", "error"]
+Split = Literal["auto", "paragraphs", "never"]
 
 MAX_DOCUMENT_BYTES = 128 << 20
 """Per text file, line or cell; reading one takes up to ten times as much memory."""
@@ -30,7 +32,7 @@ EXAMPLES = 5
 
 @dataclass(frozen=True, slots=True)
 class Document:
-    """One document: its text, and its origin (`path`, `path:line` or `path#row`).
+    """One document: its text, and its origin (`path`, `path¶part`, `path:line` or `path#row`).
 
     The text of a long file stays there until
     it is asked for. A byte order mark at the beginning, of whatever kind of file, is no text.
@@ -66,11 +68,11 @@ _Item = tuple[str, str | LongText | HeldText | None, int, int, int]
 class Corpus:
     """The documents of `inputs`; every iteration starts over and yields the same documents.
 
-    A file is one document unless its name ends in `.jsonl` or `.ndjson` (one per line) or in
-    `.parquet` (one per row). A `.json` file is read as JSON Lines if it is named as an input, or if
-    it is in a folder and its first line is an object with `json_key`; otherwise it is text. All but
-    parquet may also end in `.gz` or `.zst`. Folders are read recursively, except `__pycache__` and
-    names that start with a dot.
+    A text file is one document, or several (`split`). A file is text unless its name ends in
+    `.jsonl` or `.ndjson` (a document a line) or in `.parquet` (one a row). A `.json` file is read
+    as JSON Lines if it is named as an input, or if it is in a folder and its first line is an
+    object with `json_key`; otherwise it is text. All but parquet may also end in `.gz` or `.zst`.
+    Folders are read recursively, except `__pycache__` and names that start with a dot.
 
     Memory is bounded, whatever a file decompresses to: a document, or a run of blank lines, of
     more than `max_document_bytes` is an error, and so is a file that decompresses to more than that
@@ -83,8 +85,11 @@ class Corpus:
             bytes) in `skipped`, `error` raises UserError.
         max_document_bytes: maximum size of a text file, line or cell, decompressed.
         partition: the number of a part, from 1 on, and of parts (see `spans_of`); None for all.
+        split: what becomes of a text file: "paragraphs" makes documents of it (see `paragraphs`),
+            "never" makes it one, and "auto" makes it one unless it is alone.
 
     Attributes:
+        is_split: whether text files become documents of paragraphs.
         total_bytes: size on disk of all files, in bytes.
         read_bytes: bytes of them that the current iteration has read.
         skipped: what the current iteration has skipped so far.
@@ -106,6 +111,7 @@ class Corpus:
         on_invalid_utf8: InvalidUtf8 = "skip",
         max_document_bytes: int = MAX_DOCUMENT_BYTES,
         partition: tuple[int, int] | None = None,
+        split: Split = "never",
     ):
         self.inputs = [str(i) for i in inputs]
         self.json_key = json_key
@@ -126,6 +132,8 @@ class Corpus:
                 problems.append(str(error))
         if problems:
             raise ConfigError(problems)
+        alone = [file.kind for file in self._files] == ["text"]
+        self.is_split = split == "paragraphs" or (split == "auto" and alone)
         self._spans = spans_of(self._files, *(partition or (1, 1)))
         self.total_bytes = sum(span.stop - span.start for span in self._spans)
 
@@ -189,7 +197,9 @@ class Corpus:
         self.place = Place(file, item, byte, *counts, examples)
 
     def _read(self, span: Span, after: Place) -> Iterator[_Item]:
-        if span.file.kind == "text":
+        if span.file.kind == "text" and self.is_split:
+            yield from self._paragraphs(span.file, after)
+        elif span.file.kind == "text":
             if not after.item:
                 yield self._text(span.file)
         elif span.file.kind == "parquet":
@@ -210,6 +220,17 @@ class Corpus:
                 return source, text, file.size, 1, 0
         # NUL is valid UTF-8, but no text file has it: this skips archives in a folder.
         return source, None if b"\0" in data else _decoded(data), file.size, 1, 0
+
+    def _paragraphs(self, file: File, after: Place) -> Iterator[_Item]:
+        whole = self._text(file)
+        source, text, *_ = whole
+        if not text:
+            yield whole
+            return
+        pieces = (text,) if isinstance(text, str) else text.pieces()
+        for number, (document, done) in enumerate(paragraphs(pieces, len(text)), 1):
+            if number > after.item:
+                yield f"{source}¶{number}", document, file.size * done // len(text), number, 0
 
     def _lines(self, span: Span, after: Place) -> Iterator[_Item]:
         limit, number, blank, byte = self.max_document_bytes, 0, 0, 0

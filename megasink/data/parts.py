@@ -12,7 +12,7 @@ class Place(NamedTuple):
 
     Attributes:
         file: number of the file.
-        item: its lines or rows, or 1 after a text file.
+        item: its lines, rows or documents, or 1 after a text file that is one.
         byte: of a file that is read by lines, uncompressed: where the next line begins.
         documents: documents so far.
         invalid_utf8: documents so far that are not UTF-8 text.

@@ -178,11 +178,14 @@ class Observer:
         }
 
     def _open(self) -> None:
-        """Open metrics.jsonl, and replay its losses."""
+        """Open metrics.jsonl, replay its losses, and drop steps that are repeated."""
         if self._opened:
             return
         self._opened = True
-        for before in self._file.open(get_args().iteration):
+        iteration = get_args().iteration
+        if iteration and (writer := get_tensorboard_writer()):
+            _drop_after(writer, iteration)
+        for before in self._file.open(iteration):
             if before.get("lm_loss") is not None and not before.get("skipped"):
                 self._follow(before["iteration"], before["lm_loss"])
             elif before["iteration"] == self._iteration:
@@ -233,6 +236,17 @@ class Observer:
         parts.append(f"{args.global_batch_size * args.seq_length / mean:,.0f} tokens/s")
         parts.append(f"eta {timedelta(seconds=int(left))}")
         print(" | ".join(parts), flush=True)
+
+
+def _drop_after(writer: Any, iteration: int) -> None:
+    """Have TensorBoard drop what an earlier start wrote of later steps.
+
+    As `SummaryWriter(purge_step=...)`; Megatron makes its writer before the step is known.
+    """
+    from tensorboard.compat.proto.event_pb2 import Event, SessionLog
+
+    start = Event(session_log=SessionLog(status=SessionLog.START))
+    writer.file_writer.add_event(start, iteration + 1)
 
 
 @contextlib.contextmanager

@@ -8,6 +8,8 @@ import shutil
 import signal
 
 import pytest
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+from torch.utils.tensorboard import SummaryWriter
 
 from megasink.checkpoints.intact import iterations, newest_intact
 from megasink.training.lease import Lease
@@ -22,9 +24,17 @@ def test_a_killed_run_goes_on_to_the_bit(dying, train, finished, tmp_path, momen
     run = tmp_path / "run"
     code, _ = dying(moment, run)
     assert code == -signal.SIGKILL
+    # What a run writes to TensorBoard that is killed later.
+    with SummaryWriter(str(run / "tensorboard")) as writer:
+        for step in range(1, 7):
+            writer.add_scalar("lm loss", -1.0, step)
     train(run, "--resume")
     assert resumed_from(run) == newest
     assert losses(run) == losses(finished)
+    events = EventAccumulator(str(run / "tensorboard")).Reload().Scalars("lm loss")
+    again = [event for event in events if event.step > newest]
+    assert [event.step for event in again] == list(range(newest + 1, 7))
+    assert min(event.value for event in again) > 0
     # What the kill left unfinished is still there, out of the way.
     aside = [path.name for path in (run / "checkpoints").glob("*.damaged")]
     assert aside == ([] if newest == 4 else ["iter_0000004.damaged"])

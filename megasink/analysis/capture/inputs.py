@@ -20,6 +20,17 @@ from megasink.data.tokenizer import leading_ids
 from megasink.errors import UserError
 
 SHORTEST = 2
+MADE = ("random", "repeated")
+"""Datasets of made-up tokens (P2.5)."""
+
+
+def shown(datasets: Iterable[str]) -> list[str]:
+    """Return the datasets that an analysis as a whole is about, of the names of its samples'.
+
+    Texts, or without any the first kind of made-up tokens: a mean over both is of neither.
+    """
+    names = list(dict.fromkeys(datasets))
+    return [name for name in names if name not in MADE] or names[:1]
 
 
 @dataclass(frozen=True)
@@ -192,11 +203,12 @@ def with_replaced_tokens(
 
 
 def dataset_names(inputs: Sequence[str]) -> list[str]:
-    """Return a short name for each input: its file name, or the whole path for duplicates."""
+    """Return a short name for each input: its file name, or the path of one that is not alone."""
     short = [Path(source).name.split(".")[0] or source for source in inputs]
+    paths = [source if source not in MADE else str(Path(source).absolute()) for source in inputs]
     return [
-        name if short.count(name) == 1 else source
-        for name, source in zip(short, inputs, strict=True)
+        name if (*short, *MADE).count(name) == 1 else path
+        for name, path in zip(short, paths, strict=True)
     ]
 
 

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from megasink.analysis.capture.base import Listener, OpenProbe
 from megasink.analysis.capture.head_names import head_problems, parse_head
-from megasink.analysis.capture.inputs import Sample, equal_lengths
+from megasink.analysis.capture.inputs import Sample, equal_lengths, shown
 from megasink.analysis.capture.statistics import MAP
 from megasink.analysis.metrics.geometry import (
     Floats,
@@ -196,15 +196,16 @@ def geometry(
         `share_C2`. Averaged over all texts, cut: `layer_map_LTS` (over heads and samples; 0 without
         attention) and `first_layer_map_HTS`. Also `head_C2`, `why_C`, `source` and `samples`.
     """
-    texts = [s for s in samples if s.dataset not in ("random", "repeated")] or list(samples)
-    shown = max(texts, key=lambda sample: len(sample.tokens))  # first on ties
+    about = shown(sample.dataset for sample in samples)
+    texts = [sample for sample in samples if sample.dataset in about]
+    longest = max(texts, key=lambda sample: len(sample.tokens))  # first on ties
     points = _Points(heads)
     with open_probe(points) as probe:
-        probe.forward(torch.tensor([shown.tokens], device=device), logits=False)
+        probe.forward(torch.tensor([longest.tokens], device=device), logits=False)
     maps = _Maps(heads_of, heads, min(length, MAP_TOKENS))
-    others = [sample for sample in texts if sample is not shown]
+    others = [sample for sample in texts if sample is not longest]
     cut = sorted((sample.tokens[:length] for sample in others), key=len)
-    batches = [(shown.tokens[:length],), *equal_lengths(cut, len, batch_size)]
+    batches = [(longest.tokens[:length],), *equal_lengths(cut, len, batch_size)]
     with open_probe(maps) as probe:
         for batch in tracked(batches, "maps", len(batches), "batches"):
             probe.forward(torch.tensor(batch, device=device), logits=False)
@@ -213,7 +214,7 @@ def geometry(
         **points.arrays(),
         "head_C2": np.asarray([(head.layer, head.head) for head in heads]),
         "why_C": np.asarray([head.why for head in heads]),
-        "token_T": np.asarray([text_of(token) for token in shown.tokens[:length]]),
-        "source": np.asarray(shown.source),
+        "token_T": np.asarray([text_of(token) for token in longest.tokens[:length]]),
+        "source": np.asarray(longest.source),
         "samples": np.asarray(len(texts)),
     }

@@ -19,6 +19,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from megasink.analysis.capture.inputs import shown
 from megasink.analysis.metrics.registry import FACTS
 from megasink.analysis.metrics.states import mean_cosine
 from megasink.analysis.results import NonFinite
@@ -129,8 +130,8 @@ class Measurements:
         values: metric of statistics -> float64 [N, ...] along its axis (`diagnostics.AXES`), NaN
             where a layer, head or position does not exist.
         samples: in index order.
-        cosine_SP: mean cosine across inputs by state and position (P4.5).
-        gate_histogram_LB: counts of explicit gate scores in `BINS` bins over [0, 1].
+        cosine_SP: mean cosine across inputs by state and position (P4.5), of the samples `shown`.
+        gate_histogram_LB: counts of their explicit gate scores in `BINS` bins over [0, 1].
         heads: number of heads in each layer.
         non_finite: samples that were left out.
     """
@@ -142,18 +143,38 @@ class Measurements:
     heads: list[int]
     non_finite: list[NonFinite] = field(default_factory=list)
 
+    def shown(self) -> list[int]:
+        """Return the places of the samples that the analysis as a whole is about."""
+        about = shown(sample.dataset for sample in self.samples)
+        return [i for i, sample in enumerate(self.samples) if sample.dataset in about]
+
     def analysis_values(self, seed: int, dataset: str | None = None) -> AnalysisValues:
-        """Return every metric, derived ones included, over all samples or those of one dataset.
+        """Return every metric, derived ones included, as a whole (`shown`) or of one dataset.
 
         The seed is that of the random baseline.
         """
-        chosen = [i for i, sample in enumerate(self.samples) if dataset in (None, sample.dataset)]
+        chosen = self.shown()
+        if dataset is not None:
+            chosen = [i for i, sample in enumerate(self.samples) if sample.dataset == dataset]
+        return self._values(seed, chosen, whole=dataset is None)
+
+    def by_sample(self, seed: int) -> dict[str, Floats]:
+        """Return `AnalysisValues.by_sample` of all samples, whatever they are of."""
+        about, found = self.shown(), self.analysis_values(seed).by_sample
+        if len(about) < len(self.samples):
+            every = self._values(seed, range(len(self.samples)), whole=False).by_sample
+            for name, values in found.items():  # the random baseline as the analysis has it
+                every[name][about] = values
+            found = every
+        return {name: values.numpy() for name, values in found.items()}
+
+    def _values(self, seed: int, chosen: Sequence[int], *, whole: bool) -> AnalysisValues:
         facts: dict[str, Any] = {"seed": seed}
         for fact, name in _FACTS.items():
             known = [getattr(self.samples[i], name) for i in chosen]
             if known and None not in known:
                 facts[fact] = torch.tensor(known, dtype=torch.float64)
-        if dataset is None:
+        if whole:
             facts["cosine_SP"] = torch.from_numpy(self.cosine_SP)
         values = {name: torch.from_numpy(array[chosen]) for name, array in self.values.items()}
         return AnalysisValues(values, facts)

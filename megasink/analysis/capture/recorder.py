@@ -4,7 +4,7 @@ Shapes: L layers, H heads (maximum over layers), K key positions, P token positi
 E hidden size.
 """
 
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 
 import numpy as np
 import torch
@@ -117,8 +117,12 @@ class Recorder(Listener):
                 cut = tuple(slice(min(a, b)) for a, b in zip(array.shape, room.shape, strict=True))
                 room[cut] = array[cut]
 
-    def end(self, samples: list[MeasuredSample]) -> None:
-        """Finish a batch."""
+    def end(self, samples: list[MeasuredSample], about: Collection[str] | None = None) -> None:
+        """Finish a batch.
+
+        Args:
+            about: the datasets that enter the sums over samples; None for all.
+        """
         for sample, (layers, heads) in zip(samples, self._bad, strict=True):
             if layers:
                 entry = NonFinite(sample.index, sample.source, sorted(layers), sorted(heads))
@@ -126,7 +130,7 @@ class Recorder(Listener):
         good = [i for i, (layers, _) in enumerate(self._bad) if not layers]
         for name, array in self._batch.items():
             self._batches[name].append(array[good])
-        for i in good:
+        for i in (i for i in good if about is None or samples[i].dataset in about):
             for half, state_PE in self._states[i].items():
                 self._cosine.add(half, state_PE)
             for layer, counts_B in self._gates[i].items():

@@ -14,7 +14,7 @@ from rich.console import Console
 from torch import Tensor
 
 from megasink.analysis.capture.base import Probe
-from megasink.analysis.capture.inputs import Sample
+from megasink.analysis.capture.inputs import Sample, shown
 from megasink.analysis.capture.measurements import (
     MeasuredSample,
     Measurements,
@@ -60,7 +60,7 @@ def run(
     """
     ranks = ranks or Ranks()
     console = console or Console(stderr=True, quiet=bool(ranks.rank))
-    shards = plan(samples, batch_size)
+    shards, about = plan(samples, batch_size), shown(sample.dataset for sample in samples)
     here: list[ShardMeasurements] = []
     before = _open(partial, shards, ranks, console)
     bar = progress("analyzing", len(samples), "samples", before=before, console=console)
@@ -76,7 +76,7 @@ def run(
                 for row, i in enumerate(batch):
                     logits_TV = output.logits[row] if loss else None
                     measured.append(_measured(samples[i], i, logits_TV, ids_BT[row], token_bytes))
-                recorder.end(measured)
+                recorder.end(measured, about)
                 tell(before + ranks.advance(len(batch)))
             if partial is None:
                 here.append(recorder.take())

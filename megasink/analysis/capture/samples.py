@@ -6,6 +6,7 @@ from typing import Any
 
 from megasink.analysis.capture.base import ProbedModel
 from megasink.analysis.capture.inputs import (
+    MADE,
     Reader,
     Sample,
     text_samples,
@@ -92,7 +93,7 @@ def samples_of(
             max_samples=options.max_samples,
             json_key=options.json_key,
         )
-    for kind in ("random", "repeated"):
+    for kind in MADE:
         if kind in options.inputs:
             samples += token_samples(
                 kind,

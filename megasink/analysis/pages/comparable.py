@@ -62,6 +62,8 @@ def differences(analyses: Sequence["Analysis"]) -> list[str]:
     sentences = []
     for key, what in _OPTIONS.items():
         values = [_shown(getattr(a.results.run, key)) for a in analyses]
+        if key == "inputs":  # the other kinds stand apart
+            values = [next(iter(a.results.run.inputs), "") for a in analyses]
         if len(set(values)) == 1 or (same_tokens and key != "seq_length"):
             continue
         named = ", ".join(f"{a.name}: {value}" for a, value in zip(analyses, values, strict=True))

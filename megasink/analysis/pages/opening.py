@@ -4,6 +4,7 @@ from typing import Any
 
 import numpy as np
 
+from megasink.analysis.capture.inputs import MADE
 from megasink.analysis.folder import Analysis, array
 from megasink.analysis.pages.drawing import OPENING, Drawing
 from megasink.analysis.pages.style import (
@@ -28,18 +29,16 @@ _NEEDED = ("sink_rate", "first_token_attention", "circuit_stage", "importance", 
 
 
 def in_words(analysis: Analysis) -> list[str]:
-    """Return paragraphs on what an analysis found, for each dataset if not all are texts.
-
-    Texts come first: a mean over texts and random tokens is no number of either.
-    """
+    """Return paragraphs on what an analysis found on texts, and its sinks on made-up tokens."""
     results = analysis.results
-    if len(results.run.inputs) < 2:
-        return _paragraphs(analysis.name, results)
-    return [
-        line
-        for name, of in results.datasets.items()
-        for line in _paragraphs(f"{analysis.name} on {name}", of)
-    ]
+    made = {name: of for name, of in results.datasets.items() if name in MADE}
+    if len(made) == len(results.datasets):  # no texts
+        of = {f"{analysis.name} on {name} tokens": results for name in list(made)[:1]}
+        made = dict(list(made.items())[1:])
+    else:
+        of = {analysis.name: results}
+    lines = [line for name, found in of.items() for line in _paragraphs(name, found)]
+    return lines + [_sinks(f"{analysis.name} on {n} tokens", found) for n, found in made.items()]
 
 
 def _paragraphs(name: str, of: SampleResults) -> list[str]:

@@ -13,6 +13,7 @@ from transformers import PreTrainedTokenizerFast
 
 from megasink.analysis import draw as pages
 from megasink.analysis.capture.inputs import Reader, dataset_names
+from megasink.analysis.folder import read_analysis
 from megasink.analysis.metrics.distances import wasserstein
 from megasink.analysis.pages import analysis_figures
 from megasink.analysis.pages.opening import _paragraphs
@@ -24,6 +25,7 @@ from megasink.data.tokenizer import train_tokenizer
 from megasink.errors import ConfigError, UserError
 from tests.analysis.capture.tiny_models import tiny_model
 
+TEXTS = ("lines", "prose")
 NAMES = {"llama": "llama", "gpt-oss": "<script>alert(1)</script> & $x_{"}
 
 
@@ -66,8 +68,11 @@ def test_an_analysis_is_whole(analyzed, folder):
     metrics = {name: result["values"] for name, result in found["metrics"].items()}
     assert list(found["datasets"]) == ["lines", "prose", "repeated"]
     assert [d["samples"] for d in found["datasets"].values()] == [2, 1, 2]
-    assert found["samples"] == 5
-    assert found["tokens"] == 5 * 24
+    assert found["samples"] == 3  # texts alone
+    assert found["tokens"] == 3 * 24
+    of_texts = [found["datasets"][name]["metrics"]["importance"]["values"] for name in TEXTS]
+    mean = np.average(of_texts, axis=0, weights=[2, 1])
+    assert np.allclose(metrics["importance"], mean, atol=1e-12)
     assert found["run"]["seed"] == 1234
     assert re.fullmatch("[0-9a-f]{64}", found["run"]["data_sha256"])
     assert found["model"]["kind"] == "LlamaForCausalLM"
@@ -88,9 +93,11 @@ def test_an_analysis_is_whole(analyzed, folder):
     arrays = np.load(analyzed / "llama" / "samples.npz")
     assert arrays["metric/ahon_ln"].shape == (5, 2, 4)
     geometry = np.load(analyzed / "llama" / "geometry.npz")
-    assert geometry["mlp0_tsne_N2"].shape == geometry["normed_pca_N2"].shape == (5 * 8, 2)
+    assert geometry["mlp0_tsne_N2"].shape == geometry["normed_pca_N2"].shape == (3 * 8, 2)
     assert geometry["normed_state_S"].tolist() == found["geometry"]["normed"]["states"]
-    assert found["geometry"]["mlp0"]["perplexity"] == 13.0
+    assert arrays["dataset"].tolist() == ["lines", "lines", "prose", "repeated", "repeated"]
+    for name, values in read_analysis(analyzed / "llama").by_sample.items():
+        assert np.array_equal(values, arrays[f"metric/{name}"][:3], equal_nan=True)
     assert arrays["source"][0] == f"{folder}/lines.jsonl:1"
 
 
@@ -106,25 +113,24 @@ def test_the_page_holds_everything_itself(analyzed):
     assert arrays["map_CTS"].shape[1:] == (16, 17)
     loaded = re.sub(r"base64,[^\"]+|<a href=\"https://arxiv.org/abs/[^\"]+\"|http-equiv", "", page)
     assert "http" not in loaded  # links are followed by a reader alone
-    assert re.search(r"<h2[^>]*>Summary</h2>\n<p>llama on [^<]+ have an attention sink", page)
+    assert re.search(r"<h2[^>]*>Summary</h2>\n<p>llama, 3 [^<]+ have an attention sink", page)
     assert page.index("Sinks, hidden states and heads by layer") < page.index('<h2 id="sinks"')
     found = json.loads((analyzed / "llama" / "results.json").read_text())
     number = {name: result["number"] for name, result in found["metrics"].items()}
     assert f"<td>{number['imbalance']:.3f}</td>" in page
     # Texts and repeated tokens are two things, and the texts come first.
-    words = [
-        re.search(f"<p>llama on {name}, .*?(?=<p>llama on|<figure|<div)", page, re.S)[0]
-        for name in found["datasets"]
-    ]
-    for text, of in zip(words, found["datasets"].values(), strict=True):
+    words = re.search("<p>llama, .*?(?=<p>llama on)", page, re.S)[0]
+    repeated = re.search("<p>llama on repeated tokens, [^<]*</p>", page)[0]
+    of_repeated = found["datasets"]["repeated"]
+    for text, of in ((words, found), (repeated, of_repeated)):
         share = of["metrics"]["sink_rate"]["number"]
         assert f"{of['samples']} sample" in text
         assert " of 24 tokens: " in text
         spread = of["spread"].get("sink_rate")
         shown = "" if spread is None else f" (± {100 * spread:.1f} over samples)"
         assert f"{100 * share:.1f}% of the heads{shown} have" in text
-        assert "<code>megasink ablate</code> measures" in text
-        assert "With fewer than 16 samples or 64 tokens these numbers say little" in text
+    assert "<code>megasink ablate</code> measures" in words
+    assert "With fewer than 16 samples or 64 tokens these numbers say little" in words
     assert [bool(of["spread"]) for of in found["datasets"].values()] == [True, False, True]
     anchors = set(re.findall(r'href="#([^"]+)"', page))
     assert anchors == set(re.findall(r'<h[23] id="([^"]+)"', page))
@@ -145,7 +151,8 @@ def test_two_models_on_one_page(analyzed, tmp_path, capsys, monkeypatch):
     assert names == {path.stem for path in (tmp_path / "figures").glob("*.pdf")}
     page = (tmp_path / "report.html").read_text()
     arrays = [
-        np.load(analyzed / name / "samples.npz")["metric/awft"] for name in ("llama", "gpt-oss")
+        np.load(analyzed / name / "samples.npz")["metric/awft"][:3]  # of the texts
+        for name in ("llama", "gpt-oss")
     ]
     assert f"<td>{wasserstein(*arrays):.4f}</td>" in page
     assert not (tmp_path / "tables").exists()
@@ -214,7 +221,7 @@ def test_two_analyses_of_one_name_are_told_apart(analyzed, tmp_path, capsys, mon
             "datasets.prose.metrics.awft.values is no table of numbers",
         ),
         (lambda r: r["model"]["heads"].pop(), "model.heads has 1 entries for 2 layers"),
-        (lambda r: r["datasets"]["lines"]["metrics"].pop("imbalance"), "has no imbalance"),
+        (lambda r: r["metrics"].pop("imbalance"), "has no imbalance"),
     ],
 )
 def test_what_no_analysis_writes_is_refused(analyzed, tmp_path, capsys, monkeypatch, change, said):
@@ -307,3 +314,5 @@ def test_bos_is_added_once():
     assert ids(once, "auto") == [11, 14]
     assert ids(once, "add") == [7, 11, 14]
     assert dataset_names(["a/x.txt", "b/y.txt", "c/x.txt"]) == ["a/x.txt", "y", "c/x.txt"]
+    made = dataset_names(["random.txt", "repeated"])  # no name of made-up tokens
+    assert made == ["random.txt", str(Path("repeated").absolute())]
