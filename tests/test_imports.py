@@ -45,7 +45,7 @@ ROOMS = {
         "torch numpy scipy sklearn threadpoolctl matplotlib PIL rich transformers safetensors"
         " lm_eval datasets huggingface_hub megatron",
     ),
-    "training": (f"{_BELOW_TRAINING} analysis", "torch numpy rich psutil megatron"),
+    "training": (f"{_BELOW_TRAINING} analysis", "torch numpy rich psutil tensorboard megatron"),
     "plan": (f"{_BELOW_TRAINING} analysis training", "torch triton rich megatron"),
     "cli": (
         f"{_BELOW_TRAINING} analysis convert training plan transformers",

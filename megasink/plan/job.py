@@ -129,9 +129,10 @@ def stage_of(record: Record) -> Stage:
     """Return the stage of a rank that was stepped, in the step with the higher peak."""
     step = max(record["steps"], key=lambda step: step["peak"])
     state = dict(record["training_state"])
-    state["buffers"] = step["before"] - sum(state.values())
+    # Not what the step frees before its first pass, such as gradients of the last one.
+    state["buffers"] = step["start"] - sum(state.values())
     state["activations"] = step["held"]
-    state["working"] = step["peak"] - step["before"] - step["held"]
+    state["working"] = step["peak"] - step["start"] - step["held"]
     return Stage(
         stage=record["stage"],
         rank=record["rank"],

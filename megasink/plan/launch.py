@@ -21,6 +21,7 @@ from megasink.plan.alternatives import alternatives
 from megasink.plan.devices import DEVICES
 from megasink.plan.helper import ANSWER
 from megasink.plan.job import Record, memory, rank_of, stages_to_step
+from megasink.plan.stand_ins import with_stand_ins
 from megasink.progress import Tell, progress
 from megasink.training import early
 
@@ -43,8 +44,12 @@ def main(argv: Sequence[str] | None = None) -> int:
         parser.print_help()
         parser.exit()
     args, flags = read_line(argv)
+    flags = with_stand_ins(argv, flags)
     options = early.read(flags)
-    early.refuse(options, args.ranks)
+    try:
+        early.refuse(options, args.ranks)
+    except ConfigError as error:
+        raise ConfigError(map(_of_a_plan, error.problems)) from error
     ranks = early.replica_ranks(options) if args.ranks is None else args.ranks
     comment = None
     if args.output is not None:
@@ -65,6 +70,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     else:
         show(records, others, args.device, args.utilization)
     return 0
+
+
+def _of_a_plan(problem: str) -> str:
+    """Add what serves a plan in the place of a tokenizer."""
+    cure = ", or for a plan --vocab-size N" if problem.startswith("no tokenizer:") else ""
+    return problem + cure
 
 
 def _draw(records: Sequence[Record], device: str, output: Path, comment: str | None) -> None:

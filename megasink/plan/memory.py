@@ -88,7 +88,8 @@ class Schedule:
 
         Returns:
             in_flight: most forward passes (of a virtual stage each) without their backward; each:
-            bytes that one holds; held: bytes that all of them hold at most, above the first pass.
+            bytes that one holds; held: bytes that all of them hold at most, above `start`: those
+            before the first pass, less than at the beginning of the step if it frees some first.
         """
         start = self.passes[0][1]
         flying = most = held = 0
@@ -96,4 +97,4 @@ class Schedule:
             flying += 1 if forward else -1
             most = max(most, flying)
             held = max(held, after - start)
-        return {"in_flight": most, "each": held // max(most, 1), "held": held}
+        return {"start": start, "in_flight": most, "each": held // max(most, 1), "held": held}

@@ -8,6 +8,7 @@ from megasink.errors import ConfigError, UserError
 from megasink.plan import job, launch, show
 from megasink.plan.alternatives import alternatives
 from megasink.plan.devices import DEVICES
+from megasink.plan.stand_ins import with_stand_ins
 from megasink.training import early
 from megasink.training.checkpoint_layout import BYTES
 from tests.documented import calls, with_files
@@ -118,8 +119,9 @@ def test_the_lines_of_the_docs_are_accepted(tmp_path):
     names = {"/data/corpus": f"{tmp_path}/text", "/data/corpus-tokenizer": str(tmp_path)}
     assert lines
     for _, *words in lines:
-        args, flags = launch.read_line(with_files(words, tmp_path, names))
-        early.refuse(early.read(flags), args.ranks)
+        words = with_files(words, tmp_path, names)
+        args, flags = launch.read_line(words)
+        early.refuse(early.read(with_stand_ins(words, flags)), args.ranks)
 
 
 def test_help_tells_of_every_flag(capsys):
@@ -176,3 +178,51 @@ def test_the_command(capsys, monkeypatch, tmp_path):
     total = sum(plan["parameters"].values())
     for shown in (f"{total:,}", "fits in 80 GiB", "counted: the same", "CoreAttention", "as given"):
         assert shown in text
+
+
+SIZES = "--num-layers 2 --hidden-size 64 --num-attention-heads 2 --seq-length 64 --lr 1e-3".split()
+SIZES += "--max-position-embeddings 64 --micro-batch-size 1 --train-iters 1".split()
+
+
+@pytest.mark.parametrize(
+    ("line", "tokens"),
+    [
+        ([*SIZES, "--vocab-size", "1000"], 1000),
+        (["--recipe", "p0-2b"], 65_536),
+        (["--recipe", "p1-1.7b-28l", "p1-long-32k"], 151_936),
+        (["--recipe", "p2-1b", "--vocab-size", "32000"], 32_000),
+    ],
+)
+def test_a_plan_needs_neither_data_nor_a_tokenizer(monkeypatch, capsys, line, tokens):
+    taken = []
+    monkeypatch.setattr(launch, "Helper", lambda _, flags: taken.extend(flags) or 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        launch.main(["--ranks", "8", *line])
+    args = early.read(taken)
+    assert args.mock_data
+    assert args.tokenizer_type == "NullTokenizer"
+    assert args.vocab_size + 1 == tokens
+    said = capsys.readouterr().err
+    assert f"planned with no data, no tokenizer: a vocabulary of {tokens:,} tokens" in said
+    # What is named is what counts, and is checked.
+    with pytest.raises(ConfigError, match=r"nowhere\.bin"):
+        launch.main(["--ranks", "8", *line, "--data-path", "nowhere"])
+
+
+def test_a_plan_without_a_vocabulary_says_what_it_needs():
+    with pytest.raises(
+        ConfigError, match=r"--tokenizer-model FOLDER .*, or for a plan --vocab-siz"
+    ):
+        launch.main(["--ranks", "1", *SIZES])
+
+
+def test_what_a_step_frees_first_is_not_above_its_fullest_moment():
+    steps = [{"peak": p, "before": 100, "start": 60, "held": 30} for p in (95, 120)]
+    steps = [step | {"in_flight": 1, "each": 30, "reserved": 130} for step in steps]
+    for step, working in zip(steps, (5, 30), strict=True):
+        record = {"steps": [step], "training_state": {"parameters": 40}, "stage": 0, "rank": 0}
+        record |= {"layers": [], "parameters_here": {}}
+        memory = job.stage_of(record).memory
+        parts = {"parameters": 40, "buffers": 20, "activations": 30, "working": working}
+        assert parts.items() <= memory.items()
+        assert sum(parts.values()) == memory["peak"]

@@ -1,7 +1,8 @@
 """Recipes and configuration files: flags of `megasink train` (docs/recipes.md).
 
-A file is TOML: flags by flat name (megasink.training.flag_file), and two keys of its own.
-``include`` names one file whose flags come first; ``about`` says in a line what the file is for.
+A file is TOML: flags by flat name (megasink.training.flag_file), and three keys of its own.
+``include`` names one file whose flags come first; ``about`` says in a line what the file is for;
+``vocabulary`` is the number of tokens of the paper's tokenizer, for a plan without a tokenizer.
 ``--recipe A B`` takes the flags of A, then of B, then those of the command line: the last value of
 a flag counts, ``false`` drops a flag of an earlier file, and of flags that exclude each other the
 last one stays. ``--config`` is another name of ``--recipe``; a run folder is the file of its last
@@ -23,7 +24,7 @@ from megasink.training.flag_file import Flags, flag_words, form_problems, read_t
 FLAGS, EXPANDED = ("--recipe", "--config"), "--expanded-recipe"
 OF_RUN = "config.toml"
 """The flags of a run's last start, in its folder."""
-KEYS = ("about", "include")
+KEYS = ("about", "include", "vocabulary")
 # Not in a file: a plugin is code, and the others belong to one start of one run.
 _ON_THE_COMMAND_LINE = set("plugin ranks run-dir resume recipe config expanded-recipe".split())
 # Of each set a command line may hold one: a later one replaces the earlier others.
@@ -45,11 +46,13 @@ class Recipe:
         name: as it was named.
         about: its own line; "" without one.
         flags: its own over those it includes; false where a flag is dropped.
+        vocabulary: its own, or that of a file that it includes; None if no file has one.
     """
 
     name: str
     about: str
     flags: Flags
+    vocabulary: int | None = None
 
     @property
     def label(self) -> str:
@@ -88,7 +91,12 @@ def read(name: str, known: Known | None = None) -> Recipe:
         files.append(path)
         contents.append(read_toml(path))
     flags: Flags = {}
+    vocabulary = None
     for path, content in zip(reversed(files), reversed(contents), strict=True):
+        vocabulary = content.get("vocabulary", vocabulary)
+        if vocabulary is not None and (type(vocabulary) is not int or vocabulary < 1):
+            problems.append(f"{path}: vocabulary is {vocabulary!r}: give a number of tokens")
+            vocabulary = None
         about = content.get("about", "")
         if not isinstance(about, str):
             problems.append(f"{path}: about is {about!r}: give a string")
@@ -99,7 +107,14 @@ def read(name: str, known: Known | None = None) -> Recipe:
         )
     if problems:
         raise ConfigError(problems)
-    return Recipe(name, contents[0].get("about", ""), flags)
+    return Recipe(name, contents[0].get("about", ""), flags, vocabulary)
+
+
+def vocabulary(argv: Sequence[str]) -> int | None:
+    """Return the vocabulary of the last recipe of a command line that has one."""
+    names, _ = _split(argv)
+    found = [read(name).vocabulary for name in names or ()]
+    return next((size for size in reversed(found) if size is not None), None)
 
 
 def expanded(argv: Sequence[str], known: Known | None = None) -> list[str]:

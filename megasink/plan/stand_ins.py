@@ -1,0 +1,37 @@
+"""What stands in a plan for data and a tokenizer that the command line does not name."""
+
+import sys
+from collections.abc import Sequence
+
+from megasink.megatron.arguments import DEFAULTS
+from megasink.megatron_flags import having
+from megasink.training import early, recipes
+
+
+def with_stand_ins(argv: Sequence[str], flags: Sequence[str]) -> list[str]:
+    """Return the flags of training with what they lack: memory depends on the vocabulary alone.
+
+    Mock data, and a tokenizer of --vocab-size tokens, or of as many as a recipe's.
+
+    Args:
+        argv: the command line, with its recipes.
+        flags: what they stand for.
+    """
+    args = early.read(flags)
+    if not hasattr(args, "flag_problems"):  # another Megatron: the ranks say what is missing
+        return list(flags)
+    added, said = list[str](), list[str]()
+    if not any(getattr(args, name) for name in having("data")):
+        added.append("--mock-data")
+        said.append("no data")
+    if args.tokenizer_model is None and args.tokenizer_type == DEFAULTS["tokenizer_type"]:
+        where, size = "--vocab-size", args.vocab_size
+        if size is None:
+            where, size = "the recipe's", recipes.vocabulary(argv)
+        if size is not None and size > 1:
+            # A tokenizer of numbers has one token more, the end of a document.
+            added += ["--tokenizer-type", "NullTokenizer", "--vocab-size", str(size - 1)]
+            said.append(f"no tokenizer: a vocabulary of {size:,} tokens ({where})")
+    if said:
+        print(f"megasink: planned with {', '.join(said)}", file=sys.stderr)
+    return [*flags, *added]
