@@ -65,9 +65,12 @@ def results_in(
             _refuse(folder, command, now, grows)
         try:
             yield record
-        except Signalled as stop:
-            if any((folder / name).exists() for name in _MEASURED):
-                stop.kept = f"; the same command goes on from what {folder} holds"
+        except BaseException as error:
+            if isinstance(error, Signalled) and any((folder / n).exists() for n in _MEASURED):
+                error.kept = f"; the same command goes on from what {folder} holds"
+            # Settings of nothing.
+            if writes and {path.name for path in folder.iterdir()} == {SETTINGS, LOCK}:
+                (folder / SETTINGS).unlink()
             raise
 
 

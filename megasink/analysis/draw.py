@@ -36,13 +36,14 @@ def write_report(
                 file=sys.stderr,
             )
     pictures = figures(analyses, kinds)
+    text = page(analyses, pictures)
     (output / "figures").mkdir(parents=True, exist_ok=True)
     for old in (*output.glob("figures/*.png"), *output.glob("figures/*.pdf")):
         old.unlink()  # heads and models that are not on this page
     for picture in pictures:
         for kind, content in picture.files.items():
             (output / "figures" / f"{picture.name}.{kind}").write_bytes(content)
-    (output / "report.html").write_text(page(analyses, pictures))
+    (output / "report.html").write_text(text)
     if len(analyses) == 1:
         write_tables(analyses[0], output / "tables")
     return analyses

@@ -60,7 +60,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             with results_in(args.output, "evaluate", about, overwrite=args.overwrite) as record:
                 results = evaluate(model, interventions, tasks, **given)
                 record()
-                emit(write_evaluation(args.output, results, model, args.batch_size))
+                emit(write_evaluation(args.output, results, model, args.batch_size, args.tasks))
     return 0
 
 

@@ -191,10 +191,11 @@ def geometry(
 
     Returns:
         for the first of the longest texts, cut to T tokens: `map_CTS` (weight of the sink or bias,
-        then of each key), `value_norm_CT`, `output_norm_CT`, `gate_CT`, `token_T`; `component_KTS`
-        with its share of the variance and the points of all maps; uncut: `query_CQ2`, `key_CQ2` and
-        `share_C2`. Averaged over all texts, cut: `layer_map_LTS` (over heads and samples; 0 without
-        attention) and `first_layer_map_HTS`. Also `head_C2`, `why_C`, `source` and `samples`.
+        then of each key), `value_norm_CT`, `output_norm_CT`, `gate_CT`, `token_T` and `token_id_T`;
+        `component_KTS` with its share of the variance and the points of all maps; uncut:
+        `query_CQ2`, `key_CQ2` and `share_C2`. Averaged over all texts, cut: `layer_map_LTS` (over
+        heads and samples; 0 without attention) and `first_layer_map_HTS`. Also `head_C2`, `why_C`,
+        `source` and `samples`.
     """
     about = shown(sample.dataset for sample in samples)
     texts = [sample for sample in samples if sample.dataset in about]
@@ -215,6 +216,7 @@ def geometry(
         "head_C2": np.asarray([(head.layer, head.head) for head in heads]),
         "why_C": np.asarray([head.why for head in heads]),
         "token_T": np.asarray([text_of(token) for token in longest.tokens[:length]]),
+        "token_id_T": np.asarray(longest.tokens[:length]),
         "source": np.asarray(longest.source),
         "samples": np.asarray(len(texts)),
     }

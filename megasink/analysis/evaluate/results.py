@@ -2,7 +2,8 @@
 
 import json
 import shutil
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +12,7 @@ from rich.table import Table
 
 from megasink.analysis.capture.base import ProbedModel
 from megasink.analysis.evaluate.harness import TaskResults, TaskScores
+from megasink.analysis.evaluate.suites import Average, averages
 from megasink.analysis.results_files import write_json, writing
 from megasink.atomic import atomic_folder
 from megasink.printable import printable
@@ -27,6 +29,7 @@ class Evaluation:
         model: name, kind, attention, dtype, and how far it was trained, where known.
         tasks, interventions, limit, unscored, cut, lm_eval: see `TaskResults`.
         batch_size: as asked for, a number or "auto".
+        averages: of the papers' suites that were named, by row.
     """
 
     format: int
@@ -38,19 +41,34 @@ class Evaluation:
     unscored: int
     cut: int
     lm_eval: str
+    averages: dict[str, Average] = field(default_factory=dict)
 
 
 def write_evaluation(
-    output: Path, results: TaskResults, model: ProbedModel, batch_size: int | str
+    output: Path,
+    results: TaskResults,
+    model: ProbedModel,
+    batch_size: int | str,
+    named: Sequence[str] = (),
 ) -> Evaluation:
     """Write evaluation.json, its schema and, if there are any, the samples; print the table.
+
+    Args:
+        named: the tasks and suites that were named.
 
     Raises:
         UserError: the folder cannot be written.
     """
     shared = {name: getattr(results, name) for name in TaskResults.__dataclass_fields__}
     del shared["samples"]
-    evaluation = Evaluation(format=FORMAT, model=model.facts, batch_size=batch_size, **shared)
+    scores = {(t, m): s.value for t, of in results.tasks.items() for m, s in of.metrics.items()}
+    evaluation = Evaluation(
+        format=FORMAT,
+        model=model.facts,
+        batch_size=batch_size,
+        averages=averages(named, scores),
+        **shared,
+    )
     with writing(output, kept=False):
         shutil.rmtree(output / "samples", ignore_errors=True)  # of an earlier evaluation
         if results.samples:
@@ -85,6 +103,11 @@ def _show(evaluation: Evaluation) -> None:
             )
             first = False
     Console(markup=False).print(table)
+    for row, average in evaluation.averages.items():
+        paper = (
+            "" if (n := len(average.benchmarks)) == average.paper else f", {average.paper} there"
+        )
+        print(f"average of {row}, as in its paper: {average.value:.4f} ({n} benchmarks{paper})")
     print("n: documents; s.e.: standard error")
     if evaluation.limit is not None:
         print(f"The first {evaluation.limit} documents of each task: no score to compare with.")

@@ -1,7 +1,8 @@
 """The papers' benchmark suites, as lists of lm-evaluation-harness's tasks."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from statistics import fmean
 from typing import Any
 
 
@@ -13,11 +14,13 @@ class Part:
         task: name of a task, group or tag of lm-eval.
         shots: examples before each question; None for the task's own number.
         metric: the one that the paper reports, or, where it does not say, lm-eval's main one.
+        benchmark: the paper's name, where several tasks are one benchmark of an average.
     """
 
     task: str
     shots: int | None
     metric: str
+    benchmark: str = ""
 
 
 @dataclass(frozen=True)
@@ -29,6 +32,7 @@ class Suite:
         row: row of docs/papers.md.
         notes: what the paper leaves open, and what lm-eval lacks.
         metadata: what lm-eval hands to the tasks' own code.
+        averaged: benchmarks in the paper's average, which is a plain mean; 0 if it prints none.
     """
 
     name: str
@@ -36,6 +40,7 @@ class Suite:
     parts: tuple[Part, ...]
     notes: str
     metadata: dict[str, Any] = field(default_factory=dict)
+    averaged: int = 0
 
 
 def _parts(*entries: tuple[str, str], shots: int | None = None) -> tuple[Part, ...]:
@@ -44,6 +49,8 @@ def _parts(*entries: tuple[str, str], shots: int | None = None) -> tuple[Part, .
 
 _SILENT = "shots and normalization are not given: lm-eval's own"
 _ARC = (("arc_easy", "acc_norm"), ("arc_challenge", "acc_norm"))
+# Where the paper says ARC and not which: one benchmark, the mean of both.
+_ONE_ARC = tuple(Part(task, None, metric, "ARC") for task, metric in _ARC)
 _RULER_LENGTHS = [4096, 8192, 16384, 32768, 65536, 131072]
 
 ALL = (
@@ -62,19 +69,23 @@ ALL = (
             ("winogrande", "acc"),
         ),
         f"{_SILENT}; the paper's average is the plain mean of the ten",
+        averaged=10,
     ),
     Suite(
         "reasoning",
         "P0.24",
-        _parts(
-            *_ARC,
-            ("leaderboard_musr", "acc_norm"),
-            ("gsm8k", "exact_match,strict-match"),
-            ("hendrycks_math500", "exact_match"),
-            ("hendrycks_math", "exact_match"),
+        (
+            *_ONE_ARC,
+            *_parts(
+                ("leaderboard_musr", "acc_norm"),
+                ("gsm8k", "exact_match,strict-match"),
+                ("hendrycks_math500", "exact_match"),
+                ("hendrycks_math", "exact_match"),
+            ),
         ),
         f"{_SILENT}; which ARC is not given: both, which count once in an average, by their mean; "
         "lm-eval has no ProcessBench, so an average here is of five benchmarks, the paper's of six",
+        averaged=6,
     ),
     Suite(
         "long-context",
@@ -88,23 +99,27 @@ ALL = (
             ("longbench_multifieldqa_en", "score"),
         ),
         "English MultiFieldQA is assumed; needs pip install 'megasink[eval-long]'",
+        averaged=6,
     ),
     Suite(
         "value-drain",
         "P0.29",
-        _parts(
-            *_ARC,
-            ("hellaswag", "acc_norm"),
-            ("mmlu", "acc"),
-            ("gsm8k", "exact_match,strict-match"),
-            ("bbh", "exact_match,get-answer"),
-            ("boolq", "acc"),
-            ("toxigen", "acc"),
-            ("truthfulqa_mc2", "acc"),
-            ("humaneval", "pass@1,create_test"),
+        (
+            *_ONE_ARC,
+            *_parts(
+                ("hellaswag", "acc_norm"),
+                ("mmlu", "acc"),
+                ("gsm8k", "exact_match,strict-match"),
+                ("bbh", "exact_match,get-answer"),
+                ("boolq", "acc"),
+                ("toxigen", "acc"),
+                ("truthfulqa_mc2", "acc"),
+                ("humaneval", "pass@1,create_test"),
+            ),
         ),
         f"{_SILENT}; which ARC is not given: both, which count once in an average of nine, "
         "by their mean; TQA is taken as TruthfulQA",
+        averaged=9,
     ),
     Suite(
         "few-shot",
@@ -167,3 +182,38 @@ def expanded(names: Sequence[str]) -> list[TaskRequest]:
         for part in suite.parts:
             entries.setdefault(part.task, TaskRequest(part.task, part.shots, suite.metadata))
     return list(entries.values())
+
+
+@dataclass(frozen=True)
+class Average:
+    """The average of a suite, as its paper forms it.
+
+    Attributes:
+        value: plain mean over `benchmarks`; of each the mean over its tasks.
+        benchmarks: name -> value.
+        paper: number of benchmarks in the paper's average.
+    """
+
+    value: float
+    benchmarks: dict[str, float]
+    paper: int
+
+
+def averages(names: Sequence[str], scores: Mapping[tuple[str, str], float]) -> dict[str, Average]:
+    """Return {row: average} of the suites among names whose paper prints one.
+
+    Args:
+        names: as they were given; a suite's name or row.
+        scores: (task, metric) -> value. A suite of which one is missing has no average.
+    """
+    found = {}
+    for suite in {SUITES[name].row: SUITES[name] for name in names if name in SUITES}.values():
+        parts = [(part.benchmark or part.task, (part.task, part.metric)) for part in suite.parts]
+        if not suite.averaged or any(key not in scores for _, key in parts):
+            continue
+        by_benchmark: dict[str, list[float]] = {}
+        for benchmark, key in parts:
+            by_benchmark.setdefault(benchmark, []).append(scores[key])
+        means = {name: fmean(values) for name, values in by_benchmark.items()}
+        found[suite.row] = Average(fmean(means.values()), means, suite.averaged)
+    return found

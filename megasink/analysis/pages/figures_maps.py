@@ -22,9 +22,9 @@ from megasink.analysis.pages.style import (
     heatmap,
     label,
     panels,
-    token_label,
     whole_numbers,
 )
+from megasink.analysis.pages.token_labels import token_labels
 
 _LAYERS, _HEADS = 12, 16  # maximum number of panels
 _LABELS = 48  # maximum number of readable token labels
@@ -156,14 +156,14 @@ def draw_head(analysis: Analysis, index: int) -> Any:
     """Draw one head's map, norms and gate by token, queries and keys (P0.26, P3.25, P3.26)."""
     maps = analysis.maps
     layer, head = maps["head_C2"][index]
-    tokens = [token_label(str(text)) for text in maps["token_T"]]
+    tokens, fonts = token_labels([str(text) for text in maps["token_T"]], maps.get("token_id_T"))
     margins = {"left": 0.095, "right": 0.66, "top": 0.95, "bottom": 0.21, "wspace": 0.09}
     widths = {"width_ratios": (4.2, 1, 1, 1)}
     figure, (axes,) = panels(1, 4, 5.6, layout=None, sharey=True, gridspec_kw=margins | widths)
     image = draw_map(axes[0], maps["map_CTS"][index], has_sink=has_sink(maps))
     if len(tokens) <= _LABELS:
         size = min(7.0, 265 / len(tokens))
-        axes[0].set_yticks(range(len(tokens)), tokens, fontsize=size, family="DejaVu Sans Mono")
+        axes[0].set_yticks(range(len(tokens)), tokens, fontsize=size, family=fonts)
         axes[0].tick_params(axis="y", length=0, pad=1)
     label(axes[0], f"head {layer}.{head}: attention", "query", "key")
     bars = (
@@ -252,7 +252,8 @@ HEAD = Drawing(
     "Single heads",
     "Left: A_ij on one input, and by token the norms of value and head output g o_i and the gate G "
     "(P3.25, P3.26). Right: joint PCA of the head's queries and keys on the whole input, centered, "
-    "after rotary embeddings and query-key norms; the star is k_0 (P0.26).",
+    "after rotary embeddings and query-key norms; the star is k_0 (P0.26). #7 is token 7, "
+    "which is part of a character, or which no font of this machine has.",
     lambda analysis: None,
     by_model=True,
 )

@@ -293,17 +293,6 @@ def line(axis: Any, x: Any, y: Any, **style: Any) -> None:
     axis.plot(x[there], y[there], marker=few, **style)
 
 
-def token_label(text: str) -> str:
-    """Return a token as a label: visible spaces and newlines, a box for missing glyphs."""
-    from matplotlib.font_manager import FontProperties, findfont, get_font
-
-    for character, shown in (("\n", "↵"), ("\t", "→"), ("\r", "↵"), (" ", "␣")):
-        text = text.replace(character, shown)
-    known = get_font(findfont(FontProperties(family="DejaVu Sans"))).get_charmap()
-    text = "".join(c if ord(c) in known else "▯" for c in text)
-    return text if len(text) <= 14 else f"{text[:12]}…"
-
-
 def zoom(axis: Any) -> None:
     """Exclude the first tenth of the curves from the scale: all runs start equally high."""
     tails = [line.get_ydata()[len(line.get_ydata()) // 10 :] for line in axis.lines]

@@ -234,6 +234,7 @@ def test_what_no_analysis_writes_is_refused(analyzed, tmp_path, capsys, monkeypa
     assert main(f"report {tmp_path}/damaged --output {tmp_path}/out".split()) == 2
     (line,) = capsys.readouterr().err.splitlines()
     assert said in line
+    assert not (tmp_path / "out").exists()
 
 
 def test_a_sentence_of_enough_data_has_no_reserve():

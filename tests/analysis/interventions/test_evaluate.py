@@ -91,10 +91,9 @@ def test_the_tasks_that_ship():
     longest = [max(range(4), key=lambda i: len(item["choices"][i])) for item in choices]
     assert sum(a == b for a, b in zip(answers, longest, strict=True)) < 110
     assert all(300 <= len(item["text"]) <= 1500 for item in texts)
-    assert (
-        "tasks/*"
-        in project()["tool"]["setuptools"]["package-data"]["megasink.analysis.interventions"]
-    )
+    for package, patterns in project()["tool"]["setuptools"]["package-data"].items():
+        folder = OWN_TASKS.parents[3].joinpath(*package.split("."))
+        assert all(any(folder.glob(pattern)) for pattern in patterns), package
 
 
 def test_every_task_of_the_suites_is_in_lm_evals_registry():
@@ -119,6 +118,25 @@ def test_the_docs_have_the_suites():
         assert f"| {suite.row} `{suite.name}` | {tasks} | {known} | {suite.notes} |" in docs
     row = ", ".join(suite.row for suite in suites.ALL)
     assert f"| {row} | benchmark suites" in docs
+
+
+def test_averages_are_those_of_the_papers():
+    scores = {
+        (part.task, part.metric): i / 10 for i, part in enumerate(suites.SUITES["P0.24"].parts)
+    }
+    found = suites.averages(["reasoning", "P0.24", "boolq", "P3.14"], scores)
+    assert list(found) == ["P0.24"]
+    # Both parts of ARC are one benchmark.
+    assert found["P0.24"].benchmarks["ARC"] == pytest.approx(0.05)
+    values = [0.05, *(i / 10 for i in range(2, len(scores)))]
+    assert found["P0.24"].value == pytest.approx(sum(values) / len(values))
+    assert len(values) == found["P0.24"].paper == 6
+    del scores["gsm8k", "exact_match,strict-match"]
+    assert suites.averages(["P0.24"], scores) == {}
+    for row, count in (("P0.19", 10), ("P0.25", 6), ("P0.29", 9)):
+        suite = suites.SUITES[row]
+        names = {part.benchmark or part.task for part in suite.parts}
+        assert len(names) == suite.averaged == count
 
 
 def test_a_suite_is_its_tasks_with_its_shots():

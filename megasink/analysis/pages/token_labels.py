@@ -1,0 +1,60 @@
+"""Labels of tokens in any script, in fonts that the machine has; else the token's id."""
+
+from collections.abc import Sequence
+from functools import cache
+from typing import Any
+
+FONT = "DejaVu Sans Mono"  # comes with matplotlib
+_MARKS = str.maketrans({"\n": "↵", "\t": "→", "\r": "↵", " ": "␣"})
+_MOST = 14
+_PART = "\ufffd"  # a token that is part of a character
+
+
+def token_labels(texts: Sequence[str], ids: Sequence[int] | None) -> tuple[list[str], list[str]]:
+    """Return a label for each token, and the fonts that draw them, for matplotlib's fallback.
+
+    Spaces and newlines are visible. A token that no font draws, or that is part of a character, is
+    #ID.
+
+    Args:
+        texts: of the tokens.
+        ids: of the tokens; None for those of an analysis that did not write them.
+    """
+    fonts, labels = [FONT], []
+    for number, text in enumerate(texts):
+        text = text.translate(_MARKS)
+        label = text if len(text) <= _MOST else f"{text[: _MOST - 2]}…"
+        missing = {c for c in label if ord(c) not in _characters(FONT)}
+        found = [font for font in fonts[1:] if _draws(font, missing)]
+        found = found or [font for font in _others() if _draws(font, missing)]
+        if missing and found and found[0] not in fonts:
+            fonts.append(found[0])
+        if _PART in label or (missing and not found):
+            label = "▯" if ids is None else f"#{ids[number]}"
+        labels.append(label)
+    return labels, fonts
+
+
+def _draws(font: str, characters: set[str]) -> bool:
+    return characters <= {chr(code) for code in _characters(font)}
+
+
+@cache
+def _others() -> tuple[str, ...]:
+    """Return the names of the machine's other fonts, but those that draw a box for everything."""
+    from matplotlib import font_manager
+
+    names = sorted({font.name for font in font_manager.fontManager.ttflist})
+    return tuple(name for name in names if "Last Resort" not in name and name != FONT)
+
+
+@cache
+def _characters(font: str) -> frozenset[int]:
+    """Return the characters that a font has outlines for: those of emoji may be pictures."""
+    from matplotlib.font_manager import FontProperties, findfont, get_font
+
+    try:
+        file: Any = get_font(findfont(FontProperties(family=font), fallback_to_default=False))
+        return frozenset(file.get_charmap()) if file.scalable else frozenset()
+    except (OSError, RuntimeError, ValueError):  # a font that cannot be read
+        return frozenset()
