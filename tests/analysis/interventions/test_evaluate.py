@@ -139,6 +139,39 @@ def test_averages_are_those_of_the_papers():
         assert len(names) == suite.averaged == count
 
 
+def test_processbench_asks_for_the_first_error(tmp_path):
+    """Loaded from a file in the place of its repository: the question, the answer, the F1."""
+    docs = [
+        {"problem": "1 + 1?", "steps": ["one", "two"], "label": 1},
+        {"problem": "2 + 2?", "steps": ["four"], "label": -1},
+        {"problem": "3 + 3?", "steps": ["five"], "label": 0},
+    ]
+    lines = tmp_path / "docs.jsonl"
+    lines.write_text("".join(json.dumps(doc) + "\n" for doc in docs))
+    text = (OWN_TASKS / "processbench_gsm8k.yaml").read_text()
+    text = text.replace("task: processbench_gsm8k", "task: critiques")
+    text = text.replace("Qwen/ProcessBench", "json").replace(
+        "test_split: gsm8k", "test_split: test"
+    )
+    (tmp_path / "critiques.yaml").write_text(
+        f"{text}dataset_kwargs:\n  data_files:\n    test: {lines}\n"
+    )
+    task = load_tasks(["critiques"], folders=[tmp_path]).loaded["tasks"]["critiques"]
+    questions = [task.doc_to_text(doc) for doc in task.test_docs()]
+    assert "<paragraph_1>\ntwo\n</paragraph_1>" in questions[0]
+    assert questions[1].endswith("or -1 if there is none. Put it in \\boxed{}.")
+    answers = ["It is \\boxed{0}, no: \\boxed{1}", "\\boxed{-1}", "no box"]
+    scores = [
+        task.process_results(doc, [answer])["critique_f1"]
+        for doc, answer in zip(task.test_docs(), answers, strict=True)
+    ]
+    assert scores == [(True, True), (False, True), (True, False)]
+    f1 = task.aggregation()["critique_f1"]
+    assert f1(scores) == pytest.approx(2 * 0.5 * 1 / 1.5)
+    assert f1(scores[:1]) == 1.0
+    assert f1([(True, True), (False, False)]) == 0.0
+
+
 def test_a_suite_is_its_tasks_with_its_shots():
     found = suites.expanded(["P3.17", "piqa-winogrande", "boolq"])
     assert [(entry.task, entry.shots) for entry in found] == [
