@@ -10,7 +10,7 @@ _MOST = 14
 _PART = "\ufffd"  # a token that is part of a character
 
 
-def token_labels(texts: Sequence[str], ids: Sequence[int] | None) -> tuple[list[str], list[str]]:
+def token_labels(texts: Sequence[str], ids: Any) -> tuple[list[str], list[str]]:
     """Return a label for each token, and the fonts that draw them, for matplotlib's fallback.
 
     Spaces and newlines are visible. A token that no font draws, or that is part of a character, is
@@ -18,7 +18,7 @@ def token_labels(texts: Sequence[str], ids: Sequence[int] | None) -> tuple[list[
 
     Args:
         texts: of the tokens.
-        ids: of the tokens; None for those of an analysis that did not write them.
+        ids: of the tokens, an array or list; None for those of an analysis that did not write them.
     """
     fonts, labels = [FONT], []
     for number, text in enumerate(texts):
