@@ -11,7 +11,6 @@ import functools
 import multiprocessing
 import multiprocessing.connection
 import queue
-import signal
 import threading
 from argparse import Namespace
 from collections.abc import Callable, Iterator
