@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from megasink.atomic import atomic_text
-from megasink.checkpoints.torch_metadata import read_metadata
+from megasink.checkpoints.torch_metadata import stored_entries
 from megasink.errors import UserError
 from megasink.printable import say
 
@@ -35,7 +35,11 @@ def checkpoint_path(folder: Path, iteration: int) -> Path:
 
 
 def damage(
-    checkpoint: Path, *, checksums: bool = False, tell: Callable[[int], None] = lambda _: None
+    checkpoint: Path,
+    *,
+    checksums: bool = False,
+    quick: bool = False,
+    tell: Callable[[int], None] = lambda _: None,
 ) -> str | None:
     """Describe the damage to a torch_dist checkpoint; None if it is intact.
 
@@ -43,6 +47,7 @@ def damage(
         checkpoint: an iter_NNNNNNN folder.
         checksums: verify checksums in addition to file sizes. Takes about as long as reading the
             files.
+        quick: without torch: see `stored_entries`.
         tell: receives the bytes of each stored tensor once its checksum is verified.
     """
     try:
@@ -50,7 +55,7 @@ def damage(
     except (OSError, ValueError, RecursionError):
         return "it is unfinished (metadata.json is missing or broken)"
     try:
-        entries = list(read_metadata(checkpoint).storage_data.values())
+        entries = stored_entries(checkpoint, quick=quick)
     except UserError as error:
         return f".metadata is missing or broken ({error})"
     needed: dict[str, int] = {}
@@ -144,15 +149,17 @@ def move_aside(folder: Path, iteration: int, problem: str) -> None:
     say(f"megasink: the checkpoint of step {iteration} is damaged ({problem}): moved to {aside}")
 
 
-def newest_intact(folder: Path, *, checksums: bool = False) -> tuple[int, dict[int, str]]:
-    """Return the newest intact checkpoint, and the damage to each newer one.
+def newest_intact(
+    folder: Path, *, checksums: bool = False, quick: bool = False
+) -> tuple[int, dict[int, str]]:
+    """Return the newest intact checkpoint, and the damage to each newer one; see `damage`.
 
     Raises:
         NoneIntactError: no checkpoint is intact.
     """
     damaged: dict[int, str] = {}
     for iteration in reversed(iterations(folder)):
-        problem = damage(checkpoint_path(folder, iteration), checksums=checksums)
+        problem = damage(checkpoint_path(folder, iteration), checksums=checksums, quick=quick)
         if problem is None:
             return iteration, damaged
         damaged[iteration] = problem

@@ -55,13 +55,37 @@ def read_metadata(checkpoint: Path) -> Any:
         raise UserError(f"{path} is broken or untrusted: {error}") from error
 
 
-def load_metadata(file: Any) -> Any:
+def stored_entries(checkpoint: Path, *, quick: bool = False) -> list[Any]:
+    """Return where the tensors of an iter_NNNNNNN folder are: relative_path, offset and length.
+
+    Args:
+        quick: without torch, which takes seconds to import; an index that only torch finds corrupt
+            is not noticed.
+
+    Raises:
+        UserError: the index is missing or corrupt, names another class, or a file elsewhere.
+    """
+    if not quick:
+        return list(read_metadata(checkpoint).storage_data.values())
+    path = checkpoint / ".metadata"
+    try:
+        with path.open("rb") as file:
+            entries = list(load_metadata(file, _QuickUnpickler).storage_data.values())
+        for entry in entries:
+            if type(entry.offset) is not int or type(entry.length) is not int:
+                raise TypeError("an offset is no whole number")
+    except Exception as error:  # unpickling random bytes can raise anything
+        raise UserError(f"{path} is broken or untrusted: {error}") from error
+    return entries
+
+
+def load_metadata(file: Any, unpickler: type[pickle.Unpickler] | None = None) -> Any:
     """Return the ``Metadata`` in an open file; see :func:`read_metadata`.
 
     Raises:
         Exception: of any type, if the file is corrupt or untrusted.
     """
-    metadata = _Unpickler(file).load()
+    metadata = (unpickler or _Unpickler)(file).load()
     for entry in (metadata.storage_data or {}).values():
         # All files of a checkpoint are directly in its folder.
         if PurePath(entry.relative_path).name != entry.relative_path:
@@ -80,4 +104,19 @@ class _Unpickler(pickle.Unpickler):
             value = super().find_class(module, name)
             if known or isinstance(value, torch.dtype):
                 return value
+        raise pickle.UnpicklingError(f"it names {module}.{name}")
+
+
+class _QuickUnpickler(pickle.Unpickler):
+    """Makes stand-ins of torch's classes."""
+
+    def find_class(self, module: str, name: str) -> Any:
+        if module in ("collections", "pathlib", "pathlib._local"):
+            if name in _CLASSES_OF_METADATA[module]:
+                return super().find_class(module, name)
+        elif name in _CLASSES_OF_METADATA.get(module, ()) or (
+            (module == "torch" and "." not in name)
+            or (module == _MEGATRONS and name in _CLASSES_OF_MEGATRON)
+        ):
+            return type(name, (StandIn,), {})
         raise pickle.UnpicklingError(f"it names {module}.{name}")

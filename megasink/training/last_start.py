@@ -20,7 +20,7 @@ def from_where(run_dir: Path) -> str | None:
     None without an intact one: --resume auto starts at step 0, --resume reports an error.
     """
     try:
-        step, damaged = newest_intact(run_dir / "checkpoints")
+        step, damaged = newest_intact(run_dir / "checkpoints", quick=True)
     except UserError:
         return None
     skipped = [f"; the checkpoint of step {at} is damaged: {why}" for at, why in damaged.items()]
@@ -32,7 +32,7 @@ def finished(run_dir: Path, args: Namespace) -> str | None:
     if args.skip_train or not args.train_iters:
         return None
     try:
-        step, _ = newest_intact(run_dir / "checkpoints")
+        step, _ = newest_intact(run_dir / "checkpoints", quick=True)
     except UserError:
         return None
     if step < args.train_iters:

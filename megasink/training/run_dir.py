@@ -82,7 +82,7 @@ def problems(args: Namespace) -> list[str]:
     if not args.resume:
         return _checkpoint_problems(args)
     try:
-        newest_intact(folder / "checkpoints")
+        newest_intact(folder / "checkpoints", quick=True)  # what starts looks again
     except UserError as error:
         return [str(error)] if args.resume != "auto" else _checkpoint_problems(args)
     return []

@@ -77,7 +77,9 @@ def test_auto_says_from_where(tmp_path, monkeypatch, capsys):
 def test_a_resume_names_the_damaged_checkpoints_that_it_skips(tmp_path, monkeypatch, capsys, how):
     monkeypatch.setattr(launch, "launch", lambda *_, checked: 0)
     for module in (last_start, run_dir):
-        monkeypatch.setattr(module, "newest_intact", lambda _: (30, {40: "a.distcp is missing"}))
+        monkeypatch.setattr(
+            module, "newest_intact", lambda *_, quick: (30, {40: "a.distcp is missing"})
+        )
     write_start(tmp_path, MOCK)
     (tmp_path / "config.json").write_text('{"arguments": {}}')
     (tmp_path / "checkpoints" / "iter_0000030").mkdir(parents=True)
@@ -96,7 +98,7 @@ def test_a_resume_of_a_finished_run_says_so_at_once(tmp_path, monkeypatch, capsy
     started = []
     monkeypatch.setattr(launch, "launch", lambda *given, checked: started.append(given) or 0)
     for module in (last_start, run_dir):
-        monkeypatch.setattr(module, "newest_intact", lambda _: (4, {}))
+        monkeypatch.setattr(module, "newest_intact", lambda *_, quick: (4, {}))
     write_start(tmp_path, MOCK)
     (tmp_path / "config.json").write_text('{"arguments": {}}')
     (tmp_path / "checkpoints" / "iter_0000004").mkdir(parents=True)

@@ -1,15 +1,20 @@
 """What a launcher knows of this machine without torch and transformers is what they know."""
 
 import json
+import pickle
 import subprocess
 import sys
 
 import pytest
 import torch
+from torch.distributed.checkpoint import metadata
+from torch.distributed.checkpoint.filesystem import _StorageInfo
 
 from megasink.attention import AttentionRequest, choose_backend, choose_gate_kernels
+from megasink.checkpoints.torch_metadata import stored_entries
 from megasink.data.tokenizer import load_tokenizer, tokenizer_hash
 from megasink.data.tokenizer_files import read_files
+from megasink.errors import UserError
 from megasink.training.checks import data_files, device
 from tests.analysis.capture.tiny_models import save_with_tokenizer
 from tests.distributed.layout import SINGLE
@@ -67,6 +72,43 @@ def test_parts_of_a_split_end_where_megatrons_end(pool):
     (expected,) = pool.run("tests.training.tasks:ends_of_splits", SINGLE, splits=splits)
     weights = [[float(word) for word in split.split(",")] for split in splits]
     assert [data_files._ends(words) for words in weights] == expected
+
+
+class _Runs:
+    def __reduce__(self):
+        return print, ("code of a checkpoint",)
+
+
+def _index(folder, file="__0_0.distcp", extra=None):
+    """Write the index of a checkpoint with one tensor."""
+    whole = torch.Size([2, 3])
+    chunks = [metadata.ChunkStorageMetadata(torch.Size([0, 0]), whole)]
+    properties = metadata.TensorProperties(dtype=torch.bfloat16)
+    index = metadata.Metadata(
+        {"w": metadata.TensorStorageMetadata(properties, whole, chunks)},
+        planner_data=extra,
+        storage_data={metadata.MetadataIndex("w", [0, 0]): _StorageInfo(file, 3, 12)},
+    )
+    (folder / ".metadata").write_bytes(pickle.dumps(index))
+
+
+def test_an_index_says_the_same_without_torch(tmp_path):
+    _index(tmp_path)
+    for quick in (True, False):
+        (entry,) = stored_entries(tmp_path, quick=quick)
+        assert (entry.relative_path, entry.offset, entry.length) == ("__0_0.distcp", 3, 12)
+
+
+@pytest.mark.parametrize("quick", [True, False])
+@pytest.mark.parametrize(
+    ("given", "says"),
+    [({"file": "../x"}, "it names the file"), ({"extra": _Runs()}, "it names builtins.print")],
+)
+def test_a_hostile_index_is_refused_without_torch_too(tmp_path, capsys, given, says, quick):
+    _index(tmp_path, **given)
+    with pytest.raises(UserError, match=says):
+        stored_entries(tmp_path, quick=quick)
+    assert capsys.readouterr().out == ""
 
 
 def test_nothing_heavy_is_imported(tmp_path):
