@@ -183,8 +183,8 @@ def launch(
         code = _follow(running, new_lines, steps, console, logs)
     if code:
         failure = _failure(running, logs, run_dir, code)
-        if not (run_dir / "config.json").is_file():
-            # Refused before the run began: restore the folder.
+        if not (run_dir / "config.json").is_file() and str(logs) not in str(failure):
+            # Refused before the run began: restore the folder, but for logs that are named.
             shutil.rmtree(logs)
             for folder in (logs.parent, run_dir):
                 if folder.is_dir() and not any(folder.iterdir()):

@@ -134,6 +134,20 @@ def test_a_command_line_is_parsed_once_by_the_launcher_and_once_by_each_rank(
     assert not early.was_checked([*words, "--bf16"])  # a line of something that a rank starts
 
 
+@pytest.mark.parametrize("named", [True, False])
+def test_logs_of_a_refused_start_stay_where_the_message_names_them(tmp_path, monkeypatch, named):
+    def failure(running, logs, run_dir, code):
+        return UserError(f"rank 0 failed (log: {logs})" if named else "the flags are wrong")
+
+    monkeypatch.setattr(launch.Ranks, "__enter__", lambda ranks: ranks)
+    monkeypatch.setattr(launch.Ranks, "__exit__", lambda *_: None)
+    monkeypatch.setattr(launch, "_follow", lambda *_: 1)
+    monkeypatch.setattr(launch, "_failure", failure)
+    with pytest.raises(UserError):
+        launch.launch([], tmp_path / "run", 1, 4)
+    assert (tmp_path / "run").exists() == named
+
+
 def test_resume_asks_for_the_folder():
     for flags in (["--resume"], ["--resume", "auto"]):
         with pytest.raises(UserError, match="--resume needs --run-dir"):
