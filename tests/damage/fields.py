@@ -132,19 +132,36 @@ RUN = {
     "window_size": VALUES.keys() - {"null"},
 }
 
+_NO_VALUE = {"word", "digit", "list", "object"}
+# Of every line of a run's metrics.jsonl.
+METRICS = {
+    "iteration": _NO_VALUE | {"null", "half", "nan", "inf"},
+    "lm_loss": _NO_VALUE | {"null"},
+    "seconds": _NO_VALUE,
+    "tokens": _NO_VALUE,
+    "imbalance": _NO_VALUE,
+    "imbalance_per_layer": VALUES.keys() - {"null"},
+    "importance": VALUES.keys() - {"null"},
+    "learning_rate": "any",
+    "skipped": "any",
+}
+
 
 def _changed(path: Path, place: tuple[str, ...], value: Any) -> None:
-    content = json.loads(path.read_text())
-    part = content
-    for name in place[:-1]:
-        part = part[name]
-    part[place[-1]] = value
-    path.write_text(json.dumps(content))
+    texts = [path.read_text()] if path.suffix == ".json" else path.read_text().splitlines()
+    contents = [json.loads(text) for text in texts]
+    for content in contents:
+        part = content
+        for name in place[:-1]:
+            part = part[name]
+        if path.suffix == ".json" or place[-1] in part:
+            part[place[-1]] = value
+    path.write_text("\n".join(map(json.dumps, contents)))
 
 
 def _case(command: str, file: str, place: tuple[str, ...], value: Any, code: int | None) -> Case:
     def make(folder: Path, sound: Sound) -> list[str]:
-        of_run = command in ("generate", "export")
+        of_run = command in ("generate", "export", "compare")
         copy = folder / "model"
         ignore = shutil.ignore_patterns("data-cache", "tensorboard")
         shutil.copytree(sound.run if of_run else sound.hf, copy, ignore=ignore)
@@ -161,6 +178,7 @@ def _case(command: str, file: str, place: tuple[str, ...], value: Any, code: int
                 *("generate", str(copy), "--prompt", "Text", "--max-new-tokens", "1", "--cpu"),
             ],
             "export": ["convert-to-hf", str(copy), "{out}", "--no-verify"],
+            "compare": ["compare", str(copy), "--output", "{out}.png"],
         }[command]
 
     # A word is refused by its meaning, too: "RoPE scaling 'x'".
@@ -187,6 +205,7 @@ def _cases() -> Iterator[tuple[str, Case]]:
         ("convert", "model.safetensors.index.json", (), INDEX),
         ("convert", "model.safetensors.index.json", ("weight_map",), ENTRY),
         ("export", "config.json", ("arguments",), RUN),
+        ("compare", "metrics.jsonl", (), METRICS),
     ]
     for command, file, place, kinds in files:
         for i, (key, kind) in enumerate(kinds.items()):

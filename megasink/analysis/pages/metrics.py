@@ -6,7 +6,14 @@ from typing import Any
 
 from megasink.errors import UserError
 
-_NUMBERS = ("lm_loss", "valid_lm_loss", "valid_bits_per_byte", "imbalance", "tokens")
+# {what is drawn or summed up: the axes of its value}; a number may be missing (null).
+_AXES = {
+    **dict.fromkeys(("lm_loss", "valid_lm_loss", "valid_bits_per_byte", "imbalance"), 0),
+    **dict.fromkeys(("tokens", "seconds", "loss_spikes"), 0),
+    "imbalance_per_layer": 1,
+    "importance": 2,
+}
+_KINDS = ("a number", "a list of numbers", "a table of numbers")
 
 
 def read_metrics(run_dir: Path) -> list[dict[str, Any]]:
@@ -25,14 +32,29 @@ def read_metrics(run_dir: Path) -> list[dict[str, Any]]:
         except (ValueError, RecursionError) as error:
             raise UserError(f"{path} line {number} is not JSON: {error}") from error
         _check(lines[-1], f"{path} line {number}")
-    if not any("lm_loss" in line for line in lines):
-        raise UserError(f"{path} has no training step yet")
+    if not any(line.get("lm_loss") is not None for line in lines):
+        raise UserError(f"{path} has no training loss yet")
+    for key, axes in _AXES.items():
+        sizes = {_shape(line[key], axes) for line in lines if line.get(key) is not None}
+        if len(sizes) > 1:
+            raise UserError(f"{path}: the lines have {key} of different sizes")
     return lines
 
 
 def _check(line: object, where: str) -> None:
     if not isinstance(line, dict) or not isinstance(line.get("iteration"), int):
         raise UserError(f"{where} is not a line of metrics: it has no iteration")
-    for key in _NUMBERS:
-        if not isinstance(line.get(key), int | float | None):
-            raise UserError(f"{where}: {key} is {line[key]!r}, not a number")
+    for key, axes in _AXES.items():
+        if line.get(key) is not None and _shape(line[key], axes) is None:
+            raise UserError(f"{where}: {key} is {line[key]!r:.80}, not {_KINDS[axes]}")
+
+
+def _shape(value: object, axes: int) -> tuple[int, ...] | None:
+    """Return the sizes of a value with so many axes; None if it has others, or is empty."""
+    if not axes:
+        return () if isinstance(value, int | float | None) else None
+    if not isinstance(value, list) or not value:
+        return None
+    inner = {_shape(entry, axes - 1) for entry in value}
+    shape = inner.pop()
+    return None if inner or shape is None else (len(value), *shape)
