@@ -33,7 +33,7 @@ def read_metrics(run_dir: Path) -> list[dict[str, Any]]:
             raise UserError(f"{path} line {number} is not JSON: {error}") from error
         _check(lines[-1], f"{path} line {number}")
     if not any(line.get("lm_loss") is not None for line in lines):
-        raise UserError(f"{path} has no training loss yet")
+        raise UserError(f"{path} has no training step with a loss yet")
     for key, axes in _AXES.items():
         sizes = {_shape(line[key], axes) for line in lines if line.get(key) is not None}
         if len(sizes) > 1:
