@@ -9,6 +9,7 @@ import os
 from collections.abc import Sequence
 from pathlib import Path
 
+from megasink import cpu
 from megasink.analysis.capture.head_names import parse_head
 from megasink.analysis.options import (
     BOS,
@@ -28,6 +29,9 @@ from megasink.data.text_tokenizer import add_parse_special_tokens
 from megasink.errors import ConfigError
 from megasink.output_folder import add_overwrite, foreign_contents
 from megasink.plugins import add_flag
+
+# Devices of torch that nothing here was tried on.
+_UNTRIED = ("mps", "xpu", "npu", "hpu")
 
 
 def parser(prog: str = "megasink analyze", description: str | None = None) -> CommandParser:
@@ -164,9 +168,7 @@ def settled(args: argparse.Namespace, problems: Sequence[str]) -> ModelOptions:
         raise ConfigError(problems)
     device = args.device
     if device is None:
-        import torch
-
-        device = "cuda" if torch.cuda.is_available() else "cpu"
+        device = "cuda" if cpu.cuda_present() else "cpu"
     return ModelOptions.of(args, device=device)
 
 
@@ -246,17 +248,18 @@ def map_problems(heads: Sequence[str], length: int) -> list[str]:
 
 
 def _device_problem(name: str) -> str | None:
-    """Return why torch has no such device here."""
-    if name == "cpu":
-        return None
-    import torch
-
-    try:
-        device = torch.device(name)
-    except RuntimeError:
+    """Return why there is no such device here; imports torch where there may be a GPU."""
+    kind, _, index = name.partition(":")
+    if kind not in ("cpu", "cuda", *_UNTRIED) or (":" in name and not index.isdecimal()):
         return "no such device: use cpu or cuda"
-    there = torch.cuda.device_count()
-    if device.type == "cuda" and (device.index or 0) >= there:
+    if kind != "cuda":
+        return None
+    there = 0
+    if cpu.cuda_present():
+        import torch
+
+        there = torch.cuda.device_count()
+    if int(index or 0) >= there:
         return f"this machine has {there or 'no'} CUDA devices: use {'cuda:0' if there else 'cpu'}"
     return None
 
