@@ -101,9 +101,11 @@ def problems(args: Namespace) -> Iterator[str]:
             if (reason := package.missing()) is not None:
                 flag = flag if value is True else f"{flag} {value}"
                 yield f"{flag}: {reason}; {package.cure}, or drop the flag"
+    local = args.transformer_impl not in (None, "transformer_engine")
     if (
         args.layernorm_zero_centered_gamma
-        and args.transformer_impl != "transformer_engine"
+        # None: the default, which is TransformerEngine's where it can be used.
+        and (local or (args.transformer_impl is None and TRANSFORMER_ENGINE.missing() is not None))
         and (args.normalization == "RMSNorm" or APEX.missing() is not None)
     ):
         yield (

@@ -15,7 +15,9 @@ from megasink.checkpoints.torch_metadata import stored_entries
 from megasink.data.tokenizer import load_tokenizer, tokenizer_hash
 from megasink.data.tokenizer_files import read_files
 from megasink.errors import UserError
+from megasink.training import early
 from megasink.training.checks import data_files, device
+from megasink.upstream import fused
 from tests.analysis.capture.tiny_models import save_with_tokenizer
 from tests.distributed.layout import SINGLE
 
@@ -26,6 +28,18 @@ def test_the_kernels_that_need_cuda_are_those_of_the_registries():
     request = AttentionRequest("cpu", torch.float32, 64)
     reasons = choose_backend(request).reasons | choose_gate_kernels(request).reasons
     assert {name for name, why in reasons.items() if "CUDA" in why} == device.CUDA_KERNELS
+
+
+@pytest.mark.parametrize("impl", [None, "local", "transformer_engine"])
+@pytest.mark.parametrize("missing", [None, "the package is not installed"])
+def test_norms_of_transformer_engine_on_a_gpu(monkeypatch, impl, missing):
+    """Without the flag, a launcher does not know the default of the ranks."""
+    monkeypatch.setattr(fused.Package, "missing", lambda _: missing)
+    args = early.read(["--apply-layernorm-1p", "--normalization", "RMSNorm"])
+    args.transformer_impl = impl
+    said = "\n".join(fused.problems(args))
+    works = impl == "transformer_engine" or (impl is None and missing is None)
+    assert ("torch's norms have no zero-centered weight" in said) == (not works)
 
 
 @pytest.fixture(scope="module")
