@@ -10,6 +10,7 @@ from megasink.analysis.pages.style import BLUE, GRAY, GREEN, VERMILION, WIDTH, r
 from megasink.atomic import atomic_file
 
 TITLES = {
+    "random": "random heads",
     "importance": "head importance",
     "mask_gradient": "gradient",
     "mask_gradient_signed": "gradient, signed",

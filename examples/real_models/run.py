@@ -9,7 +9,7 @@ import argparse
 from collections.abc import Sequence
 from pathlib import Path
 
-from examples.real_models import importance, scores, zeroing
+from examples.real_models import claims, importance, scores, zeroing
 from examples.real_models.fetch import make_model
 from examples.real_models.wheels import FOLDER, sources
 from megasink.analysis.options import model_problem
@@ -28,6 +28,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             print(make_model(name), flush=True)
             folders.append(str(FOLDER / name))
     scores.main(folders)
+    claims.main(folders)
     zeroing.main(folders)
     return importance.main([Path(folder).resolve().name for folder in folders])
 

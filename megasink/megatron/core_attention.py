@@ -34,6 +34,7 @@ from megasink.megatron.head_observer import HeadObserver
 from megasink.megatron.layer_balance import MegatronLayerBalance
 from megasink.megatron.optional import position_bias, similarity_mlp
 from megasink.megatron.parameters import ShardedByHeads, StaysFloat32
+from megasink.megatron.projection import frees_projection
 from megasink.megatron.statistics import ModelStatistics
 
 if TYPE_CHECKING:
@@ -178,7 +179,7 @@ class CoreAttention(ShardedByHeads, StaysFloat32, MegatronModule):
             self.documents = documents_of(packed_seq_params, query.shape[0], ranks)
         if query.dim() == 3:
             query, key, value = (x.unsqueeze(1) for x in (query, key, value))
-        self.frees_projection = self._frees_projection(query, key, value)
+        self.frees_projection = frees_projection(self, query, key, value)
         if self.frees_projection:
             value = value.contiguous()
         query_BHTD, key_BGSD, value_BGSD = (x.permute(1, 2, 0, 3) for x in (query, key, value))
@@ -210,24 +211,6 @@ class CoreAttention(ShardedByHeads, StaysFloat32, MegatronModule):
             return out
         counted: Tensor = self.head_counter(out, gate_BHT[..., None], self.documents)
         return counted
-
-    def _frees_projection(self, query: Tensor, key: Tensor, value: Tensor) -> bool:
-        """Whether V is all that keeps the projection [q, k, v] for backward, of which it is a view.
-
-        Rotated queries and keys are new tensors, and rotating saves none; a norm saves its input.
-        """
-        config = self.config
-        recomputes = config.recompute_granularity == "selective"
-        if (
-            not (torch.is_grad_enabled() and value.requires_grad)
-            or (config.qk_layernorm or config.qk_l2_norm)
-            or (recomputes and "core_attn" in (config.recompute_modules or ()))
-            or self.cp_group.size() > 1  # what is saved has been gathered
-        ):
-            return False
-        projection, *others = (x.untyped_storage() for x in (value, query, key))
-        alone = all(other._cdata != projection._cdata for other in others)
-        return alone and projection.nbytes() > value.numel() * value.element_size()
 
     @property
     def scatters_heads(self) -> bool:

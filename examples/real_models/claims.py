@@ -1,0 +1,124 @@
+"""What the papers claim, measured on real models.
+
+    python -m examples.real_models.claims runs/real-models/smollm2 runs/real-models/gemma3
+
+measures whatever is missing (an hour a model on one thread) and writes claims.json and claims.png
+to runs/real-models: for each claim of claims.toml its number in each model, with the interval of
+a bootstrap over texts. A command that was killed goes on.
+"""
+
+import argparse
+import json
+import tomllib
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from examples.real_models.analyses import Subject
+from examples.real_models.importance import SEED, _without_nan
+from examples.real_models.numbers import NUMBERS, ablation_lines, sink_rates, unchanged_loss
+from examples.real_models.numbers_circuit import first_long_block
+from examples.real_models.wheels import FOLDER, told
+from megasink.atomic import atomic_text
+
+CLAIMS_FILE = Path(__file__).with_name("claims.toml")
+DRAWS = 2000
+
+
+@dataclass(frozen=True)
+class Claim:
+    """A claim of a paper.
+
+    Attributes:
+        paper: such as "P2"; rows: of the paper's list, and its figures.
+        says: the claim; published: the paper's own number.
+        number: name of the function that measures it.
+        predicted: before the measurement; verdict: after it.
+    """
+
+    paper: str
+    rows: str
+    says: str
+    published: str
+    number: str
+    predicted: str
+    verdict: str = ""
+
+
+def claims() -> list[Claim]:
+    """Return the claims of claims.toml, in order."""
+    return [Claim(**table) for table in tomllib.loads(CLAIMS_FILE.read_text())["claim"]]
+
+
+def measured(value: Any) -> dict[str, Any]:
+    """Return a number, its interval (95 %) and the texts it is the mean of; null where it is NaN.
+
+    Args:
+        value: [texts], or a float, which has no interval.
+    """
+    values = np.asarray(value, dtype=np.float64)
+    texts = values[~np.isnan(values)]
+    if not values.ndim or len(texts) < 2:
+        number = float(texts.mean()) if texts.size else float("nan")
+        return {"number": number, "interval": None, "texts": None}
+    generator = np.random.default_rng(SEED)
+    means = texts[generator.integers(len(texts), size=(DRAWS, len(texts)))].mean(1)
+    interval = [float(point) for point in np.quantile(means, (0.025, 0.975))]
+    return {"number": float(texts.mean()), "interval": interval, "texts": len(texts)}
+
+
+def curves(subject: Subject) -> dict[str, Any]:
+    """Return what the figure draws: by layer, by length, and of the ablation."""
+    text = subject.samples("text")
+    bos = subject.samples("bos")
+    return {
+        "sink_rates": sink_rates(subject),
+        "sink_rate_by_layer": (text["awft"] > 0.3).mean((0, 2)).tolist(),
+        "sink_rate_by_layer_bos": (bos["awft"] > 0.3).mean((0, 2)).tolist(),
+        "massive_ratio": np.nanmean(text["massive_ratio"], 0).tolist(),
+        "massive_ratio_bos": np.nanmean(bos["massive_ratio"], 0).tolist(),
+        "long_blocks": np.nan_to_num(first_long_block(subject), nan=-1).astype(int).tolist(),
+        "imbalance": subject.results("text").metrics["imbalance"].values,
+        "value_ratio": (text["value_norm"][..., 0] / text["value_norm"][..., 1:].mean(-1))
+        .mean(0)
+        .tolist(),
+        "ablation": ablation_lines(subject),
+        "loss": unchanged_loss(subject),
+    }
+
+
+def examine(subject: Subject, names: Sequence[str]) -> dict[str, Any]:
+    """Return every number of a model, and its curves."""
+    return {
+        "model": subject.name,
+        "numbers": {name: measured(NUMBERS[name](subject)) for name in names},
+        "curves": curves(subject),
+    }
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Measure, write and draw."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("models", nargs="+", type=Path, help="Hugging Face folders")
+    folders = parser.parse_args(arguments).models
+    names = [claim.number for claim in claims()]
+    found = [examine(Subject(folder), names) for folder in folders]
+    from examples.real_models.claims_figure import draw
+
+    with told(str(FOLDER)):
+        text = json.dumps(_without_nan(found), indent=1, allow_nan=False)
+        atomic_text(FOLDER / "claims.json", text + "\n")
+        draw(found, FOLDER / "claims.png")
+    for claim in claims():
+        values = [model["numbers"][claim.number]["number"] for model in found]
+        print(f"{claim.rows}: {claim.says}: " + ", ".join(f"{value:.3g}" for value in values))
+    return 0
+
+
+if __name__ == "__main__":
+    from examples.replicate.entry import end_with
+
+    end_with(main, "claims.py")
