@@ -13,55 +13,11 @@ from collections.abc import Callable, Collection, Iterable, Sequence
 from typing import Any, NoReturn, Self
 
 from megasink.errors import ConfigError, nearest, unknown_name
+from megasink.gone import GONE
 
 _NUMBERS = {"int": "a whole number", "float": "a number"}
 # argparse's own pattern has no exponent, so it takes -1e-4 for a flag.
 _NEGATIVE = re.compile(r"-(\d+\.?\d*|\.\d+)([eE][-+]?\d+)?$")
-
-_SYNC = "copy the run folder with aws s3 sync or rclone (docs/object-stores.md)"
-_RETAIN = (
-    "train with --save-retain-interval STEPS, or delete the folders of those that you do not need"
-)
-_PLAIN = "the flags of finetune are given on the command line"
-_TRAINER = (
-    "TRL's SFTTrainer with HeadBalanceCallback takes any setting of peft (docs/finetuning.md)"
-)
-_BRIDGE = (
-    "finetune divides data over processes, not the model: use Megatron-Bridge with our spec "
-    "(docs/finetuning.md)"
-)
-FINETUNE = "megasink finetune (docs/finetuning.md)"
-_PEFT = f"{FINETUNE}, or under Megatron the PEFT of Megatron-Bridge with megasink's layer spec"
-_MERGED = "merge the adapter first: peft's merge_and_unload (docs/finetuning.md)"
-_TRACE = "megasink trace RUN --data FILES measures the run's checkpoints (docs/instruments.md)"
-GONE = {
-    "--analyze-interval": _TRACE,
-    "--analyze-samples": _TRACE,
-    **dict.fromkeys(
-        ("--lora-rank", "--lora-alpha", "--lora-dropout", "--lora-targets", "--lora-train"), _PEFT
-    ),
-    "megasink convert-to-hf --adapter": FINETUNE,
-    "megasink convert-from-hf --base": _MERGED,
-    "megasink data --chat": FINETUNE,
-    "megasink data --seq-length": "text is cut when it is trained on, at any length",
-    "--checkpoint-store": _SYNC,
-    "--fetch": _SYNC,
-    "--prune": _RETAIN,
-    "--keep-every": _RETAIN,
-    "--full-help": "--help-all lists every flag",
-    "--preflight": "--gpu-sniff-test-interval STEPS times GPUs and links (docs/survival.md)",
-    "megasink finetune --ranks": "torchrun --nproc-per-node N -m megasink finetune starts several "
-    "processes",
-    "megasink finetune --cpu": "it runs on a CPU where CUDA sees no GPU (CUDA_VISIBLE_DEVICES=)",
-    "megasink finetune --config": _PLAIN,
-    "megasink finetune --recipe": _PLAIN,
-    "megasink finetune --lora-dropout": _TRAINER,
-    "megasink finetune --lora-targets": _TRAINER,
-    "megasink finetune --tensor-model-parallel-size": _BRIDGE,
-    "megasink finetune --pipeline-model-parallel-size": _BRIDGE,
-    "megasink finetune --context-parallel-size": _BRIDGE,
-}
-"""Flags that went, and what serves instead; those of one command under its name."""
 
 
 class CommandParser(argparse.ArgumentParser):

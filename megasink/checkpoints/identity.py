@@ -3,8 +3,8 @@
 import dataclasses
 from typing import Any
 
-from megasink.command_line import FINETUNE
 from megasink.config import MODEL_OPTIONS
+from megasink.gone import FINETUNE
 from megasink.megatron.hybrid_pattern import layers_of
 from megasink.megatron_flags import having
 

@@ -9,7 +9,6 @@ from typing import Any
 
 import numpy as np
 
-from megasink.command_line import FINETUNE
 from megasink.data import output
 from megasink.data.corpus import EXAMPLES
 from megasink.data.index import data_problem, sequence_lengths
@@ -17,6 +16,7 @@ from megasink.data.output import file_of, output_problems, part_of, partial_of
 from megasink.data.sidecar import read_sidecar
 from megasink.data.writer import write_index
 from megasink.errors import ConfigError
+from megasink.gone import FINETUNE
 from megasink.progress import progress
 
 _SUMS = ("documents", "tokens", "text_bytes")

@@ -8,8 +8,8 @@ import re
 from collections.abc import Sequence
 from pathlib import Path
 
-from megasink.command_line import GONE
 from megasink.errors import UserError
+from megasink.gone import GONE
 from megasink.printable import say
 from megasink.training.flag_file import Flags, named_values, refused
 

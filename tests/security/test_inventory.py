@@ -25,6 +25,7 @@ WATCHED = {
 FIXED = "a fixed program with a list of arguments, no shell"
 OWN_NAMES = "imports modules of this package, whose names stand in the code"
 LOCAL = "a folder of this machine, without its code: local_files_only, trust_remote_code=False"
+OWN = "this Python with our own commands, no shell"
 ARRAYS = "arrays alone: allow_pickle is False"
 RESTRICTED = "makes only what its allow-list names"
 SAFE = {
@@ -80,13 +81,29 @@ SAFE = {
     ("megasink/training/checked_dataset.py", "allow_pickle"): ARRAYS,
     ("megasink/training/checked_dataset.py", "numpy.load"): ARRAYS,
     ("examples/head_pinning.py", "from_pretrained"): "a folder that it wrote",
-    ("examples/steps.py", "subprocess"): "this Python with our own commands, no shell",
+    ("examples/steps.py", "subprocess"): OWN,
     ("megasink/transformers/chats.py", "from_pretrained"): LOCAL,
     ("megasink/transformers/chats.py", "trust_remote_code"): "False",
     ("megasink/transformers/finetune.py", "from_pretrained"): "an adapter that it wrote",
     ("megasink/training/launch.py", "subprocess"): FIXED,
     ("megasink/training/ranks.py", "subprocess"): "this Python with torchrun, no shell; flags of a "
     "last start: training/replay.py",
+    ("examples/real_models/analyses.py", "allow_pickle"): ARRAYS,
+    ("examples/real_models/analyses.py", "numpy.load"): ARRAYS,
+    (
+        "examples/real_models/analyses.py",
+        "subprocess",
+    ): OWN,
+    ("examples/real_models/changes.py", "allow_pickle"): ARRAYS,
+    ("examples/real_models/changes.py", "numpy.load"): ARRAYS,
+    (
+        "examples/real_models/fidelity.py",
+        "from_pretrained",
+    ): "folders of the command line, and what convert-to-hf wrote; no code of them",
+    (
+        "examples/real_models/fidelity.py",
+        "subprocess",
+    ): "this Python with our own commands, no shell",
     ("examples/real_models/fetch.py", "from_pretrained"): "a GGUF file of a known sha256",
     ("examples/real_models/wheels.py", "subprocess"): "pip download of sources.toml's packages, "
     "binary and without dependencies; this Python, no shell",

@@ -12,7 +12,6 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from megasink.command_line import FINETUNE
 from megasink.data.index import (
     ENTRIES,
     counts_problem,
@@ -23,6 +22,7 @@ from megasink.data.index import (
 from megasink.data.object_store import is_stored
 from megasink.data.sidecar import mismatch, read_sidecar
 from megasink.errors import UserError
+from megasink.gone import FINETUNE
 from megasink.json_file import read_object
 from megasink.printable import say
 from megasink.training.checks.blends import DEFAULT_SPLIT, Blend, named_prefixes
