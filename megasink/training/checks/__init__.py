@@ -18,7 +18,6 @@ from megasink.training.checks import (
     choices,
     context_parallel,
     data,
-    data_files,
     device,
     experts,
     gates,
@@ -99,6 +98,8 @@ def local_problems(args: Namespace, *, thorough: bool) -> list[str]:
     if args.rank:
         return found
     if thorough or vocabulary.is_quick(args):
+        from megasink.training.checks import data_files  # imports numpy
+
         found += _problems(args, (vocabulary, data_files))
     return found + run_dir.problems(args)
 
@@ -109,7 +110,7 @@ def problems(args: Namespace, *, checked: bool = False) -> list[str]:
     Args:
         checked: whether `early_problems` has found none.
     """
-    from megasink.training.checks import attention
+    from megasink.training.checks import attention, data_files
 
     # Other ranks would see files that rank 0 has just written; torchrun ends them if rank 0 fails.
     of_folder = run_dir.problems(args) if args.rank == 0 else []
