@@ -62,6 +62,9 @@ def run(command: Callable[[], int]) -> int:
         with _handlers() as heard:
             try:
                 code = command()
+            except KeyboardInterrupt:
+                if heard.raised is None:  # raised by the code that ran, not by a signal
+                    return _say_stopped(Signalled(signal.SIGINT))
             except BaseException:
                 if heard.raised is None:
                     raise
