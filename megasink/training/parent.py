@@ -13,16 +13,17 @@ _PR_SET_PDEATHSIG = 1
 _libc = ctypes.CDLL(None)
 
 
-def ends_with(parent: int) -> bool:
-    """Ask for SIGKILL at the end of the parent, which the kernel takes for its thread.
+def ends_with(parent: int, number: int = signal.SIGKILL) -> bool:
+    """Ask for a signal at the end of the parent, which the kernel takes for its thread.
 
     Args:
         parent: the process id that the parent had when it started this process.
+        number: the signal's.
 
     Returns:
         whether the parent is still there; else this process should end now.
     """
-    _libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    _libc.prctl(_PR_SET_PDEATHSIG, number)
     return os.getppid() == parent
 
 

@@ -6,6 +6,7 @@ says so in one line; a flag that asks for it is refused.
 
 import functools
 import importlib.util
+import sys
 from argparse import Namespace
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -29,7 +30,8 @@ class Package:
 
     def missing(self) -> str | None:
         """Return why it cannot be used, or None. Imports it: a binary may be for another torch."""
-        if importlib.util.find_spec(self.module.partition(".")[0]) is None:
+        package = self.module.partition(".")[0]
+        if package not in sys.modules and importlib.util.find_spec(package) is None:
             return f"the package {self.name} is not installed"
         return _reason(self.module, self.name)
 

@@ -196,6 +196,6 @@ def test_a_launched_command_is_a_process_of_its_own(tmp_path):
     while (code := started.poll()) is None:
         seconds = max(seconds, cpu_seconds(started))
         time.sleep(0.01)
-    assert code == 2
+    assert code == 2, Path(tmp_path, "stderr.log").read_text()
     assert seconds > 0
     assert "did you mean analyze?" in Path(tmp_path, "stderr.log").read_text()
