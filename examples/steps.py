@@ -7,11 +7,29 @@ import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from rich.console import Console
 from rich.markup import escape
 
 from megasink.errors import Stopped, UserError
+
+
+def command(*words: str, **options: Any) -> "subprocess.CompletedProcess[Any]":
+    """Run a command of megasink in a process of its own.
+
+    Args:
+        options: of `subprocess.run`.
+
+    Raises:
+        UserError: It failed; it has said why.
+    """
+    ended = subprocess.run([sys.executable, "-m", "megasink", *words], check=False, **options)
+    if ended.returncode < 0:
+        raise Stopped(-ended.returncode, f" in `megasink {words[0]}`; repeat the command")
+    if ended.returncode:
+        raise UserError(f"stopped at `megasink {words[0]}`; repeat the command to go on there")
+    return ended
 
 
 @dataclass(frozen=True)
@@ -47,8 +65,4 @@ class Step:
         if self.makes is not None and self.makes.exists():
             shutil.rmtree(self.makes)
         # A process each: one that has become a Megatron rank cannot become another.
-        ended = subprocess.run([sys.executable, "-m", "megasink", *words], check=False)
-        if ended.returncode < 0:
-            raise Stopped(-ended.returncode, f" in `megasink {words[0]}`; repeat the command")
-        if ended.returncode:
-            raise UserError(f"stopped at `megasink {words[0]}`; repeat the command to go on there")
+        command(*words)

@@ -7,8 +7,6 @@ Shapes: N texts, L layers, H heads, T tokens, S states.
 """
 
 import json
-import subprocess
-import sys
 from collections import Counter
 from dataclasses import dataclass
 from functools import cache, cached_property
@@ -21,10 +19,10 @@ from numpy.typing import NDArray
 import megasink
 from examples.real_models.texts import MEASURED, Text, read_texts, whole_files
 from examples.real_models.wheels import FOLDER, told
+from examples.steps import command
 from megasink.analysis.ablate.results import AblationResults
 from megasink.analysis.api.analysis import read_analysis
 from megasink.atomic import atomic_file, atomic_text
-from megasink.errors import UserError
 from megasink.json_file import read_object
 from megasink.typed_json import from_json
 
@@ -78,17 +76,6 @@ def data_files(kind: str) -> list[str]:
     return paths
 
 
-def _command(*words: str) -> None:
-    """Run a command of megasink.
-
-    Raises:
-        UserError: it failed; it has said why.
-    """
-    code = subprocess.run([sys.executable, "-m", "megasink", *words], check=False).returncode
-    if code:
-        raise UserError(f"megasink {words[0]} ended with {code}")
-
-
 @dataclass(frozen=True)
 class Samples:
     """Metrics by text: `samples["awft"]` is [N, L, H].
@@ -129,7 +116,7 @@ class Subject:
         output, (texts, *flags) = self.look / which, ANALYSES[which]
         if not (output / "report.html").is_file():
             data = ("--data", *data_files(texts)) if texts else ()
-            _command("analyze", str(self.folder), *data, *flags, "--output", str(output))
+            command("analyze", str(self.folder), *data, *flags, "--output", str(output))
         return output
 
     @cache  # noqa: B019  # two or three of them live, as long as the program
@@ -151,7 +138,7 @@ class Subject:
         output = self.look / "ablation"
         if not (output / "report.html").is_file():
             calibration = str(self.analyze("scored"))
-            _command(
+            command(
                 *("ablate", str(self.folder), "--data", *data_files("few")),
                 *("--seq-length", str(TOKENS), "--bos", "none", "--calibration", calibration),
                 *("--score", *SCORES, "--zeroed", *PERCENTS, "--seeds", *"123"),

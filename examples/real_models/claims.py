@@ -17,12 +17,13 @@ from typing import Any
 
 import numpy as np
 
+from examples.real_models import numbers_circuit  # noqa: F401  # registers the numbers of P4
 from examples.real_models.analyses import Subject
-from examples.real_models.importance import SEED, _without_nan
+from examples.real_models.importance import SEED
 from examples.real_models.numbers import NUMBERS, ablation_lines, sink_rates, unchanged_loss
-from examples.real_models.numbers_circuit import first_long_block
 from examples.real_models.wheels import FOLDER, told
 from megasink.atomic import atomic_text
+from megasink.typed_json import to_json
 
 CLAIMS_FILE = Path(__file__).with_name("claims.toml")
 DRAWS = 2000
@@ -80,11 +81,6 @@ def curves(subject: Subject) -> dict[str, Any]:
         "sink_rate_by_layer_bos": (bos["awft"] > 0.3).mean((0, 2)).tolist(),
         "massive_ratio": np.nanmean(text["massive_ratio"], 0).tolist(),
         "massive_ratio_bos": np.nanmean(bos["massive_ratio"], 0).tolist(),
-        "long_blocks": np.nan_to_num(first_long_block(subject), nan=-1).astype(int).tolist(),
-        "imbalance": subject.results("text").metrics["imbalance"].values,
-        "value_ratio": (text["value_norm"][..., 0] / text["value_norm"][..., 1:].mean(-1))
-        .mean(0)
-        .tolist(),
         "ablation": ablation_lines(subject),
         "loss": unchanged_loss(subject),
     }
@@ -109,7 +105,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     from examples.real_models.claims_figure import draw
 
     with told(str(FOLDER)):
-        text = json.dumps(_without_nan(found), indent=1, allow_nan=False)
+        text = json.dumps(to_json(found), indent=1, allow_nan=False)
         atomic_text(FOLDER / "claims.json", text + "\n")
         draw(found, FOLDER / "claims.png")
     for claim in claims():

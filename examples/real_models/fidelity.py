@@ -13,7 +13,6 @@ import json
 import shlex
 import shutil
 import subprocess
-import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -24,8 +23,8 @@ from safetensors.torch import load_file
 
 from examples.real_models.texts import MEASURED, read_texts
 from examples.real_models.wheels import FOLDER, told
+from examples.steps import command
 from megasink.atomic import atomic_text
-from megasink.errors import UserError
 from megasink.progress import tracked
 
 STEPS, TOKENS, RATE, CLIP, DECAY = 20, 256, 1e-4, 1.0, 0.1
@@ -39,17 +38,9 @@ LAYOUTS: dict[str, tuple[tuple[str, ...], int]] = {
 
 
 def run(*words: str) -> str:
-    """Run a command of megasink, and return what it printed.
-
-    Raises:
-        UserError: it failed; it has said why.
-    """
-    done = subprocess.run(
-        [sys.executable, "-m", "megasink", *words], check=False, stdout=subprocess.PIPE, text=True
-    )
-    if done.returncode:
-        raise UserError(f"megasink {words[0]} ended with {done.returncode}")
-    return done.stdout
+    """Run a command of megasink, and return what it printed; see `examples.steps.command`."""
+    printed: str = command(*words, stdout=subprocess.PIPE, text=True).stdout
+    return printed
 
 
 def write_data(folder: Path, work: Path) -> list[int]:

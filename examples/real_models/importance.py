@@ -25,6 +25,7 @@ from examples.real_models.zeroing import RESULTS
 from megasink.analysis.metrics import metrics
 from megasink.atomic import atomic_text
 from megasink.errors import UserError
+from megasink.typed_json import to_json
 
 Floats = NDArray[np.float64]
 
@@ -267,14 +268,6 @@ def table(found: dict[str, Any]) -> str:
     return "\n".join(lines)
 
 
-def _without_nan(value: Any) -> Any:
-    if isinstance(value, dict):
-        return {key: _without_nan(entry) for key, entry in value.items()}
-    if isinstance(value, list):
-        return list(map(_without_nan, value))
-    return None if isinstance(value, float) and np.isnan(value) else value
-
-
 def main(arguments: Sequence[str] | None = None) -> int:
     """Compare, draw, and print the tables."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
@@ -285,7 +278,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
     with told(str(FOLDER)):
         FOLDER.mkdir(parents=True, exist_ok=True)
-        text = json.dumps(_without_nan(found), indent=1, allow_nan=False)
+        text = json.dumps(to_json(found), indent=1, allow_nan=False)
         atomic_text(FOLDER / "importance.json", text + "\n")
         draw(found, FOLDER / "importance.png")
     print("\n\n".join(map(table, found)))

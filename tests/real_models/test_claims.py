@@ -104,7 +104,7 @@ def measured(model, monkeypatch):
     monkeypatch.setattr(analyses, "LENGTHS", {False: (64,), True: (64,)})
     monkeypatch.setattr(numbers, "LENGTHS", analyses.LENGTHS)
     monkeypatch.setattr(analyses, "SCORES", ("awft", "ahon", "ahon_ln", "circuit_ahon_ln"))
-    monkeypatch.setattr(analyses, "_command", command)
+    monkeypatch.setattr(analyses, "command", command)
     assert claims.main([str(model)]) == 0
     (found,) = json.loads((model.parent / "runs/real-models/claims.json").read_text())
     return model, found

@@ -9,6 +9,7 @@ from scipy.stats import spearmanr
 from examples.real_models import importance
 from examples.real_models.importance import Losses, compare, kept_share, reachable, read_losses
 from megasink.errors import UserError
+from megasink.typed_json import to_json
 
 
 @pytest.fixture(autouse=True)
@@ -67,7 +68,7 @@ def test_a_score_by_depth_alone_says_nothing_within_layers():
     assert np.isnan(found["within"])
     assert np.isnan(found["by_layer"]).all()
     assert np.isnan(found["within_interval"]).all()
-    assert importance._without_nan(found)["by_layer"] == [None] * 4
+    assert to_json(found)["by_layer"] == [None] * 4
 
 
 def test_partial_results_are_whole_blocks_and_say_so(tmp_path):

@@ -90,10 +90,6 @@ SAFE = {
     "last start: training/replay.py",
     ("examples/real_models/analyses.py", "allow_pickle"): ARRAYS,
     ("examples/real_models/analyses.py", "numpy.load"): ARRAYS,
-    (
-        "examples/real_models/analyses.py",
-        "subprocess",
-    ): OWN,
     ("examples/real_models/changes.py", "allow_pickle"): ARRAYS,
     ("examples/real_models/changes.py", "numpy.load"): ARRAYS,
     (

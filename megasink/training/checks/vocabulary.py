@@ -52,16 +52,21 @@ def is_quick(args: Namespace) -> bool:
     return not any(mismatch(prefix, sha256, folder) for prefix in named_prefixes(args))
 
 
+def _folder(args: Namespace) -> str | None:
+    """Return the folder of a transformers tokenizer; None if the command line has none."""
+    folder: str | None = args.tokenizer_model
+    is_given = args.tokenizer_type == "HuggingFaceTokenizer" and folder
+    return folder if is_given and Path(folder or "").is_dir() else None
+
+
 def transformers_tokenizer(args: Namespace) -> Any:
     """Load the transformers tokenizer of a command line; None if it has none.
 
     Raises:
         UserError: the tokenizer cannot be loaded.
     """
-    folder = args.tokenizer_model
-    if args.tokenizer_type != "HuggingFaceTokenizer" or not folder or not Path(folder).is_dir():
-        return None
-    return _loaded(folder)
+    folder = _folder(args)
+    return None if folder is None else _loaded(folder)
 
 
 def tokenizer_of(args: Namespace) -> Any:
@@ -70,10 +75,8 @@ def tokenizer_of(args: Namespace) -> Any:
     Raises:
         UserError: the tokenizer cannot be loaded.
     """
-    folder = args.tokenizer_model
-    if args.tokenizer_type != "HuggingFaceTokenizer" or not folder or not Path(folder).is_dir():
-        return None
-    return _known(folder)
+    folder = _folder(args)
+    return None if folder is None else _known(folder)
 
 
 def _known(folder: str) -> Any:
