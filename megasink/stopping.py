@@ -45,6 +45,8 @@ class _Heard:
     """The signal that this process received, if any."""
 
     raised: Signalled | None = None
+    again: threading.Timer | None = None
+    """Sends the signal once more, after a destructor that its exception was lost in."""
 
 
 _heard: _Heard | None = None
@@ -81,10 +83,20 @@ def _handlers() -> Iterator[_Heard]:
     heard = _heard = _Heard()
 
     def end(number: int, frame: FrameType | None) -> None:
-        if heard.raised is None:
-            heard.raised = Signalled(number)
+        if heard.raised is None or heard.again is not None:
+            heard.raised, heard.again = Signalled(number), None
             raise heard.raised
 
+    def unraisable(report: "sys.UnraisableHookArgs") -> None:
+        """Leave out what the signal did to destructors; one that it was raised in swallows it."""
+        if heard.raised is None:
+            outer_hook(report)
+        elif report.exc_value is heard.raised:
+            number = heard.raised.number
+            heard.again = threading.Timer(0.01, os.kill, (os.getpid(), number))
+            heard.again.start()
+
+    outer_hook, sys.unraisablehook = sys.unraisablehook, unraisable
     receiving, sending = os.pipe()
     os.set_blocking(sending, False)
     watch = threading.Thread(target=_watch, args=(receiving, end), name="signals", daemon=True)
@@ -97,6 +109,9 @@ def _handlers() -> Iterator[_Heard]:
                 signal.signal(number, end)
         yield heard
     finally:
+        if heard.again is not None:
+            heard.again.cancel()
+        sys.unraisablehook = outer_hook
         for number, handler in before.items():
             if signal.getsignal(number) is end:
                 signal.signal(number, handler)

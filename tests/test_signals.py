@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from megasink import stopping
 from tests import forkserver
 from tests.forkserver import FreshProcess
 
@@ -97,6 +98,25 @@ def test_a_signal_is_one_line(nursery, made, tmp_path, command, number, phase):
     assert not {n for n in left if n.startswith(".") or n.endswith(".lock")}, left
     assert kept or left <= {"stderr"}, (lines, left)
     assert not [p for p in nursery.left() if p.pid != process.pid and p.ppid() == process.pid]
+
+
+@pytest.mark.parametrize("seconds", [0, 60])
+def test_a_signal_in_a_destructor(capsys, seconds):
+    """Python would print the exception and go on."""
+
+    class Archive:
+        def __del__(self):
+            os.kill(os.getpid(), signal.SIGTERM)
+
+    def command():
+        Archive()
+        time.sleep(seconds)
+        return 0
+
+    begin = time.monotonic()
+    assert stopping.run(command) == 143
+    assert time.monotonic() - begin < 9  # by itself, not by the watch
+    assert capsys.readouterr().err == "megasink: stopped by SIGTERM\n"
 
 
 def test_ctrl_c_while_python_starts(made, tmp_path):
