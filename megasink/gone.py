@@ -32,6 +32,8 @@ GONE = {
     "--keep-every": _RETAIN,
     "--full-help": "--help-all lists every flag",
     "--preflight": "--gpu-sniff-test-interval STEPS times GPUs and links (docs/survival.md)",
+    "megasink plan --what-if": "a plan with the flag in question says what it takes (docs/plan.md)",
+    "megasink plan --output": "--json has every number of the tables",
     "megasink finetune --ranks": "torchrun --nproc-per-node N -m megasink finetune starts several "
     "processes",
     "megasink finetune --cpu": "it runs on a CPU where CUDA sees no GPU (CUDA_VISIBLE_DEVICES=)",

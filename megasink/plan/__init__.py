@@ -10,12 +10,9 @@ GPU (`megasink.plan.hollow`), as one rank of the whole job, for as many pipeline
     collectives.py  the communication of a step, by group and purpose
     memory.py       memory of a rank by part
     saved.py        tensors saved for backward, by module
-    kernels.py      what other fused kernels would save
     parameters.py   parameters of the model by component
     layers.py       the modules of each layer
     job.py          the ranks' records put together: the whole job
     devices.py      peak rates and memory of GPUs
     show.py         the tables
-    saved_tables.py those of saved tensors
-    figure.py       the figure
 """

@@ -6,7 +6,6 @@ from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any
 
-from megasink.plan.communication import AllReduces, balance_collectives
 from megasink.plan.devices import GPU
 
 BALANCE = "head-balance loss"
@@ -192,23 +191,6 @@ def step_traffic(record: Record) -> dict[Key, Counter[str]]:
 
 def _key(call: Mapping[str, Any]) -> Key:
     return call["group"], call["ranks"], call["kind"], call["purpose"]
-
-
-def balance_formula(record: Record) -> list[AllReduces]:
-    """Return the all-reduces of the head-balance loss in a step of this rank, by formula."""
-    facts = record["job"]
-    with_loss = facts["balance_coeff"] > 0
-    return balance_collectives(
-        facts["balance_scope"] if with_loss else "global",
-        layers=facts["layers"],
-        heads=facts["heads"],
-        microbatches=facts["microbatches"],
-        tensor=facts["tensor"],
-        pipeline=facts["pipeline"],
-        data=facts["data"],
-        context=facts["context"],
-        layers_here=len(record["layers"]),
-    )
 
 
 def seconds(facts: Record, gpu: GPU, utilization: float) -> float:

@@ -16,11 +16,9 @@ from megasink import plugins
 from megasink.command_line import Reading
 from megasink.errors import ConfigError, UserError
 from megasink.json_output import add_json, as_text
-from megasink.output_folder import add_overwrite
-from megasink.plan.alternatives import alternatives
 from megasink.plan.devices import DEVICES
 from megasink.plan.helper import ANSWER
-from megasink.plan.job import Record, memory, rank_of, stages_to_step
+from megasink.plan.job import Record, rank_of, stages_to_step
 from megasink.plan.stand_ins import with_stand_ins
 from megasink.progress import Tell, progress
 from megasink.training import early
@@ -45,30 +43,21 @@ def main(argv: Sequence[str] | None = None) -> int:
         parser.exit()
     args, flags = read_line(argv)
     flags = with_stand_ins(argv, flags)
-    options = early.read(flags)
+    of_training = argparse.ArgumentParser("megasink plan", allow_abbrev=False, add_help=False)
+    options = early.read(flags, of_training)
     try:
         early.refuse(options, args.ranks)
     except ConfigError as error:
         raise ConfigError(map(_of_a_plan, error.problems)) from error
     ranks = early.replica_ranks(options) if args.ranks is None else args.ranks
-    comment = None
-    if args.output is not None:
-        from megasink.analysis.pages.style import comment_of
-
-        of, overwrite = [ranks, args.device, *flags], args.overwrite
-        line = f"plan --ranks {ranks} --device {args.device}"
-        comment = comment_of(args.output, line, of, overwrite=overwrite)
     with Helper(DEVICES[args.device].capability, flags) as helper:
-        records, others = _step(helper, ranks, flags, what_if=args.what_if)
+        records = _step(helper, ranks, flags)
     from megasink.plan.show import as_json, show
 
-    gpu = DEVICES[args.device]
-    if args.output is not None:  # first: a reader of the lines may leave
-        _draw(records, args.device, args.output, comment)
     if args.json:
-        print(as_text(as_json(records, others, gpu, args.utilization)))
+        print(as_text(as_json(records, DEVICES[args.device], args.utilization)))
     else:
-        show(records, others, args.device, args.utilization)
+        show(records, args.device, args.utilization)
     return 0
 
 
@@ -76,23 +65,6 @@ def _of_a_plan(problem: str) -> str:
     """Add what serves a plan in the place of a tokenizer."""
     cure = ", or for a plan --vocab-size N" if problem.startswith("no tokenizer:") else ""
     return problem + cure
-
-
-def _draw(records: Sequence[Record], device: str, output: Path, comment: str | None) -> None:
-    """Write the figure.
-
-    Raises:
-        UserError: It cannot be written.
-    """
-    from megasink.plan.figure import draw
-
-    facts = records[0]["job"]
-    title = f"megasink plan: memory of a rank, {facts['ranks']:,} x {device}"
-    try:
-        draw(memory(records), device, DEVICES[device], title, output, comment)
-    except OSError as error:
-        raise UserError(f"{output}: {error.strerror}") from error
-    print(output, file=sys.stderr)
 
 
 def read_line(argv: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
@@ -139,14 +111,6 @@ def _parser() -> argparse.ArgumentParser:
         default=0.4,
         help="share of the GPU's peak rate for the estimate of time; default: 0.4",
     )
-    parser.add_argument(
-        "--what-if",
-        action="store_true",
-        help="also step the fullest rank with other memory options: recompute, sequence "
-        "parallelism, distributed optimizer, unfused attention",
-    )
-    parser.add_argument("--output", type=Path, help="PNG to write: memory by stage and part")
-    add_overwrite(parser)
     add_json(parser)
     plugins.add_flag(parser)
     # As on the line of train; a plan writes nothing.
@@ -155,10 +119,8 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
-def _step(
-    helper: "Helper", ranks: int, flags: Sequence[str], *, what_if: bool
-) -> tuple[list[Record], dict[str, Record | str]]:
-    """Return the records of the ranks that tell the whole job, and those of other options."""
+def _step(helper: "Helper", ranks: int, flags: Sequence[str]) -> list[Record]:
+    """Return the records of the ranks that tell the whole job."""
     with progress("planning", None, "ranks", every=10.0) as tell:
         first = helper.step(0, ranks, flags, tell)
         facts = first["job"]
@@ -167,14 +129,7 @@ def _step(
         for stage in stages_to_step(facts):
             if (rank := rank_of(stage, facts, last=last)) != 0 and stage != first["stage"]:
                 records.append(helper.step(rank, ranks, flags, tell))
-        others: dict[str, Record | str] = {}
-        fullest = max(records, key=lambda record: max(s["peak"] for s in record["steps"]))
-        for title, changed in alternatives(flags, facts) if what_if else ():
-            try:
-                others[title] = helper.step(fullest["rank"], ranks, changed, tell)
-            except ConfigError as error:
-                others[title] = error.problems[0]
-    return records, others
+    return records
 
 
 class Helper:

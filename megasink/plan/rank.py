@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 from megasink.attention.variants.layers import layers_with_variant
-from megasink.plan import batches, kernels, layers, memory, parameters
+from megasink.plan import batches, layers, memory, parameters
 from megasink.plan.collectives import Collectives, group_names
 from megasink.plan.experts import share_tokens_equally
 from megasink.plan.hollow.world import be_rank
@@ -155,7 +155,6 @@ def _record(
         "layers": list(layers.describe(models)),
         "steps": steps,
         "saved": steps[-1]["saved"],
-        "other_kernels": list(kernels.changes(steps[-1]["saved"], args)),
         "groups": sorted(set(group_names().values())),
         "job": {
             "ranks": args.world_size,

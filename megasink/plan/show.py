@@ -1,7 +1,6 @@
 """The tables of ``megasink plan``, and the same numbers for JSON."""
 
-from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from itertools import groupby
 from typing import Any
@@ -9,7 +8,7 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from megasink.plan import job, saved_tables
+from megasink.plan import job
 from megasink.plan.devices import DEVICES, GPU
 from megasink.plan.job import Record, Stage
 
@@ -29,7 +28,6 @@ _SIZES = (("tensor", "TP"), ("pipeline", "PP"), ("context", "CP"), ("data", "DP"
 
 def as_json(
     records: Sequence[Record],
-    others: Mapping[str, Record | str],
     gpu: GPU,
     utilization: float,
 ) -> dict[str, Any]:
@@ -43,24 +41,13 @@ def as_json(
         "stages": [asdict(stage) for stage in job.memory(records)],
         "checkpoint_host_bytes": _gathered(job.memory(records), facts),
         "saved": {record["rank"]: record["saved"] for record in records},
-        "other_kernels": {record["rank"]: record["other_kernels"] for record in records},
         "communication": [asdict(row) for row in job.communication(records)],
-        "balance_by_formula": [
-            {"rank": record["rank"], **asdict(kind)}
-            for record in records
-            for kind in job.balance_formula(record)
-        ],
         "layers": [layer for record in records for layer in record["layers"]],
-        "what_if": {
-            title: other if isinstance(other, str) else asdict(job.stage_of(other))
-            for title, other in others.items()
-        },
     }
 
 
 def show(
     records: Sequence[Record],
-    others: Mapping[str, Record | str],
     device: str,
     utilization: float,
 ) -> None:
@@ -74,15 +61,9 @@ def show(
     console.print(_memory(stages, gpu))
     _say_memory(console, stages, facts, device)
     fullest = max(records, key=lambda record: job.stage_of(record).memory["peak"])
-    console.print(saved_tables.saved(fullest))
-    console.print(saved_tables.other_kernels(records))
+    console.print(_saved(fullest))
     console.print()
-    if others:
-        console.print(_what_if(others, records))
-        console.print()
     console.print(_communication(job.communication(records)))
-    for line in _balance(records):
-        console.print(line, highlight=False)
     console.print()
     console.print(_layers(records))
     console.print()
@@ -176,25 +157,19 @@ def _gathered(stages: Sequence[Stage], facts: Record) -> int:
     return BYTES * max(stage.parameters for stage in stages) if facts["gathers"] else 0
 
 
-def _what_if(others: Mapping[str, Record | str], records: Sequence[Record]) -> Table:
-    """Return a table of the fullest rank under other options."""
-    by_rank = {record["rank"]: record for record in records}
-    stepped = [other for other in others.values() if not isinstance(other, str)]
-    table = _table("the fullest rank with another option, GiB")
-    for name in ("option", "state", "activations", "working", "peak", "change", "sent per step"):
-        table.add_column(name, justify="left" if name == "option" else "right")
-    base = by_rank[stepped[0]["rank"]] if stepped else records[0]
-    peak = job.stage_of(base).memory["peak"]
-    for title, other in {"as given": base, **others}.items():
-        if isinstance(other, str):
-            table.add_row(title, f"refused: {other}")
-            continue
-        memory = job.stage_of(other).memory
-        state = sum(memory[part] for part in ("parameters", "gradients", "optimizer", "buffers"))
-        sent = sum(sums["sent"] for sums in job.step_traffic(other).values())
-        sizes = [_gib(size) for size in (state, memory["activations"], memory["working"])]
-        change = "" if other is base else f"{(memory['peak'] - peak) / _GIB:+.2f}"
-        table.add_row(title, *sizes, _gib(memory["peak"]), change, _gib(sent))
+def _saved(record: Record) -> Table:
+    """Return what each module saves for backward in a microbatch on a rank, the most first."""
+    table = _table(f"saved for backward by a microbatch on rank {record['rank']}, MiB")
+    for name in ("module", "class", "layers", "each", "all"):
+        table.add_column(name, justify="left" if name in ("module", "class") else "right")
+    for row in sorted(record["saved"], key=lambda row: -row["bytes"]):
+        of_layers = row["layers"] > 0
+        name = row["module"] or ("the layer" if of_layers else "around the model")
+        each = _mib(row["bytes"] / row["layers"]) if of_layers else ""
+        number = str(row["layers"]) if of_layers else ""
+        table.add_row(name, row["kind"], number, each, _mib(row["bytes"]))
+    table.add_section()
+    table.add_row("all", "", "", "", _mib(sum(row["bytes"] for row in record["saved"])))
     return table
 
 
@@ -214,22 +189,6 @@ def _communication(rows: Sequence[job.Traffic]) -> Table:
             _bytes(row.sent),
         )
     return table
-
-
-def _balance(records: Sequence[Record]) -> Iterator[str]:
-    """Yield what the formula of docs/scale.md says of the head-balance loss of the first rank."""
-    counted: Counter[str] = Counter()
-    for (_, _, _, purpose), sums in job.step_traffic(records[0]).items():
-        if purpose == job.BALANCE:
-            counted.update(sums)
-    formula = job.balance_formula(records[0])
-    calls, size = sum(kind.count for kind in formula), sum(kind.bytes for kind in formula)
-    same = (calls, size) == (counted["calls"], counted["messages"])
-    yield (
-        f"head-balance loss on rank {records[0]['rank']} by formula (docs/scale.md): {calls:,} x "
-        f"all-reduce, {size:,} bytes; counted: "
-        + ("the same" if same else f"{counted['calls']:,}, {counted['messages']:,} bytes")
-    )
 
 
 def _layers(records: Sequence[Record]) -> Table:
@@ -263,6 +222,10 @@ def _ranges(numbers: Sequence[int]) -> str:
 
 def _gib(size: int) -> str:
     return f"{size / _GIB:.2f}"
+
+
+def _mib(size: float) -> str:
+    return f"{size / 2**20:.2f}"
 
 
 def _bytes(size: int) -> str:

@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from megasink.plan.communication import AllReduces, balance_collectives
 from tests.balance.collective_sizes import HEADS, LAYERS, MICROBATCHES
+from tests.balance.communication import AllReduces, balance_collectives
 from tests.distributed.layout import Layout
 from tests.distributed.pool import ROOT, free_port
 from tests.runs import MOCK, TINY, UNTIED

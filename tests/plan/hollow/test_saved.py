@@ -4,12 +4,11 @@ against fused kernels by their stand-ins."""
 import pytest
 
 from tests.distributed.pool import free_port
-from tests.plan.hollow.test_plan import CP, ELEMENTWISE, GROUPS, MOE, SP, TP, UNTIED, flags_of
+from tests.plan.hollow.test_plan import ELEMENTWISE, GROUPS, MOE, UNTIED, flags_of
 
-TOKENS, HIDDEN, HEADS, VOCABULARY = 256, 256, 8, 256
+TOKENS, HIDDEN, HEADS = 256, 256, 8
 CORE = ("self_attention.core_attention", "CoreAttention")
 # Without Megatron's fused SwiGLU, which the CPU does not have, and with the CPU's gate kernels.
-FULL = "--recompute-granularity full --recompute-method uniform --recompute-num-layers 1".split()
 AS_ON_THE_CPU = ["--no-bias-swiglu-fusion", "--attention-kernel", "auto+torch"]
 # The batch is copied to the GPU, where it is kept; on the CPU it is the data loader's.
 BATCH = {"embedding.word_embeddings", ""}
@@ -51,30 +50,6 @@ def test_saved_bytes_are_those_of_a_step_that_computes(gpu, pool, text):
     # And the allocator holds no more: the loss, and its parts.
     for step in plan["steps"]:
         assert 0 <= step["held"] - sum(row["bytes"] for row in step["saved"]) < 2048
-
-
-@pytest.mark.parametrize(
-    ("text", "ranks", "tensor", "context"),
-    [("", 1, 1, 1), (f"{TP} 2 {SP} {CP} 2", 4, 2, 2)],
-    ids=["one", "tensor-context"],
-)
-def test_what_other_kernels_would_save(gpu, text, ranks, tensor, context):
-    """The part that is saved here is counted; what is from their sources is not."""
-    flags = [*flags_of(f"{text} {UNTIED}", 4, 8), "--micro-batch-size", "2"]
-    plan = gpu.run("plan_tasks:step", flags=flags, ranks=ranks)
-    rows = {(row["module"], row["kind"]): row["bytes"] for row in plan["saved"]}
-    change = {row["name"]: row["bytes"] for row in plan["other_kernels"]}
-    tokens = 2 * TOKENS // context
-    # All that is saved around core attention is cos and sin.
-    assert change.pop("fused RoPE") == -rows["self_attention", "SelfAttention"] != 0
-    softmax = tokens * VOCABULARY // tensor * 4
-    loss = rows["", "GPTModel"] - softmax
-    assert change.pop("TransformerEngine's cross entropy") == -loss == -9 * tokens
-    assert set(change.values()) == {0}
-    plan = gpu.run("plan_tasks:step", flags=[*flags, *FULL], ranks=ranks)
-    kept = {row["name"]: row["bytes"] for row in plan["other_kernels"]}
-    assert kept.pop("TransformerEngine's cross entropy") == -9 * tokens
-    assert set(kept.values()) == {None}  # layers are recomputed
 
 
 @pytest.mark.parametrize("package", ["flash-attn-2", "apex"])
