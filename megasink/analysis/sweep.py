@@ -182,7 +182,7 @@ def contents_of(options: SweepOptions, tokenizer: Any) -> list[Sample]:
     for name, source in zip(dataset_names(options.data), options.data, strict=True):
         count = most = 0
         for document in Corpus([source], json_key=options.json_key):
-            tokens = reader.read(document.pieces(), document.source, longest)
+            tokens = reader.read(document.text, document.source, longest)
             most = max(most, len(tokens))
             if len(tokens) < longest:
                 continue

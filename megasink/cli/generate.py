@@ -59,7 +59,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     prepare_quietly(cpu=args.cpu)
     from megasink.checkpoints.carried import ends_of
     from megasink.checkpoints.load import load_model, single_process
-    from megasink.data.long_text import BYTE_ORDER_MARK
+    from megasink.data.files import BYTE_ORDER_MARK
     from megasink.data.text_tokenizer import text_tokenizer
     from megasink.data.tokenizer import leading_ids
     from megasink.megatron.decoding import generate

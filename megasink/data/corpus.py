@@ -4,15 +4,14 @@ The order is fixed: inputs as given, folders by sorted relative path, records in
 """
 
 import os
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from io import BufferedReader
 from pathlib import Path
 from typing import Literal
 
 from megasink.data import parquet
-from megasink.data.files import STDLIB, File, expand, open_file, readable
-from megasink.data.long_text import BYTE_ORDER_MARK, WHOLE_BYTES, HeldText, LongText, examine
+from megasink.data.files import BYTE_ORDER_MARK, STDLIB, File, expand, open_file, readable
 from megasink.data.paragraphs import paragraphs
 from megasink.data.parts import Place, Span, spans_of
 from megasink.data.records import text_of
@@ -25,7 +24,9 @@ InvalidUtf8 = Literal["skip", "error"]
 Split = Literal["auto", "paragraphs", "never"]
 
 MAX_DOCUMENT_BYTES = 128 << 20
-"""Per text file, line or cell; reading one takes up to ten times as much memory."""
+"""Per text file, line or cell, which is in memory as a whole: reading one takes up to ten times as
+much."""
+_HEAD_BYTES = 1 << 20  # that tell whether a file is text
 _RATIO = 1000  # gzip reaches 1032, but only for zeros
 EXAMPLES = 5
 
@@ -34,21 +35,11 @@ EXAMPLES = 5
 class Document:
     """One document: its text, and its origin (`path`, `path¶part`, `path:line` or `path#row`).
 
-    The text of a long file stays there until
-    it is asked for. A byte order mark at the beginning, of whatever kind of file, is no text.
+    A byte order mark at the beginning, of whatever kind of file, is no text.
     """
 
-    content: str | LongText | HeldText
+    text: str
     source: str
-
-    @property
-    def text(self) -> str:
-        """All of the text."""
-        return str(self.content)
-
-    def pieces(self) -> Iterable[str]:
-        """Return the text in pieces, which are not all in memory if it is long."""
-        return (self.content,) if isinstance(self.content, str) else self.content.pieces()
 
 
 @dataclass
@@ -62,7 +53,7 @@ class Skipped:
 
 # A reader yields: source, text (None if the bytes are not UTF-8), bytes read of the file so far,
 # the number of the line or row, and the byte where the next line begins.
-_Item = tuple[str, str | LongText | HeldText | None, int, int, int]
+_Item = tuple[str, str | None, int, int, int]
 
 
 class Corpus:
@@ -154,11 +145,9 @@ class Corpus:
                 for source, text, position, item, byte in self._read(span, after):
                     read = min(position, span.stop) - span.start
                     self.read_bytes = done + max(read, 0)
-                    if isinstance(text, str):
-                        text = text.removeprefix(BYTE_ORDER_MARK)
                     if text is None:
                         self._invalid(source)
-                    elif not text:
+                    elif not (text := text.removeprefix(BYTE_ORDER_MARK)):
                         self.skipped.empty += 1
                     else:
                         documents += 1
@@ -208,18 +197,17 @@ class Corpus:
             yield from self._lines(span, after)
 
     def _text(self, file: File) -> _Item:
-        source = str(file.path)
+        source, most = str(file.path), self.max_document_bytes
         with open_file(file.path, file.compression) as (stream, _):
-            most = min(self.max_document_bytes, WHOLE_BYTES)
-            data = stream.read(most + 1)
-            if len(data) > most:
-                length, size = examine(data, stream, self.max_document_bytes)
-                if size > self.max_document_bytes:
-                    raise self._too_long(source)
-                text = None if length is None else LongText(file.path, file.compression, length)
-                return source, text, file.size, 1, 0
-        # NUL is valid UTF-8, but no text file has it: this skips archives in a folder.
-        return source, None if b"\0" in data else _decoded(data), file.size, 1, 0
+            data = stream.read(min(_HEAD_BYTES, most + 1))
+            # NUL is valid UTF-8, but no text file has it: this skips archives in a folder.
+            if b"\0" not in data:
+                data += stream.read(most + 1 - len(data))
+        if b"\0" in data:
+            return source, None, file.size, 1, 0
+        if len(data) > most:
+            raise self._too_long(source)
+        return source, _decoded(data), file.size, 1, 0
 
     def _paragraphs(self, file: File, after: Place) -> Iterator[_Item]:
         whole = self._text(file)
@@ -227,8 +215,7 @@ class Corpus:
         if not text:
             yield whole
             return
-        pieces = (text,) if isinstance(text, str) else text.pieces()
-        for number, (document, done) in enumerate(paragraphs(pieces, len(text)), 1):
+        for number, (document, done) in enumerate(paragraphs(text), 1):
             if number > after.item:
                 yield f"{source}¶{number}", document, file.size * done // len(text), number, 0
 

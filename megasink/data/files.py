@@ -16,6 +16,9 @@ from megasink.errors import UserError
 STDLIB = "stdlib:"
 """Input name for the sources of the running interpreter's standard library."""
 
+BYTE_ORDER_MARK = "\ufeff"
+"""Some programs write it before a text, in UTF-8 too."""
+
 _STDLIB_LEFT_OUT = {"site-packages", "dist-packages", "test", "tests", "idle_test", "__pycache__"}
 _JSON_LINES = (".jsonl", ".ndjson", ".json")
 _COMPRESSION = {".gz": "gzip", ".zst": "zstd"}

@@ -144,7 +144,7 @@ def _batches(corpus: Corpus, places: deque[Place | None]) -> Iterator[list[Part]
     batch: list[Part] = []
     size = 0
     for document in corpus.tracked("tokenizing"):
-        for part in parts_of(document.pieces(), document.source):
+        for part in parts_of(document.text, document.source):
             batch.append(part)
             size += len(part.text)
             if size >= _BATCH_CHARACTERS or len(batch) >= _BATCH_DOCUMENTS:

@@ -9,7 +9,7 @@ import itertools
 import json
 import re
 from bisect import bisect_left
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 from megasink.errors import UserError
@@ -49,26 +49,23 @@ class Part(NamedTuple):
 
 
 def parts_of(
-    pieces: Iterable[str], source: str = "a text", size: int = _PART, margin: int = _MARGIN
+    text: str, source: str = "a text", size: int = _PART, margin: int = _MARGIN
 ) -> Iterator[Part]:
-    """Divide a document, given in pieces, without all of it in memory.
+    """Divide a document.
 
     Args:
         size: most characters of a part; the last may have `margin` more.
         margin: characters beside it.
     """
-    text, start, first = "", 0, True
-    for piece in pieces:
-        kept = max(0, start - margin)
-        text, start = text[kept:] + piece, start - kept
-        while len(text) - start > size + margin:
-            # A place where most tokenizers divide, though any would do.
-            match = _WORD_START.search(text, start + size - size // 16, start + size)
-            cut = match.start() if match else start + size
-            before, after = text[max(0, start - margin) : start], text[cut : cut + margin]
-            yield Part(text[start:cut], before, after, first, False, source)
-            start, first = cut, False
-    yield Part(text[start:], text[max(0, start - margin) : start], "", first, True, source)
+    start = 0
+    while len(text) - start > size + margin:
+        # A place where most tokenizers divide, though any would do.
+        match = _WORD_START.search(text, start + size - size // 16, start + size)
+        cut = match.start() if match else start + size
+        before, after = text[max(0, start - margin) : start], text[cut : cut + margin]
+        yield Part(text[start:cut], before, after, start == 0, False, source)
+        start = cut
+    yield Part(text[start:], text[max(0, start - margin) : start], "", start == 0, True, source)
 
 
 def text_tokenizer(tokenizer: Any, *, parse_special_tokens: bool = False) -> "TextTokenizer":
@@ -124,11 +121,11 @@ class TextTokenizer:
         Raises:
             UserError: see `part_ids`.
         """
-        return list(itertools.chain.from_iterable(self.stream((text,), source)))
+        return list(itertools.chain.from_iterable(self.stream(text, source)))
 
-    def stream(self, pieces: Iterable[str], source: str) -> Iterator[list[int]]:
-        """Yield the ids of a text that is given in pieces, part by part, as `ids` does."""
-        return map(self.part_ids, parts_of(pieces, source))
+    def stream(self, text: str, source: str) -> Iterator[list[int]]:
+        """Yield the ids of a text part by part."""
+        return map(self.part_ids, parts_of(text, source))
 
     def part_ids(self, part: Part) -> list[int]:
         """Return the ids of a part: those of all parts are the ids of the whole text.
@@ -190,8 +187,8 @@ class _PythonTokenizer(TextTokenizer):
     def __init__(self, tokenizer: Any, *, parse_special_tokens: bool):
         self._tokenizer, self._split = tokenizer, not parse_special_tokens
 
-    def stream(self, pieces: Iterable[str], source: str) -> Iterator[list[int]]:
-        text, options = "".join(pieces), {"split_special_tokens": self._split}
+    def stream(self, text: str, source: str) -> Iterator[list[int]]:
+        options = {"split_special_tokens": self._split}
         yield self._tokenizer.encode(text, add_special_tokens=False, **options)
 
 

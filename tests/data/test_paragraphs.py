@@ -7,7 +7,6 @@ from megatron.core.datasets.indexed_dataset import IndexedDataset
 
 from megasink import cli
 from megasink.data.corpus import Corpus
-from megasink.data.long_text import WHOLE_BYTES
 from megasink.data.paragraphs import paragraphs
 from megasink.data.tokenizer import load_tokenizer
 
@@ -22,40 +21,35 @@ def words(texts):
     return "".join("".join(texts).split())
 
 
-def test_documents_do_not_depend_on_how_the_text_is_read():
+def test_no_word_is_lost():
     chance = random.Random(0)
     for _ in range(100):
         text = "".join(chance.choices(BREAKS, k=chance.randrange(1, 3000)))
-        whole = list(paragraphs([text], len(text)))
-        cuts = sorted(chance.randrange(len(text) + 1) for _ in range(chance.randrange(8)))
-        pieces = [text[a:b] for a, b in zip([0, *cuts], [*cuts, len(text)], strict=True)]
-        assert list(paragraphs(pieces, len(text))) == whole
-        assert words(document for document, _ in whole) == words([text])
+        assert words(document for document, _ in paragraphs(text)) == words([text])
 
 
 def test_a_document_ends_at_a_blank_line_or_else_at_the_end_of_a_line():
     text = "".join(f"paragraph {i} of some words\nand a line\n\n" for i in range(2000))
-    found = [document for document, _ in paragraphs([text], len(text))]
+    found = [document for document, _ in paragraphs(text)]
     assert 150 < len(found) <= 200
     assert all(
         document.startswith("paragraph ") and document.endswith("line") for document in found
     )
     lines = "a line of a text without paragraphs\n" * 2000
-    found = [document for document, _ in paragraphs([lines], len(lines))]
+    found = [document for document, _ in paragraphs(lines)]
     assert len(found) > 10
     assert set("\n".join(found).split("\n")) == {"a line of a text without paragraphs"}
     endless = "word " * 20_000
-    assert [document for document, _ in paragraphs([endless], len(endless))] == [endless]
+    assert [document for document, _ in paragraphs(endless)] == [endless]
 
 
-def test_a_long_file_and_one_that_is_read_at_once_are_split_alike(tmp_path):
-    text = "".join(f"paragraph {i}\n\n" for i in range(WHOLE_BYTES // 13))
+def test_a_split_file_goes_on_from_its_middle(tmp_path):
+    text = "".join(f"paragraph {i}\n\n" for i in range(20_000))
     path = tmp_path / "long.txt"
     path.write_text(text)
     corpus = Corpus([path], split="auto")
     found = [document.text for document in corpus]
-    assert found == [document for document, _ in paragraphs([text], len(text))]
-    # From the middle on, as after a kill.
+    assert found == [document for document, _ in paragraphs(text)]
     documents = iter(corpus)
     for _ in range(7):
         next(documents)

@@ -15,7 +15,6 @@ from transformers import PreTrainedTokenizerFast
 
 from megasink import cli
 from megasink.analysis.capture.inputs import Reader, text_samples
-from megasink.data import corpus, long_text, records
 from megasink.data.corpus import Corpus
 from megasink.data.encode import Encoder, EncoderSettings
 from megasink.data.preprocess import preprocess
@@ -122,10 +121,7 @@ def test_parts_of_a_text_have_the_tokens_of_the_whole(made, sources):
         whole = made.encode(text, add_special_tokens=False).ids
         assert text_of.ids(text) == whole
         for size, margin in ((700, 128), (1000, 200), (333, 96)):
-            third = 1 + len(text) // 3
-            pieces = [text[at : at + third] for at in range(0, len(text), third)]
-            parts = list(parts_of((text,), "a", size, margin))
-            assert list(parts_of(pieces, "a", size, margin)) == parts
+            parts = list(parts_of(text, "a", size, margin))
             assert "".join(part.text for part in parts) == text
             assert all(len(part.text) <= size for part in parts[:-1])
             assert len(parts) > 1
@@ -141,7 +137,7 @@ def test_parts_of_a_text_have_the_tokens_of_the_whole(made, sources):
 def test_a_text_that_cannot_be_divided_is_refused(sources):
     """Of a long run, each part would begin to pair its characters somewhere else."""
     text_of = text_tokenizer(wrapped(byte_level(sources)))
-    parts = list(parts_of((" " * 3000,), "a.txt", 700, 128))
+    parts = list(parts_of(" " * 3000, "a.txt", 700, 128))
     with pytest.raises(
         UserError, match=r"a\.txt is too long for this tokenizer: tokens in its mid"
     ):
@@ -237,16 +233,11 @@ def test_a_tokenizer_of_proteins_has_leading_ids():
     assert leading_ids(PreTrainedTokenizerFast(tokenizer_object=tokenizer, bos_token="<s>")) == [2]
 
 
-@pytest.mark.parametrize("long", [False, True])
-def test_readers_agree_that_a_byte_order_mark_is_no_text(tmp_path, texts, monkeypatch, long):
+def test_readers_agree_that_a_byte_order_mark_is_no_text(tmp_path, texts):
     """As the first character of a document only."""
     import pyarrow as pa
     import pyarrow.parquet as pq
 
-    if long:  # read in another way than short ones
-        for module in (corpus, records):
-            monkeypatch.setattr(module, "WHOLE_BYTES", 10)
-        monkeypatch.setattr(long_text, "_BLOCK", 2)
     text = "\ufefféin Text,\ufeff langer als so"
     line = json.dumps({"text": text}, ensure_ascii=False)
     (tmp_path / "a.txt").write_text(text)
@@ -274,7 +265,7 @@ def test_every_command_with_texts_has_the_flag(command, capsys):
 def test_texts_become_tokens_in_one_place():
     """What else encodes: what surrounds a text, and comparisons of a tokenizer with its copy."""
     calls = re.compile(r"\.encode\([^)]*(add|split)_special_tokens|backend_tokenizer|encode_batch")
-    package = Path(corpus.__file__).parents[1]
+    package = Path(cli.__file__).parents[1]
     found = {
         p.relative_to(package).as_posix()
         for p in package.rglob("*.py")

@@ -22,7 +22,7 @@ from megasink.analysis.options import BOS, SEQ_LENGTH, AnalysisOptions
 from megasink.analysis.run import bytes_by_token, run_facts
 from megasink.analysis.summary import summarize
 from megasink.analysis.write import write_analysis
-from megasink.data.long_text import BYTE_ORDER_MARK
+from megasink.data.files import BYTE_ORDER_MARK
 from megasink.data.replaced_tokens import replacement
 from megasink.errors import ConfigError, UserError
 from megasink.output_folder import results_in
@@ -186,8 +186,8 @@ def _inputs(
     else:
         samples = []
         for number, text in enumerate(given):
-            pieces = (str(text).removeprefix(BYTE_ORDER_MARK),)
-            tokens = reader.read(pieces, f"text {number}", length)
+            content = str(text).removeprefix(BYTE_ORDER_MARK)
+            tokens = reader.read(content, f"text {number}", length)
             if len(tokens) >= SHORTEST:
                 samples.append(Sample(tuple(tokens), "texts", f"text {number}"))
         samples = samples[:most]

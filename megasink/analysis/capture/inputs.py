@@ -84,7 +84,7 @@ def text_samples(
             cut = _cut(reader, only, name, seq_length, max_samples)
         else:
             for document in itertools.chain((only, second), documents):
-                tokens = reader.read(document.pieces(), document.source, seq_length)
+                tokens = reader.read(document.text, document.source, seq_length)
                 if len(tokens) < SHORTEST:
                     continue
                 cut.append(Sample(tuple(tokens), name, document.source))
@@ -101,7 +101,7 @@ def _cut(
 ) -> list[Sample]:
     """Split one document into samples of `length` tokens, dropping the remainder."""
     wanted = None if most is None else most * length
-    tokens = reader.read(document.pieces(), document.source, wanted)
+    tokens = reader.read(document.text, document.source, wanted)
     if len(tokens) < SHORTEST:
         return []
     lead = reader.lead
@@ -149,11 +149,10 @@ class Reader:
                 "post-processor, or use --bos none"
             )
 
-    def read(self, pieces: Iterable[str], source: str, most: int | None = None) -> list[int]:
+    def read(self, text: str, source: str, most: int | None = None) -> list[int]:
         """Return the first tokens of a text.
 
         Args:
-            pieces: the text.
             source: where it came from, for errors.
             most: tokens to return; None for all.
 
@@ -161,7 +160,7 @@ class Reader:
             UserError: the text begins with the BOS that the tokenizer adds, or as `TextTokenizer`.
         """
         tokens = list(self.lead)
-        for ids in self._text.stream(pieces, source):
+        for ids in self._text.stream(text, source):
             if tokens == [self._bos] == ids[:1]:
                 raise UserError(
                     f"{source} already begins with the BOS token {self._bos}, and the tokenizer "
