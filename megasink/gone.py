@@ -1,4 +1,4 @@
-"""Flags that went, and what serves instead: one record, which every answer to them is read from."""
+"""Commands and flags that went, and what serves instead: one record for every answer to them."""
 
 _SYNC = "copy the run folder with aws s3 sync or rclone (docs/object-stores.md)"
 _RETAIN = (
@@ -15,8 +15,16 @@ _BRIDGE = (
 FINETUNE = "megasink finetune (docs/finetuning.md)"
 _PEFT = f"{FINETUNE}, or under Megatron the PEFT of Megatron-Bridge with megasink's layer spec"
 _MERGED = "merge the adapter first: peft's merge_and_unload (docs/finetuning.md)"
-_TRACE = "megasink trace RUN --data FILES measures the run's checkpoints (docs/instruments.md)"
+_TRACE = (
+    "megasink analyze RUN --checkpoints --data FILES measures the run's checkpoints "
+    "(docs/instruments.md)"
+)
 GONE = {
+    "megasink grid": "the grid is `python -m examples.replicate.grid` in a checkout; Hydra or "
+    "submitit for sweeps of your own",
+    "megasink merge-data": "megasink data --merge PREFIX joins the parts of a data set",
+    "megasink plot": "megasink compare RUN draws one run, too",
+    "megasink trace": _TRACE,
     "--analyze-interval": _TRACE,
     "--analyze-samples": _TRACE,
     **dict.fromkeys(
@@ -45,4 +53,4 @@ GONE = {
     "megasink finetune --pipeline-model-parallel-size": _BRIDGE,
     "megasink finetune --context-parallel-size": _BRIDGE,
 }
-"""Flags that went, and what serves instead; those of one command under its name."""
+"""Command, or flag, or a flag of one command -> what serves instead."""

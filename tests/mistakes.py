@@ -223,7 +223,7 @@ MISTAKES = {
         "generate {0}/run --prompt a --max-tokens 5",
         "unknown: --max-tokens 5: did you mean --max-new-tokens?",
     ),
-    # analyze, sweep, trace, report
+    # analyze, sweep, report
     "analyze-no-data": (
         "analyze {0}/llama --output {0}/new/out",
         "no --data: pass text files or folders",
@@ -277,7 +277,10 @@ MISTAKES = {
         "evaluate {0}/llama --output {0}/new/out --device cpu --tasks docstrings_choice --limit 0",
         "--limit 0: at least 1",
     ),
-    "trace-no-run": ("trace {0}/runs --output {0}/new/out", "{0}/runs: no such folder"),
+    "checkpoints-no-run": (
+        f"{ANALYZE} --checkpoints",
+        "--checkpoints is of a run, and {0}/llama is none: remove it",
+    ),
     "report-no-analysis": ("report {0}/llama --output {0}/new/page", "{0}/llama"),
     "report-no-output": ("report {0}/llama", "missing: --output"),
     # compare, doctor, demo

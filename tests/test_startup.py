@@ -25,7 +25,6 @@ PATHS = {
     "ablate": "nowhere --data nowhere.txt --output {0}/new",
     "sweep": "nowhere --data nowhere.txt --output {0}/new",
     "evaluate": "nowhere --tasks piqa --output {0}/new",
-    "trace": "nowhere --data nowhere.txt --output {0}/new",
     "report": "nowhere --output {0}/new",
     "doctor": "--head-dim 0",
 }

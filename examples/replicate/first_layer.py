@@ -22,9 +22,7 @@ from megasink.analysis.interventions.zero_heads import ZeroHeads
 from megasink.analysis.measure import measure
 from megasink.analysis.options import AnalysisOptions
 from megasink.atomic import atomic_text
-from megasink.checkpoints.find import is_run
-from megasink.cli import analysis_flags
-from megasink.cli.analyze import opened
+from megasink.cli.analyze import analyze_parser, check, opened
 from megasink.json_file import read_object
 from megasink.progress import tracked
 
@@ -35,8 +33,8 @@ NUMBERS = ("sink_rate", "least_sink_rate", "least_share", "all_share")
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Measure Sink^0.3 of the first token with heads of layer 0 zeroed; write first_layer.json."""
-    args = analysis_flags.parser("first_layer.py", main.__doc__).parse_args(argv)
-    which = analysis_flags.check(args, is_run=is_run(args.model))
+    args = analyze_parser("first_layer.py", main.__doc__).parse_args(argv)
+    which = check(args)
     with opened(which, Ranks()) as model:
         write(model, AnalysisOptions.of(args), args.output)
     return 0

@@ -13,12 +13,13 @@ from megasink import messages, plugins, stopping
 from megasink.command_line import CommandParser
 from megasink.errors import Stopped, UserError, unknown_name
 from megasink.extras import require_train
+from megasink.gone import GONE
 
 # Group -> command -> what it does; each is a module of `megasink.cli` with a ``main``, imported on
 # demand.
 GROUPS = {
     "look inside a model (start here: analyze)": {
-        "analyze": "sinks, heads and hidden states of a model, as a report",
+        "analyze": "sinks, heads and hidden states of a model, or of a run over time, as a report",
         "ablate": "what a model loses when inactive or chosen heads are zeroed",
         "sweep": "sinks, inactive heads and loss by length, BOS and repeated first tokens",
         "evaluate": "scores on tasks of lm-evaluation-harness, with interventions or without",
@@ -33,7 +34,6 @@ GROUPS = {
     },
     "follow and plan runs": {
         "compare": "curves of one run or several on one page, and a table of final numbers",
-        "trace": "analyses of the checkpoints of a run, against tokens",
         "checkpoints": "list and verify the checkpoints of a run",
         "recipes": "list the recipes of train --recipe, or show the flags of one, or of a run",
         "plan": "memory, communication and time of a run on any number of GPUs, without one",
@@ -45,13 +45,6 @@ GROUPS = {
     },
 }
 COMMANDS = {name: text for group in GROUPS.values() for name, text in group.items()}
-# Command that went -> what serves instead.
-GONE = {
-    "grid": "the grid is `python -m examples.replicate.grid` in a checkout; Hydra or submitit for "
-    "sweeps of your own",
-    "merge-data": "megasink data --merge PREFIX joins the parts of a data set",
-    "plot": "megasink compare RUN draws one run, too",
-}
 # These use no variant, metric or conversion target.
 WITHOUT_PLUGINS = ("demo", "data", "recipes", "checkpoints")
 # These always run Megatron; others need it for runs alone, and say so when they are given one.
@@ -106,8 +99,8 @@ def _run(argv: Sequence[str] | None) -> int:
         if args.help or args.command is None:
             print(_first_screen())
             return 0 if args.help else 2
-        if args.command in GONE:
-            raise UserError(f"megasink {args.command} is gone: {GONE[args.command]}")
+        if instead := GONE.get(f"megasink {args.command}"):
+            raise UserError(f"megasink {args.command} is gone: {instead}")
         if args.command not in COMMANDS:
             raise UserError(unknown_name("the command", args.command, COMMANDS))
         if args.command in OF_TRAIN:

@@ -15,7 +15,6 @@ from megasink.analysis.options import (
     BOS,
     DTYPES,
     KEPT,
-    KINDS,
     SEQ_LENGTH,
     ModelOptions,
     model_problem,
@@ -32,36 +31,6 @@ from megasink.plugins import add_flag
 
 # Devices of torch that nothing here was tried on.
 _UNTRIED = ("mps", "xpu", "npu", "hpu")
-
-
-def parser(prog: str = "megasink analyze", description: str | None = None) -> CommandParser:
-    """Return a parser with the options of every analysis."""
-    parser = model_parser(prog, description)
-    parser.add_argument(
-        "--inputs",
-        nargs="+",
-        choices=KINDS,
-        default=["natural"],
-        help="the texts (natural), random tokens, one repeated token (default: natural)",
-    )
-    add_sequence_flags(parser)
-    parser.add_argument("--positions", type=int, default=64, help="tokens in curves (default: 64)")
-    parser.add_argument("--columns", type=int, default=8, help="keys with a sink rate (default: 8)")
-    parser.add_argument(
-        "--maps",
-        nargs="*",
-        metavar="LAYER.HEAD",
-        help="also draw attention maps and query-key geometry of these heads, such as 3.5 7.2; "
-        "without a value, of the heads with the highest and lowest AWFT and importance",
-    )
-    parser.add_argument(
-        "--map-length",
-        type=int,
-        default=48,
-        help=f"tokens in a map, 2 to {MAP_TOKENS - 1} (default: 48)",
-    )
-    parser.add_argument("--no-loss", dest="loss", action="store_false", help="skip logits and loss")
-    return parser
 
 
 def add_sequence_flags(parser: argparse.ArgumentParser) -> None:
@@ -147,15 +116,6 @@ def model_parser(prog: str, description: str | None) -> CommandParser:
     parser.add_argument("--batch-size", type=int, default=8, help="batch size (default: 8)")
     parser.add_argument("--seed", type=int, default=1234, help="of random tokens (default: 1234)")
     return parser
-
-
-def check(args: argparse.Namespace, *, is_run: bool = False) -> ModelOptions:
-    """Check everything that needs no model, and return how it is loaded.
-
-    Raises:
-        ConfigError: one message with every problem.
-    """
-    return settled(args, problems_of(args, is_run=is_run))
 
 
 def settled(args: argparse.Namespace, problems: Sequence[str]) -> ModelOptions:

@@ -94,7 +94,7 @@ def summary(folder: Path) -> list[str]:
     first = lines["no-loss"][0]
     seconds = sorted(x["seconds"] for x in lines["no-loss"] if "lm_loss" in x)
     per_step = first["tokens"] / first["iteration"]
-    traced = f"megasink trace {folder}/loss --data {folder.parent}/language.jsonl"
+    traced = f"megasink analyze {folder}/loss --checkpoints --data {folder.parent}/language.jsonl"
     rows: list[tuple[str, Any]] = [
         ("loss", f"{first['lm_loss']:.3f} -> {last['no-loss']['lm_loss']:.3f} nats per token"),
         ("speed", f"{per_step / seconds[len(seconds) // 2]:,.0f} tokens/s (median step)"),

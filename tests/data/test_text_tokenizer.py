@@ -253,9 +253,7 @@ def test_readers_agree_that_a_byte_order_mark_is_no_text(tmp_path, texts):
     assert len(texts(tmp_path)) == 8
 
 
-@pytest.mark.parametrize(
-    "command", ["data", "analyze", "trace", "sweep", "ablate", "evaluate", "generate"]
-)
+@pytest.mark.parametrize("command", ["data", "analyze", "sweep", "ablate", "evaluate", "generate"])
 def test_every_command_with_texts_has_the_flag(command, capsys):
     with pytest.raises(SystemExit):
         cli.main([command, "--help-all"])

@@ -196,6 +196,6 @@ def flags_of_any_text() -> dict[str, list[str]]:
         mock.patch.object(argparse.ArgumentParser, "parse_known_args", look),
     ):
         parse_apart([])
-        for command in ("analyze", "ablate", "sweep", "evaluate", "trace"):
+        for command in ("analyze", "ablate", "sweep", "evaluate"):
             flag_problems(main_of(command), ["model", "--output", "x", "--tasks", "y"])
     return found

@@ -36,7 +36,7 @@ READING = (
 REFUSING = (
     *READING[:3],
     "analyze RUN --output OUT/analysis --data DATA --tokenizer TOKENIZER",
-    "trace RUN --output OUT/trace --data DATA --tokenizer TOKENIZER",
+    "analyze RUN --checkpoints --output OUT/trace --data DATA --tokenizer TOKENIZER",
 )
 
 

@@ -180,13 +180,12 @@ def analyzed_samples(command_lines: list[list[str]]) -> list[dict[str, Any]]:
     from megasink.analysis.capture.ranks import Ranks
     from megasink.analysis.capture.samples import inputs_of
     from megasink.analysis.options import AnalysisOptions
-    from megasink.cli import analysis_flags
-    from megasink.cli.analyze import open_checkpoint
+    from megasink.cli.analyze import analyze_parser, check, open_checkpoint
 
     found = []
     for argv in command_lines:
-        args = analysis_flags.parser().parse_args(argv)
-        which = analysis_flags.check(args, is_run=True)
+        args = analyze_parser("analyze").parse_args(argv)
+        which = check(args)
         with contextlib.redirect_stderr(io.StringIO()) as errors:
             inputs = inputs_of(AnalysisOptions.of(args), open_checkpoint(which, None, Ranks()))
         found.append(

@@ -168,7 +168,10 @@ def test_analyze_and_trace_a_run(pipeline_run, pool, tmp_path):
     ]
     lengths = ["--lengths", "32", "64", "--max-samples", "8", "--device", "cpu"]
     commands = [
-        ["trace", str(run), *data, "--output", str(tmp_path / "trace"), "--device", "cpu"],
+        [
+            *("analyze", str(run), "--checkpoints", *data),
+            *("--output", str(tmp_path / "trace"), "--device", "cpu"),
+        ],
         ["analyze", str(run), *data, "--output", str(tmp_path / "out"), "--dtype", "float32"],
         ["analyze", str(tmp_path), *data, "--output", str(tmp_path / "out")],
         ["sweep", str(run), *data[:2], *lengths, "--output", str(tmp_path / "sweep")],
@@ -181,7 +184,9 @@ def test_analyze_and_trace_a_run(pipeline_run, pool, tmp_path):
     assert "trace: 1 of 2 checkpoints" in answers[0][2]
     assert "analyzing" not in answers[4][2]  # both analyses are there
     assert "holds results of other settings (--name" in answers[5][2]
-    assert answers[4][1].endswith("trace.csv and trace.png from 2 analyses\n")
+    wrote, then, _ = answers[4][1].split("\n")
+    assert wrote.endswith("trace.csv and trace.png from 2 analyses")
+    assert "megasink report " in then
     assert "--dtype applies to Hugging Face models" in answers[1][2]
     assert "is not a Hugging Face model folder" in answers[2][2]
     header, *rows = (tmp_path / "trace" / "trace.csv").read_text().splitlines()

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from examples.replicate.grid.measurements import MEASUREMENTS, Curves
+from examples.replicate.grid.measurements import Curves, measurement_of
 from megasink.analysis.pages.curves import SMOOTHED, series, smoothed
 from megasink.analysis.pages.metrics import read_metrics
 from megasink.analysis.pages.spikes import loss_spikes
@@ -44,8 +44,10 @@ def collect(
     if metrics["diverged"]:
         return metrics, curves
     for name, words in measure.items():
+        measurement = measurement_of(words)
+        assert measurement is not None  # the plan has refused others
         try:
-            numbers, traced = MEASUREMENTS[words[0]].read(run / name)
+            numbers, traced = measurement.read(run / name)
         except (OSError, KeyError, TypeError, ValueError, IndexError) as error:
             raise UserError(f"{run / name} cannot be read: {error!r}") from error
         metrics |= {f"{name}/{metric}": value for metric, value in numbers.items()}

@@ -84,6 +84,12 @@ def _number(text: str, levels: Sequence[str]) -> float | None:
 
 MEASUREMENTS = {
     "analyze": Measurement("results.json", _analysis, _of_models),
-    "trace": Measurement("trace.csv", _trace, _of_traces),
+    "analyze --checkpoints": Measurement("trace.csv", _trace, _of_traces),
 }
 """By command of megasink."""
+
+
+def measurement_of(words: Sequence[str]) -> Measurement | None:
+    """Return what the command of these words leaves; None for one that measures nothing."""
+    flag = " --checkpoints" if "--checkpoints" in words else ""
+    return MEASUREMENTS.get(f"{words[0]}{flag}")

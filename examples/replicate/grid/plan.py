@@ -8,7 +8,7 @@ from typing import Any
 
 from examples.replicate.grid.collect import NAMES
 from examples.replicate.grid.file import FILES, Cell, GridFile, data_of, filled
-from examples.replicate.grid.measurements import MEASUREMENTS
+from examples.replicate.grid.measurements import MEASUREMENTS, measurement_of
 from examples.replicate.grid.results import RunRecord, read_record
 from examples.replicate.grid.start import Way, way_of
 from megasink.atomic import atomic_text
@@ -108,7 +108,7 @@ def _metric_problems(grid: GridFile) -> Iterator[str]:
                 yield unknown_name("the metric", name, NAMES)
         elif place not in grid.measure:
             yield f"the metric {name!r} is of the measurement {place!r}, which is not in the file"
-        elif command := MEASUREMENTS.get(grid.measure[place][0]):
+        elif command := measurement_of(grid.measure[place]):
             yields = command.metrics()
             if metric.rpartition("/")[2] not in yields:
                 yield unknown_name(f"the metric of {place}", metric, yields)
@@ -118,7 +118,7 @@ def _command_problems(grid: GridFile, out: Path) -> Iterator[str]:
     """Parse the command of each measurement as it will be for the first run."""
     run = out / grid.cells[0].folder / f"seed-{grid.seeds[0]}"
     for name, words in grid.measure.items():
-        if words[0] not in MEASUREMENTS:
+        if measurement_of(words) is None:
             text = unknown_name("the command", words[0], MEASUREMENTS)
             yield f"measure.{name}: {text}"
             continue

@@ -1,4 +1,4 @@
-"""The files of `megasink trace`: every scalar metric, checkpoint by checkpoint."""
+"""The files of `megasink analyze --checkpoints`: every scalar metric, checkpoint by checkpoint."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass

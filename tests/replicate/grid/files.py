@@ -36,8 +36,8 @@ POINTS = 'vanilla = {attention-variant = "vanilla"}\nsink = {attention-variant =
 TRACE = """
 [measure.trace]
 command = \"\"\"
-trace {run} --data {out}/data/letters-sample.jsonl --max-samples 2 --no-loss --device cpu
---output {run}/trace
+analyze {run} --checkpoints --data {out}/data/letters-sample.jsonl --max-samples 2 --no-loss
+--device cpu --output {run}/trace
 \"\"\"
 """
 

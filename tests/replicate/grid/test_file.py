@@ -101,7 +101,7 @@ FORM = {
         "measure.a: the command does not write {run}/a: add --output {run}/a",
     ),
     "quotation": (
-        {"rest": '[measure.a]\ncommand = "trace \'{run}"\n'},
+        {"rest": '[measure.a]\ncommand = "analyze \'{run}"\n'},
         "No closing quotation",
     ),
     "one-folder": (
@@ -144,10 +144,10 @@ PLANNED = {
     ),
     "command": (
         {"rest": '[measure.trace]\ncommand = "generate {run} {run}/trace"\n'},
-        "measure.trace: the command 'generate' is unknown: choose analyze, trace",
+        "measure.trace: the command 'generate' is unknown: choose analyze",
     ),
     "flag-of-command": (
-        {"rest": '[measure.trace]\ncommand = "trace {run} --outptu 3 --output {run}/trace"\n'},
+        {"rest": '[measure.trace]\ncommand = "analyze {run} --outptu 3 --output {run}/trace"\n'},
         "measure.trace: unknown: --outptu 3: did you mean --output?",
     ),
 }

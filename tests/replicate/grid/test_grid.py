@@ -135,7 +135,7 @@ def test_the_record_of_a_run(made):
     run = made.out / "sink" / "seed-2"
     assert (record.cell, record.points, record.seed) == ("sink", {"attention": "sink"}, 2)
     assert record.flags["attention-variant"] == "sink"
-    assert record.measure["trace"][:4] == ["trace", "{run}", "--data", DATA]
+    assert record.measure["trace"][:5] == ["analyze", "{run}", "--checkpoints", "--data", DATA]
     last = {key: value for line in metrics(run) for key, value in line.items()}
     assert record.metrics["valid_lm_loss"] == last["valid_lm_loss"]
     with (run / "trace" / "trace.csv").open(newline="") as file:

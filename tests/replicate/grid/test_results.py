@@ -169,7 +169,7 @@ def test_a_category_in_a_trace_is_a_number_in_its_curve(tmp_path):
     (tmp_path / "trace.csv").write_text(
         "step,tokens,circuit_stage,sink_rate\n50,100,none,0.25\n100,200,forming,\n"
     )
-    numbers, curves = MEASUREMENTS["trace"].read(tmp_path)
+    numbers, curves = MEASUREMENTS["analyze --checkpoints"].read(tmp_path)
     assert numbers == {"tokens": 200.0, "circuit_stage": "forming"}
     assert curves["circuit_stage"] == [[50.0, 100.0], [0.0, 3.0]]
     assert curves["sink_rate"] == [[50.0, 100.0], [0.25, None]]
