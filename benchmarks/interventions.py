@@ -1,6 +1,6 @@
 """What interventions cost: CPU time of a forward pass with each, over that of a plain one.
 
-    python benchmarks/interventions.py            # prints the table of docs/interventions.md
+    python benchmarks/interventions.py            # prints the cost of each intervention
 
 The plain pass and those of every intervention alternate in one process with the same attention
 kernel; the least of each is compared, as what else the machine does only adds to it. `--peak` also
