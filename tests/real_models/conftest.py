@@ -2,6 +2,7 @@
 
 import json
 import random
+import sys
 
 import pytest
 import torch
@@ -11,12 +12,25 @@ from tokenizers.pre_tokenizers import Whitespace
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
 from examples.real_models import analyses, changes, importance, scores, zeroing
+from megasink import plugins
+from megasink.analysis.metrics import metrics, registry
 
 
 def sentences(draw, words, count):
     """Return made-up words, with a full stop after every eight."""
     chosen = draw.choices(words, k=count)
     return "".join(word + ". " * (n % 8 == 7) for n, word in enumerate(chosen))
+
+
+@pytest.fixture(autouse=True, scope="module")
+def without_plugin():
+    """The metrics of the example's plugin are no longer there for the next file of tests: an
+    analysis is another one with them."""
+    yield
+    if plugins.LOADED.pop(geometry := "examples.real_models.geometry", None):
+        del sys.modules[geometry]
+        for name in [n for n, entry in metrics().items() if entry.compute.__module__ == geometry]:
+            del registry._REGISTRY[name]
 
 
 @pytest.fixture
