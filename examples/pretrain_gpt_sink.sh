@@ -76,7 +76,7 @@ import sys
 
 def flags():
     """Return the recipe, then the flags from the environment and the command line."""
-    chosen = any(word.partition("=")[0] in ("--recipe", "--config") for word in sys.argv)
+    chosen = any(word.partition("=")[0] == "--recipe" for word in sys.argv)
     given = [] if chosen else ["--recipe", "p0-0.6b"]
     for variable, flag in (
         ("DATA_PATH", "--data-path"),

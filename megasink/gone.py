@@ -34,6 +34,7 @@ GONE = {
     "megasink convert-from-hf --base": _MERGED,
     "megasink data --chat": FINETUNE,
     "megasink data --seq-length": "text is cut when it is trained on, at any length",
+    "--config": "--recipe takes names, files and run folders (docs/recipes.md)",
     "--checkpoint-store": _SYNC,
     "--fetch": _SYNC,
     "--prune": _RETAIN,

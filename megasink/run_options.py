@@ -15,19 +15,14 @@ class RecipeOptions:
     recipe: list[str] | None = field(
         default=None, metadata={"argparse_meta": {"nargs": "+", "metavar": "NAME"}}
     )
-    """Take the flags of these recipes (`megasink recipes` lists them) or TOML files first; those of
-    the command line count more, and of several files the last."""
-
-    config: list[str] | None = field(
-        default=None, metadata={"argparse_meta": {"nargs": "+", "metavar": "FILE"}}
-    )
-    """The same as --recipe, for files of your own and for runs: RUN/config.toml holds the flags of
-    a run."""
+    """Take the flags of these recipes (`megasink recipes` lists them), TOML files or runs first
+    (RUN/config.toml holds the flags of a run); those of the command line count more, and of several
+    files the last."""
 
     expanded_recipe: list[str] | None = field(
         default=None, metadata={"argparse_meta": {"nargs": "+", "metavar": "NAME"}}
     )
-    """Written by --recipe and --config in their place: the names of the files whose flags this
+    """Written by --recipe in its place: the names of the files whose flags this
     command line holds, with the start of their SHA-256. It is recorded and has no effect."""
 
     lr_wsd_decay_fraction: float | None = None

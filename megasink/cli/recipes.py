@@ -11,7 +11,7 @@ from megasink.training.flag_file import Flags, toml_lines
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Print one line per recipe, or a TOML file for `megasink train --config`."""
+    """Print one line per recipe, or a TOML file for `megasink train --recipe`."""
     parser = CommandParser(
         prog="megasink recipes",
         description="List the recipes of megasink train --recipe, or print the flags of one, with "

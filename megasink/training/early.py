@@ -82,7 +82,7 @@ def was_checked(argv: Sequence[str]) -> bool:
 
 
 def expanded(argv: Sequence[str]) -> list[str]:
-    """Return a command line with the flags of its files in the place of --recipe and --config.
+    """Return a command line with the flags of its files in the place of --recipe.
 
     Everything that starts a run from words calls this before anything else reads them.
 
@@ -90,7 +90,7 @@ def expanded(argv: Sequence[str]) -> list[str]:
         ConfigError: a recipe has problems; lists all of them.
         UserError: a recipe is not found, or is not TOML.
     """
-    if not any(word.partition("=")[0] in recipes.FLAGS for word in argv):
+    if not any(word.partition("=")[0] == recipes.FLAG for word in argv):
         return list(argv)
     return recipes.expanded(argv, known_flags())
 

@@ -1,6 +1,6 @@
 """The run folder: its configuration, its files, and who may write to it.
 
-RUN/config.toml       the flags of the last start, which `megasink train --config` takes
+RUN/config.toml       the flags of the last start, which `megasink train --recipe` takes
 RUN/config.json       every resolved argument, the run's identity as given, versions, git hash
 RUN/starts.jsonl      one line per start: time, command line, layout, versions
 RUN/metrics.jsonl     one line per step, one per evaluation

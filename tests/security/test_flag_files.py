@@ -149,7 +149,7 @@ def test_a_recipe_sets_none(place, capsys, name):
     mine = toml(place / "work" / "mine.toml", flags_of(place, name))
     (place / "work" / "of.toml").write_text('include = "mine.toml"\nlr = 1.0\n')
     toml(run_of(place) / "config.toml", flags_of(place, name))
-    for given in (["--recipe", mine], ["--config", "of.toml"], ["--config", place / "run"]):
+    for given in (["--recipe", mine], ["--recipe", "of.toml"], ["--recipe", place / "run"]):
         said = refused(place, capsys, ["train", *MOCK, *given], f"--{name}", f"{name}: give it on")
         assert str(given[1]) in said or "mine.toml: " in said
 
@@ -202,7 +202,7 @@ def test_the_command_line_may(place, capsys):
     assert line.count("--tensorboard-dir") == 1
     assert shlex.join(own) in line
     assert not (place / "ran").exists()
-    line = ["train", *MOCK, "--cpu", "--config", str(mine), *own, "--plugin", "evil"]
+    line = ["train", *MOCK, "--cpu", "--recipe", str(mine), *own, "--plugin", "evil"]
     megasink(line)
     assert (place / "ran").exists()
 

@@ -197,17 +197,17 @@ def test_of_flags_that_exclude_each_other_the_last_one_stays(flags, kept, droppe
     assert not getattr(args, dropped)
 
 
-def test_config_is_the_same_flag_and_a_later_file_counts_more(tmp_path):
+def test_a_later_file_counts_more(tmp_path):
     mine = write(tmp_path, "lr = 1e-3\nswiglu = true\nbf16 = true\n")
-    line = early.expanded(["--config", mine, "--seed", "4", "--recipe", "p2-60m", "--bf16=false"])
+    line = early.expanded(["--recipe", mine, "p2-60m", "--seed", "4", "--bf16=false"])
     assert [word.partition("@")[0] for word in line[1:3]] == [mine, "p2-60m"]
     args = early.read(line)
     assert (args.lr, args.seed, args.num_layers) == (4e-4, 4, 10)
     # The command line counts more than both, also where Megatron has no opposite of a switch.
     assert (args.swiglu, args.bf16) == (True, False)
-    assert early.read(early.expanded([f"--config={mine}"])).bf16
+    assert early.read(early.expanded([f"--recipe={mine}"])).bf16
     # Where no file has set it, it is no flag.
-    assert early.expanded(["--config", mine, "--fp16=false"])[-1] == "--fp16=false"
+    assert early.expanded(["--recipe", mine, "--fp16=false"])[-1] == "--fp16=false"
 
 
 def test_a_run_is_its_configuration(tmp_path, monkeypatch):
@@ -216,11 +216,11 @@ def test_a_run_is_its_configuration(tmp_path, monkeypatch):
     monkeypatch.setattr(sys, "argv", ["x.py", "--run-dir", "r", "--resume=auto", *flags])
     args = Namespace(world_size=1, seed=1, load=None, pretrained_checkpoint=None)
     run_dir._write_config(tmp_path, args, {}, None)
-    line = early.expanded(["--config", str(tmp_path), "--lr", "1"])
+    line = early.expanded(["--recipe", str(tmp_path), "--lr", "1"])
     assert line == ["--expanded-recipe", line[1], *flags, "--lr", "1"]
     (tmp_path / "config.toml").write_text("num-layer = 2\n")
     with pytest.raises(ConfigError, match=re.escape(f"{tmp_path}/config.toml: num-layer is no")):
-        early.expanded(["--config", str(tmp_path)])
+        early.expanded(["--recipe", str(tmp_path)])
 
 
 def test_an_include_is_found_beside_its_file(tmp_path):
@@ -275,8 +275,8 @@ def test_every_problem_is_told_at_once(text, phrases, tmp_path):
         (["--recipe", "no/such.toml"], "the recipe no/such.toml does not exist"),
         (["--recipe", "p0-2b", "--recipe", "p0-1b"], "--recipe is given twice"),
         (["--recipe", "--lr", "1"], "--recipe needs a value"),
-        (["--config=", "--lr", "1"], "--config needs a value"),
-        (["--config", "/"], "/ holds no config.toml: `megasink recipes / > FILE` makes one"),
+        (["--recipe=", "--lr", "1"], "--recipe needs a value"),
+        (["--recipe", "/"], "/ holds no config.toml: `megasink recipes / > FILE` makes one"),
     ],
 )
 def test_a_recipe_that_is_not_there_is_told_by_name(flags, phrase):
@@ -292,7 +292,7 @@ def test_what_starts_no_run_refuses_a_recipe():
 
 def test_a_plan_takes_a_file(tmp_path):
     mine = write(tmp_path, "num-layers = 7\n")
-    args, flags = plan_launch.read_line(["--ranks", "8", "--config", mine, "--lr", "1"])
+    args, flags = plan_launch.read_line(["--ranks", "8", "--recipe", mine, "--lr", "1"])
     assert (args.ranks, early.read(flags).num_layers) == (8, 7)
 
 

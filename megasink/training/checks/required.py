@@ -33,9 +33,8 @@ def problems(args: Namespace) -> Iterator[str]:
     for name, instead in _GONE.items():
         if getattr(args, name):
             yield f"{flag_of(name)} is no longer valid: use {instead}"
-    for name in ("recipe", "config"):
-        if getattr(args, name):  # what starts a run has replaced it by its flags
-            yield f"--{name}: give it to megasink train or plan, or in the flags of a grid"
+    if args.recipe:  # what starts a run has replaced it by its flags
+        yield "--recipe: give it to megasink train or plan, or in the flags of a grid"
     for name, value in vars(args).items():
         if value is None or (name == "num_experts" and value == 0):  # a dense model in Megatron
             continue

@@ -5,8 +5,7 @@ A file is TOML: flags by flat name (megasink.training.flag_file), and three keys
 ``vocabulary`` is the number of tokens of the paper's tokenizer, for a plan without a tokenizer.
 ``--recipe A B`` takes the flags of A, then of B, then those of the command line: the last value of
 a flag counts, ``false`` drops a flag of an earlier file, and of flags that exclude each other the
-last one stays. ``--config`` is another name of ``--recipe``; a run folder is the file of its last
-start.
+last one stays. A run folder is the file of its last start.
 """
 
 import hashlib
@@ -21,12 +20,12 @@ from megasink.errors import ConfigError, UserError, nearest, unknown_name
 from megasink.megatron_flags import having
 from megasink.training.flag_file import Flags, flag_words, form_problems, read_toml, refused
 
-FLAGS, EXPANDED = ("--recipe", "--config"), "--expanded-recipe"
+FLAG, EXPANDED = "--recipe", "--expanded-recipe"
 OF_RUN = "config.toml"
 """The flags of a run's last start, in its folder."""
 KEYS = ("about", "include", "vocabulary")
 # Not in a file: a plugin is code, and the others belong to one start of one run.
-_ON_THE_COMMAND_LINE = set("plugin ranks run-dir resume recipe config expanded-recipe".split())
+_ON_THE_COMMAND_LINE = set("plugin ranks run-dir resume recipe expanded-recipe".split())
 # Of each set a command line may hold one: a later one replaces the earlier others.
 _ONE_OF = [
     {name.replace("_", "-") for name in having(fact)}
@@ -118,7 +117,7 @@ def vocabulary(argv: Sequence[str]) -> int | None:
 
 
 def expanded(argv: Sequence[str], known: Known | None = None) -> list[str]:
-    """Replace ``--recipe`` and ``--config`` by the flags they stand for, before the other flags.
+    """Replace ``--recipe`` by the flags that it stands for, before the other flags.
 
     ``--expanded-recipe`` says where they come from; it has no effect. ``--NAME=false`` drops a
     switch of the files. A command line that names no file is returned as it is.
@@ -168,27 +167,26 @@ def _without_rivals(flags: Flags, given: Collection[str]) -> Flags:
 
 
 def _split(argv: Sequence[str]) -> tuple[list[str] | None, list[str]]:
-    """Return the values of --recipe and --config, None without both, and the other words."""
-    named: dict[str, list[str]] = {}
+    """Return the values of --recipe, None without it, and the other words."""
+    names: list[str] | None = None
     others: list[str] = []
-    taking: list[str] | None = None
+    taking = False
     for word in argv:
         flag, equals, value = word.partition("=")
-        if flag in FLAGS:
-            if flag in named:
+        if flag == FLAG:
+            if names is not None:
                 raise ConfigError(
                     [f"{flag} is given twice: name all files after one, the last one counts most"]
                 )
-            taking = named[flag] = [value] if equals else []
-        elif taking is not None and not word.startswith("-"):
-            taking.append(word)
+            taking, names = True, [value] if equals else []
+        elif taking and names is not None and not word.startswith("-"):
+            names.append(word)
         else:
-            taking = None
+            taking = False
             others.append(word)
-    if empty := [flag for flag, names in named.items() if not any(names)]:
-        values = f"a file, or {', '.join(shipped())}"
-        raise ConfigError([f"{flag} needs a value: {values}" for flag in empty])
-    return [name for names in named.values() for name in names] if named else None, others
+    if names is not None and not any(names):
+        raise ConfigError([f"{FLAG} needs a value: a file, or {', '.join(shipped())}"])
+    return names, others
 
 
 def _path(name: str, folder: Path) -> Path:
