@@ -3,13 +3,18 @@ VENV ?= .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 
-.PHONY: env demo test test-rest test-all lint docs dist gpu real replicate versions
+.PHONY: env demo notebooks test test-rest test-all lint docs dist gpu real replicate versions
 
 env: $(READY)
 
 demo: $(READY)
 	$(BIN)/megasink demo
 	@echo "to have megasink on the path: source $(BIN)/activate"
+
+# Runs examples/notebooks again, in place. Jupyter comes here, so that the others need not wait for it.
+notebooks: $(READY)
+	$(BIN)/python -m pip install --quiet --constraint constraints.txt nbclient==0.11.0 ipykernel==7.4.0
+	cd examples/notebooks && PYTHONWARNINGS="ignore:IProgress" "$(abspath $(BIN))/jupyter" execute --inplace *.ipynb
 
 # A file's tests share a worker and its fixtures; the order of the files is that of tests/schedule.py.
 WORKERS ?= 2

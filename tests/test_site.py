@@ -67,6 +67,16 @@ def test_pages_outside_of_docs_are_linked_within_the_site(site):
     assert "../tests/plan/hollow/allowed.py" not in (site / "gpu.html").read_text()
 
 
+def test_a_notebook_is_a_page_with_its_outputs(site):
+    text = (site / "notebook-1.html").read_text()
+    pictures = re.findall(r'src="(notebook-1-[\d-]+\.png)"', text)
+    assert len(pictures) == 3
+    assert all((site / name).stat().st_size > 10_000 for name in pictures)
+    assert "30 layers of 9 heads" in text  # SmolLM2's, not those of the model in its place
+    assert 'href="notebook-2.html"' in text
+    assert 'href="notebook-1.html"' in (site / "python.html").read_text()
+
+
 @pytest.mark.skipif(CHROMIUM is None, reason="needs MEGASINK_TEST_CHROMIUM")
 @pytest.mark.parametrize("page", ["concepts.html", "results.html"])
 def test_a_page_fits_a_wide_and_a_narrow_screen(site, page, tmp_path):

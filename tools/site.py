@@ -4,11 +4,14 @@ The pages of docs/, and those of `OUTSIDE`, are written for a reader of the repo
 them for the generator that mkdocs.yml is for: a link from one page to another stays a link; one to
 any other file of the repository goes to `repo_url`, and without one only its text is kept. A link
 whose text is the page's file name gets the page's title, pictures open in full size, and fences
-lose what stands behind their language, which tests alone read. In what the generator made, `G_i`
+lose what stands behind their language, which tests alone read. A notebook becomes a page with the
+outputs that are stored in it. In what the generator made, `G_i`
 and `CV^2` are set with indices and powers. A link that leads nowhere ends the build.
 """
 
 import argparse
+import base64
+import json
 import posixpath
 import re
 import shutil
@@ -30,6 +33,9 @@ OUTSIDE = {
     "docker/README.md": "docker.md",
     "examples/replicate/README.md": "replicate.md",
     "examples/replicate/grid/README.md": "grid.md",
+    "examples/notebooks/1-look-inside.ipynb": "notebook-1.md",
+    "examples/notebooks/2-switch-heads-off.ipynb": "notebook-2.md",
+    "examples/notebooks/3-balance-heads.ipynb": "notebook-3.md",
     "tools/site.css": "site.css",
 }
 _LINK = re.compile(r"(!?)\[([^\]]*)\]\(([^)\s#]+)(#[^)\s]*)?\)")
@@ -76,6 +82,25 @@ def page_of(markdown: str, source: str, named: dict[str, str], repo_url: str) ->
     return _LINK.sub(of_site, _FENCE.sub(r"```\1", markdown))
 
 
+def notebook_page(notebook: Path, page: Path) -> None:
+    """Write a notebook as a page, and its pictures beside it."""
+    parts = []
+    for number, cell in enumerate(json.loads(notebook.read_text(encoding="utf-8"))["cells"]):
+        source = "".join(cell["source"])
+        parts.append(source if cell["cell_type"] == "markdown" else f"```python\n{source}\n```")
+        for place, output in enumerate(cell.get("outputs", [])):
+            data = output.get("data", {"text/plain": output.get("text", "")})
+            if "image/png" in data:
+                picture = page.with_name(f"{page.stem}-{number}-{place}.png")
+                picture.write_bytes(base64.b64decode("".join(data["image/png"])))
+                parts.append(f"![output of the cell]({picture.name})")
+            elif "text/html" in data:
+                parts.append(f"<div>{''.join(data['text/html'])}</div>")
+            else:
+                parts.append(f"```text\n{''.join(data['text/plain']).rstrip()}\n```")
+    page.write_text("\n\n".join(parts) + "\n", encoding="utf-8")
+
+
 def set_formulas(html: str) -> str:
     """Return a page of the generator with its formulas' indices and powers set, but for code."""
     plain, parts = 0, _TAG.split(html)
@@ -96,7 +121,10 @@ def build(docs: Path, settings: dict[str, Any], output: Path) -> int:
         shutil.copytree(docs, work / "docs")
         if docs == ROOT / "docs":
             for source, page in OUTSIDE.items():
-                shutil.copyfile(ROOT / source, work / "docs" / page)
+                if source.endswith(".ipynb"):
+                    notebook_page(ROOT / source, work / "docs" / page)
+                else:
+                    shutil.copyfile(ROOT / source, work / "docs" / page)
         sources = {page: source for source, page in OUTSIDE.items()}
         for file in (work / "docs").rglob("*.md"):
             name = str(file.relative_to(work / "docs"))
