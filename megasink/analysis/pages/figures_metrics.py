@@ -32,7 +32,8 @@ CURVES = {
     "values": ("Sinks", "Values, keys and queries by token"),
     "activations": ("Hidden states", "Largest activations"),
 }
-"""Curve figure -> its section of the page and its title; all others go to "Other metrics"."""
+"""Curve figure -> its section of the page and its title, in the page's order; all others go to
+"Other metrics"."""
 
 _ABSCISSA = {
     "head": "layer",
@@ -49,7 +50,7 @@ _READABLE = 160  # maximum number of cells with readable numbers
 
 def metric_drawings() -> list[Drawing]:
     """Return a drawing for each figure that a registered metric names."""
-    curves: dict[str, list[Metric]] = {}
+    curves: dict[str, list[Metric]] = {figure: [] for figure in CURVES}
     for entry in metrics_shown("curve").values():
         curves.setdefault(entry.figure, []).append(entry)
     drawings = []
