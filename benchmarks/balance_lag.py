@@ -19,6 +19,7 @@ import numpy as np
 from megasink.analysis.pages.compare import draw_comparison
 from megasink.analysis.pages.curves import series
 from megasink.analysis.pages.metrics import read_metrics
+from megasink.analysis.pages.style import save
 from megasink.cli import data as data_command
 from megasink.training.launch import launch
 
@@ -88,7 +89,7 @@ def main() -> None:
         steps = ["--train-iters", str(args.train_iters)]
         launch([*FLAGS.split(), *own, *steps, *flags], folder, 1, args.train_iters)
         found[name] = read_metrics(folder)
-    draw_comparison(found, args.output)
+    save(draw_comparison(found), args.output)
     print(f"coefficient {args.head_balance_coeff:g}, {args.train_iters} steps, ", end="")
     print(f"{os.cpu_count()} cores\n")
     print("\n".join(table(found)))

@@ -9,6 +9,7 @@ from megasink.analysis.metrics import metrics
 from megasink.analysis.pages.analysis_figures import figures
 from megasink.analysis.pages.analysis_page import page
 from megasink.analysis.pages.comparable import differences, name_apart
+from megasink.analysis.pages.drawing import write_page
 
 
 def write_report(
@@ -36,14 +37,7 @@ def write_report(
                 file=sys.stderr,
             )
     pictures = figures(analyses, kinds)
-    text = page(analyses, pictures)
-    (output / "figures").mkdir(parents=True, exist_ok=True)
-    for old in (*output.glob("figures/*.png"), *output.glob("figures/*.pdf")):
-        old.unlink()  # heads and models that are not on this page
-    for picture in pictures:
-        for kind, content in picture.files.items():
-            (output / "figures" / f"{picture.name}.{kind}").write_bytes(content)
-    (output / "report.html").write_text(text)
+    write_page(page(analyses, pictures), pictures, output)
     if len(analyses) == 1:
         write_tables(analyses[0], output / "tables")
     return analyses

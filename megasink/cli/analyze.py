@@ -153,7 +153,7 @@ def _trace(which: ModelOptions, options: AnalysisOptions, ranks: Ranks) -> None:
         record()
         with writing(output):
             write_trace(rows, output, which.shown_name)
-    print(f"wrote {output}/report.html, trace.csv and trace.png from {len(rows)} analyses")
+    print(f"wrote {output}/report.html and trace.csv from {len(rows)} analyses")
     say_next(
         "the page of one of them",
         *("report", checkpoint_path(output, steps[-1]), "--output", f"{output}-{steps[-1]}"),

@@ -16,6 +16,7 @@ from megasink.printable import wide_console
 Lines = list[dict[str, Any]]
 
 SMOOTHING = 0.9
+_PICTURE = Path("compare.png")
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -40,46 +41,32 @@ def main(argv: Sequence[str] | None = None) -> int:
         raise UserError(f"--smoothing {smoothing}: use 0 or more, and less than 1")
     names = dict(zip(shortest_names(args.runs, "a run"), args.runs, strict=True))
     runs = {name: read_metrics(path) for name, path in names.items()}
+    x = args.x or "step"
+    picture = args.output or (args.runs[0] / "curves.png" if len(runs) == 1 else _PICTURE)
+    comment = None
+    if args.output is not None or len(runs) > 1:
+        from megasink.analysis.pages.style import comment_of
+
+        line = f"compare {' '.join(names)}"
+        of: list[object] = [path.resolve() for path in args.runs]
+        if len(runs) > 1:
+            line += f" --x {x} --smoothing {smoothing:g}"
+            of += [x, smoothing]
+        comment = comment_of(picture, line, of, overwrite=args.overwrite)
+    from megasink.analysis.pages.compare import draw_comparison, write_comparison
+    from megasink.analysis.pages.curves import figure_of
+
     if len(runs) == 1:
-        (lines,) = runs.values()
-        picture = _draw_one(args.runs[0], lines, args.output, args.overwrite)
+        figure = figure_of(args.runs[0], next(iter(runs.values())))
     else:
-        picture = args.output or Path("compare.png")
-        _draw_several(names, runs, picture, args.x or "step", smoothing, args.overwrite)
+        figure = draw_comparison(runs, x=x, factor=smoothing)
+    write_comparison(runs, figure, picture, comment=comment)
     if args.json:
         print(as_text({"runs": _of_runs(runs), "picture": str(picture)}))
     else:
         _show(runs)
-        print(f"picture: {picture}")
+        print(f"picture: {picture}, page: {picture.with_suffix('.html')}")
     return 0
-
-
-def _draw_one(run: Path, lines: Lines, output: Path | None, overwrite: bool) -> Path:
-    from megasink.analysis.pages.curves import draw_run
-    from megasink.analysis.pages.style import comment_of
-
-    comment = None
-    if output is not None:
-        path = run.resolve()
-        comment = comment_of(output, f"compare {path.name}", [path], overwrite=overwrite)
-    return draw_run(run, output, lines, comment)
-
-
-def _draw_several(
-    names: dict[str, Path],
-    runs: dict[str, Lines],
-    output: Path,
-    x: str,
-    smoothing: float,
-    overwrite: bool,
-) -> None:
-    from megasink.analysis.pages.compare import draw_comparison
-    from megasink.analysis.pages.style import comment_of
-
-    of = [*(path.resolve() for path in names.values()), x, smoothing]
-    line = f"compare {' '.join(names)} --x {x} --smoothing {smoothing:g}"
-    comment = comment_of(output, line, of, overwrite=overwrite)
-    draw_comparison(runs, output, x=x, factor=smoothing, comment=comment)
 
 
 def _of_runs(runs: dict[str, Lines]) -> dict[str, Any]:
@@ -95,15 +82,14 @@ def _show(runs: dict[str, Lines]) -> None:
     from rich.table import Table
     from rich.text import Text
 
-    from megasink.analysis.pages.compare import COLUMNS, summary
+    from megasink.analysis.pages.compare import final_numbers
 
-    table = Table(box=None)
-    table.add_column("run")
-    for column in (*COLUMNS, "tokens/s"):
+    (first, *columns), rows = final_numbers(runs)
+    table = Table(first, box=None)
+    for column in columns:
         table.add_column(column, justify="right")
-    for name, lines in runs.items():
-        row = summary(lines).items()
-        table.add_row(Text(name), *("-" if v is None else _text(key, v) for key, v in row))
+    for name, *cells in rows:
+        table.add_row(Text(name), *cells)
     wide_console().print(table)
 
 
@@ -112,7 +98,3 @@ def _key(column: str) -> str:
     from megasink.analysis.pages.compare import COLUMNS
 
     return COLUMNS.get(column, "tokens_per_second")
-
-
-def _text(key: str, value: float) -> str:
-    return f"{value:,.0f}" if key in ("steps", "spikes", "tokens/s") else f"{value:.4f}"

@@ -18,7 +18,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
     Every combination of --lengths, --bos and --first-token-copies is one row of sweep.csv: sink
     rates, inactive heads by fixed thresholds, massive activations, and the loss on the same tokens.
-    Also writes sweep.json, sweep.npz and sweep.png; a killed sweep resumes.
+    Also writes report.html, sweep.json and sweep.npz; a killed sweep resumes.
     """
     with taking_part() as ranks:
         parser = _parser(main.__doc__).first_screen(

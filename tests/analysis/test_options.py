@@ -7,11 +7,13 @@ import pytest
 
 from megasink.analysis.api.analyze import analyze
 from megasink.analysis.options import AnalysisOptions
-from megasink.cli.analysis_flags import parser
+from megasink.cli.analyze import analyze_parser
 
 
 def test_a_command_line_and_a_program_ask_for_the_same_by_default(tmp_path):
-    args = parser().parse_args(["model", "--data", "texts", "--output", str(tmp_path)])
+    args = analyze_parser("analyze").parse_args(
+        ["model", "--data", "texts", "--output", str(tmp_path)]
+    )
     options = AnalysisOptions.of(args)
     assert options == AnalysisOptions(data=("texts",), output=tmp_path)
     by_name = {field.name: field.default for field in fields(AnalysisOptions)}

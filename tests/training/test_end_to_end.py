@@ -185,7 +185,7 @@ def test_analyze_and_trace_a_run(pipeline_run, pool, tmp_path):
     assert "analyzing" not in answers[4][2]  # both analyses are there
     assert "holds results of other settings (--name" in answers[5][2]
     wrote, then, _ = answers[4][1].split("\n")
-    assert wrote.endswith("trace.csv and trace.png from 2 analyses")
+    assert wrote.endswith("report.html and trace.csv from 2 analyses")
     assert "megasink report " in then
     assert "--dtype applies to Hugging Face models" in answers[1][2]
     assert "is not a Hugging Face model folder" in answers[2][2]
@@ -194,7 +194,7 @@ def test_analyze_and_trace_a_run(pipeline_run, pool, tmp_path):
     assert [row["step"] for row in rows] == ["6", "12"]
     assert [row["tokens"] for row in rows] == [str(6 * 8 * 64), str(12 * 8 * 64)]
     assert rows[0]["imbalance"] == rows[1]["imbalance"]
-    assert (tmp_path / "trace" / "trace.png").is_file()
+    assert (tmp_path / "trace" / "figures" / "trace.png").is_file()
     last = tmp_path / "trace" / "iter_0000012"
     assert not (last / "report.html").exists()  # `megasink report` draws it
     found = json.loads((last / "results.json").read_text())

@@ -8,7 +8,7 @@ from megasink.analysis.ablate.results import AblationResults
 from megasink.analysis.pages.ablation_figures import Arrays, draw_all
 from megasink.analysis.pages.ablation_page import in_words, page
 from megasink.analysis.pages.csv_file import write_csv
-from megasink.analysis.pages.style import rendered
+from megasink.analysis.pages.drawing import write_page
 from megasink.analysis.results_files import write_arrays, write_json, writing
 from megasink.printable import say
 
@@ -24,18 +24,13 @@ def write_ablation(results: AblationResults, masks: Arrays, tsne: Arrays, output
     Raises:
         UserError: the folder cannot be written, or the disk is full.
     """
-    pictures = {name: rendered(figure) for name, figure in draw_all(results, masks, tsne).items()}
+    pictures = draw_all(results, masks, tsne)
     with writing(output):
-        (output / "figures").mkdir(exist_ok=True)
-        for old in output.glob("figures/*.png"):
-            old.unlink()  # of an earlier sweep with other options
         write_arrays(output / "points.npz", masks)
         write_arrays(output / "tsne.npz", tsne)
         rows = list(_rows(results))
         write_csv(output / "ablation.csv", list(rows[0]), rows)
-        for name, png in pictures.items():
-            (output / "figures" / f"{name}.png").write_bytes(png)
-        (output / "report.html").write_text(page(results, pictures))
+        write_page(page(results, pictures), pictures, output)
         write_json(output / "ablation.json", results)
     for line in in_words(results):
         say(line)

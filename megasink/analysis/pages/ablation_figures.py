@@ -17,6 +17,7 @@ from megasink.analysis.ablate.results import (
     mean_line,
 )
 from megasink.analysis.metrics import metrics
+from megasink.analysis.pages.drawing import Picture, picture_of
 from megasink.analysis.pages.style import (
     BLUE,
     GRAY,
@@ -27,6 +28,7 @@ from megasink.analysis.pages.style import (
     heatmap,
     label,
     panels,
+    shares_of_heads,
     short,
     styled,
     whole_numbers,
@@ -145,29 +147,14 @@ def draw_ranks(results: AblationResults) -> Any:
 @styled()
 def draw_masks(results: AblationResults, masks: Arrays) -> Any:
     """Draw how often each head was zeroed, [layer, head], by score and percentage asked for."""
-    rows = [
-        (score, {p.asked: masks[p.label] for p in results.of(score) if p.asked})
+    by_score = {
+        title_of(score): {
+            f"{point.asked:g}%": masks[point.label] for point in results.of(score) if point.asked
+        }
         for score in results.scores
         if score != RANDOM
-    ]
-    rows = [(score, of) for score, of in rows if of]
-    if not rows:
-        return None
-    layers, heads = next(iter(rows[0][1].values())).shape
-    tall = min(2.6, max(1.2, 0.1 * layers + 0.7))
-    figure, axes = panels(len(rows), 1, tall * len(rows) + 0.8, sharex=True)
-    gap = np.full((layers, 1), np.nan)
-    for axis, (score, of) in zip(axes[:, 0], rows, strict=True):
-        # One picture side by side, with a blank column between percentages.
-        together = np.concatenate([part for mask in of.values() for part in (mask, gap)][:-1], 1)
-        image = heatmap(axis, together, vmin=0, vmax=1, cmap="magma")
-        label(axis, title_of(score), "layer")
-        middles = np.arange(len(of)) * (heads + 1) + (heads - 1) / 2
-        axis.set_xticks(middles, [f"{percent:g}%" for percent in of], fontsize=8)
-        axis.tick_params(axis="x", length=0)
-    figure.supxlabel("heads, by the percentage of heads that the threshold is set for", fontsize=9)
-    figure.colorbar(image, ax=axes[:, 0], label="share of samples")
-    return figure
+    }
+    return shares_of_heads({title: of for title, of in by_score.items() if of})
 
 
 @styled()
@@ -243,8 +230,8 @@ FIGURES: dict[str, tuple[str, str]] = {
 """Figure -> (title, caption)."""
 
 
-def draw_all(results: AblationResults, masks: Arrays, tsne: Arrays) -> dict[str, Any]:
-    """Return the figures that the results have something for."""
+def draw_all(results: AblationResults, masks: Arrays, tsne: Arrays) -> list[Picture]:
+    """Return the pictures that the results have something for."""
     drawn = {
         "curves": draw_curves(results),
         "ranks": draw_ranks(results),
@@ -252,4 +239,9 @@ def draw_all(results: AblationResults, masks: Arrays, tsne: Arrays) -> dict[str,
         "single_heads": draw_single_heads(results),
         "tsne": draw_tsne(tsne),
     }
-    return {name: figure for name, figure in drawn.items() if figure is not None}
+    with styled():
+        return [
+            picture_of(figure, name, *FIGURES[name])
+            for name, figure in drawn.items()
+            if figure is not None
+        ]

@@ -1,6 +1,6 @@
 """The page of an ablation: the results in words, tables and figures, in one file."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 
 from megasink.analysis.ablate.results import (
@@ -12,47 +12,27 @@ from megasink.analysis.ablate.results import (
     AblationValue,
 )
 from megasink.analysis.pages import html
-from megasink.analysis.pages.ablation_figures import FIGURES, shown_on, title_of
-
-SUMMARY, SCORES, POINTS, CHANGES, PROVENANCE = (
-    "Summary",
-    "Scores compared",
-    "Every point",
-    "Heads and interventions given",
-    "How it was measured",
-)
+from megasink.analysis.pages.ablation_figures import shown_on, title_of
+from megasink.analysis.pages.drawing import Picture
 
 
-def page(results: AblationResults, pictures: Mapping[str, bytes]) -> str:
-    """Return the page; figures (name -> PNG) are embedded, and nothing is loaded from elsewhere."""
+def page(results: AblationResults, pictures: Sequence[Picture]) -> str:
+    """Return the page; figures are embedded, and nothing is loaded from elsewhere."""
     name = results.model.name
     given = [point for point in results.points if point.row != UNCHANGED and point.asked is None]
-    scored = bool(results.scores)
-    sections: dict[str, list[str]] = {SUMMARY: []}
-    sections |= {SCORES: []} if scored else {}
-    sections |= {FIGURES[figure][0]: [] for figure in pictures}
-    sections |= {POINTS: []} if scored else {}
-    sections |= {CHANGES: []} if given else {}
-    sections[PROVENANCE] = []
-    parts = [
-        "<header>",
-        f"<h1>{html.escape(name)}: heads zeroed</h1>",
-        html.contents(sections),
-        "</header><main>",
-        html.heading(2, SUMMARY),
-        *(html.paragraph(line) for line in in_words(results)),
-    ]
-    if scored:
-        parts += [html.heading(2, SCORES), html.paragraph(_NOTE, "note"), _scores(results)]
-    for figure, png in pictures.items():
-        title, caption = FIGURES[figure]
-        parts += [html.heading(2, title), html.figure(png, f"{title}: {name}", caption)]
-    if scored:
-        parts += [html.heading(2, POINTS), *_points(results)]
+    made = html.Page(f"megasink ablate: {name}", f"{name}: heads zeroed")
+    made.section("Summary", *(html.paragraph(line) for line in in_words(results)))
+    if results.scores:
+        made.section("Scores compared", html.paragraph(_NOTE, "note"), _scores(results))
+    for picture in pictures:
+        alt = f"{picture.title}: {name}"
+        made.section(picture.title, html.figure(picture, alt, picture.caption))
+    if results.scores:
+        made.section("Every point", *_points(results))
     if given:
-        parts += [html.heading(2, CHANGES), _given(results, given)]
-    parts += [html.heading(2, PROVENANCE), _provenance(results), "</main>"]
-    return html.document(f"megasink ablate: {name}", parts)
+        made.section("Heads and interventions given", _given(results, given))
+    made.section("How it was measured", _provenance(results))
+    return made.text()
 
 
 _NOTE = (
@@ -180,8 +160,7 @@ def _provenance(results: AblationResults) -> str:
         **{f"thresholds of {title_of(s)}": _taus(taus) for s, taus in results.thresholds.items()},
     }
     del facts["heads"]
-    rows = [[key.replace("_", " "), str(value)] for key, value in facts.items() if value]
-    return html.table(["", results.model.name], rows, kind="facts")
+    return html.facts(results.model.name, facts)
 
 
 def _taus(taus: Mapping[str, float]) -> str:

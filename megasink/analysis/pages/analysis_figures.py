@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 from megasink.analysis.folder import Analysis
 from megasink.analysis.pages import (
@@ -13,9 +13,9 @@ from megasink.analysis.pages import (
     figures_states,
     opening,
 )
-from megasink.analysis.pages.drawing import SECTIONS, Drawing, Picture
+from megasink.analysis.pages.drawing import SECTIONS, Drawing, Picture, picture_of
 from megasink.analysis.pages.figures_metrics import metric_drawings
-from megasink.analysis.pages.style import rendered, styled
+from megasink.analysis.pages.style import styled
 from megasink.progress import tracked
 
 
@@ -31,34 +31,47 @@ def figures(analyses: Sequence[Analysis], kinds: Sequence[str] = ("png",)) -> li
     Args:
         kinds: file types: "png", "pdf".
     """
-    jobs = list(_jobs(analyses))
-    for picture, draw in tracked(jobs, "drawing", len(jobs), "figures"):
+    jobs, pictures = list(_jobs(analyses)), []
+    for job in tracked(jobs, "drawing", len(jobs), "figures"):
         with styled():
-            figure = draw()
-            if figure is not None:
-                picture.files.update({kind: rendered(figure, kind) for kind in kinds})
-    return [picture for picture, _ in jobs if picture.files]
+            figure = job.draw()
+            if figure is None:
+                continue
+            of = job.drawing
+            about = {"section": of.section, "model": job.model}
+            pictures.append(
+                picture_of(figure, job.name, of.title, of.caption, kinds=kinds, **about)
+            )
+    return pictures
 
 
-def _jobs(analyses: Sequence[Analysis]) -> Iterator[tuple[Picture, Callable[[], Any]]]:
-    """Yield each picture, without files, and the function that draws it."""
+class _Job(NamedTuple):
+    """A figure to draw, of one model or, if that is empty, of all."""
+
+    name: str
+    drawing: Drawing
+    draw: Callable[[], Any]
+    model: str = ""
+
+
+def _jobs(analyses: Sequence[Analysis]) -> Iterator[_Job]:
     for drawing in sorted(drawings(), key=lambda drawing: SECTIONS.index(drawing.section)):
         if not drawing.by_model:
-            yield Picture(drawing.name, drawing), partial(drawing.draw, analyses)
+            yield _Job(drawing.name, drawing, partial(drawing.draw, analyses))
             continue
         for number, analysis in enumerate(analyses, 1):
             suffix = f"_{number}" if len(analyses) > 1 else ""
             if drawing is figures_maps.HEAD:
                 yield from _heads(analysis, suffix)
             else:
-                picture = Picture(drawing.name + suffix, drawing, analysis.name)
-                yield picture, partial(drawing.draw, analysis)
+                name, draw = drawing.name + suffix, partial(drawing.draw, analysis)
+                yield _Job(name, drawing, draw, analysis.name)
 
 
-def _heads(analysis: Analysis, suffix: str) -> Iterator[tuple[Picture, Callable[[], Any]]]:
+def _heads(analysis: Analysis, suffix: str) -> Iterator[_Job]:
     """Yield one figure per chosen head."""
     for index, head in enumerate(figures_maps.heads_of(analysis)):
         why = str(analysis.maps["why_C"][index])
         about = f"{analysis.name}, layer {head.replace('.', ', head ')} ({why})"
-        picture = Picture(f"head_{head}{suffix}", figures_maps.HEAD, about)
-        yield picture, partial(figures_maps.draw_head, analysis, index)
+        draw = partial(figures_maps.draw_head, analysis, index)
+        yield _Job(f"head_{head}{suffix}", figures_maps.HEAD, draw, about)

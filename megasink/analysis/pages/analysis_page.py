@@ -3,7 +3,6 @@
 from collections.abc import Sequence
 from dataclasses import asdict
 from itertools import combinations, groupby
-from typing import Any
 
 from megasink.analysis.folder import Analysis, summary_cells
 from megasink.analysis.metrics import Metric, metrics, metrics_shown
@@ -15,32 +14,15 @@ from megasink.analysis.pages.opening import in_words
 from megasink.analysis.pages.words import words_and_papers
 from megasink.analysis.results import SampleResults
 
-DATASETS, DISTANCES, WORDS, PROVENANCE = (
-    "By dataset",
-    "Pairwise comparison",
-    "Words and papers",
-    "How it was measured",
-)
-
 
 def page(analyses: Sequence[Analysis], pictures: Sequence[Picture]) -> str:
     """Return the page; figures are embedded, and nothing is loaded from elsewhere."""
     names = ", ".join(analysis.name for analysis in analyses)
-    by_section = {
-        section: list(group) for section, group in groupby(pictures, lambda p: p.drawing.section)
-    }
+    by_section = {section: list(group) for section, group in groupby(pictures, lambda p: p.section)}
     opening = by_section.pop(OPENING, [])
-    sections = {OPENING: [], **{s: [p.drawing.title for p in g] for s, g in by_section.items()}}
-    sections[DATASETS] = []
-    if len(analyses) > 1:
-        sections[DISTANCES] = []
-    sections |= {WORDS: [], PROVENANCE: []}
-    parts = [
-        "<header>",
-        f"<h1>{html.escape(names)}</h1>",
-        html.contents(sections),
-        "</header><main>",
-        html.heading(2, OPENING),
+    made = html.Page(f"megasink: {names}", names)
+    made.section(
+        OPENING,
         *(html.paragraph(line) for analysis in analyses for line in in_words(analysis)),
         *(html.paragraph(line) for line in change.in_words(analyses)),
         *(html.paragraph(f"The analyses have {d}.", "warning") for d in differences(analyses)),
@@ -50,40 +32,33 @@ def page(analyses: Sequence[Analysis], pictures: Sequence[Picture]) -> str:
             [(analysis.name, analysis.results) for analysis in analyses],
             with_change=change.is_pair(analyses),
         ),
-    ]
+    )
     for section, members in by_section.items():
-        parts.append(html.heading(2, section))
-        for title, group in groupby(members, lambda picture: picture.drawing.title):
-            parts.append(html.heading(3, title))
-            parts += _figures(list(group), names)
+        made.section(section)
+        for title, group in groupby(members, lambda picture: picture.title):
+            made.subsection(title, *_figures(list(group), names))
     many = len(analyses) > 1
     by_dataset: list[tuple[str, SampleResults]] = [
         (f"{analysis.name}: {name}" if many else name, results)
         for analysis in analyses
         for name, results in analysis.results.datasets.items()
     ]
-    parts += [html.heading(2, DATASETS), _summaries(by_dataset)]
+    made.section("By dataset", _summaries(by_dataset))
     if many:
-        parts += [html.heading(2, DISTANCES), _distances(analyses)]
-    parts += [
-        html.heading(2, WORDS),
-        words_and_papers(),
-        html.heading(2, PROVENANCE),
-        *(_provenance(analysis) for analysis in analyses),
-        "</main>",
-    ]
-    return html.document(f"megasink: {names}", parts)
+        made.section("Pairwise comparison", _distances(analyses))
+    made.section("Words and papers", words_and_papers())
+    made.section("How it was measured", *(_provenance(analysis) for analysis in analyses))
+    return made.text()
 
 
 def _figures(pictures: Sequence[Picture], names: str) -> list[str]:
     """Return the figures of one heading, with the caption they share first."""
-    drawing = pictures[0].drawing
-    if len(pictures) == 1 and not pictures[0].model:
-        alt = f"{drawing.title}: {names}"
-        return [html.figure(pictures[0].files["png"], alt, drawing.caption)]
+    first = pictures[0]
+    if len(pictures) == 1 and not first.model:
+        return [html.figure(first, f"{first.title}: {names}", first.caption)]
     return [
-        html.paragraph(drawing.caption, "note"),
-        *(html.figure(p.files["png"], f"{drawing.title}: {p.model}", p.model) for p in pictures),
+        html.paragraph(first.caption, "note"),
+        *(html.figure(p, f"{p.title}: {p.model}", p.model) for p in pictures),
     ]
 
 
@@ -154,16 +129,7 @@ def _provenance(analysis: Analysis) -> str:
     results = analysis.results
     model = asdict(results.model)
     del model["heads"]
-    facts = {
-        "megasink": results.megasink,
-        "torch": results.torch,
-        **{key: value for key, value in (model | asdict(results.run)).items() if value is not None},
-    }
+    facts = {"megasink": results.megasink, "torch": results.torch, **model, **asdict(results.run)}
     if analysis.maps:
         facts["maps"] = f"{analysis.maps['samples']} texts; shown: {analysis.maps['source']}"
-    rows = [[key.replace("_", " "), _fact(value)] for key, value in facts.items()]
-    return html.table(["", analysis.name], rows, kind="facts")
-
-
-def _fact(value: Any) -> str:
-    return ", ".join(map(str, value)) if isinstance(value, list) else str(value)
+    return html.facts(analysis.name, facts)

@@ -1,15 +1,19 @@
 """Compare runs on one page: smoothed training loss, validation, head imbalance, and a table."""
 
+from itertools import cycle
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
+from megasink.analysis.pages import html
 from megasink.analysis.pages.curves import EMA, SMOOTHED, mark_spikes, series, smoothed
+from megasink.analysis.pages.drawing import picture_of
 from megasink.analysis.pages.spikes import loss_spikes
-from megasink.analysis.pages.style import label, model_colors, panels, save, styled, zoom
+from megasink.analysis.pages.style import label, model_colors, note, panels, styled, zoom
 
+Runs = dict[str, list[dict[str, Any]]]
 COLUMNS = {
     "steps": "steps",
     "loss": "lm_loss",
@@ -22,26 +26,18 @@ COLUMNS = {
 
 
 @styled()
-def draw_comparison(
-    runs: dict[str, list[dict[str, Any]]],
-    output: Path,
-    *,
-    x: str = "step",
-    factor: float = EMA,
-    comment: str | None = None,
-) -> None:
+def draw_comparison(runs: Runs, *, x: str = "step", factor: float = EMA) -> Any:
     """Draw the curves of several runs in the same axes (P0.20, P1.41).
 
     Args:
         runs: name -> lines of its metrics.jsonl.
         x: "step" or "tokens".
         factor: of the exponential moving average of training loss and imbalance.
-        comment: in the file (`megasink.analysis.pages.style.comment_of`).
     """
     figure, (axes,) = panels(1, 3, 4.2, width=14)
     colors = dict(zip(runs, model_colors(len(runs)), strict=True))
     validation = _validation_key(runs)
-    for name, lines in runs.items():
+    for (name, lines), dash in zip(runs.items(), cycle(("-", "--", "-.", ":")), strict=False):
         color = colors[name]
         for axis, key in ((axes[0], "lm_loss"), (axes[2], "imbalance")):
             where, values = _series(lines, key, x)
@@ -51,9 +47,9 @@ def draw_comparison(
             text = name
             if key == "lm_loss":
                 text += _plural(mark_spikes(axis, where, values, color))
-            axis.plot(where, smoothed(values, factor), color=color, label=text)
+            axis.plot(where, smoothed(values, factor), dash, color=color, label=text)
         where, values = _series(lines, validation, x)
-        axes[1].plot(where, values, "o-", color=color, label=name)
+        axes[1].plot(where, values, f"o{dash}", color=color, label=name)
     bits = validation == "valid_bits_per_byte"
     titles = (
         (f"training loss (EMA {factor:g})", "nats per token"),
@@ -62,19 +58,65 @@ def draw_comparison(
     )
     for axis, (title, text) in zip(axes, titles, strict=True):
         label(axis, title, text, x)
-    for axis in axes[:2]:
-        if axis.lines:
+    for axis in axes:
+        if not any(len(line.get_xdata()) for line in axis.lines):
+            note(axis, "not measured")
+        elif axis is not axes[2]:
             zoom(axis)
     # Below the spike marks.
     axes[0].legend(loc="upper right", bbox_to_anchor=(1, 0.96))
-    save(figure, output, comment)
+    return figure
+
+
+_CAPTION = (
+    "Training loss and head imbalance (the coefficient of variation of head importance, P0.13) as "
+    "moving averages, faint without; triangles are loss spikes (P1.23). Validation as it was "
+    "measured."
+)
+
+
+def write_comparison(
+    runs: Runs, figure: Any, output: Path, *, comment: str | None = None, title: str = "Curves"
+) -> None:
+    """Write the picture of runs, and beside it the page, with the table of their final numbers.
+
+    Args:
+        output: the PNG; the page has its name, with .html.
+        comment: in both (`megasink.analysis.pages.style.comment_of`).
+
+    Raises:
+        OSError: the files cannot be written.
+    """
+    with styled():
+        picture = picture_of(figure, output.stem, title, _CAPTION, comment=comment)
+    names = ", ".join(runs)
+    made = html.Page(f"megasink compare: {names}", names, comment or "")
+    made.section("Final numbers", html.table(*final_numbers(runs)))
+    made.section(title, html.figure(picture, f"{title}: {names}", picture.caption))
+    output.parent.mkdir(parents=True, exist_ok=True)
+    output.write_bytes(picture.files["png"])
+    output.with_suffix(".html").write_text(made.text())
+
+
+def final_numbers(runs: Runs) -> tuple[list[str], list[list[str]]]:
+    """Return the head and the rows of the table of `summary` of each run."""
+    rows = []
+    for name, lines in runs.items():
+        numbers = summary(lines)
+        whole = ("steps", "spikes", "tokens/s")
+        cells = (
+            "-" if value is None else f"{value:,.0f}" if key in whole else f"{value:.4f}"
+            for key, value in numbers.items()
+        )
+        rows.append([name, *cells])
+    return ["run", *COLUMNS, "tokens/s"], rows
 
 
 def _plural(spikes: int) -> str:
     return f" ({spikes} spike{'s' * (spikes != 1)})" if spikes else ""
 
 
-def _validation_key(runs: dict[str, list[dict[str, Any]]]) -> str:
+def _validation_key(runs: Runs) -> str:
     """Return bits per byte, comparable across tokenizers, if every validated run has them."""
     validated = [
         line for lines in runs.values() for line in lines if line.get("valid_lm_loss") is not None

@@ -37,29 +37,21 @@ def series(
     return np.asarray(list(values), dtype=float), np.asarray(list(values.values()), dtype=float)
 
 
-def draw_run(
-    run_dir: Path,
-    output: Path | None = None,
-    lines: list[dict[str, Any]] | None = None,
-    comment: str | None = None,
-) -> Path:
-    """Draw the figure of a run, by default to RUN/curves.png, and return its path.
-
-    Args:
-        lines: of its metrics.jsonl, if they are read already.
-        comment: in the file (`megasink.analysis.pages.style.comment_of`).
+def draw_run(run_dir: Path) -> Path:
+    """Draw the figure of a run to RUN/curves.png, and return its path.
 
     Raises:
         UserError: as in `read_metrics`.
     """
-    lines = read_metrics(run_dir) if lines is None else lines
-    output = output or run_dir / "curves.png"
-    _draw(lines, _title(run_dir), output, comment)
+    output = run_dir / "curves.png"
+    with styled():
+        save(figure_of(run_dir, read_metrics(run_dir)), output)
     return output
 
 
 @styled()
-def _draw(lines: list[dict[str, Any]], title: str, output: Path, comment: str | None) -> None:
+def figure_of(run_dir: Path, lines: list[dict[str, Any]]) -> Any:
+    """Return the figure of a run, of the lines of its metrics.jsonl."""
     count = 3 + any("valid_bits_per_byte" in line for line in lines)
     figure, (axes,) = panels(1, count, 4.2, width=14 / 3 * count)
     _draw_loss(axes[0], lines)
@@ -67,8 +59,8 @@ def _draw(lines: list[dict[str, Any]], title: str, output: Path, comment: str | 
         _draw_bits_per_byte(axes[1], lines)
     _draw_imbalance(axes[-2], lines)
     _draw_importance(figure, axes[-1], lines)
-    figure.suptitle(title, fontsize=11)
-    save(figure, output, comment)
+    figure.suptitle(_title(run_dir), fontsize=11)
+    return figure
 
 
 def _title(run_dir: Path) -> str:

@@ -1,9 +1,13 @@
 """Definition of a report figure. A metric's figure comes from its record (figures_metrics.py); add
 any other one to the `DRAWINGS` of a figures file."""
 
-from collections.abc import Callable
-from dataclasses import dataclass, field
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
+
+from megasink.analysis.pages.numbers import Numbers, numbers_of
+from megasink.analysis.pages.style import rendered
 
 OPENING = "Summary"
 SECTIONS = (
@@ -44,11 +48,52 @@ class Picture:
 
     Attributes:
         name: name of its file, without the extension.
+        section: of the page of an analysis.
         model: the model shown; empty for a figure of all models.
         files: "png", and "pdf" if requested -> the bytes.
+        numbers: what it shows.
     """
 
     name: str
-    drawing: Drawing
+    title: str
+    caption: str
+    files: dict[str, bytes]
+    numbers: Numbers
+    section: str = ""
     model: str = ""
-    files: dict[str, bytes] = field(default_factory=dict)
+
+
+def picture_of(
+    figure: Any,
+    name: str,
+    title: str,
+    caption: str,
+    *,
+    kinds: Sequence[str] = ("png",),
+    comment: str | None = None,
+    **of: str,
+) -> Picture:
+    """Return the picture of a figure of matplotlib.
+
+    Args:
+        kinds: file types: "png", "pdf".
+        comment: in the PNG (`megasink.analysis.pages.style.comment_of`).
+        of: `Picture.section` and `Picture.model`.
+    """
+    files = {kind: rendered(figure, kind, comment) for kind in kinds}
+    return Picture(name, title, caption, files, numbers_of(figure), **of)
+
+
+def write_page(page: str, pictures: Sequence[Picture], output: Path) -> None:
+    """Write report.html and figures/, without the figures of an earlier page.
+
+    Raises:
+        OSError: the files cannot be written.
+    """
+    (output / "figures").mkdir(parents=True, exist_ok=True)
+    for old in (*output.glob("figures/*.png"), *output.glob("figures/*.pdf")):
+        old.unlink()
+    for picture in pictures:
+        for kind, content in picture.files.items():
+            (output / "figures" / f"{picture.name}.{kind}").write_bytes(content)
+    (output / "report.html").write_text(page)

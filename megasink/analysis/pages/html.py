@@ -1,9 +1,11 @@
-"""Building blocks of the self-contained pages: style, tables, figures. All text is escaped here."""
+"""The self-contained pages of all commands: style, tables, figures. All text is escaped here."""
 
 import base64
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from html import escape
+
+from megasink.analysis.pages.drawing import Picture
 
 STYLE = """
 :root { color-scheme: light dark; }
@@ -28,7 +30,14 @@ thead th { border-bottom: 2px solid #8a93a1; max-width: 16rem; overflow-wrap: no
 tbody th, th:first-child { text-align: left; font-weight: normal; }
 figure { margin: 1rem 0 2rem; }
 img { max-width: 100%; height: auto; display: block; }
-@media (max-width: 48rem) { .scroll img { max-width: 55rem; } }
+.picture { position: relative; width: fit-content; }
+.picture svg { position: absolute; inset: 0; width: 100%; height: 100%; fill: transparent; }
+.picture rect:hover { stroke: #000; stroke-width: 2; }
+@media (max-width: 48rem) {
+  .picture { width: max-content; }
+  .picture img { max-width: 55rem; }
+}
+summary { cursor: pointer; }
 figcaption, .note { color: #48515e; font-size: .9rem; max-width: 62rem; margin-top: .4rem; }
 .warning { background: #fff3d6; padding: .6rem 1rem; border-left: 4px solid #b8860b; }
 @media (prefers-color-scheme: dark) {
@@ -43,7 +52,42 @@ figcaption, .note { color: #48515e; font-size: .9rem; max-width: 62rem; margin-t
 """
 
 
-def document(title: str, body: Sequence[str]) -> str:
+class Page:
+    """A page: a heading, its contents, and then what is added, in this order.
+
+    Args:
+        title: of the window.
+        heading: of the page.
+        about: what the page is of, in its head.
+    """
+
+    def __init__(self, title: str, heading: str, about: str = ""):
+        self._title, self._heading, self._about = title, heading, about
+        self._contents: dict[str, list[str]] = {}
+        self._body: list[str] = []
+
+    def section(self, title: str, *parts: str) -> None:
+        """Begin a section, with these parts."""
+        self._contents[title] = []
+        self._body += [heading(2, title), *parts]
+
+    def subsection(self, title: str, *parts: str) -> None:
+        """Begin a part of the section with a heading of its own."""
+        self._contents[next(reversed(self._contents))].append(title)
+        self._body += [heading(3, title), *parts]
+
+    def add(self, *parts: str) -> None:
+        """Add parts: what the functions below return."""
+        self._body += parts
+
+    def text(self) -> str:
+        """Return the whole page."""
+        top = ["<header>", f"<h1>{escape(self._heading)}</h1>", contents(self._contents)]
+        body = [*top, "</header><main>", *self._body, "</main>"]
+        return document(self._title, body, self._about)
+
+
+def document(title: str, body: Sequence[str], about: str = "") -> str:
     """Return a whole page, which loads nothing from elsewhere and runs no scripts."""
     policy = "default-src 'none'; img-src data:; style-src 'unsafe-inline'"
     return "\n".join(
@@ -53,6 +97,7 @@ def document(title: str, body: Sequence[str]) -> str:
             '<meta name="viewport" content="width=device-width, initial-scale=1">',
             f'<meta http-equiv="Content-Security-Policy" content="{policy}">',
             '<link rel="icon" href="data:,">',
+            f'<meta name="description" content="{escape(about or title)}">',
             f"<title>{escape(title)}</title><style>{STYLE}</style></head><body>",
             *body,
             "</body></html>\n",
@@ -119,12 +164,50 @@ def table(
     )
 
 
-def figure(png: bytes, alt: str, caption: str) -> str:
-    """Return a picture with its caption, which scrolls on a narrow screen."""
+def facts(title: str, of: Mapping[str, object]) -> str:
+    """Return a table of what is known, without what is None or empty."""
+    rows = [
+        [key.replace("_", " "), ", ".join(map(str, v)) if isinstance(v, list) else str(v)]
+        for key, v in of.items()
+        if v not in (None, "", [])
+    ]
+    return table(["", title], rows, kind="facts")
+
+
+def figure(picture: Picture, alt: str, caption: str) -> str:
+    """Return a picture with its caption, a title on hover for each mark, and the table behind it.
+
+    It scrolls on a narrow screen.
+    """
+    png = picture.files["png"]
     data = base64.b64encode(png).decode()
     width, height = (int.from_bytes(png[i : i + 4], "big") for i in (16, 20))
     return (
-        f'<figure><div class="scroll" tabindex="0"><img alt="{escape(alt)}" width="{width}" '
-        f'height="{height}" src="data:image/png;base64,{data}"></div>'
-        f"<figcaption>{escape(caption)}</figcaption></figure>"
+        '<figure><div class="scroll" tabindex="0"><div class="picture">'
+        f'<img alt="{escape(alt)}" width="{width}" height="{height}" '
+        f'src="data:image/png;base64,{data}">{_marks(picture, width, height)}</div></div>'
+        f"<figcaption>{escape(caption)}</figcaption>{_numbers(picture)}</figure>"
     )
+
+
+def _marks(picture: Picture, width: int, height: int) -> str:
+    """Return what lies over the picture: a box for each mark, with its title."""
+    boxes = "".join(
+        f'<rect x="{left * width:.0f}" y="{top * height:.0f}" '
+        f'width="{max(1, (right - left) * width):.0f}" '
+        f'height="{max(1, (bottom - top) * height):.0f}"><title>{escape(text)}</title></rect>'
+        for left, top, right, bottom, text in picture.numbers.marks
+    )
+    if not boxes:
+        return ""
+    return f'<svg viewBox="0 0 {width} {height}" aria-hidden="true">{boxes}</svg>'
+
+
+def _numbers(picture: Picture) -> str:
+    tables = "".join(
+        (paragraph(title, "note") if title else "") + table(head, rows)
+        for title, head, rows in picture.numbers.tables
+    )
+    if not picture.numbers.is_whole:
+        tables += paragraph("There are more numbers than a page holds: see the files beside it.")
+    return f"<details><summary>The numbers</summary>{tables}</details>" if tables else ""

@@ -7,9 +7,11 @@ dollar signs included.
 
 import hashlib
 import math
+import re
 import textwrap
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
+from html import unescape
 from io import BytesIO
 from pathlib import Path
 from typing import Any
@@ -142,16 +144,30 @@ def comment_of(output: Path, line: str, of: Sequence[object], *, overwrite: bool
     if output.suffix.lower() != ".png":
         raise UserError(f"--output {output}: the picture is a PNG: name it {output.name}.png")
     digest = hashlib.sha256(repr([*map(str, of)]).encode()).hexdigest()[:12]
-    comment, before = f"megasink {line} ({digest})", None
-    if overwrite or not output.exists():
-        return comment
-    with suppress(OSError, ValueError, SyntaxError), Image.open(output, formats=["PNG"]) as image:
-        before = image.info.get("Comment")
-    if before == comment:
-        return comment
-    known = isinstance(before, str) and before.startswith("megasink ")
-    what = f"is of `{printable(str(before))[:200]}`" if known else "exists, and is not of megasink"
-    raise UserError(f"--output {output} {what}: choose another, or replace it with --overwrite")
+    comment = f"megasink {line} ({digest})"
+    for path in () if overwrite else (output, output.with_suffix(".html")):
+        before = _comment_in(path) if path.exists() else comment
+        if before != comment:
+            ours = before.startswith("megasink ")
+            what = (
+                f"is of `{printable(before)[:200]}`" if ours else "exists, and is not of megasink"
+            )
+            raise UserError(
+                f"--output {path} {what}: choose another, or replace it with --overwrite"
+            )
+    return comment
+
+
+def _comment_in(path: Path) -> str:
+    """Return the comment in a picture, or in the head of a page; empty without one."""
+    with suppress(OSError, ValueError, SyntaxError):
+        if path.suffix == ".html":
+            head = path.read_text()[:10_000]
+            found = re.search('<meta name="description" content="([^"]*)">', head)
+            return unescape(found[1]) if found else ""
+        with Image.open(path, formats=["PNG"]) as image:
+            return str(image.info.get("Comment", ""))
+    return ""
 
 
 def model_colors(count: int) -> list[Any]:
@@ -263,6 +279,35 @@ def heatmap(axis: Any, table: Any, **options: Any) -> Any:
     )
     whole_numbers(axis.xaxis, axis.yaxis)
     return image
+
+
+def shares_of_heads(by_score: dict[str, dict[str, Any]]) -> Any:
+    """Draw maps of the share of samples in which each head is inactive; None without any.
+
+    Args:
+        by_score: score -> setting -> [layers, heads]: a row of maps each, side by side.
+    """
+    if not by_score:
+        return None
+    maps = list(by_score.values())
+    layers, heads = next(iter(maps[0].values())).shape
+    width = min(2.0 + 0.9 * max(map(len, maps)) * max(1.0, heads / 12), 18.0)
+    height = min(2.6, max(1.2, 0.1 * layers + 0.7)) * len(maps) + 0.8
+    figure, axes = panels(
+        len(maps), max(map(len, maps)), height, width=width, sharex=True, sharey=True
+    )
+    for row, (score, of) in zip(axes, by_score.items(), strict=True):
+        for axis, (setting, table) in zip(row, of.items(), strict=False):
+            image = heatmap(axis, table, vmin=0, vmax=1, cmap="magma")
+            axis.set_title(setting, fontsize=8)
+        for axis in row[len(of) :]:
+            axis.set_axis_off()
+        row[0].set_title(f"{score}\n{next(iter(of))}", fontsize=8)
+        row[0].set_ylabel("layer")
+    for axis in axes[-1]:
+        axis.set_xlabel("head")
+    figure.colorbar(image, ax=axes, label="share of samples")
+    return figure
 
 
 def write_cells(axis: Any, image: Any, table: Any, size: float) -> None:

@@ -1,4 +1,4 @@
-"""Write a sweep: sweep.json, sweep.csv, sweep.npz, and its figures."""
+"""Write a sweep: sweep.json, sweep.csv, sweep.npz, and its page."""
 
 import sys
 from collections.abc import Iterable, Sequence
@@ -9,12 +9,25 @@ import numpy as np
 
 from megasink.analysis.metrics import metrics
 from megasink.analysis.metrics.sinks import EPSILONS
+from megasink.analysis.pages import html
 from megasink.analysis.pages.csv_file import write_csv
-from megasink.analysis.pages.style import MAP, heatmap, label, panels, save, styled
+from megasink.analysis.pages.drawing import Picture, picture_of, write_page
+from megasink.analysis.pages.style import MAP, even_panels, label, shares_of_heads, styled
 from megasink.analysis.results import SweepResults, SweepRow
 from megasink.analysis.results_files import write_arrays, write_json, writing
 from megasink.attention.definitions import SINK_EPSILON
+from megasink.printable import say
 
+_SWEEP = (
+    "Each metric over the first of length, copies and BOS that takes several values; the others "
+    "are lines. Sinks: the share of heads whose mean attention to the first token exceeds eps "
+    "(P2.3, P4.3). Inactive heads: by thresholds that stay, set by the longest texts (P3.24). "
+    "Massive activation: the norm of the first token over that of the others (P4.1)."
+)
+_MASKS = (
+    "Share of the samples in which a head is inactive, layer by head, for each setting (P3.24). "
+    "The threshold is the same for all."
+)
 _AXES = {"length": "tokens of the text", "copies": "copies of the first token", "bos": "BOS"}
 
 
@@ -29,16 +42,18 @@ def write_sweep(results: SweepResults, arrays: dict[str, Any], output: Path) -> 
         UserError: the folder cannot be written, or the disk is full.
     """
     table = [table_row(row, results.rows) for row in results.rows]
+    pictures = draw_all(results)
     with writing(output):
         write_arrays(output / "sweep.npz", arrays)
         write_csv(output / "sweep.csv", list(table[0]), table)
-        draw_sweep(results, output / "sweep.png")
-        draw_masks(results, output / "sweep_masks.png")
+        write_page(page(results, table, pictures), pictures, output)
         write_json(output / "sweep.json", results)
     shown = [
         *("length", "bos", "copies", "samples", "sink_rate", "inactive_awft"),
         *("inactive_ahon_ln", "massive_ratio", "nats_per_token"),
     ]
+    for text in in_words(results):
+        say(text)
     print("  ".join(f"{name:>{max(7, len(name))}}" for name in shown))
     for line in table:
         cells = [_short(line[name]) for name in shown]
@@ -50,7 +65,62 @@ def write_sweep(results: SweepResults, arrays: dict[str, Any], output: Path) -> 
                 f"infinite or NaN values, {row.non_finite[0]} first: left out of every average",
                 file=sys.stderr,
             )
-    print(f"wrote {output}/sweep.json and its schema, sweep.csv, sweep.npz, sweep*.png")
+    print(f"wrote {output}/report.html, sweep.json and its schema, sweep.csv, sweep.npz, figures/")
+
+
+def draw_all(results: SweepResults) -> list[Picture]:
+    """Return the two pictures of a sweep."""
+    with styled():
+        return [
+            picture_of(draw_sweep(results), "sweep", "Sinks, heads and loss by setting", _SWEEP),
+            picture_of(draw_masks(results), "masks", "Which heads are inactive", _MASKS),
+        ]
+
+
+def in_words(results: SweepResults) -> list[str]:
+    """Return what moves over the settings: the sink rate and the loss."""
+    lines, varied = [], _varied(results.rows)
+    for name, what, form in (
+        ("sink_rate", "heads with an attention sink on the first token", "{:.1%}"),
+        ("nats_per_token", "loss on the text without its first token", "{:.3f} nats per token"),
+    ):
+        values = _numbers(results.rows, name)
+        if np.isfinite(values).any():
+            ends = [int(find(values)) for find in (np.nanargmin, np.nanargmax)]
+            low, high = (
+                f"{form.format(values[i])} ({_setting(results.rows[i], varied or _AXES)})"
+                for i in ends
+            )
+            lines.append(f"{results.model.name}, {what}: from {low} to {high}.")
+    return lines
+
+
+def page(results: SweepResults, table: list[dict[str, Any]], pictures: Sequence[Picture]) -> str:
+    """Return the page; `table` is that of sweep.csv."""
+    name = results.model.name
+    made = html.Page(f"megasink sweep: {name}", f"{name}: lengths, BOS and first tokens")
+    made.section("Summary", *(html.paragraph(line) for line in in_words(results)))
+    for picture in pictures:
+        alt = f"{picture.title}: {name}"
+        made.section(picture.title, html.figure(picture, alt, picture.caption))
+    rows = [[_setting(row), *map(_short, list(line.values())[3:])]
+            for row, line in zip(results.rows, table, strict=True)]  # fmt: skip
+    entries = metrics()
+    head = [entries[n].title if n in entries else n.replace("_", " ") for n in list(table[0])[3:]]
+    made.section("Every setting", html.table(["", *head], rows))
+    facts = {
+        "megasink": results.megasink,
+        "data": ", ".join(results.data),
+        "samples at most": results.max_samples,
+        "replaced positions": results.replaced_positions,
+        "thresholds set by": results.set_by,
+        **{
+            f"threshold of {entries[n].title}": f"{tau:.4g}"
+            for n, tau in results.thresholds.items()
+        },
+    }
+    made.section("How it was measured", html.facts(name, facts))
+    return made.text()
 
 
 def table_row(row: SweepRow, rows: Sequence[SweepRow]) -> dict[str, Any]:
@@ -71,8 +141,7 @@ def _short(value: Any) -> str:
     return f"{value:.4g}" if isinstance(value, float) else str(value)
 
 
-@styled()
-def draw_sweep(results: SweepResults, output: Path) -> None:
+def draw_sweep(results: SweepResults) -> Any:
     """Draw sink rate, inactive heads, massive activation and loss over the swept variable.
 
     The x axis is the first of length, copies and BOS with several values; the others are lines.
@@ -80,12 +149,11 @@ def draw_sweep(results: SweepResults, output: Path) -> None:
     from matplotlib import colormaps
 
     rows = results.rows
-    over = next((key for key in _AXES if len({getattr(r, key) for r in rows}) > 1), "length")
-    others = [k for k in _AXES if k != over and len({getattr(row, k) for row in rows}) > 1]
+    over, *others = _varied(rows) or ["length"]
     lines: dict[str, list[SweepRow]] = {}
     for row in rows:
         lines.setdefault(_setting(row, others), []).append(row)
-    figure, (axes,) = panels(1, 4, 3.8, width=18)
+    figure, axes = even_panels(4, 2, 3.3)
     rates = EPSILONS if len(lines) == 1 else {SINK_EPSILON: EPSILONS[SINK_EPSILON]}
     for index, (name, line) in enumerate(lines.items()):
         color = colormaps[MAP](0.9 * index / max(1, len(lines) - 1))
@@ -127,7 +195,12 @@ def draw_sweep(results: SweepResults, output: Path) -> None:
         axis.set_ylim(-3, 103)
         if axis.get_legend_handles_labels()[1] not in ([], [""]):
             axis.legend()
-    save(figure, output)
+    return figure
+
+
+def _varied(rows: Sequence[SweepRow]) -> list[str]:
+    """Return what takes several values."""
+    return [key for key in _AXES if len({getattr(row, key) for row in rows}) > 1]
 
 
 def _numbers(rows: Sequence[SweepRow], metric: str) -> Any:
@@ -136,26 +209,17 @@ def _numbers(rows: Sequence[SweepRow], metric: str) -> Any:
     return np.asarray(list(numbers), dtype=np.float64)
 
 
-@styled()
-def draw_masks(results: SweepResults, output: Path) -> None:
+def draw_masks(results: SweepResults) -> Any:
     """Draw how often each head is inactive, [layer, head], per setting (P3.24)."""
-    rows, scores = results.rows, list(results.rows[0].inactive_by_head)
-    width, height = 2.0 + 1.3 * len(rows), 2.4 * len(scores) + 0.6
-    figure, axes = panels(len(scores), 1, height, width=width, sharex=True)
-    for axis, score in zip(axes[:, 0], scores, strict=True):
-        tables = [np.asarray(row.inactive_by_head[score], dtype=float) for row in rows]
-        layers, heads = tables[0].shape
-        # One picture side by side, with a blank column between settings.
-        gap = np.full((layers, 1), np.nan)
-        together = np.concatenate([part for table in tables for part in (table, gap)][:-1], 1)
-        image = heatmap(axis, together, vmin=0, vmax=1, cmap="magma")
-        label(axis, metrics()[score].title, "layer")
-        names = [_setting(row).replace(", ", "\n") for row in rows]
-        axis.set_xticks(np.arange(len(rows)) * (heads + 1) + (heads - 1) / 2, names, fontsize=8)
-        axis.tick_params(axis="x", length=0)
-    figure.supxlabel("heads, by setting", fontsize=10)
-    figure.colorbar(image, ax=axes[:, 0], label="share of samples")
-    save(figure, output)
+    return shares_of_heads(
+        {
+            metrics()[score].title: {
+                _setting(row).replace(", ", "\n"): np.asarray(row.inactive_by_head[score], float)
+                for row in results.rows
+            }
+            for score in results.rows[0].inactive_by_head
+        }
+    )
 
 
 def _setting(row: SweepRow, keys: Iterable[str] = _AXES) -> str:

@@ -10,12 +10,12 @@ import numpy as np
 from megasink.analysis.metrics import metrics_shown
 from megasink.analysis.pages import html
 from megasink.analysis.pages.csv_file import write_csv
+from megasink.analysis.pages.drawing import Picture, picture_of, write_page
 from megasink.analysis.pages.style import (
     BLUE,
     even_panels,
     label,
     log_scale,
-    rendered,
     styled,
     whole_numbers,
 )
@@ -54,7 +54,7 @@ def trace_row(results: Results) -> TraceRow:
 
 
 def write_trace(rows: Sequence[TraceRow], folder: Path, name: str) -> None:
-    """Write trace.csv, trace.png and report.html: every scalar metric by step (P2.11, P4.23).
+    """Write trace.csv and report.html: every scalar metric by step (P2.11, P4.23).
 
     Args:
         name: name of the run.
@@ -66,9 +66,8 @@ def write_trace(rows: Sequence[TraceRow], folder: Path, name: str) -> None:
     table = [{"step": row.step, "tokens": row.tokens, **row.numbers} for row in rows]
     write_csv(folder / "trace.csv", list(table[0]), table)
     with styled():
-        png = rendered(_draw(rows))
-    (folder / "trace.png").write_bytes(png)
-    (folder / "report.html").write_text(_page(rows, png, name))
+        picture = picture_of(_draw(rows), "trace", "Every metric over training", _caption(rows))
+    write_page(_page(rows, picture, name), [picture], folder)
 
 
 def _measured(rows: Sequence[TraceRow]) -> list[str]:
@@ -115,7 +114,17 @@ def _unit(highest: float) -> tuple[float, str]:
     return 1.0, ""
 
 
-def _page(rows: Sequence[TraceRow], png: bytes, name: str) -> str:
+def _caption(rows: Sequence[TraceRow]) -> str:
+    entries = metrics_shown("scalar")
+    return "Against the tokens seen in training. " + " ".join(
+        f"{entries[n].title}: {entries[n].definition.rstrip('.')}"
+        + ("" if entries[n].axis == "model" else f", {entries[n].scalar}")
+        + f" ({entries[n].source})."
+        for n in _measured(rows)
+    )
+
+
+def _page(rows: Sequence[TraceRow], picture: Picture, name: str) -> str:
     first, last = rows[0], rows[-1]
     names, entries = _measured(rows), metrics_shown("scalar")
     ends = (
@@ -128,23 +137,14 @@ def _page(rows: Sequence[TraceRow], png: bytes, name: str) -> str:
         f"{name}: {len(rows)} checkpoints, from step {first.step:,} to {last.step:,} "
         f"({last.tokens:,} tokens): {'; '.join(ends)}."
     )
-    caption = "Against the tokens seen in training. " + " ".join(
-        f"{entries[n].title}: {entries[n].definition.rstrip('.')}"
-        + ("" if entries[n].axis == "model" else f", {entries[n].scalar}")
-        + f" ({entries[n].source})."
-        for n in names
-    )
     head = ["step", "tokens", *(entries[n].title for n in names)]
     cells = [
         [f"{row.step:,}", f"{row.tokens:,}", *(entries[n].text(row.numbers[n]) for n in names)]
         for row in rows
     ]
-    parts = [
-        f"<main><h1>{html.escape(name)}: training trace</h1>",
-        html.paragraph(summary),
-        html.figure(png, f"Training trace of {name}", caption),
-        html.heading(2, "Checkpoints"),
-        html.table(head, cells),
-        "</main>",
-    ]
-    return html.document(f"megasink: trace of {name}", parts)
+    made = html.Page(f"megasink: trace of {name}", f"{name}: training trace")
+    made.section("Summary", html.paragraph(summary))
+    alt = f"Training trace of {name}"
+    made.section(picture.title, html.figure(picture, alt, picture.caption))
+    made.section("Checkpoints", html.table(head, cells))
+    return made.text()

@@ -19,7 +19,7 @@ from megasink.analysis.pages import analysis_figures
 from megasink.analysis.pages.opening import _paragraphs
 from megasink.analysis.results import MetricResult, SampleResults
 from megasink.cli import main
-from megasink.cli.analysis_flags import check, parser
+from megasink.cli.analyze import analyze_parser, check
 from megasink.data.corpus import Corpus
 from megasink.data.tokenizer import train_tokenizer
 from megasink.errors import ConfigError, UserError
@@ -283,7 +283,7 @@ def test_bad_input_is_named(folder, tmp_path, capsys, flags, problem):
 
 
 def test_problems_of_the_command_line_come_together(tmp_path):
-    args = parser().parse_args(
+    args = analyze_parser("analyze").parse_args(
         f"{tmp_path} --output {tmp_path} --seq-length 1 --batch-size 0 --tokenizer none "
         "--maps 3 1.2 --map-length 999".split()
     )
@@ -305,7 +305,7 @@ class Doubled:
 
 def test_bos_is_added_once():
     def ids(tokenizer, bos):
-        return Reader(tokenizer, bos).read(("a", " text"), "a.txt")
+        return Reader(tokenizer, bos).read("a text", "a.txt")
 
     with pytest.raises(UserError, match="adds its BOS token 7 twice"):
         ids(Doubled(), "auto")

@@ -9,7 +9,7 @@ from transformers import PreTrainedTokenizerFast
 
 import megasink
 from megasink.analysis import draw as pages
-from megasink.analysis.pages import ablation, sweep, trace
+from megasink.analysis.pages import ablation, sweep
 from megasink.cli import main
 from megasink.errors import UserError
 from megasink.output_folder import SETTINGS, exclusive, results_in
@@ -37,10 +37,8 @@ def root(tmp_path_factory):
 @pytest.fixture(autouse=True)
 def undrawn(monkeypatch):
     monkeypatch.setattr(pages, "figures", lambda *_: [])
-    monkeypatch.setattr(ablation, "draw_all", lambda *_: {})
-    monkeypatch.setattr(sweep, "save", lambda *_: None)
-    monkeypatch.setattr(trace, "_draw", lambda *_: None)
-    monkeypatch.setattr(trace, "rendered", lambda *_: b"")
+    monkeypatch.setattr(ablation, "draw_all", lambda *_: [])
+    monkeypatch.setattr(sweep, "draw_all", lambda *_: [])
 
 
 TEXT = "--data {0}/text.txt --device cpu --output"
@@ -80,7 +78,7 @@ COMMANDS = {
         "compare {0}/a --output {1}/out.png",
         "ANOTHER",
         ("out.png is of `megasink compare a ",),
-        "out.png",
+        "out.html",
     ),
 }
 

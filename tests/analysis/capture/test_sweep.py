@@ -57,8 +57,7 @@ def swept(folder):
 @pytest.fixture
 def undrawn(swept, monkeypatch):
     """The figures are drawn once, by `swept`."""
-    for name in ("draw_sweep", "draw_masks"):
-        monkeypatch.setattr(sweep, name, lambda found, output: None)
+    monkeypatch.setattr(sweep, "draw_all", lambda found: [])
 
 
 @pytest.fixture(scope="module")
@@ -168,8 +167,13 @@ def test_the_files(swept):
     for line, row in zip(lines, found["rows"], strict=True):
         assert float(line["sink_rate"]) == row["metrics"]["sink_rate"]["number"]
         assert line["bos"] == row["bos"]
-    for name in ("sweep.png", "sweep_masks.png"):
-        assert (swept / name).read_bytes().startswith(b"\x89PNG")
+    for name in ("sweep", "masks"):
+        assert (swept / "figures" / f"{name}.png").read_bytes().startswith(b"\x89PNG")
+    page = (swept / "report.html").read_text()
+    assert page.count("<img ") == page.count("<summary>The numbers</summary>") == 2
+    first = found["rows"][0]["inactive_by_head"]["awft"][1][2]
+    assert f"layer 1, head 2: {first:.4g}</title>" in page
+    assert f"{100 * found['rows'][0]['inactive']['awft']:.4g}</td>" in page
     assert not (swept / "partial").exists()
 
 

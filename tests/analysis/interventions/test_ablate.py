@@ -49,7 +49,7 @@ def swept(folder):
 
 @pytest.fixture
 def undrawn(monkeypatch):
-    monkeypatch.setattr(ablation, "draw_all", lambda *_: {})
+    monkeypatch.setattr(ablation, "draw_all", lambda *_: [])
 
 
 @pytest.fixture

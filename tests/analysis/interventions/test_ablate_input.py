@@ -26,7 +26,7 @@ def folder(tmp_path_factory):
 
 @pytest.fixture
 def undrawn(monkeypatch):
-    monkeypatch.setattr(ablation, "draw_all", lambda *_: {})
+    monkeypatch.setattr(ablation, "draw_all", lambda *_: [])
 
 
 @pytest.fixture

@@ -109,7 +109,7 @@ def test_a_repeated_sweep_asks_nothing(model, swept, monkeypatch):
     output, _ = swept
     before = (output / "ablation.json").read_text()
     monkeypatch.setattr(on_tasks, "evaluate", lambda *args, **kwargs: pytest.fail("asked again"))
-    monkeypatch.setattr(ablation, "draw_all", lambda *_: {})
+    monkeypatch.setattr(ablation, "draw_all", lambda *_: [])
     assert main(command(model, output)) == 0
     assert (output / "ablation.json").read_text() == before
 

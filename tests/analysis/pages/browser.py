@@ -28,6 +28,13 @@ window.addEventListener('load', () => {
     unnamed: images.filter(i => !i.alt).length,
     outside: images.filter(i => !i.closest('.scroll'))
       .filter(i => i.getBoundingClientRect().right > innerWidth + 1).length,
+    titled: document.querySelectorAll('.picture rect title').length,
+    askew: [...document.querySelectorAll('.picture svg')].filter(svg => {
+      const [i, s] = [svg.previousElementSibling, svg].map(e => e.getBoundingClientRect());
+      return Math.abs(i.width - s.width) + Math.abs(i.height - s.height) > 1
+        || Math.abs(i.left - s.left) + Math.abs(i.top - s.top) > 1;
+    }).length,
+    tables: document.querySelectorAll('figure details table').length,
     least: Math.min(...images.map(i => i.getBoundingClientRect().width)),
     scripts: document.scripts.length - 1,
     fetched: [...document.querySelectorAll('[src], link[href]')].map(e => e.src || e.href)

@@ -1,5 +1,6 @@
 """The pages in a real browser: whole, readable on a wide and on a narrow screen, and silent."""
 
+import json
 from pathlib import Path
 
 import numpy as np
@@ -18,7 +19,8 @@ from megasink.analysis.pages import analysis_figures, html
 from megasink.analysis.pages.trace import TraceRow, write_trace
 from megasink.analysis.results import RunFacts
 from megasink.analysis.write import write_analysis
-from tests.analysis.capture.tiny_models import tiny_model
+from megasink.cli import main
+from tests.analysis.capture.tiny_models import save_with_tokenizer, tiny_model
 from tests.analysis.pages.browser import CHROMIUM, console_of, seen
 
 pytestmark = pytest.mark.skipif(CHROMIUM is None, reason="needs MEGASINK_TEST_CHROMIUM")
@@ -94,7 +96,9 @@ def test_the_report_is_whole(report, tmp_path):
         assert page["scroll"] == width  # nothing hangs over the right edge
         assert page["images"] == len(list((report.parent / "figures").glob("*.png"))) == 7
         assert page["blank"] == []
-        assert page["unnamed"] == page["outside"] == 0
+        assert page["unnamed"] == page["outside"] == page["askew"] == 0
+        assert page["titled"] > 100
+        assert page["tables"] >= 5
         assert page["least"] > 500  # as wide as can be read, on a narrow screen too
         assert page["scripts"] == 0
         assert page["fetched"] == []
@@ -120,6 +124,41 @@ def test_a_trace(tmp_path):
         assert page["fetched"] == []
         assert page["headings"][0] == f"{NAME}: training trace"
     assert found.console == []
+
+
+def of_commands(root):
+    """The pages of commands that measure little: {name: page}."""
+    texts = [f"Text {i}: nothing stands twice, {'again ' * i}and it ends." for i in range(5)]
+    save_with_tokenizer(root, "llama", texts, 330)
+    text = root / "text.txt"
+    text.write_text("\n".join(texts))
+    for name, flags in (
+        ("sweep", "--lengths 4 8 --bos none"),
+        ("ablate", "--heads 0.1 1.2 --layer 1"),
+    ):
+        line = f"{name} {root}/llama --data {text} --device cpu --output {root}/{name} {flags}"
+        assert main(line.split()) == 0
+    for name in ("a", "b"):
+        (root / name).mkdir()
+        steps = [{"iteration": n, "lm_loss": 2.0 + 1 / n, "imbalance": 0.1} for n in range(1, 30)]
+        (root / name / "metrics.jsonl").write_text("\n".join(map(json.dumps, steps)) + "\n")
+    assert main(f"compare {root}/a {root}/b --output {root}/both.png".split()) == 0
+    return {n: root / n / "report.html" for n in ("sweep", "ablate")} | {
+        "compare": root / "both.html"
+    }
+
+
+def test_the_pages_of_other_commands_are_of_the_same_make(tmp_path):
+    for name, page in of_commands(tmp_path).items():
+        (tmp_path / f"seen-{name}").mkdir()
+        found = seen(page, WIDTHS, tmp_path / f"seen-{name}")
+        assert found.console == []
+        for width, one in found.measured.items():
+            assert one["scroll"] == width
+            assert (one["blank"], one["fetched"], one["scripts"]) == ([], [], 0)
+            assert one["unnamed"] == one["outside"] == one["askew"] == 0
+            assert one["titled"] >= 4
+            assert one["tables"] >= one["images"] >= 1
 
 
 def test_what_is_wrong_with_a_page_is_seen(tmp_path):
