@@ -74,6 +74,8 @@ class FinetuneOptions:
         except UserError as error:
             yield str(error)
             return
+        if "arguments" in found:
+            yield f"{self.model} is a megasink run: megasink convert-to-hf exports it"
         text = found.get("text_config", found)
         heads, positions = (text.get(n) for n in ("num_attention_heads", "max_position_embeddings"))
         if isinstance(heads, int) and (self.shared_heads or 0) > max(0, heads - 2):

@@ -157,6 +157,18 @@ def foreign_contents(folder: Path) -> str | None:
     return f"--output {folder} holds {other[0]}, and no results of megasink: {_CURE}"
 
 
+def folder_problem(folder: Path) -> str | None:
+    """Return why a folder, which may not exist yet, cannot be written."""
+    there = folder.absolute()
+    while not there.exists():
+        there = there.parent
+    if not there.is_dir():
+        return f"cannot be created: {there} is a file"
+    if not os.access(there, os.W_OK):
+        return f"cannot be written: no permission to write to {there}"
+    return None
+
+
 def _refuse(folder: Path, command: str, now: Mapping[str, Any], grows: Collection[str]) -> None:
     """Raise UserError if a folder holds anything but results of these settings."""
     if problem := foreign_contents(folder):

@@ -12,7 +12,8 @@ from megasink.cli import COMMANDS, main
 from megasink.data.corpus import Corpus
 from megasink.data.preprocess import preprocess
 from tests.analysis.capture.tiny_models import save_with_tokenizer
-from tests.mistakes import ANALYZE, DATA, MISTAKES, TRAIN
+from tests.mistakes import DATA, MISTAKES, TRAIN
+from tests.mistakes_with_models import ANALYZE
 
 PAGE = Path(__file__).parents[1] / "docs" / "errors.md"
 BEGIN = "<!-- the answers: python -m tests.errors_page -->\n"
@@ -29,6 +30,7 @@ def prepare(root):
     checkpoint.mkdir(parents=True)
     (checkpoint / "metadata.json").write_text('{"sharded_backend": "torch_dist"}')
     (checkpoint.parent / "latest_checkpointed_iteration.txt").write_text("4")
+    (root / "kinds.json").write_text('[{"kind": "zero-head", "heads": [[0, 1]]}]')
     (root / "notes").mkdir()
     (root / "notes" / "thesis.txt").write_text("text")
     shape = {"num_layers": 2, "num_attention_heads": 4, "hidden_size": 32}

@@ -1,6 +1,7 @@
 """Mistakes that people make at a command line: one line or one numbered list, exit code 2."""
 
 import re
+import shlex
 
 import pytest
 import torch
@@ -8,6 +9,7 @@ import torch
 from megasink.cli import COMMANDS, main
 from tests.errors_page import PAGE, answer, prepare, shown
 from tests.mistakes import MISTAKES
+from tests.test_startup import answers
 
 
 @pytest.fixture(scope="module")
@@ -37,6 +39,13 @@ def test_a_mistake_is_answered_in_one_line_or_one_list(name, root):
     assert sorted(root.rglob("*")) == before, "a refused command leaves nothing"
     if not torch.cuda.is_available():  # the answers name what a machine lacks
         assert f"{shown(name, said, root)}\n" in PAGE.read_text(), "run python -m tests.errors_page"
+
+
+def test_a_mistake_is_answered_before_anything_slow_is_imported(root):
+    """So each takes some tenths of a second of one core, where torch alone takes more than one."""
+    lines = [shlex.split(line.replace("{0}", str(root))) for line, *_ in MISTAKES.values()]
+    slow = "torch scipy sklearn matplotlib transformers megatron lm_eval.api"
+    assert answers(lines, slow) == f"{len(lines)} lines"
 
 
 def test_the_page_has_no_other_answers():

@@ -46,11 +46,13 @@ print(len(lines), "lines")
 """
 
 
-def answers(lines: list[str]) -> str:
+def answers(lines: list[list[str]], slow: str = SLOW) -> str:
     """What a process says that answers the lines, one after another, until one is slow."""
-    words = json.dumps([line.split() for line in lines])
     done = subprocess.run(
-        [sys.executable, "-c", PROGRAM, words, SLOW], capture_output=True, text=True, timeout=1200
+        [sys.executable, "-c", PROGRAM, json.dumps(lines), slow],
+        capture_output=True,
+        text=True,
+        timeout=1200,
     )
     lines_of_error = done.stderr.strip().splitlines() or [""]
     return lines_of_error[-1] if done.returncode else done.stdout.strip().splitlines()[-1]
@@ -68,7 +70,7 @@ def test_help_and_refusals_import_nothing_slow(tmp_path):
     lines += [f"{command} {line}" for command, line in PATHS.items() if line is not None]
     lines += [f"{command} {line}" for command, line in FULL.items()]
     assert set(PATHS) == set(COMMANDS)
-    given = [line.replace("{0}", str(tmp_path)) for line in lines]
+    given = [line.replace("{0}", str(tmp_path)).split() for line in lines]
     assert answers(given) == f"{len(lines)} lines"
     assert sorted(path.name for path in tmp_path.iterdir()) == ["model", "run"]
 
@@ -80,4 +82,4 @@ def test_a_slow_answer_is_found(tmp_path):
     (tmp_path / "model" / "model.safetensors").write_text("no weights")
     (tmp_path / "a.txt").write_text("a text")
     line = f"analyze {tmp_path}/model --data {tmp_path}/a.txt --output {tmp_path}/new"
-    assert answers([line]).startswith(f"{line}: imports ['")
+    assert answers([line.split()]).startswith(f"{line}: imports ['")

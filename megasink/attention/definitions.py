@@ -13,5 +13,12 @@ MAP_TOKENS = 256
 SHARES = (0.0, 0.05, 0.10, 0.15, 0.20, 0.25, 0.30)
 """Shares of heads for which P3 calibrates thresholds of inactive heads (P3.11)."""
 
+SCORES = (
+    *("awft", "aeqd", "ftvvn", "avvn", "lthon", "ahon", "circuit_ahon"),
+    *("awft_ln", "aeqd_ln", "ftvvn_ln", "avvn_ln", "lthon_ln", "ahon_ln", "circuit_ahon_ln"),
+    *("lthon_hn", "random"),
+)
+"""Names of the scores of inactive heads (P3.1 to P3.10), which a command line is checked by."""
+
 PROXY_EPSILON = 1e-8
 """Added by P2's code to a sum of weights that may be 0 (P2.37)."""

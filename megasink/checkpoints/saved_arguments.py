@@ -14,7 +14,6 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, Any, Literal, get_type_hints
 
-import torch
 from pydantic import Field
 
 from megasink.attention.variants import is_variant, names
@@ -135,6 +134,8 @@ def read_arguments(config: Path) -> dict[str, Any]:
 
 def single_process_arguments(saved: Mapping[str, Any]) -> Namespace:
     """Return Megatron's arguments for the model of :func:`read_arguments`, in one process."""
+    import torch  # a wrong config.json is told without it
+
     args = parse_apart([])
     wanted, refused = describing(), []
     if isinstance(pattern := saved.get(_LAYERS), str):

@@ -53,6 +53,15 @@ def same_tokenizer(config: Path, before: str | None, now: str | None) -> bool:
     return digests(reference) == digests(Path(now)) or _mean_the_same(reference, Path(now))
 
 
+def tokenizer_problem(folder: Path) -> str | None:
+    """Return why a folder can hold no tokenizer, by the names of its files; None if it can."""
+    if not folder.is_dir():
+        return f"{folder} is not a folder (nothing is downloaded)"
+    if all(path.name == "config.json" for path in _files(folder)):
+        return f"{folder} has no tokenizer files, such as tokenizer.json"
+    return None
+
+
 def is_of_tokenizer(path: Path) -> bool:
     """Whether a file is one that transformers reads for a tokenizer."""
     return any(path.match(pattern) for pattern in _FILES)

@@ -25,12 +25,13 @@ def main(argv: Sequence[str] | None = None) -> int:
         )
         args = parser.parse_args(argv)
         which = check_ablate(args, is_run=is_run(args.model))
-        from megasink.analysis.ablate.run import ablate
-        from megasink.analysis.evaluate.tasks_loading import load_tasks
-
         tasks = None
         if args.task:  # before the model is loaded
+            from megasink.analysis.evaluate.tasks_loading import load_tasks
+
             tasks = load_tasks(args.task, allow_download=args.allow_download)
+        from megasink.analysis.ablate.run import ablate
+
         with opened(which, ranks) as model:
             ablate(model, AblationOptions.of(args), ranks, tasks)
     return 0

@@ -7,17 +7,24 @@ import argparse
 from collections.abc import Sequence
 from pathlib import Path
 
-from megasink.analysis.capture.head_names import parse_head
+from megasink.analysis.capture.head_names import head_problems, parse_head
+from megasink.analysis.metrics.registry import score_names
 from megasink.analysis.options import ModelOptions
-from megasink.attention.definitions import SHARES
-from megasink.cli.analysis_flags import add_sequence_flags, model_parser, problems_of, settled
+from megasink.attention import definitions
+from megasink.cli.analysis_flags import (
+    add_sequence_flags,
+    known_shape,
+    model_parser,
+    problems_of,
+    settled,
+)
 from megasink.command_line import CommandParser
 from megasink.errors import UserError, unknown_name
 
 SCORES = ("awft", "ahon_ln")
 """Scores of a sweep by default: the paper's comparison."""
 SEEDS = (1, 2, 3)
-PERCENTS = tuple(float(f"{100 * share:g}") for share in SHARES)
+PERCENTS = tuple(float(f"{100 * share:g}") for share in definitions.SHARES)
 
 
 def ablate_parser(description: str | None) -> CommandParser:
@@ -116,21 +123,21 @@ def check_ablate(args: argparse.Namespace, *, is_run: bool) -> ModelOptions:
         values = getattr(args, flag)
         if len(set(values)) < len(values):
             problems.append(f"--{flag} {' '.join(map(str, values))}: a value is repeated")
-    problems += _of_others(args)
+    problems += _of_others(args, known_shape(args).heads)
     problems += _of_calibration(args)
     return settled(args, problems)
 
 
 def _of_scores(names: Sequence[str]) -> list[str]:
-    from megasink.analysis.interventions.scores import RANDOM, LayerScore, score_names
-
     problems = []
     for name in names:
-        if name == RANDOM:
+        if name == "random":
             problems.append("--score random: it is always measured, as the baseline: leave it out")
         elif name not in score_names():
             problems.append(unknown_name("--score", name, score_names()))
-        else:
+        elif name not in definitions.SCORES:  # a plugin's
+            from megasink.analysis.interventions.scores import LayerScore
+
             try:
                 LayerScore(name)
             except ValueError as error:
@@ -138,22 +145,27 @@ def _of_scores(names: Sequence[str]) -> list[str]:
     return problems
 
 
-def _of_others(args: argparse.Namespace) -> list[str]:
-    """Return the problems of --heads, --interventions and --layer."""
+def _of_others(args: argparse.Namespace, model: Sequence[int] | None) -> list[str]:
+    """Return the problems of --heads, --interventions and --layer.
+
+    Args:
+        model: number of heads in each of its layers, where its config.json tells.
+    """
     problems = []
     if args.heads is not None:
         try:
             if len(args.heads) == 1 and Path(args.heads[0]).suffix in (".json", ".csv"):
                 from megasink.analysis.interventions.heads import read_heads
 
-                read_heads(Path(args.heads[0]))
-            else:  # a moment, where the other takes torch
-                for word in args.heads:
-                    parse_head(word)
+                chosen = read_heads(Path(args.heads[0])).heads
+            else:
+                chosen = tuple(map(parse_head, args.heads))
+            if model:
+                problems += [f"--heads: {one}" for one in head_problems(chosen, model)]
         except (ValueError, UserError) as error:
             problems.append(f"--heads {error}")
     if args.interventions is not None:
-        from megasink.analysis.interventions import read_interventions
+        from megasink.analysis.interventions.record import read_interventions
 
         try:
             if not read_interventions(args.interventions):
@@ -162,6 +174,8 @@ def _of_others(args: argparse.Namespace) -> list[str]:
             problems.append(f"--interventions {error}")
     if args.layer is not None and args.layer < 0:
         problems.append(f"--layer {args.layer}: layers are numbered from 0")
+    elif args.layer is not None and model and args.layer >= len(model):
+        problems.append(f"--layer {args.layer}: the layers are 0 to {len(model) - 1}")
     return problems
 
 
@@ -170,6 +184,8 @@ def _of_calibration(args: argparse.Namespace) -> list[str]:
         return []
     if not args.score:
         return ["--calibration sets the thresholds of --score: add it"]
+    if not (args.calibration / "results.json").is_file():
+        return [f"--calibration: {args.calibration} holds no analysis: it has no results.json"]
     from megasink.analysis.ablate.calibration import read_calibration
 
     try:

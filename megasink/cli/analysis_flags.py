@@ -5,12 +5,12 @@ They need no model, and import no torch for what the command line and the file s
 
 import argparse
 import math
-import os
 from collections.abc import Sequence
 from pathlib import Path
 
 from megasink import cpu
-from megasink.analysis.capture.head_names import parse_head
+from megasink.analysis.capture.head_names import head_problems, parse_head
+from megasink.analysis.model_shape import ModelShape, shape_of
 from megasink.analysis.options import (
     BOS,
     DTYPES,
@@ -20,13 +20,16 @@ from megasink.analysis.options import (
     model_problem,
 )
 from megasink.attention.definitions import MAP_TOKENS
+from megasink.checkpoints.find import find_checkpoint
+from megasink.checkpoints.saved_arguments import read_arguments
+from megasink.checkpoints.tokenizer import tokenizer_problem
 from megasink.command_line import CommandParser
 from megasink.data.corpus import STDLIB
 from megasink.data.replaced_tokens import FORMS
 from megasink.data.replaced_tokens import problems_of as problems_of_replaced
 from megasink.data.text_tokenizer import add_parse_special_tokens
-from megasink.errors import ConfigError
-from megasink.output_folder import add_overwrite, foreign_contents
+from megasink.errors import ConfigError, UserError
+from megasink.output_folder import add_overwrite, folder_problem, foreign_contents
 from megasink.plugins import add_flag
 
 # Devices of torch that nothing here was tried on.
@@ -149,13 +152,16 @@ def weights_problems(args: argparse.Namespace, *, is_run: bool) -> list[str]:
         )
     elif args.yarn is not None and not 1 < args.yarn < math.inf:
         problems.append(f"--yarn {args.yarn:g}: a factor of more than 1")
-    if is_run and not args.model.is_dir():
-        problems.append(f"{args.model}: no such folder")
+    if is_run:
+        try:
+            read_arguments(find_checkpoint(args.model).config)
+        except UserError as error:
+            problems.append(str(error))
     if not is_run and (problem := model_problem(args.model)):
         problems.append(problem)
-    if args.tokenizer is not None and not args.tokenizer.is_dir():
-        problems.append(f"--tokenizer {args.tokenizer} is not a folder")
-    if problem := _folder_problem(args.output):
+    if args.tokenizer is not None and (problem := tokenizer_problem(args.tokenizer)):
+        problems.append(f"--tokenizer {problem}")
+    if problem := folder_problem(args.output):
         problems.append(f"--output {args.output} {problem}")
     elif not args.overwrite and (problem := foreign_contents(args.output)):
         problems.append(problem)
@@ -191,17 +197,33 @@ def problems_of(args: argparse.Namespace, *, is_run: bool) -> list[str]:
         if value is not None and value < least:
             problems.append(f"--{flag.replace('_', '-')} {value}: at least {least}")
     problems += replacement_problems(args)
-    return problems + map_problems(args.maps or [], args.map_length)
+    return problems + map_problems(args.maps or [], args.map_length, known_shape(args).heads)
 
 
-def map_problems(heads: Sequence[str], length: int) -> list[str]:
+def known_shape(args: argparse.Namespace) -> ModelShape:
+    """Return the shape of MODEL as far as its config.json tells; `weights_problems` says the rest.
+
+    A stretched context (--yarn) has no known number of positions.
+    """
+    try:
+        shape = shape_of(args.model)
+    except (UserError, OSError):
+        return ModelShape(None, None)
+    return shape if args.yarn is None else shape._replace(positions=None)
+
+
+def map_problems(
+    heads: Sequence[str], length: int, model: Sequence[int] | None = None
+) -> list[str]:
     """Return the problems with `--maps` and `--map-length` that need no model to find."""
     problems = []
     if not 2 <= length < MAP_TOKENS:
         problems.append(f"--map-length {length}: must be 2 to {MAP_TOKENS - 1}, as maps are S x S")
     for text in heads:
         try:
-            parse_head(text)
+            chosen = parse_head(text)
+            if model:
+                problems += [f"--maps: {one}" for one in head_problems([chosen], model)]
         except ValueError as error:
             problems.append(f"--maps {error}")
     return problems
@@ -221,16 +243,4 @@ def _device_problem(name: str) -> str | None:
         there = torch.cuda.device_count()
     if int(index or 0) >= there:
         return f"this machine has {there or 'no'} CUDA devices: use {'cuda:0' if there else 'cpu'}"
-    return None
-
-
-def _folder_problem(folder: Path) -> str | None:
-    """Return why a folder, which may not exist yet, cannot be written."""
-    there = folder.absolute()
-    while not there.exists():
-        there = there.parent
-    if not there.is_dir():
-        return f"cannot be created: {there} is a file"
-    if not os.access(there, os.W_OK):
-        return f"cannot be written: no permission to write to {there}"
     return None

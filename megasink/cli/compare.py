@@ -45,7 +45,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     picture = args.output or (args.runs[0] / "curves.png" if len(runs) == 1 else _PICTURE)
     comment = None
     if args.output is not None or len(runs) > 1:
-        from megasink.analysis.pages.style import comment_of
+        from megasink.analysis.pages.picture_comment import comment_of
 
         line = f"compare {' '.join(names)}"
         of: list[object] = [path.resolve() for path in args.runs]

@@ -5,8 +5,9 @@ from functools import partial
 from pathlib import Path
 
 from megasink.checkpoints.find import find_checkpoint
+from megasink.checkpoints.saved_arguments import read_arguments
 from megasink.cli.convert import not_verified, parser_of, prepare
-from megasink.convert.output import refuse_contents
+from megasink.convert.output import parse_size, refuse_contents
 from megasink.printable import say_next
 
 
@@ -35,12 +36,11 @@ def main(argv: Sequence[str] | None = None) -> int:
         from megasink.convert.targets import named
 
         named(args.target)
-    find_checkpoint(args.run, args.iteration)
     refuse_contents(args.output)
-    from megasink.convert.safetensors_writer import parse_size
+    shard_bytes = parse_size(args.shard_size)
+    read_arguments(find_checkpoint(args.run, args.iteration).config)
     from megasink.convert.to_hf import export, source_of
 
-    shard_bytes = parse_size(args.shard_size)
     source = source_of(args.run, args.iteration, args.tokenizer)
     convert = partial(export, source, args.output, args.target, shard_bytes=shard_bytes)
     if not args.verify:

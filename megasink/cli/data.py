@@ -5,6 +5,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from megasink.checkpoints.tokenizer import tokenizer_problem
 from megasink.command_line import CommandParser
 from megasink.data.corpus import MAX_DOCUMENT_BYTES, STDLIB, Corpus, default_workers
 from megasink.data.output import output_problems, part_of
@@ -214,8 +215,8 @@ def _checked(args: argparse.Namespace, *, is_trained: bool) -> tuple[Corpus, Pat
         problems.append(f"--workers {args.workers}: use 1 or more")
     if args.train_tokenizer is None:
         folder = args.tokenizer
-        if not folder.is_dir():
-            problems.append(f"--tokenizer {folder} is not a folder (nothing is downloaded)")
+        if problem := tokenizer_problem(folder):
+            problems.append(f"--tokenizer {problem}")
         if args.tokenizer_output:
             problems.append("--tokenizer-output needs --train-tokenizer, not --tokenizer")
         if args.tokenizer_bos:

@@ -6,6 +6,7 @@ from pathlib import Path
 
 from megasink.command_line import CommandParser
 from megasink.errors import UserError
+from megasink.output_folder import folder_problem
 
 STEPS = 600
 # What earlier demos left: the language and its tokenizer, and a folder of runs for each.
@@ -24,6 +25,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     args = parser.first_screen("megasink demo").parse_args(argv)
     if args.train_iters < 1:
         raise UserError(f"--train-iters {args.train_iters}: use 1 or more")
+    if problem := folder_problem(args.dir):
+        raise UserError(f"--dir {args.dir} {problem}")
     there = [path.name for path in args.dir.iterdir()] if args.dir.is_dir() else []
     other = sorted(name for name in there if not _OWN.fullmatch(name))
     if other or (there and "language.jsonl" not in there):

@@ -34,12 +34,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         args = parser.parse_args(argv)
         emit = stack.enter_context(only_json(args.json))
         which, interventions = _check(args, is_run=is_run(args.model))
-        from megasink.analysis.capture.identity import weights_hash
-        from megasink.analysis.evaluate.harness import evaluate
-        from megasink.analysis.evaluate.results import write_evaluation
         from megasink.analysis.evaluate.tasks_loading import load_tasks
-        from megasink.analysis.interventions.record import to_entry
-        from megasink.output_folder import results_in
 
         tasks = load_tasks(
             args.tasks,
@@ -49,6 +44,11 @@ def main(argv: Sequence[str] | None = None) -> int:
             allow_download=args.allow_download,
             run_generated_code=args.confirm_run_unsafe_code,
         )
+        from megasink.analysis.capture.identity import weights_hash
+        from megasink.analysis.evaluate.harness import evaluate
+        from megasink.analysis.evaluate.results import write_evaluation
+        from megasink.analysis.interventions.record import to_entry
+        from megasink.output_folder import results_in
 
         options = ("limit", "batch_size", "chat_template", "parse_special_tokens", "samples")
         given = {name: getattr(args, name) for name in options}
@@ -163,6 +163,6 @@ def _check(args: argparse.Namespace, *, is_run: bool) -> tuple[ModelOptions, lis
     which = settled(args, problems)
     if args.interventions is None:
         return which, []
-    from megasink.analysis.interventions import read_interventions
+    from megasink.analysis.interventions.record import read_interventions
 
     return which, list(read_interventions(args.interventions))

@@ -7,6 +7,8 @@ from pathlib import Path
 from typing import Any
 
 from megasink.checkpoints.find import find_checkpoint
+from megasink.checkpoints.saved_arguments import read_arguments
+from megasink.checkpoints.tokenizer import tokenizer_problem
 from megasink.command_line import CommandParser
 from megasink.data.text_tokenizer import add_parse_special_tokens
 from megasink.errors import ConfigError, UserError
@@ -56,6 +58,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     ).parse_args(argv)
     _check(args)
     found = find_checkpoint(args.run, args.iteration)  # before the slow imports
+    read_arguments(found.config)
     prepare_quietly(cpu=args.cpu)
     from megasink.checkpoints.carried import ends_of
     from megasink.checkpoints.load import load_model, single_process
@@ -116,8 +119,8 @@ def _check(args: argparse.Namespace) -> None:
         problems.append(f"--max-new-tokens {args.max_new_tokens}: use 1 or more")
     if not all(args.prompt):
         problems.append("--prompt is empty: give some text to continue")
-    if args.tokenizer is not None and not args.tokenizer.is_dir():
-        problems.append(f"--tokenizer {args.tokenizer} is not a folder (nothing is downloaded)")
+    if args.tokenizer is not None and (problem := tokenizer_problem(args.tokenizer)):
+        problems.append(f"--tokenizer {problem}")
     if problems:
         raise ConfigError(problems)
 

@@ -6,7 +6,13 @@ from collections.abc import Sequence
 from megasink.analysis.capture.ranks import taking_part
 from megasink.analysis.options import BOS, ModelOptions, SweepOptions
 from megasink.checkpoints.find import is_run
-from megasink.cli.analysis_flags import add_replacement_flags, model_parser, problems_of, settled
+from megasink.cli.analysis_flags import (
+    add_replacement_flags,
+    known_shape,
+    model_parser,
+    problems_of,
+    settled,
+)
 from megasink.cli.analyze import opened
 from megasink.command_line import CommandParser
 
@@ -81,4 +87,10 @@ def _check(args: argparse.Namespace) -> ModelOptions:
         problems += [f"{flag} {value}: at least {least}" for value in values if value < least]
         if len(set(values)) < len(values):
             problems.append(f"{flag} {' '.join(map(str, values))}: a value is repeated")
+    positions = known_shape(args).positions
+    problems += [
+        f"--lengths {length}: the model has {positions} positions"
+        for length in args.lengths
+        if positions is not None and length > positions
+    ]
     return settled(args, problems)

@@ -10,14 +10,15 @@ logits are set from a mean sink weight instead, see sink_calibration.py.
 
 import dataclasses
 from dataclasses import dataclass
-
-import torch
-from torch import Tensor
+from typing import TYPE_CHECKING
 
 from megasink.attention.variants import SINK_WEIGHT, ZERO_GATES, parameter_names, variant
 from megasink.convert.architecture import Architecture
 from megasink.convert.transforms import GroupedQKV
 from megasink.errors import UserError
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 LINEAR_QKV = "self_attention.linear_qkv."
 LINEAR_PROJ = "self_attention.linear_proj.weight"
@@ -95,7 +96,7 @@ def gated_model(model: Architecture, change: Change | None) -> Architecture:
     return dataclasses.replace(model, attention=change.attention)
 
 
-def changed(key: str, tensor: Tensor, model: Architecture, change: Change | None) -> Tensor:
+def changed(key: str, tensor: "Tensor", model: Architecture, change: Change | None) -> "Tensor":
     """Return a weight of the vanilla model as it is in the changed one.
 
     Args:
@@ -110,15 +111,17 @@ def changed(key: str, tensor: Tensor, model: Architecture, change: Change | None
     if change.attention == "elementwise" and LINEAR_QKV in key and "layer_norm" not in key:
         sizes = (model.groups, model.queries, model.head_dim)
         query, *key_value = GroupedQKV(*sizes).to_hf(tensor)
-        parts = (query, torch.zeros_like(query), *key_value)
+        parts = (query, query.new_zeros(query.shape), *key_value)
         return GroupedQKV(*sizes, gate=True).to_megatron(*parts)[0]
     return tensor
 
 
-def added(model: Architecture, change: Change | None) -> dict[str, Tensor]:
+def added(model: Architecture, change: Change | None) -> "dict[str, Tensor]":
     """Return the weights that a layer gains, by key without "decoder.layers."."""
     if change is None:
         return {}
+    import torch
+
     dtype = getattr(torch, model.dtype)
     if change.sink_weight is not None:
         return {SOFTMAX_OFFSET: torch.full((model.heads,), NO_SINK)}

@@ -28,3 +28,20 @@ def whole_folder(path: Path) -> Iterator[Path]:
             yield partial
     except OSError as error:
         raise UserError(f"{path} cannot be written: {error}") from error
+
+
+def parse_size(text: str) -> int:
+    """Return the bytes in "5GB", "500MB" or a plain number.
+
+    Raises:
+        UserError: the text is not a positive size.
+    """
+    units = {"KB": 1e3, "MB": 1e6, "GB": 1e9}
+    number, unit = text[:-2], units.get(text[-2:].upper())
+    try:
+        size = int(float(number) * unit if unit else float(text))
+    except (ValueError, OverflowError):
+        size = 0
+    if size <= 0:
+        raise UserError(f"--shard-size {text}: use a size such as 5GB or 500MB")
+    return size

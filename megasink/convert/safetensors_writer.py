@@ -15,7 +15,6 @@ from torch import Tensor
 
 from megasink.atomic import sync
 from megasink.convert.background import BackgroundWriter
-from megasink.errors import UserError
 
 Entry = tuple[str, Tensor]
 """A name, and a meta tensor like the one to be written under it."""
@@ -100,23 +99,6 @@ def write_json(path: Path, content: object) -> None:
     with path.open("wb") as file:
         file.write((json.dumps(content, indent=2) + "\n").encode())
         sync(file)
-
-
-def parse_size(text: str) -> int:
-    """Return the bytes in "5GB", "500MB" or a plain number.
-
-    Raises:
-        UserError: the text is not a positive size.
-    """
-    units = {"KB": 1e3, "MB": 1e6, "GB": 1e9}
-    number, unit = text[:-2], units.get(text[-2:].upper())
-    try:
-        size = int(float(number) * unit if unit else float(text))
-    except (ValueError, OverflowError):
-        size = 0
-    if size <= 0:
-        raise UserError(f"--shard-size {text}: use a size such as 5GB or 500MB")
-    return size
 
 
 def _cut(entries: Sequence[Entry], shard_bytes: int) -> list[list[Entry]]:

@@ -7,11 +7,13 @@ experts; Megatron's checkpoints hold those as leading axes of one tensor.
 import itertools
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
-
-import torch
+from typing import TYPE_CHECKING
 
 from megasink.convert.transforms import Transform
 from megasink.errors import UserError
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 LAYERS = "decoder.layers."
 # The norm before the experts: TransformerEngine's spec stores it under the first name, Megatron's
@@ -78,7 +80,7 @@ def steps(table: Sequence[Row], layers: int, experts: int) -> Iterator[Step]:
                     yield Step(row, index, names)
 
 
-def planned(step: Step, tensors: Sequence[torch.Tensor]) -> list[tuple[str, torch.Tensor]]:
+def planned(step: Step, tensors: "Sequence[Tensor]") -> "list[tuple[str, Tensor]]":
     """Return (name, meta tensor) for the output of a step, given meta tensors of Megatron's shapes.
 
     Raises:

@@ -8,12 +8,15 @@ Shapes: G key/value groups, Q query heads per group, H = G * Q heads, D head dim
 E experts, M hidden size, V tokens. A trailing "..." is M for weights and nothing for biases.
 """
 
-from dataclasses import dataclass
+from __future__ import annotations  # the names of targets are answered without torch
 
-import torch
-from torch import Tensor
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 from megasink.errors import UserError
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 
 @dataclass(frozen=True)
@@ -48,6 +51,8 @@ class GroupedQKV(Transform):
         return tuple(part.flatten(0, 2) for part in by_group.split(sizes, dim=1))
 
     def to_megatron(self, *tensors: Tensor) -> tuple[Tensor, ...]:
+        import torch
+
         parts = [t.reshape(self.groups, -1, self.head_dim, *t.shape[1:]) for t in tensors]
         return (torch.cat(parts, dim=1).flatten(0, 2),)
 
@@ -87,8 +92,8 @@ class RepeatedGateQKV(GroupedQKV):
         query_gate, key, value = tensors
         query, repeated = _separated(query_gate, self.head_dim)
         gate = repeated[:: self.head_dim]
-        if repeated.device.type != "meta" and not torch.equal(
-            repeated, gate.repeat_interleave(self.head_dim, dim=0)
+        if repeated.device.type != "meta" and not repeated.equal(
+            gate.repeat_interleave(self.head_dim, dim=0)
         ):
             raise UserError(
                 "the gate rows of a head differ, so the gate is not headwise: import it with "
@@ -118,6 +123,8 @@ class ReversedRotationQKV(GroupedQKV):
 
 def _interleaved(query: Tensor, gate: Tensor, head_dim: int) -> Tensor:
     """Combine two [H * D, ...] into [H * 2D, ...], per head [q; gate]."""
+    import torch
+
     by_head = [t.reshape(-1, head_dim, *t.shape[1:]) for t in (query, gate)]
     return torch.stack(by_head, dim=1).flatten(0, 2)
 
@@ -137,6 +144,8 @@ class GateUp(Transform):
         return tensors[0].chunk(2, dim=0)
 
     def to_megatron(self, *tensors: Tensor) -> tuple[Tensor, ...]:
+        import torch
+
         return (torch.cat(tensors, dim=0),)
 
 
@@ -195,6 +204,8 @@ class PaddedRows(Transform):
         return tuple(t[: self.tokens] for t in tensors)
 
     def to_megatron(self, *tensors: Tensor) -> tuple[Tensor, ...]:
+        import torch
+
         missing = self.padded - self.tokens
         return tuple(torch.cat([t, t.new_zeros(missing, *t.shape[1:])]) for t in tensors)
 
@@ -204,10 +215,12 @@ class Constant(Transform):
     """A tensor of zeros that Hugging Face's model requires and Megatron's does not have."""
 
     shape: tuple[int, ...]
-    dtype: torch.dtype
+    dtype: str
 
     def to_hf(self, *tensors: Tensor) -> tuple[Tensor, ...]:
-        return (torch.zeros(self.shape, dtype=self.dtype),)
+        import torch
+
+        return (torch.zeros(self.shape, dtype=getattr(torch, self.dtype)),)
 
     def to_megatron(self, *tensors: Tensor) -> tuple[Tensor, ...]:
         if any(t.device.type != "meta" and bool(t.any()) for t in tensors):

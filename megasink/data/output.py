@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 from megasink.atomic import sync, sync_folder
 from megasink.data.object_store import is_stored
 from megasink.errors import UserError
-from megasink.output_folder import locked
+from megasink.output_folder import folder_problem, locked
 from megasink.stopping import Signalled
 
 FILES = (".json", ".bin", ".idx")
@@ -49,6 +49,8 @@ def output_problems(prefix: Path, inputs: Sequence[str], *, overwrite: bool) -> 
         return [f"--output {prefix} is in an object store: write to a folder, and copy the files"]
     if prefix.suffix in (".bin", ".idx"):
         return [f"--output {prefix} is a prefix: leave {prefix.suffix} off"]
+    if problem := folder_problem(prefix.parent):
+        return [f"--output {prefix} {problem}"]
     written = {file_of(prefix, s).resolve() for s in FILES}
     problems = [
         f"--output {prefix} would write into the input {i}: choose another place"

@@ -48,6 +48,8 @@ SAFE = {
     ("megasink/data/tokenizer.py", "trust_remote_code"): "False",
     ("megasink/cli/__init__.py", "import_module"): OWN_NAMES,
     ("megasink/cli/demo_runs.py", "subprocess"): FIXED,
+    ("megasink/analysis/interventions/__init__.py", "import_module"): OWN_NAMES,
+    ("megasink/analysis/interventions/record.py", "import_module"): OWN_NAMES,
     ("megasink/analysis/metrics/registry.py", "import_module"): OWN_NAMES,
     (
         "megasink/plan/hollow/build.py",

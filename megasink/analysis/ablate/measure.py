@@ -11,8 +11,8 @@ from megasink.analysis.ablate.settings import Setting
 from megasink.analysis.capture.base import ProbedModel
 from megasink.analysis.capture.changes import HeadChange
 from megasink.analysis.capture.ranks import Ranks
-from megasink.analysis.interventions import DynamicChange, Intervention
-from megasink.analysis.interventions.record import changes_of
+from megasink.analysis.interventions.dynamic_zeroing import DynamicChange
+from megasink.analysis.interventions.record import Intervention, changes_of
 from megasink.analysis.metrics.thresholds import Scores
 from megasink.typed_json import to_json
 

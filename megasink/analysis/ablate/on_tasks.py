@@ -15,7 +15,8 @@ from megasink.analysis.capture.changes import HeadChange
 from megasink.analysis.capture.ranks import Ranks
 from megasink.analysis.evaluate.harness import TaskScores, evaluate
 from megasink.analysis.evaluate.tasks_loading import LoadedTasks
-from megasink.analysis.interventions import DynamicChange, Intervention
+from megasink.analysis.interventions.dynamic_zeroing import DynamicChange
+from megasink.analysis.interventions.record import Intervention
 from megasink.analysis.interventions.scores import LayerScore
 from megasink.analysis.metrics.thresholds import Scores
 from megasink.errors import UserError

@@ -71,6 +71,8 @@ def load_tasks(
     if importlib.util.find_spec("lm_eval") is None:
         raise UserError("lm-evaluation-harness is not installed: pip install 'megasink[eval]'")
     task_requests = expanded(names)
+    mentioned = {*_places(), *(n for folder in (OWN_TASKS, *folders) for n in _mentioned(folder))}
+    _refuse_unknown([entry.task for entry in task_requests], mentioned)  # before lm-eval is read
     metadata = {key: value for entry in task_requests for key, value in entry.metadata.items()}
     if tokenizer is not None:
         metadata["tokenizer"] = str(tokenizer)
@@ -181,10 +183,7 @@ def _index(names: Sequence[str], folders: Sequence[Path], metadata: dict[str, An
         if not more:
             break
         needed |= more
-    unknown = [name for name in names if name not in index.task_index]
-    if unknown:
-        known = {*places, *index.task_index}
-        raise ConfigError([_unknown(name, known) for name in unknown])
+    _refuse_unknown(names, index.task_index)
     return index
 
 
@@ -227,10 +226,22 @@ def _places() -> dict[str, set[Path]]:
     root = Path(spec.origin).parent
     places: dict[str, set[Path]] = {}
     for folder in (path for path in sorted(root.iterdir()) if path.is_dir()):
-        for path in folder.rglob("*.yaml"):
-            for name in _NAMES.findall(path.read_bytes()):
-                places.setdefault(name.decode(), set()).add(folder)
+        for name in _mentioned(folder):
+            places.setdefault(name, set()).add(folder)
     return places
+
+
+def _mentioned(folder: Path) -> Iterator[str]:
+    """Yield all that may be the name of a task in a folder's YAML files."""
+    for path in folder.rglob("*.yaml"):
+        yield from (name.decode(errors="replace") for name in _NAMES.findall(path.read_bytes()))
+
+
+def _refuse_unknown(names: Iterable[str], known: Iterable[str]) -> None:
+    """Raise ConfigError with each of the names that is not known."""
+    known = set(known)
+    if unknown := [name for name in names if name not in known]:
+        raise ConfigError([_unknown(name, known) for name in unknown])
 
 
 def _unknown(name: str, known: Iterable[str]) -> str:

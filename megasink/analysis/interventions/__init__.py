@@ -1,38 +1,26 @@
-"""Change what a model's heads write, or which tokens it reads, and see what that costs."""
+"""Change what a model's heads write, or which tokens it reads, and see what that costs.
 
-from megasink.analysis.interventions.drain_first_value import DrainFirstValue
-from megasink.analysis.interventions.dynamic_zeroing import DynamicChange, DynamicZeroing
-from megasink.analysis.interventions.heads import all_but, all_heads, parse_heads, read_heads
-from megasink.analysis.interventions.mean_outputs import MeanOutputs, mean_outputs, read_means
-from megasink.analysis.interventions.record import (
-    KINDS,
-    Intervention,
-    from_entry,
-    read_interventions,
-    to_entry,
-)
-from megasink.analysis.interventions.steer_gates import SteerGates
-from megasink.analysis.interventions.tokens import RemoveBos, RepeatFirstToken
-from megasink.analysis.interventions.zero_heads import ZeroHeads
+A file of heads or interventions is read, and refused, before torch is imported.
+"""
 
-__all__ = [
-    "KINDS",
-    "DrainFirstValue",
-    "DynamicChange",
-    "DynamicZeroing",
-    "Intervention",
-    "MeanOutputs",
-    "RemoveBos",
-    "RepeatFirstToken",
-    "SteerGates",
-    "ZeroHeads",
-    "all_but",
-    "all_heads",
-    "from_entry",
-    "mean_outputs",
-    "parse_heads",
-    "read_heads",
-    "read_interventions",
-    "read_means",
-    "to_entry",
-]
+import importlib
+from typing import Any
+
+_MODULES = {
+    "drain_first_value": ("DrainFirstValue",),
+    "dynamic_zeroing": ("DynamicChange", "DynamicZeroing"),
+    "heads": ("all_but", "all_heads", "parse_heads", "read_heads"),
+    "mean_outputs": ("MeanOutputs", "read_means"),
+    "record": ("Intervention", "from_entry", "read_interventions", "to_entry"),
+    "steer_gates": ("SteerGates",),
+    "tokens": ("RemoveBos", "RepeatFirstToken"),
+    "zero_heads": ("ZeroHeads",),
+}
+__all__ = [name for names in _MODULES.values() for name in names]
+
+
+def __getattr__(name: str) -> Any:
+    for module, names in _MODULES.items():
+        if name in names:
+            return getattr(importlib.import_module(f"{__name__}.{module}"), name)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

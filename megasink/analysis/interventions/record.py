@@ -5,16 +5,28 @@ registry. An intervention holds no state: `change` makes the object that runs (`
 """
 
 import dataclasses
+import importlib
 from abc import ABC
 from collections.abc import Iterable, Sequence
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
-from megasink.analysis.capture.changes import HeadChange
 from megasink.errors import UserError
 from megasink.json_file import read_value
 
+if TYPE_CHECKING:
+    from megasink.analysis.capture.changes import HeadChange
+
 KINDS: dict[str, type["Intervention"]] = {}
+# Kind -> the module here that registers it, with torch.
+BUILT_IN = {
+    "drain-first-value": "drain_first_value",
+    "dynamic-zeroing": "dynamic_zeroing",
+    "remove-bos": "tokens",
+    "repeat-first-token": "tokens",
+    "steer-gates": "steer_gates",
+    "zero-heads": "zero_heads",
+}
 
 
 class Intervention(ABC):
@@ -34,7 +46,7 @@ class Intervention(ABC):
             raise ValueError(f"intervention {cls.kind!r} is registered twice")
         KINDS[cls.kind] = cls
 
-    def change(self) -> HeadChange | None:
+    def change(self) -> "HeadChange | None":
         """Return a fresh change of the heads' outputs; None if only the tokens are changed."""
         return None
 
@@ -48,7 +60,7 @@ class Intervention(ABC):
         return list(tokens)
 
 
-def changes_of(interventions: Iterable[Intervention]) -> list[HeadChange]:
+def changes_of(interventions: Iterable[Intervention]) -> "list[HeadChange]":
     """Return fresh changes of those interventions that change heads."""
     return [change for each in interventions if (change := each.change()) is not None]
 
@@ -69,8 +81,12 @@ def from_entry(entry: dict[str, Any], where: str) -> Intervention:
         UserError: an unknown kind, an unknown or missing field, or a wrong value.
     """
     kind = entry.get("kind")
+    kind = kind if isinstance(kind, str) else repr(kind)
+    if kind in BUILT_IN:
+        importlib.import_module(f"{__package__}.{BUILT_IN[kind]}")
     if kind not in KINDS:
-        raise UserError(f"{where}: kind {kind!r} is unknown: choose {', '.join(KINDS)}")
+        known = ", ".join({**BUILT_IN, **KINDS})
+        raise UserError(f"{where}: kind {kind!r} is unknown: choose {known}")
     given = {name: value for name, value in entry.items() if name != "kind"}
     try:
         return KINDS[kind](**given)

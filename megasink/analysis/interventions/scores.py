@@ -12,12 +12,7 @@ from torch import Tensor
 
 from megasink.analysis.ablate.results import RANDOM
 from megasink.analysis.metrics.head_scores import random_scores
-from megasink.analysis.metrics.registry import Metric, metrics
-
-
-def score_names() -> list[str]:
-    """Return the registered scores of inactive heads."""
-    return [name for name, entry in metrics().items() if entry.inactive]
+from megasink.analysis.metrics.registry import Metric, metrics, score_names
 
 
 class LayerScore:

@@ -20,6 +20,8 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from megasink.attention.definitions import SCORES
+
 if TYPE_CHECKING:  # what reads flags and draws curves reads the records too, without torch
     from torch import Tensor
 
@@ -309,6 +311,11 @@ def metrics(names: Iterable[str] | None = None) -> dict[str, Metric]:
     if unknown:
         raise ValueError(f"unknown metric {', '.join(unknown)}: choose from {', '.join(_REGISTRY)}")
     return {name: _REGISTRY[name] for name in names}
+
+
+def score_names() -> list[str]:
+    """Return the scores of inactive heads, those that plugins registered too, without torch."""
+    return [*SCORES, *(n for n, e in _REGISTRY.items() if e.inactive and n not in SCORES)]
 
 
 def metrics_shown(where: str) -> dict[str, Metric]:

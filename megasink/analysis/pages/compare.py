@@ -82,7 +82,7 @@ def write_comparison(
 
     Args:
         output: the PNG; the page has its name, with .html.
-        comment: in both (`megasink.analysis.pages.style.comment_of`).
+        comment: in both (`megasink.analysis.pages.picture_comment.comment_of`).
 
     Raises:
         OSError: the files cannot be written.

@@ -77,7 +77,7 @@ def picture_of(
 
     Args:
         kinds: file types: "png", "pdf".
-        comment: in the PNG (`megasink.analysis.pages.style.comment_of`).
+        comment: in the PNG (`megasink.analysis.pages.picture_comment.comment_of`).
         of: `Picture.section` and `Picture.model`.
     """
     files = {kind: rendered(figure, kind, comment) for kind in kinds}

@@ -5,23 +5,20 @@ are also drawn during training). `styled` draws the names of models, datasets an
 dollar signs included.
 """
 
-import hashlib
 import math
-import re
 import textwrap
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, suppress
-from html import unescape
+from contextlib import contextmanager
 from io import BytesIO
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
-from PIL import Image
 
-from megasink.analysis.folder import Analysis
-from megasink.errors import UserError
 from megasink.printable import printable
+
+if TYPE_CHECKING:
+    from megasink.analysis.folder import Analysis
 
 WIDTH = 11.0
 """Figure width in inches, about 1150 pixels on the page."""
@@ -121,53 +118,13 @@ def save(figure: Any, path: Path, comment: str | None = None) -> None:
     """Write the figure as a PNG, creating its folder.
 
     Args:
-        comment: of `comment_of`.
+        comment: of `picture_comment.comment_of`.
 
     Raises:
         OSError: the file cannot be written.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_bytes(rendered(figure, comment=comment))
-
-
-def comment_of(output: Path, line: str, of: Sequence[object], *, overwrite: bool) -> str:
-    """Return the comment in a picture that a command is about to write: what it is of.
-
-    Args:
-        line: the command, with what names its picture.
-        of: all that the picture depends on.
-
-    Raises:
-        UserError: the name does not end in .png; or the file exists, is of something else, and
-            `overwrite` is not set.
-    """
-    if output.suffix.lower() != ".png":
-        raise UserError(f"--output {output}: the picture is a PNG: name it {output.name}.png")
-    digest = hashlib.sha256(repr([*map(str, of)]).encode()).hexdigest()[:12]
-    comment = f"megasink {line} ({digest})"
-    for path in () if overwrite else (output, output.with_suffix(".html")):
-        before = _comment_in(path) if path.exists() else comment
-        if before != comment:
-            ours = before.startswith("megasink ")
-            what = (
-                f"is of `{printable(before)[:200]}`" if ours else "exists, and is not of megasink"
-            )
-            raise UserError(
-                f"--output {path} {what}: choose another, or replace it with --overwrite"
-            )
-    return comment
-
-
-def _comment_in(path: Path) -> str:
-    """Return the comment in a picture, or in the head of a page; empty without one."""
-    with suppress(OSError, ValueError, SyntaxError):
-        if path.suffix == ".html":
-            head = path.read_text()[:10_000]
-            found = re.search('<meta name="description" content="([^"]*)">', head)
-            return unescape(found[1]) if found else ""
-        with Image.open(path, formats=["PNG"]) as image:
-            return str(image.info.get("Comment", ""))
-    return ""
 
 
 def model_colors(count: int) -> list[Any]:
@@ -187,7 +144,7 @@ def position_colors(count: int) -> list[Any]:
     return [VERMILION, *scale][:count]
 
 
-def named(analyses: Sequence[Analysis]) -> list[tuple[Analysis, Any, str]]:
+def named(analyses: "Sequence[Analysis]") -> "list[tuple[Analysis, Any, str]]":
     """Return each analysis with its color and its legend name."""
     colors = model_colors(len(analyses))
     return [
@@ -196,7 +153,7 @@ def named(analyses: Sequence[Analysis]) -> list[tuple[Analysis, Any, str]]:
     ]
 
 
-def model_legend(figure: Any, axis: Any, analyses: Sequence[Analysis]) -> None:
+def model_legend(figure: Any, axis: Any, analyses: "Sequence[Analysis]") -> None:
     """Put a legend above all panels if there are several models."""
     handles, labels = axis.get_legend_handles_labels()
     if len(analyses) > 1 and handles:

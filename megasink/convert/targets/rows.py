@@ -7,8 +7,6 @@ are always named as if they were fused into the linear layers after them.
 import dataclasses
 from collections.abc import Callable, Mapping, Sequence
 
-import torch
-
 from megasink.convert.architecture import Architecture
 from megasink.convert.megatron_weights import apart
 from megasink.convert.table import (
@@ -114,8 +112,7 @@ def output_layer(model: Architecture) -> tuple[Row, ...]:
 
 def zeros(model: Architecture, at: str, shapes: Mapping[str, tuple[int, ...]]) -> tuple[Row, ...]:
     """Return rows for {name after `at`: shape} of tensors that only the target has."""
-    dtype = getattr(torch, model.dtype)
-    return tuple(Row((), (at + name,), Constant(shape, dtype)) for name, shape in shapes.items())
+    return tuple(Row((), (at + name,), Constant(of, model.dtype)) for name, of in shapes.items())
 
 
 def attention(model: Architecture, zero_centred: bool = False) -> tuple[Row, ...]:
@@ -153,7 +150,7 @@ def sinks(model: Architecture, name: str = "sinks") -> tuple[Row, ...]:
     """Return the row of one sink logit per head; zeros for a variant whose logit is fixed at 0."""
     name = f"{LAYER}self_attn.{name}"
     if not model.variant.parameters:
-        return (Row((), (name,), Constant((model.heads,), torch.float32)),)
+        return (Row((), (name,), Constant((model.heads,), "float32")),)
     return (row(f"{ATTENTION}core_attention.softmax_offset", name),)
 
 

@@ -12,10 +12,11 @@ from megasink.analysis.interventions import (
     MeanOutputs,
     SteerGates,
     ZeroHeads,
-    mean_outputs,
 )
-from megasink.analysis.interventions.scores import random_of
+from megasink.analysis.interventions.mean_outputs import mean_outputs
+from megasink.analysis.interventions.scores import LayerScore, random_of
 from megasink.analysis.metrics import metrics
+from megasink.attention import definitions
 from megasink.errors import UserError
 from tests.analysis.capture.tiny_models import VOCABULARY, tiny_model
 from tests.analysis.interventions import oracle
@@ -31,6 +32,12 @@ RUNS = {
     "gated": {"attention_variant": "gated", "gate_granularity": "elementwise"},
 }
 IDS = torch.randint(3, VOCABULARY, (2, 11), generator=torch.Generator().manual_seed(2))
+
+
+def test_the_names_that_a_command_line_is_checked_by_are_those_of_the_registry():
+    names = [name for name, entry in metrics().items() if entry.inactive]
+    assert names == list(definitions.SCORES)
+    assert [LayerScore(name).name for name in names] == names
 
 
 @pytest.fixture(scope="module", params=MODELS)

@@ -6,7 +6,6 @@ import numpy as np
 import pytest
 
 from megasink.analysis.interventions import (
-    KINDS,
     DrainFirstValue,
     DynamicZeroing,
     RemoveBos,
@@ -20,6 +19,7 @@ from megasink.analysis.interventions import (
     read_interventions,
     to_entry,
 )
+from megasink.analysis.interventions.record import BUILT_IN, KINDS
 from megasink.errors import UserError
 
 
@@ -92,10 +92,12 @@ def test_every_kind_survives_json(tmp_path):
         RepeatFirstToken(3),
     ]
     assert {type(intervention) for intervention in made} <= set(KINDS.values())
+    assert {i.kind: type(i).__module__.rpartition(".")[2] for i in made} == BUILT_IN
     path = tmp_path / "interventions.json"
     path.write_text(json.dumps([to_entry(intervention) for intervention in made]))
     assert read_interventions(path) == made
     for entry, problem in (
+        ({"kind": ["zero-heads"]}, "is unknown: choose drain-first-value, dynamic-zeroing"),
         ({"kind": "zero-heads"}, "missing 1 required positional argument: 'heads'"),
         ({"kind": "zero-heads", "heads": [[0, 1]], "mean": "missing"}, "No such file"),
         ({"kind": "dynamic-zeroing", "score": "awft", "threshold": "a"}, "'a': a number"),

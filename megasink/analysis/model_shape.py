@@ -1,0 +1,48 @@
+"""How large a model is by its config.json, before anything slow is imported."""
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from megasink.checkpoints.find import find_checkpoint, is_run
+from megasink.checkpoints.saved_arguments import read_arguments
+from megasink.json_file import read_object
+
+_LAYERS = ("num_hidden_layers", "n_layer", "num_layers")
+_HEADS = ("num_attention_heads", "n_head")
+_POSITIONS = ("max_position_embeddings", "n_positions")
+
+
+class ModelShape(NamedTuple):
+    """What config.json tells of a model; None for what it does not.
+
+    Attributes:
+        heads: most query heads in each layer.
+        positions: most tokens of a sequence.
+    """
+
+    heads: list[int] | None
+    positions: int | None
+
+
+def shape_of(folder: Path) -> ModelShape:
+    """Return the shape of a Hugging Face model, or of the newest checkpoint of a run.
+
+    Raises:
+        UserError: config.json cannot be read, or is not that of a run with checkpoints.
+    """
+    if is_run(folder):
+        config: Mapping[str, Any] = read_arguments(find_checkpoint(folder).config)
+        if config.get("hybrid_layer_pattern"):
+            return ModelShape(None, _number(config, _POSITIONS))
+    else:
+        config = read_object(folder / "config.json")
+        text = config.get("text_config")
+        config = text if isinstance(text, dict) else config
+    layers, heads = _number(config, _LAYERS), _number(config, _HEADS)
+    known = [heads] * layers if heads and layers and layers < 10_000 else None
+    return ModelShape(known, _number(config, _POSITIONS))
+
+
+def _number(config: Mapping[str, Any], names: tuple[str, ...]) -> int | None:
+    return next((n for name in names if type(n := config.get(name)) is int and n > 0), None)

@@ -1,0 +1,59 @@
+"""What a picture or a page is of, in its own comment, so that no other is replaced by it.
+
+It is asked before matplotlib and torch are imported.
+"""
+
+import hashlib
+import re
+from collections.abc import Sequence
+from contextlib import suppress
+from html import unescape
+from pathlib import Path
+
+from PIL import Image
+
+from megasink.errors import UserError
+from megasink.output_folder import folder_problem
+from megasink.printable import printable
+
+
+def comment_of(output: Path, line: str, of: Sequence[object], *, overwrite: bool) -> str:
+    """Return the comment in a picture that a command is about to write: what it is of.
+
+    Args:
+        line: the command, with what names its picture.
+        of: all that the picture depends on.
+
+    Raises:
+        UserError: the name does not end in .png; its folder cannot be made; or the file exists, is
+            of something else, and `overwrite` is not set.
+    """
+    if output.suffix.lower() != ".png":
+        raise UserError(f"--output {output}: the picture is a PNG: name it {output.name}.png")
+    if problem := folder_problem(output.parent):
+        raise UserError(f"--output {output} {problem}")
+    digest = hashlib.sha256(repr([*map(str, of)]).encode()).hexdigest()[:12]
+    comment = f"megasink {line} ({digest})"
+    for path in () if overwrite else (output, output.with_suffix(".html")):
+        before = _comment_in(path) if path.exists() else comment
+        if before != comment:
+            ours = before.startswith("megasink ")
+            what = (
+                f"is of `{printable(before)[:200]}`" if ours else "exists, and is not of megasink"
+            )
+            raise UserError(
+                f"--output {path} {what}: choose another, or replace it with --overwrite"
+            )
+    return comment
+
+
+def _comment_in(path: Path) -> str:
+    """Return the comment in a picture, or in the head of a page; empty without one."""
+    with suppress(OSError, ValueError, SyntaxError):
+        if path.suffix == ".html":
+            head = path.read_text()[:10_000]
+            found = re.search('<meta name="description" content="([^"]*)">', head)
+            return unescape(found[1]) if found else ""
+        with Image.open(path, formats=["PNG"]) as image:
+            return str(image.info.get("Comment", ""))
+    return ""
