@@ -46,10 +46,12 @@ def check(kind: type[BaseModel], value: Mapping[str, Any], where: str) -> None:
         others = sorted({_key(value, entry["loc"]) for entry in entries} - {key})
         # Of a union, one entry a member.
         allowed = dict.fromkeys(e["msg"] for e in entries if _key(value, e["loc"]) == key)
-        said = " or ".join(allowed).replace(" or Input should be", " or")
+        rules = " or ".join(allowed).replace(" or Input should be", " or")
         more = f" (wrong as well: {', '.join(others)})" if others else ""
         wrong = f"{first['input']!r:.60}"
-        raise UserError(f"{where}: {key} is {wrong}: {said[0].lower()}{said[1:]}{more}") from error
+        raise UserError(
+            f"{where}: {key} is {wrong}: {rules[0].lower()}{rules[1:]}{more}"
+        ) from error
 
 
 def _key(value: Any, place: tuple[int | str, ...]) -> str:

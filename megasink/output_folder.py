@@ -175,10 +175,10 @@ def _refuse(folder: Path, command: str, now: Mapping[str, Any], grows: Collectio
         raise UserError(problem)
     if not (folder / SETTINGS).is_file():
         return
-    told = read_object(folder / SETTINGS)
-    before = told.get("settings")
-    if told.get("command") != command or not isinstance(before, dict):
-        name = str(told.get("command"))[:40]
+    saved = read_object(folder / SETTINGS)
+    before = saved.get("settings")
+    if saved.get("command") != command or not isinstance(before, dict):
+        name = str(saved.get("command"))[:40]
         raise UserError(f"--output {folder} holds results of megasink {name}: {_CURE}")
     if different := differences(before, now, grows):
         raise UserError(

@@ -111,12 +111,12 @@ def _verifying(checkpoints: Path, *, verify: bool) -> Iterator[Callable[[Path, i
         return
     folders = [checkpoint_path(checkpoints, step) for step in iterations(checkpoints)]
     total, read = sum(file.stat().st_size for f in folders for file in f.glob("*.distcp")), 0
-    with progress("verifying", total, "bytes") as told:
+    with progress("verifying", total, "bytes") as advance:
 
         def tell(folder: Path, size: int) -> None:
             nonlocal read
             read += size
-            told(read, folder.name)
+            advance(read, folder.name)
 
         yield tell
 

@@ -74,15 +74,15 @@ def main(argv: Sequence[str] | None = None) -> int:
     python = versions()["python"]
     if not _PYTHON[0] <= numbers_of(python)[:2] < _PYTHON[1]:
         problems.insert(0, f"Python {python} is not supported: use 3.12 or 3.13")
-    told: dict[str, Any] = {"megasink": megasink.__version__, "versions": versions()}
-    told["packages"] = [package._asdict() for package in found]
-    told["plugins"] = [str(plugin) for plugin in plugins.LOADED.values()]
-    _print_packages(console, found, told)
+    report: dict[str, Any] = {"megasink": megasink.__version__, "versions": versions()}
+    report["packages"] = [package._asdict() for package in found]
+    report["plugins"] = [str(plugin) for plugin in plugins.LOADED.values()]
+    _print_packages(console, found, report)
     if version_of("torch") is not None:
-        problems += _machine(console, args, told)
-    told |= {"problems": problems, "ok": not problems}
+        problems += _machine(console, args, report)
+    report |= {"problems": problems, "ok": not problems}
     if args.json:
-        print(as_text(told))
+        print(as_text(report))
     for problem in problems:
         _plain(console, f"FAIL  {problem}")
     if not problems:
@@ -112,31 +112,31 @@ def packages() -> list[Package]:
     return list(found.values())
 
 
-def _print_packages(console: Console, found: list[Package], told: dict[str, Any]) -> None:
+def _print_packages(console: Console, found: list[Package], report: dict[str, Any]) -> None:
     supported = {package.name: package.supported for package in reversed(found)}
     lines = [("megasink", megasink.__version__)]
-    for name, version in told["versions"].items():
-        asked = supported.get(name)
-        lines.append((name, f"{version} (supported: {asked})" if asked else version))
+    for name, version in report["versions"].items():
+        allowed = supported.get(name)
+        lines.append((name, f"{version} (supported: {allowed})" if allowed else version))
     if not found:
         lines.append(("requirements", "unknown, since megasink is on the path but not installed"))
     for extra in EXTRAS if found else ():
         absent = [p.name for p in found if p.extra == extra and p.installed is None]
         lacks = f"lacks {', '.join(absent)}: pip install 'megasink[{extra}]'"
         lines.append((f"megasink[{extra}]", lacks if absent else "installed"))
-    lines += [("plugin", plugin) for plugin in told["plugins"]]
+    lines += [("plugin", plugin) for plugin in report["plugins"]]
     for what, text in lines:
         _plain(console, f"{what:20} {text}")
 
 
-def _machine(console: Console, args: Any, told: dict[str, Any]) -> list[str]:
+def _machine(console: Console, args: Any, report: dict[str, Any]) -> list[str]:
     """Tell about device and kernels, and test them; return what failed."""
     try:
         device_type, name = _device()
         rows = _kernels(device_type, args.head_dim, args.window)
     except ImportError as error:  # a broken installation is what this command is for
         return [f"torch cannot be imported: {error}"]
-    told |= {"device": {"type": device_type, "name": name}, "kernels": rows}
+    report |= {"device": {"type": device_type, "name": name}, "kernels": rows}
     _plain(console, f"{'device':20} {name}")
     table = Table(title=f"attention kernels on {device_type}, with the balance gradient")
     for column in ("variant", "dtype", "runs", "why not others"):
@@ -162,7 +162,7 @@ def _machine(console: Console, args: Any, told: dict[str, Any]) -> list[str]:
         done.append(check)
         verdict = "pass" if check.passed else "FAIL"
         _plain(console, f"{verdict}  {check.name}: {check.detail} ({check.seconds:.1f} s)")
-    told["self_test"] = [check._asdict() for check in done]
+    report["self_test"] = [check._asdict() for check in done]
     return [f"{check.name}: {check.detail}" for check in done if not check.passed]
 
 

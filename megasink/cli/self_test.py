@@ -127,9 +127,9 @@ def attention_error(
     }
     worst = max(errors, key=lambda name: errors[name] if errors[name] == errors[name] else 1e9)
     request = AttentionRequest(device_type, dtype, head_dim, variant, window)
-    told = f"{choose_backend(request).name}: {worst} is off by {errors[worst]:.1e} of its norm"
-    assert errors[worst] <= tolerance, f"{told}; rounding explains {tolerance:.1e}"
-    return told
+    detail = f"{choose_backend(request).name}: {worst} is off by {errors[worst]:.1e} of its norm"
+    assert errors[worst] <= tolerance, f"{detail}; rounding explains {tolerance:.1e}"
+    return detail
 
 
 def upstream_lines() -> str:
@@ -162,8 +162,8 @@ def training_step(device_type: str) -> str:
             done = subprocess.run(command, capture_output=True, text=True, timeout=_STEP_SECONDS)
         except subprocess.TimeoutExpired:
             raise AssertionError(f"no step in {_STEP_SECONDS} s") from None
-        said = done.stderr.strip().splitlines()
-        assert done.returncode == 0, said[-1] if said else f"exit code {done.returncode}"
+        lines = done.stderr.strip().splitlines()
+        assert done.returncode == 0, lines[-1] if lines else f"exit code {done.returncode}"
         losses = [json.loads(line)["lm_loss"] for line in (run / "metrics.jsonl").open()]
     assert losses[-1] < losses[0], f"the loss went from {losses[0]} to {losses[-1]}"
     return f"loss {losses[0]:.4f}, then {losses[-1]:.4f}"

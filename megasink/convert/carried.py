@@ -48,14 +48,14 @@ def kept(folder: Path, model: Architecture, target: Target, tokens: str | None) 
     config, ours = read_config(folder), config_of(model, target, {})
     decided = ours.keys() - _undecided(ours)
     generation = folder / GENERATION
-    said = read_object(generation) if generation.is_file() else None
-    if said is not None:
-        check(hf_fields.GENERATION, said, str(generation))
+    defaults = read_object(generation) if generation.is_file() else None
+    if defaults is not None:
+        check(hf_fields.GENERATION, defaults, str(generation))
     return {
         "model_type": target.name,
         "tokenizer": tokens,
         "config": {k: v for k, v in config.items() if k not in decided | _NEVER},
-        "generation_config": said,
+        "generation_config": defaults,
     }
 
 

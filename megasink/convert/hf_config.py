@@ -148,9 +148,9 @@ def _common(config: Mapping[str, Any]) -> dict[str, Any]:
         "rms_norm_eps": 1e-6,
         "tie_word_embeddings": False,
     }
-    said = missing | {key: config[key] for key in _COMMON if config.get(key) is not None}
+    values = missing | {key: config[key] for key in _COMMON if config.get(key) is not None}
     return {
-        **{name: said[key] for key, name in _COMMON.items()},
+        **{name: values[key] for key, name in _COMMON.items()},
         "padded": -(-vocabulary // 128) * 128,
         "rope_base": float(rope["rope_theta"]),
         "rope_factor": rope["factor"] if rope["rope_type"] == "llama3" else None,

@@ -92,7 +92,7 @@ class MegasinkOptions:
         learned = self.position_embedding_type == "learned_absolute"
         return learned and not self.sinusoidal_position_embedding
 
-    def said(self) -> dict[str, Any]:
+    def changed(self) -> dict[str, Any]:
         """Return the options that differ from their defaults."""
         values = dataclasses.asdict(self)
         return {
@@ -105,7 +105,7 @@ class MegasinkOptions:
         """Return those options as flags of megasink train, except `gated_unit`."""
         return [
             flag_of(name) if value is True else f"{flag_of(name)} {value}"
-            for name, value in self.said().items()
+            for name, value in self.changed().items()
             if name != "gated_unit"
         ]
 
@@ -136,11 +136,11 @@ def options_from(given: Mapping[str, Any], *, gated_unit: bool = True) -> Megasi
 
 def unknown_values(options: MegasinkOptions) -> list[str]:
     """Return the options whose value the modeling files do not support."""
-    said = options.said()
+    changed = options.changed()
     return [
-        f"{flag_of(name)} {said[name]}"
+        f"{flag_of(name)} {changed[name]}"
         for name, known in CHOICES.items()
-        if name in said and said[name] not in known
+        if name in changed and changed[name] not in known
     ]
 
 

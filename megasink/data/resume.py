@@ -42,7 +42,7 @@ def made_of(corpus: Corpus, settings: Any) -> str:
         corpus: files count by path, size and time of change.
         settings: a dataclass, of the encoder.
     """
-    said = [
+    parts = [
         corpus.identity(),
         [corpus.json_key, corpus.on_invalid_utf8, corpus.max_document_bytes],
         corpus.is_split,
@@ -50,7 +50,7 @@ def made_of(corpus: Corpus, settings: Any) -> str:
         asdict(settings),
         version("tokenizers"),
     ]
-    return hashlib.sha256(json.dumps(said).encode()).hexdigest()
+    return hashlib.sha256(json.dumps(parts).encode()).hexdigest()
 
 
 def save(prefix: Path, progress: Progress) -> None:
@@ -61,15 +61,15 @@ def save(prefix: Path, progress: Progress) -> None:
 def load(prefix: Path) -> Progress | None:
     """Return how far the data set of `prefix` is; None if there is nothing to go on from."""
     try:
-        told = read_object(partial_of(prefix, PROGRESS))
-        trained = told["trained"]
-        place = told["place"]
+        saved = read_object(partial_of(prefix, PROGRESS))
+        trained = saved["trained"]
+        place = saved["place"]
         progress = Progress(
-            made_of=told["made_of"],
+            made_of=saved["made_of"],
             trained=None if trained is None else (trained[0], trained[1]),
             place=Place._make([*place[:6], tuple(place[6])]),
-            counts=dict(told["counts"]),
-            written=Written(*map(int, told["written"])),
+            counts=dict(saved["counts"]),
+            written=Written(*map(int, saved["written"])),
         )
         documents, token_bytes = progress.written
         for suffix, size in ((".bin", token_bytes), (LENGTHS, 4 * documents)):

@@ -20,10 +20,10 @@ def with_stand_ins(argv: Sequence[str], flags: Sequence[str]) -> list[str]:
     args = early.read(flags)
     if not hasattr(args, "flag_problems"):  # another Megatron: the ranks say what is missing
         return list(flags)
-    added, said = list[str](), list[str]()
+    added, notes = list[str](), list[str]()
     if not any(getattr(args, name) for name in having("data")):
         added.append("--mock-data")
-        said.append("no data")
+        notes.append("no data")
     if args.tokenizer_model is None and args.tokenizer_type == DEFAULTS["tokenizer_type"]:
         where, size = "--vocab-size", args.vocab_size
         if size is None:
@@ -31,7 +31,7 @@ def with_stand_ins(argv: Sequence[str], flags: Sequence[str]) -> list[str]:
         if size is not None and size > 1:
             # A tokenizer of numbers has one token more, the end of a document.
             added += ["--tokenizer-type", "NullTokenizer", "--vocab-size", str(size - 1)]
-            said.append(f"no tokenizer: a vocabulary of {size:,} tokens ({where})")
-    if said:
-        print(f"megasink: planned with {', '.join(said)}", file=sys.stderr)
+            notes.append(f"no tokenizer: a vocabulary of {size:,} tokens ({where})")
+    if notes:
+        print(f"megasink: planned with {', '.join(notes)}", file=sys.stderr)
     return [*flags, *added]

@@ -13,7 +13,7 @@ from datetime import timedelta
 from typing import Any
 
 from megasink.errors import UserError
-from megasink.training.stop import Told
+from megasink.training.stop import RankState
 from megasink.training.waiting import waiting
 
 
@@ -35,8 +35,8 @@ def open_store(timeout: float) -> Any:
             torch.distributed.rendezvous("env://", timeout=timedelta(seconds=timeout))
         )
     with waiting(lambda: f"{_late(store, world)} to start" if rank == 0 else master):
-        Told.attempt = agree(store, rank, world, timeout)
-    return torch.distributed.PrefixStore(Told.attempt, store)
+        RankState.attempt = agree(store, rank, world, timeout)
+    return torch.distributed.PrefixStore(RankState.attempt, store)
 
 
 def agree(store: Any, rank: int, world: int, timeout: float) -> str:

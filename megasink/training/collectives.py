@@ -29,8 +29,8 @@ def under_way() -> str | None:
     active: list[dict[str, Any]] = []
     for dump in ("_dump_fr_trace_json", "_dump_nccl_trace_json"):
         if hasattr(c10d, dump):  # the second one is NCCL's own
-            told = getattr(c10d, dump)(includeCollectives=True, onlyActive=True)
-            entries = json.loads(told).get("entries") or []
+            text = getattr(c10d, dump)(includeCollectives=True, onlyActive=True)
+            entries = json.loads(text).get("entries") or []
             active += [entry for entry in entries if not entry["retired"]]
     if not active:
         return None

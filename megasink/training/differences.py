@@ -34,12 +34,12 @@ def differences_of(
             return same_tokenizer(config, before[name], now[name])
         return same(name, before[name], now[name], finetune=finetune)
 
-    def said(name: str) -> str:
+    def sentence(name: str) -> str:
         if before[name] == now[name]:
             return f"{name} {now[name]!r} has changed since"
         return f"{name} {before[name]!r} -> {now[name]!r}"
 
-    return [said(name) for name in now if name in before and not agree(name)]
+    return [sentence(name) for name in now if name in before and not agree(name)]
 
 
 def _absolute(paths: list[str] | None, start: str) -> list[str] | None:

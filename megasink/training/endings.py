@@ -12,7 +12,7 @@ from pathlib import Path
 from megasink.errors import Stopped, UserError
 from megasink.training import heartbeat
 from megasink.training.rank_logs import NOT_FINITE
-from megasink.training.stop import Told, again, left
+from megasink.training.stop import RankState, again, left
 from megasink.training.waiting import is_first_here
 
 _NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS, errno.EIO)
@@ -21,7 +21,7 @@ _LITTLE = 1 << 20  # bytes that are left on a file system which is full
 _first: bool | None = None
 
 
-def speaks() -> bool:
+def reports() -> bool:
     """Whether this rank prints the line: the first with an error, or else the first of its host."""
     return is_first_here() if _first is None else _first
 
@@ -34,7 +34,7 @@ def wait_for_first(seconds: float = 30.0) -> None:
     does not meet is this rank's to report.
     """
     global _first
-    if _first is None and not speaks():
+    if _first is None and not reports():
         time.sleep(seconds)
         _first = True
 
@@ -55,16 +55,16 @@ def explained(error: BaseException, args: Namespace) -> BaseException:
     Call before the process groups are closed: after that, other ranks fail too.
     """
     global _first
-    if isinstance(error, SystemExit) and not error.code and Told.signal:
+    if isinstance(error, SystemExit) and not error.code and RankState.signal:
         _first = os.environ.get("RANK", "0") == "0"
-        done = f" after step {Told.step}, which is saved" if args.save else ""
-        return Stopped(Told.signal, f"{done}; {left(Told.run_dir)}")
+        done = f" after step {RankState.step}, which is saved" if args.save else ""
+        return Stopped(RankState.signal, f"{done}; {left(RankState.run_dir)}")
     if isinstance(error, SystemExit) and not error.code:
         return error
     _first = heartbeat.first_to_speak()
     if heartbeat.is_lost_connection(error):
-        if Told.signal:  # another rank got it, too, and has left
-            return Stopped(Told.signal, f" while {Told.phase}; {left(Told.run_dir)}")
+        if RankState.signal:  # another rank got it, too, and has left
+            return Stopped(RankState.signal, f" while {RankState.phase}; {left(RankState.run_dir)}")
         return _lost(error)
     if isinstance(error, OSError) and error.errno in _NO_ROOM:
         explanation: BaseException = UserError(_not_written(error, args))
@@ -79,9 +79,9 @@ def _lost(error: BaseException) -> BaseException:
     if not _first:
         return UserError("another rank has reported the error")
     if words := heartbeat.words():
-        return UserError(f"{words}; {left(Told.run_dir)}")
+        return UserError(f"{words}; {left(RankState.run_dir)}")
     if missing := heartbeat.missing_ranks():
-        return UserError(f"{missing}; {left(Told.run_dir)}")
+        return UserError(f"{missing}; {left(RankState.run_dir)}")
     if where := heartbeat.where():
         error.add_note(f"megasink: every rank responds: {where}")
     return error

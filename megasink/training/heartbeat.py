@@ -17,7 +17,7 @@ from typing import Any
 
 from megasink.training import collectives
 from megasink.training.guard import HAS_ENDED, Clock, end, guard, state_of
-from megasink.training.stop import Told
+from megasink.training.stop import RankState
 from megasink.training.waiting import is_first_here, on_several_hosts
 
 SECONDS = 2.0  # between two beats in a small run
@@ -52,9 +52,13 @@ class Heartbeat:
     def beat(self) -> None:
         """Send this rank's state to the others."""
         self._count += 1
-        beat: dict[str, Any] = {"count": self._count, "step": Told.step, "phase": Told.phase}
+        beat: dict[str, Any] = {
+            "count": self._count,
+            "step": RankState.step,
+            "phase": RankState.phase,
+        }
         beat |= {"host": socket.gethostname(), "pid": os.getpid(), "time": time.time()}
-        place = (Told.step, Told.phase)
+        place = (RankState.step, RankState.phase)
         if place == self._last_place:  # no progress since: cheap where steps are short
             beat["collective"] = collectives.under_way()
         self._last_place = place
@@ -63,12 +67,12 @@ class Heartbeat:
     def tell(self, words: str) -> None:
         """Let the others know why this rank ends, unless another one has ended before."""
         rank = f"rank {self._rank} on {socket.gethostname()}"
-        self._store.compare_set(f"{Told.attempt}/words", "", f"{rank}: {words}")
+        self._store.compare_set(f"{RankState.attempt}/words", "", f"{rank}: {words}")
 
     def words(self) -> str:
         """Return why a rank has ended; empty if none has said so."""
-        if not self._words and self._store.check([f"{Told.attempt}/words"]):
-            self._words = self._store.get(f"{Told.attempt}/words").decode()
+        if not self._words and self._store.check([f"{RankState.attempt}/words"]):
+            self._words = self._store.get(f"{RankState.attempt}/words").decode()
             self._heard = self._clock.seconds
         return self._words
 
@@ -111,7 +115,7 @@ class Heartbeat:
 
     def first_here(self) -> bool:
         """Whether this rank is the first of its host and attempt to report an error."""
-        return bool(self._store.add(f"{Told.attempt}/said on {socket.gethostname()}", 1) == 1)
+        return bool(self._store.add(f"{RankState.attempt}/said on {socket.gethostname()}", 1) == 1)
 
     def _beat_of(self, rank: int) -> dict[str, Any] | None:
         if not self._store.check([str(rank)]):
@@ -149,7 +153,7 @@ def start() -> None:
 def _live() -> None:
     global _heart
     # If torchrun does not host the store, rank 0 opens it where the ranks meet.
-    while os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True" and not Told.attempt:
+    while os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True" and not RankState.attempt:
         if _leaving.wait(0.2):
             return
     rank, world = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
@@ -200,7 +204,7 @@ def farewell() -> bool:
         whether the thread has ended. A thread inside the store at interpreter exit aborts the
         process: it cannot take the GIL again, and is unwound through C++.
     """
-    Told.phase = ENDED
+    RankState.phase = ENDED
     _leaving.set()
     if _thread is None:
         return True
@@ -218,7 +222,7 @@ def first_to_speak() -> bool:
     global _explaining
     _explaining = True
     end = time.monotonic() + _LEAVE_SECONDS
-    while _heart is None and _thread and Told.attempt and time.monotonic() < end:
+    while _heart is None and _thread and RankState.attempt and time.monotonic() < end:
         time.sleep(0.1)
     if _heart is None:  # the ranks have not met: all fail alike
         return is_first_here()

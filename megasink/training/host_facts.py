@@ -65,14 +65,14 @@ def differences(here: Mapping[str, str], there: Mapping[str, str], host: str) ->
     given = {word.partition("=")[0] for word in sys.argv}
     names = sorted({*here, *there}, key=lambda name: (name not in given, name))
 
-    def said(name: str) -> str:
+    def sentence(name: str) -> str:
         mine, its = (facts.get(name, "unset") for facts in (here, there))
         if _DIGEST in mine + its:
             missing = " is missing" if name not in here else ""
             return f"{name}{missing or f' is another than on {host}'}"
         return f"{name} {mine} ({host}: {its})"
 
-    return [said(name) for name in names if here.get(name) != there.get(name)]
+    return [sentence(name) for name in names if here.get(name) != there.get(name)]
 
 
 def _flags(args: Namespace, prefixes: set[str]) -> Iterator[tuple[str, str]]:

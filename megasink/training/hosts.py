@@ -18,7 +18,7 @@ from typing import Any
 from megasink.data.object_store import is_stored
 from megasink.errors import UserError
 from megasink.training.attempt import open_store
-from megasink.training.stop import Told
+from megasink.training.stop import RankState
 from megasink.training.waiting import HERE, is_first_here, on_several_hosts, waiting
 
 RANKS = "MEGASINK_RANKS"
@@ -106,7 +106,7 @@ def tell(error: BaseException) -> bool:
     Returns:
         whether rank 0 has told every rank; then each host has said why.
     """
-    if not on_several_hosts() or Told.attempt:
+    if not on_several_hosts() or RankState.attempt:
         return False
     text = str(error) if isinstance(error, UserError) else f"{type(error).__name__}: {error}"
     rank, world = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])

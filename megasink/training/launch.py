@@ -32,7 +32,7 @@ from megasink.training.last_start import (
 )
 from megasink.training.lease import clear, wait_until_expired, writer_of
 from megasink.training.metrics_file import NewLines
-from megasink.training.rank_logs import marked, raised, said
+from megasink.training.rank_logs import first_error, marked, raised
 from megasink.training.ranks import Ranks
 from megasink.training.replay import replayed
 from megasink.training.run_dir import folder_problem
@@ -195,16 +195,16 @@ def launch(
 
 def _failure(running: Ranks, logs: Path, run_dir: Path, code: int) -> UserError:
     """Explain what ended the ranks: a signal to us, a signal to one of them, or an error."""
-    if running.told:
+    if running.signals:
         # A rank's own message takes precedence: it may have failed to save.
-        told, message = running.told[0], said(logs)
+        number, message = running.signals[0], first_error(logs)
         twice = " twice" if running.pressed_again else ""
-        return Stopped(told, f"{twice}; {message or left(run_dir)}")
+        return Stopped(number, f"{twice}; {message or left(run_dir)}")
     if code < 0:
         return UserError(f"torchrun was killed by {name_of(-code)}; {left(run_dir)}")
     if killed := _killed(logs):
         return UserError(f"{killed}; {left(run_dir)}")
-    if message := said(logs):
+    if message := first_error(logs):
         return UserError(message)
     if failed := raised(logs):
         # Takes precedence over signals that torchrun then sent to the others.

@@ -147,10 +147,10 @@ def _expired(folder: Path, say: Callable[[str], None]) -> _Seen | None:
     if _on_this_machine(first.owner):
         raise UserError(_taken(folder, first.owner))
     end = time.monotonic() + EXPIRY_SECONDS - _age(path, first)
-    said = -_SAY_SECONDS
+    reported = -_SAY_SECONDS
     while (left := end - time.monotonic()) > 0:
-        if time.monotonic() - said >= _SAY_SECONDS:
-            said = time.monotonic()
+        if time.monotonic() - reported >= _SAY_SECONDS:
+            reported = time.monotonic()
             say(
                 f"megasink: {folder} is leased to {_name(first.owner)} on another machine: "
                 f"continuing in {left:.0f} s if it shows no sign of life"

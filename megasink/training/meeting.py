@@ -61,7 +61,7 @@ class Hosts:
                 self._store.append(_ENDED, f"{' '.join(failed.split())}\n")
 
     def _live(self) -> None:
-        said: set[str] = set()
+        reported: set[str] = set()
         with waiting(lambda: str(self), of_rank=False):
             while len(self._here) < self._number and not self._leaving.wait(1.0):
                 self._here = dict(line.rsplit(" ", 1) for line in self._lines(_HERE))
@@ -76,10 +76,10 @@ class Hosts:
         self.have_met = len(self._here) >= self._number
         while not self._leaving.wait(_SECONDS):
             for line in self._lines(_ENDED):
-                if line not in said:
+                if line not in reported:
                     write_to_stderr(line)
-                said.add(line)
-            if said and self._ends and not self._leaving.wait(_END_SECONDS):
+                reported.add(line)
+            if reported and self._ends and not self._leaving.wait(_END_SECONDS):
                 os.kill(os.getpid(), signal.SIGTERM)  # torchrun hands it to its ranks
                 return
 

@@ -23,7 +23,7 @@ _WORDS = {
 
 @contextmanager
 def following_phases(args: Namespace) -> Iterator[None]:
-    """Keep `stop.Told.phase` and `stop.Told.step` up to date."""
+    """Keep `stop.RankState.phase` and `stop.RankState.step` up to date."""
     from megatron.training import training
 
     during = {name: _during(words, getattr(training, name)) for name, words in _WORDS.items()}
@@ -43,7 +43,7 @@ def following_phases(args: Namespace) -> Iterator[None]:
         return during["evaluate_and_print_results"](*positional, **named)
 
     def training_log(*positional: Any, **named: Any) -> Any:
-        stop.Told.step = args.curr_iteration + 1
+        stop.RankState.step = args.curr_iteration + 1
         return log(*positional, **named)
 
     followed = during | {"train": train, "evaluate_and_print_results": evaluate_and_print_results}
@@ -55,18 +55,18 @@ def following_phases(args: Namespace) -> Iterator[None]:
 def _during(words: str, function: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(function)
     def wrapper(*args: Any, **kwargs: Any) -> Any:
-        before, stop.Told.phase = stop.Told.phase, words
+        before, stop.RankState.phase = stop.RankState.phase, words
         try:
             return function(*args, **kwargs)
         finally:
-            stop.Told.phase = before
+            stop.RankState.phase = before
 
     return wrapper
 
 
 @contextmanager
 def agreeing_on_signals(
-    told: Callable[[], int], tell: Callable[[int], None], waits: Callable[[], bool]
+    received: Callable[[], int], announce: Callable[[int], None], waits: Callable[[], bool]
 ) -> Iterator[None]:
     """Agree on the signal that any rank received, with one all-reduce a step.
 
@@ -75,8 +75,8 @@ def agreeing_on_signals(
     the number one step later, when it has arrived: a signal ends the run after the next step.
 
     Args:
-        told: Returns the signal that this rank received, or 0.
-        tell: Called with the one that any rank received.
+        received: Returns the signal that this rank received, or 0.
+        announce: Called with the one that any rank received.
         waits: Whether to wait for the number of this step; the same on every rank.
     """
     import torch
@@ -85,7 +85,7 @@ def agreeing_on_signals(
 
     def signals_received(self: Any) -> list[int]:
         nonlocal sent
-        here = max(told(), int(self.sig) if self._signal_received else 0)
+        here = max(received(), int(self.sig) if self._signal_received else 0)
         # Filled on the device: a copy from unpinned memory would wait for it.
         any_rank = torch.full((1,), here, dtype=torch.int32, device=torch.cuda.current_device())
         torch.distributed.all_reduce(any_rank, op=torch.distributed.ReduceOp.MAX)
@@ -93,7 +93,7 @@ def agreeing_on_signals(
         found = [copy for copy in (before, sent if waits() else None) if copy is not None]
         number = max((int(copy.read()) for copy in found), default=0)
         if number:
-            tell(number)
+            announce(number)
         return [number]
 
     with SIGNALS.replacing(signals_received=signals_received):

@@ -17,10 +17,10 @@ from megasink import cpu, plugins
 from megasink.errors import ConfigError, Stopped, UserError
 from megasink.temporary import shared_folder
 from megasink.training import collectives, early, heartbeat, hosts, network, stop
-from megasink.training.endings import explained, speaks, tell, wait_for_first
+from megasink.training.endings import explained, reports, tell, wait_for_first
 from megasink.training.flag_file import named_values
 from megasink.training.guard import guard
-from megasink.training.stop import Told
+from megasink.training.stop import RankState
 from megasink.upstream import fused
 from megasink.upstream.process import prepare_process
 
@@ -143,7 +143,7 @@ def _run(args: Namespace, store: Any) -> None:
         following_phases(args),
         # A step that is logged waits for the device anyway, as the last one is.
         agreeing_on_signals(
-            lambda: Told.signal,
+            lambda: RankState.signal,
             stop.all_told,
             waits=lambda: is_observed(args, args.curr_iteration + 1),
         ),
@@ -175,7 +175,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         plugins.load(argv)
         argv, checked = early.expanded(argv), early.was_checked(argv)
         run_dir = dict(named_values(argv)).get("run-dir")
-        Told.run_dir = Path(run_dir[-1]) if run_dir else None
+        RankState.run_dir = Path(run_dir[-1]) if run_dir else None
         if not (checked or {"-h", "--help"} & set(argv)):
             world, rank = (int(os.environ.get(name, n)) for name, n in _OF_TORCHRUN.items())
             checked = early.refuse(early.read(argv, here=True), world, here=True, rank=rank)
@@ -193,7 +193,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     except Exception as error:
         code = 1
         traceback.print_exc()
-        _end(error, f"megasink: {stop.left(Told.run_dir)}")
+        _end(error, f"megasink: {stop.left(RankState.run_dir)}")
     if code or not heartbeat.farewell():
         with contextlib.suppress(OSError):
             sys.stdout.flush()
@@ -205,16 +205,16 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _end(error: Exception, line: str) -> None:
     """Say once per host why the ranks end, and tell the other hosts."""
-    speaking = speaks()
+    reporting = reports()
     _say(line)
-    if not hosts.tell(error) and not speaking and isinstance(error, UserError):
+    if not hosts.tell(error) and not reporting and isinstance(error, UserError):
         wait_for_first()
         _say(line)
-    if Told.begun:
+    if RankState.begun:
         tell(error)
         heartbeat.linger()
 
 
 def _say(line: str) -> None:
-    if speaks():
+    if reports():
         stop.write_to_stderr(line)

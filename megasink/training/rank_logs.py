@@ -14,7 +14,7 @@ def tells_of_divergence(message: str) -> bool:
     return DIVERGES in message or NOT_FINITE in message
 
 
-def said(logs: Path) -> str | None:
+def first_error(logs: Path) -> str | None:
     """Return the error message of the first process in a folder that has one, or None."""
     for path in sorted(logs.rglob("stderr.log")):
         text = path.read_text(errors="replace")

@@ -32,7 +32,7 @@ class Ranks:
         variables: of the ranks' environment, beside those of this process.
 
     Attributes:
-        told: the signals that we received, in order.
+        signals: those that we received, in order.
     """
 
     def __init__(
@@ -44,7 +44,7 @@ class Ranks:
     ):
         self._arguments, self._logs, self._console = arguments, logs, console
         self._variables = variables
-        self.told: list[int] = []
+        self.signals: list[int] = []
         self._asked: set[int] = set()
         self._since: float | None = None
         self._before: dict[int, Any] = {}
@@ -76,29 +76,31 @@ class Ranks:
     def poll(self) -> int | None:
         """Forward our signals, and return torchrun's exit code or None. Call often."""
         code = self._torchrun.poll()
-        if code is None and self.told:
+        if code is None and self.signals:
             self._hand_on()
         return code
 
     @property
     def pressed_again(self) -> bool:
         """Whether Ctrl-C came a second time: schedulers may repeat the other signals."""
-        return self.told.count(signal.SIGINT) > 1
+        return self.signals.count(signal.SIGINT) > 1
 
     def closed_terminal(self) -> None:
         """Treat a closed terminal as SIGHUP, which may come later or not at all."""
-        self.told.append(signal.SIGHUP)
+        self.signals.append(signal.SIGHUP)
         self._write_to_log()
 
     def _hear(self, number: int, frame: Any) -> None:
-        self.told.append(number)
+        self.signals.append(number)
 
     def _hand_on(self) -> None:
         if self._since is None:
             self._since = time.monotonic()
-            again = "; press Ctrl-C again to end them now" if self.told[0] == signal.SIGINT else ""
-            self._say(f"{name_of(self.told[0])}: the ranks will finish the step and save{again}")
-            if self.told[0] == signal.SIGHUP and self._console.is_terminal:
+            again = (
+                "; press Ctrl-C again to end them now" if self.signals[0] == signal.SIGINT else ""
+            )
+            self._say(f"{name_of(self.signals[0])}: the ranks will finish the step and save{again}")
+            if self.signals[0] == signal.SIGHUP and self._console.is_terminal:
                 self._write_to_log()
         waited = time.monotonic() - self._since
         if self.pressed_again or waited > SAVE_SECONDS:
@@ -109,7 +111,7 @@ class Ranks:
             if rank.pid not in self._asked:
                 self._asked.add(rank.pid)
                 with contextlib.suppress(psutil.Error):
-                    rank.send_signal(self.told[0])
+                    rank.send_signal(self.signals[0])
         if ranks:
             return
         # torchrun is about to start the ranks, or has ended with them.

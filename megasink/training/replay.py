@@ -29,21 +29,21 @@ def replayed(last: Sequence[str], given: Sequence[str], run_dir: Path) -> list[s
     Raises:
         UserError: a flag must be given again, and was not.
     """
-    said = {name for name, _ in named_values(given)}
+    names = {name for name, _ in named_values(given)}
     before = dict(named_values(last))
     changes = before and any(
         re.fullmatch(_SCHEDULE, name) and before.get(name) != values
         for name, values in named_values(given)
     )
-    override = ["--override-opt-param-scheduler"] if changes and not said & _ITS_OWNERS else []
-    said |= _ITS_OWNERS if override else set()
+    override = ["--override-opt-param-scheduler"] if changes and not names & _ITS_OWNERS else []
+    names |= _ITS_OWNERS if override else set()
     for name in sorted(_WENT & before.keys()):
         say(f"--resume: without --{name}, which is no longer there: {GONE[f'--{name}']}")
-    said |= _WENT
+    names |= _WENT
     kept = [
         word
         for name, values in named_values(last)
-        if name not in said
+        if name not in names
         for word in (f"--{name}", *values)
     ]
     if unsafe := refused(kept, run_dir):

@@ -17,7 +17,7 @@ from megasink.errors import UserError
 from megasink.training import hosts, run_dir
 from megasink.training.attempt import open_store
 from megasink.training.lease import Lease
-from megasink.training.stop import Told
+from megasink.training.stop import RankState
 from megasink.training.waiting import on_several_hosts, waiting
 
 # Verifying a large checkpoint, or waiting for another host's lease, may take rank 0 a while.
@@ -41,19 +41,19 @@ def starting(args: Namespace, identity: dict[str, Any]) -> Iterator[Any]:
         store = open_store(60.0 * args.distributed_timeout_minutes)
     together = store is not None and on_several_hosts()
     if args.run_dir is None and not together:
-        Told.begun = True
+        RankState.begun = True
         yield store
         return
     if args.rank:
         _follow(store, args, together)
-        Told.begun = True
+        RankState.begun = True
         yield store
         return
     with ExitStack() as held:
         try:
             if args.run_dir is not None:
                 lease = Lease(Path(args.run_dir))
-                Told.release = lease.release
+                RankState.release = lease.release
                 held.callback(lease.release)
             if together:
                 hosts.compare(store, args)
@@ -64,7 +64,7 @@ def starting(args: Namespace, identity: dict[str, Any]) -> Iterator[Any]:
             raise
         if store is not None:
             store.set(hosts.START, json.dumps({"resumed_from": resumed_from}))
-        Told.begun = True
+        RankState.begun = True
         yield store
 
 

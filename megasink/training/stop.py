@@ -25,7 +25,7 @@ STEP_SECONDS = 10.0
 FOR_TORCHRUN = "--signals-to-handle=SIGTERM,SIGINT,SIGHUP,SIGQUIT,SIGUSR1"
 
 
-class Told:
+class RankState:
     """The signal that this rank received, and its progress.
 
     Attributes:
@@ -104,30 +104,30 @@ def listen() -> None:
 
 def training_begins(exit_signal: int) -> None:
     """Save on signals from now on."""
-    Told.by = tuple({*SIGNALS, exit_signal} - ({signal.SIGTERM} - {exit_signal}))
-    Told.saves = True
+    RankState.by = tuple({*SIGNALS, exit_signal} - ({signal.SIGTERM} - {exit_signal}))
+    RankState.saves = True
 
 
 def training_ended() -> None:
     """End immediately on signals from now on: everything is saved."""
-    Told.saves, Told.phase = False, "ending"
-    if Told.signal:
-        leave(Told.signal)
+    RankState.saves, RankState.phase = False, "ending"
+    if RankState.signal:
+        leave(RankState.signal)
 
 
 def all_told(number: int) -> None:
     """Record a signal that some rank received: the loop saves and ends."""
-    Told.signal = number
+    RankState.signal = number
 
 
 def leave(number: int) -> NoReturn:
     """End this process immediately."""
     if os.environ.get("RANK", "0") == "0":
-        text = f"stopped by {name_of(number)} while {Told.phase}; {left(Told.run_dir)}"
+        text = f"stopped by {name_of(number)} while {RankState.phase}; {left(RankState.run_dir)}"
         write_to_stderr(f"megasink: {text}")
-    if Told.release is not None:
+    if RankState.release is not None:
         # In a thread: an unavailable file server must not block the exit.
-        giving_back = threading.Thread(target=Told.release, daemon=True)
+        giving_back = threading.Thread(target=RankState.release, daemon=True)
         giving_back.start()
         giving_back.join(5.0)
     os._exit(Stopped.code_of(number))
@@ -164,16 +164,16 @@ def ending_at_once() -> Iterator[None]:
 
 def _give_up_step(number: int) -> None:
     """End a rank that is still in its first step, or in the first since a checkpoint."""
-    if Told.saves and (Told.step is None or Told.step == _newest(Told.run_dir)):
+    if RankState.saves and (RankState.step is None or RankState.step == _newest(RankState.run_dir)):
         leave(number)
 
 
 def _hear(receiving: int) -> None:
     while True:
         for number in os.read(receiving, 64):
-            if Told.saves and number in Told.by:
-                if not Told.signal:
-                    Told.signal = number
+            if RankState.saves and number in RankState.by:
+                if not RankState.signal:
+                    RankState.signal = number
                     waiting = threading.Timer(STEP_SECONDS, _give_up_step, (number,))
                     waiting.daemon = True
                     waiting.start()

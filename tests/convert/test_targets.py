@@ -210,7 +210,7 @@ def test_every_option_of_a_gate_is_said_or_refused():
     ):
         found, problems = architecture_of(gated | {option: value}, 101)
         assert problems == []
-        assert found.options.said() == {option: value}
+        assert found.options.changed() == {option: value}
         _, why = choose(found)
         assert f"--{option.replace('_', '-')}" in why
     found, problems = architecture_of(gated | {"gate_activation": "tanh"}, 101)

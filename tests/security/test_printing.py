@@ -47,7 +47,7 @@ def test_every_error_is_one_line_or_a_list():
 def test_the_message_of_a_rank_ends_where_it_ends(tmp_path):
     text = f"noise\nmegasink: error: {ConfigError(['one', 'two'])}\nleaked 4 instances!\n"
     (tmp_path / "stderr.log").write_text(text)
-    message = rank_logs.said(tmp_path)
+    message = rank_logs.first_error(tmp_path)
     assert message == "2 problems in the configuration:\n  1. one\n  2. two"
 
 

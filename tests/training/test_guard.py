@@ -56,7 +56,7 @@ print(json.dumps([name for name in ("torch", "numpy", "psutil") if name in sys.m
 """
 WAITING = """
 stop.listen()
-stop.Told.run_dir = Path("r")
+stop.RankState.run_dir = Path("r")
 print("listening", flush=True)
 lock = threading.Lock()
 lock.acquire()
@@ -65,14 +65,14 @@ lock.acquire()
 LONG_STEP = """
 stop.STEP_SECONDS = 0.3
 stop.listen()
-stop.Told.run_dir, stop.Told.step = Path(sys.argv[1]), int(sys.argv[2]) or None
+stop.RankState.run_dir, stop.RankState.step = Path(sys.argv[1]), int(sys.argv[2]) or None
 stop.training_begins(signal.SIGTERM)
-stop.Told.phase = "training"
+stop.RankState.phase = "training"
 print("listening", flush=True)
-while stop.Told.signal is None:
+while stop.RankState.signal is None:
     time.sleep(0.02)
 time.sleep(float(sys.argv[3]))
-print("the step is done", stop.Told.signal, flush=True)
+print("the step is done", stop.RankState.signal, flush=True)
 """
 PREFIX = """
 import os, signal, subprocess, sys, threading, time

@@ -14,7 +14,7 @@ import torch.distributed as dist
 from megasink.training import heartbeat
 from megasink.training.guard import Clock, state_of
 from megasink.training.heartbeat import Heartbeat
-from megasink.training.stop import Told
+from megasink.training.stop import RankState
 
 NOW = 1_000_000.0
 
@@ -138,7 +138,7 @@ def test_beats_go_through_torchs_own_store():
     first.beat()
     second.beat()
     assert first.silent_next(0.5) is None
-    assert first.where() == f"rank 0 {Told.phase}, rank 1 {Told.phase}"
+    assert first.where() == f"rank 0 {RankState.phase}, rank 1 {RankState.phase}"
     assert [first.first_here(), second.first_here()] == [True, False]
     assert [first.words(), second.ended_elsewhere()] == ["", None]
     second.tell("a full disk")
@@ -194,7 +194,7 @@ def test_a_rank_that_has_done_its_work_ends_without_an_abort():
 STUCK = """
 import json, os, sys, threading, time
 from megasink.training import collectives, heartbeat
-from megasink.training.stop import Told
+from megasink.training.stop import RankState
 collectives.record()
 import torch, torch.distributed as dist
 rank, store = int(sys.argv[1]), dist.FileStore(sys.argv[2], 2)
@@ -204,7 +204,7 @@ dist.all_reduce(x, group=group)
 while collectives.under_way():  # it is noted as ended a moment later
     time.sleep(0.02)
 beats = heartbeat.Heartbeat(store, rank, 2)
-Told.step, Told.phase = 5, "training"
+RankState.step, RankState.phase = 5, "training"
 beats.beat()
 if rank:
     while store.add("seen", 0) == 0:

@@ -296,7 +296,7 @@ class Ended:
     """Ranks that have ended."""
 
     def __init__(self, *told):
-        self.told, self.pressed_again = list(told), told.count(signal.SIGINT) > 1
+        self.signals, self.pressed_again = list(told), told.count(signal.SIGINT) > 1
 
 
 @pytest.mark.parametrize(

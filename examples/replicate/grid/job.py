@@ -18,7 +18,7 @@ from megasink.errors import UserError
 from megasink.json_file import read_object
 from megasink.training.lease import clear
 from megasink.training.metrics_file import NewLines
-from megasink.training.rank_logs import raised, said, tells_of_divergence
+from megasink.training.rank_logs import first_error, raised, tells_of_divergence
 from megasink.typed_json import from_json, to_json
 from megasink.upstream.versions import versions
 
@@ -77,7 +77,7 @@ class Job:
             clear(self.run.folder)  # the lease of a killed rank
         if code == 0:
             self._done()
-        elif not (self.doing == TRAINING and tells_of_divergence(said(self._logs) or "")):
+        elif not (self.doing == TRAINING and tells_of_divergence(first_error(self._logs) or "")):
             self.failure = self._explained(code)
             return True
         else:
@@ -172,7 +172,7 @@ class Job:
 
     def _explained(self, code: int) -> str:
         """Say why a process has failed."""
-        if message := said(self._logs):
+        if message := first_error(self._logs):
             return message
         if failed := raised(self._logs):
             return f"{self.doing} failed: {failed[1]} (log: {failed[0]})"

@@ -118,16 +118,16 @@ def _layer_row(model: Architecture, key: str) -> Row:
 
 def _config(model: Architecture) -> Config:
     option = model.variant.export and model.variant.export.kind_option
-    said = model.options.said()
+    changed = model.options.changed()
     # vLLM's transformers backend reads this key; it would drop a cap of another name.
-    cap = said.pop("logit_softcap", None)
+    cap = changed.pop("logit_softcap", None)
     return {
         "auto_map": AUTO_MAP,
         **({CAP: cap} if cap else {}),
         "attention_variant": model.variant.name,
         "attention_variant_layers": list(model.variant_layers) or None,
         **({option: model.attention} if option else {}),
-        **said,
+        **changed,
     }
 
 

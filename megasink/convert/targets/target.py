@@ -86,8 +86,8 @@ class Target:
             KeyError: a required key is missing.
         """
         read = self.read(config)
-        said = {name: config.get(key) for key, name in self.keys.items() if name not in read}
-        keys = {name: value for name, value in said.items() if value is not None}
+        present = {name: config.get(key) for key, name in self.keys.items() if name not in read}
+        keys = {name: value for name, value in present.items() if value is not None}
         implied: dict[str, Any] = {"attention": self.attention[0], "qkv_bias": self.qkv_bias}
         if self.windows == "mixed":
             implied["windows"] = windows_from(config)
@@ -95,8 +95,8 @@ class Target:
 
     def refusals(self, config: Mapping[str, Any]) -> list[str]:
         """Return what megasink does not support in a config.json."""
-        said = {key: config[key] for key in self.fixed if config.get(key) is not None}
-        wrong = {key: value for key, value in said.items() if value != self.fixed[key]}
+        present = {key: config[key] for key in self.fixed if config.get(key) is not None}
+        wrong = {key: value for key, value in present.items() if value != self.fixed[key]}
         return [
             *(f"{key} {value!r} (not {self.fixed[key]!r})" for key, value in wrong.items()),
             *self.refused(config),

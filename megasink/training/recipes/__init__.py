@@ -140,8 +140,8 @@ def expanded(argv: Sequence[str], known: Known | None = None) -> list[str]:
         for recipe in recipes
         for name, text in refused(flag_words(recipe.flags)).items()
     }
-    said = {word[2:].partition("=")[0] for word in others if word.startswith("--")}
-    if problems := [text for name, text in unsafe.items() if name not in said]:
+    overridden = {word[2:].partition("=")[0] for word in others if word.startswith("--")}
+    if problems := [text for name, text in unsafe.items() if name not in overridden]:
         raise ConfigError(problems)
     flags: Flags = {}
     for recipe in recipes:
