@@ -15,9 +15,11 @@ from examples.replicate.grid.bands import Band
 from examples.replicate.grid.cell_figures import draw_bands, draw_numbers
 from examples.replicate.record import Curve, Result
 from megasink.analysis.pages.heatmap import importance_pictures
-from megasink.analysis.pages.style import rendered, short, styled
+from megasink.analysis.pages.style import PALETTE, rendered, short, styled
 from megasink.typed_json import to_json
 
+PANELS = 6
+"""At most, in a figure; the table has the other numbers."""
 SOURCE = b"Source"
 """Keyword of the PNG text chunk with the hash."""
 
@@ -38,7 +40,7 @@ def draw(result: Result) -> dict[str, bytes]:
 def _figures(result: Result) -> Iterator[tuple[str, Callable[[Result], bytes]]]:
     """Yield the end of each figure's name, and what draws it."""
     yield "", _numbers
-    if any(result.curves.values()):
+    if any(result.curves.values()) and len(result.cells) <= len(PALETTE):
         yield "-curves", _curves
     if result.maps:
         yield "-heads", _heads
@@ -84,13 +86,13 @@ def _heads(result: Result) -> bytes:
 
 @styled()
 def _numbers(result: Result) -> bytes:
-    """Draw a panel per metric: a row per cell, a point per seed, mean and deviation."""
+    """Draw a panel for each of the first metrics: a row per cell, a point per seed, the mean."""
     numbers = {
         metric: {
             cell: [value for value in of[metric] if value is not None]
             for cell, of in result.cells.items()
         }
-        for metric in result.metrics
+        for metric in result.metrics[:PANELS]
     }
     return rendered(draw_numbers(numbers, {cell: short(cell, 40) for cell in result.cells}))
 

@@ -11,7 +11,7 @@ import numpy as np
 
 from megasink.analysis.pages.curves import series, smoothed
 from megasink.analysis.pages.heatmap import draw_importances
-from megasink.analysis.pages.style import BLUE, VERMILION, WIDTH, label, save, styled
+from megasink.analysis.pages.style import BLUE, DASHES, VERMILION, WIDTH, label, save, styled
 
 
 @styled()
@@ -29,16 +29,17 @@ def draw_demo(runs: Mapping[str, list[dict[str, Any]]], output: Path) -> Path:
     axes = [*above.subplots(1, 3), *below.subplots(1, len(runs))]
     names = dict(zip(runs, ("without the loss", "with the loss"), strict=True))
     maps = []
-    for (name, lines), color in zip(runs.items(), (BLUE, VERMILION), strict=True):
+    styles = [{"color": BLUE}, {"color": VERMILION, "linestyle": DASHES[1]}]
+    for (name, lines), style in zip(runs.items(), styles, strict=True):
         steps, loss = series(lines, "lm_loss")
-        axes[0].plot(steps, smoothed(loss), color=color, label=names[name])
-        axes[1].plot(*series(lines, "valid_sink_rate_first_key"), "o-", color=color)
+        axes[0].plot(steps, smoothed(loss), label=names[name], **style)
+        axes[1].plot(*series(lines, "valid_sink_rate_first_key"), marker="o", **style)
         steps, imbalance = series(lines, "imbalance")
-        axes[2].plot(steps, imbalance, color=color, alpha=0.2, linewidth=0.7)
-        axes[2].plot(steps, smoothed(imbalance), color=color)
+        axes[2].plot(steps, imbalance, color=style["color"], alpha=0.2, linewidth=0.7)
+        axes[2].plot(steps, smoothed(imbalance), **style)
         importance = [line for line in lines if "importance" in line][-1]["importance"]
         maps.append((f"head importance {names[name]}", np.asarray(importance, dtype=float)))
-    label(axes[0], "training loss (EMA 0.9)", "nats per token", "step")
+    label(axes[0], "training loss, moving average", "nats per token", "step")
     axes[0].legend()
     label(axes[1], "heads with a sink on the first token", "% of heads", "step")
     axes[1].set_ylim(bottom=0)

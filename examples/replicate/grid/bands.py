@@ -50,7 +50,12 @@ def band_of(cell: CellResults, name: str) -> Band | None:
 
 
 def draw_band(
-    axis: Any, band: Band, color: Any, name: str, to_x: Callable[[Array], Array] | None = None
+    axis: Any,
+    band: Band,
+    color: Any,
+    name: str,
+    to_x: Callable[[Array], Array] | None = None,
+    dashes: Any = "-",
 ) -> None:
     """Draw a mean with its band, and the seeds that diverged as thin dotted lines.
 
@@ -59,7 +64,7 @@ def draw_band(
     """
     x = to_x(band.steps) if to_x else band.steps
     few = "o" if len(x) <= 10 else ""
-    axis.plot(x, band.mean, color=color, label=name, marker=few)
+    axis.plot(x, band.mean, color=color, label=name, marker=few, linestyle=dashes)
     low, high = band.mean - band.deviation, band.mean + band.deviation
     axis.fill_between(x, low, high, color=color, alpha=0.2, linewidth=0)
     for steps, values in band.alone:

@@ -1,5 +1,7 @@
 """Figures about cells, each with several seeds: numbers by cell, and curves with a band."""
 
+import itertools
+import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -9,6 +11,7 @@ from numpy.typing import NDArray
 from examples.replicate.grid.bands import Band, draw_band
 from megasink.analysis.metrics import metrics
 from megasink.analysis.pages.style import (
+    DASHES,
     GRAY,
     PALETTE,
     even_panels,
@@ -21,25 +24,53 @@ from megasink.analysis.pages.style import (
     zoom,
 )
 
-# Names of metrics.jsonl -> title and unit.
-_LOGGED = {
-    "lm_loss": ("training loss (EMA 0.9)", "nats per token"),
-    "valid_lm_loss": ("validation", "nats per token"),
+# Names of metrics.jsonl and of the experiments' own numbers -> title and unit.
+_TITLES = {
+    "lm_loss": ("training loss, moving average", "nats per token"),
+    "valid_lm_loss": ("validation loss", "nats per token"),
     "valid_bits_per_byte": ("validation", "bits per byte"),
-    "imbalance": ("head imbalance (EMA 0.9)", "coefficient of variation"),
+    "imbalance": ("head imbalance, moving average", "coefficient of variation"),
+    "spikes": ("loss spikes", "count"),
+    "valid_sink_rate_slot": ("heads with a sink on the slot", "% of heads"),
+    "least_share": ("sinks left without the least head of layer 0", "share"),
+    "all_share": ("sinks left without layer 0's heads", "share"),
+    "norm_first_over_later": ("layer 0 writes, first token over later", "ratio of norms"),
+    "square_sum_last": ("sum of squared weights, last token", "share"),
+    "cone_alpha": ("cone model: alpha", ""),
+    "cone_r2": ("cone model: variance explained", "share"),
+    "cone_tau": ("cone model: tau", ""),
+}
+_WHERE = {"with_bos": "with BOS: ", "without_bos": "without BOS: "}
+_SWEPT = {
+    "auc": ("loss as heads marked by {} go", "nats per token, mean"),
+    "rank": ("rank of {} among the scores", "rank"),
+    "removable": ("heads that can go, by {}", "% of heads"),
 }
 
 
 def title_of(name: str) -> tuple[str, str]:
     """Return title and unit of a metric of a grid; its name and "" if it has no better one."""
-    if name in _LOGGED:
-        return _LOGGED[name]
-    measured = name.rpartition("/")[2]
+    *folders, measured = name.split("/")
+    before = _WHERE.get(folders[0], "") if folders else ""
+    if measured in _TITLES:
+        title, unit = _TITLES[measured]
+        return short(before + title, 50), unit
+    if folders[:1] == ["ablation"] and measured in _SWEPT:
+        score = folders[1]
+        known = (
+            "random heads"
+            if score == "random"
+            else score.upper().replace("_EITHER", ", either form")
+        )
+        title, unit = _SWEPT[measured]
+        return title.format(metrics()[score].title if score in metrics() else known), unit
+    if trained := re.fullmatch(r"trained_at_(\d+)(_yarn)?(?:/(\d+))?", name):
+        after = " with YaRN" if trained[2] else ""
+        at = f" at {trained[3]} tokens" if trained[3] else ""
+        return f"trained at {trained[1]}{after}: recall{at}", "share"
     if measured in metrics() and measured != name:
         entry = metrics()[measured]
-        unit = "" if entry.unit == "1" else entry.unit
-        of = name.rpartition("/")[0]
-        return short(f"{of}: {entry.title}" if of else entry.title, 44), unit
+        return short(before + entry.title, 50), "" if entry.unit == "1" else entry.unit
     return short(name, 44), ""
 
 
@@ -109,6 +140,7 @@ def draw_bands(
     if curves and len(cells) > len(PALETTE):
         return _draw_apart(curves, cells, title, x)
     colors = dict(zip(cells, model_colors(len(cells)), strict=True))
+    dashes = dict(zip(cells, itertools.cycle(DASHES), strict=False))
     count = max(1, len(curves))
     rows, columns = grid(count, 3)
     legend = 0.22 * -(-len(cells) // 4)
@@ -116,7 +148,7 @@ def draw_bands(
     figure, axes = even_panels(count, 3, height, width=4.7 * max(2, columns))
     for axis, (name, by_cell) in zip(axes, curves.items(), strict=False):
         for cell, band in by_cell.items():
-            draw_band(axis, band, colors[cell], short(cell, 40))
+            draw_band(axis, band, colors[cell], short(cell, 40), dashes=dashes[cell])
         text, unit = title_of(name)
         label(axis, text, unit, x)
         if unit in ("nats per token", "bits per byte"):

@@ -11,7 +11,7 @@ from megasink.analysis.pages import html
 from megasink.analysis.pages.curves import EMA, SMOOTHED, mark_spikes, series, smoothed
 from megasink.analysis.pages.drawing import picture_of
 from megasink.analysis.pages.spikes import loss_spikes
-from megasink.analysis.pages.style import label, model_colors, note, panels, styled, zoom
+from megasink.analysis.pages.style import DASHES, label, model_colors, note, panels, styled, zoom
 
 Runs = dict[str, list[dict[str, Any]]]
 COLUMNS = {
@@ -37,7 +37,7 @@ def draw_comparison(runs: Runs, *, x: str = "step", factor: float = EMA) -> Any:
     figure, (axes,) = panels(1, 3, 4.2, width=14)
     colors = dict(zip(runs, model_colors(len(runs)), strict=True))
     validation = _validation_key(runs)
-    for (name, lines), dash in zip(runs.items(), cycle(("-", "--", "-.", ":")), strict=False):
+    for (name, lines), dashes in zip(runs.items(), cycle(DASHES), strict=False):
         color = colors[name]
         for axis, key in ((axes[0], "lm_loss"), (axes[2], "imbalance")):
             where, values = _series(lines, key, x)
@@ -47,14 +47,14 @@ def draw_comparison(runs: Runs, *, x: str = "step", factor: float = EMA) -> Any:
             text = name
             if key == "lm_loss":
                 text += _plural(mark_spikes(axis, where, values, color))
-            axis.plot(where, smoothed(values, factor), dash, color=color, label=text)
+            axis.plot(where, smoothed(values, factor), color=color, linestyle=dashes, label=text)
         where, values = _series(lines, validation, x)
-        axes[1].plot(where, values, f"o{dash}", color=color, label=name)
+        axes[1].plot(where, values, marker="o", color=color, linestyle=dashes, label=name)
     bits = validation == "valid_bits_per_byte"
     titles = (
-        (f"training loss (EMA {factor:g})", "nats per token"),
+        (f"training loss, moving average ({factor:g})", "nats per token"),
         ("validation", "bits per byte" if bits else "nats per token"),
-        (f"head imbalance (EMA {factor:g})", "coefficient of variation"),
+        (f"head imbalance, moving average ({factor:g})", "coefficient of variation"),
     )
     for axis, (title, text) in zip(axes, titles, strict=True):
         label(axis, title, text, x)

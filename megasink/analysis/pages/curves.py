@@ -81,7 +81,7 @@ def _title(run_dir: Path) -> str:
 def _draw_loss(axis: Any, lines: list[dict[str, Any]]) -> None:
     steps, loss = series(lines, "lm_loss")
     axis.plot(steps, loss, color=BLUE, alpha=0.25, linewidth=0.8)
-    axis.plot(steps, smoothed(loss), color=BLUE, label="training (EMA 0.9)")
+    axis.plot(steps, smoothed(loss), color=BLUE, label="training, moving average")
     valid_steps, valid = series(lines, "valid_lm_loss")
     if len(valid):
         axis.plot(valid_steps, valid, "o-", color=VERMILION, label="validation")
@@ -120,7 +120,7 @@ def _draw_imbalance(axis: Any, lines: list[dict[str, Any]]) -> None:
     axis.plot([], [], color=GRAY, alpha=0.6, linewidth=0.8, label="each layer")
     mean_steps, mean = series(lines, "imbalance")
     axis.plot(mean_steps, mean, color=BLUE, alpha=0.3, linewidth=0.8)
-    axis.plot(mean_steps, smoothed(mean), color=BLUE, label="mean over layers (EMA 0.9)")
+    axis.plot(mean_steps, smoothed(mean), color=BLUE, label="mean over layers, moving average")
     axis.set_ylim(bottom=0)
     axis.legend()
 

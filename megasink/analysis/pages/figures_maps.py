@@ -165,11 +165,11 @@ def draw_head(analysis: Analysis, index: int) -> Any:
         size = min(7.0, 265 / len(tokens))
         axes[0].set_yticks(range(len(tokens)), tokens, fontsize=size, family=fonts)
         axes[0].tick_params(axis="y", length=0, pad=1)
-    label(axes[0], f"head {layer}.{head}: attention", "query", "key")
+    label(axes[0], f"attention of head {head}, layer {layer}", "query", "key")
     bars = (
-        ("value_norm_CT", "norm(v_i)", GRAY),
-        ("output_norm_CT", "norm(g o_i)", BLUE),
-        ("gate_CT", "gate G_i", GREEN),
+        ("value_norm_CT", "value", GRAY),
+        ("output_norm_CT", "output", BLUE),
+        ("gate_CT", "gate", GREEN),
     )
     for axis, (key, title, color) in zip(axes[1:], bars, strict=True):
         values = maps[key][index]
@@ -189,7 +189,14 @@ def _queries_and_keys(axis: Any, maps: dict[str, Any], index: int) -> None:
     axis.scatter(*query.T, s=9, color=BLUE, alpha=0.6, linewidth=0, label="queries")
     axis.scatter(*key[1:].T, s=9, color="#E69F00", alpha=0.7, linewidth=0, label="keys")
     axis.scatter(
-        *key[:1].T, s=170, marker="*", color=VERMILION, ec="black", lw=0.7, zorder=4, label="k_0"
+        *key[:1].T,
+        s=170,
+        marker="*",
+        color=VERMILION,
+        ec="black",
+        lw=0.7,
+        zorder=4,
+        label="first key",
     )
     axis.set_aspect("equal", adjustable="datalim")
     label(axis, "queries and keys", *(f"PC {i + 1} ({100 * share[i]:.0f}%)" for i in (1, 0)))

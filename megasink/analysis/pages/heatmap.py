@@ -43,7 +43,7 @@ def draw_importance(
     label(axis, title, "layer", "head")
     if importance_LH.size <= _READABLE:
         write_cells(axis, image, importance_LH, 7)
-    figure.colorbar(image, ax=axis, label="closed <- gate -> open")
+    figure.colorbar(image, ax=axis, label="mean gate: 0 closed, 1 open")
 
 
 def draw_importances(
