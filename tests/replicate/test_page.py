@@ -8,6 +8,7 @@ import pytest
 
 from examples.replicate import claims, figures, record, results_page
 from examples.replicate.experiment import letters, read_experiment
+from examples.replicate.grid.cell_figures import title_of
 from examples.replicate.words import spread_text
 from megasink.errors import UserError
 from tests.replicate.results import result, runs
@@ -30,6 +31,14 @@ def test_the_figures_are_of_the_results_files():
             )
     there = {path.name for path in results_page.FIGURES.glob("results-*.png")}
     assert there == {name for each in RESULTS for name in figures.names(each)}
+
+
+def test_titles_of_figures_are_words():
+    names = {name for each in RESULTS for name in (*each.metrics, *each.curves)}
+    titles = [title_of(name)[0] for name in sorted(names)]
+    assert len(titles) >= 40
+    assert [title for title in titles if "/" in title or "_" in title or "…" in title] == []
+    assert title_of("ablation/awft/removable") == ("heads that can go, by AWFT", "% of heads")
 
 
 @pytest.mark.parametrize("each", RESULTS, ids=[each.name for each in RESULTS])

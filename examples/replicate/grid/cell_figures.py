@@ -34,7 +34,7 @@ _TITLES = {
     "valid_sink_rate_slot": ("heads with a sink on the slot", "% of heads"),
     "least_share": ("sinks left without the least head of layer 0", "share"),
     "all_share": ("sinks left without layer 0's heads", "share"),
-    "norm_first_over_later": ("layer 0 writes, first token over later", "ratio of norms"),
+    "norm_first_over_later": ("layer 0's output, first over later", "ratio of norms"),
     "square_sum_last": ("sum of squared weights, last token", "share"),
     "cone_alpha": ("cone model: alpha", ""),
     "cone_r2": ("cone model: variance explained", "share"),
@@ -60,7 +60,7 @@ def title_of(name: str) -> tuple[str, str]:
         known = (
             "random heads"
             if score == "random"
-            else score.upper().replace("_EITHER", ", either form")
+            else score.upper().replace("_EITHER", " (either)")
         )
         title, unit = _SWEPT[measured]
         return title.format(metrics()[score].title if score in metrics() else known), unit
