@@ -58,9 +58,7 @@ def title_of(name: str) -> tuple[str, str]:
     if folders[:1] == ["ablation"] and measured in _SWEPT:
         score = folders[1]
         known = (
-            "random heads"
-            if score == "random"
-            else score.upper().replace("_EITHER", " (either)")
+            "random heads" if score == "random" else score.upper().replace("_EITHER", " (either)")
         )
         title, unit = _SWEPT[measured]
         return title.format(metrics()[score].title if score in metrics() else known), unit
