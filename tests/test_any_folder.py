@@ -10,8 +10,8 @@ import pytest
 import megasink
 from megasink import messages, plugins
 from megasink.plan import collectives
-from megasink.plan.hollow.events import Event, _stack
 from megasink.training import endings
+from tests.plan.hollow.events import Event, _stack
 
 # A folder that every search for a name in a path would take for one of them.
 FOLDER = "/home/megasink/balance/hollow/plan/megatron/tensorboard/site-packages"

@@ -88,7 +88,7 @@ def _wrong_checksum(
         where = f"{entry.relative_path} is damaged at byte {entry.offset} or after it"
         try:
             with (checkpoint / entry.relative_path).open("rb", buffering=0) as file:
-                stored = io.BufferedReader(_Part(file, entry.offset, entry.length))
+                stored = io.BufferedReader(Part(file, entry.offset, entry.length))
                 bad = zipfile.ZipFile(stored).testzip()
         except OSError as error:
             return f"{entry.relative_path} cannot be read ({error.strerror or error})"
@@ -107,7 +107,7 @@ def _wrong_checksum(
     return None
 
 
-class _Part(io.RawIOBase):
+class Part(io.RawIOBase):
     """A stored tensor as a file of its own: a tensor may be larger than the free memory."""
 
     def __init__(self, file: io.RawIOBase | io.FileIO, offset: int, length: int):

@@ -8,12 +8,14 @@ import struct
 import zipfile
 import zlib
 from dataclasses import dataclass
-from io import SEEK_CUR, SEEK_END, SEEK_SET, BufferedReader, RawIOBase
+from io import BufferedReader
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
+
+from megasink.checkpoints.intact import Part
 
 # A zip's local header: the offset of the name and extra-field lengths, and the header's length.
 _LENGTHS, _HEADER_BYTES = 26, 30
@@ -74,7 +76,7 @@ def find_tensor(path: Path, offset: int, length: int) -> StoredTensor:
         Exception: of any type, if the bytes are not a tensor or its description is corrupt.
     """
     with path.open("rb", buffering=0) as file:
-        view = BufferedReader(_Window(file, offset, length))
+        view = BufferedReader(Part(file, offset, length))
         # Tensor data is not read; anything but a plain tensor is refused.
         meta = torch.load(view, map_location="meta", weights_only=True)
         if not isinstance(meta, Tensor):
@@ -113,30 +115,3 @@ def _read(path: Path, start: int, target: Tensor) -> int:
             crc = zlib.crc32(piece[:count], crc)
             done += count
     return crc
-
-
-class _Window(RawIOBase):
-    """A byte range of a file, as a file."""
-
-    def __init__(self, file: RawIOBase, offset: int, length: int):
-        self._file, self._offset, self._length, self._at = file, offset, length, 0
-
-    def readinto(self, buffer: Any) -> int:
-        wanted = memoryview(buffer)[: max(0, self._length - self._at)]
-        self._file.seek(self._offset + self._at)
-        count = self._file.readinto(wanted) or 0
-        self._at += count
-        return count
-
-    def seek(self, offset: int, whence: int = SEEK_SET) -> int:
-        self._at = offset + {SEEK_SET: 0, SEEK_CUR: self._at, SEEK_END: self._length}[whence]
-        return self._at
-
-    def tell(self) -> int:
-        return self._at
-
-    def readable(self) -> bool:
-        return True
-
-    def seekable(self) -> bool:
-        return True

@@ -1,10 +1,8 @@
 """``megasink recipes``: list the recipes, or show the flags of one, of a file or of a run."""
 
 from collections.abc import Sequence
-from pathlib import Path
 
 from megasink.command_line import CommandParser
-from megasink.errors import UserError
 from megasink.json_output import add_json, as_text
 from megasink.training import recipes
 from megasink.training.flag_file import Flags, toml_lines
@@ -31,31 +29,13 @@ def main(argv: Sequence[str] | None = None) -> int:
         for each in recipes.shipped():
             print(f"{each:18} {recipes.read(each).about}")
         return 0
-    if Path(name).is_dir():
-        about, flags = f"the flags of {name}", _flags_of_run(Path(name))
-    else:
-        from megasink.training.early import known_flags
+    from megasink.training.early import known_flags
 
-        recipe = recipes.read(name, known_flags())
-        about, flags = recipe.about, recipe.flags
+    recipe = recipes.read(name, known_flags())
+    about, flags = recipe.about, recipe.flags
     if args.json:
         print(as_text({"about": about, "flags": flags}))
         return 0
     shown: Flags = {"about": about} | flags if about else flags
     print("\n".join(toml_lines(shown)))
     return 0
-
-
-def _flags_of_run(run: Path) -> Flags:
-    """Return the flags of a run's last start that a recipe may hold.
-
-    Raises:
-        UserError: the folder holds no run.
-    """
-    from megasink.training.last_start import last_start
-    from megasink.training.replay import flags_of_words
-
-    words = last_start(run).get("command", [])[1:]
-    if not words:
-        raise UserError(f"{run} holds no run: no start is recorded in {run}/starts.jsonl")
-    return flags_of_words(words)

@@ -61,12 +61,6 @@ def next_letters(rows_NN: Floats, last_D: Ids, random: np.random.Generator) -> I
     return drawn.clip(max=len(rows_NN) - 1)
 
 
-def entropy_of(probabilities: Floats) -> Floats:
-    """Return the entropy of the last axis in nats."""
-    logs = np.log(probabilities, where=probabilities > 0, out=np.zeros_like(probabilities))
-    return -(probabilities * logs).sum(-1)
-
-
 @dataclass(frozen=True)
 class TriggerLanguage:
     """A Markov chain of letters; behind a trigger stands what stood before it.
@@ -109,35 +103,6 @@ class TriggerLanguage:
                 copies_D = ids_DL[:, t - 1] < self.triggers
                 ids_DL[copies_D, t] = ids_DL[copies_D, t - 2]
         return ids_DL
-
-    def entropy_by_position(self, length: int) -> Floats:
-        """Return [L] the entropy in nats of every letter given all before it, float64.
-
-        Exact: the distribution of the last two letters is carried from position to position.
-        """
-        rows_NN, copied = self.transitions_NN, np.arange(self.letters) < self.triggers
-        row_entropy_N = np.where(copied, 0.0, entropy_of(rows_NN))
-        first_N = np.where(copied, 0.0, 1 / (self.letters - self.triggers))
-        entropy_L = np.empty(length)
-        entropy_L[0] = entropy_of(first_N)
-        pair_NN = first_N[:, None] * rows_NN  # [before, last]
-        for t in range(1, length):
-            last_N = first_N if t == 1 else pair_NN.sum(0)
-            entropy_L[t] = last_N @ row_entropy_N
-            if t > 1:
-                drawn_NN = np.where(copied, 0.0, last_N)[:, None] * rows_NN
-                # (a, trigger) is followed by a: the new pair is (trigger, a).
-                pair_NN = drawn_NN + np.where(copied, pair_NN, 0.0).T
-        return entropy_L
-
-    def irreducible_loss(self, length: int) -> float:
-        """Return the lowest mean loss in nats per token of documents of so many letters.
-
-        Over all L + 2 tokens, as training counts them: EOD stands where every document ends and BOS
-        behind it, so both can be known. A model that cannot count the letters of a document stays
-        above it.
-        """
-        return float(self.entropy_by_position(length).sum() / (length + AROUND))
 
     def copies(self, text: str) -> tuple[int, int]:
         """Count the triggers inside a text, and those behind which stands the letter before."""

@@ -7,9 +7,8 @@ import torch
 from torch import Tensor
 
 from megasink.checkpoints.find import is_legacy
-from megasink.convert.stored_weights import Part
 from megasink.convert.table import LAYERS, NORM_BEFORE_EXPERTS, NORM_OF_LOCAL_SPEC
-from megasink.convert.torch_dist_weights import torch_dist_weights
+from megasink.convert.torch_dist_weights import Box, torch_dist_weights
 from megasink.errors import UserError, reason_of
 
 
@@ -74,7 +73,7 @@ class MegatronCheckpoint:
             )
         return whole
 
-    def _read_part(self, key: str, part: Part, at: tuple[int, ...], target: Tensor) -> None:
+    def _read_part(self, key: str, part: Box, at: tuple[int, ...], target: Tensor) -> None:
         try:
             stored = part.find()
             if torch.Size(stored.shape).numel() != math.prod(part.sizes):
@@ -85,6 +84,6 @@ class MegatronCheckpoint:
             raise UserError(f"{self.folder} cannot be read ({key}): {reason_of(error)}") from error
 
 
-def _holds(part: Part, index: tuple[int, ...]) -> bool:
+def _holds(part: Box, index: tuple[int, ...]) -> bool:
     boxes = zip(index, part.offsets, part.sizes, strict=False)
     return all(offset <= at < offset + size for at, offset, size in boxes)

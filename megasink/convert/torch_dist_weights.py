@@ -1,19 +1,48 @@
 """Locate the weights of a torch_dist checkpoint by its index, without a model or process group."""
 
 from collections import defaultdict
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
+
+import torch
 
 from megasink.checkpoints.intact import refuse_damage
-from megasink.checkpoints.stored_tensor import find_tensor
+from megasink.checkpoints.stored_tensor import StoredTensor, find_tensor
 from megasink.checkpoints.torch_metadata import read_metadata
-from megasink.convert.stored_weights import Part, Weight
 from megasink.convert.table import LAYERS
 
 # Entries that are not weights: states of optimizers, random numbers and the balance loss.
 _STATES = ("optimizer.", "chained_", "rng_state", "rerun_state", "common_state", "opt_param_sched")
 _HEAD_STATE = ".head_counter."
+
+
+class Box(NamedTuple):
+    """A box of a weight.
+
+    Attributes:
+        offsets, sizes: of the box, including the axes of layers and experts.
+        find: locates the data, which may lack leading axes of size one; raises exceptions of any
+            type if the data is corrupt.
+    """
+
+    offsets: tuple[int, ...]
+    sizes: tuple[int, ...]
+    find: Callable[[], StoredTensor]
+
+
+class Weight(NamedTuple):
+    """A weight of the model.
+
+    Attributes:
+        shape, dtype: of the whole weight, including the axes of layers and experts.
+        parts: boxes that cover it.
+    """
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    parts: list[Box]
 
 
 def torch_dist_weights(folder: Path) -> dict[str, Weight]:
@@ -35,7 +64,7 @@ def torch_dist_weights(folder: Path) -> dict[str, Weight]:
         for chunk in entry.chunks:
             where = stored[key][tuple(chunk.offsets)]
             find = partial(find_tensor, folder / where.relative_path, where.offset, where.length)
-            parts.append(Part(tuple(chunk.offsets), tuple(chunk.sizes), find))
+            parts.append(Box(tuple(chunk.offsets), tuple(chunk.sizes), find))
         found[key] = Weight(tuple(entry.size), entry.properties.dtype, parts)
     _stack_layers(found)
     return found
@@ -55,7 +84,7 @@ def _stack_layers(weights: dict[str, Weight]) -> None:
             continue  # weights in which layers differ keep their names
         first = weights[of_layer[0]]
         parts = [
-            Part((layer, *part.offsets), (1, *part.sizes), part.find)
+            Box((layer, *part.offsets), (1, *part.sizes), part.find)
             for layer, name in of_layer.items()
             for part in weights[name].parts
         ]

@@ -11,7 +11,6 @@ import torch
 from torch.distributed import ProcessGroup
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from megasink.plan.hollow.events import in_package
 from megasink.plan.job import BALANCE
 
 # Megatron's process groups by their names in parallel_state, and what they are called here. Where
@@ -157,6 +156,11 @@ def _bytes(arg: Any) -> int:
     if isinstance(arg, list | tuple):
         return sum(map(_bytes, arg))
     return 0
+
+
+def in_package(module: str, *packages: str) -> bool:
+    """Whether a module is one of these packages, or in one of them."""
+    return f"{module}.".startswith(tuple(f"{package}." for package in packages))
 
 
 def _purpose() -> str:

@@ -37,7 +37,7 @@ _OWN = {
 }
 # Switches, and the options of a start, which no file sets.
 _NEVER = {name.replace("_", "-") for name, *_ in REFUSED["in a file"]}
-_NEVER |= {"plugin", "run-dir", "recipe", "config"}
+_NEVER |= {"plugin", "run-dir", "recipe"}
 _NEVER |= {"allow-download", "confirm-run-unsafe-code", "task-folder"}  # of those commands
 
 

@@ -12,7 +12,6 @@ from examples.replicate.languages import (
     write_triggers,
 )
 from megasink.cli.trigger_language import (
-    AROUND,
     LETTERS,
     TriggerLanguage,
     texts_of,
@@ -34,23 +33,6 @@ def test_behind_a_trigger_stands_what_stood_before_it():
     assert language.copies("xaxyax") == (2, 1)
     assert (ids == language.sample(200, 62, seed=10)).all()
     assert (ids != TriggerLanguage(chain=1).sample(200, 62, seed=10)).any()
-
-
-@pytest.mark.parametrize("triggers", [0, 4, 12])
-def test_the_irreducible_loss_is_that_of_a_long_sample(triggers):
-    language = TriggerLanguage(letters=24, triggers=triggers, chain=3)
-    documents, length = 4000, 30
-    ids = language.sample(documents, length, seed=5)
-    nats = np.zeros((documents, length))
-    nats[:, 0] = np.log(24 - triggers)
-    nats[:, 1:] = -np.log(language.transitions_NN[ids[:, :-1], ids[:, 1:]])
-    nats[:, 2:][ids[:, 1:-1] < triggers] = 0  # what a trigger copies is no surprise
-    error = nats.std(0, ddof=1) / documents**0.5
-    expected = language.entropy_by_position(length)
-    assert (np.abs(nats.mean(0) - expected) <= 5 * error + 1e-12).all()
-    of_document = nats.sum(1) / (length + AROUND)
-    tolerance = 5 * of_document.std(ddof=1) / documents**0.5
-    assert language.irreducible_loss(length) == pytest.approx(of_document.mean(), abs=tolerance)
 
 
 def test_a_key_that_returns_is_followed_by_its_value():

@@ -210,7 +210,7 @@ def test_a_later_file_counts_more(tmp_path):
     assert early.expanded(["--recipe", mine, "--fp16=false"])[-1] == "--fp16=false"
 
 
-def test_a_run_is_its_configuration(tmp_path, monkeypatch):
+def test_a_run_is_its_configuration(tmp_path, monkeypatch, capsys):
     """RUN/config.toml, as a rank writes it, gives the flags of the run again."""
     flags = ["--lr", "1e-4", "--swiglu", "--data-path", "1", "a b", "--split", "9,1,0"]
     monkeypatch.setattr(sys, "argv", ["x.py", "--run-dir", "r", "--resume=auto", *flags])
@@ -218,6 +218,9 @@ def test_a_run_is_its_configuration(tmp_path, monkeypatch):
     run_dir._write_config(tmp_path, args, {}, None)
     line = early.expanded(["--recipe", str(tmp_path), "--lr", "1"])
     assert line == ["--expanded-recipe", line[1], *flags, "--lr", "1"]
+    assert megasink(["recipes", str(tmp_path)]) == 0
+    mine = write(tmp_path, capsys.readouterr().out)
+    assert flag_words(recipes.read(mine, early.known_flags()).flags) == flags
     (tmp_path / "config.toml").write_text("num-layer = 2\n")
     with pytest.raises(ConfigError, match=re.escape(f"{tmp_path}/config.toml: num-layer is no")):
         early.expanded(["--recipe", str(tmp_path)])
@@ -276,7 +279,7 @@ def test_every_problem_is_told_at_once(text, phrases, tmp_path):
         (["--recipe", "p0-2b", "--recipe", "p0-1b"], "--recipe is given twice"),
         (["--recipe", "--lr", "1"], "--recipe needs a value"),
         (["--recipe=", "--lr", "1"], "--recipe needs a value"),
-        (["--recipe", "/"], "/ holds no config.toml: `megasink recipes / > FILE` makes one"),
+        (["--recipe", "/"], "/ holds no config.toml: it is no run"),
     ],
 )
 def test_a_recipe_that_is_not_there_is_told_by_name(flags, phrase):
@@ -311,20 +314,6 @@ def test_the_launcher_passes_flags_on_and_resume_repeats_them(tmp_path, monkeypa
     (run / "metrics.jsonl").write_text('{"iteration": 1}\n')
     assert last_start.flags_of_last_start(run) == flags
     assert last_start.flags_of_last_start(run, early.expanded(line[2:])) == []
-
-
-def test_the_flags_of_a_run_are_a_recipe_again(tmp_path, capsys):
-    command = ["x.py", "--run-dir", "r", "--resume=auto", "--plugin", "p", "--lr", "1e-4"]
-    command += ["--swiglu", "--num-layers=2", "--data-path", "1", 'a "b"\\c', "--split", "9,1,0"]
-    (tmp_path / "starts.jsonl").write_text(json.dumps({"command": command}) + "\n")
-    assert megasink(["recipes", str(tmp_path)]) == 0
-    mine = write(tmp_path, capsys.readouterr().out)
-    flags = recipes.read(mine, early.known_flags()).flags
-    assert flag_words(flags) == [
-        *("--lr", "1e-4", "--swiglu", "--num-layers", "2"),
-        *("--data-path", "1", 'a "b"\\c', "--split", "9,1,0"),
-    ]
-    assert megasink(["recipes", str(tmp_path / "nothing")]) == 2
 
 
 def test_recipes_are_listed_and_shown(capsys):

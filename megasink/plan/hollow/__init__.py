@@ -3,8 +3,8 @@
 Stand-ins for libcudart, cuBLAS, NCCL and the driver are loaded in front of an unchanged CUDA build
 of torch. Every line on the host runs as on a GPU: the checks of kernels, the caching allocator,
 streams, distributed data parallelism, the distributed optimizer, ProcessGroupNCCL. No kernel does.
-Launches, copies, waits and collectives are counted, with the line of Python they come from, and
-memory is allocated as addresses without pages, so that the model of an 80 GB device fits anywhere.
+Launches, copies, waits and collectives are told to whoever listens (tests/plan/hollow/events.py),
+and memory is allocated as addresses without pages: the model of an 80 GB device fits anywhere.
 
 What it shows: that a configuration starts and steps, how many kernels, copies, waits and bytes of
 collectives a step costs, its peak memory, and the strides and addresses that kernels are given.
@@ -13,7 +13,6 @@ TransformerEngine and CUDA graphs are not covered either. docs/gpu.md has the de
 
     build.py    compiles native/ into a cache folder
     process.py  the environment of a process that runs on it
-    events.py   what happened, in such a process
     world.py    one rank of many, in such a process
 """
 

@@ -200,9 +200,7 @@ def _path(name: str, folder: Path) -> Path:
         return _FOLDER / f"{name}.toml"
     if "/" in name or name.endswith(".toml"):
         if path.is_dir():
-            raise UserError(
-                f"{path} holds no {OF_RUN}: `megasink recipes {path} > FILE` makes one of a run"
-            )
+            raise UserError(f"{path} holds no {OF_RUN}: it is no run")
         raise UserError(f"the recipe {path} does not exist")
     raise UserError(unknown_name("the recipe", name, shipped()) + ", or give the path of a file")
 

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from megasink.attention import VARIANTS, attention, biased_attention
-from megasink.plan.hollow.events import Recording
+from tests.plan.hollow.events import Recording
 from tests.plan.hollow.given import watch_rows
 
 BIASED = ("k-bias", "kv-bias")

@@ -6,9 +6,9 @@ from typing import Any
 
 import torch
 
-from megasink.plan.hollow.events import Recording
 from megasink.plan.hollow.process import Device
 from megasink.plan.hollow.world import be_rank
+from tests.plan.hollow.events import Recording
 
 
 def device(capability: int, gib: int) -> dict[str, Any]:

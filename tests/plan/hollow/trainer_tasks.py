@@ -16,11 +16,11 @@ import torch
 from megatron.training import get_args, training
 
 from megasink.plan.experts import share_tokens_equally
-from megasink.plan.hollow.events import Event, Recording
 from megasink.plan.hollow.process import Device
 from megasink.plan.hollow.world import be_rank
 from megasink.training import pretrain
 from tests.plan.hollow.answers import say_documents
+from tests.plan.hollow.events import Event, Recording
 from tests.plan.hollow.given import watch_rows
 
 RECORDED = 2

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from types import FrameType
 from typing import Any, Self
 
+from megasink.plan.collectives import in_package
 from megasink.plan.hollow.process import library
 
 # The order of `Kind` in native/hollow.h.
@@ -104,11 +105,6 @@ class Recording:
     def counts(self) -> Counter[str]:
         """Return the number of events of each kind."""
         return Counter(event.kind for event in self.events)
-
-
-def in_package(module: str, *packages: str) -> bool:
-    """Whether a module is one of these packages, or in one of them."""
-    return f"{module}.".startswith(tuple(f"{package}." for package in packages))
 
 
 def _stack(frame: FrameType | None) -> tuple[Line, ...]:
