@@ -39,7 +39,6 @@ GONE = {
     "--fetch": _SYNC,
     "--prune": _RETAIN,
     "--keep-every": _RETAIN,
-    "--config": "--recipe takes files and runs, too",
     "--full-help": "--help-all lists every flag",
     "--preflight": "--gpu-sniff-test-interval STEPS times GPUs and links (docs/survival.md)",
     "megasink plan --what-if": "a plan with the flag in question says what it takes (docs/plan.md)",

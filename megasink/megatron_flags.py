@@ -18,7 +18,7 @@ from megasink.flags import flag_of
 #   described  Megatron's configuration of a model reads it under another name
 #   process  of the layout or of this process: one that reads a run keeps its own value
 #   needed   a run must give it; needed-to-train: unless it only evaluates
-#   count    1 or more; amount: 0 or more; share: 0 or more, and less than 1
+#   count    1 or more; amount: 0 or more; positive: more than 0; share: 0 or more, and less than 1
 #   text     its text only describes: numbers, names, patterns; read: it names files, which run no
 #            code; written: folders; in those of the run a file may say so
 #   place    a folder that cannot be in an object store; host: another path on another host
@@ -66,8 +66,13 @@ train_iters: needed-to-train count length
 train_samples: count length
 lr: needed-to-train amount
 min_lr weight_decay clip_grad eval_iters num_workers init_method_std lr_warmup_init: amount
+head_balance_coeff head_balance_warmup_iters head_balance_decay_iters: amount
+head_balance_shared_heads head_balance_shared_refresh head_heatmap_interval: amount
+prefix_lm_tokens sink_lr_mult sink_weight_decay: amount
+residual_clip logit_softcap attention_scale_alpha bias_fixed_value_norm: positive
+embedding_lr output_lr stop_on_divergence: positive
 lr_warmup_iters lr_warmup_samples: amount warmup
-lr_warmup_fraction: warmup
+lr_warmup_fraction: warmup share
 lr_wsd_decay_iters lr_wsd_decay_samples: amount decay
 lr_wsd_decay_fraction: decay
 ffn_activation: activation
@@ -122,14 +127,12 @@ _OFFLOADING = "use --recompute-granularity to save memory"
 _CHAT = "megasink finetune trains on conversations, by the tokenizer's own template"
 _NOT_GPT = "Megatron's GPT datasets ignore it"
 _LAYOUT = "initial weights would depend on the layout"
-_ONLY_IN_PATTERN = "mark the stages with |"
 _RUNS_CODE, _SENDS = "it imports or runs code", "it connects, listens or sends"
 _READS, _WRITES = "it reads other files", "it writes elsewhere"
-_ANOTHER_GELU = "TransformerEngine's activations differ (its gelu is an approximation)"
-_READS_NOTHING = "which reads no files"
 _ONLY_NONE, _ONLY_FALSE = "targets only support None", "targets only support False"
 # Where the flag has another name.
-_FLAGS = {"fp4": "fp4_format", "layernorm_zero_centered_gamma": "apply_layernorm_1p"}
+FLAGS = {"fp4": "fp4_format", "fp8": "fp8_format"}
+FLAGS |= {"layernorm_zero_centered_gamma": "apply_layernorm_1p"}
 
 # When a flag is refused -> (its name, the value or the tuple of values that are not, why or what to
 # do instead); None and the absence of a flag are always fine.
@@ -205,41 +208,6 @@ REFUSED: dict[str, tuple[tuple[str, Any, str], ...]] = {
             "it wraps Megatron's script: use torchrun's --max-restarts",
         ),
         ("spec", None, "megasink provides the layer spec"),
-    ),
-    # Megatron's flags for what the pattern says, and what a HybridModel or its spec ignores.
-    "hybrid_layer_pattern": (
-        ("num_layers_per_virtual_pipeline_stage", None, "give more stages between |"),
-        ("num_virtual_stages_per_pipeline_rank", None, "give more stages between |"),
-        ("pipeline_model_parallel_layout", None, _ONLY_IN_PATTERN),
-        ("decoder_first_pipeline_num_layers", None, _ONLY_IN_PATTERN),
-        ("decoder_last_pipeline_num_layers", None, _ONLY_IN_PATTERN),
-        ("account_for_embedding_in_pipeline_split", False, _ONLY_IN_PATTERN),
-        ("account_for_loss_in_pipeline_split", False, _ONLY_IN_PATTERN),
-        ("moe_layer_freq", 1, "layers with experts are those marked E"),
-        ("use_rope_scaling", False, "Megatron's HybridModel ignores it: use yarn"),
-        ("use_transformer_engine_op_fuser", False, "the halves of a layer are built apart"),
-        ("use_grouped_gemm_for_dense_mlp", False, "not supported"),
-    ),
-    # What the layers of multi-token prediction would ignore, or what no test covers.
-    "mtp_num_layers": (
-        ("hybrid_layer_pattern", None, "GPT models only"),
-        ("dataloader_inter_document_masking", False, "it would predict across documents"),
-        ("context_parallel_size", 1, "its loss is a mean over each rank's targets, which differ"),
-        ("pipeline_model_parallel_layout", None, "its layers are on the last stage"),
-        ("post_norm", False, "its layers end in a norm of their own"),
-        ("norm_without_gain", False, "its norms have gains"),
-        ("embedding_norm", False, "it reads the embeddings on the last stage"),
-        ("sinusoidal_position_embedding", False, "it reads the embeddings on the last stage"),
-    ),
-    # TransformerEngine's FFN: its gelu is the tanh approximation, and its norms cannot be removed.
-    "ffn_activation": (
-        ("use_te_activation_func", False, _ANOTHER_GELU),
-        ("use_transformer_engine_op_fuser", False, _ANOTHER_GELU),
-    ),
-    "mock_data": (
-        ("per_dataset_sequences_path", None, _READS_NOTHING),
-        ("dataloader_fast_cache_load", False, _READS_NOTHING),
-        ("dataloader_defer_npy_index_mmap", False, _READS_NOTHING),
     ),
     # Parts of the trainer that call the CUDA driver directly.
     "without CUDA": (
@@ -322,7 +290,7 @@ REFUSED: dict[str, tuple[tuple[str, Any, str], ...]] = {
 
 def flags_refused(when: str) -> set[str]:
     """Return the flags of a key of `REFUSED`."""
-    return {flag_of(_FLAGS.get(name, name)) for name, *_ in REFUSED[when]}
+    return {flag_of(FLAGS.get(name, name)) for name, *_ in REFUSED[when]}
 
 
 def refused(args: Namespace | Mapping[str, Any], when: str) -> Iterator[tuple[str, Any, str]]:
@@ -332,8 +300,15 @@ def refused(args: Namespace | Mapping[str, Any], when: str) -> Iterator[tuple[st
         args: parsed arguments, or those of a config.json.
         when: a key of `REFUSED`.
     """
+    yield from given_of(args, REFUSED[when])
+
+
+def given_of(
+    args: Namespace | Mapping[str, Any], others: tuple[tuple[str, Any, str], ...]
+) -> Iterator[tuple[str, Any, str]]:
+    """Yield (flag, its value, why) of those of `others` that are given."""
     given = args if isinstance(args, Mapping) else vars(args)
-    for name, fine, why in REFUSED[when]:
+    for name, fine, why in others:
         value = given.get(name)
         if value is not None and value not in (fine if isinstance(fine, tuple) else (fine,)):
-            yield flag_of(_FLAGS.get(name, name)), value, why
+            yield flag_of(FLAGS.get(name, name)), value, why

@@ -31,7 +31,7 @@ MISTAKES = {
         "the recipe 'p0-6b' is unknown: choose p0-0.6b",
     ),
     "recipes-unknown": ("recipes p1-48l", "the recipe 'p1-48l' is unknown: choose p0-0.6b"),
-    "recipes-no-run": ("recipes {0}", "{0} holds no run"),
+    "recipes-no-run": ("recipes {0}", "{0} holds no config.toml: it is no run"),
     "train-underscore": (
         TRAIN + " --attention_variant sink",
         "unknown: --attention_variant sink: did you mean --attention-variant?",
@@ -88,7 +88,10 @@ MISTAKES = {
         TRAIN + " --lr-warmup-iters 500",
         "--lr-warmup-iters 500 is not less than the length of the schedule, 4",
     ),
-    "train-precision": (TRAIN + " --bf16 --fp16", "--fp16 and --bf16: choose one"),
+    "train-precision": (
+        TRAIN + " --bf16 --fp16",
+        "--fp16 with --bf16: a run has one type; drop one",
+    ),
     "train-length": (
         TRAIN + " --seq-length 128",
         "--seq-length 128 is longer than --max-position-embeddings 64",

@@ -14,7 +14,7 @@ from megasink import cli
 from megasink.cli.convert_from_hf import train_line
 from megasink.command_line import CommandParser
 from megasink.training import early
-from megasink.training.checks.schedule import set_decay
+from megasink.training.checks.required import set_decay
 from tests.documented import (
     EXAMPLE,
     IMPORTED,

@@ -38,7 +38,7 @@ class GatedSelfAttention(SelfAttention):
             tensor-parallel rank and applied to the rank's tokens.
 
     Raises:
-        ValueError: An invalid option; :func:`megasink.training.checks.gates.problems` has details.
+        ValueError: An invalid option; megasink.training.checks.variants has details.
     """
 
     def __init__(

@@ -14,9 +14,9 @@ from typing import Any
 from megasink.errors import ConfigError
 from megasink.megatron.arguments import parse_known
 from megasink.training import checks, run_dir
-from megasink.training.checks.gates import match_ffn_width
-from megasink.training.checks.schedule import set_decay
-from megasink.training.checks.transformer_layer import set_gated_unit
+from megasink.training.checks.model import set_gated_unit
+from megasink.training.checks.required import set_decay
+from megasink.training.checks.variants import match_ffn_width
 from megasink.training.checks.vocabulary import pin_vocabulary
 from megasink.training.flag_table import TABLE
 

@@ -86,7 +86,7 @@ async-checkpoints: --save somewhere --async-save --async-strategy nvrx --ckpt-fo
     --async-ckpt-use-cpu-shm
   ! --async-strategy nvrx: its writer may outlive a rank
   ! --async-save with --ckpt-format torch_dcp: use torch_dist
-  ! --async-ckpt-use-cpu-shm works only with --async-strategy nvrx
+  ! --async-save with --async-ckpt-use-cpu-shm: it works only with --async-strategy nvrx
 exit-without-checkpoint: --exit-signal-handler-for-training
   ! --exit-signal-handler-for-training ends a run without a checkpoint
 dropout: --attention-dropout 0.1
@@ -104,15 +104,17 @@ experts: --num-experts 3 --expert-model-parallel-size 2 --moe-router-topk 4
   ! --moe-grouped-gemm needs TransformerEngine
   ! --moe-permute-fusion needs TransformerEngine
   ! --moe-router-fusion needs TransformerEngine
+parameters-in-fp8: --fp8-format hybrid --fp8-param-gather
+  ! --fp8-format with --fp8-param-gather: initial weights are drawn in bf16
 recompute: --recompute-granularity selective --recompute-modules layernorm mlp
   ! --recompute-modules layernorm needs TransformerEngine
   ! --recompute-modules mlp needs --disable-bias-linear
 block: --sandwich-norm --post-norm --residual-clip -1 --fp32-residual-connection --bf16
     --ffn-activation tanh --multi-head-addition --delay-wgrad-compute
     --use-transformer-engine-op-fuser
-  ! --residual-clip -1.0: give a positive limit
-  ! --sandwich-norm and --post-norm: choose one
-  ! --sandwich-norm and --residual-clip: choose one
+  ! --residual-clip -1.0: use more than 0
+  ! --sandwich-norm with --post-norm: a layer has one of them; drop one
+  ! --sandwich-norm with --residual-clip
   ! --post-norm with --fp32-residual-connection
   ! --fp32-residual-connection with --transformer-impl local
   ! --post-norm with --use-transformer-engine-op-fuser

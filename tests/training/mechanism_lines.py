@@ -27,15 +27,15 @@ muon: --optimizer muon --fp16 --use-distributed-optimizer --muon-scalar-optimize
   ! --optimizer muon with 1 key/value groups on --tensor-model-parallel-size 2
 rates-of-both-ends: --embedding-lr 0.2 --output-lr -1 --decoupled-lr 0.1 --use-mup
   ! --output-lr -1.0: use more than 0
-  ! --embedding-lr and --output-lr with --decoupled-lr
-  ! --embedding-lr and --output-lr with --use-mup
+  ! --embedding-lr with --decoupled-lr
+  ! --output-lr with --use-mup
   ! --embedding-lr and --output-lr: embedding and output layer are one matrix
 muon-with-ranks-for-each-replica: --optimizer dist_muon
   ! --optimizer dist_muon is Megatron's old name: use --optimizer muon
 gates-in-some-layers: --gate-granularity elementwise --attention-variant-layers [1,0]
     --optimizer muon --match-ffn-width
   ! --attention-variant-layers with --optimizer muon and elementwise gates
-  ! --attention-variant-layers with --match-ffn-width
+  ! --match-ffn-width with --attention-variant-layers
 no-width-left: --gate-granularity elementwise --match-ffn-width --ffn-hidden-size 64
   ! the gate adds 4,160 parameters per layer
   ! less than 128 would be left

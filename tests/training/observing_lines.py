@@ -6,11 +6,11 @@ REFUSED = refused(
     MOCK,
     """
 negative-heatmap-interval: --head-heatmap-interval -5
-  ! --head-heatmap-interval -5 is negative: use 0 for never
+  ! --head-heatmap-interval -5 is negative
 divergence-of-nothing: --stop-on-divergence 0
-  ! --stop-on-divergence 0: use a number of nats above 0
+  ! --stop-on-divergence 0.0: use more than 0
 divergence-nan: --stop-on-divergence nan
-  ! --stop-on-divergence nan: use
+  ! --stop-on-divergence nan: give a finite number
 sink-rate-of-a-sink-token: --log-sink-rate --sink-token --seq-length 32
   ! --log-sink-rate with --sink-token: the first token is not part of the text
   ! --log-sink-rate with --seq-length 32: the rate is measured over 64 tokens

@@ -249,12 +249,11 @@ def test_layers_with_a_window_are_known_by_their_numbers(answers):
         ({}, []),
         ({"bf16": False}, ["add --bf16"]),
         ({"transformer_impl": "local"}, ["TransformerEngine's"]),
-        ({"fp8_param_gather": True}, ["drawn in bf16"]),
     ],
 )
 def test_fp8_is_for_the_linear_layers_of_transformer_engine(monkeypatch, flags, wanted):
     """Where it is installed; here it is not."""
-    given = {"fp8": "hybrid", "bf16": True, "transformer_impl": None, "fp8_param_gather": False}
+    given = {"fp8": "hybrid", "bf16": True, "transformer_impl": None}
     given |= {"fp16": False, "fp32_residual_connection": False, "attention_variant": "sink"}
     args = Namespace(**given | flags)
     assert any("TransformerEngine's" in text for text in implementation.problems(args))

@@ -6,6 +6,7 @@ from argparse import Namespace
 
 import pytest
 
+from megasink.excluded import EXCLUDED
 from megasink.megatron_flags import _KNOWN, KNOWN, REFUSED, having, refused
 from megasink.run_options import OPTIONS
 from megasink.training.flag_table import TABLE
@@ -24,8 +25,9 @@ OWN = {field.name for options in OPTIONS for field in dataclasses.fields(options
 
 
 def test_every_name_is_one_of_megatron_or_of_ours():
-    rows = [(when, name) for when, row in REFUSED.items() for name, *_ in row]
+    rows = [(when, name) for when, row in (REFUSED | EXCLUDED).items() for name, *_ in row]
     assert len(set(rows)) == len(rows)
+    assert set(EXCLUDED) <= FLAGS | OWN
     assert {*KNOWN, *(name for _, name in rows)} - FLAGS - OWN <= DERIVED
     words = [word for line in _KNOWN.split("\n") for word in line.partition(":")[0].split()]
     assert sorted(words) == sorted(KNOWN)
@@ -33,8 +35,8 @@ def test_every_name_is_one_of_megatron_or_of_ours():
 
 def test_facts_are_those_that_are_explained():
     assert set().union(*KNOWN.values()) == set(
-        "shape model context run described process needed needed-to-train count amount share text "
-        "read written place host length warmup decay activation norm data".split()
+        "shape model context run described process needed needed-to-train count amount positive "
+        "share text read written place host length warmup decay activation norm data".split()
     )
     assert set(having("needed")) == set(
         "num_layers hidden_size num_attention_heads seq_length max_position_embeddings "

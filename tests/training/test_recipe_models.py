@@ -11,7 +11,7 @@ import shlex
 import pytest
 
 from megasink.training import early, recipes
-from megasink.training.checks.schedule import set_decay
+from megasink.training.checks.required import set_decay
 from tests import runs
 from tests.distributed.layout import SINGLE
 from tests.training.test_muon import resumed_at_two

@@ -105,7 +105,7 @@ def resolve_layers(options: Any) -> None:
         try:
             options.attention_variant_layers = [int(has) for has in layers_with_variant(options)]
         except ValueError:
-            return  # training/checks/variant_layers.py says why
+            return  # training/checks/variants.py says why
 
 
 def without_variant[Options](options: Options) -> Options:

@@ -11,16 +11,13 @@ from typing import Any
 
 from megasink.attention.variants.layers import resolve_layers
 from megasink.command_line import with_help
+from megasink.excluded import excluded
+from megasink.megatron_flags import refused
 from megasink.training import run_dir
 from megasink.training.checks import (
-    balance,
-    checkpoints,
     choices,
-    context_parallel,
     data,
     device,
-    experts,
-    gates,
     hybrid,
     implementation,
     layout,
@@ -28,15 +25,7 @@ from megasink.training.checks import (
     muon,
     observing,
     positions,
-    prediction,
-    rates,
-    replaced_tokens,
     required,
-    schedule,
-    similarity,
-    transformer_layer,
-    unsupported,
-    variant_layers,
     variants,
     vocabulary,
 )
@@ -48,23 +37,10 @@ _EARLY = (
     hybrid,
     layout,
     variants,
-    variant_layers,
-    similarity,
-    gates,
     positions,
-    prediction,
-    transformer_layer,
     muon,
-    rates,
-    experts,
-    context_parallel,
     implementation,
-    unsupported,
-    balance,
-    checkpoints,
-    schedule,
     observing,
-    replaced_tokens,
     data,
 )
 
@@ -81,7 +57,8 @@ def early_problems(args: Namespace) -> list[str]:
     """Return one message per problem of the command line that is one on any device."""
     flags = with_help(args.flag_problems, "megasink train --help-all lists every flag")
     unknown, args = choices.without_unknown(args)
-    return flags + unknown + _problems(args, _EARLY)
+    pairs = [f"{flag}: {why}" for flag, _, why in refused(args, "always")]
+    return [*flags, *unknown, *_problems(args, _EARLY), *pairs, *excluded(args)]
 
 
 def local_problems(args: Namespace, *, thorough: bool) -> list[str]:

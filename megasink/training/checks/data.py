@@ -7,13 +7,15 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from megasink.data.object_store import is_stored, url_problem
+from megasink.data.replaced_tokens import problems_of
 from megasink.errors import UserError
 from megasink.flags import flag_of
 from megasink.json_file import read_object
-from megasink.megatron_flags import having, refused
+from megasink.megatron_flags import having
 from megasink.training.checks.blends import blends, named_prefixes, parts
 
 _SHOWN = 8
+_WITH_IDS = ("HuggingFaceTokenizer", "NullTokenizer")
 
 
 def problems(args: Namespace) -> Iterator[str]:
@@ -21,6 +23,7 @@ def problems(args: Namespace) -> Iterator[str]:
     yield from _place_problems(args)
     yield from _source_problems(args)
     yield from _cache_problems(args)
+    yield from _replaced_tokens(args)
     # One rank of each node: files may be local to a node, and every rank of a large job would ask
     # the file system for every file.
     if os.environ.get("LOCAL_RANK", "0") == "0":
@@ -84,9 +87,6 @@ def _source_problems(args: Namespace) -> Iterator[str]:
         yield "--data-args-path without --split: give three weights, such as --split 99,1,0"
     if args.object_storage_cache_path and not any(map(is_stored, named_prefixes(args))):
         yield "--object-storage-cache-path without s3:// or msc:// data: drop it"
-    if args.mock_data:
-        for flag, _, why in refused(args, "mock_data"):
-            yield f"{flag} with --mock-data, {why}: drop one"
 
 
 def _cache_problems(args: Namespace) -> Iterator[str]:
@@ -103,6 +103,23 @@ def _cache_problems(args: Namespace) -> Iterator[str]:
             "only with data for each part: give --train-data-path and --valid-data-path, or "
             "--per-split-data-args-path"
         )
+
+
+def _replaced_tokens(args: Namespace) -> Iterator[str]:
+    positions, flag = args.replace_tokens_at or [], "--replace-tokens-at"
+    yield from problems_of(positions, args.replace_tokens_with)
+    if not positions:
+        return
+    length = args.seq_length
+    yield from (
+        f"{flag} {position}: --seq-length {length} has the positions 0 to {length - 1}"
+        for position in positions
+        if length and position >= length
+    )
+    if args.mock_data:
+        yield f"{flag} with --mock-data, which is no text: drop it, or train on text"
+    if args.tokenizer_type not in _WITH_IDS:
+        yield f"{flag} with --tokenizer-type {args.tokenizer_type}: use a Hugging Face tokenizer"
 
 
 def _presence_problems(args: Namespace) -> Iterator[str]:

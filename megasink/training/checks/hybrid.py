@@ -16,7 +16,6 @@ from megasink.megatron.hybrid_pattern import (
     SUPPORTED,
     layers_of,
 )
-from megasink.megatron_flags import refused
 
 _FLAG = "--hybrid-layer-pattern"
 
@@ -59,8 +58,6 @@ def problems(args: Namespace) -> Iterator[str]:
             if EXPERTS in layers
             else f"--num-experts {args.num_experts}, but {_FLAG} {pattern} has no layer E"
         )
-    for flag, _, advice in refused(args, "hybrid_layer_pattern"):
-        yield f"{_FLAG} with {flag}: {advice}"
     yield from _stages(args, pattern)
     yield from _recurrent(args, layers)
 

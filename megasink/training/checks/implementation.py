@@ -41,5 +41,3 @@ def _quantized(args: Namespace) -> Iterator[str]:
             "'transformer-engine[pytorch]', a GPU, --transformer-impl transformer_engine): use "
             "--bf16 alone"
         )
-    if args.fp8_param_gather:
-        yield "--fp8-format with --fp8-param-gather: initial weights are drawn in bf16: drop it"

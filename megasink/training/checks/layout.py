@@ -1,4 +1,4 @@
-"""Divisibility checks: model over ranks, layers over stages, batch over replicas.
+"""The model over ranks: heads, layers, batches, the sequence, experts; and recomputation.
 
 Megatron asserts each of these (training/arguments.py:validate_args and
 core/transformer/transformer_config.py), but one at a time, or only in the first forward. They are
@@ -9,11 +9,22 @@ import math
 from argparse import Namespace
 from collections.abc import Iterator
 
+from megasink.config import COMM_TYPES
+from megasink.flags import flag_of
+from megasink.megatron_flags import refused
+from megasink.upstream.versions import have_transformer_engine
+
 _PARALLEL = ("tensor-model", "pipeline-model", "context")
+# Selective recomputation that frees outputs supports only TransformerEngine
+# (megatron/core/tensor_parallel/random.py:693).
+_RECOMPUTED_BY_TE = ("layernorm", "moe_act", "mla_up_proj")
+_ABSENT = "needs TransformerEngine, which is not installed"
 
 
 def problems(args: Namespace) -> Iterator[str]:
     yield from _groups(args)
+    yield from _experts_and_recompute(args)
+    yield from _context_parallel(args)
     names = (f"{kind}-parallel-size" for kind in _PARALLEL)
     sizes = {f"--{name}": getattr(args, name.replace("-", "_")) for name in names}
     if min(sizes.values()) < 1:
@@ -74,4 +85,116 @@ def _stages(args: Namespace) -> Iterator[str]:
         yield (
             f"--num-layers {layers}{also} is not divisible by --pipeline-model-parallel-size "
             f"{stages}"
+        )
+
+
+def _context_parallel(args: Namespace) -> Iterator[str]:
+    if args.hybrid_context_parallel:
+        yield (
+            "--hybrid-context-parallel: its groups change with every batch: use "
+            "--context-parallel-size"
+        )
+    size = args.context_parallel_size
+    if size == 1:
+        return
+    if size < 1:
+        yield f"--context-parallel-size {size}: use 1 or more"
+        return
+    if args.hierarchical_context_parallel_sizes:
+        yield (
+            "--hierarchical-context-parallel-sizes belongs to --cp-comm-type a2a+p2p, which is not "
+            "supported: drop it"
+        )
+    if args.seq_length and args.seq_length % (2 * size):
+        yield (
+            f"--seq-length {args.seq_length} is not divisible by 2 * --context-parallel-size "
+            f"{size}: each rank takes two chunks of the sequence"
+        )
+    yield from _comm_type(args)
+
+
+def _comm_type(args: Namespace) -> Iterator[str]:
+    kinds, layers = args.cp_comm_type, args.num_layers
+    for kind in dict.fromkeys(kinds):
+        if kind not in COMM_TYPES:
+            yield (
+                f"--cp-comm-type {kind}: a gate needs the log-sum-exp over all keys at once: "
+                f"use {' or '.join(COMM_TYPES)}"
+            )
+    if layers and len(kinds) not in (1, layers):
+        yield f"--cp-comm-type has {len(kinds)} values for {layers} layers: give 1 or {layers}"
+    if "all_gather" in kinds and args.prefix_lm_tokens:
+        yield (
+            "--prefix-lm-tokens with --cp-comm-type all_gather: the prefix may extend beyond a "
+            "rank's chunks: use --cp-comm-type a2a"
+        )
+    if "a2a" not in kinds or not (heads := args.num_attention_heads):
+        return
+    # Heads and key/value groups are divided among the ranks.
+    size, tensor = args.context_parallel_size, args.tensor_model_parallel_size
+    counts = {"--num-attention-heads": heads}
+    if args.group_query_attention:
+        # With fewer groups than tensor-parallel ranks, each rank has a copy of one group.
+        counts["--num-query-groups"] = max(args.num_query_groups or heads, tensor)
+    for flag, count in counts.items():
+        if count % (tensor * size):
+            yield (
+                f"--cp-comm-type a2a: {flag} {count} is not divisible by "
+                f"--tensor-model-parallel-size {tensor} * --context-parallel-size {size}: use "
+                "--cp-comm-type all_gather"
+            )
+
+
+def _experts_and_recompute(args: Namespace) -> Iterator[str]:
+    if args.num_experts:
+        yield from _experts(args)
+    else:
+        for name in ("moe_ffn_hidden_size", "moe_shared_expert_intermediate_size"):
+            if getattr(args, name) is not None:
+                yield f"{flag_of(name)} without --num-experts: drop it, or add --num-experts"
+    yield from _recompute(args)
+
+
+def _experts(args: Namespace) -> Iterator[str]:
+    tensor, expert = args.tensor_model_parallel_size, args.expert_model_parallel_size
+    flag = f"--num-experts {args.num_experts}"
+    if args.num_experts % expert:
+        yield f"{flag} is not divisible by --expert-model-parallel-size {expert}"
+    if args.moe_router_topk > args.num_experts:
+        yield f"--moe-router-topk {args.moe_router_topk} is more than {flag}"
+    if tensor > 1 and not args.sequence_parallel:
+        yield f"--num-experts with --tensor-model-parallel-size {tensor} needs --sequence-parallel"
+    if args.add_bias_linear and args.moe_shared_expert_intermediate_size:
+        yield (
+            "--moe-shared-expert-intermediate-size needs --disable-bias-linear: Megatron's shared "
+            "experts have no biases"
+        )
+    if args.add_bias_linear and tensor > 1 and args.expert_tensor_parallel_size != 1:
+        yield (
+            f"{flag} with biases and --tensor-model-parallel-size {tensor}: biases of experts are "
+            "not sharded: add --expert-tensor-parallel-size 1, or --disable-bias-linear"
+        )
+    if not have_transformer_engine():
+        for flag, *_ in refused(args, "without TransformerEngine's experts"):
+            yield f"{flag} {_ABSENT}: drop the flag"
+
+
+def _recompute(args: Namespace) -> Iterator[str]:
+    modules = args.recompute_modules or []
+    full = args.recompute_granularity == "full" and not args.recompute_activations
+    for flag, value in (
+        ("--recompute-method (uniform or block)", args.recompute_method),
+        ("--recompute-num-layers", args.recompute_num_layers),
+    ):
+        if full and value is None:
+            yield f"--recompute-granularity full needs {flag}"
+        elif not full and value is not None:
+            yield f"{flag.partition(' ')[0]} needs --recompute-granularity full"
+    for name in _RECOMPUTED_BY_TE:
+        if name in modules and not have_transformer_engine():
+            yield f"--recompute-modules {name} {_ABSENT}: use core_attn, mlp or moe"
+    if "mlp" in modules and args.add_bias_linear:
+        yield (
+            "--recompute-modules mlp needs --disable-bias-linear: Megatron's recomputation never "
+            "finishes if it returns a bias"
         )

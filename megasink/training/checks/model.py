@@ -1,9 +1,13 @@
-"""Checks of the model's shape, precision and attention options."""
+"""Checks of the model: its shape, the layer around attention, multi-token prediction."""
 
 from argparse import Namespace
 from collections.abc import Iterator
 
 from megasink.attention.variants import Variant, variants
+from megasink.flags import flag_of
+from megasink.megatron_flags import having
+
+GATED_UNITS = ("reglu", "geglu", "swiglu")
 
 
 def problems(args: Namespace) -> Iterator[str]:
@@ -39,5 +43,40 @@ def problems(args: Namespace) -> Iterator[str]:
             f"--seq-length {length} is longer than --max-position-embeddings {positions}: lower "
             "the first or raise the second"
         )
-    if args.fp16 and args.bf16:
-        yield "--fp16 and --bf16: choose one"
+    yield from _layer(args)
+    if args.mtp_num_layers:
+        yield from _prediction(args)
+
+
+def set_gated_unit(args: Namespace) -> None:
+    """Set --swiglu for a gated unit: Megatron's default FFN size and FLOPs depend on it."""
+    args.swiglu = args.swiglu or args.ffn_activation in GATED_UNITS
+
+
+def _layer(args: Namespace) -> Iterator[str]:
+    """Check the residual stream and the FFN."""
+    name = args.ffn_activation
+    for attribute in having("activation") if name is not None else ():
+        if attribute not in ("ffn_activation", name) and getattr(args, attribute, False):
+            yield f"--ffn-activation {name} and {flag_of(attribute)}: choose one"
+    for attribute in ("norm_without_gain", "embedding_norm"):
+        if getattr(args, attribute) and args.normalization != "RMSNorm":
+            yield f"{flag_of(attribute)} needs --normalization RMSNorm"
+    if args.zero_init_outputs and not args.untie_embeddings_and_output_weights:
+        yield (
+            "--zero-init-outputs without --untie-embeddings-and-output-weights: the output layer "
+            "is the embedding, which cannot start at zero; add it"
+        )
+
+
+def _prediction(args: Namespace) -> Iterator[str]:
+    """Check --mtp-num-layers."""
+    if (kind := args.position_embedding_type) not in ("rope", "none"):
+        yield f"--mtp-num-layers with --position-embedding-type {kind}: use rope or none"
+    stages = args.pipeline_model_parallel_size
+    if stages > 1 and not args.untie_embeddings_and_output_weights:
+        yield (
+            f"--mtp-num-layers with --pipeline-model-parallel-size {stages} and one weight for "
+            "embedding and output layer: Megatron cannot save it: add "
+            "--untie-embeddings-and-output-weights"
+        )

@@ -9,11 +9,6 @@ from megasink.training.checks.blends import parts
 
 
 def problems(args: Namespace) -> Iterator[str]:
-    if args.head_heatmap_interval < 0:
-        yield f"--head-heatmap-interval {args.head_heatmap_interval} is negative: use 0 for never"
-    nats = args.stop_on_divergence
-    if nats is not None and not nats > 0:
-        yield f"--stop-on-divergence {nats:g}: use a number of nats above 0, such as 1"
     yield from _wandb(args)
     _, validates, _ = parts(args)
     if args.log_sink_rate:
@@ -46,20 +41,8 @@ def _sink_rate(args: Namespace) -> Iterator[str]:
             f"{flag} --seq-length {length}: the rate is measured over {SINK_TOKENS} tokens; use at "
             "least as many"
         )
-    if args.dataloader_inter_document_masking:
-        yield (
-            f"{flag} --dataloader-inter-document-masking: documents vary in length; drop one of "
-            "the two"
-        )
-    if args.sink_token:
-        yield f"{flag} --sink-token: the first token is not part of the text; drop one of the two"
     if prefix > SINK_TOKENS:
         yield (
             f"{flag} --prefix-lm-tokens {prefix}: the first {SINK_TOKENS} tokens see later ones; "
             f"use at most {SINK_TOKENS}"
-        )
-    if args.context_parallel_size > 1:
-        yield (
-            f"{flag} --context-parallel-size {args.context_parallel_size}: only one rank has the "
-            "first tokens; use 1"
         )

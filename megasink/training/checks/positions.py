@@ -35,24 +35,17 @@ def problems(args: Namespace) -> Iterator[str]:
         )
     if args.attention_bias_type != "none":
         yield from _bias(args)
-    if args.prefix_lm_tokens:
-        yield from _prefix(args)
+    prefix, length = args.prefix_lm_tokens, args.seq_length
+    if prefix and length and prefix >= length:
+        yield (
+            f"--prefix-lm-tokens {prefix} leaves no target in --seq-length {length}: use less than "
+            f"{length}"
+        )
     if args.reset_position_ids and not packed and kind != "learned_absolute":
         yield (
             f"--reset-position-ids has no effect with --position-embedding-type {kind}: use "
             "--dataloader-inter-document-masking, which starts documents at position 0"
         )
-    if not args.sink_token:
-        return
-    for flag, given in (
-        ("--prefix-lm-tokens", args.prefix_lm_tokens),
-        ("--dataloader-inter-document-masking", packed),
-    ):
-        if given:
-            yield (
-                f"--sink-token with {flag}: it starts a sequence, not a document or its prefix; "
-                "drop one of the two"
-            )
 
 
 def _bias(args: Namespace) -> Iterator[str]:
@@ -74,26 +67,4 @@ def _bias(args: Namespace) -> Iterator[str]:
         yield (
             f"--relative-attention-max-distance {distance} is in the first half of the "
             f"{buckets} buckets: use more than {buckets // 2}"
-        )
-
-
-def _prefix(args: Namespace) -> Iterator[str]:
-    prefix, length = args.prefix_lm_tokens, args.seq_length
-    flag, drop = "--prefix-lm-tokens", "drop one of the two"
-    if prefix < 0:
-        yield f"{flag} {prefix} is negative: use 0 for a causal model"
-        return
-    if length and prefix >= length:
-        yield f"{flag} {prefix} leaves no target in --seq-length {length}: use less than {length}"
-    if args.window_size is not None:
-        yield f"{flag} with --window-size: every token must see the prefix; {drop}"
-    if args.dataloader_inter_document_masking:
-        yield (
-            f"{flag} with --dataloader-inter-document-masking: a document may end inside the "
-            f"prefix; {drop}"
-        )
-    if args.attention_bias_type != "none":
-        yield (
-            f"{flag} with --attention-bias-type: a key after its query has no distance; use "
-            "another position embedding"
         )

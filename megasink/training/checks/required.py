@@ -1,4 +1,4 @@
-"""Checks for missing flags, removed flags, and invalid numbers."""
+"""Checks of what every run says: needed flags, numbers, its length, its rates and checkpoints."""
 
 import math
 from argparse import Namespace
@@ -45,5 +45,97 @@ def problems(args: Namespace) -> Iterator[str]:
             yield f"{flag_of(name)} {value}: use 1 or more"
         elif "amount" in known and value < 0:
             yield f"{flag_of(name)} {value} is negative: use 0 or more"
+        elif "positive" in known and value <= 0:
+            yield f"{flag_of(name)} {value}: use more than 0"
         elif "share" in known and not 0 <= value < 1:
             yield f"{flag_of(name)} {value}: use 0 or more, and less than 1"
+    yield from _schedule(args)
+    if args.async_save or args.exit_signal_handler_for_training:
+        yield from _checkpoints(args)
+    yield from _rates(args)
+
+
+def set_decay(args: Namespace) -> None:
+    """Set the length of the decay that --lr-wsd-decay-fraction stands for."""
+    fraction, unit = args.lr_wsd_decay_fraction, "samples" if args.train_samples else "iters"
+    length = _length(args, unit)
+    if fraction is not None and length:
+        setattr(args, f"lr_wsd_decay_{unit}", max(1, round(fraction * length)))
+
+
+def _schedule(args: Namespace) -> Iterator[str]:
+    # core/optimizer_param_scheduler.py:160 is a bare assertion.
+    fraction = args.lr_warmup_fraction
+    for unit in ("iters", "samples"):
+        warmup, length = getattr(args, f"lr_warmup_{unit}"), _length(args, unit)
+        if fraction is None and warmup and length and warmup >= length:
+            yield (
+                f"--lr-warmup-{unit} {warmup} is not less than the length of the schedule, "
+                f"{length}: lower it, or raise --train-{unit} or --lr-decay-{unit}"
+            )
+    if args.lr is not None and args.min_lr is not None and args.min_lr > args.lr:
+        yield f"--min-lr {args.min_lr:g} is above --lr {args.lr:g}: lower it"
+    if args.lr_decay_style == "WSD":
+        yield from _wsd(args)
+    yield from _decay_fraction(args)
+    given = args.save_interval is not None or "save_interval" in args.refused_flags
+    if args.save and not given and not args.run_dir:
+        yield "--save without --save-interval: add it, or use --run-dir"
+
+
+def _length(args: Namespace, unit: str) -> int | None:
+    length: int | None = getattr(args, f"lr_decay_{unit}") or getattr(args, f"train_{unit}")
+    return length
+
+
+def _wsd(args: Namespace) -> Iterator[str]:
+    """Check WSD; training/training.py:get_optimizer_param_scheduler scales its decay by batch."""
+    unit = "samples" if args.train_samples else "iters"
+    length, decay = _length(args, unit), getattr(args, f"lr_wsd_decay_{unit}")
+    if args.lr_wsd_decay_fraction is not None:
+        return
+    if decay is None:
+        yield f"--lr-decay-style WSD needs --lr-wsd-decay-{unit}, the length of the decay"
+    elif length and decay > length:
+        yield f"--lr-wsd-decay-{unit} {decay} is longer than the schedule, {length}: lower it"
+
+
+def _decay_fraction(args: Namespace) -> Iterator[str]:
+    flag, fraction = "--lr-wsd-decay-fraction", args.lr_wsd_decay_fraction
+    if fraction is None:
+        return
+    if not 0 < fraction <= 1:
+        yield f"{flag} {fraction}: use more than 0, and at most 1"
+    for unit in ("iters", "samples"):
+        if getattr(args, f"lr_wsd_decay_{unit}"):
+            yield f"{flag} and --lr-wsd-decay-{unit}: choose one"
+
+
+def _checkpoints(args: Namespace) -> Iterator[str]:
+    if args.exit_signal_handler_for_training:
+        yield (
+            "--exit-signal-handler-for-training ends a run without a checkpoint: drop it (on "
+            "SIGTERM one is saved)"
+        )
+    if not args.async_save:
+        return
+    if not (args.run_dir or args.save):
+        yield "--async-save without --run-dir or --save saves nothing: give one of them"
+    if args.ckpt_format != "torch_dist":
+        yield f"--async-save with --ckpt-format {args.ckpt_format}: use torch_dist"
+    if args.async_strategy != "mcore":
+        yield (
+            f"--async-strategy {args.async_strategy}: its writer may outlive a rank that is "
+            "killed: use mcore"
+        )
+
+
+def _rates(args: Namespace) -> Iterator[str]:
+    """Check --embedding-lr and --output-lr."""
+    names = ("embedding_lr", "output_lr")
+    given = [flag_of(name) for name in names if getattr(args, name) is not None]
+    if given and not args.untie_embeddings_and_output_weights:
+        yield (
+            f"{' and '.join(given)}: embedding and output layer are one matrix: add "
+            "--untie-embeddings-and-output-weights, or use --decoupled-lr"
+        )

@@ -1,20 +1,55 @@
-"""Checks against the record of the attention variant."""
+"""Checks of the attention variant: its record, its layers, gates, sinks, similarity and loss."""
 
 from argparse import Namespace
 from collections.abc import Iterable, Iterator
 from dataclasses import fields
 
 from megasink.attention.variants import Variant, foreign_options, variant, variants
+from megasink.attention.variants.gates import (
+    changes_self_attention,
+    gates_explicitly,
+    is_megatrons_output_gate,
+)
+from megasink.attention.variants.layers import PLAIN, layers_with_variant
 from megasink.config import MODEL_OPTIONS
+from megasink.errors import ConfigError
 from megasink.flags import flag_of
-from megasink.training.checks.gates import with_shape
+from megasink.training import ffn_width
 
 _DEFAULTS = {field.name: field.default for kind in MODEL_OPTIONS for field in fields(kind)}
+
+
+_LAYERS = "--attention-variant-layers"
 
 
 def problems(args: Namespace) -> Iterator[str]:
     """Yield one message per problem. The variant must be registered."""
     record = variant(args.attention_variant)
+    yield from of_record(args, record)
+    yield from _balance(args)
+    yield from _sinks(args, record)
+    if args.attention_variant_layers is not None:
+        yield from _layers(args)
+    if args.attention_output_gate:
+        yield (
+            "--attention-output-gate: use --attention-variant gated --gate-granularity elementwise "
+            "instead (the same weights in the same places)"
+        )
+    elif gates_explicitly(args):
+        yield from _gate(args)
+    if args.match_ffn_width and not args.attention_output_gate:
+        yield from _width(args)
+    if args.attention_similarity != "softmax":
+        yield from _without_softmax(args, f"--attention-similarity {args.attention_similarity}")
+    elif args.attention_normalization == "none":
+        yield (
+            "--attention-normalization none: the exponentials of softmax overflow without "
+            "their sum: use --attention-similarity sigmoid or elu-plus-one, or row-sum"
+        )
+
+
+def of_record(args: Namespace, record: Variant) -> Iterator[str]:
+    """Yield one message per flag that the record of the variant rules out."""
     flag = f"--attention-variant {record.name}"
     # One message per set of variants that have the options.
     groups: dict[str, list[str]] = {}
@@ -60,3 +95,158 @@ def any_of(records: Iterable[Variant]) -> str:
     """Format names of variants for a "use ..." hint."""
     *others, last = [record.name for record in records]
     return f"{', '.join(others)} or {last}" if others else last
+
+
+def _balance(args: Namespace) -> Iterator[str]:
+    heads, shared = args.num_attention_heads, args.head_balance_shared_heads
+    if heads and 0 < shared > heads - 2:
+        yield (
+            f"--head-balance-shared-heads {shared} of {heads} heads leaves fewer than two to "
+            f"balance: use at most {max(0, heads - 2)}"
+        )
+    if args.head_balance_shared_refresh and not shared:
+        yield "--head-balance-shared-refresh without --head-balance-shared-heads: give both"
+
+
+def _sinks(args: Namespace, record: Variant) -> Iterator[str]:
+    """Check fixed values and the training of sink parameters."""
+    norm = args.bias_fixed_value_norm
+    if args.bias_fixed_value == "none" and norm != 1.0:
+        yield (
+            f"--bias-fixed-value-norm {norm} without a value: add --bias-fixed-value unit or "
+            "uniform, or drop the flag"
+        )
+    for name, default in (("sink_lr_mult", 1.0), ("sink_weight_decay", 0.0)):
+        flag, value = flag_of(name), getattr(args, name)
+        if value != default and not record.parameters:
+            with_some = any_of(other for other in variants() if other.parameters)
+            yield (
+                f"{flag} {value}: --attention-variant {record.name} has no sink parameters: use "
+                f"{with_some}, or drop the flag"
+            )
+    if args.sink_lr_mult != 1.0 and args.use_mup:
+        yield "--sink-lr-mult with --use-mup: muP sets these learning rates; drop one of the two"
+    if args.sink_lr_mult != 1.0 and args.optimizer not in ("adam", "sgd", "muon"):
+        yield f"--sink-lr-mult with --optimizer {args.optimizer} is not tested: use adam"
+
+
+def _layers(args: Namespace) -> Iterator[str]:
+    """Check --attention-variant-layers, in which a word that fits has been replaced by its list."""
+    layers = args.attention_variant_layers
+    if args.num_layers:  # else reported elsewhere
+        try:
+            layers_with_variant(args)
+        except ValueError as error:
+            hint = "" if isinstance(layers, list) else " (--window-size, --window-attn-skip-freq)"
+            yield f"{_LAYERS} {str(layers).replace(' ', '')}: {error}{hint}"
+    if args.attention_variant == PLAIN:
+        yield f"{_LAYERS}: the other layers have --attention-variant {PLAIN} too: drop the flag"
+    shaped = args.hidden_size and args.num_attention_heads
+    if shaped and "muon" in (args.optimizer or "") and is_megatrons_output_gate(with_shape(args)):
+        yield (
+            f"{_LAYERS} with --optimizer {args.optimizer} and elementwise gates: Muon splits every "
+            "linear_qkv alike: use --gate-granularity headwise or adam"
+        )
+
+
+def _gate(args: Namespace) -> Iterator[str]:
+    position, ranks = args.gate_position, args.tensor_model_parallel_size
+    headwise = args.gate_granularity == "headwise"
+    if position == "output" and headwise:
+        yield (
+            "--gate-position output comes after the heads are mixed, so its gate cannot be "
+            "headwise: add --gate-granularity elementwise"
+        )
+    if position == "output" and args.gate_shared_heads:
+        yield (
+            "--gate-shared-heads with --gate-position output, which has no heads: drop the flag, "
+            "or use --gate-position sdpa"
+        )
+    # Such a norm cancels a factor per head, or under LayerNorm a constant summand.
+    removed = args.gate_operation == "multiply" or args.normalization == "LayerNorm"
+    normed = position in ("key", "query") and (args.qk_layernorm or args.qk_l2_norm)
+    if normed and removed and headwise:
+        yield (
+            f"--gate-position {position} with a headwise gate and --qk-layernorm: the norm cancels "
+            "the gate: add --gate-granularity elementwise or drop the norm"
+        )
+    groups = args.num_query_groups if args.group_query_attention else args.num_attention_heads
+    if position in ("value", "key", "query") and groups and groups < ranks:
+        yield (
+            f"--gate-position {position} with {groups} key/value groups on "
+            f"--tensor-model-parallel-size {ranks}: each rank has only part of a group; use at "
+            f"most {groups} ranks or --gate-position sdpa"
+        )
+
+
+def _width(args: Namespace) -> Iterator[str]:
+    ranks = args.tensor_model_parallel_size
+    if not changes_self_attention(args):
+        yield "--match-ffn-width without a gate has nothing to match: drop the flag"
+    elif ffn_width.FFN_MULTIPLE % ranks:
+        yield (
+            f"--match-ffn-width rounds to multiples of {ffn_width.FFN_MULTIPLE}, which are not "
+            f"divisible by --tensor-model-parallel-size {ranks}: use a power of two, or choose "
+            "--ffn-hidden-size yourself"
+        )
+
+
+def _without_softmax(args: Namespace, flag: str) -> Iterator[str]:
+    if not variant(args.attention_variant).similarity:
+        instead = any_of(record for record in variants() if record.similarity)
+        yield (
+            f"{flag} has no softmax for --attention-variant {args.attention_variant} to add to: "
+            f"use --attention-variant {instead}"
+        )
+    if args.head_balance_coeff:
+        yield (
+            f"{flag} has no gate with a gradient (head importance is a proxy, P2.37): set "
+            "--head-balance-coeff 0"
+        )
+    if args.attention_kernel.partition("+")[0] != "auto":
+        yield (
+            f"--attention-kernel {args.attention_kernel} computes softmax attention, not {flag}: "
+            "use --attention-kernel auto"
+        )
+    for mask, given in (
+        ("--prefix-lm-tokens", args.prefix_lm_tokens),
+        ("--dataloader-inter-document-masking", args.dataloader_inter_document_masking),
+        ("--attention-bias-type", args.attention_bias_type != "none"),
+    ):
+        if given:
+            yield f"{flag} with {mask}: it supports only causal masks and windows; drop one"
+    if args.fp16:
+        yield (
+            f"--fp16: the weights of {flag} are not bounded by their sum, and float16 overflows at "
+            "65504: use --bf16"
+        )
+
+
+def with_shape(args: Namespace) -> Namespace:
+    """Return the arguments with what Megatron derives later: groups and head dim."""
+    groups = args.num_query_groups if args.group_query_attention else args.num_attention_heads
+    head_dim = args.kv_channels or args.hidden_size // args.num_attention_heads
+    return Namespace(**{**vars(args), "num_query_groups": groups, "kv_channels": head_dim})
+
+
+def match_ffn_width(args: Namespace) -> None:
+    """Narrow the FFN to offset the gate's parameters (P1.21); rank 0 prints the change.
+
+    Raises:
+        ConfigError: no width is left.
+    """
+    bias = args.add_bias_linear or args.add_qkv_bias
+    extra = ffn_width.parameters_per_layer(with_shape(args), bias=bias)
+    try:
+        matched = ffn_width.matched_ffn_width(
+            args.ffn_hidden_size,
+            extra,
+            args.hidden_size,
+            gated_linear_unit=args.swiglu or args.quick_geglu,
+            bias=args.add_bias_linear,
+        )
+    except ValueError as error:
+        raise ConfigError([f"--match-ffn-width: {error}; drop the flag"]) from error
+    args.ffn_hidden_size = matched.after
+    if args.rank == 0:
+        print(f"--match-ffn-width: {matched}", flush=True)

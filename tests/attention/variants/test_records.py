@@ -133,7 +133,7 @@ def test_a_command_line_is_refused_what_a_record_does_not_say():
                 parameters=outside.parameters,
             )
         )
-        found = list(checks.problems(args))
+        found = list(checks.of_record(args, variant("mystery")))
     assert [text.partition(": ")[0] for text in found] == [
         "--gate-position",
         "--tensor-model-parallel-size 2 with --attention-variant mystery",
