@@ -9,7 +9,6 @@ from megasink.megatron_flags import FLAGS, given_of
 
 _ONLY_IN_PATTERN = "mark the stages with |"
 _ANOTHER_GELU = "TransformerEngine's activations differ (its gelu is an approximation)"
-_READS_NOTHING = "made-up data is in no files"
 _OTHER_RATES = (
     ("decoupled_lr", None, "it sets the same rates"),
     ("use_mup", False, "muP sets these rates"),
@@ -46,11 +45,6 @@ EXCLUDED: dict[str, tuple[tuple[str, Any, str], ...]] = {
     "ffn_activation": (
         ("use_te_activation_func", False, _ANOTHER_GELU),
         ("use_transformer_engine_op_fuser", False, _ANOTHER_GELU),
-    ),
-    "mock_data": (
-        ("per_dataset_sequences_path", None, _READS_NOTHING),
-        ("dataloader_fast_cache_load", False, _READS_NOTHING),
-        ("dataloader_defer_npy_index_mmap", False, _READS_NOTHING),
     ),
     "fp16": (("bf16", False, "a run has one type"),),
     "fp8": (("fp8_param_gather", False, "initial weights are drawn in bf16"),),

@@ -99,7 +99,7 @@ recompute_modules pipeline_model_parallel_layout: process text
 cp_comm_type hybrid_override_pattern linear_attention_freq muon_coefficient_type: text
 phase_transition_iterations step_batch_size_schedule validation_set_names: text
 onnx_safe: text activation
-vocab_file merge_file per_dataset_sequences_path test_data_path valid_data_path: read
+vocab_file merge_file test_data_path valid_data_path: read
 data_args_path per_split_data_args_path: read
 train_data_path: read data
 mock_data: data
@@ -126,6 +126,7 @@ _GRAPHS = "a replayed graph neither counts heads nor updates the balance loss (d
 _OFFLOADING = "use --recompute-granularity to save memory"
 _CHAT = "megasink finetune trains on conversations, by the tokenizer's own template"
 _NOT_GPT = "Megatron's GPT datasets ignore it"
+_INDEX = "the index of every data set is read, when the job starts"
 _LAYOUT = "initial weights would depend on the layout"
 _RUNS_CODE, _SENDS = "it imports or runs code", "it connects, listens or sends"
 _READS, _WRITES = "it reads other files", "it writes elsewhere"
@@ -157,6 +158,10 @@ REFUSED: dict[str, tuple[tuple[str, Any, str], ...]] = {
         ("mask_prob", 0.15, _NOT_GPT),
         ("short_seq_prob", 0.1, _NOT_GPT),
         ("decoder_seq_length", None, _NOT_GPT),
+        ("dataloader_type", ("single",), "the order of samples would depend on the layout"),
+        ("per_dataset_sequences_path", None, _INDEX),
+        ("dataloader_fast_cache_load", False, _INDEX),
+        ("dataloader_defer_npy_index_mmap", False, _INDEX),
         ("apply_query_key_layer_scaling", False, "not supported"),
         ("qk_clip", False, "the kernels do not return the maximum logit"),
         ("log_max_attention_logit", False, "the kernels do not return it"),

@@ -4,12 +4,10 @@ import os
 import re
 import sys
 from collections.abc import Iterator
-from typing import Any
 
 import pytest
 
 from tests import forkserver
-from tests.distributed.coverage import table
 from tests.distributed.pool import Pool
 from tests.schedule import in_order, is_for_other_versions, tiers
 from tests.versions import is_old
@@ -98,17 +96,3 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             item.add_marker(pytest.mark.versions)
     for item, tier in tiers(items):
         item.add_marker(tier)
-
-
-def pytest_terminal_summary(terminalreporter: Any) -> None:
-    """The layouts in which tests/distributed/test_invariance.py compared the balance loss."""
-    compared = [
-        value
-        for report in terminalreporter.stats.get("passed", [])
-        for name, value in report.user_properties
-        if name == "compared"
-    ]
-    if compared:
-        terminalreporter.section("layouts compared with one process")
-        for row in table(compared):
-            terminalreporter.write_line(row)

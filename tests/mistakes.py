@@ -187,8 +187,8 @@ MISTAKES = {
     ),
     "data-workers": (DATA + " --workers 0", "--workers 0: use 1 or more"),
     "data-choice": (
-        DATA + " --on-invalid-utf8 ignore",
-        "--on-invalid-utf8 'ignore' is unknown: choose skip, error",
+        DATA + " --split-documents maybe",
+        "--split-documents 'maybe' is unknown: choose auto, paragraphs, never",
     ),
     "data-under-a-file": (
         DATA.replace("new/text", "text.txt/new"),

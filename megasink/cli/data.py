@@ -57,12 +57,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="JSON key or parquet column of the text (default: %(default)s)",
     )
     parser.add_argument(
-        "--on-invalid-utf8",
-        choices=("skip", "error"),
-        default="skip",
-        help="count and skip documents that are not UTF-8, or stop (default: skip)",
-    )
-    parser.add_argument(
         "--split-documents",
         choices=("auto", "paragraphs", "never"),
         default="auto",
@@ -204,7 +198,6 @@ def _checked(args: argparse.Namespace, *, is_trained: bool) -> tuple[Corpus, Pat
         corpus = Corpus(
             args.inputs,
             json_key=args.json_key,
-            on_invalid_utf8=args.on_invalid_utf8,
             max_document_bytes=args.max_document_bytes,
             partition=args.partition,
             split=args.split_documents,

@@ -12,10 +12,8 @@ import megasink
 from megasink import plugins
 from megasink.command_line import CommandParser
 from megasink.errors import UserError
-from megasink.extras import have_megatron
 from megasink.json_output import add_json, as_text
 from megasink.tried import numbers_of
-from megasink.upstream.table import TABLE
 from megasink.upstream.versions import version_of, versions
 
 _PYTHON = ((3, 12), (3, 14))
@@ -61,7 +59,6 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--head-dim", type=int, default=64, help="head dimension; default: 64")
     parser.add_argument("--window", type=int, help="sliding window in tokens, including itself")
     parser.add_argument("--no-self-test", action="store_true", help="run no kernel and no model")
-    parser.add_argument("--patches", action="store_true", help="list the patches of upstream code")
     add_json(parser)
     args = parser.first_screen("megasink doctor").parse_args(argv)
     for flag, value in (("--head-dim", args.head_dim), ("--window", args.window)):
@@ -151,8 +148,6 @@ def _machine(console: Console, args: Any, report: dict[str, Any]) -> list[str]:
     for row in {row["dtype"]: row for row in rows}.values():
         reasons = "; ".join(f"not {other}: {why}" for other, why in row["not_gates"].items())
         _plain(console, f"gates around them in {row['dtype']}: {row['gates']} ({reasons})")
-    if args.patches and have_megatron():
-        _print_patches(console, device_type == "cuda")
     if args.no_self_test:
         return []
     from megasink.cli.self_test import checks
@@ -211,26 +206,3 @@ def _kernels(device_type: str, head_dim: int, window: int | None) -> list[dict[s
                 }
             )
     return rows
-
-
-def _print_patches(console: Console, cuda: bool) -> None:
-    """Print the patches of upstream and the upstream lines that they rest on."""
-    in_force = {
-        "platform": "off: a CUDA device is present" if cuda else "on: no CUDA device is present",
-        "always": "on, in every process that uses Megatron",
-        "training": "on during training",
-        "loading": "on while a checkpoint loads",
-    }
-    for room, when in in_force.items():
-        table = Table(title=f"patches of upstream, {when}", show_lines=True)
-        for column in ("patch", "replaces", "why", "upstream lines"):
-            table.add_column(column)
-        for patch in (patch for patch in TABLE if patch.room == room):
-            try:
-                lines = "\n".join(patch.where()) or "off: not installed"
-                if not patch.is_needed:
-                    lines = f"off: mended in {patch.quotes[0].package} {patch.mended}"
-            except UserError:
-                lines = "off: no longer found"
-            table.add_row(patch.name, f"{patch.owner}: {patch.attributes}", patch.reason, lines)
-        console.print(table)

@@ -20,7 +20,6 @@ from megasink.progress import progress
 
 __all__ = ["MAX_DOCUMENT_BYTES", "STDLIB", "Corpus", "Document", "Skipped"]
 
-InvalidUtf8 = Literal["skip", "error"]
 Split = Literal["auto", "paragraphs", "never"]
 
 MAX_DOCUMENT_BYTES = 128 << 20
@@ -72,8 +71,6 @@ class Corpus:
     Args:
         inputs: files, folders, or `stdlib:` (see `STDLIB`).
         json_key: the key of a JSON object, or the column of a parquet file, that holds the text.
-        on_invalid_utf8: `skip` counts documents that are not UTF-8 text (or text files with NUL
-            bytes) in `skipped`, `error` raises UserError.
         max_document_bytes: maximum size of a text file, line or cell, decompressed.
         partition: the number of a part, from 1 on, and of parts (see `spans_of`); None for all.
         split: what becomes of a text file: "paragraphs" makes documents of it (see `paragraphs`),
@@ -83,7 +80,8 @@ class Corpus:
         is_split: whether text files become documents of paragraphs.
         total_bytes: size on disk of all files, in bytes.
         read_bytes: bytes of them that the current iteration has read.
-        skipped: what the current iteration has skipped so far.
+        skipped: what the current iteration has skipped so far: empty documents, and those that are
+            not UTF-8 text (or text files with NUL bytes).
         place: where the current iteration is.
         start: where iterations begin; set it to a `place` to go on from there.
 
@@ -99,14 +97,12 @@ class Corpus:
         inputs: Sequence[str | Path],
         *,
         json_key: str = "text",
-        on_invalid_utf8: InvalidUtf8 = "skip",
         max_document_bytes: int = MAX_DOCUMENT_BYTES,
         partition: tuple[int, int] | None = None,
         split: Split = "never",
     ):
         self.inputs = [str(i) for i in inputs]
         self.json_key = json_key
-        self.on_invalid_utf8 = on_invalid_utf8
         self.max_document_bytes = max_document_bytes
         self.partition = partition
         self.skipped = Skipped()
@@ -266,10 +262,6 @@ class Corpus:
         )
 
     def _invalid(self, source: str) -> None:
-        if self.on_invalid_utf8 == "error":
-            raise UserError(
-                f"{source} is not UTF-8 text: convert it, or pass --on-invalid-utf8 skip"
-            )
         self.skipped.invalid_utf8 += 1
         if len(self.skipped.examples) < EXAMPLES:
             self.skipped.examples.append(source)

@@ -96,27 +96,6 @@ def sequence_lengths(prefix: str) -> NDArray[Any] | None:
         return None
 
 
-def counts_problem(prefix: str, expected: tuple[int, int, str]) -> str | None:
-    """Return how the header of an index differs from what a reader without it would assume.
-
-    Args:
-        prefix: path without `.idx`.
-        expected: sequences, document boundaries (one more than documents) and token type.
-
-    Returns:
-        a sentence; None if they agree, or if `data_problem` finds a problem.
-    """
-    try:
-        index = _read_header(Path(f"{prefix}.idx"))
-    except (OSError, ValueError, _Damage):
-        return None
-    found = (index.sequences, index.documents, index.dtype.name)
-    if found == expected:
-        return None
-    names = "{:,} sequences, {:,} document boundaries and tokens of {}"
-    return f"{prefix}.idx has {names.format(*found)}, not {names.format(*expected)}"
-
-
 def has_tokens(lengths: NDArray[Any]) -> bool:
     """Whether any of [N] sequences has a token. Reads as few of the lengths as possible."""
     return any(

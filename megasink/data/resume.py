@@ -44,7 +44,7 @@ def made_of(corpus: Corpus, settings: Any) -> str:
     """
     parts = [
         corpus.identity(),
-        [corpus.json_key, corpus.on_invalid_utf8, corpus.max_document_bytes],
+        [corpus.json_key, corpus.max_document_bytes],
         corpus.is_split,
         corpus.partition,
         asdict(settings),

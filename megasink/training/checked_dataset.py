@@ -5,7 +5,6 @@ The checks before the first step read a bounded part of a large dataset. This cl
 sample when the data loader's workers read it.
 """
 
-import contextlib
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -68,9 +67,6 @@ class TextDataset(_WithoutPadding, gpt_dataset.GPTDataset):
         return IndexedDataset(dataset_path, mmap=False, object_storage_config=storage)
 
     def _build_document_sample_shuffle_indices(self) -> Any:
-        if self.config.fast_cache_load or self.config.defer_npy_index_mmap:
-            with self._indices_that_must_exist():
-                return super()._build_document_sample_shuffle_indices()
         if not torch.distributed.is_initialized() or torch.distributed.get_rank() == 0:
             self._remove_damaged_indices()
         with shuffling_each_epoch(self):
@@ -100,30 +96,10 @@ class TextDataset(_WithoutPadding, gpt_dataset.GPTDataset):
         names = ("document", "sample", "shuffle")
         return [folder / f"{base}-{name}_index.npy" for name in names]
 
-    @contextlib.contextmanager
-    def _indices_that_must_exist(self) -> Iterator[None]:
-        """Explain indices that cannot be read, where flags say that all of them are there."""
-        try:
-            yield
-        except (OSError, ValueError, EOFError) as error:
-            paths = self._index_paths()
-            path = next((p for p in paths if not p.is_file()), paths[0])
-            state = "damaged" if path.is_file() else "missing"
-            raise UserError(
-                f"{path} is {state} ({error}): start once without --dataloader-fast-cache-load and "
-                "--dataloader-defer-npy-index-mmap, with the same data, seed, length and samples"
-            ) from error
-
     def _query_document_sample_shuffle_indices(
         self, idx: int
     ) -> tuple[NDArray[np.int64], NDArray[np.int64], list[int]]:
         prefix = self.dataset.path_prefix
-        # --dataloader-defer-npy-index-mmap
-        if self.document_index is None:  # type: ignore[has-type]
-            with self._indices_that_must_exist():
-                self.document_index, self.sample_index, self.shuffle_index = (
-                    np.load(path, mmap_mode="r", allow_pickle=False) for path in self._index_paths()
-                )
         try:
             sample = super()._query_document_sample_shuffle_indices(idx)
         except (ValueError, IndexError, OverflowError) as error:

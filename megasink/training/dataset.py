@@ -8,7 +8,6 @@ import contextlib
 import functools
 from argparse import Namespace
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -24,7 +23,6 @@ from torch import Tensor
 from megasink.data.token_bytes import token_bytes
 from megasink.data.tokenizer import load_tokenizer
 from megasink.errors import UserError
-from megasink.json_file import read_object
 from megasink.training.checked_dataset import MockGPTDataset, TextDataset, read_batch
 from megasink.training.replacing import text_targets
 from megasink.training.sink_token import with_sink_token
@@ -44,7 +42,6 @@ def dataset_config(args: Namespace) -> GPTDatasetConfig:
     that a flag sets is here: a field left out would ignore its flag in silence.
     """
     blend, blend_per_split = get_blend_and_blend_per_split(args)
-    counts = args.per_dataset_sequences_path
     return GPTDatasetConfig(
         random_seed=args.seed,
         sequence_length=args.seq_length,
@@ -64,10 +61,7 @@ def dataset_config(args: Namespace) -> GPTDatasetConfig:
         inter_document_masking=args.dataloader_inter_document_masking,
         mid_level_dataset_surplus=args.mid_level_dataset_surplus,
         allow_ambiguous_pad_tokens=args.allow_ambiguous_pad_tokens,
-        fast_cache_load=args.dataloader_fast_cache_load,
-        defer_npy_index_mmap=args.dataloader_defer_npy_index_mmap,
         object_storage_cache_path=args.object_storage_cache_path,
-        sequences_per_dataset=None if counts is None else read_object(Path(counts)),
         data_parallel_size=args.data_parallel_size,
         context_parallel_size=args.context_parallel_size,
         sequence_parallel_size=args.tensor_model_parallel_size if args.sequence_parallel else 0,

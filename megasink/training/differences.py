@@ -9,7 +9,6 @@ from typing import Any
 from megasink.checkpoints.identity import plain, same
 from megasink.checkpoints.tokenizer import same_tokenizer
 from megasink.data.object_store import is_stored
-from megasink.flags import flag_of
 from megasink.training.checks.blends import blend_of
 
 
@@ -48,25 +47,3 @@ def _absolute(paths: list[str] | None, start: str) -> list[str] | None:
     return paths and [
         os.path.normpath(Path(start, p)) if p in prefixes and not is_stored(p) else p for p in paths
     ]
-
-
-def redrawn(saved: dict[str, Any], args: Namespace) -> str | None:
-    """Report what changes an order that training/datasets/data_samplers.py:357 draws from it."""
-    if "cyclic" not in (saved.get("dataloader_type"), args.dataloader_type):
-        return None
-    length = "train_samples" if args.train_samples else "train_iters"
-    given = {"dataloader_type": args.dataloader_type or "single", length: getattr(args, length)}
-    sizes = (
-        "micro_batch_size",
-        *(f"{kind}_parallel_size" for kind in ("tensor_model", "pipeline_model", "context")),
-    )
-    given |= {name: getattr(args, name) for name in sizes}
-    before = [f"{flag_of(n)} {saved[n]}" for n in given if n in saved and saved[n] != given[n]]
-    if saved.get("world_size") != args.world_size:
-        before.append(f"{saved.get('world_size')} ranks")
-    if not before:
-        return None
-    return (
-        "--dataloader-type cyclic draws the order of samples from length and layout of the run: go "
-        f"on with {', '.join(before)}, or start a new run with --dataloader-type single"
-    )

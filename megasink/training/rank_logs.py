@@ -9,11 +9,6 @@ DIVERGES = "the training loss diverges"
 NOT_FINITE = "NaN or Inf in the loss or a gradient"
 
 
-def tells_of_divergence(message: str) -> bool:
-    """Whether an error message says that training diverged."""
-    return DIVERGES in message or NOT_FINITE in message
-
-
 def first_error(logs: Path) -> str | None:
     """Return the error message of the first process in a folder that has one, or None."""
     for path in sorted(logs.rglob("stderr.log")):

@@ -34,7 +34,7 @@ from megasink.errors import UserError
 from megasink.json_file import read_object
 from megasink.megatron_flags import having
 from megasink.printable import printable
-from megasink.training.differences import differences_of, redrawn
+from megasink.training.differences import differences_of
 from megasink.training.flag_file import toml_lines
 from megasink.training.lease import is_part_of_a_lease
 from megasink.training.recipes import OF_RUN
@@ -64,7 +64,7 @@ def problems(args: Namespace) -> list[str]:
     if config.is_file() and has_finished_step(folder):
         try:
             saved = read_object(config)
-            problem = _elsewhere(saved, args) or redrawn(saved["arguments"], args)
+            problem = _elsewhere(saved, args)
             if args.resume and problem:
                 return [problem]
             differences = differences_of(config, saved, args, IDENTITY)

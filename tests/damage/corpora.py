@@ -206,10 +206,6 @@ CASES = {
     "json-utf16": Case(_file("a.jsonl", LINES.decode().encode("utf-16")), says="a.jsonl"),
     "json-nul": Case(_file("a.jsonl", b"\0" * 1000 + b"\n"), says="a.jsonl:1 is not valid JSON"),
     "json-surrogates": Case(_file("a.jsonl", b'{"text": "\\ud800"}\n'), says="no document"),
-    "json-not-utf8": Case(
-        _file("a.jsonl", LINE + b'{"text": "\xff"}', "--on-invalid-utf8", "error"),
-        says="a.jsonl:2 is not UTF-8",
-    ),
     "line-long": Case(_long_line("a.jsonl", b'{"text": "'), says="a.jsonl:1 is longer than"),
     "line-long-gz": Case(_long_line("a.jsonl.gz", LINE + b'"'), says="a.jsonl.gz:2 is longer"),
     "line-long-zst": Case(_long_line("a.jsonl.zst", b'{"'), says="a.jsonl.zst:1 is longer than"),

@@ -88,7 +88,7 @@ def test_stdlib_is_source_without_installed_packages_and_tests():
     assert sources == [d.source for d in corpus]  # a second pass gives the same
 
 
-def test_what_is_not_utf8_is_counted_or_refused(tmp_path):
+def test_what_is_not_utf8_is_counted(tmp_path):
     (tmp_path / "a.txt").write_bytes("señal".encode("latin-1"))
     (tmp_path / "b.tar").write_bytes(b"name\0\0\0text")
     (tmp_path / "c.jsonl").write_bytes(b'{"text": "ok"}\n{"text": "\xff"}\n{"text": "\\ud800"}\n')
@@ -97,8 +97,6 @@ def test_what_is_not_utf8_is_counted_or_refused(tmp_path):
     assert [d.text for d in corpus] == ["ok"]
     assert (corpus.skipped.invalid_utf8, corpus.skipped.empty) == (4, 1)
     assert corpus.skipped.examples[-1] == f"{tmp_path / 'c.jsonl'}:3"
-    with pytest.raises(UserError, match=r"a\.txt is not UTF-8 text.*--on-invalid-utf8 skip"):
-        list(Corpus([tmp_path], on_invalid_utf8="error"))
 
 
 @pytest.mark.parametrize(

@@ -11,13 +11,12 @@ import numpy as np
 import pytest
 
 from megasink.data.corpus import Corpus
-from megasink.data.index import sequence_lengths
 from megasink.data.preprocess import preprocess
 from megasink.data.tokenizer import train_tokenizer
 from tests.distributed import merging
 from tests.distributed.cases import TOLERANCE
 from tests.distributed.layout import SINGLE, Layout
-from tests.distributed.pool import Pool, TaskFailed
+from tests.distributed.pool import Pool
 
 TASKS = "tests.distributed.data_tasks"
 MODEL = (
@@ -152,26 +151,6 @@ def test_a_prefix_counts_in_neither_loss_nor_bits_per_byte(pool, text):
     assert found["bits"][1] == sizes.sum()
     # Special tokens are no bytes; their nats are in the loss alone.
     assert 0.5 < found["bits"][0] * math.log(2) / found["lm loss"][0] <= 1.0
-
-
-def test_indices_that_exist_are_mapped_late_and_without_a_look_at_the_data(pool, text, tmp_path):
-    """The flags for large jobs give the same samples, and say so if an index is not there."""
-    prefix, task = text[1], f"{TASKS}:samples"
-    argv = [*MODEL, *text, *ROPE, "--data-cache-path", str(tmp_path / "cache")]
-    del argv[argv.index("--split") : argv.index("--split") + 2]
-    argv[argv.index("--data-path")] = "--train-data-path"
-    lengths = sequence_lengths(prefix)
-    counts = tmp_path / "counts.json"
-    counts.write_text(json.dumps({prefix: [len(lengths), len(lengths) + 1]}))
-    fast = ["--dataloader-fast-cache-load", "--dataloader-defer-npy-index-mmap"]
-    fast += ["--per-dataset-sequences-path", str(counts)]
-    with pytest.raises(TaskFailed, match=r"index\.npy is missing .* start once without"):
-        pool.run(task, SINGLE, argv=[*argv, *fast], counts=[80])
-    (built,) = pool.run(task, SINGLE, argv=argv, counts=[80])
-    (mapped,) = pool.run(task, SINGLE, argv=[*argv, *fast], counts=[80])
-    for key in ("tokens", "labels"):
-        np.testing.assert_array_equal(mapped[0][key], built[0][key])
-    assert mapped[0]["begins"] == built[0]["begins"]
 
 
 @pytest.fixture(scope="module")

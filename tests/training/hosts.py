@@ -4,16 +4,9 @@ A host has its own interfaces, name, processes and /dev/shm; only the file syste
 own name resolves to 127.0.1.1, as on Debian.
 """
 
-import fcntl
-import heapq
 import os
-import random
-import select
 import shutil
-import struct
 import subprocess
-import threading
-import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -99,91 +92,19 @@ class Host:
 
 
 @contextmanager
-def two_hosts(folder: Path, wire: "Wire | None" = None) -> Iterator[tuple[Host, Host]]:
-    """Two hosts, connected by a veth cable or by a wire."""
+def two_hosts(folder: Path) -> Iterator[tuple[Host, Host]]:
+    """Two hosts, connected by a veth cable."""
     hosts = Host("a", "10.77.0.1", folder), Host("b", "10.77.0.2", folder)
     first, second = (host.space for host in hosts)
     try:
-        if wire is None:
-            ends = ["netns", first, "type", "veth", "peer", "name", _INTERFACE, "netns", second]
-            _ip("link", "add", _INTERFACE, *ends)
-        else:
-            wire.connect(first, second)
+        ends = ["netns", first, "type", "veth", "peer", "name", _INTERFACE, "netns", second]
+        _ip("link", "add", _INTERFACE, *ends)
         for host in hosts:
             host.plug_in()
         yield hosts
     finally:
         for host in hosts:
             host.remove()
-        if wire is not None:
-            wire.cut()
-
-
-class Wire:
-    """A cable in user space that delays and loses packets, for kernels without `tc netem`.
-
-    Args:
-        delay: seconds of each packet, in each direction.
-        loss: share of the packets that get lost.
-
-    Attributes:
-        lost: how many were.
-    """
-
-    def __init__(self, delay: float, loss: float):
-        self._delay, self._loss, self.lost = delay, loss, 0
-        self._ends: list[int] = []
-        self._thread = threading.Thread(target=self._carry, daemon=True)
-
-    def connect(self, *spaces: str) -> None:
-        for space in spaces:
-            # A thread of its own changes its namespace, and ends.
-            opening = threading.Thread(target=self._open, args=(space,))
-            opening.start()
-            opening.join()
-        first, second = self._ends
-        self._other = {first: second, second: first}
-        self._thread.start()
-
-    def cut(self) -> None:
-        self._delay = -1.0
-        self._thread.join()
-        for end in self._ends:
-            os.close(end)
-
-    def _open(self, space: str) -> None:
-        with Path("/run/netns", space).open() as namespace:
-            os.setns(namespace.fileno(), os.CLONE_NEWNET)
-        end = os.open("/dev/net/tun", os.O_RDWR | os.O_NONBLOCK)
-        tunsetiff, iff_tun, iff_no_pi = 0x400454CA, 0x0001, 0x1000  # linux/if_tun.h
-        request = struct.pack("16sH22x", _INTERFACE.encode(), iff_tun | iff_no_pi)
-        fcntl.ioctl(end, tunsetiff, request)
-        self._ends.append(end)
-
-    def _carry(self) -> None:
-        chance = random.Random(0)
-        under_way: list[tuple[float, int, int, bytes]] = []
-        number = 0
-        while self._delay >= 0:
-            wait = under_way[0][0] - time.monotonic() if under_way else 0.1
-            for end in select.select(self._ends, [], [], min(max(wait, 0.0), 0.1))[0]:
-                try:
-                    packet = os.read(end, 65536)
-                except OSError:  # the interface is not up yet
-                    time.sleep(0.01)
-                    continue
-                number += 1
-                if chance.random() < self._loss:
-                    self.lost += 1
-                else:
-                    due = time.monotonic() + self._delay
-                    heapq.heappush(under_way, (due, number, self._other[end], packet))
-            while under_way and under_way[0][0] <= time.monotonic():
-                _, _, end, packet = heapq.heappop(under_way)
-                try:
-                    os.write(end, packet)
-                except OSError:  # that host is gone
-                    self.lost += 1
 
 
 def _ip(*words: str) -> None:

@@ -279,6 +279,8 @@ UNSUPPORTED = """
 --apply-query-key-layer-scaling --log-max-attention-logit
 --enable-ft-package --inprocess-restart
 --sft --sft-tokenizer-prompt-format=default --chat-template=x
+--dataloader-type=cyclic --per-dataset-sequences-path=x
+--dataloader-fast-cache-load --dataloader-defer-npy-index-mmap
 """.split()
 
 

@@ -12,13 +12,13 @@ from megatron.core.datasets.indexed_dataset import IndexedDatasetBuilder
 from megatron.training.arguments import _add_data_args
 
 from megasink.errors import ConfigError
-from megasink.json_file import read_object
 from megasink.training import dataset, early
 from megasink.training.checks import data_files
 from megasink.training.early import refuse
 from tests.training.command_lines import MODEL
 
 NO_FLAG = {"drop_last_partial_validation_sequence", "add_extra_token_to_sequence"}
+REFUSED = {"sequences_per_dataset", "fast_cache_load", "defer_npy_index_mmap"}
 # Read in other places than the datasets, each by its own line.
 ELSEWHERE = {
     "phase_transition_iterations": "megasink/training/phases.py",
@@ -80,7 +80,7 @@ def rank_problems(*flags: str) -> list[str]:
 def test_every_field_of_upstreams_dataclass_is_given(config_of):
     given = set(config_of(early.read([*MODEL, "--mock-data"])))
     fields = {field.name for field in dataclasses.fields(GPTDatasetConfig) if field.init}
-    assert given == fields - NO_FLAG
+    assert given == fields - NO_FLAG - REFUSED
 
 
 @pytest.mark.parametrize("action", DATA_FLAGS, ids=lambda action: action.dest)
@@ -108,9 +108,6 @@ def _other_value(action, folder):
         split = '{"train": "b", "valid": null, "test": null}'
         parts.write_text(split if "split" in action.dest else "b")
         return str(parts)
-    if action.dest == "per_dataset_sequences_path":
-        (folder / "counts").write_text('{"b": [1, 2]}')
-        return str(folder / "counts")
     if action.nargs == "*":
         return ["b"]
     return "other" if action.type in (None, str) else (action.default or 0) + 1
@@ -147,13 +144,6 @@ def test_all_problems_of_blends_are_in_one_message(prefix, tmp_path):
         (["--data-path", "s3://bucket/a"], "s3:// data needs --object-storage-cache-path FOLDER"),
         (["--data-path", "{}", "--object-storage-cache-path", "c"], "--object-storage-cache-path"),
         (["--data-path", "{}", "--mask-prob", "0.3"], "--mask-prob: Megatron's GPT datasets ign"),
-        (["--train-data-path", "{}", "--dataloader-fast-cache-load"], "needs --data-cache-path"),
-        (["--data-path", "{}", "--per-dataset-sequences-path", "no"], "no cannot be read"),
-        (
-            ["--data-path", "{}", "--data-cache-path", "c", "--dataloader-fast-cache-load"],
-            "--dataloader-fast-cache-load with --data-path",
-        ),
-        (["--mock-data", "--dataloader-fast-cache-load"], "with --mock-data, which reads no"),
     ],
 )
 def test_what_is_refused_at_the_command_line(prefix, flags, says):
@@ -165,25 +155,6 @@ def test_of_many_missing_data_sets_some_are_named(tmp_path):
     found = problems("--data-path", *(str(tmp_path / f"p{n}") for n in range(101)))
     assert len(found) == 9
     assert found[-1] == "--data-path: 101 of 101 datasets are not complete; the first 8 are above"
-
-
-def test_counts_of_sequences_are_compared_with_the_index(prefix, tmp_path):
-    counts = tmp_path / "counts.json"
-    flags = ["--train-data-path", prefix, "--per-dataset-sequences-path", str(counts)]
-    counts.write_text(json.dumps({prefix: [2, 3]}))
-    assert rank_problems(*flags) == []
-    counts.write_text(json.dumps({prefix: [3, 4]}))
-    (problem,) = rank_problems(*flags)
-    assert "has 2 sequences, 3 document boundaries and tokens of uint16, not 3 sequ" in problem
-    # Megatron takes the type of the tokens from the vocabulary then, not from the header.
-    write(tmp_path / "a", [[1, 2, 3], [4, 5]], np.int32)
-    counts.write_text(json.dumps({prefix: [2, 3]}))
-    (problem,) = rank_problems(*flags)
-    assert "tokens of int32, not 2 sequences, 3 document boundaries and tokens of uint16" in problem
-    counts.write_text("{}")
-    (problem,) = problems(*flags)
-    assert f"has no pair of sequences and document boundaries for {prefix}" in problem
-    assert read_object(counts) == {}
 
 
 def test_a_part_without_a_token_is_refused(tmp_path):

@@ -65,9 +65,9 @@ def test_the_same_weights_have_the_same_value(train, tmp_path):
     assert len(set(values(found).values())) == 1
     assert len(set(values(found, "lm_loss").values())) == 4  # of other samples each
     assert len(values(found, "test_lm_loss")) == 1
-    # In other places of other batches, and shuffled for training.
+    # In other places of other batches.
     layout = ["--tensor-model-parallel-size", "2", "--micro-batch-size", "1"]
-    layout += ["--dataloader-type", "cyclic", "--eval-interval", "3"]
+    layout += ["--eval-interval", "3"]
     other = train(tmp_path / "tp2", *still, *layout)
     for name in ("valid_lm_loss", "test_lm_loss"):
         wanted, again = values(found, name), values(other, name)

@@ -1,4 +1,4 @@
-"""The example script on two hosts: cut off, killed and taken up again, and a bad cable."""
+"""The example script on two hosts: cut off, killed and taken up again."""
 
 import json
 import os
@@ -14,7 +14,7 @@ import pytest
 from tests.distributed.pool import ROOT
 from tests.forkserver import HANG_SECONDS
 from tests.runs import resumed_from, steps
-from tests.training.hosts import Wire, lacking, two_hosts
+from tests.training.hosts import lacking, two_hosts
 from tests.training.six_steps import FLAGS
 
 STEPS = 100
@@ -155,13 +155,3 @@ def test_a_warning_to_one_host_saves_and_ends_both(hosts, whole, tmp_path):
         f"megasink: stopped by SIGUSR1 after step {last}, which is saved; resume from step" in said
     )
     assert losses(job.run) == losses(whole, last)
-
-
-def test_delay_and_loss_change_no_bit(whole, tmp_path):
-    wire = Wire(delay=0.005, loss=0.01)
-    with two_hosts(tmp_path, wire) as hosts:
-        job = Job(hosts, tmp_path, "--exit-interval", "10")
-        job.start()
-        assert job.wait() == [0, 0], job.everything()
-    assert wire.lost > 20
-    assert losses(job.run) == losses(whole, 10)

@@ -7,11 +7,15 @@ import time
 import pytest
 import torch.distributed as dist
 
+from megasink import plugins
 from megasink.errors import UserError
+from megasink.plugins import Plugin
 from megasink.training import early, hosts, meeting, waiting
 from megasink.training.host_facts import differences, facts_of
 from tests.distributed.pool import free_port
 from tests.runs import TINY
+
+PLUGIN = "tests.training.host_plugin"
 
 
 def arguments(*flags, rank=0):
@@ -60,7 +64,9 @@ def test_code_and_versions_are_facts(data, monkeypatch):
     assert {"version of torch", "version of megasink", "megasink/training/hosts.py"} <= set(facts)
     assert {"megasink/training/recipes/p0-0.6b.toml", "the source of megatron.core"} <= set(facts)
     monkeypatch.setenv("NVTE_FLASH_ATTN", "0")
+    monkeypatch.setitem(plugins.LOADED, PLUGIN, Plugin(PLUGIN, "--plugin"))
     other = of(data / "one") | {"megasink/cli/__init__.py": "sha256 1"}
+    assert other.pop(f"the source of --plugin {PLUGIN}").startswith("sha256 ")
     assert differences(other, facts, "a") == [
         "megasink/cli/__init__.py is another than on a",
         "variable NVTE_FLASH_ATTN 0 (a: unset)",
@@ -156,3 +162,15 @@ def test_a_host_says_for_whom_it_waits_and_what_others_lost(monkeypatch, capfd):
     until(lambda: "megasink: host-b: rank 1 was ended by SIGKILL\n" in said)
     here.leave()
     assert store.num_keys()
+
+
+def test_a_checkpoint_that_is_loaded_is_a_fact(data):
+    saved = data / "checkpoints" / "iter_0000002"
+    saved.mkdir(parents=True)
+    (saved.parent / "latest_checkpointed_iteration.txt").write_text("2")
+    load = ["--load", str(saved.parent), "--finetune"]
+    found = []
+    for text in ("{}", "{ }"):
+        (saved / "metadata.json").write_text(text)
+        found.append(of(data / "one", *load))
+    assert differences(*found, "a") == ["--load is another than on a"]

@@ -6,7 +6,7 @@ from collections import Counter
 import pytest
 
 from tests.distributed.layout import SINGLE
-from tests.distributed.pool import TaskFailed, free_port
+from tests.distributed.pool import free_port
 from tests.runs import TINY
 
 TASKS = "tests.distributed.data_tasks"
@@ -79,18 +79,3 @@ def test_a_longer_run_sees_what_one_of_that_length_sees(pool, prefixes, tmp_path
     assert seen == [sample[0] for sample in found]
     if data == "one":
         assert len(set(seen[:66])) == 66
-
-
-def test_a_shuffle_of_the_whole_run_is_not_made_longer(pool, prefixes, tmp_path):
-    """--dataloader-type cyclic shuffles all samples by length and layout."""
-    run = [*flags_of(prefixes, "one"), "--run-dir", str(tmp_path / "run"), "--save-interval", "2"]
-    cyclic = [*run, "--dataloader-type", "cyclic", "--train-iters", "2"]
-    pool.train(cyclic)
-    for flags, ranks, name in (
-        ([*cyclic, "--train-iters", "3"], 1, "--train-iters 2"),
-        ([*cyclic, "--micro-batch-size", "4"], 1, "--micro-batch-size 2"),
-        ([*run, "--train-iters", "2"], 1, "--dataloader-type cyclic"),
-        (cyclic, 2, "1 rank"),
-    ):
-        with pytest.raises(TaskFailed, match=f"cyclic draws the order .* go on with {name}"):
-            pool.train([*flags, "--resume"], ranks)

@@ -219,14 +219,7 @@ def test_the_page_has_every_patch():
         assert (patch.mended is not None) <= (row[-1] == "None: it is there."), patch.name
 
 
-def test_doctor_lists_them_and_names_what_does_not_match(capsys, monkeypatch):
-    monkeypatch.setenv("COLUMNS", "300")
-    assert megasink(["doctor", "--patches", "--no-self-test"]) == 0
-    text = capsys.readouterr().out
-    for patch in TABLE:
-        assert patch.name in text
-    assert "on: no CUDA device is present" in text
-    assert "megatron/training/training.py:" in text
+def test_doctor_names_what_does_not_match(capsys, monkeypatch):
     gone = Quote("torch.serialization", "def load_from_a_pickle(f)")
     table = (replace(TABLE[0], quotes=(gone,)),)
     monkeypatch.setattr("megasink.cli.self_test.TABLE", table)

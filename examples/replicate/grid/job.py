@@ -18,7 +18,7 @@ from megasink.errors import UserError
 from megasink.json_file import read_object
 from megasink.training.lease import clear
 from megasink.training.metrics_file import NewLines
-from megasink.training.rank_logs import first_error, raised, tells_of_divergence
+from megasink.training.rank_logs import DIVERGES, NOT_FINITE, first_error, raised
 from megasink.typed_json import from_json, to_json
 from megasink.upstream.versions import versions
 
@@ -77,7 +77,7 @@ class Job:
             clear(self.run.folder)  # the lease of a killed rank
         if code == 0:
             self._done()
-        elif not (self.doing == TRAINING and tells_of_divergence(first_error(self._logs) or "")):
+        elif self.doing != TRAINING or not _diverged(first_error(self._logs) or ""):
             self.failure = self._explained(code)
             return True
         else:
@@ -206,3 +206,7 @@ def is_finished(run: Run, grid: GridFile) -> RunRecord | None:
     record = read_record(run.record)
     lacks = set(grid.measure) - set(record.measure)
     return None if lacks and not record.diverged else record
+
+
+def _diverged(message: str) -> bool:
+    return DIVERGES in message or NOT_FINITE in message

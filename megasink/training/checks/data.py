@@ -8,9 +8,7 @@ from pathlib import Path
 
 from megasink.data.object_store import is_stored, url_problem
 from megasink.data.replaced_tokens import problems_of
-from megasink.errors import UserError
 from megasink.flags import flag_of
-from megasink.json_file import read_object
 from megasink.megatron_flags import having
 from megasink.training.checks.blends import blends, named_prefixes, parts
 
@@ -22,7 +20,6 @@ def problems(args: Namespace) -> Iterator[str]:
     """Yield one message per problem. Imports neither torch nor Megatron."""
     yield from _place_problems(args)
     yield from _source_problems(args)
-    yield from _cache_problems(args)
     yield from _replaced_tokens(args)
     # One rank of each node: files may be local to a node, and every rank of a large job would ask
     # the file system for every file.
@@ -63,9 +60,6 @@ def stored_problems(args: Namespace, prefixes: Sequence[str]) -> Iterator[str]:
         yield f"{first} needs --no-mmap-bin-files: objects cannot be mapped"
     if any(prefix.startswith("msc://") for prefix in prefixes) and not args.enable_msc:
         yield "msc:// data needs --enable-msc"
-    for name in ("per_dataset_sequences_path", "dataloader_fast_cache_load"):
-        if getattr(args, name):  # core/datasets/gpt_dataset.py:179
-            yield f"{flag_of(name)} with {first}, for which Megatron ignores it: drop it"
 
 
 def _source_problems(args: Namespace) -> Iterator[str]:
@@ -87,22 +81,6 @@ def _source_problems(args: Namespace) -> Iterator[str]:
         yield "--data-args-path without --split: give three weights, such as --split 99,1,0"
     if args.object_storage_cache_path and not any(map(is_stored, named_prefixes(args))):
         yield "--object-storage-cache-path without s3:// or msc:// data: drop it"
-
-
-def _cache_problems(args: Namespace) -> Iterator[str]:
-    """Megatron asserts these after the model is built (blended_megatron_dataset_config.py:101)."""
-    for name in ("dataloader_fast_cache_load", "dataloader_defer_npy_index_mmap"):
-        if getattr(args, name) and args.data_cache_path is None:
-            yield (
-                f"{flag_of(name)} needs --data-cache-path, with the sample indices that a start "
-                "without it has written there"
-            )
-    if args.dataloader_fast_cache_load and (args.data_path or args.data_args_path):
-        yield (
-            "--dataloader-fast-cache-load with --data-path or --data-args-path: Megatron takes it "
-            "only with data for each part: give --train-data-path and --valid-data-path, or "
-            "--per-split-data-args-path"
-        )
 
 
 def _replaced_tokens(args: Namespace) -> Iterator[str]:
@@ -144,31 +122,6 @@ def _presence_problems(args: Namespace) -> Iterator[str]:
                 f"{blend.flag}: {len(absent)} of {len(blend.prefixes)} datasets are not "
                 f"complete{where}; the first {_SHOWN} are above"
             )
-    yield from _sequences_problems(args)
-
-
-def _sequences_problems(args: Namespace) -> Iterator[str]:
-    """Report a file of --per-dataset-sequences-path that does not have every dataset."""
-    path = args.per_dataset_sequences_path
-    if path is None:
-        return
-    flag = f"--per-dataset-sequences-path {path}"
-    try:
-        counts = read_object(Path(path))
-    except UserError as error:
-        yield f"--per-dataset-sequences-path: {error}"
-        return
-    wrong = [p for p in named_prefixes(args) if not _pair(counts, p)]
-    if wrong:
-        yield (
-            f"{flag} has no pair of sequences and document boundaries for {wrong[0]}"
-            f"{f' and {len(wrong) - 1} others' if wrong[1:] else ''}: make it again, or drop it"
-        )
-
-
-def _pair(counts: dict[str, object], prefix: str) -> bool:
-    found = counts.get(prefix)
-    return isinstance(found, list) and [type(count) for count in found] == [int, int]
 
 
 def missing_files(prefix: str) -> list[str]:

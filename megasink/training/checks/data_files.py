@@ -1,12 +1,10 @@
 """Checks of dataset contents, before anything is built."""
 
-import contextlib
 import re
 from argparse import Namespace
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from itertools import accumulate, pairwise
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -14,7 +12,6 @@ from numpy.typing import NDArray
 
 from megasink.data.index import (
     ENTRIES,
-    counts_problem,
     data_problem,
     has_tokens,
     sequence_lengths,
@@ -23,11 +20,10 @@ from megasink.data.object_store import is_stored
 from megasink.data.sidecar import mismatch, read_sidecar
 from megasink.errors import UserError
 from megasink.gone import FINETUNE
-from megasink.json_file import read_object
 from megasink.printable import say
 from megasink.training.checks.blends import DEFAULT_SPLIT, Blend, named_prefixes
 from megasink.training.checks.data import missing_files
-from megasink.training.checks.vocabulary import known_ids, tokenizer_identity, tokenizer_of
+from megasink.training.checks.vocabulary import known_ids, tokenizer_identity
 
 _TOTAL = 1 << 24  # entries and tokens of all datasets that are checked
 _LEAST = 1 << 12
@@ -65,12 +61,6 @@ class _Check:
             self.sha256 = tokenizer_identity(args)
         except UserError:
             self.sha256 = None  # `vocabulary` reports why
-        self.counts: dict[str, Any] = {}
-        if args.per_dataset_sequences_path:
-            with contextlib.suppress(UserError):  # `data` reports it
-                self.counts = read_object(Path(args.per_dataset_sequences_path))
-        # What Megatron takes for the type of the tokens then (core/datasets/gpt_dataset.py:92).
-        self.dtype = "int32" if _vocabulary(args) > 1 << 16 else "uint16"
 
     def __call__(self, item: tuple[str, Blend]) -> list[str]:
         """Return one message per problem of a dataset, without the flag that names it."""
@@ -79,7 +69,6 @@ class _Check:
             data_problem(prefix, self.ids, self.entries),
             self.sha256 and mismatch(prefix, self.sha256, self.tokenizer),
             _chat_problem(prefix),
-            self._counts_problem(prefix),
         )
         texts = [f"{prefix}: {problem}" for problem in found if problem]
         lengths = sequence_lengths(prefix)
@@ -90,21 +79,6 @@ class _Check:
         elif not has_tokens(lengths):
             texts.append(f"{prefix}: none of its {len(lengths):,} documents has a token")
         return texts
-
-    def _counts_problem(self, prefix: str) -> str | None:
-        counts = self.counts.get(prefix)
-        if not isinstance(counts, list) or len(counts) != 2:
-            return None
-        problem = counts_problem(prefix, (*counts, self.dtype))
-        return problem and f"{problem}, as --per-dataset-sequences-path and the vocabulary have it"
-
-
-def _vocabulary(args: Namespace) -> int:
-    """Return the vocabulary size of Megatron's tokenizer, which may exceed what is in use."""
-    tokenizer = None
-    with contextlib.suppress(UserError):
-        tokenizer = tokenizer_of(args)
-    return len(tokenizer) if tokenizer is not None else args.vocab_size or 0
 
 
 def _chat_problem(prefix: str) -> str | None:
