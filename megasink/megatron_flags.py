@@ -121,7 +121,6 @@ def having(*facts: str) -> tuple[str, ...]:
     return tuple(name for name, known in KNOWN.items() if known.intersection(facts))
 
 
-# Measured by tests/megatron/test_graph.py.
 _GRAPHS = "a replayed graph neither counts heads nor updates the balance loss (docs/gpu.md)"
 _OFFLOADING = "use --recompute-granularity to save memory"
 _CHAT = "megasink finetune trains on conversations, by the tokenizer's own template"
