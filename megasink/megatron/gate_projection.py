@@ -29,7 +29,6 @@ from megatron.core.fp8_utils import get_fp8_align_size
 from torch import Tensor
 
 from megasink.attention.variants.gates import trailing_rows
-from megasink.errors import UserError
 
 _BF16_ROWS = 8  # fill 16 bytes
 
@@ -66,22 +65,6 @@ class _GateRows:
         scores, self._scores = self._scores, None
         assert scores is not None
         return scores
-
-    def _load_from_state_dict(
-        self, state_dict: dict[str, Any], prefix: str, *args: Any, **kwargs: Any
-    ) -> None:
-        # Megatron would end in a traceback of shapes. Optimizer states have no padding either.
-        mixed, gate, padding = self.row_split
-        stored = state_dict.get(f"{prefix}weight")
-        if padding and stored is not None and len(stored) == mixed + gate:
-            raise UserError(
-                f"the checkpoint has {len(stored)} rows in {prefix}weight, where this version has "
-                f"{len(stored) + padding}: it was saved with --ckpt-format torch before the rows "
-                "of gates were padded. Continue from its weights with megasink convert-to-hf and "
-                "convert-from-hf, or save it as torch_dist with the version that wrote it "
-                "(--ckpt-convert-format torch_dist --ckpt-convert-save FOLDER)"
-            )
-        super()._load_from_state_dict(state_dict, prefix, *args, **kwargs)  # type: ignore[misc]
 
     def sharded_state_dict(
         self,

@@ -279,13 +279,3 @@ def _calls() -> Iterator[list[dict[str, Any]]]:
 def refused(**options: Any) -> str:
     """The message of the layer that cannot be built; "" if it can."""
     return said(model, **options)
-
-
-def loaded_without_padding(**options: Any) -> str:
-    """The message at a state whose linear_qkv has no padding rows; "" if it loads."""
-    built = model(**options)
-    state = dict(built.state_dict())
-    for name, parameter in built.named_parameters():
-        if rows := getattr(parameter, "row_split", None):
-            state[name] = parameter.data[: sum(rows[:2])]
-    return said(built.load_state_dict, state)

@@ -165,16 +165,6 @@ def test_a_gate_of_part_of_a_group_is_refused(pool):
     assert pool.run(f"{TASKS}:refused", SINGLE, **options) == [""]
 
 
-def test_a_state_from_before_the_padding_is_refused(pool):
-    """Only --ckpt-format torch saves the rows as they lie in memory."""
-    for message in pool.run(f"{TASKS}:loaded_without_padding", Layout(tp=2)):
-        assert "66 rows in decoder.layers.0.self_attention.linear_qkv.weight" in message
-        assert "this version has 72" in message
-        assert "megasink convert-to-hf and convert-from-hf" in message
-        assert "--ckpt-convert-format torch_dist" in message
-    assert pool.run(f"{TASKS}:loaded_without_padding", SINGLE, **ELEMENTWISE) == [""]
-
-
 @pytest.mark.parametrize(
     ("fp8", "recipe", "rows"),
     [(None, None, 40), ("hybrid", "delayed", 48), ("e4m3", "mxfp8", 64)],

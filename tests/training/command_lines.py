@@ -124,8 +124,8 @@ activations: --ffn-activation relu --squared-relu --use-te-activation-func
     --use-transformer-engine-op-fuser
   ! --ffn-activation relu and --swiglu: choose one
   ! --ffn-activation relu and --squared-relu: choose one
-  ! --ffn-activation relu with --use-te-activation-func
-  ! --ffn-activation relu with --use-transformer-engine-op-fuser
+  ! --ffn-activation with --use-te-activation-func
+  ! --ffn-activation with --use-transformer-engine-op-fuser
 context-parallel: --context-parallel-size 3 --cp-comm-type p2p all_gather a2a+p2p p2p
     --prefix-lm-tokens 3 --hybrid-context-parallel --hierarchical-context-parallel-sizes 3
   ! --hybrid-context-parallel: its groups change with every batch
