@@ -128,7 +128,6 @@ LATER = (
     "tests/training/test_dead_rank.py::test_sigterm_then_a_killed_rank_then_the_end",
     "tests/training/test_hosts_that_differ.py",
     "tests/training/test_hosts.py",
-    "tests/training/test_sample_order.py::test_a_shuffle_of_the_whole_run",
     "tests/training/test_recipe_models.py::test_what_trains_nothing_has_nothing_to_export",
     "tests/training/test_survival.py::test_a_dead_writer_ends_the_rank_in_one_line",
     "tests/training/test_survival.py::test_a_signal_ends_every_phase_in_one_line",

@@ -60,17 +60,11 @@ def comparable_evaluations() -> Iterator[None]:
         return train, None if valid is None else test, test
 
     def build_pretraining_data_loader(dataset: Any, consumed_samples: int) -> Any:
-        args, build = get_args(), original["build_pretraining_data_loader"]
-        order = args.dataloader_type
-        if dataset is None or order == "external":
+        build = original["build_pretraining_data_loader"]
+        if dataset is None:
             return build(dataset, consumed_samples)
         evaluates = _split(dataset) in (Split.valid, Split.test)
-        if evaluates:
-            args.dataloader_type, consumed_samples = "single", 0  # not shuffled
-        try:
-            loader = build(dataset, consumed_samples)
-        finally:
-            args.dataloader_type = order
+        loader = build(dataset, 0 if evaluates else consumed_samples)
         # Each pass draws a seed for the workers. On a CPU this would use dropout's generator, whose
         # state a resumed run must reproduce.
         loader.generator = torch.Generator()
