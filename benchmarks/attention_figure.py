@@ -3,6 +3,9 @@
 from pathlib import Path
 from typing import Any
 
+from megasink.analysis.pages.style import DASHES, PALETTE
+
+MARKERS = "osD^vP*"
 CLOSE = 1.3  # ratios that the first panel has room for
 
 
@@ -19,17 +22,17 @@ def draw(report: dict[str, Any], path: Path) -> None:
     lengths = sorted({row["length"] for row in rows})
     figure, axes = pyplot.subplots(1, 3, figsize=(13, 4.6))
     close, all_of_them, memory = axes
-    colours = pyplot.get_cmap("tab10").colors
     for index, name in enumerate(names):
         own = [row for row in rows if row["implementation"] == name]
         x, ratios = [row["length"] for row in own], [row["ratio"] for row in own]
         floor = name == report["floor"]
-        colour = "black" if floor else colours[index % 10]
-        style = {"color": colour, "marker": "o", "markersize": 4, "ls": "--" if floor else "-"}
+        color = "black" if floor else PALETTE[index % (len(PALETTE) - 1)]
+        dashes = DASHES[index % len(DASHES)]
+        style = {"color": color, "marker": MARKERS[index % len(MARKERS)], "ms": 4, "ls": dashes}
         low, high = zip(*(row["ratio_quartiles"] for row in own), strict=True)
         for axis in (close, all_of_them):
             axis.plot(x, ratios, label=name, **style)
-            axis.fill_between(x, low, high, color=colour, alpha=0.15, lw=0)
+            axis.fill_between(x, low, high, color=color, alpha=0.15, lw=0)
         memory.plot(x, [row["peak_mib"] for row in own], **style)
     for axis in axes:
         axis.set_xscale("log", base=2)

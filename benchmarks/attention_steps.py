@@ -16,7 +16,7 @@ from megasink.attention import AttentionRequest, attention, backend_names, choos
 from megasink.errors import ConfigError
 
 FLOOR = "plain kernel, no gate"
-UPSTREAM = {"cpu": "Megatron, softmax_type=learnable", "cuda": "TE, softmax_type=learnable"}
+UPSTREAM = {"cpu": "Megatron's own sinks", "cuda": "TransformerEngine's own sinks"}
 FLEX = "FlexAttention, sink"  # its LSE is differentiable on CUDA; it has no backward on a CPU
 Step = Callable[[], None]
 
