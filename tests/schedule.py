@@ -121,6 +121,8 @@ LATER = (
     "tests/finetune/test_finetune.py::test_two_processes_equal_one",
     "tests/finetune/test_finetune.py::test_two_processes_tell_an_error_once",
     "tests/replicate/grid/test_grid.py::test_a_forked_run_has_the_losses_of_a_launched_one",
+    "tests/real_models/test_training.py::test_four_arms_begin_alike_and_go_on",
+    "tests/real_models/test_training.py::test_three_variants_from_the_start_to_the_page",
     "tests/megatron/test_compile.py::test_one_graph_that_counts_every_call",
     "tests/training/test_checkpoint_layout.py::test_shards_load_under_another_layout",
     "tests/training/test_dead_rank.py::test_a_closed_terminal_saves_the_step",

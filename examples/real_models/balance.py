@@ -27,6 +27,8 @@ from megasink.analysis.capture.identity import weights_hash
 from megasink.atomic import atomic_text
 from megasink.json_file import read_object
 from megasink.progress import tracked
+from megasink.transformers.chats import load_chat_tokenizer, read_chats, tokens_of
+from megasink.transformers.finetune import HELD_OUT
 
 ARMS = {"none": (0.0, 0), "eq7": (1e-2, 0), "eq8-m1": (1e-2, 1), "eq8-m3": (1e-2, 3)}
 """Arm -> lambda, and m."""
@@ -67,11 +69,30 @@ def heads(analysis: Path) -> dict[str, Any]:
 
 @torch.no_grad()
 def quizzed(folder: Path) -> list[list[float]]:
-    """Return what a model says of the questions of chats.py; see `quiz_scores`."""
+    """Return, for each question of chats.py, the mean log-probability per token of the right answer
+    and of the likeliest wrong one."""
     items = [json.loads(line) for line in files()[1].read_text().splitlines()]
     hub = megasink.load_model(folder, device="cpu")
-    scores = quiz_scores(hub.model.eval(), hub.tokenizer, items)
-    return [[round(value, 4) for value in row] for row in scores]
+    found = []
+    for item, row in zip(items, quiz_scores(hub.model.eval(), hub.tokenizer, items), strict=True):
+        right = row.pop(item["answer"])
+        found.append([round(right, 4), round(max(row), 4)])
+    return found
+
+
+@torch.no_grad()
+def held_out(folder: Path) -> float:
+    """Return the loss of a model on the conversations that `megasink finetune` holds out: the mean
+    over them of what the assistant says, in nats per token."""
+    tokenizer, template = load_chat_tokenizer(folder)
+    chats = list(read_chats([files()[0]]))
+    model = megasink.load_model(folder, device="cpu").model
+    values = []
+    for chat in chats[-max(1, round(HELD_OUT * len(chats))) :]:
+        row = tokens_of(chat, tokenizer, template, SETTINGS["--seq-length"])
+        ids, labels = (torch.tensor([row[name]]) for name in ("input_ids", "labels"))
+        values.append(float(model(input_ids=ids, labels=labels, use_cache=False).loss))
+    return sum(values) / len(values)
 
 
 def examine(folder: Path) -> None:
@@ -97,15 +118,15 @@ def examine(folder: Path) -> None:
             finetuned(model, arm, seed, out, first)
             if (-1, "before") not in done:
                 before = {"seed": -1, "arm": "before"} | heads(out / "before")
-                append(file, before | {"quiz": quizzed(folder)})
+                append(file, before | {"quiz": quizzed(folder), "held_out": held_out(model)})
                 done.add((-1, "before"))
             log = read_object(out / "run" / "trainer_state.json")["log_history"]
-            (held_out,) = (entry["eval_loss"] for entry in log if "eval_loss" in entry)
+            (loss,) = (entry["eval_loss"] for entry in log if "eval_loss" in entry)
             line = {
                 "seed": seed,
                 "arm": arm,
                 "loss": [round(entry["loss"], 4) for entry in log if "loss" in entry],
-                "held_out": held_out,
+                "held_out": loss,
                 "quiz": quizzed(out / "model"),
             }
             append(file, line | heads(out / "after"))

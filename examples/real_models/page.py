@@ -17,19 +17,31 @@ from typing import Any
 
 from examples.real_models.claims import Claim, claims
 from examples.real_models.importance_figure import title_of
+from examples.real_models.training import (
+    NUMBERS,
+    by_seed,
+    difference,
+    surgery,
+    surgery_numbers,
+)
+from examples.real_models.training_figure import LABELS, draw_balance, draw_surgery
 from examples.real_models.wheels import FOLDER, sources
 from examples.real_models.zeroing import RESULTS
 
 PAGE = Path(__file__).parents[2] / "docs" / "real-models.md"
 PICTURES = Path("figures/real-models")
 WORDS = Path(__file__).with_name("page.toml")
-TAKEN = ("claims.json", "claims.png", "importance.json", "importance.png", "fidelity-smollm2.json")
+TAKEN = (
+    *("claims.json", "claims.png", "importance.json", "importance.png", "fidelity-smollm2.json"),
+    *("balance-smollm2.jsonl", "surgery-smollm2.jsonl"),
+)
 PAPERS = {
     "P0": "Head importance, first values, and geometry (P0)",
     "P2": "When attention sink emerges (P2)",
     "P3": "Inactive heads (P3)",
     "P4": "The circuit of the first token (P4)",
 }
+_ABSENT = {"number": None}
 _SHOWN = ("mask_gradient", "circuit_ahon_ln", "importance", "ahon_ln", "awft", "avvn")
 
 
@@ -107,6 +119,48 @@ def fidelity_lines(found: dict[str, Any]) -> Iterator[str]:
         yield f"    - {layout}: loss {apart['loss']:.1e}, gradient norm {apart['norm']:.1e}."
 
 
+def balance_table(path: Path) -> Iterator[str]:
+    """Yield what each arm did to heads and losses, and its paired difference from no loss."""
+    before, arms = by_seed(path)
+    yield f"| {len(arms['none']['held-out loss'])} seeds | before | {' | '.join(LABELS.values())} |"
+    yield "|" + "---|" * (2 + len(arms))
+    for name, number in NUMBERS.items():
+        show = "{:.4f}".format if "loss" in name else rounded
+        start = number(before, before)
+        cells = ["–" if math.isnan(start) else show(start)]
+        cells.append(show(float(arms["none"][name].mean())))
+        for arm in list(arms)[1:]:
+            apart = difference(arms[arm][name], arms["none"][name])
+            cells.append(f"{show(float(arms[arm][name].mean()))}; {value_of(apart)}")
+        yield f"| {name} | {' | '.join(cells)} |"
+    losses = {arm: found["held-out loss"] for arm, found in arms.items()}
+    apart_7 = (value_of(difference(losses[arm], losses["eq7"])) for arm in list(arms)[2:])
+    yield f"| its difference from Eq. 7 | – | – | – | {' | '.join(apart_7)} |"
+
+
+def verdicts(section: str) -> Iterator[str]:
+    """Yield what was expected of a section's runs, and what came."""
+    yield "| claim | published | expected | verdict |"
+    yield "|---|---|---|---|"
+    for row in tomllib.loads(WORDS.read_text())["verdict"]:
+        if row["section"] == section:
+            yield f"| {row['says']} | {row['published']} | {row['predicted']} | {row['verdict']} |"
+
+
+def surgery_table(path: Path) -> Iterator[str]:
+    """Yield what is measured of each variant, before and after the training."""
+    found = surgery(path)
+    last = {arm: max(steps for a, steps in found if a == arm) for arm, _ in found}
+    shown = {"as it was": found["vanilla", 0], "sinks put in": found["sink", 0]}
+    shown |= {f"{arm}, {steps} steps": found[arm, steps] for arm, steps in last.items()}
+    numbers = {name: surgery_numbers(s, found["vanilla", 0]) for name, s in shown.items()}
+    yield f"| | {' | '.join(shown)} |"
+    yield "|" + "---|" * (1 + len(shown))
+    for row in numbers["as it was"]:
+        cells = (value_of(found.get(row, _ABSENT)) for found in numbers.values())
+        yield f"| {row} | {' | '.join(cells)} |"
+
+
 def page(folder: Path = RESULTS) -> str:
     """Return the page."""
     words = tomllib.loads(WORDS.read_text())
@@ -140,6 +194,16 @@ def page(folder: Path = RESULTS) -> str:
     ]
     for paper, title in PAPERS.items():
         lines += ["", f"## {title}", "", words[paper].strip(), "", *table(paper, found)]
+    balance, operated = (folder / f"{name}-smollm2.jsonl" for name in ("balance", "surgery"))
+    lines += ["", "## Fine-tuning with the head-balance loss", "", words["balance"].strip(), ""]
+    lines += [f"![Heads and losses of four arms]({PICTURES}/balance.png)", ""]
+    lines += [words["balance_table"].strip(), "", *balance_table(balance), ""]
+    lines += [*verdicts("balance"), "", words["balance_after"].strip()]
+    if operated.is_file():
+        lines += ["", "## Sink surgery", "", words["surgery"].strip(), ""]
+        lines += [f"![Three variants, trained on]({PICTURES}/surgery.png)", ""]
+        lines += [*surgery_table(operated), "", *verdicts("surgery")]
+        lines += ["", words["surgery_after"].strip()]
     fidelity = json.loads((folder / "fidelity-smollm2.json").read_text())
     lines += ["", "## In Megatron, and back", "", words["fidelity"].strip(), ""]
     lines += fidelity_lines(fidelity)
@@ -159,6 +223,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     pictures.mkdir(parents=True, exist_ok=True)
     for name in ("claims.png", "importance.png"):
         shutil.copyfile(RESULTS / name, pictures / name)
+    draw_balance(RESULTS / "balance-smollm2.jsonl", pictures / "balance.png")
+    if (operated := RESULTS / "surgery-smollm2.jsonl").is_file():
+        draw_surgery(operated, pictures / "surgery.png")
     PAGE.write_text(page())
     print(PAGE)
     return 0

@@ -34,7 +34,7 @@ SETTINGS: dict[str, tuple[int, int, bool]] = {
     "activations alone, 8 bits, per tensor": (0, 8, False),
 }
 """Setting -> bits of weights and of activations, 0 for none; whether each row has a scale."""
-TEXTS, TOKENS = 12, 128
+TEXTS, TOKENS = 9, 128
 
 
 def rounded(values: Tensor, bits: int, *, by_row: bool) -> Tensor:
@@ -107,9 +107,8 @@ def kurtoses(model: Any, ids: Tensor) -> dict[str, list[float]]:
 
 
 @torch.no_grad()
-def rounded_losses(folder: Path) -> dict[str, Any]:
+def rounded_losses(hub: Any) -> dict[str, Any]:
     """Return the loss of each text under each setting, and the mean kurtosis by block."""
-    hub = megasink.load_model(folder, device="cpu")
     model = hub.model.eval()
     texts = [text.text for text in read_texts()[:TEXTS]]
     rows = [hub.tokenizer(text, add_special_tokens=False)["input_ids"][:TOKENS] for text in texts]
@@ -131,7 +130,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("models", nargs="+", type=Path, help="Hugging Face folders")
     for folder in parser.parse_args(arguments).models:
-        found = rounded_losses(folder)
+        found = rounded_losses(megasink.load_model(folder, device="cpu"))
         for name, values in found["losses"].items():
             print(f"{folder}: {name}: {sum(values) / len(values):.4f} nats per token")
         print(f"{folder}: largest kurtosis of a block: {json.dumps(max(found['kurtosis']['all']))}")

@@ -1,0 +1,138 @@
+"""What balance.py and surgery.py found: numbers for page and picture, from the lines of results.
+
+Shapes: S seeds, L layers, H heads, B blocks, N texts.
+"""
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+from scipy import stats
+
+from examples.real_models.claims import measured
+
+Floats = NDArray[np.float64]
+
+LOW, HIGH, SHARED = 0.3, 0.8, 3
+"""Importance of a head that is low; share of its layer's highest that is beside it; the m of P0."""
+
+
+def read_lines(path: Path) -> tuple[dict[str, Any], list[dict[str, Any]]]:
+    """Return the facts of a file of results, and its lines."""
+    facts, *lines = map(json.loads, path.read_text().splitlines())
+    return facts, lines
+
+
+def importance_of(line: dict[str, Any]) -> Floats:
+    return np.array(line["importance"])
+
+
+def _margin(line: dict[str, Any]) -> Floats:
+    quiz = np.array(line["quiz"])
+    difference: Floats = quiz[:, 0] - quiz[:, 1]
+    return difference
+
+
+def _of_shared(after: dict[str, Any], before: dict[str, Any]) -> float:
+    """Return the mean change of the heads that were each layer's three highest."""
+    at = np.argsort(-importance_of(before), 1)[:, :SHARED]
+    change = importance_of(after) - importance_of(before)
+    return float(np.take_along_axis(change, at, 1).mean())
+
+
+def _rise_of_low(after: dict[str, Any], before: dict[str, Any]) -> float:
+    low = importance_of(before) < LOW
+    return (
+        float((importance_of(after) - importance_of(before))[low].mean()) if low.any() else np.nan
+    )
+
+
+def _of_low(what: Callable[[Floats, Floats], NDArray[np.bool_]]) -> Callable[..., float]:
+    """Return a function that gives of what share of the heads that were low something holds."""
+
+    def share(after: dict[str, Any], before: dict[str, Any]) -> float:
+        held = what(importance_of(after), importance_of(before))
+        return float(held[importance_of(before) < LOW].mean())
+
+    return share
+
+
+NUMBERS: dict[str, Callable[[dict[str, Any], dict[str, Any]], float]] = {
+    "head imbalance (Eq. 6)": lambda after, _: after["imbalance"],
+    "mean importance": lambda after, _: float(importance_of(after).mean()),
+    f"rise of the heads that were below {LOW}": _rise_of_low,
+    "of these heads, share that rose": _of_low(lambda after, before: after > before),
+    "share that is within 20 % of its layer's highest": _of_low(
+        lambda after_LH, _: after_LH >= HIGH * after_LH.max(1, keepdims=True)
+    ),
+    "rise of each layer's three highest": _of_shared,
+    "rank correlation of heads with before": lambda after, before: float(
+        stats.spearmanr(importance_of(after).ravel(), importance_of(before).ravel()).statistic
+    ),
+    "held-out loss": lambda after, _: after.get("held_out", np.nan),
+    "quiz, share right": lambda after, _: float((_margin(after) > 0).mean()),
+    "quiz, margin in nats per token": lambda after, _: float(_margin(after).mean()),
+}
+"""What is measured of a run, beside the model before it."""
+
+
+def by_seed(path: Path) -> tuple[dict[str, Any], dict[str, dict[str, Floats]]]:
+    """Return what was measured before, and arm -> number -> [S], of seeds that all arms have."""
+    facts, lines = read_lines(path)
+    (before,) = (line for line in lines if line["arm"] == "before")
+    runs = {(line["arm"], line["seed"]): line for line in lines if line["arm"] != "before"}
+    seeds = [s for s in range(len(runs)) if all((arm, s) in runs for arm in facts["arms"])]
+    found = {
+        arm: {
+            name: np.array([number(runs[arm, seed], before) for seed in seeds])
+            for name, number in NUMBERS.items()
+        }
+        for arm in facts["arms"]
+    }
+    return before, found
+
+
+def difference(one: Floats, other: Floats) -> dict[str, Any]:
+    """Return the mean of paired differences, and their interval (95 %) by Student's t."""
+    apart = one - other
+    found: dict[str, Any] = {"number": float(apart.mean()), "interval": None}
+    if len(apart) > 1:
+        half = float(stats.t.ppf(0.975, len(apart) - 1) * apart.std(ddof=1) / len(apart) ** 0.5)
+        found["interval"] = [found["number"] - half, found["number"] + half]
+    return found
+
+
+def surgery(path: Path) -> dict[tuple[str, int], dict[str, Any]]:
+    """Return (arm, steps) -> what was measured; gates begin as the model does."""
+    found: dict[tuple[str, int], dict[str, Any]] = {}
+    for line in read_lines(path)[1]:
+        found.setdefault((line["arm"], line["steps"]), {}).update(line)
+    found[("gated", 0)] = found[("vanilla", 0)]
+    return found
+
+
+def surgery_numbers(stage: dict[str, Any], model: dict[str, Any]) -> dict[str, dict[str, Any]]:
+    """Return what the page shows of an arm after some steps.
+
+    Args:
+        model: the model as it was.
+    """
+    loss = np.array(stage["loss"])
+    found = {
+        "loss, nats per token": measured(loss),
+        "rise over the model as it was": measured(loss - np.array(model["loss"])),
+        "attention to the first token": measured(stage["awft_by_text"]),
+        "sink rate": measured(stage["sink_rate"]),
+        "norm of the first state over the others', largest": measured(max(stage["massive_ratio"])),
+    }
+    if "losses" in stage:
+        plain = np.array(stage["losses"]["none"])
+        for name, values in stage["losses"].items():
+            if name != "none":
+                found[f"rounded, {name}: rise of the loss"] = measured(np.array(values) - plain)
+        for name, values in stage["kurtosis"].items():
+            found[f"kurtosis of the states, {name}: largest"] = measured(max(values))
+    return found
