@@ -121,6 +121,8 @@ def _problems(results: Results, by_sample: dict[str, Floats]) -> Iterator[str]:
         ("", results),
         *((f"datasets.{n}.", of) for n, of in results.datasets.items()),
     ):
+        if min(of.samples, of.tokens) < 1:
+            yield f"{where}samples {of.samples} and tokens {of.tokens}: at least 1"
         for name in of.metrics.keys() & metrics().keys():
             axis = AXES[metrics()[name].axis][0]
             try:

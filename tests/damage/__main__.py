@@ -47,7 +47,8 @@ def _run(root: Path, names: list[str], *, large: bool) -> int:
     }
     os.environ["MASTER_PORT"] = str(free_port())
     reports = any(name.endswith("/report") for name in chosen)
-    sound = make_sound(root / "sound", large=large, analysis=reports)
+    unfinished = any(name.startswith("going-on/") for name in chosen)
+    sound = make_sound(root / "sound", large=large, analysis=reports, unfinished=unfinished)
     counts: Counter[str] = Counter()
     most, slowest, start = 0, 0.0, time.monotonic()
     for name, case in chosen.items():

@@ -50,6 +50,10 @@ class Sound:
     def analysis(self) -> Path:
         return self.root / "analysis"
 
+    def unfinished(self, command: str) -> Path:
+        """The output of a command that ended before its results were written."""
+        return self.root / "unfinished" / command
+
 
 @dataclass(frozen=True)
 class Case:
@@ -88,7 +92,7 @@ def judge(name: str, case: Case, folder: Path, sound: Sound) -> Outcome:
     before = _state(inputs)
     log = folder / "stderr.log"
     start = time.monotonic()
-    code, rss = _forked(argv, log, folder / "stdout.log")
+    code, rss = forked(argv, log, folder / "stdout.log")
     seconds = time.monotonic() - start
     said = log.read_text(errors="backslashreplace")
     message = said.rpartition("megasink: error: ")[2].strip() if code == 2 else ""
@@ -140,7 +144,7 @@ def _state(folder: Path) -> dict[str, str]:
     return found
 
 
-def _forked(argv: Sequence[str], log: Path, out: Path) -> tuple[int, int]:
+def forked(argv: Sequence[str], log: Path, out: Path) -> tuple[int, int]:
     """Exit code and largest resident set of a command and of what it starts; -9 for a hang."""
     sys.stdout.flush()
     sys.stderr.flush()

@@ -1,6 +1,6 @@
 """Every damaged input, by name."""
 
-from tests.damage import checkpoints, corpora, data_sets, fields, folders
+from tests.damage import checkpoints, corpora, data_sets, fields, folders, going_on
 
 _TABLES = {
     "corpus": corpora.CASES,
@@ -8,5 +8,6 @@ _TABLES = {
     "run": checkpoints.CASES,
     "folder": folders.CASES,
     "field": fields.CASES,
+    "going-on": going_on.CASES,
 }
 CASES = {f"{kind}/{name}": case for kind, table in _TABLES.items() for name, case in table.items()}

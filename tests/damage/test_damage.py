@@ -9,6 +9,8 @@ corpus/tokenizer-deep corpus/zst-window
 data/bin-is-a-pipe data/caches-cut data/id-between data/sidecar-deep
 run/shards-garbage/generate run/metadata-code/generate run/tracker-huge/generate
 run/config-deep/generate run/config-list/generate run/metrics-bytes/compare
+going-on/points-x.json-cut/ablate going-on/points-x.npz-flipped/ablate going-on/field-0/report
+going-on/partial-shard_x.npz-half/analyze going-on/partial-x-analysis.json-list/sweep
 folder/weights-offsets/convert folder/config-pipe/analyze folder/config-list/convert
 """.split()
 
@@ -36,6 +38,10 @@ def test_every_damaged_field_is_one_line():
     """None is taken that its kind does not have: `tests/damage/fields.py:KINDS`."""
     assert len(FIELDS) > 390
     judged(["field/"])
+
+
+def test_every_damaged_file_that_a_command_goes_on_from_is_one_line():
+    judged(["going-on/"])
 
 
 def test_the_tables_hold_a_hundred():

@@ -9,16 +9,14 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
-from zipfile import BadZipFile
 
 import numpy as np
 from numpy.typing import NDArray
 
 from megasink.analysis.capture.inputs import Sample
 from megasink.analysis.capture.shards import cannot_write, check_shared
-from megasink.atomic import atomic_file, atomic_text
+from megasink.analysis.sealed import read_arrays, read_sealed, write_arrays, write_object
 from megasink.errors import UserError
-from megasink.json_file import read_object
 from megasink.typed_json import from_json, to_json
 
 
@@ -123,7 +121,7 @@ class PointFolder:
             UserError: the disk is full or similar; earlier points are kept.
         """
         try:
-            atomic_text(self.path(f"{key}.json"), json.dumps(to_json(point), indent=1))
+            write_object(self.path(f"{key}.json"), to_json(point), key)
         except OSError as error:
             raise cannot_write(self._folder, error) from error
 
@@ -135,7 +133,7 @@ class PointFolder:
         """
         path = self.path(f"{key}.json")
         try:
-            point: MeasuredPoint = from_json(MeasuredPoint, read_object(path), str(path))
+            point: MeasuredPoint = from_json(MeasuredPoint, read_sealed(path, key), str(path))
         except UserError as error:
             raise UserError(f"{error}: delete the file, and the point is measured again") from error
         return point
@@ -155,8 +153,7 @@ class PointFolder:
             UserError: as `write`.
         """
         try:
-            with atomic_file(self.path(f"{key}.npz")) as file:
-                np.savez_compressed(file, allow_pickle=False, **arrays)
+            write_arrays(self.path(f"{key}.npz"), arrays, key)
         except OSError as error:
             raise cannot_write(self._folder, error) from error
 
@@ -166,11 +163,7 @@ class PointFolder:
         Raises:
             UserError: the file is damaged.
         """
-        path = self.path(f"{key}.npz")
         try:
-            with np.load(path, allow_pickle=False) as arrays:
-                return {name: arrays[name] for name in arrays.files}
-        except (OSError, ValueError, EOFError, BadZipFile) as error:
-            raise UserError(
-                f"{path} is damaged ({error}): delete it, and the scores are measured again"
-            ) from error
+            return read_arrays(self.path(f"{key}.npz"), key)
+        except UserError as error:
+            raise UserError(f"{error}: delete it, and the scores are measured again") from error

@@ -9,7 +9,6 @@ S = 2 L + 1 states of the residual stream, E hidden size, B bins.
 """
 
 import json
-import zipfile
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
@@ -23,8 +22,8 @@ from megasink.analysis.capture.inputs import shown
 from megasink.analysis.metrics.registry import FACTS
 from megasink.analysis.metrics.states import mean_cosine
 from megasink.analysis.results import NonFinite
+from megasink.analysis.sealed import read_arrays, write_arrays
 from megasink.analysis.values import AnalysisValues
-from megasink.atomic import atomic_file
 from megasink.errors import UserError
 
 Floats = NDArray[np.float64]
@@ -56,6 +55,7 @@ class MeasuredSample:
 
 _FACTS = {f"{f.name}_N": f.name for f in fields(MeasuredSample) if f"{f.name}_N" in FACTS}
 """Fact that a metric may take -> field name."""
+_SUMS = ("unit_sum_SPE", "count_SP", "gate_histogram_LB")
 
 
 @dataclass
@@ -75,8 +75,8 @@ class ShardMeasurements:
     gate_histogram_LB: Ints
     non_finite: list[NonFinite]
 
-    def save(self, path: Path) -> None:
-        """Write the shard atomically, without pickles.
+    def save(self, path: Path, of: str) -> None:
+        """Write the shard `of` an analysis (`megasink.analysis.sealed`).
 
         Raises:
             OSError: the disk is full, or the folder is not writable.
@@ -86,40 +86,27 @@ class ShardMeasurements:
             "samples": [asdict(sample) for sample in self.samples],
             "non_finite": [asdict(entry) for entry in self.non_finite],
         }
-        with atomic_file(path) as file:
-            np.savez(
-                file,
-                allow_pickle=False,
-                unit_sum_SPE=self.unit_sum_SPE,
-                count_SP=self.count_SP,
-                gate_histogram_LB=self.gate_histogram_LB,
-                lists=np.asarray(json.dumps(lists)),
-                **arrays,
-            )
+        arrays |= {name: getattr(self, name) for name in _SUMS}
+        write_arrays(path, arrays | {"lists": np.asarray(json.dumps(lists))}, of)
 
     @classmethod
-    def load(cls, path: Path) -> "ShardMeasurements":
+    def load(cls, path: Path, of: str) -> "ShardMeasurements":
         """Read a shard written by `save`.
 
         Raises:
             UserError: the file is broken.
         """
         try:
-            with np.load(path, allow_pickle=False) as arrays:
-                lists = json.loads(str(arrays["lists"]))
-                names = [name for name in arrays.files if name.startswith("value/")]
-                return cls(
-                    {name.removeprefix("value/"): arrays[name] for name in names},
-                    [MeasuredSample(**sample) for sample in lists["samples"]],
-                    arrays["unit_sum_SPE"],
-                    arrays["count_SP"],
-                    arrays["gate_histogram_LB"],
-                    [NonFinite(**entry) for entry in lists["non_finite"]],
-                )
-        except (OSError, ValueError, KeyError, TypeError, zipfile.BadZipFile) as error:
-            raise UserError(
-                f"{path} cannot be read ({error}): delete it, and its samples will run again"
-            ) from error
+            arrays = read_arrays(path, of)
+        except UserError as error:
+            raise UserError(f"{error}: delete it, and its samples will run again") from error
+        lists = json.loads(str(arrays.pop("lists")))
+        return cls(
+            samples=[MeasuredSample(**sample) for sample in lists["samples"]],
+            non_finite=[NonFinite(**entry) for entry in lists["non_finite"]],
+            **{name: arrays.pop(name) for name in _SUMS},
+            values={name.removeprefix("value/"): array for name, array in arrays.items()},
+        )
 
 
 @dataclass

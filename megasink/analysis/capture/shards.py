@@ -14,6 +14,7 @@ from megasink.analysis.capture.inputs import Sample, equal_lengths
 from megasink.analysis.capture.measurements import ShardMeasurements
 from megasink.atomic import atomic_text
 from megasink.errors import UserError
+from megasink.json_file import read_object
 from megasink.output_folder import differences
 
 MOST = 64
@@ -72,12 +73,14 @@ class PartialFolder:
         try:
             self._folder.mkdir(parents=True, exist_ok=True)
             if path.is_file():
-                self._compare(json.loads(path.read_text()))
+                self._compare(read_object(path))
             else:
                 atomic_text(path, json.dumps(self._identity, indent=1))
                 self._made = True
-        except ValueError as error:
-            raise UserError(f"{path} is not JSON ({error}): delete {self._folder}") from error
+        except UserError as error:
+            if not str(error).startswith(str(path)):
+                raise
+            raise UserError(f"{error}: delete {self._folder}") from error
         except OSError as error:
             raise cannot_write(self._folder, error) from error
         return sum(self.has(number) for number in range(count))
@@ -97,7 +100,7 @@ class PartialFolder:
             UserError: the disk is full or similar; earlier shards are kept.
         """
         try:
-            measured.save(self._path(number))
+            measured.save(self._path(number), self._of(number))
         except OSError as error:
             raise cannot_write(self._folder, error) from error
 
@@ -108,7 +111,7 @@ class PartialFolder:
             UserError: a shard cannot be read.
         """
         for number in range(count):
-            yield ShardMeasurements.load(self._path(number))
+            yield ShardMeasurements.load(self._path(number), self._of(number))
 
     def discard(self) -> None:
         """Delete the folder if this process made it and it holds no shard."""
@@ -118,6 +121,9 @@ class PartialFolder:
     def remove(self) -> None:
         """Delete the folder once the results are written."""
         shutil.rmtree(self._folder)
+
+    def _of(self, number: int) -> str:
+        return f"{number} of {json.dumps(self._identity, sort_keys=True)}"
 
     def _path(self, number: int) -> Path:
         return self._folder / f"shard_{number:05d}.npz"

@@ -32,6 +32,7 @@ class Suite:
         row: row of docs/papers.md.
         notes: what the paper leaves open, and what lm-eval lacks.
         metadata: what lm-eval hands to the tasks' own code.
+        data: data sets of the Hub that the tasks' own code reads, after minutes.
         averaged: benchmarks in the paper's average, which is a plain mean; 0 if it prints none.
     """
 
@@ -41,6 +42,7 @@ class Suite:
     notes: str
     metadata: dict[str, Any] = field(default_factory=dict)
     averaged: int = 0
+    data: tuple[str, ...] = ()
 
 
 def _parts(*entries: tuple[str, str], shots: int | None = None) -> tuple[Part, ...]:
@@ -144,6 +146,7 @@ ALL = (
         "tokenizer. lm-eval makes the texts by code that downloads: --allow-download; needs "
         "pip install 'megasink[eval-long]'",
         {"max_seq_lengths": _RULER_LENGTHS},
+        data=("baber/paul_graham_essays",),
     ),
     Suite(
         "mmlu-intervention",
@@ -170,6 +173,7 @@ class TaskRequest:
     task: str
     shots: int | None = None
     metadata: dict[str, Any] = field(default_factory=dict)
+    data: tuple[str, ...] = ()
 
 
 def expanded(names: Sequence[str]) -> list[TaskRequest]:
@@ -181,7 +185,8 @@ def expanded(names: Sequence[str]) -> list[TaskRequest]:
             entries.setdefault(name, TaskRequest(name))
             continue
         for part in suite.parts:
-            entries.setdefault(part.task, TaskRequest(part.task, part.shots, suite.metadata))
+            request = TaskRequest(part.task, part.shots, suite.metadata, suite.data)
+            entries.setdefault(part.task, request)
     return list(entries.values())
 
 

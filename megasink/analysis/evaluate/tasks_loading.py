@@ -84,6 +84,10 @@ def load_tasks(
     tasks: dict[str, Any] = {}
     groups: dict[str, Any] = {}
     for entry in task_requests:
+        if not allow_download and (
+            missing := [name for name in entry.data if not _is_cached(name)]
+        ):
+            raise _not_here(entry.task, f"no {missing[0]} in the cache")
         with quiet(), contextlib.nullcontext() if allow_download else offline():
             loaded = _load(index, entry.task)
         if twice := sorted(loaded["tasks"].keys() & tasks.keys()):
@@ -113,17 +117,30 @@ def _load(index: Any, name: str) -> Any:
         away = (ConnectionError, UnreachableError, DatasetNotFoundError)
         text = " ".join(str(error).split())
         if any(isinstance(e, away) or "offline" in str(e).lower() for e in causes):
-            raise UserError(
-                f"the data of task {name} is not on this machine, and nothing is fetched unasked: "
-                "add --allow-download; or evaluate once where there is a network, copy its cache "
-                f"here and set HF_DATASETS_CACHE or HF_HOME to it ({text:.200})"
-            ) from error
+            raise _not_here(name, text) from error
         if any(isinstance(e, ImportError) for e in causes):
             raise UserError(
                 f"task {name} needs a package that is not installed ({text:.200}): those of the "
                 "suites come with pip install 'megasink[eval-long]'"
             ) from error
         raise UserError(f"task {name} cannot be loaded: {text:.400}") from error
+
+
+def _not_here(name: str, reason: str) -> UserError:
+    return UserError(
+        f"the data of task {name} is not on this machine, and nothing is fetched unasked: "
+        "add --allow-download; or evaluate once where there is a network, copy its cache "
+        f"here and set HF_DATASETS_CACHE or HF_HOME to it ({reason:.200})"
+    )
+
+
+def _is_cached(name: str) -> bool:
+    """Return whether a cache holds something of a data set of the Hub."""
+    from datasets.config import HF_DATASETS_CACHE
+    from huggingface_hub.constants import HF_HUB_CACHE
+
+    made = Path(HF_DATASETS_CACHE, name.replace("/", "___"))
+    return made.is_dir() or Path(HF_HUB_CACHE, f"datasets--{name.replace('/', '--')}").is_dir()
 
 
 def _set_shots(task: Any, shots: int | None) -> None:

@@ -114,10 +114,10 @@ def test_two_ranks_of_torchrun_find_the_same(folder, killed):
 def test_a_full_disk_loses_nothing(folder, tmp_path, capsys, monkeypatch):
     output, save = tmp_path / "full", measurements.ShardMeasurements.save
 
-    def full(part, path):
+    def full(part, path, of):
         if path.name == "shard_00007.npz":
             raise OSError(28, "No space left on device")
-        save(part, path)
+        save(part, path, of)
 
     with monkeypatch.context() as patch:
         patch.setattr(measurements.ShardMeasurements, "save", full)
@@ -126,7 +126,7 @@ def test_a_full_disk_loses_nothing(folder, tmp_path, capsys, monkeypatch):
     assert error.startswith(f"megasink: error: {output}/partial cannot be written (No space left")
     assert len(list(output.glob("partial/*.npz"))) == 7
     with monkeypatch.context() as patch:
-        patch.setattr(np, "savez_compressed", lambda *_, **__: full(None, Path("shard_00007.npz")))
+        patch.setattr(np, "savez_compressed", lambda *_, **__: full(None, Path("shard_00007.npz"), ""))
         assert analyze(folder, output) == 2
     error = capsys.readouterr().err.splitlines()[-1]
     assert error.startswith(f"megasink: error: the results cannot be written to {output} (No space")
@@ -139,8 +139,8 @@ def test_a_full_disk_loses_nothing(folder, tmp_path, capsys, monkeypatch):
 def test_a_broken_part_is_named(folder, tmp_path):
     part = tmp_path / "shard_00000.npz"
     part.write_bytes(b"PK\x03\x04 cut short")
-    with pytest.raises(UserError, match=r"shard_00000.npz cannot be read .* delete it"):
-        measurements.ShardMeasurements.load(part)
+    with pytest.raises(UserError, match=r"shard_00000.npz is damaged .* delete it"):
+        measurements.ShardMeasurements.load(part, "")
 
 
 def test_shards_are_few_and_whole():

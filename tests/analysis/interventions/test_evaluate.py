@@ -272,3 +272,15 @@ def test_the_same_task_twice(root):
     loaded = load_tasks(["both"], folders=[root / "tasks"]).loaded
     assert set(loaded["tasks"]) == {"choice", "text"}
     assert len(loaded["tasks"]["choice"].test_docs()) == len(CHOICES)
+
+
+def test_data_that_a_tasks_own_code_reads_is_asked_for_first(tmp_path, monkeypatch):
+    """RULER makes texts of 131,072 tokens for minutes before it opens its essays."""
+    monkeypatch.setattr("datasets.config.HF_DATASETS_CACHE", tmp_path / "datasets")
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path / "hub"))
+    with pytest.raises(UserError, match=r"data of task ruler .*no baber/paul_graham_essays in the"):
+        load_tasks(["P1.38"])
+    (tmp_path / "hub" / "datasets--baber--paul_graham_essays").mkdir(parents=True)
+    with pytest.raises(UserError) as error:  # the next in the way: a package, or the tokenizer
+        load_tasks(["P1.38"])
+    assert "paul_graham_essays" not in str(error.value)

@@ -1,0 +1,80 @@
+"""Files that a stopped command goes on from: each holds the SHA-256 of its contents.
+
+What was damaged, cut, edited or copied from elsewhere is refused before anything is computed with
+it. `of` says whose contents they are, in words of the caller.
+"""
+
+import hashlib
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from megasink.atomic import atomic_file, atomic_text
+from megasink.errors import UserError
+from megasink.json_file import read_object
+
+_SEAL = "sha256"
+_BROKEN = "its contents are not those that were written"
+
+
+def write_object(path: Path, value: Mapping[str, Any], of: str) -> None:
+    """Write a JSON object, atomically.
+
+    Raises:
+        OSError: the disk is full, or the folder is not writable.
+    """
+    atomic_text(path, json.dumps({_SEAL: _of_object(value, of), **value}, indent=1))
+
+
+def read_sealed(path: Path, of: str) -> dict[str, Any]:
+    """Return the object that `write_object` wrote.
+
+    Raises:
+        UserError: the file is damaged.
+    """
+    value = read_object(path)
+    if value.pop(_SEAL, None) != _of_object(value, of):
+        raise UserError(f"{path} is damaged ({_BROKEN})")
+    return value
+
+
+def write_arrays(path: Path, arrays: Mapping[str, NDArray[Any]], of: str) -> None:
+    """Write arrays to an .npz file, atomically and without pickles.
+
+    Raises:
+        OSError: as `write_object`.
+    """
+    with atomic_file(path) as file:
+        np.savez(file, allow_pickle=False, **{_SEAL: np.asarray(_of_arrays(arrays, of))}, **arrays)
+
+
+def read_arrays(path: Path, of: str) -> dict[str, NDArray[Any]]:
+    """Return the arrays that `write_arrays` wrote.
+
+    Raises:
+        UserError: the file is damaged.
+    """
+    try:
+        with np.load(path, allow_pickle=False) as file:
+            arrays = {name: file[name] for name in file.files}
+        if str(arrays.pop(_SEAL, None)) != _of_arrays(arrays, of):
+            raise ValueError(_BROKEN)
+    except Exception as error:  # numpy, zipfile and zlib raise nearly anything on a broken file
+        raise UserError(f"{path} is damaged ({error or type(error).__name__})") from error
+    return arrays
+
+
+def _of_object(value: Mapping[str, Any], of: str) -> str:
+    return hashlib.sha256(json.dumps([of, value], sort_keys=True).encode()).hexdigest()
+
+
+def _of_arrays(arrays: Mapping[str, NDArray[Any]], of: str) -> str:
+    digest = hashlib.sha256(of.encode())
+    for name, array in sorted(arrays.items()):
+        digest.update(repr((name, array.dtype.str, array.shape)).encode())
+        digest.update(np.ascontiguousarray(array).tobytes())
+    return digest.hexdigest()
