@@ -126,7 +126,8 @@ def test_a_full_disk_loses_nothing(folder, tmp_path, capsys, monkeypatch):
     assert error.startswith(f"megasink: error: {output}/partial cannot be written (No space left")
     assert len(list(output.glob("partial/*.npz"))) == 7
     with monkeypatch.context() as patch:
-        patch.setattr(np, "savez_compressed", lambda *_, **__: full(None, Path("shard_00007.npz"), ""))
+        last = Path("shard_00007.npz")
+        patch.setattr(np, "savez_compressed", lambda *_, **__: full(None, last, ""))
         assert analyze(folder, output) == 2
     error = capsys.readouterr().err.splitlines()[-1]
     assert error.startswith(f"megasink: error: the results cannot be written to {output} (No space")
