@@ -41,8 +41,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     read_arguments(find_checkpoint(args.run, args.iteration).config)
     from megasink.convert.to_hf import export, source_of
 
-    source = source_of(args.run, args.iteration, args.tokenizer)
-    convert = partial(export, source, args.output, args.target, shard_bytes=shard_bytes)
+    source = source_of(args.run, args.iteration, args.tokenizer, args.target)
+    convert = partial(export, source, args.output, shard_bytes=shard_bytes)
     if not args.verify:
         target = convert(verify=not_verified)
     else:
@@ -51,7 +51,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         from megasink.convert.checking import check_export
 
         with single_process():
-            target = convert(verify=lambda folder: check_export(source, folder, args.target))
+            target = convert(verify=lambda folder: check_export(source, folder))
     print(f"{args.output}: {target.architecture}, for transformers {target.since} or later")
     say_next("its heads", "analyze", args.output, "--data", "TEXTS", "--output", "look")
     return 0

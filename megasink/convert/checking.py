@@ -14,16 +14,13 @@ from megasink.convert.megasink_model import changed_files
 from megasink.convert.megatron_reader import MegatronCheckpoint
 from megasink.convert.safetensors_reader import HuggingFaceWeights
 from megasink.convert.sink_calibration import set_sinks
-from megasink.convert.table import steps
 from megasink.convert.to_hf import Say, Source, converted
 from megasink.convert.verify import fits_in_memory, verify_logits, verify_tokenizer
 from megasink.errors import UserError
 from megasink.printable import say as say_printable
 
 
-def check_export(
-    source: Source, folder: Path, target_name: str | None = None, say: Say = say_printable
-) -> None:
+def check_export(source: Source, folder: Path, say: Say = say_printable) -> None:
     """Compare a written Hugging Face folder with the checkpoint it was made from.
 
     Raises:
@@ -31,9 +28,7 @@ def check_export(
     """
     if source.tokenizer is not None:
         verify_tokenizer(source.tokenizer, folder)
-    model = source.model
-    checkpoint = MegatronCheckpoint(source.found.folder)
-    target, _ = source.target(target_name)
+    model, checkpoint, target = source.model, source.checkpoint, source.target
     if target.custom_code and (names := changed_files(folder)):
         raise UserError(f"{folder}: {', '.join(names)} is not what was written: is the disk bad?")
     parameters = sum(torch.Size(shape).numel() for shape in checkpoint.shapes.values())
@@ -44,7 +39,7 @@ def check_export(
     weights = HuggingFaceWeights(folder)
     written = (
         (name, weights.read(name), tensor)
-        for step in steps(target.table(model), model.layers, model.experts)
+        for step in source.steps
         for name, tensor in zip(step.hf, converted(checkpoint, step), strict=True)
     )
     _verify_tensors(written, folder, parameters, say)
@@ -100,7 +95,7 @@ def check_import(
             verify_logits(found, source.folder, model, tokenizer, say)
         set_sinks(found, model, change.sink_weight, tokenizer, say)
         return
-    weights = HuggingFaceWeights(source.folder)
+    weights = source.weights
     parameters = sum(weights.meta(name).numel() for name in weights.names)
     if fits_in_memory(parameters):
         transformers_has(source.target)
@@ -109,7 +104,7 @@ def check_import(
     checkpoint = MegatronCheckpoint(found.folder)
     written = (
         (key, checkpoint.read(key, step.index), tensor)
-        for step in steps(source.target.table(model), model.layers, model.experts)
+        for step in source.steps
         for key, tensor in made(step, weights, model, change)
     )
     _verify_tensors(written, folder, parameters, say)

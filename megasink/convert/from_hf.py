@@ -5,6 +5,7 @@ OUT/config.json, OUT/checkpoints/iter_0000000, OUT/tokenizer, OUT/flags.txt
 
 import contextlib
 import dataclasses
+import functools
 import io
 import time
 from argparse import Namespace
@@ -67,6 +68,16 @@ class HuggingFaceSource:
     tokenizer: bool
     tokens: str | None = None
 
+    @functools.cached_property
+    def weights(self) -> HuggingFaceWeights:
+        """The tensors."""
+        return HuggingFaceWeights(self.folder)
+
+    @functools.cached_property
+    def steps(self) -> list[Step]:
+        """Where each of them goes."""
+        return list(steps(self.target.table(self.model), self.model.layers, self.model.experts))
+
 
 def source_of(folder: Path, granularity: str | None = None) -> HuggingFaceSource:
     """Describe a folder to be imported.
@@ -120,10 +131,8 @@ def import_model(
     Raises:
         UserError: anything that the user can fix; no folder is left behind.
     """
-    weights = HuggingFaceWeights(source.folder)
-    table = source.target.table(source.model)
-    todo = list(steps(table, source.model.layers, source.model.experts))
-    ignored = _account(weights, todo, source)
+    weights, todo = source.weights, source.steps
+    ignored = _account(source)
     model = gated_model(source.model, change)
     say(f"from {source.target.architecture}, {source.model.attention} attention")
     kept = of_folder.kept(source.folder, source.model, source.target, source.tokens)
@@ -169,12 +178,13 @@ def import_model(
     return model
 
 
-def _account(weights: HuggingFaceWeights, todo: list[Step], source: HuggingFaceSource) -> list[str]:
+def _account(source: HuggingFaceSource) -> list[str]:
     """Check that rows and tensors match one to one, with the right shapes.
 
     Returns:
         tensors that are not needed: copies, and buffers that are not weights.
     """
+    weights, todo = source.weights, source.steps
     known = {name for step in todo for name in step.hf}
     extra = sorted(weights.names - known)
     ignored = [n for n in extra if n.endswith("rotary_emb.inv_freq")]

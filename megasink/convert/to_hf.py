@@ -3,7 +3,8 @@
 import shutil
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +25,7 @@ from megasink.convert.megatron_weights import leading_axes, weight_shapes
 from megasink.convert.model_card import model_card
 from megasink.convert.output import whole_folder
 from megasink.convert.safetensors_writer import SafetensorsWriter, write_json
-from megasink.convert.table import Row, Step, planned, refuse, steps
+from megasink.convert.table import Step, planned, refuse, steps
 from megasink.convert.targets import TARGETS, choose
 from megasink.convert.targets.target import Target
 from megasink.errors import UserError
@@ -37,7 +38,7 @@ Verify = Callable[[Path], None]
 
 @dataclass(frozen=True)
 class Source:
-    """A checkpoint to be exported.
+    """A checkpoint to be exported, and as what: the plan of the writer and of the verification.
 
     Attributes:
         found: its location.
@@ -45,34 +46,43 @@ class Source:
         model: its architecture.
         tokenizer: a transformers tokenizer; None if the run has none.
         carried: what the run keeps of the Hugging Face folder that it comes from.
+        target: the architecture in transformers.
+        why: why that one.
     """
 
     found: Checkpoint
     saved: dict[str, Any]
     model: Architecture
     tokenizer: Any
-    carried: dict[str, Any] = field(default_factory=dict)
+    carried: dict[str, Any]
+    target: Target
+    why: str
 
-    def target(self, name: str | None) -> tuple[Target, str]:
-        """Return the target, and why: the one named, that of the import, or the first that fits.
+    @cached_property
+    def checkpoint(self) -> MegatronCheckpoint:
+        """The weights."""
+        return MegatronCheckpoint(self.found.folder)
 
-        Raises:
-            UserError: the target named does not fit, or none does.
-        """
-        before = TARGETS.get(self.carried.get("model_type", ""))
-        if name is None and before is not None and not before.problems(self.model):
-            return before, "as it was imported"
-        return choose(self.model, name)
+    @cached_property
+    def steps(self) -> list[Step]:
+        """Where each of them goes."""
+        return list(steps(self.target.table(self.model), self.model.layers, self.model.experts))
 
 
 def source_of(
-    run: Path, iteration: int | None = None, tokenizer: str | Path | None = None
+    run: Path,
+    iteration: int | None = None,
+    tokenizer: str | Path | None = None,
+    target: str | None = None,
 ) -> Source:
     """Describe a checkpoint to be exported.
 
+    Args:
+        target: name of the target; None for that of the import, or the first that fits.
+
     Raises:
-        UserError: the checkpoint or tokenizer does not exist, or no target supports the model; all
-            unsupported features are listed.
+        UserError: the checkpoint or tokenizer does not exist, the target named does not fit, or
+            none supports the model; all unsupported features are listed.
     """
     found = find_checkpoint(run, iteration)
     saved = read_arguments(found.config)
@@ -80,13 +90,16 @@ def source_of(
     model, problems = architecture_of(saved, None if loaded is None else len(loaded))
     if problems:
         raise UserError(f"{run} cannot be converted for transformers: {'; '.join(problems)}")
-    return Source(found, saved, model, loaded, carried(found.config))
+    kept = carried(found.config)
+    before = TARGETS.get(kept.get("model_type", ""))
+    if target is None and before is not None and not before.problems(model):
+        return Source(found, saved, model, loaded, kept, before, "as it was imported")
+    return Source(found, saved, model, loaded, kept, *choose(model, target))
 
 
 def export(
     source: Source,
     output: Path,
-    target_name: str | None = None,
     *,
     shard_bytes: int = 5 * 10**9,
     say: Say = say_printable,
@@ -96,7 +109,6 @@ def export(
 
     Args:
         output: must be missing or empty; it appears when everything is written and verified.
-        target_name: name of the target; None for the first that fits.
         shard_bytes: maximum size of a safetensors file.
         say: prints a line for the user.
         verify: called with the written folder before it gets its name; raises on failure.
@@ -105,12 +117,9 @@ def export(
         UserError: anything that the user can fix; no folder is left behind.
     """
     use_large_pages()
-    target, why = source.target(target_name)
-    say(f"target: {target.architecture} ({target.name}): {why}")
-    checkpoint = MegatronCheckpoint(source.found.folder)
-    table = target.table(source.model)
-    _account(checkpoint, table, source.model)
-    todo = list(steps(table, source.model.layers, source.model.experts))
+    target, checkpoint, todo = source.target, source.checkpoint, source.steps
+    say(f"target: {target.architecture} ({target.name}): {source.why}")
+    _account(source)
     entries = []
     for step in todo:
         entries += planned(step, [checkpoint.meta(k, step.index) for k in step.row.megatron])
@@ -128,15 +137,16 @@ def export(
             f"{len(files)} file{'s' * (len(files) > 1)}, "
             f"{writer.total_bytes / 1e6 / seconds:,.0f} MB/s"
         )
-        _write_beside(source, target, folder, say)
+        _write_beside(source, folder, say)
         if verify is not None:
             verify(folder)
     return target
 
 
-def _account(checkpoint: MegatronCheckpoint, table: tuple[Row, ...], model: Architecture) -> None:
+def _account(source: Source) -> None:
     """Check that rows and weights match one to one, with the shapes of the model."""
-    known = {key for row in table for key in row.megatron}
+    checkpoint, model = source.checkpoint, source.model
+    known = {key for step in source.steps for key in step.row.megatron}
     stored_keys = checkpoint.shapes.keys()
     found = [f"{key} is missing" for key in sorted(known - stored_keys)]
     found += [f"{key} has no place in the target" for key in sorted(stored_keys - known)]
@@ -183,9 +193,9 @@ def refuse_nan(name: str, tensor: Tensor) -> None:
     )
 
 
-def _write_beside(source: Source, target: Target, folder: Path, say: Say) -> None:
+def _write_beside(source: Source, folder: Path, say: Say) -> None:
     """Write the tokenizer, model card, modeling files, and config.json last."""
-    special, tokens = special_tokens(source.tokenizer), None
+    target, special, tokens = source.target, special_tokens(source.tokenizer), None
     if source.tokenizer is not None:
         from megasink.data.tokenizer import tokenizer_hash
 

@@ -125,11 +125,10 @@ def round_trip(folder: str, name: str) -> dict[str, Any]:
         architecture = MODELS[name][1]
         return verify_logits(find_checkpoint(run), hf, architecture, None, lines.append)
 
-    source = to_hf.source_of(root / "run")
+    source = to_hf.source_of(root / "run", target=MODELS[name][0])
     target = to_hf.export(
         source,
         root / "hf",
-        MODELS[name][0],
         say=lines.append,
         verify=lambda out: found.append(compare(root / "run", out)),
     )
@@ -139,8 +138,8 @@ def round_trip(folder: str, name: str) -> dict[str, Any]:
         say=lines.append,
         verify=lambda out: found.append(compare(out, root / "hf")),
     )
-    back = to_hf.source_of(root / "back")
-    to_hf.export(back, root / "again", MODELS[name][0], say=lines.append)
+    back = to_hf.source_of(root / "back", target=MODELS[name][0])
+    to_hf.export(back, root / "again", say=lines.append)
     first, second = ((root / x / "model.safetensors").read_bytes() for x in ("hf", "again"))
     return {
         "target": target.name,

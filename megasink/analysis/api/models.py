@@ -116,7 +116,7 @@ def convert_to_hf(
     """
     from megasink.convert.to_hf import export, source_of
 
-    export(source_of(Path(run), iteration, tokenizer), Path(output), target)
+    export(source_of(Path(run), iteration, tokenizer, target), Path(output))
     return Path(output)
 
 
