@@ -26,10 +26,3 @@ def die(code: int) -> None:
 def hang() -> None:
     """Never answer."""
     time.sleep(600)
-
-
-def fail_on_rank_1() -> None:
-    """Fail on one worker, while the other waits for it in vain."""
-    if os.environ["POOL_RANK"] == "0":
-        time.sleep(600)
-    raise ValueError("only here")

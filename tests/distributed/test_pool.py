@@ -28,11 +28,6 @@ def test_every_layout_runs_in_the_same_processes(pool):
     assert one["pid"] in next(iter(pids))
 
 
-def test_a_layout_that_does_not_fit_is_refused(bare):
-    with pytest.raises(ValueError, match="needs 4 workers"):
-        bare.run(WHERE, Layout(tp=2, dp=2))
-
-
 def test_an_exception_is_a_traceback_and_the_workers_live_on(bare):
     bare.run(f"{TASKS}:remember", rank_marker="before")
     with pytest.raises(TaskFailed, match=r"(?s)raise_here.*KeyError: 'a message that the test"):
@@ -51,16 +46,3 @@ def test_a_hang_ends_at_the_timeout_with_the_stack_of_the_worker(bare):
     with pytest.raises(TaskFailed, match=r"(?s)did not answer.*in hang"):
         bare.run(f"{TASKS}:hang", timeout=3.0)
     assert bare.run(f"{TASKS}:remember", rank_marker="new") == [["new"]] * 2
-
-
-def test_one_failing_rank_does_not_wait_for_the_others(bare):
-    with pytest.raises(TaskFailed, match=r"(?s)ValueError: only here.*did not answer"):
-        bare.run(f"{TASKS}:fail_on_rank_1")
-
-
-def test_closing_ends_the_processes():
-    workers = Pool(1)
-    workers.run(f"{TASKS}:remember", rank_marker="x")
-    (process,) = workers._processes
-    workers.close()
-    assert process.poll() == 0
