@@ -101,25 +101,6 @@ def _store() -> Any:
         def wait(self, *_: Any) -> None:
             return None
 
-        def delete_key(self, key: str) -> bool:
-            return True
-
-        def num_keys(self) -> int:
-            return len(self.written)
-
-        def set_timeout(self, timeout: Any) -> None:
-            return None
-
-        def multi_get(self, keys: list[str]) -> list[bytes]:
-            return [self.get(key) for key in keys]
-
-        def multi_set(self, keys: list[str], values: list[Any]) -> None:
-            for key, value in zip(keys, values, strict=True):
-                self.set(key, value)
-
-        def has_extended_api(self) -> bool:
-            return True
-
         def clone(self) -> Any:
             return self
 
