@@ -21,7 +21,6 @@ from megasink.printable import say, say_next
 from megasink.progress import progress
 from megasink.run_options import RESUME
 from megasink.training import early
-from megasink.training.checks.memory import MARK
 from megasink.training.flag_file import named_values
 from megasink.training.flat_loss import FlatLoss
 from megasink.training.last_start import (
@@ -32,7 +31,7 @@ from megasink.training.last_start import (
 )
 from megasink.training.lease import clear, wait_until_expired, writer_of
 from megasink.training.metrics_file import NewLines
-from megasink.training.rank_logs import first_error, marked, raised
+from megasink.training.rank_logs import first_error, raised
 from megasink.training.ranks import Ranks
 from megasink.training.replay import replayed
 from megasink.training.run_dir import folder_problem
@@ -239,16 +238,13 @@ def _follow(
     running: Ranks, new_lines: NewLines, total: int | None, console: Console, logs: Path
 ) -> int:
     """Show new lines of metrics.jsonl until the ranks end; return torchrun's exit code."""
-    is_starting, flat = True, FlatLoss(logs.parent.parent)
+    flat = FlatLoss(logs.parent.parent)
     with progress("training", total, "steps", console=console, every=10.0) as tell:
         tell(0, "starting")
         while True:
             code = running.poll()
-            if is_starting and (memory := marked(logs, MARK)):
-                is_starting = False
-                say(memory)
             for line in new_lines():
-                step, is_starting = line["iteration"], False
+                step = line["iteration"]
                 if stays := flat.add(line):
                     say(stays)
                 try:

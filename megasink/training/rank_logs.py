@@ -20,15 +20,6 @@ def first_error(logs: Path) -> str | None:
     return None
 
 
-def marked(logs: Path, mark: str) -> str | None:
-    """Return the first line of a rank's output that begins with `mark`, or None."""
-    for path in sorted(logs.rglob("stdout.log")):
-        for line in path.read_text(errors="replace").splitlines():
-            if line.startswith(mark):
-                return line
-    return None
-
-
 def raised(logs: Path) -> tuple[Path, str] | None:
     """Return the first traceback's log and its last line, or None."""
     line = r"^(?:\[rank\d+\]: )?(\w[\w.]*(?:Error|Exception|Interrupt)\b.*)$"

@@ -13,8 +13,6 @@ from megasink import cpu
 # Python with torch and Megatron, of each rank; libraries' pages that ranks share are not counted.
 _PROCESS = 0.3e9
 _LOGIT = 12
-MARK = "memory of this machine: "
-"""Beginning of the line of a rank's log that the launcher shows."""
 _GROUPS = Path("/sys/fs/cgroup")
 
 
@@ -32,18 +30,14 @@ def problems(args: Namespace) -> Iterator[str]:
     ranks = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
     state, activations = bytes_of_rank(args)
     needed, left = ranks * (state + activations + _PROCESS), available()
-    text = (
-        f"{needed / 1e9:.1f} GB in {ranks} rank{'s' if ranks > 1 else ''} (weights, gradients and "
-        f"optimizer {ranks * state / 1e9:.1f}, activations {ranks * activations / 1e9:.1f})"
-    )
     if needed > left:
         yield (
             f"this machine has {left / 1e9:.1f} GB of memory left, and training takes at least "
-            f"{text}: lower --micro-batch-size or --seq-length, train a smaller model, or use GPUs "
-            "(megasink plan)"
+            f"{needed / 1e9:.1f} GB in {ranks} rank{'s' if ranks > 1 else ''} (weights, gradients "
+            f"and optimizer {ranks * state / 1e9:.1f}, activations "
+            f"{ranks * activations / 1e9:.1f}): lower --micro-batch-size or --seq-length, train a "
+            "smaller model, or use GPUs (megasink plan)"
         )
-    elif needed > left / 2:
-        print(f"{MARK}at least {text}, of {left / 1e9:.1f} GB that are left", flush=True)
 
 
 def bytes_of_rank(args: Namespace) -> tuple[float, float]:
