@@ -6,14 +6,18 @@ import os
 import sys
 from argparse import Namespace
 from collections.abc import Iterable, Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import megasink
 from megasink import plugins
+from megasink.checkpoints.find import newest_checkpoint
 from megasink.checkpoints.identity import plain
+from megasink.checkpoints.intact import checkpoint_path
 from megasink.checkpoints.tokenizer import digests
+from megasink.data.object_store import is_stored
 from megasink.megatron_flags import having
-from megasink.training.checks.blends import named_prefixes
+from megasink.training.checks.blends import blends
 from megasink.upstream.versions import versions
 
 # What differs between ranks, and folders: `hosts` looks for those that all hosts share.
@@ -22,18 +26,22 @@ _OF_A_HOST |= {"expanded_recipe"}  # its path; its flags are compared
 # Variables that choose kernels or their arithmetic.
 _VARIABLES = ("NVTE_", "CUBLAS_WORKSPACE_CONFIG", "NVIDIA_TF32_OVERRIDE", "TORCH_ALLOW_TF32")
 _DIGEST = "sha256 "
+_SAMPLES = 1024  # blocks that are read of all data sets, at least 4 of a file
+_BLOCK = 1 << 12
+_THREADS = 16
 
 
 def facts_of(args: Namespace) -> dict[str, str]:
     """Return {what: its value, or a digest of it}, by the names that a message gives them.
 
-    Reads the source of megasink, Megatron and the plugins, and the tokenizer. Paths may differ
-    between hosts.
+    Reads the source of megasink, Megatron and the plugins, the tokenizer, and a few blocks of each
+    data set. Paths may differ between hosts, what is behind them may not.
 
     Args:
         args: validated.
     """
-    facts = dict(_flags(args, set(named_prefixes(args))))
+    prefixes = [prefix for blend in blends(args) for prefix in blend.prefixes]
+    facts = dict(_flags(args, set(prefixes)))
     facts |= {f"version of {name}": version for name, version in versions().items()}
     facts["version of megasink"] = megasink.__version__
     facts |= {f"variable {k}": v for k, v in os.environ.items() if k.startswith(_VARIABLES)}
@@ -47,7 +55,9 @@ def facts_of(args: Namespace) -> dict[str, str]:
     if args.tokenizer_model and Path(args.tokenizer_model).is_dir():
         for name, digest in digests(Path(args.tokenizer_model)).items():
             facts[f"{name} of --tokenizer-model"] = _DIGEST + digest
-    return facts
+    if args.load:
+        facts["--load"] = _checkpoint(Path(args.load))
+    return facts | dict(_data(args, len(prefixes)))
 
 
 def differences(here: Mapping[str, str], there: Mapping[str, str], host: str) -> list[str]:
@@ -87,6 +97,39 @@ def _source(module: str) -> str:
         return _digest([Path(str(spec.origin))])
     folders = map(Path, spec.submodule_search_locations)
     return _digest(path for folder in folders for path in sorted(folder.rglob("*.py")))
+
+
+def _checkpoint(folder: Path) -> str:
+    newest = newest_checkpoint(folder)
+    if newest is None:
+        return "none"
+    return _digest(sorted(checkpoint_path(folder, newest).glob("*metadata*")))
+
+
+def _data(args: Namespace, count: int) -> Iterator[tuple[str, str]]:
+    """Yield the files of the data sets, by a few blocks of each: most have gigabytes."""
+    blocks = max(4, min(64, _SAMPLES // max(count, 1)))
+    names, paths = [], []
+    for blend in blends(args):
+        for number, prefix in enumerate(blend.prefixes, 1):
+            for kind in (".idx", ".bin") if not is_stored(prefix) else ():
+                names.append(f"the {kind} of data set {number} of {blend.flag}")
+                paths.append(Path(f"{prefix}{kind}"))
+    with ThreadPoolExecutor(_THREADS) as threads:
+        found = threads.map(lambda path: _sampled(path, blocks), paths)
+        yield from zip(names, found, strict=True)
+
+
+def _sampled(path: Path, blocks: int) -> str:
+    if not path.is_file():
+        return "none"
+    size = path.stat().st_size
+    digest = hashlib.sha256(str(size).encode())
+    with path.open("rb") as file:
+        for number in range(blocks):
+            file.seek(max(0, size - _BLOCK) * number // (blocks - 1))
+            digest.update(file.read(_BLOCK))
+    return _DIGEST + digest.hexdigest()
 
 
 def _digest(paths: Iterable[Path]) -> str:

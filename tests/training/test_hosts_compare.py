@@ -44,13 +44,19 @@ def test_copies_elsewhere_are_the_same_and_what_differs_is_named(data):
     one, two = data / "one", data / "two"
     assert differences(of(one), of(two), "a") == []
     (two / "tokenizer" / "merges.txt").write_text("a b")
+    with (two / "text.bin").open("r+b") as file:
+        file.write(b"\1")
     given = ["--data-path", "2", str(two / "text"), "--lr", "0.5"]
     assert differences(of(two, *given), of(one), "a") == [
         "--data-path 2 (a: 1)",
         "--lr 0.5 (a: 0.001)",
         "merges.txt of --tokenizer-model is another than on a",
+        "the .bin of data set 1 of --data-path is another than on a",
     ]
-    assert differences(of(one), of(two), "a") == ["merges.txt of --tokenizer-model is missing"]
+    assert differences(of(one), of(two), "a") == [
+        "merges.txt of --tokenizer-model is missing",
+        "the .bin of data set 1 of --data-path is another than on a",
+    ]
 
 
 def test_code_and_versions_are_facts(data, monkeypatch):
@@ -156,3 +162,15 @@ def test_a_host_says_for_whom_it_waits_and_what_others_lost(monkeypatch, capfd):
     until(lambda: "megasink: host-b: rank 1 was ended by SIGKILL\n" in said)
     here.leave()
     assert store.num_keys()
+
+
+def test_a_checkpoint_that_is_loaded_is_a_fact(data):
+    saved = data / "checkpoints" / "iter_0000002"
+    saved.mkdir(parents=True)
+    (saved.parent / "latest_checkpointed_iteration.txt").write_text("2")
+    load = ["--load", str(saved.parent), "--finetune"]
+    found = []
+    for text in ("{}", "{ }"):
+        (saved / "metadata.json").write_text(text)
+        found.append(of(data / "one", *load))
+    assert differences(*found, "a") == ["--load is another than on a"]
