@@ -133,9 +133,10 @@ def balance_table(path: Path) -> Iterator[str]:
             apart = difference(arms[arm][name], arms["none"][name])
             cells.append(f"{show(float(arms[arm][name].mean()))}; {value_of(apart)}")
         yield f"| {name} | {' | '.join(cells)} |"
-    losses = {arm: found["held-out loss"] for arm, found in arms.items()}
-    apart_7 = (value_of(difference(losses[arm], losses["eq7"])) for arm in list(arms)[2:])
-    yield f"| its difference from Eq. 7 | – | – | – | {' | '.join(apart_7)} |"
+        if name == "held-out loss":
+            losses = [found[name] for found in arms.values()]  # no loss, Eq. 7, and Eq. 8 twice
+            cells = [value_of(difference(loss, losses[1])) for loss in losses[2:]]
+            yield f"| its difference from Eq. 7 | – | – | – | {' | '.join(cells)} |"
 
 
 def verdicts(section: str) -> Iterator[str]:
@@ -150,7 +151,7 @@ def verdicts(section: str) -> Iterator[str]:
 def surgery_table(path: Path) -> Iterator[str]:
     """Yield what is measured of each variant, before and after the training."""
     found = surgery(path)
-    last = {arm: max(steps for a, steps in found if a == arm) for arm, _ in found}
+    last = {arm: steps for arm, steps in sorted(found, key=lambda stage: stage[1]) if steps}
     shown = {"as it was": found["vanilla", 0], "sinks put in": found["sink", 0]}
     shown |= {f"{arm}, {steps} steps": found[arm, steps] for arm, steps in last.items()}
     numbers = {name: surgery_numbers(s, found["vanilla", 0]) for name, s in shown.items()}
@@ -199,11 +200,10 @@ def page(folder: Path = RESULTS) -> str:
     lines += [f"![Heads and losses of four arms]({PICTURES}/balance.png)", ""]
     lines += [words["balance_table"].strip(), "", *balance_table(balance), ""]
     lines += [*verdicts("balance"), "", words["balance_after"].strip()]
-    if operated.is_file():
-        lines += ["", "## Sink surgery", "", words["surgery"].strip(), ""]
-        lines += [f"![Three variants, trained on]({PICTURES}/surgery.png)", ""]
-        lines += [*surgery_table(operated), "", *verdicts("surgery")]
-        lines += ["", words["surgery_after"].strip()]
+    lines += ["", "## Sink surgery", "", words["surgery"].strip(), ""]
+    lines += [f"![Three variants, trained on]({PICTURES}/surgery.png)", ""]
+    lines += [*surgery_table(operated), "", *verdicts("surgery")]
+    lines += ["", words["surgery_after"].strip()]
     fidelity = json.loads((folder / "fidelity-smollm2.json").read_text())
     lines += ["", "## In Megatron, and back", "", words["fidelity"].strip(), ""]
     lines += fidelity_lines(fidelity)
@@ -224,8 +224,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     for name in ("claims.png", "importance.png"):
         shutil.copyfile(RESULTS / name, pictures / name)
     draw_balance(RESULTS / "balance-smollm2.jsonl", pictures / "balance.png")
-    if (operated := RESULTS / "surgery-smollm2.jsonl").is_file():
-        draw_surgery(operated, pictures / "surgery.png")
+    draw_surgery(RESULTS / "surgery-smollm2.jsonl", pictures / "surgery.png")
     PAGE.write_text(page())
     print(PAGE)
     return 0

@@ -83,11 +83,8 @@ def kurtosis(values: Tensor) -> float:
     return float(deviation.pow(4).mean() / deviation.square().mean().square())
 
 
-def kurtoses(model: Any, ids: Tensor) -> dict[str, list[float]]:
-    """Return the kurtosis of the states [T, D] after each block but the last, of a text [1, T].
-
-    Twice: with the first token, and without.
-    """
+def states_of(model: Any, ids: Tensor) -> list[Tensor]:
+    """Return the states [T, D] after each block but the last, of a text [1, T]."""
     states: list[Tensor] = []
 
     def keep(_module: torch.nn.Module, _args: Any, out: Any) -> None:
@@ -99,30 +96,43 @@ def kurtoses(model: Any, ids: Tensor) -> dict[str, list[float]]:
     finally:
         for hook in hooks:
             hook.remove()
-    flat = [state.reshape(ids.shape[1], -1) for state in states[:-1]]
-    return {
-        "all": [kurtosis(state_TD) for state_TD in flat],
-        "without the first": [kurtosis(state_TD[1:]) for state_TD in flat],
+    return [state.reshape(ids.shape[1], -1) for state in states[:-1]]
+
+
+@torch.no_grad()
+def outliers(hub: Any, ids: list[Tensor]) -> dict[str, Any]:
+    """Return the kurtosis by block, mean over texts, with the first token and without; and of each
+    text the norm of the longest state over the median, largest over blocks, wherever it stands."""
+    every = [states_of(hub.model, row) for row in ids]
+    kinds = {"all": 0, "without the first": 1}
+    by_block = {
+        kind: torch.tensor([[kurtosis(s[begin:]) for s in states] for states in every]).mean(0)
+        for kind, begin in kinds.items()
     }
+    norms = [torch.stack(states).norm(dim=-1) for states in every]
+    longest = [float((n.amax(1) / n.median(1).values).max()) for n in norms]
+    return {
+        "kurtosis": {kind: values.round(decimals=2).tolist() for kind, values in by_block.items()},
+        "longest": [round(ratio, 2) for ratio in longest],
+    }
+
+
+def rows_of(hub: Any) -> list[Tensor]:
+    """Return the tokens [1, T] of each text."""
+    texts = [text.text for text in read_texts()[:TEXTS]]
+    rows = (hub.tokenizer(text, add_special_tokens=False)["input_ids"][:TOKENS] for text in texts)
+    return [torch.tensor([row]) for row in rows]
 
 
 @torch.no_grad()
 def rounded_losses(hub: Any) -> dict[str, Any]:
-    """Return the loss of each text under each setting, and the mean kurtosis by block."""
-    model = hub.model.eval()
-    texts = [text.text for text in read_texts()[:TEXTS]]
-    rows = [hub.tokenizer(text, add_special_tokens=False)["input_ids"][:TOKENS] for text in texts]
-    ids = [torch.tensor([row]) for row in rows]
+    """Return the loss of each text under each setting, and `outliers`."""
+    model, ids = hub.model.eval(), rows_of(hub)
     found: dict[str, Any] = {}
     for name, (weights, activations, by_row) in SETTINGS.items():
         with rounding(model, weights, activations, by_row=by_row):
             found[name] = [round(float(losses(model, row)), 5) for row in ids]
-    each = [kurtoses(model, row) for row in ids]
-    means = {
-        what: torch.tensor([k[what] for k in each]).mean(0).round(decimals=2).tolist()
-        for what in each[0]
-    }
-    return {"losses": found, "kurtosis": means}
+    return {"losses": found} | outliers(hub, ids)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

@@ -133,6 +133,9 @@ def surgery_numbers(stage: dict[str, Any], model: dict[str, Any]) -> dict[str, d
         for name, values in stage["losses"].items():
             if name != "none":
                 found[f"rounded, {name}: rise of the loss"] = measured(np.array(values) - plain)
+        longest = np.array(stage["longest"])
+        found["norm of any token's state over the median, largest"] = measured(longest)
+        found["share of texts in which it is above 10"] = measured(float((longest > 10).mean()))
         for name, values in stage["kurtosis"].items():
             found[f"kurtosis of the states, {name}: largest"] = measured(max(values))
     return found

@@ -103,19 +103,24 @@ def draw_surgery(results: Path, path: Path) -> None:
         axes[0, 0].legend()
         by_layer, norms, rounding = axes[1]
         for arm, color in VARIANTS.items():
-            stage = found[arm, max(s for a, s in found if a == arm)]
-            by_layer.plot(np.mean(stage["awft"], 1), color=color, label=f"{arm}, {stage['steps']}")
-            norms.plot(stage["massive_ratio"][2::2], color=color)
-        by_layer.plot(np.mean(found["vanilla", 0]["awft"], 1), ":", color="black", label="before")
-        norms.plot(found["vanilla", 0]["massive_ratio"][2::2], ":", color="black")
-        by_layer.set_title(f"attention to the first token\nafter {last} steps")
+            if (arm, last) in found:
+                _by_layer(by_layer, norms, found[arm, last], f"{arm}, {last}", color, "-")
+        _by_layer(by_layer, norms, found["vanilla", 0], "before", "black", ":")
+        _by_layer(by_layer, norms, found["sink", 0], "sinks put in", BLUE, ":")
+        by_layer.set_title("attention to the first token")
         by_layer.set_xlabel("layer")
         by_layer.legend()
         norms.set_title("norm of the first state\nover the others'")
         norms.set_yscale("log")
+        norms.yaxis.set_major_formatter("{x:g}")
         norms.set_xlabel("block")
         _rounding(rounding, found)
         file.write(rendered(figure, "png"))
+
+
+def _by_layer(attention: Any, norms: Any, stage: Any, label: str, color: str, line: str) -> None:
+    attention.plot(np.mean(stage["awft"], 1), line, color=color, label=label)
+    norms.plot(stage["massive_ratio"][2::2], line, color=color)  # behind each block
 
 
 def _rounding(axes: Any, found: dict[tuple[str, int], dict[str, Any]]) -> None:
@@ -132,7 +137,8 @@ def _rounding(axes: Any, found: dict[tuple[str, int], dict[str, Any]]) -> None:
         heights = np.arange(len(names)) + 0.2 * (at - 1.5)
         axes.barh(heights, np.maximum(rises, 1e-4), height=0.18, color=color, label=label)
     axes.set_xscale("log")
-    axes.set_yticks(range(len(names)), [n.replace(", per", ",\nper") for n in names])
+    axes.xaxis.set_major_formatter("{x:g}")
+    axes.set_yticks(range(len(names)), [name.replace(", ", ",\n") for name in names])
     axes.invert_yaxis()
     axes.set_title("rise of the loss\nwhen rounded, nats")
     axes.legend(fontsize="x-small")

@@ -1,6 +1,7 @@
 """Fine-tuning and surgery of examples/real_models: the data, the rounding, what the page says."""
 
 import json
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -142,12 +143,15 @@ def test_a_model_is_rounded_and_as_it_was_after(model):
     assert (close - before).std() < 0.02 * scale
     for far in (weights_alone, activations_alone):
         assert 0.1 * scale < (far - before).std()
-    found = rounding.kurtoses(net, ids)
+    found = rounding.outliers(SimpleNamespace(model=net), [ids])
     hidden = net(ids, output_hidden_states=True).hidden_states[1:-1]
-    expected = [stats.kurtosis(h.double().numpy().ravel(), fisher=False) for h in hidden]
-    np.testing.assert_allclose(found["all"], expected, rtol=1e-6)
-    rest = [stats.kurtosis(h[0, 1:].double().numpy().ravel(), fisher=False) for h in hidden]
-    np.testing.assert_allclose(found["without the first"], rest, rtol=1e-6)
+    for kind, begin in (("all", 0), ("without the first", 1)):
+        parts = (h[0, begin:].double().numpy().ravel() for h in hidden)
+        expected = [stats.kurtosis(part, fisher=False) for part in parts]
+        np.testing.assert_allclose(found["kurtosis"][kind], expected, atol=0.006)
+    norms = torch.cat(hidden).norm(dim=-1)
+    ratio = (norms.max(1).values / norms.sort(1).values[:, 9]).max()  # torch's median of 20
+    np.testing.assert_allclose(found["longest"], [ratio], atol=0.006)
 
 
 def test_numbers_of_runs():
@@ -228,4 +232,7 @@ def test_three_variants_from_the_start_to_the_page(talking, monkeypatch):
 
 def test_pictures_of_the_committed_results(tmp_path):
     draw_balance(page.RESULTS / "balance-smollm2.jsonl", tmp_path / "balance.png")
-    assert (tmp_path / "balance.png").read_bytes().startswith(b"\x89PNG")
+    draw_surgery(page.RESULTS / "surgery-smollm2.jsonl", tmp_path / "surgery.png")
+    for picture in tmp_path.iterdir():
+        assert picture.read_bytes().startswith(b"\x89PNG")
+    assert len(list(tmp_path.iterdir())) == 2
