@@ -19,10 +19,11 @@ from megasink.analysis.capture.ranks import Ranks
 from megasink.analysis.capture.samples import inputs_of
 from megasink.analysis.interventions.record import changes_of
 from megasink.analysis.interventions.zero_heads import ZeroHeads
+from megasink.analysis.loading import opened
 from megasink.analysis.measure import measure
 from megasink.analysis.options import AnalysisOptions
 from megasink.atomic import atomic_text
-from megasink.cli.analyze import analyze_parser, check, opened
+from megasink.cli.analyze import analyze_parser, check
 from megasink.json_file import read_object
 from megasink.progress import tracked
 

@@ -12,7 +12,7 @@ from megasink.analysis.ablate.results import ALL, RANDOM, AblationResults
 from megasink.analysis.folder import read_analysis
 from megasink.analysis.metrics import metrics_shown
 from megasink.analysis.results import scalars_of
-from megasink.cli.ablate_options import SCORES
+from megasink.cli.ablate import SCORES
 from megasink.json_file import read_object
 from megasink.typed_json import from_json
 

@@ -1,11 +1,9 @@
 """Read a finished analysis from disk, and write its tables as CSV."""
 
-import zlib
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
-from zipfile import BadZipFile
 
 import numpy as np
 from numpy.typing import NDArray
@@ -15,6 +13,7 @@ from megasink.analysis.metrics import metrics, metrics_shown
 from megasink.analysis.metrics.registry import AXES
 from megasink.analysis.pages.csv_file import write_csv
 from megasink.analysis.results import FORMAT, MetricResult, Results, SampleResults
+from megasink.analysis.results_files import read_arrays
 from megasink.errors import UserError
 from megasink.json_file import read_object
 from megasink.typed_json import from_json
@@ -156,11 +155,7 @@ def _arrays(path: Path) -> dict[str, NDArray[Any]]:
     """Read the arrays of a file that may be absent."""
     if not path.is_file():
         return {}
-    try:
-        with np.load(path, allow_pickle=False) as arrays:
-            return {name: arrays[name] for name in arrays.files}
-    except (OSError, ValueError, EOFError, BadZipFile, zlib.error) as error:
-        raise UserError(f"{path} is damaged ({error}): analyze the model again") from error
+    return read_arrays(path, "analyze the model again")
 
 
 def write_tables(analysis: Analysis, folder: Path) -> list[Path]:

@@ -32,31 +32,20 @@ def measure(
     ranks: Ranks | None = None,
     console: Console | None = None,
 ) -> Measurements | None:
-    """Run the samples and return the metrics of each.
+    """Run the samples and return the metrics of each; see `run`.
 
     Args:
-        options: read for `batch_size`, `positions`, `columns` and `loss`.
         metrics: metrics of statistics to compute; None for all.
         changes: made in the heads while they run.
-        token_bytes: bytes of each token, for bits per byte.
-        partial: folder that finished shards are written to and read from; None uses memory.
-        ranks: processes that share the shards; several need `partial`.
-
-    Returns:
-        the measurements; None on every process except rank 0.
-
-    Raises:
-        UserError: no sample has finite activations.
     """
-    recorder = Recorder(model.heads, metrics, positions=options.positions, columns=options.columns)
+    recorder = Recorder(model.heads, metrics, options)
     with model.open_probe(recorder, changes) as probe:
         return run(
             probe,
             recorder,
             samples,
-            batch_size=options.batch_size,
+            options,
             device=model.device,
-            loss=options.loss,
             token_bytes=token_bytes,
             console=console,
             partial=partial,

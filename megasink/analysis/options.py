@@ -3,6 +3,7 @@
 Nothing here imports torch.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any, Self
@@ -29,6 +30,14 @@ class Options:
         """
         given = {f.name: getattr(values, f.name) for f in fields(cls) if f.name not in others}
         return cls(**{name: _frozen(value) for name, value in (given | others).items()})
+
+    def some(self, *names: str) -> dict[str, Any]:
+        """Return some fields by name, lists in place of tuples, as JSON has them."""
+        return {name: _listed(getattr(self, name)) for name in names}
+
+    def by_flag(self, *names: str) -> dict[str, Any]:
+        """Return some fields by their flags, such as "--batch-size": what results depend on."""
+        return {flag_of(name): value for name, value in self.some(*names).items()}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -125,6 +134,32 @@ class AblationOptions(AnalysisOptions):
     heads: tuple[str, ...] | None = None
     interventions: Path | None = None
     layer: int | None = None
+
+
+_LEAST = {"max_samples": 1, "seq_length": 2, "batch_size": 1, "positions": 1, "columns": 1}
+
+
+def too_small(values: Any, name_of: Callable[[str], str] = str) -> list[str]:
+    """Return what is too small among the fields of `AnalysisOptions`.
+
+    Args:
+        values: has the fields, such as a parsed command line.
+        name_of: field -> what the message calls it.
+    """
+    return [
+        f"{name_of(name)} {value}: at least {least}"
+        for name, least in _LEAST.items()
+        if (value := getattr(values, name)) is not None and value < least
+    ]
+
+
+def flag_of(name: str) -> str:
+    """Return the flag of a field."""
+    return f"--{name.replace('_', '-')}"
+
+
+def _listed(value: Any) -> Any:
+    return list(value) if isinstance(value, tuple) else value
 
 
 def _frozen(value: Any) -> Any:

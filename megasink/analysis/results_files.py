@@ -1,16 +1,38 @@
 """The files of a command's results: JSON with its schema, arrays, and one answer to a full disk."""
 
 import json
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+import zlib
+from collections.abc import Callable, Collection, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 from typing import Any
+from zipfile import BadZipFile
 
 import numpy as np
+from numpy.typing import NDArray
 
+from megasink.analysis.capture.ranks import Ranks
+from megasink.analysis.options import AnalysisOptions
 from megasink.atomic import atomic_file, atomic_text
 from megasink.errors import UserError
+from megasink.output_folder import results_in
 from megasink.typed_json import schema_of, to_json
+
+
+def holding(
+    options: AnalysisOptions,
+    command: str,
+    about: Mapping[str, Any],
+    ranks: Ranks,
+    grows: Collection[str] = (),
+) -> AbstractContextManager[Callable[[], None]]:
+    """Hold the output folder of a command, in the first process; see `results_in`."""
+    assert options.output is not None
+    writes = not ranks.rank
+    overwrite = options.overwrite
+    return results_in(
+        options.output, command, about, overwrite=overwrite, grows=grows, writes=writes
+    )
 
 
 @contextmanager
@@ -49,3 +71,16 @@ def write_arrays(path: Path, arrays: Mapping[str, Any] | None) -> None:
             np.savez_compressed(file, allow_pickle=False, **arrays)
     else:
         path.unlink(missing_ok=True)
+
+
+def read_arrays(path: Path, cure: str) -> dict[str, NDArray[Any]]:
+    """Read arrays as `write_arrays` wrote them.
+
+    Raises:
+        UserError: the file is damaged; `cure` says what to do.
+    """
+    try:
+        with np.load(path, allow_pickle=False) as arrays:
+            return {name: arrays[name] for name in arrays.files}
+    except (OSError, ValueError, EOFError, BadZipFile, zlib.error) as error:
+        raise UserError(f"{path} is damaged ({error}): {cure}") from error

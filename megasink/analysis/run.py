@@ -21,13 +21,18 @@ from megasink.analysis.measure import measure
 from megasink.analysis.metrics import metrics
 from megasink.analysis.options import AnalysisOptions
 from megasink.analysis.results import Results, RunFacts
+from megasink.analysis.results_files import holding
 from megasink.analysis.write import write_analysis, write_numbers
 from megasink.errors import UserError
-from megasink.output_folder import results_in
 
 
 def analyze(
-    model: ProbedModel, options: AnalysisOptions, ranks: Ranks, *, of_trace: bool = False
+    model: ProbedModel,
+    options: AnalysisOptions,
+    ranks: Ranks,
+    *,
+    inputs: Inputs | None = None,
+    of_trace: bool = False,
 ) -> Results | None:
     """Run the samples that the options select, and write the measurements.
 
@@ -36,6 +41,7 @@ def analyze(
 
     Args:
         ranks: processes that share the samples.
+        inputs: texts in memory; None for those that the options name.
         of_trace: draw nothing, and return the results that OUTPUT already holds of this analysis.
 
     Returns:
@@ -50,26 +56,21 @@ def analyze(
     assert output is not None
     heads = model.heads
     named = named_heads(options.maps or (), heads)
-    inputs = inputs_of(options, model)
+    inputs = inputs_of(options, model) if inputs is None else inputs
     samples = inputs.samples
     ranks.enter(str(output))
     facts = identity(model, samples, options)
     # A derived metric changes the results, but no shard.
     drawn = {
         "--name": model.facts["name"],
-        "--seed": options.seed,
-        "--maps": options.maps,
-        "--map-length": options.map_length,
+        **options.by_flag("seed", "maps", "map_length"),
         "metrics": sorted(metrics()),
     }
     digest = hashlib.sha256(repr((facts, drawn)).encode()).hexdigest()
     if of_trace and (made := _made_before(output, digest)) is not None:
         return None if ranks.rank else made
-    overwrite, first_rank = options.overwrite, not ranks.rank
-    with results_in(
-        output, "analyze", facts | drawn, overwrite=overwrite, writes=first_rank
-    ) as record:
-        partial = PartialFolder(output / "partial", facts, overwrite=overwrite)
+    with holding(options, "analyze", facts | drawn, ranks) as record:
+        partial = PartialFolder(output / "partial", facts, overwrite=options.overwrite)
         token_bytes = bytes_by_token(model.tokenizer, ranks) if options.loss else None
         measurements = measure(
             model, samples, options, token_bytes=token_bytes, partial=partial, ranks=ranks
@@ -109,11 +110,7 @@ def run_facts(
         hashes: `identity` and `weights`.
     """
     return RunFacts(
-        data=[str(source) for source in options.data],
-        inputs=list(options.inputs),
-        bos=options.bos,
-        max_samples=options.max_samples,
-        seed=options.seed,
+        **options.some("data", "inputs", "bos", "max_samples", "seed"),
         device=str(model.device),
         data_sha256=data_hash(inputs.samples),
         **inputs.facts,

@@ -23,7 +23,7 @@ from megasink.analysis.capture.inputs import (
 )
 from megasink.analysis.capture.measurements import Measurements
 from megasink.analysis.capture.ranks import Ranks
-from megasink.analysis.capture.replacing import replacement_for
+from megasink.analysis.capture.samples import replacement_for
 from megasink.analysis.capture.shards import PartialFolder
 from megasink.analysis.measure import measure
 from megasink.analysis.metrics import metrics
@@ -32,12 +32,12 @@ from megasink.analysis.metrics.tokens import repeated_first_token
 from megasink.analysis.options import SweepOptions
 from megasink.analysis.pages.sweep import write_sweep
 from megasink.analysis.results import FORMAT, ModelFacts, SweepResults, SweepRow
+from megasink.analysis.results_files import holding
 from megasink.analysis.summary import LAYER_SHARE, metric_results, scores_of
 from megasink.data.corpus import Corpus
 from megasink.data.replaced_tokens import Replacement
 from megasink.data.tokenizer import leading_ids
 from megasink.errors import UserError
-from megasink.output_folder import results_in
 from megasink.typed_json import to_json
 
 METRICS = ("alpha", "awft", "ahon", "importance", "massive_ratio")
@@ -90,19 +90,17 @@ def sweep(model: ProbedModel, options: SweepOptions, ranks: Ranks) -> SweepResul
     contents = contents_of(options, tokenizer)
     replaced = replacement_for(options, model)
     about = identity(model, contents, options, METRICS)
-    about |= {"--max-samples": options.max_samples, "--lengths": options.lengths}
-    about |= {"--bos": options.beginnings, "--first-token-copies": options.first_token_copies}
-    about |= {"--name": model.facts["name"]}
+    about |= options.by_flag("max_samples", "lengths", "first_token_copies")
+    about |= {"--bos": options.beginnings, "--name": model.facts["name"]}
     about |= {"replaced": None if replaced is None else [replaced.positions, replaced.value]}
-    overwrite, first_rank = options.overwrite, not ranks.rank
-    with results_in(output, "sweep", about, overwrite=overwrite, writes=first_rank) as record:
+    with holding(options, "sweep", about, ranks) as record:
         measured, partials = [], []
         for setting in settings:
             samples = samples_of(setting, contents, first, tokenizer.bos_token_id, replaced)
             ranks.enter(f"{output}/{setting.label}")
             facts = identity(model, samples, options, METRICS)
             folder = output / "partial" / setting.label
-            partial = PartialFolder(folder, facts, overwrite=overwrite)
+            partial = PartialFolder(folder, facts, overwrite=options.overwrite)
             measurements = measure(model, samples, options, METRICS, partial=partial, ranks=ranks)
             partials.append(partial)
             if measurements is not None:

@@ -17,7 +17,9 @@ from megasink.analysis.options import (
     KEPT,
     SEQ_LENGTH,
     ModelOptions,
+    flag_of,
     model_problem,
+    too_small,
 )
 from megasink.attention.definitions import MAP_TOKENS
 from megasink.checkpoints.find import find_checkpoint
@@ -186,16 +188,7 @@ def problems_of(args: argparse.Namespace, *, is_run: bool) -> list[str]:
         for path in args.data
         if path != STDLIB and not Path(path).exists()
     ]
-    for flag, least in (
-        ("max_samples", 1),
-        ("seq_length", 2),
-        ("batch_size", 1),
-        ("positions", 1),
-        ("columns", 1),
-    ):
-        value = getattr(args, flag)
-        if value is not None and value < least:
-            problems.append(f"--{flag.replace('_', '-')} {value}: at least {least}")
+    problems += too_small(args, flag_of)
     problems += replacement_problems(args)
     return problems + map_problems(args.maps or [], args.map_length, known_shape(args).heads)
 

@@ -1,26 +1,17 @@
 """``megasink analyze``: one pass over a model, or over each checkpoint of a run."""
 
 import argparse
-import gc
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
-from dataclasses import replace
-from pathlib import Path
-from typing import TYPE_CHECKING
+from collections.abc import Sequence
 
-from megasink.analysis.capture.ranks import Ranks, taking_part
+from megasink.analysis.capture.ranks import taking_part
+from megasink.analysis.loading import opened
 from megasink.analysis.options import KINDS, AnalysisOptions, ModelOptions
+from megasink.analysis.trace import steps_of, trace
 from megasink.attention.definitions import MAP_TOKENS
-from megasink.checkpoints.find import find_checkpoint, is_run
-from megasink.checkpoints.intact import checkpoint_path, iterations
+from megasink.checkpoints.find import is_run
 from megasink.cli import analysis_flags
 from megasink.command_line import CommandParser
-from megasink.output_folder import results_in
 from megasink.printable import say_next
-from megasink.upstream.process import prepare_quietly
-
-if TYPE_CHECKING:
-    from megasink.analysis.capture.base import ProbedModel
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -42,13 +33,13 @@ def main(argv: Sequence[str] | None = None) -> int:
         which = check(args)
         options = AnalysisOptions.of(args)
         if args.checkpoints:
-            _trace(which, options, ranks)
+            trace(which, options, ranks)
             return 0
         from megasink.analysis.run import analyze
 
         with opened(which, ranks) as model:
             analyze(model, options, ranks)
-        if is_run(args.model) and ranks.rank == 0 and len(_steps(args.model)) > 1:
+        if ranks.rank == 0 and len(steps_of(args.model)) > 1:
             output = f"{args.output}-checkpoints"
             say_next(
                 "how it came to be so, checkpoint by checkpoint",
@@ -109,78 +100,3 @@ def check(args: argparse.Namespace) -> ModelOptions:
     if args.checkpoints and not of_run and args.model.is_dir():
         problems.append(f"--checkpoints is of a run, and {args.model} is none: remove it")
     return analysis_flags.settled(args, problems)
-
-
-def _steps(run: Path) -> list[int]:
-    """Return the steps of the checkpoints that a run has."""
-    return iterations(find_checkpoint(run).folder.parent)
-
-
-def _trace(which: ModelOptions, options: AnalysisOptions, ranks: Ranks) -> None:
-    """Analyze every checkpoint that OUTPUT has no analysis of yet, and draw all over tokens."""
-    output, steps = options.output, _steps(which.model)
-    assert output is not None
-    prepare_quietly(cpu=which.device == "cpu")
-    from rich.console import Console
-
-    from megasink.analysis.pages.trace import trace_row, write_trace
-    from megasink.analysis.results_files import writing
-    from megasink.analysis.run import analyze
-    from megasink.checkpoints.load import single_process
-    from megasink.progress import tracked
-
-    # The analyses in OUTPUT compare their own settings.
-    run = which.model.resolve()
-    about = {"run": run, "--name": which.shown_name, "--data": options.data}
-    console = Console(stderr=True, quiet=bool(ranks.rank))
-    rows = []
-    overwrite, first_rank = options.overwrite, not ranks.rank
-    held = results_in(
-        output, "analyze --checkpoints", about, overwrite=overwrite, writes=first_rank
-    )
-    with single_process(), held as record:
-        # One line per checkpoint, as every analysis has its own progress bar.
-        for step in tracked(steps, "trace", len(steps), "checkpoints", console=console, every=0):
-            model = open_checkpoint(replace(which, name=f"step {step}"), step, ranks)
-            own = replace(options, output=checkpoint_path(output, step))
-            results = analyze(model, own, ranks, of_trace=True)
-            del model
-            if results is not None:
-                rows.append(trace_row(results))
-            gc.collect()
-        if ranks.rank:
-            return
-        record()
-        with writing(output):
-            write_trace(rows, output, which.shown_name)
-    print(f"wrote {output}/report.html and trace.csv from {len(rows)} analyses")
-    say_next(
-        "the page of one of them",
-        *("report", checkpoint_path(output, steps[-1]), "--output", f"{output}-{steps[-1]}"),
-    )
-
-
-@contextmanager
-def opened(which: ModelOptions, ranks: Ranks) -> "Iterator[ProbedModel]":
-    """Load a model of either kind."""
-    if not is_run(which.model):
-        from megasink.analysis.capture.models import open_transformers
-
-        yield open_transformers(which, ranks)
-        return
-    find_checkpoint(which.model)  # before the slow imports
-    prepare_quietly(cpu=which.device == "cpu")
-    from megasink.checkpoints.load import single_process
-
-    with single_process():
-        yield open_checkpoint(which, None, ranks)
-
-
-def open_checkpoint(which: ModelOptions, iteration: int | None, ranks: Ranks) -> "ProbedModel":
-    """Load one checkpoint of a run, None for the latest."""
-    from megasink.analysis.capture.models import of_run
-    from megasink.checkpoints.load import load_model
-
-    ranks.device(which.device)
-    loaded = load_model(which.model, iteration, which.tokenizer, yarn=which.yarn)
-    return of_run(loaded, which.shown_name, yarn=which.yarn)

@@ -70,10 +70,12 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _of_runs(runs: dict[str, Lines]) -> dict[str, Any]:
-    from megasink.analysis.pages.compare import summary
+    """Return the numbers of each run, by the names of the metrics."""
+    from megasink.analysis.pages.compare import COLUMNS, summary
 
+    names = COLUMNS | {"tokens/s": "tokens_per_second"}
     return {
-        name: {_key(column): value for column, value in summary(lines).items()}
+        name: {names[column]: value for column, value in summary(lines).items()}
         for name, lines in runs.items()
     }
 
@@ -91,10 +93,3 @@ def _show(runs: dict[str, Lines]) -> None:
     for name, *cells in rows:
         table.add_row(Text(name), *cells)
     wide_console().print(table)
-
-
-def _key(column: str) -> str:
-    """Return the name of a column of `summary` in JSON: that of the metric."""
-    from megasink.analysis.pages.compare import COLUMNS
-
-    return COLUMNS.get(column, "tokens_per_second")

@@ -9,10 +9,10 @@ from typing import Any
 
 from megasink.analysis.capture.ranks import taking_part
 from megasink.analysis.evaluate.suites import ALL
+from megasink.analysis.loading import opened
 from megasink.analysis.options import ModelOptions
 from megasink.checkpoints.find import is_run
 from megasink.cli.analysis_flags import settled, weights_parser, weights_problems
-from megasink.cli.analyze import opened
 from megasink.command_line import CommandParser
 from megasink.json_output import add_json, only_json
 

@@ -4,6 +4,7 @@ import argparse
 from collections.abc import Sequence
 
 from megasink.analysis.capture.ranks import taking_part
+from megasink.analysis.loading import opened
 from megasink.analysis.options import BOS, ModelOptions, SweepOptions
 from megasink.checkpoints.find import is_run
 from megasink.cli.analysis_flags import (
@@ -13,7 +14,6 @@ from megasink.cli.analysis_flags import (
     problems_of,
     settled,
 )
-from megasink.cli.analyze import opened
 from megasink.command_line import CommandParser
 
 COLUMNS = 8

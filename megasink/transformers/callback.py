@@ -13,7 +13,7 @@ from torch import Tensor
 from transformers import TrainerCallback
 from transformers.trainer_callback import ExportableState
 
-from megasink.analysis.pages.heatmap import importance_png
+from megasink.analysis.pages.heatmap import importance_pictures
 from megasink.atomic import atomic_file, atomic_text
 from megasink.errors import UserError
 from megasink.transformers.balance import HeadBalance
@@ -125,7 +125,7 @@ class HeadBalanceCallback(TrainerCallback, ExportableState):
         atomic_text(folder / "head_importance.csv", "\n".join(lines) + "\n")
         title = f"head importance (mean gate), step {state.global_step}"
         with atomic_file(folder / "head_importance.png") as file:
-            file.write(importance_png(self.importance_LH.numpy(), title))
+            file.write(importance_pictures([(title, self.importance_LH.numpy())]))
 
 
 def _check_arguments(args: Any) -> None:

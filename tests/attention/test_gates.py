@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from megasink.attention import attention, first_key_gate, gate_sum, reference_attention
+from megasink.attention import attention, first_key_gate, reference_attention
 
 
 @pytest.mark.parametrize("window", [None, 5, 1])
@@ -24,10 +24,3 @@ def test_the_gate_of_vanilla_attention_from_its_lse(window, dtype):
     assert bool((gate_BHT[..., 0] == 0).all())
     assert expected.min() < 0.05
     assert expected.max() > 0.95
-
-
-def test_padding_does_not_count():
-    gate_BHT = torch.tensor([[[0.25, 0.5, float("nan")]]])
-    mask_BT = torch.tensor([[True, True, False]])
-    assert gate_sum(gate_BHT, mask_BT).tolist() == [0.75]
-    assert gate_sum(gate_BHT[..., :2]).tolist() == [0.75]

@@ -6,12 +6,13 @@ Shapes: N samples, L layers, H heads.
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from rich.console import Console
 
 from megasink.analysis.ablate.calibration import read_calibration
 from megasink.analysis.ablate.first_layer import activations
-from megasink.analysis.ablate.measure import Ground, facts_of, measured
+from megasink.analysis.ablate.measure import facts_of, measured
 from megasink.analysis.ablate.on_texts import Texts, scored_alike
 from megasink.analysis.ablate.points import PointFolder, key_of
 from megasink.analysis.ablate.results import UNCHANGED, AblationResults
@@ -25,11 +26,14 @@ from megasink.analysis.evaluate.tasks_loading import LoadedTasks
 from megasink.analysis.interventions.record import changes_of
 from megasink.analysis.options import AblationOptions
 from megasink.analysis.pages.ablation import write_ablation
+from megasink.analysis.results_files import holding
 from megasink.analysis.run import bytes_by_token
 from megasink.errors import ConfigError, UserError
 from megasink.json_file import read_value
-from megasink.output_folder import results_in
 from megasink.progress import progress
+
+if TYPE_CHECKING:
+    from megasink.analysis.ablate.on_tasks import Tasks
 
 # With more of these a sweep measures what is new, and has all that it had.
 _GROWS = ("--score", "--zeroed", "--seeds", "--heads", "--layer")
@@ -68,14 +72,7 @@ def ablate(
     about["--name"] = model.facts["name"]
     if options.interventions is not None:
         about["--interventions"] = read_value(options.interventions)
-    with results_in(
-        output,
-        "ablate",
-        about,
-        overwrite=options.overwrite,
-        grows=_GROWS,
-        writes=not ranks.rank,
-    ) as record:
+    with holding(options, "ablate", about, ranks, _GROWS) as record:
         return _ablate(options, output, model, ranks, on, weights, record)
 
 
@@ -84,7 +81,7 @@ def _ablate(
     output: Path,
     model: ProbedModel,
     ranks: Ranks,
-    on: Ground,
+    on: "Texts | Tasks",
     weights: str,
     record: Callable[[], None],
 ) -> AblationResults | None:
@@ -141,7 +138,7 @@ def _ablate(
 
 def _ground(
     options: AblationOptions, model: ProbedModel, ranks: Ranks, tasks: LoadedTasks | None
-) -> Ground:
+) -> "Texts | Tasks":
     """Return what every point runs on."""
     if tasks is not None:
         from megasink.analysis.ablate.on_tasks import Tasks
@@ -175,7 +172,7 @@ def _thresholds(
     options: AblationOptions,
     model: ProbedModel,
     weights: str,
-    on: Ground,
+    on: "Texts | Tasks",
     folder: PointFolder,
     ranks: Ranks,
 ) -> Thresholds:

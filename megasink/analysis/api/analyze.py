@@ -1,31 +1,22 @@
 """Analyze a model that is in memory, or in a folder."""
 
 from collections.abc import Sequence
-from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Any
 
-import torch
-
+from megasink.analysis import run
 from megasink.analysis.api.analysis import Analysis, of_results, read_analysis
 from megasink.analysis.api.models import HubModel, load_model, load_run
 from megasink.analysis.capture.base import ProbedModel
 from megasink.analysis.capture.geometry import project, read_rows
-from megasink.analysis.capture.identity import weights_hash
-from megasink.analysis.capture.inputs import SHORTEST, Reader, Sample, text_samples
 from megasink.analysis.capture.models import of_run, of_transformers
 from megasink.analysis.capture.ranks import Ranks
-from megasink.analysis.capture.samples import Inputs, as_read
+from megasink.analysis.capture.samples import inputs_of
 from megasink.analysis.folder import names_by_sample
 from megasink.analysis.measure import measure
-from megasink.analysis.options import BOS, SEQ_LENGTH, AnalysisOptions
-from megasink.analysis.run import bytes_by_token, run_facts
+from megasink.analysis.options import BOS, AnalysisOptions, too_small
 from megasink.analysis.summary import summarize
-from megasink.analysis.write import write_analysis
-from megasink.data.files import BYTE_ORDER_MARK
-from megasink.data.replaced_tokens import replacement
 from megasink.errors import ConfigError, UserError
-from megasink.output_folder import results_in
 
 
 def analyze(
@@ -84,56 +75,44 @@ def analyze(
         (2, 4)
         >>> plot = found.importance.plot()
     """
-    problems = [
-        f"{option} {value}: at least {least}"
-        for option, value, least in (
-            ("seq_length", seq_length, SHORTEST),
-            ("max_samples", max_samples, 1),
-            ("batch_size", batch_size, 1),
-        )
-        if value is not None and value < least
-    ]
-    if bos not in BOS:
-        problems.append(f"bos {bos!r}: choose {', '.join(BOS)}")
-    if problems:
-        raise ConfigError(problems)
-    probed = _probed(model, tokenizer, name)
-    length = _length(probed, seq_length)
+    if isinstance(texts, str):
+        raise UserError("texts is one string: give a list of texts, or a Path")
+    given = [texts] if isinstance(texts, Path) else list(texts)
+    of_files = bool(given) and all(isinstance(text, Path) for text in given)
     options = AnalysisOptions(
-        seq_length=length,
+        data=tuple(map(str, given)) if of_files else (),
+        seq_length=seq_length,
         max_samples=max_samples,
         batch_size=batch_size,
         bos=bos,
         parse_special_tokens=parse_special_tokens,
         loss=loss,
         seed=seed,
+        output=None if output is None else Path(output),
+        overwrite=overwrite,
     )
-    inputs = _inputs(probed, texts, options)
-    samples = inputs.samples
-    hashes = {} if output is None else {"weights": weights_hash(probed.module)}
-    facts = run_facts(probed, inputs, options, **hashes)
-    held: AbstractContextManager[Any] = nullcontext()
-    if output is not None:
-        about = {"loss": loss, "batch_size": batch_size} | probed.facts | vars(facts)
-        about["data"] = about.pop("data_sha256")  # texts in memory have no path
-        held = results_in(Path(output), "analyze", about, overwrite=overwrite)
-    with held as record:
-        token_bytes = bytes_by_token(probed.tokenizer, Ranks()) if loss else None
-        with torch.no_grad():
-            measurements = measure(probed, samples, options, token_bytes=token_bytes)
-        assert measurements is not None
-        geometry = project(read_rows(probed.open_probe, samples, device=probed.device), seed=seed)
-        if output is not None:
-            record()
-            write_analysis(Path(output), measurements, samples, probed.facts, facts, geometry)
-            return read_analysis(output)
+    problems = too_small(options)
+    if bos not in BOS:
+        problems.append(f"bos {bos!r}: choose {', '.join(BOS)}")
+    if problems:
+        raise ConfigError(problems)
+    probed = _probed(model, tokenizer, name)
+    inputs = inputs_of(options, probed, None if of_files else map(str, given))
+    if options.output is not None:
+        run.analyze(probed, options, Ranks(), inputs=inputs)
+        return read_analysis(options.output)
+    token_bytes = run.bytes_by_token(probed.tokenizer, Ranks()) if loss else None
+    measurements = measure(probed, inputs.samples, options, token_bytes=token_bytes)
+    assert measurements is not None
+    rows = read_rows(probed.open_probe, inputs.samples, device=probed.device)
+    geometry = project(rows, seed=seed)
     values = measurements.analysis_values(seed)
     results = summarize(
         measurements,
         values,
         model=probed.facts,
-        run=facts,
-        inputs=samples,
+        run=run.run_facts(probed, inputs, options),
+        inputs=inputs.samples,
         geometry=geometry.results,
     )
     wanted = names_by_sample()
@@ -160,51 +139,3 @@ def _probed(model: Any, tokenizer: Any, name: str | None) -> ProbedModel:
     if tokenizer is None:
         raise UserError("give the tokenizer too: analyze(model, texts, tokenizer=...)")
     return of_transformers(model, tokenizer, name or type(model).__name__)
-
-
-def _length(model: ProbedModel, requested: int | None) -> int:
-    most = model.text_positions
-    if requested is None:
-        return SEQ_LENGTH if most is None else min(SEQ_LENGTH, most)
-    if most is not None and requested > most:
-        raise UserError(f"seq_length {requested} is longer than the model's {most} positions")
-    return requested
-
-
-def _inputs(
-    model: ProbedModel, texts: Sequence[str] | Path | Sequence[Path], options: AnalysisOptions
-) -> Inputs:
-    """Return the texts as the model reads them."""
-    length, most = options.seq_length, options.max_samples
-    assert length is not None
-    reader = Reader(model.tokenizer, options.bos, parse_special_tokens=options.parse_special_tokens)
-    if isinstance(texts, str):
-        raise UserError("texts is one string: give a list of texts, or a Path")
-    given = [texts] if isinstance(texts, Path) else list(texts)
-    if given and all(isinstance(text, Path) for text in given):
-        samples = text_samples(reader, list(map(str, given)), seq_length=length, max_samples=most)
-    else:
-        samples = []
-        for number, text in enumerate(given):
-            content = str(text).removeprefix(BYTE_ORDER_MARK)
-            tokens = reader.read(content, f"text {number}", length)
-            if len(tokens) >= SHORTEST:
-                samples.append(Sample(tuple(tokens), "texts", f"text {number}"))
-        samples = samples[:most]
-    if not samples:
-        raise UserError(f"there is no text of at least {SHORTEST} tokens")
-    if (highest := max(max(sample.tokens) for sample in samples)) >= model.vocabulary:
-        raise UserError(
-            f"the tokenizer gives token {highest}, but the model has {model.vocabulary} tokens: "
-            "give the model's own tokenizer"
-        )
-    made = None
-    if model.replaced_at:
-        made = replacement(
-            model.replaced_at,
-            model.replaced_with or "",
-            seed=options.seed,
-            tokenizer=model.tokenizer,
-            size=model.vocabulary,
-        )
-    return Inputs(as_read(model, samples, made), length, made)

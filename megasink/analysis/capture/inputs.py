@@ -14,6 +14,7 @@ import numpy as np
 
 from megasink.analysis.metrics.tokens import random_sequences, repeated_sequences
 from megasink.data.corpus import Corpus, Document
+from megasink.data.files import BYTE_ORDER_MARK
 from megasink.data.replaced_tokens import Replacement
 from megasink.data.text_tokenizer import text_tokenizer
 from megasink.data.tokenizer import leading_ids
@@ -94,6 +95,25 @@ def text_samples(
             raise UserError(f"{source} has no document of at least {SHORTEST} tokens")
         samples += cut
     return samples
+
+
+def texts_in_memory(
+    reader: "Reader", texts: Iterable[str], length: int, most: int | None
+) -> list[Sample]:
+    """Return the first tokens of strings, each a text.
+
+    Raises:
+        UserError: none has two tokens.
+    """
+    samples = []
+    for number, text in enumerate(texts):
+        source = f"text {number}"
+        tokens = reader.read(str(text).removeprefix(BYTE_ORDER_MARK), source, length)
+        if len(tokens) >= SHORTEST:
+            samples.append(Sample(tuple(tokens), "texts", source))
+    if not samples:
+        raise UserError(f"there is no text of at least {SHORTEST} tokens")
+    return samples[:most]
 
 
 def _cut(

@@ -15,7 +15,11 @@ from megasink.analysis.capture.measurements import Floats, MeasuredSample, Shard
 from megasink.analysis.metrics import Metric, metrics
 from megasink.analysis.metrics.importance import BINS, gate_histogram
 from megasink.analysis.metrics.states import MeanCosine
+from megasink.analysis.options import AnalysisOptions
 from megasink.analysis.results import NonFinite
+
+DIRECTIONS = 16
+"""Positions whose cosine across inputs is measured."""
 
 
 class Recorder(Listener):
@@ -24,14 +28,13 @@ class Recorder(Listener):
     Keeps the metric values, 8 bytes each, of every sample since the last `take`: with n_a metrics
     on the axis a, a sample takes 8 (H L (n_head + K n_column) + L (n_layer + P n_layer_pos)
     + (2 L + 1) (n_state + P n_state_pos)) bytes, whatever its length. Also keeps the sums of
-    `MeanCosine`, (2 L + 1) E `directions` numbers, however many samples there are.
+    `MeanCosine`, (2 L + 1) E `DIRECTIONS` numbers, however many samples there are.
 
     Args:
         heads: number of heads in each layer, 0 for one without attention.
         names: metrics of statistics to compute; None for all.
-        positions: P, number of token positions in the curves.
-        columns: K, number of keys for which alpha is kept.
-        directions: number of positions whose cosine across inputs is measured.
+        options: read for `positions`, P, tokens in the curves, and `columns`, K, keys whose alpha
+            is kept.
 
     Attributes:
         needs: the statistics to capture.
@@ -41,12 +44,10 @@ class Recorder(Listener):
         self,
         heads: list[int],
         names: Iterable[str] | None = None,
-        *,
-        positions: int = 64,
-        columns: int = 8,
-        directions: int = 16,
+        options: AnalysisOptions | None = None,
     ):
-        self.heads, self.positions, self.columns = heads, positions, columns
+        options = AnalysisOptions() if options is None else options
+        self.heads, positions = heads, options.positions
         self.metrics: dict[str, Metric] = {
             name: entry for name, entry in metrics(names).items() if not entry.is_derived
         }
@@ -54,13 +55,12 @@ class Recorder(Listener):
         layers, most = len(heads), max(heads, default=0)
         self._shapes = {
             "head": (layers, most),
-            "head column": (layers, most, columns),
+            "head column": (layers, most, options.columns),
             "layer": (layers,),
             "layer position": (layers, positions),
             "state": (2 * layers + 1,),
             "state position": (2 * layers + 1, positions),
         }
-        self._directions = directions
         self._batch: dict[str, Floats] = {}
         self._bad: list[tuple[set[int], set[int]]] = []
         self._states: list[dict[int, Tensor]] = []
@@ -72,7 +72,7 @@ class Recorder(Listener):
         self._batches: dict[str, list[Floats]] = {name: [] for name in self.metrics}
         self._samples: list[MeasuredSample] = []
         self._non_finite: list[NonFinite] = []
-        self._cosine = MeanCosine(2 * layers + 1, self._directions)
+        self._cosine = MeanCosine(2 * layers + 1, DIRECTIONS)
         self._histogram = np.zeros((layers, BINS), dtype=np.int64)
 
     def begin(self, samples: int) -> None:
@@ -95,7 +95,7 @@ class Recorder(Listener):
         """See `Listener.state`."""
         self._apply(sample, half, {"state_TE": state_TE})
         # Kept until the sample is known to be finite in every layer.
-        self._states[sample][half] = state_TE[: self._directions].clone()
+        self._states[sample][half] = state_TE[:DIRECTIONS].clone()
 
     def _apply(self, sample: int, index: int, statistics: dict[str, Tensor]) -> None:
         known = statistics.keys()

@@ -24,6 +24,7 @@ from megasink.analysis.capture.measurements import (
 from megasink.analysis.capture.ranks import Ranks
 from megasink.analysis.capture.recorder import Recorder
 from megasink.analysis.capture.shards import PartialFolder, Shard, plan
+from megasink.analysis.options import AnalysisOptions
 from megasink.errors import UserError
 from megasink.progress import progress
 
@@ -32,10 +33,9 @@ def run(
     probe: Probe,
     recorder: Recorder,
     samples: Sequence[Sample],
+    options: AnalysisOptions,
     *,
-    batch_size: int,
     device: torch.device | str = "cpu",
-    loss: bool = True,
     token_bytes: NDArray[np.int32] | None = None,
     console: Console | None = None,
     partial: PartialFolder | None = None,
@@ -47,7 +47,7 @@ def run(
 
     Args:
         probe: an open probe; `recorder` is its listener.
-        loss: also compute the language-model loss, which needs logits [B, T, V].
+        options: read for `batch_size`, and for `loss`, which needs logits [B, T, V].
         token_bytes: bytes of each token, for bits per byte.
         partial: folder that finished shards are written to and read from; None uses memory.
         ranks: processes that share the shards; several need `partial`.
@@ -60,7 +60,7 @@ def run(
     """
     ranks = ranks or Ranks()
     console = console or Console(stderr=True, quiet=bool(ranks.rank))
-    shards, about = plan(samples, batch_size), shown(sample.dataset for sample in samples)
+    shards, about = plan(samples, options.batch_size), shown(sample.dataset for sample in samples)
     here: list[ShardMeasurements] = []
     before = _open(partial, shards, ranks, console)
     bar = progress("analyzing", len(samples), "samples", before=before, console=console)
@@ -71,10 +71,10 @@ def run(
             for batch in shards[number]:
                 ids_BT = torch.tensor([samples[i].tokens for i in batch], device=device)
                 recorder.begin(len(batch))
-                output = probe.forward(ids_BT, logits=loss)
+                output = probe.forward(ids_BT, logits=options.loss)
                 measured = []
                 for row, i in enumerate(batch):
-                    logits_TV = output.logits[row] if loss else None
+                    logits_TV = output.logits[row] if options.loss else None
                     measured.append(_measured(samples[i], i, logits_TV, ids_BT[row], token_bytes))
                 recorder.end(measured, about)
                 tell(before + ranks.advance(len(batch)))

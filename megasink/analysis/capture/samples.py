@@ -1,6 +1,8 @@
-"""The samples that the options of an analysis select."""
+"""The samples that the options of an analysis select, with the tokens that are replaced in them."""
 
-from collections.abc import Iterable
+import os
+import sys
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -10,12 +12,12 @@ from megasink.analysis.capture.inputs import (
     Reader,
     Sample,
     text_samples,
+    texts_in_memory,
     token_samples,
     with_replaced_tokens,
 )
-from megasink.analysis.capture.replacing import replacement_for
-from megasink.analysis.options import SEQ_LENGTH, AnalysisOptions
-from megasink.data.replaced_tokens import Replacement
+from megasink.analysis.options import KEPT, SEQ_LENGTH, AnalysisOptions, flag_of
+from megasink.data.replaced_tokens import Replacement, replacement
 from megasink.errors import UserError
 
 SYNTHETIC = 100
@@ -47,66 +49,89 @@ class Inputs:
         }
 
 
-def inputs_of(options: AnalysisOptions, model: ProbedModel) -> Inputs:
+def inputs_of(
+    options: AnalysisOptions, model: ProbedModel, texts: Iterable[str] | None = None
+) -> Inputs:
     """Return the sequences that the options select.
 
+    Args:
+        texts: in memory, in place of the files that the options name.
+
     Raises:
-        UserError: sequences exceed the positions, or as `samples_of` and `replacement_for`.
+        UserError: there is no text, sequences exceed the positions, or the tokenizer does not fit;
+            or as `replacement_for`.
     """
     most, length = model.text_positions, options.seq_length
     if length is None:
         length = SEQ_LENGTH if most is None else min(SEQ_LENGTH, most)
     if most is not None and length > most:
         raise UserError(
-            f"--seq-length {length} is longer than the {most} positions of "
+            f"{flag_of('seq_length')} {length} is longer than the {most} positions of "
             f"{model.facts['name']}: use at most {most}"
         )
-    samples = samples_of(options, length, model.tokenizer, model.vocabulary)
+    samples = list(_samples(options, length, model, texts))
+    highest = max(max(sample.tokens) for sample in samples)
+    if highest >= model.vocabulary:
+        raise UserError(
+            f"the tokenizer {model.tokenizer.name_or_path} gives token {highest}, but the model "
+            f"has {model.vocabulary} tokens: pass the model's own tokenizer (--tokenizer)"
+        )
     replacement = replacement_for(options, model)
-    return Inputs(as_read(model, samples, replacement), length, replacement)
-
-
-def as_read(
-    model: ProbedModel, samples: Iterable[Sample], replacement: Replacement | None
-) -> list[Sample]:
-    """Return samples with tokens replaced, and with what the model has before every sequence."""
-    return [
+    read = [
         replace(sample, tokens=(*model.first, *sample.tokens))
         for sample in with_replaced_tokens(samples, replacement)
     ]
+    return Inputs(read, length, replacement)
 
 
-def samples_of(
-    options: AnalysisOptions, length: int, tokenizer: Any, vocabulary: int
-) -> list[Sample]:
-    """Return the sequences of up to `length` tokens that the options select.
-
-    Raises:
-        UserError: there is no text, or the tokenizer does not fit.
-    """
-    samples: list[Sample] = []
-    if "natural" in options.inputs:
-        samples += text_samples(
-            Reader(tokenizer, options.bos, parse_special_tokens=options.parse_special_tokens),
+def _samples(
+    options: AnalysisOptions, length: int, model: ProbedModel, texts: Iterable[str] | None
+) -> Iterator[Sample]:
+    """Yield the sequences of up to `length` tokens."""
+    tokenizer, most = model.tokenizer, options.max_samples
+    parse = options.parse_special_tokens
+    if texts is not None:
+        reader = Reader(tokenizer, options.bos, parse_special_tokens=parse)
+        yield from texts_in_memory(reader, texts, length, most)
+    elif "natural" in options.inputs:
+        yield from text_samples(
+            Reader(tokenizer, options.bos, parse_special_tokens=parse),
             options.data,
             seq_length=length,
-            max_samples=options.max_samples,
+            max_samples=most,
             json_key=options.json_key,
         )
-    for kind in MADE:
-        if kind in options.inputs:
-            samples += token_samples(
-                kind,
-                SYNTHETIC if options.max_samples is None else min(options.max_samples, SYNTHETIC),
-                length,
-                min(vocabulary, len(tokenizer)),
-                options.seed,
-                tokenizer.all_special_ids,
-            )
-    highest = max(max(sample.tokens) for sample in samples)
-    if highest >= vocabulary:
-        raise UserError(
-            f"the tokenizer {tokenizer.name_or_path} gives token {highest}, but the model "
-            f"has {vocabulary} tokens: pass the model's own tokenizer (--tokenizer)"
+    count = SYNTHETIC if most is None else min(most, SYNTHETIC)
+    vocabulary = min(model.vocabulary, len(tokenizer))
+    for kind in (kind for kind in MADE if kind in options.inputs):
+        special = tokenizer.all_special_ids
+        yield from token_samples(kind, count, length, vocabulary, options.seed, special)
+
+
+def replacement_for(options: AnalysisOptions, model: ProbedModel) -> Replacement | None:
+    """Return what to replace in every sequence, and say on stderr what a run's training decides.
+
+    Raises:
+        UserError: the vocabulary does not have the token.
+    """
+    requested, value = options.replace_tokens_at, options.replace_tokens_with
+    if requested is None:
+        positions, value = list(model.replaced_at), model.replaced_with
+    else:
+        positions = [] if requested == (KEPT,) else list(map(int, requested))
+    if not positions:
+        return None
+    made = replacement(
+        positions,
+        value or "",
+        seed=options.seed,
+        tokenizer=model.tokenizer,
+        size=model.vocabulary,
+    )
+    if requested is None and os.environ.get("RANK", "0") == "0":
+        print(
+            f"megasink: as in its training, every sequence has {made.description} "
+            f"(--replace-tokens-at {KEPT}: keep the text)",
+            file=sys.stderr,
         )
-    return samples
+    return made

@@ -23,7 +23,7 @@ from megasink.analysis.ablate.calibration import (
 from megasink.analysis.capture.base import Listener, OpenProbe, Probe
 from megasink.analysis.capture.changes import HeadChange
 from megasink.analysis.capture.identity import weights_hash
-from megasink.analysis.capture.loaded import open_probe_on
+from megasink.analysis.capture.models import open_probe_on
 from megasink.analysis.interventions.drain_first_value import DrainFirstValue
 from megasink.analysis.interventions.dynamic_zeroing import DynamicChange, DynamicZeroing
 from megasink.analysis.interventions.heads import Heads, normalized_heads, parse_heads, read_heads

@@ -11,7 +11,6 @@ import math
 import torch
 from torch import Tensor
 
-import megasink.analysis.metrics.sinks  # noqa: F401  whose metrics these are made from
 from megasink.analysis.metrics import (
     sinks,  # noqa: F401  # registers the metrics used here
     states,  # noqa: F401  # registers the metrics used here

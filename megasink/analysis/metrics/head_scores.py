@@ -7,6 +7,7 @@ Shapes: H query heads, G key/value groups, T tokens, D head dim, E hidden size.
 """
 
 import math
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -16,17 +17,19 @@ from megasink.analysis.metrics.registry import metric
 POSITIVE = (0.0, math.inf)
 SHARE = (0.0, 1.0)
 
+score = partial(metric, unit="L2 norm", axis="head", inactive="below", bounds=POSITIVE)
+of_scores = partial(score, unit="1", over_samples="mean", shown=())
+
 
 def per_query_head(values_GT: Tensor, heads: int) -> Tensor:
     """Return [H, T]: each group's values repeated for its query heads."""
     return values_GT.repeat_interleave(heads // values_GT.shape[0], dim=0)
 
 
-@metric(
+@score(
     "awft",
     source="P3.1, P0.28 (Eq. 9), P2.1",
     unit="1",
-    axis="head",
     inactive="above",
     bounds=SHARE,
     shown=("table", "wasserstein"),
@@ -37,73 +40,33 @@ def average_weight_of_first_token(first_weight_HT: Tensor) -> Tensor:
     return first_weight_HT.mean(-1)
 
 
-@metric(
-    "aeqd",
-    source="P3.2",
-    unit="nats",
-    axis="head",
-    inactive="below",
-    bounds=POSITIVE,
-    title="AEQD",
-)
+@score("aeqd", source="P3.2", unit="nats", title="AEQD")
 def average_entropy(entropy_HT: Tensor) -> Tensor:
     """AEQD: mean over queries of the entropy of the attention row; a sink is one more outcome."""
     return entropy_HT.mean(-1)
 
 
-@metric(
-    "ftvvn",
-    source="P3.3",
-    unit="L2 norm",
-    axis="head",
-    inactive="below",
-    bounds=POSITIVE,
-    title="FTVVN",
-)
+@score("ftvvn", source="P3.3", title="FTVVN")
 def first_value_norm(value_GTD: Tensor, out_HTD: Tensor) -> Tensor:
     """FTVVN: norm of the first token's value; equal for the query heads of a group."""
     norm_G1 = value_GTD[:, :1].norm(dim=-1)
     return per_query_head(norm_G1, out_HTD.shape[0]).squeeze(-1)
 
 
-@metric(
-    "avvn",
-    source="P3.4",
-    unit="L2 norm",
-    axis="head",
-    inactive="below",
-    bounds=POSITIVE,
-    title="AVVN",
-)
+@score("avvn", source="P3.4", title="AVVN")
 def average_value_norm(value_GTD: Tensor, out_HTD: Tensor) -> Tensor:
     """AVVN: mean over tokens of the value's norm; equal for the query heads of a group."""
     norm_G1 = value_GTD.norm(dim=-1).mean(-1, keepdim=True)
     return per_query_head(norm_G1, out_HTD.shape[0]).squeeze(-1)
 
 
-@metric(
-    "lthon",
-    source="P3.5",
-    unit="L2 norm",
-    axis="head",
-    inactive="below",
-    bounds=POSITIVE,
-    title="LTHON",
-)
+@score("lthon", source="P3.5", title="LTHON")
 def last_output_norm(gated_out_HTD: Tensor) -> Tensor:
     """LTHON: norm of the head's output at the last real token."""
     return gated_out_HTD[:, -1].norm(dim=-1)
 
 
-@metric(
-    "ahon",
-    source="P3.6",
-    unit="L2 norm",
-    axis="head",
-    inactive="below",
-    bounds=POSITIVE,
-    title="AHON",
-)
+@score("ahon", source="P3.6", title="AHON")
 def average_output_norm(gated_out_HTD: Tensor) -> Tensor:
     """AHON: mean over tokens of the norm of the head's output, after a gate, before W_O."""
     return gated_out_HTD.norm(dim=-1).mean(-1)
@@ -120,15 +83,7 @@ def circuit_norm(gated_out_HTD: Tensor, output_weight_HDE: Tensor) -> Tensor:
     return square_HT.clamp_(min=0.0).sqrt_()
 
 
-@metric(
-    "circuit_ahon",
-    source="P3.10",
-    unit="L2 norm",
-    axis="head",
-    inactive="below",
-    bounds=POSITIVE,
-    title="circuit AHON",
-)
+@score("circuit_ahon", source="P3.10", title="circuit AHON")
 def average_circuit_norm(gated_out_HTD: Tensor, output_weight_HDE: Tensor) -> Tensor:
     """Circuit-based AHON: mean over tokens of the norm of z_i W_O^(h)."""
     return circuit_norm(gated_out_HTD, output_weight_HDE).mean(-1)
@@ -142,17 +97,7 @@ def layer_normalized(scores_NLH: Tensor) -> Tensor:
     return scores_NLH / scores_NLH.nanmean(-1, keepdim=True)
 
 
-@metric(
-    "lthon_hn",
-    source="P3.8",
-    unit="1",
-    axis="head",
-    over_samples="mean",
-    shown=(),
-    title="LTHON (HN)",
-    inactive="below",
-    bounds=POSITIVE,
-)
+@of_scores("lthon_hn", source="P3.8", title="LTHON (HN)")
 def own_average_normalized(lthon_NLH: Tensor, ahon_NLH: Tensor) -> Tensor:
     """LTHON(HN): the last token's output norm over the head's own average."""
     return lthon_NLH / ahon_NLH
@@ -168,31 +113,17 @@ for _score, _inactive in (
     ("awft", "above"),
     *((name, "below") for name in ("aeqd", "ftvvn", "avvn", "lthon", "ahon", "circuit_ahon")),
 ):
-    metric(
+    of_scores(
         f"{_score}_ln",
         source="P3.7 (Eq. 1)",
-        unit="1",
-        axis="head",
-        over_samples="mean",
         shown=("wasserstein",) if _score == "ahon" else (),
         title={"circuit_ahon": "circuit AHON"}.get(_score, _score.upper()) + " (LN)",
         inactive=_inactive,
-        bounds=POSITIVE,
         needs=(f"{_score}_NLH",),
     )(layer_normalized)
 
 
-@metric(
-    "random",
-    source="P3.9",
-    unit="1",
-    axis="head",
-    over_samples="mean",
-    shown=(),
-    title="random score",
-    inactive="below",
-    bounds=SHARE,
-)
+@of_scores("random", source="P3.9", title="random score", bounds=SHARE)
 def random_baseline(awft_NLH: Tensor, seed: int) -> Tensor:
     """Uniform in [0, 1), by the analysis's seed: the random baseline."""
     return random_scores(tuple(awft_NLH.shape), seed).masked_fill(awft_NLH.isnan(), torch.nan)

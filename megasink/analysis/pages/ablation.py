@@ -1,14 +1,22 @@
 """Write an ablation: ablation.json and its schema, tables, arrays, figures, a page."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from megasink.analysis.ablate.results import AblationResults
-from megasink.analysis.pages.ablation_figures import Arrays, draw_all
-from megasink.analysis.pages.ablation_page import in_words, page
+from megasink.analysis.ablate.results import (
+    RANDOM,
+    UNCHANGED,
+    AblationCurve,
+    AblationPoint,
+    AblationResults,
+    AblationValue,
+)
+from megasink.analysis.pages import html
+from megasink.analysis.pages.ablation_figures import Arrays, draw_all, shown_on, title_of
 from megasink.analysis.pages.csv_file import write_csv
-from megasink.analysis.pages.drawing import write_page
+from megasink.analysis.pages.drawing import Picture, write_page
 from megasink.analysis.results_files import write_arrays, write_json, writing
 from megasink.printable import say
 
@@ -54,3 +62,154 @@ def _rows(results: AblationResults) -> Iterator[Mapping[str, Any]]:
                 "bits_per_byte": value.bits_per_byte,
                 "samples": value.samples,
             }
+
+
+def page(results: AblationResults, pictures: Sequence[Picture]) -> str:
+    """Return the page; figures are embedded, and nothing is loaded from elsewhere."""
+    name = results.model.name
+    given = [point for point in results.points if point.row != UNCHANGED and point.asked is None]
+    made = html.Page(f"megasink ablate: {name}", f"{name}: heads zeroed")
+    made.section("Summary", *(html.paragraph(line) for line in in_words(results)))
+    if results.scores:
+        made.section("Scores compared", html.paragraph(_NOTE, "note"), _scores(results))
+    for picture in pictures:
+        alt = f"{picture.title}: {name}"
+        made.section(picture.title, html.figure(picture, alt, picture.caption))
+    if results.scores:
+        made.section("Every point", *_points(results))
+    if given:
+        made.section("Heads and interventions given", _given(results, given))
+    made.section("How it was measured", _provenance(results))
+    return made.text()
+
+
+_NOTE = (
+    "AUC: area under the curve over its span of percentages, the mean value (P3.16). Removable: "
+    "the largest percentage of heads zeroed at which the curve still meets the level that counts "
+    "as kept, by the published rule: the last crossing, linear between points (P3.15). Where a "
+    "curve never leaves that level, the rule says 0, and the table says how far it was measured."
+)
+
+
+def in_words(results: AblationResults) -> list[str]:
+    """Return the result on each dataset or task in a sentence; of the first few only."""
+    how = (
+        f"within {results.tolerance:g} percentage point"
+        if results.higher_is_better
+        else f"within {100 * results.tolerance:g}%"
+    )
+    what = "accuracy" if results.higher_is_better else "the loss"
+    # What --heads and --interventions name; not each head of --layer, which may be many.
+    given = [point for point in results.points if point.row.startswith("--")]
+    lines = []
+    for on in shown_on(results)[:4]:
+        unchanged = results.unchanged.values[on]
+        text = f"{results.model.name} on {on}: {_number(unchanged, results)} {results.quantity}"
+        text += f" over {unchanged.samples} samples, unchanged."
+        for point in given:
+            value = point.values[on]
+            change = _text(value.change, "{:+.2f}" if results.higher_is_better else "{:+.4f}")
+            text += f" {point.label}: {_number(value, results)} ({change})."
+        curves = [curve for curve in results.curves if curve.on == on]
+        if curves:
+            best = min(curves, key=lambda curve: curve.rank)
+            most = max((c for c in curves if c.score != RANDOM), key=_reach)
+            random = next(curve for curve in curves if curve.score == RANDOM)
+            text += (
+                f" Heads that can be zeroed with {what} {how}: {removable_text(most)} by "
+                f"{title_of(most.score)}, {removable_text(random)} at random. "
+                f"Best by AUC: {title_of(best.score)}."
+            )
+        lines.append(text)
+    return lines
+
+
+def _reach(curve: AblationCurve) -> float:
+    return curve.measured_to if curve.never_left else curve.removable
+
+
+def removable_text(curve: AblationCurve) -> str:
+    """Return the percentage removable; "at least" for a curve that never leaves the level."""
+    if curve.never_left:
+        return f"at least {curve.measured_to:.1f}%"
+    return f"{curve.removable:.1f}%"
+
+
+def _number(value: AblationValue, results: AblationResults) -> str:
+    return _text(value.value, "{:.2f}" if results.higher_is_better else "{:.4f}")
+
+
+def _text(number: float | None, form: str) -> str:
+    return "none" if number is None else form.format(number)
+
+
+def _scores(results: AblationResults) -> str:
+    rows = []
+    for on in shown_on(results):
+        curves = [curve for curve in results.curves if curve.on == on]
+        for curve in sorted(curves, key=lambda curve: curve.rank):
+            rows.append(
+                [
+                    title_of(curve.score),
+                    on,
+                    str(curve.rank),
+                    _text(curve.auc, "{:.4f}"),
+                    removable_text(curve),
+                    f"{curve.removable:.2f}%",
+                    f"{curve.measured_to:.1f}%",
+                ]
+            )
+    head = ["score", "on", "rank", "AUC", "removable", "by the published rule", "measured to"]
+    return html.table(head, rows)
+
+
+def _points(results: AblationResults) -> list[str]:
+    """Return one table for each dataset or task: the value, and the percentage zeroed."""
+    percents = sorted({point.asked for point in results.points if point.asked is not None})
+    parts = []
+    for on in shown_on(results):
+        rows = []
+        for score in results.scores:
+            for seed in dict.fromkeys(point.seed for point in results.of(score)):
+                name = title_of(score) + ("" if seed is None else f", seed {seed}")
+                of = {p.asked: p for p in results.of(score) if p.seed == seed}
+                rows.append([name, *(_cell(of.get(percent), on, results) for percent in percents)])
+        parts.append(html.paragraph(f"{on}: {results.quantity} (heads zeroed)", "note"))
+        parts.append(html.table(["asked", *(f"{percent:g}%" for percent in percents)], rows))
+    return parts
+
+
+def _cell(point: AblationPoint | None, on: str, results: AblationResults) -> str:
+    if point is None:
+        return ""
+    return f"{_number(point.values[on], results)} ({_text(point.zeroed, '{:.1f}%')})"
+
+
+def _given(results: AblationResults, points: list[AblationPoint]) -> str:
+    rows = []
+    for on in shown_on(results):
+        for point in points:
+            value = point.values[on]
+            error = _text(value.standard_error, "{:.4f}")
+            cells = [_number(value, results), _text(value.change, "{:+.4f}"), error]
+            rows.append([point.label, on, *cells])
+    return html.table(["", "on", results.quantity, "change", "standard error"], rows)
+
+
+def _provenance(results: AblationResults) -> str:
+    facts = {
+        "megasink": results.megasink,
+        "torch": results.torch,
+        **asdict(results.model),
+        "data": ", ".join(results.data),
+        "samples": results.samples,
+        "tasks": ", ".join(f"{task} (version {v})" for task, v in results.tasks.items()),
+        "thresholds set by": results.calibration,
+        **{f"thresholds of {title_of(s)}": _taus(taus) for s, taus in results.thresholds.items()},
+    }
+    del facts["heads"]
+    return html.facts(results.model.name, facts)
+
+
+def _taus(taus: Mapping[str, float]) -> str:
+    return ", ".join(f"{percent}%: {tau:.4g}" for percent, tau in taus.items())

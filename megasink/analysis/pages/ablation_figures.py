@@ -158,6 +158,29 @@ def draw_masks(results: AblationResults, masks: Arrays) -> Any:
 
 
 @styled()
+def draw_given(results: AblationResults) -> Any:
+    """Draw what the heads and interventions that were named cost together; None without."""
+    rows = [
+        (f"{short(point.label, 40)} on {short(name, 24)}", point.values[name])
+        for point in results.points
+        if point.row.startswith("--")
+        for name in shown_on(results)
+        if point.values[name].change is not None
+    ]
+    if not rows:
+        return None
+    figure, ((axis,),) = panels(1, 1, 1.4 + 0.35 * len(rows))
+    change = [value.change for _, value in rows]
+    error = [value.standard_error or 0.0 for _, value in rows]
+    axis.barh(range(len(rows)), change, xerr=error, color=BLUE, ecolor=GRAY)
+    axis.axvline(0, color="black", linewidth=0.8)
+    axis.set_yticks(range(len(rows)), [name for name, _ in rows])
+    axis.invert_yaxis()
+    label(axis, "zeroed or changed together", "", f"change of {results.quantity}")
+    return figure
+
+
+@styled()
 def draw_single_heads(results: AblationResults) -> Any:
     """Draw what each head of a layer costs alone (P4.7), with one standard error; None without."""
     rows = [row for row in dict.fromkeys(p.row for p in results.points) if row.startswith("layer ")]
@@ -215,6 +238,10 @@ FIGURES: dict[str, tuple[str, str]] = {
         "that the threshold is set for (P3.11). Scores of a layer see the layers below it as they "
         "are, already zeroed.",
     ),
+    "given": (
+        "What the model loses",
+        "Change against the unchanged model on each dataset or task, and one standard error.",
+    ),
     "single_heads": (
         "One head at a time",
         "Change when one head of the layer is zeroed in every sequence (P4.7), and one standard "
@@ -236,6 +263,7 @@ def draw_all(results: AblationResults, masks: Arrays, tsne: Arrays) -> list[Pict
         "curves": draw_curves(results),
         "ranks": draw_ranks(results),
         "masks": draw_masks(results, masks),
+        "given": draw_given(results),
         "single_heads": draw_single_heads(results),
         "tsne": draw_tsne(tsne),
     }

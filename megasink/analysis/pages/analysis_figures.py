@@ -7,7 +7,6 @@ from typing import Any, NamedTuple
 from megasink.analysis.folder import Analysis
 from megasink.analysis.pages import (
     change,
-    figures_between,
     figures_heads,
     figures_maps,
     figures_states,
@@ -21,7 +20,7 @@ from megasink.progress import tracked
 
 def drawings() -> list[Drawing]:
     """Return every kind of figure: those of registered metrics, and custom ones."""
-    own = (opening, figures_states, figures_heads, figures_maps, change, figures_between)
+    own = (opening, figures_states, figures_heads, figures_maps, change)
     return [*metric_drawings(), *(drawing for module in own for drawing in module.DRAWINGS)]
 
 

@@ -1,6 +1,7 @@
 """Figures of hidden states: one panel per model, one curve for each of some positions."""
 
 from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -19,19 +20,11 @@ from megasink.analysis.pages.style import (
 POSITIONS = (0, 1, 2, 4, 8, 16, 32)
 
 
-def _norms(analyses: Sequence[Analysis]) -> Any:
-    return _by_position(analyses, "state_norm", "mean L2 norm", is_log=True)
-
-
-def _directions(analyses: Sequence[Analysis]) -> Any:
-    analyses = [a for a in analyses if a.has("cosine_across_inputs")]
+def _by_position(key: str, ylabel: str, analyses: Sequence[Analysis]) -> Any:
+    """Draw states along x, one curve for each of some positions, one panel per model."""
+    analyses = [analysis for analysis in analyses if analysis.has(key)]
     if not analyses:
         return None
-    return _by_position(analyses, "cosine_across_inputs", "mean cosine", is_log=False)
-
-
-def _by_position(analyses: Sequence[Analysis], key: str, ylabel: str, *, is_log: bool) -> Any:
-    """Draw states along x, one curve for each of some positions, one panel per model."""
     figure, axes = even_panels(len(analyses), 3, 3.4, sharey=True)
     for axis, analysis in zip(axes, analyses, strict=True):
         table = analysis.values(key)
@@ -50,7 +43,7 @@ def _by_position(analyses: Sequence[Analysis], key: str, ylabel: str, *, is_log:
                     axis.plot(x[points], y[points], "o", **style)
         label(axis, wrapped(analysis.name), ylabel, "layer (half: after attention)")
         whole_numbers(axis.xaxis)
-    if is_log:
+    if key == "state_norm":
         log_scale(*axes)
     else:
         axes[0].set_ylim(-0.25, 1.05)
@@ -67,7 +60,7 @@ DRAWINGS = (
         "norm(x_i) by layer, mean over samples, for some token positions (P4.1, P2.8). x_0 is the "
         "embedding, x_(l + 1/2) the state after attention of block l (open circles), x_(l + 1) its "
         "output (filled circles).",
-        _norms,
+        partial(_by_position, "state_norm", "mean L2 norm"),
     ),
     Drawing(
         "directions",
@@ -75,6 +68,6 @@ DRAWINGS = (
         "Direction of the hidden state across inputs",
         "Mean cosine between the states of different inputs at the same position, over pairs "
         "i != j (P4.5): 1 means that the state no longer depends on the input. Circles as above.",
-        _directions,
+        partial(_by_position, "cosine_across_inputs", "mean cosine"),
     ),
 )

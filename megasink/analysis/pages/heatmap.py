@@ -68,37 +68,27 @@ def importance_pictures(maps: Sequence[tuple[str, NDArray[np.float64]]]) -> byte
     Args:
         maps: title and [L, H] of each; they share a color scale.
     """
-    heads = maps[0][1].shape[1]
-    return rendered(_figure(maps, min(max(0.34 * heads, 3.2), 9.0) + 1.2))
+    return rendered(_figure(maps))
 
 
 @styled()
 def importance_picture(importance_LH: NDArray[np.float64], title: str) -> NDArray[np.uint8]:
-    """Return the heatmap alone as an image, [height, width, RGB] in 0 to 255."""
+    """Return one heatmap as an image, [height, width, RGB] in 0 to 255."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
 
-    canvas = FigureCanvasAgg(_alone(importance_LH, title))
+    canvas = FigureCanvasAgg(_figure([(title, importance_LH)]))
     canvas.draw()
     return np.asarray(canvas.buffer_rgba())[..., :3].copy()
 
 
-@styled()
-def importance_png(importance_LH: NDArray[np.float64], title: str) -> bytes:
-    """Return the heatmap alone as the bytes of a PNG file."""
-    return rendered(_alone(importance_LH, title))
-
-
-def _alone(importance_LH: NDArray[np.float64], title: str) -> Any:
-    heads = importance_LH.shape[1]
-    return _figure([(title, importance_LH)], min(max(0.34 * heads, 4.0), 14.0) + 1.8)
-
-
-def _figure(maps: Sequence[tuple[str, NDArray[np.float64]]], width: float) -> Any:
-    """Return a figure of heatmaps of such a width in inches, on one color scale."""
-    layers = maps[0][1].shape[0]
+def _figure(maps: Sequence[tuple[str, NDArray[np.float64]]]) -> Any:
+    """Return a figure of heatmaps on one color scale."""
+    layers, heads = maps[0][1].shape
     # Cells of about a third of an inch, within a page.
     height = min(max(0.24 * layers, 2.4), 12.0) + 1
+    alone = len(maps) == 1
+    width = min(max(0.34 * heads, 4.0 if alone else 3.2), 14.0 if alone else 9.0)
     _, columns = grid(len(maps), 3)
-    figure, axes = even_panels(len(maps), 3, height, width=columns * width)
+    figure, axes = even_panels(len(maps), 3, height, width=columns * (width + 1.2 + 0.6 * alone))
     draw_importances(figure, axes, maps)
     return figure

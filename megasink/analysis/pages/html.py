@@ -76,10 +76,6 @@ class Page:
         self._contents[next(reversed(self._contents))].append(title)
         self._body += [heading(3, title), *parts]
 
-    def add(self, *parts: str) -> None:
-        """Add parts: what the functions below return."""
-        self._body += parts
-
     def text(self) -> str:
         """Return the whole page."""
         top = ["<header>", f"<h1>{escape(self._heading)}</h1>", contents(self._contents)]

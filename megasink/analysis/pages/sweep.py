@@ -211,14 +211,14 @@ def _numbers(rows: Sequence[SweepRow], metric: str) -> Any:
 
 def draw_masks(results: SweepResults) -> Any:
     """Draw how often each head is inactive, [layer, head], per setting (P3.24)."""
+    rows = results.rows
+    names = [_setting(row, _varied(rows) or _AXES).replace(", ", "\n") for row in rows]
+    by_score = {
+        metrics()[score].title: [np.asarray(row.inactive_by_head[score], float) for row in rows]
+        for score in rows[0].inactive_by_head
+    }
     return shares_of_heads(
-        {
-            metrics()[score].title: {
-                _setting(row).replace(", ", "\n"): np.asarray(row.inactive_by_head[score], float)
-                for row in results.rows
-            }
-            for score in results.rows[0].inactive_by_head
-        }
+        {score: dict(zip(names, tables, strict=True)) for score, tables in by_score.items()}
     )
 
 

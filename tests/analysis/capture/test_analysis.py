@@ -13,6 +13,7 @@ from megasink.analysis.capture.recorder import Recorder
 from megasink.analysis.capture.run import run
 from megasink.analysis.capture.transformers_model import TransformersProbe
 from megasink.analysis.metrics import STATISTICS
+from megasink.analysis.options import AnalysisOptions
 from megasink.analysis.results import RunFacts
 from megasink.analysis.summary import scores_of, summarize
 from megasink.errors import UserError
@@ -23,10 +24,13 @@ LENGTHS = (9, 12, 9, 5, 12)
 
 
 def analyzed(model, samples, **options):
-    recorder = Recorder([0 if layer is None else 4 for layer in range(2)], positions=10, columns=4)
+    recorder = Recorder(
+        [0 if layer is None else 4 for layer in range(2)],
+        options=AnalysisOptions(positions=10, columns=4),
+    )
     with TransformersProbe(model, recorder, recorder.needs) as probe:
         recorder.heads[:] = probe.heads
-        return run(probe, recorder, samples, batch_size=2, **options)
+        return run(probe, recorder, samples, AnalysisOptions(batch_size=2), **options)
 
 
 @pytest.fixture(scope="module")
@@ -187,11 +191,11 @@ def test_the_twelve_scores_and_their_relatives(captured, results):
 
 def test_hybrid_layers_stay_blank():
     model = tiny_model("qwen3.5")
-    recorder = Recorder([0, 0, 0, 4], positions=4)
+    recorder = Recorder([0, 0, 0, 4], options=AnalysisOptions(positions=4))
     samples = [Sample(tuple(tokens(1, 6, seed=i)[0].tolist()), "d", "s") for i in range(2)]
     with TransformersProbe(model, recorder, recorder.needs) as probe:
         assert probe.heads == recorder.heads
-        captured = run(probe, recorder, samples, batch_size=2)
+        captured = run(probe, recorder, samples, AnalysisOptions(batch_size=2))
     results = summarised(captured, model={})
     found = {name: result.values for name, result in results.metrics.items()}
     assert found["importance"][:3] == [[None] * 4] * 3

@@ -180,11 +180,11 @@ def test_the_length_follows_the_model(root, tmp_path, monkeypatch, first, length
     """64 positions, one of them of a sink token where there is one."""
     asked = []
 
-    def stop(options, length, tokenizer, vocabulary):
+    def stop(options, length, model, texts):
         asked.append(length)
         raise UserError("enough")
 
-    monkeypatch.setattr("megasink.analysis.capture.samples.samples_of", stop)
+    monkeypatch.setattr("megasink.analysis.capture.samples._samples", stop)
     options = AnalysisOptions(output=tmp_path)
     rest = dict.fromkeys(("open_probe", "module", "tokenizer", "vocabulary", "facts"))
     model = ProbedModel(**rest, positions=64, first=first, heads=[4])

@@ -10,6 +10,7 @@ import torch
 from megasink.analysis.capture.inputs import Reader, Sample, text_samples, with_replaced_tokens
 from megasink.analysis.capture.recorder import Recorder
 from megasink.analysis.capture.run import run
+from megasink.analysis.options import AnalysisOptions
 from megasink.analysis.sweep import Setting, samples_of
 from megasink.data.replaced_tokens import replacement
 from megasink.errors import UserError
@@ -113,7 +114,9 @@ def test_replaced_targets_have_nats_and_no_bytes():
 
     sizes = np.arange(16, dtype=np.int32)
     samples = [Sample((3, 4, 5, 6), "a", "-", replaced=(4, 2))]  # the first is no target
-    found = run(Uniform(), Recorder([1], ()), samples, batch_size=1, token_bytes=sizes)
+    found = run(
+        Uniform(), Recorder([1], ()), samples, AnalysisOptions(batch_size=1), token_bytes=sizes
+    )
     (measured,) = found.samples
     assert (measured.targets, measured.bytes) == (3, 4 + 6)
     assert measured.nats == pytest.approx(3 * np.log(16))

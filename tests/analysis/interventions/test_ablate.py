@@ -17,7 +17,6 @@ from megasink.analysis.ablate.results import ALL
 from megasink.analysis.capture.transformers_model import TransformersProbe
 from megasink.analysis.metrics.geometry import Embedding
 from megasink.analysis.metrics.thresholds import published_quantile
-from megasink.analysis.pages import ablation
 from megasink.cli import main
 from megasink.errors import UserError
 from tests.analysis.interventions.ablating import (
@@ -26,17 +25,9 @@ from tests.analysis.interventions.ablating import (
     PERCENTS,
     TEXTS,
     command,
-    count_forwards,
-    make_folder,
     results_of,
 )
 from tests.distributed.layout import Layout
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory):
-    return make_folder(tmp_path_factory.mktemp("ablate"))
-
 
 FLAGS = ("--score", "ahon_ln", "--heads", "0.1", "1.2", "--layer", "1")
 
@@ -45,16 +36,6 @@ FLAGS = ("--score", "ahon_ln", "--heads", "0.1", "1.2", "--layer", "1")
 def swept(folder):
     assert main(command(folder, folder / "out", *FLAGS)) == 0
     return folder / "out"
-
-
-@pytest.fixture
-def undrawn(monkeypatch):
-    monkeypatch.setattr(ablation, "draw_all", lambda *_: [])
-
-
-@pytest.fixture
-def forwards(monkeypatch):
-    return count_forwards(monkeypatch)
 
 
 class ByHand:
@@ -213,10 +194,10 @@ def test_the_files(swept):
         (point,) = (p for p in found.points if p.label == line["label"])
         assert float(line["value"]) == point.values[line["on"]].value
         assert float(line["bits_per_byte"]) == point.values[line["on"]].bits_per_byte
-    for name in ("curves", "ranks", "masks", "single_heads"):
+    for name in ("curves", "ranks", "masks", "given", "single_heads"):
         assert (swept / "figures" / f"{name}.png").read_bytes().startswith(b"\x89PNG")
     html = (swept / "report.html").read_text()
-    assert html.count("<img ") == 4
+    assert html.count("<img ") == html.count("<summary>The numbers</summary>") == 5
     assert "http" not in html.replace("http-equiv", "")
     schema = json.loads((swept / "ablation.schema.json").read_text())
     assert set(schema["required"]) == set(json.loads((swept / "ablation.json").read_text()))

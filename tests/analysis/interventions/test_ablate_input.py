@@ -7,31 +7,13 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from megasink.analysis import draw as pages
-from megasink.analysis.pages import ablation
 from megasink.cli import main
 from tests.analysis.capture.tiny_models import tiny_model
 from tests.analysis.interventions.ablating import (
     LENGTH,
     command,
-    count_forwards,
-    make_folder,
     results_of,
 )
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory):
-    return make_folder(tmp_path_factory.mktemp("ablate"))
-
-
-@pytest.fixture
-def undrawn(monkeypatch):
-    monkeypatch.setattr(ablation, "draw_all", lambda *_: [])
-
-
-@pytest.fixture
-def forwards(monkeypatch):
-    return count_forwards(monkeypatch)
 
 
 @pytest.fixture(scope="module")

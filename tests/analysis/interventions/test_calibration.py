@@ -13,6 +13,7 @@ from megasink.analysis.capture.run import run
 from megasink.analysis.capture.transformers_model import TransformersProbe
 from megasink.analysis.metrics.thresholds import threshold
 from megasink.analysis.metrics.weights import first_weights, weight_statistics
+from megasink.analysis.options import AnalysisOptions
 from megasink.analysis.results import RunFacts
 from megasink.analysis.write import write_numbers
 from megasink.errors import UserError
@@ -41,7 +42,7 @@ def opener(model):
 def folder(model, samples, tmp_path_factory):
     recorder = Recorder([4, 4], ["awft", "ahon", "lthon"])
     with opener(model)(recorder) as probe:
-        measured = run(probe, recorder, samples, batch_size=3, loss=False)
+        measured = run(probe, recorder, samples, AnalysisOptions(batch_size=3, loss=False))
     output = tmp_path_factory.mktemp("analysis")
     facts = {"kind": "LlamaForCausalLM", "name": "tiny"}
     options = RunFacts(seed=0, weights=weights_hash(model), data_sha256="")

@@ -20,6 +20,7 @@ from megasink.analysis.capture.inputs import Sample
 from megasink.analysis.capture.megatron_model import MegatronProbe
 from megasink.analysis.capture.recorder import Recorder
 from megasink.analysis.capture.run import run
+from megasink.analysis.options import AnalysisOptions
 from megasink.attention import attention
 from megasink.attention.variants import Variant, register, registry
 from megasink.checkpoints.find import find_checkpoint
@@ -136,7 +137,13 @@ def _analyzed(model: Any) -> dict[str, Tensor]:
     heads = [model.config.num_attention_heads] * model.config.num_layers
     recorder = Recorder(heads, ("importance", "slot_alpha", "awft"))
     with MegatronProbe(model, recorder, recorder.needs) as probe:
-        found = run(probe, recorder, samples, batch_size=4, loss=False, console=Console(quiet=True))
+        found = run(
+            probe,
+            recorder,
+            samples,
+            AnalysisOptions(batch_size=4, loss=False),
+            console=Console(quiet=True),
+        )
     assert found is not None
     values = found.analysis_values(seed=0).overall
     names = {"importance": "importance", "slot": "slot_alpha", "first key": "awft"}

@@ -1,0 +1,43 @@
+"""Load the model that the options name, of either kind; torch is imported when one is loaded."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING
+
+from megasink.analysis.capture.ranks import Ranks
+from megasink.analysis.options import ModelOptions
+from megasink.checkpoints.find import find_checkpoint, is_run
+from megasink.upstream.process import prepare_quietly
+
+if TYPE_CHECKING:
+    from megasink.analysis.capture.base import ProbedModel
+
+
+@contextmanager
+def opened(which: ModelOptions, ranks: Ranks) -> "Iterator[ProbedModel]":
+    """Load a model; of a run its newest checkpoint.
+
+    Raises:
+        UserError: it cannot be loaded; ConfigError: megasink cannot read its attention.
+    """
+    if not is_run(which.model):
+        from megasink.analysis.capture.models import open_transformers
+
+        yield open_transformers(which, ranks)
+        return
+    find_checkpoint(which.model)  # before the slow imports
+    prepare_quietly(cpu=which.device == "cpu")
+    from megasink.checkpoints.load import single_process
+
+    with single_process():
+        yield open_checkpoint(which, None, ranks)
+
+
+def open_checkpoint(which: ModelOptions, iteration: int | None, ranks: Ranks) -> "ProbedModel":
+    """Load one checkpoint of a run, None for the latest."""
+    from megasink.analysis.capture.models import of_run
+    from megasink.checkpoints.load import load_model
+
+    ranks.device(which.device)
+    loaded = load_model(which.model, iteration, which.tokenizer, yarn=which.yarn)
+    return of_run(loaded, which.shown_name, yarn=which.yarn)
