@@ -3,6 +3,8 @@
     python benchmarks/probe.py            # S = 2048, a 60M-parameter Llama shape, and one layer at
                                           # S = 32768
     python benchmarks/probe.py --no-long  # without the latter, which takes minutes
+    python benchmarks/probe.py --model FOLDER  # every metric and the loss of a model on disk, four
+                                          # rows of 512 tokens, in turns with its plain forward
 
 The eager route computes P3's scores, head importance and sink rates from the weights that
 transformers returns with output_attentions=True. Each measurement runs in a process of its own, so
@@ -53,14 +55,17 @@ def model(implementation: str) -> Any:
     return LlamaForCausalLM._from_config(config, attn_implementation=implementation).eval()
 
 
+def seconds_of(run: Callable[[], object]) -> float:
+    """CPU seconds of one run."""
+    start = time.process_time()
+    run()
+    return time.process_time() - start
+
+
 def least(run: Callable[[], object], repeats: int) -> float:
     """CPU seconds of the fastest of some runs after one to warm up."""
-    times = []
-    for _ in range(repeats + 1):
-        start = time.process_time()
-        run()
-        times.append(time.process_time() - start)
-    return min(times[1:])
+    run()
+    return min(seconds_of(run) for _ in range(repeats))
 
 
 def eager_scores(eager: Any, ids: Tensor) -> list[dict[str, Tensor]]:
@@ -159,12 +164,48 @@ def agree() -> None:
                 )
 
 
+@torch.no_grad()
+def in_turns(folder: str, turns: int) -> None:
+    """Print the CPU time of every metric and the loss, over that of a forward and the loss."""
+    from transformers import AutoModelForCausalLM
+
+    from megasink.analysis.capture.measurements import MeasuredSample
+    from megasink.analysis.capture.recorder import Recorder
+    from megasink.analysis.capture.transformers_model import TransformersProbe
+
+    loaded = AutoModelForCausalLM.from_pretrained(folder, attn_implementation="sdpa").eval()
+    rows, config = 4, loaded.config
+    ids = torch.randint(config.vocab_size, (rows, 512), generator=torch.manual_seed(0))
+    recorder = Recorder([config.num_attention_heads] * config.num_hidden_layers)
+
+    def losses(logits: Tensor) -> None:
+        for row in range(rows):
+            torch.nn.functional.cross_entropy(logits[row, :-1].float(), ids[row, 1:])
+
+    def probed() -> None:
+        with TransformersProbe(loaded, recorder, recorder.needs) as probe:
+            recorder.begin(rows)
+            losses(probe.forward(ids).logits)
+            recorder.end([MeasuredSample(row, "", "", 512) for row in range(rows)])
+            recorder.take()
+
+    ratios = []
+    for turn in range(turns + 1):
+        plain = seconds_of(lambda: losses(loaded(ids, use_cache=False).logits))
+        every = seconds_of(probed)
+        if turn:
+            ratios.append(every / plain)
+            print(f"plain {plain:.2f} s, every metric {every:.2f} s: {ratios[-1]:.3f}", flush=True)
+    print(f"median {sorted(ratios)[len(ratios) // 2]:.3f}, least {min(ratios):.3f}")
+
+
 def main() -> None:
     """Measure in processes of their own, and print a table."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--no-long", dest="long", action="store_false")
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--threads", type=int, default=1)
+    parser.add_argument("--model", metavar="FOLDER", help="of transformers, to measure instead")
     parser.add_argument("--child", help=argparse.SUPPRESS)
     args = parser.parse_args()
     torch.set_num_threads(args.threads)
@@ -172,6 +213,9 @@ def main() -> None:
         seconds = long_layer() if args.child == "long" else measure(args.child, args.repeats)
         peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
         print(json.dumps({"seconds": seconds, "peak": peak / 2**20}))
+        return
+    if args.model:
+        in_turns(args.model, args.repeats)
         return
     agree()
     print(f"{'':30} {'CPU s':>8} {'x plain':>8} {'peak GiB':>9} {'x plain':>8}")

@@ -85,7 +85,7 @@ def abs_mean_after_gate(gated_out_HTD: Tensor) -> Tensor:
 
 def below(values: Tensor, limit: float) -> Tensor:
     """Return the share of |values| strictly below a limit."""
-    return (values.abs() < limit).to(torch.float32).mean()
+    return (values.abs() < limit).count_nonzero().to(torch.float32) / values.numel()
 
 
 def _register_sparsity(limit: float, suffix: str) -> None:
