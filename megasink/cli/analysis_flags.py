@@ -31,6 +31,7 @@ from megasink.data.replaced_tokens import FORMS
 from megasink.data.replaced_tokens import problems_of as problems_of_replaced
 from megasink.data.text_tokenizer import add_parse_special_tokens
 from megasink.errors import ConfigError, UserError
+from megasink.extras import require_train
 from megasink.output_folder import add_overwrite, folder_problem, foreign_contents
 from megasink.plugins import add_flag
 
@@ -156,6 +157,7 @@ def weights_problems(args: argparse.Namespace, *, is_run: bool) -> list[str]:
         problems.append(f"--yarn {args.yarn:g}: a factor of more than 1")
     if is_run:
         try:
+            require_train(f"{args.model} is a run, which")
             read_arguments(find_checkpoint(args.model).config)
         except UserError as error:
             problems.append(str(error))
