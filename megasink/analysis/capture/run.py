@@ -71,11 +71,13 @@ def run(
             for batch in shards[number]:
                 ids_BT = torch.tensor([samples[i].tokens for i in batch], device=device)
                 recorder.begin(len(batch))
-                output = probe.forward(ids_BT, logits=options.loss)
-                measured = []
-                for row, i in enumerate(batch):
-                    logits_TV = output.logits[row] if options.loss else None
-                    measured.append(_measured(samples[i], i, logits_TV, ids_BT[row], token_bytes))
+                # No name holds the logits, which are the largest tensor, when the next batch runs.
+                measured = [
+                    _measured(samples[i], i, logits_TV, ids_T, token_bytes)
+                    for i, logits_TV, ids_T in zip(
+                        batch, _logits(probe, ids_BT, options), ids_BT, strict=True
+                    )
+                ]
                 recorder.end(measured, about)
                 tell(before + ranks.advance(len(batch)))
             if partial is None:
@@ -141,6 +143,14 @@ def _open(
     if there:
         console.print(f"resuming: {there} of {len(shards)} shards ({before} samples) are done")
     return before
+
+
+def _logits(
+    probe: Probe, ids_BT: Tensor, options: AnalysisOptions
+) -> Tensor | Sequence[Tensor | None]:
+    """Run the model and return logits [B, T, V], or None for each row if nobody reads them."""
+    output = probe.forward(ids_BT, logits=options.loss)
+    return output.logits if options.loss else [None] * len(ids_BT)
 
 
 def _measured(

@@ -162,6 +162,7 @@ class HarnessModel(TemplateLM):
                     for i in asking[tokens]:
                         scores[i] = _score(logits_TV, rows[i].targets)
                         done += 1
+                del logits_BTV, logits_TV  # before those of the next batch are made
                 tell(done)
         return scores
 
@@ -293,8 +294,9 @@ class HarnessModel(TemplateLM):
     def _greedy(self, ids_BT: Tensor, new: int, stop: "_Stop") -> Tensor:
         """Continue a run's sequences by whole forward passes, in which every intervention holds."""
         for _ in range(new):
-            logits_BTV: Tensor = self.probe.forward(ids_BT).logits
-            next_B1 = logits_BTV[:, -1:, : self.model.vocabulary].argmax(-1)
+            logits_B1V: Tensor = self.probe.forward(ids_BT).logits[:, -1:]
+            next_B1 = logits_B1V[..., : self.model.vocabulary].argmax(-1)
+            del logits_B1V  # a view of those of all positions
             ids_BT = torch.cat((ids_BT, next_B1), 1)
             if stop(ids_BT, None).all():
                 break
