@@ -19,8 +19,7 @@ def run(tmp_path):
     (folder / "checkpoints" / "iter_0000002").mkdir(parents=True)
     (folder / "config.json").write_text('{"arguments": {"save_retain_interval": 4}}')
     (folder / "metrics.jsonl").write_text("".join(json.dumps(m) + "\n" for m in METRICS))
-    flags = ["x.py", "--lr", "1e-4", "--swiglu"]
-    (folder / "starts.jsonl").write_text(json.dumps({"command": flags}) + "\n")
+    (folder / "config.toml").write_text('lr = "1e-4"\nswiglu = true\n')
     return folder
 
 

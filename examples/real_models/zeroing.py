@@ -261,7 +261,7 @@ def samples_of(tokenizer: Any) -> list[Sample]:
     """Return every text as its first `TOKENS` tokens, BOS as the tokenizer adds it."""
     found, reader = [], Reader(tokenizer)
     for number, text in enumerate(read_texts()):
-        tokens = reader.read([text.text], f"text {number}", TOKENS)[:TOKENS]
+        tokens = reader.read(text.text, f"text {number}", TOKENS)[:TOKENS]
         if len(tokens) < TOKENS:
             raise UserError(f"text {number} has {len(tokens)} tokens, not {TOKENS}")
         found.append(Sample(tuple(tokens), text.domain, f"text {number}"))

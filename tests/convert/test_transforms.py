@@ -136,7 +136,7 @@ def test_padded_rows_go_and_come_back_as_zeros():
 
 
 def test_a_constant_is_written_and_must_be_one_to_be_read():
-    constant = Constant((2, 3), torch.bfloat16)
+    constant = Constant((2, 3), "bfloat16")
     (found,) = constant.to_hf()
     assert found.shape == (2, 3)
     assert found.dtype is torch.bfloat16

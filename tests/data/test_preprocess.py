@@ -203,7 +203,7 @@ def test_outputs_that_cannot_be(tmp_path, folder):
         preprocess(Corpus([records]), tmp_path / "own", folder, overwrite=True)
     with pytest.raises(ConfigError, match="--workers 0: at least 1"):
         preprocess(corpus, tmp_path / "out", folder, workers=0)
-    with pytest.raises(UserError, match=r"a\.jsonl/out cannot be written: "):
+    with pytest.raises(UserError, match=r"a\.jsonl/out cannot be created: "):
         preprocess(corpus, tmp_path / "a.jsonl" / "out", folder)
 
 

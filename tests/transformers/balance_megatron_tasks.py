@@ -63,8 +63,8 @@ def trained_twice(name: str, masked: bool, flags: list[str], **options: Any) -> 
                 save_checkpoint(root / f"{label}-run", args, plain)
                 for key, parameter in plain.named_parameters():
                     parameter.copy_(kept[key])
-            source = source_of(root / f"{label}-run")
-            export(source, root / label, name, say=lambda _: None)
+            source = source_of(root / f"{label}-run", target=name)
+            export(source, root / label, say=lambda _: None)
             return root / label
 
         start = exported("start", None)
