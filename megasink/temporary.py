@@ -10,7 +10,8 @@ import os
 import shutil
 import tempfile
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
+from multiprocessing import resource_sharer
 from pathlib import Path
 from typing import Any
 
@@ -37,6 +38,8 @@ def shared_folder() -> Iterator[None]:
         yield
     finally:
         config["tempdir"] = None
+        with suppress(OSError):
+            resource_sharer.stop()  # it listens in the folder; the next run starts it again
         shutil.rmtree(folder, ignore_errors=True)
         if lock is not None:
             os.close(lock)

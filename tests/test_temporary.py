@@ -1,12 +1,16 @@
 """Workers have the folder of who started them, and what a kill leaves goes with the next start."""
 
+import multiprocessing.process
 import os
 import subprocess
 import sys
 import tempfile
+from multiprocessing import resource_sharer
 from pathlib import Path
 
 import pytest
+
+from megasink.temporary import shared_folder
 
 CODE = """
 import multiprocessing, os, signal, sys
@@ -70,3 +74,14 @@ def test_one_folder_that_goes_with_its_process(tmp_path, temporary):
         assert list(temporary.iterdir()) == [theirs]
         other.communicate("\n")
     assert not Path(*first).exists()
+
+
+def test_the_next_run_of_a_process_passes_descriptors_on(temporary, monkeypatch):
+    """As to the writer of asynchronous checkpoints."""
+    resource_sharer.stop()
+    monkeypatch.setattr(tempfile, "tempdir", str(temporary))
+    monkeypatch.setitem(multiprocessing.process.current_process()._config, "tempdir", None)
+    for _ in range(2):
+        with shared_folder(), Path(os.devnull).open() as file:
+            os.close(resource_sharer.DupFd(file.fileno()).detach())
+    assert not list(temporary.iterdir())
