@@ -40,7 +40,7 @@ def require(package: str, what: str) -> None:
 def _places(package: str) -> list[str] | None:
     """Return the folders of a package; None if it is not installed."""
     try:
-        found = importlib.util.find_spec(package)
+        spec = importlib.util.find_spec(package)
     except ModuleNotFoundError:  # raised by finders that hide packages
         return None
-    return None if found is None else list(found.submodule_search_locations or ())
+    return None if spec is None else list(spec.submodule_search_locations or ())

@@ -70,13 +70,13 @@ class FinetuneOptions:
             )
             return
         try:
-            found = read_object(config)
+            model = read_object(config)
         except UserError as error:
             yield str(error)
             return
-        if "arguments" in found:
+        if "arguments" in model:
             yield f"{self.model} is a megasink run: megasink convert-to-hf exports it"
-        text = found.get("text_config", found)
+        text = model.get("text_config", model)
         heads, positions = (text.get(n) for n in ("num_attention_heads", "max_position_embeddings"))
         if isinstance(heads, int) and (self.shared_heads or 0) > max(0, heads - 2):
             yield (

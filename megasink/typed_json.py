@@ -27,8 +27,8 @@ def to_json(value: Any) -> Any:
 
         plain = value.tolist()
         numbers = np.asarray(plain)  # entry by entry only where some are NaN: a million takes long
-        whole = numbers.dtype.kind in "fiub" and np.isfinite(numbers).all()
-        return plain if whole else to_json(plain)
+        finite = numbers.dtype.kind in "fiub" and np.isfinite(numbers).all()
+        return plain if finite else to_json(plain)
     if isinstance(value, list | tuple):
         return [to_json(entry) for entry in value]
     return None if isinstance(value, float) and not math.isfinite(value) else value

@@ -137,17 +137,17 @@ def group_names() -> dict[str, str]:
     groups = {name: group for name, group in state.items() if isinstance(group, ProcessGroup)}
     world = torch.distributed.group.WORLD
     assert world is not None
-    found: dict[str, str] = {}
+    names: dict[str, str] = {}
     sizes = {_GROUPS[n]: g.size() for n, g in groups.items() if _GROUPS.get(n) in _SINGLE}
     for name, label in _GROUPS.items():
         if name in groups:
             of_several = [one for one in label.split(" x ") if sizes.get(one, 2) > 1]
-            found.setdefault(groups[name].group_name, " x ".join(of_several) or label)
+            names.setdefault(groups[name].group_name, " x ".join(of_several) or label)
     for name, group in groups.items():
         plain = "all ranks" if group.size() == world.size() else name.strip("_").lower()
-        found.setdefault(group.group_name, plain.removesuffix("_group"))
-    found.setdefault(world.group_name, "all ranks")
-    return found
+        names.setdefault(group.group_name, plain.removesuffix("_group"))
+    names.setdefault(world.group_name, "all ranks")
+    return names
 
 
 def _bytes(arg: Any) -> int:

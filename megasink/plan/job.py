@@ -96,19 +96,19 @@ def parameters(records: Sequence[Record]) -> dict[str, int]:
 def memory(records: Sequence[Record]) -> list[Stage]:
     """Return every pipeline stage, of which some are interpolated between two that were stepped."""
     facts = records[0]["job"]
-    found = {record["stage"]: stage_of(record) for record in records}
+    stages = {record["stage"]: stage_of(record) for record in records}
     alike: dict[str, list[int]] = {}
-    for index in sorted(found):
+    for index in sorted(stages):
         alike.setdefault(str(facts["stages"][index]), []).append(index)
     for indices in alike.values():
         for first, last in pairwise(indices):
             for between in range(first + 1, last):
                 if str(facts["stages"][between]) == str(facts["stages"][first]):
-                    found.setdefault(between, _between(found[first], found[last], between))
+                    stages.setdefault(between, _between(stages[first], stages[last], between))
     chunks = [stage[0] for stage in facts["stages"]]
     numbers = _layer_numbers(chunks)
     return [
-        Stage(**{**vars(found[index]), "layers": numbers[index]}) for index in range(len(chunks))
+        Stage(**{**vars(stages[index]), "layers": numbers[index]}) for index in range(len(chunks))
     ]
 
 
@@ -182,11 +182,11 @@ def step_traffic(record: Record) -> dict[Key, Counter[str]]:
     more = many["microbatches"] - few["microbatches"]
     times = (every - few["microbatches"]) / more if more else 0.0
     tables = [{_key(call): call for call in step["calls"]} for step in (few, many)]
-    found: dict[Key, Counter[str]] = {}
+    traffic: dict[Key, Counter[str]] = {}
     for what in {**tables[0], **tables[1]}:
         a, b = (table.get(what, dict.fromkeys(_SUMS, 0)) for table in tables)
-        found[what] = Counter({n: round(a[n] + times * (b[n] - a[n])) for n in _SUMS})
-    return found
+        traffic[what] = Counter({n: round(a[n] + times * (b[n] - a[n])) for n in _SUMS})
+    return traffic
 
 
 def _key(call: Mapping[str, Any]) -> Key:

@@ -26,7 +26,7 @@ def of_training_state(models: Sequence[Any], optimizer: Any) -> dict[str, int]:
     Gradients are those of Megatron's buffers, parameters include the buffers' padding.
     """
     seen: set[int] = set()
-    found = dict.fromkeys(PARTS, 0)
+    sizes = dict.fromkeys(PARTS, 0)
     for part, tensors in (
         ("parameters", _parameters(models)),
         ("gradients", _gradients(models)),
@@ -36,8 +36,8 @@ def of_training_state(models: Sequence[Any], optimizer: Any) -> dict[str, int]:
             storage = tensor.untyped_storage()
             if tensor.device.type == "cuda" and storage.data_ptr() not in seen:
                 seen.add(storage.data_ptr())
-                found[part] += storage.nbytes()
-    return found
+                sizes[part] += storage.nbytes()
+    return sizes
 
 
 def _buffers(models: Sequence[Any]) -> Iterator[Any]:

@@ -50,7 +50,7 @@ def count(models: Iterable[Any], padding_rows: int) -> tuple[Counter[str], Count
         expert-parallel ranks, without copies and padding.
     """
     here: Counter[str] = Counter()
-    whole: Counter[str] = Counter()
+    stage: Counter[str] = Counter()
     tensor = parallel_state.get_tensor_model_parallel_world_size()
     experts = parallel_state.get_expert_model_parallel_world_size()
     expert_tensor = parallel_state.get_expert_tensor_parallel_world_size()
@@ -76,9 +76,9 @@ def count(models: Iterable[Any], padding_rows: int) -> tuple[Counter[str], Count
                     # Its rows stand among those of linear_qkv.
                     heads, groups = options.num_attention_heads, options.num_query_groups
                     gates = number * heads // (2 * heads + 2 * groups)
-                    whole[GATES] += gates
+                    stage[GATES] += gates
                     number -= gates
-                whole[kind] += number
+                stage[kind] += number
             if name in ("embedding.word_embeddings.weight", "output_layer.weight"):
-                whole[component(name)] -= padding_rows * parameter.shape[1]
-    return here, whole
+                stage[component(name)] -= padding_rows * parameter.shape[1]
+    return here, stage

@@ -99,8 +99,8 @@ def _set_microbatches(args: Namespace, number: int) -> None:
 
 
 @contextlib.contextmanager
-def _recorded(found: dict[str, Any], schedules: Any, models: Sequence[Any]) -> Iterator[None]:
-    """Record the memory and the calls of a step in `found`."""
+def _recorded(record: dict[str, Any], schedules: Any, models: Sequence[Any]) -> Iterator[None]:
+    """Record the memory and the calls of a step in `record`."""
     import torch
 
     schedule, originals = memory.Schedule(), (schedules.forward_step, schedules.backward_step)
@@ -117,16 +117,16 @@ def _recorded(found: dict[str, Any], schedules: Any, models: Sequence[Any]) -> I
         return run
 
     torch.cuda.reset_peak_memory_stats()
-    found["before"] = memory.allocated()
+    record["before"] = memory.allocated()
     schedules.forward_step, schedules.backward_step = (
         watched(inner, forward) for inner, forward in zip(originals, (True, False), strict=True)
     )
     with Collectives() as calls, saved:
         yield
     schedules.forward_step, schedules.backward_step = originals
-    found |= {"peak": memory.allocated("peak"), "reserved": memory.reserved()}
-    found |= schedule.held() | {"calls": calls.table()}
-    found["saved"] = saved.table(found["microbatches"])
+    record |= {"peak": memory.allocated("peak"), "reserved": memory.reserved()}
+    record |= schedule.held() | {"calls": calls.table()}
+    record["saved"] = saved.table(record["microbatches"])
 
 
 def _record(
@@ -143,14 +143,14 @@ def _record(
 
     config = get_model_config(models[0])
     padding = args.padded_vocab_size - counted_rows(vars(args))
-    here, whole = parameters.count(models, padding)
+    here, stage = parameters.count(models, padding)
     softmax = args.attention_similarity == "softmax"
     choices = kernel_choices(args) if softmax else {}
     return {
         "rank": args.rank,
         "stage": parallel_state.get_pipeline_model_parallel_rank(),
         "parameters_here": here,
-        "parameters_of_stage": whole,
+        "parameters_of_stage": stage,
         "training_state": memory.of_training_state(models, optimizer),
         "layers": list(layers.describe(models)),
         "steps": steps,
@@ -196,7 +196,7 @@ def stages(config: Any, args: Namespace) -> list[list[Any]]:
     from megatron.core.transformer.transformer_block import get_num_layers_to_build
     from megatron.core.transformer.transformer_layer import get_transformer_layer_offset
 
-    found = []
+    stages = []
     count = args.pipeline_model_parallel_size
     frequency = args.moe_layer_freq if args.num_experts else [0] * args.num_layers
     varied = layers_with_variant(args)
@@ -208,8 +208,8 @@ def stages(config: Any, args: Namespace) -> list[list[Any]]:
             first = get_transformer_layer_offset(config, virtual, stage)
             layers = range(first, first + size)
             chunks.append([[_is_mixture(frequency, n), varied[n]] for n in layers])
-        found.append([chunks, stage == 0, stage == count - 1])
-    return found
+        stages.append([chunks, stage == 0, stage == count - 1])
+    return stages
 
 
 def _is_mixture(frequency: int | list[int], layer: int) -> bool:

@@ -105,7 +105,7 @@ class SavedTensors:
 
     def table(self, microbatches: int) -> list[dict[str, Any]]:
         """Return a row (`Saved`) for each name, after a step of so many equal microbatches."""
-        found: dict[tuple[str, str], Saved] = {}
+        rows: dict[tuple[str, str], Saved] = {}
         places: dict[tuple[str, str], set[str]] = {}
         for storage in self._storages.values():
             if not storage.ref.expired():
@@ -114,14 +114,14 @@ class SavedTensors:
             pattern = _LAYER if in_layer else _WRAPPERS
             name, kind = pattern.sub("", storage.place), self._kinds.get(storage.place, "")
             name = _NUMBER.sub(".*", name)  # of experts
-            row = found.setdefault((name, kind), Saved(name, kind, 0, 0))
+            row = rows.setdefault((name, kind), Saved(name, kind, 0, 0))
             row.bytes += storage.size
             if in_layer:
                 places.setdefault((name, kind), set()).add(in_layer.group())
-        for what, row in found.items():
+        for what, row in rows.items():
             row.layers = len(places.get(what, ()))
             row.bytes //= microbatches
-        return [asdict(row) for row in found.values()]
+        return [asdict(row) for row in rows.values()]
 
 
 def _size(ref: Any) -> int:

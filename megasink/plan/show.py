@@ -213,11 +213,11 @@ def _table(title: str) -> Table:
 
 def _ranges(numbers: Sequence[int]) -> str:
     """Return "1-4, 9-12" for sorted numbers."""
-    found = []
+    ranges = []
     for _, run in groupby(enumerate(numbers), lambda pair: pair[1] - pair[0]):
         part = [number for _, number in run]
-        found.append(f"{part[0]}-{part[-1]}" if len(part) > 1 else str(part[0]))
-    return ", ".join(found)
+        ranges.append(f"{part[0]}-{part[-1]}" if len(part) > 1 else str(part[0]))
+    return ", ".join(ranges)
 
 
 def _gib(size: int) -> str:

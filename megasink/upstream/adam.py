@@ -79,7 +79,7 @@ class GroupStepAdam(torch.optim.Optimizer):
 
 def _by_device_and_dtype(params: Iterable[torch.Tensor]) -> Iterable[list[torch.Tensor]]:
     """Divide parameters into lists that one kernel takes."""
-    found: dict[tuple[torch.device, torch.dtype], list[torch.Tensor]] = {}
+    lists: dict[tuple[torch.device, torch.dtype], list[torch.Tensor]] = {}
     for p in params:
-        found.setdefault((p.device, p.dtype), []).append(p)
-    return found.values()
+        lists.setdefault((p.device, p.dtype), []).append(p)
+    return lists.values()

@@ -261,16 +261,16 @@ def for_optimizers(state: Any, own: list[list[dict[str, Any]]]) -> Any:
     """
     state = dict(enumerate(state)) if isinstance(state, list) else state
     numbered = {key: piece for key, piece in state.items() if isinstance(key, int)}
-    whole = {key: piece for key, piece in state.items() if not isinstance(key, int)}
+    single = {key: piece for key, piece in state.items() if not isinstance(key, int)}
     if len(own) == 1:
         saved = [group for piece in numbered.values() for group in _groups_in(piece)]
-        layout = numbered.get(0, whole)
-        saved = saved or _groups_in(whole)
-        return layout | _with_groups(whole, saved, own[0], "optimizer" in layout)
-    rest = {k: v for k, v in whole.items() if k not in ("optimizer", "param_groups")}
+        layout = numbered.get(0, single)
+        saved = saved or _groups_in(single)
+        return layout | _with_groups(single, saved, own[0], "optimizer" in layout)
+    rest = {k: v for k, v in single.items() if k not in ("optimizer", "param_groups")}
     return {
         number: rest
-        | _with_groups(piece, _groups_in(whole or piece), groups, "optimizer" in (whole or piece))
+        | _with_groups(piece, _groups_in(single or piece), groups, "optimizer" in (single or piece))
         for (number, piece), groups in zip(sorted(numbered.items()), own, strict=False)
     }
 

@@ -82,10 +82,10 @@ def other_driver_functions(cuda_h: Path, own: Path) -> str:
 @functools.cache
 def _compiler() -> str:
     name = os.environ.get("CXX", "g++")
-    found = shutil.which(name)
-    if found is None:
+    compiler = shutil.which(name)
+    if compiler is None:
         raise UserError(f"the hollow GPU needs a C++ compiler, and {name} is not there")
-    return found
+    return compiler
 
 
 @functools.cache
@@ -103,9 +103,9 @@ def _headers() -> Path:
     for place in places:
         if all((place / name).exists() for name in _NEEDED):
             text = (place / _NEEDED[0]).read_text()
-            if (found := re.search(r"#define CUDART_VERSION +(\d+)", text)) is None:
+            if (match := re.search(r"#define CUDART_VERSION +(\d+)", text)) is None:
                 continue
-            if int(found[1]) // 1000 == int(major):
+            if int(match[1]) // 1000 == int(major):
                 return place
     raise UserError(
         f"the hollow GPU needs the headers of the CUDA {major} runtime ({', '.join(_NEEDED)}); "
@@ -118,8 +118,8 @@ def _cuda_of_torch() -> str | None:
     spec = importlib.util.find_spec("torch")
     for place in (spec and spec.submodule_search_locations) or ():
         text = Path(place, "version.py").read_text()
-        if found := re.search(r"^cuda\b[^=]*= *['\"]([\d.]+)", text, re.M):
-            return found[1]
+        if match := re.search(r"^cuda\b[^=]*= *['\"]([\d.]+)", text, re.M):
+            return match[1]
     return None
 
 
