@@ -67,8 +67,8 @@ def _run(path: Path) -> _Run:
     folder = next((f for f in (path, path.resolve().parent) if (f / "config.json").is_file()), None)
     arguments: dict[str, Any] = {}
     if folder is not None:
-        found = read_object(folder / "config.json").get("arguments")
-        arguments = found if isinstance(found, dict) else {}
+        saved = read_object(folder / "config.json").get("arguments")
+        arguments = saved if isinstance(saved, dict) else {}
     if not any(checkpoints.glob("iter_*")):
         elsewhere = arguments.get("save")
         hint = ""
@@ -175,7 +175,7 @@ def _aligned(rows: Sequence[tuple[str, ...]], right: int) -> Iterator[str]:
 
 def _tokens(run: _Run, wanted: set[int]) -> dict[int, int]:
     """Return how many tokens the run had trained on after some of its steps."""
-    found: dict[int, int] = {}
+    tokens_at: dict[int, int] = {}
     with suppress(OSError), Path(run.folder or "", "metrics.jsonl").open("rb") as file:
         for line in file:
             # A run has many more steps than checkpoints: parse the lines of those.
@@ -184,5 +184,5 @@ def _tokens(run: _Run, wanted: set[int]) -> dict[int, int]:
                 with suppress(ValueError, TypeError, RecursionError):  # truncated by a kill
                     tokens = json.loads(line).get("tokens")
                     if isinstance(tokens, int):
-                        found[int(step[1])] = tokens
-    return found
+                        tokens_at[int(step[1])] = tokens
+    return tokens_at

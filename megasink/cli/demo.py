@@ -30,8 +30,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     there = [path.name for path in args.dir.iterdir()] if args.dir.is_dir() else []
     other = sorted(name for name in there if not _OWN.fullmatch(name))
     if other or (there and "language.jsonl" not in there):
-        found = (other or there)[0]
-        raise UserError(f"--dir {args.dir} holds {found}, and no demo: choose another folder")
+        name = (other or there)[0]
+        raise UserError(f"--dir {args.dir} holds {name}, and no demo: choose another folder")
     from megasink.cli.demo_runs import demonstrate
 
     demonstrate(args.dir, args.train_iters)

@@ -66,15 +66,15 @@ def main(argv: Sequence[str] | None = None) -> int:
             raise UserError(f"{flag} {value}: use 1 or more")
 
     console = Console(quiet=args.json)
-    found = packages()
-    problems = list(dict.fromkeys(package.problem for package in found if package.problem))
+    installed = packages()
+    problems = list(dict.fromkeys(package.problem for package in installed if package.problem))
     python = versions()["python"]
     if not _PYTHON[0] <= numbers_of(python)[:2] < _PYTHON[1]:
         problems.insert(0, f"Python {python} is not supported: use 3.12 or 3.13")
     report: dict[str, Any] = {"megasink": megasink.__version__, "versions": versions()}
-    report["packages"] = [package._asdict() for package in found]
+    report["packages"] = [package._asdict() for package in installed]
     report["plugins"] = [str(plugin) for plugin in plugins.LOADED.values()]
-    _print_packages(console, found, report)
+    _print_packages(console, installed, report)
     if version_of("torch") is not None:
         problems += _machine(console, args, report)
     report |= {"problems": problems, "ok": not problems}
@@ -96,7 +96,7 @@ def packages() -> list[Package]:
         texts = importlib.metadata.requires("megasink") or []
     except importlib.metadata.PackageNotFoundError:
         return []
-    found: dict[tuple[str, str], Package] = {}
+    packages: dict[tuple[str, str], Package] = {}
     for requirement in map(Requirement, texts):
         for extra in (BASE, *EXTRAS):
             name, marker = requirement.name, requirement.marker
@@ -105,20 +105,20 @@ def packages() -> list[Package]:
             wanted = (marker is None) == (extra == BASE) and name != "megasink"
             if wanted and (marker is None or marker.evaluate({"extra": extra})):
                 supported = str(requirement.specifier)
-                found[extra, name] = Package(name, extra, supported, version_of(name))
-    return list(found.values())
+                packages[extra, name] = Package(name, extra, supported, version_of(name))
+    return list(packages.values())
 
 
-def _print_packages(console: Console, found: list[Package], report: dict[str, Any]) -> None:
-    supported = {package.name: package.supported for package in reversed(found)}
+def _print_packages(console: Console, installed: list[Package], report: dict[str, Any]) -> None:
+    supported = {package.name: package.supported for package in reversed(installed)}
     lines = [("megasink", megasink.__version__)]
     for name, version in report["versions"].items():
         allowed = supported.get(name)
         lines.append((name, f"{version} (supported: {allowed})" if allowed else version))
-    if not found:
+    if not installed:
         lines.append(("requirements", "unknown, since megasink is on the path but not installed"))
-    for extra in EXTRAS if found else ():
-        absent = [p.name for p in found if p.extra == extra and p.installed is None]
+    for extra in EXTRAS if installed else ():
+        absent = [p.name for p in installed if p.extra == extra and p.installed is None]
         lacks = f"lacks {', '.join(absent)}: pip install 'megasink[{extra}]'"
         lines.append((f"megasink[{extra}]", lacks if absent else "installed"))
     lines += [("plugin", plugin) for plugin in report["plugins"]]

@@ -258,10 +258,10 @@ def _summarize(out: Path, exported: Path) -> None:
     from megasink.atomic import atomic_file
     from megasink.json_file import read_object
 
-    found = [read_analysis(out / name) for name in ("before", "after")]
+    analyses = [read_analysis(out / name) for name in ("before", "after")]
     with atomic_file(out / "importance.png") as file:
-        file.write(importance_pictures([(a.name, a.values("importance")) for a in found]))
-    imbalance = [float(np.nanmean(a.values("imbalance"))) for a in found]
+        file.write(importance_pictures([(a.name, a.values("importance")) for a in analyses]))
+    imbalance = [float(np.nanmean(a.values("imbalance"))) for a in analyses]
     log = read_object(out / "run" / "trainer_state.json")["log_history"]
     losses = [entry["eval_loss"] for entry in log if "eval_loss" in entry]
     for what, value in (

@@ -57,8 +57,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         "megasink generate runs/mine --prompt 'Once upon a time' --temperature 0"
     ).parse_args(argv)
     _check(args)
-    found = find_checkpoint(args.run, args.iteration)  # before the slow imports
-    read_arguments(found.config)
+    checkpoint = find_checkpoint(args.run, args.iteration)  # before the slow imports
+    read_arguments(checkpoint.config)
     prepare_quietly(cpu=args.cpu)
     from megasink.checkpoints.carried import ends_of
     from megasink.checkpoints.load import load_model, single_process
@@ -83,7 +83,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             file=sys.stderr,
             flush=True,
         )
-        ends = ends_of(found.config, tokenizer)
+        ends = ends_of(checkpoint.config, tokenizer)
         stream = len(prompts) == 1 and sys.stdout.isatty()
         shown = _Shown(tokenizer, prompts, ends, stream=stream)
         made = generate(
@@ -166,17 +166,17 @@ class _Shown:
         self.tokens = [list(prompt) for prompt in prompts]
         self.stream = stream
         self.shown = ""
-        self._show(whole=False)
+        self._show(finished=False)
 
     def add(self, row: int, token: int) -> None:
         if token not in self.ends:
             self.tokens[row].append(token)
-            self._show(whole=False)
+            self._show(finished=False)
 
     def finish(self) -> None:
         """Show the rest of the texts."""
         if self.stream:
-            self._show(whole=True)
+            self._show(finished=True)
             print(flush=True)
             return
         texts = "\n---\n".join(self._text(row) for row in range(len(self.tokens)))
@@ -186,11 +186,11 @@ class _Shown:
         text: str = self.tokenizer.decode(self.tokens[row], skip_special_tokens=False)
         return text
 
-    def _show(self, *, whole: bool) -> None:
+    def _show(self, *, finished: bool) -> None:
         if not self.stream:
             return
         text = self._text(0)
         # Incomplete characters decode to U+FFFD.
-        ready = text if whole else text.rstrip("\N{REPLACEMENT CHARACTER}")
+        ready = text if finished else text.rstrip("\N{REPLACEMENT CHARACTER}")
         print(printable(ready[len(self.shown) :]), end="", flush=True)
         self.shown = ready

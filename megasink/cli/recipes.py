@@ -23,8 +23,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     name = args.recipe
     if name is None:
         if args.json:
-            found = {each: recipes.read(each).about for each in recipes.shipped()}
-            print(as_text({"recipes": found}))
+            texts = {each: recipes.read(each).about for each in recipes.shipped()}
+            print(as_text({"recipes": texts}))
             return 0
         for each in recipes.shipped():
             print(f"{each:18} {recipes.read(each).about}")

@@ -107,8 +107,8 @@ class TriggerLanguage:
     def copies(self, text: str) -> tuple[int, int]:
         """Count the triggers inside a text, and those behind which stands the letter before."""
         triggers = LETTERS[: self.triggers]
-        found = [i for i in range(1, len(text) - 1) if text[i] in triggers]
-        return len(found), sum(text[i + 1] == text[i - 1] for i in found)
+        places = [i for i in range(1, len(text) - 1) if text[i] in triggers]
+        return len(places), sum(text[i + 1] == text[i - 1] for i in places)
 
 
 def check_letters(letters: int) -> None:

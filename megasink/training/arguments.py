@@ -104,8 +104,8 @@ def _flags_at(place: traceback.FrameSummary, args: Namespace, text: str) -> list
         ):
             continue
         # The walk comes to inner statements last, and what they read counts most.
-        found = [n.attr for n in ast.walk(node.test) if isinstance(n, ast.Attribute)]
-        names = [*dict.fromkeys([*found, *names])]
+        tested = [n.attr for n in ast.walk(node.test) if isinstance(n, ast.Attribute)]
+        names = [*dict.fromkeys([*tested, *names])]
     flags = {entry["dest"]: entry["names"][0] for entry in json.loads(TABLE.read_text())["flags"]}
     values = {flags[name]: getattr(args, name, None) for name in names if name in flags}
     return [

@@ -49,10 +49,10 @@ def _text_flags() -> dict[str, str]:
     ]
     table = json.loads(TABLE.read_text())["flags"]
     choices += [name[2:] for entry in table if entry.get("choices") for name in entry["names"]]
-    found = {name.replace("_", "-"): "name" for name in choices}
+    kinds = {name.replace("_", "-"): "name" for name in choices}
     for kind in ("read", "written", "text"):
-        found |= {name.replace("_", "-"): kind for name in having(kind)}
-    return found | {name: kind for kind, names in _OWN.items() for name in names}
+        kinds |= {name.replace("_", "-"): kind for name in having(kind)}
+    return kinds | {name: kind for kind, names in _OWN.items() for name in names}
 
 
 def refused(words: Sequence[str], folder: Path | None = None) -> dict[str, str]:

@@ -116,8 +116,8 @@ def _data(args: Namespace, count: int) -> Iterator[tuple[str, str]]:
                 names.append(f"the {kind} of data set {number} of {blend.flag}")
                 paths.append(Path(f"{prefix}{kind}"))
     with ThreadPoolExecutor(_THREADS) as threads:
-        found = threads.map(lambda path: _sampled(path, blocks), paths)
-        yield from zip(names, found, strict=True)
+        samples = threads.map(lambda path: _sampled(path, blocks), paths)
+        yield from zip(names, samples, strict=True)
 
 
 def _sampled(path: Path, blocks: int) -> str:

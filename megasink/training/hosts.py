@@ -83,12 +83,12 @@ def answer(store: Any, args: Namespace) -> None:
                 time.sleep(0.05)
         offer = json.loads(store.get(_OFFER))
         try:
-            found = differences(facts_of(args), offer["facts"], offer["host"])
-            found += _not_shared(args, offer["marks"], offer["host"])
+            problems = differences(facts_of(args), offer["facts"], offer["host"])
+            problems += _not_shared(args, offer["marks"], offer["host"])
         except Exception as error:  # rank 0 waits for the answer
-            found = [f"{type(error).__name__}: {error}"]
-        if found:
-            _add_problem(store, f"{_shortened(found)}: start every host with the same command")
+            problems = [f"{type(error).__name__}: {error}"]
+        if problems:
+            _add_problem(store, f"{_shortened(problems)}: start every host with the same command")
     store.add(_ANSWERS, 1)
 
 
@@ -145,10 +145,10 @@ def _shared(args: Namespace) -> dict[str, Path]:
     folders = {"--run-dir": args.run_dir, "--save": args.save}
     if not args.mock_data:
         folders["--data-cache-path"] = args.data_cache_path
-    found = {flag: Path(path) for flag, path in folders.items() if path and not is_stored(path)}
-    run = found.get("--run-dir")
-    inside = [flag for flag, path in found.items() if run and run in path.parents]
-    return {flag: path for flag, path in found.items() if flag not in inside}
+    given = {flag: Path(path) for flag, path in folders.items() if path and not is_stored(path)}
+    run = given.get("--run-dir")
+    inside = [flag for flag, path in given.items() if run and run in path.parents]
+    return {flag: path for flag, path in given.items() if flag not in inside}
 
 
 @contextlib.contextmanager

@@ -78,10 +78,10 @@ class NewLines:
             return []
         with self._path.open("rb") as file:
             file.seek(self._read)
-            whole = file.read().rpartition(b"\n")[0]
-        self._read += len(whole) + 1 if whole else 0
+            lines = file.read().rpartition(b"\n")[0]
+        self._read += len(lines) + 1 if lines else 0
         records = []
-        for line in whole.splitlines():
+        for line in lines.splitlines():
             with suppress(ValueError):
                 records.append(json.loads(line))
         return records

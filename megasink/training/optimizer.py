@@ -73,13 +73,13 @@ def with_end_rates(
         embedding, output: Maximum of the token embedding's rate, and of the output layer's; None
             for that of the others.
     """
-    found = dict(overrides)
+    rates = dict(overrides)
     lowest = (config.min_lr or 0.0) / config.lr if config.lr else 0.0
     for name, rate in (("embedding.word_embeddings", embedding), ("output_layer", output)):
         if rate is not None:
             key = ParamKey(with_name_predicate=_weight_of(name))
-            found[key] = ParamGroupOverride(max_lr=rate, min_lr=rate * lowest)
-    return found
+            rates[key] = ParamGroupOverride(max_lr=rate, min_lr=rate * lowest)
+    return rates
 
 
 def _weight_of(module: str) -> ParamWithNamePredicate:

@@ -90,8 +90,8 @@ def agreeing_on_signals(
         any_rank = torch.full((1,), here, dtype=torch.int32, device=torch.cuda.current_device())
         torch.distributed.all_reduce(any_rank, op=torch.distributed.ReduceOp.MAX)
         before, sent = sent, HostCopy(any_rank)
-        found = [copy for copy in (before, sent if waits() else None) if copy is not None]
-        number = max((int(copy.read()) for copy in found), default=0)
+        copies = [copy for copy in (before, sent if waits() else None) if copy is not None]
+        number = max((int(copy.read()) for copy in copies), default=0)
         if number:
             announce(number)
         return [number]

@@ -71,6 +71,6 @@ def text_targets(
     # Where the document of each token begins; the token after the sample still belongs to the last.
     begins[:, length] = 0
     start = (index * begins).cummax(dim=1).values
-    found = torch.isin((index - start)[:, 1:], replaced)
-    found[:, -1] |= 0 in positions
-    return ~found
+    dropped = torch.isin((index - start)[:, 1:], replaced)
+    dropped[:, -1] |= 0 in positions
+    return ~dropped

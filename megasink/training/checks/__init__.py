@@ -71,14 +71,14 @@ def local_problems(args: Namespace, *, thorough: bool) -> list[str]:
             ranks do it in any case.
     """
     _, args = choices.without_unknown(args)
-    found = _problems(args, [device])
+    answers = _problems(args, [device])
     if args.rank:
-        return found
+        return answers
     if thorough or vocabulary.is_quick(args):
         from megasink.training.checks import data_files  # imports numpy
 
-        found += _problems(args, (vocabulary, data_files))
-    return found + run_dir.problems(args)
+        answers += _problems(args, (vocabulary, data_files))
+    return answers + run_dir.problems(args)
 
 
 def problems(args: Namespace, *, checked: bool = False) -> list[str]:

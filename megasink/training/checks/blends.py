@@ -55,11 +55,11 @@ def blends(args: Namespace) -> Iterator[Blend]:
 
 def named_prefixes(args: Namespace) -> dict[str, Blend]:
     """Return every dataset of a command line once, with the first blend that names it."""
-    found: dict[str, Blend] = {}
+    first: dict[str, Blend] = {}
     for blend in blends(args):
         for prefix in blend.prefixes:
-            found.setdefault(prefix, blend)
-    return found
+            first.setdefault(prefix, blend)
+    return first
 
 
 def parts(args: Namespace) -> tuple[bool, ...]:
@@ -69,9 +69,9 @@ def parts(args: Namespace) -> tuple[bool, ...]:
     """
     path, unread = args.per_split_data_args_path, (True, True, True)
     if path is not None:
-        found = list(_listed(path))
-        wrong = any(blend.problem for blend in found)
-        named = [blend.flag for blend in found if blend.prefixes]
+        listed = list(_listed(path))
+        wrong = any(blend.problem for blend in listed)
+        named = [blend.flag for blend in listed if blend.prefixes]
         return unread if wrong else tuple(named.count(_part(path, of)) > 0 for of in _SPLITS)
     paths = [getattr(args, f"{split}_data_path") for split in _SPLITS]
     if any(paths):

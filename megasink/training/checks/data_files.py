@@ -43,11 +43,11 @@ def problems(args: Namespace) -> Iterator[str]:
     named = named_prefixes(args)
     if stored := sum(map(is_stored, named)):
         say(f"data: {stored} of {len(named)} data sets are in object stores, and not checked")
-    found = {p: blend for p, blend in named.items() if not (is_stored(p) or missing_files(p))}
-    check = _Check(args, min(ENTRIES, max(_LEAST, _TOTAL // max(len(found), 1))))
+    present = {p: blend for p, blend in named.items() if not (is_stored(p) or missing_files(p))}
+    check = _Check(args, min(ENTRIES, max(_LEAST, _TOTAL // max(len(present), 1))))
     with ThreadPoolExecutor(_THREADS) as threads:
-        answers = threads.map(check, found.items())
-        for blend, texts in zip(found.values(), answers, strict=True):
+        answers = threads.map(check, present.items())
+        for blend, texts in zip(present.values(), answers, strict=True):
             yield from (f"{blend.flag} {text}" for text in texts)
 
 
@@ -65,12 +65,12 @@ class _Check:
     def __call__(self, item: tuple[str, Blend]) -> list[str]:
         """Return one message per problem of a dataset, without the flag that names it."""
         prefix, blend = item
-        found = (
+        problems = (
             data_problem(prefix, self.ids, self.entries),
             self.sha256 and mismatch(prefix, self.sha256, self.tokenizer),
             _chat_problem(prefix),
         )
-        texts = [f"{prefix}: {problem}" for problem in found if problem]
+        texts = [f"{prefix}: {problem}" for problem in problems if problem]
         lengths = sequence_lengths(prefix)
         if lengths is None:
             return texts  # `data_problem` reports the error

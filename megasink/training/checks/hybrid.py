@@ -85,10 +85,10 @@ def _stages(args: Namespace, pattern: str) -> Iterator[str]:
 
 
 def _recurrent(args: Namespace, layers: str) -> Iterator[str]:
-    found = [name for symbol, name in RECURRENT.items() if symbol in layers]
-    if found and args.dataloader_inter_document_masking:
+    recurrent = [name for symbol, name in RECURRENT.items() if symbol in layers]
+    if recurrent and args.dataloader_inter_document_masking:
         yield (
-            f"{' and '.join(found)} layers with packed documents "
+            f"{' and '.join(recurrent)} layers with packed documents "
             "(--dataloader-inter-document-masking): their state would run from one "
             "document into the next; drop one of the two"
         )

@@ -64,10 +64,10 @@ def _ranks(args: Namespace, sizes: dict[str, int]) -> Iterator[str]:
     replicas = args.world_size // size
     for prefix, flag in (("", "--"), ("eval_", "--eval-")):
         micro = getattr(args, f"{prefix}micro_batch_size") or args.micro_batch_size
-        whole = getattr(args, f"{prefix}global_batch_size")
-        if micro and whole and micro > 0 and whole > 0 and whole % (micro * replicas):
+        batch = getattr(args, f"{prefix}global_batch_size")
+        if micro and batch and micro > 0 and batch > 0 and batch % (micro * replicas):
             yield (
-                f"{flag}global-batch-size {whole} is not divisible by {flag}micro-batch-size "
+                f"{flag}global-batch-size {batch} is not divisible by {flag}micro-batch-size "
                 f"{micro} * {replicas} data-parallel ranks"
             )
 

@@ -53,11 +53,11 @@ def bytes_of_rank(args: Namespace) -> tuple[float, float]:
 
     # All stages together: its most loaded one has the embedding, too. It changes what it is given.
     stages = args.pipeline_model_parallel_size
-    whole = copy.copy(args)
-    whole.pipeline_model_parallel_size, whole.virtual_pipeline_model_parallel_size = 1, None
-    whole.world_size, whole.use_distributed_optimizer = args.world_size // stages, False
-    whole.seq_length = args.seq_length // args.context_parallel_size
-    parameters = compute_weight_and_optimizer_memory(whole) / 18 / stages
+    even = copy.copy(args)
+    even.pipeline_model_parallel_size, even.virtual_pipeline_model_parallel_size = 1, None
+    even.world_size, even.use_distributed_optimizer = args.world_size // stages, False
+    even.seq_length = args.seq_length // args.context_parallel_size
+    parameters = compute_weight_and_optimizer_memory(even) / 18 / stages
     half = args.bf16 or args.fp16
     weights, gradients = (
         (2, 4 if args.accumulate_allreduce_grads_in_fp32 else 2) if half else (4, 4)
@@ -67,9 +67,9 @@ def bytes_of_rank(args: Namespace) -> tuple[float, float]:
         optimizer /= args.data_parallel_size * args.context_parallel_size
     if args.skip_train:
         gradients = optimizer = 0
-    tokens = whole.seq_length * args.micro_batch_size
+    tokens = even.seq_length * args.micro_batch_size
     logits = tokens * args.padded_vocab_size / args.tensor_model_parallel_size
-    activations = compute_activation_memory_without_sp(whole, 1) * (1 if half else 2)
+    activations = compute_activation_memory_without_sp(even, 1) * (1 if half else 2)
     if args.recompute_granularity == "full":
         activations = 0
     # It counts them once, in bf16; in float32, their softmax and two gradients are there as well.

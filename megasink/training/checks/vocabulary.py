@@ -211,8 +211,8 @@ def pin_vocabulary(args: Namespace) -> None:
     # One past the tokenizer's last token: no text contains it.
     args.sink_token_id = size if args.sink_token else None
     args.padded_vocab_size = _rows(args, size or 0)
-    if found := list(_indivisible(args, args.padded_vocab_size)):  # of a checkpoint's tokens
-        raise ConfigError(found)
+    if indivisible := list(_indivisible(args, args.padded_vocab_size)):  # of a checkpoint's tokens
+        raise ConfigError(indivisible)
 
 
 def _tokens_of_checkpoint(args: Namespace) -> int:

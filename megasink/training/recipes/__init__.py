@@ -112,8 +112,8 @@ def read(name: str, known: Known | None = None) -> Recipe:
 def vocabulary(argv: Sequence[str]) -> int | None:
     """Return the vocabulary of the last recipe of a command line that has one."""
     names, _ = _split(argv)
-    found = [read(name).vocabulary for name in names or ()]
-    return next((size for size in reversed(found) if size is not None), None)
+    sizes = [read(name).vocabulary for name in names or ()]
+    return next((size for size in reversed(sizes) if size is not None), None)
 
 
 def expanded(argv: Sequence[str], known: Known | None = None) -> list[str]:
