@@ -1,7 +1,7 @@
 """``megasink train``: start the ranks of this node through torchrun and show their progress."""
 
 import inspect
-import re
+import json
 import shutil
 import signal
 import subprocess
@@ -32,7 +32,7 @@ from megasink.training.last_start import (
 from megasink.training.lease import clear, wait_until_expired, writer_of
 from megasink.training.metrics_file import NewLines
 from megasink.training.rank_logs import first_error, raised
-from megasink.training.ranks import Ranks
+from megasink.training.ranks import FAILURES, Ranks
 from megasink.training.replay import replayed
 from megasink.training.run_dir import folder_problem
 from megasink.training.stop import FOR_TORCHRUN, SIGNALS, left, name_of
@@ -221,16 +221,18 @@ def _failure(running: Ranks, logs: Path, run_dir: Path, code: int) -> UserError:
 
 
 def _killed(logs: Path) -> str | None:
-    """Find the rank that a signal ended first in torchrun's log; torchrun then ended the others."""
-    text = (logs / "torchrun.log").read_text(errors="replace")
-    # The table of failures; other ranks may have seen the lost connection before torchrun did.
-    row = r"rank +: (\d+) \(local_rank: \d+\)\s+exitcode +: -(\d+) \(pid: (\d+)\)"
-    for rank, number, pid in re.findall(row, text):
-        if int(number) == signal.SIGTERM or f"Unable to shutdown process {pid} " in text:
-            continue  # sent by torchrun itself
-        name = name_of(int(number))
-        why = " (out of memory? see dmesg)" if name == "SIGKILL" else ""
-        return f"rank {rank} was killed by {name}{why}"
+    """Describe the first rank that a signal ended; torchrun then ended the others."""
+    try:
+        failures = json.loads((logs / FAILURES).read_text())
+    except (OSError, ValueError):  # none, or no room for the file
+        return None
+    log = (logs / "torchrun.log").read_text(errors="replace")
+    for rank, code, pid in failures:
+        # Others may be sent by torchrun itself.
+        if code < 0 and code != -signal.SIGTERM and f"shutdown process {pid} " not in log:
+            name = name_of(-code)
+            why = " (out of memory? see dmesg)" if name == "SIGKILL" else ""
+            return f"rank {rank} was killed by {name}{why}"
     return None
 
 

@@ -16,6 +16,8 @@ from rich.console import Console
 
 from megasink.training.stop import SIGNALS, name_of
 
+# In the folder of logs, of what agent.py writes about ranks that failed.
+FAILURES = "failures.json"
 # Time for signaled ranks to finish the current step and save a checkpoint.
 SAVE_SECONDS = 600.0
 
@@ -54,6 +56,7 @@ class Ranks:
             if signal.getsignal(number) is not signal.SIG_IGN:  # nohup
                 self._before[number] = signal.signal(number, self._hear)
         command = [sys.executable, "-m", "megasink.training.agent", str(os.getpid())]
+        command.append(str(self._logs / FAILURES))
         environment = {"TORCH_ELASTIC_SHUTDOWN_TIMEOUT": f"{SAVE_SECONDS:.0f}", **os.environ}
         environment |= self._variables
         with (self._logs / "torchrun.log").open("w") as log:

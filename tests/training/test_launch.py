@@ -16,6 +16,7 @@ from megasink.training import early, last_start, launch, run_dir
 from megasink.training.flat_loss import FlatLoss
 from megasink.training.lease import Lease
 from megasink.training.metrics_file import NewLines
+from megasink.training.ranks import FAILURES
 from tests import runs
 from tests.distributed.pool import free_port
 from tests.training.command_lines import MOCK
@@ -262,34 +263,23 @@ def log(folder, rank, text):
     (folder / str(rank) / "stderr.log").write_text(text)
 
 
-FAILURES = """
-[0]:
-  time      : 2026-01-01_00:00:00
-  host      : here
-  rank      : 0 (local_rank: 0)
-  exitcode  : {} (pid: 100) {}
-Root Cause (first observed failure):
-[1]:
-  rank      : 3 (local_rank: 3)
-  exitcode  : {} (pid: 103)
-"""
-
-
 @pytest.mark.parametrize(
-    ("text", "expected"),
+    ("failures", "log", "expected"),
     [
-        (FAILURES.format(1, "", -9), "rank 3 was killed by SIGKILL (out of memory?"),
-        (FAILURES.format(-15, "", -11), "rank 3 was killed by SIGSEGV"),
+        ([(0, 1, 100), (3, -9, 103)], "", "rank 3 was killed by SIGKILL (out of memory?"),
+        ([(0, -15, 100), (3, -11, 103)], "", "rank 3 was killed by SIGSEGV"),
         # torchrun kills ranks that do not end when another one has failed.
-        ("Unable to shutdown process 100 via SIGTERM\n" + FAILURES.format(-9, "", 1), None),
-        (FAILURES.format(-15, "", 1), None),
-        ("", None),
+        ([(0, -9, 100), (3, 1, 103)], "Unable to shutdown process 100 via SIGTERM\n", None),
+        ([(0, -15, 100), (3, 1, 103)], "", None),
+        (None, "", None),
     ],
 )
-def test_the_rank_that_a_signal_ended_is_named(text, expected, tmp_path):
-    (tmp_path / "torchrun.log").write_text(text)
-    found = launch._killed(tmp_path)
-    assert found is expected if expected is None else found.startswith(expected)
+def test_the_rank_that_a_signal_ended_is_named(failures, log, expected, tmp_path):
+    (tmp_path / "torchrun.log").write_text(log)
+    if failures is not None:
+        (tmp_path / FAILURES).write_text(json.dumps(failures))
+    message = launch._killed(tmp_path)
+    assert message is expected if expected is None else message.startswith(expected)
 
 
 class Ended:
