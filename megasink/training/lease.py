@@ -31,7 +31,6 @@ LEASE = "lease.json"
 BEAT_SECONDS = 15.0
 EXPIRY_SECONDS = 120.0
 _SAY_SECONDS = 30.0
-_TRAINER = "another trainer"
 
 
 class _Seen(NamedTuple):
@@ -48,16 +47,14 @@ class Lease:
     Args:
         folder: the run folder; created if missing.
         say: reports progress while another host's lease expires.
-        holder: what a second process is told that the folder is in use by.
 
     Raises:
         UserError: a live trainer holds the lease, or the folder cannot be written.
     """
 
-    def __init__(self, folder: Path, say: Callable[[str], None] = say, *, holder: str = _TRAINER):
+    def __init__(self, folder: Path, say: Callable[[str], None] = say):
         self._path = folder / LEASE
         self._owner = _machine() | {
-            "holder": holder,
             "pid": os.getpid(),
             "started": _start(os.getpid()),
             "since": time.strftime("%Y-%m-%d %H:%M:%S %z"),
@@ -87,23 +84,17 @@ class Lease:
                 self._path.unlink()
 
     def _create(self) -> bool:
-        """Try to create the lease. Linking a complete file is atomic, even on NFS."""
-        text = json.dumps(self._owner) + "\n"
-        own = self._path.with_name(f"lease.{self._owner['token']}")
+        """Try to create the lease; a reader that sees it still empty will see it change."""
         try:
-            own.write_text(text)
-            try:
-                os.link(own, self._path)
-            except FileExistsError:
-                # If the file server's reply was lost, a successful link looks refused.
-                return own.stat().st_nlink == 2
-            except OSError:  # no hard links on this file system
-                with contextlib.suppress(FileExistsError), self._path.open("x") as file:
-                    file.write(text)
-                    return True
-                return False
-        finally:
-            own.unlink(missing_ok=True)
+            file = self._path.open("x")
+        except FileExistsError:
+            return False
+        try:
+            with file:
+                json.dump(self._owner, file)
+        except OSError:  # no room
+            self._path.unlink(missing_ok=True)
+            raise
         return True
 
     def _is_mine(self) -> bool:
@@ -280,8 +271,7 @@ def _name(owner: dict[str, Any]) -> str:
 
 
 def _taken(folder: Path, owner: dict[str, Any]) -> str:
-    holder = printable(str(owner.get("holder", _TRAINER)), keep="")[:50]
     return (
-        f"--run-dir {folder} is in use by {holder} ({_name(owner)}): wait until it "
+        f"--run-dir {folder} is in use by another trainer ({_name(owner)}): wait until it "
         "ends, or choose another folder"
     )

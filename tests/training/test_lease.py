@@ -1,5 +1,6 @@
 """Who may write to a run folder: one trainer, and after its death the next."""
 
+import errno
 import json
 import os
 import re
@@ -175,24 +176,32 @@ def test_one_of_many_takes_an_expired_lease_over(tmp_path):
         assert left(tmp_path) == []
 
 
-@pytest.mark.parametrize("answer", [FileExistsError, PermissionError])
-def test_file_systems_that_answer_otherwise(tmp_path, monkeypatch, answer):
-    """NFS may say of a link that it made that it exists; others have no links."""
-    link = os.link
+def test_a_lease_that_is_still_empty_is_waited_for(tmp_path):
+    """Its owner is about to write its name."""
+    first = Lease(tmp_path)
+    name = (tmp_path / LEASE).read_text()
+    (tmp_path / LEASE).write_text("")
 
-    def made_and_denied(source, target):
-        if answer is FileExistsError:
-            link(source, target)
-        raise answer
+    def write():
+        time.sleep(1)
+        (tmp_path / LEASE).write_text(name)
 
-    monkeypatch.setattr(os, "link", made_and_denied)
-    held = Lease(tmp_path)
-    assert left(tmp_path) == [LEASE]
-    assert owner(tmp_path) == held._owner
-    if answer is PermissionError:
-        with pytest.raises(UserError, match="in use"):
-            Lease(tmp_path)
-    held.release()
+    writer = threading.Thread(target=write)
+    writer.start()
+    with pytest.raises(UserError, match=f"in use by another trainer .process {os.getpid()} on"):
+        Lease(tmp_path, say=lambda line: None)
+    writer.join()
+    first.release()
+
+
+def test_a_lease_that_a_full_disk_cuts_is_not_left(tmp_path, monkeypatch):
+    def full(owner, file):
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(lease.json, "dump", full)
+    with pytest.raises(UserError, match="cannot be written: No space left on device"):
+        Lease(tmp_path)
+    assert left(tmp_path) == []
 
 
 def test_the_owner_beats(tmp_path, monkeypatch):
