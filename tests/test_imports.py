@@ -42,8 +42,8 @@ ROOMS = {
     ),
     "analysis": (
         "attention balance megatron upstream transformers checkpoints data convert ground",
-        "torch numpy scipy sklearn threadpoolctl matplotlib PIL rich transformers safetensors"
-        " lm_eval datasets huggingface_hub megatron",
+        "torch numpy scipy sklearn threadpoolctl matplotlib PIL jinja2 markupsafe rich transformers"
+        " safetensors lm_eval datasets huggingface_hub megatron",
     ),
     "training": (f"{_BELOW_TRAINING} analysis", "torch numpy rich psutil tensorboard megatron"),
     "plan": (f"{_BELOW_TRAINING} analysis training", "torch triton rich megatron"),

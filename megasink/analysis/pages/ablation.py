@@ -166,7 +166,7 @@ def _scores(results: AblationResults) -> str:
 def _points(results: AblationResults) -> list[str]:
     """Return one table for each dataset or task: the value, and the percentage zeroed."""
     percents = sorted({point.asked for point in results.points if point.asked is not None})
-    parts = []
+    parts = list[str]()
     for on in shown_on(results):
         rows = []
         for score in results.scores:

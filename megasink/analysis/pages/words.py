@@ -1,5 +1,7 @@
 """What the words of a report mean, and the papers behind its numbers."""
 
+from markupsafe import Markup
+
 from megasink.analysis.pages import html
 from megasink.attention.definitions import SINK_EPSILON
 
@@ -49,7 +51,7 @@ def words_and_papers() -> str:
     links = [f"https://arxiv.org/abs/{number}" for _, number in PAPERS.values()]
     note = "P0.10 and the like are rows of megasink's list of what each paper defines. The limits "
     note += "in the sentences of the summary are megasink's own, as is the sink center."
-    return "".join(
+    return Markup("").join(
         [
             html.table(["word", "meaning"], [*map(list, WORDS.items())], kind="facts"),
             html.table(["", "paper", ""], papers, kind="facts", links=links),

@@ -6,6 +6,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from markupsafe import Markup
 
 from megasink.analysis import draw as pages
 from megasink.analysis.capture.geometry import Geometry
@@ -181,8 +182,9 @@ def test_what_is_wrong_with_a_page_is_seen(tmp_path):
 
 def test_the_policy_of_a_page_lets_nothing_in(tmp_path):
     page = tmp_path / "page.html"
-    body = ["<img src='http://example.org/x.png'>", "<script>alert(1)</script>"]
-    page.write_text(html.document("a page", body))
+    made = html.Page("a page", "A page")
+    made.section("One", Markup("<img src='http://example.org/x.png'><script>alert(1)</script>"))
+    page.write_text(made.text())
     said = console_of(page, tmp_path)
     for what in ("image 'http://example.org/x.png'", "inline script"):
         assert any("Content Security Policy" in line and what in line for line in said), said

@@ -84,7 +84,7 @@ def test_contents_are_the_headings():
     made.subsection("Part of two")
     text = made.text()
     assert "<h1>&lt;heading&gt;</h1>" in text
-    assert '<meta name="description" content="of &quot;this&quot;">' in text
+    assert '<meta name="description" content="of &#34;this&#34;">' in text
     anchors = re.findall(r'href="#([^"]+)"', text)
     assert anchors == ["one", "two", "part-of-two"] == re.findall(r'<h[23] id="([^"]+)"', text)
 
