@@ -105,6 +105,6 @@ def check_import(
     written = (
         (key, checkpoint.read(key, step.index), tensor)
         for step in source.steps
-        for key, tensor in made(step, weights, model, change)
+        for key, tensor in made(step, weights.read, model, change)
     )
     _verify_tensors(written, folder, parameters, say)

@@ -5,11 +5,11 @@ OUT/config.json, OUT/checkpoints/iter_0000000, OUT/tokenizer, OUT/flags.txt
 
 import contextlib
 import dataclasses
-import functools
 import io
 import time
 from argparse import Namespace
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
 
@@ -41,7 +41,7 @@ from megasink.convert.table import (
 )
 from megasink.convert.targets.target import Target
 from megasink.convert.to_hf import Say, Verify, refuse_nan
-from megasink.convert.torch_dist_writer import TorchDistWriter
+from megasink.convert.torch_dist_writer import Part, write_checkpoint
 from megasink.errors import UserError
 from megasink.megatron.arguments import parse_apart
 from megasink.printable import say as say_printable
@@ -68,12 +68,12 @@ class HuggingFaceSource:
     tokenizer: bool
     tokens: str | None = None
 
-    @functools.cached_property
+    @cached_property
     def weights(self) -> HuggingFaceWeights:
         """The tensors."""
         return HuggingFaceWeights(self.folder)
 
-    @functools.cached_property
+    @cached_property
     def steps(self) -> list[Step]:
         """Where each of them goes."""
         return list(steps(self.target.table(self.model), self.model.layers, self.model.experts))
@@ -154,22 +154,15 @@ def import_model(
         checkpoint = checkpoint_path(folder / "checkpoints", 0)
         checkpoint.mkdir(parents=True)
         begin = time.perf_counter()
-        numbers = bool(model.variant_layers)
-        with one_thread(), TorchDistWriter(checkpoint, numbers_layers=numbers) as writer:
-            for step in tracked(todo, "converting", len(todo), "weights"):
-                sizes = (model.layers, model.experts)[: len(step.index)]
-                for key, tensor in made(step, weights, source.model, change):
-                    write_weight(writer, key, tensor, step.index, sizes)
-            for key, tensor in added(source.model, change).items():
-                for layer in range(model.layers):
-                    writer.write(LAYERS + key, tensor, (layer,), (model.layers,))
-            write_balance_state(writer, model)
-            writer.finish({"checkpoint_version": 3.0, "iteration": 0})
+        parts = list(_parts(source, model, change, todo, weights.meta))
+        todo_now = tracked(todo, "converting", len(todo), "weights")
+        made_now = _parts(source, model, change, todo_now, partial(_read, weights))
+        with one_thread():
+            common = {"checkpoint_version": 3.0, "iteration": 0}
+            write_checkpoint(checkpoint, parts, (part.tensor for part in made_now), common)
         seconds = time.perf_counter() - begin
-        say(
-            f"weights: {writer.total_bytes / 1e6:,.1f} MB, "
-            f"{writer.total_bytes / 1e6 / seconds:,.0f} MB/s"
-        )
+        megabytes = sum(part.tensor.nbytes for part in parts) / 1e6
+        say(f"weights: {megabytes:,.1f} MB, {megabytes / seconds:,.0f} MB/s")
         (folder / "checkpoints" / TRACKER).write_text("0")
         _write_beside(source, model, flags, args, kept, folder, output)
         sync_folder(checkpoint)
@@ -215,17 +208,52 @@ def _misfits(
                 yield f"{have}: the shape is not what config.json describes"
 
 
+def _parts(
+    source: HuggingFaceSource,
+    model: Architecture,
+    change: Change | None,
+    todo: Iterable[Step],
+    read: Callable[[str], Tensor],
+) -> Iterator[Part]:
+    """Yield all tensors of a checkpoint.
+
+    Args:
+        model: as it is written.
+        todo: the steps of `source`.
+        read: returns a tensor of `source`, or a meta tensor like it.
+    """
+    layers = model.layers
+    for step in todo:
+        sizes = (layers, model.experts)[: len(step.index)]
+        for key, tensor in made(step, read, source.model, change):
+            both = (key, NORM_OF_LOCAL_SPEC) if key == NORM_BEFORE_EXPERTS else (key,)
+            for name in both:
+                part = Part(name, step.index, sizes, tensor)
+                yield part.numbered() if model.variant_layers else part
+    for key, tensor in (added(source.model, change) | balance_state(model)).items():
+        for layer in range(layers):
+            part = Part(LAYERS + key, (layer,), (layers,), tensor)
+            yield part.numbered() if model.variant_layers else part
+
+
+def _read(weights: HuggingFaceWeights, name: str) -> Tensor:
+    tensor = weights.read(name)
+    refuse_nan(name, tensor)
+    return tensor
+
+
 def made(
-    step: Step, weights: HuggingFaceWeights, model: Architecture, change: Change | None
+    step: Step, read: Callable[[str], Tensor], model: Architecture, change: Change | None
 ) -> Iterator[tuple[str, Tensor]]:
     """Yield (key, tensor) for the output of a step.
 
+    Args:
+        read: returns a tensor by its name.
+
     Raises:
-        UserError: a tensor holds NaN or infinity, or values that megasink's model has no place for.
+        UserError: a tensor holds values that megasink's model has no place for.
     """
-    tensors = [weights.read(name) for name in step.hf]
-    for name, tensor in zip(step.hf, tensors, strict=True):
-        refuse_nan(name, tensor)
+    tensors = [read(name) for name in step.hf]
     try:
         converted = step.row.transform.to_megatron(*tensors)
     except UserError as error:
@@ -234,19 +262,6 @@ def made(
     for key, tensor in zip(step.row.megatron, converted, strict=True):
         kept = torch.float32 if is_float32(key) else dtype
         yield key, changed(key, tensor, model, change).to(kept)
-
-
-def write_weight(
-    writer: TorchDistWriter,
-    key: str,
-    tensor: Tensor,
-    index: tuple[int, ...],
-    sizes: tuple[int, ...],
-) -> None:
-    """Write a weight, under both names if it is the norm before experts."""
-    writer.write(key, tensor, index, sizes)
-    if key == NORM_BEFORE_EXPERTS:
-        writer.write(NORM_OF_LOCAL_SPEC, tensor, index, sizes)
 
 
 def _rounded(weights: HuggingFaceWeights, todo: list[Step], dtype: str) -> list[str]:
@@ -261,17 +276,14 @@ def _rounded(weights: HuggingFaceWeights, todo: list[Step], dtype: str) -> list[
     ]
 
 
-def write_balance_state(writer: TorchDistWriter, model: Architecture) -> None:
-    """Write the state that megasink/megatron/layer_balance.py has before the first step."""
-    state = {
-        "coefficients": torch.zeros(model.heads),
-        "routed": torch.ones(model.heads, dtype=torch.bool),
-        "steps": torch.zeros(1, dtype=torch.int64),
+def balance_state(model: Architecture) -> dict[str, Tensor]:
+    """Return the state that megasink/megatron/layer_balance.py has before the first step."""
+    at = "self_attention.core_attention.head_counter."
+    return {
+        f"{at}coefficients": torch.zeros(model.heads),
+        f"{at}routed": torch.ones(model.heads, dtype=torch.bool),
+        f"{at}steps": torch.zeros(1, dtype=torch.int64),
     }
-    for name, tensor in state.items():
-        key = f"{LAYERS}self_attention.core_attention.head_counter.{name}"
-        for layer in range(model.layers):
-            writer.write(key, tensor, (layer,), (model.layers,))
 
 
 def arguments_of(flags: list[str]) -> tuple[Namespace, dict[str, Any]]:

@@ -1,19 +1,19 @@
 """Write a torch_dist checkpoint tensor by tensor, in the form that Megatron itself saves.
 
-The files are those of torch.distributed.checkpoint: each tensor (or one layer or expert of it) is a
-``torch.save`` at some offset of a .distcp file, and ``.metadata`` maps it to its place in the whole
-tensor. Every parallel layout can load it.
+torch.distributed.checkpoint writes the files; its planner asks for each tensor when it is next.
+Every parallel layout can load the checkpoint.
 """
 
-import pickle
-from functools import partial
+import io
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 from megatron.core.dist_checkpointing.mapping import ShardedObject
 from torch import Tensor
-from torch.distributed.checkpoint.filesystem import _StorageInfo
+from torch.distributed.checkpoint import DefaultSavePlanner, FileSystemWriter, SavePlan
 from torch.distributed.checkpoint.metadata import (
     BytesStorageMetadata,
     ChunkStorageMetadata,
@@ -22,86 +22,104 @@ from torch.distributed.checkpoint.metadata import (
     TensorProperties,
     TensorStorageMetadata,
 )
+from torch.distributed.checkpoint.planner import (
+    BytesIOWriteData,
+    TensorWriteData,
+    WriteItem,
+    WriteItemType,
+)
 
-from megasink.atomic import sync
-from megasink.convert.background import BackgroundWriter
 from megasink.convert.safetensors_writer import write_json
 from megasink.convert.table import LAYERS, numbered
 
-_FILE_BYTES = 5 * 10**9
 
+@dataclass(frozen=True)
+class Part:
+    """A weight, or one layer (and expert) of it.
 
-class TorchDistWriter(BackgroundWriter):
-    """Writes a checkpoint folder. The end of the context ends the writing thread.
-
-    Args:
-        folder: an existing empty folder.
-        numbers_layers: write each layer under a key of its own, as Megatron does where layers
-            differ.
+    Attributes:
+        key: Megatron's name.
+        index: the layer, or layer and expert; () for a whole weight.
+        sizes: the number of layers, or of layers and experts.
+        tensor: the data without the axes of `index`, or a meta tensor like it.
     """
 
-    def __init__(self, folder: Path, *, numbers_layers: bool = False):
+    key: str
+    index: tuple[int, ...]
+    sizes: tuple[int, ...]
+    tensor: Tensor
+
+    def numbered(self) -> "Part":
+        """Return it under a key of its own layer, as Megatron does where layers differ."""
+        if not self.index or not self.key.startswith(LAYERS):
+            return self
+        key = numbered(self.key, self.index[0])
+        return Part(key, self.index[1:], self.sizes[1:], self.tensor)
+
+    def item(self) -> WriteItem:
+        """Return the plan of writing it."""
+        ones = (1,) * len(self.index)
+        chunk = ChunkStorageMetadata(
+            torch.Size(self.index + (0,) * self.tensor.dim()), torch.Size(ones + self.tensor.shape)
+        )
+        properties, size = TensorProperties(dtype=self.tensor.dtype), self.sizes + self.tensor.shape
+        data = TensorWriteData(chunk, properties, torch.Size(size))
+        index = MetadataIndex(self.key, chunk.offsets)
+        return WriteItem(index, WriteItemType.SHARD, tensor_data=data)
+
+
+def write_checkpoint(
+    folder: Path, parts: Sequence[Part], tensors: Iterable[Tensor], common: dict[str, Any]
+) -> None:
+    """Write a checkpoint into an existing empty folder.
+
+    Args:
+        parts: all tensors to be written, which can be meta tensors.
+        tensors: their data, in the same order; each is let go before the next is asked for.
+        common: Megatron's state outside of the model, as plain values.
+
+    Raises:
+        OSError: the disk is full, or the folder is not writable.
+    """
+    items = [part.item() for part in parts]
+    stored: dict[str, TensorStorageMetadata] = {}
+    for item in items:
+        data = item.tensor_data
+        assert data is not None
+        whole = TensorStorageMetadata(data.properties, data.size, [])
+        stored.setdefault(item.index.fqn, whole).chunks.append(data.chunk)
+    common_key = ShardedObject("common_state", None, (1,), (0,)).unique_key
+    content = io.BytesIO()
+    torch.save([common], content)
+    size = BytesIOWriteData(content.tell())
+    items.append(WriteItem(MetadataIndex(common_key), WriteItemType.BYTE_IO, bytes_io_data=size))
+    # Tensors are on the CPU: with a GPU, the writer would copy ahead, and change their order.
+    files = _Files(folder, per_thread_copy_ahead=0)
+    files.set_up_storage_writer(True)
+    (plan,) = files.prepare_global_plan([SavePlan(items)])
+    written = files.write_data(plan, _Planner(tensors, content)).wait()
+    files.finish(Metadata({**stored, common_key: BytesStorageMetadata()}), [written])
+    backend = {"sharded_backend": "torch_dist", "sharded_backend_version": 1}
+    write_json(folder / "metadata.json", backend)
+
+
+class _Files(FileSystemWriter):
+    def storage_meta(self) -> None:
+        """Where the checkpoint was written is not kept: its bytes depend on the weights alone."""
+
+
+class _Planner(DefaultSavePlanner):
+    """Hands over what is to be written when the writer asks for it, which is in order."""
+
+    def __init__(self, tensors: Iterable[Tensor], common: io.BytesIO):
         super().__init__()
-        self._numbers_layers = numbers_layers
-        self._folder = folder
-        self._tensors: dict[str, TensorStorageMetadata] = {}
-        self._storage: dict[MetadataIndex, _StorageInfo] = {}
-        self._count = 0
-        self.total_bytes = 0
+        self._tensors, self._common = iter(tensors), common
 
-    def write(
-        self, key: str, tensor: Tensor, index: tuple[int, ...] = (), sizes: tuple[int, ...] = ()
-    ) -> None:
-        """Write a weight, or one layer (and expert) of it.
-
-        Args:
-            key: Megatron's name.
-            tensor: the data, without the axes of `index`.
-            index: the layer, or layer and expert.
-            sizes: the number of layers, or of layers and experts.
-        """
-        if self._numbers_layers and index and key.startswith(LAYERS):
-            key, index, sizes = numbered(key, index[0]), index[1:], sizes[1:]
-        part = tensor.contiguous().reshape((1,) * len(index) + tuple(tensor.shape))
-        if part.untyped_storage().nbytes() > part.nbytes:
-            part = part.clone()  # torch.save writes all of a view's storage
-        offset = torch.Size(index + (0,) * tensor.dim())
-        if key not in self._tensors:
-            self._tensors[key] = TensorStorageMetadata(
-                TensorProperties(dtype=tensor.dtype),
-                torch.Size(sizes + tuple(tensor.shape)),
-                [],
-            )
-        self._tensors[key].chunks.append(ChunkStorageMetadata(offset, part.shape))
-        self._run(part.nbytes, partial(self._store, MetadataIndex(key, offset), part))
-        self.total_bytes += part.nbytes
-
-    def finish(self, common: dict[str, Any]) -> None:
-        """Write the index, and everything that is not a tensor.
-
-        Args:
-            common: Megatron's state outside of the model, as plain values.
-        """
-        key = ShardedObject("common_state", None, (1,), (0,)).unique_key
-        self._wait()
-        self._store(MetadataIndex(key), [common])
-        self._close_file()
-        metadata = Metadata({**self._tensors, key: BytesStorageMetadata()}, None, self._storage)
-        with (self._folder / ".metadata").open("wb") as file:
-            pickle.dump(metadata, file)
-            sync(file)
-        content = {"sharded_backend": "torch_dist", "sharded_backend_version": 1}
-        write_json(self._folder / "metadata.json", content)
-
-    def _store(self, index: MetadataIndex, content: Any) -> None:
-        if self._file is not None and self._file.tell() > _FILE_BYTES:
-            self._close_file()
-            self._count += 1
-        name = f"__0_{self._count}.distcp"
-        if self._file is None:
-            self._file = (self._folder / name).open("xb")
-        start = self._file.tell()
-        torch.save(content, self._file)
-        length = self._file.tell() - start
-        self._storage[index] = _StorageInfo(name, start, length)
-        self._wrote(length)
+    def resolve_data(self, write_item: WriteItem) -> Tensor | io.BytesIO:
+        data = write_item.tensor_data
+        if data is None:
+            return self._common
+        tensor = next(self._tensors)
+        if tensor.dtype != data.properties.dtype or tensor.numel() != data.chunk.sizes.numel():
+            raise ValueError(f"{write_item.index.fqn} is {tensor.dtype} {list(tensor.shape)}")
+        return tensor.contiguous().reshape(data.chunk.sizes)

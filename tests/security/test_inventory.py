@@ -41,7 +41,6 @@ SAFE = {
     "SafeUnpickler",
     ("megasink/checkpoints/without_code.py", "torch.load"): "makes every other one safe",
     ("megasink/checkpoints/without_code.py", "weights_only"): "set to True",
-    ("megasink/convert/torch_dist_writer.py", "pickle"): "dump only",
     ("megasink/convert/verify.py", "from_pretrained"): LOCAL,
     ("megasink/convert/verify.py", "trust_remote_code"): "False",
     ("megasink/data/tokenizer.py", "from_pretrained"): LOCAL,
