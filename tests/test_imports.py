@@ -79,7 +79,7 @@ LIGHT = (
     ),
     *("megasink.convert.to_hf", "megasink.convert.hf_config", "megasink.convert.targets"),
     *(
-        "megasink.convert.safetensors_reader",
+        "megasink.convert.safetensors_files",
         "megasink.checkpoints.find",
         "megasink.upstream.process",
     ),

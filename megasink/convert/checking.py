@@ -12,7 +12,7 @@ from megasink.convert.from_hf import HuggingFaceSource, made
 from megasink.convert.hf_config import transformers_has
 from megasink.convert.megasink_model import changed_files
 from megasink.convert.megatron_reader import MegatronCheckpoint
-from megasink.convert.safetensors_reader import HuggingFaceWeights
+from megasink.convert.safetensors_files import HuggingFaceWeights
 from megasink.convert.sink_calibration import set_sinks
 from megasink.convert.to_hf import Say, Source, converted
 from megasink.convert.verify import fits_in_memory, verify_logits, verify_tokenizer

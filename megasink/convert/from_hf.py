@@ -24,13 +24,12 @@ from megasink.checkpoints.intact import TRACKER, checkpoint_path
 from megasink.convert import carried as of_folder
 from megasink.convert.architecture import Architecture
 from megasink.convert.attention_change import Change, added, changed, gated_model, is_float32
-from megasink.convert.background import one_thread, use_large_pages
+from megasink.convert.background import one_thread
 from megasink.convert.hf_config import architecture_from, read_config
 from megasink.convert.megatron_weights import weight_shapes
 from megasink.convert.model_flags import as_line, model_flags
 from megasink.convert.output import whole_folder
-from megasink.convert.safetensors_reader import HuggingFaceWeights
-from megasink.convert.safetensors_writer import write_json
+from megasink.convert.safetensors_files import HuggingFaceWeights, write_json
 from megasink.convert.table import (
     LAYERS,
     NORM_BEFORE_EXPERTS,
@@ -149,7 +148,6 @@ def import_model(
         )
     flags = model_flags(model)
     args = arguments_of(flags)
-    use_large_pages()
     with whole_folder(output) as folder:
         checkpoint = checkpoint_path(folder / "checkpoints", 0)
         checkpoint.mkdir(parents=True)

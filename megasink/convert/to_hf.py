@@ -16,7 +16,7 @@ from megasink.checkpoints.find import Checkpoint, find_checkpoint
 from megasink.checkpoints.saved_arguments import read_arguments
 from megasink.checkpoints.tokenizer import tokenizer_of
 from megasink.convert.architecture import Architecture, architecture_of
-from megasink.convert.background import ahead, one_thread, use_large_pages
+from megasink.convert.background import ahead, one_thread
 from megasink.convert.carried import GENERATION, written_again
 from megasink.convert.hf_config import config_of
 from megasink.convert.megasink_model import FILES
@@ -24,7 +24,7 @@ from megasink.convert.megatron_reader import MegatronCheckpoint
 from megasink.convert.megatron_weights import leading_axes, weight_shapes
 from megasink.convert.model_card import model_card
 from megasink.convert.output import whole_folder
-from megasink.convert.safetensors_writer import SafetensorsWriter, write_json
+from megasink.convert.safetensors_files import write_json, write_weights
 from megasink.convert.table import Step, planned, refuse, steps
 from megasink.convert.targets import TARGETS, choose
 from megasink.convert.targets.target import Target
@@ -116,7 +116,6 @@ def export(
     Raises:
         UserError: anything that the user can fix; no folder is left behind.
     """
-    use_large_pages()
     target, checkpoint, todo = source.target, source.checkpoint, source.steps
     say(f"target: {target.architecture} ({target.name}): {source.why}")
     _account(source)
@@ -125,17 +124,13 @@ def export(
         entries += planned(step, [checkpoint.meta(k, step.index) for k in step.row.megatron])
     with whole_folder(output) as folder:
         begin = time.perf_counter()
-        with one_thread(), SafetensorsWriter(folder, entries, shard_bytes) as writer:
-            read = ahead(todo, lambda step: _read(checkpoint, step))
-            for step, tensors in tracked(read, "converting", len(todo), "weights"):
-                for name, tensor in zip(step.hf, step.row.transform.to_hf(*tensors), strict=True):
-                    writer.write(name, tensor)
-            files = writer.finish()
+        with one_thread():
+            files = write_weights(folder, entries, _tensors(checkpoint, todo), shard_bytes)
         seconds = time.perf_counter() - begin
+        megabytes = sum(like.nbytes for _, like in entries) / 1e6
         say(
-            f"weights: {len(entries)} tensors, {writer.total_bytes / 1e6:,.1f} MB in "
-            f"{len(files)} file{'s' * (len(files) > 1)}, "
-            f"{writer.total_bytes / 1e6 / seconds:,.0f} MB/s"
+            f"weights: {len(entries)} tensors, {megabytes:,.1f} MB in {len(files)} "
+            f"file{'s' * (len(files) > 1)}, {megabytes / seconds:,.0f} MB/s"
         )
         _write_beside(source, folder, say)
         if verify is not None:
@@ -159,6 +154,12 @@ def _account(source: Source) -> None:
         f"{checkpoint.folder} is a checkpoint of a different model than config.json describes",
         found,
     )
+
+
+def _tensors(checkpoint: MegatronCheckpoint, todo: list[Step]) -> Iterator[Tensor]:
+    read = ahead(todo, lambda step: _read(checkpoint, step))
+    for step, tensors in tracked(read, "converting", len(todo), "weights"):
+        yield from step.row.transform.to_hf(*tensors)
 
 
 def converted(checkpoint: MegatronCheckpoint, step: Step) -> Iterator[Tensor]:

@@ -29,7 +29,7 @@ from torch.distributed.checkpoint.planner import (
     WriteItemType,
 )
 
-from megasink.convert.safetensors_writer import write_json
+from megasink.convert.safetensors_files import write_json
 from megasink.convert.table import LAYERS, numbered
 
 

@@ -11,7 +11,7 @@ import pytest
 from megasink.checkpoints import carried as of_run
 from megasink.convert.carried import kept, left_behind, written_again
 from megasink.convert.hf_config import architecture_from, config_of
-from megasink.convert.safetensors_writer import write_json
+from megasink.convert.safetensors_files import write_json
 from megasink.convert.targets import TARGETS
 from megasink.data.corpus import Document
 from megasink.data.tokenizer import load_tokenizer, tokenizer_hash, train_tokenizer

@@ -131,7 +131,6 @@ except UserError as error:
 
 @pytest.mark.parametrize("shard_bytes", [10**9, 50_000])
 def test_a_disk_that_takes_no_more_ends_in_one_line(run, tmp_path, shard_bytes):
-    """The thread that writes meets it; the line comes, no thread is left, and no file."""
     command = [sys.executable, "-c", FULL, str(run), str(tmp_path / "out"), str(shard_bytes)]
     done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, check=False)
     assert done.returncode == 2, done.stderr

@@ -1,0 +1,198 @@
+"""Safetensors files of a Hugging Face folder, read and written tensor by tensor.
+
+The format (https://github.com/huggingface/safetensors): eight bytes with the length of a JSON
+header, the header with the dtype, shape and byte range of each tensor, then the data. The library
+writes a file only from tensors that are all in memory; here all shapes are known before the first
+tensor is converted, so the header is written first.
+"""
+
+import json
+import os
+from collections.abc import Iterable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+from torch import Tensor
+
+from megasink.atomic import sync
+from megasink.checked_fields import check, fields
+from megasink.errors import UserError
+from megasink.json_file import read_object
+
+Entry = tuple[str, Tensor]
+"""A name, and a meta tensor like the one to be written under it."""
+DTYPES = {
+    "F64": torch.float64,
+    "F32": torch.float32,
+    "BF16": torch.bfloat16,
+    "F16": torch.float16,
+}
+_NAMES = {dtype: name for name, dtype in DTYPES.items()}
+# Amount after which to start flushing to disk.
+_FLUSH_BYTES = 128 * 2**20
+_INDEX_NAME = "model.safetensors.index.json"
+_INDEX = fields({"weight_map": dict[str, str]})
+
+
+def write_weights(
+    folder: Path, entries: Sequence[Entry], tensors: Iterable[Tensor], shard_bytes: int
+) -> list[str]:
+    """Write tensors into files of at most `shard_bytes`; a larger tensor gets its own file.
+
+    Args:
+        folder: an existing folder.
+        entries: all tensors to be written.
+        tensors: their data, in the same order; each is let go before the next is asked for.
+
+    Returns:
+        the names of the files.
+
+    Raises:
+        OSError: the disk is full, or the folder is not writable.
+    """
+    shards = _cut(entries, shard_bytes)
+    count = len(shards)
+    names = ["model.safetensors"]
+    if count > 1:
+        names = [f"model-{i + 1:05}-of-{count:05}.safetensors" for i in range(count)]
+    data = iter(tensors)
+    for file_name, shard in zip(names, shards, strict=True):
+        with (folder / file_name).open("xb") as file, ThreadPoolExecutor(1) as disk:
+            file.write(_header(shard))
+            flushed, flushes = 0, []
+            for name, like in shard:
+                file.write(_bytes(next(data), name, like))
+                if file.tell() - flushed > _FLUSH_BYTES:  # while the next is converted
+                    flushed = file.tell()
+                    flushes.append(disk.submit(os.fdatasync, file.fileno()))
+            for flush in flushes:
+                flush.result()
+            sync(file)
+    if next(data, None) is not None:
+        raise ValueError("there are more tensors than were planned")
+    if count > 1:
+        index = {
+            "metadata": {"total_size": sum(like.nbytes for _, like in entries)},
+            "weight_map": {
+                name: file_name
+                for file_name, shard in zip(names, shards, strict=True)
+                for name, _ in shard
+            },
+        }
+        write_json(folder / _INDEX_NAME, index)
+    return names
+
+
+def write_json(path: Path, content: object) -> None:
+    """Write and sync a JSON file."""
+    with path.open("wb") as file:
+        file.write((json.dumps(content, indent=2) + "\n").encode())
+        sync(file)
+
+
+def _cut(entries: Sequence[Entry], shard_bytes: int) -> list[list[Entry]]:
+    shards: list[list[Entry]] = [[]]
+    filled = 0
+    for entry in entries:
+        size = entry[1].nbytes
+        if shards[-1] and filled + size > shard_bytes:
+            shards.append([])
+            filled = 0
+        shards[-1].append(entry)
+        filled += size
+    return shards
+
+
+def _header(entries: Sequence[Entry]) -> bytes:
+    header: dict[str, object] = {"__metadata__": {"format": "pt"}}
+    start = 0
+    for name, like in entries:
+        end = start + like.nbytes
+        header[name] = {
+            "dtype": _NAMES[like.dtype],
+            "shape": list(like.shape),
+            "data_offsets": [start, end],
+        }
+        start = end
+    text = json.dumps(header, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % 8)
+    return len(text).to_bytes(8, "little") + text
+
+
+def _bytes(tensor: Tensor, name: str, like: Tensor) -> memoryview:
+    if (tensor.dtype, tensor.shape) != (like.dtype, like.shape):
+        raise ValueError(f"{name} is {tensor.dtype} {list(tensor.shape)}, but was to be {like}")
+    return memoryview(tensor.contiguous().view(-1).view(torch.uint8).numpy())
+
+
+class HuggingFaceWeights:
+    """The weights in a Hugging Face folder.
+
+    Attributes:
+        folder: the folder.
+        names: of all tensors.
+
+    Raises:
+        UserError: there are no safetensors files, one of the index is missing, or one is broken.
+    """
+
+    def __init__(self, folder: Path):
+        self.folder = folder
+        self._file_of: dict[str, Any] = {}
+        index = _index(folder)
+        for file in sorted(set(index.values())) or ["model.safetensors"]:
+            path = folder / file
+            if not path.is_file():
+                raise UserError(f"{folder}: {file} is missing: copy the whole folder again")
+            try:
+                opened = safe_open(path, framework="pt")
+            except (SafetensorError, OSError) as error:
+                raise UserError(f"{path} is broken ({error}): copy it again") from error
+            names = set(opened.keys())
+            wanted = {name for name, where in index.items() if where == file}
+            wanted |= names - index.keys()  # to be accounted for, too
+            if absent := sorted(wanted - names):
+                raise UserError(f"{folder}: {absent[0]} is not in {file}, contrary to the index")
+            self._file_of |= dict.fromkeys(wanted, opened)
+        self.names = frozenset(self._file_of)
+
+    def meta(self, name: str) -> Tensor:
+        """Return a meta tensor of the shape and dtype of `read`.
+
+        Raises:
+            UserError: its dtype is not one of `DTYPES`.
+        """
+        part = self._file_of[name].get_slice(name)
+        dtype = DTYPES.get(part.get_dtype())
+        if dtype is None:
+            raise UserError(
+                f"{self.folder}: {name} is {part.get_dtype()}, which is not supported: save it as "
+                f"one of {', '.join(DTYPES)} first"
+            )
+        return torch.empty(part.get_shape(), dtype=dtype, device="meta")
+
+    def read(self, name: str) -> Tensor:
+        """Read a tensor."""
+        tensor: Tensor = self._file_of[name].get_tensor(name)
+        return tensor
+
+
+def _index(folder: Path) -> dict[str, str]:
+    """Return {tensor: file}; empty for a folder with the single file model.safetensors."""
+    index = folder / _INDEX_NAME
+    if index.is_file():
+        content = read_object(index)
+        check(_INDEX, content, str(index))
+        if not content.get("weight_map"):
+            raise UserError(f"{index} is broken: no weight_map")
+        return dict(content["weight_map"])
+    if not (folder / "model.safetensors").is_file():
+        pickles = sorted(path.name for path in folder.glob("*.bin"))
+        why = (
+            f" ({pickles[0]} is a pickle, which can run code: convert it first)" if pickles else ""
+        )
+        raise UserError(f"{folder} has no model.safetensors{why}")
+    return {}
