@@ -13,7 +13,7 @@ from megasink.analysis.metrics import metrics, metrics_shown
 from megasink.analysis.metrics.registry import AXES
 from megasink.analysis.pages.csv_file import write_csv
 from megasink.analysis.results import FORMAT, MetricResult, Results, SampleResults
-from megasink.analysis.results_files import read_arrays
+from megasink.analysis.stored import read_arrays
 from megasink.errors import UserError
 from megasink.json_file import read_object
 from megasink.typed_json import from_json

@@ -1,19 +1,14 @@
-"""The files of a command's results: JSON with its schema, arrays, and one answer to a full disk."""
+"""The files of a command's results: JSON with its schema, and one answer to a full disk."""
 
 import json
-import zlib
 from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 from typing import Any
-from zipfile import BadZipFile
-
-import numpy as np
-from numpy.typing import NDArray
 
 from megasink.analysis.capture.ranks import Ranks
 from megasink.analysis.options import AnalysisOptions
-from megasink.atomic import atomic_file, atomic_text
+from megasink.atomic import atomic_text
 from megasink.errors import UserError
 from megasink.output_folder import results_in
 from megasink.typed_json import schema_of, to_json
@@ -62,25 +57,3 @@ def write_json(path: Path, results: Any, schema: Mapping[str, Any] | None = None
     about |= schema_of(type(results)) if schema is None else schema
     for file, content in ((path.with_suffix(".schema.json"), about), (path, to_json(results))):
         atomic_text(file, json.dumps(content, indent=1))
-
-
-def write_arrays(path: Path, arrays: Mapping[str, Any] | None) -> None:
-    """Write arrays as .npz; without any, remove those of an earlier command."""
-    if arrays:
-        with atomic_file(path) as file:
-            np.savez_compressed(file, allow_pickle=False, **arrays)
-    else:
-        path.unlink(missing_ok=True)
-
-
-def read_arrays(path: Path, cure: str) -> dict[str, NDArray[Any]]:
-    """Read arrays as `write_arrays` wrote them.
-
-    Raises:
-        UserError: the file is damaged; `cure` says what to do.
-    """
-    try:
-        with np.load(path, allow_pickle=False) as arrays:
-            return {name: arrays[name] for name in arrays.files}
-    except (OSError, ValueError, EOFError, BadZipFile, zlib.error) as error:
-        raise UserError(f"{path} is damaged ({error}): {cure}") from error

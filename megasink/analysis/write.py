@@ -15,7 +15,8 @@ from megasink.analysis.draw import write_report
 from megasink.analysis.metrics import metrics
 from megasink.analysis.pages.analysis_page import in_words
 from megasink.analysis.results import Results, RunFacts
-from megasink.analysis.results_files import write_arrays, write_json, writing
+from megasink.analysis.results_files import write_json, writing
+from megasink.analysis.stored import write_arrays
 from megasink.analysis.summary import summarize
 from megasink.printable import printable, say
 from megasink.typed_json import schema_of

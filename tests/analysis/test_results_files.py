@@ -6,7 +6,8 @@ from dataclasses import dataclass
 import numpy as np
 import pytest
 
-from megasink.analysis.results_files import write_arrays, write_json, writing
+from megasink.analysis.results_files import write_json, writing
+from megasink.analysis.stored import write_arrays
 from megasink.errors import UserError
 
 

@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 
 from megasink.analysis.capture.inputs import Sample
 from megasink.analysis.capture.shards import cannot_write, check_shared
-from megasink.analysis.sealed import read_arrays, read_sealed, write_arrays, write_object
+from megasink.analysis.stored import read_arrays, read_sealed, write_arrays, write_object
 from megasink.errors import UserError
 from megasink.typed_json import from_json, to_json
 
@@ -163,7 +163,5 @@ class PointFolder:
         Raises:
             UserError: the file is damaged.
         """
-        try:
-            return read_arrays(self.path(f"{key}.npz"), key)
-        except UserError as error:
-            raise UserError(f"{error}: delete it, and the scores are measured again") from error
+        cure = "delete it, and the scores are measured again"
+        return read_arrays(self.path(f"{key}.npz"), cure, key)

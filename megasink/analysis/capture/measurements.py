@@ -22,9 +22,8 @@ from megasink.analysis.capture.inputs import shown
 from megasink.analysis.metrics.registry import FACTS
 from megasink.analysis.metrics.states import mean_cosine
 from megasink.analysis.results import NonFinite
-from megasink.analysis.sealed import read_arrays, write_arrays
+from megasink.analysis.stored import read_arrays, write_arrays
 from megasink.analysis.values import AnalysisValues
-from megasink.errors import UserError
 
 Floats = NDArray[np.float64]
 Ints = NDArray[np.int64]
@@ -76,7 +75,7 @@ class ShardMeasurements:
     non_finite: list[NonFinite]
 
     def save(self, path: Path, of: str) -> None:
-        """Write the shard `of` an analysis (`megasink.analysis.sealed`).
+        """Write the shard `of` an analysis (`megasink.analysis.stored`).
 
         Raises:
             OSError: the disk is full, or the folder is not writable.
@@ -96,10 +95,7 @@ class ShardMeasurements:
         Raises:
             UserError: the file is broken.
         """
-        try:
-            arrays = read_arrays(path, of)
-        except UserError as error:
-            raise UserError(f"{error}: delete it, and its samples will run again") from error
+        arrays = read_arrays(path, "delete it, and its samples will run again", of)
         lists = json.loads(str(arrays.pop("lists")))
         return cls(
             samples=[MeasuredSample(**sample) for sample in lists["samples"]],

@@ -17,7 +17,8 @@ from megasink.analysis.pages import html
 from megasink.analysis.pages.ablation_figures import Arrays, draw_all, shown_on, title_of
 from megasink.analysis.pages.csv_file import write_csv
 from megasink.analysis.pages.drawing import Picture, write_page
-from megasink.analysis.results_files import write_arrays, write_json, writing
+from megasink.analysis.results_files import write_json, writing
+from megasink.analysis.stored import write_arrays
 from megasink.printable import say
 
 

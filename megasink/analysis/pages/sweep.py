@@ -14,7 +14,8 @@ from megasink.analysis.pages.csv_file import write_csv
 from megasink.analysis.pages.drawing import Picture, picture_of, write_page
 from megasink.analysis.pages.style import MAP, even_panels, label, shares_of_heads, styled
 from megasink.analysis.results import SweepResults, SweepRow
-from megasink.analysis.results_files import write_arrays, write_json, writing
+from megasink.analysis.results_files import write_json, writing
+from megasink.analysis.stored import write_arrays
 from megasink.attention.definitions import SINK_EPSILON
 from megasink.printable import say
 

@@ -1,7 +1,8 @@
-"""Files that a stopped command goes on from: each holds the SHA-256 of its contents.
+"""Arrays and objects on disk; those that a stopped command goes on from are sealed.
 
-What was damaged, cut, edited or copied from elsewhere is refused before anything is computed with
-it. `of` says whose contents they are, in words of the caller.
+A sealed file holds the SHA-256 of its contents and of `of`, which says whose they are, in words of
+the caller. What was damaged, cut, edited or copied from elsewhere is refused before anything is
+computed with it.
 """
 
 import hashlib
@@ -42,18 +43,34 @@ def read_sealed(path: Path, of: str) -> dict[str, Any]:
     return value
 
 
-def write_arrays(path: Path, arrays: Mapping[str, NDArray[Any]], of: str) -> None:
-    """Write arrays to an .npz file, atomically and without pickles.
+def write_arrays(
+    path: Path, arrays: Mapping[str, NDArray[Any]] | None, of: str | None = None
+) -> None:
+    """Write an .npz file, atomically and without pickles; without arrays, remove the file.
+
+    Args:
+        of: seals the file; None for results, which are compressed and not sealed.
 
     Raises:
         OSError: as `write_object`.
     """
+    if not arrays:
+        path.unlink(missing_ok=True)
+        return
     with atomic_file(path) as file:
-        np.savez(file, allow_pickle=False, **{_SEAL: np.asarray(_of_arrays(arrays, of))}, **arrays)
+        if of is None:
+            np.savez_compressed(file, allow_pickle=False, **arrays)
+        else:
+            seal = np.asarray(_of_arrays(arrays, of))
+            np.savez(file, allow_pickle=False, **{_SEAL: seal}, **arrays)
 
 
-def read_arrays(path: Path, of: str) -> dict[str, NDArray[Any]]:
+def read_arrays(path: Path, cure: str, of: str | None = None) -> dict[str, NDArray[Any]]:
     """Return the arrays that `write_arrays` wrote.
+
+    Args:
+        cure: what to do if the file is damaged.
+        of: what the file was sealed with.
 
     Raises:
         UserError: the file is damaged.
@@ -61,10 +78,10 @@ def read_arrays(path: Path, of: str) -> dict[str, NDArray[Any]]:
     try:
         with np.load(path, allow_pickle=False) as file:
             arrays = {name: file[name] for name in file.files}
-        if str(arrays.pop(_SEAL, None)) != _of_arrays(arrays, of):
+        if of is not None and str(arrays.pop(_SEAL, None)) != _of_arrays(arrays, of):
             raise ValueError(_BROKEN)
     except Exception as error:  # numpy, zipfile and zlib raise nearly anything on a broken file
-        raise UserError(f"{path} is damaged ({error or type(error).__name__})") from error
+        raise UserError(f"{path} is damaged ({error or type(error).__name__}): {cure}") from error
     return arrays
 
 
