@@ -40,7 +40,7 @@ ARMS: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
     "gated": (("--attention-variant", "gated"), ()),
 }
 """Arm -> flags of the conversion, and of the training."""
-STEPS, ROUNDS, TOKENS, RATE = 30, 1, 256, 3e-4
+STEPS, ROUNDS, TOKENS, RATE = 30, 6, 256, 3e-4
 """Of a round; at most; of a step, which is one sample; learning rate after ten of them."""
 FILES, TEXTS, MEASURED_TOKENS = 24, 9, 128
 """Files to train on; texts to measure, of three domains in turn, and their length."""
