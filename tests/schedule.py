@@ -148,7 +148,9 @@ LATER = (
 # reads a model. Beginnings of node ids.
 OTHER_VERSIONS = (
     "tests/analysis/api/",
+    "tests/analysis/interventions/",
     "tests/attention/test_attention_op.py",
+    "tests/convert/test_own_",
     "tests/convert/test_round_trip.py",
     "tests/convert/test_targets.py",
     "tests/transformers/",

@@ -26,7 +26,6 @@ _REFUSED = {
     "head_mask": "it masks heads (head_mask)",
     "indices": "its attention chooses keys (sparse attention)",
     "block_indices": "its attention chooses blocks of keys (sparse attention)",
-    "cache": "its cache is paged (continuous batching)",
 }
 
 

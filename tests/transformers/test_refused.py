@@ -93,6 +93,14 @@ def test_gradients_through_a_padded_cache_are_refused():
     refused(model, "several tokens after a cache", attention_mask=mask, past_key_values=cache)
 
 
+def test_continuous_batching_is_refused_by_transformers():
+    model = tiny_model("llama")
+    model.set_attn_implementation("megasink")
+    config = transformers.GenerationConfig(max_new_tokens=2, do_sample=False, eos_token_id=-1)
+    with pytest.raises(ValueError, match="megasink is not supported for continuous batching"):
+        model.generate_batch(inputs=[[1, 2, 3]], generation_config=config)
+
+
 def test_our_key_biases_are_refused_when_it_is_set():
     model = tiny_model("own-sink", attention_variant="k-bias", num_experts=0)
     with pytest.raises(ValueError, match='"megasink" would drop a key or position bias'):

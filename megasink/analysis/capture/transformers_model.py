@@ -33,6 +33,7 @@ from megasink.transformers.blocks import (
     gate_reader,
     output_weight,
 )
+from megasink.transformers.caches import cache_of
 
 # Features of megasink's modeling file that the capture supports only in Megatron runs.
 _OF_OUR_OWN = ("needs_scores", "multi_head_addition", "post_norm")
@@ -152,7 +153,7 @@ class TransformersProbe(Probe):
             given = given[extra] | given  # the callable's **kwargs
         ids_BQ = given.get("input_ids")
         rows, new = (given["inputs_embeds"] if ids_BQ is None else ids_BQ).shape[:2]
-        cache = given.get("past_key_values")
+        cache = cache_of(given)
         cached = 0 if cache is None else int(cache.get_seq_length())
         segments = [Segment(row, 0, cached + new) for row in range(rows)]
         if self.needs or self.reads_segments:

@@ -32,6 +32,7 @@ from megasink.analysis.interventions.scores import RANDOM, LayerScore
 from megasink.analysis.interventions.steer_gates import SteerGates
 from megasink.analysis.interventions.zero_heads import ZeroHeads
 from megasink.errors import UserError
+from megasink.transformers.caches import cache_of, without_cache
 
 GivenHeads = str | Path | Iterable[Sequence[int] | str]
 """(layer, head) pairs, words such as "3.5", or a file that `read_heads` reads."""
@@ -187,7 +188,7 @@ def _calibrate_with_first_call(
         nonlocal running
         if running or change.threshold is not None:
             return
-        cache = kwargs.get("past_key_values")
+        cache = cache_of(kwargs)
         if kwargs.get("inference_context") is not None or (
             cache is not None and int(cache.get_seq_length())
         ):
@@ -195,10 +196,7 @@ def _calibrate_with_first_call(
                 "the first call in this context continues a cache, so it cannot calibrate the "
                 "threshold: run whole prompts first, or pass threshold or calibration"
             )
-        if "past_key_values" in kwargs:  # the unchanged run must leave no trace
-            kwargs = kwargs | {"past_key_values": None}
-        if "use_cache" in kwargs:
-            kwargs = kwargs | {"use_cache": False}
+        kwargs = without_cache(kwargs)  # the unchanged run must leave no trace
         running, change.keeps_scores = True, True
         try:
             with torch.no_grad():

@@ -5,13 +5,30 @@ D head dim, C gate scores per head (1 or D), M hidden size.
 """
 
 import math
+from dataclasses import fields
 
 import torch
 import torch.nn.functional as F
 from torch import nn
+from transformers.modeling_outputs import BaseModelOutputWithPast
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from .rotary_megasink import rotate
+
+# Kernels that transformers passes sinks to, besides "eager" and "flex_attention".
+FLASH_WITH_SINKS = ("flash_attention_4", "kernels-community/vllm-flash-attn3")
+FINE_WITH_SINKS = '"eager", "flex_attention" or, after `import megasink.transformers`, "megasink"'
+# What transformers calls the cache of keys and values: "cache" from 5.24 on. Before, that is what
+# continuous batching hands to the kernels.
+_FIELDS = {field.name for field in fields(BaseModelOutputWithPast)}
+CACHE = "cache" if "cache" in _FIELDS else "past_key_values"
+
+
+def given_cache(past_key_values, kwargs):
+    """Take the cache out of a model's arguments, whichever name it has; None if there is none."""
+    if CACHE == "past_key_values" or past_key_values is not None:
+        return past_key_values
+    return kwargs.pop(CACHE, None)
 
 
 def eager_attention_forward(
@@ -214,7 +231,7 @@ class MegasinkAttention(nn.Module):
         self, hidden_states, position_embeddings, attention_mask, past_key_values=None, **kwargs
     ):
         """Normalized hidden states [B, T, M] -> [B, T, M], weights [B, H, T, S] or None."""
-        *heads, shape = self.heads(hidden_states, position_embeddings, past_key_values)
+        *heads, shape = self.heads(hidden_states, position_embeddings, past_key_values, kwargs)
         attend = ALL_ATTENTION_FUNCTIONS.get_interface(
             self.config._attn_implementation, eager_attention_forward
         )
@@ -229,7 +246,7 @@ class MegasinkAttention(nn.Module):
         )
         return self.outputs(out.reshape(shape), hidden_states), weights
 
-    def heads(self, hidden_states, position_embeddings, past_key_values):
+    def heads(self, hidden_states, position_embeddings, past_key_values, kwargs):
         """Return queries [B, H, T, D], keys and values [B, G, S, D], and the shape (B, T, H, D)."""
         x, position = hidden_states, self.gate_position
         projections = (self.q_proj, self.k_proj, self.v_proj)
@@ -248,7 +265,9 @@ class MegasinkAttention(nn.Module):
             cos, sin = position_embeddings
             query, key = rotate(query, cos, sin), rotate(key, cos, sin)
         if past_key_values is not None:
-            key, value = past_key_values.update(key, value, self.layer_idx)
+            # A paged cache adds to the kernel's arguments what it needs.
+            added = {"kwargs": kwargs} if CACHE == "cache" else {}
+            key, value = past_key_values.update(key, value, self.layer_idx, **added)
         return query, key, value, shape
 
     def outputs(self, out, hidden_states):
@@ -288,7 +307,7 @@ class MegasinkSinkAttention(MegasinkAttention):
         self, hidden_states, position_embeddings, attention_mask, past_key_values=None, **kwargs
     ):
         """Normalized hidden states [B, T, M] -> [B, T, M], weights [B, H, T, S] or None."""
-        *heads, shape = self.heads(hidden_states, position_embeddings, past_key_values)
+        *heads, shape = self.heads(hidden_states, position_embeddings, past_key_values, kwargs)
         attend = ALL_ATTENTION_FUNCTIONS.get_interface(
             self.config._attn_implementation, eager_attention_forward
         )

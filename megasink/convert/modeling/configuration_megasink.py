@@ -54,7 +54,7 @@ class MegasinkConfig(PreTrainedConfig):
     """
 
     model_type = "megasink"
-    keys_to_ignore_at_inference: ClassVar = ["past_key_values"]
+    keys_to_ignore_at_inference: ClassVar = ["past_key_values", "cache"]
     attribute_map: ClassVar = {"logit_softcap": "final_logit_softcapping"}
     base_model_pp_plan: ClassVar = {
         "embed_tokens": (["input_ids"], ["inputs_embeds"]),

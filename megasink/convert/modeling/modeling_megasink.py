@@ -26,20 +26,20 @@ from transformers.utils.generic import merge_with_config_defaults
 from transformers.utils.output_capturing import OutputRecorder, capture_outputs
 
 from .attention_megasink import (
+    CACHE,
+    FINE_WITH_SINKS,
+    FLASH_WITH_SINKS,
     MegasinkAttention,
     MegasinkGate,
     MegasinkPositionBias,
     MegasinkRMSNorm,
     attention_of,
+    given_cache,
     norm,
 )
 from .configuration_megasink import MegasinkConfig
 from .ffn_megasink import MegasinkMLP, MegasinkRouter, activation, gated_unit
 from .rotary_megasink import MegasinkRotaryEmbedding, sinusoids
-
-# Kernels that transformers passes sinks to, besides "eager" and "flex_attention".
-FLASH_WITH_SINKS = ("flash_attention_4", "kernels-community/vllm-flash-attn3")
-FINE_WITH_SINKS = '"eager", "flex_attention" or, after `import megasink.transformers`, "megasink"'
 
 
 # Defined in this file because transformers searches its source for the decorator.
@@ -202,13 +202,14 @@ class MegasinkModel(MegasinkPreTrainedModel):
         **kwargs,
     ) -> MoeModelOutputWithPast | BaseModelOutputWithPast:
         """Tokens [B, T] -> last hidden states [B, T, M], as in any decoder of transformers."""
+        past_key_values = given_cache(past_key_values, kwargs)
         if inputs_embeds is None:
             inputs_embeds = self.embed_tokens(input_ids)
         if use_cache and past_key_values is None:
             past_key_values = DynamicCache(config=self.config)
         tokens = inputs_embeds.shape[1]
-        # + 0: some caches update the count in place while the layers run.
-        past = 0 if past_key_values is None else past_key_values.get_seq_length() + 0
+        # + 0: some caches count in place while the layers run; paged ones come with positions.
+        past = getattr(past_key_values, "get_seq_length", int)() + 0
         if position_ids is None and torch.is_tensor(attention_mask) and attention_mask.dim() == 2:
             position_ids = (attention_mask.long().cumsum(-1) - 1).clamp(min=0)[:, -tokens:]
         elif position_ids is None:
@@ -227,7 +228,7 @@ class MegasinkModel(MegasinkPreTrainedModel):
                 **kwargs,
             )
         output = MoeModelOutputWithPast if self.config.num_experts else BaseModelOutputWithPast
-        return output(last_hidden_state=self.norm(hidden_states), past_key_values=past_key_values)
+        return output(self.norm(hidden_states), past_key_values)
 
     def positions(self, embeds, position_ids):
         """Add position embeddings; return them and RoPE's cosines and sines [B, T, D]."""
@@ -251,7 +252,7 @@ class MegasinkModel(MegasinkPreTrainedModel):
             "config": self.config,
             "inputs_embeds": embeds,
             "attention_mask": attention_mask,
-            "past_key_values": past_key_values,
+            CACHE: past_key_values,
             "position_ids": position_ids,
         }
         return {kind: makers[kind](**given) for kind in set(self.config.layer_types)}
@@ -296,7 +297,7 @@ class MegasinkForCausalLM(MegasinkPreTrainedModel, GenerationMixin):
             input_ids=input_ids,
             attention_mask=attention_mask,
             position_ids=position_ids,
-            past_key_values=past_key_values,
+            past_key_values=given_cache(past_key_values, kwargs),
             inputs_embeds=inputs_embeds,
             use_cache=use_cache,
             **kwargs,
@@ -309,14 +310,13 @@ class MegasinkForCausalLM(MegasinkPreTrainedModel, GenerationMixin):
             loss = self.loss_function(logits, labels, vocab_size=config.vocab_size, **kwargs)
         given = {
             "logits": logits,
-            "past_key_values": outputs.past_key_values,
+            CACHE: getattr(outputs, CACHE),
             "hidden_states": outputs.hidden_states,
             "attentions": outputs.attentions,
         }
         if not config.num_experts:
             return CausalLMOutputWithPast(loss=loss, **given)
-        aux_loss = None
-        router_logits = outputs.router_logits
+        aux_loss, router_logits = None, outputs.router_logits
         if router_logits is not None:
             if config.moe_router_score_function == "sigmoid":
                 # Their softmax is each expert's share of the sigmoids.
