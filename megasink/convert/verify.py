@@ -22,7 +22,7 @@ from megasink.printable import say as say_printable
 TOLERANCE = 1e-4
 # The tolerance is for logits of this size and grows in proportion to larger ones.
 _USUAL_LOGIT = 8.0
-# Maximum ratio between the rounding errors of both sides in half precision.
+# Maximum ratio between the rounding errors of both sides.
 _TIMES_WORSE = 4.0
 _NEW_TOKENS = 16
 _MOST_TOKENS = 256
@@ -77,8 +77,9 @@ def verify_logits(
 ) -> Difference:
     """Compare a Megatron checkpoint with a Hugging Face folder in stock transformers.
 
-    They must agree in float32; in the model's dtype, the rounding error in transformers must be at
-    most four times the one in Megatron.
+    They must agree in float32, up to `Difference.tolerance` or four times what one rounding of the
+    weights changes in Megatron, which is more where hidden states are massive; in the model's
+    dtype, the rounding error in transformers must be at most four times the one in Megatron.
 
     Args:
         tokenizer: for real text; None to use random tokens.
@@ -95,10 +96,16 @@ def verify_logits(
     theirs, theirs_new = _transformers(hf_folder, torch.float32, tokens_BS)
     full = difference(ours, theirs, ours_new, theirs_new)
     say(f"verified on {tokens_BS.numel()} tokens of {what}, float32: {full}")
-    if not full.logits <= full.tolerance:
+    limit = full.tolerance
+    if full.logits > limit:
+        rounded, _ = _megatron(found, torch.float32, tokens_BS, model.vocabulary, rounded=True)
+        error = float((rounded - ours).abs().max())
+        say(f"one rounding of the weights changes the logits by up to {error:.2g}")
+        limit = max(limit, _TIMES_WORSE * error)
+    if not full.logits <= limit:
         raise UserError(
-            f"the conversion is not exact: {full}; the limit is {full.tolerance:.2g}. Nothing was "
-            "kept; --no-verify writes the output anyway"
+            f"the conversion is not exact: {full}; the limit is {limit:.2g}. Nothing was kept; "
+            "--no-verify writes the output anyway"
         )
     if model.dtype == "float32":
         return full
@@ -177,13 +184,23 @@ def sample_tokens(model: Architecture, tokenizer: Any) -> Tensor:
 
 @torch.no_grad()
 def _megatron(
-    found: Checkpoint, dtype: torch.dtype, tokens_BS: Tensor, vocabulary: int
+    found: Checkpoint,
+    dtype: torch.dtype,
+    tokens_BS: Tensor,
+    vocabulary: int,
+    *,
+    rounded: bool = False,
 ) -> tuple[Tensor, list[int]]:
+    """Return logits and greedy tokens; with `rounded`, each weight one step of its dtype away."""
     from megasink.checkpoints.load import load_without_tokenizer
     from megasink.megatron.decoding import generate
     from megasink.megatron.sampling import Sampling
 
     model, _ = load_without_tokenizer(found, dtype, vocabulary)
+    generator = torch.Generator().manual_seed(1234)
+    for parameter in model.parameters() if rounded else ():
+        sign = torch.randint(0, 2, parameter.shape, generator=generator).to(parameter) * 2 - 1
+        parameter.copy_(torch.nextafter(parameter, sign * torch.inf))
     logits = megatron_logits(model, tokens_BS, vocabulary)
     prompts, greedy = [tokens_BS[0].tolist()], Sampling(temperature=0)
     made = generate(model, prompts, _NEW_TOKENS, greedy, vocabulary=vocabulary)

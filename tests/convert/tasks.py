@@ -266,6 +266,24 @@ def export_with_a_mistake(run: str, output: str) -> str:
         )
 
 
+def export_of_massive_states(run: str, output: str) -> list[str]:
+    """Export a run of which any difference is above the usual limit; what is said."""
+    from unittest import mock
+
+    from megasink.convert import to_hf, verify
+    from megasink.convert.checking import check_export
+
+    source, lines = to_hf.source_of(Path(run)), []
+    with mock.patch.object(verify, "TOLERANCE", 0.0):
+        to_hf.export(
+            source,
+            Path(output),
+            say=lines.append,
+            verify=lambda folder: check_export(source, folder, say=lines.append),
+        )
+    return lines
+
+
 def mean_sink_weights(run: str) -> list[float]:
     """The mean attention weight of the sink of every head, layer by layer, on verification's text,
     by the plain definition of attention."""
