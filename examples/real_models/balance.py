@@ -18,7 +18,7 @@ from typing import Any
 import torch
 
 import megasink
-from examples.real_models.chats import files, quiz_scores, with_marks
+from examples.real_models.chats import files, quiz_scores
 from examples.real_models.wheels import FOLDER, told
 from examples.real_models.zeroing import append, open_results
 from examples.steps import command
@@ -99,7 +99,6 @@ def examine(folder: Path) -> None:
     """Run and measure what is missing of a model."""
     name = folder.resolve().name
     work = FOLDER / f"{name}.balance"
-    model = with_marks(folder, work / "model")
     facts = {
         "model": name,
         "weights": weights_hash(megasink.load_model(folder, device="cpu").model),
@@ -115,10 +114,10 @@ def examine(folder: Path) -> None:
             if (seed, arm) in done:
                 continue
             out = work / f"{arm}-{seed}"
-            finetuned(model, arm, seed, out, first)
+            finetuned(folder, arm, seed, out, first)
             if (-1, "before") not in done:
                 before = {"seed": -1, "arm": "before"} | heads(out / "before")
-                append(file, before | {"quiz": quizzed(folder), "held_out": held_out(model)})
+                append(file, before | {"quiz": quizzed(folder), "held_out": held_out(folder)})
                 done.add((-1, "before"))
             log = read_object(out / "run" / "trainer_state.json")["log_history"]
             (loss,) = (entry["eval_loss"] for entry in log if "eval_loss" in entry)

@@ -24,10 +24,10 @@ COPIES = 8
 _BATCH = 20
 
 
-def ids_of(subject: Subject, count: int = MEASURED, tokens: int = TOKENS) -> Tensor:
-    """Return [N, T]: the first tokens of the measured texts, without BOS."""
+def ids_of(subject: Subject, count: int | None = None, tokens: int = TOKENS) -> Tensor:
+    """Return [N, T]: the first tokens of the measured texts, or of `count` of them, without BOS."""
     read = subject.hub.tokenizer
-    texts = [text.text for text in read_texts()[:count]]
+    texts = [text.text for text in read_texts()[: MEASURED if count is None else count]]
     found = read(texts, add_special_tokens=False)["input_ids"]
     return torch.tensor([ids[:tokens] for ids in found])
 

@@ -12,7 +12,6 @@ import argparse
 import ast
 import json
 import re
-import shutil
 import zipfile
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -31,12 +30,6 @@ DOMAINS = ("documentation", "code")
 LONG = (40, 260)
 """Characters of a first paragraph."""
 CHOICES = 4
-_TURN = "{{'<|im_start|>' + message['role'] + '\n' + message['content'] + '<|im_end|>' + '\n'}}"
-_MARKED = (
-    "{{'<|im_start|>' + message['role'] + '\n'}}{% if message['role'] == 'assistant' %}"
-    "{% generation %}{{message['content'] + '<|im_end|>'}}{% endgeneration %}{% else %}"
-    "{{message['content'] + '<|im_end|>'}}{% endif %}{{'\n'}}"
-)
 
 
 @dataclass(frozen=True)
@@ -147,34 +140,6 @@ def files(folder: Path = FOLDER) -> tuple[Path, Path]:
             atomic_text(chats, "".join(json.dumps(line) + "\n" for line in lines))
             atomic_text(questions, "".join(json.dumps(line) + "\n" for line in quiz(asked, others)))
     return chats, questions
-
-
-def with_marks(model: Path, folder: Path) -> Path:
-    """Return a folder with the files of a model and a chat template that renders the same text, and
-    marks what the assistant says; the model's own folder if its template does so.
-
-    Raises:
-        UserError: the template is none that this knows how to mark.
-    """
-    from transformers import AutoTokenizer
-
-    template = AutoTokenizer.from_pretrained(model).chat_template or ""
-    if "generation %}" in template:
-        return model
-    if _TURN not in template:
-        raise UserError(f"{model}: put {{% generation %}} marks into its chat template")
-    folder.mkdir(parents=True, exist_ok=True)
-    for path in model.iterdir():
-        if path.is_file() and not (folder / path.name).exists():
-            if path.suffix == ".safetensors":
-                (folder / path.name).symlink_to(path.resolve())
-            else:
-                shutil.copyfile(path, folder / path.name)
-    marked = template.replace(_TURN, _MARKED)
-    if not (folder / "chat_template.jinja").is_file():  # older folders have it in the config
-        raise UserError(f"{model} has no chat_template.jinja")
-    atomic_text(folder / "chat_template.jinja", marked)
-    return folder
 
 
 @torch.no_grad()

@@ -162,8 +162,8 @@ def _run(options: FinetuneOptions, out: Path, overwrite: bool) -> None:
     is_first = state.is_main_process
     if is_first and not learns_to_stop(tokenizer, template):
         print(
-            "megasink: warning: the chat template ends a turn after {% endgeneration %}: the model "
-            "may not learn to stop",
+            "megasink: warning: the chat template ends no turn with a token that is learned: the "
+            "model may not learn to stop",
             file=sys.stderr,
         )
     with results_in(out, "finetune", settings, overwrite=overwrite, writes=is_first) as record:

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from megasink.errors import UserError
+from megasink.transformers.turns import unmarked_tokens
 
 ROLES = ("system", "developer", "user", "assistant", "tool")
 _SHAREGPT = {"human": "user", "gpt": "assistant"}
@@ -53,7 +54,7 @@ def load_chat_tokenizer(folder: Path) -> tuple[Any, str | None]:
     knows.
 
     Raises:
-        UserError: There is no tokenizer, no template, or one that TRL does not know.
+        UserError: There is no tokenizer, or no template.
     """
     from transformers import AutoTokenizer
     from trl.chat_template_utils import get_training_chat_template, has_generation_markers
@@ -73,19 +74,26 @@ def load_chat_tokenizer(folder: Path) -> tuple[Any, str | None]:
         return tokenizer, None
     try:
         return tokenizer, get_training_chat_template(tokenizer)
-    except Exception as error:  # it renders conversations of its own, and templates raise anything
-        raise UserError(
-            f"the chat template in {folder} does not mark what the assistant says, and is none "
-            "that TRL knows: put {% generation %} and {% endgeneration %} around that in it, with "
-            "the token that ends the turn"
-        ) from error
+    except Exception:  # it renders conversations of its own, and templates raise anything
+        return tokenizer, None  # none that TRL knows: `unmarked_tokens` reads it
 
 
 def learns_to_stop(tokenizer: Any, template: str | None) -> bool:
     """Whether the token that ends a turn is among what is learned."""
-    from trl.chat_template_utils import is_chat_template_stop_token_trained
+    from trl.chat_template_utils import (
+        has_generation_markers,
+        is_chat_template_stop_token_trained,
+    )
 
-    return bool(is_chat_template_stop_token_trained(tokenizer, chat_template=template))
+    if has_generation_markers(template or tokenizer.chat_template):
+        return bool(is_chat_template_stop_token_trained(tokenizer, chat_template=template))
+    probe = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]
+    try:
+        ids, said = unmarked_tokens(tokenizer, probe, None)
+    except Exception:  # told of the first conversation that is read, with its place
+        return True
+    learned = [token for token, is_said in zip(ids, said, strict=True) if is_said]
+    return str(tokenizer.decode(learned)).strip() != "b"
 
 
 def tokens_of(chat: Chat, tokenizer: Any, template: str | None, most: int) -> dict[str, Any]:
@@ -105,18 +113,25 @@ def tokens_of(chat: Chat, tokenizer: Any, template: str | None, most: int) -> di
     Raises:
         UserError: The template refuses the conversation, or marks nothing in it.
     """
+    from trl.chat_template_utils import has_generation_markers
+
     try:
-        found = tokenizer.apply_chat_template(
-            chat.messages,
-            tools=chat.tools,
-            chat_template=template,
-            return_dict=True,
-            return_assistant_tokens_mask=True,
-        )
+        if has_generation_markers(template or tokenizer.chat_template):
+            found = tokenizer.apply_chat_template(
+                chat.messages,
+                tools=chat.tools,
+                chat_template=template,
+                return_dict=True,
+                return_assistant_tokens_mask=True,
+            )
+            ids, mask = found["input_ids"], found["assistant_masks"]
+        else:
+            ids, mask = unmarked_tokens(tokenizer, chat.messages, chat.tools)
+    except UserError as error:
+        raise UserError(f"{chat.place}: {error}") from None
     except Exception as error:  # templates raise anything
         reason = str(error).partition("\n")[0] or type(error).__name__
         raise UserError(f"{chat.place}: the chat template refuses it: {reason}") from error
-    ids, mask = found["input_ids"], found["assistant_masks"]
     if not any(mask):
         raise UserError(f"{chat.place}: the chat template marks nothing of what the assistant says")
     labels = [token if marked else IGNORED for token, marked in zip(ids, mask, strict=True)]

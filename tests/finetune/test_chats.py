@@ -47,6 +47,38 @@ def test_a_template_of_a_family_that_trl_knows_gets_its_marks(root, tmp_path):
     assert tokenizer.chat_template == qwen3_chat_template  # of the export
 
 
+def test_a_template_without_marks_teaches_the_same(root, tmp_path):
+    """Its text is that of the one with marks, and so is what is learned of it."""
+    marked, _ = load_chat_tokenizer(root / "model")
+    chat_tokenizer(root / "model", tmp_path, UNMARKED)
+    tokenizer, template = load_chat_tokenizer(tmp_path)
+    assert template is None
+    assert learns_to_stop(tokenizer, None)
+    tool_call = {"type": "function", "function": {"name": "f", "arguments": {"x": 1}}}
+    calling = [
+        {"role": "user", "content": "a"},
+        {"role": "assistant", "content": "b", "tool_calls": [tool_call]},
+        {"role": "tool", "content": "1"},
+        {"role": "assistant", "content": "c"},
+    ]
+    chats = [*read_chats([root / "chats.jsonl"]), Chat("here", calling, [{"name": "f"}])]
+    for chat in chats:
+        assert tokens_of(chat, tokenizer, None, 1000) == tokens_of(chat, marked, None, 1000)
+
+
+def test_a_template_without_marks_or_prompt_has_answers_behind_the_question(root, tmp_path):
+    """As Mistral's; the answer begins with its content, so nothing else can be learned."""
+    turn = "{% if m.role == 'user' %}[Q]{{ m.content }}[/Q]{% else %}{{ m.content }}<|im_end|>"
+    chat_tokenizer(
+        root / "model", tmp_path, f"{{% for m in messages %}}{turn}{{% endif %}}{{% endfor %}}"
+    )
+    tokenizer, _ = load_chat_tokenizer(tmp_path)
+    messages = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "list"}] * 2
+    row = tokens_of(Chat("here", messages, None), tokenizer, None, 1000)
+    learned = [token for token in row["labels"] if token != IGNORED]
+    assert tokenizer.decode(learned) == "list<|im_end|>" * 2
+
+
 def test_every_kind_of_file_holds_the_same_conversations(root, tmp_path):
     lines = (root / "chats.jsonl").read_text()
     records = [json.loads(line) for line in lines.splitlines()]
@@ -101,7 +133,15 @@ def test_bad_conversations_are_told_with_their_place(root, capsys, text, problem
 @pytest.mark.parametrize(
     ("template", "problem"),
     [
-        (UNMARKED, "does not mark what the assistant says, and is none that TRL knows: put {% gen"),
+        (
+            UNMARKED.replace("{{ m.content }}", "{% if loop.last %}{{ m.content }}{% endif %}"),
+            "the chat template marks nothing, and writes what comes before an answer "
+            "differently with it and without it (message ",
+        ),
+        (
+            UNMARKED.partition("{% if add_generation_prompt %}")[0],
+            "the chat template marks nothing, and add_generation_prompt adds nothing to what it ",
+        ),
         (None, "has no chat template: put a chat_template.jinja there"),
         ("{{ raise_exception('no') }}" + MARKED, "chats.jsonl:1: the chat template refuses it: no"),
         ("{{ messages.x.y }}" + MARKED, "chats.jsonl:1: the chat template refuses it: "),
@@ -125,3 +165,5 @@ def test_a_template_that_leaves_out_the_end_of_a_turn_is_seen(root):
     tokenizer, _ = load_chat_tokenizer(root / "model")
     marks = "<|im_end|>{% endgeneration %}", "{% endgeneration %}<|im_end|>"
     assert not learns_to_stop(tokenizer, MARKED.replace(*marks))
+    tokenizer.chat_template = UNMARKED.replace("<|im_end|>{% else %}", "{% else %}")
+    assert not learns_to_stop(tokenizer, None)

@@ -13,7 +13,6 @@ from examples.real_models import balance, chats, page, rounding, surgery, traini
 from examples.real_models.training_figure import draw_balance, draw_surgery
 from megasink.analysis.api.models import load_model
 from megasink.cli import main as megasink
-from megasink.errors import UserError
 from megasink.transformers.chats import Chat, load_chat_tokenizer, tokens_of
 
 SOURCE = '''
@@ -31,9 +30,11 @@ class Tree:
 def elsewhere(): "A docstring with a letter that is not of ASCII, such as \u00e9."
 '''
 # As SmolLM2's; the system message of its own is left out.
-TEMPLATE = "{% for message in messages %}" + chats._TURN + (
+TEMPLATE = (
+    "{% for message in messages %}"
+    "{{'<|im_start|>' + message['role'] + '\n' + message['content'] + '<|im_end|>' + '\n'}}"
     "{% endfor %}{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
-)  # fmt: skip
+)
 
 
 @pytest.fixture
@@ -79,22 +80,12 @@ def test_a_question_has_one_right_answer_of_like_length():
     assert len({item["answer"] for item in found}) == chats.CHOICES
 
 
-def test_marks_change_no_text(talking, tmp_path):
-    folder = chats.with_marks(talking, tmp_path / "marked")
+def test_what_the_assistant_says_is_learned(talking):
+    tokenizer, template = load_chat_tokenizer(talking)
     said = [{"role": "user", "content": "beiing"}, {"role": "assistant", "content": "bading b"}]
-    plain = AutoTokenizer.from_pretrained(talking)
-    tokenizer, template = load_chat_tokenizer(folder)
-    assert template is None
-    assert tokenizer.apply_chat_template(said, tokenize=False) == plain.apply_chat_template(
-        said, tokenize=False
-    )
-    row = tokens_of(Chat("", said, None), tokenizer, None, 99)
+    row = tokens_of(Chat("", said, None), tokenizer, template, 99)
     learned = [t for t, label in zip(row["input_ids"], row["labels"], strict=True) if label >= 0]
-    assert learned == plain("bading b<|im_end|>", add_special_tokens=False)["input_ids"]
-    assert chats.with_marks(folder, tmp_path / "again") == folder
-    (talking / "chat_template.jinja").write_text("{{ messages }}")
-    with pytest.raises(UserError, match="marks into its chat template"):
-        chats.with_marks(talking, tmp_path / "other")
+    assert learned == tokenizer("bading b<|im_end|>", add_special_tokens=False)["input_ids"]
 
 
 def test_answers_are_scored_as_whole_texts_are(talking):
