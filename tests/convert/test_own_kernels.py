@@ -9,6 +9,7 @@ from unittest import mock
 
 import pytest
 import torch
+from transformers import ContinuousBatchingConfig, GenerationConfig
 from transformers.integrations import flex_attention
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
@@ -137,3 +138,23 @@ def test_cached_decoding_and_padding_change_nothing(name):
         alone = model.generate(short, attention_mask=torch.ones_like(short), **greedy)
         assert torch.equal(made[0, both.shape[1] :], alone[0, short.shape[1] :])
         assert torch.equal(made[1], plain[1])
+
+
+@pytest.mark.parametrize("name", ["own-headwise", "own-gpt2"])
+def test_continuous_batching_changes_no_token(name):
+    model = tiny(name)
+    config = GenerationConfig(max_new_tokens=6, do_sample=False, eos_token_id=-1, pad_token_id=0)
+    small = ContinuousBatchingConfig(num_blocks=8, max_batch_tokens=64)
+    rows = [TOKENS[0].tolist(), TOKENS[1, 3:].tolist()]
+    with kernel(model, "sdpa"):
+        alone = [
+            model.generate(
+                torch.tensor([row]),
+                attention_mask=torch.ones(1, len(row)),
+                generation_config=config,
+            )[0, len(row) :].tolist()
+            for row in rows
+        ]
+        given = {"generation_config": config, "continuous_batching_config": small}
+        together = model.generate_batch(inputs=rows, **given)
+    assert [together[name].generated_tokens for name in sorted(together)] == alone
