@@ -1,20 +1,23 @@
-"""The two runs of ``megasink demo``, and what it tells about them."""
+"""The two runs of ``megasink demo``, what it tells about them, and their picture."""
 
 import json
 import os
 import subprocess
 import sys
 import time
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 from rich.console import Console
 from rich.markup import escape
 
-from megasink.analysis.pages.curves import read_metrics
+from megasink.analysis.pages.curves import read_metrics, series, smoothed
+from megasink.analysis.pages.heatmap import draw_importances
+from megasink.analysis.pages.style import BLUE, DASHES, VERMILION, WIDTH, label, save, styled
 from megasink.atomic import atomic_text
 from megasink.cli.data import main as data
-from megasink.cli.demo_figure import draw_demo
 from megasink.cli.trigger_language import LETTERS, TriggerLanguage, texts_of, write_tokenizer
 from megasink.training.launch import launch
 
@@ -84,7 +87,7 @@ def _make_data(prefix: Path, tokenizer: Path, documents: int, console: Console) 
 def summary(folder: Path) -> list[str]:
     """Draw demo.png, and return lines of text about both runs."""
     lines = {name: read_metrics(folder / name) for name in RUNS}
-    picture = draw_demo(lines, folder / "demo.png")
+    picture = _draw(lines, folder / "demo.png")
     last = {name: [x for x in of if "lm_loss" in x][-1] for name, of in lines.items()}
     losses = {
         name: [x["valid_lm_loss"] for x in of if x.get("valid_lm_loss") is not None][-1:]
@@ -110,6 +113,42 @@ def summary(folder: Path) -> list[str]:
         ("your own text", "megasink data FILES --output PREFIX --train-tokenizer 32000"),
     ]
     return [f"  {name:15} {value}" for name, value in rows]
+
+
+@styled()
+def _draw(runs: Mapping[str, list[dict[str, Any]]], output: Path) -> Path:
+    """Draw loss, sinks and imbalance by step, and head importance at the end; return the path.
+
+    Args:
+        runs: lines of metrics.jsonl of two runs with --log-sink-rate, the one without the loss
+            first.
+    """
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(WIDTH, 5.6), layout="constrained")
+    above, below = figure.subfigures(2, 1, squeeze=False, height_ratios=(1, 0.85))[:, 0]
+    axes = [*above.subplots(1, 3), *below.subplots(1, len(runs))]
+    names = dict(zip(runs, ("without the loss", "with the loss"), strict=True))
+    maps = []
+    styles = [{"color": BLUE}, {"color": VERMILION, "linestyle": DASHES[1]}]
+    for (name, lines), style in zip(runs.items(), styles, strict=True):
+        steps, loss = series(lines, "lm_loss")
+        axes[0].plot(steps, smoothed(loss), label=names[name], **style)
+        axes[1].plot(*series(lines, "valid_sink_rate_first_key"), marker="o", **style)
+        steps, imbalance = series(lines, "imbalance")
+        axes[2].plot(steps, imbalance, color=style["color"], alpha=0.2, linewidth=0.7)
+        axes[2].plot(steps, smoothed(imbalance), **style)
+        importance = [line for line in lines if "importance" in line][-1]["importance"]
+        maps.append((f"head importance {names[name]}", np.asarray(importance, dtype=float)))
+    label(axes[0], "training loss, moving average", "nats per token", "step")
+    axes[0].legend()
+    label(axes[1], "heads with a sink on the first token", "% of heads", "step")
+    axes[1].set_ylim(bottom=0)
+    label(axes[2], "head imbalance", "coefficient of variation", "step")
+    axes[2].set_ylim(bottom=0)
+    draw_importances(below, axes[3:], maps)
+    save(figure, output)
+    return output
 
 
 def _sample(run: Path, console: Console) -> None:
