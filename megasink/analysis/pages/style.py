@@ -171,9 +171,9 @@ def short(name: str, width: int) -> str:
     return f"{name[: width // 2 - 1]}…{name[-(width // 2) :]}"
 
 
-def wrapped(name: str, width: int = 34) -> str:
-    """Return a name on at most two lines."""
-    return "\n".join(textwrap.wrap(short(name, 2 * width - 2), width)[:2])
+def wrapped(name: str) -> str:
+    """Return a name on at most two lines of 34 characters."""
+    return "\n".join(textwrap.wrap(short(name, 66), 34)[:2])
 
 
 def label(axis: Any, title: str, ylabel: str = "", xlabel: str = "") -> None:
