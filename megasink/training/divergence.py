@@ -5,7 +5,7 @@ from pathlib import Path
 
 import torch
 
-from megasink.analysis.pages.divergence import Divergence
+from megasink.analysis.pages.losses import Divergence
 from megasink.checkpoints.intact import iterations
 from megasink.errors import UserError
 from megasink.training.rank_logs import DIVERGES

@@ -23,9 +23,8 @@ import numpy as np
 from megatron.training import get_args, get_tensorboard_writer, get_wandb_writer, training
 from torch import Tensor
 
-from megasink.analysis.pages.divergence import Divergence
 from megasink.analysis.pages.heatmap import importance_picture
-from megasink.analysis.pages.spikes import SpikeCounter
+from megasink.analysis.pages.losses import Divergence, SpikeCounter
 from megasink.megatron.statistics import ModelStatistics
 from megasink.training import series
 from megasink.training.divergence import stop_if_diverged

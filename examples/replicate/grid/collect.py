@@ -10,8 +10,8 @@ from numpy.typing import NDArray
 
 from examples.replicate.grid.measurements import Curves, measurement_of
 from megasink.analysis.pages.curves import SMOOTHED, series, smoothed
+from megasink.analysis.pages.losses import loss_spikes
 from megasink.analysis.pages.metrics import read_metrics
-from megasink.analysis.pages.spikes import loss_spikes
 from megasink.errors import UserError
 
 POINTS = 100

@@ -68,12 +68,12 @@ def analyze(
     Example:
         >>> import megasink
         >>> texts = ["A text.", "Another, longer one."]
-        >>> found = megasink.analyze(model, texts, tokenizer=tokenizer)
-        >>> found.sink_rate.number <= 1
+        >>> analysis = megasink.analyze(model, texts, tokenizer=tokenizer)
+        >>> analysis.sink_rate.number <= 1
         True
-        >>> found.importance.values.shape  # [layers, heads]
+        >>> analysis.importance.values.shape  # [layers, heads]
         (2, 4)
-        >>> plot = found.importance.plot()
+        >>> plot = analysis.importance.plot()
     """
     if isinstance(texts, str):
         raise UserError("texts is one string: give a list of texts, or a Path")

@@ -139,25 +139,25 @@ class Measurements:
         chosen = self.shown()
         if dataset is not None:
             chosen = [i for i, sample in enumerate(self.samples) if sample.dataset == dataset]
-        return self._values(seed, chosen, whole=dataset is None)
+        return self._values(seed, chosen, is_all=dataset is None)
 
     def by_sample(self, seed: int) -> dict[str, Floats]:
         """Return `AnalysisValues.by_sample` of all samples, whatever they are of."""
-        about, found = self.shown(), self.analysis_values(seed).by_sample
+        about, values = self.shown(), self.analysis_values(seed).by_sample
         if len(about) < len(self.samples):
-            every = self._values(seed, range(len(self.samples)), whole=False).by_sample
-            for name, values in found.items():  # the random baseline as the analysis has it
-                every[name][about] = values
-            found = every
-        return {name: values.numpy() for name, values in found.items()}
+            every = self._values(seed, range(len(self.samples)), is_all=False).by_sample
+            for name, own in values.items():  # the random baseline as the analysis has it
+                every[name][about] = own
+            values = every
+        return {name: tensor.numpy() for name, tensor in values.items()}
 
-    def _values(self, seed: int, chosen: Sequence[int], *, whole: bool) -> AnalysisValues:
+    def _values(self, seed: int, chosen: Sequence[int], *, is_all: bool) -> AnalysisValues:
         facts: dict[str, Any] = {"seed": seed}
         for fact, name in _FACTS.items():
             known = [getattr(self.samples[i], name) for i in chosen]
             if known and None not in known:
                 facts[fact] = torch.tensor(known, dtype=torch.float64)
-        if whole:
+        if is_all:
             facts["cosine_SP"] = torch.from_numpy(self.cosine_SP)
         values = {name: torch.from_numpy(array[chosen]) for name, array in self.values.items()}
         return AnalysisValues(values, facts)

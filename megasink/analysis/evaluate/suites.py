@@ -212,7 +212,7 @@ def averages(names: Sequence[str], scores: Mapping[tuple[str, str], float]) -> d
         names: as they were given; a suite's name or row.
         scores: (task, metric) -> value. A suite of which one is missing has no average.
     """
-    found = {}
+    by_row = {}
     for suite in {SUITES[name].row: SUITES[name] for name in names if name in SUITES}.values():
         parts = [(part.benchmark or part.task, (part.task, part.metric)) for part in suite.parts]
         if not suite.averaged or any(key not in scores for _, key in parts):
@@ -221,5 +221,5 @@ def averages(names: Sequence[str], scores: Mapping[tuple[str, str], float]) -> d
         for benchmark, key in parts:
             by_benchmark.setdefault(benchmark, []).append(scores[key])
         means = {name: fmean(values) for name, values in by_benchmark.items()}
-        found[suite.row] = Average(fmean(means.values()), means, suite.averaged)
-    return found
+        by_row[suite.row] = Average(fmean(means.values()), means, suite.averaged)
+    return by_row

@@ -10,11 +10,10 @@ _MODULES = {
     "drain_first_value": ("DrainFirstValue",),
     "dynamic_zeroing": ("DynamicChange", "DynamicZeroing"),
     "heads": ("all_but", "all_heads", "parse_heads", "read_heads"),
-    "mean_outputs": ("MeanOutputs", "read_means"),
     "record": ("Intervention", "from_entry", "read_interventions", "to_entry"),
     "steer_gates": ("SteerGates",),
     "tokens": ("RemoveBos", "RepeatFirstToken"),
-    "zero_heads": ("ZeroHeads",),
+    "zero_heads": ("MeanOutputs", "ZeroHeads", "read_means"),
 }
 __all__ = [name for names in _MODULES.values() for name in names]
 

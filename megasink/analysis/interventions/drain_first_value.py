@@ -13,8 +13,7 @@ from torch import Tensor
 from megasink.analysis.capture.changes import ForwardPass, HeadChange, HeadOutputs
 from megasink.analysis.capture.segments import Segment
 from megasink.analysis.capture.statistics import AttentionCall, attention_statistics
-from megasink.analysis.interventions.first_weights import weights_after_cache
-from megasink.analysis.interventions.gates import attention_of, explicit_gate
+from megasink.analysis.interventions.call import attention_of, explicit_gate, weights_after_cache
 from megasink.analysis.interventions.record import Intervention
 
 PHASES = ("prefill", "decode", "both")

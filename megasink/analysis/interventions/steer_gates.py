@@ -13,8 +13,7 @@ from torch import Tensor
 
 from megasink.analysis.capture.changes import ForwardPass, HeadChange, HeadOutputs
 from megasink.analysis.capture.head_names import head_problems
-from megasink.analysis.interventions.first_weights import slot_gate
-from megasink.analysis.interventions.gates import attention_of, explicit_gate
+from megasink.analysis.interventions.call import attention_of, explicit_gate, slot_gate
 from megasink.analysis.interventions.heads import Heads, heads_by_layer, normalized_heads
 from megasink.analysis.interventions.record import Intervention
 from megasink.errors import UserError

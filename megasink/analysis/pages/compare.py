@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 from megasink.analysis.pages import html
 from megasink.analysis.pages.curves import EMA, SMOOTHED, mark_spikes, series, smoothed
 from megasink.analysis.pages.drawing import picture_of
-from megasink.analysis.pages.spikes import loss_spikes
+from megasink.analysis.pages.losses import loss_spikes
 from megasink.analysis.pages.style import DASHES, label, model_colors, note, panels, styled, zoom
 
 Runs = dict[str, list[dict[str, Any]]]
@@ -102,9 +102,9 @@ def final_numbers(runs: Runs) -> tuple[list[str], list[list[str]]]:
     rows = []
     for name, lines in runs.items():
         numbers = summary(lines)
-        whole = ("steps", "spikes", "tokens/s")
+        counts = ("steps", "spikes", "tokens/s")
         cells = (
-            "-" if value is None else f"{value:,.0f}" if key in whole else f"{value:.4f}"
+            "-" if value is None else f"{value:,.0f}" if key in counts else f"{value:.4f}"
             for key, value in numbers.items()
         )
         rows.append([name, *cells])

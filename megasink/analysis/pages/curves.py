@@ -6,10 +6,9 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from megasink.analysis.pages.divergence import MovingAverage
 from megasink.analysis.pages.heatmap import draw_importance
+from megasink.analysis.pages.losses import MovingAverage, loss_spikes
 from megasink.analysis.pages.metrics import read_metrics
-from megasink.analysis.pages.spikes import loss_spikes
 from megasink.analysis.pages.style import BLUE, GRAY, VERMILION, label, note, panels, save, styled
 from megasink.errors import UserError
 from megasink.json_file import read_object

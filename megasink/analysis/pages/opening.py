@@ -37,8 +37,8 @@ def in_words(analysis: Analysis) -> list[str]:
         made = dict(list(made.items())[1:])
     else:
         of = {analysis.name: results}
-    lines = [line for name, found in of.items() for line in _paragraphs(name, found)]
-    return lines + [_sinks(f"{analysis.name} on {n} tokens", found) for n, found in made.items()]
+    lines = [line for name, part in of.items() for line in _paragraphs(name, part)]
+    return lines + [_sinks(f"{analysis.name} on {n} tokens", part) for n, part in made.items()]
 
 
 def _paragraphs(name: str, of: SampleResults) -> list[str]:
@@ -113,14 +113,14 @@ def _heads(of: SampleResults) -> str:
 
 
 def _values(of: SampleResults, name: str) -> Any:
-    found = of.metrics.get(name)
-    return None if found is None else array(found.values)
+    metric = of.metrics.get(name)
+    return None if metric is None else array(metric.values)
 
 
 def _spread(of: SampleResults, metric: str) -> str:
     """Return the standard deviation of a percentage, in parentheses; nothing for one sample."""
-    found = of.spread.get(metric)
-    return "" if found is None else f" (± {100 * found:.1f} over samples)"
+    deviation = of.spread.get(metric)
+    return "" if deviation is None else f" (± {100 * deviation:.1f} over samples)"
 
 
 def _draw(analysis: Analysis) -> Any:

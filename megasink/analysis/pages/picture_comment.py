@@ -52,8 +52,8 @@ def _comment_in(path: Path) -> str:
     with suppress(OSError, ValueError, SyntaxError):
         if path.suffix == ".html":
             head = path.read_text()[:10_000]
-            found = re.search('<meta name="description" content="([^"]*)">', head)
-            return unescape(found[1]) if found else ""
+            comment = re.search('<meta name="description" content="([^"]*)">', head)
+            return unescape(comment[1]) if comment else ""
         with Image.open(path, formats=["PNG"]) as image:
             return str(image.info.get("Comment", ""))
     return ""

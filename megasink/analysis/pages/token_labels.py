@@ -25,11 +25,11 @@ def token_labels(texts: Sequence[str], ids: Any) -> tuple[list[str], list[str]]:
         text = text.translate(_MARKS)
         label = text if len(text) <= _MOST else f"{text[: _MOST - 2]}…"
         missing = {c for c in label if ord(c) not in _characters(FONT)}
-        found = [font for font in fonts[1:] if _draws(font, missing)]
-        found = found or [font for font in _others() if _draws(font, missing)]
-        if missing and found and found[0] not in fonts:
-            fonts.append(found[0])
-        if _PART in label or (missing and not found):
+        candidates = [font for font in fonts[1:] if _draws(font, missing)]
+        candidates = candidates or [font for font in _others() if _draws(font, missing)]
+        if missing and candidates and candidates[0] not in fonts:
+            fonts.append(candidates[0])
+        if _PART in label or (missing and not candidates):
             label = "▯" if ids is None else f"#{ids[number]}"
         labels.append(label)
     return labels, fonts

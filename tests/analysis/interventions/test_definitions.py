@@ -13,8 +13,8 @@ from megasink.analysis.interventions import (
     SteerGates,
     ZeroHeads,
 )
-from megasink.analysis.interventions.mean_outputs import mean_outputs
 from megasink.analysis.interventions.scores import LayerScore, random_of
+from megasink.analysis.interventions.zero_heads import mean_outputs
 from megasink.analysis.metrics import metrics
 from megasink.attention import definitions
 from megasink.errors import UserError

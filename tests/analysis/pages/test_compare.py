@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from megasink.analysis.pages.compare import summary
-from megasink.analysis.pages.spikes import loss_spikes
+from megasink.analysis.pages.losses import loss_spikes
 from megasink.cli import main as megasink
 
 

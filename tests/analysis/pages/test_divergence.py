@@ -5,7 +5,7 @@ import math
 import numpy as np
 
 from megasink.analysis.pages.curves import smoothed
-from megasink.analysis.pages.divergence import FACTOR, STEPS, Divergence
+from megasink.analysis.pages.losses import FACTOR, STEPS, Divergence
 
 
 def follow(losses):

@@ -1,7 +1,7 @@
-"""Weights of the tokens that follow a key/value cache: on the first token, and on the slot.
+"""What an intervention reads of a layer's attention: its call, its gate, and weights after a cache.
 
 Shapes: B rows, H query heads, G key/value groups, R heads of a group, Q new tokens, C some of them,
-K keys, D head dim.
+K keys, D head dim, X 1 or D.
 """
 
 from typing import NamedTuple
@@ -9,12 +9,45 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from megasink.analysis.capture.changes import ForwardPass
+from megasink.analysis.capture.changes import ForwardPass, HeadOutputs
 from megasink.analysis.capture.segments import Segment
 from megasink.analysis.capture.statistics import AttentionCall, attention_statistics
+from megasink.errors import UserError
 
 ROWS = 64
 """Rows of new tokens whose weights are computed together."""
+
+
+def attention_of(outputs: HeadOutputs, kind: str) -> AttentionCall:
+    """Return the call of a layer whose outputs are A V times an explicit gate, or A V alone.
+
+    Args:
+        kind: of the intervention, for errors.
+
+    Raises:
+        UserError: the weights are not those of a softmax, or a norm or an added gate follows.
+    """
+    call, layer = outputs.call, outputs.layer
+    assert call is not None
+    if call.similarity != "softmax":
+        raise UserError(
+            f"{kind}: attention of layer {layer} ({call.similarity}) has no softmax weights"
+        )
+    if call.gated_out_BHTD is not None:
+        gate_BHQX = call.explicit_gate_BHTX
+        expected_BHQD = call.out_BHTD if gate_BHQX is None else call.out_BHTD * gate_BHQX
+        if not torch.allclose(call.gated_out_BHTD, expected_BHQD, rtol=0.02, atol=1e-6):
+            raise UserError(
+                f"{kind}: the outputs of the heads in layer {layer} are normalized, or a gate is "
+                "added to them, before the output projection"
+            )
+    return call
+
+
+def explicit_gate(call: AttentionCall) -> Tensor | None:
+    """Return the explicit gate [B, Q, H, X] of the outputs; None without one."""
+    gate_BHQX = call.explicit_gate_BHTX
+    return None if gate_BHQX is None else gate_BHQX.transpose(1, 2)
 
 
 class NewRows(NamedTuple):
