@@ -7,9 +7,10 @@ Commands are `megasink COMMAND`.
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from megasink.analysis.api.analysis import Analysis, MetricValues, Plot, read_analysis
+    from megasink.analysis.analysis import Analysis, MetricValues, Plot
     from megasink.analysis.api.analyze import analyze
     from megasink.analysis.api.models import convert_to_hf, load_model, load_run
+    from megasink.analysis.folder import read_analysis
     from megasink.analysis.interventions.python import (
         drain_first_value,
         dynamic_zeroing,
@@ -21,11 +22,11 @@ if TYPE_CHECKING:
 
 __version__: str
 NAMES = {
-    "Analysis": "megasink.analysis.api.analysis",
+    "Analysis": "megasink.analysis.analysis",
     "HeadBalance": "megasink.transformers",
     "HeadBalanceCallback": "megasink.transformers",
-    "MetricValues": "megasink.analysis.api.analysis",
-    "Plot": "megasink.analysis.api.analysis",
+    "MetricValues": "megasink.analysis.analysis",
+    "Plot": "megasink.analysis.analysis",
     "analyze": "megasink.analysis.api.analyze",
     "convert_to_hf": "megasink.analysis.api.models",
     "drain_first_value": "megasink.analysis.interventions.python",
@@ -33,7 +34,7 @@ NAMES = {
     "intervening": "megasink.analysis.interventions.python",
     "load_model": "megasink.analysis.api.models",
     "load_run": "megasink.analysis.api.models",
-    "read_analysis": "megasink.analysis.api.analysis",
+    "read_analysis": "megasink.analysis.folder",
     "steer_gates": "megasink.analysis.interventions.python",
     "zero_heads": "megasink.analysis.interventions.python",
 }

@@ -21,7 +21,7 @@ from examples.real_models.texts import MEASURED, Text, read_texts, whole_files
 from examples.real_models.wheels import FOLDER, told
 from examples.steps import command
 from megasink.analysis.ablate.results import AblationResults
-from megasink.analysis.api.analysis import read_analysis
+from megasink.analysis.folder import read_analysis
 from megasink.atomic import atomic_file, atomic_text
 from megasink.json_file import read_object
 from megasink.typed_json import from_json

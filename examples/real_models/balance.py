@@ -22,8 +22,8 @@ from examples.real_models.chats import files, quiz_scores
 from examples.real_models.wheels import FOLDER, told
 from examples.real_models.zeroing import append, open_results
 from examples.steps import command
-from megasink.analysis.api.analysis import read_analysis
 from megasink.analysis.capture.identity import weights_hash
+from megasink.analysis.folder import read_analysis
 from megasink.atomic import atomic_text
 from megasink.json_file import read_object
 from megasink.progress import tracked

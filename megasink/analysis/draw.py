@@ -4,7 +4,8 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from megasink.analysis.folder import Analysis, read_analysis, write_tables
+from megasink.analysis.analysis import Analysis
+from megasink.analysis.folder import read_analysis, write_tables
 from megasink.analysis.metrics import metrics
 from megasink.analysis.pages.analysis_figures import figures
 from megasink.analysis.pages.analysis_page import page

@@ -1,13 +1,13 @@
 """Read a finished analysis from disk, and write its tables as CSV."""
 
 from collections.abc import Iterator
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
+from megasink.analysis.analysis import Analysis, Floats, array, names_by_sample
 from megasink.analysis.capture.inputs import shown
 from megasink.analysis.metrics import metrics, metrics_shown
 from megasink.analysis.metrics.registry import AXES
@@ -24,60 +24,14 @@ TABLE_POSITIONS = 8
 INACTIVE_SHARE = "0.15"
 """Share of heads inactive at the threshold that figures show."""
 
-Floats = NDArray[np.float64]
 
-
-@dataclass
-class Analysis:
-    """Contents of a folder written by `megasink analyze`.
-
-    Attributes:
-        name: name of the model.
-        results: results.json.
-        by_sample: metric -> [samples, layers, heads] of the samples that the results as a whole
-            are of, for inactive-head scores and for metrics compared by distribution.
-        maps: from `megasink.analysis.capture.maps.geometry`; empty without `--maps`.
-        points: geometry.npz, points of tokens by PCA and t-SNE; empty if absent.
-    """
-
-    name: str
-    results: Results
-    by_sample: dict[str, Floats]
-    maps: dict[str, NDArray[Any]] = field(default_factory=dict)
-    points: dict[str, NDArray[Any]] = field(default_factory=dict)
-
-    def has(self, metric: str) -> bool:
-        """Return whether the model has this metric; only gated models have gate metrics."""
-        return metric in self.results.metrics
-
-    def values(self, metric: str, dataset: str | None = None) -> Floats:
-        """Return a metric along its axis, over all samples or one dataset; NaN where missing.
-
-        Raises:
-            UserError: the metric was not measured.
-        """
-        of = self.results if dataset is None else self.results.datasets[dataset]
-        if metric not in of.metrics:
-            raise UserError(f"the analysis of {self.name} has no {metric}: analyze it again")
-        return array(of.metrics[metric].values)
-
-
-def names_by_sample() -> set[str]:
-    """Return the metrics that `Analysis.by_sample` has, of those that were measured."""
-    return {n for n, entry in metrics().items() if entry.inactive or "wasserstein" in entry.shown}
-
-
-def array(nested: Any) -> Floats:
-    """Convert nested lists of results.json to an array, null to NaN."""
-    return np.asarray(nested, dtype=np.float64)
-
-
-def read_analysis(folder: Path) -> Analysis:
-    """Read an analysis folder.
+def read_analysis(folder: str | Path) -> Analysis:
+    """Read what `megasink analyze`, or `analyze(..., output=folder)`, wrote.
 
     Raises:
         UserError: the folder holds no analysis, or one of another format.
     """
+    folder = Path(folder)
     path = folder / "results.json"
     try:
         content = read_object(path)

@@ -5,14 +5,14 @@ from pathlib import Path
 from typing import Any
 
 from megasink.analysis import run
-from megasink.analysis.api.analysis import Analysis, of_results, read_analysis
+from megasink.analysis.analysis import Analysis, names_by_sample
 from megasink.analysis.api.models import HubModel, load_model, load_run
 from megasink.analysis.capture.base import ProbedModel
 from megasink.analysis.capture.geometry import project, read_rows
 from megasink.analysis.capture.models import of_run, of_transformers
 from megasink.analysis.capture.ranks import Ranks
 from megasink.analysis.capture.samples import inputs_of
-from megasink.analysis.folder import names_by_sample
+from megasink.analysis.folder import read_analysis
 from megasink.analysis.measure import measure
 from megasink.analysis.options import BOS, AnalysisOptions, too_small
 from megasink.analysis.summary import summarize
@@ -117,7 +117,7 @@ def analyze(
     )
     wanted = names_by_sample()
     by_sample = {n: tensor.numpy() for n, tensor in values.by_sample.items() if n in wanted}
-    return of_results(results, by_sample, geometry.arrays)
+    return Analysis(results.model.name, results, by_sample, points=geometry.arrays)
 
 
 def _probed(model: Any, tokenizer: Any, name: str | None) -> ProbedModel:

@@ -4,7 +4,7 @@ from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
-from megasink.analysis.folder import Analysis
+from megasink.analysis.analysis import Analysis
 from megasink.analysis.pages import (
     change,
     figures_heads,

@@ -4,7 +4,8 @@ from collections.abc import Sequence
 from dataclasses import asdict
 from itertools import combinations, groupby
 
-from megasink.analysis.folder import Analysis, summary_cells
+from megasink.analysis.analysis import Analysis
+from megasink.analysis.folder import summary_cells
 from megasink.analysis.metrics import Metric, metrics, metrics_shown
 from megasink.analysis.metrics.distances import spearman, top_agreement, wasserstein
 from megasink.analysis.pages import change, html

@@ -9,7 +9,7 @@ from megasink.errors import UserError
 from megasink.printable import printable
 
 if TYPE_CHECKING:
-    from megasink.analysis.folder import Analysis
+    from megasink.analysis.analysis import Analysis
 
 _OPTIONS = {
     "seq_length": "different sequence lengths (--seq-length)",

@@ -5,7 +5,8 @@ from typing import Any
 
 import numpy as np
 
-from megasink.analysis.folder import INACTIVE_SHARE, Analysis, array
+from megasink.analysis.analysis import Analysis, array
+from megasink.analysis.folder import INACTIVE_SHARE
 from megasink.analysis.metrics import metrics
 from megasink.analysis.pages.drawing import Drawing
 from megasink.analysis.pages.style import (

@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from megasink.analysis.folder import Analysis, Floats
+from megasink.analysis.analysis import Analysis, Floats
 from megasink.analysis.metrics import Metric, metrics, metrics_shown
 from megasink.analysis.pages.drawing import Drawing
 from megasink.analysis.pages.style import (

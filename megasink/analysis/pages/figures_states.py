@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 
-from megasink.analysis.folder import Analysis
+from megasink.analysis.analysis import Analysis
 from megasink.analysis.pages.drawing import Drawing
 from megasink.analysis.pages.style import (
     even_panels,

@@ -4,8 +4,8 @@ from typing import Any
 
 import numpy as np
 
+from megasink.analysis.analysis import Analysis, array
 from megasink.analysis.capture.inputs import MADE
-from megasink.analysis.folder import Analysis, array
 from megasink.analysis.pages.drawing import OPENING, Drawing
 from megasink.analysis.pages.style import (
     BLUE,

@@ -18,7 +18,7 @@ import numpy as np
 from megasink.printable import printable
 
 if TYPE_CHECKING:
-    from megasink.analysis.folder import Analysis
+    from megasink.analysis.analysis import Analysis
 
 WIDTH = 11.0
 """Figure width in inches, about 1150 pixels on the page."""

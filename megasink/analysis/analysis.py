@@ -1,20 +1,18 @@
-"""The results of an analysis in Python: each metric is an attribute, and draws itself."""
+"""What was measured of a model: each metric is an attribute, and draws itself."""
 
 import html
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from megasink.analysis import folder as folders
 from megasink.analysis.metrics import Metric, metrics
-from megasink.analysis.pages.analysis_figures import drawings
 from megasink.analysis.pages.style import rendered, styled
 from megasink.analysis.results import Results
-from megasink.errors import nearest, unknown_name
+from megasink.errors import UserError, nearest, unknown_name
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -80,6 +78,8 @@ class MetricValues:
         Raises:
             ValueError: the report draws none.
         """
+        from megasink.analysis.pages.analysis_figures import drawings
+
         known = {drawing.name for drawing in drawings()}
         for name in (self.metric.name, self.metric.figure):
             if self.metric.shown & {"curve", "heatmap"} and name in known:
@@ -89,7 +89,8 @@ class MetricValues:
         raise ValueError(f"no figure shows {self.metric.name}: use its values")
 
 
-class Analysis(folders.Analysis):
+@dataclass(repr=False)
+class Analysis:
     """Everything that was measured of a model: `analysis.sink_rate`, `analysis.importance`, ...
 
     Every registered metric that the model has is an attribute (`dir(analysis)` lists them), a
@@ -98,9 +99,32 @@ class Analysis(folders.Analysis):
     Attributes:
         name: of the model.
         results: everything as in results.json: of all samples, and of each dataset.
-        by_sample: metric -> [samples, layers, heads], of the scores of inactive heads and of
-            metrics that are compared by distribution.
+        by_sample: metric -> [samples, layers, heads] of the samples that the results as a whole
+            are of, for inactive-head scores and for metrics compared by distribution.
+        maps: from `megasink.analysis.capture.maps.geometry`; empty without `--maps`.
+        points: geometry.npz, points of tokens by PCA and t-SNE; empty if absent.
     """
+
+    name: str
+    results: Results
+    by_sample: dict[str, Floats]
+    maps: dict[str, NDArray[Any]] = field(default_factory=dict)
+    points: dict[str, NDArray[Any]] = field(default_factory=dict)
+
+    def has(self, metric: str) -> bool:
+        """Return whether the model has this metric; only gated models have gate metrics."""
+        return metric in self.results.metrics
+
+    def values(self, metric: str, dataset: str | None = None) -> Floats:
+        """Return a metric along its axis, over all samples or one dataset; NaN where missing.
+
+        Raises:
+            UserError: the metric was not measured.
+        """
+        of = self.results if dataset is None else self.results.datasets[dataset]
+        if metric not in of.metrics:
+            raise UserError(f"the analysis of {self.name} has no {metric}: analyze it again")
+        return array(of.metrics[metric].values)
 
     def __getattr__(self, name: str) -> MetricValues:
         # Called for what is no attribute; copies and pickles ask before there are any.
@@ -144,6 +168,8 @@ class Analysis(folders.Analysis):
     @property
     def figures(self) -> list[str]:
         """Names of the figures that `plot` can draw of this analysis."""
+        from megasink.analysis.pages.analysis_figures import drawings
+
         return [drawing.name for drawing in drawings() if self.plot(drawing.name) is not None]
 
     def plot(self, figure: str) -> Plot | None:
@@ -155,6 +181,8 @@ class Analysis(folders.Analysis):
         Raises:
             ValueError: no such figure.
         """
+        from megasink.analysis.pages.analysis_figures import drawings
+
         known = {drawing.name: drawing for drawing in drawings()}
         if figure not in known:
             raise ValueError(unknown_name("the figure", figure, list(known)))
@@ -178,15 +206,11 @@ class Analysis(folders.Analysis):
         return f"<b>{html.escape(repr(self)[1:-1])}</b><table>{rows}</table>"
 
 
-def of_results(results: Results, by_sample: dict[str, Floats], points: Any = None) -> Analysis:
-    """Return the analysis of results that are in memory."""
-    return Analysis(results.model.name, results, by_sample, {}, points or {})
+def names_by_sample() -> set[str]:
+    """Return the metrics that `Analysis.by_sample` has, of those that were measured."""
+    return {n for n, entry in metrics().items() if entry.inactive or "wasserstein" in entry.shown}
 
 
-def read_analysis(folder: str | Path) -> Analysis:
-    """Read what `megasink analyze`, or `analyze(..., output=folder)`, wrote.
-
-    Raises:
-        UserError: the folder holds no analysis, or one of another format.
-    """
-    return Analysis(**vars(folders.read_analysis(Path(folder))))
+def array(nested: Any) -> Floats:
+    """Convert nested lists of results.json to an array, null to NaN."""
+    return np.asarray(nested, dtype=np.float64)
