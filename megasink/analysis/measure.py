@@ -1,23 +1,35 @@
 """Measure a model: samples through a probe, metrics of what it catches, shards that can be resumed.
 
 Every instrument measures by this, in one call.
+
+Shapes: B rows, T tokens, V vocabulary.
 """
 
-from collections.abc import Iterable, Sequence
+import contextlib
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import replace
 
 import numpy as np
+import torch
 from numpy.typing import NDArray
 from rich.console import Console
+from torch import Tensor
 
-from megasink.analysis.capture.base import ProbedModel
+from megasink.analysis.capture.base import Probe, ProbedModel
 from megasink.analysis.capture.changes import HeadChange
-from megasink.analysis.capture.inputs import Sample
-from megasink.analysis.capture.measurements import Measurements
+from megasink.analysis.capture.inputs import Sample, shown
+from megasink.analysis.capture.measurements import (
+    MeasuredSample,
+    Measurements,
+    ShardMeasurements,
+    merge_shards,
+)
 from megasink.analysis.capture.ranks import Ranks
 from megasink.analysis.capture.recorder import Recorder
-from megasink.analysis.capture.run import run
-from megasink.analysis.capture.shards import PartialFolder
+from megasink.analysis.capture.shards import PartialFolder, Shard, plan
 from megasink.analysis.options import AnalysisOptions
+from megasink.errors import UserError
+from megasink.progress import progress
 
 
 def measure(
@@ -51,3 +63,153 @@ def measure(
             partial=partial,
             ranks=ranks,
         )
+
+
+def run(
+    probe: Probe,
+    recorder: Recorder,
+    samples: Sequence[Sample],
+    options: AnalysisOptions,
+    *,
+    device: torch.device | str = "cpu",
+    token_bytes: NDArray[np.int32] | None = None,
+    console: Console | None = None,
+    partial: PartialFolder | None = None,
+    ranks: Ranks | None = None,
+) -> Measurements | None:
+    """Run every sample and return the measurements.
+
+    Batches hold sequences of one length, so nothing is padded.
+
+    Args:
+        probe: an open probe; `recorder` is its listener.
+        options: read for `batch_size`, and for `loss`, which needs logits [B, T, V].
+        token_bytes: bytes of each token, for bits per byte.
+        partial: folder that finished shards are written to and read from; None uses memory.
+        ranks: processes that share the shards; several need `partial`.
+
+    Returns:
+        the measurements; None on every process except rank 0.
+
+    Raises:
+        UserError: no sample has finite activations.
+    """
+    ranks = ranks or Ranks()
+    console = console or Console(stderr=True, quiet=bool(ranks.rank))
+    shards, about = plan(samples, options.batch_size), shown(sample.dataset for sample in samples)
+    here: list[ShardMeasurements] = []
+    before = _open(partial, shards, ranks, console)
+    bar = progress("analyzing", len(samples), "samples", before=before, console=console)
+    with _leaving_nothing_empty(partial, ranks), bar as tell:
+        for number in ranks.claims(len(shards)):
+            if partial is not None and partial.has(number):
+                continue
+            for batch in shards[number]:
+                ids_BT = torch.tensor([samples[i].tokens for i in batch], device=device)
+                recorder.begin(len(batch))
+                # No name holds the logits, which are the largest tensor, when the next batch runs.
+                measured = [
+                    _measured(samples[i], i, logits_TV, ids_T, token_bytes)
+                    for i, logits_TV, ids_T in zip(
+                        batch, _logits(probe, ids_BT, options), ids_BT, strict=True
+                    )
+                ]
+                recorder.end(measured, about)
+                tell(before + ranks.advance(len(batch)))
+            if partial is None:
+                here.append(recorder.take())
+            else:
+                partial.write(number, recorder.take())
+        ranks.reach("measured")
+        if ranks.rank:
+            return None
+        ranks.await_all("measured", lambda done: tell(before + done))
+    done: Iterable[ShardMeasurements] = here if partial is None else partial.read(len(shards))
+    measurements = merge_shards(done, recorder.heads)
+    if not measurements.samples:
+        if partial is not None:
+            partial.remove()  # nothing in it is of use, and the cure changes the settings
+        first = measurements.non_finite[0]
+        heads = f", heads {first.heads}" if first.heads else ""
+        raise UserError(
+            f"activations of every sample are infinite or NaN, first in layer {first.layers[0]}"
+            f"{heads}: {_cure(probe.model)}"
+        )
+    return measurements
+
+
+def _cure(model: torch.nn.Module) -> str:
+    """Return what to do about a model whose activations are never finite."""
+    for name, weight in model.named_parameters():
+        if not weight.isfinite().all():
+            return f"its weights are infinite or NaN, first in {name}: no dtype cures that"
+    types = {weight.dtype for weight in model.parameters()}
+    if types <= {torch.float32, torch.float64}:
+        return "its weights are finite, but what it computes from them is not"
+    return "run the model in a wider dtype (--dtype float32)"
+
+
+@contextlib.contextmanager
+def _leaving_nothing_empty(partial: PartialFolder | None, ranks: Ranks) -> Iterator[None]:
+    """Delete the new folder of an analysis that ends before its first shard.
+
+    Otherwise it would reject the same analysis with the option that the error asks for.
+    """
+    try:
+        yield
+    except BaseException:
+        if partial is not None and ranks.size == 1:  # else another may be about to write one
+            partial.discard()
+        raise
+
+
+def _open(
+    partial: PartialFolder | None, shards: list[Shard], ranks: Ranks, console: Console
+) -> int:
+    """Return the number of samples in finished shards."""
+    if partial is None:
+        return 0
+    if ranks.rank:
+        ranks.await_first("opened")
+        partial.check_shared()
+        return 0
+    there = partial.open(len(shards))
+    before = sum(len(batch) for n, shard in enumerate(shards) if partial.has(n) for batch in shard)
+    ranks.reach("opened")
+    if there:
+        console.print(f"resuming: {there} of {len(shards)} shards ({before} samples) are done")
+    return before
+
+
+def _logits(
+    probe: Probe, ids_BT: Tensor, options: AnalysisOptions
+) -> Tensor | Sequence[Tensor | None]:
+    """Run the model and return logits [B, T, V], or None for each row if nobody reads them."""
+    output = probe.forward(ids_BT, logits=options.loss)
+    return output.logits if options.loss else [None] * len(ids_BT)
+
+
+def _measured(
+    sample: Sample,
+    index: int,
+    logits_TV: Tensor | None,
+    ids_T: Tensor,
+    token_bytes: NDArray[np.int32] | None,
+) -> MeasuredSample:
+    """Return the record of a sample, with its loss if there are logits."""
+    measured = MeasuredSample(index, sample.source, sample.dataset, len(sample.tokens))
+    if logits_TV is None:
+        return measured
+    start = 1 if sample.scored is None else len(ids_T) - sample.scored
+    target_T = ids_T[start:]
+    nats_T = torch.nn.functional.cross_entropy(
+        logits_TV[start - 1 : -1].float(), target_T, reduction="none"
+    ).to("cpu", torch.float64)
+    measured = replace(measured, nats=float(nats_T.sum()), targets=len(target_T))
+    if token_bytes is None:
+        return measured
+    bytes_T = torch.from_numpy(token_bytes)[target_T.cpu()]
+    targets_replaced = [len(ids_T) - place - start for place in sample.replaced]
+    bytes_T[[target for target in targets_replaced if target >= 0]] = 0
+    of_bytes = float(nats_T[bytes_T > 0].sum())
+    return replace(measured, bytes=int(bytes_T.sum()), nats_of_bytes=of_bytes)

@@ -4,16 +4,16 @@ Shapes: N points (tokens of a few samples).
 """
 
 from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 import numpy as np
 from rich.console import Console
 
-from megasink.analysis.ablate.measure import facts_of
+from megasink.analysis.ablate.measure import Ablation
 from megasink.analysis.ablate.on_texts import Texts
-from megasink.analysis.ablate.points import PointFolder, key_of
+from megasink.analysis.ablate.points import key_of
 from megasink.analysis.ablate.settings import Setting
-from megasink.analysis.capture.base import ProbedModel
 from megasink.analysis.capture.geometry import read_rows
 from megasink.analysis.capture.sites import PRODUCT
 from megasink.analysis.interventions.record import changes_of
@@ -24,19 +24,12 @@ from megasink.progress import tracked
 POSITION = "position_N"
 
 
-def activations(
-    model: ProbedModel,
-    on: Texts,
-    settings: Sequence[Setting],
-    weights: str,
-    folder: PointFolder,
-    seed: int,
-) -> dict[str, Floats]:
+def activations(ablation: Ablation, settings: Sequence[Setting], seed: int) -> dict[str, Floats]:
     """Return the contents of tsne.npz: label -> t-SNE [N, 2]; and `POSITION`, token positions [N].
 
     Args:
+        ablation: on texts; its folder keeps what is computed.
         settings: the unchanged model, and each head zeroed.
-        folder: keeps what is computed.
         seed: of t-SNE.
 
     Raises:
@@ -45,15 +38,16 @@ def activations(
     coordinates: dict[str, Floats] = {}
     console = Console(stderr=True)
     for setting in tracked(settings, "t-SNE", len(settings), "settings", console=console):
-        key = f"tsne-{key_of(facts_of(model, weights, on, setting) | {'seed': seed})}"
-        if not folder.has_arrays(key):
-            folder.write_arrays(key, _embedded(model, on, setting, seed))
-        arrays = folder.read_arrays(key)
+        key = f"tsne-{key_of(ablation.facts(setting) | {'seed': seed})}"
+        arrays = ablation.folder.arrays(key, partial(_embedded, ablation, setting, seed))
         coordinates[setting.label], coordinates[POSITION] = arrays["points"], arrays["position"]
     return coordinates
 
 
-def _embedded(model: ProbedModel, on: Texts, setting: Setting, seed: int) -> dict[str, Floats]:
+def _embedded(ablation: Ablation, setting: Setting, seed: int) -> dict[str, Floats]:
+    model, on = ablation.model, ablation.on
+    assert isinstance(on, Texts)
+
     def open_probe(listener: Any, changes: Any = ()) -> Any:
         made = changes_of(setting.interventions)
         return model.open_probe(listener, [*changes, *made])

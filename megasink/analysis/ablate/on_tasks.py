@@ -87,19 +87,22 @@ class Tasks:
 
         One process measures; the file stays in the folder.
         """
-        key = f"scores-{key_of(facts | {'scores': list(names)})}"
         if ranks.rank:
             ranks.await_first("scored")
-        elif not folder.has_arrays(key):
-            observed = {name: DynamicChange(LayerScore(name), None, 0) for name in names}
-            for change in observed.values():
-                change.keeps_scores = True
-            self.measure(model, (), list(observed.values()))
-            scores = {name: scores_of(change, model.heads) for name, change in observed.items()}
-            folder.write_arrays(key, scores)
+        scores = folder.arrays(
+            f"scores-{key_of(facts | {'scores': list(names)})}",
+            lambda: self._measured(model, names),
+        )
         if not ranks.rank:
             ranks.reach("scored")
-        return folder.read_arrays(key)
+        return scores
+
+    def _measured(self, model: ProbedModel, names: Sequence[str]) -> dict[str, Scores]:
+        observed = {name: DynamicChange(LayerScore(name), None, 0) for name in names}
+        for change in observed.values():
+            change.keeps_scores = True
+        self.measure(model, (), list(observed.values()))
+        return {name: scores_of(change, model.heads) for name, change in observed.items()}
 
 
 def _score(name: str, of: TaskScores) -> TaskScore:

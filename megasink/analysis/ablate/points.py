@@ -5,7 +5,7 @@ A sweep that was killed, repeated or extended finds what is already there, whoev
 
 import hashlib
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -14,10 +14,12 @@ import numpy as np
 from numpy.typing import NDArray
 
 from megasink.analysis.capture.inputs import Sample
-from megasink.analysis.capture.shards import cannot_write, check_shared
+from megasink.analysis.capture.shards import check_shared, writing_parts
 from megasink.analysis.stored import read_arrays, read_sealed, write_arrays, write_object
 from megasink.errors import UserError
 from megasink.typed_json import from_json, to_json
+
+Floats = NDArray[np.float64]
 
 
 @dataclass(kw_only=True)
@@ -86,7 +88,7 @@ def texts_hash(samples: Sequence[Sample]) -> str:
 
 
 class PointFolder:
-    """OUTPUT/points.
+    """OUTPUT/points: a point in each .json, and arrays in each .npz; all sealed (`sealed`).
 
     Args:
         folder: created by `open`.
@@ -101,18 +103,20 @@ class PointFolder:
         Raises:
             UserError: it cannot be written.
         """
-        try:
+        with writing_parts(self._folder):
             self._folder.mkdir(parents=True, exist_ok=True)
-        except OSError as error:
-            raise cannot_write(self._folder, error) from error
 
     def check_shared(self) -> None:
         """Raise UserError if another process does not see what the first one created."""
         check_shared(self._folder)
 
-    def has(self, key: str) -> bool:
-        """Return whether a point is measured."""
-        return self.path(f"{key}.json").is_file()
+    def path(self, name: str) -> Path:
+        """Return where something of this name belongs."""
+        return self._folder / name
+
+    def has(self, name: str) -> bool:
+        """Return whether a file is written."""
+        return self.path(name).is_file()
 
     def write(self, key: str, point: MeasuredPoint) -> None:
         """Write a point.
@@ -120,10 +124,8 @@ class PointFolder:
         Raises:
             UserError: the disk is full or similar; earlier points are kept.
         """
-        try:
+        with writing_parts(self._folder):
             write_object(self.path(f"{key}.json"), to_json(point), key)
-        except OSError as error:
-            raise cannot_write(self._folder, error) from error
 
     def read(self, key: str) -> MeasuredPoint:
         """Read a point.
@@ -138,30 +140,14 @@ class PointFolder:
             raise UserError(f"{error}: delete the file, and the point is measured again") from error
         return point
 
-    def path(self, name: str) -> Path:
-        """Return where something of this name belongs."""
-        return self._folder / name
-
-    def has_arrays(self, key: str) -> bool:
-        """Return whether arrays of this name are there."""
-        return self.path(f"{key}.npz").is_file()
-
-    def write_arrays(self, key: str, arrays: Mapping[str, NDArray[np.float64]]) -> None:
-        """Write arrays.
+    def arrays(self, key: str, make: Callable[[], Mapping[str, Floats]]) -> dict[str, Floats]:
+        """Return the arrays of this name; made and written if they are not there.
 
         Raises:
-            UserError: as `write`.
+            UserError: the file is damaged; or as `write`.
         """
-        try:
-            write_arrays(self.path(f"{key}.npz"), arrays, key)
-        except OSError as error:
-            raise cannot_write(self._folder, error) from error
-
-    def read_arrays(self, key: str) -> dict[str, NDArray[np.float64]]:
-        """Read arrays that `write_arrays` wrote.
-
-        Raises:
-            UserError: the file is damaged.
-        """
-        cure = "delete it, and the scores are measured again"
-        return read_arrays(self.path(f"{key}.npz"), cure, key)
+        if not self.has(f"{key}.npz"):
+            made = make()
+            with writing_parts(self._folder):
+                write_arrays(self.path(f"{key}.npz"), made, key)
+        return read_arrays(self.path(f"{key}.npz"), "delete it, and it is measured again", key)

@@ -12,7 +12,7 @@ from rich.console import Console
 
 from megasink.analysis.ablate.calibration import read_calibration
 from megasink.analysis.ablate.first_layer import activations
-from megasink.analysis.ablate.measure import facts_of, measured
+from megasink.analysis.ablate.measure import Ablation
 from megasink.analysis.ablate.on_texts import Texts, scored_alike
 from megasink.analysis.ablate.points import PointFolder, key_of
 from megasink.analysis.ablate.results import UNCHANGED, AblationResults
@@ -63,8 +63,9 @@ def ablate(
     assert output is not None
     _check_layer(options.layer, model)
     on = _ground(options, model, ranks, tasks)
-    weights = weights_hash(model.module)
-    about = facts_of(model, weights, on, Setting(UNCHANGED, UNCHANGED))
+    folder = PointFolder(output / "points")
+    ablation = Ablation(model, weights_hash(model.module), on, folder, ranks)
+    about = ablation.facts(Setting(UNCHANGED, UNCHANGED))
     del about["interventions"]
     about |= {
         name: getattr(options, name.strip("-")) for name in (*_GROWS, "--calibration", "--seed")
@@ -73,19 +74,13 @@ def ablate(
     if options.interventions is not None:
         about["--interventions"] = read_value(options.interventions)
     with holding(options, "ablate", about, ranks, _GROWS) as record:
-        return _ablate(options, output, model, ranks, on, weights, record)
+        return _ablate(options, output, ablation, record)
 
 
 def _ablate(
-    options: AblationOptions,
-    output: Path,
-    model: ProbedModel,
-    ranks: Ranks,
-    on: "Texts | Tasks",
-    weights: str,
-    record: Callable[[], None],
+    options: AblationOptions, output: Path, ablation: Ablation, record: Callable[[], None]
 ) -> AblationResults | None:
-    folder = PointFolder(output / "points")
+    model, on, folder, ranks = ablation.model, ablation.on, ablation.folder, ablation.ranks
     ranks.enter(f"{output}/points")
     if ranks.rank:
         ranks.await_first("opened")
@@ -94,26 +89,26 @@ def _ablate(
         folder.open()
         ranks.reach("opened")
     ranks.enter(f"{output}/scores")
-    thresholds = _thresholds(options, model, weights, on, folder, ranks)
+    thresholds = _thresholds(options, ablation)
     settings = settings_of(options, model.heads, thresholds)
     _check_fit(settings, model)
     if isinstance(on, Texts) and any(i.change() is None for s in settings for i in s.interventions):
         alike = scored_alike(on.samples, len(model.first), model.tokenizer.bos_token_id)
-        on = replace(on, samples=alike)
-    facts = [facts_of(model, weights, on, setting) for setting in settings]
+        ablation = replace(ablation, on=replace(on, samples=alike))
+    facts = [ablation.facts(setting) for setting in settings]
     keys = [key_of(each) for each in facts]
     ranks.enter(f"{output}/measuring")
     distinct = list({key: i for i, key in enumerate(keys)}.values())
-    before = sum(folder.has(keys[i]) for i in distinct)
+    before = sum(folder.has(f"{keys[i]}.json") for i in distinct)
     console = Console(stderr=True, quiet=bool(ranks.rank))
     if before:
         console.print(f"{before} of {len(distinct)} points are in {output}/points")
     with progress("ablating", len(distinct), "points", before=before, console=console) as tell:
         for number in ranks.claims(len(distinct)):
             i = distinct[number]
-            if folder.has(keys[i]):
+            if folder.has(f"{keys[i]}.json"):
                 continue
-            folder.write(keys[i], measured(model, on, settings[i], facts[i]))
+            folder.write(keys[i], ablation.measured(settings[i], facts[i]))
             tell(before + ranks.advance(1))
         ranks.reach("measured")
         if ranks.rank:
@@ -130,7 +125,7 @@ def _ablate(
     tsne = {}
     if options.layer == 0 and isinstance(on, Texts):
         alone = [s for s in settings if s.row in (UNCHANGED, "layer 0")]
-        tsne = activations(model, on, alone, weights, folder, options.seed)
+        tsne = activations(ablation, alone, options.seed)
     record()
     write_ablation(results, arrays, tsne, output)
     return results
@@ -168,24 +163,17 @@ def _check_fit(settings: Sequence[Setting], model: ProbedModel) -> None:
         raise ConfigError(problems)
 
 
-def _thresholds(
-    options: AblationOptions,
-    model: ProbedModel,
-    weights: str,
-    on: "Texts | Tasks",
-    folder: PointFolder,
-    ranks: Ranks,
-) -> Thresholds:
+def _thresholds(options: AblationOptions, ablation: Ablation) -> Thresholds:
     """Return the thresholds by the scores of a calibration, or of the texts or tasks themselves."""
+    model = ablation.model
     if not options.score:
         return {}
     if options.calibration is None:
-        facts = facts_of(model, weights, on, Setting(UNCHANGED, UNCHANGED))
-        scores, where = on.scores(model, options.score, facts, folder, ranks), model.facts["name"]
+        scores, where = ablation.scores(options.score), model.facts["name"]
     else:
         calibration, where = read_calibration(options.calibration), str(options.calibration)
         try:
-            calibration.check(weights, model.heads)
+            calibration.check(ablation.weights, model.heads)
         except UserError as error:
             raise UserError(f"--calibration {error}") from error
         scores = calibration.scores

@@ -91,11 +91,17 @@ class Probe(ABC):
         self._hooks: list[Any] = []
         self._entered = False
 
-    def _install(self) -> None:  # noqa: B027  # few probes need it
-        """Prepare the model before hooks are registered; `_uninstall` must undo it."""
+    def _install(self) -> None:
+        """Prepare the model before its layers get hooks; `_uninstall` must undo it."""
+        self._hooks.append(self.body.register_forward_pre_hook(self._called, with_kwargs=True))
+        self._hooks.append(self.body.register_forward_hook(lambda *_: self._end()))
 
     def _uninstall(self) -> None:  # noqa: B027
         """Undo `_install`, however far it came."""
+
+    @abstractmethod
+    def _called(self, _: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """Note the sequences of a call of the model, by `forward` or anyone else."""
 
     @abstractmethod
     def _output_weight(self, index: int) -> Tensor:
@@ -248,8 +254,13 @@ class Probe(ABC):
             for sample, branch_TE in self._rows(branch_BTE):
                 self.listener.layer(sample, index, {name: branch_TE})
 
-    def _report(self, index: int, call: AttentionCall, branch_BTE: Tensor) -> None:
+    def _finish(self, index: int, branch_BTE: Tensor) -> None:
         """Report one layer's attention once everything about it is known."""
+        call = self._calls.pop(index)
+        if not self.needs:
+            return
+        if "output_weight_HDE" in self.needs:
+            call.output_weight_HDE = self._output_weight(index)
         wanted = self.needs & {*ATTENTION, MAP}
         for sample, statistics in enumerate(attention_statistics(call, self.segments, wanted)):
             self.listener.layer(sample, index, statistics)

@@ -80,12 +80,7 @@ class MegatronProbe(Probe):
             position_ids_BT = torch.arange(tokens, device=input_ids_BT.device).expand(rows, tokens)
         return Logits(self.model(input_ids_BT, position_ids_BT, None))
 
-    def _install(self) -> None:
-        self._hooks.append(self.model.register_forward_pre_hook(self._called, with_kwargs=True))
-        self._hooks.append(self.model.register_forward_hook(lambda *_: self._end()))
-
     def _called(self, _: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        """Note the sequences of a call of the model, by `forward` or anyone else."""
         ids_BQ = args[0] if args else kwargs["input_ids"]
         if kwargs.get("packed_seq_params") is not None:
             raise UserError("megasink does not read packed documents of a run: run them one by one")
@@ -134,7 +129,7 @@ class MegatronProbe(Probe):
         if getattr(attention, "position", None) == "sdpa" and attention.gate is not None:
             self._after(attention.gate, lambda out: self._gates.update({index: out[1]}))
         self._replace(attention.linear_proj, lambda gated: self._gated(index, attention, gated))
-        self._after(attention, lambda out: self._finish(index, with_bias(out)))
+        self._after(attention, lambda out: self._finish(index, batch_first(with_bias(out))))
 
     def _attach_states(self, index: int, layer: Any) -> None:
         def keep(half: int) -> Callable[[Any], None]:
@@ -193,14 +188,6 @@ class MegatronProbe(Probe):
             return None
         call.gated_out_BHTD = new_BSHD.transpose(1, 2)
         return new_BSHD.transpose(0, 1).reshape(gated_SBX.shape)
-
-    def _finish(self, index: int, branch_SBE: Tensor) -> None:
-        call = self._calls.pop(index)
-        if not self.needs:
-            return
-        if "output_weight_HDE" in self.needs:
-            call.output_weight_HDE = self._output_weight(index)
-        self._report(index, call, batch_first(branch_SBE))
 
 
 def heads_by_layer(model: GPTModel | HybridModel) -> list[int]:

@@ -7,6 +7,7 @@ killed analysis resumes where it stopped, and several processes can share one.
 import json
 import shutil
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -70,19 +71,17 @@ class PartialFolder:
             UserError: the folder cannot be written, or holds another analysis.
         """
         path = self._folder / "analysis.json"
-        try:
+        with writing_parts(self._folder):
             self._folder.mkdir(parents=True, exist_ok=True)
             if path.is_file():
-                self._compare(read_object(path))
+                try:
+                    before = read_object(path)
+                except UserError as error:
+                    raise UserError(f"{error}: delete {self._folder}") from error
+                self._compare(before)
             else:
                 atomic_text(path, json.dumps(self._identity, indent=1))
                 self._made = True
-        except UserError as error:
-            if not str(error).startswith(str(path)):
-                raise
-            raise UserError(f"{error}: delete {self._folder}") from error
-        except OSError as error:
-            raise cannot_write(self._folder, error) from error
         return sum(self.has(number) for number in range(count))
 
     def check_shared(self) -> None:
@@ -99,10 +98,8 @@ class PartialFolder:
         Raises:
             UserError: the disk is full or similar; earlier shards are kept.
         """
-        try:
+        with writing_parts(self._folder):
             measured.save(self._path(number), self._of(number))
-        except OSError as error:
-            raise cannot_write(self._folder, error) from error
 
     def read(self, count: int) -> Iterator[ShardMeasurements]:
         """Yield all shards in order.
@@ -153,9 +150,17 @@ def check_shared(path: Path) -> None:
         )
 
 
-def cannot_write(folder: Path, error: OSError) -> UserError:
-    """Return the error for a folder of finished parts that takes no more of them."""
-    return UserError(
-        f"{folder} cannot be written ({error.strerror or error}): free some space or choose "
-        "another --output; what is finished is kept, and the same command resumes from it"
-    )
+@contextmanager
+def writing_parts(folder: Path) -> Iterator[None]:
+    """Turn an OSError while a finished part is written to a folder into one that says what to do.
+
+    Raises:
+        UserError: the folder cannot be written, or the disk is full.
+    """
+    try:
+        yield
+    except OSError as error:
+        raise UserError(
+            f"{folder} cannot be written ({error.strerror or error}): free some space or choose "
+            "another --output; what is finished is kept, and the same command resumes from it"
+        ) from error

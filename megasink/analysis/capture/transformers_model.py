@@ -99,8 +99,7 @@ class TransformersProbe(Probe):
             # turns bidirectional without a word.
             AttentionMaskInterface.register(NAME, ALL_MASK_ATTENTION_FUNCTIONS[self.base])
             self.model.set_attn_implementation(NAME)
-        self._hooks.append(self.body.register_forward_pre_hook(self._called, with_kwargs=True))
-        self._hooks.append(self.body.register_forward_hook(lambda *_: self._end()))
+        super()._install()
 
     def _uninstall(self) -> None:
         if self._registered:
@@ -147,7 +146,6 @@ class TransformersProbe(Probe):
         return output
 
     def _called(self, _: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        """Note the sequences of a call of the model, by `forward` or anyone else."""
         given = self._signature.bind_partial(*args, **kwargs).arguments
         for extra in [name for name, value in given.items() if isinstance(value, dict)]:
             given = given[extra] | given  # the callable's **kwargs
@@ -271,7 +269,7 @@ class TransformersProbe(Probe):
                 gate, lambda out: self._gates.update({index: read(out, heads).transpose(1, 2)})
             )
         self._replace(block.output, lambda gated: self._gated(index, gated))
-        self._after(block.attention, lambda out: self._finish(index, block.output, out))
+        self._after(block.attention, lambda out: self._finish(index, out))
 
     def _after(self, module: torch.nn.Module, do: Callable[[Tensor], None]) -> None:
         super()._after(module, lambda output: do(tensor_of(output)))
@@ -306,15 +304,10 @@ class TransformersProbe(Probe):
         if gate_BHTX is not None:
             call.gated_out_BHTD, call.explicit_gate_BHTX = gated_BHTD, gate_BHTX
 
-    def _finish(self, index: int, output: torch.nn.Module | None, branch_BTE: Tensor) -> None:
-        call = self._calls.pop(index, None)
-        if call is None:
-            return
-        self._seen.add(index)
-        if output is not None and "output_weight_HDE" in self.needs:
-            call.output_weight_HDE = self._output_weight(index)
-        if self.needs:
-            self._report(index, call, branch_BTE)
+    def _finish(self, index: int, branch_BTE: Tensor) -> None:
+        if index in self._calls:
+            self._seen.add(index)
+            super()._finish(index, branch_BTE)
 
 
 def model_problems(model: PreTrainedModel) -> list[str]:

@@ -10,8 +10,8 @@ from rich.console import Console
 
 from megasink.analysis.capture.inputs import Sample
 from megasink.analysis.capture.recorder import Recorder
-from megasink.analysis.capture.run import run
 from megasink.analysis.capture.transformers_model import TransformersProbe
+from megasink.analysis.measure import run
 from megasink.analysis.metrics import STATISTICS
 from megasink.analysis.options import AnalysisOptions
 from megasink.analysis.results import RunFacts

@@ -18,7 +18,7 @@ from transformers import (
 )
 
 from megasink.analysis import draw as pages
-from megasink.analysis.capture import run
+from megasink.analysis import measure
 from megasink.analysis.capture.base import ProbedModel
 from megasink.analysis.capture.ranks import Ranks
 from megasink.analysis.capture.transformers_model import TransformersProbe
@@ -249,7 +249,7 @@ def test_an_error_in_the_first_batch_leaves_room_for_its_cure(root, tmp_path, ca
 def test_the_cure_for_activations_that_are_not_finite(dtype, scale, cure):
     model = torch.nn.Linear(2, 2, bias=False, dtype=dtype)
     model.weight.data.mul_(scale)
-    assert run._cure(model).startswith(cure)
+    assert measure._cure(model).startswith(cure)
 
 
 def test_one_sample_with_nan_is_named_and_left_out(root, tmp_path, capsys, monkeypatch):

@@ -9,7 +9,7 @@ import torch
 
 from megasink.analysis.capture.inputs import Reader, Sample, text_samples, with_replaced_tokens
 from megasink.analysis.capture.recorder import Recorder
-from megasink.analysis.capture.run import run
+from megasink.analysis.measure import run
 from megasink.analysis.options import AnalysisOptions
 from megasink.analysis.sweep import Setting, samples_of
 from megasink.data.replaced_tokens import replacement

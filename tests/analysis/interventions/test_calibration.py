@@ -9,8 +9,8 @@ from megasink.analysis.ablate.calibration import measure_scores, read_calibratio
 from megasink.analysis.capture.identity import weights_hash
 from megasink.analysis.capture.inputs import Sample
 from megasink.analysis.capture.recorder import Recorder
-from megasink.analysis.capture.run import run
 from megasink.analysis.capture.transformers_model import TransformersProbe
+from megasink.analysis.measure import run
 from megasink.analysis.metrics.thresholds import threshold
 from megasink.analysis.metrics.weights import first_weights, weight_statistics
 from megasink.analysis.options import AnalysisOptions

@@ -13,8 +13,8 @@ from megasink.analysis.capture.geometry import Geometry
 from megasink.analysis.capture.inputs import Sample
 from megasink.analysis.capture.maps import Head, geometry
 from megasink.analysis.capture.recorder import Recorder
-from megasink.analysis.capture.run import run
 from megasink.analysis.capture.transformers_model import TransformersProbe
+from megasink.analysis.measure import run
 from megasink.analysis.metrics import metrics_shown
 from megasink.analysis.options import AnalysisOptions
 from megasink.analysis.pages import analysis_figures, html
