@@ -21,9 +21,11 @@ def opened(which: ModelOptions, ranks: Ranks) -> "Iterator[ProbedModel]":
         UserError: it cannot be loaded; ConfigError: megasink cannot read its attention.
     """
     if not is_run(which.model):
-        from megasink.analysis.capture.models import open_transformers
+        from megasink.analysis.capture.load import load
+        from megasink.analysis.capture.models import of_transformers
 
-        yield open_transformers(which, ranks)
+        model, tokenizer = load(which, ranks.device(which.device), quiet=bool(ranks.rank))
+        yield of_transformers(model, tokenizer, which.shown_name)
         return
     find_checkpoint(which.model)  # before the slow imports
     prepare_quietly(cpu=which.device == "cpu")

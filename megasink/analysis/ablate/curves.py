@@ -33,14 +33,9 @@ class Removable(NamedTuple):
     never_left: bool
 
 
-def lowest_accuracy(baseline: float) -> float:
-    """Return the accuracy, in percent, that still counts as kept: one percentage point less."""
-    return baseline - ACCURACY_TOLERANCE
-
-
-def highest_loss(baseline: float) -> float:
-    """Return the loss, in nats, that still counts as kept: one percent more."""
-    return baseline * (1 + LOSS_TOLERANCE)
+def kept_level(baseline: float, *, higher_is_better: bool = True) -> float:
+    """Return the accuracy in percent, or the loss in nats, that still counts as kept."""
+    return baseline - ACCURACY_TOLERANCE if higher_is_better else baseline * (1 + LOSS_TOLERANCE)
 
 
 def removable(
@@ -55,7 +50,7 @@ def removable(
     Args:
         percent_P: percentages of heads zeroed.
         value_P: accuracies, or losses.
-        level: `lowest_accuracy` or `highest_loss` of the unchanged model.
+        level: `kept_level` of the unchanged model.
         higher_is_better: False for a loss, whose sign is flipped first; this changes nothing but
             `never_left`.
 

@@ -155,7 +155,7 @@ def _curves(results: AblationResults, scores: Sequence[str], on: str) -> list[Ab
     """Return the curves on a dataset or task, with their ranks."""
     better = results.higher_is_better
     baseline = results.unchanged.number(on)
-    level = (curves.lowest_accuracy if better else curves.highest_loss)(baseline)
+    level = curves.kept_level(baseline, higher_is_better=better)
     made = []
     for score in scores:
         line = results.line(score)

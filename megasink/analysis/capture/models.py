@@ -4,8 +4,6 @@ import sys
 from typing import TYPE_CHECKING, Any
 
 from megasink.analysis.capture.base import OpenProbe, ProbedModel
-from megasink.analysis.capture.ranks import Ranks
-from megasink.analysis.options import ModelOptions
 from megasink.errors import ConfigError, UserError
 
 if TYPE_CHECKING:
@@ -80,19 +78,6 @@ def of_transformers(model: "PreTrainedModel", tokenizer: Any, name: str) -> Prob
             "parameters": model.num_parameters(),
         },
     )
-
-
-def open_transformers(options: ModelOptions, ranks: Ranks) -> ProbedModel:
-    """Load a Hugging Face model folder.
-
-    Raises:
-        ConfigError: megasink cannot read its attention.
-        UserError: see `load`.
-    """
-    from megasink.analysis.capture.load import load
-
-    model, tokenizer = load(options, ranks.device(options.device), quiet=bool(ranks.rank))
-    return of_transformers(model, tokenizer, options.shown_name)
 
 
 def of_run(loaded: "LoadedModel", name: str, *, yarn: float | None = None) -> ProbedModel:

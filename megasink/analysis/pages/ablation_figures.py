@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from megasink.analysis.ablate.curves import kept_level
 from megasink.analysis.ablate.results import (
     ALL,
     RANDOM,
@@ -54,14 +55,6 @@ def shown_on(results: AblationResults) -> list[str]:
     return sorted(names, key=lambda name: name != ALL)
 
 
-def kept_level(results: AblationResults, on: str) -> float:
-    """Return the accuracy or loss that still counts as kept (P3.15)."""
-    baseline = results.unchanged.number(on)
-    if results.higher_is_better:
-        return baseline - results.tolerance
-    return baseline * (1 + results.tolerance)
-
-
 @styled()
 def draw_curves(results: AblationResults) -> Any:
     """Draw accuracy or loss against heads zeroed (Figure 4 of P3); None without scores.
@@ -76,7 +69,9 @@ def draw_curves(results: AblationResults) -> Any:
     figure, axes = even_panels(count, 3 if count > 4 else 2, 3.9)
     for axis, name in zip(axes, names, strict=False):
         _curves(axis, results, name, lambda point, name=name: point.number(name))
-        axis.axhline(kept_level(results, name), color=GRAY, linestyle=":", linewidth=1)
+        baseline = results.unchanged.number(name)
+        level = kept_level(baseline, higher_is_better=results.higher_is_better)
+        axis.axhline(level, color=GRAY, linestyle=":", linewidth=1)
         label(axis, short(name, 48), results.quantity, _X)
     if bits is not None:
         name = names[0]

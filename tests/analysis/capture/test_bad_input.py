@@ -199,14 +199,6 @@ def test_a_folder_without_the_right_to_write(root, tmp_path, capsys, monkeypatch
     assert f"cannot be written: no permission to write to {tmp_path}" in line(capsys)
 
 
-def test_a_tokenizer_of_another_vocabulary(root, tmp_path, capsys):
-    small = tmp_path / "small"
-    save_with_tokenizer(small, "llama", TEXTS, 330, vocab_size=280)
-    capsys.readouterr()
-    assert analyze(root, tmp_path / "out", small / "llama", f"--tokenizer {root}/llama") == 2
-    assert "but the model has 280 tokens: pass the model's own tokenizer" in line(capsys)
-
-
 def test_texts_that_begin_with_bos(root, tmp_path, capsys):
     folder = copy(root, "adds-bos")
     tokenizer = PreTrainedTokenizerFast.from_pretrained(folder)

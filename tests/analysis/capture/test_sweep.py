@@ -253,8 +253,6 @@ def test_bad_input_is_named(folder, tmp_path, capsys, flags, problems):
     said = capsys.readouterr().err
     for problem in problems:
         assert problem in said
-    assert main(f"sweep {folder}/model --output {tmp_path} --lengths 8".split()) == 2
-    assert "no --data: pass text files or folders" in capsys.readouterr().err
 
 
 @pytest.mark.usefixtures("undrawn")

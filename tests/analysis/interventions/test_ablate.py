@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from megasink.analysis.ablate import first_layer
-from megasink.analysis.ablate.curves import highest_loss, normalized_auc, removable
+from megasink.analysis.ablate.curves import kept_level, normalized_auc, removable
 from megasink.analysis.ablate.results import ALL
 from megasink.analysis.capture.transformers_model import TransformersProbe
 from megasink.analysis.metrics.geometry import Embedding
@@ -174,7 +174,7 @@ def test_curves_follow_from_the_points(swept):
             x, y = zip(*line, strict=True)
             curve = curves[score]
             assert curve.auc == pytest.approx(normalized_auc(x, y))
-            level = highest_loss(baseline)
+            level = kept_level(baseline, higher_is_better=False)
             expected = removable(x, y, level, higher_is_better=False)
             assert curve.removable == pytest.approx(expected.percent)
             assert curve.never_left == expected.never_left

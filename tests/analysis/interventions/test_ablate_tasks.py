@@ -10,7 +10,7 @@ import pytest
 from transformers import PreTrainedTokenizerFast
 
 from megasink.analysis.ablate import on_tasks
-from megasink.analysis.ablate.curves import lowest_accuracy, normalized_auc, removable
+from megasink.analysis.ablate.curves import kept_level, normalized_auc, removable
 from megasink.analysis.ablate.results import AblationResults
 from megasink.analysis.evaluate import harness
 from megasink.analysis.metrics.thresholds import published_quantile
@@ -94,7 +94,7 @@ def test_thresholds_are_of_the_requests_of_the_task(swept):
 
 def test_curves_lose_percentage_points(swept):
     found = results_of(swept[0])
-    level = lowest_accuracy(found.unchanged.values[TASK].value)
+    level = kept_level(found.unchanged.values[TASK].value)
     lines = {"random": [found.unchanged, *found.of("random")], "ahon": found.of("ahon")}
     for curve in found.curves:
         x = [point.zeroed or 0.0 for point in lines[curve.score]]

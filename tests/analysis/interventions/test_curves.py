@@ -6,8 +6,7 @@ import numpy as np
 import pytest
 
 from megasink.analysis.ablate.curves import (
-    highest_loss,
-    lowest_accuracy,
+    kept_level,
     normalized_auc,
     ranks,
     removable,
@@ -44,7 +43,7 @@ NAN = math.nan
     ],
 )
 def test_removable_heads(x, y, percent, never_left):
-    found = removable(x, y, lowest_accuracy(60.0))
+    found = removable(x, y, kept_level(60.0))
     assert found.percent == pytest.approx(percent, abs=1e-12)
     assert found.never_left is never_left
     # A loss is the same curve upside down; shifted by 100, so that 59 becomes 41.
@@ -82,14 +81,16 @@ def test_curves_of_the_paper():
     x += [28.80920527326164, 32.301838591305234]
     y = [56.152969662441244, 55.533399800598204, 54.807007548782224, 53.204671699188154]
     y += [51.11807434838342, 46.232730380287705, 38.570004272895595]
-    level = lowest_accuracy(56.202820111095285)
+    level = kept_level(56.202820111095285)
     assert round(removable(x, y, level).percent, 2) == 8.34
     assert round(normalized_auc(x, y), 2) == 52.09
 
 
 def test_a_loss_may_rise_by_one_percent():
-    assert highest_loss(2.0) == pytest.approx(2.02)
-    found = removable([0, 10], [2.0, 2.04], highest_loss(2.0), higher_is_better=False)
+    assert kept_level(2.0, higher_is_better=False) == pytest.approx(2.02)
+    found = removable(
+        [0, 10], [2.0, 2.04], kept_level(2.0, higher_is_better=False), higher_is_better=False
+    )
     assert found.percent == pytest.approx(5.0)
 
 

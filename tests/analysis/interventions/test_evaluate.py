@@ -206,8 +206,8 @@ def test_shots(root):
     ],
 )  # fmt: skip
 def test_bad_input_is_answered_before_the_model_loads(root, flags, phrases, capsys, monkeypatch):
-    opened = "megasink.analysis.capture.models.open_transformers"
-    monkeypatch.setattr(opened, lambda *_: pytest.fail("the model is loaded"))
+    opened = "megasink.analysis.capture.load.load"
+    monkeypatch.setattr(opened, lambda *_, **__: pytest.fail("the model is loaded"))
     (root / "wrong.json").write_text('[{"kind": "zero-head"}]')
     (root / "broken").mkdir(exist_ok=True)
     broken = "task: broken\ncustom_dataset: !function items.nothing\ntest_split: test\n"

@@ -93,18 +93,6 @@ def test_interventions_give_the_same_in_every_batch(models, tasks, intervention)
     assert plain["text"][0] != one["text"][0]
 
 
-def test_zeroed_heads_are_zeroed_columns_of_the_output_projection(models, tasks):
-    results = evaluate(models[0], [ZeroHeads([(0, 1), (1, 3)])], tasks, samples=True)
-    changed = tiny_model("llama", vocab_size=360, max_position_embeddings=POSITIONS)
-    changed.generation_config.eos_token_id = models[0].tokenizer.eos_token_id
-    with torch.no_grad():
-        for layer, head in ((0, 1), (1, 3)):
-            weight = changed.model.layers[layer].self_attn.o_proj.weight
-            weight[:, 8 * head : 8 * head + 8] = 0
-    other = evaluate(probed(changed, models[0].tokenizer), [], tasks, samples=True)
-    compare(answers(results), answers(other))
-
-
 def test_nothing_is_padded_and_id_0_is_a_token(models, folder):
     """<|unk|> has the id 0, with which lm-eval pads."""
     model = models[0]
