@@ -22,7 +22,7 @@ from megasink.analysis.metrics import metrics
 from megasink.analysis.options import AnalysisOptions
 from megasink.analysis.results import Results, RunFacts
 from megasink.analysis.results_files import holding
-from megasink.analysis.write import write_analysis, write_numbers
+from megasink.analysis.write import write_numbers, write_own_page
 from megasink.errors import UserError
 
 
@@ -95,8 +95,9 @@ def analyze(
             )
         run = run_facts(model, inputs, options, identity=digest, weights=facts["weights"])
         record()
-        write = write_numbers if of_trace else write_analysis
-        results = write(output, measurements, samples, model.facts, run, points, maps)
+        results = write_numbers(output, measurements, samples, model.facts, run, points, maps)
+        if not of_trace:
+            write_own_page(output, results)
         partial.remove()
     return results
 

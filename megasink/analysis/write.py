@@ -22,29 +22,19 @@ from megasink.printable import printable, say
 from megasink.typed_json import schema_of
 
 
-def write_analysis(
-    output: Path,
-    measurements: Measurements,
-    samples: Sequence[Sample],
-    model: dict[str, Any],
-    run: RunFacts,
-    geometry: Geometry,
-    maps: Arrays | None = None,
-) -> Results:
-    """Write everything about one model to a folder, and print its summary; see `write_numbers`."""
-    results = write_numbers(output, measurements, samples, model, run, geometry, maps)
+def write_own_page(output: Path, results: Results) -> None:
+    """Write the page, figures and tables of the numbers in a folder, and print their summary."""
     with writing(output):
         (analysis,) = write_report([output], output)
     for line in in_words(analysis):
         say(line)
-    for entry in measurements.non_finite:
+    for entry in results.non_finite:
         print(
             f"megasink: warning: {printable(entry.source)} has infinite or NaN values in layers "
             f"{entry.layers}, heads {entry.heads}: left out of every average",
             file=sys.stderr,
         )
     print(f"wrote {output}/report.html, results.json and its schema, *.npz, tables/, figures/")
-    return results
 
 
 def write_numbers(

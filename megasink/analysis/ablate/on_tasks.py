@@ -9,9 +9,10 @@ from importlib.metadata import version
 from typing import Any
 
 from megasink.analysis.ablate.calibration import scores_of
-from megasink.analysis.ablate.points import PointFolder, TaskScore, TextLoss, key_of
+from megasink.analysis.ablate.points import PointFolder, TaskScore, key_of
 from megasink.analysis.capture.base import ProbedModel
 from megasink.analysis.capture.changes import HeadChange
+from megasink.analysis.capture.measurements import MeasuredSample
 from megasink.analysis.capture.ranks import Ranks
 from megasink.analysis.evaluate.harness import TaskScores, evaluate
 from megasink.analysis.evaluate.tasks_loading import LoadedTasks
@@ -57,7 +58,7 @@ class Tasks:
         model: ProbedModel,
         interventions: Sequence[Intervention],
         changes: Sequence[HeadChange],
-    ) -> tuple[list[TextLoss], dict[str, TaskScore]]:
+    ) -> tuple[list[MeasuredSample], dict[str, TaskScore]]:
         """Return the accuracy in each task.
 
         Raises:

@@ -11,12 +11,12 @@ import numpy as np
 from numpy.typing import NDArray
 from rich.console import Console
 
-from megasink.analysis.ablate.points import PointFolder, TaskScore, TextLoss, key_of, texts_hash
+from megasink.analysis.ablate.points import PointFolder, TaskScore, key_of, texts_hash
 from megasink.analysis.ablate.settings import statistics_scores
 from megasink.analysis.capture.base import ProbedModel
 from megasink.analysis.capture.changes import HeadChange
 from megasink.analysis.capture.inputs import Sample
-from megasink.analysis.capture.measurements import merge_shards
+from megasink.analysis.capture.measurements import MeasuredSample, merge_shards
 from megasink.analysis.capture.ranks import Ranks
 from megasink.analysis.capture.shards import PartialFolder, plan
 from megasink.analysis.interventions.record import Intervention
@@ -58,7 +58,7 @@ class Texts:
         model: ProbedModel,
         interventions: Sequence[Intervention],
         changes: Sequence[HeadChange],
-    ) -> tuple[list[TextLoss], dict[str, TaskScore]]:
+    ) -> tuple[list[MeasuredSample], dict[str, TaskScore]]:
         """Return the loss of each text."""
         measurements = measure(
             model,
@@ -70,18 +70,7 @@ class Texts:
             console=Console(quiet=True),
         )
         assert measurements is not None  # one process
-        losses = [
-            TextLoss(
-                sample=measured.index,
-                dataset=measured.dataset,
-                nats=measured.nats,
-                targets=measured.targets or 0,
-                bytes=measured.bytes,
-                nats_of_bytes=measured.nats_of_bytes,
-            )
-            for measured in measurements.samples
-        ]
-        return losses, {}
+        return measurements.samples, {}
 
     def _changed(
         self, sample: Sample, interventions: Sequence[Intervention], model: ProbedModel

@@ -14,29 +14,13 @@ import numpy as np
 from numpy.typing import NDArray
 
 from megasink.analysis.capture.inputs import Sample
+from megasink.analysis.capture.measurements import MeasuredSample
 from megasink.analysis.capture.shards import check_shared, writing_parts
 from megasink.analysis.stored import read_arrays, read_sealed, write_arrays, write_object
 from megasink.errors import UserError
 from megasink.typed_json import from_json, to_json
 
 Floats = NDArray[np.float64]
-
-
-@dataclass(kw_only=True)
-class TextLoss:
-    """The loss of one text.
-
-    Attributes:
-        sample: its index; dataset: the input that it belongs to.
-        nats, targets, bytes, nats_of_bytes: as in `MeasuredSample`; null if infinite or NaN.
-    """
-
-    sample: int
-    dataset: str
-    nats: float | None
-    targets: int
-    bytes: int | None
-    nats_of_bytes: float | None
 
 
 @dataclass(kw_only=True)
@@ -64,13 +48,14 @@ class MeasuredPoint:
         facts: everything that the point depends on; its hash is the file's name.
         zeroed: share of the model's heads that were zeroed (P3.13), and `zeroed_LH` the share of
             samples in which each head was; null if the intervention does not count them.
-        texts: loss of each text, in order; tasks: task -> its result. One of them is empty.
+        texts: each text with its loss, in order, null if infinite or NaN; tasks: task -> its
+            result. One of them is empty.
     """
 
     facts: dict[str, Any]
     zeroed: float | None
     zeroed_LH: list[list[float | None]] | None
-    texts: list[TextLoss]
+    texts: list[MeasuredSample]
     tasks: dict[str, TaskScore]
 
 

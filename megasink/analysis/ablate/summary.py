@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 
 import megasink
 from megasink.analysis.ablate import curves
-from megasink.analysis.ablate.points import MeasuredPoint, TextLoss
+from megasink.analysis.ablate.points import MeasuredPoint
 from megasink.analysis.ablate.results import (
     ABLATION_FORMAT,
     ALL,
@@ -27,6 +27,7 @@ from megasink.analysis.ablate.results import (
 )
 from megasink.analysis.ablate.settings import Setting, Thresholds
 from megasink.analysis.capture.base import ProbedModel
+from megasink.analysis.capture.measurements import MeasuredSample
 from megasink.analysis.options import AblationOptions
 from megasink.analysis.results import ModelFacts
 from megasink.typed_json import to_json
@@ -118,7 +119,7 @@ def _less(value: float | None, before: float | None) -> float | None:
 
 
 def _loss(
-    texts: Sequence[TextLoss], before: Sequence[TextLoss], chosen: Sequence[int]
+    texts: Sequence[MeasuredSample], before: Sequence[MeasuredSample], chosen: Sequence[int]
 ) -> AblationValue:
     """Return the loss of some texts, over all their targets."""
     nats, was, targets = (

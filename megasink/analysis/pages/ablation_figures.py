@@ -28,6 +28,7 @@ from megasink.analysis.pages.style import (
     even_panels,
     heatmap,
     label,
+    legend,
     panels,
     shares_of_heads,
     short,
@@ -77,8 +78,7 @@ def draw_curves(results: AblationResults) -> Any:
         name = names[0]
         _curves(axes[-1], results, name, lambda p: _bits(p, name))
         label(axes[-1], short(name, 48), "bits per byte", _X)
-    handles, labels = axes[0].get_legend_handles_labels()
-    figure.legend(handles, labels, loc="outside upper left", ncols=min(5, len(labels)))
+    legend(figure, axes[0])
     return figure
 
 

@@ -14,6 +14,7 @@ from megasink.analysis.pages.style import (
     density,
     heatmap,
     label,
+    legend,
     line,
     model_legend,
     named,
@@ -149,8 +150,7 @@ def _datasets(analyses: Sequence[Analysis]) -> Any:
         left.set_ylim(top=1.02)
         right.set_ylim(0, 1.02)
         whole_numbers(left.xaxis)
-    handles, labels = axes[0, 0].get_legend_handles_labels()
-    figure.legend(handles, labels, loc="outside upper left", ncols=min(5, len(labels)))
+    legend(figure, axes[0, 0])
     return figure
 
 

@@ -11,6 +11,7 @@ from megasink.analysis.pages.drawing import Drawing
 from megasink.analysis.pages.style import (
     even_panels,
     label,
+    legend,
     log_scale,
     position_colors,
     whole_numbers,
@@ -47,8 +48,7 @@ def _by_position(key: str, ylabel: str, analyses: Sequence[Analysis]) -> Any:
         log_scale(*axes)
     else:
         axes[0].set_ylim(-0.25, 1.05)
-    handles, labels = axes[0].get_legend_handles_labels()
-    figure.legend(handles, labels, loc="outside upper left", ncols=len(handles))
+    legend(figure, axes[0], len(POSITIONS))
     return figure
 
 

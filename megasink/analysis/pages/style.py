@@ -157,10 +157,16 @@ def named(analyses: "Sequence[Analysis]") -> "list[tuple[Analysis, Any, str]]":
 
 def model_legend(figure: Any, axis: Any, analyses: "Sequence[Analysis]") -> None:
     """Put a legend above all panels if there are several models."""
+    if len(analyses) > 1:
+        legend(figure, axis)
+
+
+def legend(figure: Any, axis: Any, most: int = 5) -> None:
+    """Put the names of a panel's curves above all panels, at most so many in a row."""
     handles, labels = axis.get_legend_handles_labels()
-    if len(analyses) > 1 and handles:
+    if handles:
         place = "outside upper left" if figure.get_layout_engine() else "upper left"
-        figure.legend(handles, labels, loc=place, ncols=min(len(handles), 5))
+        figure.legend(handles, labels, loc=place, ncols=min(len(handles), most))
 
 
 def short(name: str, width: int) -> str:

@@ -20,7 +20,7 @@ from megasink.analysis.options import AnalysisOptions
 from megasink.analysis.pages import analysis_figures, html
 from megasink.analysis.pages.trace import TraceRow, write_trace
 from megasink.analysis.results import RunFacts
-from megasink.analysis.write import write_analysis
+from megasink.analysis.write import write_numbers
 from megasink.cli import main
 from tests.analysis.capture.tiny_models import save_with_tokenizer, tiny_model
 from tests.analysis.pages.browser import CHROMIUM, console_of, seen
@@ -49,10 +49,8 @@ def report(tmp_path_factory):
         Sample(tuple(torch.randint(3, 64, (12,), generator=generator).tolist()), data, f"s{i}")
         for i, data in enumerate(("a", "a", "<b>"))
     ]
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(pages, "figures", lambda analyses, kinds: [])
-        for name, model in (("gpt-oss", NAME), ("qwen3.5", "qwen")):
-            _analyzed(root / name, tiny_model(name), model, samples)
+    for name, model in (("gpt-oss", NAME), ("qwen3.5", "qwen")):
+        _analyzed(root / name, tiny_model(name), model, samples)
     position = np.tile(np.arange(6), 3)
     points = np.random.default_rng(0).normal(size=(18, 2))
     np.savez(
@@ -88,7 +86,7 @@ def _analyzed(folder: Path, model, name, samples):
             text_of=lambda token: ("<b>", "$x_{", "\n", "日本")[token % 4],
         )
     points = Geometry({}, {})
-    write_analysis(folder, captured, samples, {"name": name}, RUN, points, maps)
+    write_numbers(folder, captured, samples, {"name": name}, RUN, points, maps)
 
 
 def test_the_report_is_whole(report, tmp_path):
