@@ -12,7 +12,6 @@ from numpy.typing import NDArray
 from rich.console import Console
 
 from megasink.analysis.ablate.points import PointFolder, TaskScore, key_of, texts_hash
-from megasink.analysis.ablate.settings import statistics_scores
 from megasink.analysis.capture.base import ProbedModel
 from megasink.analysis.capture.changes import HeadChange
 from megasink.analysis.capture.inputs import Sample
@@ -20,7 +19,9 @@ from megasink.analysis.capture.measurements import MeasuredSample, merge_shards
 from megasink.analysis.capture.ranks import Ranks
 from megasink.analysis.capture.shards import PartialFolder, plan
 from megasink.analysis.interventions.record import Intervention
+from megasink.analysis.interventions.scores import LayerScore
 from megasink.analysis.measure import measure
+from megasink.analysis.metrics import metrics
 from megasink.analysis.metrics.thresholds import Scores
 from megasink.analysis.options import AnalysisOptions
 from megasink.analysis.summary import scores_of
@@ -93,7 +94,8 @@ class Texts:
         The processes share the texts. The measurements stay in the folder, so that the same sweep
         need not run them again.
         """
-        needed = statistics_scores(names)
+        of = {base for name in names for base in LayerScore(name).of_statistics}
+        needed = [name for name in metrics() if name in of]
         facts = facts | {"scores": needed}
         partial = PartialFolder(folder.path(f"scores-{key_of(facts)}"), facts)
         options = replace(self.options, loss=False, positions=1, columns=1)

@@ -46,18 +46,6 @@ class Setting:
         return [to_entry(intervention) for intervention in self.interventions]
 
 
-def statistics_scores(names: Sequence[str]) -> list[str]:
-    """Return the metrics of statistics that the scores are computed from."""
-    registered, needed, waiting = metrics(), [], list(names)
-    while waiting:
-        entry = registered[waiting.pop()]
-        if entry.is_derived:
-            waiting += [base for need in entry.needs if (base := need.rpartition("_")[0])]
-        else:
-            needed.append(entry.name)
-    return [name for name in registered if name in needed]
-
-
 def thresholds_of(
     scores: Mapping[str, Scores], names: Sequence[str], percents: Sequence[float], where: str
 ) -> Thresholds:

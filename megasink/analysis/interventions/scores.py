@@ -24,7 +24,8 @@ class LayerScore:
     Attributes:
         inactive: "above" or "below".
         bounds: lowest and highest value that the score can have.
-        needs: the statistics that it takes; empty for the random baseline.
+        of_statistics: the metrics of statistics that it is derived from, by name, and `needs` the
+            statistics that they take; empty for the random baseline.
 
     Raises:
         ValueError: no such score, or one that other layers or samples enter.
@@ -40,11 +41,11 @@ class LayerScore:
         self.bounds = self.entry.bounds
         self.is_random = name == RANDOM
         self.needs: set[str] = set()
+        self.of_statistics: dict[str, Metric] = {}
         if self.is_random:
             return
-        self._of_statistics: dict[str, Metric] = {}
         self._collect(self.entry)
-        self.needs = {need for entry in self._of_statistics.values() for need in entry.needs}
+        self.needs = {need for entry in self.of_statistics.values() for need in entry.needs}
         if not _is_of_one_layer(self.entry.name):
             raise ValueError(
                 f"score {name!r} of a layer depends on other layers or samples, which have not run "
@@ -54,7 +55,7 @@ class LayerScore:
     def _collect(self, entry: Metric) -> None:
         """Find the metrics of statistics that a score is derived from."""
         if not entry.is_derived:
-            self._of_statistics[entry.name] = entry
+            self.of_statistics[entry.name] = entry
             return
         for base in _bases(entry):
             self._collect(base)
@@ -63,7 +64,7 @@ class LayerScore:
         """Return [H], float64, from the statistics of one sample in one layer."""
         known = {
             name: entry.compute(**{need: statistics[need] for need in entry.needs}).double()
-            for name, entry in self._of_statistics.items()
+            for name, entry in self.of_statistics.items()
         }
         return _derived(self.entry, known)
 
