@@ -27,6 +27,18 @@ MISTAKES_WITH_MODELS = {
         "--tokenizer {0}/notes has no tokenizer files, such as tokenizer.json",
     ),
     "analyze-misspelt": (ANALYZE + " --seq-lenght 64", "did you mean --seq-length?"),
+    "analyze-random-lengths": (
+        ANALYZE.replace("--seq-length 24", "--random-lengths 24 10"),
+        "--random-lengths 24 10: the lowest first, and at least 2",
+    ),
+    "analyze-random-and-fixed": (
+        ANALYZE + " --random-lengths 10 20",
+        "--random-lengths 10 20 and --seq-length 24: choose one",
+    ),
+    "analyze-random-too-long": (
+        ANALYZE.replace("--seq-length 24", "--random-lengths 10 99999"),
+        "--random-lengths 10 99999 is longer than the",
+    ),
     "analyze-replaced": (
         ANALYZE + " --replace-tokens-at 0 zero",
         "--replace-tokens-at zero: give positions from 0 on, or none alone",

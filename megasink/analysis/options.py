@@ -76,6 +76,8 @@ class AnalysisOptions(Options):
         json_key: of the text, in .jsonl and .parquet.
         inputs: some of KINDS.
         seq_length: most tokens of a sequence; None for the default.
+        random_lengths: lowest and highest length, in tokens, at which each sequence is cut; None
+            for `seq_length` alone.
         max_samples: of each dataset; None for all.
         bos: one of BOS.
         parse_special_tokens: special tokens spelled out in a text become those tokens.
@@ -96,6 +98,7 @@ class AnalysisOptions(Options):
     json_key: str = "text"
     inputs: tuple[str, ...] = ("natural",)
     seq_length: int | None = None
+    random_lengths: tuple[int, int] | None = None
     max_samples: int | None = 100
     batch_size: int = 8
     bos: str = "auto"
@@ -151,6 +154,18 @@ def too_small(values: Any, name_of: Callable[[str], str] = str) -> list[str]:
         for name, least in _LEAST.items()
         if (value := getattr(values, name)) is not None and value < least
     ]
+
+
+def length_problem(random_lengths: Any, seq_length: int | None) -> str | None:
+    """Return why these lengths go with nothing, by their flags, or None."""
+    if random_lengths is None:
+        return None
+    low, high = random_lengths
+    if not 2 <= low <= high:
+        return f"--random-lengths {low} {high}: the lowest first, and at least 2"
+    if seq_length is not None:
+        return f"--random-lengths {low} {high} and --seq-length {seq_length}: choose one"
+    return None
 
 
 def flag_of(name: str) -> str:

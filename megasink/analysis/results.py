@@ -115,6 +115,7 @@ class RunFacts:
         identity: hash of everything that changes a result; only for `megasink analyze`.
         weights: hash of the model's weights, so that thresholds are not used for another model;
             only for `megasink analyze`.
+        random_lengths: lowest and highest length at which sequences were cut at random.
         replaced_positions: positions of every sequence whose tokens were replaced, from 0, not
             counting a sink token (P2.15, P2.16).
         replaced_with: "random", or the id of a token.
@@ -126,6 +127,7 @@ class RunFacts:
     bos: str | None = None
     seq_length: int | None = None
     max_samples: int | None = None
+    random_lengths: list[int] | None = None
     replaced_positions: list[int] | None = None
     replaced_with: str | None = None
     seed: int

@@ -18,6 +18,7 @@ from megasink.analysis.options import (
     SEQ_LENGTH,
     ModelOptions,
     flag_of,
+    length_problem,
     model_problem,
     too_small,
 )
@@ -45,6 +46,14 @@ def add_sequence_flags(parser: argparse.ArgumentParser) -> None:
         "--seq-length",
         type=int,
         help=f"maximum tokens per sequence (default: {SEQ_LENGTH}, or the model's maximum)",
+    )
+    parser.add_argument(
+        "--random-lengths",
+        type=int,
+        nargs=2,
+        metavar=("LOW", "HIGH"),
+        help="cut each sequence at a length drawn evenly from LOW to HIGH tokens, by the seed, "
+        "in place of --seq-length",
     )
     parser.add_argument(
         "--bos", choices=BOS, default="auto", help="auto follows the tokenizer (default: auto)"
@@ -192,6 +201,8 @@ def problems_of(args: argparse.Namespace, *, is_run: bool) -> list[str]:
     ]
     problems += too_small(args, flag_of)
     problems += replacement_problems(args)
+    if problem := length_problem(args.random_lengths, args.seq_length):
+        problems.append(problem)
     return problems + map_problems(args.maps or [], args.map_length, known_shape(args).heads)
 
 

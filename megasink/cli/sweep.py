@@ -69,7 +69,7 @@ def _parser(description: str | None) -> CommandParser:
     add_replacement_flags(parser)
     # Options of an analysis that a sweep sets itself.
     parser.set_defaults(inputs=["natural"], seq_length=2, positions=1, columns=COLUMNS, loss=True)
-    parser.set_defaults(maps=None, map_length=2)
+    parser.set_defaults(maps=None, map_length=2, random_lengths=None)
     return parser
 
 

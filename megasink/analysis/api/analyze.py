@@ -14,7 +14,7 @@ from megasink.analysis.capture.ranks import Ranks
 from megasink.analysis.capture.samples import inputs_of
 from megasink.analysis.folder import read_analysis
 from megasink.analysis.measure import measure
-from megasink.analysis.options import BOS, AnalysisOptions, too_small
+from megasink.analysis.options import BOS, AnalysisOptions, length_problem, too_small
 from megasink.analysis.summary import summarize
 from megasink.errors import ConfigError, UserError
 
@@ -26,6 +26,7 @@ def analyze(
     tokenizer: Any = None,
     name: str | None = None,
     seq_length: int | None = None,
+    random_lengths: tuple[int, int] | None = None,
     max_samples: int | None = 100,
     batch_size: int = 8,
     bos: str = "auto",
@@ -47,6 +48,8 @@ def analyze(
         tokenizer: of transformers; required with a bare model of transformers.
         name: of the model, in tables and figures; default: the folder's, or the class's.
         seq_length: most tokens of a sequence, BOS included; default: 512, or the model's maximum.
+        random_lengths: lowest and highest number of tokens, between which each text is cut at
+            random; in place of `seq_length`.
         max_samples: of the texts, or of each file; None for all.
         bos: "auto" (as the tokenizer does), "add" or "none".
         parse_special_tokens: special tokens spelled out in a text become those tokens, as in what a
@@ -82,6 +85,7 @@ def analyze(
     options = AnalysisOptions(
         data=tuple(map(str, given)) if of_files else (),
         seq_length=seq_length,
+        random_lengths=random_lengths,
         max_samples=max_samples,
         batch_size=batch_size,
         bos=bos,
@@ -92,6 +96,8 @@ def analyze(
         overwrite=overwrite,
     )
     problems = too_small(options)
+    if problem := length_problem(random_lengths, seq_length):
+        problems.append(problem)
     if bos not in BOS:
         problems.append(f"bos {bos!r}: choose {', '.join(BOS)}")
     if problems:

@@ -201,6 +201,17 @@ def token_samples(
     return [Sample(tuple(tokens), kind, f"{kind}:{i}") for i, tokens in enumerate(made)]
 
 
+def cut_at_random(samples: Iterable[Sample], lengths: tuple[int, int], seed: int) -> list[Sample]:
+    """Return the samples, each cut at a length drawn evenly from the lowest to the highest, both
+    included (P3, Section 4.1); shorter ones stay as they are."""
+    low, high = lengths
+    drawn = np.random.default_rng(seed)
+    return [
+        replace(sample, tokens=sample.tokens[: int(drawn.integers(low, high + 1))])
+        for sample in samples
+    ]
+
+
 def with_replaced_tokens(
     samples: Iterable[Sample], replacement: Replacement | None
 ) -> list[Sample]:

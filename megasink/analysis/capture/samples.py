@@ -11,6 +11,7 @@ from megasink.analysis.capture.inputs import (
     MADE,
     Reader,
     Sample,
+    cut_at_random,
     text_samples,
     texts_in_memory,
     token_samples,
@@ -31,11 +32,13 @@ class Inputs:
     Attributes:
         samples: the sequences, as the model reads them.
         seq_length: most tokens of a sequence, without the model's own first ones.
+        random_lengths: as in `AnalysisOptions`.
         replacement: of tokens in every sequence.
     """
 
     samples: list[Sample]
     seq_length: int
+    random_lengths: tuple[int, int] | None = None
     replacement: Replacement | None = None
 
     @property
@@ -44,6 +47,7 @@ class Inputs:
         replaced = self.replacement
         return {
             "seq_length": self.seq_length,
+            "random_lengths": self.random_lengths and list(self.random_lengths),
             "replaced_positions": None if replaced is None else list(replaced.positions),
             "replaced_with": None if replaced is None else replaced.value,
         }
@@ -61,15 +65,20 @@ def inputs_of(
         UserError: there is no text, sequences exceed the positions, or the tokenizer does not fit;
             or as `replacement_for`.
     """
-    most, length = model.text_positions, options.seq_length
-    if length is None:
+    most, length, drawn = model.text_positions, options.seq_length, options.random_lengths
+    flag = flag_of("seq_length")
+    if drawn is not None:
+        length, flag = drawn[1], f"{flag_of('random_lengths')} {drawn[0]}"
+    elif length is None:
         length = SEQ_LENGTH if most is None else min(SEQ_LENGTH, most)
     if most is not None and length > most:
         raise UserError(
-            f"{flag_of('seq_length')} {length} is longer than the {most} positions of "
+            f"{flag} {length} is longer than the {most} positions of "
             f"{model.facts['name']}: use at most {most}"
         )
     samples = list(_samples(options, length, model, texts))
+    if drawn is not None:
+        samples = cut_at_random(samples, drawn, options.seed)
     highest = max(max(sample.tokens) for sample in samples)
     if highest >= model.vocabulary:
         raise UserError(
@@ -81,7 +90,7 @@ def inputs_of(
         replace(sample, tokens=(*model.first, *sample.tokens))
         for sample in with_replaced_tokens(samples, replacement)
     ]
-    return Inputs(read, length, replacement)
+    return Inputs(read, length, drawn, replacement)
 
 
 def _samples(

@@ -13,6 +13,7 @@ if TYPE_CHECKING:
 
 _OPTIONS = {
     "seq_length": "different sequence lengths (--seq-length)",
+    "random_lengths": "different random lengths (--random-lengths)",
     "data": "different texts (--data)",
     "inputs": "different inputs (--inputs)",
     "bos": "different BOS settings (--bos)",

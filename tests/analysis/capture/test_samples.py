@@ -7,7 +7,13 @@ import numpy as np
 import pytest
 import torch
 
-from megasink.analysis.capture.inputs import Reader, Sample, text_samples, with_replaced_tokens
+from megasink.analysis.capture.inputs import (
+    Reader,
+    Sample,
+    cut_at_random,
+    text_samples,
+    with_replaced_tokens,
+)
 from megasink.analysis.capture.recorder import Recorder
 from megasink.analysis.measure import run
 from megasink.analysis.options import AnalysisOptions
@@ -121,3 +127,18 @@ def test_replaced_targets_have_nats_and_no_bytes():
     assert (measured.targets, measured.bytes) == (3, 4 + 6)
     assert measured.nats == pytest.approx(3 * np.log(16))
     assert measured.nats_of_bytes == pytest.approx(2 * np.log(16))
+
+
+def test_sequences_are_cut_at_random_lengths_evenly_and_by_the_seed():
+    long = [Sample(tuple(range(40)), "texts", f"text {n}") for n in range(4000)]
+    cut = cut_at_random(long, (10, 13), seed=1)
+    lengths = np.array([len(sample.tokens) for sample in cut])
+    assert all(a.tokens == b.tokens[: len(a.tokens)] for a, b in zip(cut, long, strict=True))
+    counts = np.bincount(lengths)[10:]
+    assert len(counts) == 4
+    # A share of 1/4 of 4,000 has a standard deviation of 27.
+    assert abs(counts - 1000).max() < 5 * 27
+    assert cut == cut_at_random(long, (10, 13), seed=1)
+    assert cut != cut_at_random(long, (10, 13), seed=2)
+    short = [Sample((1, 2, 3), "texts", "text")]
+    assert cut_at_random(short, (10, 13), seed=1) == short
