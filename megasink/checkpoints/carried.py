@@ -19,17 +19,17 @@ def carried(config: Path) -> dict[str, Any]:
     Raises:
         UserError: the file is no JSON object.
     """
-    found = read_object(config).get(KEY) if config.is_file() else None
-    return found if isinstance(found, dict) else {}
+    entry = read_object(config).get(KEY) if config.is_file() else None
+    return entry if isinstance(entry, dict) else {}
 
 
 def ends_of(config: Path, tokenizer: Any) -> frozenset[int]:
     """Return the tokens that end a text: the tokenizer's, and those that its folder named."""
     from megasink.data.tokenizer import tokenizer_hash
 
-    found, ends = carried(config), {tokenizer.eos_token_id}
-    if found.get("tokenizer") == tokenizer_hash(tokenizer):
-        for part in (found.get("config"), found.get("generation_config")):
+    kept, ends = carried(config), {tokenizer.eos_token_id}
+    if kept.get("tokenizer") == tokenizer_hash(tokenizer):
+        for part in (kept.get("config"), kept.get("generation_config")):
             named = part.get("eos_token_id") if isinstance(part, dict) else None
             ends |= {e for e in (named if isinstance(named, list) else [named]) if type(e) is int}
     return frozenset(ends)
@@ -41,5 +41,5 @@ def entry(args: Namespace, run: Path, *, resumed: bool) -> dict[str, Any]:
     config = Path(start).parent / "config.json" if start else None
     if resumed:
         config = run / "config.json"
-    found = carried(config) if config else {}
-    return {KEY: found} if found else {}
+    kept = carried(config) if config else {}
+    return {KEY: kept} if kept else {}

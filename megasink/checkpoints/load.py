@@ -26,10 +26,10 @@ from megasink.checkpoints.find import Checkpoint, find_checkpoint, stored_shapes
 from megasink.checkpoints.saved_arguments import read_arguments, single_process_arguments
 from megasink.checkpoints.tokenizer import tokenizer_of
 from megasink.checkpoints.without_code import loading_without_code
-from megasink.checkpoints.yarn import with_yarn
 from megasink.errors import UserError
+from megasink.megatron.gate_projection import named_parts
 from megasink.megatron.model_of_arguments import model_config
-from megasink.megatron.vocabulary import with_tokens
+from megasink.megatron.vocabulary import counted_rows, with_tokens
 
 # In an imported MoE model, the norm before the experts has the names of both layer specs.
 _NORMS = (
@@ -261,3 +261,60 @@ def single_process() -> Iterator[None]:
         if ours and torch.distributed.is_initialized():
             parallel_state.destroy_model_parallel()
             torch.distributed.destroy_process_group()
+
+
+def with_yarn(saved: Mapping[str, Any], factor: float) -> dict[str, Any]:
+    """Return the arguments of a run whose context YaRN stretches, without training (P1.37).
+
+    The original context is the sequence length that the run was trained with; its other settings
+    are Megatron's defaults, those of the YaRN paper (beta 32 and 1, and its temperature).
+
+    Args:
+        saved: of `read_arguments`.
+        factor: new context over old, more than 1.
+
+    Raises:
+        UserError: the run has no rotary embedding, or has one that is stretched already.
+    """
+    kind = saved.get("position_embedding_type")
+    if kind != "rope" or saved.get("use_rope_scaling"):
+        given = "--use-rope-scaling" if kind == "rope" else f"--position-embedding-type {kind}"
+        raise UserError(
+            f"--yarn {factor:g}: the run has {given}; YaRN stretches plain rotary embeddings (rope)"
+        )
+    trained = saved["seq_length"]
+    return {
+        **saved,
+        "position_embedding_type": "yarn",
+        "rotary_scaling_factor": factor,
+        "yarn_original_max_position_embeddings": trained,
+        "max_position_embeddings": max(round(factor * trained), saved["max_position_embeddings"]),
+    }
+
+
+_PADDED = ("word_embeddings.weight", "output_layer.weight")
+
+
+def model_facts(args: Namespace, model: GPTModel, iteration: int, name: str) -> dict[str, Any]:
+    """Return the value of the key "model" in results.json, after `iteration` steps of training."""
+    attention = args.attention_variant
+    if args.attention_similarity != "softmax":  # the scores of other weights are proxies (P2.37)
+        attention = f"{args.attention_similarity} (proxy weights)"
+    return {
+        "name": name,
+        "kind": f"{attention} attention, step {iteration}",
+        "attention": model.config.attention_kernel,
+        "dtype": str(args.params_dtype).removeprefix("torch."),
+        "parameters": _parameters(args, model),
+        "step": iteration,
+        "trained_tokens": iteration * args.global_batch_size * args.seq_length,
+    }
+
+
+def _parameters(args: Namespace, model: GPTModel) -> int:
+    """Count parameters as transformers does, without the padding of vocabulary and gates."""
+    parts = (part for pair in model.named_parameters() for part in named_parts(*pair))
+    sizes = {name: tensor.numel() for name, tensor in parts}
+    padding = args.padded_vocab_size - counted_rows(vars(args))
+    padded = sum(name.endswith(_PADDED) for name in sizes)
+    return sum(sizes.values()) - padded * padding * args.hidden_size

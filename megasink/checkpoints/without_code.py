@@ -24,8 +24,7 @@ from typing import Any
 
 import torch
 
-from megasink.checkpoints.stand_in import StandIn, stand_in
-from megasink.checkpoints.torch_metadata import load_metadata
+from megasink.checkpoints.torch_metadata import StandIn, load_metadata, stand_in
 from megasink.errors import UserError, reason_of
 from megasink.upstream.training import ENTRIES, FP8_STATES, METADATA, TORCH_LOAD
 

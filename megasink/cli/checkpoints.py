@@ -10,8 +10,8 @@ from typing import Any, NamedTuple
 
 from rich.filesize import decimal
 
+from megasink.checkpoints.find import Saved, saved_checkpoints
 from megasink.checkpoints.intact import checkpoint_path, iterations
-from megasink.checkpoints.saved import Saved, saved_checkpoints
 from megasink.command_line import CommandParser
 from megasink.errors import ConfigError, UserError
 from megasink.json_file import read_object

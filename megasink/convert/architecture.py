@@ -169,7 +169,7 @@ def architecture_of(
     ffn = saved["ffn_hidden_size"]
     bias = bool(saved.get("add_bias_linear"))
     grouped = "num_query_groups" if saved.get("group_query_attention") else "num_attention_heads"
-    found = Architecture(
+    architecture = Architecture(
         layers=saved["num_layers"],
         hidden=saved["hidden_size"],
         heads=saved["num_attention_heads"],
@@ -199,7 +199,7 @@ def architecture_of(
         init_std=saved.get("init_method_std") or 0.02,
         options=options,
     )
-    return found, problems
+    return architecture, problems
 
 
 def _tokens(saved: Mapping[str, Any], vocabulary: int | None) -> int:

@@ -127,7 +127,7 @@ def added(model: Architecture, change: Change | None) -> "dict[str, Tensor]":
         return {SOFTMAX_OFFSET: torch.full((model.heads,), NO_SINK)}
     if change.attention != "headwise":
         return {}
-    found = {f"{LINEAR_GATE}weight": torch.zeros(model.heads, model.hidden, dtype=dtype)}
+    gate = {f"{LINEAR_GATE}weight": torch.zeros(model.heads, model.hidden, dtype=dtype)}
     if model.qkv_bias:
-        found[f"{LINEAR_GATE}bias"] = torch.zeros(model.heads, dtype=dtype)
-    return found
+        gate[f"{LINEAR_GATE}bias"] = torch.zeros(model.heads, dtype=dtype)
+    return gate

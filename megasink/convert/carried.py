@@ -10,9 +10,8 @@ from typing import Any
 
 from megasink.checked_fields import check
 from megasink.checkpoints.tokenizer import is_of_tokenizer
-from megasink.convert import hf_fields
 from megasink.convert.architecture import Architecture
-from megasink.convert.hf_config import OURS, config_of, read_config
+from megasink.convert.hf_config import GENERATION_FIELDS, OURS, config_of, read_config
 from megasink.convert.megasink_model import FILES
 from megasink.convert.targets.target import Config, Target
 from megasink.json_file import read_object
@@ -50,7 +49,7 @@ def kept(folder: Path, model: Architecture, target: Target, tokens: str | None) 
     generation = folder / GENERATION
     defaults = read_object(generation) if generation.is_file() else None
     if defaults is not None:
-        check(hf_fields.GENERATION, defaults, str(generation))
+        check(GENERATION_FIELDS, defaults, str(generation))
     return {
         "model_type": target.name,
         "tokenizer": tokens,
@@ -61,12 +60,12 @@ def kept(folder: Path, model: Architecture, target: Target, tokens: str | None) 
 
 def _undecided(config: Config) -> set[str]:
     """Return the keys that have a place in a config.json and no part in its model."""
-    found = set(_UNDECIDED)
+    keys = set(_UNDECIDED)
     if not config.get("use_sliding_window", True):
-        found |= {"sliding_window", "max_window_layers"}
+        keys |= {"sliding_window", "max_window_layers"}
     if "moe_intermediate_size" in config:
-        found.add("intermediate_size")  # of dense layers, which there are none
-    return found
+        keys.add("intermediate_size")  # of dense layers, which there are none
+    return keys
 
 
 def left_behind(folder: Path) -> Iterator[str]:
@@ -91,25 +90,25 @@ def written_again(
     same_type = carried.get("model_type") == config["model_type"]
     same_tokens = bool(carried) and carried.get("tokenizer") == tokens
     experts = _EXPERTS if "num_experts_per_tok" in config else ()
-    found, undecided = dict(config), _undecided(config)
+    written, undecided = dict(config), _undecided(config)
     lost = []
     for key, value in _entries(carried, "config").items():
         if key in _NEVER or (key in config and key not in undecided):
             continue
         of_tokens = key.endswith(("_token_id", "_token_ids"))
         if same_tokens if of_tokens else same_type or key in config or key in experts:
-            found[key] = value
+            written[key] = value
         else:
             lost.append(key)
-    special = {key: found[key] for key in _TOKENS if key in found}
+    special = {key: written[key] for key in _TOKENS if key in written}
     given = _entries(carried, "generation_config")
     generation = given or {"_from_model_config": True, **special}
     if given and not same_tokens:
         lost += [key for key in generation if key.endswith(("_token_id", "_token_ids"))]
         generation = {k: v for k, v in generation.items() if k not in lost} | special
-    return found, generation, sorted(set(lost))
+    return written, generation, sorted(set(lost))
 
 
 def _entries(carried: Mapping[str, Any], name: str) -> Config:
-    found = carried.get(name)
-    return dict(found) if isinstance(found, dict) else {}
+    entries = carried.get(name)
+    return dict(entries) if isinstance(entries, dict) else {}

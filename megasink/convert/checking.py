@@ -34,7 +34,7 @@ def check_export(source: Source, folder: Path, say: Say = say_printable) -> None
     parameters = sum(torch.Size(shape).numel() for shape in checkpoint.shapes.values())
     if fits_in_memory(parameters):
         transformers_has(target)
-        verify_logits(source.found, folder, model, source.tokenizer, say)
+        verify_logits(source.location, folder, model, source.tokenizer, say)
         return
     weights = HuggingFaceWeights(folder)
     written = (
@@ -54,8 +54,8 @@ def _verify_tensors(
         UserError: a tensor differs.
     """
     count = 0
-    for name, found, wanted in written:
-        if found.dtype != wanted.dtype or not torch.equal(found, wanted):
+    for name, stored, wanted in written:
+        if stored.dtype != wanted.dtype or not torch.equal(stored, wanted):
             raise UserError(f"{folder}: {name} is not what was written: is the disk bad?")
         count += 1
     say(
@@ -88,20 +88,20 @@ def check_import(
     tokenizer = load_tokenizer(source.folder) if source.tokenizer else None
     if tokenizer is not None:
         verify_tokenizer(tokenizer, folder / "tokenizer")
-    found = find_checkpoint(folder)
+    location = find_checkpoint(folder)
     if change is not None and change.sink_weight is not None:
         # The sinks draw nothing yet, so the model still computes the same.
         if compare:
-            verify_logits(found, source.folder, model, tokenizer, say)
-        set_sinks(found, model, change.sink_weight, tokenizer, say)
+            verify_logits(location, source.folder, model, tokenizer, say)
+        set_sinks(location, model, change.sink_weight, tokenizer, say)
         return
     weights = source.weights
     parameters = sum(weights.meta(name).numel() for name in weights.names)
     if fits_in_memory(parameters):
         transformers_has(source.target)
-        verify_logits(found, source.folder, model, tokenizer, say)
+        verify_logits(location, source.folder, model, tokenizer, say)
         return
-    checkpoint = MegatronCheckpoint(found.folder)
+    checkpoint = MegatronCheckpoint(location.folder)
     written = (
         (key, checkpoint.read(key, step.index), tensor)
         for step in source.steps

@@ -180,11 +180,12 @@ def _account(source: HuggingFaceSource) -> list[str]:
     extra = sorted(weights.names - known)
     ignored = [n for n in extra if n.endswith("rotary_emb.inv_freq")]
     ignored += [n for n in extra if n == "lm_head.weight" and source.model.tied]
-    found = [f"{name} is missing" for name in sorted(known - weights.names)]
-    found += [f"{name} has no place in megasink's model" for name in extra if name not in ignored]
-    if not found:
-        found = list(_misfits(weights, todo, weight_shapes(source.model)))
-    refuse(f"{source.folder} does not contain the weights that its config.json describes", found)
+    problems = [f"{name} is missing" for name in sorted(known - weights.names)]
+    unknown = [name for name in extra if name not in ignored]
+    problems += [f"{name} has no place in megasink's model" for name in unknown]
+    if not problems:
+        problems = list(_misfits(weights, todo, weight_shapes(source.model)))
+    refuse(f"{source.folder} does not contain the weights that its config.json describes", problems)
     return ignored
 
 

@@ -1,19 +1,112 @@
-"""config.json <-> Architecture, for the keys that all architectures of transformers share."""
+"""config.json <-> Architecture, for the keys that all architectures of transformers share.
+
+Types and ranges of a file are checked before anything is computed with them; an architecture
+without a target is refused with the reason, by its name or by what its keys say.
+"""
 
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any, Literal, get_type_hints
 
 from packaging.version import Version
+from pydantic import Field
 
-from megasink.checked_fields import check
+from megasink.checked_fields import (
+    FACTORS,
+    Count,
+    Epsilon,
+    Experts,
+    Layers,
+    Number,
+    Positive,
+    Share,
+    check,
+    fields,
+)
 from megasink.convert.architecture import Architecture
-from megasink.convert.hf_fields import CONFIG
-from megasink.convert.not_imported import why_not
+from megasink.convert.megasink_model import MegasinkOptions
 from megasink.convert.targets import TARGETS
 from megasink.convert.targets.target import Config, Target
 from megasink.errors import UserError
 from megasink.json_file import read_object
+
+# Null is "not said" in files of transformers; without these there is no model.
+_SIZES = "vocab_size hidden_size intermediate_size num_attention_heads max_position_embeddings"
+_COUNTS = (
+    "num_key_value_heads head_dim sliding_window moe_intermediate_size decoder_sparse_step "
+    "full_attention_interval"
+)
+_NUMBERS_OF_EXPERTS = (
+    "num_experts num_local_experts num_experts_per_tok shared_intermediate_size "
+    "shared_expert_intermediate_size max_window_layers"
+)
+_FLAGS = (
+    "tie_word_embeddings attention_bias mlp_bias use_sliding_window norm_topk_prob "
+    "use_sandwich_norm use_attention_gate use_cache output_router_logits qk_norm qkv_bias "
+    "linear_bias zero_centred_norms"
+)
+_NUMBERS = (
+    "embedding_multiplier logits_scaling residual_multiplier swiglu_alpha swiglu_limit "
+    "final_logit_softcapping router_aux_loss_coef router_jitter_noise"
+)
+_TOKEN = Annotated[int, Field(ge=-1, le=2**31 - 1)]
+_TOKENS = dict.fromkeys(
+    ("eos_token_id", "bos_token_id", "pad_token_id"), _TOKEN | list[_TOKEN] | None
+)
+_DTYPE = Literal["float32", "bfloat16", "float16"] | None
+_ROPE: dict[str, Any] = {
+    "rope_type": str | None,
+    "type": str | None,
+    "rope_theta": Positive | None,
+    "factor": Positive | None,
+    "partial_rotary_factor": Share | None,
+    **dict.fromkeys(("low_freq_factor", "high_freq_factor"), Number | None),
+    "original_max_position_embeddings": Count | None,
+}
+_OF_LAYERS = fields(_ROPE)
+_PARAMETERS = fields(
+    _ROPE | dict.fromkeys(("full_attention", "sliding_attention"), _OF_LAYERS | None)
+)
+
+CONFIG_FIELDS = fields(
+    {hint: kind | None for hint, kind in get_type_hints(MegasinkOptions).items()}
+    | dict.fromkeys(_SIZES.split(), Count)
+    | dict.fromkeys(_COUNTS.split(), Count | None)
+    | dict.fromkeys(_NUMBERS_OF_EXPERTS.split(), Experts | None)
+    | dict.fromkeys(_FLAGS.split(), bool | None)
+    | dict.fromkeys(_NUMBERS.split(), Number | None)
+    | _TOKENS
+    | dict.fromkeys(("dtype", "torch_dtype"), _DTYPE)
+    | dict.fromkeys(("rms_norm_eps", "norm_eps"), Epsilon | None)
+    | dict.fromkeys(("rope_parameters", "rope_scaling"), _PARAMETERS | None)
+    | dict.fromkeys(("attention_dropout", "partial_rotary_factor"), Share | None)
+    | {
+        "model_type": str,
+        "num_hidden_layers": Layers,
+        "hidden_act": str | None,
+        "initializer_range": Annotated[float, Field(ge=0, le=1e3)] | None,
+        "rope_theta": Positive | None,
+        "layer_types": list[str] | None,
+        "layer_rope_theta": list[Annotated[float, Field(ge=0, le=1e18)] | None] | None,
+        "mlp_only_layers": list[int] | None,
+        "attention_multiplier": Positive | None,
+        **dict.fromkeys(FACTORS, Positive | None),
+        "attention_variant": str,
+        "attention_variant_layers": list[bool | int] | None,
+        "gate_granularity": str | None,
+        "quantization_config": dict[str, Any] | None,
+        "megasink": fields({"attention": str, "zero_centred": bool}) | None,
+    }
+)
+"""The record of all of them."""
+GENERATION_FIELDS = fields(
+    _TOKENS
+    | dict.fromkeys(("use_cache", "do_sample"), bool | None)
+    | dict.fromkeys(("temperature", "top_p", "repetition_penalty"), Number | None)
+    | dict.fromkeys(("top_k", "max_new_tokens", "max_length"), Experts | None)
+)
+"""The record of what a generation_config.json hands on to the next export."""
+
 
 # Llama 3's scaling in Megatron; only the factor is an option
 # (megatron/core/models/common/embeddings/rotary_pos_embedding.py:98).
@@ -129,10 +222,11 @@ def _rope_problems(config: Mapping[str, Any], target: Target) -> list[str]:
 
 
 def _quantized(config: Mapping[str, Any]) -> list[str]:
-    found = config.get("quantization_config")
-    if not found:
+    quantization = config.get("quantization_config")
+    if not quantization:
         return []
-    return [f"weights quantized with {found.get('quant_method')}: save them in bfloat16 first"]
+    method = quantization.get("quant_method")
+    return [f"weights quantized with {method}: save them in bfloat16 first"]
 
 
 def _common(config: Mapping[str, Any]) -> dict[str, Any]:
@@ -188,5 +282,42 @@ def read_config(folder: Path) -> Config:
         raise UserError(f"{path} is not a model configuration: {error}") from error
     # Another architecture may have other types; `architecture_from` refuses it by name.
     if not isinstance(name := config.get("model_type"), str) or name in TARGETS:
-        check(CONFIG, config, str(path))
+        check(CONFIG_FIELDS, config, str(path))
     return config
+
+
+_BY_NAME = {
+    "olmo2": "it normalizes the outputs of attention and FFN, not their inputs, and its "
+    "qk-norm spans all heads, where Megatron's spans one head",
+    "granite": "its multipliers (embedding, attention, residual, logits) have no counterpart",
+    "llama4": "its layers without RoPE and its chunked attention have no counterpart",
+    "gpt2": "its weights are transposed, with query, key and value in one tensor, and its FFN and "
+    "norms have biases",
+    "phi3": "query, key and value are one tensor, and its RoPE has a factor for each dimension",
+}
+# {key: what a value other than null, false and 0 means}
+_BY_KEY = {
+    "is_encoder_decoder": "it is an encoder and a decoder",
+    "vision_config": "it reads images beside text",
+    "audio_config": "it reads sound beside text",
+    "kv_lora_rank": "it has multi-head latent attention",
+    "linear_num_value_heads": "it has layers of linear attention",
+    "state_size": "it has state-space layers",
+    "ssm_state_size": "it has state-space layers",
+    "mamba_d_state": "it has state-space layers",
+    "use_parallel_residual": "attention and FFN read the same input, side by side",
+    "parallel_attn": "attention and FFN read the same input, side by side",
+    "attn_logit_softcapping": "its attention scores have a soft cap",
+    "alibi": "its positions are distances (ALiBi)",
+    "clip_qkv": "its queries, keys and values are clamped",
+    "type_vocab_size": "it is an encoder: its attention is not causal",
+    "query_pre_attn_scalar": "its attention has a scale of its own, and its norms add 1 to gains",
+}
+
+
+def why_not(config: Mapping[str, Any]) -> str:
+    """Return why megasink cannot import the model of a config.json, without a subject."""
+    if named := _BY_NAME.get(str(config.get("model_type"))):
+        return named
+    reasons = dict.fromkeys(text for key, text in _BY_KEY.items() if config.get(key))
+    return "; ".join(reasons) or "no target says what its tensors are"

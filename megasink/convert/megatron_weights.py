@@ -79,64 +79,64 @@ def _norm(model: Architecture, prefix: str, size: int) -> dict[str, Shape]:
 
 def _norms(model: Architecture) -> dict[str, Shape]:
     """Return the norms of a layer."""
-    found: dict[str, Shape] = {}
+    norms: dict[str, Shape] = {}
     if not model.options.post_norm:
         before_ffn = "pre_mlp_layernorm." if model.experts else "mlp.linear_fc1.layer_norm_"
         for prefix in ("self_attention.linear_qkv.layer_norm_", before_ffn):
-            found |= _norm(model, prefix, model.hidden)
+            norms |= _norm(model, prefix, model.hidden)
     if model.options.post_norm or model.options.sandwich_norm:
         for prefix in ("post_self_attn_layernorm.", "post_mlp_layernorm."):
-            found |= _norm(model, prefix, model.hidden)
+            norms |= _norm(model, prefix, model.hidden)
     if model.qk_norm:
         for x in "qk":
-            found |= _norm(model, f"self_attention.{x}_layernorm.", model.head_dim)
-    return found
+            norms |= _norm(model, f"self_attention.{x}_layernorm.", model.head_dim)
+    return norms
 
 
 def _gate(model: Architecture) -> dict[str, Shape]:
     """Return the explicit gate, unless its rows are in linear_qkv, and the SDPA output norm."""
-    found: dict[str, Shape] = {}
+    shapes: dict[str, Shape] = {}
     if model.options.sdpa_output_norm == "rmsnorm":
-        found["output_norm.weight"] = (model.heads * model.head_dim,)
+        shapes["output_norm.weight"] = (model.heads * model.head_dim,)
     if not model.variant.explicit_gate or model.megatrons_gate:
-        return found
+        return shapes
     heads, width = gate_shape(model.gate_options())
     if model.options.gate_input == "none":
-        return found | {"gate.logit": (heads * width,)}
-    found["linear_gate.weight"] = (heads * width, model.hidden)
+        return shapes | {"gate.logit": (heads * width,)}
+    shapes["linear_gate.weight"] = (heads * width, model.hidden)
     if model.qkv_bias:
-        found["linear_gate.bias"] = (heads * width,)
-    return found
+        shapes["linear_gate.bias"] = (heads * width,)
+    return shapes
 
 
 def _ffn(model: Architecture) -> dict[str, Shape]:
     hidden, width = model.hidden, model.ffn
-    found: dict[str, Shape]
+    shapes: dict[str, Shape]
     if not model.experts:
         rows = 2 * width if model.options.gated_unit else width
-        found = {
+        shapes = {
             "mlp.linear_fc1.weight": (rows, hidden),
             "mlp.linear_fc2.weight": (hidden, width),
         }
         if model.bias:
-            found |= {"mlp.linear_fc1.bias": (rows,), "mlp.linear_fc2.bias": (hidden,)}
-        return found
-    found = {
+            shapes |= {"mlp.linear_fc1.bias": (rows,), "mlp.linear_fc2.bias": (hidden,)}
+        return shapes
+    shapes = {
         "mlp.router.weight": (model.experts, hidden),
         "mlp.experts.experts.linear_fc1.weight": (2 * width, hidden),
         "mlp.experts.experts.linear_fc2.weight": (hidden, width),
     }
     if model.bias:
-        found["mlp.router.bias"] = (model.experts,)
-        found["mlp.experts.experts.linear_fc1.bias"] = (2 * width,)
-        found["mlp.experts.experts.linear_fc2.bias"] = (hidden,)
+        shapes["mlp.router.bias"] = (model.experts,)
+        shapes["mlp.experts.experts.linear_fc1.bias"] = (2 * width,)
+        shapes["mlp.experts.experts.linear_fc2.bias"] = (hidden,)
     if model.options.moe_router_enable_expert_bias:
-        found["mlp.router.expert_bias"] = (model.experts,)
+        shapes["mlp.router.expert_bias"] = (model.experts,)
     if model.shared_ffn:
         shared = model.shared_ffn
-        found["mlp.shared_experts.linear_fc1.weight"] = (2 * shared, hidden)
-        found["mlp.shared_experts.linear_fc2.weight"] = (hidden, shared)
-    return found
+        shapes["mlp.shared_experts.linear_fc1.weight"] = (2 * shared, hidden)
+        shapes["mlp.shared_experts.linear_fc2.weight"] = (hidden, shared)
+    return shapes
 
 
 def leading_axes(key: str) -> int:

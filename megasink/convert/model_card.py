@@ -40,7 +40,7 @@ def _numbers(layers: tuple[bool, ...]) -> str | None:
 
 
 def model_card(
-    model: Architecture, target: Target, saved: dict[str, Any], found: Checkpoint
+    model: Architecture, target: Target, saved: dict[str, Any], checkpoint: Checkpoint
 ) -> str:
     """Return Markdown with the front matter that the Hugging Face Hub reads."""
     rows = [
@@ -60,14 +60,14 @@ def model_card(
         ("vocabulary size", model.vocabulary),
         ("maximum positions", model.positions),
         ("dtype", model.dtype),
-        ("training steps", found.iteration),
+        ("training steps", checkpoint.iteration),
         ("global batch size, sequence length", _both(saved, "global_batch_size", "seq_length")),
         ("learning rate", saved.get("lr")),
         (
             "head-balance coefficient, scope",
             _both(saved, "head_balance_coeff", "head_balance_scope"),
         ),
-        *_metrics(found),
+        *_metrics(checkpoint),
     ]
     table = "\n".join(f"| {name} | {value} |" for name, value in rows if value is not None)
     papers = [_OF_GATES] if model.variant.explicit_gate else []
@@ -109,9 +109,9 @@ def _both(saved: dict[str, Any], first: str, second: str) -> str | None:
     return f"{saved[first]}, {saved.get(second)}" if saved.get(first) else None
 
 
-def _metrics(found: Checkpoint) -> list[tuple[str, Any]]:
+def _metrics(checkpoint: Checkpoint) -> list[tuple[str, Any]]:
     """Return the last values in metrics.jsonl up to the exported step."""
-    path = Path(found.config).parent / "metrics.jsonl"
+    path = Path(checkpoint.config).parent / "metrics.jsonl"
     last: dict[str, Any] = {}
     try:
         lines = path.read_text().splitlines()
@@ -122,6 +122,6 @@ def _metrics(found: Checkpoint) -> list[tuple[str, Any]]:
             entry = json.loads(line)
         except ValueError:
             continue  # a line cut off by a kill
-        if entry.get("iteration", 0) <= found.iteration:
+        if entry.get("iteration", 0) <= checkpoint.iteration:
             last |= {k: v for k, v in entry.items() if k in _SHOWN and isinstance(v, int | float)}
     return [(title, f"{last[key]:,.6g}") for key, title in _SHOWN.items() if key in last]

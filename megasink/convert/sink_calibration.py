@@ -49,7 +49,7 @@ def sink_logits(lse_HN: Tensor, weight: float) -> Tensor:
 
 @torch.no_grad()
 def set_sinks(
-    found: Checkpoint,
+    checkpoint: Checkpoint,
     model: Architecture,
     weight: float,
     tokenizer: Any,
@@ -64,7 +64,7 @@ def set_sinks(
     """
     from megasink.checkpoints.load import load_without_tokenizer
 
-    loaded, _ = load_without_tokenizer(found, torch.float32, model.vocabulary)
+    loaded, _ = load_without_tokenizer(checkpoint, torch.float32, model.vocabulary)
     tokens_BS = sample_tokens(model, tokenizer)
     before = _loss(loaded, tokens_BS, model.vocabulary)
 
@@ -79,7 +79,7 @@ def set_sinks(
         for handle in handles:
             handle.remove()
     rows = [core.softmax_offset.cpu() for core in cores]
-    _rewrite(found, torch.stack(rows))
+    _rewrite(checkpoint, torch.stack(rows))
     say(
         f"sinks: each draws {weight:.3g} of the attention of its head on average; loss "
         f"{before:.4f} -> {after:.4f} nats per token ({after - before:+.4f}) on "
@@ -105,10 +105,10 @@ def _log_sum_exp(core: Any, *tensors: Tensor) -> Tensor:
     return lse_BHS.transpose(0, 1).flatten(1)
 
 
-def _rewrite(found: Checkpoint, offsets_LH: Tensor) -> None:
+def _rewrite(checkpoint: Checkpoint, offsets_LH: Tensor) -> None:
     """Write the logits in place: they take as many bytes as before."""
     key = LAYERS + SOFTMAX_OFFSET
-    for index, where in read_metadata(found.folder).storage_data.items():
+    for index, where in read_metadata(checkpoint.folder).storage_data.items():
         if index.fqn != key:
             continue
         content = io.BytesIO()
@@ -116,6 +116,6 @@ def _rewrite(found: Checkpoint, offsets_LH: Tensor) -> None:
         torch.save(offsets_LH[layer : layer + 1].clone(), content)
         if len(content.getvalue()) != where.length:
             raise RuntimeError(f"{key} takes {where.length} bytes, not {len(content.getvalue())}")
-        with (found.folder / where.relative_path).open("r+b") as file:
+        with (checkpoint.folder / where.relative_path).open("r+b") as file:
             file.seek(where.offset)
             file.write(content.getvalue())

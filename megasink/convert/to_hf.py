@@ -41,7 +41,7 @@ class Source:
     """A checkpoint to be exported, and as what: the plan of the writer and of the verification.
 
     Attributes:
-        found: its location.
+        location: its location.
         saved: the arguments of its run.
         model: its architecture.
         tokenizer: a transformers tokenizer; None if the run has none.
@@ -50,7 +50,7 @@ class Source:
         why: why that one.
     """
 
-    found: Checkpoint
+    location: Checkpoint
     saved: dict[str, Any]
     model: Architecture
     tokenizer: Any
@@ -61,7 +61,7 @@ class Source:
     @cached_property
     def checkpoint(self) -> MegatronCheckpoint:
         """The weights."""
-        return MegatronCheckpoint(self.found.folder)
+        return MegatronCheckpoint(self.location.folder)
 
     @cached_property
     def steps(self) -> list[Step]:
@@ -84,17 +84,17 @@ def source_of(
         UserError: the checkpoint or tokenizer does not exist, the target named does not fit, or
             none supports the model; all unsupported features are listed.
     """
-    found = find_checkpoint(run, iteration)
-    saved = read_arguments(found.config)
-    loaded = tokenizer_of(saved, tokenizer, found.config)
+    location = find_checkpoint(run, iteration)
+    saved = read_arguments(location.config)
+    loaded = tokenizer_of(saved, tokenizer, location.config)
     model, problems = architecture_of(saved, None if loaded is None else len(loaded))
     if problems:
         raise UserError(f"{run} cannot be converted for transformers: {'; '.join(problems)}")
-    kept = carried(found.config)
+    kept = carried(location.config)
     before = TARGETS.get(kept.get("model_type", ""))
     if target is None and before is not None and not before.problems(model):
-        return Source(found, saved, model, loaded, kept, before, "as it was imported")
-    return Source(found, saved, model, loaded, kept, *choose(model, target))
+        return Source(location, saved, model, loaded, kept, before, "as it was imported")
+    return Source(location, saved, model, loaded, kept, *choose(model, target))
 
 
 def export(
@@ -143,16 +143,16 @@ def _account(source: Source) -> None:
     checkpoint, model = source.checkpoint, source.model
     known = {key for step in source.steps for key in step.row.megatron}
     stored_keys = checkpoint.shapes.keys()
-    found = [f"{key} is missing" for key in sorted(known - stored_keys)]
-    found += [f"{key} has no place in the target" for key in sorted(stored_keys - known)]
+    problems = [f"{key} is missing" for key in sorted(known - stored_keys)]
+    problems += [f"{key} has no place in the target" for key in sorted(stored_keys - known)]
     for key, shape in sorted(weight_shapes(model).items()):
         axes = (model.layers, model.experts)[: leading_axes(key)]
         stored = checkpoint.shapes.get(key, (*axes, *shape))
         if stored != (*axes, *shape):
-            found.append(f"{key} is {list(stored)}, not {[*axes, *shape]}")
+            problems.append(f"{key} is {list(stored)}, not {[*axes, *shape]}")
     refuse(
         f"{checkpoint.folder} is a checkpoint of a different model than config.json describes",
-        found,
+        problems,
     )
 
 
@@ -202,7 +202,7 @@ def _write_beside(source: Source, folder: Path, say: Say) -> None:
 
         tokens = tokenizer_hash(source.tokenizer)
         source.tokenizer.save_pretrained(folder)
-    card = model_card(source.model, target, source.saved, source.found)
+    card = model_card(source.model, target, source.saved, source.location)
     (folder / "README.md").write_text(card)
     for path in FILES if target.custom_code else ():
         shutil.copyfile(path, folder / path.name)

@@ -86,8 +86,8 @@ def write_checkpoint(
     for item in items:
         data = item.tensor_data
         assert data is not None
-        whole = TensorStorageMetadata(data.properties, data.size, [])
-        stored.setdefault(item.index.fqn, whole).chunks.append(data.chunk)
+        empty = TensorStorageMetadata(data.properties, data.size, [])
+        stored.setdefault(item.index.fqn, empty).chunks.append(data.chunk)
     common_key = ShardedObject("common_state", None, (1,), (0,)).unique_key
     content = io.BytesIO()
     torch.save([common], content)

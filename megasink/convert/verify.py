@@ -69,7 +69,7 @@ class Difference:
 
 
 def verify_logits(
-    found: Checkpoint,
+    checkpoint: Checkpoint,
     hf_folder: Path,
     model: Architecture,
     tokenizer: Any,
@@ -92,13 +92,13 @@ def verify_logits(
     """
     tokens_BS = sample_tokens(model, tokenizer)
     what = "text" if tokenizer is not None else "random tokens (no tokenizer)"
-    ours, ours_new = _megatron(found, torch.float32, tokens_BS, model.vocabulary)
+    ours, ours_new = _megatron(checkpoint, torch.float32, tokens_BS, model.vocabulary)
     theirs, theirs_new = _transformers(hf_folder, torch.float32, tokens_BS)
     full = difference(ours, theirs, ours_new, theirs_new)
     say(f"verified on {tokens_BS.numel()} tokens of {what}, float32: {full}")
     limit = full.tolerance
     if full.logits > limit:
-        rounded, _ = _megatron(found, torch.float32, tokens_BS, model.vocabulary, rounded=True)
+        rounded, _ = _megatron(checkpoint, torch.float32, tokens_BS, model.vocabulary, rounded=True)
         error = float((rounded - ours).abs().max())
         say(f"one rounding of the weights changes the logits by up to {error:.2g}")
         limit = max(limit, _TIMES_WORSE * error)
@@ -110,7 +110,7 @@ def verify_logits(
     if model.dtype == "float32":
         return full
     dtype = getattr(torch, model.dtype)
-    half, half_new = _megatron(found, dtype, tokens_BS, model.vocabulary)
+    half, half_new = _megatron(checkpoint, dtype, tokens_BS, model.vocabulary)
     half_hf, half_hf_new = _transformers(hf_folder, dtype, tokens_BS)
     say(f"verified in {model.dtype}: {difference(half, half_hf, half_new, half_hf_new)}")
     error, error_hf = (float((x - ours).abs().mean()) for x in (half, half_hf))
@@ -184,7 +184,7 @@ def sample_tokens(model: Architecture, tokenizer: Any) -> Tensor:
 
 @torch.no_grad()
 def _megatron(
-    found: Checkpoint,
+    checkpoint: Checkpoint,
     dtype: torch.dtype,
     tokens_BS: Tensor,
     vocabulary: int,
@@ -196,7 +196,7 @@ def _megatron(
     from megasink.megatron.decoding import generate
     from megasink.megatron.sampling import Sampling
 
-    model, _ = load_without_tokenizer(found, dtype, vocabulary)
+    model, _ = load_without_tokenizer(checkpoint, dtype, vocabulary)
     generator = torch.Generator().manual_seed(1234)
     for parameter in model.parameters() if rounded else ():
         sign = torch.randint(0, 2, parameter.shape, generator=generator).to(parameter) * 2 - 1

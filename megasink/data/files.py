@@ -77,11 +77,11 @@ def _walk(root: Path, left_out: set[str]) -> list[Path]:
     def refuse(error: OSError) -> None:
         raise UserError(f"folder {error.filename} cannot be read: {error.strerror}")
 
-    found = []
+    paths = []
     for folder, subfolders, names in root.walk(on_error=refuse):
         subfolders[:] = [s for s in subfolders if s not in left_out and not s.startswith(".")]
-        found += [folder / n for n in names if not n.startswith(".")]
-    return sorted(found, key=lambda p: p.relative_to(root).parts)
+        paths += [folder / n for n in names if not n.startswith(".")]
+    return sorted(paths, key=lambda p: p.relative_to(root).parts)
 
 
 def _classify(path: Path, json_key: str, max_bytes: int, *, named: bool) -> File:

@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from megasink.data.sidecar import read_sidecar
+from megasink.data.output import read_sidecar
 from megasink.data.writer import DTYPES, HEADER, MAGIC
 
 ENTRIES = 1 << 20

@@ -12,8 +12,7 @@ import numpy as np
 from megasink.data import output
 from megasink.data.corpus import EXAMPLES
 from megasink.data.index import data_problem, sequence_lengths
-from megasink.data.output import file_of, output_problems, part_of, partial_of
-from megasink.data.sidecar import read_sidecar
+from megasink.data.output import file_of, output_problems, part_of, partial_of, read_sidecar
 from megasink.data.writer import write_index
 from megasink.errors import ConfigError
 from megasink.gone import FINETUNE
@@ -56,8 +55,8 @@ def merge(prefix: Path, *, overwrite: bool = False) -> dict[str, Any]:
 def _parts(prefix: Path, problems: list[str]) -> list[Path]:
     """Return the parts in order; append what is missing to `problems`."""
     form = re.compile(re.escape(prefix.name) + r"-(\d+)-of-(\d+)\.idx")
-    found = [match for path in prefix.parent.glob("*.idx") if (match := form.fullmatch(path.name))]
-    counts = sorted({int(match[2]) for match in found})
+    names = (path.name for path in prefix.parent.glob("*.idx"))
+    counts = sorted({int(match[2]) for name in names if (match := form.fullmatch(name))})
     if len(counts) != 1:
         what = f"parts of {' and of '.join(map(str, counts))}" if counts else "no part"
         problems.append(
@@ -65,11 +64,11 @@ def _parts(prefix: Path, problems: list[str]) -> list[Path]:
             "--partition, all of one division"
         )
         return []
-    whole = [part_of(prefix, part, counts[0]) for part in range(1, counts[0] + 1)]
-    missing = [str(p) for p in whole if not file_of(p, ".idx").is_file()]
+    prefixes = [part_of(prefix, part, counts[0]) for part in range(1, counts[0] + 1)]
+    missing = [str(p) for p in prefixes if not file_of(p, ".idx").is_file()]
     if missing:
         problems.append(f"{', '.join(missing)}: not there yet")
-    return whole
+    return prefixes
 
 
 def _differences(parts: list[Path], sidecars: list[dict[str, Any]]) -> list[str]:

@@ -1,4 +1,4 @@
-"""The files of a data set: their names, a lock on them, and their publication all at once."""
+"""The files of a data set: their names, a lock, publication all at once, and how it was made."""
 
 import json
 import shutil
@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 from megasink.atomic import sync, sync_folder
 from megasink.data.object_store import is_stored
 from megasink.errors import UserError
+from megasink.json_file import read_object
 from megasink.output_folder import folder_problem, locked
 from megasink.stopping import Signalled
 
@@ -125,3 +126,34 @@ def publish(prefix: Path) -> None:
     for suffix in FILES:
         partial_of(prefix, suffix).rename(file_of(prefix, suffix))
     sync_folder(prefix.parent)
+
+
+def mismatch(prefix: str, sha256: str, name: str) -> str | None:
+    """Return why a data set does not match a tokenizer; None if it does or has no sidecar.
+
+    Args:
+        prefix: path of the data set without ``.bin``.
+        sha256: `tokenizer_hash` of the tokenizer. It takes as long as its vocabulary is large, so
+            the caller computes it once for all data sets.
+        name: the tokenizer in the message.
+    """
+    sidecar = Path(f"{prefix}.json")
+    if not sidecar.is_file():
+        return None  # made by Megatron's own tool
+    tokenizer = read_sidecar(prefix).get("tokenizer")
+    if not isinstance(tokenizer, dict) or not isinstance(tokenizer.get("sha256"), str):
+        return f"{sidecar} does not describe a data set: make the data set again"
+    if tokenizer["sha256"] == sha256:
+        return None
+    return (
+        f"made with the tokenizer {tokenizer.get('folder')}, whose tokens differ from those of "
+        f"{name}: train with that tokenizer or make the data set again"
+    )
+
+
+def read_sidecar(prefix: str) -> dict[str, Any]:
+    """Return its contents; empty if it is missing, or not a sidecar."""
+    try:
+        return read_object(Path(f"{prefix}.json"))
+    except UserError:
+        return {}

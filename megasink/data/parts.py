@@ -55,11 +55,11 @@ def spans_of(files: list[File], part: int, parts: int) -> list[Span]:
     if parts == 1:
         return [Span(file, 0, file.size) for file in files]
     total = sum(file.size for file in files)
-    found: list[list[Span]] = [[] for _ in range(parts)]
+    given: list[list[Span]] = [[] for _ in range(parts)]
     begin = 0
     for file in files:
         end = begin + file.size
-        for number, spans in enumerate(found):
+        for number, spans in enumerate(given):
             low, high = total * number // parts, total * (number + 1) // parts
             if is_divisible(file):
                 start, stop = max(begin, low), min(end, high)
@@ -68,9 +68,9 @@ def spans_of(files: list[File], part: int, parts: int) -> list[Span]:
             elif low <= begin < high or (begin == high and number == parts - 1):
                 spans.append(Span(file, 0, file.size))
         begin = end
-    if not all(found):
+    if not all(given):
         raise ConfigError(
-            f"--partition {part}/{parts}: {sum(map(bool, found))} of the {parts} parts would have "
+            f"--partition {part}/{parts}: {sum(map(bool, given))} of the {parts} parts would have "
             f"data, because only uncompressed JSON Lines are divided inside a file: use fewer parts"
         )
-    return found[part - 1]
+    return given[part - 1]

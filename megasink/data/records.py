@@ -68,8 +68,8 @@ def _values_beyond(line: bytes) -> bool:
     """Return whether a line has more than `_VALUES` values; commas inside strings do not count."""
     if len(line) <= _VALUES or sum(map(line.count, (b",", b"[", b"{"))) <= _VALUES:
         return False
-    found = (m for m in _STRING_OR_VALUE.finditer(line) if m.end() - m.start() == 1)
-    return next(itertools.islice(found, _VALUES, None), None) is not None
+    single_characters = (m for m in _STRING_OR_VALUE.finditer(line) if m.end() - m.start() == 1)
+    return next(itertools.islice(single_characters, _VALUES, None), None) is not None
 
 
 def _keys(record: dict[str, object]) -> str:

@@ -47,18 +47,19 @@ def problems_of(positions: Sequence[int] | None, value: str | None) -> list[str]
         return [f"{at} {positions}: give whole numbers"]
     if not positions:
         return [f"--replace-tokens-with {value} without {at}: name the positions"] if value else []
-    found = [
+    problems = [
         f"{at} {position} is negative: positions count from 0"
         for position in positions
         if position < 0
     ]
     if len(set(positions)) < len(positions):
-        found.append(f"{at} {' '.join(map(str, positions))}: a position is repeated")
+        problems.append(f"{at} {' '.join(map(str, positions))}: a position is repeated")
     if value is None:
-        return [*found, f"{at} without --replace-tokens-with: give one of {FORMS}"]
+        return [*problems, f"{at} without --replace-tokens-with: give one of {FORMS}"]
     if not re.fullmatch(f"{RANDOM}|[0-9]{{1,9}}", str(value)):
-        found.append(f"--replace-tokens-with {value}: use random, or the id of a token, from 0 on")
-    return found
+        use = "use random, or the id of a token, from 0 on"
+        problems.append(f"--replace-tokens-with {value}: {use}")
+    return problems
 
 
 @dataclass(frozen=True, eq=False)
@@ -117,8 +118,8 @@ def replacement(
     """
     import numpy as np
 
-    if found := problems_of(positions, value):
-        raise UserError(found[0])
+    if problems := problems_of(positions, value):
+        raise UserError(problems[0])
     special = set() if tokenizer is None else set(tokenizer.all_special_ids)
     ids = range(size) if tokenizer is None else tokenizer.get_vocab().values()
     drawn_from = sorted(i for i in set(ids) - special if i < size)

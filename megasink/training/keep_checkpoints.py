@@ -7,9 +7,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from megasink.checkpoints.find import newest_checkpoint
+from megasink.checkpoints.find import delete, newest_checkpoint
 from megasink.checkpoints.intact import checkpoint_path, damage
-from megasink.checkpoints.saved import delete
 from megasink.printable import say
 from megasink.upstream.training import RETAINED_CHECKPOINTS, WHOLE_CHECKPOINTS
 

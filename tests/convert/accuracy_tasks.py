@@ -46,7 +46,7 @@ def accuracy(folder: str) -> dict[str, str]:
     vocabulary = source.model.vocabulary
     logits: dict[tuple[str, torch.dtype], tuple[torch.Tensor, list[int]]] = {}
     for dtype in (torch.float32, torch.bfloat16):
-        logits["megatron", dtype] = verify._megatron(source.found, dtype, tokens, vocabulary)
+        logits["megatron", dtype] = verify._megatron(source.location, dtype, tokens, vocabulary)
         logits["hf", dtype] = verify._transformers(hf, dtype, tokens)
     full, half = (
         verify.difference(

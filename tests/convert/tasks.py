@@ -172,7 +172,7 @@ def own_round_trip(folder: str, name: str, bf16: bool = False) -> dict[str, Any]
     source = to_hf.source_of(root / "run")
 
     def compare(out: Path) -> None:
-        found.append(verify_logits(source.found, out, source.model, None, lines.append))
+        found.append(verify_logits(source.location, out, source.model, None, lines.append))
 
     to_hf.export(source, root / "hf", say=lines.append, verify=compare)
     shutil.copytree(root / "hf", root / "changed")

@@ -6,8 +6,7 @@ import random
 from megatron.core.datasets.indexed_dataset import IndexedDataset
 
 from megasink import cli
-from megasink.data.corpus import Corpus
-from megasink.data.paragraphs import paragraphs
+from megasink.data.corpus import Corpus, paragraphs
 from megasink.data.tokenizer import load_tokenizer
 
 BREAKS = ("word ", "x" * 50, "\n", "\n\n", " \n \t\n", "\r\n\r\n")

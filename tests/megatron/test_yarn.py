@@ -2,7 +2,7 @@
 
 import pytest
 
-from megasink.checkpoints.yarn import with_yarn
+from megasink.checkpoints.load import with_yarn
 from megasink.cli.analysis_flags import weights_parser, weights_problems
 from megasink.errors import UserError
 

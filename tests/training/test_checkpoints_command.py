@@ -6,7 +6,7 @@ import threading
 
 import pytest
 
-from megasink.checkpoints.saved import delete
+from megasink.checkpoints.find import delete
 from megasink.cli import main
 from megasink.training.keep_checkpoints import delete_previous
 from megasink.training.lease import Lease

@@ -88,7 +88,7 @@ def of_run(loaded: "LoadedModel", name: str, *, yarn: float | None = None) -> Pr
         yarn: the factor by which its context was stretched when it was loaded.
     """
     from megasink.analysis.capture.megatron_model import heads_by_layer
-    from megasink.checkpoints.model_facts import model_facts
+    from megasink.checkpoints.load import model_facts
 
     trained = loaded.args
     facts = model_facts(trained, loaded.model, loaded.iteration, name)

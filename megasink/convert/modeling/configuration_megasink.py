@@ -175,14 +175,14 @@ class MegasinkConfig(PreTrainedConfig):
     @property
     def float32_parameters(self) -> set[str]:
         """Parameters and buffers that stay float32 in a 16-bit model."""
-        found = {"sinks"} if self.has_sink else set()
+        names = {"sinks"} if self.has_sink else set()
         if self.attention_variant[0] == "k":
-            found.add("key_bias")
+            names.add("key_bias")
         if "v-bias" in self.attention_variant:
-            found.add("value_bias")
+            names.add("value_bias")
         if self.moe_router_enable_expert_bias:
-            found.add("e_score_correction_bias")
-        return found | ({"position_bias"} if self.attention_bias_type == "t5" else set())
+            names.add("e_score_correction_bias")
+        return names | ({"position_bias"} if self.attention_bias_type == "t5" else set())
 
     @property
     def base_model_ep_plan(self) -> dict[str, str] | None:
@@ -196,9 +196,9 @@ class MegasinkConfig(PreTrainedConfig):
     def tensor_parallel_plan(self) -> dict[str, str] | None:
         """Tensor-parallel plan of the parameters; None if one of them cannot be split."""
         gated = self.attention_variant == "gated"
-        whole = self.gate_shared_heads or self.gate_input == "none"
+        undivided = self.gate_shared_heads or self.gate_input == "none"
         if (
-            (gated and (whole or self.gate_position == "output"))
+            (gated and (undivided or self.gate_position == "output"))
             or self.sdpa_output_norm == "rmsnorm"
             or self.attention_variant.endswith("-bias")
             or self.attention_bias_type != "none"

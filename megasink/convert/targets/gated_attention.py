@@ -63,13 +63,13 @@ def _qwen_config(model: Architecture) -> Config:
 
 
 def _qwen_refused(config: Mapping[str, Any]) -> list[str]:
-    found = []
+    problems = []
     if set(config.get("layer_types") or ["linear_attention"]) != {"full_attention"}:
-        found.append("layer_types: linear attention")
+        problems.append("layer_types: linear attention")
     rope = config.get("rope_parameters") or {}
     if config.get("partial_rotary_factor", rope.get("partial_rotary_factor", 0.25)) != 1.0:
-        found.append("partial_rotary_factor other than 1")
-    return found
+        problems.append("partial_rotary_factor other than 1")
+    return problems
 
 
 def _lfm3_config(model: Architecture) -> Config:
@@ -80,16 +80,16 @@ def _lfm3_config(model: Architecture) -> Config:
 
 
 def _lfm3_refused(config: Mapping[str, Any]) -> list[str]:
-    found = []
+    problems = []
     if "conv" in (config.get("layer_types") or ["conv"]):
-        found.append("layer_types: convolutions")
+        problems.append("layer_types: convolutions")
     if config.get("use_sandwich_norm", True):
-        found.append("use_sandwich_norm")
+        problems.append("use_sandwich_norm")
     parameters = config.get("rope_parameters") or {}
     ropes = [parameters.get(kind) for kind in set(config.get("layer_types") or [])]
     if any(r != ropes[0] or not r or r.get("rope_type") != "default" for r in ropes):
-        found.append("rope_parameters: layers with different or scaled RoPE")
-    return found
+        problems.append("rope_parameters: layers with different or scaled RoPE")
+    return problems
 
 
 register(

@@ -51,25 +51,23 @@ class MegasinkTarget(Target):
     """The target that supports nearly every option of a run."""
 
     def problems(self, model: Architecture) -> list[str]:
-        found = [f"it has no {option}" for option in unknown_values(model.options)]
-        export = model.variant.export
-        if export is None or not export.modelling_file:
-            found.append(f"it has no {model.attention} attention")
-        if len(set(model.windows) - {None}) > 1:
-            found.append("its sliding windows all have the same size")
-        if model.rope_factor is not None and model.options.rotary_percent != 1.0:
-            found.append("its RoPE scaling applies to whole heads")
-        if model.experts and model.bias:
-            found.append("its experts have no biases")
-        if model.experts and not model.options.gated_unit:
-            found.append("its experts are gated")
-        if model.experts and model.options.normalization != "RMSNorm":
-            found.append("its experts follow an RMSNorm")
-        if model.qk_norm and (model.options.qk_l2_norm or model.options.norm_without_gain):
-            found.append("its qk-norm has gains")
-        if model.activation == "relu2" and model.options.gated_unit:
-            found.append("its relu2 has no gate")
-        return found
+        options, export = model.options, model.variant.export
+        wrong = {
+            f"it has no {model.attention} attention": export is None or not export.modelling_file,
+            "its sliding windows all have the same size": len(set(model.windows) - {None}) > 1,
+            "its RoPE scaling applies to whole heads": (
+                model.rope_factor is not None and options.rotary_percent != 1.0
+            ),
+            "its experts have no biases": model.experts and model.bias,
+            "its experts are gated": model.experts and not options.gated_unit,
+            "its experts follow an RMSNorm": model.experts and options.normalization != "RMSNorm",
+            "its qk-norm has gains": (
+                model.qk_norm and (options.qk_l2_norm or options.norm_without_gain)
+            ),
+            "its relu2 has no gate": model.activation == "relu2" and options.gated_unit,
+        }
+        unknown = [f"it has no {option}" for option in unknown_values(options)]
+        return unknown + [text for text, is_so in wrong.items() if is_so]
 
 
 def _table(model: Architecture) -> tuple[Row, ...]:
@@ -89,10 +87,9 @@ def _table(model: Architecture) -> tuple[Row, ...]:
 
 def _layer_rows(model: Architecture) -> list[Row]:
     """Return the rows of the layers of a model whose layers are alike."""
-    found = [_layer_row(model, key) for key in weight_shapes(model) if key.startswith(LAYERS)]
-    if model.has_sink and not model.variant.parameters:
-        found += rows.sinks(model)
-    return found
+    of_keys = [_layer_row(model, key) for key in weight_shapes(model) if key.startswith(LAYERS)]
+    fixed_sinks = model.has_sink and not model.variant.parameters
+    return [*of_keys, *(rows.sinks(model) if fixed_sinks else ())]
 
 
 def _layer_row(model: Architecture, key: str) -> Row:
@@ -154,20 +151,20 @@ def _refused(config: Mapping[str, Any]) -> list[str]:
     ):
         return [f"attention_variant_layers {layers} of {config['num_hidden_layers']} layers"]
     granularity = config.get("gate_granularity", "headwise")
-    found = unknown_values(_options(config))
+    problems = unknown_values(_options(config))
     if granularity not in GATES:
-        found.append(f"gate_granularity {granularity!r}")
+        problems.append(f"gate_granularity {granularity!r}")
     if config.get("hidden_act", "silu") not in ("silu", "gelu", "relu", "relu2", "gpt-oss"):
-        found.append(f"hidden_act {config['hidden_act']!r}")
+        problems.append(f"hidden_act {config['hidden_act']!r}")
     if config.get("moe_router_score_function") == "sigmoid" and not config.get(
         "norm_topk_prob", True
     ):
-        found.append("norm_topk_prob False with a sigmoid router")
+        problems.append("norm_topk_prob False with a sigmoid router")
     share, rope = config.get("rotary_percent", 1.0), config.get("rope_parameters") or {}
     factor = rope.get("partial_rotary_factor", config.get("partial_rotary_factor", share))
     if factor != share:
-        found.append(f"partial_rotary_factor {factor} and rotary_percent {share}, which differ")
-    return found
+        problems.append(f"partial_rotary_factor {factor} and rotary_percent {share}, which differ")
+    return problems
 
 
 register(

@@ -76,15 +76,15 @@ def _granite(model: Architecture) -> Config:
 
 
 def _granite_refused(config: Mapping[str, Any]) -> list[str]:
-    heads, found = config["num_attention_heads"], []
+    heads, problems = config["num_attention_heads"], []
     scale = (config.get("head_dim") or config["hidden_size"] // heads) ** -0.5
     multiplier = config.get("attention_multiplier", 1.0)
     if abs(multiplier - scale) > 1e-6 * scale:
-        found.append(f"attention_multiplier {multiplier} (not {scale:.6g})")
+        problems.append(f"attention_multiplier {multiplier} (not {scale:.6g})")
     thetas = set(config.get("layer_rope_theta") or [])
     if len(thetas) > 1 or 0 in thetas:
-        found.append("layer_rope_theta: layers with different RoPE, or without it")
-    return found
+        problems.append("layer_rope_theta: layers with different RoPE, or without it")
+    return problems
 
 
 def _read_granite(config: Mapping[str, Any]) -> dict[str, Any]:
@@ -109,12 +109,12 @@ def _read_flint(config: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _flint_refused(config: Mapping[str, Any]) -> list[str]:
-    found = []
+    problems = []
     if set(config.get("layer_types") or ["full_attention"]) != {"sliding_attention"}:
-        found.append("layer_types: layers without a window have no RoPE")
+        problems.append("layer_types: layers without a window have no RoPE")
     if config.get("mlp_only_layers") != list(range(config["num_hidden_layers"])):
-        found.append("mlp_only_layers: experts with a sigmoid router")
-    return found
+        problems.append("mlp_only_layers: experts with a sigmoid router")
+    return problems
 
 
 def _gpt_oss_config(model: Architecture) -> Config:

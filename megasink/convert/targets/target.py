@@ -106,40 +106,41 @@ class Target:
         """Return the reasons why a model cannot be exported as this architecture."""
         wanted = self.options(model.options)
         flags, wanted_flags = model.options.flags(), wanted.flags()
-        found = [f"it has no {flag}" for flag in flags if flag not in wanted_flags]
-        found += [f"it has {flag}" for flag in wanted_flags if flag not in flags]
+        problems = [f"it has no {flag}" for flag in flags if flag not in wanted_flags]
+        problems += [f"it has {flag}" for flag in wanted_flags if flag not in flags]
         if model.options.gated_unit != wanted.gated_unit:
-            found.append(f"its FFN is {'' if wanted.gated_unit else 'not '}gated")
+            problems.append(f"its FFN is {'' if wanted.gated_unit else 'not '}gated")
         if model.attention not in self.attention:
-            found.append(f"it has {' or '.join(self.attention)} attention, not {model.attention}")
+            kinds = " or ".join(self.attention)
+            problems.append(f"it has {kinds} attention, not {model.attention}")
         if model.variant_layers:
-            found.append("its layers all have the same attention")
+            problems.append("its layers all have the same attention")
         if self.moe != bool(model.experts):
-            found.append("it has experts" if self.moe else "it has no experts")
+            problems.append("it has experts" if self.moe else "it has no experts")
         if self.qk_norm != model.qk_norm:
-            found.append("it has qk-norm" if self.qk_norm else "it has no qk-norm")
+            problems.append("it has qk-norm" if self.qk_norm else "it has no qk-norm")
         if model.activation not in self.activations:
-            found.append(f"its FFN has {' or '.join(self.activations)}, not {model.activation}")
+            problems.append(f"its FFN has {' or '.join(self.activations)}, not {model.activation}")
         if model.bias and not self.bias:
-            found.append("its linear layers have no biases")
+            problems.append("its linear layers have no biases")
         elif model.qkv_bias != model.bias and not self.qkv_bias:
-            found.append("it has no biases of only the query, key and value projections")
+            problems.append("it has no biases of only the query, key and value projections")
         if self.qkv_bias and not model.qkv_bias:
-            found.append("its query, key and value projections have biases")
+            problems.append("its query, key and value projections have biases")
         sizes = set(model.windows) - {None}
         if sizes and self.windows == "none":
-            found.append("it has no sliding window")
+            problems.append("it has no sliding window")
         elif len(sizes) > 1:
-            found.append("its sliding windows all have the same size")
+            problems.append("its sliding windows all have the same size")
         elif sizes and self.windows == "all" and None in model.windows:
-            found.append("its layers all have the same window")
+            problems.append("its layers all have the same window")
         if model.rope_factor is not None and not self.rope_scaling:
-            found.append("it has no Llama 3 RoPE scaling")
+            problems.append("it has no Llama 3 RoPE scaling")
         if model.shared_ffn and not self.shared_expert:
-            found.append("it has no shared expert without a gate")
+            problems.append("it has no shared expert without a gate")
         if model.experts and self.renormalizes and not model.renormalize:
-            found.append("the probabilities of its chosen experts sum to one")
-        return found
+            problems.append("the probabilities of its chosen experts sum to one")
+        return problems
 
 
 def window_of(model: Architecture) -> int | None:

@@ -17,7 +17,7 @@ from megasink.data.index import (
     sequence_lengths,
 )
 from megasink.data.object_store import is_stored
-from megasink.data.sidecar import mismatch, read_sidecar
+from megasink.data.output import mismatch, read_sidecar
 from megasink.errors import UserError
 from megasink.gone import FINETUNE
 from megasink.printable import say

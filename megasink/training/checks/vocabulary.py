@@ -6,8 +6,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from megasink.data.output import mismatch
 from megasink.data.replaced_tokens import Replacement, problems_of, replacement
-from megasink.data.sidecar import mismatch
 from megasink.data.tokenizer import tokenizer_hash
 from megasink.data.tokenizer_files import read_files
 from megasink.errors import ConfigError, UserError

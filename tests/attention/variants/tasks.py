@@ -164,7 +164,7 @@ def _round_trip(root: Path) -> dict[str, Any] | str:
             root / "hf",
             say=silent,
             verify=lambda out: differences.append(
-                verify_logits(source.found, out, source.model, None, silent)
+                verify_logits(source.location, out, source.model, None, silent)
             ),
         )
     except UserError as error:
