@@ -70,6 +70,7 @@ class LayerBalance(torch.nn.Module):
         super().__init__()
         self.options = options
         self._statistics = statistics
+        statistics.has_layers = True
         self.layer = layer
         self.tp_group = tp_group
         self.cp_size = cp_size
@@ -124,7 +125,8 @@ class LayerBalance(torch.nn.Module):
                 uneven numbers of them; None for `tokens` on each.
         """
         coeff, scale = self.options.head_balance_coeff, self._statistics.balance
-        microbatches = self._statistics.heads.microbatches[self.layer]
+        heads = self._statistics.heads
+        microbatches = heads.microbatches[self.layer]
         coefficients = self._coefficients(gate_sum_h, tokens, in_row)
         # This rank's share of the microbatch's importance: Megatron sums over context-parallel
         # ranks, or averages and includes their number in the loss scale. The gradient is divided,
@@ -132,17 +134,23 @@ class LayerBalance(torch.nn.Module):
         count = tokens * self.cp_size if in_row is None else in_row
 
         def gradient() -> Tensor:
+            heads.awaiting[self.layer] -= 1
             sent_h = scale.scaled(coefficients(), coeff, self._why_scaled(microbatches))
             if observe is not None:
                 observe(sent_h)
             return sent_h / count
 
-        return attach_gradient(output, gate_sum_h, gradient)
+        attached = attach_gradient(output, gate_sum_h, gradient)
+        heads.awaiting[self.layer] += attached.requires_grad  # not of a frozen layer
+        return attached
 
     def _why_scaled(self, microbatches: int) -> str:
         """Return why the loss scale of this microbatch, the step's last so far, is not 1."""
         if microbatches > 1:
-            return f"this is microbatch {microbatches} of its step: it would count once for each"
+            return (
+                f"this is microbatch {microbatches} of its step, which would count once for each "
+                "(so is a forward pass without a backward pass: torch.no_grad(), discard())"
+            )
         if self.cp_size > 1:
             return f"{self.cp_size} context-parallel ranks average their gradients"
         return "fp16 scales the other losses" if self._statistics.scales_loss() else ""

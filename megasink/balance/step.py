@@ -16,6 +16,7 @@ after its reduction, is run again: it sees the same coefficients, and its sums r
 Shapes: L layers of the model, H query heads.
 """
 
+import warnings
 from enum import Enum
 from typing import Protocol
 
@@ -63,6 +64,7 @@ class LossStep:
         last: Statistics of the step `last_number`, the last that was committed; None before.
         may_skip: Whether a step may end without a step of the optimizer: false until one has
             stepped, because a loop whose optimizer is never seen would never commit.
+        has_layers: Whether layers of this rank were built to record their gates.
     """
 
     def __init__(
@@ -75,8 +77,9 @@ class LossStep:
         self.last: HeadStatistics | None = None
         self.last_number: int | None = None
         self.may_skip = False
+        self.has_layers = False
         self._options = options
-        self._stepped_without_reduction = False
+        self._stepped_without_reduction = self._warned = False
 
     def begin(self, number: int, *, observe: bool = False, share: float = 1.0) -> None:
         """Open a step, on every rank; again for each microbatch changes nothing.
@@ -126,8 +129,20 @@ class LossStep:
         """Start the all-reduce of the step: on every rank, after the last backward pass.
 
         Raises:
-            RuntimeError: The step before it was not committed.
+            RuntimeError: The step before it was not committed, or this one is reduced already, or
+                its layers have counted nothing.
         """
+        if self.has_layers and not self.heads.has_sums:
+            self._counted_nothing()
+        if not self._warned and (layers := self.heads.without_backward()):
+            self._warned = True
+            warnings.warn(
+                f"step {self.number}: layers {layers} counted gates of forward passes that had no "
+                "backward pass before reduce(). Run passes that do not train under "
+                "torch.no_grad(), recompute by Megatron's functions, and call discard() before a "
+                "step that an exception broke is repeated",
+                stacklevel=2,
+            )
         # What has stepped may be the optimizer of another model, between the passes of this one.
         self._stepped_without_reduction = False
         self.open()
@@ -136,6 +151,8 @@ class LossStep:
 
     def commit(self) -> HeadStatistics:
         """End the step: give every layer its importance and the coefficients of the next step.
+
+        A step that the optimizer's hook has committed stays as it is.
 
         Call it on every rank, after the optimizer has stepped or has skipped the step, and before
         a checkpoint is saved. It waits for the all-reduce, on the device.
@@ -146,6 +163,8 @@ class LossStep:
         Raises:
             RuntimeError: `reduce` was not called.
         """
+        if self.phase is Phase.BETWEEN and self.last is not None:
+            return self.last
         if self.phase is not Phase.REDUCED:
             raise RuntimeError(
                 f"commit() of the head-balance loss, and {self._not_reduced()}"
@@ -196,12 +215,25 @@ class LossStep:
             f"the gates of step {self.number} were not reduced: call reduce() of the head-balance "
             "loss on every rank after the last backward pass, or set "
             "config.finalize_model_grads_func, before which Megatron's schedules then call it; "
-            "without it the loss would be 0"
+            "without it the loss would be 0. A model that is not trained runs under torch.no_grad()"
         )
+
+    def _counted_nothing(self) -> None:
+        if self.phase is Phase.REDUCED:
+            raise RuntimeError(
+                f"reduce() of the head-balance loss is called twice in step {self.number}: where "
+                "config.finalize_model_grads_func is set, Megatron's schedules call it already"
+            )
+        if self._options.head_balance_coeff:
+            raise RuntimeError(
+                "reduce() of the head-balance loss, and no layer has counted a gate, so the loss "
+                "would be 0: gates count in forward passes of model.train() with gradients on"
+            )
 
     def _not_committed(self) -> str:
         return (
             f"step {self.number} was not committed: call commit() of the head-balance loss after "
             "the optimizer's step, also one that the loop skips, as the hook on torch.optim's "
-            "optimizers does once one has stepped; without it the loss would be 0"
+            "optimizers does once one has stepped; without it the loss would be 0. reduce() comes "
+            "once a step, after its last backward pass"
         )

@@ -21,6 +21,7 @@ from collections.abc import Callable
 from typing import Any
 
 from megatron.core.rerun_state_machine import RerunState, get_rerun_state_machine
+from megatron.core.transformer.transformer_block import TransformerBlock
 from megatron.core.utils import get_model_config
 from torch.distributed import ProcessGroup
 from torch.optim.optimizer import register_optimizer_step_post_hook
@@ -46,6 +47,7 @@ class _Finalize:
     def __call__(self, model: list[Any], *args: Any, **kwargs: Any) -> None:
         # Another model may have it, by a config that was made of the fields of this one.
         if vars(get_model_config(model[0])).get("statistics") is self.balance:
+            self.balance.check_layers(model)
             self.balance.reduce()
             # A stage whose parameters are all frozen has no optimizer that could step.
             trained = (p.requires_grad for chunk in model for p in chunk.parameters())
@@ -69,6 +71,10 @@ class Finalizing:
 
 
 _FINALIZE = "finalize_model_grads_func"
+_OTHER_SPEC = (
+    "a HeadBalance is attached to the config, and no layer of the model is of layer_spec(config), "
+    "so its loss would be 0: GPTModel(config, layer_spec(config), ...), after HeadBalance(config)"
+)
 
 
 @functools.cache
@@ -133,6 +139,23 @@ class HeadBalance(ModelStatistics):
                 balance.optimizer_stepped()
 
         weakref.finalize(self, register_optimizer_step_post_hook(stepped).remove)
+
+    def check_layers(self, model: list[Any]) -> None:
+        """Raise RuntimeError where this stage has layers of another spec than ours."""
+        if self.has_layers:
+            return
+        modules = (module for chunk in model for module in chunk.modules())
+        blocks = (module for module in modules if isinstance(module, TransformerBlock))
+        if any(len(b.layers) and vars(b.config).get("statistics") is self for b in blocks):
+            raise RuntimeError(_OTHER_SPEC)
+
+    def reduce(self) -> None:
+        """Start the all-reduce of the step, as :meth:`LossStep.reduce`."""
+        config: Any = self._options
+        staged = config.pipeline_model_parallel_size > 1  # some stages have no layers
+        if not (self.has_layers or staged or getattr(config, "is_hybrid_model", False)):
+            raise RuntimeError(_OTHER_SPEC)
+        super().reduce()
 
     def runs_again(self) -> bool:
         """Whether Megatron's rerun machine repeats the step, here or after a checkpoint."""

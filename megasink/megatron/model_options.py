@@ -1,12 +1,13 @@
 """The options of megasink on a TransformerConfig, and what they change in Megatron's own fields."""
 
 import dataclasses
+import math
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 
-from megasink.attention.variants import variant
+from megasink.attention.variants import foreign_options, is_variant, variant
 from megasink.attention.variants.gates import is_megatrons_output_gate
 from megasink.attention.variants.layers import layers_with_variant
 from megasink.config import TRANSFORMER_OPTIONS
@@ -62,6 +63,11 @@ def give_options(config: Any, options: dict[str, Any]) -> None:
             problems.append(f"{name} is {value!r}, not one of {', '.join(choices)}")
         elif not choices and default is not None and not _is_like(value, default):
             problems.append(f"{name} is {value!r}, no {type(default).__name__}")
+        elif isinstance(value, float) and not math.isfinite(value):
+            problems.append(f"{name} is {value!r}, no finite number")
+    given = {name: options.get(name, field.default) for name, field in fields.items()}
+    if not problems:
+        problems = _wrong_together(given, {n: f.default for n, f in fields.items()}, config)
     if has_options(config):
         problems.append(
             f"{type(config).__name__} has the options of megasink as its fields: set "
@@ -87,10 +93,28 @@ def give_options(config: Any, options: dict[str, Any]) -> None:
     for name, default in _RELATIVE.items():
         if not hasattr(config, name):
             setattr(config, name, default)
-    for name, option in fields.items():
-        setattr(config, name, options.get(name, option.default))
+    for name, value in given.items():
+        setattr(config, name, value)
     apply_options(config)
     check_parameters(config)
+
+
+def _wrong_together(given: dict[str, Any], defaults: dict[str, Any], config: Any) -> list[str]:
+    """Return what is wrong with values of the right type, which would do nothing or harm."""
+    problems, name = [], given["attention_variant"]
+    if is_variant(name):  # else refused with the names of all
+        foreign = sorted(n for n in foreign_options(variant(name)) if given[n] != defaults[n])
+        problems += [f"{n} does nothing for attention_variant {name!r}" for n in foreign]
+    names = ("head_balance_coeff", "head_balance_shared_heads", "head_balance_shared_refresh")
+    problems += [f"{n} is {given[n]!r}, less than 0" for n in names if given[n] < 0]
+    shared, heads = given["head_balance_shared_heads"], config.num_attention_heads
+    if 0 < shared > heads - 2:
+        problems.append(
+            f"head_balance_shared_heads {shared} of {heads} heads leaves fewer than two to balance"
+        )
+    if given["head_balance_shared_refresh"] and not shared:
+        problems.append("head_balance_shared_refresh without head_balance_shared_heads: give both")
+    return problems
 
 
 def _is_like(value: object, default: object) -> bool:

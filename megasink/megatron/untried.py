@@ -45,4 +45,4 @@ def warn() -> None:
 def _version() -> str:
     from megatron import core
 
-    return str(core.__version__).partition("+")[0]
+    return str(getattr(core, "__version__", "of unknown version")).partition("+")[0]

@@ -1,5 +1,6 @@
 """What a model or an option must be for the head-balance loss in transformers."""
 
+import math
 from typing import Any, get_args
 
 import torch
@@ -13,8 +14,8 @@ MARK = "megasink_balanced"
 def option_problems(coeff: float, shared: int, refresh: int, scope: str, heads: int) -> list[str]:
     """Return what is wrong with the options, a sentence each."""
     problems = []
-    if coeff < 0:
-        problems.append(f"coeff {coeff} is negative: use 0 or more")
+    if not 0 <= coeff < math.inf:
+        problems.append(f"coeff {coeff} is no number from 0 on: use 0 or more")
     if shared < 0:
         problems.append(f"shared_heads {shared} is negative: use 0 or more")
     elif shared and shared > heads - 2:

@@ -164,3 +164,54 @@ def test_a_discarded_step_may_be_given_up(step, layer):
     step.discard()
     run(step, layer, SECOND_H)
     assert step.commit().importance_LH.tolist() == [[0.5, 0.5]]
+
+
+def test_a_step_that_the_hook_has_committed_may_be_committed_by_its_host_too(step, layer):
+    for number in range(2):
+        run(step, layer, FIRST_H, number=number)
+        step.optimizer_stepped()
+        assert step.commit() is step.last
+        assert (step.last_number, int(layer.steps)) == (number, number + 1)
+
+
+@pytest.mark.parametrize("committed", [0, 2])
+def test_a_second_reduction_is_refused_and_does_not_count(step, layer, committed):
+    for _ in range(committed):
+        run(step, layer, FIRST_H)
+        step.optimizer_stepped()
+    run(step, layer, FIRST_H)
+    with pytest.raises(RuntimeError, match=rf"called twice in step {committed}: .*finalize_model"):
+        step.reduce()
+    assert step.commit().importance_LH.tolist() == [[0.25, 0.75]]
+
+
+def test_layers_that_count_nothing_are_named(step, layer):
+    """A model in eval() would train with a loss of 0."""
+    with pytest.raises(RuntimeError, match=r"no layer has counted a gate, .* model\.train\(\)"):
+        step.reduce()
+
+
+def test_a_forward_pass_without_a_backward_pass_is_warned_of_once(step, layer):
+    def forward():
+        gate_sum_H = FIRST_H.clone().requires_grad_()
+        layer.record(gate_sum_H, 8)
+        return layer.attach(torch.zeros(1, requires_grad=True), gate_sum_H, 8).sum()
+
+    forward().backward()
+    step.reduce()  # without a word
+    step.commit()
+    step.balance.set_loss_scale(0.5)
+    forward()  # of an evaluation, or of a step that an exception has ended
+    forward().backward()
+    with pytest.warns(UserWarning, match=r"step 1: layers \[0\] counted .*no_grad.*discard\(\)"):
+        step.reduce()
+    step.commit()
+    forward()
+    step.reduce()
+
+
+def test_a_frozen_layer_has_no_backward_pass_to_wait_for(step, layer):
+    layer.record(FIRST_H, 8)
+    layer.attach(torch.zeros(1), FIRST_H, 8)
+    step.reduce()
+    assert step.commit().importance_LH.tolist() == [[0.25, 0.75]]

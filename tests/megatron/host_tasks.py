@@ -133,3 +133,42 @@ def steps_on_a_cpu(variant: str) -> list[tuple[float, float]]:
         assert balance.last is not None
         steps.append((float(loss), float(balance.last.imbalance)))
     return steps
+
+
+def other_spec(call: bool) -> str:
+    """The message for a model whose layers are Megatron's own, as before HeadBalance came.
+
+    Args:
+        call: Whether the host calls `reduce`; else Megatron's schedule does, by the config.
+    """
+    import torch
+    from megatron.core import parallel_state as mpu
+    from megatron.core.models.gpt import GPTModel
+    from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
+    from megatron.core.transformer import TransformerConfig
+
+    from megasink.megatron import HeadBalance
+
+    config = TransformerConfig(
+        num_layers=2,
+        hidden_size=8,
+        num_attention_heads=2,
+        attention_dropout=0.0,
+        use_cpu_initialization=True,
+        transformer_impl="local",
+        pipeline_model_parallel_size=mpu.get_pipeline_model_parallel_world_size(),
+        pipeline_dtype=torch.float32,
+    )
+    balance = HeadBalance(config, attention_variant="sink")
+    config.finalize_model_grads_func = _host
+    ends = {"pre_process": mpu.is_pipeline_first_stage()}
+    ends |= {"post_process": mpu.is_pipeline_last_stage()}
+    model = GPTModel(config, get_gpt_layer_local_spec(), 16, 16, **ends)
+    try:
+        if call:
+            balance.reduce()
+        else:
+            config.finalize_model_grads_func([model])
+    except RuntimeError as error:
+        return str(error)
+    return "nothing"

@@ -134,6 +134,9 @@ def not_ours() -> dict[str, str]:
             return str(error)
         return "nothing"
 
+    def options(**given: Any) -> str:
+        return told(lambda: HeadBalance(config(), **given))
+
     attached = config()
     HeadBalance(attached, attention_variant="vanilla")
     replaced = dataclasses.replace(attached)
@@ -185,6 +188,10 @@ def not_ours() -> dict[str, str]:
         "a copy": told(lambda: layer_spec(replaced)),
         "wrong options": told(lambda: HeadBalance(config(0.1), **unknown)),
         "graphs": told(lambda: HeadBalance(config(cuda_graph_impl="local"))),
+        "bad numbers": options(head_balance_coeff=-1.0, head_balance_shared_refresh=2),
+        "not a number": options(head_balance_coeff=float("nan")),
+        "too many shared": options(head_balance_shared_heads=2),
+        "of another variant": options(attention_variant="sink", gate_position="value"),
         "no scale, fp16": steps("reduce", "optimizer", fp16=True),
         "no scale, ranks": steps("reduce", "optimizer", cp=2),
         "late": steps("scale", "optimizer", "reduce", "commit"),

@@ -115,6 +115,11 @@ def test_whatever_a_host_leaves_out_is_named(pool):
     assert "attention_dropout 0.1 (Megatron's default is 0.1)" in told["wrong options"]
     assert "logit_softcap does nothing in a loop of your own" in told["wrong options"]
     assert "cuda_graph_impl 'local': a replayed graph" in told["graphs"]
+    assert "head_balance_coeff is -1.0, less than 0" in told["bad numbers"]
+    assert "head_balance_shared_refresh without head_balance_shared" in told["bad numbers"]
+    assert told["not a number"] == "head_balance_coeff is nan, no finite number"
+    assert "shared_heads 2 of 2 heads leaves fewer than two" in told["too many shared"]
+    assert told["of another variant"] == "gate_position does nothing for attention_variant 'sink'"
     assert "no loss scale, and this is microbatch 2" in told["no scale"]
     assert "set_loss_scale" in told["no scale"]
     assert "no loss scale, and fp16 scales the other losses" in told["no scale, fp16"]
@@ -168,3 +173,11 @@ def test_the_loss_is_on_under_a_copied_or_pickled_config(pool):
     assert number == 1
     assert coefficient < 0
     assert set(found.values()) == {found["itself"]}
+
+
+@pytest.mark.parametrize(("pp", "explicit"), [(1, False), (2, False), (1, True)])
+def test_a_model_of_another_spec_is_named(pool, pp, explicit):
+    """The third line forgotten: the loss would be 0."""
+    for message in pool.run("tests.megatron.host_tasks:other_spec", Layout(pp=pp), call=explicit):
+        assert "no layer of the model is of layer_spec(config)" in message
+        assert "GPTModel(config, layer_spec(config), ...), after HeadBalance(config)" in message

@@ -70,7 +70,8 @@ from megatron.core.models.gpt import gpt_layer_specs
 from megatron.core.transformer import TransformerConfig, spec_utils, torch_norm
 
 def imported(version):
-    core.__version__ = version
+    if version:
+        core.__version__ = version
     for name in [name for name in sys.modules if name.startswith("megasink")]:
         del sys.modules[name]
     with warnings.catch_warnings(record=True) as told:
@@ -80,6 +81,8 @@ def imported(version):
 
 imported("0.19.2+1234567")
 imported("0.21.0")
+del core.__version__
+imported(None)
 del TransformerConfig.experimental_attention_variant_loss_scale_func  # new in 0.19
 imported("0.18.2")
 del torch_norm.LayerNormBuilder  # new in 0.17
@@ -91,11 +94,13 @@ def test_another_megatron_is_named_with_what_it_lacks():
     """What cannot be imported ends the run, where an ImportError would be a line of its log."""
     command = [sys.executable, "-W", "ignore", "-c", OTHERS]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
-    tried, newer, older = (json.loads(line) for line in done.stdout.splitlines())
+    tried, newer, unknown, older = (json.loads(line) for line in done.stdout.splitlines())
     oldest, newest = HEART
     assert tried == []
     (line,) = newer
     assert line.startswith(f"megatron-core 0.21.0: megasink.megatron was tried with {oldest} to")
+    (line,) = unknown
+    assert line.startswith("megatron-core of unknown version: megasink.megatron was tried with")
     (line,) = older
     assert line.startswith("megatron-core 0.18.2 does not tell the loss its scale")
     assert "set_loss_scale" in line
