@@ -40,8 +40,8 @@ ARMS: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
     "gated": (("--attention-variant", "gated"), ()),
 }
 """Arm -> flags of the conversion, and of the training."""
-STEPS, ROUNDS, TOKENS, RATE = 30, 6, 256, 3e-4
-"""Of a round; at most; of a step, which is one sample; learning rate after ten of them."""
+STEPS, ROUNDS, TOKENS, RATE = 30, (0, 1, 3, 4), 256, 3e-4
+"""Of a round; rounds that are measured; of a step, which is one sample; learning rate after ten."""
 FILES, TEXTS, MEASURED_TOKENS = 24, 9, 128
 """Files to train on; texts to measure, of three domains in turn, and their length."""
 
@@ -66,13 +66,14 @@ def trained(arm: str, until: int, model: Path, work: Path) -> Path:
         command("convert-from-hf", str(model), str(start), "--cpu", *convert)
     if not until:
         return start
-    if (newest_checkpoint(run / "checkpoints") or 0) < until:
+    # A start ends with its round, and earlier rounds may have been measured elsewhere.
+    while (newest_checkpoint(run / "checkpoints") or 0) < until:
         command(
             *("train", *shlex.split((start / "flags.txt").read_text()), *train),
             *("--load", str(start / "checkpoints"), "--finetune", "--run-dir", str(run)),
             *("--resume", "auto", "--data-path", str(corpus(model, work)), "--split", "100,0,0"),
             *("--cpu", "--ranks", "1", "--seq-length", str(TOKENS)),
-            *("--train-iters", str(STEPS * ROUNDS), "--exit-interval", str(STEPS)),
+            *("--train-iters", str(STEPS * ROUNDS[-1]), "--exit-interval", str(STEPS)),
             *("--save-interval", str(STEPS)),
             *("--micro-batch-size", "1", "--global-batch-size", "1", "--eval-iters", "0"),
             *("--lr", str(RATE), "--min-lr", str(RATE), "--lr-decay-style", "constant"),
@@ -108,7 +109,8 @@ def exported(arm: str, steps: int, model: Path, work: Path) -> Path:
         return model
     folder = work / f"{arm}-{steps}"
     if not (folder / "config.json").is_file():
-        command("convert-to-hf", str(trained(arm, steps, model, work)), str(folder), "--cpu")
+        run = trained(arm, steps, model, work)
+        command("convert-to-hf", str(run), str(folder), "--cpu", "--iteration", str(steps))
     return folder
 
 
@@ -130,11 +132,11 @@ def examine(model: Path, most: int | None) -> None:
         done = {(line["arm"], line["steps"], line["what"]) for line in lines}
         stages = [
             (arm, STEPS * number, what)
-            for number in range(ROUNDS + 1)
+            for number in ROUNDS
             for arm in ARMS
             for what in ("analysis", "rounding")
             # Gates begin as the model does; rounding takes as long as all else.
-            if (arm, number) != ("gated", 0) and (what == "analysis" or number in (0, ROUNDS))
+            if (arm, number) != ("gated", 0) and (what == "analysis" or number in (0, ROUNDS[-1]))
         ]
         left = [stage for stage in stages if stage not in done][:most]
         for arm, steps, what in tracked(left, "surgery", len(left), "stages"):

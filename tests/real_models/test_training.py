@@ -200,7 +200,7 @@ def test_three_variants_from_the_start_to_the_page(talking, monkeypatch):
         for weight in net.parameters():
             weight.div_(5)
     net.save_pretrained(model)
-    for name, value in (("STEPS", 2), ("ROUNDS", 1), ("TOKENS", 16), ("TEXTS", 4)):
+    for name, value in (("STEPS", 2), ("ROUNDS", (0, 1)), ("TOKENS", 16), ("TEXTS", 4)):
         monkeypatch.setattr(surgery, name, value)
     monkeypatch.setattr(surgery, "MEASURED_TOKENS", 16)
     monkeypatch.setattr(rounding, "TEXTS", 2)
