@@ -30,8 +30,8 @@ def import_released(folder: str, config: dict[str, Any]) -> dict[str, Any]:
     (hf / "config.json").write_text(json.dumps(config | {"torch_dtype": "float32"}))
     source = from_hf.source_of(hf)
     from_hf.import_model(source, run, say=lambda line: None)
-    found = find_checkpoint(run)
-    difference = verify_logits(found, hf, source.model, None, lambda line: None)
+    location = find_checkpoint(run)
+    difference = verify_logits(location, hf, source.model, None, lambda line: None)
     return vars(difference) | {"tolerance": difference.tolerance}
 
 

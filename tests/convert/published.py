@@ -12,8 +12,8 @@ from megasink.convert.megasink_model import MegasinkOptions
 
 def _keys(text: str) -> dict[str, Any]:
     """Of a part of a config.json."""
-    found: dict[str, Any] = json.loads(f"{{{text}}}")
-    return found
+    entries: dict[str, Any] = json.loads(f"{{{text}}}")
+    return entries
 
 
 COMMON = _keys("""

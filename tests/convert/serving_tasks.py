@@ -44,22 +44,22 @@ def served(folder: str, implementations: list[str]) -> dict[str, Any]:
     eager = load("eager")
     alone = [eager(row[None]).logits[0] for row in rows]
     continued = torch.cat([generate(eager, r[None], torch.ones_like(r[None]), False) for r in rows])
-    found: dict[str, Any] = {}
+    reports: dict[str, Any] = {}
     for implementation in implementations:
         try:
             model = load(implementation)
             logits = model(tokens, attention_mask=mask).logits
             new = generate(model, tokens, mask, True)
         except Exception as error:
-            found[implementation] = f"{type(error).__name__}: {error}".partition("\n")[0]
+            reports[implementation] = f"{type(error).__name__}: {error}".partition("\n")[0]
             continue
         different = [
             float((out[width - len(row) :] - row).abs().max())
             for out, row in zip(logits, alone, strict=True)
         ]
-        found[implementation] = {
+        reports[implementation] = {
             "logits": max(different),
             "largest": max(float(row.abs().max()) for row in alone),
             "generated": torch.equal(new, continued),
         }
-    return found
+    return reports

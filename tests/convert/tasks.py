@@ -119,7 +119,7 @@ def round_trip(folder: str, name: str) -> dict[str, Any]:
 
     transformers.logging.set_verbosity_error()
     transformers.logging.disable_progress_bar()
-    root, lines, found = Path(folder), [], []
+    root, lines, differences = Path(folder), [], []
 
     def compare(run: Path, hf: Path) -> Difference:
         architecture = MODELS[name][1]
@@ -130,13 +130,13 @@ def round_trip(folder: str, name: str) -> dict[str, Any]:
         source,
         root / "hf",
         say=lines.append,
-        verify=lambda out: found.append(compare(root / "run", out)),
+        verify=lambda out: differences.append(compare(root / "run", out)),
     )
     from_hf.import_model(
         from_hf.source_of(root / "hf"),
         root / "back",
         say=lines.append,
-        verify=lambda out: found.append(compare(out, root / "hf")),
+        verify=lambda out: differences.append(compare(out, root / "hf")),
     )
     back = to_hf.source_of(root / "back", target=MODELS[name][0])
     to_hf.export(back, root / "again", say=lines.append)
@@ -144,7 +144,7 @@ def round_trip(folder: str, name: str) -> dict[str, Any]:
     return {
         "target": target.name,
         "lines": lines,
-        "differences": [vars(d) | {"tolerance": d.tolerance} for d in found],
+        "differences": [vars(d) | {"tolerance": d.tolerance} for d in differences],
         "equal": first == second,
         "architecture": back.model == source.model,
     }
@@ -167,12 +167,12 @@ def own_round_trip(folder: str, name: str, bf16: bool = False) -> dict[str, Any]
 
     transformers.logging.set_verbosity_error()
     transformers.logging.disable_progress_bar()
-    root, lines, found = Path(folder), [], []
+    root, lines, differences = Path(folder), [], []
     save_run(str(root / "run"), name, bf16=bf16)
     source = to_hf.source_of(root / "run")
 
     def compare(out: Path) -> None:
-        found.append(verify_logits(source.location, out, source.model, None, lines.append))
+        differences.append(verify_logits(source.location, out, source.model, None, lines.append))
 
     to_hf.export(source, root / "hf", say=lines.append, verify=compare)
     shutil.copytree(root / "hf", root / "changed")
@@ -187,7 +187,7 @@ def own_round_trip(folder: str, name: str, bf16: bool = False) -> dict[str, Any]
     back = to_hf.source_of(root / "back")
     to_hf.export(back, root / "again", say=lines.append)
     first, second = ((root / x / "model.safetensors").read_bytes() for x in ("hf", "again"))
-    difference: Difference = found[0]
+    difference: Difference = differences[0]
     return {
         **vars(difference),
         "tolerance": difference.tolerance,
@@ -233,8 +233,8 @@ def loaded_weights(checkpoint: str, name: str) -> list[str]:
         parts = [("self_attention.linear_proj.weight", 1, attention.linear_proj.weight)]
         mixed = named_parts("self_attention.linear_qkv.weight", attention.linear_qkv.weight)
         for key, axis, tensor in [*parts, *((key, 0, part) for key, part in mixed)]:
-            whole = stored.read(f"decoder.layers.{key}", (layer.layer_number - 1,))
-            if not np.array_equal(whole.chunk(tp, dim=axis)[rank], tensor.detach()):
+            all_ranks = stored.read(f"decoder.layers.{key}", (layer.layer_number - 1,))
+            if not np.array_equal(all_ranks.chunk(tp, dim=axis)[rank], tensor.detach()):
                 different.append(f"{key} of layer {layer.layer_number}")
     return different
 
@@ -295,16 +295,16 @@ def mean_sink_weights(run: str) -> list[float]:
 
     tokenizer = load_model(run).tokenizer
     model, _ = load_without_tokenizer(find_checkpoint(Path(run)), torch.float32)
-    found: list[float] = []
+    weights: list[float] = []
 
     def measure(core: Any, inputs: tuple[Any, ...]) -> None:
         tensors = (x.permute(1, 2, 0, 3) for x in inputs[:3])
         gate = reference_attention(*tensors, variant="sink", sink_H=core.softmax_offset).gate_BHT
-        found.extend((1 - gate).mean(dim=(0, 2)).tolist())
+        weights.extend((1 - gate).mean(dim=(0, 2)).tolist())
 
     for layer in model.decoder.layers:
         layer.self_attention.core_attention.register_forward_pre_hook(measure)
     tokens = sample_tokens(OTHERS["plain-text"][1], tokenizer)
     with torch.no_grad():
         model(tokens, torch.arange(tokens.shape[1]).expand(len(tokens), -1), None)
-    return found
+    return weights

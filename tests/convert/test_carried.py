@@ -82,9 +82,9 @@ def test_after_training_a_folder_says_what_it_said(pool, chat, tmp_path):
 
 def test_another_architecture_or_tokenizer_keeps_what_it_has_a_place_for(chat):
     llama = TARGETS["llama"]
-    found, target = architecture_from(read(chat / "config.json"))
+    architecture, target = architecture_from(read(chat / "config.json"))
     assert target is llama
-    carried = kept(chat, found, llama, "of these tokens")
+    carried = kept(chat, architecture, llama, "of these tokens")
     special = {"bos_token_id": None, "eos_token_id": 1, "pad_token_id": 2}
     gated = config_of(model(attention="headwise"), TARGETS["megasink"], special)
     config, generation, lost = written_again(carried, gated, "of these tokens")
@@ -117,9 +117,9 @@ def test_a_released_config_loses_nothing(name, tmp_path):
     """Each key is decided by the model, kept, or about the file alone."""
     config = RELEASED[name][0]
     write_json(tmp_path / "config.json", config)
-    found, target = architecture_from(config)
-    carried = kept(tmp_path, found, target, None)
-    ours = config_of(found, target, {})
+    architecture, target = architecture_from(config)
+    carried = kept(tmp_path, architecture, target, None)
+    ours = config_of(architecture, target, {})
     again, _, lost = written_again(carried, ours, None)
     assert lost == []
     renamed = {"torch_dtype", "rope_scaling"}
@@ -129,7 +129,7 @@ def test_a_released_config_loses_nothing(name, tmp_path):
         if key not in renamed and value is not None and again[key] != value
     }
     assert different == {}
-    assert architecture_from(again)[0] == found
+    assert architecture_from(again)[0] == architecture
     assert list(left_behind(tmp_path)) == []
 
 
@@ -137,10 +137,10 @@ def test_a_released_config_loses_nothing(name, tmp_path):
 def test_the_coefficient_of_the_routers_loss_comes_back(name, tmp_path):
     config = RELEASED[name][0] | {"router_aux_loss_coef": 0.017}
     write_json(tmp_path / "config.json", config)
-    found, target = architecture_from(config)
-    carried = kept(tmp_path, found, target, None)
+    architecture, target = architecture_from(config)
+    carried = kept(tmp_path, architecture, target, None)
     for other in (target, TARGETS["megasink"]):
-        again, _, lost = written_again(carried, config_of(found, other, {}), None)
+        again, _, lost = written_again(carried, config_of(architecture, other, {}), None)
         assert again["router_aux_loss_coef"] == 0.017
         assert "router_aux_loss_coef" not in lost
 
@@ -148,8 +148,8 @@ def test_the_coefficient_of_the_routers_loss_comes_back(name, tmp_path):
 def test_a_run_of_a_chat_model_ends_its_answers_where_the_folder_did(chat, tmp_path):
     tokenizer = load_tokenizer(chat)
     for tokens, ends in ((tokenizer_hash(tokenizer), {1, 322}), ("of others", {1})):
-        found, target = architecture_from(read(chat / "config.json"))
-        write_json(tmp_path / "config.json", {of_run.KEY: kept(chat, found, target, tokens)})
+        architecture, target = architecture_from(read(chat / "config.json"))
+        write_json(tmp_path / "config.json", {of_run.KEY: kept(chat, architecture, target, tokens)})
         assert of_run.ends_of(tmp_path / "config.json", tokenizer) == ends
     assert of_run.ends_of(tmp_path / "missing.json", tokenizer) == {1}
 
@@ -161,10 +161,10 @@ def test_a_run_takes_over_what_its_start_keeps(tmp_path):
         write_json(tmp_path / name / "config.json", content)
     run = tmp_path / "other"
 
-    def found(resumed=False, **given):
+    def taken(resumed=False, **given):
         options = {"load": None, "pretrained_checkpoint": None} | given
         return of_run.entry(Namespace(**options), run, resumed=resumed)
 
     start = str(tmp_path / "base" / "checkpoints")
-    assert found(load=start) == found(pretrained_checkpoint=start) == entry
-    assert found() == found(load=start, resumed=True) == found(load="/missing/checkpoints") == {}
+    assert taken(load=start) == taken(pretrained_checkpoint=start) == entry
+    assert taken() == taken(load=start, resumed=True) == taken(load="/missing/checkpoints") == {}

@@ -179,8 +179,8 @@ def test_sink_logits_give_the_mean_weight():
     lse = torch.tensor([[0.0, 1.0, 8.0], [-30.0, -29.0, -31.0]])
     for weight in (0.01, 0.5, 0.97):
         logits = sink_logits(lse, weight)
-        found = torch.sigmoid(logits[:, None] - lse).mean(dim=1)
-        assert found == pytest.approx([weight, weight], abs=1e-5)
+        means = torch.sigmoid(logits[:, None] - lse).mean(dim=1)
+        assert means == pytest.approx([weight, weight], abs=1e-5)
     assert sink_logits(torch.zeros(1, 4), 0.5).tolist() == pytest.approx([0.0], abs=1e-6)
 
 

@@ -121,11 +121,11 @@ def test_cached_decoding_and_padding_change_nothing(name):
     model = tiny(name)
     greedy = {"max_new_tokens": 8, "do_sample": False, "pad_token_id": 0}
     with torch.no_grad():
-        whole = {"attention_mask": torch.ones_like(TOKENS)}
-        plain = model.generate(TOKENS, use_cache=False, **whole, **greedy)
-        assert torch.equal(model.generate(TOKENS, **whole, **greedy), plain)
+        unpadded = {"attention_mask": torch.ones_like(TOKENS)}
+        plain = model.generate(TOKENS, use_cache=False, **unpadded, **greedy)
+        assert torch.equal(model.generate(TOKENS, **unpadded, **greedy), plain)
         static = {"cache_implementation": "static", "disable_compile": True}
-        assert torch.equal(model.generate(TOKENS, **whole, **greedy, **static), plain)
+        assert torch.equal(model.generate(TOKENS, **unpadded, **greedy, **static), plain)
         short = TOKENS[:1, 5:]
         padded = torch.cat([torch.full((1, 5), 7), short], dim=1)
         both = torch.cat([padded, TOKENS[1:]])

@@ -149,15 +149,15 @@ def test_a_sigmoid_router_is_that_of_deepseek_v3():
             router.zero_grad()
             router.e_score_correction_bias.copy_(bias)
         x = torch.randn(40, 48, generator=torch.Generator().manual_seed(2))
-        found, wanted = (
+        computed, wanted = (
             weights.new_zeros(40, 4).scatter(1, experts, weights)
             for router in (ours, theirs)
             for _, weights, experts in [router(x)]
         )
-        for probs in (found, wanted):
+        for probs in (computed, wanted):
             (probs * torch.arange(4.0)).sum().backward()
             chosen.append(probs > 0)
-        assert torch.allclose(found, wanted, atol=1e-6)
+        assert torch.allclose(computed, wanted, atol=1e-6)
         assert torch.allclose(ours.weight.grad, theirs.weight.grad, atol=1e-6)
     assert not torch.equal(chosen[0], chosen[2])  # the bias changes the choice
 

@@ -28,14 +28,14 @@ def test_the_loss_of_the_experts_is_that_of_stock_qwen3_moe():
     for mask in (None, padding):
         seen = torch.ones_like(padding) == 1 if mask is None else padding == 1
         labels = TOKENS.where(seen, -100)
-        found = [m(TOKENS, attention_mask=mask, labels=labels) for m in (ours, stock)]
-        assert torch.allclose(found[0].loss, found[1].loss, atol=1e-5)
-        assert torch.allclose(found[0].aux_loss, found[1].aux_loss, atol=1e-5)
-        assert found[0].aux_loss > 1
-        for one, other in zip(*(out.router_logits for out in found), strict=True):
+        outputs = [m(TOKENS, attention_mask=mask, labels=labels) for m in (ours, stock)]
+        assert torch.allclose(outputs[0].loss, outputs[1].loss, atol=1e-5)
+        assert torch.allclose(outputs[0].aux_loss, outputs[1].aux_loss, atol=1e-5)
+        assert outputs[0].aux_loss > 1
+        for one, other in zip(*(out.router_logits for out in outputs), strict=True):
             assert one.shape == (TOKENS.numel(), 4)
             assert torch.allclose(one[seen.flatten()], other[seen.flatten()], atol=1e-5)
-        for out in found:
+        for out in outputs:
             out.loss.backward()
     routers = [m.model.layers[0].mlp.gate.weight.grad for m in (ours, stock)]
     assert torch.allclose(*routers, atol=1e-5)
@@ -85,11 +85,11 @@ def test_plans_and_float32_name_what_the_model_has(name):
     divided = {n for n in weights if {n, n.rsplit(".", 1)[0]} & set(model.tp_plan)}
     if model.config.base_model_tp_plan:
         # One copy on each rank: norms of hidden states, routers, and biases of whole tensors.
-        whole = {
+        undivided = {
             n for n in weights - divided if "norm" not in n and not n.endswith("mlp.gate.weight")
         }
         # Before 5.23 transformers leaves the embeddings whole.
-        assert whole <= {"model.embed_positions.weight", "model.embed_tokens.weight"}
+        assert undivided <= {"model.embed_positions.weight", "model.embed_tokens.weight"}
     kept = model._keep_in_fp32_modules_strict
     held = weights | {name for name, _ in model.named_buffers()}
     assert all(any(part in name.split(".") for name in held) for part in kept), kept
@@ -116,11 +116,11 @@ def test_experts_can_be_computed_in_other_ways():
 def test_the_logits_of_some_positions(keep):
     model = tiny("own-headwise")
     with torch.no_grad():
-        whole, kept = model(TOKENS).logits, model(TOKENS, logits_to_keep=keep).logits
+        everywhere, kept = model(TOKENS).logits, model(TOKENS, logits_to_keep=keep).logits
     if not torch.is_tensor(keep):
-        wanted = whole[:, -keep:] if keep else whole
+        wanted = everywhere[:, -keep:] if keep else everywhere
     elif keep.dim() == 1 or keep.dtype == torch.bool:
-        wanted = whole[:, keep] if keep.dim() == 1 else whole[keep]
+        wanted = everywhere[:, keep] if keep.dim() == 1 else everywhere[keep]
     else:
-        wanted = torch.stack([row[places] for row, places in zip(whole, keep, strict=True)])
+        wanted = torch.stack([row[places] for row, places in zip(everywhere, keep, strict=True)])
     assert torch.allclose(kept, wanted, atol=1e-6)

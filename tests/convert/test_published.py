@@ -12,9 +12,9 @@ from tests.distributed.layout import SINGLE
 @pytest.mark.parametrize("name", RELEASED)
 def test_a_released_config_gives_the_architecture(name, spelled):
     config, expected = RELEASED[name]
-    found, target = architecture_from(spelled(config))
+    architecture, target = architecture_from(spelled(config))
     assert target.name == config["model_type"]
-    assert {field: getattr(found, field) for field in expected} == expected
+    assert {field: getattr(architecture, field) for field in expected} == expected
 
 
 @pytest.mark.parametrize("spelled", [dict, respelled])

@@ -48,9 +48,9 @@ def test_every_target(pool, tmp_path, name):
         )
         if report["target"] in SINKS:  # it would drop them
             assert "does not support" in served.pop("sdpa")
-        for found in served.values():
-            assert found["logits"] <= 1e-4
-            assert found["generated"]
+        for result in served.values():
+            assert result["logits"] <= 1e-4
+            assert result["generated"]
 
 
 def exports(pool, folder, name, *layouts):

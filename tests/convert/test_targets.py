@@ -54,8 +54,8 @@ SAVED = DEFAULTS | {
 @pytest.mark.parametrize("name", MODELS | OWN)
 def test_the_first_target_that_fits_is_taken(name):
     target, architecture = (MODELS | OWN)[name]
-    found, why = choose(architecture)
-    assert found.name == target
+    chosen, why = choose(architecture)
+    assert chosen.name == target
     assert architecture.attention in why
 
 
@@ -155,15 +155,15 @@ def test_a_variant_that_the_modeling_files_do_not_implement_is_refused():
 
 
 def test_arguments_of_a_run_give_its_architecture():
-    found, problems = architecture_of(SAVED, 101)
+    decoder, problems = architecture_of(SAVED, 101)
     assert problems == []
-    assert found == dataclasses.replace(model(), layers=4, windows=(None,) * 4, init_std=0.02)
+    assert decoder == dataclasses.replace(model(), layers=4, windows=(None,) * 4, init_std=0.02)
     windows = {"window_size": [4, 0], "window_attn_skip_freq": 2}
-    found, _ = architecture_of(SAVED | windows, None)
-    assert found.windows == (5, None, 5, None)
-    assert found.vocabulary == 128
-    found, _ = architecture_of(SAVED | windows | {"window_attn_skip_freq": [0, 1, 1, 0]}, None)
-    assert found.windows == (None, 5, 5, None)
+    decoder, _ = architecture_of(SAVED | windows, None)
+    assert decoder.windows == (5, None, 5, None)
+    assert decoder.vocabulary == 128
+    decoder, _ = architecture_of(SAVED | windows | {"window_attn_skip_freq": [0, 1, 1, 0]}, None)
+    assert decoder.windows == (None, 5, 5, None)
 
 
 @pytest.mark.parametrize(
@@ -194,9 +194,9 @@ def test_the_modelling_file_has_the_options_and_defaults_of_the_package():
 
 def test_every_option_of_a_gate_is_said_or_refused():
     gated = SAVED | {"attention_variant": "gated", "gate_granularity": "elementwise"}
-    found, problems = architecture_of(gated, 101)
+    decoder, problems = architecture_of(gated, 101)
     assert problems == []
-    assert found.attention == "elementwise"
+    assert decoder.attention == "elementwise"
     for option, value in (
         ("gate_position", "value"),
         ("gate_shared_heads", True),
@@ -208,12 +208,12 @@ def test_every_option_of_a_gate_is_said_or_refused():
         ("qk_l2_norm", True),
         ("logit_softcap", 9.0),
     ):
-        found, problems = architecture_of(gated | {option: value}, 101)
+        decoder, problems = architecture_of(gated | {option: value}, 101)
         assert problems == []
-        assert found.options.changed() == {option: value}
-        _, why = choose(found)
+        assert decoder.options.changed() == {option: value}
+        _, why = choose(decoder)
         assert f"--{option.replace('_', '-')}" in why
-    found, problems = architecture_of(gated | {"gate_activation": "tanh"}, 101)
+    decoder, problems = architecture_of(gated | {"gate_activation": "tanh"}, 101)
     assert problems == ["--gate-activation tanh has no counterpart in Hugging Face"]
     assert architecture_of(gated | {"zero_init_outputs": True}, 101)[1] == []  # of no trained model
 
@@ -299,8 +299,8 @@ def test_configs_of_before_transformers_5_are_read():
     rope = config.pop("rope_parameters")
     theta = rope.pop("rope_theta")
     old = {"rope_theta": theta, "rope_scaling": rope, "torch_dtype": config.pop("dtype")}
-    found, _ = architecture_from({**config, **old})
-    assert (found.rope_base, found.rope_factor, found.dtype) == (500000.0, 32.0, "float32")
+    decoder, _ = architecture_from({**config, **old})
+    assert (decoder.rope_base, decoder.rope_factor, decoder.dtype) == (500000.0, 32.0, "float32")
 
 
 @pytest.mark.parametrize("name", ["qwen3-windows", "own-sink-in-windows"])

@@ -93,19 +93,19 @@ def test_evaluation_and_export_have_it_too(pool, seen, folder):
 
 
 def test_analyze_has_it_of_runs_and_of_folders(pool, seen, folder, tmp_path):
-    found, numbers = {}, {}
+    results, numbers = {}, {}
     options = ["--data", folder / "tokenizer-texts.jsonl", "--seq-length", "32"]
     options += ["--max-samples", "8"]
     for name in ("run", "llama", "tuned", "back"):
         command = ["analyze", folder / name, *options, "--output", tmp_path / name]
         megasink(pool, command)
-        found[name] = json.loads((tmp_path / name / "results.json").read_text())
-        measured = found[name]["metrics"]
+        results[name] = json.loads((tmp_path / name / "results.json").read_text())
+        measured = results[name]["metrics"]
         numbers[name] = {metric: result["number"] for metric, result in measured.items()}
     for ours, theirs in (("run", "llama"), ("tuned", "back")):
         for key in ("nats_per_token", "bits_per_byte", "perplexity"):
             assert numbers[ours][key] == pytest.approx(numbers[theirs][key], rel=1e-5), (ours, key)
-        assert found[ours]["model"]["parameters"] == found[theirs]["model"]["parameters"]
+        assert results[ours]["model"]["parameters"] == results[theirs]["model"]["parameters"]
     assert numbers["run"]["nats_per_token"] != pytest.approx(numbers["tuned"]["nats_per_token"])
 
 

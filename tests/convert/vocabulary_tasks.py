@@ -25,17 +25,17 @@ def train_and_show(flags: list[str], port: int) -> list[dict[str, Any]]:
     prepare_process([])  # before the first import of megatron
     from megasink.training import forward
 
-    found: list[dict[str, Any]] = []
+    batches: list[dict[str, Any]] = []
     get_batch, loss_func = forward.get_batch, forward.loss_func
 
     def showing_batch(*args: Any) -> dict[str, Any]:
         batch = get_batch(*args)
-        found.append({key: batch[key].clone() for key in ("tokens", "labels")})
+        batches.append({key: batch[key].clone() for key in ("tokens", "labels")})
         return batch
 
     def showing_loss(*args: Any) -> Any:
         *_, training, token_losses = args
-        found[-1] |= {"training": training, "nats": token_losses.detach().clone()}
+        batches[-1] |= {"training": training, "nats": token_losses.detach().clone()}
         return loss_func(*args)
 
     forward.get_batch, forward.loss_func = showing_batch, showing_loss
@@ -44,4 +44,4 @@ def train_and_show(flags: list[str], port: int) -> list[dict[str, Any]]:
     finally:
         forward.get_batch, forward.loss_func = get_batch, loss_func
         forward._byte_table.cache_clear()  # of this tokenizer
-    return found
+    return batches

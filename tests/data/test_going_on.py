@@ -133,11 +133,11 @@ def test_parts_make_the_whole(tmp_path, folder, inputs, parts):
         seen.append(report.documents)
     assert min(seen) > 0
     merged = merge(tmp_path / "m")
-    whole = json.loads((tmp_path / "whole.json").read_text())
+    complete = json.loads((tmp_path / "whole.json").read_text())
     assert contents(tmp_path / "m", SUFFIXES[:2]) == contents(tmp_path / "whole", SUFFIXES[:2])
-    examples = merged["skipped"].pop("examples"), whole["skipped"].pop("examples")
+    examples = merged["skipped"].pop("examples"), complete["skipped"].pop("examples")
     assert len(examples[0]) == len(examples[1]) == 3
-    assert merged == whole
+    assert merged == complete
 
 
 def test_parts_of_conversations_of_an_earlier_megasink(tmp_path, folder, inputs):
@@ -178,12 +178,12 @@ def test_every_division_of_lines_has_each_line_once(tmp_path):
     )
     (tmp_path / "b.jsonl").write_text('{"text": "after"}\n')
     for parts in range(1, 60):
-        found = []
+        read = []
         for part in range(1, parts + 1):
             corpus = Corpus([tmp_path], partition=(part, parts))
             for span in corpus._spans:
-                found += [text for _, text, *_ in corpus._lines(span, corpus.start) if text]
-        assert found == [*texts, "after"], parts
+                read += [text for _, text, *_ in corpus._lines(span, corpus.start) if text]
+        assert read == [*texts, "after"], parts
 
 
 def test_the_files_are_those_of_megatrons_builder(tmp_path):
