@@ -25,6 +25,11 @@ ON_A_CPU = """--hidden-dropout 0 --transformer-impl local --no-persist-layer-nor
     --no-gradient-accumulation-fusion --no-masked-softmax-fusion --no-bias-swiglu-fusion
     --no-rope-fusion --no-bias-dropout-fusion --distributed-backend gloo
     --eval-interval 100""".split()
+LAYOUTS = {
+    "one": "",
+    "pp": "--pipeline-model-parallel-size 2",
+    "dp": "--use-distributed-optimizer --overlap-grad-reduce --overlap-param-gather",
+}
 
 
 def blocks(heading: str) -> list[str]:
@@ -98,12 +103,12 @@ def test_the_bare_block_trains_with_the_loss(pool):
     assert abs(found["sink gradient"]).min() > 0
 
 
-def pretrain(folder, block, flags, options):
-    """Run the block in a folder with pretrain_gpt.py, on one CPU rank; return its steps."""
+def pretrain(folder, block, flags, options, ranks):
+    """Run the block in a folder with pretrain_gpt.py, on CPU ranks; return its steps."""
     checkout = os.environ.get("MEGASINK_TEST_MEGATRON_LM")
     script = Path(checkout or STOCK, "pretrain_gpt.py")
     assert "--nproc-per-node 8" in block
-    block = block.replace("--nproc-per-node 8", "--nproc-per-node 1 --master-port $PORT")
+    block = block.replace("--nproc-per-node 8", f"--nproc-per-node {ranks} --master-port $PORT")
     block = block.replace("pretrain_gpt.py", shlex.quote(str(script)))
     export = re.compile(r"^export MEGASINK_OPTIONS=.*$", re.M)
     assert len(export.findall(block)) == 1
@@ -129,7 +134,9 @@ def pretrain(folder, block, flags, options):
     events = EventAccumulator(str(folder / "board"))
     events.Reload()
     losses, norms = ([e.value for e in events.Scalars(name)] for name in ("lm loss", "grad-norm"))
-    lines = records(folder / "record")
+    lines = records(folder / f"record-{ranks - 1}")
+    for rank in range(ranks - 1):  # every rank has the numbers of all
+        assert records(folder / f"record-{rank}") == lines
     return [
         line | {"lm_loss": loss, "grad_norm": norm}
         for line, loss, norm in zip(lines, losses, norms, strict=True)
@@ -137,25 +144,28 @@ def pretrain(folder, block, flags, options):
 
 
 @pytest.mark.parametrize(
-    ("variant", "scope"),
+    ("variant", "scope", "where"),
     [
-        ("sink", "global"),
-        pytest.param("gated", "microbatch", marks=pytest.mark.later),
-        pytest.param("vanilla", "data-parallel", marks=pytest.mark.later),
+        ("sink", "global", "one"),
+        ("sink", "global", "pp"),
+        pytest.param("gated", "microbatch", "one", marks=pytest.mark.later),
+        pytest.param("vanilla", "data-parallel", "one", marks=pytest.mark.later),
+        pytest.param("gated", "data-parallel", "dp", marks=pytest.mark.later),
     ],
 )
-def test_pretrain_gpt_has_the_numbers_of_our_trainer(pool, tmp_path, variant, scope):
+def test_pretrain_gpt_has_the_numbers_of_our_trainer(pool, tmp_path, variant, scope, where):
     """From the same checkpoint, on the same data: the loss, its gradient, the importances."""
     (block,) = blocks("Megatron-LM")
     options = {"attention_variant": variant, "head_balance_coeff": 1e3, "head_balance_scope": scope}
     ours = [word for k, v in options.items() for word in (f"--{k.replace('_', '-')}", str(v))]
     # Without rows of padding, which only our trainer takes out of the softmax.
-    flags = [*MODEL, "--make-vocab-size-divisible-by", "64"]
+    flags = [*MODEL, "--make-vocab-size-divisible-by", "64", *LAYOUTS[where].split()]
+    ranks = 1 if where == "one" else 2
     first, second = tmp_path / "first", tmp_path / "second"
-    pool.train([*flags, *ours, "--train-iters", "1", "--run-dir", str(first)])
+    pool.train([*flags, *ours, "--train-iters", "1", "--run-dir", str(first)], ranks)
     start = ["--load", str(first / "checkpoints"), "--finetune", "--train-iters", "4"]
-    pool.train([*flags, *ours, *start, "--run-dir", str(second)])
-    found = pretrain(tmp_path, block, [*flags, *start], options)
+    pool.train([*flags, *ours, *start, "--run-dir", str(second)], ranks)
+    found = pretrain(tmp_path, block, [*flags, *start], options, ranks)
     wanted = steps(second)
     assert len(found) == len(wanted) == 4
     for mine, line in zip(found, wanted, strict=True):

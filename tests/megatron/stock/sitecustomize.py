@@ -24,7 +24,7 @@ if "RANK" in os.environ:
         last = commit(self)
         line = {"importance": last.importance_LH.tolist(), "balance_loss": float(last.balance_loss)}
         line["patches"] = sorted({made.patch.room for made in register._active})
-        with Path(os.environ["RECORD"]).open("a") as file:
+        with Path(f"{os.environ['RECORD']}-{os.environ['RANK']}").open("a") as file:
             file.write(json.dumps(line) + "\n")
         return last
 
