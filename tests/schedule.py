@@ -148,9 +148,11 @@ LATER = (
 # reads a model. Beginnings of node ids.
 OTHER_VERSIONS = (
     "tests/analysis/api/",
-    "tests/analysis/interventions/",
+    "tests/analysis/interventions/test_batching.py",
+    "tests/analysis/interventions/test_contexts.py",
     "tests/attention/test_attention_op.py",
-    "tests/convert/test_own_",
+    "tests/convert/test_own_kernels.py",
+    "tests/convert/test_own_training.py",
     "tests/convert/test_round_trip.py",
     "tests/convert/test_targets.py",
     "tests/transformers/",
