@@ -88,7 +88,6 @@ SAFE = {
     ("examples/real_models/analyses.py", "numpy.load"): ARRAYS,
     ("examples/real_models/changes.py", "allow_pickle"): ARRAYS,
     ("examples/real_models/changes.py", "numpy.load"): ARRAYS,
-    ("examples/real_models/chats.py", "from_pretrained"): "a tokenizer; no code of its folder",
     (
         "examples/real_models/fidelity.py",
         "from_pretrained",
