@@ -168,6 +168,25 @@ def length_problem(random_lengths: Any, seq_length: int | None) -> str | None:
     return None
 
 
+def positions_problem(options: Any, positions: int | None, name: str) -> str | None:
+    """Return why sequences of these options do not fit into a model's positions, or None.
+
+    Args:
+        options: an `AnalysisOptions`, or what a command was given.
+        positions: most tokens of a sequence; None if any number will do, or it is not known.
+        name: of the model.
+    """
+    field = "seq_length" if options.random_lengths is None else "random_lengths"
+    value = getattr(options, field)
+    lengths = value if isinstance(value, list | tuple) else [value]
+    if positions is None or lengths[-1] is None or lengths[-1] <= positions:
+        return None
+    return (
+        f"{flag_of(field)} {' '.join(map(str, lengths))} is longer than the {positions} positions "
+        f"of {name}: use at most {positions}"
+    )
+
+
 def flag_of(name: str) -> str:
     """Return the flag of a field."""
     return f"--{name.replace('_', '-')}"

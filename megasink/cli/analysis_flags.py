@@ -20,6 +20,7 @@ from megasink.analysis.options import (
     flag_of,
     length_problem,
     model_problem,
+    positions_problem,
     too_small,
 )
 from megasink.attention.definitions import MAP_TOKENS
@@ -201,9 +202,15 @@ def problems_of(args: argparse.Namespace, *, is_run: bool) -> list[str]:
     ]
     problems += too_small(args, flag_of)
     problems += replacement_problems(args)
-    if problem := length_problem(args.random_lengths, args.seq_length):
-        problems.append(problem)
-    return problems + map_problems(args.maps or [], args.map_length, known_shape(args).heads)
+    shape = known_shape(args)
+    problems += filter(
+        None,
+        (
+            length_problem(args.random_lengths, args.seq_length),
+            positions_problem(args, shape.positions, Path(args.model).name),
+        ),
+    )
+    return problems + map_problems(args.maps or [], args.map_length, shape.heads)
 
 
 def known_shape(args: argparse.Namespace) -> ModelShape:

@@ -17,7 +17,7 @@ from megasink.analysis.capture.inputs import (
     token_samples,
     with_replaced_tokens,
 )
-from megasink.analysis.options import KEPT, SEQ_LENGTH, AnalysisOptions, flag_of
+from megasink.analysis.options import KEPT, SEQ_LENGTH, AnalysisOptions, positions_problem
 from megasink.data.replaced_tokens import Replacement, replacement
 from megasink.errors import UserError
 
@@ -66,16 +66,12 @@ def inputs_of(
             or as `replacement_for`.
     """
     most, length, drawn = model.text_positions, options.seq_length, options.random_lengths
-    flag = flag_of("seq_length")
+    if problem := positions_problem(options, most, model.facts["name"]):
+        raise UserError(problem)
     if drawn is not None:
-        length, flag = drawn[1], f"{flag_of('random_lengths')} {drawn[0]}"
+        length = drawn[1]
     elif length is None:
         length = SEQ_LENGTH if most is None else min(SEQ_LENGTH, most)
-    if most is not None and length > most:
-        raise UserError(
-            f"{flag} {length} is longer than the {most} positions of "
-            f"{model.facts['name']}: use at most {most}"
-        )
     samples = list(_samples(options, length, model, texts))
     if drawn is not None:
         samples = cut_at_random(samples, drawn, options.seed)

@@ -186,8 +186,8 @@ def test_the_length_follows_the_model(root, tmp_path, monkeypatch, first, length
 
     monkeypatch.setattr("megasink.analysis.capture.samples._samples", stop)
     options = AnalysisOptions(output=tmp_path)
-    rest = dict.fromkeys(("open_probe", "module", "tokenizer", "vocabulary", "facts"))
-    model = ProbedModel(**rest, positions=64, first=first, heads=[4])
+    rest = dict.fromkeys(("open_probe", "module", "tokenizer", "vocabulary"))
+    model = ProbedModel(**rest, facts={"name": "mine"}, positions=64, first=first, heads=[4])
     with pytest.raises(UserError, match="enough"):
         analyze_model(model, options, Ranks())
     assert asked == [length]
