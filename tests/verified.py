@@ -122,7 +122,7 @@ ROWS = (
         "analysis/pages/curves",
         "distributed/observing",
     ),
-    Row("planning a run", "plan/plan", "", "plan/hollow/plan plan/hollow/saved"),
+    Row("planning a run", "plan/plan", "", "plan/hollow/plan"),
     Row(
         "Megatron's defaults without its CUDA packages",
         "training/checks",

@@ -9,7 +9,6 @@ GPU (`megasink.plan.hollow`), as one rank of the whole job, for as many pipeline
     batches.py      what the ranks read, in the place of data
     collectives.py  the communication of a step, by group and purpose
     memory.py       memory of a rank by part
-    saved.py        tensors saved for backward, by module
     parameters.py   parameters of the model by component
     layers.py       the modules of each layer
     job.py          the ranks' records put together: the whole job

@@ -16,7 +16,6 @@ from megasink.plan import batches, layers, memory, parameters
 from megasink.plan.collectives import Collectives, group_names
 from megasink.plan.experts import share_tokens_equally
 from megasink.plan.hollow.world import be_rank
-from megasink.plan.saved import SavedTensors
 
 _NEVER = 1 << 40
 Write = Callable[[dict[str, Any]], None]
@@ -75,7 +74,7 @@ def _stepping(args: Namespace, write: Write) -> Iterator[None]:
             os._exit(0)
         microbatches = plan[len(steps)]
         steps.append({"microbatches": microbatches})
-        recording.enter_context(_recorded(steps[-1], schedules, arguments[2]))
+        recording.enter_context(_recorded(steps[-1], schedules))
         _set_microbatches(args, microbatches)
         result = inner(*arguments, **options)
         _set_microbatches(args, every)  # the training loop refuses fewer
@@ -99,18 +98,16 @@ def _set_microbatches(args: Namespace, number: int) -> None:
 
 
 @contextlib.contextmanager
-def _recorded(record: dict[str, Any], schedules: Any, models: Sequence[Any]) -> Iterator[None]:
+def _recorded(record: dict[str, Any], schedules: Any) -> Iterator[None]:
     """Record the memory and the calls of a step in `record`."""
     import torch
 
     schedule, originals = memory.Schedule(), (schedules.forward_step, schedules.backward_step)
-    saved = SavedTensors(models, "cuda")
 
     def watched(inner: Any, forward: bool) -> Any:
         def run(*arguments: Any, **options: Any) -> Any:
             before = memory.allocated()
-            with saved.watching() if forward else contextlib.nullcontext():
-                result = inner(*arguments, **options)
+            result = inner(*arguments, **options)
             schedule.passes.append((forward, before, memory.allocated()))
             return result
 
@@ -121,12 +118,11 @@ def _recorded(record: dict[str, Any], schedules: Any, models: Sequence[Any]) -> 
     schedules.forward_step, schedules.backward_step = (
         watched(inner, forward) for inner, forward in zip(originals, (True, False), strict=True)
     )
-    with Collectives() as calls, saved:
+    with Collectives() as calls:
         yield
     schedules.forward_step, schedules.backward_step = originals
     record |= {"peak": memory.allocated("peak"), "reserved": memory.reserved()}
     record |= schedule.held() | {"calls": calls.table()}
-    record["saved"] = saved.table(record["microbatches"])
 
 
 def _record(
@@ -154,7 +150,6 @@ def _record(
         "training_state": memory.of_training_state(models, optimizer),
         "layers": list(layers.describe(models)),
         "steps": steps,
-        "saved": steps[-1]["saved"],
         "groups": sorted(set(group_names().values())),
         "job": {
             "ranks": args.world_size,

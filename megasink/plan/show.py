@@ -40,7 +40,6 @@ def as_json(
         "parameters": job.parameters(records),
         "stages": [asdict(stage) for stage in job.memory(records)],
         "checkpoint_host_bytes": _gathered(job.memory(records), facts),
-        "saved": {record["rank"]: record["saved"] for record in records},
         "communication": [asdict(row) for row in job.communication(records)],
         "layers": [layer for record in records for layer in record["layers"]],
     }
@@ -60,9 +59,6 @@ def show(
     console.print()
     console.print(_memory(stages, gpu))
     _say_memory(console, stages, facts, device)
-    fullest = max(records, key=lambda record: job.stage_of(record).memory["peak"])
-    console.print(_saved(fullest))
-    console.print()
     console.print(_communication(job.communication(records)))
     console.print()
     console.print(_layers(records))
@@ -157,22 +153,6 @@ def _gathered(stages: Sequence[Stage], facts: Record) -> int:
     return BYTES * max(stage.parameters for stage in stages) if facts["gathers"] else 0
 
 
-def _saved(record: Record) -> Table:
-    """Return what each module saves for backward in a microbatch on a rank, the most first."""
-    table = _table(f"saved for backward by a microbatch on rank {record['rank']}, MiB")
-    for name in ("module", "class", "layers", "each", "all"):
-        table.add_column(name, justify="left" if name in ("module", "class") else "right")
-    for row in sorted(record["saved"], key=lambda row: -row["bytes"]):
-        of_layers = row["layers"] > 0
-        name = row["module"] or ("the layer" if of_layers else "around the model")
-        each = _mib(row["bytes"] / row["layers"]) if of_layers else ""
-        number = str(row["layers"]) if of_layers else ""
-        table.add_row(name, row["kind"], number, each, _mib(row["bytes"]))
-    table.add_section()
-    table.add_row("all", "", "", "", _mib(sum(row["bytes"] for row in record["saved"])))
-    return table
-
-
 def _communication(rows: Sequence[job.Traffic]) -> Table:
     table = _table("communication of a rank in a step")
     for name in ("for", "group", "ranks", "what", "stage", "calls", "messages", "sent"):
@@ -222,10 +202,6 @@ def _ranges(numbers: Sequence[int]) -> str:
 
 def _gib(size: int) -> str:
     return f"{size / _GIB:.2f}"
-
-
-def _mib(size: float) -> str:
-    return f"{size / 2**20:.2f}"
 
 
 def _bytes(size: int) -> str:

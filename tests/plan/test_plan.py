@@ -139,9 +139,6 @@ def test_the_command(capsys, monkeypatch):
     show.show(sharded, "h100", 0.4)
     assert "GiB of memory of the host for each rank" in " ".join(capsys.readouterr().out.split())
 
-    saved = {row["module"] for row in plan["saved"]["0"]}
-    assert {"mlp.linear_fc2", "self_attention.core_attention"} < saved
-
     assert launch.main(line) == 0
     text = capsys.readouterr().out
     assert all(len(row) <= 100 for row in text.splitlines()), text

@@ -195,3 +195,17 @@ def test_the_distributed_optimizer_shards_the_states_of_muon(gpu):
     # Matrices are not cut, so that some replicas hold more of them than others.
     share = sharded["training_state"]["optimizer"] / wanted
     assert 0.2 < share < 0.3
+
+
+@pytest.mark.parametrize("package", ["flash-attn-2", "apex"])
+def test_packages_that_hold_as_much(gpu, package):
+    """Stepped with a stand-in of the package's host side."""
+    flags = flags_of("", 4, 2)
+    without = gpu.run("plan_tasks:step", flags=flags)
+    plan = gpu.run("plan_tasks:step", flags=flags, package=package)
+    if package == "apex":
+        assert "apex" in without["job"]["fused"]
+        assert "apex" not in plan["job"]["fused"]
+    else:
+        assert plan["job"]["attention_kernel"] == package
+    assert [s["held"] for s in plan["steps"]] == [s["held"] for s in without["steps"]]
