@@ -14,6 +14,8 @@ from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 _ESTIMATE_SECONDS = 600.0
 """Window for estimating the remaining time; long, because a step or sample may take minutes."""
 _UPDATE_SECONDS = 0.1  # thousands of documents per second
+_FIRST_SECONDS = 2.0
+"""Until the first line without a terminal: what takes minutes says so early."""
 
 Tell = Callable[..., None]
 """``tell(done, state="", now=False)``: set the total done so far; `now` prints a line at once."""
@@ -36,8 +38,9 @@ def progress(
         unit: Plural name, such as "samples"; "bytes" are shown with their rate.
         before: Units done by an earlier process, excluded from the rate.
         console: Defaults to stderr.
-        every: Seconds between lines when there is no terminal. With 0 every call prints a line and
-            there is no bar, which leaves the terminal to the bars of the individual steps.
+        every: Seconds between lines when there is no terminal; the first comes sooner. With 0 every
+            call prints a line and there is no bar, which leaves the terminal to the bars of the
+            individual steps.
 
     Raises:
         OSError: On `tell`, if the other end of the console is closed.
@@ -57,10 +60,10 @@ def progress(
     ) as bar:
         bar.add_task(what, total=total, completed=before, text="")
         (task,) = bar.tasks
-        updated, printed = -math.inf, time.monotonic()
+        updated, due = -math.inf, time.monotonic() + min(_FIRST_SECONDS, every)
 
         def tell(done: float, state: str = "", *, now: bool = False) -> None:
-            nonlocal updated, printed
+            nonlocal updated, due
             clock, now = time.monotonic(), now or every == 0
             if not now and clock - updated < _UPDATE_SECONDS:
                 return
@@ -68,10 +71,10 @@ def progress(
             bar.update(task.id, completed=done)
             text = "  ".join(filter(None, [_amount(task, unit), state]))
             bar.update(task.id, text=text)
-            is_due = clock - printed > every and before < done < (total or math.inf)
+            is_due = clock >= due and before < done < (total or math.inf)
             if console.quiet or not (now or (is_due and not is_bar)):
                 return
-            printed = clock
+            due = clock + every
             line = f"{what}: {text}{_left(task)}"
             if is_bar:
                 bar.console.print(line, markup=False, highlight=False, soft_wrap=True)

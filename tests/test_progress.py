@@ -33,7 +33,17 @@ def test_a_log_gets_a_line_now_and_then_with_the_time_left(clock):
             tell(done)
         clock[0] += 100
         tell(100)  # whoever is done says so
-    assert lines(console) == ["analyzing: 48 of 100 samples, 0:04:20 left"]
+    assert lines(console) == [
+        "analyzing: 42 of 100 samples",  # soon, when no rate is known yet
+        "analyzing: 48 of 100 samples, 0:04:20 left",
+    ]
+
+
+def test_what_takes_a_second_says_nothing(clock):
+    console = log()
+    for _ in tracked("abc", "drawing", 3, "figures", console=console):
+        clock[0] += 0.3
+    assert lines(console) == []
 
 
 def test_a_line_can_be_asked_for_and_holds_the_state(clock):
@@ -49,7 +59,10 @@ def test_bytes_come_with_their_rate(clock):
         for done in (1e9, 2e9, 3e9):
             clock[0] += 10
             tell(done)
-    assert lines(console) == ["reading: 2.0 GB of 4.0 GB, 100.0 MB/s, 0:00:20 left"]
+    assert lines(console) == [
+        "reading: 1.0 GB of 4.0 GB",
+        "reading: 3.0 GB of 4.0 GB, 100.0 MB/s, 0:00:10 left",
+    ]
 
 
 def test_every_item_has_a_line_where_asked_for(clock):

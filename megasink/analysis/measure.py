@@ -6,6 +6,7 @@ Shapes: B rows, T tokens, V vocabulary.
 """
 
 import contextlib
+import itertools
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 
@@ -30,6 +31,9 @@ from megasink.analysis.capture.shards import PartialFolder, Shard, plan
 from megasink.analysis.options import AnalysisOptions
 from megasink.errors import UserError
 from megasink.progress import progress
+
+_CPU_TOKENS = 2048
+"""Tokens that run at once on a CPU: more are no faster, and their logits are the peak of memory."""
 
 
 def measure(
@@ -104,7 +108,7 @@ def run(
         for number in ranks.claims(len(shards)):
             if partial is not None and partial.has(number):
                 continue
-            for batch in shards[number]:
+            for batch in _passes(shards[number], samples, device):
                 ids_BT = torch.tensor([samples[i].tokens for i in batch], device=device)
                 recorder.begin(len(batch))
                 # No name holds the logits, which are the largest tensor, when the next batch runs.
@@ -179,6 +183,17 @@ def _open(
     if there:
         console.print(f"resuming: {there} of {len(shards)} shards ({before} samples) are done")
     return before
+
+
+def _passes(
+    shard: Shard, samples: Sequence[Sample], device: torch.device | str
+) -> Iterator[tuple[int, ...]]:
+    """Yield the samples of each forward pass: a batch, or on a CPU a part of one."""
+    for batch in shard:
+        rows = len(batch)
+        if torch.device(device).type == "cpu":
+            rows = max(1, _CPU_TOKENS // len(samples[batch[0]].tokens))
+        yield from itertools.batched(batch, rows)
 
 
 def _logits(

@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 import torch
 
+from megasink.analysis import measure
 from megasink.analysis.capture.inputs import Sample
 from megasink.analysis.capture.recorder import Recorder
 from megasink.analysis.capture.transformers_model import TransformersProbe
@@ -207,6 +208,20 @@ def test_hybrid_layers_stay_blank():
     assert found["gate_max"][3] == float(gates.max())
     assert sum(results.gate_histogram[3]) == len(gates)
     assert results.gate_histogram[3][99] == int((gates >= 0.99).sum())
+
+
+def test_a_cpu_runs_a_batch_in_parts_that_change_nothing(model, samples, captured, monkeypatch):
+    rows = []
+    hook = model.register_forward_pre_hook(lambda _module, args: rows.append(tuple(args[0].shape)))
+    monkeypatch.setattr(measure, "_CPU_TOKENS", 11)
+    try:
+        cut = analyzed(model, samples, token_bytes=np.arange(64, dtype=np.int32))
+    finally:
+        hook.remove()
+    assert rows == [(1, 5), (1, 9), (1, 9), (1, 12), (1, 12)]  # a row longer than that runs, too
+    assert [s.source for s in cut.samples] == [s.source for s in captured.samples]
+    for name, value in captured.values.items():
+        np.testing.assert_allclose(cut.values[name], value, rtol=1e-4, atol=1e-6, err_msg=name)
 
 
 def test_all_statistics_are_asked_for(captured):
