@@ -9,6 +9,7 @@ import ast
 import inspect
 import itertools
 import re
+import sys
 from dataclasses import fields
 from functools import cache
 from typing import get_args, get_type_hints
@@ -52,12 +53,17 @@ def escaped(text: str) -> str:
 @cache
 def _texts(options: type) -> dict[str, str]:
     """Return {field: the string below it} for a dataclass."""
-    (tree,) = ast.parse(inspect.getsource(options)).body
-    assert isinstance(tree, ast.ClassDef)
     texts: dict[str, str] = {}
-    for field, text in itertools.pairwise(tree.body):
+    for field, text in itertools.pairwise(_classes(options.__module__)[options.__name__].body):
         if isinstance(field, ast.AnnAssign) and isinstance(text, ast.Expr):
             assert isinstance(field.target, ast.Name)
             assert isinstance(text.value, ast.Constant)
             texts[field.target.id] = " ".join(str(text.value.value).split())
     return texts
+
+
+@cache
+def _classes(module: str) -> dict[str, ast.ClassDef]:
+    """Return the classes of a module by name: parsed once, where inspect would for each of them."""
+    tree = ast.parse(inspect.getsource(sys.modules[module]))
+    return {entry.name: entry for entry in tree.body if isinstance(entry, ast.ClassDef)}

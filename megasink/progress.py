@@ -5,11 +5,10 @@ import time
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from datetime import timedelta
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from rich.console import Console
-from rich.filesize import decimal
-from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
+if TYPE_CHECKING:  # what says that a command line is wrong draws nothing, and does without rich
+    from rich.console import Console
 
 _ESTIMATE_SECONDS = 600.0
 """Window for estimating the remaining time; long, because a step or sample may take minutes."""
@@ -28,7 +27,7 @@ def progress(
     unit: str,
     *,
     before: int = 0,
-    console: Console | None = None,
+    console: "Console | None" = None,
     every: float = 30.0,
 ) -> Iterator[Tell]:
     """Show progress and the remaining time, estimated from the rate of this process.
@@ -45,6 +44,9 @@ def progress(
     Raises:
         OSError: On `tell`, if the other end of the console is closed.
     """
+    from rich.console import Console
+    from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
+
     console = console or Console(stderr=True)
     is_bar = console.is_terminal and every > 0
     with Progress(
@@ -99,6 +101,8 @@ def tracked[T](items: Iterable[T], what: str, total: int, unit: str, **options: 
 
 def _amount(task: Any, unit: str) -> str:
     if unit == "bytes":
+        from rich.filesize import decimal
+
         rate = f", {decimal(int(task.speed))}/s" if task.speed else ""
         return f"{decimal(int(task.completed))} of {decimal(int(task.total))}{rate}"
     total = "" if task.total is None else f" of {task.total:,.0f}"

@@ -7,7 +7,6 @@ code, or catches everything, is ended from a thread. `megasink train` has handle
 """
 
 import contextlib
-import multiprocessing
 import os
 import select
 import shutil
@@ -183,9 +182,13 @@ def _leave_after(number: int, receiving: int) -> None:
     while (left := deadline - time.monotonic()) > 0:
         if select.select([receiving], [], [], left)[0] and not os.read(receiving, 64):
             return  # the block has ended
-    for child in multiprocessing.active_children():
-        child.terminate()
-    temporary = getattr(multiprocessing.process.current_process(), "_config", {}).get("tempdir")
-    for folder in (*PARTIAL, *([Path(temporary)] if temporary else [])):
+    folders = [*PARTIAL]
+    # Not imported: an import may be what does not unwind. Without the module there are no children.
+    if processes := sys.modules.get("multiprocessing.process"):
+        for child in processes.active_children():
+            child.terminate()
+        temporary = getattr(processes.current_process(), "_config", {}).get("tempdir")
+        folders += [Path(temporary)] if temporary else []
+    for folder in folders:
         shutil.rmtree(folder, ignore_errors=True)
     os._exit(_say_stopped(Signalled(number)))

@@ -9,9 +9,7 @@ import sys
 import time
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
-
-from rich.console import Console
+from typing import TYPE_CHECKING, Any
 
 from megasink import plugins
 from megasink.command_line import CommandParser, without
@@ -31,11 +29,15 @@ from megasink.training.last_start import (
 )
 from megasink.training.lease import clear, wait_until_expired, writer_of
 from megasink.training.metrics_file import NewLines
-from megasink.training.rank_logs import first_error, raised
-from megasink.training.ranks import FAILURES, Ranks
+from megasink.training.rank_logs import FAILURES, first_error, raised
 from megasink.training.replay import replayed
 from megasink.training.run_dir import folder_problem
 from megasink.training.stop import FOR_TORCHRUN, SIGNALS, left, name_of
+
+if TYPE_CHECKING:  # imported where ranks are started: they are most of the start-up
+    from rich.console import Console
+
+    from megasink.training.ranks import Ranks
 
 _OF_THE_LAUNCHER = ("--ranks", "--run-dir", "--resume")
 _SMALL = 1 << 16  # bytes; a disk with less free space is full
@@ -165,6 +167,10 @@ def launch(
         Stopped: a signal ended the run.
         UserError: a rank failed; with the rank's message, or the location of its log.
     """
+    from rich.console import Console
+
+    from megasink.training.ranks import Ranks
+
     logs = run_dir / "logs" / time.strftime("%Y%m%d-%H%M%S")
     console = Console()
     say(f"run {run_dir}: {ranks} ranks, logs in {logs}")
@@ -192,7 +198,7 @@ def launch(
     return 0
 
 
-def _failure(running: Ranks, logs: Path, run_dir: Path, code: int) -> UserError:
+def _failure(running: "Ranks", logs: Path, run_dir: Path, code: int) -> UserError:
     """Explain what ended the ranks: a signal to us, a signal to one of them, or an error."""
     if running.signals:
         # A rank's own message takes precedence: it may have failed to save.
@@ -237,7 +243,7 @@ def _killed(logs: Path) -> str | None:
 
 
 def _follow(
-    running: Ranks, new_lines: NewLines, total: int | None, console: Console, logs: Path
+    running: "Ranks", new_lines: NewLines, total: int | None, console: "Console", logs: Path
 ) -> int:
     """Show new lines of metrics.jsonl until the ranks end; return torchrun's exit code."""
     flat = FlatLoss(logs.parent.parent)

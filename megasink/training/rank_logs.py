@@ -3,6 +3,8 @@
 import re
 from pathlib import Path
 
+# In the folder of logs, of what agent.py writes about ranks that failed.
+FAILURES = "failures.json"
 _ERROR = "megasink: error: "
 # In the messages of runs that ended because of their loss.
 DIVERGES = "the training loss diverges"

@@ -14,10 +14,9 @@ from typing import Any
 import psutil
 from rich.console import Console
 
+from megasink.training.rank_logs import FAILURES
 from megasink.training.stop import SIGNALS, name_of
 
-# In the folder of logs, of what agent.py writes about ranks that failed.
-FAILURES = "failures.json"
 # Time for signaled ranks to finish the current step and save a checkpoint.
 SAVE_SECONDS = 600.0
 

@@ -16,7 +16,8 @@ from megasink.training import early, last_start, launch, run_dir
 from megasink.training.flat_loss import FlatLoss
 from megasink.training.lease import Lease
 from megasink.training.metrics_file import NewLines
-from megasink.training.ranks import FAILURES
+from megasink.training.rank_logs import FAILURES
+from megasink.training.ranks import Ranks
 from tests import runs
 from tests.distributed.pool import free_port
 from tests.training.command_lines import MOCK
@@ -118,8 +119,8 @@ def test_a_command_line_is_parsed_once_by_the_launcher_and_once_by_each_rank(
         *(argparse.ArgumentParser, "_parse_known_args"),
         lambda self, *words: parsed.append(self.prog) or parse(self, *words),
     )
-    monkeypatch.setattr(launch.Ranks, "__enter__", lambda ranks: started.append(ranks) or ranks)
-    monkeypatch.setattr(launch.Ranks, "__exit__", lambda *_: None)
+    monkeypatch.setattr(Ranks, "__enter__", lambda ranks: started.append(ranks) or ranks)
+    monkeypatch.setattr(Ranks, "__exit__", lambda *_: None)
     monkeypatch.setattr(launch, "_follow", lambda *_: 0)
     line = [*runs.TINY, *runs.MOCK, "--cpu", "--train-iters", "1", "--run-dir", str(tmp_path / "r")]
     assert main(["train", *line]) == 0
@@ -140,8 +141,8 @@ def test_logs_of_a_refused_start_stay_where_the_message_names_them(tmp_path, mon
     def failure(running, logs, run_dir, code):
         return UserError(f"rank 0 failed (log: {logs})" if named else "the flags are wrong")
 
-    monkeypatch.setattr(launch.Ranks, "__enter__", lambda ranks: ranks)
-    monkeypatch.setattr(launch.Ranks, "__exit__", lambda *_: None)
+    monkeypatch.setattr(Ranks, "__enter__", lambda ranks: ranks)
+    monkeypatch.setattr(Ranks, "__exit__", lambda *_: None)
     monkeypatch.setattr(launch, "_follow", lambda *_: 1)
     monkeypatch.setattr(launch, "_failure", failure)
     with pytest.raises(UserError):

@@ -29,6 +29,7 @@ from megasink.training.checks import (
     variants,
     vocabulary,
 )
+from megasink.training.checks.blends import named_prefixes
 
 # None of them imports torch or Megatron.
 _EARLY = (
@@ -75,9 +76,11 @@ def local_problems(args: Namespace, *, thorough: bool) -> list[str]:
     if args.rank:
         return answers
     if thorough or vocabulary.is_quick(args):
-        from megasink.training.checks import data_files  # imports numpy
+        answers += _problems(args, [vocabulary])
+        if named_prefixes(args):
+            from megasink.training.checks import data_files  # imports numpy
 
-        answers += _problems(args, (vocabulary, data_files))
+            answers += _problems(args, [data_files])
     return answers + run_dir.problems(args)
 
 
