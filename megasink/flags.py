@@ -1,4 +1,4 @@
-"""Argparse flags from the dataclasses of config.py, without importing Megatron.
+"""Argparse flags from dataclasses: those of a run and of an analysis, without importing Megatron.
 
 Field ``softmax_offset_init`` becomes ``--softmax-offset-init`` and the string below it becomes the
 help text, like Megatron's ArgumentGroupFactory, which requires importing all of Megatron.
@@ -10,11 +10,10 @@ import inspect
 import itertools
 import re
 import sys
-from dataclasses import fields
+from dataclasses import fields, is_dataclass
 from functools import cache
-from typing import get_args, get_type_hints
-
-from megasink.run_options import OPTIONS
+from pathlib import Path
+from typing import get_args, get_origin, get_type_hints
 
 
 def flag_of(dest: str) -> str:
@@ -24,25 +23,42 @@ def flag_of(dest: str) -> str:
 
 def add_options(parser: argparse.ArgumentParser) -> None:
     """Add a group of flags for each dataclass of OPTIONS."""
+    from megasink.run_options import OPTIONS
+
     for options in OPTIONS:
         words = re.sub(r"(?<=[a-z])(?=[A-Z])", " ", options.__name__).lower()
         group = parser.add_argument_group(words, escaped(inspect.cleandoc(options.__doc__ or "")))
-        texts, kinds = _texts(options), get_type_hints(options)
-        for field in fields(options):
-            flag, text = flag_of(field.name), escaped(texts[field.name])
-            kind, meta = kinds[field.name], field.metadata.get("argparse_meta", {})
-            if "records" in field.metadata:
-                records = field.metadata["records"]()
-                meta = meta | {"metavar": "{" + ",".join(r.name for r in records) + "}"}
-                text += escaped("".join(f" {r.name}: {r.description}." for r in records))
-            if kind is bool and not meta:
-                group.add_argument(flag, action="store_true", help=text)
-                continue
-            # float | None is an optional float.
-            kind = next((k for k in (kind, *get_args(kind)) if k in (int, float)), str)
-            shown = "" if field.default in (None, False) else " Default: %(default)s."
-            given = {"type": kind, "default": field.default, "help": text + shown}
-            group.add_argument(flag, **(given | meta))
+        add_fields(group, options, *(field.name for field in fields(options)))
+
+
+def add_fields(group: argparse._ActionsContainer, options: type, *names: str) -> None:
+    """Add flags for some fields of a dataclass, in the order of their names.
+
+    Of a field that is a tuple, a flag takes several values.
+    """
+    texts, kinds = _texts(options), get_type_hints(options)
+    by_name = {field.name: field for field in fields(options)}
+    for field in map(by_name.__getitem__, names):
+        text = escaped(texts[field.name])
+        kind, meta = kinds[field.name], field.metadata.get("argparse_meta", {})
+        flags = (flag_of(field.name), *meta.get("names", ()))
+        if "records" in field.metadata:
+            records = field.metadata["records"]()
+            meta = meta | {"metavar": "{" + ",".join(r.name for r in records) + "}"}
+            text += escaped("".join(f" {r.name}: {r.description}." for r in records))
+        if kind is bool and not meta:
+            group.add_argument(*flags, action="store_true", help=text)
+            continue
+        # float | None is an optional float, tuple[float, ...] several.
+        parts = (kind, *get_args(kind))
+        if several := next((part for part in parts if get_origin(part) is tuple), None):
+            meta, parts = {"nargs": "+"} | meta, get_args(several)
+        kind = next((part for part in parts if part in (int, float, Path)), str)
+        shown = " Default: %(default)s."
+        if field.default in (None, False, ()) or "default: " in text:
+            shown = ""
+        given = {"type": kind, "default": field.default, "help": text + shown}
+        group.add_argument(*flags, **(given | {k: v for k, v in meta.items() if k != "names"}))
 
 
 def escaped(text: str) -> str:
@@ -52,8 +68,10 @@ def escaped(text: str) -> str:
 
 @cache
 def _texts(options: type) -> dict[str, str]:
-    """Return {field: the string below it} for a dataclass."""
-    texts: dict[str, str] = {}
+    """Return {field: the string below it} for a dataclass, those that it inherits included."""
+    texts = {
+        k: v for base in options.__bases__ if is_dataclass(base) for k, v in _texts(base).items()
+    }
     for field, text in itertools.pairwise(_classes(options.__module__)[options.__name__].body):
         if isinstance(field, ast.AnnAssign) and isinstance(text, ast.Expr):
             assert isinstance(field.target, ast.Name)

@@ -35,9 +35,9 @@ NUMBERS = ("sink_rate", "least_sink_rate", "least_share", "all_share")
 def main(argv: Sequence[str] | None = None) -> int:
     """Measure Sink^0.3 of the first token with heads of layer 0 zeroed; write first_layer.json."""
     args = analyze_parser("first_layer.py", main.__doc__).parse_args(argv)
-    which = check(args)
+    which, options = check(args)
     with opened(which, Ranks()) as model:
-        write(model, AnalysisOptions.of(args), args.output)
+        write(model, options, args.output)
     return 0
 
 

@@ -1,12 +1,15 @@
 """What is measured, of what, as frozen records; a command line and a program make the same ones.
 
-Nothing here imports torch.
+The string below a field is the help of its flag (`megasink.flags.add_fields`). Nothing here imports
+torch.
 """
 
-from collections.abc import Callable
-from dataclasses import dataclass, fields
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any, Self
+
+from megasink.flags import flag_of
 
 KINDS = ("natural", "random", "repeated")
 BOS = ("auto", "add", "none")
@@ -15,6 +18,7 @@ SEQ_LENGTH = 512
 """Default sequence length in tokens, if the model has as many positions."""
 KEPT = "none"
 """The value of --replace-tokens-at that keeps the tokens."""
+_LEAST = {"max_samples": 1, "seq_length": 2, "batch_size": 1, "positions": 1, "columns": 1}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -23,12 +27,12 @@ class Options:
 
     @classmethod
     def of(cls, values: Any, **others: Any) -> Self:
-        """Return the record of an object with its fields, such as a parsed command line.
+        """Return the record of an object with some of its fields, such as a parsed command line.
 
         Args:
             others: fields of other values than the object's.
         """
-        given = {f.name: getattr(values, f.name) for f in fields(cls) if f.name not in others}
+        given = {f.name: getattr(values, f.name) for f in fields(cls) if hasattr(values, f.name)}
         return cls(**{name: _frozen(value) for name, value in (given | others).items()})
 
     def some(self, *names: str) -> dict[str, Any]:
@@ -40,26 +44,35 @@ class Options:
         return {flag_of(name): value for name, value in self.some(*names).items()}
 
 
+def _flag(default: Any = None, **meta: Any) -> Any:
+    """Return a field with what argparse has to know of its flag; see `add_fields`."""
+    return field(default=default, metadata={"argparse_meta": meta})
+
+
 @dataclass(frozen=True, kw_only=True)
 class ModelOptions(Options):
-    """Which model, and how it is loaded.
-
-    Attributes:
-        model: Hugging Face model folder, or a run.
-        tokenizer: folder of another tokenizer.
-        name: in tables and figures; None for the folder's.
-        dtype: one of DTYPES.
-        attn_implementation: "sdpa" or "eager"; None for the model's own.
-        yarn: the factor by which the context of a run is stretched.
-    """
+    """Which model, and how it is loaded."""
 
     model: Path
+    """Hugging Face model folder, or a run"""
+
     tokenizer: Path | None = None
+    """tokenizer folder (default: MODEL)"""
+
     name: str | None = None
-    dtype: str = "auto"
+    """model name in tables and figures (default: the folder's)"""
+
+    dtype: str = _flag("auto", choices=DTYPES)
+    """default: the model's"""
+
     device: str = "cpu"
-    attn_implementation: str | None = None
-    yarn: float | None = None
+    """cpu, cuda or cuda:N"""
+
+    attn_implementation: str | None = _flag(choices=("sdpa", "eager"))
+    """default: the model's own"""
+
+    yarn: float | None = _flag(metavar="FACTOR")
+    """stretch the context of a run that has rotary embeddings by YaRN, without training"""
 
     @property
     def shown_name(self) -> str:
@@ -69,127 +82,147 @@ class ModelOptions(Options):
 
 @dataclass(frozen=True, kw_only=True)
 class AnalysisOptions(Options):
-    """What an analysis reads and measures.
+    """What an analysis reads and measures."""
 
-    Attributes:
-        data: files or folders of texts; each one is a dataset.
-        json_key: of the text, in .jsonl and .parquet.
-        inputs: some of KINDS.
-        seq_length: most tokens of a sequence; None for the default.
-        random_lengths: lowest and highest length, in tokens, at which each sequence is cut; None
-            for `seq_length` alone.
-        max_samples: of each dataset; None for all.
-        bos: one of BOS.
-        parse_special_tokens: special tokens spelled out in a text become those tokens.
-        replace_tokens_at: positions, or KEPT; None for what the model was trained with.
-        replace_tokens_with: "random", or the id of a token.
-        seed: of random tokens, projections and baselines.
-        positions: tokens in curves.
-        columns: keys with a sink rate.
-        maps: heads LAYER.HEAD whose attention maps are drawn; none names those that tell most;
-            None for no maps.
-        map_length: tokens in a map.
-        loss: whether the loss is measured.
-        output: folder of the results; None for no files.
-        overwrite: replace results of other settings.
-    """
+    data: tuple[str, ...] = _flag((), metavar="TEXT")
+    """text, .jsonl(.gz, .zst) or .parquet files, or folders; each one is a dataset"""
 
-    data: tuple[str, ...] = ()
     json_key: str = "text"
-    inputs: tuple[str, ...] = ("natural",)
+    """JSON key of the text (default: text)"""
+
+    inputs: tuple[str, ...] = _flag(("natural",), choices=KINDS)
+    """the texts (natural), random tokens, one repeated token (default: natural)"""
+
     seq_length: int | None = None
-    random_lengths: tuple[int, int] | None = None
+    """maximum tokens per sequence (default: 512, or the model's maximum)"""
+
+    random_lengths: tuple[int, int] | None = _flag(nargs=2, metavar=("LOW", "HIGH"))
+    """cut each sequence at a length drawn evenly from LOW to HIGH tokens, by the seed, in place of
+    --seq-length"""
+
     max_samples: int | None = 100
+    """sequences per dataset (default: %(default)s)"""
+
     batch_size: int = 8
-    bos: str = "auto"
+    """batch size (default: %(default)s)"""
+
+    bos: str = _flag("auto", choices=BOS)
+    """auto follows the tokenizer (default: auto)"""
+
     parse_special_tokens: bool = False
-    replace_tokens_at: tuple[str, ...] | None = None
-    replace_tokens_with: str | None = None
+    """special tokens spelled out in a text become those tokens"""
+
+    replace_tokens_at: tuple[str, ...] | None = _flag(metavar="POSITION")
+    """replace the tokens at these positions of every sequence, from 0, BOS included; none: keep
+    them (default: as the run was trained)"""
+
+    replace_tokens_with: str | None = _flag(metavar="{random,ID}")
+    """by random tokens of the vocabulary, or the token with this id"""
+
     seed: int = 1234
+    """of random tokens, projections and baselines (default: %(default)s)"""
+
     positions: int = 64
+    """tokens in curves (default: %(default)s)"""
+
     columns: int = 8
-    maps: tuple[str, ...] | None = None
+    """keys with a sink rate (default: %(default)s)"""
+
+    maps: tuple[str, ...] | None = _flag(nargs="*", metavar="LAYER.HEAD")
+    """also draw attention maps and query-key geometry of these heads, such as 3.5 7.2; without a
+    value, of the heads with the highest and lowest AWFT and importance"""
+
     map_length: int = 48
+    """tokens in a map, 2 to 255 (default: %(default)s)"""
+
     loss: bool = True
+    """whether the loss is measured"""
+
     output: Path | None = None
+    """folder of the results; None for no files"""
+
     overwrite: bool = False
+    """replace results of other settings"""
+
+    def problems(self, name_of: Callable[[str], str] = flag_of) -> Iterator[str]:
+        """Yield what is wrong with the numbers, whatever the model.
+
+        Args:
+            name_of: field -> what the message calls it.
+        """
+        for name, least in _LEAST.items():
+            if (value := getattr(self, name)) is not None and value < least:
+                yield f"{name_of(name)} {value}: at least {least}"
+        if self.random_lengths is None:
+            return
+        low, high = self.random_lengths
+        if not 2 <= low <= high:
+            yield f"--random-lengths {low} {high}: the lowest first, and at least 2"
+        elif self.seq_length is not None:
+            yield f"--random-lengths {low} {high} and --seq-length {self.seq_length}: choose one"
+
+    def positions_problem(self, positions: int | None, name: str) -> str | None:
+        """Return why the sequences do not fit into a model's positions, or None.
+
+        Args:
+            positions: most tokens of a sequence; None if any number will do, or it is not known.
+            name: of the model.
+        """
+        flag = "seq_length" if self.random_lengths is None else "random_lengths"
+        lengths = self.random_lengths or (self.seq_length,)
+        if positions is None or lengths[-1] is None or lengths[-1] <= positions:
+            return None
+        return (
+            f"{flag_of(flag)} {' '.join(map(str, lengths))} is longer than the {positions} "
+            f"positions of {name}: use at most {positions}"
+        )
 
 
 @dataclass(frozen=True, kw_only=True)
 class SweepOptions(AnalysisOptions):
-    """What `megasink sweep` varies: its flags, by name; `beginnings` is --bos."""
+    """What `megasink sweep` varies, on texts alone."""
 
-    lengths: tuple[int, ...]
-    beginnings: tuple[str, ...]
-    first_token_copies: tuple[int, ...]
+    lengths: tuple[int, ...] = _flag((64,), metavar="T")
+    """text lengths in tokens; texts shorter than the longest are left out (default: 64)"""
+
+    beginnings: tuple[str, ...] = ("auto",)
+    """its --bos, of which there are several"""
+
+    first_token_copies: tuple[int, ...] = _flag((1,), metavar="N")
+    """copies of BOS or, without BOS, of the first token of the text (default: 1)"""
 
 
 @dataclass(frozen=True, kw_only=True)
 class AblationOptions(AnalysisOptions):
-    """Which heads `megasink ablate` zeroes, and on what: its flags, by name."""
+    """Which heads `megasink ablate` zeroes, and on what."""
 
-    score: tuple[str, ...] = ()
-    zeroed: tuple[float, ...] = ()
+    score: tuple[str, ...] = _flag((), metavar="NAME")
+    """zero the heads that these scores mark, in each sequence (default: awft ahon_ln, unless
+    --heads, --interventions or --layer is given)"""
+
+    zeroed: tuple[float, ...] = _flag((), metavar="PERCENT")
+    """percentages of heads that each score zeroes (default: 0 5 10 15 20 25 30)"""
+
     seeds: tuple[int, ...] = ()
-    task: tuple[str, ...] | None = None
-    limit: int | None = None
-    calibration: Path | None = None
-    heads: tuple[str, ...] | None = None
-    interventions: Path | None = None
-    layer: int | None = None
+    """of the random baseline (default: 1 2 3)"""
 
+    task: tuple[str, ...] | None = _flag(metavar="NAME", names=("--tasks",))
+    """tasks of lm-evaluation-harness in place of --data: accuracy in place of a loss"""
 
-_LEAST = {"max_samples": 1, "seq_length": 2, "batch_size": 1, "positions": 1, "columns": 1}
+    limit: int | None = _flag(metavar="N")
+    """questions of each task (default: all)"""
 
+    calibration: Path | None = _flag(metavar="ANALYSIS")  # noqa: RUF009
+    """set the thresholds by the texts of this analysis (default: by --data or --task)"""
 
-def too_small(values: Any, name_of: Callable[[str], str] = str) -> list[str]:
-    """Return what is too small among the fields of `AnalysisOptions`.
+    heads: tuple[str, ...] | None = _flag(metavar="LAYER.HEAD")
+    """also zero these heads together, such as 3.5 7.2, or those of a .json or .csv file"""
 
-    Args:
-        values: has the fields, such as a parsed command line.
-        name_of: field -> what the message calls it.
-    """
-    return [
-        f"{name_of(name)} {value}: at least {least}"
-        for name, least in _LEAST.items()
-        if (value := getattr(values, name)) is not None and value < least
-    ]
+    interventions: Path | None = _flag(metavar="FILE")  # noqa: RUF009
+    """also apply this file of interventions"""
 
-
-def length_problem(random_lengths: Any, seq_length: int | None) -> str | None:
-    """Return why these lengths go with nothing, by their flags, or None."""
-    if random_lengths is None:
-        return None
-    low, high = random_lengths
-    if not 2 <= low <= high:
-        return f"--random-lengths {low} {high}: the lowest first, and at least 2"
-    if seq_length is not None:
-        return f"--random-lengths {low} {high} and --seq-length {seq_length}: choose one"
-    return None
-
-
-def positions_problem(options: Any, positions: int | None, name: str) -> str | None:
-    """Return why sequences of these options do not fit into a model's positions, or None.
-
-    Args:
-        options: an `AnalysisOptions`, or what a command was given.
-        positions: most tokens of a sequence; None if any number will do, or it is not known.
-        name: of the model.
-    """
-    field = "seq_length" if options.random_lengths is None else "random_lengths"
-    value = getattr(options, field)
-    lengths = value if isinstance(value, list | tuple) else [value]
-    if positions is None or lengths[-1] is None or lengths[-1] <= positions:
-        return None
-    return (
-        f"{flag_of(field)} {' '.join(map(str, lengths))} is longer than the {positions} positions "
-        f"of {name}: use at most {positions}"
-    )
-
-
-def flag_of(name: str) -> str:
-    """Return the flag of a field."""
-    return f"--{name.replace('_', '-')}"
+    layer: int | None = _flag(metavar="L")
+    """also zero each head of this layer alone"""
 
 
 def _listed(value: Any) -> Any:

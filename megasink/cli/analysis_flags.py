@@ -11,29 +11,18 @@ from pathlib import Path
 from megasink import cpu
 from megasink.analysis.capture.head_names import head_problems, parse_head
 from megasink.analysis.model_shape import ModelShape, shape_of
-from megasink.analysis.options import (
-    BOS,
-    DTYPES,
-    KEPT,
-    SEQ_LENGTH,
-    ModelOptions,
-    flag_of,
-    length_problem,
-    model_problem,
-    positions_problem,
-    too_small,
-)
+from megasink.analysis.options import KEPT, AnalysisOptions, ModelOptions, model_problem
 from megasink.attention.definitions import MAP_TOKENS
 from megasink.checkpoints.find import find_checkpoint
 from megasink.checkpoints.saved_arguments import read_arguments
 from megasink.checkpoints.tokenizer import tokenizer_problem
 from megasink.command_line import CommandParser
 from megasink.data.corpus import STDLIB
-from megasink.data.replaced_tokens import FORMS
 from megasink.data.replaced_tokens import problems_of as problems_of_replaced
 from megasink.data.text_tokenizer import add_parse_special_tokens
 from megasink.errors import ConfigError, UserError
 from megasink.extras import require_train
+from megasink.flags import add_fields
 from megasink.output_folder import add_overwrite, folder_problem, foreign_contents
 from megasink.plugins import add_flag
 
@@ -41,47 +30,15 @@ from megasink.plugins import add_flag
 _UNTRIED = ("mps", "xpu", "npu", "hpu")
 
 
-def add_sequence_flags(parser: argparse.ArgumentParser) -> None:
-    """Add the options of how texts become sequences; see `inputs_of`."""
-    parser.add_argument(
-        "--seq-length",
-        type=int,
-        help=f"maximum tokens per sequence (default: {SEQ_LENGTH}, or the model's maximum)",
-    )
-    parser.add_argument(
-        "--random-lengths",
-        type=int,
-        nargs=2,
-        metavar=("LOW", "HIGH"),
-        help="cut each sequence at a length drawn evenly from LOW to HIGH tokens, by the seed, "
-        "in place of --seq-length",
-    )
-    parser.add_argument(
-        "--bos", choices=BOS, default="auto", help="auto follows the tokenizer (default: auto)"
-    )
-    add_replacement_flags(parser)
+REPLACEMENT = ("replace_tokens_at", "replace_tokens_with")
+SEQUENCE = ("seq_length", "random_lengths", "bos", *REPLACEMENT)
+"""Options of how texts become sequences; see `inputs_of`."""
 
 
-def add_replacement_flags(parser: argparse.ArgumentParser) -> None:
-    """Add the flags of replaced tokens (P2.15, P2.16)."""
-    parser.add_argument(
-        "--replace-tokens-at",
-        nargs="+",
-        metavar="POSITION",
-        help="replace the tokens at these positions of every sequence, from 0, BOS included; "
-        f"{KEPT}: keep them (default: as the run was trained)",
-    )
-    parser.add_argument(
-        "--replace-tokens-with",
-        metavar="{random,ID}",
-        help=f"by random tokens of the vocabulary, or the token with this id ({FORMS})",
-    )
-
-
-def replacement_problems(args: argparse.Namespace) -> list[str]:
-    """Return the problems with the options, one message each."""
-    at, value = args.replace_tokens_at, args.replace_tokens_with
-    if at == [KEPT]:
+def replacement_problems(options: AnalysisOptions) -> list[str]:
+    """Return the problems with the tokens to replace, one message each."""
+    at, value = options.replace_tokens_at, options.replace_tokens_with
+    if at == (KEPT,):
         return [f"--replace-tokens-with {value} with --replace-tokens-at {KEPT}"] if value else []
     wrong = [word for word in at or [] if not word.removeprefix("-").isdecimal()]
     if wrong:
@@ -92,45 +49,23 @@ def replacement_problems(args: argparse.Namespace) -> list[str]:
 def weights_parser(prog: str, description: str | None) -> CommandParser:
     """Return a parser with the options of how a model is loaded, and the output folder."""
     parser = CommandParser(prog=prog, description=description)
-    parser.add_argument(
-        "model", type=Path, metavar="MODEL", help="Hugging Face model folder, or a run"
-    )
+    parser.add_argument("model", type=Path, metavar="MODEL", help="Hugging Face folder, or a run")
     parser.add_argument("--output", type=Path, required=True, help="output folder")
     add_overwrite(parser)
-    parser.add_argument("--name", help="model name in tables and figures (default: the folder's)")
-    parser.add_argument("--tokenizer", type=Path, help="tokenizer folder (default: MODEL)")
-    parser.add_argument("--dtype", choices=DTYPES, default="auto", help="default: the model's")
+    add_fields(parser, ModelOptions, "name", "tokenizer", "dtype", "attn_implementation", "yarn")
     parser.add_argument("--device", help="cpu, cuda or cuda:N (default: the GPU if there is one)")
-    parser.add_argument(
-        "--attn-implementation", choices=("sdpa", "eager"), help="default: the model's own"
-    )
     add_parse_special_tokens(parser)
-    parser.add_argument(
-        "--yarn",
-        type=float,
-        metavar="FACTOR",
-        help="stretch the context of a run that has rotary embeddings by YaRN, without training",
-    )
     add_flag(parser)
     return parser
 
 
-def model_parser(prog: str, description: str | None) -> CommandParser:
-    """Return a parser with the model, text and device options."""
+def model_parser(
+    prog: str, description: str | None, options: type[AnalysisOptions], *names: str
+) -> CommandParser:
+    """Return a parser with the model, text and device options, and some fields of a record."""
     parser = weights_parser(prog, description)
-    parser.add_argument(
-        "--data",
-        nargs="+",
-        default=[],
-        metavar="TEXT",
-        help="text, .jsonl(.gz, .zst) or .parquet files, or folders; each one is a dataset",
-    )
-    parser.add_argument("--json-key", default="text", help="JSON key of the text (default: text)")
-    parser.add_argument(
-        "--max-samples", type=int, default=100, help="sequences per dataset (default: 100)"
-    )
-    parser.add_argument("--batch-size", type=int, default=8, help="batch size (default: 8)")
-    parser.add_argument("--seed", type=int, default=1234, help="of random tokens (default: 1234)")
+    common = ("data", "json_key", "max_samples", "batch_size", "seed")
+    add_fields(parser, options, *common, *names)
     return parser
 
 
@@ -184,33 +119,28 @@ def weights_problems(args: argparse.Namespace, *, is_run: bool) -> list[str]:
     return problems
 
 
-def problems_of(args: argparse.Namespace, *, is_run: bool) -> list[str]:
+def problems_of(args: argparse.Namespace, options: AnalysisOptions, *, is_run: bool) -> list[str]:
     """Return the problems with the options.
 
     Args:
         is_run: as in `weights_problems`.
     """
     problems = weights_problems(args, is_run=is_run)
-    if "natural" in args.inputs and not args.data:
+    if "natural" in options.inputs and not options.data:
         problems.append("no --data: pass text files or folders")
-    if "natural" not in args.inputs and args.data:
+    if "natural" not in options.inputs and options.data:
         problems.append("--data requires --inputs natural: add it")
     problems += [
         f"--data {path}: no such file or folder"
-        for path in args.data
+        for path in options.data
         if path != STDLIB and not Path(path).exists()
     ]
-    problems += too_small(args, flag_of)
-    problems += replacement_problems(args)
+    problems += options.problems()
+    problems += replacement_problems(options)
     shape = known_shape(args)
-    problems += filter(
-        None,
-        (
-            length_problem(args.random_lengths, args.seq_length),
-            positions_problem(args, shape.positions, Path(args.model).name),
-        ),
-    )
-    return problems + map_problems(args.maps or [], args.map_length, shape.heads)
+    if problem := options.positions_problem(shape.positions, Path(args.model).name):
+        problems.append(problem)
+    return problems + map_problems(options.maps or (), options.map_length, shape.heads)
 
 
 def known_shape(args: argparse.Namespace) -> ModelShape:

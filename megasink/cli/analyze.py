@@ -5,9 +5,8 @@ from collections.abc import Sequence
 
 from megasink.analysis.capture.ranks import taking_part
 from megasink.analysis.loading import opened
-from megasink.analysis.options import KINDS, AnalysisOptions, ModelOptions
+from megasink.analysis.options import AnalysisOptions, ModelOptions
 from megasink.analysis.trace import steps_of, trace
-from megasink.attention.definitions import MAP_TOKENS
 from megasink.checkpoints.find import is_run
 from megasink.cli import analysis_flags
 from megasink.command_line import CommandParser
@@ -30,8 +29,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             *("--checkpoints", "--name", "--device", "--overwrite"),
         )
         args = parser.parse_args(argv)
-        which = check(args)
-        options = AnalysisOptions.of(args)
+        which, options = check(args)
         if args.checkpoints:
             trace(which, options, ranks)
             return 0
@@ -56,30 +54,8 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def analyze_parser(prog: str, description: str | None = None) -> CommandParser:
     """Return a parser with the options of an analysis."""
-    parser = analysis_flags.model_parser(prog, description)
-    parser.add_argument(
-        "--inputs",
-        nargs="+",
-        choices=KINDS,
-        default=["natural"],
-        help="the texts (natural), random tokens, one repeated token (default: natural)",
-    )
-    analysis_flags.add_sequence_flags(parser)
-    parser.add_argument("--positions", type=int, default=64, help="tokens in curves (default: 64)")
-    parser.add_argument("--columns", type=int, default=8, help="keys with a sink rate (default: 8)")
-    parser.add_argument(
-        "--maps",
-        nargs="*",
-        metavar="LAYER.HEAD",
-        help="also draw attention maps and query-key geometry of these heads, such as 3.5 7.2; "
-        "without a value, of the heads with the highest and lowest AWFT and importance",
-    )
-    parser.add_argument(
-        "--map-length",
-        type=int,
-        default=48,
-        help=f"tokens in a map, 2 to {MAP_TOKENS - 1} (default: 48)",
-    )
+    own = ("inputs", *analysis_flags.SEQUENCE, "positions", "columns", "maps", "map_length")
+    parser = analysis_flags.model_parser(prog, description, AnalysisOptions, *own)
     parser.add_argument("--no-loss", dest="loss", action="store_false", help="skip logits and loss")
     parser.add_argument(
         "--checkpoints",
@@ -89,14 +65,14 @@ def analyze_parser(prog: str, description: str | None = None) -> CommandParser:
     return parser
 
 
-def check(args: argparse.Namespace) -> ModelOptions:
-    """Check everything that needs no model, and return how it is loaded.
+def check(args: argparse.Namespace) -> tuple[ModelOptions, AnalysisOptions]:
+    """Check everything that needs no model, and return what is measured, of what.
 
     Raises:
         ConfigError: one message with every problem.
     """
-    of_run = is_run(args.model)
-    problems = analysis_flags.problems_of(args, is_run=of_run)
+    of_run, options = is_run(args.model), AnalysisOptions.of(args)
+    problems = analysis_flags.problems_of(args, options, is_run=of_run)
     if args.checkpoints and not of_run and args.model.is_dir():
         problems.append(f"--checkpoints is of a run, and {args.model} is none: remove it")
-    return analysis_flags.settled(args, problems)
+    return analysis_flags.settled(args, problems), options

@@ -8,15 +8,13 @@ from megasink.analysis.loading import opened
 from megasink.analysis.options import BOS, ModelOptions, SweepOptions
 from megasink.checkpoints.find import is_run
 from megasink.cli.analysis_flags import (
-    add_replacement_flags,
+    REPLACEMENT,
     known_shape,
     model_parser,
     problems_of,
     settled,
 )
 from megasink.command_line import CommandParser
-
-COLUMNS = 8
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -33,56 +31,33 @@ def main(argv: Sequence[str] | None = None) -> int:
             *("--max-samples", "--device", "--overwrite"),
         )
         args = parser.parse_args(argv)
-        which = _check(args)
+        which, options = _check(args)
         from megasink.analysis.sweep import sweep
 
         with opened(which, ranks) as model:
-            sweep(model, SweepOptions.of(args, bos="none", beginnings=args.bos), ranks)
+            sweep(model, options, ranks)
     return 0
 
 
 def _parser(description: str | None) -> CommandParser:
-    parser = model_parser("megasink sweep", description)
-    parser.add_argument(
-        "--lengths",
-        type=int,
-        nargs="+",
-        default=[64],
-        metavar="T",
-        help="text lengths in tokens; texts shorter than the longest are left out (default: 64)",
-    )
-    parser.add_argument(
-        "--bos",
-        choices=BOS,
-        nargs="+",
-        default=["auto"],
-        help="auto follows the tokenizer (default: auto)",
-    )
-    parser.add_argument(
-        "--first-token-copies",
-        type=int,
-        nargs="+",
-        default=[1],
-        metavar="N",
-        help="copies of BOS or, without BOS, of the first token of the text (default: 1)",
-    )
-    add_replacement_flags(parser)
-    # Options of an analysis that a sweep sets itself.
-    parser.set_defaults(inputs=["natural"], seq_length=2, positions=1, columns=COLUMNS, loss=True)
-    parser.set_defaults(maps=None, map_length=2, random_lengths=None)
+    own = ("lengths", "first_token_copies", *REPLACEMENT)
+    parser = model_parser("megasink sweep", description, SweepOptions, *own)
+    text = "auto follows the tokenizer (default: auto)"
+    parser.add_argument("--bos", choices=BOS, nargs="+", default=["auto"], help=text)
     return parser
 
 
-def _check(args: argparse.Namespace) -> ModelOptions:
-    """Check everything that needs no model, and return how it is loaded.
+def _check(args: argparse.Namespace) -> tuple[ModelOptions, SweepOptions]:
+    """Check everything that needs no model, and return what is measured, of what.
 
     Raises:
         ConfigError: one message with every problem.
     """
-    problems = problems_of(args, is_run=is_run(args.model))
+    options = SweepOptions.of(args, bos="none", beginnings=args.bos, positions=1)
+    problems = problems_of(args, options, is_run=is_run(args.model))
     for flag, values, least in (
-        ("--lengths", args.lengths, 2),
-        ("--first-token-copies", args.first_token_copies, 1),
+        ("--lengths", options.lengths, 2),
+        ("--first-token-copies", options.first_token_copies, 1),
     ):
         problems += [f"{flag} {value}: at least {least}" for value in values if value < least]
         if len(set(values)) < len(values):
@@ -90,7 +65,7 @@ def _check(args: argparse.Namespace) -> ModelOptions:
     positions = known_shape(args).positions
     problems += [
         f"--lengths {length}: the model has {positions} positions"
-        for length in args.lengths
+        for length in options.lengths
         if positions is not None and length > positions
     ]
-    return settled(args, problems)
+    return settled(args, problems), options

@@ -180,15 +180,14 @@ def analyzed_samples(command_lines: list[list[str]]) -> list[dict[str, Any]]:
     from megasink.analysis.capture.ranks import Ranks
     from megasink.analysis.capture.samples import inputs_of
     from megasink.analysis.loading import open_checkpoint
-    from megasink.analysis.options import AnalysisOptions
     from megasink.cli.analyze import analyze_parser, check
 
     found = []
     for argv in command_lines:
         args = analyze_parser("analyze").parse_args(argv)
-        which = check(args)
+        which, options = check(args)
         with contextlib.redirect_stderr(io.StringIO()) as errors:
-            inputs = inputs_of(AnalysisOptions.of(args), open_checkpoint(which, None, Ranks()))
+            inputs = inputs_of(options, open_checkpoint(which, None, Ranks()))
         found.append(
             {
                 "tokens": [list(sample.tokens) for sample in inputs.samples],

@@ -14,7 +14,7 @@ from megasink.analysis.capture.ranks import Ranks
 from megasink.analysis.capture.samples import inputs_of
 from megasink.analysis.folder import read_analysis
 from megasink.analysis.measure import measure
-from megasink.analysis.options import BOS, AnalysisOptions, length_problem, too_small
+from megasink.analysis.options import BOS, AnalysisOptions
 from megasink.analysis.summary import summarize
 from megasink.errors import ConfigError, UserError
 
@@ -95,9 +95,7 @@ def analyze(
         output=None if output is None else Path(output),
         overwrite=overwrite,
     )
-    problems = too_small(options)
-    if problem := length_problem(random_lengths, seq_length):
-        problems.append(problem)
+    problems = list(options.problems(str))
     if bos not in BOS:
         problems.append(f"bos {bos!r}: choose {', '.join(BOS)}")
     if problems:

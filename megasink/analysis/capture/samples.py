@@ -17,7 +17,7 @@ from megasink.analysis.capture.inputs import (
     token_samples,
     with_replaced_tokens,
 )
-from megasink.analysis.options import KEPT, SEQ_LENGTH, AnalysisOptions, positions_problem
+from megasink.analysis.options import KEPT, SEQ_LENGTH, AnalysisOptions
 from megasink.data.replaced_tokens import Replacement, replacement
 from megasink.errors import UserError
 
@@ -66,7 +66,7 @@ def inputs_of(
             or as `replacement_for`.
     """
     most, length, drawn = model.text_positions, options.seq_length, options.random_lengths
-    if problem := positions_problem(options, most, model.facts["name"]):
+    if problem := options.positions_problem(most, model.facts["name"]):
         raise UserError(problem)
     if drawn is not None:
         length = drawn[1]
