@@ -3,7 +3,7 @@
 import math
 import os
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from megasink.errors import ConfigError, UserError
@@ -14,42 +14,54 @@ from megasink.json_file import read_object
 class FinetuneOptions:
     """Options of a fine-tuning.
 
-    Attributes:
-        model: Folder of transformers with safetensors and a tokenizer.
-        data: Files of conversations.
-        lora_rank: Rank r of the adapters of all linear layers; 0 trains all weights.
-        lora_alpha: Numerator of their factor alpha / r; None: r.
-        adapter: Export the adapter, not a model that it is merged into.
-        head_balance_coeff: Coefficient (lambda) of Eq. 7 or 8.
-        shared_heads: m of Eq. 8, 0 for Eq. 7; None: by the importance of the model's heads.
-        seq_length: Tokens of a packed sample, and most tokens of a conversation.
-        epochs: Passes over the conversations.
-        lr: Peak learning rate; the schedule is a cosine to 0. None: 1e-4 with adapters, else 1e-5.
-        micro_batch_size: Packed samples per process and forward pass.
-        global_batch_size: Packed samples per step of the optimizer.
-        bf16: Compute in bfloat16; the frozen weights under adapters are stored so.
-        gradient_checkpointing: Compute activations again in the backward pass.
-        seed: Of the order of samples and of the adapters' weights.
-
     Raises:
         ConfigError: One message with every problem.
     """
 
     model: Path
-    data: tuple[Path, ...]
+    """a Hugging Face folder with safetensors and a tokenizer"""
+
+    data: tuple[Path, ...] = field(metadata={"argparse_meta": {"metavar": "FILE"}})
+    """conversations: JSON Lines or parquet with messages of role and content"""
+
     lora_rank: int = 16
+    """rank r of the adapters of all linear layers; default: 16 (P0.23)"""
+
     lora_alpha: float | None = None
+    """of their factor alpha / r; default: the rank"""
+
     adapter: bool = False
+    """export the adapter for peft, not a merged model"""
+
     head_balance_coeff: float = 1e-2
+    """lambda of Eq. 7 or 8; default: %(default)s"""
+
     shared_heads: int | None = None
+    """m of Eq. 8, 0 for Eq. 7; None: by the importance of the model's heads"""
+
     seq_length: int = 2048
+    """tokens of a packed sample, and most tokens of a conversation; default: %(default)s"""
+
     epochs: float = 1.0
+    """passes over the conversations; default: 1"""
+
     lr: float | None = None
+    """peak learning rate of a cosine to 0; default: 1e-4 with LoRA, else 1e-5"""
+
     micro_batch_size: int = 1
+    """packed samples per process and forward pass; default: %(default)s"""
+
     global_batch_size: int = 16
+    """packed samples per step; default: %(default)s"""
+
     bf16: bool = False
+    """compute in bfloat16; the frozen weights under adapters are stored so"""
+
     gradient_checkpointing: bool = False
+    """compute activations again in the backward pass: less memory, more time"""
+
     seed: int = 1234
+    """of the order of samples and of the adapters' weights; default: %(default)s"""
 
     def __post_init__(self) -> None:
         problems = [*self._of_model(), *self._of_numbers(), *self._of_processes()]

@@ -10,7 +10,7 @@ import inspect
 import itertools
 import re
 import sys
-from dataclasses import fields, is_dataclass
+from dataclasses import MISSING, fields, is_dataclass
 from functools import cache
 from pathlib import Path
 from typing import get_args, get_origin, get_type_hints
@@ -34,7 +34,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 def add_fields(group: argparse._ActionsContainer, options: type, *names: str) -> None:
     """Add flags for some fields of a dataclass, in the order of their names.
 
-    Of a field that is a tuple, a flag takes several values.
+    A flag of a tuple takes several values; one of a field without a default is required.
     """
     texts, kinds = _texts(options), get_type_hints(options)
     by_name = {field.name: field for field in fields(options)}
@@ -55,9 +55,11 @@ def add_fields(group: argparse._ActionsContainer, options: type, *names: str) ->
             meta, parts = {"nargs": "+"} | meta, get_args(several)
         kind = next((part for part in parts if part in (int, float, Path)), str)
         shown = " Default: %(default)s."
-        if field.default in (None, False, ()) or "default: " in text:
+        if field.default in (None, False, (), MISSING) or "default: " in text:
             shown = ""
         given = {"type": kind, "default": field.default, "help": text + shown}
+        if field.default is MISSING:
+            given |= {"default": None, "required": True}
         group.add_argument(*flags, **(given | {k: v for k, v in meta.items() if k != "names"}))
 
 

@@ -17,6 +17,7 @@ from typing import Any
 from megasink.command_line import CommandParser
 from megasink.errors import ConfigError, UserError
 from megasink.finetune_options import FinetuneOptions, processes
+from megasink.flags import add_fields
 from megasink.output_folder import foreign_contents, results_in
 from megasink.plugins import add_flag
 
@@ -76,21 +77,9 @@ def _parser(description: str | None) -> CommandParser:
     parser = CommandParser(prog="megasink finetune", description=description)
     add = parser.add_argument
     add("model", type=Path, metavar="MODEL", help="a Hugging Face folder with safetensors")
-    add(
-        "--data",
-        nargs="+",
-        required=True,
-        type=Path,
-        metavar="FILE",
-        help="conversations: JSON Lines or parquet with messages of role and content",
-    )
     add("--output", type=Path, required=True, help="folder of all that is made")
     add("--overwrite", action="store_true", help="replace what --output holds, and begin anew")
     add("--full", action="store_true", help="train all weights, not LoRA adapters")
-    add("--lora-rank", type=int, default=16, help="default: 16 (P0.23)")
-    add("--lora-alpha", type=float, help="of the factor alpha / rank; default: the rank")
-    add("--adapter", action="store_true", help="export the adapter for peft, not a merged model")
-    add("--head-balance-coeff", type=float, default=1e-2, help="lambda of Eq. 8; default: 1e-2")
     add(
         "--shared-heads",
         default=AUTO,
@@ -98,18 +87,9 @@ def _parser(description: str | None) -> CommandParser:
         help="m of Eq. 8, the heads of each layer that stay out of the loss; 0 balances all of "
         f"them (Eq. 7); default: {AUTO}, by the importance of the model's heads",
     )
-    add("--seq-length", type=int, default=2048, help="tokens of a packed sample; default: 2048")
-    add("--epochs", type=float, default=1.0, help="passes over the conversations; default: 1")
-    add("--lr", type=float, help="peak learning rate; default: 1e-4 with LoRA, else 1e-5")
-    add("--micro-batch-size", type=int, default=1, help="default: 1")
-    add("--global-batch-size", type=int, default=16, help="packed samples per step; default: 16")
-    add("--bf16", action="store_true", help="compute in bfloat16")
-    add(
-        "--gradient-checkpointing",
-        action="store_true",
-        help="compute activations again in the backward pass: less memory, more time",
-    )
-    add("--seed", type=int, default=1234, help="default: 1234")
+    by_hand = ("model", "shared_heads")
+    names = [each.name for each in fields(FinetuneOptions) if each.name not in by_hand]
+    add_fields(parser, FinetuneOptions, *names)
     add_flag(parser)
     return parser.first_screen(
         "megasink finetune MODEL --data chats.jsonl --output out --bf16",
