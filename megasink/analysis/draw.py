@@ -1,33 +1,26 @@
-"""Write the page, figures and tables of analyses on disk."""
+"""Write the page, figures and tables of analyses."""
 
 import sys
 from collections.abc import Sequence
 from pathlib import Path
 
 from megasink.analysis.analysis import Analysis
-from megasink.analysis.folder import read_analysis, write_tables
+from megasink.analysis.folder import write_tables
 from megasink.analysis.metrics import metrics
 from megasink.analysis.pages.analysis_figures import figures
 from megasink.analysis.pages.analysis_page import page
-from megasink.analysis.pages.comparable import differences, name_apart
+from megasink.analysis.pages.comparable import differences
 from megasink.analysis.pages.drawing import write_page
 
 
 def write_report(
-    folders: Sequence[Path], output: Path, *, kinds: Sequence[str] = ("png",)
-) -> list[Analysis]:
-    """Write the page and figures of one or several analyses, and return what was read.
-
-    Tables are written for a single analysis only. Analyses of one name get their folder's too.
+    analyses: Sequence[Analysis], output: Path, *, kinds: Sequence[str] = ("png",)
+) -> None:
+    """Write the page and figures of one or several analyses; of a single one tables too.
 
     Args:
         kinds: figure file types to write next to the page: "png", "pdf".
-
-    Raises:
-        UserError: a folder holds no analysis, or is given twice.
     """
-    analyses = [read_analysis(folder) for folder in folders]
-    name_apart(analyses, folders)
     for difference in differences(analyses):
         print(f"megasink: warning: the analyses have {difference}", file=sys.stderr)
     for analysis in analyses:
@@ -41,4 +34,3 @@ def write_report(
     write_page(page(analyses, pictures), pictures, output)
     if len(analyses) == 1:
         write_tables(analyses[0], output / "tables")
-    return analyses

@@ -18,6 +18,8 @@ from megasink.errors import UserError
 from megasink.json_file import read_object
 from megasink.typed_json import from_json
 
+Arrays = dict[str, NDArray[Any]]
+
 TABLE_POSITIONS = 8
 """Token positions with columns in a table of states."""
 
@@ -48,19 +50,25 @@ def read_analysis(folder: str | Path) -> Analysis:
         raise UserError(f"{error}: analyze the model again") from error
     if not (folder / "samples.npz").is_file():
         raise UserError(f"{folder} has no samples.npz: analyze the model again")
-    wanted, arrays = names_by_sample(), _arrays(folder / "samples.npz")
-    of = [str(name) for name in arrays.get("dataset", np.zeros(0)).ravel()]
+    samples, maps, points = (_arrays(folder / f"{n}.npz") for n in ("samples", "maps", "geometry"))
+    analysis = analysis_of(results, samples, maps, points)
+    if "dataset" not in samples and len(results.run.inputs) > 1:  # numbers of all inputs together
+        raise UserError(f"{path} is of texts and other tokens, mixed: analyze the model again")
+    if problem := next(_problems(results, analysis.by_sample), None):
+        raise UserError(f"{path}: {problem}: analyze the model again")
+    return analysis
+
+
+def analysis_of(results: Results, samples: Arrays, maps: Arrays, points: Arrays) -> Analysis:
+    """Return an analysis of what its files hold: results.json, and three of arrays."""
+    wanted = names_by_sample()
+    of = [str(name) for name in samples.get("dataset", np.zeros(0)).ravel()]
     about = np.isin(of, shown(of))
     by_sample = {
         name.removeprefix("metric/"): values[about] if len(values) == len(about) else values
-        for name, values in arrays.items()
+        for name, values in samples.items()
         if name.removeprefix("metric/") in wanted and values.ndim
     }
-    if not of and len(results.run.inputs) > 1:  # its numbers are of all inputs together
-        raise UserError(f"{path} is of texts and other tokens, mixed: analyze the model again")
-    if problem := next(_problems(results, by_sample), None):
-        raise UserError(f"{path}: {problem}: analyze the model again")
-    maps, points = _arrays(folder / "maps.npz"), _arrays(folder / "geometry.npz")
     return Analysis(results.model.name, results, by_sample, maps, points)
 
 
@@ -105,7 +113,7 @@ def _problems(results: Results, by_sample: dict[str, Floats]) -> Iterator[str]:
             yield f"inactive_heads.share_by_layer.{name} is not by layer"
 
 
-def _arrays(path: Path) -> dict[str, NDArray[Any]]:
+def _arrays(path: Path) -> Arrays:
     """Read the arrays of a file that may be absent."""
     if not path.is_file():
         return {}

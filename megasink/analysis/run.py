@@ -3,25 +3,28 @@
 import contextlib
 import hashlib
 import sys
+from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
+from megasink.analysis.analysis import Analysis
 from megasink.analysis.capture.base import ProbedModel
 from megasink.analysis.capture.geometry import project, read_rows
 from megasink.analysis.capture.identity import identity
-from megasink.analysis.capture.inputs import data_hash, shown
-from megasink.analysis.capture.maps import geometry, named_heads, telling_heads
+from megasink.analysis.capture.inputs import shown
+from megasink.analysis.capture.maps import Head, geometry, named_heads, telling_heads
 from megasink.analysis.capture.ranks import Ranks
 from megasink.analysis.capture.samples import Inputs, inputs_of
 from megasink.analysis.capture.shards import PartialFolder
-from megasink.analysis.folder import read_analysis
+from megasink.analysis.folder import Arrays, analysis_of, read_analysis
 from megasink.analysis.measure import measure
 from megasink.analysis.metrics import metrics
 from megasink.analysis.options import AnalysisOptions
-from megasink.analysis.results import Results, RunFacts
 from megasink.analysis.results_files import holding
+from megasink.analysis.summary import summarize
 from megasink.analysis.write import write_numbers, write_own_page
 from megasink.errors import UserError
 
@@ -29,37 +32,37 @@ from megasink.errors import UserError
 def analyze(
     model: ProbedModel,
     options: AnalysisOptions,
-    ranks: Ranks,
+    ranks: Ranks | None = None,
     *,
     inputs: Inputs | None = None,
     of_trace: bool = False,
-) -> Results | None:
-    """Run the samples that the options select, and write the measurements.
+) -> Analysis | None:
+    """Run the samples that the options select, and return the measurements; write them to OUTPUT.
 
     Measurements stay in OUTPUT/partial until everything is written; an analysis of the same model,
-    samples and options resumes from there.
+    samples and options resumes from there. Without an output nothing is written.
 
     Args:
-        ranks: processes that share the samples.
+        ranks: processes that share the samples; several need an output.
         inputs: texts in memory; None for those that the options name.
-        of_trace: draw nothing, and return the results that OUTPUT already holds of this analysis.
+        of_trace: draw nothing, and return the analysis that OUTPUT already holds, if it is this.
 
     Returns:
-        contents of results.json; None on every process except rank 0.
+        the analysis; None on every process except rank 0.
 
     Raises:
         UserError: sequences exceed the positions, token ids exceed the vocabulary, there is no
             text, `--maps` names a missing head, or the folder cannot be written, is written by
             another process, or holds other results or another unfinished analysis.
     """
-    output = options.output
-    assert output is not None
-    heads = model.heads
-    named = named_heads(options.maps or (), heads)
+    output, ranks = options.output, ranks or Ranks()
+    named = named_heads(options.maps or (), model.heads)
     inputs = inputs_of(options, model) if inputs is None else inputs
-    samples = inputs.samples
+    if output is None:
+        made = _measured(model, options, inputs, named, ranks)
+        return made and made[0]
     ranks.enter(str(output))
-    facts = identity(model, samples, options)
+    facts = identity(model, inputs.samples, options)
     # A derived metric changes the results, but no shard.
     drawn = {
         "--name": model.facts["name"],
@@ -67,65 +70,79 @@ def analyze(
         "metrics": sorted(metrics()),
     }
     digest = hashlib.sha256(repr((facts, drawn)).encode()).hexdigest()
-    if of_trace and (made := _made_before(output, digest)) is not None:
-        return None if ranks.rank else made
+    inputs = Inputs(
+        inputs.samples, replace(inputs.facts, identity=digest, weights=facts["weights"])
+    )
+    if of_trace and (before := _made_before(output, digest)) is not None:
+        return None if ranks.rank else before
     with holding(options, "analyze", facts | drawn, ranks) as record:
         partial = PartialFolder(output / "partial", facts, overwrite=options.overwrite)
-        token_bytes = bytes_by_token(model.tokenizer, ranks) if options.loss else None
-        measurements = measure(
-            model, samples, options, token_bytes=token_bytes, partial=partial, ranks=ranks
-        )
-        if measurements is None:
+        made = _measured(model, options, inputs, named, ranks, partial)
+        if made is None:
             return None
-        about = shown(sample.dataset for sample in samples)
-        read = [sample for sample in samples if sample.dataset in about]
-        points = project(read_rows(model.open_probe, read, device=model.device), seed=options.seed)
-        maps = None
-        if options.maps is not None:
-            values = measurements.analysis_values(options.seed).overall
-            maps = geometry(
-                model.open_probe,
-                [samples[sample.index] for sample in measurements.samples],
-                heads,
-                named or telling_heads(values["awft"].numpy(), values["importance"].numpy()),
-                length=options.map_length + len(model.first),
-                batch_size=options.batch_size,
-                device=model.device,
-                text_of=lambda token: model.tokenizer.decode([token]),
-            )
-        run = run_facts(model, inputs, options, identity=digest, weights=facts["weights"])
         record()
-        results = write_numbers(output, measurements, samples, model.facts, run, points, maps)
+        write_numbers(output, *made)
         if not of_trace:
-            write_own_page(output, results)
+            write_own_page(output, made[0])
         partial.remove()
-    return results
+    return made[0]
 
 
-def run_facts(
-    model: ProbedModel, inputs: Inputs, options: AnalysisOptions, **hashes: Any
-) -> RunFacts:
-    """Return what results record of the options and the inputs.
+def _measured(
+    model: ProbedModel,
+    options: AnalysisOptions,
+    inputs: Inputs,
+    named: Sequence[Head],
+    ranks: Ranks,
+    partial: PartialFolder | None = None,
+) -> tuple[Analysis, Arrays] | None:
+    """Run the samples and the short passes behind them; arguments as in `analyze` and `measure`.
 
-    Args:
-        hashes: `identity` and `weights`.
+    Returns:
+        the analysis, and the contents of samples.npz; None on every process except rank 0.
     """
-    return RunFacts(
-        **options.some("data", "inputs", "bos", "max_samples", "seed"),
-        device=str(model.device),
-        data_sha256=data_hash(inputs.samples),
-        **inputs.facts,
-        **hashes,
+    samples = inputs.samples
+    token_bytes = bytes_by_token(model.tokenizer, ranks) if options.loss else None
+    measurements = measure(
+        model, samples, options, token_bytes=token_bytes, partial=partial, ranks=ranks
     )
+    if measurements is None:
+        return None
+    about = shown(sample.dataset for sample in samples)
+    read = [sample for sample in samples if sample.dataset in about]
+    points = project(read_rows(model.open_probe, read, device=model.device), seed=options.seed)
+    values, maps = measurements.analysis_values(options.seed), {}
+    if options.maps is not None:
+        awft_LH, importance_LH = (values.overall[n].numpy() for n in ("awft", "importance"))
+        maps = geometry(
+            model.open_probe,
+            [samples[sample.index] for sample in measurements.samples],
+            model.heads,
+            named or telling_heads(awft_LH, importance_LH),
+            length=options.map_length + len(model.first),
+            batch_size=options.batch_size,
+            device=model.device,
+            text_of=lambda token: model.tokenizer.decode([token]),
+        )
+    results = summarize(
+        measurements,
+        values,
+        model=model.facts,
+        run=inputs.facts,
+        inputs=samples,
+        geometry=points.results,
+    )
+    arrays = measurements.arrays(options.seed)
+    return analysis_of(results, arrays, maps, points.arrays), arrays
 
 
-def _made_before(output: Path, digest: str) -> Results | None:
-    """Return the results of this very analysis, if everything of it was written."""
+def _made_before(output: Path, digest: str) -> Analysis | None:
+    """Return this very analysis, if everything of it was written."""
     if (output / "partial").exists() or not (output / "results.json").is_file():
         return None
     with contextlib.suppress(UserError):  # another format: measure again
-        results = read_analysis(output).results
-        return results if results.run.identity == digest else None
+        analysis = read_analysis(output)
+        return analysis if analysis.results.run.identity == digest else None
     return None
 
 

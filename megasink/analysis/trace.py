@@ -48,10 +48,10 @@ def trace(which: ModelOptions, options: AnalysisOptions, ranks: Ranks) -> None:
         for step in tracked(steps, "trace", len(steps), "checkpoints", console=console, every=0):
             model = open_checkpoint(replace(which, name=f"step {step}"), step, ranks)
             own = replace(options, output=folders[step])
-            results = analyze(model, own, ranks, of_trace=True)
+            analysis = analyze(model, own, ranks, of_trace=True)
             del model
-            if results is not None:
-                rows.append(trace_row(results))
+            if analysis is not None:
+                rows.append(trace_row(analysis.results))
             gc.collect()
         if ranks.rank:
             return

@@ -26,14 +26,18 @@ def main(argv: Sequence[str] | None = None) -> int:
         raise ConfigError(problems)
     kinds = ("png", "pdf") if args.pdf else ("png",)
     from megasink.analysis.draw import write_report
+    from megasink.analysis.folder import read_analysis
+    from megasink.analysis.pages.comparable import name_apart
 
+    analyses = [read_analysis(folder) for folder in args.analyses]
+    name_apart(analyses, args.analyses)
     if args.analyses == [args.output]:  # the page of an analysis, beside its numbers
         with exclusive(args.output):
-            write_report(args.analyses, args.output, kinds=kinds)
+            write_report(analyses, args.output, kinds=kinds)
     else:
         about = {"analyses": [path.resolve() for path in args.analyses], "--pdf": args.pdf}
         with results_in(args.output, "report", about, overwrite=args.overwrite) as record:
             record()
-            write_report(args.analyses, args.output, kinds=kinds)
+            write_report(analyses, args.output, kinds=kinds)
     print(f"wrote {args.output}/report.html")
     return 0

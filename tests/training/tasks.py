@@ -192,8 +192,8 @@ def analyzed_samples(command_lines: list[list[str]]) -> list[dict[str, Any]]:
             {
                 "tokens": [list(sample.tokens) for sample in inputs.samples],
                 "replaced": [sample.replaced for sample in inputs.samples],
-                "positions": inputs.facts["replaced_positions"],
-                "with": inputs.facts["replaced_with"],
+                "positions": inputs.facts.replaced_positions,
+                "with": inputs.facts.replaced_with,
                 "said": errors.getvalue(),
             }
         )

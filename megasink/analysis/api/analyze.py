@@ -5,17 +5,12 @@ from pathlib import Path
 from typing import Any
 
 from megasink.analysis import run
-from megasink.analysis.analysis import Analysis, names_by_sample
+from megasink.analysis.analysis import Analysis
 from megasink.analysis.api.models import HubModel, load_model, load_run
 from megasink.analysis.capture.base import ProbedModel
-from megasink.analysis.capture.geometry import project, read_rows
 from megasink.analysis.capture.models import of_run, of_transformers
-from megasink.analysis.capture.ranks import Ranks
 from megasink.analysis.capture.samples import inputs_of
-from megasink.analysis.folder import read_analysis
-from megasink.analysis.measure import measure
 from megasink.analysis.options import BOS, AnalysisOptions
-from megasink.analysis.summary import summarize
 from megasink.errors import ConfigError, UserError
 
 
@@ -102,26 +97,9 @@ def analyze(
         raise ConfigError(problems)
     probed = _probed(model, tokenizer, name)
     inputs = inputs_of(options, probed, None if of_files else map(str, given))
-    if options.output is not None:
-        run.analyze(probed, options, Ranks(), inputs=inputs)
-        return read_analysis(options.output)
-    token_bytes = run.bytes_by_token(probed.tokenizer, Ranks()) if loss else None
-    measurements = measure(probed, inputs.samples, options, token_bytes=token_bytes)
-    assert measurements is not None
-    rows = read_rows(probed.open_probe, inputs.samples, device=probed.device)
-    geometry = project(rows, seed=seed)
-    values = measurements.analysis_values(seed)
-    results = summarize(
-        measurements,
-        values,
-        model=probed.facts,
-        run=run.run_facts(probed, inputs, options),
-        inputs=inputs.samples,
-        geometry=geometry.results,
-    )
-    wanted = names_by_sample()
-    by_sample = {n: tensor.numpy() for n, tensor in values.by_sample.items() if n in wanted}
-    return Analysis(results.model.name, results, by_sample, points=geometry.arrays)
+    analysis = run.analyze(probed, options, inputs=inputs)
+    assert analysis is not None  # one process
+    return analysis
 
 
 def _probed(model: Any, tokenizer: Any, name: str | None) -> ProbedModel:

@@ -141,15 +141,19 @@ class Measurements:
             chosen = [i for i, sample in enumerate(self.samples) if sample.dataset == dataset]
         return self._values(seed, chosen, is_all=dataset is None)
 
-    def by_sample(self, seed: int) -> dict[str, Floats]:
-        """Return `AnalysisValues.by_sample` of all samples, whatever they are of."""
+    def arrays(self, seed: int) -> dict[str, NDArray[Any]]:
+        """Return the contents of samples.npz: `AnalysisValues.by_sample` of all samples, whatever
+        they are of, and where each came from."""
         about, values = self.shown(), self.analysis_values(seed).by_sample
         if len(about) < len(self.samples):
             every = self._values(seed, range(len(self.samples)), is_all=False).by_sample
             for name, own in values.items():  # the random baseline as the analysis has it
                 every[name][about] = own
             values = every
-        return {name: tensor.numpy() for name, tensor in values.items()}
+        facts = ("dataset", "tokens", "source")
+        return {f"metric/{name}": tensor.numpy() for name, tensor in values.items()} | {
+            fact: np.asarray([getattr(sample, fact) for sample in self.samples]) for fact in facts
+        }
 
     def _values(self, seed: int, chosen: Sequence[int], *, is_all: bool) -> AnalysisValues:
         facts: dict[str, Any] = {"seed": seed}

@@ -4,7 +4,6 @@ import os
 import sys
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
-from typing import Any
 
 from megasink.analysis.capture.base import ProbedModel
 from megasink.analysis.capture.inputs import (
@@ -12,12 +11,14 @@ from megasink.analysis.capture.inputs import (
     Reader,
     Sample,
     cut_at_random,
+    data_hash,
     text_samples,
     texts_in_memory,
     token_samples,
     with_replaced_tokens,
 )
 from megasink.analysis.options import KEPT, SEQ_LENGTH, AnalysisOptions
+from megasink.analysis.results import RunFacts
 from megasink.data.replaced_tokens import Replacement, replacement
 from megasink.errors import UserError
 
@@ -31,26 +32,11 @@ class Inputs:
 
     Attributes:
         samples: the sequences, as the model reads them.
-        seq_length: most tokens of a sequence, without the model's own first ones.
-        random_lengths: as in `AnalysisOptions`.
-        replacement: of tokens in every sequence.
+        facts: what results record of them and of the options.
     """
 
     samples: list[Sample]
-    seq_length: int
-    random_lengths: tuple[int, int] | None = None
-    replacement: Replacement | None = None
-
-    @property
-    def facts(self) -> dict[str, Any]:
-        """Entries of `RunFacts`."""
-        replaced = self.replacement
-        return {
-            "seq_length": self.seq_length,
-            "random_lengths": self.random_lengths and list(self.random_lengths),
-            "replaced_positions": None if replaced is None else list(replaced.positions),
-            "replaced_with": None if replaced is None else replaced.value,
-        }
+    facts: RunFacts
 
 
 def inputs_of(
@@ -86,7 +72,15 @@ def inputs_of(
         replace(sample, tokens=(*model.first, *sample.tokens))
         for sample in with_replaced_tokens(samples, replacement)
     ]
-    return Inputs(read, length, drawn, replacement)
+    facts = RunFacts(
+        **options.some("data", "inputs", "bos", "max_samples", "random_lengths", "seed"),
+        seq_length=length,
+        replaced_positions=None if replacement is None else list(replacement.positions),
+        replaced_with=None if replacement is None else replacement.value,
+        device=str(model.device),
+        data_sha256=data_hash(read),
+    )
+    return Inputs(read, facts)
 
 
 def _samples(

@@ -10,11 +10,13 @@ from megasink.analysis.capture.identity import weights_hash
 from megasink.analysis.capture.inputs import Sample
 from megasink.analysis.capture.recorder import Recorder
 from megasink.analysis.capture.transformers_model import TransformersProbe
+from megasink.analysis.folder import analysis_of
 from megasink.analysis.measure import run
 from megasink.analysis.metrics.thresholds import threshold
 from megasink.analysis.metrics.weights import first_weights, weight_statistics
 from megasink.analysis.options import AnalysisOptions
 from megasink.analysis.results import RunFacts
+from megasink.analysis.summary import summarize
 from megasink.analysis.write import write_numbers
 from megasink.errors import UserError
 from tests.analysis.capture.tiny_models import VOCABULARY, tiny_model
@@ -46,7 +48,9 @@ def folder(model, samples, tmp_path_factory):
     output = tmp_path_factory.mktemp("analysis")
     facts = {"kind": "LlamaForCausalLM", "name": "tiny"}
     options = RunFacts(seed=0, weights=weights_hash(model), data_sha256="")
-    write_numbers(output, measured, samples, facts, options)
+    results = summarize(measured, measured.analysis_values(0), model=facts, run=options)
+    arrays = measured.arrays(0)
+    write_numbers(output, analysis_of(results, arrays, {}, {}), arrays)
     return output
 
 

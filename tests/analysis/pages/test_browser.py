@@ -9,17 +9,18 @@ import torch
 from markupsafe import Markup
 
 from megasink.analysis import draw as pages
-from megasink.analysis.capture.geometry import Geometry
 from megasink.analysis.capture.inputs import Sample
 from megasink.analysis.capture.maps import Head, geometry
 from megasink.analysis.capture.recorder import Recorder
 from megasink.analysis.capture.transformers_model import TransformersProbe
+from megasink.analysis.folder import analysis_of, read_analysis
 from megasink.analysis.measure import run
 from megasink.analysis.metrics import metrics_shown
 from megasink.analysis.options import AnalysisOptions
 from megasink.analysis.pages import analysis_figures, html
 from megasink.analysis.pages.trace import TraceRow, write_trace
 from megasink.analysis.results import RunFacts
+from megasink.analysis.summary import summarize
 from megasink.analysis.write import write_numbers
 from megasink.cli import main
 from tests.analysis.capture.tiny_models import save_with_tokenizer, tiny_model
@@ -64,7 +65,7 @@ def report(tmp_path_factory):
     with pytest.MonkeyPatch.context() as patch:
         some = [d for d in analysis_figures.drawings() if d.name in names]
         patch.setattr(analysis_figures, "drawings", lambda: some)
-        pages.write_report([root / "gpt-oss", root / "qwen3.5"], root)
+        pages.write_report([read_analysis(root / name) for name in ("gpt-oss", "qwen3.5")], root)
     return root / "report.html"
 
 
@@ -85,8 +86,10 @@ def _analyzed(folder: Path, model, name, samples):
             device="cpu",
             text_of=lambda token: ("<b>", "$x_{", "\n", "日本")[token % 4],
         )
-    points = Geometry({}, {})
-    write_numbers(folder, captured, samples, {"name": name}, RUN, points, maps)
+    values = captured.analysis_values(RUN.seed)
+    results = summarize(captured, values, model={"name": name}, run=RUN, inputs=samples)
+    arrays = captured.arrays(RUN.seed)
+    write_numbers(folder, analysis_of(results, arrays, maps or {}, {}), arrays)
 
 
 def test_the_report_is_whole(report, tmp_path):
