@@ -15,6 +15,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from tests.convert.models import OWN
 from tests.convert.own_models import BIASED, POSITIONED, SINKS, TOKENS, tiny
+from tests.versions import is_old
 
 # What reaches a kernel is the same for the others.
 ANY_KERNEL = [
@@ -140,7 +141,10 @@ def test_cached_decoding_and_padding_change_nothing(name):
         assert torch.equal(made[1], plain[1])
 
 
-@pytest.mark.parametrize("name", ["own-headwise", "own-gpt2"])
+# Older versions of transformers forget the window in continuous batching, also of their own models.
+@pytest.mark.parametrize(
+    "name", ["own-gpt2", "own-elementwise" if is_old("transformers") else "own-headwise"]
+)
 def test_continuous_batching_changes_no_token(name):
     model = tiny(name)
     config = GenerationConfig(max_new_tokens=6, do_sample=False, eos_token_id=-1, pad_token_id=0)

@@ -97,7 +97,8 @@ def test_continuous_batching_is_refused_by_transformers():
     model = tiny_model("llama")
     model.set_attn_implementation("megasink")
     config = transformers.GenerationConfig(max_new_tokens=2, do_sample=False, eos_token_id=-1)
-    with pytest.raises(ValueError, match="megasink is not supported for continuous batching"):
+    # Older versions name "paged|megasink" among what they do not have.
+    with pytest.raises(ValueError, match=r"megasink\W* is not supported"):
         model.generate_batch(inputs=[[1, 2, 3]], generation_config=config)
 
 

@@ -174,8 +174,11 @@ def test_a_call_that_continues_another_batch_is_refused():
             model(ids[:1], use_cache=True)
             with pytest.raises(UserError, match=r"cache of 2 rows, but .* for 1 seq"):
                 model(ids[:, :1], past_key_values=outside)
-        with intervening(model, [intervention]), pytest.raises(UserError, match="one that grows"):
-            model.generate(ids, max_new_tokens=2, cache_implementation="static", pad_token_id=0)
+        # Older versions of transformers make the mask first, which is refused, too.
+        static = "one that grows|from a mask"
+        other = tiny_model("llama")  # they also keep the cache of a call that failed
+        with intervening(other, [intervention]), pytest.raises(UserError, match=static):
+            other.generate(ids, max_new_tokens=2, cache_implementation="static", pad_token_id=0)
     with intervening(model, [ZeroHeads([(0, 1)])]):
         static, grown = (
             model.generate(ids, max_new_tokens=4, do_sample=False, pad_token_id=0, **options)
