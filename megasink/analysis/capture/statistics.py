@@ -40,6 +40,8 @@ class AttentionCall:
         out_scale: constant factor of `out_BHTD`, applied after attention.
         slot_has_value: whether the slot adds a value to the output, as a value bias does and a
             sink does not.
+        cached: tokens before the queries that were run in earlier calls; a window may have dropped
+            the keys of some.
     """
 
     query_BHTD: Tensor
@@ -60,6 +62,16 @@ class AttentionCall:
     mlp: tuple[Tensor, Tensor] | None = None
     out_scale: float = 1.0
     slot_has_value: bool = False
+    cached: int = 0
+
+    @property
+    def first_key(self) -> int:
+        """Place of the first key, in tokens."""
+        return self.cached + self.query_BHTD.shape[2] - self.key_BGTD.shape[2]
+
+    def new(self, start: int, stop: int) -> slice:
+        """Return the queries of a sequence."""
+        return slice(max(start - self.cached, 0), stop - self.cached)
 
 
 @torch.no_grad()
@@ -70,7 +82,8 @@ def attention_statistics(
     `megasink.analysis.metrics.STATISTICS`.
 
     Sequences are sliced out before any computation, so padding on either side and the other
-    documents of a pack have no effect.
+    documents of a pack have no effect. After a cache, the statistics of weights are those of the
+    new tokens, and the others are unknown.
 
     Args:
         needs: names to compute, optionally including `MAP`; inapplicable ones, such as gate
@@ -80,7 +93,7 @@ def attention_statistics(
     of_weights = needs & _OF_WEIGHTS.keys()
     of_batch = None
     if of_weights and whole_rows(segments, shape):
-        of_batch = _weights(call, slice(None), slice(None), of_weights)
+        of_batch = _weights(call, slice(None), (0, shape[1]), of_weights)
     for row, start, stop in segments:
         cut = slice(start, stop)
         gated = call.out_BHTD if call.gated_out_BHTD is None else call.gated_out_BHTD
@@ -98,10 +111,11 @@ def attention_statistics(
         if of_weights:
             weights, index = of_batch, row
             if weights is None:
-                weights, index = _weights(call, slice(row, row + 1), cut, of_weights), 0
+                weights = _weights(call, slice(row, row + 1), (start, stop), of_weights)
+                index = 0
             statistics |= {name: by_row[index] for name, by_row in weights.items()}
         if MAP in needs:
-            statistics[MAP] = _map(call, row, cut)
+            statistics[MAP] = _map(call, row, (start, stop))
         if call.explicit_gate_BHTX is not None and call.gate_is_importance:
             statistics["gate_HT"] = call.explicit_gate_BHTX[row, :, cut].float().mean(-1)
         yield {name: at_least_float32(value) for name, value in statistics.items() if name in needs}
@@ -112,30 +126,40 @@ def at_least_float32(tensor: Tensor) -> Tensor:
     return tensor if tensor.itemsize >= 4 else tensor.float()
 
 
-def _weights(call: AttentionCall, rows: slice, cut: slice, names: set[str]) -> dict[str, Tensor]:
+def _weights(
+    call: AttentionCall, rows: slice, place: tuple[int, int], names: set[str]
+) -> dict[str, Tensor]:
     """Return at least the named statistics, [B, H, T] each."""
-    query, key, slot, options = _arguments(call, rows, cut)
+    query, key, slot, options = _arguments(call, rows, place)
     if call.similarity != "softmax":
         statistics = proxy_statistics(query, key, **options)
     elif names == {"first_weight_HT"}:
-        return {"first_weight_HT": first_weights(query, key, slot_logit_BHT=slot, **options)}
+        first_BHT = first_weights(query, key, slot_logit_BHT=slot, **options)
+        # The cache of a window may have dropped the first key.
+        return {"first_weight_HT": first_BHT * (place[0] >= call.first_key)}
     else:
         statistics = weight_statistics(query, key, slot_logit_BHT=slot, **options)
     return {ours: getattr(statistics, name) for ours, name in _OF_WEIGHTS.items()}
 
 
-def _map(call: AttentionCall, row: int, cut: slice) -> Tensor:
-    query, key, slot, options = _arguments(call, row, cut)
+def _map(call: AttentionCall, row: int, place: tuple[int, int]) -> Tensor:
+    query, key, slot, options = _arguments(call, row, place)
     if call.similarity != "softmax":
         return proxy_maps(query, key, **options)
     return attention_maps(query, key, slot_logit_HT=slot, **options)
 
 
 def _arguments(
-    call: AttentionCall, rows: slice | int, cut: slice
+    call: AttentionCall, rows: slice | int, place: tuple[int, int]
 ) -> tuple[Tensor, Tensor, Tensor | None, dict[str, Any]]:
-    """Return queries, keys, slot logits and options for some rows of a batch, or for one row."""
-    query, key = call.query_BHTD[rows, :, cut], call.key_BGTD[rows, :, cut]
+    """Return queries, keys, slot logits and options for some rows of a batch, or for one row.
+
+    Args:
+        place: of the sequences in the rows, cached tokens included.
+    """
+    cut = call.new(*place)
+    start, stop = (max(at - call.first_key, 0) for at in place)
+    query, key = call.query_BHTD[rows, :, cut], call.key_BGTD[rows, :, start:stop]
     options: dict[str, Any] = {"scale": call.scale, "window": call.window}
     if call.similarity != "softmax":
         query, key = (feature_map(x, call.similarity, call.mlp) for x in (query, key))

@@ -194,6 +194,7 @@ class TransformersProbe(Probe):
                 window=kwargs.get("sliding_window"),
                 slot_logit_BHT=None if sink is None else sink.detach()[None, :, None],
                 softcap=kwargs.get("softcap"),
+                cached=self.current.cached,
             )
         return out_BTHD, weights
 

@@ -13,7 +13,7 @@ from torch import Tensor
 from megasink.analysis.capture.changes import ForwardPass, HeadChange, HeadOutputs
 from megasink.analysis.capture.segments import Segment
 from megasink.analysis.capture.statistics import AttentionCall, attention_statistics
-from megasink.analysis.interventions.call import attention_of, explicit_gate, weights_after_cache
+from megasink.analysis.interventions.call import attention_of, explicit_gate
 from megasink.analysis.interventions.record import Intervention
 
 PHASES = ("prefill", "decode", "both")
@@ -83,14 +83,8 @@ class _Drain(HeadChange):
     @torch.no_grad()
     def _first_weights(self, call: AttentionCall, forward: ForwardPass, layer: int) -> list[Tensor]:
         """Return A_i0 [H, T] of each sample's tokens in this call, 0 for heads to leave alone."""
-        if forward.cached:
-            weights = [
-                weights_after_cache(call, forward, segment).first_weight_HQ
-                for segment in forward.segments
-            ]
-        else:
-            of = attention_statistics(call, forward.segments, {"first_weight_HT"})
-            weights = [statistics["first_weight_HT"] for statistics in of]
+        of = attention_statistics(call, forward.segments, {"first_weight_HT"})
+        weights = [statistics["first_weight_HT"] for statistics in of]
         if self._threshold is None:
             return weights
         if not forward.cached:
@@ -108,16 +102,14 @@ class _Drain(HeadChange):
         weights = self._first_weights(call, forward, outputs.layer)
         if not drains:
             return None
-        heads, queries = call.query_BHTD.shape[1:3]
-        first_key = forward.cached + queries - call.key_BGTD.shape[2]
+        heads = call.query_BHTD.shape[1]
         drained_BQHD = torch.zeros_like(outputs.out_BQHD, dtype=weights[0].dtype)
         for first_HT, (row, start, stop) in zip(weights, forward.segments, strict=True):
-            if start < first_key:
+            if start < call.first_key:
                 continue  # a window dropped its key and value
-            value_GD = call.value_BGTD[row, :, start - first_key].to(first_HT.dtype)
+            value_GD = call.value_BGTD[row, :, start - call.first_key].to(first_HT.dtype)
             value_HD = value_GD.repeat_interleave(heads // len(value_GD), 0) * call.out_scale
-            new = slice(max(start - forward.cached, 0), stop - forward.cached)
-            drained_BQHD[row, new] = first_HT.t()[..., None] * value_HD
+            drained_BQHD[row, call.new(start, stop)] = first_HT.t()[..., None] * value_HD
         gate_BQHX = explicit_gate(call)
         if gate_BQHX is not None:
             drained_BQHD *= gate_BQHX

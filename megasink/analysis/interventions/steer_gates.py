@@ -90,7 +90,7 @@ class _Steering(HeadChange):
                     f"steer-gates: layer {outputs.layer} has neither a sink logit nor a gate on "
                     "the outputs of its heads, so there is nothing to steer"
                 )
-            gate_BQHX = slot_gate(call, forward)
+            gate_BQHX = slot_gate(call, forward.segments)
         gate_BQHX = gate_BQHX[:, :, heads]
         wanted = gate_BQHX * self._steering.scale
         if self._steering.minimum is not None or self._steering.maximum is not None:

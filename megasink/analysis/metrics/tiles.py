@@ -1,7 +1,7 @@
 """The scores of causal attention in tiles of rows, so that statistics need nothing S x S.
 
-Shapes: B batch, H query heads, G key/value groups, R heads per group, N = B * G, T tokens, C rows
-of a tile, K columns of a tile, D head dim.
+Shapes: B batch, H query heads, G key/value groups, R heads per group, N = B * G, T tokens, S >= T
+keys, C rows of a tile, K columns of a tile, D head dim.
 """
 
 from collections.abc import Iterator
@@ -20,7 +20,7 @@ class Tile(NamedTuple):
     """Scores of some rows.
 
     Attributes:
-        n: slice of N; rows, columns: slices of the T x T scores.
+        n: slice of N; rows, columns: slices of the T x S scores.
         score_NRCK: in the statistics dtype; may be overwritten.
     """
 
@@ -32,7 +32,7 @@ class Tile(NamedTuple):
 
 def tiles(
     query_BHTD: Tensor,
-    key_BGTD: Tensor,
+    key_BGSD: Tensor,
     *,
     scale: float,
     window: int | None = None,
@@ -44,7 +44,8 @@ def tiles(
     """Yield the scores that each row sees, tile by tile.
 
     Args:
-        query_BHTD, key_BGTD: any float dtype; computed in float32, or float64 for float64.
+        query_BHTD, key_BGSD: any float dtype; computed in float32, or float64 for float64. The
+            queries are of the last T tokens; after a cache there are keys before theirs.
         scale: factor of the scores.
         window: tokens visible to a token, itself included; None for all.
         prefix: keys that every token sees (P2.18).
@@ -56,32 +57,33 @@ def tiles(
         ValueError: shapes that do not fit together, or a prefix with a window.
     """
     batch, heads, tokens, head_dim = query_BHTD.shape
-    groups = key_BGTD.shape[1]
-    if key_BGTD.shape != (batch, groups, tokens, head_dim) or heads % groups:
+    _, groups, keys, _ = key_BGSD.shape
+    if key_BGSD.shape != (batch, groups, keys, head_dim) or heads % groups or keys < tokens:
         raise ValueError(
-            f"queries {list(query_BHTD.shape)} and keys {list(key_BGTD.shape)}: batch, tokens and "
-            "head dim must agree, and heads be a multiple of groups"
+            f"queries {list(query_BHTD.shape)} and keys {list(key_BGSD.shape)}: batch and head dim "
+            "must agree, heads be a multiple of groups, and each query have a key"
         )
     if prefix > 1 and window is not None:
         raise ValueError(f"a prefix of {prefix} does not go with a window of {window}")
     dtype = torch.promote_types(query_BHTD.dtype, torch.float32)
-    repeats = heads // groups
+    repeats, before = heads // groups, keys - tokens
     query_NRTD = query_BHTD.reshape(batch * groups, repeats, tokens, head_dim)
-    key_NTD = key_BGTD.reshape(batch * groups, tokens, head_dim)
-    count = max(1, min(tokens, 128, SIZE // (repeats * tokens)))
-    together = max(1, SIZE // (repeats * count * tokens))
+    key_NSD = key_BGSD.reshape(batch * groups, keys, head_dim)
+    count = max(1, min(tokens, 128, SIZE // (repeats * keys)))
+    together = max(1, SIZE // (repeats * count * keys))
     for start in range(0, batch * groups, together):
         n = slice(start, min(start + together, batch * groups))
-        keys = key_NTD[n].to(dtype)
+        some = key_NSD[n].to(dtype)
         for top in range(0, tokens, count):
             rows = slice(top, min(top + count, tokens))
-            left = 0 if window is None else max(0, top - window + 1)
-            columns = slice(left, max(rows.stop, min(prefix, tokens)))
-            score_NRCK = _scores(query_NRTD[n, :, rows], keys[:, columns], scale, softcap)
+            places = slice(before + rows.start, before + rows.stop)
+            left = 0 if window is None else max(0, places.start - window + 1)
+            columns = slice(left, max(places.stop, min(prefix, keys)))
+            score_NRCK = _scores(query_NRTD[n, :, rows], some[:, columns], scale, softcap)
             if distance_bias_HT is not None:
                 bias_GRT = distance_bias_HT.unflatten(0, (groups, -1)).to(dtype)
-                score_NRCK += _bias(bias_GRT, n, rows, columns)
-            _hide(score_NRCK, rows, columns, window, prefix, hidden)
+                score_NRCK += _bias(bias_GRT, n, places, columns)
+            _hide(score_NRCK, places, columns, window, prefix, hidden)
             yield Tile(n, rows, columns, score_NRCK)
 
 

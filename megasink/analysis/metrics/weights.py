@@ -42,10 +42,11 @@ class WeightStatistics(NamedTuple):
     def room_for(cls, query_BHTD: Tensor, key_BGTD: Tensor) -> "WeightStatistics":
         """Return zeros, [N, R, T] each."""
         (batch, heads, tokens, _), groups = query_BHTD.shape, key_BGTD.shape[1]
-        shape = (batch * groups, heads // groups, tokens)
+        shape = (batch * groups, heads // groups)
         dtype = torch.promote_types(query_BHTD.dtype, torch.float32)
-        dtypes = [*[dtype] * 5, torch.float64]
-        return cls(*(torch.zeros(shape, dtype=d, device=query_BHTD.device) for d in dtypes))
+        kinds = [*[(tokens, dtype)] * 5, (key_BGTD.shape[2], torch.float64)]
+        made = (torch.zeros(*shape, n, dtype=d, device=query_BHTD.device) for n, d in kinds)
+        return cls(*made)
 
     def by_head(self, batch: int) -> "WeightStatistics":
         """Reshape [N, R, T] to [B, H, T]."""
