@@ -1,10 +1,11 @@
-"""Keep both cores of a conversion busy: read ahead in threads, and compute in one."""
+"""Keep both cores of a conversion busy: read or compute ahead in threads."""
 
 import contextlib
 import os
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
+from itertools import islice
 
 import torch
 
@@ -26,6 +27,19 @@ def ahead[S, R](steps: Iterable[S], read: Callable[[S], R]) -> Iterator[tuple[S,
                 yield _first(waiting)
         while waiting:
             yield _first(waiting)
+
+
+def made_ahead[T](items: Iterator[T]) -> Iterator[T]:
+    """Yield the items, each made in a thread while the one before it is in use.
+
+    Raises:
+        Exception: whatever making an item raises, in its place.
+    """
+    with ThreadPoolExecutor(1) as making:
+        waiting = making.submit(list, islice(items, 1))
+        while item := waiting.result():
+            waiting = making.submit(list, islice(items, 1))
+            yield item.pop()
 
 
 def _first[S, R](waiting: deque[tuple[S, Future[R]]]) -> tuple[S, R]:

@@ -24,7 +24,7 @@ from megasink.checkpoints.intact import TRACKER, checkpoint_path
 from megasink.convert import carried as of_folder
 from megasink.convert.architecture import Architecture
 from megasink.convert.attention_change import Change, added, changed, gated_model, is_float32
-from megasink.convert.background import one_thread
+from megasink.convert.background import made_ahead, one_thread
 from megasink.convert.hf_config import architecture_from, read_config
 from megasink.convert.megatron_weights import weight_shapes
 from megasink.convert.model_flags import as_line, model_flags
@@ -157,7 +157,8 @@ def import_model(
         made_now = _parts(source, model, change, todo_now, partial(_read, weights))
         with one_thread():
             common = {"checkpoint_version": 3.0, "iteration": 0}
-            write_checkpoint(checkpoint, parts, (part.tensor for part in made_now), common)
+            tensors = made_ahead(part.tensor for part in made_now)
+            write_checkpoint(checkpoint, parts, tensors, common)
         seconds = time.perf_counter() - begin
         megabytes = sum(part.tensor.nbytes for part in parts) / 1e6
         say(f"weights: {megabytes:,.1f} MB, {megabytes / seconds:,.0f} MB/s")

@@ -6,7 +6,7 @@ Every parallel layout can load the checkpoint.
 
 import io
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -96,11 +96,21 @@ def write_checkpoint(
     # Tensors are on the CPU: with a GPU, the writer would copy ahead, and change their order.
     files = _Files(folder, per_thread_copy_ahead=0)
     files.set_up_storage_writer(True)
-    (plan,) = files.prepare_global_plan([SavePlan(items)])
-    written = files.write_data(plan, _Planner(tensors, content)).wait()
+    # The writer keeps the last tensor of each name until its file is finished (filesystem.py, of
+    # torch 2.13: tensor_dict): it is given numbers in their place, and knows one name.
+    nameless = [replace(item, index=MetadataIndex("", index=i)) for i, item in enumerate(items)]
+    (plan,) = files.prepare_global_plan([SavePlan(nameless)])
+    results = files.write_data(plan, _Planner(items, tensors, content)).wait()
+    written = [replace(result, index=_named(items, result.index)) for result in results]
     files.finish(Metadata({**stored, common_key: BytesStorageMetadata()}), [written])
     backend = {"sharded_backend": "torch_dist", "sharded_backend_version": 1}
     write_json(folder / "metadata.json", backend)
+
+
+def _named(items: Sequence[WriteItem], number: MetadataIndex) -> MetadataIndex:
+    """Return the index of an item that was written under its number alone."""
+    assert number.index is not None
+    return items[number.index].index
 
 
 class _Files(FileSystemWriter):
@@ -111,9 +121,9 @@ class _Files(FileSystemWriter):
 class _Planner(DefaultSavePlanner):
     """Hands over what is to be written when the writer asks for it, which is in order."""
 
-    def __init__(self, tensors: Iterable[Tensor], common: io.BytesIO):
+    def __init__(self, items: Sequence[WriteItem], tensors: Iterable[Tensor], common: io.BytesIO):
         super().__init__()
-        self._tensors, self._common = iter(tensors), common
+        self._items, self._tensors, self._common = items, iter(tensors), common
 
     def resolve_data(self, write_item: WriteItem) -> Tensor | io.BytesIO:
         data = write_item.tensor_data
@@ -121,5 +131,6 @@ class _Planner(DefaultSavePlanner):
             return self._common
         tensor = next(self._tensors)
         if tensor.dtype != data.properties.dtype or tensor.numel() != data.chunk.sizes.numel():
-            raise ValueError(f"{write_item.index.fqn} is {tensor.dtype} {list(tensor.shape)}")
+            name = _named(self._items, write_item.index).fqn
+            raise ValueError(f"{name} is {tensor.dtype} {list(tensor.shape)}")
         return tensor.contiguous().reshape(data.chunk.sizes)

@@ -2,10 +2,12 @@
 
 import json
 import shutil
+import weakref
 from argparse import Namespace
 from pathlib import Path
 from typing import Any
 
+import numpy
 import torch
 from megatron.core import dist_checkpointing, parallel_state
 from megatron.core.process_groups_config import ProcessGroupCollection
@@ -210,6 +212,28 @@ def import_only(hf: str, output: str) -> None:
     from megasink.convert.from_hf import import_model, source_of
 
     import_model(source_of(Path(hf)), Path(output), say=lambda line: None)
+
+
+def most_held_while_writing(folder: str, count: int) -> int:
+    """The most tensors in memory at once while a checkpoint of so many names is written."""
+    from megasink.convert.torch_dist_writer import Part, write_checkpoint
+
+    held, most = set(), 0
+    parts = [Part(f"weight{i}", (), (), torch.empty(8, device="meta")) for i in range(count)]
+
+    def made():
+        nonlocal most
+        for i in range(count):
+            array = numpy.full(8, i, numpy.float32)
+            held.add(i)
+            weakref.finalize(array, held.discard, i)
+            most = max(most, len(held))
+            yield torch.from_numpy(array)
+            del array
+
+    Path(folder).mkdir()
+    write_checkpoint(Path(folder), parts, made(), {})
+    return most
 
 
 def loaded_weights(checkpoint: str, name: str) -> list[str]:

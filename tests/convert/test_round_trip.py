@@ -53,6 +53,12 @@ def test_every_target(pool, tmp_path, name):
             assert result["generated"]
 
 
+def test_the_writer_lets_go_of_what_it_has_written(pool, tmp_path):
+    folder = str(tmp_path / "checkpoint")
+    (most,) = pool.run(f"{TASKS}:most_held_while_writing", SINGLE, folder=folder, count=20)
+    assert most <= 2  # one is written while the next is made
+
+
 def exports(pool, folder, name, *layouts):
     """The bytes of the export of a run under each layout."""
     for layout in layouts:
