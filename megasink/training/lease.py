@@ -1,10 +1,15 @@
 """The lease of a run folder: only one trainer at a time writes to it.
 
-RUN/lease.json names its owner, rank 0 of the trainer, and exists while that rank trains. The owner
-touches it every 15 seconds. The last beat is the file's modification time by the file server's
-clock, so clocks of different hosts are never compared. A dead owner's lease expires immediately on
-the owner's host, and on other hosts 120 seconds after its last beat: file attributes on NFS may be
-60 seconds old.
+RUN/lease/owner.json names its owner, rank 0 of the trainer, and exists while that rank trains. The
+owner touches it every 15 seconds. The last beat is the file's modification time by the clock of the
+file server, so clocks of different hosts are never compared. A dead owner's lease expires
+immediately on the owner's host, and on other hosts 120 seconds after its last beat: file attributes
+on NFS may be 60 seconds old.
+
+The file is written in a folder of another name, which is then renamed: whoever is killed leaves all
+of it or nothing. Of two who rename, one fails, since POSIX renames no folder onto one that is not
+empty. Hard links would do as well where there are any; exclusive creation leaves an empty file for
+a moment, and after a kill for 120 seconds.
 
 Not filelock's SoftFileLease (4.2, 4.3): where a file system cannot exchange two names (NFS, SMB),
 it never takes over the lease of a dead owner.
@@ -15,10 +20,12 @@ beat that its lease was taken over, and ends.
 
 import atexit
 import contextlib
+import errno
 import fcntl
 import json
 import os
 import secrets
+import shutil
 import socket
 import threading
 import time
@@ -30,7 +37,8 @@ from megasink.errors import UserError
 from megasink.printable import printable, say
 from megasink.training.stop import write_to_stderr
 
-LEASE = "lease.json"
+LEASE = "lease"
+OWNER = "owner.json"
 BEAT_SECONDS = 15.0
 EXPIRY_SECONDS = 120.0
 _SAY_SECONDS = 30.0
@@ -56,7 +64,7 @@ class Lease:
     """
 
     def __init__(self, folder: Path, say: Callable[[str], None] = say):
-        self._path = folder / LEASE
+        self._path = folder / LEASE / OWNER
         self._owner = _machine() | {
             "pid": os.getpid(),
             "started": _start(os.getpid()),
@@ -84,20 +92,21 @@ class Lease:
         self._beats.join()
         with contextlib.suppress(OSError):
             if self._is_mine():
-                self._path.unlink()
+                _unlink(self._path)
 
     def _create(self) -> bool:
-        """Try to create the lease; a reader that sees it still empty will see it change."""
+        """Try to create the lease, complete."""
+        made = self._path.parent.with_name(f"lease.{self._owner['token']}")
         try:
-            file = self._path.open("x")
-        except FileExistsError:
+            made.mkdir()
+            (made / OWNER).write_text(json.dumps(self._owner))
+            made.rename(self._path.parent)
+        except OSError as error:
+            if error.errno not in (errno.EEXIST, errno.ENOTEMPTY):
+                raise
             return False
-        try:
-            with file:
-                json.dump(self._owner, file)
-        except OSError:  # no room
-            self._path.unlink(missing_ok=True)
-            raise
+        finally:
+            shutil.rmtree(made, ignore_errors=True)
         return True
 
     def _is_mine(self) -> bool:
@@ -115,7 +124,7 @@ class Lease:
         """Exit without saving: another trainer now writes to the folder."""
         seen = _read(self._path)
         write_to_stderr(
-            f"megasink: error: {self._path.parent} was taken over by "
+            f"megasink: error: {self._path.parent.parent} was taken over by "
             f"{_name(seen.owner if seen else {})} while this trainer was stalled: it ends here"
         )
         os._exit(2)
@@ -134,7 +143,7 @@ def wait_until_expired(folder: Path, say: Callable[[str], None] = say) -> _Seen 
 
 
 def _expired(folder: Path, say: Callable[[str], None]) -> _Seen | None:
-    path = folder / LEASE
+    path = folder / LEASE / OWNER
     first = _read(path)
     if first is None or _is_dead(first.owner):
         return first
@@ -163,7 +172,7 @@ def writer_of(folder: Path) -> str | None:
 
     A lease of another machine counts until it expires.
     """
-    path = folder / LEASE
+    path = folder / LEASE / OWNER
     with contextlib.suppress(OSError):
         seen = _read(path)
         # The clocks of two machines may differ by more, which only changes what is reported.
@@ -176,7 +185,7 @@ def writer_of(folder: Path) -> str | None:
 
 def clear(folder: Path) -> None:
     """Remove the lease of an owner that died on this machine without releasing it."""
-    path = folder / LEASE
+    path = folder / LEASE / OWNER
     with contextlib.suppress(OSError):
         seen = _read(path)
         if seen is not None and _is_dead(seen.owner):
@@ -184,8 +193,8 @@ def clear(folder: Path) -> None:
 
 
 def is_part_of_a_lease(name: str) -> bool:
-    """Whether a file in a run folder is a lease, or a temporary file of one."""
-    return name.startswith("lease.")
+    """Whether a name in a run folder is that of a lease, or of something temporary of one."""
+    return name == LEASE or name.startswith(f"{LEASE}.")
 
 
 def _read(path: Path) -> _Seen | None:
@@ -207,12 +216,19 @@ def _remove(path: Path, dead: _Seen) -> None:
         with contextlib.suppress(OSError):  # no file locks: owners find out at their next beat
             fcntl.flock(file, fcntl.LOCK_EX)
         if _read(path) == dead:
-            path.unlink()
+            _unlink(path)
+
+
+def _unlink(path: Path) -> None:
+    """Remove a lease; its folder stays if another trainer has put its own in the place of it."""
+    path.unlink()
+    with contextlib.suppress(OSError):
+        path.parent.rmdir()
 
 
 def _age(path: Path, seen: _Seen) -> float:
     """Return the seconds since the last beat, by the file server's clock."""
-    probe = path.with_name(f"lease.{secrets.token_hex(8)}")
+    probe = path.parent.with_name(f"lease.{secrets.token_hex(8)}")
     try:
         probe.touch()
         return max(0.0, (probe.stat().st_mtime_ns - seen.beat) / 1e9)

@@ -8,7 +8,7 @@ RUN/checkpoints/      torch_dist checkpoints
 RUN/tensorboard/
 RUN/logs/             output of every rank, if started by ``megasink train``
 RUN/tokenizer/        a copy of the tokenizer files
-RUN/lease.json        the trainer that is writing to the folder
+RUN/lease/            the trainer that is writing to the folder
 RUN/curves.png        loss, imbalance and head importance
 """
 

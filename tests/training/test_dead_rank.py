@@ -97,7 +97,7 @@ def test_sigterm_then_a_killed_rank_then_the_end(start, nursery, pool, tmp_path)
     assert steps(run)[-1]["iteration"] == saved  # no step is lost
     assert stopped[2] == f"megasink train --run-dir {run} --resume"
 
-    assert not (run / "lease.json").exists()
+    assert not (run / "lease" / "owner.json").exists()
 
     process, errors = start("--run-dir", str(run), "--resume")  # with as many ranks again
     newest = (saved // 20 + 1) * 20
@@ -109,7 +109,7 @@ def test_sigterm_then_a_killed_rank_then_the_end(start, nursery, pool, tmp_path)
     assert "rank 1 was killed by SIGKILL" in error
     assert f"resume from step {newest} with: megasink train" in error
     assert gone(nursery)
-    assert not (run / "lease.json").exists()
+    assert not (run / "lease" / "owner.json").exists()
 
     for folder, flags in ((run, ["--resume"]), (whole, [])):
         pool.train([*LONG, "--run-dir", str(folder), *flags], 2)

@@ -15,7 +15,7 @@ import pytest
 
 from megasink.errors import UserError
 from megasink.training import lease
-from megasink.training.lease import LEASE, Lease, clear, wait_until_expired
+from megasink.training.lease import LEASE, OWNER, Lease, clear, wait_until_expired
 from tests.distributed.pool import ROOT
 
 
@@ -43,13 +43,18 @@ def process(tmp_path):
     return run
 
 
+def lease_of(folder):
+    return folder / LEASE / OWNER
+
+
 def owner(folder):
-    return json.loads((folder / LEASE).read_text())
+    return json.loads(lease_of(folder).read_text())
 
 
 def elsewhere(folder, age=0.0):
     """A lease of another host, touched so many seconds ago."""
-    path = folder / LEASE
+    path = lease_of(folder)
+    path.parent.mkdir()
     path.write_text(json.dumps({"host": "node\x1b7", "pid": 4711, "since": "then", "token": "t"}))
     then = time.time() - age
     os.utime(path, (then, then))
@@ -102,7 +107,8 @@ def test_another_process_of_the_same_number_is_not_the_owner(tmp_path):
     held = Lease(tmp_path)
     of_before = owner(tmp_path) | {"started": owner(tmp_path)["started"] - 1, "token": "before"}
     held.release()
-    (tmp_path / LEASE).write_text(json.dumps(of_before))
+    lease_of(tmp_path).parent.mkdir()
+    lease_of(tmp_path).write_text(json.dumps(of_before))
     Lease(tmp_path, say=pytest.fail).release()
 
 
@@ -110,7 +116,8 @@ def test_a_container_with_its_own_processes_is_another_host(tmp_path, monkeypatc
     held = Lease(tmp_path)
     inside = owner(tmp_path) | {"namespace": "pid:[1]", "pid": 1, "token": "inside"}
     held.release()
-    (tmp_path / LEASE).write_text(json.dumps(inside))
+    lease_of(tmp_path).parent.mkdir()
+    lease_of(tmp_path).write_text(json.dumps(inside))
     monkeypatch.setattr(lease, "EXPIRY_SECONDS", 0.5)
     said = []
     Lease(tmp_path, said.append).release()
@@ -143,8 +150,8 @@ def test_a_sign_of_life_from_another_host_refuses(tmp_path, sign):
         time.sleep(1)
         if sign == "successor":
             (tmp_path / "new").write_text(json.dumps({"host": "third", "pid": 1, "token": "u"}))
-            (tmp_path / "new").rename(tmp_path / LEASE)
-        os.utime(tmp_path / LEASE)
+            (tmp_path / "new").rename(lease_of(tmp_path))
+        os.utime(lease_of(tmp_path))
 
     other = threading.Thread(target=show)
     other.start()
@@ -176,29 +183,46 @@ def test_one_of_many_takes_an_expired_lease_over(tmp_path):
         assert left(tmp_path) == []
 
 
-def test_a_lease_that_is_still_empty_is_waited_for(tmp_path):
-    """Its owner is about to write its name."""
-    first = Lease(tmp_path)
-    name = (tmp_path / LEASE).read_text()
-    (tmp_path / LEASE).write_text("")
+@pytest.mark.parametrize("call", ["mkdir", "write_text", "rename"])
+@pytest.mark.parametrize("when", ["before", "after"])
+def test_who_is_killed_while_creating_it_is_followed_at_once(tmp_path, process, call, when):
+    code, _ = process(f"""
+        real = Path.{call}
+        def killed(path, *given, **named):
+            of_lease = path.name.startswith("lease") or path.name == lease.OWNER
+            if of_lease and {when == "before"}:
+                os.kill(os.getpid(), signal.SIGKILL)
+            real(path, *given, **named)
+            if of_lease:
+                os.kill(os.getpid(), signal.SIGKILL)
+        Path.{call} = killed
+        lease.Lease(folder)
+    """)
+    assert code == -9
+    assert lease_of(tmp_path).exists() == ((call, when) == ("rename", "after"))
+    held = Lease(tmp_path, say=pytest.fail)
+    assert owner(tmp_path)["pid"] == os.getpid()
+    held.release()
+    assert not lease_of(tmp_path).parent.exists()
 
-    def write():
-        time.sleep(1)
-        (tmp_path / LEASE).write_text(name)
 
-    writer = threading.Thread(target=write)
-    writer.start()
-    with pytest.raises(UserError, match=f"in use by another trainer .process {os.getpid()} on"):
-        Lease(tmp_path, say=lambda line: None)
-    writer.join()
-    first.release()
+def test_who_is_killed_while_removing_it_is_followed_at_once(tmp_path, process):
+    code, _ = process("""
+        held = lease.Lease(folder)
+        Path.rmdir = lambda path: os.kill(os.getpid(), signal.SIGKILL)
+        held.release()
+    """)
+    assert (code, left(tmp_path / LEASE)) == (-9, [])
+    Lease(tmp_path, say=pytest.fail).release()
+    assert left(tmp_path) == []
 
 
-def test_a_lease_that_a_full_disk_cuts_is_not_left(tmp_path, monkeypatch):
-    def full(owner, file):
+def test_a_full_disk_leaves_no_lease(tmp_path, monkeypatch):
+    def full(path, text):
+        path.touch()
         raise OSError(errno.ENOSPC, "No space left on device")
 
-    monkeypatch.setattr(lease.json, "dump", full)
+    monkeypatch.setattr(lease.Path, "write_text", full)
     with pytest.raises(UserError, match="cannot be written: No space left on device"):
         Lease(tmp_path)
     assert left(tmp_path) == []
@@ -207,13 +231,13 @@ def test_a_lease_that_a_full_disk_cuts_is_not_left(tmp_path, monkeypatch):
 def test_the_owner_beats(tmp_path, monkeypatch):
     monkeypatch.setattr(lease, "BEAT_SECONDS", 0.05)
     held = Lease(tmp_path)
-    os.utime(tmp_path / LEASE, (0, 0))
+    os.utime(lease_of(tmp_path), (0, 0))
     deadline = time.monotonic() + 300
-    while (tmp_path / LEASE).stat().st_mtime < 1e9:
+    while lease_of(tmp_path).stat().st_mtime < 1e9:
         assert time.monotonic() < deadline
         time.sleep(0.02)
-    (tmp_path / LEASE).unlink()  # by somebody who tidies up: it is made again
-    while not (tmp_path / LEASE).exists():
+    lease_of(tmp_path).unlink()  # by somebody who tidies up: it is made again
+    while not lease_of(tmp_path).exists():
         assert time.monotonic() < deadline
         time.sleep(0.02)
     held.release()
@@ -225,7 +249,7 @@ def test_an_owner_whose_lease_was_taken_over_ends(tmp_path, process):
         lease.BEAT_SECONDS = 0.1
         lease.Lease(folder)
         (folder / "new").write_text('{"host": "third", "pid": 9, "since": "now", "token": "u"}')
-        (folder / "new").rename(folder / "lease.json")
+        (folder / "new").rename(folder / "lease" / "owner.json")
         time.sleep(60)
     """)
     assert code == 2

@@ -155,7 +155,7 @@ def test_resume_auto_starts_again_where_no_checkpoint_is_whole(
     code, text = dying(moment, run, "--resume", "auto")
     assert code == -signal.SIGKILL, text
     assert "starting at step 0" in run.with_suffix(".stdout").read_text()
-    assert (run / "lease.json").is_file()  # of a process that is gone
+    assert (run / "lease" / "owner.json").is_file()  # of a process that is gone
     before = (run / "metrics.jsonl").read_text().splitlines()
     assert len(before) == (1 if moment == "step:2" else 2)
     with pytest.raises(Exception, match=r"no (finished )?checkpoint.*--resume auto to start"):
@@ -166,7 +166,7 @@ def test_resume_auto_starts_again_where_no_checkpoint_is_whole(
     aside = [path.name for path in (run / "checkpoints").glob("*.damaged")]
     assert aside == ([] if moment == "step:2" else ["iter_0000002.damaged"])
     assert newest_intact(run / "checkpoints", checksums=True) == (6, {})
-    assert not (run / "lease.json").exists()
+    assert not (run / "lease" / "owner.json").exists()
 
 
 def test_torchrun_starts_the_ranks_again_and_they_go_on(pool, tmp_path):
@@ -184,7 +184,7 @@ def test_torchrun_starts_the_ranks_again_and_they_go_on(pool, tmp_path):
     pool.train([*FLAGS, "--run-dir", str(whole)], 2)
     assert runs.resumed_from(run) == [None, 4]
     assert losses(run) == losses(whole)
-    assert not (run / "lease.json").exists()
+    assert not (run / "lease" / "owner.json").exists()
 
 
 def test_every_rank_of_a_second_trainer_is_refused(pool, finished, tmp_path):
