@@ -5,11 +5,14 @@
 converts the folder to a run, whose logits `convert-from-hf` compares with those of transformers;
 trains it for 20 steps on one rank, TP 3 and PP 2, and beside it transformers with torch's AdamW;
 and converts the run back, whose weights are compared byte by byte. Every step sees the same text,
-so that no order of reading enters. Writes runs/real-models/fidelity-NAME.json.
+so that no order of reading enters. What was trained on one rank is exported, too, and the
+perplexity of other texts compared, in Megatron and in transformers. Writes
+runs/real-models/fidelity-NAME.json.
 """
 
 import argparse
 import json
+import math
 import shlex
 import shutil
 import subprocess
@@ -21,6 +24,7 @@ import numpy as np
 import torch
 from safetensors.torch import load_file
 
+import megasink
 from examples.real_models.texts import MEASURED, read_texts
 from examples.real_models.wheels import FOLDER, told
 from examples.steps import command
@@ -28,6 +32,8 @@ from megasink.atomic import atomic_text
 from megasink.progress import tracked
 
 STEPS, TOKENS, RATE, CLIP, DECAY = 20, 256, 1e-4, 1.0, 0.1
+HELD_OUT = 24
+"""Texts of the perplexity, of `TOKENS` at most."""
 NEW, PROMPT = 200, "Attention in a language model"
 LAYOUTS: dict[str, tuple[tuple[str, ...], int]] = {
     "one rank": ((), 1),
@@ -149,6 +155,26 @@ def same_text(one: Path, other: Path) -> int:
     return next((n for n, (a, b) in enumerate(zip(*texts, strict=True)) if a != b), NEW)
 
 
+@torch.no_grad()
+def perplexities(run_folder: Path, exported: Path) -> dict[str, float]:
+    """Return the perplexity of texts under a run, in Megatron, and its export, in transformers."""
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    texts = [text.text for text in read_texts()[:HELD_OUT]]
+    ours = megasink.analyze(
+        megasink.load_run(run_folder, device="cpu"), texts, seq_length=TOKENS, bos="none"
+    )
+    tokenizer = AutoTokenizer.from_pretrained(exported)
+    model = AutoModelForCausalLM.from_pretrained(exported, dtype=torch.float32)
+    nats, targets = 0.0, 0
+    for text in texts:
+        ids = torch.tensor(tokenizer(text, add_special_tokens=False)["input_ids"][:TOKENS])
+        logits = model(ids[None, :-1], use_cache=False).logits[0]
+        nats += float(torch.nn.functional.cross_entropy(logits, ids[1:], reduction="sum"))
+        targets += len(ids) - 1
+    return {"megatron": float(ours.perplexity.number), "transformers": math.exp(nats / targets)}
+
+
 def examine(folder: Path) -> dict[str, Any]:
     """Return everything that was compared."""
     work = FOLDER / f"{folder.resolve().name}.fidelity"
@@ -166,6 +192,9 @@ def examine(folder: Path) -> dict[str, Any]:
         atomic_text(path, json.dumps(trained_in_transformers(folder, ids)))
     theirs = json.loads(path.read_text())
     ours = {layout: trained_in_megatron(start, work, layout) for layout in LAYOUTS}
+    trained = work / "trained"
+    if not (trained / "config.json").is_file():
+        run("convert-to-hf", str(work / "one-rank"), str(trained), "--cpu")
     return {
         "model": folder.resolve().name,
         "verified": (work / "verified.txt").read_text().strip(),
@@ -173,6 +202,7 @@ def examine(folder: Path) -> dict[str, Any]:
         "same_greedy_tokens": same_text(back, folder),
         "transformers": theirs,
         "apart": {layout: apart(steps, theirs) for layout, steps in ours.items()},
+        "perplexity": perplexities(work / "one-rank", trained),
     }
 
 

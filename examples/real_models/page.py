@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from examples.real_models.claims import Claim, claims
+from examples.real_models.fidelity import HELD_OUT
 from examples.real_models.importance_figure import title_of
 from examples.real_models.training import (
     NUMBERS,
@@ -117,6 +118,11 @@ def fidelity_lines(found: dict[str, Any]) -> Iterator[str]:
     )
     for layout, apart in found["apart"].items():
         yield f"    - {layout}: loss {apart['loss']:.1e}, gradient norm {apart['norm']:.1e}."
+    ours, theirs = (found["perplexity"][side] for side in ("megatron", "transformers"))
+    yield (
+        f"- The run trained on one rank, exported: perplexity of {HELD_OUT} texts {theirs:.4f} in "
+        f"transformers, {ours:.4f} in Megatron."
+    )
 
 
 def balance_table(path: Path) -> Iterator[str]:
