@@ -10,8 +10,7 @@ from typing import Any
 import numpy as np
 from rich.console import Console
 
-from megasink.analysis.ablate.measure import Ablation
-from megasink.analysis.ablate.on_texts import Texts
+from megasink.analysis.ablate.on_texts import OnTexts
 from megasink.analysis.ablate.points import key_of
 from megasink.analysis.ablate.settings import Setting
 from megasink.analysis.capture.geometry import read_rows
@@ -24,11 +23,11 @@ from megasink.progress import tracked
 POSITION = "position_N"
 
 
-def activations(ablation: Ablation, settings: Sequence[Setting], seed: int) -> dict[str, Floats]:
+def activations(ablation: OnTexts, settings: Sequence[Setting], seed: int) -> dict[str, Floats]:
     """Return the contents of tsne.npz: label -> t-SNE [N, 2]; and `POSITION`, token positions [N].
 
     Args:
-        ablation: on texts; its folder keeps what is computed.
+        ablation: its folder keeps what is computed.
         settings: the unchanged model, and each head zeroed.
         seed: of t-SNE.
 
@@ -38,21 +37,20 @@ def activations(ablation: Ablation, settings: Sequence[Setting], seed: int) -> d
     coordinates: dict[str, Floats] = {}
     console = Console(stderr=True)
     for setting in tracked(settings, "t-SNE", len(settings), "settings", console=console):
-        key = f"tsne-{key_of(ablation.facts(setting) | {'seed': seed})}"
+        key = f"tsne-{key_of(ablation.facts(setting.entries) | {'seed': seed})}"
         arrays = ablation.folder.arrays(key, partial(_embedded, ablation, setting, seed))
         coordinates[setting.label], coordinates[POSITION] = arrays["points"], arrays["position"]
     return coordinates
 
 
-def _embedded(ablation: Ablation, setting: Setting, seed: int) -> dict[str, Floats]:
-    model, on = ablation.model, ablation.on
-    assert isinstance(on, Texts)
+def _embedded(ablation: OnTexts, setting: Setting, seed: int) -> dict[str, Floats]:
+    model = ablation.model
 
     def open_probe(listener: Any, changes: Any = ()) -> Any:
         made = changes_of(setting.interventions)
         return model.open_probe(listener, [*changes, *made])
 
-    rows = read_rows(open_probe, on.samples, device=model.device)
+    rows = read_rows(open_probe, ablation.samples, device=model.device)
     if PRODUCT not in rows.by_site:
         raise UserError(f"--layer 0: its MLP activations cannot be drawn: {rows.missing[PRODUCT]}")
     try:

@@ -1,62 +1,76 @@
-"""Measure the points of an ablation: a model under interventions, on texts or on tasks."""
+"""What all points of an ablation share, and how each is measured: on texts, or on tasks."""
 
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
 import megasink
-from megasink.analysis.ablate.points import MeasuredPoint, PointFolder
-from megasink.analysis.ablate.results import UNCHANGED
+from megasink.analysis.ablate.points import MeasuredPoint, PointFolder, TaskScore
 from megasink.analysis.ablate.settings import Setting
 from megasink.analysis.capture.base import ProbedModel
+from megasink.analysis.capture.changes import HeadChange
+from megasink.analysis.capture.measurements import MeasuredSample
 from megasink.analysis.capture.ranks import Ranks
 from megasink.analysis.interventions.dynamic_zeroing import DynamicChange
-from megasink.analysis.interventions.record import changes_of
+from megasink.analysis.interventions.record import Intervention, changes_of
 from megasink.analysis.metrics.thresholds import Scores
 from megasink.typed_json import to_json
 
-if TYPE_CHECKING:
-    from megasink.analysis.ablate.on_tasks import Tasks
-    from megasink.analysis.ablate.on_texts import Texts
+Measured = tuple[list[MeasuredSample], dict[str, TaskScore]]
+"""Each text with its loss, and each task with its accuracy; one of them is empty."""
 
 
 @dataclass(frozen=True)
-class Ablation:
-    """What all points of an ablation share.
+class Ablation(ABC):
+    """An ablation; a subclass says what every point runs on.
 
     Attributes:
         weights: hash of the model's weights.
-        on: what every point runs on.
         folder: keeps what is measured.
         ranks: processes that share the points.
     """
 
     model: ProbedModel
     weights: str
-    on: "Texts | Tasks"
     folder: PointFolder
     ranks: Ranks
 
-    def facts(self, setting: Setting) -> dict[str, Any]:
-        """Return everything that a point depends on."""
+    @abstractmethod
+    def ground(self) -> dict[str, Any]:
+        """Return what a point depends on, beside the model."""
+
+    @abstractmethod
+    def run(self, interventions: Sequence[Intervention], changes: Sequence[HeadChange]) -> Measured:
+        """Run the model under interventions, whose changes of heads are made by the caller."""
+
+    @abstractmethod
+    def scores(self, names: Sequence[str]) -> dict[str, Scores]:
+        """Return the scores of the unchanged model, score -> [N, L, H] (P3.11).
+
+        What was measured stays in the folder, so that the same sweep need not run it again.
+        """
+
+    def facts(self, interventions: Sequence[Any] = ()) -> dict[str, Any]:
+        """Return everything that a point depends on, by the entries of its interventions."""
         return {
             "model": self.model.facts["kind"],
             "weights": self.weights,
             "dtype": self.model.facts["dtype"],
             "attention": self.model.facts["attention"],
             "device": self.model.device.type,
-            "interventions": to_json(setting.entries),
+            "interventions": to_json(list(interventions)),
             "megasink": megasink.__version__,
             "torch": torch.__version__,
-            **self.on.facts(),
+            **self.ground(),
         }
 
     def measured(self, setting: Setting, facts: dict[str, Any]) -> MeasuredPoint:
         """Run a point."""
         changes = changes_of(setting.interventions)
-        texts, tasks = self.on.measure(self.model, setting.interventions, changes)
+        texts, tasks = self.run(setting.interventions, changes)
         zeroed = next((change for change in changes if isinstance(change, DynamicChange)), None)
         return MeasuredPoint(
             facts=facts,
@@ -65,8 +79,3 @@ class Ablation:
             texts=texts,
             tasks=tasks,
         )
-
-    def scores(self, names: Sequence[str]) -> dict[str, Scores]:
-        """Return the scores of the unchanged model, score -> [N, L, H] (P3.11)."""
-        facts = self.facts(Setting(UNCHANGED, UNCHANGED))
-        return self.on.scores(self.model, names, facts, self.folder, self.ranks)

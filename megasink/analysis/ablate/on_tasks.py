@@ -9,17 +9,16 @@ from importlib.metadata import version
 from typing import Any
 
 from megasink.analysis.ablate.calibration import scores_of
-from megasink.analysis.ablate.points import PointFolder, TaskScore, key_of
-from megasink.analysis.capture.base import ProbedModel
+from megasink.analysis.ablate.measure import Ablation, Measured
+from megasink.analysis.ablate.points import TaskScore, key_of
 from megasink.analysis.capture.changes import HeadChange
-from megasink.analysis.capture.measurements import MeasuredSample
-from megasink.analysis.capture.ranks import Ranks
 from megasink.analysis.evaluate.harness import TaskScores, evaluate
 from megasink.analysis.evaluate.tasks_loading import LoadedTasks
 from megasink.analysis.interventions.dynamic_zeroing import DynamicChange
 from megasink.analysis.interventions.record import Intervention
 from megasink.analysis.interventions.scores import LayerScore
 from megasink.analysis.metrics.thresholds import Scores
+from megasink.analysis.options import AblationOptions
 from megasink.errors import UserError
 
 METRICS = ("acc", "exact_match")
@@ -27,83 +26,56 @@ METRICS = ("acc", "exact_match")
 
 
 @dataclass(frozen=True)
-class Tasks:
-    """What every point of a sweep runs on.
+class OnTasks(Ablation):
+    """An ablation on tasks.
 
     Attributes:
-        names: as on the command line.
-        limit: documents of each task; None for all.
-        parse_special_tokens: see `TextTokenizer`.
-        loaded: the tasks, with their documents.
+        options: the tasks, the documents of each, and what else a measurement depends on.
+        tasks: with their documents.
     """
 
-    names: tuple[str, ...]
-    limit: int | None
-    batch_size: int
-    parse_special_tokens: bool
-    loaded: LoadedTasks
+    options: AblationOptions
+    tasks: LoadedTasks
 
-    def facts(self) -> dict[str, Any]:
-        """Return what a point depends on, beside the model."""
+    def ground(self) -> dict[str, Any]:
         return {
-            "tasks": list(self.names),
-            "limit": self.limit,
-            "batch_size": self.batch_size,
-            "parse_special_tokens": self.parse_special_tokens,
+            "tasks": list(self.options.task or ()),
+            **self.options.some("limit", "batch_size", "parse_special_tokens"),
             "lm_eval": version("lm_eval"),
         }
 
-    def measure(
-        self,
-        model: ProbedModel,
-        interventions: Sequence[Intervention],
-        changes: Sequence[HeadChange],
-    ) -> tuple[list[MeasuredSample], dict[str, TaskScore]]:
-        """Return the accuracy in each task.
+    def run(self, interventions: Sequence[Intervention], changes: Sequence[HeadChange]) -> Measured:
+        """Return the accuracy in each task; see `Ablation.run`.
 
         Raises:
             UserError: a task has no accuracy, or as `evaluate`.
         """
         results = evaluate(
-            model,
+            self.model,
             interventions,
-            self.loaded,
-            limit=self.limit,
-            batch_size=self.batch_size,
-            parse_special_tokens=self.parse_special_tokens,
+            self.tasks,
+            **self.options.some("limit", "batch_size", "parse_special_tokens"),
             changes=changes,
         ).tasks
         members = {name for task in results.values() for name in task.of}
         return [], {name: _score(name, of) for name, of in results.items() if name not in members}
 
-    def scores(
-        self,
-        model: ProbedModel,
-        names: Sequence[str],
-        facts: dict[str, Any],
-        folder: PointFolder,
-        ranks: Ranks,
-    ) -> dict[str, Scores]:
-        """Return the scores of the unchanged model, score -> [N, L, H], over all requests (P3.11).
-
-        One process measures; the file stays in the folder.
-        """
-        if ranks.rank:
-            ranks.await_first("scored")
-        scores = folder.arrays(
-            f"scores-{key_of(facts | {'scores': list(names)})}",
-            lambda: self._measured(model, names),
-        )
-        if not ranks.rank:
-            ranks.reach("scored")
+    def scores(self, names: Sequence[str]) -> dict[str, Scores]:
+        """Return those of all requests, which one process measures; see `Ablation.scores`."""
+        if self.ranks.rank:
+            self.ranks.await_first("scored")
+        key = key_of(self.facts() | {"scores": list(names)})
+        scores = self.folder.arrays(f"scores-{key}", lambda: self._scores(names))
+        if not self.ranks.rank:
+            self.ranks.reach("scored")
         return scores
 
-    def _measured(self, model: ProbedModel, names: Sequence[str]) -> dict[str, Scores]:
+    def _scores(self, names: Sequence[str]) -> dict[str, Scores]:
         observed = {name: DynamicChange(LayerScore(name), None, 0) for name in names}
         for change in observed.values():
             change.keeps_scores = True
-        self.measure(model, (), list(observed.values()))
-        return {name: scores_of(change, model.heads) for name, change in observed.items()}
+        self.run((), list(observed.values()))
+        return {name: scores_of(change, self.model.heads) for name, change in observed.items()}
 
 
 def _score(name: str, of: TaskScores) -> TaskScore:

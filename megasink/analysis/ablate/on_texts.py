@@ -11,19 +11,18 @@ import numpy as np
 from numpy.typing import NDArray
 from rich.console import Console
 
-from megasink.analysis.ablate.points import PointFolder, TaskScore, key_of, texts_hash
-from megasink.analysis.capture.base import ProbedModel
+from megasink.analysis.ablate.measure import Ablation, Measured
+from megasink.analysis.ablate.points import key_of, texts_hash
 from megasink.analysis.capture.changes import HeadChange
 from megasink.analysis.capture.inputs import Sample
-from megasink.analysis.capture.measurements import MeasuredSample, merge_shards
-from megasink.analysis.capture.ranks import Ranks
+from megasink.analysis.capture.measurements import merge_shards
 from megasink.analysis.capture.shards import PartialFolder, plan
 from megasink.analysis.interventions.record import Intervention
 from megasink.analysis.interventions.scores import LayerScore
 from megasink.analysis.measure import measure
 from megasink.analysis.metrics import metrics
 from megasink.analysis.metrics.thresholds import Scores
-from megasink.analysis.options import AnalysisOptions
+from megasink.analysis.options import AblationOptions
 from megasink.analysis.summary import scores_of
 
 _SEED = 0
@@ -31,39 +30,31 @@ _SEED = 0
 
 
 @dataclass(frozen=True)
-class Texts:
-    """What every point of a sweep runs on.
+class OnTexts(Ablation):
+    """An ablation on texts.
 
     Attributes:
         samples: texts, as the unchanged model reads them.
         options: what else a measurement depends on.
-        first: number of tokens before every text that belong to the model.
         token_bytes: bytes of each token; None if they do not add up to the text.
     """
 
     samples: Sequence[Sample]
-    options: AnalysisOptions
-    first: int
+    options: AblationOptions
     token_bytes: NDArray[np.int32] | None
 
-    def facts(self) -> dict[str, Any]:
-        """Return what a point depends on, beside the model."""
+    def ground(self) -> dict[str, Any]:
         return {
             "texts": texts_hash(self.samples),
             "batch_size": self.options.batch_size,
             "bytes": self.token_bytes is not None,
         }
 
-    def measure(
-        self,
-        model: ProbedModel,
-        interventions: Sequence[Intervention],
-        changes: Sequence[HeadChange],
-    ) -> tuple[list[MeasuredSample], dict[str, TaskScore]]:
-        """Return the loss of each text."""
+    def run(self, interventions: Sequence[Intervention], changes: Sequence[HeadChange]) -> Measured:
+        """Return the loss of each text; see `Ablation.run`."""
         measurements = measure(
-            model,
-            [self._changed(sample, interventions, model) for sample in self.samples],
+            self.model,
+            [self._changed(sample, interventions) for sample in self.samples],
             replace(self.options, loss=True),
             (),
             changes=changes,
@@ -73,46 +64,36 @@ class Texts:
         assert measurements is not None  # one process
         return measurements.samples, {}
 
-    def _changed(
-        self, sample: Sample, interventions: Sequence[Intervention], model: ProbedModel
-    ) -> Sample:
-        head, tokens = sample.tokens[: self.first], list(sample.tokens[self.first :])
+    def _changed(self, sample: Sample, interventions: Sequence[Intervention]) -> Sample:
+        first = len(self.model.first)
+        head, tokens = sample.tokens[:first], list(sample.tokens[first:])
         for intervention in interventions:
-            tokens = intervention.tokens(tokens, model.tokenizer.bos_token_id)
+            tokens = intervention.tokens(tokens, self.model.tokenizer.bos_token_id)
         return replace(sample, tokens=(*head, *tokens))
 
-    def scores(
-        self,
-        model: ProbedModel,
-        names: Sequence[str],
-        facts: dict[str, Any],
-        folder: PointFolder,
-        ranks: Ranks,
-    ) -> dict[str, Scores]:
-        """Return the scores of the unchanged model, score -> [N, L, H].
-
-        The processes share the texts. The measurements stay in the folder, so that the same sweep
-        need not run them again.
-        """
+    def scores(self, names: Sequence[str]) -> dict[str, Scores]:
+        """Return those of all texts, which the processes share; see `Ablation.scores`."""
         of = {base for name in names for base in LayerScore(name).of_statistics}
         needed = [name for name in metrics() if name in of]
-        facts = facts | {"scores": needed}
-        partial = PartialFolder(folder.path(f"scores-{key_of(facts)}"), facts)
+        facts = self.facts() | {"scores": needed}
+        partial = PartialFolder(self.folder.path(f"scores-{key_of(facts)}"), facts)
         options = replace(self.options, loss=False, positions=1, columns=1)
-        measure(model, self.samples, options, needed, partial=partial, ranks=ranks)
-        if ranks.rank:
-            ranks.await_first("scored")
+        measure(self.model, self.samples, options, needed, partial=partial, ranks=self.ranks)
+        if self.ranks.rank:
+            self.ranks.await_first("scored")
         else:
-            ranks.reach("scored")
+            self.ranks.reach("scored")
         shards = partial.read(len(plan(self.samples, self.options.batch_size)))
-        return scores_of(merge_shards(shards, model.heads).analysis_values(_SEED))
+        return scores_of(merge_shards(shards, self.model.heads).analysis_values(_SEED))
 
+    def scored_alike(self) -> "OnTexts":
+        """Return the same with a loss on each text without its first token.
 
-def scored_alike(samples: Sequence[Sample], first: int, bos: int | None) -> list[Sample]:
-    """Return samples whose loss is on the text without its first token.
-
-    These targets are the same whatever an intervention puts in front of them (P4.4).
-    """
-    return [
-        replace(s, scored=len(s.tokens) - first - 1 - (s.tokens[first] == bos)) for s in samples
-    ]
+        These targets are the same whatever an intervention puts in front of them (P4.4).
+        """
+        first, bos = len(self.model.first), self.model.tokenizer.bos_token_id
+        alike = [
+            replace(s, scored=len(s.tokens) - first - 1 - (s.tokens[first] == bos))
+            for s in self.samples
+        ]
+        return replace(self, samples=alike)

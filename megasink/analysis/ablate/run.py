@@ -4,16 +4,14 @@ Shapes: N samples, L layers, H heads.
 """
 
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from rich.console import Console
 
 from megasink.analysis.ablate.calibration import read_calibration
 from megasink.analysis.ablate.first_layer import activations
 from megasink.analysis.ablate.measure import Ablation
-from megasink.analysis.ablate.on_texts import Texts, scored_alike
+from megasink.analysis.ablate.on_texts import OnTexts
 from megasink.analysis.ablate.points import PointFolder, key_of
 from megasink.analysis.ablate.results import UNCHANGED, AblationResults
 from megasink.analysis.ablate.settings import Setting, Thresholds, settings_of, thresholds_of
@@ -31,9 +29,6 @@ from megasink.analysis.run import bytes_by_token
 from megasink.errors import ConfigError, UserError
 from megasink.json_file import read_value
 from megasink.progress import progress
-
-if TYPE_CHECKING:
-    from megasink.analysis.ablate.on_tasks import Tasks
 
 # With more of these a sweep measures what is new, and has all that it had.
 _GROWS = ("--score", "--zeroed", "--seeds", "--heads", "--layer")
@@ -62,10 +57,8 @@ def ablate(
     output = options.output
     assert output is not None
     _check_layer(options.layer, model)
-    on = _ground(options, model, ranks, tasks)
-    folder = PointFolder(output / "points")
-    ablation = Ablation(model, weights_hash(model.module), on, folder, ranks)
-    about = ablation.facts(Setting(UNCHANGED, UNCHANGED))
+    ablation = _ablation_of(options, model, ranks, tasks)
+    about = ablation.facts()
     del about["interventions"]
     about |= {
         name: getattr(options, name.strip("-")) for name in (*_GROWS, "--calibration", "--seed")
@@ -80,7 +73,7 @@ def ablate(
 def _ablate(
     options: AblationOptions, output: Path, ablation: Ablation, record: Callable[[], None]
 ) -> AblationResults | None:
-    model, on, folder, ranks = ablation.model, ablation.on, ablation.folder, ablation.ranks
+    model, folder, ranks = ablation.model, ablation.folder, ablation.ranks
     ranks.enter(f"{output}/points")
     if ranks.rank:
         ranks.await_first("opened")
@@ -92,10 +85,10 @@ def _ablate(
     thresholds = _thresholds(options, ablation)
     settings = settings_of(options, model.heads, thresholds)
     _check_fit(settings, model)
-    if isinstance(on, Texts) and any(i.change() is None for s in settings for i in s.interventions):
-        alike = scored_alike(on.samples, len(model.first), model.tokenizer.bos_token_id)
-        ablation = replace(ablation, on=replace(on, samples=alike))
-    facts = [ablation.facts(setting) for setting in settings]
+    changes_tokens = any(i.change() is None for s in settings for i in s.interventions)
+    if isinstance(ablation, OnTexts) and changes_tokens:
+        ablation = ablation.scored_alike()
+    facts = [ablation.facts(setting.entries) for setting in settings]
     keys = [key_of(each) for each in facts]
     ranks.enter(f"{output}/measuring")
     distinct = list({key: i for i, key in enumerate(keys)}.values())
@@ -123,7 +116,7 @@ def _ablate(
             "weights hold such values, or it needs a wider dtype (--dtype float32)"
         )
     tsne = {}
-    if options.layer == 0 and isinstance(on, Texts):
+    if options.layer == 0 and isinstance(ablation, OnTexts):
         alone = [s for s in settings if s.row in (UNCHANGED, "layer 0")]
         tsne = activations(ablation, alone, options.seed)
     record()
@@ -131,19 +124,18 @@ def _ablate(
     return results
 
 
-def _ground(
+def _ablation_of(
     options: AblationOptions, model: ProbedModel, ranks: Ranks, tasks: LoadedTasks | None
-) -> "Texts | Tasks":
-    """Return what every point runs on."""
+) -> Ablation:
+    """Return the ablation on the texts or tasks that the options name."""
+    assert options.output is not None
+    shared = (model, weights_hash(model.module), PointFolder(options.output / "points"), ranks)
     if tasks is not None:
-        from megasink.analysis.ablate.on_tasks import Tasks
+        from megasink.analysis.ablate.on_tasks import OnTasks
 
-        assert options.task is not None
-        parse = options.parse_special_tokens
-        return Tasks(options.task, options.limit, options.batch_size, parse, tasks)
+        return OnTasks(*shared, options, tasks)
     samples = inputs_of(options, model).samples
-    token_bytes = bytes_by_token(model.tokenizer, ranks)
-    return Texts(samples, options, len(model.first), token_bytes)
+    return OnTexts(*shared, samples, options, bytes_by_token(model.tokenizer, ranks))
 
 
 def _check_layer(layer: int | None, model: ProbedModel) -> None:
