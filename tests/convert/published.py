@@ -67,15 +67,6 @@ RELEASED = {
         """),
         {"rope_base": 500000.0, "rope_factor": 8.0, "tied": False, "positions": 131072},
     ),
-    "Llama-3.2-1B": (
-        LLAMA
-        | {"rope_scaling": LLAMA3_ROPE | {"factor": 32.0}}
-        | _keys("""
-            "head_dim": 16, "max_position_embeddings": 131072, "mlp_bias": false, "rope_theta":
-            500000.0, "tie_word_embeddings": true
-        """),
-        {"rope_factor": 32.0, "tied": True, "head_dim": 16, "bias": False, "dtype": "bfloat16"},
-    ),
     "Mistral-7B-v0.1": (
         MISTRAL
         | _keys("""
@@ -83,14 +74,6 @@ RELEASED = {
             10000.0, "sliding_window": 4096
         """),
         {"windows": (4096, 4096), "head_dim": 12, "groups": 2},
-    ),
-    "Mistral-Nemo-Base-2407": (
-        MISTRAL
-        | _keys("""
-            "head_dim": 16, "max_position_embeddings": 128000, "rope_theta": 1000000.0,
-            "sliding_window": null
-        """),
-        {"windows": (None, None), "head_dim": 16, "rope_base": 1000000.0},
     ),
     # Written by hand: transformers takes 4096 for a window that is not named.
     "Mistral without a window": (

@@ -246,6 +246,8 @@ def test_bad_imports_are_one_clear_line(pool, plain, tmp_path):
     bad(edited(plain, tmp_path / "c", **{norm: torch.ones(3)}), "model.norm.weight [3]", "shape")
     nan = torch.full((48,), float("nan"))
     bad(edited(plain, tmp_path / "d", **{norm: nan}), "model.norm.weight holds NaN", "48 of 48")
+    whole = {norm: torch.ones(48, dtype=torch.uint8)}
+    bad(edited(plain, tmp_path / "j", **whole), "model.norm.weight is U8")
     bad(tmp_path / "nowhere", "no such folder")
     cut = edited(plain, tmp_path / "e")
     (cut / "model.safetensors").write_bytes((cut / "model.safetensors").read_bytes()[:-64])

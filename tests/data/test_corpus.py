@@ -142,13 +142,3 @@ def test_missing_inputs_are_reported_together(tmp_path):
     assert "absent does not exist" in absent
     assert "dangling cannot be read: No such file" in dangling
     assert "/dev/null is not a regular file" in device
-
-
-def test_a_file_that_goes_away_while_reading(tmp_path):
-    for name in "ab":
-        (tmp_path / name).write_text(name)
-    documents = iter(Corpus([tmp_path]))
-    assert next(documents).text == "a"
-    (tmp_path / "b").unlink()
-    with pytest.raises(UserError, match="b cannot be read: No such file"):
-        next(documents)

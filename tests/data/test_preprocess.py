@@ -11,8 +11,6 @@ from megatron.core.datasets.blended_megatron_dataset_builder import BlendedMegat
 from megatron.core.datasets.gpt_dataset import GPTDataset, GPTDatasetConfig
 from megatron.core.datasets.indexed_dataset import IndexedDataset
 from megatron.core.tokenizers import MegatronTokenizer
-from tokenizers.processors import TemplateProcessing
-from transformers import PreTrainedTokenizerFast
 
 from megasink.data.corpus import Corpus
 from megasink.data.encode import EncoderSettings, encode_in_order
@@ -132,35 +130,6 @@ def test_batches_come_back_in_order(tokenizer, sources):
     for one, two in zip(serial, parallel, strict=True):
         assert one.tokens.tolist() == two.tokens.tolist()
         assert (one.lengths, one.text_bytes) == (two.lengths, two.text_bytes)
-
-
-def test_a_tokenizer_with_bos_of_its_own_keeps_it(tmp_path, tokenizer):
-    backend = type(tokenizer.backend_tokenizer).from_str(tokenizer.backend_tokenizer.to_str())
-    backend.add_special_tokens(["<|bos|>"])
-    backend.post_processor = TemplateProcessing(
-        single="<|bos|> $A <|endoftext|>", special_tokens=[("<|bos|>", 1024), ("<|endoftext|>", 1)]
-    )
-    PreTrainedTokenizerFast(
-        tokenizer_object=backend, eos_token="<|endoftext|>", bos_token="<|bos|>"
-    ).save_pretrained(tmp_path / "bos")
-    corpus = Corpus([write_lines(tmp_path / "a.jsonl", TEXTS)])
-    preprocess(corpus, tmp_path / "out", tmp_path / "bos", workers=1)
-    for document, text in zip(documents_of(tmp_path / "out"), TEXTS, strict=True):
-        assert document[0] == 1024
-        assert document[1:-1].tolist() == tokenizer.encode(text, split_special_tokens=True)
-        assert document[-1] == EOD
-
-
-def test_existing_files_need_overwrite(tmp_path, folder):
-    corpus = Corpus([write_lines(tmp_path / "a.jsonl", TEXTS)])
-    preprocess(corpus, tmp_path / "out", folder, workers=1)
-    before = (tmp_path / "out.bin").read_bytes()
-    write_lines(tmp_path / "a.jsonl", ["other"])
-    with pytest.raises(ConfigError, match=r"out\.idx exist: pass --overwrite"):
-        preprocess(corpus, tmp_path / "out", folder, workers=1)
-    assert (tmp_path / "out.bin").read_bytes() == before
-    preprocess(corpus, tmp_path / "out", folder, workers=1, overwrite=True)
-    assert len(IndexedDataset(str(tmp_path / "out"))) == 1
 
 
 def test_a_failing_run_leaves_nothing_and_destroys_nothing(tmp_path, folder):

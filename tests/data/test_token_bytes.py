@@ -62,11 +62,6 @@ def test_our_tokenizer(tokenizer, text):
     assert dummy_prefix_bytes(tokenizer) == 0
 
 
-def test_our_tokenizer_on_whole_files(tokenizer, sources):
-    for text in sources:
-        assert total(tokenizer, text) == len(text.encode())
-
-
 def test_special_tokens_count_nothing(tokenizer):
     lengths = token_bytes(tokenizer)
     assert lengths.shape == (1024,)

@@ -61,14 +61,6 @@ virtual-stages: --num-layers 6 --pipeline-model-parallel-size 2
     --num-layers-per-virtual-pipeline-stage 2
   ! refuses --num-layers-per-virtual-pipeline-stage 2,
   ! number of layers per pipeline stage must be divisible
-virtual-stages-twice: --pipeline-model-parallel-size 2 --num-virtual-stages-per-pipeline-rank 2
-    --num-layers-per-virtual-pipeline-stage 1
-  ! No more than one of the following arguments can be set
-overlap-of-all-weights: --overlap-param-gather
-  ! refuses --use-distributed-optimizer not given
-  ! --overlap-param-gather only supported with distributed optimizer
-overlap-of-parameters-alone: --overlap-param-gather --use-distributed-optimizer
-  ! --overlap-param-gather
 overlap-of-tensor-parallel: --tp-comm-overlap
   ! --tp-comm-overlap needs CUDA
 offload: --optimizer-cpu-offload --use-precision-aware-optimizer --profile --te-rng-tracker
@@ -78,17 +70,11 @@ offload: --optimizer-cpu-offload --use-precision-aware-optimizer --profile --te-
   ! --te-rng-tracker needs CUDA
 precision-of-the-loss: --fp16-lm-cross-entropy
   ! refuses --fp16 not given, --fp16-lm-cross-entropy: lm cross entropy in fp16 only
-precision-of-the-residual: --fp32-residual-connection
-  ! --fp32-residual-connection
 positions-too-few: --max-position-embeddings 32
   ! --seq-length 64 is longer than --max-position-embeddings 32
 two-units: --train-samples 100
   ! refuses --train-samples 100, --train-iters 4
   ! expected iteration-based training
-decay-in-samples: --lr-decay-samples 100
-  ! --lr-decay-samples 100
-two-warm-ups: --lr-warmup-fraction 0.1 --lr-warmup-iters 2
-  ! --lr-warmup-iters 2
 ends-of-the-schedule: --min-lr 1 --lr-decay-style WSD
   ! --min-lr 1 is above --lr 0.001
   ! --lr-decay-style WSD needs --lr-wsd-decay-iters
@@ -96,24 +82,14 @@ long-decay: --lr-decay-style WSD --lr-wsd-decay-iters 9
   ! --lr-wsd-decay-iters 9 is longer than the schedule, 4
 interval-of-checkpoints: --save x --save-interval 4 --save-retain-interval 6
   ! refuses --save-retain-interval 6, --save-interval 4, --save x: arguments.py:
-interval-of-memory: --log-memory-interval 15
-  ! --log-memory-interval 15
-constant-weight-decay: --end-weight-decay 0.1
-  ! --end-weight-decay 0.1
 save-without-interval: --save x
   ! --save without --save-interval
-growing-weight-decay: --weight-decay-incr-style linear
-  ! refuses --start-weight-decay not given, --weight-decay-incr-style linear
 recompute-everything: --recompute-granularity full
   ! --recompute-granularity full needs --recompute-method
   ! --recompute-granularity full needs --recompute-num-layers
-recompute-apart: --distribute-saved-activations
-  ! --distribute-saved-activations: can distribute recomputed activations only across
 recompute-method-alone: --recompute-method uniform --recompute-num-layers 1
   ! --recompute-method needs --recompute-granularity full
   ! --recompute-num-layers needs --recompute-granularity full
-ranks-of-no-experts: --expert-model-parallel-size 2
-  ! --expert-model-parallel-size 2
 experts-of-none: --moe-ffn-hidden-size 64
   ! --moe-ffn-hidden-size without --num-experts
 wandb: --wandb-project sinks
