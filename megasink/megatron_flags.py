@@ -127,6 +127,7 @@ _CHAT = "megasink finetune trains on conversations, by the tokenizer's own templ
 _NOT_GPT = "Megatron's GPT datasets ignore it"
 _INDEX = "the index of every data set is read, when the job starts"
 _LAYOUT = "initial weights would depend on the layout"
+_GATED = "--attention-variant gated --gate-granularity elementwise has the same weights"
 _RUNS_CODE, _SENDS = "it imports or runs code", "it connects, listens or sends"
 _READS, _WRITES = "it reads other files", "it writes elsewhere"
 _ONLY_NONE, _ONLY_FALSE = "targets only support None", "targets only support False"
@@ -212,6 +213,15 @@ REFUSED: dict[str, tuple[tuple[str, Any, str], ...]] = {
             "it wraps Megatron's script: use torchrun's --max-restarts",
         ),
         ("spec", None, "megasink provides the layer spec"),
+        ("attention_output_gate", False, _GATED),
+        ("hybrid_context_parallel", False, "its groups change with every batch"),
+        ("hierarchical_context_parallel_sizes", None, "of --cp-comm-type a2a+p2p: not supported"),
+        ("exit_signal_handler_for_training", False, "the run would end without a checkpoint"),
+        # Old names.
+        ("batch_size", None, "use --micro-batch-size"),
+        ("warmup", None, "use --lr-warmup-fraction"),
+        ("model_parallel_size", None, "use --tensor-model-parallel-size"),
+        ("checkpoint_activations", False, "use --recompute-activations"),
     ),
     # Parts of the trainer that call the CUDA driver directly.
     "without CUDA": (

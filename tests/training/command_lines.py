@@ -84,11 +84,11 @@ async-nothing: --async-save
   ! --async-save without --run-dir or --save
 async-checkpoints: --save somewhere --async-save --async-strategy nvrx --ckpt-format torch_dcp
     --async-ckpt-use-cpu-shm
-  ! --async-strategy nvrx: its writer may outlive a rank
-  ! --async-save with --ckpt-format torch_dcp: use torch_dist
+  ! --async-save with --async-strategy: its writer may outlive a rank
+  ! --async-save with --ckpt-format: only torch_dist
   ! --async-save with --async-ckpt-use-cpu-shm: it works only with --async-strategy nvrx
 exit-without-checkpoint: --exit-signal-handler-for-training
-  ! --exit-signal-handler-for-training ends a run without a checkpoint
+  ! --exit-signal-handler-for-training: the run would end without
 dropout: --attention-dropout 0.1
   ! dropout 0.1 breaks the identity
 softmax-type: --softmax-type learnable
@@ -129,7 +129,7 @@ activations: --ffn-activation relu --squared-relu --use-te-activation-func
 context-parallel: --context-parallel-size 3 --cp-comm-type p2p all_gather a2a+p2p p2p
     --prefix-lm-tokens 3 --hybrid-context-parallel --hierarchical-context-parallel-sizes 3
   ! --hybrid-context-parallel: its groups change with every batch
-  ! --hierarchical-context-parallel-sizes belongs to --cp-comm-type a2a+p2p
+  ! --hierarchical-context-parallel-sizes: of --cp-comm-type a2a+p2p
   ! --seq-length 64 is not divisible by 2 * --context-parallel-size 3
   ! --cp-comm-type p2p: a gate needs the log-sum-exp over all keys at once: use all_gat
   ! --cp-comm-type a2a+p2p: a gate needs

@@ -41,9 +41,9 @@ numbers: --num-layers 0 --seq-length -5 --weight-decay -1e-2 --eval-interval 0 -
   ! --lr -1.0 is negative
   ! --tensor-model-parallel-size 0: use 1 or more
 old-names: --batch-size 4 --warmup 3 --model-parallel-size 2
-  ! --batch-size is no longer valid: use --micro-batch-size
-  ! --warmup is no longer valid: use --lr-warmup-fraction
-  ! --model-parallel-size is no longer valid: use --tensor-model-parallel-size
+  ! --batch-size: use --micro-batch-size
+  ! --warmup: use --lr-warmup-fraction
+  ! --model-parallel-size: use --tensor-model-parallel-size
 ranks: --pipeline-model-parallel-size 3
   ! 4 ranks are not divisible by --pipeline-model-parallel-size 3: start a multiple of 3
   ! --num-layers 2 is not divisible by --pipeline-model-parallel-size 3

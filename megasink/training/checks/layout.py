@@ -89,22 +89,12 @@ def _stages(args: Namespace) -> Iterator[str]:
 
 
 def _context_parallel(args: Namespace) -> Iterator[str]:
-    if args.hybrid_context_parallel:
-        yield (
-            "--hybrid-context-parallel: its groups change with every batch: use "
-            "--context-parallel-size"
-        )
     size = args.context_parallel_size
     if size == 1:
         return
     if size < 1:
         yield f"--context-parallel-size {size}: use 1 or more"
         return
-    if args.hierarchical_context_parallel_sizes:
-        yield (
-            "--hierarchical-context-parallel-sizes belongs to --cp-comm-type a2a+p2p, which is not "
-            "supported: drop it"
-        )
     if args.seq_length and args.seq_length % (2 * size):
         yield (
             f"--seq-length {args.seq_length} is not divisible by 2 * --context-parallel-size "

@@ -10,13 +10,6 @@ from megasink.megatron_flags import KNOWN, having
 # What serves as well; the first two are old names.
 _OR = {"num_layers": "encoder_num_layers", "seq_length": "encoder_seq_length"}
 _OR |= {"train_iters": "train_samples"}
-# Flags that Megatron has removed, and their replacements.
-_GONE = {
-    "batch_size": "--micro-batch-size",
-    "warmup": "--lr-warmup-fraction",
-    "model_parallel_size": "--tensor-model-parallel-size",
-    "checkpoint_activations": "--recompute-activations",
-}
 
 
 def problems(args: Namespace) -> Iterator[str]:
@@ -30,9 +23,6 @@ def problems(args: Namespace) -> Iterator[str]:
     ]
     if missing:
         yield f"missing: {', '.join(missing)}"
-    for name, instead in _GONE.items():
-        if getattr(args, name):
-            yield f"{flag_of(name)} is no longer valid: use {instead}"
     if args.recipe:  # what starts a run has replaced it by its flags
         yield "--recipe: give it to megasink train or plan, or in the flags of a grid"
     for name, value in vars(args).items():
@@ -50,8 +40,8 @@ def problems(args: Namespace) -> Iterator[str]:
         elif "share" in known and not 0 <= value < 1:
             yield f"{flag_of(name)} {value}: use 0 or more, and less than 1"
     yield from _schedule(args)
-    if args.async_save or args.exit_signal_handler_for_training:
-        yield from _checkpoints(args)
+    if args.async_save and not (args.run_dir or args.save):
+        yield "--async-save without --run-dir or --save saves nothing: give one of them"
     yield from _rates(args)
 
 
@@ -109,25 +99,6 @@ def _decay_fraction(args: Namespace) -> Iterator[str]:
     for unit in ("iters", "samples"):
         if getattr(args, f"lr_wsd_decay_{unit}"):
             yield f"{flag} and --lr-wsd-decay-{unit}: choose one"
-
-
-def _checkpoints(args: Namespace) -> Iterator[str]:
-    if args.exit_signal_handler_for_training:
-        yield (
-            "--exit-signal-handler-for-training ends a run without a checkpoint: drop it (on "
-            "SIGTERM one is saved)"
-        )
-    if not args.async_save:
-        return
-    if not (args.run_dir or args.save):
-        yield "--async-save without --run-dir or --save saves nothing: give one of them"
-    if args.ckpt_format != "torch_dist":
-        yield f"--async-save with --ckpt-format {args.ckpt_format}: use torch_dist"
-    if args.async_strategy != "mcore":
-        yield (
-            f"--async-strategy {args.async_strategy}: its writer may outlive a rank that is "
-            "killed: use mcore"
-        )
 
 
 def _rates(args: Namespace) -> Iterator[str]:

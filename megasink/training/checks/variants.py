@@ -30,12 +30,7 @@ def problems(args: Namespace) -> Iterator[str]:
     yield from _sinks(args, record)
     if args.attention_variant_layers is not None:
         yield from _layers(args)
-    if args.attention_output_gate:
-        yield (
-            "--attention-output-gate: use --attention-variant gated --gate-granularity elementwise "
-            "instead (the same weights in the same places)"
-        )
-    elif gates_explicitly(args):
+    if gates_explicitly(args):
         yield from _gate(args)
     if args.match_ffn_width and not args.attention_output_gate:
         yield from _width(args)
