@@ -55,10 +55,15 @@ class OnTasks(Ablation):
             interventions,
             self.tasks,
             **self.options.some("limit", "batch_size", "parse_special_tokens"),
+            samples=True,
             changes=changes,
-        ).tasks
-        members = {name for task in results.values() for name in task.of}
-        return [], {name: _score(name, of) for name, of in results.items() if name not in members}
+        )
+        members = {name for task in results.tasks.values() for name in task.of}
+        return [], {
+            name: _score(name, of, results.samples.get(name, []))
+            for name, of in results.tasks.items()
+            if name not in members
+        }
 
     def scores(self, names: Sequence[str]) -> dict[str, Scores]:
         """Return those of all requests, which one process measures; see `Ablation.scores`."""
@@ -78,9 +83,10 @@ class OnTasks(Ablation):
         return {name: scores_of(change, self.model.heads) for name, change in observed.items()}
 
 
-def _score(name: str, of: TaskScores) -> TaskScore:
+def _score(name: str, of: TaskScores, samples: Sequence[dict[str, Any]]) -> TaskScore:
     for key, score in of.metrics.items():
-        if key.split(",")[0] in METRICS:
+        metric, _, kind = key.partition(",")
+        if metric in METRICS:
             error = score.standard_error
             return TaskScore(
                 metric=key,
@@ -88,6 +94,11 @@ def _score(name: str, of: TaskScores) -> TaskScore:
                 value=100 * score.value,
                 standard_error=None if error is None else 100 * error,
                 samples=of.documents,
+                of_each=[
+                    float(sample[metric])
+                    for sample in sorted(samples, key=lambda sample: sample["doc_id"])
+                    if sample["filter"] == (kind or "none")
+                ],
             )
     raise UserError(
         f"--task {name} has {', '.join(of.metrics)}, and no accuracy: pass its texts as --data for "

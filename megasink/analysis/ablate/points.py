@@ -31,6 +31,8 @@ class TaskScore:
         metric: its name there; version: of the task.
         value, standard_error: in percent.
         samples: number of questions.
+        of_each: the metric of each question, in order, so that points can be compared in pairs;
+            empty for a group of tasks.
     """
 
     metric: str
@@ -38,6 +40,7 @@ class TaskScore:
     value: float | None
     standard_error: float | None
     samples: int
+    of_each: list[float]
 
 
 @dataclass(kw_only=True)

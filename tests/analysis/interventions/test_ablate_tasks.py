@@ -48,7 +48,7 @@ def swept(model):
     asked = []
 
     def kept(*args, **kwargs):
-        found = harness.evaluate(*args, samples=True, **kwargs)
+        found = harness.evaluate(*args, **kwargs)
         asked.append((args[1], found))
         return found
 
@@ -77,6 +77,8 @@ def test_points_are_accuracies_under_the_interventions(swept):
         assert point.values[TASK].value == pytest.approx(100 * np.mean(right))
         error = np.std(right, ddof=1) / np.sqrt(LIMIT)
         assert point.values[TASK].standard_error == pytest.approx(100 * error)
+        kept = json.loads((output / f"points/{point.key}.json").read_text())
+        assert kept["tasks"][TASK]["of_each"] == right
 
 
 def test_thresholds_are_of_the_requests_of_the_task(swept):
