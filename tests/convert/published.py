@@ -176,15 +176,6 @@ REFUSED = {
         """),
         ("'granite' cannot be imported", "multipliers"),
     ),
-    "OLMo-2-1124-7B": (
-        COMMON
-        | _keys("""
-            "architectures": ["Olmo2ForCausalLM"], "model_type": "olmo2", "attention_bias": false,
-            "max_position_embeddings": 4096, "rms_norm_eps": 1e-06, "rope_scaling": null,
-            "rope_theta": 500000, "tie_word_embeddings": false
-        """),
-        ("'olmo2' cannot be imported", "outputs of attention and FFN", "spans all heads"),
-    ),
 }
 
 

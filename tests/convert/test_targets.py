@@ -273,15 +273,6 @@ def test_what_megatron_cannot_express_is_refused_by_name(target, change, said):
         architecture_from(config)
 
 
-def test_configs_of_before_transformers_5_are_read():
-    config = config_of(model(rope_base=500000.0, rope_factor=32.0), TARGETS["llama"], {})
-    rope = config.pop("rope_parameters")
-    theta = rope.pop("rope_theta")
-    old = {"rope_theta": theta, "rope_scaling": rope, "torch_dtype": config.pop("dtype")}
-    decoder, _ = architecture_from({**config, **old})
-    assert (decoder.rope_base, decoder.rope_factor, decoder.dtype) == (500000.0, 32.0, "float32")
-
-
 @pytest.mark.parametrize("name", ["qwen3-windows", "own-sink-in-windows"])
 def test_the_flags_of_an_import_need_no_quotes(name):
     """`$(cat flags.txt)` takes none off."""
