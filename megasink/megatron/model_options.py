@@ -10,6 +10,7 @@ import torch.nn.functional as F
 from megasink.attention.variants import foreign_options, is_variant, variant
 from megasink.attention.variants.gates import is_megatrons_output_gate
 from megasink.attention.variants.layers import layers_with_variant
+from megasink.balance.options import wrong_alone, wrong_together
 from megasink.config import TRANSFORMER_OPTIONS
 from megasink.errors import ConfigError
 
@@ -106,15 +107,8 @@ def _wrong_together(given: dict[str, Any], defaults: dict[str, Any], config: Any
         foreign = sorted(n for n in foreign_options(variant(name)) if given[n] != defaults[n])
         problems += [f"{n} does nothing for attention_variant {name!r}" for n in foreign]
     names = ("head_balance_coeff", "head_balance_shared_heads", "head_balance_shared_refresh")
-    problems += [f"{n} is {given[n]!r}, less than 0" for n in names if given[n] < 0]
-    shared, heads = given["head_balance_shared_heads"], config.num_attention_heads
-    if 0 < shared > heads - 2:
-        problems.append(
-            f"head_balance_shared_heads {shared} of {heads} heads leaves fewer than two to balance"
-        )
-    if given["head_balance_shared_refresh"] and not shared:
-        problems.append("head_balance_shared_refresh without head_balance_shared_heads: give both")
-    return problems
+    of_loss = {n: given[n] for n in names}
+    return problems + wrong_alone(of_loss) + wrong_together(of_loss, config.num_attention_heads)
 
 
 def _is_like(value: object, default: object) -> bool:

@@ -1,10 +1,10 @@
 """What a model or an option must be for the head-balance loss in transformers."""
 
-import math
 from typing import Any, get_args
 
 import torch
 
+from megasink.balance.options import wrong_alone, wrong_together
 from megasink.config import Scope
 
 MARK = "megasink_balanced"
@@ -13,20 +13,8 @@ MARK = "megasink_balanced"
 
 def option_problems(coeff: float, shared: int, refresh: int, scope: str, heads: int) -> list[str]:
     """Return what is wrong with the options, a sentence each."""
-    problems = []
-    if not 0 <= coeff < math.inf:
-        problems.append(f"coeff {coeff} is no number from 0 on: use 0 or more")
-    if shared < 0:
-        problems.append(f"shared_heads {shared} is negative: use 0 or more")
-    elif shared and shared > heads - 2:
-        problems.append(
-            f"shared_heads {shared} of {heads} heads leaves fewer than two to balance: use at most "
-            f"{max(0, heads - 2)}"
-        )
-    if refresh < 0:
-        problems.append(f"refresh {refresh} is negative: use 0 or more")
-    elif refresh and not shared:
-        problems.append(f"refresh {refresh} without shared_heads: give both")
+    given = {"coeff": coeff, "shared_heads": shared, "refresh": refresh}
+    problems = wrong_alone(given) + wrong_together(given, heads)
     known = get_args(Scope)
     if scope not in known:
         problems.append(f"scope {scope!r} is unknown: use {', '.join(known)}")

@@ -115,8 +115,8 @@ def test_whatever_a_host_leaves_out_is_named(pool):
     assert "attention_dropout 0.1 (Megatron's default is 0.1)" in told["wrong options"]
     assert "logit_softcap does nothing in a loop of your own" in told["wrong options"]
     assert "cuda_graph_impl 'local': a replayed graph" in told["graphs"]
-    assert "head_balance_coeff is -1.0, less than 0" in told["bad numbers"]
-    assert "head_balance_shared_refresh without head_balance_shared" in told["bad numbers"]
+    assert "head_balance_coeff -1.0 is negative: use 0 or more" in told["bad numbers"]
+    assert "head_balance_shared_refresh 2 without head_balance_shared_heads" in told["bad numbers"]
     assert told["not a number"] == "head_balance_coeff is nan, no finite number"
     assert "shared_heads 2 of 2 heads leaves fewer than two" in told["too many shared"]
     assert told["of another variant"] == "gate_position does nothing for attention_variant 'sink'"

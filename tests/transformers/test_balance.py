@@ -276,8 +276,8 @@ def test_remove_leaves_the_model_as_it_was():
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"coeff": -1.0}, "coeff -1.0 is no number from 0 on: use 0 or more"),
-        ({"coeff": float("nan")}, "coeff nan is no number from 0 on: use 0 or more"),
+        ({"coeff": -1.0}, "coeff -1.0 is negative: use 0 or more"),
+        ({"coeff": float("nan")}, "coeff nan is no finite number: use 0 or more"),
         ({"shared_heads": -1}, "shared_heads -1 is negative"),
         ({"shared_heads": 3}, "shared_heads 3 of 4 heads leaves fewer than two to balance: use at"),
         ({"shared_heads": 1, "refresh": -2}, "refresh -2 is negative"),

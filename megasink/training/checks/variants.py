@@ -11,6 +11,7 @@ from megasink.attention.variants.gates import (
     is_megatrons_output_gate,
 )
 from megasink.attention.variants.layers import PLAIN, layers_with_variant
+from megasink.balance.options import wrong_together
 from megasink.config import MODEL_OPTIONS
 from megasink.errors import ConfigError
 from megasink.flags import flag_of
@@ -93,14 +94,9 @@ def any_of(records: Iterable[Variant]) -> str:
 
 
 def _balance(args: Namespace) -> Iterator[str]:
-    heads, shared = args.num_attention_heads, args.head_balance_shared_heads
-    if heads and 0 < shared > heads - 2:
-        yield (
-            f"--head-balance-shared-heads {shared} of {heads} heads leaves fewer than two to "
-            f"balance: use at most {max(0, heads - 2)}"
-        )
-    if args.head_balance_shared_refresh and not shared:
-        yield "--head-balance-shared-refresh without --head-balance-shared-heads: give both"
+    names = ("head_balance_coeff", "head_balance_shared_heads", "head_balance_shared_refresh")
+    given = {flag_of(name): getattr(args, name) for name in names}
+    yield from wrong_together(given, args.num_attention_heads)
 
 
 def _sinks(args: Namespace, record: Variant) -> Iterator[str]:

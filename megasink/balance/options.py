@@ -1,0 +1,34 @@
+"""What is wrong with options of the loss, in every room that takes them under its own names."""
+
+import math
+from collections.abc import Mapping
+
+Given = Mapping[str, float]
+"""{name: value} of the coefficient, the shared heads and their refresh, in this order."""
+
+
+def wrong_alone(given: Given) -> list[str]:
+    """Return which options are no numbers from 0 on, a sentence each."""
+    return [
+        f"{name} {value} is {'negative' if value < 0 else 'no finite number'}: use 0 or more"
+        for name, value in given.items()
+        if not 0 <= value < math.inf
+    ]
+
+
+def wrong_together(given: Given, heads: int | None) -> list[str]:
+    """Return which options do not fit each other or the model, a sentence each.
+
+    Args:
+        heads: of a layer; None if not known.
+    """
+    _, (of_shared, shared), (of_refresh, refresh) = given.items()
+    problems = []
+    if heads and 0 < shared > heads - 2:
+        problems.append(
+            f"{of_shared} {shared} of {heads} heads leaves fewer than two to balance: use at most "
+            f"{max(0, heads - 2)}"
+        )
+    if refresh > 0 and not shared:
+        problems.append(f"{of_refresh} {refresh} without {of_shared}: give both")
+    return problems
