@@ -11,6 +11,8 @@ from megatron.core.datasets.blended_megatron_dataset_builder import BlendedMegat
 from megatron.core.datasets.gpt_dataset import GPTDataset, GPTDatasetConfig
 from megatron.core.datasets.indexed_dataset import IndexedDataset
 from megatron.core.tokenizers import MegatronTokenizer
+from tokenizers.processors import TemplateProcessing
+from transformers import PreTrainedTokenizerFast
 
 from megasink.data.corpus import Corpus
 from megasink.data.encode import EncoderSettings, encode_in_order
@@ -101,6 +103,23 @@ def test_megatron_trains_on_it(tmp_path, folder, tokenizer, sources):
     assert any(all(s.tobytes() in whole for s in samples) for whole in streams)
 
 
+def test_a_tokenizer_with_bos_of_its_own_keeps_it(tmp_path, tokenizer):
+    backend = type(tokenizer.backend_tokenizer).from_str(tokenizer.backend_tokenizer.to_str())
+    backend.add_special_tokens(["<|bos|>"])
+    backend.post_processor = TemplateProcessing(
+        single="<|bos|> $A <|endoftext|>", special_tokens=[("<|bos|>", 1024), ("<|endoftext|>", 1)]
+    )
+    PreTrainedTokenizerFast(
+        tokenizer_object=backend, eos_token="<|endoftext|>", bos_token="<|bos|>"
+    ).save_pretrained(tmp_path / "bos")
+    corpus = Corpus([write_lines(tmp_path / "a.jsonl", TEXTS)])
+    preprocess(corpus, tmp_path / "out", tmp_path / "bos", workers=1)
+    for document, text in zip(documents_of(tmp_path / "out"), TEXTS, strict=True):
+        assert document[0] == 1024
+        assert document[1:-1].tolist() == tokenizer.encode(text, split_special_tokens=True)
+        assert document[-1] == EOD
+
+
 def test_overwriting_clears_the_sample_indices_that_megatron_cached(tmp_path, folder):
     lines = tmp_path / "a.jsonl"
     prefix = tmp_path / "out"
@@ -110,6 +129,7 @@ def test_overwriting_clears_the_sample_indices_that_megatron_cached(tmp_path, fo
     corpus = Corpus([write_lines(lines, ["new data"] * 10)])
     report = preprocess(corpus, prefix, folder, workers=1, overwrite=True)
     assert len(gpt_samples(prefix, folder, 8)) == (report.tokens - 1) // 8
+    assert prefix.with_suffix(".bin").stat().st_size == 2 * report.tokens  # nothing old behind it
 
 
 def test_files_do_not_depend_on_the_number_of_workers(tmp_path, folder, sources):
