@@ -65,17 +65,6 @@ def test_texts_are_strings_or_files(folder, hub, found):
     assert numbers(again.results) == numbers(found.results)
 
 
-def test_a_folder_gets_the_page(folder, hub, found, monkeypatch):
-    monkeypatch.setattr("megasink.analysis.draw.figures", lambda analyses, kinds: [])
-    out = folder / "written"
-    texts = folder / "texts.jsonl"
-    written = megasink.analyze(hub, texts, seq_length=24, max_samples=3, output=out)
-    assert numbers(written.results) == numbers(found.results)
-    assert (out / "report.html").is_file()
-    with megasink.dynamic_zeroing(hub.model, score="awft", quantile=0.2, calibration=out) as zeroed:
-        assert zeroed.threshold is not None  # the weights are known to be those of the folder
-
-
 def test_metrics_are_attributes(found):
     assert found.importance.values.shape == (2, 4)
     assert np.array_equal(np.asarray(found.importance), found["importance"].values)
@@ -104,17 +93,6 @@ def test_what_can_be_drawn_is(found, tmp_path):
         found.perplexity.plot()
     with pytest.raises(ValueError, match="the figure 'sink' is unknown"):
         found.plot("sink")
-
-
-def test_the_model_is_as_before(hub, folder):
-    ids = torch.arange(12)[None]
-    before, weights = (
-        hub.model(ids).logits,
-        {k: v.clone() for k, v in hub.model.state_dict().items()},
-    )
-    megasink.analyze(hub, folder / "texts.jsonl", seq_length=16, max_samples=1, loss=False)
-    assert torch.equal(hub.model(ids).logits, before)
-    assert all(torch.equal(v, weights[k]) for k, v in hub.model.state_dict().items())
 
 
 def test_what_load_model_returned_can_be_changed(hub):

@@ -8,13 +8,12 @@ from torch import Tensor
 from torch.distributed import FileStore, get_rank
 
 from megasink.analysis.capture.geometry import POSITIONS, read_rows
-from megasink.analysis.capture.inputs import Reader, Sample, text_samples
+from megasink.analysis.capture.inputs import Sample
 from megasink.analysis.capture.megatron_model import MegatronProbe
 from megasink.analysis.capture.ranks import Ranks
 from megasink.analysis.capture.statistics import MAP
 from megasink.analysis.metrics import STATISTICS
 from megasink.analysis.pages import sweep
-from megasink.checkpoints.load import load_model
 from megasink.cli import main
 from megasink.errors import ConfigError
 from tests.analysis.capture.kept import Kept
@@ -100,37 +99,3 @@ def swept(command: str, store: str) -> int:
         mock.patch.object(sweep, "draw_all", return_value=[]),
     ):
         return main(command.split())
-
-
-@torch.no_grad()
-def by_hand(run: str, data: str, length: int, count: int) -> dict[str, Any]:
-    """Importance [L, H] and nats per token of a run of sink attention, with whole score matrices.
-
-    The sequences are those of `megasink analyze`.
-    """
-    model, tokenizer, _, _ = load_model(run)
-    samples = text_samples(Reader(tokenizer), [data], seq_length=length, max_samples=count)
-    gates: dict[int, list[Tensor]] = {}
-    nats, targets = 0.0, 0
-
-    def attended(layer: int, core: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        named = dict(zip(("query", "key"), args, strict=False)) | kwargs
-        query, key = (named[n][:, 0].transpose(0, 1).double() for n in ("query", "key"))
-        key = key.repeat_interleave(len(query) // len(key), 0)
-        scores = query @ key.transpose(-1, -2) * query.shape[-1] ** -0.5
-        future = torch.ones(scores.shape[1:], dtype=torch.bool).triu(1)
-        lse = scores.masked_fill(future, -torch.inf).logsumexp(-1)
-        gates.setdefault(layer, []).append(torch.sigmoid(lse - core.softmax_offset[:, None]))
-
-    for index, layer in enumerate(model.decoder.layers):
-        layer.self_attention.core_attention.register_forward_pre_hook(
-            lambda core, args, kwargs, index=index: attended(index, core, args, kwargs),
-            with_kwargs=True,
-        )
-    for sample in samples:
-        ids = torch.tensor([sample.tokens])
-        logits = model(ids, torch.arange(ids.shape[1])[None], None)[0, :-1].double()
-        nats -= float(logits.log_softmax(-1).gather(1, ids[0, 1:, None]).sum())
-        targets += ids.shape[1] - 1
-    importance = [torch.cat(gates[layer], 1).mean(1).tolist() for layer in sorted(gates)]
-    return {"importance": importance, "nats": nats / targets}

@@ -103,16 +103,6 @@ def test_importance_counts_tokens_and_not_samples(results, found, alone):
     )
 
 
-def test_sink_rates_are_counted_by_sequence(found, alone):
-    above = [float((weights[..., 0].mean(-1) > 0.3).double().mean()) for weights, _, _ in alone]
-    assert 0 < np.mean(above) < 1
-    assert found["sink_rate"][0] == pytest.approx(np.mean(above))
-    f_attn = [weights[..., 0].mean((1, 2)) for weights, _, _ in alone]
-    np.testing.assert_allclose(
-        found["first_token_attention"], torch.stack(f_attn).mean(0), rtol=1e-5
-    )
-
-
 def test_loss_perplexity_and_bits_per_byte(found, samples, alone):
     nats = count = size = 0.0
     for sample, (_, _, logits) in zip(samples, alone, strict=True):

@@ -19,11 +19,8 @@ from megasink.analysis.pages import analysis_figures
 from megasink.analysis.pages.opening import _paragraphs
 from megasink.analysis.results import MetricResult, SampleResults
 from megasink.cli import main
-from megasink.cli.analyze import analyze_parser, check
-from megasink.data.corpus import Corpus
-from megasink.data.tokenizer import train_tokenizer
-from megasink.errors import ConfigError, UserError
-from tests.analysis.capture.tiny_models import tiny_model
+from megasink.errors import UserError
+from tests.analysis.capture.tiny_models import save_with_tokenizer, tiny_model
 
 TEXTS = ("lines", "prose")
 NAMES = {"llama": "llama", "gpt-oss": "<script>alert(1)</script> & $x_{"}
@@ -37,11 +34,9 @@ def folder(tmp_path_factory):
     texts = readme.split("\n## ")[:3]
     (root / "lines.jsonl").write_text("".join(json.dumps({"text": t}) + "\n" for t in texts))
     (root / "prose.txt").write_text("One text, in which nothing stands twice. One text.")
-    train_tokenizer(list(Corpus([root / "lines.jsonl"])), 400, root / "tokenizer")
-    tokenizer = PreTrainedTokenizerFast.from_pretrained(root / "tokenizer")
-    for name in ("llama", "gpt-oss"):
-        tiny_model(name, vocab_size=len(tokenizer)).save_pretrained(root / name)
-        tokenizer.save_pretrained(root / name)
+    tokenizer = PreTrainedTokenizerFast.from_pretrained(save_with_tokenizer(root, "llama", texts))
+    tiny_model("gpt-oss", vocab_size=len(tokenizer)).save_pretrained(root / "gpt-oss")
+    tokenizer.save_pretrained(root / "gpt-oss")
     return root
 
 
@@ -268,8 +263,7 @@ def test_maps_of_an_earlier_analysis_do_not_stay(analyzed, folder, tmp_path, mon
 @pytest.mark.parametrize(
     ("flags", "problem"),
     [
-        ("--data {0}/nothing", "nothing"),
-        ("--maps 0.4", "--maps: head 0.4: layer 0 has heads 0 to 3"),
+        ("--maps --map-length 999", "--map-length 999: must be 2 to 255"),
         ("--bos add", "has no BOS token; use auto"),
         ("--attn-implementation sdpa", "scaled_dot_product_attention"),
     ],
@@ -280,18 +274,6 @@ def test_bad_input_is_named(folder, tmp_path, capsys, flags, problem):
     command += "--seq-length 24 --device cpu " + flags.format(folder)
     assert main(command.split()) == 2
     assert problem in capsys.readouterr().err
-
-
-def test_problems_of_the_command_line_come_together(tmp_path):
-    args = analyze_parser("analyze").parse_args(
-        f"{tmp_path} --output {tmp_path} --seq-length 1 --batch-size 0 --tokenizer none "
-        "--maps 3 1.2 --map-length 999".split()
-    )
-    with pytest.raises(ConfigError) as error:
-        check(args)
-    parts = ("no config.json", "no --data", "--seq-length 1", "--batch-size 0", "--tokenizer")
-    for part in (*parts, "--maps 3: write a head as LAYER.HEAD", "--map-length 999"):
-        assert sum(part in problem for problem in error.value.problems) == 1
 
 
 class Doubled:

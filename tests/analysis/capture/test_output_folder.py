@@ -7,7 +7,6 @@ from pathlib import Path
 import pytest
 from transformers import PreTrainedTokenizerFast
 
-import megasink
 from megasink.analysis import draw as pages
 from megasink.analysis.pages import ablation, sweep
 from megasink.cli import main
@@ -144,17 +143,6 @@ def test_a_report_stays_and_an_analysis_gets_its_own_page(root, tmp_path, capsys
     assert "and no results of megasink: choose another" in said
     assert Path(page, "report.html").read_text() == before
     assert main(["report", str(one), "--output", page, "--overwrite"]) == 0
-
-
-def test_python_asks_the_same(root, tmp_path):
-    model = megasink.load_model(root / "llama")
-    given = {"loss": False, "output": tmp_path / "out"}
-    megasink.analyze(model, TEXTS, **given)
-    before = (tmp_path / "out" / "results.json").read_bytes()
-    with pytest.raises(UserError, match=r"results of other settings \(data "):
-        megasink.analyze(model, TEXTS[:2], **given)
-    assert (tmp_path / "out" / "results.json").read_bytes() == before
-    megasink.analyze(model, TEXTS[:2], **given, overwrite=True)
 
 
 @pytest.mark.parametrize("there", ["notes.txt", "results.json", "figures/a.png"])

@@ -9,6 +9,7 @@ import transformers
 from torch import Tensor
 
 from megasink.analysis.capture.segments import check_mask, segments_of
+from megasink.analysis.capture.statistics import MAP
 from megasink.analysis.capture.transformers_model import NAME, TransformersProbe
 from megasink.analysis.metrics import STATISTICS
 from megasink.errors import ConfigError, UserError
@@ -25,7 +26,7 @@ def tokens(rows: int, count: int, seed: int = 1) -> Tensor:
 
 def probed(model, ids, *inputs):
     kept = Kept()
-    with TransformersProbe(model, kept, set(STATISTICS)) as probe:
+    with TransformersProbe(model, kept, {*STATISTICS, MAP}) as probe:
         output = probe.forward(ids, *inputs)
     return kept, output
 
@@ -70,6 +71,7 @@ def test_weights_and_states_are_those_that_transformers_reports(name):
             weights_HTS = weights_BHTS[sample]
             if name == "granite-swa":  # it reports the softmax before the sink
                 weights_HTS = weights_HTS * (1 - found["slot_weight_HT"][..., None])
+            close(found[MAP], weights_HTS)
             close(found["first_weight_HT"], weights_HTS[..., 0])
             close(found["column_sum_HT"], weights_HTS.sum(1))
             close(found["square_HT"], weights_HTS.square().sum(-1))
@@ -78,6 +80,7 @@ def test_weights_and_states_are_those_that_transformers_reports(name):
             close(found["out_HTD"], weights_HTS @ value_HTD)
             if name in SINKS:
                 close(found["gate_HT"], weights_HTS.sum(-1))
+                close(found["gate_HT"] + found["slot_weight_HT"], torch.ones(4, TOKENS))
             elif name in GATED:
                 gate_HTX = found["explicit_gate_HTX"]
                 assert gate_HTX.shape[-1] == (8 if GATED[name] == "elementwise" else 1)

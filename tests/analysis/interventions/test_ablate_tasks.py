@@ -7,7 +7,6 @@ import json
 
 import numpy as np
 import pytest
-from transformers import PreTrainedTokenizerFast
 
 from megasink.analysis.ablate import on_tasks
 from megasink.analysis.ablate.curves import kept_level, normalized_auc, removable
@@ -16,10 +15,8 @@ from megasink.analysis.evaluate import harness
 from megasink.analysis.metrics.thresholds import published_quantile
 from megasink.analysis.pages import ablation
 from megasink.cli import main
-from megasink.data.corpus import Corpus
-from megasink.data.tokenizer import train_tokenizer
 from megasink.typed_json import from_json
-from tests.analysis.capture.tiny_models import tiny_model
+from tests.analysis.capture.tiny_models import save_with_tokenizer
 
 TASK, LIMIT = "docstrings_choice", 8
 
@@ -28,13 +25,8 @@ TASK, LIMIT = "docstrings_choice", 8
 def model(tmp_path_factory):
     """A model with room for the questions."""
     root = tmp_path_factory.mktemp("tasks")
-    (root / "text.txt").write_text("Return the name of a file, or None if it is not a file. " * 9)
-    train_tokenizer(list(Corpus([root / "text.txt"])), 330, root / "tokenizer")
-    tokenizer = PreTrainedTokenizerFast.from_pretrained(root / "tokenizer")
-    sizes = {"vocab_size": len(tokenizer), "max_position_embeddings": 512}
-    tiny_model("llama", **sizes).save_pretrained(root / "model")
-    tokenizer.save_pretrained(root / "model")
-    return root / "model"
+    texts = ["Return the name of a file, or None if it is not a file. " * 9]
+    return save_with_tokenizer(root, "llama", texts, 330, max_position_embeddings=512)
 
 
 def command(model, output):
@@ -119,7 +111,6 @@ def test_a_repeated_sweep_asks_nothing(model, swept, monkeypatch):
 @pytest.mark.parametrize(
     ("flags", "problem"),
     [
-        ("--task docstrings_chioce", "did you mean docstrings_choice"),
         ("--task docstrings_perplexity --limit 2", "and no accuracy: pass its texts as --data"),
         ("--task mmlu", "not on this machine, and nothing is fetched unasked"),
         (f"--task {TASK} --data README.md", "--task and --data: choose one"),

@@ -13,7 +13,6 @@ from megasink.analysis.capture.transformers_model import TransformersProbe
 from megasink.analysis.folder import analysis_of
 from megasink.analysis.measure import run
 from megasink.analysis.metrics.thresholds import threshold
-from megasink.analysis.metrics.weights import first_weights, weight_statistics
 from megasink.analysis.options import AnalysisOptions
 from megasink.analysis.results import RunFacts
 from megasink.analysis.summary import summarize
@@ -97,25 +96,3 @@ def test_calibrations_of_another_model_are_refused(model, folder, tmp_path):
     (tmp_path / "results.json").write_text(told)
     with pytest.raises(UserError, match="does not tell the weights"):
         read_calibration(tmp_path)
-
-
-@pytest.mark.parametrize(
-    "options",
-    [
-        {},
-        {"window": 3},
-        {"prefix": 4},
-        {"softcap": 2.0},
-        {"slot_logit_BHT": torch.linspace(-4, 4, 4)[None, :, None]},
-        {"slot_logit_BHT": torch.full((1, 4, 1), 60.0), "window": 5},
-        {"distance_bias_HT": torch.linspace(-3, 3, 44).reshape(4, 11)},
-    ],
-)
-def test_first_weights_are_those_of_all_statistics(options):
-    generator = torch.Generator().manual_seed(6)
-    query = torch.randn(2, 4, 11, 8, generator=generator) * 3
-    key = torch.randn(2, 2, 11, 8, generator=generator) * 3
-    expected = weight_statistics(query, key, scale=0.5, **options).first_weight_BHT
-    actual = first_weights(query, key, scale=0.5, **options)
-    torch.testing.assert_close(actual, expected, atol=0.0, rtol=1e-5)
-    assert actual[:, :, 0].max() > 0

@@ -4,6 +4,7 @@ Shapes: H query heads, G key/value groups, T tokens, D head dim, E hidden size.
 """
 
 import re
+from collections.abc import Set
 from pathlib import Path
 from typing import Any
 
@@ -83,8 +84,10 @@ def case(kind: str, dtype: torch.dtype = torch.float32) -> tuple[AttentionCall, 
     return call, layer
 
 
-def statistics_of(call: AttentionCall) -> dict[str, torch.Tensor]:
-    (found,) = attention_statistics(call, [Segment(0, 0, TOKENS)], set(ATTENTION_STATISTICS))
+def statistics_of(
+    call: AttentionCall, needs: Set[str] = ATTENTION_STATISTICS.keys()
+) -> dict[str, torch.Tensor]:
+    (found,) = attention_statistics(call, [Segment(0, 0, TOKENS)], needs)
     return found
 
 
@@ -105,6 +108,8 @@ def test_metrics_of_attention(kind, tile, monkeypatch):
     monkeypatch.setattr(tiles, "SIZE", tile)
     call, layer = case(kind)
     found = statistics_of(call)
+    alone = statistics_of(call, {"first_weight_HT"})  # by a way of its own
+    torch.testing.assert_close(alone, {n: found[n] for n in alone}, atol=0.0, rtol=1e-5)
     tested = 0
     for name, definition in definitions.ATTENTION.items():
         entry = metrics()[name]

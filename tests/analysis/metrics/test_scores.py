@@ -21,7 +21,6 @@ from megasink.analysis.metrics.geometry import (
     query_key_components,
 )
 from megasink.analysis.metrics.head_scores import layer_normalized, random_scores
-from megasink.analysis.metrics.importance import gate_spread
 from megasink.analysis.metrics.registry import OVER_SAMPLES, SCALARS
 from megasink.analysis.metrics.sinks import sink_rate
 from megasink.analysis.metrics.states import MeanCosine, mean_cosine
@@ -107,18 +106,6 @@ def test_importance_imbalance_and_sink_rate():
     alpha = torch.tensor([[[0.31, 0.3]], [[0.9, NAN]]])
     assert float(sink_rate(alpha)) == pytest.approx(2 / 3)  # strictly above, blanks left out
     assert float(SCALARS["mean over block outputs"](torch.tensor([9.0, 9.0, 3.0, 9.0, 5.0]))) == 4.0
-
-
-def test_gate_scores_over_all_tokens():
-    torch.manual_seed(0)
-    gates = [torch.rand(2, 3, tokens, 4).double() ** (i + 1) for i, tokens in enumerate((5, 9, 2))]
-    found = gate_spread(
-        torch.stack([g.mean((2, 3)) for g in gates]),
-        torch.stack([g.flatten(1).std(-1, correction=0) for g in gates]),
-        torch.tensor([5, 9, 2]),
-    )
-    together = torch.cat(gates, 2).flatten(1)
-    torch.testing.assert_close(found, together.std(-1, correction=0))
 
 
 def test_cosine_across_inputs():

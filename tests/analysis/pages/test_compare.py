@@ -56,25 +56,6 @@ def test_the_imbalance_of_a_run_is_a_moving_average_as_that_of_a_grid():
     assert summary(lines)["imbalance"] == pytest.approx(0.1 / (1 - 0.9**9))
 
 
-@pytest.mark.parametrize(
-    ("arguments", "reason"),
-    [
-        (["nothing"], "is not a run"),
-        (["a", "a"], "given twice"),
-        (["a", "--smoothing", "1"], "--x and --smoothing are of several runs"),
-        (["a", "--output", "cmp"], "--output cmp: the picture is a PNG: name it cmp.png"),
-        (["a", "--output", "cmp.pdf"], "name it cmp.pdf.png"),
-    ],
-)
-def test_bad_input_is_one_line(tmp_path, capsys, monkeypatch, arguments, reason):
-    monkeypatch.chdir(tmp_path)
-    run(tmp_path / "a")
-    assert megasink(["compare", *arguments]) == 2
-    (line,) = capsys.readouterr().err.strip().splitlines()
-    assert reason in line
-    assert [path.name for path in tmp_path.iterdir()] == ["a"]
-
-
 def test_spikes_are_counted_once_and_noise_is_not():
     generator = np.random.default_rng(0)
     loss = 3.0 + 0.02 * generator.standard_normal(300)
