@@ -20,7 +20,8 @@ import megasink
 from examples.real_models.texts import MEASURED, Text, read_texts, whole_files
 from examples.real_models.wheels import FOLDER, told
 from examples.steps import command
-from megasink.analysis.ablate.results import AblationResults
+from megasink.analysis.ablate.points import PointFolder
+from megasink.analysis.ablate.results import AblationPoint, AblationResults
 from megasink.analysis.folder import read_analysis
 from megasink.atomic import atomic_file, atomic_text
 from megasink.json_file import read_object
@@ -33,6 +34,8 @@ TOKENS = 64
 LENGTHS = {False: (8, 16, 32, 64, 128), True: (64, 128, 256, 512, 1024)}
 """Of the measured texts (False), and of `LONG_TEXTS` long ones, which are other texts (True)."""
 LONG_TEXTS = 16
+DRAWN = (10, 3000)
+"""Lowest and highest number of tokens at which long texts are cut at random (P3, Section 4.1)."""
 FEW = 60
 """Texts, of the domains in turn, where each number takes a run of the model."""
 PERCENTS = ("0", "5", "10", "20", "30")
@@ -42,6 +45,9 @@ SCORES = (
     "circuit_ahon_ln",
 )
 """P3's twelve, and the best of the others."""
+TASK, QUESTIONS = "docstrings_choice", 100
+"""The task that comes with megasink, and how many of its questions."""
+TASK_FLAGS = ("--score", "ahon_ln", "awft", "--zeroed", "10", "20", "30", "--seeds", "1")
 
 _PLUGIN = ("--plugin", "examples.real_models.geometry")
 _COLUMNS = ("--positions", str(TOKENS), "--columns", str(TOKENS))
@@ -53,17 +59,21 @@ ANALYSES: dict[str, tuple[str, ...]] = {
         *("--inputs", "random", "repeated"),
     ),
     "scored": ("scored", "--seq-length", str(TOKENS), "--bos", "none", "--no-loss"),
+    "cut": ("long", "--bos", "none", "--no-loss", "--batch-size", "1"),
 }
-"""Analysis -> texts, if any, and flags of `megasink analyze`. Thresholds are set on `scored`."""
+"""Analysis -> texts, if any, and flags of `megasink analyze`. Thresholds are set on `scored`; `cut`
+is at lengths drawn at random, `DRAWN` or up to the model's positions."""
 
 
 def data_files(kind: str) -> list[str]:
     """Return a file for each domain with the texts of a kind; write them if they are missing.
 
-    Kinds: "measured" and "scored" as in texts.py, and "few", the first `FEW` of the measured.
+    Kinds: "measured" and "scored" as in texts.py, "few", the first `FEW` of the measured, and
+    "long", those of `long_texts`.
     """
-    texts = read_texts()
-    of = {"measured": texts[:MEASURED], "scored": texts[MEASURED:], "few": texts[:FEW]}[kind]
+    texts = long_texts() if kind == "long" else read_texts()
+    few = {"measured": slice(MEASURED), "scored": slice(MEASURED, None), "few": slice(FEW)}
+    of = texts[few.get(kind, slice(None))]
     folder, paths = FOLDER / "texts" / kind, []
     for domain in sorted({text.domain for text in of}):
         path = folder / f"{domain}.jsonl"
@@ -116,6 +126,10 @@ class Subject:
         output, (texts, *flags) = self.look / which, ANALYSES[which]
         if not (output / "report.html").is_file():
             data = ("--data", *data_files(texts)) if texts else ()
+            if which == "cut":
+                low, high = DRAWN
+                most = self.hub.model.config.get_text_config().max_position_embeddings
+                flags += ["--random-lengths", str(low), str(min(high, most))]
             command("analyze", str(self.folder), *data, *flags, "--output", str(output))
         return output
 
@@ -132,19 +146,32 @@ class Subject:
         """Return results.json of an analysis, read."""
         return read_analysis(self.analyze(which)).results
 
+    def _ablate(self, name: str, *flags: str) -> AblationResults:
+        output = self.look / name
+        if not (output / "report.html").is_file():
+            command("ablate", str(self.folder), *flags, "--output", str(output))
+        return from_json(AblationResults, read_object(output / "ablation.json"), "ablation.json")
+
     @cached_property
     def ablation(self) -> AblationResults:
         """ablation.json: heads zeroed in each of `FEW` texts, thresholds by other texts."""
-        output = self.look / "ablation"
-        if not (output / "report.html").is_file():
-            calibration = str(self.analyze("scored"))
-            command(
-                *("ablate", str(self.folder), "--data", *data_files("few")),
-                *("--seq-length", str(TOKENS), "--bos", "none", "--calibration", calibration),
-                *("--score", *SCORES, "--zeroed", *PERCENTS, "--seeds", *"123"),
-                *("--batch-size", "20", "--output", str(output)),
-            )
-        return from_json(AblationResults, read_object(output / "ablation.json"), "ablation.json")
+        return self._ablate(
+            "ablation",
+            *("--data", *data_files("few"), "--seq-length", str(TOKENS), "--bos", "none"),
+            *("--calibration", str(self.analyze("scored"))),
+            *("--score", *SCORES, "--zeroed", *PERCENTS, "--seeds", *"123", "--batch-size", "20"),
+        )
+
+    @cached_property
+    def on_task(self) -> AblationResults:
+        """ablation.json: heads zeroed in each request of a task, thresholds by its requests."""
+        questions = ("--task", TASK, "--limit", str(QUESTIONS), "--batch-size", "16")
+        return self._ablate("task", *questions, *TASK_FLAGS)
+
+    def right(self, point: AblationPoint) -> Floats:
+        """Return [questions]: 1 where a point of `on_task` has the right answer."""
+        found = PointFolder(self.look / "task" / "points").read(point.key)
+        return np.array(found.tasks[TASK].of_each)
 
     def scores_at(self, tokens: int, *, long: bool = False) -> dict[str, Floats]:
         """Return head scores of texts of a length, one of `LENGTHS`: name -> [N, L, H]."""

@@ -2,9 +2,9 @@
 
     python -m examples.real_models.claims runs/real-models/smollm2 runs/real-models/gemma3
 
-measures whatever is missing (an hour a model on one thread) and writes claims.json and claims.png
-to runs/real-models: for each claim of claims.toml its number in each model, with the interval of
-a bootstrap over texts. A command that was killed goes on.
+measures whatever is missing (80 minutes a model on one thread), and writes claims.json and
+claims.png to runs/real-models: for each claim of claims.toml its number in each model, with the
+interval of a bootstrap over texts. A command that was killed goes on.
 """
 
 import argparse
@@ -20,7 +20,14 @@ import numpy as np
 from examples.real_models import numbers_circuit  # noqa: F401  # registers the numbers of P4
 from examples.real_models.analyses import Subject
 from examples.real_models.importance import SEED
-from examples.real_models.numbers import NUMBERS, ablation_lines, sink_rates, unchanged_loss
+from examples.real_models.numbers import (
+    NUMBERS,
+    Estimate,
+    ablation_lines,
+    sink_rates,
+    unchanged_loss,
+)
+from examples.real_models.numbers_inactive import cut_curves, task_curves
 from examples.real_models.wheels import FOLDER, told
 from megasink.atomic import atomic_text
 from megasink.typed_json import to_json
@@ -58,8 +65,10 @@ def measured(value: Any) -> dict[str, Any]:
     """Return a number, its interval (95 %) and the texts it is the mean of; null where it is NaN.
 
     Args:
-        value: [texts], or a float, which has no interval.
+        value: [texts], a float, which has no interval, or an `Estimate`.
     """
+    if isinstance(value, Estimate):
+        return {**value._asdict(), "interval": list(value.interval)}
     values = np.asarray(value, dtype=np.float64)
     texts = values[~np.isnan(values)]
     if not values.ndim or len(texts) < 2:
@@ -83,6 +92,8 @@ def curves(subject: Subject) -> dict[str, Any]:
         "massive_ratio_bos": np.nanmean(bos["massive_ratio"], 0).tolist(),
         "ablation": ablation_lines(subject),
         "loss": unchanged_loss(subject),
+        "task": task_curves(subject),
+        "cut": cut_curves(subject),
     }
 
 

@@ -19,7 +19,7 @@ from megasink.analysis.pages.style import (
 )
 from megasink.atomic import atomic_file
 
-_SCORES = {
+SCORES = {
     "random": (GRAY, ":", "s"),
     "awft": (VERMILION, "--", "^"),
     "ahon_ln": (BLUE, "-", "o"),
@@ -87,7 +87,7 @@ def _lengths(axes: Any, rates: list[dict[str, Any]]) -> None:
 
 def _zeroed(axes: Any, curves: dict[str, Any]) -> None:
     """Draw the loss over the share of heads that are zeroed in each text."""
-    for score, (color, line, marker) in _SCORES.items():
+    for score, (color, line, marker) in SCORES.items():
         x, y = curves["ablation"][score]
         style = {"color": color, "ls": line, "marker": marker, "label": title_of(score)}
         axes.plot(x, np.array(y) - curves["loss"], **style)

@@ -8,7 +8,7 @@ Shapes: N texts, L layers, H heads, S states, P positions.
 
 import itertools
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -19,10 +19,19 @@ from megasink.analysis.ablate.results import ALL, AblationCurve, mean_line
 from megasink.analysis.metrics.sinks import DRAIN, EPSILONS
 from megasink.attention.definitions import SINK_EPSILON
 
+
+class Estimate(NamedTuple):
+    """A number that is no mean over texts, with its interval and what it was drawn from."""
+
+    number: float
+    interval: tuple[float, float]
+    texts: int
+
+
 Number = Callable[[Subject], Any]
 NUMBERS: dict[str, Number] = {}
-"""Name -> function that returns [N], one value for each text, or a float; NaN where the model has
-no such thing. The mean over texts is the number, and its interval is theirs."""
+"""Name -> function that returns [N], one value for each text, a float, or an `Estimate`; NaN where
+the model has no such thing. The mean over texts is the number, and its interval is theirs."""
 
 SIX = ("awft", "aeqd", "ftvvn", "avvn", "lthon", "ahon")
 
@@ -166,9 +175,9 @@ def largest_iou(subject: Subject) -> float:
     return float(max(agreement.iou[i][j] or 0 for i, j in itertools.combinations(at, 2)))
 
 
-def inactive(subject: Subject, score: str, values_NLH: Floats) -> Floats:
-    """Return [N, L, H]: whether a head is inactive, by the threshold at 15 % of other texts."""
-    threshold = subject.results("scored").inactive_heads.thresholds[score]["0.15"]
+def inactive(subject: Subject, score: str, values_NLH: Floats, by: str = "scored") -> Floats:
+    """Return [N, L, H]: whether a head is inactive, by the threshold at 15 % of an analysis."""
+    threshold = subject.results(by).inactive_heads.thresholds[score]["0.15"]
     return values_NLH > threshold if score == "awft" else values_NLH < threshold
 
 

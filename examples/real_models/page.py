@@ -18,6 +18,7 @@ from typing import Any
 from examples.real_models.claims import Claim, claims
 from examples.real_models.fidelity import HELD_OUT
 from examples.real_models.importance_figure import title_of
+from examples.real_models.inactive_figure import draw_inactive
 from examples.real_models.training import (
     NUMBERS,
     by_seed,
@@ -201,6 +202,9 @@ def page(folder: Path = RESULTS) -> str:
     ]
     for paper, title in PAPERS.items():
         lines += ["", f"## {title}", "", words[paper].strip(), "", *table(paper, found)]
+        if paper == "P3":
+            lines += ["", f"![Heads zeroed in a task, and inactive heads]({PICTURES}/inactive.png)"]
+            lines += ["", words["inactive"].strip()]
     balance, operated = (folder / f"{name}-smollm2.jsonl" for name in ("balance", "surgery"))
     lines += ["", "## Fine-tuning with the head-balance loss", "", words["balance"].strip(), ""]
     lines += [f"![Heads and losses of four arms]({PICTURES}/balance.png)", ""]
@@ -229,6 +233,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     pictures.mkdir(parents=True, exist_ok=True)
     for name in ("claims.png", "importance.png"):
         shutil.copyfile(RESULTS / name, pictures / name)
+    draw_inactive(json.loads((RESULTS / "claims.json").read_text()), pictures / "inactive.png")
     draw_balance(RESULTS / "balance-smollm2.jsonl", pictures / "balance.png")
     draw_surgery(RESULTS / "surgery-smollm2.jsonl", pictures / "surgery.png")
     PAGE.write_text(page())

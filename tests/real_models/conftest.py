@@ -54,7 +54,7 @@ def model(tmp_path, monkeypatch):
         WordLevel({w.strip(): i for i, w in enumerate([*words, "[UNK]", "[BOS]"])}, "[UNK]")
     )
     tokenizer.pre_tokenizer = Whitespace()
-    fast = PreTrainedTokenizerFast(tokenizer_object=tokenizer, bos_token="[BOS]")
+    fast = PreTrainedTokenizerFast(tokenizer_object=tokenizer, bos_token="[BOS]", eos_token="[BOS]")
     fast.save_pretrained(tmp_path / "own")
     torch.manual_seed(0)
     config = LlamaConfig(vocab_size=32, hidden_size=24, intermediate_size=32, head_dim=8,

@@ -15,7 +15,7 @@ class Pass:
     """What one text made; float64. Keys and values are repeated for the query heads of a group.
 
     Attributes:
-        nats_T: loss of tokens 1 on.
+        nats_T: loss of tokens 1 on; last_V: logits behind the last.
         map_LHTT, query_LHTD, key_LHTD, value_LHTD: attention; queries and keys as it sees them.
         out_LHTD: what enters W_O; branch_LTE: what leaves it.
         up_LTC, gate_LTC: of the MLP, the gate after its activation; mlp_LTE: what it returns.
@@ -26,6 +26,7 @@ class Pass:
         self.nats_T = cross_entropy(
             logits_TV[:-1].double(), torch.tensor(ids[1:]), reduction="none"
         )
+        self.last_V = logits_TV[-1].double()
         self._kept = {name: torch.stack(values) for name, values in kept.items()}
 
     def __getattr__(self, name):

@@ -104,6 +104,8 @@ def measured(model, monkeypatch):
     monkeypatch.setattr(analyses, "LENGTHS", {False: (64,), True: (64,)})
     monkeypatch.setattr(numbers, "LENGTHS", analyses.LENGTHS)
     monkeypatch.setattr(analyses, "SCORES", ("awft", "ahon", "ahon_ln", "circuit_ahon_ln"))
+    monkeypatch.setattr(analyses, "QUESTIONS", 4)
+    monkeypatch.setattr(analyses, "DRAWN", (10, 64))
     monkeypatch.setattr(analyses, "command", command)
     assert claims.main([str(model)]) == 0
     (found,) = json.loads((model.parent / "runs/real-models/claims.json").read_text())

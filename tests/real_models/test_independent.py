@@ -19,14 +19,21 @@ from megasink.analysis.capture.models import of_transformers
 from megasink.analysis.capture.samples import inputs_of
 from megasink.analysis.options import AnalysisOptions
 from tests.real_models.eager import passed
+from tests.real_models.inactive import (
+    accuracy,
+    growth,
+    largest_iou,
+    late,
+    rank_of_ahon,
+    removable,
+    removable_on_task,
+    when_cut,
+)
 from tests.real_models.oracle import (
     BY_TEXT,
     DOMAINS,
     MEASURED,
     ORACLE,
-    PERCENTS,
-    SCORES,
-    SIX,
     alpha,
     cosine_gap,
     key_dimensions,
@@ -35,7 +42,6 @@ from tests.real_models.oracle import (
     product_ratio,
     query_cosine,
     ratio,
-    scores_of,
     sink_rate,
     small_subject,  # noqa: F401
     state_norms,
@@ -43,8 +49,9 @@ from tests.real_models.oracle import (
 
 pytestmark = needs_model
 NOT_HERE = {
-    "removable_awft": "of two runs one agreed within 0.2 %, one did not: not yet explained",
     "removable_random": "which heads are drawn is megasink's",
+    "task_random": "which heads are drawn is megasink's",
+    "task_removable_random": "which heads are drawn is megasink's",
     "window_first_key": "no windows",
 }
 
@@ -71,98 +78,6 @@ def later_sentences(_subject):
             alpha_LHK = alpha(oracle.of(oracle.ids(text)))
             rates.append((alpha_LHK[..., chosen] > 0.3).double().mean())
     return np.mean(rates)
-
-
-def threshold(score, share):
-    """Return the value with a share of the scores of the other texts below it (P3.11)."""
-    oracle = ORACLE()
-    others = oracle.passes(texts=oracle.texts[MEASURED:])
-    ordered = np.sort(np.concatenate([scores_of(p)[score].flatten() for p in others]))
-    share_of = np.arange(1, len(ordered) + 1) / len(ordered)
-    share = 1 - share if score.startswith("awft") else share
-    return np.interp(share, share_of, ordered)
-
-
-def idle(p, score, limit):
-    """Return [L, H]: the heads whose score calls them inactive."""
-    values = scores_of(p)[score]
-    return values > limit if score.startswith("awft") else values < limit
-
-
-def zeroed_by(score, percent):
-    """Return the percentage of heads zeroed, and the loss, of the measured texts (P3.12): a layer's
-    scores are those after the heads of earlier layers were zeroed."""
-    limit, oracle = threshold(score, percent / 100), ORACLE()
-    shares, nats = [], []
-    for text in oracle.texts[:MEASURED]:
-        closed = []
-
-        def change(_layer, map_HTT, value_HTD, closed=closed):
-            out_HTD = map_HTT @ value_HTD
-            if score == "awft":
-                idle_H = map_HTT[..., 0].mean(-1) > limit
-            else:
-                norm_H = out_HTD.norm(dim=-1).mean(-1)
-                idle_H = (norm_H / norm_H.mean() if score.endswith("_ln") else norm_H) < limit
-            closed.append(idle_H.double().mean())
-            return out_HTD * ~idle_H[:, None, None]
-
-        nats.append(passed(oracle.model, oracle.ids(text), change).nats_T.mean())
-        shares.append(np.mean(closed))
-    return 100 * np.mean(shares), np.mean(nats)
-
-
-@cache
-def line_of(score):
-    """Return the points of a score's curve."""
-    return [zeroed_by(score, percent) for percent in PERCENTS]
-
-
-def removable(score):
-    """Return the percentage at which the loss has risen by 1 %: the last crossing (P3.15)."""
-    unchanged = float(np.mean([p.nats_T.mean() for p in ORACLE().passes()]))
-    x, y = np.array(line_of(score)).T
-    fine = np.linspace(x[0], x[-1], 100_001)
-    below = np.interp(fine, x, y) < 1.01 * unchanged
-    crossings = np.flatnonzero(below[:-1] != below[1:])
-    return fine[crossings[-1]] if len(crossings) else x[-1] * below.all()
-
-
-def rank_of_ahon(_subject):
-    """Rank of the better AHON by the mean loss over its curve, among the scores."""
-    area = {}
-    for score in SCORES:
-        x, y = np.array(line_of(score)).T
-        area[score] = np.trapezoid(y, x) / (x[-1] - x[0])
-    best = min(area["ahon"], area["ahon_ln"])
-    return 1 + sum(other < best for other in area.values())
-
-
-def largest_iou(_subject):
-    """Of the masks of two of the six scores, each with the 10 % least active heads."""
-    masks = []
-    for score in SIX:
-        values = np.concatenate([scores_of(p)[score].flatten() for p in ORACLE().passes()])
-        order = np.argsort(-values if score == "awft" else values, kind="stable")
-        masks.append(set(order[: len(values) // 10].tolist()))
-    return max(len(a & b) / len(a | b) for a, b in itertools.combinations(masks, 2))
-
-
-def late(score):
-    """Share of inactive heads in the last third of the layers less that in the first."""
-    limit, third = threshold(score, 0.15), ORACLE().layers // 3
-    layers = ORACLE().each(lambda p: idle(p, score, limit).double().mean(-1)).mean(0)
-    return layers[-third:].mean() - layers[:third].mean()
-
-
-def growth(score):
-    """Share of inactive heads at 128 tokens over that at 32."""
-    limit = threshold(score, 0.15)
-    shares = [
-        ORACLE().each(lambda p: idle(p, score, limit).double(), tokens=tokens).mean()
-        for tokens in (32, 128)
-    ]
-    return shares[1] / shares[0]
 
 
 @cache
@@ -297,6 +212,18 @@ EXPECTED = {
     "sink_rate_of_later_sentences": later_sentences,
     "removable_ahon_ln": lambda _: removable("ahon_ln"),
     "ahon_rank": rank_of_ahon,
+    "removable_awft": lambda _: removable("awft"),
+    "task_accuracy": lambda _: accuracy()[0],
+    **{f"task_{s}": lambda _, s=s: accuracy(s)[0] - accuracy()[0] for s in ("awft", "ahon_ln")},
+    **{f"task_removable_{s}": lambda _, s=s: removable_on_task(s) for s in ("awft", "ahon_ln")},
+    **{
+        f"{s}_when_cut": lambda subject, s=s: np.mean(when_cut(subject, s)[0])
+        for s in ("awft", "ahon_ln")
+    },
+    **{
+        f"{s}_and_length": lambda subject, s=s: spearmanr(*when_cut(subject, s)[1:]).statistic
+        for s in ("awft", "ahon_ln")
+    },
     "largest_iou": largest_iou,
     "late_awft": lambda _: late("awft"),
     "late_ahon_ln": lambda _: late("ahon_ln"),
