@@ -100,15 +100,18 @@ def _heads(of: SampleResults) -> str:
     least, most = (
         np.unravel_index(find(table), table.shape) for find in (np.nanargmin, np.nanargmax)
     )
+    low, high = f"{table[least]:.3f}", f"{table[most]:.3f}"
+    runs = (
+        f"runs from {low} (layer {least[0]}, head {least[1]}) to {high} (layer {most[0]}, head "
+        f"{most[1]})"
+    )
     imbalance = of.metrics["imbalance"].number
     assert isinstance(imbalance, float | int)
     return (
         "Head importance is the share of a head's attention that does not go to the first token, "
-        "or that passes its sink or gate. It runs from "
-        f"{table[least]:.3f} (layer {least[0]}, head {least[1]}) to {table[most]:.3f} (layer "
-        f"{most[0]}, head {most[1]}), and its coefficient of variation within a layer, the head "
-        f"imbalance, is {imbalance:.3f}. What the model loses without a head is another number: "
-        "`megasink ablate` measures it."
+        f"or that passes its sink or gate. It {runs if low != high else f'is {low} in every head'},"
+        f" and its coefficient of variation within a layer, the head imbalance, is {imbalance:.3f}."
+        " What the model loses without a head is another number: `megasink ablate` measures it."
     )
 
 

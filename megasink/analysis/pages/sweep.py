@@ -88,11 +88,12 @@ def in_words(results: SweepResults) -> list[str]:
         values = _numbers(results.rows, name)
         if np.isfinite(values).any():
             ends = [int(find(values)) for find in (np.nanargmin, np.nanargmax)]
-            low, high = (
-                f"{form.format(values[i])} ({_setting(results.rows[i], varied or _AXES)})"
-                for i in ends
+            low, high = (form.format(values[i]) for i in ends)
+            at, to = (_setting(results.rows[i], varied or _AXES) for i in ends)
+            moves = (
+                f"from {low} ({at}) to {high} ({to})" if low != high else f"{low} at any setting"
             )
-            lines.append(f"{results.model.name}, {what}: from {low} to {high}.")
+            lines.append(f"{results.model.name}, {what}: {moves}.")
     return lines
 
 

@@ -250,6 +250,8 @@ def test_a_sentence_of_enough_data_has_no_reserve():
         assert "50.0% of the heads (± 12.5 over samples) have" in text
         assert "0.200 (layer 0, head 0) to 0.800 (layer 0, head 1)" in text
         assert ("say little about the model" in text) == little
+    metrics["importance"] = MetricResult([[0.2001, 0.2]], 0.5)
+    assert "It is 0.200 in every head, and" in " ".join(_paragraphs("model", results))
 
 
 def test_maps_of_an_earlier_analysis_do_not_stay(analyzed, folder, tmp_path, monkeypatch):

@@ -6,6 +6,7 @@ Shapes: T tokens, L layers, H heads.
 import csv
 import json
 import math
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -14,6 +15,7 @@ from transformers import PreTrainedTokenizerFast
 
 from megasink.analysis.capture.transformers_model import TransformersProbe
 from megasink.analysis.pages import sweep
+from megasink.analysis.results import MetricResult
 from megasink.cli import main
 from megasink.data.corpus import Corpus
 from megasink.data.tokenizer import train_tokenizer
@@ -185,6 +187,25 @@ def test_a_sweep_that_stopped_goes_on(swept, folder, tmp_path, monkeypatch):
 
 
 @pytest.mark.usefixtures("undrawn")
+@pytest.mark.parametrize(
+    ("rates", "says"),
+    [
+        ((0.25, 0.5), "from 25.0% (16 tokens) to 50.0% (32 tokens)."),
+        ((0.0, 0.0001), "0.0% at any setting."),
+    ],
+)
+def test_what_moves_is_said_and_what_does_not(rates, says):
+    rows = [
+        SimpleNamespace(
+            length=n, bos="none", copies=1, metrics={"sink_rate": MetricResult(None, x)}
+        )
+        for n, x in zip((16, 32), rates, strict=True)
+    ]
+    results = SimpleNamespace(rows=rows, model=SimpleNamespace(name="model"))
+    (line,) = sweep.in_words(results)
+    assert line == f"model, heads with an attention sink on the first token: {says}"
+
+
 def test_a_sample_with_nan_is_named(folder, tmp_path, monkeypatch, capsys):
     """In the second row alone, whose sequences are the longer ones."""
     attended = TransformersProbe._gated
