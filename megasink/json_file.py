@@ -6,6 +6,8 @@ from typing import Any
 
 from megasink.errors import UserError
 
+_KINDS = {dict: "object", list: "list", str: "string", bool: "boolean", type(None): "null"}
+_KINDS |= {int: "number", float: "number"}
 _LARGEST = 1 << 30  # bytes; results.json of a 100-layer model is about 10 MB
 
 
@@ -17,8 +19,13 @@ def read_object(path: Path) -> dict[str, Any]:
     """
     value = read_value(path)
     if not isinstance(value, dict):
-        raise UserError(f"{path} holds a JSON {type(value).__name__}, not an object")
+        raise UserError(f"{path} holds a JSON {kind_of(value)}, not an object")
     return value
+
+
+def kind_of(value: Any) -> str:
+    """Return what JSON calls a value, whose writer need not know Python; parquet has more types."""
+    return _KINDS.get(type(value), type(value).__name__)
 
 
 def read_value(path: Path) -> Any:

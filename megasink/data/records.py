@@ -6,6 +6,7 @@ import re
 from typing import Any
 
 from megasink.errors import UserError
+from megasink.json_file import kind_of
 
 _VALUES = 1 << 22
 """Maximum number of values per record; parsed, each takes up to some 200 bytes of memory."""
@@ -31,7 +32,7 @@ def text_of(line: bytes, source: str, key: str) -> str | None:
     if text is None:
         return ""
     if not isinstance(text, str):
-        raise UserError(f"{source}: {key!r} holds a {type(text).__name__}, not a string")
+        raise UserError(f"{source}: {key!r} holds a JSON {kind_of(text)}, not a string")
     return None if _SURROGATE.search(text) else text
 
 
@@ -58,7 +59,7 @@ def record_of(line: bytes, source: str, key: str) -> dict[str, Any] | None:
     except RecursionError:
         raise UserError(f"{source} is nested too deeply: each line must be one document") from None
     if not isinstance(record, dict):
-        raise UserError(f"{source} holds a JSON {type(record).__name__}, not an object")
+        raise UserError(f"{source} holds a JSON {kind_of(record)}, not an object")
     if key not in record:
         raise UserError(f"{source} has no key {key!r}: pass --json-key, one of {_keys(record)}")
     return record

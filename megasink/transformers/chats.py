@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from megasink.errors import UserError
+from megasink.json_file import kind_of
 from megasink.transformers.turns import unmarked_tokens
 
 ROLES = ("system", "developer", "user", "assistant", "tool")
@@ -201,5 +202,6 @@ def _message(given: dict[str, Any], place: str) -> dict[str, Any]:
     if role not in ROLES:
         raise UserError(f"{place} has role {role!r}: use {', '.join(ROLES)}")
     if not isinstance(content, str) and not (content is None and message.get("tool_calls")):
-        raise UserError(f"{place} ({role}) has a content of {type(content).__name__}, not text")
+        has = "no content" if content is None else f"a content of type {kind_of(content)}, not text"
+        raise UserError(f"{place} ({role}) has {has}")
     return message

@@ -109,7 +109,7 @@ def test_what_is_not_utf8_is_counted(tmp_path):
         ),
         ("a.jsonl", b'["x"]\n', r"a\.jsonl:1 holds a JSON list, not an object"),
         ("a.jsonl", b'{"b": 1, "a": 2}\n', r"no key 'text': pass --json-key, one of \['a', 'b'\]"),
-        ("a.jsonl", b'{"text": 3}\n', r"a\.jsonl:1: 'text' holds a int, not a string"),
+        ("a.jsonl", b'{"text": 3}\n', r"a\.jsonl:1: 'text' holds a JSON number, not a string"),
         ("a.json", b'{\n "text": "x"\n}', r"a\.json:1 is not valid JSON"),
         ("a.jsonl.gz", gzip.compress(LINES)[:-9], r"a\.jsonl\.gz cannot be read: Truncated"),
         ("a.jsonl.gz", b"plain", r"a\.jsonl\.gz cannot be read: zlib"),

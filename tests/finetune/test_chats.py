@@ -113,7 +113,9 @@ def test_tools_reach_the_template_as_they_are(root):
     [
         ('{"messages": [{"role": "robot", "content": "x"}]}', ":1: message 1 has role 'robot'"),
         ('{"messages": [{"role": "user", "content": "x"}]}', ":1 has no message of the role assis"),
-        ('{"messages": [{"role": "user", "content": ["x"]}]}', "has a content of list, not text"),
+        ('{"messages": [{"role": "user", "content": ["x"]}]}', "a content of type list, not text"),
+        ('{"messages": [{"role": "user", "content": 3}]}', "a content of type number, not text"),
+        ('{"messages": [{"role": "user", "text": "x"}]}', "message 1 (user) has no content"),
         ('\n{"messages', ":2 is not JSON"),
         ('{"text": "x"}', ":1: give an object with 'messages', a list of role and content"),
         ("", "no conversations"),
