@@ -126,7 +126,8 @@ def _explained(importance_LH: Tensor) -> Tensor:
 
 def _no_choice(heads: int) -> str:
     if heads < 3:
-        return f"with {heads} heads per layer, two could not be balanced beside a shared one"
+        s = "s" * (heads != 1)
+        return f"with {heads} head{s} per layer, two could not be balanced beside a shared one"
     return "all heads of a layer are equally important"
 
 

@@ -143,7 +143,8 @@ def import_model(
         say(f"ignored: {', '.join(ignored)}")
     if rounded := _rounded(weights, todo, source.model.dtype):
         say(
-            f"rounded to {source.model.dtype}, as config.json specifies: {len(rounded)} tensors, "
+            f"rounded to {source.model.dtype}, as config.json specifies: {len(rounded)} "
+            f"tensor{'s' * (len(rounded) != 1)}, "
             f"the first {rounded[0]} ({weights.meta(rounded[0]).dtype})"
         )
     flags = model_flags(model)

@@ -154,8 +154,9 @@ class Corpus:
             done += span.stop - span.start
             self.read_bytes = done
         if not documents:
+            count = len(self._spans)
             raise UserError(
-                f"no document in {' '.join(self.inputs)}: {len(self._spans)} files, "
+                f"no document in {' '.join(self.inputs)}: {count} file{'s' * (count != 1)}, "
                 f"{self.skipped.empty} empty and {self.skipped.invalid_utf8} not UTF-8 text"
             )
 

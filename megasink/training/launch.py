@@ -173,7 +173,7 @@ def launch(
 
     logs = run_dir / "logs" / time.strftime("%Y%m%d-%H%M%S")
     console = Console()
-    say(f"run {run_dir}: {ranks} ranks, logs in {logs}")
+    say(f"run {run_dir}: {ranks} rank{'s' * (ranks != 1)}, logs in {logs}")
     arguments = ["--standalone", "--local-addr=127.0.0.1", FOR_TORCHRUN]
     arguments += [f"--nproc-per-node={ranks}", f"--log-dir={logs}", "--redirects=3"]
     words = ["--run-dir", str(run_dir), *flags]

@@ -90,7 +90,7 @@ def test_equal_heads(value):
 def test_too_few_heads(heads):
     chosen = choose_shared_heads(torch.tensor([[0.9, 0.1][:heads]] * 3))
     assert (chosen.m, chosen.best) == (0, 0)
-    assert f"with {heads} heads per layer" in chosen.describe()
+    assert f"with {heads} head{'s' * (heads != 1)} per layer" in chosen.describe()
 
 
 def test_at_least_two_heads_stay_to_be_balanced():

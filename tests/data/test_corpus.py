@@ -115,8 +115,8 @@ def test_what_is_not_utf8_is_counted(tmp_path):
         ("a.jsonl.gz", b"plain", r"a\.jsonl\.gz cannot be read: zlib"),
         ("a.jsonl.zst", zstandard.compress(LINES * 9)[:-1], r"zst cannot be read: Truncated"),
         ("a.parquet", b"PAR1 no PAR1", r"a\.parquet is not a readable parquet file"),
-        ("a.txt", b"", r"no document in .*1 files, 1 empty and 0 not UTF-8"),
-        ("a.txt", b"\xff", r"no document in .*1 files, 0 empty and 1 not UTF-8"),
+        ("a.txt", b"", r"no document in .*1 file, 1 empty and 0 not UTF-8"),
+        ("a.txt", b"\xff", r"no document in .*1 file, 0 empty and 1 not UTF-8"),
     ],
 )
 def test_bad_data_is_named_with_its_place(tmp_path, name, data, message):
