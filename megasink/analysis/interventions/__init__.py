@@ -1,6 +1,7 @@
 """Change what a model's heads write, or which tokens it reads, and see what that costs.
 
-A file of heads or interventions is read, and refused, before torch is imported.
+A file of heads, and a kind of intervention that is none, are refused before torch is imported; what
+an intervention of a known kind may hold, its module knows, which imports torch.
 """
 
 import importlib
