@@ -23,12 +23,12 @@ from tests.real_models.oracle import (
 )
 
 
-def threshold(score, share, passes=None):
-    """Return the value with a share of the scores of passes below it (P3.11), by default of the
-    other texts."""
+def threshold(score, share, scores=None):
+    """Return the value with a share of the scores below it (P3.11), by default of the other
+    texts."""
     oracle = ORACLE()
-    passes = passes or oracle.passes(texts=oracle.texts[MEASURED:])
-    ordered = np.sort(np.concatenate([scores_of(p)[score].flatten() for p in passes]))
+    scores = scores or map(scores_of, oracle.passes(texts=oracle.texts[MEASURED:]))
+    ordered = np.sort(np.concatenate([found[score].flatten() for found in scores]))
     share_of = np.arange(1, len(ordered) + 1) / len(ordered)
     share = 1 - share if score.startswith("awft") else share
     return np.interp(share, share_of, ordered)
@@ -85,7 +85,7 @@ def accuracy(score=None, share=0.1):
     thresholds are of what it reads."""
     model, change, closed = ORACLE().model, None, []
     if score:
-        change = zeroing(score, limit_of_requests(score, share), closed)
+        change = zeroing(score, threshold(score, share, scores_of_requests()), closed)
     right = []
     for answers, best in requests():
         nats = []
@@ -97,10 +97,11 @@ def accuracy(score=None, share=0.1):
     return 100 * np.mean(right), 100 * float(np.mean(closed or [0.0]))
 
 
-def limit_of_requests(score, share):
-    """Return the threshold of a score by the requests of the task."""
+@cache
+def scores_of_requests():
+    """Return the scores of each request of the task."""
     answers = [ids for answers, _ in requests() for ids, _ in answers]
-    return threshold(score, share, (passed(ORACLE().model, ids[:-1]) for ids in answers))
+    return [scores_of(passed(ORACLE().model, ids[:-1])) for ids in answers]
 
 
 @cache
@@ -180,6 +181,6 @@ def when_cut(subject, score):
         oracle.of(oracle.ids(oracle.long[number], int(tokens)))
         for number, tokens in zip(numbers, lengths, strict=True)
     ]
-    limits = threshold(score, 0.15), threshold(score, 0.15, cut)
+    limits = threshold(score, 0.15), threshold(score, 0.15, [scores_of(p) for p in cut])
     shares = ([float(idle(p, score, at).double().mean()) for p in cut] for at in limits)
     return *shares, lengths
