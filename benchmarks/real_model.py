@@ -28,7 +28,7 @@ STEPS = 5
 """Of a turn of fine-tuning; the first warms up."""
 
 
-def told(what: str, ours: list[float], theirs: list[float]) -> None:
+def show(what: str, ours: list[float], theirs: list[float]) -> None:
     """Print a line: seconds of both, and the ratio with its quartiles."""
     low, middle, high = statistics.quantiles(
         [a / b for a, b in zip(ours, theirs, strict=True)], n=4
@@ -55,7 +55,7 @@ def attention(folder: Path, tokens: int, turns: int) -> None:
             optimizer.zero_grad()
             if turn:  # the first turn warms up
                 times[name].append(time.process_time() - start)
-    told(f"attention, S {tokens}, step with sdpa", times["megasink"], times["sdpa"])
+    show(f"attention, S {tokens}, step with sdpa", times["megasink"], times["sdpa"])
 
 
 class Clock(TrainerCallback):
@@ -110,7 +110,7 @@ def fine_tuning(folder: Path, chats: Path, tokens: int, turns: int, work: Path) 
             trainer.remove_callback(clock)
             if turn:
                 times[trainer].append(statistics.median(clock.seconds[1:]))
-    told(f"fine-tuning, S {tokens}, step of TRL with peft and sdpa", times[ours], times[theirs])
+    show(f"fine-tuning, S {tokens}, step of TRL with peft and sdpa", times[ours], times[theirs])
 
 
 def main() -> None:

@@ -2,7 +2,7 @@
 
     python -m examples.real_models.claims runs/real-models/smollm2 runs/real-models/gemma3
 
-measures whatever is missing (80 minutes a model on one thread), and writes claims.json and
+measures whatever is missing (more than an hour a model on one thread), and writes claims.json and
 claims.png to runs/real-models: for each claim of claims.toml its number in each model, with the
 interval of a bootstrap over texts. A command that was killed goes on.
 """

@@ -27,6 +27,7 @@ from safetensors.torch import load_file
 import megasink
 from examples.real_models.texts import MEASURED, read_texts
 from examples.real_models.wheels import FOLDER, told
+from examples.real_models.zeroing import losses
 from examples.steps import command
 from megasink.atomic import atomic_text
 from megasink.progress import tracked
@@ -168,9 +169,8 @@ def perplexities(run_folder: Path, exported: Path) -> dict[str, float]:
     model = AutoModelForCausalLM.from_pretrained(exported, dtype=torch.float32)
     nats, targets = 0.0, 0
     for text in texts:
-        ids = torch.tensor(tokenizer(text, add_special_tokens=False)["input_ids"][:TOKENS])
-        logits = model(ids[None, :-1], use_cache=False).logits[0]
-        nats += float(torch.nn.functional.cross_entropy(logits, ids[1:], reduction="sum"))
+        ids = tokenizer(text, add_special_tokens=False)["input_ids"][:TOKENS]
+        nats += float(losses(model, torch.tensor([ids]))) * (len(ids) - 1)
         targets += len(ids) - 1
     return {"megatron": float(ours.perplexity.number), "transformers": math.exp(nats / targets)}
 
