@@ -3,7 +3,7 @@ VENV ?= .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 
-.PHONY: env demo notebooks test test-rest test-all lint docs dist gpu real replicate versions
+.PHONY: env demo notebooks test test-rest test-all lint docs dist gpu real real-all replicate versions
 
 env: $(READY)
 
@@ -35,9 +35,13 @@ test-all: $(READY)
 replicate: $(READY)
 	$(BIN)/python -m pytest -m replicate tests/replicate
 
-# What megasink shows in models that people use; hours. MODEL=FOLDER takes another folder of Hugging Face.
+# What megasink shows in models that people use: pictures in minutes; then everything, which takes hours.
+# MODEL=FOLDER takes another folder of Hugging Face.
 real: $(READY)
 	$(BIN)/python -m examples.real_models.run $(MODEL)
+
+real-all: $(READY)
+	$(BIN)/python -m examples.real_models.run --all $(MODEL)
 
 # A sample of the tests with the oldest and the newest versions of torch, transformers and Megatron, each in
 # an environment of its own (5 GB); the table of docs/verified.md is then made again.

@@ -2,6 +2,7 @@
 
 import shlex
 import shutil
+import signal
 import subprocess
 import sys
 from collections.abc import Callable, Sequence
@@ -14,6 +15,9 @@ from rich.markup import escape
 
 from megasink.errors import Stopped, UserError
 
+_SECONDS = 4.0
+"""Until a command that is to end has ended; `stopping` gives the whole process ten."""
+
 
 def command(*words: str, **options: Any) -> "subprocess.CompletedProcess[Any]":
     """Run a command of megasink in a process of its own.
@@ -24,12 +28,30 @@ def command(*words: str, **options: Any) -> "subprocess.CompletedProcess[Any]":
     Raises:
         UserError: It failed; it has said why.
     """
-    ended = subprocess.run([sys.executable, "-m", "megasink", *words], check=False, **options)
+    process = subprocess.Popen([sys.executable, "-m", "megasink", *words], **options)
+    try:
+        out, _ = process.communicate()
+    except KeyboardInterrupt as signalled:
+        _wait_for(process, getattr(signalled, "number", signal.SIGINT))
+        raise
+    ended = subprocess.CompletedProcess(words, process.returncode, out)
     if ended.returncode < 0:
         raise Stopped(-ended.returncode, f" in `megasink {words[0]}`; repeat the command")
     if ended.returncode:
         raise UserError(f"stopped at `megasink {words[0]}`; repeat the command to go on there")
     return ended
+
+
+def _wait_for(process: "subprocess.Popen[Any]", number: int) -> None:
+    """Let a command unwind behind a signal; `subprocess.run` would kill it after 0.25 s.
+
+    Ctrl-C in a terminal has reached it; other signals, and one of `kill`, have not.
+    """
+    for seconds in (_SECONDS if number == signal.SIGINT else 0, _SECONDS):
+        try:
+            process.wait(seconds)
+        except subprocess.TimeoutExpired:
+            process.terminate()
 
 
 @dataclass(frozen=True)

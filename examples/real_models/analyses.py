@@ -1,13 +1,19 @@
 """What `megasink analyze` and `megasink ablate` measure of a model, and how to read it by text.
 
+    python -m examples.real_models.analyses runs/real-models/smollm2
+
+makes the first of them: a report on the measured texts.
+
 Each analysis is a folder of runs/real-models/NAME.look, with a page of its own; one that is there
 is left, and a command that was killed goes on.
 
 Shapes: N texts, L layers, H heads, T tokens, S states.
 """
 
+import argparse
 import json
 from collections import Counter
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache, cached_property
 from pathlib import Path
@@ -210,3 +216,18 @@ class Subject:
 def long_texts() -> list[Text]:
     """Return `LONG_TEXTS` texts of code and documentation."""
     return whole_files(LONG_TEXTS)
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Analyze models on the measured texts."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("models", nargs="+", type=Path, help="Hugging Face folders")
+    for folder in parser.parse_args(arguments).models:
+        print(Subject(folder).analyze("text") / "report.html")
+    return 0
+
+
+if __name__ == "__main__":
+    from examples.replicate.entry import end_with
+
+    end_with(main, "analyses.py")

@@ -19,6 +19,7 @@ import torch
 
 import megasink
 from examples.real_models.chats import files, quiz_scores
+from examples.real_models.needs import need_chats
 from examples.real_models.wheels import FOLDER, told
 from examples.real_models.zeroing import append, open_results
 from examples.steps import command
@@ -97,6 +98,7 @@ def held_out(folder: Path) -> float:
 
 def examine(folder: Path) -> None:
     """Run and measure what is missing of a model."""
+    need_chats(folder)
     name = folder.resolve().name
     work = FOLDER / f"{name}.balance"
     facts = {

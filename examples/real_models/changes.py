@@ -113,10 +113,12 @@ def outputs_of(modules: Sequence[torch.nn.Module]) -> Iterator[dict[int, list[Te
 
 def mlp_ratios(subject: Subject, block: int) -> Floats:
     """Return [N, 2]: norm at token 0 over the mean at others, of a block's up projection and of its
-    gate after the activation (P4.6)."""
+    gate after the activation (P4.6); NaN for an MLP without the two."""
 
     def compute() -> Floats:
         mlp, found = blocks_with_attention(subject.hub.model)[block].module.mlp, []
+        if not hasattr(mlp, "up_proj"):
+            return np.full((1, 2), np.nan)
         with outputs_of([mlp.up_proj, mlp.act_fn]) as outputs:
             for ids_BT in ids_of(subject).split(_BATCH):
                 subject.hub.model.get_decoder()(input_ids=ids_BT, use_cache=False)

@@ -13,6 +13,7 @@ import importlib.util
 import json
 import os
 import tempfile
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -95,11 +96,11 @@ def _convert(gguf: Path, folder: Path) -> None:
     tokenizer.save_pretrained(folder)
 
 
-def main() -> int:
+def main(arguments: Sequence[str] | None = None) -> int:
     """Make models."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("models", nargs="+", help=", ".join(sources()["models"]))
-    names, known = parser.parse_args().models, list(sources()["models"])
+    names, known = parser.parse_args(arguments).models, list(sources()["models"])
     if wrong := [name for name in names if name not in known]:
         raise ConfigError([unknown_name("the model", name, known) for name in wrong])
     for name in names:

@@ -25,6 +25,7 @@ import torch
 from safetensors.torch import load_file
 
 import megasink
+from examples.real_models.needs import need_llama
 from examples.real_models.texts import MEASURED, read_texts
 from examples.real_models.wheels import FOLDER, told
 from examples.real_models.zeroing import losses
@@ -177,6 +178,7 @@ def perplexities(run_folder: Path, exported: Path) -> dict[str, float]:
 
 def examine(folder: Path) -> dict[str, Any]:
     """Return everything that was compared."""
+    need_llama(folder)
     work = FOLDER / f"{folder.resolve().name}.fidelity"
     work.mkdir(parents=True, exist_ok=True)
     start, back = work / "run", work / "back"

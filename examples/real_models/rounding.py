@@ -21,6 +21,7 @@ import torch
 from torch import Tensor
 
 import megasink
+from examples.real_models.needs import LeftOut
 from examples.real_models.texts import read_texts
 from examples.real_models.zeroing import losses
 from megasink.transformers.blocks import blocks_with_attention
@@ -52,6 +53,9 @@ def rounding(model: Any, weights: int, activations: int, *, by_row: bool) -> Ite
     Args:
         weights, activations: bits; 0 for none.
         by_row: a scale for every token, and every output channel, not one for the tensor.
+
+    Raises:
+        LeftOut: there are no linear layers of torch, as in GPT-2.
     """
     layers = [
         module
@@ -63,6 +67,8 @@ def rounding(model: Any, weights: int, activations: int, *, by_row: bool) -> Ite
     def round_input(_module: torch.nn.Module, args: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
         return (rounded(args[0], activations, by_row=by_row), *args[1:])
 
+    if not layers:
+        raise LeftOut("the blocks have no linear layers of torch, and others are not rounded")
     kept = [layer.weight.data for layer in layers]
     hooks = [layer.register_forward_pre_hook(round_input) for layer in layers if activations]
     try:

@@ -20,6 +20,7 @@ import numpy as np
 import torch
 
 import megasink
+from examples.real_models.needs import need_llama
 from examples.real_models.rounding import rounded_losses
 from examples.real_models.texts import read_texts, whole_files
 from examples.real_models.wheels import FOLDER, told
@@ -116,6 +117,7 @@ def exported(arm: str, steps: int, model: Path, work: Path) -> Path:
 
 def examine(model: Path, most: int | None) -> None:
     """Train and measure what is missing; at most so many stages."""
+    need_llama(model)
     name = model.resolve().name
     work = FOLDER / f"{name}.surgery"
     work.mkdir(parents=True, exist_ok=True)

@@ -13,7 +13,7 @@ import itertools
 import json
 import re
 import zipfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
@@ -138,9 +138,9 @@ def _hash(text: str) -> str:
     return hashlib.sha256(text.encode()).hexdigest()
 
 
-def main() -> int:
+def main(arguments: Sequence[str] | None = None) -> int:
     """Write the texts, and say what was taken."""
-    argparse.ArgumentParser(description=__doc__.splitlines()[0]).parse_args()
+    argparse.ArgumentParser(description=__doc__.splitlines()[0]).parse_args(arguments)
     texts = read_texts()
     for domain, table in sources()["texts"].items():
         mine = [text for text in texts if text.domain == domain]

@@ -55,6 +55,7 @@ SAFE = {
         "subprocess",
     ): "the C++ compiler, no shell",
     ("examples/replicate/grid/preload.py", "import_module"): OWN_NAMES,
+    ("examples/real_models/run.py", "import_module"): OWN_NAMES,
     (
         "examples/replicate/grid/start.py",
         "subprocess",
