@@ -79,8 +79,6 @@ class CommandParser(argparse.ArgumentParser):
         Raises:
             ConfigError: One sentence for each problem with the flags.
         """
-        if _take is not None:
-            _take(self)
         read = Reading(self, sys.argv[1:] if args is None else args)
         problems = [*read.problems, *(unknown_flags(self, read.unknown))]
         if problems:
@@ -91,7 +89,6 @@ class CommandParser(argparse.ArgumentParser):
 
 
 _parsing_only = False
-_take: Callable[[argparse.ArgumentParser], object] | None = None
 
 
 class _ParsedError(Exception):
@@ -114,20 +111,6 @@ def flag_problems(main: Callable[[Sequence[str]], object], argv: Sequence[str]) 
     finally:
         _parsing_only = False
     return []
-
-
-def hand_parser_to(
-    take: Callable[[argparse.ArgumentParser], object], main: Callable[[Sequence[str]], object]
-) -> None:
-    """Call a function with the parser of a command instead of running it.
-
-    Args:
-        take: Must not return.
-        main: As for `flag_problems`.
-    """
-    global _take
-    _take = take
-    main([])
 
 
 class _HelpAll(argparse.Action):

@@ -49,7 +49,7 @@ ROOMS = {
     "plan": (f"{_BELOW_TRAINING} analysis training", "torch triton rich megatron"),
     "cli": (
         f"{_BELOW_TRAINING} analysis convert training plan transformers",
-        "torch numpy rich matplotlib tokenizers transformers megatron argcomplete packaging",
+        "torch numpy rich matplotlib tokenizers transformers megatron packaging",
     ),
 }
 # Parts that take less than their room.

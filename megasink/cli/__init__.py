@@ -77,10 +77,6 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _run(argv: Sequence[str] | None) -> int:
-    if "_ARGCOMPLETE" in os.environ:
-        from megasink.cli.completion import complete
-
-        complete(COMMANDS, main_of)
     argv = list(sys.argv[1:] if argv is None else argv)
     parser = CommandParser(
         prog="megasink",

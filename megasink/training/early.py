@@ -107,14 +107,6 @@ def known_flags() -> recipes.Known:
     return {name: action.nargs for name, action in actions if name.startswith("--")}
 
 
-def add_all(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
-    """Add the flags of training to a command's parser, in the place of its own of the same name."""
-    parser.conflict_handler = parser._optionals.conflict_handler = "resolve"
-    add_flags(parser, read_table() or [])
-    add_options(parser)
-    return parser
-
-
 def refuse(args: Namespace, ranks: int | None, *, here: bool = False, rank: int = 0) -> bool:
     """Refuse flags from `read` that are wrong on any device.
 
