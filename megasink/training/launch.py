@@ -20,7 +20,6 @@ from megasink.progress import progress
 from megasink.run_options import RESUME
 from megasink.training import early
 from megasink.training.flag_file import named_values
-from megasink.training.flat_loss import FlatLoss
 from megasink.training.last_start import (
     finished,
     flags_of_last_start,
@@ -185,7 +184,7 @@ def launch(
     except OSError as error:
         raise UserError(f"--run-dir {run_dir} cannot be written: {error.strerror}") from error
     with Ranks(arguments, logs, console, environment) as running:
-        code = _follow(running, new_lines, steps, console, logs)
+        code = _follow(running, new_lines, steps, console)
     if code:
         failure = _failure(running, logs, run_dir, code)
         if not (run_dir / "config.json").is_file() and str(logs) not in str(failure):
@@ -242,19 +241,14 @@ def _killed(logs: Path) -> str | None:
     return None
 
 
-def _follow(
-    running: "Ranks", new_lines: NewLines, total: int | None, console: "Console", logs: Path
-) -> int:
+def _follow(running: "Ranks", new_lines: NewLines, total: int | None, console: "Console") -> int:
     """Show new lines of metrics.jsonl until the ranks end; return torchrun's exit code."""
-    flat = FlatLoss(logs.parent.parent)
     with progress("training", total, "steps", console=console, every=10.0) as tell:
         tell(0, "starting")
         while True:
             code = running.poll()
             for line in new_lines():
                 step = line["iteration"]
-                if stays := flat.add(line):
-                    say(stays)
                 try:
                     tell(step, _shown(line), now="valid_lm_loss" in line or step == total)
                 except OSError:

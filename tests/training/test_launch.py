@@ -13,7 +13,6 @@ from megasink.errors import UserError
 from megasink.flags import add_options, escaped
 from megasink.run_options import OPTIONS
 from megasink.training import early, last_start, launch, run_dir
-from megasink.training.flat_loss import FlatLoss
 from megasink.training.lease import Lease
 from megasink.training.metrics_file import NewLines
 from megasink.training.rank_logs import FAILURES
@@ -195,26 +194,6 @@ def test_each_line_is_read_once_and_only_when_it_is_whole(tmp_path):
         file.write('ion": 2}\n')
     assert new_lines() == [{"iteration": 2}]
     assert NewLines(path)() == []
-
-
-@pytest.mark.parametrize(
-    ("losses", "rates", "says"),
-    [
-        ([5.55] * 25, [0.1] * 25, [20]),
-        ([5.55] * 19 + [5.2] + [5.55] * 10, [0.1] * 30, []),
-        ([5.55] * 25, [0.04] * 10 + [0.1] * 15, []),  # a warm-up
-        ([7.0] * 25, [0.1] * 25, []),
-        ([None, *[5.5] * 20], [0.1] * 21, [21]),
-    ],
-)
-def test_a_loss_that_stays_at_that_of_guessing_is_said_once(tmp_path, losses, rates, says):
-    arguments = {"lr": 0.1, "vocab_size": 256, "padded_vocab_size": 256}
-    (tmp_path / "config.json").write_text(json.dumps({"arguments": arguments}))
-    flat = FlatLoss(tmp_path)
-    lines = ({"lm_loss": a, "learning_rate": b} for a, b in zip(losses, rates, strict=True))
-    said = {step: text for step, line in enumerate(lines, 1) if (text := flat.add(line))}
-    assert list(said) == says
-    assert all("of guessing among 256 tokens (ln V): lower --lr 0.1" in t for t in said.values())
 
 
 def test_a_line_that_a_kill_broke_is_passed_over(tmp_path):
