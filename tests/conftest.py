@@ -42,12 +42,6 @@ def four() -> Iterator[Pool]:
         yield workers
 
 
-@pytest.fixture(autouse=True, scope="session")
-def own_state(tmp_path_factory: pytest.TempPathFactory) -> None:
-    """Logs of commands go to a folder of the session, not to the user's."""
-    os.environ["XDG_STATE_HOME"] = str(tmp_path_factory.mktemp("state"))
-
-
 def _skip_what_is_newer() -> Iterator[None]:
     """Skip a test of a model that an older transformers than the pinned one lacks."""
     try:

@@ -9,7 +9,7 @@ import sys
 from collections.abc import Callable, Sequence
 
 import megasink
-from megasink import messages, plugins, stopping
+from megasink import package_warnings, plugins, stopping
 from megasink.command_line import CommandParser
 from megasink.errors import Stopped, UserError, unknown_name
 from megasink.extras import require_train
@@ -102,7 +102,7 @@ def _run(argv: Sequence[str] | None) -> int:
         if args.command in OF_TRAIN:
             require_train(f"megasink {args.command}")
         is_logged = args.command in WITH_LOGS
-        with contextlib.nullcontext() if is_logged else messages.sorting(args.command):
+        with contextlib.nullcontext() if is_logged else package_warnings.hidden():
             if args.command not in WITHOUT_PLUGINS:
                 plugins.load(args.arguments, list_names=args.command == "doctor")
             return main_of(args.command)(args.arguments)

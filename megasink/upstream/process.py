@@ -2,10 +2,11 @@
 
 import logging
 import os
+import sys
 import warnings
 from collections.abc import Sequence
 
-from megasink import cpu, messages
+from megasink import cpu
 from megasink.errors import UserError
 from megasink.upstream.mends import mend_upstream
 from megasink.upstream.versions import check_versions
@@ -31,8 +32,8 @@ def prepare_process(argv: Sequence[str]) -> None:
 
 
 def prepare_quietly(*, cpu: bool) -> None:
-    """Call `prepare_process` where warnings and Megatron's messages go to a log, or nowhere."""
-    if not messages.is_sorting():
+    """Call `prepare_process` without Megatron's warnings, unless they were asked for."""
+    if not sys.warnoptions:
         warnings.simplefilter("ignore")
         logging.getLogger("megatron").setLevel(logging.ERROR)
     prepare_process(["--cpu"] if cpu else [])

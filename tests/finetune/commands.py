@@ -16,7 +16,7 @@ def ended(words: Iterable[object], folder: Path, seconds: float = 300) -> tuple[
     environment = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
     done = subprocess.run(
         [sys.executable, "-W", "ignore", "-m", *map(str, words)],
-        env=environment | {"XDG_STATE_HOME": str(folder / "state")},
+        env=environment,
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,

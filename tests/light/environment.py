@@ -65,7 +65,7 @@ def run(folder: Path, program: str, *words: object) -> subprocess.CompletedProce
     environment = {"PATH": f"{folder}/bin:/usr/bin:/bin", "OMP_NUM_THREADS": "1"}
     return subprocess.run(
         [str(folder / "bin" / program), *map(str, words)],
-        env=environment | {"XDG_STATE_HOME": str(folder / "state")},
+        env=environment,
         capture_output=True,
         text=True,
         timeout=1200,

@@ -1,0 +1,27 @@
+"""Warnings of other packages, of which there are many that no user of megasink can change.
+
+Importing Megatron, transformers and torch makes dozens. ``PYTHONWARNINGS=default`` shows them.
+Errors, tracebacks and what native code writes to stderr are left alone, and so are the ranks of a
+run: all their output goes to RUN/logs.
+"""
+
+import contextlib
+import logging
+import sys
+import warnings
+from collections.abc import Iterator
+
+
+@contextlib.contextmanager
+def hidden() -> Iterator[None]:
+    """Hide warnings, and log records below ERROR, unless the user has asked Python for warnings."""
+    if sys.warnoptions:
+        yield
+        return
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        logging.disable(logging.WARNING)
+        try:
+            yield
+        finally:
+            logging.disable(logging.NOTSET)
