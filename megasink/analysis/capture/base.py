@@ -13,7 +13,6 @@ import torch
 from torch import Tensor
 
 from megasink.analysis.capture.changes import ForwardPass, HeadChange, HeadOutputs
-from megasink.analysis.capture.identity import weights_hash
 from megasink.analysis.capture.segments import Segment
 from megasink.analysis.capture.sites import Sites
 from megasink.analysis.capture.statistics import (
@@ -147,12 +146,6 @@ class Probe(ABC):
 
     def __enter__(self) -> Self:
         problems = [problem for change in self.changes for problem in change.problems(self.heads)]
-        made_for = {change.weights for change in self.changes} - {None}
-        if made_for and made_for != {weights_hash(self.model)}:
-            problems.append(
-                "an intervention holds values of other weights (another model, checkpoint or "
-                "dtype): measure them again with this one"
-            )
         if problems:
             raise ConfigError(problems)
         if self.model in _PROBED:

@@ -73,13 +73,10 @@ class HeadChange(ABC):
             is left alone, so any kernel will do.
         reads_segments: whether it needs to know where sequences begin and end; one that reads
             attention always does.
-        weights: hash of the weights (`megasink.analysis.capture.identity.weights_hash`) of the
-            only model that it is for; None for any.
     """
 
     reads_attention: bool = False
     reads_segments: bool = False
-    weights: str | None = None
 
     def problems(self, heads: Sequence[int]) -> list[str]:
         """Return why this change does not fit a model with so many heads in each layer."""

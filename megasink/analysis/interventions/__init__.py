@@ -14,7 +14,7 @@ _MODULES = {
     "record": ("Intervention", "from_entry", "read_interventions", "to_entry"),
     "steer_gates": ("SteerGates",),
     "tokens": ("RemoveBos", "RepeatFirstToken"),
-    "zero_heads": ("MeanOutputs", "ZeroHeads", "read_means"),
+    "zero_heads": ("ZeroHeads",),
 }
 __all__ = [name for names in _MODULES.values() for name in names]
 

@@ -65,13 +65,12 @@ def intervening(model: Any, interventions: Sequence[Intervention]) -> Iterator[l
 
 
 @contextmanager
-def zero_heads(model: Any, heads: GivenHeads, *, mean: str | Path | None = None) -> Iterator[None]:
-    """Replace what chosen heads write by zero, or by the means of a file; see `ZeroHeads`."""
-    given = str(mean) if mean is not None else None
+def zero_heads(model: Any, heads: GivenHeads) -> Iterator[None]:
+    """Replace what chosen heads write by zero; see `ZeroHeads`."""
     if isinstance(heads, str | Path):
-        intervention = ZeroHeads(**read_heads(Path(heads))._asdict(), mean=given)
+        intervention = ZeroHeads(**read_heads(Path(heads))._asdict())
     else:
-        intervention = ZeroHeads(_heads(heads), mean=given)
+        intervention = ZeroHeads(_heads(heads))
     with intervening(model, [intervention]):
         yield
 

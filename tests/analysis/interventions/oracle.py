@@ -94,14 +94,14 @@ def nothing(_: int, layer: Layer) -> Tensor:
     return layer.gated_HTD
 
 
-def zeroed(heads: list[tuple[int, int]], means: dict[int, Tensor] | None = None) -> Definition:
-    """Chosen heads give 0, or their mean [H, D] of the layer."""
+def zeroed(heads: list[tuple[int, int]]) -> Definition:
+    """Chosen heads give 0."""
 
     def define(index: int, layer: Layer) -> Tensor:
         out_HTD = layer.gated_HTD.clone()
         for where, head in heads:
             if where == index:
-                out_HTD[head] = 0.0 if means is None else means[index][head].double()
+                out_HTD[head] = 0.0
         return out_HTD
 
     return define

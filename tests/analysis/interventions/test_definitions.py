@@ -4,17 +4,13 @@ import pytest
 import torch
 
 from megasink import intervening
-from megasink.analysis.capture.inputs import Sample
-from megasink.analysis.capture.transformers_model import TransformersProbe
 from megasink.analysis.interventions import (
     DrainFirstValue,
     DynamicZeroing,
-    MeanOutputs,
     SteerGates,
     ZeroHeads,
 )
 from megasink.analysis.interventions.scores import LayerScore, random_of
-from megasink.analysis.interventions.zero_heads import mean_outputs
 from megasink.analysis.metrics import metrics
 from megasink.attention import definitions
 from megasink.errors import UserError
@@ -66,30 +62,6 @@ def test_static_masks(model):
     assert_equal(model, ZeroHeads(heads), oracle.zeroed(heads))
     plain = Oracle(model, oracle.nothing)
     assert (plain.logits(IDS) - run(model)[0]).abs().max() < 1e-5 * run(model)[0].abs().max()
-
-
-def test_means(model, tmp_path):
-    plain = Oracle(model, oracle.nothing)
-    plain.logits(IDS)
-    means = {
-        index: torch.stack([row.gated_HTD for row in rows]).mean((0, 2))
-        for index, rows in enumerate(plain.seen)
-    }
-    measured = mean_outputs(
-        lambda listener, changes=(): TransformersProbe(model, listener, set(), changes),
-        [Sample(tuple(row.tolist()), "d", "s") for row in IDS],
-    )
-    assert measured.tokens == IDS.numel()
-    for index, mean_HD in means.items():
-        torch.testing.assert_close(measured.by_layer[index].double(), mean_HD, atol=1e-5, rtol=1e-5)
-    measured.save(tmp_path / "means.safetensors")
-    heads = [(0, 0), (1, 2)]
-    change = ZeroHeads(heads, mean=str(tmp_path / "means.safetensors"))
-    assert_equal(model, change, oracle.zeroed(heads, means))
-    wrong = MeanOutputs(measured.by_layer, "of another model", 1)
-    wrong.save(tmp_path / "wrong.safetensors")
-    with pytest.raises(UserError, match="values of other weights"):
-        run(model, ZeroHeads(heads, mean=str(tmp_path / "wrong.safetensors")))
 
 
 @pytest.mark.parametrize("name", SCORES)

@@ -99,7 +99,6 @@ def test_every_kind_survives_json(tmp_path):
     for entry, problem in (
         ({"kind": ["zero-heads"]}, "is unknown: choose drain-first-value, dynamic-zeroing"),
         ({"kind": "zero-heads"}, "missing 1 required positional argument: 'heads'"),
-        ({"kind": "zero-heads", "heads": [[0, 1]], "mean": "missing"}, "No such file"),
         ({"kind": "dynamic-zeroing", "score": "awft", "threshold": "a"}, "'a': a number"),
         ({"kind": "dynamic-zeroing", "score": "awft", "threshold": 2}, r"awft is in \[0, 1\]"),
         ({"kind": "drain-first-value", "threshold": 1.5}, r"a mean weight is in \[0, 1\]"),
@@ -109,15 +108,6 @@ def test_every_kind_survives_json(tmp_path):
         path.write_text(json.dumps([entry]))
         with pytest.raises(UserError, match=problem):
             read_interventions(path)
-
-
-def test_another_file_of_means_is_noticed(tmp_path):
-    path = tmp_path / "means.safetensors"
-    path.write_bytes(b"a")
-    with pytest.raises(ValueError, match="another file than before"):
-        ZeroHeads([(0, 1)], mean=str(path), mean_sha256="0")
-    with pytest.raises(UserError, match="is no file of mean outputs"):
-        ZeroHeads([(0, 1)], mean=str(path)).change()
 
 
 def test_tokens():
