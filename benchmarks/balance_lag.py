@@ -10,6 +10,7 @@ one without the loss; the picture has the curves, the table how they end and how
 
 import argparse
 import os
+import sysconfig
 import time
 from pathlib import Path
 from typing import Any
@@ -51,7 +52,13 @@ def text(folder: Path) -> Path:
     if not prefix.with_suffix(".json").is_file():
         parser = argparse.ArgumentParser()
         data_command.add_arguments(parser)
-        flags = ["stdlib:", "--output", str(prefix), "--train-tokenizer", str(VOCABULARY)]
+        flags = [
+            sysconfig.get_path("stdlib"),
+            "--output",
+            str(prefix),
+            "--train-tokenizer",
+            str(VOCABULARY),
+        ]
         data_command.run(parser.parse_args([*flags, "--overwrite"]))
     return prefix
 

@@ -17,7 +17,6 @@ from megasink.checkpoints.find import find_checkpoint
 from megasink.checkpoints.saved_arguments import read_arguments
 from megasink.checkpoints.tokenizer import tokenizer_problem
 from megasink.command_line import CommandParser
-from megasink.data.corpus import STDLIB
 from megasink.data.replaced_tokens import problems_of as problems_of_replaced
 from megasink.data.text_tokenizer import add_parse_special_tokens
 from megasink.errors import ConfigError, UserError
@@ -131,9 +130,7 @@ def problems_of(args: argparse.Namespace, options: AnalysisOptions, *, is_run: b
     if "natural" not in options.inputs and options.data:
         problems.append("--data requires --inputs natural: add it")
     problems += [
-        f"--data {path}: no such file or folder"
-        for path in options.data
-        if path != STDLIB and not Path(path).exists()
+        f"--data {path}: no such file or folder" for path in options.data if not Path(path).exists()
     ]
     problems += options.problems()
     problems += replacement_problems(options)

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 from megasink.checkpoints.tokenizer import tokenizer_problem
 from megasink.command_line import CommandParser
-from megasink.data.corpus import MAX_DOCUMENT_BYTES, STDLIB, Corpus, default_workers
+from megasink.data.corpus import MAX_DOCUMENT_BYTES, Corpus, default_workers
 from megasink.data.output import output_problems, part_of
 from megasink.data.text_tokenizer import add_parse_special_tokens
 from megasink.data.tokenizer import MIN_VOCAB_SIZE, folder_problem, train_tokenizer
@@ -25,8 +25,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "inputs",
         nargs="+",
         metavar="INPUT",
-        help="text or .jsonl (also .gz, .zst) or .parquet file, or a folder of them; "
-        f"{STDLIB} is the source of Python's standard library",
+        help="text or .jsonl (also .gz, .zst) or .parquet file, or a folder of them",
     )
     parser.add_argument(
         "--output", type=Path, required=True, metavar="PREFIX", help="write PREFIX.bin, PREFIX.idx"

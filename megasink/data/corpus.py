@@ -12,13 +12,11 @@ from pathlib import Path
 from typing import Literal
 
 from megasink.data import parquet
-from megasink.data.files import BYTE_ORDER_MARK, STDLIB, File, expand, open_file, readable
+from megasink.data.files import BYTE_ORDER_MARK, File, expand, open_file, readable
 from megasink.data.parts import Place, Span, spans_of
 from megasink.data.records import text_of
 from megasink.errors import ConfigError, UserError
 from megasink.progress import progress
-
-__all__ = ["MAX_DOCUMENT_BYTES", "STDLIB", "Corpus", "Document", "Skipped"]
 
 Split = Literal["auto", "paragraphs", "never"]
 
@@ -69,7 +67,7 @@ class Corpus:
     and to over a thousand times its size.
 
     Args:
-        inputs: files, folders, or `stdlib:` (see `STDLIB`).
+        inputs: files or folders.
         json_key: the key of a JSON object, or the column of a parquet file, that holds the text.
         max_document_bytes: maximum size of a text file, line or cell, decompressed.
         partition: the number of a part, from 1 on, and of parts (see `spans_of`); None for all.
@@ -109,7 +107,7 @@ class Corpus:
         self.read_bytes = 0
         self.place = self.start = Place()
         self._files: list[File] = []
-        problems = [] if inputs else ["no input: name files, folders or `stdlib:`"]
+        problems = [] if inputs else ["no input: name files or folders"]
         if max_document_bytes < 1:
             problems.append(f"--max-document-bytes {max_document_bytes}: at least 1")
         for item in self.inputs:

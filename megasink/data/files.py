@@ -3,7 +3,6 @@
 import json
 import os
 import stat
-import sysconfig
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -13,13 +12,9 @@ from typing import Literal, cast
 
 from megasink.errors import UserError
 
-STDLIB = "stdlib:"
-"""Input name for the sources of the running interpreter's standard library."""
-
 BYTE_ORDER_MARK = "\ufeff"
 """Some programs write it before a text, in UTF-8 too."""
 
-_STDLIB_LEFT_OUT = {"site-packages", "dist-packages", "test", "tests", "idle_test", "__pycache__"}
 _JSON_LINES = (".jsonl", ".ndjson", ".json")
 _COMPRESSION = {".gz": "gzip", ".zst": "zstd"}
 _KINDS = {
@@ -45,7 +40,7 @@ def expand(item: str, json_key: str, max_bytes: int) -> list[File]:
     """Return the files of an input, in order.
 
     Args:
-        item: a file, a folder, or `stdlib:`.
+        item: a file or a folder.
         json_key: key that identifies a `.json` file in a folder as JSON Lines.
         max_bytes: maximum length of the line read to find out.
 
@@ -53,33 +48,23 @@ def expand(item: str, json_key: str, max_bytes: int) -> list[File]:
         UserError: the input is missing, or is or contains neither a regular file nor a folder.
     """
     path, named = Path(item), False
-    if item == STDLIB:
-        root = Path(sysconfig.get_path("stdlib"))
-        # _sysconfigdata holds the paths of the machine that built the interpreter.
-        paths = [
-            p
-            for p in _walk(root, _STDLIB_LEFT_OUT)
-            if p.suffix == ".py" and not p.name.startswith("_sysconfigdata")
-        ]
-        if not paths:
-            raise UserError(f"stdlib: {root} has no Python sources: name files instead")
-    elif path.is_dir():
-        paths = _walk(path, {"__pycache__"})
+    if path.is_dir():
+        paths = _walk(path)
     elif path.is_file():
         paths, named = [path], True
     else:
         state = "is not a regular file" if path.exists() else "does not exist"
-        raise UserError(f"input {item} {state}: name a file, a folder or `stdlib:`")
+        raise UserError(f"input {item} {state}: name a file or a folder")
     return [_classify(p, json_key, max_bytes, named=named) for p in paths]
 
 
-def _walk(root: Path, left_out: set[str]) -> list[Path]:
+def _walk(root: Path) -> list[Path]:
     def refuse(error: OSError) -> None:
         raise UserError(f"folder {error.filename} cannot be read: {error.strerror}")
 
     paths = []
     for folder, subfolders, names in root.walk(on_error=refuse):
-        subfolders[:] = [s for s in subfolders if s not in left_out and not s.startswith(".")]
+        subfolders[:] = [s for s in subfolders if s != "__pycache__" and not s.startswith(".")]
         paths += [folder / n for n in names if not n.startswith(".")]
     return sorted(paths, key=lambda p: p.relative_to(root).parts)
 

@@ -78,16 +78,6 @@ def test_json_in_a_folder_is_records_only_if_its_first_line_is_one(tmp_path, tex
     assert texts(tmp_path) == ['{"name": "package"}', pretty, *TEXTS]
 
 
-def test_stdlib_is_source_without_installed_packages_and_tests():
-    corpus = Corpus(["stdlib:"])
-    documents = list(corpus)
-    sources = [d.source for d in documents]
-    assert 5e6 < sum(len(d.text) for d in documents) < 40e6
-    assert any(s.endswith("/argparse.py") for s in sources)
-    assert not any("/site-packages/" in s or "/test/" in s for s in sources)
-    assert sources == [d.source for d in corpus]  # a second pass gives the same
-
-
 def test_what_is_not_utf8_is_counted(tmp_path):
     (tmp_path / "a.txt").write_bytes("señal".encode("latin-1"))
     (tmp_path / "b.tar").write_bytes(b"name\0\0\0text")

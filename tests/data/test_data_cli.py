@@ -1,3 +1,4 @@
+import argparse
 import json
 import os
 import signal
@@ -109,10 +110,12 @@ def wait_until(condition) -> None:
         time.sleep(0.01)
 
 
-def test_a_killed_run_leaves_nothing_that_loads(tmp_path, folder):
+def test_a_killed_run_leaves_nothing_that_loads(tmp_path, tmp_path_factory, folder):
     prefix = tmp_path / "out"
+    large = tmp_path_factory.mktemp("large") / "a.txt"
+    large.write_text(200 * Path(argparse.__file__).read_text())
     options = ["--output", str(prefix), "--tokenizer", str(folder), "--workers", "2"]
-    run = subprocess.Popen([sys.executable, str(TOOL), "stdlib:", *options])
+    run = subprocess.Popen([sys.executable, str(TOOL), str(large), *options])
     partial = tmp_path / "out.bin.partial"
 
     def writing() -> bool:
