@@ -44,6 +44,8 @@ GONE = {
     "megasink doctor --patches": "docs/upstream.md lists them; the self-test finds their lines",
     "megasink data --on-invalid-utf8": "documents that are not UTF-8 are skipped and named",
     "megasink plan --what-if": "a plan with the flag in question says what it takes (docs/plan.md)",
+    "megasink evaluate --json": "evaluation.json in --output has the results",
+    "megasink recipes --json": "megasink recipes NAME prints TOML, which Python's tomllib reads",
     "megasink plan --output": "--json has every number of the tables",
     "megasink finetune --ranks": "torchrun --nproc-per-node N -m megasink finetune starts several "
     "processes",

@@ -19,7 +19,6 @@ def run(tmp_path):
     (folder / "checkpoints" / "iter_0000002").mkdir(parents=True)
     (folder / "config.json").write_text('{"arguments": {"save_retain_interval": 4}}')
     (folder / "metrics.jsonl").write_text("".join(json.dumps(m) + "\n" for m in METRICS))
-    (folder / "config.toml").write_text('lr = "1e-4"\nswiglu = true\n')
     return folder
 
 
@@ -59,13 +58,6 @@ def test_checkpoints(run, capsys):
     assert (one["step"], one["tokens"], one["resumes"]) == (2, 128, False)
     assert "unfinished" in one["problem"]
     assert names(told) <= fields("checkpoints")
-
-
-def test_recipes(run, capsys):
-    assert "p0-2b" in printed(capsys, "recipes")["recipes"]
-    told = printed(capsys, "recipes", str(run))
-    assert told["flags"] == {"lr": "1e-4", "swiglu": True}
-    assert {*told, "recipes"} <= fields("recipes")
 
 
 def test_an_error_prints_nothing_on_stdout(tmp_path, capsys):

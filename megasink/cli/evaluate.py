@@ -1,7 +1,6 @@
 """``megasink evaluate``: scores on lm-evaluation-harness's tasks, with interventions or without."""
 
 import argparse
-import contextlib
 import os
 from collections.abc import Sequence
 from pathlib import Path
@@ -14,7 +13,6 @@ from megasink.analysis.options import ModelOptions
 from megasink.checkpoints.find import is_run
 from megasink.cli.analysis_flags import settled, weights_parser, weights_problems
 from megasink.command_line import CommandParser
-from megasink.json_output import add_json, only_json
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -25,14 +23,13 @@ def main(argv: Sequence[str] | None = None) -> int:
     Datasets are read from their cache (HF_DATASETS_CACHE, HF_HOME); docstrings_choice and
     docstrings_perplexity ship with megasink.
     """
-    with taking_part() as ranks, contextlib.ExitStack() as stack:
+    with taking_part() as ranks:
         parser = _parser(main.__doc__).first_screen(
             "megasink evaluate path/to/model --tasks docstrings_choice --output scores",
             *("--tasks", "--output", "--interventions", "--limit", "--num-fewshot"),
-            *("--allow-download", "--device", "--overwrite", "--json"),
+            *("--allow-download", "--device", "--overwrite"),
         )
         args = parser.parse_args(argv)
-        emit = stack.enter_context(only_json(args.json))
         which, interventions = _check(args, is_run=is_run(args.model))
         from megasink.analysis.evaluate.tasks_loading import load_tasks
 
@@ -60,7 +57,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             with results_in(args.output, "evaluate", about, overwrite=args.overwrite) as record:
                 results = evaluate(model, interventions, tasks, **given)
                 record()
-                emit(write_evaluation(args.output, results, model, args.batch_size, args.tasks))
+                write_evaluation(args.output, results, model, args.batch_size, args.tasks)
     return 0
 
 
@@ -123,7 +120,6 @@ def _parser(description: str | None) -> CommandParser:
         action="store_true",
         help="allow tasks that run code which the model writes, such as humaneval",
     )
-    add_json(parser)
     return parser
 
 

@@ -3,7 +3,6 @@
 from collections.abc import Sequence
 
 from megasink.command_line import CommandParser
-from megasink.json_output import add_json, as_text
 from megasink.training import recipes
 from megasink.training.flag_file import Flags, toml_lines
 
@@ -18,14 +17,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument(
         "recipe", nargs="?", metavar="RECIPE", help="a name, a TOML file or a run folder"
     )
-    add_json(parser)
     args = parser.first_screen("megasink recipes p0-0.6b").parse_args(argv)
     name = args.recipe
     if name is None:
-        if args.json:
-            texts = {each: recipes.read(each).about for each in recipes.shipped()}
-            print(as_text({"recipes": texts}))
-            return 0
         for each in recipes.shipped():
             print(f"{each:18} {recipes.read(each).about}")
         return 0
@@ -33,9 +27,6 @@ def main(argv: Sequence[str] | None = None) -> int:
 
     recipe = recipes.read(name, known_flags())
     about, flags = recipe.about, recipe.flags
-    if args.json:
-        print(as_text({"about": about, "flags": flags}))
-        return 0
     shown: Flags = {"about": about} | flags if about else flags
     print("\n".join(toml_lines(shown)))
     return 0

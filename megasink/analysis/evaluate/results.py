@@ -50,7 +50,7 @@ def write_evaluation(
     model: ProbedModel,
     batch_size: int | str,
     named: Sequence[str] = (),
-) -> Evaluation:
+) -> None:
     """Write evaluation.json, its schema and, if there are any, the samples; print the table.
 
     Args:
@@ -76,7 +76,6 @@ def write_evaluation(
         write_json(output / "evaluation.json", evaluation)
     _show(evaluation)
     print(f"wrote {output}/evaluation.json and its schema{', samples/' * bool(results.samples)}")
-    return evaluation
 
 
 def _write_samples(folder: Path, samples: dict[str, list[dict[str, Any]]]) -> None:
