@@ -226,12 +226,6 @@ class HeadBalanceOptions:
     data-parallel: the concurrent microbatches of all replicas. microbatch: each microbatch
     alone."""
 
-    head_balance_warmup_iters: int = 0
-    """Steps over which the coefficient ramps up linearly."""
-
-    head_balance_decay_iters: int = 0
-    """Steps at the end of the run over which the coefficient decays linearly."""
-
     head_balance_shared_heads: int = 0
     """For fine-tuning (Eq. 8): exempt the m most important heads of each layer (the shared heads)
     and balance the others. 0: balance all heads (Eq. 7)."""

@@ -1,5 +1,9 @@
 """Commands and flags that went, and what serves instead: one record for every answer to them."""
 
+_SHARE = (
+    "no paper has it: a loop of your own gives begin(step, share=...) of the HeadBalance a share "
+    "of the coefficient"
+)
 _SYNC = "copy the run folder with aws s3 sync or rclone (docs/object-stores.md)"
 _RETAIN = (
     "train with --save-retain-interval STEPS, or delete the folders of those that you do not need"
@@ -30,6 +34,8 @@ GONE = {
     **dict.fromkeys(
         ("--lora-rank", "--lora-alpha", "--lora-dropout", "--lora-targets", "--lora-train"), _PEFT
     ),
+    "--head-balance-warmup-iters": _SHARE,
+    "--head-balance-decay-iters": _SHARE,
     "megasink convert-to-hf --adapter": FINETUNE,
     "megasink convert-from-hf --base": _MERGED,
     "megasink data --chat": FINETUNE,

@@ -66,7 +66,7 @@ train_iters: needed-to-train count length
 train_samples: count length
 lr: needed-to-train amount
 min_lr weight_decay clip_grad eval_iters num_workers init_method_std lr_warmup_init: amount
-head_balance_coeff head_balance_warmup_iters head_balance_decay_iters: amount
+head_balance_coeff: amount
 head_balance_shared_heads head_balance_shared_refresh head_heatmap_interval: amount
 prefix_lm_tokens sink_lr_mult sink_weight_decay: amount
 residual_clip logit_softcap attention_scale_alpha bias_fixed_value_norm: positive

@@ -33,8 +33,6 @@ _ELSEWHERE = {
     "logit_softcap": "megasink.megatron.model builds it",
     "sink_lr_mult": "give the optimizer a group for core_attention.softmax_offset",
     "sink_weight_decay": "give the optimizer a group for core_attention.softmax_offset",
-    "head_balance_warmup_iters": "call begin(step, share=...) of the HeadBalance in every step",
-    "head_balance_decay_iters": "call begin(step, share=...) of the HeadBalance in every step",
 }
 
 

@@ -17,7 +17,6 @@ from megatron.training import get_args, get_timers
 from megatron.training.training import update_seqlen_stats_from_cu_seqlens
 from torch import Tensor
 
-from megasink.balance.share import share_of_step
 from megasink.balance.step import LossStep
 from megasink.training.dataset import get_batch, token_byte_table
 from megasink.training.packing import enter_stage, leave_stage, pack
@@ -66,9 +65,7 @@ def forward_step(
 def begin_step(balance: LossStep, args: Namespace) -> None:
     """Begin the step of the head-balance loss; further microbatches of a step change nothing."""
     step = args.curr_iteration
-    warmup, decay = args.head_balance_warmup_iters, args.head_balance_decay_iters
-    share = share_of_step(step, warmup, decay, args.train_iters)
-    balance.begin(step, observe=is_observed(args, step + 1), share=share)
+    balance.begin(step, observe=is_observed(args, step + 1))
 
 
 def loss_func(

@@ -4,7 +4,6 @@ import pytest
 import torch
 
 from megasink.balance.attach import HeadBalanceScale, attach_gradient
-from megasink.balance.share import share_of_step
 
 COEFFICIENTS_H = torch.tensor([0.5, -2.0, 1.0])
 
@@ -62,16 +61,10 @@ def test_the_gradient_does_not_depend_on_the_loss_behind_it(importance_H):
     assert torch.equal(importance_H.grad, COEFFICIENTS_H)
 
 
-@pytest.mark.parametrize(("step", "share"), [(0, 0.25), (1, 0.5), (3, 1.0), (9, 1.0)])
-def test_the_coefficient_warms_up(scale, step, share):
-    scale.begin(share_of_step(step, warmup_steps=4))
+@pytest.mark.parametrize("share", [0.25, 1.0])
+def test_a_share_of_the_coefficient_counts(scale, share):
+    scale.begin(share)
     assert torch.equal(scale.scaled(COEFFICIENTS_H, 1.0), share * COEFFICIENTS_H)
-    assert share_of_step(step, warmup_steps=0) == 1.0
-
-
-@pytest.mark.parametrize(("step", "share"), [(0, 0.5), (1, 1.0), (6, 1.0), (8, 0.5), (9, 0.25)])
-def test_the_coefficient_falls_at_the_end(step, share):
-    assert share_of_step(step, warmup_steps=2, decay_steps=4, total_steps=10) == share
 
 
 def test_the_targets_are_those_of_the_microbatch_whose_backward_pass_runs(scale):

@@ -9,7 +9,6 @@ import torch
 from megatron.core import parallel_state
 from megatron.core.utils import get_model_config
 
-from megasink.balance.share import share_of_step
 from megasink.balance.sums import HeadSums
 from megasink.megatron.core_attention import CoreAttention
 from tests.distributed import tiny_gpt
@@ -55,7 +54,7 @@ class Trained:
         """Everything up to the loss of one microbatch."""
         data = tiny_gpt.batch(step, 10 * self.offset + index, masked=True)
         if self.model.training:
-            share = share_of_step(step, WARMUP[self.name])
+            share = min(1.0, (step + 1) / WARMUP[self.name]) if WARMUP[self.name] else 1.0
             self.statistics.begin(step, observe=OBSERVED[self.name], share=share)
         self.statistics.balance.set_targets(data["loss_mask"].sum())
         losses = self.model(data["tokens"], data["position_ids"], None, labels=data["labels"])
