@@ -1,4 +1,4 @@
-"""Dataclasses to and from JSON, with a JSON schema and one-line errors.
+"""Dataclasses to and from JSON, with one-line errors.
 
 Fields may be dataclasses, dict[str, T], list[T], T | None, int, float, str, bool and Any. NaN and
 infinity, which JSON lacks, become null.
@@ -32,29 +32,6 @@ def to_json(value: Any) -> Any:
     if isinstance(value, list | tuple):
         return [to_json(entry) for entry in value]
     return None if isinstance(value, float) and not math.isfinite(value) else value
-
-
-def schema_of(kind: Any) -> dict[str, Any]:
-    """Return the JSON schema (2020-12) of a dataclass or field type."""
-    if kind is Any:
-        return {}
-    if kind in _PLAIN:
-        return {"type": _PLAIN[kind]}
-    if dataclasses.is_dataclass(kind):
-        hints = typing.get_type_hints(kind)
-        return {
-            "type": "object",
-            "description": (kind.__doc__ or "").partition("\n")[0],
-            "properties": {name: schema_of(hint) for name, hint in hints.items()},
-            "required": list(hints),
-            "additionalProperties": False,
-        }
-    origin, inner = typing.get_origin(kind), typing.get_args(kind)
-    if origin is dict:
-        return {"type": "object", "additionalProperties": schema_of(inner[1])}
-    if origin is list:
-        return {"type": "array", "items": schema_of(inner[0])}
-    return {"anyOf": [schema_of(choice) for choice in inner]}
 
 
 def from_json(kind: Any, value: Any, where: str) -> Any:

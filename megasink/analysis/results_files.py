@@ -1,4 +1,4 @@
-"""The files of a command's results: JSON with its schema, and one answer to a full disk."""
+"""The files of a command's results: JSON, and one answer to a full disk."""
 
 import json
 from collections.abc import Callable, Collection, Iterator, Mapping
@@ -11,7 +11,7 @@ from megasink.analysis.options import AnalysisOptions
 from megasink.atomic import atomic_text
 from megasink.errors import UserError
 from megasink.output_folder import results_in
-from megasink.typed_json import schema_of, to_json
+from megasink.typed_json import to_json
 
 
 def holding(
@@ -51,9 +51,6 @@ def writing(output: Path, *, kept: bool = True) -> Iterator[None]:
         ) from error
 
 
-def write_json(path: Path, results: Any, schema: Mapping[str, Any] | None = None) -> None:
-    """Write a dataclass as JSON, after its schema, by default that of the dataclass."""
-    about = {"$schema": "https://json-schema.org/draft/2020-12/schema"}
-    about |= schema_of(type(results)) if schema is None else schema
-    for file, content in ((path.with_suffix(".schema.json"), about), (path, to_json(results))):
-        atomic_text(file, json.dumps(content, indent=1))
+def write_json(path: Path, results: Any) -> None:
+    """Write a dataclass as JSON."""
+    atomic_text(path, json.dumps(to_json(results), indent=1))

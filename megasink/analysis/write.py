@@ -2,18 +2,14 @@
 
 import sys
 from pathlib import Path
-from typing import Any
 
 from megasink.analysis.analysis import Analysis
 from megasink.analysis.draw import write_report
 from megasink.analysis.folder import Arrays
-from megasink.analysis.metrics import metrics
 from megasink.analysis.pages.analysis_page import in_words
-from megasink.analysis.results import Results
 from megasink.analysis.results_files import write_json, writing
 from megasink.analysis.stored import write_arrays
 from megasink.printable import printable, say
-from megasink.typed_json import schema_of
 
 
 def write_own_page(output: Path, analysis: Analysis) -> None:
@@ -28,11 +24,11 @@ def write_own_page(output: Path, analysis: Analysis) -> None:
             f"{entry.layers}, heads {entry.heads}: left out of every average",
             file=sys.stderr,
         )
-    print(f"wrote {output}/report.html, results.json and its schema, *.npz, tables/, figures/")
+    print(f"wrote {output}/report.html, results.json, *.npz, tables/, figures/")
 
 
 def write_numbers(output: Path, analysis: Analysis, samples: Arrays) -> None:
-    """Write results.json, its schema and the arrays; `megasink report` creates the rest.
+    """Write results.json and the arrays; `megasink report` creates the rest.
 
     Args:
         samples: contents of samples.npz.
@@ -44,23 +40,4 @@ def write_numbers(output: Path, analysis: Analysis, samples: Arrays) -> None:
     with writing(output):
         for name, arrays in files.items():
             write_arrays(output / f"{name}.npz", arrays)
-        write_json(output / "results.json", analysis.results, results_schema())
-
-
-def results_schema() -> dict[str, Any]:
-    """Return the JSON schema of results.json: the dataclasses, and each metric's description."""
-    schema = schema_of(Results)
-    of_datasets = schema["properties"]["datasets"]["additionalProperties"]
-    for part in (schema, of_datasets):
-        of_metrics = part["properties"]["metrics"]
-        result = of_metrics["additionalProperties"]
-        of_metrics["properties"] = {
-            entry.name: result
-            | {
-                "title": entry.title,
-                "description": f"{entry.definition} Unit: {entry.unit}. Axis: {entry.axis}. "
-                f"Source: {entry.source}.",
-            }
-            for entry in metrics().values()
-        }
-    return schema
+        write_json(output / "results.json", analysis.results)

@@ -1,4 +1,4 @@
-"""The one writer of results: JSON with its schema, arrays that come and go, a full disk."""
+"""The one writer of results: JSON, arrays that come and go, a full disk."""
 
 import json
 from dataclasses import dataclass
@@ -18,11 +18,9 @@ class Found:
     rate: float
 
 
-def test_a_schema_stands_beside_the_results(tmp_path):
+def test_what_json_lacks_is_null(tmp_path):
     write_json(tmp_path / "found.json", Found(float("nan")))
     assert json.loads((tmp_path / "found.json").read_text()) == {"rate": None}
-    schema = json.loads((tmp_path / "found.schema.json").read_text())
-    assert schema["required"] == ["rate"]
 
 
 def test_arrays_of_an_earlier_command_go(tmp_path):

@@ -1,4 +1,4 @@
-"""Write an evaluation: scores as JSON with its schema, samples as JSON lines, a table."""
+"""Write an evaluation: scores as JSON, samples as JSON lines, a table."""
 
 import json
 import shutil
@@ -51,7 +51,7 @@ def write_evaluation(
     batch_size: int | str,
     named: Sequence[str] = (),
 ) -> None:
-    """Write evaluation.json, its schema and, if there are any, the samples; print the table.
+    """Write evaluation.json and, if there are any, the samples; print the table.
 
     Args:
         named: the tasks and suites that were named.
@@ -75,7 +75,7 @@ def write_evaluation(
             _write_samples(output / "samples", results.samples)
         write_json(output / "evaluation.json", evaluation)
     _show(evaluation)
-    print(f"wrote {output}/evaluation.json and its schema{', samples/' * bool(results.samples)}")
+    print(f"wrote {output}/evaluation.json{', samples/' * bool(results.samples)}")
 
 
 def _write_samples(folder: Path, samples: dict[str, list[dict[str, Any]]]) -> None:

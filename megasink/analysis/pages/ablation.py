@@ -1,4 +1,4 @@
-"""Write an ablation: ablation.json and its schema, tables, arrays, figures, a page."""
+"""Write an ablation: ablation.json, tables, arrays, figures, a page."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict
@@ -43,7 +43,7 @@ def write_ablation(results: AblationResults, masks: Arrays, tsne: Arrays, output
         write_json(output / "ablation.json", results)
     for line in in_words(results):
         say(line)
-    print(f"wrote {output}/report.html, ablation.json and its schema, ablation.csv, *.npz")
+    print(f"wrote {output}/report.html, ablation.json, ablation.csv, *.npz")
 
 
 def _rows(results: AblationResults) -> Iterator[Mapping[str, Any]]:

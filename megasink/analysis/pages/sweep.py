@@ -66,7 +66,7 @@ def write_sweep(results: SweepResults, arrays: dict[str, Any], output: Path) -> 
                 f"infinite or NaN values, {row.non_finite[0]} first: left out of every average",
                 file=sys.stderr,
             )
-    print(f"wrote {output}/report.html, sweep.json and its schema, sweep.csv, sweep.npz, figures/")
+    print(f"wrote {output}/report.html, sweep.json, sweep.csv, sweep.npz, figures/")
 
 
 def draw_all(results: SweepResults) -> list[Picture]:

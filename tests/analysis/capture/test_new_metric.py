@@ -6,7 +6,6 @@ import importlib
 import json
 import re
 
-import jsonschema
 import numpy as np
 import pytest
 
@@ -66,15 +65,11 @@ def gini(row):
     return (2 * ranks - len(row) - 1) @ ordered / (len(row) * ordered.sum())
 
 
-def test_results_schema_and_tables_have_it(analyzed, registered):
+def test_results_and_tables_have_it(analyzed):
     found = json.loads((analyzed / "llama" / "results.json").read_text())["metrics"]
     expected = [gini(row) for row in found["importance"]["values"]]
     np.testing.assert_allclose(found[NAME]["values"], expected)
     assert found[NAME]["number"] == pytest.approx(np.mean(expected))
-    schema = json.loads((analyzed / "llama" / "results.schema.json").read_text())
-    described = schema["properties"]["metrics"]["properties"][NAME]
-    assert registered.definition in described["description"]
-    assert "Gini coefficient, of the importance of a layer's heads" in described["description"]
     with (analyzed / "llama" / "tables" / "layers.csv").open() as file:
         cells = [float(row[NAME]) for row in csv.DictReader(file)]
     assert cells == found[NAME]["values"]
@@ -124,20 +119,6 @@ def test_trace_png_has_a_panel_for_it(analyzed, monkeypatch):
     titles = {axis.get_title(loc="left") or axis.get_title() for axis in axes}
     assert {metrics()[name].title for name, n in scalars_of(of).items() if n is not None} <= titles
     assert TITLE in titles
-
-
-def test_results_are_what_their_schema_says(analyzed):
-    schema = json.loads((analyzed / "llama" / "results.schema.json").read_text())
-    found = json.loads((analyzed / "llama" / "results.json").read_text())
-    jsonschema.validate(found, schema)
-    for change in (
-        {"samples": "two"},
-        {"colour": "red"},
-        {"metrics": {NAME: {"values": [0.1]}}},
-        {"model": found["model"] | {"heads": [4.5]}},
-    ):
-        with pytest.raises(jsonschema.ValidationError):
-            jsonschema.validate(found | change, schema)
 
 
 @pytest.mark.parametrize(

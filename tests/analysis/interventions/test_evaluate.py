@@ -61,8 +61,6 @@ def test_an_evaluation_is_whole(root, capsys):
     assert [entry["doc"] for entry in entries] == items("docstrings_choice")[:12]
     right = [entry["acc"] for entry in entries]
     assert sum(right) / 12 == choice.metrics["acc"].value
-    schema = json.loads((root / "out/evaluation.schema.json").read_text())
-    assert set(schema["required"]) == set(json.loads((root / "out/evaluation.json").read_text()))
 
     flags = ("--interventions", root / "heads.json", "--task-folder", root / "tasks")
     other = ("--tasks", OWN[1], "text", "--limit", 12, *flags, "--batch-size", 2)
