@@ -18,7 +18,7 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from megasink import intervening
-from megasink.analysis.interventions import DrainFirstValue, DynamicZeroing, ZeroHeads, all_heads
+from megasink.analysis.interventions import DrainFirstValue, DynamicZeroing, ZeroHeads
 
 CASES: dict[str, list[Any]] = {
     "empty": [],
@@ -68,8 +68,8 @@ def main() -> None:
     )
     torch.manual_seed(0)
     model = LlamaForCausalLM(config).eval()
-    heads = all_heads([config.num_attention_heads] * args.layers)
-    CASES["zero-heads, every second"] = [ZeroHeads(heads[::2])]
+    layers, heads = range(args.layers), range(0, config.num_attention_heads, 2)
+    CASES["zero-heads, every second"] = [ZeroHeads([(la, h) for la in layers for h in heads])]
     ids = torch.randint(0, 1024, (1, args.tokens))
 
     def run(interventions: list[Any] | None) -> float:

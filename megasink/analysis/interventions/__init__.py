@@ -10,7 +10,7 @@ from typing import Any
 _MODULES = {
     "drain_first_value": ("DrainFirstValue",),
     "dynamic_zeroing": ("DynamicChange", "DynamicZeroing"),
-    "heads": ("all_but", "all_heads", "parse_heads", "read_heads"),
+    "heads": ("parse_heads", "read_heads"),
     "record": ("Intervention", "from_entry", "read_interventions", "to_entry"),
     "steer_gates": ("SteerGates",),
     "tokens": ("RemoveBos", "RepeatFirstToken"),

@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from megasink.analysis.capture.head_names import head_problems, parse_head
+from megasink.analysis.capture.head_names import parse_head
 from megasink.errors import UserError
 from megasink.json_file import read_value
 
@@ -65,25 +65,6 @@ def heads_by_layer(heads: Heads) -> dict[int, list[int]]:
     for layer, head in heads:
         layers.setdefault(layer, []).append(head)
     return layers
-
-
-def all_but(layer: int, head: int, heads: Sequence[int]) -> Heads:
-    """Return every head of a layer except one.
-
-    Args:
-        heads: number of heads in each layer of the model.
-
-    Raises:
-        ValueError: the model has no such head.
-    """
-    if problems := head_problems([(layer, head)], heads):
-        raise ValueError(problems[0])
-    return tuple((layer, other) for other in range(heads[layer]) if other != head)
-
-
-def all_heads(heads: Sequence[int]) -> Heads:
-    """Return every head of a model; `heads` is the number of each layer."""
-    return tuple((layer, head) for layer, count in enumerate(heads) for head in range(count))
 
 
 def read_heads(path: Path) -> HeadList:

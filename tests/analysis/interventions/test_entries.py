@@ -12,8 +12,6 @@ from megasink.analysis.interventions import (
     RepeatFirstToken,
     SteerGates,
     ZeroHeads,
-    all_but,
-    all_heads,
     parse_heads,
     read_heads,
     read_interventions,
@@ -28,10 +26,6 @@ def test_words_and_layers():
     for word in ("3", "3.", "a.b", "-1.2", "3.5.1"):
         with pytest.raises(ValueError, match=r"such as 3\.5"):
             parse_heads([word])
-    assert all_but(1, 2, [4, 4]) == ((1, 0), (1, 1), (1, 3))
-    assert all_heads([2, 0, 1]) == ((0, 0), (0, 1), (2, 0))
-    with pytest.raises(ValueError, match=r"head 1\.4: layer 1 has heads 0 to 3"):
-        all_but(1, 4, [4, 4])
 
 
 def test_heads_from_arrays():
