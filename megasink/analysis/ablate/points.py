@@ -29,7 +29,7 @@ class TaskScore:
 
     Attributes:
         metric: its name there; version: of the task.
-        value, standard_error: in percent.
+        value, standard_error: in percent; the error is that of the value alone, by lm-eval.
         samples: number of questions.
         of_each: the metric of each question, in order, so that points can be compared in pairs;
             empty for a group of tasks.

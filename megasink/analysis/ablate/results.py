@@ -11,7 +11,7 @@ import numpy as np
 
 from megasink.analysis.results import ModelFacts
 
-ABLATION_FORMAT = 1
+ABLATION_FORMAT = 2
 """Incremented when an entry of ablation.json moves or changes its meaning."""
 
 UNCHANGED, RANDOM = "unchanged", "random"
@@ -28,8 +28,9 @@ class AblationValue:
     Attributes:
         value: nats per token, or the task's metric in percent; null if infinite or NaN.
         change: the value minus that of the unchanged model.
-        standard_error: of a loss: that of `change`, by the differences of the same samples; of a
-            task's metric: that of `value`, as lm-eval computes it. Null for a single sample.
+        standard_error: of `change`, by the differences of the same texts or questions. Null for a
+            single one, and for a task whose metric is not the mean of its questions', such as that
+            of a group of tasks.
         bits_per_byte: null for tasks, and for tokenizers whose tokens do not map to bytes.
         samples: number of texts or questions.
     """

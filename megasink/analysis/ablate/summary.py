@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 
 import megasink
 from megasink.analysis.ablate import curves
-from megasink.analysis.ablate.points import MeasuredPoint
+from megasink.analysis.ablate.points import MeasuredPoint, TaskScore
 from megasink.analysis.ablate.results import (
     ABLATION_FORMAT,
     ALL,
@@ -99,7 +99,7 @@ def _values(point: MeasuredPoint, unchanged: MeasuredPoint) -> dict[str, Ablatio
         name: AblationValue(
             value=score.value,
             change=_less(score.value, unchanged.tasks[name].value),
-            standard_error=score.standard_error,
+            standard_error=_paired_error(score, unchanged.tasks[name]),
             bits_per_byte=None,
             samples=score.samples,
         )
@@ -112,6 +112,22 @@ def _values(point: MeasuredPoint, unchanged: MeasuredPoint) -> dict[str, Ablatio
     if len(names) > 1:
         values[ALL] = _loss(point.texts, unchanged.texts, range(len(point.texts)))
     return values
+
+
+def _paired_error(score: TaskScore, before: TaskScore) -> float | None:
+    """Return the standard error of a score less that of the unchanged model, question by question.
+
+    None if it has no such differences: for a single question, and where the score is not the mean
+    of the questions'.
+    """
+    ours, theirs = (100 * np.asarray(s.of_each, dtype=np.float64) for s in (score, before))
+    count = len(ours)
+    if count < 2 or count != len(theirs):
+        return None
+    for found, of in ((ours, score), (theirs, before)):
+        if of.value is None or not math.isclose(found.mean(), of.value, abs_tol=1e-6):
+            return None
+    return float((ours - theirs).std(ddof=1) / math.sqrt(count))
 
 
 def _less(value: float | None, before: float | None) -> float | None:

@@ -79,7 +79,7 @@ def page(results: AblationResults, pictures: Sequence[Picture]) -> str:
     if results.scores:
         made.section("Every point", *_points(results))
     if given:
-        made.section("Heads and interventions given", _given(results, given))
+        made.section("Heads and interventions given", *_given(results, given))
     made.section("How it was measured", _provenance(results))
     return made.text()
 
@@ -186,15 +186,20 @@ def _cell(point: AblationPoint | None, on: str, results: AblationResults) -> str
     return f"{_number(point.values[on], results)} ({_text(point.zeroed, '{:.1f}%')})"
 
 
-def _given(results: AblationResults, points: list[AblationPoint]) -> str:
-    rows = []
+def _given(results: AblationResults, points: list[AblationPoint]) -> list[str]:
+    rows, without = [], []
     for on in shown_on(results):
         for point in points:
             value = point.values[on]
             error = _text(value.standard_error, "{:.4f}")
+            if results.tasks and value.standard_error is None and value.samples > 1:
+                without.append(on)
             cells = [_number(value, results), _text(value.change, "{:+.4f}"), error]
             rows.append([point.label, on, *cells])
-    return html.table(["", "on", results.quantity, "change", "standard error"], rows)
+    table = html.table(["", "on", results.quantity, "change", "its standard error"], rows)
+    names = ", ".join(dict.fromkeys(without))
+    note = f"No standard error on {names}: the number is no mean over questions that were kept."
+    return [table, *([html.paragraph(note, "note")] if without else [])]
 
 
 def _provenance(results: AblationResults) -> str:

@@ -4,13 +4,16 @@ Shapes: N requests, L layers, H heads.
 """
 
 import json
+import math
 
 import numpy as np
 import pytest
 
 from megasink.analysis.ablate import on_tasks
 from megasink.analysis.ablate.curves import kept_level, normalized_auc, removable
+from megasink.analysis.ablate.points import TaskScore
 from megasink.analysis.ablate.results import AblationResults
+from megasink.analysis.ablate.summary import _paired_error
 from megasink.analysis.evaluate import harness
 from megasink.analysis.metrics.thresholds import published_quantile
 from megasink.analysis.pages import ablation
@@ -61,16 +64,49 @@ def test_points_are_accuracies_under_the_interventions(swept):
     assert found.higher_is_better
     _, *points = asked  # the first one measured the scores
     assert len(points) == len(found.points) == 5
+    before = np.array([document["acc"] for document in points[0][1].samples[TASK]])
     for point, (interventions, of) in zip(found.points, points, strict=True):
         assert point.interventions == json.loads(json.dumps(of.interventions))
         assert len(interventions) == len(point.interventions) == (point.row != "unchanged")
         right = [document["acc"] for document in of.samples[TASK]]
         assert len(right) == point.values[TASK].samples == LIMIT
         assert point.values[TASK].value == pytest.approx(100 * np.mean(right))
-        error = np.std(right, ddof=1) / np.sqrt(LIMIT)
-        assert point.values[TASK].standard_error == pytest.approx(100 * error)
+        # By hand: of the differences, question by question.
+        apart = np.array(right) - before
+        error = math.sqrt(((apart - apart.mean()) ** 2).sum() / (LIMIT - 1) / LIMIT)
+        assert point.values[TASK].standard_error == pytest.approx(100 * error, abs=1e-9)
         kept = json.loads((output / f"points/{point.key}.json").read_text())
         assert kept["tasks"][TASK]["of_each"] == right
+
+
+def score(value, of_each):
+    return TaskScore(metric="acc", version="1", value=value, standard_error=9.0,
+                     samples=len(of_each), of_each=of_each)  # fmt: skip
+
+
+def test_the_error_of_a_change_is_paired():
+    """Of eight questions one is lost and one won: the change is 0, and its error not that of
+    either accuracy."""
+    before = score(50.0, [1, 1, 1, 1, 0, 0, 0, 0])
+    after = score(50.0, [1, 1, 1, 0, 1, 0, 0, 0])
+    assert _paired_error(after, before) == pytest.approx(100 * math.sqrt(2 / 7 / 8))  # 18.9
+    assert _paired_error(before, before) == 0
+    for other in (
+        score(50.0, []),  # a group of tasks
+        score(61.0, before.of_each),  # no mean over questions, such as a macro F1
+        score(None, before.of_each),
+    ):
+        assert _paired_error(other, before) is None
+        assert _paired_error(before, other) is None
+    assert _paired_error(score(0.0, [0]), score(100.0, [1])) is None
+
+
+def test_the_page_says_where_there_is_no_error(swept):
+    found = results_of(swept[0])
+    assert "No standard error" not in ablation.page(found, [])
+    for point in found.points:
+        point.values[TASK].standard_error = None
+    assert f"No standard error on {TASK}: the number is no mean" in ablation.page(found, [])
 
 
 def test_thresholds_are_of_the_requests_of_the_task(swept):
