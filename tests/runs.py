@@ -2,6 +2,7 @@
 
 import json
 import shlex
+import textwrap
 from pathlib import Path
 from typing import Any
 
@@ -37,3 +38,18 @@ def steps(run: Path) -> list[dict[str, Any]]:
 def resumed_from(run: Path) -> list[int | None]:
     """The step from which each start went on."""
     return [start["resumed_from"] for start in records(run / "starts.jsonl")]
+
+
+def short_documents(folder: Path) -> list[str]:
+    """The flags of a data set of many short documents, the lines of a module."""
+    from megasink.data.corpus import Corpus
+    from megasink.data.preprocess import preprocess
+    from megasink.data.tokenizer import train_tokenizer
+
+    lines = [line for line in Path(textwrap.__file__).read_text().splitlines() if line.strip()]
+    texts = "".join(json.dumps({"text": line}) + "\n" for line in lines)
+    (folder / "documents.jsonl").write_text(texts)
+    corpus = Corpus([str(folder / "documents.jsonl")])
+    train_tokenizer(corpus, 400, folder / "tokenizer")
+    preprocess(corpus, folder / "text", folder / "tokenizer", workers=1)
+    return ["--data-path", str(folder / "text"), "--tokenizer-model", str(folder / "tokenizer")]

@@ -17,6 +17,7 @@ from tests.distributed import merging
 from tests.distributed.cases import TOLERANCE
 from tests.distributed.layout import SINGLE, Layout
 from tests.distributed.pool import Pool
+from tests.runs import short_documents
 
 TASKS = "tests.distributed.data_tasks"
 MODEL = (
@@ -47,15 +48,7 @@ def pool():
 
 @pytest.fixture(scope="module")
 def text(tmp_path_factory):
-    """Flags of many short documents: the lines of a module."""
-    folder = tmp_path_factory.mktemp("documents")
-    lines = [line for line in Path(textwrap.__file__).read_text().splitlines() if line.strip()]
-    records = "".join(json.dumps({"text": line}) + "\n" for line in lines)
-    (folder / "documents.jsonl").write_text(records)
-    corpus = Corpus([str(folder / "documents.jsonl")])
-    train_tokenizer(corpus, 400, folder / "tokenizer")
-    preprocess(corpus, folder / "text", folder / "tokenizer", workers=1)
-    return ["--data-path", str(folder / "text"), "--tokenizer-model", str(folder / "tokenizer")]
+    return short_documents(tmp_path_factory.mktemp("documents"))
 
 
 CP = ["--context-parallel-size", "2"]

@@ -1,21 +1,15 @@
 """Replaced tokens in the samples of the trainer, in its evaluations, and in what reads its run."""
 
-import json
-import textwrap
 from itertools import pairwise
-from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
 
-from megasink.data.corpus import Corpus
-from megasink.data.preprocess import preprocess
 from megasink.data.replaced_tokens import replacement
-from megasink.data.tokenizer import train_tokenizer
 from megasink.training.replacing import replace_in_sample, text_targets
 from tests.distributed.layout import SINGLE
-from tests.runs import TINY, UNTIED, metrics
+from tests.runs import TINY, UNTIED, metrics, short_documents
 
 LENGTH = 12
 
@@ -71,15 +65,7 @@ FLAGS += """
 
 @pytest.fixture(scope="module")
 def text(tmp_path_factory):
-    """Flags of many short documents: the lines of a module."""
-    folder = tmp_path_factory.mktemp("documents")
-    lines = [line for line in Path(textwrap.__file__).read_text().splitlines() if line.strip()]
-    records = "".join(json.dumps({"text": line}) + "\n" for line in lines)
-    (folder / "documents.jsonl").write_text(records)
-    corpus = Corpus([str(folder / "documents.jsonl")])
-    train_tokenizer(corpus, 400, folder / "tokenizer")
-    preprocess(corpus, folder / "text", folder / "tokenizer", workers=1)
-    return ["--data-path", str(folder / "text"), "--tokenizer-model", str(folder / "tokenizer")]
+    return short_documents(tmp_path_factory.mktemp("documents"))
 
 
 @pytest.fixture(scope="module")
