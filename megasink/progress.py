@@ -29,6 +29,7 @@ def progress(
     before: int = 0,
     console: "Console | None" = None,
     every: float = 30.0,
+    slow: bool = False,
 ) -> Iterator[Tell]:
     """Show progress and the remaining time, estimated from the rate of this process.
 
@@ -40,6 +41,7 @@ def progress(
         every: Seconds between lines when there is no terminal; the first comes sooner. With 0 every
             call prints a line and there is no bar, which leaves the terminal to the bars of the
             individual steps.
+        slow: The first units take seconds: without a terminal a line says at once what is done.
 
     Raises:
         OSError: On `tell`, if the other end of the console is closed.
@@ -83,6 +85,8 @@ def progress(
             else:  # not through rich, which exits the process on a broken pipe
                 print(line, file=console.file, flush=True)
 
+        if slow and not is_bar and before < (total or math.inf):
+            tell(before, now=True)
         yield tell
 
 

@@ -46,6 +46,14 @@ def test_what_takes_a_second_says_nothing(clock):
     assert lines(console) == []
 
 
+@pytest.mark.parametrize(("before", "shown"), [(0, ["0 of 9"]), (4, ["4 of 9"]), (9, [])])
+def test_what_is_slow_says_at_once_how_far_it_is(before, shown):
+    """A log has a line before the first unit is done; what is complete has none."""
+    console = log()
+    with progress("analyzing", 9, "samples", before=before, console=console, slow=True):
+        assert lines(console) == [f"analyzing: {text} samples" for text in shown]
+
+
 def test_a_line_can_be_asked_for_and_holds_the_state(clock):
     console = log()
     with progress("training", None, "steps", console=console) as tell:

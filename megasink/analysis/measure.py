@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 from rich.console import Console
 from torch import Tensor
 
-from megasink.analysis.capture.base import Probe, ProbedModel
+from megasink.analysis.capture.base import PASS_TOKENS, Probe, ProbedModel, takes_seconds
 from megasink.analysis.capture.changes import HeadChange
 from megasink.analysis.capture.inputs import Sample, shown
 from megasink.analysis.capture.measurements import (
@@ -31,9 +31,6 @@ from megasink.analysis.capture.shards import PartialFolder, Shard, plan
 from megasink.analysis.options import AnalysisOptions
 from megasink.errors import UserError
 from megasink.progress import progress
-
-_CPU_TOKENS = 2048
-"""Tokens that run at once on a CPU: more are no faster, and their logits are the peak of memory."""
 
 
 def measure(
@@ -103,7 +100,9 @@ def run(
     shards, about = plan(samples, options.batch_size), shown(sample.dataset for sample in samples)
     here: list[ShardMeasurements] = []
     before = _open(partial, shards, ranks, console)
-    bar = progress("analyzing", len(samples), "samples", before=before, console=console)
+    tokens = min(PASS_TOKENS, sum(len(sample.tokens) for sample in samples))
+    slow = takes_seconds(probe.model, tokens)
+    bar = progress("analyzing", len(samples), "samples", before=before, console=console, slow=slow)
     with _leaving_nothing_empty(partial, ranks), bar as tell:
         for number in ranks.claims(len(shards)):
             if partial is not None and partial.has(number):
@@ -192,7 +191,7 @@ def _passes(
     for batch in shard:
         rows = len(batch)
         if torch.device(device).type == "cpu":
-            rows = max(1, _CPU_TOKENS // len(samples[batch[0]].tokens))
+            rows = max(1, PASS_TOKENS // len(samples[batch[0]].tokens))
         yield from itertools.batched(batch, rows)
 
 

@@ -16,7 +16,7 @@ from megasink.analysis.ablate.points import PointFolder, key_of
 from megasink.analysis.ablate.results import UNCHANGED, AblationResults
 from megasink.analysis.ablate.settings import Setting, Thresholds, settings_of, thresholds_of
 from megasink.analysis.ablate.summary import summarize
-from megasink.analysis.capture.base import ProbedModel
+from megasink.analysis.capture.base import ProbedModel, takes_seconds
 from megasink.analysis.capture.identity import weights_hash
 from megasink.analysis.capture.ranks import Ranks
 from megasink.analysis.capture.samples import inputs_of
@@ -96,7 +96,9 @@ def _ablate(
     console = Console(stderr=True, quiet=bool(ranks.rank))
     if before:
         console.print(f"{before} of {len(distinct)} points are in {output}/points")
-    with progress("ablating", len(distinct), "points", before=before, console=console) as tell:
+    slow = takes_seconds(model.module)
+    bar = progress("ablating", len(distinct), "points", before=before, console=console, slow=slow)
+    with bar as tell:
         for number in ranks.claims(len(distinct)):
             i = distinct[number]
             if folder.has(f"{keys[i]}.json"):

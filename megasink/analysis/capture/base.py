@@ -267,6 +267,18 @@ class OpenProbe(Protocol):
         """Return the probe, not yet entered."""
 
 
+PASS_TOKENS = 2048
+"""Tokens that run at once on a CPU: more are no faster, and their logits are the peak of memory."""
+_SECONDS = 1e11
+"""Weights times tokens that two cores take about two seconds for."""
+
+
+def takes_seconds(module: torch.nn.Module, tokens: int = PASS_TOKENS) -> bool:
+    """Whether a CPU takes seconds for a pass, so that who waits is told at once that it began."""
+    weights = sum(w.numel() for w in module.parameters() if w.device.type == "cpu")
+    return tokens * weights > _SECONDS
+
+
 @dataclass(frozen=True)
 class ProbedModel:
     """A loaded model of either kind, ready for probing.

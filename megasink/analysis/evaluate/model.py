@@ -21,7 +21,7 @@ from lm_eval.models.utils import (
 )
 from torch import Tensor
 
-from megasink.analysis.capture.base import Probe, ProbedModel
+from megasink.analysis.capture.base import Probe, ProbedModel, takes_seconds
 from megasink.analysis.interventions.record import Intervention
 from megasink.data.text_tokenizer import text_tokenizer
 from megasink.data.tokenizer import leading_ids
@@ -155,7 +155,8 @@ class HarnessModel(TemplateLM):
             if row.targets:
                 asking.setdefault(row.tokens, []).append(i)
         scores: list[tuple[float, bool]] = [(0.0, True)] * len(rows)
-        with progress("evaluate", len(rows), "requests") as tell:
+        slow = takes_seconds(self.model.module)
+        with progress("evaluate", len(rows), "requests", slow=slow) as tell:
             done = 0
             for batch, logits_BTV in self._batches(list(asking)):
                 for tokens, logits_TV in zip(batch, logits_BTV, strict=True):
@@ -257,7 +258,8 @@ class HarnessModel(TemplateLM):
             prompt = (*self.model.first, *self._read(self.tok_encode(text), self.max_length - new))
             jobs.setdefault((len(prompt), new, stops), []).append((i, prompt))
         texts = [""] * len(instances)
-        with progress("evaluate", len(instances), "answers") as tell:
+        slow = takes_seconds(self.model.module)
+        with progress("evaluate", len(instances), "answers", slow=slow) as tell:
             done = 0
             for (length, new, stops), prompts in sorted(jobs.items(), reverse=True):
                 for batch in itertools.batched(prompts, self._rows(length + new)):

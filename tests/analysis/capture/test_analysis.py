@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from megasink.analysis import measure
+from megasink.analysis.capture import base
 from megasink.analysis.capture.inputs import Sample
 from megasink.analysis.capture.recorder import Recorder
 from megasink.analysis.capture.transformers_model import TransformersProbe
@@ -203,7 +204,7 @@ def test_hybrid_layers_stay_blank():
 def test_a_cpu_runs_a_batch_in_parts_that_change_nothing(model, samples, captured, monkeypatch):
     rows = []
     hook = model.register_forward_pre_hook(lambda _module, args: rows.append(tuple(args[0].shape)))
-    monkeypatch.setattr(measure, "_CPU_TOKENS", 11)
+    monkeypatch.setattr(measure, "PASS_TOKENS", 11)
     try:
         cut = analyzed(model, samples, token_bytes=np.arange(64, dtype=np.int32))
     finally:
@@ -212,6 +213,15 @@ def test_a_cpu_runs_a_batch_in_parts_that_change_nothing(model, samples, capture
     assert [s.source for s in cut.samples] == [s.source for s in captured.samples]
     for name, value in captured.values.items():
         np.testing.assert_allclose(cut.values[name], value, rtol=1e-4, atol=1e-6, err_msg=name)
+
+
+def test_a_model_that_takes_seconds_says_at_once_that_it_began(model, samples, monkeypatch, capsys):
+    analyzed(model, samples)
+    assert capsys.readouterr().err == ""
+    monkeypatch.setattr(base, "_SECONDS", 0)
+    analyzed(model, samples)
+    assert capsys.readouterr().err == f"analyzing: 0 of {len(samples)} samples\n"
+    assert not base.takes_seconds(torch.nn.Linear(9, 9, device="meta"))
 
 
 def test_all_statistics_are_asked_for(captured):
