@@ -31,6 +31,8 @@ def prepare(root):
     (checkpoint / "metadata.json").write_text('{"sharded_backend": "torch_dist"}')
     (checkpoint.parent / "latest_checkpointed_iteration.txt").write_text("4")
     (root / "kinds.json").write_text('[{"kind": "zero-head", "heads": [[0, 1]]}]')
+    value = {"kind": "steer-gates", "heads": [[0, 1]], "scale": -1}
+    (root / "value.json").write_text(json.dumps([value]))
     (root / "notes").mkdir()
     (root / "notes" / "thesis.txt").write_text("text")
     shape = {"num_layers": 2, "num_attention_heads": 4, "hidden_size": 32}

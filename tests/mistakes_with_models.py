@@ -96,6 +96,10 @@ MISTAKES_WITH_MODELS = {
         "evaluate {0}/llama --output {0}/new/out --tasks piqa --interventions {0}/kinds.json",
         "{0}/kinds.json, entry 0: kind 'zero-head' is unknown: choose drain-first-value",
     ),
+    "evaluate-value": (
+        "evaluate {0}/llama --output {0}/new/out --tasks piqa --interventions {0}/value.json",
+        "{0}/value.json, entry 0 (steer-gates): scale -1: a number from 0 on",
+    ),
     "evaluate-limit": (
         "evaluate {0}/llama --output {0}/new/out --device cpu --tasks docstrings_choice --limit 0",
         "--limit 0: at least 1",

@@ -44,7 +44,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         from megasink.analysis.capture.identity import weights_hash
         from megasink.analysis.evaluate.harness import evaluate
         from megasink.analysis.evaluate.results import write_evaluation
-        from megasink.analysis.interventions.record import to_entry
+        from megasink.analysis.interventions.entries import to_entry
         from megasink.output_folder import results_in
 
         options = ("limit", "batch_size", "chat_template", "parse_special_tokens", "samples")
@@ -159,6 +159,6 @@ def _check(args: argparse.Namespace, *, is_run: bool) -> tuple[ModelOptions, lis
     which = settled(args, problems)
     if args.interventions is None:
         return which, []
-    from megasink.analysis.interventions.record import read_interventions
+    from megasink.analysis.interventions.entries import read_interventions
 
     return which, list(read_interventions(args.interventions))

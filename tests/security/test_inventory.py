@@ -48,7 +48,6 @@ SAFE = {
     ("megasink/cli/__init__.py", "import_module"): OWN_NAMES,
     ("megasink/cli/demo_runs.py", "subprocess"): FIXED,
     ("megasink/analysis/interventions/__init__.py", "import_module"): OWN_NAMES,
-    ("megasink/analysis/interventions/record.py", "import_module"): OWN_NAMES,
     ("megasink/analysis/metrics/registry.py", "import_module"): OWN_NAMES,
     (
         "megasink/plan/hollow/build.py",

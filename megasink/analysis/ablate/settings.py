@@ -10,10 +10,10 @@ from typing import Any
 
 from megasink.analysis.ablate.calibration import threshold_of
 from megasink.analysis.ablate.results import RANDOM, UNCHANGED
-from megasink.analysis.interventions.dynamic_zeroing import DynamicZeroing
+from megasink.analysis.interventions.entries import read_interventions, to_entry
 from megasink.analysis.interventions.heads import HeadList, parse_heads, read_heads
-from megasink.analysis.interventions.record import Intervention, read_interventions, to_entry
-from megasink.analysis.interventions.zero_heads import ZeroHeads
+from megasink.analysis.interventions.kinds import DynamicZeroing, ZeroHeads
+from megasink.analysis.interventions.record import Intervention
 from megasink.analysis.metrics import metrics
 from megasink.analysis.metrics.thresholds import Scores
 from megasink.analysis.options import AblationOptions

@@ -1,20 +1,25 @@
 """Change what a model's heads write, or which tokens it reads, and see what that costs.
 
-A file of heads, and a kind of intervention that is none, are refused before torch is imported; what
-an intervention of a known kind may hold, its module knows, which imports torch.
+A file of heads or interventions is read, and refused, before torch is imported; only the thresholds
+that a score can reach are known to the metrics, with torch.
 """
 
 import importlib
 from typing import Any
 
 _MODULES = {
-    "drain_first_value": ("DrainFirstValue",),
-    "dynamic_zeroing": ("DynamicChange", "DynamicZeroing"),
+    "dynamic_zeroing": ("DynamicChange",),
+    "entries": ("from_entry", "read_interventions", "to_entry"),
     "heads": ("parse_heads", "read_heads"),
-    "record": ("Intervention", "from_entry", "read_interventions", "to_entry"),
-    "steer_gates": ("SteerGates",),
-    "tokens": ("RemoveBos", "RepeatFirstToken"),
-    "zero_heads": ("ZeroHeads",),
+    "kinds": (
+        "DrainFirstValue",
+        "DynamicZeroing",
+        "RemoveBos",
+        "RepeatFirstToken",
+        "SteerGates",
+        "ZeroHeads",
+    ),
+    "record": ("Intervention",),
 }
 __all__ = [name for names in _MODULES.values() for name in names]
 

@@ -4,9 +4,6 @@ Shapes: B rows, Q tokens, T tokens of a sample, N samples, H query heads, G key/
 dim.
 """
 
-from dataclasses import dataclass
-from typing import ClassVar
-
 import torch
 from torch import Tensor
 
@@ -14,55 +11,10 @@ from megasink.analysis.capture.changes import ForwardPass, HeadChange, HeadOutpu
 from megasink.analysis.capture.segments import Segment
 from megasink.analysis.capture.statistics import AttentionCall, attention_statistics
 from megasink.analysis.interventions.call import attention_of, explicit_gate
-from megasink.analysis.interventions.record import Intervention
-
-PHASES = ("prefill", "decode", "both")
+from megasink.analysis.interventions.kinds import DrainFirstValue
 
 
-@dataclass(frozen=True)
-class DrainFirstValue(Intervention):
-    """Set v_0 to zero: subtract A_i0 v_0 from the outputs of heads, without renormalizing A.
-
-    The first token is the first real one of each sequence. Query heads of a group share v_0, so
-    the output is changed per query head and the cache is left alone. A gate multiplies what is
-    subtracted; key 0 has no weight where a window hides it. Padding is left alone.
-
-    The paper zeroes v_0 "after generating the KV cache" (App. A) and does not say whether the
-    tokens of the prompt see it. Its scores on log-likelihood tasks, where nothing is decoded, do
-    change (MMLU 75.42 to 50.27 for all heads), so they do: "both" is the default. Nor does it say
-    of which tokens Eq. 9 averages; here it is over the tokens of the prompt, of each sample.
-
-    Attributes:
-        threshold: drain a sample's heads whose mean weight on the first token over the pass
-            without a cache (the prompt) is strictly above this, such as 0.75 (P0.28, Eq. 9); None
-            drains all (P0.27).
-        phase: "prefill" (passes without a cache), "decode" (those that continue one), or "both".
-
-    Raises:
-        ValueError: a threshold outside [0, 1], or an unknown phase.
-    """
-
-    kind: ClassVar[str] = "drain-first-value"
-    source: ClassVar[str] = "P0.27, P0.28"
-
-    threshold: float | None = None
-    phase: str = "both"
-
-    def __post_init__(self) -> None:
-        if self.phase not in PHASES:
-            raise ValueError(f"phase {self.phase!r}: choose {', '.join(PHASES)}")
-        if self.threshold is None:
-            return
-        is_number = isinstance(self.threshold, int | float) and not isinstance(self.threshold, bool)
-        if not is_number or not 0 <= self.threshold <= 1:
-            raise ValueError(f"threshold {self.threshold!r}: a mean weight is in [0, 1]")
-
-    def change(self) -> HeadChange:
-        """Return the change."""
-        return _Drain(self.threshold, self.phase)
-
-
-class _Drain(HeadChange):
+class Drain(HeadChange):
     """See `DrainFirstValue`."""
 
     reads_attention = True

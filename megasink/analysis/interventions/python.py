@@ -24,13 +24,16 @@ from megasink.analysis.capture.base import Listener, OpenProbe, Probe
 from megasink.analysis.capture.changes import HeadChange
 from megasink.analysis.capture.identity import weights_hash
 from megasink.analysis.capture.models import open_probe_on
-from megasink.analysis.interventions.drain_first_value import DrainFirstValue
-from megasink.analysis.interventions.dynamic_zeroing import DynamicChange, DynamicZeroing
+from megasink.analysis.interventions.dynamic_zeroing import DynamicChange
 from megasink.analysis.interventions.heads import Heads, normalized_heads, parse_heads, read_heads
+from megasink.analysis.interventions.kinds import (
+    DrainFirstValue,
+    DynamicZeroing,
+    SteerGates,
+    ZeroHeads,
+)
 from megasink.analysis.interventions.record import Intervention
 from megasink.analysis.interventions.scores import RANDOM, LayerScore
-from megasink.analysis.interventions.steer_gates import SteerGates
-from megasink.analysis.interventions.zero_heads import ZeroHeads
 from megasink.errors import UserError
 from megasink.transformers.caches import cache_of, without_cache
 

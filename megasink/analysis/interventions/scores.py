@@ -12,7 +12,7 @@ from torch import Tensor
 
 from megasink.analysis.ablate.results import RANDOM
 from megasink.analysis.metrics.head_scores import random_scores
-from megasink.analysis.metrics.registry import Metric, metrics, score_names
+from megasink.analysis.metrics.registry import Metric, check_score, metrics
 
 
 class LayerScore:
@@ -32,8 +32,7 @@ class LayerScore:
     """
 
     def __init__(self, name: str):
-        if name not in score_names():
-            raise ValueError(f"score {name!r} is unknown: choose {', '.join(score_names())}")
+        check_score(name)
         self.name = name
         self.entry = metrics([name])[name]
         assert self.entry.inactive is not None

@@ -4,51 +4,16 @@ Shapes: B rows, Q tokens, H query heads, D head dim.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import ClassVar
 
 import torch
 from torch import Tensor
 
 from megasink.analysis.capture.changes import ForwardPass, HeadChange, HeadOutputs
 from megasink.analysis.capture.head_names import head_problems
-from megasink.analysis.interventions.heads import Heads, heads_by_layer, normalized_heads
-from megasink.analysis.interventions.record import Intervention
+from megasink.analysis.interventions.heads import Heads, heads_by_layer
 
 
-@dataclass(frozen=True)
-class ZeroHeads(Intervention):
-    """Replace what chosen heads hand to the output projection by zero.
-
-    Zero equals zero columns of W_O for the head; the bias of W_O stays, and other heads are not
-    rescaled. The paper does not say whether it means zero or the head's mean by ablation (P4.7).
-
-    Attributes:
-        heads: (layer, head) pairs, both from 0; sorted, each once.
-        mask_shape: (layers, heads) of the mask that the heads were read from, which the model
-            must have; None if they were listed.
-
-    Raises:
-        ValueError: negative or non-integer numbers.
-    """
-
-    kind: ClassVar[str] = "zero-heads"
-    source: ClassVar[str] = "P4.7, P3.12"
-
-    heads: Heads
-    mask_shape: tuple[int, int] | None = None
-
-    def __post_init__(self) -> None:
-        object.__setattr__(self, "heads", normalized_heads(self.heads))
-        if self.mask_shape is not None:
-            object.__setattr__(self, "mask_shape", tuple(self.mask_shape))
-
-    def change(self) -> HeadChange:
-        """Return the change."""
-        return _Zeroing(self.heads, self.mask_shape)
-
-
-class _Zeroing(HeadChange):
+class Zeroing(HeadChange):
     """See `ZeroHeads`."""
 
     def __init__(self, heads: Heads, mask_shape: tuple[int, int] | None):
