@@ -3,6 +3,8 @@
 import math
 from collections.abc import Mapping
 
+from megasink.attention.variants import Variant
+
 Given = Mapping[str, float]
 """{name: value} of the coefficient, the shared heads and their refresh, in this order."""
 
@@ -32,3 +34,14 @@ def wrong_together(given: Given, heads: int | None) -> list[str]:
     if refresh > 0 and not shared:
         problems.append(f"{of_refresh} {refresh} without {of_shared}: give both")
     return problems
+
+
+def without_gradient(given: Given, record: Variant, similarity: str) -> list[str]:
+    """Return why attention of this variant and similarity has no gate to train, a sentence each."""
+    (name, coeff), *_ = given.items()
+    problems = []
+    if similarity != "softmax":
+        problems.append(f"similarity {similarity} has no gradient (importance is a proxy, P2.37)")
+    if record.slot_value is None:
+        problems.append(f"the record of variant {record.name!r} has no slot_value for its gradient")
+    return [f"{name} {coeff}: {problem}: use 0" for problem in problems if coeff]

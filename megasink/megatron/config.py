@@ -42,10 +42,11 @@ class MegasinkTransformerConfig(
             Not a dataclass field, so it is not serialized or copied by ``dataclasses.replace``.
 
     Raises:
-        ValueError: The head-balance loss is on for a similarity without a differentiable gate or a
-            variant without a slot value, or the heads or groups of a variant's parameter are not
-            divisible by the tensor-parallel ranks, or ``attention_variant_layers`` does not fit the
-            number of layers.
+        ConfigError: The head-balance loss is on for a similarity without a differentiable gate or a
+            variant without a slot value.
+        ValueError: The heads or groups of a variant's parameter are not divisible by the
+            tensor-parallel ranks, or ``attention_variant_layers`` does not fit the number of
+            layers.
         UserError: The attention variant is not registered.
     """
 

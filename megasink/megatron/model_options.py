@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from megasink.attention.variants import foreign_options, is_variant, variant
 from megasink.attention.variants.gates import is_megatrons_output_gate
 from megasink.attention.variants.layers import layers_with_variant
-from megasink.balance.options import wrong_alone, wrong_together
+from megasink.balance.options import without_gradient, wrong_alone, wrong_together
 from megasink.config import TRANSFORMER_OPTIONS
 from megasink.errors import ConfigError
 
@@ -120,23 +120,16 @@ def apply_options(config: Any) -> None:
 
     Raises:
         ConfigError: The head-balance loss is on for a similarity without a differentiable gate or a
-            variant without a slot value, or ``attention_variant_layers`` does not fit the number of
-            layers.
+            variant without a slot value.
+        ValueError: ``attention_variant_layers`` does not fit the number of layers.
         UserError: The attention variant is not registered.
     """
     record = variant(config.attention_variant)
     # Megatron's inference reads it; megatron/inference_guard.py rejects unsupported models.
     config.softmax_type = record.softmax_type
-    if config.head_balance_coeff and config.attention_similarity != "softmax":
-        raise ValueError(
-            f"attention_similarity {config.attention_similarity!r} has no gate with a gradient: "
-            "set head_balance_coeff to 0"
-        )
-    if config.head_balance_coeff and record.slot_value is None:
-        raise ValueError(
-            f"attention variant {record.name!r} has no slot_value, against which the gradient "
-            "of the head-balance loss is measured: set head_balance_coeff to 0"
-        )
+    loss = {"head_balance_coeff": config.head_balance_coeff}
+    if problems := without_gradient(loss, record, config.attention_similarity):
+        raise ConfigError(problems)
     if config.ffn_activation is not None:
         config.activation_func, config.gated_linear_unit = FFN_ACTIVATIONS[config.ffn_activation]
         # Megatron's other fused kernels only have the tanh approximation of gelu.

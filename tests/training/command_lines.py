@@ -177,7 +177,7 @@ sink-token-without-a-row: --sink-token --padded-vocab-size 256
   ! --padded-vocab-size 256 has no row for --sink-token beside the 256 tokens
 similarity-of-a-sink: --attention-similarity sigmoid --fp16 --attention-kernel flash-cpu
   ! no softmax for --attention-variant sink to add to: use --attention-variant vanilla
-  ! has no gate with a gradient (head importance is a proxy, P2.37): set --head-balance-
+  ! similarity sigmoid has no gradient (importance is a proxy, P2.37): use 0
   ! --attention-kernel flash-cpu computes softmax attention, not --attention-similarity
   ! float16 overflows at 65504: use --bf16
 softmax-without-its-sum: --attention-normalization none --attention-scale-alpha 0

@@ -11,7 +11,7 @@ from megasink.attention.variants.gates import (
     is_megatrons_output_gate,
 )
 from megasink.attention.variants.layers import PLAIN, layers_with_variant
-from megasink.balance.options import wrong_together
+from megasink.balance.options import without_gradient, wrong_together
 from megasink.config import MODEL_OPTIONS
 from megasink.errors import ConfigError
 from megasink.flags import flag_of
@@ -27,7 +27,7 @@ def problems(args: Namespace) -> Iterator[str]:
     """Yield one message per problem. The variant must be registered."""
     record = variant(args.attention_variant)
     yield from of_record(args, record)
-    yield from _balance(args)
+    yield from _balance(args, record)
     yield from _sinks(args, record)
     if args.attention_variant_layers is not None:
         yield from _layers(args)
@@ -63,11 +63,6 @@ def of_record(args: Namespace, record: Variant) -> Iterator[str]:
             f"--sdpa-output-norm rmsnorm with {flag}: the norm cancels the gate of its slot: "
             f"use {kept}"
         )
-    if record.slot_value is None and args.head_balance_coeff:
-        yield (
-            f"--head-balance-coeff {args.head_balance_coeff}: the record of {flag} has no "
-            "slot_value, which the gradient of the loss needs: add it, or use 0"
-        )
 
 
 def _parameters(args: Namespace, record: Variant) -> Iterator[str]:
@@ -93,10 +88,11 @@ def any_of(records: Iterable[Variant]) -> str:
     return f"{', '.join(others)} or {last}" if others else last
 
 
-def _balance(args: Namespace) -> Iterator[str]:
+def _balance(args: Namespace, record: Variant) -> Iterator[str]:
     names = ("head_balance_coeff", "head_balance_shared_heads", "head_balance_shared_refresh")
     given = {flag_of(name): getattr(args, name) for name in names}
     yield from wrong_together(given, args.num_attention_heads)
+    yield from without_gradient(given, record, args.attention_similarity)
 
 
 def _sinks(args: Namespace, record: Variant) -> Iterator[str]:
@@ -188,11 +184,6 @@ def _without_softmax(args: Namespace, flag: str) -> Iterator[str]:
         yield (
             f"{flag} has no softmax for --attention-variant {args.attention_variant} to add to: "
             f"use --attention-variant {instead}"
-        )
-    if args.head_balance_coeff:
-        yield (
-            f"{flag} has no gate with a gradient (head importance is a proxy, P2.37): set "
-            "--head-balance-coeff 0"
         )
     if args.attention_kernel.partition("+")[0] != "auto":
         yield (

@@ -110,9 +110,7 @@ def test_a_name_that_no_record_has():
 def test_a_command_line_is_refused_what_a_record_does_not_say():
     args = SimpleNamespace(
         attention_variant="mystery",
-        attention_similarity="softmax",
         sdpa_output_norm="rmsnorm",
-        head_balance_coeff=1e-4,
         tensor_model_parallel_size=2,
         num_attention_heads=4,
         num_query_groups=1,
@@ -133,12 +131,14 @@ def test_a_command_line_is_refused_what_a_record_does_not_say():
                 parameters=outside.parameters,
             )
         )
-        found = list(checks.of_record(args, variant("mystery")))
+        record = variant("mystery")
+        found = list(checks.of_record(args, record))
+    loss = {"--head-balance-coeff": 1e-4}
+    assert "'mystery' has no slot_value" in str(checks.without_gradient(loss, record, "softmax"))
     assert [text.partition(": ")[0] for text in found] == [
         "--gate-position",
         "--tensor-model-parallel-size 2 with --attention-variant mystery",
         "--sdpa-output-norm rmsnorm with --attention-variant mystery",
-        "--head-balance-coeff 0.0001",
     ]
     assert "group_sink has 1 rows, which 2 tensor-parallel ranks do not divide" in found[1]
 
