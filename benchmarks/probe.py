@@ -120,7 +120,7 @@ def measure(what: str, repeats: int) -> float:
         return least(lambda: eager_scores(eager, ids), repeats)
     probed = model("sdpa")
     recorder = Recorder([8] * 10, NAMES if what == "scores" else None)
-    with TransformersProbe(probed, recorder, recorder.needs) as probe:
+    with TransformersProbe(probed, recorder) as probe:
 
         def run() -> None:
             recorder.begin(1)
@@ -150,7 +150,7 @@ def agree() -> None:
     eager = model("eager")
     ids = torch.randint(SHAPE["vocab_size"], (1, 256))
     recorder = Recorder([8] * 10, NAMES)
-    with torch.no_grad(), TransformersProbe(eager, recorder, recorder.needs) as probe:
+    with torch.no_grad(), TransformersProbe(eager, recorder) as probe:
         recorder.begin(1)
         probe.forward(ids)
     recorder.end([{"index": 0, "source": ""}])
@@ -183,7 +183,7 @@ def in_turns(folder: str, turns: int) -> None:
             torch.nn.functional.cross_entropy(logits[row, :-1].float(), ids[row, 1:])
 
     def probed() -> None:
-        with TransformersProbe(loaded, recorder, recorder.needs) as probe:
+        with TransformersProbe(loaded, recorder) as probe:
             recorder.begin(rows)
             losses(probe.forward(ids).logits)
             recorder.end([MeasuredSample(row, "", "", 512) for row in range(rows)])

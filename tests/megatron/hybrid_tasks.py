@@ -94,8 +94,8 @@ def probed() -> dict[str, dict[str, Any]]:
                 weights[parameter] = tensor
             else:
                 tensor.data.copy_(weights[in_gpt(parameter, pattern)])
-        kept = Kept()
-        with MegatronProbe(model.eval(), kept, {*STATISTICS, MAP}) as probe:
+        kept = Kept({*STATISTICS, MAP})
+        with MegatronProbe(model.eval(), kept) as probe:
             logits = probe.forward(ids).logits
             sites = probe.sites()
         found[name] = {

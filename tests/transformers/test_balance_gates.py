@@ -32,7 +32,7 @@ def test_a_gate_that_is_no_share():
     with pytest.raises(UserError, match="LagunaAttention gates its heads by softplus, which may"):
         HeadBalance(laguna)
     with pytest.raises(UserError, match="LagunaAttention gates its heads by softplus, which may"):
-        TransformersProbe(laguna.eval(), Kept(), {"out_HTD"})
+        TransformersProbe(laguna.eval(), Kept({"out_HTD"}))
 
 
 @pytest.mark.parametrize("implementation", ["eager", "sdpa", "megasink"])

@@ -75,13 +75,12 @@ class Probe(ABC):
         self,
         problems: list[str],
         listener: Listener,
-        needs: Set[str],
         changes: Sequence[HeadChange] = (),
     ):
         if problems:
             raise ConfigError(problems)
         self.listener = listener
-        self.needs = set(needs)
+        self.needs = set(listener.needs)
         self.changes = list(changes)
         self.current = ForwardPass(0, 0, 0, [])
         self._calls: dict[int, AttentionCall] = {}

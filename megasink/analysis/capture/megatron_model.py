@@ -6,7 +6,7 @@ Shapes: S = T sequence, B batch, H query heads, G key/value groups, D head dim, 
 X = H * D.
 """
 
-from collections.abc import Callable, Sequence, Set
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -40,7 +40,7 @@ class MegatronProbe(Probe):
 
     Args:
         model: in evaluation mode, whole in this process (see `megasink.checkpoints.load`).
-        listener, needs, changes: see `Probe`.
+        listener, changes: see `Probe`.
 
     Raises:
         ConfigError: the model is sharded, or its attention is not megasink's.
@@ -50,10 +50,9 @@ class MegatronProbe(Probe):
         self,
         model: GPTModel | HybridModel,
         listener: Listener,
-        needs: Set[str],
         changes: Sequence[HeadChange] = (),
     ):
-        super().__init__(model_problems(model), listener, needs, changes)
+        super().__init__(model_problems(model), listener, changes)
         self.model: GPTModel | HybridModel = model
         self.body = model
         self.layers: list[Any] = list(model.decoder.layers)

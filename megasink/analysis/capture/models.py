@@ -1,6 +1,7 @@
 """Models that are loaded, made ready for probing."""
 
 import sys
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from megasink.analysis.capture.base import OpenProbe, ProbedModel
@@ -29,17 +30,13 @@ def open_probe_on(model: Any) -> OpenProbe:
         from megasink.analysis.capture.megatron_model import MegatronProbe
 
         if isinstance(model, GPTModel | HybridModel):
-            return lambda listener, changes=(): MegatronProbe(
-                model, listener, listener.needs, changes
-            )
+            return partial(MegatronProbe, model)
     from transformers import PreTrainedModel
 
     if isinstance(model, PreTrainedModel):
         from megasink.analysis.capture.transformers_model import TransformersProbe
 
-        return lambda listener, changes=(): TransformersProbe(
-            model, listener, listener.needs, changes
-        )
+        return partial(TransformersProbe, model)
     raise UserError(
         f"{type(model).__name__} is neither a model of transformers nor a Megatron GPTModel: "
         "unwrap it first (torch.compile, adapters, parallel wrappers)"

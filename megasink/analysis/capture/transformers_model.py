@@ -8,7 +8,7 @@ Shapes: B rows, T tokens, H query heads, G key/value groups, D head dim, E hidde
 """
 
 import inspect
-from collections.abc import Callable, Sequence, Set
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -48,7 +48,7 @@ class TransformersProbe(Probe):
     Args:
         model: a transformers decoder in evaluation mode; its attention implementation ("sdpa" or
             "eager") is kept.
-        listener, needs, changes: see `Probe`; samples are numbered as in `segments`.
+        listener, changes: see `Probe`; samples are numbered as in `segments`.
 
     Raises:
         ConfigError: the model's attention bypasses the interface, or does something that the
@@ -59,17 +59,16 @@ class TransformersProbe(Probe):
         self,
         model: PreTrainedModel,
         listener: Listener,
-        needs: Set[str],
         changes: Sequence[HeadChange] = (),
     ):
-        reads = bool(needs) or any(change.reads_attention for change in changes)
+        reads = bool(listener.needs) or any(change.reads_attention for change in changes)
         problems = model_problems(model) if reads else []
         if changes and getattr(model.config, "multi_head_addition", False) and not problems:
             problems = [
                 f"{type(model).__name__} has multi_head_addition: what enters its output "
                 "projection is the sum of the heads, which cannot be changed one by one"
             ]
-        super().__init__(problems, listener, needs, changes)
+        super().__init__(problems, listener, changes)
         self.model: PreTrainedModel = model
         # OPT calls the decoder in its base model, and never that model itself.
         self.body: torch.nn.Module = child(model.base_model, ("decoder",)) or model.base_model

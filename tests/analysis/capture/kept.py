@@ -1,12 +1,21 @@
 """What a probe reports, kept by tests."""
 
+from collections.abc import Iterable
+
 from torch import Tensor
 
+from megasink.analysis.capture.base import Listener
 
-class Kept:
-    """A listener that keeps everything."""
 
-    def __init__(self) -> None:
+class Kept(Listener):
+    """A listener that keeps everything.
+
+    Args:
+        needs: the statistics that it asks for.
+    """
+
+    def __init__(self, needs: Iterable[str] = ()) -> None:
+        self.needs = frozenset(needs)
         self.layers: dict[tuple[int, int], dict[str, Tensor]] = {}
         self.states: dict[tuple[int, int], Tensor] = {}
 

@@ -1,5 +1,6 @@
 """Tasks for the workers: a tiny GPT with and without a probe on it."""
 
+from functools import partial
 from typing import Any
 from unittest import mock
 
@@ -29,8 +30,8 @@ def probed(**options: Any) -> dict[str, Any]:
     ids = torch.randint(0, 128, (2, TOKENS), generator=torch.Generator().manual_seed(1))
     positions = torch.arange(TOKENS).expand(2, TOKENS)
     plain = model(ids, positions, None)
-    kept = Kept()
-    with MegatronProbe(model, kept, {*STATISTICS, MAP}) as probe:
+    kept = Kept({*STATISTICS, MAP})
+    with MegatronProbe(model, kept) as probe:
         output = probe.forward(ids)
     after = model(ids, positions, None)
     core = model.decoder.layers[1].self_attention.core_attention
@@ -56,11 +57,11 @@ def rows(**options: Any) -> dict[str, Any]:
     model = model_of(**options)
     ids = torch.randint(0, 128, (1, TOKENS), generator=torch.Generator().manual_seed(1))
     sample = Sample(tuple(ids[0].tolist()), "d", "s")
-    found = read_rows(lambda kept: MegatronProbe(model, kept, kept.needs), [sample])
-    layers, kept = model.decoder.layers, Kept()
+    found = read_rows(partial(MegatronProbe, model), [sample])
+    layers, kept = model.decoder.layers, Kept(STATISTICS)
     given: list[Tensor] = []
     hook = layers[0].mlp.register_forward_pre_hook(lambda _, args: given.append(args[0]))
-    with MegatronProbe(model, kept, set(STATISTICS)) as probe:
+    with MegatronProbe(model, kept) as probe:
         probe.forward(ids)
     hook.remove()
     report = {
@@ -85,7 +86,7 @@ def refused(training: bool = False, **options: Any) -> list[str]:
     """The problems that the probe names."""
     model = model_of(**options)
     try:
-        MegatronProbe(model.train(training), Kept(), set())
+        MegatronProbe(model.train(training), Kept())
     except ConfigError as error:
         return error.problems
     return []

@@ -28,7 +28,7 @@ def analyzed(model, samples, **options):
         [0 if layer is None else 4 for layer in range(2)],
         options=AnalysisOptions(positions=10, columns=4),
     )
-    with TransformersProbe(model, recorder, recorder.needs) as probe:
+    with TransformersProbe(model, recorder) as probe:
         recorder.heads[:] = probe.heads
         return run(probe, recorder, samples, AnalysisOptions(batch_size=2), **options)
 
@@ -183,7 +183,7 @@ def test_hybrid_layers_stay_blank():
     model = tiny_model("qwen3.5")
     recorder = Recorder([0, 0, 0, 4], options=AnalysisOptions(positions=4))
     samples = [Sample(tuple(tokens(1, 6, seed=i)[0].tolist()), "d", "s") for i in range(2)]
-    with TransformersProbe(model, recorder, recorder.needs) as probe:
+    with TransformersProbe(model, recorder) as probe:
         assert probe.heads == recorder.heads
         captured = run(probe, recorder, samples, AnalysisOptions(batch_size=2))
     results = summarised(captured, model={})

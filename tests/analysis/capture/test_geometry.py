@@ -3,6 +3,7 @@
 Shapes: N rows, T tokens, E hidden size.
 """
 
+from functools import partial
 from types import SimpleNamespace
 
 import numpy as np
@@ -30,13 +31,13 @@ def samples(count=3, length=TOKENS):
 
 
 def rows_of(model, of):
-    return read_rows(lambda listener: TransformersProbe(model, listener, listener.needs), of)
+    return read_rows(partial(TransformersProbe, model), of)
 
 
 def states_of(model, sample):
     """half -> float64 [T, E] of the whole sequence."""
-    kept = Kept()
-    with TransformersProbe(model, kept, set(STATISTICS)) as probe:
+    kept = Kept(STATISTICS)
+    with TransformersProbe(model, kept) as probe:
         probe.forward(torch.tensor([sample.tokens]))
     return {half: state.double() for (_, half), state in kept.states.items()}
 

@@ -3,6 +3,8 @@
 Shapes: H heads, T tokens, S = T keys, C chosen heads.
 """
 
+from functools import partial
+
 import numpy as np
 import pytest
 import torch
@@ -55,7 +57,7 @@ def drawn():
     ]
     samples.append(Sample((5,) * 12, "repeated", "repeated:0"))
     found = geometry(
-        lambda listener: TransformersProbe(model, listener, listener.needs),
+        partial(TransformersProbe, model),
         samples,
         [4, 4],
         [Head(1, 2, "requested"), Head(0, 3, "requested")],
@@ -94,9 +96,8 @@ def test_panels_show_the_chosen_heads_of_the_longest_text(drawn):
     model, samples, found, weights = drawn
     assert found["source"] == "s1"
     assert found["token_T"].tolist() == [f"<{token}>" for token in samples[1].tokens[:10]]
-    kept = Kept()
-    needs = {"query_HTD", "key_GTD", "value_GTD", "gated_out_HTD", "gate_HT"}
-    with TransformersProbe(model, kept, needs) as probe:
+    kept = Kept({"query_HTD", "key_GTD", "value_GTD", "gated_out_HTD", "gate_HT"})
+    with TransformersProbe(model, kept) as probe:
         probe.forward(torch.tensor([samples[1].tokens]))
     for index, (layer, head) in enumerate([(1, 2), (0, 3)]):
         whole = kept.layers[0, layer]

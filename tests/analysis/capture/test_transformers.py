@@ -25,8 +25,8 @@ def tokens(rows: int, count: int, seed: int = 1) -> Tensor:
 
 
 def probed(model, ids, *inputs):
-    kept = Kept()
-    with TransformersProbe(model, kept, {*STATISTICS, MAP}) as probe:
+    kept = Kept({*STATISTICS, MAP})
+    with TransformersProbe(model, kept) as probe:
         output = probe.forward(ids, *inputs)
     return kept, output
 
@@ -176,7 +176,7 @@ def test_an_attention_that_cannot_be_read_is_refused():
     other = tiny_model("llama")
     other.set_attn_implementation("flex_attention")
     with pytest.raises(ConfigError, match="'flex_attention': load it with sdpa or eager"):
-        TransformersProbe(other, Kept(), {"out_HTD"})
+        TransformersProbe(other, Kept({"out_HTD"}))
 
 
 def test_attention_that_is_not_what_it_seems_is_refused():

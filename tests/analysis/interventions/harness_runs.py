@@ -1,5 +1,6 @@
 """A run that is scored by lm-eval, for the workers."""
 
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -30,7 +31,7 @@ def run_scored(folder: str, heads: list[tuple[int, int]], **options: Any) -> dic
     model, tokenizer = model_of(**options), character_tokenizer()
     tokens = tokenizer.convert_tokens_to_ids(list("~}"))
     probed = ProbedModel(
-        lambda listener, changes=(): MegatronProbe(model, listener, listener.needs, changes),
+        partial(MegatronProbe, model),
         module=model,
         heads=[model.config.num_attention_heads] * model.config.num_layers,
         tokenizer=tokenizer,

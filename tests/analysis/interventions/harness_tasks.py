@@ -88,7 +88,7 @@ def probed(model, tokenizer, **options):
     }
 
     def open_probe(listener, changes=()):
-        return TransformersProbe(model, listener, listener.needs, changes)
+        return TransformersProbe(model, listener, changes)
 
     return ProbedModel(open_probe, **(fields | options))
 

@@ -1,5 +1,7 @@
 """Neither batch, padding, packing nor a cache changes what an intervention does to a sequence."""
 
+from functools import partial
+
 import pytest
 import torch
 
@@ -42,7 +44,7 @@ def interventions(model):
     found = [ZeroHeads([(0, 1), (1, 2)]), DynamicZeroing("random", 0.4), DrainFirstValue()]
     for score in ("awft", "ahon_ln"):
         scores = measure_scores(
-            lambda listener, changes=(): TransformersProbe(model, listener, set(), changes),
+            partial(TransformersProbe, model),
             score,
             [sequence.tolist() for sequence in SEQUENCES],
         )

@@ -1,5 +1,7 @@
 """Thresholds from an analysis, and the t-SNE under ablation."""
 
+from functools import partial
+
 import numpy as np
 import pytest
 import torch
@@ -36,7 +38,7 @@ def samples():
 
 
 def opener(model):
-    return lambda listener, changes=(): TransformersProbe(model, listener, listener.needs, changes)
+    return partial(TransformersProbe, model)
 
 
 @pytest.fixture(scope="module")

@@ -1,6 +1,7 @@
 """The pages in a real browser: whole, readable on a wide and on a narrow screen, and silent."""
 
 import json
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -72,12 +73,12 @@ def report(tmp_path_factory):
 def _analyzed(folder: Path, model, name, samples):
     heads = [0, 0, 0, 4] if name == "qwen" else [4, 4]
     recorder = Recorder(heads, options=AnalysisOptions(positions=12))
-    with TransformersProbe(model, recorder, recorder.needs) as probe:
+    with TransformersProbe(model, recorder) as probe:
         captured = run(probe, recorder, samples, AnalysisOptions(batch_size=3))
     maps = None
     if name != "qwen":
         maps = geometry(
-            lambda listener: TransformersProbe(model, listener, listener.needs),
+            partial(TransformersProbe, model),
             samples,
             heads,
             [Head(1, 2, "<i>asked</i>")],

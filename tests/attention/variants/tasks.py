@@ -136,7 +136,7 @@ def _analyzed(model: Any) -> dict[str, Tensor]:
     samples = [Sample(tuple(row.tolist()), "last step", "-") for row in torch.cat(batches)]
     heads = [model.config.num_attention_heads] * model.config.num_layers
     recorder = Recorder(heads, ("importance", "slot_alpha", "awft"))
-    with MegatronProbe(model, recorder, recorder.needs) as probe:
+    with MegatronProbe(model, recorder) as probe:
         found = run(
             probe,
             recorder,
