@@ -29,12 +29,15 @@ def main(argv: Sequence[str] | None = None) -> int:
     from megasink.analysis.folder import read_analysis
     from megasink.analysis.pages.comparable import name_apart
 
-    analyses = [read_analysis(folder) for folder in args.analyses]
-    name_apart(analyses, args.analyses)
-    if args.analyses == [args.output]:  # the page of an analysis, beside its numbers
+    if args.analyses == [args.output]:
+        # The page of an analysis, beside its numbers: read under the lock, so that no `megasink
+        # analyze` can put others there meanwhile.
         with exclusive(args.output):
-            write_report(analyses, args.output, kinds=kinds)
+            write_report([read_analysis(args.output)], args.output, kinds=kinds)
     else:
+        # Read before the output is touched: what cannot be drawn does not replace an older page.
+        analyses = [read_analysis(folder) for folder in args.analyses]
+        name_apart(analyses, args.analyses)
         about = {"analyses": [path.resolve() for path in args.analyses], "--pdf": args.pdf}
         with results_in(args.output, "report", about, overwrite=args.overwrite) as record:
             record()
