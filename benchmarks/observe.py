@@ -1,10 +1,10 @@
 """Cost of observing: the CPU time of a training step with everything written over one without.
 
 One process, the model of benchmarks/step_time.py with sinks and the head-balance loss. Kinds of
-steps take turns: without the observer; with it, between two log lines; on a log line (details,
+steps take turns: without the writer; with it, between two log lines; on a log line (details,
 TensorBoard scalars); on a log line with the picture of head importance. A step's CPU time, of all
-threads, is compared with that of the step without the observer in the same turn, so that other
-work on the machine matters little; what comes after the optimizer's step, the observer itself, is
+threads, is compared with that of the step without the writer in the same turn, so that other
+work on the machine matters little; what comes after the optimizer's step, the writer itself, is
 in a column of its own. One thread by default: threads that wait for others count as busy.
 
     python benchmarks/observe.py --turns 40
@@ -26,13 +26,13 @@ OFF, BETWEEN, LOGGED, PICTURE = "without", "between log lines", "log line", "log
 
 
 class Trainer:
-    """A model, its optimizer and an observer that writes into a folder."""
+    """A model, its optimizer and a writer of metrics into a folder."""
 
     def __init__(self, folder: Path, sequence: int):
-        from megasink.training import observer
+        from megasink.training import metrics_writer
 
         self.options = {"attention_variant": "sink", "head_balance_coeff": 1e-4}
-        self.model = step_time.build(self.options, sequence)
+        self.model = step_time.build(self.options, sequence, "cpu")
         self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-4)
         generator = torch.Generator().manual_seed(0)
         self.tokens = torch.randint(
@@ -57,15 +57,18 @@ class Trainer:
             stop_on_divergence=None,
             save=None,
         )
-        mock.patch.object(observer, "get_args", return_value=self.args).start()
-        mock.patch.object(observer, "get_tensorboard_writer", return_value=self.writer).start()
-        mock.patch.object(observer, "get_wandb_writer", return_value=None).start()
-        mock.patch.object(observer.Observer, "_print").start()
-        self.observer = observer.Observer(self.model.config.statistics, folder / "metrics.jsonl")
+        mock.patch.object(metrics_writer, "get_args", return_value=self.args).start()
+        mock.patch.object(
+            metrics_writer, "get_tensorboard_writer", return_value=self.writer
+        ).start()
+        mock.patch.object(metrics_writer, "get_wandb_writer", return_value=None).start()
+        mock.patch.object(metrics_writer.MetricsWriter, "_print").start()
+        statistics, path = self.model.config.statistics, folder / "metrics.jsonl"
+        self.metrics = metrics_writer.MetricsWriter(statistics, path)
         self.iteration = 0
 
     def step(self, kind: str) -> tuple[float, float]:
-        """Train one step: its CPU seconds, and those of them that the observer took."""
+        """Train one step: its CPU seconds, and those of them that the writer took."""
         self.iteration += 1
         self.args.log_interval = 1 if kind in (LOGGED, PICTURE) else 10**9
         self.args.head_heatmap_interval = int(kind == PICTURE)
@@ -87,7 +90,7 @@ class Trainer:
                 "grad_norm": 1.0,
                 "skipped_iter": 0,
             }
-            self.observer.step(call)
+            self.metrics.step(call)
         end = time.process_time()
         return end - start, end - middle
 
@@ -102,21 +105,21 @@ def main() -> None:
     one_process(args.threads)
     kinds = [OFF, BETWEEN, LOGGED, PICTURE]
     times: dict[str, list[float]] = {kind: [] for kind in kinds}
-    observer: dict[str, list[float]] = {kind: [] for kind in kinds}
+    writer: dict[str, list[float]] = {kind: [] for kind in kinds}
     with tempfile.TemporaryDirectory() as folder:
         trainer = Trainer(Path(folder), args.sequence)
         for turn in range(args.turns + 2):
             # Each kind comes at each place of a turn.
             for kind in kinds[turn % len(kinds) :] + kinds[: turn % len(kinds)]:
-                seconds, of_observer = trainer.step(kind)
+                seconds, of_writer = trainer.step(kind)
                 if turn >= 2:  # the first turns warm up
                     times[kind].append(seconds)
-                    observer[kind].append(of_observer)
-        trainer.observer.close()
+                    writer[kind].append(of_writer)
+        trainer.metrics.close()
         trainer.writer.close()
     print(f"S {args.sequence}, B {step_time.BATCH}, {SHAPE}, fp32, ", end="")
     print(f"{args.threads} threads, torch {torch.__version__}, {args.turns} turns, CPU time\n")
-    print("| step | CPU ms | more than without (median, quartiles) | ratio | observer alone |")
+    print("| step | CPU ms | more than without (median, quartiles) | ratio | writer alone |")
     print("|---|---|---|---|---|")
     alone = {}
     for kind, values in times.items():
@@ -125,12 +128,12 @@ def main() -> None:
         low, middle, high = statistics.quantiles(more, n=4)
         milliseconds = 1e3 * statistics.median(values)
         text = f"{middle:.1f} ms ({low:.1f} to {high:.1f})"
-        alone[kind] = 1e3 * statistics.median(observer[kind])
+        alone[kind] = 1e3 * statistics.median(writer[kind])
         print(f"| {kind} | {milliseconds:.0f} | {text} | {ratio:.4f} | {alone[kind]:.1f} ms |")
     between, logged = alone[BETWEEN] - alone[OFF], alone[LOGGED] - alone[OFF]
     mean = 0.9 * between + 0.1 * logged + (alone[PICTURE] - alone[LOGGED]) / 1000
     base = 1e3 * statistics.median(times[OFF])
-    print(f"\nthe observer alone, --log-interval 10, --head-heatmap-interval 1000: {mean:.2f} ms")
+    print(f"\nthe writer alone, --log-interval 10, --head-heatmap-interval 1000: {mean:.2f} ms")
     print(f"per step on average, ratio {1 + mean / base:.4f}")
     torch.distributed.destroy_process_group()
 

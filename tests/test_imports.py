@@ -244,7 +244,7 @@ def test_every_room_is_in_the_table_and_no_two_import_each_other():
         ("megasink.megatron.norm", "from megasink.training import run_dir"),
         ("megasink.megatron.norm", "from megasink import training"),
         ("megasink.megatron.norm", "from .. import training"),
-        ("megasink.analysis.pages.curves", "import megasink.training.observer"),
+        ("megasink.analysis.pages.curves", "import megasink.training.metrics_writer"),
         ("megasink.training.launch", "from megasink.convert import table"),
     ],
 )

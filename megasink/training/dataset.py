@@ -207,9 +207,9 @@ def without_prefix(loss_mask: Tensor, prefix: int) -> Tensor:
 
 
 def bytes_per_token(args: Namespace) -> Any:
-    """Return an array of the bytes of text per token id; None if the tokenizer tells none.
+    """Return an array of the bytes of text per token id; None if tokens do not stand for bytes.
 
-    One over letters, numbers or proteins does not: a run on it reports its loss per token alone.
+    Those of letters alone, numbers or proteins do not: a run reports its loss per token alone.
     """
     if args.tokenizer_type != "HuggingFaceTokenizer":
         return None

@@ -5,8 +5,7 @@ systems (Debian's /etc/hosts has 127.0.1.1), or nothing at all: the other hosts 
 themselves, and wait. The kernel's routes give the answer that they need.
 
 ``python -m megasink.training.network MASTER_ADDR`` prints what examples/pretrain_gpt_sink.sh hands
-to
-torchrun: this host's address, and whether it is the one that the others meet at (1 or 0).
+to torchrun: this host's address, and whether it is the one that the others meet at (1 or 0).
 """
 
 import contextlib

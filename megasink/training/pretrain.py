@@ -26,7 +26,6 @@ from megasink.upstream.process import prepare_process
 
 # Limit for a rank's shutdown.
 _END_SECONDS = 60.0
-_OF_TORCHRUN = {"WORLD_SIZE": "1", "RANK": "0"}
 
 
 def pretrain(argv: Sequence[str], *, checked: bool = False) -> None:
@@ -112,7 +111,7 @@ def _run(args: Namespace, store: Any) -> None:
     from megasink.training.forward import forward_step
     from megasink.training.keep_checkpoints import keeping_whole_checkpoints
     from megasink.training.matrix_shards import laying_out_matrices
-    from megasink.training.observer import Observer, observing
+    from megasink.training.metrics_writer import MetricsWriter, writing_metrics
     from megasink.training.optimizer import grouping_sink_parameters
     from megasink.training.phases import agreeing_on_signals, following_phases
     from megasink.training.series import is_observed
@@ -133,7 +132,7 @@ def _run(args: Namespace, store: Any) -> None:
     seams = (
         FAULT_TOLERANCE.replacing(setup=lambda: None),
         loading_without_code(),
-        observing(Observer(model.transformer.statistics, metrics)),
+        writing_metrics(MetricsWriter(model.transformer.statistics, metrics)),
         comparable_evaluations(),
         grouping_sink_parameters(),
         laying_out_matrices(args),
@@ -144,7 +143,7 @@ def _run(args: Namespace, store: Any) -> None:
         # A step that is logged waits for the device anyway, as the last one is.
         agreeing_on_signals(
             lambda: RankState.signal,
-            stop.all_told,
+            stop.set_signal,
             waits=lambda: is_observed(args, args.curr_iteration + 1),
         ),
     )
@@ -177,7 +176,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         run_dir = dict(named_values(argv)).get("run-dir")
         RankState.run_dir = Path(run_dir[-1]) if run_dir else None
         if not (checked or {"-h", "--help"} & set(argv)):
-            world, rank = (int(os.environ.get(name, n)) for name, n in _OF_TORCHRUN.items())
+            world, rank = int(os.environ.get("WORLD_SIZE", "1")), int(os.environ.get("RANK", "0"))
             checked = early.refuse(early.read(argv, here=True), world, here=True, rank=rank)
         pretrain(argv, checked=checked)
     except Stopped as error:

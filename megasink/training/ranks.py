@@ -46,7 +46,7 @@ class Ranks:
         self._arguments, self._logs, self._console = arguments, logs, console
         self._variables = variables
         self.signals: list[int] = []
-        self._asked: set[int] = set()
+        self._signaled: set[int] = set()
         self._since: float | None = None
         self._before: dict[int, Any] = {}
 
@@ -110,15 +110,15 @@ class Ranks:
             return
         ranks = list(self._started())
         for rank in ranks:
-            if rank.pid not in self._asked:
-                self._asked.add(rank.pid)
+            if rank.pid not in self._signaled:
+                self._signaled.add(rank.pid)
                 with contextlib.suppress(psutil.Error):
                     rank.send_signal(self.signals[0])
         if ranks:
             return
         # torchrun is about to start the ranks, or has ended with them.
-        if self._torchrun.pid not in self._asked:
-            self._asked.add(self._torchrun.pid)
+        if self._torchrun.pid not in self._signaled:
+            self._signaled.add(self._torchrun.pid)
             self._torchrun.terminate()
         elif waited > 10:
             self._torchrun.kill()

@@ -115,7 +115,7 @@ def training_ended() -> None:
         leave(RankState.signal)
 
 
-def all_told(number: int) -> None:
+def set_signal(number: int) -> None:
     """Record a signal that some rank received: the loop saves and ends."""
     RankState.signal = number
 

@@ -25,7 +25,7 @@ _EVALUATE = (
     "*_)",
     "megatron.training.training:train: evaluate_and_print_results(...)",
 )
-OBSERVER = _training(
+METRICS = _training(
     "metrics of steps and evaluations",
     "megatron.training.training",
     "training_log evaluate evaluate_and_print_results save_checkpoint_and_time",

@@ -10,7 +10,7 @@ from tests.distributed import launch_task
 
 
 def train_with_wandb(flags: list[str], ranks: int, port: int) -> dict[str, Any]:
-    """Train; what Megatron and the observer gave to W&B on this rank.
+    """Train; what Megatron and the metrics writer gave to W&B on this rank.
 
     The package is not installed: a stand-in that takes every call is in its place, and Megatron
     sets it up as it does the real one.
@@ -41,15 +41,15 @@ def lines_written(flags: list[str], ranks: int, port: int, late: bool) -> list[t
     from megatron.training import training
 
     from megasink.training.host_copy import HostCopy
-    from megasink.training.observer import Observer
+    from megasink.training.metrics_writer import MetricsWriter
 
     metrics, found = Path(flags[flags.index("--run-dir") + 1], "metrics.jsonl"), []
-    step, save = Observer.step, training.save_checkpoint
+    step, save = MetricsWriter.step, training.save_checkpoint
 
     def count(what: str) -> None:
         found.append((what, len(metrics.read_text().splitlines())))
 
-    def counted_step(self: Observer, call: dict[str, Any]) -> None:
+    def counted_step(self: MetricsWriter, call: dict[str, Any]) -> None:
         step(self, call)
         count(f"step {call['iteration']}")
 
@@ -58,7 +58,7 @@ def lines_written(flags: list[str], ranks: int, port: int, late: bool) -> list[t
         return save(iteration, *args, **kwargs)
 
     with (
-        mock.patch.object(Observer, "step", counted_step),
+        mock.patch.object(MetricsWriter, "step", counted_step),
         mock.patch.object(training, "save_checkpoint", counted_save),
         mock.patch.object(HostCopy, "is_here", not late),
     ):

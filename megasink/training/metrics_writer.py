@@ -30,14 +30,14 @@ from megasink.training import series
 from megasink.training.divergence import stop_if_diverged
 from megasink.training.forward import BITS_PER_BYTE, LM_LOSS
 from megasink.training.metrics_file import MetricsFile
-from megasink.upstream.training import OBSERVER
+from megasink.upstream.training import METRICS
 
 BALANCE_LOSS = "head balance loss"
 IMBALANCE = "head imbalance"
 HEATMAP = "head importance"
 
 
-class Observer:
+class MetricsWriter:
     """Write the metrics of each step. The last rank owns the writers, as in Megatron.
 
     Args:
@@ -249,34 +249,34 @@ def _drop_after(writer: Any, iteration: int) -> None:
 
 
 @contextlib.contextmanager
-def observing(observer: Observer) -> Iterator[None]:
-    """Call the observer on every step and evaluation of Megatron's training loop."""
-    originals = OBSERVER.originals()
+def writing_metrics(metrics: MetricsWriter) -> Iterator[None]:
+    """Call the writer on every step and evaluation of Megatron's training loop."""
+    originals = METRICS.originals()
     step_call = inspect.signature(training.training_log)
     evaluation_call = inspect.signature(training.evaluate_and_print_results)
 
     def training_log(*args: Any, **kwargs: Any) -> Any:
-        observer.step(step_call.bind(*args, **kwargs).arguments)
+        metrics.step(step_call.bind(*args, **kwargs).arguments)
         return originals["training_log"](*args, **kwargs)
 
     def evaluate(*args: Any, **kwargs: Any) -> Any:
         result = originals["evaluate"](*args, **kwargs)
-        observer.evaluation(result[0])
+        metrics.evaluation(result[0])
         return result
 
     @functools.wraps(training.evaluate_and_print_results)
     def evaluate_and_print_results(prefix: str, *args: Any, **kwargs: Any) -> Any:
         call = evaluation_call.bind(prefix, *args, **kwargs).arguments
         split = "test" if prefix.endswith("on test set") else "valid"
-        observer.start_evaluation(split, int(call["iteration"]))
+        metrics.start_evaluation(split, int(call["iteration"]))
         return originals["evaluate_and_print_results"](prefix, *args, **kwargs)
 
     def save_checkpoint_and_time(*args: Any, **kwargs: Any) -> Any:
-        observer.flush()
+        metrics.flush()
         return originals["save_checkpoint_and_time"](*args, **kwargs)
 
     try:
-        with OBSERVER.replacing(
+        with METRICS.replacing(
             training_log=training_log,
             evaluate=evaluate,
             evaluate_and_print_results=evaluate_and_print_results,
@@ -284,7 +284,7 @@ def observing(observer: Observer) -> Iterator[None]:
         ):
             yield
     except Exception:
-        observer.close(failed=True)
+        metrics.close(failed=True)
         raise
     finally:
-        observer.close()
+        metrics.close()
