@@ -107,6 +107,7 @@ SAMPLED = {
     "tests/training/test_example.py::test_the_example_starts_in_every_way": 2,
     "tests/training/test_recipe_models.py::test_a_recipe_from_training_to_its_export": 99,
     "tests/training/test_sample_order.py::test_a_longer_run_sees_what_one_of_that_length_sees": 2,
+    "tests/transformers/test_every_type.py::test_numbers_are_right_or_refused": 7,
     "tests/attention/variants/test_every_variant.py::test_analysis_generation_and_export_are_those_of_the_model_that_trained": 3,  # noqa: E501
 }
 # Tests that take long and have a shorter sister in the CI. Beginnings of node ids.

@@ -178,6 +178,8 @@ def _sequences(
     if not isinstance(mask, Sequences):
         shape = list(getattr(mask, "shape", ()))
         refuse(config, f"it attends by a mask of its own, {shape}: pass one of [rows, tokens]")
+    if not mask.causal:
+        refuse(config, f"{type(module).__name__} is bidirectional, or attends to an encoder")
     if (queries, keys) != (mask.queries, mask.length):
         refuse(
             config,

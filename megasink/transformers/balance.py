@@ -77,13 +77,12 @@ class HeadBalance:
         refresh: int = 0,
         scope: str = "global",
     ):
-        config: Any = model.config
         blocks = find_blocks(model)
-        self.heads = int(config.get_text_config().num_attention_heads)
+        self.heads = max(block.heads for block in blocks)
         attentions = {i: b.attention for i, b in enumerate(blocks) if b.attention is not None}
         readers = {layer: gate_reader(attention) for layer, attention in attentions.items()}
         problems = option_problems(coeff, shared_heads, refresh, scope, self.heads)
-        problems += model_problems(model, attentions, readers)
+        problems += model_problems(model, blocks, readers)
         if problems:
             raise ConfigError(problems)
         self.options = HeadBalanceOptions(

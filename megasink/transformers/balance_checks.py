@@ -1,11 +1,13 @@
 """What a model or an option must be for the head-balance loss in transformers."""
 
+from collections.abc import Sequence
 from typing import Any, get_args
 
 import torch
 
 from megasink.balance.options import wrong_alone, wrong_together
 from megasink.config import Scope
+from megasink.transformers.blocks import Block, decoder_config, decoder_of
 
 MARK = "megasink_balanced"
 """Attribute of a model with a head-balance loss."""
@@ -22,22 +24,31 @@ def option_problems(coeff: float, shared: int, refresh: int, scope: str, heads: 
 
 
 def model_problems(
-    model: torch.nn.Module, attentions: dict[int, torch.nn.Module], readers: dict[int, Any]
+    model: torch.nn.Module, blocks: Sequence[Block], readers: dict[int, Any]
 ) -> list[str]:
     """Return what is wrong with the model, a sentence each.
 
     Args:
-        attentions: Its attention modules, by layer.
-        readers: Those of their explicit gates, or None.
+        blocks: Its decoder layers, some of which have attention.
+        readers: Those of the explicit gates of these, or None, by layer.
     """
-    config: Any = model.config
     name, problems = type(model).__name__, []
-    if not attentions:
-        problems.append(f"{name} has no layer with softmax attention: there is nothing to balance")
-    elif hasattr(model, MARK):
+    if hasattr(model, MARK):
         problems.append(f"{name} already has a head-balance loss: call its remove() first")
-    implementation = config.get_text_config()._attn_implementation
-    if any(reader is None for reader in readers.values()) and implementation != "megasink":
+    heads = sorted({block.heads for block in blocks if block.attention is not None})
+    if len(heads) > 1:
+        problems.append(
+            f"{name} has layers of {' and of '.join(map(str, heads))} heads: the loss needs as "
+            "many in each"
+        )
+    needs_softmax = any(reader is None for reader in readers.values())
+    implementation = decoder_config(model)._attn_implementation
+    if needs_softmax and not decoder_of(model)._can_set_attn_implementation():
+        problems.append(
+            f"{name}: its attention bypasses transformers' attention interface, so it gives no "
+            "gates; models written for AttentionInterface do"
+        )
+    elif needs_softmax and implementation != "megasink":
         problems.append(
             f"{name} has the attention implementation {implementation!r}, which gives no gates: "
             'import megasink.transformers and call model.set_attn_implementation("megasink")'

@@ -10,10 +10,16 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from transformers import PreTrainedModel
 
 from megasink.errors import UserError
 
 _LAYERS = ("layers", "h", "blocks")
+# What configurations and attention modules call numbers of layers and heads. Of a decoder cut out
+# of an encoder-decoder, the second name of each pair is the encoder's.
+_COUNTS = ("decoder_layers", "num_hidden_layers")
+_CONFIG_HEADS = ("decoder_attention_heads", "num_attention_heads")
+_MODULE_HEADS = ("num_heads", "num_attention_heads")
 _ATTENTION = ("self_attn", "attn", "attention", "self_attention")
 _OUTPUT = ("o_proj", "c_proj", "dense", "out_proj")
 _MLP = ("mlp", "feed_forward", "block_sparse_moe")
@@ -59,6 +65,7 @@ class Block:
     Attributes:
         module: the layer.
         attention, output: softmax attention and its output projection; None in a layer without.
+        heads: H of the attention; 0 without.
         mlp: its MLP or experts; None if not found.
         middle: the module whose input is the state after attention; None if unknown.
         parallel: attention and MLP both read the block's input, so there is no such module.
@@ -67,51 +74,60 @@ class Block:
     module: torch.nn.Module
     attention: torch.nn.Module | None
     output: torch.nn.Module | None
+    heads: int
     mlp: torch.nn.Module | None
     middle: torch.nn.Module | None
     parallel: bool
 
 
+def decoder_of(model: torch.nn.Module) -> Any:
+    """Return the decoder in a model of several parts, such as a vision tower beside it."""
+    get_decoder: Any = getattr(model, "get_decoder", lambda: model)
+    decoder = get_decoder()
+    return decoder if isinstance(decoder, PreTrainedModel) else model
+
+
+def decoder_config(model: torch.nn.Module) -> Any:
+    """Return the configuration of a model's decoder, which may be a part of the model's."""
+    config: Any = model.config
+    return config.get_text_config(decoder=True)
+
+
 def find_blocks(model: torch.nn.Module) -> list[Block]:
-    """Return the decoder layers of a model, in order.
+    """Return the decoder layers of a model, in order, some of which have attention.
 
     Raises:
-        UserError: no layer list, or no output projection of an attention, is found.
+        UserError: an encoder-decoder, no layer list, no attention in it, or an attention without
+            output projection or number of heads.
     """
-    config: Any = model.config
-    config = config.get_text_config()
-    count = config.num_hidden_layers
-    kinds = getattr(config, "layer_types", None) or ["full_attention"] * count
-    for name, module in model.named_modules():
+    config, whole = decoder_config(model), type(model).__name__
+    if getattr(model.config, "is_encoder_decoder", False):
+        raise UserError(f"{whole} is an encoder-decoder: megasink reads decoders")
+    count = _first(config, _COUNTS)
+    for name, module in decoder_of(model).named_modules():
         is_list = isinstance(module, torch.nn.ModuleList) and name.split(".")[-1] in _LAYERS
         if is_list and len(module) == count:
+            kinds = getattr(config, "layer_types", None) or ["full_attention"] * count
             layers = enumerate(zip(module.children(), kinds, strict=True))
-            return [_block(layer, f"{name}.{i}", kind) for i, (layer, kind) in layers]
-    raise UserError(
-        f"{type(model).__name__} has no list of {count} decoder layers that megasink can find: it "
-        f"looks for {', '.join(_LAYERS)}, and for decoders alone"
-    )
-
-
-def blocks_with_attention(model: torch.nn.Module) -> list[Block]:
-    """Return the decoder layers of a model, some of which have attention.
-
-    Raises:
-        UserError: none has, or as `find_blocks`.
-    """
-    blocks = find_blocks(model)
+            blocks = [_block(layer, f"{name}.{i}", kind, config) for i, (layer, kind) in layers]
+            break
+    else:
+        raise UserError(
+            f"{whole} has no list of {'' if count is None else f'{count} '}decoder layers that "
+            f"megasink can find: it looks for {', '.join(_LAYERS)}, and for decoders alone"
+        )
     if all(block.attention is None for block in blocks):
         raise UserError(
-            f"{type(model).__name__} has no attention in its {len(blocks)} layers that megasink "
-            f"can find: it looks for {', '.join(_ATTENTION)}"
+            f"{whole} has no attention in its {len(blocks)} layers that megasink can find: it "
+            f"looks for {', '.join(_ATTENTION)}"
         )
     return blocks
 
 
-def _block(layer: torch.nn.Module, name: str, kind: str) -> Block:
+def _block(layer: torch.nn.Module, name: str, kind: str, config: Any) -> Block:
     # Some models call their linear attention self_attn, too.
     attention = None if kind == "linear_attention" else child(layer, _ATTENTION)
-    output = None
+    output, heads = None, 0
     if attention is not None:
         output = child(attention, _OUTPUT)
         if output is None:
@@ -119,15 +135,35 @@ def _block(layer: torch.nn.Module, name: str, kind: str) -> Block:
                 f"{name} ({type(attention).__name__}) has no output projection named "
                 f"{', '.join(_OUTPUT)}: megasink cannot read the outputs of its heads"
             )
+        heads = _heads(attention, name, config)
     mlp = child(layer, _MLP)
     if getattr(layer, "use_parallel_residual", False):
-        return Block(layer, attention, output, mlp, None, True)
+        return Block(layer, attention, output, heads, mlp, None, True)
     middle = child(layer, _MIDDLE)
     if middle is None:
         # With norms on the branch outputs only, the MLP reads the state itself.
         post_norm = hasattr(layer, "post_feedforward_layernorm")
         middle = mlp if post_norm else child(layer, ("post_attention_layernorm",))
-    return Block(layer, attention, output, mlp, middle, False)
+    return Block(layer, attention, output, heads, mlp, middle, False)
+
+
+def _heads(attention: torch.nn.Module, name: str, config: Any) -> int:
+    """Return H of a layer, in which models may differ from layer to layer."""
+    own = _first(attention, _MODULE_HEADS)
+    if own is None:  # of the layer, if it has a configuration of its own
+        own = _first(getattr(attention, "config", config), _CONFIG_HEADS)
+    if own is None:
+        raise UserError(
+            f"{name} ({type(attention).__name__}) has no number of heads named "
+            f"{', '.join(_MODULE_HEADS)}, and neither has its configuration"
+        )
+    return own
+
+
+def _first(holder: Any, names: tuple[str, ...]) -> int | None:
+    """Return the first attribute with one of these names that is a number."""
+    numbers = (getattr(holder, name, None) for name in names)
+    return next((number for number in numbers if isinstance(number, int)), None)
 
 
 def child(module: torch.nn.Module, names: tuple[str, ...]) -> torch.nn.Module | None:
@@ -137,8 +173,17 @@ def child(module: torch.nn.Module, names: tuple[str, ...]) -> torch.nn.Module | 
 
 
 def output_weight(output: torch.nn.Module, heads: int) -> Tensor:
-    """Return [H, D, E]: the rows of the output projection for each query head."""
-    weight: Any = output.weight
+    """Return [H, D, E]: the rows of the output projection for each query head.
+
+    Raises:
+        UserError: it is no matrix of floating-point numbers.
+    """
+    weight: Any = getattr(output, "weight", None)
+    if not (isinstance(weight, Tensor) and weight.dim() == 2 and weight.is_floating_point()):
+        raise UserError(
+            f"the output projection is a {type(output).__name__} without a matrix of "
+            "weights (quantized, or a module of its own): megasink cannot read it"
+        )
     if type(output).__name__ != "Conv1D":  # GPT-2 keeps [in, out]
         weight = weight.t()
     by_head: Tensor = weight.detach().unflatten(0, (heads, -1))

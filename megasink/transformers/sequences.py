@@ -34,10 +34,13 @@ class Sequences:
         first_query, first_key: Positions of the first query and key, given if only a mask tells
             what is visible (`masked_attention`); else None. Under torch.compile the first query of
             a static cache is a tensor.
+        causal: False for a mask that is refused when it is used: decoders of an encoder-decoder
+            make one for a cross-attention that they may not run.
     """
 
     # `generate` makes masks for static caches in advance. Models ask them for their dimensions (4:
-    # nothing is left to convert), and `generate` for `contiguous`.
+    # nothing is left to convert), and `generate` for `contiguous`. Whatever else is done with a
+    # mask is part of the attention that megasink would not compute, and is refused.
     ndim = 4
 
     queries: int
@@ -49,10 +52,21 @@ class Sequences:
     order: RowOrder | None = None
     first_query: int | Tensor | None = None
     first_key: int | None = None
+    causal: bool = True
 
     def contiguous(self) -> Self:
         """Return the sequences."""
         return self
+
+    def __getattr__(self, name: str) -> NoReturn:
+        raise _NoTensor(_COMPUTED_WITH)
+
+    def __getitem__(self, place: object) -> NoReturn:
+        raise UserError(_COMPUTED_WITH)
+
+    @classmethod
+    def __torch_function__(cls, *_: object) -> NoReturn:
+        raise UserError(_COMPUTED_WITH)
 
 
 def megasink_mask(
@@ -84,12 +98,12 @@ def megasink_mask(
         use_vmap: Whether the model adds a mask of its own.
 
     Raises:
-        UserError: The mask is not causal, or one that megasink does not compute.
+        UserError: The mask is one that megasink does not compute.
     """
     if isinstance(attention_mask, Sequences):  # made by `generate` for a static cache
         return attention_mask
     if allow_is_bidirectional_skip is not None:
-        refuse(config, "its attention is bidirectional")
+        return Sequences(q_length, kv_length, kv_length, causal=False)
     if use_vmap:
         refuse(config, "it adds a mask of its own to the causal one (a prefix, images, or similar)")
     if local_size is not None and local_size == getattr(config, "attention_chunk_size", None):
@@ -218,6 +232,14 @@ def refuse(config: Any, what: str) -> NoReturn:
     )
 
 
+class _NoTensor(UserError, AttributeError):
+    """A mask is asked for what a tensor has; `hasattr` answers False."""
+
+
+_COMPUTED_WITH = (
+    'attn_implementation="megasink" cannot run this model: it computes with its attention mask, '
+    'which megasink never makes; use "eager" for it'
+)
 PACKED_AND_COMPILED = (
     'attn_implementation="megasink" computes packed documents without torch.compile alone'
 )

@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+import transformers
 from torch import nn
 
 import megasink.transformers  # noqa: F401  registers the attention
@@ -304,8 +305,11 @@ def test_all_problems_at_once():
 
 def test_models_that_cannot_be_balanced():
     linear = model_of("qwen3.5", layer_types=["linear_attention"] * 4)
-    with pytest.raises(ConfigError, match="no layer with softmax attention: there is nothing to"):
+    with pytest.raises(UserError, match="has no attention in its 4 layers that megasink can find"):
         HeadBalance(linear)
+    bypassing = transformers.BloomConfig(vocab_size=64, hidden_size=32, n_layer=2, n_head=4)
+    with pytest.raises(ConfigError, match="bypasses transformers' attention interface, so it"):
+        HeadBalance(transformers.BloomForCausalLM(bypassing))
     model = model_of("llama")
     HeadBalance(model)
     with pytest.raises(ConfigError, match="already has a head-balance loss: call its remove"):

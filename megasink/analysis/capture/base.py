@@ -171,9 +171,9 @@ class Probe(ABC):
         self._hooks.clear()
         self._calls.clear()
         self._gates.clear()
-        self._uninstall()
         _PROBED.discard(self.model)
         self._entered = False
+        self._uninstall()
 
     def _begin(self, forward: ForwardPass) -> None:
         """Start a call of the model."""

@@ -54,23 +54,23 @@ def of_transformers(model: "PreTrainedModel", tokenizer: Any, name: str) -> Prob
         ConfigError: megasink cannot read its attention.
     """
     from megasink.analysis.capture.transformers_model import model_problems
-    from megasink.transformers.blocks import blocks_with_attention
+    from megasink.transformers.blocks import decoder_config, find_blocks
 
     problems = model_problems(model)
     if problems:
         raise ConfigError(problems)
-    blocks, config = blocks_with_attention(model), model.config.get_text_config()
+    config = decoder_config(model)
     return ProbedModel(
         open_probe_on(model),
         module=model,
-        heads=[config.num_attention_heads if b.attention else 0 for b in blocks],
+        heads=[block.heads for block in find_blocks(model)],
         tokenizer=tokenizer,
         vocabulary=config.vocab_size,
         positions=getattr(config, "max_position_embeddings", None),
         facts={
             "name": name,
             "kind": type(model).__name__,
-            "attention": model.config._attn_implementation,
+            "attention": config._attn_implementation,
             "dtype": str(model.dtype).removeprefix("torch."),
             "parameters": model.num_parameters(),
         },

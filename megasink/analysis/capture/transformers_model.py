@@ -26,10 +26,12 @@ from megasink.analysis.capture.transformers_sites import transformers_sites
 from megasink.errors import UserError
 from megasink.transformers.blocks import (
     Block,
-    blocks_with_attention,
     check_gated,
     child,
+    decoder_config,
+    decoder_of,
     eager_function,
+    find_blocks,
     gate_reader,
     output_weight,
 )
@@ -39,7 +41,6 @@ from megasink.transformers.caches import cache_of
 _OF_OUR_OWN = ("needs_scores", "multi_head_addition", "post_norm")
 NAME = "megasink_probe"
 _BASES = ("sdpa", "eager")
-_KINDS = {"full_attention", "sliding_attention", "linear_attention", "conv"}
 
 
 class TransformersProbe(Probe):
@@ -74,19 +75,20 @@ class TransformersProbe(Probe):
         self.body: torch.nn.Module = child(model.base_model, ("decoder",)) or model.base_model
         self._registered = False
         self._signature = inspect.signature(self.body.forward)
-        self.base: str = model.config._attn_implementation
-        self.layers = blocks_with_attention(model)
+        self._decoder: PreTrainedModel = decoder_of(model)
+        self.base: str = decoder_config(model)._attn_implementation
+        self.layers = find_blocks(model)
         self._readers = {
             i: gate_reader(block.attention)
             for i, block in enumerate(self.layers)
             if reads and block.attention is not None
         }
-        heads = model.config.get_text_config().num_attention_heads
-        self.heads = [0 if block.attention is None else heads for block in self.layers]
+        self.heads = [block.heads for block in self.layers]
         self._index = {id(b.attention): i for i, b in enumerate(self.layers) if b.attention}
         self._inputs: dict[int, Tensor] = {}
         self._seen: set[int] = set()
-        self._checked: set[tuple[int, int | None]] = set()
+        # By identity and window; kept, since the next mask may get the place of one that is gone.
+        self._checked: dict[tuple[int, int | None], Tensor] = {}
 
     def _install(self) -> None:
         if self.reads_attention:
@@ -97,12 +99,12 @@ class TransformersProbe(Probe):
             # Without a mask function of this name transformers makes no mask at all, and attention
             # turns bidirectional without a word.
             AttentionMaskInterface.register(NAME, ALL_MASK_ATTENTION_FUNCTIONS[self.base])
-            self.model.set_attn_implementation(NAME)
+            self._decoder.set_attn_implementation(NAME)
         super()._install()
 
     def _uninstall(self) -> None:
         if self._registered:
-            self.model.set_attn_implementation(self.base)
+            self._decoder.set_attn_implementation(self.base)
             AttentionInterface._global_mapping.pop(NAME, None)
             AttentionMaskInterface._global_mapping.pop(NAME, None)
             self._registered = False
@@ -208,6 +210,8 @@ class TransformersProbe(Probe):
         """Reject calls that the statistics do not support."""
         name, cached = type(module).__name__, self.current.cached
         queries, keys = query.shape[2], key.shape[2]
+        if query.shape[1] != (heads := self.heads[self._index[id(module)]]):
+            raise UserError(f"{name} attends with {query.shape[1]} heads, not the {heads} it names")
         first_key = cached + queries - keys
         if (self.needs and cached) or (not cached and first_key):
             raise UserError(
@@ -239,7 +243,7 @@ class TransformersProbe(Probe):
             problem = check_mask(mask[:, 0], self.segments, window, cached, first_key)
             if problem:
                 raise UserError(f"megasink does not support the mask of {name}: {problem}")
-            self._checked.add((id(mask), window))
+            self._checked[id(mask), window] = mask
 
     def _attach(self, index: int, block: Block) -> None:
         if "state_TE" in self.needs:
@@ -274,19 +278,27 @@ class TransformersProbe(Probe):
     def _after(self, module: torch.nn.Module, do: Callable[[Tensor], None]) -> None:
         super()._after(module, lambda output: do(tensor_of(output)))
 
+    def _state(self, half: int, state_BTE: Tensor) -> None:
+        if state_BTE.dim() != 3:
+            name, shape = type(self.model).__name__, list(state_BTE.shape)
+            raise UserError(f"{name} has several residual streams, {shape}: megasink reads one")
+        super()._state(half, state_BTE)
+
     def _branch(self, name: str, index: int, branch_BTE: Tensor) -> None:
         rows = self.segments[-1].row + 1  # experts flatten them
         super()._branch(name, index, branch_BTE.reshape(rows, -1, branch_BTE.shape[-1]))
 
     def _gated(self, index: int, gated_BTX: Tensor) -> Tensor | None:
         """Store what the output projection reads, the output times a known gate; change it."""
-        if gated_BTX.shape[-1] % self.heads[index]:
+        rows, tokens, heads = self.current.rows, self.current.tokens, self.heads[index]
+        width = gated_BTX.shape[-1]
+        if width % heads or gated_BTX.numel() != rows * tokens * width:
             raise UserError(
                 f"the output projection of layer {index} of {type(self.model).__name__} reads "
-                f"{gated_BTX.shape[-1]} numbers, which are not those of {self.heads[index]} heads"
+                f"{list(gated_BTX.shape)}, which is not that of {tokens} tokens and {heads} heads"
             )
         # Some models flatten rows and tokens.
-        shape = (self.current.rows, self.current.tokens, self.heads[index], -1)
+        shape = (rows, tokens, heads, -1)
         gated_BTHD = gated_BTX.reshape(shape)
         call = self._calls.get(index)
         if call is not None:
@@ -312,28 +324,23 @@ class TransformersProbe(Probe):
 
 def model_problems(model: PreTrainedModel) -> list[str]:
     """Return one sentence for each reason that a model cannot be probed."""
-    name, config = type(model).__name__, model.config.get_text_config()
-    if not model._can_set_attn_implementation():
+    name, config = type(model).__name__, decoder_config(model)
+    if not decoder_of(model)._can_set_attn_implementation():
         return [
             f"{name}: its attention bypasses transformers' attention interface, so megasink cannot "
             "read it; models written for AttentionInterface can be read"
         ]
     problems = []
-    base = model.config._attn_implementation
+    base = config._attn_implementation
     if base not in _BASES:
         problems.append(
             f"{name} runs with attn_implementation {base!r}: load it with {' or '.join(_BASES)}"
         )
     if model.training:
         problems.append(f"{name} is in training mode: call model.eval()")
-    if getattr(config, "is_encoder_decoder", False):
-        problems.append(f"{name} is an encoder-decoder: megasink reads decoders")
     own = [option for option in _OF_OUR_OWN if getattr(config, option, False)]
     if own:
         problems.append(f"{name} has {', '.join(own)}: analyze the run that it was exported from")
-    kinds = set(getattr(config, "layer_types", None) or ()) - _KINDS
-    if kinds:
-        problems.append(f"{name} has layers of kind {', '.join(sorted(kinds))}: not supported")
     if base == "eager" and getattr(config, "reorder_and_upcast_attn", False):
         problems.append(
             f"{name}: reorder_and_upcast_attn uses its own eager attention; load it with "
