@@ -127,6 +127,11 @@ class Subject:
         hub.model.requires_grad_(False)
         return hub
 
+    @property
+    def has_bos(self) -> bool:
+        """Whether the tokenizer has a BOS, which Qwen's have not."""
+        return self.hub.tokenizer.bos_token_id is not None
+
     def analyze(self, which: str) -> Path:
         """Return the folder of an analysis; run it if it is missing."""
         output, (texts, *flags) = self.look / which, ANALYSES[which]

@@ -82,14 +82,17 @@ def measured(value: Any) -> dict[str, Any]:
 
 def curves(subject: Subject) -> dict[str, Any]:
     """Return what the figure draws: by layer, by length, and of the ablation."""
-    text = subject.samples("text")
-    bos = subject.samples("bos")
-    return {
+    text, found = subject.samples("text"), {}
+    if subject.has_bos:
+        bos = subject.samples("bos")
+        found = {
+            "sink_rate_by_layer_bos": (bos["awft"] > 0.3).mean((0, 2)).tolist(),
+            "massive_ratio_bos": np.nanmean(bos["massive_ratio"], 0).tolist(),
+        }
+    return found | {
         "sink_rates": sink_rates(subject),
         "sink_rate_by_layer": (text["awft"] > 0.3).mean((0, 2)).tolist(),
-        "sink_rate_by_layer_bos": (bos["awft"] > 0.3).mean((0, 2)).tolist(),
         "massive_ratio": np.nanmean(text["massive_ratio"], 0).tolist(),
-        "massive_ratio_bos": np.nanmean(bos["massive_ratio"], 0).tolist(),
         "ablation": ablation_lines(subject),
         "loss": unchanged_loss(subject),
         "task": task_curves(subject),

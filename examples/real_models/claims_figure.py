@@ -49,6 +49,8 @@ def draw(found: list[dict[str, Any]], path: Path) -> None:
 def _layers(rates: Any, norms: Any, model: dict[str, Any]) -> None:
     """Draw the sink rate of each layer, and the first token's norm after each block."""
     for setting, (color, line, marker, label) in _SETTINGS.items():
+        if f"massive_ratio{setting}" not in model["curves"]:
+            continue  # there is no BOS
         style = {"color": color, "ls": line, "marker": marker, "label": label}
         rates.plot(model["curves"][f"sink_rate_by_layer{setting}"], **style)
         norms.plot(model["curves"][f"massive_ratio{setting}"][2::2], **style)

@@ -59,8 +59,8 @@ def sink_rate(subject: Subject) -> Floats:
 
 @number("sink_rate_bos")
 def sink_rate_bos(subject: Subject) -> Floats:
-    """Of text with BOS."""
-    return rate(subject.samples("bos")["awft"])
+    """Of text with BOS; NaN if there is none."""
+    return np.full(1, np.nan) if not subject.has_bos else rate(subject.samples("bos")["awft"])
 
 
 @number("sink_rate_512_less_64")

@@ -84,7 +84,9 @@ for _what, _bos in (("bos", True), ("first", False)):
 
     @number(f"copies_of_{_what}")
     def copies(subject: Subject, bos: bool = _bos) -> Floats:
-        """Loss after eight less that after one."""
+        """Loss after eight less that after one; NaN if there is no BOS."""
+        if bos and not subject.has_bos:
+            return np.full(1, np.nan)
         after = (changes.loss_after_copies(subject, n, bos=bos) for n in (changes.COPIES, 1))
         many, one = after
         return many - one

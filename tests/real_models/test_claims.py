@@ -31,6 +31,14 @@ def test_every_claim_has_a_number_and_every_number_a_claim():
     assert all(claim.says and claim.published and claim.predicted for claim in claims.claims())
 
 
+def test_without_bos_there_is_no_number_with_it():
+    """Not that of copies of the first token, which is another claim."""
+    made = Made(awft=[[[0.9]]])
+    made.has_bos = False
+    assert np.isnan(numbers.NUMBERS["sink_rate_bos"](made)).all()
+    assert np.isnan(numbers.NUMBERS["copies_of_bos"](made)).all()
+
+
 def test_rates_are_of_each_text_and_domain():
     made = Made(awft=[[[0.2, 0.4]], [[0.31, 0.9]], [[0.3, 0.1]], [[0.5, 0.6]]])
     np.testing.assert_allclose(numbers.sink_rate(made), [0.5, 1, 0, 1])
