@@ -18,7 +18,7 @@ from examples.real_models.wheels import told
 from megasink.analysis.metrics.geometry import attention_map_components
 from megasink.analysis.metrics.tokens import repeated_first_token
 from megasink.atomic import atomic_file
-from megasink.transformers.blocks import blocks_with_attention
+from megasink.transformers.blocks import find_blocks
 
 COPIES = 8
 _BATCH = 20
@@ -116,7 +116,7 @@ def mlp_ratios(subject: Subject, block: int) -> Floats:
     gate after the activation (P4.6); NaN for an MLP without the two."""
 
     def compute() -> Floats:
-        mlp, found = blocks_with_attention(subject.hub.model)[block].module.mlp, []
+        mlp, found = find_blocks(subject.hub.model)[block].module.mlp, []
         if not hasattr(mlp, "up_proj"):
             return np.full((1, 2), np.nan)
         with outputs_of([mlp.up_proj, mlp.act_fn]) as outputs:
@@ -134,7 +134,7 @@ def norm_without_each_head(subject: Subject, block: int) -> Floats:
     all (P4.7)."""
 
     def norms(change: AbstractContextManager[Any]) -> Floats:
-        module, found = blocks_with_attention(subject.hub.model)[block].module, []
+        module, found = find_blocks(subject.hub.model)[block].module, []
         with change, outputs_of([module]) as outputs:
             for ids_BT in ids_of(subject, FEW).split(_BATCH):
                 subject.hub.model.get_decoder()(input_ids=ids_BT, use_cache=False)

@@ -24,7 +24,7 @@ import megasink
 from examples.real_models.needs import LeftOut
 from examples.real_models.texts import read_texts
 from examples.real_models.zeroing import losses
-from megasink.transformers.blocks import blocks_with_attention
+from megasink.transformers.blocks import find_blocks
 
 SETTINGS: dict[str, tuple[int, int, bool]] = {
     "none": (0, 0, False),
@@ -59,7 +59,7 @@ def rounding(model: Any, weights: int, activations: int, *, by_row: bool) -> Ite
     """
     layers = [
         module
-        for block in blocks_with_attention(model)
+        for block in find_blocks(model)
         for module in block.module.modules()
         if isinstance(module, torch.nn.Linear)
     ]
@@ -96,7 +96,7 @@ def states_of(model: Any, ids: Tensor) -> list[Tensor]:
     def keep(_module: torch.nn.Module, _args: Any, out: Any) -> None:
         states.append(out[0] if isinstance(out, tuple) else out)
 
-    hooks = [b.module.register_forward_hook(keep) for b in blocks_with_attention(model)]
+    hooks = [b.module.register_forward_hook(keep) for b in find_blocks(model)]
     try:
         model(input_ids=ids, use_cache=False)
     finally:

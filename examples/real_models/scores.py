@@ -25,7 +25,7 @@ from examples.real_models.zeroing import TOKENS, losses, samples_of
 from megasink.analysis.capture.identity import weights_hash
 from megasink.analysis.capture.inputs import data_hash
 from megasink.atomic import atomic_text
-from megasink.transformers.blocks import blocks_with_attention
+from megasink.transformers.blocks import find_blocks
 
 SIX = ("awft", "aeqd", "ftvvn", "avvn", "lthon", "ahon")
 """P3's scores; each also divided by its layer's mean (LN), which makes twelve."""
@@ -51,7 +51,7 @@ def masked(model: Any, mask_BLH: Tensor) -> Iterator[None]:
 
     hooks = [
         block.output.register_forward_pre_hook(multiply(layer))
-        for layer, block in enumerate(blocks_with_attention(model))
+        for layer, block in enumerate(find_blocks(model))
         if block.output is not None
     ]
     try:

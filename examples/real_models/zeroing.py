@@ -38,7 +38,7 @@ from megasink.analysis.capture.identity import weights_hash
 from megasink.analysis.capture.inputs import Reader, Sample, data_hash
 from megasink.errors import UserError
 from megasink.progress import progress
-from megasink.transformers.blocks import blocks_with_attention
+from megasink.transformers.blocks import find_blocks
 
 RESULTS = Path(__file__).with_name("results")
 TOKENS = 128
@@ -106,7 +106,7 @@ def unchanged(model: Any, ids_BT: Tensor) -> Batch:
     outputs: list[Any] = []
     hooks = [
         block.module.register_forward_hook(lambda _module, _args, out: outputs.append(out))
-        for block in blocks_with_attention(model)
+        for block in find_blocks(model)
     ]
     try:
         logits_BTV = predictions(model, ids_BT)
@@ -121,7 +121,7 @@ def unchanged(model: Any, ids_BT: Tensor) -> Batch:
 @contextmanager
 def starting_at(model: Any, layer: int, outputs: Sequence[Any]) -> Iterator[None]:
     """Layers below `layer` give what they gave before, and compute nothing."""
-    below = [block.module for block in blocks_with_attention(model)[:layer]]
+    below = [block.module for block in find_blocks(model)[:layer]]
     for module, output in zip(below, outputs[:layer], strict=True):
         module.forward = lambda *_args, _output=output, **_options: _output
     try:
@@ -140,7 +140,7 @@ def zeroed(model: Any, layer: int, head: int, heads: int) -> Iterator[None]:
         out_BTHD[:, :, head] = 0
         return (out_BTHD.flatten(-2), *args[1:])
 
-    output = blocks_with_attention(model)[layer].output
+    output = find_blocks(model)[layer].output
     assert output is not None, f"layer {layer} has no attention"
     hook = output.register_forward_pre_hook(zero)
     try:
