@@ -95,8 +95,8 @@ def close(actual: Tensor, expected: Tensor) -> None:
 
 def check_weights(model: PreTrainedModel, eager: PreTrainedModel) -> None:
     """The weight of the first token is what eager attention reports."""
-    kept = Kept()
-    with TransformersProbe(model, kept, NEEDS) as probe:
+    kept = Kept(NEEDS)
+    with TransformersProbe(model, kept) as probe:
         probe.forward(tokens())
     with torch.no_grad():
         weights = eager(tokens(), use_cache=False, output_attentions=True).attentions
