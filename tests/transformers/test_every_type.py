@@ -19,7 +19,6 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_N
 
 import megasink
 import megasink.transformers
-from megasink.analysis.capture import transformers_model
 from megasink.analysis.capture.transformers_model import TransformersProbe
 from megasink.errors import UserError
 from megasink.transformers.balance import HeadBalance
@@ -189,20 +188,3 @@ def test_layers_have_their_own_numbers_of_heads():
     model.set_attn_implementation("megasink")
     with pytest.raises(UserError, match="layers of 3 and of 4 heads"):
         HeadBalance(model)
-
-
-def test_a_mask_is_checked_anew_in_every_layer(monkeypatch):
-    """Python gives an object's identity to the next one."""
-    model, seen = tiny_model("llama", "eager"), []
-    for layer in model.model.layers:
-        layer.self_attn.register_forward_pre_hook(
-            lambda _, args, kwargs: (
-                args,
-                kwargs | {"attention_mask": seen.append(1) or kwargs["attention_mask"].clone()},
-            ),
-            with_kwargs=True,
-        )
-    checked = []
-    monkeypatch.setattr(transformers_model, "check_mask", lambda *_: checked.append(1))
-    refusal(check_weights, model, model)
-    assert len(checked) == len(seen) / 2  # the other half are of the plain run
