@@ -13,21 +13,19 @@ from megasink.atomic import atomic_file
 
 
 def draw_inactive(found: list[dict[str, Any]], path: Path) -> None:
-    """Write a picture of the models of claims.json: the task where it was measured, and lengths.
+    """Write a picture of the models of claims.json: a task, and long texts.
 
     Raises:
         OSError: it cannot be written.
     """
     from matplotlib.figure import Figure
 
-    on_task = [model for model in found if model["curves"]["task"]]
     with styled(), atomic_file(path) as file:
-        figure = Figure(figsize=(WIDTH, 3.4), layout="constrained")
-        axes = iter(figure.subplots(1, len(on_task) + len(found), squeeze=False)[0])
-        for model in on_task:
-            _task(next(axes), model)
-        for model in found:
-            _lengths(next(axes), model)
+        figure = Figure(figsize=(WIDTH, 6.4), layout="constrained")
+        rows = figure.subplots(2, len(found), squeeze=False)
+        for above, below, model in zip(*rows, found, strict=True):
+            _task(above, model)
+            _lengths(below, model)
         file.write(rendered(figure, "png"))
 
 

@@ -7,6 +7,7 @@ Shapes: B rows, T tokens.
 """
 
 import copy
+import re
 from collections.abc import Callable
 
 import pytest
@@ -170,12 +171,13 @@ def test_the_decoder_is_what_is_read():
         ("doge", check_attention, "it computes with its attention mask"),
         ("gemma3n_text", check_weights, "has several residual streams"),
         ("mamba", check_zeroing, "has no attention in its 4 layers that megasink can find"),
-        ("moshi", check_weights, "without a matrix of weights"),
+        # transformers 5.6 has its attention outside of the interface.
+        ("moshi", check_weights, "without a matrix of weights|bypasses transformers' attention"),
         ("prophetnet", check_zeroing, "not that of 11 tokens and 4 heads"),
     ],
 )
 def test_what_is_out_of_reach_is_refused(name, check, sentence):
-    assert sentence in str(refusal(check, *small(name)))
+    assert re.search(sentence, str(refusal(check, *small(name))))
 
 
 def test_layers_have_their_own_numbers_of_heads():

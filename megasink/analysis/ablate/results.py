@@ -154,9 +154,13 @@ class AblationResults:
         return list(dict.fromkeys(curve.score for curve in self.curves))
 
     def line(self, score: str) -> Line:
-        """Return the points of a score; at 0 % the random baseline is the unchanged model."""
-        line: Line = {0.0: [self.unchanged]} if score == RANDOM else {}
+        """Return the points of a score; if none was asked for at 0 %, the unchanged model is there.
+
+        Curves that begin at different percentages have areas that cannot be compared.
+        """
+        line: Line = {}
         for point in self.of(score):
             if point.asked is not None:
                 line.setdefault(point.asked, []).append(point)
+        line.setdefault(0.0, [self.unchanged])
         return dict(sorted(line.items()))

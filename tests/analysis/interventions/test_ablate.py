@@ -5,6 +5,7 @@ Shapes: N samples, T tokens, L layers, H heads, D head dim.
 
 import csv
 import math
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -154,6 +155,14 @@ def test_the_random_baseline(swept):
     for point in points:
         assert point.zeroed == pytest.approx(100 * masks[point.label].mean())
     assert len({point.values[ALL].value for point in points}) > 2
+
+
+def test_a_score_without_a_point_at_0_begins_with_the_unchanged_model(swept):
+    found = results_of(swept)
+    (at_0, *later) = found.of("ahon_ln")
+    assert found.line("ahon_ln")[0.0] == [at_0] != [found.unchanged]
+    without = replace(found, points=[point for point in found.points if point is not at_0])
+    assert without.line("ahon_ln") == {0.0: [found.unchanged]} | {p.asked: [p] for p in later}
 
 
 def test_curves_follow_from_the_points(swept):
