@@ -25,9 +25,9 @@ def task_accuracy(subject: Subject) -> Floats:
 def task_line(subject: Subject, score: str) -> tuple[Floats, Floats]:
     """Return the percentages of heads zeroed [P], and the questions answered right [P, N]: first
     with every head."""
-    points = [points[0] for percent, points in subject.on_task.line(score).items() if percent]
-    right_PN = [subject.right(point) for point in (subject.on_task.unchanged, *points)]
-    return np.array([0.0, *(point.zeroed or 0.0 for point in points)]), 100 * np.array(right_PN)
+    points = [points[0] for points in subject.on_task.line(score).values()]
+    right_PN = [subject.right(point) for point in points]
+    return np.array([point.zeroed or 0.0 for point in points]), 100 * np.array(right_PN)
 
 
 def draws(values_PN: Floats) -> Floats:
