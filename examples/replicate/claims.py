@@ -168,6 +168,24 @@ def _paired(claim: Claim, sides: list[Floats]) -> Tested:
     return _one_sample(higher_N - lower_N)
 
 
+def _equivalence(claim: Claim, sides: list[Floats]) -> Tested:
+    """Two one-sided t-tests of paired differences against the margin (Schuirmann 1987).
+
+    The effect is the margin minus the mean difference's size, its interval that of the difference.
+    The opposite, a difference beyond the margin, is tested on the side that the mean is on.
+    """
+    first_N, second_N = sides
+    differences_N, margin = second_N - first_N, float(claim["within"])
+    mean = float(differences_N.mean())
+    effect = margin - abs(mean)
+    if np.ptp(differences_N) == 0:
+        p = 0.5 if effect == 0 else float(effect < 0)
+        return Tested(effect, mean, mean, p, 1 - p)
+    nearer = stats.ttest_1samp(differences_N * (1 if mean >= 0 else -1), margin, alternative="less")
+    low, high = stats.ttest_1samp(differences_N, 0.0).confidence_interval(0.95)
+    return Tested(effect, float(low), float(high), float(nearer.pvalue), 1 - float(nearer.pvalue))
+
+
 def _threshold(claim: Claim, sides: list[Floats]) -> Tested:
     (values_N,) = sides
     above = "above" in claim
@@ -202,6 +220,14 @@ KINDS = {
         test_name="one-sample t-test",
         sides=lambda claim: [_side(claim, "cell")],
         test=_threshold,
+    ),
+    "the same": Kind(
+        keys=(("metric",), ("first",), ("second",), ("within",)),
+        effect="margin left",
+        test_name="two one-sided paired t-tests",
+        sides=lambda claim: [_side(claim, "first"), _side(claim, "second")],
+        test=_equivalence,
+        paired=True,
     ),
     "a trend": Kind(
         keys=(("metric",), ("increasing", "decreasing")),

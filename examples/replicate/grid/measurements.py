@@ -1,12 +1,16 @@
 """The commands that may measure a run of a grid, and the numbers that each of them leaves."""
 
 import csv
+import itertools
+import statistics
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from megasink.analysis.ablate.results import ALL, AblationResults
 from megasink.json_file import read_object
+from megasink.typed_json import from_json
 
 Numbers = dict[str, float | str | None]
 Curves = dict[str, list[list[float | None]]]
@@ -19,24 +23,30 @@ class Measurement:
     Attributes:
         file: is there when the command has finished.
         read: folder -> (numbers by metric, curves by metric: [steps, values]).
-        metrics: every metric that it can yield.
+        metrics: words of the command -> every metric that it can yield.
     """
 
     file: str
     read: Callable[[Path], tuple[Numbers, Curves]]
-    metrics: Callable[[], list[str]]
+    metrics: Callable[[Sequence[str]], list[str]]
 
 
-def _of_models() -> list[str]:
+def _of_models(words: Sequence[str]) -> list[str]:
     from megasink.analysis.metrics import metrics
 
     return [*metrics(), "average_perplexity"]
 
 
-def _of_traces() -> list[str]:
+def _of_traces(words: Sequence[str]) -> list[str]:
     from megasink.analysis.metrics import metrics_shown
 
     return ["tokens", *metrics_shown("scalar")]
+
+
+def _of_ablations(words: Sequence[str]) -> list[str]:
+    """Return a metric for each percentage of --zeroed."""
+    behind = words[words.index("--zeroed") + 1 :] if "--zeroed" in words else []
+    return list(itertools.takewhile(lambda word: not word.startswith("--"), behind))
 
 
 def _analysis(folder: Path) -> tuple[Numbers, Curves]:
@@ -76,6 +86,18 @@ def _trace(folder: Path) -> tuple[Numbers, Curves]:
     return {name: value for name, value in numbers.items() if value != ""}, curves
 
 
+def _ablation(folder: Path) -> tuple[Numbers, Curves]:
+    """Return the loss in nats by SCORE/PERCENT of heads to zero, the mean over baseline seeds."""
+    path = folder / "ablation.json"
+    told: AblationResults = from_json(AblationResults, read_object(path), str(path))
+    losses: dict[str, list[float]] = {}
+    for point in told.points:
+        on = ALL if ALL in point.values else next(iter(point.values))
+        if point.asked is not None:
+            losses.setdefault(f"{point.row}/{point.asked:g}", []).append(point.number(on))
+    return {name: statistics.fmean(values) for name, values in losses.items()}, {}
+
+
 def _number(text: str, levels: Sequence[str]) -> float | None:
     if text in levels:
         return float(levels.index(text))
@@ -85,6 +107,7 @@ def _number(text: str, levels: Sequence[str]) -> float | None:
 MEASUREMENTS = {
     "analyze": Measurement("results.json", _analysis, _of_models),
     "analyze --checkpoints": Measurement("trace.csv", _trace, _of_traces),
+    "ablate": Measurement("ablation.json", _ablation, _of_ablations),
 }
 """By command of megasink."""
 

@@ -109,7 +109,7 @@ def _metric_problems(grid: GridFile) -> Iterator[str]:
         elif place not in grid.measure:
             yield f"the metric {name!r} is of the measurement {place!r}, which is not in the file"
         elif command := measurement_of(grid.measure[place]):
-            yields = command.metrics()
+            yields = command.metrics(grid.measure[place])
             if metric.rpartition("/")[2] not in yields:
                 yield unknown_name(f"the metric of {place}", metric, yields)
 

@@ -22,7 +22,9 @@ from megasink.upstream.process import prepare_quietly
 GRID = "MEGASINK_GRID"
 """Variable with the process id of the grid; without it nothing is imported."""
 ROOMS = (
+    "analysis.ablate",
     "analysis.capture",
+    "analysis.interventions",
     "analysis.metrics",
     "analysis.pages",
     "balance",
@@ -34,6 +36,7 @@ ROOMS = (
 # What Megatron, torch and we import only when it is used.
 LATE = (
     "megasink.cli",
+    "megasink.cli.ablate",
     "megasink.cli.analyze",
     "matplotlib.backends.backend_agg",
     "matplotlib.figure",
