@@ -27,6 +27,7 @@ LENGTH = 62  # letters; with BOS and EOD, a document fills a sample
 DOCUMENTS = 5000
 RUNS = {"no-loss": "0", "loss": "1e-2"}
 """Run -> --head-balance-coeff."""
+WITH = f"with the loss ({RUNS['loss']})"
 # Two layers of eight heads, which two laptop cores train in half a minute, on two ranks.
 FLAGS = """
     --num-layers 2 --hidden-size 64 --num-attention-heads 8
@@ -55,8 +56,8 @@ def demonstrate(directory: Path, steps: int) -> None:
     _make_data(prefix, tokenizer, max(DOCUMENTS, 9 * steps), console)
     folder = directory / time.strftime("%Y%m%d-%H%M%S")
     for number, (name, coeff) in enumerate(RUNS.items(), 2):
-        without = "without" if coeff == "0" else "with"
-        console.print(f"\n[bold]{number}. train {without} the head-balance loss[/bold]")
+        how = "without the head-balance loss" if coeff == "0" else "with it, coefficient " + coeff
+        console.print(f"\n[bold]{number}. train {how}[/bold]")
         flags = [*FLAGS.split(), "--train-iters", str(steps)]
         flags += ["--data-path", str(prefix), "--tokenizer-model", str(tokenizer)]
         launch([*flags, "--head-balance-coeff", coeff], folder / name, 2, steps)
@@ -93,7 +94,7 @@ def summary(folder: Path) -> list[str]:
         name: [x["valid_lm_loss"] for x in of if x.get("valid_lm_loss") is not None][-1:]
         for name, of in lines.items()
     }
-    both = ", with the loss ".join
+    both = f", {WITH} ".join
     first = lines["no-loss"][0]
     seconds = sorted(x["seconds"] for x in lines["no-loss"] if "lm_loss" in x)
     per_step = first["tokens"] / first["iteration"]
@@ -128,7 +129,7 @@ def _draw(runs: Mapping[str, list[dict[str, Any]]], output: Path) -> Path:
     figure = Figure(figsize=(WIDTH, 5.6), layout="constrained")
     above, below = figure.subfigures(2, 1, squeeze=False, height_ratios=(1, 0.85))[:, 0]
     axes = [*above.subplots(1, 3), *below.subplots(1, len(runs))]
-    names = dict(zip(runs, ("without the loss", "with the loss"), strict=True))
+    names = dict(zip(runs, ("without the loss", WITH), strict=True))
     maps = []
     styles = [{"color": BLUE}, {"color": VERMILION, "linestyle": DASHES[1]}]
     for (name, lines), style in zip(runs.items(), styles, strict=True):

@@ -27,7 +27,7 @@ from megasink.training.last_start import (
     ranks_of_last_start,
 )
 from megasink.training.lease import clear, wait_until_expired, writer_of
-from megasink.training.metrics_file import NewLines
+from megasink.training.metrics_file import NewLines, weak_loss
 from megasink.training.rank_logs import FAILURES, first_error, raised
 from megasink.training.replay import replayed
 from megasink.training.run_dir import folder_problem
@@ -114,6 +114,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         launch(flags, run_dir, ranks, options.train_iters, checked=checked)
     finally:
         clear(run_dir)  # left by a killed rank
+    if note := weak_loss(run_dir / "metrics.jsonl", options.head_balance_coeff):
+        say(note)
     if "--mock-data" not in flags:  # whose tokens stand for nothing
         say_next("what it says", "generate", run_dir, "--prompt", "Once upon a time")
     say_next("a folder for transformers", "convert-to-hf", run_dir, f"{run_dir}-hf")

@@ -1,11 +1,19 @@
 """Write and follow metrics.jsonl: one line of JSON for every step and evaluation of a run."""
 
 import json
+import math
+import statistics
+from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
 from typing import Any, TextIO
 
 from megasink.atomic import atomic_text
+
+
+RATIO = "balance_gradient_ratio"
+ACTS = 1e-3
+"""Mean of `RATIO` from which the head-balance loss visibly acts (docs/results.md, experiment f)."""
 
 
 class MetricsFile:
@@ -21,11 +29,7 @@ class MetricsFile:
             return []
         kept = []
         if self._path.is_file():
-            for line in self._path.read_text().splitlines():
-                with suppress(ValueError, KeyError, TypeError, RecursionError):  # truncated
-                    record = json.loads(line)
-                    if record["iteration"] <= iteration:
-                        kept.append(record)
+            kept = [record for record in _records(self._path) if record["iteration"] <= iteration]
             atomic_text(self._path, "".join(json.dumps(record) + "\n" for record in kept))
         self._file = self._path.open("a")
         return kept
@@ -85,3 +89,31 @@ class NewLines:
             with suppress(ValueError):
                 records.append(json.loads(line))
         return records
+
+
+def weak_loss(path: Path, coefficient: float) -> str | None:
+    """Return a sentence if the head-balance loss of a finished run hardly acted; else None.
+
+    Args:
+        path: metrics.jsonl, which may be missing.
+        coefficient: --head-balance-coeff of the run.
+    """
+    ratios = [record.get(RATIO) for record in _records(path)] if path.is_file() else []
+    there = [ratio for ratio in ratios if ratio]  # none or 0: skipped, or without coefficients yet
+    if not coefficient or not there or (mean := statistics.fmean(there)) >= ACTS:
+        return None
+    enough = 10.0 ** math.ceil(math.log10(coefficient * 10 * ACTS / mean))
+    return (
+        f"the head-balance loss hardly acted: its gradient was {mean:.1e} of the rest on average "
+        f"at --head-balance-coeff {coefficient:g}. The share grows with the coefficient: "
+        f"{enough:g} gives about {mean * enough / coefficient:.1g}"
+    )
+
+
+def _records(path: Path) -> Iterator[dict[str, Any]]:
+    """Yield the records with a step, without lines that a kill truncated."""
+    for line in path.read_text().splitlines():
+        with suppress(ValueError, KeyError, TypeError, RecursionError):
+            record = json.loads(line)
+            int(record["iteration"])
+            yield record

@@ -111,6 +111,7 @@ def _run(args: Namespace, store: Any) -> None:
     from megasink.training.forward import forward_step
     from megasink.training.keep_checkpoints import keeping_whole_checkpoints
     from megasink.training.matrix_shards import laying_out_matrices
+    from megasink.training.metrics_file import weak_loss
     from megasink.training.metrics_writer import MetricsWriter, writing_metrics
     from megasink.training.optimizer import grouping_sink_parameters
     from megasink.training.phases import agreeing_on_signals, following_phases
@@ -153,8 +154,10 @@ def _run(args: Namespace, store: Any) -> None:
         kind = ModelType.encoder_or_decoder
         megatron_pretrain(container, datasets_provider, kind, forward_step, store=store)
     # The rank that wrote the metrics has all of them.
-    if args.run_dir and args.rank == args.world_size - 1:
+    if metrics and args.rank == args.world_size - 1:
         print(f"picture: {draw_run(Path(args.run_dir))}", flush=True)
+        if note := weak_loss(metrics, args.head_balance_coeff):
+            print(f"megasink: {note}", flush=True)
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -15,9 +15,7 @@ from torch import Tensor
 
 from megasink.balance import sums
 from megasink.training.host_copy import HostCopy
-
-RATIO = "balance_gradient_ratio"
-
+from megasink.training.metrics_file import RATIO
 
 def is_observed(args: Namespace, iteration: int) -> bool:
     """Whether to record a step's details: every --log-interval steps, and the last step."""

@@ -14,7 +14,7 @@ from megasink.flags import add_options, escaped
 from megasink.run_options import OPTIONS
 from megasink.training import early, last_start, launch, run_dir
 from megasink.training.lease import Lease
-from megasink.training.metrics_file import NewLines
+from megasink.training.metrics_file import ACTS, RATIO, NewLines, weak_loss
 from megasink.training.rank_logs import FAILURES
 from megasink.training.ranks import Ranks
 from tests import runs
@@ -309,3 +309,24 @@ def test_a_traceback_is_its_last_line_and_where_to_go_on(tmp_path):
     message = str(launch._failure(Ended(), tmp_path, tmp_path, 1))
     assert message.startswith("rank 1 failed: ValueError: 3 is odd (log: ")
     assert "stderr.log); resume from step 40 with: megasink train --run-dir" in message
+
+
+@pytest.mark.parametrize(
+    ("coefficient", "ratios", "expected"),
+    [
+        (1e-4, [0.0, 2e-4, 2e-4, None], ["2.0e-04", "0.0001", "0.01 gives about 0.02"]),
+        (1e-2, [0.0, 2e-2, 1e-2], None),
+        (1e-2, [ACTS, ACTS], None),
+        (0.0, [], None),
+        (0.0, [1e-5], None),  # of a start before, with a coefficient
+        (1e-4, [None], None),
+    ],
+)
+def test_a_loss_that_hardly_acted_is_named_at_the_end(tmp_path, coefficient, ratios, expected):
+    path = tmp_path / "metrics.jsonl"
+    assert weak_loss(path, coefficient) is None
+    lines = [{"iteration": step, RATIO: ratio} for step, ratio in enumerate(ratios, 1)]
+    path.write_text("".join(json.dumps(line) + "\n" for line in [*lines, {"iteration": 9}]) + "{")
+    note = weak_loss(path, coefficient)
+    assert (note is None) == (expected is None)
+    assert all(text in note for text in expected or ())
