@@ -64,7 +64,7 @@ lint: $(READY)
 docs: $(READY)
 	$(BIN)/python tools/site.py build/site
 
-# The source distribution and the wheel made from it, in dist; the version is that of the last tag.
+# The source distribution and the wheel made from it, in dist.
 dist: $(READY)
 	$(BIN)/python -m build --outdir dist
 
