@@ -1,12 +1,13 @@
 """Claims of the papers, and the verdicts that runs pass on them.
 
 A claim is data (`[[claim]]` of experiment.toml), its kind a record of the keys it has and the test
-that decides it. Every test is one-sided, over seeds, and made in both directions: for the claim and
-against it. The p-values of an experiment's claims are corrected together, each direction on its
-own, by the procedure of Benjamini and Hochberg: of the claims said to reproduce, at most 5% are
-expected to do so by chance, however many are tested.
+that decides it. Every test is one-sided, paired by seed, and made in both directions: for the claim
+and against it. The runs of a seed share initial weights, batches and validation samples, so a
+difference between cells is taken seed by seed. The p-values of an experiment's claims are corrected
+together, each direction on its own, by the procedure of Benjamini and Hochberg: of the claims said
+to reproduce, at most 5% are expected to do so by chance, however many are tested.
 
-Shapes: N seeds.
+Shapes: N seeds, C cells.
 """
 
 import re
@@ -144,17 +145,6 @@ def _of_t_test(effect: float, constant: bool, test: Callable[..., Any]) -> Teste
     return Tested(effect, low, high, p, against)
 
 
-def _welch(claim: Claim, sides: list[Floats]) -> Tested:
-    lower_N, higher_N = sides
-    return _of_t_test(
-        float(higher_N.mean() - lower_N.mean()),
-        bool(np.ptp(lower_N) == np.ptp(higher_N) == 0),
-        lambda alternative: stats.ttest_ind(
-            higher_N, lower_N, equal_var=False, alternative=alternative
-        ),
-    )
-
-
 def _one_sample(values_N: Floats) -> Tested:
     return _of_t_test(
         float(values_N.mean()),
@@ -193,16 +183,16 @@ def _threshold(claim: Claim, sides: list[Floats]) -> Tested:
 
 
 def _trend(claim: Claim, sides: list[Floats]) -> Tested:
-    order = np.concatenate([np.full(len(side_N), i) for i, side_N in enumerate(sides)])
-    values = np.concatenate(sides) * (1 if "increasing" in claim else -1)
-    if np.ptp(values) == 0:
+    """Page's test: cells in order within each seed; the effect is the mean of Kendall's tau."""
+    values_NC = np.stack(sides, axis=1) * (1 if "increasing" in claim else -1)
+    if np.ptp(values_NC, axis=1).max() == 0:
         return Tested(0.0, None, None, 0.5, 0.5)
-    tau = float(stats.kendalltau(order, values).statistic)
+    order = range(values_NC.shape[1])
+    taus = [stats.kendalltau(order, row).statistic for row in values_NC if np.ptp(row) > 0]
     p, against = (
-        float(stats.kendalltau(order, values, alternative=side).pvalue)
-        for side in ("greater", "less")
+        float(stats.page_trend_test(data).pvalue) for data in (values_NC, values_NC[:, ::-1])
     )
-    return Tested(tau, None, None, p, against)
+    return Tested(float(np.mean(taus)), None, None, p, against)
 
 
 COMMON = {"says", "paper", "forms"}
@@ -210,9 +200,10 @@ KINDS = {
     "two cells": Kind(
         keys=(("metric",), ("lower",), ("higher",)),
         effect="difference",
-        test_name="Welch's t-test",
+        test_name="paired t-test",
         sides=lambda claim: [_side(claim, "lower"), _side(claim, "higher")],
-        test=_welch,
+        test=_paired,
+        paired=True,
     ),
     "a number": Kind(
         keys=(("metric",), ("cell",), ("above", "below")),
@@ -231,10 +222,11 @@ KINDS = {
     ),
     "a trend": Kind(
         keys=(("metric",), ("increasing", "decreasing")),
-        effect="Kendall's tau",
-        test_name="test of Kendall's tau",
+        effect="mean of Kendall's tau",
+        test_name="Page's test",
         sides=_ordered,
         test=_trend,
+        paired=True,
         least_sides=3,
     ),
     "two metrics": Kind(

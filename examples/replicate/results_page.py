@@ -27,7 +27,8 @@ experiment's settings, claims and prediction.
 have mean ± standard deviation over seeds (n - 1). A claim is decided by a test over the seeds,
 not by eye: *reproduces* if the difference has the paper's sign with p < 0.05, *opposite* if it
 has the other one with p < 0.05, otherwise *does not show at this scale*, which says nothing about
-larger models. Tests are one-sided, made in both directions; the p-values of all claims of a
+larger models. Tests are one-sided, paired by seed (the runs of a seed share initial weights,
+batches and validation samples) and made in both directions; the p-values of all claims of a
 section are corrected together (Benjamini and Hochberg, each direction on its own), so that at
 most 5 % of the claims that reproduce are expected to do so by chance. Intervals are 95 %,
 two-sided and not corrected. A test over three seeds has little power: a difference must be

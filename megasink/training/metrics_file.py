@@ -10,7 +10,6 @@ from typing import Any, TextIO
 
 from megasink.atomic import atomic_text
 
-
 RATIO = "balance_gradient_ratio"
 ACTS = 1e-3
 """Mean of `RATIO` from which the head-balance loss visibly acts (docs/results.md, experiment f)."""

@@ -1,5 +1,6 @@
 """Verdicts: the tests against definitions written out, error rates, what is refused."""
 
+import itertools
 import math
 
 import numpy as np
@@ -21,26 +22,36 @@ def judged(claim, **cells):
     return verdict
 
 
-def test_welch_by_hand():
-    a, b = np.array([1.0, 1.2, 0.9]), np.array([2.0, 2.6, 2.2])
-    error_a, error_b = a.var(ddof=1) / 3, b.var(ddof=1) / 3
-    t = (b.mean() - a.mean()) / math.sqrt(error_a + error_b)
-    freedom = (error_a + error_b) ** 2 / (error_a**2 / 2 + error_b**2 / 2)
-    half = stats.t.ppf(0.975, freedom) * math.sqrt(error_a + error_b)
+def test_two_cells_are_compared_seed_by_seed():
+    a, b = np.array([1.0, 5.2, 9.9]), np.array([2.0, 6.6, 11.2])
+    gained = b - a
+    error = gained.std(ddof=1) / math.sqrt(3)
+    half = stats.t.ppf(0.975, 2) * error
     verdict = judged(LOWER, a=a.tolist(), b=b.tolist())
-    assert verdict.verdict == REPRODUCES
-    assert verdict.p == pytest.approx(stats.t.sf(t, freedom))
-    assert verdict.difference == pytest.approx(b.mean() - a.mean())
-    assert (verdict.low, verdict.high) == pytest.approx(
-        (verdict.difference - half, verdict.difference + half)
+    assert verdict.verdict == REPRODUCES  # by cells alone the spread hides it
+    assert verdict.p == pytest.approx(stats.t.sf(gained.mean() / error, 2))
+    assert (verdict.difference, verdict.low, verdict.high) == pytest.approx(
+        (gained.mean(), gained.mean() - half, gained.mean() + half)
     )
     assert verdict.compared == {"a": a.tolist(), "b": b.tolist()}
+
+
+def test_a_trend_is_a_ranking_within_each_seed():
+    """Page's L of 4 seeds, written out: every permutation of ranks is as likely without a trend."""
+    rows = np.array([[1.0, 1.1, 1.2], [7.0, 7.5, 7.2], [3.0, 3.1, 3.9], [5.0, 5.2, 5.4]])
+    ranks = rows.argsort(1).argsort(1) + 1
+    found = (ranks * [1, 2, 3]).sum()
+    one = [np.dot([1, 2, 3], order) for order in itertools.permutations([1, 2, 3])]
+    all_of_them = [sum(chosen) for chosen in itertools.product(one, repeat=4)]
+    verdict = judged(TREND, **dict(zip("abc", rows.T.tolist(), strict=True)))
+    assert verdict.p == pytest.approx(np.mean([each >= found for each in all_of_them]))
+    assert verdict.difference == pytest.approx((1 + 1 / 3 + 1 + 1) / 4)
 
 
 @pytest.mark.parametrize(
     ("claim", "for_it", "against"),
     [
-        (LOWER, {"a": [1, 1.1, 0.9], "b": [2, 2.1, 1.9]}, {"a": [2, 2.1, 1.9], "b": [1, 1.1, 0.9]}),
+        (LOWER, {"a": [1, 1.1, 0.9], "b": [2, 2.2, 1.9]}, {"a": [2, 2.2, 1.9], "b": [1, 1.1, 0.9]}),
         (ABOVE, {"a": [2, 2.1, 1.9]}, {"a": [0.2, 0.1, 0.3]}),
         ({**ABOVE, "above": None} | {"below": 1.0}, {"a": [0.2, 0.1, 0.3]}, {"a": [2, 2.1, 1.9]}),
         (
@@ -69,10 +80,27 @@ def test_each_kind_says_all_three(claim, for_it, against):
     assert claims.kind_of(claim) in KINDS.values()
 
 
-def test_a_paired_test_sees_what_cells_apart_cannot():
-    x, y = [1.0, 5.0, 9.0], [1.5, 5.6, 9.4]
-    assert judged(PAIRED, a={"x": x, "y": y}).verdict == REPRODUCES
-    assert judged(LOWER, a=x, b=y).verdict == NOT_SHOWN
+def test_equivalence_is_two_one_sided_tests():
+    same = {"says": "the same", "metric": "x", "first": "a", "second": "b", "within": 0.1}
+    a = [1.0, 5.0, 9.0, 3.0]
+    for shift, spread, expected in (
+        (0.0, 0.01, REPRODUCES),
+        (0.05, 0.01, REPRODUCES),
+        (-0.05, 0.01, REPRODUCES),
+        (0.5, 0.01, OPPOSITE),
+        (-0.5, 0.01, OPPOSITE),
+        (0.05, 0.2, NOT_SHOWN),
+    ):
+        off = np.array([1.0, -1.0, 0.5, -0.5]) * spread + shift
+        b = (np.array(a) + off).tolist()
+        verdict = judged(same, a=a, b=b)
+        error = off.std(ddof=1) / 2
+        p = max(
+            stats.t.sf((off.mean() + 0.1) / error, 3), stats.t.cdf((off.mean() - 0.1) / error, 3)
+        )
+        assert verdict.verdict == expected
+        assert verdict.p == pytest.approx(min(p, 1 - p))
+        assert verdict.low <= off.mean() <= verdict.high
 
 
 def test_values_without_spread_are_decided_by_their_sign():
@@ -83,7 +111,9 @@ def test_values_without_spread_are_decided_by_their_sign():
 
 
 def test_runs_that_diverged_are_left_out_and_too_few_are_not_measured():
-    assert judged(LOWER, a=[1, 1.1, 0.9, None], b=[2, None, 2.1, 1.9]).verdict == REPRODUCES
+    left = judged(LOWER, a=[1, 1.1, 0.9, None, 1], b=[2, None, 2.1, 1.9, 1.8])
+    assert left.verdict == REPRODUCES
+    assert left.difference == pytest.approx(1.0)
     verdict = judged(LOWER, a=[1, None, 0.9], b=[2, 2.1, 1.9])
     assert verdict.verdict == NOT_MEASURED
     assert (verdict.p, verdict.difference) == (None, None)
@@ -95,7 +125,7 @@ def test_runs_that_diverged_are_left_out_and_too_few_are_not_measured():
 def test_claims_are_corrected_together():
     """By the definition of Benjamini and Hochberg: the k-th smallest of m, times m / k."""
     values = {"a": {"x": [1.0, 1.3, 0.9]}}
-    shifts = (0.3, 0.5, 0.6, 2.0)
+    shifts = (0.1, 0.28, 0.5, 2.0)
     several = []
     for number, shift in enumerate(shifts):
         values[f"b{number}"] = {"x": [1.0 + shift, 1.3 + shift, 0.7 + shift]}

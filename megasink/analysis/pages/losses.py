@@ -8,6 +8,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 WINDOW, DEVIATIONS, RISE = 50, 5.0, 0.1
+_LATEST = 5
 
 # No divergence before STEPS steps: an average of a few values jumps with each of them.
 FACTOR, STEPS = 0.98, 50
@@ -16,10 +17,13 @@ FACTOR, STEPS = 0.98, 50
 class SpikeCounter:
     """Count the spikes of a loss, step by step.
 
-    The papers count spikes by eye. The rule here: a step spikes if its loss exceeds the mean of the
-    preceding `WINDOW` steps (at least ten) by more than `DEVIATIONS` of their standard deviations
-    and by more than `RISE` nats. Steps of a spike are not part of later windows, and consecutive
-    ones are one spike. A NaN or infinite loss is a spike.
+    The papers count spikes by eye. The rule here: a step spikes if its loss exceeds the level of
+    the preceding `WINDOW` steps (at least ten) by more than `DEVIATIONS` standard deviations and by
+    more than `RISE` nats. The level is that of a line fitted to the window, so that a falling loss
+    hides no spike, or the mean of the last five steps where that is higher, so that a loss that
+    stops falling does not count. The deviation is taken from the changes between neighboring steps,
+    which a trend leaves alone. Steps of a spike are not part of later windows, and consecutive ones
+    are one spike. A NaN or infinite loss is a spike.
 
     Attributes:
         count: number of spikes so far.
@@ -35,7 +39,12 @@ class SpikeCounter:
         spikes = not np.isfinite(loss)
         if len(self._calm) >= 10 and not spikes:
             recent = np.asarray(self._calm)
-            spikes = bool(loss - recent.mean() > max(DEVIATIONS * recent.std(), RISE))
+            x = np.arange(len(recent)) - (len(recent) - 1) / 2
+            slope = x @ recent / (x @ x)
+            line = recent.mean() + slope * (x[-1] + 1)
+            level = max(line, recent[-_LATEST:].mean())
+            deviation = np.diff(recent).std() / math.sqrt(2)
+            spikes = bool(loss - level > max(DEVIATIONS * deviation, RISE))
         starts = spikes and not self._inside
         self.count += starts
         if not spikes:

@@ -68,3 +68,13 @@ def test_spikes_are_counted_once_and_noise_is_not():
 
 def test_a_falling_loss_does_not_spike():
     assert loss_spikes(2 + 6 / np.arange(1, 200)) == []
+
+
+@pytest.mark.parametrize("tau", [20, 60, 200])
+@pytest.mark.parametrize("at", [40, 90, 400])
+def test_a_spike_counts_while_the_loss_falls(tau, at):
+    noise = np.random.default_rng(tau + at).standard_normal(600)
+    falling = 2 + 8 * np.exp(-np.arange(600) / tau) + 0.03 * noise
+    assert loss_spikes(falling) == []
+    falling[at : at + 3] += 1.0
+    assert loss_spikes(falling) == [at]
