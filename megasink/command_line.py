@@ -13,7 +13,6 @@ from collections.abc import Callable, Collection, Iterable, Sequence
 from typing import Any, NoReturn, Self
 
 from megasink.errors import ConfigError, nearest, unknown_name
-from megasink.gone import GONE
 
 _NUMBERS = {"int": "a whole number", "float": "a number"}
 # argparse's own pattern has no exponent, so it takes -1e-4 for a flag.
@@ -229,10 +228,6 @@ def unknown_flags(
     ]
     problems = []
     for group in _groups(unknown):
-        flag = group[0].partition("=")[0]
-        if instead := GONE.get(f"{parser.prog} {flag}") or GONE.get(flag):
-            problems.append(f"{' '.join(group)} is no longer there: {instead}")
-            continue
         meant = nearest(group[0], known) if _is_flag(group[0]) else None
         hint = f": did you mean {meant}?" if meant else ""
         problems.append(f"unknown: {' '.join(group)}{hint}")
@@ -241,7 +236,7 @@ def unknown_flags(
 
 def with_help(problems: Iterable[str], command: str) -> list[str]:
     """Append the help command to each problem that suggests no alternative."""
-    suggesting = ("did you mean", ": choose ", "is no longer there: ")
+    suggesting = ("did you mean", ": choose ")
     return [
         problem if any(words in problem for words in suggesting) else f"{problem} ({command})"
         for problem in problems

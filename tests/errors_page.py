@@ -4,7 +4,6 @@ import contextlib
 import io
 import json
 import shlex
-import shutil
 import tempfile
 from pathlib import Path
 
@@ -39,10 +38,6 @@ def prepare(root):
     shape |= {"attention_variant": "sink", "head_balance_coeff": 0.0}
     config = {"arguments": shape, "identity": {}}
     (root / "run" / "config.json").write_text(json.dumps(config))
-    # A run of an earlier megasink, whose checkpoints hold an adapter.
-    shutil.copytree(root / "run", root / "adapter")
-    shape |= {"lora_rank": 16, "padded_vocab_size": 384, "ffn_hidden_size": 64}
-    (root / "adapter" / "config.json").write_text(json.dumps({"arguments": shape, "identity": {}}))
     (root / "run" / "metrics.jsonl").write_text('{"iteration": 1, "lm_loss": 2.0}\n')
 
 

@@ -123,40 +123,12 @@ MISTAKES = {
         "--run-dir {0}/llama: its config.json is not of a run: choose another folder",
     ),
     "train-over-a-run": (TRAIN + " --run-dir {0}/run", "--run-dir {0}/run already holds a run"),
-    # commands that went
-    "grid-gone": (
-        "grid {0}/grid.toml",
-        "the grid is `python -m examples.replicate.grid`",
-    ),
-    # flags that went, and what they made
-    "train-lora": (
-        TRAIN + " --lora-rank 16 --lora-train sinks",
-        "1. --lora-rank 16 is no longer there: megasink finetune (docs/finetuning.md), or under",
-        "2. --lora-train sinks is no longer there: megasink finetune",
-    ),
-    "data-chat": (DATA + " --chat", "--chat is no longer there: megasink finetune"),
-    "export-adapter": (
-        "convert-to-hf {0}/run {0}/new/out --adapter",
-        "--adapter is no longer there: megasink finetune",
-    ),
-    "import-adapter": (
-        "convert-from-hf {0}/llama {0}/new/run --base {0}/run",
-        "--base {0}/run is no longer there: merge the adapter first: peft's merge_and_unload",
-    ),
-    "export-of-an-adapter": (
-        "convert-to-hf {0}/adapter {0}/new/out",
-        "{0}/adapter/config.json: its checkpoints hold a LoRA adapter alone, which is no longer",
+    "a-command-of-no-release": (
+        "grit {0}/grid.toml",
+        "the command 'grit' is unknown: choose ",
     ),
     # checkpoints
     "checkpoints-nothing": ("checkpoints {0}/new/run", "{0}/new/run: no such folder"),
-    "checkpoints-store": (
-        "checkpoints s3://bucket/run --fetch {0}/new/run",
-        "--fetch {0}/new/run is no longer there: copy the run folder with aws s3 sync or rclone",
-    ),
-    "checkpoints-prune": (
-        "checkpoints {0}/run --prune --keep-every 5",
-        "--prune is no longer there: train with --save-retain-interval STEPS",
-    ),
     # data
     "data-partition": (
         DATA + " --partition 9/8",

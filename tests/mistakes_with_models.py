@@ -127,7 +127,6 @@ MISTAKES_WITH_MODELS = {
         "compare {0}/run --x tokens",
         "--x and --smoothing are of several",
     ),
-    "plot-went": ("plot {0}/run", "megasink plot is gone: megasink compare RUN draws"),
     "doctor-type": ("doctor --head-dim wide", "--head-dim 'wide': give a whole number"),
     "doctor-negative": ("doctor --head-dim -4", "--head-dim -4"),
     "demo-file": (

@@ -4,7 +4,6 @@ import dataclasses
 from typing import Any
 
 from megasink.config import MODEL_OPTIONS
-from megasink.gone import FINETUNE
 from megasink.megatron.hybrid_pattern import layers_of
 from megasink.megatron_flags import having
 
@@ -52,14 +51,3 @@ def plain(value: Any) -> Any:
     if value is None or isinstance(value, bool | int | float | str):
         return value
     return getattr(value, "name", None) or str(value)
-
-
-def adapter_problem(saved: Any) -> str | None:
-    """Return why the checkpoints of a run are no model: once, a run could train an adapter alone.
-
-    Args:
-        saved: the arguments in its config.json.
-    """
-    if not isinstance(saved, dict) or not saved.get("lora_rank"):
-        return None
-    return f"its checkpoints hold a LoRA adapter alone, which is no longer read: use {FINETUNE}"

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from megasink.attention.variants import is_variant, names
-from megasink.checkpoints.identity import MODEL, adapter_problem
+from megasink.checkpoints.identity import MODEL
 from megasink.errors import UserError, unknown_name
 from megasink.json_file import read_object
 from megasink.megatron.arguments import CPU_DEFAULTS, parse_apart
@@ -52,8 +52,7 @@ def read_arguments(config: Path) -> dict[str, Any]:
 
     Raises:
         UserError: the file cannot be read, was not written by megasink, an argument of the model
-            has the wrong type or range, its attention variant is not registered, or its checkpoints
-            hold an adapter alone.
+            has the wrong type or range, or its attention variant is not registered.
     """
     try:
         saved = dict(read_object(config)["arguments"])
@@ -64,8 +63,6 @@ def read_arguments(config: Path) -> dict[str, Any]:
     missing = {"attention_variant", "padded_vocab_size", "ffn_hidden_size"} - set(saved)
     if missing:
         raise UserError(f"{config} is not from a megasink run: no {', '.join(sorted(missing))}")
-    if problem := adapter_problem(saved):
-        raise UserError(f"{config}: {problem}")
     from megasink.checkpoints.saved_fields import check_fields  # imports pydantic, 0.1 s
 
     check_fields(saved, str(config))

@@ -13,7 +13,6 @@ from megasink import package_warnings, plugins, stopping
 from megasink.command_line import CommandParser
 from megasink.errors import Stopped, UserError, unknown_name
 from megasink.extras import require_train
-from megasink.gone import GONE
 
 # Group -> command -> what it does; each is a module of `megasink.cli` with a ``main``, imported on
 # demand.
@@ -95,8 +94,6 @@ def _run(argv: Sequence[str] | None) -> int:
         if args.help or args.command is None:
             print(_first_screen())
             return 0 if args.help else 2
-        if instead := GONE.get(f"megasink {args.command}"):
-            raise UserError(f"megasink {args.command} is gone: {instead}")
         if args.command not in COMMANDS:
             raise UserError(unknown_name("the command", args.command, COMMANDS))
         if args.command in OF_TRAIN:

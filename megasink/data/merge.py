@@ -15,7 +15,6 @@ from megasink.data.index import data_problem, sequence_lengths
 from megasink.data.output import file_of, output_problems, part_of, partial_of, read_sidecar
 from megasink.data.writer import write_index
 from megasink.errors import ConfigError
-from megasink.gone import FINETUNE
 from megasink.progress import progress
 
 _SUMS = ("documents", "tokens", "text_bytes")
@@ -76,9 +75,6 @@ def _differences(parts: list[Path], sidecars: list[dict[str, Any]]) -> list[str]
     problems = [f"{p}: {text}" for p in parts if (text := data_problem(str(p), None))]
     own = {*_SUMS, "largest_id", "skipped", "partition"}
     for number, (part, sidecar) in enumerate(zip(parts, sidecars, strict=True), 1):
-        if sidecar.get("kind") == "chat":
-            problems.append(f"{part} holds conversations, which are not merged: {FINETUNE}")
-            continue
         if sidecar.get("partition") != [number, len(parts)]:
             problems.append(f"{part}.json does not say that this is part {number}/{len(parts)}")
             continue

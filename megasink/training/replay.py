@@ -9,14 +9,10 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from megasink.errors import UserError
-from megasink.gone import GONE
-from megasink.printable import say
 from megasink.training.flag_file import Flags, named_values, refused
 
 _SCHEDULE = r"(min-)?lr(-.*)?|.*weight-decay.*"
 _ITS_OWNERS = {"override-opt-param-scheduler", "use-checkpoint-opt-param-scheduler"}
-# They went, and never changed what a run computes.
-_WENT = {"checkpoint-store", "preflight", "analyze-interval", "analyze-samples"}
 _OF_A_START = ("plugin", "run-dir", "resume", "expanded-recipe")
 
 
@@ -37,9 +33,6 @@ def replayed(last: Sequence[str], given: Sequence[str], run_dir: Path) -> list[s
     )
     override = ["--override-opt-param-scheduler"] if changes and not names & _ITS_OWNERS else []
     names |= _ITS_OWNERS if override else set()
-    for name in sorted(_WENT & before.keys()):
-        say(f"--resume: without --{name}, which is no longer there: {GONE[f'--{name}']}")
-    names |= _WENT
     kept = [
         word
         for name, values in named_values(last)

@@ -26,7 +26,7 @@ import megasink
 from megasink.atomic import atomic_text
 from megasink.checkpoints import carried
 from megasink.checkpoints.find import newest_checkpoint
-from megasink.checkpoints.identity import MODEL, adapter_problem, plain
+from megasink.checkpoints.identity import MODEL, plain
 from megasink.checkpoints.intact import TRACKER, go_back_to_intact, iterations, newest_intact
 from megasink.checkpoints.tokenizer import OWN, copy_tokenizer
 from megasink.data.object_store import is_stored
@@ -187,8 +187,6 @@ def _checkpoint_problems(args: Namespace) -> list[str]:
         saved, names = read_object(config), MODEL
     except UserError as error:
         return [f"--load {load}: {error}"]
-    if problem := adapter_problem(saved.get("arguments")):
-        return [f"--load {load}: {problem}"]
     if "converted_from" in saved:
         if not args.finetune:
             return [

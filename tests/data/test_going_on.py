@@ -140,15 +140,6 @@ def test_parts_make_the_whole(tmp_path, folder, inputs, parts):
     assert merged == complete
 
 
-def test_parts_of_conversations_of_an_earlier_megasink(tmp_path, folder, inputs):
-    prefix = part_of(tmp_path / "m", 1, 1)
-    preprocess(Corpus(inputs, partition=(1, 1)), prefix, folder, workers=1)
-    sidecar = json.loads((tmp_path / "m-1-of-1.json").read_text())
-    (tmp_path / "m-1-of-1.json").write_text(json.dumps(sidecar | {"kind": "chat"}))
-    with pytest.raises(ConfigError, match=r"holds conversations, .* megasink finetune"):
-        merge(tmp_path / "m")
-
-
 def test_parts_that_do_not_belong_together(tmp_path, folder, inputs):
     lines = [f"{inputs[0]}/a.jsonl"]
     for part, corpus in ((1, lines), (3, [f"{inputs[0]}/e.jsonl"])):

@@ -200,7 +200,6 @@ def batch_of(batch):
         (["--full", "--adapter"], ["--adapter exports what LoRA trained"]),
         (["--data", "none.jsonl"], ["--data none.jsonl: no such file"]),
         (["--lora-rang", "3"], ["unknown: --lora-rang 3: did you mean --lora-rank?"]),
-        (["--ranks", "2"], ["--ranks 2 is no longer there: torchrun --nproc-per-node N -m"]),
         (["--head-balance-coeff", "-1"], ["--head-balance-coeff -1: a number from 0 on"]),
         (["--seq-length", "0"], ["--seq-length 0: use 1 or more"]),
         (["--seq-length", "129"], ["--seq-length 129: the model has 128 positions"]),

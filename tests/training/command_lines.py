@@ -44,8 +44,6 @@ unknown-variant: --attention-variant sunk
   ! --attention-variant 'sunk' is unknown: choose vanilla, sink, off-by-one, gated
 negative-coefficient: --head-balance-coeff -0.5
   ! --head-balance-coeff -0.5 is negative
-warm-up-of-the-coefficient: --head-balance-warmup-iters 100
-  ! --head-balance-warmup-iters 100 is no longer there: no paper has it
 warm-up-without-an-end: --lr-warmup-iters 4
   ! --lr-warmup-iters 4 is not less than the length of the schedule, 4
 warm-up-of-everything: --lr-warmup-fraction 1.0

@@ -18,9 +18,6 @@ sink-rate-of-a-long-prefix: --log-sink-rate --seq-length 128 --prefix-lm-tokens 
   ! --log-sink-rate with --prefix-lm-tokens 65: the first 64 tokens see later ones
 sink-rate-of-documents: --log-sink-rate --dataloader-inter-document-masking
   ! --log-sink-rate with --dataloader-inter-document-masking: documents vary in length
-analysis-of-the-live-model: --analyze-interval 3 --analyze-samples 2
-  ! --analyze-interval 3 is no longer there: megasink analyze RUN --checkpoints --data FILES
-  ! --analyze-samples 2 is no longer there: megasink analyze RUN --checkpoints
 watched-without-validation: --log-sink-rate --split 100,0,0
   ! --log-sink-rate without validation data: give it some, such as --split 99,1,0
 """,

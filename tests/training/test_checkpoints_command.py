@@ -72,15 +72,6 @@ def test_it_may_be_verified_while_it_trains(run, capsys):
     lease.release()
 
 
-@pytest.mark.parametrize("flag", [["--prune"], ["--keep-every", "4"]])
-def test_the_rule_is_megatrons(run, capsys, flag):
-    before = steps(run)
-    assert main(["checkpoints", str(run), *flag]) == 2
-    said = "is no longer there: train with --save-retain-interval STEPS"
-    assert f"{' '.join(flag)} {said}" in capsys.readouterr().err
-    assert steps(run) == before
-
-
 def test_two_that_delete_at_once_and_one_that_was_killed(run):
     deleted = []
     threads = [

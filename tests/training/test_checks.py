@@ -3,7 +3,6 @@
 import heapq
 import json
 import os
-import shutil
 import tempfile
 import textwrap
 from argparse import Namespace
@@ -78,12 +77,6 @@ def answers(files):
     (files / "broken.bin").write_bytes(b"")
     (files / "broken.idx").write_bytes((files / "text.idx").read_bytes()[:20])
     refused["broken-index"] = [*MODEL, *broken]
-    for suffix in ("bin", "idx"):
-        shutil.copy(files / f"text.{suffix}", files / f"chat.{suffix}")
-    made = json.loads((files / "text.json").read_text())
-    (files / "chat.json").write_text(json.dumps(made | {"kind": "chat"}))
-    chat = ["--data-path", str(files / "chat"), "--tokenizer-model", str(files / "tokenizer-a")]
-    refused["chat"] = [*MODEL, *chat, "--split", "1,0,0"]
     text = [*MODEL, *own, str(files / "tokenizer-a"), "--split", "1,0,0"]
     accepted = ACCEPTED | {"text": text}
     documented = train_lines(files / "many", files / "tokenizer-a")
@@ -198,12 +191,6 @@ def test_the_split_that_is_proposed_gives_both_parts_a_document(documents, split
 def test_a_broken_index_is_refused(answers):
     (problem,) = answers["broken-index"]["problems"]
     assert "broken.idx is cut short: it has 20 bytes" in problem
-
-
-def test_conversations_of_an_earlier_megasink_are_no_text(answers):
-    (problem,) = answers["chat"]["problems"]
-    assert "chat: made by megasink data --chat, and its prompts would be targets too" in problem
-    assert problem.endswith("megasink finetune (docs/finetuning.md)")
 
 
 @pytest.mark.parametrize("name", [*ACCEPTED, "text"])

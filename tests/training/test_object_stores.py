@@ -121,13 +121,3 @@ def test_stores_are_for_data_alone_and_asked_for_each_time(text, tmp_path, capsy
     assert replayed(last, last[:2], tmp_path) == last[2:]
     blend = ["0.5", "b", "0.5", "s3://bucket/x"]
     assert _absolute(blend, "/a") == ["0.5", "/a/b", "0.5", "s3://bucket/x"]
-
-
-def test_copies_of_checkpoints_are_made_by_other_tools(tmp_path, capsys):
-    """A run that had them goes on without."""
-    said = r"--checkpoint-store s3://a/b is no longer there: copy the run folder with aws s3 sync"
-    flags = [*runs.TINY, *runs.MOCK, "--checkpoint-store", "s3://a/b"]
-    assert any(problem.startswith(said) for problem in early.read(flags).flag_problems)
-    last = ["--checkpoint-store", "s3://a/b", "--lr", "1e-3"]
-    assert replayed(last, [], tmp_path) == ["--lr", "1e-3"]
-    assert "--resume: without --checkpoint-store" in capsys.readouterr().out

@@ -17,9 +17,8 @@ from megasink.data.index import (
     sequence_lengths,
 )
 from megasink.data.object_store import is_stored
-from megasink.data.output import mismatch, read_sidecar
+from megasink.data.output import mismatch
 from megasink.errors import UserError
-from megasink.gone import FINETUNE
 from megasink.printable import say
 from megasink.training.checks.blends import DEFAULT_SPLIT, Blend, named_prefixes
 from megasink.training.checks.data import missing_files
@@ -68,7 +67,6 @@ class _Check:
         problems = (
             data_problem(prefix, self.ids, self.entries),
             self.sha256 and mismatch(prefix, self.sha256, self.tokenizer),
-            _chat_problem(prefix),
         )
         texts = [f"{prefix}: {problem}" for problem in problems if problem]
         lengths = sequence_lengths(prefix)
@@ -79,13 +77,6 @@ class _Check:
         elif not has_tokens(lengths):
             texts.append(f"{prefix}: none of its {len(lengths):,} documents has a token")
         return texts
-
-
-def _chat_problem(prefix: str) -> str | None:
-    """Return that a data set of conversations, which megasink made once, is not text."""
-    if read_sidecar(prefix).get("kind") != "chat":
-        return None
-    return "made by megasink data --chat, and its prompts would be targets too: " + FINETUNE
 
 
 def _empty_parts(lengths: NDArray[Any], given: str | None) -> Iterator[str]:
