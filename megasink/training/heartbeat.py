@@ -16,7 +16,7 @@ from datetime import timedelta
 from typing import Any
 
 from megasink.training import collectives
-from megasink.training.guard import HAS_ENDED, Clock, end, guard, state_of
+from megasink.training.guard import HAS_ENDED, Clock, end, guard, is_held, state_of
 from megasink.training.stop import RankState
 from megasink.training.waiting import is_first_here, on_several_hosts
 
@@ -99,7 +99,7 @@ class Heartbeat:
         known: dict[int, dict[str, Any] | None] = {
             rank: beat
             for rank, beat in before.items()
-            if beat and beat["host"] == socket.gethostname() and state_of(beat["pid"])
+            if beat and beat["host"] == socket.gethostname() and is_held(beat["pid"])
         }
         if not known:
             time.sleep(2 * self._interval + 1)
