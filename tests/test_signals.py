@@ -94,7 +94,7 @@ def test_a_signal_is_one_line(nursery, made, tmp_path, command, number, phase):
     stderr = tmp_path / "stderr"
     line = ["megasink", command, *argv]
     if phase == "middle":  # it stops itself there
-        line = ["tests.waiting", "SIGSTOP", call, "2", command, *argv]
+        line = ["tests.waiting", "SIGSTOP", call, "1", command, *argv]
     process = nursery.start(line, stderr=stderr)
 
     def reached():
