@@ -29,7 +29,7 @@ from megasink.checkpoints.without_code import loading_without_code
 from megasink.errors import UserError
 from megasink.megatron.gate_projection import named_parts
 from megasink.megatron.model_of_arguments import model_config
-from megasink.megatron.process_groups import destroy_groups, process_groups
+from megasink.megatron.process_groups import destroy_groups
 from megasink.megatron.vocabulary import counted_rows, with_tokens
 
 # In an imported MoE model, the norm before the experts has the names of both layer specs.
@@ -244,8 +244,7 @@ def _make_parallel_state() -> None:
     if not parallel_state.model_parallel_is_initialized():
         parallel_state.initialize_model_parallel()
         tensor_parallel.model_parallel_cuda_manual_seed(1234)
-    size = parallel_state.get_tensor_model_parallel_world_size()
-    size *= parallel_state.get_pipeline_model_parallel_world_size()
+    size = torch.distributed.get_world_size(parallel_state.get_model_parallel_group())
     if size != 1:
         raise UserError(
             f"load_model needs a model-parallel size of 1, not {size}: it loads a whole model"
@@ -255,7 +254,8 @@ def _make_parallel_state() -> None:
 @contextlib.contextmanager
 def single_process() -> Iterator[None]:
     """Destroy :func:`load_model`'s process groups on exit, or gloo may abort the process."""
-    before, ours = process_groups(), not parallel_state.model_parallel_is_initialized()
+    before = set(torch.distributed.distributed_c10d._world.pg_map)
+    ours = not parallel_state.model_parallel_is_initialized()
     try:
         yield
     finally:

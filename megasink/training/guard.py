@@ -18,12 +18,12 @@ from megasink.training.stop import RankState, left, write_to_stderr
 
 TICK = 1.0  # seconds
 HAS_ENDED = "has ended"
-_DISK = "is waiting for a disk or network file system"
+ON_DISK = "is waiting for a disk or network file system"
 _STATES = {
     psutil.STATUS_STOPPED: "is stopped (kill -CONT {pid})",
     psutil.STATUS_TRACING_STOP: "is held by a debugger",
     psutil.STATUS_ZOMBIE: HAS_ENDED,
-    psutil.STATUS_DISK_SLEEP: _DISK,
+    psutil.STATUS_DISK_SLEEP: ON_DISK,
 }
 
 
@@ -120,11 +120,6 @@ def state_of(pid: int) -> str | None:
     except psutil.NoSuchProcess:
         return HAS_ENDED
     return _STATES[status].format(pid=pid) if status in _STATES else None
-
-
-def is_held(pid: int) -> bool:
-    """Whether a local process makes no progress by itself; every process waits for a disk."""
-    return state_of(pid) not in (None, _DISK)
 
 
 def end(why: str, code: int = 2) -> NoReturn:
