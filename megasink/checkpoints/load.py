@@ -244,7 +244,8 @@ def _make_parallel_state() -> None:
     if not parallel_state.model_parallel_is_initialized():
         parallel_state.initialize_model_parallel()
         tensor_parallel.model_parallel_cuda_manual_seed(1234)
-    size = torch.distributed.get_world_size(parallel_state.get_model_parallel_group())
+    size = parallel_state.get_tensor_model_parallel_world_size()
+    size *= parallel_state.get_pipeline_model_parallel_world_size()
     if size != 1:
         raise UserError(
             f"load_model needs a model-parallel size of 1, not {size}: it loads a whole model"

@@ -11,8 +11,7 @@ from megatron.core.models.common.embeddings.yarn_rotary_pos_embedding import Yar
 def destroy_groups(kept: Collection[dist.ProcessGroup] = ()) -> None:
     """Destroy Megatron's parallel state and every process group except those in `kept`.
 
-    Upstream's `destroy_model_parallel` only forgets the groups, about 20. Each has three threads
-    under gloo, which poll until it is destroyed and no model holds it.
+    Upstream only forgets about 20 of them, whose threads poll while a model or torch holds them.
     """
     parallel_state.destroy_model_parallel()
     for name, value in list(vars(parallel_state).items()):

@@ -93,7 +93,6 @@ class Heartbeat:
         """Describe ranks that are gone, stopped or silent, after a lost connection."""
         before = {rank: self._beat_of(rank) for rank in range(self._world) if rank != self._rank}
         here = socket.gethostname()
-        # One that waits for a disk may go on: it is silent if it does not.
         known: dict[int, dict[str, Any] | None] = {
             rank: beat
             for rank, beat in before.items()

@@ -59,9 +59,8 @@ def pretrain(argv: Sequence[str], *, checked: bool = False) -> None:
 
 def train(args: Namespace, store: Any) -> None:
     """Train with validated arguments, and close the process groups."""
+    import torch
     from megatron.training.global_vars import set_global_variables
-
-    from megasink.megatron.process_groups import destroy_groups
 
     try:
         set_global_variables(args)
@@ -74,7 +73,9 @@ def train(args: Namespace, store: Any) -> None:
     finally:
         with guard.bounded("the end of the process", _END_SECONDS):
             _end_loader_workers()
-            destroy_groups()  # otherwise gloo sometimes aborts a process at exit
+            # Otherwise gloo sometimes aborts a process at exit.
+            if torch.distributed.is_initialized():
+                torch.distributed.destroy_process_group()
 
 
 def _end_loader_workers() -> None:
