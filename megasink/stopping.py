@@ -47,6 +47,13 @@ class _Heard:
     again: threading.Timer | None = None
     """Sends the signal once more, after a destructor that its exception was lost in."""
 
+    def settle(self) -> None:
+        """Ignore the signal that `again` sends, which would find other handlers later."""
+        again, self.again = self.again, None
+        if again is not None:
+            again.cancel()
+            again.join()
+
 
 _heard: _Heard | None = None
 
@@ -69,6 +76,7 @@ def run(command: Callable[[], int]) -> int:
             except BaseException:
                 if heard.raised is None:
                     raise
+            heard.settle()
             # Whatever a module made of an exception in the middle of it.
             return code if heard.raised is None else _say_stopped(heard.raised)
     except Signalled as raised:  # before the command, or behind it
@@ -108,8 +116,7 @@ def _handlers() -> Iterator[_Heard]:
                 signal.signal(number, end)
         yield heard
     finally:
-        if heard.again is not None:
-            heard.again.cancel()
+        heard.settle()
         sys.unraisablehook = outer_hook
         for number, handler in before.items():
             if signal.getsignal(number) is end:

@@ -1,5 +1,6 @@
 """What all tests share: the pools of workers, the order and the tiers of tests."""
 
+import logging
 import os
 import re
 import sys
@@ -74,6 +75,8 @@ def pytest_configure(config: pytest.Config) -> None:
             del os.environ[name]
     os.environ["XDG_CACHE_HOME"] = str(forkserver.ROOT / "build" / "cache")  # not the user's
     os.umask(0o022)
+    # Building its cache on a cold machine takes so long that it says so, in some test's output.
+    logging.getLogger("matplotlib.font_manager").setLevel(logging.ERROR)
     if config.getoption("numprocesses", None) and not config.option.collectonly:
         forkserver.server()
 

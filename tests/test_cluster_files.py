@@ -6,7 +6,6 @@ import os
 import re
 import signal
 import subprocess
-import time
 
 import jsonschema
 import pytest
@@ -14,6 +13,7 @@ import yaml
 
 from megasink.training import early
 from tests.documented import EXAMPLE, ROOT, refuse
+from tests.waiting import until
 
 SLURM = ROOT / "examples" / "slurm.sh"
 MANIFEST = ROOT / "examples" / "kubernetes.yaml"
@@ -119,7 +119,7 @@ STUBS = {
     # The ranks of this step save on SIGUSR1, and end; CODE is torchrun's.
     "srun": """
         trap 'echo saved >> calls; exit $CODE' USR1
-        echo "srun $MASTER_ADDR $*" >> calls; echo $$ > step
+        echo $$ > step; echo "srun $MASTER_ADDR $*" >> calls
         [[ -z $WAITS ]] || for _ in {1..6000}; do sleep 0.1; done
         exit $CODE
     """,
@@ -145,17 +145,10 @@ def job(tmp_path):
     return start
 
 
-def wait_for(calls, text):
-    deadline = time.monotonic() + 600
-    while not (calls.is_file() and text in calls.read_text()):
-        assert time.monotonic() < deadline
-        time.sleep(0.02)
-
-
 @pytest.mark.parametrize(("code", "requeued"), [("1", True), ("0", False)])
 def test_after_the_warning_an_unfinished_run_is_requeued(job, code, requeued):
     process, calls = job(WAITS="1", CODE=code)
-    wait_for(calls, "srun")
+    until(lambda: calls.is_file() and "srun" in calls.read_text())
     process.send_signal(signal.SIGUSR1)
     assert process.wait(600) == int(code)
     said = calls.read_text()

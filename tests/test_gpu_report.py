@@ -8,10 +8,11 @@ import os
 import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
+
+from tests.waiting import is_alive, until
 
 ROOT = Path(__file__).parents[1]
 MACHINE = {
@@ -48,7 +49,16 @@ def states(folder: Path) -> dict[str, str]:
     return {part["name"]: part["result"]["state"] for part in report["parts"]}
 
 
-def test_every_part_runs_and_is_reported(gpu, tmp_path, capfd):
+def test_every_part_runs_and_is_reported(gpu, tmp_path, capfd, monkeypatch):
+    def wait(process, timeout=None):
+        """The limit begins when a hanging part hangs, however long Python takes to start."""
+        if timeout == 5:
+            until(lambda: "begun" in (tmp_path / "hangs.log").read_text())
+            timeout = 0.1
+        return of_process(process, timeout)
+
+    of_process = subprocess.Popen.wait
+    monkeypatch.setattr(subprocess.Popen, "wait", wait)
     parts = [
         part(gpu, "breaks", "print('a | b'); raise SystemExit(3)"),
         part(gpu, "hangs", "import time; print('begun', flush=True); time.sleep(600)", limit=5),
@@ -99,12 +109,7 @@ def test_processes_of_a_part_end_with_it(gpu, tmp_path):
     )
     assert gpu.run_parts([part(gpu, "leaves", code)], tmp_path, MACHINE) == 0
     pid = int((tmp_path / "leaves/pid").read_text())
-    for _ in range(100):
-        state = Path(f"/proc/{pid}/stat")
-        if not state.exists() or state.read_text().rsplit(")", 1)[1].split()[0] == "Z":
-            return
-        time.sleep(0.1)
-    pytest.fail(f"process {pid} still runs")
+    until(lambda: not is_alive(pid))
 
 
 def test_after_ctrl_c_the_same_command_goes_on(gpu, tmp_path):
@@ -114,16 +119,20 @@ import sys
 sys.path.insert(0, {str(ROOT / "benchmarks")!r})
 import gpu
 parts = [gpu.Part(name, name, ("-c", code), 60) for name, code in
-         [("first", "pass"), ("second", "import time; time.sleep(600)")]]
+         [("first", "pass"), ("second", "import time; print('begun'); time.sleep(600)")]]
 sys.exit(gpu.run_parts(parts, gpu.Path({str(tmp_path)!r}), {MACHINE!r}))
 """
     environment = os.environ | {"PYTHONPATH": str(ROOT)}
     process = subprocess.Popen(
         [sys.executable, "-c", code], env=environment, stderr=subprocess.PIPE, text=True
     )
-    while not (tmp_path / "second").is_dir():
+
+    def begun():
         assert process.poll() is None
-        time.sleep(0.1)
+        log = tmp_path / "second.log"
+        return log.is_file() and "begun" in log.read_text()
+
+    until(begun)
     process.send_signal(signal.SIGINT)
     _, errors = process.communicate(timeout=600)
     assert process.returncode == 130

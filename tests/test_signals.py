@@ -1,7 +1,6 @@
 """A signal ends every command in one line, with its exit code, and nothing half-written is left."""
 
 import os
-import re
 import signal
 import textwrap
 import time
@@ -11,7 +10,8 @@ import pytest
 
 from megasink import stopping
 from tests import forkserver
-from tests.forkserver import FreshProcess
+from tests.forkserver import HANG_SECONDS, FreshProcess
+from tests.waiting import handles, session, state, until
 
 TEXTS = [f"Text {i}: nothing in it stands twice, {'again ' * i}and it ends." for i in range(40)]
 CODES = {signal.SIGTERM: 143, signal.SIGINT: 130, signal.SIGHUP: 129}
@@ -41,26 +41,46 @@ def made(nursery, tmp_path_factory):
     return root
 
 
-def commands(made: Path, out: Path) -> dict[str, tuple[list[str], str]]:
-    """{command: (its arguments, what is there in the middle of it)}."""
+def commands(made: Path, out: Path) -> dict[str, tuple[list[str], str, str]]:
+    """{command: (its arguments, a call in the middle of it, what is there then)}."""
     data = ["--data", str(made / "texts.txt"), "--seq-length", "64", "--device", "cpu"]
     prompt = ["--prompt", "Text", "--cpu", "--max-new-tokens", "60"]
     long = ["--max-samples", "2000"]
+    analysis, lengths = "megasink.analysis", ["--lengths", "16", "32"]
     return {
-        "analyze": ([str(made / "llama"), *data, *long, "--output", str(out)], "out/partial/*"),
+        "analyze": (
+            [str(made / "llama"), *data, *long, "--output", str(out)],
+            f"{analysis}.capture.measurements:ShardMeasurements.save",
+            "out/partial/*",
+        ),
         "ablate": (
             [str(made / "llama"), *data, *long, "--output", str(out)],
+            f"{analysis}.ablate.measure:Ablation.measured",
             "out/.lock",
         ),
         "sweep": (
-            [str(made / "llama"), *data[:2], "--lengths", "16", "32", "--output", str(out)],
+            [str(made / "llama"), *data[:2], *lengths, "--output", str(out)],
+            f"{analysis}.sweep:measure",
             "out/.lock",
         ),
-        "convert-to-hf": ([str(made / "run"), str(out), "--cpu"], ".out.partial-*"),
-        "convert-from-hf": ([str(made / "llama"), str(out), "--cpu"], ".out.partial-*"),
-        "generate": ([str(made / "run"), *prompt, *(["--prompt", "Text 2"] * 20)], "stderr"),
+        "convert-to-hf": (
+            [str(made / "run"), str(out), "--cpu"],
+            "megasink.convert.to_hf:_read",
+            ".out.partial-*",
+        ),
+        "convert-from-hf": (
+            [str(made / "llama"), str(out), "--cpu"],
+            "megasink.convert.from_hf:_read",
+            ".out.partial-*",
+        ),
+        "generate": (
+            [str(made / "run"), *prompt, *(["--prompt", "Text 2"] * 20)],
+            "megasink.megatron.decoding:_Stage.step",
+            "stderr",
+        ),
         "data": (
             [str(made / "texts.txt"), "--output", str(out), "--train-tokenizer", "400"],
+            "megasink.data.preprocess:_Files._add",
             "out.lock",
         ),
     }
@@ -70,22 +90,27 @@ def commands(made: Path, out: Path) -> dict[str, tuple[list[str], str]]:
 @pytest.mark.parametrize("number", CODES, ids=lambda number: number.name)
 @pytest.mark.parametrize("command", commands(Path(), Path()))
 def test_a_signal_is_one_line(nursery, made, tmp_path, command, number, phase):
-    argv, sign = commands(made, tmp_path / "out")[command]
+    argv, call, sign = commands(made, tmp_path / "out")[command]
     stderr = tmp_path / "stderr"
-    process = nursery.start(["megasink", command, *argv], stderr=stderr)
-    while not handles(process.pid, signal.SIGTERM):
+    line = ["megasink", command, *argv]
+    if phase == "middle":  # it stops itself there
+        line = ["tests.waiting", "SIGSTOP", call, "1", command, *argv]
+    process = nursery.start(line, stderr=stderr)
+
+    def reached():
         assert process.poll() is None, stderr.read_text()
-        time.sleep(0.001)
+        if phase == "start":
+            return handles(process.pid, signal.SIGTERM)
+        return state(process.pid) == "T"
+
+    until(reached)
     if phase == "start":
-        time.sleep(0.05)
+        time.sleep(0.05)  # anywhere: what comes first differs
     else:
-        deadline = time.monotonic() + 600  # a hang
-        while not any(path.stat().st_size or phase for path in tmp_path.glob(sign)):
-            assert process.poll() is None, stderr.read_text()
-            assert time.monotonic() < deadline
-            time.sleep(0.01)
+        assert list(tmp_path.glob(sign)), stderr.read_text()
     process.send_signal(number)
-    code = process.wait(120)
+    process.send_signal(signal.SIGCONT)
+    code = process.wait(HANG_SECONDS)
     said = stderr.read_text()
     assert code == CODES[number], said
     assert "Traceback" not in said
@@ -97,7 +122,7 @@ def test_a_signal_is_one_line(nursery, made, tmp_path, command, number, phase):
     left = {path.name for path in tmp_path.rglob("*") if path.is_file() or path.name[0] == "."}
     assert not {n for n in left if n.startswith(".") or n.endswith(".lock")}, left
     assert kept or left <= {"stderr"}, (lines, left)
-    assert not [p for p in nursery.left() if p.pid != process.pid and p.ppid() == process.pid]
+    until(lambda: not session(process.pid), lambda: session(process.pid))
 
 
 @pytest.mark.parametrize("seconds", [0, 60])
@@ -108,15 +133,36 @@ def test_a_signal_in_a_destructor(capsys, seconds):
         def __del__(self):
             os.kill(os.getpid(), signal.SIGTERM)
 
+    slept = []
+
     def command():
         Archive()
         time.sleep(seconds)
+        slept.append(seconds)
         return 0
 
-    begin = time.monotonic()
     assert stopping.run(command) == 143
-    assert time.monotonic() - begin < 9  # by itself, not by the watch
+    assert 60 not in slept
     assert capsys.readouterr().err == "megasink: stopped by SIGTERM\n"
+
+
+def test_a_second_signal_of_a_destructor_that_comes_late_is_nothing(capsys, monkeypatch):
+    """It is sent a moment after the first, when the command may have ended."""
+
+    class Archive:
+        def __del__(self):
+            os.kill(os.getpid(), signal.SIGTERM)
+
+    def slowly(raised):
+        code = say(raised)
+        time.sleep(0.1)  # ten times that moment
+        return code
+
+    before, say = signal.getsignal(signal.SIGTERM), stopping._say_stopped
+    monkeypatch.setattr(stopping, "_say_stopped", slowly)
+    assert stopping.run(lambda: Archive() and 0) == 143
+    assert capsys.readouterr().err == "megasink: stopped by SIGTERM\n"
+    assert signal.getsignal(signal.SIGTERM) is before
 
 
 def test_ctrl_c_while_python_starts(made, tmp_path):
@@ -127,16 +173,9 @@ def test_ctrl_c_while_python_starts(made, tmp_path):
         argv += ["--output", str(tmp_path / f"out-{seconds}")]  # it may have been quicker
         with (tmp_path / "stderr").open("wb") as stderr:
             process = FreshProcess(argv, stderr=stderr, start_new_session=True)
-            while not handles(process.pid, signal.SIGTERM):  # no program has a handler before
-                time.sleep(0.001)
+            until(lambda p=process: handles(p.pid, signal.SIGTERM))  # no program has it before
             time.sleep(seconds)
             os.killpg(process.pid, signal.SIGINT)
-            assert process.wait(120) in (0, 130), (tmp_path / "stderr").read_text()
+            assert process.wait(HANG_SECONDS) in (0, 130), (tmp_path / "stderr").read_text()
         said = (tmp_path / "stderr").read_text()
         assert "Traceback" not in said, said
-
-
-def handles(pid: int, number: int) -> bool:
-    """Whether a process has a handler for a signal."""
-    (line,) = re.findall(r"SigCgt:\s*(\w+)", Path(f"/proc/{pid}/status").read_text())
-    return bool(int(line, 16) >> (number - 1) & 1)

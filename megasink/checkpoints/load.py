@@ -29,6 +29,7 @@ from megasink.checkpoints.without_code import loading_without_code
 from megasink.errors import UserError
 from megasink.megatron.gate_projection import named_parts
 from megasink.megatron.model_of_arguments import model_config
+from megasink.megatron.process_groups import destroy_groups
 from megasink.megatron.vocabulary import counted_rows, with_tokens
 
 # In an imported MoE model, the norm before the experts has the names of both layer specs.
@@ -253,14 +254,14 @@ def _make_parallel_state() -> None:
 
 @contextlib.contextmanager
 def single_process() -> Iterator[None]:
-    """Destroy :func:`load_model`'s process group on exit, or gloo may abort the process."""
-    ours = not torch.distributed.is_initialized()
+    """Destroy :func:`load_model`'s process groups on exit, or gloo may abort the process."""
+    before = set(torch.distributed.distributed_c10d._world.pg_map)
+    ours = not parallel_state.model_parallel_is_initialized()
     try:
         yield
     finally:
-        if ours and torch.distributed.is_initialized():
-            parallel_state.destroy_model_parallel()
-            torch.distributed.destroy_process_group()
+        if ours:
+            destroy_groups(before)
 
 
 def with_yarn(saved: Mapping[str, Any], factor: float) -> dict[str, Any]:

@@ -18,11 +18,12 @@ from megasink.training.stop import RankState, left, write_to_stderr
 
 TICK = 1.0  # seconds
 HAS_ENDED = "has ended"
+ON_DISK = "is waiting for a disk or network file system"  # any process, for a moment
 _STATES = {
     psutil.STATUS_STOPPED: "is stopped (kill -CONT {pid})",
     psutil.STATUS_TRACING_STOP: "is held by a debugger",
     psutil.STATUS_ZOMBIE: HAS_ENDED,
-    psutil.STATUS_DISK_SLEEP: "is waiting for a disk or network file system",
+    psutil.STATUS_DISK_SLEEP: ON_DISK,
 }
 
 

@@ -16,7 +16,7 @@ from datetime import timedelta
 from typing import Any
 
 from megasink.training import collectives
-from megasink.training.guard import HAS_ENDED, Clock, end, guard, state_of
+from megasink.training.guard import HAS_ENDED, ON_DISK, Clock, end, guard, state_of
 from megasink.training.stop import RankState
 from megasink.training.waiting import is_first_here, on_several_hosts
 
@@ -52,13 +52,9 @@ class Heartbeat:
     def beat(self) -> None:
         """Send this rank's state to the others."""
         self._count += 1
-        beat: dict[str, Any] = {
-            "count": self._count,
-            "step": RankState.step,
-            "phase": RankState.phase,
-        }
-        beat |= {"host": socket.gethostname(), "pid": os.getpid(), "time": time.time()}
         place = (RankState.step, RankState.phase)
+        beat: dict[str, Any] = {"count": self._count, "step": place[0], "phase": place[1]}
+        beat |= {"host": socket.gethostname(), "pid": os.getpid(), "time": time.time()}
         if place == self._last_place:  # no progress since: cheap where steps are short
             beat["collective"] = collectives.under_way()
         self._last_place = place
@@ -96,10 +92,11 @@ class Heartbeat:
     def missing(self) -> str | None:
         """Describe ranks that are gone, stopped or silent, after a lost connection."""
         before = {rank: self._beat_of(rank) for rank in range(self._world) if rank != self._rank}
+        here = socket.gethostname()
         known: dict[int, dict[str, Any] | None] = {
             rank: beat
             for rank, beat in before.items()
-            if beat and beat["host"] == socket.gethostname() and state_of(beat["pid"])
+            if beat and beat["host"] == here and state_of(beat["pid"]) not in (None, ON_DISK)
         }
         if not known:
             time.sleep(2 * self._interval + 1)
@@ -120,8 +117,7 @@ class Heartbeat:
     def _beat_of(self, rank: int) -> dict[str, Any] | None:
         if not self._store.check([str(rank)]):
             return None
-        beat: dict[str, Any] = json.loads(self._store.get(str(rank)))
-        return beat
+        return dict(json.loads(self._store.get(str(rank))))
 
     def _describe(self, rank: int, beat: dict[str, Any] | None) -> str:
         if beat is None:

@@ -12,6 +12,7 @@ from megatron.core.datasets.indexed_dataset import IndexedDataset
 
 from megasink import cli
 from megasink.data.tokenizer import load_tokenizer
+from tests.waiting import is_alive, until
 
 
 def main(argv: list[str]) -> int:
@@ -96,20 +97,6 @@ def children(pid: int) -> list[int]:
     return [int(c) for c in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
 
 
-def alive(pid: int) -> bool:
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
-    except FileNotFoundError:
-        return False
-
-
-def wait_until(condition) -> None:
-    deadline = time.monotonic() + 600  # a hang
-    while not condition():
-        assert time.monotonic() < deadline
-        time.sleep(0.01)
-
-
 def test_a_killed_run_leaves_nothing_that_loads(tmp_path, tmp_path_factory, folder):
     prefix = tmp_path / "out"
     large = tmp_path_factory.mktemp("large") / "a.txt"
@@ -122,7 +109,7 @@ def test_a_killed_run_leaves_nothing_that_loads(tmp_path, tmp_path_factory, fold
         assert run.poll() is None
         return partial.exists() and partial.stat().st_size > 0
 
-    wait_until(writing)
+    until(writing)
     workers = children(run.pid)
     os.kill(run.pid, signal.SIGKILL)
     run.wait()
@@ -131,9 +118,9 @@ def test_a_killed_run_leaves_nothing_that_loads(tmp_path, tmp_path_factory, fold
     assert not [p for p in tmp_path.iterdir() if p.suffix in (".bin", ".idx", ".json")]
     assert len(workers) >= 2
     try:
-        wait_until(lambda: not any(map(alive, workers)))
+        until(lambda: not any(map(is_alive, workers)))
     finally:
-        for pid in filter(alive, workers):
+        for pid in filter(is_alive, workers):
             os.kill(pid, signal.SIGKILL)
 
     (tmp_path / "a.jsonl").write_text(json.dumps({"text": "again"}))  # another command starts over

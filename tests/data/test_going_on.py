@@ -6,7 +6,6 @@ import os
 import signal
 import subprocess
 import sys
-import time
 
 import numpy as np
 import pytest
@@ -21,6 +20,7 @@ from megasink.data.merge import merge, part_of
 from megasink.data.preprocess import preprocess
 from megasink.data.writer import IndexedWriter
 from megasink.errors import ConfigError
+from tests.forkserver import ROOT
 
 SUFFIXES = (".bin", ".idx", ".json")
 
@@ -101,20 +101,17 @@ def test_another_command_starts_over(tmp_path, folder, inputs, monkeypatch):
 def test_after_sigkill_the_same_command_goes_on(tmp_path, inputs, capsys):
     """The command itself, with a tokenizer that it trains, killed while it tokenizes."""
     code = (
-        "import sys; from megasink.data import preprocess; preprocess._SAVE_SECONDS = 0.0; "
-        "preprocess._BATCH_DOCUMENTS = 8; from megasink.cli import main; "
-        "sys.exit(main(sys.argv[1:]))"
+        "import signal, sys; from megasink.data import preprocess, resume; "
+        "preprocess._SAVE_SECONDS, preprocess._BATCH_DOCUMENTS = 0.0, 8; "
+        "from tests.waiting import at_call; at_call(resume, 'save', 5, signal.SIGKILL); "
+        "from megasink.cli import main; sys.exit(main(sys.argv[1:]))"
     )
     options = [*inputs, "--train-tokenizer", "400", "--workers", "1", "--output"]
-    start = [sys.executable, "-c", code, "data", *options]
-    with subprocess.Popen([*start, str(tmp_path / "out")]) as run:
-        deadline = time.monotonic() + 600
-        while (left := resume.load(tmp_path / "out")) is None or not left.place.documents:
-            assert run.poll() is None
-            assert time.monotonic() < deadline
-            time.sleep(0.05)
-        os.kill(run.pid, signal.SIGKILL)
+    start = [sys.executable, "-c", code, "data", *options, str(tmp_path / "out")]
+    done = subprocess.run(start, env=os.environ | {"PYTHONPATH": str(ROOT)})
+    assert done.returncode == -signal.SIGKILL
     documents = resume.load(tmp_path / "out").place.documents
+    assert documents > 0
     assert main(["data", *options, str(tmp_path / "out")]) == 0
     said = capsys.readouterr().out
     assert f"going on after {documents:,} documents of an earlier run" in said

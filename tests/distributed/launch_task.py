@@ -3,7 +3,7 @@
 import os
 from unittest import mock
 
-from tests.distributed.worker import end_groups, forget
+from tests.distributed.worker import forget
 
 
 def train(flags: list[str], ranks: int, port: int) -> None:
@@ -26,5 +26,4 @@ def train(flags: list[str], ranks: int, port: int) -> None:
             pretrain(flags)
     finally:
         forget()
-        end_groups()  # the run has destroyed them, but what it left in this process holds them
         torch.use_deterministic_algorithms(False)  # --deterministic-mode is for the process

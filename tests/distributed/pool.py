@@ -24,18 +24,27 @@ from tests.forkserver import HANG_SECONDS, ROOT, FreshProcess, Process, server
 
 __all__ = ["ROOT", "Pool", "TaskFailed", "free_port"]
 
-# How long the other ranks may take to answer after one of them failed: they are often stuck in a
-# collective with it.
-GRACE_SECONDS = 3.0
+# How long the other ranks may take to answer after one of them failed: they may be stuck in a
+# collective with it, or meet the same error later on a busy machine.
+GRACE_SECONDS = 60.0
+_names: list[socket.socket] = []
 
 
 def free_port() -> int:
-    """A port below those that the system gives to outgoing connections, which might take it."""
+    """A port that no other test gets, also one of another pytest on this machine.
+
+    It is below those that the system gives to outgoing connections. Until whoever asked for it
+    listens there, a name like it in the same network namespace is taken by this process.
+    """
     while True:
         port = 20_000 + secrets.randbelow(12_000)
+        name = socket.socket(socket.AF_UNIX)
         with socket.socket() as sock, contextlib.suppress(OSError):
+            name.bind(f"\0megasink-test-port-{port}")
             sock.bind(("127.0.0.1", port))
+            _names.append(name)
             return port
+        name.close()
 
 
 class TaskFailed(Exception):
@@ -199,8 +208,11 @@ class Pool:
 
     def _where(self, rank: int) -> str:
         """The stack of a worker that hangs, which faulthandler writes into its log."""
-        self._processes[rank].send_signal(signal.SIGUSR1)
-        time.sleep(0.3)
+        deadline, log = time.monotonic() + 10, self._log_path(rank)
+        for number in (1, 2):  # the first is whole when the second begins
+            self._processes[rank].send_signal(signal.SIGUSR1)
+            while time.monotonic() < deadline and log.read_bytes().count(b"Current thr") < number:
+                time.sleep(0.01)
         return self._log(rank)
 
     def _log_path(self, rank: int) -> Path:

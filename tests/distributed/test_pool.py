@@ -7,6 +7,7 @@ from tests.distributed.pool import Pool, TaskFailed
 
 TASKS = "tests.distributed.failing_tasks"
 WHERE = "tests.distributed.worker:layout_of_task"
+THREADS = "tests.distributed.thread_tasks:threads"
 
 
 @pytest.fixture(scope="module")
@@ -26,6 +27,17 @@ def test_every_layout_runs_in_the_same_processes(pool):
     (one,) = pool.run(WHERE, SINGLE)
     assert len(pids) == 1
     assert one["pid"] in next(iter(pids))
+
+
+def test_process_groups_end_with_their_task(pool):
+    """A layout has 20 of them, with three threads each."""
+    layouts = [Layout(tp=2), Layout(pp=2), Layout(dp=2), Layout(cp=2)]
+    for layout in layouts * 3:
+        pool.run(WHERE, layout)
+        assert all(not any("gloo" in name for name in found) for found in pool.run(THREADS))
+    for layout in layouts[::2] * 2:
+        pool.run("tests.distributed.tiny_gpt:train", layout, steps=1)
+        assert all(not any("gloo" in name for name in found) for found in pool.run(THREADS))
 
 
 def test_an_exception_is_a_traceback_and_the_workers_live_on(bare):

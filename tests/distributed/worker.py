@@ -96,10 +96,9 @@ def parallel_state(layout: Layout, rank: int, store: str) -> Iterator[None]:
         yield
     finally:
         forget()
-        end_groups()
 
 
-def end_groups() -> None:
+def _end_groups() -> None:
     """Destroy every process group of a task, and free the models that hold them.
 
     gloo's threads poll as long as a group lives. Models are cycles, and those under Megatron's DDP
@@ -108,6 +107,8 @@ def end_groups() -> None:
     what a task left of them is emptied by hand.
     """
     import torch
+
+    from megasink.megatron.process_groups import destroy_groups
 
     kinds = (torch.nn.Module, torch.optim.Optimizer)
     rooms = ("megatron.core.optimizer", "megatron.core.distributed")
@@ -120,30 +121,31 @@ def end_groups() -> None:
         if holds_groups(type(found)):
             with contextlib.suppress(TypeError):  # no attributes of its own
                 vars(found).clear()
-    if torch.distributed.is_initialized():
-        torch.distributed.destroy_process_group()
+    destroy_groups()
     gc.collect()
 
 
 def forget() -> None:
-    """Drop what a task left in the process."""
-    from megatron.core import num_microbatches_calculator, parallel_state, rerun_state_machine
+    """Drop what a task left in the process, and end its process groups."""
+    from megatron.core import num_microbatches_calculator, rerun_state_machine
     from megatron.core.transformer.moe.moe_logging import get_moe_metrics_tracker
     from megatron.core.transformer.moe.moe_utils import MoEAuxLossAutoScaler
-    from megatron.training.global_vars import destroy_global_vars
+    from megatron.training.global_vars import destroy_global_vars, get_tensorboard_writer
 
     num_microbatches_calculator.unset_num_microbatches_calculator()
     rerun_state_machine.destroy_rerun_state_machine()
+    if writer := get_tensorboard_writer():
+        writer.close()  # and its thread
     destroy_global_vars()
     get_moe_metrics_tracker().metrics.clear()
     MoEAuxLossAutoScaler.main_loss_backward_scale = None
-    parallel_state.destroy_model_parallel()
     if trainer := sys.modules.get("megatron.training.training"):
         # Set by a first start, it makes the next one in this process reduce once more (training.py:
         # 1131): beside a rank that starts for the first time, it would wait for ever.
         trainer._STARTUP_TIMESTAMPS["program_start"] = None
     if forward := sys.modules.get("megasink.training.forward"):
         forward._byte_table.cache_clear()  # that of the run's tokenizer; the next has another one
+    _end_groups()
 
 
 def layout_of_task() -> dict[str, Any]:

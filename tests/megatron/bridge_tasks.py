@@ -15,7 +15,7 @@ from types import ModuleType, SimpleNamespace
 from typing import Any
 from unittest import mock
 
-from tests.distributed.worker import end_groups, forget
+from tests.distributed.worker import forget
 from tests.megatron.tasks import STEPS, as_rank
 
 # What the bare loop has on a CPU, where the block has a user's GPU.
@@ -240,5 +240,4 @@ def loop(ranks: int, port: int, block: str) -> list[dict[str, Any]] | None:
             )
     finally:
         forget()
-        end_groups()
     return history

@@ -17,7 +17,7 @@ from types import ModuleType, SimpleNamespace
 from typing import Any
 from unittest import mock
 
-from tests.distributed.worker import end_groups, forget
+from tests.distributed.worker import forget
 from tests.megatron.tasks import MODEL, STEPS, as_rank
 
 FLAGS = [
@@ -221,5 +221,4 @@ def loop(
                 }
     finally:
         forget()
-        end_groups()
     return history

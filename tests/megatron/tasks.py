@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
-from tests.distributed.worker import end_groups, forget
+from tests.distributed.worker import forget
 from tests.runs import steps as steps_of
 
 STEPS = 4
@@ -59,7 +59,6 @@ def bare_loop(
             history = train(map(mock_step, range(steps)), **layout_, **options)
     finally:
         forget()
-        end_groups()
     return [
         {
             "lm_loss": loss,

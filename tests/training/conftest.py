@@ -5,16 +5,15 @@ import json
 import logging
 import os
 import signal
-import time
 from types import SimpleNamespace
 
-import psutil
 import pytest
 
 from megasink.cli import main
 from tests import forkserver
 from tests.distributed.pool import ROOT, free_port
 from tests.training.six_steps import FLAGS
+from tests.waiting import session, until
 
 SECRET = "a-key-that-nobody-may-see"
 FILES = (".bin", ".idx", ".json")
@@ -47,7 +46,7 @@ def finished(train, tmp_path_factory):
 def dying():
     """Train in a process of its own that dies: its exit code and what it said.
 
-    Nothing that it started may be left a few seconds later.
+    Nothing that it started may be left soon after.
     """
     numbers = {"RANK": 0, "LOCAL_RANK": 0, "WORLD_SIZE": 1, "LOCAL_WORLD_SIZE": 1}
 
@@ -62,26 +61,13 @@ def dying():
         )
         try:
             code = process.wait(forkserver.HANG_SECONDS)
-            deadline = time.monotonic() + 100
-            while left := session(process.pid):
-                assert time.monotonic() < deadline, f"still there: {left}"
-                time.sleep(0.1)
+            until(lambda: not session(process.pid), lambda: session(process.pid))
         finally:
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(process.pid, signal.SIGKILL)
         return code, errors.read_text()
 
     return run
-
-
-def session(leader):
-    """Command lines of what a process started, itself left out."""
-    found = []
-    for process in psutil.process_iter():
-        with contextlib.suppress(ProcessLookupError, psutil.Error):
-            if process.pid != leader and os.getsid(process.pid) == leader:
-                found.append(" ".join(process.cmdline()))
-    return found
 
 
 @pytest.fixture(scope="session")

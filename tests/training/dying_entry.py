@@ -24,6 +24,7 @@ from typing import Any
 
 from megasink.training.pretrain import main
 from megasink.upstream.process import prepare_process
+from tests.waiting import until
 
 
 def at_call(number: int, act: Callable[[], None], function: Callable[..., Any]) -> Any:
@@ -119,9 +120,14 @@ def full(*args: Any) -> None:
 
 
 def slowly(function: Callable[..., Any]) -> Callable[..., Any]:
-    def slow(*args: Any, **kwargs: Any) -> Any:
+    """torch.save in the writer; MEETS is a checkpoint whose save begins before others are whole."""
+
+    def slow(value: Any, file: Any, *args: Any, **kwargs: Any) -> Any:
         time.sleep(0.01)
-        return function(*args, **kwargs)
+        path, later = Path(str(getattr(file, "name", ""))), os.environ.get("MEETS")
+        if later and path.parent.name == "iter_0000004":
+            until(path.parent.with_name(later).exists)
+        return function(value, file, *args, **kwargs)
 
     return slow
 
@@ -143,6 +149,8 @@ def train(moment: str) -> int:
     elif kind == "save":
         FileSystemWriterAsync.finish = at_call(count, die, FileSystemWriterAsync.finish)
     elif kind in ("async", "writer", "term"):
+        if kind == "async":
+            os.environ["MEETS"] = f"iter_{2 * count:07d}"  # in the writer, which inherits it
         say = checkpointing.print_rank_0
         act = {"async": die, "writer": kill_writer, "term": end_group}[kind]
         checkpointing.print_rank_0 = at_message("scheduled an async", count, act, say)

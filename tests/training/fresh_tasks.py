@@ -1,5 +1,7 @@
 """Tasks for workers that may be fresh: nothing of megatron is imported before the platform."""
 
+from collections.abc import Callable
+
 
 def loaded_without_a_process_group(run: str) -> tuple[int, bool, bool]:
     """The iteration, whether a process group was there meanwhile, and whether one is left."""
@@ -16,3 +18,49 @@ def loaded_without_a_process_group(run: str) -> tuple[int, bool, bool]:
         during = torch.distributed.is_initialized()
     left = torch.distributed.is_initialized() or parallel_state.model_parallel_is_initialized()
     return iteration, during, left
+
+
+def threads_after_loads(run: str) -> dict[str, list[int]]:
+    """Native threads after each of three turns: commands, loads beside a process group of the
+    caller, loads whose models stay."""
+    import gc
+
+    import megasink
+    from megasink.cli import main
+    from tests.distributed.thread_tasks import threads
+
+    def command() -> None:
+        line = ["generate", run, "--prompt", "def", "--max-new-tokens", "2", "--cpu"]
+        assert main(line) == 0
+
+    def load() -> None:
+        megasink.load_run(run, device="cpu")
+
+    def beside() -> None:
+        with single_process():
+            command()
+
+    def counted(turn: Callable[[], None]) -> list[int]:
+        found = []
+        for _ in range(3):
+            turn()
+            gc.collect()
+            found.append(sum(threads().values()))
+        return found
+
+    found = {"command": counted(command)}
+    import torch
+    from torch.distributed import HashStore
+
+    from megasink.checkpoints.load import single_process
+    from megasink.megatron.process_groups import destroy_groups
+
+    torch.distributed.init_process_group("gloo", store=HashStore(), rank=0, world_size=1)
+    found["beside"] = counted(beside)
+    assert list(torch.distributed.distributed_c10d._world.pg_map) == [torch.distributed.group.WORLD]
+    destroy_groups()
+    found["loaded"] = counted(load)
+    destroy_groups()
+    gc.collect()
+    found["end"] = [sum(threads().values())]
+    return found

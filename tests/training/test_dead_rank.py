@@ -15,6 +15,7 @@ from tests import forkserver
 from tests.forkserver import HANG_SECONDS
 from tests.runs import resumed_from
 from tests.training.six_steps import FLAGS
+from tests.waiting import handles, until
 
 STEPS = 100
 LONG = [*FLAGS, "--train-iters", str(STEPS), "--save-interval", "20", "--num-workers", "1"]
@@ -48,7 +49,7 @@ def ranks_of(launcher):
     (torchrun,) = psutil.Process(launcher).children()
     return sorted(
         (child for child in torchrun.children() if os.getsid(child.pid) == child.pid),
-        key=lambda child: child.pid,
+        key=lambda child: (child.create_time(), child.pid),
     )
 
 
@@ -70,11 +71,11 @@ def steps(run):
 
 
 def wait_for_step(nursery, run, number, errors):
-    deadline = time.monotonic() + HANG_SECONDS
-    while not (trained := steps(run)) or trained[-1]["iteration"] < number:
+    def reached():
         assert nursery.left(), errors.read_text()
-        assert time.monotonic() < deadline
-        time.sleep(0.05)
+        return (trained := steps(run)) and trained[-1]["iteration"] >= number
+
+    until(reached)
 
 
 def last_line(errors):
@@ -104,7 +105,7 @@ def test_sigterm_then_a_killed_rank_then_the_end(start, nursery, pool, tmp_path)
     wait_for_step(nursery, run, newest + 5, errors)  # not while it is written
     ranks_of(process.pid)[1].send_signal(signal.SIGKILL)
     # The other rank does not wait for --distributed-timeout-minutes.
-    assert process.wait(300) == 2
+    assert process.wait(HANG_SECONDS) == 2
     error = last_line(errors)
     assert "rank 1 was killed by SIGKILL" in error
     assert f"resume from step {newest} with: megasink train" in error
@@ -135,17 +136,13 @@ def test_ctrl_c_in_a_start_ends_it_at_once(start, nursery, tmp_path, moment):
 
     def reached():
         if moment == "start":  # it catches SIGHUP
-            return int(re.search(r"SigCgt:\s(\w+)", status.read_text())[1], 16) & 1
+            return handles(process.pid, signal.SIGHUP)
         torchrun = psutil.Process(process.pid).children()
         return torchrun if moment == "torchrun" else torchrun and torchrun[0].children()
 
-    status = Path(f"/proc/{process.pid}/status")
-    deadline = time.monotonic() + HANG_SECONDS
-    while not reached():
-        assert time.monotonic() < deadline
-        time.sleep(0.01)
+    until(reached)
     os.killpg(process.pid, signal.SIGINT)
-    assert process.wait(300) == 128 + signal.SIGINT
+    assert process.wait(HANG_SECONDS) == 128 + signal.SIGINT
     assert last_line(errors).startswith("megasink: stopped by SIGINT")
     assert gone(nursery), nursery.left()
 
@@ -165,7 +162,7 @@ def test_a_closed_terminal_saves_the_step(start, nursery, tmp_path):
                 os.read(ours, 1 << 16)
             assert nursery.left(), errors.read_text()
             time.sleep(0.05)
-    assert process.wait(300) == 128 + signal.SIGHUP
+    assert process.wait(HANG_SECONDS) == 128 + signal.SIGHUP
     saved = steps(run)[-1]["iteration"]
     (log,) = run.glob("logs/*/launcher.log")  # nobody could read it elsewhere
     assert f"megasink: stopped by SIGHUP; resume from step {saved} with: " in log.read_text()

@@ -242,6 +242,15 @@ def test_what_is_loaded_is_what_was_saved(pipeline_run, pool):
     assert answers == [(12, True, False)] * 2
 
 
+def test_loading_again_and_again_leaves_no_threads(pipeline_run, pool):
+    """A process group has three under gloo, which poll until the process ends."""
+    task = "tests.training.fresh_tasks:threads_after_loads"
+    for found in pool.run(task, run=str(pipeline_run)):
+        assert {turn: len(set(counts)) for turn, counts in found.items()} == dict.fromkeys(found, 1)
+        (left,) = found["end"]
+        assert found["command"][0] == left < found["beside"][0] < found["loaded"][0]
+
+
 def test_generate_says_what_is_wrong(pipeline_run, text, pool, tmp_path):
     def changed(name, **arguments):
         """A copy of the run whose config.json says something else."""

@@ -14,35 +14,39 @@ from tests.distributed.pool import ROOT
 
 BOUNDED = """
 with guard.bounded("handing over", 1.0):
-    time.sleep(100)
+    time.sleep(600)
 """
 STOPPED = """
-command = [sys.executable, "-S", "-c", "import time; time.sleep(100)"]
+command = [sys.executable, "-S", "-c", "import time; time.sleep(600)"]
 helper = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
 os.kill(helper.pid, signal.SIGSTOP)
+while Path(f"/proc/{helper.pid}/stat").read_text().split()[2] != "T":  # it may read a disk first
+    time.sleep(0.02)
 guard.timeout = 1.0
 with guard.helping(lambda: helper.pid, "the writer"):
-    time.sleep(100)
+    time.sleep(600)
 """
 PARENT = """
+ours, theirs = os.pipe()
 if os.fork():
-    time.sleep(1)
+    os.read(ours, 1)
     os._exit(0)
 guard.start()
-time.sleep(100)
+os.write(theirs, b"1")  # its parent ends only after it has begun to look
+time.sleep(600)
 """
 FORKS = """
 guard.start()
 if not os.fork():
     print("forked", flush=True)
-    time.sleep(100)
-time.sleep(100)
+    time.sleep(600)
+time.sleep(600)
 """
 HELPER = """
 import multiprocessing
 from tests.training.test_guard import helper
 multiprocessing.get_context("spawn").Process(target=helper).start()
-time.sleep(100)
+time.sleep(600)
 """
 STARTS_A_RANK = """
 environment = os.environ | {"MEGASINK_AGENT": str(os.getpid())}
@@ -121,7 +125,7 @@ def helper():
     """Ends with its rank, like a checkpoint's writer."""
     live_with_rank()
     print("forked", flush=True)
-    time.sleep(100)
+    time.sleep(600)
 
 
 @pytest.mark.parametrize("body", [FORKS, HELPER])
@@ -130,7 +134,7 @@ def test_what_a_rank_has_started_ends_with_it(body):
     process = start(body)
     assert process.stdout.readline() == "forked\n"
     process.kill()
-    process.communicate(timeout=50)  # until the last has closed its streams
+    process.communicate(timeout=500)  # until the last has closed its streams
 
 
 def test_a_rank_without_torchrun_does_not_begin():

@@ -2,7 +2,6 @@
 
 import shutil
 import threading
-import time
 
 import pytest
 import torch.distributed as dist
@@ -14,6 +13,7 @@ from megasink.training import early, hosts, meeting, waiting
 from megasink.training.host_facts import differences, facts_of
 from tests.distributed.pool import free_port
 from tests.runs import TINY
+from tests.waiting import until
 
 PLUGIN = "tests.training.host_plugin"
 
@@ -139,19 +139,16 @@ def test_another_number_of_ranks_is_refused(world, expected, monkeypatch):
 def test_a_host_says_for_whom_it_waits_and_what_others_lost(monkeypatch, capfd):
     monkeypatch.setattr(waiting, "_FIRST_SECONDS", 0.1)
     monkeypatch.setattr(meeting, "_SECONDS", 0.2)
-    said = ""
+    heard = ""
 
-    def until(condition):
-        nonlocal said
-        deadline = time.monotonic() + 300
-        while not condition():
-            assert time.monotonic() < deadline
-            time.sleep(0.02)
-            said += capfd.readouterr().err
+    def said(words):
+        nonlocal heard
+        heard += capfd.readouterr().err
+        return words in heard
 
     port = free_port()
     here = meeting.Hosts(f"127.0.0.1:{port}", 2)
-    until(lambda: f" s for 127.0.0.1:{port}, where no torchrun answers\n" in said)
+    until(lambda: said(f" s for 127.0.0.1:{port}, where no torchrun answers\n"))
     store = dist.TCPStore("127.0.0.1", port, is_master=True, wait_for_workers=False)
     until(lambda: here._here)
     assert str(here) == f"1 of 2 hosts at 127.0.0.1:{port} (here: {waiting.HERE})"
@@ -159,7 +156,7 @@ def test_a_host_says_for_whom_it_waits_and_what_others_lost(monkeypatch, capfd):
     there = meeting.Hosts(f"127.0.0.1:{port}", 2)
     until(lambda: len(there._here) == 2)
     there.leave("megasink: host-b: rank 1 was ended by SIGKILL")
-    until(lambda: "megasink: host-b: rank 1 was ended by SIGKILL\n" in said)
+    until(lambda: said("megasink: host-b: rank 1 was ended by SIGKILL\n"))
     here.leave()
     assert store.num_keys()
 

@@ -17,6 +17,7 @@ from megasink.errors import UserError
 from megasink.training import lease
 from megasink.training.lease import LEASE, OWNER, Lease, clear, wait_until_expired
 from tests.distributed.pool import ROOT
+from tests.waiting import until
 
 
 @pytest.fixture
@@ -146,18 +147,15 @@ def test_a_lease_of_another_host_expires_and_the_wait_is_said(tmp_path, monkeypa
 def test_a_sign_of_life_from_another_host_refuses(tmp_path, sign):
     elsewhere(tmp_path)
 
-    def show():
-        time.sleep(1)
+    def show(line):
+        """Once the wait has begun, of which this is the first line."""
         if sign == "successor":
             (tmp_path / "new").write_text(json.dumps({"host": "third", "pid": 1, "token": "u"}))
             (tmp_path / "new").rename(lease_of(tmp_path))
         os.utime(lease_of(tmp_path))
 
-    other = threading.Thread(target=show)
-    other.start()
     with pytest.raises(UserError, match="in use by another trainer"):
-        Lease(tmp_path, say=lambda line: None)
-    other.join()
+        Lease(tmp_path, say=show)
     assert owner(tmp_path)["token"] == ("t" if sign == "beat" else "u")
 
 
@@ -232,14 +230,9 @@ def test_the_owner_beats(tmp_path, monkeypatch):
     monkeypatch.setattr(lease, "BEAT_SECONDS", 0.05)
     held = Lease(tmp_path)
     os.utime(lease_of(tmp_path), (0, 0))
-    deadline = time.monotonic() + 300
-    while lease_of(tmp_path).stat().st_mtime < 1e9:
-        assert time.monotonic() < deadline
-        time.sleep(0.02)
+    until(lambda: lease_of(tmp_path).stat().st_mtime > 1e9)
     lease_of(tmp_path).unlink()  # by somebody who tidies up: it is made again
-    while not lease_of(tmp_path).exists():
-        assert time.monotonic() < deadline
-        time.sleep(0.02)
+    until(lease_of(tmp_path).exists)
     held.release()
     assert left(tmp_path) == []
 

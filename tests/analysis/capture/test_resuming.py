@@ -4,7 +4,6 @@ import json
 import shutil
 import signal
 import threading
-import time
 from pathlib import Path
 
 import numpy as np
@@ -21,7 +20,7 @@ from megasink.analysis.capture.shards import MOST, PartialFolder, plan
 from megasink.cli import main
 from megasink.errors import UserError
 from tests.analysis.capture.tiny_models import save_with_tokenizer, tiny_model
-from tests.forkserver import HANG_SECONDS, server
+from tests.forkserver import server
 
 ROOT = Path(__file__).parents[3]
 SHARDS = 24
@@ -67,14 +66,10 @@ def results(output):
 def killed(folder):
     """What a process left that was killed with SIGKILL after some of its shards."""
     output = folder / "killed"
-    process = server().start(["megasink", *command(folder, output).split()])
-    deadline = time.monotonic() + HANG_SECONDS
-    while len(list(output.glob("partial/shard_*.npz"))) < 5 and time.monotonic() < deadline:
-        time.sleep(0.01)
-    process.send_signal(signal.SIGKILL)
-    assert process.wait() == -signal.SIGKILL
-    there = len(list(output.glob("partial/shard_*.npz")))
-    assert 5 <= there < SHARDS
+    saving = "megasink.analysis.capture.measurements:ShardMeasurements.save"
+    line = ["tests.waiting", "SIGKILL", saving, "6", *command(folder, output).split()]
+    assert server().run(line).returncode == -signal.SIGKILL
+    assert len(list(output.glob("partial/shard_*.npz"))) == 5
     assert not (output / "results.json").exists()
     return output
 

@@ -11,10 +11,7 @@ from pathlib import Path
 from typing import Any, Self
 
 from megasink.plan.hollow import environment
-
-ROOT = Path(__file__).resolve().parents[3]
-SECONDS = 120.0
-"""Longest that a task may take; a process that starts alone takes 15 s."""
+from tests.forkserver import HANG_SECONDS, ROOT
 
 
 class Server:
@@ -53,10 +50,12 @@ class Server:
             print(json.dumps(request), file=self._process.stdin, flush=True)
         with selectors.DefaultSelector() as selector:
             selector.register(self._process.stdout, selectors.EVENT_READ)
-            if not selector.select(SECONDS):
+            if not selector.select(HANG_SECONDS):
                 self._process.kill()  # and with it its fork
                 self._process = None
-                raise AssertionError(f"{task} took longer than {SECONDS:.0f} s: {self._said()}")
+                raise AssertionError(
+                    f"{task} took longer than {HANG_SECONDS:.0f} s: {self._said()}"
+                )
         answer = self._process.stdout.readline()
         assert answer, f"the server has ended: {self._said()}"
         if answer.strip() != "0":
