@@ -60,7 +60,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     checkpoint = find_checkpoint(args.run, args.iteration)  # before the slow imports
     read_arguments(checkpoint.config)
     prepare_quietly(cpu=args.cpu)
-    from megasink.checkpoints.carried import ends_of
+    from megasink.checkpoints.carried import generation_of
     from megasink.checkpoints.load import load_model, single_process
     from megasink.data.files import BYTE_ORDER_MARK
     from megasink.data.text_tokenizer import text_tokenizer
@@ -83,7 +83,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             file=sys.stderr,
             flush=True,
         )
-        ends = ends_of(checkpoint.config, tokenizer)
+        ends = generation_of(checkpoint.config, tokenizer)["eos_token_id"]
         stream = len(prompts) == 1 and sys.stdout.isatty()
         shown = _Shown(tokenizer, prompts, ends, stream=stream)
         made = generate(
