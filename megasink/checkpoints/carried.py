@@ -39,9 +39,9 @@ def generation_of(config: Path, tokenizer: Any) -> dict[str, Any]:
 
 
 def with_ends(generation: Mapping[str, Any], tokenizer: Any) -> dict[str, Any]:
-    """Return entries of generation_config.json whose `eos_token_id` lists all tokens that end texts.
+    """Return entries of generation_config.json with every token that ends a text in `eos_token_id`.
 
-    They are those that the file names and the tokenizer's.
+    They are those that the file names, and the tokenizer's.
     """
     named = generation.get("eos_token_id")
     named = [*(named if isinstance(named, list) else [named]), tokenizer.eos_token_id]

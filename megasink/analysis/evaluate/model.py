@@ -286,7 +286,8 @@ class HarnessModel(TemplateLM):
         self, prompts: Sequence[tuple[int, ...]], new: int, stops: Sequence[str]
     ) -> list[str]:
         ids_BT = torch.tensor(prompts, device=self._device)
-        module, start = self.model.module, ids_BT.shape[1]
+        module: Any = self.model.module
+        start = ids_BT.shape[1]
         ends = self.model.generation["eos_token_id"]
         stop = _Stop(self.tokenizer, stops, start, len(prompts))
         if not hasattr(module, "generate"):

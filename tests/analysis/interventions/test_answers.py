@@ -1,8 +1,8 @@
 """Generated answers are greedy transformers', one by one, wherever rows of a batch end."""
 
+import itertools
 import json
 import random
-from itertools import product
 from collections import Counter
 
 import pytest
@@ -67,7 +67,7 @@ def answered(model, texts, batch_size, **generation):
 
     generation = {"until": [], "max_gen_toks": NEW, "do_sample": False} | generation
     with model.open_probe(Listener()) as probe:
-        asked = [Instance("generate_until", {}, (text, generation), i) for i, text in enumerate(texts)]
+        asked = [Instance("generate_until", {}, (text, generation), 0) for text in texts]
         return HarnessModel(model, probe, [], batch_size).generate_until(asked)
 
 
@@ -147,7 +147,9 @@ def test_a_special_token_as_a_stop_string(size):
     special = tokenizer.convert_tokens_to_ids(["<turn>", "<other>"])
     # What is most common becomes a special token, by exchanging rows of the output.
     head = model.lm_head.weight
-    for token, (common, _) in zip(special, Counter(sum(made, [])).most_common(2), strict=True):
+    for token, (common, _) in zip(
+        special, Counter(itertools.chain(*made)).most_common(2), strict=True
+    ):
         with torch.no_grad():
             head[[token, common]] = head[[common, token]]
     made = [greedy(model, tokenizer, text) for text in texts]
@@ -212,10 +214,11 @@ def test_a_run_and_the_folder_that_it_was_answer_alike(pool, tmp_path):
     expected = [answer(greedy(model, tokenizer, text), tokenizer, ends) for text in texts]
     commands = [["convert-from-hf", folder, run, "--no-verify"]]
     outputs = []
-    for which, size in product((folder, run), (1, 7)):
+    for which, size in itertools.product((folder, run), (1, 7)):
         outputs.append(tmp_path / f"{which.name}-{size}")
         command = ["evaluate", which, "--tasks", "answer", "--task-folder", tasks, "--samples"]
-        commands.append([*command, "--batch-size", size, "--device", "cpu", "--output", outputs[-1]])
+        command += ["--batch-size", size, "--device", "cpu", "--output", outputs[-1]]
+        commands.append(command)
     said = megasink(pool, *commands)
     assert [(code, errors) for code, _, errors in said if code] == []
     for output in outputs:
