@@ -115,7 +115,8 @@ def test_the_global_loss_does_not_depend_on_the_number_of_replicas(tmp_path, mor
     """The same global batch in one microbatch a rank: losses and gradient norms are the same."""
     flags = """
     --num-experts 4 --moe-router-topk 2 --moe-ffn-hidden-size 48
-    --moe-router-load-balancing-type global_aux_loss --moe-aux-loss-coeff 3 --train-iters 3 --global-batch-size 4
+    --moe-router-load-balancing-type global_aux_loss --moe-aux-loss-coeff 3 --train-iters 3
+    --global-batch-size 4
     """.split()
     found = {}
     for ranks in (1, 2, 4):
