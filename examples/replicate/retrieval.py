@@ -66,7 +66,7 @@ def retrieval(
     from megasink.checkpoints.load import load_model, single_process
 
     with single_process():
-        model, tokenizer, args, _ = load_model(run, yarn=yarn)
+        model, tokenizer, args, *_ = load_model(run, yarn=yarn)
         longest = args.max_position_embeddings - 1
         if max(lengths) > longest:
             raise UserError(f"{max(lengths)} letters: {run} has room for {longest} behind a BOS")

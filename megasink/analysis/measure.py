@@ -10,9 +10,7 @@ import itertools
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 
-import numpy as np
 import torch
-from numpy.typing import NDArray
 from rich.console import Console
 from torch import Tensor
 
@@ -29,6 +27,7 @@ from megasink.analysis.capture.ranks import Ranks
 from megasink.analysis.capture.recorder import Recorder
 from megasink.analysis.capture.shards import PartialFolder, Shard, plan
 from megasink.analysis.options import AnalysisOptions
+from megasink.data.token_bytes import TokenBytes
 from megasink.errors import UserError
 from megasink.progress import progress
 
@@ -40,7 +39,7 @@ def measure(
     metrics: Iterable[str] | None = None,
     *,
     changes: Sequence[HeadChange] = (),
-    token_bytes: NDArray[np.int32] | None = None,
+    token_bytes: TokenBytes | None = None,
     partial: PartialFolder | None = None,
     ranks: Ranks | None = None,
     console: Console | None = None,
@@ -73,7 +72,7 @@ def run(
     options: AnalysisOptions,
     *,
     device: torch.device | str = "cpu",
-    token_bytes: NDArray[np.int32] | None = None,
+    token_bytes: TokenBytes | None = None,
     console: Console | None = None,
     partial: PartialFolder | None = None,
     ranks: Ranks | None = None,
@@ -208,7 +207,7 @@ def _measured(
     index: int,
     logits_TV: Tensor | None,
     ids_T: Tensor,
-    token_bytes: NDArray[np.int32] | None,
+    token_bytes: TokenBytes | None,
 ) -> MeasuredSample:
     """Return the record of a sample, with its loss if there are logits."""
     measured = MeasuredSample(index, sample.source, sample.dataset, len(sample.tokens))
@@ -222,8 +221,10 @@ def _measured(
     measured = replace(measured, nats=float(nats_T.sum()), targets=len(target_T))
     if token_bytes is None:
         return measured
-    bytes_T = torch.from_numpy(token_bytes)[target_T.cpu()]
+    bytes_T = token_bytes.lengths[target_T.cpu().numpy()]
     targets_replaced = [len(ids_T) - place - start for place in sample.replaced]
     bytes_T[[target for target in targets_replaced if target >= 0]] = 0
-    of_bytes = float(nats_T[bytes_T > 0].sum())
-    return replace(measured, bytes=int(bytes_T.sum()), nats_of_bytes=of_bytes)
+    of_bytes, size = float(nats_T[torch.from_numpy(bytes_T > 0)].sum()), int(bytes_T.sum())
+    if not sample.inside:
+        size -= token_bytes.before_texts(ids_T[start - 1 : -1].cpu().numpy(), bytes_T)
+    return replace(measured, bytes=size, nats_of_bytes=of_bytes)

@@ -6,9 +6,6 @@ import sys
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
-
-import numpy as np
 
 from megasink.analysis.analysis import Analysis
 from megasink.analysis.capture.base import ProbedModel
@@ -26,6 +23,7 @@ from megasink.analysis.options import AnalysisOptions
 from megasink.analysis.results_files import holding
 from megasink.analysis.summary import summarize
 from megasink.analysis.write import write_numbers, write_own_page
+from megasink.data.token_bytes import TokenBytes, token_bytes
 from megasink.errors import UserError
 
 
@@ -102,7 +100,7 @@ def _measured(
         the analysis, and the contents of samples.npz; None on every process except rank 0.
     """
     samples = inputs.samples
-    token_bytes = bytes_by_token(model.tokenizer, ranks) if options.loss else None
+    token_bytes = bytes_by_token(model, ranks) if options.loss else None
     measurements = measure(
         model, samples, options, token_bytes=token_bytes, partial=partial, ranks=ranks
     )
@@ -146,12 +144,10 @@ def _made_before(output: Path, digest: str) -> Analysis | None:
     return None
 
 
-def bytes_by_token(tokenizer: Any, ranks: Ranks) -> np.ndarray[Any, np.dtype[np.int32]] | None:
+def bytes_by_token(model: ProbedModel, ranks: Ranks) -> TokenBytes | None:
     """Return the bytes of each token; None, with a message, if they do not add up."""
-    from megasink.data.token_bytes import token_bytes
-
     try:
-        return token_bytes(tokenizer)
+        return token_bytes(model.tokenizer, model.first)
     except UserError as error:
         if not ranks.rank:
             print(f"megasink: {error}; reporting perplexity only", file=sys.stderr)

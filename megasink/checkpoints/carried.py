@@ -5,6 +5,7 @@ checkpoint that it starts from, so that it goes from run to run.
 """
 
 from argparse import Namespace
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -23,16 +24,28 @@ def carried(config: Path) -> dict[str, Any]:
     return entry if isinstance(entry, dict) else {}
 
 
-def ends_of(config: Path, tokenizer: Any) -> frozenset[int]:
-    """Return the tokens that end a text: the tokenizer's, and those that its folder named."""
+def generation_of(config: Path, tokenizer: Any) -> dict[str, Any]:
+    """Return a run's entries for generating, as `with_ends`: those that its export would have."""
     from megasink.data.tokenizer import tokenizer_hash
 
-    kept, ends = carried(config), {tokenizer.eos_token_id}
-    if kept.get("tokenizer") == tokenizer_hash(tokenizer):
-        for part in (kept.get("config"), kept.get("generation_config")):
-            named = part.get("eos_token_id") if isinstance(part, dict) else None
-            ends |= {e for e in (named if isinstance(named, list) else [named]) if type(e) is int}
-    return frozenset(ends)
+    kept = carried(config)
+    of_model, given = kept.get("config"), kept.get("generation_config")
+    if not isinstance(given, dict):
+        ends = of_model.get("eos_token_id") if isinstance(of_model, dict) else None
+        given = {"eos_token_id": ends}
+    if kept.get("tokenizer") != tokenizer_hash(tokenizer):
+        given = {k: v for k, v in given.items() if not k.endswith(("_token_id", "_token_ids"))}
+    return with_ends(given, tokenizer)
+
+
+def with_ends(generation: Mapping[str, Any], tokenizer: Any) -> dict[str, Any]:
+    """Return entries of generation_config.json with every token that ends a text in `eos_token_id`.
+
+    They are those that the file names, and the tokenizer's.
+    """
+    named = generation.get("eos_token_id")
+    named = [*(named if isinstance(named, list) else [named]), tokenizer.eos_token_id]
+    return {**generation, "eos_token_id": sorted({end for end in named if type(end) is int})}
 
 
 def entry(args: Namespace, run: Path, *, resumed: bool) -> dict[str, Any]:

@@ -22,6 +22,7 @@ from megatron.core.process_groups_config import ProcessGroupCollection
 from torch.distributed.checkpoint import CheckpointException
 
 from megasink import cpu
+from megasink.checkpoints.carried import generation_of
 from megasink.checkpoints.find import Checkpoint, find_checkpoint, stored_shapes
 from megasink.checkpoints.saved_arguments import read_arguments, single_process_arguments
 from megasink.checkpoints.tokenizer import tokenizer_of
@@ -50,12 +51,14 @@ class LoadedModel(NamedTuple):
         tokenizer: a transformers tokenizer.
         args: Megatron's arguments.
         iteration: the step after which the checkpoint was saved.
+        generation: see `generation_of`.
     """
 
     model: GPTModel
     tokenizer: Any
     args: Namespace
     iteration: int
+    generation: dict[str, Any]
 
 
 def load_model(
@@ -89,7 +92,8 @@ def load_model(
             "give a Hugging Face folder with --tokenizer"
         )
     model, args = load_without_tokenizer(checkpoint, tokens=len(loaded_tokenizer), yarn=yarn)
-    return LoadedModel(model, loaded_tokenizer, args, checkpoint.iteration)
+    generation = generation_of(checkpoint.config, loaded_tokenizer)
+    return LoadedModel(model, loaded_tokenizer, args, checkpoint.iteration, generation)
 
 
 def load_without_tokenizer(

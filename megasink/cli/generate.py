@@ -60,7 +60,6 @@ def main(argv: Sequence[str] | None = None) -> int:
     checkpoint = find_checkpoint(args.run, args.iteration)  # before the slow imports
     read_arguments(checkpoint.config)
     prepare_quietly(cpu=args.cpu)
-    from megasink.checkpoints.carried import ends_of
     from megasink.checkpoints.load import load_model, single_process
     from megasink.data.files import BYTE_ORDER_MARK
     from megasink.data.text_tokenizer import text_tokenizer
@@ -69,7 +68,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     from megasink.megatron.sampling import Sampling
 
     with single_process():
-        model, tokenizer, trained, iteration = load_model(args.run, args.iteration, args.tokenizer)
+        loaded = load_model(args.run, args.iteration, args.tokenizer)
+        model, tokenizer, trained, iteration, generation = loaded
+        ends = generation["eos_token_id"]
         text = text_tokenizer(tokenizer, parse_special_tokens=args.parse_special_tokens)
         given = [prompt.removeprefix(BYTE_ORDER_MARK) for prompt in args.prompt]
         prompts = [text.ids(prompt, "a --prompt") for prompt in given]
@@ -83,7 +84,6 @@ def main(argv: Sequence[str] | None = None) -> int:
             file=sys.stderr,
             flush=True,
         )
-        ends = ends_of(checkpoint.config, tokenizer)
         stream = len(prompts) == 1 and sys.stdout.isatty()
         shown = _Shown(tokenizer, prompts, ends, stream=stream)
         made = generate(

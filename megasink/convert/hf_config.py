@@ -161,6 +161,9 @@ def config_of(model: Architecture, target: Target, special_tokens: Mapping[str, 
     return config
 
 
+_EXPERTS = ("num_experts", "num_local_experts")  # by architecture; transformers reads both
+
+
 def architecture_from(config: Mapping[str, Any]) -> tuple[Architecture, Target]:
     """Return the model that a config.json describes.
 
@@ -168,7 +171,12 @@ def architecture_from(config: Mapping[str, Any]) -> tuple[Architecture, Target]:
         UserError: the architecture has no target, or megasink's model cannot express it.
     """
     target = _target(config)
+    if config.get("rope_scaling"):  # the older key goes first in transformers too
+        config = {**config, "rope_parameters": config["rope_scaling"]}
     problems = [*target.refusals(config), *_rope_problems(config, target), *_quantized(config)]
+    experts = {name: config[name] for name in _EXPERTS if config.get(name)}
+    if len(set(experts.values())) > 1:
+        problems.append(" and ".join(f"{name} {count}" for name, count in experts.items()))
     if problems:
         raise UserError(
             f"this {target.name} has features that megasink does not support: {'; '.join(problems)}"
@@ -196,8 +204,7 @@ def _target(config: Mapping[str, Any]) -> Target:
 
 
 def _rope(config: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the RoPE parameters, from the keys of transformers 5 or of older versions."""
-    rope = dict(config.get("rope_parameters") or config.get("rope_scaling") or {})
+    rope = dict(config.get("rope_parameters") or {})
     rope["rope_type"] = rope.get("rope_type") or rope.get("type") or "default"
     rope.setdefault("rope_theta", config.get("rope_theta", 10000.0))
     return rope

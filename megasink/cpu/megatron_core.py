@@ -57,8 +57,12 @@ def _l2_norm(x: torch.Tensor, eps: float = 1e-6) -> torch.Tensor:
 
 def install() -> None:
     """Install the replacements. Imports megatron."""
+    from megatron.core.pipeline_parallel import p2p_communication
     from megatron.core.tensor_parallel import random
 
+    patches.PIPELINE.apply(
+        _batched_p2p_ops=lambda **named: [*p2p_communication._p2p_ops(**named).values()]
+    )
     patches.RNG_TRACKER.apply(_get_cuda_rng_state=_get_state, _set_cuda_rng_state=_set_state)
     logger = logging.getLogger(random.__name__)
     patches.FORK_WARNING.apply(logger, filters=[*logger.filters, _DropForkWarning()])

@@ -41,6 +41,17 @@ STREAMS = _patch(
     "the CPU runs operations in order",
     "megatron.training.training:get_model: ddp_stream.wait_stream(torch.cuda.current_stream())",
 )
+PIPELINE = _patch(
+    "pipeline messages",
+    "megatron.core.pipeline_parallel.p2p_communication",
+    "_batched_p2p_ops",
+    "two messages between the same ranks, of interleaved stages on two ranks, arrive exchanged",
+    "megatron.core.pipeline_parallel.p2p_communication:_batched_p2p_ops: "
+    "torch.distributed.batch_isend_irecv(ops)",
+    "megatron.core.pipeline_parallel.p2p_communication:_p2p_ops: "
+    "even_recv_odd_send_group = torch.distributed.group.WORLD",
+    test="tests/distributed/test_layouts.py",
+)
 RANDOM = _patch(
     "random states",
     "torch.cuda",

@@ -2,60 +2,81 @@
 
 import json
 import re
-from typing import Any
+from collections.abc import Collection
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
 from megasink.data.text_tokenizer import TextTokenizer, text_tokenizer
+from megasink.data.tokenizer import leading_ids
 from megasink.errors import UserError
 
 _BYTE_TOKEN = re.compile(r"<0x[0-9A-Fa-f]{2}>")
-# Any text would do; this one has what tokenizers treat differently: runs of spaces, newlines,
-# tabs, digits, contractions, several scripts, and characters that few vocabularies hold.
+# Any text would do; these have what tokenizers treat differently: runs of spaces, newlines, tabs,
+# digits, contractions, several scripts, characters that few vocabularies hold, and those that NFKC
+# and sentencepiece replace or drop.
 _PROBES = (
     "a",
     "two words, it's 2048.",
     "x  def f(x):\n\t\treturn  x\r\n\n\n",
     "na\u00efve \u0441\u043b\u043e\u0432\u043e \u6f22\u5b57 \u0e44\u0e17\u0e22 \U0001f642",
+    "x\u00b2 \ufb01 \uff21\u3000\u2026 \u200b\ufeff\x01 x",
+    "  x",
 )
 
 
-def token_bytes(tokenizer: Any) -> NDArray[np.int32]:
+class TokenBytes(NamedTuple):
+    """The bytes of text that tokens stand for, which convert a loss per token to bits per byte.
+
+    Attributes:
+        lengths: [V] int32, V the largest id + 1. Special tokens, and ids without a token, have 0.
+        prefix: 1 if the tokenizer puts a space before a text (as Llama 2 does), else 0. `lengths`
+            counts that space, which is not part of the text. Some tokenizers add it only if the
+            text does not begin with a space; their ids are those of the text without its own.
+        starts: ids before the first token of a text, those of documents included.
+    """
+
+    lengths: NDArray[np.int32]
+    prefix: int
+    starts: frozenset[int]
+
+    def before_texts(self, inputs_T: NDArray[np.int64], bytes_T: NDArray[np.int32]) -> int:
+        """Return the bytes among those of targets that the tokenizer put before texts.
+
+        Args:
+            inputs_T: ids before the targets.
+            bytes_T: of each target; 0 for those that are not text.
+        """
+        return self.prefix * int((np.isin(inputs_T, [*self.starts]) & (bytes_T > 0)).sum())
+
+
+def token_bytes(tokenizer: Any, first: Collection[int] = ()) -> TokenBytes:
     """Return the bytes of text that each token of a tokenizer stands for.
 
-    The sum over the ids that `TextTokenizer` gives for x is the UTF-8 size of x as normalized by
-    the tokenizer, plus `dummy_prefix_bytes(tokenizer)`. Bits per byte of a loss
-    are then: nats summed over the non-special targets / (ln 2 * sum of their bytes).
+    The lengths of the ids that `TextTokenizer` gives for a text sum to its UTF-8 size (after NFC,
+    if the tokenizer composes characters) plus `prefix`. Bits per byte of a loss are then: nats
+    summed over the non-special targets / (ln 2 * bytes without those `before_texts`).
 
     Args:
         tokenizer: a transformers tokenizer with a `backend_tokenizer` (see `load_tokenizer`).
-
-    Returns:
-        [V] int32, V the largest id + 1. Special tokens, and ids without a token, have 0 bytes.
+        first: more ids that stand before texts.
 
     Raises:
         UserError: the tokenizer is neither byte-level nor sentencepiece with byte fallback, or its
             counts do not add up to the text (it drops or rewrites characters).
     """
     lengths, text = _lengths(tokenizer), text_tokenizer(tokenizer)
-    extra = _extra_bytes(text, lengths, _PROBES[0])
+    prefix = _extra_bytes(text, lengths, _PROBES[0])
     for probe in _PROBES:
-        if extra not in (0, 1) or _extra_bytes(text, lengths, probe) != extra:
+        extra = _extra_bytes(text, lengths, probe)
+        if prefix not in (0, 1) or extra not in {prefix, 0 if probe[0] == " " else prefix}:
             raise UserError(
                 f"bits per byte: the tokens of {tokenizer.name_or_path or 'this tokenizer'} do not "
                 f"add up to the bytes of {probe!r}: it drops or rewrites text"
             )
-    return lengths
-
-
-def dummy_prefix_bytes(tokenizer: Any) -> int:
-    """Return 1 if the tokenizer puts a space before a text (as Llama 2 does), else 0.
-
-    `token_bytes` counts that space, which is not part of the text. Some tokenizers add it only if
-    the text does not start with a space.
-    """
-    return _extra_bytes(text_tokenizer(tokenizer), token_bytes(tokenizer), _PROBES[0])
+    starts = {tokenizer.eos_token_id, *leading_ids(tokenizer), *first} - {None}
+    return TokenBytes(lengths, prefix, frozenset(starts))
 
 
 def _lengths(tokenizer: Any) -> NDArray[np.int32]:

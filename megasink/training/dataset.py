@@ -20,7 +20,7 @@ from megatron.training import get_args, get_tokenizer
 from megatron.training.utils import get_blend_and_blend_per_split, is_first_or_last_pipeline_stage
 from torch import Tensor
 
-from megasink.data.token_bytes import token_bytes
+from megasink.data.token_bytes import TokenBytes, token_bytes
 from megasink.data.tokenizer import load_tokenizer
 from megasink.errors import UserError
 from megasink.training.checked_dataset import MockGPTDataset, TextDataset, read_batch
@@ -32,6 +32,7 @@ _KEYS = ("tokens", "labels", "loss_mask", "position_ids")
 _PACKED = ("cu_seqlens", "max_seqlen")
 _TARGETS = "targets"
 _TEXT_TARGETS = "text_targets"
+_BEFORE_TEXTS = "before_texts"
 _UNUSED = ("attention_mask", "cu_seqlens_padded", "local_cp_size", "hybrid_cp_group")
 
 
@@ -109,15 +110,16 @@ def get_batch(data_iterator: Iterator[Any] | None, vp_stage: int | None) -> dict
         tokens, labels, position_ids [B, s] int64 and loss_mask [B, s] float32, with the s tokens of
         this context-parallel rank; None for what this pipeline stage does not need. targets [],
         the sum of the loss mask over all S tokens; None if unused. text_targets [B, s] bool on the
-        last stage with --replace-tokens-at, False for replaced tokens; otherwise None. With
-        --dataloader-inter-document-masking also max_seqlen [B] and cu_seqlens [B, S + 1] int32 on
-        every stage, and host_cu_seqlens, the same on the host: None where another rank has read it.
+        last stage with --replace-tokens-at, False for replaced tokens; otherwise None. before_texts
+        [], see `_before_texts`, there too. With --dataloader-inter-document-masking also max_seqlen
+        [B] and cu_seqlens [B, S + 1] int32 on every stage, and host_cu_seqlens, the same on the
+        host: None where another rank has read it.
     """
     args = get_args()
     packed = args.dataloader_inter_document_masking
     ends_here = is_first_or_last_pipeline_stage(vp_stage)
     if not _reads(args, vp_stage):
-        return dict.fromkeys((*_KEYS, _TARGETS, _TEXT_TARGETS))
+        return dict.fromkeys((*_KEYS, _TARGETS, _TEXT_TARGETS, _BEFORE_TEXTS))
     batch: dict[str, Any] = dict.fromkeys(_KEYS + _PACKED + _UNUSED)
     targets = host_cu_seqlens = None
     if mpu.get_tensor_model_parallel_rank() == 0:
@@ -133,6 +135,7 @@ def get_batch(data_iterator: Iterator[Any] | None, vp_stage: int | None) -> dict
         if args.sink_token:
             batch = with_sink_token(batch, args.sink_token_id)
         targets = batch["loss_mask"].sum()
+    tokens = batch["tokens"]
     batch = get_batch_on_this_tp_rank(
         batch,
         has_cu_seqlens=packed,
@@ -149,7 +152,7 @@ def get_batch(data_iterator: Iterator[Any] | None, vp_stage: int | None) -> dict
         is_pipeline_first_stage=mpu.is_pipeline_first_stage(),
         is_pipeline_last_stage=mpu.is_pipeline_last_stage(),
     )
-    batch[_TEXT_TARGETS] = None
+    batch[_TEXT_TARGETS] = before_texts = None
     if mpu.is_pipeline_last_stage():
         targets = batch["loss_mask"].sum()
         if args.replace_tokens_at:
@@ -159,6 +162,7 @@ def get_batch(data_iterator: Iterator[Any] | None, vp_stage: int | None) -> dict
                 batch["cu_seqlens"] if packed else None,
                 sink_token=args.sink_token,
             )
+        before_texts = _before_texts(tokens, batch)
     elif counts_targets(args):
         targets = _from_first_tensor_parallel_rank(targets)
     if not ends_here:
@@ -167,7 +171,8 @@ def get_batch(data_iterator: Iterator[Any] | None, vp_stage: int | None) -> dict
         batch = get_batch_on_this_cp_rank(
             batch, is_hybrid_cp=False, cp_group=mpu.get_context_parallel_group()
         )
-    return batch | {_TARGETS: targets, "host_cu_seqlens": host_cu_seqlens}
+    batch |= {_TARGETS: targets, _BEFORE_TEXTS: before_texts}
+    return batch | {"host_cu_seqlens": host_cu_seqlens}
 
 
 def counts_targets(args: Namespace) -> bool:
@@ -206,8 +211,8 @@ def without_prefix(loss_mask: Tensor, prefix: int) -> Tensor:
     return loss_mask.masked_fill(inside, 0.0)
 
 
-def bytes_per_token(args: Namespace) -> Any:
-    """Return an array of the bytes of text per token id; None if tokens do not stand for bytes.
+def bytes_per_token(args: Namespace) -> TokenBytes | None:
+    """Return the bytes of text per token id; None if tokens do not stand for bytes.
 
     Those of letters alone, numbers or proteins do not: a run reports its loss per token alone.
     """
@@ -217,7 +222,7 @@ def bytes_per_token(args: Namespace) -> Any:
 
 
 @functools.cache
-def _bytes_per_token(folder: str, rank: int) -> Any:
+def _bytes_per_token(folder: str, rank: int) -> TokenBytes | None:
     try:
         return token_bytes(load_tokenizer(folder))
     except UserError as error:
@@ -232,5 +237,26 @@ def token_byte_table() -> Tensor | None:
     if (table := bytes_per_token(args)) is None:
         return None
     rows = torch.zeros(args.padded_vocab_size, dtype=torch.long)
-    rows[: len(table)] = torch.from_numpy(table).long()
+    rows[: len(table.lengths)] = torch.from_numpy(table.lengths).long()
     return rows.cuda()
+
+
+def _before_texts(tokens_BS: Tensor | None, batch: dict[str, Any]) -> Tensor | None:
+    """Return the bytes among the targets' that the tokenizer put before texts, float32.
+
+    Args:
+        tokens_BS: the inputs, on tensor-parallel rank 0 alone.
+        batch: of the last pipeline stage, before context parallelism divides it.
+    """
+    table = bytes_per_token(get_args())
+    if table is None or not table.prefix:
+        return None
+    number = None
+    if tokens_BS is not None:
+        starts = torch.tensor([*table.starts], device=tokens_BS.device)
+        rows = torch.from_numpy(table.lengths).to(tokens_BS.device)
+        text_BS = (batch["loss_mask"] > 0) & (rows[batch["labels"]] > 0)
+        if batch[_TEXT_TARGETS] is not None:
+            text_BS &= batch[_TEXT_TARGETS]
+        number = (torch.isin(tokens_BS, starts) & text_BS).sum().float()
+    return _from_first_tensor_parallel_rank(number)

@@ -59,7 +59,7 @@ def forward_step(
         output = leave_stage(output, args.micro_batch_size)
     output = statistics.balance.keep_targets(output)
     of_batch = (batch["labels"], batch["loss_mask"], batch["targets"], batch["text_targets"])
-    return output, functools.partial(loss_func, *of_batch, model.training)
+    return output, functools.partial(loss_func, *of_batch, batch["before_texts"], model.training)
 
 
 def begin_step(balance: LossStep, args: Namespace) -> None:
@@ -73,6 +73,7 @@ def loss_func(
     loss_mask: Tensor,
     targets: Tensor,
     text_targets: Tensor | None,
+    before_texts: Tensor | None,
     training: bool,
     token_losses: Tensor,
 ) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
@@ -83,6 +84,8 @@ def loss_func(
         loss_mask: [B, S] float32, 1 for targets that count.
         targets: scalar, number of such targets on all context-parallel ranks.
         text_targets: [B, S] bool, False for replaced tokens; None if all are text.
+        before_texts: scalar, bytes among them that the tokenizer put before texts, on all
+            context-parallel ranks; None for none.
         training: False in evaluation, which also sums bits per byte.
         token_losses: [B, S] nats per target.
 
@@ -90,7 +93,7 @@ def loss_func(
         (sum of nats, number of targets as int32, {name: [numerator, denominator]}): Megatron sums
         the pairs over microbatches and ranks, and divides to get token-weighted means.
     """
-    mask = loss_mask.view(-1).float()
+    args, mask = get_args(), loss_mask.view(-1).float()
     losses = token_losses.view(-1).float()
     loss = torch.sum(losses * mask)
     count = mask.sum().detach().to(torch.int)
@@ -102,8 +105,10 @@ def loss_func(
             size = size * text_targets.reshape(-1)
         # Special and replaced tokens have no bytes: neither nats nor bytes count (P0.18).
         nats = (losses.detach() * mask * (size > 0)).sum()
-        report[BITS_PER_BYTE] = torch.stack([nats / math.log(2), size.sum()])
-    args = get_args()
+        total = size.sum()
+        if before_texts is not None:
+            total = total - before_texts / args.context_parallel_size
+        report[BITS_PER_BYTE] = torch.stack([nats / math.log(2), total])
     if args.context_parallel_size > 1 and not args.calculate_per_token_loss:
         # Megatron divides by the count and averages over context-parallel ranks. With masked
         # targets, counts differ between ranks: the mean of their means is not the mean.

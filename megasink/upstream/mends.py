@@ -110,6 +110,22 @@ GRADIENT_NORM = _patch(
     "megatron.core.utils:local_multi_tensor_l2_norm: l2_reduced = torch.norm(torch.tensor(l2))",
     test="tests/plan/hollow/test_trainer.py",
 )
+GLOBAL_LOSS = _patch(
+    "gradient of the global balancing loss of experts",
+    "megatron.core.transformer.moe.router.TopKRouter",
+    "attach_and_log_load_balancing_loss",
+    "each data-parallel rank has its share of the loss, which the mean over them divides again",
+    "megatron.core.transformer.moe.router:TopKRouter: "
+    "def attach_and_log_load_balancing_loss(self, activation, aux_loss_coeff, aux_loss, "
+    "aux_loss_name, reduce_group, needs_dp_avg, valid_token_count)",
+    "megatron.core.transformer.moe.router:TopKRouter._apply_global_aux_loss: "
+    "self.attach_and_log_load_balancing_loss(probs, global_aux_loss_coeff, global_aux_loss, "
+    "'global_load_balancing_loss', self.tp_dp_cp_group, needs_dp_avg=False, "
+    "valid_token_count=local_num_tokens)",
+    "megatron.core.transformer.moe.router:TopKRouter.attach_and_log_load_balancing_loss: "
+    "MoEAuxLossAutoScaler.apply(activation, aux_loss)",
+    test="tests/distributed/test_moe.py",
+)
 
 PREDICTION_SPEC = _patch(
     "layers of multi-token prediction",
@@ -136,6 +152,7 @@ def mend_upstream() -> None:
     from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
     from megatron.core.optimizer.optimizer import ChainedOptimizer
     from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
+    from megatron.core.transformer.moe.router import TopKRouter
 
     from megasink.upstream import copies, epochs, muon
     from megasink.upstream.adam import GroupStepAdam
@@ -159,6 +176,8 @@ def mend_upstream() -> None:
     )
     if clip_grads.l2_norm_impl.__name__ == "local_multi_tensor_l2_norm":
         GRADIENT_NORM.apply(l2_norm_impl=_norm_on_the_device)
+    attach = _of_all_ranks(TopKRouter.attach_and_log_load_balancing_loss)
+    GLOBAL_LOSS.apply(attach_and_log_load_balancing_loss=attach)
     copies.mend()
     epochs.mend()
     muon.mend()
@@ -182,6 +201,21 @@ def _norm_on_the_device(
 
     norms = [norm for tensors in tensor_lists for norm in torch._foreach_norm(tensors)]
     return torch.stack(norms).float().norm().reshape(1), None
+
+
+def _of_all_ranks(upstream: Callable[..., Any]) -> Callable[..., Any]:
+    """Multiply the gradient of the global loss, not its logged value, by the data-parallel size."""
+
+    @functools.wraps(upstream)
+    def attach(
+        self: Any, activation: Any, coeff: float, loss: Any, name: str, *rest: Any, **named: Any
+    ) -> Any:
+        if name == "global_load_balancing_loss":
+            others = self.tp_dp_cp_group.size() // self.tp_cp_group.size() - 1
+            loss = loss + others * (loss - loss.detach())
+        return upstream(self, activation, coeff, loss, name, *rest, **named)
+
+    return attach
 
 
 def _float32_first(upstream: Callable[..., Any]) -> Callable[..., Any]:

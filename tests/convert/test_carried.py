@@ -150,8 +150,9 @@ def test_a_run_of_a_chat_model_ends_its_answers_where_the_folder_did(chat, tmp_p
     for tokens, ends in ((tokenizer_hash(tokenizer), {1, 322}), ("of others", {1})):
         architecture, target = architecture_from(read(chat / "config.json"))
         write_json(tmp_path / "config.json", {of_run.KEY: kept(chat, architecture, target, tokens)})
-        assert of_run.ends_of(tmp_path / "config.json", tokenizer) == ends
-    assert of_run.ends_of(tmp_path / "missing.json", tokenizer) == {1}
+        generation = of_run.generation_of(tmp_path / "config.json", tokenizer)
+        assert set(generation["eos_token_id"]) == ends
+    assert of_run.generation_of(tmp_path / "missing.json", tokenizer) == {"eos_token_id": [1]}
 
 
 def test_a_run_takes_over_what_its_start_keeps(tmp_path):

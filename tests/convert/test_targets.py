@@ -1,5 +1,6 @@
 """Which target a model gets, what is refused, and that a config.json says the whole model."""
 
+import copy
 import dataclasses
 import itertools
 import shlex
@@ -292,3 +293,38 @@ def test_the_names_of_targets_are_those_of_transformers():
             continue
         assert target.name in CONFIG_MAPPING_NAMES
         assert MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[target.name] == target.architecture
+
+
+YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32}
+
+
+@pytest.mark.parametrize("theta", [None, 5e5])
+def test_the_older_key_of_rope_goes_first_as_in_transformers(theta):
+    """A config.json with both keys, with and without a base at its top level."""
+    config = config_of(model(), TARGETS["llama"], {})
+    default = {"rope_type": "default", "rope_theta": 1e4}
+    top = {} if theta is None else {"rope_theta": theta}
+    for older in (YARN, {"type": "linear", "factor": 2.0}):
+        both = {**config, **top, "rope_parameters": default, "rope_scaling": older}
+        read = transformers.LlamaConfig.from_dict(copy.deepcopy(both)).rope_parameters
+        with pytest.raises(UserError, match=f"RoPE scaling '{read['rope_type']}'"):
+            architecture_from(both)
+    plain = {"rope_type": "default", "rope_theta": 3e4}
+    for given in (
+        {"rope_parameters": default, "rope_scaling": plain},
+        {"rope_parameters": default, "rope_scaling": None},
+        {"rope_parameters": default, "rope_scaling": {}},
+        {"rope_parameters": plain},
+        {"rope_parameters": {"rope_type": "default"}},
+        {"rope_parameters": {}},
+    ):
+        both = {**config, **top, **given}
+        read = transformers.LlamaConfig.from_dict(copy.deepcopy(both)).rope_parameters
+        assert architecture_from(both)[0].rope_base == read["rope_theta"], given
+
+
+def test_two_numbers_of_experts_are_refused():
+    config = config_of(model(experts=4, topk=2), TARGETS["qwen3_moe"], {})
+    assert architecture_from(config | {"num_local_experts": 4})[0].experts == 4
+    with pytest.raises(UserError, match="num_experts 4 and num_local_experts 8"):
+        architecture_from(config | {"num_local_experts": 8})

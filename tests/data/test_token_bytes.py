@@ -1,11 +1,10 @@
-import json
-
 import pytest
 from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast
 
-from megasink.data.token_bytes import dummy_prefix_bytes, token_bytes
+from megasink.data.token_bytes import token_bytes
 from megasink.errors import UserError
+from tests.llama_like import llama_like
 
 TEXTS = [
     "hello there, it's 2048",
@@ -18,7 +17,8 @@ TEXTS = [
 
 
 def total(tokenizer, text: str) -> int:
-    return int(token_bytes(tokenizer)[tokenizer.encode(text, add_special_tokens=False)].sum())
+    ids = tokenizer.encode(text, add_special_tokens=False)
+    return int(token_bytes(tokenizer).lengths[ids].sum())
 
 
 def wrap(backend: Tokenizer, **options) -> PreTrainedTokenizerFast:
@@ -40,30 +40,14 @@ def byte_level(sources, **options) -> Tokenizer:
     return backend
 
 
-def llama_like(tokenizer, *, dummy_prefix: bool) -> PreTrainedTokenizerFast:
-    """The trained tokenizer written as Llama 2's (or, with no dummy prefix, Gemma's) is."""
-    state = json.loads(tokenizer.backend_tokenizer.to_str())
-    model = state["model"]
-    model["vocab"] = {t.replace(" ", "\u2581"): i for t, i in model["vocab"].items()}
-    model["merges"] = [[p.replace(" ", "\u2581") for p in pair] for pair in model["merges"]]
-    backend = Tokenizer.from_str(json.dumps(state | {"pre_tokenizer": None}))
-    prepend = [normalizers.Prepend("\u2581")] if dummy_prefix else []
-    backend.normalizer = normalizers.Sequence([*prepend, normalizers.Replace(" ", "\u2581")])
-    steps = [decoders.Replace("\u2581", " "), decoders.ByteFallback(), decoders.Fuse()]
-    if dummy_prefix:
-        steps.append(decoders.Strip(" ", 1, 0))
-    backend.decoder = decoders.Sequence(steps)
-    return wrap(backend, eos_token="<|endoftext|>")
-
-
 @pytest.mark.parametrize("text", [*TEXTS, "a literal \u2581"])
 def test_our_tokenizer(tokenizer, text):
     assert total(tokenizer, text) == len(text.encode())
-    assert dummy_prefix_bytes(tokenizer) == 0
+    assert token_bytes(tokenizer).prefix == 0
 
 
 def test_special_tokens_count_nothing(tokenizer):
-    lengths = token_bytes(tokenizer)
+    lengths = token_bytes(tokenizer).lengths
     assert lengths.shape == (1024,)
     assert lengths[:3].tolist() == [0, 0, 0]
     assert (lengths[3:] > 0).all()
@@ -74,20 +58,22 @@ def test_special_tokens_count_nothing(tokenizer):
 def test_byte_level(sources, add_prefix_space):
     gpt2 = wrap(byte_level(sources, add_prefix_space=add_prefix_space), eos_token="<|endoftext|>")
     gpt2.add_tokens(["hello there"])  # matched as written, so it counts as written
-    assert token_bytes(gpt2)[gpt2.convert_tokens_to_ids("hello there")] == 11
-    assert token_bytes(gpt2)[gpt2.eos_token_id] == 0
-    assert dummy_prefix_bytes(gpt2) == add_prefix_space
+    assert token_bytes(gpt2).lengths[gpt2.convert_tokens_to_ids("hello there")] == 11
+    assert token_bytes(gpt2).lengths[gpt2.eos_token_id] == 0
+    assert token_bytes(gpt2).prefix == add_prefix_space
     for text in ["two words", "naïve слово 漢字 🙂\n\n\t", "x"]:
         assert total(gpt2, text) == len(text.encode()) + add_prefix_space
 
 
+@pytest.mark.parametrize("legacy", [False, True])
 @pytest.mark.parametrize("dummy_prefix", [False, True])
-def test_sentencepiece_spaces(tokenizer, dummy_prefix):
-    llama = llama_like(tokenizer, dummy_prefix=dummy_prefix)
+def test_sentencepiece_spaces(tokenizer, dummy_prefix, legacy):
+    llama = llama_like(tokenizer, dummy_prefix=dummy_prefix, legacy=legacy)
     assert llama.tokenize("a b")[-1].startswith("\u2581")
-    assert dummy_prefix_bytes(llama) == dummy_prefix
+    assert token_bytes(llama).prefix == dummy_prefix
     for text in TEXTS[:-1]:
-        assert total(llama, text) == len(text.encode()) + dummy_prefix
+        added = dummy_prefix and (legacy or not text.startswith(" "))
+        assert total(llama, text) == len(text.encode()) + added
 
 
 def test_a_kind_that_keeps_no_spaces_is_refused():
@@ -106,6 +92,16 @@ def test_a_tokenizer_that_rewrites_text_is_refused(sources):
     backend.normalizer = normalizers.Sequence([normalizers.NFD(), normalizers.StripAccents()])
     with pytest.raises(UserError, match="do not add up to the bytes of 'naïve"):
         token_bytes(wrap(backend))
+
+
+@pytest.mark.parametrize("normalizer", ["NFKC", "Nmt"])
+def test_compatible_characters_that_become_others_are_refused(sources, normalizer):
+    backend = byte_level(sources, add_prefix_space=False)
+    backend.normalizer = getattr(normalizers, normalizer)()
+    with pytest.raises(UserError, match="it drops or rewrites text"):
+        token_bytes(wrap(backend))
+    backend.normalizer = normalizers.NFC()  # of Qwen: composed text stays as it is
+    assert token_bytes(wrap(backend)).prefix == 0
 
 
 def test_a_run_on_letters_alone_has_no_bits_per_byte(tmp_path, capsys):

@@ -90,7 +90,7 @@ def evaluation(argv: Sequence[str]) -> dict[str, Any]:
     config.finalize()
     (model,) = tiny_gpt.build(config)
     model.eval()
-    (report,) = get_forward_backward_func()(
+    reports = get_forward_backward_func()(
         forward_step_func=forward.forward_step,
         data_iterator=batches(None),
         model=[model],
@@ -99,10 +99,15 @@ def evaluation(argv: Sequence[str]) -> dict[str, Any]:
         micro_batch_size=get_args().micro_batch_size,
         forward_only=True,
     )
+    again = batches(None)  # of all ranks together
+    if not parallel_state.is_pipeline_last_stage():
+        return {"bits": None}
+    read, (report,) = next(again) if again else {}, reports
     return {
         "lm loss": report[forward.LM_LOSS],
         "bits": report[forward.BITS_PER_BYTE],
-        "labels": next(batches(None))["labels"],
+        "labels": read.get("labels"),
+        "tokens": read.get("tokens"),
         "bytes": token_byte_table(),
     }
 

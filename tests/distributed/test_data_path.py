@@ -2,6 +2,7 @@
 
 import json
 import math
+import re
 import shutil
 import textwrap
 from itertools import pairwise
@@ -12,11 +13,12 @@ import pytest
 
 from megasink.data.corpus import Corpus
 from megasink.data.preprocess import preprocess
-from megasink.data.tokenizer import train_tokenizer
+from megasink.data.tokenizer import load_tokenizer, train_tokenizer
 from tests.distributed import merging
 from tests.distributed.cases import TOLERANCE
 from tests.distributed.layout import SINGLE, Layout
 from tests.distributed.pool import Pool
+from tests.llama_like import llama_like
 from tests.runs import short_documents
 
 TASKS = "tests.distributed.data_tasks"
@@ -144,6 +146,61 @@ def test_a_prefix_counts_in_neither_loss_nor_bits_per_byte(pool, text):
     assert found["bits"][1] == sizes.sum()
     # Special tokens are no bytes; their nats are in the loss alone.
     assert 0.5 < found["bits"][0] * math.log(2) / found["lm loss"][0] <= 1.0
+
+
+@pytest.fixture(scope="module", params=[None, "<|bos|>"], ids=["plain", "bos"])
+def with_spaces(request, tmp_path_factory):
+    """Data of short texts whose tokenizer puts a space before each, as Llama 2's."""
+    folder = tmp_path_factory.mktemp("spaces")
+    lines = Path(textwrap.__file__).read_text().splitlines()
+    records = [json.dumps({"text": line.strip()}) + "\n" for line in lines if line.strip()]
+    (folder / "a.jsonl").write_text("".join(records))
+    corpus = Corpus([folder / "a.jsonl"])
+    train_tokenizer(corpus, 400, folder / "trained", bos=True)
+    made = llama_like(load_tokenizer(folder / "trained"), bos=request.param)
+    made.save_pretrained(folder / "llama")
+    preprocess(corpus, folder / "text", folder / "llama", workers=1)
+    argv = ["--data-path", str(folder / "text"), "--tokenizer-model", str(folder / "llama")]
+    return made, argv
+
+
+SPACES = [
+    (SINGLE, []),
+    (SINGLE, ["--sink-token"]),
+    (SINGLE, [*DOCUMENTS]),
+    (Layout(cp=2), CP),
+    (Layout(pp=2), ["--pipeline-model-parallel-size", "2"]),
+    (Layout(tp=2), ["--tensor-model-parallel-size", "2"]),
+]
+
+
+@pytest.mark.parametrize(("layout", "flags"), SPACES, ids=lambda x: str(x))
+def test_a_space_that_the_tokenizer_puts_before_texts_is_no_byte(pool, with_spaces, layout, flags):
+    """Of each document that begins among the targets: decoding removes that space."""
+    tokenizer, data = with_spaces
+    argv = [*MODEL, *ROPE, *SEED, *flags, *data]
+    found = [
+        one for one in pool.run(f"{TASKS}:evaluation", layout, argv=argv) if one["bits"] is not None
+    ]
+    (read,) = pool.run(f"{TASKS}:evaluation", SINGLE, argv=[*MODEL, *ROPE, *SEED, *data])
+    special = set(tokenizer.all_special_ids)
+    expected = begun = 0
+    for tokens, labels in zip(read["tokens"].tolist(), read["labels"].tolist(), strict=True):
+        text, inside = [], tokens[0] not in special
+        if "--sink-token" in flags:  # which shifts: the first target is masked, the last dropped
+            labels = labels[:-1]
+        for label in [*labels, tokenizer.eos_token_id]:
+            if label not in special:
+                text.append(label)
+                continue
+            pieces = "".join(tokenizer.convert_ids_to_tokens(text))
+            size = len(re.sub(r"<0x..>", "x", pieces).replace("\u2581", " ").encode())
+            begun += bool(text) and not inside
+            expected += size - (bool(text) and not inside)
+            text, inside = [], False
+    assert begun > 4
+    counted = {Layout(cp=2): 2}.get(layout, 1)
+    assert sum(one["bits"][1] for one in found[-counted:]) == expected
 
 
 @pytest.fixture(scope="module")

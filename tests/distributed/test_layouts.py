@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from tests.distributed import merging
-from tests.distributed.cases import FULL, PP, SELECTIVE, TOLERANCE, TRAIN, case, cases
+from tests.distributed.cases import FULL, PP, SELECTIVE, TOLERANCE, TRAIN, VPP, case, cases
 from tests.distributed.layout import SINGLE
 
 VANILLA = {"attention_variant": "vanilla"}
@@ -90,6 +90,13 @@ def test_layout_changes_nothing(pool, single, model, where):
     layout, options = case(where)
     reports = pool.run(TRAIN, layout, **MODELS[model][1] | options)
     merging.assert_same_training(reports, single(model), TOLERANCE)
+
+
+def test_interleaved_stages_whose_messages_are_sent_in_batches(pool, single):
+    """Megatron-Core's default, in which two stages on two ranks would exchange their messages."""
+    batched = {"overlap_p2p_comm": False, "batch_p2p_comm": True}
+    found = pool.run(TRAIN, VPP, **MODELS["four-layers"][1], **batched)
+    merging.assert_same_training(found, single("four-layers"), TOLERANCE)
 
 
 @pytest.mark.parametrize("options", [FULL, SELECTIVE], ids=["full", "selective"])

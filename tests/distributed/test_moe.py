@@ -43,6 +43,7 @@ MODELS = {
     "every-second": ("ep pp", MOE | {"moe_layer_freq": 2}),
     "sandwich-reglu": ("sp+alltoall", MOE | {"sandwich_norm": True, "ffn_activation": "reglu"}),
     "global-loss": ("pp", MOE | {"moe_router_load_balancing_type": "global_aux_loss"}),
+    "sequence-loss": ("ep sp pp", MOE | {"moe_router_load_balancing_type": "seq_aux_loss"}),
     "expert-bias": (
         "ep",
         MOE
@@ -107,3 +108,23 @@ def test_the_trainer_runs_with_expert_parallelism(fresh_pool, tmp_path):
     losses = [line["lm_loss"] for line in steps(tmp_path / "run")]
     assert len(losses) == 3
     assert np.isfinite(losses).all()
+
+
+@pytest.mark.parametrize("more", [[], ["--calculate-per-token-loss"]], ids=["mean", "per-token"])
+def test_the_global_loss_does_not_depend_on_the_number_of_replicas(tmp_path, more):
+    """The same global batch in one microbatch a rank: losses and gradient norms are the same."""
+    flags = """
+    --num-experts 4 --moe-router-topk 2 --moe-ffn-hidden-size 48
+    --moe-router-load-balancing-type global_aux_loss --moe-aux-loss-coeff 3 --train-iters 3
+    --global-batch-size 4
+    """.split()
+    found = {}
+    for ranks in (1, 2, 4):
+        with Pool(ranks) as workers:
+            run = ["--micro-batch-size", str(4 // ranks), "--run-dir", str(tmp_path / str(ranks))]
+            workers.train([*FLAGS, *flags, *more, *run], ranks)
+        found[ranks] = steps(tmp_path / str(ranks))
+    for key in ("lm_loss", "grad_norm"):
+        wanted = [line[key] for line in found[1]]
+        for ranks in (2, 4):
+            assert [line[key] for line in found[ranks]] == pytest.approx(wanted, rel=1e-5), key

@@ -9,6 +9,7 @@ Shapes: B rows, T tokens.
 import copy
 import re
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -20,7 +21,9 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_N
 
 import megasink
 import megasink.transformers
+from megasink.analysis.capture.base import Listener
 from megasink.analysis.capture.transformers_model import TransformersProbe
+from megasink.analysis.interventions import DynamicZeroing
 from megasink.errors import UserError
 from megasink.transformers.balance import HeadBalance
 from megasink.transformers.blocks import find_blocks, output_weight
@@ -30,12 +33,17 @@ from tests.analysis.capture.tiny_models import tiny_model
 VOCABULARY, TOKENS, MOST_PARAMETERS = 64, 11, 3_000_000
 SIZES = {
     0: "pad_token_id",
-    1: "bos_token_id encoder_attention_heads n_groups mamba_n_groups n_group topk_group",
-    2: "eos_token_id encoder_layers num_experts_per_tok num_key_value_heads num_kv_shared_layers",
+    1: "bos_token_id encoder_attention_heads n_groups mamba_n_groups n_group topk_group "
+    "index_topk_blocks index_local_blocks indexer_compress_ratio",
+    2: "eos_token_id encoder_layers num_experts_per_tok num_key_value_heads num_kv_shared_layers "
+    "index_block_size max_window_layers sliding_window_pattern no_rope_layer_interval "
+    "global_attn_every_n_layers indexer_kv_heads",
     4: "num_hidden_layers n_layer n_layers decoder_layers num_attention_heads n_head n_heads "
     "decoder_attention_heads num_experts num_local_experts n_routed_experts mamba_dt_rank "
-    "qk_nope_head_dim qk_rope_head_dim rotary_dim index_n_heads index_head_dim",
-    5: "sliding_window attention_window_size attention_chunk_size",
+    "qk_nope_head_dim qk_rope_head_dim rotary_dim index_n_heads index_head_dim index_topk "
+    "indexer_budget indexer_head_dim indexer_n_heads",
+    5: "sliding_window attention_window_size attention_chunk_size sliding_window_size "
+    "local_attention keep_window_size",
     8: "head_dim v_head_dim kv_lora_rank linear_num_value_heads linear_num_key_heads mamba_n_heads "
     "linear_key_head_dim linear_value_head_dim mamba_d_head",
     16: "moe_intermediate_size hidden_size_per_layer_input laurel_rank",
@@ -46,17 +54,23 @@ SIZES = {
 NEEDS = {"first_weight_HT", "slot_weight_HT", "output_weight_HDE", "state_TE"}
 
 
-def small(name: str) -> tuple[PreTrainedModel, PreTrainedModel]:
-    """A model of a type in evaluation mode with skewed attention, and a copy with eager's."""
+def small(name: str, **own: Any) -> tuple[PreTrainedModel, PreTrainedModel]:
+    """A model of a type in evaluation mode with skewed attention, and a copy with eager's.
+
+    What a configuration can switch on is on and smaller than the texts: windows, chunks, chosen
+    keys, layers of both kinds, a part of a head that rotates.
+    """
     kind = getattr(transformers, TYPES[name])
     config_class = kind.config_class or CONFIG_MAPPING[name]
     known = set(config_class.attribute_map)
     for part in config_class.__mro__:
         known |= getattr(part, "__annotations__", {}).keys()
     sizes = {field: size for size, fields in SIZES.items() for field in fields.split()}
-    sizes["is_decoder"] = True
-    if "qk_rope_head_dim" in known:  # where it is what rotates
-        sizes["head_dim"] = sizes["qk_rope_head_dim"]
+    sizes |= {"is_decoder": True, "use_sliding_window": True, "partial_rotary_factor": 0.5}
+    if "qk_rope_head_dim" in known:  # where it is what rotates, and every head has its own keys
+        sizes |= {"head_dim": sizes["qk_rope_head_dim"], "partial_rotary_factor": 1.0}
+        sizes["num_key_value_heads"] = sizes["num_attention_heads"]
+    sizes |= own
     try:
         config = config_class(**{field: sizes[field] for field in known & sizes.keys()})
         with torch.device("meta"):
@@ -168,6 +182,9 @@ def test_the_decoder_is_what_is_read():
 @pytest.mark.parametrize(
     ("name", "check", "sentence"),
     [
+        ("deepseek_v32", check_weights, "chooses 4 of 11 keys .* texts of at most 4 tokens"),
+        ("glm_moe_dsa", check_weights, "chooses 4 of 11 keys .* texts of at most 4 tokens"),
+        ("deepseek_v32", check_attention, "chooses keys|computes with its attention mask"),
         ("doge", check_attention, "it computes with its attention mask"),
         ("gemma3n_text", check_weights, "has several residual streams"),
         ("mamba", check_zeroing, "has no attention in its 4 layers that megasink can find"),
@@ -178,6 +195,29 @@ def test_the_decoder_is_what_is_read():
 )
 def test_what_is_out_of_reach_is_refused(name, check, sentence):
     assert re.search(sentence, str(refusal(check, *small(name))))
+
+
+@pytest.mark.parametrize("name", ["deepseek_v32", "glm_moe_dsa"])
+def test_sparse_attention_that_chooses_every_key_is_read(name):
+    check_weights(*small(name, index_topk=TOKENS))
+
+
+def test_blocks_of_keys_that_are_chosen_are_refused():
+    kinds = ["full_attention", *["minimax_m3_sparse"] * 3]
+    model, eager = small("minimax_m3_vl_text", layer_types=kinds)
+    with pytest.raises(UserError, match="chooses 2 of 11 keys"):
+        check_weights(model, eager)
+
+
+def test_a_zeroing_that_reads_attention_is_refused_too():
+    """Not one of given heads: it leaves the model's attention alone."""
+    model, _ = small("deepseek_v32")
+    change = DynamicZeroing("awft", 0.3).change()
+    with (
+        pytest.raises(UserError, match="chooses 4 of 11 keys"),
+        TransformersProbe(model, Listener(), [change]) as probe,
+    ):
+        probe.forward(tokens())
 
 
 def test_layers_have_their_own_numbers_of_heads():

@@ -7,8 +7,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-import numpy as np
-from numpy.typing import NDArray
 from rich.console import Console
 
 from megasink.analysis.ablate.measure import Ablation, Measured
@@ -24,6 +22,7 @@ from megasink.analysis.metrics import metrics
 from megasink.analysis.metrics.thresholds import Scores
 from megasink.analysis.options import AblationOptions
 from megasink.analysis.summary import scores_of
+from megasink.data.token_bytes import TokenBytes
 
 _SEED = 0
 """Of random scores, which no threshold is taken from."""
@@ -41,7 +40,7 @@ class OnTexts(Ablation):
 
     samples: Sequence[Sample]
     options: AblationOptions
-    token_bytes: NDArray[np.int32] | None
+    token_bytes: TokenBytes | None
 
     def ground(self) -> dict[str, Any]:
         return {

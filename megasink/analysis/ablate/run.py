@@ -137,7 +137,7 @@ def _ablation_of(
 
         return OnTasks(*shared, options, tasks)
     samples = inputs_of(options, model).samples
-    return OnTexts(*shared, samples, options, bytes_by_token(model.tokenizer, ranks))
+    return OnTexts(*shared, samples, options, bytes_by_token(model, ranks))
 
 
 def _check_layer(layer: int | None, model: ProbedModel) -> None:

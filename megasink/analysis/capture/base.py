@@ -5,7 +5,7 @@ Shapes: B rows, T tokens, E hidden size, H heads, D head dim.
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence, Set
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any, Protocol, Self
 from weakref import WeakSet
 
@@ -291,6 +291,7 @@ class ProbedModel:
         positions: number of positions it was trained with; None for no limit.
         facts: entries of `ModelFacts`.
         first: tokens before every sequence, such as a sink token (P2.23).
+        generation: entries of generation_config.json; see `with_ends`.
         replaced_at, replaced_with: --replace-tokens-at and --replace-tokens-with of its training.
     """
 
@@ -302,6 +303,7 @@ class ProbedModel:
     positions: int | None
     facts: dict[str, Any]
     first: tuple[int, ...] = ()
+    generation: dict[str, Any] = field(default_factory=dict)
     replaced_at: tuple[int, ...] = ()
     replaced_with: str | None = None
 

@@ -45,6 +45,7 @@ class Sample:
         scored: number of targets, counted from the end, that enter the loss; None for all.
         replaced: places of tokens that are no text, counted from the end (1: the last token). Their
             targets have no bytes, and enter the loss only.
+        inside: the sample continues a text, behind tokens that stand before texts.
     """
 
     tokens: tuple[int, ...]
@@ -52,6 +53,7 @@ class Sample:
     source: str
     scored: int | None = None
     replaced: tuple[int, ...] = ()
+    inside: bool = False
 
 
 def text_samples(
@@ -130,7 +132,8 @@ def _cut(
     count = len(text) // step if most is None else min(len(text) // step, most - 1)
     for i in range(count):
         piece = (*lead, *text[i * step : (i + 1) * step])
-        samples.append(Sample(piece, name, f"{document.source}, piece {i + 2}"))
+        source = f"{document.source}, piece {i + 2}"
+        samples.append(Sample(piece, name, source, inside=True))
     if count and os.environ.get("RANK", "0") == "0":
         print(
             f"megasink: {document.source} is a single text: split into {count + 1} samples of "

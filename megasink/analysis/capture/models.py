@@ -5,6 +5,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from megasink.analysis.capture.base import OpenProbe, ProbedModel
+from megasink.checkpoints.carried import with_ends
 from megasink.errors import ConfigError, UserError
 
 if TYPE_CHECKING:
@@ -67,6 +68,7 @@ def of_transformers(model: "PreTrainedModel", tokenizer: Any, name: str) -> Prob
         tokenizer=tokenizer,
         vocabulary=config.vocab_size,
         positions=getattr(config, "max_position_embeddings", None),
+        generation=with_ends(model.generation_config.to_dict(), tokenizer),
         facts={
             "name": name,
             "kind": type(model).__name__,
@@ -99,6 +101,7 @@ def of_run(loaded: "LoadedModel", name: str, *, yarn: float | None = None) -> Pr
         vocabulary=len(loaded.tokenizer),
         positions=trained.max_position_embeddings,
         first=(trained.sink_token_id,) if trained.sink_token else (),
+        generation=loaded.generation,
         replaced_at=tuple(trained.replace_tokens_at or ()),
         replaced_with=trained.replace_tokens_with,
         facts=facts,

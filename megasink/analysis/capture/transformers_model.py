@@ -177,6 +177,7 @@ class TransformersProbe(Probe):
         **kwargs: Any,
     ) -> tuple[Tensor, Tensor | None]:
         """Attention function that transformers calls."""
+        _refuse_chosen_keys(module, key.shape[2], kwargs)
         if self.base == "eager":
             function = eager_function(module)
         else:
@@ -320,6 +321,20 @@ class TransformersProbe(Probe):
         if index in self._calls:
             self._seen.add(index)
             super()._finish(index, branch_BTE)
+
+
+def _refuse_chosen_keys(module: Any, keys: int, kwargs: dict[str, Any]) -> None:
+    """Refuse sparse attention that leaves keys out: models apply it to masks of sdpa and eager."""
+    most = keys
+    if (chosen := kwargs.get("indices")) is not None:
+        most = chosen.shape[-1]
+    elif (chosen := kwargs.get("block_indices")) is not None:
+        most = chosen.shape[-1] * module.config.index_block_size
+    if most < keys:
+        raise UserError(
+            f"{type(module).__name__} chooses {most} of {keys} keys (sparse attention): megasink "
+            f"reads texts of at most {most} tokens"
+        )
 
 
 def model_problems(model: PreTrainedModel) -> list[str]:

@@ -14,12 +14,13 @@ import torch
 from lm_eval import utils
 from lm_eval.api.model import TemplateLM
 from lm_eval.models.utils import (
-    handle_stop_sequences,
     has_bos_prefix,
     normalize_gen_kwargs,
     postprocess_generated_text,
 )
 from torch import Tensor
+from transformers import GenerationConfig, GenerationMixin, PretrainedConfig, PreTrainedModel
+from transformers.modeling_outputs import CausalLMOutput
 
 from megasink.analysis.capture.base import Probe, ProbedModel, takes_seconds
 from megasink.analysis.interventions.record import Intervention
@@ -34,6 +35,7 @@ POSITIONS = 2048
 NEW_TOKENS = 256
 """Tokens to generate where a task names no number, as in lm-eval."""
 _LOGITS, _ROWS = 1 << 28, 128  # logits of an automatic batch (1 GiB in float32), and its rows
+_SAMPLING = ("temperature", "top_p", "top_k")  # of no effect on greedy answers
 
 
 class _Row(NamedTuple):
@@ -240,22 +242,16 @@ class HarnessModel(TemplateLM):
         """Return greedy continuations; prompts of equal length and settings share a batch.
 
         Raises:
-            UserError: a task samples, or asks for more tokens than the model has positions.
+            UserError: a task does not ask for greedy answers, or for more tokens than the model has
+                positions.
         """
-        eos = self.tokenizer.decode([self.eot_token_id])
         jobs: dict[tuple[int, int, tuple[str, ...]], list[tuple[int, tuple[int, ...]]]] = {}
         for i, (text, generation) in enumerate(instance.args for instance in instances):
-            settings: Any = normalize_gen_kwargs(generation, NEW_TOKENS)
-            stops = tuple(handle_stop_sequences(settings.get("until"), eos=eos))
-            new = settings["max_gen_toks"]
-            if settings.get("do_sample"):
-                raise UserError("a task samples its answers: megasink evaluates greedy ones")
-            if new >= self.max_length:
-                raise UserError(
-                    f"a task generates up to {new} tokens, but the model has {self.max_length} "
-                    "positions"
-                )
-            prompt = (*self.model.first, *self._read(self.tok_encode(text), self.max_length - new))
+            new, stops = self._settings(generation)
+            tokens = self.tok_encode(text) or [self.prefix_token_id]
+            prompt = (*self.model.first, *self._read(tokens, self.max_length - new))
+            if not prompt:
+                raise UserError("an intervention removed every token of a question")
             jobs.setdefault((len(prompt), new, stops), []).append((i, prompt))
         texts = [""] * len(instances)
         slow = takes_seconds(self.model.module)
@@ -270,53 +266,88 @@ class HarnessModel(TemplateLM):
                     tell(done)
         return texts
 
+    def _settings(self, generation: dict[str, Any]) -> tuple[int, tuple[str, ...]]:
+        """Return how many tokens a task generates at most, and the strings that end an answer."""
+        settings: Any = normalize_gen_kwargs(generation, NEW_TOKENS)
+        new, until = settings.pop("max_gen_toks"), settings.pop("until")
+        if settings.pop("do_sample"):
+            raise UserError("a task samples its answers: megasink evaluates greedy ones")
+        other = [f"{key} {value}" for key, value in settings.items() if key not in _SAMPLING]
+        if other and other != ["num_beams 1"]:
+            raise UserError(f"a task sets {', '.join(other)}: megasink evaluates greedy answers")
+        if not 0 < new < self.max_length:
+            raise UserError(
+                f"a task generates up to {new} tokens, but the model has {self.max_length} "
+                "positions"
+            )
+        return new, tuple(stop for stop in until if stop)
+
     def _continued(
         self, prompts: Sequence[tuple[int, ...]], new: int, stops: Sequence[str]
     ) -> list[str]:
         ids_BT = torch.tensor(prompts, device=self._device)
-        # A stop string may begin inside a token and end inside another.
-        most = max(len(self._text.ids(stop)) for stop in stops) + 2
-        stop = _Stop(self.tokenizer, stops, ids_BT.shape[1], len(prompts), most)
-        generate = getattr(self.model.module, "generate", None)
-        if generate is None:
-            out_BT = self._greedy(ids_BT, new, stop)
-        else:
-            out_BT = generate(
-                input_ids=ids_BT,
-                attention_mask=torch.ones_like(ids_BT),
-                max_new_tokens=new,
-                do_sample=False,
-                stopping_criteria=[stop],
-                pad_token_id=self.tokenizer.pad_token_id,
-                use_cache=True,
-            )
-        texts = self.tokenizer.batch_decode(out_BT[:, ids_BT.shape[1] :], skip_special_tokens=True)
-        return [postprocess_generated_text(text, list(stops), None) for text in texts]
+        module: Any = self.model.module
+        start = ids_BT.shape[1]
+        ends = self.model.generation["eos_token_id"]
+        stop = _Stop(self.tokenizer, stops, start, len(prompts))
+        if not hasattr(module, "generate"):
+            module = _ByWholePasses(self.model, self.probe)
+        out_BT = module.generate(
+            input_ids=ids_BT,
+            attention_mask=torch.ones_like(ids_BT),
+            max_new_tokens=new,
+            do_sample=False,
+            num_beams=1,
+            stopping_criteria=[stop],
+            eos_token_id=ends,
+            pad_token_id=ends[0],  # what follows an end is cut off
+            return_dict_in_generate=False,
+            tokenizer=self.tokenizer,  # for the stop strings of generation_config.json
+        )
+        texts = []
+        for row, length in zip(out_BT.tolist(), stop.lengths, strict=True):
+            tokens = itertools.takewhile(lambda token: token not in ends, row[start:length])
+            text = self.tokenizer.decode(list(tokens), skip_special_tokens=True)
+            texts.append(postprocess_generated_text(text, list(stops), None))
+        return texts
 
-    def _greedy(self, ids_BT: Tensor, new: int, stop: "_Stop") -> Tensor:
-        """Continue a run's sequences by whole forward passes, in which every intervention holds."""
-        for _ in range(new):
-            logits_B1V: Tensor = self.probe.forward(ids_BT).logits[:, -1:]
-            next_B1 = logits_B1V[..., : self.model.vocabulary].argmax(-1)
-            del logits_B1V  # a view of those of all positions
-            ids_BT = torch.cat((ids_BT, next_B1), 1)
-            if stop(ids_BT, None).all():
-                break
-        return ids_BT
+
+class _ByWholePasses(PreTrainedModel, GenerationMixin):
+    """A run as transformers' `generate` sees a model: every intervention holds in each pass."""
+
+    def __init__(self, model: ProbedModel, probe: Probe):
+        super().__init__(PretrainedConfig())
+        self.generation_config = GenerationConfig(**model.generation | {"use_cache": False})
+        self._run, self._probe = model, probe
+
+    @property
+    def device(self) -> torch.device:
+        return self._run.device
+
+    def forward(self, input_ids: Tensor, **_: Any) -> CausalLMOutput:
+        logits_B1V = self._probe.forward(input_ids).logits[:, -1:]
+        return CausalLMOutput(logits=logits_B1V[..., : self._run.vocabulary])
 
 
 class _Stop:
-    """Stops a row once its last `most` tokens contain a stop string; see transformers."""
+    """Stops a row once its last tokens contain a stop string; see transformers.
 
-    def __init__(self, tokenizer: Any, stops: Sequence[str], start: int, rows: int, most: int):
-        self.tokenizer, self.stops, self.start, self.most = tokenizer, stops, start, most
-        self.done = [False] * rows
+    Attributes:
+        lengths: of each row, with its prompt, when it stopped; None if it has not.
+    """
+
+    def __init__(self, tokenizer: Any, stops: Sequence[str], start: int, rows: int):
+        self.tokenizer, self.stops, self.start = tokenizer, stops, start
+        # A token may be one byte, and a stop string may begin and end inside others.
+        self.most = max((len(stop.encode()) for stop in stops), default=0) + 2
+        self.lengths: list[int | None] = [None] * rows
 
     def __call__(self, ids_BT: Tensor, scores: Any, **_: Any) -> Tensor:
         new_BT = ids_BT[:, max(self.start, ids_BT.shape[1] - self.most) :]
-        for row, text in enumerate(self.tokenizer.batch_decode(new_BT)):
-            self.done[row] |= any(stop in text for stop in self.stops)
-        return torch.tensor(self.done, device=ids_BT.device)
+        for row, text in enumerate(self.tokenizer.batch_decode(new_BT) if self.stops else ()):
+            if self.lengths[row] is None and any(stop in text for stop in self.stops):
+                self.lengths[row] = ids_BT.shape[1]
+        return torch.tensor([length is not None for length in self.lengths], device=ids_BT.device)
 
 
 def _score(logits_TV: Tensor, targets: Sequence[int]) -> tuple[float, bool]:

@@ -131,7 +131,7 @@ def _read_gpt_oss(config: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _gpt_oss_refused(config: Mapping[str, Any]) -> list[str]:
-    if config.get("rope_parameters") or config.get("rope_scaling"):
+    if config.get("rope_parameters"):
         return []
     return ["no rope_parameters, which in transformers is YaRN with a factor of 32"]
 

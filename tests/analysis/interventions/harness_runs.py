@@ -13,6 +13,7 @@ from megasink.analysis.capture.megatron_model import MegatronProbe
 from megasink.analysis.evaluate.harness import evaluate
 from megasink.analysis.evaluate.tasks_loading import load_tasks
 from megasink.analysis.interventions import ZeroHeads
+from megasink.checkpoints.carried import with_ends
 from tests.analysis.interventions.harness_tasks import CHOICES, TEXTS
 from tests.megatron.decoding_tasks import model_of
 
@@ -38,6 +39,7 @@ def run_scored(folder: str, heads: list[tuple[int, int]], **options: Any) -> dic
         vocabulary=len(tokenizer),
         positions=48,
         first=tuple(tokens),
+        generation=with_ends({}, tokenizer),
         facts={},
     )
     tasks = load_tasks(["choice", "answer"], folders=[Path(folder)])

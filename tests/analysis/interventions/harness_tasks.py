@@ -9,6 +9,7 @@ import pytest
 
 from megasink.analysis.capture.base import ProbedModel
 from megasink.analysis.capture.transformers_model import TransformersProbe
+from megasink.checkpoints.carried import with_ends
 
 # Of several lengths; some share a context, or all but their last token. The last ones have one
 # length with the tests' tokenizers, in which <|unk|> is 0.
@@ -36,12 +37,18 @@ metadata:
 """
 
 
-def write_tasks(folder: Path, choices: list[Any] = CHOICES, texts: list[str] = TEXTS) -> Path:
+def write_tasks(
+    folder: Path,
+    choices: list[Any] = CHOICES,
+    texts: list[str] = TEXTS,
+    answers: list[str] | None = None,
+    generation: str = "{until: ['.'], max_gen_toks: 7, do_sample: false}",
+) -> Path:
     """Tasks choice, text and answer, whose documents a Python file beside them makes."""
     data = {
         "choice": choices,
         "text": [{"text": text} for text in texts],
-        "answer": [{"text": text[:9]} for text in texts],
+        "answer": [{"text": t} for t in answers or [text[:9] for text in texts]],
     }
     lines = [
         "import json",
@@ -62,7 +69,7 @@ def write_tasks(folder: Path, choices: list[Any] = CHOICES, texts: list[str] = T
     more = {
         "choice": 'doc_to_choice: "{{choices}}"',
         "text": "",
-        "answer": "generation_kwargs: {until: ['.'], max_gen_toks: 7, do_sample: false}",
+        "answer": f"generation_kwargs: {generation}",
     }
     for name, (output_type, text, target, metric) in kinds.items():
         filled = _YAML.format(
@@ -85,6 +92,7 @@ def probed(model, tokenizer, **options):
         "vocabulary": model.config.vocab_size,
         "positions": model.config.max_position_embeddings,
         "facts": {"name": "tiny"},
+        "generation": with_ends(model.generation_config.to_dict(), tokenizer),
     }
 
     def open_probe(listener, changes=()):

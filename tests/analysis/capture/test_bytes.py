@@ -1,0 +1,118 @@
+"""Bits per byte count the bytes of the texts, not the space that a tokenizer puts before each."""
+
+import json
+import math
+
+import pytest
+import torch
+
+from megasink.analysis.capture.models import of_transformers
+from megasink.analysis.capture.ranks import Ranks
+from megasink.analysis.capture.samples import inputs_of
+from megasink.analysis.measure import measure
+from megasink.analysis.options import AnalysisOptions
+from megasink.analysis.run import bytes_by_token
+from megasink.cli import main
+from megasink.data.corpus import Document
+from megasink.data.tokenizer import load_tokenizer, train_tokenizer
+from tests.analysis.capture.tiny_models import tiny_model
+from tests.llama_like import llama_like
+
+TEXTS = ["two words, it's 2048", "\n\tx  =  y", "naïve слово 漢字 🙂", "the cat sat on the mat"]
+KINDS = {
+    "llama 2": {"bos": "<|bos|>"},
+    "without bos": {},
+    "metaspace": {"bos": "<|bos|>", "legacy": False},
+    "gemma": {"bos": "<|bos|>", "dummy_prefix": False},
+}
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("bytes") / "tokenizer"
+    train_tokenizer([Document(text, "here") for text in TEXTS], 340, folder, bos=True)
+    return load_tokenizer(folder)
+
+
+@pytest.fixture(params=KINDS)
+def kind(request, trained):
+    tokenizer = llama_like(trained, **KINDS[request.param])
+    return tiny_model("llama", vocab_size=len(tokenizer), max_position_embeddings=64), tokenizer
+
+
+def by_hand(model, tokenizer, texts, length=64):
+    """Bits and bytes of the scored text, which is what the tokens decode to."""
+    bits = size = 0
+    for text in texts:
+        ids = tokenizer(text, return_tensors="pt").input_ids[:, :length]
+        with torch.no_grad():
+            logs = model(ids).logits[0, :-1].log_softmax(-1)
+        bits -= float(logs.gather(1, ids[0, 1:, None]).double().sum()) / math.log(2)
+        special = tokenizer.bos_token_id is not None
+        scored = tokenizer.decode(ids[0], skip_special_tokens=True).encode()
+        before = b"" if special else tokenizer.decode(ids[0, :1]).encode()
+        assert text.encode().startswith(scored)
+        size += len(scored) - len(before)
+    return bits / size
+
+
+@pytest.mark.parametrize("length", [64, 7])
+def test_an_analysis_counts_the_bytes_of_the_texts(kind, length):
+    model, tokenizer = kind
+    # Only ASCII where texts are cut, as a cut may be inside a character.
+    texts = TEXTS if length == 64 else [text for text in TEXTS if text.isascii()]
+    probed = of_transformers(model, tokenizer, "tiny")
+    options = AnalysisOptions(batch_size=2, seq_length=length)
+    samples = inputs_of(options, probed, texts).samples
+    known = bytes_by_token(probed, Ranks())
+    assert known is not None
+    values = measure(probed, samples, options, token_bytes=known).analysis_values(0)
+    found = float(values.overall["bits_per_byte"])
+    assert found == pytest.approx(by_hand(model, tokenizer, texts, length), rel=1e-5)
+
+
+def test_a_sink_token_stands_before_texts_too(trained):
+    tokenizer = llama_like(trained)
+    model = tiny_model("llama", vocab_size=len(tokenizer), max_position_embeddings=64)
+    from dataclasses import replace
+
+    probed = replace(of_transformers(model, tokenizer, "tiny"), first=(5,))
+    options = AnalysisOptions(batch_size=2, seq_length=32)
+    samples = inputs_of(options, probed, TEXTS).samples
+    measured = measure(probed, samples, options, token_bytes=bytes_by_token(probed, Ranks()))
+    assert [one.bytes for one in measured.samples] == [len(text.encode()) for text in TEXTS]
+
+
+def test_pieces_of_one_text_have_their_own_spaces(trained, tmp_path):
+    """Only the first begins the text; a BOS stands before each."""
+    tokenizer = llama_like(trained, bos="<|bos|>")
+    model = tiny_model("llama", vocab_size=len(tokenizer), max_position_embeddings=64)
+    text = " ".join(["the cat sat on the mat"] * 20)
+    (tmp_path / "one.txt").write_text(text)
+    probed = of_transformers(model, tokenizer, "tiny")
+    options = AnalysisOptions(data=(str(tmp_path / "one.txt"),), batch_size=2, seq_length=12)
+    samples = inputs_of(options, probed).samples
+    assert len(samples) > 5
+    assert {sample.tokens[0] for sample in samples} == {tokenizer.bos_token_id}
+    measured = measure(probed, samples, options, token_bytes=bytes_by_token(probed, Ranks()))
+    ids = [token for sample in samples for token in sample.tokens[1:]]
+    assert sum(one.bytes for one in measured.samples) == len(tokenizer.decode(ids))
+
+
+def test_ablate_and_sweep_count_the_same(trained, tmp_path):
+    """By the commands, on a folder."""
+    tokenizer = llama_like(trained, bos="<|bos|>")
+    model = tiny_model("llama", vocab_size=len(tokenizer), max_position_embeddings=64)
+    model.save_pretrained(tmp_path / "hf")
+    tokenizer.save_pretrained(tmp_path / "hf")
+    lines = [json.dumps({"text": text}) + "\n" for text in TEXTS]
+    (tmp_path / "data.jsonl").write_text("".join(lines))
+    common = [str(tmp_path / "hf"), "--data", str(tmp_path / "data.jsonl"), "--device", "cpu"]
+    expected = by_hand(model, tokenizer, TEXTS)
+    assert main(["analyze", *common, "--output", str(tmp_path / "a")]) == 0
+    results = json.loads((tmp_path / "a/results.json").read_text())
+    assert results["metrics"]["bits_per_byte"]["number"] == pytest.approx(expected, rel=1e-5)
+    assert main(["ablate", *common, "--output", str(tmp_path / "b"), "--scores", "awft"]) == 0
+    results = json.loads((tmp_path / "b/ablation.json").read_text())
+    (unchanged,) = results["unchanged"]["values"].values()
+    assert unchanged["bits_per_byte"] == pytest.approx(expected, rel=1e-5)
