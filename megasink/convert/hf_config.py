@@ -95,7 +95,10 @@ CONFIG_FIELDS = fields(
         "attention_variant_layers": list[bool | int] | None,
         "gate_granularity": str | None,
         "quantization_config": dict[str, Any] | None,
-        "megasink": fields({"attention": str, "zero_centred": bool}) | None,
+        "megasink": fields(
+            {"attention": str, "zero_centred": bool, "bias": bool, "qkv_bias": bool}
+        )
+        | None,
     }
 )
 """The record of all of them."""
@@ -134,6 +137,7 @@ _COMMON = {
 }
 # Key of a config.json that only megasink reads: what the architecture does not distinguish.
 OURS = "megasink"
+_FIELDS_OF_OURS = ("attention", "zero_centred", "bias", "qkv_bias")
 
 
 def config_of(model: Architecture, target: Target, special_tokens: Mapping[str, Any]) -> Config:
@@ -157,7 +161,7 @@ def config_of(model: Architecture, target: Target, special_tokens: Mapping[str, 
         **target.write_config(model),
     }
     if not target.custom_code:
-        config[OURS] = {"attention": model.attention, "zero_centred": model.zero_centred}
+        config[OURS] = {name: getattr(model, name) for name in _FIELDS_OF_OURS}
     return config
 
 
@@ -178,7 +182,7 @@ def architecture_from(config: Mapping[str, Any]) -> tuple[Architecture, Target]:
     except KeyError as error:
         raise UserError(f"the config.json of this {target.name} has no {error}") from error
     ours = {} if target.custom_code else config.get(OURS) or {}
-    fields |= {name: ours[name] for name in ("attention", "zero_centred") if name in ours}
+    fields |= {name: ours[name] for name in _FIELDS_OF_OURS if name in ours}
     model = Architecture(**fields)
     if misfits := target.problems(model):
         raise UserError(f"config.json does not describe a {target.name}: {misfits[0]}")
@@ -200,6 +204,11 @@ def _rope(config: Mapping[str, Any]) -> dict[str, Any]:
     rope = dict(config.get("rope_parameters") or config.get("rope_scaling") or {})
     rope["rope_type"] = rope.get("rope_type") or rope.get("type") or "default"
     rope.setdefault("rope_theta", config.get("rope_theta", 10000.0))
+    if not rope.keys() & {"attention_factor", "mscale", "mscale_all_dim"} and (
+        [rope["rope_type"], rope.get("factor"), rope.get("original_max_position_embeddings")]
+        == ["yarn", 1.0, config["max_position_embeddings"]]
+    ):
+        rope["rope_type"] = "default"  # what YaRN is with a factor of 1
     return rope
 
 

@@ -1,5 +1,7 @@
 """Tiny models of every target, as Architecture: importable without megatron."""
 
+import dataclasses
+
 from megasink.convert.architecture import Architecture
 from megasink.convert.megasink_model import MegasinkOptions
 
@@ -221,6 +223,18 @@ OWN = {
         {"rotary_percent": 0.5, "residual_clip": 0.75}, attention="off-by-one"
     ),
 }
+
+def _for_engines(architecture: Architecture) -> Architecture:
+    """Sizes that vLLM's kernels take; what an engine ignores changes the logits."""
+    sizes = {"hidden": 96, "head_dim": 32, "ffn": 128, "norm_eps": 0.01, "rope_base": 700.0}
+    layers = {"layers": 4, "windows": architecture.windows * 2}
+    if architecture.rope_factor is not None:
+        sizes |= {"rope_base": 500000.0}
+    return dataclasses.replace(architecture, **sizes, **layers)
+
+
+ENGINES = {f"engines-{name}": (t, _for_engines(m)) for name, (t, m) in MODELS.items()}
+
 # With room for the tokens of a tokenizer of bytes.
 TEXT = {"vocabulary": 400, "padded": 512}
 OTHERS = {

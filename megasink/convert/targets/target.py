@@ -35,7 +35,8 @@ class Target:
         qkv_bias: whether the query, key and value projections have biases.
         bias: whether all linear layers can have biases.
         windows: sliding windows: "none"; "mixed", per layer and of one size, as in layer_types and
-            sliding_window; "all" if the same for all layers.
+            sliding_window; "all" if the same for all layers; "alternating", as "mixed", and
+            exported with a window in layers 0, 2, 4, ... or in none.
         rope_scaling: whether it supports Llama 3's RoPE scaling.
         rope_by_layer: whether its config.json has RoPE parameters per layer type.
         shared_expert: whether it supports a shared expert without a gate.
@@ -73,7 +74,7 @@ class Target:
     def write_config(self, model: Architecture) -> Config:
         """Return the entries of its config.json besides the common keys."""
         keys = {key: getattr(model, name) for key, name in self.keys.items()}
-        if self.windows == "mixed":
+        if self.windows in ("mixed", "alternating"):
             keys |= {"layer_types": layer_types(model), "sliding_window": window_of(model)}
         return {**keys, **self.fixed, **self.config(model)}
 
@@ -89,7 +90,7 @@ class Target:
         present = {name: config.get(key) for key, name in self.keys.items() if name not in read}
         keys = {name: value for name, value in present.items() if value is not None}
         implied: dict[str, Any] = {"attention": self.attention[0], "qkv_bias": self.qkv_bias}
-        if self.windows == "mixed":
+        if self.windows in ("mixed", "alternating"):
             implied["windows"] = windows_from(config)
         return {**implied, "qk_norm": self.qk_norm, **keys, **read}
 
