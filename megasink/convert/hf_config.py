@@ -95,9 +95,7 @@ CONFIG_FIELDS = fields(
         "attention_variant_layers": list[bool | int] | None,
         "gate_granularity": str | None,
         "quantization_config": dict[str, Any] | None,
-        "megasink": fields(
-            {"attention": str, "zero_centred": bool, "bias": bool, "qkv_bias": bool}
-        )
+        "megasink": fields({"attention": str, "zero_centred": bool, "bias": bool, "qkv_bias": bool})
         | None,
     }
 )
@@ -155,6 +153,8 @@ def config_of(model: Architecture, target: Target, special_tokens: Mapping[str, 
         **{key: getattr(model, name) for key, name in _COMMON.items()},
         "rope_theta": model.rope_base,
         "rope_parameters": rope,
+        # The name before transformers 5.
+        **({} if model.rope_factor is None or target.custom_code else {"rope_scaling": rope}),
         "attention_dropout": 0.0,
         "use_cache": True,
         **special_tokens,

@@ -39,7 +39,10 @@ def make(folder: Path) -> None:
     workers = Pool(1)
     prompt = torch.randint(1, 101, (PROMPT,), generator=torch.Generator().manual_seed(5)).tolist()
     try:
+        only = os.environ.get("ENGINES_ONLY", "").split()
         for name in ENGINES:
+            if only and name.removeprefix("engines-") not in only:
+                continue
             root = folder / name.removeprefix("engines-")
             run = root.with_suffix(".run")
             workers.run("tests.convert.tasks:save_run", SINGLE, folder=str(run), name=name)
@@ -72,7 +75,10 @@ def in_transformers(folder: Path, prompt: list[int]) -> Answer:
 def in_vllm(folder: Path, prompt: list[int]) -> Answer:
     """vLLM's answers, from its own model class, in float32."""
     from vllm import LLM, SamplingParams
+    from vllm.model_executor.models import registry
 
+    # It looks at a model's class in a process of its own, which imports everything once more.
+    registry._run_in_subprocess = lambda function: function()
     model = LLM(
         model=str(folder),
         skip_tokenizer_init=True,
@@ -101,7 +107,9 @@ def in_llama(folder: Path, prompt: list[int]) -> Answer:
     done = subprocess.run(convert, capture_output=True, text=True, check=False)
     if done.returncode:
         raise RuntimeError(done.stderr.strip().splitlines()[-1])
-    model = Llama(str(path), n_ctx=96, logits_all=True, verbose=False, n_threads=1, flash_attn=False)
+    model = Llama(
+        str(path), n_ctx=96, logits_all=True, verbose=False, n_threads=1, flash_attn=False
+    )
     model.eval(prompt)
     scores = numpy.array(model.scores[:PROMPT, :101], dtype=numpy.float64)
     scores -= scores.max(-1, keepdims=True)
@@ -119,7 +127,7 @@ def gguf(folder: str, path: str, converter: str) -> None:
     sys.path.insert(0, str(Path(converter).parent))
     sys.argv = [converter, folder, "--outfile", path, "--outtype", "f32", *_extra(folder)]
     module = importlib.import_module("convert_hf_to_gguf")
-    for base in {sub for sub in _all(module.ModelBase)}:
+    for base in set(_all(module.ModelBase)):
         if "set_vocab" in vars(base):
             base.set_vocab = lambda self: self.gguf_writer.add_tokenizer_model("no_vocab")
     module.main()
@@ -177,9 +185,8 @@ def main() -> None:
     os.environ |= ENVIRONMENT
     importlib.import_module(PACKAGE[command])  # once, for all of them
     only = os.environ.get("ENGINES_ONLY", "").split()
-    for path in sorted(folder.glob(f"*/{ANSWERS}")):
-        if only and path.parent.name not in only:
-            continue
+    paths = [folder / name / ANSWERS for name in only] or sorted(folder.glob(f"*/{ANSWERS}"))
+    for path in paths:
         result = path.with_name(f"{command}.json")
         log = path.with_name(f"{command}.log")
         if (child := os.fork()) == 0:

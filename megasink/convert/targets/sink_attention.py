@@ -133,7 +133,9 @@ def _gpt_oss_config(model: Architecture) -> Config:
         "attention_bias": True,
         "hidden_act": "silu",
         # Engines put a window into layers 0, 2, 4, ...; one of all positions hides nothing.
-        "layer_types": [f"{('full', 'sliding')[n % 2 == 0]}_attention" for n in range(model.layers)],
+        "layer_types": [
+            f"{('full', 'sliding')[n % 2 == 0]}_attention" for n in range(model.layers)
+        ],
         "sliding_window": window_of(model) or model.positions,
         "initial_context_length": model.positions,
         "rope_parameters": {"rope_theta": model.rope_base, **yarn},

@@ -9,6 +9,16 @@ from megasink.convert.megasink_model import MegasinkOptions
 from megasink.convert.table import Row
 
 Config = dict[str, Any]
+VLLM, SGLANG, LLAMA_CPP = "vLLM 0.33.0", "SGLang 0.5.23", "llama.cpp"
+# {what an engine may ignore without an error: (its words, whether a model has it)}
+_IGNORED: dict[str, tuple[str, Callable[[Architecture], bool]]] = {
+    "windows": ("sliding windows", lambda model: any(model.windows)),
+    "activation": ("activation", lambda model: model.activation in ("gelu", "relu")),
+    "scaling": ("RoPE scaling", lambda model: model.rope_factor is not None),
+    "biases": ("biases of the FFN", lambda model: model.bias),
+    "head_dim": ("head_dim", lambda model: model.head_dim * model.heads != model.hidden),
+    "epsilon": ("epsilon of the norms", lambda model: model.norm_eps != 1e-5),
+}
 EXPERTS = {"num_local_experts": "experts", "num_experts_per_tok": "topk"}
 """Keys of mixtures of experts for `Target.keys`."""
 
@@ -44,6 +54,7 @@ class Target:
         custom_code: whether it is exported with megasink's modeling files, which support
             `MegasinkOptions`.
         refused: (config.json) -> what else in it megasink does not support.
+        engines: {engine that loads it: words of `_IGNORED`, what it ignores without an error}.
     """
 
     name: str
@@ -70,6 +81,7 @@ class Target:
     renormalizes: bool = True
     custom_code: bool = False
     refused: Callable[[Mapping[str, Any]], list[str]] = field(default=lambda config: [])
+    engines: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
 
     def write_config(self, model: Architecture) -> Config:
         """Return the entries of its config.json besides the common keys."""
@@ -142,6 +154,26 @@ class Target:
         if model.experts and self.renormalizes and not model.renormalize:
             problems.append("the probabilities of its chosen experts sum to one")
         return problems
+
+    def export_problems(self, model: Architecture) -> list[str]:
+        """Return `problems`, and what engines would read as another pattern of windows."""
+        problems, alternating = self.problems(model), [n % 2 == 0 for n in range(model.layers)]
+        if self.windows == "alternating" and any(model.windows):
+            if [window is not None for window in model.windows] != alternating:
+                problems.append("its windows are in layers 0, 2, 4, ... for vLLM and llama.cpp")
+        return problems
+
+    def misread(self, model: Architecture) -> list[str]:
+        """Return a line for each engine that would serve another model without an error."""
+        ignored = {
+            engine: [_IGNORED[name][0] for name in names if _IGNORED[name][1](model)]
+            for engine, names in self.engines.items()
+        }
+        return [
+            f"{engine} ignores this model's {' and its '.join(words)}: do not serve it there"
+            for engine, words in ignored.items()
+            if words
+        ]
 
 
 def window_of(model: Architecture) -> int | None:
