@@ -85,8 +85,8 @@ tags:
 # {target.architecture}
 
 Trained with Megatron-Core and converted with megasink {megasink.__version__}.
-Requires transformers {target.since} or later.{"".join(f" {x}." for x in target.misread(model))}{_OWN_CODE if target.custom_code else ""}
-
+Requires transformers {target.since} or later.{_OWN_CODE if target.custom_code else ""}
+{"".join(f"{line}.{chr(10)}" for line in target.misread(model))}
 | | |
 |---|---|
 {table}

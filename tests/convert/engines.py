@@ -3,23 +3,22 @@
     python -m tests.convert.engines make FOLDER          # here: tiny exports and their answers
     python tests/convert/engines.py transformers FOLDER  # in an environment of an engine
     python tests/convert/engines.py vllm FOLDER
-    python tests/convert/engines.py llama.cpp FOLDER CONVERTER
+    python tests/convert/engines.py llama.cpp FOLDER SOURCES SOURCES/gguf-py
 
 Every export has its own folder, with the logits and the greedy tokens of the installed transformers
 in answers.json. An engine's environment needs its package alone, not megasink: this file imports
 nothing else. A line for each export: the largest difference of the log-probabilities, how many of
-32 greedy tokens are the same, or why the engine did not load it. CONVERTER is llama.cpp's
-convert_hf_to_gguf.py, which the source distribution of llama-cpp-python has.
+32 greedy tokens are the same, or why the engine did not load it. SOURCES are llama.cpp's,
+with its convert_hf_to_gguf.py, as in the source distribution of llama-cpp-python.
 """
 
 import importlib
 import json
 import math
 import os
-import subprocess
 import sys
 import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -103,10 +102,7 @@ def in_llama(folder: Path, prompt: list[int]) -> Answer:
     from llama_cpp import Llama
 
     path = folder / "model.gguf"
-    convert = [sys.executable, __file__, "gguf", str(folder), str(path), sys.argv[3]]
-    done = subprocess.run(convert, capture_output=True, text=True, check=False)
-    if done.returncode:
-        raise RuntimeError(done.stderr.strip().splitlines()[-1])
+    gguf(folder, path)
     model = Llama(
         str(path), n_ctx=96, logits_all=True, verbose=False, n_threads=1, flash_attn=False
     )
@@ -122,29 +118,37 @@ def in_llama(folder: Path, prompt: list[int]) -> Answer:
     return rows, new
 
 
-def gguf(folder: str, path: str, converter: str) -> None:
-    """Run llama.cpp's converter on a folder without a tokenizer."""
-    sys.path.insert(0, str(Path(converter).parent))
-    sys.argv = [converter, folder, "--outfile", path, "--outtype", "f32", *_extra(folder)]
-    module = importlib.import_module("convert_hf_to_gguf")
-    for base in set(_all(module.ModelBase)):
-        if "set_vocab" in vars(base):
-            base.set_vocab = lambda self: self.gguf_writer.add_tokenizer_model("no_vocab")
-    module.main()
+def gguf(folder: Path, path: Path) -> None:
+    """Run llama.cpp's converter on a folder, without looking for a tokenizer."""
+    converter = importlib.import_module(PACKAGE["llama.cpp"][1])
+    class_of = converter.get_model_class
+
+    def set_vocab(model: Any) -> None:
+        model.gguf_writer.add_tokenizer_model("none")
+        key = converter.gguf.Keys.LLM.VOCAB_SIZE.format(arch=model.gguf_writer.arch)
+        if not any(key in part for part in model.gguf_writer.kv_data):
+            model.gguf_writer.add_vocab_size(101)
+
+    def without_tokenizer(name: str, mmproj: bool = False) -> Any:
+        kind = class_of(name, mmproj)
+        kind.set_vocab = set_vocab
+        return kind
+
+    converter.get_model_class = without_tokenizer
+    sys.argv = ["", str(folder), "--outfile", str(path), "--outtype", "f32", *_extra(folder)]
+    converter.main()
 
 
-def _all(kind: type) -> Iterator[type]:
-    for sub in kind.__subclasses__():
-        yield sub
-        yield from _all(sub)
-
-
-def _extra(folder: str) -> list[str]:
-    kind = json.loads((Path(folder) / "config.json").read_text())["model_type"]
+def _extra(folder: Path) -> list[str]:
+    kind = json.loads((folder / "config.json").read_text())["model_type"]
     return ["--no-mtp"] if kind in ("qwen3_5_text", "qwen3_next") else []
 
 
-PACKAGE = {"transformers": "transformers", "vllm": "vllm", "llama.cpp": "llama_cpp"}
+PACKAGE = {
+    "transformers": ("transformers",),
+    "vllm": ("vllm",),
+    "llama.cpp": ("llama_cpp", "convert_hf_to_gguf"),
+}
 ENVIRONMENT = {
     "HF_HUB_OFFLINE": "1",
     "OMP_NUM_THREADS": "1",
@@ -180,10 +184,10 @@ def main() -> None:
     command, folder = sys.argv[1], Path(sys.argv[2])
     if command == "make":
         return make(folder)
-    if command == "gguf":
-        return gguf(*sys.argv[2:5])
     os.environ |= ENVIRONMENT
-    importlib.import_module(PACKAGE[command])  # once, for all of them
+    sys.path[:0] = sys.argv[3:]
+    for package in PACKAGE[command]:
+        importlib.import_module(package)  # once, for all of them
     only = os.environ.get("ENGINES_ONLY", "").split()
     paths = [folder / name / ANSWERS for name in only] or sorted(folder.glob(f"*/{ANSWERS}"))
     for path in paths:

@@ -233,6 +233,8 @@ def _for_engines(architecture: Architecture) -> Architecture:
         sizes |= {"rope_base": 500000.0}
     if architecture.activation == "gpt-oss":
         sizes |= {"norm_eps": 1e-5}
+    if architecture.qkv_bias or (architecture.has_sink and architecture.experts):
+        sizes |= {"hidden": 128, "head_dim": 2 * architecture.head_dim}
     return dataclasses.replace(architecture, **sizes, **layers)
 
 
@@ -240,6 +242,8 @@ def _for_engines(architecture: Architecture) -> Architecture:
 _MORE = {
     "qwen2-windows": ("qwen2", model(qkv_bias=True, windows=(5, None))),
     "qwen2-all-windows": ("qwen2", model(qkv_bias=True, windows=(5, 5))),
+    "qwen2-head_dim": ("qwen2", model(qkv_bias=True, head_dim=32)),
+    "granitemoe_swa-head_dim": ("granitemoe_swa", model(attention="sink", **MOE, head_dim=32)),
     "mixtral-gelu": ("mixtral", model(**MOE, activation="gelu")),
     "granitemoe_swa-gelu": ("granitemoe_swa", model(attention="sink", **MOE, activation="gelu")),
     "qwen3-gelu": ("qwen3", model(qk_norm=True, activation="gelu")),

@@ -125,6 +125,7 @@ register(
         refused=_qwen_refused,
         qk_norm=True,
         rope_scaling=False,
+        engines=("", "", "activation"),
     )
 )
 register(
@@ -146,5 +147,6 @@ register(
         qk_norm=True,
         renormalizes=False,
         rope_scaling=False,
+        engines=("", "", "activation"),
     )
 )

@@ -166,6 +166,7 @@ register(
         read=_read_granite,
         refused=_granite_refused,
         windows="mixed",
+        engines=("", "", "activation"),
     )
 )
 register(
@@ -182,6 +183,7 @@ register(
         refused=_flint_refused,
         qk_norm=True,
         windows="all",
+        engines=("activation", None, None),
     )
 )
 register(
@@ -199,6 +201,7 @@ register(
         moe=True,
         windows="mixed",
         shared_expert=True,
+        engines=("activation head_dim", "activation head_dim scaling", "activation"),
     )
 )
 register(
@@ -216,7 +219,8 @@ register(
         moe=True,
         bias=True,
         activations=("gpt-oss",),
-        windows="mixed",
+        windows="alternating",
         rope_scaling=False,
+        engines=("epsilon", "", ""),
     )
 )

@@ -15,6 +15,7 @@ from megasink.convert.targets.target import (
     Target,
     layer_types,
     window_of,
+    windowed,
     windows_from,
 )
 from megasink.convert.transforms import ReversedRotationQKV
@@ -82,7 +83,8 @@ def _windowed(model: Architecture) -> Config:
         "layer_types": layer_types(model),
         "use_sliding_window": window is not None,
         "sliding_window": window,
-        "max_window_layers": model.layers,
+        # vLLM refuses a mixture by this key, and ignores layer_types.
+        "max_window_layers": (windowed(model) or [model.layers])[0],
     }
 
 
@@ -115,6 +117,7 @@ register(
         read=lambda config: {"qkv_bias": bool(config.get("attention_bias"))},
         refused=_llama_refused,
         bias=True,
+        engines=("", "biases", "activation"),
     )
 )
 register(
@@ -127,6 +130,7 @@ register(
         config=_same_window,
         read=_read_mistral,
         windows="all",
+        engines=("", "windows", "activation windows"),
     )
 )
 register(
@@ -140,6 +144,7 @@ register(
         read=_read_windowed,
         qkv_bias=True,
         windows="mixed",
+        engines=("head_dim", "windows", "activation scaling windows"),
     )
 )
 register(
@@ -154,6 +159,7 @@ register(
         read=_read_windowed,
         qk_norm=True,
         windows="mixed",
+        engines=("", "windows", "activation scaling windows"),
     )
 )
 register(
@@ -170,6 +176,7 @@ register(
         },
         moe=True,
         windows="all",
+        engines=("activation", "activation head_dim scaling windows", "activation windows"),
     )
 )
 register(
@@ -185,6 +192,7 @@ register(
         moe=True,
         qk_norm=True,
         renormalizes=False,
+        engines=("activation", "activation", "activation scaling"),
     )
 )
 register(

@@ -9,14 +9,15 @@ from megasink.convert.megasink_model import MegasinkOptions
 from megasink.convert.table import Row
 
 Config = dict[str, Any]
-VLLM, SGLANG, LLAMA_CPP = "vLLM 0.33.0", "SGLang 0.5.23", "llama.cpp"
+ENGINES = ("vLLM 0.33", "SGLang 0.5.23", "llama.cpp")
+"""As tried or read; llama.cpp is that of llama-cpp-python 0.3.36."""
 # {what an engine may ignore without an error: (its words, whether a model has it)}
 _IGNORED: dict[str, tuple[str, Callable[[Architecture], bool]]] = {
     "windows": ("sliding windows", lambda model: any(model.windows)),
     "activation": ("activation", lambda model: model.activation in ("gelu", "relu")),
     "scaling": ("RoPE scaling", lambda model: model.rope_factor is not None),
     "biases": ("biases of the FFN", lambda model: model.bias),
-    "head_dim": ("head_dim", lambda model: model.head_dim * model.heads != model.hidden),
+    "head_dim": ("head_dim", lambda model: model.head_dim * model.heads > model.hidden),
     "epsilon": ("epsilon of the norms", lambda model: model.norm_eps != 1e-5),
 }
 EXPERTS = {"num_local_experts": "experts", "num_experts_per_tok": "topk"}
@@ -54,7 +55,8 @@ class Target:
         custom_code: whether it is exported with megasink's modeling files, which support
             `MegasinkOptions`.
         refused: (config.json) -> what else in it megasink does not support.
-        engines: {engine that loads it: words of `_IGNORED`, what it ignores without an error}.
+        engines: for each of `ENGINES`, what it ignores in this architecture without an error, as
+            names of `_IGNORED`; None if it does not have it. docs/serving.md shows this.
     """
 
     name: str
@@ -81,7 +83,7 @@ class Target:
     renormalizes: bool = True
     custom_code: bool = False
     refused: Callable[[Mapping[str, Any]], list[str]] = field(default=lambda config: [])
-    engines: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+    engines: tuple[str | None, ...] = ()
 
     def write_config(self, model: Architecture) -> Config:
         """Return the entries of its config.json besides the common keys."""
@@ -157,23 +159,24 @@ class Target:
 
     def export_problems(self, model: Architecture) -> list[str]:
         """Return `problems`, and what engines would read as another pattern of windows."""
-        problems, alternating = self.problems(model), [n % 2 == 0 for n in range(model.layers)]
-        if self.windows == "alternating" and any(model.windows):
-            if [window is not None for window in model.windows] != alternating:
-                problems.append("its windows are in layers 0, 2, 4, ... for vLLM and llama.cpp")
-        return problems
+        even = [n for n in range(model.layers) if n % 2 == 0]
+        if self.windows == "alternating" and windowed(model) not in ([], even):
+            return [*self.problems(model), "vLLM and llama.cpp read windows in layers 0, 2, 4, ..."]
+        return self.problems(model)
 
     def misread(self, model: Architecture) -> list[str]:
         """Return a line for each engine that would serve another model without an error."""
-        ignored = {
-            engine: [_IGNORED[name][0] for name in names if _IGNORED[name][1](model)]
-            for engine, names in self.engines.items()
-        }
-        return [
-            f"{engine} ignores this model's {' and its '.join(words)}: do not serve it there"
-            for engine, words in ignored.items()
-            if words
-        ]
+        lines = []
+        for engine, names in zip(ENGINES, self.engines, strict=False):
+            ignored = [_IGNORED[name] for name in (names or "").split()]
+            if words := [word for word, has in ignored if has(model)]:
+                lines.append(f"{engine} ignores this model's {' and '.join(words)}: avoid it")
+        return lines
+
+
+def windowed(model: Architecture) -> list[int]:
+    """Return the layers that have a sliding window."""
+    return [layer for layer, window in enumerate(model.windows) if window is not None]
 
 
 def window_of(model: Architecture) -> int | None:
