@@ -75,9 +75,8 @@ class HuggingFaceSource:
     @cached_property
     def steps(self) -> list[Step]:
         """Where each of them goes."""
-        model = self.model
-        todo = steps(self.target.table(model), model.layers, model.experts)
-        # Zeros may be missing, as in folders of before the target had them.
+        todo = steps(self.target.table(self.model), self.model.layers, self.model.experts)
+        # Zeros may be missing: older exports have fewer.
         return [step for step in todo if step.row.megatron or step.hf[0] in self.weights.names]
 
 

@@ -68,6 +68,7 @@ _PARAMETERS = fields(
     _ROPE | dict.fromkeys(("full_attention", "sliding_attention"), _OF_LAYERS | None)
 )
 
+_OURS = ("attention", "zero_centred", "bias", "qkv_bias")
 CONFIG_FIELDS = fields(
     {hint: kind | None for hint, kind in get_type_hints(MegasinkOptions).items()}
     | dict.fromkeys(_SIZES.split(), Count)
@@ -95,8 +96,7 @@ CONFIG_FIELDS = fields(
         "attention_variant_layers": list[bool | int] | None,
         "gate_granularity": str | None,
         "quantization_config": dict[str, Any] | None,
-        "megasink": fields({"attention": str, "zero_centred": bool, "bias": bool, "qkv_bias": bool})
-        | None,
+        "megasink": fields({"attention": str, **dict.fromkeys(_OURS[1:], bool)}) | None,
     }
 )
 """The record of all of them."""
@@ -135,7 +135,6 @@ _COMMON = {
 }
 # Key of a config.json that only megasink reads: what the architecture does not distinguish.
 OURS = "megasink"
-_FIELDS_OF_OURS = ("attention", "zero_centred", "bias", "qkv_bias")
 
 
 def config_of(model: Architecture, target: Target, special_tokens: Mapping[str, Any]) -> Config:
@@ -161,7 +160,7 @@ def config_of(model: Architecture, target: Target, special_tokens: Mapping[str, 
         **target.write_config(model),
     }
     if not target.custom_code:
-        config[OURS] = {name: getattr(model, name) for name in _FIELDS_OF_OURS}
+        config[OURS] = {name: getattr(model, name) for name in _OURS}
     return config
 
 
@@ -182,7 +181,7 @@ def architecture_from(config: Mapping[str, Any]) -> tuple[Architecture, Target]:
     except KeyError as error:
         raise UserError(f"the config.json of this {target.name} has no {error}") from error
     ours = {} if target.custom_code else config.get(OURS) or {}
-    fields |= {name: ours[name] for name in _FIELDS_OF_OURS if name in ours}
+    fields |= {name: ours[name] for name in _OURS if name in ours}
     model = Architecture(**fields)
     if misfits := target.problems(model):
         raise UserError(f"config.json does not describe a {target.name}: {misfits[0]}")

@@ -141,7 +141,7 @@ GPT_OSS = {"attention": "sink", "activation": "gpt-oss", "layers": 4} | MOE
 def test_gpt_oss_has_windows_where_every_engine_looks_for_them(windows, written):
     gpt_oss, architecture = TARGETS["gpt_oss"], model(**GPT_OSS, windows=windows)
     if written is None:
-        with pytest.raises(UserError, match="vLLM and llama.cpp read windows in layers 0, 2"):
+        with pytest.raises(UserError, match=r"vLLM and llama\.cpp read windows"):
             choose(architecture, "gpt_oss")
         assert choose(architecture)[0].name == "megasink"
         return

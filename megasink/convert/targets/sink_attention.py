@@ -121,23 +121,15 @@ def _flint_refused(config: Mapping[str, Any]) -> list[str]:
 
 def _gpt_oss_config(model: Architecture) -> Config:
     # Engines read YaRN's keys whatever the rope_type says; with a factor of 1 it is plain RoPE.
-    yarn = {
-        "rope_type": "yarn",
-        "factor": 1.0,
-        "original_max_position_embeddings": model.positions,
-        "beta_fast": 32.0,
-        "beta_slow": 1.0,
-        "truncate": False,
-    }
+    yarn: Config = {"rope_type": "yarn", "factor": 1.0, "truncate": False}
+    yarn |= {"beta_fast": 32.0, "beta_slow": 1.0}
+    yarn |= {"original_max_position_embeddings": model.positions}
     return {
         "attention_bias": True,
         "hidden_act": "silu",
         # Engines put a window into layers 0, 2, 4, ...; one of all positions hides nothing.
-        "layer_types": [
-            f"{('full', 'sliding')[n % 2 == 0]}_attention" for n in range(model.layers)
-        ],
+        "layer_types": (["sliding_attention", "full_attention"] * model.layers)[: model.layers],
         "sliding_window": window_of(model) or model.positions,
-        "initial_context_length": model.positions,
         "rope_parameters": {"rope_theta": model.rope_base, **yarn},
         "rope_scaling": yarn,
     }

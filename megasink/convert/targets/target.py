@@ -159,10 +159,11 @@ class Target:
 
     def export_problems(self, model: Architecture) -> list[str]:
         """Return `problems`, and what engines would read as another pattern of windows."""
-        even = [n for n in range(model.layers) if n % 2 == 0]
-        if self.windows == "alternating" and windowed(model) not in ([], even):
-            return [*self.problems(model), "vLLM and llama.cpp read windows in layers 0, 2, 4, ..."]
-        return self.problems(model)
+        even = list(range(0, model.layers, 2))
+        wrong = self.windows == "alternating" and windowed(model) not in ([], even)
+        return (
+            self.problems(model) + ["vLLM and llama.cpp read windows in layers 0, 2, ..."] * wrong
+        )
 
     def misread(self, model: Architecture) -> list[str]:
         """Return a line for each engine that would serve another model without an error."""
