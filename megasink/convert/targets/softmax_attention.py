@@ -110,7 +110,7 @@ register(
     Target(
         name="llama",
         architecture="LlamaForCausalLM",
-        since="4.28",
+        since="4.57",
         attention=("vanilla",),
         table=_dense,
         keys={"attention_bias": "bias", "mlp_bias": "bias"},
@@ -124,7 +124,7 @@ register(
     Target(
         name="mistral",
         architecture="MistralForCausalLM",
-        since="4.34",
+        since="4.57",
         attention=("vanilla",),
         table=_dense,
         config=_same_window,
@@ -137,7 +137,7 @@ register(
     Target(
         name="qwen2",
         architecture="Qwen2ForCausalLM",
-        since="4.37",
+        since="4.57",
         attention=("vanilla",),
         table=_dense,
         config=_windowed,
@@ -151,7 +151,7 @@ register(
     Target(
         name="qwen3",
         architecture="Qwen3ForCausalLM",
-        since="4.51",
+        since="4.55",
         attention=("vanilla",),
         table=_dense,
         fixed={"attention_bias": False},
@@ -166,7 +166,7 @@ register(
     Target(
         name="mixtral",
         architecture="MixtralForCausalLM",
-        since="4.36",
+        since="4.57",
         attention=("vanilla",),
         table=_mixtral,
         keys=EXPERTS,
@@ -183,7 +183,7 @@ register(
     Target(
         name="qwen3_moe",
         architecture="Qwen3MoeForCausalLM",
-        since="4.51",
+        since="4.57",
         attention=("vanilla",),
         table=lambda model: rows.decoder(model, rows.experts()),
         keys=QWEN_EXPERTS,
