@@ -53,5 +53,6 @@ def main(argv: Sequence[str] | None = None) -> int:
         with single_process():
             target = convert(verify=lambda folder: check_export(source, folder))
     print(f"{args.output}: {target.architecture}, for transformers {target.since} or later")
+    print(*(f"warning: {line}\n" for line in target.misread(source.model)), sep="", end="")
     say_next("its heads", "analyze", args.output, "--data", "TEXTS", "--output", "look")
     return 0

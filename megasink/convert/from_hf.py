@@ -75,7 +75,9 @@ class HuggingFaceSource:
     @cached_property
     def steps(self) -> list[Step]:
         """Where each of them goes."""
-        return list(steps(self.target.table(self.model), self.model.layers, self.model.experts))
+        todo = steps(self.target.table(self.model), self.model.layers, self.model.experts)
+        # Zeros may be missing: older exports have fewer.
+        return [step for step in todo if step.row.megatron or step.hf[0] in self.weights.names]
 
 
 def source_of(folder: Path, granularity: str | None = None) -> HuggingFaceSource:

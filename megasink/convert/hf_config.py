@@ -68,6 +68,7 @@ _PARAMETERS = fields(
     _ROPE | dict.fromkeys(("full_attention", "sliding_attention"), _OF_LAYERS | None)
 )
 
+_OURS = ("attention", "zero_centred", "bias", "qkv_bias")
 CONFIG_FIELDS = fields(
     {hint: kind | None for hint, kind in get_type_hints(MegasinkOptions).items()}
     | dict.fromkeys(_SIZES.split(), Count)
@@ -95,7 +96,7 @@ CONFIG_FIELDS = fields(
         "attention_variant_layers": list[bool | int] | None,
         "gate_granularity": str | None,
         "quantization_config": dict[str, Any] | None,
-        "megasink": fields({"attention": str, "zero_centred": bool}) | None,
+        "megasink": fields({"attention": str, **dict.fromkeys(_OURS[1:], bool)}) | None,
     }
 )
 """The record of all of them."""
@@ -151,13 +152,15 @@ def config_of(model: Architecture, target: Target, special_tokens: Mapping[str, 
         **{key: getattr(model, name) for key, name in _COMMON.items()},
         "rope_theta": model.rope_base,
         "rope_parameters": rope,
+        # The name before transformers 5.
+        **({} if model.rope_factor is None or target.custom_code else {"rope_scaling": rope}),
         "attention_dropout": 0.0,
         "use_cache": True,
         **special_tokens,
         **target.write_config(model),
     }
     if not target.custom_code:
-        config[OURS] = {"attention": model.attention, "zero_centred": model.zero_centred}
+        config[OURS] = {name: getattr(model, name) for name in _OURS}
     return config
 
 
@@ -186,7 +189,7 @@ def architecture_from(config: Mapping[str, Any]) -> tuple[Architecture, Target]:
     except KeyError as error:
         raise UserError(f"the config.json of this {target.name} has no {error}") from error
     ours = {} if target.custom_code else config.get(OURS) or {}
-    fields |= {name: ours[name] for name in ("attention", "zero_centred") if name in ours}
+    fields |= {name: ours[name] for name in _OURS if name in ours}
     model = Architecture(**fields)
     if misfits := target.problems(model):
         raise UserError(f"config.json does not describe a {target.name}: {misfits[0]}")
@@ -207,6 +210,11 @@ def _rope(config: Mapping[str, Any]) -> dict[str, Any]:
     rope = dict(config.get("rope_parameters") or {})
     rope["rope_type"] = rope.get("rope_type") or rope.get("type") or "default"
     rope.setdefault("rope_theta", config.get("rope_theta", 10000.0))
+    if not rope.keys() & {"attention_factor", "mscale", "mscale_all_dim"} and (
+        [rope["rope_type"], rope.get("factor"), rope.get("original_max_position_embeddings")]
+        == ["yarn", 1.0, config["max_position_embeddings"]]
+    ):
+        rope["rope_type"] = "default"  # what YaRN is with a factor of 1
     return rope
 
 

@@ -86,7 +86,7 @@ tags:
 
 Trained with Megatron-Core and converted with megasink {megasink.__version__}.
 Requires transformers {target.since} or later.{_OWN_CODE if target.custom_code else ""}
-
+{"".join(f"{line}.{chr(10)}" for line in target.misread(model))}
 | | |
 |---|---|
 {table}

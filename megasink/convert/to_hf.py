@@ -92,7 +92,7 @@ def source_of(
         raise UserError(f"{run} cannot be converted for transformers: {'; '.join(problems)}")
     kept = carried(location.config)
     before = TARGETS.get(kept.get("model_type", ""))
-    if target is None and before is not None and not before.problems(model):
+    if target is None and before is not None and not before.export_problems(model):
         return Source(location, saved, model, loaded, kept, before, "as it was imported")
     return Source(location, saved, model, loaded, kept, *choose(model, target))
 

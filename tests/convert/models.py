@@ -1,5 +1,7 @@
 """Tiny models of every target, as Architecture: importable without megatron."""
 
+import dataclasses
+
 from megasink.convert.architecture import Architecture
 from megasink.convert.megasink_model import MegasinkOptions
 
@@ -221,6 +223,38 @@ OWN = {
         {"rotary_percent": 0.5, "residual_clip": 0.75}, attention="off-by-one"
     ),
 }
+
+
+def _for_engines(architecture: Architecture) -> Architecture:
+    """Sizes that vLLM's kernels take; what an engine ignores changes the logits."""
+    sizes = {"hidden": 96, "head_dim": 32, "ffn": 128, "norm_eps": 0.01, "rope_base": 700.0}
+    layers = {"layers": 4, "windows": architecture.windows * 2}
+    if architecture.rope_factor is not None:
+        sizes |= {"rope_base": 500000.0}
+    if architecture.activation == "gpt-oss":
+        sizes |= {"norm_eps": 1e-5}
+    if architecture.qkv_bias or (architecture.has_sink and architecture.experts):
+        sizes |= {"hidden": 128, "head_dim": 2 * architecture.head_dim}
+    return dataclasses.replace(architecture, **sizes, **layers)
+
+
+# With windows where vLLM and llama.cpp may take them from another key, and another activation.
+_MORE = {
+    "qwen2-windows": ("qwen2", model(qkv_bias=True, windows=(5, None))),
+    "qwen2-all-windows": ("qwen2", model(qkv_bias=True, windows=(5, 5))),
+    "qwen2-head_dim": ("qwen2", model(qkv_bias=True, head_dim=32)),
+    "granitemoe_swa-head_dim": ("granitemoe_swa", model(attention="sink", **MOE, head_dim=32)),
+    "mixtral-gelu": ("mixtral", model(**MOE, activation="gelu")),
+    "granitemoe_swa-gelu": ("granitemoe_swa", model(attention="sink", **MOE, activation="gelu")),
+    "qwen3-gelu": ("qwen3", model(qk_norm=True, activation="gelu")),
+    "qwen3_moe-gelu": ("qwen3_moe", model(**MOE, qk_norm=True, activation="gelu")),
+    "granite_swa-llama3": (
+        "granite_swa",
+        model(attention="sink", rope_base=500000.0, rope_factor=32.0, positions=16384),
+    ),
+}
+ENGINES = {f"engines-{name}": (t, _for_engines(m)) for name, (t, m) in (MODELS | _MORE).items()}
+
 # With room for the tokens of a tokenizer of bytes.
 TEXT = {"vocabulary": 400, "padded": 512}
 OTHERS = {

@@ -19,7 +19,7 @@ from megasink.megatron.gate_projection import named_parts
 from megasink.megatron.model import MegasinkGPTBuilder
 from megasink.megatron.model_of_arguments import model_config
 from megasink.training.foreign import accepting_megatrons_checkpoints
-from tests.convert.models import MODELS, OTHERS, OWN
+from tests.convert.models import ENGINES, MODELS, OTHERS, OWN
 from tests.distributed.skewed_gates import skew_gates
 from tests.distributed.tiny_gpt import skew_sinks
 from tests.said import said
@@ -37,7 +37,7 @@ def save_run(
         name: of `MODELS` or `OTHERS`.
         tokenizer: folder of one.
     """
-    _, architecture = (MODELS | OTHERS | OWN)[name]
+    _, architecture = (MODELS | OTHERS | OWN | ENGINES)[name]
     flags = [*model_flags(architecture), *(["--bf16"] if bf16 else [])]
     args, _ = arguments_of(flags)
     args.vocab_size = architecture.vocabulary - 1
@@ -332,3 +332,15 @@ def mean_sink_weights(run: str) -> list[float]:
     with torch.no_grad():
         model(tokens, torch.arange(tokens.shape[1]).expand(len(tokens), -1), None)
     return weights
+
+
+def verified_export(run: str, output: str, target: str) -> None:
+    """Write a Hugging Face folder whose logits are compared with the run's."""
+    from megasink.convert.checking import check_export
+    from megasink.convert.to_hf import export, source_of
+
+    def silent(line: str) -> None:
+        pass
+
+    source = source_of(Path(run), target=target)
+    export(source, Path(output), say=silent, verify=lambda f: check_export(source, f, say=silent))

@@ -13,6 +13,7 @@ from transformers import ContinuousBatchingConfig, GenerationConfig
 from transformers.integrations import flex_attention
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
+from megasink.convert.modeling.modeling_megasink import MegasinkForCausalLM
 from tests.convert.models import OWN
 from tests.convert.own_models import BIASED, POSITIONED, SINKS, TOKENS, tiny
 from tests.versions import is_old
@@ -92,7 +93,7 @@ def test_flex_attention_has_the_sinks(name):
     "kind",
     [
         *("sdpa", "flash_attention_2", "flash_attention_3", "kernels-community/flash-attn"),
-        *("paged|sdpa", "flex_attention", "paged|eager", "flash_attention_4"),
+        *("paged|sdpa", "flex_attention", "paged|eager", "flash_attention_4", "sglang"),
     ],
 )
 def test_a_kernel_that_would_drop_something_is_refused(name, kind):
@@ -103,6 +104,17 @@ def test_a_kernel_that_would_drop_something_is_refused(name, kind):
     with pytest.raises(ValueError, match=f"would drop ({what}|a .* bias): use"):
         model.set_attn_implementation(kind)
     assert model.config._attn_implementation == "eager"
+
+
+def test_an_engine_that_would_drop_sinks_is_refused_as_it_loads():
+    """As SGLang's transformers backend does: its implementation is in the config of a new model."""
+    config = tiny("own-sink-moe-qk-norm").config
+    config._attn_implementation = "sglang"
+    with (
+        mock.patch.dict(ALL_ATTENTION_FUNCTIONS._global_mapping, {"sglang": print}),
+        pytest.raises(ValueError, match='"sglang" would drop attention sinks'),
+    ):
+        MegasinkForCausalLM(config)
 
 
 # Whatever has positions, a window, or more keys than tokens.

@@ -6,6 +6,7 @@ Not covered: TransformerEngine's spec (its keys, by tests/convert/test_reader.py
 import json
 
 import pytest
+from safetensors.torch import load_file, save_file
 
 from tests.convert.models import MODELS
 from tests.distributed.layout import SINGLE, Layout
@@ -51,6 +52,26 @@ def test_every_target(pool, tmp_path, name):
         for result in served.values():
             assert result["logits"] <= 1e-4
             assert result["generated"]
+
+
+def test_a_gpt_oss_of_before_it_had_zeros_comes_in(pool, tmp_path):
+    """Without biases in attention, and with the default RoPE."""
+    run, old = tmp_path / "run", tmp_path / "old"
+    pool.run(f"{TASKS}:save_run", SINGLE, folder=str(run), name="gpt_oss")
+    pool.run(f"{TASKS}:export_only", SINGLE, run=str(run), output=str(old))
+    weights, path = old / "model.safetensors", old / "config.json"
+    first = weights.read_bytes()
+    tensors = load_file(weights)
+    save_file({n: t for n, t in tensors.items() if not n.endswith("_proj.bias")}, weights)
+    config = json.loads(path.read_text())
+    del config["rope_scaling"]
+    config |= {"attention_bias": False, "megasink": {"attention": "sink", "zero_centred": False}}
+    config["rope_parameters"] = {"rope_type": "default", "rope_theta": 10000.0}
+    path.write_text(json.dumps(config))
+    pool.run(f"{TASKS}:import_only", SINGLE, hf=str(old), output=str(tmp_path / "back"))
+    again = {"run": str(tmp_path / "back"), "output": str(tmp_path / "again")}
+    pool.run(f"{TASKS}:export_only", SINGLE, **again)
+    assert (tmp_path / "again" / "model.safetensors").read_bytes() == first
 
 
 def test_the_writer_lets_go_of_what_it_has_written(pool, tmp_path):

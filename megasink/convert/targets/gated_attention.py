@@ -126,6 +126,7 @@ register(
         refused=_qwen_refused,
         qk_norm=True,
         rope_scaling=False,
+        engines=("", "", "activation"),
     )
 )
 register(
@@ -147,5 +148,6 @@ register(
         qk_norm=True,
         renormalizes=False,
         rope_scaling=False,
+        engines=("", "", "activation"),
     )
 )

@@ -194,5 +194,6 @@ register(
         refused=_refused,
         windows="mixed",
         custom_code=True,
+        engines=(None, "windows", None),
     )
 )

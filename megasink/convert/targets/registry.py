@@ -44,12 +44,12 @@ def choose(model: Architecture, name: str | None = None) -> tuple[Target, str]:
     """
     if name is not None:
         target = named(name)
-        if problems := target.problems(model):
+        if problems := target.export_problems(model):
             raise UserError(f"--target {name} does not fit this model: {'; '.join(problems)}")
         return target, "requested"
     reasons: list[str] = []
     for target in sorted(TARGETS.values(), key=lambda target: target.custom_code):
-        problems = target.problems(model)
+        problems = target.export_problems(model)
         if not problems and not target.custom_code:
             return target, f"the first that supports {described(model)}"
         if not problems:

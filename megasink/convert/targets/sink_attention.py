@@ -8,7 +8,7 @@ from megasink.convert.architecture import Architecture
 from megasink.convert.table import Row, row
 from megasink.convert.targets import rows
 from megasink.convert.targets.registry import register
-from megasink.convert.targets.target import EXPERTS, Config, Target, window_of
+from megasink.convert.targets.target import EXPERTS, Config, Target, window_of, windows_from
 from megasink.convert.transforms import InterleavedGateUp, Transposed
 
 SINKS = ("sink", "off-by-one")
@@ -45,22 +45,25 @@ def _granite_moe(model: Architecture) -> tuple[Row, ...]:
 
 def _gpt_oss(model: Architecture) -> tuple[Row, ...]:
     at, fc = f"{rows.LAYER}mlp.", f"{rows.EXPERTS}linear_fc"
-    # GPT-OSS always has biases of router and experts.
-    zeros = {
-        "router.bias": (model.experts,),
-        "experts.gate_up_proj_bias": (model.experts, 2 * model.ffn),
-        "experts.down_proj_bias": (model.experts, model.hidden),
-    }
     biases = (
         row(f"{rows.MLP}router.bias", f"{at}router.bias"),
         row(f"{fc}1.bias", f"{at}experts.gate_up_proj_bias", transform=InterleavedGateUp()),
         row(f"{fc}2.bias", f"{at}experts.down_proj_bias"),
     )
+    # Engines look for every bias, whatever attention_bias says.
+    zeros = {
+        **{f"self_attn.{x}_proj.bias": (model.groups * model.head_dim,) for x in "kv"},
+        "self_attn.q_proj.bias": (model.heads * model.head_dim,),
+        "self_attn.o_proj.bias": (model.hidden,),
+        "mlp.router.bias": (model.experts,),
+        "mlp.experts.gate_up_proj_bias": (model.experts, 2 * model.ffn),
+        "mlp.experts.down_proj_bias": (model.experts, model.hidden),
+    }
     ffn = (
         row(f"{rows.MLP}router.weight", f"{at}router.weight"),
         row(f"{fc}1.weight", f"{at}experts.gate_up_proj", transform=InterleavedGateUp()),
         row(f"{fc}2.weight", f"{at}experts.down_proj", transform=Transposed()),
-        *(biases if model.bias else rows.zeros(model, at, zeros)),
+        *(biases if model.bias else rows.zeros(model, rows.LAYER, zeros)),
     )
     return _decoder(model, ffn)
 
@@ -102,10 +105,9 @@ def _flint(model: Architecture) -> Config:
     }
 
 
-def _read_flint(config: Mapping[str, Any]) -> dict[str, Any]:
-    window = config["sliding_window"]
-    visible = None if window >= config["max_position_embeddings"] else window
-    return {"windows": (visible,) * config["num_hidden_layers"]}
+def _visible(config: Mapping[str, Any]) -> dict[str, Any]:
+    most = config["max_position_embeddings"]
+    return {"windows": tuple(None if w and w >= most else w for w in windows_from(config))}
 
 
 def _flint_refused(config: Mapping[str, Any]) -> list[str]:
@@ -118,16 +120,24 @@ def _flint_refused(config: Mapping[str, Any]) -> list[str]:
 
 
 def _gpt_oss_config(model: Architecture) -> Config:
+    # Engines read YaRN's keys whatever the rope_type says; with a factor of 1 it is plain RoPE.
+    yarn: Config = {"rope_type": "yarn", "factor": 1.0, "truncate": False}
+    yarn |= {"beta_fast": 32.0, "beta_slow": 1.0}
+    yarn |= {"original_max_position_embeddings": model.positions}
     return {
-        "attention_bias": model.bias,
+        "attention_bias": True,
         "hidden_act": "silu",
+        # Engines put a window into layers 0, 2, 4, ...; one of all positions hides nothing.
+        "layer_types": (["sliding_attention", "full_attention"] * model.layers)[: model.layers],
         "sliding_window": window_of(model) or model.positions,
+        "rope_parameters": {"rope_theta": model.rope_base, **yarn},
+        "rope_scaling": yarn,
     }
 
 
 def _read_gpt_oss(config: Mapping[str, Any]) -> dict[str, Any]:
     bias = bool(config.get("attention_bias", True))
-    return {"activation": "gpt-oss", "bias": bias, "qkv_bias": bias}
+    return {"activation": "gpt-oss", "bias": bias, "qkv_bias": bias, **_visible(config)}
 
 
 def _gpt_oss_refused(config: Mapping[str, Any]) -> list[str]:
@@ -148,6 +158,7 @@ register(
         read=_read_granite,
         refused=_granite_refused,
         windows="mixed",
+        engines=("", "", "activation"),
     )
 )
 register(
@@ -160,10 +171,11 @@ register(
         table=partial(_decoder, sinks="softmax_offset"),
         fixed={"attention_bias": False},
         config=_flint,
-        read=_read_flint,
+        read=_visible,
         refused=_flint_refused,
         qk_norm=True,
         windows="all",
+        engines=("activation", None, None),
     )
 )
 register(
@@ -181,6 +193,7 @@ register(
         moe=True,
         windows="mixed",
         shared_expert=True,
+        engines=("activation head_dim", "activation head_dim scaling", "activation"),
     )
 )
 register(
@@ -198,7 +211,8 @@ register(
         moe=True,
         bias=True,
         activations=("gpt-oss",),
-        windows="mixed",
+        windows="alternating",
         rope_scaling=False,
+        engines=("epsilon", "", ""),
     )
 )

@@ -15,6 +15,7 @@ from megasink.convert.targets.target import (
     Target,
     layer_types,
     window_of,
+    windowed,
     windows_from,
 )
 from megasink.convert.transforms import ReversedRotationQKV
@@ -82,7 +83,8 @@ def _windowed(model: Architecture) -> Config:
         "layer_types": layer_types(model),
         "use_sliding_window": window is not None,
         "sliding_window": window,
-        "max_window_layers": model.layers,
+        # vLLM refuses a mixture by this key, and ignores layer_types.
+        "max_window_layers": (windowed(model) or [model.layers])[0],
     }
 
 
@@ -108,45 +110,48 @@ register(
     Target(
         name="llama",
         architecture="LlamaForCausalLM",
-        since="4.28",
+        since="4.57",
         attention=("vanilla",),
         table=_dense,
         keys={"attention_bias": "bias", "mlp_bias": "bias"},
         read=lambda config: {"qkv_bias": bool(config.get("attention_bias"))},
         refused=_llama_refused,
         bias=True,
+        engines=("", "biases", "activation"),
     )
 )
 register(
     Target(
         name="mistral",
         architecture="MistralForCausalLM",
-        since="4.34",
+        since="4.57",
         attention=("vanilla",),
         table=_dense,
         config=_same_window,
         read=_read_mistral,
         windows="all",
+        engines=("", "windows", "activation windows"),
     )
 )
 register(
     Target(
         name="qwen2",
         architecture="Qwen2ForCausalLM",
-        since="4.37",
+        since="4.57",
         attention=("vanilla",),
         table=_dense,
         config=_windowed,
         read=_read_windowed,
         qkv_bias=True,
         windows="mixed",
+        engines=("head_dim", "windows", "activation scaling windows"),
     )
 )
 register(
     Target(
         name="qwen3",
         architecture="Qwen3ForCausalLM",
-        since="4.51",
+        since="4.55",
         attention=("vanilla",),
         table=_dense,
         fixed={"attention_bias": False},
@@ -154,13 +159,14 @@ register(
         read=_read_windowed,
         qk_norm=True,
         windows="mixed",
+        engines=("", "windows", "activation scaling windows"),
     )
 )
 register(
     Target(
         name="mixtral",
         architecture="MixtralForCausalLM",
-        since="4.36",
+        since="4.57",
         attention=("vanilla",),
         table=_mixtral,
         keys=EXPERTS,
@@ -170,13 +176,14 @@ register(
         },
         moe=True,
         windows="all",
+        engines=("activation", "activation head_dim scaling windows", "activation windows"),
     )
 )
 register(
     Target(
         name="qwen3_moe",
         architecture="Qwen3MoeForCausalLM",
-        since="4.51",
+        since="4.57",
         attention=("vanilla",),
         table=lambda model: rows.decoder(model, rows.experts()),
         keys=QWEN_EXPERTS,
@@ -185,6 +192,7 @@ register(
         moe=True,
         qk_norm=True,
         renormalizes=False,
+        engines=("activation", "activation", "activation scaling"),
     )
 )
 register(

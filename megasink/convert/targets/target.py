@@ -9,6 +9,17 @@ from megasink.convert.megasink_model import MegasinkOptions
 from megasink.convert.table import Row
 
 Config = dict[str, Any]
+ENGINES = ("vLLM 0.33", "SGLang 0.5.23", "llama.cpp")
+"""As tried or read; llama.cpp is that of llama-cpp-python 0.3.36."""
+# {what an engine may ignore without an error: (its words, whether a model has it)}
+_IGNORED: dict[str, tuple[str, Callable[[Architecture], bool]]] = {
+    "windows": ("sliding windows", lambda model: any(model.windows)),
+    "activation": ("activation", lambda model: model.activation in ("gelu", "relu")),
+    "scaling": ("RoPE scaling", lambda model: model.rope_factor is not None),
+    "biases": ("biases of the FFN", lambda model: model.bias),
+    "head_dim": ("head_dim", lambda model: model.head_dim * model.heads > model.hidden),
+    "epsilon": ("epsilon of the norms", lambda model: model.norm_eps != 1e-5),
+}
 EXPERTS = {"num_local_experts": "experts", "num_experts_per_tok": "topk"}
 """Keys of mixtures of experts for `Target.keys`."""
 
@@ -35,7 +46,8 @@ class Target:
         qkv_bias: whether the query, key and value projections have biases.
         bias: whether all linear layers can have biases.
         windows: sliding windows: "none"; "mixed", per layer and of one size, as in layer_types and
-            sliding_window; "all" if the same for all layers.
+            sliding_window; "all" if the same for all layers; "alternating", as "mixed", and
+            exported with a window in layers 0, 2, 4, ... or in none.
         rope_scaling: whether it supports Llama 3's RoPE scaling.
         rope_by_layer: whether its config.json has RoPE parameters per layer type.
         shared_expert: whether it supports a shared expert without a gate.
@@ -43,6 +55,8 @@ class Target:
         custom_code: whether it is exported with megasink's modeling files, which support
             `MegasinkOptions`.
         refused: (config.json) -> what else in it megasink does not support.
+        engines: for each of `ENGINES`, what it ignores in this architecture without an error, as
+            names of `_IGNORED`; None if it does not have it. docs/serving.md shows this.
     """
 
     name: str
@@ -69,11 +83,12 @@ class Target:
     renormalizes: bool = True
     custom_code: bool = False
     refused: Callable[[Mapping[str, Any]], list[str]] = field(default=lambda config: [])
+    engines: tuple[str | None, ...] = ()
 
     def write_config(self, model: Architecture) -> Config:
         """Return the entries of its config.json besides the common keys."""
         keys = {key: getattr(model, name) for key, name in self.keys.items()}
-        if self.windows == "mixed":
+        if self.windows in ("mixed", "alternating"):
             keys |= {"layer_types": layer_types(model), "sliding_window": window_of(model)}
         return {**keys, **self.fixed, **self.config(model)}
 
@@ -89,7 +104,7 @@ class Target:
         present = {name: config.get(key) for key, name in self.keys.items() if name not in read}
         keys = {name: value for name, value in present.items() if value is not None}
         implied: dict[str, Any] = {"attention": self.attention[0], "qkv_bias": self.qkv_bias}
-        if self.windows == "mixed":
+        if self.windows in ("mixed", "alternating"):
             implied["windows"] = windows_from(config)
         return {**implied, "qk_norm": self.qk_norm, **keys, **read}
 
@@ -141,6 +156,28 @@ class Target:
         if model.experts and self.renormalizes and not model.renormalize:
             problems.append("the probabilities of its chosen experts sum to one")
         return problems
+
+    def export_problems(self, model: Architecture) -> list[str]:
+        """Return `problems`, and what engines would read as another pattern of windows."""
+        even = list(range(0, model.layers, 2))
+        wrong = self.windows == "alternating" and windowed(model) not in ([], even)
+        return (
+            self.problems(model) + ["vLLM and llama.cpp read windows in layers 0, 2, ..."] * wrong
+        )
+
+    def misread(self, model: Architecture) -> list[str]:
+        """Return a line for each engine that would serve another model without an error."""
+        lines = []
+        for engine, names in zip(ENGINES, self.engines, strict=False):
+            ignored = [_IGNORED[name] for name in (names or "").split()]
+            if words := [word for word, has in ignored if has(model)]:
+                lines.append(f"{engine} ignores this model's {' and '.join(words)}: avoid it")
+        return lines
+
+
+def windowed(model: Architecture) -> list[int]:
+    """Return the layers that have a sliding window."""
+    return [layer for layer, window in enumerate(model.windows) if window is not None]
 
 
 def window_of(model: Architecture) -> int | None:
