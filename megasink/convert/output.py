@@ -6,10 +6,13 @@ from pathlib import Path
 
 from megasink.atomic import atomic_folder
 from megasink.errors import UserError
+from megasink.system_errors import writing
 
 
 def refuse_contents(path: Path) -> None:
     """Raise UserError unless a folder is missing or empty."""
+    if path.is_mount():
+        raise UserError(f"{path} is the root of a volume: choose a folder in it")
     if path.exists() and (not path.is_dir() or any(path.iterdir())):
         raise UserError(f"{path} exists and is not empty: choose another folder or remove it")
 
@@ -23,11 +26,8 @@ def whole_folder(path: Path) -> Iterator[Path]:
     """
     path = path.absolute()
     refuse_contents(path)
-    try:
-        with atomic_folder(path) as partial:
-            yield partial
-    except OSError as error:
-        raise UserError(f"{path} cannot be written: {error}") from error
+    with writing(path), atomic_folder(path) as partial:
+        yield partial
 
 
 def parse_size(text: str) -> int:

@@ -17,6 +17,7 @@ from megasink.atomic import atomic_folder, atomic_text
 from megasink.data.corpus import Document, default_workers
 from megasink.errors import UserError
 from megasink.extras import require
+from megasink.system_errors import writing
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
@@ -97,13 +98,10 @@ def train_tokenizer(
     corpus_bytes, chunks = _sample(documents, sample_bytes, random.Random(seed))
     tokenizer = to_tokenizers(train_sentencepiece(chunks, vocab_size, bos=bos))
     config = _CONFIG | ({"bos_token": BOS} if bos else {})
-    try:
-        with atomic_folder(folder.absolute()) as partial:
-            atomic_text(partial / "tokenizer.json", tokenizer.to_str(pretty=True))
-            atomic_text(partial / "tokenizer_config.json", json.dumps(config, indent=2) + "\n")
-            shutil.rmtree(folder, ignore_errors=True)
-    except OSError as error:
-        raise UserError(f"tokenizer folder {folder} cannot be written: {error.strerror}") from error
+    with writing(f"tokenizer folder {folder}"), atomic_folder(folder.absolute()) as partial:
+        atomic_text(partial / "tokenizer.json", tokenizer.to_str(pretty=True))
+        atomic_text(partial / "tokenizer_config.json", json.dumps(config, indent=2) + "\n")
+        shutil.rmtree(folder, ignore_errors=True)
     return TrainedTokenizer(
         folder=folder,
         vocab_size=vocab_size,

@@ -62,7 +62,6 @@ def write_trace(rows: Sequence[TraceRow], folder: Path, name: str) -> None:
     Raises:
         OSError: the files cannot be written.
     """
-    folder.mkdir(parents=True, exist_ok=True)
     table = [{"step": row.step, "tokens": row.tokens, **row.numbers} for row in rows]
     write_csv(folder / "trace.csv", list(table[0]), table)
     with styled():
