@@ -49,15 +49,15 @@ def explained(error: BaseException, what: object = None, cure: str = "") -> str 
         return None
     number, name = _number(found), getattr(found, "filename", None)
     if number == errno.ENOMEM:
-        return f"out of memory{_memory_left()}: {cure or CURES[number]}"
+        return f"out of memory{_memory_left()}: {CURES[number]}"
     what = what or name or ("the output" if "print(" in _source(found) else "a file")
     reason = os.strerror(number)
     if number in (errno.EMFILE, errno.ENFILE):
         limit = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
         return f"{what} cannot be opened: {reason} ({limit} allowed): {CURES[number]}"
     if not writes(found):
-        return f"{name or what} cannot be read: {reason}: {CURES.get(number, 'check it')}"
-    advice = cure if cure and number in _WRITES_ONLY else CURES.get(number, cure or _SPACE)
+        return f"{name or what} cannot be read: {reason}: {CURES[number]}"
+    advice = cure if cure and CURES[number] == _SPACE else CURES[number]
     return f"{what} cannot be written: {reason}{_room(name or what)}: {advice}"
 
 

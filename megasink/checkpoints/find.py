@@ -14,7 +14,7 @@ from megasink.checkpoints.intact import TRACKER, checkpoint_path, damage, iterat
 from megasink.checkpoints.torch_metadata import read_metadata
 from megasink.data.object_store import is_stored
 from megasink.errors import UserError
-from megasink.json_file import read_object
+from megasink.json_file import read_object, read_text
 
 
 class Checkpoint(NamedTuple):
@@ -102,11 +102,11 @@ def stored_shapes(folder: Path) -> dict[str, tuple[int, ...]]:
 
 def newest_checkpoint(folder: Path) -> int | None:
     """Return the iteration of the newest finished checkpoint in a folder, or None."""
-    tracker = folder / TRACKER
-    if not tracker.is_file():
+    try:
+        text = read_text(folder / TRACKER, 64).strip()
+    except UserError:
         return None
-    text = tracker.read_bytes().strip()
-    return int(text) if text.isdigit() and len(text) < 20 else None
+    return int(text) if text.isdecimal() and len(text) < 20 else None
 
 
 _DELETED = ".deleted"

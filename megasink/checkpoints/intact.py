@@ -6,8 +6,8 @@ needs no extra files.
 """
 
 import io
-import json
 import re
+import shutil
 import zipfile
 from collections.abc import Buffer, Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -17,9 +17,12 @@ from typing import Any
 from megasink.atomic import atomic_text
 from megasink.checkpoints.torch_metadata import stored_entries
 from megasink.errors import UserError
+from megasink.json_file import read_value
 from megasink.printable import say
 
 _ITERATION = re.compile(r"iter_(\d+)")
+_ASIDE = re.compile(r"iter_\d+\.damaged\d*")
+_KEPT_ASIDE = 2
 TRACKER = "latest_checkpointed_iteration.txt"
 
 
@@ -51,8 +54,8 @@ def damage(
         tell: receives the bytes of each stored tensor once its checksum is verified.
     """
     try:
-        json.loads((checkpoint / "metadata.json").read_text())
-    except (OSError, ValueError, RecursionError):
+        read_value(checkpoint / "metadata.json")
+    except UserError:
         return "it is unfinished (metadata.json is missing or broken)"
     try:
         entries = stored_entries(checkpoint, quick=quick)
@@ -147,6 +150,11 @@ def move_aside(folder: Path, iteration: int, problem: str) -> None:
         aside = path.with_name(f"{path.name}.damaged{count}")
     path.rename(aside)
     say(f"megasink: the checkpoint of step {iteration} is damaged ({problem}): moved to {aside}")
+    ours = [p for p in folder.iterdir() if _ASIDE.fullmatch(p.name) and not p.is_symlink()]
+    # A rename sets this time.
+    for old in sorted(ours, key=lambda p: p.stat().st_ctime_ns)[:-_KEPT_ASIDE]:
+        shutil.rmtree(old, ignore_errors=True)
+        say(f"megasink: deleted {old}: the newest {_KEPT_ASIDE} damaged checkpoints are kept")
 
 
 def newest_intact(

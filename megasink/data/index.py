@@ -141,7 +141,7 @@ def _check_entries(index: _Index, size: int, entries: int) -> None:
             f"{index.sequences}"
         )
     for part in _sampled_slices(index.documents, entries):
-        falling = np.flatnonzero(np.diff(ends[part]) < 0)
+        falling = np.flatnonzero((np.diff(ends[part]) < 0) | (ends[part][1:] > index.sequences))
         if len(falling):
             at = part.start + int(falling[0]) + 1
             raise _Damage(f"{index.path}: document {at} begins before the previous one")
@@ -151,6 +151,11 @@ def _check_entries(index: _Index, size: int, entries: int) -> None:
         counts = lengths[part].astype(np.int64)
         # Not begins + counts * width, which overflows for a large pointer.
         wrong = (counts < 0) | (begins < 0) | (begins > size) | (counts > (size - begins) // width)
+        # A pointer is the sum of the lengths before it, up to the size of the .bin.
+        after = pointers[part.stop : part.stop + 1] if part.stop < index.sequences else [size]
+        wrong |= begins + np.where(wrong, 0, counts) * width != np.append(begins[1:], after)
+        if part.start == 0 and begins[0]:
+            wrong[0] = True
         if wrong.any():
             at = int(np.flatnonzero(wrong)[0])
             raise _Damage(
@@ -173,8 +178,10 @@ def _sampled_slices(count: int, budget: int = ENTRIES) -> Iterator[slice]:
 
 def _check_sidecar(prefix: str, index: _Index, size: int) -> None:
     """Compare the number of tokens with that in the sidecar."""
-    tokens = read_sidecar(prefix).get("tokens")
-    if isinstance(tokens, int) and tokens * index.dtype.itemsize != size:
+    tokens = read_sidecar(prefix).get("tokens", size // index.dtype.itemsize)
+    if type(tokens) is not int:
+        raise _Damage(f"{prefix}.json states {tokens!r:.40} tokens, which is not a number")
+    if tokens * index.dtype.itemsize != size:
         raise _Damage(
             f"{prefix}.bin has {size:,} bytes, but {prefix}.json states {tokens:,} tokens of "
             f"{index.dtype.itemsize} bytes: one of them belongs to another data set"

@@ -137,7 +137,7 @@ def mismatch(prefix: str, sha256: str, name: str) -> str | None:
         name: the tokenizer in the message.
     """
     sidecar = Path(f"{prefix}.json")
-    if not sidecar.is_file():
+    if not sidecar.exists():
         return None  # made by Megatron's own tool
     tokenizer = read_sidecar(prefix).get("tokenizer")
     if not isinstance(tokenizer, dict) or not isinstance(tokenizer.get("sha256"), str):

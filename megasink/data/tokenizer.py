@@ -298,7 +298,7 @@ def load_tokenizer(folder: str | Path) -> Any:
 
 
 def refuse_unusable(tokenizer: Any, folder: str | Path) -> None:
-    """Refuse a tokenizer of special tokens alone, and one with an id that no model has.
+    """Refuse a tokenizer of special tokens alone, and one with settings that no model has.
 
     transformers makes the first for a folder without tokenizer files, by the model's type; it loses
     all text. What is counted by id takes memory for the largest.
@@ -310,6 +310,20 @@ def refuse_unusable(tokenizer: Any, folder: str | Path) -> None:
         raise UserError(
             f"the tokenizer in {folder} has the id {largest}, and no model has so many tokens: its "
             "tokenizer.json is damaged"
+        )
+    longest = getattr(tokenizer, "model_max_length", 0)
+    if isinstance(longest, bool) or not isinstance(longest, int | float):
+        raise UserError(
+            f"the tokenizer in {folder} has the model_max_length {longest!r:.40}: give a number in "
+            "its tokenizer_config.json"
+        )
+    templates = getattr(tokenizer, "chat_template", None)
+    names = templates if isinstance(templates, dict) else {}
+    # They become names of files where the tokenizer is saved.
+    if strange := [name for name in names if not re.fullmatch(r"\w[\w.-]*", str(name))]:
+        raise UserError(
+            f"the tokenizer in {folder} has a chat template named {strange[0]!r:.80}: a name has "
+            "letters, digits, dots, dashes and underscores"
         )
     added = getattr(tokenizer, "added_tokens_decoder", {}).values()
     if set(tokenizer.get_vocab()) <= {token.content for token in added if token.special}:

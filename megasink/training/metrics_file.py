@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any, TextIO
 
 from megasink.atomic import atomic_text
+from megasink.json_file import open_file, read_text
 
 
 class MetricsFile:
@@ -20,8 +21,8 @@ class MetricsFile:
         if self._path is None:
             return []
         kept = []
-        if self._path.is_file():
-            for line in self._path.read_text().splitlines():
+        if self._path.exists():
+            for line in read_text(self._path, errors="replace").splitlines():
                 with suppress(ValueError, KeyError, TypeError, RecursionError):  # truncated
                     record = json.loads(line)
                     if record["iteration"] <= iteration:
@@ -76,7 +77,7 @@ class NewLines:
             # A resumed run drops the steps that it repeats; the rest was read before.
             self._read = size
             return []
-        with self._path.open("rb") as file:
+        with open_file(self._path) as file:
             file.seek(self._read)
             lines = file.read().rpartition(b"\n")[0]
         self._read += len(lines) + 1 if lines else 0

@@ -50,21 +50,23 @@ def _run(root: Path, names: list[str]) -> int:
     import megatron.training  # noqa: F401
     import transformers  # noqa: F401
 
-    import megasink.__main__
     from megasink.analysis.pages import drawing, style
     from megasink.cli import COMMANDS, main_of
+    from tests.damage.harness import Sound
     from tests.damage.sound import make_sound
     from tests.faults.commands import lines
-    from tests.faults.harness import FAULTS, Fault, attempt, used
+    from tests.faults.harness import FAULTS, Fault, attempt
 
     for command in COMMANDS:
         main_of(command)
     # Most of the time of a page; what is drawn is not what fails.
     drawing.rendered = style.rendered = lambda *_, **__: b"\x89PNG" + bytes(9000)
     os.environ["MASTER_PORT"] = str(free_port())
-    sound = make_sound(root / "sound", unfinished=False)
-    for made, copy in ((sound.analysis, "other"), (sound.run, "run2")):
-        shutil.copytree(made, sound.root / copy)
+    place = Path(os.environ.get("FAULTS_SOUND") or root / "sound")  # kept by who names it
+    sound = Sound(place) if place.is_dir() else make_sound(place, unfinished=False)
+    for made, copy in ((sound.analysis, sound.other), (sound.run, sound.run2)):
+        if not copy.is_dir():
+            shutil.copytree(made, copy)
     pairs = [tuple(name.split(":")) for name in names] or [("", "")]
     counts: Counter[tuple[str, str]] = Counter()
     start = time.monotonic()
@@ -73,7 +75,8 @@ def _run(root: Path, names: list[str]) -> int:
             fault
             for fault in FAULTS.values()
             if any(
-                command.startswith(pair[0]) and fault.name.startswith(pair[-1] if len(pair) > 1 else "")
+                command.startswith(pair[0])
+                and fault.name.startswith(pair[-1] if len(pair) > 1 else "")
                 for pair in pairs
             )
         ]

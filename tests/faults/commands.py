@@ -39,9 +39,20 @@ def lines(sound: Sound) -> dict[str, Line]:
         shutil.copytree(sound.analysis, place / "out")
 
     return {
-        "analyze": Line(["analyze", sound.hf, *texts, *FLAGS["analyze"], "--output", "{out}"], shards),
+        "analyze": Line(
+            ["analyze", sound.hf, *texts, *FLAGS["analyze"], "--output", "{out}"], shards
+        ),
         "analyze/run": Line(
-            ["analyze", sound.run, "--checkpoints", *texts, "--max-samples", 2, "--output", "{out}"],
+            [
+                "analyze",
+                sound.run,
+                "--checkpoints",
+                *texts,
+                "--max-samples",
+                2,
+                "--output",
+                "{out}",
+            ],
             (*shards, "out/iter_*/*", "out/iter_*/*/*"),
         ),
         "ablate": Line(["ablate", sound.hf, *texts, *FLAGS["ablate"], "--output", "{out}"], shards),

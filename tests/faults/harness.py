@@ -9,7 +9,6 @@ import errno
 import os
 import re
 import resource
-import shutil
 import signal
 import subprocess
 import sys
@@ -49,10 +48,9 @@ class Fault:
 
 def _handles(more: int) -> Callable[[], None]:
     def limit() -> None:
-        there = len(os.listdir("/proc/self/fd")) - 1
         numbers = [int(n) for n in os.listdir("/proc/self/fd")]
         most = max(n for n in numbers if os.path.exists(f"/proc/self/fd/{n}")) + 1
-        resource.setrlimit(resource.RLIMIT_NOFILE, (max(there, most) + more,) * 2)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (most + more,) * 2)
 
     return limit
 
@@ -95,11 +93,11 @@ FAULTS = {
         *(Fault(f"handles-{n}", inside=_handles(n)) for n in (0, 2, 5, 10)),
         *(
             Fault(f"memory-{n}", inside=_memory(resource.RLIMIT_AS, "VmSize", n))
-            for n in (0, 20, 60, 150)
+            for n in (8, 20, 60, 150)
         ),
         *(
             Fault(f"data-{n}", inside=_memory(resource.RLIMIT_DATA, "VmData", n))
-            for n in (0, 20, 100)
+            for n in (8, 30, 100)
         ),
         Fault("read-only", volume=64 * MIB, read_only=True),
         Fault("stdout-closed", stdout="closed"),
@@ -162,9 +160,7 @@ def attempt(
         if prepare is not None:
             prepare(place)
         if fault.volume is not None and not whole:
-            subprocess.run(
-                ["mount", "-o", f"remount,size={used(place) + size}", place], check=True
-            )
+            subprocess.run(["mount", "-o", f"remount,size={used(place) + size}", place], check=True)
         if fault.read_only:
             subprocess.run(["mount", "-o", "remount,ro", place], check=True)
         before = _names(place)
@@ -273,7 +269,10 @@ def _become(
         os.environ.update(environment)
         from megasink.__main__ import run
 
+        if os.environ.get("DUMP_AFTER"):
+            import faulthandler
 
+            faulthandler.dump_traceback_later(float(os.environ["DUMP_AFTER"]))
         if fault.inside is not None:
             fault.inside()
         code = run()
