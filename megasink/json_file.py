@@ -31,7 +31,7 @@ def open_file(path: Path) -> BinaryIO:
     kind = stat.S_IFMT(os.fstat(file.fileno()).st_mode)
     if kind != stat.S_IFREG:
         file.close()
-        raise UserError(f"{path} is {_STRANGE.get(kind, 'something else')}, not a file: remove it")
+        raise UserError(f"{path} is {_STRANGE.get(kind, 'something else')}, not a file")
     return file
 
 
@@ -50,7 +50,7 @@ def read_text(path: Path, most: int = _LARGEST, errors: str = "strict") -> str:
                 raise UserError(f"{path} has more than {most:,} bytes: too large to be read")
             return file.read(most).decode(errors=errors)
     except IsADirectoryError:
-        raise UserError(f"{path} is a folder, not a file: remove it") from None
+        raise UserError(f"{path} is a folder, not a file") from None
     except OSError as error:
         raise UserError(f"{path} cannot be read ({error.strerror or error})") from error
     except UnicodeDecodeError as error:
