@@ -39,9 +39,6 @@ def results_of(
     Args:
         replaced: patterns of the files of earlier results.
         kept: whether the measurements are on disk until the results are.
-
-    Raises:
-        UserError: the folder cannot be written, or the disk is full.
     """
     then = ", which then writes them without measuring again" * kept
     cure = f"free some space and repeat the command{then}"

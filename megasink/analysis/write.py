@@ -33,9 +33,6 @@ def write_numbers(output: Path, analysis: Analysis, samples: Arrays) -> None:
 
     Args:
         samples: contents of samples.npz.
-
-    Raises:
-        UserError: the folder cannot be written, or the disk is full.
     """
     files = {"samples": samples, "geometry": analysis.points, "maps": analysis.maps}
     with results_of(output, [f"{name}.npz" for name in files]) as folder:

@@ -75,11 +75,7 @@ def find_checkpoint(path: Path, iteration: int | None = None) -> Checkpoint:
 
 
 def is_run(path: Path) -> bool:
-    """Return whether a folder is a megasink run or checkpoint; otherwise it is a Hugging Face one.
-
-    Raises:
-        UserError: config.json is not a JSON object.
-    """
+    """Return whether a folder is a run or checkpoint of megasink, not a Hugging Face one."""
     config = path / "config.json"
     if config.is_file():
         return "arguments" in read_object(config)
@@ -89,11 +85,7 @@ def is_run(path: Path) -> bool:
 
 
 def stored_shapes(folder: Path) -> dict[str, tuple[int, ...]]:
-    """Return {key: shape} of the weights in a torch_dist checkpoint, without optimizer states.
-
-    Raises:
-        UserError: the checkpoint is incomplete or untrusted.
-    """
+    """Return {key: shape} of the weights in a torch_dist checkpoint, without optimizer states."""
     entries = read_metadata(folder).state_dict_metadata
     refuse_damage(folder)
     tensors = {key: tuple(entry.size) for key, entry in entries.items() if hasattr(entry, "size")}

@@ -75,11 +75,7 @@ def damage(
 
 
 def refuse_damage(checkpoint: Path) -> None:
-    """Refuse a checkpoint that is damaged, by the sizes of its files.
-
-    Raises:
-        UserError: It is.
-    """
+    """Refuse a checkpoint that is damaged, by the sizes of its files."""
     if problem := damage(checkpoint):
         raise UserError(f"{checkpoint} is damaged: {problem}; choose another with --iteration")
 
@@ -160,11 +156,7 @@ def move_aside(folder: Path, iteration: int, problem: str) -> None:
 def newest_intact(
     folder: Path, *, checksums: bool = False, quick: bool = False
 ) -> tuple[int, dict[int, str]]:
-    """Return the newest intact checkpoint, and the damage to each newer one; see `damage`.
-
-    Raises:
-        NoneIntactError: no checkpoint is intact.
-    """
+    """Return the newest intact checkpoint, and the damage to each newer one; see `damage`."""
     damaged: dict[int, str] = {}
     for iteration in reversed(iterations(folder)):
         problem = damage(checkpoint_path(folder, iteration), checksums=checksums, quick=quick)
@@ -195,9 +187,6 @@ def go_back_to_intact(
 
     Returns:
         the iteration; with `or_start`, None if no checkpoint is intact (then Megatron loads none).
-
-    Raises:
-        NoneIntactError: no checkpoint is intact, and `or_start` is False.
     """
     iteration: int | None = None
     try:

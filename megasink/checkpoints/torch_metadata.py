@@ -85,11 +85,7 @@ _CLASSES_OF_MEGATRON = {"MCoreMetadata", "MCoreSavePlan"}
 
 
 def read_metadata(checkpoint: Path) -> Any:
-    """Return torch.distributed.checkpoint's ``Metadata`` of an iter_NNNNNNN folder.
-
-    Raises:
-        UserError: the index is missing or corrupt, names another class, or a file elsewhere.
-    """
+    """Return torch.distributed.checkpoint's ``Metadata`` of an iter_NNNNNNN folder."""
     path = checkpoint / ".metadata"
     try:
         with open_file(path) as file:
@@ -104,9 +100,6 @@ def stored_entries(checkpoint: Path, *, quick: bool = False) -> list[Any]:
     Args:
         quick: without torch, which takes seconds to import; an index that only torch finds corrupt
             is not noticed.
-
-    Raises:
-        UserError: the index is missing or corrupt, names another class, or a file elsewhere.
     """
     if not quick:
         return list(read_metadata(checkpoint).storage_data.values())
@@ -119,11 +112,7 @@ def stored_entries(checkpoint: Path, *, quick: bool = False) -> list[Any]:
 
 
 def load_metadata(file: Any, unpickler: type[pickle.Unpickler] | None = None) -> Any:
-    """Return the ``Metadata`` in an open file; see :func:`read_metadata`.
-
-    Raises:
-        Exception: of any type, if the file is corrupt or untrusted.
-    """
+    """Return the ``Metadata`` in an open file; see :func:`read_metadata`."""
     metadata = (unpickler or _Unpickler)(file).load()
     for index, entry in (metadata.storage_data or {}).items():
         # All files of a checkpoint are directly in its folder.

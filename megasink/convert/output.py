@@ -19,11 +19,7 @@ def refuse_contents(path: Path) -> None:
 
 @contextlib.contextmanager
 def whole_folder(path: Path) -> Iterator[Path]:
-    """Like `megasink.atomic.atomic_folder`, for a folder that is missing or empty.
-
-    Raises:
-        UserError: `path` is not empty, or cannot be written.
-    """
+    """Like `megasink.atomic.atomic_folder`, for a folder that is missing or empty."""
     path = path.absolute()
     refuse_contents(path)
     with writing(path), atomic_folder(path) as partial:
@@ -31,11 +27,7 @@ def whole_folder(path: Path) -> Iterator[Path]:
 
 
 def parse_size(text: str) -> int:
-    """Return the bytes in "5GB", "500MB" or a plain number.
-
-    Raises:
-        UserError: the text is not a positive size.
-    """
+    """Return the bytes in "5GB", "500MB" or a plain number."""
     units = {"KB": 1e3, "MB": 1e6, "GB": 1e9}
     number, unit = text[:-2], units.get(text[-2:].upper())
     try:

@@ -119,11 +119,7 @@ def readable(path: Path) -> Iterator[None]:
 def open_file(
     path: Path, compression: str | None
 ) -> Iterator[tuple[BufferedReader, Callable[[], int]]]:
-    """Yield the decompressed stream of `path`, and a function that returns the file offset.
-
-    Raises:
-        UserError: the path is no longer a regular file.
-    """
+    """Yield the decompressed stream of `path`, and a function that returns the file offset."""
     with open_regular(path) as raw:
         if compression is None:
             yield cast("BufferedReader", raw), raw.tell

@@ -151,17 +151,22 @@ def _check_entries(index: _Index, size: int, entries: int) -> None:
         counts = lengths[part].astype(np.int64)
         # Not begins + counts * width, which overflows for a large pointer.
         wrong = (counts < 0) | (begins < 0) | (begins > size) | (counts > (size - begins) // width)
-        # A pointer is the sum of the lengths before it, up to the size of the .bin.
-        after = pointers[part.stop : part.stop + 1] if part.stop < index.sequences else [size]
-        wrong |= begins + np.where(wrong, 0, counts) * width != np.append(begins[1:], after)
-        if part.start == 0 and begins[0]:
-            wrong[0] = True
         if wrong.any():
             at = int(np.flatnonzero(wrong)[0])
             raise _Damage(
                 f"{index.path}: sequence {part.start + at} has {counts[at]:,} tokens of {width} "
                 f"bytes from byte {begins[at]:,} on, but {index.path.with_suffix('.bin')} has "
                 f"{size:,} bytes: it is cut short, or belongs to another data set"
+            )
+        # A pointer is the sum of the lengths before it, up to the size of the .bin.
+        after = pointers[part.stop : part.stop + 1] if part.stop < index.sequences else [size]
+        ends_at, next_at = begins + counts * width, np.append(begins[1:], after)
+        apart = np.flatnonzero(ends_at != next_at)
+        if len(apart) or begins[0] * (part.start == 0):
+            at = int(apart[0]) if len(apart) else 0
+            raise _Damage(
+                f"{index.path}: sequence {part.start + at} is from byte {begins[at]:,} to "
+                f"{ends_at[at]:,}, but what follows it begins at byte {next_at[at]:,}"
             )
 
 

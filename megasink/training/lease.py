@@ -132,11 +132,7 @@ class Lease:
 
 
 def wait_until_expired(folder: Path, say: Callable[[str], None] = say) -> _Seen | None:
-    """Wait until a dead owner's lease expires; return it, or None if there is no lease.
-
-    Raises:
-        UserError: the owner is alive, or the folder cannot be read.
-    """
+    """Wait until a dead owner's lease expires; return it, or None if there is no lease."""
     try:
         return _expired(folder, say)
     except OSError as error:

@@ -254,9 +254,6 @@ def write_start(args: Namespace, identity: dict[str, Any]) -> int | None:
 
     Returns:
         the step that the run resumes from; None if it starts at step 0.
-
-    Raises:
-        UserError: no checkpoint is intact, or the folder cannot be written.
     """
     folder = Path(args.run_dir)
     with writing(f"--run-dir {folder}"):

@@ -73,7 +73,7 @@ def lines(sound: Sound) -> dict[str, Line]:
         "data": Line(
             [
                 *("data", sound.root / "texts.jsonl", "--output", "{out}/text"),
-                *("--train-tokenizer", 330, "--workers", 1),
+                *("--train-tokenizer", 400, "--workers", 1),
             ]
         ),
         "data/workers": Line(

@@ -140,11 +140,7 @@ class PartialFolder:
 
 
 def check_shared(path: Path) -> None:
-    """Check that this process sees what another one has created.
-
-    Raises:
-        UserError: it does not.
-    """
+    """Check that this process sees what another one has created."""
     if not path.exists():
         raise UserError(
             f"--output: {path} does not exist on every machine: use a folder that they all share"

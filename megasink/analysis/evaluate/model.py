@@ -237,11 +237,7 @@ class HarnessModel(TemplateLM):
 
     @torch.no_grad()
     def generate_until(self, instances: list[Any], disable_tqdm: bool = True) -> list[str]:
-        """Return greedy continuations; prompts of equal length and settings share a batch.
-
-        Raises:
-            UserError: a task samples, or asks for more tokens than the model has positions.
-        """
+        """Return greedy continuations; prompts of equal length and settings share a batch."""
         eos = self.tokenizer.decode([self.eot_token_id])
         jobs: dict[tuple[int, int, tuple[str, ...]], list[tuple[int, tuple[int, ...]]]] = {}
         for i, (text, generation) in enumerate(instance.args for instance in instances):

@@ -53,9 +53,6 @@ def write_evaluation(
 
     Args:
         named: the tasks and suites that were named.
-
-    Raises:
-        UserError: the folder cannot be written.
     """
     shared = {name: getattr(results, name) for name in TaskResults.__dataclass_fields__}
     del shared["samples"]

@@ -29,9 +29,6 @@ def write_ablation(results: AblationResults, masks: Arrays, tsne: Arrays, output
         results: contents of ablation.json.
         masks: contents of points.npz.
         tsne: contents of tsne.npz; empty if there is none.
-
-    Raises:
-        UserError: the folder cannot be written, or the disk is full.
     """
     pictures = draw_all(results, masks, tsne)
     with results_of(output, (*PAGE_FILES, "*.npz")) as folder:

@@ -84,9 +84,6 @@ def write_comparison(runs: Runs, figure: Any, output: Path, *, comment: str | No
     Args:
         output: the PNG; the page has its name, with .html.
         comment: in both (`megasink.analysis.pages.picture_comment.comment_of`).
-
-    Raises:
-        UserError: the files cannot be written.
     """
     with styled():
         picture = picture_of(figure, output.stem, _TITLE, _CAPTION, comment=comment)

@@ -86,11 +86,7 @@ def picture_of(
 
 
 def write_page(page: str, pictures: Sequence[Picture], output: Path) -> None:
-    """Write report.html and figures/ to a new folder (`results_of`, with `PAGE_FILES`).
-
-    Raises:
-        OSError: the files cannot be written.
-    """
+    """Write report.html and figures/ to a new folder (`results_of`, with `PAGE_FILES`)."""
     (output / "figures").mkdir()
     for picture in pictures:
         for kind, content in picture.files.items():

@@ -24,10 +24,6 @@ def comment_of(output: Path, line: str, of: Sequence[object], *, overwrite: bool
     Args:
         line: the command, with what names its picture.
         of: all that the picture depends on.
-
-    Raises:
-        UserError: the name does not end in .png; its folder cannot be made; or the file exists, is
-            of something else, and `overwrite` is not set.
     """
     if output.suffix.lower() != ".png":
         raise UserError(f"--output {output}: the picture is a PNG: name it {output.name}.png")

@@ -38,9 +38,6 @@ def write_sweep(results: SweepResults, arrays: dict[str, Any], output: Path) -> 
     Args:
         results: contents of sweep.json.
         arrays: contents of sweep.npz: "score/setting" -> [samples, layers, heads].
-
-    Raises:
-        UserError: the folder cannot be written, or the disk is full.
     """
     table = [table_row(row, results.rows) for row in results.rows]
     pictures = draw_all(results)
