@@ -27,12 +27,12 @@ def open_file(path: Path) -> BinaryIO:
         UserError: The path is a folder, a pipe or a device.
         OSError: It cannot be opened.
     """
-    file = open(path, "rb", opener=lambda name, flags: os.open(name, flags | os.O_NONBLOCK))  # noqa: SIM115
-    kind = stat.S_IFMT(os.fstat(file.fileno()).st_mode)
+    descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK)
+    kind = stat.S_IFMT(os.fstat(descriptor).st_mode)
     if kind != stat.S_IFREG:
-        file.close()
+        os.close(descriptor)
         raise UserError(f"{path} is {_STRANGE.get(kind, 'something else')}, not a file")
-    return file
+    return os.fdopen(descriptor, "rb")
 
 
 def read_text(path: Path, most: int = _LARGEST, errors: str = "strict") -> str:
@@ -49,8 +49,6 @@ def read_text(path: Path, most: int = _LARGEST, errors: str = "strict") -> str:
             if os.fstat(file.fileno()).st_size > most:
                 raise UserError(f"{path} has more than {most:,} bytes: too large to be read")
             return file.read(most).decode(errors=errors)
-    except IsADirectoryError:
-        raise UserError(f"{path} is a folder, not a file") from None
     except OSError as error:
         raise UserError(f"{path} cannot be read ({error.strerror or error})") from error
     except UnicodeDecodeError as error:

@@ -21,7 +21,7 @@ from types import FrameType
 from megasink.atomic import PARTIAL
 from megasink.errors import Stopped, UserError
 from megasink.printable import one_line
-from megasink.system_errors import explained
+from megasink.system_errors import OUTPUT, explained
 
 SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 # To unwind in: a shard may have to be finished, and processes joined.
@@ -67,20 +67,19 @@ def run(command: Callable[[], int]) -> int:
         _drop_output()
         return 128 + signal.SIGPIPE
     except Exception as error:
-        line = _line_of(error)
+        line = _line_of(error, None if _drop_output() else OUTPUT)
         if line is None:
             raise
-        _drop_output()
         with contextlib.suppress(OSError):  # the terminal was closed
             print(f"megasink: {line}", file=sys.stderr, flush=True)
         return error.exit_code if isinstance(error, Stopped) else 2
 
 
-def _line_of(error: Exception) -> str | None:
+def _line_of(error: Exception, what: str | None) -> str | None:
     """Return the line for an error of the user or the machine; None for any other error."""
     if isinstance(error, Stopped):
         return str(error)
-    line = str(error) if isinstance(error, UserError) else explained(error)
+    line = str(error) if isinstance(error, UserError) else explained(error, what)
     if line is None and isinstance(error, OSError) and error.filename is not None:
         line = one_line(f"{error.filename}: {error.strerror}")
     return line and f"error: {line}"
@@ -91,12 +90,14 @@ def _flush() -> None:
         sys.stdout.flush()
 
 
-def _drop_output() -> None:
-    """Write what can be written of the output, and nothing at the end of the process."""
+def _drop_output() -> bool:
+    """Write what can be written of the output, else nothing at the end; whether it was written."""
     try:
         _flush()
     except (OSError, ValueError):
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return False
+    return True
 
 
 def _run(command: Callable[[], int]) -> int:

@@ -16,6 +16,7 @@ from pathlib import Path
 
 from megasink.errors import UserError
 
+OUTPUT = "the output"
 _SPACE = "free some space or choose another folder"
 # Errors of the machine: what to do. No other one is looked for in texts and causes.
 CURES = {
@@ -50,7 +51,7 @@ def explained(error: BaseException, what: object = None, cure: str = "") -> str 
     number, name = _number(found), getattr(found, "filename", None)
     if number == errno.ENOMEM:
         return f"out of memory{_memory_left()}: {CURES[number]}"
-    what = what or name or ("the output" if "print(" in _source(found) else "a file")
+    what = what or name or "a file"
     reason = os.strerror(number)
     if number in (errno.EMFILE, errno.ENFILE):
         limit = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
@@ -120,6 +121,8 @@ def _source(error: BaseException) -> str:
 
 def _room(what: object) -> str:
     """Return the free space where a file is, in words."""
+    if what == OUTPUT:
+        return ""
     with suppress(OSError, ValueError):
         folder = Path(str(what).rpartition(" ")[2]).absolute()
         while not folder.is_dir():

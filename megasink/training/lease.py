@@ -203,7 +203,7 @@ def _read(path: Path) -> _Seen | None:
             status, text = os.fstat(file.fileno()), file.read(1 << 16)
     except (FileNotFoundError, NotADirectoryError):
         return None
-    except (UserError, IsADirectoryError) as error:
+    except UserError as error:
         return _Seen({}, 0, 0, str(error))
     owner: Any = None
     with contextlib.suppress(ValueError, RecursionError):

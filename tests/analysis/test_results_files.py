@@ -35,12 +35,14 @@ def test_arrays_of_an_earlier_command_go(tmp_path):
 @pytest.mark.parametrize("kept", [True, False])
 def test_a_full_disk_is_told(tmp_path, kept):
     (tmp_path / "old.csv").write_text("old")
-    with (
-        pytest.raises(UserError, match="No space left") as told,
-        results_of(tmp_path, ["*.csv"], kept=kept) as folder,
-    ):
+
+    def write(folder):
         (folder / "new.csv").write_text("new")
         raise OSError(28, "No space left on device")
+
+    results = results_of(tmp_path, ["*.csv"], kept=kept)
+    with pytest.raises(UserError, match="No space left") as told, results as folder:
+        write(folder)
     assert ("without measuring again" in str(told.value)) == kept
     assert [path.name for path in tmp_path.iterdir()] == ["old.csv"]
 

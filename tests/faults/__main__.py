@@ -67,18 +67,14 @@ def _run(root: Path, names: list[str]) -> int:
     for made, copy in ((sound.analysis, sound.other), (sound.run, sound.run2)):
         if not copy.is_dir():
             shutil.copytree(made, copy)
-    pairs = [tuple(name.split(":")) for name in names] or [("", "")]
+    pairs = [f"{name}:".split(":")[:2] for name in names] or [["", ""]]
     counts: Counter[tuple[str, str]] = Counter()
     start = time.monotonic()
     for command, line in lines(sound).items():
         chosen = [
             fault
             for fault in FAULTS.values()
-            if any(
-                command.startswith(pair[0])
-                and fault.name.startswith(pair[-1] if len(pair) > 1 else "")
-                for pair in pairs
-            )
+            if any(command.startswith(c) and fault.name.startswith(f) for c, f in pairs)
         ]
         if not chosen:
             continue

@@ -74,7 +74,8 @@ def lines(sound: Sound) -> dict[str, Line]:
             [
                 *("data", sound.root / "texts.jsonl", "--output", "{out}/text"),
                 *("--train-tokenizer", 400, "--workers", 1),
-            ]
+            ],
+            ("out/text-tokenizer/*",),  # whole, and said
         ),
         "data/workers": Line(
             [

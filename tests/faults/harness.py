@@ -48,8 +48,7 @@ class Fault:
 
 def _handles(more: int) -> Callable[[], None]:
     def limit() -> None:
-        numbers = [int(n) for n in os.listdir("/proc/self/fd")]
-        most = max(n for n in numbers if os.path.exists(f"/proc/self/fd/{n}")) + 1
+        most = 1 + max(int(path.name) for path in Path("/proc/self/fd").iterdir() if path.exists())
         resource.setrlimit(resource.RLIMIT_NOFILE, (most + more,) * 2)
 
     return limit
@@ -193,7 +192,7 @@ def attempt(
             extra = [e for e in extra if e not in message and "megasink: " not in e]
             wrong += [f"besides: {extra[:3]}"] if extra else []
     strange = [p for p in left if ".partial" in p or p.endswith(".lock")]
-    if code != 0 and fault.stdout != "closed":
+    if code != 0 and not fault.stdout:  # of what is whole only the name was not said
         strange = left
     strange = [p for p in strange if not any(Path(p).match(pattern) for pattern in kept)]
     if strange:
@@ -218,7 +217,7 @@ def forked(line: Sequence[str], fault: Fault, environment: dict[str, str]) -> tu
     texts = {1: b"", 2: b""}
 
     def read(number: int) -> None:
-        with open(pipes[number][0], "rb") as file:
+        with os.fdopen(pipes[number][0], "rb") as file:
             texts[number] = file.read()
 
     threads = []
@@ -269,10 +268,6 @@ def _become(
         os.environ.update(environment)
         from megasink.__main__ import run
 
-        if os.environ.get("DUMP_AFTER"):
-            import faulthandler
-
-            faulthandler.dump_traceback_later(float(os.environ["DUMP_AFTER"]))
         if fault.inside is not None:
             fault.inside()
         code = run()
