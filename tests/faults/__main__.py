@@ -79,7 +79,8 @@ def _run(root: Path, names: list[str]) -> int:
         if not chosen:
             continue
         needs = 0
-        for fault in (Fault("none", volume=64 << 20), *chosen):
+        whole = [Fault("none", volume=64 << 20)] if any(fault.volume for fault in chosen) else []
+        for fault in (*whole, *chosen):
             os.environ["MASTER_PORT"] = str(free_port())
             folder = root / "cases" / command.replace("/", "-") / fault.name
             if fault.name == "none":
