@@ -20,19 +20,20 @@ _STRANGE = {
 }
 
 
-def open_file(path: Path) -> BinaryIO:
-    """Open a regular file to read; a pipe of that name does not make this wait.
+def open_file(path: Path, *, appending: bool = False) -> BinaryIO:
+    """Open a regular file to read or append to; a pipe of that name does not make this wait.
 
     Raises:
         UserError: The path is a folder, a pipe or a device.
         OSError: It cannot be opened.
     """
-    descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK)
+    flags = os.O_WRONLY | os.O_APPEND | os.O_CREAT if appending else os.O_RDONLY
+    descriptor = os.open(path, flags | os.O_NONBLOCK, 0o666)
     kind = stat.S_IFMT(os.fstat(descriptor).st_mode)
     if kind != stat.S_IFREG:
         os.close(descriptor)
         raise UserError(f"{path} is {_STRANGE.get(kind, 'something else')}, not a file")
-    return os.fdopen(descriptor, "rb")
+    return os.fdopen(descriptor, "ab" if appending else "rb")
 
 
 def read_text(path: Path, most: int = _LARGEST, errors: str = "strict") -> str:

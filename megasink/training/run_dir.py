@@ -31,7 +31,7 @@ from megasink.checkpoints.intact import TRACKER, go_back_to_intact, iterations, 
 from megasink.checkpoints.tokenizer import OWN, copy_tokenizer
 from megasink.data.object_store import is_stored
 from megasink.errors import UserError
-from megasink.json_file import read_object
+from megasink.json_file import open_file, read_object
 from megasink.megatron_flags import having
 from megasink.output_folder import OF_SYSTEM
 from megasink.printable import printable
@@ -304,8 +304,8 @@ def _write_config(
         "versions": config["versions"],
         "git": config["git"],
     }
-    with (folder / "starts.jsonl").open("a") as file:
-        file.write(json.dumps(start) + "\n")
+    with open_file(folder / "starts.jsonl", appending=True) as file:
+        file.write(f"{json.dumps(start)}\n".encode())
     flags = {"about": f"the flags of {printable(folder.name)}"} | flags_of_words(sys.argv[1:])
     text = "".join(f"{line}\n" for line in toml_lines(flags))
     # A path that is not UTF-8 has no form in TOML: the file is refused when it is read.

@@ -84,8 +84,6 @@ def read_heads(path: Path) -> HeadList:
             pairs = [[int(word) for word in row] for row in rows[1:]]
             return HeadList(normalized_heads(pairs))
         return _from_mask([[int(word) for word in row] for row in rows])
-    except OSError as error:
-        raise UserError(f"{path}: {error.strerror}") from error
     except ValueError as error:
         raise UserError(f"{path}: {error}") from error
 
