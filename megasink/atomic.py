@@ -10,7 +10,8 @@ from pathlib import Path
 from typing import BinaryIO
 
 PARTIAL: set[Path] = set()
-"""Folders that this process is writing, for who ends it at once (stopping.py)."""
+"""Folders that this process is writing, removed if it is ended at once (stopping.py)."""
+_FILES = ".files"
 
 
 @contextmanager
@@ -24,14 +25,15 @@ def atomic_file(path: Path) -> Iterator[BinaryIO]:
         OSError: The file cannot be written.
     """
     partial = path.with_name(f"{path.name}.partial")
-    partial.unlink(missing_ok=True)  # never write through a symlink
-    try:
-        with partial.open("xb") as file:
-            yield file
-            sync(file)
-        partial.replace(path)
-    finally:
-        partial.unlink(missing_ok=True)
+    with _naming(path):
+        partial.unlink(missing_ok=True)  # never write through a symlink
+        try:
+            with partial.open("xb") as file:
+                yield file
+                sync(file)
+            partial.replace(path)
+        finally:
+            partial.unlink(missing_ok=True)
 
 
 def atomic_text(path: Path, text: str) -> None:
@@ -54,9 +56,50 @@ def atomic_folder(path: Path) -> Iterator[Path]:
     Raises:
         OSError: `path` is not empty by then, or cannot be written.
     """
+    with _naming(path), _partial(path) as partial:
+        yield partial
+        sync_folder(partial)
+        partial.replace(path)
+        sync_folder(path.parent)
+
+
+@contextmanager
+def atomic_files(folder: Path, replaced: Iterable[str] = ()) -> Iterator[Path]:
+    """Yield a folder to write files into, which replace those in `folder` once all are written.
+
+    An exception in the body leaves `folder` as it was; see `atomic_folder` for signals and kills.
+
+    Args:
+        replaced: patterns of files in `folder` that are removed unless they are written again.
+
+    Raises:
+        OSError: `folder` cannot be written.
+    """
+    made = [each for each in (folder, *folder.parents) if not each.exists()]
+    try:
+        with _naming(folder), _partial(folder / _FILES) as partial:
+            yield partial
+            files = [path.relative_to(partial) for path in partial.rglob("*") if path.is_file()]
+            for old in {old for pattern in replaced for old in folder.glob(pattern)}:
+                if old.relative_to(folder) not in files:
+                    old.unlink()
+            for name in sorted(files, key=lambda name: (name.suffix == ".json", name)):
+                (folder / name).parent.mkdir(parents=True, exist_ok=True)
+                (partial / name).replace(folder / name)
+    except BaseException:
+        for each in made:
+            with suppress(OSError):  # it holds something of others
+                each.rmdir()
+        raise
+
+
+@contextmanager
+def _partial(path: Path) -> Iterator[Path]:
+    """Make and lock .NAME.partial-PID beside `path`, and remove it at the end."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    remove_dead(path.parent.glob(f".{glob.escape(path.name)}.partial-*"))
-    partial = path.with_name(f".{path.name}.partial-{os.getpid()}")
+    name = path.name.removeprefix(".")
+    remove_dead(path.parent.glob(f".{glob.escape(name)}.partial-*"))
+    partial = path.with_name(f".{name}.partial-{os.getpid()}")
     PARTIAL.add(partial)
     lock = None
     try:  # before there is anything: a signal may be raised anywhere
@@ -64,14 +107,22 @@ def atomic_folder(path: Path) -> Iterator[Path]:
         lock = os.open(partial, os.O_RDONLY)
         lock_folder(lock)
         yield partial
-        sync_folder(partial)
-        partial.replace(path)
-        sync_folder(path.parent)
     finally:
+        if lock is not None:
+            os.close(lock)  # first: where no file can be opened any more, removing needs it
         shutil.rmtree(partial, ignore_errors=True)
         PARTIAL.discard(partial)
-        if lock is not None:
-            os.close(lock)
+
+
+@contextmanager
+def _naming(path: Path) -> Iterator[None]:
+    """Name `path` in an error of the system that names no file, as those of a write do."""
+    try:
+        yield
+    except OSError as error:
+        if error.filename is None:
+            error.filename = str(path)
+        raise
 
 
 def lock_folder(descriptor: int) -> bool:

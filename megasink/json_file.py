@@ -1,14 +1,59 @@
-"""Reading of untrusted JSON, with a one-line error for any problem."""
+"""Reading of untrusted small files, JSON above all, with a one-line error for any problem."""
 
 import json
+import os
+import stat
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 from megasink.errors import UserError
 
 _KINDS = {dict: "object", list: "list", str: "string", bool: "boolean", type(None): "null"}
 _KINDS |= {int: "number", float: "number"}
 _LARGEST = 1 << 30  # bytes; results.json of a 100-layer model is about 10 MB
+_STRANGE = {
+    stat.S_IFIFO: "a named pipe",
+    stat.S_IFSOCK: "a socket",
+    stat.S_IFCHR: "a device",
+    stat.S_IFBLK: "a device",
+    stat.S_IFDIR: "a folder",
+}
+
+
+def open_file(path: Path, *, appending: bool = False) -> BinaryIO:
+    """Open a regular file to read or append to; a pipe of that name does not make this wait.
+
+    Raises:
+        UserError: The path is a folder, a pipe or a device.
+        OSError: It cannot be opened.
+    """
+    flags = os.O_WRONLY | os.O_APPEND | os.O_CREAT if appending else os.O_RDONLY
+    descriptor = os.open(path, flags | os.O_NONBLOCK, 0o666)
+    kind = stat.S_IFMT(os.fstat(descriptor).st_mode)
+    if kind != stat.S_IFREG:
+        os.close(descriptor)
+        raise UserError(f"{path} is {_STRANGE.get(kind, 'something else')}, not a file")
+    return os.fdopen(descriptor, "ab" if appending else "rb")
+
+
+def read_text(path: Path, most: int = _LARGEST, errors: str = "strict") -> str:
+    """Return the text of a file of at most so many bytes.
+
+    Args:
+        errors: what becomes of bytes that are not UTF-8, as in `bytes.decode`.
+
+    Raises:
+        UserError: The path is not a readable file, or the file is larger or not UTF-8.
+    """
+    try:
+        with open_file(path) as file:
+            if os.fstat(file.fileno()).st_size > most:
+                raise UserError(f"{path} has more than {most:,} bytes: too large to be read")
+            return file.read(most).decode(errors=errors)
+    except OSError as error:
+        raise UserError(f"{path} cannot be read ({error.strerror or error})") from error
+    except UnicodeDecodeError as error:
+        raise UserError(f"{path} is not a text in UTF-8: {error}") from error
 
 
 def read_object(path: Path) -> dict[str, Any]:
@@ -34,14 +79,9 @@ def read_value(path: Path) -> Any:
     Raises:
         UserError: The path is not a readable file, or does not contain JSON.
     """
+    text = read_text(path)
     try:
-        if path.exists() and not path.is_file():
-            raise UserError(f"{path} is not a file")
-        if path.stat().st_size > _LARGEST:
-            raise UserError(f"{path} has more than {_LARGEST:,} bytes: too large to be read")
-        return json.loads(path.read_text())
-    except OSError as error:
-        raise UserError(f"{path} cannot be read ({error.strerror or error})") from error
+        return json.loads(text)
     except ValueError as error:
         raise UserError(f"{path} is not JSON: {error}") from error
     except RecursionError:

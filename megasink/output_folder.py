@@ -17,12 +17,15 @@ from megasink.atomic import atomic_text
 from megasink.errors import UserError
 from megasink.json_file import read_object
 from megasink.stopping import Signalled
+from megasink.system_errors import writing
 
 SETTINGS = "settings.json"
 LOCK = ".lock"
 # What a stopped command leaves, and goes on from.
 _MEASURED = ("partial", "points")
 _PARTS = (*_MEASURED, "iter_*", LOCK)
+# What the system itself makes on a volume.
+OF_SYSTEM = ("lost+found", ".snapshot", ".snapshots", ".Trash-*", ".DS_Store", ".nfs*")
 _CURE = "choose another --output, or replace it with --overwrite"
 
 
@@ -56,7 +59,7 @@ def results_in(
 
     def record() -> None:
         if writes:
-            with _named(folder):
+            with writing(f"--output {folder}"):
                 text = json.dumps({"command": command, "settings": now}, indent=1)
                 atomic_text(folder / SETTINGS, text + "\n")
 
@@ -82,7 +85,7 @@ def exclusive(folder: Path) -> Iterator[None]:
         UserError: another process has locked it, or it cannot be written.
     """
     made = not folder.exists()
-    with _named(folder):
+    with writing(f"--output {folder}"):
         folder.mkdir(parents=True, exist_ok=True)
         lock = locked(folder / LOCK, folder)
         lock.__enter__()
@@ -151,7 +154,8 @@ def foreign_contents(folder: Path) -> str | None:
     """Return what a folder holds that is of no command, as a problem; None if there is none."""
     if not folder.is_dir() or (folder / SETTINGS).is_file():
         return None
-    other = [path.name for path in sorted(folder.iterdir()) if not any(map(path.match, _PARTS))]
+    ours = (*_PARTS, *OF_SYSTEM)
+    other = [path.name for path in sorted(folder.iterdir()) if not any(map(path.match, ours))]
     if not other:
         return None
     return f"--output {folder} holds {other[0]}, and no results of megasink: {_CURE}"
@@ -197,12 +201,3 @@ def _short(value: Any) -> str:
     text = str(value)
     most = 12 if text.isalnum() and len(text) > 24 else 150  # of a hash the start
     return text if len(text) <= most else f"{text[:most]}..."
-
-
-@contextmanager
-def _named(folder: Path) -> Iterator[None]:
-    try:
-        yield
-    except OSError as error:
-        reason = error.strerror or error
-        raise UserError(f"--output {folder} cannot be written: {reason}") from error

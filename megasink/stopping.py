@@ -19,7 +19,9 @@ from pathlib import Path
 from types import FrameType
 
 from megasink.atomic import PARTIAL
-from megasink.errors import Stopped
+from megasink.errors import Stopped, UserError
+from megasink.printable import one_line
+from megasink.system_errors import OUTPUT, explained
 
 SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 # To unwind in: a shard may have to be finished, and processes joined.
@@ -59,17 +61,62 @@ _heard: _Heard | None = None
 
 
 def run(command: Callable[[], int]) -> int:
-    """Return the exit code of a command; of one that a signal ends 128 + its number, and its line.
+    """Return the exit code of a command; errors of the user and the machine are one line.
 
-    Ignored signals stay ignored (``nohup``). Only the outermost call does anything, and only in the
-    main thread, where Python has handlers.
+    After a signal it is 128 + its number, and ignored signals stay ignored (``nohup``). Only the
+    outermost call does anything, and only in the main thread, where Python has handlers.
     """
     if _heard is not None or threading.current_thread() is not threading.main_thread():
         return command()
     try:
+        return _run(command)
+    except BrokenPipeError:  # a reader of the output left, such as head
+        _drop_output()
+        return 128 + signal.SIGPIPE
+    except Exception as error:
+        line = _line_of(error, None if _drop_output() else OUTPUT)
+        if line is None:
+            raise
+        with contextlib.suppress(OSError):  # the terminal was closed
+            print(f"megasink: {line}", file=sys.stderr, flush=True)
+        return error.exit_code if isinstance(error, Stopped) else 2
+
+
+def _line_of(error: Exception, what: str | None) -> str | None:
+    """Return the line for an error of the user or the machine; None for any other error."""
+    if isinstance(error, Stopped):
+        return str(error)
+    line = str(error) if isinstance(error, UserError) else explained(error, what)
+    if line is None and isinstance(error, OSError) and error.filename is not None:
+        line = one_line(f"{error.filename}: {error.strerror}")
+    return line and f"error: {line}"
+
+
+def _flush() -> None:
+    if sys.stdout is not None:
+        sys.stdout.flush()
+
+
+def _drop_output() -> bool:
+    """Write what can be written of the output, else nothing at the end; whether it was written."""
+    try:
+        _flush()
+    except (OSError, ValueError):
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return False
+    return True
+
+
+def _run(command: Callable[[], int]) -> int:
+    """Run a command with handlers of signals; see `run`."""
+    try:
         with _handlers() as heard:
             try:
                 code = command()
+                _flush()
+            except SystemExit:  # of --help
+                _flush()
+                raise
             except KeyboardInterrupt:
                 if heard.raised is None:  # raised by the code that ran, not by a signal
                     return _say_stopped(Signalled(signal.SIGINT))

@@ -76,7 +76,10 @@ MISTAKES_WITH_MODELS = {
     "ablate-head": (ABLATE + " --heads 99.0", "--heads: head 99.0: the model has layers 0 to 1"),
     "ablate-heads": (ABLATE + " --heads 3,5", "--heads 3,5: write a head as LAYER.HEAD"),
     "ablate-layer": (ABLATE + " --layer 77", "--layer 77: the layers are 0 to 1"),
-    "ablate-file-of-heads": (ABLATE + " --heads {0}/heads.csv", "--heads {0}/heads.csv: No such"),
+    "ablate-file-of-heads": (
+        ABLATE + " --heads {0}/heads.csv",
+        "--heads {0}/heads.csv cannot be read (No such file",
+    ),
     "ablate-interventions": (ABLATE + " --interventions {0}/text.txt", "text.txt is not JSON"),
     "ablate-calibration": (
         ABLATE + " --calibration {0}/llama",

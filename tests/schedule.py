@@ -114,6 +114,7 @@ SAMPLED = {
 LATER = (
     "tests/damage/test_damage.py::test_every_damaged_field_is_one_line",
     "tests/damage/test_damage.py::test_every_damaged_file_that_a_command_goes_on_from",
+    "tests/damage/test_damage.py::test_every_crafted_file",
     "tests/attention/test_gate_kernels.py::test_in_tritons_interpreter[later]",
     "tests/contributing/test_contributing.py::test_a_target_of_ones_own_makes_the_round_trip",
     "tests/contributing/test_contributing.py::test_a_variant_of_ones_own_trains_and_resumes",

@@ -1,5 +1,6 @@
 """Files and folders that are there whole or not at all."""
 
+import errno
 import os
 import signal
 import subprocess
@@ -8,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from megasink.atomic import atomic_file, atomic_folder, atomic_text
+from megasink.atomic import atomic_file, atomic_files, atomic_folder, atomic_text
 
 
 def test_a_file_takes_the_place_of_another_one_at_the_end(tmp_path):
@@ -93,3 +94,22 @@ def test_a_folder_appears_whole_and_replaces_only_an_empty_one(tmp_path):
         pass
     assert [p.name for p in path.iterdir()] == ["b"]
     assert [p.name for p in path.parent.iterdir()] == ["folder"]
+
+
+def test_files_appear_together_and_a_failure_leaves_what_was_there(tmp_path):
+    folder = tmp_path / "new" / "out"
+
+    def write(partial: Path) -> None:
+        (partial / "a.txt").write_text("half")
+        raise OSError(errno.ENOSPC, "full")
+
+    with pytest.raises(OSError, match="full") as told, atomic_files(folder) as partial:
+        write(partial)
+    assert told.value.filename == str(folder)
+    assert list(tmp_path.iterdir()) == []
+    folder.mkdir(parents=True)
+    (folder / ".files.partial-1").mkdir()  # of a killed process
+    with atomic_files(folder) as partial:
+        (partial / "a.txt").write_text("whole")
+        assert [path.name for path in folder.glob("*.txt")] == []
+    assert [path.name for path in folder.iterdir()] == ["a.txt"]

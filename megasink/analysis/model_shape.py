@@ -26,11 +26,7 @@ class ModelShape(NamedTuple):
 
 
 def shape_of(folder: Path) -> ModelShape:
-    """Return the shape of a Hugging Face model, or of the newest checkpoint of a run.
-
-    Raises:
-        UserError: config.json cannot be read, or is not that of a run with checkpoints.
-    """
+    """Return the shape of a Hugging Face model, or of the newest checkpoint of a run."""
     if is_run(folder):
         config: Mapping[str, Any] = read_arguments(find_checkpoint(folder).config)
         if config.get("hybrid_layer_pattern"):

@@ -8,9 +8,9 @@ from typing import Any
 
 from megasink.analysis.capture.ranks import Ranks
 from megasink.analysis.options import AnalysisOptions
-from megasink.atomic import atomic_text
-from megasink.errors import UserError
+from megasink.atomic import atomic_files, atomic_text
 from megasink.output_folder import results_in
+from megasink.system_errors import writing
 from megasink.typed_json import to_json
 
 
@@ -31,24 +31,19 @@ def holding(
 
 
 @contextmanager
-def writing(output: Path, *, kept: bool = True) -> Iterator[None]:
-    """Create the folder, and turn an OSError while writing into an error that says what to do.
+def results_of(
+    output: Path, replaced: Collection[str] = (), *, kept: bool = True
+) -> Iterator[Path]:
+    """Yield a folder to write results into, which appear in `output` once all are written.
 
     Args:
+        replaced: patterns of the files of earlier results.
         kept: whether the measurements are on disk until the results are.
-
-    Raises:
-        UserError: the folder cannot be written, or the disk is full.
     """
-    try:
-        output.mkdir(parents=True, exist_ok=True)
-        yield
-    except OSError as error:
-        then = ", which then writes them without measuring again" * kept
-        raise UserError(
-            f"the results cannot be written to {output} ({error.strerror or error}): free some "
-            f"space and repeat the command{then}"
-        ) from error
+    then = ", which then writes them without measuring again" * kept
+    cure = f"free some space and repeat the command{then}"
+    with writing(f"--output {output}", cure), atomic_files(output, replaced) as folder:
+        yield folder
 
 
 def write_json(path: Path, results: Any) -> None:

@@ -23,20 +23,12 @@ _BROKEN = "its contents are not those that were written"
 
 
 def write_object(path: Path, value: Mapping[str, Any], of: str) -> None:
-    """Write a JSON object, atomically.
-
-    Raises:
-        OSError: the disk is full, or the folder is not writable.
-    """
+    """Write a JSON object, atomically."""
     atomic_text(path, json.dumps({_SEAL: _of_object(value, of), **value}, indent=1))
 
 
 def read_sealed(path: Path, of: str) -> dict[str, Any]:
-    """Return the object that `write_object` wrote.
-
-    Raises:
-        UserError: the file is damaged.
-    """
+    """Return the object that `write_object` wrote."""
     value = read_object(path)
     if value.pop(_SEAL, None) != _of_object(value, of):
         raise UserError(f"{path} is damaged ({_BROKEN})")
@@ -50,9 +42,6 @@ def write_arrays(
 
     Args:
         of: seals the file; None for results, which are compressed and not sealed.
-
-    Raises:
-        OSError: as `write_object`.
     """
     if not arrays:
         path.unlink(missing_ok=True)
@@ -71,9 +60,6 @@ def read_arrays(path: Path, cure: str, of: str | None = None) -> dict[str, NDArr
     Args:
         cure: what to do if the file is damaged.
         of: what the file was sealed with.
-
-    Raises:
-        UserError: the file is damaged.
     """
     try:
         with np.load(path, allow_pickle=False) as file:

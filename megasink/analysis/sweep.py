@@ -146,11 +146,7 @@ def _results(
 
 
 def settings_of(options: SweepOptions, tokenizer: Any) -> list[Setting]:
-    """Return each combination once, with "auto" resolved to what the tokenizer does.
-
-    Raises:
-        UserError: BOS requested from a tokenizer that has none.
-    """
+    """Return each combination once, with "auto" resolved to what the tokenizer does."""
     special = tokenizer.bos_token_id
     kinds = []
     for bos in options.beginnings:
@@ -169,11 +165,7 @@ def settings_of(options: SweepOptions, tokenizer: Any) -> list[Setting]:
 
 
 def contents_of(options: SweepOptions, tokenizer: Any) -> list[Sample]:
-    """Return the tokens of texts long enough for every length, cut to the longest, without BOS.
-
-    Raises:
-        UserError: an input has no such text.
-    """
+    """Return the tokens of texts long enough for every length, cut to the longest, without BOS."""
     longest = max(options.lengths)
     reader = Reader(tokenizer, "none", parse_special_tokens=options.parse_special_tokens)
     contents = []

@@ -31,8 +31,9 @@ def trace(which: ModelOptions, options: AnalysisOptions, ranks: Ranks) -> None:
     prepare_quietly(cpu=which.device == "cpu")
     from rich.console import Console
 
+    from megasink.analysis.pages.drawing import PAGE_FILES
     from megasink.analysis.pages.trace import trace_row, write_trace
-    from megasink.analysis.results_files import holding, writing
+    from megasink.analysis.results_files import holding, results_of
     from megasink.analysis.run import analyze
     from megasink.checkpoints.load import single_process
     from megasink.progress import tracked
@@ -56,8 +57,8 @@ def trace(which: ModelOptions, options: AnalysisOptions, ranks: Ranks) -> None:
         if ranks.rank:
             return
         record()
-        with writing(output):
-            write_trace(rows, output, which.shown_name)
+        with results_of(output, PAGE_FILES) as folder:
+            write_trace(rows, folder, which.shown_name)
     print(f"wrote {output}/report.html and trace.csv from {len(rows)} analyses")
     say_next(
         "the page of one of them",

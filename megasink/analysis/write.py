@@ -7,15 +7,16 @@ from megasink.analysis.analysis import Analysis
 from megasink.analysis.draw import write_report
 from megasink.analysis.folder import Arrays
 from megasink.analysis.pages.analysis_page import in_words
-from megasink.analysis.results_files import write_json, writing
+from megasink.analysis.pages.drawing import PAGE_FILES
+from megasink.analysis.results_files import results_of, write_json
 from megasink.analysis.stored import write_arrays
 from megasink.printable import printable, say
 
 
 def write_own_page(output: Path, analysis: Analysis) -> None:
     """Write the page, figures and tables of an analysis, and print its summary."""
-    with writing(output):
-        write_report([analysis], output)
+    with results_of(output, (*PAGE_FILES, "tables/*.csv")) as folder:
+        write_report([analysis], folder)
     for line in in_words(analysis):
         say(line)
     for entry in analysis.results.non_finite:
@@ -32,12 +33,9 @@ def write_numbers(output: Path, analysis: Analysis, samples: Arrays) -> None:
 
     Args:
         samples: contents of samples.npz.
-
-    Raises:
-        UserError: the folder cannot be written, or the disk is full.
     """
     files = {"samples": samples, "geometry": analysis.points, "maps": analysis.maps}
-    with writing(output):
+    with results_of(output, [f"{name}.npz" for name in files]) as folder:
         for name, arrays in files.items():
-            write_arrays(output / f"{name}.npz", arrays)
-        write_json(output / "results.json", analysis.results)
+            write_arrays(folder / f"{name}.npz", arrays)
+        write_json(folder / "results.json", analysis.results)

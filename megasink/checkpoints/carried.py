@@ -15,11 +15,7 @@ KEY = "hugging_face"
 
 
 def carried(config: Path) -> dict[str, Any]:
-    """Return what a run's config.json keeps; nothing if its model never was a Hugging Face folder.
-
-    Raises:
-        UserError: the file is no JSON object.
-    """
+    """Return what a run's config.json keeps; nothing without a Hugging Face model."""
     entry = read_object(config).get(KEY) if config.is_file() else None
     return entry if isinstance(entry, dict) else {}
 

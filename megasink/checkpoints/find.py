@@ -14,7 +14,7 @@ from megasink.checkpoints.intact import TRACKER, checkpoint_path, damage, iterat
 from megasink.checkpoints.torch_metadata import read_metadata
 from megasink.data.object_store import is_stored
 from megasink.errors import UserError
-from megasink.json_file import read_object
+from megasink.json_file import read_object, read_text
 
 
 class Checkpoint(NamedTuple):
@@ -75,11 +75,7 @@ def find_checkpoint(path: Path, iteration: int | None = None) -> Checkpoint:
 
 
 def is_run(path: Path) -> bool:
-    """Return whether a folder is a megasink run or checkpoint; otherwise it is a Hugging Face one.
-
-    Raises:
-        UserError: config.json is not a JSON object.
-    """
+    """Return whether a folder is a run or checkpoint of megasink, not a Hugging Face one."""
     config = path / "config.json"
     if config.is_file():
         return "arguments" in read_object(config)
@@ -89,11 +85,7 @@ def is_run(path: Path) -> bool:
 
 
 def stored_shapes(folder: Path) -> dict[str, tuple[int, ...]]:
-    """Return {key: shape} of the weights in a torch_dist checkpoint, without optimizer states.
-
-    Raises:
-        UserError: the checkpoint is incomplete or untrusted.
-    """
+    """Return {key: shape} of the weights in a torch_dist checkpoint, without optimizer states."""
     entries = read_metadata(folder).state_dict_metadata
     refuse_damage(folder)
     tensors = {key: tuple(entry.size) for key, entry in entries.items() if hasattr(entry, "size")}
@@ -102,11 +94,11 @@ def stored_shapes(folder: Path) -> dict[str, tuple[int, ...]]:
 
 def newest_checkpoint(folder: Path) -> int | None:
     """Return the iteration of the newest finished checkpoint in a folder, or None."""
-    tracker = folder / TRACKER
-    if not tracker.is_file():
+    try:
+        text = read_text(folder / TRACKER, 64).strip()
+    except UserError:
         return None
-    text = tracker.read_bytes().strip()
-    return int(text) if text.isdigit() and len(text) < 20 else None
+    return int(text) if text.isdecimal() and len(text) < 20 else None
 
 
 _DELETED = ".deleted"

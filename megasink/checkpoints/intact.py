@@ -6,8 +6,8 @@ needs no extra files.
 """
 
 import io
-import json
 import re
+import shutil
 import zipfile
 from collections.abc import Buffer, Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -17,9 +17,12 @@ from typing import Any
 from megasink.atomic import atomic_text
 from megasink.checkpoints.torch_metadata import stored_entries
 from megasink.errors import UserError
+from megasink.json_file import read_value
 from megasink.printable import say
 
 _ITERATION = re.compile(r"iter_(\d+)")
+_ASIDE = re.compile(r"iter_\d+\.damaged\d*")
+_KEPT_ASIDE = 2
 TRACKER = "latest_checkpointed_iteration.txt"
 
 
@@ -51,8 +54,8 @@ def damage(
         tell: receives the bytes of each stored tensor once its checksum is verified.
     """
     try:
-        json.loads((checkpoint / "metadata.json").read_text())
-    except (OSError, ValueError, RecursionError):
+        read_value(checkpoint / "metadata.json")
+    except UserError:
         return "it is unfinished (metadata.json is missing or broken)"
     try:
         entries = stored_entries(checkpoint, quick=quick)
@@ -72,11 +75,7 @@ def damage(
 
 
 def refuse_damage(checkpoint: Path) -> None:
-    """Refuse a checkpoint that is damaged, by the sizes of its files.
-
-    Raises:
-        UserError: It is.
-    """
+    """Refuse a checkpoint that is damaged, by the sizes of its files."""
     if problem := damage(checkpoint):
         raise UserError(f"{checkpoint} is damaged: {problem}; choose another with --iteration")
 
@@ -147,16 +146,17 @@ def move_aside(folder: Path, iteration: int, problem: str) -> None:
         aside = path.with_name(f"{path.name}.damaged{count}")
     path.rename(aside)
     say(f"megasink: the checkpoint of step {iteration} is damaged ({problem}): moved to {aside}")
+    ours = [p for p in folder.iterdir() if _ASIDE.fullmatch(p.name) and not p.is_symlink()]
+    # A rename sets this time.
+    for old in sorted(ours, key=lambda p: p.stat().st_ctime_ns)[:-_KEPT_ASIDE]:
+        shutil.rmtree(old, ignore_errors=True)
+        say(f"megasink: deleted {old}: the newest {_KEPT_ASIDE} damaged checkpoints are kept")
 
 
 def newest_intact(
     folder: Path, *, checksums: bool = False, quick: bool = False
 ) -> tuple[int, dict[int, str]]:
-    """Return the newest intact checkpoint, and the damage to each newer one; see `damage`.
-
-    Raises:
-        NoneIntactError: no checkpoint is intact.
-    """
+    """Return the newest intact checkpoint, and the damage to each newer one; see `damage`."""
     damaged: dict[int, str] = {}
     for iteration in reversed(iterations(folder)):
         problem = damage(checkpoint_path(folder, iteration), checksums=checksums, quick=quick)
@@ -187,9 +187,6 @@ def go_back_to_intact(
 
     Returns:
         the iteration; with `or_start`, None if no checkpoint is intact (then Megatron loads none).
-
-    Raises:
-        NoneIntactError: no checkpoint is intact, and `or_start` is False.
     """
     iteration: int | None = None
     try:

@@ -175,9 +175,6 @@ def load_weights(model: GPTModel, folder: Path) -> None:
 
     dist_checkpointing.load is not used: it unpickles the arguments and states stored with the
     weights (serialization.py:229, torch's default_planner.py:388).
-
-    Raises:
-        UserError: the checkpoint is corrupt, or belongs to a different model.
     """
     groups = {"dp_cp_group": parallel_state.get_data_parallel_group(with_context_parallel=True)}
     wanted, _, factories = load_preprocess(model.sharded_state_dict(metadata=groups))
@@ -277,9 +274,6 @@ def with_yarn(saved: Mapping[str, Any], factor: float) -> dict[str, Any]:
     Args:
         saved: of `read_arguments`.
         factor: new context over old, more than 1.
-
-    Raises:
-        UserError: the run has no rotary embedding, or has one that is stretched already.
     """
     kind = saved.get("position_embedding_type")
     if kind != "rope" or saved.get("use_rope_scaling"):

@@ -48,12 +48,7 @@ _PLAIN_MODULES |= {"fp8_param_gather": False, "fp4_param_gather": False}
 
 
 def read_arguments(config: Path) -> dict[str, Any]:
-    """Read the arguments from a run's config.json.
-
-    Raises:
-        UserError: the file cannot be read, was not written by megasink, an argument of the model
-            has the wrong type or range, or its attention variant is not registered.
-    """
+    """Read the arguments from a run's config.json."""
     try:
         saved = dict(read_object(config)["arguments"])
     except (UserError, ValueError, KeyError, TypeError) as error:

@@ -69,8 +69,5 @@ def check_fields(saved: Mapping[str, Any], where: str) -> None:
 
     Args:
         where: the file that they are from.
-
-    Raises:
-        UserError: an argument of the model has the wrong type or range.
     """
     check(_FIELDS, saved, where)

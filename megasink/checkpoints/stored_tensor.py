@@ -49,10 +49,6 @@ class StoredTensor:
         """Fill `target` with this tensor, or with its slice at the leading indices `at`.
 
         The CRC-32 is verified when the whole tensor is read.
-
-        Raises:
-            OSError: the file cannot be read.
-            ValueError: the checksum or the shape does not match, or the file is truncated.
         """
         start, step = 0, self.size
         for index, size in zip(at, self.shape, strict=False):
@@ -70,11 +66,7 @@ class StoredTensor:
 
 
 def find_tensor(path: Path, offset: int, length: int) -> StoredTensor:
-    """Locate the tensor in `length` bytes at an offset of a file.
-
-    Raises:
-        Exception: of any type, if the bytes are not a tensor or its description is corrupt.
-    """
+    """Locate the tensor in `length` bytes at an offset of a file."""
     with path.open("rb", buffering=0) as file:
         view = BufferedReader(Part(file, offset, length))
         # Tensor data is not read; anything but a plain tensor is refused.
@@ -90,11 +82,7 @@ def find_tensor(path: Path, offset: int, length: int) -> StoredTensor:
 
 
 def content_start(file: Any, entry: zipfile.ZipInfo) -> int:
-    """Return the file offset of a zip entry's data.
-
-    Raises:
-        ValueError: the data is compressed.
-    """
+    """Return the file offset of a zip entry's data."""
     if entry.compress_type != zipfile.ZIP_STORED:
         raise ValueError("its bytes are compressed")
     file.seek(entry.header_offset + _LENGTHS)

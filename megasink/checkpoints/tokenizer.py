@@ -21,11 +21,7 @@ _FILES = (
 
 
 def copy_tokenizer(folder: Path, run: Path) -> None:
-    """Copy a tokenizer into a run that has none, and warn if the copy would differ.
-
-    Raises:
-        OSError: the copy cannot be written.
-    """
+    """Copy a tokenizer into a run that has none, and warn if the copy would differ."""
     own = run / OWN
     if own.exists():
         return
@@ -92,9 +88,6 @@ def tokenizer_of(saved: Mapping[str, Any], given: str | Path | None, config: Pat
 
     Returns:
         None if the run did not use a transformers tokenizer and none is given.
-
-    Raises:
-        UserError: the tokenizer folder is gone, or has more tokens than the model.
     """
     from megasink.data.tokenizer import largest_id, load_tokenizer
 

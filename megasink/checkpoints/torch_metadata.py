@@ -11,6 +11,7 @@ from pathlib import Path, PurePath
 from typing import Any
 
 from megasink.errors import UserError
+from megasink.json_file import open_file
 
 # Standard library modules that arguments, random states and enums need; others are refused.
 _KNOWN = {"argparse", "collections", "types", "enum", "signal", "pathlib", "io", "_codecs"}
@@ -84,14 +85,10 @@ _CLASSES_OF_MEGATRON = {"MCoreMetadata", "MCoreSavePlan"}
 
 
 def read_metadata(checkpoint: Path) -> Any:
-    """Return torch.distributed.checkpoint's ``Metadata`` of an iter_NNNNNNN folder.
-
-    Raises:
-        UserError: the index is missing or corrupt, names another class, or a file elsewhere.
-    """
+    """Return torch.distributed.checkpoint's ``Metadata`` of an iter_NNNNNNN folder."""
     path = checkpoint / ".metadata"
     try:
-        with path.open("rb") as file:
+        with open_file(path) as file:
             return load_metadata(file)
     except Exception as error:  # unpickling random bytes can raise anything
         raise UserError(f"{path} is broken or untrusted: {error}") from error
@@ -103,36 +100,44 @@ def stored_entries(checkpoint: Path, *, quick: bool = False) -> list[Any]:
     Args:
         quick: without torch, which takes seconds to import; an index that only torch finds corrupt
             is not noticed.
-
-    Raises:
-        UserError: the index is missing or corrupt, names another class, or a file elsewhere.
     """
     if not quick:
         return list(read_metadata(checkpoint).storage_data.values())
     path = checkpoint / ".metadata"
     try:
-        with path.open("rb") as file:
-            entries = list(load_metadata(file, _QuickUnpickler).storage_data.values())
-        for entry in entries:
-            if type(entry.offset) is not int or type(entry.length) is not int:
-                raise TypeError("an offset is no whole number")
+        with open_file(path) as file:
+            return list(load_metadata(file, _QuickUnpickler).storage_data.values())
     except Exception as error:  # unpickling random bytes can raise anything
         raise UserError(f"{path} is broken or untrusted: {error}") from error
-    return entries
 
 
 def load_metadata(file: Any, unpickler: type[pickle.Unpickler] | None = None) -> Any:
-    """Return the ``Metadata`` in an open file; see :func:`read_metadata`.
-
-    Raises:
-        Exception: of any type, if the file is corrupt or untrusted.
-    """
+    """Return the ``Metadata`` in an open file; see :func:`read_metadata`."""
     metadata = (unpickler or _Unpickler)(file).load()
-    for entry in (metadata.storage_data or {}).values():
+    for index, entry in (metadata.storage_data or {}).items():
         # All files of a checkpoint are directly in its folder.
         if PurePath(entry.relative_path).name != entry.relative_path:
             raise pickle.UnpicklingError(f"it names the file {entry.relative_path!r}")
+        if not (_is_text(index.fqn) and _are_counts((entry.offset, entry.length))):
+            raise pickle.UnpicklingError(f"it has an entry without a place: {index.fqn!r:.80}")
+    # Without torch, sizes are stand-ins.
+    for name, entry in () if unpickler else metadata.state_dict_metadata.items():
+        size = getattr(entry, "size", ())
+        if not (_is_text(name) and isinstance(size, tuple) and _are_counts(size)):
+            raise pickle.UnpicklingError(f"it has the size {size!r:.40} for {name!r:.80}")
+        for chunk in getattr(entry, "chunks", ()):
+            fits = len(chunk.offsets) == len(chunk.sizes) == len(size)
+            if not (fits and _are_counts((*chunk.offsets, *chunk.sizes))):
+                raise pickle.UnpicklingError(f"it has a chunk of another size for {name!r:.80}")
     return metadata
+
+
+def _is_text(value: Any) -> bool:
+    return type(value) is str
+
+
+def _are_counts(values: Any) -> bool:
+    return all(type(value) is int and 0 <= value < 1 << 62 for value in values)
 
 
 class _Unpickler(pickle.Unpickler):

@@ -33,11 +33,7 @@ _NAMED = re.compile(r"GLOBAL ([\w.]+)")
 
 @contextlib.contextmanager
 def loading_without_code() -> Iterator[None]:
-    """Restrict Megatron's and torch's loading to the contents of a checkpoint.
-
-    Raises:
-        UserError: a file is corrupt or names anything else, however upstream handled it.
-    """
+    """Restrict Megatron's and torch's loading to the contents of a checkpoint."""
     from megatron.core.safe_globals import SafeUnpickler
     from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
     from torch.distributed.checkpoint.metadata import StorageMeta
@@ -112,11 +108,7 @@ def _reason(error: Exception) -> str:
 
 
 def _load(upstream: Callable[..., Any], file: Any, *args: Any, **kwargs: Any) -> Any:
-    """Call torch.load for weights only, with stand-ins for classes among the arguments.
-
-    Raises:
-        pickle.UnpicklingError: the file names anything else.
-    """
+    """Call torch.load for weights only, with stand-ins for classes among the arguments."""
     start = file.tell() if hasattr(file, "tell") else 0
     try:
         return upstream(file, *args, **kwargs)

@@ -3,15 +3,13 @@
 import argparse
 import contextlib
 import importlib
-import os
-import signal
 import sys
 from collections.abc import Callable, Sequence
 
 import megasink
 from megasink import package_warnings, plugins, stopping
 from megasink.command_line import CommandParser
-from megasink.errors import Stopped, UserError, unknown_name
+from megasink.errors import UserError, unknown_name
 from megasink.extras import require_train
 
 # Group -> command -> what it does; each is a module of `megasink.cli` with a ``main``, imported on
@@ -70,7 +68,8 @@ def _first_screen() -> str:
 def main(argv: Sequence[str] | None = None) -> int:
     """Run a command; user errors print one line to stderr and exit with code 2.
 
-    So do signals, with 128 and their number, after everything half-written is gone.
+    So do failures of the machine, and signals with 128 and their number, after everything
+    half-written is gone.
     """
     return stopping.run(lambda: _run(argv))
 
@@ -86,37 +85,19 @@ def _run(argv: Sequence[str] | None) -> int:
     parser.add_argument("--version", action="version", version=f"megasink {megasink.__version__}")
     parser.add_argument("command", nargs="?", metavar="COMMAND")
     parser.add_argument("arguments", nargs=argparse.REMAINDER, metavar="...")
-    try:
-        if argv and argv[0] in COMMANDS:
-            args = argparse.Namespace(command=argv[0], arguments=argv[1:], help=False)
-        else:
-            args = parser.parse_args(argv)
-        if args.help or args.command is None:
-            print(_first_screen())
-            return 0 if args.help else 2
-        if args.command not in COMMANDS:
-            raise UserError(unknown_name("the command", args.command, COMMANDS))
-        if args.command in OF_TRAIN:
-            require_train(f"megasink {args.command}")
-        is_logged = args.command in WITH_LOGS
-        with contextlib.nullcontext() if is_logged else package_warnings.hidden():
-            if args.command not in WITHOUT_PLUGINS:
-                plugins.load(args.arguments, list_names=args.command == "doctor")
-            return main_of(args.command)(args.arguments)
-    except Stopped as stop:
-        with contextlib.suppress(OSError):  # the terminal was closed
-            print(f"megasink: {stop}", file=sys.stderr, flush=True)
-        return stop.exit_code
-    except BrokenPipeError:  # a reader of the output left, such as head
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return 128 + signal.SIGPIPE
-    except (UserError, OSError) as error:
-        if stopping.is_ending():
-            return 2  # of the signal, which has a line of its own
-        if isinstance(error, UserError):
-            print(f"megasink: error: {error}", file=sys.stderr)
-            return 2
-        if error.filename is None:
-            raise
-        print(f"megasink: error: {error.filename}: {error.strerror}", file=sys.stderr)
-        return 2
+    if argv and argv[0] in COMMANDS:
+        args = argparse.Namespace(command=argv[0], arguments=argv[1:], help=False)
+    else:
+        args = parser.parse_args(argv)
+    if args.help or args.command is None:
+        print(_first_screen())
+        return 0 if args.help else 2
+    if args.command not in COMMANDS:
+        raise UserError(unknown_name("the command", args.command, COMMANDS))
+    if args.command in OF_TRAIN:
+        require_train(f"megasink {args.command}")
+    is_logged = args.command in WITH_LOGS
+    with contextlib.nullcontext() if is_logged else package_warnings.hidden():
+        if args.command not in WITHOUT_PLUGINS:
+            plugins.load(args.arguments, list_names=args.command == "doctor")
+        return main_of(args.command)(args.arguments)

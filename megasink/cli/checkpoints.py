@@ -14,7 +14,7 @@ from megasink.checkpoints.find import Saved, saved_checkpoints
 from megasink.checkpoints.intact import checkpoint_path, iterations
 from megasink.command_line import CommandParser
 from megasink.errors import ConfigError, UserError
-from megasink.json_file import read_object
+from megasink.json_file import open_file, read_object
 from megasink.json_output import add_json, only_json
 from megasink.printable import say
 from megasink.progress import progress
@@ -176,12 +176,13 @@ def _aligned(rows: Sequence[tuple[str, ...]], right: int) -> Iterator[str]:
 def _tokens(run: _Run, wanted: set[int]) -> dict[int, int]:
     """Return how many tokens the run had trained on after some of its steps."""
     tokens_at: dict[int, int] = {}
-    with suppress(OSError), Path(run.folder or "", "metrics.jsonl").open("rb") as file:
+    path = Path(run.folder or "", "metrics.jsonl")
+    with suppress(OSError, UserError), open_file(path) as file:
         for line in file:
             # A run has many more steps than checkpoints: parse the lines of those.
             step = _STEP.search(line)
             if step and int(step[1]) in wanted:
-                with suppress(ValueError, TypeError, RecursionError):  # truncated by a kill
+                with suppress(ValueError, AttributeError, RecursionError):  # truncated by a kill
                     tokens = json.loads(line).get("tokens")
                     if isinstance(tokens, int):
                         tokens_at[int(step[1])] = tokens

@@ -6,7 +6,7 @@ from pathlib import Path
 
 from megasink.command_line import CommandParser
 from megasink.errors import UserError
-from megasink.output_folder import folder_problem
+from megasink.output_folder import OF_SYSTEM, folder_problem
 
 STEPS = 600
 # What earlier demos left: the language and its tokenizer, and a folder of runs for each.
@@ -27,7 +27,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         raise UserError(f"--train-iters {args.train_iters}: use 1 or more")
     if problem := folder_problem(args.dir):
         raise UserError(f"--dir {args.dir} {problem}")
-    there = [path.name for path in args.dir.iterdir()] if args.dir.is_dir() else []
+    paths = args.dir.iterdir() if args.dir.is_dir() else ()
+    there = [path.name for path in paths if not any(map(path.match, OF_SYSTEM))]
     other = sorted(name for name in there if not _OWN.fullmatch(name))
     if other or (there and "language.jsonl" not in there):
         name = (other or there)[0]

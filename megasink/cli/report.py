@@ -28,12 +28,16 @@ def main(argv: Sequence[str] | None = None) -> int:
     from megasink.analysis.draw import write_report
     from megasink.analysis.folder import read_analysis
     from megasink.analysis.pages.comparable import name_apart
+    from megasink.analysis.pages.drawing import PAGE_FILES
+    from megasink.analysis.results_files import results_of
 
     if args.analyses == [args.output]:
         # The page of an analysis, beside its numbers: read under the lock, so that no `megasink
         # analyze` can put others there meanwhile.
         with exclusive(args.output):
-            write_report([read_analysis(args.output)], args.output, kinds=kinds)
+            analysis = read_analysis(args.output)
+            with results_of(args.output, (*PAGE_FILES, "tables/*.csv"), kept=False) as folder:
+                write_report([analysis], folder, kinds=kinds)
     else:
         # Read before the output is touched: what cannot be drawn does not replace an older page.
         analyses = [read_analysis(folder) for folder in args.analyses]
@@ -41,6 +45,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         about = {"analyses": [path.resolve() for path in args.analyses], "--pdf": args.pdf}
         with results_in(args.output, "report", about, overwrite=args.overwrite) as record:
             record()
-            write_report(analyses, args.output, kinds=kinds)
+            with results_of(args.output, PAGE_FILES, kept=False) as folder:
+                write_report(analyses, folder, kinds=kinds)
     print(f"wrote {args.output}/report.html")
     return 0

@@ -21,11 +21,7 @@ from megasink.printable import say as say_printable
 
 
 def check_export(source: Source, folder: Path, say: Say = say_printable) -> None:
-    """Compare a written Hugging Face folder with the checkpoint it was made from.
-
-    Raises:
-        UserError: they differ, or the installed transformers does not have the architecture.
-    """
+    """Compare a written Hugging Face folder with the checkpoint it was made from."""
     if source.tokenizer is not None:
         verify_tokenizer(source.tokenizer, folder)
     model, checkpoint, target = source.model, source.checkpoint, source.target
@@ -48,11 +44,7 @@ def check_export(source: Source, folder: Path, say: Say = say_printable) -> None
 def _verify_tensors(
     written: Iterable[tuple[str, Tensor, Tensor]], folder: Path, parameters: int, say: Say
 ) -> None:
-    """Compare (name, tensor as read, tensor as converted), bit by bit.
-
-    Raises:
-        UserError: a tensor differs.
-    """
+    """Compare (name, tensor as read, tensor as converted), bit by bit."""
     count = 0
     for name, stored, wanted in written:
         if stored.dtype != wanted.dtype or not torch.equal(stored, wanted):
@@ -76,9 +68,6 @@ def check_import(
 
     Args:
         compare: False to only set the sinks.
-
-    Raises:
-        UserError: they differ.
     """
     from megasink.data.tokenizer import load_tokenizer
 

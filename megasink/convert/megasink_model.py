@@ -4,7 +4,6 @@ Such a model is exported with the files megasink/convert/modeling/*_megasink.py.
 """
 
 import dataclasses
-import json
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -21,6 +20,7 @@ from megasink.config import (
     OutputNorm,
 )
 from megasink.flags import flag_of
+from megasink.json_file import read_object
 
 FILES = tuple(sorted((Path(__file__).parent / "modeling").glob("*_megasink.py")))
 AUTO_MAP = {
@@ -151,7 +151,7 @@ def model_class(folder: Path) -> Any:
     """
     import transformers
 
-    config = json.loads((folder / "config.json").read_text())
+    config = read_object(folder / "config.json")
     if config.get("model_type") != "megasink":
         return transformers.AutoModelForCausalLM
     from megasink.convert.modeling.modeling_megasink import MegasinkForCausalLM

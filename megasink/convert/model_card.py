@@ -1,6 +1,7 @@
 """The README.md of an exported model: how it was trained, and which papers to cite."""
 
 import json
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -8,6 +9,8 @@ import megasink
 from megasink.checkpoints.find import Checkpoint
 from megasink.convert.architecture import Architecture
 from megasink.convert.targets.target import Target
+from megasink.errors import UserError
+from megasink.json_file import read_text
 
 _OF_SINKS = (
     "Attention Sink Forges Native MoE in Attention Layers: Sink-Aware Training to Address Head "
@@ -114,14 +117,13 @@ def _metrics(checkpoint: Checkpoint) -> list[tuple[str, Any]]:
     path = Path(checkpoint.config).parent / "metrics.jsonl"
     last: dict[str, Any] = {}
     try:
-        lines = path.read_text().splitlines()
-    except OSError:
+        lines = read_text(path, errors="replace").splitlines()
+    except UserError:
         return []
     for line in lines:
-        try:
+        with suppress(ValueError, TypeError, AttributeError, RecursionError):  # cut off by a kill
             entry = json.loads(line)
-        except ValueError:
-            continue  # a line cut off by a kill
-        if entry.get("iteration", 0) <= checkpoint.iteration:
-            last |= {k: v for k, v in entry.items() if k in _SHOWN and isinstance(v, int | float)}
+            if entry.get("iteration", 0) <= checkpoint.iteration:
+                found = {key: entry[key] for key in _SHOWN if key in entry}
+                last |= {k: v for k, v in found.items() if isinstance(v, int | float)}
     return [(title, f"{last[key]:,.6g}") for key, title in _SHOWN.items() if key in last]

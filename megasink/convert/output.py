@@ -6,36 +6,28 @@ from pathlib import Path
 
 from megasink.atomic import atomic_folder
 from megasink.errors import UserError
+from megasink.system_errors import writing
 
 
 def refuse_contents(path: Path) -> None:
     """Raise UserError unless a folder is missing or empty."""
+    if path.is_mount():
+        raise UserError(f"{path} is the root of a volume: choose a folder in it")
     if path.exists() and (not path.is_dir() or any(path.iterdir())):
         raise UserError(f"{path} exists and is not empty: choose another folder or remove it")
 
 
 @contextlib.contextmanager
 def whole_folder(path: Path) -> Iterator[Path]:
-    """Like `megasink.atomic.atomic_folder`, for a folder that is missing or empty.
-
-    Raises:
-        UserError: `path` is not empty, or cannot be written.
-    """
+    """Like `megasink.atomic.atomic_folder`, for a folder that is missing or empty."""
     path = path.absolute()
     refuse_contents(path)
-    try:
-        with atomic_folder(path) as partial:
-            yield partial
-    except OSError as error:
-        raise UserError(f"{path} cannot be written: {error}") from error
+    with writing(path), atomic_folder(path) as partial:
+        yield partial
 
 
 def parse_size(text: str) -> int:
-    """Return the bytes in "5GB", "500MB" or a plain number.
-
-    Raises:
-        UserError: the text is not a positive size.
-    """
+    """Return the bytes in "5GB", "500MB" or a plain number."""
     units = {"KB": 1e3, "MB": 1e6, "GB": 1e9}
     number, unit = text[:-2], units.get(text[-2:].upper())
     try:

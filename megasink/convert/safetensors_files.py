@@ -49,9 +49,6 @@ def write_weights(
 
     Returns:
         the names of the files.
-
-    Raises:
-        OSError: the disk is full, or the folder is not writable.
     """
     shards = _cut(entries, shard_bytes)
     count = len(shards)
@@ -160,11 +157,7 @@ class HuggingFaceWeights:
         self.names = frozenset(self._file_of)
 
     def meta(self, name: str) -> Tensor:
-        """Return a meta tensor of the shape and dtype of `read`.
-
-        Raises:
-            UserError: its dtype is not one of `DTYPES`.
-        """
+        """Return a meta tensor of the shape and dtype of `read`."""
         part = self._file_of[name].get_slice(name)
         dtype = DTYPES.get(part.get_dtype())
         if dtype is None:

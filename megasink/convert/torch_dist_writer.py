@@ -77,9 +77,6 @@ def write_checkpoint(
         parts: all tensors to be written, which can be meta tensors.
         tensors: their data, in the same order; each is let go before the next is asked for.
         common: Megatron's state outside of the model, as plain values.
-
-    Raises:
-        OSError: the disk is full, or the folder is not writable.
     """
     items = [part.item() for part in parts]
     stored: dict[str, TensorStorageMetadata] = {}

@@ -1,7 +1,6 @@
 """Resolve inputs to files, choose how to read each file, and open files without blocking."""
 
 import json
-import os
 import stat
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -11,6 +10,7 @@ from pathlib import Path
 from typing import Literal, cast
 
 from megasink.errors import UserError
+from megasink.json_file import open_file as open_regular
 
 BYTE_ORDER_MARK = "\ufeff"
 """Some programs write it before a text, in UTF-8 too."""
@@ -66,6 +66,13 @@ def _walk(root: Path) -> list[Path]:
     for folder, subfolders, names in root.walk(on_error=refuse):
         subfolders[:] = [s for s in subfolders if s != "__pycache__" and not s.startswith(".")]
         paths += [folder / n for n in names if not n.startswith(".")]
+    for path in paths:
+        target = path.resolve() if path.is_symlink() else None
+        if target and target.is_file() and not target.is_relative_to(root.resolve()):
+            raise UserError(
+                f"{path} is a link to {target}, outside of {root}: remove it, or name the file as "
+                "an input to read it"
+            )
     return sorted(paths, key=lambda p: p.relative_to(root).parts)
 
 
@@ -112,24 +119,13 @@ def readable(path: Path) -> Iterator[None]:
 def open_file(
     path: Path, compression: str | None
 ) -> Iterator[tuple[BufferedReader, Callable[[], int]]]:
-    """Yield the decompressed stream of `path`, and a function that returns the file offset.
-
-    Raises:
-        UserError: the path is no longer a regular file.
-    """
-    with open(path, "rb", opener=_at_once) as raw:
-        if not stat.S_ISREG(os.fstat(raw.fileno()).st_mode):
-            raise UserError(f"{path} is not a regular file")
+    """Yield the decompressed stream of `path`, and a function that returns the file offset."""
+    with open_regular(path) as raw:
         if compression is None:
-            yield raw, raw.tell
+            yield cast("BufferedReader", raw), raw.tell
             return
         import pyarrow as pa
 
         # pyarrow rejects a truncated zstd stream; zstandard's own reader silently ends there.
         stream = pa.CompressedInputStream(pa.PythonFile(raw, "r"), compression)
         yield BufferedReader(cast("BufferedReader", stream)), raw.tell
-
-
-def _at_once(path: str, flags: int) -> int:
-    """Open without blocking, in case a pipe has replaced the file."""
-    return os.open(path, flags | os.O_NONBLOCK)

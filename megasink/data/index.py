@@ -141,7 +141,7 @@ def _check_entries(index: _Index, size: int, entries: int) -> None:
             f"{index.sequences}"
         )
     for part in _sampled_slices(index.documents, entries):
-        falling = np.flatnonzero(np.diff(ends[part]) < 0)
+        falling = np.flatnonzero((np.diff(ends[part]) < 0) | (ends[part][1:] > index.sequences))
         if len(falling):
             at = part.start + int(falling[0]) + 1
             raise _Damage(f"{index.path}: document {at} begins before the previous one")
@@ -158,6 +158,16 @@ def _check_entries(index: _Index, size: int, entries: int) -> None:
                 f"bytes from byte {begins[at]:,} on, but {index.path.with_suffix('.bin')} has "
                 f"{size:,} bytes: it is cut short, or belongs to another data set"
             )
+        # A pointer is the sum of the lengths before it, up to the size of the .bin.
+        after = pointers[part.stop : part.stop + 1] if part.stop < index.sequences else [size]
+        ends_at, next_at = begins + counts * width, np.append(begins[1:], after)
+        apart = np.flatnonzero(ends_at != next_at)
+        if len(apart) or begins[0] * (part.start == 0):
+            at = int(apart[0]) if len(apart) else 0
+            raise _Damage(
+                f"{index.path}: sequence {part.start + at} is from byte {begins[at]:,} to "
+                f"{ends_at[at]:,}, but what follows it begins at byte {next_at[at]:,}"
+            )
 
 
 def _sampled_slices(count: int, budget: int = ENTRIES) -> Iterator[slice]:
@@ -173,8 +183,10 @@ def _sampled_slices(count: int, budget: int = ENTRIES) -> Iterator[slice]:
 
 def _check_sidecar(prefix: str, index: _Index, size: int) -> None:
     """Compare the number of tokens with that in the sidecar."""
-    tokens = read_sidecar(prefix).get("tokens")
-    if isinstance(tokens, int) and tokens * index.dtype.itemsize != size:
+    tokens = read_sidecar(prefix).get("tokens", size // index.dtype.itemsize)
+    if type(tokens) is not int:
+        raise _Damage(f"{prefix}.json states {tokens!r:.40} tokens, which is not a number")
+    if tokens * index.dtype.itemsize != size:
         raise _Damage(
             f"{prefix}.bin has {size:,} bytes, but {prefix}.json states {tokens:,} tokens of "
             f"{index.dtype.itemsize} bytes: one of them belongs to another data set"

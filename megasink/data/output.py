@@ -13,6 +13,7 @@ from megasink.errors import UserError
 from megasink.json_file import read_object
 from megasink.output_folder import folder_problem, locked
 from megasink.stopping import Signalled
+from megasink.system_errors import writing as saying
 
 FILES = (".json", ".bin", ".idx")
 """In order of publication: Megatron loads nothing without the `.idx`."""
@@ -76,7 +77,7 @@ def writing(prefix: Path) -> Iterator[None]:
     Raises:
         UserError: another run holds the lock, or a file cannot be written.
     """
-    try:
+    with saying(f"--output {prefix}"):
         prefix.parent.mkdir(parents=True, exist_ok=True)
         with locked(file_of(prefix, ".lock"), prefix):
             try:
@@ -92,8 +93,6 @@ def writing(prefix: Path) -> Iterator[None]:
                 raise
             else:
                 clear_partial(prefix)
-    except OSError as error:
-        raise UserError(f"{prefix} cannot be written: {error.strerror or error}") from error
 
 
 def clear_partial(prefix: Path) -> None:
@@ -138,7 +137,7 @@ def mismatch(prefix: str, sha256: str, name: str) -> str | None:
         name: the tokenizer in the message.
     """
     sidecar = Path(f"{prefix}.json")
-    if not sidecar.is_file():
+    if not sidecar.exists():
         return None  # made by Megatron's own tool
     tokenizer = read_sidecar(prefix).get("tokenizer")
     if not isinstance(tokenizer, dict) or not isinstance(tokenizer.get("sha256"), str):

@@ -37,11 +37,7 @@ def text_of(line: bytes, source: str, key: str) -> str | None:
 
 
 def record_of(line: bytes, source: str, key: str) -> dict[str, Any] | None:
-    """Return a record, an object with `key`; None if it is not UTF-8.
-
-    Raises:
-        UserError: no JSON object, no such key, or a record that is too deep or too large.
-    """
+    """Return a record, an object with `key`; None if it is not UTF-8."""
     if _values_beyond(line):
         raise UserError(
             f"{source} holds more than {_VALUES:,} values: each line must be one document"

@@ -112,9 +112,6 @@ def replacement(
 
     Args:
         tokenizer: a transformers tokenizer; None for ids without a tokenizer, from 0 to size - 1.
-
-    Raises:
-        UserError: the flags are wrong, or the vocabulary does not have the token.
     """
     import numpy as np
 

@@ -128,11 +128,7 @@ class TextTokenizer:
         return map(self.part_ids, parts_of(text, source))
 
     def part_ids(self, part: Part) -> list[int]:
-        """Return the ids of a part: those of all parts are the ids of the whole text.
-
-        Raises:
-            UserError: as `part_encoding`, or the tokenizer does not tell special tokens from text.
-        """
+        """Return the ids of a part: those of all parts are the ids of the whole text."""
         encoding, first, stop = self.part_encoding(part, offsets=False)
         ids: list[int] = encoding.ids[first:stop]
         if self._found and (wrong := next((i for i in ids if i in self._found), None)) is not None:
@@ -151,9 +147,6 @@ class TextTokenizer:
 
         Args:
             offsets: whether the encoding has the characters of tokens, 40% of the time.
-
-        Raises:
-            UserError: they differ, so that the ids might not be those of the whole text.
         """
         text = part.before + part.text + part.after
         encoding = self._encode(text, offsets=offsets)

@@ -17,6 +17,7 @@ from megasink.atomic import atomic_folder, atomic_text
 from megasink.data.corpus import Document, default_workers
 from megasink.errors import UserError
 from megasink.extras import require
+from megasink.system_errors import writing
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
@@ -97,13 +98,10 @@ def train_tokenizer(
     corpus_bytes, chunks = _sample(documents, sample_bytes, random.Random(seed))
     tokenizer = to_tokenizers(train_sentencepiece(chunks, vocab_size, bos=bos))
     config = _CONFIG | ({"bos_token": BOS} if bos else {})
-    try:
-        with atomic_folder(folder.absolute()) as partial:
-            atomic_text(partial / "tokenizer.json", tokenizer.to_str(pretty=True))
-            atomic_text(partial / "tokenizer_config.json", json.dumps(config, indent=2) + "\n")
-            shutil.rmtree(folder, ignore_errors=True)
-    except OSError as error:
-        raise UserError(f"tokenizer folder {folder} cannot be written: {error.strerror}") from error
+    with writing(f"tokenizer folder {folder}"), atomic_folder(folder.absolute()) as partial:
+        atomic_text(partial / "tokenizer.json", tokenizer.to_str(pretty=True))
+        atomic_text(partial / "tokenizer_config.json", json.dumps(config, indent=2) + "\n")
+        shutil.rmtree(folder, ignore_errors=True)
     return TrainedTokenizer(
         folder=folder,
         vocab_size=vocab_size,
@@ -158,12 +156,7 @@ def chunked(text: str) -> Iterator[str]:
 
 
 def train_sentencepiece(chunks: list[str], vocab_size: int, *, bos: bool = False) -> bytes:
-    """Train a sentencepiece BPE on `chunks` (see `chunked`); return the serialized model.
-
-    Raises:
-        UserError: `vocab_size` is too small for the sample's characters, or larger than its merges
-            allow.
-    """
+    """Train a sentencepiece BPE on `chunks` (see `chunked`); return the serialized model."""
     require("sentencepiece", "training a tokenizer")
     import sentencepiece
 
@@ -300,18 +293,27 @@ def load_tokenizer(folder: str | Path) -> Any:
 
 
 def refuse_unusable(tokenizer: Any, folder: str | Path) -> None:
-    """Refuse a tokenizer of special tokens alone, and one with an id that no model has.
+    """Raise UserError for a tokenizer of special tokens alone, or with settings that no model has.
 
     transformers makes the first for a folder without tokenizer files, by the model's type; it loses
     all text. What is counted by id takes memory for the largest.
-
-    Raises:
-        UserError: the tokenizer is one of these.
     """
     if (largest := largest_id(tokenizer)) >= _MOST_IDS:
         raise UserError(
             f"the tokenizer in {folder} has the id {largest}, and no model has so many tokens: its "
             "tokenizer.json is damaged"
+        )
+    longest = getattr(tokenizer, "model_max_length", 0)
+    if isinstance(longest, bool) or not isinstance(longest, int | float):
+        raise UserError(
+            f"the tokenizer in {folder} has the model_max_length {longest!r:.40}, not a number"
+        )
+    templates = getattr(tokenizer, "chat_template", None)
+    names = templates if isinstance(templates, dict) else {}
+    # They become names of files where the tokenizer is saved.
+    if strange := [name for name in names if not re.fullmatch(r"\w[\w.-]*", str(name))]:
+        raise UserError(
+            f"the tokenizer in {folder} has a chat template named {strange[0]!r:.80}: rename it"
         )
     added = getattr(tokenizer, "added_tokens_decoder", {}).values()
     if set(tokenizer.get_vocab()) <= {token.content for token in added if token.special}:
@@ -327,11 +329,7 @@ def largest_id(tokenizer: Any) -> int:
 
 
 def leading_ids(tokenizer: Any) -> list[int]:
-    """Return the ids that a tokenizer puts before any text by itself: BOS, or nothing.
-
-    Raises:
-        UserError: it has no token for any text of ASCII.
-    """
+    """Return the ids that a tokenizer puts before any text by itself: BOS, or nothing."""
     for text in string.printable:  # a tokenizer of proteins may know few of them
         if bare := tokenizer.encode(text, add_special_tokens=False):
             full: list[int] = tokenizer.encode(text)

@@ -1,7 +1,6 @@
 """Explain in one line how Megatron, torch or the system ended a run."""
 
 import contextlib
-import errno
 import os
 import shutil
 import time
@@ -10,12 +9,13 @@ from argparse import Namespace
 from pathlib import Path
 
 from megasink.errors import Stopped, UserError
+from megasink.system_errors import CURES, writes
+from megasink.system_errors import explained as explained_by_system
 from megasink.training import heartbeat
 from megasink.training.rank_logs import NOT_FINITE
 from megasink.training.stop import RankState, again, left
 from megasink.training.waiting import is_first_here
 
-_NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS, errno.EIO)
 _EVENTS = ("tensorboard.", "torch.utils.tensorboard.")
 _LITTLE = 1 << 20  # bytes that are left on a file system which is full
 _first: bool | None = None
@@ -66,8 +66,9 @@ def explained(error: BaseException, args: Namespace) -> BaseException:
         if RankState.signal:  # another rank got it, too, and has left
             return Stopped(RankState.signal, f" while {RankState.phase}; {left(RankState.run_dir)}")
         return _lost(error)
-    if isinstance(error, OSError) and error.errno in _NO_ROOM:
-        explanation: BaseException = UserError(_not_written(error, args))
+    if isinstance(error, OSError) and error.errno in CURES:
+        line = _not_written(error, args) if writes(error) else explained_by_system(error)
+        explanation: BaseException = UserError(line)
     else:
         explanation = _of_megatron(error, args)
     tell(explanation)

@@ -17,6 +17,7 @@ from typing import Any
 
 from megasink.data.object_store import is_stored
 from megasink.errors import UserError
+from megasink.json_file import read_text
 from megasink.megatron_flags import REFUSED, having
 from megasink.run_options import OPTIONS
 from megasink.training.flag_table import TABLE
@@ -101,12 +102,11 @@ def read_toml(path: Path) -> dict[str, Any]:
     """Read a TOML file.
 
     Raises:
-        UserError: it is not TOML.
-        OSError: it cannot be read.
+        UserError: it cannot be read, or is not TOML.
     """
     try:
-        return tomllib.loads(path.read_text())
-    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+        return tomllib.loads(read_text(path))
+    except (tomllib.TOMLDecodeError, RecursionError) as error:
         raise UserError(f"{path} is not TOML: {error}") from error
 
 

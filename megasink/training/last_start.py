@@ -9,6 +9,7 @@ from typing import Any
 
 from megasink.checkpoints.intact import newest_intact
 from megasink.errors import UserError
+from megasink.json_file import read_text
 from megasink.training.early import cuda_devices, replica_ranks
 from megasink.training.flag_file import named_values
 from megasink.training.run_dir import has_finished_step
@@ -46,7 +47,7 @@ def finished(run_dir: Path, args: Namespace) -> str | None:
 def last_start(run_dir: Path) -> dict[str, Any]:
     """Return the last record of starts.jsonl; empty if there is none."""
     starts = run_dir / "starts.jsonl"
-    lines = starts.read_text(errors="replace").splitlines() if starts.is_file() else []
+    lines = read_text(starts, errors="replace").splitlines() if starts.exists() else []
     for line in reversed(lines):
         with suppress(ValueError, TypeError, RecursionError):  # truncated by a kill
             start = dict(json.loads(line))

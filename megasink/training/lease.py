@@ -34,7 +34,9 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from megasink.errors import UserError
+from megasink.json_file import open_file
 from megasink.printable import printable, say
+from megasink.system_errors import writing
 from megasink.training.stop import write_to_stderr
 
 LEASE = "lease"
@@ -50,6 +52,7 @@ class _Seen(NamedTuple):
     owner: dict[str, Any]
     file: int
     beat: int  # nanoseconds of the file server's clock
+    problem: str = ""
 
 
 class Lease:
@@ -72,13 +75,11 @@ class Lease:
             "token": secrets.token_hex(8),
         }
         self._released = threading.Event()
-        try:
+        with writing(f"--run-dir {folder}"):
             folder.mkdir(parents=True, exist_ok=True)
             while not self._create():
                 if (dead := wait_until_expired(folder, say)) is not None:
                     _remove(self._path, dead)
-        except OSError as error:
-            raise UserError(f"--run-dir {folder} cannot be written: {error.strerror}") from error
         self._beats = threading.Thread(target=self._beat, name="lease", daemon=True)
         self._beats.start()
         atexit.register(self.release)
@@ -131,11 +132,7 @@ class Lease:
 
 
 def wait_until_expired(folder: Path, say: Callable[[str], None] = say) -> _Seen | None:
-    """Wait until a dead owner's lease expires; return it, or None if there is no lease.
-
-    Raises:
-        UserError: the owner is alive, or the folder cannot be read.
-    """
+    """Wait until a dead owner's lease expires; return it, or None if there is no lease."""
     try:
         return _expired(folder, say)
     except OSError as error:
@@ -145,6 +142,8 @@ def wait_until_expired(folder: Path, say: Callable[[str], None] = say) -> _Seen 
 def _expired(folder: Path, say: Callable[[str], None]) -> _Seen | None:
     path = folder / LEASE / OWNER
     first = _read(path)
+    if first is not None and first.problem:
+        raise UserError(f"{first.problem}: remove {path.parent} if no trainer writes to {folder}")
     if first is None or _is_dead(first.owner):
         return first
     if _on_this_machine(first.owner):
@@ -200,13 +199,20 @@ def is_part_of_a_lease(name: str) -> bool:
 def _read(path: Path) -> _Seen | None:
     try:
         # Opening a file queries the file server; attributes alone may come from a cache.
-        with path.open("rb") as file:
+        with open_file(path) as file:
             status, text = os.fstat(file.fileno()), file.read(1 << 16)
-    except FileNotFoundError:
+    except (FileNotFoundError, NotADirectoryError):
         return None
-    owner: dict[str, Any] = {}
-    with contextlib.suppress(ValueError, TypeError, RecursionError):
-        owner = dict(json.loads(text))
+    except UserError as error:
+        return _Seen({}, 0, 0, str(error))
+    owner: Any = None
+    with contextlib.suppress(ValueError, RecursionError):
+        owner = json.loads(text)
+    owner = owner if isinstance(owner, dict) else {}
+    pid = owner.get("pid", 1)
+    if type(pid) is not int or not 0 < pid < 1 << 31:
+        problem = f"{path} is damaged: its pid is {pid!r:.40}"
+        return _Seen({}, status.st_ino, status.st_mtime_ns, problem)
     return _Seen(owner, status.st_ino, status.st_mtime_ns)
 
 
@@ -255,7 +261,7 @@ def _is_dead(owner: dict[str, Any]) -> bool:
     """Whether the owner was a process of this machine and has ended."""
     if not _on_this_machine(owner):
         return False
-    pid = int(owner.get("pid", 0))
+    pid = owner.get("pid", 0)
     started = _start(pid)
     if started is None and _is_hidden(pid):
         return False

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any, TextIO
 
 from megasink.atomic import atomic_text
+from megasink.json_file import open_file, read_text
 
 RATIO = "balance_gradient_ratio"
 ACTS = 1e-3
@@ -27,7 +28,7 @@ class MetricsFile:
         if self._path is None:
             return []
         kept = []
-        if self._path.is_file():
+        if self._path.exists():
             kept = [record for record in _records(self._path) if record["iteration"] <= iteration]
             atomic_text(self._path, "".join(json.dumps(record) + "\n" for record in kept))
         self._file = self._path.open("a")
@@ -79,7 +80,7 @@ class NewLines:
             # A resumed run drops the steps that it repeats; the rest was read before.
             self._read = size
             return []
-        with self._path.open("rb") as file:
+        with open_file(self._path) as file:
             file.seek(self._read)
             lines = file.read().rpartition(b"\n")[0]
         self._read += len(lines) + 1 if lines else 0
@@ -97,7 +98,7 @@ def weak_loss(path: Path, coefficient: float) -> str | None:
         path: metrics.jsonl, which may be missing.
         coefficient: --head-balance-coeff of the run.
     """
-    ratios = [record.get(RATIO) for record in _records(path)] if path.is_file() else []
+    ratios = [record.get(RATIO) for record in _records(path)] if path.exists() else []
     there = [ratio for ratio in ratios if ratio]  # none or 0: skipped, or without coefficients yet
     if not coefficient or not there or (mean := statistics.fmean(there)) >= ACTS:
         return None
@@ -111,7 +112,7 @@ def weak_loss(path: Path, coefficient: float) -> str | None:
 
 def _records(path: Path) -> Iterator[dict[str, Any]]:
     """Yield the records with a step, without lines that a kill truncated."""
-    for line in path.read_text().splitlines():
+    for line in read_text(path, errors="replace").splitlines():
         with suppress(ValueError, KeyError, TypeError, RecursionError):
             record = json.loads(line)
             int(record["iteration"])

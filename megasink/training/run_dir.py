@@ -31,9 +31,11 @@ from megasink.checkpoints.intact import TRACKER, go_back_to_intact, iterations, 
 from megasink.checkpoints.tokenizer import OWN, copy_tokenizer
 from megasink.data.object_store import is_stored
 from megasink.errors import UserError
-from megasink.json_file import read_object
+from megasink.json_file import open_file, read_object
 from megasink.megatron_flags import having
+from megasink.output_folder import OF_SYSTEM
 from megasink.printable import printable
+from megasink.system_errors import writing
 from megasink.training.differences import differences_of
 from megasink.training.flag_file import toml_lines
 from megasink.training.lease import is_part_of_a_lease
@@ -107,7 +109,8 @@ def folder_problem(folder: Path, *, resume: str | None) -> str | None:
         if resume == "newest":
             return f"--resume: {folder} holds no run: drop --resume to start one there"
         # Left by a start that ended before it wrote config.json.
-        left = {p.name for p in folder.glob("*") if not is_part_of_a_lease(p.name)}
+        there = [p for p in folder.glob("*") if not any(map(p.match, OF_SYSTEM))]
+        left = {p.name for p in there if not is_part_of_a_lease(p.name)}
         if left - {"logs", "tensorboard", "wandb", "config.json.partial"}:
             return f"--run-dir {folder} is not empty and holds no run: choose another folder"
         return None
@@ -249,12 +252,9 @@ def write_start(args: Namespace, identity: dict[str, Any]) -> int | None:
 
     Returns:
         the step that the run resumes from; None if it starts at step 0.
-
-    Raises:
-        UserError: no checkpoint is intact, or the folder cannot be written.
     """
     folder = Path(args.run_dir)
-    try:
+    with writing(f"--run-dir {folder}"):
         folder.mkdir(parents=True, exist_ok=True)
         resumed_from = None
         if args.resume:
@@ -267,8 +267,6 @@ def write_start(args: Namespace, identity: dict[str, Any]) -> int | None:
             go_on(args)
         _write_config(folder, args, identity, resumed_from)
         _keep_tokenizer(folder, args, new=resumed_from is None)
-    except OSError as error:
-        raise UserError(f"--run-dir {folder} cannot be written: {error.strerror}") from error
     return resumed_from
 
 
@@ -304,8 +302,8 @@ def _write_config(
         "versions": config["versions"],
         "git": config["git"],
     }
-    with (folder / "starts.jsonl").open("a") as file:
-        file.write(json.dumps(start) + "\n")
+    with open_file(folder / "starts.jsonl", appending=True) as file:
+        file.write(f"{json.dumps(start)}\n".encode())
     flags = {"about": f"the flags of {printable(folder.name)}"} | flags_of_words(sys.argv[1:])
     text = "".join(f"{line}\n" for line in toml_lines(flags))
     # A path that is not UTF-8 has no form in TOML: the file is refused when it is read.

@@ -14,7 +14,8 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 
-from megasink.errors import Stopped
+from megasink.errors import Stopped, UserError
+from megasink.json_file import read_text
 from megasink.training.waiting import on_several_hosts
 
 # End of a job, Ctrl-C, closed terminal, a scheduler's warning (sbatch --signal USR1).
@@ -75,8 +76,8 @@ def _newest(run_dir: Path | None) -> int | None:
         return None
     tracker = run_dir / "checkpoints" / "latest_checkpointed_iteration.txt"
     try:
-        return int(tracker.read_text())
-    except (OSError, ValueError):
+        return int(read_text(tracker, 64))
+    except (UserError, ValueError):
         return None
 
 

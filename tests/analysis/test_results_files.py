@@ -6,7 +6,7 @@ from dataclasses import dataclass
 import numpy as np
 import pytest
 
-from megasink.analysis.results_files import write_json, writing
+from megasink.analysis.results_files import results_of, write_json
 from megasink.analysis.stored import write_arrays
 from megasink.errors import UserError
 
@@ -34,6 +34,26 @@ def test_arrays_of_an_earlier_command_go(tmp_path):
 
 @pytest.mark.parametrize("kept", [True, False])
 def test_a_full_disk_is_told(tmp_path, kept):
-    with pytest.raises(UserError, match="No space left") as told, writing(tmp_path, kept=kept):
+    (tmp_path / "old.csv").write_text("old")
+
+    def write(folder):
+        (folder / "new.csv").write_text("new")
         raise OSError(28, "No space left on device")
+
+    results = results_of(tmp_path, ["*.csv"], kept=kept)
+    with pytest.raises(UserError, match="No space left") as told, results as folder:
+        write(folder)
     assert ("without measuring again" in str(told.value)) == kept
+    assert [path.name for path in tmp_path.iterdir()] == ["old.csv"]
+
+
+def test_results_replace_earlier_ones_at_once(tmp_path):
+    for name in ("old.csv", "both.csv", "mine.txt"):
+        (tmp_path / name).write_text("old")
+    with results_of(tmp_path, ["*.csv"]) as folder:
+        (folder / "both.csv").write_text("new")
+        (folder / "tables").mkdir()
+        (folder / "tables" / "a.csv").write_text("new")
+        assert (tmp_path / "both.csv").read_text() == "old"
+    found = {str(p.relative_to(tmp_path)): p.read_text() for p in tmp_path.rglob("*.*")}
+    assert found == {"both.csv": "new", "mine.txt": "old", "tables/a.csv": "new"}

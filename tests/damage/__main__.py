@@ -36,7 +36,7 @@ def _run(root: Path, names: list[str], *, large: bool) -> int:
     import megatron.training  # noqa: F401
     import transformers  # noqa: F401
 
-    from tests.damage.harness import judge
+    from tests.damage.harness import Sound, judge
     from tests.damage.sound import make_sound
     from tests.damage.tables import CASES
 
@@ -46,9 +46,14 @@ def _run(root: Path, names: list[str], *, large: bool) -> int:
         if not names or any(name.startswith(wanted) for wanted in names)
     }
     os.environ["MASTER_PORT"] = str(free_port())
-    reports = any(name.endswith("/report") for name in chosen)
+    reports = any(name.endswith("/report") or name.startswith("fuzz/") for name in chosen)
     unfinished = any(name.startswith("going-on/") for name in chosen)
-    sound = make_sound(root / "sound", large=large, analysis=reports, unfinished=unfinished)
+    kept = Path(os.environ.get("DAMAGE_SOUND", "/nowhere"))  # made before, for many short runs
+    sound = (
+        Sound(kept, large)
+        if kept.is_dir()
+        else make_sound(root / "sound", large=large, analysis=reports, unfinished=unfinished)
+    )
     counts: Counter[str] = Counter()
     most, slowest, start = 0, 0.0, time.monotonic()
     for name, case in chosen.items():

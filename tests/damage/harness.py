@@ -50,6 +50,14 @@ class Sound:
     def analysis(self) -> Path:
         return self.root / "analysis"
 
+    @property
+    def other(self) -> Path:
+        return self.root / "other"
+
+    @property
+    def run2(self) -> Path:
+        return self.root / "run2"
+
     def unfinished(self, command: str) -> Path:
         """The output of a command that ended before its results were written."""
         return self.root / "unfinished" / command

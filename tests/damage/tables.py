@@ -1,6 +1,6 @@
 """Every damaged input, by name."""
 
-from tests.damage import checkpoints, corpora, data_sets, fields, folders, going_on
+from tests.damage import checkpoints, corpora, data_sets, fields, folders, fuzz, going_on
 
 _TABLES = {
     "corpus": corpora.CASES,
@@ -9,5 +9,6 @@ _TABLES = {
     "folder": folders.CASES,
     "field": fields.CASES,
     "going-on": going_on.CASES,
+    "fuzz": fuzz.CASES,
 }
 CASES = {f"{kind}/{name}": case for kind, table in _TABLES.items() for name, case in table.items()}

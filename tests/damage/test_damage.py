@@ -44,6 +44,19 @@ def test_every_damaged_file_that_a_command_goes_on_from_is_one_line():
     judged(["going-on/"])
 
 
+FUZZ = [name for name in CASES if name.startswith("fuzz/")]
+
+
+def test_some_crafted_files_are_one_line():
+    judged(FUZZ[::40])
+
+
+def test_every_crafted_file_is_one_line():
+    """Of every kind that commands read."""
+    assert len(FUZZ) >= 400
+    judged(["fuzz/"])
+
+
 def test_the_tables_hold_a_hundred():
     assert len(CASES) >= 100
     assert set(CHOSEN) <= set(CASES)

@@ -132,3 +132,20 @@ def test_missing_inputs_are_reported_together(tmp_path):
     assert "absent does not exist" in absent
     assert "dangling cannot be read: No such file" in dangling
     assert "/dev/null is not a regular file" in device
+
+
+def test_a_link_out_of_a_folder_is_refused_and_one_that_is_named_is_read(tmp_path):
+    (tmp_path / "secret.txt").write_text("of another folder")
+    folder = tmp_path / "folder"
+    folder.mkdir()
+    (folder / "own.txt").write_text("of this folder")
+    (folder / "inside.txt").symlink_to("own.txt")
+    assert [document.text for document in Corpus([folder])] == ["of this folder"] * 2
+    (folder / "outside.txt").symlink_to("../secret.txt")
+    with pytest.raises(UserError, match=r"outside\.txt is a link to .*secret\.txt, outside of"):
+        Corpus([folder])
+    named = Corpus([folder / "outside.txt"])
+    assert [document.text for document in named] == ["of another folder"]
+    (tmp_path / "folder-link").symlink_to("folder")
+    (folder / "outside.txt").unlink()
+    assert len(list(Corpus([tmp_path / "folder-link"]))) == 2

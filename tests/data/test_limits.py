@@ -134,7 +134,7 @@ def test_a_pipe_that_takes_the_place_of_a_file(tmp_path):
     corpus = Corpus([tmp_path])
     (tmp_path / "a.jsonl").unlink()
     os.mkfifo(tmp_path / "a.jsonl")
-    with pytest.raises(UserError, match=r"a\.jsonl is not a regular file"):
+    with pytest.raises(UserError, match=r"a\.jsonl is a named pipe"):
         list(corpus)
 
 

@@ -5,7 +5,7 @@ import shutil
 
 import pytest
 
-from megasink.checkpoints.intact import damage, newest_intact
+from megasink.checkpoints.intact import damage, move_aside, newest_intact
 from tests.training.six_steps import losses, resumed_from
 
 
@@ -64,3 +64,22 @@ def _flipped(content: bytes, where: float) -> bytes:
     changed = bytearray(content)
     changed[int(where * len(content))] ^= 0x10
     return bytes(changed)
+
+
+def test_the_newest_two_that_were_moved_aside_stay(tmp_path, capsys):
+    """And nothing else goes, whatever its name is like."""
+    others = ("iter_0000001.damaged.txt", "iter_0000001.damage", "iter_x.damaged", "iter_0000009")
+    for name in others:
+        (tmp_path / name).mkdir()
+    (tmp_path / "elsewhere").mkdir()
+    (tmp_path / "iter_0000002.damaged9").symlink_to("elsewhere")
+    for turn, step in enumerate((5, 3, 3, 8)):
+        folder = tmp_path / f"iter_{step:07d}"
+        folder.mkdir()
+        (folder / "turn").write_text(f"{turn}")
+        move_aside(tmp_path, step, "its index is cut")
+    aside = {path.name: (path / "turn") for path in tmp_path.glob("iter_*.damaged*")}
+    turns = {name: path.read_text() for name, path in aside.items() if path.is_file()}
+    assert sorted(turns.values()) == ["2", "3"]
+    assert capsys.readouterr().out.count("the newest 2 damaged checkpoints are kept") == 2
+    assert {*others, "elsewhere", "iter_0000002.damaged9"} <= {p.name for p in tmp_path.iterdir()}

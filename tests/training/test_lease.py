@@ -268,3 +268,32 @@ def test_a_folder_that_cannot_be_made_is_one_line(tmp_path):
         with pytest.raises(UserError, match=r"--run-dir .* cannot be (written|used): ") as refused:
             Lease(type(tmp_path)(folder))
         assert len(str(refused.value).splitlines()) == 1
+
+
+@pytest.mark.parametrize(
+    ("name", "make"),
+    [
+        ("is a named pipe", os.mkfifo),
+        ("is a folder", os.mkdir),
+        ("is a device", lambda path: path.symlink_to("/dev/zero")),
+        *((f"pid is {pid}", pid) for pid in ("'x'", "1e+30", "True", "[1]", "-3", "None")),
+    ],
+)
+def test_a_damaged_lease_is_one_line(tmp_path, name, make):
+    """On this very machine, where the process would be looked for."""
+    path = lease_of(tmp_path)
+    path.parent.mkdir()
+    if callable(make):
+        make(path)
+    else:
+        value = {"True": True, "None": None, "'x'": "x", "[1]": [1]}.get(make)
+        value = value if make in ("True", "None", "'x'", "[1]") else float(make)
+        path.write_text(json.dumps(lease._machine() | {"pid": value}))
+    for attempt in (Lease, wait_until_expired):
+        with pytest.raises(UserError, match=r": remove .*lease if no trainer writes") as told:
+            attempt(tmp_path)
+        assert name.removesuffix("-3") in str(told.value)
+        assert "\n" not in str(told.value)
+    assert lease.writer_of(tmp_path) == "an unknown trainer" or callable(make)
+    clear(tmp_path)
+    assert os.path.lexists(path)

@@ -13,7 +13,9 @@ from megasink.checkpoints.tokenizer import OWN, copy_tokenizer, same_tokenizer, 
 from megasink.cli import main as megasink
 from megasink.errors import UserError
 from megasink.megatron.arguments import parse_apart
+from megasink.output_folder import foreign_contents
 from megasink.training import run_dir
+from megasink.training.run_dir import folder_problem
 from tests.training.command_lines import MOCK
 
 FLAGS = [*MOCK, "--attention-variant", "sink"]
@@ -322,3 +324,15 @@ def test_a_resumed_run_takes_its_own_tokenizer_where_the_other_is_gone(tmp_path)
     args.tokenizer_model = str(given)
     (problem,) = run_dir.problems(args)
     assert f"tokenizer_model '{given}' has changed since" in problem
+
+
+def test_the_root_of_a_fresh_volume_holds_a_run(tmp_path):
+    """And results; what somebody has put there does not become the system's by its name."""
+    for name in ("lost+found", ".snapshot", ".Trash-1000"):
+        (tmp_path / name).mkdir()
+    (tmp_path / ".DS_Store").write_bytes(b"")
+    assert folder_problem(tmp_path, resume=None) is None
+    assert foreign_contents(tmp_path) is None
+    (tmp_path / "lost").mkdir()
+    assert "holds no run" in folder_problem(tmp_path, resume=None)
+    assert "holds lost," in foreign_contents(tmp_path)

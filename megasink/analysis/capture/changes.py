@@ -34,11 +34,7 @@ class ForwardPass:
     input_ids_BQ: Tensor | None = None
 
     def check_continues(self, segments: Sequence[Segment]) -> None:
-        """Check that a call with a cache continues the call that ran these sequences.
-
-        Raises:
-            UserError: it does not, so what was decided for them says nothing about its rows.
-        """
+        """Check that a call with a cache continues the call that ran these sequences."""
         rows = [segment.row for segment in segments]
         if rows != list(range(self.rows)):
             raise UserError(

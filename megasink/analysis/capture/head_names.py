@@ -4,11 +4,7 @@ from collections.abc import Iterable, Sequence
 
 
 def parse_head(word: str) -> tuple[int, int]:
-    """Return (layer, head) of a word such as 3.5.
-
-    Raises:
-        ValueError: any other form.
-    """
+    """Return (layer, head) of a word such as 3.5."""
     layer, _, head = word.partition(".")
     if not (layer.isdecimal() and head.isdecimal()):
         raise ValueError(f"{word}: write a head as LAYER.HEAD, both from 0, such as 3.5")

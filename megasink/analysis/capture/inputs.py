@@ -73,9 +73,6 @@ def text_samples(
         inputs: as `Corpus` takes them.
         seq_length: tokens of a sequence, BOS included; longer documents are cut.
         max_samples: maximum per input; None for all.
-
-    Raises:
-        UserError: no document has two tokens, or as `Reader.read`.
     """
     samples = []
     for name, source in zip(dataset_names(inputs), inputs, strict=True):
@@ -102,11 +99,7 @@ def text_samples(
 def texts_in_memory(
     reader: "Reader", texts: Iterable[str], length: int, most: int | None
 ) -> list[Sample]:
-    """Return the first tokens of strings, each a text.
-
-    Raises:
-        UserError: none has two tokens.
-    """
+    """Return the first tokens of strings, each a text."""
     samples = []
     for number, text in enumerate(texts):
         source = f"text {number}"

@@ -54,11 +54,7 @@ def load(options: ModelOptions, device: str, *, quiet: bool = False) -> tuple[Pr
 def load_weights(
     folder: Path, *, dtype: torch.dtype | str, attn_implementation: str | None
 ) -> PreTrainedModel:
-    """Return the model of a folder, on the CPU.
-
-    Raises:
-        UserError: missing or broken files, or weights that do not match config.json.
-    """
+    """Return the model of a folder, on the CPU."""
     with _quiet(bars=False), _named(folder):
         _know_our_own()
         _check_sizes(folder / "config.json")
@@ -88,11 +84,7 @@ def load_weights(
 
 
 def _check_sizes(path: Path) -> None:
-    """Refuse sizes that no model has, which would take all memory or an hour.
-
-    Raises:
-        UserError: names the file, the field and its value.
-    """
+    """Refuse sizes that no model has, which would take all memory or an hour."""
     config = read_object(path)
     for part in (config, config.get("text_config")):
         if isinstance(part, dict):

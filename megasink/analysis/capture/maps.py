@@ -44,9 +44,6 @@ def named_heads(texts: Sequence[str], heads: Sequence[int]) -> list[Head]:
 
     Args:
         heads: number of heads in each layer.
-
-    Raises:
-        UserError: the model has no such head.
     """
     chosen = list(dict.fromkeys(parse_head(text) for text in texts))
     if problems := head_problems(chosen, heads):

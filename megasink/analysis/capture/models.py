@@ -15,11 +15,7 @@ if TYPE_CHECKING:
 
 
 def open_probe_on(model: Any) -> OpenProbe:
-    """Return the function that opens a probe on a model of any kind.
-
-    Raises:
-        UserError: it is none that megasink can change.
-    """
+    """Return the function that opens a probe on a model of any kind."""
     if isinstance(model, ProbedModel):
         return model.open_probe
     if hasattr(model, "tokenizer"):  # what load_model or load_run returned
@@ -50,9 +46,6 @@ def of_transformers(model: "PreTrainedModel", tokenizer: Any, name: str) -> Prob
     Args:
         model: in evaluation mode, with the attention implementation "sdpa" or "eager".
         name: for tables and figures.
-
-    Raises:
-        ConfigError: megasink cannot read its attention.
     """
     from megasink.analysis.capture.transformers_model import model_problems
     from megasink.transformers.blocks import decoder_config, find_blocks

@@ -81,18 +81,11 @@ class Ranks:
 
         Args:
             tell: called now and then with the number of finished samples.
-
-        Raises:
-            SystemExit: another process failed and reported it.
         """
         self._await(point, self.size, tell)
 
     def await_first(self, point: str) -> None:
-        """Wait until rank 0 has reached a point that only rank 0 reaches.
-
-        Raises:
-            SystemExit: as `await_all`.
-        """
+        """Wait until rank 0 has reached a point that only rank 0 reaches."""
         self._await(point, 1, None)
 
     def _await(self, point: str, count: int, tell: Callable[[int], None] | None) -> None:

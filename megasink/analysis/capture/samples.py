@@ -108,11 +108,7 @@ def _samples(
 
 
 def replacement_for(options: AnalysisOptions, model: ProbedModel) -> Replacement | None:
-    """Return what to replace in every sequence, and say on stderr what a run's training decides.
-
-    Raises:
-        UserError: the vocabulary does not have the token.
-    """
+    """Return what to replace in every sequence, and say on stderr what a run's training decides."""
     requested, value = options.replace_tokens_at, options.replace_tokens_with
     if requested is None:
         positions, value = list(model.replaced_at), model.replaced_with

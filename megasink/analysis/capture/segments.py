@@ -30,10 +30,6 @@ def segments_of(
         attention_mask_BT: 1 for real tokens, as transformers takes it; None for all.
         position_ids_BT: without a mask, a position that does not follow the previous one starts a
             new document, as in transformers.
-
-    Raises:
-        UserError: a row has no real token, or padding between real ones, or a mask by which it is
-            one sequence and positions that begin again.
     """
     rows, tokens = shape
     if attention_mask_BT is None and position_ids_BT is None:

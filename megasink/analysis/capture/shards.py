@@ -7,7 +7,7 @@ killed analysis resumes where it stopped, and several processes can share one.
 import json
 import shutil
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +17,7 @@ from megasink.atomic import atomic_text
 from megasink.errors import UserError
 from megasink.json_file import read_object
 from megasink.output_folder import differences
+from megasink.system_errors import writing
 
 MOST = 64
 """Maximum number of shards; each holds the sums of `MeanCosine`, however few its samples."""
@@ -139,28 +140,17 @@ class PartialFolder:
 
 
 def check_shared(path: Path) -> None:
-    """Check that this process sees what another one has created.
-
-    Raises:
-        UserError: it does not.
-    """
+    """Check that this process sees what another one has created."""
     if not path.exists():
         raise UserError(
             f"--output: {path} does not exist on every machine: use a folder that they all share"
         )
 
 
-@contextmanager
-def writing_parts(folder: Path) -> Iterator[None]:
-    """Turn an OSError while a finished part is written to a folder into one that says what to do.
-
-    Raises:
-        UserError: the folder cannot be written, or the disk is full.
-    """
-    try:
-        yield
-    except OSError as error:
-        raise UserError(
-            f"{folder} cannot be written ({error.strerror or error}): free some space or choose "
-            "another --output; what is finished is kept, and the same command resumes from it"
-        ) from error
+def writing_parts(folder: Path) -> AbstractContextManager[None]:
+    """Raise UserError in the place of an OSError while a finished part is written to a folder."""
+    return writing(
+        folder,
+        "free some space or choose another --output; what is finished is kept, and the same "
+        "command resumes from it",
+    )

@@ -239,12 +239,7 @@ class HarnessModel(TemplateLM):
 
     @torch.no_grad()
     def generate_until(self, instances: list[Any], disable_tqdm: bool = True) -> list[str]:
-        """Return greedy continuations; prompts of equal length and settings share a batch.
-
-        Raises:
-            UserError: a task does not ask for greedy answers, or for more tokens than the model has
-                positions.
-        """
+        """Return greedy continuations; prompts of equal length and settings share a batch."""
         jobs: dict[tuple[int, int, tuple[str, ...]], list[tuple[int, tuple[int, ...]]]] = {}
         for i, (text, generation) in enumerate(instance.args for instance in instances):
             new, stops = self._settings(generation)

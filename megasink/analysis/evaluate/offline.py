@@ -22,9 +22,6 @@ def offline() -> Iterator[None]:
 
     Some tasks fetch data in their own code (lm-eval's RULER does); without the second part they
     would do so, or wait for a network that is not there.
-
-    Raises:
-        AttributeError: Hugging Face's libraries renamed a switch.
     """
     import datasets.config
     import huggingface_hub.constants

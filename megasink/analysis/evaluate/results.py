@@ -1,7 +1,6 @@
 """Write an evaluation: scores as JSON, samples as JSON lines, a table."""
 
 import json
-import shutil
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -13,8 +12,7 @@ from rich.table import Table
 from megasink.analysis.capture.base import ProbedModel
 from megasink.analysis.evaluate.harness import TaskResults, TaskScores
 from megasink.analysis.evaluate.suites import Average, averages
-from megasink.analysis.results_files import write_json, writing
-from megasink.atomic import atomic_folder
+from megasink.analysis.results_files import results_of, write_json
 from megasink.printable import printable
 from megasink.typed_json import to_json
 
@@ -55,9 +53,6 @@ def write_evaluation(
 
     Args:
         named: the tasks and suites that were named.
-
-    Raises:
-        UserError: the folder cannot be written.
     """
     shared = {name: getattr(results, name) for name in TaskResults.__dataclass_fields__}
     del shared["samples"]
@@ -69,21 +64,20 @@ def write_evaluation(
         averages=averages(named, scores),
         **shared,
     )
-    with writing(output, kept=False):
-        shutil.rmtree(output / "samples", ignore_errors=True)  # of an earlier evaluation
+    with results_of(output, ["samples/*.jsonl"], kept=False) as folder:
         if results.samples:
-            _write_samples(output / "samples", results.samples)
-        write_json(output / "evaluation.json", evaluation)
+            _write_samples(folder / "samples", results.samples)
+        write_json(folder / "evaluation.json", evaluation)
     _show(evaluation)
     print(f"wrote {output}/evaluation.json{', samples/' * bool(results.samples)}")
 
 
 def _write_samples(folder: Path, samples: dict[str, list[dict[str, Any]]]) -> None:
-    with atomic_folder(folder) as partial:
-        for name, entries in samples.items():
-            # Documents hold whatever a dataset holds, such as dates.
-            lines = (json.dumps(to_json(entry), default=str) + "\n" for entry in entries)
-            (partial / f"{name.replace('/', '_')}.jsonl").write_text("".join(lines))
+    folder.mkdir()
+    for name, entries in samples.items():
+        # Documents hold whatever a dataset holds, such as dates.
+        lines = (json.dumps(to_json(entry), default=str) + "\n" for entry in entries)
+        (folder / f"{name.replace('/', '_')}.jsonl").write_text("".join(lines))
 
 
 def _show(evaluation: Evaluation) -> None:

@@ -172,11 +172,7 @@ def _check_code(entries: Sequence[Any], tokenizer: Path | None, allowed: bool) -
 
 
 def _index(names: Sequence[str], folders: Sequence[Path], metadata: dict[str, Any]) -> Any:
-    """Return lm-eval's manager of tasks, with the folders that define these names.
-
-    Raises:
-        ConfigError: unknown names.
-    """
+    """Return lm-eval's manager of tasks, with the folders that define these names."""
     from lm_eval.tasks import TaskManager
 
     places = _places()

@@ -9,7 +9,7 @@ import numpy as np
 
 from megasink.analysis.capture.head_names import parse_head
 from megasink.errors import UserError
-from megasink.json_file import read_value
+from megasink.json_file import read_text, read_value
 
 Heads = tuple[tuple[int, int], ...]
 """(layer, head) pairs, both from 0."""
@@ -79,13 +79,11 @@ def read_heads(path: Path) -> HeadList:
     try:
         if path.suffix == ".json":
             return _from_json(read_value(path))
-        rows = [row for row in csv.reader(path.read_text().splitlines()) if row]
+        rows = [row for row in csv.reader(read_text(path).splitlines()) if row]
         if [word.strip() for word in rows[0]] == ["layer", "head"] if rows else False:
             pairs = [[int(word) for word in row] for row in rows[1:]]
             return HeadList(normalized_heads(pairs))
         return _from_mask([[int(word) for word in row] for row in rows])
-    except OSError as error:
-        raise UserError(f"{path}: {error.strerror}") from error
     except ValueError as error:
         raise UserError(f"{path}: {error}") from error
 

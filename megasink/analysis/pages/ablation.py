@@ -16,8 +16,8 @@ from megasink.analysis.ablate.results import (
 from megasink.analysis.pages import html
 from megasink.analysis.pages.ablation_figures import Arrays, draw_all, shown_on, title_of
 from megasink.analysis.pages.csv_file import write_csv
-from megasink.analysis.pages.drawing import Picture, write_page
-from megasink.analysis.results_files import write_json, writing
+from megasink.analysis.pages.drawing import PAGE_FILES, Picture, write_page
+from megasink.analysis.results_files import results_of, write_json
 from megasink.analysis.stored import write_arrays
 from megasink.printable import say
 
@@ -29,18 +29,15 @@ def write_ablation(results: AblationResults, masks: Arrays, tsne: Arrays, output
         results: contents of ablation.json.
         masks: contents of points.npz.
         tsne: contents of tsne.npz; empty if there is none.
-
-    Raises:
-        UserError: the folder cannot be written, or the disk is full.
     """
     pictures = draw_all(results, masks, tsne)
-    with writing(output):
-        write_arrays(output / "points.npz", masks)
-        write_arrays(output / "tsne.npz", tsne)
+    with results_of(output, (*PAGE_FILES, "*.npz")) as folder:
+        write_arrays(folder / "points.npz", masks)
+        write_arrays(folder / "tsne.npz", tsne)
         rows = list(_rows(results))
-        write_csv(output / "ablation.csv", list(rows[0]), rows)
-        write_page(page(results, pictures), pictures, output)
-        write_json(output / "ablation.json", results)
+        write_csv(folder / "ablation.csv", list(rows[0]), rows)
+        write_page(page(results, pictures), pictures, folder)
+        write_json(folder / "ablation.json", results)
     for line in in_words(results):
         say(line)
     print(f"wrote {output}/report.html, ablation.json, ablation.csv, *.npz")

@@ -28,9 +28,6 @@ def shortest_names(paths: Sequence[Path], what: str) -> list[str]:
 
     Args:
         what: one of them, such as "a run".
-
-    Raises:
-        UserError: a folder is given twice.
     """
     resolved = [path.resolve() for path in paths]
     if len(set(resolved)) < len(resolved):
@@ -43,11 +40,7 @@ def shortest_names(paths: Sequence[Path], what: str) -> list[str]:
 
 
 def name_apart(analyses: Sequence["Analysis"], folders: Sequence[Path]) -> None:
-    """Add the folder to each name that several analyses have.
-
-    Raises:
-        UserError: a folder is given twice.
-    """
+    """Add the folder to each name that several analyses have."""
     counts = Counter(analysis.name for analysis in analyses)
     for analysis, folder in zip(analyses, shortest_names(folders, "an analysis"), strict=True):
         if counts[analysis.name] > 1:

@@ -12,6 +12,8 @@ from megasink.analysis.pages.curves import EMA, SMOOTHED, mark_spikes, series, s
 from megasink.analysis.pages.drawing import picture_of
 from megasink.analysis.pages.losses import loss_spikes
 from megasink.analysis.pages.style import DASHES, label, model_colors, note, panels, styled, zoom
+from megasink.atomic import atomic_files
+from megasink.system_errors import writing
 
 Runs = dict[str, list[dict[str, Any]]]
 COLUMNS = {
@@ -82,9 +84,6 @@ def write_comparison(runs: Runs, figure: Any, output: Path, *, comment: str | No
     Args:
         output: the PNG; the page has its name, with .html.
         comment: in both (`megasink.analysis.pages.picture_comment.comment_of`).
-
-    Raises:
-        OSError: the files cannot be written.
     """
     with styled():
         picture = picture_of(figure, output.stem, _TITLE, _CAPTION, comment=comment)
@@ -92,9 +91,9 @@ def write_comparison(runs: Runs, figure: Any, output: Path, *, comment: str | No
     made = html.Page(f"megasink compare: {names}", names, comment or "")
     made.section("Final numbers", html.table(*final_numbers(runs)))
     made.section(_TITLE, html.figure(picture, f"{_TITLE}: {names}", picture.caption))
-    output.parent.mkdir(parents=True, exist_ok=True)
-    output.write_bytes(picture.files["png"])
-    output.with_suffix(".html").write_text(made.text())
+    with writing(f"--output {output}"), atomic_files(output.parent) as folder:
+        (folder / output.name).write_bytes(picture.files["png"])
+        (folder / output.with_suffix(".html").name).write_text(made.text())
 
 
 def final_numbers(runs: Runs) -> tuple[list[str], list[list[str]]]:

@@ -37,11 +37,7 @@ def series(
 
 
 def draw_run(run_dir: Path) -> Path:
-    """Draw the figure of a run to RUN/curves.png, and return its path.
-
-    Raises:
-        UserError: as in `read_metrics`.
-    """
+    """Draw the figure of a run to RUN/curves.png, and return its path."""
     output = run_dir / "curves.png"
     with styled():
         save(figure_of(run_dir, read_metrics(run_dir)), output)

@@ -20,6 +20,7 @@ SECTIONS = (
     "Between models",
 )
 """Sections of the page, in order."""
+PAGE_FILES = ("report.html", "figures/*.png", "figures/*.pdf")
 
 
 @dataclass(frozen=True)
@@ -85,14 +86,8 @@ def picture_of(
 
 
 def write_page(page: str, pictures: Sequence[Picture], output: Path) -> None:
-    """Write report.html and figures/, without the figures of an earlier page.
-
-    Raises:
-        OSError: the files cannot be written.
-    """
-    (output / "figures").mkdir(parents=True, exist_ok=True)
-    for old in (*output.glob("figures/*.png"), *output.glob("figures/*.pdf")):
-        old.unlink()
+    """Write report.html and figures/ to a new folder (`results_of`, with `PAGE_FILES`)."""
+    (output / "figures").mkdir()
     for picture in pictures:
         for kind, content in picture.files.items():
             (output / "figures" / f"{picture.name}.{kind}").write_bytes(content)

@@ -13,6 +13,7 @@ from pathlib import Path
 from PIL import Image
 
 from megasink.errors import UserError
+from megasink.json_file import open_file
 from megasink.output_folder import folder_problem
 from megasink.printable import printable
 
@@ -23,10 +24,6 @@ def comment_of(output: Path, line: str, of: Sequence[object], *, overwrite: bool
     Args:
         line: the command, with what names its picture.
         of: all that the picture depends on.
-
-    Raises:
-        UserError: the name does not end in .png; its folder cannot be made; or the file exists, is
-            of something else, and `overwrite` is not set.
     """
     if output.suffix.lower() != ".png":
         raise UserError(f"--output {output}: the picture is a PNG: name it {output.name}.png")
@@ -49,11 +46,11 @@ def comment_of(output: Path, line: str, of: Sequence[object], *, overwrite: bool
 
 def _comment_in(path: Path) -> str:
     """Return the comment in a picture, or in the head of a page; empty without one."""
-    with suppress(OSError, ValueError, SyntaxError):
+    with suppress(OSError, ValueError, SyntaxError), open_file(path) as file:
         if path.suffix == ".html":
-            head = path.read_text()[:10_000]
+            head = file.read(10_000).decode(errors="replace")
             comment = re.search('<meta name="description" content="([^"]*)">', head)
             return unescape(comment[1]) if comment else ""
-        with Image.open(path, formats=["PNG"]) as image:
+        with Image.open(file, formats=["PNG"]) as image:
             return str(image.info.get("Comment", ""))
     return ""

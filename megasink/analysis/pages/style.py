@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from megasink.atomic import atomic_file
 from megasink.printable import printable
 
 if TYPE_CHECKING:
@@ -126,7 +127,8 @@ def save(figure: Any, path: Path, comment: str | None = None) -> None:
         OSError: the file cannot be written.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_bytes(rendered(figure, comment=comment))
+    with atomic_file(path) as file:
+        file.write(rendered(figure, comment=comment))
 
 
 def model_colors(count: int) -> list[Any]:

@@ -11,10 +11,10 @@ from megasink.analysis.metrics import metrics
 from megasink.analysis.metrics.sinks import EPSILONS
 from megasink.analysis.pages import html
 from megasink.analysis.pages.csv_file import write_csv
-from megasink.analysis.pages.drawing import Picture, picture_of, write_page
+from megasink.analysis.pages.drawing import PAGE_FILES, Picture, picture_of, write_page
 from megasink.analysis.pages.style import MAP, even_panels, label, shares_of_heads, styled
 from megasink.analysis.results import SweepResults, SweepRow
-from megasink.analysis.results_files import write_json, writing
+from megasink.analysis.results_files import results_of, write_json
 from megasink.analysis.stored import write_arrays
 from megasink.attention.definitions import SINK_EPSILON
 from megasink.printable import say
@@ -38,17 +38,14 @@ def write_sweep(results: SweepResults, arrays: dict[str, Any], output: Path) -> 
     Args:
         results: contents of sweep.json.
         arrays: contents of sweep.npz: "score/setting" -> [samples, layers, heads].
-
-    Raises:
-        UserError: the folder cannot be written, or the disk is full.
     """
     table = [table_row(row, results.rows) for row in results.rows]
     pictures = draw_all(results)
-    with writing(output):
-        write_arrays(output / "sweep.npz", arrays)
-        write_csv(output / "sweep.csv", list(table[0]), table)
-        write_page(page(results, table, pictures), pictures, output)
-        write_json(output / "sweep.json", results)
+    with results_of(output, (*PAGE_FILES, "*.npz")) as folder:
+        write_arrays(folder / "sweep.npz", arrays)
+        write_csv(folder / "sweep.csv", list(table[0]), table)
+        write_page(page(results, table, pictures), pictures, folder)
+        write_json(folder / "sweep.json", results)
     shown = [
         *("length", "bos", "copies", "samples", "sink_rate", "inactive_awft"),
         *("inactive_ahon_ln", "massive_ratio", "nats_per_token"),

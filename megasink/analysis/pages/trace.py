@@ -40,11 +40,7 @@ class TraceRow:
 
 
 def trace_row(results: Results) -> TraceRow:
-    """Build the row of a checkpoint from its results.
-
-    Raises:
-        UserError: the results do not say how far the model was trained.
-    """
+    """Build the row of a checkpoint from its results."""
     model = results.model
     if model.step is None or model.trained_tokens is None:
         raise UserError(
@@ -58,11 +54,7 @@ def write_trace(rows: Sequence[TraceRow], folder: Path, name: str) -> None:
 
     Args:
         name: name of the run.
-
-    Raises:
-        OSError: the files cannot be written.
     """
-    folder.mkdir(parents=True, exist_ok=True)
     table = [{"step": row.step, "tokens": row.tokens, **row.numbers} for row in rows]
     write_csv(folder / "trace.csv", list(table[0]), table)
     with styled():

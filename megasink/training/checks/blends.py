@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from megasink.errors import UserError
-from megasink.json_file import read_value
+from megasink.json_file import read_text, read_value
 
 DEFAULT_SPLIT = "969,30,1"  # Megatron's (arguments.py:651), set after these checks
 _FILE_BYTES = 64 << 20
@@ -151,10 +151,6 @@ def _number(word: str) -> float | None:
 
 def _text(flag: str, path: str) -> str:
     try:
-        if not Path(path).exists():
-            raise UserError(f"{flag}: no such file")
-        if not Path(path).is_file() or Path(path).stat().st_size > _FILE_BYTES:
-            raise UserError(f"{flag} is not a list of prefixes")
-        return Path(path).read_text()
-    except (OSError, ValueError) as error:
-        raise UserError(f"{flag} cannot be read: {error}") from error
+        return read_text(Path(path), _FILE_BYTES)
+    except UserError as error:
+        raise UserError(f"{flag}: {error}") from error
