@@ -1,5 +1,6 @@
 """The files of a data set: their names, a lock, publication all at once, and how it was made."""
 
+import hashlib
 import json
 import shutil
 from collections.abc import Iterator, Sequence
@@ -16,6 +17,8 @@ from megasink.stopping import Signalled
 
 FILES = (".json", ".bin", ".idx")
 """In order of publication: Megatron loads nothing without the `.idx`."""
+CHECKSUMS = "sha256"
+"""Key of PREFIX.json: {suffix: checksum} of the other files."""
 PROGRESS = ".progress"
 LENGTHS = ".lengths"
 # What may be there until the data set is published.
@@ -102,11 +105,20 @@ def clear_partial(prefix: Path) -> None:
         partial_of(prefix, suffix).unlink(missing_ok=True)
 
 
-def write_sidecar(prefix: Path, content: dict[str, Any]) -> None:
-    """Write the metadata of a data set, to be published."""
+def checksum(path: Path) -> str:
+    """Return the SHA-256 of a whole file, in hexadecimal; reads it in blocks."""
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def write_sidecar(prefix: Path, content: dict[str, Any]) -> dict[str, Any]:
+    """Write and return the metadata of a data set whose other files are complete."""
+    checksums = {suffix: checksum(partial_of(prefix, suffix)) for suffix in FILES[1:]}
+    content = content | {CHECKSUMS: checksums}
     path = partial_of(prefix, ".json")
     path.unlink(missing_ok=True)  # never write through a link
     path.write_text(json.dumps(content, indent=2) + "\n")
+    return content
 
 
 def publish(prefix: Path) -> None:

@@ -14,7 +14,7 @@ from typing import NoReturn
 import psutil
 
 from megasink.training.parent import AGENT, ends_by_itself, forks_end_too
-from megasink.training.stop import RankState, left, write_to_stderr
+from megasink.training.stop import RankState, left, write_to_stderr, write_to_torchrun
 
 TICK = 1.0  # seconds
 HAS_ENDED = "has ended"
@@ -124,5 +124,6 @@ def state_of(pid: int) -> str | None:
 def end(why: str, code: int = 2) -> NoReturn:
     """Print one line and exit: this rank waits for something that will not happen."""
     rank = os.environ.get("RANK", "0")
+    write_to_torchrun(why)
     write_to_stderr(f"megasink: error: rank {rank} ended: {why}; {left(RankState.run_dir)}")
     os._exit(code)

@@ -26,7 +26,6 @@ import json
 import os
 import secrets
 import shutil
-import socket
 import threading
 import time
 from collections.abc import Callable
@@ -36,6 +35,7 @@ from typing import Any, NamedTuple
 from megasink.errors import UserError
 from megasink.printable import printable, say
 from megasink.training.stop import write_to_stderr
+from megasink.training.waiting import machine
 
 LEASE = "lease"
 OWNER = "owner.json"
@@ -65,7 +65,7 @@ class Lease:
 
     def __init__(self, folder: Path, say: Callable[[str], None] = say):
         self._path = folder / LEASE / OWNER
-        self._owner = _machine() | {
+        self._owner = machine() | {
             "pid": os.getpid(),
             "started": _start(os.getpid()),
             "since": time.strftime("%Y-%m-%d %H:%M:%S %z"),
@@ -236,18 +236,8 @@ def _age(path: Path, seen: _Seen) -> float:
         probe.unlink(missing_ok=True)
 
 
-def _machine() -> dict[str, Any]:
-    """Identify the scope of process ids: each container on a host has its own."""
-    try:
-        boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
-        namespace = str(Path("/proc/self/ns/pid").readlink())
-    except OSError:
-        boot = namespace = ""
-    return {"host": socket.gethostname(), "boot": boot, "namespace": namespace}
-
-
 def _on_this_machine(owner: dict[str, Any]) -> bool:
-    here = _machine()
+    here = machine()
     return bool(here["boot"]) and all(owner.get(name) == here[name] for name in here)
 
 

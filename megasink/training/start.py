@@ -94,7 +94,8 @@ def _follow(store: Any, args: Namespace, together: bool) -> None:
         answer = json.loads(store.get(hosts.START))
         store.add(hosts.HEARD, 1)
     except torch.distributed.DistError as error:
-        raise UserError("rank 0 ended before the run began") from error
+        master = os.environ["MASTER_ADDR"]
+        raise UserError(f"rank 0 on {master} ended before the run began: see its log") from error
     if "refused" in answer:
         raise UserError(answer["refused"])
     if answer["resumed_from"] is not None:

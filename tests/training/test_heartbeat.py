@@ -15,6 +15,7 @@ from megasink.training import heartbeat
 from megasink.training.guard import Clock, state_of
 from megasink.training.heartbeat import Heartbeat
 from megasink.training.stop import RankState
+from megasink.training.waiting import machine
 
 NOW = 1_000_000.0
 
@@ -57,6 +58,7 @@ def sleeper():
 
 def tell(store, rank, pid, **others):
     beat = {"count": 1, "step": 17, "phase": "training", "host": socket.gethostname()}
+    beat["machine"] = {} if "host" in others else machine()
     store.set(str(rank), json.dumps(beat | {"pid": pid, "time": NOW - 130} | others))
 
 
@@ -195,6 +197,7 @@ STUCK = """
 import json, os, sys, threading, time
 from megasink.training import collectives, heartbeat
 from megasink.training.stop import RankState
+from megasink.training.waiting import machine
 collectives.record()
 import torch, torch.distributed as dist
 rank, store = int(sys.argv[1]), dist.FileStore(sys.argv[2], 2)
