@@ -20,14 +20,7 @@ from megasink.training.waiting import here, is_first_here, same_name_elsewhere, 
 
 
 def open_store(timeout: float) -> Any:
-    """Return the store that this attempt's ranks share before process groups exist.
-
-    Args:
-        timeout: seconds for all ranks to come.
-
-    Raises:
-        UserError: a rank did not.
-    """
+    """Return the store that this attempt's ranks share; refuse if one does not come in time."""
     import torch
 
     at = f"{os.environ.get('MASTER_ADDR')}:{os.environ.get('MASTER_PORT')}"
@@ -57,14 +50,6 @@ def agree(store: Any, rank: int, world: int, timeout: float) -> str:
     of the past first. One that was begun has been joined in the name of every rank, and a rank
     joins none that was joined in its name before. One that was not begun never will be: its rank 0
     is gone, because torchrun ends all ranks before it starts others.
-
-    Args:
-        store: with ``add``, ``set``, ``compare_set`` and ``check``; polled, because a wait in it
-            blocks signals.
-        timeout: seconds.
-
-    Raises:
-        UserError: a rank did not join in time.
     """
     end = time.monotonic() + timeout
     pause = max(0.05, world / 2000)  # the store serves every rank

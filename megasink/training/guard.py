@@ -42,12 +42,7 @@ class Clock:
 
 
 class _Guard:
-    """The state that the watchdog thread checks.
-
-    Attributes:
-        timeout: seconds that a rank waits for another (--distributed-timeout-minutes).
-        is_looking: whether the thread is running.
-    """
+    """The state that the watchdog thread checks; `timeout` is how long a rank waits for another."""
 
     def __init__(self) -> None:
         self.timeout = 600.0

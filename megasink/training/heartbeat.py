@@ -35,10 +35,7 @@ _LOST = re.compile(
 class Heartbeat:
     """Send this rank's heartbeats, and read those of the others.
 
-    Args:
-        store: shared by the ranks, with ``set``, ``get``, ``check`` and ``add``. It needs its own
-            connection, because another thread may block in torch's.
-        interval: seconds between two beats.
+    The store needs its own connection, because another thread may block in torch's.
     """
 
     def __init__(self, store: Any, rank: int, world: int, interval: float = SECONDS):
@@ -218,11 +215,10 @@ def _connect() -> Any:
 
 
 def farewell() -> bool:
-    """Announce that this rank is done, and end its thread.
+    """Announce that this rank is done, and end its thread; whether it has ended.
 
-    Returns:
-        whether the thread has ended. A thread inside the store at interpreter exit aborts the
-        process: it cannot take the GIL again, and is unwound through C++.
+    A thread inside the store at interpreter exit aborts the process: it cannot take the GIL again,
+    and is unwound through C++.
     """
     RankState.phase = ENDED
     _leaving.set()

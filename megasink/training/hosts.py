@@ -35,11 +35,7 @@ _MOST, _MOST_FILES = 4, 64  # hosts, or differences of one, in a message; files 
 
 
 def refuse_another_world() -> None:
-    """Refuse a job of another size than the command that started it counts on.
-
-    Raises:
-        UserError: torchrun let more or fewer ranks meet; with the likely reasons.
-    """
+    """Refuse a job of another size than its command counts on, with the likely reasons."""
     expected, world = os.environ.get(RANKS), os.environ.get("WORLD_SIZE", "1")
     if expected is not None and expected != world:
         raise UserError(
@@ -50,11 +46,7 @@ def refuse_another_world() -> None:
 
 
 def compare(store: Any, args: Namespace) -> None:
-    """Publish what this host trains with, and wait for the other hosts' answers. For rank 0.
-
-    Raises:
-        UserError: hosts differ, or a rank cannot start; names host and difference.
-    """
+    """Publish what this host trains with, and refuse hosts that differ. For rank 0."""
     from megasink.training.host_facts import facts_of
 
     with _marked(args) as marks:
@@ -148,8 +140,7 @@ def _real(path: Path) -> Path:
 def _marked(args: Namespace) -> Iterator[dict[str, Any]]:
     """Put a file of a name that no other host can guess into each shared folder, for the body.
 
-    Yields:
-        {name of the folder: its real path here, and the names of files that others must see}
+    Yields {name of the folder: its real path here, and the names of files that others must see}.
     """
     made, marks, new = list[Path](), dict[str, Any](), list[Path]()
     try:

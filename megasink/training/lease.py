@@ -1,22 +1,4 @@
-"""The lease of a run folder: only one trainer at a time writes to it.
-
-RUN/lease/owner.json names its owner, rank 0 of the trainer, and exists while that rank trains. The
-owner touches it every 15 seconds. The last beat is the file's modification time by the clock of the
-file server, so clocks of different hosts are never compared. A dead owner's lease expires
-immediately on the owner's host, and on other hosts 120 seconds after its last beat: file attributes
-on NFS may be 60 seconds old.
-
-The file is written in a folder of another name, which is then renamed: whoever is killed leaves all
-of it or nothing. Of two who rename, one fails, since POSIX renames no folder onto one that is not
-empty. Hard links would do as well where there are any; exclusive creation leaves an empty file for
-a moment, and after a kill for 120 seconds.
-
-Not filelock's SoftFileLease (4.2, 4.3): where a file system cannot exchange two names (NFS, SMB),
-it never takes over the lease of a dead owner.
-
-An owner that stalled for longer (a suspended machine, an unavailable file server) finds at its next
-beat that its lease was taken over, and ends.
-"""
+"""The lease of a run folder, held until `release` or process exit; refused to a second trainer."""
 
 import atexit
 import contextlib
@@ -131,11 +113,7 @@ class Lease:
 
 
 def wait_until_expired(folder: Path, say: Callable[[str], None] = say) -> _Seen | None:
-    """Wait until a dead owner's lease expires; return it, or None if there is no lease.
-
-    Raises:
-        UserError: the owner is alive, or the folder cannot be read.
-    """
+    """Wait until a dead owner's lease expires; return it, None without one; refuse a live owner."""
     try:
         return _expired(folder, say)
     except OSError as error:

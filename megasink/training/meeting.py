@@ -30,44 +30,24 @@ _END_SECONDS = 30.0  # for ranks to end by themselves where those of another hos
 _SECONDS = 5.0  # for an answer of the store, and between two looks at it
 _GONE_SECONDS = 20.0  # after which a host that has not written is taken for gone
 _APART_SECONDS = 10.0  # torchrun drops a host whose clock is 15 s off
-_WITHOUT = "megasink"  # id of a job without a run folder
 
 
 class Hosts:
-    """A thread that knows, through the store where torchrun's agents meet, which hosts are there.
+    """A thread that follows, in the store where torchrun's agents meet, which hosts are there.
 
-    It says for whom this host waits, refuses hosts that cannot go together, and says which ranks of
-    other hosts have failed.
-
-    Args:
-        endpoint: HOST:PORT.
-        number: of hosts.
-        job: the id that all hosts of a job, and no other job, have.
-        address: of this host.
-        ends: whether torchrun here ends soon after that of another host: no ranks are started
-            again that could go on together.
-
-    Attributes:
-        have_met: whether all hosts have come.
+    It says for whom this host waits, refuses hosts that cannot train together, and says why ranks
+    of other hosts have ended. With `ends`, it ends torchrun here some time after that.
     """
 
     def __init__(
-        self,
-        endpoint: str,
-        number: int,
-        job: str = _WITHOUT,
-        address: str = "",
-        *,
-        ends: bool = False,
+        self, endpoint: str, number: int, job: str = "", address: str = "", *, ends: bool = False
     ):
         self._endpoint, self._number, self._ends = endpoint, number, ends
         self._me: dict[str, Any] = {"id": uuid.uuid4().hex, "host": here(), "address": address}
         self._me |= {"number": number, "job": job}
-        self.have_met = False
-        self._here: list[dict[str, Any]] = []  # hosts that are there, in the order of their coming
-        self._times: dict[
-            str, tuple[float, float]
-        ] = {}  # by id: a host's clock, and when it ticked
+        self.have_met = False  # all hosts have come
+        self._here: list[dict[str, Any]] = []  # in the order of their coming
+        self._clocks: dict[str, tuple[str, float]] = {}  # by id: the last time there, and its age
         self._looked = time.monotonic()
         self._said: set[str] = set()
         self._store: Any = None
@@ -76,15 +56,14 @@ class Hosts:
         self._thread.start()
 
     def __str__(self) -> str:
-        if not self._here:
+        if not (mine := [host for host in self._here if host["job"] == self._me["job"]]):
             return f"{self._endpoint}, where no torchrun answers"
-        mine = [host for host in self._here if host["job"] == self._me["job"]]
         names = ", ".join(sorted(map(self.name, mine))[:8])
         missing = self._number - len(mine)
         return f"{missing} of {self._number} hosts at {self._endpoint} (here: {names})"
 
     def name(self, host: dict[str, Any] | None = None) -> str:
-        """Return the name of a host, or of this one; with its address if another one has it too."""
+        """Return the name of a host, or of this one; with its address if it is not the only one."""
         host = host or self._me
         alike = [other for other in self._here if other["host"] == host["host"]]
         return f"{host['host']} ({host['address']})" if len(alike) > 1 else str(host["host"])
@@ -95,9 +74,9 @@ class Hosts:
         self._thread.join(2 * _SECONDS)
         if not failed or self._store is None:
             return
+        self._said.add(failed := " ".join(failed.split()))
         with contextlib.suppress(RuntimeError):
-            self._store.append(_ENDED, f"{' '.join(failed.split())}\n")
-        self._said.add(failed)
+            self._store.append(_ENDED, f"{failed}\n")
         # The store may be of this process, and other hosts notice later.
         end = time.monotonic() + 2 * _SECONDS
         while self._report() < self._number and time.monotonic() < end:
@@ -114,61 +93,64 @@ class Hosts:
                 return
 
     def _look(self) -> None:
-        """Find the hosts that are there, by clocks that go on, and refuse those that differ."""
+        """Find the hosts that are there, whose clocks in the store go on, and compare them."""
         before, self._looked = self._looked, time.monotonic()
-        hosts = [json.loads(line) for line in self._lines(_HERE)]
-        keys = [f"{_CLOCK}/{host['id']}" for host in hosts]
+        hosts = {host["id"]: host for host in map(json.loads, self._lines(_HERE))}
         try:
-            clocks = list(map(float, self._store.multi_get(keys))) if keys else []
-            self._store.set(f"{_CLOCK}/{self._me['id']}", str(time.time()))
+            clocks = self._store.multi_get([f"{_CLOCK}/{name}" for name in hosts]) if hosts else []
+            self._tick(self._store)
         except (RuntimeError, AttributeError):  # the store is gone
             return
-        here = []
-        for host, clock in zip(hosts, clocks, strict=True):
-            last, ticked = self._times.get(host["id"], (clock, -_GONE_SECONDS))
+        going = []
+        for name, clock in zip(hosts, map(bytes.decode, clocks), strict=True):
+            last, since = self._clocks.get(name, (clock, -_GONE_SECONDS))
+            self._clocks[name] = (clock, since if clock == last else self._looked)
             if clock != last:
-                ticked = self._looked
-                ahead = clock - time.time()
-                # It was written since the last look here.
-                apart = ahead if ahead > 0 else min(0.0, ahead + self._looked - before)
-                self._refuse(host, apart)
-            self._times[host["id"]] = (clock, ticked)
-            if self._looked - ticked < _GONE_SECONDS:
-                here.append(host)
-        self._here = here
-        mine = [host for host in here if host["job"] == self._me["job"]]
-        self.have_met = self.have_met or len(mine) >= self._number
+                ahead = float(clock) - time.time()
+                # It was written between the last look here and this one.
+                late = min(0.0, ahead + self._looked - before)
+                self._compare(hosts[name], ahead if ahead > 0 else late)
+            if self._looked - self._clocks[name][1] < _GONE_SECONDS:
+                going.append(hosts[name])
+        self._here = going
+        mine = sum(host["job"] == self._me["job"] for host in going)
+        self.have_met = self.have_met or mine >= self._number
 
-    def _refuse(self, host: dict[str, Any], apart: float) -> None:
-        """Report why another host and this one cannot train together, and end if they would."""
-        me, its = self.name(), self.name(host)
-        first = next((one["job"] for one in self._here), self._me["job"])
-        if host["job"] != self._me["job"]:
-            what = f"{me} has the run {self._me['job']}, {its} {host['job']} at {self._endpoint}"
+    def _tick(self, store: Any) -> None:
+        store.set(f"{_CLOCK}/{self._me['id']}", str(time.time()))
+
+    def _compare(self, host: dict[str, Any], ahead: float) -> None:
+        """Report why this host and another cannot train together, and end if it is this one's."""
+        me, its, job = self.name(), self.name(host), self._me["job"]
+        is_mine = host["job"] == job
+        if not is_mine:
+            what = f"{me} has the run {job}, {its} {host['job']} at {self._endpoint}"
             advice = "give each job its own MASTER_PORT, and all hosts of a job the same RUN_DIR"
+        elif self.have_met:
+            return  # a clock may be set right while it trains
         elif host["number"] != self._number:
             what = f"{me} has NNODES={self._number}, {its} NNODES={host['number']}"
             advice = "give every host the same"
-        elif abs(apart) > _APART_SECONDS:
-            what = f"the clock of {its} is {apart:+.0f} s from that of {me}"
+        elif abs(ahead) > _APART_SECONDS:
+            what = f"the clock of {its} is {ahead:+.0f} s from that of {me}"
             advice = "set the clocks of all hosts by NTP (torchrun drops a host 15 s off)"
         else:
             return
-        line = f"megasink: error: {what}: {advice}"
+        self._say(f"megasink: error: {what}: {advice}")
+        if is_mine or (self._here and self._here[0]["job"] != job):
+            self._leaving.wait(_SECONDS)  # the store may be of this process
+            os._exit(1)  # torchrun has started nothing yet, and handles no signal
+
+    def _say(self, line: str) -> None:
         if line not in self._said:
             write_to_stderr(line)
         self._said.add(line)
-        if host["job"] == self._me["job"] or first != self._me["job"]:
-            self._leaving.wait(_SECONDS)  # the store may be of this process
-            os._exit(1)  # torchrun has started nothing yet, and handles no signal
 
     def _report(self) -> int:
         """Say what the other hosts have said of their end, once; return the number of lines."""
         lines = self._lines(_ENDED)
         for line in lines:
-            if line not in self._said:
-                write_to_stderr(line)
-            self._said.add(line)
+            self._say(line)
         return len(lines)
 
     def _lines(self, key: str) -> list[str]:
@@ -182,7 +164,7 @@ class Hosts:
                 # torch prints pages of C++ frames where nobody listens.
                 socket.create_connection((host, int(port)), _SECONDS).close()
                 store: Any = TCPStore(host, int(port), wait_for_workers=False, timeout=timeout)
-                store.set(f"{_CLOCK}/{self._me['id']}", str(time.time()))
+                self._tick(store)
                 store.append(_HERE, f"{json.dumps(self._me)}\n")
                 self._store = store
             if self._store.check([key]):
@@ -194,7 +176,7 @@ class Hosts:
 
 def _job(words: Sequence[str]) -> str:
     """Return what a job's hosts have in common, and other jobs have not: the run folder."""
-    given = dict(named_values(words)).get("run-dir") or [os.environ.get("RUN_DIR") or _WITHOUT]
+    given = dict(named_values(words)).get("run-dir") or [os.environ.get("RUN_DIR") or "megasink"]
     return given[-1]
 
 

@@ -55,9 +55,7 @@ def is_first_here() -> bool:
 def waiting(whom: Callable[[], str], *, of_rank: bool = True) -> Iterator[None]:
     """Say on each host, after 20 s and then every minute, for whom the body waits.
 
-    Args:
-        whom: called in another thread.
-        of_rank: whether it is a rank that waits, of which the first of each host speaks.
+    Where ranks wait (`of_rank`), the first one of each host does; `whom` is called in a thread.
     """
     ended, began = threading.Event(), time.monotonic()
 

@@ -147,13 +147,13 @@ class Job:
         """Return the process of "rank NUMBER" or "torchrun HOST"."""
         kind, _, which = whom.partition(" ")
         number = int(which) // self._case.ranks if kind == "rank" else "abc".index(which)
-        below = psutil.Process(self.processes["abc"[number]].pid).children(recursive=True)
-        for process in below:
-            if kind == "rank" and process.environ().get("RANK") == which:
-                return process
-            if kind == "torchrun" and "megasink.training.meeting" in process.cmdline():
-                return process
-        raise LookupError(f"{whom} is not there")
+        (torchrun,) = psutil.Process(self.processes["abc"[number]].pid).children()
+        if kind == "torchrun":
+            return torchrun
+        # Each is the leader of a session, and they are started in order.
+        children = sorted(torchrun.children(), key=lambda process: process.pid)
+        ranks = [process for process in children if os.getsid(process.pid) == process.pid]
+        return ranks[int(which) % self._case.ranks]
 
     def running(self) -> bool:
         return any(process.poll() is None for process in self.processes.values())
