@@ -51,7 +51,8 @@ def facts_of(args: Namespace) -> dict[str, str]:
     files = (path for kind in ("py", "toml", "json") for path in ours.rglob(f"*.{kind}"))
     facts = {str(path.relative_to(ours.parent)): _digest([path]) for path in files}
     facts |= {f"variable {k}": v for k, v in os.environ.items() if k.startswith(_VARIABLES)}
-    facts |= {f"version of {name}": version for name, version in _versions()}
+    for name, version in _versions():
+        facts.setdefault(f"version of {name}", version)  # the first is that which is imported
     for package in ("megatron.core", "megatron.training"):
         facts[f"the source of {package}"] = _source(package)
     for plugin in plugins.LOADED.values():

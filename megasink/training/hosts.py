@@ -9,6 +9,7 @@ import contextlib
 import json
 import os
 import secrets
+import socket
 import time
 from argparse import Namespace
 from collections.abc import Iterator, Sequence
@@ -77,14 +78,7 @@ def answer(store: Any, args: Namespace) -> None:
                     return
                 time.sleep(0.05)
         host = store.get(_HOST).decode()
-        large = (
-            f"a long message between {host} and {here()}, where short ones arrive (give all hosts "
-            "and switches the same MTU),"
-        )
-        with guard.bounded(large, _LARGE_SECONDS):
-            offer = json.loads(store.get(_OFFER))
-            store.set("hosts/large", " " * 10_000)  # than jumbo frames; the next call has an answer
-            store.add(_ANSWERS, 0)
+        offer = _long_messages(store, host)
         try:
             problems = differences(facts_of(args), offer["facts"], host)
             problems += _not_shared(args, offer["marks"], host)
@@ -94,6 +88,25 @@ def answer(store: Any, args: Namespace) -> None:
             advice = "give all hosts the same command, files and packages"
             _add_problem(store, f"{_shortened(problems)}: {advice}")
     store.add(_ANSWERS, 1)
+
+
+def _long_messages(store: Any, host: str) -> Any:
+    """Return rank 0's offer, and send as much: short messages pass where long ones may not."""
+    what = (
+        f"a long message between {host} and {here()}, where short ones arrive (give all hosts and "
+        "switches the same MTU),"
+    )
+    try:
+        with guard.bounded(what, _LARGE_SECONDS):
+            offer = json.loads(store.get(_OFFER))
+            store.set("hosts/long", " " * 10_000)  # than jumbo frames; the next call has an answer
+            store.add(_ANSWERS, 0)
+    except RuntimeError as error:
+        # Raises OSError if rank 0 is gone.
+        place = (os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]))
+        socket.create_connection(place, _HEARD_SECONDS).close()
+        raise UserError(f"{what} was lost: {named(error)}") from error
+    return offer
 
 
 def refuse(store: Any, world: int, error: object) -> None:
@@ -133,7 +146,7 @@ def _shared(args: Namespace) -> dict[str, Path]:
 
 def _real(path: Path) -> Path:
     real = path.resolve()
-    return real.parent if real.is_file() else real
+    return real.parent if path.is_symlink() and real.is_file() else real
 
 
 @contextlib.contextmanager

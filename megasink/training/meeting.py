@@ -68,24 +68,36 @@ class Hosts:
         alike = [other for other in self._here if other["host"] == host["host"]]
         return f"{host['host']} ({host['address']})" if len(alike) > 1 else str(host["host"])
 
-    def leave(self, failed: str = "") -> None:
-        """End the thread; if a rank has failed, exchange the reasons with the other hosts first."""
+    def at_the_store(self, ranks: str) -> str:
+        """Say that the host of torchrun's store is gone; of so many `ranks`, as of all hosts."""
+        mine = [host for host in self._here if host["job"] == self._me["job"]]
+        order = sorted(mine, key=lambda host: str(host["address"]))  # as torchrun numbers them
+        place = self._endpoint.rpartition(":")[0]
+        with contextlib.suppress(OSError):
+            place = socket.gethostbyname(place)
+        for number, host in enumerate(order):
+            if host["address"] == place and ranks.isdigit():
+                named = f"{self.name(host)} with rank {number * int(ranks)}"
+                return f"{named} has ended or cannot be reached at {self._endpoint}"
+        return f"torchrun has ended at {self._endpoint}"
+
+    def leave(self, failed: str) -> None:
+        """End the thread, and exchange the reasons of the end with the other hosts first."""
         self._leaving.set()
         self._thread.join(2 * _SECONDS)
-        if not failed or self._store is None:
-            return
-        self._said.add(failed := " ".join(failed.split()))
-        with contextlib.suppress(RuntimeError):
+        self._say(failed := " ".join(failed.split()))
+        with contextlib.suppress(RuntimeError, AttributeError):  # the store is gone
             self._store.append(_ENDED, f"{failed}\n")
-        # The store may be of this process, and other hosts notice later.
         end = time.monotonic() + 2 * _SECONDS
-        while self._report() < self._number and time.monotonic() < end:
+        while self._store and self._report() < self._number and time.monotonic() < end:
             time.sleep(0.5)
+            self._look()
 
     def _live(self) -> None:
         with waiting(lambda: str(self), of_rank=False):
             while not self.have_met and not self._leaving.wait(1.0):
                 self._look()
+                self._report()
         while not self._leaving.wait(_SECONDS):
             self._look()
             if self._report() and self._ends and not self._leaving.wait(_END_SECONDS):
@@ -182,6 +194,7 @@ def _job(words: Sequence[str]) -> str:
 
 def main(argv: Sequence[str]) -> int:
     """Run torchrun with these arguments; return the exit code."""
+    from torch.distributed import DistError
     from torch.distributed.elastic.multiprocessing import SignalException
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
     from torch.distributed.elastic.rendezvous import RendezvousError
@@ -192,7 +205,6 @@ def main(argv: Sequence[str]) -> int:
         args.rdzv_id = _job(args.training_script_args)
     ends, address = args.max_restarts == 0, args.local_addr or ""
     hosts = Hosts(args.rdzv_endpoint, int(args.nnodes), args.rdzv_id, address, ends=ends)
-    failed = ""
     try:
         run(args)
     except ChildFailedError as error:
@@ -201,35 +213,25 @@ def main(argv: Sequence[str]) -> int:
         code = failure.exitcode
         how = f"by {failure.signal_name()}" if code < 0 else f"with exit code {code}"
         why = f": {failure.message}" if Path(failure.error_file).is_absolute() else ""
-        failed = f"megasink: {hosts.name()}: rank {rank} was ended {how}{why}"
-        write_to_stderr(failed)
-        return 1
-    except RendezvousError as error:
-        why, where = " ".join(str(error.__cause__ or error).split()), args.rdzv_endpoint
-        if hosts.have_met:
-            write_to_stderr(f"megasink: {hosts.name()}: torchrun has ended at {where} ({why})")
-        else:
-            write_to_stderr(
-                f"megasink: error: {hosts.name()}: the hosts did not meet at {where}, which is "
-                f"MASTER_ADDR:MASTER_PORT ({why})"
-            )
-        return 1
+        # Inside of this block, whose error holds the store if it is of this process.
+        hosts.leave(f"megasink: {hosts.name()}: rank {rank} was ended {how}{why}")
+    except (RendezvousError, DistError) as error:
+        why, where = str(error.__cause__ or error), args.rdzv_endpoint
+        what = f"{hosts.at_the_store(args.nproc_per_node)} ({why})"
+        if not hosts.have_met:
+            what = f"the hosts did not meet at {where}, which is MASTER_ADDR:MASTER_PORT ({why})"
+        hosts.leave(f"megasink: error: {hosts.name()}: {what}")
     except SignalException as error:
         write_to_stderr(f"megasink: {hosts.name()}: {error}")
-        return 1
     except Exception as error:
-        failed = f"megasink: {hosts.name()}: torchrun ended with {type(error).__name__}: {error}"
-        raise
-    finally:
-        hosts.leave(failed)
-    return 0
+        traceback.print_exc()
+        hosts.leave(f"megasink: {hosts.name()}: {type(error).__name__}: {error}")
+    else:
+        return 0
+    return 1
 
 
 if __name__ == "__main__":
-    try:
-        code = main(sys.argv[1:])
-    except Exception:
-        traceback.print_exc()
-        code = 1
+    code = main(sys.argv[1:])
     sys.stdout.flush()
     os._exit(code)  # a thread that is inside of torch's store would abort the exit

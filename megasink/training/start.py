@@ -89,7 +89,7 @@ def _follow(store: Any, args: Namespace, together: bool) -> None:
                 time.sleep(0.05)
         answer = json.loads(store.get(hosts.START))
         store.add(hosts.HEARD, 1)
-    except torch.distributed.DistError as error:
+    except (torch.distributed.DistError, OSError) as error:
         master = os.environ["MASTER_ADDR"]
         raise UserError(f"rank 0 on {master} ended before the run began: see its log") from error
     if "refused" in answer:

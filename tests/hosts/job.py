@@ -107,7 +107,12 @@ class Job:
 
     def start(self, letter: str, name: str = "", **variables: str) -> None:
         case, apart = self._case, letter in self._case.of
-        given = self._variables | (dict(case.variables) if apart else {}) | variables
+        given = (
+            self._variables
+            | dict(case.everywhere)
+            | (dict(case.variables) if apart else {})
+            | variables
+        )
         words = [*self._line, *(SAVED if case.saved else ()), *case.all]
         words += case.flags if apart else ()
         setup = "; ".join(filter(None, (case.first, case.setup if apart else "")))
@@ -225,7 +230,7 @@ def run(name: str, case: Case, template: Template) -> Outcome:
 def _second(made: Job, outcome: Outcome) -> None:
     """The second job is refused on both hosts, and the first one trains to its end."""
     began = time.monotonic()
-    line = re.compile(r"^megasink: error: .* has the run \S+, .*MASTER_PORT.*", re.M)
+    line = re.compile(r"^megasink: error: .*( has the run \S+|already in use|MASTER_PORT).*", re.M)
     for key in ("a2", "b2"):
         process = made.processes[key]
         wait(lambda process=process: process.poll() is not None, quiet(2 * SECONDS))  # type: ignore[misc]
