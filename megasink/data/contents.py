@@ -14,20 +14,10 @@ _DIGITS = 16  # of 64 hexadecimal ones: enough to tell copies apart
 
 
 def contents(prefix: str, suffix: str, most: int = WHOLE) -> tuple[str, bool]:
-    """Describe the bytes of a data set's file, for comparison with a copy.
+    """Describe the bytes of a data set's file, for comparison with a copy; whether it was read whole.
 
-    Args:
-        prefix: path of the data set without suffix.
-        suffix: ".bin" or ".idx".
-        most: bytes of the largest file that is read whole. Of a larger one the size, 64 blocks and
-            the checksum in PREFIX.json are taken.
-
-    Returns:
-        the text, and whether the file was read whole.
-
-    Raises:
-        UserError: the file is not the one that PREFIX.json describes.
-        OSError: it cannot be read.
+    A file of at most `most` bytes is read whole, and refused if it is not the one that PREFIX.json
+    describes. Of a larger one the size, 64 blocks and the checksum in PREFIX.json are taken.
     """
     path = Path(prefix + suffix)
     size = path.stat().st_size

@@ -79,11 +79,7 @@ class Encoder:
 def encode_in_order(
     batches: Iterable[list[Part]], settings: EncoderSettings, workers: int
 ) -> Iterator[Encoded]:
-    """Encode `batches` in `workers` processes (1: in this one); yield results in order.
-
-    Raises:
-        UserError: a worker process died, or raised it.
-    """
+    """Encode `batches` in `workers` processes (1: in this one); yield results in order."""
     if workers == 1:
         yield from map(Encoder(settings), batches)
         return

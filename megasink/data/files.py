@@ -37,15 +37,9 @@ class File:
 
 
 def expand(item: str, json_key: str, max_bytes: int) -> list[File]:
-    """Return the files of an input, in order.
+    """Return the files of an input, a file or a folder, in order.
 
-    Args:
-        item: a file or a folder.
-        json_key: key that identifies a `.json` file in a folder as JSON Lines.
-        max_bytes: maximum length of the line read to find out.
-
-    Raises:
-        UserError: the input is missing, or is or contains neither a regular file nor a folder.
+    A `.json` file in a folder is JSON Lines if its first line, of at most `max_bytes`, has the key.
     """
     path, named = Path(item), False
     if path.is_dir():
@@ -112,11 +106,7 @@ def readable(path: Path) -> Iterator[None]:
 def open_file(
     path: Path, compression: str | None
 ) -> Iterator[tuple[BufferedReader, Callable[[], int]]]:
-    """Yield the decompressed stream of `path`, and a function that returns the file offset.
-
-    Raises:
-        UserError: the path is no longer a regular file.
-    """
+    """Yield the decompressed stream of `path`, and a function that returns the file offset."""
     with open(path, "rb", opener=_at_once) as raw:
         if not stat.S_ISREG(os.fstat(raw.fileno()).st_mode):
             raise UserError(f"{path} is not a regular file")

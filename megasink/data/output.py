@@ -75,9 +75,6 @@ def writing(prefix: Path) -> Iterator[None]:
     """Lock `prefix` for this run, and remove its partial files at the end.
 
     They stay after an interrupt, as they do after a kill: the same command goes on from them.
-
-    Raises:
-        UserError: another run holds the lock, or a file cannot be written.
     """
     try:
         prefix.parent.mkdir(parents=True, exist_ok=True)
@@ -122,11 +119,7 @@ def write_sidecar(prefix: Path, content: dict[str, Any]) -> dict[str, Any]:
 
 
 def publish(prefix: Path) -> None:
-    """Replace the data set of `prefix` by its partial files; call inside `writing`.
-
-    Args:
-        prefix: path of the files without suffix.
-    """
+    """Replace the data set of `prefix` by its partial files; call inside `writing`."""
     for suffix in FILES:
         with partial_of(prefix, suffix).open("rb") as file:
             sync(file)
@@ -143,11 +136,8 @@ def publish(prefix: Path) -> None:
 def mismatch(prefix: str, sha256: str, name: str) -> str | None:
     """Return why a data set does not match a tokenizer; None if it does or has no sidecar.
 
-    Args:
-        prefix: path of the data set without ``.bin``.
-        sha256: `tokenizer_hash` of the tokenizer. It takes as long as its vocabulary is large, so
-            the caller computes it once for all data sets.
-        name: the tokenizer in the message.
+    `sha256` is the `tokenizer_hash`, which takes as long as its vocabulary is large; `name` is for
+    the message.
     """
     sidecar = Path(f"{prefix}.json")
     if not sidecar.is_file():

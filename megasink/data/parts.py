@@ -48,9 +48,6 @@ def spans_of(files: list[File], part: int, parts: int) -> list[Span]:
 
     Uncompressed JSON Lines are divided between lines; other files belong to the part in which they
     begin.
-
-    Raises:
-        ConfigError: a part would have no file.
     """
     if parts == 1:
         return [Span(file, 0, file.size) for file in files]

@@ -15,16 +15,7 @@ _STRING_OR_VALUE = re.compile(rb'"[^"\\]*+(?:\\.[^"\\]*+)*+"|[\[{,]', re.DOTALL)
 
 
 def text_of(line: bytes, source: str, key: str) -> str | None:
-    """Return the text of a record: "" for null, None if it is not UTF-8.
-
-    Args:
-        line: one line of a file.
-        source: path and line number, for errors.
-        key: key that holds the text.
-
-    Raises:
-        UserError: errors of `record_of`, or the key holds no string.
-    """
+    """Return the text of a record: "" for null, None if it is not UTF-8; `source` is for errors."""
     record = record_of(line, source, key)
     if record is None:
         return None
@@ -37,11 +28,7 @@ def text_of(line: bytes, source: str, key: str) -> str | None:
 
 
 def record_of(line: bytes, source: str, key: str) -> dict[str, Any] | None:
-    """Return a record, an object with `key`; None if it is not UTF-8.
-
-    Raises:
-        UserError: no JSON object, no such key, or a record that is too deep or too large.
-    """
+    """Return a record, an object with `key`; None if it is not UTF-8."""
     if _values_beyond(line):
         raise UserError(
             f"{source} holds more than {_VALUES:,} values: each line must be one document"

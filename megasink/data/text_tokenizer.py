@@ -51,12 +51,7 @@ class Part(NamedTuple):
 def parts_of(
     text: str, source: str = "a text", size: int = _PART, margin: int = _MARGIN
 ) -> Iterator[Part]:
-    """Divide a document.
-
-    Args:
-        size: most characters of a part; the last may have `margin` more.
-        margin: characters beside it.
-    """
+    """Divide a document into parts of `size` characters, with `margin` characters beside them."""
     start = 0
     while len(text) - start > size + margin:
         # A place where most tokenizers divide, though any would do.
@@ -116,11 +111,7 @@ class TextTokenizer:
             }
 
     def ids(self, text: str, source: str = "a text") -> list[int]:
-        """Return the ids of a text of any length.
-
-        Raises:
-            UserError: see `part_ids`.
-        """
+        """Return the ids of a text of any length."""
         return list(itertools.chain.from_iterable(self.stream(text, source)))
 
     def stream(self, text: str, source: str) -> Iterator[list[int]]:
@@ -128,11 +119,7 @@ class TextTokenizer:
         return map(self.part_ids, parts_of(text, source))
 
     def part_ids(self, part: Part) -> list[int]:
-        """Return the ids of a part: those of all parts are the ids of the whole text.
-
-        Raises:
-            UserError: as `part_encoding`, or the tokenizer does not tell special tokens from text.
-        """
+        """Return the ids of a part: those of all parts are the ids of the whole text."""
         encoding, first, stop = self.part_encoding(part, offsets=False)
         ids: list[int] = encoding.ids[first:stop]
         if self._found and (wrong := next((i for i in ids if i in self._found), None)) is not None:
@@ -151,9 +138,6 @@ class TextTokenizer:
 
         Args:
             offsets: whether the encoding has the characters of tokens, 40% of the time.
-
-        Raises:
-            UserError: they differ, so that the ids might not be those of the whole text.
         """
         text = part.before + part.text + part.after
         encoding = self._encode(text, offsets=offsets)

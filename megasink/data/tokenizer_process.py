@@ -29,9 +29,6 @@ def from_tokenizer[Result](
     Args:
         folder: of the tokenizer.
         function: of a module; what it takes and returns can be pickled.
-
-    Raises:
-        UserError: errors of `load_tokenizer` and of the function.
     """
     if "transformers" in sys.modules:
         return function(load_tokenizer(folder), *args, **kwargs)

@@ -58,9 +58,7 @@ def _text_flags() -> dict[str, str]:
 def refused(words: Sequence[str], folder: Path | None = None) -> dict[str, str]:
     """Return the flags among words of a file that the command line alone may set: name -> words.
 
-    Args:
-        words: flags and their values, as on a command line.
-        folder: where the file may also say to write; None if nowhere.
+    `folder` is where the file may also say to write.
     """
     return {
         name: " ".join([f"--{name}", *values])
@@ -98,12 +96,7 @@ def named_values(words: Sequence[str]) -> Iterator[tuple[str, list[str]]]:
 
 
 def read_toml(path: Path) -> dict[str, Any]:
-    """Read a TOML file.
-
-    Raises:
-        UserError: it is not TOML.
-        OSError: it cannot be read.
-    """
+    """Read a TOML file."""
     try:
         return tomllib.loads(path.read_text())
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
