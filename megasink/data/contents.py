@@ -14,7 +14,7 @@ _DIGITS = 16  # of 64 hexadecimal ones: enough to tell copies apart
 
 
 def contents(prefix: str, suffix: str, most: int = WHOLE) -> tuple[str, bool]:
-    """Describe the bytes of a data set's file, for comparison with a copy; whether it was read whole.
+    """Describe a data set's file for comparison with a copy, and say whether it was read whole.
 
     A file of at most `most` bytes is read whole, and refused if it is not the one that PREFIX.json
     describes. Of a larger one the size, 64 blocks and the checksum in PREFIX.json are taken.
