@@ -441,7 +441,8 @@ MEETING = {
     "closed ports": Case(
         WAITS.format("a") + "the other ranks|" + WAITS.format("b") + r"rank 0, .* all TCP ports",
         of="a",
-        setup="ip rule add iif eth7 ipproto tcp dport 29501-65534 blackhole pref 1",
+        setup="ip rule add pref 100 lookup local; ip rule del pref 0; "
+        "ip rule add iif eth7 ipproto tcp dport 29501-65534 blackhole pref 1",
         codes={"a": None, "b": None},
     ),
     "a smaller MTU in the switch": Case(
