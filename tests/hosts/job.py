@@ -18,7 +18,7 @@ import psutil
 from megasink.cli import main
 from tests import forkserver
 from tests.forkserver import HANG_SECONDS, ROOT
-from tests.hosts.cases import Case
+from tests.hosts.case import Case
 from tests.runs import TINY, UNTIED, records
 from tests.training.hosts import Host, connected, small_packets
 
