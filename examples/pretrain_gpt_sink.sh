@@ -55,7 +55,7 @@ if [[ $nnodes -gt 1 ]]; then
   # torchrun would ask what the host's own name resolves to, often a loopback address.
   address=$("$python" -m megasink.training.network "$MASTER_ADDR")
   launch+=(--rdzv-backend c10d --rdzv-endpoint "$MASTER_ADDR:${MASTER_PORT:-29500}"
-           --rdzv-id "${SLURM_JOB_ID:-megasink}"
+           ${SLURM_JOB_ID:+--rdzv-id "$SLURM_JOB_ID"} # else the run folder
            --local-addr "${address% *}" --rdzv-conf "is_host=${address#* }")
   # Else an agent that joins later, on a host that came back, waits in vain for the address of the
   # ranks' store: torch tells it only once (dynamic_rendezvous.py, next_rendezvous).

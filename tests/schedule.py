@@ -133,7 +133,6 @@ LATER = (
     "tests/training/test_dead_rank.py::test_a_closed_terminal_saves_the_step",
     "tests/training/test_dead_rank.py::test_ctrl_c_in_a_start_ends_it_at_once",
     "tests/training/test_dead_rank.py::test_sigterm_then_a_killed_rank_then_the_end",
-    "tests/training/test_hosts_that_differ.py",
     "tests/training/test_hosts.py",
     "tests/training/test_recipe_models.py::test_what_trains_nothing_has_nothing_to_export",
     "tests/training/test_survival.py::test_a_dead_writer_ends_the_rank_in_one_line",

@@ -37,15 +37,9 @@ class File:
 
 
 def expand(item: str, json_key: str, max_bytes: int) -> list[File]:
-    """Return the files of an input, in order.
+    """Return the files of an input, a file or a folder, in order.
 
-    Args:
-        item: a file or a folder.
-        json_key: key that identifies a `.json` file in a folder as JSON Lines.
-        max_bytes: maximum length of the line read to find out.
-
-    Raises:
-        UserError: the input is missing, or is or contains neither a regular file nor a folder.
+    A `.json` file in a folder is JSON Lines if its first line, of at most `max_bytes`, has the key.
     """
     path, named = Path(item), False
     if path.is_dir():

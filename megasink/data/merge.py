@@ -12,7 +12,14 @@ import numpy as np
 from megasink.data import output
 from megasink.data.corpus import EXAMPLES
 from megasink.data.index import data_problem, sequence_lengths
-from megasink.data.output import file_of, output_problems, part_of, partial_of, read_sidecar
+from megasink.data.output import (
+    CHECKSUMS,
+    file_of,
+    output_problems,
+    part_of,
+    partial_of,
+    read_sidecar,
+)
 from megasink.data.writer import write_index
 from megasink.errors import ConfigError
 from megasink.progress import progress
@@ -45,8 +52,7 @@ def merge(prefix: Path, *, overwrite: bool = False) -> dict[str, Any]:
     with output.writing(prefix):
         output.clear_partial(prefix)
         _join(prefix, parts, sidecars[0]["dtype"])
-        sidecar = _sum_of(sidecars)
-        output.write_sidecar(prefix, sidecar)
+        sidecar = output.write_sidecar(prefix, _sum_of(sidecars))
         output.publish(prefix)
     return sidecar
 
@@ -73,7 +79,7 @@ def _parts(prefix: Path, problems: list[str]) -> list[Path]:
 def _differences(parts: list[Path], sidecars: list[dict[str, Any]]) -> list[str]:
     """Return what is damaged, or not as in the first part."""
     problems = [f"{p}: {text}" for p in parts if (text := data_problem(str(p), None))]
-    own = {*_SUMS, "largest_id", "skipped", "partition"}
+    own = {*_SUMS, "largest_id", "skipped", "partition", CHECKSUMS}
     for number, (part, sidecar) in enumerate(zip(parts, sidecars, strict=True), 1):
         if sidecar.get("partition") != [number, len(parts)]:
             problems.append(f"{part}.json does not say that this is part {number}/{len(parts)}")

@@ -1,5 +1,6 @@
 """The files of a data set: their names, a lock, publication all at once, and how it was made."""
 
+import hashlib
 import json
 import shutil
 from collections.abc import Iterator, Sequence
@@ -17,6 +18,8 @@ from megasink.system_errors import writing as saying
 
 FILES = (".json", ".bin", ".idx")
 """In order of publication: Megatron loads nothing without the `.idx`."""
+CHECKSUMS = "sha256"
+"""Key of PREFIX.json: {suffix: checksum} of the other files."""
 PROGRESS = ".progress"
 LENGTHS = ".lengths"
 # What may be there until the data set is published.
@@ -73,9 +76,6 @@ def writing(prefix: Path) -> Iterator[None]:
     """Lock `prefix` for this run, and remove its partial files at the end.
 
     They stay after an interrupt, as they do after a kill: the same command goes on from them.
-
-    Raises:
-        UserError: another run holds the lock, or a file cannot be written.
     """
     with saying(f"--output {prefix}"):
         prefix.parent.mkdir(parents=True, exist_ok=True)
@@ -101,19 +101,24 @@ def clear_partial(prefix: Path) -> None:
         partial_of(prefix, suffix).unlink(missing_ok=True)
 
 
-def write_sidecar(prefix: Path, content: dict[str, Any]) -> None:
-    """Write the metadata of a data set, to be published."""
+def checksum(path: Path) -> str:
+    """Return the SHA-256 of a whole file, in hexadecimal; reads it in blocks."""
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def write_sidecar(prefix: Path, content: dict[str, Any]) -> dict[str, Any]:
+    """Write and return the metadata of a data set whose other files are complete."""
+    checksums = {suffix: checksum(partial_of(prefix, suffix)) for suffix in FILES[1:]}
+    content = content | {CHECKSUMS: checksums}
     path = partial_of(prefix, ".json")
     path.unlink(missing_ok=True)  # never write through a link
     path.write_text(json.dumps(content, indent=2) + "\n")
+    return content
 
 
 def publish(prefix: Path) -> None:
-    """Replace the data set of `prefix` by its partial files; call inside `writing`.
-
-    Args:
-        prefix: path of the files without suffix.
-    """
+    """Replace the data set of `prefix` by its partial files; call inside `writing`."""
     for suffix in FILES:
         with partial_of(prefix, suffix).open("rb") as file:
             sync(file)
@@ -130,11 +135,8 @@ def publish(prefix: Path) -> None:
 def mismatch(prefix: str, sha256: str, name: str) -> str | None:
     """Return why a data set does not match a tokenizer; None if it does or has no sidecar.
 
-    Args:
-        prefix: path of the data set without ``.bin``.
-        sha256: `tokenizer_hash` of the tokenizer. It takes as long as its vocabulary is large, so
-            the caller computes it once for all data sets.
-        name: the tokenizer in the message.
+    `sha256` is the `tokenizer_hash`, which takes as long as its vocabulary is large; `name` is for
+    the message.
     """
     sidecar = Path(f"{prefix}.json")
     if not sidecar.exists():

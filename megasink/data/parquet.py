@@ -13,10 +13,6 @@ _SLACK = 1 << 20
 def rows(path: Path, key: str, max_bytes: int) -> Iterator[tuple[bytes | None, float]]:
     """Yield the cells of column `key` (b"" for null, None for a cell of more than `max_bytes`), and
     the share of the file that has been read.
-
-    Raises:
-        UserError: not a parquet file, a missing column or one of another type, or cells that are
-            too long on average, none of which is read.
     """
     import pyarrow.parquet as pq
 

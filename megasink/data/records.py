@@ -15,16 +15,7 @@ _STRING_OR_VALUE = re.compile(rb'"[^"\\]*+(?:\\.[^"\\]*+)*+"|[\[{,]', re.DOTALL)
 
 
 def text_of(line: bytes, source: str, key: str) -> str | None:
-    """Return the text of a record: "" for null, None if it is not UTF-8.
-
-    Args:
-        line: one line of a file.
-        source: path and line number, for errors.
-        key: key that holds the text.
-
-    Raises:
-        UserError: errors of `record_of`, or the key holds no string.
-    """
+    """Return the text of a record: "" for null, None if it is not UTF-8; `source` is for errors."""
     record = record_of(line, source, key)
     if record is None:
         return None

@@ -27,12 +27,7 @@ FORMS = f"{RANDOM}, ID"
 
 
 def new_token(value: str, drawn_from_V: "Ids", key: Sequence[int]) -> int:
-    """Return the token at one position; the same for the same arguments.
-
-    Args:
-        value: of --replace-tokens-with.
-        key: ends with the position.
-    """
+    """Return the token at one position, with which `key` ends; the same for the same arguments."""
     if value != RANDOM:
         return int(value)
     # A hash: a generator's seeding takes a millisecond, and its numbers may change with a release.

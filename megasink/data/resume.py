@@ -36,12 +36,7 @@ class Progress:
 
 
 def made_of(corpus: Corpus, settings: Any) -> str:
-    """Return the SHA-256 (hex) of all that the bytes of a data set depend on.
-
-    Args:
-        corpus: files count by path, size and time of change.
-        settings: a dataclass, of the encoder.
-    """
+    """Return the SHA-256 (hex) of what a data set depends on; of files path, size and time."""
     parts = [
         corpus.identity(),
         [corpus.json_key, corpus.max_document_bytes],

@@ -51,12 +51,7 @@ class Part(NamedTuple):
 def parts_of(
     text: str, source: str = "a text", size: int = _PART, margin: int = _MARGIN
 ) -> Iterator[Part]:
-    """Divide a document.
-
-    Args:
-        size: most characters of a part; the last may have `margin` more.
-        margin: characters beside it.
-    """
+    """Divide a document into parts of `size` characters, with `margin` characters beside them."""
     start = 0
     while len(text) - start > size + margin:
         # A place where most tokenizers divide, though any would do.
@@ -116,11 +111,7 @@ class TextTokenizer:
             }
 
     def ids(self, text: str, source: str = "a text") -> list[int]:
-        """Return the ids of a text of any length.
-
-        Raises:
-            UserError: see `part_ids`.
-        """
+        """Return the ids of a text of any length."""
         return list(itertools.chain.from_iterable(self.stream(text, source)))
 
     def stream(self, text: str, source: str) -> Iterator[list[int]]:

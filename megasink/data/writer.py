@@ -34,9 +34,6 @@ class IndexedWriter:
         lengths: the file of lengths, int32, until `finish` makes the index of it.
         dtype: of the tokens.
         start: what the two files hold already; the rest of them is cut off.
-
-    Raises:
-        OSError: a file cannot be written, or is shorter than `start`.
     """
 
     def __init__(self, tokens: Path, lengths: Path, dtype: str, start: Written | None = None):
@@ -49,12 +46,9 @@ class IndexedWriter:
         self._unfinished = 0  # tokens of a document of which only the beginning is here
 
     def add(self, tokens: NDArray[Any], lengths: list[int], last: list[bool] | None = None) -> None:
-        """Append documents.
+        """Append documents: their tokens [N], and the length of each, or of a part of one.
 
-        Args:
-            tokens: [N] ids.
-            lengths: of each document or part of one; their sum is N.
-            last: whether a document ends with each; None if all do.
+        `last` has whether a document ends with each; None if all do.
         """
         self._tokens.write(np.asarray(tokens, self.dtype).tobytes())
         ended = []
@@ -89,13 +83,7 @@ class IndexedWriter:
 
 
 def write_index(index: Path, parts: list[NDArray[np.int32]], dtype: np.dtype[Any]) -> None:
-    """Write an index of documents of one sequence each; it may replace another.
-
-    Args:
-        index: the `.idx`.
-        parts: lengths of the documents, in order; they may be mapped files.
-        dtype: of the tokens.
-    """
+    """Write the index of documents of one sequence each, from parts of their lengths in order."""
     index.unlink(missing_ok=True)  # never write through a link
     count = sum(map(len, parts))
     code = next(code for code, name in DTYPES.items() if name == dtype.name)

@@ -7,35 +7,39 @@ an earlier attempt's keys for theirs read the addresses of dead ranks, and wait 
 """
 
 import os
+import socket
 import time
 import uuid
 from datetime import timedelta
 from typing import Any
 
 from megasink.errors import UserError
+from megasink.training.network import own_address
 from megasink.training.stop import RankState
-from megasink.training.waiting import waiting
+from megasink.training.waiting import here, is_first_here, same_name_elsewhere, waiting
 
 
 def open_store(timeout: float) -> Any:
-    """Return the store that this attempt's ranks share before process groups exist.
-
-    Args:
-        timeout: seconds for all ranks to come.
-
-    Raises:
-        UserError: a rank did not.
-    """
+    """Return the store that this attempt's ranks share; refuse if one does not come in time."""
     import torch
 
-    master = f"rank 0, whose store is at {os.environ.get('MASTER_ADDR')}"
+    at = f"{os.environ.get('MASTER_ADDR')}:{os.environ.get('MASTER_PORT')}"
+    master = f"rank 0, whose store is at {at} (are all TCP ports open between the hosts?)"
     others = f"the other ranks of {os.environ.get('WORLD_SIZE')} to start"
-    with waiting(lambda: others if os.environ.get("RANK") == "0" else master):
-        store, rank, world = next(
-            torch.distributed.rendezvous("env://", timeout=timedelta(seconds=timeout))
-        )
+    whom = others if os.environ.get("RANK") == "0" else master
+    try:
+        with waiting(lambda: whom):
+            store, rank, world = next(
+                torch.distributed.rendezvous("env://", timeout=timedelta(seconds=timeout))
+            )
+    except torch.distributed.DistError as error:
+        raise UserError(
+            f"{here()} waited {timeout:.0f} s for {whom} ({str(error).splitlines()[0]})"
+        ) from error
     with waiting(lambda: f"{_late(store, world)} to start" if rank == 0 else master):
         RankState.attempt = agree(store, rank, world, timeout)
+    if store.add(_hosts_called(RankState.attempt), 0) > 1:
+        same_name_elsewhere(own_address(os.environ["MASTER_ADDR"])[0])
     return torch.distributed.PrefixStore(RankState.attempt, store)
 
 
@@ -46,20 +50,13 @@ def agree(store: Any, rank: int, world: int, timeout: float) -> str:
     of the past first. One that was begun has been joined in the name of every rank, and a rank
     joins none that was joined in its name before. One that was not begun never will be: its rank 0
     is gone, because torchrun ends all ranks before it starts others.
-
-    Args:
-        store: with ``add``, ``set``, ``compare_set`` and ``check``; polled, because a wait in it
-            blocks signals.
-        timeout: seconds.
-
-    Raises:
-        UserError: a rank did not join in time.
     """
     end = time.monotonic() + timeout
     pause = max(0.05, world / 2000)  # the store serves every rank
     run = f"megasink/{world}"  # a job of another size has other ranks
     if rank == 0:
         prefix = f"{run}/{store.add(f'{run}/opened', 1)}"
+        store.add(_hosts_called(prefix), 1)
         while store.add(f"{prefix}/joined", 0) < world - 1:
             if time.monotonic() > end:
                 raise UserError(f"{_late(store, world)} did not start within {timeout:.0f} s")
@@ -71,6 +68,7 @@ def agree(store: Any, rank: int, world: int, timeout: float) -> str:
         if (number := store.add(f"{run}/opened", 0)) > seen:
             seen, prefix = number, f"{run}/{number}"
             if store.compare_set(f"{prefix}/rank {rank}", "", myself) == myself.encode():
+                store.add(_hosts_called(prefix), int(is_first_here()))
                 store.add(f"{prefix}/joined", 1)
                 joined = prefix
         if joined and store.check([f"{joined}/begun"]):
@@ -78,6 +76,11 @@ def agree(store: Any, rank: int, world: int, timeout: float) -> str:
         if time.monotonic() > end:
             raise UserError(f"rank {rank} waited {timeout:.0f} s for all {world} ranks to start")
         time.sleep(pause)
+
+
+def _hosts_called(prefix: str) -> str:
+    """Return the key with the number of hosts of an attempt that have this host's name."""
+    return f"{prefix}/hosts called {socket.gethostname()}"
 
 
 def _late(store: Any, world: int) -> str:

@@ -5,6 +5,7 @@ The checks before the first step read a bounded part of a large dataset. This cl
 sample when the data loader's workers read it.
 """
 
+import hashlib
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -24,6 +25,7 @@ from megasink.training.replacing import replace_in_sample
 from megasink.upstream.epochs import shuffling_each_epoch
 
 _BLOCK = 1 << 16  # bytes of a request to S3; a sample is a few documents in order
+_LENGTHS, _PLACES = 1 << 24, 1 << 10  # lengths that are read of a data set, in so many places
 
 
 class _WithoutPadding:
@@ -50,13 +52,21 @@ class MockGPTDataset(_WithoutPadding, gpt_dataset.MockGPTDataset):
 class TextDataset(_WithoutPadding, gpt_dataset.GPTDataset):
     """Upstream's class with checks, shuffled by epoch.
 
-    The names of cached sample indices contain the class name: Megatron's have another order.
+    The names of cached sample indices contain the class name: Megatron's have another order. They
+    contain what the indices depend on, the lengths of the documents, in the place of the paths of
+    data and tokenizer: a data set that is made anew has indices of its own, and copies at other
+    paths, as on another host, share them.
     """
 
-    def __init__(self, *args: Any, **kwargs: Any):
+    def __init__(self, dataset: IndexedDataset, dataset_path: str, *args: Any):
         self.vocabulary = known_ids(get_args())
         self.replacement = replacement_of(get_args())
-        super().__init__(*args, **kwargs)
+        super().__init__(dataset, _contents(dataset.sequence_lengths), *args)
+
+    @staticmethod
+    def _key_config_attributes() -> list[str]:
+        names: list[str] = gpt_dataset.GPTDataset._key_config_attributes()
+        return [name for name in names if name != "tokenizer"]
 
     @staticmethod
     def build_low_level_dataset(dataset_path: str, config: Any) -> IndexedDataset:
@@ -131,6 +141,15 @@ class TextDataset(_WithoutPadding, gpt_dataset.GPTDataset):
                 f"{ids[at]:,}, but the vocabulary has {known:,}: create the dataset again, or give "
                 "the tokenizer that it was created with"
             )
+
+
+def _contents(lengths_N: NDArray[np.int32]) -> str:
+    """Return a digest of the lengths of N documents, of very many those of 1,024 blocks."""
+    size = max(_LENGTHS // _PLACES, -(-len(lengths_N) // _PLACES))
+    digest = hashlib.sha256(str(len(lengths_N)).encode())
+    for start in range(0, len(lengths_N), size):
+        digest.update(lengths_N[start : start + _LENGTHS // _PLACES].tobytes())
+    return digest.hexdigest()
 
 
 def read_batch(data_iterator: Iterator[Any]) -> Any:

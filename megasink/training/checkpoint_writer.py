@@ -133,11 +133,7 @@ def _abort(writer: Any) -> None:
 
 @contextmanager
 def _watched(helper: Callable[[], Any], name: str, args: Namespace) -> Iterator[None]:
-    """End this rank when its helper dies or is stopped: upstream would wait forever.
-
-    Args:
-        helper: returns the current process, or None once it was asked to end.
-    """
+    """End this rank when its helper dies or is stopped: upstream would wait forever."""
     ended = threading.Event()
 
     def watch() -> None:

@@ -13,11 +13,9 @@ def record() -> None:
 
 
 def under_way() -> str | None:
-    """Describe the oldest operation that has not ended: None if there is none, or no recorder.
+    """Describe the oldest operation that has not ended: ``all_reduce 17 of GROUP (Float [100])``.
 
-    Returns:
-        such as ``all_reduce 17 of DATA_PARALLEL_GROUP (Float [100])``: the operation, its number
-        in the group, the group, and the type and the sizes of its first input.
+    17 is its number in the group. None if there is none, or no recorder.
     """
     import torch
     from torch._C import _distributed_c10d as c10d

@@ -22,9 +22,6 @@ def stop_if_diverged(
         divergence: tracks the loss on the rank that has it; empty elsewhere.
         nats: value of --stop-on-divergence.
         folder: the checkpoint folder, or None.
-
-    Raises:
-        UserError: the run has diverged. No checkpoint of this step is written.
     """
     here = [-math.inf] * 4
     if divergence.exceeds(nats):

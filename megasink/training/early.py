@@ -32,17 +32,10 @@ CHECKED = "MEGASINK_CHECKED"
 def read(
     flags: Sequence[str], parser: argparse.ArgumentParser | None = None, *, here: bool = False
 ) -> Namespace:
-    """Parse the flags of a run, with their defaults.
+    """Parse the flags of a run, with their defaults; refuse those that cannot be parsed.
 
     Without a table for the installed Megatron: only megasink's flags, and the Megatron flags that
-    the launcher uses.
-
-    Args:
-        parser: of a command with further flags of its own.
-        here: whether the ranks run on this machine: its device gives some defaults.
-
-    Raises:
-        ConfigError: the flags cannot be parsed.
+    the launcher uses. If the ranks run `here`, this machine's device gives some defaults.
     """
     parser = parser or argparse.ArgumentParser(allow_abbrev=False, add_help=False)
     table = read_table()
@@ -85,10 +78,6 @@ def expanded(argv: Sequence[str]) -> list[str]:
     """Return a command line with the flags of its files in the place of --recipe.
 
     Everything that starts a run from words calls this before anything else reads them.
-
-    Raises:
-        ConfigError: a recipe has problems; lists all of them.
-        UserError: a recipe is not found, or is not TOML.
     """
     if not any(word.partition("=")[0] == recipes.FLAG for word in argv):
         return list(argv)
@@ -108,18 +97,10 @@ def known_flags() -> recipes.Known:
 
 
 def refuse(args: Namespace, ranks: int | None, *, here: bool = False, rank: int = 0) -> bool:
-    """Refuse flags from `read` that are wrong on any device.
+    """Refuse flags from `read` that are wrong on any device, with all problems in one error.
 
-    Args:
-        ranks: processes of the run; None to derive the number from the flags.
-        here: whether they run on this machine: what its device and its files say counts, too.
-        rank: of this process.
-
-    Returns:
-        whether they were checked: not without a table for the installed Megatron.
-
-    Raises:
-        ConfigError: lists every problem.
+    If the ranks run `here`, this machine's device and files count, too. Returns whether the flags
+    were checked: not without a table for the installed Megatron.
     """
     if not hasattr(args, "flag_problems"):
         return False

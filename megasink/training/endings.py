@@ -14,7 +14,7 @@ from megasink.system_errors import explained as explained_by_system
 from megasink.training import heartbeat
 from megasink.training.rank_logs import NOT_FINITE
 from megasink.training.stop import RankState, again, left
-from megasink.training.waiting import is_first_here
+from megasink.training.waiting import here, is_first_here, on_several_hosts
 
 _EVENTS = ("tensorboard.", "torch.utils.tensorboard.")
 _LITTLE = 1 << 20  # bytes that are left on a file system which is full
@@ -42,11 +42,13 @@ def wait_for_first(seconds: float = 30.0) -> None:
 def tell(error: BaseException) -> None:
     """Let the other hosts know why this rank ends, if it does not end because of another one."""
     if not heartbeat.is_lost_connection(error):
-        heartbeat.tell(str(error) if isinstance(error, UserError) else f"{_named(error)}")
+        heartbeat.tell(named(error))
 
 
-def _named(error: BaseException) -> str:
-    return f"{type(error).__name__}: {' '.join(str(error).split())}"
+def named(error: BaseException) -> str:
+    """Return an error in one line, with its type unless it is ours."""
+    text = " ".join(str(error).split())
+    return text if isinstance(error, UserError) else f"{type(error).__name__}: {text}"
 
 
 def explained(error: BaseException, args: Namespace) -> BaseException:
@@ -83,7 +85,13 @@ def _lost(error: BaseException) -> BaseException:
         return UserError(f"{words}; {left(RankState.run_dir)}")
     if missing := heartbeat.missing_ranks():
         return UserError(f"{missing}; {left(RankState.run_dir)}")
-    if where := heartbeat.where():
+    if (where := heartbeat.where()) and on_several_hosts():
+        return UserError(
+            f"rank {os.environ['RANK']} on {here()} lost a connection, but every rank responds "
+            f"({where}): open all TCP ports between the hosts and give all hosts and switches the "
+            f"same MTU ({named(error)})"
+        )
+    if where:
         error.add_note(f"megasink: every rank responds: {where}")
     return error
 

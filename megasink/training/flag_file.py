@@ -59,9 +59,7 @@ def _text_flags() -> dict[str, str]:
 def refused(words: Sequence[str], folder: Path | None = None) -> dict[str, str]:
     """Return the flags among words of a file that the command line alone may set: name -> words.
 
-    Args:
-        words: flags and their values, as on a command line.
-        folder: where the file may also say to write; None if nowhere.
+    `folder` is where the file may also say to write.
     """
     return {
         name: " ".join([f"--{name}", *values])
@@ -99,11 +97,7 @@ def named_values(words: Sequence[str]) -> Iterator[tuple[str, list[str]]]:
 
 
 def read_toml(path: Path) -> dict[str, Any]:
-    """Read a TOML file.
-
-    Raises:
-        UserError: it cannot be read, or is not TOML.
-    """
+    """Read a TOML file."""
     try:
         return tomllib.loads(read_text(path))
     except (tomllib.TOMLDecodeError, RecursionError) as error:

@@ -14,7 +14,7 @@ from typing import NoReturn
 import psutil
 
 from megasink.training.parent import AGENT, ends_by_itself, forks_end_too
-from megasink.training.stop import RankState, left, write_to_stderr
+from megasink.training.stop import RankState, left, write_to_stderr, write_to_torchrun
 
 TICK = 1.0  # seconds
 HAS_ENDED = "has ended"
@@ -43,12 +43,7 @@ class Clock:
 
 
 class _Guard:
-    """The state that the watchdog thread checks.
-
-    Attributes:
-        timeout: seconds that a rank waits for another (--distributed-timeout-minutes).
-        is_looking: whether the thread is running.
-    """
+    """The state that the watchdog thread checks; `timeout` is how long a rank waits for another."""
 
     def __init__(self) -> None:
         self.timeout = 600.0
@@ -125,5 +120,6 @@ def state_of(pid: int) -> str | None:
 def end(why: str, code: int = 2) -> NoReturn:
     """Print one line and exit: this rank waits for something that will not happen."""
     rank = os.environ.get("RANK", "0")
+    write_to_torchrun(why)
     write_to_stderr(f"megasink: error: rank {rank} ended: {why}; {left(RankState.run_dir)}")
     os._exit(code)

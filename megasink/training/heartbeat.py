@@ -18,7 +18,7 @@ from typing import Any
 from megasink.training import collectives
 from megasink.training.guard import HAS_ENDED, ON_DISK, Clock, end, guard, state_of
 from megasink.training.stop import RankState
-from megasink.training.waiting import is_first_here, on_several_hosts
+from megasink.training.waiting import here, is_first_here, machine, node, on_several_hosts
 
 SECONDS = 2.0  # between two beats in a small run
 _LEAVE_SECONDS = 5.0  # for a beat in progress, or the first one
@@ -35,10 +35,7 @@ _LOST = re.compile(
 class Heartbeat:
     """Send this rank's heartbeats, and read those of the others.
 
-    Args:
-        store: shared by the ranks, with ``set``, ``get``, ``check`` and ``add``. It needs its own
-            connection, because another thread may block in torch's.
-        interval: seconds between two beats.
+    The store needs its own connection, because another thread may block in torch's.
     """
 
     def __init__(self, store: Any, rank: int, world: int, interval: float = SECONDS):
@@ -48,21 +45,23 @@ class Heartbeat:
         self._last_place: tuple[int | None, str] | None = None
         self._seen: tuple[int, float] = (0, 0.0)  # the next rank's last beat, and when it arrived
         self._words, self._heard = "", 0.0  # why a rank ends, and when that arrived
+        self._holder: dict[str, Any] | None = None  # a beat of rank 0, which may hold the store
 
     def beat(self) -> None:
         """Send this rank's state to the others."""
         self._count += 1
         place = (RankState.step, RankState.phase)
         beat: dict[str, Any] = {"count": self._count, "step": place[0], "phase": place[1]}
-        beat |= {"host": socket.gethostname(), "pid": os.getpid(), "time": time.time()}
+        beat |= {"host": here(), "machine": machine(), "pid": os.getpid(), "time": time.time()}
         if place == self._last_place:  # no progress since: cheap where steps are short
             beat["collective"] = collectives.under_way()
         self._last_place = place
         self._store.set(str(self._rank), json.dumps(beat))
+        self._holder = self._holder or self._beat_of(0)
 
     def tell(self, words: str) -> None:
         """Let the others know why this rank ends, unless another one has ended before."""
-        rank = f"rank {self._rank} on {socket.gethostname()}"
+        rank = f"rank {self._rank} on {here()}"
         self._store.compare_set(f"{RankState.attempt}/words", "", f"{rank}: {words}")
 
     def words(self) -> str:
@@ -92,11 +91,12 @@ class Heartbeat:
     def missing(self) -> str | None:
         """Describe ranks that are gone, stopped or silent, after a lost connection."""
         before = {rank: self._beat_of(rank) for rank in range(self._world) if rank != self._rank}
-        here = socket.gethostname()
         known: dict[int, dict[str, Any] | None] = {
             rank: beat
             for rank, beat in before.items()
-            if beat and beat["host"] == here and state_of(beat["pid"]) not in (None, ON_DISK)
+            if beat
+            and beat["machine"] == machine()
+            and state_of(beat["pid"]) not in (None, ON_DISK)
         }
         if not known:
             time.sleep(2 * self._interval + 1)
@@ -105,6 +105,23 @@ class Heartbeat:
         more = f" and {len(known) - 4} more ranks" if len(known) > 4 else ""
         return "; ".join(texts) + more or None
 
+    def without_store(self) -> tuple[str, bool]:
+        """Describe rank 0 if the store that it holds is gone, and whether it has ended."""
+        address, port = os.environ["MASTER_ADDR"], os.environ["MASTER_PORT"]
+        if self._holder and self._holder["machine"] == machine():
+            return self._describe(0, self._holder), state_of(self._holder["pid"]) == HAS_ENDED
+        rank = "rank 0 on {host}, process {pid}," if self._holder else "rank 0"
+        text = rank.format_map(self._holder or {})
+        ended = False
+        try:
+            socket.create_connection((address, int(port)), _LEAVE_SECONDS).close()
+            text += " does not respond"
+        except ConnectionRefusedError:
+            text, ended = f"{text} has ended: see its log, or dmesg there;", True
+        except OSError as error:
+            text += f" cannot be reached ({error.strerror or error}): look at its host and network;"
+        return f"{text} it held the ranks' store at {address}:{port}", ended
+
     def where(self) -> str:
         """Describe the state of the first 8 ranks, in one line."""
         beats = ((rank, self._beat_of(rank)) for rank in range(min(self._world, 8)))
@@ -112,7 +129,7 @@ class Heartbeat:
 
     def first_here(self) -> bool:
         """Whether this rank is the first of its host and attempt to report an error."""
-        return bool(self._store.add(f"{RankState.attempt}/said on {socket.gethostname()}", 1) == 1)
+        return bool(self._store.add(f"{RankState.attempt}/said on {node()}", 1) == 1)
 
     def _beat_of(self, rank: int) -> dict[str, Any] | None:
         if not self._store.check([str(rank)]):
@@ -122,8 +139,7 @@ class Heartbeat:
     def _describe(self, rank: int, beat: dict[str, Any] | None) -> str:
         if beat is None:
             return f"rank {rank} never reported: did it start?"
-        here = beat["host"] == socket.gethostname()
-        state = state_of(beat["pid"]) if here else None
+        state = state_of(beat["pid"]) if beat["machine"] == machine() else None
         ago = max(0.0, time.time() - beat["time"])
         text = f"rank {rank} (process {beat['pid']} on {beat['host']})"
         if state == HAS_ENDED:
@@ -158,7 +174,7 @@ def _live() -> None:
     # A call to a store that is cut off blocks for a minute, which `clock` takes for a stop of this
     # process; the guard's clock goes on.
     answer = f"an answer of {os.environ['MASTER_ADDR']}, where the ranks' store is"
-    answer += f" (is {socket.gethostname()} cut off from it?),"
+    answer += f" (is {here()} cut off from it?),"
     while not _leaving.is_set():
         try:
             with guard.bounded(answer):
@@ -171,11 +187,13 @@ def _live() -> None:
                 waits = collectives.under_way()
                 end(f"{text}; rank {rank} waits in {waits}" if waits else text)
             silent = clock()
-        except RuntimeError as error:  # from torch: the store does not respond
-            if clock() - silent > guard.timeout:
-                host = os.environ["MASTER_ADDR"]
-                what = (str(error).splitlines() or [type(error).__name__])[0]
-                end(f"the store shared by the ranks, on {host}, is gone ({what})")
+        except RuntimeError:  # from torch: the store does not respond
+            text, ended = heart.without_store()
+            waited = clock() - silent
+            # A rank that is done may outlive the store.
+            soon = ended and RankState.phase not in ("ending", ENDED) and waited > _WORDS_SECONDS
+            if (soon or waited > guard.timeout) and not _explaining:
+                end(text)
         _leaving.wait(heart._interval)
 
 
@@ -194,11 +212,10 @@ def _connect() -> Any:
 
 
 def farewell() -> bool:
-    """Announce that this rank is done, and end its thread.
+    """Announce that this rank is done, and end its thread; whether it has ended.
 
-    Returns:
-        whether the thread has ended. A thread inside the store at interpreter exit aborts the
-        process: it cannot take the GIL again, and is unwound through C++.
+    A thread inside the store at interpreter exit aborts the process: it cannot take the GIL again,
+    and is unwound through C++.
     """
     RankState.phase = ENDED
     _leaving.set()
@@ -265,9 +282,10 @@ def is_lost_connection(error: BaseException) -> bool:
 
 def missing_ranks() -> str | None:
     """Describe ranks that are gone, stopped or silent; None if all respond or nothing is known."""
-    with contextlib.suppress(RuntimeError):
+    try:
         return _heart.missing() if _heart else None
-    return None
+    except RuntimeError:  # the store is gone
+        return _heart.without_store()[0] if _heart else None
 
 
 def where() -> str:

@@ -5,13 +5,10 @@ from torch import Tensor
 
 
 class HostCopy:
-    """A copy that is started now and read later.
+    """A copy that is started now and read later, of values that nobody changes.
 
     It goes to pinned memory behind what the current stream has to do, so that starting it and
     asking for it wait for nothing.
-
-    Args:
-        values: A tensor that nobody changes afterwards.
     """
 
     def __init__(self, values: Tensor):

@@ -1,9 +1,11 @@
-"""What a host trains with, in short facts that another host compares with its own."""
+"""A fingerprint of this host's software, flags and data, for comparison with another host's."""
 
 import hashlib
+import importlib.metadata
 import importlib.util
 import os
 import sys
+import sysconfig
 from argparse import Namespace
 from collections.abc import Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
@@ -15,68 +17,83 @@ from megasink.checkpoints.find import newest_checkpoint
 from megasink.checkpoints.identity import plain
 from megasink.checkpoints.intact import checkpoint_path
 from megasink.checkpoints.tokenizer import digests
+from megasink.data.contents import WHOLE, contents
 from megasink.data.object_store import is_stored
 from megasink.megatron_flags import having
+from megasink.printable import say
 from megasink.training.checks.blends import blends
 from megasink.upstream.versions import versions
 
 # What differs between ranks, and folders: `hosts` looks for those that all hosts share.
 _OF_A_HOST = {"rank", "local_rank", "flag_problems", "refused_flags", "run_dir", *having("host")}
 _OF_A_HOST |= {"expanded_recipe"}  # its path; its flags are compared
-# Variables that choose kernels or their arithmetic.
-_VARIABLES = ("NVTE_", "CUBLAS_WORKSPACE_CONFIG", "NVIDIA_TF32_OVERRIDE", "TORCH_ALLOW_TF32")
-_DIGEST = "sha256 "
-_SAMPLES = 1024  # blocks that are read of all data sets, at least 4 of a file
-_BLOCK = 1 << 12
+# Variables that choose kernels, their arithmetic, or the form of collectives.
+_VARIABLES = (
+    *("NVTE_", "CUBLAS_WORKSPACE_CONFIG", "NVIDIA_TF32_OVERRIDE", "TORCH_ALLOW_TF32"),
+    *("NCCL_ALGO", "NCCL_PROTO", "TORCHINDUCTOR_", "TRITON_INTERPRET", "FLA_"),
+)
+# Packages beside those that a run records: compiled code and what it links to.
+_PACKAGES = ("nvidia-", "triton", "pytorch-triton", "torch", "cuda-", "flash-linear-attention")
+_TOTAL = 4 << 30  # bytes of data that a start reads
 _THREADS = 16
 
 
 def facts_of(args: Namespace) -> dict[str, str]:
-    """Return {what: its value, or a digest of it}, by the names that a message gives them.
+    """Return {name: its value, or a digest of it}, by the names that a message gives them.
 
-    Reads the source of megasink, Megatron and the plugins, the tokenizer, and a few blocks of each
-    data set. Paths may differ between hosts, what is behind them may not.
+    Reads the source of megasink, Megatron and the plugins, the tokenizer and the data sets. Paths
+    may differ between hosts, the contents of the files may not.
 
     Args:
         args: validated.
     """
-    prefixes = [prefix for blend in blends(args) for prefix in blend.prefixes]
-    facts = dict(_flags(args, set(prefixes)))
-    facts |= {f"version of {name}": version for name, version in versions().items()}
-    facts["version of megasink"] = megasink.__version__
-    facts |= {f"variable {k}": v for k, v in os.environ.items() if k.startswith(_VARIABLES)}
     ours = Path(megasink.__file__).parent
     files = (path for kind in ("py", "toml", "json") for path in ours.rglob(f"*.{kind}"))
-    facts |= {str(path.relative_to(ours.parent)): _digest([path]) for path in files}
+    facts = {str(path.relative_to(ours.parent)): _digest([path]) for path in files}
+    facts |= {f"variable {k}": v for k, v in os.environ.items() if k.startswith(_VARIABLES)}
+    for name, version in _versions():
+        facts.setdefault(f"version of {name}", version)  # the first is that which is imported
     for package in ("megatron.core", "megatron.training"):
         facts[f"the source of {package}"] = _source(package)
     for plugin in plugins.LOADED.values():
         facts[f"the source of {plugins.FLAG} {plugin.module}"] = _source(plugin.module)
+    facts |= {f"the source of module {name}": _digest([path]) for name, path in _own_modules()}
     if args.tokenizer_model and Path(args.tokenizer_model).is_dir():
         for name, digest in digests(Path(args.tokenizer_model)).items():
-            facts[f"{name} of --tokenizer-model"] = _DIGEST + digest
+            facts[f"{name} of --tokenizer-model"] = f"sha256 {digest[:16]}"
     if args.load:
-        facts["--load"] = _checkpoint(Path(args.load))
-    return facts | dict(_data(args, len(prefixes)))
+        facts |= _checkpoint(Path(args.load))
+    return facts | dict(_flags(args)) | _data(args)
 
 
 def differences(here: Mapping[str, str], there: Mapping[str, str], host: str) -> list[str]:
     """Describe how the facts of this host differ from those of `host`; given flags come first."""
     given = {word.partition("=")[0] for word in sys.argv}
     names = sorted({*here, *there}, key=lambda name: (name not in given, name))
-
-    def sentence(name: str) -> str:
-        mine, its = (facts.get(name, "unset") for facts in (here, there))
-        if _DIGEST in mine + its:
-            missing = " is missing" if name not in here else ""
-            return f"{name}{missing or f' is another than on {host}'}"
-        return f"{name} {mine} ({host}: {its})"
-
-    return [sentence(name) for name in names if here.get(name) != there.get(name)]
+    return [
+        f"{name} {here.get(name, 'missing')} ({host}: {there.get(name, 'missing')})"
+        for name in names
+        if here.get(name) != there.get(name)
+    ]
 
 
-def _flags(args: Namespace, prefixes: set[str]) -> Iterator[tuple[str, str]]:
+def _versions() -> Iterator[tuple[str, str]]:
+    import torch
+
+    yield from versions().items()
+    yield "megasink", megasink.__version__
+    for package in importlib.metadata.distributions():
+        if (name := package.name.lower().replace("_", "-")).startswith(_PACKAGES):
+            yield name, package.version
+    # Libraries of the system, as in images whose torch is no package of PyPI.
+    yield "CUDA in torch", str(torch.version.cuda or torch.version.hip)
+    if torch.distributed.is_nccl_available():
+        yield "NCCL in torch", ".".join(map(str, torch.cuda.nccl.version()))
+
+
+def _flags(args: Namespace) -> Iterator[tuple[str, str]]:
     """Yield the resolved flags; a file that one names counts by what is in it."""
+    prefixes = {prefix for blend in blends(args) for prefix in blend.prefixes}
     for name, value in vars(args).items():
         if name in _OF_A_HOST:
             continue
@@ -99,42 +116,53 @@ def _source(module: str) -> str:
     return _digest(path for folder in folders for path in sorted(folder.rglob("*.py")))
 
 
-def _checkpoint(folder: Path) -> str:
+def _own_modules() -> Iterator[tuple[str, Path]]:
+    """Yield the imported modules that belong to no installed package: a plugin's, a script."""
+    installed = {sysconfig.get_path(name) for name in ("stdlib", "purelib", "platlib")}
+    packages = tuple(f"{path}{os.sep}" for path in (*installed, Path(megasink.__file__).parent))
+    for name, module in list(sys.modules.items()):
+        path = getattr(module, "__file__", None)
+        if isinstance(path, str) and not path.startswith(packages) and Path(path).is_file():
+            yield name, Path(path)
+
+
+def _checkpoint(folder: Path) -> dict[str, str]:
+    """Return the metadata of the newest checkpoint, and the names and sizes of its files."""
     newest = newest_checkpoint(folder)
     if newest is None:
-        return "none"
-    return _digest(sorted(checkpoint_path(folder, newest).glob("*metadata*")))
+        return {"--load": "none"}
+    paths = sorted(p for p in checkpoint_path(folder, newest).rglob("*") if p.is_file())
+    sizes = " ".join(f"{path.name} {path.stat().st_size}" for path in paths)
+    digest = _digest([path for path in paths if "metadata" in path.name], sizes)
+    return {"--load": f"step {newest}, {len(paths)} files, {digest}"}
 
 
-def _data(args: Namespace, count: int) -> Iterator[tuple[str, str]]:
-    """Yield the files of the data sets, by a few blocks of each: most have gigabytes."""
-    blocks = max(4, min(64, _SAMPLES // max(count, 1)))
-    names, paths = [], []
-    for blend in blends(args):
-        for number, prefix in enumerate(blend.prefixes, 1):
-            for kind in (".idx", ".bin") if not is_stored(prefix) else ():
-                names.append(f"the {kind} of data set {number} of {blend.flag}")
-                paths.append(Path(f"{prefix}{kind}"))
+def _data(args: Namespace) -> dict[str, str]:
+    """Return the contents of the data sets; of large ones samples, which is said."""
+    files = {
+        f"the {kind} of data set {number} of {blend.flag.split()[0]}": (prefix, kind)
+        for blend in blends(args)
+        for number, prefix in enumerate(blend.prefixes, 1)
+        for kind in ((".idx", ".bin") if not is_stored(prefix) else ())
+    }
+    most = max(WHOLE, _TOTAL // max(1, len(files)))
+
+    def described(file: tuple[str, str]) -> tuple[str, bool]:
+        return contents(*file, most) if Path("".join(file)).is_file() else ("missing", True)
+
     with ThreadPoolExecutor(_THREADS) as threads:
-        samples = threads.map(lambda path: _sampled(path, blocks), paths)
-        yield from zip(names, samples, strict=True)
+        found = list(threads.map(described, files.values()))
+    if args.rank == 0 and (large := sum(not whole for _, whole in found)):
+        say(
+            f"data: of {large} of {len(files)} files, those above {most / 1e6:,.0f} MB, the hosts "
+            "compare samples, and checksums that their .json has; other bytes may differ"
+        )
+    return {name: text for name, (text, _) in zip(files, found, strict=True)}
 
 
-def _sampled(path: Path, blocks: int) -> str:
-    if not path.is_file():
-        return "none"
-    size = path.stat().st_size
-    digest = hashlib.sha256(str(size).encode())
-    with path.open("rb") as file:
-        for number in range(blocks):
-            file.seek(max(0, size - _BLOCK) * number // (blocks - 1))
-            digest.update(file.read(_BLOCK))
-    return _DIGEST + digest.hexdigest()
-
-
-def _digest(paths: Iterable[Path]) -> str:
-    digest = hashlib.sha256()
+def _digest(paths: Iterable[Path], text: str = "") -> str:
+    digest = hashlib.sha256(text.encode())
     for path in paths:
         digest.update(f"{path.name} {path.stat().st_size}\n".encode())
         digest.update(path.read_bytes())
-    return _DIGEST + digest.hexdigest()[:16]
+    return f"sha256 {digest.hexdigest()[:16]}"

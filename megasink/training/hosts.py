@@ -1,62 +1,58 @@
 """Several hosts compare themselves before the first step, through the store that the start opens.
 
-Rank 0 tells what its host trains with. The first rank of every other host compares, and looks for
-the files that rank 0 has put into the folders that all share. A rank that cannot start says so in
-the same place. So every host names what is wrong, and none waits for one that has ended.
+Rank 0 publishes its host's fingerprint. The first rank of every other host compares it with its
+own, and looks for the files that rank 0 has put into the folders that all share. Every host then
+reports each difference. An error before the hosts meet travels with torchrun (meeting.py).
 """
 
 import contextlib
 import json
 import os
 import secrets
+import socket
 import time
 from argparse import Namespace
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+from megasink.checkpoints.intact import checkpoint_path, iterations
 from megasink.data.object_store import is_stored
 from megasink.errors import UserError
-from megasink.training.attempt import open_store
-from megasink.training.stop import RankState
-from megasink.training.waiting import HERE, is_first_here, on_several_hosts, waiting
+from megasink.training.endings import named
+from megasink.training.guard import guard
+from megasink.training.waiting import here, is_first_here, waiting
 
 RANKS = "MEGASINK_RANKS"
 """Variable with the number of ranks that the command which starts them counts on."""
 START, HEARD = "start", "heard"
 """Keys of rank 0's decision, and of the number of ranks that have read it."""
-_OFFER, _ANSWERS, _PROBLEMS = "hosts/offer", "hosts/answers", "hosts/problems"
+_OFFER, _HOST = "hosts/offer", "hosts/host"
+_ANSWERS, _PROBLEMS = "hosts/answers", "hosts/problems"
 _HEARD_SECONDS = 10.0
 _SHARED_SECONDS = 20.0  # until a file system shows what another host has written
-_MEET_SECONDS = 60.0  # for a rank that cannot start to meet the others
-_MOST = 4  # hosts, or differences of one, in a message
+_LARGE_SECONDS = 30.0  # for the first message that is larger than a packet
+_MOST, _MOST_FILES = 4, 64  # hosts, or differences of one, in a message; files to look for
 
 
 def refuse_another_world() -> None:
-    """Refuse a job of another size than the command that started it counts on.
-
-    Raises:
-        UserError: torchrun let more or fewer ranks meet; with the likely reasons.
-    """
+    """Refuse a job of another size than its command counts on, with the likely reasons."""
     expected, world = os.environ.get(RANKS), os.environ.get("WORLD_SIZE", "1")
     if expected is not None and expected != world:
         raise UserError(
-            f"{HERE}: {world} rank{' has' if world == '1' else 's have'} met, but NNODES x "
+            f"{here()}: {world} rank{' has' if world == '1' else 's have'} met, but NNODES x "
             f"RANKS_PER_NODE make {expected}: give every host the same NNODES and RANKS_PER_NODE, "
             "and set the hosts' clocks by NTP (torchrun drops a host whose clock is 15 s off)"
         )
 
 
 def compare(store: Any, args: Namespace) -> None:
-    """Tell the other hosts what this one trains with, and wait for their answers. Rank 0 calls it.
-
-    Raises:
-        UserError: hosts differ, or a rank cannot start; names host and difference.
-    """
+    """Publish what this host trains with, and refuse hosts that differ. For rank 0."""
     from megasink.training.host_facts import facts_of
 
     with _marked(args) as marks:
-        offer = {"host": HERE, "facts": facts_of(args), "marks": marks}
+        offer = {"facts": facts_of(args), "marks": marks}
+        store.set(_HOST, here())
         store.set(_OFFER, json.dumps(offer))
         end = time.monotonic() + 60 * args.distributed_timeout_minutes
         with waiting(lambda: f"{_missing(store, args)} ranks to compare their hosts with this one"):
@@ -81,54 +77,48 @@ def answer(store: Any, args: Namespace) -> None:
                 if store.check([START]):
                     return
                 time.sleep(0.05)
-        offer = json.loads(store.get(_OFFER))
+        host = store.get(_HOST).decode()
+        offer = _long_messages(store, host)
         try:
-            problems = differences(facts_of(args), offer["facts"], offer["host"])
-            problems += _not_shared(args, offer["marks"], offer["host"])
+            problems = differences(facts_of(args), offer["facts"], host)
+            problems += _not_shared(args, offer["marks"], host)
         except Exception as error:  # rank 0 waits for the answer
-            problems = [f"{type(error).__name__}: {error}"]
+            problems = [named(error)]
         if problems:
-            _add_problem(store, f"{_shortened(problems)}: start every host with the same command")
+            advice = "give all hosts the same command, files and packages"
+            _add_problem(store, f"{_shortened(problems)}: {advice}")
     store.add(_ANSWERS, 1)
 
 
+def _long_messages(store: Any, host: str) -> Any:
+    """Return rank 0's offer, and send as much: short messages pass where long ones may not."""
+    what = (
+        f"a long message between {host} and {here()}, where short ones arrive (give all hosts and "
+        "switches the same MTU),"
+    )
+    try:
+        with guard.bounded(what, _LARGE_SECONDS):
+            offer = json.loads(store.get(_OFFER))
+            store.set("hosts/long", " " * 10_000)  # than jumbo frames; the next call has an answer
+            store.add(_ANSWERS, 0)
+    except RuntimeError as error:
+        # Raises OSError if rank 0 is gone.
+        place = (os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]))
+        socket.create_connection(place, _HEARD_SECONDS).close()
+        raise UserError(f"{what} was lost: {named(error)}") from error
+    return offer
+
+
 def refuse(store: Any, world: int, error: object) -> None:
-    """Tell the other ranks that rank 0 does not start, and wait: the store may end with it."""
+    """Let the other ranks know that rank 0 does not start, and wait: the store may end with it."""
     store.set(START, json.dumps({"refused": str(error)}))
     end = time.monotonic() + _HEARD_SECONDS
     while store.add(HEARD, 0) < world - 1 and time.monotonic() < end:
         time.sleep(0.05)
 
 
-def tell(error: BaseException) -> bool:
-    """Tell the other hosts that this rank cannot start, if they have not met yet.
-
-    Returns:
-        whether rank 0 has told every rank; then each host has said why.
-    """
-    if not on_several_hosts() or RankState.attempt:
-        return False
-    text = str(error) if isinstance(error, UserError) else f"{type(error).__name__}: {error}"
-    rank, world = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
-    with contextlib.suppress(UserError, RuntimeError):  # the others are not there
-        store = open_store(_MEET_SECONDS)
-        if rank == 0:
-            refuse(store, world, f"{HERE}: {text}")
-            return True
-        _add_problem(store, text)
-        store.add(_ANSWERS, 1)
-        end = time.monotonic() + _MEET_SECONDS
-        while time.monotonic() < end:
-            if store.check([START]):
-                store.add(HEARD, 1)
-                time.sleep(2.0)  # torchrun ends this host's other ranks when this one ends
-                return True
-            time.sleep(0.05)
-    return False
-
-
 def _add_problem(store: Any, text: str) -> None:
-    store.append(_PROBLEMS, f"{HERE}: {' '.join(text.split())}\n")
+    store.append(_PROBLEMS, f"{here()}: {' '.join(text.split())}\n")
 
 
 def _missing(store: Any, args: Namespace) -> int:
@@ -141,65 +131,105 @@ def _shortened(texts: Sequence[str]) -> str:
 
 
 def _shared(args: Namespace) -> dict[str, Path]:
-    """Return the folders that all hosts write to or read from, by flag."""
+    """Return the folders that all hosts write to or read from, by flag or name in --run-dir."""
     folders = {"--run-dir": args.run_dir, "--save": args.save}
     if not args.mock_data:
         folders["--data-cache-path"] = args.data_cache_path
-    given = {flag: Path(path) for flag, path in folders.items() if path and not is_stored(path)}
-    run = given.get("--run-dir")
-    inside = [flag for flag, path in given.items() if run and run in path.parents]
-    return {flag: path for flag, path in given.items() if flag not in inside}
+    shared = {flag: Path(path) for flag, path in folders.items() if path and not is_stored(path)}
+    # A link, or a volume of its own, may lead elsewhere on one host.
+    inside = shared["--run-dir"].glob("*") if "--run-dir" in shared else ()
+    apart = [
+        p for p in sorted(inside) if p not in shared.values() and (p.is_dir() or p.is_symlink())
+    ]
+    return shared | {path.name: path for path in apart}
+
+
+def _real(path: Path) -> Path:
+    real = path.resolve()
+    return real.parent if path.is_symlink() and real.is_file() else real
 
 
 @contextlib.contextmanager
-def _marked(args: Namespace) -> Iterator[dict[str, str]]:
-    """Put a file of a name that no other host can guess into each shared folder, for the body."""
-    made: dict[str, Path] = {}
-    new = [folder for folder in _shared(args).values() if not folder.exists()]
+def _marked(args: Namespace) -> Iterator[dict[str, Any]]:
+    """Put a file of a name that no other host can guess into each shared folder, for the body.
+
+    Yields {name of the folder: its real path here, and the names of files that others must see}.
+    """
+    made, marks, new = list[Path](), dict[str, Any](), list[Path]()
     try:
-        for flag, folder in _shared(args).items():
-            mark = folder / f"lease.{secrets.token_hex(8)}"  # allowed in a folder without a run
+        for name, folder in _shared(args).items():
+            mark = (
+                _real(folder) / f"lease.{secrets.token_hex(8)}"
+            )  # allowed in a folder without a run
+            if not folder.exists():
+                new.append(folder)
             try:
-                folder.mkdir(parents=True, exist_ok=True)
+                if not mark.parent.is_dir():
+                    folder.mkdir(parents=True)
                 mark.touch()
             except OSError as error:
-                raise UserError(_not_written(flag, folder, error)) from error
-            made[flag] = mark
-        yield {flag: mark.name for flag, mark in made.items()}
+                raise UserError(_not_written(name, folder, error)) from error
+            made.append(mark)
+            saved = _newest_files(folder) if name == "--save" else []
+            marks[name] = {"real": str(mark.parent), "files": [mark.name, *saved]}
+        yield marks
     finally:
-        for mark in made.values():
+        for mark in made:
             with contextlib.suppress(OSError):
                 mark.unlink()
-        for folder in new:
+        for folder in reversed(new):
             with contextlib.suppress(OSError):  # in use
                 folder.rmdir()
 
 
-def _not_shared(args: Namespace, marks: dict[str, str], host: str) -> list[str]:
-    """Describe each folder in which this host finds no file of rank 0's, or cannot write."""
+def _newest_files(folder: Path) -> list[str]:
+    """Return some files of the newest checkpoint, whose folder may be a link of one host."""
+    newest = [checkpoint_path(folder, iteration) for iteration in iterations(folder)[-1:]]
+    files = [path for saved in newest for path in sorted(saved.glob("*"))]
+    return [str(path.relative_to(folder)) for path in files[:_MOST_FILES]]
+
+
+def _not_shared(args: Namespace, marks: dict[str, Any], host: str) -> list[str]:
+    """Describe each folder in which this host does not find rank 0's files, or cannot write."""
     problems, end = [], time.monotonic() + _SHARED_SECONDS
-    for flag, folder in _shared(args).items():
-        own = folder / f"lease.{secrets.token_hex(8)}"
+    own = f"lease.{secrets.token_hex(8)}"
+    flags = _shared(args)
+    for name, there in marks.items():
+        folder = flags.get(name) or Path(args.run_dir, name)
+        real = _real(folder)
         try:
-            while not (folder / marks.get(flag, own.name)).exists():
+            while missing := [file for file in there["files"] if not (real / file).exists()]:
                 # What this host writes makes a network file system look at the folder again.
                 with contextlib.suppress(FileNotFoundError):
-                    own.touch()
-                    own.unlink()
+                    (real / own).touch()
+                    (real / own).unlink()
                 if time.monotonic() > end:
-                    problems.append(
-                        f"{flag} {folder} is another folder than on {host}: it must be on a file "
-                        "system that all hosts share"
-                    )
+                    problems.append(_differs(name, folder, there, missing, host))
                     break
                 time.sleep(0.2)
             else:
-                own.touch()
-                own.unlink()
+                (real / own).touch()
+                (real / own).unlink()
         except OSError as error:
-            problems.append(_not_written(flag, folder, error))
+            problems.append(_not_written(name, folder, error))
     return problems
 
 
-def _not_written(flag: str, folder: Path, error: OSError) -> str:
-    return f"{flag} {folder} cannot be written: {error.strerror}"
+def _differs(name: str, folder: Path, there: dict[str, Any], missing: list[str], host: str) -> str:
+    advice = "it must be on a file system that all hosts share"
+    real, its = _real(folder), there["real"]
+    if missing != there["files"]:
+        return f"{_named(name, folder)} has no {missing[0]}, which {host} has in {its}: {advice}"
+    state = "missing" if not real.is_dir() else "not empty" if any(real.iterdir()) else "empty"
+    what = f"{_named(name, folder)} is {real} ({state}), another folder than on {host}"
+    return f"{what} ({its}): {advice}"
+
+
+def _not_written(name: str, folder: Path, error: OSError) -> str:
+    if folder.is_symlink() and not folder.exists():
+        return f"{_named(name, folder)} is a link to {_real(folder)}, which is missing here"
+    return f"{_named(name, folder)} cannot be written: {error.strerror}"
+
+
+def _named(name: str, folder: Path) -> str:
+    return f"{name} {folder}" if name.startswith("--") else str(folder)

@@ -123,11 +123,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _resume(words: Sequence[str]) -> str | None:
-    """Return the value of --resume; None without the flag.
-
-    Raises:
-        UserError: it is no value of the flag.
-    """
+    """Return the value of --resume; None without the flag, an error for no value of it."""
     values = dict(named_values(words)).get("resume")
     if values is None or values == []:
         return None if values is None else RESUME[0]
@@ -156,17 +152,10 @@ def own_parser() -> CommandParser:
 def launch(
     flags: Sequence[str], run_dir: Path, ranks: int, steps: int | None, *, checked: bool = False
 ) -> int:
-    """Run the ranks to completion, with a progress bar (or lines, without a terminal); return 0.
+    """Run `ranks` processes to completion, with a progress bar, or lines without a terminal.
 
-    Args:
-        flags: Megatron's and megasink's flags, without ``--run-dir``.
-        ranks: processes on this machine.
-        steps: --train-iters; None if the length is given differently.
-        checked: whether `early.refuse` has found nothing in the flags.
-
-    Raises:
-        Stopped: a signal ended the run.
-        UserError: a rank failed; with the rank's message, or the location of its log.
+    `checked` says that `early.refuse` has found nothing in the flags. Raises Stopped after a
+    signal, or an error with a rank's message or the location of its log.
     """
     from rich.console import Console
 

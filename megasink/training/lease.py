@@ -1,22 +1,4 @@
-"""The lease of a run folder: only one trainer at a time writes to it.
-
-RUN/lease/owner.json names its owner, rank 0 of the trainer, and exists while that rank trains. The
-owner touches it every 15 seconds. The last beat is the file's modification time by the clock of the
-file server, so clocks of different hosts are never compared. A dead owner's lease expires
-immediately on the owner's host, and on other hosts 120 seconds after its last beat: file attributes
-on NFS may be 60 seconds old.
-
-The file is written in a folder of another name, which is then renamed: whoever is killed leaves all
-of it or nothing. Of two who rename, one fails, since POSIX renames no folder onto one that is not
-empty. Hard links would do as well where there are any; exclusive creation leaves an empty file for
-a moment, and after a kill for 120 seconds.
-
-Not filelock's SoftFileLease (4.2, 4.3): where a file system cannot exchange two names (NFS, SMB),
-it never takes over the lease of a dead owner.
-
-An owner that stalled for longer (a suspended machine, an unavailable file server) finds at its next
-beat that its lease was taken over, and ends.
-"""
+"""The lease of a run folder, held until `release` or process exit; refused to a second trainer."""
 
 import atexit
 import contextlib
@@ -26,7 +8,6 @@ import json
 import os
 import secrets
 import shutil
-import socket
 import threading
 import time
 from collections.abc import Callable
@@ -38,6 +19,7 @@ from megasink.json_file import open_file
 from megasink.printable import printable, say
 from megasink.system_errors import writing
 from megasink.training.stop import write_to_stderr
+from megasink.training.waiting import machine
 
 LEASE = "lease"
 OWNER = "owner.json"
@@ -68,7 +50,7 @@ class Lease:
 
     def __init__(self, folder: Path, say: Callable[[str], None] = say):
         self._path = folder / LEASE / OWNER
-        self._owner = _machine() | {
+        self._owner = machine() | {
             "pid": os.getpid(),
             "started": _start(os.getpid()),
             "since": time.strftime("%Y-%m-%d %H:%M:%S %z"),
@@ -132,7 +114,7 @@ class Lease:
 
 
 def wait_until_expired(folder: Path, say: Callable[[str], None] = say) -> _Seen | None:
-    """Wait until a dead owner's lease expires; return it, or None if there is no lease."""
+    """Wait until a dead owner's lease expires; return it, None without one; refuse a live owner."""
     try:
         return _expired(folder, say)
     except OSError as error:
@@ -242,18 +224,8 @@ def _age(path: Path, seen: _Seen) -> float:
         probe.unlink(missing_ok=True)
 
 
-def _machine() -> dict[str, Any]:
-    """Identify the scope of process ids: each container on a host has its own."""
-    try:
-        boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
-        namespace = str(Path("/proc/self/ns/pid").readlink())
-    except OSError:
-        boot = namespace = ""
-    return {"host": socket.gethostname(), "boot": boot, "namespace": namespace}
-
-
 def _on_this_machine(owner: dict[str, Any]) -> bool:
-    here = _machine()
+    here = machine()
     return bool(here["boot"]) and all(owner.get(name) == here[name] for name in here)
 
 

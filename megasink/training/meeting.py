@@ -1,87 +1,169 @@
 """``python -m megasink.training.meeting ARGUMENTS``: torchrun on one of several hosts.
 
 torchrun waits ten minutes for a host that does not come, without a word, and then prints
-tracebacks. Here each host says for whom it waits, and errors of the meeting are one line.
+tracebacks. Here each host says for whom it waits, errors of the meeting are one line, and what a
+rank gave torchrun as the reason of its end (TORCHELASTIC_ERROR_FILE) is said on every host.
 """
 
 import contextlib
+import json
 import os
 import signal
+import socket
 import sys
 import threading
+import time
 import traceback
+import uuid
 from collections.abc import Sequence
 from datetime import timedelta
+from pathlib import Path
 from typing import Any
 
+from megasink.training.flag_file import named_values
 from megasink.training.stop import write_to_stderr
-from megasink.training.waiting import HERE, waiting
+from megasink.training.waiting import here, waiting
 
 _HERE, _ENDED = "megasink/here", "megasink/ended"
+_CLOCK = "megasink/clock"  # with the id of a host: the time there
 _END_SECONDS = 30.0  # for ranks to end by themselves where those of another host have failed
 _SECONDS = 5.0  # for an answer of the store, and between two looks at it
+_GONE_SECONDS = 20.0  # after which a host that has not written is taken for gone
+_APART_SECONDS = 10.0  # torchrun drops a host whose clock is 15 s off
 
 
 class Hosts:
-    """A thread that knows, through the store where torchrun's agents meet, which hosts are there.
+    """A thread that follows, in the store where torchrun's agents meet, which hosts are there.
 
-    It says for whom this host waits, and which ranks of other hosts have failed.
-
-    Args:
-        endpoint: HOST:PORT.
-        number: of hosts.
-        ends: whether torchrun here ends soon after that of another host: no ranks are started
-            again that could go on together.
-
-    Attributes:
-        have_met: whether all hosts have come.
+    It says for whom this host waits, refuses hosts that cannot train together, and says why ranks
+    of other hosts have ended. With `ends`, it ends torchrun here some time after that.
     """
 
-    def __init__(self, endpoint: str, number: int, *, ends: bool = False):
+    def __init__(
+        self, endpoint: str, number: int, job: str = "", address: str = "", *, ends: bool = False
+    ):
         self._endpoint, self._number, self._ends = endpoint, number, ends
-        self.have_met = False
-        self._here: dict[str, str] = {}  # names, and how many hosts each was told of
+        self._me: dict[str, Any] = {"id": uuid.uuid4().hex, "host": here(), "address": address}
+        self._me |= {"number": number, "job": job}
+        self.have_met = False  # all hosts have come
+        self._here: list[dict[str, Any]] = []  # in the order of their coming
+        self._clocks: dict[str, tuple[str, float]] = {}  # by id: the last time there, and its age
+        self._looked = time.monotonic()
+        self._said: set[str] = set()
         self._store: Any = None
         self._leaving = threading.Event()
         self._thread = threading.Thread(target=self._live, name="hosts", daemon=True)
         self._thread.start()
 
     def __str__(self) -> str:
-        if not self._here:
+        if not (mine := [host for host in self._here if host["job"] == self._me["job"]]):
             return f"{self._endpoint}, where no torchrun answers"
-        missing, here = self._number - len(self._here), ", ".join(sorted(self._here)[:8])
-        return f"{missing} of {self._number} hosts at {self._endpoint} (here: {here})"
+        names = ", ".join(sorted(map(self.name, mine))[:8])
+        missing = self._number - len(mine)
+        return f"{missing} of {self._number} hosts at {self._endpoint} (here: {names})"
 
-    def leave(self, failed: str = "") -> None:
-        """End the thread, and tell the other hosts what failed on this one."""
+    def name(self, host: dict[str, Any] | None = None) -> str:
+        """Return the name of a host, or of this one; with its address if it is not the only one."""
+        host = host or self._me
+        alike = [other for other in self._here if other["host"] == host["host"]]
+        return f"{host['host']} ({host['address']})" if len(alike) > 1 else str(host["host"])
+
+    def at_the_store(self, ranks: str) -> str:
+        """Say that the host of torchrun's store is gone; of so many `ranks`, as of all hosts."""
+        mine = [host for host in self._here if host["job"] == self._me["job"]]
+        order = sorted(mine, key=lambda host: str(host["address"]))  # as torchrun numbers them
+        place = self._endpoint.rpartition(":")[0]
+        with contextlib.suppress(OSError):
+            place = socket.gethostbyname(place)
+        for number, host in enumerate(order):
+            if host["address"] == place and ranks.isdigit():
+                named = f"{self.name(host)} with rank {number * int(ranks)}"
+                return f"{named} has ended or cannot be reached at {self._endpoint}"
+        return f"torchrun has ended at {self._endpoint}"
+
+    def leave(self, failed: str) -> None:
+        """End the thread, and exchange the reasons of the end with the other hosts first."""
         self._leaving.set()
         self._thread.join(2 * _SECONDS)
-        if failed and self._store is not None:
-            with contextlib.suppress(RuntimeError):
-                self._store.append(_ENDED, f"{' '.join(failed.split())}\n")
+        self._say(failed := " ".join(failed.split()))
+        with contextlib.suppress(RuntimeError, AttributeError):  # the store is gone
+            self._store.append(_ENDED, f"{failed}\n")
+        end = time.monotonic() + 2 * _SECONDS
+        while self._store and self._report() < self._number and time.monotonic() < end:
+            time.sleep(0.5)
+            self._look()
 
     def _live(self) -> None:
-        reported: set[str] = set()
         with waiting(lambda: str(self), of_rank=False):
-            while len(self._here) < self._number and not self._leaving.wait(1.0):
-                self._here = dict(line.rsplit(" ", 1) for line in self._lines(_HERE))
-                if wrong := {n: k for n, k in self._here.items() if k != str(self._number)}:
-                    name, number = wrong.popitem()
-                    write_to_stderr(
-                        f"megasink: error: {HERE} has NNODES={self._number}, {name} "
-                        f"NNODES={number}: give every host the same"
-                    )
-                    self._leaving.wait(_SECONDS)  # the store may be of this process
-                    os._exit(1)  # torchrun has started nothing yet, and handles no signal
-        self.have_met = len(self._here) >= self._number
+            while not self.have_met and not self._leaving.wait(1.0):
+                self._look()
+                self._report()
         while not self._leaving.wait(_SECONDS):
-            for line in self._lines(_ENDED):
-                if line not in reported:
-                    write_to_stderr(line)
-                reported.add(line)
-            if reported and self._ends and not self._leaving.wait(_END_SECONDS):
+            self._look()
+            if self._report() and self._ends and not self._leaving.wait(_END_SECONDS):
                 os.kill(os.getpid(), signal.SIGTERM)  # torchrun hands it to its ranks
                 return
+
+    def _look(self) -> None:
+        """Find the hosts that are there, whose clocks in the store go on, and compare them."""
+        before, self._looked = self._looked, time.monotonic()
+        hosts = {host["id"]: host for host in map(json.loads, self._lines(_HERE))}
+        try:
+            clocks = self._store.multi_get([f"{_CLOCK}/{name}" for name in hosts]) if hosts else []
+            self._tick(self._store)
+        except (RuntimeError, AttributeError):  # the store is gone
+            return
+        going = []
+        for name, clock in zip(hosts, map(bytes.decode, clocks), strict=True):
+            last, since = self._clocks.get(name, (clock, -_GONE_SECONDS))
+            self._clocks[name] = (clock, since if clock == last else self._looked)
+            if clock != last:
+                ahead = float(clock) - time.time()
+                # It was written between the last look here and this one.
+                late = min(0.0, ahead + self._looked - before)
+                self._compare(hosts[name], ahead if ahead > 0 else late)
+            if self._looked - self._clocks[name][1] < _GONE_SECONDS:
+                going.append(hosts[name])
+        self._here = going
+        mine = sum(host["job"] == self._me["job"] for host in going)
+        self.have_met = self.have_met or mine >= self._number
+
+    def _tick(self, store: Any) -> None:
+        store.set(f"{_CLOCK}/{self._me['id']}", str(time.time()))
+
+    def _compare(self, host: dict[str, Any], ahead: float) -> None:
+        """Report why this host and another cannot train together, and end if it is this one's."""
+        me, its, job = self.name(), self.name(host), self._me["job"]
+        is_mine = host["job"] == job
+        if not is_mine:
+            what = f"{me} has the run {job}, {its} {host['job']} at {self._endpoint}"
+            advice = "give each job its own MASTER_PORT, and all hosts of a job the same RUN_DIR"
+        elif self.have_met:
+            return  # a clock may be set right while it trains
+        elif host["number"] != self._number:
+            what = f"{me} has NNODES={self._number}, {its} NNODES={host['number']}"
+            advice = "give every host the same"
+        elif abs(ahead) > _APART_SECONDS:
+            what = f"the clock of {its} is {ahead:+.0f} s from that of {me}"
+            advice = "set the clocks of all hosts by NTP (torchrun drops a host 15 s off)"
+        else:
+            return
+        self._say(f"megasink: error: {what}: {advice}")
+        if is_mine or (self._here and self._here[0]["job"] != job):
+            self._leaving.wait(_SECONDS)  # the store may be of this process
+            os._exit(1)  # torchrun has started nothing yet, and handles no signal
+
+    def _say(self, line: str) -> None:
+        if line not in self._said:
+            write_to_stderr(line)
+        self._said.add(line)
+
+    def _report(self) -> int:
+        """Say what the other hosts have said of their end, once; return the number of lines."""
+        lines = self._lines(_ENDED)
+        for line in lines:
+            self._say(line)
+        return len(lines)
 
     def _lines(self, key: str) -> list[str]:
         """Return what the hosts have written; empty while the store is not there."""
@@ -91,26 +173,38 @@ class Hosts:
         timeout = timedelta(seconds=_SECONDS)
         try:
             if self._store is None:
+                # torch prints pages of C++ frames where nobody listens.
+                socket.create_connection((host, int(port)), _SECONDS).close()
                 store: Any = TCPStore(host, int(port), wait_for_workers=False, timeout=timeout)
-                store.append(_HERE, f"{HERE} {self._number}\n")
+                self._tick(store)
+                store.append(_HERE, f"{json.dumps(self._me)}\n")
                 self._store = store
             if self._store.check([key]):
                 return list(self._store.get(key).decode().splitlines())
-        except RuntimeError:  # from torch: not there yet, or gone
+        except (RuntimeError, OSError):  # from torch, or the socket: not there yet, or gone
             self._store = None
         return []
 
 
+def _job(words: Sequence[str]) -> str:
+    """Return what a job's hosts have in common, and other jobs have not: the run folder."""
+    given = dict(named_values(words)).get("run-dir") or [os.environ.get("RUN_DIR") or "megasink"]
+    return given[-1]
+
+
 def main(argv: Sequence[str]) -> int:
     """Run torchrun with these arguments; return the exit code."""
+    from torch.distributed import DistError
     from torch.distributed.elastic.multiprocessing import SignalException
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
     from torch.distributed.elastic.rendezvous import RendezvousError
     from torch.distributed.run import parse_args, run
 
     args = parse_args(list(argv))
-    hosts = Hosts(args.rdzv_endpoint, int(args.nnodes), ends=args.max_restarts == 0)
-    failed = ""
+    if args.rdzv_id == "none":  # torchrun's default
+        args.rdzv_id = _job(args.training_script_args)
+    ends, address = args.max_restarts == 0, args.local_addr or ""
+    hosts = Hosts(args.rdzv_endpoint, int(args.nnodes), args.rdzv_id, address, ends=ends)
     try:
         run(args)
     except ChildFailedError as error:
@@ -118,35 +212,26 @@ def main(argv: Sequence[str]) -> int:
         rank, failure = error.get_first_failure()
         code = failure.exitcode
         how = f"by {failure.signal_name()}" if code < 0 else f"with exit code {code}"
-        failed = f"megasink: {HERE}: rank {rank} was ended {how}"
-        write_to_stderr(failed)
-        return 1
-    except RendezvousError as error:
-        why, where = " ".join(str(error.__cause__ or error).split()), args.rdzv_endpoint
-        if hosts.have_met:
-            write_to_stderr(f"megasink: {HERE}: torchrun has ended at {where} ({why})")
-        else:
-            write_to_stderr(
-                f"megasink: error: {HERE}: the hosts did not meet at {where}, which is "
-                f"MASTER_ADDR:MASTER_PORT ({why})"
-            )
-        return 1
+        why = f": {failure.message}" if Path(failure.error_file).is_absolute() else ""
+        # Inside of this block, whose error holds the store if it is of this process.
+        hosts.leave(f"megasink: {hosts.name()}: rank {rank} was ended {how}{why}")
+    except (RendezvousError, DistError) as error:
+        why, where = str(error.__cause__ or error), args.rdzv_endpoint
+        what = f"{hosts.at_the_store(args.nproc_per_node)} ({why})"
+        if not hosts.have_met:
+            what = f"the hosts did not meet at {where}, which is MASTER_ADDR:MASTER_PORT ({why})"
+        hosts.leave(f"megasink: error: {hosts.name()}: {what}")
     except SignalException as error:
-        write_to_stderr(f"megasink: {HERE}: {error}")
-        return 1
+        write_to_stderr(f"megasink: {hosts.name()}: {error}")
     except Exception as error:
-        failed = f"megasink: {HERE}: torchrun ended with {type(error).__name__}: {error}"
-        raise
-    finally:
-        hosts.leave(failed)
-    return 0
+        traceback.print_exc()
+        hosts.leave(f"megasink: {hosts.name()}: {type(error).__name__}: {error}")
+    else:
+        return 0
+    return 1
 
 
 if __name__ == "__main__":
-    try:
-        code = main(sys.argv[1:])
-    except Exception:
-        traceback.print_exc()
-        code = 1
+    code = main(sys.argv[1:])
     sys.stdout.flush()
     os._exit(code)  # a thread that is inside of torch's store would abort the exit

@@ -62,11 +62,7 @@ class MetricsWriter:
         self._counts_heads: bool | None = None  # not known before the first step
 
     def step(self, call: dict[str, Any]) -> None:
-        """Add a step's statistics to the losses in ``training_log``'s arguments, and write them.
-
-        Raises:
-            UserError: the run has diverged; raised on every rank.
-        """
+        """Add a step's statistics to the losses in ``training_log``'s arguments, and write them."""
         args = get_args()
         self._iteration = int(call["iteration"])
         balance = self._statistics

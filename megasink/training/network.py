@@ -24,17 +24,7 @@ _SECONDS = 30.0  # a cluster may publish the name of a node only when it runs
 
 
 def own_address(master: str) -> tuple[str, bool]:
-    """Find the address by which the other hosts reach this one.
-
-    Args:
-        master: name or address of the host where torchrun's agents meet.
-
-    Returns:
-        the address, and whether this host is `master`.
-
-    Raises:
-        UserError: `master` is unknown, or there is no route to it.
-    """
+    """Return the address by which other hosts reach this one, and whether it is `master` itself."""
     try:
         there = _resolved(master)
     except OSError as error:
@@ -58,9 +48,6 @@ def choose_gloo_interface(environment: MutableMapping[str, str]) -> None:
 
     Does nothing in a job of one host, where the variable is set, or where the host's name resolves
     to an address that others can reach.
-
-    Args:
-        environment: torchrun's variables of this rank; changed in place.
     """
     if not on_several_hosts(environment) or "GLOO_SOCKET_IFNAME" in environment:
         return

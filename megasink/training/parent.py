@@ -16,12 +16,7 @@ _libc = ctypes.CDLL(None)
 def ends_with(parent: int, number: int = signal.SIGKILL) -> bool:
     """Ask for a signal at the end of the parent, which the kernel takes for its thread.
 
-    Args:
-        parent: the process id that the parent had when it started this process.
-        number: the signal's.
-
-    Returns:
-        whether the parent is still there; else this process should end now.
+    Returns whether the parent is still there; else this process should end now.
     """
     _libc.prctl(_PR_SET_PDEATHSIG, number)
     return os.getppid() == parent

@@ -68,16 +68,12 @@ def _during(words: str, function: Callable[..., Any]) -> Callable[..., Any]:
 def agreeing_on_signals(
     received: Callable[[], int], announce: Callable[[int], None], waits: Callable[[], bool]
 ) -> Iterator[None]:
-    """Agree on the signal that any rank received, with one all-reduce a step.
+    """Agree on the signal that any rank `received`, or 0, with one all-reduce a step.
 
     Upstream reads the ranks' values from the device one by one, which with thousands of ranks takes
     longer than the head statistics. Its handler only supports --exit-signal. Here the host reads
-    the number one step later, when it has arrived: a signal ends the run after the next step.
-
-    Args:
-        received: Returns the signal that this rank received, or 0.
-        announce: Called with the one that any rank received.
-        waits: Whether to wait for the number of this step; the same on every rank.
+    the number one step later, when it has arrived, unless it `waits` for it, as all ranks then do:
+    a signal ends the run after the next step.
     """
     import torch
 

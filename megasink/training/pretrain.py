@@ -17,7 +17,7 @@ from megasink import cpu, plugins
 from megasink.errors import ConfigError, Stopped, UserError
 from megasink.temporary import shared_folder
 from megasink.training import collectives, early, heartbeat, hosts, network, stop
-from megasink.training.endings import explained, reports, tell, wait_for_first
+from megasink.training.endings import explained, named, reports, tell, wait_for_first
 from megasink.training.flag_file import named_values
 from megasink.training.guard import guard
 from megasink.training.stop import RankState
@@ -206,10 +206,11 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _end(error: Exception, line: str) -> None:
-    """Say once per host why the ranks end, and tell the other hosts."""
+    """Say once per host why the ranks end, and let the other hosts know."""
     reporting = reports()
     _say(line)
-    if not hosts.tell(error) and not reporting and isinstance(error, UserError):
+    stop.write_to_torchrun(named(error))
+    if not reporting and isinstance(error, UserError):
         wait_for_first()
         _say(line)
     if RankState.begun:

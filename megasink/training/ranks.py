@@ -26,14 +26,7 @@ class Ranks:
 
     They are not in the terminal's process group. Ctrl-C reaches only the launcher, which signals
     the ranks: torchrun would leave them behind after two signals, and may miss a single one.
-
-    Args:
-        arguments: torchrun's arguments.
-        logs: folder for torchrun's output, and for ours once the terminal is closed.
-        variables: of the ranks' environment, beside those of this process.
-
-    Attributes:
-        signals: those that we received, in order.
+    `signals` are those that we received, in order.
     """
 
     def __init__(

@@ -21,9 +21,6 @@ def replayed(last: Sequence[str], given: Sequence[str], run_dir: Path) -> list[s
 
     With a rate or a decay that is given and was another, also the flag with which Megatron takes
     the schedule of the flags and not that of the checkpoint.
-
-    Raises:
-        UserError: a flag must be given again, and was not.
     """
     names = {name for name, _ in named_values(given)}
     before = dict(named_values(last))

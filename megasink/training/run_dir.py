@@ -93,8 +93,7 @@ def problems(args: Namespace) -> list[str]:
 def folder_problem(folder: Path, *, resume: str | None) -> str | None:
     """Return why no run can start, or resume, in a folder; None if one can.
 
-    Args:
-        resume: ``args.resume``. With "auto" the folder may or may not hold a run.
+    With the resume "auto" the folder may or may not hold a run.
     """
     if is_stored(folder):
         return (
@@ -245,13 +244,10 @@ def go_on(args: Namespace) -> None:
 
 
 def write_start(args: Namespace, identity: dict[str, Any]) -> int | None:
-    """Record this start. Call on the rank that owns the folder, after validation.
+    """Record this start, and return the step that it resumes from; None for step 0.
 
-    Args:
-        identity: the arguments as given, before Megatron derived others.
-
-    Returns:
-        the step that the run resumes from; None if it starts at step 0.
+    Call on the rank that owns the folder, after validation. `identity` has the arguments as given,
+    before Megatron derived others.
     """
     folder = Path(args.run_dir)
     with writing(f"--run-dir {folder}"):

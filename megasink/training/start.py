@@ -28,13 +28,9 @@ _WAIT_SECONDS = 3600.0
 def starting(args: Namespace, identity: dict[str, Any]) -> Iterator[Any]:
     """Hold the run folder's lease, and set ``args`` to resume from the same step on every rank.
 
-    Yields:
-        the store for Megatron's process groups, separate for each attempt (attempt.py): torchrun's
-        store survives a restart of the ranks. None for a single rank.
-
-    Raises:
-        UserError: on every rank, if rank 0 cannot start: another trainer uses the folder, it cannot
-            be written, it has no intact checkpoint, or hosts differ.
+    Yields the store for Megatron's process groups, separate for each attempt (attempt.py), because
+    torchrun's survives a restart of the ranks; None for a single rank. If rank 0 cannot start,
+    every rank raises the same error.
     """
     store = None
     if args.world_size > 1 and not args.fake_process_group:
@@ -93,8 +89,9 @@ def _follow(store: Any, args: Namespace, together: bool) -> None:
                 time.sleep(0.05)
         answer = json.loads(store.get(hosts.START))
         store.add(hosts.HEARD, 1)
-    except torch.distributed.DistError as error:
-        raise UserError("rank 0 ended before the run began") from error
+    except (torch.distributed.DistError, OSError) as error:
+        master = os.environ["MASTER_ADDR"]
+        raise UserError(f"rank 0 on {master} ended before the run began: see its log") from error
     if "refused" in answer:
         raise UserError(answer["refused"])
     if answer["resumed_from"] is not None:

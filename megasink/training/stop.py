@@ -6,10 +6,12 @@ immediately instead, through the interpreter's wakeup pipe.
 """
 
 import contextlib
+import json
 import os
 import signal
 import sys
 import threading
+import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, NoReturn
@@ -132,6 +134,14 @@ def leave(number: int) -> NoReturn:
         giving_back.start()
         giving_back.join(5.0)
     os._exit(Stopped.code_of(number))
+
+
+def write_to_torchrun(error: str) -> None:
+    """Give torchrun the reason why this rank ends, which it knows only for signals."""
+    if path := os.environ.get("TORCHELASTIC_ERROR_FILE"):
+        with contextlib.suppress(OSError):
+            # As ProcessFailure reads it (distributed/elastic/multiprocessing/errors/__init__.py).
+            Path(path).write_text(json.dumps({"message": error, "timestamp": int(time.time())}))
 
 
 def write_to_stderr(line: str) -> None:

@@ -1,4 +1,4 @@
-"""Which host of several this is, which of its ranks speaks, and for whom it waits."""
+"""Name this host among others, and say which rank reports and what it is waiting for."""
 
 import contextlib
 import os
@@ -7,9 +7,37 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
 
-HERE = socket.gethostname()
 _FIRST_SECONDS, _SECONDS = 20.0, 60.0
+_address = ""  # of this host, where another one of the job has the same name
+
+
+def here() -> str:
+    """Return the name of this host in messages; containers of one job may have the same name."""
+    return socket.gethostname() + _address
+
+
+def same_name_elsewhere(address: str) -> None:
+    """Add this host's address to its name from now on."""
+    global _address
+    _address = f" ({address})"
+
+
+def node() -> str:
+    """Return torchrun's number of this host, which is unique in a job."""
+    return os.environ.get("GROUP_RANK", "0")
+
+
+def machine() -> dict[str, Any]:
+    """Identify the scope of process ids: each container on a host has its own."""
+    try:
+        boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+        namespace = str(Path("/proc/self/ns/pid").readlink())
+    except OSError:
+        boot = namespace = ""
+    return {"host": socket.gethostname(), "boot": boot, "namespace": namespace}
 
 
 def on_several_hosts(environment: Mapping[str, str] = os.environ) -> bool:
@@ -27,9 +55,7 @@ def is_first_here() -> bool:
 def waiting(whom: Callable[[], str], *, of_rank: bool = True) -> Iterator[None]:
     """Say on each host, after 20 s and then every minute, for whom the body waits.
 
-    Args:
-        whom: called in another thread.
-        of_rank: whether it is a rank that waits, of which the first of each host speaks.
+    Where ranks wait (`of_rank`), the first one of each host does; `whom` is called in a thread.
     """
     ended, began = threading.Event(), time.monotonic()
 
@@ -39,7 +65,7 @@ def waiting(whom: Callable[[], str], *, of_rank: bool = True) -> Iterator[None]:
             waited = time.monotonic() - began
             # The store or stderr is gone: the body will find out.
             with contextlib.suppress(RuntimeError, OSError):
-                text = f"megasink: {HERE} has waited {waited:.0f} s for {whom()}"
+                text = f"megasink: {here()} has waited {waited:.0f} s for {whom()}"
                 print(text, file=sys.stderr, flush=True)
             seconds = _SECONDS
 

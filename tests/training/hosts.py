@@ -1,18 +1,22 @@
-"""Two hosts on one machine: network namespaces with a cable between them (Linux, as root).
+"""Hosts on one machine: network namespaces with cables to a switch (Linux, as root).
 
 A host has its own interfaces, name, processes and /dev/shm; only the file system is shared. Its
 own name resolves to 127.0.1.1, as on Debian.
 """
 
+import json
 import os
 import shutil
 import subprocess
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
+
+from tests import forkserver
 
 _INTERFACE = "eth7"
-_SETUP = """
+SETUP = """
     set -e; hostname "$1"; mount --bind "$2" /etc/hosts; mount -t tmpfs tmpfs /dev/shm; eval "$3"
     shift 3; exec "$@"
 """
@@ -40,7 +44,7 @@ class Host:
         self.space = f"megasink-{os.getpid()}-{letter}"
         self._names = folder / f"{self.name}.hosts"
         self._names.write_text(f"127.0.0.1 localhost\n127.0.1.1 {self.name}\n")
-        self._started: list[subprocess.Popen[bytes]] = []
+        self._started: list[Any] = []
         _ip("netns", "add", self.space)
         self.ip("link", "set", "lo", "up")
 
@@ -68,7 +72,7 @@ class Host:
             setup: shell commands before it, on this host: its mounts are its own.
         """
         spaces = ["--pid", "--fork", "--kill-child", "--uts", "--mount", "--mount-proc"]
-        words = ["bash", "-c", _SETUP, "host", self.name, str(self._names), setup]
+        words = ["bash", "-c", SETUP, "host", self.name, str(self._names), setup]
         with log.open("wb") as file:
             process = subprocess.Popen(
                 ["ip", "netns", "exec", self.space, "unshare", *spaces, *words, *line],
@@ -76,6 +80,23 @@ class Host:
                 stdout=file,
                 stderr=file,
                 env={**os.environ, **environment},
+            )
+        self._started.append(process)
+        return process
+
+    def fork(
+        self, line: Sequence[str], log: Path, environment: Mapping[str, str], setup: str = ""
+    ) -> forkserver.Process:
+        """Do the same for a script that starts torchrun, by the fork server."""
+        folder = log.with_suffix(".fork")
+        folder.mkdir()
+        request = {"space": self.space, "name": self.name, "names": str(self._names)}
+        request |= {"folder": str(folder), "line": list(line), "setup": setup}
+        request |= {"environment": {**os.environ, **environment}}
+        (folder / "request").write_text(json.dumps(request))
+        with log.open("wb") as file:
+            process = forkserver.server().start(
+                ["tests.hosts.enter", str(folder / "request")], stdout=file, stderr=file
             )
         self._started.append(process)
         return process
@@ -92,19 +113,28 @@ class Host:
 
 
 @contextmanager
-def two_hosts(folder: Path) -> Iterator[tuple[Host, Host]]:
-    """Two hosts, connected by a veth cable."""
-    hosts = Host("a", "10.77.0.1", folder), Host("b", "10.77.0.2", folder)
-    first, second = (host.space for host in hosts)
+def connected(folder: Path, letters: str = "ab") -> Iterator[tuple[Host, ...]]:
+    """Hosts with an interface each, whose cables end in a switch."""
+    hosts = [Host(letter, f"10.77.0.{n}", folder) for n, letter in enumerate(letters, 1)]
+    switch = Host("switch", "", folder)
     try:
-        ends = ["netns", first, "type", "veth", "peer", "name", _INTERFACE, "netns", second]
-        _ip("link", "add", _INTERFACE, *ends)
-        for host in hosts:
+        switch.ip("link", "add", "bridge", "type", "bridge")
+        switch.ip("link", "set", "bridge", "up")
+        for host, letter in zip(hosts, letters, strict=True):
+            port = ["peer", "name", f"port-{letter}", "netns", switch.space]
+            _ip("link", "add", _INTERFACE, "netns", host.space, "type", "veth", *port)
+            switch.ip("link", "set", f"port-{letter}", "up", "master", "bridge")
             host.plug_in()
-        yield hosts
+        yield tuple(hosts)
     finally:
-        for host in hosts:
+        for host in (*hosts, switch):
             host.remove()
+
+
+def small_packets(hosts: Sequence[Host]) -> None:
+    """Let the switch drop what is larger than a packet of Ethernet, and hosts send larger ones."""
+    for host in hosts:
+        host.ip("link", "set", _INTERFACE, "mtu", "9000", "gso_max_segs", "1")
 
 
 def _ip(*words: str) -> None:

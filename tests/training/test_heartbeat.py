@@ -16,6 +16,7 @@ from megasink.training import heartbeat
 from megasink.training.guard import Clock
 from megasink.training.heartbeat import Heartbeat
 from megasink.training.stop import RankState
+from megasink.training.waiting import machine
 from tests.distributed.pool import free_port
 from tests.waiting import state, until
 
@@ -60,6 +61,7 @@ def sleeper():
 
 def tell(store, rank, pid, **others):
     beat = {"count": 1, "step": 17, "phase": "training", "host": socket.gethostname()}
+    beat["machine"] = {} if "host" in others else machine()
     store.set(str(rank), json.dumps(beat | {"pid": pid, "time": NOW - 130} | others))
 
 
@@ -205,6 +207,7 @@ STUCK = """
 import json, os, sys, threading, time
 from megasink.training import collectives, heartbeat
 from megasink.training.stop import RankState
+from megasink.training.waiting import machine
 collectives.record()
 import torch, torch.distributed as dist
 rank, store = int(sys.argv[1]), dist.FileStore(sys.argv[2], 2)

@@ -14,7 +14,7 @@ import pytest
 from tests.distributed.pool import ROOT
 from tests.forkserver import HANG_SECONDS
 from tests.runs import resumed_from, steps
-from tests.training.hosts import lacking, two_hosts
+from tests.training.hosts import connected, lacking
 from tests.training.six_steps import FLAGS
 
 STEPS = 100
@@ -91,7 +91,7 @@ class Job:
 
 @pytest.fixture
 def hosts(tmp_path):
-    with two_hosts(tmp_path) as both:
+    with connected(tmp_path) as both:
         yield both
 
 

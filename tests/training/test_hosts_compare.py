@@ -1,15 +1,23 @@
 """What hosts compare, without the hosts: facts, shared folders, and who is there."""
 
+import hashlib
+import importlib
+import json
+import re
 import shutil
+import socket
+import sys
 import threading
+import time
 
 import pytest
 import torch.distributed as dist
 
 from megasink import plugins
+from megasink.data.contents import contents
 from megasink.errors import UserError
 from megasink.plugins import Plugin
-from megasink.training import early, hosts, meeting, waiting
+from megasink.training import early, host_facts, hosts, meeting, waiting
 from megasink.training.host_facts import differences, facts_of
 from tests.distributed.pool import free_port
 from tests.runs import TINY
@@ -47,15 +55,18 @@ def test_copies_elsewhere_are_the_same_and_what_differs_is_named(data):
     with (two / "text.bin").open("r+b") as file:
         file.write(b"\1")
     given = ["--data-path", "2", str(two / "text"), "--lr", "0.5"]
+    merges = f"sha256 {hashlib.sha256(b'a b').hexdigest()[:16]}"
+    digests = [hashlib.sha256((f / "text.bin").read_bytes()).hexdigest() for f in (one, two)]
+    one_bin, two_bin = (f"{1 << 20:,} bytes, sha256 {digest[:16]}" for digest in digests)
     assert differences(of(two, *given), of(one), "a") == [
         "--data-path 2 (a: 1)",
         "--lr 0.5 (a: 0.001)",
-        "merges.txt of --tokenizer-model is another than on a",
-        "the .bin of data set 1 of --data-path is another than on a",
+        f"merges.txt of --tokenizer-model {merges} (a: missing)",
+        f"the .bin of data set 1 of --data-path {two_bin} (a: {one_bin})",
     ]
     assert differences(of(one), of(two), "a") == [
-        "merges.txt of --tokenizer-model is missing",
-        "the .bin of data set 1 of --data-path is another than on a",
+        f"merges.txt of --tokenizer-model missing (a: {merges})",
+        f"the .bin of data set 1 of --data-path {one_bin} (a: {two_bin})",
     ]
 
 
@@ -65,12 +76,65 @@ def test_code_and_versions_are_facts(data, monkeypatch):
     assert {"megasink/training/recipes/p0-0.6b.toml", "the source of megatron.core"} <= set(facts)
     monkeypatch.setenv("NVTE_FLASH_ATTN", "0")
     monkeypatch.setitem(plugins.LOADED, PLUGIN, Plugin(PLUGIN, "--plugin"))
-    other = of(data / "one") | {"megasink/cli/__init__.py": "sha256 1"}
+    mine = "megasink/cli/__init__.py"
+    other = of(data / "one") | {mine: "sha256 1"}
     assert other.pop(f"the source of --plugin {PLUGIN}").startswith("sha256 ")
     assert differences(other, facts, "a") == [
-        "megasink/cli/__init__.py is another than on a",
-        "variable NVTE_FLASH_ATTN 0 (a: unset)",
+        f"{mine} sha256 1 (a: {facts[mine]})",
+        "variable NVTE_FLASH_ATTN 0 (a: missing)",
     ]
+
+
+def test_modules_that_a_plugin_imports_are_facts(data, tmp_path, monkeypatch):
+    monkeypatch.syspath_prepend(str(tmp_path))
+    helper = tmp_path / "a_helper_of_a_plugin.py"
+    found = []
+    for text in ("A = 1", "A = 2"):
+        helper.write_text(text)
+        importlib.import_module(helper.stem)
+        found.append(of(data / "one"))
+    del sys.modules[helper.stem]
+    (line,) = differences(*found, "a")
+    assert line.startswith(f"the source of module {helper.stem} sha256 ")
+
+
+def test_a_large_file_is_compared_by_samples_and_its_checksum(tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr(host_facts, "WHOLE", 1 << 10)
+    monkeypatch.setattr(host_facts, "_TOTAL", 1 << 10)
+    flags = ["--data-path", str(tmp_path / "text")]
+    content = bytearray(1 << 20)
+
+    def described(**sidecar):
+        for kind in (".idx", ".bin"):
+            (tmp_path / f"text{kind}").write_bytes(content)
+        (tmp_path / "text.json").write_text(json.dumps(sidecar))
+        facts = facts_of(arguments(*flags))
+        assert (
+            "of 2 of 2 files, those above 0 MB, the hosts compare samples"
+            in capsys.readouterr().out
+        )
+        return facts["the .bin of data set 1 of --data-path"]
+
+    plain = described()
+    assert plain.startswith("1,048,576 bytes, samples ")
+    content[1 << 15] = 1  # between two samples
+    assert described() == plain
+    assert described(sha256={".bin": "a" * 64}) == f"{plain}, sha256 {'a' * 16} by its .json"
+    content[0] = 1
+    assert described() != plain
+
+
+def test_a_file_is_the_one_whose_checksum_its_json_has(tmp_path):
+    (tmp_path / "text.bin").write_bytes(b"1234")
+    recorded = hashlib.sha256(b"1234").hexdigest()
+    sidecar = tmp_path / "text.json"
+    prefix = str(tmp_path / "text")
+    for text in ({}, {"sha256": {".bin": recorded}}, {"sha256": [1]}, {"sha256": {".bin": None}}):
+        sidecar.write_text(json.dumps(text))
+        assert contents(prefix, ".bin") == (f"4 bytes, sha256 {recorded[:16]}", True)
+    sidecar.write_text(json.dumps({"sha256": {".bin": "b" * 64}}))
+    with pytest.raises(UserError, match=f"has the SHA-256 {recorded[:16]}, but .* {'b' * 16}"):
+        contents(prefix, ".bin")
 
 
 def meet(here, there, monkeypatch):
@@ -97,9 +161,10 @@ def test_folders_that_are_not_shared_are_named(flag, tmp_path, monkeypatch):
     here, there = tmp_path / "here", tmp_path / "there"
     given = ["--mock-data"] if flag != "--data-cache-path" else []
     args = [arguments(*given, flag, str(folder), rank=r) for r, folder in enumerate((here, there))]
-    assert f"{flag} {there} is another folder than on" in meet(*args, monkeypatch)
+    missing = f"{flag} {there} is {there} (missing), another folder than on"
+    assert missing in meet(*args, monkeypatch)
     there.mkdir()
-    assert f"{flag} {there} is another folder than on" in meet(*args, monkeypatch)
+    assert missing.replace("missing", "empty") in meet(*args, monkeypatch)
     there.rmdir()
     there.symlink_to(here)
     assert meet(*args, monkeypatch) is None
@@ -107,6 +172,46 @@ def test_folders_that_are_not_shared_are_named(flag, tmp_path, monkeypatch):
     there.unlink()
     here.write_text("")
     assert f"{flag} {here} cannot be written" in meet_alone(args[0])
+
+
+@pytest.mark.parametrize("name", ["checkpoints", "tensorboard", "lease", "metrics.jsonl"])
+def test_what_a_link_in_the_run_folder_leads_to_is_shared(name, tmp_path, monkeypatch):
+    """Two mounts of one run folder, whose link leads to another place on each host."""
+    run = tmp_path / "run"
+    places = [tmp_path / "a", tmp_path / "b"]
+    for place in places:
+        place.mkdir()
+        (place / "x").write_text("")
+    run.mkdir()
+    args = [arguments("--mock-data", "--run-dir", str(run), rank=rank) for rank in (0, 1)]
+    names = threading.local()
+    real = hosts._real
+    names.place = places[1]  # of this thread, which is host B
+
+    def of_host(path):
+        place = getattr(names, "place", places[0])
+        return place if path.name == name else real(path)
+
+    (run / name).symlink_to(places[0] / "x" if "." in name else places[0])
+    monkeypatch.setattr(hosts, "_real", of_host)
+    assert f"is {places[1]} (not empty), another folder than on" in meet(*args, monkeypatch)
+    names.place = places[0]
+    assert meet(*args, monkeypatch) is None
+    assert [sorted(p.name for p in place.iterdir()) for place in places] == [["x"], ["x"]]
+
+
+def test_a_checkpoint_that_only_one_host_sees_is_named(tmp_path, monkeypatch):
+    run = tmp_path / "run"
+    saved = run / "checkpoints" / "iter_0000002"
+    saved.mkdir(parents=True)
+    (saved / ".metadata").write_text("")
+    args = [arguments("--mock-data", "--run-dir", str(run), rank=rank) for rank in (0, 1)]
+    for one in args:
+        one.save = str(run / "checkpoints")
+    assert meet(*args, monkeypatch) is None
+    newest = hosts._newest_files
+    monkeypatch.setattr(hosts, "_newest_files", lambda folder: [*newest(folder), "iter_0000002/x"])
+    assert "has no iter_0000002/x, which " in meet(*args, monkeypatch)
 
 
 def meet_alone(args):
@@ -121,7 +226,7 @@ def test_a_rank_that_cannot_compare_says_so(tmp_path, monkeypatch):
     shutil.rmtree(tmp_path)
     there = arguments("--mock-data", "--tokenizer-model", str(tmp_path.parent), rank=1)
     said = meet(args, there, monkeypatch)
-    assert said.startswith(f"{waiting.HERE}: ZeroDivisionError: division by zero")
+    assert said.startswith(f"{waiting.here()}: ZeroDivisionError: division by zero")
 
 
 @pytest.mark.parametrize(("world", "expected"), [("2", None), ("2", "2"), ("1", "2"), ("3", "2")])
@@ -147,18 +252,67 @@ def test_a_host_says_for_whom_it_waits_and_what_others_lost(monkeypatch, capfd):
         return words in heard
 
     port = free_port()
-    here = meeting.Hosts(f"127.0.0.1:{port}", 2)
+    here = meeting.Hosts(f"127.0.0.1:{port}", 2, "run", "10.0.0.1")
     until(lambda: said(f" s for 127.0.0.1:{port}, where no torchrun answers\n"))
     store = dist.TCPStore("127.0.0.1", port, is_master=True, wait_for_workers=False)
-    until(lambda: here._here)
-    assert str(here) == f"1 of 2 hosts at 127.0.0.1:{port} (here: {waiting.HERE})"
-    monkeypatch.setattr(meeting, "HERE", "host-b")
-    there = meeting.Hosts(f"127.0.0.1:{port}", 2)
-    until(lambda: len(there._here) == 2)
-    there.leave("megasink: host-b: rank 1 was ended by SIGKILL")
-    until(lambda: said("megasink: host-b: rank 1 was ended by SIGKILL\n"))
-    here.leave()
+    name = socket.gethostname()
+    until(lambda: str(here) == f"1 of 2 hosts at 127.0.0.1:{port} (here: {name})")
+    there = meeting.Hosts(f"127.0.0.1:{port}", 2, "run", "10.0.0.2")  # a container of that name
+    until(lambda: here.have_met and there.have_met)
+    assert [here.name(), there.name()] == [f"{name} (10.0.0.1)", f"{name} (10.0.0.2)"]
+    leaving = threading.Thread(target=there.leave, args=("megasink: b: rank 1 was ended",))
+    leaving.start()
+    until(lambda: said("megasink: b: rank 1 was ended\n"))
+    here.leave("megasink: a: rank 0 was ended")
+    leaving.join()
     assert store.num_keys()
+
+
+@pytest.mark.parametrize(
+    ("change", "named"),
+    [
+        ({"number": 3}, r"has NNODES=2, \S+ NNODES=3: give every host the same"),
+        (
+            {"job": "other"},
+            r"has the run run, \S+ other at 127\.0\.0\.1:\d+: give each",
+        ),
+        ({"ahead": 40.0}, r"the clock of b is \+\d\d s from that of a: set the clocks"),
+        ({"ahead": -40.0}, r"the clock of b is -\d\d s from that of a: set the clocks"),
+    ],
+)
+def test_hosts_that_cannot_train_together_are_named(change, named, monkeypatch):
+    """Host A hears of B what is `change`d, and ends if B is of its own job."""
+    monkeypatch.setattr(meeting, "_SECONDS", 0.2)
+    said, ended = [], []
+    monkeypatch.setattr(meeting, "write_to_stderr", said.append)
+    monkeypatch.setattr(meeting.os, "_exit", ended.append)
+    port = free_port()
+    store = dist.TCPStore("127.0.0.1", port, is_master=True, wait_for_workers=False)
+    monkeypatch.setattr(meeting, "here", lambda: "a")
+    here = meeting.Hosts(f"127.0.0.1:{port}", 2, "run", "10.0.0.1")
+    deadline = time.monotonic() + 300
+    while not here._here:
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
+    ahead = change.pop("ahead", 0.0)
+    other = {"id": "1", "host": "b", "address": "", "number": 2, "job": "run"} | change
+    store.append("megasink/here", json.dumps(other) + "\n")
+    while not said:
+        assert time.monotonic() < deadline
+        store.set("megasink/clock/1", str(time.time() + ahead))
+        time.sleep(0.02)
+    here._leaving.set()
+    here._thread.join(60)
+    assert re.search(named, said[0])
+    assert bool(ended) == ("job" not in change)
+
+
+def test_the_job_of_a_host_is_its_run_folder(monkeypatch):
+    monkeypatch.delenv("RUN_DIR", raising=False)
+    assert meeting._job(["--lr", "1"]) == "megasink"
+    monkeypatch.setenv("RUN_DIR", "runs/a")
+    assert meeting._job(["--lr", "1"]) == "runs/a"
+    assert meeting._job(["--run-dir", "runs/b", "--lr", "1", "--run-dir=runs/c"]) == "runs/c"
 
 
 def test_a_checkpoint_that_is_loaded_is_a_fact(data):
@@ -170,4 +324,7 @@ def test_a_checkpoint_that_is_loaded_is_a_fact(data):
     for text in ("{}", "{ }"):
         (saved / "metadata.json").write_text(text)
         found.append(of(data / "one", *load))
-    assert differences(*found, "a") == ["--load is another than on a"]
+    (line,) = differences(*found, "a")
+    assert re.fullmatch(
+        r"--load step 2, 1 files, sha256 \w+ \(a: step 2, 1 files, sha256 \w+\)", line
+    )

@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from megasink.data.contents import contents
 from megasink.data.index import (
     ENTRIES,
     data_problem,
@@ -68,7 +69,7 @@ class _Check:
             data_problem(prefix, self.ids, self.entries),
             self.sha256 and mismatch(prefix, self.sha256, self.tokenizer),
         )
-        texts = [f"{prefix}: {problem}" for problem in problems if problem]
+        texts = [f"{prefix}: {problem}" for problem in problems if problem] or _changed(prefix)
         lengths = sequence_lengths(prefix)
         if lengths is None:
             return texts  # `data_problem` reports the error
@@ -77,6 +78,16 @@ class _Check:
         elif not has_tokens(lengths):
             texts.append(f"{prefix}: none of its {len(lengths):,} documents has a token")
         return texts
+
+
+def _changed(prefix: str) -> list[str]:
+    """Return that a file is not the one whose checksum PREFIX.json has."""
+    for suffix in (".bin", ".idx"):
+        try:
+            contents(prefix, suffix)
+        except UserError as error:
+            return [str(error)]
+    return []
 
 
 def _empty_parts(lengths: NDArray[Any], given: str | None) -> Iterator[str]:

@@ -60,21 +60,13 @@ def _folder(args: Namespace) -> str | None:
 
 
 def transformers_tokenizer(args: Namespace) -> Any:
-    """Load the transformers tokenizer of a command line; None if it has none.
-
-    Raises:
-        UserError: the tokenizer cannot be loaded.
-    """
+    """Load the transformers tokenizer of a command line; None if it has none."""
     folder = _folder(args)
     return None if folder is None else _loaded(folder)
 
 
 def tokenizer_of(args: Namespace) -> Any:
-    """Return the `FileTokenizer` of a command line, or the transformers one where that is needed.
-
-    Raises:
-        UserError: the tokenizer cannot be loaded.
-    """
+    """Return the `FileTokenizer` of a command line, or the transformers one if needed."""
     folder = _folder(args)
     return None if folder is None else _known(folder)
 
@@ -112,11 +104,7 @@ def _ids(folder: str) -> int:
 
 
 def tokenizer_identity(args: Namespace) -> str | None:
-    """Return the SHA-256 (hex) of a command line's tokenizer; None if it has none of transformers.
-
-    Raises:
-        UserError: the tokenizer cannot be loaded.
-    """
+    """Return the SHA-256 (hex) of a command line's transformers tokenizer; None without."""
     return None if tokenizer_of(args) is None else _hash(args.tokenizer_model)
 
 
@@ -126,11 +114,7 @@ def _hash(folder: str) -> str:
 
 
 def replacement_of(args: Namespace) -> Replacement | None:
-    """Return what --replace-tokens-at replaces; None without it.
-
-    Raises:
-        UserError: the vocabulary does not have the token.
-    """
+    """Return what --replace-tokens-at replaces; None without it."""
     if not args.replace_tokens_at:
         return None
     tokenizer = transformers_tokenizer(args)
@@ -147,11 +131,7 @@ def replacement_of(args: Namespace) -> Replacement | None:
 
 
 def _tokens(args: Namespace) -> int | None:
-    """Return the tokens of the tokenizer; None if only its file has them, which Megatron reads.
-
-    Raises:
-        UserError: the tokenizer cannot be loaded.
-    """
+    """Return the tokens of the tokenizer; None if only its file has them, which Megatron reads."""
     if args.tokenizer_type == "HuggingFaceTokenizer":
         tokenizer = tokenizer_of(args)
         return None if tokenizer is None else len(tokenizer)
@@ -200,9 +180,6 @@ def pin_vocabulary(args: Namespace) -> None:
 
     Args:
         args: in which `problems` finds none.
-
-    Raises:
-        ConfigError: the rows are not divisible by the tensor-parallel size.
     """
     size = _tokens(args)
     if args.tokenizer_type == "HuggingFaceTokenizer":

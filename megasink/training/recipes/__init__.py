@@ -71,11 +71,6 @@ def read(name: str, known: Known | None = None) -> Recipe:
     Args:
         name: of a shipped recipe, or a path.
         known: all flags; empty to accept any.
-
-    Raises:
-        ConfigError: lists every problem of the file and of those that it includes.
-        UserError: there is no such recipe, or a file is not TOML.
-        OSError: a file cannot be read.
     """
     files, problems = [_path(name, Path())], list[str]()
     contents = [read_toml(files[0])]
@@ -125,10 +120,6 @@ def expanded(argv: Sequence[str], known: Known | None = None) -> list[str]:
     Args:
         argv: of `megasink train`.
         known: as for `read`.
-
-    Raises:
-        ConfigError, UserError, OSError: as `read` does; also for flags that no file may set
-            (megasink.training.flag_file) and that the command line does not set itself.
     """
     names, others = _split(argv)
     if names is None:
