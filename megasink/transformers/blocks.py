@@ -250,6 +250,7 @@ def check_gated(
         UserError: it is not, within the rounding of half precision.
     """
     expected_BHTD = out_BHTD if gate_BHTX is None else out_BHTD * gate_BHTX
+    expected_BHTD = expected_BHTD.to(projected_BHTD.dtype)  # gates may be wider
     if torch.equal(projected_BHTD, expected_BHTD):  # nearly always, and ten times as fast
         return
     if not torch.allclose(projected_BHTD, expected_BHTD, rtol=0.02, atol=1e-6, equal_nan=True):
