@@ -182,9 +182,7 @@ def _shared_heads(options: FinetuneOptions, before: Path, *, say: bool) -> int:
     return chosen.m
 
 
-def _analyze(
-    options: FinetuneOptions, model: Any, tokenizer: Any, rows: Any, output: Path
-) -> None:
+def _analyze(options: FinetuneOptions, model: Any, tokenizer: Any, rows: Any, output: Path) -> None:
     """Measure the heads on the tokens of conversations, unless that was done before."""
     from megasink.analysis.capture.inputs import Sample, data_hash
     from megasink.analysis.capture.models import of_transformers

@@ -100,10 +100,11 @@ def end_ids(folder: Path) -> list[int]:
 
 
 def add_end(folder: Path, end: int) -> dict[str, Any]:
-    """Let answers end at one more id; return the new entries of generation_config.json."""
-    given = _generation(folder) | {"eos_token_id": [*end_ids(folder), end]}
-    atomic_text(folder / _GENERATION, json.dumps(given, indent=2) + "\n")
-    return given
+    """Let answers end at one more id; return the entry of generation_config.json."""
+    entry = {"eos_token_id": [*end_ids(folder), end]}
+    text = json.dumps(_generation(folder) | entry, indent=2)
+    atomic_text(folder / _GENERATION, text + "\n")
+    return entry
 
 
 def refuse_changes(original: Path, folder: Path, requested: dict[str, Any]) -> None:
@@ -123,8 +124,11 @@ def refuse_changes(original: Path, folder: Path, requested: dict[str, Any]) -> N
         before, now = (
             read_object(p) if p.is_file() else {} for p in (original / name, folder / name)
         )
-        before |= requested if name == _GENERATION else {}
-        wrong += [f"{name}: {line}" for line in differences(before, now)]
+        if name == _GENERATION and requested:
+            before = _generation(original) | requested
+        # An entry that is null is not the same as none.
+        nulls = ({k: "null" if v is None else v for k, v in one.items()} for one in (before, now))
+        wrong += [f"{name}: {line}" for line in differences(*nulls)]
     if wrong:
         raise UserError(
             f"the export would differ from {original} ({'; '.join(wrong)}), and is not written"

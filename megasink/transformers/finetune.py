@@ -272,10 +272,14 @@ def export(trainer: Any, chats: ChatTokenizer, options: FinetuneOptions, folder:
         end = chats.turn_end
         if end is not None and end not in (known := exported.end_ids(options.model)):
             token = chats.tokenizer.convert_ids_to_tokens(end)
-            print(f"answers end with {token} ({end}), which MODEL does not end at: eos_token_id of "
-                  f"generation_config.json {known} -> {[*known, end]}")
+            print(
+                f"answers end with {token} ({end}), which MODEL does not end at: eos_token_id of "
+                f"generation_config.json {known} -> {[*known, end]}"
+            )
             if options.adapter:
-                print(f"MODEL with the adapter needs it too: generate(eos_token_id={[*known, end]})")
+                print(
+                    f"MODEL with the adapter needs it too: generate(eos_token_id={[*known, end]})"
+                )
             else:
                 requested = exported.add_end(unfinished, end)
         exported.refuse_changes(options.model, unfinished, requested)
@@ -322,4 +326,3 @@ class _Progress(TrainerCallback):
         """Take the bar away."""
         self._open.close()
         self._tell = None
-

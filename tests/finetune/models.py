@@ -43,7 +43,8 @@ MODELS = {
     "own-gated": ("megasink", {"attention_variant": "gated"}, "bfloat16"),
     "own-experts": (
         "megasink",
-        EXPERTS | {"num_experts": 4, "attention_variant": "sink", "tie_word_embeddings": True}
+        EXPERTS
+        | {"num_experts": 4, "attention_variant": "sink", "tie_word_embeddings": True}
         | {"moe_router_score_function": "sigmoid", "moe_router_enable_expert_bias": True},
         "bfloat16",
     ),
@@ -56,9 +57,13 @@ def make(name: str, folder: Path, vocabulary: int) -> None:
     torch.manual_seed(11)
     given = SHAPE | {"vocab_size": vocabulary} | options
     own = kind == "megasink"
-    classes = (MegasinkConfig, MegasinkForCausalLM) if own else (
-        getattr(transformers, f"{kind}Config"),
-        getattr(transformers, f"{kind}ForCausalLM"),
+    classes = (
+        (MegasinkConfig, MegasinkForCausalLM)
+        if own
+        else (
+            getattr(transformers, f"{kind}Config"),
+            getattr(transformers, f"{kind}ForCausalLM"),
+        )
     )
     config = classes[0](**given)
     model = classes[1](config)
