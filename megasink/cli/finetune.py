@@ -42,19 +42,15 @@ def main(argv: Sequence[str] | None = None) -> int:
             )
         os.environ.setdefault("HF_HUB_OFFLINE", "1")  # nothing is fetched unasked
         os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # DDP's advice
-        try:
-            _run(options, args.output, args.overwrite)
-        finally:
-            if processes() > 1:
-                _leave()
+        _run(options, args.output, args.overwrite)
     return 0
 
 
 @contextlib.contextmanager
 def _reported_once() -> Iterator[None]:
-    """Report an error once, on rank 0: the others meet it too, or that rank 0 has ended.
+    """Report an error once, on rank 0; leave the group of processes.
 
-    Its launcher ends them meanwhile; what is left after that is an error of this process alone.
+    The others meet it too, or that rank 0 has ended: their launcher ends them meanwhile.
     """
     try:
         yield
@@ -62,13 +58,10 @@ def _reported_once() -> Iterator[None]:
         if os.environ.get("RANK", "0") != "0":
             time.sleep(_GRACE_SECONDS)
         raise
-
-
-def _leave() -> None:
-    import torch
-
-    if torch.distributed.is_initialized():
-        torch.distributed.destroy_process_group()
+    finally:
+        torch = sys.modules.get("torch")
+        if processes() > 1 and torch and torch.distributed.is_initialized():
+            torch.distributed.destroy_process_group()
 
 
 def _parser(description: str | None) -> CommandParser:
@@ -97,7 +90,7 @@ def _parser(description: str | None) -> CommandParser:
 
 
 def _options(args: argparse.Namespace) -> FinetuneOptions:
-    """Return the options; every problem that is known before anything runs is in one message."""
+    """Return the options, or raise every problem that is known before anything runs."""
     given = {each.name: getattr(args, each.name) for each in fields(FinetuneOptions)}
     shared, problems = args.shared_heads, []
     if not args.full and args.lora_rank == 0:

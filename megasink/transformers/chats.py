@@ -3,6 +3,7 @@
 Files hold TRL's format, or ShareGPT's: JSON Lines, also compressed, or parquet.
 """
 
+import contextlib
 import json
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -34,12 +35,7 @@ class Chat(NamedTuple):
 
 
 def read_chats(paths: Sequence[Path]) -> Iterator[Chat]:
-    """Yield the conversations of files.
-
-    Raises:
-        UserError: A file cannot be read, or a record is not a conversation with an answer; with its
-            place.
-    """
+    """Yield the conversations of files; an error names the place of what is not one."""
     for path in paths:
         for place, record in _records(path):
             yield _chat(record, place)
@@ -64,9 +60,9 @@ class ChatTokenizer:
 
         self.tokenizer = load_tokenizer(folder)
         self._text = text_tokenizer(self.tokenizer, parse_special_tokens=True)
-        added = self.tokenizer.added_tokens_decoder
-        self._special = {*self.tokenizer.all_special_ids}
-        self._special |= {n for n, token in added.items() if token.special}
+        added = self.tokenizer.added_tokens_decoder.items()
+        special = (number for number, token in added if token.special)
+        self._special = {*self.tokenizer.all_special_ids, *special}
         template = self.tokenizer.chat_template
         if not template:
             raise UserError(
@@ -75,19 +71,14 @@ class ChatTokenizer:
         self._template: str | None = None
         self._marked = has_generation_markers(template)
         if not self._marked:
-            try:
+            # It renders conversations of its own, and templates raise anything.
+            with contextlib.suppress(Exception):
                 self._template = get_training_chat_template(self.tokenizer)
-                self._marked = True
-            except Exception:  # it renders conversations of its own, and templates raise anything
-                self._marked = False
+            self._marked = self._template is not None
         self.turn_end = self._turn_end()
 
     def read(self, chat: Chat) -> tuple[list[int], list[bool]]:
-        """Return the tokens of a conversation, and which of them the assistant says.
-
-        Raises:
-            UserError: The template refuses the conversation, or marks nothing in it.
-        """
+        """Return the tokens of a conversation, and which of them the assistant says."""
         try:
             text, spans = self._rendered(chat.messages, chat)
             encoding, _, _ = self._text.part_encoding(Part(text, source=chat.place))
@@ -130,11 +121,8 @@ class ChatTokenizer:
 
         An answer ends with its last special token, if white space alone follows that one.
         """
-        ends = [
-            end
-            for token, (_, end) in zip(encoding.ids, encoding.offsets, strict=True)
-            if token in self._special
-        ]
+        pairs = zip(encoding.ids, encoding.offsets, strict=True)
+        ends = [end for token, (_, end) in pairs if token in self._special]
         for number, message in enumerate(chat.messages):
             if message["role"] != "assistant":
                 continue

@@ -27,11 +27,7 @@ _TEMPLATES = "additional_chat_templates"
 
 
 def weight_files(folder: Path) -> list[Path]:
-    """Return the files of a model's weights.
-
-    Raises:
-        UserError: There are none of safetensors, or they hold quantized weights.
-    """
+    """Return the safetensors of a model; refuse quantized ones, and a model without any."""
     if (method := read_object(folder / "config.json").get("quantization_config")) is not None:
         name = method.get("quant_method") if isinstance(method, dict) else method
         raise UserError(
@@ -49,11 +45,7 @@ def weight_files(folder: Path) -> list[Path]:
 
 
 def write_model(model: Any, original: Path, folder: Path) -> None:
-    """Write every tensor of the original's files with the model's values, in the original's type.
-
-    Raises:
-        UserError: A weight of the model has no place in the original's files.
-    """
+    """Write the tensors of the original's files with the model's values, in their old types."""
     weights = revert_weight_conversion(model, model.state_dict())
     left, copied = set(weights) - set(model.all_tied_weights_keys), []
     for path in weight_files(original):
@@ -108,14 +100,7 @@ def add_end(folder: Path, end: int) -> dict[str, Any]:
 
 
 def refuse_changes(original: Path, folder: Path, requested: dict[str, Any]) -> None:
-    """Compare the JSON files of an export with the original's, key by key.
-
-    Args:
-        requested: Entries of generation_config.json that may differ.
-
-    Raises:
-        UserError: Another entry differs.
-    """
+    """Refuse an export whose JSON files differ in more than the requested entries of generation."""
     names = {path.name for path in folder.glob("*.json")} - {"adapter_config.json"}
     if "config.json" in names:
         names |= {path.name for path in original.glob("*.json")}

@@ -3,7 +3,7 @@
 import contextlib
 import hashlib
 from collections.abc import Iterator
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -33,9 +33,8 @@ _PACKAGES = ("accelerate", "datasets", "peft", "tokenizers", "trl")
 
 def original(options: FinetuneOptions) -> tuple[Any, Any]:
     """Return the model that is fine-tuned, as an analysis loads it, and its tokenizer."""
-    device = "cuda" if torch.cuda.is_available() else "cpu"
     exported.weight_files(options.model)
-    return load(ModelOptions(model=options.model), device)
+    return load(ModelOptions(model=options.model), "cuda" if torch.cuda.is_available() else "cpu")
 
 
 def settings(options: FinetuneOptions, model: Any, tokenizer: Any) -> dict[str, Any]:
@@ -51,17 +50,9 @@ def settings(options: FinetuneOptions, model: Any, tokenizer: Any) -> dict[str, 
 
 
 def tokenized(options: FinetuneOptions, chats: ChatTokenizer, folder: Path) -> tuple[Any, Any, Any]:
-    """Return the conversations to train on, those that are held out, and those to measure on.
+    """Return the tokens of the conversations to train on, to hold out, and to measure on.
 
-    Args:
-        folder: Gets the tokens; processes that call this at once make them once.
-
-    Returns:
-        `datasets.Dataset` with `input_ids` and `labels`.
-
-    Raises:
-        UserError: See `read_chats` and `ChatTokenizer.read`; also fewer than two conversations with
-            an answer in `seq_length` tokens.
+    Processes that call this at once make the tokens once, in the folder.
     """
     from datasets import Dataset, Features, List, Value
     from datasets.exceptions import DatasetGenerationError
@@ -108,11 +99,7 @@ def tokenized(options: FinetuneOptions, chats: ChatTokenizer, folder: Path) -> t
 
 
 def arguments(options: FinetuneOptions, folder: Path) -> Any:
-    """Return TRL's SFTConfig; it starts the process group where there are several processes.
-
-    Args:
-        folder: Gets the checkpoints.
-    """
+    """Return TRL's SFTConfig, with checkpoints in a folder; it starts the process group."""
     import datasets
     from transformers.utils import logging
     from trl import SFTConfig
@@ -152,17 +139,7 @@ def arguments(options: FinetuneOptions, folder: Path) -> Any:
 def make_trainer(
     options: FinetuneOptions, config: Any, tokenizer: Any, trained: Any, shared_heads: int
 ) -> Any:
-    """Return TRL's SFTTrainer with the loss.
-
-    Args:
-        config: Of `arguments`.
-        trained: Of `tokenized`.
-        shared_heads: m of Eq. 8; 0 for Eq. 7.
-
-    Raises:
-        UserError: Missing or broken files, a model without the attention "megasink", or a router
-            loss that TRL does not compute.
-    """
+    """Return TRL's SFTTrainer with the loss of Eq. 8, or of Eq. 7 without shared heads."""
     from peft import LoraConfig
     from trl import SFTTrainer
 
@@ -192,7 +169,6 @@ def make_trainer(
         train_dataset=trained,
         processing_class=tokenizer,
         peft_config=lora,
-        callbacks=[_Progress()],
     )
     trainer.remove_callback(PrinterCallback)
     HeadBalanceCallback(options.head_balance_coeff, shared_heads).add_to(trainer)
@@ -205,11 +181,11 @@ def train(trainer: Any, held_out: Any) -> None:
     Its log has the loss of the held-out conversations as `eval_loss`.
     """
     checkpoint = newest_checkpoint(Path(trainer.args.output_dir))
-    shown = next(c for c in trainer.callback_handler.callbacks if isinstance(c, _Progress))
     if checkpoint is not None:  # TRL counts from 0 again
         log = read_object(checkpoint / "trainer_state.json")["log_history"]
         trainer._total_train_tokens = int(log[-1]["num_tokens"])
-    with contextlib.closing(shown):
+    with contextlib.ExitStack() as shown:
+        trainer.add_callback(_Progress(shown))
         trainer.train(resume_from_checkpoint=None if checkpoint is None else str(checkpoint))
     history = trainer.state.log_history
     # What Trainer adds at the end is of the steps of this process alone.
@@ -251,11 +227,7 @@ def newest_checkpoint(folder: Path) -> Path | None:
 
 
 def export(trainer: Any, chats: ChatTokenizer, options: FinetuneOptions, folder: Path) -> None:
-    """Write the trained model, or its adapter; the folder appears when it is complete.
-
-    Raises:
-        UserError: The export would differ from the original in what was not requested.
-    """
+    """Write the trained model, or its adapter; the folder appears when it is complete."""
     model = trainer.accelerator.unwrap_model(trainer.model)
     requested = {}
     with atomic_folder(folder) as unfinished:
@@ -272,25 +244,19 @@ def export(trainer: Any, chats: ChatTokenizer, options: FinetuneOptions, folder:
         end = chats.turn_end
         if end is not None and end not in (known := exported.end_ids(options.model)):
             token = chats.tokenizer.convert_ids_to_tokens(end)
-            print(
-                f"answers end with {token} ({end}), which MODEL does not end at: eos_token_id of "
-                f"generation_config.json {known} -> {[*known, end]}"
-            )
-            if options.adapter:
-                print(
-                    f"MODEL with the adapter needs it too: generate(eos_token_id={[*known, end]})"
-                )
-            else:
+            ids = [*known, end]
+            where = "of generation_config.json" if not options.adapter else "to pass to generate()"
+            print(f"answers end with {token}, not with MODEL's: eos_token_id={ids} {where}")
+            if not options.adapter:
                 requested = exported.add_end(unfinished, end)
         exported.refuse_changes(options.model, unfinished, requested)
 
 
 def after(options: FinetuneOptions, folder: Path) -> tuple[Any, Any]:
     """Return an exported model, as an analysis loads it, and its tokenizer."""
-    device = "cuda" if torch.cuda.is_available() else "cpu"
     if not options.adapter:
-        return load(ModelOptions(model=folder), device)
-    model, tokenizer = load(ModelOptions(model=options.model), device)
+        return original(replace(options, model=folder))
+    model, tokenizer = original(options)
     return merged(model, folder).eval(), tokenizer
 
 
@@ -304,25 +270,15 @@ def merged(base: Any, adapter: Path) -> Any:
 class _Progress(TrainerCallback):
     """A bar on a terminal, lines elsewhere, in place of a line for every step."""
 
-    def __init__(self) -> None:
-        self._open = contextlib.ExitStack()
-        self._tell: Any = None
+    def __init__(self, shown: contextlib.ExitStack) -> None:
+        self._shown, self._report = shown, lambda *_, **__: None
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         if state.is_world_process_zero:
-            begun = state.global_step
-            shown = progress("training", state.max_steps, "steps", before=begun)
-            self._tell = self._open.enter_context(shown)
+            shown = progress("training", state.max_steps, "steps", before=state.global_step)
+            self._report = self._shown.enter_context(shown)
 
-    def on_log(
-        self, args: Any, state: Any, control: Any, logs: dict[str, Any] | None = None, **kwargs: Any
-    ) -> None:
-        if self._tell is None or not logs or "loss" not in logs:
-            return
-        told = f"loss {logs['loss']:.4f}, head imbalance {logs['head_imbalance']:.4f}"
-        self._tell(state.global_step, told, now=state.global_step == state.max_steps)
-
-    def close(self) -> None:
-        """Take the bar away."""
-        self._open.close()
-        self._tell = None
+    def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **kwargs: Any) -> None:
+        if logs and "loss" in logs:
+            text = f"loss {logs['loss']:.4f}, head imbalance {logs['head_imbalance']:.4f}"
+            self._report(state.global_step, text, now=state.global_step == state.max_steps)

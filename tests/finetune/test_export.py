@@ -45,7 +45,7 @@ def model(root, tmp_path):
 
 
 def trained(options, folder):
-    """A trainer after two steps, of which the first has no learning rate, the chats, and the conversations that are held out."""
+    """A trainer after two steps (the first has a rate of 0), the chats, and what is held out."""
     chats = ChatTokenizer(options.model)
     rows, held_out, _ = finetune.tokenized(options, chats, folder / "partial")
     config = finetune.arguments(options, folder / "run")
@@ -164,7 +164,7 @@ def test_an_adapter_is_exported_with_the_tokenizer(model, capsys):
     for name in FILES[2:]:
         assert (root / "out" / name).read_bytes() == (root / "model" / name).read_bytes()
     assert not (root / "out" / "config.json").exists()
-    assert "generate(eos_token_id=[1, 321])" in capsys.readouterr().out
+    assert "eos_token_id=[1, 321] to pass to generate()" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(

@@ -232,7 +232,7 @@ def test_two_processes_equal_one(root, made):
         (["--full", "--adapter"], "--adapter exports what LoRA trained"),
         (
             [],
-            "--output OUT holds results of other settings (micro_batch_size 2 -> 1; processes 1 -> 2)",
+            "OUT holds results of other settings (micro_batch_size 2 -> 1; processes 1 -> 2)",
         ),
     ],
     ids=["before they meet", "of the first one"],
