@@ -106,7 +106,8 @@ class ChatTokenizer:
     ) -> tuple[str, list[tuple[int, int]]]:
         """Return the text of messages, and the characters that the template marks."""
         given = [{k: v for k, v in one.items() if v is not None} for one in messages]
-        (text,), spans = render_jinja_template(
+        render: Any = render_jinja_template  # its annotations name one of its results
+        (text,), spans = render(
             [given],
             chat.tools,
             chat_template=self.tokenizer.get_chat_template(self._template, chat.tools),
