@@ -1,7 +1,6 @@
 """A fine-tuning that is killed goes on to the same bits, or is refused."""
 
 import json
-import shutil
 import signal
 from pathlib import Path
 
