@@ -12,11 +12,7 @@ _LARGEST = 1 << 30  # bytes; results.json of a 100-layer model is about 10 MB
 
 
 def read_object(path: Path) -> dict[str, Any]:
-    """Return the JSON object in a file.
-
-    Raises:
-        UserError: The path is not a readable file, or does not contain a JSON object.
-    """
+    """Return the JSON object in a file."""
     value = read_value(path)
     if not isinstance(value, dict):
         raise UserError(f"{path} holds a JSON {kind_of(value)}, not an object")
@@ -29,11 +25,7 @@ def kind_of(value: Any) -> str:
 
 
 def read_value(path: Path) -> Any:
-    """Return the JSON value in a file.
-
-    Raises:
-        UserError: The path is not a readable file, or does not contain JSON.
-    """
+    """Return the JSON value in a file."""
     try:
         if path.exists() and not path.is_file():
             raise UserError(f"{path} is not a file")

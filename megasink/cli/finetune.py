@@ -84,8 +84,16 @@ def _parser(description: str | None) -> CommandParser:
     add_flag(parser)
     return parser.first_screen(
         "megasink finetune MODEL --data chats.jsonl --output out --bf16",
-        *("--data", "--output", "--full", "--lora-rank", "--adapter", "--shared-heads", "--epochs"),
-        *("--seq-length", "--lr", "--micro-batch-size", "--global-batch-size", "--bf16"),
+        *("--data", "--output", "--full", "--lora-rank", "--adapter", "--head-balance-coeff"),
+        *(
+            "--shared-heads",
+            "--epochs",
+            "--seq-length",
+            "--lr",
+            "--micro-batch-size",
+            "--global-batch-size",
+            "--bf16",
+        ),
     )
 
 

@@ -194,6 +194,13 @@ def test_bad_input_is_told_before_anything_is_made(root, capsys, flags, problems
     assert not (root / "refused").exists()
 
 
+def test_the_help_shows_the_coefficient(capsys):
+    with pytest.raises(SystemExit) as ended_with:
+        main(["finetune", "--help"])
+    assert ended_with.value.code == 0
+    assert "--head-balance-coeff" in capsys.readouterr().out
+
+
 def test_a_folder_of_something_else_is_left_alone(root, made, capsys):
     assert main([*command(root), "--epochs", "2"]) == 2
     assert "results of other settings (epochs 1.0 -> 2.0)" in capsys.readouterr().err

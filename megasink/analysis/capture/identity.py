@@ -42,12 +42,7 @@ def weights_hash(module: torch.nn.Module) -> str:
 
 
 def model_identity(module: torch.nn.Module, tokenizer: Any, data: Any) -> dict[str, Any]:
-    """Return everything but options that can change what a model computes: what a resume compares.
-
-    Args:
-        tokenizer: of transformers, or megasink's.
-        data: hash of what the model reads.
-    """
+    """Return what a resume compares: everything but options that changes what is computed."""
     meaning = tokenizer_hash(tokenizer)
     if getattr(tokenizer, "is_fast", False):  # merges and normalization too
         meaning = _sha256(text_json(tokenizer) + meaning)
@@ -82,11 +77,7 @@ def identity(
     options: AnalysisOptions,
     metrics: Iterable[str] | None = None,
 ) -> dict[str, Any]:
-    """Return the identity of an analysis: everything that can change a bit of the measurements.
-
-    Args:
-        metrics: see `measure`; derived ones change no measurement.
-    """
+    """Return the identity of an analysis: everything that can change a bit of the measurements."""
     names = [name for name, entry in registered(metrics).items() if not entry.is_derived]
     return {
         "model": model.facts["kind"],

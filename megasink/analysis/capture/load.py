@@ -26,12 +26,7 @@ _SIZES = fields(
 
 
 def load(options: ModelOptions, device: str, *, quiet: bool = False) -> tuple[PreTrainedModel, Any]:
-    """Return the model, on a device in evaluation mode, and the tokenizer.
-
-    Raises:
-        UserError: missing or broken files, weights that do not match config.json, or an attention
-            implementation that does not expose what it computes.
-    """
+    """Return the model, on a device in evaluation mode, and the tokenizer."""
     with _quiet(bars=quiet), _named(options.model, options.tokenizer):
         _know_our_own()
         _check_sizes(options.model / "config.json")
@@ -54,11 +49,7 @@ def load(options: ModelOptions, device: str, *, quiet: bool = False) -> tuple[Pr
 def load_weights(
     folder: Path, *, dtype: torch.dtype | str, attn_implementation: str | None
 ) -> PreTrainedModel:
-    """Return the model of a folder, on the CPU.
-
-    Raises:
-        UserError: missing or broken files, or weights that do not match config.json.
-    """
+    """Return the model of a folder, on the CPU."""
     with _quiet(bars=False), _named(folder):
         _know_our_own()
         _check_sizes(folder / "config.json")
@@ -88,11 +79,7 @@ def load_weights(
 
 
 def _check_sizes(path: Path) -> None:
-    """Refuse sizes that no model has, which would take all memory or an hour.
-
-    Raises:
-        UserError: names the file, the field and its value.
-    """
+    """Refuse sizes that no model has, which would take all memory or an hour."""
     config = read_object(path)
     for part in (config, config.get("text_config")):
         if isinstance(part, dict):
@@ -127,11 +114,7 @@ def _named(folder: str | Path, tokenizer: str | Path | None = None) -> Iterator[
 
 @contextlib.contextmanager
 def _quiet(*, bars: bool) -> Iterator[None]:
-    """Silence the weight tables of transformers; one message of ours replaces them.
-
-    Args:
-        bars: Also its progress bar, which is silent where there is no terminal.
-    """
+    """Silence the weight tables of transformers; one message of ours replaces them."""
     before = logging.get_verbosity()
     logging.set_verbosity_error()
     if bars or not sys.stderr.isatty():

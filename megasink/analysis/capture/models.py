@@ -14,11 +14,7 @@ if TYPE_CHECKING:
 
 
 def open_probe_on(model: Any) -> OpenProbe:
-    """Return the function that opens a probe on a model of any kind.
-
-    Raises:
-        UserError: it is none that megasink can change.
-    """
+    """Return the function that opens a probe on a model of any kind."""
     if isinstance(model, ProbedModel):
         return model.open_probe
     if hasattr(model, "tokenizer"):  # what load_model or load_run returned
@@ -44,15 +40,7 @@ def open_probe_on(model: Any) -> OpenProbe:
 
 
 def of_transformers(model: "PreTrainedModel", tokenizer: Any, name: str) -> ProbedModel:
-    """Return a model of transformers, ready for probing.
-
-    Args:
-        model: in evaluation mode, with the attention implementation "sdpa" or "eager".
-        name: for tables and figures.
-
-    Raises:
-        ConfigError: megasink cannot read its attention.
-    """
+    """Return a model of transformers, ready for probing."""
     from megasink.analysis.capture.transformers_model import model_problems
     from megasink.transformers.blocks import decoder_config, find_blocks
 
@@ -78,12 +66,7 @@ def of_transformers(model: "PreTrainedModel", tokenizer: Any, name: str) -> Prob
 
 
 def of_run(loaded: "LoadedModel", name: str, *, yarn: float | None = None) -> ProbedModel:
-    """Return the model of a run, ready for probing.
-
-    Args:
-        name: for tables and figures.
-        yarn: the factor by which its context was stretched when it was loaded.
-    """
+    """Return the model of a run, ready for probing."""
     from megasink.analysis.capture.megatron_model import heads_by_layer
     from megasink.checkpoints.load import model_facts
 
