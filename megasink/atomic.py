@@ -20,9 +20,6 @@ def atomic_file(path: Path) -> Iterator[BinaryIO]:
 
     An exception in the body leaves nothing behind; a kill leaves NAME.partial, which the next call
     overwrites. Only one process at a time may write `path`.
-
-    Raises:
-        OSError: The file cannot be written.
     """
     partial = path.with_name(f"{path.name}.partial")
     with _naming(path):
@@ -37,11 +34,7 @@ def atomic_file(path: Path) -> Iterator[BinaryIO]:
 
 
 def atomic_text(path: Path, text: str) -> None:
-    """Write a text file atomically.
-
-    Raises:
-        OSError: The file cannot be written.
-    """
+    """Write a text file atomically."""
     with atomic_file(path) as file:
         file.write(text.encode())
 
@@ -52,9 +45,6 @@ def atomic_folder(path: Path) -> Iterator[Path]:
 
     An exception in the body leaves nothing behind, nor does a signal; a kill leaves
     .NAME.partial-PID, which is never loaded by mistake, and goes with the next call for `path`.
-
-    Raises:
-        OSError: `path` is not empty by then, or cannot be written.
     """
     with _naming(path), _partial(path) as partial:
         yield partial

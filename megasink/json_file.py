@@ -57,11 +57,7 @@ def read_text(path: Path, most: int = _LARGEST, errors: str = "strict") -> str:
 
 
 def read_object(path: Path) -> dict[str, Any]:
-    """Return the JSON object in a file.
-
-    Raises:
-        UserError: The path is not a readable file, or does not contain a JSON object.
-    """
+    """Return the JSON object in a file."""
     value = read_value(path)
     if not isinstance(value, dict):
         raise UserError(f"{path} holds a JSON {kind_of(value)}, not an object")
@@ -74,11 +70,7 @@ def kind_of(value: Any) -> str:
 
 
 def read_value(path: Path) -> Any:
-    """Return the JSON value in a file.
-
-    Raises:
-        UserError: The path is not a readable file, or does not contain JSON.
-    """
+    """Return the JSON value in a file."""
     text = read_text(path)
     try:
         return json.loads(text)

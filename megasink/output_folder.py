@@ -141,13 +141,17 @@ def add_overwrite(parser: argparse.ArgumentParser) -> None:
 def differences(
     before: Mapping[str, Any], now: Mapping[str, Any], grows: Collection[str] = ()
 ) -> list[str]:
-    """Return "NAME OLD -> NEW" for each of the settings that differs."""
-    return [
-        f"{name} {_short(before.get(name))} -> {_short(now.get(name))}"
-        for name in {**before, **now}
-        if before.get(name) != now.get(name)
-        and not (name in grows and _holds(now.get(name), before.get(name)))
-    ]
+    """Return "NAME OLD -> NEW" for each of the settings that differs; NAME.KEY in objects."""
+    found: list[str] = []
+    for name in {**before, **now}:
+        old, new = before.get(name), now.get(name)
+        if old == new or (name in grows and _holds(new, old)):
+            continue
+        if isinstance(old, dict) and isinstance(new, dict):
+            found += (f"{name}.{line}" for line in differences(old, new))
+        else:
+            found.append(f"{name} {_short(old)} -> {_short(new)}")
+    return found
 
 
 def foreign_contents(folder: Path) -> str | None:

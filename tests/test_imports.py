@@ -28,8 +28,8 @@ ROOMS = {
     "cpu": ("upstream ground", "torch megatron psutil"),
     "upstream": ("attention cpu ground", "torch megatron numpy"),
     "transformers": (
-        "attention balance analysis ground",
-        "torch transformers numpy trl peft datasets fsspec pyarrow",
+        "attention balance analysis data ground",
+        "torch transformers numpy trl peft datasets safetensors pyarrow",
     ),
     "data": (
         "ground",

@@ -28,7 +28,7 @@ from megasink.analysis.folder import read_analysis
 from megasink.atomic import atomic_text
 from megasink.json_file import read_object
 from megasink.progress import tracked
-from megasink.transformers.chats import load_chat_tokenizer, read_chats, tokens_of
+from megasink.transformers.chats import ChatTokenizer, read_chats
 from megasink.transformers.finetune import HELD_OUT
 
 ARMS = {"none": (0.0, 0), "eq7": (1e-2, 0), "eq8-m1": (1e-2, 1), "eq8-m3": (1e-2, 3)}
@@ -84,16 +84,18 @@ def quizzed(folder: Path) -> list[list[float]]:
 @torch.no_grad()
 def held_out(folder: Path) -> float:
     """Return the loss of a model on the conversations that `megasink finetune` holds out: the mean
-    over them of what the assistant says, in nats per token."""
-    tokenizer, template = load_chat_tokenizer(folder)
+    over the tokens that the assistant says, in nats."""
+    tokenizer, most = ChatTokenizer(folder), SETTINGS["--seq-length"]
     chats = list(read_chats([files()[0]]))
     model = megasink.load_model(folder, device="cpu").model
-    values = []
+    total, targets = 0.0, 0
     for chat in chats[-max(1, round(HELD_OUT * len(chats))) :]:
-        row = tokens_of(chat, tokenizer, template, SETTINGS["--seq-length"])
-        ids, labels = (torch.tensor([row[name]]) for name in ("input_ids", "labels"))
-        values.append(float(model(input_ids=ids, labels=labels, use_cache=False).loss))
-    return sum(values) / len(values)
+        ids, said = (torch.tensor([one])[:, :most] for one in tokenizer.read(chat))
+        labels = ids.where(said, -100)
+        if count := int((labels[:, 1:] != -100).sum()):
+            loss = model(input_ids=ids, labels=labels, use_cache=False).loss
+            total, targets = total + float(loss) * count, targets + count
+    return total / targets
 
 
 def examine(folder: Path) -> None:

@@ -2,14 +2,12 @@
 
 import argparse
 import contextlib
-import hashlib
-import json
 import os
 import shutil
 import sys
 import time
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict, fields
+from dataclasses import fields
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -35,7 +33,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     again. A repeated command goes on from the last checkpoint. Several processes (data parallelism)
     are started by `torchrun --nproc-per-node N -m megasink finetune ...` or `accelerate launch`.
     """
-    with _told_once():
+    with _reported_once():
         args = _parser(main.__doc__).parse_args(sys.argv[1:] if argv is None else list(argv))
         options = _options(args)
         if missing := [name for name in _PACKAGES if not find_spec(name)]:
@@ -44,19 +42,15 @@ def main(argv: Sequence[str] | None = None) -> int:
             )
         os.environ.setdefault("HF_HUB_OFFLINE", "1")  # nothing is fetched unasked
         os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # DDP's advice
-        try:
-            _run(options, args.output, args.overwrite)
-        finally:
-            if processes() > 1:
-                _leave()
+        _run(options, args.output, args.overwrite)
     return 0
 
 
 @contextlib.contextmanager
-def _told_once() -> Iterator[None]:
-    """Let the first process tell an error: the others meet it too, or that the first one has gone.
+def _reported_once() -> Iterator[None]:
+    """Report an error once, on rank 0; leave the group of processes.
 
-    Its launcher ends them meanwhile; what is left after that is an error of this process alone.
+    The others meet it too, or that rank 0 has ended: their launcher ends them meanwhile.
     """
     try:
         yield
@@ -64,13 +58,10 @@ def _told_once() -> Iterator[None]:
         if os.environ.get("RANK", "0") != "0":
             time.sleep(_GRACE_SECONDS)
         raise
-
-
-def _leave() -> None:
-    import torch
-
-    if torch.distributed.is_initialized():
-        torch.distributed.destroy_process_group()
+    finally:
+        torch = sys.modules.get("torch")
+        if processes() > 1 and torch and torch.distributed.is_initialized():
+            torch.distributed.destroy_process_group()
 
 
 def _parser(description: str | None) -> CommandParser:
@@ -93,13 +84,21 @@ def _parser(description: str | None) -> CommandParser:
     add_flag(parser)
     return parser.first_screen(
         "megasink finetune MODEL --data chats.jsonl --output out --bf16",
-        *("--data", "--output", "--full", "--lora-rank", "--adapter", "--shared-heads", "--epochs"),
-        *("--seq-length", "--lr", "--micro-batch-size", "--global-batch-size", "--bf16"),
+        *("--data", "--output", "--full", "--lora-rank", "--adapter", "--head-balance-coeff"),
+        *(
+            "--shared-heads",
+            "--epochs",
+            "--seq-length",
+            "--lr",
+            "--micro-batch-size",
+            "--global-batch-size",
+            "--bf16",
+        ),
     )
 
 
 def _options(args: argparse.Namespace) -> FinetuneOptions:
-    """Return the options; every problem that is known before anything runs is in one message."""
+    """Return the options, or raise every problem that is known before anything runs."""
     given = {each.name: getattr(args, each.name) for each in fields(FinetuneOptions)}
     shared, problems = args.shared_heads, []
     if not args.full and args.lora_rank == 0:
@@ -120,69 +119,58 @@ def _options(args: argparse.Namespace) -> FinetuneOptions:
     return options
 
 
-def _settings(options: FinetuneOptions) -> dict[str, Any]:
-    """Return all that the results depend on."""
-    hashes = []
-    for path in options.data:
-        with path.open("rb") as file:
-            hashes.append(hashlib.file_digest(file, "sha256").hexdigest())
-    given = asdict(options) | {"data_sha256": hashes}
-    settings: dict[str, Any] = json.loads(json.dumps(given, default=str))
-    return settings
-
-
 def _run(options: FinetuneOptions, out: Path, overwrite: bool) -> None:
     from megasink.transformers import finetune
-    from megasink.transformers.chats import learns_to_stop, load_chat_tokenizer
+    from megasink.transformers.chats import ChatTokenizer
 
-    tokenizer, template = load_chat_tokenizer(options.model)
-    settings = _settings(options)
+    chats = ChatTokenizer(options.model)
     config = finetune.arguments(options, out / "run")  # the processes meet here
     state = config.distributed_state
-    is_first = state.is_main_process
-    if is_first and not learns_to_stop(tokenizer, template):
-        print(
-            "megasink: warning: the chat template ends no turn with a token that is learned: the "
-            "model may not learn to stop",
-            file=sys.stderr,
-        )
+    is_first, before, settings = state.is_main_process, None, {}
+    if is_first:
+        before = finetune.original(options)
+        settings = finetune.settings(options, *before)
+        if chats.turn_end is None:
+            print(
+                "megasink: warning: the chat template ends no turn with a token that is learned: "
+                "the model may not learn to stop",
+                file=sys.stderr,
+            )
     with results_in(out, "finetune", settings, overwrite=overwrite, writes=is_first) as record:
-        if overwrite and is_first:
-            for name in _MADE:
+        partial = out / "partial"
+        if is_first:
+            for name in _MADE if overwrite else ("partial",):
                 shutil.rmtree(out / name, ignore_errors=True)
         state.wait_for_everyone()
-        partial = out / "partial"
-        name = finetune.fingerprint_of(settings)
         try:
-            trained, held_out, sample = finetune.tokenized(
-                options, tokenizer, template, partial, name
-            )
+            trained, held_out, sample = finetune.tokenized(options, chats, partial)
         except BaseException:
             if is_first:
                 shutil.rmtree(partial, ignore_errors=True)
             raise
         state.wait_for_everyone()
-        if is_first:
+        if before is not None:
             record()
-            _analyze(options, options.model, tokenizer, sample, out / "before")
+            _analyze(options, *before, sample, out / "before")
+        del before
         state.wait_for_everyone()
         exported = out / ("adapter" if options.adapter else "model")
         if not exported.is_dir():
-            shared = _shared_heads(options, out / "before", tell=is_first)
-            trainer = finetune.make_trainer(options, config, tokenizer, trained, held_out, shared)
-            finetune.train(trainer)
+            shared = _shared_heads(options, out / "before", say=is_first)
+            trainer = finetune.make_trainer(options, config, chats.tokenizer, trained, shared)
+            finetune.train(trainer, held_out)
             state.wait_for_everyone()
             if is_first:
-                finetune.export(trainer, tokenizer, options, exported)
+                finetune.export(trainer, chats, options, exported)
             del trainer
         if is_first:
-            _analyze(options, exported, tokenizer, sample, out / "after")
+            _analyze(options, *finetune.after(options, exported), sample, out / "after")
             _summarize(out, exported)
             shutil.rmtree(partial, ignore_errors=True)
         state.wait_for_everyone()
 
 
-def _shared_heads(options: FinetuneOptions, before: Path, *, tell: bool) -> int:
+def _shared_heads(options: FinetuneOptions, before: Path, *, say: bool) -> int:
     """Return m of Eq. 8, and print the heads that it shares."""
     from megasink.analysis.folder import read_analysis
     from megasink.balance.shared_heads import choose_shared_heads
@@ -190,42 +178,38 @@ def _shared_heads(options: FinetuneOptions, before: Path, *, tell: bool) -> int:
     if options.shared_heads is not None:
         return options.shared_heads
     chosen = choose_shared_heads(read_analysis(before).values("importance"))
-    if tell:
+    if say:
         print(chosen.describe())
     return chosen.m
 
 
-def _analyze(
-    options: FinetuneOptions, folder: Path, tokenizer: Any, sample: Any, output: Path
-) -> None:
-    """Measure the heads on conversations, unless that was done before."""
-    import torch
-
-    from megasink.analysis.api.analyze import analyze
-    from megasink.analysis.api.models import load_model
-    from megasink.transformers.finetune import merged
+def _analyze(options: FinetuneOptions, model: Any, tokenizer: Any, rows: Any, output: Path) -> None:
+    """Measure the heads on the tokens of conversations, unless that was done before."""
+    from megasink.analysis.capture.inputs import Sample, data_hash
+    from megasink.analysis.capture.models import of_transformers
+    from megasink.analysis.capture.samples import Inputs
+    from megasink.analysis.options import AnalysisOptions
+    from megasink.analysis.results import RunFacts
+    from megasink.analysis.run import analyze
 
     if (output / "results.json").is_file():
         return
-    device = "cuda" if torch.cuda.is_available() else "cpu"
-    if (folder / "adapter_config.json").is_file():
-        model = merged(load_model(options.model, tokenizer=folder, device=device).model, folder)
-    else:
-        model = load_model(folder, device=device).model
-    texts = [tokenizer.decode(ids) for ids in sample["input_ids"]]
-    # The rendered conversations already hold what the template begins with.
-    analyze(
-        model.eval(),
-        texts,
-        tokenizer=tokenizer,
-        name=output.name,
-        seq_length=options.seq_length,
-        max_samples=None,
+    samples = [
+        Sample(tuple(ids), "conversations", f"conversation {n}")
+        for n, ids in enumerate(rows["input_ids"])
+    ]
+    facts = RunFacts(
+        data=[str(path) for path in options.data],
         bos="none",
-        parse_special_tokens=True,
-        loss=False,
-        output=output,
-        overwrite=True,
+        seq_length=options.seq_length,
+        seed=options.seed,
+        device=str(model.device),
+        data_sha256=data_hash(samples),
+    )
+    analyze(
+        of_transformers(model, tokenizer, output.name),
+        AnalysisOptions(loss=False, output=output, overwrite=True, seed=options.seed),
+        inputs=Inputs(samples, facts),
     )
 
 
@@ -243,9 +227,8 @@ def _summarize(out: Path, exported: Path) -> None:
         file.write(importance_pictures([(a.name, a.values("importance")) for a in analyses]))
     imbalance = [float(np.nanmean(a.values("imbalance"))) for a in analyses]
     log = read_object(out / "run" / "trainer_state.json")["log_history"]
-    losses = [entry["eval_loss"] for entry in log if "eval_loss" in entry]
     for what, value in (
-        ("held-out loss", f"{losses[-1]:.4f}" if losses else "not measured"),
+        ("held-out loss", f"{log[-1]['eval_loss']:.4f}"),
         ("head imbalance", f"{imbalance[0]:.4f} -> {imbalance[1]:.4f}"),
         ("picture", out / "importance.png"),
         ("the heads", f"megasink report {out / 'before'} {out / 'after'}"),

@@ -121,12 +121,7 @@ def _attend(
     *,
     with_gate: bool,
 ) -> AttentionOutput:
-    """Call the op on rows that begin with their tokens, or on documents laid one after the other.
-
-    Returns:
-        The output and the gates (None without `with_gate`) of the tokens in their own places; the
-        LSE in those of the op.
-    """
+    """Call the op on rows or documents; the LSE of the result has the order of the op."""
     rows, order = query_BHTD.shape[0], sequences.order
     tensors = [query_BHTD, key_BGSD, value_BGSD]
     if order is not None:

@@ -26,12 +26,7 @@ def option_problems(coeff: float, shared: int, refresh: int, scope: str, heads: 
 def model_problems(
     model: torch.nn.Module, blocks: Sequence[Block], readers: dict[int, Any]
 ) -> list[str]:
-    """Return what is wrong with the model, a sentence each.
-
-    Args:
-        blocks: Its decoder layers, some of which have attention.
-        readers: Those of the explicit gates of these, or None, by layer.
-    """
+    """Return what is wrong with the model, a sentence each."""
     name, problems = type(model).__name__, []
     if hasattr(model, MARK):
         problems.append(f"{name} already has a head-balance loss: call its remove() first")

@@ -35,11 +35,7 @@ class LossScale(HeadBalanceScale):
     """The factors of one microbatch, read in its backward pass from the gradient of its loss."""
 
     def scaled(self, gradient_H: Tensor, coeff: float, why_scaled: str = "") -> Tensor:
-        """Scale a gradient [H] as the loss is scaled.
-
-        Raises:
-            UserError: The model returned no loss.
-        """
+        """Scale a gradient [H] as the loss is scaled."""
         if self._loss_scale is None:
             raise UserError(
                 "the head-balance loss is scaled as the loss that the model returns, and it "
@@ -94,16 +90,7 @@ class ModelLayer(LayerBalance):
     # Its counts are Python's, which a compiled graph would take for constants.
     @torch.compiler.disable
     def forward(self, output: Tensor, gate_BHT: Tensor, real_BT: Tensor | None = None) -> Tensor:
-        """Count the gates of a microbatch and attach the gradient of the loss.
-
-        Args:
-            output: A tensor on which the loss depends, any shape.
-            gate_BHT: Its gates, differentiable.
-            real_BT: Not read: the mask that the model was called with counts, once for all layers.
-
-        Returns:
-            A tensor equal to `output`.
-        """
+        """Count the gates of a microbatch and attach the gradient of the loss."""
         microbatch = self._owner.microbatch
         batch, heads, tokens = gate_BHT.shape
         if microbatch is None:

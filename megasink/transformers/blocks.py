@@ -94,12 +94,7 @@ def decoder_config(model: torch.nn.Module) -> Any:
 
 
 def find_blocks(model: torch.nn.Module) -> list[Block]:
-    """Return the decoder layers of a model, in order, some of which have attention.
-
-    Raises:
-        UserError: an encoder-decoder, no layer list, no attention in it, or an attention without
-            output projection or number of heads.
-    """
+    """Return the decoder layers of a model, in order, some of which have attention."""
     config, whole = decoder_config(model), type(model).__name__
     if getattr(model.config, "is_encoder_decoder", False):
         raise UserError(f"{whole} is an encoder-decoder: megasink reads decoders")
@@ -173,11 +168,7 @@ def child(module: torch.nn.Module, names: tuple[str, ...]) -> torch.nn.Module | 
 
 
 def output_weight(output: torch.nn.Module, heads: int) -> Tensor:
-    """Return [H, D, E]: the rows of the output projection for each query head.
-
-    Raises:
-        UserError: it is no matrix of floating-point numbers.
-    """
+    """Return [H, D, E]: the rows of the output projection for each query head."""
     weight: Any = getattr(output, "weight", None)
     if not (isinstance(weight, Tensor) and weight.dim() == 2 and weight.is_floating_point()):
         raise UserError(
@@ -199,12 +190,6 @@ def gate_reader(attention: torch.nn.Module) -> tuple[torch.nn.Module, Reader] | 
     """Return the module that computes the explicit gate's logits, and a reader of its gates.
 
     The reader maps the module's output [B, T, ...] and the number of heads to gates [B, T, H, X].
-
-    Returns:
-        None for attention without a gate.
-
-    Raises:
-        UserError: it has a gate that megasink does not know, or one that is no share.
     """
     name, own = type(attention).__name__, getattr(attention, "gate_position", None)
     if own is not None:  # megasink's modeling file: a gate elsewhere is not the importance
@@ -244,12 +229,9 @@ def check_gated(
     out_BHTD: Tensor,
     gate_BHTX: Tensor | None,
 ) -> None:
-    """Check that what enters the output projection is attention's output times its gate.
-
-    Raises:
-        UserError: it is not, within the rounding of half precision.
-    """
+    """Check that what enters the output projection is attention's output times its gate."""
     expected_BHTD = out_BHTD if gate_BHTX is None else out_BHTD * gate_BHTX
+    expected_BHTD = expected_BHTD.to(projected_BHTD.dtype)  # gates may be wider
     if torch.equal(projected_BHTD, expected_BHTD):  # nearly always, and ten times as fast
         return
     if not torch.allclose(projected_BHTD, expected_BHTD, rtol=0.02, atol=1e-6, equal_nan=True):

@@ -129,11 +129,7 @@ class HeadBalanceCallback(TrainerCallback, ExportableState):
 
 
 def _check_arguments(args: Any) -> None:
-    """Reject what splits a model or sequence, copies the model in a process, or weights targets.
-
-    Raises:
-        UserError: With the reason.
-    """
+    """Reject what splits a model or sequence, copies the model in a process, or weights targets."""
     if args.n_gpu > 1:
         raise UserError(
             f"the head-balance loss does not work under DataParallel, which Trainer uses for "
@@ -168,11 +164,7 @@ def _encoded(state: dict[str, Tensor]) -> dict[str, Any]:
 
 
 def _decoded(saved: dict[str, Any]) -> dict[str, Tensor]:
-    """Invert :func:`_encoded`.
-
-    Raises:
-        UserError: It is not what this version writes.
-    """
+    """Invert :func:`_encoded`."""
     state = {}
     try:
         for name, dtype in _DTYPES.items():

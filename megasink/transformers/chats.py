@@ -3,162 +3,184 @@
 Files hold TRL's format, or ShareGPT's: JSON Lines, also compressed, or parquet.
 """
 
+import contextlib
 import json
-import zlib
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from megasink.errors import UserError
+import numpy as np
+from transformers.utils.chat_template_utils import render_jinja_template
+
+from megasink.data.files import BYTE_ORDER_MARK, expand, open_file, readable
+from megasink.data.text_tokenizer import Part, text_tokenizer
+from megasink.data.tokenizer import load_tokenizer
+from megasink.errors import UserError, reason_of
 from megasink.json_file import kind_of
-from megasink.transformers.turns import unmarked_tokens
 
 ROLES = ("system", "developer", "user", "assistant", "tool")
 _SHAREGPT = {"human": "user", "gpt": "assistant"}
 IGNORED = -100
 """Label of a token that is not learned."""
 _FORMAT = "give an object with 'messages', a list of role and content"
+_MARK = "put {% generation %} and {% endgeneration %} around the assistant's turns in it"
 
 
 class Chat(NamedTuple):
-    """A conversation.
-
-    Attributes:
-        place: Its file and number, for messages.
-        messages: Of role and content, with what else the template reads.
-        tools: JSON schemas.
-    """
+    """A conversation: its file and number, its messages, and the JSON schemas of its tools."""
 
     place: str
     messages: list[dict[str, Any]]
-    tools: list[dict[str, Any]] | None
+    tools: list[dict[str, Any]] | None = None
 
 
 def read_chats(paths: Sequence[Path]) -> Iterator[Chat]:
-    """Yield the conversations of files.
-
-    Raises:
-        UserError: A file that cannot be read, or a record that is no conversation with an answer;
-            with its place.
-    """
+    """Yield the conversations of files; an error names the place of what is not one."""
     for path in paths:
-        with path.open("rb") as file:
-            is_parquet = file.read(4) == b"PAR1"
-        for number, record in _of_parquet(path) if is_parquet else _of_lines(path):
-            yield _chat(record, f"{path}:{number}", is_parquet)
+        for place, record in _records(path):
+            yield _chat(record, place)
 
 
-def load_chat_tokenizer(folder: Path) -> tuple[Any, str | None]:
-    """Return the tokenizer of a folder, and the template to train with if it is not its own.
+class ChatTokenizer:
+    """The chat template of a model, and the tokenizer that all texts go through.
 
-    A template without marks around what the assistant says is replaced by TRL's, of those that TRL
-    knows.
+    A template without marks around what the assistant says is replaced by TRL's, if TRL knows it.
+    Of others, an answer is what the template writes after the prompt for it.
+
+    Attributes:
+        tokenizer: Of transformers.
+        turn_end: Id of the special token that ends an answer; None if it is not learned.
 
     Raises:
         UserError: There is no tokenizer, or no template.
     """
-    from transformers import AutoTokenizer
-    from trl.chat_template_utils import get_training_chat_template, has_generation_markers
 
-    try:
-        tokenizer = AutoTokenizer.from_pretrained(
-            folder, local_files_only=True, trust_remote_code=False
-        )
-    except (OSError, ValueError, KeyError) as error:
-        reason = str(error).partition("\n")[0]
-        raise UserError(f"the tokenizer in {folder} cannot be read: {reason}") from error
-    if not tokenizer.chat_template:
-        raise UserError(
-            f"the tokenizer in {folder} has no chat template: put a chat_template.jinja there"
-        )
-    if has_generation_markers(tokenizer.chat_template):
-        return tokenizer, None
-    try:
-        return tokenizer, get_training_chat_template(tokenizer)
-    except Exception:  # it renders conversations of its own, and templates raise anything
-        return tokenizer, None  # none that TRL knows: `unmarked_tokens` reads it
+    def __init__(self, folder: Path):
+        from trl.chat_template_utils import get_training_chat_template, has_generation_markers
 
-
-def learns_to_stop(tokenizer: Any, template: str | None) -> bool:
-    """Whether the token that ends a turn is among what is learned."""
-    from trl.chat_template_utils import (
-        has_generation_markers,
-        is_chat_template_stop_token_trained,
-    )
-
-    if has_generation_markers(template or tokenizer.chat_template):
-        return bool(is_chat_template_stop_token_trained(tokenizer, chat_template=template))
-    probe = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]
-    try:
-        ids, said = unmarked_tokens(tokenizer, probe, None)
-    except Exception:  # told of the first conversation that is read, with its place
-        return True
-    learned = [token for token, is_said in zip(ids, said, strict=True) if is_said]
-    return str(tokenizer.decode(learned)).strip() != "b"
-
-
-def tokens_of(chat: Chat, tokenizer: Any, template: str | None, most: int) -> dict[str, Any]:
-    """Return the first tokens of a conversation.
-
-    What is learned from a token depends on the tokens before it alone, so a conversation that is
-    cut off teaches the same as far as it goes.
-
-    Args:
-        template: None for the tokenizer's.
-        most: Number of tokens.
-
-    Returns:
-        `input_ids`, `labels` (`IGNORED` where nothing is learned) and `whole`, the number of
-        tokens before the cut.
-
-    Raises:
-        UserError: The template refuses the conversation, or marks nothing in it.
-    """
-    from trl.chat_template_utils import has_generation_markers
-
-    try:
-        if has_generation_markers(template or tokenizer.chat_template):
-            found = tokenizer.apply_chat_template(
-                chat.messages,
-                tools=chat.tools,
-                chat_template=template,
-                return_dict=True,
-                return_assistant_tokens_mask=True,
+        self.tokenizer = load_tokenizer(folder)
+        self._text = text_tokenizer(self.tokenizer, parse_special_tokens=True)
+        added = self.tokenizer.added_tokens_decoder.items()
+        special = (number for number, token in added if token.special)
+        self._special = {*self.tokenizer.all_special_ids, *special}
+        template = self.tokenizer.chat_template
+        if not template:
+            raise UserError(
+                f"the tokenizer in {folder} has no chat template: put a chat_template.jinja there"
             )
-            ids, mask = found["input_ids"], found["assistant_masks"]
-        else:
-            ids, mask = unmarked_tokens(tokenizer, chat.messages, chat.tools)
-    except UserError as error:
-        raise UserError(f"{chat.place}: {error}") from None
-    except Exception as error:  # templates raise anything
-        reason = str(error).partition("\n")[0] or type(error).__name__
-        raise UserError(f"{chat.place}: the chat template refuses it: {reason}") from error
-    if not any(mask):
-        raise UserError(f"{chat.place}: the chat template marks nothing of what the assistant says")
-    labels = [token if marked else IGNORED for token, marked in zip(ids, mask, strict=True)]
-    return {"input_ids": ids[:most], "labels": labels[:most], "whole": len(ids)}
+        self._template: str | None = None
+        self._marked = has_generation_markers(template)
+        if not self._marked:
+            # It renders conversations of its own, and templates raise anything.
+            with contextlib.suppress(Exception):
+                self._template = get_training_chat_template(self.tokenizer)
+            self._marked = self._template is not None
+        self.turn_end = self._turn_end()
+
+    def read(self, chat: Chat) -> tuple[list[int], list[bool]]:
+        """Return the tokens of a conversation, and which of them the assistant says."""
+        try:
+            text, spans = self._rendered(chat.messages, chat)
+            encoding, _, _ = self._text.part_encoding(Part(text, source=chat.place))
+            if not self._marked:
+                spans = list(self._answers(chat, text, encoding))
+        except UserError as error:
+            raise UserError(f"{chat.place}: {error}") from None
+        except Exception as error:  # templates raise anything
+            reason = reason_of(error)
+            raise UserError(f"{chat.place}: the chat template refuses it: {reason}") from error
+        counts = np.zeros(len(text) + 1, np.int64)  # characters that are said, before each one
+        for start, end in spans:
+            counts[start + 1 : end + 1] = 1
+        counts = counts.cumsum()
+        first, last = np.asarray(encoding.offsets, np.int64).reshape(-1, 2).T
+        if not self._marked:  # a token that begins in the prompt is not the assistant's
+            last = np.minimum(first + 1, last)
+        said = counts[last] > counts[first]
+        if not said.any():
+            raise UserError(f"{chat.place}: the chat template marks no assistant tokens")
+        return encoding.ids, said.tolist()
+
+    def _rendered(
+        self, messages: Sequence[dict[str, Any]], chat: Chat, *, prompt: bool = False
+    ) -> tuple[str, list[tuple[int, int]]]:
+        """Return the text of messages, and the characters that the template marks."""
+        given = [{k: v for k, v in one.items() if v is not None} for one in messages]
+        render: Any = render_jinja_template  # its annotations name one of its results
+        (text,), spans = render(
+            [given],
+            chat.tools,
+            chat_template=self.tokenizer.get_chat_template(self._template, chat.tools),
+            return_assistant_tokens_mask=self._marked,
+            add_generation_prompt=prompt,
+            **self.tokenizer.special_tokens_map,
+        )
+        return text, spans[0] if self._marked else []
+
+    def _answers(self, chat: Chat, text: str, encoding: Any) -> Iterator[tuple[int, int]]:
+        """Yield the characters at which each answer begins and ends, of an unmarked template.
+
+        An answer ends with its last special token, if white space alone follows that one.
+        """
+        pairs = zip(encoding.ids, encoding.offsets, strict=True)
+        ends = [end for token, (_, end) in pairs if token in self._special]
+        for number, message in enumerate(chat.messages):
+            if message["role"] != "assistant":
+                continue
+            before, _ = self._rendered(chat.messages[:number], chat, prompt=True)
+            after, _ = self._rendered(chat.messages[: number + 1], chat)
+            if not (text.startswith(after) and after.startswith(before)):
+                raise UserError(
+                    "the chat template marks nothing, and writes what comes before an answer "
+                    f"differently with it and without it (message {number + 1}): {_MARK}"
+                )
+            bare, _ = self._rendered(chat.messages[:number], chat)
+            content = (message["content"] or "").strip()
+            if bare == before and not after[len(before) :].lstrip().startswith(content):
+                raise UserError(
+                    "the chat template marks nothing, and add_generation_prompt adds nothing to "
+                    f"what it writes before an answer (message {number + 1}): {_MARK}"
+                )
+            last = max((n for n in ends if len(before) < n <= len(after)), default=len(after))
+            yield len(before), len(after) if text[last : len(after)].strip() else last
+
+    def _turn_end(self) -> int | None:
+        said = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]
+        eos: int = self.tokenizer.eos_token_id
+        # Some templates end the last answer only when another message follows.
+        for messages in (said, [*said, said[0]]):
+            try:
+                ids, is_said = self.read(Chat("", messages))
+            except UserError:
+                return eos  # the first conversation that is read says what is wrong
+            last = [n for n, learned in zip(ids, is_said, strict=True) if learned]
+            while last and not str(self.tokenizer.decode(last[-1:])).strip():
+                last.pop()
+            if last and last[-1] in self._special:
+                return last[-1]
+        return None
 
 
-def _of_lines(path: Path) -> Iterator[tuple[int, Any]]:
-    import fsspec
+def _records(path: Path) -> Iterator[tuple[str, Any]]:
+    """Yield the records of a file, each with its place."""
+    (file,) = expand(str(path), "messages", 0)
+    if file.kind == "parquet":
+        yield from _rows(path)
+        return
+    if file.kind != "lines":
+        raise UserError(f"{path} is neither JSON Lines (.jsonl, .jsonl.gz, .jsonl.zst) nor parquet")
+    with readable(path), open_file(path, file.compression) as (lines, _):
+        for number, line in enumerate(lines, 1):
+            place = f"{path}:{number}"
+            try:
+                text = line.decode().removeprefix(BYTE_ORDER_MARK)
+                if text.strip():
+                    yield place, json.loads(text)
+            except (ValueError, RecursionError) as error:
+                raise UserError(f"{place} is not JSON in UTF-8: {error}") from None
 
-    try:
-        with fsspec.open(str(path), "rt", encoding="utf-8", compression="infer") as file:
-            for number, line in enumerate(file, 1):
-                if line.strip():
-                    yield number, _json(line, f"{path}:{number}")
-    except (OSError, EOFError, ValueError, zlib.error) as error:
-        raise UserError(f"{path} cannot be read: {error}") from error
 
-
-def _json(line: str, place: str) -> Any:
-    try:
-        return json.loads(line)
-    except (ValueError, RecursionError) as error:
-        raise UserError(f"{place} is not JSON: {error}") from None
-
-
-def _of_parquet(path: Path) -> Iterator[tuple[int, Any]]:
+def _rows(path: Path) -> Iterator[tuple[str, Any]]:
     import pyarrow
     from pyarrow import parquet
 
@@ -166,15 +188,21 @@ def _of_parquet(path: Path) -> Iterator[tuple[int, Any]]:
     try:
         for batch in parquet.ParquetFile(path).iter_batches(1000):
             for record in batch.to_pylist():
-                yield (number := number + 1), record
+                number += 1
+                # A nested column gives every row the fields of all rows.
+                messages = record.get("messages") or []
+                calls = (isinstance(one, dict) and one.get("tool_calls") for one in messages)
+                if record.get("tools") or any(calls):
+                    raise UserError(
+                        f"{path}:{number}: parquet cannot hold tools exactly: give JSON Lines"
+                    )
+                yield f"{path}:{number}", record
     except (OSError, pyarrow.ArrowException) as error:
         raise UserError(f"{path} cannot be read: {error}") from error
 
 
-def _chat(record: Any, place: str, is_parquet: bool) -> Chat:
-    if not isinstance(record, dict):
-        raise UserError(f"{place}: {_FORMAT}")
-    given = record.get("messages") or record.get("conversations")
+def _chat(record: Any, place: str) -> Chat:
+    given = isinstance(record, dict) and (record.get("messages") or record.get("conversations"))
     if not isinstance(given, list) or not all(isinstance(message, dict) for message in given):
         raise UserError(f"{place}: {_FORMAT}")
     messages = [_message(message, f"{place}: message {n}") for n, message in enumerate(given, 1)]
@@ -185,23 +213,20 @@ def _chat(record: Any, place: str, is_parquet: bool) -> Chat:
         isinstance(tools, list) and all(isinstance(tool, dict) for tool in tools)
     ):
         raise UserError(f"{place}: 'tools' is not a list of JSON schemas (objects)")
-    if is_parquet:
-        # A nested column gives every row the fields of all rows.
-        if tools or any(message.get("tool_calls") for message in messages):
-            raise UserError(f"{place}: parquet cannot hold tools exactly: give JSON Lines")
-        messages = [{k: v for k, v in one.items() if v is not None} for one in messages]
     return Chat(place, messages, tools)
 
 
 def _message(given: dict[str, Any], place: str) -> dict[str, Any]:
-    message = dict(given)
+    message = {k: v for k, v in given.items() if v is not None}
     if "role" not in message and "from" in message:  # ShareGPT's
         message["role"] = _SHAREGPT.get(role := message.pop("from"), role)
         message["content"] = message.pop("value", None)
-    role, content = message.get("role"), message.get("content")
+    role, content = message.get("role"), message.setdefault("content", None)
     if role not in ROLES:
         raise UserError(f"{place} has role {role!r}: use {', '.join(ROLES)}")
-    if not isinstance(content, str) and not (content is None and message.get("tool_calls")):
+    if isinstance(content, str):
+        message["content"] = content.removeprefix(BYTE_ORDER_MARK)
+    elif content is not None or not message.get("tool_calls"):
         has = "no content" if content is None else f"a content of type {kind_of(content)}, not text"
         raise UserError(f"{place} ({role}) has {has}")
     return message

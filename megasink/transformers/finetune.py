@@ -1,9 +1,10 @@
 """Fine-tuning of a model of transformers by TRL's SFTTrainer, with the head-balance loss."""
 
 import contextlib
-import json
-import shutil
+import hashlib
 from collections.abc import Iterator
+from dataclasses import asdict, replace
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -11,56 +12,70 @@ import numpy as np
 import torch
 from transformers import PrinterCallback, TrainerCallback, set_seed
 
-from megasink.analysis.capture.load import load_weights
+from megasink.analysis.capture.identity import model_identity
+from megasink.analysis.capture.load import load, load_weights
+from megasink.analysis.options import ModelOptions
 from megasink.atomic import atomic_folder
 from megasink.errors import UserError
 from megasink.finetune_options import FinetuneOptions, processes
 from megasink.json_file import read_object
 from megasink.progress import progress
-from megasink.transformers import NAME
+from megasink.transformers import NAME, exported
 from megasink.transformers.callback import HeadBalanceCallback
-from megasink.transformers.chats import IGNORED, read_chats, tokens_of
+from megasink.transformers.chats import IGNORED, ChatTokenizer, read_chats
 
 HELD_OUT = 0.02
 """Share of the conversations that are not trained on, the last ones; at least one."""
 SAMPLES = 64
 """Conversations on which head importance is measured: held-out ones, and of a few others too."""
+_PACKAGES = ("accelerate", "datasets", "peft", "tokenizers", "trl")
 
 
-def tokenized(
-    options: FinetuneOptions, tokenizer: Any, template: str | None, folder: Path, fingerprint: str
-) -> tuple[Any, Any, Any]:
-    """Return the conversations to train on, those that are held out, and those to measure on.
+def original(options: FinetuneOptions) -> tuple[Any, Any]:
+    """Return the model that is fine-tuned, as an analysis loads it, and its tokenizer."""
+    exported.weight_files(options.model)
+    return load(ModelOptions(model=options.model), "cuda" if torch.cuda.is_available() else "cpu")
 
-    Args:
-        template: See `tokens_of`.
-        folder: Gets the tokens; processes that call this at once make them once.
-        fingerprint: Of all that they depend on; tokens of the same one are not made again.
 
-    Returns:
-        `datasets.Dataset` with `input_ids` and `labels`.
+def settings(options: FinetuneOptions, model: Any, tokenizer: Any) -> dict[str, Any]:
+    """Return everything that a bit of the results depends on, by contents rather than by path."""
+    hashes = {}
+    for path in options.data:
+        with path.open("rb") as file:
+            hashes[path.name] = hashlib.file_digest(file, "sha256").hexdigest()
+    given = {k: v for k, v in asdict(options).items() if k not in ("model", "data")}
+    given |= model_identity(model, tokenizer, hashes)
+    given |= {name: version(name) for name in _PACKAGES}
+    return given | {"processes": processes(), "device": str(model.device.type)}
 
-    Raises:
-        UserError: See `read_chats` and `tokens_of`; also fewer than two conversations with an
-            answer in `seq_length` tokens.
+
+def tokenized(options: FinetuneOptions, chats: ChatTokenizer, folder: Path) -> tuple[Any, Any, Any]:
+    """Return the tokens of the conversations to train on, to hold out, and to measure on.
+
+    Processes that call this at once make the tokens once, in the folder.
     """
     from datasets import Dataset, Features, List, Value
     from datasets.exceptions import DatasetGenerationError
 
+    most, files = options.seq_length, " ".join(map(str, options.data))
+
     def rows() -> Iterator[dict[str, Any]]:
         chat = None
         for chat in read_chats(options.data):
-            row = tokens_of(chat, tokenizer, template, options.seq_length)
-            yield row | {"learned": sum(label != IGNORED for label in row["labels"])}
+            ids, said = chats.read(chat)
+            pairs = zip(ids[:most], said, strict=False)
+            labels = [token if learned else IGNORED for token, learned in pairs]
+            # The first token is no target.
+            counts = {"whole": len(ids), "learned": sum(said[1:most])}
+            yield {"input_ids": ids[:most], "labels": labels} | counts
         if chat is None:
             raise UserError(f"--data {files}: no conversations")
 
-    files = " ".join(map(str, options.data))
-    tokens, number = List(Value("int32")), Value("int64")
-    names = {"input_ids": tokens, "labels": tokens, "whole": number, "learned": number}
+    kinds = {"input_ids": List(Value("int32")), "labels": List(Value("int32"))}
+    features = Features(kinds | {"whole": Value("int64"), "learned": Value("int64")})
     try:
         every = Dataset.from_generator(
-            rows, features=Features(names), cache_dir=str(folder), fingerprint=fingerprint
+            rows, features=features, cache_dir=str(folder), fingerprint="tokens"
         )
     except DatasetGenerationError as error:
         raise (error.__cause__ if isinstance(error.__cause__, UserError) else error) from None
@@ -68,15 +83,15 @@ def tokenized(
     if len(found) < 2:
         raise UserError(
             f"--data {files}: of {len(every)} conversations {len(found)} have an answer in their "
-            f"first {options.seq_length} tokens: give two or more of these, one is held out"
+            f"first {most} tokens: give two or more of these, one is held out"
         )
     count = len(found) - max(1, round(HELD_OUT * len(found)))
     columns = every.select_columns(["input_ids", "labels"])
     if processes() == 1 or torch.distributed.get_rank() == 0:
-        cut = int((np.asarray(every["whole"]) > options.seq_length).sum())
+        cut = int((np.asarray(every["whole"]) > most).sum())
         print(
             f"{count:,} conversations to train on, {len(found) - count:,} held out; {cut:,} are "
-            f"cut off after {options.seq_length} tokens, and {len(every) - len(found):,} left out, "
+            f"cut off after {most} tokens, and {len(every) - len(found):,} left out, "
             "which have no answer before"
         )
     sample = found[min(count, max(0, len(found) - SAMPLES)) :][:SAMPLES]
@@ -84,11 +99,7 @@ def tokenized(
 
 
 def arguments(options: FinetuneOptions, folder: Path) -> Any:
-    """Return TRL's SFTConfig; it starts the process group where there are several processes.
-
-    Args:
-        folder: Gets the checkpoints.
-    """
+    """Return TRL's SFTConfig, with checkpoints in a folder; it starts the process group."""
     import datasets
     from transformers.utils import logging
     from trl import SFTConfig
@@ -99,17 +110,14 @@ def arguments(options: FinetuneOptions, folder: Path) -> Any:
         output_dir=str(folder),
         max_length=options.seq_length,
         packing=True,
-        eval_packing=False,
         num_train_epochs=options.epochs,
         learning_rate=options.rate,
         lr_scheduler_type="cosine",
         warmup_steps=0.03,  # a share of the steps
         weight_decay=0.0,
         per_device_train_batch_size=options.micro_batch_size,
-        per_device_eval_batch_size=options.micro_batch_size,
         gradient_accumulation_steps=options.global_batch_size
         // (options.micro_batch_size * processes()),
-        eval_strategy="epoch",
         save_steps=0.1,  # a share of the steps
         save_total_limit=2,
         logging_steps=1,
@@ -129,23 +137,9 @@ def arguments(options: FinetuneOptions, folder: Path) -> Any:
 
 
 def make_trainer(
-    options: FinetuneOptions,
-    config: Any,
-    tokenizer: Any,
-    trained: Any,
-    held_out: Any,
-    shared_heads: int,
+    options: FinetuneOptions, config: Any, tokenizer: Any, trained: Any, shared_heads: int
 ) -> Any:
-    """Return TRL's SFTTrainer with the loss.
-
-    Args:
-        config: Of `arguments`.
-        trained, held_out: Of `tokenized`.
-        shared_heads: m of Eq. 8; 0 for Eq. 7.
-
-    Raises:
-        UserError: Missing or broken files, or a model without the attention "megasink".
-    """
+    """Return TRL's SFTTrainer with the loss of Eq. 8, or of Eq. 7 without shared heads."""
     from peft import LoraConfig
     from trl import SFTTrainer
 
@@ -159,100 +153,132 @@ def make_trainer(
         )
     set_seed(options.seed)  # TRL makes adapters before it does so
     dtype = torch.bfloat16 if options.bf16 and options.lora_rank else torch.float32
+    model = load_weights(options.model, dtype=dtype, attn_implementation=NAME)
+    text = model.config.get_text_config()
+    asks = getattr(text, "output_router_logits", False) and getattr(text, "num_experts", 1)
+    if asks and getattr(text, "moe_router_score_function", "softmax") != "softmax":
+        raise UserError(
+            f"{options.model}/config.json asks for the router loss (output_router_logits), which "
+            "TRL computes for softmax routers alone: set it to false"
+        )
+    if not asks:  # TRL trains it for every model that has a coefficient
+        config.router_aux_loss_coef = 0.0
     trainer = SFTTrainer(
-        model=load_weights(options.model, dtype=dtype, attn_implementation=NAME),
+        model=model,
         args=config,
         train_dataset=trained,
-        eval_dataset=held_out,
         processing_class=tokenizer,
         peft_config=lora,
-        callbacks=[_Progress()],
     )
     trainer.remove_callback(PrinterCallback)
     HeadBalanceCallback(options.head_balance_coeff, shared_heads).add_to(trainer)
     return trainer
 
 
-def train(trainer: Any) -> None:
-    """Train, from the newest whole checkpoint if there is one; write trainer_state.json."""
-    folder = Path(trainer.args.output_dir)
-    checkpoint = newest_checkpoint(folder)
-    with contextlib.closing(next(c for c in _callbacks(trainer) if isinstance(c, _Progress))):
+def train(trainer: Any, held_out: Any) -> None:
+    """Train, from the newest whole checkpoint if there is one; write trainer_state.json.
+
+    Its log has the loss of the held-out conversations as `eval_loss`.
+    """
+    checkpoint = newest_checkpoint(Path(trainer.args.output_dir))
+    if checkpoint is not None:  # TRL counts from 0 again
+        log = read_object(checkpoint / "trainer_state.json")["log_history"]
+        trainer._total_train_tokens = int(log[-1]["num_tokens"])
+    with contextlib.ExitStack() as shown:
+        trainer.add_callback(_Progress(shown))
         trainer.train(resume_from_checkpoint=None if checkpoint is None else str(checkpoint))
+    history = trainer.state.log_history
+    # What Trainer adds at the end is of the steps of this process alone.
+    history[:] = [entry for entry in history if "train_runtime" not in entry]
+    trainer.log({"eval_loss": held_out_loss(trainer, held_out)})
     trainer.save_state()
+
+
+@torch.no_grad()
+def held_out_loss(trainer: Any, rows: Any) -> float:
+    """Return the mean loss of the language model over all targets of rows, in nats.
+
+    Each row runs by itself, so the batch size does not matter.
+    """
+    model, accelerator = trainer.model.eval(), trainer.accelerator
+    sums = torch.zeros(2, dtype=torch.float64, device=accelerator.device)
+    for number in range(accelerator.process_index, len(rows), accelerator.num_processes):
+        batch = trainer._prepare_inputs(trainer.data_collator([rows[number]]))
+        with trainer.compute_loss_context_manager():
+            output = model(**batch, use_cache=False, fused_lm_head=True)
+        sums[0] -= output.log_probs.double().sum()
+        sums[1] += output.label_mask.sum()
+    loss, targets = accelerator.reduce(sums).tolist()
+    return float(loss / targets)
 
 
 def newest_checkpoint(folder: Path) -> Path | None:
     """Return the newest checkpoint of a Trainer that was written to its end.
 
-    Its state is the last file that is written.
+    The first process writes its state last; the others write the state of their random numbers.
     """
     found = {}
     for path in folder.glob("checkpoint-*"):
         with contextlib.suppress(UserError, ValueError):
             read_object(path / "trainer_state.json")
-            found[int(path.name.partition("-")[2])] = path
+            if len([*path.glob("rng_state*.pth")]) == processes():
+                found[int(path.name.partition("-")[2])] = path
     return found[max(found)] if found else None
 
 
-def export(trainer: Any, tokenizer: Any, options: FinetuneOptions, folder: Path) -> None:
+def export(trainer: Any, chats: ChatTokenizer, options: FinetuneOptions, folder: Path) -> None:
     """Write the trained model, or its adapter; the folder appears when it is complete."""
     model = trainer.accelerator.unwrap_model(trainer.model)
-    if options.lora_rank and not options.adapter:
-        model = model.merge_and_unload(safe_merge=True)
-    if not options.adapter:
-        config = read_object(options.model / "config.json")
-        stored = config.get("dtype", config.get("torch_dtype"))
-        if isinstance(dtype := getattr(torch, str(stored), None), torch.dtype):
-            model = model.to(dtype)
-    if folder.exists():
-        shutil.rmtree(folder)
+    requested = {}
     with atomic_folder(folder) as unfinished:
-        model.save_pretrained(unfinished)
-        tokenizer.save_pretrained(unfinished)
+        if options.adapter:
+            model.save_pretrained(unfinished)
+            exported.copy_files(options.model, unfinished)
+        else:
+            if options.lora_rank:  # into the original's weights, which may be wider than trained
+                checkpoint = newest_checkpoint(Path(trainer.args.output_dir))
+                assert checkpoint is not None
+                model = load_weights(options.model, dtype=torch.float32, attn_implementation=NAME)
+                model = merged(model, checkpoint)
+            exported.write_model(model, options.model, unfinished)
+        end = chats.turn_end
+        if end is not None and end not in (known := exported.end_ids(options.model)):
+            token = chats.tokenizer.convert_ids_to_tokens(end)
+            ids = [*known, end]
+            where = "of generation_config.json" if not options.adapter else "to pass to generate()"
+            print(f"answers end with {token}, not with MODEL's: eos_token_id={ids} {where}")
+            if not options.adapter:
+                requested = exported.add_end(unfinished, end)
+        exported.refuse_changes(options.model, unfinished, requested)
+
+
+def after(options: FinetuneOptions, folder: Path) -> tuple[Any, Any]:
+    """Return an exported model, as an analysis loads it, and its tokenizer."""
+    if not options.adapter:
+        return original(replace(options, model=folder))
+    model, tokenizer = original(options)
+    return merged(model, folder).eval(), tokenizer
 
 
 def merged(base: Any, adapter: Path) -> Any:
     """Return a model with an adapter merged into it."""
     from peft import PeftModel
 
-    return PeftModel.from_pretrained(base, str(adapter)).merge_and_unload()
+    return PeftModel.from_pretrained(base, str(adapter)).merge_and_unload(safe_merge=True)
 
 
 class _Progress(TrainerCallback):
     """A bar on a terminal, lines elsewhere, in place of a line for every step."""
 
-    def __init__(self) -> None:
-        self._open = contextlib.ExitStack()
-        self._tell: Any = None
+    def __init__(self, shown: contextlib.ExitStack) -> None:
+        self._shown, self._report = shown, lambda *_, **__: None
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         if state.is_world_process_zero:
-            begun = state.global_step
-            shown = progress("training", state.max_steps, "steps", before=begun)
-            self._tell = self._open.enter_context(shown)
+            shown = progress("training", state.max_steps, "steps", before=state.global_step)
+            self._report = self._shown.enter_context(shown)
 
-    def on_log(
-        self, args: Any, state: Any, control: Any, logs: dict[str, Any] | None = None, **kwargs: Any
-    ) -> None:
-        if self._tell is None or not logs or "loss" not in logs:
-            return
-        told = f"loss {logs['loss']:.4f}, head imbalance {logs['head_imbalance']:.4f}"
-        self._tell(state.global_step, told, now=state.global_step == state.max_steps)
-
-    def close(self) -> None:
-        """Take the bar away."""
-        self._open.close()
-        self._tell = None
-
-
-def _callbacks(trainer: Any) -> list[Any]:
-    callbacks: list[Any] = trainer.callback_handler.callbacks
-    return callbacks
-
-
-def fingerprint_of(settings: dict[str, Any]) -> str:
-    """Return a name for settings, of letters and digits."""
-    import hashlib
-
-    return hashlib.sha256(json.dumps(settings, sort_keys=True).encode()).hexdigest()[:16]
+    def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **kwargs: Any) -> None:
+        if logs and "loss" in logs:
+            text = f"loss {logs['loss']:.4f}, head imbalance {logs['head_imbalance']:.4f}"
+            self._report(state.global_step, text, now=state.global_step == state.max_steps)

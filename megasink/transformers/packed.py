@@ -41,13 +41,6 @@ def documents_of(
 
     Waits for the device once per forward, not once per layer. Under torch.compile, position ids of
     packed documents fail an assertion on the device.
-
-    Args:
-        position_ids: [B or 1, T], or another shape, which says nothing about documents; None for
-            one document per row.
-        cumulative_N: `cu_seq_lens_q`: 0, .., B * T; it wins over the positions.
-        real_BT: With an attention mask, True for its tokens: only positions that go back from one
-            of them to the next then tell of documents.
     """
     tensor = position_ids if cumulative_N is None else cumulative_N
     if tensor is None:

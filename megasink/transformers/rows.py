@@ -35,11 +35,7 @@ class RowOrder:
 
 
 def row_order(real_BT: Tensor) -> RowOrder:
-    """Return the order that puts the padding before a row's tokens behind them, without a sync.
-
-    Args:
-        real_BT: True for tokens that are not padding, which is on one side of each row.
-    """
+    """Return the order that puts the padding before a row's tokens behind them, without a sync."""
     rows, tokens = real_BT.shape
     before_B1 = (real_BT.cumsum(-1) == 0).sum(-1, keepdim=True)
     token_T = torch.arange(tokens, device=real_BT.device)

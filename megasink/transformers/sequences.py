@@ -172,11 +172,7 @@ def _neighbors(
     first_query: int | Tensor,
     device: torch.device | str,
 ) -> Tensor:
-    """Evaluate a mask beside its diagonal.
-
-    Returns:
-        [2, B, T - 1], bool: whether token i sees token i + 1, and token i + 1 sees token i.
-    """
+    """Evaluate a mask beside its diagonal."""
     row = torch.arange(rows, device=device)[:, None, None, None]
     head = torch.zeros(1, dtype=torch.int64, device=device)[None, :, None, None]
     first = (torch.arange(queries - 1, device=device) + first_query)[None, None, :, None]
@@ -188,12 +184,7 @@ def _neighbors(
 
 
 def _documents(sees_2BT: Tensor, config: Any, *, complete: bool) -> tuple[int, ...] | None:
-    """Return the boundaries of documents, None for one per row.
-
-    Args:
-        sees_2BT: What `_neighbors` returns.
-        complete: Whether the queries are the whole sequences, not what follows a cache.
-    """
+    """Return the boundaries of documents, None for one per row."""
     if torch.compiler.is_compiling():
         ordinary_BT = ~sees_2BT[0] & sees_2BT[1] if complete else ~sees_2BT[0]
         torch._assert_async(ordinary_BT.all(), PACKED_AND_COMPILED)
@@ -205,14 +196,7 @@ def _documents(sees_2BT: Tensor, config: Any, *, complete: bool) -> tuple[int, .
 
 
 def boundaries(begins_BT: Tensor) -> tuple[int, ...] | None:
-    """Return the boundaries of documents in rows laid one after the other.
-
-    Args:
-        begins_BT: [B, T - 1] on the host: whether a document begins at token i + 1.
-
-    Returns:
-        0, .., B * T; None if each row is one document.
-    """
+    """Return the boundaries of documents in rows laid one after the other."""
     if not bool(begins_BT.any()):
         return None
     starts_BT = torch.nn.functional.pad(begins_BT, (1, 0), value=True)
@@ -220,12 +204,7 @@ def boundaries(begins_BT: Tensor) -> tuple[int, ...] | None:
 
 
 def refuse(config: Any, what: str) -> NoReturn:
-    """Raise the error for a model that megasink does not compute.
-
-    Args:
-        config: Of the model, for its name.
-        what: A clause that follows the name.
-    """
+    """Raise the error for a model that megasink does not compute."""
     name = getattr(config, "model_type", None) or "this model"
     raise UserError(
         f'attn_implementation="megasink" cannot run {name}: {what}; or use "eager" for it'

@@ -11,9 +11,11 @@ SHAPE = "--seq-length 128 --global-batch-size 4 --micro-batch-size 2 --lr 1e-2 -
 COEFF = 1.0
 
 
-def ended(words: Iterable[object], folder: Path, seconds: float = 300) -> tuple[int, str]:
+def ended(
+    words: Iterable[object], folder: Path, seconds: float = 300, **variables: str
+) -> tuple[int, str]:
     """The exit code of ``python -m WORDS``, and all that it said."""
-    environment = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    environment = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"} | variables
     done = subprocess.run(
         [sys.executable, "-W", "ignore", "-m", *map(str, words)],
         env=environment,

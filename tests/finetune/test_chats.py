@@ -9,51 +9,58 @@ import pytest
 from pyarrow import parquet
 
 from megasink.cli import main
-from megasink.transformers.chats import (
-    IGNORED,
-    Chat,
-    learns_to_stop,
-    load_chat_tokenizer,
-    read_chats,
-    tokens_of,
-)
+from megasink.errors import UserError
+from megasink.transformers.chats import Chat, ChatTokenizer, read_chats
 from tests.chats import ENDS, MARKED, UNMARKED, chat_tokenizer, write_chats
 from tests.finetune.commands import command
 
 
+def said(chats, chat):
+    """What is learned of a conversation."""
+    ids, learned = chats.read(chat)
+    return chats.tokenizer.decode([n for n, one in zip(ids, learned, strict=True) if one])
+
+
+def end_of(chats):
+    return chats.tokenizer.convert_ids_to_tokens(chats.turn_end)
+
+
 def test_what_the_assistant_says_is_learned_with_its_end(root):
-    tokenizer, template = load_chat_tokenizer(root / "model")
-    assert template is None
-    assert learns_to_stop(tokenizer, None)
+    """And the tokens are those that transformers gives and marks."""
+    chats = ChatTokenizer(root / "model")
+    assert end_of(chats) == ENDS
     for chat in read_chats([root / "chats.jsonl"]):
-        row = tokens_of(chat, tokenizer, None, 10_000)
-        learned = [token for token in row["labels"] if token != IGNORED]
-        said = [m["content"] + ENDS for m in chat.messages if m["role"] == "assistant"]
-        assert tokenizer.decode(learned) == "".join(said)
-        assert len(row["input_ids"]) == row["whole"]
-        cut = tokens_of(chat, tokenizer, None, 9)
-        assert cut == {k: v if k == "whole" else v[:9] for k, v in row.items()}
+        answers = [m["content"] + ENDS for m in chat.messages if m["role"] == "assistant"]
+        assert said(chats, chat) == "".join(answers)
+        stock = chats.tokenizer.apply_chat_template(
+            chat.messages, return_dict=True, return_assistant_tokens_mask=True
+        )
+        assert chats.read(chat) == (stock["input_ids"], list(map(bool, stock["assistant_masks"])))
 
 
 def test_a_template_of_a_family_that_trl_knows_gets_its_marks(root, tmp_path):
     from trl.chat_template_utils import qwen3_chat_template, qwen3_training_chat_template
 
     chat_tokenizer(root / "tokenizer", tmp_path, qwen3_chat_template)
-    tokenizer, template = load_chat_tokenizer(tmp_path)
-    assert template == qwen3_training_chat_template
+    chats = ChatTokenizer(tmp_path)
     messages = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "list"}]
-    row = tokens_of(Chat("here", messages, None), tokenizer, template, 1000)
-    assert tokenizer.decode([t for t in row["labels"] if t != IGNORED]).count("list") == 1
-    assert tokenizer.chat_template == qwen3_chat_template  # of the export
+    stock = chats.tokenizer.apply_chat_template(
+        messages,
+        chat_template=qwen3_training_chat_template,
+        return_dict=True,
+        return_assistant_tokens_mask=True,
+    )
+    ids, learned = chats.read(Chat("here", messages))
+    assert (ids, learned) == (stock["input_ids"], list(map(bool, stock["assistant_masks"])))
+    assert said(chats, Chat("here", messages)).count("list") == 1
 
 
 def test_a_template_without_marks_teaches_the_same(root, tmp_path):
     """Its text is that of the one with marks, and so is what is learned of it."""
-    marked, _ = load_chat_tokenizer(root / "model")
+    marked = ChatTokenizer(root / "model")
     chat_tokenizer(root / "model", tmp_path, UNMARKED)
-    tokenizer, template = load_chat_tokenizer(tmp_path)
-    assert template is None
-    assert learns_to_stop(tokenizer, None)
+    chats = ChatTokenizer(tmp_path)
+    assert end_of(chats) == ENDS
     tool_call = {"type": "function", "function": {"name": "f", "arguments": {"x": 1}}}
     calling = [
         {"role": "user", "content": "a"},
@@ -61,9 +68,8 @@ def test_a_template_without_marks_teaches_the_same(root, tmp_path):
         {"role": "tool", "content": "1"},
         {"role": "assistant", "content": "c"},
     ]
-    chats = [*read_chats([root / "chats.jsonl"]), Chat("here", calling, [{"name": "f"}])]
-    for chat in chats:
-        assert tokens_of(chat, tokenizer, None, 1000) == tokens_of(chat, marked, None, 1000)
+    for chat in [*read_chats([root / "chats.jsonl"]), Chat("here", calling, [{"name": "f"}])]:
+        assert chats.read(chat) == marked.read(chat)
 
 
 def test_a_template_without_marks_or_prompt_has_answers_behind_the_question(root, tmp_path):
@@ -72,11 +78,35 @@ def test_a_template_without_marks_or_prompt_has_answers_behind_the_question(root
     chat_tokenizer(
         root / "model", tmp_path, f"{{% for m in messages %}}{turn}{{% endif %}}{{% endfor %}}"
     )
-    tokenizer, _ = load_chat_tokenizer(tmp_path)
     messages = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "list"}] * 2
-    row = tokens_of(Chat("here", messages, None), tokenizer, None, 1000)
-    learned = [token for token in row["labels"] if token != IGNORED]
-    assert tokenizer.decode(learned) == "list<|im_end|>" * 2
+    assert said(ChatTokenizer(tmp_path), Chat("here", messages)) == "list<|im_end|>" * 2
+
+
+@pytest.mark.parametrize("template", [MARKED, UNMARKED])
+def test_dropout_truncation_and_padding_of_the_tokenizer_stay_off(root, tmp_path, template):
+    """A tokenizer.json may hold them; dropout of merges draws other tokens at every call."""
+    plain, noisy = (chat_tokenizer(root / "model", tmp_path / n, template) for n in "ab")
+    path = noisy / "tokenizer.json"
+    state = json.loads(path.read_text())
+    state["model"]["dropout"] = 0.5
+    state["truncation"] = {"max_length": 5, "strategy": "LongestFirst", "stride": 0}
+    state["truncation"]["direction"] = "Right"
+    path.write_text(json.dumps(state))
+    for chat in read_chats([root / "chats.jsonl"]):
+        assert ChatTokenizer(noisy).read(chat) == ChatTokenizer(plain).read(chat)
+        break
+
+
+def test_byte_order_marks_are_no_text(root, tmp_path):
+    """At the start of a file, of a line (files joined by cat) and of a message."""
+    lines = (root / "chats.jsonl").read_text().splitlines()[:3]
+    records = [json.loads(line) for line in lines]
+    for message in records[1]["messages"]:
+        message["content"] = "\ufeff" + message["content"]
+    marked = ["\ufeff" + json.dumps(record, ensure_ascii=False) for record in records]
+    (tmp_path / "marked.jsonl").write_text("\n".join(marked))
+    found = [c.messages for c in read_chats([tmp_path / "marked.jsonl"])]
+    assert found == [json.loads(line)["messages"] for line in lines]
 
 
 def test_every_kind_of_file_holds_the_same_conversations(root, tmp_path):
@@ -98,14 +128,14 @@ def test_every_kind_of_file_holds_the_same_conversations(root, tmp_path):
 
 def test_tools_reach_the_template_as_they_are(root):
     """Arguments of other names in other calls add nothing to a call, as a table would."""
-    tokenizer, _ = load_chat_tokenizer(root / "model")
+    chats = ChatTokenizer(root / "model")
     call = {"type": "function", "function": {"name": "f", "arguments": {"x": 1}}}
     messages = [
         {"role": "user", "content": "a"},
         {"role": "assistant", "content": "b", "tool_calls": [call]},
     ]
-    row = tokens_of(Chat("here", messages, [{"name": "f"}]), tokenizer, None, 1000)
-    assert '"arguments": {"x": 1}' in tokenizer.decode(row["input_ids"])
+    ids, _ = chats.read(Chat("here", messages, [{"name": "f"}]))
+    assert '"arguments": {"x": 1}' in chats.tokenizer.decode(ids)
 
 
 @pytest.mark.parametrize(
@@ -119,8 +149,7 @@ def test_tools_reach_the_template_as_they_are(root):
         ('\n{"messages', ":2 is not JSON"),
         ('{"text": "x"}', ":1: give an object with 'messages', a list of role and content"),
         ("", "no conversations"),
-        ("\xff", "cannot be read: 'utf-8' codec can't decode"),
-        ("PAR1", "cannot be read: Parquet file size is 4 bytes"),
+        ("\xff", ":1 is not JSON in UTF-8: 'utf-8' codec can't decode"),
     ],
 )
 def test_bad_conversations_are_told_with_their_place(root, capsys, text, problem):
@@ -147,7 +176,7 @@ def test_bad_conversations_are_told_with_their_place(root, capsys, text, problem
         (None, "has no chat template: put a chat_template.jinja there"),
         ("{{ raise_exception('no') }}" + MARKED, "chats.jsonl:1: the chat template refuses it: no"),
         ("{{ messages.x.y }}" + MARKED, "chats.jsonl:1: the chat template refuses it: "),
-        (MARKED.replace("'assistant'", "'x'"), "marks nothing of what the assistant says"),
+        (MARKED.replace("'assistant'", "'x'"), "the chat template marks no assistant tokens"),
     ],
 )
 def test_bad_templates_are_told_in_one_line(root, tmp_path, capsys, template, problem):
@@ -163,9 +192,30 @@ def test_bad_templates_are_told_in_one_line(root, tmp_path, capsys, template, pr
     assert not (tmp_path / "out").exists()
 
 
-def test_a_template_that_leaves_out_the_end_of_a_turn_is_seen(root):
-    tokenizer, _ = load_chat_tokenizer(root / "model")
-    marks = "<|im_end|>{% endgeneration %}", "{% endgeneration %}<|im_end|>"
-    assert not learns_to_stop(tokenizer, MARKED.replace(*marks))
-    tokenizer.chat_template = UNMARKED.replace("<|im_end|>{% else %}", "{% else %}")
-    assert not learns_to_stop(tokenizer, None)
+@pytest.mark.parametrize(
+    "change",
+    [
+        ("<|im_end|>{% endgeneration %}", "{% endgeneration %}<|im_end|>"),
+        ("<|im_end|>{% endgeneration %}", "{% endgeneration %}"),
+    ],
+)
+def test_a_template_that_leaves_out_the_end_of_a_turn_is_seen(root, tmp_path, change):
+    chat_tokenizer(root / "model", tmp_path, MARKED.replace(*change))
+    assert ChatTokenizer(tmp_path).turn_end is None
+
+
+def test_a_damaged_or_cut_file_is_refused(root, tmp_path):
+    """A cut .zst too, which some readers take for its end."""
+    import zstandard
+
+    whole = (root / "chats.jsonl").read_bytes() * 50
+    packed = zstandard.compress(whole)
+    for name, data in (
+        ("a.jsonl.zst", packed[: len(packed) * 2 // 3]),
+        ("b.jsonl.gz", gzip.compress(whole)[:-9]),
+        ("c.parquet", b"PAR1"),
+        ("d.txt", whole),
+    ):
+        (tmp_path / name).write_bytes(data)
+        with pytest.raises(UserError, match=name):
+            list(read_chats([tmp_path / name]))

@@ -15,7 +15,7 @@ from megasink.balance.shared_heads import choose_shared_heads
 from megasink.cli import main
 from megasink.finetune_options import FinetuneOptions
 from megasink.transformers import finetune
-from megasink.transformers.chats import IGNORED, load_chat_tokenizer
+from megasink.transformers.chats import IGNORED, ChatTokenizer
 from tests.balance import definition
 from tests.chats import MARKED
 from tests.distributed.pool import free_port
@@ -52,7 +52,7 @@ def test_the_model_is_trained_and_exported(root, made):
     state, steps = state_of(made), steps_of(made)
     assert len(steps) == state["max_steps"] > 3
     assert state["epoch"] == 1
-    assert any("eval_loss" in log for log in state["log_history"])
+    assert state["log_history"][-1]["eval_loss"] > 0
     assert np.mean([log["loss"] for log in steps[-2:]]) < steps[0]["loss"] - 0.2
     models = [AutoModelForCausalLM.from_pretrained(f) for f in (root / "model", made / "model")]
     assert {model.dtype for model in models} == {torch.bfloat16}
@@ -96,29 +96,6 @@ def test_a_repeated_command_trains_nothing(root, made, capsys):
     assert "training" not in capsys.readouterr().err
 
 
-def test_an_interrupted_command_goes_on_to_the_same_weights(root, made, monkeypatch):
-    """From the newest checkpoint that is whole."""
-    folder = begun(root, made, "interrupted")
-    on_log = finetune._Progress.on_log
-
-    def interrupted(self, args, state, control, logs=None, **kwargs):
-        if state.global_step == 4:
-            raise KeyboardInterrupt
-        on_log(self, args, state, control, logs, **kwargs)
-
-    with monkeypatch.context() as patch:
-        patch.setattr(finetune._Progress, "on_log", interrupted)
-        assert main(command(root, out="interrupted")) == 130
-    assert not (folder / "model").exists()
-    cut = folder / "run" / "checkpoint-4"
-    cut.mkdir(exist_ok=True)
-    (cut / "trainer_state.json").write_text('{"epoch": 0.')
-    assert finetune.newest_checkpoint(folder / "run").name == "checkpoint-3"
-    assert main(command(root, out="interrupted")) == 0
-    weights = [(f / "model" / "model.safetensors").read_bytes() for f in (made, folder)]
-    assert weights[0] == weights[1]
-
-
 def test_the_adapter_is_that_of_the_merged_model(root, made):
     """And with all weights trained there is none."""
     from peft import PeftModel
@@ -150,17 +127,18 @@ def options(root):
 
 
 def trainer_of(options, folder, shared=0):
-    tokenizer, template = load_chat_tokenizer(options.model)
-    data = finetune.tokenized(options, tokenizer, template, folder / "partial", "test")
+    """A trainer of the options, and the conversations that are held out."""
+    chats = ChatTokenizer(options.model)
+    trained, held_out, _ = finetune.tokenized(options, chats, folder / "partial")
     config = finetune.arguments(options, folder / "run")
-    return finetune.make_trainer(options, config, tokenizer, *data[:2], shared)
+    return finetune.make_trainer(options, config, chats.tokenizer, trained, shared), held_out
 
 
 def test_eq_7_balances_all_heads_of_all_weights(options, tmp_path):
-    trainer = trainer_of(options, tmp_path)
+    trainer, held_out = trainer_of(options, tmp_path)
     trainer.args.max_steps = 2
     start = trainer.model.model.layers[0].self_attn.q_proj.weight.detach().clone()
-    finetune.train(trainer)
+    finetune.train(trainer, held_out)
     (balance,) = (c for c in trainer.callback_handler.callbacks if hasattr(c, "importance_LH"))
     every = [list(range(4))] * 2
     expected = float(definition.balance_loss(balance.importance_LH, COEFF, every))
@@ -171,7 +149,7 @@ def test_eq_7_balances_all_heads_of_all_weights(options, tmp_path):
 
 def test_packed_conversations_do_not_see_each_other(options, tmp_path):
     """A row's loss is that of its conversations, each by itself."""
-    trainer = trainer_of(options, tmp_path)
+    trainer, _ = trainer_of(options, tmp_path)
     batch = next(iter(trainer.get_train_dataloader()))
     assert batch["input_ids"].shape[0] == 1  # without padding
     (starts,) = (batch["position_ids"][0] == 0).nonzero(as_tuple=True)
@@ -215,6 +193,13 @@ def test_bad_input_is_told_before_anything_is_made(root, capsys, flags, problems
     assert not (root / "refused").exists()
 
 
+def test_the_help_shows_the_coefficient(capsys):
+    with pytest.raises(SystemExit) as ended_with:
+        main(["finetune", "--help"])
+    assert ended_with.value.code == 0
+    assert "--head-balance-coeff" in capsys.readouterr().out
+
+
 def test_a_folder_of_something_else_is_left_alone(root, made, capsys):
     assert main([*command(root), "--epochs", "2"]) == 2
     assert "results of other settings (epochs 1.0 -> 2.0)" in capsys.readouterr().err
@@ -233,7 +218,7 @@ def on_two(root, *words):
 
 def test_two_processes_equal_one(root, made):
     """Also where Megatron cannot be imported; and they end."""
-    folder = begun(root, made, "two", micro_batch_size=1)
+    folder = begun(root, made, "two", micro_batch_size=1, processes=2)
     code, said = on_two(root, *command(root, "--micro-batch-size", "1", out="two"))
     assert code == 0, said
     one, two = steps_of(made), steps_of(folder)
@@ -242,6 +227,8 @@ def test_two_processes_equal_one(root, made):
         # The last step has too few samples for all processes, some of which are repeated.
         values = [[log[name] for log in logs[:-1]] for logs in (one, two)]
         assert values[1] == pytest.approx(values[0], rel=error), name
+    evals = [state_of(f)["log_history"][-1]["eval_loss"] for f in (made, folder)]
+    assert evals[1] == pytest.approx(evals[0], rel=1e-3)
     assert (folder / "model" / "model.safetensors").is_file()
 
 
@@ -249,7 +236,10 @@ def test_two_processes_equal_one(root, made):
     ("flags", "told"),
     [
         (["--full", "--adapter"], "--adapter exports what LoRA trained"),
-        ([], "--output OUT holds results of other settings (micro_batch_size 2 -> 1)"),
+        (
+            [],
+            "OUT holds results of other settings (micro_batch_size 2 -> 1; processes 1 -> 2)",
+        ),
     ],
     ids=["before they meet", "of the first one"],
 )

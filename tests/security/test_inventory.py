@@ -78,8 +78,8 @@ SAFE = {
     ("megasink/training/checked_dataset.py", "allow_pickle"): ARRAYS,
     ("megasink/training/checked_dataset.py", "numpy.load"): ARRAYS,
     ("examples/steps.py", "subprocess"): OWN,
-    ("megasink/transformers/chats.py", "from_pretrained"): LOCAL,
-    ("megasink/transformers/chats.py", "trust_remote_code"): "False",
+    ("megasink/transformers/exported.py", "from_pretrained"): LOCAL,
+    ("megasink/transformers/exported.py", "trust_remote_code"): "False",
     ("megasink/transformers/finetune.py", "from_pretrained"): "an adapter that it wrote",
     ("megasink/training/launch.py", "subprocess"): FIXED,
     ("megasink/training/ranks.py", "subprocess"): "this Python with torchrun, no shell; flags of a "

@@ -8,6 +8,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from megasink.analysis.capture.transformers_model import TransformersProbe
 from megasink.errors import UserError
 from megasink.transformers.balance import HeadBalance
+from megasink.transformers.blocks import check_gated
 from tests.analysis.capture.kept import Kept
 from tests.transformers.balance_oracle import tokens
 from tests.transformers.test_balance import COEFF, model_of, step
@@ -52,3 +53,12 @@ def test_the_first_step_shows_whether_the_gate_is_what_gates(implementation):
     step(model, [tokens(3)])
     assert not ALL_ATTENTION_FUNCTIONS._local_mapping
     assert len(output._forward_pre_hooks) == 1
+
+
+def test_a_wider_gate_is_compared_in_the_type_of_the_outputs():
+    """megasink's modeling file makes float32 gates of a bfloat16 model."""
+    out_BHTD = torch.randn(1, 2, 3, 4).bfloat16()
+    gate_BHTX = torch.rand(1, 2, 3, 1)
+    check_gated(None, (out_BHTD * gate_BHTX).bfloat16(), out_BHTD, gate_BHTX)
+    with pytest.raises(UserError, match="changes the outputs of its heads"):
+        check_gated(None, out_BHTD, out_BHTD, gate_BHTX)

@@ -1,15 +1,19 @@
-"""Identity of an analysis, so that only parts of the same analysis are combined."""
+"""Identity of a model and of an analysis, so that only parts of the same one are combined."""
 
 import hashlib
+import json
 from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
+import transformers
 
 import megasink
 from megasink.analysis.capture.inputs import Sample, data_hash
 from megasink.analysis.metrics import metrics as registered
 from megasink.analysis.options import AnalysisOptions
+from megasink.data.text_tokenizer import text_json
+from megasink.data.tokenizer import tokenizer_hash
 
 if TYPE_CHECKING:
     from megasink.analysis.capture.base import ProbedModel
@@ -37,27 +41,50 @@ def weights_hash(module: torch.nn.Module) -> str:
     return digest.hexdigest()
 
 
+def model_identity(module: torch.nn.Module, tokenizer: Any, data: Any) -> dict[str, Any]:
+    """Return what a resume compares: everything but options that changes what is computed."""
+    meaning = tokenizer_hash(tokenizer)
+    if getattr(tokenizer, "is_fast", False):  # merges and normalization too
+        meaning = _sha256(text_json(tokenizer) + meaning)
+    template = getattr(tokenizer, "chat_template", None)
+    config: Any = getattr(module, "config", None)
+    return {
+        "weights": weights_hash(module),
+        # A Megatron model has none of its own: the options of its run are those of its weights.
+        "config": _settled(config) if isinstance(config, transformers.PreTrainedConfig) else None,
+        "tokenizer": meaning,
+        "chat template": template and _sha256(json.dumps(template)),
+        "data": data,
+        "megasink": megasink.__version__,
+        "torch": torch.__version__,
+        "transformers": transformers.__version__,
+    }
+
+
+def _settled(config: transformers.PreTrainedConfig) -> dict[str, Any]:
+    """Return the keys of a config.json that say what is computed."""
+    given: dict[str, Any] = json.loads(config.to_json_string(use_diff=False))
+    return {k: v for k, v in given.items() if k not in ("_name_or_path", "transformers_version")}
+
+
+def _sha256(text: str) -> str:
+    return hashlib.sha256(text.encode()).hexdigest()
+
+
 def identity(
     model: "ProbedModel",
     samples: Sequence[Sample],
     options: AnalysisOptions,
     metrics: Iterable[str] | None = None,
 ) -> dict[str, Any]:
-    """Return the identity of an analysis: everything that can change a bit of the measurements.
-
-    Args:
-        metrics: see `measure`; derived ones change no measurement.
-    """
+    """Return the identity of an analysis: everything that can change a bit of the measurements."""
     names = [name for name, entry in registered(metrics).items() if not entry.is_derived]
     return {
         "model": model.facts["kind"],
-        "weights": weights_hash(model.module),
-        "data": data_hash(samples),
+        **model_identity(model.module, model.tokenizer, data_hash(samples)),
         **options.by_flag("data", "batch_size", "positions", "columns", "loss"),
         "dtype": model.facts["dtype"],
         "attention": model.facts["attention"],
         "device": model.device.type,
         "metrics": sorted(names),
-        "megasink": megasink.__version__,
-        "torch": torch.__version__,
     }

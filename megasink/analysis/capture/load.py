@@ -26,12 +26,7 @@ _SIZES = fields(
 
 
 def load(options: ModelOptions, device: str, *, quiet: bool = False) -> tuple[PreTrainedModel, Any]:
-    """Return the model, on a device in evaluation mode, and the tokenizer.
-
-    Raises:
-        UserError: missing or broken files, weights that do not match config.json, or an attention
-            implementation that does not expose what it computes.
-    """
+    """Return the model, on a device in evaluation mode, and the tokenizer."""
     with _quiet(bars=quiet), _named(options.model, options.tokenizer):
         _know_our_own()
         _check_sizes(options.model / "config.json")
@@ -119,11 +114,7 @@ def _named(folder: str | Path, tokenizer: str | Path | None = None) -> Iterator[
 
 @contextlib.contextmanager
 def _quiet(*, bars: bool) -> Iterator[None]:
-    """Silence the weight tables of transformers; one message of ours replaces them.
-
-    Args:
-        bars: Also its progress bar, which is silent where there is no terminal.
-    """
+    """Silence the weight tables of transformers; one message of ours replaces them."""
     before = logging.get_verbosity()
     logging.set_verbosity_error()
     if bars or not sys.stderr.isatty():

@@ -41,12 +41,7 @@ def open_probe_on(model: Any) -> OpenProbe:
 
 
 def of_transformers(model: "PreTrainedModel", tokenizer: Any, name: str) -> ProbedModel:
-    """Return a model of transformers, ready for probing.
-
-    Args:
-        model: in evaluation mode, with the attention implementation "sdpa" or "eager".
-        name: for tables and figures.
-    """
+    """Return a model of transformers, ready for probing."""
     from megasink.analysis.capture.transformers_model import model_problems
     from megasink.transformers.blocks import decoder_config, find_blocks
 
@@ -73,12 +68,7 @@ def of_transformers(model: "PreTrainedModel", tokenizer: Any, name: str) -> Prob
 
 
 def of_run(loaded: "LoadedModel", name: str, *, yarn: float | None = None) -> ProbedModel:
-    """Return the model of a run, ready for probing.
-
-    Args:
-        name: for tables and figures.
-        yarn: the factor by which its context was stretched when it was loaded.
-    """
+    """Return the model of a run, ready for probing."""
     from megasink.analysis.capture.megatron_model import heads_by_layer
     from megasink.checkpoints.load import model_facts
 

@@ -1,0 +1,128 @@
+"""Write a fine-tuned model as its original was: the same files, names and types of tensors.
+
+TRL and transformers change the configuration for training. So only weights are written here; all
+other files are the original's, but for what was requested.
+"""
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+from safetensors import safe_open
+from safetensors.torch import save_file
+from transformers import AutoConfig, GenerationConfig
+from transformers.core_model_loading import revert_weight_conversion
+
+from megasink.atomic import atomic_text
+from megasink.errors import UserError
+from megasink.json_file import read_object
+from megasink.output_folder import differences
+
+_GENERATION = "generation_config.json"
+_INDEX = "model.safetensors.index.json"
+_FILES = ("*.json", "*.jinja", "*.txt", "*.model", "*.tiktoken", "*.py")
+_OF_TOKENIZER = ("*token*.json", "vocab*", "merges*", "*.jinja", "*.model", "*.tiktoken")
+_TEMPLATES = "additional_chat_templates"
+
+
+def weight_files(folder: Path) -> list[Path]:
+    """Return the safetensors of a model; refuse quantized ones, and a model without any."""
+    if (method := read_object(folder / "config.json").get("quantization_config")) is not None:
+        name = method.get("quant_method") if isinstance(method, dict) else method
+        raise UserError(
+            f"{folder} has quantized weights ({name}), which cannot be trained and written back: "
+            "use its bfloat16 weights"
+        )
+    if (index := folder / _INDEX).is_file():
+        names = read_object(index).get("weight_map")
+        if isinstance(names, dict) and all(Path(str(n)).name == n for n in names.values()):
+            return [folder / name for name in sorted(set(names.values()))]
+        raise UserError(f"{index} has no weight_map of file names: the file is damaged")
+    if not (path := folder / "model.safetensors").is_file():
+        raise UserError(f"{folder} has no model.safetensors: save the weights as safetensors")
+    return [path]
+
+
+def write_model(model: Any, original: Path, folder: Path) -> None:
+    """Write the tensors of the original's files with the model's values, in their old types."""
+    weights = revert_weight_conversion(model, model.state_dict())
+    left, copied = set(weights) - set(model.all_tied_weights_keys), []
+    for path in weight_files(original):
+        tensors = {}
+        with safe_open(path, "pt") as file:
+            for name in file.keys():  # noqa: SIM118
+                tensors[name] = file.get_tensor(name)
+                if name in weights:
+                    # A copy: tied weights that were stored twice are stored twice.
+                    new = weights[name].detach().to("cpu", tensors[name].dtype, copy=True)
+                    tensors[name] = new.contiguous()
+                    left.discard(name)
+                else:
+                    copied.append(name)
+        save_file(tensors, folder / path.name, {"format": "pt"})
+    if left:
+        raise UserError(
+            f"{len(left)} weights of the trained model, such as {min(left)}, are not in the files "
+            f"of {original}: load it with transformers, save it, and fine-tune that"
+        )
+    if copied:
+        print(
+            f"copied unchanged: {len(copied)} tensors that transformers does not load, such as "
+            f"{copied[0]}"
+        )
+    copy_files(original, folder, _FILES)
+    if (original / _INDEX).is_file():
+        shutil.copyfile(original / _INDEX, folder / _INDEX)
+
+
+def copy_files(original: Path, folder: Path, patterns: tuple[str, ...] = _OF_TOKENIZER) -> None:
+    """Copy the files of these names, by default of the tokenizer; never weights or their index."""
+    for path in original.iterdir():
+        if path.is_file() and path.name != _INDEX and any(map(path.match, patterns)):
+            shutil.copyfile(path, folder / path.name)
+    if (original / _TEMPLATES).is_dir():
+        shutil.copytree(original / _TEMPLATES, folder / _TEMPLATES)
+
+
+def end_ids(folder: Path) -> list[int]:
+    """Return the ids at which a model's answers end."""
+    ids = _generation(folder).get("eos_token_id")
+    return [] if ids is None else [ids] if isinstance(ids, int) else list(ids)
+
+
+def add_end(folder: Path, end: int) -> dict[str, Any]:
+    """Let answers end at one more id; return the entry of generation_config.json."""
+    entry = {"eos_token_id": [*end_ids(folder), end]}
+    text = json.dumps(_generation(folder) | entry, indent=2)
+    atomic_text(folder / _GENERATION, text + "\n")
+    return entry
+
+
+def refuse_changes(original: Path, folder: Path, requested: dict[str, Any]) -> None:
+    """Refuse an export whose JSON files differ in more than the requested entries of generation."""
+    names = {path.name for path in folder.glob("*.json")} - {"adapter_config.json"}
+    if "config.json" in names:
+        names |= {path.name for path in original.glob("*.json")}
+    wrong = []
+    for name in sorted(names):
+        before, now = (
+            read_object(p) if p.is_file() else {} for p in (original / name, folder / name)
+        )
+        if name == _GENERATION and requested:
+            before = _generation(original) | requested
+        # An entry that is null is not the same as none.
+        nulls = ({k: "null" if v is None else v for k, v in one.items()} for one in (before, now))
+        wrong += [f"{name}: {line}" for line in differences(*nulls)]
+    if wrong:
+        raise UserError(
+            f"the export would differ from {original} ({'; '.join(wrong)}), and is not written"
+        )
+
+
+def _generation(folder: Path) -> dict[str, Any]:
+    if (folder / _GENERATION).is_file():
+        return read_object(folder / _GENERATION)
+    config = AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
+    made: dict[str, Any] = GenerationConfig.from_model_config(config).to_diff_dict()
+    return made

@@ -1,0 +1,93 @@
+"""Tiny random models of every kind that a fine-tuning exports again."""
+
+import json
+from pathlib import Path
+
+import torch
+import transformers
+from safetensors.torch import load_file, save_file
+
+from megasink.convert.modeling.configuration_megasink import MegasinkConfig
+from megasink.convert.modeling.modeling_megasink import MegasinkForCausalLM
+
+SHAPE = {
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 8,
+    "max_position_embeddings": 128,
+    "initializer_range": 0.5,
+    "eos_token_id": 1,
+    "pad_token_id": 2,
+    "bos_token_id": None,
+}
+EXPERTS = {"num_experts_per_tok": 2}
+# {name: (class of transformers, or "megasink"; options; type of most weights)}
+MODELS = {
+    "llama": ("Llama", {"tie_word_embeddings": True, "use_cache": False}, "float32"),
+    "qwen3": ("Qwen3", {}, "bfloat16"),
+    "mixtral": ("Mixtral", EXPERTS | {"num_local_experts": 4}, "bfloat16"),
+    "router-loss": (
+        "Qwen3Moe",
+        EXPERTS
+        | {"num_experts": 4, "moe_intermediate_size": 24}
+        | {"output_router_logits": True, "router_aux_loss_coef": 0.5},
+        "float16",
+    ),
+    "gpt_oss": ("GptOss", EXPERTS | {"num_local_experts": 4}, "bfloat16"),
+    "granite_swa": ("GraniteSWA", {"layer_types": ["full_attention"] * 2}, "bfloat16"),
+    "lfm3": ("Lfm3", {"layer_types": ["full_attention"] * 2}, "bfloat16"),
+    "own-sink": ("megasink", {"attention_variant": "sink", "qk_norm": True}, "bfloat16"),
+    "own-gated": ("megasink", {"attention_variant": "gated"}, "bfloat16"),
+    "own-experts": (
+        "megasink",
+        EXPERTS
+        | {"num_experts": 4, "attention_variant": "sink", "tie_word_embeddings": True}
+        | {"moe_router_score_function": "sigmoid", "moe_router_enable_expert_bias": True},
+        "bfloat16",
+    ),
+}
+
+
+def make(name: str, folder: Path, vocabulary: int) -> None:
+    """Write a model beside a tokenizer; what megasink keeps in float32 is so in its files."""
+    kind, options, dtype = MODELS[name]
+    torch.manual_seed(11)
+    given = SHAPE | {"vocab_size": vocabulary} | options
+    own = kind == "megasink"
+    classes = (
+        (MegasinkConfig, MegasinkForCausalLM)
+        if own
+        else (
+            getattr(transformers, f"{kind}Config"),
+            getattr(transformers, f"{kind}ForCausalLM"),
+        )
+    )
+    config = classes[0](**given)
+    model = classes[1](config)
+    with torch.no_grad():
+        for parameter_name, value in (*model.named_parameters(), *model.named_buffers()):
+            if parameter_name.split(".")[-1] in ("sinks", "e_score_correction_bias", "value_bias"):
+                value.normal_().add_(1 / 3)
+    model.save_pretrained(folder)
+    wide = config.float32_parameters if own else {"sinks"} if kind == "GraniteSWA" else set()
+    path = folder / "model.safetensors"
+    cast = {
+        n: v if n.split(".")[-1] in wide else v.to(getattr(torch, dtype))
+        for n, v in load_file(path).items()
+    }
+    save_file(cast, path, {"format": "pt"})
+    edit(folder / "config.json", dtype=dtype, a_key_of_its_own={"kept": [1, 2]})
+    edit(folder / "generation_config.json", temperature=0.7, do_sample=True, top_k=20)
+
+
+def edit(path: Path, **changes: object) -> None:
+    """Change keys of a JSON file."""
+    path.write_text(json.dumps(json.loads(path.read_text()) | changes, indent=2))
+
+
+def facts_of(path: Path) -> dict[str, tuple[torch.dtype, tuple[int, ...]]]:
+    """The type and shape of each tensor of a file."""
+    return {n: (v.dtype, tuple(v.shape)) for n, v in load_file(path).items()}
