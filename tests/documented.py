@@ -20,7 +20,13 @@ from unittest import mock
 from megasink.training import early
 
 ROOT = Path(__file__).parents[1]
-PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md")), ROOT / "docker" / "README.md"]
+OTHERS = (
+    "docker/README.md",
+    "examples/replicate/results.md",
+    "megasink/attention/gate_kernels/README.md",
+    "megasink/upstream/README.md",
+)
+PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md")), *map(ROOT.joinpath, OTHERS)]
 EXAMPLE = ROOT / "examples" / "pretrain_gpt_sink.sh"
 # What the lines leave to the reader.
 GIVEN = {
