@@ -1,6 +1,7 @@
 """Write the reference of errors: ``python -m tests.errors_page FILE``.
 
-It has the answers to tests/mistakes.py. `make docs` puts it into the site. It is not committed, and no test compares its words.
+It has the answers to tests/mistakes.py. `make docs` puts it into the site. It is not committed, and
+no test compares its words.
 """
 
 import contextlib
@@ -23,8 +24,8 @@ HEAD = """\
 # Errors and what to do
 
 An error is one line, or one numbered list of all problems with a command line. It names the problem
-and the value, and says what to do. The exit code is 2, and nothing half-written is left. A traceback
-is a bug of megasink: please report it.
+and the value, and says what to do. The exit code is 2, and nothing half-written is left. A
+traceback is a bug of megasink: please report it.
 
 | problem | see |
 |---|---|

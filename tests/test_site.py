@@ -66,7 +66,7 @@ def test_pages_outside_of_docs_are_linked_within_the_site(site):
     home = (site / "index.html").read_text()
     for page in ("contributing.html", "docker.html", "maths.html", "demo.png"):
         assert f'"{page}"' in home, page
-    assert "../tests/plan/hollow/allowed.py" not in (site / "gpu.html").read_text()
+    assert "../megasink/plan/hollow/README.md" not in (site / "gpu.html").read_text()
 
 
 def test_pages_that_are_generated_elsewhere_are_in_the_site(site):

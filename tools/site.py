@@ -34,6 +34,8 @@ OUTSIDE = {
     "examples/replicate/README.md": "replicate.md",
     "examples/replicate/results.md": "results.md",
     "examples/replicate/grid/README.md": "grid.md",
+    "megasink/balance/README.md": "scale.md",
+    "megasink/training/recipes/README.md": "recipe-sources.md",
     "examples/notebooks/1-look-inside.ipynb": "notebook-1.md",
     "examples/notebooks/2-switch-heads-off.ipynb": "notebook-2.md",
     "examples/notebooks/3-balance-heads.ipynb": "notebook-3.md",

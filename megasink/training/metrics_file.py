@@ -12,7 +12,7 @@ from megasink.atomic import atomic_text
 
 RATIO = "balance_gradient_ratio"
 ACTS = 1e-3
-"""Mean of `RATIO` from which the head-balance loss visibly acts (examples/replicate/results.md, f)."""
+"""Mean of `RATIO` from which the head-balance loss visibly acts (examples/replicate: f)."""
 
 
 class MetricsFile:
