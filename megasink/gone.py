@@ -47,7 +47,7 @@ GONE = {
     "--keep-every": _RETAIN,
     "--full-help": "--help-all lists every flag",
     "--preflight": "--gpu-sniff-test-interval STEPS times GPUs and links (docs/survival.md)",
-    "megasink doctor --patches": "megasink/upstream/README.md has them; the self-test finds their lines",
+    "megasink doctor --patches": "megasink/upstream/README.md has them; the self-test their lines",
     "megasink data --on-invalid-utf8": "documents that are not UTF-8 are skipped and named",
     "megasink plan --what-if": "a plan with the flag in question says what it takes (docs/plan.md)",
     "megasink evaluate --json": "evaluation.json in --output has the results",

@@ -102,7 +102,7 @@ _STUBS = {
     **dict.fromkeys(("srun", "sbatch"), _SRUN),
     "python": _PYTHON + _NOTE.partition("\n")[2],
     "docker": _DOCKER,
-    "git": "#!/bin/sh\nmkdir -p \"$3\"\n",  # clone
+    "git": '#!/bin/sh\nmkdir -p "$3"\n',  # clone
     "scontrol": "#!/bin/sh\necho node1\n",
     "nvidia-smi": "#!/bin/sh\nfor i in 0 1 2 3 4 5 6 7; do echo GPU $i; done\n",
     "grep": "#!/bin/sh\nexit 0\n",  # of what unzip would print
