@@ -62,7 +62,8 @@ lint: $(READY)
 # The documentation as a site in build/site; a broken link is an error. It opens without a server,
 # but the search needs one: python -m http.server --directory build/site
 docs: $(READY)
-	$(BIN)/python tools/site.py build/site
+	$(BIN)/python -m tests.errors_page build/errors.md
+	$(BIN)/python tools/site.py build/site --errors build/errors.md
 
 # The source distribution and the wheel made from it, in dist.
 dist: $(READY)

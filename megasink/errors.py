@@ -3,6 +3,7 @@
 import difflib
 import signal
 from collections.abc import Iterable
+from pathlib import Path
 
 from megasink.printable import one_line
 
@@ -81,3 +82,12 @@ def unknown_name(what: str, value: str, names: Iterable[str]) -> str:
     meant = nearest(value, names)
     hint = f" (did you mean {meant}?)" if meant else ""
     return f"{what} {value!r} is unknown: choose {', '.join(names)}{hint}"
+
+
+def missing_folder(folder: Path) -> str:
+    """Return that a folder is missing; for a name of the hub, with the line that downloads it."""
+    problem = f"{folder}: no such folder; nothing is downloaded"
+    if len(folder.parts) == 2 and not folder.is_absolute() and not folder.parent.exists():
+        download = f"hf download {folder} --local-dir {folder.name}"
+        problem += f". For this name of the Hugging Face hub, run {download} and give {folder.name}"
+    return problem

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from megasink.errors import ConfigError, UserError
+from megasink.errors import ConfigError, UserError, missing_folder
 from megasink.json_file import read_object
 
 
@@ -76,6 +76,9 @@ class FinetuneOptions:
     def _of_model(self) -> Iterator[str]:
         yield from (f"--data {path}: no such file" for path in self.data if not path.is_file())
         config = self.model / "config.json"
+        if not self.model.is_dir():
+            yield missing_folder(self.model)
+            return
         if not config.is_file():
             yield (
                 f"{self.model} is not a transformers folder (no config.json; nothing is downloaded)"

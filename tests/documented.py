@@ -20,7 +20,16 @@ from unittest import mock
 from megasink.training import early
 
 ROOT = Path(__file__).parents[1]
-PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md")), ROOT / "docker" / "README.md"]
+OTHERS = (
+    "docker/README.md",
+    "examples/replicate/results.md",
+    "megasink/attention/gate_kernels/README.md",
+    "megasink/balance/README.md",
+    "megasink/plan/hollow/README.md",
+    "megasink/training/recipes/README.md",
+    "megasink/upstream/README.md",
+)
+PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md")), *map(ROOT.joinpath, OTHERS)]
 EXAMPLE = ROOT / "examples" / "pretrain_gpt_sink.sh"
 # What the lines leave to the reader.
 GIVEN = {
@@ -93,6 +102,7 @@ _STUBS = {
     **dict.fromkeys(("srun", "sbatch"), _SRUN),
     "python": _PYTHON + _NOTE.partition("\n")[2],
     "docker": _DOCKER,
+    "git": '#!/bin/sh\nmkdir -p "$3"\n',  # clone
     "scontrol": "#!/bin/sh\necho node1\n",
     "nvidia-smi": "#!/bin/sh\nfor i in 0 1 2 3 4 5 6 7; do echo GPU $i; done\n",
     "grep": "#!/bin/sh\nexit 0\n",  # of what unzip would print

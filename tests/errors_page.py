@@ -1,9 +1,14 @@
-"""docs/errors.md, with the answers to tests/mistakes.py: ``python -m tests.errors_page``."""
+"""Write the reference of errors: ``python -m tests.errors_page FILE``.
+
+It has the answers to tests/mistakes.py. `make docs` puts it into the site. It is not committed, and
+no test compares its words.
+"""
 
 import contextlib
 import io
 import json
 import shlex
+import sys
 import tempfile
 from pathlib import Path
 
@@ -14,8 +19,26 @@ from tests.analysis.capture.tiny_models import save_with_tokenizer
 from tests.mistakes import DATA, MISTAKES, TRAIN
 from tests.mistakes_with_models import ANALYZE
 
-PAGE = Path(__file__).parents[1] / "docs" / "errors.md"
-BEGIN = "<!-- the answers: python -m tests.errors_page -->\n"
+HEAD = """\
+# Errors and what to do
+
+An error is one line, or one numbered list of all problems with a command line. It names the problem
+and the value, and says what to do. The exit code is 2, and nothing half-written is left. A
+traceback is a bug of megasink: please report it.
+
+| problem | see |
+|---|---|
+| a command line | below: mistakes in every command, with the answers as printed |
+| a run that stopped, was killed or cannot resume | [survival.md](survival.md) |
+| damaged or hostile inputs | [survival.md](survival.md#damaged-and-hostile-inputs) |
+| a refused Megatron flag | [features.md](features.md#megatrons-features) |
+| a kernel that does not run, a missing or old package | `megasink doctor` |
+| a rank on another host | [launch.md](launch.md#when-a-host-is-lost) |
+| a model that cannot be exported or imported | [convert.md](convert.md) |
+| a data set in an object store | [object-stores.md](object-stores.md) |
+
+In the commands below `...` stands for the correct flags.
+"""
 TEXTS = [f"Text {i}: nothing in it stands twice, {'again ' * i}and it ends." for i in range(5)]
 
 
@@ -51,7 +74,7 @@ def answer(name, root, run):
 
 
 def shown(name, said, root):
-    """A mistake as docs/errors.md shows it."""
+    """Return a mistake as the page shows it."""
     line = MISTAKES[name][0]
     for flags in (TRAIN, DATA, ANALYZE):
         line = line.replace(flags.partition(" ")[2], "...")
@@ -60,7 +83,7 @@ def shown(name, said, root):
 
 
 def page(answers):
-    """The generated part of docs/errors.md.
+    """Return the page.
 
     Args:
         answers: {name: `shown`}.
@@ -69,7 +92,7 @@ def page(answers):
     for name, text in answers.items():
         command = (MISTAKES[name][0] or "COMMAND").split()[0]
         sections.setdefault(command if command in COMMANDS else "COMMAND", []).append(text)
-    return "".join(
+    return HEAD + "".join(
         f"\n## megasink {command}\n\n" + "\n\n".join(texts) + "\n"
         for command, texts in sections.items()
     )
@@ -79,5 +102,6 @@ if __name__ == "__main__":
     with tempfile.TemporaryDirectory() as folder:
         prepare(Path(folder))
         answers = {name: shown(name, answer(name, folder, main), folder) for name in MISTAKES}
-    text = PAGE.read_text().partition(BEGIN)[0]
-    PAGE.write_text(text + BEGIN + page(answers))
+    output = Path(sys.argv[1])
+    output.parent.mkdir(parents=True, exist_ok=True)
+    output.write_text(page(answers))

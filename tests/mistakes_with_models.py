@@ -11,7 +11,7 @@ MISTAKES_WITH_MODELS = {
     ),
     "analyze-no-model": (
         ANALYZE.replace("llama", "lama"),
-        "{0}/lama: no such folder; models are read from folders, nothing is downloaded",
+        "{0}/lama: no such folder; nothing is downloaded",
     ),
     "analyze-device": (ANALYZE + " --device tpu", "--device tpu"),
     "analyze-no-cuda": (ANALYZE + " --device cuda:3", "--device cuda:3"),

@@ -133,6 +133,7 @@ def test_entry_point_exists():
         ("eval", ["constraints.txt"]),
         ("finetune", ["constraints.txt"]),
         ("muon", ["constraints.txt"]),
+        ("gguf", ["constraints.txt"]),
         ("storage", ["constraints.txt"]),
         ("gpu", ["constraints.txt", "docker/constraints-gpu.txt"]),
     ],
@@ -154,7 +155,7 @@ def test_constraints_cover(extra: str, files: list[str]):
     "MEGASINK_TEST_NETWORK" not in os.environ,
     reason="downloads 4 GB in five minutes: set MEGASINK_TEST_NETWORK=1",
 )
-@pytest.mark.parametrize("extra", ["eval,finetune,muon,storage", "gpu"])
+@pytest.mark.parametrize("extra", ["eval,finetune,gguf,muon,storage", "gpu"])
 def test_pip_resolves_the_constraints(extra: str, tmp_path: Path):
     """Everything that pip would install has one version: pinned here, or by torch's own pins."""
     files = ["constraints.txt", *(["docker/constraints-gpu.txt"] if extra == "gpu" else [])]

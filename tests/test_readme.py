@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from megasink.run_options import OPTIONS
+from tests.documented import PAGES
 from tests.forkserver import HANG_SECONDS, put_megasink_into
 
 ROOT = Path(__file__).parents[1]
@@ -101,17 +102,14 @@ def test_the_tables_of_flags_are_the_options(page):
             assert type(default)(text) == default, flag
 
 
-PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md")), ROOT / "docker" / "README.md"]
-
-
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
 def test_links_and_pictures_exist(page):
     for target in re.findall(r"\]\(([^)#]+)\)", page.read_text()):
         if not target.startswith("http"):
             assert (page.parent / target).exists(), target
 
 
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
 def test_the_code_that_is_named_exists(page):
     text = page.read_text()
     rooms = "attention|balance|megatron|training|data|analysis|convert|checkpoints|cli"

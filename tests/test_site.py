@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from tests import errors_page
 from tests.analysis.pages.browser import CHROMIUM, seen
 
 ROOT = Path(__file__).parents[1]
@@ -25,8 +26,9 @@ def build(folder, *flags):
 
 @pytest.fixture(scope="module")
 def site(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("site")
-    result = build(folder)
+    folder, errors = tmp_path_factory.mktemp("site"), tmp_path_factory.mktemp("errors") / "page.md"
+    errors.write_text(errors_page.page({"misspelt-command": "    $ megasink trian"}))
+    result = build(folder, "--errors", errors)
     assert result.returncode == 0, result.stderr[-3000:]
     return folder
 
@@ -64,7 +66,17 @@ def test_pages_outside_of_docs_are_linked_within_the_site(site):
     home = (site / "index.html").read_text()
     for page in ("contributing.html", "docker.html", "maths.html", "demo.png"):
         assert f'"{page}"' in home, page
-    assert "../tests/plan/hollow/allowed.py" not in (site / "gpu.html").read_text()
+    assert "../megasink/plan/hollow/README.md" not in (site / "gpu.html").read_text()
+
+
+def test_pages_that_are_generated_elsewhere_are_in_the_site(site):
+    assert "$ megasink trian" in (site / "errors.html").read_text()
+    assert '"errors.html"' in (site / "options.html").read_text()
+    pictures = re.findall(
+        r'<img [^>]*src="(figures/results-[^"]+)"', (site / "results.html").read_text()
+    )
+    assert len(pictures) >= 5
+    assert all((site / name).stat().st_size > 1000 for name in pictures)
 
 
 def test_a_notebook_is_a_page_with_its_outputs(site):

@@ -43,7 +43,7 @@ fi
 echo "Installing into $dir; the first time this takes some minutes (torch alone is 5 GB)."
 # uv takes a third of pip's time. pip reads its own configuration, such as a mirror, which uv does not.
 "$dir/bin/python" -m pip install --quiet --constraint constraints.txt uv
-what=(--constraint constraints.txt --editable '.[eval,finetune,muon,storage]' --group dev)
+what=(--constraint constraints.txt --editable '.[eval,finetune,gguf,muon,storage]' --group dev)
 if ! UV_SYSTEM_CERTS=1 "$dir/bin/uv" pip install --quiet --python "$dir/bin/python" "${what[@]}"; then
   echo "uv failed, as it says above: pip, which reads pip.conf, installs the same." >&2
   "$dir/bin/python" -m pip install --quiet --upgrade 'pip>=25.1' # --group

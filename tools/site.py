@@ -32,12 +32,17 @@ OUTSIDE = {
     "CHANGELOG.md": "changelog.md",
     "docker/README.md": "docker.md",
     "examples/replicate/README.md": "replicate.md",
+    "examples/replicate/results.md": "results.md",
     "examples/replicate/grid/README.md": "grid.md",
+    "megasink/balance/README.md": "scale.md",
+    "megasink/training/recipes/README.md": "recipe-sources.md",
     "examples/notebooks/1-look-inside.ipynb": "notebook-1.md",
     "examples/notebooks/2-switch-heads-off.ipynb": "notebook-2.md",
     "examples/notebooks/3-balance-heads.ipynb": "notebook-3.md",
     "tools/site.css": "site.css",
 }
+PICTURES = "examples/replicate/figures/"
+"""Pictures of a page of `OUTSIDE`, which the site has in figures/."""
 _LINK = re.compile(r"(!?)\[([^\]]*)\]\(([^)\s#]+)(#[^)\s]*)?\)")
 _FENCE = re.compile(r"^```(\w+) .*$", re.M)
 _TAG = re.compile(r"(<[^>]+>)")
@@ -71,6 +76,8 @@ def page_of(markdown: str, source: str, named: dict[str, str], repo_url: str) ->
         if ":" in target or not (ROOT / path).exists():
             return link[0]  # an address, code that looks like a link, or one that --strict names
         there = OUTSIDE.get(path, path.removeprefix("docs/") if path.startswith("docs/") else None)
+        if path.startswith(PICTURES):
+            there = f"figures/{posixpath.basename(path)}"
         if picture:
             return f"[![{text}]({there})]({there})"
         if there:
@@ -113,8 +120,15 @@ def set_formulas(html: str) -> str:
     return "".join(parts)
 
 
-def build(docs: Path, settings: dict[str, Any], output: Path) -> int:
-    """Write the site of a folder of pages; return the generator's exit status."""
+def build(docs: Path, settings: dict[str, Any], output: Path, errors: Path | None) -> int:
+    """Write the site of a folder of pages; return the generator's exit status.
+
+    Args:
+        errors: the reference of errors, which tests/errors_page.py generates; None leaves it out.
+    """
+    if errors:
+        (reference,) = (part["Reference"] for part in settings["nav"] if "Reference" in part)
+        reference.insert(1, {"Errors and what to do": "errors.md"})
     named = dict(titles(settings.get("nav", [])))
     with tempfile.TemporaryDirectory() as folder:
         work = Path(folder)
@@ -125,6 +139,9 @@ def build(docs: Path, settings: dict[str, Any], output: Path) -> int:
                     notebook_page(ROOT / source, work / "docs" / page)
                 else:
                     shutil.copyfile(ROOT / source, work / "docs" / page)
+            shutil.copytree(ROOT / PICTURES, work / "docs" / "figures", dirs_exist_ok=True)
+        if errors:
+            shutil.copyfile(errors, work / "docs" / "errors.md")
         sources = {page: source for source, page in OUTSIDE.items()}
         for file in (work / "docs").rglob("*.md"):
             name = str(file.relative_to(work / "docs"))
@@ -149,6 +166,7 @@ if __name__ == "__main__":
     parser.add_argument("output", type=Path, help="the site's folder, which is replaced")
     parser.add_argument("--docs", type=Path, default=ROOT / "docs", help="the folder of pages")
     parser.add_argument("--settings", type=Path, default=ROOT / "mkdocs.yml")
+    parser.add_argument("--errors", type=Path, help="the page that tests/errors_page.py wrote")
     args = parser.parse_args()
     settings = yaml.safe_load(args.settings.read_text(encoding="utf-8"))
-    sys.exit(build(args.docs.resolve(), settings, args.output))
+    sys.exit(build(args.docs.resolve(), settings, args.output, args.errors))

@@ -1,4 +1,4 @@
-"""Write docs/results.md and its figures from the results files alone.
+"""Write results.md and its figures from the results files alone.
 
 python examples/replicate/page.py            # after every change of a results file
 python examples/replicate/page.py --judge    # first pass the verdicts again, on changed claims

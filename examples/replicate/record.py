@@ -1,4 +1,4 @@
-"""The results file of an experiment: results/NAME-FORM.json, the only source of docs/results.md."""
+"""The results file of an experiment: results/NAME-FORM.json, the only source of results.md."""
 
 import json
 from collections.abc import Mapping, Sequence

@@ -1,4 +1,4 @@
-"""docs/results.md, generated from the results files alone."""
+"""examples/replicate/results.md, generated from the results files alone."""
 
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -10,17 +10,16 @@ from megasink.atomic import atomic_file, atomic_text
 from megasink.command_line import CommandParser
 from megasink.errors import UserError
 
-ROOT = Path(__file__).resolve().parents[2]
-PAGE = ROOT / "docs" / "results.md"
-FIGURES = ROOT / "docs" / "figures"
+PAGE = Path(__file__).resolve().with_name("results.md")
+FIGURES = PAGE.with_name("figures")
 
 HEAD = """\
 # Results: what the papers claim, measured in small
 
 Every number on this page comes from the files in
-[`examples/replicate/results`](../examples/replicate/results), which `python
+[`examples/replicate/results`](results), which `python
 examples/replicate/run.py NAME --form fast|full` writes; `python examples/replicate/page.py` makes
-the page, and a test compares the two. [`examples/replicate`](../examples/replicate) has each
+the page, and a test compares the two. [`examples/replicate`](README.md) has each
 experiment's settings, claims and prediction.
 
 **How to read it.** A prediction was written before the first run and is kept as it was. Tables
@@ -90,7 +89,7 @@ def _section(result: record.Result) -> Iterator[str]:
         f"{result.runs} runs (seeds {', '.join(map(str, result.seeds))}), "
         f"{_time(result.seconds)} one after another, {_time(result.cpu_seconds)} of CPU time, on "
         f"{result.hardware}; {result.date}; {versions}. Rows {', '.join(result.rows)} of "
-        "[papers.md](papers.md).\n"
+        "[papers.md](../../docs/papers.md).\n"
     )
     if result.large:
         yield (

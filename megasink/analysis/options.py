@@ -9,6 +9,7 @@ from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any, Self
 
+from megasink.errors import missing_folder
 from megasink.flags import flag_of
 
 KINDS = ("natural", "random", "repeated")
@@ -236,7 +237,7 @@ def _frozen(value: Any) -> Any:
 def model_problem(folder: Path) -> str | None:
     """Return why a folder cannot be that of a transformers model, or None."""
     if not folder.is_dir():
-        return f"{folder}: no such folder; models are read from folders, nothing is downloaded"
+        return missing_folder(folder)
     if not (folder / "config.json").is_file():
         return f"{folder} is not a Hugging Face model folder: it has no config.json"
     return None

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from megasink.atomic import atomic_folder
-from megasink.errors import UserError
+from megasink.errors import UserError, missing_folder
 
 OWN = "tokenizer"
 """Folder of the copy, next to config.json; imported models use the same folder."""
@@ -52,7 +52,7 @@ def same_tokenizer(config: Path, before: str | None, now: str | None) -> bool:
 def tokenizer_problem(folder: Path) -> str | None:
     """Return why a folder can hold no tokenizer, by the names of its files; None if it can."""
     if not folder.is_dir():
-        return f"{folder} is not a folder (nothing is downloaded)"
+        return missing_folder(folder)
     if all(path.name == "config.json" for path in _files(folder)):
         return f"{folder} has no tokenizer files, such as tokenizer.json"
     return None

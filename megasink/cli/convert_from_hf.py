@@ -7,7 +7,7 @@ from pathlib import Path
 from megasink.attention.variants import variants
 from megasink.cli.convert import not_verified, parser_of, prepare
 from megasink.convert.output import refuse_contents
-from megasink.errors import UserError
+from megasink.errors import UserError, missing_folder
 from megasink.json_file import read_object
 
 
@@ -76,7 +76,7 @@ def _not_of_transformers(folder: Path) -> str | None:
     """Return why a folder is not a Hugging Face model, before the slow imports."""
     config = folder / "config.json"
     if not folder.is_dir():
-        return "no such folder"
+        return missing_folder(folder).removeprefix(f"{folder}: ")
     if (folder / "adapter_config.json").is_file():
         return "an adapter of peft: merge it first (merge_and_unload, docs/finetuning.md)"
     if not config.is_file():

@@ -18,7 +18,7 @@ from megasink.upstream.versions import version_of, versions
 
 _PYTHON = ((3, 12), (3, 14))
 # What they are for is in pyproject.toml.
-EXTRAS = ("train", "gpu", "finetune", "muon", "eval", "eval-long", "storage")
+EXTRAS = ("train", "gpu", "finetune", "muon", "eval", "eval-long", "gguf", "storage")
 BASE = ""
 
 

@@ -145,7 +145,7 @@ def upstream_lines() -> str:
         except UserError as error:
             problems.append(str(error))
     assert not problems, "; ".join(problems)
-    return f"{len(TABLE)} patches (docs/upstream.md)"
+    return f"{len(TABLE)} patches (megasink/upstream/README.md)"
 
 
 def training_step(device_type: str) -> str:

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 from megasink.atomic import atomic_folder, atomic_text
 from megasink.data.corpus import Document, default_workers
-from megasink.errors import UserError
+from megasink.errors import UserError, missing_folder
 from megasink.extras import require
 from megasink.system_errors import writing
 
@@ -266,7 +266,7 @@ def load_tokenizer(folder: str | Path) -> Any:
     """
     folder = Path(folder)
     if not folder.is_dir():
-        raise UserError(f"tokenizer folder {folder} does not exist: nothing is downloaded")
+        raise UserError(f"tokenizer {missing_folder(folder)}")
     from transformers import AutoTokenizer
 
     try:

@@ -13,7 +13,7 @@ from megasink.json_file import open_file, read_text
 
 RATIO = "balance_gradient_ratio"
 ACTS = 1e-3
-"""Mean of `RATIO` from which the head-balance loss visibly acts (docs/results.md, experiment f)."""
+"""Mean of `RATIO` from which the head-balance loss visibly acts (examples/replicate: f)."""
 
 
 class MetricsFile:

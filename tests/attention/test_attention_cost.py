@@ -47,7 +47,7 @@ def test_the_launches_of_a_sink(cost):
 
 
 def test_the_page_has_what_is_counted(cost):
-    page = (ROOT / "docs/gate-kernels.md").read_text()
+    page = (ROOT / "megasink/attention/gate_kernels/README.md").read_text()
     shape = (4096, 16, 128)
     for name, run in {
         "sink": lambda gates: cost.softmax_gate(Slot.GIVEN, gates, shape),

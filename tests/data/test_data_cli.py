@@ -72,7 +72,7 @@ def test_one_line_for_one_problem(tmp_path, capsys, folder):
     assert error == "megasink: error: --tokenizer-output needs --train-tokenizer, not --tokenizer\n"
     argv[-1] = str(tmp_path / "gone")
     assert main(argv) == 2
-    assert "gone is not a folder (nothing is downloaded)" in capsys.readouterr().err
+    assert "gone: no such folder; nothing is downloaded" in capsys.readouterr().err
 
 
 def test_sigterm_leaves_nothing_that_loads(tmp_path, folder, monkeypatch, capsys):

@@ -129,7 +129,7 @@ def test_vocabulary_sizes_that_cannot_be(tmp_path):
 
 
 def test_folders_that_hold_no_usable_tokenizer(tmp_path):
-    with pytest.raises(UserError, match="absent does not exist: nothing is downloaded"):
+    with pytest.raises(UserError, match="absent: no such folder; nothing is downloaded"):
         load_tokenizer(tmp_path / "absent")
     with pytest.raises(UserError, match="has no tokenizer that transformers loads"):
         load_tokenizer(tmp_path)

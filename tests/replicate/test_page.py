@@ -1,4 +1,4 @@
-"""docs/results.md is what the results files say; so are its figures and verdicts."""
+"""examples/replicate/results.md is what the results files say; so are its figures and verdicts."""
 
 import json
 import re

@@ -9,7 +9,7 @@ and memory is allocated as addresses without pages: the model of an 80 GB device
 What it shows: that a configuration starts and steps, how many kernels, copies, waits and bytes of
 collectives a step costs, its peak memory, and the strides and addresses that kernels are given.
 What it cannot: numbers, because whatever a kernel would have written reads as 0. Time, cuDNN,
-TransformerEngine and CUDA graphs are not covered either. docs/gpu.md has the details.
+TransformerEngine and CUDA graphs are not covered either. README.md has the details.
 
     build.py    compiles native/ into a cache folder
     process.py  the environment of a process that runs on it

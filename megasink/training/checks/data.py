@@ -8,6 +8,7 @@ from pathlib import Path
 
 from megasink.data.object_store import is_stored, url_problem
 from megasink.data.replaced_tokens import problems_of
+from megasink.errors import missing_folder
 from megasink.flags import flag_of
 from megasink.megatron_flags import having
 from megasink.training.checks.blends import blends, named_prefixes, parts
@@ -30,7 +31,7 @@ def problems(args: Namespace) -> Iterator[str]:
         if not folder and "tokenizer_model" not in args.refused_flags:
             yield "no tokenizer: give --tokenizer-model FOLDER (a Hugging Face folder)"
         elif folder and not Path(folder).is_dir():
-            yield f"--tokenizer-model {folder}: no such folder"
+            yield f"--tokenizer-model {missing_folder(Path(folder))}"
 
 
 def _place_problems(args: Namespace) -> Iterator[str]:
