@@ -19,10 +19,9 @@ from lm_eval.models.utils import (
     postprocess_generated_text,
 )
 from torch import Tensor
-from transformers import GenerationConfig, GenerationMixin, PretrainedConfig, PreTrainedModel
-from transformers.modeling_outputs import CausalLMOutput
 
 from megasink.analysis.capture.base import Probe, ProbedModel, takes_seconds
+from megasink.analysis.evaluate.generation import ByWholePasses, Stop
 from megasink.analysis.interventions.record import Intervention
 from megasink.data.text_tokenizer import text_tokenizer
 from megasink.data.tokenizer import leading_ids
@@ -284,9 +283,9 @@ class HarnessModel(TemplateLM):
         module: Any = self.model.module
         start = ids_BT.shape[1]
         ends = self.model.generation["eos_token_id"]
-        stop = _Stop(self.tokenizer, stops, start, len(prompts))
+        stop = Stop(self.tokenizer, stops, start, len(prompts))
         if not hasattr(module, "generate"):
-            module = _ByWholePasses(self.model, self.probe)
+            module = ByWholePasses(self.model, self.probe)
         out_BT = module.generate(
             input_ids=ids_BT,
             attention_mask=torch.ones_like(ids_BT),
@@ -305,44 +304,6 @@ class HarnessModel(TemplateLM):
             text = self.tokenizer.decode(list(tokens), skip_special_tokens=True)
             texts.append(postprocess_generated_text(text, list(stops), None))
         return texts
-
-
-class _ByWholePasses(PreTrainedModel, GenerationMixin):
-    """A run as transformers' `generate` sees a model: every intervention holds in each pass."""
-
-    def __init__(self, model: ProbedModel, probe: Probe):
-        super().__init__(PretrainedConfig())
-        self.generation_config = GenerationConfig(**model.generation | {"use_cache": False})
-        self._run, self._probe = model, probe
-
-    @property
-    def device(self) -> torch.device:
-        return self._run.device
-
-    def forward(self, input_ids: Tensor, **_: Any) -> CausalLMOutput:
-        logits_B1V = self._probe.forward(input_ids).logits[:, -1:]
-        return CausalLMOutput(logits=logits_B1V[..., : self._run.vocabulary])
-
-
-class _Stop:
-    """Stops a row once its last tokens contain a stop string; see transformers.
-
-    Attributes:
-        lengths: of each row, with its prompt, when it stopped; None if it has not.
-    """
-
-    def __init__(self, tokenizer: Any, stops: Sequence[str], start: int, rows: int):
-        self.tokenizer, self.stops, self.start = tokenizer, stops, start
-        # A token may be one byte, and a stop string may begin and end inside others.
-        self.most = max((len(stop.encode()) for stop in stops), default=0) + 2
-        self.lengths: list[int | None] = [None] * rows
-
-    def __call__(self, ids_BT: Tensor, scores: Any, **_: Any) -> Tensor:
-        new_BT = ids_BT[:, max(self.start, ids_BT.shape[1] - self.most) :]
-        for row, text in enumerate(self.tokenizer.batch_decode(new_BT) if self.stops else ()):
-            if self.lengths[row] is None and any(stop in text for stop in self.stops):
-                self.lengths[row] = ids_BT.shape[1]
-        return torch.tensor([length is not None for length in self.lengths], device=ids_BT.device)
 
 
 def _score(logits_TV: Tensor, targets: Sequence[int]) -> tuple[float, bool]:

@@ -1,6 +1,5 @@
 """Bits per byte count the bytes of the texts, not the space that a tokenizer puts before each."""
 
-import json
 import math
 
 import pytest
@@ -12,7 +11,6 @@ from megasink.analysis.capture.samples import inputs_of
 from megasink.analysis.measure import measure
 from megasink.analysis.options import AnalysisOptions
 from megasink.analysis.run import bytes_by_token
-from megasink.cli import main
 from megasink.data.corpus import Document
 from megasink.data.tokenizer import load_tokenizer, train_tokenizer
 from tests.analysis.capture.tiny_models import tiny_model
@@ -97,22 +95,3 @@ def test_pieces_of_one_text_have_their_own_spaces(trained, tmp_path):
     measured = measure(probed, samples, options, token_bytes=bytes_by_token(probed, Ranks()))
     ids = [token for sample in samples for token in sample.tokens[1:]]
     assert sum(one.bytes for one in measured.samples) == len(tokenizer.decode(ids))
-
-
-def test_ablate_and_sweep_count_the_same(trained, tmp_path):
-    """By the commands, on a folder."""
-    tokenizer = llama_like(trained, bos="<|bos|>")
-    model = tiny_model("llama", vocab_size=len(tokenizer), max_position_embeddings=64)
-    model.save_pretrained(tmp_path / "hf")
-    tokenizer.save_pretrained(tmp_path / "hf")
-    lines = [json.dumps({"text": text}) + "\n" for text in TEXTS]
-    (tmp_path / "data.jsonl").write_text("".join(lines))
-    common = [str(tmp_path / "hf"), "--data", str(tmp_path / "data.jsonl"), "--device", "cpu"]
-    expected = by_hand(model, tokenizer, TEXTS)
-    assert main(["analyze", *common, "--output", str(tmp_path / "a")]) == 0
-    results = json.loads((tmp_path / "a/results.json").read_text())
-    assert results["metrics"]["bits_per_byte"]["number"] == pytest.approx(expected, rel=1e-5)
-    assert main(["ablate", *common, "--output", str(tmp_path / "b"), "--scores", "awft"]) == 0
-    results = json.loads((tmp_path / "b/ablation.json").read_text())
-    (unchanged,) = results["unchanged"]["values"].values()
-    assert unchanged["bits_per_byte"] == pytest.approx(expected, rel=1e-5)
