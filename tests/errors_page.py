@@ -50,7 +50,9 @@ def prepare(root):
     preprocess(Corpus([str(root / "lines.jsonl")]), root / "tokens", root / "llama", workers=1)
     checkpoint = root / "run" / "checkpoints" / "iter_0000004"
     checkpoint.mkdir(parents=True)
-    (checkpoint / "metadata.json").write_text('{"sharded_backend": "torch_dist"}')
+    (checkpoint / "metadata.json").write_text(
+        '{"sharded_backend": "torch_dist", "sharded_backend_version": 1}'
+    )
     (checkpoint.parent / "latest_checkpointed_iteration.txt").write_text("4")
     (root / "kinds.json").write_text('[{"kind": "zero-head", "heads": [[0, 1]]}]')
     value = {"kind": "steer-gates", "heads": [[0, 1]], "scale": -1}

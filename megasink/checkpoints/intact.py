@@ -17,12 +17,13 @@ from typing import Any
 from megasink.atomic import atomic_text
 from megasink.checkpoints.torch_metadata import stored_entries
 from megasink.errors import UserError
-from megasink.json_file import read_value
+from megasink.json_file import read_object
 from megasink.printable import say
 
 _ITERATION = re.compile(r"iter_(\d+)")
 _ASIDE = re.compile(r"iter_\d+\.damaged\d*")
 _KEPT_ASIDE = 2
+_FORMATS = {"sharded_backend": "torch_dist", "sharded_backend_version": 1}
 TRACKER = "latest_checkpointed_iteration.txt"
 
 
@@ -53,8 +54,13 @@ def damage(
         quick: without torch: see `stored_entries`.
         tell: receives the bytes of each stored tensor once its checksum is verified.
     """
+    common = checkpoint / "common.pt"
+    if common.exists() and not (common.is_file() and zipfile.is_zipfile(common)):
+        return "common.pt is broken"
     try:
-        read_value(checkpoint / "metadata.json")
+        formats = read_object(checkpoint / "metadata.json")
+        if {key: formats.get(key) for key in _FORMATS} != _FORMATS:
+            raise UserError(f"metadata.json names other formats than {_FORMATS}")
     except UserError:
         return "it is unfinished (metadata.json is missing or broken)"
     try:

@@ -29,7 +29,7 @@ class Line:
 def lines(sound: Sound) -> dict[str, Line]:
     """Return {command: its line}; a command may have several, told apart by a slash."""
     texts = ["--data", sound.root / "texts.jsonl", "--device", "cpu"]
-    shards = ("out/partial/*", "out/points/*", "out/points/*/*")
+    shards = ("out/settings.json", "out/partial/*", "out/points/*", "out/points/*/*")
 
     def run_there(place: Path) -> None:
         ignore = shutil.ignore_patterns("data-cache", "tensorboard", "checkpoints", "logs")

@@ -27,7 +27,9 @@ def saved(tmp_path_factory):
     run = tmp_path_factory.mktemp("run")
     checkpoint = run / "checkpoints" / "iter_0000004"
     checkpoint.mkdir(parents=True)
-    (checkpoint / "metadata.json").write_text("{}")
+    (checkpoint / "metadata.json").write_text(
+        '{"sharded_backend": "torch_dist", "sharded_backend_version": 1}'
+    )
     (run / "checkpoints" / "latest_checkpointed_iteration.txt").write_text("4")
     args = parse_apart([*FLAGS, "--run-dir", str(run)])
     args.world_size = 1
