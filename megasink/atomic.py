@@ -61,9 +61,6 @@ def atomic_files(folder: Path, replaced: Iterable[str] = ()) -> Iterator[Path]:
 
     Args:
         replaced: patterns of files in `folder` that are removed unless they are written again.
-
-    Raises:
-        OSError: `folder` cannot be written.
     """
     made = [each for each in (folder, *folder.parents) if not each.exists()]
     try:

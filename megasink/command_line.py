@@ -37,9 +37,6 @@ class CommandParser(argparse.ArgumentParser):
         Args:
             example: A command line that works.
             flags: Those that most people need; none: all are shown.
-
-        Raises:
-            ValueError: a flag that the parser does not have.
         """
         if unknown := [flag for flag in flags if flag not in self._option_string_actions]:
             raise ValueError(f"{self.prog} has no {', '.join(unknown)}")
@@ -73,11 +70,7 @@ class CommandParser(argparse.ArgumentParser):
     def parse_args(  # type: ignore[override]
         self, args: Sequence[str] | None = None, namespace: Any = None
     ) -> Any:
-        """Parse the arguments as argparse does.
-
-        Raises:
-            ConfigError: One sentence for each problem with the flags.
-        """
+        """Parse the arguments as argparse does."""
         read = Reading(self, sys.argv[1:] if args is None else args)
         problems = [*read.problems, *(unknown_flags(self, read.unknown))]
         if problems:

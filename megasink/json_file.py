@@ -21,12 +21,7 @@ _STRANGE = {
 
 
 def open_file(path: Path, *, appending: bool = False) -> BinaryIO:
-    """Open a regular file to read or append to; a pipe of that name does not make this wait.
-
-    Raises:
-        UserError: The path is a folder, a pipe or a device.
-        OSError: It cannot be opened.
-    """
+    """Open a regular file to read or append to; a pipe of that name does not make this wait."""
     flags = os.O_WRONLY | os.O_APPEND | os.O_CREAT if appending else os.O_RDONLY
     descriptor = os.open(path, flags | os.O_NONBLOCK, 0o666)
     kind = stat.S_IFMT(os.fstat(descriptor).st_mode)
@@ -41,9 +36,6 @@ def read_text(path: Path, most: int = _LARGEST, errors: str = "strict") -> str:
 
     Args:
         errors: what becomes of bytes that are not UTF-8, as in `bytes.decode`.
-
-    Raises:
-        UserError: The path is not a readable file, or the file is larger or not UTF-8.
     """
     try:
         with open_file(path) as file:

@@ -50,10 +50,6 @@ def results_in(
 
     Yields:
         a function to call before the results are written: it records the settings.
-
-    Raises:
-        UserError: another process writes to the folder, it cannot be written, or it holds something
-            else and `overwrite` is not set.
     """
     now = json.loads(json.dumps(settings, default=str))
 
@@ -79,11 +75,7 @@ def results_in(
 
 @contextmanager
 def exclusive(folder: Path) -> Iterator[None]:
-    """Create a folder and lock it; if it is new and stays empty, it is deleted again.
-
-    Raises:
-        UserError: another process has locked it, or it cannot be written.
-    """
+    """Create a folder and lock it; if it is new and stays empty, it is deleted again."""
     made = not folder.exists()
     with writing(f"--output {folder}"):
         folder.mkdir(parents=True, exist_ok=True)
@@ -104,10 +96,6 @@ def locked(lock: Path, what: Path) -> Iterator[None]:
 
     The lock is the kernel's, so a dead process holds none. A non-empty file of that name belongs to
     someone else: it is locked, and left as it is.
-
-    Raises:
-        UserError: another process holds the lock on `what`.
-        OSError: the file cannot be created.
     """
     while True:
         # Do not block if the name is a pipe.

@@ -62,9 +62,6 @@ def load(argv: Sequence[str], *, list_names: bool = False) -> None:
     Args:
         argv: a command's unparsed arguments.
         list_names: fill `Plugin.registered`, which imports every registry first.
-
-    Raises:
-        UserError: a plugin cannot be imported, or registers an existing name; with its line.
     """
     for entry in sorted(entry_points(group=GROUP), key=lambda entry: entry.module):
         _load(entry.module, f"package {entry.dist.name}" if entry.dist else GROUP, list_names)

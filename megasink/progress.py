@@ -42,9 +42,6 @@ def progress(
             call prints a line and there is no bar, which leaves the terminal to the bars of the
             individual steps.
         slow: The first units take seconds: without a terminal a line says at once what is done.
-
-    Raises:
-        OSError: On `tell`, if the other end of the console is closed.
     """
     from rich.console import Console
     from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn

@@ -69,9 +69,6 @@ def writing(what: object, cure: str = "") -> Iterator[None]:
     Args:
         what: what the body writes, such as "--output FOLDER".
         cure: what to do if there is no room.
-
-    Raises:
-        UserError: the body failed so.
     """
     try:
         yield

@@ -39,9 +39,6 @@ def from_json(kind: Any, value: Any, where: str) -> Any:
 
     Args:
         where: Location of the value, for errors.
-
-    Raises:
-        UserError: A field is missing, unknown or of the wrong type; reports the first one.
     """
     if kind is Any or (kind is float and isinstance(value, int) and not isinstance(value, bool)):
         return value

@@ -31,12 +31,7 @@ class Plot:
     figure: "Figure"
 
     def save(self, path: str | Path) -> None:
-        """Write a .png, .pdf or .svg file.
-
-        Raises:
-            OSError: the file cannot be written.
-            ValueError: another ending.
-        """
+        """Write a .png, .pdf or .svg file."""
         with styled():
             self.figure.savefig(path)
 
@@ -73,11 +68,7 @@ class MetricValues:
         return f"<{self}; {self.metric.name}, {shape}>"
 
     def plot(self) -> Plot:
-        """Draw the figure of the report that shows this metric: a curve, or a heatmap of heads.
-
-        Raises:
-            ValueError: the report draws none.
-        """
+        """Draw the figure of the report that shows this metric: a curve, or a heatmap of heads."""
         from megasink.analysis.pages.analysis_figures import drawings
 
         known = {drawing.name for drawing in drawings()}
@@ -116,11 +107,7 @@ class Analysis:
         return metric in self.results.metrics
 
     def values(self, metric: str, dataset: str | None = None) -> Floats:
-        """Return a metric along its axis, over all samples or one dataset; NaN where missing.
-
-        Raises:
-            UserError: the metric was not measured.
-        """
+        """Return a metric along its axis, over all samples or one dataset; NaN where missing."""
         of = self.results if dataset is None else self.results.datasets[dataset]
         if metric not in of.metrics:
             raise UserError(f"the analysis of {self.name} has no {metric}: analyze it again")
@@ -136,11 +123,7 @@ class Analysis:
             raise AttributeError(error.args[0]) from None
 
     def __getitem__(self, name: str) -> MetricValues:
-        """Return a metric by name, such as "sink_rate_0.2", which cannot be an attribute.
-
-        Raises:
-            KeyError: the model does not have it.
-        """
+        """Return a metric by name, such as "sink_rate_0.2", which cannot be an attribute."""
         if name not in self.results.metrics or name not in metrics():
             hint = nearest(name, list(self))
             raise KeyError(
@@ -177,9 +160,6 @@ class Analysis:
 
         Args:
             figure: its name, as in the report's folder figures/.
-
-        Raises:
-            ValueError: no such figure.
         """
         from megasink.analysis.pages.analysis_figures import drawings
 

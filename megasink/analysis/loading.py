@@ -15,11 +15,7 @@ if TYPE_CHECKING:
 
 @contextmanager
 def opened(which: ModelOptions, ranks: Ranks) -> "Iterator[ProbedModel]":
-    """Load a model; of a run its newest checkpoint.
-
-    Raises:
-        UserError: it cannot be loaded; ConfigError: megasink cannot read its attention.
-    """
+    """Load a model; of a run its newest checkpoint."""
     if not is_run(which.model):
         from megasink.analysis.capture.load import load
         from megasink.analysis.capture.models import of_transformers

@@ -90,9 +90,6 @@ def run(
 
     Returns:
         the measurements; None on every process except rank 0.
-
-    Raises:
-        UserError: no sample has finite activations.
     """
     ranks = ranks or Ranks()
     console = console or Console(stderr=True, quiet=bool(ranks.rank))

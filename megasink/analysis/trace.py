@@ -14,11 +14,7 @@ from megasink.upstream.process import prepare_quietly
 
 
 def steps_of(run: Path) -> list[int]:
-    """Return the steps of the checkpoints that a run has; none for a model of another kind.
-
-    Raises:
-        UserError: a run without any.
-    """
+    """Return the steps of the checkpoints that a run has; none for a model of another kind."""
     if not is_run(run):
         return []
     return iterations(find_checkpoint(run).folder.parent)

@@ -61,11 +61,7 @@ class HeadBalanceScale:
 
     @property
     def targets(self) -> Tensor:
-        """The number of targets of the current microbatch, a scalar.
-
-        Raises:
-            RuntimeError: The forward step has not set it.
-        """
+        """The number of targets of the current microbatch, a scalar."""
         if self._targets is None:
             raise RuntimeError(
                 "the head-balance loss under calculate_per_token_loss needs the number of targets: "
@@ -80,9 +76,6 @@ class HeadBalanceScale:
 
         Args:
             why_scaled: Why a factor of 1 would be wrong; empty if it is right.
-
-        Raises:
-            RuntimeError: A factor of 1 would be wrong, and nobody has set the loss scale.
         """
         if self._loss_scale is None and why_scaled:
             raise RuntimeError(

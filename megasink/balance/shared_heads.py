@@ -80,10 +80,6 @@ def choose_shared_heads(importance_LH: Tensor | NDArray[np.float64]) -> SharedHe
     Args:
         importance_LH: [L, H] mean gate of each head before fine-tuning, in [0, 1]; NaN in all of a
             layer without softmax attention.
-
-    Raises:
-        UserError: Wrong shape, a value that is not in [0, 1], a layer with only some heads known,
-            or no layer with heads.
     """
     importance_LH = torch.as_tensor(importance_LH).detach().double().cpu()
     if importance_LH.dim() != 2 or 0 in importance_LH.shape:

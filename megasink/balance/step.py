@@ -89,9 +89,6 @@ class LossStep:
                 reduced and not committed runs that step again.
             observe: Whether layers record the series of `heads` too.
             share: Share of the coefficient that counts in this step, in [0, 1] (warmup, decay).
-
-        Raises:
-            RuntimeError: The step before it was not reduced, or not committed.
         """
         if self.phase is Phase.RUNNING and number == self.number:
             return
@@ -108,9 +105,6 @@ class LossStep:
         """Make sure that a step is running: open the next one, or the same again.
 
         Layers call it before they add to `heads`; a host that calls `begin` has opened it already.
-
-        Raises:
-            RuntimeError: The step before it was not reduced, or not committed.
         """
         if self._stepped_without_reduction:
             raise RuntimeError(f"the optimizer has stepped, and {self._not_reduced()}")
@@ -126,12 +120,7 @@ class LossStep:
             raise RuntimeError(f"the next step begins, and {self._not_committed()}")
 
     def reduce(self) -> None:
-        """Start the all-reduce of the step: on every rank, after the last backward pass.
-
-        Raises:
-            RuntimeError: The step before it was not committed, or this one is reduced already, or
-                its layers have counted nothing.
-        """
+        """Start the all-reduce of the step: on every rank, after the last backward pass."""
         if self.has_layers and not self.heads.has_sums:
             self._counted_nothing()
         if not self._warned and (layers := self.heads.without_backward()):
@@ -159,9 +148,6 @@ class LossStep:
 
         Returns:
             The statistics, on the device; reading one waits for it.
-
-        Raises:
-            RuntimeError: `reduce` was not called.
         """
         if self.phase is Phase.BETWEEN and self.last is not None:
             return self.last

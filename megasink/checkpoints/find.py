@@ -37,11 +37,7 @@ def is_legacy(folder: Path) -> bool:
 
 
 def find_checkpoint(path: Path, iteration: int | None = None) -> Checkpoint:
-    """Resolve a run, checkpoint or iteration folder to a checkpoint.
-
-    Raises:
-        UserError: no such folder, no finished checkpoint in it, or not that iteration.
-    """
+    """Resolve a run, checkpoint or iteration folder to a checkpoint."""
     if is_stored(path):
         raise UserError(
             f"{path} is in an object store: copy it to a folder, as with aws s3 sync or rclone copy"
@@ -167,9 +163,6 @@ def delete(folder: Path) -> bool:
     """Delete a checkpoint; False if another process has.
 
     It is renamed first, so that a kill leaves nothing that looks like a checkpoint.
-
-    Raises:
-        OSError: it cannot be deleted.
     """
     if folder.suffix != _DELETED:
         doomed = folder.with_name(folder.name + _DELETED)

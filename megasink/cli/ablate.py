@@ -69,11 +69,7 @@ def ablate_parser(description: str | None) -> CommandParser:
 
 
 def check_ablate(args: argparse.Namespace, *, is_run: bool) -> tuple[ModelOptions, AblationOptions]:
-    """Check everything that needs no model, resolve the defaults, and return what is measured.
-
-    Raises:
-        ConfigError: one message with every problem.
-    """
+    """Check everything that needs no model, resolve the defaults, and return what is measured."""
     others = (args.heads, args.interventions, args.layer)
     by_default = not args.score and all(other is None for other in others)
     options = AblationOptions.of(

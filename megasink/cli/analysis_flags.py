@@ -69,11 +69,7 @@ def model_parser(
 
 
 def settled(args: argparse.Namespace, problems: Sequence[str]) -> ModelOptions:
-    """Refuse a command line with problems; otherwise return how its model is loaded.
-
-    Raises:
-        ConfigError: one message with every problem.
-    """
+    """Refuse a command line with problems; otherwise return how its model is loaded."""
     if problems:
         raise ConfigError(problems)
     device = args.device

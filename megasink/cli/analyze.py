@@ -66,11 +66,7 @@ def analyze_parser(prog: str, description: str | None = None) -> CommandParser:
 
 
 def check(args: argparse.Namespace) -> tuple[ModelOptions, AnalysisOptions]:
-    """Check everything that needs no model, and return what is measured, of what.
-
-    Raises:
-        ConfigError: one message with every problem.
-    """
+    """Check everything that needs no model, and return what is measured, of what."""
     of_run, options = is_run(args.model), AnalysisOptions.of(args)
     problems = analysis_flags.problems_of(args, options, is_run=of_run)
     if args.checkpoints and not of_run and args.model.is_dir():

@@ -55,11 +55,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _run(path: Path) -> _Run:
-    """Resolve a run folder, or the folder of its checkpoints.
-
-    Raises:
-        UserError: no such folder, or it has no checkpoint.
-    """
+    """Resolve a run folder, or the folder of its checkpoints."""
     if not path.is_dir():
         raise UserError(f"{path}: no such folder; give a run folder or its checkpoint folder")
     own = path / "checkpoints"
@@ -83,9 +79,6 @@ def _show(run: _Run, emit: Callable[[Any], None], *, verify: bool) -> int:
 
     Args:
         emit: of `only_json`, for the list.
-
-    Raises:
-        ConfigError: with `verify`, the damaged ones.
     """
     with _verifying(run.checkpoints, verify=verify) as tell:
         saved = saved_checkpoints(run.checkpoints, checksums=verify, tell=tell)

@@ -99,12 +99,7 @@ def _partition(text: str) -> tuple[int, int]:
 
 
 def run(args: argparse.Namespace) -> None:
-    """Execute the parsed `args`, and print a summary.
-
-    Raises:
-        ConfigError: every problem of the command line found before reading, in one message.
-        UserError: a problem with the data, the tokenizer, or writing.
-    """
+    """Execute the parsed `args`, and print a summary."""
     if args.partition:
         args.output = part_of(args.output, *args.partition)
     trained_as = None

@@ -137,10 +137,6 @@ def _check(args: argparse.Namespace, *, is_run: bool) -> tuple[ModelOptions, lis
 
     Returns:
         how the model is loaded, and the interventions.
-
-    Raises:
-        ConfigError: one message with every problem.
-        UserError: the file of interventions is wrong.
     """
     problems = weights_problems(args, is_run=is_run)
     for flag, least in (("limit", 1), ("num_fewshot", 0), ("batch_size", 1)):

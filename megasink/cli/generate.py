@@ -128,12 +128,7 @@ def _check(args: argparse.Namespace) -> None:
 def _new_tokens(
     prompts: list[list[int]], asked: int | None, trained: argparse.Namespace, first: int
 ) -> int:
-    """Return the number of tokens to add to each prompt, which has `first` tokens before it.
-
-    Raises:
-        UserError: the tokens exceed the positions that the model was trained with, or a prompt is
-            shorter than the prefix, whose tokens must see each other.
-    """
+    """Return the number of tokens to add to each prompt, which has `first` tokens before it."""
     longest, shortest = max(map(len, prompts)), min(map(len, prompts))
     positions = trained.max_position_embeddings - first
     if not all(prompts):

@@ -50,11 +50,7 @@ class Change:
 
 
 def change_of(name: str | None, granularity: str | None, sink_weight: float) -> Change | None:
-    """Return the change that the options of an import specify.
-
-    Raises:
-        UserError: the options contradict each other.
-    """
+    """Return the change that the options of an import specify."""
     if name is None:
         return None
     record = variant(name)
@@ -77,11 +73,7 @@ def change_of(name: str | None, granularity: str | None, sink_weight: float) -> 
 
 
 def gated_model(model: Architecture, change: Change | None) -> Architecture:
-    """Return the architecture after a change.
-
-    Raises:
-        UserError: the model is not vanilla, or has position biases and would get sinks.
-    """
+    """Return the architecture after a change."""
     if change is None:
         return model
     if not model.variant.is_plain:

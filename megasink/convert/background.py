@@ -14,11 +14,7 @@ _AHEAD = 2
 
 
 def ahead[S, R](steps: Iterable[S], read: Callable[[S], R]) -> Iterator[tuple[S, R]]:
-    """Yield each step with the result of `read`, reading the next two in the meantime.
-
-    Raises:
-        Exception: whatever `read` raises, at that step.
-    """
+    """Yield each step with the result of `read`, reading the next two in the meantime."""
     with ThreadPoolExecutor(_AHEAD) as reading:
         waiting: deque[tuple[S, Future[R]]] = deque()
         for step in steps:
@@ -30,11 +26,7 @@ def ahead[S, R](steps: Iterable[S], read: Callable[[S], R]) -> Iterator[tuple[S,
 
 
 def made_ahead[T](items: Iterator[T]) -> Iterator[T]:
-    """Yield the items, each made in a thread while the one before it is in use.
-
-    Raises:
-        Exception: whatever making an item raises, in its place.
-    """
+    """Yield the items, each made in a thread while the one before it is in use."""
     with ThreadPoolExecutor(1) as making:
         waiting = making.submit(list, islice(items, 1))
         while item := waiting.result():

@@ -40,9 +40,6 @@ def kept(folder: Path, model: Architecture, target: Target, tokens: str | None) 
     Args:
         model: as it was imported.
         tokens: `tokenizer_hash` of the folder's tokenizer, to which the ids of tokens belong.
-
-    Raises:
-        UserError: generation_config.json is no JSON object, or a field of it is damaged.
     """
     config, ours = read_config(folder), config_of(model, target, {})
     decided = ours.keys() - _undecided(ours)

@@ -86,9 +86,6 @@ def source_of(folder: Path, granularity: str | None = None) -> HuggingFaceSource
     Args:
         granularity: of the gate: "headwise" if an architecture with elementwise gates has the same
             gate for all elements of a head; None for the architecture's own.
-
-    Raises:
-        UserError: it cannot be imported, for all the reasons listed.
     """
     model, target = architecture_from(read_config(folder))
     if granularity is not None:
@@ -128,9 +125,6 @@ def import_model(
 
     Returns:
         the architecture written.
-
-    Raises:
-        UserError: anything that the user can fix; no folder is left behind.
     """
     weights, todo = source.weights, source.steps
     ignored = _account(source)
@@ -252,9 +246,6 @@ def made(
 
     Args:
         read: returns a tensor by its name.
-
-    Raises:
-        UserError: a tensor holds values that megasink's model has no place for.
     """
     tensors = [read(name) for name in step.hf]
     try:

@@ -168,11 +168,7 @@ _EXPERTS = ("num_experts", "num_local_experts")  # by architecture; transformers
 
 
 def architecture_from(config: Mapping[str, Any]) -> tuple[Architecture, Target]:
-    """Return the model that a config.json describes.
-
-    Raises:
-        UserError: the architecture has no target, or megasink's model cannot express it.
-    """
+    """Return the model that a config.json describes."""
     target = _target(config)
     if config.get("rope_scaling"):  # the older key goes first in transformers too
         config = {**config, "rope_parameters": config["rope_scaling"]}
@@ -268,11 +264,7 @@ def _common(config: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def transformers_has(target: Target) -> None:
-    """Check that the installed transformers runs an architecture as it is exported.
-
-    Raises:
-        UserError: it does not.
-    """
+    """Check that the installed transformers runs an architecture as it is exported."""
     import transformers
 
     missing = not target.custom_code and not hasattr(transformers, target.architecture)
@@ -284,12 +276,7 @@ def transformers_has(target: Target) -> None:
 
 
 def read_config(folder: Path) -> Config:
-    """Read the config.json of a Hugging Face folder.
-
-    Raises:
-        UserError: the file cannot be read, or a field of an architecture that can be imported has
-            the wrong type or range.
-    """
+    """Read the config.json of a Hugging Face folder."""
     path = folder / "config.json"
     try:
         config = read_object(path)

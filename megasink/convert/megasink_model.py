@@ -117,9 +117,6 @@ def options_from(given: Mapping[str, Any], *, gated_unit: bool = True) -> Megasi
     """Read the options from a run's arguments or a config.json.
 
     Options of other variants are ignored, and those of buckets or experts if there are none.
-
-    Raises:
-        UserError: the attention variant is not registered.
     """
     foreign = foreign_options(variant(given.get("attention_variant", "vanilla")))
     has_buckets = given.get("attention_bias_type", "none") in ("t5", "bucket")

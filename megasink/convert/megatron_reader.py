@@ -53,11 +53,7 @@ class Weight(NamedTuple):
 
 
 def torch_dist_weights(folder: Path) -> dict[str, Weight]:
-    """Return {key: weight} for all weights in a folder iter_NNNNNNN.
-
-    Raises:
-        UserError: the checkpoint is damaged, untrusted, or of another format.
-    """
+    """Return {key: weight} for all weights in a folder iter_NNNNNNN."""
     refuse_damage(folder)
     metadata = read_metadata(folder)
     stored: dict[str, dict[tuple[int, ...], Any]] = defaultdict(dict)
@@ -129,22 +125,14 @@ class MegatronCheckpoint:
         self.shapes = {key: weight.shape for key, weight in self._weights.items()}
 
     def meta(self, key: str, index: tuple[int, ...] = ()) -> Tensor:
-        """Return a meta tensor of the shape and dtype of `read`.
-
-        Raises:
-            UserError: the checkpoint has no such weight.
-        """
+        """Return a meta tensor of the shape and dtype of `read`."""
         if key not in self._weights:
             raise UserError(f"{self.folder} has no {key}")
         weight = self._weights[key]
         return torch.empty(weight.shape[len(index) :], dtype=weight.dtype, device="meta")
 
     def read(self, key: str, index: tuple[int, ...] = ()) -> Tensor:
-        """Read a weight, or its part at the leading indices (layer, or layer and expert).
-
-        Raises:
-            UserError: the data is missing or corrupt.
-        """
+        """Read a weight, or its part at the leading indices (layer, or layer and expert)."""
         tensor = torch.empty_like(self.meta(key, index), device="cpu")
         skipped, covered = len(index), 0
         for part in self._weights[key].parts:

@@ -20,11 +20,7 @@ _UNITS = {
 
 
 def model_flags(model: Architecture) -> list[str]:
-    """Return Megatron's and megasink's flags of a model, without data, optimizer and layout.
-
-    Raises:
-        UserError: text of its config.json would be more than the value of a flag.
-    """
+    """Return Megatron's and megasink's flags of a model, without data, optimizer and layout."""
     plain_ffn = f"--ffn-activation {model.activation}"
     if model.activation == "relu2":
         plain_ffn = "--squared-relu"

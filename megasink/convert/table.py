@@ -81,11 +81,7 @@ def steps(table: Sequence[Row], layers: int, experts: int) -> Iterator[Step]:
 
 
 def planned(step: Step, tensors: "Sequence[Tensor]") -> "list[tuple[str, Tensor]]":
-    """Return (name, meta tensor) for the output of a step, given meta tensors of Megatron's shapes.
-
-    Raises:
-        UserError: a shape does not fit the row.
-    """
+    """Return (name, meta tensor) of a step's output, given meta tensors of Megatron's shapes."""
     try:
         made = step.row.transform.to_hf(*tensors)
     except RuntimeError as error:

@@ -79,10 +79,6 @@ def source_of(
 
     Args:
         target: name of the target; None for that of the import, or the first that fits.
-
-    Raises:
-        UserError: the checkpoint or tokenizer does not exist, the target named does not fit, or
-            none supports the model; all unsupported features are listed.
     """
     location = find_checkpoint(run, iteration)
     saved = read_arguments(location.config)
@@ -112,9 +108,6 @@ def export(
         shard_bytes: maximum size of a safetensors file.
         say: prints a line for the user.
         verify: called with the written folder before it gets its name; raises on failure.
-
-    Raises:
-        UserError: anything that the user can fix; no folder is left behind.
     """
     target, checkpoint, todo = source.target, source.checkpoint, source.steps
     say(f"target: {target.architecture} ({target.name}): {source.why}")
@@ -163,11 +156,7 @@ def _tensors(checkpoint: MegatronCheckpoint, todo: list[Step]) -> Iterator[Tenso
 
 
 def converted(checkpoint: MegatronCheckpoint, step: Step) -> Iterator[Tensor]:
-    """Yield the output of a step.
-
-    Raises:
-        UserError: a tensor cannot be read, or holds NaN or infinity.
-    """
+    """Yield the output of a step."""
     yield from step.row.transform.to_hf(*_read(checkpoint, step))
 
 
@@ -179,11 +168,7 @@ def _read(checkpoint: MegatronCheckpoint, step: Step) -> list[Tensor]:
 
 
 def refuse_nan(name: str, tensor: Tensor) -> None:
-    """Refuse a weight that holds NaN or infinity.
-
-    Raises:
-        UserError: names the first position.
-    """
+    """Refuse a weight that holds NaN or infinity."""
     # One fast pass: with a NaN, both are NaN; an infinity is one of them.
     if not tensor.numel() or bool(torch.isfinite(torch.stack(torch.aminmax(tensor))).all()):
         return

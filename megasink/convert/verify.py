@@ -86,9 +86,6 @@ def verify_logits(
 
     Returns:
         the difference in float32.
-
-    Raises:
-        UserError: they are not the same model, or transformers cannot load the folder.
     """
     tokens_BS = sample_tokens(model, tokenizer)
     what = "text" if tokenizer is not None else "random tokens (no tokenizer)"
@@ -142,9 +139,6 @@ def verify_tokenizer(tokenizer: Any, folder: Path) -> None:
 
     The architecture in config.json affects which tokenizer is loaded: in a Qwen2 folder, text is
     split into words as in Qwen2, whatever tokenizer.json says.
-
-    Raises:
-        UserError: the loaded tokenizer gives other tokens.
     """
     from megasink.data.tokenizer import load_tokenizer
 
@@ -166,11 +160,7 @@ def fits_in_memory(parameters: int) -> bool:
 
 
 def sample_tokens(model: Architecture, tokenizer: Any) -> Tensor:
-    """Return [B, S] tokens of real text, or random ones without a tokenizer; none are padding.
-
-    Raises:
-        UserError: the model has too few positions.
-    """
+    """Return [B, S] tokens of real text, or random ones without a tokenizer; none are padding."""
     most = min(_MOST_TOKENS, model.positions - _NEW_TOKENS)
     if most < 2:
         raise UserError(f"{model.positions} positions are too few to verify with: use --no-verify")

@@ -35,11 +35,6 @@ def merge(prefix: Path, *, overwrite: bool = False) -> dict[str, Any]:
 
     Returns:
         the content of the new `.json`.
-
-    Raises:
-        ConfigError: parts that are missing, damaged or not of the same command; all problems are
-            in one message.
-        UserError: another run writes `prefix`, or it cannot be written.
     """
     prefix = Path(prefix)
     problems = output_problems(prefix, [], overwrite=overwrite)

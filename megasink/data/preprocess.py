@@ -84,11 +84,6 @@ def preprocess(
         trained: vocabulary size and BOS of a tokenizer that was trained for this call, which
             another process may need to know (see `Progress`).
         parse_special_tokens: see `TextTokenizer`.
-
-    Raises:
-        ConfigError: existing files, an invalid prefix or one inside an input, or `workers` below 1.
-        UserError: errors of iterating `corpus` and of `load_tokenizer`, another run that writes the
-            same prefix, or a file that cannot be written.
     """
     start = time.perf_counter()
     prefix, folder = Path(output_prefix), Path(tokenizer_folder)

@@ -61,10 +61,6 @@ def token_bytes(tokenizer: Any, first: Collection[int] = ()) -> TokenBytes:
     Args:
         tokenizer: a transformers tokenizer with a `backend_tokenizer` (see `load_tokenizer`).
         first: more ids that stand before texts.
-
-    Raises:
-        UserError: the tokenizer is neither byte-level nor sentencepiece with byte fallback, or its
-            counts do not add up to the text (it drops or rewrites characters).
     """
     lengths, text = _lengths(tokenizer), text_tokenizer(tokenizer)
     prefix = _extra_bytes(text, lengths, _PROBES[0])

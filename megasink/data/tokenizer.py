@@ -84,10 +84,6 @@ def train_tokenizer(
         bos: add a BOS token with id 3, which the tokenizer puts before every text by itself, hence
             in data sets, prompts, analyses and exported folders.
         overwrite: replace an existing tokenizer.
-
-    Raises:
-        UserError: the folder exists (or, with `overwrite`, holds anything but a megasink tokenizer)
-            or cannot be written, or `vocab_size` is too small or too large for the corpus.
     """
     start = time.perf_counter()
     folder = Path(folder)
@@ -259,10 +255,6 @@ def load_tokenizer(folder: str | Path) -> Any:
     Returns:
         A transformers tokenizer backed by `tokenizers` (`.backend_tokenizer`), with an
         `eos_token_id`, which Megatron uses as EOD.
-
-    Raises:
-        UserError: no such folder, or its tokenizer is missing, needs its own code, has no fast form
-            or has no EOD token.
     """
     folder = Path(folder)
     if not folder.is_dir():

@@ -75,9 +75,6 @@ def read_flags(parser: ArgumentParser, argv: Sequence[str]) -> Namespace:
     """Return the parsed flags, with their problems in ``flag_problems``.
 
     ``refused_flags`` holds the dests of rejected flags and of the flags meant by unknown ones.
-
-    Raises:
-        ConfigError: Nothing could be parsed.
     """
     argv, problems = dashed(parser, argv)
     read = Reading(parser, argv)
@@ -116,11 +113,7 @@ def _valued(convert: Callable[[str], Any]) -> Callable[[str], Any]:
 
 
 def parse_apart(argv: Sequence[str]) -> Namespace:
-    """Parse flags without validation and without changing this process's command line.
-
-    Raises:
-        ConfigError: A flag is unknown, has no value, or has a value of the wrong type.
-    """
+    """Parse flags without validation and without changing this process's command line."""
     before = sys.argv
     try:
         args = parse_known(argv)

@@ -162,9 +162,6 @@ class CoreAttention(ShardedByHeads, StaysFloat32, MegatronModule):
 
         Returns:
             [S, B, H * D] in the dtype of the query; [T, 1, H * D] for packed documents.
-
-        Raises:
-            NotImplementedError: An attention bias is given, or see `documents_of`.
         """
         if attention_bias is not None:
             raise NotImplementedError(
@@ -299,9 +296,6 @@ class CoreAttention(ShardedByHeads, StaysFloat32, MegatronModule):
 
         Returns:
             Broadcastable to [B, H, T]; None for a variant without a slot.
-
-        Raises:
-            ValueError: The variant's record does not define it.
         """
         if self.variant.slot_logit is None:
             raise ValueError(f"attention variant {self.variant.name!r} has no slot_logit")

@@ -85,9 +85,6 @@ def row_of_documents(
         cu_seqlens, padding: See `Documents`.
         device: Device of the model, for the mask.
         ranks, rank: Size of the context-parallel group, and the rank in it.
-
-    Raises:
-        ValueError: The row is padding alone.
     """
     from megasink.megatron.context_parallel import own_chunks, own_ranges
 
@@ -132,11 +129,6 @@ def documents_of(params: PackedSeqParams, tokens: int, ranks: int = 1) -> Docume
         params: A `PackedRow`, or packing parameters in thd format.
         tokens: T of query and key.
         ranks: Size of the context-parallel group.
-
-    Raises:
-        NotImplementedError: Another format, keys that are packed differently from queries, or thd
-            under context parallelism.
-        ValueError: The row has other tokens than this rank.
     """
     if isinstance(params, PackedRow):
         assert params.documents is not None

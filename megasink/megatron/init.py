@@ -83,9 +83,6 @@ def initialize_weights(model: GPTModel, seed: int) -> None:
     Args:
         model: Pipeline stage, before Float16Module and DDP; on its final device or the CPU.
         seed: Seed of the run.
-
-    Raises:
-        ValueError: The initialization of a non-constant weight is not known here.
     """
     names = global_names(model)
     for name, parameter in model.named_parameters():

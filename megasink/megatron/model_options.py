@@ -47,10 +47,6 @@ def give_options(config: Any, options: dict[str, Any]) -> None:
     Args:
         config: TransformerConfig.
         options: By name; what is missing has its default.
-
-    Raises:
-        ConfigError: An option is unknown, or has a value that is none of its choices, or is
-            impossible with the others.
     """
     fields = {f.name: f for kind in TRANSFORMER_OPTIONS for f in dataclasses.fields(kind)}
     problems = [f"{name} is no option of megasink" for name in options if name not in fields]
@@ -116,14 +112,7 @@ def _is_like(value: object, default: object) -> bool:
 
 
 def apply_options(config: Any) -> None:
-    """Set what the options of a config change in Megatron's own fields.
-
-    Raises:
-        ConfigError: The head-balance loss is on for a similarity without a differentiable gate or a
-            variant without a slot value.
-        ValueError: ``attention_variant_layers`` does not fit the number of layers.
-        UserError: The attention variant is not registered.
-    """
+    """Set what the options of a config change in Megatron's own fields."""
     record = variant(config.attention_variant)
     # Megatron's inference reads it; megatron/inference_guard.py rejects unsupported models.
     config.softmax_type = record.softmax_type
@@ -143,10 +132,6 @@ def apply_options(config: Any) -> None:
 
 
 def check_parameters(config: Any) -> None:
-    """Check that the heads of a variant's parameters divide among the tensor-parallel ranks.
-
-    Raises:
-        ValueError: They do not.
-    """
+    """Check that the heads of a variant's parameters divide among the tensor-parallel ranks."""
     for parameter in variant(config.attention_variant).parameters:
         parameter.local_shape(config, config.tensor_model_parallel_size)

@@ -23,11 +23,7 @@ ARGUMENT = "megasink_options"
 
 
 def transformer_config(config: Any) -> Any:
-    """Return the TransformerConfig of what a stack has handed to its spec.
-
-    Raises:
-        UserError: There is none, or the stack is one whose layers the spec cannot build.
-    """
+    """Return the TransformerConfig of what a stack has handed to its spec."""
     transformer = getattr(config, "transformer", config)
     name = type(config).__name__
     if not isinstance(transformer, TransformerConfig):
@@ -56,10 +52,6 @@ def find_options(config: TransformerConfig, arguments: Any) -> None:
     Args:
         config: Of the model that the spec is for.
         arguments: What the stack hands over; None if it hands over nothing.
-
-    Raises:
-        UserError: Options are in no place, or are no dict.
-        ConfigError: An option is unknown or impossible, or two places have different values.
     """
     others = {f"args.{ARGUMENT}": getattr(arguments, ARGUMENT, None), OPTIONS: _of_environment()}
     others = {place: options for place, options in others.items() if options is not None}

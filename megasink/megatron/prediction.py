@@ -26,9 +26,6 @@ def counted_once(layer: ModuleSpec) -> ModuleSpec:
 
     Megatron-Core's ``get_gpt_mtp_block_spec`` does so for slime, Megatron-Bridge and others
     (models/gpt/gpt_layer_specs.py:767).
-
-    Raises:
-        UserError: Megatron does not tell its layers whether they are of multi-token prediction.
     """
     return dataclasses.replace(layer, module=_layer_class(layer.module))
 

@@ -68,11 +68,7 @@ def _of_a_plan(problem: str) -> str:
 
 
 def read_line(argv: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
-    """Return the plan's own options, and the flags of training.
-
-    Raises:
-        ConfigError: Of its own options; with every problem.
-    """
+    """Return the plan's own options, and the flags of training."""
     read = Reading(_parser(), early.expanded(argv))
     args, problems = read.namespace, list(read.problems)
     if read.problems:
@@ -176,12 +172,7 @@ class Helper:
         self._temporary.cleanup()
 
     def step(self, rank: int, ranks: int, flags: Sequence[str], tell: Tell) -> Record:
-        """Return the record of a rank, as `megasink.plan.rank.step_as` describes it.
-
-        Raises:
-            ConfigError: It refuses the flags; with every problem.
-            UserError: It failed; with its error.
-        """
+        """Return the record of a rank, as `megasink.plan.rank.step_as` describes it."""
         tell(self._done, f"stepping rank {rank} of {ranks}", now=True)
         assert self._process.stdin is not None
         assert self._process.stdout is not None

@@ -27,9 +27,6 @@ def step_as(rank: int, ranks: int, flags: Sequence[str], write: Write) -> None:
     Args:
         rank, ranks: Which of how many.
         flags: Of ``megasink train``, without a run folder.
-
-    Raises:
-        UserError: The trainer refuses the flags.
     """
     be_rank(rank, ranks)
     from megasink.training import arguments, pretrain

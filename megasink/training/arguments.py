@@ -34,9 +34,6 @@ def parse(argv: Sequence[str], *, checked: bool = False) -> tuple[Namespace, dic
     Returns:
         the namespace, with ``padded_vocab_size`` pinned to the tokenizer, and the arguments that
         identify the run, as given (Megatron derives some of them).
-
-    Raises:
-        ConfigError: lists every problem, before anything is built.
     """
     from megatron.training import arguments
 
@@ -69,9 +66,6 @@ def refusals_of_megatron(args: Namespace, printed: io.StringIO | None = None) ->
     Args:
         args: parsed, whose flags the message names.
         printed: what Megatron has printed, after which it sometimes exits without an error.
-
-    Raises:
-        ConfigError: with Megatron's message, and the flags that its condition reads.
     """
     try:
         yield

@@ -153,11 +153,7 @@ def _contents(lengths_N: NDArray[np.int32]) -> str:
 
 
 def read_batch(data_iterator: Iterator[Any]) -> Any:
-    """Return the next batch, with a data loader worker's error reduced to its one line.
-
-    Raises:
-        UserError: a sample is damaged.
-    """
+    """Return the next batch, with a data loader worker's error reduced to its one line."""
     try:
         return next(data_iterator)
     except UserError as error:

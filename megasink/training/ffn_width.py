@@ -69,9 +69,6 @@ def matched_ffn_width(
         extra: Parameters that the gate adds to a layer.
         gated_linear_unit: Whether the FFN has three matrices (SwiGLU) instead of two.
         bias: Whether the first linear layer of the FFN has a bias.
-
-    Raises:
-        ValueError: The remaining width is less than FFN_MULTIPLE.
     """
     columns = 2 if gated_linear_unit else 1
     per_unit = (columns + 1) * hidden_size + (columns if bias else 0)

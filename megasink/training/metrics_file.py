@@ -35,11 +35,7 @@ class MetricsFile:
         return kept
 
     def write(self, record: dict[str, Any]) -> None:
-        """Append a record and flush it.
-
-        Raises:
-            OSError: the write failed; with the file's name, which the system's error lacks.
-        """
+        """Append a record and flush it."""
         if self._file is None:
             return
         try:

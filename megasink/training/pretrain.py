@@ -34,9 +34,6 @@ def pretrain(argv: Sequence[str], *, checked: bool = False) -> None:
     Args:
         argv: flags without the program name.
         checked: whether `early.refuse` has found nothing in them.
-
-    Raises:
-        UserError: the configuration, the data or the checkpoint is wrong.
     """
     prepare_process(argv)
     network.choose_gloo_interface(os.environ)

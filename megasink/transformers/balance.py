@@ -132,9 +132,6 @@ class HeadBalance:
 
         Returns:
             The statistics, on the device.
-
-        Raises:
-            UserError: A layer was not counted in the step.
         """
         missing = sorted(self.layers.keys() - self.counted)
         if missing:
@@ -159,11 +156,7 @@ class HeadBalance:
         return {n: torch.stack([getattr(one, n) for one in layers]).cpu() for n in names}
 
     def load_state_dict(self, state: dict[str, Tensor]) -> None:
-        """Continue from the result of :meth:`state_dict`.
-
-        Raises:
-            UserError: It is that of a model with other layers or heads.
-        """
+        """Continue from the result of :meth:`state_dict`."""
         for name, own in self.state_dict().items():
             if state[name].shape != own.shape:
                 raise UserError(

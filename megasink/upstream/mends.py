@@ -141,11 +141,7 @@ PREDICTION_SPEC = _patch(
 
 
 def mend_upstream() -> None:
-    """Apply the patches above once, in every process that uses Megatron.
-
-    Raises:
-        UserError: upstream's source has changed, or its dataset helpers cannot be imported.
-    """
+    """Apply the patches above once, in every process that uses Megatron."""
     import torch
     from megatron.core import optimizer
     from megatron.core.optimizer import clip_grads

@@ -13,11 +13,7 @@ from megasink.upstream.versions import check_versions
 
 
 def prepare_process(argv: Sequence[str]) -> None:
-    """Choose the platform and make Megatron importable. Every rank calls this first.
-
-    Raises:
-        UserError: Installed versions are incompatible, or there is a GPU that PyTorch cannot use.
-    """
+    """Choose the platform and make Megatron importable. Every rank calls this first."""
     if "--cpu" in argv:
         os.environ["CUDA_VISIBLE_DEVICES"] = ""
     check_versions()

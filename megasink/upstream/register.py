@@ -61,11 +61,7 @@ class Patch:
         return {name: getattr(owner, name) for name in self.attributes.split()}
 
     def where(self) -> list[str]:
-        """Return ``file:line`` for each quote whose package is installed; none if not needed.
-
-        Raises:
-            UserError: a quoted line is missing.
-        """
+        """Return ``file:line`` for each quote whose package is installed; none if not needed."""
         places: list[str] = []
         if not self.is_needed:
             return places
@@ -85,11 +81,7 @@ class Patch:
         return any(replacement.patch is self for replacement in _active)
 
     def apply(self, on: Any = None, /, **new: Any) -> list["Replacement"]:
-        """Replace attributes of `owner`, or of another object, from now on, if it is needed.
-
-        Raises:
-            UserError: upstream's source has changed.
-        """
+        """Replace attributes of `owner`, or of another object, from now on, if it is needed."""
         if not self.is_needed:
             return []
         self.where()

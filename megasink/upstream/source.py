@@ -52,11 +52,7 @@ class Quote:
         return importlib.util.find_spec(self.where.partition(".")[0]) is not None
 
     def find(self) -> str:
-        """Return ``file:line`` in the installed source.
-
-        Raises:
-            MovedError: the line is missing.
-        """
+        """Return ``file:line`` in the installed source."""
         module, _, scope = self.where.partition(":")
         is_header = self.code.startswith("def ")
         quoted: ast.AST = ast.parse(f"{self.code}: ..." if is_header else self.code).body[0]
@@ -101,9 +97,6 @@ def _block(text: str, scope: str) -> tuple[int, ast.Module]:
     """Return (number of lines before it, tree) of a function, class or module.
 
     Only the block's own lines are parsed: Megatron's files have thousands.
-
-    Raises:
-        LookupError: the name does not exist.
     """
     if not scope:
         return 0, ast.parse(text)

@@ -42,12 +42,7 @@ def versions() -> dict[str, str]:
 
 
 def check_versions() -> None:
-    """Refuse an environment that megasink's hooks do not support.
-
-    Raises:
-        UserError: Python is below 3.12, megasink[train] is not installed, or a package is outside
-            the tested range.
-    """
+    """Refuse an environment that megasink's hooks do not support."""
     if sys.version_info < (3, 12):  # noqa: UP036  (run from a checkout, pip has not checked)
         raise UserError(
             f"Python {sys.version.split()[0]} is too old: megatron-core 0.19 needs 3.12"

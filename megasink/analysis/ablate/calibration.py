@@ -25,9 +25,6 @@ def threshold_of(score: str, share: float, scores_NLH: Scores) -> float:
         score: registered score; its record says which side is inactive.
         share: in [0, 1].
         scores_NLH: NaN where there is no head.
-
-    Raises:
-        UserError: a share outside [0, 1], or scores that are not finite.
     """
     check_share(share)
     if np.isinf(scores_NLH).any() or np.isnan(scores_NLH).all():
@@ -77,11 +74,7 @@ class Calibration:
             )
 
     def threshold(self, score: str, share: float) -> float:
-        """Return the threshold of a score for a share of heads; of `random` it is the share.
-
-        Raises:
-            UserError: the analysis has no such score, or a share outside [0, 1].
-        """
+        """Return the threshold of a score for a share of heads; of `random` it is the share."""
         check_share(share)
         if score == RANDOM:
             return share
@@ -93,11 +86,7 @@ class Calibration:
 
 
 def read_calibration(folder: Path) -> Calibration:
-    """Read the scores of an analysis.
-
-    Raises:
-        UserError: the folder holds no analysis, or one without the hash of the weights.
-    """
+    """Read the scores of an analysis."""
     analysis = read_analysis(folder)
     results = analysis.results
     if results.run.weights is None:

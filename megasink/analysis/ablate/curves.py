@@ -53,9 +53,6 @@ def removable(
         level: `kept_level` of the unchanged model.
         higher_is_better: False for a loss, whose sign is flipped first; this changes nothing but
             `never_left`.
-
-    Raises:
-        ValueError: the two have different lengths, or there is no point.
     """
     x_P, y_P = _sorted(percent_P, value_P)
     above_P = y_P - level if higher_is_better else level - y_P
@@ -74,9 +71,6 @@ def normalized_auc(percent_P: ArrayLike, value_P: ArrayLike, *, worst: float = 0
         percent_P, value_P: as in `removable`; sorted by percentage, joined by straight lines.
         worst: returned for a curve that holds a NaN or has no span. The paper's 0 is the worst
             accuracy; a loss takes infinity, since 0 would be its best value.
-
-    Raises:
-        ValueError: as in `removable`.
     """
     x_P, y_P = _sorted(percent_P, value_P)
     span = float(x_P[-1] - x_P[0])

@@ -30,9 +30,6 @@ def activations(ablation: OnTexts, settings: Sequence[Setting], seed: int) -> di
         ablation: its folder keeps what is computed.
         settings: the unchanged model, and each head zeroed.
         seed: of t-SNE.
-
-    Raises:
-        UserError: the model has no such activations, as with experts, or there are too few texts.
     """
     coordinates: dict[str, Floats] = {}
     console = Console(stderr=True)

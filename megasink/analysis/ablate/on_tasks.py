@@ -45,11 +45,7 @@ class OnTasks(Ablation):
         }
 
     def run(self, interventions: Sequence[Intervention], changes: Sequence[HeadChange]) -> Measured:
-        """Return the accuracy in each task; see `Ablation.run`.
-
-        Raises:
-            UserError: a task has no accuracy, or as `evaluate`.
-        """
+        """Return the accuracy in each task; see `Ablation.run`."""
         results = evaluate(
             self.model,
             interventions,

@@ -86,11 +86,7 @@ class PointFolder:
         self._folder = folder
 
     def open(self) -> None:
-        """Create the folder.
-
-        Raises:
-            UserError: it cannot be written.
-        """
+        """Create the folder."""
         with writing_parts(self._folder):
             self._folder.mkdir(parents=True, exist_ok=True)
 
@@ -107,20 +103,12 @@ class PointFolder:
         return self.path(name).is_file()
 
     def write(self, key: str, point: MeasuredPoint) -> None:
-        """Write a point.
-
-        Raises:
-            UserError: the disk is full or similar; earlier points are kept.
-        """
+        """Write a point."""
         with writing_parts(self._folder):
             write_object(self.path(f"{key}.json"), to_json(point), key)
 
     def read(self, key: str) -> MeasuredPoint:
-        """Read a point.
-
-        Raises:
-            UserError: the file is damaged.
-        """
+        """Read a point."""
         path = self.path(f"{key}.json")
         try:
             point: MeasuredPoint = from_json(MeasuredPoint, read_sealed(path, key), str(path))
@@ -129,11 +117,7 @@ class PointFolder:
         return point
 
     def arrays(self, key: str, make: Callable[[], Mapping[str, Floats]]) -> dict[str, Floats]:
-        """Return the arrays of this name; made and written if they are not there.
-
-        Raises:
-            UserError: the file is damaged; or as `write`.
-        """
+        """Return the arrays of this name; made and written if they are not there."""
         if not self.has(f"{key}.npz"):
             made = make()
             with writing_parts(self._folder):

@@ -56,9 +56,6 @@ def thresholds_of(
         names: scores to use.
         percents: of heads to zero.
         where: the model or calibration, for errors.
-
-    Raises:
-        UserError: a score was not measured.
     """
     thresholds: Thresholds = {}
     for name in names:
@@ -79,9 +76,6 @@ def settings_of(
 
     The random baseline zeroes each head of each sample with the probability asked for, whatever
     the texts (P3.9); at 0 % it is the unchanged model.
-
-    Raises:
-        UserError: a file cannot be read.
     """
     settings = [Setting(UNCHANGED, UNCHANGED)]
     if options.score:
@@ -106,12 +100,7 @@ def settings_of(
 
 
 def heads_of(words: Sequence[str]) -> HeadList:
-    """Return the heads of --heads: LAYER.HEAD words, or one file of `read_heads`.
-
-    Raises:
-        ValueError: a word of another form.
-        UserError: the file cannot be read.
-    """
+    """Return the heads of --heads: LAYER.HEAD words, or one file of `read_heads`."""
     if len(words) == 1 and Path(words[0]).suffix in (".json", ".csv"):
         return read_heads(Path(words[0]))
     return HeadList(parse_heads(words))

@@ -171,9 +171,6 @@ class Reader:
         Args:
             source: where it came from, for errors.
             most: tokens to return; None for all.
-
-        Raises:
-            UserError: the text begins with the BOS that the tokenizer adds, or as `TextTokenizer`.
         """
         tokens = list(self.lead)
         for ids in self._text.stream(text, source):

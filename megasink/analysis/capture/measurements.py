@@ -75,11 +75,7 @@ class ShardMeasurements:
     non_finite: list[NonFinite]
 
     def save(self, path: Path, of: str) -> None:
-        """Write the shard `of` an analysis (`megasink.analysis.stored`).
-
-        Raises:
-            OSError: the disk is full, or the folder is not writable.
-        """
+        """Write the shard `of` an analysis (`megasink.analysis.stored`)."""
         arrays = {f"value/{name}": array for name, array in self.values.items()}
         lists = {
             "samples": [asdict(sample) for sample in self.samples],
@@ -90,11 +86,7 @@ class ShardMeasurements:
 
     @classmethod
     def load(cls, path: Path, of: str) -> "ShardMeasurements":
-        """Read a shard written by `save`.
-
-        Raises:
-            UserError: the file is broken.
-        """
+        """Read a shard written by `save`."""
         arrays = read_arrays(path, "delete it, and its samples will run again", of)
         lists = json.loads(str(arrays.pop("lists")))
         return cls(

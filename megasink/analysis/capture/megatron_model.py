@@ -67,11 +67,7 @@ class MegatronProbe(Probe):
         *,
         logits: bool = True,
     ) -> Logits:
-        """Run sequences of equal length.
-
-        Raises:
-            ValueError: a padding mask is given; batch sequences of equal length instead.
-        """
+        """Run sequences of equal length."""
         if attention_mask_BT is not None:
             raise ValueError("a Megatron model takes no padding mask: batch equal lengths")
         rows, tokens = input_ids_BT.shape

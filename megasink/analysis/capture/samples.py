@@ -46,10 +46,6 @@ def inputs_of(
 
     Args:
         texts: in memory, in place of the files that the options name.
-
-    Raises:
-        UserError: there is no text, sequences exceed the positions, or the tokenizer does not fit;
-            or as `replacement_for`.
     """
     most, length, drawn = model.text_positions, options.seq_length, options.random_lengths
     if problem := options.positions_problem(most, model.facts["name"]):

@@ -67,9 +67,6 @@ class PartialFolder:
 
         Returns:
             how many of `count` shards are finished.
-
-        Raises:
-            UserError: the folder cannot be written, or holds another analysis.
         """
         path = self._folder / "analysis.json"
         with writing_parts(self._folder):
@@ -94,20 +91,12 @@ class PartialFolder:
         return self._path(number).is_file()
 
     def write(self, number: int, measured: ShardMeasurements) -> None:
-        """Write a shard.
-
-        Raises:
-            UserError: the disk is full or similar; earlier shards are kept.
-        """
+        """Write a shard."""
         with writing_parts(self._folder):
             measured.save(self._path(number), self._of(number))
 
     def read(self, count: int) -> Iterator[ShardMeasurements]:
-        """Yield all shards in order.
-
-        Raises:
-            UserError: a shard cannot be read.
-        """
+        """Yield all shards in order."""
         for number in range(count):
             yield ShardMeasurements.load(self._path(number), self._of(number))
 

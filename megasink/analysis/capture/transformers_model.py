@@ -125,10 +125,6 @@ class TransformersProbe(Probe):
 
         Args:
             attention_mask_BT, position_ids_BT: as in the model's forward; padding on one side only.
-
-        Raises:
-            UserError: attention bypassed the interface, used a mask that is neither causal nor
-                sliding-window, or was changed by an unknown gate.
         """
         self._seen.clear()
         model = self.model if logits else self.model.base_model

@@ -63,10 +63,6 @@ def load_tasks(
         tokenizer: folder of the model's tokenizer, for tasks that make texts of given lengths.
         allow_download: fetch what the cache of datasets lacks.
         run_generated_code: allow tasks that run the code that the model writes.
-
-    Raises:
-        UserError: lm-eval is not installed, or a dataset is neither in the cache nor local.
-        ConfigError: names of no task, with close names.
     """
     if importlib.util.find_spec("lm_eval") is None:
         raise UserError("lm-evaluation-harness is not installed: pip install 'megasink[eval]'")

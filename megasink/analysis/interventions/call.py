@@ -17,9 +17,6 @@ def attention_of(outputs: HeadOutputs, kind: str) -> AttentionCall:
 
     Args:
         kind: of the intervention, for errors.
-
-    Raises:
-        UserError: the weights are not those of a softmax, or a norm or an added gate follows.
     """
     call, layer = outputs.call, outputs.layer
     assert call is not None

@@ -42,11 +42,7 @@ class DynamicChange(HeadChange):
         self._zeroed: dict[int, Tensor] = {}
 
     def begin(self, forward: ForwardPass) -> None:
-        """Start a call; see `HeadChange.begin`.
-
-        Raises:
-            UserError: the call continues a cache, but not of the call that decided.
-        """
+        """Start a call; see `HeadChange.begin`."""
         if not forward.cached:
             self.masks = {}
             self._segments = list(forward.segments)
@@ -125,9 +121,6 @@ class DynamicChange(HeadChange):
         """[L, H]: share of the samples in which each head was zeroed.
 
         NaN where there is no head; layers after the last one with attention are left out.
-
-        Raises:
-            ValueError: nothing has run yet.
         """
         if not self._zeroed:
             raise ValueError("no call of the model has run in this context yet")

@@ -21,9 +21,6 @@ def from_entry(entry: dict[str, Any], where: str) -> Intervention:
 
     Args:
         where: the file and entry, for errors.
-
-    Raises:
-        UserError: an unknown kind, an unknown or missing field, or a wrong value.
     """
     kind = entry.get("kind")
     kind = kind if isinstance(kind, str) else repr(kind)
@@ -37,11 +34,7 @@ def from_entry(entry: dict[str, Any], where: str) -> Intervention:
 
 
 def read_interventions(path: Path) -> list[Intervention]:
-    """Return the interventions of a JSON file: a list of objects, applied in order.
-
-    Raises:
-        UserError: the file is missing, no such list, or an entry is wrong.
-    """
+    """Return the interventions of a JSON file: a list of objects, applied in order."""
     entries = read_value(path)
     if not isinstance(entries, list) or not all(isinstance(entry, dict) for entry in entries):
         raise UserError(f"{path}: write a list of objects, each with a kind")

@@ -30,11 +30,7 @@ class HeadList(NamedTuple):
 
 
 def normalized_heads(heads: Iterable[Sequence[int]]) -> Heads:
-    """Return (layer, head) pairs, sorted, each once.
-
-    Raises:
-        ValueError: an entry is not a pair of whole numbers from 0 on.
-    """
+    """Return (layer, head) pairs, sorted, each once."""
     pairs = set()
     for entry in heads:
         pair = tuple(entry) if isinstance(entry, list | tuple | np.ndarray) else (entry,)
@@ -51,11 +47,7 @@ def _is_integer(number: object) -> bool:
 
 
 def parse_heads(words: Iterable[str]) -> Heads:
-    """Return the heads of words such as 3.5, which is head 5 of layer 3.
-
-    Raises:
-        ValueError: a word of another form.
-    """
+    """Return the heads of words such as 3.5, which is head 5 of layer 3."""
     return normalized_heads(parse_head(word) for word in words)
 
 
@@ -72,9 +64,6 @@ def read_heads(path: Path) -> HeadList:
 
     JSON is {"heads": [[layer, head], ...]} or {"mask": [[0, 1, ...], ...]}, one row per layer. CSV
     has a line "layer,head" and one pair per line; without that line it is a mask of 0 and 1.
-
-    Raises:
-        UserError: the file is missing or of another form.
     """
     try:
         if path.suffix == ".json":

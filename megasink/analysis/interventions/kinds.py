@@ -212,11 +212,7 @@ class RemoveBos(Intervention):
     source: ClassVar[str] = "P4.3"
 
     def tokens(self, tokens: Sequence[int], bos: int | None) -> list[int]:
-        """See `Intervention.tokens`.
-
-        Raises:
-            UserError: the tokenizer has no BOS, or the sequence is nothing but BOS.
-        """
+        """See `Intervention.tokens`."""
         if bos is None:
             raise UserError("remove-bos: the tokenizer has no BOS to remove")
         if list(tokens) == [bos]:

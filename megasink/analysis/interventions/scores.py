@@ -79,11 +79,7 @@ def random_of(tokens: Iterable[int], layer: int, heads: int, seed: int) -> Tenso
 
 
 def _bases(entry: Metric) -> list[Metric]:
-    """Return the scores by sample that a score is derived from.
-
-    Raises:
-        ValueError: it takes something else.
-    """
+    """Return the scores by sample that a score is derived from."""
     names = [need.removesuffix("_NLH") for need in entry.needs]
     if any(need == name or name not in metrics() for need, name in zip(entry.needs, names)):  # noqa: B905
         raise ValueError(

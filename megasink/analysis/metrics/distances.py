@@ -16,9 +16,6 @@ def wasserstein(a: Scores, b: Scores) -> float:
 
     All samples, layers and heads of a model are pooled. Norms scale with the model: compare their
     layer-normalized forms.
-
-    Raises:
-        ValueError: one of them has no score.
     """
     from scipy.stats import wasserstein_distance
 
@@ -32,9 +29,6 @@ def spearman(a: Scores, b: Scores) -> float:
     """Return the rank correlation of the same heads in two models of one shape (P3.30).
 
     NaN if all scores of one model are equal.
-
-    Raises:
-        ValueError: the shapes differ.
     """
     from scipy.stats import ConstantInputWarning, spearmanr
 
@@ -45,11 +39,7 @@ def spearman(a: Scores, b: Scores) -> float:
 
 
 def top_agreement(a: Scores, b: Scores, count: int = 5) -> float:
-    """Return the IoU of the `count` highest heads of two models of one shape (P3.30).
-
-    Raises:
-        ValueError: the shapes differ.
-    """
+    """Return the IoU of the `count` highest heads of two models of one shape (P3.30)."""
     together = _same_heads(a, b)
     first, second = (set(np.argsort(-x[together], kind="stable")[:count].tolist()) for x in (a, b))
     return len(first & second) / len(first | second)

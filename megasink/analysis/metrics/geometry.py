@@ -28,11 +28,7 @@ class Components(NamedTuple):
 
 
 def principal_components(rows: Floats, count: int = 2) -> Components:
-    """PCA of centered rows.
-
-    Raises:
-        ValueError: fewer than two rows, or rows that are all equal.
-    """
+    """PCA of centered rows."""
     from sklearn.decomposition import PCA  # slow import, needed only for points
 
     if len(rows) < 2:
@@ -77,9 +73,6 @@ def attention_map_components(maps_MTT: NDArray[Any], count: int = 2) -> MapCompo
     Unlike scikit-learn, which copies the matrices to center them and takes the singular values of
     [M, T * T], this takes the eigenvectors of the [M, M] Gram matrix, centered afterwards in
     float64.
-
-    Raises:
-        ValueError: matrices of more than `MAP_TOKENS` tokens, fewer than two, or all equal.
     """
     if maps_MTT.shape[-1] > MAP_TOKENS:
         raise ValueError(
@@ -135,9 +128,6 @@ def neighbor_embedding(rows: Floats, seed: int) -> Embedding:
     Args:
         rows: [rows, features]; time grows with the square of their number.
         seed: for scikit-learn; the same rows and seed give the same points on one machine.
-
-    Raises:
-        ValueError: fewer than `FEWEST` rows, or rows that are all equal.
     """
     from sklearn.manifold import TSNE
     from threadpoolctl import threadpool_limits

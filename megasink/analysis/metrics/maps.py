@@ -24,9 +24,6 @@ def attention_maps(
 
     Returns:
         weights [H, T, S]; 0 for keys that a row does not see.
-
-    Raises:
-        ValueError: more than `MAP_TOKENS` tokens.
     """
     score_HTS = whole_scores(query_HTD, key_GTD, **options)
     lse_HT = score_HTS.logsumexp(-1)
@@ -42,9 +39,6 @@ def whole_scores(
 
     Returns:
         scores [H, T, S] of one sequence; `hidden` for keys that a row does not see.
-
-    Raises:
-        ValueError: more than `MAP_TOKENS` tokens.
     """
     heads, tokens = query_HTD.shape[:2]
     if tokens > MAP_TOKENS:

@@ -44,9 +44,6 @@ def proxy_statistics(
     Returns:
         `WeightStatistics` without a slot; the gate is 1 - A_i0, by sums; the entropy of a row is
         -sum_j A_ij ln A_ij. Takes O(T^2 D) work, and O(T) memory plus two tiles.
-
-    Raises:
-        ValueError: an unknown similarity, or shapes that do not fit together.
     """
     if similarity not in _WEIGHTS:
         raise ValueError(f"unknown similarity {similarity!r}: one of {', '.join(SIMILARITIES)}")
@@ -74,9 +71,6 @@ def proxy_maps(query_HTD: Tensor, key_GTD: Tensor, *, similarity: str, **options
 
     Returns:
         weights [H, T, S]; 0 for keys that a row does not see.
-
-    Raises:
-        ValueError: more than `MAP_TOKENS` tokens.
     """
     weights_of, hidden = _WEIGHTS[similarity]
     weight_HTS = weights_of(whole_scores(query_HTD, key_GTD, hidden=hidden, **options))

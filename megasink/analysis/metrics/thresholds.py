@@ -23,9 +23,6 @@ def published_quantile(scores: Scores, share: float) -> float:
     Args:
         scores: any shape; NaN is ignored.
         share: in [0, 1].
-
-    Raises:
-        ValueError: no score, or a share outside [0, 1].
     """
     if not 0 <= share <= 1:
         raise ValueError(f"share {share}: between 0 and 1")

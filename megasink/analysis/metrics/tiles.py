@@ -52,9 +52,6 @@ def tiles(
         distance_bias_HT: entry [h, i - j], added to the score of key j <= i (P2.20).
         softcap: scores become cap * tanh(score / cap), as in Gemma 2.
         hidden: value of the scores that a row does not see.
-
-    Raises:
-        ValueError: shapes that do not fit together, or a prefix with a window.
     """
     batch, heads, tokens, head_dim = query_BHTD.shape
     _, groups, keys, _ = key_BGSD.shape

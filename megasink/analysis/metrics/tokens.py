@@ -13,9 +13,6 @@ def random_sequences(
 
     Args:
         exclude: ids that are not drawn: special tokens, and ids without a token.
-
-    Raises:
-        ValueError: every id is excluded.
     """
     allowed = torch.tensor(sorted({*range(vocabulary)} - {*exclude}))
     if not len(allowed):
@@ -51,11 +48,7 @@ def repeated_first_token(content: Sequence[int], copies: int, bos: int | None) -
 
 
 def repeat_rate(documents: Iterable[Sequence[int]], n: int) -> float:
-    """Return the share of n-grams with equal tokens (P4.14); none spans two documents.
-
-    Raises:
-        ValueError: n below 2, or no document of n tokens.
-    """
+    """Return the share of n-grams with equal tokens (P4.14); none spans two documents."""
     if n < 2:
         raise ValueError(f"{n}-grams: 2 or more tokens")
     total = equal = 0

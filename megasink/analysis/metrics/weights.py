@@ -71,9 +71,6 @@ def weight_statistics(
     Returns:
         `WeightStatistics`. Takes O(T^2 D) work, and O(T) memory plus two tiles. See
         `first_weights` for the first field alone.
-
-    Raises:
-        ValueError: shapes that do not fit together, or a prefix with a window.
     """
     batch, heads, tokens, _ = query_BHTD.shape
     statistics = WeightStatistics.room_for(query_BHTD, key_BGTD)

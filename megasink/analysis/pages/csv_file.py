@@ -12,11 +12,7 @@ _FORMULA = ("=", "+", "-", "@", "\t", "\r")
 
 
 def write_csv(path: Path, columns: Sequence[str], rows: Iterable[Mapping[str, Any]]) -> None:
-    """Write rows under their columns; numbers unchanged, text through :func:`text_cell`.
-
-    Raises:
-        OSError: the file cannot be written.
-    """
+    """Write rows under their columns; numbers unchanged, text through :func:`text_cell`."""
     with path.open("w", newline="") as file:
         writer = csv.DictWriter(file, columns)
         writer.writerow({name: text_cell(name) for name in columns})

@@ -17,11 +17,7 @@ _KINDS = ("a number", "a list of numbers", "a table of numbers")
 
 
 def read_metrics(run_dir: Path) -> list[dict[str, Any]]:
-    """Return the lines of a run's metrics.jsonl.
-
-    Raises:
-        UserError: the file is missing, empty, or not JSON lines.
-    """
+    """Return the lines of a run's metrics.jsonl."""
     path = run_dir / "metrics.jsonl"
     if not path.is_file():
         raise UserError(f"{run_dir} is not a run: {path} not found")

@@ -122,9 +122,6 @@ def save(figure: Any, path: Path, comment: str | None = None) -> None:
 
     Args:
         comment: of `picture_comment.comment_of`.
-
-    Raises:
-        OSError: the file cannot be written.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
     with atomic_file(path) as file:

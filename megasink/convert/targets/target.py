@@ -96,9 +96,6 @@ class Target:
         """Return {field of Architecture: value} of a config.json, besides the common keys.
 
         A missing key leaves its field at the default.
-
-        Raises:
-            KeyError: a required key is missing.
         """
         read = self.read(config)
         present = {name: config.get(key) for key, name in self.keys.items() if name not in read}

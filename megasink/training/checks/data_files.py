@@ -121,9 +121,6 @@ def _ends(weights: list[float]) -> list[float]:
     """Return where the parts of a data set end, from 0, as shares of it; in Megatron's own floats.
 
     core/datasets/blended_megatron_dataset_config.py:155.
-
-    Raises:
-        ValueError, ZeroDivisionError: there are more weights than parts, or all are 0.
     """
     if len(weights) > 3:
         raise ValueError("more weights than parts")

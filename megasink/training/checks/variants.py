@@ -212,11 +212,7 @@ def with_shape(args: Namespace) -> Namespace:
 
 
 def match_ffn_width(args: Namespace) -> None:
-    """Narrow the FFN to offset the gate's parameters (P1.21); rank 0 prints the change.
-
-    Raises:
-        ConfigError: no width is left.
-    """
+    """Narrow the FFN to offset the gate's parameters (P1.21); rank 0 prints the change."""
     bias = args.add_bias_linear or args.add_qkv_bias
     extra = ffn_width.parameters_per_layer(with_shape(args), bias=bias)
     try:
