@@ -136,6 +136,13 @@ def within_layers(score_LH: Floats, value_LH: Floats) -> Floats:
     return found
 
 
+def partial_correlation(one: Floats, other: Floats, given: Floats) -> float:
+    """Spearman's rank correlation of two given a third; NaN where it is undefined."""
+    both, a, b = (rank_correlation(x, y) for x, y in ((one, other), (one, given), (other, given)))
+    left = (1 - a**2) * (1 - b**2)
+    return (both - a * b) / left**0.5 if left > 0 else float("nan")
+
+
 def known_mean(values: Floats) -> float:
     """Return the mean of the values that are not NaN; NaN if none is."""
     known = values[~np.isnan(values)]
@@ -173,6 +180,7 @@ def compare(score_LH: Floats, value_LHN: Floats) -> dict[str, Any]:
         value_LHN: what is lost without each head, by text.
     """
     score_LH = score_LH[: len(value_LHN)]
+    depth = np.repeat(np.arange(float(len(score_LH))), score_LH.shape[1])
     score, value_HN = score_LH.ravel(), value_LHN.reshape(score_LH.size, -1)
     mean_LH, (heads, texts) = value_LHN.mean(-1), value_HN.shape
 
@@ -180,6 +188,11 @@ def compare(score_LH: Floats, value_LHN: Floats) -> dict[str, Any]:
         chosen = generator.integers(heads, size=heads)
         mean = value_HN[:, generator.integers(texts, size=texts)].mean(1)
         return rank_correlation(score[chosen], mean[chosen])
+
+    def beside_depth(generator: np.random.Generator) -> float:
+        chosen = generator.integers(heads, size=heads)
+        mean = value_HN[:, generator.integers(texts, size=texts)].mean(1)
+        return partial_correlation(score[chosen], mean[chosen], depth[chosen])
 
     def inside(generator: np.random.Generator) -> float:
         drawn_LH = value_LHN[:, :, generator.integers(texts, size=texts)].mean(-1)
@@ -191,6 +204,8 @@ def compare(score_LH: Floats, value_LHN: Floats) -> dict[str, Any]:
     return {
         "all": rank_correlation(score, mean_LH.ravel()),
         "all_interval": interval(over_all),
+        "given_depth": partial_correlation(score, mean_LH.ravel(), depth),
+        "given_depth_interval": interval(beside_depth),
         "within": known_mean(by_layer),
         "within_interval": interval(inside),
         "by_layer": [round(float(value), 3) for value in by_layer],
