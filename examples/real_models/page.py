@@ -17,10 +17,10 @@ from typing import Any
 
 from examples.real_models.claims import Claim, claims
 from examples.real_models.expected import (
+    came,
     count_of,
     held,
     met,
-    numbers_of,
     title_of_model,
     with_missed,
 )
@@ -91,8 +91,7 @@ def _row(claim: Claim, found: Sequence[dict[str, Any]]) -> str:
     missed = [
         title_of_model(model["model"])
         for model in found
-        if model["model"] in claim.expected
-        and not met(claim.expected[model["model"]], numbers_of(model), claim.number)
+        if came(claim, model) is False
     ]
     cells = (
         f"{claim.says} ({claim.rows})",
@@ -107,9 +106,8 @@ def _row(claim: Claim, found: Sequence[dict[str, Any]]) -> str:
 def _values(claim: Claim, numbers: dict[str, Any]) -> str:
     """Return a claim's numbers in a model, the further ones by name."""
     first, others = value_of(numbers[claim.number]), claim.also.items()
-    if numbers[claim.number]["number"] is None:
-        return first
-    return "; ".join([first, *(f"{words} {value_of(numbers[name])}" for words, name in others)])
+    further = (f"{words} {value_of(numbers[name])}" for words, name in others)
+    return "; ".join([first, *further])
 
 
 def standing(found: Sequence[dict[str, Any]]) -> Iterator[str]:
@@ -119,8 +117,8 @@ def standing(found: Sequence[dict[str, Any]]) -> Iterator[str]:
         counts = held(rows, model["model"])
         yield (
             f"Of {len(rows)} claims {counts['yes']} hold in {title_of_model(model['model'])}, "
-            f"{counts['partly']} in part, {counts['no']} do not, and {counts['']} have nothing to "
-            "measure there."
+            f"{counts['partly']} in part, {counts['no']} do not, and {counts['']} are not measured "
+            "or have nothing to measure there."
         )
     expected, missed = count_of(rows, found)
     yield f"Of {expected} numbers that were expected {missed} were missed."
