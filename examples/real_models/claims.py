@@ -11,7 +11,7 @@ import argparse
 import json
 import tomllib
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -45,6 +45,10 @@ class Claim:
         says: the claim; published: the paper's own number.
         number: name of the function that measures it.
         predicted: before the measurement; verdict: after it.
+        expected: model -> what was predicted, for `expected.met`.
+        holds: model -> whether the claim does: yes, partly or no; without the models that have
+            nothing to measure.
+        also: words -> name of a further number that stands beside the first.
     """
 
     paper: str
@@ -53,7 +57,15 @@ class Claim:
     published: str
     number: str
     predicted: str
-    verdict: str = ""
+    expected: dict[str, Any]
+    verdict: str
+    holds: dict[str, str]
+    also: dict[str, str] = field(default_factory=dict)
+
+    @property
+    def numbers(self) -> list[str]:
+        """Every number of the claim."""
+        return [self.number, *self.also.values()]
 
 
 def claims() -> list[Claim]:
@@ -114,7 +126,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("models", nargs="+", type=Path, help="Hugging Face folders")
     folders = parser.parse_args(arguments).models
-    names = [claim.number for claim in claims()]
+    names = [name for claim in claims() for name in claim.numbers]
     found = [examine(Subject(folder), names) for folder in folders]
     from examples.real_models.claims_figure import draw
 

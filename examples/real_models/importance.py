@@ -10,7 +10,7 @@ Shapes: L layers, H heads, N texts.
 
 import argparse
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -136,6 +136,15 @@ def within_layers(score_LH: Floats, value_LH: Floats) -> Floats:
     return found
 
 
+def given(one_RX: Floats, other_RX: Floats, third_RX: Floats) -> Floats:
+    """Return [R]: the partial rank correlation of two given a third; NaN where it is undefined."""
+    pairs = ((one_RX, other_RX), (one_RX, third_RX), (other_RX, third_RX))
+    both, a, b = (within_layers(x, y) for x, y in pairs)
+    left = (1 - a**2) * (1 - b**2)
+    found: Floats = np.where(left > 0, (both - a * b) / np.sqrt(np.where(left > 0, left, 1)), np.nan)
+    return found
+
+
 def known_mean(values: Floats) -> float:
     """Return the mean of the values that are not NaN; NaN if none is."""
     known = values[~np.isnan(values)]
@@ -155,10 +164,8 @@ def kept_share(score: Floats, rise: Floats) -> float:
     return float(rise[order[: (len(order) + 1) // 2]].sum() / total)
 
 
-def interval(draw: Callable[[np.random.Generator], float]) -> list[float]:
+def interval(draws: Floats) -> list[float]:
     """Return the 2.5 % and 97.5 % points of bootstrap draws; NaN if there is none."""
-    generator = np.random.default_rng(SEED)
-    draws = np.array([draw(generator) for _ in range(DRAWS)])
     known = draws[~np.isnan(draws)]
     points = np.quantile(known, (0.025, 0.975)) if known.size else (np.nan, np.nan)
     return [float(point) for point in points]
@@ -173,26 +180,34 @@ def compare(score_LH: Floats, value_LHN: Floats) -> dict[str, Any]:
         value_LHN: what is lost without each head, by text.
     """
     score_LH = score_LH[: len(value_LHN)]
+    depth = np.repeat(np.arange(float(len(score_LH))), score_LH.shape[1])
     score, value_HN = score_LH.ravel(), value_LHN.reshape(score_LH.size, -1)
     mean_LH, (heads, texts) = value_LHN.mean(-1), value_HN.shape
+    generator, chosen, means = np.random.default_rng(SEED), [], []
+    for _ in range(DRAWS):
+        chosen.append(generator.integers(heads, size=heads))
+        means.append(value_HN[:, generator.integers(texts, size=texts)].mean(1)[chosen[-1]])
+    drawn = [score[np.array(chosen)], np.array(means), depth[np.array(chosen)]]
 
-    def over_all(generator: np.random.Generator) -> float:
-        chosen = generator.integers(heads, size=heads)
-        mean = value_HN[:, generator.integers(texts, size=texts)].mean(1)
-        return rank_correlation(score[chosen], mean[chosen])
-
-    def inside(generator: np.random.Generator) -> float:
+    generator, rows = np.random.default_rng(SEED), []
+    for _ in range(DRAWS):
         drawn_LH = value_LHN[:, :, generator.integers(texts, size=texts)].mean(-1)
-        chosen = generator.integers(len(drawn_LH), size=len(drawn_LH))
-        return known_mean(within_layers(score_LH[chosen], drawn_LH[chosen]))
+        at = generator.integers(len(drawn_LH), size=len(drawn_LH))
+        rows.append((score_LH[at], drawn_LH[at]))
+    inside = within_layers(*(np.concatenate(part) for part in zip(*rows, strict=True)))
 
     by_layer = within_layers(score_LH, mean_LH)
     kept_L = [kept_share(s, v) * v.sum() for s, v in zip(score_LH, mean_LH, strict=True)]
+    whole = [array.ravel()[None] for array in (score, mean_LH, depth)]
     return {
-        "all": rank_correlation(score, mean_LH.ravel()),
-        "all_interval": interval(over_all),
+        "all": float(within_layers(*whole[:2])[0]),
+        "all_interval": interval(within_layers(*drawn[:2])),
+        "given_depth": float(given(*whole)[0]),
+        "given_depth_interval": interval(given(*drawn)),
         "within": known_mean(by_layer),
-        "within_interval": interval(inside),
+        "within_interval": interval(
+            np.array([known_mean(draw) for draw in inside.reshape(DRAWS, -1)])
+        ),
         "by_layer": [round(float(value), 3) for value in by_layer],
         "kept": kept_share(score, mean_LH.ravel()),
         "kept_within": float(np.sum(kept_L) / mean_LH.sum()),

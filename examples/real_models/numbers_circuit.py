@@ -14,15 +14,36 @@ from examples.real_models.numbers import number
 from megasink.analysis.metrics.circuit import NORM_RATIO
 from megasink.attention.definitions import SINK_EPSILON
 
+KEPT = 0.5
+"""Of the norm after a block, that must be left after each block up to the last third."""
+
 
 def jump_of(subject: Subject) -> int | None:
-    """Return the block with the first long state of the first token in most texts, if any."""
-    first_N = first_long_block(subject)
-    known = first_N[~np.isnan(first_N)]
-    return int(np.median(known)) if 2 * len(known) > len(first_N) else None
+    """Return the block of the lasting growth in most texts, if any: the block of P4's rows."""
+    lasting_N = lasting_block(subject)
+    known = lasting_N[~np.isnan(lasting_N)]
+    return int(np.median(known)) if 2 * len(known) > len(lasting_N) else None
 
 
 @number("jump_block")
+def lasting_block(subject: Subject) -> Floats:
+    """The block with the largest growth of the first token's norm that lasts to the last third.
+
+    Of the blocks before the last third, the one that adds most to the first token's norm, where the
+    first token is then over `NORM_RATIO` times as long as the others, and keeps at least `KEPT` of
+    that norm after each block up to the last third; NaN if there is none.
+    """
+    text = subject.samples("text")
+    norm_NB, ratio_NB = text["state_norm"][:, ::2, 0], text["massive_ratio"][:, 2::2]
+    early = 2 * ratio_NB.shape[1] // 3
+    after_NB = norm_NB[:, 1 : early + 1]
+    lowest_NB = np.minimum.accumulate(after_NB[:, ::-1], 1)[:, ::-1]
+    lasts_NB = (ratio_NB[:, :early] > NORM_RATIO) & (lowest_NB >= KEPT * after_NB)
+    growth_NB = np.where(lasts_NB, after_NB - norm_NB[:, :early], -np.inf)
+    return np.where(lasts_NB.any(1), growth_NB.argmax(1), np.nan)
+
+
+@number("first_long_block")
 def first_long_block(subject: Subject) -> Floats:
     """The first block whose output has a first token over 5 times as long as the others."""
     long_NL = subject.samples("text")["massive_ratio"][:, 2::2] > NORM_RATIO
@@ -41,11 +62,13 @@ def mlp_share_of_jump(subject: Subject) -> Floats:
     return (after - middle) / (after - before)
 
 
-@number("up_ratio")
-def up_ratio(subject: Subject) -> Floats:
-    """First token over others."""
-    jump = jump_of(subject)
-    return np.full(1, np.nan) if jump is None else changes.mlp_ratios(subject, jump)[:, 0]
+for _at, _part in enumerate(("up", "gate")):
+
+    @number(f"{_part}_ratio")
+    def mlp_ratio(subject: Subject, at: int = _at) -> Floats:
+        """First token over others, in the block of the jump; the gate after its activation."""
+        jump = jump_of(subject)
+        return np.full(1, np.nan) if jump is None else changes.mlp_ratios(subject, jump)[:, at]
 
 
 @number("cosine_after_jump")

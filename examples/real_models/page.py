@@ -16,14 +16,24 @@ from pathlib import Path
 from typing import Any
 
 from examples.real_models.claims import Claim, claims
+from examples.real_models.expected import (
+    came,
+    count_of,
+    held,
+    met,
+    title_of_model,
+    with_missed,
+)
 from examples.real_models.fidelity import HELD_OUT
-from examples.real_models.importance_figure import title_of
+from examples.real_models.importance_section import expectations, places, tables
 from examples.real_models.inactive_figure import draw_inactive
 from examples.real_models.training import (
     NUMBERS,
+    balance_checks,
     by_seed,
     difference,
     surgery,
+    surgery_checks,
     surgery_numbers,
 )
 from examples.real_models.training_figure import LABELS, draw_balance, draw_surgery
@@ -44,7 +54,8 @@ PAPERS = {
     "P4": "The circuit of the first token (P4)",
 }
 _ABSENT = {"number": None}
-_SHOWN = ("mask_gradient", "circuit_ahon_ln", "importance", "ahon_ln", "awft", "avvn")
+SHOWN = (90, 120)
+"""Steps of surgery whose numbers are shown; at the first of them nothing was rounded."""
 
 
 def value_of(found: dict[str, Any]) -> str:
@@ -77,31 +88,40 @@ def table(paper: str, found: Sequence[dict[str, Any]]) -> Iterator[str]:
 
 
 def _row(claim: Claim, found: Sequence[dict[str, Any]]) -> str:
-    values = (value_of(model["numbers"][claim.number]) for model in found)
+    missed = [
+        title_of_model(model["model"])
+        for model in found
+        if came(claim, model) is False
+    ]
     cells = (
         f"{claim.says} ({claim.rows})",
         claim.published,
-        *values,
-        claim.predicted,
+        *(_values(claim, model["numbers"]) for model in found),
+        with_missed(claim.predicted, missed),
         claim.verdict,
     )
     return f"| {' | '.join(cells)} |"
 
 
-def importance_table(found: Sequence[dict[str, Any]]) -> Iterator[str]:
-    """Yield rank correlations of some scores with the divergence, and how far each list reaches."""
-    titles = [sources()["models"][model["model"]]["title"] for model in found]
-    heads = " | ".join(f"{title}: all heads | in a layer" for title in titles)
-    yield f"| score | {heads} |"
-    yield "|" + "---|" * (1 + 2 * len(found))
-    for score in _SHOWN:
-        cells = []
-        for model in found:
-            row = model["kl"]["scores"][score]
-            for what in ("all", "within"):
-                interval = row[f"{what}_interval"]
-                cells.append(value_of({"number": row[what], "interval": interval}))
-        yield f"| {title_of(score)} | {' | '.join(cells)} |"
+def _values(claim: Claim, numbers: dict[str, Any]) -> str:
+    """Return a claim's numbers in a model, the further ones by name."""
+    first, others = value_of(numbers[claim.number]), claim.also.items()
+    further = (f"{words} {value_of(numbers[name])}" for words, name in others)
+    return "; ".join([first, *further])
+
+
+def standing(found: Sequence[dict[str, Any]]) -> Iterator[str]:
+    """Yield how many of the papers' claims hold in each model, and how many expectations came."""
+    rows = claims()
+    for model in found:
+        counts = held(rows, model["model"])
+        yield (
+            f"Of {len(rows)} claims {counts['yes']} hold in {title_of_model(model['model'])}, "
+            f"{counts['partly']} in part, {counts['no']} do not, and {counts['']} are not measured "
+            "or have nothing to measure there."
+        )
+    expected, missed = count_of(rows, found)
+    yield f"Of {expected} numbers that were expected {missed} were missed."
 
 
 def fidelity_lines(found: dict[str, Any]) -> Iterator[str]:
@@ -146,21 +166,22 @@ def balance_table(path: Path) -> Iterator[str]:
             yield f"| its difference from Eq. 7 | – | – | – | {' | '.join(cells)} |"
 
 
-def verdicts(section: str) -> Iterator[str]:
-    """Yield what was expected of a section's runs, and what came."""
+def verdicts(section: str, numbers: dict[str, Any]) -> Iterator[str]:
+    """Yield what was expected of a section's runs, and what came, by the section's numbers."""
     yield "| claim | published | expected | verdict |"
     yield "|---|---|---|---|"
     for row in tomllib.loads(WORDS.read_text())["verdict"]:
         if row["section"] == section:
-            yield f"| {row['says']} | {row['published']} | {row['predicted']} | {row['verdict']} |"
+            came = all(met(bounds, numbers, name) for name, bounds in row["expected"].items())
+            predicted = row["predicted"] + ("" if came else " **Missed.**")
+            yield f"| {row['says']} | {row['published']} | {predicted} | {row['verdict']} |"
 
 
 def surgery_table(path: Path) -> Iterator[str]:
     """Yield what is measured of each variant, before and after the training."""
     found = surgery(path)
-    last = {arm: steps for arm, steps in sorted(found, key=lambda stage: stage[1]) if steps}
     shown = {"as it was": found["vanilla", 0], "sinks put in": found["sink", 0]}
-    shown |= {f"{arm}, {steps} steps": found[arm, steps] for arm, steps in last.items()}
+    shown |= {f"{arm}, {n} steps": stage for (arm, n), stage in sorted(found.items()) if n in SHOWN}
     numbers = {name: surgery_numbers(s, found["vanilla", 0]) for name, s in shown.items()}
     yield f"| | {' | '.join(shown)} |"
     yield "|" + "---|" * (1 + len(shown))
@@ -175,14 +196,14 @@ def page(folder: Path = RESULTS) -> str:
     found, importance = (
         json.loads((folder / name).read_text()) for name in ("claims.json", "importance.json")
     )
-    measured = "; ".join(
-        f"{sources()['models'][model['model']]['title']}: {model['measured']['texts']} texts"
-        for model in importance
-    )
     lines = [
         "# Real models",
         "",
         words["opening"].strip(),
+        "",
+        *standing(found),
+        "",
+        words["left_out"].strip(),
         "",
         f"![Sinks and inactive heads of two models]({PICTURES}/claims.png)",
         "",
@@ -194,11 +215,13 @@ def page(folder: Path = RESULTS) -> str:
         "",
         f"![Scores of heads and what is lost without each]({PICTURES}/importance.png)",
         "",
-        f"Rank correlation with the divergence of predictions without each head ({measured}):",
-        "",
-        *importance_table(importance),
-        "",
+        *tables(importance),
+        *map(places, importance),
         words["importance_after"].strip(),
+        "",
+        words["importance_expected"].strip(),
+        "",
+        *expectations(words["importance_check"], importance),
     ]
     for paper, title in PAPERS.items():
         lines += ["", f"## {title}", "", words[paper].strip(), "", *table(paper, found)]
@@ -209,10 +232,10 @@ def page(folder: Path = RESULTS) -> str:
     lines += ["", "## Fine-tuning with the head-balance loss", "", words["balance"].strip(), ""]
     lines += [f"![Heads and losses of four arms]({PICTURES}/balance.png)", ""]
     lines += [words["balance_table"].strip(), "", *balance_table(balance), ""]
-    lines += [*verdicts("balance"), "", words["balance_after"].strip()]
+    lines += [*verdicts("balance", balance_checks(balance)), "", words["balance_after"].strip()]
     lines += ["", "## Sink surgery", "", words["surgery"].strip(), ""]
     lines += [f"![Three variants, trained on]({PICTURES}/surgery.png)", ""]
-    lines += [*surgery_table(operated), "", *verdicts("surgery")]
+    lines += [*surgery_table(operated), "", *verdicts("surgery", surgery_checks(operated))]
     lines += ["", words["surgery_after"].strip()]
     fidelity = json.loads((folder / "fidelity-smollm2.json").read_text())
     lines += ["", "## In Megatron, and back", "", words["fidelity"].strip(), ""]

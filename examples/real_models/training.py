@@ -139,3 +139,47 @@ def surgery_numbers(stage: dict[str, Any], model: dict[str, Any]) -> dict[str, d
         for name, values in stage["kurtosis"].items():
             found[f"kurtosis of the states, {name}: largest"] = measured(max(values))
     return found
+
+
+def balance_checks(path: Path) -> dict[str, Any]:
+    """Return what expectations are of: `ARM: NUMBER` of each seed, and beside it `less before`,
+    `over before`, `less none` and, 0 or 1, `resolved from none`."""
+    before, arms = by_seed(path)
+    found: dict[str, Any] = {}
+    for arm, numbers in arms.items():
+        for name, value_S in numbers.items():
+            start, none_S = NUMBERS[name](before, before), arms["none"][name]
+            low, high = difference(value_S, none_S)["interval"] or (-np.inf, np.inf)
+            found |= {
+                f"{arm}: {name}": value_S,
+                f"{arm}: {name}, less before": value_S - start,
+                f"{arm}: {name}, over before": value_S / start if start else None,
+                f"{arm}: {name}, less none": (value_S - none_S).mean(),
+                f"{arm}: {name}, resolved from none": float(low > 0 or high < 0),
+            }
+    return found
+
+
+def surgery_checks(path: Path) -> dict[str, Any]:
+    """Return what expectations are of: `ARM at STEPS: NUMBER`, and beside it `over the model` as it
+    was and `less vanilla` after the same steps; `ARM after` has all steps but 0."""
+    stages, found = surgery(path), {}
+    model = stages["vanilla", 0]
+    numbers = {
+        stage: {k: v["number"] for k, v in surgery_numbers(what, model).items()}
+        for stage, what in stages.items()
+    }
+    for (arm, steps), values in numbers.items():
+        for name, value in values.items():
+            start, plain = (numbers["vanilla", at].get(name) for at in (0, steps))
+            of = f"{arm} at {steps}: {name}"
+            found[of] = value
+            found[f"{of}, over the model"] = value / start if start else None
+            found[f"{of}, less vanilla"] = None if plain is None else value - plain
+    for arm in {arm for arm, _ in numbers}:
+        after = [of for of in found if of.startswith(f"{arm} at ") and " at 0:" not in of]
+        for name in dict.fromkeys(of.partition(": ")[2] for of in after):
+            found[f"{arm} after: {name}"] = [
+                found[of] for of in after if of.endswith(f": {name}") and found[of] is not None
+            ]
+    return found

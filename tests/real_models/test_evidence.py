@@ -1,0 +1,105 @@
+"""README's "Does it help?" and the page's summary are what the results files say."""
+
+import json
+import re
+from pathlib import Path
+
+import pytest
+
+from examples.real_models.claims import claims
+from examples.real_models.expected import count_of, held, met
+from examples.real_models.page import standing
+from examples.real_models.training import by_seed, difference
+from examples.real_models.zeroing import RESULTS
+from examples.replicate import record
+
+ROOT = Path(__file__).parents[2]
+SECTION = " ".join(
+    (ROOT / "README.md").read_text().partition("## Does it help?")[2].partition("\n## ")[0].split()
+)
+
+
+@pytest.fixture(scope="module", name="full")
+def full_forms():
+    """Letter of an experiment -> its full form."""
+    return {each.experiment[0]: each for each in record.read_results() if each.form == "full"}
+
+
+def counts(result, verdict):
+    return sum(v["verdict"] == verdict for v in result.verdicts)
+
+
+def test_experiments(full):
+    a, b, c, d, e = (full[letter] for letter in "abcde")
+    gated = {cell: sum(a.cells[f"gated, {cell}"]["imbalance"]) / 3 for cell in ("no loss", "loss")}
+    assert f"from {gated['no loss']:.3f} to {gated['loss']:.3f} in gated attention" in SECTION
+    lowers = [v for v in a.verdicts if v["says"].startswith("The loss lowers the head imbalance")]
+    assert [v["difference"] > 0 and v["corrected"] > 0.05 for v in lowers] == [True] * 3
+    assert f"correction for {len(a.verdicts)} claims" in SECTION
+    for name in ("vanilla", "sink", "gated"):
+        (v,) = (v for v in a.verdicts if v["says"].startswith(f"The loss improves validation of {name}"))
+        assert re.search(rf"{v['low']:.2f} to {v['high']:.2f}[^(]* \({name}", SECTION)
+    gates = [v for v in c.verdicts if re.search("^A.* gate .*improves validation$|^A SiLU gate", v["says"])]
+    before = sum(v["p"] < 0.05 for v in gates)
+    after = sum(v["verdict"] == "reproduces" for v in gates)
+    assert f"{before} of {len(gates)} forms validate better than none with p < 0.05" in SECTION
+    assert f"{after} of {len(gates)} after correction for {len(c.verdicts)} claims" in SECTION
+    gains = [v["difference"] for v in gates]
+    assert f"gain {min(gains):.1f} to {max(gains):.1f} nats" in SECTION
+    assert f"P2 says in {counts(b, 'reproduces')} of {len(b.verdicts)} claims" in SECTION
+    assert counts(b, "opposite") == 0
+    assert (
+        f"of P4's {len(e.verdicts)}, {counts(e, 'reproduces')} holds and "
+        f"{counts(e, 'opposite')} are the opposite"
+    ) in SECTION
+    assert f"in {counts(d, 'reproduces')} of {len(d.verdicts)} claims of P3" in SECTION
+    for name in ("vanilla", "sink"):
+        areas = d.cells[f"{name}, no loss"]
+        pairs = zip(areas["ablation/awft/auc"], areas["ablation/random/auc"], strict=True)
+        assert all(awft > random for awft, random in pairs)
+
+
+def test_real_models():
+    found = json.loads((RESULTS / "claims.json").read_text())
+    rows, of = claims(), held(claims(), "smollm2")
+    text = f"{of['yes']} hold in SmolLM2, {of['partly']} in part, {of['no']} do not"
+    assert f"makes {len(rows)} in [real models](docs/real-models.md): {text}" in SECTION
+    assert f"Of {len(rows)} claims {text}" in "\n".join(standing(found))
+    smollm2, _ = found
+    shares = {s: smollm2["numbers"][f"removable_{s}"]["number"] for s in ("ahon_ln", "awft", "random")}
+    for value, words in zip(shares.values(), ("of heads", "by AWFT", "at random"), strict=True):
+        assert f"{value:.1f} % {words}" in SECTION
+    assert f"{len(rows) - len(shares)} further claims" in SECTION
+
+    _, arms = by_seed(RESULTS / "balance-smollm2.jsonl")
+    margin = "quiz, margin in nats per token"
+    apart = difference(arms["eq7"][margin], arms["none"][margin])
+    low, high = sorted(-x for x in apart["interval"])
+    assert f"loses {-apart['number']:.3f} nats ({low:.3f} to {high:.3f})" in SECTION
+    assert low > 0
+
+
+def test_an_expectation_is_met_or_missed():
+    numbers = {"a": 0.5, "b": 0.3, "none": None, "each": [0.1, 0.4]}
+    assert met(0.6, numbers, "a")  # a fifth less is just within
+    assert met(0.45, numbers, "a")
+    assert not met(0.4, numbers, "a")
+    assert met([0.2, 0.5], numbers, "a")
+    assert not met([0.2, 0.49], numbers, "a")
+    assert met({"b": [0.1, 0.3]}, numbers, "a")
+    assert not met({"": 0.5, "b": [0.3, 1]}, numbers, "a")
+    assert met("none", numbers, "none")
+    assert not met("none", numbers, "a")
+    assert met([0, 0.4], numbers, "each")
+    assert not met([0, 0.3], numbers, "each")
+    assert met(-0.1, {"a": -0.11}, "a")
+    with pytest.raises(ValueError, match="none was expected, and was not measured"):
+        met([0, 1], numbers, "none")
+
+
+def test_counts_follow_the_numbers():
+    found = json.loads((RESULTS / "claims.json").read_text())
+    expected, missed = count_of(claims(), found)
+    found[0]["numbers"]["sink_rate_repeated"]["number"] = 1.0
+    assert count_of(claims(), found) == (expected, missed + 1)
+    assert sum(held(claims(), "smollm2").values()) == len(claims())
