@@ -22,7 +22,7 @@ from transformers import AutoModelForCausalLM, PrinterCallback, TrainerCallback,
 import megasink.transformers  # noqa: F401
 from megasink.finetune_options import FinetuneOptions
 from megasink.transformers import finetune
-from megasink.transformers.chats import load_chat_tokenizer
+from megasink.transformers.chats import ChatTokenizer
 
 STEPS = 5
 """Of a turn of fine-tuning; the first warms up."""
@@ -80,15 +80,16 @@ def fine_tuning(folder: Path, chats: Path, tokens: int, turns: int, work: Path) 
     options = FinetuneOptions(
         model=folder, data=(chats,), seq_length=tokens, global_batch_size=1, bf16=True
     )
-    tokenizer, template = load_chat_tokenizer(folder)
-    data, _, _ = finetune.tokenized(options, tokenizer, template, work, f"s{tokens}")
+    reader = ChatTokenizer(folder)
+    tokenizer = reader.tokenizer
+    data, _, _ = finetune.tokenized(options, reader, work / f"s{tokens}")
 
     def config(name: str) -> Any:
         made = finetune.arguments(options, work / f"{name}{tokens}")
         made.max_steps, made.eval_strategy, made.save_strategy = STEPS, "no", "no"
         return made
 
-    ours = finetune.make_trainer(options, config("megasink"), tokenizer, data, None, 1)
+    ours = finetune.make_trainer(options, config("megasink"), tokenizer, data, 1)
     set_seed(options.seed)
     lora = LoraConfig(r=16, lora_alpha=16, target_modules="all-linear", task_type="CAUSAL_LM")
     theirs = SFTTrainer(

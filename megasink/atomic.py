@@ -70,6 +70,8 @@ def atomic_files(folder: Path, replaced: Iterable[str] = ()) -> Iterator[Path]:
             for old in {old for pattern in replaced for old in folder.glob(pattern)}:
                 if old.relative_to(folder) not in files:
                     old.unlink()
+                    with suppress(OSError):  # it holds others
+                        old.parent.rmdir()
             for name in sorted(files, key=lambda name: (name.suffix == ".json", name)):
                 (folder / name).parent.mkdir(parents=True, exist_ok=True)
                 (partial / name).replace(folder / name)

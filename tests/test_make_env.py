@@ -38,7 +38,7 @@ case "$1 $2" in
   "pip install") echo "uv $@" ;;
 esac
 """
-WHOLE = ".[eval,finetune,muon,storage] --group dev"
+WHOLE = ".[eval,finetune,gguf,muon,storage] --group dev"
 UNFIT = "#!/bin/bash\nexit 1\n"
 
 

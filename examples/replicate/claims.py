@@ -165,15 +165,11 @@ def _equivalence(claim: Claim, sides: list[Floats]) -> Tested:
     The opposite, a difference beyond the margin, is tested on the side that the mean is on.
     """
     first_N, second_N = sides
-    differences_N, margin = second_N - first_N, float(claim["within"])
-    mean = float(differences_N.mean())
-    effect = margin - abs(mean)
-    if np.ptp(differences_N) == 0:
-        p = 0.5 if effect == 0 else float(effect < 0)
-        return Tested(effect, mean, mean, p, 1 - p)
-    nearer = stats.ttest_1samp(differences_N * (1 if mean >= 0 else -1), margin, alternative="less")
-    low, high = stats.ttest_1samp(differences_N, 0.0).confidence_interval(0.95)
-    return Tested(effect, float(low), float(high), float(nearer.pvalue), 1 - float(nearer.pvalue))
+    differences_N = second_N - first_N
+    sign = 1.0 if differences_N.mean() >= 0 else -1.0
+    left = _one_sample(float(claim["within"]) - sign * differences_N)
+    apart = _one_sample(differences_N)
+    return Tested(left.effect, apart.low, apart.high, left.p, left.against)
 
 
 def _threshold(claim: Claim, sides: list[Floats]) -> Tested:
@@ -251,12 +247,7 @@ def kind_of(claim: Claim) -> Kind | None:
 def problems(
     claims: Sequence[Claim], cells: Sequence[str], metrics: Sequence[str], curves: Sequence[str]
 ) -> Iterator[str]:
-    """Yield what is wrong with claims, before anything runs.
-
-    Args:
-        cells, metrics: that the runs will have.
-        curves: that runs will have, for `AT`.
-    """
+    """Yield what is wrong with claims of runs with these cells, metrics and curves (for `AT`)."""
     for number, claim in enumerate(claims, 1):
         found = dict.fromkeys(_claim_problems(claim, cells, metrics, curves))
         yield from (f"claim {number}: {problem}" for problem in found)

@@ -123,6 +123,8 @@ def test_a_released_config_loses_nothing(name, tmp_path):
     again, _, lost = written_again(carried, ours, None)
     assert lost == []
     renamed = {"torch_dtype", "rope_scaling"}
+    if target.name == "gpt_oss":
+        renamed.add("rope_parameters")  # YaRN of factor 1, which older engines read as no scaling
     different = {
         key: again[key]
         for key, value in config.items()

@@ -37,9 +37,15 @@ def test_experiments(full):
     assert [v["difference"] > 0 and v["corrected"] > 0.05 for v in lowers] == [True] * 3
     assert f"correction for {len(a.verdicts)} claims" in SECTION
     for name in ("vanilla", "sink", "gated"):
-        (v,) = (v for v in a.verdicts if v["says"].startswith(f"The loss improves validation of {name}"))
+        (v,) = (
+            v for v in a.verdicts if v["says"].startswith(f"The loss improves validation of {name}")
+        )
         assert re.search(rf"{v['low']:.2f} to {v['high']:.2f}[^(]* \({name}", SECTION)
-    gates = [v for v in c.verdicts if re.search("^A.* gate .*improves validation$|^A SiLU gate", v["says"])]
+    gates = [
+        v
+        for v in c.verdicts
+        if re.search("^A.* gate .*improves validation$|^A SiLU gate", v["says"])
+    ]
     before = sum(v["p"] < 0.05 for v in gates)
     after = sum(v["verdict"] == "reproduces" for v in gates)
     assert f"{before} of {len(gates)} forms validate better than none with p < 0.05" in SECTION
@@ -66,7 +72,9 @@ def test_real_models():
     assert f"makes {len(rows)} in [real models](docs/real-models.md): {text}" in SECTION
     assert f"Of {len(rows)} claims {text}" in "\n".join(standing(found))
     smollm2, _ = found
-    shares = {s: smollm2["numbers"][f"removable_{s}"]["number"] for s in ("ahon_ln", "awft", "random")}
+    shares = {
+        s: smollm2["numbers"][f"removable_{s}"]["number"] for s in ("ahon_ln", "awft", "random")
+    }
     for value, words in zip(shares.values(), ("of heads", "by AWFT", "at random"), strict=True):
         assert f"{value:.1f} % {words}" in SECTION
     assert f"{len(rows) - len(shares)} further claims" in SECTION

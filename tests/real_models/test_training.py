@@ -13,7 +13,7 @@ from examples.real_models import balance, chats, page, rounding, surgery, traini
 from examples.real_models.training_figure import draw_balance, draw_surgery
 from megasink.analysis.api.models import load_model
 from megasink.cli import main as megasink
-from megasink.transformers.chats import Chat, load_chat_tokenizer, tokens_of
+from megasink.transformers.chats import Chat, ChatTokenizer
 
 SOURCE = '''
 def long_enough(graph, *, weight=None):
@@ -81,11 +81,11 @@ def test_a_question_has_one_right_answer_of_like_length():
 
 
 def test_what_the_assistant_says_is_learned(talking):
-    tokenizer, template = load_chat_tokenizer(talking)
-    said = [{"role": "user", "content": "beiing"}, {"role": "assistant", "content": "bading b"}]
-    row = tokens_of(Chat("", said, None), tokenizer, template, 99)
-    learned = [t for t, label in zip(row["input_ids"], row["labels"], strict=True) if label >= 0]
-    assert learned == tokenizer("bading b<|im_end|>", add_special_tokens=False)["input_ids"]
+    reader = ChatTokenizer(talking)
+    messages = [{"role": "user", "content": "beiing"}, {"role": "assistant", "content": "bading b"}]
+    ids, said = reader.read(Chat("", messages))
+    learned = [token for token, is_said in zip(ids, said, strict=True) if is_said]
+    assert learned == reader.tokenizer("bading b<|im_end|>", add_special_tokens=False)["input_ids"]
 
 
 def test_answers_are_scored_as_whole_texts_are(talking):

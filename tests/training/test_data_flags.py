@@ -131,7 +131,10 @@ def test_all_problems_of_blends_are_in_one_message(prefix, tmp_path):
 @pytest.mark.parametrize(
     ("flags", "says"),
     [
-        (["--data-args-path", "nowhere", "--split", "1,0,0"], "nowhere: no such file"),
+        (
+            ["--data-args-path", "nowhere", "--split", "1,0,0"],
+            "nowhere cannot be read (No such file",
+        ),
         (["--per-split-data-args-path", "nowhere"], "nowhere cannot be read (No such file"),
         (["--data-path", "{}"] * 1 + ["--train-data-path", "{}"], "choose one"),
         (["--train-data-path", "{}", "--split", "1,0,0"], "--split 1,0,0 with --train-data-path"),

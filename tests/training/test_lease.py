@@ -288,7 +288,7 @@ def test_a_damaged_lease_is_one_line(tmp_path, name, make):
     else:
         value = {"True": True, "None": None, "'x'": "x", "[1]": [1]}.get(make)
         value = value if make in ("True", "None", "'x'", "[1]") else float(make)
-        path.write_text(json.dumps(lease._machine() | {"pid": value}))
+        path.write_text(json.dumps(lease.machine() | {"pid": value}))
     for attempt in (Lease, wait_until_expired):
         with pytest.raises(UserError, match=r": remove .*lease if no trainer writes") as told:
             attempt(tmp_path)

@@ -60,18 +60,6 @@ def test_weights_of_another_model_are_refused(saved, flags, name, finetune):
     assert name in problem
 
 
-def test_a_checkpoint_of_an_adapter_is_no_start(saved, tmp_path):
-    """Of an earlier megasink, which could train an adapter alone."""
-    run = shutil.copytree(saved, tmp_path / "run")
-    config = json.loads((run / "config.json").read_text())
-    config["arguments"]["lora_rank"] = 16
-    (run / "config.json").write_text(json.dumps(config))
-    load = ["--load", str(run / "checkpoints"), "--finetune"]
-    (problem,) = run_dir.problems(parse_apart([*FLAGS, *load]))
-    assert "checkpoints: its checkpoints hold a LoRA adapter alone" in problem
-    assert problem.endswith("use megasink finetune (docs/finetuning.md)")
-
-
 def test_a_longer_context_needs_finetune(saved):
     longer = "--seq-length 4096 --max-position-embeddings 4096 --rotary-base 1000000".split()
     load = [*FLAGS, "--load", str(saved / "checkpoints"), *longer]

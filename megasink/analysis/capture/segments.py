@@ -4,7 +4,7 @@ Shapes: B rows, T tokens, Q queries, K keys.
 """
 
 from itertools import pairwise
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -116,3 +116,17 @@ def check_mask(
                 f"{int(expected_Q[index])}"
             )
     return None
+
+
+def refuse_chosen_keys(module: Any, keys: int, kwargs: dict[str, Any]) -> None:
+    """Refuse sparse attention that leaves keys out: models apply it to masks of sdpa and eager."""
+    most = keys
+    if (chosen := kwargs.get("indices")) is not None:
+        most = chosen.shape[-1]
+    elif (chosen := kwargs.get("block_indices")) is not None:
+        most = chosen.shape[-1] * module.config.index_block_size
+    if most < keys:
+        raise UserError(
+            f"{type(module).__name__} chooses {most} of {keys} keys (sparse attention): megasink "
+            f"reads texts of at most {most} tokens"
+        )

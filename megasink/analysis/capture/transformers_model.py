@@ -19,7 +19,13 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from megasink.analysis.capture.base import Listener, Probe
 from megasink.analysis.capture.changes import ForwardPass, HeadChange
-from megasink.analysis.capture.segments import Segment, check_mask, segments_of, whole_rows
+from megasink.analysis.capture.segments import (
+    Segment,
+    check_mask,
+    refuse_chosen_keys,
+    segments_of,
+    whole_rows,
+)
 from megasink.analysis.capture.sites import Sites, tensor_of
 from megasink.analysis.capture.statistics import AttentionCall
 from megasink.analysis.capture.transformers_sites import transformers_sites
@@ -50,10 +56,6 @@ class TransformersProbe(Probe):
         model: a transformers decoder in evaluation mode; its attention implementation ("sdpa" or
             "eager") is kept.
         listener, changes: see `Probe`; samples are numbered as in `segments`.
-
-    Raises:
-        ConfigError: the model's attention bypasses the interface, or does something that the
-            statistics do not support.
     """
 
     def __init__(
@@ -173,7 +175,7 @@ class TransformersProbe(Probe):
         **kwargs: Any,
     ) -> tuple[Tensor, Tensor | None]:
         """Attention function that transformers calls."""
-        _refuse_chosen_keys(module, key.shape[2], kwargs)
+        refuse_chosen_keys(module, key.shape[2], kwargs)
         if self.base == "eager":
             function = eager_function(module)
         else:
@@ -317,20 +319,6 @@ class TransformersProbe(Probe):
         if index in self._calls:
             self._seen.add(index)
             super()._finish(index, branch_BTE)
-
-
-def _refuse_chosen_keys(module: Any, keys: int, kwargs: dict[str, Any]) -> None:
-    """Refuse sparse attention that leaves keys out: models apply it to masks of sdpa and eager."""
-    most = keys
-    if (chosen := kwargs.get("indices")) is not None:
-        most = chosen.shape[-1]
-    elif (chosen := kwargs.get("block_indices")) is not None:
-        most = chosen.shape[-1] * module.config.index_block_size
-    if most < keys:
-        raise UserError(
-            f"{type(module).__name__} chooses {most} of {keys} keys (sparse attention): megasink "
-            f"reads texts of at most {most} tokens"
-        )
 
 
 def model_problems(model: PreTrainedModel) -> list[str]:

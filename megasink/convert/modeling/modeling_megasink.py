@@ -136,8 +136,7 @@ class MegasinkPreTrainedModel(PreTrainedModel):
     def _check_and_adjust_attn_implementation(self, attn_implementation, *args, **kwargs):
         """Refuse implementations that drop a sink or bias; transformers accepts some of them."""
         name = attn_implementation or "eager"
-        # SGLang's own implementation drops them as well, as of 0.5.23.
-        kernel = any(word in name for word in ("flash", "sdpa", "/", "sglang"))
+        kernel = any(word in name for word in ("flash", "sdpa", "/", "sglang"))  # SGLang 0.5.23
         drops_sinks = self.config.has_sink and kernel and name not in FLASH_WITH_SINKS
         if drops_sinks or (self.config.needs_scores and name != "eager"):
             what = "attention sinks" if drops_sinks else "a key or position bias"

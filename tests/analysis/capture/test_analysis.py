@@ -17,10 +17,12 @@ from megasink.analysis.metrics import STATISTICS
 from megasink.analysis.options import AnalysisOptions
 from megasink.analysis.results import RunFacts
 from megasink.analysis.summary import scores_of, summarize
+from megasink.data.token_bytes import TokenBytes
 from tests.analysis.capture.test_transformers import probed, tokens
 from tests.analysis.capture.tiny_models import tiny_model
 
 LENGTHS = (9, 12, 9, 5, 12)
+SIZES = TokenBytes(np.arange(64, dtype=np.int32), 0, frozenset())  # token 0 has no byte
 
 
 def analyzed(model, samples, **options):
@@ -47,8 +49,7 @@ def samples():
 
 @pytest.fixture(scope="module")
 def captured(model, samples):
-    sizes = np.arange(64, dtype=np.int32)  # token 0 would stand for no byte
-    return analyzed(model, samples, token_bytes=sizes)
+    return analyzed(model, samples, token_bytes=SIZES)
 
 
 def summarised(measured, **options):
@@ -206,7 +207,7 @@ def test_a_cpu_runs_a_batch_in_parts_that_change_nothing(model, samples, capture
     hook = model.register_forward_pre_hook(lambda _module, args: rows.append(tuple(args[0].shape)))
     monkeypatch.setattr(measure, "PASS_TOKENS", 11)
     try:
-        cut = analyzed(model, samples, token_bytes=np.arange(64, dtype=np.int32))
+        cut = analyzed(model, samples, token_bytes=SIZES)
     finally:
         hook.remove()
     assert rows == [(1, 5), (1, 9), (1, 9), (1, 12), (1, 12)]  # a row longer than that runs, too

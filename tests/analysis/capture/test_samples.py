@@ -19,6 +19,7 @@ from megasink.analysis.measure import run
 from megasink.analysis.options import AnalysisOptions
 from megasink.analysis.sweep import Setting, samples_of
 from megasink.data.replaced_tokens import replacement
+from megasink.data.token_bytes import TokenBytes
 from megasink.errors import UserError
 
 
@@ -120,7 +121,7 @@ def test_replaced_targets_have_nats_and_no_bytes():
         def forward(self, ids_BT, logits):
             return SimpleNamespace(logits=torch.zeros(*ids_BT.shape, 16))
 
-    sizes = np.arange(16, dtype=np.int32)
+    sizes = TokenBytes(np.arange(16, dtype=np.int32), 0, frozenset())
     samples = [Sample((3, 4, 5, 6), "a", "-", replaced=(4, 2))]  # the first is no target
     found = run(
         Uniform(), Recorder([1], ()), samples, AnalysisOptions(batch_size=1), token_bytes=sizes
