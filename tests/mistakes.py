@@ -195,11 +195,11 @@ MISTAKES = {
         "{0}/text.txt/new cannot be created: {0}/text.txt is a file",
     ),
     "data-is-there": (DATA.replace("new/text", "tokens"), "{0}/tokens"),
-    "data-no-tokenizer-there": (DATA.replace("llama", "lama"), "{0}/lama is not a folder"),
+    "data-no-tokenizer-there": (DATA.replace("llama", "lama"), "{0}/lama: no such folder"),
     # generate
     "finetune-no-model": (
         "finetune {0}/lama --data {0}/text.txt --output {0}/new/out --epochs 0",
-        "{0}/lama is not a transformers folder",
+        "{0}/lama: no such folder; nothing is downloaded",
         "--epochs 0",
     ),
     "finetune-run": (
