@@ -171,7 +171,7 @@ MISTAKES = {
     # generate
     "finetune-no-model": (
         "finetune {0}/lama --data {0}/text.txt --output {0}/new/out --epochs 0",
-        "{0}/lama: no such folder",
+        "{0}/lama: no such folder; nothing is downloaded",
         "--epochs 0",
     ),
     "finetune-run": (

@@ -71,7 +71,7 @@ def test_pages_outside_of_docs_are_linked_within_the_site(site):
 
 def test_pages_that_are_generated_elsewhere_are_in_the_site(site):
     assert "$ megasink trian" in (site / "errors.html").read_text()
-    assert '"errors.html"' in (site / "options.html").read_text()
+    assert '"./errors.html"' in (site / "options.html").read_text()
     pictures = re.findall(
         r'<img [^>]*src="(figures/results-[^"]+)"', (site / "results.html").read_text()
     )
