@@ -141,7 +141,9 @@ def given(one_RX: Floats, other_RX: Floats, third_RX: Floats) -> Floats:
     pairs = ((one_RX, other_RX), (one_RX, third_RX), (other_RX, third_RX))
     both, a, b = (within_layers(x, y) for x, y in pairs)
     left = (1 - a**2) * (1 - b**2)
-    found: Floats = np.where(left > 0, (both - a * b) / np.sqrt(np.where(left > 0, left, 1)), np.nan)
+    found: Floats = np.where(
+        left > 0, (both - a * b) / np.sqrt(np.where(left > 0, left, 1)), np.nan
+    )
     return found
 
 

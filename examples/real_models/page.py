@@ -88,11 +88,7 @@ def table(paper: str, found: Sequence[dict[str, Any]]) -> Iterator[str]:
 
 
 def _row(claim: Claim, found: Sequence[dict[str, Any]]) -> str:
-    missed = [
-        title_of_model(model["model"])
-        for model in found
-        if came(claim, model) is False
-    ]
+    missed = [title_of_model(model["model"]) for model in found if came(claim, model) is False]
     cells = (
         f"{claim.says} ({claim.rows})",
         claim.published,
