@@ -174,6 +174,11 @@ class Subject:
         )
 
     @cached_property
+    def ablation_points(self) -> PointFolder:
+        """The measured points of `ablation`, with the loss of each text."""
+        return PointFolder(self.look / "ablation" / "points")
+
+    @cached_property
     def on_task(self) -> AblationResults:
         """ablation.json: heads zeroed in each request of a task, thresholds by its requests."""
         questions = ("--task", TASK, "--limit", str(QUESTIONS), "--batch-size", "16")

@@ -7,15 +7,18 @@ Shapes: N texts, L layers, H heads, S states, P positions.
 """
 
 import itertools
-from collections.abc import Callable
+import math
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
 
 from examples.real_models import changes
 from examples.real_models.analyses import LENGTHS, Floats, Subject
-from examples.real_models.importance import rank_correlation
-from megasink.analysis.ablate.results import ALL, AblationCurve, mean_line
+from examples.real_models.importance import DRAWS, SEED, rank_correlation
+from megasink.analysis.ablate.curves import kept_level
+from megasink.analysis.ablate.curves import removable as curve_removable
+from megasink.analysis.ablate.results import ALL, AblationCurve, AblationPoint, mean_line
 from megasink.analysis.metrics.sinks import DRAIN, EPSILONS
 from megasink.attention.definitions import SINK_EPSILON
 
@@ -151,14 +154,34 @@ def unchanged_loss(subject: Subject) -> float:
     return subject.ablation.unchanged.number(ALL)
 
 
+def losses_of(subject: Subject, points: Sequence[AblationPoint]) -> Floats:
+    """Return [N]: the loss of each text, in nats per token, mean over points, which are seeds."""
+    found = [subject.ablation_points.read(point.key).texts for point in points]
+    rows = [[(text.nats or math.nan) / (text.targets or 1) for text in texts] for texts in found]
+    return np.array(rows, dtype=np.float64).mean(0)
+
+
 for _score in ("ahon_ln", "awft", "random"):
 
     @number(f"removable_{_score}")
-    def removable(subject: Subject, score: str = _score) -> float:
-        """Percent of heads, by the crossing of 1 % of the loss (P3.15)."""
-        curve = curve_of(subject, score)
+    def removable(subject: Subject, score: str = _score) -> Estimate:
+        """Percent of heads, by the crossing of 1 % of the loss (P3.15); interval over texts."""
+        line = subject.ablation.line(score)
+        zeroed_P = np.array(mean_line(line, ALL)[0])
+        loss_PN = np.array([losses_of(subject, points) for points in line.values()])
+        unchanged_N = losses_of(subject, [subject.ablation.unchanged])
+        count = len(unchanged_N)
+        drawn_DN = np.random.default_rng(SEED).integers(count, size=(DRAWS, count))
 
-        return curve.measured_to if curve.never_left else curve.removable
+        def kept(at_N: Any) -> float:
+            level = kept_level(float(unchanged_N[at_N].mean()), higher_is_better=False)
+            found = curve_removable(
+                zeroed_P, loss_PN[:, at_N].mean(1), level, higher_is_better=False
+            )
+            return float(zeroed_P.max()) if found.never_left else found.percent
+
+        low, high = np.quantile([kept(at_N) for at_N in drawn_DN], (0.025, 0.975))
+        return Estimate(kept(slice(None)), (float(low), float(high)), count)
 
 
 @number("ahon_rank")

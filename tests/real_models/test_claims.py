@@ -27,7 +27,8 @@ class Made:
 
 
 def test_every_claim_has_a_number_and_every_number_a_claim():
-    assert {claim.number for claim in claims.claims()} == set(numbers.NUMBERS)
+    named = [name for claim in claims.claims() for name in claim.numbers]
+    assert sorted(named) == sorted(numbers.NUMBERS)
     assert all(claim.says and claim.published and claim.predicted for claim in claims.claims())
 
 
@@ -59,6 +60,20 @@ def test_the_jump_is_where_most_texts_have_it():
     assert np.isnan(numbers_circuit.first_long_block(flat)).all()
     assert numbers_circuit.jump_of(flat) is None
     assert np.isnan(numbers_circuit.mlp_share_of_jump(flat)).all()
+
+
+def test_the_block_of_the_jump_is_the_largest_growth_that_lasts():
+    """Of six blocks; the first growth is gone again, and the last one is in the last third."""
+    ratio = np.full((2, 13), 9.0)
+    norm = np.zeros((2, 13, 1))
+    norm[:, ::2, 0] = 1, 50, 8, 8, 30, 28, 999
+    made = Made(massive_ratio=ratio, state_norm=norm)
+    np.testing.assert_array_equal(numbers_circuit.lasting_block(made), [3, 3])
+    np.testing.assert_array_equal(numbers_circuit.first_long_block(made), [0, 0])
+    norm[:, 2:9:2, 0] = 50, 26, 26, 30  # more than half of the first is left
+    np.testing.assert_array_equal(numbers_circuit.lasting_block(made), [0, 0])
+    ratio[:, 2] = 4  # and it is not long beside the others
+    np.testing.assert_array_equal(numbers_circuit.lasting_block(made), [3, 3])
 
 
 def test_long_states_elsewhere_and_their_sinks():

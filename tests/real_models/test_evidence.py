@@ -26,31 +26,29 @@ def full_forms():
 
 
 def counts(result, verdict):
-    return sum(v["verdict"] == verdict for v in result.verdicts)
+    return sum(v.verdict == verdict for v in result.verdicts)
 
 
 def test_experiments(full):
     a, b, c, d, e = (full[letter] for letter in "abcde")
     gated = {cell: sum(a.cells[f"gated, {cell}"]["imbalance"]) / 3 for cell in ("no loss", "loss")}
     assert f"from {gated['no loss']:.3f} to {gated['loss']:.3f} in gated attention" in SECTION
-    lowers = [v for v in a.verdicts if v["says"].startswith("The loss lowers the head imbalance")]
-    assert [v["difference"] > 0 and v["corrected"] > 0.05 for v in lowers] == [True] * 3
+    lowers = [v for v in a.verdicts if v.says.startswith("The loss lowers the head imbalance")]
+    assert [v.difference > 0 and v.corrected > 0.05 for v in lowers] == [True] * 3
     assert f"correction for {len(a.verdicts)} claims" in SECTION
     for name in ("vanilla", "sink", "gated"):
         (v,) = (
-            v for v in a.verdicts if v["says"].startswith(f"The loss improves validation of {name}")
+            v for v in a.verdicts if v.says.startswith(f"The loss improves validation of {name}")
         )
-        assert re.search(rf"{v['low']:.2f} to {v['high']:.2f}[^(]* \({name}", SECTION)
+        assert re.search(rf"{v.low:.2f} to {v.high:.2f}[^(]* \({name}", SECTION)
     gates = [
-        v
-        for v in c.verdicts
-        if re.search("^A.* gate .*improves validation$|^A SiLU gate", v["says"])
+        v for v in c.verdicts if re.search("^A.* gate .*improves validation$|^A SiLU gate", v.says)
     ]
-    before = sum(v["p"] < 0.05 for v in gates)
-    after = sum(v["verdict"] == "reproduces" for v in gates)
+    before = sum(v.p < 0.05 for v in gates)
+    after = sum(v.verdict == "reproduces" for v in gates)
     assert f"{before} of {len(gates)} forms validate better than none with p < 0.05" in SECTION
     assert f"{after} of {len(gates)} after correction for {len(c.verdicts)} claims" in SECTION
-    gains = [v["difference"] for v in gates]
+    gains = [v.difference for v in gates]
     assert f"gain {min(gains):.1f} to {max(gains):.1f} nats" in SECTION
     assert f"P2 says in {counts(b, 'reproduces')} of {len(b.verdicts)} claims" in SECTION
     assert counts(b, "opposite") == 0
