@@ -62,18 +62,20 @@ def test_the_jump_is_where_most_texts_have_it():
     assert np.isnan(numbers_circuit.mlp_share_of_jump(flat)).all()
 
 
-def test_the_block_of_the_jump_is_the_largest_growth_that_lasts():
-    """Of six blocks; the first growth is gone again, and the last one is in the last third."""
-    ratio = np.full((2, 13), 9.0)
-    norm = np.zeros((2, 13, 1))
-    norm[:, ::2, 0] = 1, 50, 8, 8, 30, 28, 999
+@pytest.mark.parametrize(
+    ("norms", "first_ratio", "block"),
+    [
+        ((1, 50, 8, 8, 30, 28, 999), 9, 3),  # the first growth is gone again
+        ((1, 50, 26, 26, 30, 28, 999), 9, 0),  # half of it stays
+        ((1, 50, 26, 26, 30, 28, 999), 4, 3),  # it stays, but is not long beside the others
+    ],
+)
+def test_the_block_of_the_jump_is_the_largest_growth_that_lasts(norms, first_ratio, block):
+    """Of six blocks; the last growth is in the last third."""
+    ratio, norm = np.full((2, 13), 9.0), np.zeros((2, 13, 1))
+    norm[:, ::2, 0], ratio[:, 2] = norms, first_ratio
     made = Made(massive_ratio=ratio, state_norm=norm)
-    np.testing.assert_array_equal(numbers_circuit.lasting_block(made), [3, 3])
-    np.testing.assert_array_equal(numbers_circuit.first_long_block(made), [0, 0])
-    norm[:, 2:9:2, 0] = 50, 26, 26, 30  # more than half of the first is left
-    np.testing.assert_array_equal(numbers_circuit.lasting_block(made), [0, 0])
-    ratio[:, 2] = 4  # and it is not long beside the others
-    np.testing.assert_array_equal(numbers_circuit.lasting_block(made), [3, 3])
+    np.testing.assert_array_equal(numbers_circuit.lasting_block(made), [block, block])
 
 
 def test_long_states_elsewhere_and_their_sinks():

@@ -70,11 +70,11 @@ def test_real_models():
     assert f"makes {len(rows)} in [real models](docs/real-models.md): {text}" in SECTION
     assert f"Of {len(rows)} claims {text}" in "\n".join(standing(found))
     smollm2, _ = found
-    shares = {
-        s: smollm2["numbers"][f"removable_{s}"]["number"] for s in ("ahon_ln", "awft", "random")
-    }
-    for value, words in zip(shares.values(), ("of heads", "by AWFT", "at random"), strict=True):
-        assert f"{value:.1f} % {words}" in SECTION
+    shares = {"ahon_ln": "of heads", "awft": "by AWFT", "random": "at random"}
+    for score, words in shares.items():
+        share = smollm2["numbers"][f"removable_{score}"]
+        low, high = share["interval"]
+        assert f"{share['number']:.1f} % ({low:.1f} to {high:.1f}) {words}" in SECTION
     assert f"{len(rows) - len(shares)} further claims" in SECTION
 
     _, arms = by_seed(RESULTS / "balance-smollm2.jsonl")
