@@ -46,6 +46,8 @@ FIRST = (
     "tests/distributed/test_masks.py::test_training_equals_autograd_document_by_document",
     "tests/distributed/test_moe.py::test_gradients_equal_autograd_of_all_losses",
     "tests/distributed/test_oracle.py",
+    "tests/analysis/interventions/test_answers.py::test_what_generation_config_says",
+    "tests/finetune/test_export.py::test_the_held_out_loss_is",
     "tests/finetune/test_finetune.py::test_bad_input_is_told_before_anything_is_made",
     "tests/finetune/test_finetune.py::test_eq_7_balances_all_heads_of_all_weights",
     "tests/finetune/test_finetune.py::test_packed_conversations_do_not_see_each_other",

@@ -105,7 +105,7 @@ def trainer(flags: list[str], ranks: int, port: int, run: str) -> list[dict[str,
         targets = batch["loss_mask"].sum()
         group = mpu.get_context_parallel_group()
         batch = get_batch_on_this_cp_rank(batch, is_hybrid_cp=False, cp_group=group)
-        return {**batch, "targets": targets, "text_targets": None}
+        return {**batch, "targets": targets, "text_targets": None, "before_texts": None}
 
     with mock.patch.object(forward, "get_batch", get_batch):
         train([*MODEL, "--train-iters", str(STEPS), "--run-dir", run, *flags], ranks, port)
