@@ -118,14 +118,14 @@ def test_a_full_disk_loses_nothing(folder, tmp_path, capsys, monkeypatch):
         patch.setattr(measurements.ShardMeasurements, "save", full)
         assert analyze(folder, output) == 2
     error = capsys.readouterr().err.splitlines()[-1]
-    assert error.startswith(f"megasink: error: {output}/partial cannot be written (No space left")
+    assert error.startswith(f"megasink: error: {output}/partial cannot be written: No space left")
     assert len(list(output.glob("partial/*.npz"))) == 7
     with monkeypatch.context() as patch:
         last = Path("shard_00007.npz")
         patch.setattr(np, "savez_compressed", lambda *_, **__: full(None, last, ""))
         assert analyze(folder, output) == 2
     error = capsys.readouterr().err.splitlines()[-1]
-    assert error.startswith(f"megasink: error: the results cannot be written to {output} (No space")
+    assert error.startswith(f"megasink: error: --output {output} cannot be written: No space")
     assert sorted(path.name for path in output.iterdir()) == ["partial", "settings.json"]
     assert analyze(folder, output) == 0
     assert f"resuming: {SHARDS} of {SHARDS} shards" in capsys.readouterr().err
