@@ -22,6 +22,7 @@ from megasink.training import early
 ROOT = Path(__file__).parents[1]
 OTHERS = (
     "docker/README.md",
+    "examples/real_models/results.md",
     "examples/replicate/results.md",
     "megasink/attention/gate_kernels/README.md",
     "megasink/balance/README.md",

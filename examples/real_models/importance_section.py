@@ -1,4 +1,4 @@
-"""The section of docs/real-models.md on importance: two measures side by side, and what was
+"""The section of results.md on importance: two measures side by side, and what was
 expected of them."""
 
 from collections.abc import Iterator, Mapping, Sequence

@@ -123,7 +123,7 @@ STEPS = (
     ),
     Step(
         "page",
-        what="docs/real-models.md, from what is in `runs/real-models`",
+        what="results.md, from what is in `runs/real-models`",
         takes="seconds",
         long=("--take",),
         own=False,
