@@ -26,6 +26,7 @@ OTHERS = (
     "examples/replicate/results.md",
     "megasink/attention/gate_kernels/README.md",
     "megasink/balance/README.md",
+    "megasink/convert/README.md",
     "megasink/plan/hollow/README.md",
     "megasink/training/recipes/README.md",
     "megasink/upstream/README.md",
