@@ -22,7 +22,7 @@ def tables(found: Sequence[Mapping[str, Any]]) -> Iterator[str]:
     for model in found:
         title = sources()["models"][model["model"]]["title"]
         texts = f"{model['measured']['texts']} texts of 128 tokens"
-        yield f"Rank correlation with what is lost without each head, {title}, {texts}:"
+        yield f"Rank correlation with the effect of zeroing each head, {title}, {texts}:"
         yield ""
         heads = (f"{m}: {k}" for m in MEASURES.values() for k in _KINDS.values())
         yield f"| score | {' | '.join(heads)} |"

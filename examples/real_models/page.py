@@ -113,11 +113,11 @@ def standing(found: Sequence[dict[str, Any]]) -> Iterator[str]:
         counts = held(rows, model["model"])
         yield (
             f"Of {len(rows)} claims {counts['yes']} hold in {title_of_model(model['model'])}, "
-            f"{counts['partly']} in part, {counts['no']} do not, and {counts['']} are not measured "
-            "or have nothing to measure there."
+            f"{counts['partly']} in part, {counts['no']} do not; not measured, or not measurable "
+            f"there: {counts['']}."
         )
     expected, missed = count_of(rows, found)
-    yield f"Of {expected} numbers that were expected {missed} were missed."
+    yield f"Of {expected} expected numbers {missed} were missed."
 
 
 def fidelity_lines(found: dict[str, Any]) -> Iterator[str]:
