@@ -1,5 +1,4 @@
-"""What the tests of examples/real_models/results.md compute independently with: SmolLM2 in transformers' eager
-attention, each metric by the paper's definition, and texts of the license.
+"""Oracles of the page of real models: SmolLM2 in transformers' eager attention, each metric by the paper's definition, and texts of the license.
 
 It takes runs/real-models/smollm2, or the folder that MEGASINK_TEST_SMOLLM2 names.
 
