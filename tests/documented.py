@@ -22,9 +22,11 @@ from megasink.training import early
 ROOT = Path(__file__).parents[1]
 OTHERS = (
     "docker/README.md",
+    "examples/real_models/results.md",
     "examples/replicate/results.md",
     "megasink/attention/gate_kernels/README.md",
     "megasink/balance/README.md",
+    "megasink/convert/README.md",
     "megasink/plan/hollow/README.md",
     "megasink/training/recipes/README.md",
     "megasink/upstream/README.md",

@@ -118,7 +118,7 @@ ROWS = (
         "training/survival training/dead_rank training/hosts",
     ),
     Row(
-        "what is recorded while training",
+        "records of training",
         "analysis/pages/curves",
         "distributed/observing",
     ),

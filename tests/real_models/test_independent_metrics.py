@@ -1,4 +1,4 @@
-"""Every metric of a text of docs/real-models.md once more, from transformers' eager attention.
+"""Every metric of a text of the page of real models, from transformers' eager attention.
 
 Nothing of megasink measures on the expected side: see `oracle.py`.
 """
