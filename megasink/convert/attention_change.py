@@ -30,7 +30,7 @@ NO_SINK = -30.0
 
 
 def is_float32(key: str) -> bool:
-    """Return whether a weight is float32 in a model of any dtype."""
+    """Return whether an import keeps a weight in float32, whatever the dtype of the others."""
     others = ("relative_bias.weight", EXPERT_BIAS)
     names = (*(f"core_attention.{name}" for name in parameter_names()), *others)
     return key.endswith(names)

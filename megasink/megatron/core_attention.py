@@ -33,7 +33,7 @@ from megasink.config import COMM_TYPES, visible_tokens
 from megasink.megatron.head_observer import HeadObserver
 from megasink.megatron.layer_balance import MegatronLayerBalance
 from megasink.megatron.optional import position_bias, similarity_mlp
-from megasink.megatron.parameters import ShardedByHeads, StaysFloat32
+from megasink.megatron.parameters import ShardedByHeads, widened
 from megasink.megatron.projection import frees_projection
 from megasink.megatron.statistics import ModelStatistics
 
@@ -42,7 +42,7 @@ if TYPE_CHECKING:
     from megasink.megatron.documents import Documents
 
 
-class CoreAttention(ShardedByHeads, StaysFloat32, MegatronModule):
+class CoreAttention(ShardedByHeads, MegatronModule):
     """Attention of any variant, whose gates feed the head-balance loss (P0, P2.23 to P2.38).
 
     Args:
@@ -59,8 +59,8 @@ class CoreAttention(ShardedByHeads, StaysFloat32, MegatronModule):
 
     Attributes:
         variant: The record of ``config.attention_variant``. Each of its parameters is an attribute
-            of the same name for this rank's heads, float32 even if the model runs in bf16;
-            parameters of other variants are None.
+            of the same name for this rank's heads, in the model's dtype; `widened` is what enters
+            the mathematics. Parameters of other variants are None.
         relative_bias: Module for ``attention_bias_type``; None if there is no bias.
         similarity_mlp: Weights of the MLP similarity.
         documents: Documents of the last batch; None if it was not packed.
@@ -136,7 +136,7 @@ class CoreAttention(ShardedByHeads, StaysFloat32, MegatronModule):
             self.register_parameter(name, None)
         for added in self.variant.parameters:
             shape, value = added.local_shape(config, self.tp_group.size()), added.initial(config)
-            start = torch.full(shape, value, dtype=torch.float32, device=device)
+            start = torch.full(shape, value, dtype=config.params_dtype, device=device)
             parameter = torch.nn.Parameter(start)
             if added.sharded(config):
                 set_tensor_model_parallel_attributes(parameter, True, 0, 1)
@@ -299,7 +299,8 @@ class CoreAttention(ShardedByHeads, StaysFloat32, MegatronModule):
         """
         if self.variant.slot_logit is None:
             raise ValueError(f"attention variant {self.variant.name!r} has no slot_logit")
-        own = {added.name: getattr(self, added.name).detach() for added in self.variant.parameters}
+        names = [added.name for added in self.variant.parameters]
+        own = {name: widened(getattr(self, name).detach()) for name in names}
         return self.variant.slot_logit(
             self.config, own, query_BHTD.detach(), self._scale(query_BHTD)
         )
@@ -331,9 +332,10 @@ class CoreAttention(ShardedByHeads, StaysFloat32, MegatronModule):
     def _parameter(self, name: str) -> Tensor:
         """Return a parameter; gradients of one shared by all heads are summed over the ranks."""
         parameter: torch.nn.Parameter = getattr(self, name)
+        wide = widened(parameter)
         if getattr(parameter, "tensor_model_parallel", False):
-            return self._own_share(parameter)
-        shared: Tensor = copy_to_tensor_model_parallel_region(parameter, self.tp_group)
+            return self._own_share(wide)
+        shared: Tensor = copy_to_tensor_model_parallel_region(wide, self.tp_group)
         return shared
 
 

@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from megasink.megatron.config import MegasinkTransformerConfig
-from megasink.megatron.parameters import StaysFloat32
+from megasink.megatron.parameters import widened
 
 
 def build_position_bias(
@@ -82,19 +82,19 @@ class BucketBias(DistanceBias):
         return self.buckets_of(distances, device).float().expand(self.heads, -1)
 
 
-class RelativeBias(StaysFloat32, BucketBias):
+class RelativeBias(BucketBias):
     """T5's relative embedding: one learned scalar for each head and bucket of distances (P2.20).
 
     Attributes:
-        weight: [N, H], sharded by heads, float32 even if the model runs in bf16. One table per
-            layer; T5 shares the table of the first layer.
+        weight: [N, H], sharded by heads, in the model's dtype. One table per layer; T5 shares
+            the table of the first layer.
     """
 
     def __init__(self, config: MegasinkTransformerConfig, tp_group: ProcessGroup):
         super().__init__(config, tp_group)
         device = None if config.use_cpu_initialization else torch.cuda.current_device()
         # Drawn by megasink.megatron.init.
-        table = torch.zeros(self.buckets, self.heads, dtype=torch.float32, device=device)
+        table = torch.zeros(self.buckets, self.heads, dtype=config.params_dtype, device=device)
         self.weight = torch.nn.Parameter(table)
         set_tensor_model_parallel_attributes(self.weight, True, 1, 1)
 
@@ -102,7 +102,7 @@ class RelativeBias(StaysFloat32, BucketBias):
         """See `DistanceBias`; differentiable."""
         bucket_S = self.buckets_of(distances, device)
         # Not indexing, whose backward is nondeterministic on a GPU.
-        return torch.nn.functional.embedding(bucket_S, self.weight).T
+        return torch.nn.functional.embedding(bucket_S, widened(self.weight)).T
 
 
 def alibi_slopes(heads: int) -> list[float]:

@@ -8,6 +8,7 @@ efficient gathers on one rank for a save, but on every rank for a load.
 """
 
 import os
+import re
 from argparse import Namespace
 from collections.abc import Callable
 from typing import Any
@@ -20,6 +21,7 @@ from megasink.training.checks.memory import available
 # For each parameter of a rank: at the peak of a save, with gloo (docs/survival.md).
 BYTES = 36
 _SHARE = 0.5
+_OTHER_SHARDS = re.compile(r"shape mismatch .* key optimizer\.distributed\.dp_group_idx_")
 
 
 def choosing_by_size(args: Namespace) -> Callable[[Any], Any]:
@@ -55,7 +57,14 @@ def _fits(args: Namespace, models: Any) -> bool:
 
 
 def explained(error: BaseException) -> UserError | None:
-    """Return what to do about a checkpoint of shards under another layout, if that is the error."""
+    """Return what to do about a checkpoint of shards that do not fit, if that is the error."""
+    if _OTHER_SHARDS.search(str(error)):
+        return UserError(
+            "the checkpoint holds the optimizer's state in shards of other parameters: megasink "
+            "0.2 and earlier kept sinks in float32 in a bf16 model. Save one more checkpoint "
+            "there, with --dist-ckpt-optim-fully-reshardable, or go on without the state by "
+            "--no-load-optim"
+        )
     if "sharding type dp_reshardable" not in str(error):
         return None
     return UserError(

@@ -36,33 +36,6 @@ DATASET_HELPERS = _patch(
     "megatron.core.datasets.utils:compile_helpers: subprocess.run(command)",
     test="tests/training/test_end_to_end.py",
 )
-PARAMETER_ORDER = _patch(
-    "order of float32 parameters",
-    "megatron.core.optimizer.distrib_optimizer.DistributedOptimizer",
-    "_build_optimizer_group_ranges",
-    "parameters are numbered in the order of the gradient buffers, but the inner optimizer gets "
-    "float32 ones first: under bf16, sinks would save and load the states of other parameters",
-    "megatron.core.optimizer.distrib_optimizer:DistributedOptimizer: "
-    "def _build_optimizer_group_ranges(cls, param_groups, gbuf_ranges)",
-    "megatron.core.optimizer.distrib_optimizer:DistributedOptimizer._build_optimizer_group_ranges: "
-    "local_param_group_map[param] = (group_index, len(group_range['params']) - 1)",
-    "megatron.core.optimizer.distrib_optimizer:"
-    "DistributedOptimizer._build_model_and_main_param_groups: "
-    "[*shard_fp32_params_this_group, *shard_fp32_from_float16_params_this_group]",
-    test="tests/distributed/test_checkpoint.py",
-)
-FLOAT32_STATES = _patch(
-    "states of float32 parameters",
-    "megatron.core.optimizer.optimizer.Float16OptimizerWithFloat16Params",
-    "state_dict sharded_state_dict load_state_dict",
-    "the state of a bf16 model's optimizer is saved as if no parameter were float32",
-    "megatron.core.optimizer.optimizer:Float16OptimizerWithFloat16Params.sharded_state_dict: "
-    "chain.from_iterable(g for g in self.float16_groups)",
-    "megatron.core.optimizer.optimizer:Float16OptimizerWithFloat16Params.state_dict: "
-    "state_dict['fp32_from_fp16_params'] = self.fp32_from_float16_groups",
-    test="tests/distributed/test_checkpoint.py",
-    mended="0.20",
-)
 CHAINED_STATES = _patch(
     "states under another expert parallelism, or with other settings",
     "megatron.core.optimizer.optimizer.ChainedOptimizer",
@@ -159,10 +132,6 @@ def mend_upstream() -> None:
     if optimizer.USING_PYTORCH_OPTIMIZER:
         ADAM.apply(Adam=GroupStepAdam, USING_PYTORCH_OPTIMIZER=False)
         ADAM_CHECKPOINTS.apply(HAVE_APEX_OR_TE=True)
-    ranges = _float32_first(DistributedOptimizer._build_optimizer_group_ranges)
-    PARAMETER_ORDER.apply(_build_optimizer_group_ranges=staticmethod(ranges))
-    methods = FLOAT32_STATES.originals()
-    FLOAT32_STATES.apply(**{name: _with_every_parameter(f) for name, f in methods.items()})
     load = _with_own_settings(ChainedOptimizer.load_state_dict)
     CHAINED_STATES.apply(load_state_dict=load)
     load_shards = torch.no_grad()(DistributedOptimizer.load_parameter_state_from_dp_reshardable)
@@ -212,42 +181,6 @@ def _of_all_ranks(upstream: Callable[..., Any]) -> Callable[..., Any]:
         return upstream(self, activation, coeff, loss, name, *rest, **named)
 
     return attach
-
-
-def _float32_first(upstream: Callable[..., Any]) -> Callable[..., Any]:
-    import torch
-
-    def build(param_groups: Any, gbuf_ranges: Any) -> tuple[dict[Any, tuple[int, int]], Any]:
-        _, group_ranges = upstream(param_groups, gbuf_ranges)
-        positions = {}
-        for index, group in enumerate(group_ranges):
-            group["params"].sort(key=lambda p: p.dtype is not torch.float32)  # stable
-            for order, parameter in enumerate(group["params"]):
-                positions[parameter] = (index, order)
-        return positions, group_ranges
-
-    return build
-
-
-def _with_every_parameter(method: Callable[..., Any]) -> Callable[..., Any]:
-    """Treat float32 parameters as their own main parameters while `method` saves or loads."""
-
-    @functools.wraps(method)
-    def wrapper(self: Any, *args: Any, **kwargs: Any) -> Any:
-        if self.is_stub_optimizer or not any(self.fp32_from_fp32_groups):
-            return method(self, *args, **kwargs)
-        groups = self.float16_groups, self.fp32_from_float16_groups
-        pairs = (zip(*pair, strict=True) for pair in zip(*groups, strict=True))
-        model_of = {id(main): model for pair in pairs for model, main in pair}
-        mains = [list(group["params"]) for group in self.optimizer.param_groups]
-        self.float16_groups = [[model_of.get(id(p), p) for p in group] for group in mains]
-        self.fp32_from_float16_groups = mains
-        try:
-            return method(self, *args, **kwargs)
-        finally:
-            self.float16_groups, self.fp32_from_float16_groups = groups
-
-    return wrapper
 
 
 def _refusing_other_rates(upstream: Callable[..., Any]) -> Callable[..., Any]:

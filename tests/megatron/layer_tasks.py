@@ -29,7 +29,8 @@ def softmax_offset_facts(distributed_optimizer: bool, **options: Any) -> dict[st
     (model,) = unwrap_model(models)
     layers = [m for m in model.modules() if isinstance(m, CoreAttention)]
     offset = layers[0].softmax_offset
-    before = offset.detach().clone()
+    main = getattr(offset, "main_param", offset)
+    before = main.detach().clone()
     tiny_gpt.run_step(models, optimizer, 0)
     grad_dtype = str(offset.main_grad.dtype)
     optimizer.step()
@@ -44,8 +45,9 @@ def softmax_offset_facts(distributed_optimizer: bool, **options: Any) -> dict[st
         "dtype": str(offset.dtype),
         "other_dtypes": sorted({str(p.dtype) for p in model.parameters() if p.dim() > 1}),
         "grad_dtype": grad_dtype,
-        "moved": float((offset - before).abs().min()),
-        "finer_than_bf16": bool((offset != offset.bfloat16().float()).any()),
+        "moved": float((main - before).abs().min()),
+        "finer_than_bf16": bool((main != main.bfloat16().float()).any()),
+        "is_the_main_weight": bool(torch.equal(offset.flatten(), main.flatten().to(offset.dtype))),
         "tensor_model_parallel": offset.tensor_model_parallel,
         "partition_dim": offset.partition_dim,
         "partition_stride": offset.partition_stride,
@@ -87,22 +89,6 @@ def weight_decays(optimizer: Any, model: torch.nn.Module) -> dict[str, list[floa
         sizes.setdefault(str(group["weight_decay"]), []).append(count)
     vectors = sum(p.numel() for p in model.parameters() if p.dim() == 1)
     return {**sizes, "elements of vectors": [vectors]}
-
-
-def moved_module_keeps_offset() -> dict[str, Any]:
-    """What ``bfloat16``, ``half`` and ``to_empty`` do to the values and dtype of the sinks."""
-    config = tiny_gpt.model_config()
-    groups = ProcessGroupCollection.use_mpu_process_groups()
-    (model,) = tiny_gpt.skew_sinks([MegasinkGPTBuilder(config).build_model(groups)])
-    layer = next(m for m in model.modules() if isinstance(m, CoreAttention))
-    layer.softmax_offset.data += 1e-4  # a value that bf16 does not have
-    before = layer.softmax_offset.detach().clone()
-    found = {}
-    for name in ("bfloat16", "half", "float"):
-        getattr(model, name)()
-        offset = layer.softmax_offset
-        found[name] = (str(offset.dtype), bool(torch.equal(offset, before)))
-    return found
 
 
 def vocabulary_rows(vocabulary: int) -> tuple[int, int]:

@@ -10,7 +10,9 @@ BF16 = {"bf16": True}
 
 @pytest.mark.parametrize("distributed_optimizer", [False, True], ids=["plain", "distributed"])
 @pytest.mark.parametrize("options", [{}, BF16], ids=["float32", "bf16"])
-def test_sinks_are_float32_sharded_by_heads_and_not_decayed(pool, options, distributed_optimizer):
+def test_sinks_are_sharded_by_heads_and_not_decayed_and_their_main_weights_are_float32(
+    pool, options, distributed_optimizer
+):
     facts = pool.run(
         f"{TASKS}:softmax_offset_facts",
         Layout(tp=2),
@@ -18,8 +20,10 @@ def test_sinks_are_float32_sharded_by_heads_and_not_decayed(pool, options, distr
         **options,
     )
     for rank, fact in enumerate(facts):
-        assert fact["dtype"] == fact["grad_dtype"] == "torch.float32"
-        assert fact["other_dtypes"] == ["torch.bfloat16" if options else "torch.float32"]
+        assert fact["grad_dtype"] == "torch.float32"
+        assert [fact["dtype"]] == fact["other_dtypes"]
+        assert fact["dtype"] == ("torch.bfloat16" if options else "torch.float32")
+        assert fact["is_the_main_weight"]
         assert fact["moved"] > 1e-4  # a step of about the learning rate, 1e-3
         assert fact["finer_than_bf16"]
         assert fact["tensor_model_parallel"] is True
@@ -33,11 +37,6 @@ def test_sinks_are_float32_sharded_by_heads_and_not_decayed(pool, options, distr
         assert fact["global_shapes"] == [(2, 4)] * 2
         assert fact["local_shapes"] == [(2,)] * 2
         assert fact["global_offsets"] == [(0, 2 * rank), (1, 2 * rank)]
-
-
-def test_casting_the_model_keeps_the_sinks_to_the_bit(pool):
-    (found,) = pool.run(f"{TASKS}:moved_module_keeps_offset", SINGLE)
-    assert found == dict.fromkeys(("bfloat16", "half", "float"), ("torch.float32", True))
 
 
 def test_padded_vocabulary_does_not_depend_on_the_layout(pool):

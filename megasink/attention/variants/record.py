@@ -60,7 +60,8 @@ def zero(config: Any) -> float:
 class Parameter:
     """A parameter that a variant adds to the core attention of a layer.
 
-    It stays float32 in a model of any dtype and trains with --sink-lr-mult and --sink-weight-decay.
+    It has the model's dtype, enters the mathematics in float32 and trains with --sink-lr-mult and
+    --sink-weight-decay.
 
     Attributes:
         name: Name in core attention and, after "core_attention.", in checkpoints.
