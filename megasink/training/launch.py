@@ -104,6 +104,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     wait_until_expired(run_dir, say)
     if resume and (done := finished(run_dir, options)):
         say(done)
+        more = ["--train-iters", 2 * options.train_iters, "--override-opt-param-scheduler"]
+        line = ["train", "--run-dir", run_dir, "--resume", *more, *plugins.flags(words)]
+        say_next("more steps, with the schedule of the learning rate stretched to them", *line)
         return 0
     if resume and not options.verify_checkpoint:
         where = from_where(run_dir)
