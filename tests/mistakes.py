@@ -113,7 +113,7 @@ MISTAKES = {
         "--lr -1.0 is negative",
     ),
     "plan-cpu": (PLAN, "--cpu: a plan is for GPUs; drop the flag"),
-    "plan-device": ("plan --device h10", "--device 'h10' is unknown: choose a100-40gb, a100, h100"),
+    "plan-device": ("plan --gpu h10", "--gpu 'h10' is unknown: choose a100-40gb, a100, h100"),
     "plan-utilization": ("plan --utilization 40", "--utilization 40.0: use more than 0, and at m"),
     "train-resume-nothing": (TRAIN + " --resume", "--resume: {0}/new/run holds no run"),
     "train-into-a-file": (TRAIN + " --run-dir {0}/text.txt", "--run-dir {0}/text.txt is a file"),

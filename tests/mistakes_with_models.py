@@ -90,7 +90,7 @@ MISTAKES_WITH_MODELS = {
         "{0}/run/config.json is not from a megasink run: no ffn_hidden_size, padded_vocab_size",
     ),
     "ablate-task": (
-        "ablate {0}/llama --output {0}/new/out --task nothing",
+        "ablate {0}/llama --output {0}/new/out --tasks nothing",
         "--tasks nothing: no such task, group, tag or suite",
     ),
     "ablate-no-text": ("ablate {0}/llama --output {0}/new/out", "--data"),
@@ -133,10 +133,10 @@ MISTAKES_WITH_MODELS = {
     "doctor-type": ("doctor --head-dim wide", "--head-dim 'wide': give a whole number"),
     "doctor-negative": ("doctor --head-dim -4", "--head-dim -4"),
     "demo-file": (
-        "demo --dir {0}/text.txt",
+        "demo --output {0}/text.txt",
         "{0}/text.txt cannot be created: {0}/text.txt is a file",
     ),
-    "demo-steps": ("demo --dir {0}/new/demo --train-iters 0", "--train-iters 0"),
+    "demo-steps": ("demo --output {0}/new/demo --train-iters 0", "--train-iters 0"),
     "demo-misspelt": ("demo --folder {0}/new/demo", "unknown: --folder"),
     # convert
     "to-hf-no-run": ("convert-to-hf {0}/runs {0}/new/hf", "{0}/runs"),

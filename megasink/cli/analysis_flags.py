@@ -8,7 +8,7 @@ import math
 from collections.abc import Sequence
 from pathlib import Path
 
-from megasink import cpu
+from megasink import cpu, output_folder
 from megasink.analysis.capture.head_names import head_problems, parse_head
 from megasink.analysis.model_shape import ModelShape, shape_of
 from megasink.analysis.options import KEPT, AnalysisOptions, ModelOptions, model_problem
@@ -76,6 +76,13 @@ def settled(args: argparse.Namespace, problems: Sequence[str]) -> ModelOptions:
     if device is None:
         device = "cuda" if cpu.cuda_present() else "cpu"
     return ModelOptions.of(args, device=device)
+
+
+def refuse_others(command: str, which: ModelOptions, options: AnalysisOptions) -> None:
+    """Refuse an output folder with results of another command line."""
+    if not options.overwrite:
+        given = options.given() | {"--name": which.shown_name}
+        output_folder.refuse_others(Path(options.output or ""), command, given, options.grows)
 
 
 def weights_problems(args: argparse.Namespace, *, is_run: bool) -> list[str]:

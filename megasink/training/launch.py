@@ -50,8 +50,21 @@ _SHOWN = {
     "test_bits_per_byte": "bits per byte",
 }
 
-_EXAMPLE = "megasink train --recipe p0-0.6b --data-path data/text --run-dir runs/mine"
-# On the first screen of the help.
+_EXAMPLE = (
+    "megasink train --recipe tiny --run-dir runs/mine/sink --data-path runs/mine/text "
+    "--tokenizer-model runs/mine/text-tokenizer"
+)
+_MADE_BY = """The data of the example are made by
+megasink data README.md docs --output runs/mine/text --train-tokenizer 2000"""
+# Megatron's flags that every run needs, on the first screen of the help.
+_OF_MEGATRON = {
+    "data-path": ("PREFIX [PREFIX ...]", "data of megasink data: the path before .bin and .idx"),
+    "tokenizer-model": ("FOLDER", "its tokenizer, a Hugging Face folder"),
+    "lr": ("RATE", "peak of the learning rate; --min-lr and --lr-decay-style are its end"),
+    "train-iters": ("STEPS", "training steps"),
+    "global-batch-size": ("N", "sequences of a step, of --seq-length tokens each"),
+}
+# Those of megasink there.
 _FIRST = (
     *("--ranks", "--recipe", "--run-dir", "--resume", "--cpu"),
     *("--attention-variant", "--head-balance-coeff"),
@@ -68,8 +81,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     words = early.expanded(sys.argv[1:] if argv is None else argv)
     if {"-h", "--help"} & set(words):
         parser = own_parser()
+        group = parser.add_argument_group("Megatron's", _MADE_BY)
+        for name, (metavar, text) in _OF_MEGATRON.items():
+            group.add_argument(f"--{name}", metavar=metavar, help=text)
         add_options(parser)
-        parser.first_screen(_EXAMPLE, *_FIRST).print_help()
+        parser.first_screen(_EXAMPLE, *_FIRST, *map("--{}".format, _OF_MEGATRON)).print_help()
         parser.exit()
     if "--help-all" in words:
         return subprocess.run(
