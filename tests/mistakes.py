@@ -196,7 +196,7 @@ MISTAKES = {
     "generate-unfinished": ("generate {0}/notes --prompt a", "{0}/notes: no finished checkpoint"),
     "generate-hugging-face": (
         "generate {0}/llama --prompt a",
-        "{0}/llama is a Hugging Face folder, not a run; megasink convert-from-hf {0}/llama RUN",
+        "{0}/llama is a Hugging Face folder, not a run; megasink convert-from-hf {0}/llama --out",
     ),
     "generate-another-checkpoint": (
         "generate {0}/run/checkpoints/iter_0000004 --prompt a --iteration 7",

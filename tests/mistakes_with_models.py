@@ -139,28 +139,28 @@ MISTAKES_WITH_MODELS = {
     "demo-steps": ("demo --output {0}/new/demo --train-iters 0", "--train-iters 0"),
     "demo-misspelt": ("demo --folder {0}/new/demo", "unknown: --folder"),
     # convert
-    "to-hf-no-run": ("convert-to-hf {0}/runs {0}/new/hf", "{0}/runs"),
-    "to-hf-target": ("convert-to-hf {0}/run {0}/new/hf --target lama", "lama"),
-    "to-hf-size": ("convert-to-hf {0}/run {0}/new/hf --shard-size big", "big"),
+    "to-hf-no-run": ("convert-to-hf {0}/runs --output {0}/new/hf", "{0}/runs"),
+    "to-hf-target": ("convert-to-hf {0}/run --output {0}/new/hf --target lama", "lama"),
+    "to-hf-size": ("convert-to-hf {0}/run --output {0}/new/hf --shard-size big", "big"),
     "to-hf-run": (
-        "convert-to-hf {0}/run {0}/new/hf",
+        "convert-to-hf {0}/run --output {0}/new/hf",
         "{0}/run/config.json is not from a megasink run: no ffn_hidden_size, padded_vocab_size",
     ),
-    "to-hf-iteration": ("convert-to-hf {0}/run {0}/new/hf --iteration 7", "7"),
-    "from-hf-no-folder": ("convert-from-hf {0}/lama {0}/new/run", "{0}/lama"),
+    "to-hf-iteration": ("convert-to-hf {0}/run --output {0}/new/hf --iteration 7", "7"),
+    "from-hf-no-folder": ("convert-from-hf {0}/lama --output {0}/new/run", "{0}/lama"),
     "from-hf-variant": (
-        "convert-from-hf {0}/llama {0}/new/run --attention-variant gate",
+        "convert-from-hf {0}/llama --output {0}/new/run --attention-variant gate",
         "--attention-variant 'gate' is unknown: choose sink, gated (did you mean gated?)",
     ),
     "from-hf-weight": (
-        "convert-from-hf {0}/llama {0}/new/run --attention-variant sink --sink-weight 2",
+        "convert-from-hf {0}/llama --output {0}/new/run --attention-variant sink --sink-weight 2",
         "--sink-weight 2",
     ),
     "from-hf-granularity": (
-        "convert-from-hf {0}/llama {0}/new/run --gate-granularity headwise "
+        "convert-from-hf {0}/llama --output {0}/new/run --gate-granularity headwise "
         "--attention-variant sink",
         "--gate-granularity does not go with --attention-variant sink",
     ),
-    "from-hf-swapped": ("convert-from-hf {0}/run {0}/new/run", "{0}/run"),
-    "from-hf-one-folder": ("convert-from-hf {0}/llama", "missing: output"),
+    "from-hf-swapped": ("convert-from-hf {0}/run --output {0}/new/run", "{0}/run"),
+    "from-hf-one-folder": ("convert-from-hf {0}/llama", "missing: --output"),
 }

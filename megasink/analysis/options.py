@@ -250,10 +250,10 @@ def _frozen(value: Any) -> Any:
     return tuple(value) if isinstance(value, list) else value
 
 
-def model_problem(folder: Path) -> str | None:
-    """Return why a folder cannot be that of a transformers model, or None."""
+def model_problem(folder: Path, flag: str = "") -> str | None:
+    """Return why a folder cannot be that of a transformers model, or None; see `missing_folder`."""
     if not folder.is_dir():
-        return missing_folder(folder)
+        return missing_folder(folder, flag)
     if not (folder / "config.json").is_file():
         return f"{folder} is not a Hugging Face model folder: it has no config.json"
     return None

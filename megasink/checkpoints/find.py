@@ -56,8 +56,8 @@ def find_checkpoint(path: Path, iteration: int | None = None) -> Checkpoint:
     if newest is None:
         if (path / "config.json").is_file() and not is_run(path):
             raise UserError(
-                f"{path} is a Hugging Face folder, not a run; megasink convert-from-hf {path} RUN "
-                "makes a run of it"
+                f"{path} is a Hugging Face folder, not a run; megasink convert-from-hf {path} "
+                "--output RUN makes a run of it"
             )
         raise UserError(f"{path}: no finished checkpoint (no {TRACKER})")
     if not (run / "config.json").is_file():

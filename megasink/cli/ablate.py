@@ -63,11 +63,8 @@ def main(argv: Sequence[str] | None = None) -> int:
 def ablate_parser(description: str | None) -> CommandParser:
     """Return the parser of `megasink ablate`."""
     own = ("score", "zeroed", "seeds", "tasks", "limit", "calibration", "heads", "interventions")
-    parser = model_parser("megasink ablate", description, AblationOptions, *own, "layer", *SEQUENCE)
-    parser.add_argument(
-        "--allow-download", action="store_true", help="fetch the data of tasks that is not cached"
-    )
-    return parser
+    names, also = (*own, "layer", *SEQUENCE), ", and the data of tasks that is not cached"
+    return model_parser("megasink ablate", description, AblationOptions, *names, download=also)
 
 
 def check_ablate(args: argparse.Namespace, *, is_run: bool) -> tuple[ModelOptions, AblationOptions]:

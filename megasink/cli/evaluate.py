@@ -77,7 +77,8 @@ def _tokenizer(model: Path) -> Path:
 
 
 def _parser(description: str | None) -> CommandParser:
-    parser = weights_parser("megasink evaluate", description)
+    also = ", datasets that the cache lacks, and metrics, which are code of the hub"
+    parser = weights_parser("megasink evaluate", description, also)
     suites = ", ".join(f"{suite.row} ({suite.name})" for suite in ALL)
     parser.add_argument(
         "--tasks",
@@ -118,11 +119,6 @@ def _parser(description: str | None) -> CommandParser:
         default=[],
         metavar="FOLDER",
         help="more tasks: lm-eval's YAML files; Python files that they name run",
-    )
-    parser.add_argument(
-        "--allow-download",
-        action="store_true",
-        help="fetch datasets that the cache lacks, and metrics, which are code of the Hub",
     )
     parser.add_argument(
         "--confirm-run-unsafe-code",

@@ -137,7 +137,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         say(note)
     if "--mock-data" not in flags:  # whose tokens stand for nothing
         say_next("what it says", "generate", run_dir, "--prompt", "Once upon a time")
-    say_next("a folder for transformers", "convert-to-hf", run_dir, f"{run_dir}-hf")
+    say_next("a folder for transformers", "convert-to-hf", run_dir, "--output", f"{run_dir}-hf")
     return 0
 
 
