@@ -62,7 +62,7 @@ class CommandParser(argparse.ArgumentParser):
             if not actions:
                 continue
             formatter.start_section(group.title)
-            formatter.add_text(group.description)
+            formatter.add_text(None if self._first else group.description)
             formatter.add_arguments(actions)
             formatter.end_section()
         return formatter.format_help()

@@ -178,7 +178,7 @@ MISTAKES = {
         "finetune {0}/run --data {0}/text.txt --output {0}/new/out",
         "{0}/run is a megasink run: megasink convert-to-hf exports it",
     ),
-    "generate-nothing": ("generate", "missing: run, --prompt"),
+    "generate-nothing": ("generate", "missing: RUN, --prompt"),
     "generate-no-run": ("generate {0}/runs --prompt a", "{0}/runs: no such folder"),
     "generate-iteration": (
         "generate {0}/run --prompt a --iteration 7",

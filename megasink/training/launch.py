@@ -54,13 +54,15 @@ _EXAMPLE = (
     "megasink train --recipe tiny --run-dir runs/mine/sink --data-path runs/mine/text "
     "--tokenizer-model runs/mine/text-tokenizer"
 )
-_MADE_BY = """The data of the example are made by
-megasink data README.md docs --output runs/mine/text --train-tokenizer 2000"""
 # Megatron's flags that every run needs, on the first screen of the help.
 _OF_MEGATRON = {
-    "data-path": ("PREFIX [PREFIX ...]", "data of megasink data: the path before .bin and .idx"),
+    "data-path": (
+        "PREFIX",
+        "the --output of megasink data, in the example: megasink data README.md docs --output "
+        "runs/mine/text --train-tokenizer 2000",
+    ),
     "tokenizer-model": ("FOLDER", "its tokenizer, a Hugging Face folder"),
-    "lr": ("RATE", "peak of the learning rate; --min-lr and --lr-decay-style are its end"),
+    "lr": ("RATE", "peak of the learning rate; --min-lr is its end"),
     "train-iters": ("STEPS", "training steps"),
     "global-batch-size": ("N", "sequences of a step, of --seq-length tokens each"),
 }
@@ -81,7 +83,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     words = early.expanded(sys.argv[1:] if argv is None else argv)
     if {"-h", "--help"} & set(words):
         parser = own_parser()
-        group = parser.add_argument_group("Megatron's", _MADE_BY)
+        group = parser.add_argument_group("Megatron's")
         for name, (metavar, text) in _OF_MEGATRON.items():
             group.add_argument(f"--{name}", metavar=metavar, help=text)
         add_options(parser)

@@ -239,7 +239,7 @@ def refused(pool, command, *words):
 def test_bad_exports_are_one_clear_line(pool, runs, tokenizer, tmp_path):
     run, out = runs / "sink", tmp_path / "out"
     command = ["convert-to-hf", run, "--output", out, "--no-verify"]
-    refused(pool, [command[0], tmp_path / "nowhere", out], "no such folder")
+    refused(pool, [command[0], tmp_path / "nowhere", *command[2:4]], "no such folder")
     refused(pool, [*command, "--target", "llama"], "vanilla attention, not sink")
     refused(pool, [*command, "--target", "gpt5"], "unknown: choose llama")
     refused(pool, [*command, "--iteration", "9"], "no checkpoint of iteration 9; available: 3")
