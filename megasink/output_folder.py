@@ -40,19 +40,7 @@ def results_in(
     grows: Collection[str] = (),
     writes: bool = True,
 ) -> Iterator[Callable[[], None]]:
-    """Hold the folder of a command's results while it measures and writes.
-
-    Args:
-        command: of megasink.
-        settings: all that the results depend on, by flag or name.
-        given: the command line by flag, for `refuse_others`.
-        overwrite: replace what the folder holds.
-        grows: settings that may become longer lists, by which no result is lost.
-        writes: whether this process does; another one of a group looks at nothing.
-
-    Yields:
-        a function to call before the results are written: it records the settings.
-    """
+    """Hold the folder of a command's results while it measures and writes."""
     now = _as_json(settings)
     about = {"command": command, "settings": now, "given": _as_json(given or {})}
 

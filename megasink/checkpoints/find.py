@@ -131,12 +131,7 @@ def saved_checkpoints(
     checksums: bool = False,
     tell: Callable[[Path, int], None] = lambda *_: None,
 ) -> list[Saved]:
-    """Return the checkpoints in a folder in ascending order, damaged and half-deleted ones too.
-
-    Args:
-        checksums: verify checksums in addition to file sizes.
-        tell: receives a checkpoint and the bytes of each of its tensors that are verified.
-    """
+    """Return the checkpoints in a folder in ascending order, damaged and half-deleted ones too."""
     checkpoints = []
     for iteration in iterations(folder):
         path = checkpoint_path(folder, iteration)

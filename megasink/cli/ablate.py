@@ -123,11 +123,7 @@ def _of_scores(names: Sequence[str]) -> list[str]:
 
 
 def _of_others(options: AblationOptions, model: Sequence[int] | None) -> list[str]:
-    """Return the problems of --heads, --interventions and --layer.
-
-    Args:
-        model: number of heads in each of its layers, where its config.json tells.
-    """
+    """Return the problems of --heads, --interventions and --layer."""
     problems = []
     if options.heads is not None:
         try:

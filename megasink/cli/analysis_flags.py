@@ -44,11 +44,7 @@ def replacement_problems(options: AnalysisOptions) -> list[str]:
 
 
 def weights_parser(prog: str, description: str | None, download: str = "") -> CommandParser:
-    """Return a parser with the options of how a model is loaded, and the output folder.
-
-    Args:
-        download: what else --allow-download fetches.
-    """
+    """Return a parser with the options of how a model is loaded, and the output folder."""
     parser = CommandParser(prog=prog, description=description)
     parser.add_argument("model", type=Path, metavar="MODEL", help="Hugging Face folder, or a run")
     parser.add_argument("--output", type=Path, required=True, help="output folder")
@@ -96,11 +92,7 @@ def refuse_others(command: str, which: ModelOptions, options: AnalysisOptions) -
 
 
 def weights_problems(args: argparse.Namespace, *, is_run: bool) -> list[str]:
-    """Return the problems with the options of `weights_parser`.
-
-    Args:
-        is_run: MODEL is a megasink run, which is known to exist.
-    """
+    """Return the problems with the options of `weights_parser`."""
     problems = []
     if is_run and args.attn_implementation is not None:
         problems.append("--attn-implementation applies to Hugging Face models only: remove it")
@@ -131,11 +123,7 @@ def weights_problems(args: argparse.Namespace, *, is_run: bool) -> list[str]:
 
 
 def problems_of(args: argparse.Namespace, options: AnalysisOptions, *, is_run: bool) -> list[str]:
-    """Return the problems with the options.
-
-    Args:
-        is_run: as in `weights_problems`.
-    """
+    """Return the problems with the options."""
     problems = weights_problems(args, is_run=is_run)
     if "natural" in options.inputs and not options.data:
         problems.append("no --data: pass text files or folders")

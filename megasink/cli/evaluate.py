@@ -138,11 +138,7 @@ def _batch_size(text: str) -> int | str:
 
 
 def _check(args: argparse.Namespace, *, is_run: bool) -> tuple[ModelOptions, list[Any]]:
-    """Check everything that needs neither lm-eval nor the model.
-
-    Returns:
-        how the model is loaded, and the interventions.
-    """
+    """Check everything that needs neither lm-eval nor the model."""
     problems = weights_problems(args, is_run=is_run)
     for flag, least in (("limit", 1), ("num_fewshot", 0), ("batch_size", 1)):
         value = getattr(args, flag)

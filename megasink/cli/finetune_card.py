@@ -18,14 +18,7 @@ def card(
     log: Sequence[Mapping[str, Any]],
     imbalance: Sequence[float],
 ) -> str:
-    """Return Markdown with the front matter that the Hugging Face hub reads.
-
-    Args:
-        base: the model as the command line names it.
-        shared_heads: m of Eq. 8.
-        log: of trainer_state.json; its last entry has the held-out loss.
-        imbalance: of the heads, before and after.
-    """
+    """Return Markdown with the front matter that the Hugging Face hub reads."""
     from huggingface_hub import ModelCardData
 
     licensed: dict[str, Any] = _license(options.model)

@@ -149,12 +149,7 @@ class MetricsWriter:
             print(f"megasink: {text}", flush=True)
 
     def close(self, *, failed: bool = False) -> None:
-        """Write what is left, close metrics.jsonl and flush TensorBoard.
-
-        Args:
-            failed: An error has ended the run; the device may be broken, and what it still holds is
-                given up then.
-        """
+        """Write what is left, close metrics.jsonl and flush TensorBoard."""
         try:
             with contextlib.suppress(*(RuntimeError,) * failed):
                 self.flush()

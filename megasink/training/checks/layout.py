@@ -74,11 +74,7 @@ def _ranks(args: Namespace, sizes: dict[str, int]) -> Iterator[str]:
 
 
 def _fitting(batch: int, micro: int, replicas: int, size: int) -> str:
-    """Return the numbers of ranks that a global batch allows, and the one that the ranks need.
-
-    Args:
-        size: ranks of a replica.
-    """
+    """Return the numbers of ranks that a global batch allows, and the one that the ranks need."""
     most = {}
     for each in (micro, 1):
         # The most that the batch allows, or the next lower number where only some divide it.
