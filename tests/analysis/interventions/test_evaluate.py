@@ -214,7 +214,8 @@ def test_bad_input_is_answered_before_the_model_loads(root, flags, phrases, caps
     before = sorted(root.rglob("*"))
     capsys.readouterr()
     lookup = socket.getaddrinfo
-    assert run(root, *(flag.replace("{0}", str(root)) for flag in flags)) == 2
+    given = [flag.replace("{0}", str(root)) for flag in flags]
+    assert run(root, *given, "--output", root / "new") == 2
     said = capsys.readouterr().err
     assert said.startswith("megasink: error: ")
     for phrase in phrases:
