@@ -30,6 +30,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         )
         args = parser.parse_args(argv)
         which, options = check(args)
+        command = "analyze --checkpoints" if args.checkpoints else "analyze"
+        analysis_flags.refuse_others(command, which, options)
         if args.checkpoints:
             trace(which, options, ranks)
             return 0

@@ -30,9 +30,6 @@ from megasink.errors import ConfigError, UserError
 from megasink.json_file import read_value
 from megasink.progress import progress
 
-# With more of these a sweep measures what is new, and has all that it had.
-_GROWS = ("--score", "--zeroed", "--seeds", "--heads", "--layer")
-
 
 def ablate(
     model: ProbedModel,
@@ -45,7 +42,7 @@ def ablate(
     Points that OUTPUT/points holds are not measured again.
 
     Args:
-        tasks: those of `--task`.
+        tasks: those of `--tasks`.
 
     Returns:
         contents of ablation.json; None on every process except rank 0.
@@ -60,13 +57,12 @@ def ablate(
     ablation = _ablation_of(options, model, ranks, tasks)
     about = ablation.facts()
     del about["interventions"]
-    about |= {
-        name: getattr(options, name.strip("-")) for name in (*_GROWS, "--calibration", "--seed")
-    }
+    given = options.given()
+    about |= {flag: given[flag] for flag in (*options.grows, "--calibration", "--seed")}
     about["--name"] = model.facts["name"]
     if options.interventions is not None:
         about["--interventions"] = read_value(options.interventions)
-    with holding(options, "ablate", about, ranks, _GROWS) as record:
+    with holding(options, "ablate", about, ranks) as record:
         return _ablate(options, output, ablation, record)
 
 
