@@ -28,6 +28,7 @@ from megasink.analysis.ablate.results import (
 from megasink.analysis.ablate.settings import Setting, Thresholds
 from megasink.analysis.capture.base import ProbedModel
 from megasink.analysis.capture.measurements import MeasuredSample
+from megasink.analysis.metrics.thresholds import Scores
 from megasink.analysis.options import AblationOptions
 from megasink.analysis.results import ModelFacts
 from megasink.typed_json import to_json
@@ -55,16 +56,16 @@ def summarize(
             asked=setting.asked,
             seed=setting.seed,
             interventions=to_json(setting.entries),
-            zeroed=None if point.zeroed is None else 100 * point.zeroed,
+            zeroed=_percent(point.zeroed, setting.zeroed_LH),
             values=_values(point, measured[0]),
             key=key,
         )
         for setting, key, point in zip(settings, keys, measured, strict=True)
     ]
     arrays = {
-        setting.label: np.asarray(point.zeroed_LH, dtype=np.float64)
+        setting.label: np.asarray(mask, dtype=np.float64)
         for setting, point in zip(settings, measured, strict=True)
-        if point.zeroed_LH is not None
+        if (mask := point.zeroed_LH if setting.zeroed_LH is None else setting.zeroed_LH) is not None
     }
     is_task = bool(measured[0].tasks)
     results = AblationResults(
@@ -87,6 +88,14 @@ def summarize(
     for on in results.unchanged.values:
         results.curves += _curves(results, [RANDOM, *thresholds] if thresholds else [], on)
     return results, arrays
+
+
+def _percent(zeroed: float | None, zeroed_LH: Scores | None) -> float | None:
+    """Return the percentage of heads zeroed: the mean over layers with heads (P3.13)."""
+    if zeroed_LH is not None:
+        there = ~np.isnan(zeroed_LH).all(1)
+        zeroed = float(np.nanmean(zeroed_LH[there], 1).mean())
+    return None if zeroed is None else 100 * zeroed
 
 
 def _calibration(options: AblationOptions) -> str:

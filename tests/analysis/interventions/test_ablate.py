@@ -79,6 +79,22 @@ class ByHand:
         found = (np.asarray(self.scores).reshape(shape), np.asarray(self.masks).reshape(shape))
         return np.asarray(nats), np.asarray(targets), *found
 
+    def slopes(self, layer, head, step=1e-2):
+        """[N]: derivative of each text's mean loss by a factor of a head, at 1."""
+        sides = []
+        for factor in (1 - step, 1 + step):
+
+            def scaled(_, args, factor=factor):
+                out_1THD = args[0].unflatten(-1, (HEADS, -1)).clone()
+                out_1THD[:, :, head] *= factor
+                return out_1THD.flatten(-2)
+
+            hook = self.model.model.layers[layer].self_attn.o_proj.register_forward_pre_hook(scaled)
+            nats, targets, _, _ = self.run(never)
+            hook.remove()
+            sides.append(nats / targets)
+        return (sides[1] - sides[0]) / (2 * step)
+
 
 @pytest.fixture(scope="module")
 def by_hand(folder):
@@ -125,6 +141,27 @@ def test_every_point_equals_the_model_zeroed_by_hand(swept, by_hand):
             # Layer 1 is scored after layer 0 lost heads, so this is near the share, not equal.
             assert point.zeroed == pytest.approx(point.asked, abs=13)
     assert len(seen) >= 7
+
+
+@pytest.mark.usefixtures("undrawn")
+def test_the_gradient_zeroes_the_same_heads_in_every_text(folder, by_hand, tmp_path):
+    """Those with the lowest mean over texts of |slope of the loss|, by differences by hand."""
+    assert main(command(folder, tmp_path, "--score", "gradient")) == 0
+    found, masks = results_of(tmp_path), np.load(tmp_path / "points.npz")
+    mean_LH = np.asarray(
+        [[by_hand.slopes(layer, head) for head in range(HEADS)] for layer in (0, 1)]
+    )
+    mean_LH, at_0 = np.abs(mean_LH).mean(-1), found.of("gradient")[0]
+    assert at_0.values == found.unchanged.values
+    for point in found.of("gradient"):
+        expected = published_quantile(mean_LH, point.asked / 100)
+        assert found.thresholds["gradient"][f"{point.asked:g}"] == pytest.approx(expected, rel=0.02)
+        mask_LH = mean_LH < expected * (1 - 1e-6)
+        np.testing.assert_array_equal(masks[point.label], mask_LH)
+        assert point.zeroed == 100 * mask_LH.mean()
+        nats, targets, _, _ = by_hand.run(lambda at, h, _, mask=mask_LH: bool(mask[at, h]))
+        assert point.values[ALL].value == pytest.approx(nats.sum() / targets.sum(), rel=1e-5)
+    assert found.of("gradient")[-1].zeroed > 0
 
 
 def test_standard_errors_are_of_paired_differences(swept, by_hand):
