@@ -87,9 +87,9 @@ def test_what_a_gpt_does_is_what_is_read(pool, kind):
         torch.testing.assert_close(residuals[1] + found["mlp_branch_TE"], after, **exact)
 
 
-@pytest.mark.parametrize("kind", KINDS.keys() - {"bf16"})
+@pytest.mark.parametrize("kind", [kind for kind in KINDS if kind != "bf16"])
 def test_the_gradient_of_a_mask_is_the_slope_of_the_loss(pool, kind):
-    ((found, slope),) = pool.run(f"{TASKS}:gradients", SINGLE, step=2e-2, **KINDS[kind])
+    ((found, slope),) = pool.run(f"{TASKS}:gradients", SINGLE, step=3e-3, **KINDS[kind])
     assert np.abs(found - slope).max() < 1e-2 * np.abs(slope).max()
 
 
