@@ -4,19 +4,22 @@ Shapes: N samples, T tokens, L layers, H heads, D head dim.
 """
 
 import csv
+import json
 import math
 from dataclasses import replace
 
 import numpy as np
 import pytest
+import scipy.stats
 import torch
 
 from megasink.analysis.ablate import first_layer
 from megasink.analysis.ablate.curves import kept_level, normalized_auc, removable
-from megasink.analysis.ablate.results import ALL
+from megasink.analysis.ablate.results import ALL, mean_line
 from megasink.analysis.capture.transformers_model import TransformersProbe
 from megasink.analysis.metrics.geometry import Embedding
 from megasink.analysis.metrics.thresholds import published_quantile
+from megasink.analysis.pages.ablation import best_of, in_words
 from megasink.cli import main
 from megasink.errors import UserError
 from tests.analysis.interventions.ablating import (
@@ -183,6 +186,27 @@ def test_the_summary_has_the_loss_without_the_heads_given(swept):
     assert f"unchanged. heads 0.1, 1.2: {value:.4f} ({value - before:+.4f})." in page
 
 
+def test_the_summary_names_a_best_score_only_beyond_its_interval(swept):
+    results = results_of(swept)
+    assert not any(
+        curve.rank == 1 and best_of([curve], higher_is_better=False)
+        for curve in results.curves
+        if curve.score == "random"
+    )
+    for curve in results.curves:
+        curve.rank = 1 + (curve.score == "random")
+        if curve.score != "random":
+            curve.over_random, curve.over_random_interval = -0.003, 0.004
+    assert all("No score's curve is better than" in line for line in in_words(results))
+    for curve in results.curves:
+        curve.over_random_interval = 0.002
+    for line in in_words(results):
+        assert "Best by AUC: AHON (LN) (-0.0030 ± 0.0020 against random)." in line
+    for curve in results.curves:
+        curve.over_random = 0.003  # beyond its interval, but worse than random heads
+    assert not any("Best" in line for line in in_words(results))
+
+
 def test_the_random_baseline(swept):
     found = results_of(swept)
     points = found.of("random")
@@ -202,8 +226,9 @@ def test_a_score_without_a_point_at_0_begins_with_the_unchanged_model(swept):
     assert without.line("ahon_ln") == {0.0: [found.unchanged]} | {p.asked: [p] for p in later}
 
 
-def test_curves_follow_from_the_points(swept):
+def test_curves_follow_from_the_points(swept, by_hand):
     found = results_of(swept)
+    _, targets, _, _ = by_hand.run(never)
     for on in ("first", "second", ALL):
         curves = {curve.score: curve for curve in found.curves if curve.on == on}
         baseline = found.unchanged.values[on].value
@@ -228,6 +253,35 @@ def test_curves_follow_from_the_points(swept):
         assert better.rank == 1
         assert sorted(curve.rank for curve in curves.values()) == [1, 2]
         assert list(curves["random"].auc_by_seed) == ["4", "5"]
+        apart = curves["ahon_ln"].auc - curves["random"].auc
+        interval = curves["ahon_ln"].over_random_interval
+        if on == "second":  # one text
+            assert interval is None
+            continue
+        assert curves["ahon_ln"].over_random == pytest.approx(apart)
+        assert interval == pytest.approx(_interval(found, swept, on, targets))
+
+
+def _interval(found, swept, on, targets):
+    """Half-width of the 95 % interval of the AUC over that of random heads, text by text."""
+    chosen = {"first": [0, 1], ALL: [0, 1, 2]}[on]
+    area = np.zeros(len(chosen))
+    for sign, score, seeds in ((1, "ahon_ln", (None,)), (-1, "random", (4, 5))):
+        for seed in seeds:
+            points = [p for p in found.of(score) if p.seed == seed]
+            rows = [points, [found.unchanged, *points]][score == "random"]
+            nats = [_nats(swept, point.key) for point in rows]
+            x, _ = mean_line(found.line(score), on)
+            area += sign / len(seeds) * np.trapezoid(nats, x, axis=0)[chosen] / (x[-1] - x[0])
+    residual = area - area.sum() / targets[chosen].sum() * targets[chosen]
+    n = len(chosen)
+    error = math.sqrt((residual**2).sum() / (n - 1) * n) / targets[chosen].sum()
+    return scipy.stats.t.ppf(0.975, n - 1) * error
+
+
+def _nats(swept, key):
+    point = json.loads((swept / "points" / f"{key}.json").read_text())
+    return [text["nats"] for text in point["texts"]]
 
 
 def test_the_files(swept):
