@@ -152,6 +152,7 @@ class Metric:
         figure: the figure with its curve, see `analysis/pages/figures_metrics.py`.
         number: format of its number.
         levels: names of the values 0, 1, ... of a categorical metric.
+        key: whose weight it counts; the page prints beside it that of a head that attends evenly.
         inactive: "above" or "below", for a score whose threshold marks inactive heads (P3.11).
         bounds: lowest and highest value it can have; thresholds lie between them.
     """
@@ -170,6 +171,7 @@ class Metric:
     figure: str = "metrics"
     number: str = "{:.3f}"
     levels: tuple[str, ...] = ()
+    key: int | None = None
     inactive: str | None = None
     bounds: tuple[float, float] = (-math.inf, math.inf)
 
