@@ -143,8 +143,8 @@ def _finding(numbers: Numbers, most: int = 6) -> str:
         for first, *cells in rows:
             for name, cell in zip(head[1:], cells, strict=True):
                 if cell and (name != first or name.isdecimal()):  # a score agrees with itself
-                    of, at = ("", f"{first}, {by} {name}") if by else (name, first)
-                    series.setdefault(of, {})[f"{across} {at}"] = float(cell)
+                    of, place = ("", f"{first}, {by} {name}") if by else (name, first)
+                    series.setdefault(of, {})[f"{across} {place}"] = float(cell)
         for name, at in series.items():
             low, high = min(at, key=at.__getitem__), max(at, key=at.__getitem__)
             what = ", ".join(dict.fromkeys(filter(None, (title, name))))

@@ -193,7 +193,10 @@ def test_two_analyses_of_one_name_are_told_apart(analyzed, tmp_path, capsys, mon
     assert head in re.sub(r"</?tr>|\n| scope=\"col\"", "", page)
     before = json.loads((analyzed / "llama" / "results.json").read_text())["metrics"]["imbalance"]
     assert f"<td>7.125</td><td>+{7.125 - before['number']:.3f}</td>" in page.replace("\n", "")
-    assert "From llama (llama) to llama (other) head importance moves by at most 0.000" in page
+    words = re.sub("<[^>]+>", "", page)
+    told = "head importance (1 - attention to the first token) moves by at most 0.000 (layer"
+    assert f"From llama (llama) to llama (other) {told}" in words
+    assert "and a head's attention" not in words  # the same number
     assert "llama (other): prose" in page
     capsys.readouterr()
     twice = f"report {analyzed}/llama {analyzed}/llama --output {tmp_path}/twice"

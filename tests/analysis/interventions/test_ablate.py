@@ -6,6 +6,7 @@ Shapes: N samples, T tokens, L layers, H heads, D head dim.
 import csv
 import json
 import math
+import re
 from dataclasses import replace
 
 import numpy as np
@@ -20,6 +21,7 @@ from megasink.analysis.capture.transformers_model import TransformersProbe
 from megasink.analysis.metrics.geometry import Embedding
 from megasink.analysis.metrics.thresholds import published_quantile
 from megasink.analysis.pages.ablation import best_of, in_words
+from megasink.analysis.pages.html import PAPERS
 from megasink.cli import main
 from megasink.errors import UserError
 from tests.analysis.interventions.ablating import (
@@ -32,6 +34,7 @@ from tests.analysis.interventions.ablating import (
 )
 from tests.distributed.layout import Layout
 
+LINKS = {f"https://arxiv.org/abs/{number}" for _, number in PAPERS.values()}
 FLAGS = ("--score", "ahon_ln", "--heads", "0.1", "1.2", "--layer", "1")
 
 
@@ -297,7 +300,7 @@ def test_the_files(swept):
         assert (swept / "figures" / f"{name}.png").read_bytes().startswith(b"\x89PNG")
     html = (swept / "report.html").read_text()
     assert html.count("<img ") == html.count("<summary>The numbers</summary>") == 5
-    assert "http" not in html.replace("http-equiv", "")
+    assert set(re.findall(r'(?:src|href)="(?!data:|#)([^"]+)"', html)) <= LINKS
 
 
 @pytest.mark.usefixtures("undrawn")
