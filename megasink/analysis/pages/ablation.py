@@ -17,6 +17,7 @@ from megasink.analysis.pages import html
 from megasink.analysis.pages.ablation_figures import Arrays, draw_all, shown_on, title_of
 from megasink.analysis.pages.csv_file import write_csv
 from megasink.analysis.pages.drawing import PAGE_FILES, Picture, write_page
+from megasink.analysis.pages.words import words_and_papers
 from megasink.analysis.results_files import results_of, write_json
 from megasink.analysis.stored import write_arrays
 from megasink.printable import say
@@ -77,6 +78,7 @@ def page(results: AblationResults, pictures: Sequence[Picture]) -> str:
         made.section("Every point", *_points(results))
     if given:
         made.section("Heads and interventions given", *_given(results, given))
+    made.section("Words and papers", words_and_papers())
     made.section("How it was measured", _provenance(results))
     return made.text()
 

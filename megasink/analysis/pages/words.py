@@ -32,7 +32,10 @@ WORDS = {
     "the others (P4)",
     "activation": "a number of a hidden state, or of what attention (attn_residual) or the MLP "
     "(ffn_residual), the feed-forward part of a block, adds to it",
-    "query, key, value": "q, k and v: token i attends to token j by q_i k_j, and reads v_j",
+    "queries, keys, values": "q, k and v: token i attends to token j by q_i k_j, and reads v_j",
+    "group": "query heads that share keys and values",
+    "sink or bias": "a learnable sink takes attention and adds nothing; a learnable bias is a key "
+    "with a value of its own (P0, P2)",
     "cosine": "of the angle between two vectors: 1 for one direction, 0 for a right angle",
     "gate": "the factor of a head's output: the explicit one of a gated model, else the attention "
     "that does not go to the sink (P0, P1)",
@@ -57,8 +60,11 @@ WORDS = {
     "Spearman": "rank correlation, 1 for the same order; W1: Wasserstein distance between two "
     "distributions, in the unit of the values",
     "PCA, t-SNE": "projections of vectors to two dimensions; distances of t-SNE are not to scale",
-    "loss, nats per token": "the cross-entropy with the natural logarithm; perplexity is its "
+    "loss, nats per token": "the mean cross-entropy of the targets, the tokens that are predicted, "
+    "with the natural logarithm; perplexity is its "
     "exponential, and bits per byte the loss in bits over the bytes of the text",
+    "population std": "the standard deviation with the count as its divisor",
+    "NaN": "no number: there is nothing to measure",
     "AUC": "area under a curve over its span: the mean value",
 }
 
