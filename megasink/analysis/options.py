@@ -158,7 +158,7 @@ class AnalysisOptions(Options):
             if (value := getattr(self, name)) is not None and value < least:
                 yield f"{name_of(name)} {value}: at least {least}"
         if self.metrics and not self.loss:
-            yield f"{name_of('metrics')} {' '.join(self.metrics)} needs the loss: do not leave it out"
+            yield f"{name_of('metrics')} {' '.join(self.metrics)} needs the loss: measure it too"
         if self.random_lengths is None:
             return
         low, high = self.random_lengths
