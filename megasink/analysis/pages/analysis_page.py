@@ -103,7 +103,7 @@ def _label(entry: Metric, columns: Sequence[SampleResults]) -> str:
         known = [of.metrics["even_weight"].values for of in columns if "even_weight" in of.metrics]
         even = dict.fromkeys(f"{of[entry.key]:.4f}" for of in known if of[entry.key] is not None)
         if even:
-            about += f" A head that attends evenly gives key {entry.key} {' or '.join(even)}."
+            about += f" A head that attends evenly gives it a weight of {' or '.join(even)}."
     return html.term(f"{entry.title}{how}" + (f" ({entry.source})" if is_row else ""), about)
 
 

@@ -190,7 +190,7 @@ def test_sinks_stand_beside_even_heads(analyzed):
     summary = page.partition('<h2 id="by-dataset"')[0]
     for row in ("sink rate, eps 0.3", "heads over drain", "weight on the first token, mean"):
         (cell,) = re.findall(f'<th scope="row">{row}.*?</th>', summary, re.S)
-        assert f"A head that attends evenly gives key 0 {even:.4f}." in cell
+        assert f"A head that attends evenly gives it a weight of {even:.4f}." in cell
 
 
 def test_two_models_on_one_page(analyzed, tmp_path, capsys, monkeypatch):
