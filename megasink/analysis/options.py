@@ -144,6 +144,9 @@ class AnalysisOptions(Options):
     map_length: int = 48
     """tokens in a map, 2 to 255 (default: %(default)s)"""
 
+    metrics: tuple[str, ...] = _flag((), metavar="NAME")
+    """also measure these, which take a backward pass: gradient, gradient_signed"""
+
     loss: bool = True
     """whether the loss is measured"""
 
@@ -162,6 +165,8 @@ class AnalysisOptions(Options):
         for name, least in _LEAST.items():
             if (value := getattr(self, name)) is not None and value < least:
                 yield f"{name_of(name)} {value}: at least {least}"
+        if self.metrics and not self.loss:
+            yield f"{name_of('metrics')} {' '.join(self.metrics)} needs the loss: measure it too"
         if self.random_lengths is None:
             return
         low, high = self.random_lengths
@@ -213,9 +218,9 @@ class AblationOptions(AnalysisOptions):
     # With more of these a sweep measures what is new, and has all that it had.
     grows = ("--score", "--zeroed", "--seeds", "--heads", "--layer")
 
-    score: tuple[str, ...] = _flag((), metavar="NAME")
-    """zero the heads that these scores mark, in each sequence (default: awft ahon_ln, unless
-    --heads, --interventions or --layer is given)"""
+    score: tuple[str, ...] = _flag((), metavar="NAME", names=("--by",))
+    """zero the heads that these scores mark, in each sequence; by gradient and gradient_signed the
+    same in all (default: awft ahon_ln, unless --heads, --interventions or --layer is given)"""
 
     zeroed: tuple[float, ...] = _flag((), metavar="PERCENT")
     """percentages of heads that each score zeroes (default: 0 5 10 15 20 25 30)"""

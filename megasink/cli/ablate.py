@@ -10,7 +10,7 @@ from pathlib import Path
 from megasink.analysis.capture.head_names import head_problems, parse_head
 from megasink.analysis.capture.ranks import taking_part
 from megasink.analysis.loading import opened
-from megasink.analysis.metrics.registry import score_names
+from megasink.analysis.metrics.registry import backward_names, score_names
 from megasink.analysis.options import AblationOptions, ModelOptions
 from megasink.attention import definitions
 from megasink.checkpoints.find import is_run
@@ -86,6 +86,13 @@ def check_ablate(args: argparse.Namespace, *, is_run: bool) -> tuple[ModelOption
     elif args.limit is not None and args.limit < 1:
         problems.append(f"--limit {args.limit}: at least 1")
     problems += _of_scores(args.score)
+    if args.task and args.calibration is None:
+        problems += [
+            f"--by {name} with --task: it takes the loss of texts; measure it there (megasink "
+            f"analyze --metrics {name}) and pass that analysis as --calibration"
+            for name in options.score
+            if name in backward_names()
+        ]
     problems += [
         f"--{flag} applies to --score: add it, or leave --{flag} out"
         for flag in ("zeroed", "seeds")
