@@ -13,11 +13,7 @@ from megasink.errors import UserError
 
 
 def attention_of(outputs: HeadOutputs, kind: str) -> AttentionCall:
-    """Return the call of a layer whose outputs are A V times an explicit gate, or A V alone.
-
-    Args:
-        kind: of the intervention, for errors.
-    """
+    """Return the call of a layer whose outputs are A V times an explicit gate, or A V alone."""
     call, layer = outputs.call, outputs.layer
     assert call is not None
     if call.similarity != "softmax":

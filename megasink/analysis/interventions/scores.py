@@ -11,24 +11,22 @@ import torch
 from torch import Tensor
 
 from megasink.analysis.ablate.results import RANDOM
+from megasink.analysis.interventions.kinds import check_score
 from megasink.analysis.metrics.head_scores import random_scores
-from megasink.analysis.metrics.registry import Metric, check_score, metrics
+from megasink.analysis.metrics.registry import Metric, metrics
+from megasink.errors import UserError
 
 
 class LayerScore:
     """A score of inactive heads, of one layer and sample at a time.
 
-    Args:
-        name: a registered metric with `inactive` set.
-
     Attributes:
-        inactive: "above" or "below".
         bounds: lowest and highest value that the score can have.
         of_statistics: the metrics of statistics that it is derived from, by name, and `needs` the
             statistics that they take; empty for the random baseline.
 
     Raises:
-        ValueError: no such score, or one that other layers or samples enter.
+        UserError: no such score, or one that other layers or samples enter.
     """
 
     def __init__(self, name: str):
@@ -46,7 +44,7 @@ class LayerScore:
         self._collect(self.entry)
         self.needs = {need for entry in self.of_statistics.values() for need in entry.needs}
         if not _is_of_one_layer(self.entry.name):
-            raise ValueError(
+            raise UserError(
                 f"score {name!r} of a layer depends on other layers or samples, which have not run "
                 "yet when its heads are zeroed"
             )
@@ -82,7 +80,7 @@ def _bases(entry: Metric) -> list[Metric]:
     """Return the scores by sample that a score is derived from."""
     names = [need.removesuffix("_NLH") for need in entry.needs]
     if any(need == name or name not in metrics() for need, name in zip(entry.needs, names)):  # noqa: B905
-        raise ValueError(
+        raise UserError(
             f"score {entry.name!r} takes {', '.join(entry.needs)}, which are not all known while "
             "the model runs"
         )

@@ -16,7 +16,7 @@ from megasink.analysis.interventions.heads import Heads, heads_by_layer
 class Zeroing(HeadChange):
     """See `ZeroHeads`."""
 
-    def __init__(self, heads: Heads, mask_shape: tuple[int, int] | None):
+    def __init__(self, heads: Heads, mask_shape: Sequence[int] | None):
         self._heads, self._shape = heads, mask_shape
         self._layers = heads_by_layer(heads)
         self._masks: dict[int, Tensor] = {}

@@ -318,12 +318,6 @@ def score_names() -> list[str]:
     return [*SCORES, *(n for n, e in _REGISTRY.items() if e.inactive and n not in SCORES)]
 
 
-def check_score(name: str) -> None:
-    """Raise ValueError unless it is one of `score_names`."""
-    if name not in score_names():
-        raise ValueError(f"score {name!r} is unknown: choose {', '.join(score_names())}")
-
-
 def metrics_shown(where: str) -> dict[str, Metric]:
     """Return the metrics shown in one of the places of `SHOWN`."""
     return {name: entry for name, entry in metrics().items() if where in entry.shown}
