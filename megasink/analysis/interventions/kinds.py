@@ -54,7 +54,7 @@ class ZeroHeads(Intervention):
 
     def change(self) -> "HeadChange":
         """Return the change."""
-        from megasink.analysis.interventions.zero_heads import Zeroing
+        from megasink.analysis.interventions.head_changes import Zeroing
 
         return Zeroing(self.heads, self.mask_shape)
 
@@ -136,7 +136,7 @@ class DrainFirstValue(Intervention):
 
     def change(self) -> "HeadChange":
         """Return the change."""
-        from megasink.analysis.interventions.drain_first_value import Drain
+        from megasink.analysis.interventions.head_changes import Drain
 
         return Drain(self.threshold, self.phase)
 
@@ -179,7 +179,7 @@ class SteerGates(Intervention):
 
     def change(self) -> "HeadChange":
         """Return the change."""
-        from megasink.analysis.interventions.steer_gates import Steering
+        from megasink.analysis.interventions.head_changes import Steering
 
         return Steering(self)
 
