@@ -9,6 +9,7 @@ import socket
 import sys
 import threading
 import time
+from types import SimpleNamespace
 
 import pytest
 import torch.distributed as dist
@@ -214,6 +215,16 @@ def test_a_checkpoint_that_only_one_host_sees_is_named(tmp_path, monkeypatch):
     assert "has no iter_0000002/x, which " in meet(*args, monkeypatch)
 
 
+@pytest.mark.parametrize("ahead", [40, -40, 5])
+def test_a_clock_that_is_far_from_that_of_rank_0_is_named(ahead, monkeypatch):
+    """However fast torchrun has started the ranks: they compare clocks before they begin."""
+    main = threading.get_ident()  # is host B
+    clock = vars(time) | {"time": lambda: time.time() + ahead * (threading.get_ident() != main)}
+    monkeypatch.setattr(hosts, "time", SimpleNamespace(**clock))
+    said = meet(*(arguments("--mock-data", rank=rank) for rank in (0, 1)), monkeypatch)
+    assert said is None if ahead == 5 else f" is {ahead:+} s from that of " in said
+
+
 def meet_alone(args):
     with pytest.raises(UserError) as error:
         hosts.compare(dist.HashStore(), args)
@@ -276,8 +287,8 @@ def test_a_host_says_for_whom_it_waits_and_what_others_lost(monkeypatch, capfd):
             {"job": "other"},
             r"has the run run, \S+ other at 127\.0\.0\.1:\d+: give each",
         ),
-        ({"ahead": 40.0}, r"the clock of b is \+\d\d s from that of a: set the clocks"),
-        ({"ahead": -40.0}, r"the clock of b is -\d\d s from that of a: set the clocks"),
+        ({"ahead": 40.0}, r"the clock of b is \+\d\d s from that of a \(set the clocks"),
+        ({"ahead": -40.0}, r"the clock of b is -\d\d s from that of a \(set the clocks"),
     ],
 )
 def test_hosts_that_cannot_train_together_are_named(change, named, monkeypatch):
