@@ -3,6 +3,7 @@
 import argparse
 import os
 from collections.abc import Sequence
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -41,7 +42,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             allow_download=args.allow_download,
             run_generated_code=args.confirm_run_unsafe_code,
         )
-        from megasink.analysis.capture.identity import weights_hash
+        from megasink.analysis.capture.identity import model_identity
         from megasink.analysis.evaluate.harness import evaluate
         from megasink.analysis.evaluate.results import write_evaluation
         from megasink.analysis.interventions.entries import to_entry
@@ -50,7 +51,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         options = ("limit", "batch_size", "chat_template", "parse_special_tokens", "samples")
         given = {name: getattr(args, name) for name in options}
         with opened(which, ranks) as model:
-            about = {"weights": weights_hash(model.module), **model.facts, **given}
+            about = model_identity(model.module, model.tokenizer, f"lm-eval {version('lm_eval')}")
+            about |= {"generation": model.generation, **model.facts, **given}
             about |= {"--tasks": args.tasks, "--num-fewshot": args.num_fewshot}
             about |= {"--task-folder": args.task_folder, "device": model.device.type}
             about |= {"--interventions": [to_entry(one) for one in interventions]}

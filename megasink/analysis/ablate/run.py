@@ -17,7 +17,7 @@ from megasink.analysis.ablate.results import UNCHANGED, AblationResults
 from megasink.analysis.ablate.settings import Setting, Thresholds, settings_of, thresholds_of
 from megasink.analysis.ablate.summary import summarize
 from megasink.analysis.capture.base import ProbedModel, takes_seconds
-from megasink.analysis.capture.identity import weights_hash
+from megasink.analysis.capture.identity import model_identity
 from megasink.analysis.capture.ranks import Ranks
 from megasink.analysis.capture.samples import inputs_of
 from megasink.analysis.evaluate.tasks_loading import LoadedTasks
@@ -131,7 +131,8 @@ def _ablation_of(
 ) -> Ablation:
     """Return the ablation on the texts or tasks that the options name."""
     assert options.output is not None
-    shared = (model, weights_hash(model.module), PointFolder(options.output / "points"), ranks)
+    identity = model_identity(model.module, model.tokenizer, None)
+    shared = (model, identity, PointFolder(options.output / "points"), ranks)
     if tasks is not None:
         from megasink.analysis.ablate.on_tasks import OnTasks
 
@@ -167,7 +168,7 @@ def _thresholds(options: AblationOptions, ablation: Ablation) -> Thresholds:
     else:
         calibration, where = read_calibration(options.calibration), str(options.calibration)
         try:
-            calibration.check(ablation.weights, model.heads)
+            calibration.check(ablation.identity["weights"], model.heads)
         except UserError as error:
             raise UserError(f"--calibration {error}") from error
         scores = calibration.scores
