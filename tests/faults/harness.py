@@ -189,7 +189,9 @@ def attempt(
             wrong.append(f"more than a line: {said[-900:]}")
         elif len(said.strip().splitlines()) > len(lines):
             extra = [e for e in said.splitlines() if re.search(r"Error|Exception|[Ww]arning", e)]
-            extra = [e for e in extra if e not in message and "megasink: " not in e]
+            # Megatron's log lines are those of a rank's log.
+            known = re.compile(r"megasink: |ERROR:megatron|WARNING:megatron")
+            extra = [e for e in extra if e not in message and not known.search(e)]
             wrong += [f"besides: {extra[:3]}"] if extra else []
     strange = [p for p in left if ".partial" in p or p.endswith(".lock")]
     if code != 0 and not fault.stdout:  # of what is whole only the name was not said
@@ -267,10 +269,11 @@ def _become(
         sys.argv = ["megasink", *line]
         os.environ.update(environment)
         from megasink.__main__ import run
+        from megasink.training.pretrain import main as rank
 
         if fault.inside is not None:
             fault.inside()
-        code = run()
+        code = rank(line[1:]) if line[0] == "rank" else run()
     except SystemExit as stop:
         code = stop.code if isinstance(stop.code, int) else 1
     except BaseException:
