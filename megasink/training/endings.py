@@ -9,8 +9,8 @@ from argparse import Namespace
 from pathlib import Path
 
 from megasink.errors import Stopped, UserError
-from megasink.system_errors import writes
 from megasink.system_errors import explained as explained_by_system
+from megasink.system_errors import writes
 from megasink.training import heartbeat
 from megasink.training.rank_logs import NOT_FINITE
 from megasink.training.stop import RankState, again, left

@@ -149,7 +149,9 @@ class Hosts:
         me, its, job = self.name(), self.name(host), self._me["job"]
         is_mine = host["job"] == job
         if not is_mine:
-            what = f"{me} has the run {job}, {its} {host['job']} at {self._endpoint}: give each job "
+            what = (
+                f"{me} has the run {job}, {its} {host['job']} at {self._endpoint}: give each job "
+            )
             what += "its own MASTER_PORT, and all hosts of a job the same RUN_DIR"
         elif self.have_met:
             return  # a clock may be set right while it trains

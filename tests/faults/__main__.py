@@ -35,6 +35,7 @@ def _with_failing_calls(root: Path, words: list[str]) -> int:
         "LD_PRELOAD": str(library),
         **dict.fromkeys(("OMP_NUM_THREADS",), "1"),
         "TOKENIZERS_PARALLELISM": "false",
+        "TORCH_CPP_LOG_LEVEL": "ERROR",
         **{"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1"},
     }
     line = [sys.executable, "-W", "ignore", "-m", "tests.faults", *words]

@@ -29,6 +29,10 @@ class Line:
     starts: bool = False
 
 
+def _deep(folder: str) -> list[str]:
+    return [folder + "/*" * depth for depth in (1, 2, 3)]
+
+
 def make_chats(sound: Sound) -> Path:
     """Write a model with a chat template, and conversations; return their folder."""
     root = sound.root / "finetune"
@@ -97,7 +101,14 @@ def lines(sound: Sound) -> dict[str, Line]:
                 *("finetune", chats / "model", "--data", chats / "chats.jsonl", "--lora-rank", 2),
                 *("--seq-length", 32, "--global-batch-size", 4, "--micro-batch-size", 4),
                 *("--output", "{out}"),
-            ]
+            ],
+            [
+                "out/settings.json",
+                "out/model/*",
+                *_deep("out/before"),
+                *_deep("out/run"),
+                *_deep("out/after"),
+            ],
         ),
         "demo": Line(["demo", "--train-iters", 1, "--dir", "{out}"]),
         "report": Line(["report", sound.analysis, sound.other, "--output", "{out}"]),
