@@ -177,7 +177,7 @@ def attempt(
     if "Traceback" in said or "Traceback" in out:
         wrong.append(f"a traceback: {said[-400:]}")
     elif code == 128 + signal.SIGPIPE and fault.stdout == "closed":
-        if said.strip():
+        if re.search(r"megasink: |Error|Exception|[Ww]arning", said):
             wrong.append(f"said of a closed output: {said[-600:]}")
     elif code not in (0, 2):
         wrong.append(f"exit code {code}: {said[-600:]}")
@@ -189,8 +189,10 @@ def attempt(
             wrong.append(f"more than a line: {said[-900:]}")
         elif len(said.strip().splitlines()) > len(lines):
             extra = [e for e in said.splitlines() if re.search(r"Error|Exception|[Ww]arning", e)]
-            # Megatron's log lines are those of a rank's log.
-            known = re.compile(r"megasink: |ERROR:megatron|WARNING:megatron")
+            # Log lines of Megatron in a rank; hooks of Python, which have no memory either.
+            known = re.compile(
+                r"megasink: |ERROR:megatron|WARNING:megatron|audit hook|^MemoryError"
+            )
             extra = [e for e in extra if e not in message and not known.search(e)]
             wrong += [f"besides: {extra[:3]}"] if extra else []
     strange = [p for p in left if ".partial" in p or p.endswith(".lock")]

@@ -301,17 +301,11 @@ def test_hosts_that_cannot_train_together_are_named(change, named, monkeypatch):
     store = dist.TCPStore("127.0.0.1", port, is_master=True, wait_for_workers=False)
     monkeypatch.setattr(meeting, "here", lambda: "a")
     here = meeting.Hosts(f"127.0.0.1:{port}", 2, "run", "10.0.0.1")
-    deadline = time.monotonic() + 300
-    while not here._here:
-        assert time.monotonic() < deadline
-        time.sleep(0.02)
+    until(lambda: here._here)
     ahead = change.pop("ahead", 0.0)
     other = {"id": "1", "host": "b", "address": "", "number": 2, "job": "run"} | change
     store.append("megasink/here", json.dumps(other) + "\n")
-    while not said:
-        assert time.monotonic() < deadline
-        store.set("megasink/clock/1", str(time.time() + ahead))
-        time.sleep(0.02)
+    until(lambda: store.set("megasink/clock/1", str(time.time() + ahead)) or said)
     here._leaving.set()
     here._thread.join(60)
     assert re.search(named, said[0])
