@@ -78,8 +78,10 @@ def add_flag(parser: argparse.ArgumentParser) -> None:
         FLAG,
         action="append",
         metavar="MODULE",
-        help="import this Python module first; it registers your own variants, metrics or "
-        "conversion targets; may be repeated",
+        help=(
+            "first import this Python module, which registers your own variants, metrics or "
+            "conversion targets; may be repeated"
+        ),
     )
 
 

@@ -206,7 +206,7 @@ def test_a_folder_of_something_else_is_left_alone(root, made, capsys):
     (root / "taken").mkdir()
     (root / "taken" / "file").touch()
     assert main(command(root, out="taken")) == 2
-    assert "taken holds file, and no results of megasink" in capsys.readouterr().err
+    assert "taken holds file, which is not" in capsys.readouterr().err
     assert [path.name for path in (root / "taken").iterdir()] == ["file"]
 
 

@@ -77,7 +77,7 @@ RESUMES = {
     "sinks": (f"--sink-lr-mult 0.5 {OVERRIDE}", None, {"": 1e-2}),
     "kept-rate": (
         f"--lr 1e-4 --min-lr 1e-5 {KEEP}",
-        "keeps --lr 0.01 and --min-lr 0.001 of the checkpoint: give these",
+        "keeps --lr 0.01 and --min-lr 0.001 of the checkpoint: ",
         {"--lr 1e-2 --min-lr 1e-3": 1e-2},
     ),
     "betas": (f"--adam-beta1 0.5 --adam-eps 1e-6 --clip-grad 0.5 {OVERRIDE}", None, {"": 1e-2}),

@@ -151,7 +151,7 @@ def test_what_is_of_nobody_stays_too(root, tmp_path, capsys, there):
     (tmp_path / "out" / there).write_text("mine")
     assert main(COMMANDS["sweep"][0].format(root, tmp_path).split()) == 2
     name = there.partition("/")[0]
-    assert f"out holds {name}, and no results of megasink: choose" in capsys.readouterr().err
+    assert f"out holds {name}, which is not" in capsys.readouterr().err
     assert (tmp_path / "out" / there).read_text() == "mine"
 
 
