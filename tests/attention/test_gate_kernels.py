@@ -220,7 +220,7 @@ def test_a_machine_that_cannot_build_tritons_launcher_is_named(monkeypatch):
         choose_gate_kernels.cache_clear()
         monkeypatch.setattr(fused.shutil, "which", lambda name: f"/usr/bin/{name}")
         monkeypatch.setattr(fused.sysconfig, "get_paths", lambda: {"include": "/nowhere"})
-        assert "no /nowhere/Python.h" in choose_gate_kernels(A100).reasons["triton"]
+        assert "/nowhere/Python.h is missing" in choose_gate_kernels(A100).reasons["triton"]
     finally:
         fused._toolchain_reason.cache_clear()
 
