@@ -44,7 +44,9 @@ def strings(tree: ast.Module) -> Iterator[tuple[int, str, str]]:
             node.value if isinstance(node, ast.Expr) else node
         ):
             passed.update(part for part in ast.walk(node) if part is not node)
-        if node not in passed and (text := text_of(node)) not in printed and SENTENCE.search(text):
+        if not isinstance(node, ast.expr) or node in passed:
+            continue
+        if (text := text_of(node)) not in printed and SENTENCE.search(text):
             yield node.lineno, "string", text
 
 
