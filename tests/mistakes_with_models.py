@@ -128,7 +128,7 @@ MISTAKES_WITH_MODELS = {
     "compare-smoothing": ("compare {0}/run {0}/run --smoothing 1", "--smoothing 1.0"),
     "compare-one-by-tokens": (
         "compare {0}/run --x tokens",
-        "--x and --smoothing are of several",
+        "--x and --smoothing need several",
     ),
     "doctor-type": ("doctor --head-dim wide", "--head-dim 'wide': give a whole number"),
     "doctor-negative": ("doctor --head-dim -4", "--head-dim -4"),

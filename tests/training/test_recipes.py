@@ -287,7 +287,7 @@ def test_a_recipe_that_is_not_there_is_told_by_name(flags, phrase):
 
 def test_what_starts_no_run_refuses_a_recipe():
     """An unexpanded one would be dropped in silence."""
-    with pytest.raises(ConfigError, match="--recipe: give it to megasink train"):
+    with pytest.raises(ConfigError, match="--recipe works only in megasink train"):
         early.refuse(early.read([*MOCK, "--recipe", "p0-2b"]), 1)
 
 

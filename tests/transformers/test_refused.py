@@ -114,7 +114,7 @@ def test_packed_documents_beside_a_mask_are_refused(name):
     inputs = batch("packed")
     given = {"position_ids": inputs.positions_BT, "use_cache": False}
     model = tiny_model(name)
-    with pytest.raises(UserError, match=r"row 0 .* positions that begin again at token 4, and an"):
+    with pytest.raises(UserError, match=r"row 0 .* restart at token 4, but its attention mask"):
         segments_of(inputs.ids_BT.shape, inputs.real_BT, inputs.positions_BT)
     refused(
         model,

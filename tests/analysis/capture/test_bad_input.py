@@ -110,15 +110,14 @@ def more_tensors(root, name, key="model.layers.0.self_attn.q_proj.lora_A"):
 MODELS = {
     "flash": (
         lambda root, name: copy(root, name, _attn_implementation="flash_attention_2"),
-        "is configured for flash_attention_2, which exposes neither weights nor masks: add",
+        "uses flash_attention_2, which exposes neither weights nor masks: add",
     ),
     "bypassing": (bypassing, "BloomForCausalLM: its attention bypasses transformers' attention"),
     "truncated": (truncated, "transformers cannot load {}: Error while deserializing header"),
     "without-tokenizer": (without_tokenizer, "{} has no tokenizer files, such as tokenizer.json"),
     "more-layers": (
         lambda root, name: copy(root, name, num_hidden_layers=3),
-        "do not match its config.json, which makes another model of them: "
-        "model.layers.2.input_layernorm.weight is missing",
+        "do not match its config.json: model.layers.2.input_layernorm.weight is missing",
     ),
     "more-tensors": (
         more_tensors,

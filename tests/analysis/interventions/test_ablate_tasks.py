@@ -148,7 +148,7 @@ def test_a_repeated_sweep_asks_nothing(model, swept, monkeypatch):
     ("flags", "problem"),
     [
         ("--task docstrings_perplexity --limit 2", "and no accuracy: pass its texts as --data"),
-        ("--task mmlu", "not on this machine, and nothing is fetched unasked"),
+        ("--task mmlu", "not on this machine: add --allow-download"),
         (f"--task {TASK} --data README.md", "--task and --data: choose one"),
         (f"--task {TASK} --limit 0", "--limit 0: at least 1"),
         ("--data README.md --limit 3", "--limit applies to --task"),

@@ -99,7 +99,7 @@ def test_wrong_arguments(model):
         dynamic_zeroing(model, score="awft", quantile=1.5).__enter__()
     with pytest.raises(UserError, match="remove-bos changes tokens, not the model"):
         intervening(model, [RemoveBos()]).__enter__()
-    with pytest.raises(UserError, match="Linear is neither a model of transformers nor"):
+    with pytest.raises(UserError, match="Linear is neither a transformers model nor"):
         zero_heads(torch.nn.Linear(2, 2), [(0, 0)]).__enter__()
     for arguments, message in (
         ({}, "nothing to steer"),
