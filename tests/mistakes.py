@@ -31,7 +31,7 @@ MISTAKES = {
         "the recipe 'p0-6b' is unknown: choose p0-0.6b",
     ),
     "recipes-unknown": ("recipes p1-48l", "the recipe 'p1-48l' is unknown: choose p0-0.6b"),
-    "recipes-no-run": ("recipes {0}", "{0} holds no config.toml: it is no run"),
+    "recipes-no-run": ("recipes {0}", "{0} is not a run: it has no config.toml"),
     "train-underscore": (
         TRAIN + " --attention_variant sink",
         "unknown: --attention_variant sink: did you mean --attention-variant?",
@@ -120,7 +120,7 @@ MISTAKES = {
     "train-into-other-things": (TRAIN + " --run-dir {0}/notes", "is not empty and holds no run"),
     "train-into-a-model": (
         TRAIN + " --run-dir {0}/llama",
-        "--run-dir {0}/llama: its config.json is not of a run: choose another folder",
+        "--run-dir {0}/llama: its config.json does not describe a run: choose another folder",
     ),
     "train-over-a-run": (TRAIN + " --run-dir {0}/run", "--run-dir {0}/run already holds a run"),
     "a-command-of-no-release": (
@@ -128,17 +128,20 @@ MISTAKES = {
         "the command 'grit' is unknown: choose ",
     ),
     # checkpoints
-    "checkpoints-nothing": ("checkpoints {0}/new/run", "{0}/new/run: no such folder"),
+    "checkpoints-nothing": (
+        "checkpoints {0}/new/run",
+        "{0}/new/run does not exist: give a run folder",
+    ),
     # data
     "data-partition": (
         DATA + " --partition 9/8",
-        "--partition: '9/8' is no part: give its number and the number of parts, such as 1/8",
+        "--partition: '9/8' is not a part: use its number and the number of parts, such as 1/8",
     ),
     "data-partition-of-one-file": (
         DATA + " --partition 2/8",
         "--partition 2/8: 1 of the 8 parts would have data",
     ),
-    "data-merge-nothing": ("data --merge {0}/new/text", "{0}/new/text: there is no part: make"),
+    "data-merge-nothing": ("data --merge {0}/new/text", "{0}/new/text: found no part: make"),
     "data-nothing": ("data", "missing: INPUT, --output"),
     "data-no-tokenizer": (
         "data {0}/text.txt --output {0}/new/text",
@@ -179,10 +182,13 @@ MISTAKES = {
         "{0}/run is a megasink run: megasink convert-to-hf exports it",
     ),
     "generate-nothing": ("generate", "missing: run, --prompt"),
-    "generate-no-run": ("generate {0}/runs --prompt a", "{0}/runs: no such folder"),
+    "generate-no-run": (
+        "generate {0}/runs --prompt a",
+        "{0}/runs does not exist: give a run folder",
+    ),
     "generate-iteration": (
         "generate {0}/run --prompt a --iteration 7",
-        "no checkpoint of iteration 7; available: 4",
+        "no checkpoint of iteration 7; it has 4",
     ),
     "generate-temperature": ("generate {0}/run --prompt a --temperature -1", "--temperature -1.0"),
     "generate-top-p": ("generate {0}/run --prompt a --top-p 1.5", "--top-p 1.5"),

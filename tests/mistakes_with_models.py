@@ -41,7 +41,7 @@ MISTAKES_WITH_MODELS = {
     ),
     "analyze-replaced": (
         ANALYZE + " --replace-tokens-at 0 zero",
-        "--replace-tokens-at zero: give positions from 0 on, or none alone",
+        "--replace-tokens-at zero: use positions from 0 on, or only none",
     ),
     "analyze-replaced-by": (
         ANALYZE + " --replace-tokens-at 0 --replace-tokens-with some",

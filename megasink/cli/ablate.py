@@ -1,4 +1,4 @@
-"""``megasink ablate``: what a model loses when heads are zeroed; its flags and their checks.
+"""``megasink ablate``: measure the loss when heads are zeroed; flags and checks.
 
 The rooms of interventions import torch, so only options that need them import them.
 """
@@ -31,7 +31,7 @@ PERCENTS = tuple(float(f"{100 * share:g}") for share in definitions.SHARES)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Zero heads that look inactive, and measure what the model loses.
+    """Zero heads that look inactive, and measure the model's loss.
 
     For each score and each percentage of --zeroed, heads beyond a threshold are zeroed in every
     sequence (P3.12), next to as many random ones. Writes ablation.json, ablation.csv, points.npz,
@@ -69,7 +69,7 @@ def ablate_parser(description: str | None) -> CommandParser:
 
 
 def check_ablate(args: argparse.Namespace, *, is_run: bool) -> tuple[ModelOptions, AblationOptions]:
-    """Check everything that needs no model, resolve the defaults, and return what is measured."""
+    """Check everything that needs no model, resolve the defaults, and return the settings."""
     others = (args.heads, args.interventions, args.layer)
     by_default = not args.score and all(other is None for other in others)
     options = AblationOptions.of(

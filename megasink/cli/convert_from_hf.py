@@ -23,7 +23,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument(
         "--attention-variant",
         choices=[record.name for record in variants() if record.export and record.export.start],
-        help="convert a model with plain attention to this variant; default: keep it as it is",
+        help="convert a model with plain attention to this variant; default: keep it unchanged",
     )
     parser.add_argument(
         "--gate-granularity",

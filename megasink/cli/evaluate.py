@@ -81,7 +81,7 @@ def _parser(description: str | None) -> CommandParser:
         "--interventions",
         type=Path,
         metavar="FILE",
-        help="JSON list of what to change in the model, applied in order (docs/interventions.md)",
+        help="JSON list of interventions, applied in order (docs/interventions.md)",
     )
     parser.add_argument("--limit", type=int, help="documents of each task (default: all)")
     parser.add_argument(

@@ -1,4 +1,4 @@
-"""Entries of a Hugging Face folder that a model does not decide, on their way back to one.
+"""config.json entries that survive an import and are exported again.
 
 An import keeps them in its run's config.json (megasink/checkpoints/carried.py), an export writes
 them again: the tokens that end a text, how to sample, coefficients of training.
@@ -56,7 +56,7 @@ def kept(folder: Path, model: Architecture, target: Target, tokens: str | None) 
 
 
 def _undecided(config: Config) -> set[str]:
-    """Return the keys that have a place in a config.json and no part in its model."""
+    """Return the keys of a config.json that do not describe the model."""
     keys = set(_UNDECIDED)
     if not config.get("use_sliding_window", True):
         keys |= {"sliding_window", "max_window_layers"}
@@ -66,7 +66,7 @@ def _undecided(config: Config) -> set[str]:
 
 
 def left_behind(folder: Path) -> Iterator[str]:
-    """Yield the names of files that an import does not take along."""
+    """Yield the names of files that an import does not copy."""
     ours = {path.name for path in FILES}
     for path in sorted(folder.iterdir()):
         known = any(path.match(pattern) for pattern in _WEIGHTS) or path.name in ours

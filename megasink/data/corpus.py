@@ -256,8 +256,8 @@ class Corpus:
 
     def _too_long(self, source: str) -> UserError:
         return UserError(
-            f"{source} is longer than the {self.max_document_bytes:,} bytes that a document may "
-            "have: split it, or raise --max-document-bytes of megasink data"
+            f"{source} is longer than the limit of {self.max_document_bytes:,} bytes per "
+            "document: split it, or raise --max-document-bytes of megasink data"
         )
 
     def _invalid(self, source: str) -> None:

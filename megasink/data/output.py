@@ -143,12 +143,12 @@ def mismatch(prefix: str, sha256: str, name: str) -> str | None:
         return None  # made by Megatron's own tool
     tokenizer = read_sidecar(prefix).get("tokenizer")
     if not isinstance(tokenizer, dict) or not isinstance(tokenizer.get("sha256"), str):
-        return f"{sidecar} does not describe a data set: make the data set again"
+        return f"{sidecar} does not describe a data set: run megasink data again"
     if tokenizer["sha256"] == sha256:
         return None
     return (
-        f"made with the tokenizer {tokenizer.get('folder')}, whose tokens differ from those of "
-        f"{name}: train with that tokenizer or make the data set again"
+        f"it was made with the tokenizer {tokenizer.get('folder')}, whose tokens differ from "
+        f"those of {name}: train with that tokenizer or make the data set again"
     )
 
 

@@ -116,7 +116,7 @@ def preprocess(
 
 
 class _Made(NamedTuple):
-    """What is taken of a tokenizer: how to encode, its size and `tokenizer_hash`."""
+    """The facts taken from a tokenizer: how to encode, its size and `tokenizer_hash`."""
 
     settings: EncoderSettings
     vocab_size: int

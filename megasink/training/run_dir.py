@@ -146,7 +146,7 @@ def _other_contents(folder: Path) -> str | None:
             f"folder, and add --load {folder}/checkpoints --finetune"
         )
     if not isinstance(config.get("arguments"), dict):
-        return f"--run-dir {folder}: its config.json is not of a run: choose another folder"
+        return f"--run-dir {folder}: its config.json does not describe a run: choose another folder"
     return None
 
 
@@ -170,8 +170,8 @@ def _elsewhere(saved: dict[str, Any], args: Namespace) -> str | None:
         there = Path(before, prefix)
         if not Path(f"{prefix}.idx").is_file() and Path(f"{there}.idx").is_file():
             return (
-                f"--data-path {prefix} is relative to {before}, where the run was started, not to "
-                f"{here}: cd there, or give --data-path {there}"
+                f"--data-path {prefix} is relative to {before}, where the run was started, not "
+                f"to {here}: change to that folder, or pass --data-path {there}"
             )
     return None
 

@@ -165,7 +165,7 @@ def test_no_flag_hides_in_another(place, capsys, name):
     mine = toml(place / "work" / "mine.toml", flags)
     phrases = (
         "would be read as another flag",
-        "no flag of megasink train",
+        "is not a flag of megasink train",
         "is not the name of a flag",
     )
     refused(place, capsys, ["train", *MOCK, "--plugin", "json", "--recipe", mine], *phrases)

@@ -83,7 +83,7 @@ RESUMES = {
     "betas": (f"--adam-beta1 0.5 --adam-eps 1e-6 --clip-grad 0.5 {OVERRIDE}", None, {"": 1e-2}),
     "no-sinks": (
         f"--sink-lr-mult 1 --sink-weight-decay 0 {OVERRIDE}",
-        "divides the parameters otherwise .*: give --sink-lr-mult, .* --no-load-optim",
+        "groups the parameters differently .*: pass --sink-lr-mult, .* --no-load-optim",
         {"--sink-lr-mult 3 --sink-weight-decay 0.05": 1e-2, "--no-load-optim": 1e-2},
     ),
     "longer": ("--lr-decay-style linear", "another schedule", {OVERRIDE: 1e-3, KEEP: 1e-2}),
