@@ -78,10 +78,8 @@ def add_flag(parser: argparse.ArgumentParser) -> None:
         FLAG,
         action="append",
         metavar="MODULE",
-        help=(
-            "first import this Python module, which registers your own variants, metrics or "
-            "conversion targets; may be repeated"
-        ),
+        help="first import this Python module, which registers your own variants, metrics or "
+        "conversion targets; may be repeated",
     )
 
 

@@ -59,11 +59,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--split-documents",
         choices=("auto", "paragraphs", "never"),
         default="auto",
-        help=(
-            "split every text file into documents of whole paragraphs (paragraphs), or only a "
-            "single input file (auto, the default): a single document leaves nothing for "
-            "validation"
-        ),
+        help="split every text file into documents of whole paragraphs (paragraphs), or only a "
+        "single input file (auto, the default): a single document leaves nothing for validation",
     )
     parser.add_argument(
         "--max-document-bytes",
@@ -76,10 +73,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--partition",
         type=_partition,
         metavar="K/N",
-        help=(
-            "read only part K of N and write PREFIX-K-of-N; make the parts on different "
-            "machines, then join them with megasink data --merge PREFIX"
-        ),
+        help="read only part K of N and write PREFIX-K-of-N; make the parts on different "
+        "machines, then join them with megasink data --merge PREFIX",
     )
     parser.add_argument(
         "--merge",
