@@ -46,8 +46,8 @@ MISTAKES = {
     "train-equals": (TRAIN + " --trainiters=5", "did you mean --train-iters?"),
     "train-stray-word": (TRAIN + " 128", "unknown: 128"),
     "train-no-value": (TRAIN + " --save-interval", "--save-interval needs a value"),
-    "train-type": (TRAIN + " --num-layers two", "--num-layers 'two': give a whole number"),
-    "train-float": (TRAIN + " --train-iters 1e3", "--train-iters '1e3': give a whole number"),
+    "train-type": (TRAIN + " --num-layers two", "--num-layers 'two': use a whole number"),
+    "train-float": (TRAIN + " --train-iters 1e3", "--train-iters '1e3': use a whole number"),
     "train-nan": (TRAIN + " --lr nan", "--lr nan: give a finite number"),
     "train-infinite": (TRAIN + " --clip-grad inf", "--clip-grad inf: give a finite number"),
     "train-negative": (TRAIN + " --lr -1e-3", "--lr -0.001 is negative"),
@@ -83,7 +83,7 @@ MISTAKES = {
         "3 ranks are not divisible by --tensor-model-parallel-size 2",
     ),
     "train-no-ranks": (TRAIN + " --ranks 0", "--ranks 0: use 1 or more"),
-    "train-wordy-ranks": (TRAIN + " --ranks two", "--ranks 'two': give a whole number"),
+    "train-wordy-ranks": (TRAIN + " --ranks two", "--ranks 'two': use a whole number"),
     "train-warm-up": (
         TRAIN + " --lr-warmup-iters 500",
         "--lr-warmup-iters 500 is not less than the length of the schedule, 4",
@@ -139,7 +139,7 @@ MISTAKES = {
     ),
     "data-partition-of-one-file": (
         DATA + " --partition 2/8",
-        "--partition 2/8: 1 of the 8 parts would have data",
+        "--partition 2/8: only 1 of the 8 parts would have data",
     ),
     "data-merge-nothing": ("data --merge {0}/new/text", "{0}/new/text: found no part: make"),
     "data-nothing": ("data", "missing: INPUT, --output"),

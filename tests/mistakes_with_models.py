@@ -29,7 +29,7 @@ MISTAKES_WITH_MODELS = {
     "analyze-misspelt": (ANALYZE + " --seq-lenght 64", "did you mean --seq-length?"),
     "analyze-random-lengths": (
         ANALYZE.replace("--seq-length 24", "--random-lengths 24 10"),
-        "--random-lengths 24 10: the lowest first, and at least 2",
+        "--random-lengths 24 10: give the smaller number first",
     ),
     "analyze-random-and-fixed": (
         ANALYZE + " --random-lengths 10 20",
@@ -50,7 +50,7 @@ MISTAKES_WITH_MODELS = {
     "analyze-data": (ANALYZE.replace("text.txt", "txt.text"), "{0}/txt.text"),
     "analyze-into-other-things": (
         ANALYZE.replace("new/out", "notes"),
-        "--output {0}/notes holds thesis.txt, and no results of megasink: choose another",
+        "--output {0}/notes holds thesis.txt, which is not a result of megasink",
     ),
     "sweep-lengths": (
         "sweep {0}/llama --data {0}/text.txt --output {0}/new/out --lengths 1",
@@ -83,7 +83,7 @@ MISTAKES_WITH_MODELS = {
     "ablate-interventions": (ABLATE + " --interventions {0}/text.txt", "text.txt is not JSON"),
     "ablate-calibration": (
         ABLATE + " --calibration {0}/llama",
-        "--calibration: {0}/llama holds no analysis: it has no results.json",
+        "--calibration: {0}/llama does not hold an analysis: it has no results.json",
     ),
     "ablate-run": (
         ABLATE.replace("llama", "run", 1),
@@ -130,7 +130,7 @@ MISTAKES_WITH_MODELS = {
         "compare {0}/run --x tokens",
         "--x and --smoothing need several",
     ),
-    "doctor-type": ("doctor --head-dim wide", "--head-dim 'wide': give a whole number"),
+    "doctor-type": ("doctor --head-dim wide", "--head-dim 'wide': use a whole number"),
     "doctor-negative": ("doctor --head-dim -4", "--head-dim -4"),
     "demo-file": (
         "demo --dir {0}/text.txt",

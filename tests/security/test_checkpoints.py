@@ -105,7 +105,7 @@ def test_training_refuses_them_in_one_line(pool, crafted, tmp_path):
     for command, answer in zip(commands, answers, strict=True):
         assert answer is not None, command
         assert "untrusted" in answer
-        assert "names posix.mkdir" in answer
+        assert "the code posix.mkdir" in answer
         assert "\n" not in answer
     assert list(marks.iterdir()) == []
 
@@ -152,7 +152,7 @@ def test_classes_of_a_fork_stand_in_among_the_arguments_alone(pool, tmp_path):
     arguments, *refused = answers
     assert arguments == (3, False)
     assert "elsewhere.pt is broken or untrusted: it refers to the code company." in refused[0]
-    assert "both.pt is broken or untrusted: it names" in refused[1]
+    assert "both.pt is broken or untrusted: it refers to" in refused[1]
     assert not (tmp_path / "mark").exists()
 
 

@@ -190,7 +190,7 @@ def test_the_decoder_is_what_is_read():
         ("mamba", check_zeroing, "has no attention in its 4 layers that megasink can find"),
         # transformers 5.6 has its attention outside of the interface.
         ("moshi", check_weights, "without a matrix of weights|bypasses transformers' attention"),
-        ("prophetnet", check_zeroing, "not that of 11 tokens and 4 heads"),
+        ("prophetnet", check_zeroing, "does not fit 11 tokens and 4 heads"),
     ],
 )
 def test_what_is_out_of_reach_is_refused(name, check, sentence):
@@ -225,7 +225,7 @@ def test_layers_have_their_own_numbers_of_heads():
     attention = model.model.layers[1].self_attn
     attention.num_heads = 3
     assert [block.heads for block in find_blocks(model)] == [4, 3]
-    with pytest.raises(UserError, match="attends with 4 heads, not the 3"):
+    with pytest.raises(UserError, match="attends with 4 heads, but its configuration says 3"):
         check_weights(model, model)
     model.set_attn_implementation("megasink")
     with pytest.raises(UserError, match="layers of 3 and of 4 heads"):

@@ -62,7 +62,7 @@ class OnTasks(Ablation):
         }
 
     def scores(self, names: Sequence[str]) -> dict[str, Scores]:
-        """Return those of all requests, which one process measures; see `Ablation.scores`."""
+        """Return the scores of all requests, measured by one process; see `Ablation.scores`."""
         if self.ranks.rank:
             self.ranks.await_first("scored")
         key = key_of(self.facts() | {"scores": list(names)})

@@ -86,7 +86,7 @@ class OnTexts(Ablation):
         return scores_of(merge_shards(shards, self.model.heads).analysis_values(_SEED))
 
     def scored_alike(self) -> "OnTexts":
-        """Return the same with a loss on each text without its first token.
+        """Return this ablation with the first token of each text left out of the loss.
 
         These targets are the same whatever an intervention puts in front of them (P4.4).
         """

@@ -1,4 +1,4 @@
-"""The kinds of interventions: what each changes, and the values that it may hold.
+"""The kinds of interventions, with the allowed values of their fields.
 
 A file of interventions is checked here, without torch. What runs (`HeadChange`) is in the module
 that `change` imports.
@@ -216,7 +216,7 @@ class RemoveBos(Intervention):
         if bos is None:
             raise UserError("remove-bos: the tokenizer has no BOS to remove")
         if list(tokens) == [bos]:
-            raise UserError("remove-bos: a sequence is nothing but BOS, and would be empty")
+            raise UserError("remove-bos: a sequence consists of BOS only and would be empty")
         return list(tokens[1:] if tokens[0] == bos else tokens)
 
 

@@ -12,7 +12,7 @@ from megasink.analysis.pages.drawing import Picture
 
 
 class Page:
-    """A page: a heading, its contents, and then what is added, in this order.
+    """A page: a heading, followed by its contents in the order of the calls.
 
     Args:
         title: of the window.
@@ -26,7 +26,7 @@ class Page:
         self._body: list[str] = []
 
     def section(self, title: str, *parts: str) -> None:
-        """Begin a section, with these parts; text that no function below has made is escaped."""
+        """Begin a section with these parts; text not made by the functions below is escaped."""
         self._contents[title] = []
         self._body += [_macros.heading(2, title), *parts]
 
@@ -69,7 +69,7 @@ def table(
 
 
 def facts(title: str, of: Mapping[str, object]) -> Markup:
-    """Return a table of what is known, without what is None or empty."""
+    """Return a table of values, without None and empty ones."""
     rows = [
         [key.replace("_", " "), ", ".join(map(str, v)) if isinstance(v, list) else str(v)]
         for key, v in of.items()

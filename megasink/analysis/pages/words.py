@@ -1,4 +1,4 @@
-"""What the words of a report mean, and the papers behind its numbers."""
+"""The glossary of a report, and the papers that define its numbers."""
 
 from markupsafe import Markup
 

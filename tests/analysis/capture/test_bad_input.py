@@ -227,8 +227,8 @@ def test_an_error_in_the_first_batch_leaves_room_for_its_cure(root, tmp_path, ca
     ("dtype", "scale", "cure"),
     [
         (torch.float16, 1, "run the model in a wider dtype (--dtype float32)"),
-        (torch.float32, 1, "its weights are finite, but what it computes from them is not"),
-        (torch.float16, torch.nan, "its weights are infinite or NaN, first in weight: no dtype"),
+        (torch.float32, 1, "its weights are finite, but its activations are not"),
+        (torch.float16, torch.nan, "its weights hold infinite or NaN values, first in weight; "),
     ],
 )
 def test_the_cure_for_activations_that_are_not_finite(dtype, scale, cure):

@@ -140,7 +140,7 @@ def test_a_report_stays_and_an_analysis_gets_its_own_page(root, tmp_path, capsys
     said = capsys.readouterr().err
     assert "results of other settings (analyses ['" in said
     assert "two holds results of megasink analyze: choose" in said
-    assert "and no results of megasink: choose another" in said
+    assert "which is not a result of megasink: choose another" in said
     assert Path(page, "report.html").read_text() == before
     assert main(["report", str(one), "--output", page, "--overwrite"]) == 0
 
