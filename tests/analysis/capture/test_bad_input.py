@@ -121,7 +121,7 @@ MODELS = {
     ),
     "more-tensors": (
         more_tensors,
-        "another model of them: model.layers.0.self_attn.q_proj.lora_A has no place in LlamaFor",
+        "config.json: model.layers.0.self_attn.q_proj.lora_A has no place in LlamaFor",
     ),
     "wider": (
         lambda root, name: copy(root, name, hidden_size=64),
@@ -136,7 +136,7 @@ MODELS = {
     "nan-weights": (
         nan_weights,
         "activations of every sample are infinite or NaN, first in layer 1, heads [2, 3]: its "
-        "weights are infinite or NaN, first in model.layers.1.self_attn.v_proj.weight: no dtype",
+        "weights hold infinite or NaN values, first in model.layers.1.self_attn.v_proj.weight; ",
     ),
     "without-attention": (without_attention, "MambaForCausalLM has no attention in its 2 layers"),
     "encoder-decoder": (encoder_decoder, "this kind of AutoModel: AutoModelForCausalLM.\n"),
