@@ -163,7 +163,8 @@ def _of_calibration(options: AblationOptions) -> list[str]:
     if not options.score:
         return ["--calibration sets the thresholds of --score: add it"]
     if not (options.calibration / "results.json").is_file():
-        return [f"--calibration: {options.calibration} holds no analysis: it has no results.json"]
+        where = f"--calibration: {options.calibration}"
+        return [f"{where} does not hold an analysis: it has no results.json"]
     from megasink.analysis.ablate.calibration import read_calibration
 
     try:
