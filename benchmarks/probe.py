@@ -4,7 +4,8 @@
                                           # S = 32768
     python benchmarks/probe.py --no-long  # without the latter, which takes minutes
     python benchmarks/probe.py --model FOLDER  # every metric and the loss of a model on disk, four
-                                          # rows of 512 tokens, in turns with its plain forward
+                                          # rows of 512 tokens, in turns with its plain forward,
+                                          # and the gradient of its heads (`--metrics gradient`)
 
 The eager route computes P3's scores, head importance and sink rates from the weights that
 transformers returns with output_attentions=True. Each measurement runs in a process of its own, so
@@ -166,7 +167,7 @@ def agree() -> None:
 
 @torch.no_grad()
 def in_turns(folder: str, turns: int) -> None:
-    """Print the CPU time of every metric and the loss, over that of a forward and the loss."""
+    """Print the CPU time of every metric and the loss, and of the gradient, over a forward's."""
     from transformers import AutoModelForCausalLM
 
     from megasink.analysis.capture.measurements import MeasuredSample
@@ -176,11 +177,22 @@ def in_turns(folder: str, turns: int) -> None:
     loaded = AutoModelForCausalLM.from_pretrained(folder, attn_implementation="sdpa").eval()
     rows, config = 4, loaded.config
     ids = torch.randint(config.vocab_size, (rows, 512), generator=torch.manual_seed(0))
-    recorder = Recorder([config.num_attention_heads] * config.num_hidden_layers)
+    heads = [config.num_attention_heads] * config.num_hidden_layers
+    recorder, of_gradient = Recorder(heads), Recorder(heads, ["gradient"])
 
     def losses(logits: Tensor) -> None:
         for row in range(rows):
             torch.nn.functional.cross_entropy(logits[row, :-1].float(), ids[row, 1:])
+
+    @torch.enable_grad()
+    def gradient() -> None:
+        with TransformersProbe(loaded, of_gradient) as probe:
+            for row_1T in ids.split(1):
+                of_gradient.begin(1)
+                logits_TV = probe.forward(row_1T).logits[0, :-1]
+                probe.backward(torch.nn.functional.cross_entropy(logits_TV.float(), row_1T[0, 1:]))
+                of_gradient.end([MeasuredSample(0, "", "", 512)])
+            of_gradient.take()
 
     def probed() -> None:
         with TransformersProbe(loaded, recorder) as probe:
@@ -189,14 +201,16 @@ def in_turns(folder: str, turns: int) -> None:
             recorder.end([MeasuredSample(row, "", "", 512) for row in range(rows)])
             recorder.take()
 
-    ratios = []
+    ratios: dict[str, list[float]] = {"every metric": [], "gradient": []}
     for turn in range(turns + 1):
         plain = seconds_of(lambda: losses(loaded(ids, use_cache=False).logits))
-        every = seconds_of(probed)
-        if turn:
-            ratios.append(every / plain)
-            print(f"plain {plain:.2f} s, every metric {every:.2f} s: {ratios[-1]:.3f}", flush=True)
-    print(f"median {sorted(ratios)[len(ratios) // 2]:.3f}, least {min(ratios):.3f}")
+        for (what, of), run in zip(ratios.items(), (probed, gradient), strict=True):
+            seconds = seconds_of(run)
+            if turn:
+                of.append(seconds / plain)
+                print(f"plain {plain:.2f} s, {what} {seconds:.2f} s: {of[-1]:.3f}", flush=True)
+    for what, of in ratios.items():
+        print(f"{what}: median {sorted(of)[len(of) // 2]:.3f}, least {min(of):.3f}")
 
 
 def main() -> None:

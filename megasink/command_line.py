@@ -32,12 +32,7 @@ class CommandParser(argparse.ArgumentParser):
         self._first: tuple[str, ...] = ()
 
     def first_screen(self, example: str, *flags: str) -> Self:
-        """Set what ``--help`` shows; returns the parser.
-
-        Args:
-            example: A command line that works.
-            flags: Those that most people need; none: all are shown.
-        """
+        """Set what ``--help`` shows; returns the parser."""
         if unknown := [flag for flag in flags if flag not in self._option_string_actions]:
             raise ValueError(f"{self.prog} has no {', '.join(unknown)}")
         self._example, self._first = example, flags
@@ -62,7 +57,7 @@ class CommandParser(argparse.ArgumentParser):
             if not actions:
                 continue
             formatter.start_section(group.title)
-            formatter.add_text(group.description)
+            formatter.add_text(None if self._first else group.description)
             formatter.add_arguments(actions)
             formatter.end_section()
         return formatter.format_help()
@@ -88,11 +83,7 @@ class _ParsedError(Exception):
 
 
 def flag_problems(main: Callable[[Sequence[str]], object], argv: Sequence[str]) -> list[str]:
-    """Return the problems that a command finds when it parses its flags; it does not run.
-
-    Args:
-        main: of a command that parses them with a `CommandParser` before it does anything else.
-    """
+    """Return the problems that a command finds when it parses its flags; it does not run."""
     global _parsing_only
     _parsing_only = True
     try:
@@ -209,11 +200,7 @@ def _groups(words: Sequence[str]) -> list[list[str]]:
 def unknown_flags(
     parser: argparse.ArgumentParser, unknown: Sequence[str], refused: Collection[str] = ()
 ) -> list[str]:
-    """Return one message per unknown flag, with its values and the closest known flag.
-
-    Args:
-        refused: known flags that nobody should be led to.
-    """
+    """Return one message per unknown flag, with its values and the closest known flag."""
     known = [
         name
         for name in parser._option_string_actions

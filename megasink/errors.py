@@ -84,10 +84,20 @@ def unknown_name(what: str, value: str, names: Iterable[str]) -> str:
     return f"{what} {value!r} is unknown: choose {', '.join(names)}{hint}"
 
 
-def missing_folder(folder: Path) -> str:
-    """Return that a folder is missing; for a name of the hub, with the line that downloads it."""
+def is_hub_name(path: Path) -> bool:
+    """Whether a missing path may be a name of the Hugging Face hub."""
+    return len(path.parts) == 2 and not path.is_absolute() and not path.parent.exists()
+
+
+def missing_folder(folder: Path, flag: str = "") -> str:
+    """Return that a folder is missing; for a name of the hub, with the line that downloads it.
+
+    Args:
+        flag: with which the command downloads it, if it has such a flag.
+    """
     problem = f"{folder}: no such folder; nothing is downloaded"
-    if len(folder.parts) == 2 and not folder.is_absolute() and not folder.parent.exists():
-        download = f"hf download {folder} --local-dir {folder.name}"
-        problem += f". For this name of the Hugging Face hub, run {download} and give {folder.name}"
+    if is_hub_name(folder):
+        flag = flag and f"add {flag}, or "
+        download = f"{flag}run hf download {folder} --local-dir {folder.name}"
+        problem += f". For this name of the Hugging Face hub, {download} and give {folder.name}"
     return problem

@@ -77,7 +77,7 @@ class FinetuneOptions:
         yield from (f"--data {path}: no such file" for path in self.data if not path.is_file())
         config = self.model / "config.json"
         if not self.model.is_dir():
-            yield missing_folder(self.model)
+            yield missing_folder(self.model, "--allow-download")
             return
         if not config.is_file():
             yield (

@@ -35,33 +35,23 @@ def results_in(
     command: str,
     settings: Mapping[str, Any],
     *,
+    given: Mapping[str, Any] | None = None,
     overwrite: bool = False,
     grows: Collection[str] = (),
     writes: bool = True,
 ) -> Iterator[Callable[[], None]]:
-    """Hold the folder of a command's results while it measures and writes.
-
-    Args:
-        command: of megasink.
-        settings: all that the results depend on, by flag or name.
-        overwrite: replace what the folder holds.
-        grows: settings that may become longer lists, by which no result is lost.
-        writes: whether this process does; another one of a group looks at nothing.
-
-    Yields:
-        a function to call before the results are written: it records the settings.
-    """
-    now = json.loads(json.dumps(settings, default=str))
+    """Hold the folder of a command's results while it measures and writes."""
+    now = _as_json(settings)
+    about = {"command": command, "settings": now, "given": _as_json(given or {})}
 
     def record() -> None:
         if writes:
             with writing(f"--output {folder}"):
-                text = json.dumps({"command": command, "settings": now}, indent=1)
-                atomic_text(folder / SETTINGS, text + "\n")
+                atomic_text(folder / SETTINGS, json.dumps(about, indent=1) + "\n")
 
     with exclusive(folder) if writes else nullcontext():
         if writes and not overwrite:
-            _refuse(folder, command, now, grows)
+            _refuse(folder, command, {"settings": now}, grows)
         try:
             yield record
         except BaseException as error:
@@ -165,7 +155,23 @@ def folder_problem(folder: Path) -> str | None:
     return None
 
 
-def _refuse(folder: Path, command: str, now: Mapping[str, Any], grows: Collection[str]) -> None:
+def refuse_others(
+    folder: Path, command: str, given: Mapping[str, Any], grows: Collection[str] = ()
+) -> None:
+    """Refuse a folder with results of another command line, before a model is loaded.
+
+    What the command line does not show, such as changed weights, `results_in` compares.
+    """
+    _refuse(folder, command, {"given": _as_json(given)}, grows)
+
+
+def _as_json(settings: Mapping[str, Any]) -> Any:
+    return json.loads(json.dumps(settings, default=str))
+
+
+def _refuse(
+    folder: Path, command: str, now: Mapping[str, Mapping[str, Any]], grows: Collection[str]
+) -> None:
     """Raise UserError if a folder holds anything but results of these settings."""
     if problem := foreign_contents(folder):
         raise UserError(problem)
@@ -176,7 +182,10 @@ def _refuse(folder: Path, command: str, now: Mapping[str, Any], grows: Collectio
     if saved.get("command") != command or not isinstance(before, dict):
         name = str(saved.get("command"))[:40]
         raise UserError(f"--output {folder} holds results of megasink {name}: {_CURE}")
-    if different := differences(before, now, grows):
+    recorded = {key: old for key, old in saved.items() if isinstance(old, dict)}
+    # Results of older versions have nothing given.
+    pairs = [(recorded.get(key) or wanted, wanted) for key, wanted in now.items()]
+    if different := [line for pair in pairs for line in differences(*pair, grows)]:
         raise UserError(
             f"--output {folder} holds results of other settings ({'; '.join(different)}): {_CURE}"
         )
@@ -191,5 +200,7 @@ def _holds(now: Any, before: Any) -> bool:
 
 def _short(value: Any) -> str:
     text = str(value)
+    if value is None or isinstance(value, list):
+        text = " ".join(map(str, value or ())) or "not given"
     most = 12 if text.isalnum() and len(text) > 24 else 150  # of a hash the start
     return text if len(text) <= most else f"{text[:most]}..."

@@ -65,7 +65,7 @@ class ObservingOptions:
 
     head_heatmap_interval: int = 1000
     """Interval in steps at which the [layer, head] importance is drawn to TensorBoard and W&B, also
-    after the last step; 0: never. One image takes about 0.3 s on the last rank."""
+    after the first and the last step; 0: never. One image takes about 0.3 s on the last rank."""
 
     log_sink_rate: bool = False
     """Measure the sink rate in every evaluation, Sink^0.3_1 (P2.2): the share of heads whose mean

@@ -113,7 +113,7 @@ MISTAKES = {
         "--lr -1.0 is negative",
     ),
     "plan-cpu": (PLAN, "--cpu: a plan is for GPUs; drop the flag"),
-    "plan-device": ("plan --device h10", "--device 'h10' is unknown: choose a100-40gb, a100, h100"),
+    "plan-device": ("plan --gpu h10", "--gpu 'h10' is unknown: choose a100-40gb, a100, h100"),
     "plan-utilization": ("plan --utilization 40", "--utilization 40.0: use more than 0, and at m"),
     "train-resume-nothing": (TRAIN + " --resume", "--resume: {0}/new/run holds no run"),
     "train-into-a-file": (TRAIN + " --run-dir {0}/text.txt", "--run-dir {0}/text.txt is a file"),
@@ -181,7 +181,7 @@ MISTAKES = {
         "finetune {0}/run --data {0}/text.txt --output {0}/new/out",
         "{0}/run is a megasink run: megasink convert-to-hf exports it",
     ),
-    "generate-nothing": ("generate", "missing: run, --prompt"),
+    "generate-nothing": ("generate", "missing: RUN, --prompt"),
     "generate-no-run": (
         "generate {0}/runs --prompt a",
         "{0}/runs does not exist: give a run folder",
@@ -202,7 +202,7 @@ MISTAKES = {
     "generate-unfinished": ("generate {0}/notes --prompt a", "{0}/notes: no finished checkpoint"),
     "generate-hugging-face": (
         "generate {0}/llama --prompt a",
-        "{0}/llama is a Hugging Face folder, not a run; megasink convert-from-hf {0}/llama RUN",
+        "{0}/llama is a Hugging Face folder, not a run; megasink convert-from-hf {0}/llama --out",
     ),
     "generate-another-checkpoint": (
         "generate {0}/run/checkpoints/iter_0000004 --prompt a --iteration 7",

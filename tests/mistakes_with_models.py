@@ -90,7 +90,7 @@ MISTAKES_WITH_MODELS = {
         "run/config.json is not from a megasink run: it lacks ffn_hidden_size, padded_vocab_size",
     ),
     "ablate-task": (
-        "ablate {0}/llama --output {0}/new/out --task nothing",
+        "ablate {0}/llama --output {0}/new/out --tasks nothing",
         "--tasks nothing: no such task, group, tag or suite",
     ),
     "ablate-no-text": ("ablate {0}/llama --output {0}/new/out", "--data"),
@@ -133,34 +133,34 @@ MISTAKES_WITH_MODELS = {
     "doctor-type": ("doctor --head-dim wide", "--head-dim 'wide': use a whole number"),
     "doctor-negative": ("doctor --head-dim -4", "--head-dim -4"),
     "demo-file": (
-        "demo --dir {0}/text.txt",
+        "demo --output {0}/text.txt",
         "{0}/text.txt cannot be created: {0}/text.txt is a file",
     ),
-    "demo-steps": ("demo --dir {0}/new/demo --train-iters 0", "--train-iters 0"),
+    "demo-steps": ("demo --output {0}/new/demo --train-iters 0", "--train-iters 0"),
     "demo-misspelt": ("demo --folder {0}/new/demo", "unknown: --folder"),
     # convert
-    "to-hf-no-run": ("convert-to-hf {0}/runs {0}/new/hf", "{0}/runs"),
-    "to-hf-target": ("convert-to-hf {0}/run {0}/new/hf --target lama", "lama"),
-    "to-hf-size": ("convert-to-hf {0}/run {0}/new/hf --shard-size big", "big"),
+    "to-hf-no-run": ("convert-to-hf {0}/runs --output {0}/new/hf", "{0}/runs"),
+    "to-hf-target": ("convert-to-hf {0}/run --output {0}/new/hf --target lama", "lama"),
+    "to-hf-size": ("convert-to-hf {0}/run --output {0}/new/hf --shard-size big", "big"),
     "to-hf-run": (
-        "convert-to-hf {0}/run {0}/new/hf",
-        "run/config.json is not from a megasink run: it lacks ffn_hidden_size, padded_vocab_size",
+        "convert-to-hf {0}/run --output {0}/new/hf",
+        "{0}/run/config.json is not from a megasink run: no ffn_hidden_size, padded_vocab_size",
     ),
-    "to-hf-iteration": ("convert-to-hf {0}/run {0}/new/hf --iteration 7", "7"),
-    "from-hf-no-folder": ("convert-from-hf {0}/lama {0}/new/run", "{0}/lama"),
+    "to-hf-iteration": ("convert-to-hf {0}/run --output {0}/new/hf --iteration 7", "7"),
+    "from-hf-no-folder": ("convert-from-hf {0}/lama --output {0}/new/run", "{0}/lama"),
     "from-hf-variant": (
-        "convert-from-hf {0}/llama {0}/new/run --attention-variant gate",
+        "convert-from-hf {0}/llama --output {0}/new/run --attention-variant gate",
         "--attention-variant 'gate' is unknown: choose sink, gated (did you mean gated?)",
     ),
     "from-hf-weight": (
-        "convert-from-hf {0}/llama {0}/new/run --attention-variant sink --sink-weight 2",
+        "convert-from-hf {0}/llama --output {0}/new/run --attention-variant sink --sink-weight 2",
         "--sink-weight 2",
     ),
     "from-hf-granularity": (
-        "convert-from-hf {0}/llama {0}/new/run --gate-granularity headwise "
+        "convert-from-hf {0}/llama --output {0}/new/run --gate-granularity headwise "
         "--attention-variant sink",
         "--gate-granularity does not go with --attention-variant sink",
     ),
-    "from-hf-swapped": ("convert-from-hf {0}/run {0}/new/run", "{0}/run"),
-    "from-hf-one-folder": ("convert-from-hf {0}/llama", "missing: output"),
+    "from-hf-swapped": ("convert-from-hf {0}/run --output {0}/new/run", "{0}/run"),
+    "from-hf-one-folder": ("convert-from-hf {0}/llama", "missing: --output"),
 }

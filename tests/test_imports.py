@@ -49,7 +49,7 @@ ROOMS = {
     "plan": (f"{_BELOW_TRAINING} analysis training", "torch triton rich megatron"),
     "cli": (
         f"{_BELOW_TRAINING} analysis convert training plan transformers",
-        "torch numpy rich matplotlib tokenizers transformers megatron packaging",
+        "torch numpy rich matplotlib tokenizers transformers megatron packaging huggingface_hub",
     ),
 }
 # Parts that take less than their room.

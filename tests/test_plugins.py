@@ -41,7 +41,7 @@ def test_a_module_of_the_current_directory_registers_before_flags_are_read(folde
     (folder / "my_targets").mkdir()
     (folder / "my_targets" / "__init__.py").write_text("from my_targets import one")
     (folder / "my_targets" / "one.py").write_text(TARGET.format(name="mine"))
-    command = ["convert-to-hf", "RUN", "OUT", "--target", "mine"]
+    command = ["convert-to-hf", "RUN", "--output", "OUT", "--target", "mine"]
     assert cli.main(command) == 2
     error = capsys.readouterr().err
     assert "--target 'mine' is unknown" in error

@@ -35,7 +35,14 @@ def made(nursery, tmp_path_factory):
     source = textwrap.dedent(Path(textwrap.__file__).read_text()) * 40
     (root / "texts.txt").write_text(source)
     done = nursery.run(
-        ["megasink", "convert-from-hf", str(root / "llama"), str(root / "run"), "--no-verify"]
+        [
+            "megasink",
+            "convert-from-hf",
+            str(root / "llama"),
+            "--output",
+            str(root / "run"),
+            "--no-verify",
+        ]
     )
     assert done.returncode == 0, done.stderr
     return root
@@ -64,12 +71,12 @@ def commands(made: Path, out: Path) -> dict[str, tuple[list[str], str, str]]:
             "out/.lock",
         ),
         "convert-to-hf": (
-            [str(made / "run"), str(out), "--cpu"],
+            [str(made / "run"), "--output", str(out), "--device", "cpu"],
             "megasink.convert.to_hf:_read",
             ".out.partial-*",
         ),
         "convert-from-hf": (
-            [str(made / "llama"), str(out), "--cpu"],
+            [str(made / "llama"), "--output", str(out), "--device", "cpu"],
             "megasink.convert.from_hf:_read",
             ".out.partial-*",
         ),

@@ -25,7 +25,7 @@ def folder(tmp_path_factory):
 
     megasink("data", docs, "--output", text, "--train-tokenizer", "400", "--workers", "1")
     megasink("train", "--run-dir", folder / "run", *FLAGS, *layout, *source)
-    megasink("convert-to-hf", folder / "run", folder / "hf", "--cpu")
+    megasink("convert-to-hf", folder / "run", "--output", folder / "hf", "--device", "cpu")
     for name, module in (("run", "megasink"), ("hf", "tests.analysis.capture.without_figures")):
         page = ["--output", folder / f"{name}-page"]
         megasink("analyze", folder / name, *samples, *page, module=module)

@@ -20,8 +20,8 @@ PATHS = {
     "plan": "--recipe nowhere.toml",
     "finetune": "nowhere --data nowhere.jsonl --output {0}/new",
     "generate": "nowhere --prompt a",
-    "convert-to-hf": "nowhere {0}/new",
-    "convert-from-hf": "nowhere {0}/new",
+    "convert-to-hf": "nowhere --output {0}/new",
+    "convert-from-hf": "nowhere --output {0}/new",
     "compare": "nowhere",
     "analyze": "nowhere --data nowhere.txt --output {0}/new",
     "ablate": "nowhere --data nowhere.txt --output {0}/new",
@@ -31,7 +31,7 @@ PATHS = {
     "doctor": "--head-dim 0",
 }
 # A run and a model that exist, and an output that holds something.
-FULL = {"convert-to-hf": "{0}/run {0}", "convert-from-hf": "{0}/model {0}"}
+FULL = {"convert-to-hf": "{0}/run --output {0}", "convert-from-hf": "{0}/model --output {0}"}
 PROGRAM = """
 import json, sys
 from megasink.cli import main

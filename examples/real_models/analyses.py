@@ -181,7 +181,7 @@ class Subject:
     @cached_property
     def on_task(self) -> AblationResults:
         """ablation.json: heads zeroed in each request of a task, thresholds by its requests."""
-        questions = ("--task", TASK, "--limit", str(QUESTIONS), "--batch-size", "16")
+        questions = ("--tasks", TASK, "--limit", str(QUESTIONS), "--batch-size", "16")
         return self._ablate("task", *questions, *TASK_FLAGS)
 
     def right(self, point: AblationPoint) -> Floats:

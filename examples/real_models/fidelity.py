@@ -183,11 +183,11 @@ def examine(folder: Path) -> dict[str, Any]:
     work.mkdir(parents=True, exist_ok=True)
     start, back = work / "run", work / "back"
     if not (work / "verified.txt").is_file():
-        said = run("convert-from-hf", str(folder), str(start), "--cpu")
+        said = run("convert-from-hf", str(folder), "--output", str(start), "--device", "cpu")
         (line,) = [line for line in said.splitlines() if line.startswith("verified")]
         atomic_text(work / "verified.txt", line + "\n")
     if not (back / "config.json").is_file():
-        run("convert-to-hf", str(start), str(back), "--cpu")
+        run("convert-to-hf", str(start), "--output", str(back), "--device", "cpu")
     ids = write_data(folder, work)
     path = work / "transformers.json"
     if not path.is_file():
@@ -196,7 +196,7 @@ def examine(folder: Path) -> dict[str, Any]:
     ours = {layout: trained_in_megatron(start, work, layout) for layout in LAYOUTS}
     trained = work / "trained"
     if not (trained / "config.json").is_file():
-        run("convert-to-hf", str(work / "one-rank"), str(trained), "--cpu")
+        run("convert-to-hf", str(work / "one-rank"), "--output", str(trained), "--device", "cpu")
     return {
         "model": folder.resolve().name,
         "verified": (work / "verified.txt").read_text().strip(),

@@ -28,9 +28,12 @@ def tables(found: Sequence[Mapping[str, Any]]) -> Iterator[str]:
         yield f"| score | {' | '.join(heads)} |"
         yield "|" + "---|" * (1 + len(MEASURES) * len(_KINDS))
         loss = model["rise"]["scores"]
+        named: dict[tuple[str, ...], list[str]] = {}  # of equal rows one: importance is 1 - AWFT
         for score in sorted(SHOWN, key=lambda score: -loss[score]["all"]):
             rows = [model[measure]["scores"][score] for measure in MEASURES]
-            yield _row(title_of(score), [_cell(row, kind) for row in rows for kind in _KINDS])
+            cells = tuple(_cell(row, kind) for row in rows for kind in _KINDS)
+            named.setdefault(cells, []).append(title_of(score))
+        yield from (_row(" = 1 - ".join(names), cells) for cells, names in named.items())
         ceiling = [model[measure]["reachable"] for measure in MEASURES]
         yield _row(
             "as half of the texts rank them for the others",

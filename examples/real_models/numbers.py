@@ -20,6 +20,7 @@ from megasink.analysis.ablate.curves import kept_level
 from megasink.analysis.ablate.curves import removable as curve_removable
 from megasink.analysis.ablate.results import ALL, AblationCurve, AblationPoint, mean_line
 from megasink.analysis.metrics.sinks import DRAIN, EPSILONS
+from megasink.analysis.metrics.states import longest_first_token
 from megasink.attention.definitions import SINK_EPSILON
 
 
@@ -91,8 +92,10 @@ def sink_rate_between_domains(subject: Subject) -> float:
 
 @number("massive_ratio")
 def massive_ratio(subject: Subject) -> Floats:
-    """Largest over block outputs."""
-    return subject.samples("text")["massive_ratio"][:, 2::2].max(1)
+    """Of each text, after the block with its longest first token."""
+    ratio_NS = subject.samples("text")["massive_ratio"]
+    block_N = longest_first_token(ratio_NS)
+    return ratio_NS[np.arange(len(ratio_NS)), 2 * block_N + 2]
 
 
 def first_over_others(values_NLP: Floats) -> Floats:

@@ -64,7 +64,7 @@ def trained(arm: str, until: int, model: Path, work: Path) -> Path:
     convert, train = ARMS[arm]
     if not (start / "flags.txt").is_file():
         shutil.rmtree(start, ignore_errors=True)
-        command("convert-from-hf", str(model), str(start), "--cpu", *convert)
+        command("convert-from-hf", str(model), "--output", str(start), "--device", "cpu", *convert)
     if not until:
         return start
     # A start ends with its round, and earlier rounds may have been measured elsewhere.
@@ -111,7 +111,16 @@ def exported(arm: str, steps: int, model: Path, work: Path) -> Path:
     folder = work / f"{arm}-{steps}"
     if not (folder / "config.json").is_file():
         run = trained(arm, steps, model, work)
-        command("convert-to-hf", str(run), str(folder), "--cpu", "--iteration", str(steps))
+        command(
+            "convert-to-hf",
+            str(run),
+            "--output",
+            str(folder),
+            "--device",
+            "cpu",
+            "--iteration",
+            str(steps),
+        )
     return folder
 
 

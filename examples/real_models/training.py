@@ -13,6 +13,7 @@ from numpy.typing import NDArray
 from scipy import stats
 
 from examples.real_models.claims import measured
+from megasink.analysis.metrics.states import longest_first_token
 
 Floats = NDArray[np.float64]
 
@@ -120,13 +121,15 @@ def surgery_numbers(stage: dict[str, Any], model: dict[str, Any]) -> dict[str, d
     Args:
         model: the model as it was.
     """
-    loss = np.array(stage["loss"])
+    loss, ratio_S = np.array(stage["loss"]), np.array(stage["massive_ratio"])
     found = {
         "loss, nats per token": measured(loss),
         "rise over the model as it was": measured(loss - np.array(model["loss"])),
         "attention to the first token": measured(stage["awft_by_text"]),
         "sink rate": measured(stage["sink_rate"]),
-        "norm of the first state over the others', largest": measured(max(stage["massive_ratio"])),
+        "norm of the first state over the others', largest": measured(
+            ratio_S[2 * longest_first_token(ratio_S) + 2]
+        ),
     }
     if "losses" in stage:
         plain = np.array(stage["losses"]["none"])

@@ -10,11 +10,18 @@ import itertools
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 
+import numpy as np
 import torch
 from rich.console import Console
 from torch import Tensor
 
-from megasink.analysis.capture.base import PASS_TOKENS, Probe, ProbedModel, takes_seconds
+from megasink.analysis.capture.base import (
+    BACKWARD_TOKENS,
+    PASS_TOKENS,
+    Probe,
+    ProbedModel,
+    takes_seconds,
+)
 from megasink.analysis.capture.changes import HeadChange
 from megasink.analysis.capture.inputs import Sample, shown
 from megasink.analysis.capture.measurements import (
@@ -96,22 +103,21 @@ def run(
     shards, about = plan(samples, options.batch_size), shown(sample.dataset for sample in samples)
     here: list[ShardMeasurements] = []
     before = _open(partial, shards, ranks, console)
-    tokens = min(PASS_TOKENS, sum(len(sample.tokens) for sample in samples))
+    most = BACKWARD_TOKENS if probe.differentiates else PASS_TOKENS
+    tokens = min(most, sum(len(sample.tokens) for sample in samples))
     slow = takes_seconds(probe.model, tokens)
     bar = progress("analyzing", len(samples), "samples", before=before, console=console, slow=slow)
     with _leaving_nothing_empty(partial, ranks), bar as tell:
         for number in ranks.claims(len(shards)):
             if partial is not None and partial.has(number):
                 continue
-            for batch in _passes(shards[number], samples, device):
-                ids_BT = torch.tensor([samples[i].tokens for i in batch], device=device)
+            for batch in _passes(shards[number], samples, device, most):
                 recorder.begin(len(batch))
-                # No name holds the logits, which are the largest tensor, when the next batch runs.
+                ids_BT = torch.tensor([samples[i].tokens for i in batch], device=device)
+                losses = _losses(probe, [samples[i] for i in batch], ids_BT, options)
                 measured = [
-                    _measured(samples[i], i, logits_TV, ids_T, token_bytes)
-                    for i, logits_TV, ids_T in zip(
-                        batch, _logits(probe, ids_BT, options), ids_BT, strict=True
-                    )
+                    _measured(samples[i], i, nats_T, token_bytes)
+                    for i, nats_T in zip(batch, losses, strict=True)
                 ]
                 recorder.end(measured, about)
                 tell(before + ranks.advance(len(batch)))
@@ -184,47 +190,58 @@ def _open(
 
 
 def _passes(
-    shard: Shard, samples: Sequence[Sample], device: torch.device | str
+    shard: Shard, samples: Sequence[Sample], device: torch.device | str, most: int
 ) -> Iterator[tuple[int, ...]]:
-    """Yield the samples of each forward pass: a batch, or on a CPU a part of one."""
+    """Yield the samples of each pass: a batch, or on a CPU a part of one, of `most` tokens."""
     for batch in shard:
         rows = len(batch)
         if torch.device(device).type == "cpu":
-            rows = max(1, PASS_TOKENS // len(samples[batch[0]].tokens))
+            rows = max(1, most // len(samples[batch[0]].tokens))
         yield from itertools.batched(batch, rows)
 
 
-def _logits(
-    probe: Probe, ids_BT: Tensor, options: AnalysisOptions
-) -> Tensor | Sequence[Tensor | None]:
-    """Run the model and return logits [B, T, V], or None for each row if nobody reads them."""
+def _losses(
+    probe: Probe, samples: Sequence[Sample], ids_BT: Tensor, options: AnalysisOptions
+) -> list[Tensor | None]:
+    """Run one pass, and return the loss of each target of each sample; None if nobody reads it.
+
+    No name holds the logits, the largest tensor, or a graph when this returns.
+    """
     output = probe.forward(ids_BT, logits=options.loss)
-    return output.logits if options.loss else [None] * len(ids_BT)
+    if not options.loss:
+        return [None] * len(samples)
+    nats = [
+        torch.nn.functional.cross_entropy(
+            logits_TV[start - 1 : -1].float(), ids_T[start:], reduction="none"
+        ).double()
+        for logits_TV, ids_T, start in zip(
+            output.logits, ids_BT, map(_first_target, samples), strict=True
+        )
+    ]
+    if probe.differentiates:
+        probe.backward(torch.stack([nats_T.mean() for nats_T in nats]).sum())
+    return [nats_T.detach().cpu() for nats_T in nats]
+
+
+def _first_target(sample: Sample) -> int:
+    return 1 if sample.scored is None else len(sample.tokens) - sample.scored
 
 
 def _measured(
-    sample: Sample,
-    index: int,
-    logits_TV: Tensor | None,
-    ids_T: Tensor,
-    token_bytes: TokenBytes | None,
+    sample: Sample, index: int, nats_T: Tensor | None, token_bytes: TokenBytes | None
 ) -> MeasuredSample:
-    """Return the record of a sample, with its loss if there are logits."""
+    """Return the record of a sample, with its loss if that was measured."""
     measured = MeasuredSample(index, sample.source, sample.dataset, len(sample.tokens))
-    if logits_TV is None:
+    if nats_T is None:
         return measured
-    start = 1 if sample.scored is None else len(ids_T) - sample.scored
-    target_T = ids_T[start:]
-    nats_T = torch.nn.functional.cross_entropy(
-        logits_TV[start - 1 : -1].float(), target_T, reduction="none"
-    ).to("cpu", torch.float64)
-    measured = replace(measured, nats=float(nats_T.sum()), targets=len(target_T))
+    start, ids = _first_target(sample), np.asarray(sample.tokens)
+    measured = replace(measured, nats=float(nats_T.sum()), targets=len(nats_T))
     if token_bytes is None:
         return measured
-    bytes_T = token_bytes.lengths[target_T.cpu().numpy()]
-    targets_replaced = [len(ids_T) - place - start for place in sample.replaced]
+    bytes_T = token_bytes.lengths[ids[start:]]
+    targets_replaced = [len(ids) - place - start for place in sample.replaced]
     bytes_T[[target for target in targets_replaced if target >= 0]] = 0
     of_bytes, size = float(nats_T[torch.from_numpy(bytes_T > 0)].sum()), int(bytes_T.sum())
     if not sample.inside:
-        size -= token_bytes.before_texts(ids_T[start - 1 : -1].cpu().numpy(), bytes_T)
+        size -= token_bytes.before_texts(ids[start - 1 : -1], bytes_T)
     return replace(measured, bytes=size, nats_of_bytes=of_bytes)

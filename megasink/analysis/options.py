@@ -7,7 +7,7 @@ torch.
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, fields
 from pathlib import Path
-from typing import Any, Self
+from typing import Any, ClassVar, Self
 
 from megasink.errors import missing_folder
 from megasink.flags import flag_of
@@ -26,6 +26,9 @@ _LEAST = {"max_samples": 1, "seq_length": 2, "batch_size": 1, "positions": 1, "c
 class Options:
     """A record that a command line's values can be read into."""
 
+    grows: ClassVar[tuple[str, ...]] = ()
+    """Flags that may get more values without a result being lost."""
+
     @classmethod
     def of(cls, values: Any, **others: Any) -> Self:
         """Return the record of an object with some of its fields, such as a parsed command line.
@@ -43,6 +46,11 @@ class Options:
     def by_flag(self, *names: str) -> dict[str, Any]:
         """Return some fields by their flags, such as "--batch-size": settings of the results."""
         return {flag_of(name): value for name, value in self.some(*names).items()}
+
+    def given(self) -> dict[str, Any]:
+        """Return all fields by their flags, but for the place of the results."""
+        names = (f.name for f in fields(self) if f.name not in ("output", "overwrite"))
+        return self.by_flag(*names)
 
 
 def _flag(default: Any = None, **meta: Any) -> Any:
@@ -136,6 +144,9 @@ class AnalysisOptions(Options):
     map_length: int = 48
     """tokens in a map, 2 to 255 (default: %(default)s)"""
 
+    metrics: tuple[str, ...] = _flag((), metavar="NAME")
+    """also measure these, which take a backward pass: gradient, gradient_signed"""
+
     loss: bool = True
     """measure the loss"""
 
@@ -154,6 +165,8 @@ class AnalysisOptions(Options):
         for name, least in _LEAST.items():
             if (value := getattr(self, name)) is not None and value < least:
                 yield f"{name_of(name)} {value}: at least {least}"
+        if self.metrics and not self.loss:
+            yield f"{name_of('metrics')} {' '.join(self.metrics)} needs the loss: measure it too"
         if self.random_lengths is None:
             return
         low, high = self.random_lengths
@@ -192,14 +205,22 @@ class SweepOptions(AnalysisOptions):
     first_token_copies: tuple[int, ...] = _flag((1,), metavar="N")
     """copies of BOS or, without BOS, of the first token of the text (default: 1)"""
 
+    def given(self) -> dict[str, Any]:
+        """Return all fields by their flags."""
+        given = super().given()
+        return given | {"--bos": given.pop("--beginnings")}
+
 
 @dataclass(frozen=True, kw_only=True)
 class AblationOptions(AnalysisOptions):
     """Which heads `megasink ablate` zeroes, and on what."""
 
-    score: tuple[str, ...] = _flag((), metavar="NAME")
-    """zero the heads that these scores mark, in each sequence (default: awft ahon_ln, unless
-    --heads, --interventions or --layer is given)"""
+    # With more of these a sweep measures what is new, and has all that it had.
+    grows = ("--score", "--zeroed", "--seeds", "--heads", "--layer")
+
+    score: tuple[str, ...] = _flag((), metavar="NAME", names=("--by",))
+    """zero the heads that these scores mark, in each sequence; by gradient and gradient_signed the
+    same in all (default: awft ahon_ln, unless --heads, --interventions or --layer is given)"""
 
     zeroed: tuple[float, ...] = _flag((), metavar="PERCENT")
     """percentages of heads to zero by each score (default: 0 5 10 15 20 25 30)"""
@@ -207,14 +228,14 @@ class AblationOptions(AnalysisOptions):
     seeds: tuple[int, ...] = ()
     """of the random baseline (default: 1 2 3)"""
 
-    task: tuple[str, ...] | None = _flag(metavar="NAME", names=("--tasks",))
+    tasks: tuple[str, ...] | None = _flag(metavar="TASK")
     """tasks of lm-evaluation-harness in place of --data: accuracy in place of a loss"""
 
     limit: int | None = _flag(metavar="N")
     """questions of each task (default: all)"""
 
     calibration: Path | None = _flag(metavar="ANALYSIS")  # noqa: RUF009
-    """set the thresholds by the texts of this analysis (default: by --data or --task)"""
+    """set the thresholds by the texts of this analysis (default: by --data or --tasks)"""
 
     heads: tuple[str, ...] | None = _flag(metavar="LAYER.HEAD")
     """also zero these heads together, such as 3.5 7.2, or those of a .json or .csv file"""
@@ -234,10 +255,10 @@ def _frozen(value: Any) -> Any:
     return tuple(value) if isinstance(value, list) else value
 
 
-def model_problem(folder: Path) -> str | None:
-    """Return why a folder cannot be that of a transformers model, or None."""
+def model_problem(folder: Path, flag: str = "") -> str | None:
+    """Return why a folder cannot be that of a transformers model, or None; see `missing_folder`."""
     if not folder.is_dir():
-        return missing_folder(folder)
+        return missing_folder(folder, flag)
     if not (folder / "config.json").is_file():
         return f"{folder} is not a Hugging Face model folder: it has no config.json"
     return None

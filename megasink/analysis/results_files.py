@@ -19,14 +19,17 @@ def holding(
     command: str,
     about: Mapping[str, Any],
     ranks: Ranks,
-    grows: Collection[str] = (),
 ) -> AbstractContextManager[Callable[[], None]]:
     """Hold the output folder of a command, in the first process; see `results_in`."""
     assert options.output is not None
-    writes = not ranks.rank
-    overwrite = options.overwrite
     return results_in(
-        options.output, command, about, overwrite=overwrite, grows=grows, writes=writes
+        options.output,
+        command,
+        about,
+        given=options.given() | {"--name": about["--name"]},
+        overwrite=options.overwrite,
+        grows=options.grows,
+        writes=not ranks.rank,
     )
 
 

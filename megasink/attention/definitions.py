@@ -13,10 +13,13 @@ MAP_TOKENS = 256
 SHARES = (0.0, 0.05, 0.10, 0.15, 0.20, 0.25, 0.30)
 """Shares of heads for which P3 calibrates thresholds of inactive heads (P3.11)."""
 
+BACKWARD_SCORES = ("gradient", "gradient_signed")
+"""Scores that take a backward pass (`--metrics`)."""
+
 SCORES = (
     *("awft", "aeqd", "ftvvn", "avvn", "lthon", "ahon", "circuit_ahon"),
     *("awft_ln", "aeqd_ln", "ftvvn_ln", "avvn_ln", "lthon_ln", "ahon_ln", "circuit_ahon_ln"),
-    *("lthon_hn", "random"),
+    *("lthon_hn", "random", *BACKWARD_SCORES),
 )
 """Names of the scores of inactive heads (P3.1 to P3.10), which a command line is checked by."""
 

@@ -56,8 +56,8 @@ def find_checkpoint(path: Path, iteration: int | None = None) -> Checkpoint:
     if newest is None:
         if (path / "config.json").is_file() and not is_run(path):
             raise UserError(
-                f"{path} is a Hugging Face folder, not a run; megasink convert-from-hf {path} RUN "
-                "makes a run of it"
+                f"{path} is a Hugging Face folder, not a run; megasink convert-from-hf {path} "
+                "--output RUN makes a run of it"
             )
         raise UserError(f"{path}: no finished checkpoint (no {TRACKER})")
     if not (run / "config.json").is_file():
@@ -131,12 +131,7 @@ def saved_checkpoints(
     checksums: bool = False,
     tell: Callable[[Path, int], None] = lambda *_: None,
 ) -> list[Saved]:
-    """Return the checkpoints in a folder in ascending order, damaged and half-deleted ones too.
-
-    Args:
-        checksums: verify checksums in addition to file sizes.
-        tell: receives a checkpoint and the bytes of each of its tensors that are verified.
-    """
+    """Return the checkpoints in a folder in ascending order, damaged and half-deleted ones too."""
     checkpoints = []
     for iteration in iterations(folder):
         path = checkpoint_path(folder, iteration)

@@ -27,12 +27,7 @@ MODEL = tuple(dict.fromkeys((*SHAPE, *CONTEXT, *_OPTIONS, *having("model"))))
 
 
 def same(name: str, before: Any, now: Any, *, finetune: bool = False) -> bool:
-    """Whether two values of a `MODEL` argument allow one run to start from another's weights.
-
-    Args:
-        finetune: allow a different context length and position encoding. RoPE and YaRN have no
-            weights, so either can replace the other.
-    """
+    """Whether two values of a `MODEL` argument allow one run to start from another's weights."""
     if name == "hybrid_layer_pattern" and before and now:
         before, now = layers_of(before), layers_of(now)  # the stages are of the layout
     if before == now:

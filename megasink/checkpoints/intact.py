@@ -45,15 +45,7 @@ def damage(
     quick: bool = False,
     tell: Callable[[int], None] = lambda _: None,
 ) -> str | None:
-    """Describe the damage to a torch_dist checkpoint; None if it is intact.
-
-    Args:
-        checkpoint: an iter_NNNNNNN folder.
-        checksums: verify checksums in addition to file sizes. Takes about as long as reading the
-            files.
-        quick: without torch: see `stored_entries`.
-        tell: receives the bytes of each stored tensor once its checksum is verified.
-    """
+    """Describe the damage to a torch_dist checkpoint; None if it is intact."""
     common = checkpoint / "common.pt"
     if common.exists() and not (common.is_file() and zipfile.is_zipfile(common)):
         return "common.pt is broken"
@@ -190,9 +182,6 @@ def go_back_to_intact(
 
     Newer, damaged checkpoints are reported and renamed to iter_NNNNNNN.damaged, so training does
     not overwrite them.
-
-    Returns:
-        the iteration; with `or_start`, None if no checkpoint is intact (then Megatron loads none).
     """
     iteration: int | None = None
     try:

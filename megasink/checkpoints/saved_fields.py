@@ -65,9 +65,5 @@ _FIELDS = fields(
 
 
 def check_fields(saved: Mapping[str, Any], where: str) -> None:
-    """Check saved arguments.
-
-    Args:
-        where: the file that they are from.
-    """
+    """Check saved arguments."""
     check(_FIELDS, saved, where)

@@ -84,11 +84,7 @@ def _mean_the_same(one: Path, other: Path) -> bool:
 
 
 def tokenizer_of(saved: Mapping[str, Any], given: str | Path | None, config: Path) -> Any:
-    """Load the transformers tokenizer that a run was trained with, or the given folder instead.
-
-    Returns:
-        None if the run did not use a transformers tokenizer and none is given.
-    """
+    """Load the transformers tokenizer that a run was trained with, or the given folder instead."""
     from megasink.data.tokenizer import largest_id, load_tokenizer
 
     if given is None:

@@ -95,12 +95,7 @@ def read_metadata(checkpoint: Path) -> Any:
 
 
 def stored_entries(checkpoint: Path, *, quick: bool = False) -> list[Any]:
-    """Return where the tensors of an iter_NNNNNNN folder are: relative_path, offset and length.
-
-    Args:
-        quick: without torch, which takes seconds to import; an index that only torch finds corrupt
-            is not noticed.
-    """
+    """Return where the tensors of an iter_NNNNNNN folder are: relative_path, offset and length."""
     if not quick:
         return list(read_metadata(checkpoint).storage_data.values())
     path = checkpoint / ".metadata"

@@ -10,7 +10,7 @@ from pathlib import Path
 from megasink.analysis.capture.head_names import head_problems, parse_head
 from megasink.analysis.capture.ranks import taking_part
 from megasink.analysis.loading import opened
-from megasink.analysis.metrics.registry import score_names
+from megasink.analysis.metrics.registry import backward_names, score_names
 from megasink.analysis.options import AblationOptions, ModelOptions
 from megasink.attention import definitions
 from megasink.checkpoints.find import is_run
@@ -19,6 +19,7 @@ from megasink.cli.analysis_flags import (
     known_shape,
     model_parser,
     problems_of,
+    refuse_others,
     settled,
 )
 from megasink.command_line import CommandParser
@@ -41,16 +42,17 @@ def main(argv: Sequence[str] | None = None) -> int:
     with taking_part() as ranks:
         parser = ablate_parser(main.__doc__).first_screen(
             "megasink ablate path/to/model --data texts.jsonl --output ablation",
-            *("--data", "--output", "--score", "--zeroed", "--heads", "--task", "--max-samples"),
+            *("--data", "--output", "--score", "--zeroed", "--heads", "--tasks", "--max-samples"),
             *("--seq-length", "--device", "--overwrite"),
         )
         args = parser.parse_args(argv)
         which, options = check_ablate(args, is_run=is_run(args.model))
+        refuse_others("ablate", which, options)
         tasks = None
-        if options.task:  # before the model is loaded
+        if options.tasks:  # before the model is loaded
             from megasink.analysis.evaluate.tasks_loading import load_tasks
 
-            tasks = load_tasks(options.task, allow_download=args.allow_download)
+            tasks = load_tasks(options.tasks, allow_download=args.allow_download)
         from megasink.analysis.ablate.run import ablate
 
         with opened(which, ranks) as model:
@@ -60,12 +62,9 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def ablate_parser(description: str | None) -> CommandParser:
     """Return the parser of `megasink ablate`."""
-    own = ("score", "zeroed", "seeds", "task", "limit", "calibration", "heads", "interventions")
-    parser = model_parser("megasink ablate", description, AblationOptions, *own, "layer", *SEQUENCE)
-    parser.add_argument(
-        "--allow-download", action="store_true", help="fetch the data of tasks that is not cached"
-    )
-    return parser
+    own = ("score", "zeroed", "seeds", "tasks", "limit", "calibration", "heads", "interventions")
+    names, also = (*own, "layer", *SEQUENCE), ", and the data of tasks that is not cached"
+    return model_parser("megasink ablate", description, AblationOptions, *names, download=also)
 
 
 def check_ablate(args: argparse.Namespace, *, is_run: bool) -> tuple[ModelOptions, AblationOptions]:
@@ -74,19 +73,26 @@ def check_ablate(args: argparse.Namespace, *, is_run: bool) -> tuple[ModelOption
     by_default = not args.score and all(other is None for other in others)
     options = AblationOptions.of(
         args,
-        inputs=() if args.task and not args.data else ("natural",),
+        inputs=() if args.tasks and not args.data else ("natural",),
         score=SCORES if by_default else args.score,
         zeroed=args.zeroed or PERCENTS,
         seeds=args.seeds or SEEDS,
     )
     problems = problems_of(args, options, is_run=is_run)
-    if args.task and args.data:
-        problems.append("--task and --data: choose one")
-    if args.limit is not None and not args.task:
-        problems.append("--limit applies to --task: add it, or use --max-samples")
+    if args.tasks and args.data:
+        problems.append("--tasks and --data: choose one")
+    if args.limit is not None and not args.tasks:
+        problems.append("--limit applies to --tasks: add it, or use --max-samples")
     elif args.limit is not None and args.limit < 1:
         problems.append(f"--limit {args.limit}: at least 1")
     problems += _of_scores(args.score)
+    if args.task and args.calibration is None:
+        problems += [
+            f"--by {name} with --task: it takes the loss of texts; measure it there (megasink "
+            f"analyze --metrics {name}) and pass that analysis as --calibration"
+            for name in options.score
+            if name in backward_names()
+        ]
     problems += [
         f"--{flag} applies to --score: add it, or leave --{flag} out"
         for flag in ("zeroed", "seeds")
@@ -124,11 +130,7 @@ def _of_scores(names: Sequence[str]) -> list[str]:
 
 
 def _of_others(options: AblationOptions, model: Sequence[int] | None) -> list[str]:
-    """Return the problems of --heads, --interventions and --layer.
-
-    Args:
-        model: number of heads in each of its layers, where its config.json tells.
-    """
+    """Return the problems of --heads, --interventions and --layer."""
     problems = []
     if options.heads is not None:
         try:

@@ -8,7 +8,7 @@ import math
 from collections.abc import Sequence
 from pathlib import Path
 
-from megasink import cpu
+from megasink import cpu, output_folder
 from megasink.analysis.capture.head_names import head_problems, parse_head
 from megasink.analysis.model_shape import ModelShape, shape_of
 from megasink.analysis.options import KEPT, AnalysisOptions, ModelOptions, model_problem
@@ -16,6 +16,8 @@ from megasink.attention.definitions import MAP_TOKENS
 from megasink.checkpoints.find import find_checkpoint
 from megasink.checkpoints.saved_arguments import read_arguments
 from megasink.checkpoints.tokenizer import tokenizer_problem
+from megasink.cli import hub
+from megasink.cli.device import add_device, device_problems
 from megasink.command_line import CommandParser
 from megasink.data.replaced_tokens import problems_of as problems_of_replaced
 from megasink.data.text_tokenizer import add_parse_special_tokens
@@ -24,10 +26,6 @@ from megasink.extras import require_train
 from megasink.flags import add_fields
 from megasink.output_folder import add_overwrite, folder_problem, foreign_contents
 from megasink.plugins import add_flag
-
-# Devices of torch that nothing here was tried on.
-_UNTRIED = ("mps", "xpu", "npu", "hpu")
-
 
 REPLACEMENT = ("replace_tokens_at", "replace_tokens_with")
 SEQUENCE = ("seq_length", "random_lengths", "bos", *REPLACEMENT)
@@ -45,24 +43,29 @@ def replacement_problems(options: AnalysisOptions) -> list[str]:
     return problems_of_replaced([int(word) for word in at or ()], value)
 
 
-def weights_parser(prog: str, description: str | None) -> CommandParser:
+def weights_parser(prog: str, description: str | None, download: str = "") -> CommandParser:
     """Return a parser with the options of how a model is loaded, and the output folder."""
     parser = CommandParser(prog=prog, description=description)
     parser.add_argument("model", type=Path, metavar="MODEL", help="Hugging Face folder, or a run")
     parser.add_argument("--output", type=Path, required=True, help="output folder")
     add_overwrite(parser)
     add_fields(parser, ModelOptions, "name", "tokenizer", "dtype", "attn_implementation", "yarn")
-    parser.add_argument("--device", help="cpu, cuda or cuda:N (default: the GPU if there is one)")
+    add_device(parser)
     add_parse_special_tokens(parser)
     add_flag(parser)
+    hub.add_allow_download(parser, download)
     return parser
 
 
 def model_parser(
-    prog: str, description: str | None, options: type[AnalysisOptions], *names: str
+    prog: str,
+    description: str | None,
+    options: type[AnalysisOptions],
+    *names: str,
+    download: str = "",
 ) -> CommandParser:
     """Return a parser with the model, text and device options, and some fields of a record."""
-    parser = weights_parser(prog, description)
+    parser = weights_parser(prog, description, download)
     common = ("data", "json_key", "max_samples", "batch_size", "seed")
     add_fields(parser, options, *common, *names)
     return parser
@@ -72,18 +75,24 @@ def settled(args: argparse.Namespace, problems: Sequence[str]) -> ModelOptions:
     """Refuse a command line with problems; otherwise return how its model is loaded."""
     if problems:
         raise ConfigError(problems)
+    if hub.waits_for_download(args):
+        args.name = args.name or args.model.name
+        args.model = hub.fetched(args)
     device = args.device
     if device is None:
         device = "cuda" if cpu.cuda_present() else "cpu"
     return ModelOptions.of(args, device=device)
 
 
-def weights_problems(args: argparse.Namespace, *, is_run: bool) -> list[str]:
-    """Return the problems with the options of `weights_parser`.
+def refuse_others(command: str, which: ModelOptions, options: AnalysisOptions) -> None:
+    """Refuse an output folder with results of another command line."""
+    if not options.overwrite:
+        given = options.given() | {"--name": which.shown_name}
+        output_folder.refuse_others(Path(options.output or ""), command, given, options.grows)
 
-    Args:
-        is_run: MODEL is a megasink run, which is known to exist.
-    """
+
+def weights_problems(args: argparse.Namespace, *, is_run: bool) -> list[str]:
+    """Return the problems with the options of `weights_parser`."""
     problems = []
     if is_run and args.attn_implementation is not None:
         problems.append("--attn-implementation applies to Hugging Face models only: remove it")
@@ -101,7 +110,8 @@ def weights_problems(args: argparse.Namespace, *, is_run: bool) -> list[str]:
             read_arguments(find_checkpoint(args.model).config)
         except UserError as error:
             problems.append(str(error))
-    if not is_run and (problem := model_problem(args.model)):
+    problem = model_problem(args.model, "--allow-download")
+    if not is_run and problem and not hub.waits_for_download(args):
         problems.append(problem)
     if args.tokenizer is not None and (problem := tokenizer_problem(args.tokenizer)):
         problems.append(f"--tokenizer {problem}")
@@ -109,17 +119,11 @@ def weights_problems(args: argparse.Namespace, *, is_run: bool) -> list[str]:
         problems.append(f"--output {args.output} {problem}")
     elif not args.overwrite and (problem := foreign_contents(args.output)):
         problems.append(problem)
-    if args.device is not None and (problem := _device_problem(args.device)):
-        problems.append(f"--device {args.device}: {problem}")
-    return problems
+    return problems + device_problems(args.device)
 
 
 def problems_of(args: argparse.Namespace, options: AnalysisOptions, *, is_run: bool) -> list[str]:
-    """Return the problems with the options.
-
-    Args:
-        is_run: as in `weights_problems`.
-    """
+    """Return the problems with the options."""
     problems = weights_problems(args, is_run=is_run)
     if "natural" in options.inputs and not options.data:
         problems.append("no --data: pass text files or folders")
@@ -163,20 +167,3 @@ def map_problems(
         except ValueError as error:
             problems.append(f"--maps {error}")
     return problems
-
-
-def _device_problem(name: str) -> str | None:
-    """Return why there is no such device here; imports torch where there may be a GPU."""
-    kind, _, index = name.partition(":")
-    if kind not in ("cpu", "cuda", *_UNTRIED) or (":" in name and not index.isdecimal()):
-        return "no such device: use cpu or cuda"
-    if kind != "cuda":
-        return None
-    there = 0
-    if cpu.cuda_present():
-        import torch
-
-        there = torch.cuda.device_count()
-    if int(index or 0) >= there:
-        return f"this machine has {there or 'no'} CUDA devices: use {'cuda:0' if there else 'cpu'}"
-    return None

@@ -5,11 +5,13 @@ from collections.abc import Sequence
 
 from megasink.analysis.capture.ranks import taking_part
 from megasink.analysis.loading import opened
+from megasink.analysis.metrics.registry import backward_names
 from megasink.analysis.options import AnalysisOptions, ModelOptions
 from megasink.analysis.trace import steps_of, trace
 from megasink.checkpoints.find import is_run
 from megasink.cli import analysis_flags
 from megasink.command_line import CommandParser
+from megasink.errors import unknown_name
 from megasink.printable import say_next
 
 
@@ -30,6 +32,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         )
         args = parser.parse_args(argv)
         which, options = check(args)
+        command = "analyze --checkpoints" if args.checkpoints else "analyze"
+        analysis_flags.refuse_others(command, which, options)
         if args.checkpoints:
             trace(which, options, ranks)
             return 0
@@ -55,7 +59,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 def analyze_parser(prog: str, description: str | None = None) -> CommandParser:
     """Return a parser with the options of an analysis."""
     own = ("inputs", *analysis_flags.SEQUENCE, "positions", "columns", "maps", "map_length")
-    parser = analysis_flags.model_parser(prog, description, AnalysisOptions, *own)
+    parser = analysis_flags.model_parser(prog, description, AnalysisOptions, *own, "metrics")
     parser.add_argument("--no-loss", dest="loss", action="store_false", help="skip logits and loss")
     parser.add_argument(
         "--checkpoints",
@@ -69,6 +73,8 @@ def check(args: argparse.Namespace) -> tuple[ModelOptions, AnalysisOptions]:
     """Check everything that needs no model, and return what is measured, of what."""
     of_run, options = is_run(args.model), AnalysisOptions.of(args)
     problems = analysis_flags.problems_of(args, options, is_run=of_run)
+    known = backward_names()
+    problems += [unknown_name("--metrics", n, known) for n in options.metrics if n not in known]
     if args.checkpoints and not of_run and args.model.is_dir():
         problems.append(f"--checkpoints is of a run, and {args.model} is none: remove it")
     return analysis_flags.settled(args, problems), options

@@ -24,12 +24,7 @@ _STEP = re.compile(rb'"iteration": (\d{1,18})\b')
 
 
 class _Run(NamedTuple):
-    """A run folder, or a bare folder of checkpoints.
-
-    Attributes:
-        folder: with config.json; None if there is none.
-        checkpoints: with the iter_NNNNNNN folders.
-    """
+    """A run folder, or a bare folder of checkpoints."""
 
     folder: Path | None
     checkpoints: Path
@@ -75,11 +70,7 @@ def _run(path: Path) -> _Run:
 
 
 def _show(run: _Run, emit: Callable[[Any], None], *, verify: bool) -> int:
-    """Print the checkpoints.
-
-    Args:
-        emit: of `only_json`, for the list.
-    """
+    """Print the checkpoints."""
     with _verifying(run.checkpoints, verify=verify) as tell:
         saved = saved_checkpoints(run.checkpoints, checksums=verify, tell=tell)
     tokens = _tokens(run, {one.iteration for one in saved})

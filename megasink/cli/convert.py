@@ -1,11 +1,13 @@
 """Code shared by ``megasink convert-to-hf`` and ``megasink convert-from-hf``."""
 
 import argparse
-import os
 from collections.abc import Callable
 from pathlib import Path
 
+from megasink.cli.device import add_device, device_problems
+from megasink.cli.hub import stay_offline
 from megasink.command_line import CommandParser
+from megasink.convert.output import refuse_contents
 from megasink.errors import UserError
 from megasink.plugins import add_flag
 
@@ -19,23 +21,30 @@ def parser_of(command: str, main: Callable[..., int]) -> CommandParser:
         help="compare logits and generated tokens of both models, or every tensor if memory is "
         "short; default: on",
     )
-    parser.add_argument(
-        "--cpu", action="store_true", help="verify on the CPU even if there is a GPU"
-    )
+    text = "folder to write; must be empty or missing"
+    parser.add_argument("--output", type=Path, required=True, metavar="FOLDER", help=text)
+    add_device(parser)
     add_flag(parser)
     return parser
+
+
+def refuse(args: argparse.Namespace) -> None:
+    """Refuse an output folder with contents, and a device that is not here."""
+    refuse_contents(args.output)
+    if problems := device_problems(args.device):
+        raise UserError(problems[0])
 
 
 def not_verified(folder: Path) -> None:
     print("not verified: --no-verify")
 
 
-def prepare(cpu: bool) -> None:
+def prepare(device: str | None) -> None:
     """Make Megatron importable, and silence Megatron and transformers."""
-    os.environ.setdefault("HF_HUB_OFFLINE", "1")
+    stay_offline()
     from megasink.upstream.process import prepare_quietly
 
-    prepare_quietly(cpu=cpu)
+    prepare_quietly(cpu=device == "cpu")
     try:
         import transformers
     except ImportError as error:

@@ -5,8 +5,8 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from megasink.attention.variants import variants
-from megasink.cli.convert import not_verified, parser_of, prepare
-from megasink.convert.output import refuse_contents
+from megasink.cli import hub
+from megasink.cli.convert import not_verified, parser_of, prepare, refuse
 from megasink.errors import UserError, missing_folder
 from megasink.json_file import read_object
 
@@ -18,8 +18,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     converted to one with gates and the same logits, or to one with sinks of a chosen weight.
     """
     parser = parser_of("convert-from-hf", main)
-    parser.add_argument("model", type=Path, help="a Hugging Face folder with safetensors")
-    parser.add_argument("output", type=Path, help="run folder to write; must be empty or missing")
+    text = "a Hugging Face folder with safetensors"
+    parser.add_argument("model", type=Path, metavar="MODEL", help=text)
     parser.add_argument(
         "--attention-variant",
         choices=[record.name for record in variants() if record.export and record.export.start],
@@ -37,16 +37,18 @@ def main(argv: Sequence[str] | None = None) -> int:
         default=0.05,
         help="for --attention-variant sink: mean attention weight of a head's sink; default: 0.05",
     )
-    args = parser.first_screen("megasink convert-from-hf path/to/llama runs/started").parse_args(
-        argv
-    )
+    hub.add_allow_download(parser)
+    args = parser.first_screen(
+        "megasink convert-from-hf path/to/llama --output runs/started"
+    ).parse_args(argv)
+    args.model = hub.fetched(args)
     if problem := _not_of_transformers(args.model):
         raise UserError(f"{args.model}: {problem}")
-    refuse_contents(args.output)
+    refuse(args)
     from megasink.convert.attention_change import change_of
 
     change = change_of(args.attention_variant, args.gate_granularity, args.sink_weight)
-    prepare(args.cpu)
+    prepare(args.device)
     from megasink.checkpoints.load import single_process
     from megasink.convert.checking import check_import
     from megasink.convert.from_hf import import_model, source_of
@@ -76,7 +78,7 @@ def _not_of_transformers(folder: Path) -> str | None:
     """Return why a folder is not a Hugging Face model, before the slow imports."""
     config = folder / "config.json"
     if not folder.is_dir():
-        return missing_folder(folder).removeprefix(f"{folder}: ")
+        return missing_folder(folder, "--allow-download").removeprefix(f"{folder}: ")
     if (folder / "adapter_config.json").is_file():
         return "an adapter of peft: merge it first (merge_and_unload, docs/finetuning.md)"
     if not config.is_file():

@@ -6,8 +6,10 @@ from pathlib import Path
 
 from megasink.checkpoints.find import find_checkpoint
 from megasink.checkpoints.saved_arguments import read_arguments
-from megasink.cli.convert import not_verified, parser_of, prepare
-from megasink.convert.output import parse_size, refuse_contents
+from megasink.cli import hub
+from megasink.cli.convert import not_verified, parser_of, prepare, refuse
+from megasink.convert.output import parse_size
+from megasink.errors import UserError
 from megasink.printable import say_next
 
 
@@ -18,8 +20,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     transformers loads the folder, and its logits are compared with Megatron's.
     """
     parser = parser_of("convert-to-hf", main)
-    parser.add_argument("run", type=Path, help="a run folder, or a checkpoint folder in it")
-    parser.add_argument("output", type=Path, help="folder to write; must be empty or missing")
+    text = "a run folder, or a checkpoint folder in it"
+    parser.add_argument("run", type=Path, metavar="RUN", help=text)
     parser.add_argument(
         "--target",
         help="architecture, such as llama; an unknown one lists all; default: the first that fits "
@@ -30,15 +32,22 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument(
         "--shard-size", default="5GB", help="maximum size of a safetensors file; default: 5GB"
     )
-    args = parser.first_screen("megasink convert-to-hf runs/mine exported").parse_args(argv)
+    parser.add_argument("--push", metavar="REPO", help="upload it to the Hugging Face hub then")
+    args = parser.first_screen("megasink convert-to-hf runs/mine --output exported").parse_args(
+        argv
+    )
     # Before the seconds that the imports take; a name costs one of them.
     if args.target is not None:
         from megasink.convert.targets import named
 
         named(args.target)
-    refuse_contents(args.output)
+    refuse(args)
+    if args.push and not args.verify:
+        raise UserError("--push uploads what was verified: drop --no-verify")
     shard_bytes = parse_size(args.shard_size)
     read_arguments(find_checkpoint(args.run, args.iteration).config)
+    if args.push:
+        hub.refuse_push(args.push)
     from megasink.convert.to_hf import export, source_of
 
     source = source_of(args.run, args.iteration, args.tokenizer, args.target)
@@ -46,7 +55,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     if not args.verify:
         target = convert(verify=not_verified)
     else:
-        prepare(args.cpu)
+        prepare(args.device)
         from megasink.checkpoints.load import single_process
         from megasink.convert.checking import check_export
 
@@ -54,5 +63,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             target = convert(verify=lambda folder: check_export(source, folder))
     print(f"{args.output}: {target.architecture}, for transformers {target.since} or later")
     print(*(f"warning: {line}\n" for line in target.misread(source.model)), sep="", end="")
+    if args.push:
+        hub.push(args.output, args.push)
     say_next("its heads", "analyze", args.output, "--data", "TEXTS", "--output", "look")
     return 0

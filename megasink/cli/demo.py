@@ -20,20 +20,20 @@ def main(argv: Sequence[str] | None = None) -> int:
     gloo or CUDA ranks; two minutes on two CPU cores.
     """
     parser = CommandParser(prog="megasink demo", description=main.__doc__)
-    parser.add_argument("--dir", type=Path, default=Path("runs/demo"), help="folder to write to")
+    parser.add_argument("--output", type=Path, default=Path("runs/demo"), help="folder to write to")
     parser.add_argument("--train-iters", type=int, default=STEPS, help="training steps")
     args = parser.first_screen("megasink demo").parse_args(argv)
     if args.train_iters < 1:
         raise UserError(f"--train-iters {args.train_iters}: use 1 or more")
-    if problem := folder_problem(args.dir):
-        raise UserError(f"--dir {args.dir} {problem}")
-    paths = args.dir.iterdir() if args.dir.is_dir() else ()
+    if problem := folder_problem(args.output):
+        raise UserError(f"--output {args.output} {problem}")
+    paths = args.output.iterdir() if args.output.is_dir() else ()
     there = [path.name for path in paths if not any(map(path.match, OF_SYSTEM))]
     other = sorted(name for name in there if not _OWN.fullmatch(name))
     if other or (there and "language.jsonl" not in there):
         name = (other or there)[0]
-        raise UserError(f"--dir {args.dir} holds {name}, and no demo: choose another folder")
+        raise UserError(f"--output {args.output} holds {name}, and no demo: choose another folder")
     from megasink.cli.demo_runs import demonstrate
 
-    demonstrate(args.dir, args.train_iters)
+    demonstrate(args.output, args.train_iters)
     return 0

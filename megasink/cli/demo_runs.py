@@ -43,12 +43,7 @@ _PROMPT_LETTERS = 8
 
 
 def demonstrate(directory: Path, steps: int) -> None:
-    """Train both runs, and print and draw what became of them.
-
-    Args:
-        directory: to write to.
-        steps: of each run.
-    """
+    """Train both runs, and print and draw what became of them."""
     began = time.monotonic()
     console = Console(highlight=False)
     prefix, tokenizer = directory / "language", directory / "tokenizer"
@@ -118,12 +113,7 @@ def summary(folder: Path) -> list[str]:
 
 @styled()
 def _draw(runs: Mapping[str, list[dict[str, Any]]], output: Path) -> Path:
-    """Draw loss, sinks and imbalance by step, and head importance at the end; return the path.
-
-    Args:
-        runs: lines of metrics.jsonl of two runs with --log-sink-rate, the one without the loss
-            first.
-    """
+    """Draw loss, sinks and imbalance by step, and head importance at the end; return the path."""
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(WIDTH, 5.6), layout="constrained")

@@ -13,6 +13,8 @@ from megasink.analysis.options import ModelOptions
 from megasink.checkpoints.find import is_run
 from megasink.cli.analysis_flags import settled, weights_parser, weights_problems
 from megasink.command_line import CommandParser
+from megasink.flags import flag_of
+from megasink.output_folder import refuse_others, results_in
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -31,6 +33,18 @@ def main(argv: Sequence[str] | None = None) -> int:
         )
         args = parser.parse_args(argv)
         which, interventions = _check(args, is_run=is_run(args.model))
+        names = ("limit", "batch_size", "chat_template", "parse_special_tokens", "samples")
+        options = {name: getattr(args, name) for name in names}
+        given = options | {"--tasks": args.tasks, "--num-fewshot": args.num_fewshot}
+        given |= {"--task-folder": args.task_folder, "--interventions": []}
+        if interventions:
+            from megasink.analysis.interventions.entries import to_entry
+
+            given["--interventions"] = [to_entry(one) for one in interventions]
+        shown = {flag_of(name.removeprefix("--")): value for name, value in given.items()}
+        shown |= {"--name": which.shown_name}
+        if not args.overwrite:
+            refuse_others(args.output, "evaluate", shown)
         from megasink.analysis.evaluate.tasks_loading import load_tasks
 
         tasks = load_tasks(
@@ -44,18 +58,13 @@ def main(argv: Sequence[str] | None = None) -> int:
         from megasink.analysis.capture.identity import weights_hash
         from megasink.analysis.evaluate.harness import evaluate
         from megasink.analysis.evaluate.results import write_evaluation
-        from megasink.analysis.interventions.entries import to_entry
-        from megasink.output_folder import results_in
 
-        options = ("limit", "batch_size", "chat_template", "parse_special_tokens", "samples")
-        given = {name: getattr(args, name) for name in options}
         with opened(which, ranks) as model:
             about = {"weights": weights_hash(model.module), **model.facts, **given}
-            about |= {"--tasks": args.tasks, "--num-fewshot": args.num_fewshot}
-            about |= {"--task-folder": args.task_folder, "device": model.device.type}
-            about |= {"--interventions": [to_entry(one) for one in interventions]}
-            with results_in(args.output, "evaluate", about, overwrite=args.overwrite) as record:
-                results = evaluate(model, interventions, tasks, **given)
+            about |= {"device": model.device.type}
+            folder = (args.output, "evaluate", about)
+            with results_in(*folder, given=shown, overwrite=args.overwrite) as record:
+                results = evaluate(model, interventions, tasks, **options)
                 record()
                 write_evaluation(args.output, results, model, args.batch_size, args.tasks)
     return 0
@@ -68,7 +77,8 @@ def _tokenizer(model: Path) -> Path:
 
 
 def _parser(description: str | None) -> CommandParser:
-    parser = weights_parser("megasink evaluate", description)
+    also = ", datasets that the cache lacks, and metrics, which are code of the hub"
+    parser = weights_parser("megasink evaluate", description, also)
     suites = ", ".join(f"{suite.row} ({suite.name})" for suite in ALL)
     parser.add_argument(
         "--tasks",
@@ -111,11 +121,6 @@ def _parser(description: str | None) -> CommandParser:
         help="more tasks: lm-eval's YAML files; Python files that they name run",
     )
     parser.add_argument(
-        "--allow-download",
-        action="store_true",
-        help="fetch datasets that the cache lacks, and metrics, which are code of the Hub",
-    )
-    parser.add_argument(
         "--confirm-run-unsafe-code",
         action="store_true",
         help="allow tasks that run code which the model writes, such as humaneval",
@@ -133,11 +138,7 @@ def _batch_size(text: str) -> int | str:
 
 
 def _check(args: argparse.Namespace, *, is_run: bool) -> tuple[ModelOptions, list[Any]]:
-    """Check everything that needs neither lm-eval nor the model.
-
-    Returns:
-        how the model is loaded, and the interventions.
-    """
+    """Check everything that needs neither lm-eval nor the model."""
     problems = weights_problems(args, is_run=is_run)
     for flag, least in (("limit", 1), ("num_fewshot", 0), ("batch_size", 1)):
         value = getattr(args, flag)

@@ -12,6 +12,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
+from megasink.cli import hub
 from megasink.command_line import CommandParser
 from megasink.errors import ConfigError, UserError
 from megasink.finetune_options import FinetuneOptions, processes
@@ -40,9 +41,9 @@ def main(argv: Sequence[str] | None = None) -> int:
             raise UserError(
                 f"megasink finetune needs {', '.join(missing)}: pip install 'megasink[finetune]'"
             )
-        os.environ.setdefault("HF_HUB_OFFLINE", "1")  # nothing is fetched unasked
+        hub.stay_offline()
         os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # DDP's advice
-        _run(options, args.output, args.overwrite)
+        _run(options, args.output, args.overwrite, args.base)
     return 0
 
 
@@ -82,6 +83,7 @@ def _parser(description: str | None) -> CommandParser:
     names = [each.name for each in fields(FinetuneOptions) if each.name not in by_hand]
     add_fields(parser, FinetuneOptions, *names)
     add_flag(parser)
+    hub.add_allow_download(parser)
     return parser.first_screen(
         "megasink finetune MODEL --data chats.jsonl --output out --bf16",
         *("--data", "--output", "--full", "--lora-rank", "--adapter", "--head-balance-coeff"),
@@ -100,6 +102,7 @@ def _parser(description: str | None) -> CommandParser:
 def _options(args: argparse.Namespace) -> FinetuneOptions:
     """Return the options, or raise every problem that is known before anything runs."""
     given = {each.name: getattr(args, each.name) for each in fields(FinetuneOptions)}
+    args.base, given["model"] = args.model, hub.fetched(args)
     shared, problems = args.shared_heads, []
     if not args.full and args.lora_rank == 0:
         problems.append("--lora-rank 0: use 1 or more, or --full for no LoRA")
@@ -119,7 +122,7 @@ def _options(args: argparse.Namespace) -> FinetuneOptions:
     return options
 
 
-def _run(options: FinetuneOptions, out: Path, overwrite: bool) -> None:
+def _run(options: FinetuneOptions, out: Path, overwrite: bool, base: Path) -> None:
     from megasink.transformers import finetune
     from megasink.transformers.chats import ChatTokenizer
 
@@ -165,7 +168,7 @@ def _run(options: FinetuneOptions, out: Path, overwrite: bool) -> None:
             del trainer
         if is_first:
             _analyze(options, *finetune.after(options, exported), sample, out / "after")
-            _summarize(out, exported)
+            _summarize(options, base, out, exported)
             shutil.rmtree(partial, ignore_errors=True)
         state.wait_for_everyone()
 
@@ -213,13 +216,14 @@ def _analyze(options: FinetuneOptions, model: Any, tokenizer: Any, rows: Any, ou
     )
 
 
-def _summarize(out: Path, exported: Path) -> None:
-    """Draw importance.png, and print what was made."""
+def _summarize(options: FinetuneOptions, base: Path, out: Path, exported: Path) -> None:
+    """Draw importance.png, write the card, and print what was made."""
     import numpy as np
 
     from megasink.analysis.folder import read_analysis
     from megasink.analysis.pages.heatmap import importance_pictures
-    from megasink.atomic import atomic_file
+    from megasink.atomic import atomic_file, atomic_text
+    from megasink.cli.finetune_card import card
     from megasink.json_file import read_object
 
     analyses = [read_analysis(out / name) for name in ("before", "after")]
@@ -227,6 +231,9 @@ def _summarize(out: Path, exported: Path) -> None:
         file.write(importance_pictures([(a.name, a.values("importance")) for a in analyses]))
     imbalance = [float(np.nanmean(a.values("imbalance"))) for a in analyses]
     log = read_object(out / "run" / "trainer_state.json")["log_history"]
+    shared = _shared_heads(options, out / "before", say=False)
+    # In place of peft's, whose fields are empty.
+    atomic_text(exported / "README.md", card(options, base, shared, log, imbalance))
     for what, value in (
         ("held-out loss", f"{log[-1]['eval_loss']:.4f}"),
         ("head imbalance", f"{imbalance[0]:.4f} -> {imbalance[1]:.4f}"),

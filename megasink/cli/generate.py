@@ -9,6 +9,7 @@ from typing import Any
 from megasink.checkpoints.find import find_checkpoint
 from megasink.checkpoints.saved_arguments import read_arguments
 from megasink.checkpoints.tokenizer import tokenizer_problem
+from megasink.cli.device import add_device, device_problems
 from megasink.command_line import CommandParser
 from megasink.data.text_tokenizer import add_parse_special_tokens
 from megasink.errors import ConfigError, UserError
@@ -27,7 +28,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     """
     parser = CommandParser(prog="megasink generate", description=main.__doc__)
     add_flag(parser)
-    parser.add_argument("run", type=Path, help="a run folder, or a checkpoint folder in it")
+    parser.add_argument(
+        "run", type=Path, metavar="RUN", help="a run folder, or a checkpoint folder in it"
+    )
     parser.add_argument("--prompt", action="append", required=True, help="text; may be repeated")
     parser.add_argument(
         "--max-new-tokens",
@@ -52,14 +55,14 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--iteration", type=int, help="checkpoint to load; default: the newest")
     parser.add_argument("--tokenizer", type=Path, help="folder; default: the run's")
     add_parse_special_tokens(parser)
-    parser.add_argument("--cpu", action="store_true", help="run on the CPU even if there is a GPU")
+    add_device(parser)
     args = parser.first_screen(
         "megasink generate runs/mine --prompt 'Once upon a time' --temperature 0"
     ).parse_args(argv)
     _check(args)
     checkpoint = find_checkpoint(args.run, args.iteration)  # before the slow imports
     read_arguments(checkpoint.config)
-    prepare_quietly(cpu=args.cpu)
+    prepare_quietly(cpu=args.device == "cpu")
     from megasink.checkpoints.load import load_model, single_process
     from megasink.data.files import BYTE_ORDER_MARK
     from megasink.data.text_tokenizer import text_tokenizer
@@ -108,7 +111,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _check(args: argparse.Namespace) -> None:
     """Raise ConfigError with every problem that needs no model to find."""
-    problems = []
+    problems = device_problems(args.device)
     if not 0 <= args.temperature < float("inf"):
         problems.append(f"--temperature {args.temperature}: use 0 or more")
     if args.top_k < 0:

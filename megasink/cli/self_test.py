@@ -49,13 +49,7 @@ class Check(NamedTuple):
 
 
 def checks(device_type: str, head_dim: int, window: int | None) -> Iterator[Check]:
-    """Run the self-test, a check at a time; an error of any kind is a check that failed.
-
-    Args:
-        device_type: "cuda" or "cpu", where attention and the training step run.
-        head_dim: Head dimension of the attention.
-        window: Sliding window in tokens, including the token itself; None for none.
-    """
+    """Run the self-test, a check at a time; an error of any kind is a check that failed."""
     for variant, has_sinks in _VARIANTS:
         for dtype in _DTYPES:
             name = f"attention {variant} in {str(dtype).removeprefix('torch.')}"

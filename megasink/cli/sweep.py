@@ -12,6 +12,7 @@ from megasink.cli.analysis_flags import (
     known_shape,
     model_parser,
     problems_of,
+    refuse_others,
     settled,
 )
 from megasink.command_line import CommandParser
@@ -32,6 +33,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         )
         args = parser.parse_args(argv)
         which, options = _check(args)
+        refuse_others("sweep", which, options)
         from megasink.analysis.sweep import sweep
 
         with opened(which, ranks) as model:

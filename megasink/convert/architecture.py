@@ -140,12 +140,7 @@ class Architecture:
 def architecture_of(
     saved: Mapping[str, Any], vocabulary: int | None
 ) -> tuple[Architecture, list[str]]:
-    """Return the architecture of a run, and a list of what no target supports.
-
-    Args:
-        saved: the run's arguments (`megasink.checkpoints.saved_arguments.read_arguments`).
-        vocabulary: size of the tokenizer; None without one.
-    """
+    """Return the architecture of a run, and a list of what no target supports."""
     problems = [*_unknown(saved), *_unfixed(saved)]
     activation, gated_unit = _activation(saved)
     if activation is None:

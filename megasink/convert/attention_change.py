@@ -89,13 +89,7 @@ def gated_model(model: Architecture, change: Change | None) -> Architecture:
 
 
 def changed(key: str, tensor: "Tensor", model: Architecture, change: Change | None) -> "Tensor":
-    """Return a weight of the vanilla model as it is in the changed one.
-
-    Args:
-        key: Megatron's key.
-        tensor: the weight of one layer.
-        model: the vanilla model.
-    """
+    """Return a weight of the vanilla model as it is in the changed one."""
     if change is None or change.sink_weight is not None:
         return tensor
     if key.endswith(LINEAR_PROJ):

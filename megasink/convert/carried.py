@@ -35,12 +35,7 @@ _WEIGHTS = ("*.safetensors", "*.safetensors.index.json", "config.json", GENERATI
 
 
 def kept(folder: Path, model: Architecture, target: Target, tokens: str | None) -> dict[str, Any]:
-    """Return what an import keeps of a folder.
-
-    Args:
-        model: as it was imported.
-        tokens: `tokenizer_hash` of the folder's tokenizer, to which the ids of tokens belong.
-    """
+    """Return what an import keeps of a folder."""
     config, ours = read_config(folder), config_of(model, target, {})
     decided = ours.keys() - _undecided(ours)
     generation = folder / GENERATION
@@ -77,13 +72,7 @@ def left_behind(folder: Path) -> Iterator[str]:
 def written_again(
     carried: Mapping[str, Any], config: Config, tokens: str | None
 ) -> tuple[Config, Config, list[str]]:
-    """Return config.json and generation_config.json of an export, and what has no place in them.
-
-    Args:
-        carried: what `kept` returned for the folder that the model came from.
-        config: `config_of` of the export.
-        tokens: `tokenizer_hash` of its tokenizer; the ids of another one are not written.
-    """
+    """Return config.json and generation_config.json of an export, and what has no place in them."""
     same_type = carried.get("model_type") == config["model_type"]
     same_tokens = bool(carried) and carried.get("tokenizer") == tokens
     experts = _EXPERTS if "num_experts_per_tok" in config else ()

@@ -66,11 +66,7 @@ def check_import(
     compare: bool = True,
     say: Say = say_printable,
 ) -> None:
-    """Set the sinks of a changed model, and compare a written run with the folder it was made from.
-
-    Args:
-        compare: False to only set the sinks.
-    """
+    """Set the sinks of a changed model, and compare a run with the folder it was made from."""
     from megasink.data.tokenizer import load_tokenizer
 
     model = source.model

@@ -81,12 +81,7 @@ class HuggingFaceSource:
 
 
 def source_of(folder: Path, granularity: str | None = None) -> HuggingFaceSource:
-    """Describe a folder to be imported.
-
-    Args:
-        granularity: of the gate: "headwise" if an architecture with elementwise gates has the same
-            gate for all elements of a head; None for the architecture's own.
-    """
+    """Describe a folder to be imported."""
     model, target = architecture_from(read_config(folder))
     if granularity is not None:
         if granularity not in target.attention:
@@ -117,17 +112,7 @@ def import_model(
     say: Say = say_printable,
     verify: Verify | None = None,
 ) -> Architecture:
-    """Write a run folder.
-
-    Args:
-        output: must be missing or empty; it appears when everything is written and verified.
-        change: to another attention; None to keep it.
-        say: prints a line for the user.
-        verify: called with the written folder before it gets its name; raises on failure.
-
-    Returns:
-        the architecture written.
-    """
+    """Write a run folder."""
     weights, todo = source.weights, source.steps
     ignored = _account(source)
     model = gated_model(source.model, change)
@@ -170,11 +155,7 @@ def import_model(
 
 
 def _account(source: HuggingFaceSource) -> list[str]:
-    """Check that rows and tensors match one to one, with the right shapes.
-
-    Returns:
-        tensors that are not needed: copies, and buffers that are not weights.
-    """
+    """Check that rows and tensors match one to one, with the right shapes."""
     weights, todo = source.weights, source.steps
     known = {name for step in todo for name in step.hf}
     extra = sorted(weights.names - known)
@@ -214,13 +195,7 @@ def _parts(
     todo: Iterable[Step],
     read: Callable[[str], Tensor],
 ) -> Iterator[Part]:
-    """Yield all tensors of a checkpoint.
-
-    Args:
-        model: as it is written.
-        todo: the steps of `source`.
-        read: returns a tensor of `source`, or a meta tensor like it.
-    """
+    """Yield all tensors of a checkpoint."""
     layers = model.layers
     for step in todo:
         sizes = (layers, model.experts)[: len(step.index)]
@@ -244,11 +219,7 @@ def _read(weights: HuggingFaceWeights, name: str) -> Tensor:
 def made(
     step: Step, read: Callable[[str], Tensor], model: Architecture, change: Change | None
 ) -> Iterator[tuple[str, Tensor]]:
-    """Yield (key, tensor) for the output of a step.
-
-    Args:
-        read: returns a tensor by its name.
-    """
+    """Yield (key, tensor) for the output of a step."""
     tensors = [read(name) for name in step.hf]
     try:
         converted = step.row.transform.to_megatron(*tensors)

@@ -138,11 +138,7 @@ OURS = "megasink"
 
 
 def config_of(model: Architecture, target: Target, special_tokens: Mapping[str, Any]) -> Config:
-    """Return the config.json of an exported model.
-
-    Args:
-        special_tokens: bos_token_id, eos_token_id and pad_token_id, each an id or None.
-    """
+    """Return the config.json of an exported model."""
     rope: dict[str, Any] = {"rope_type": "default", "rope_theta": model.rope_base}
     if model.rope_factor is not None:
         rope |= {**_LLAMA3, "factor": model.rope_factor}

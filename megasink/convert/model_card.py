@@ -113,17 +113,23 @@ def _both(saved: dict[str, Any], first: str, second: str) -> str | None:
 
 
 def _metrics(checkpoint: Checkpoint) -> list[tuple[str, Any]]:
-    """Return the last values in metrics.jsonl up to the exported step."""
+    """Return the last values in metrics.jsonl up to the exported step; of another with its step."""
     path = Path(checkpoint.config).parent / "metrics.jsonl"
-    last: dict[str, Any] = {}
+    last: dict[str, tuple[float, int]] = {}
     try:
         lines = read_text(path, errors="replace").splitlines()
     except UserError:
         return []
     for line in lines:
-        with suppress(ValueError, TypeError, AttributeError, RecursionError):  # cut off by a kill
+        with suppress(ValueError, TypeError, LookupError, RecursionError):  # cut off by a kill
             entry = json.loads(line)
-            if entry.get("iteration", 0) <= checkpoint.iteration:
+            if (step := entry["iteration"]) <= checkpoint.iteration:
                 found = {key: entry[key] for key in _SHOWN if key in entry}
-                last |= {k: v for k, v in found.items() if isinstance(v, int | float)}
-    return [(title, f"{last[key]:,.6g}") for key, title in _SHOWN.items() if key in last]
+                last |= {k: (v, step) for k, v in found.items() if isinstance(v, int | float)}
+    rows = []
+    for key, title in _SHOWN.items():
+        if key in last:
+            value, step = last[key]
+            at = "" if step == checkpoint.iteration else f", at step {step:,}"
+            rows.append((title, f"{value:,.6g}{at}"))
+    return rows

@@ -40,16 +40,7 @@ _INDEX = fields({"weight_map": dict[str, str]})
 def write_weights(
     folder: Path, entries: Sequence[Entry], tensors: Iterable[Tensor], shard_bytes: int
 ) -> list[str]:
-    """Write tensors into files of at most `shard_bytes`; a larger tensor gets its own file.
-
-    Args:
-        folder: an existing folder.
-        entries: all tensors to be written.
-        tensors: their data, in the same order; each is let go before the next is asked for.
-
-    Returns:
-        the names of the files.
-    """
+    """Write tensors into files of at most `shard_bytes`; a larger tensor gets its own file."""
     shards = _cut(entries, shard_bytes)
     count = len(shards)
     names = ["model.safetensors"]

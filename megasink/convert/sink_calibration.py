@@ -27,15 +27,7 @@ _BISECTIONS = 60
 
 
 def sink_logits(lse_HN: Tensor, weight: float) -> Tensor:
-    """Find s_h such that the mean over N of sigmoid(s_h - LSE) is `weight`, by bisection.
-
-    Args:
-        lse_HN: log-sum-exp of the scores of each head, float32.
-        weight: between 0 and 1.
-
-    Returns:
-        [H], float32.
-    """
+    """Find s_h such that the mean over N of sigmoid(s_h - LSE) is `weight`, by bisection."""
     lse_HN = lse_HN.double()
     logit = math.log(weight / (1 - weight))
     low_H = lse_HN.amin(dim=1) + logit
@@ -58,9 +50,6 @@ def set_sinks(
     """Write the sink logits into a checkpoint whose sinks draw nothing, from the first layer up.
 
     The scores of a layer depend on the sinks of the layers before it.
-
-    Returns:
-        the loss per token in nats, before and after.
     """
     from megasink.checkpoints.load import load_without_tokenizer
 

@@ -75,11 +75,7 @@ def source_of(
     tokenizer: str | Path | None = None,
     target: str | None = None,
 ) -> Source:
-    """Describe a checkpoint to be exported.
-
-    Args:
-        target: name of the target; None for that of the import, or the first that fits.
-    """
+    """Describe a checkpoint to be exported."""
     location = find_checkpoint(run, iteration)
     saved = read_arguments(location.config)
     loaded = tokenizer_of(saved, tokenizer, location.config)
@@ -101,14 +97,7 @@ def export(
     say: Say = say_printable,
     verify: Verify | None = None,
 ) -> Target:
-    """Write a Hugging Face folder.
-
-    Args:
-        output: must be missing or empty; it appears when everything is written and verified.
-        shard_bytes: maximum size of a safetensors file.
-        say: prints a line for the user.
-        verify: called with the written folder before it gets its name; raises on failure.
-    """
+    """Write a Hugging Face folder."""
     target, checkpoint, todo = source.target, source.checkpoint, source.steps
     say(f"target: {target.architecture} ({target.name}): {source.why}")
     _account(source)

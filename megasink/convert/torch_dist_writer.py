@@ -71,13 +71,7 @@ class Part:
 def write_checkpoint(
     folder: Path, parts: Sequence[Part], tensors: Iterable[Tensor], common: dict[str, Any]
 ) -> None:
-    """Write a checkpoint into an existing empty folder.
-
-    Args:
-        parts: all tensors to be written, which can be meta tensors.
-        tensors: their data, in the same order; each is let go before the next is asked for.
-        common: Megatron's state outside of the model, as plain values.
-    """
+    """Write a checkpoint into an existing empty folder."""
     items = [part.item() for part in parts]
     stored: dict[str, TensorStorageMetadata] = {}
     for item in items:

@@ -80,12 +80,6 @@ def verify_logits(
     They must agree in float32, up to `Difference.tolerance` or four times what one rounding of the
     weights changes in Megatron, which is more where hidden states are massive; in the model's
     dtype, the rounding error in transformers must be at most four times the one in Megatron.
-
-    Args:
-        tokenizer: for real text; None to use random tokens.
-
-    Returns:
-        the difference in float32.
     """
     tokens_BS = sample_tokens(model, tokenizer)
     what = "text" if tokenizer is not None else "random tokens (no tokenizer)"

@@ -50,14 +50,14 @@ def main(argv: Sequence[str] | None = None) -> int:
     except ConfigError as error:
         raise ConfigError(map(_of_a_plan, error.problems)) from error
     ranks = early.replica_ranks(options) if args.ranks is None else args.ranks
-    with Helper(DEVICES[args.device].capability, flags) as helper:
+    with Helper(DEVICES[args.gpu].capability, flags) as helper:
         records = _step(helper, ranks, flags)
     from megasink.plan.show import as_json, show
 
     if args.json:
-        print(as_text(as_json(records, DEVICES[args.device], args.utilization)))
+        print(as_text(as_json(records, DEVICES[args.gpu], args.utilization)))
     else:
-        show(records, args.device, args.utilization)
+        show(records, args.gpu, args.utilization)
     return 0
 
 
@@ -89,18 +89,18 @@ def read_line(argv: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="megasink plan",
-        usage="megasink plan [--ranks N] [--device GPU] [--json] FLAGS_OF_MEGASINK_TRAIN",
+        usage="megasink plan [--ranks N] [--gpu NAME] [--json] FLAGS_OF_MEGASINK_TRAIN",
         description=inspect.cleandoc(main.__doc__ or ""),
         add_help=False,
         allow_abbrev=False,
     )
     parser.add_argument("-h", "--help", action="store_true", help="show this and exit")
     parser.add_argument(
-        *("--ranks", "--world-size"),
+        "--ranks",
         type=int,
         help="GPUs of the whole job; default: one per tensor x pipeline x context rank",
     )
-    parser.add_argument("--device", choices=DEVICES, default="h100", help="GPU; default: h100")
+    parser.add_argument("--gpu", choices=DEVICES, default="h100", help="default: h100")
     parser.add_argument(
         "--utilization",
         type=float,

@@ -9,12 +9,7 @@ _SKIPPED = ("IdentityOp", "IdentityFuncOp")
 
 
 def describe(models: Iterable[Any]) -> Iterator[dict[str, Any]]:
-    """Yield a record for each layer of a rank's model chunks.
-
-    Yields:
-        layer: 1-based number in the whole model; attention, mlp: class names of its modules,
-        outermost first; norms: those of the layer; window: tokens that a query sees, or None.
-    """
+    """Yield a record for each layer of a rank's model chunks."""
     for model in models:
         for layer in get_attr_wrapped_model(model, "decoder").layers:
             attention = layer.self_attention

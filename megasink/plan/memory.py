@@ -84,13 +84,7 @@ class Schedule:
     passes: list[tuple[bool, int, int]] = field(default_factory=list)
 
     def held(self) -> dict[str, int]:
-        """Return what microbatches hold for their backward passes.
-
-        Returns:
-            in_flight: most forward passes (of a virtual stage each) without their backward; each:
-            bytes that one holds; held: bytes that all of them hold at most, above `start`: those
-            before the first pass, less than at the beginning of the step if it frees some first.
-        """
+        """Return what microbatches hold for their backward passes."""
         start = self.passes[0][1]
         flying = most = held = 0
         for forward, _, after in self.passes:

@@ -39,16 +39,7 @@ def component(name: str) -> str:
 
 
 def count(models: Iterable[Any], padding_rows: int) -> tuple[Counter[str], Counter[str]]:
-    """Count the parameters of a rank's model chunks.
-
-    Args:
-        models: GPTModels, wrapped or not.
-        padding_rows: Rows that the vocabulary is padded with, which count as no parameters.
-
-    Returns:
-        numbers by component: on this rank, as stored; and of its pipeline stage on all tensor- and
-        expert-parallel ranks, without copies and padding.
-    """
+    """Count the parameters of a rank's model chunks."""
     here: Counter[str] = Counter()
     stage: Counter[str] = Counter()
     tensor = parallel_state.get_tensor_model_parallel_world_size()

@@ -22,12 +22,7 @@ Write = Callable[[dict[str, Any]], None]
 
 
 def step_as(rank: int, ranks: int, flags: Sequence[str], write: Write) -> None:
-    """Build and step the trainer as a rank; hand its record to `write`, and end the process.
-
-    Args:
-        rank, ranks: Which of how many.
-        flags: Of ``megasink train``, without a run folder.
-    """
+    """Build and step the trainer as a rank; hand its record to `write`, and end the process."""
     be_rank(rank, ranks)
     from megasink.training import arguments, pretrain
     from megasink.training.start import starting
@@ -179,12 +174,7 @@ def _record(
 
 
 def stages(config: Any, args: Namespace) -> list[list[Any]]:
-    """Return what makes pipeline stages differ: equal entries have the same modules.
-
-    Returns:
-        for each stage its layers by virtual stage, whether each is a mixture of experts and whether
-        it has the attention variant; and whether the stage is the first or the last.
-    """
+    """Return what makes pipeline stages differ: equal entries have the same modules."""
     from megatron.core.transformer.transformer_block import get_num_layers_to_build
     from megatron.core.transformer.transformer_layer import get_transformer_layer_offset
 

@@ -12,10 +12,6 @@ def with_stand_ins(argv: Sequence[str], flags: Sequence[str]) -> list[str]:
     """Return the flags of training with what they lack: memory depends on the vocabulary alone.
 
     Mock data, and a tokenizer of --vocab-size tokens, or of as many as a recipe's.
-
-    Args:
-        argv: the command line, with its recipes.
-        flags: what they stand for.
     """
     args = early.read(flags)
     if not hasattr(args, "flag_problems"):  # another Megatron: the ranks say what is missing

@@ -82,11 +82,7 @@ def refusals_of_megatron(args: Namespace, printed: io.StringIO | None = None) ->
 
 
 def _flags_at(place: traceback.FrameSummary, args: Namespace, text: str) -> list[str]:
-    """Return the flags, with their values, of the statement at a place and of its conditions.
-
-    Args:
-        text: those of its flags need no other mention.
-    """
+    """Return the flags, with their values, of the statement at a place and of its conditions."""
     line, names = place.lineno or 0, list[str]()
     try:
         source = Path(place.filename).read_text()

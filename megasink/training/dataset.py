@@ -242,12 +242,7 @@ def token_byte_table() -> Tensor | None:
 
 
 def _before_texts(tokens_BS: Tensor | None, batch: dict[str, Any]) -> Tensor | None:
-    """Return the bytes among the targets' that the tokenizer put before texts, float32.
-
-    Args:
-        tokens_BS: the inputs, on tensor-parallel rank 0 alone.
-        batch: of the last pipeline stage, before context parallelism divides it.
-    """
+    """Return the bytes among the targets' that the tokenizer put before texts, float32."""
     table = bytes_per_token(get_args())
     if table is None or not table.prefix:
         return None

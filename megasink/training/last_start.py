@@ -38,10 +38,7 @@ def finished(run_dir: Path, args: Namespace) -> str | None:
         return None
     if step < args.train_iters:
         return None
-    return (
-        f"run {run_dir} has finished: step {step} of {args.train_iters} (--train-iters MORE goes "
-        "on, --skip-train evaluates)"
-    )
+    return f"run {run_dir} has finished: step {step} of {args.train_iters}; --skip-train evaluates"
 
 
 def last_start(run_dir: Path) -> dict[str, Any]:

@@ -50,8 +50,23 @@ _SHOWN = {
     "test_bits_per_byte": "bits per byte",
 }
 
-_EXAMPLE = "megasink train --recipe p0-0.6b --data-path data/text --run-dir runs/mine"
-# On the first screen of the help.
+_EXAMPLE = (
+    "megasink train --recipe tiny --run-dir runs/mine/sink --data-path runs/mine/text "
+    "--tokenizer-model runs/mine/text-tokenizer"
+)
+# Megatron's flags that every run needs, on the first screen of the help.
+_OF_MEGATRON = {
+    "data-path": (
+        "PREFIX",
+        "the --output of megasink data, in the example: megasink data README.md docs --output "
+        "runs/mine/text --train-tokenizer 2000",
+    ),
+    "tokenizer-model": ("FOLDER", "its tokenizer, a Hugging Face folder"),
+    "lr": ("RATE", "peak of the learning rate; --min-lr is its end"),
+    "train-iters": ("STEPS", "training steps"),
+    "global-batch-size": ("N", "sequences of a step, of --seq-length tokens each"),
+}
+# Those of megasink there.
 _FIRST = (
     *("--ranks", "--recipe", "--run-dir", "--resume", "--cpu"),
     *("--attention-variant", "--head-balance-coeff"),
@@ -68,8 +83,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     words = early.expanded(sys.argv[1:] if argv is None else argv)
     if {"-h", "--help"} & set(words):
         parser = own_parser()
+        group = parser.add_argument_group("Megatron's")
+        for name, (metavar, text) in _OF_MEGATRON.items():
+            group.add_argument(f"--{name}", metavar=metavar, help=text)
         add_options(parser)
-        parser.first_screen(_EXAMPLE, *_FIRST).print_help()
+        parser.first_screen(_EXAMPLE, *_FIRST, *map("--{}".format, _OF_MEGATRON)).print_help()
         parser.exit()
     if "--help-all" in words:
         return subprocess.run(
@@ -104,6 +122,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     wait_until_expired(run_dir, say)
     if resume and (done := finished(run_dir, options)):
         say(done)
+        more = ["--train-iters", 2 * options.train_iters, "--override-opt-param-scheduler"]
+        line = ["train", "--run-dir", run_dir, "--resume", *more, *plugins.flags(words)]
+        say_next("more steps, with the schedule of the learning rate stretched to them", *line)
         return 0
     if resume and not options.verify_checkpoint:
         where = from_where(run_dir)
@@ -118,7 +139,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         say(note)
     if "--mock-data" not in flags:  # whose tokens stand for nothing
         say_next("what it says", "generate", run_dir, "--prompt", "Once upon a time")
-    say_next("a folder for transformers", "convert-to-hf", run_dir, f"{run_dir}-hf")
+    say_next("a folder for transformers", "convert-to-hf", run_dir, "--output", f"{run_dir}-hf")
     return 0
 
 

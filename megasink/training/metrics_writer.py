@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import torch
 from megatron.training import get_args, get_tensorboard_writer, get_wandb_writer, training
 from torch import Tensor
 
@@ -35,6 +36,7 @@ from megasink.upstream.training import METRICS
 BALANCE_LOSS = "head balance loss"
 IMBALANCE = "head imbalance"
 HEATMAP = "head importance"
+_AGAIN = " vs samples"  # each of Megatron's curves against samples, which is the step by a factor
 
 
 class MetricsWriter:
@@ -60,6 +62,7 @@ class MetricsWriter:
         # Steps that are not written yet, oldest first: the part that the host knows, the rest.
         self._waiting: deque[tuple[dict[str, Any], series.StepValues]] = deque()
         self._counts_heads: bool | None = None  # not known before the first step
+        self._newest: tuple[int, Tensor] | None = None  # importance_LH, until it is drawn
 
     def step(self, call: dict[str, Any]) -> None:
         """Add a step's statistics to the losses in ``training_log``'s arguments, and write them."""
@@ -104,11 +107,16 @@ class MetricsWriter:
             self._follow(iteration, record["lm_loss"])
         if read is not None:
             record |= series.head_record(read, details=logs)
-            self._draw(iteration, read.importance_LH)
+            self._newest = (iteration, read.importance_LH)
+            if self._draws(iteration):
+                self._draw(get_tensorboard_writer(), get_wandb_writer())
         if logs:
             record["loss_spikes"] = self._spikes.count
-            self._write_scalars(iteration, series.head_scalars(record))
-            self._print(record)
+            speed, memory = self._speed(record), torch.cuda.memory_stats()
+            scalars = {"tokens per second": speed}
+            scalars["memory in GiB"] = memory["allocated_bytes.all.peak"] / 2**30
+            self._write_scalars(iteration, scalars | series.head_scalars(record))
+            self._print(record, speed)
         self._file.write(record)
 
     def start_evaluation(self, split: str, iteration: int) -> None:
@@ -141,12 +149,7 @@ class MetricsWriter:
             print(f"megasink: {text}", flush=True)
 
     def close(self, *, failed: bool = False) -> None:
-        """Write what is left, close metrics.jsonl and flush TensorBoard.
-
-        Args:
-            failed: An error has ended the run; the device may be broken, and what it still holds is
-                given up then.
-        """
+        """Write what is left, close metrics.jsonl and flush TensorBoard."""
         try:
             with contextlib.suppress(*(RuntimeError,) * failed):
                 self.flush()
@@ -154,6 +157,8 @@ class MetricsWriter:
             self._waiting.clear()
             self._file.close()
             if writer := get_tensorboard_writer():
+                if get_args().head_heatmap_interval:
+                    self._draw(writer)  # W&B has ended its run here
                 writer.flush()
 
     def _record(self, call: dict[str, Any]) -> dict[str, Any]:
@@ -178,8 +183,10 @@ class MetricsWriter:
             return
         self._opened = True
         iteration = get_args().iteration
-        if iteration and (writer := get_tensorboard_writer()):
-            _drop_after(writer, iteration)
+        if writer := get_tensorboard_writer():
+            _leave_out_repetitions(writer)
+            if iteration:
+                _drop_after(writer, iteration)
         for before in self._file.open(iteration):
             if before.get("lm_loss") is not None and not before.get("skipped"):
                 self._follow(before["iteration"], before["lm_loss"])
@@ -193,19 +200,20 @@ class MetricsWriter:
     def _draws(self, iteration: int) -> bool:
         """Whether a heatmap of the step is due, and a writer exists."""
         args, interval = get_args(), get_args().head_heatmap_interval
-        if not interval or (iteration % interval and iteration != args.train_iters):
+        if not interval or (iteration % interval and iteration not in (1, args.train_iters)):
             return False
         return bool(get_tensorboard_writer() or get_wandb_writer())
 
-    def _draw(self, iteration: int, importance_LH: Tensor) -> None:
-        """Draw the heatmap of a tensor on the host, if it is due."""
-        if not self._draws(iteration):
+    def _draw(self, writer: Any, wandb: Any = None) -> None:
+        """Draw the heatmap of the newest step, unless that is done."""
+        if self._newest is None:
             return
+        (iteration, importance_LH), self._newest = self._newest, None
         title = f"head importance (mean gate), step {iteration}"
         picture = importance_picture(importance_LH.numpy().astype(np.float64), title)
-        if writer := get_tensorboard_writer():
+        if writer:
             writer.add_image(HEATMAP, picture, iteration, dataformats="HWC")
-        if wandb := get_wandb_writer():
+        if wandb:
             wandb.log({HEATMAP: wandb.Image(picture)}, iteration)
 
     def _write_scalars(self, iteration: int, scalars: dict[str, float]) -> None:
@@ -215,12 +223,16 @@ class MetricsWriter:
         if scalars and (wandb := get_wandb_writer()):
             wandb.log(scalars, iteration)
 
-    def _print(self, record: dict[str, Any]) -> None:
-        args = get_args()
-        seconds = record["seconds"]
+    def _speed(self, record: dict[str, Any]) -> float:
+        """Return tokens per second, as a moving average over log lines."""
+        args, seconds = get_args(), record["seconds"]
         mean = seconds if self._mean_seconds is None else 0.7 * self._mean_seconds + 0.3 * seconds
         self._mean_seconds = mean
-        left = mean * (args.train_iters - record["iteration"])
+        return float(args.global_batch_size * args.seq_length / mean)
+
+    def _print(self, record: dict[str, Any], speed: float) -> None:
+        args = get_args()
+        left = (args.train_iters - record["iteration"]) * args.global_batch_size * args.seq_length
         parts = [f"megasink: step {record['iteration']}/{args.train_iters}"]
         if record["lm_loss"] is not None:
             parts.append(f"lm loss {record['lm_loss']:.4f}")
@@ -228,8 +240,8 @@ class MetricsWriter:
             parts.append(f"imbalance {record['imbalance']:.4f}")
             cells = ("-" if cv is None else f"{cv:.3f}" for cv in record["imbalance_per_layer"])
             parts.append(f"by layer {' '.join(cells)}")
-        parts.append(f"{args.global_batch_size * args.seq_length / mean:,.0f} tokens/s")
-        parts.append(f"eta {timedelta(seconds=int(left))}")
+        parts.append(f"{speed:,.0f} tokens/s")
+        parts.append(f"eta {timedelta(seconds=int(left / speed))}")
         print(" | ".join(parts), flush=True)
 
 
@@ -242,6 +254,17 @@ def _drop_after(writer: Any, iteration: int) -> None:
 
     start = Event(session_log=SessionLog(status=SessionLog.START))
     writer.file_writer.add_event(start, iteration + 1)
+
+
+def _leave_out_repetitions(writer: Any) -> None:
+    """Have TensorBoard drop the second copy that Megatron writes of each of its scalars."""
+    add = writer.add_scalar
+
+    def add_scalar(tag: str, *args: Any, **kwargs: Any) -> None:
+        if not tag.endswith(_AGAIN):
+            add(tag, *args, **kwargs)
+
+    writer.add_scalar = add_scalar
 
 
 @contextlib.contextmanager

@@ -215,13 +215,6 @@ def for_optimizers(state: Any, own: list[list[dict[str, Any]]]) -> Any:
     which all ranks share, keep the saved layout: under the numbers 0, 1, ... of several optimizers,
     or next to the tensors of a single one. Of a group only its step is state. The rest (rates,
     decay, betas) is set by the flags: upstream takes the saved values, and finds a group by them.
-
-    Args:
-        state: from megatron.core.dist_checkpointing (or a list of states); not modified.
-        own: the parameter groups of each optimizer of the current model.
-
-    Returns:
-        the state in the current model's layout: numbered for several optimizers, else not.
     """
     state = dict(enumerate(state)) if isinstance(state, list) else state
     numbered = {key: piece for key, piece in state.items() if isinstance(key, int)}

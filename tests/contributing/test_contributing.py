@@ -100,8 +100,8 @@ def test_analyses_and_reports_know_the_variant_and_the_metric(folder, variant):
         ("train --run-dir runs/grouped --resume --train-iters 6", "--resume: the last start in "
          "runs/grouped had --plugin my_variant, which is not reused, for safety: pass it"),
         ("generate runs/grouped --prompt x", "the run was trained with --plugin my_variant"),
-        ("convert-to-hf runs/grouped hf --plugin my_variant", "sink-per-group: its record has no "
-         "export rule"),
+        ("convert-to-hf runs/grouped --output hf --plugin my_variant",
+         "sink-per-group: its record has no export rule"),
     ],
 )  # fmt: skip
 def test_what_is_not_said_is_refused_by_name(folder, variant, command, said):
@@ -112,7 +112,7 @@ def test_what_is_not_said_is_refused_by_name(folder, variant, command, said):
 
 
 def test_without_its_plugin_a_target_is_unknown(folder):
-    done = run("megasink convert-to-hf RUN OUT --target phi3", folder)
+    done = run("megasink convert-to-hf RUN --output OUT --target phi3", folder)
     assert done.returncode == 2
     assert "--target 'phi3' is unknown" in done.stderr
     assert "to use your own, add --plugin MODULE" in done.stderr

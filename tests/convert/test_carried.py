@@ -53,7 +53,9 @@ def chat(pool, tmp_path_factory):
 
 def test_after_training_a_folder_says_what_it_said(pool, chat, tmp_path):
     base, run, longer, again = (tmp_path / name for name in ("base", "run", "longer", "again"))
-    ((code, said, errors),) = megasink(pool, ["convert-from-hf", chat, base, "--no-verify"])
+    ((code, said, errors),) = megasink(
+        pool, ["convert-from-hf", chat, "--output", base, "--no-verify"]
+    )
     assert (code, errors) == (0, "")
     assert "carried along to the next export: " in said
     assert "not taken along: LICENSE" in said
@@ -68,7 +70,9 @@ def test_after_training_a_folder_says_what_it_said(pool, chat, tmp_path):
     pool.train([*flags, *start, "--run-dir", str(run), "--resume"])
     start[1] = str(run / "checkpoints")
     pool.train([*flags, *start, "--run-dir", str(longer)])
-    ((code, said, errors),) = megasink(pool, ["convert-to-hf", longer, again, "--cpu"])
+    ((code, said, errors),) = megasink(
+        pool, ["convert-to-hf", longer, "--output", again, "--device", "cpu"]
+    )
     assert (code, errors) == (0, "")
     assert "not written again" not in said
     before, after = read(chat / "config.json"), read(again / "config.json")

@@ -1,5 +1,6 @@
 """The command lines: what comes along, other attention on the way in, bad input, a kill."""
 
+import base64
 import json
 import os
 import re
@@ -16,6 +17,7 @@ from megasink.convert.sink_calibration import sink_logits
 from megasink.data.corpus import Document
 from megasink.data.tokenizer import train_tokenizer
 from tests.distributed.layout import SINGLE
+from tests.hub_server import TOKEN, serving
 from tests.light import environment
 from tests.test_packaging import ROOT, requirements
 
@@ -67,7 +69,15 @@ def test_a_checkpoint_is_read_without_megatron(runs, plain, tmp_path):
     light, output = tmp_path / "light", tmp_path / "hf"
     packages = environment.make(light, requirements())
     (packages / "megasink").symlink_to(ROOT / "megasink")
-    command = ["python", "-m", "megasink", "convert-to-hf", str(runs / "plain"), str(output)]
+    command = [
+        "python",
+        "-m",
+        "megasink",
+        "convert-to-hf",
+        str(runs / "plain"),
+        "--output",
+        str(output),
+    ]
     refused = environment.run(light, *command)
     assert refused.returncode == 2
     assert "pip install 'megasink[train]'" in refused.stderr
@@ -79,9 +89,11 @@ def test_a_checkpoint_is_read_without_megatron(runs, plain, tmp_path):
 
 
 def test_an_export_verifies_itself_and_takes_everything_along(pool, runs, tmp_path):
-    output = tmp_path / "hf"
+    output, steps = tmp_path / "hf", [{"iteration": n, "lm_loss": n / 2} for n in (2, 3, 4)]
+    steps.insert(1, {"iteration": 2, "valid_lm_loss": 1.6})
+    (runs / "sink" / "metrics.jsonl").write_text("\n".join(map(json.dumps, steps)) + "\n")
     ((code, said, errors),) = megasink(
-        pool, ["convert-to-hf", runs / "sink", output, "--shard-size", "20KB"]
+        pool, ["convert-to-hf", runs / "sink", "--output", output, "--shard-size", "20KB"]
     )
     assert (code, errors) == (0, "")
     assert "target: GraniteSWAForCausalLM (granite_swa): the first that supports" in said
@@ -104,6 +116,8 @@ def test_an_export_verifies_itself_and_takes_everything_along(pool, runs, tmp_pa
     assert tensors["model.norm.weight"].dtype == torch.bfloat16
     card = (output / "README.md").read_text()
     assert "steps | 3 |" in card
+    assert "| training loss | 1.5 |" in card
+    assert "| validation loss | 1.6, at step 2 |" in card
     assert "Fu et al." in card
     assert (output / "tokenizer.json").is_file()
     config = json.loads((output / "config.json").read_text())
@@ -113,10 +127,36 @@ def test_an_export_verifies_itself_and_takes_everything_along(pool, runs, tmp_pa
     assert not list(tmp_path.glob(".*"))
 
 
+def test_an_export_is_pushed_once_it_is_verified(runs, tmp_path):
+    out = tmp_path / "out"
+    line = ["convert-to-hf", runs / "plain", "--output", out, "--push", "me/exported"]
+    with serving({}) as hub:
+        for flags, token, answer in (
+            ((), "", "--push me/exported: there is no token of the Hugging Face hub"),
+            ((), "hf_bad", "--push me/exported: http://127.0.0.1"),
+            (("--no-verify",), TOKEN, "--push uploads what was verified: drop --no-verify"),
+        ):
+            done = hub.run(*line, *flags, cwd=tmp_path, HF_TOKEN=token)
+            assert (done.returncode, done.stderr.count("\n")) == (2, 1), done.stderr
+            assert done.stderr.startswith(f"megasink: error: {answer}")
+            assert not out.exists()
+        assert [asked for asked in hub.asked if asked.startswith("POST")] == []
+        done = hub.run(*line, cwd=tmp_path, HF_TOKEN=TOKEN)
+        assert done.returncode == 0, done.stderr
+        assert done.stdout.index("verified on") < done.stdout.index("pushed to http://127.0.0.1")
+        uploaded = [entry["value"] for entry in hub.commits if entry["key"] == "file"]
+    files = {entry["path"]: entry["content"] for entry in uploaded}
+    assert set(files) == {path.name for path in out.iterdir()}
+    weights = base64.b64decode(files["model.safetensors"])
+    assert weights == (out / "model.safetensors").read_bytes()
+
+
 def test_a_model_of_no_architecture_brings_its_own_code(pool, runs, tmp_path):
     hf, back = tmp_path / "hf", tmp_path / "back"
     exported, imported = megasink(
-        pool, ["convert-to-hf", runs / "gated", hf], ["convert-from-hf", hf, back]
+        pool,
+        ["convert-to-hf", runs / "gated", "--output", hf],
+        ["convert-from-hf", hf, "--output", back],
     )
     for code, said, errors in (exported, imported):
         assert (code, errors) == (0, "")
@@ -135,7 +175,7 @@ def test_a_model_of_no_architecture_brings_its_own_code(pool, runs, tmp_path):
 def test_a_plain_model_gets_gates_and_the_same_logits(pool, plain, tmp_path, granularity):
     run = tmp_path / "run"
     flags = ["--attention-variant", "gated", "--gate-granularity", granularity]
-    ((code, said, errors),) = megasink(pool, ["convert-from-hf", plain, run, *flags])
+    ((code, said, errors),) = megasink(pool, ["convert-from-hf", plain, "--output", run, *flags])
     assert (code, errors) == (0, "")
     assert "100.00% of positions, 100% of 16 generated tokens" in said
     flags = (run / "flags.txt").read_text()
@@ -151,7 +191,7 @@ def test_the_gate_of_a_model_with_biases_has_one_too(pool, runs, tmp_path):
     for path in hf.glob("tokenizer*"):
         path.unlink()
     ((code, said, errors),) = megasink(
-        pool, ["convert-from-hf", hf, out, "--attention-variant", "gated"]
+        pool, ["convert-from-hf", hf, "--output", out, "--attention-variant", "gated"]
     )
     assert (code, errors) == (0, "")
     assert "100.00% of positions" in said
@@ -163,7 +203,7 @@ def test_a_plain_model_gets_sinks_of_a_chosen_weight(pool, plain, tmp_path):
     flags = ["--attention-variant", "sink", "--sink-weight", "0.2"]
     first, second = megasink(
         pool,
-        ["convert-from-hf", plain, run, *flags],
+        ["convert-from-hf", plain, "--output", run, *flags],
         ["generate", run, "--prompt", "def", "--max-new-tokens", "2", "--temperature", "0"],
     )
     assert (first[0], first[2]) == (0, "")
@@ -198,8 +238,8 @@ def refused(pool, command, *words):
 
 def test_bad_exports_are_one_clear_line(pool, runs, tokenizer, tmp_path):
     run, out = runs / "sink", tmp_path / "out"
-    command = ["convert-to-hf", run, out, "--no-verify"]
-    refused(pool, [command[0], tmp_path / "nowhere", out], "nowhere does not exist")
+    command = ["convert-to-hf", run, "--output", out, "--no-verify"]
+    refused(pool, [command[0], tmp_path / "nowhere", *command[2:4]], "nowhere does not exist")
     refused(pool, [*command, "--target", "llama"], "vanilla attention, not sink")
     refused(pool, [*command, "--target", "gpt5"], "unknown: choose llama")
     refused(pool, [*command, "--iteration", "9"], "no checkpoint of iteration 9; it has 3")
@@ -207,22 +247,29 @@ def test_bad_exports_are_one_clear_line(pool, runs, tokenizer, tmp_path):
     refused(pool, [*command, "--tokenizer", tmp_path], "the tokenizer in")
     (tmp_path / "full").mkdir()
     (tmp_path / "full" / "file").write_text("")
-    refused(pool, ["convert-to-hf", run, tmp_path / "full"], "not empty")
+    refused(pool, ["convert-to-hf", run, "--output", tmp_path / "full"], "not empty")
     broken = tmp_path / "broken"
     shutil.copytree(run, broken)
     (part,) = (broken / "checkpoints" / "iter_0000003").glob("*.distcp")
     content = part.read_bytes()
     part.unlink()
-    refused(pool, ["convert-to-hf", broken, out], "damaged", part.name, "missing")
+    refused(pool, ["convert-to-hf", broken, "--output", out], "damaged", part.name, "missing")
     part.write_bytes(content[:-100])
-    refused(pool, ["convert-to-hf", broken, out], "damaged", part.name, "--iteration")
+    refused(pool, ["convert-to-hf", broken, "--output", out], "damaged", part.name, "--iteration")
     # transformers has a tokenizer of its own for this architecture.
-    refused(pool, ["convert-to-hf", runs / "biased", out], "Qwen2Tokenizer", "tokens differ")
+    refused(
+        pool, ["convert-to-hf", runs / "biased", "--output", out], "Qwen2Tokenizer", "tokens differ"
+    )
     legacy = tmp_path / "legacy"
     shutil.copytree(run, legacy)
     shutil.rmtree(legacy / "checkpoints" / "iter_0000003")
     (legacy / "checkpoints" / "iter_0000003" / "mp_rank_00").mkdir(parents=True)
-    refused(pool, ["convert-to-hf", legacy, out], "--ckpt-convert-format torch_dist", "old format")
+    refused(
+        pool,
+        ["convert-to-hf", legacy, "--output", out],
+        "--ckpt-convert-format torch_dist",
+        "old format",
+    )
 
 
 def edited(source, folder, **changes):
@@ -238,7 +285,7 @@ def test_bad_imports_are_one_clear_line(pool, plain, tmp_path):
     out = tmp_path / "out"
 
     def bad(folder, *words, flags=()):
-        refused(pool, ["convert-from-hf", folder, out, *flags], *words)
+        refused(pool, ["convert-from-hf", folder, "--output", out, *flags], *words)
 
     norm = "model__norm__weight"
     bad(edited(plain, tmp_path / "a", **{norm: None}), "model.norm.weight is missing")

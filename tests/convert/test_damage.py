@@ -138,7 +138,7 @@ def test_what_is_rounded_on_the_way_in_is_said(pool, hf, tmp_path):
     shutil.copytree(hf, folder)
     config = json.loads((folder / "config.json").read_text())
     (folder / "config.json").write_text(json.dumps(config | {"dtype": "bfloat16"}))
-    command = ["convert-from-hf", str(folder), str(tmp_path / "out"), "--no-verify"]
+    command = ["convert-from-hf", str(folder), "--output", str(tmp_path / "out"), "--no-verify"]
     ((answer,),) = pool.run("tests.training.generate_tasks:megasink", SINGLE, commands=[command])
     code, said, _ = answer
     assert code == 0

@@ -47,7 +47,7 @@ def folder(pool, tmp_path_factory):
     megasink(
         pool,
         ["data", texts, "--output", root / "text", "--tokenizer", hf],
-        ["convert-from-hf", hf, root / "run"],
+        ["convert-from-hf", hf, "--output", root / "run"],
     )
     return root
 
@@ -82,7 +82,7 @@ def test_training_starts_from_the_loss_of_transformers(seen, folder):
 
 
 def test_evaluation_and_export_have_it_too(pool, seen, folder):
-    megasink(pool, ["convert-to-hf", folder / "tuned", folder / "back"])
+    megasink(pool, ["convert-to-hf", folder / "tuned", "--output", folder / "back"])
     model = AutoModelForCausalLM.from_pretrained(folder / "back")
     assert len(model.lm_head.weight) == ROWS
     for rank in seen:

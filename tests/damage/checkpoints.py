@@ -24,12 +24,12 @@ def _case(command: str, edit: Edit, says: str = "", code: int = 2) -> Case:
             return training(sound, *flags, "--override-opt-param-scheduler", iterations=3)
         tokenizer = ["--tokenizer", str(sound.tokenizer)]
         return {
-            "generate": ["generate", run, "--prompt", "Text", "--cpu", *tokenizer],
+            "generate": ["generate", run, "--prompt", "Text", "--device", "cpu", *tokenizer],
             "analyze": [
                 *["analyze", run, "--data", sound.root / "texts.jsonl", "--output", "{out}"],
                 *["--device", "cpu", *tokenizer],
             ],
-            "convert": ["convert-to-hf", run, "{out}", *tokenizer, "--no-verify"],
+            "convert": ["convert-to-hf", run, "--output", "{out}", *tokenizer, "--no-verify"],
             "curves": ["compare", run],
             "compare": ["compare", run, sound.run, "--output", "{out}"],
         }[command]

@@ -169,15 +169,24 @@ def _case(command: str, file: str, place: tuple[str, ...], value: Any, code: int
             _write_index(copy)
         _changed(copy / file, place, value)
         return {
-            "convert": ["convert-from-hf", str(copy), "{out}", "--no-verify"],
+            "convert": ["convert-from-hf", str(copy), "--output", "{out}", "--no-verify"],
             "analyze": [
                 *("analyze", str(copy), "--data", str(sound.root / "texts.jsonl"), "--device"),
                 *("cpu", "--output", "{out}", "--max-samples", "1", "--seq-length", "16"),
             ],
             "generate": [
-                *("generate", str(copy), "--prompt", "Text", "--max-new-tokens", "1", "--cpu"),
+                *(
+                    "generate",
+                    str(copy),
+                    "--prompt",
+                    "Text",
+                    "--max-new-tokens",
+                    "1",
+                    "--device",
+                    "cpu",
+                ),
             ],
-            "export": ["convert-to-hf", str(copy), "{out}", "--no-verify"],
+            "export": ["convert-to-hf", str(copy), "--output", "{out}", "--no-verify"],
             "compare": ["compare", str(copy), "--output", "{out}.png"],
         }[command]
 

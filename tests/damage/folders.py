@@ -21,7 +21,7 @@ def _model(command: str, edit: Edit, says: str = "") -> Case:
         shutil.copytree(sound.hf, model)
         edit(model)
         if command == "convert":
-            return ["convert-from-hf", str(model), "{out}"]
+            return ["convert-from-hf", str(model), "--output", "{out}"]
         data = ["--data", str(sound.root / "texts.jsonl"), "--device", "cpu"]
         return ["analyze", str(model), *data, "--output", "{out}", "--max-samples", "2"]
 

@@ -164,13 +164,21 @@ def _lines() -> Iterator[tuple[str, str, Callable[[Path, Sound], list[Any]]]]:
         return training(sound, *map(str, flags), "--override-opt-param-scheduler", iterations=3)
 
     def convert(copy: Path, sound: Sound) -> list[Any]:
-        return ["convert-from-hf", copy, "{out}", "--no-verify"]
+        return ["convert-from-hf", copy, "--output", "{out}", "--no-verify"]
 
     def export(copy: Path, sound: Sound) -> list[Any]:
-        return ["convert-to-hf", copy, "{out}", "--no-verify", "--tokenizer", sound.tokenizer]
+        return [
+            "convert-to-hf",
+            copy,
+            "--output",
+            "{out}",
+            "--no-verify",
+            "--tokenizer",
+            sound.tokenizer,
+        ]
 
     def generate(copy: Path, sound: Sound) -> list[Any]:
-        return ["generate", copy, "--prompt", "Text", "--max-new-tokens", 1, "--cpu"]
+        return ["generate", copy, "--prompt", "Text", "--max-new-tokens", 1, "--device", "cpu"]
 
     for name in _HF:
         yield "hf", name, convert

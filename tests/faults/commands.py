@@ -84,14 +84,20 @@ def lines(sound: Sound) -> dict[str, Line]:
             ]
         ),
         "generate": Line(
-            ["generate", sound.run, "--prompt", "Text", "--cpu", "--max-new-tokens", 4]
+            ["generate", sound.run, "--prompt", "Text", "--device", "cpu", "--max-new-tokens", 4]
         ),
         "checkpoints": Line(["checkpoints", sound.run, "--verify"]),
         "recipes": Line(["recipes"]),
-        "convert-to-hf": Line(["convert-to-hf", sound.run, "{out}", "--cpu"]),
-        "convert-to-hf/plain": Line(["convert-to-hf", sound.run, "{out}", "--no-verify"]),
-        "convert-from-hf": Line(["convert-from-hf", sound.hf, "{out}", "--cpu"]),
-        "convert-from-hf/plain": Line(["convert-from-hf", sound.hf, "{out}", "--no-verify"]),
+        "convert-to-hf": Line(["convert-to-hf", sound.run, "--output", "{out}", "--device", "cpu"]),
+        "convert-to-hf/plain": Line(
+            ["convert-to-hf", sound.run, "--output", "{out}", "--no-verify"]
+        ),
+        "convert-from-hf": Line(
+            ["convert-from-hf", sound.hf, "--output", "{out}", "--device", "cpu"]
+        ),
+        "convert-from-hf/plain": Line(
+            ["convert-from-hf", sound.hf, "--output", "{out}", "--no-verify"]
+        ),
         "doctor": Line(["doctor", "--no-self-test"]),
         "doctor/json": Line(["doctor", "--json", "--no-self-test"]),
     }

@@ -30,6 +30,7 @@ def root(tmp_path_factory):
         initializer_range=0.5,
     )
     Qwen3ForCausalLM(config).bfloat16().save_pretrained(root / "model")
+    (root / "model" / "README.md").write_text("---\nlicense: apache-2.0\n---\n# A model\n")
     write_chats(root / "chats.jsonl", conversations(80, exchanges=1, words=4))
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("HF_HUB_OFFLINE", "1")

@@ -2,12 +2,14 @@
 
 import csv
 import json
+import re
 import shutil
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
+from huggingface_hub import ModelCard
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from megasink.analysis.folder import read_analysis
@@ -82,6 +84,21 @@ def test_eq_8_shares_as_many_heads_as_the_rule_says(made):
     assert steps_of(made)[-1]["balance_loss"] == pytest.approx(expected, rel=1e-5)
 
 
+def test_the_card_says_how_the_model_was_made(made):
+    card = ModelCard.load(made / "model" / "README.md")
+    assert (card.data.license, card.data.library_name) == ("apache-2.0", "transformers")
+    rows = dict(re.findall(r"^\| (.+) \| (.+) \|$", card.content, re.M))
+    analyses = [read_analysis(made / name) for name in ("before", "after")]
+    imbalance = [f"{np.nanmean(a.values('imbalance')):.4f}" for a in analyses]
+    assert rows["head imbalance, before and after"] == ", ".join(imbalance)
+    loss = state_of(made)["log_history"][-1]["eval_loss"]
+    assert rows["loss of held-out conversations, after"] == f"{loss:.4f} nats per token"
+    m = choose_shared_heads(analyses[0].values("importance")).m
+    assert rows["heads balanced"].startswith(f"Eq. 8, the {m} most important")
+    assert rows["head-balance coefficient"] == "1"
+    assert rows["base model"] == "model"
+
+
 def test_importance_is_measured_on_the_same_texts(made):
     analyses = [read_analysis(made / name) for name in ("before", "after")]
     tokens = [np.load(made / name / "samples.npz")["tokens"] for name in ("before", "after")]
@@ -103,6 +120,7 @@ def test_the_adapter_is_that_of_the_merged_model(root, made):
     folder = begun(root, made, "adapted", adapter=True)
     assert main(command(root, "--adapter", out="adapted")) == 0
     assert not (folder / "model").exists()
+    assert ModelCard.load(folder / "adapter" / "README.md").data.library_name == "peft"
     base = AutoModelForCausalLM.from_pretrained(root / "model", dtype=torch.float32)
     model = finetune.merged(base, folder / "adapter")
     assert not isinstance(model, PeftModel)

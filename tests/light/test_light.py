@@ -100,7 +100,7 @@ def test_the_wheel_trains_looks_and_exports(tmp_path: Path, distributions: Path)
         "train --run-dir run --data-path data --tokenizer-model data-tokenizer "
         f"--split 1,0,0 {model}{steps}",
         "analyze run --output analysis --data text.txt",
-        "convert-to-hf run exported",
+        "convert-to-hf run --output exported",
     ):
         done = environment.run(heavy, "megasink", *line.split())
         assert done.returncode == 0, f"{line}\n{done.stdout[-2000:]}{done.stderr[-3000:]}"

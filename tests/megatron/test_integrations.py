@@ -182,6 +182,25 @@ def test_pretrain_gpt_has_the_numbers_of_our_trainer(pool, tmp_path, variant, sc
             assert row == pytest.approx(given, rel=1e-5)
 
 
+@pytest.mark.parametrize("variant", ["sink", "k-bias"])
+def test_pretrain_gpt_saves_a_bf16_model_and_resumes_to_the_bit(tmp_path, variant):
+    (block,) = blocks("Megatron-LM")
+    options = {"attention_variant": variant, "head_balance_coeff": 1e3}
+    flags = [*MODEL, "--bf16", "--train-iters", "4", "--save", str(tmp_path / "saved")]
+    flags += ["--save-interval", "2", "--make-vocab-size-divisible-by", "64"]
+    runs = []
+    for name, more in (("first", []), ("again", ["--load", str(tmp_path / "saved")])):
+        (tmp_path / name).mkdir()
+        runs.append(pretrain(tmp_path / name, block, [*flags, *more], options, 1))
+        latest = tmp_path / "saved" / "latest_checkpointed_iteration.txt"
+        assert latest.read_text() == "4"
+        latest.write_text("2")
+    whole, rest = runs
+    assert len(whole) == 4
+    assert rest == whole[2:]
+    assert {tuple(line["patches"]) for line in whole} == {("platform",)}
+
+
 # The op alone: its tensors, and each block against plain float64.
 def inputs(dtype=torch.float64, groups=2):
     generator = torch.Generator().manual_seed(3)

@@ -108,7 +108,7 @@ def test_help_tells_of_every_flag(capsys):
     with pytest.raises(SystemExit):
         launch.main(["--help"])
     text = capsys.readouterr().out
-    assert all(flag in text for flag in ("--ranks", "--device", "--utilization", "--json"))
+    assert all(flag in text for flag in ("--ranks", "--gpu", "--utilization", "--json"))
 
 
 def test_the_command(capsys, monkeypatch):

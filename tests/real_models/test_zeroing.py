@@ -9,7 +9,6 @@ from transformers import Gemma3ForCausalLM, Gemma3TextConfig, LlamaConfig, Llama
 
 import megasink
 from examples.real_models import zeroing
-from examples.real_models.scores import mask_gradients, masked
 from examples.real_models.zeroing import Measurement, losses, unchanged, without_each_head
 from megasink.analysis.capture.inputs import Sample
 from megasink.errors import UserError
@@ -62,21 +61,6 @@ def test_the_rest_of_the_model_gives_what_all_of_it_gives(model):
         hook.remove()
     assert torch.equal(losses(model, ids), before)
     assert all("forward" not in vars(layer) for layer in model.model.layers)
-
-
-def test_the_gradient_of_a_mask_is_that_of_the_loss(model):
-    model = model.double()  # but transformers' norms compute in float32
-    ids = torch.randint(3, 48, (2, 9))
-    found = mask_gradients(model, ids)
-    for layer, head in ((0, 2), (2, 0)):
-        sides = []
-        for step in (-2e-3, 2e-3):
-            mask = torch.ones(2, 3, 3, dtype=torch.float64)
-            mask[:, layer, head] += step
-            with torch.no_grad(), masked(model, mask):
-                sides.append(losses(model, ids))
-        slope = (sides[1] - sides[0]) / 4e-3
-        torch.testing.assert_close(found[:, layer, head].double(), slope, rtol=1e-2, atol=1e-3)
 
 
 def samples(seed=0):

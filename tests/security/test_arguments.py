@@ -51,7 +51,7 @@ def test_a_crafted_run_names_no_place_and_no_module(pool, run, tmp_path):
     config["arguments"] |= {"normalization": "../RMSNorm", "ffn_activation": "swiglu\x1b[31m"}
     (others / "config.json").write_text(json.dumps(config))
     commands = [
-        ["generate", str(run), "--prompt", "def", "--max-new-tokens", "2", "--cpu"]
+        ["generate", str(run), "--prompt", "def", "--max-new-tokens", "2", "--device", "cpu"]
         for run in (copy, others)
     ]
     folders = {"run": str(copy), "written": str(tmp_path / "control"), "path": str(tmp_path)}

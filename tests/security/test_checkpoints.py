@@ -28,8 +28,8 @@ READ_BY_ENTRY = ["index", "file", "common.pt", "optimizer", *ENTRIES]
 PLACES = [*READ_BY_ENTRY, "tensor"]
 # What reads the weights of a run: with a pickle beside them and with one as their index.
 READING = (
-    "generate RUN --prompt import --max-new-tokens 2 --tokenizer TOKENIZER --cpu",
-    "convert-to-hf RUN OUT/hf --tokenizer TOKENIZER --no-verify",
+    "generate RUN --prompt import --max-new-tokens 2 --tokenizer TOKENIZER --device cpu",
+    "convert-to-hf RUN --output OUT/hf --tokenizer TOKENIZER --no-verify",
     "sweep RUN --output OUT/sweep --data DATA --lengths 16 --max-samples 1 --tokenizer TOKENIZER",
     "compare RUN --output OUT/compare.png",
 )

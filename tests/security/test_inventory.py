@@ -61,6 +61,10 @@ SAFE = {
     ): "this Python with our own commands, no shell; flags of the user's file",
     ("megasink/analysis/evaluate/offline.py", "huggingface_hub"): "switches it offline",
     ("megasink/analysis/evaluate/tasks_loading.py", "huggingface_hub"): "where its cache is",
+    ("megasink/cli/hub.py", "huggingface_hub"): "asked for by --allow-download or --push alone",
+    ("megasink/cli/hub.py", "snapshot_download"): "for --allow-download: safetensors, JSON and "
+    "text by name; no pickles, no code",
+    ("megasink/cli/finetune_card.py", "huggingface_hub"): "front matter of cards, by safe YAML",
     (
         "megasink/cli/self_test.py",
         "subprocess",

@@ -30,7 +30,7 @@ def threads_after_loads(run: str) -> dict[str, list[int]]:
     from tests.distributed.thread_tasks import threads
 
     def command() -> None:
-        line = ["generate", run, "--prompt", "def", "--max-new-tokens", "2", "--cpu"]
+        line = ["generate", run, "--prompt", "def", "--max-new-tokens", "2", "--device", "cpu"]
         assert main(line) == 0
 
     def load() -> None:

@@ -26,10 +26,10 @@ def used(run: str, folder: str) -> dict[str, Any]:
     corpus.write_text("A head that has nothing to add looks at the first token of its text. " * 9)
     look = "--seq-length 32 --max-samples 2 --device cpu --data".split()
     commands = [
-        ["convert-to-hf", run, str(hf), "--cpu"],
+        ["convert-to-hf", run, "--output", str(hf), "--device", "cpu"],
         ["analyze", run, *look, str(corpus), "--output", str(root / "of-run")],
         ["analyze", str(hf), *look, str(corpus), "--output", str(root / "of-hf")],
-        ["generate", run, "--cpu", "--temperature", "0", "--max-new-tokens", str(NEW)],
+        ["generate", run, "--device", "cpu", "--temperature", "0", "--max-new-tokens", str(NEW)],
     ]
     commands[-1] += ["--prompt", PROMPT]
     with mock.patch("megasink.analysis.draw.figures", return_value=[]):  # they take longest

@@ -75,7 +75,11 @@ def test_tensorboard_has_the_losses_and_every_layer(pipeline_run):
     logged = [event.value for event in events.Scalars("head imbalance")]
     assert logged == pytest.approx(recorded, rel=1e-6)
     assert {"balance gradient ratio", "loss spikes", "sink rate slot validation"} <= tags
-    assert [event.step for event in events.Images("head importance")] == [5, 10, 12]
+    assert [event.step for event in events.Images("head importance")] == [1, 5, 10, 12]
+    # Megatron writes each scalar a second time, against samples.
+    assert [tag for tag in tags if "samples" in tag] == []
+    for name in ("tokens per second", "memory in GiB"):
+        assert min(event.value for event in events.Scalars(name)) > 0
 
 
 def test_the_log_line_has_both_losses(pipeline_run):

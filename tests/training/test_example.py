@@ -47,8 +47,8 @@ def test_the_example_starts_in_every_way(starter, text, tmp_path):
         )
     assert result.returncode == 0, result.stderr[-3000:]
     assert [step["iteration"] for step in steps(tmp_path / "run")] == [1, 2]
-    export = ["tools.convert_to_hf", str(tmp_path / "run"), str(tmp_path / "hf"), "--cpu"]
-    done = server().run(export)
+    flags = ["--output", str(tmp_path / "hf"), "--device", "cpu"]
+    done = server().run(["tools.convert_to_hf", str(tmp_path / "run"), *flags])
     assert done.returncode == 0, done.stderr[-3000:]
     assert "no architecture of transformers supports sink attention, relu2 plain FFN" in done.stdout
     assert "100% of 16 generated tokens" in done.stdout

@@ -3,6 +3,7 @@
 import argparse
 import dataclasses
 import json
+import shlex
 import signal
 
 import pytest
@@ -104,8 +105,13 @@ def test_a_resume_of_a_finished_run_says_so_at_once(tmp_path, monkeypatch, capsy
     (tmp_path / "config.json").write_text('{"arguments": {}}')
     (tmp_path / "checkpoints" / "iter_0000004").mkdir(parents=True)
     assert launch.main(["--run-dir", str(tmp_path), *MOCK, "--cpu", *flags]) == 0
-    said = "has finished: step 4 of 4 (--train-iters MORE goes on" in capsys.readouterr().out
-    assert (said, bool(started)) == (not starts, starts)
+    said = capsys.readouterr().out
+    assert ("has finished: step 4 of 4" in said, bool(started)) == (not starts, starts)
+    if not starts:
+        line = shlex.split(said.splitlines()[-1].partition(": megasink train ")[2])
+        assert launch.main(line) == 0
+        given = "--train-iters 8 --override-opt-param-scheduler --resume newest"
+        assert started[0][0][-5:] == given.split()
 
 
 def test_a_command_line_is_parsed_once_by_the_launcher_and_once_by_each_rank(

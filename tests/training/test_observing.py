@@ -5,6 +5,7 @@ import re
 
 import pytest
 import torch
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from megasink.balance.sums import BALANCE_GRADIENT, OTHER_GRADIENT, HeadStatistics
 from megasink.training.run_dir import folder_problem
@@ -84,10 +85,10 @@ def test_wandb_gets_the_ratio_the_imbalance_and_the_spikes(watched):
     assert every_step == [1, 2, 3, 4, 5]  # Megatron's own
 
 
-def test_wandb_gets_a_picture_every_third_step_and_the_last(watched):
+def test_wandb_gets_a_picture_of_the_first_step_every_third_and_the_last(watched):
     (_, report), _ = watched
     pictures = report["logged"]["head importance"]
-    assert [step for step, _ in pictures] == [3, 5]
+    assert [step for step, _ in pictures] == [1, 3, 5]
     for _, (_, (height, width, channels), dtype) in pictures:
         assert height > 200
         assert width > 400
@@ -108,12 +109,13 @@ def test_sink_rates_of_every_evaluation(watched):
 
 
 @pytest.mark.parametrize(
-    ("late", "lines_after"), [(False, [0, 1, 2, 4, 4, 5]), (True, [0, 0, 0, 4, 4, 4])]
+    ("late", "lines_after"), [(False, [1, 1, 2, 4, 4, 5]), (True, [1, 1, 1, 4, 4, 4])]
 )
 def test_a_step_is_written_one_step_later_and_before_a_checkpoint(
     pool, tmp_path, late, lines_after
 ):
-    """Or later still, as long as its values are not on the host; a logged step at once."""
+    """Or later still, as long as its values are not on the host; one that is logged, or drawn as
+    the first is, at once."""
     run = tmp_path / "run"
     flags = [*FLAGS[:-2], "--run-dir", str(run), "--train-iters", "7", "--log-interval", "4"]
     flags += ["--save-interval", "6", "--eval-interval", "100", "--eval-iters", "0"]
@@ -146,6 +148,8 @@ def test_a_run_that_diverges_stops_on_every_rank(pool, tmp_path):
     assert text.startswith(f"step {last}: ")
     assert last >= 50
     assert last % 2 == 0  # looked at with the log
+    events = EventAccumulator(str(run / "tensorboard")).Reload()
+    assert [event.step for event in events.Images("head importance")] == [1, 45, last]
     saved = sorted(int(path.name[5:]) for path in (run / "checkpoints").glob("iter_*"))
     assert saved == list(range(15, last, 15))  # none of the step at which it stopped
     lowest = int(re.search(r"at step (\d+)\.", text)[1])

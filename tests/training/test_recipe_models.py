@@ -95,7 +95,7 @@ def test_what_trains_nothing_has_nothing_to_export(pool, text, tmp_path):
     ((code, _, errors),) = pool.run(
         "tests.training.generate_tasks:megasink",
         SINGLE,
-        commands=[["convert-to-hf", str(run), str(tmp_path / "hf")]],
+        commands=[["convert-to-hf", str(run), "--output", str(tmp_path / "hf")]],
     )[0]
     assert code == 2
     assert "no finished checkpoint" in errors

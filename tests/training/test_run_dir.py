@@ -271,7 +271,7 @@ def test_a_folder_of_something_else_is_not_trained_into(tmp_path, capsys, resume
 def test_a_demo_writes_into_no_folder_of_something_else(tmp_path, capsys, name):
     (tmp_path / name).parent.mkdir(exist_ok=True)
     (tmp_path / name).write_text("mine")
-    assert megasink(["demo", "--dir", str(tmp_path)]) == 2
+    assert megasink(["demo", "--output", str(tmp_path)]) == 2
     assert "and no demo: choose another folder" in capsys.readouterr().err
     assert (tmp_path / name).read_text() == "mine"
 

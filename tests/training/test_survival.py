@@ -66,6 +66,8 @@ def test_sigterm_in_a_checkpoint_saves_one_more_and_ends(dying, train, finished,
     code, text = dying("term:2", run, "--async-save")
     assert code == 128 + signal.SIGTERM, text
     assert only_line(text).startswith("megasink: stopped by SIGTERM after step 5, which is saved; ")
+    events = EventAccumulator(str(run / "tensorboard")).Reload()
+    assert [event.step for event in events.Images("head importance")] == [1, 5]
     assert iterations(run / "checkpoints") == [2, 4, 5]
     assert newest_intact(run / "checkpoints", checksums=True) == (5, {})
     train(run, "--resume")

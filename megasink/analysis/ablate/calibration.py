@@ -14,6 +14,7 @@ from megasink.analysis.capture.base import Listener, OpenProbe
 from megasink.analysis.folder import read_analysis
 from megasink.analysis.interventions.dynamic_zeroing import DynamicChange
 from megasink.analysis.interventions.scores import RANDOM, LayerScore
+from megasink.analysis.metrics import metrics
 from megasink.analysis.metrics.thresholds import Scores, threshold
 from megasink.errors import UserError
 
@@ -29,7 +30,7 @@ def threshold_of(score: str, share: float, scores_NLH: Scores) -> float:
     check_share(share)
     if np.isinf(scores_NLH).any() or np.isnan(scores_NLH).all():
         raise UserError(f"{score}: the scores to calibrate with are not finite")
-    return threshold(scores_NLH, share, LayerScore(score).inactive)
+    return threshold(scores_NLH, share, metrics([score])[score].inactive or "")
 
 
 def check_share(share: float) -> None:

@@ -78,6 +78,35 @@ def normalized_auc(percent_P: ArrayLike, value_P: ArrayLike, *, worst: float = 0
     return worst if span == 0 or np.isnan(area) else area / span
 
 
+def auc_weights(percent_P: ArrayLike) -> Floats:
+    """Return [P]: the weight of each value in `normalized_auc`; NaN for a curve without a span."""
+    x_P = np.asarray(percent_P, dtype=np.float64)
+    unit_PP = np.eye(len(x_P))
+    return np.asarray([normalized_auc(x_P, unit_P, worst=np.nan) for unit_P in unit_PP])
+
+
+def interval(values_N: Floats, sizes_N: Floats, intervals: int = 1) -> tuple[float, float]:
+    """Return a ratio of sums over samples, and the half-width of its 95 % interval.
+
+    Args:
+        intervals: how many are read together, by Bonferroni's correction.
+    """
+    from scipy.stats import t  # takes a second
+
+    ratio, count = values_N.sum() / sizes_N.sum(), len(values_N)
+    quantile = t.ppf(1 - 0.025 / intervals, count - 1)
+    return float(ratio), float(quantile * ratio_error(values_N, sizes_N))
+
+
+def ratio_error(values_N: Floats, sizes_N: Floats) -> float:
+    """Return the standard error of a ratio of sums over samples; NaN for a single one."""
+    residual_N = values_N - values_N.sum() / sizes_N.sum() * sizes_N
+    count = len(values_N)
+    if count < 2:
+        return np.nan
+    return float(np.sqrt((residual_N**2).sum() * count / (count - 1)) / sizes_N.sum())
+
+
 def ranks(aucs: Mapping[str, float], *, higher_is_better: bool = True) -> dict[str, int]:
     """Return the rank of each score, 1 the best; equal ones keep their order (P3.16)."""
     order: Sequence[str] = sorted(aucs, key=lambda name: aucs[name], reverse=higher_is_better)

@@ -39,7 +39,7 @@ class OnTasks(Ablation):
 
     def ground(self) -> dict[str, Any]:
         return {
-            "tasks": list(self.options.task or ()),
+            "tasks": list(self.options.tasks or ()),
             **self.options.some("limit", "batch_size", "parse_special_tokens"),
             "lm_eval": version("lm_eval"),
         }
@@ -97,6 +97,6 @@ def _score(name: str, of: TaskScores, samples: Sequence[dict[str, Any]]) -> Task
                 ],
             )
     raise UserError(
-        f"--task {name} has {', '.join(of.metrics)}, and no accuracy: pass its texts as --data for "
-        "a loss"
+        f"--tasks {name} has {', '.join(of.metrics)}, and no accuracy: pass its texts as --data "
+        "for a loss"
     )

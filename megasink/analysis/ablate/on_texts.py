@@ -16,9 +16,9 @@ from megasink.analysis.capture.inputs import Sample
 from megasink.analysis.capture.measurements import merge_shards
 from megasink.analysis.capture.shards import PartialFolder, plan
 from megasink.analysis.interventions.record import Intervention
-from megasink.analysis.interventions.scores import LayerScore
 from megasink.analysis.measure import measure
 from megasink.analysis.metrics import metrics
+from megasink.analysis.metrics.registry import statistics_of
 from megasink.analysis.metrics.thresholds import Scores
 from megasink.analysis.options import AblationOptions
 from megasink.analysis.summary import scores_of
@@ -72,11 +72,13 @@ class OnTexts(Ablation):
 
     def scores(self, names: Sequence[str]) -> dict[str, Scores]:
         """Return those of all texts, which the processes share; see `Ablation.scores`."""
-        of = {base for name in names for base in LayerScore(name).of_statistics}
+        scores = metrics(names).values()
+        of = {name: entry for score in scores for name, entry in statistics_of(score).items()}
         needed = [name for name in metrics() if name in of]
         facts = self.facts() | {"scores": needed}
         partial = PartialFolder(self.folder.path(f"scores-{key_of(facts)}"), facts)
-        options = replace(self.options, loss=False, positions=1, columns=1)
+        loss = any(entry.takes_backward for entry in of.values())
+        options = replace(self.options, loss=loss, positions=1, columns=1)
         measure(self.model, self.samples, options, needed, partial=partial, ranks=self.ranks)
         if self.ranks.rank:
             self.ranks.await_first("scored")

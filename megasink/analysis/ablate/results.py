@@ -97,6 +97,9 @@ class AblationCurve:
             be zeroed, although the published rule says 0.
         measured_to: the largest percentage of heads zeroed.
         auc_by_seed: of the random baseline.
+        over_random: the AUC minus that of the random baseline, and `over_random_interval` the
+            half-width of its 95 % interval over texts or questions, each paired with itself, all
+            scores together; null for the baseline, a single text, and a task without differences.
     """
 
     score: str
@@ -107,6 +110,8 @@ class AblationCurve:
     never_left: bool
     measured_to: float
     auc_by_seed: dict[str, float | None]
+    over_random: float | None = None
+    over_random_interval: float | None = None
 
 
 @dataclass(kw_only=True)

@@ -3,7 +3,7 @@
 Shapes: N samples, L layers, H heads.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 from rich.console import Console
@@ -14,7 +14,7 @@ from megasink.analysis.ablate.measure import Ablation
 from megasink.analysis.ablate.on_texts import OnTexts
 from megasink.analysis.ablate.points import PointFolder, key_of
 from megasink.analysis.ablate.results import UNCHANGED, AblationResults
-from megasink.analysis.ablate.settings import Setting, Thresholds, settings_of, thresholds_of
+from megasink.analysis.ablate.settings import Setting, settings_of, thresholds_of
 from megasink.analysis.ablate.summary import summarize
 from megasink.analysis.capture.base import ProbedModel, takes_seconds
 from megasink.analysis.capture.identity import weights_hash
@@ -22,6 +22,7 @@ from megasink.analysis.capture.ranks import Ranks
 from megasink.analysis.capture.samples import inputs_of
 from megasink.analysis.evaluate.tasks_loading import LoadedTasks
 from megasink.analysis.interventions.record import changes_of
+from megasink.analysis.metrics.thresholds import Scores
 from megasink.analysis.options import AblationOptions
 from megasink.analysis.pages.ablation import write_ablation
 from megasink.analysis.results_files import holding
@@ -29,9 +30,6 @@ from megasink.analysis.run import bytes_by_token
 from megasink.errors import ConfigError, UserError
 from megasink.json_file import read_value
 from megasink.progress import progress
-
-# With more of these a sweep measures what is new, and has all that it had.
-_GROWS = ("--score", "--zeroed", "--seeds", "--heads", "--layer")
 
 
 def ablate(
@@ -45,7 +43,7 @@ def ablate(
     Points that OUTPUT/points holds are not measured again.
 
     Args:
-        tasks: those of `--task`.
+        tasks: those of `--tasks`.
 
     Returns:
         contents of ablation.json; None on every process except rank 0.
@@ -60,13 +58,12 @@ def ablate(
     ablation = _ablation_of(options, model, ranks, tasks)
     about = ablation.facts()
     del about["interventions"]
-    about |= {
-        name: getattr(options, name.strip("-")) for name in (*_GROWS, "--calibration", "--seed")
-    }
+    given = options.given()
+    about |= {flag: given[flag] for flag in (*options.grows, "--calibration", "--seed")}
     about["--name"] = model.facts["name"]
     if options.interventions is not None:
         about["--interventions"] = read_value(options.interventions)
-    with holding(options, "ablate", about, ranks, _GROWS) as record:
+    with holding(options, "ablate", about, ranks) as record:
         return _ablate(options, output, ablation, record)
 
 
@@ -82,8 +79,9 @@ def _ablate(
         folder.open()
         ranks.reach("opened")
     ranks.enter(f"{output}/scores")
-    thresholds = _thresholds(options, ablation)
-    settings = settings_of(options, model.heads, thresholds)
+    scores, where = _scores(options, ablation)
+    thresholds = thresholds_of(scores, options.score, options.zeroed, where)
+    settings = settings_of(options, model.heads, thresholds, scores)
     _check_fit(settings, model)
     changes_tokens = any(i.change() is None for s in settings for i in s.interventions)
     if isinstance(ablation, OnTexts) and changes_tokens:
@@ -157,18 +155,15 @@ def _check_fit(settings: Sequence[Setting], model: ProbedModel) -> None:
         raise ConfigError(problems)
 
 
-def _thresholds(options: AblationOptions, ablation: Ablation) -> Thresholds:
-    """Return the thresholds by the scores of a calibration, or of the texts or tasks themselves."""
-    model = ablation.model
+def _scores(options: AblationOptions, ablation: Ablation) -> tuple[Mapping[str, Scores], str]:
+    """Return the scores of a calibration, or of the texts or tasks themselves, and which."""
     if not options.score:
-        return {}
+        return {}, ""
     if options.calibration is None:
-        scores, where = ablation.scores(options.score), model.facts["name"]
-    else:
-        calibration, where = read_calibration(options.calibration), str(options.calibration)
-        try:
-            calibration.check(ablation.weights, model.heads)
-        except UserError as error:
-            raise UserError(f"--calibration {error}") from error
-        scores = calibration.scores
-    return thresholds_of(scores, options.score, options.zeroed, where)
+        return ablation.scores(options.score), ablation.model.facts["name"]
+    calibration = read_calibration(options.calibration)
+    try:
+        calibration.check(ablation.weights, ablation.model.heads)
+    except UserError as error:
+        raise UserError(f"--calibration {error}") from error
+    return calibration.scores, str(options.calibration)

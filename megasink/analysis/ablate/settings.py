@@ -8,6 +8,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from megasink.analysis.ablate.calibration import threshold_of
 from megasink.analysis.ablate.results import RANDOM, UNCHANGED
 from megasink.analysis.interventions.entries import read_interventions, to_entry
@@ -15,7 +17,8 @@ from megasink.analysis.interventions.heads import HeadList, parse_heads, read_he
 from megasink.analysis.interventions.kinds import DynamicZeroing, ZeroHeads
 from megasink.analysis.interventions.record import Intervention
 from megasink.analysis.metrics import metrics
-from megasink.analysis.metrics.thresholds import Scores
+from megasink.analysis.metrics.registry import is_of_all_texts
+from megasink.analysis.metrics.thresholds import Scores, inactive
 from megasink.analysis.options import AblationOptions
 from megasink.errors import UserError
 
@@ -32,6 +35,8 @@ class Setting:
     Attributes:
         row, label, asked, seed: as in `AblationPoint`.
         interventions: applied in order.
+        zeroed_LH: 1 for the heads that a score zeroes in every sequence; None where the
+            interventions count them.
     """
 
     row: str
@@ -39,6 +44,7 @@ class Setting:
     interventions: tuple[Intervention, ...] = ()
     asked: float | None = None
     seed: int | None = None
+    zeroed_LH: Scores | None = None
 
     @property
     def entries(self) -> list[dict[str, Any]]:
@@ -49,7 +55,8 @@ class Setting:
 def thresholds_of(
     scores: Mapping[str, Scores], names: Sequence[str], percents: Sequence[float], where: str
 ) -> Thresholds:
-    """Return the thresholds by the published rule (P3.11).
+    """Return the thresholds by the published rule (P3.11), of the scores' means if they are those
+    of all texts.
 
     Args:
         scores: score -> [N, L, H] of the unchanged model.
@@ -64,15 +71,24 @@ def thresholds_of(
                 f"--score {name}: {where} has no such score; it has {', '.join(scores) or 'none'}"
             )
         low, high = metrics()[name].bounds  # rounding may lead beyond them
-        taus = {p: threshold_of(name, p / 100, scores[name]) for p in percents}
+        values = mean_of(scores[name]) if is_of_all_texts(name) else scores[name]
+        taus = {p: threshold_of(name, p / 100, values) for p in percents}
         thresholds[name] = {f"{p:g}": min(max(tau, low), high) for p, tau in taus.items()}
     return thresholds
 
 
+def mean_of(scores_NLH: Scores) -> Scores:
+    """Return [L, H]: the mean over samples; NaN where there is no head."""
+    return np.where(np.isnan(scores_NLH).all(0), np.nan, np.nansum(scores_NLH, 0) / len(scores_NLH))
+
+
 def settings_of(
-    options: AblationOptions, heads: Sequence[int], thresholds: Thresholds
+    options: AblationOptions,
+    heads: Sequence[int],
+    thresholds: Thresholds,
+    scores: Mapping[str, Scores],
 ) -> list[Setting]:
-    """Return every point, the unchanged model first.
+    """Return every point, the unchanged model first; arguments as in `thresholds_of`.
 
     The random baseline zeroes each head of each sample with the probability asked for, whatever
     the texts (P3.9); at 0 % it is the unchanged model.
@@ -86,8 +102,12 @@ def settings_of(
                 settings.append(Setting(RANDOM, label, (change,), percent, seed))
     for score, taus in thresholds.items():
         for percentage, tau in taus.items():
-            change = DynamicZeroing(score=score, threshold=tau)
-            settings.append(Setting(score, f"{score}/{percentage}", (change,), float(percentage)))
+            label = f"{score}/{percentage}"
+            if is_of_all_texts(score):
+                changes, mask_LH = _fixed(score, tau, mean_of(scores[score]))
+            else:
+                changes, mask_LH = (DynamicZeroing(score=score, threshold=tau),), None
+            settings.append(Setting(score, label, changes, float(percentage), None, mask_LH))
     if options.heads:
         chosen = ZeroHeads(**heads_of(options.heads)._asdict())
         settings.append(Setting(HEADS, f"heads {', '.join(options.heads)}", (chosen,)))
@@ -97,6 +117,15 @@ def settings_of(
     if options.layer is not None:
         settings += _single_heads(options.layer, heads)
     return settings
+
+
+def _fixed(
+    score: str, tau: float, mean_LH: Scores
+) -> tuple[tuple[Intervention, ...], Scores | None]:
+    """Return what zeroes the heads beyond a threshold in every sequence, and their mask."""
+    mask_LH = inactive(mean_LH, tau, metrics()[score].inactive or "")
+    chosen = tuple((int(layer), int(head)) for layer, head in np.argwhere(mask_LH))
+    return (ZeroHeads(chosen),) * bool(chosen), np.where(np.isnan(mean_LH), np.nan, mask_LH)
 
 
 def heads_of(words: Sequence[str]) -> HeadList:

@@ -18,6 +18,7 @@ from megasink.analysis.ablate.results import (
     ABLATION_FORMAT,
     ALL,
     RANDOM,
+    UNCHANGED,
     AblationCurve,
     AblationPoint,
     AblationResults,
@@ -27,7 +28,8 @@ from megasink.analysis.ablate.results import (
 )
 from megasink.analysis.ablate.settings import Setting, Thresholds
 from megasink.analysis.capture.base import ProbedModel
-from megasink.analysis.capture.measurements import MeasuredSample
+from megasink.analysis.capture.measurements import Floats, MeasuredSample
+from megasink.analysis.metrics.thresholds import Scores
 from megasink.analysis.options import AblationOptions
 from megasink.analysis.results import ModelFacts
 from megasink.typed_json import to_json
@@ -55,16 +57,16 @@ def summarize(
             asked=setting.asked,
             seed=setting.seed,
             interventions=to_json(setting.entries),
-            zeroed=None if point.zeroed is None else 100 * point.zeroed,
+            zeroed=_percent(point.zeroed, setting.zeroed_LH),
             values=_values(point, measured[0]),
             key=key,
         )
         for setting, key, point in zip(settings, keys, measured, strict=True)
     ]
     arrays = {
-        setting.label: np.asarray(point.zeroed_LH, dtype=np.float64)
+        setting.label: np.asarray(mask, dtype=np.float64)
         for setting, point in zip(settings, measured, strict=True)
-        if point.zeroed_LH is not None
+        if (mask := point.zeroed_LH if setting.zeroed_LH is None else setting.zeroed_LH) is not None
     }
     is_task = bool(measured[0].tasks)
     results = AblationResults(
@@ -84,9 +86,21 @@ def summarize(
         points=points,
         curves=[],
     )
+    of = dict(zip((point.label for point in points), measured, strict=True))
     for on in results.unchanged.values:
-        results.curves += _curves(results, [RANDOM, *thresholds] if thresholds else [], on)
+        made = _curves(results, [RANDOM, *thresholds] if thresholds else [], on)
+        for curve in made[1:]:
+            curve.over_random, curve.over_random_interval = _over_random(results, curve, of)
+        results.curves += made
     return results, arrays
+
+
+def _percent(zeroed: float | None, zeroed_LH: Scores | None) -> float | None:
+    """Return the percentage of heads zeroed: the mean over layers with heads (P3.13)."""
+    if zeroed_LH is not None:
+        there = ~np.isnan(zeroed_LH).all(1)
+        zeroed = float(np.nanmean(zeroed_LH[there], 1).mean())
+    return None if zeroed is None else 100 * zeroed
 
 
 def _calibration(options: AblationOptions) -> str:
@@ -120,14 +134,58 @@ def _paired_error(score: TaskScore, before: TaskScore) -> float | None:
     None if it has no such differences: for a single question, and where the score is not the mean
     of the questions'.
     """
-    ours, theirs = (100 * np.asarray(s.of_each, dtype=np.float64) for s in (score, before))
-    count = len(ours)
-    if count < 2 or count != len(theirs):
+    ours, theirs = _of_each(score), _of_each(before)
+    if ours is None or theirs is None or len(ours) != len(theirs):
         return None
-    for found, of in ((ours, score), (theirs, before)):
-        if of.value is None or not math.isclose(found.mean(), of.value, abs_tol=1e-6):
-            return None
-    return float((ours - theirs).std(ddof=1) / math.sqrt(count))
+    return _finite(curves.ratio_error(ours - theirs, np.ones(len(ours))))
+
+
+def _of_each(score: TaskScore) -> Floats | None:
+    """Return the percentage of each question; None where the score is not their mean."""
+    found = 100 * np.asarray(score.of_each, dtype=np.float64)
+    if not len(found) or score.value is None:
+        return None
+    return found if math.isclose(found.mean(), score.value, abs_tol=1e-6) else None
+
+
+def _over_random(
+    results: AblationResults, curve: AblationCurve, of: Mapping[str, MeasuredPoint]
+) -> tuple[float | None, float | None]:
+    """Return how far the AUC of a score is from the random baseline's, and the interval of that.
+
+    An AUC is a weighted mean of points, so each text or question has its own. The random heads of
+    each are drawn by themselves, so that their scatter is in the differences.
+    """
+    area: list[Floats] = []
+    for score in (curve.score, RANDOM):
+        line = results.line(score)
+        weights = curves.auc_weights(mean_line(line, curve.on)[0])
+        for weight, points in zip(weights, line.values(), strict=True):
+            for point in points:
+                values = _items(of[point.label], curve.on)
+                if values is None:
+                    return None, None
+                sign = 1 if score == curve.score else -1
+                area.append(sign * weight / len(points) * values)
+    if len({len(values) for values in area}) > 1:
+        return None, None
+    texts = [float(text.targets or 0) for text in _texts(of[UNCHANGED], curve.on)]
+    sizes = np.asarray(texts or [1.0] * len(area[0]), dtype=np.float64)
+    together = len(results.thresholds)
+    apart, interval = curves.interval(np.sum(area, 0), sizes, together)
+    return _finite(apart), _finite(interval)
+
+
+def _texts(point: MeasuredPoint, on: str) -> list[MeasuredSample]:
+    return [text for text in point.texts if on in (ALL, text.dataset)]
+
+
+def _items(point: MeasuredPoint, on: str) -> Floats | None:
+    """Return the summed loss of each text, or the percentage of each question."""
+    if on in point.tasks:
+        return _of_each(point.tasks[on])
+    nats = [math.nan if text.nats is None else text.nats for text in _texts(point, on)]
+    return np.asarray(nats, dtype=np.float64)
 
 
 def _less(value: float | None, before: float | None) -> float | None:
@@ -145,10 +203,6 @@ def _loss(
         )
     )
     change = (nats - was).sum() / targets.sum()
-    # Of a ratio of sums over samples: of the change on each, less what its targets would predict.
-    residual = nats - was - change * targets
-    count = len(residual)
-    error = math.sqrt((residual**2).sum() * count / max(1, count - 1)) / targets.sum()
     of_bytes = [(texts[i].nats_of_bytes, texts[i].bytes) for i in chosen]
     bits = None
     if not any(None in pair for pair in of_bytes):
@@ -157,9 +211,9 @@ def _loss(
     value: AblationValue = AblationValue(
         value=_finite(nats.sum() / targets.sum()),
         change=_finite(change),
-        standard_error=_finite(error) if count > 1 else None,
+        standard_error=_finite(curves.ratio_error(nats - was, targets)),
         bits_per_byte=bits,
-        samples=count,
+        samples=len(nats),
     )
     return value
 

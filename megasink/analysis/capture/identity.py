@@ -10,7 +10,7 @@ import transformers
 
 import megasink
 from megasink.analysis.capture.inputs import Sample, data_hash
-from megasink.analysis.metrics import metrics as registered
+from megasink.analysis.metrics.registry import measured
 from megasink.analysis.options import AnalysisOptions
 from megasink.data.text_tokenizer import text_json
 from megasink.data.tokenizer import tokenizer_hash
@@ -78,7 +78,6 @@ def identity(
     metrics: Iterable[str] | None = None,
 ) -> dict[str, Any]:
     """Return the identity of an analysis: everything that can change a bit of the measurements."""
-    names = [name for name, entry in registered(metrics).items() if not entry.is_derived]
     return {
         "model": model.facts["kind"],
         **model_identity(model.module, model.tokenizer, data_hash(samples)),
@@ -86,5 +85,5 @@ def identity(
         "dtype": model.facts["dtype"],
         "attention": model.facts["attention"],
         "device": model.device.type,
-        "metrics": sorted(names),
+        "metrics": sorted(measured(metrics, options.metrics)),
     }

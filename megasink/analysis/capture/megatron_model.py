@@ -58,7 +58,6 @@ class MegatronProbe(Probe):
         self.layers: list[Any] = list(model.decoder.layers)
         self.heads = heads_by_layer(model)
 
-    @torch.no_grad()
     def forward(
         self,
         input_ids_BT: Tensor,
@@ -73,7 +72,8 @@ class MegatronProbe(Probe):
         rows, tokens = input_ids_BT.shape
         if position_ids_BT is None:
             position_ids_BT = torch.arange(tokens, device=input_ids_BT.device).expand(rows, tokens)
-        return Logits(self.model(input_ids_BT, position_ids_BT, None))
+        with torch.set_grad_enabled(self.differentiates):
+            return Logits(self.model(input_ids_BT, position_ids_BT, None))
 
     def _called(self, _: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         ids_BQ = args[0] if args else kwargs["input_ids"]

@@ -12,8 +12,9 @@ from torch import Tensor
 
 from megasink.analysis.capture.base import Listener
 from megasink.analysis.capture.measurements import Floats, MeasuredSample, ShardMeasurements
-from megasink.analysis.metrics import Metric, metrics
+from megasink.analysis.metrics import Metric
 from megasink.analysis.metrics.importance import BINS, gate_histogram
+from megasink.analysis.metrics.registry import measured
 from megasink.analysis.metrics.states import MeanCosine
 from megasink.analysis.options import AnalysisOptions
 from megasink.analysis.results import NonFinite
@@ -32,7 +33,8 @@ class Recorder(Listener):
 
     Args:
         heads: number of heads in each layer, 0 for one without attention.
-        names: metrics of statistics to compute; None for all.
+        names: metrics of statistics to compute; None for all but those that take a backward pass
+            and are not in `options.metrics`.
         options: read for `positions`, P, tokens in the curves, and `columns`, K, keys whose alpha
             is kept.
 
@@ -48,9 +50,7 @@ class Recorder(Listener):
     ):
         options = AnalysisOptions() if options is None else options
         self.heads, positions = heads, options.positions
-        self.metrics: dict[str, Metric] = {
-            name: entry for name, entry in metrics(names).items() if not entry.is_derived
-        }
+        self.metrics: dict[str, Metric] = measured(names, options.metrics)
         self.needs = {need for entry in self.metrics.values() for need in entry.needs}
         layers, most = len(heads), max(heads, default=0)
         self._shapes = {

@@ -114,7 +114,6 @@ class TransformersProbe(Probe):
     def _output_weight(self, index: int) -> Tensor:
         return output_weight(self.layers[index].output, self.heads[index])
 
-    @torch.no_grad()
     def forward(
         self,
         input_ids_BT: Tensor,
@@ -130,12 +129,13 @@ class TransformersProbe(Probe):
         """
         self._seen.clear()
         model = self.model if logits else self.model.base_model
-        output = model(
-            input_ids_BT,
-            attention_mask=attention_mask_BT,
-            position_ids=position_ids_BT,
-            use_cache=False,
-        )
+        with torch.set_grad_enabled(self.differentiates):
+            output = model(
+                input_ids_BT,
+                attention_mask=attention_mask_BT,
+                position_ids=position_ids_BT,
+                use_cache=False,
+            )
         missed = [i for i, heads in enumerate(self.heads) if heads and i not in self._seen]
         if missed and self.reads_attention:
             raise UserError(

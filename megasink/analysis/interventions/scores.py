@@ -12,7 +12,13 @@ from torch import Tensor
 
 from megasink.analysis.ablate.results import RANDOM
 from megasink.analysis.metrics.head_scores import random_scores
-from megasink.analysis.metrics.registry import Metric, check_score, metrics
+from megasink.analysis.metrics.registry import (
+    Metric,
+    bases_of,
+    check_score,
+    metrics,
+    statistics_of,
+)
 
 
 class LayerScore:
@@ -28,7 +34,8 @@ class LayerScore:
             statistics that they take; empty for the random baseline.
 
     Raises:
-        ValueError: no such score, or one that other layers or samples enter.
+        ValueError: no such score, one that other layers or samples enter, or one that takes a
+            backward pass.
     """
 
     def __init__(self, name: str):
@@ -43,21 +50,18 @@ class LayerScore:
         self.of_statistics: dict[str, Metric] = {}
         if self.is_random:
             return
-        self._collect(self.entry)
+        self.of_statistics = statistics_of(self.entry)
+        if any(entry.takes_backward for entry in self.of_statistics.values()):
+            raise ValueError(
+                f"score {name!r} takes a backward pass, so it cannot choose heads in each sequence "
+                f"while the model runs: `megasink ablate --by {name}` zeroes the same in all"
+            )
         self.needs = {need for entry in self.of_statistics.values() for need in entry.needs}
         if not _is_of_one_layer(self.entry.name):
             raise ValueError(
                 f"score {name!r} of a layer depends on other layers or samples, which have not run "
                 "yet when its heads are zeroed"
             )
-
-    def _collect(self, entry: Metric) -> None:
-        """Find the metrics of statistics that a score is derived from."""
-        if not entry.is_derived:
-            self.of_statistics[entry.name] = entry
-            return
-        for base in _bases(entry):
-            self._collect(base)
 
     def of(self, statistics: dict[str, Tensor]) -> Tensor:
         """Return [H], float64, from the statistics of one sample in one layer."""
@@ -78,23 +82,12 @@ def random_of(tokens: Iterable[int], layer: int, heads: int, seed: int) -> Tenso
     return random_scores((heads,), int.from_bytes(digest[:8], "big") >> 1)
 
 
-def _bases(entry: Metric) -> list[Metric]:
-    """Return the scores by sample that a score is derived from."""
-    names = [need.removesuffix("_NLH") for need in entry.needs]
-    if any(need == name or name not in metrics() for need, name in zip(entry.needs, names)):  # noqa: B905
-        raise ValueError(
-            f"score {entry.name!r} takes {', '.join(entry.needs)}, which are not all known while "
-            "the model runs"
-        )
-    return list(metrics(names).values())
-
-
 def _derived(entry: Metric, known: dict[str, Tensor]) -> Tensor:
     """Return a score from the metrics of statistics, both of any shape [..., H]."""
     if not entry.is_derived:
         return known[entry.name]
     shape = known[next(iter(known))].shape
-    of = [_derived(base, known) for base in _bases(entry)]
+    of = [_derived(base, known) for base in bases_of(entry)]
     if len(shape) == 1:
         of = [score_H[None, None] for score_H in of]
     return entry.compute(*of).reshape(shape)
@@ -107,11 +100,7 @@ def _is_of_one_layer(name: str) -> bool:
     if not entry.is_derived:
         return True
     generator = torch.Generator().manual_seed(0)
-    names, waiting = [], [entry]
-    while waiting:
-        of = waiting.pop()
-        names += [] if of.is_derived else [of.name]
-        waiting += _bases(of) if of.is_derived else []
+    names = statistics_of(entry)
     scores = {n: torch.rand(2, 3, 4, generator=generator, dtype=torch.float64) for n in names}
     together = _derived(entry, scores)
     alone = [

@@ -26,9 +26,16 @@ STAGES = ("none", "broad", "shifted", "forming", "middle", "fixed")
 """In the order of the checks in `circuit_stage`."""
 
 
-@metric("prominent_after_block", source="P4.15", unit="block", axis="model", number="{:.0f}")
+@metric(
+    "prominent_after_block",
+    source="P4.15",
+    unit="block",
+    axis="model",
+    title="block after which the first token is prominent",
+    number="{:.0f}",
+)
 def prominent_after_block(massive_ratio_S: Tensor, first_token_attention_L: Tensor) -> Tensor:
-    """First block whose output has norm(x_0) > 5 times the others' mean, read with weight > 0.3.
+    """First block whose output has norm(x_0) > 5 mean norm(x_i), read with weight > 0.3 on token 0.
 
     The first block l whose output has norm(first token) > `NORM_RATIO` * mean norm of the others,
     and is read by a layer (l + 1 or the next one with attention) that gives the first token more
@@ -96,7 +103,7 @@ def _highest(rows_RK: Tensor) -> Tensor:
 def circuit_stage(
     sink_rate_K: Tensor, prominent_after_block: Tensor, first_token_attention_L: Tensor
 ) -> Tensor:
-    """Stage of the P0-sink circuit: none, broad, shifted, forming, middle or fixed.
+    """How far the sink has formed: none, broad, shifted, forming, middle (prominent late) or fixed.
 
     The stage is a signal of convergence in training:
 

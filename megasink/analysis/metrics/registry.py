@@ -20,7 +20,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from megasink.attention.definitions import SCORES
+from megasink.attention.definitions import BACKWARD_SCORES, SCORES
 
 if TYPE_CHECKING:  # what reads flags and draws curves reads the records too, without torch
     from torch import Tensor
@@ -54,14 +54,20 @@ BRANCHES = {
 }
 """Statistics of one sequence in one block."""
 
-STATISTICS: dict[str, str] = {**ATTENTION, **STATE, **BRANCHES}
+GRADIENT = {
+    "mask_gradient_H": "derivative of the sequence's mean loss (nats) by a factor of each head's "
+    "output, at 1; takes a backward pass"
+}
+"""Statistics of one sequence in one attention layer that only `--metrics` asks for."""
+
+STATISTICS: dict[str, str] = {**ATTENTION, **STATE, **BRANCHES, **GRADIENT}
 """Statistics that a metric may take, by parameter name; all from one table, or one branch.
 
 Shapes: H query heads, G key/value groups, T tokens of the sequence, D head dim, E hidden size.
 Floating point, at least float32.
 """
 
-_TOGETHER = (set(ATTENTION), set(STATE), *({name} for name in BRANCHES))
+_TOGETHER = (set(ATTENTION), set(STATE), *({name} for name in (*BRANCHES, *GRADIENT)))
 
 FACTS: dict[str, str] = {
     "tokens_N": "tokens of each sample",
@@ -146,6 +152,7 @@ class Metric:
         figure: the figure with its curve, see `analysis/pages/figures_metrics.py`.
         number: format of its number.
         levels: names of the values 0, 1, ... of a categorical metric.
+        key: whose weight it counts; the page prints beside it that of a head that attends evenly.
         inactive: "above" or "below", for a score whose threshold marks inactive heads (P3.11).
         bounds: lowest and highest value it can have; thresholds lie between them.
     """
@@ -164,6 +171,7 @@ class Metric:
     figure: str = "metrics"
     number: str = "{:.3f}"
     levels: tuple[str, ...] = ()
+    key: int | None = None
     inactive: str | None = None
     bounds: tuple[float, float] = (-math.inf, math.inf)
 
@@ -171,6 +179,11 @@ class Metric:
     def is_derived(self) -> bool:
         """Whether it is computed from other metrics, not from statistics."""
         return not set(self.needs) <= STATISTICS.keys()
+
+    @property
+    def takes_backward(self) -> bool:
+        """Whether it takes a backward pass, and is measured only where it is asked for."""
+        return not GRADIENT.keys().isdisjoint(self.needs)
 
     @property
     def is_summarized(self) -> bool:
@@ -313,9 +326,59 @@ def metrics(names: Iterable[str] | None = None) -> dict[str, Metric]:
     return {name: _REGISTRY[name] for name in names}
 
 
+def measured(names: Iterable[str] | None = None, also: Iterable[str] = ()) -> dict[str, Metric]:
+    """Return the metrics of statistics among `names`; of all, those without a backward pass.
+
+    Args:
+        also: names that are measured too, such as those of `--metrics`.
+    """
+    asked = metrics(also)
+    return {
+        name: entry
+        for name, entry in metrics(names).items()
+        if not entry.is_derived and (names is not None or name in asked or not entry.takes_backward)
+    }
+
+
+def backward_names() -> list[str]:
+    """Return the names that `--metrics` takes, without torch; those of plugins too."""
+    others = [n for n, entry in _REGISTRY.items() if entry.takes_backward]
+    return list(dict.fromkeys((*BACKWARD_SCORES, *others)))
+
+
 def score_names() -> list[str]:
     """Return the scores of inactive heads, those that plugins registered too, without torch."""
     return [*SCORES, *(n for n, e in _REGISTRY.items() if e.inactive and n not in SCORES)]
+
+
+def statistics_of(entry: Metric) -> dict[str, Metric]:
+    """Return the metrics of statistics that a metric by sample is derived from, itself if it is.
+
+    Raises:
+        ValueError: it takes anything else.
+    """
+    if not entry.is_derived:
+        return {entry.name: entry}
+    return {n: e for base in bases_of(entry) for n, e in statistics_of(base).items()}
+
+
+def is_of_all_texts(score: str) -> bool:
+    """Whether a score takes a backward pass, so that it ranks heads by its mean over texts."""
+    entry = metrics([score])[score]
+    names = [need.removesuffix("_NLH") for need in entry.needs]
+    known = [name for name in names if name in metrics()]
+    return entry.takes_backward or any(map(is_of_all_texts, known))
+
+
+def bases_of(entry: Metric) -> list[Metric]:
+    """Return the metrics by sample and head that a derived metric takes; see `statistics_of`."""
+    names = [need.removesuffix("_NLH") for need in entry.needs]
+    if any(need == name or name not in metrics() for need, name in zip(entry.needs, names)):  # noqa: B905
+        raise ValueError(
+            f"score {entry.name!r} takes {', '.join(entry.needs)}, which are not all known while "
+            "the model runs"
+        )
+    return list(metrics(names).values())
 
 
 def check_score(name: str) -> None:

@@ -86,7 +86,7 @@ def _register_sink_rate(name: str, epsilon: float) -> None:
     is_main = epsilon == SINK_EPSILON
     shown = ("table", "scalar", "curve") if is_main else ("table",)
     title = f"sink rate, eps {epsilon:g}"
-    curve(name, source="P2.2, P2.3", axis="key", shown=shown, title=title)(sink_rate_by_key)
+    curve(name, source="P2.2, P2.3", axis="key", shown=shown, title=title, key=0)(sink_rate_by_key)
 
 
 for _epsilon, _name in EPSILONS.items():
@@ -100,7 +100,7 @@ def _register_later_sink_rate(key: int) -> None:
 
     later_sink_rate.__doc__ = f"Share of the heads with a sink on key {key}: alpha_{key} > 0.3."
     name = f"sink_rate_key_{key}"
-    metric(name, source="P2.2, P2.16", unit="share", axis="model", shown=("scalar",))(
+    metric(name, source="P2.2, P2.16", unit="share", axis="model", shown=("scalar",), key=key)(
         later_sink_rate
     )
 
@@ -121,10 +121,31 @@ def first_key_sink_rate(alpha_NLHK: Tensor) -> Tensor:
     axis="layer",
     shown=("table", "curve", "scalar"),
     title="weight on the first token",
+    key=0,
 )
 def first_token_attention(awft_NLH: Tensor) -> Tensor:
     """F-Attn, the mean weight on the first token over heads, queries and samples."""
     return awft_NLH.to(torch.float64).nanmean((0, 2))
+
+
+@metric(
+    "even_weight",
+    source="the mean of 1/T sum_i 1/(i + 1) over samples, for key 0",
+    unit="share",
+    axis="key",
+    shown=(),
+)
+def even_weight(alpha_NLHK: Tensor, tokens_N: Tensor) -> Tensor:
+    """alpha_k of a head that attends evenly to all tokens so far: (1/(k+1) + ... + 1/T) / (T - k).
+
+    The mean over the samples that have a token k.
+    """
+    even_NK = tokens_N.new_full((len(tokens_N), alpha_NLHK.shape[-1]), torch.nan)
+    row_T = 1 / torch.arange(1, int(tokens_N.max()) + 1, dtype=torch.float64)
+    for even_K, tokens in zip(even_NK, tokens_N.to(torch.int64).tolist(), strict=True):
+        for key in range(min(len(even_K), tokens)):
+            even_K[key] = row_T[key:tokens].mean()
+    return even_NK.nanmean(0)
 
 
 @curve("slot_attention", source="P2.27", axis="layer", title="weight on the sink or bias")
@@ -133,13 +154,13 @@ def slot_attention(slot_alpha_NLH: Tensor) -> Tensor:
     return slot_alpha_NLH.nanmean((0, 2))
 
 
-@metric("heads_over_drain_threshold", source="P0.28 (Eq. 9)", unit="share", axis="model")
+@metric("heads_over_drain_threshold", source="P0.28 (Eq. 9)", unit="share", axis="model", key=0)
 def heads_over_drain_threshold(awft_NLH: Tensor) -> Tensor:
     """Share of the heads with awft > 0.75, per sequence and then averaged."""
     return sink_rate(awft_NLH, DRAIN)
 
 
-@metric("sink_rate_anywhere", source="P3.31", unit="share", axis="model")
+@metric("sink_rate_anywhere", source="P3.31", unit="share", axis="model", key=0)
 def sink_rate_anywhere(sink_alpha_NLH: Tensor) -> Tensor:
     """Share of the heads, of all samples, with a sink on some token: max_k alpha_k > 0.3."""
     sinks = (sink_alpha_NLH > SINK_EPSILON).sum()

@@ -7,6 +7,7 @@ Shapes: N samples, T tokens, E hidden size, P kept positions.
 """
 
 from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -36,6 +37,18 @@ def massive_ratio(state_TE: Tensor) -> Tensor:
     """Norm of the first token's state over the mean norm of the others; NaN for one token."""
     norm_T = state_TE.norm(dim=-1)
     return norm_T[0] / norm_T[1:].mean()
+
+
+def longest_first_token(ratio_XS: Any) -> Any:
+    """Return the block whose output has the longest first token, against the others (P2.10), [X].
+
+    Its ratio is the number of `massive_ratio`: the mean over texts of norm(first token) over the
+    mean norm of all later ones of the text, after that block.
+
+    Args:
+        ratio_XS: `massive_ratio` by state.
+    """
+    return ratio_XS[..., 2::2].argmax(-1)
 
 
 @activation(

@@ -17,6 +17,7 @@ from megasink.analysis.pages import html
 from megasink.analysis.pages.ablation_figures import Arrays, draw_all, shown_on, title_of
 from megasink.analysis.pages.csv_file import write_csv
 from megasink.analysis.pages.drawing import PAGE_FILES, Picture, write_page
+from megasink.analysis.pages.words import words_and_papers
 from megasink.analysis.results_files import results_of, write_json
 from megasink.analysis.stored import write_arrays
 from megasink.printable import say
@@ -77,12 +78,15 @@ def page(results: AblationResults, pictures: Sequence[Picture]) -> str:
         made.section("Every point", *_points(results))
     if given:
         made.section("Heads and interventions given", *_given(results, given))
+    made.section("Words and papers", words_and_papers())
     made.section("How it was measured", _provenance(results))
     return made.text()
 
 
 _NOTE = (
-    "AUC: area under the curve over its span of percentages, the mean value (P3.16). Removable: "
+    "AUC: area under the curve over its span of percentages, the mean value (P3.16); minus that of "
+    "random heads, with the 95% interval over texts or questions, for all scores together: only a "
+    "score whose difference exceeds it ranks heads better than chance here. Removable: "
     "the largest percentage of heads zeroed at which the curve still meets the level that counts "
     "as kept, by the published rule: the last crossing, linear between points (P3.15). Where a "
     "curve never leaves that level, the rule says 0, and the table says how far it was measured."
@@ -110,20 +114,33 @@ def in_words(results: AblationResults) -> list[str]:
             text += f" {point.label}: {_number(value, results)} ({change})."
         curves = [curve for curve in results.curves if curve.on == on]
         if curves:
-            best = min(curves, key=lambda curve: curve.rank)
-            most = max((c for c in curves if c.score != RANDOM), key=_reach)
-            random = next(curve for curve in curves if curve.score == RANDOM)
-            text += (
-                f" Heads that can be zeroed with {what} {how}: {removable_text(most)} by "
-                f"{title_of(most.score)}, {removable_text(random)} at random. "
-                f"Best by AUC: {title_of(best.score)}."
-            )
+            best = best_of(curves, higher_is_better=results.higher_is_better)
+            of = [curve for curve in curves if curve is best or curve.score == RANDOM]
+            shares = [f"{removable_text(curve)} by {title_of(curve.score)}" for curve in of]
+            text += f" Heads that can be zeroed with {what} {how}: {', '.join(shares)}."
+            if best is None:
+                text += " No score's curve is better than that of random heads by more than its "
+                text += "95% interval."
+            else:
+                text += f" Best by AUC: {title_of(best.score)} ({_apart(best)} against random)."
         lines.append(text)
     return lines
 
 
-def _reach(curve: AblationCurve) -> float:
-    return curve.measured_to if curve.never_left else curve.removable
+def best_of(curves: Sequence[AblationCurve], *, higher_is_better: bool) -> AblationCurve | None:
+    """Return the curve with the best AUC, if the interval of its lead over random heads is clear
+    of 0."""
+    best, sign = min(curves, key=lambda curve: curve.rank), 1 if higher_is_better else -1
+    if best.over_random is None or best.over_random_interval is None:
+        return None
+    return best if sign * best.over_random > best.over_random_interval else None
+
+
+def _apart(curve: AblationCurve) -> str:
+    if curve.over_random is None:
+        return ""
+    interval = _text(curve.over_random_interval, "{:.4f}")
+    return f"{curve.over_random:+.4f} ± {interval}"
 
 
 def removable_text(curve: AblationCurve) -> str:
@@ -152,12 +169,22 @@ def _scores(results: AblationResults) -> str:
                     on,
                     str(curve.rank),
                     _text(curve.auc, "{:.4f}"),
+                    _apart(curve),
                     removable_text(curve),
                     f"{curve.removable:.2f}%",
                     f"{curve.measured_to:.1f}%",
                 ]
             )
-    head = ["score", "on", "rank", "AUC", "removable", "by the published rule", "measured to"]
+    head = [
+        "score",
+        "on",
+        "rank",
+        "AUC",
+        "minus random's",
+        "removable",
+        "by the published rule",
+        "measured to",
+    ]
     return html.table(head, rows)
 
 

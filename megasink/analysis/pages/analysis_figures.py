@@ -1,6 +1,6 @@
 """All figures of an analysis, in page order."""
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -38,6 +38,8 @@ def figures(analyses: Sequence[Analysis], kinds: Sequence[str] = ("png",)) -> li
                 continue
             of = job.drawing
             about = {"section": of.section, "model": job.model}
+            if of.finding is not None:
+                about["finding"] = of.finding(job.draw.args[-1])
             pictures.append(
                 picture_of(figure, job.name, of.title, of.caption, kinds=kinds, **about)
             )
@@ -49,7 +51,7 @@ class _Job(NamedTuple):
 
     name: str
     drawing: Drawing
-    draw: Callable[[], Any]
+    draw: partial[Any]
     model: str = ""
 
 

@@ -86,18 +86,25 @@ def _summaries(columns: Sequence[tuple[str, SampleResults]], *, with_change: boo
     for name, entry in metrics().items():
         if any(of.get(name) is not None for of in cells):
             values = [of[name] for of in cells]
-            rows.append([_label(entry), *map(entry.text, values)])
+            rows.append([_label(entry, [results for _, results in columns])])
+            rows[-1] += map(entry.text, values)
             if with_change:
                 rows[-1].append(change.delta(entry, *values))
     head = ["", *(name for name, _ in columns)]
     return html.table([*head, "change"] if with_change else head, rows)
 
 
-def _label(entry: Metric) -> str:
-    """Return a metric's row header: its number and its source."""
+def _label(entry: Metric, columns: Sequence[SampleResults]) -> str:
+    """Return a metric's row header: its number and its source, and below them what it is."""
     how = "" if entry.axis == "model" else f", {entry.scalar}"
     is_row = entry.source.startswith("P") and entry.source[1].isdigit()
-    return f"{entry.title}{how}" + (f" ({entry.source})" if is_row else "")
+    about = entry.definition
+    if entry.key is not None:
+        known = [of.metrics["even_weight"].values for of in columns if "even_weight" in of.metrics]
+        even = dict.fromkeys(f"{of[entry.key]:.4f}" for of in known if of[entry.key] is not None)
+        if even:
+            about += f" A head that attends evenly gives it a weight of {' or '.join(even)}."
+    return html.term(f"{entry.title}{how}" + (f" ({entry.source})" if is_row else ""), about)
 
 
 def _distances(analyses: Sequence[Analysis]) -> str:

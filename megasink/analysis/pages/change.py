@@ -20,6 +20,15 @@ _MAPS = {
 }
 
 
+def _maps(analyses: Sequence[Analysis]) -> dict[str, str]:
+    """Return what is told: importance alone if it is 1 - AWFT, as in vanilla attention."""
+    if all(
+        np.allclose(a.values("importance"), 1 - a.values("awft"), 0, 1e-6, True) for a in analyses
+    ):
+        return {"importance": "head importance (1 - attention to the first token)"}
+    return _MAPS
+
+
 def is_pair(analyses: Sequence[Analysis]) -> bool:
     """Whether there are two analyses whose heads correspond: the same layers and heads in each."""
     return len(analyses) == 2 and (
@@ -33,7 +42,7 @@ def in_words(analyses: Sequence[Analysis]) -> list[str]:
         return []
     before, after = analyses
     parts = []
-    for name, what in _MAPS.items():
+    for name, what in _maps(analyses).items():
         one_LH, other_LH = before.values(name), after.values(name)
         moved_LH = np.abs(other_LH - one_LH)
         if np.isnan(moved_LH).all():
@@ -63,8 +72,9 @@ def _change(analyses: Sequence[Analysis]) -> Any:
     before, after = analyses
     layers = len(before.results.model.heads)
     height = min(max(0.2 * layers, 2.4), 9.0) + 1
-    figure, axes = panels(1, len(_MAPS), height)
-    for axis, (name, what) in zip(axes[0], _MAPS.items(), strict=True):
+    maps = _maps(analyses)
+    figure, axes = panels(1, len(maps), height)
+    for axis, (name, what) in zip(axes[0], maps.items(), strict=True):
         moved_LH = after.values(name) - before.values(name)
         most = max(float(np.nanmax(np.abs(moved_LH), initial=0.0)), 1e-3)
         axis.set_facecolor("0.8")

@@ -33,6 +33,7 @@ class Drawing:
         title, caption: formula, unit and rows of the papers.
         draw: creates a matplotlib figure of all analyses; None if they lack the numbers.
         by_model: whether each model gets its own figure; `draw` then takes one analysis.
+        finding: what it shows in words, of what `draw` takes; by default its extremes.
     """
 
     name: str
@@ -41,6 +42,7 @@ class Drawing:
     caption: str
     draw: Callable[[Any], Any]
     by_model: bool = False
+    finding: Callable[[Any], str] | None = None
 
 
 @dataclass(frozen=True)
@@ -62,6 +64,7 @@ class Picture:
     numbers: Numbers
     section: str = ""
     model: str = ""
+    finding: str = ""
 
 
 def picture_of(
@@ -79,7 +82,7 @@ def picture_of(
     Args:
         kinds: file types: "png", "pdf".
         comment: in the PNG (`megasink.analysis.pages.picture_comment.comment_of`).
-        of: `Picture.section` and `Picture.model`.
+        of: `Picture.section`, `Picture.model` and `Picture.finding`.
     """
     files = {kind: rendered(figure, kind, comment) for kind in kinds}
     return Picture(name, title, caption, files, numbers_of(figure), **of)

@@ -45,6 +45,16 @@ def _scores(analyses: Sequence[Analysis]) -> Any:
     return figure
 
 
+def _thresholds(analyses: Sequence[Analysis]) -> str:
+    return "; ".join(
+        f"{analysis.name}: 15% of the heads are inactive {metrics()[name].inactive} "
+        f"{taus[INACTIVE_SHARE]:.3g} by {metrics()[name].title}"
+        for analysis in analyses
+        for name, taus in analysis.results.inactive_heads.thresholds.items()
+        if name in ("awft", "ahon_ln")
+    )
+
+
 def _distribution(left: Any, right: Any, name: str, analyses: Sequence[Analysis]) -> None:
     pools = [analysis.by_sample[name] for analysis in analyses]
     pools = [pool[np.isfinite(pool)] for pool in pools]
@@ -171,6 +181,7 @@ DRAWINGS = (
         "the highest 0.5% are cut off. Dotted: the threshold that marks 15% of the heads "
         "inactive, those above it for AWFT and below it for the others (P3.11).",
         _scores,
+        finding=_thresholds,
     ),
     Drawing(
         "inactive_by_layer",

@@ -6,9 +6,30 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from jinja2 import Environment, PackageLoader, StrictUndefined
-from markupsafe import Markup
+from markupsafe import Markup, escape
 
 from megasink.analysis.pages.drawing import Picture
+from megasink.analysis.pages.numbers import Numbers
+
+PAPERS = {
+    "P0": (
+        "Attention Sink Forges Native MoE in Attention Layers: Sink-Aware Training to Address Head "
+        "Collapse",
+        "2602.01203",
+    ),
+    "P1": (
+        "Gated Attention for Large Language Models: Non-linearity, Sparsity, and "
+        "Attention-Sink-Free",
+        "2505.06708",
+    ),
+    "P2": ("When Attention Sink Emerges in Language Models: An Empirical View", "2410.10781"),
+    "P3": ("Identifying and Evaluating Inactive Heads in Pretrained LLMs", "2504.03889"),
+    "P4": (
+        "How Attention Sinks Emerge in Large Language Models: An Interpretability Perspective",
+        "2603.06591",
+    ),
+}
+"""Short name -> title, arXiv number. P0.7 is row 7 of P0 in docs/papers.md."""
 
 
 class Page:
@@ -81,7 +102,7 @@ def facts(title: str, of: Mapping[str, object]) -> Markup:
 def figure(picture: Picture, alt: str, caption: str) -> Markup:
     """Return a picture with its caption, a title on hover for each mark, and the table behind it.
 
-    It scrolls on a narrow screen.
+    It scrolls on a narrow screen. What it shows follows its name in the alternative text.
     """
     png = picture.files["png"]
     width, height = (int.from_bytes(png[i : i + 4], "big") for i in (16, 20))
@@ -90,8 +111,45 @@ def figure(picture: Picture, alt: str, caption: str) -> Markup:
         numbers += (paragraph(title, "note") if title else "") + table(head, rows)
     if not picture.numbers.is_whole:
         numbers += paragraph("There are more numbers than a page holds: see the files beside it.")
+    alt += f". {picture.finding or _finding(picture.numbers) or picture.caption}"
     data = base64.b64encode(png).decode()
     return _macros.figure(picture, data, width, height, alt, caption, numbers)
+
+
+def term(name: str, meaning: str) -> Markup:
+    """Return a word with its meaning below it."""
+    return Markup("{}<br><small>{}</small>").format(_linked(name), _linked(meaning))
+
+
+def _linked(text: str) -> Markup:
+    """Escape a text, and link the rows of papers in it, such as P3.7, to their papers."""
+    if isinstance(text, Markup):
+        return text
+
+    def link(found: re.Match[str]) -> str:
+        title, number = PAPERS[found[1]]
+        about = f"{title}: row {found[0]} of docs/papers.md"
+        return f'<a href="https://arxiv.org/abs/{number}" title="{about}">{found[0]}</a>'
+
+    return Markup(re.sub(r"\b(P[0-4])\.\d+\b", link, str(escape(text))))
+
+
+def _finding(numbers: Numbers, most: int = 6) -> str:
+    """Return where the values of a picture are lowest and highest, for those who do not see it."""
+    found = []
+    for title, head, rows in numbers.tables:
+        across, _, by = head[0].partition(", by ")
+        series: dict[str, dict[str, float]] = {}
+        for first, *cells in rows:
+            for name, cell in zip(head[1:], cells, strict=True):
+                if cell and (name != first or name.isdecimal()):  # a score agrees with itself
+                    of, place = ("", f"{first}, {by} {name}") if by else (name, first)
+                    series.setdefault(of, {})[f"{across} {place}"] = float(cell)
+        for name, at in series.items():
+            low, high = min(at, key=at.__getitem__), max(at, key=at.__getitem__)
+            what = ", ".join(dict.fromkeys(filter(None, (title, name))))
+            found.append(f"{what}: from {at[low]:.4g} ({low}) to {at[high]:.4g} ({high})")
+    return "; ".join(found[:most])
 
 
 def _pixels(size: float, least: float = 0.0) -> str:
@@ -104,5 +162,5 @@ _environment = Environment(
     undefined=StrictUndefined,
     trim_blocks=True,
 )
-_environment.filters |= {"anchor": _anchor, "pixels": _pixels}
+_environment.filters |= {"anchor": _anchor, "pixels": _pixels, "linked": _linked}
 _macros: Any = _environment.get_template("page.html").module

@@ -6,6 +6,7 @@ import numpy as np
 
 from megasink.analysis.analysis import Analysis, array
 from megasink.analysis.capture.inputs import MADE
+from megasink.analysis.metrics.states import longest_first_token
 from megasink.analysis.pages.drawing import OPENING, Drawing
 from megasink.analysis.pages.style import (
     BLUE,
@@ -60,12 +61,14 @@ def _sinks(name: str, of: SampleResults) -> str:
     rate, attention = (of.metrics[n].number for n in ("sink_rate", "first_token_attention"))
     assert isinstance(rate, float | int)
     assert isinstance(attention, float | int)
+    even = of.metrics["even_weight"].number if "even_weight" in of.metrics else None
     text = (
         f"{name}, {of.samples:,} sample{'s' * (of.samples != 1)} of {of.tokens / of.samples:.0f} "
         f"tokens: {100 * rate:.1f}% of the heads{_spread(of, 'sink_rate')} have an attention sink "
         f"on the first token, which is to say that they give it more than {SINK_EPSILON} of their "
         f"attention on average. Of all attention it gets {100 * attention:.1f}%"
-        f"{_spread(of, 'first_token_attention')}."
+        f"{_spread(of, 'first_token_attention')}"
+        + (f"; from heads that attend evenly it would get {100 * even:.1f}%." if even else ".")
     )
     by_layer = _values(of, "sink_rate_by_layer")
     if by_layer is not None and np.nanmax(by_layer) >= 0.5:
@@ -76,21 +79,15 @@ def _sinks(name: str, of: SampleResults) -> str:
 
 def _norms(of: SampleResults) -> str:
     """Say whether the first token's hidden state stands out, and where."""
-    norm = _values(of, "state_norm")
-    if norm is None or norm.shape[1] < 2:
+    by_state = _values(of, "massive_ratio")
+    if by_state is None or not isinstance(ratio := of.metrics["massive_ratio"].number, float | int):
         return ""
-    ratio = norm[:, 0] / np.nanmean(norm[:, 1:], axis=1)
-    state = int(np.nanargmax(ratio))
-    where = "the embedding" if state == 0 else f"layer {(state - 1) // 2}"
-    if ratio[state] < LARGE:
-        return (
-            "The hidden state of the first token is at most "
-            f"{ratio[state]:.1f} times as long as that of the others ({where}): there is no "
-            "massive activation."
-        )
+    layer = longest_first_token(np.nan_to_num(by_state))
+    massive = "a massive activation" if ratio >= LARGE else "there is no massive activation"
     return (
-        f"The first token's hidden state is up to {ratio[state]:.0f} times as long as that of the "
-        f"others, after {where}: a massive activation."
+        f"After layer {layer} the first token's hidden state is {ratio:.1f} times as long as the "
+        "mean of the others, more than after any other layer (mean over the samples of the ratio "
+        f"in each): {massive}."
     )
 
 
@@ -168,5 +165,6 @@ DRAWINGS = (
         "importance of every head (P0, Eq. 5); dark heads look at the sink.",
         _draw,
         by_model=True,
+        finding=lambda analysis: " ".join(_paragraphs(analysis.name, analysis.results)[:2]),
     ),
 )

@@ -38,9 +38,6 @@ def built() -> Path:
 
     The folder is in ``$XDG_CACHE_HOME/megasink`` (``~/.cache/megasink``). Processes may build at
     the same time; one of the results stays.
-
-    Raises:
-        UserError: `missing` says why, or the compiler's output does, or the folder cannot be made.
     """
     compiler, headers = _compiler(), _headers()
     folder = _cache() / "hollow" / _digest(compiler, headers)

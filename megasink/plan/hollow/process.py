@@ -35,9 +35,6 @@ def environment(device: Device | None = None) -> dict[str, str]:
     """Return what to add to the environment of a new process.
 
     torch.compile is off: what it would compile are kernels of its own.
-
-    Raises:
-        UserError: The hollow GPU cannot be built here.
     """
     folder = built()
     before = os.environ.get("LD_LIBRARY_PATH")

@@ -66,10 +66,27 @@ def _ranks(args: Namespace, sizes: dict[str, int]) -> Iterator[str]:
         micro = getattr(args, f"{prefix}micro_batch_size") or args.micro_batch_size
         batch = getattr(args, f"{prefix}global_batch_size")
         if micro and batch and micro > 0 and batch > 0 and batch % (micro * replicas):
+            cure = _fitting(batch, micro, replicas, size)
             yield (
                 f"{flag}global-batch-size {batch} is not divisible by {flag}micro-batch-size "
-                f"{micro} * {replicas} data-parallel ranks"
+                f"{micro} * {replicas} data-parallel ranks: {cure}"
             )
+
+
+def _fitting(batch: int, micro: int, replicas: int, size: int) -> str:
+    """Return the numbers of ranks that a global batch allows, and the one that the ranks need."""
+    most = {}
+    for each in (micro, 1):
+        # The most that the batch allows, or the next lower number where only some divide it.
+        counts = [n for n in range(1, min(replicas, batch) + 1) if batch % (each * n) == 0]
+        if counts:
+            words = "at most " * (counts[-1] * each == batch)
+            most[each] = f"{words}{counts[-1] * size:,}"
+    fitting = ", ".join(f"{count} with {each}" for each, count in most.items())
+    fitting = fitting.replace(" with ", " ranks with a micro batch of ", 1)
+    needed = math.ceil(batch / replicas) * replicas
+    also = " and a micro batch of 1" * (needed % (micro * replicas) > 0)
+    return f"use {fitting}; {replicas * size:,} need a global batch of {needed:,}{also}"
 
 
 def _stages(args: Namespace) -> Iterator[str]:

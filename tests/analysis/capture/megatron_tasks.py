@@ -1,5 +1,6 @@
 """Tasks for the workers: a tiny GPT with and without a probe on it."""
 
+import itertools
 from functools import partial
 from typing import Any
 from unittest import mock
@@ -8,12 +9,15 @@ import torch
 from torch import Tensor
 from torch.distributed import FileStore, get_rank
 
+from megasink.analysis.capture.base import Listener
+from megasink.analysis.capture.changes import ForwardPass, HeadChange, HeadOutputs
 from megasink.analysis.capture.geometry import POSITIONS, read_rows
 from megasink.analysis.capture.inputs import Sample
 from megasink.analysis.capture.megatron_model import MegatronProbe
 from megasink.analysis.capture.ranks import Ranks
 from megasink.analysis.capture.statistics import MAP
 from megasink.analysis.metrics import STATISTICS
+from megasink.analysis.metrics.registry import GRADIENT
 from megasink.analysis.pages import sweep
 from megasink.cli import main
 from megasink.errors import ConfigError
@@ -30,7 +34,8 @@ def probed(**options: Any) -> dict[str, Any]:
     ids = torch.randint(0, 128, (2, TOKENS), generator=torch.Generator().manual_seed(1))
     positions = torch.arange(TOKENS).expand(2, TOKENS)
     plain = model(ids, positions, None)
-    kept = Kept({*STATISTICS, MAP})
+    # A gradient takes the kernels of training, whose last bits differ.
+    kept = Kept({*STATISTICS, MAP} - GRADIENT.keys())
     with MegatronProbe(model, kept) as probe:
         output = probe.forward(ids)
     after = model(ids, positions, None)
@@ -49,6 +54,43 @@ def probed(**options: Any) -> dict[str, Any]:
         "mlp": None if mlp is None else [mlp.fc1.weight.detach(), mlp.fc2.weight.detach()],
         "bias": None if core.relative_bias is None else core.relative_bias(TOKENS, ids.device),
     }
+
+
+class Scaled(HeadChange):
+    """Multiplies one head's output."""
+
+    def __init__(self, layer: int, head: int, factor: float):
+        self.layer, self.head, self.factor = layer, head, factor
+
+    def change(self, forward: ForwardPass, outputs: HeadOutputs) -> Tensor | None:
+        if outputs.layer != self.layer:
+            return None
+        out_BQHD = outputs.out_BQHD.clone()
+        out_BQHD[:, :, self.head] *= self.factor
+        return out_BQHD
+
+
+def gradients(step: float, **options: Any) -> tuple[Tensor, Tensor]:
+    """[B, L, H]: the gradient of each head's mask, and the slope of the loss."""
+    model = model_of(**options)
+    ids = torch.randint(0, 128, (2, TOKENS), generator=torch.Generator().manual_seed(1))
+
+    def losses(logits: Tensor) -> Tensor:
+        log_BTV = logits[:, :-1].float().log_softmax(-1)
+        return -log_BTV.gather(-1, ids[:, 1:, None]).mean((1, 2))
+
+    kept = Kept({"mask_gradient_H"})
+    with MegatronProbe(model, kept) as probe:
+        probe.backward(losses(probe.forward(ids).logits).sum())
+    found = [[kept.layers[row, layer]["mask_gradient_H"] for layer in (0, 1)] for row in (0, 1)]
+    slopes = torch.zeros(2, 2, 4)
+    for layer, head in itertools.product(range(2), range(4)):
+        sides = []
+        for factor in (1 - step, 1 + step):
+            with MegatronProbe(model, Listener(), [Scaled(layer, head, factor)]) as probe:
+                sides.append(losses(probe.forward(ids).logits))
+        slopes[:, layer, head] = (sides[1] - sides[0]) / (2 * step)
+    return torch.stack([torch.stack(row) for row in found]), slopes
 
 
 @torch.no_grad()

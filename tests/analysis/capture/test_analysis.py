@@ -1,5 +1,6 @@
 """From samples to results.json: numbers against calculations over the samples by themselves."""
 
+import gc
 import math
 from itertools import pairwise
 
@@ -14,6 +15,7 @@ from megasink.analysis.capture.recorder import Recorder
 from megasink.analysis.capture.transformers_model import TransformersProbe
 from megasink.analysis.measure import run
 from megasink.analysis.metrics import STATISTICS
+from megasink.analysis.metrics.registry import GRADIENT
 from megasink.analysis.options import AnalysisOptions
 from megasink.analysis.results import RunFacts
 from megasink.analysis.summary import scores_of, summarize
@@ -226,4 +228,22 @@ def test_a_model_that_takes_seconds_says_at_once_that_it_began(model, samples, m
 
 
 def test_all_statistics_are_asked_for(captured):
-    assert Recorder([4]).needs == set(STATISTICS)
+    assert Recorder([4]).needs == STATISTICS.keys() - GRADIENT.keys()
+    assert Recorder([4], options=AnalysisOptions(metrics=("gradient",))).needs == set(STATISTICS)
+
+
+def test_no_graph_outlives_its_pass(model, samples):
+    """With a gradient of each text, alone and in a batch; and the weights stay as they were."""
+    found = []
+    for size in (2, 1):
+        options = AnalysisOptions(batch_size=size, metrics=("gradient",))
+        recorder = Recorder([4, 4], ["gradient", "awft"], options)
+        with TransformersProbe(model, recorder) as probe:
+            assert not any(weight.requires_grad for weight in model.parameters())
+            found.append(run(probe, recorder, samples, options))
+            alive = [thing for thing in gc.get_objects() if isinstance(thing, torch.Tensor)]
+            assert not [tensor for tensor in alive if tensor.grad_fn is not None]
+    assert all(weight.requires_grad for weight in model.parameters())
+    for name in ("gradient", "awft"):
+        one, other = (of.values[name] for of in found)
+        np.testing.assert_allclose(one, other, rtol=1e-4, atol=1e-6)

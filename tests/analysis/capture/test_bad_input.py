@@ -159,6 +159,8 @@ def test_models_that_cannot_be_read(root, tmp_path, capsys, name):
     [
         ("--seq-length 65", "texts.jsonl", "--seq-length 65 is longer than the 64 positions of"),
         ("", "empty.txt", "no document in"),
+        ("--metrics gradeint", "texts.jsonl", "(did you mean gradient?)"),
+        ("--metrics gradient --no-loss", "texts.jsonl", "--metrics gradient needs the loss"),
         ("", "other-key.jsonl", "other-key.jsonl:1 has no key 'text': pass --json-key, one of"),
         ("--output /proc/none/x", "texts.jsonl", "cannot be written"),  # in other words to root
     ],

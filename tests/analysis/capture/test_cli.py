@@ -2,6 +2,7 @@
 
 import base64
 import csv
+import html
 import json
 import re
 import shutil
@@ -14,6 +15,7 @@ from transformers import PreTrainedTokenizerFast
 from megasink.analysis import draw as pages
 from megasink.analysis.capture.inputs import Reader, dataset_names
 from megasink.analysis.folder import read_analysis
+from megasink.analysis.metrics import metrics
 from megasink.analysis.metrics.distances import wasserstein
 from megasink.analysis.pages import analysis_figures
 from megasink.analysis.pages.opening import _paragraphs
@@ -132,6 +134,65 @@ def test_the_page_holds_everything_itself(analyzed):
     assert len(re.findall('<img alt="[^"]+:', page)) == len(pictures)
 
 
+PLAIN = {
+    "anywhere",
+    "largest",
+    "over",
+    "others",
+    "with",
+    "after",
+    "which",
+    "first",
+    "mean",
+    "weight",
+}
+"""Words of titles that need no glossary."""
+NAMES_OF_THINGS = {"IDs", "arXiv", "SHA-256", "README"}
+
+
+def test_the_glossary_has_the_words_of_the_page(analyzed):
+    page = (analyzed / "llama" / "report.html").read_text()
+    page, _, after = page.partition('<h2 id="words-and-papers"')
+    visible = html.unescape(re.sub(r"<svg.*?</svg>|<details>.*?</details>|<[^>]+>", " ", page))
+    glossary = html.unescape(re.sub("<[^>]+>", " ", after.partition("arXiv")[0])).lower()
+    short = set(re.findall(r"\b[A-Za-z]+-?[A-Z][A-Za-z]*\b", visible)) - NAMES_OF_THINGS
+    assert {"AWFT", "IoU", "CDF", "PCA", "t-SNE", "NaN", "F-Attn"} <= short
+    assert not {word for word in short if word.lower() not in glossary}
+    shown = {
+        word.lower().rstrip("s")
+        for entry in metrics().values()
+        if entry.is_summarized or entry.inactive or entry.shown & {"curve", "heatmap"}
+        for word in re.findall(r"[A-Za-z-]{4,}", entry.title)
+    }
+    assert not {word for word in shown if word not in glossary} - {w.rstrip("s") for w in PLAIN}
+    stages = metrics()["circuit_stage"].levels
+    assert all(f"{stage}: " in glossary for stage in stages)
+
+
+def test_alternative_texts_say_what_is_found(analyzed):
+    page = (analyzed / "llama" / "report.html").read_text()
+    alts = [html.unescape(alt) for alt in re.findall('<img alt="([^"]+)"', page)]
+    found = json.loads((analyzed / "llama" / "results.json").read_text())["metrics"]
+    importance = np.array(found["importance"]["values"], dtype=float)
+    layer, head = np.unravel_index(np.nanargmax(importance), importance.shape)
+    (told,) = (alt for alt in alts if alt.startswith("Head importance"))
+    assert f"to {importance.max():.4g} (layer {layer}, head {head})" in told
+    rate = found["sink_rate"]["number"]
+    assert f"{100 * rate:.1f}% of the heads" in alts[0]
+    assert all(re.search(r"[:.] .*\d", alt) for alt in alts)
+
+
+def test_sinks_stand_beside_even_heads(analyzed):
+    page = (analyzed / "llama" / "report.html").read_text()
+    with np.load(analyzed / "llama" / "samples.npz") as arrays:
+        lengths = arrays["tokens"][arrays["dataset"] != "repeated"]
+    even = np.mean([sum(1 / i for i in range(1, t + 1)) / t for t in lengths])
+    summary = page.partition('<h2 id="by-dataset"')[0]
+    for row in ("sink rate, eps 0.3", "heads over drain", "weight on the first token, mean"):
+        (cell,) = re.findall(f'<th scope="row">{row}.*?</th>', summary, re.S)
+        assert f"A head that attends evenly gives it a weight of {even:.4f}." in cell
+
+
 def test_two_models_on_one_page(analyzed, tmp_path, capsys, monkeypatch):
     some = [
         d for d in analysis_figures.drawings() if d.name in ("importance", "layer_maps", "head")
@@ -193,7 +254,10 @@ def test_two_analyses_of_one_name_are_told_apart(analyzed, tmp_path, capsys, mon
     assert head in re.sub(r"</?tr>|\n| scope=\"col\"", "", page)
     before = json.loads((analyzed / "llama" / "results.json").read_text())["metrics"]["imbalance"]
     assert f"<td>7.125</td><td>+{7.125 - before['number']:.3f}</td>" in page.replace("\n", "")
-    assert "From llama (llama) to llama (other) head importance moves by at most 0.000" in page
+    words = re.sub("<[^>]+>", "", page)
+    told = "head importance (1 - attention to the first token) moves by at most 0.000 (layer"
+    assert f"From llama (llama) to llama (other) {told}" in words
+    assert "and a head's attention" not in words  # the same number
     assert "llama (other): prose" in page
     capsys.readouterr()
     twice = f"report {analyzed}/llama {analyzed}/llama --output {tmp_path}/twice"

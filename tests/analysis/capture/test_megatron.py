@@ -87,6 +87,12 @@ def test_what_a_gpt_does_is_what_is_read(pool, kind):
         torch.testing.assert_close(residuals[1] + found["mlp_branch_TE"], after, **exact)
 
 
+@pytest.mark.parametrize("kind", [kind for kind in KINDS if kind != "bf16"])
+def test_the_gradient_of_a_mask_is_the_slope_of_the_loss(pool, kind):
+    ((found, slope),) = pool.run(f"{TASKS}:gradients", SINGLE, step=3e-3, **KINDS[kind])
+    assert np.abs(found - slope).max() < 1e-2 * np.abs(slope).max()
+
+
 def _by_definition(kind, found, report):
     inputs = [found[n] for n in ("query_HTD", "key_GTD", "value_GTD", "output_weight_HDE")]
     query = inputs[0]

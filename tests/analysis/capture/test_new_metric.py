@@ -84,7 +84,7 @@ def test_page_figures_and_comparison_have_it(analyzed):
         pictures = re.findall(r'src="data:image/png;base64,([^"]+)"', page)
         curve = (analyzed / name / "figures" / "metrics.png").read_bytes()
         assert curve in {base64.b64decode(picture) for picture in pictures}
-        (row,) = re.findall(rf'<tr><th scope="row">{TITLE}, mean</th>(.*?)</tr>', page)[:1]
+        (row,) = re.findall(rf'<tr><th scope="row">{TITLE}, mean<br>.*?</th>(.*?)</tr>', page)[:1]
         numbers.append(re.findall("<td>([^<]+)</td>", row))
     assert numbers[2][:2] == numbers[0] + numbers[1]
     assert float(numbers[2][2]) == pytest.approx(

@@ -44,7 +44,8 @@ def _paragraphs():
 
 def command(folder, output):
     flags = f"analyze {folder}/lfm3 --data {folder}/texts.jsonl --output {output} --device cpu"
-    return f"{flags} --seq-length 24 --max-samples 24 --batch-size 2 --inputs natural random"
+    flags += " --seq-length 24 --max-samples 24 --batch-size 2"
+    return f"{flags} --inputs natural random --metrics gradient"
 
 
 def analyze(folder, output, *flags):

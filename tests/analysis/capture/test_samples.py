@@ -117,6 +117,7 @@ def test_replaced_targets_have_nats_and_no_bytes():
         """A model that gives every token the same probability."""
 
         model = torch.nn.Module()
+        differentiates = False
 
         def forward(self, ids_BT, logits):
             return SimpleNamespace(logits=torch.zeros(*ids_BT.shape, 16))

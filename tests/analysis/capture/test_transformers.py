@@ -13,10 +13,13 @@ from megasink.analysis.capture.statistics import MAP
 from megasink.analysis.capture.transformers_model import NAME, TransformersProbe
 from megasink.analysis.metrics import STATISTICS
 from megasink.errors import ConfigError, UserError
+from megasink.transformers.blocks import find_blocks
 from tests.analysis.capture.kept import Kept
 from tests.analysis.capture.tiny_models import ARCHITECTURES, GATED, SINKS, VOCABULARY, tiny_model
 
 TOKENS = 13
+STEP = 1e-3
+"""Of a head's factor: larger ones send tokens to other experts, smaller ones show float32."""
 
 
 def tokens(rows: int, count: int, seed: int = 1) -> Tensor:
@@ -170,6 +173,83 @@ def test_padding_and_other_documents_do_not_count(name, side):
                 )
         for (_, half), state in expected.states.items():
             torch.testing.assert_close(together.states[sample, half], state, atol=1e-4, rtol=1e-4)
+
+
+def losses(logits_BTV, ids_BT, segments):
+    """[N]: the mean loss of each sequence."""
+    return torch.stack(
+        [
+            torch.nn.functional.cross_entropy(
+                logits_BTV[row, start : stop - 1], ids_BT[row, start + 1 : stop]
+            )
+            for row, start, stop in segments
+        ]
+    )
+
+
+def with_gradients(model, ids, *inputs):
+    """{(sample, layer): gradient [H]}."""
+    kept = Kept({"mask_gradient_H"})
+    with TransformersProbe(model, kept) as probe:
+        output = probe.forward(ids, *inputs)
+        probe.backward(losses(output.logits, ids, probe.segments).sum())
+    return {key: found["mask_gradient_H"] for key, found in kept.layers.items()}
+
+
+@pytest.mark.parametrize("name", ARCHITECTURES)
+def test_the_gradient_of_a_mask_is_the_slope_of_the_loss(name):
+    """Of every head in a padded batch, by central differences with a hook of our own."""
+    model, ids = tiny_model(name), tokens(2, TOKENS)
+    mask = torch.ones_like(ids)
+    mask[1, 9:] = 0
+    found = with_gradients(model, ids, mask)
+    assert all(weight.requires_grad for weight in model.parameters())
+    segments = segments_of((2, TOKENS), mask, None)
+    blocks = {i: block for i, block in enumerate(find_blocks(model)) if block.heads}
+    assert found.keys() == {(sample, layer) for sample in (0, 1) for layer in blocks}
+    largest = max(gradient_H.abs().max() for gradient_H in found.values())
+    for layer, block in blocks.items():
+        for head in range(block.heads):
+            sides = []
+            for step in (-STEP, STEP):
+
+                def scaled(_, args, head=head, heads=block.heads, step=step):
+                    out = args[0].unflatten(-1, (heads, -1)).clone()
+                    out[..., head, :] *= 1 + step
+                    return (out.flatten(-2), *args[1:])
+
+                hook = block.output.register_forward_pre_hook(scaled)
+                with torch.no_grad():
+                    logits = model(ids, attention_mask=mask, use_cache=False).logits
+                hook.remove()
+                sides.append(losses(logits, ids, segments))
+            for sample, slope in enumerate((sides[1] - sides[0]) / (2 * STEP)):
+                assert abs(found[sample, layer][head] - slope) < 1e-2 * largest
+
+
+def test_the_gradient_of_packed_documents_is_that_of_each():
+    model, lengths = tiny_model("llama"), (11, 6)
+    documents = [tokens(1, n, seed=n) for n in lengths]
+    positions = torch.cat([torch.arange(n) for n in lengths])[None]
+    together = with_gradients(model, torch.cat(documents, 1), None, positions)
+    for sample, ids in enumerate(documents):
+        for (_, layer), gradient_H in with_gradients(model, ids).items():
+            torch.testing.assert_close(together[sample, layer], gradient_H, atol=1e-5, rtol=1e-4)
+
+
+def test_a_gradient_that_does_not_pass_is_refused():
+    for place, problem in (
+        ("self_attn.v_proj", "the attention of layer 1 detaches it"),
+        ("mlp", "does not require grad"),
+    ):
+        model = tiny_model("llama")
+        module = model.model.layers[1].get_submodule(place)
+        module.register_forward_hook(lambda _, args, out: out.detach())
+        if place == "mlp":  # nothing is left of the stream either
+            model.model.norm.register_forward_hook(lambda _, args, out: out.detach())
+        with pytest.raises(UserError, match=f"LlamaForCausalLM has no gradient.*{problem}"):
+            with_gradients(model, tokens(1, TOKENS))
+        assert all(weight.requires_grad for weight in model.parameters())
 
 
 def test_an_attention_that_cannot_be_read_is_refused():

@@ -4,19 +4,24 @@ Shapes: N samples, T tokens, L layers, H heads, D head dim.
 """
 
 import csv
+import json
 import math
+import re
 from dataclasses import replace
 
 import numpy as np
 import pytest
+import scipy.stats
 import torch
 
 from megasink.analysis.ablate import first_layer
 from megasink.analysis.ablate.curves import kept_level, normalized_auc, removable
-from megasink.analysis.ablate.results import ALL
+from megasink.analysis.ablate.results import ALL, mean_line
 from megasink.analysis.capture.transformers_model import TransformersProbe
 from megasink.analysis.metrics.geometry import Embedding
 from megasink.analysis.metrics.thresholds import published_quantile
+from megasink.analysis.pages.ablation import best_of, in_words
+from megasink.analysis.pages.html import PAPERS
 from megasink.cli import main
 from megasink.errors import UserError
 from tests.analysis.interventions.ablating import (
@@ -29,6 +34,7 @@ from tests.analysis.interventions.ablating import (
 )
 from tests.distributed.layout import Layout
 
+LINKS = {f"https://arxiv.org/abs/{number}" for _, number in PAPERS.values()}
 FLAGS = ("--score", "ahon_ln", "--heads", "0.1", "1.2", "--layer", "1")
 
 
@@ -79,6 +85,22 @@ class ByHand:
         found = (np.asarray(self.scores).reshape(shape), np.asarray(self.masks).reshape(shape))
         return np.asarray(nats), np.asarray(targets), *found
 
+    def slopes(self, layer, head, step=1e-2):
+        """[N]: derivative of each text's mean loss by a factor of a head, at 1."""
+        sides = []
+        for factor in (1 - step, 1 + step):
+
+            def scaled(_, args, factor=factor):
+                out_1THD = args[0].unflatten(-1, (HEADS, -1)).clone()
+                out_1THD[:, :, head] *= factor
+                return out_1THD.flatten(-2)
+
+            hook = self.model.model.layers[layer].self_attn.o_proj.register_forward_pre_hook(scaled)
+            nats, targets, _, _ = self.run(never)
+            hook.remove()
+            sides.append(nats / targets)
+        return (sides[1] - sides[0]) / (2 * step)
+
 
 @pytest.fixture(scope="module")
 def by_hand(folder):
@@ -127,6 +149,27 @@ def test_every_point_equals_the_model_zeroed_by_hand(swept, by_hand):
     assert len(seen) >= 7
 
 
+@pytest.mark.usefixtures("undrawn")
+def test_the_gradient_zeroes_the_same_heads_in_every_text(folder, by_hand, tmp_path):
+    """Those with the lowest mean over texts of |slope of the loss|, by differences by hand."""
+    assert main(command(folder, tmp_path, "--score", "gradient")) == 0
+    found, masks = results_of(tmp_path), np.load(tmp_path / "points.npz")
+    mean_LH = np.asarray(
+        [[by_hand.slopes(layer, head) for head in range(HEADS)] for layer in (0, 1)]
+    )
+    mean_LH, at_0 = np.abs(mean_LH).mean(-1), found.of("gradient")[0]
+    assert at_0.values == found.unchanged.values
+    for point in found.of("gradient"):
+        expected = published_quantile(mean_LH, point.asked / 100)
+        assert found.thresholds["gradient"][f"{point.asked:g}"] == pytest.approx(expected, rel=0.02)
+        mask_LH = mean_LH < expected * (1 - 1e-6)
+        np.testing.assert_array_equal(masks[point.label], mask_LH)
+        assert point.zeroed == 100 * mask_LH.mean()
+        nats, targets, _, _ = by_hand.run(lambda at, h, _, mask=mask_LH: bool(mask[at, h]))
+        assert point.values[ALL].value == pytest.approx(nats.sum() / targets.sum(), rel=1e-5)
+    assert found.of("gradient")[-1].zeroed > 0
+
+
 def test_standard_errors_are_of_paired_differences(swept, by_hand):
     before, targets, _, _ = by_hand.run(never)
     nats, _, _, _ = by_hand.run(lambda at, h, _: (at, h) in {(0, 1), (1, 2)})
@@ -144,6 +187,27 @@ def test_the_summary_has_the_loss_without_the_heads_given(swept):
     value, before = point.values[ALL].value, results.unchanged.values[ALL].value
     page = (swept / "report.html").read_text()
     assert f"unchanged. heads 0.1, 1.2: {value:.4f} ({value - before:+.4f})." in page
+
+
+def test_the_summary_names_a_best_score_only_beyond_its_interval(swept):
+    results = results_of(swept)
+    assert not any(
+        curve.rank == 1 and best_of([curve], higher_is_better=False)
+        for curve in results.curves
+        if curve.score == "random"
+    )
+    for curve in results.curves:
+        curve.rank = 1 + (curve.score == "random")
+        if curve.score != "random":
+            curve.over_random, curve.over_random_interval = -0.003, 0.004
+    assert all("No score's curve is better than" in line for line in in_words(results))
+    for curve in results.curves:
+        curve.over_random_interval = 0.002
+    for line in in_words(results):
+        assert "Best by AUC: AHON (LN) (-0.0030 ± 0.0020 against random)." in line
+    for curve in results.curves:
+        curve.over_random = 0.003  # beyond its interval, but worse than random heads
+    assert not any("Best" in line for line in in_words(results))
 
 
 def test_the_random_baseline(swept):
@@ -165,8 +229,9 @@ def test_a_score_without_a_point_at_0_begins_with_the_unchanged_model(swept):
     assert without.line("ahon_ln") == {0.0: [found.unchanged]} | {p.asked: [p] for p in later}
 
 
-def test_curves_follow_from_the_points(swept):
+def test_curves_follow_from_the_points(swept, by_hand):
     found = results_of(swept)
+    _, targets, _, _ = by_hand.run(never)
     for on in ("first", "second", ALL):
         curves = {curve.score: curve for curve in found.curves if curve.on == on}
         baseline = found.unchanged.values[on].value
@@ -191,6 +256,35 @@ def test_curves_follow_from_the_points(swept):
         assert better.rank == 1
         assert sorted(curve.rank for curve in curves.values()) == [1, 2]
         assert list(curves["random"].auc_by_seed) == ["4", "5"]
+        apart = curves["ahon_ln"].auc - curves["random"].auc
+        interval = curves["ahon_ln"].over_random_interval
+        if on == "second":  # one text
+            assert interval is None
+            continue
+        assert curves["ahon_ln"].over_random == pytest.approx(apart)
+        assert interval == pytest.approx(_interval(found, swept, on, targets))
+
+
+def _interval(found, swept, on, targets):
+    """Half-width of the 95 % interval of the AUC over that of random heads, text by text."""
+    chosen = {"first": [0, 1], ALL: [0, 1, 2]}[on]
+    area = np.zeros(len(chosen))
+    for sign, score, seeds in ((1, "ahon_ln", (None,)), (-1, "random", (4, 5))):
+        for seed in seeds:
+            points = [p for p in found.of(score) if p.seed == seed]
+            rows = [points, [found.unchanged, *points]][score == "random"]
+            nats = [_nats(swept, point.key) for point in rows]
+            x, _ = mean_line(found.line(score), on)
+            area += sign / len(seeds) * np.trapezoid(nats, x, axis=0)[chosen] / (x[-1] - x[0])
+    residual = area - area.sum() / targets[chosen].sum() * targets[chosen]
+    n = len(chosen)
+    error = math.sqrt((residual**2).sum() / (n - 1) * n) / targets[chosen].sum()
+    return scipy.stats.t.ppf(0.975, n - 1) * error
+
+
+def _nats(swept, key):
+    point = json.loads((swept / "points" / f"{key}.json").read_text())
+    return [text["nats"] for text in point["texts"]]
 
 
 def test_the_files(swept):
@@ -206,7 +300,7 @@ def test_the_files(swept):
         assert (swept / "figures" / f"{name}.png").read_bytes().startswith(b"\x89PNG")
     html = (swept / "report.html").read_text()
     assert html.count("<img ") == html.count("<summary>The numbers</summary>") == 5
-    assert "http" not in html.replace("http-equiv", "")
+    assert set(re.findall(r'(?:src|href)="(?!data:|#)([^"]+)"', html)) <= LINKS
 
 
 @pytest.mark.usefixtures("undrawn")

@@ -20,23 +20,24 @@ from tests.analysis.interventions.ablating import (
 def analysis(folder):
     """An analysis of the model on the same texts."""
     texts = f"{folder}/first.jsonl {folder}/second.jsonl"
-    flags = f"--seq-length {LENGTH} --output {folder}/analysis --device cpu --no-loss"
+    flags = f"--seq-length {LENGTH} --output {folder}/analysis --device cpu --metrics gradient"
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(pages, "figures", lambda analyses, kinds: [])
         assert main(f"analyze {folder}/llama --data {texts} {flags}".split()) == 0
     return folder / "analysis"
 
 
+@pytest.mark.parametrize("score", ["ahon_ln", "gradient"])
 @pytest.mark.usefixtures("undrawn")
-def test_a_calibration_sets_the_same_thresholds(folder, analysis, tmp_path, forwards):
-    assert main(command(folder, tmp_path / "own", "--score", "ahon_ln", "--zeroed", "0", "10")) == 0
+def test_a_calibration_sets_the_same_thresholds(folder, analysis, tmp_path, forwards, score):
+    assert main(command(folder, tmp_path / "own", "--score", score, "--zeroed", "0", "10")) == 0
     forwards.clear()
-    flags = ("--score", "ahon_ln", "--calibration", str(analysis), "--max-samples", "1")
+    flags = ("--score", score, "--calibration", str(analysis), "--max-samples", "1")
     assert main(command(folder, tmp_path / "given", *flags, "--zeroed", "0", "10")) == 0
     found = results_of(tmp_path / "given")
     assert found.thresholds == results_of(tmp_path / "own").thresholds
     assert found.calibration == str(analysis)
-    assert len(forwards) == len(found.points)
+    assert len(forwards) == len({point.key for point in found.points})
 
 
 @pytest.mark.parametrize(
@@ -45,6 +46,7 @@ def test_a_calibration_sets_the_same_thresholds(folder, analysis, tmp_path, forw
         ("--score awft --seeds 1 1", ["--seeds 1 1: a value is repeated"]),
         ("--heads 0.1 --layer -1", ["numbered from 0"]),
         ("--score random", ["--score random: it is always measured"]),
+        ("--by gradient --task a", ["--by gradient with --task: it takes the loss of texts"]),
         ("--heads 0.1 --calibration .", ["--calibration sets the thresholds of --score"]),
         (
             "--heads 0.1 --zeroed 10 --seeds 1",

@@ -1,4 +1,4 @@
-"""`megasink ablate --task`: accuracy in a task of lm-evaluation-harness, by megasink's own.
+"""`megasink ablate --tasks`: accuracy in a task of lm-evaluation-harness, by megasink's own.
 
 Shapes: N requests, L layers, H heads.
 """
@@ -34,7 +34,7 @@ def model(tmp_path_factory):
 
 def command(model, output):
     flags = "--score ahon --zeroed 0 30 --seeds 1 --heads 0.1 --batch-size 4 --device cpu"
-    return f"ablate {model} --task {TASK} --limit {LIMIT} {flags} --output {output}".split()
+    return f"ablate {model} --tasks {TASK} --limit {LIMIT} {flags} --output {output}".split()
 
 
 @pytest.fixture(scope="module")
@@ -147,11 +147,11 @@ def test_a_repeated_sweep_asks_nothing(model, swept, monkeypatch):
 @pytest.mark.parametrize(
     ("flags", "problem"),
     [
-        ("--task docstrings_perplexity --limit 2", "and no accuracy: pass its texts as --data"),
-        ("--task mmlu", "not on this machine: add --allow-download"),
-        (f"--task {TASK} --data README.md", "--task and --data: choose one"),
-        (f"--task {TASK} --limit 0", "--limit 0: at least 1"),
-        ("--data README.md --limit 3", "--limit applies to --task"),
+        ("--tasks docstrings_perplexity --limit 2", "and no accuracy: pass its texts as --data"),
+        ("--tasks mmlu", "not on this machine: add --allow-download"),
+        (f"--tasks {TASK} --data README.md", "--tasks and --data: choose one"),
+        (f"--tasks {TASK} --limit 0", "--limit 0: at least 1"),
+        ("--data README.md --limit 3", "--limit applies to --tasks"),
     ],
 )
 def test_bad_input_is_named(model, tmp_path, capsys, flags, problem):

@@ -212,7 +212,7 @@ def test_a_run_and_the_folder_that_it_was_answer_alike(pool, tmp_path):
     tokenizer.save_pretrained(folder)
     tasks = write_tasks(tmp_path / "tasks", answers=texts, generation=f"{{max_gen_toks: {NEW}}}")
     expected = [answer(greedy(model, tokenizer, text), tokenizer, ends) for text in texts]
-    commands = [["convert-from-hf", folder, run, "--no-verify"]]
+    commands = [["convert-from-hf", folder, "--output", run, "--no-verify"]]
     outputs = []
     for which, size in itertools.product((folder, run), (1, 7)):
         outputs.append(tmp_path / f"{which.name}-{size}")

@@ -12,6 +12,7 @@ from megasink.analysis.interventions import (
 )
 from megasink.analysis.interventions.scores import LayerScore, random_of
 from megasink.analysis.metrics import metrics
+from megasink.analysis.metrics.registry import is_of_all_texts
 from megasink.attention import definitions
 from megasink.errors import UserError
 from tests.analysis.capture.tiny_models import VOCABULARY, tiny_model
@@ -20,7 +21,7 @@ from tests.analysis.interventions.oracle import Oracle
 from tests.distributed.layout import SINGLE
 
 MODELS = ("llama", "qwen3", "gpt-oss", "gpt-2", "own-sink", "own-gated")
-SCORES = [n for n, e in metrics().items() if e.inactive and n != "random"]
+SCORES = [n for n in definitions.SCORES if n not in ("random", *definitions.BACKWARD_SCORES)]
 TASKS = "tests.analysis.interventions.megatron_tasks"
 RUNS = {
     "vanilla": {"attention_variant": "vanilla"},
@@ -33,7 +34,12 @@ IDS = torch.randint(3, VOCABULARY, (2, 11), generator=torch.Generator().manual_s
 def test_the_names_that_a_command_line_is_checked_by_are_those_of_the_registry():
     names = [name for name, entry in metrics().items() if entry.inactive]
     assert names == list(definitions.SCORES)
-    assert [LayerScore(name).name for name in names] == names
+    of_layers = [name for name in names if not is_of_all_texts(name)]
+    assert [LayerScore(name).name for name in of_layers] == of_layers
+    assert set(names) - set(of_layers) == set(definitions.BACKWARD_SCORES)
+    for name in definitions.BACKWARD_SCORES:
+        with pytest.raises(ValueError, match=f"megasink ablate --by {name}"):
+            LayerScore(name)
 
 
 @pytest.fixture(scope="module", params=MODELS)

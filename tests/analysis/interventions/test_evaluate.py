@@ -66,7 +66,7 @@ def test_an_evaluation_is_whole(root, capsys):
     other = ("--tasks", OWN[1], "text", "--limit", 12, *flags, "--batch-size", 2)
     before = (root / "out/evaluation.json").read_bytes()
     assert run(root, *other) == 2
-    assert "holds results of other settings (batch_size auto -> 2; " in capsys.readouterr().err
+    assert "holds results of other settings (--batch-size auto -> 2; " in capsys.readouterr().err
     assert (root / "out/evaluation.json").read_bytes() == before
     assert run(root, *other, "--overwrite") == 0
     zeroed = written(root)
@@ -214,7 +214,8 @@ def test_bad_input_is_answered_before_the_model_loads(root, flags, phrases, caps
     before = sorted(root.rglob("*"))
     capsys.readouterr()
     lookup = socket.getaddrinfo
-    assert run(root, *(flag.replace("{0}", str(root)) for flag in flags)) == 2
+    given = [flag.replace("{0}", str(root)) for flag in flags]
+    assert run(root, *given, "--output", root / "new") == 2
     said = capsys.readouterr().err
     assert said.startswith("megasink: error: ")
     for phrase in phrases:

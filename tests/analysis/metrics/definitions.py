@@ -279,7 +279,19 @@ def _spread(x: Values) -> Tensor:
     return (square - (shares * mean).sum(0) ** 2).sqrt()
 
 
+def _even(x: Values) -> Tensor:
+    """alpha_k of a matrix of weights whose rows are even."""
+    kept = []
+    for tokens in x["tokens"].int().tolist():
+        weights_TT = torch.ones(tokens, tokens, dtype=torch.float64).tril()
+        weights_TT /= weights_TT.sum(-1, keepdim=True)
+        keys = range(x["alpha"].shape[-1])
+        kept.append([weights_TT[k:, k].mean() if k < tokens else math.nan for k in keys])
+    return torch.tensor(kept).nanmean(0)
+
+
 DERIVED: dict[str, Callable[[Values], Tensor]] = {
+    "even_weight": _even,
     **{
         f"{score}_ln": _layer_mean(score)
         for score in ("awft", "aeqd", "ftvvn", "avvn", "lthon", "ahon", "circuit_ahon")

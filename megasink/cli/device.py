@@ -1,0 +1,37 @@
+"""The flag ``--device`` of every command that runs a model in its own process."""
+
+import argparse
+
+from megasink import cpu
+
+# Devices of torch that nothing here was tried on.
+_UNTRIED = ("mps", "xpu", "npu", "hpu")
+
+
+def add_device(parser: argparse.ArgumentParser) -> None:
+    """Add ``--device``."""
+    text = "cpu, cuda or cuda:N (default: the GPU if there is one)"
+    parser.add_argument("--device", help=text)
+
+
+def device_problems(name: str | None) -> list[str]:
+    """Return the problem of a value of --device, if it has one."""
+    problem = None if name is None else _device_problem(name)
+    return [] if problem is None else [f"--device {name}: {problem}"]
+
+
+def _device_problem(name: str) -> str | None:
+    """Return why there is no such device here; imports torch where there may be a GPU."""
+    kind, _, index = name.partition(":")
+    if kind not in ("cpu", "cuda", *_UNTRIED) or (":" in name and not index.isdecimal()):
+        return "no such device: use cpu or cuda"
+    if kind != "cuda":
+        return None
+    there = 0
+    if cpu.cuda_present():
+        import torch
+
+        there = torch.cuda.device_count()
+    if int(index or 0) >= there:
+        return f"this machine has {there or 'no'} CUDA devices: use {'cuda:0' if there else 'cpu'}"
+    return None

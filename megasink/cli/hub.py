@@ -1,0 +1,114 @@
+"""The Hugging Face hub, only where a command line asks for it: fetch a model, push an export."""
+
+import argparse
+import contextlib
+import os
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import megasink
+from megasink.errors import UserError, is_hub_name
+
+# Data alone: no pickles, no code, no folders inside.
+_FETCHED = [
+    *("*.json", "*.safetensors", "*.txt", "*.jinja", "*.tiktoken"),
+    *("tokenizer.model", "spiece.model", "README.md", "LICENSE*"),
+]
+_SECONDS = 10.0
+
+
+def add_allow_download(parser: argparse.ArgumentParser, also: str = "") -> None:
+    """Add ``--allow-download``; `also` says what else it fetches."""
+    text = f"fetch MODEL if it is a name of the Hugging Face hub{also}; weights are safetensors"
+    parser.add_argument("--allow-download", action="store_true", help=text)
+
+
+def waits_for_download(args: argparse.Namespace) -> bool:
+    """Whether MODEL is a name of the hub that the command line allows to fetch."""
+    return args.allow_download and not args.model.exists() and is_hub_name(args.model)
+
+
+def fetched(args: argparse.Namespace) -> Path:
+    """Return the folder of MODEL, which is fetched into the hub's cache if need be."""
+    if not waits_for_download(args):
+        return Path(args.model)
+    name = str(args.model)
+    with _online(name) as hub:
+        info = hub.model_info(name, timeout=_SECONDS)
+        files = [file.rfilename for file in info.siblings or ()]
+        if "config.json" not in files or not any(f.endswith(".safetensors") for f in files):
+            raise UserError(
+                f"{name} has no config.json with safetensors in the hub: other weights, such as "
+                "pickles, which may run code, are not fetched"
+            )
+        folder = Path(
+            hub.snapshot_download(
+                name, revision=info.sha, allow_patterns=_FETCHED, ignore_patterns=["*/*"]
+            )
+        )
+    print(f"fetched {name}: {folder}", file=sys.stderr)
+    return folder
+
+
+def refuse_push(repository: str) -> None:
+    """Refuse to push before anything is exported: no token, or one that the hub does not take."""
+    from huggingface_hub import get_token, utils
+
+    with _online(f"--push {repository}") as hub:
+        utils.validate_repo_id(repository)
+        if get_token() is None:
+            raise UserError(
+                f"--push {repository}: there is no token of the Hugging Face hub: run hf auth "
+                "login, or set HF_TOKEN"
+            )
+        hub.whoami()
+
+
+def push(folder: Path, repository: str) -> None:
+    """Upload an export that was verified."""
+    failed = f"{folder} is whole, and --push {repository} failed (hf upload {repository} {folder})"
+    with _online(failed) as hub:
+        url = hub.create_repo(repository, exist_ok=True)
+        hub.upload_folder(
+            repo_id=url.repo_id,
+            folder_path=folder,
+            commit_message=f"Export by megasink {megasink.__version__}",
+        )
+    print(f"pushed to {url}")
+
+
+def stay_offline() -> None:
+    """Let packages that are imported next fetch nothing unasked."""
+    os.environ.setdefault("HF_HUB_OFFLINE", "1")
+    if constants := sys.modules.get("huggingface_hub.constants"):
+        vars(constants)["HF_HUB_OFFLINE"] = True
+
+
+@contextlib.contextmanager
+def _online(what: str) -> Iterator[Any]:
+    """Yield the hub's client; its errors are one line."""
+    from huggingface_hub import HfApi, constants, errors
+    from huggingface_hub.utils import disable_progress_bars
+
+    # Among them the error of the HTTP package, which changes with the release of the client.
+    failures: tuple[Any, ...] = (*errors.HfHubHTTPError.__bases__, OSError)
+    if not sys.stderr.isatty():
+        disable_progress_bars()
+    before, constants.HF_HUB_OFFLINE = constants.HF_HUB_OFFLINE, False
+    try:
+        yield HfApi()
+    except errors.RepositoryNotFoundError as error:
+        raise UserError(
+            f"{what}: the hub has no such model, or not for this account (hf auth login)"
+        ) from error
+    except errors.HFValidationError as error:
+        raise UserError(f"{what}: not a name of the hub: {error}") from error
+    except failures as error:
+        if isinstance(error, OSError) and error.filename is not None:  # of the cache's disk
+            raise
+        reason = str(error).strip().partition("\n")[0]
+        raise UserError(f"{what}: {constants.ENDPOINT} did not answer: {reason}") from error
+    finally:
+        constants.HF_HUB_OFFLINE = before
