@@ -11,6 +11,7 @@ if TYPE_CHECKING:
     from megasink.analysis.api.analyze import analyze
     from megasink.analysis.api.models import convert_to_hf, load_model, load_run
     from megasink.analysis.folder import read_analysis
+    from megasink.analysis.interventions.activations import activation_names, hooks, run_with_cache
     from megasink.analysis.interventions.python import (
         drain_first_value,
         dynamic_zeroing,
@@ -18,6 +19,7 @@ if TYPE_CHECKING:
         steer_gates,
         zero_heads,
     )
+    from megasink.errors import UserError
     from megasink.transformers import HeadBalance, HeadBalanceCallback
 
 __version__: str
@@ -27,14 +29,18 @@ NAMES = {
     "HeadBalanceCallback": "megasink.transformers",
     "MetricValues": "megasink.analysis.analysis",
     "Plot": "megasink.analysis.analysis",
+    "UserError": "megasink.errors",
+    "activation_names": "megasink.analysis.interventions.activations",
     "analyze": "megasink.analysis.api.analyze",
     "convert_to_hf": "megasink.analysis.api.models",
     "drain_first_value": "megasink.analysis.interventions.python",
     "dynamic_zeroing": "megasink.analysis.interventions.python",
+    "hooks": "megasink.analysis.interventions.activations",
     "intervening": "megasink.analysis.interventions.python",
     "load_model": "megasink.analysis.api.models",
     "load_run": "megasink.analysis.api.models",
     "read_analysis": "megasink.analysis.folder",
+    "run_with_cache": "megasink.analysis.interventions.activations",
     "steer_gates": "megasink.analysis.interventions.python",
     "zero_heads": "megasink.analysis.interventions.python",
 }
@@ -46,14 +52,18 @@ __all__ = [
     "HeadBalanceCallback",
     "MetricValues",
     "Plot",
+    "UserError",
+    "activation_names",
     "analyze",
     "convert_to_hf",
     "drain_first_value",
     "dynamic_zeroing",
+    "hooks",
     "intervening",
     "load_model",
     "load_run",
     "read_analysis",
+    "run_with_cache",
     "steer_gates",
     "zero_heads",
 ]

@@ -1,17 +1,19 @@
-"""The type and range of each field of a JSON file, checked by pydantic: one line for a problem.
+"""Types and ranges of the fields of a JSON file, and of the arguments of public functions.
 
-The tables of fields stand beside their readers. Strict: "4" is no number and true is no count. A
-key that no table has is its reader's to judge.
+pydantic checks them, with one line for a problem. The tables of fields stand beside their readers.
+Strict: "4" is no number and true is no count. A key that no table has is its reader's to judge.
 """
 
-from collections.abc import Mapping
-from typing import Annotated, Any
+import functools
+import inspect
+import types
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Annotated, Any, get_args, get_origin
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, create_model
 
 from megasink.errors import UserError
-
-_STRICT = ConfigDict(strict=True, extra="allow", allow_inf_nan=False)
 
 Count = Annotated[int, Field(ge=1, le=2**31 - 1)]
 Layers = Annotated[int, Field(ge=1, le=10_000)]
@@ -25,10 +27,49 @@ FACTORS = ("attention_scale_alpha", "bias_fixed_value_norm", "residual_clip", "l
 """Options of config.py that are positive, which their types do not say."""
 
 
-def fields(kinds: Mapping[str, Any]) -> type[BaseModel]:
+_PLAIN = {int, float, bool, str, Path, types.NoneType}
+
+
+def checked[F: Callable[..., Any]](function: F) -> F:
+    """Make a public function raise UserError for an argument whose plain type is wrong.
+
+    Arguments of other types than numbers, strings, paths and unions or tuples of them are left to
+    the function.
+    """
+    signature = inspect.signature(function)
+    kinds = {n: p.annotation for n, p in signature.parameters.items() if _is_plain(p.annotation)}
+    name = function.__qualname__.removesuffix(".__init__")
+
+    @functools.cache
+    def record() -> type[BaseModel]:
+        return fields(kinds, finite=False)  # ranges are the function's to check
+
+    @functools.wraps(function)
+    def call(*args: Any, **kwargs: Any) -> Any:
+        try:
+            bound = signature.bind(*args, **kwargs)
+        except TypeError:
+            return function(*args, **kwargs)  # says which argument is missing or unknown
+        given = {key: bound.arguments[key] for key in kinds if key in bound.arguments}
+        # Numbers of numpy and torch become those of Python.
+        given = {k: v.item() if getattr(v, "shape", None) == () else v for k, v in given.items()}
+        check(record(), given, name)
+        bound.arguments |= given
+        return function(*bound.args, **bound.kwargs)
+
+    return call  # type: ignore[return-value]
+
+
+def _is_plain(kind: Any) -> bool:
+    joined = get_origin(kind) in (tuple, types.UnionType)
+    return kind in _PLAIN or (joined and all(map(_is_plain, get_args(kind))))
+
+
+def fields(kinds: Mapping[str, Any], *, finite: bool = True) -> type[BaseModel]:
     """Return the record of fields that may be missing but, if there, have these types."""
     with_default: dict[str, Any] = {key: (kind, None) for key, kind in kinds.items()}
-    return create_model("Record", __config__=_STRICT, **with_default)
+    config = ConfigDict(strict=True, extra="allow", allow_inf_nan=not finite)
+    return create_model("Record", __config__=config, **with_default)
 
 
 def check(kind: type[BaseModel], value: Mapping[str, Any], where: str) -> None:

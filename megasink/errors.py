@@ -8,10 +8,11 @@ from pathlib import Path
 from megasink.printable import one_line
 
 
-class UserError(Exception):
+class UserError(ValueError):
     """An input error: the message states the problem, the value and the fix.
 
-    Names in the message may come from untrusted input, so terminal control characters are escaped.
+    The public API raises it, or a subclass, for any wrong input. Names in the message may come from
+    untrusted input, so terminal control characters are escaped.
     """
 
     def __init__(self, message: object = ""):
@@ -33,6 +34,12 @@ class ConfigError(UserError):
         else:
             lines = "\n".join(f"  {i}. {p}" for i, p in enumerate(self.problems, 1))
             super().__init__(f"{len(self.problems)} problems in the configuration:\n{lines}")
+
+
+class UnknownName(UserError, AttributeError, KeyError):
+    """An object has no attribute or item of this name; hasattr and mappings expect these errors."""
+
+    __str__ = Exception.__str__  # KeyError's own has quotation marks
 
 
 class Stopped(UserError):
@@ -64,19 +71,20 @@ def reason_of(error: BaseException) -> str:
     return text or type(error).__name__
 
 
-def nearest(word: str, names: Iterable[str], *, cutoff: float = 0.75) -> str | None:
+def nearest(word: object, names: Iterable[str], *, cutoff: float = 0.75) -> str | None:
     """Return the known name closest to a misspelled one, or None.
 
     Args:
         cutoff: least similarity, of at most 1.
     """
+    word = str(word)
     bare = word.lstrip("-–—")
     plain = ("--" if bare != word else "") + bare.partition("=")[0].replace("_", "-").lower()
     close = difflib.get_close_matches(plain, list(names), n=1, cutoff=cutoff)
     return close[0] if close else None
 
 
-def unknown_name(what: str, value: str, names: Iterable[str]) -> str:
+def unknown_name(what: str, value: object, names: Iterable[str]) -> str:
     """Return the error message for a value that is not one of `names`."""
     names = list(names)
     meant = nearest(value, names)

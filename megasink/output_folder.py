@@ -22,8 +22,8 @@ from megasink.system_errors import writing
 SETTINGS = "settings.json"
 LOCK = ".lock"
 # What a stopped command leaves, and goes on from.
-_MEASURED = ("partial", "points")
-_PARTS = (*_MEASURED, "iter_*", LOCK)
+_MEASURED = ("partial", "points", "before", "run")
+_PARTS = ("partial", "points", "iter_*", LOCK)
 # What the system itself makes on a volume.
 OF_SYSTEM = ("lost+found", ".snapshot", ".snapshots", ".Trash-*", ".DS_Store", ".nfs*")
 _CURE = "choose another --output, or replace it with --overwrite"

@@ -6,6 +6,7 @@ code, or catches everything, is ended from a thread. `megasink train` has handle
 (training/stop.py), which take the place of these.
 """
 
+import _thread
 import contextlib
 import os
 import select
@@ -114,7 +115,9 @@ def _run(command: Callable[[], int]) -> int:
             try:
                 code = command()
                 _flush()
-            except SystemExit:  # of --help
+            except SystemExit as ended:  # of --help, or of rich when a reader of the output left
+                if isinstance(ended.__context__, BrokenPipeError):
+                    raise ended.__context__ from None
                 _flush()
                 raise
             except KeyboardInterrupt:
@@ -153,8 +156,8 @@ def _handlers() -> Iterator[_Heard]:
     outer_hook, sys.unraisablehook = sys.unraisablehook, unraisable
     receiving, sending = os.pipe()
     os.set_blocking(sending, False)
-    watch = threading.Thread(target=_watch, args=(receiving, end), name="signals", daemon=True)
-    watch.start()
+    # Not threading's, whose start waits forever for a thread that has no memory to begin.
+    _thread.start_new_thread(_watch, (receiving, end))
     outer = signal.set_wakeup_fd(sending, warn_on_full_buffer=False)
     before = {n: signal.getsignal(n) for n in SIGNALS}
     try:
@@ -171,8 +174,6 @@ def _handlers() -> Iterator[_Heard]:
         if (current := signal.set_wakeup_fd(outer)) != sending:
             signal.set_wakeup_fd(current)  # of a handler that took the place of this one
         os.close(sending)
-        watch.join()
-        os.close(receiving)
         _heard = None
 
 
@@ -225,10 +226,11 @@ def _say_stopped(raised: Signalled) -> int:
 
 def _watch(receiving: int, handler: object) -> None:
     """End the process if it has not unwound some seconds after a signal; ends with the pipe."""
-    while numbers := os.read(receiving, 64):
-        for number in numbers:
-            if number in SIGNALS and signal.getsignal(number) is handler:
-                _leave_after(number, receiving)
+    with os.fdopen(receiving, "rb", buffering=0) as pipe:
+        while numbers := pipe.read(64):
+            for number in numbers:
+                if number in SIGNALS and signal.getsignal(number) is handler:
+                    _leave_after(number, receiving)
 
 
 def _leave_after(number: int, receiving: int) -> None:

@@ -101,8 +101,8 @@ def _number(error: BaseException) -> int:
     text = str(error)
     if isinstance(error, MemoryError) or _NO_MEMORY.search(text) or _NO_MAP in text:
         return errno.ENOMEM
-    given = {int(number) for number in _NUMBER.findall(text)}
-    return next((n for n in CURES if n in given or os.strerror(n) in text), 0)
+    given, text = {int(number) for number in _NUMBER.findall(text)}, text.lower()
+    return next((n for n in CURES if n in given or os.strerror(n).lower() in text), 0)
 
 
 def _source(error: BaseException) -> str:

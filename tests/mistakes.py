@@ -127,6 +127,18 @@ MISTAKES = {
         "grit {0}/grid.toml",
         "the command 'grit' is unknown: choose ",
     ),
+    "analyze-a-folder-of-runs": (
+        "analyze {0} --data {0}/text.txt --output {0}/new/page",
+        "{0} is a folder of runs: give one, {0}/run",
+    ),
+    "generate-from-a-folder-of-runs": (
+        "generate {0} --prompt text",
+        "{0} is a folder of runs: give one, {0}/run",
+    ),
+    "export-a-folder-of-runs": (
+        "convert-to-hf {0} {0}/new/hf",
+        "{0} is a folder of runs: give one, {0}/run",
+    ),
     # checkpoints
     "checkpoints-nothing": (
         "checkpoints {0}/new/run",
@@ -141,6 +153,8 @@ MISTAKES = {
         DATA + " --partition 2/8",
         "--partition 2/8: only 1 of the 8 parts would have data",
     ),
+    "data-validation": (DATA + " --validation 5", "--validation 5: above 0 and at most 0.5"),
+    "data-validation-nan": (DATA + " --validation nan", "--validation nan: above 0 and at most"),
     "data-merge-nothing": ("data --merge {0}/new/text", "{0}/new/text: found no part: make"),
     "data-nothing": ("data", "missing: INPUT, --output"),
     "data-no-tokenizer": (

@@ -5,7 +5,7 @@ import json
 import pytest
 
 from tests.forkserver import ROOT, server
-from tests.runs import steps
+from tests.runs import metrics, steps
 from tests.training.test_end_to_end import FLAGS
 
 
@@ -23,8 +23,10 @@ def folder(tmp_path_factory):
         assert done.returncode == 0, done.stderr[-3000:]
         return done.stdout
 
-    megasink("data", docs, "--output", text, "--train-tokenizer", "400", "--workers", "1")
-    megasink("train", "--run-dir", folder / "run", *FLAGS, *layout, *source)
+    drawn = ["--validation", "0.1", "--workers", "1"]
+    megasink("data", docs, "--output", text, "--train-tokenizer", "400", *drawn)
+    said = megasink("train", "--run-dir", folder / "run", *FLAGS, *layout, *source)
+    assert f"data: validation with {text}-validation, in place of --split" in said
     megasink("convert-to-hf", folder / "run", "--output", folder / "hf", "--device", "cpu")
     for name, module in (("run", "megasink"), ("hf", "tests.analysis.capture.without_figures")):
         page = ["--output", folder / f"{name}-page"]
@@ -36,6 +38,7 @@ def test_the_model_learned(folder):
     losses = [line["lm_loss"] for line in steps(folder / "run")]
     assert len(losses) == 12
     assert losses[-1] < losses[0] - 0.5
+    assert any("valid_lm_loss" in line for line in metrics(folder / "run"))
 
 
 def test_the_exported_model_is_the_trained_one(folder):

@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 from megasink.analysis.metrics import Metric, metrics
 from megasink.analysis.pages.style import rendered, styled
 from megasink.analysis.results import Results
-from megasink.errors import UserError, nearest, unknown_name
+from megasink.errors import UnknownName, UserError, nearest, reason_of, unknown_name
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -32,8 +32,11 @@ class Plot:
 
     def save(self, path: str | Path) -> None:
         """Write a .png, .pdf or .svg file."""
-        with styled():
-            self.figure.savefig(path)
+        try:
+            with styled():
+                self.figure.savefig(path)
+        except (OSError, ValueError) as error:
+            raise UserError(f"{path} cannot be written: {reason_of(error)}") from error
 
     def _repr_png_(self) -> bytes:
         with styled():
@@ -77,7 +80,7 @@ class MetricValues:
                 plot = self._analysis.plot(name)
                 if plot is not None:
                     return plot
-        raise ValueError(f"no figure shows {self.metric.name}: use its values")
+        raise UserError(f"no figure shows {self.metric.name}: use its values")
 
 
 @dataclass(repr=False)
@@ -108,6 +111,8 @@ class Analysis:
 
     def values(self, metric: str, dataset: str | None = None) -> Floats:
         """Return a metric along its axis, over all samples or one dataset; NaN where missing."""
+        if dataset is not None and dataset not in self.results.datasets:
+            raise UserError(unknown_name("dataset", dataset, self.results.datasets))
         of = self.results if dataset is None else self.results.datasets[dataset]
         if metric not in of.metrics:
             raise UserError(f"the analysis of {self.name} has no {metric}: analyze it again")
@@ -117,16 +122,13 @@ class Analysis:
         # Called for what is no attribute; copies and pickles ask before there are any.
         if name.startswith("_") or "results" not in vars(self):
             raise AttributeError(name)
-        try:
-            return self[name]
-        except KeyError as error:
-            raise AttributeError(error.args[0]) from None
+        return self[name]
 
     def __getitem__(self, name: str) -> MetricValues:
         """Return a metric by name, such as "sink_rate_0.2", which cannot be an attribute."""
         if name not in self.results.metrics or name not in metrics():
             hint = nearest(name, list(self))
-            raise KeyError(
+            raise UnknownName(
                 f"{self.name} has no metric {name!r}"
                 + (f": did you mean {hint}?" if hint else "; list(analysis) has their names")
             )
@@ -165,7 +167,7 @@ class Analysis:
 
         known = {drawing.name: drawing for drawing in drawings()}
         if figure not in known:
-            raise ValueError(unknown_name("the figure", figure, list(known)))
+            raise UserError(unknown_name("the figure", figure, list(known)))
         drawing = known[figure]
         with styled():
             drawn = drawing.draw(self if drawing.by_model else [self])

@@ -14,6 +14,7 @@ from megasink.analysis.metrics.registry import AXES
 from megasink.analysis.pages.csv_file import write_csv
 from megasink.analysis.results import FORMAT, MetricResult, Results, SampleResults
 from megasink.analysis.stored import read_arrays
+from megasink.checked_fields import checked
 from megasink.errors import UserError
 from megasink.json_file import read_object
 from megasink.typed_json import from_json
@@ -27,6 +28,7 @@ INACTIVE_SHARE = "0.15"
 """Share of heads inactive at the threshold that figures show."""
 
 
+@checked
 def read_analysis(folder: str | Path) -> Analysis:
     """Read what `megasink analyze`, or `analyze(..., output=folder)`, wrote.
 

@@ -9,6 +9,7 @@ from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any, ClassVar, Self
 
+from megasink.checkpoints.find import runs_in
 from megasink.errors import missing_folder
 from megasink.flags import flag_of
 
@@ -260,5 +261,7 @@ def model_problem(folder: Path, flag: str = "") -> str | None:
     if not folder.is_dir():
         return missing_folder(folder, flag)
     if not (folder / "config.json").is_file():
+        if runs := runs_in(folder):
+            return f"{folder} {runs}"
         return f"{folder} is not a Hugging Face model folder: it has no config.json"
     return None

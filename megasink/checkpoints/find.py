@@ -59,6 +59,8 @@ def find_checkpoint(path: Path, iteration: int | None = None) -> Checkpoint:
                 f"{path} is a Hugging Face folder, not a run; megasink convert-from-hf {path} "
                 "--output RUN makes a run of it"
             )
+        if runs := runs_in(path):
+            raise UserError(f"{path} {runs}")
         raise UserError(f"{path}: no finished checkpoint (no {TRACKER})")
     if not (run / "config.json").is_file():
         raise UserError(f"{path} is not a megasink run: {run} has no config.json")
@@ -68,6 +70,13 @@ def find_checkpoint(path: Path, iteration: int | None = None) -> Checkpoint:
         text = ", ".join(map(str, iterations(checkpoints))) or "none"
         raise UserError(f"{checkpoints} has no checkpoint of iteration {iteration}; it has {text}")
     return Checkpoint(run / "config.json", folder, iteration)
+
+
+def runs_in(folder: Path) -> str | None:
+    """Return a clause that names the runs in a folder, such as runs/; None if it has none."""
+    inner = sorted(folder.iterdir()) if folder.is_dir() else []
+    runs = [str(run) for run in inner if newest_checkpoint(run / "checkpoints") is not None]
+    return f"is a folder of runs: give one, {' or '.join(runs[:5])}" if runs else None
 
 
 def is_run(path: Path) -> bool:

@@ -165,6 +165,8 @@ def _describing_a_model(config: Path) -> Iterator[None]:
     """Turn Megatron's errors about invalid model arguments into one line."""
     try:
         yield
+    except UserError:
+        raise
     except (AssertionError, ArithmeticError, LookupError, TypeError, ValueError) as error:
         reason = " ".join(str(error).split()) or type(error).__name__
         raise UserError(f"Megatron cannot build the model of {config}: {reason}") from error
@@ -184,6 +186,8 @@ def load_weights(model: GPTModel, folder: Path) -> None:
     try:
         with loading_without_code():
             state = TorchDistLoadShardedStrategy().load(tensors, folder)
+    except UserError:
+        raise
     except (OSError, RuntimeError, ValueError, EOFError) as error:
         raise UserError(f"{folder} cannot be read: {error}") from error
     except CheckpointException as error:  # torch's BaseException, with each rank's errors

@@ -11,6 +11,7 @@ from megasink.data.corpus import MAX_DOCUMENT_BYTES, Corpus, default_workers
 from megasink.data.output import output_problems, part_of
 from megasink.data.text_tokenizer import add_parse_special_tokens
 from megasink.data.tokenizer import MIN_VOCAB_SIZE, folder_problem, train_tokenizer
+from megasink.data.validation import Validation, validation_of
 from megasink.errors import ConfigError
 from megasink.printable import say, say_next
 from megasink.stopping import Signalled
@@ -61,6 +62,20 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         default="auto",
         help="split every text file into documents of whole paragraphs (paragraphs), or only a "
         "single input file (auto, the default): a single document leaves nothing for validation",
+    )
+    parser.add_argument(
+        "--validation",
+        type=float,
+        metavar="SHARE",
+        help="draw this share of the documents at random, such as 0.05, into PREFIX-validation; "
+        "train --data-path PREFIX then validates with them, in place of --split",
+    )
+    parser.add_argument(
+        "--validation-seed",
+        type=int,
+        metavar="N",
+        help="seed of the draw (default: %(default)s)",
+        default=1234,
     )
     parser.add_argument(
         "--max-document-bytes",
@@ -136,6 +151,7 @@ def run(args: argparse.Namespace) -> None:
             overwrite=args.overwrite,
             trained=trained_as,
             parse_special_tokens=args.parse_special_tokens,
+            validation=_validation(args),
         )
     except Signalled as stop:
         if trained_as is not None:
@@ -188,9 +204,19 @@ def _merge(argv: Sequence[str]) -> int:
     return 0
 
 
+def _validation(args: argparse.Namespace) -> Validation | None:
+    """Return the draw of --validation; None without it."""
+    return args.validation and Validation(args.validation, args.validation_seed)
+
+
 def _checked(args: argparse.Namespace, *, is_trained: bool) -> tuple[Corpus, Path]:
     """Return the corpus, and the folder of the tokenizer to use or to train."""
     problems = output_problems(args.output, args.inputs, overwrite=args.overwrite)
+    if args.validation is not None:
+        other = validation_of(args.output)
+        problems += output_problems(other, args.inputs, overwrite=args.overwrite)
+        if not 0 < args.validation <= 0.5:
+            problems.append(f"--validation {args.validation:g}: above 0 and at most 0.5")
     corpus = None
     try:
         corpus = Corpus(
@@ -241,6 +267,11 @@ def _summary(report: "PreprocessReport") -> str:
         f"{report.documents:,} documents, {_mb(report.text_bytes)}, {report.tokens:,} tokens "
         f"({report.text_bytes / report.tokens:.2f} bytes per token) in {report.seconds:.1f} s"
     ]
+    if (drawn := report.validation) is not None:
+        lines.append(
+            f"validation: {drawn.documents:,} more documents, {drawn.tokens:,} tokens "
+            f"({drawn.tokens / (drawn.tokens + report.tokens):.1%} of all)"
+        )
     if skipped.invalid_utf8:
         lines.append(
             f"skipped, not UTF-8 text: {skipped.invalid_utf8} ({', '.join(skipped.examples)}"

@@ -3,6 +3,7 @@
 import argparse
 import os
 from collections.abc import Sequence
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -55,13 +56,14 @@ def main(argv: Sequence[str] | None = None) -> int:
             allow_download=args.allow_download,
             run_generated_code=args.confirm_run_unsafe_code,
         )
-        from megasink.analysis.capture.identity import weights_hash
+        from megasink.analysis.capture.identity import model_identity
         from megasink.analysis.evaluate.harness import evaluate
         from megasink.analysis.evaluate.results import write_evaluation
 
         with opened(which, ranks) as model:
-            about = {"weights": weights_hash(model.module), **model.facts, **given}
-            about |= {"device": model.device.type}
+            about = model_identity(model.module, model.tokenizer, f"lm-eval {version('lm_eval')}")
+            about |= {"generation": model.generation, "device": model.device.type}
+            about |= {**model.facts, **given}
             folder = (args.output, "evaluate", about)
             with results_in(*folder, given=shown, overwrite=args.overwrite) as record:
                 results = evaluate(model, interventions, tasks, **options)

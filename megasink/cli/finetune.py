@@ -139,18 +139,15 @@ def _run(options: FinetuneOptions, out: Path, overwrite: bool, base: Path) -> No
                 "may not learn to stop",
                 file=sys.stderr,
             )
-    with results_in(out, "finetune", settings, overwrite=overwrite, writes=is_first) as record:
+    held = results_in(out, "finetune", settings, overwrite=overwrite, writes=is_first)
+    with held as record, contextlib.ExitStack() as ended:
         partial = out / "partial"
         if is_first:
             for name in _MADE if overwrite else ("partial",):
                 shutil.rmtree(out / name, ignore_errors=True)
+            ended.callback(shutil.rmtree, partial, ignore_errors=True)
         state.wait_for_everyone()
-        try:
-            trained, held_out, sample = finetune.tokenized(options, chats, partial)
-        except BaseException:
-            if is_first:
-                shutil.rmtree(partial, ignore_errors=True)
-            raise
+        trained, held_out, sample = finetune.tokenized(options, chats, partial)
         state.wait_for_everyone()
         if before is not None:
             record()
@@ -169,7 +166,6 @@ def _run(options: FinetuneOptions, out: Path, overwrite: bool, base: Path) -> No
         if is_first:
             _analyze(options, *finetune.after(options, exported), sample, out / "after")
             _summarize(options, base, out, exported)
-            shutil.rmtree(partial, ignore_errors=True)
         state.wait_for_everyone()
 
 
@@ -195,7 +191,7 @@ def _analyze(options: FinetuneOptions, model: Any, tokenizer: Any, rows: Any, ou
     from megasink.analysis.results import RunFacts
     from megasink.analysis.run import analyze
 
-    if (output / "results.json").is_file():
+    if (output / "results.json").is_file() and not (output / "partial").exists():
         return
     samples = [
         Sample(tuple(ids), "conversations", f"conversation {n}")
@@ -211,7 +207,7 @@ def _analyze(options: FinetuneOptions, model: Any, tokenizer: Any, rows: Any, ou
     )
     analyze(
         of_transformers(model, tokenizer, output.name),
-        AnalysisOptions(loss=False, output=output, overwrite=True, seed=options.seed),
+        AnalysisOptions(loss=False, output=output, seed=options.seed),
         inputs=Inputs(samples, facts),
     )
 

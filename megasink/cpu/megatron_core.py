@@ -55,6 +55,29 @@ def _l2_norm(x: torch.Tensor, eps: float = 1e-6) -> torch.Tensor:
     return (wide * torch.rsqrt(wide.square().sum(-1, keepdim=True) + eps)).to(x.dtype)
 
 
+def _communicate_shapes(
+    self: Any, tensor_send_next: Any, tensor_send_prev: Any, recv_prev: bool, recv_next: bool
+) -> list[list[int]]:
+    """Return the shapes of the tensors to receive from both neighbours; zeros for none."""
+    from megatron.core.pipeline_parallel import p2p_communication
+
+    sent = (tensor_send_prev, tensor_send_next)
+    to_prev, to_next = (None if each is None else torch.tensor(each.shape) for each in sent)
+    received = [torch.zeros(3, dtype=torch.int64) for _ in sent]
+    requests = p2p_communication._p2p_ops(
+        tensor_send_prev=to_prev,
+        tensor_recv_prev=received[0] if recv_prev else None,
+        tensor_send_next=to_next,
+        tensor_recv_next=received[1] if recv_next else None,
+        group=self.pp_group,
+        prev_pipeline_rank=self.prev_rank,
+        next_pipeline_rank=self.next_rank,
+    )
+    for request in requests.values():
+        request.wait()
+    return [shape.tolist() for shape in received]
+
+
 def install() -> None:
     """Install the replacements. Imports megatron."""
     from megatron.core.pipeline_parallel import p2p_communication
@@ -63,6 +86,7 @@ def install() -> None:
     patches.PIPELINE.apply(
         _batched_p2p_ops=lambda **named: [*p2p_communication._p2p_ops(**named).values()]
     )
+    patches.PIPELINE_SHAPES.apply(_communicate_shapes=_communicate_shapes)
     patches.RNG_TRACKER.apply(_get_cuda_rng_state=_get_state, _set_cuda_rng_state=_set_state)
     logger = logging.getLogger(random.__name__)
     patches.FORK_WARNING.apply(logger, filters=[*logger.filters, _DropForkWarning()])

@@ -52,6 +52,17 @@ PIPELINE = _patch(
     "even_recv_odd_send_group = torch.distributed.group.WORLD",
     test="tests/distributed/test_layouts.py",
 )
+PIPELINE_SHAPES = _patch(
+    "shapes of pipeline messages",
+    "megatron.core.pipeline_parallel.p2p_communication.P2PCommunicator",
+    "_communicate_shapes",
+    PIPELINE.reason,
+    "megatron.core.pipeline_parallel.p2p_communication:P2PCommunicator: "
+    "def _communicate_shapes(self, tensor_send_next, tensor_send_prev, recv_prev, recv_next)",
+    "megatron.core.pipeline_parallel.p2p_communication:P2PCommunicator._communicate_shapes: "
+    "torch.distributed.batch_isend_irecv(ops)",
+    test="tests/distributed/test_layouts.py",
+)
 RANDOM = _patch(
     "random states",
     "torch.cuda",

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Literal
 
 from megasink.data import parquet
-from megasink.data.files import BYTE_ORDER_MARK, File, expand, open_file, readable
+from megasink.data.files import BYTE_ORDER_MARK, File, expand, open_lines, readable
 from megasink.data.parts import Place, Span, spans_of
 from megasink.data.records import text_of
 from megasink.errors import ConfigError, UserError
@@ -193,7 +193,7 @@ class Corpus:
 
     def _text(self, file: File) -> _Item:
         source, most = str(file.path), self.max_document_bytes
-        with open_file(file.path, file.compression) as (stream, _):
+        with open_lines(file.path, file.compression) as (stream, _):
             data = stream.read(min(_HEAD_BYTES, most + 1))
             # NUL is valid UTF-8, but no text file has it: this skips archives in a folder.
             if b"\0" not in data:
@@ -217,7 +217,7 @@ class Corpus:
     def _lines(self, span: Span, after: Place) -> Iterator[_Item]:
         limit, number, blank, byte = self.max_document_bytes, 0, 0, 0
         path, compression = span.file.path, span.file.compression
-        with open_file(path, compression) as (lines, tell):
+        with open_lines(path, compression) as (lines, tell):
             if compression is None and after.item:
                 number, byte = after.item, after.byte
                 lines.seek(byte)

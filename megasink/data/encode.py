@@ -28,13 +28,13 @@ class Encoded:
         tokens: [N] ids, N the sum of `lengths`.
         lengths: tokens of each document, or part of one.
         last: whether a document ends with each of them.
-        text_bytes: UTF-8 size of the text.
+        text_bytes: UTF-8 size of the text of each of them.
     """
 
     tokens: NDArray[np.integer]
     lengths: list[int]
     last: list[bool]
-    text_bytes: int
+    text_bytes: list[int]
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,8 +69,8 @@ class Encoder:
             if part.last:
                 pieces.append(self._array(self.settings.after))
             lengths.append(sum(map(len, pieces[start:])))
-        size = sum(len(part.text.encode()) for part in parts)
-        return Encoded(np.concatenate(pieces), lengths, [part.last for part in parts], size)
+        sizes = [len(part.text.encode()) for part in parts]
+        return Encoded(np.concatenate(pieces), lengths, [part.last for part in parts], sizes)
 
     def _array(self, ids: list[int]) -> NDArray[np.integer]:
         return np.array(ids, dtype=self.settings.dtype)

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Literal, cast
 
 from megasink.errors import UserError
-from megasink.json_file import open_file as open_regular
+from megasink.json_file import open_file
 
 BYTE_ORDER_MARK = "\ufeff"
 """Some programs write it before a text, in UTF-8 too."""
@@ -91,7 +91,7 @@ def _classify(path: Path, json_key: str, max_bytes: int, *, named: bool) -> File
 
 
 def _first_line_has(path: Path, compression: str | None, key: str, max_bytes: int) -> bool:
-    with readable(path), open_file(path, compression) as (lines, _):
+    with readable(path), open_lines(path, compression) as (lines, _):
         try:
             record = json.loads(lines.readline(max_bytes))
         except (ValueError, RecursionError):
@@ -110,11 +110,11 @@ def readable(path: Path) -> Iterator[None]:
 
 
 @contextmanager
-def open_file(
+def open_lines(
     path: Path, compression: str | None
 ) -> Iterator[tuple[BufferedReader, Callable[[], int]]]:
     """Yield the decompressed stream of `path`, and a function that returns the file offset."""
-    with open_regular(path) as raw:
+    with open_file(path) as raw:
         if compression is None:
             yield cast("BufferedReader", raw), raw.tell
             return

@@ -63,15 +63,7 @@ def data_problem(
     The check compares both file sizes with the index, and its first, last and some other entries
     with each other. The `PREFIX.json` of `megasink data` gives the ids; without it, tokens at both
     ends and at some places between are read. At most 50 MB are read, regardless of the size; fewer
-    `entries` read less.
-
-    Args:
-        prefix: path without `.bin`; both files exist.
-        vocabulary: number of ids that the model knows; None skips this check.
-        entries: maximum number of index entries, and of tokens, to check.
-
-    Returns:
-        a sentence that names the file and the place.
+    `entries` read less. `vocabulary` is the number of ids that the model knows, None for any.
     """
     try:
         index = _read_header(Path(f"{prefix}.idx"))

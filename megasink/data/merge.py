@@ -20,6 +20,7 @@ from megasink.data.output import (
     partial_of,
     read_sidecar,
 )
+from megasink.data.validation import KEY, validation_of
 from megasink.data.writer import write_index
 from megasink.errors import ConfigError
 from megasink.progress import progress
@@ -31,10 +32,8 @@ def merge(prefix: Path, *, overwrite: bool = False) -> dict[str, Any]:
     """Join `PREFIX-1-of-N` ... `PREFIX-N-of-N`, which stay, to `PREFIX`.
 
     The `.bin` and `.idx` have the bytes of a run without --partition, and so has the `.json`,
-    except for the sources of documents that are not UTF-8 text.
-
-    Returns:
-        the content of the new `.json`.
+    except for the sources of documents that are not UTF-8 text. Validation documents, which each
+    part drew, are joined too. Returns the content of the new `.json`.
     """
     prefix = Path(prefix)
     problems = output_problems(prefix, [], overwrite=overwrite)
@@ -44,6 +43,8 @@ def merge(prefix: Path, *, overwrite: bool = False) -> dict[str, Any]:
         problems += _differences(parts, sidecars)
     if problems:
         raise ConfigError(problems)
+    if KEY in sidecars[0]:
+        merge(validation_of(prefix), overwrite=overwrite)
     with output.writing(prefix):
         output.clear_partial(prefix)
         _join(prefix, parts, sidecars[0]["dtype"])

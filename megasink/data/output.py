@@ -4,7 +4,7 @@ import hashlib
 import json
 import shutil
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -72,33 +72,34 @@ def output_problems(prefix: Path, inputs: Sequence[str], *, overwrite: bool) -> 
 
 
 @contextmanager
-def writing(prefix: Path) -> Iterator[None]:
-    """Lock `prefix` for this run, and remove its partial files at the end.
+def writing(*prefixes: Path) -> Iterator[None]:
+    """Lock data sets for this run, and remove their partial files at the end.
 
-    They stay after an interrupt, as they do after a kill: the same command goes on from them.
+    They stay after an interrupt, as they do after a kill: the same command goes on from them. The
+    first data set has the record of that.
     """
-    with saying(f"--output {prefix}"):
-        prefix.parent.mkdir(parents=True, exist_ok=True)
-        with locked(file_of(prefix, ".lock"), prefix):
-            try:
-                yield
-            except KeyboardInterrupt as stop:
-                if not partial_of(prefix, PROGRESS).exists():
-                    clear_partial(prefix)
-                elif isinstance(stop, Signalled):
-                    stop.kept = "; the same command goes on from what is written"
-                raise
-            except BaseException:
-                clear_partial(prefix)
-                raise
-            else:
-                clear_partial(prefix)
+    first = prefixes[0]
+    with saying(f"--output {first}"), ExitStack() as locks:
+        first.parent.mkdir(parents=True, exist_ok=True)
+        for prefix in prefixes:
+            locks.enter_context(locked(file_of(prefix, ".lock"), prefix))
+        try:
+            yield
+        except BaseException as stop:
+            if not isinstance(stop, KeyboardInterrupt) or not partial_of(first, PROGRESS).exists():
+                clear_partial(*prefixes)
+            elif isinstance(stop, Signalled):
+                stop.kept = "; the same command goes on from what is written"
+            raise
+        else:
+            clear_partial(*prefixes)
 
 
-def clear_partial(prefix: Path) -> None:
+def clear_partial(*prefixes: Path) -> None:
     """Remove what a run has left that did not end well."""
-    for suffix in _PARTIAL:
-        partial_of(prefix, suffix).unlink(missing_ok=True)
+    for prefix in prefixes:
+        for suffix in _PARTIAL:
+            partial_of(prefix, suffix).unlink(missing_ok=True)
 
 
 def checksum(path: Path) -> str:

@@ -2,11 +2,15 @@
 
 import time
 from collections import Counter, deque
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from importlib.metadata import version
+from itertools import compress
 from pathlib import Path
 from typing import Any, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
 
 import megasink
 from megasink.data import output, resume
@@ -17,8 +21,9 @@ from megasink.data.parts import Place
 from megasink.data.text_tokenizer import Part, parts_of, text_json
 from megasink.data.tokenizer import leading_ids, tokenizer_hash
 from megasink.data.tokenizer_process import from_tokenizer
+from megasink.data.validation import Validation, record_of, validation_of
 from megasink.data.writer import IndexedWriter, token_dtype
-from megasink.errors import ConfigError
+from megasink.errors import ConfigError, UserError
 from megasink.printable import say
 
 _BATCH_CHARACTERS = 1 << 19
@@ -30,7 +35,8 @@ _COUNTS = ("documents", "tokens", "text_bytes", "largest_id")
 @dataclass(frozen=True)
 class PreprocessReport:
     """Counts of the files written. `tokens` includes EOD (and BOS); `text_bytes` is the UTF-8 size
-    of the documents; `largest_id` is the largest token id that occurs."""
+    of the documents; `largest_id` is the largest token id that occurs; `validation` is the report
+    of the documents that were drawn."""
 
     output_prefix: Path
     tokenizer_folder: Path
@@ -41,11 +47,13 @@ class PreprocessReport:
     vocab_size: int
     skipped: Skipped
     seconds: float
+    validation: "PreprocessReport | None" = None
 
     @property
     def files(self) -> list[Path]:
         """The files written."""
-        return [file_of(self.output_prefix, s) for s in output.FILES]
+        own = [file_of(self.output_prefix, s) for s in output.FILES]
+        return own + (self.validation.files if self.validation else [])
 
     @property
     def megatron_flags(self) -> list[str]:
@@ -66,6 +74,7 @@ def preprocess(
     overwrite: bool = False,
     trained: tuple[int, bool] | None = None,
     parse_special_tokens: bool = False,
+    validation: Validation | None = None,
 ) -> PreprocessReport:
     """Tokenize `corpus` into `PREFIX.bin`, `PREFIX.idx` and `PREFIX.json` (metadata).
 
@@ -75,44 +84,67 @@ def preprocess(
     not depend on `workers`. Memory does not grow with the corpus.
 
     Args:
-        corpus: the documents.
-        output_prefix: path of the files without suffix; its folder is created.
-        tokenizer_folder: a Hugging Face folder, see `load_tokenizer`.
         workers: number of tokenizing processes; None uses every processor, 1 none but this.
-            One more reads the tokenizer, and ends.
-        overwrite: replace files of the same prefix.
         trained: vocabulary size and BOS of a tokenizer that was trained for this call, which
             another process may need to know (see `Progress`).
-        parse_special_tokens: see `TextTokenizer`.
+        validation: the documents that go into a data set of their own, `validation_of(PREFIX)`;
+            UserError if one of the two has none.
     """
     start = time.perf_counter()
     prefix, folder = Path(output_prefix), Path(tokenizer_folder)
     workers = default_workers() if workers is None else workers
-    problems = output_problems(prefix, corpus.inputs, overwrite=overwrite)
+    prefixes = [prefix] if validation is None else [prefix, validation_of(prefix)]
+    problems = [
+        problem
+        for each in prefixes
+        for problem in output_problems(each, corpus.inputs, overwrite=overwrite)
+    ]
     if workers < 1:
         problems.append(f"--workers {workers}: at least 1")
     if problems:
         raise ConfigError(problems)
     made = from_tokenizer(folder, _settings, parse=parse_special_tokens)
     settings = made.settings
-    with output.writing(prefix):
-        files = _Files(prefix, settings.dtype, resume.made_of(corpus, settings), trained)
+    made_of = resume.made_of(corpus, settings, validation)
+    with output.writing(*prefixes):
+        files = _Files(prefixes, settings.dtype, made_of, trained)
         try:
-            counts = files.write(corpus, settings, workers)
+            counts = files.write(corpus, settings, workers, validation)
         finally:
             files.close()
+        _check_both(counts, validation)
         files.finish()
-        report = PreprocessReport(
-            output_prefix=prefix,
-            tokenizer_folder=folder,
-            vocab_size=made.vocab_size,
-            skipped=corpus.skipped,
-            seconds=time.perf_counter() - start,
-            **{name: counts[name] for name in _COUNTS},
+        reports: list[PreprocessReport] = []
+        for each, of_set in zip(reversed(prefixes), reversed(counts), strict=True):
+            report = PreprocessReport(
+                output_prefix=each,
+                tokenizer_folder=folder,
+                vocab_size=made.vocab_size,
+                skipped=corpus.skipped,
+                seconds=time.perf_counter() - start,
+                validation=reports[0] if reports else None,
+                **{name: of_set[name] for name in _COUNTS},
+            )
+            about = _sidecar(report, corpus, made)
+            if validation is not None and report.validation:
+                about |= record_of(validation, prefix, is_part=bool(corpus.partition))
+            output.write_sidecar(each, about)
+            reports.append(report)
+        for each in reversed(prefixes):  # PREFIX last: it names the other
+            output.publish(each)
+    return reports[-1]
+
+
+def _check_both(counts: Sequence[Counter[str]], validation: Validation | None) -> None:
+    """Raise UserError if training or validation has no document."""
+    documents = [of_set["documents"] for of_set in counts]
+    if validation is not None and not all(documents):
+        less, all_of_them = "training" if documents[1] else "validation", sum(documents)
+        raise UserError(
+            f"--validation {validation.share:g} of {all_of_them} "
+            f"document{'s' * (all_of_them != 1)} leaves none for {less}: give a larger share, more "
+            "documents, or --split-documents paragraphs, which divides text files"
         )
-        output.write_sidecar(prefix, _sidecar(report, corpus, made))
-        output.publish(prefix)
-    return report
 
 
 class _Made(NamedTuple):
@@ -134,76 +166,100 @@ def _settings(tokenizer: Any, *, parse: bool) -> _Made:
     return _Made(settings, len(tokenizer), tokenizer_hash(tokenizer))
 
 
-def _batches(corpus: Corpus, places: deque[Place | None]) -> Iterator[list[Part]]:
-    """Yield batches, and append to `places` how far each goes; None inside a document."""
+def _batches(
+    corpus: Corpus, ends: deque[tuple[Place | None, list[int]]], validation: Validation | None
+) -> Iterator[list[Part]]:
+    """Yield batches, and append to `ends` each place (None in a document) and its parts' sets."""
     batch: list[Part] = []
-    size = 0
+    sets: list[int] = []
+    size, partition = 0, (corpus.partition or (1, 1))[0]
     for document in corpus.tracked("tokenizing"):
+        drawn = validation is not None and validation.has(corpus.place.documents - 1, partition)
         for part in parts_of(document.text, document.source):
             batch.append(part)
+            sets.append(int(drawn))
             size += len(part.text)
             if size >= _BATCH_CHARACTERS or len(batch) >= _BATCH_DOCUMENTS:
-                places.append(corpus.place if part.last else None)
+                ends.append((corpus.place if part.last else None, sets))
                 yield batch
-                batch, size = [], 0
+                batch, sets, size = [], [], 0
     if batch:
-        places.append(corpus.place)
+        ends.append((corpus.place, sets))
         yield batch
 
 
 class _Files:
-    """The partial files of a data set, new or of a run that was killed."""
+    """The partial files of data sets, new or of a run that was killed."""
 
-    def __init__(self, prefix: Path, dtype: str, made_of: str, trained: tuple[int, bool] | None):
-        self._prefix, self._made_of, self._trained = prefix, made_of, trained
-        before = resume.load(prefix)
+    def __init__(
+        self, prefixes: list[Path], dtype: str, made_of: str, trained: tuple[int, bool] | None
+    ):
+        self._prefixes, self._made_of, self._trained = prefixes, made_of, trained
+        before = resume.load(prefixes[0])
         if before is None or before.made_of != made_of:
-            output.clear_partial(prefix)
-            counts = dict.fromkeys(_COUNTS, 0)
-            before = resume.Progress(made_of, trained, Place(), counts, Written())
-        elif before.place.documents:
-            say(f"{prefix}: going on after {before.place.documents:,} documents of an earlier run")
-        self._place, self._counts = before.place, Counter(before.counts)
-        paths = partial_of(prefix, ".bin"), partial_of(prefix, LENGTHS)
-        self._writer = IndexedWriter(*paths, dtype, before.written)
-        resume.save(prefix, before)
+            output.clear_partial(*prefixes)
+            counts = [dict.fromkeys(_COUNTS, 0) for _ in prefixes]
+            written = [Written() for _ in prefixes]
+            before = resume.Progress(made_of, trained, Place(), counts, written)
+        elif done := before.place.documents:
+            say(f"{prefixes[0]}: going on after {done:,} documents of an earlier run")
+        self._place, self._counts = before.place, [Counter(counts) for counts in before.counts]
+        self._writers = [
+            IndexedWriter(partial_of(prefix, ".bin"), partial_of(prefix, LENGTHS), dtype, start)
+            for prefix, start in zip(prefixes, before.written, strict=True)
+        ]
+        resume.save(prefixes[0], before)
 
-    def write(self, corpus: Corpus, settings: EncoderSettings, workers: int) -> Counter[str]:
-        """Write the rest of the corpus, and return the counts of all of it."""
-        places: deque[Place | None] = deque()
+    def write(
+        self,
+        corpus: Corpus,
+        settings: EncoderSettings,
+        workers: int,
+        validation: Validation | None,
+    ) -> list[Counter[str]]:
+        """Write the rest of the corpus, and return the counts of all of it by data set."""
+        ends: deque[tuple[Place | None, list[int]]] = deque()
         corpus.start = self._place
         saved = time.monotonic()
-        for batch in encode_in_order(_batches(corpus, places), settings, workers):
-            self._add(batch)
-            place = places.popleft()
+        batches = _batches(corpus, ends, validation)
+        for batch in encode_in_order(batches, settings, workers):
+            place, sets = ends.popleft()
+            self._add(batch, np.array(sets))
             if place is not None and time.monotonic() - saved >= _SAVE_SECONDS:
                 self._save(place)
                 saved = time.monotonic()
         return self._counts
 
-    def _add(self, batch: Encoded) -> None:
-        counts = self._counts
-        self._writer.add(batch.tokens, batch.lengths, batch.last)
-        counts["documents"] += sum(batch.last)
-        counts["tokens"] += len(batch.tokens)
-        counts["text_bytes"] += batch.text_bytes
-        counts["largest_id"] = max(counts["largest_id"], int(batch.tokens.max(initial=0)))
+    def _add(self, batch: Encoded, sets: NDArray[np.integer]) -> None:
+        """Append each part of a batch to its data set."""
+        for number, (writer, counts) in enumerate(zip(self._writers, self._counts, strict=True)):
+            is_here = sets == number
+            tokens = batch.tokens[np.repeat(is_here, batch.lengths)]
+            last = list(compress(batch.last, is_here))
+            writer.add(tokens, list(compress(batch.lengths, is_here)), last)
+            counts["documents"] += sum(last)
+            counts["tokens"] += len(tokens)
+            counts["text_bytes"] += sum(compress(batch.text_bytes, is_here))
+            counts["largest_id"] = max(counts["largest_id"], int(tokens.max(initial=0)))
 
     def _save(self, place: Place) -> None:
         """Record that everything up to `place` is on disk."""
-        written = self._writer.sync()
-        assert written is not None
-        counts = dict(self._counts)
-        progress = resume.Progress(self._made_of, self._trained, place, counts, written)
-        resume.save(self._prefix, progress)
+        written = [writer.sync() for writer in self._writers]
+        on_disk = [each for each in written if each is not None]
+        assert len(on_disk) == len(written)
+        counts = [dict(of_set) for of_set in self._counts]
+        progress = resume.Progress(self._made_of, self._trained, place, counts, on_disk)
+        resume.save(self._prefixes[0], progress)
 
     def finish(self) -> None:
-        """Write the index."""
-        self._writer.finish(partial_of(self._prefix, ".idx"))
+        """Write the indices."""
+        for prefix, writer in zip(self._prefixes, self._writers, strict=True):
+            writer.finish(partial_of(prefix, ".idx"))
 
     def close(self) -> None:
         """Close the files as they are."""
-        self._writer.close()
+        for writer in self._writers:
+            writer.close()
 
 
 def _sidecar(report: PreprocessReport, corpus: Corpus, made: _Made) -> dict[str, Any]:

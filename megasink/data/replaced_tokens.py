@@ -86,12 +86,7 @@ class Replacement:
         return [position for position in self.positions if position < length]
 
     def replace(self, sequence: "Ids", *key: int) -> None:
-        """Replace tokens of one sequence, in place.
-
-        Args:
-            key: names the sequence. A position has the same random token under the same seed and
-                key, whichever other positions are chosen.
-        """
+        """Replace tokens of a sequence in place, each by its seed, key and position alone."""
         for position in self.at(len(sequence)):
             key_of_position = (self.seed, *key, position)
             sequence[position] = new_token(self.value, self.drawn_from_V, key_of_position)
@@ -104,9 +99,6 @@ def replacement(
 
     Random tokens are uniform over the tokens of the vocabulary but special ones, as in `megasink
     analyze --inputs random` (P2.5). (P2's code draws from all ids of the padded vocabulary.)
-
-    Args:
-        tokenizer: a transformers tokenizer; None for ids without a tokenizer, from 0 to size - 1.
     """
     import numpy as np
 

@@ -11,6 +11,7 @@ from megasink.atomic import atomic_text
 from megasink.data.corpus import Corpus
 from megasink.data.output import LENGTHS, PROGRESS, Written, partial_of
 from megasink.data.parts import Place
+from megasink.data.validation import Validation, validation_of
 from megasink.errors import UserError
 from megasink.json_file import read_object
 
@@ -24,18 +25,18 @@ class Progress:
         trained: vocabulary size and BOS of the tokenizer that the command trained; None if it was
             given one.
         place: how far the corpus is read.
-        counts: of the documents so far.
-        written: how far the partial files are.
+        counts: of the documents so far, of each data set.
+        written: how far the partial files of each are.
     """
 
     made_of: str
     trained: tuple[int, bool] | None
     place: Place
-    counts: dict[str, int]
-    written: Written
+    counts: list[dict[str, int]]
+    written: list[Written]
 
 
-def made_of(corpus: Corpus, settings: Any) -> str:
+def made_of(corpus: Corpus, settings: Any, validation: Validation | None) -> str:
     """Return the SHA-256 (hex) of what a data set depends on; of files path, size and time."""
     parts = [
         corpus.identity(),
@@ -43,6 +44,7 @@ def made_of(corpus: Corpus, settings: Any) -> str:
         corpus.is_split,
         corpus.partition,
         asdict(settings),
+        None if validation is None else asdict(validation),
         version("tokenizers"),
     ]
     return hashlib.sha256(json.dumps(parts).encode()).hexdigest()
@@ -63,14 +65,15 @@ def load(prefix: Path) -> Progress | None:
             made_of=saved["made_of"],
             trained=None if trained is None else (trained[0], trained[1]),
             place=Place._make([*place[:6], tuple(place[6])]),
-            counts=dict(saved["counts"]),
-            written=Written(*map(int, saved["written"])),
+            counts=[dict(counts) for counts in saved["counts"]],
+            written=[Written(*map(int, written)) for written in saved["written"]],
         )
-        documents, token_bytes = progress.written
-        for suffix, size in ((".bin", token_bytes), (LENGTHS, 4 * documents)):
-            path = partial_of(prefix, suffix)
-            if size and (path.is_symlink() or path.stat().st_size < size):
-                return None
+        sets = (prefix, validation_of(prefix))
+        for each, (documents, token_bytes) in zip(sets, progress.written, strict=False):
+            for suffix, size in ((".bin", token_bytes), (LENGTHS, 4 * documents)):
+                path = partial_of(each, suffix)
+                if size and (path.is_symlink() or path.stat().st_size < size):
+                    return None
     except (UserError, OSError, KeyError, TypeError, ValueError, AttributeError):
         return None
     return progress

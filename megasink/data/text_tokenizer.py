@@ -135,9 +135,6 @@ class TextTokenizer:
         Tokenizers treat the beginning and the end of a text in many ways, but only there. The two
         parts at a cut are compared with the encoding of the text around it, which they have in
         common, and divided where it says.
-
-        Args:
-            offsets: whether the encoding has the characters of tokens, 40% of the time.
         """
         text = part.before + part.text + part.after
         encoding = self._encode(text, offsets=offsets)

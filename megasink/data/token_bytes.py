@@ -42,12 +42,7 @@ class TokenBytes(NamedTuple):
     starts: frozenset[int]
 
     def before_texts(self, inputs_T: NDArray[np.int64], bytes_T: NDArray[np.int32]) -> int:
-        """Return the bytes among those of targets that the tokenizer put before texts.
-
-        Args:
-            inputs_T: ids before the targets.
-            bytes_T: of each target; 0 for those that are not text.
-        """
+        """Return the bytes among those of targets that the tokenizer put before texts."""
         return self.prefix * int((np.isin(inputs_T, [*self.starts]) & (bytes_T > 0)).sum())
 
 
@@ -57,10 +52,6 @@ def token_bytes(tokenizer: Any, first: Collection[int] = ()) -> TokenBytes:
     The lengths of the ids that `TextTokenizer` gives for a text sum to its UTF-8 size (after NFC,
     if the tokenizer composes characters) plus `prefix`. Bits per byte of a loss are then: nats
     summed over the non-special targets / (ln 2 * bytes without those `before_texts`).
-
-    Args:
-        tokenizer: a transformers tokenizer with a `backend_tokenizer` (see `load_tokenizer`).
-        first: more ids that stand before texts.
     """
     lengths, text = _lengths(tokenizer), text_tokenizer(tokenizer)
     prefix = _extra_bytes(text, lengths, _PROBES[0])

@@ -78,12 +78,10 @@ def train_tokenizer(
     Args:
         documents: training corpus; about `sample_bytes` bytes of it are sampled uniformly.
         vocab_size: total number of tokens, including special tokens and the 256 bytes.
-        folder: where to write `tokenizer.json` and `tokenizer_config.json`.
         sample_bytes: bounds memory and time; a smaller corpus is used whole.
         seed: for sampling; the same documents and seed give the same files.
         bos: add a BOS token with id 3, which the tokenizer puts before every text by itself, hence
             in data sets, prompts, analyses and exported folders.
-        overwrite: replace an existing tokenizer.
     """
     start = time.perf_counter()
     folder = Path(folder)
@@ -253,12 +251,7 @@ def to_tokenizers(model: bytes) -> "Tokenizer":
 
 
 def load_tokenizer(folder: str | Path) -> Any:
-    """Load a Hugging Face tokenizer folder, offline and without running its code.
-
-    Returns:
-        A transformers tokenizer backed by `tokenizers` (`.backend_tokenizer`), with an
-        `eos_token_id`, which Megatron uses as EOD.
-    """
+    """Load a Hugging Face tokenizer folder with an EOS, offline and without running its code."""
     folder = Path(folder)
     if not folder.is_dir():
         raise UserError(f"tokenizer {missing_folder(folder)}")

@@ -36,11 +36,7 @@ class FileTokenizer:
 
 
 def read_files(folder: str | Path) -> FileTokenizer | None:
-    """Read the tokenizer.json and tokenizer_config.json of a folder.
-
-    Returns:
-        the tokenizer; None if only transformers can tell what it is, or what is wrong with it.
-    """
+    """Return the tokenizer of a folder's JSON files; None if only transformers can read it."""
     folder = Path(folder)
     if not (folder / "tokenizer.json").is_file():
         return None

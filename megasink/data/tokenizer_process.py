@@ -25,10 +25,6 @@ def from_tokenizer[Result](
     """Return ``function(tokenizer, *args, **kwargs)`` for the tokenizer of `load_tokenizer`.
 
     In this process if it has imported transformers already, or cannot start another.
-
-    Args:
-        folder: of the tokenizer.
-        function: of a module; what it takes and returns can be pickled.
     """
     if "transformers" in sys.modules:
         return function(load_tokenizer(folder), *args, **kwargs)

@@ -15,6 +15,7 @@ from typing import Any
 
 from megasink import plugins
 from megasink.errors import ConfigError, UserError
+from megasink.system_errors import explained
 from megasink.training.parent import ends_with
 
 ANSWER = "answer.json"
@@ -47,14 +48,12 @@ def _serve(answer: Path, rank: int, ranks: int, flags: list[str]) -> None:
     code = 1
     try:
         step_as(rank, ranks, flags, write)
-    except ConfigError as error:
-        write({"problems": error.problems})
-        code = 0
-    except UserError as error:
-        write({"problems": [str(error)]})
-        code = 0
-    except BaseException:
-        traceback.print_exc()
+    except BaseException as error:
+        if line := str(error) if isinstance(error, UserError) else explained(error):
+            write({"problems": error.problems if isinstance(error, ConfigError) else [line]})
+            code = 0
+        else:
+            traceback.print_exc()
     finally:
         with contextlib.suppress(OSError):
             sys.stderr.flush()

@@ -54,6 +54,8 @@ def _stepping(args: Namespace, write: Write) -> Iterator[None]:
     inner, steps = training.train_step, list[dict[str, Any]]()
     few, every = few_microbatches(args), _microbatches(args)
     plan = (few, few, min(2 * few, every))
+    asked = args.train_iters or args.train_samples // args.global_batch_size
+    args.train_iters, args.train_samples = max(asked, len(plan) + 1), None
 
     # From the beginning of a step to that of the next: what the loop does in between belongs to it.
     recording = contextlib.ExitStack()
@@ -61,7 +63,7 @@ def _stepping(args: Namespace, write: Write) -> Iterator[None]:
     def train_step(*arguments: Any, **options: Any) -> Any:
         recording.close()
         if len(steps) == len(plan):
-            models, optimizer = arguments[2], arguments[3]
+            models, optimizer, args.train_iters = arguments[2], arguments[3], asked
             write(_record(args, models, optimizer, steps[1:], every))
             os._exit(0)
         microbatches = plan[len(steps)]

@@ -14,6 +14,7 @@ import torch
 from megatron.core import mpu
 from megatron.core.datasets.blended_megatron_dataset_builder import BlendedMegatronDatasetBuilder
 from megatron.core.datasets.gpt_dataset import GPTDatasetConfig
+from megatron.core.datasets.utils import get_blend_from_list
 from megatron.core.msc_utils import MultiStorageClientFeature
 from megatron.core.utils import get_batch_on_this_cp_rank, get_batch_on_this_tp_rank
 from megatron.training import get_args, get_tokenizer
@@ -24,6 +25,7 @@ from megasink.data.token_bytes import TokenBytes, token_bytes
 from megasink.data.tokenizer import load_tokenizer
 from megasink.errors import UserError
 from megasink.training.checked_dataset import MockGPTDataset, TextDataset, read_batch
+from megasink.training.checks.blends import drawn_validation
 from megasink.training.replacing import text_targets
 from megasink.training.sink_token import with_sink_token
 
@@ -43,12 +45,15 @@ def dataset_config(args: Namespace) -> GPTDatasetConfig:
     that a flag sets is here: a field left out would ignore its flag in silence.
     """
     blend, blend_per_split = get_blend_and_blend_per_split(args)
+    split, drawn = args.split, drawn_validation(args.data_path or [])
+    if drawn is not None:
+        blend, blend_per_split, split = None, [blend, get_blend_from_list(drawn), None], None
     return GPTDatasetConfig(
         random_seed=args.seed,
         sequence_length=args.seq_length,
         blend=blend,
         blend_per_split=blend_per_split,
-        split=args.split,
+        split=split,
         multiple_validation_sets=args.multiple_validation_sets,
         full_validation=args.full_validation,
         num_dataset_builder_threads=args.num_dataset_builder_threads,

@@ -9,8 +9,8 @@ from argparse import Namespace
 from pathlib import Path
 
 from megasink.errors import Stopped, UserError
-from megasink.system_errors import CURES, writes
 from megasink.system_errors import explained as explained_by_system
+from megasink.system_errors import writes
 from megasink.training import heartbeat
 from megasink.training.rank_logs import NOT_FINITE
 from megasink.training.stop import RankState, again, left
@@ -68,11 +68,11 @@ def explained(error: BaseException, args: Namespace) -> BaseException:
         if RankState.signal:  # another rank got it, too, and has left
             return Stopped(RankState.signal, f" while {RankState.phase}; {left(RankState.run_dir)}")
         return _lost(error)
-    if isinstance(error, OSError) and error.errno in CURES:
-        line = _not_written(error, args) if writes(error) else explained_by_system(error)
-        explanation: BaseException = UserError(line)
-    else:
-        explanation = _of_megatron(error, args)
+    explanation = _of_megatron(error, args)
+    if explanation is error and (line := explained_by_system(error)):
+        if isinstance(error, OSError) and writes(error):
+            line = _not_written(error, args)
+        explanation = UserError(line)
     tell(explanation)
     return explanation
 
@@ -126,7 +126,7 @@ def _of_megatron(stop: BaseException, args: Namespace) -> BaseException:
     from megasink.training import checkpoint_layout
 
     # torch's checkpoint exception; during loading no step has run yet.
-    if type(stop).__name__ == "CheckpointException" and args.save and args.curr_iteration:
+    if type(stop).__name__ == "CheckpointException" and args.save and RankState.step is not None:
         reason = [line for line in str(stop).splitlines() if line.strip()][-1]
         free = shutil.disk_usage(args.save).free / 1e9
         return UserError(

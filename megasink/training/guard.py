@@ -4,9 +4,9 @@ It ends the rank when its parent process is gone (the rank is a session leader, 
 arrives), when one of its helpers is stopped, or when a bounded wait exceeds its limit.
 """
 
+import _thread
 import contextlib
 import os
-import threading
 import time
 from collections.abc import Callable, Iterator
 from typing import NoReturn
@@ -58,7 +58,7 @@ class _Guard:
             return
         self.is_looking = True
         parent = int(os.environ.get(AGENT, os.getppid()))
-        threading.Thread(target=self._look, args=(parent,), name="guard", daemon=True).start()
+        _thread.start_new_thread(self._look, (parent,))  # as in `stop.listen`
         ends_by_itself()
         forks_end_too()
 

@@ -21,6 +21,7 @@ from megasink.data.object_store import is_stored
 from megasink.errors import UserError
 from megasink.training.endings import named
 from megasink.training.guard import guard
+from megasink.training.meeting import clocks_apart
 from megasink.training.waiting import here, is_first_here, waiting
 
 RANKS = "MEGASINK_RANKS"
@@ -29,6 +30,7 @@ START, HEARD = "start", "heard"
 """Keys of rank 0's decision, and of the number of ranks that have read it."""
 _OFFER, _HOST = "hosts/offer", "hosts/host"
 _ANSWERS, _PROBLEMS = "hosts/answers", "hosts/problems"
+_CLOCK = "hosts/clock"  # of rank 0
 _HEARD_SECONDS = 10.0
 _SHARED_SECONDS = 20.0  # until a file system shows what another host has written
 _LARGE_SECONDS = 30.0  # for the first message that is larger than a packet
@@ -53,12 +55,14 @@ def compare(store: Any, args: Namespace) -> None:
     with _marked(args) as marks:
         offer = {"facts": facts_of(args), "marks": marks}
         store.set(_HOST, here())
+        store.set(_CLOCK, str(time.time()))
         store.set(_OFFER, json.dumps(offer))
         end = time.monotonic() + 60 * args.distributed_timeout_minutes
         with waiting(lambda: f"{_missing(store, args)} ranks to compare their hosts with this one"):
             while _missing(store, args):
                 if time.monotonic() > end:
                     raise UserError(f"{_missing(store, args)} ranks did not compare their hosts")
+                store.set(_CLOCK, str(time.time()))
                 time.sleep(0.05)
     if store.check([_PROBLEMS]):
         raise UserError(_shortened(store.get(_PROBLEMS).decode().splitlines()))
@@ -81,13 +85,23 @@ def answer(store: Any, args: Namespace) -> None:
         offer = _long_messages(store, host)
         try:
             problems = differences(facts_of(args), offer["facts"], host)
-            problems += _not_shared(args, offer["marks"], host)
+            problems += _not_shared(args, offer["marks"], host) + _clock(store, host)
         except Exception as error:  # rank 0 waits for the answer
             problems = [named(error)]
         if problems:
             advice = "give all hosts the same command, files and packages"
             _add_problem(store, f"{_shortened(problems)}: {advice}")
     store.add(_ANSWERS, 1)
+
+
+def _clock(store: Any, host: str) -> list[str]:
+    """Describe how far rank 0's clock is from this one: it is written while rank 0 waits."""
+    before, first = time.time(), store.get(_CLOCK)
+    while (clock := store.get(_CLOCK)) == first and not store.check([START]):
+        time.sleep(0.05)
+    ahead = float(clock) - time.time()
+    problem = clocks_apart(host, here(), ahead, float(clock) - before)
+    return [problem] if problem else []
 
 
 def _long_messages(store: Any, host: str) -> Any:
@@ -158,9 +172,8 @@ def _marked(args: Namespace) -> Iterator[dict[str, Any]]:
     made, marks, new = list[Path](), dict[str, Any](), list[Path]()
     try:
         for name, folder in _shared(args).items():
-            mark = (
-                _real(folder) / f"lease.{secrets.token_hex(8)}"
-            )  # allowed in a folder without a run
+            # A name that is allowed in a folder without a run.
+            mark = _real(folder) / f"lease.{secrets.token_hex(8)}"
             if not folder.exists():
                 new.append(folder)
             try:

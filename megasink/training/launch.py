@@ -18,6 +18,7 @@ from megasink.flags import add_options
 from megasink.printable import say, say_next
 from megasink.progress import progress
 from megasink.run_options import RESUME
+from megasink.system_errors import writing
 from megasink.training import early
 from megasink.training.flag_file import named_values
 from megasink.training.last_start import (
@@ -39,7 +40,7 @@ if TYPE_CHECKING:  # imported where ranks are started: they are most of the star
     from megasink.training.ranks import Ranks
 
 _OF_THE_LAUNCHER = ("--ranks", "--run-dir", "--resume")
-_SMALL = 1 << 16  # bytes; a disk with less free space is full
+_SMALL = 1 << 16  # bytes; a disk without room for them is full
 # Keys of metrics.jsonl on the progress line, and what they are called there.
 _SHOWN = {
     "lm_loss": "loss",
@@ -231,9 +232,13 @@ def _failure(running: "Ranks", logs: Path, run_dir: Path, code: int) -> UserErro
         for number in SIGNALS:
             if f"megasink: stopped by {name_of(number)}" in log.read_text(errors="replace"):
                 return Stopped(number, f" (sent to a rank); {left(run_dir)}")
-    if shutil.disk_usage(logs).free < _SMALL:
-        # There was no space for the ranks' messages either.
-        return UserError(f"the disk with {logs} is full: free some space and use --resume")
+    try:
+        with writing(f"--run-dir {run_dir}", "free some space and use --resume"):
+            # There may have been no space for the ranks' messages either.
+            (logs / "trial").write_bytes(bytes(_SMALL))
+            (logs / "trial").unlink()
+    except UserError as error:
+        return error
     return UserError(f"the ranks ended with exit code {code}; logs in {logs}; {left(run_dir)}")
 
 

@@ -32,6 +32,17 @@ _GONE_SECONDS = 20.0  # after which a host that has not written is taken for gon
 _APART_SECONDS = 10.0  # torchrun drops a host whose clock is 15 s off
 
 
+def clocks_apart(its: str, mine: str, least: float, most: float) -> str:
+    """Describe a clock that is ahead of this one by `least` to `most` seconds; empty if near."""
+    ahead = least if least > 0 else min(most, 0.0)
+    if abs(ahead) <= _APART_SECONDS:
+        return ""
+    return (
+        f"the clock of {its} is {ahead:+.0f} s from that of {mine} (set the clocks of all hosts by "
+        "NTP: torchrun drops a host 15 s off)"
+    )
+
+
 class Hosts:
     """A thread that tracks, in torchrun's store, which hosts are present.
 
@@ -118,10 +129,9 @@ class Hosts:
             last, since = self._clocks.get(name, (clock, -_GONE_SECONDS))
             self._clocks[name] = (clock, since if clock == last else self._looked)
             if clock != last:
-                ahead = float(clock) - time.time()
                 # It was written between the last look here and this one.
-                late = min(0.0, ahead + self._looked - before)
-                self._compare(hosts[name], ahead if ahead > 0 else late)
+                ahead = float(clock) - time.time()
+                self._compare(hosts[name], ahead, ahead + self._looked - before)
             if self._looked - self._clocks[name][1] < _GONE_SECONDS:
                 going.append(hosts[name])
         self._here = going
@@ -131,24 +141,26 @@ class Hosts:
     def _tick(self, store: Any) -> None:
         store.set(f"{_CLOCK}/{self._me['id']}", str(time.time()))
 
-    def _compare(self, host: dict[str, Any], ahead: float) -> None:
-        """Report why this host and another cannot train together, and end if it is this one's."""
+    def _compare(self, host: dict[str, Any], least: float, most: float) -> None:
+        """Report why this host and another cannot train together, and end if it is this one's.
+
+        The clock there is ahead by `least` to `most` seconds.
+        """
         me, its, job = self.name(), self.name(host), self._me["job"]
         is_mine = host["job"] == job
         if not is_mine:
-            what = f"{me} has the run {job}, {its} {host['job']} at {self._endpoint}"
-            advice = "give each job its own MASTER_PORT, and all hosts of a job the same RUN_DIR"
+            what = (
+                f"{me} has the run {job}, {its} {host['job']} at {self._endpoint}: give each job "
+            )
+            what += "its own MASTER_PORT, and all hosts of a job the same RUN_DIR"
         elif self.have_met:
             return  # a clock may be set right while it trains
         elif host["number"] != self._number:
-            what = f"{me} has NNODES={self._number}, {its} NNODES={host['number']}"
-            advice = "give every host the same"
-        elif abs(ahead) > _APART_SECONDS:
-            what = f"the clock of {its} is {ahead:+.0f} s from that of {me}"
-            advice = "set the clocks of all hosts by NTP (torchrun drops a host 15 s off)"
-        else:
+            what = f"{me} has NNODES={self._number}, {its} NNODES={host['number']}: give every "
+            what += "host the same"
+        elif not (what := clocks_apart(its, me, least, most)):
             return
-        self._say(f"megasink: error: {what}: {advice}")
+        self._say(f"megasink: error: {what}")
         if is_mine or (self._here and self._here[0]["job"] != job):
             self._leaving.wait(_SECONDS)  # the store may be of this process
             os._exit(1)  # torchrun has started nothing yet, and handles no signal

@@ -6,6 +6,7 @@ import multiprocessing
 import os
 import signal
 import sys
+import threading
 import traceback
 import warnings
 from argparse import Namespace
@@ -15,6 +16,7 @@ from typing import Any
 
 from megasink import cpu, plugins
 from megasink.errors import ConfigError, Stopped, UserError
+from megasink.system_errors import explained as explained_by_system
 from megasink.temporary import shared_folder
 from megasink.training import collectives, early, heartbeat, hosts, network, stop
 from megasink.training.endings import explained, named, reports, tell, wait_for_first
@@ -164,12 +166,13 @@ def main(argv: Sequence[str] | None = None) -> int:
     helpers.
     """
     argv = sys.argv[1:] if argv is None else argv
-    stop.listen()
-    guard.start()
+    threading.excepthook = _of_a_thread
     if os.environ.get("RANK", "0") != "0":
         warnings.simplefilter("ignore")
     code = 0
     try:
+        stop.listen()
+        guard.start()
         hosts.refuse_another_world()
         plugins.load(argv)
         argv, checked = early.expanded(argv), early.was_checked(argv)
@@ -182,17 +185,17 @@ def main(argv: Sequence[str] | None = None) -> int:
     except Stopped as error:
         code = error.exit_code
         _say(f"megasink: {error}")
-    except UserError as error:
-        code = 2
-        _end(error, f"megasink: error: {error}")
     except SystemExit as error:  # from Megatron, for example at --exit-interval
         code = error.code if isinstance(error.code, int) else int(error.code is not None)
         if isinstance(error.code, str):
             _say(error.code)
-    except Exception as error:
-        code = 1
-        traceback.print_exc()
-        _end(error, f"megasink: {stop.left(RankState.run_dir)}")
+    except BaseException as error:  # torch's CheckpointException is not an Exception
+        line = str(error) if isinstance(error, UserError) else _of_the_machine(error)
+        if not line:
+            traceback.print_exc()
+        code = 2 if line else 1
+        left = stop.left(RankState.run_dir)
+        _end(UserError(line) if line else error, f"megasink: {f'error: {line}' if line else left}")
     if code or not heartbeat.farewell():
         with contextlib.suppress(OSError):
             sys.stdout.flush()
@@ -202,7 +205,23 @@ def main(argv: Sequence[str] | None = None) -> int:
     return 0
 
 
-def _end(error: Exception, line: str) -> None:
+def _of_the_machine(error: BaseException) -> str | None:
+    """Return the line for a failure of the machine; None for any other error."""
+    if isinstance(error, BrokenPipeError):
+        return f"the output of this rank was closed ({error.strerror}): let its reader run as long"
+    return explained_by_system(error)
+
+
+def _of_a_thread(raised: threading.ExceptHookArgs) -> None:
+    """Report an error that a package raised in a thread, in one line if the machine caused it."""
+    line = raised.exc_value and explained_by_system(raised.exc_value)
+    if not line:
+        threading.__excepthook__(raised)
+    elif reports():
+        stop.write_to_stderr(f"megasink: {line}")
+
+
+def _end(error: BaseException, line: str) -> None:
     """Say once per host why the ranks end, and let the other hosts know."""
     reporting = reports()
     _say(line)

@@ -107,10 +107,10 @@ def folder_problem(folder: Path, *, resume: str | None) -> str | None:
     if not (folder / "config.json").is_file():
         if resume == "newest":
             return f"--resume: {folder} holds no run: drop --resume to start one there"
-        # Left by a start that ended before it wrote config.json.
-        there = [p for p in folder.glob("*") if not any(map(p.match, OF_SYSTEM))]
-        left = {p.name for p in there if not is_part_of_a_lease(p.name)}
-        if left - {"logs", "tensorboard", "wandb", "config.json.partial"}:
+        # Left by a start that ended before it wrote config.json; checkpoints may have a volume.
+        left = _contents(folder) - {"logs", "tensorboard", "wandb", "config.json.partial"}
+        saves = folder / "checkpoints"
+        if left - {saves.name} or (left and (not saves.is_dir() or _contents(saves))):
             return f"--run-dir {folder} is not empty and holds no run: choose another folder"
         return None
     if resume == "auto":
@@ -129,6 +129,12 @@ def folder_problem(folder: Path, *, resume: str | None) -> str | None:
             "start at step 0"
         )
     return None
+
+
+def _contents(folder: Path) -> set[str]:
+    """Return the names in a folder, without a lease and what the system makes on a volume."""
+    there = (path for path in folder.glob("*") if not any(map(path.match, OF_SYSTEM)))
+    return {path.name for path in there if not is_part_of_a_lease(path.name)}
 
 
 def _other_contents(folder: Path) -> str | None:

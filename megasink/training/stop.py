@@ -5,6 +5,7 @@ a collective, or for another rank to build datasets, would not react. A thread r
 immediately instead, through the interpreter's wakeup pipe.
 """
 
+import _thread
 import contextlib
 import json
 import os
@@ -102,7 +103,8 @@ def listen() -> None:
     signal.set_wakeup_fd(sending, warn_on_full_buffer=False)
     # Forked processes share the pipe.
     os.register_at_fork(after_in_child=lambda: signal.set_wakeup_fd(-1))
-    threading.Thread(target=_hear, args=(receiving,), name="signals", daemon=True).start()
+    # Not threading's, whose start waits forever for a thread that has no memory to begin.
+    _thread.start_new_thread(_hear, (receiving,))
 
 
 def training_begins(exit_signal: int) -> None:

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from megasink.balance.step import LossStep
 from megasink.balance.sums import HeadStatistics
+from megasink.checked_fields import checked
 from megasink.config import HeadBalanceOptions, Scope
 from megasink.errors import ConfigError, UserError
 from megasink.transformers.balance_checks import MARK, model_problems, option_problems
@@ -68,6 +69,7 @@ class HeadBalance:
         UserError: A model whose layers or gates megasink does not know.
     """
 
+    @checked
     def __init__(
         self,
         model: torch.nn.Module,

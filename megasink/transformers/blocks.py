@@ -95,6 +95,8 @@ def decoder_config(model: torch.nn.Module) -> Any:
 
 def find_blocks(model: torch.nn.Module) -> list[Block]:
     """Return the decoder layers of a model, in order, some of which have attention."""
+    if not hasattr(model, "config"):
+        raise UserError(f"{type(model).__name__} is not a model of transformers")
     config, whole = decoder_config(model), type(model).__name__
     if getattr(model.config, "is_encoder_decoder", False):
         raise UserError(f"{whole} is an encoder-decoder: megasink supports decoders only")

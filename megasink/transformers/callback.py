@@ -15,6 +15,7 @@ from transformers.trainer_callback import ExportableState
 
 from megasink.analysis.pages.heatmap import importance_pictures
 from megasink.atomic import atomic_file, atomic_text
+from megasink.checked_fields import checked
 from megasink.errors import UserError
 from megasink.transformers.balance import HeadBalance
 
@@ -43,6 +44,7 @@ class HeadBalanceCallback(TrainerCallback, ExportableState):
             uses DataParallel, tensor, context or sequence parallelism, or TRL's loss_type "dft".
     """
 
+    @checked
     def __init__(
         self,
         coeff: float = 1e-2,

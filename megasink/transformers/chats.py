@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from transformers.utils.chat_template_utils import render_jinja_template
 
-from megasink.data.files import BYTE_ORDER_MARK, expand, open_file, readable
+from megasink.data.files import BYTE_ORDER_MARK, expand, open_lines, readable
 from megasink.data.text_tokenizer import Part, text_tokenizer
 from megasink.data.tokenizer import load_tokenizer
 from megasink.errors import UserError, reason_of
@@ -171,7 +171,7 @@ def _records(path: Path) -> Iterator[tuple[str, Any]]:
         return
     if file.kind != "lines":
         raise UserError(f"{path} is neither JSON Lines (.jsonl, .jsonl.gz, .jsonl.zst) nor parquet")
-    with readable(path), open_file(path, file.compression) as (lines, _):
+    with readable(path), open_lines(path, file.compression) as (lines, _):
         for number, line in enumerate(lines, 1):
             place = f"{path}:{number}"
             try:

@@ -78,7 +78,7 @@ def tokenized(options: FinetuneOptions, chats: ChatTokenizer, folder: Path) -> t
             rows, features=features, cache_dir=str(folder), fingerprint="tokens"
         )
     except DatasetGenerationError as error:
-        raise (error.__cause__ if isinstance(error.__cause__, UserError) else error) from None
+        raise (error.__cause__ or error) from None
     found = np.flatnonzero(np.asarray(every["learned"]))
     if len(found) < 2:
         raise UserError(

@@ -69,6 +69,25 @@ def with_cuda() -> tuple[str, int]:
     return said(cpu.activate), len(active())
 
 
+def messages(batched: bool) -> dict[str, list[int]]:
+    """Shapes of what a stage gets from another one that is before and behind it, as in a step of
+    an interleaved pipeline: its output, and the gradient of its input."""
+    import torch
+    from megatron.core import parallel_state
+    from megatron.core.model_parallel_config import ModelParallelConfig
+    from megatron.core.pipeline_parallel.p2p_communication import P2PCommunicator
+
+    config = ModelParallelConfig(variable_seq_lengths=True, pipeline_dtype=torch.float32)
+    config.batch_p2p_comm = batched
+    stages = P2PCommunicator(parallel_state.get_pipeline_model_parallel_group(), config)
+    rank = torch.distributed.get_rank()
+    output, gradient = torch.zeros(10 + rank, 1, 4), torch.zeros(20 + rank, 1, 4)
+    previous, behind = stages.send_forward_backward_recv_forward_backward(
+        output, gradient, recv_prev=True, recv_next=True, tensor_shape=(1, 1, 4)
+    )
+    return {"previous": list(previous.shape), "next": list(behind.shape)}
+
+
 def devices() -> dict[str, Any]:
     """Where tensors asked for on CUDA are made, by each way to ask."""
     import torch

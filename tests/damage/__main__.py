@@ -36,7 +36,7 @@ def _run(root: Path, names: list[str], *, large: bool) -> int:
     import megatron.training  # noqa: F401
     import transformers  # noqa: F401
 
-    from tests.damage.harness import Sound, judge
+    from tests.damage.harness import Sound, judge, show
     from tests.damage.sound import make_sound
     from tests.damage.tables import CASES
 
@@ -62,14 +62,11 @@ def _run(root: Path, names: list[str], *, large: bool) -> int:
         outcome = judge(name, case, folder, sound)
         counts["wrong" if outcome.wrong else f"ended with {outcome.code}"] += 1
         most, slowest = max(most, outcome.rss_bytes), max(slowest, outcome.seconds)
-        mark = "WRONG" if outcome.wrong else "ok"
-        print(
-            f"{mark:5} {name:32} {outcome.seconds:6.1f} s {outcome.rss_bytes >> 20:5} MiB  "
+        show(
+            f"{name:32} {outcome.seconds:6.1f} s {outcome.rss_bytes >> 20:5} MiB  "
             f"{outcome.message[:150]!r}",
-            flush=True,
+            outcome.wrong,
         )
-        for problem in outcome.wrong:
-            print(f"      {problem}", flush=True)
         shutil.rmtree(folder, ignore_errors=True)
     told = ", ".join(f"{count} {what}" for what, count in sorted(counts.items()))
     print(

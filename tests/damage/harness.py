@@ -152,6 +152,12 @@ def _state(folder: Path) -> dict[str, str]:
     return found
 
 
+def show(line: str, wrong: Sequence[str]) -> None:
+    """Print the line of a case, and what is wrong with it."""
+    for text in (f"{'WRONG' if wrong else 'ok':5} {line}", *(f"      {one}" for one in wrong)):
+        print(text, flush=True)
+
+
 def forked(argv: Sequence[str], log: Path, out: Path) -> tuple[int, int]:
     """Exit code and largest resident set of a command and of what it starts; -9 for a hang."""
     sys.stdout.flush()

@@ -9,17 +9,19 @@ import sys
 
 import numpy as np
 import pytest
-from megatron.core.datasets.indexed_dataset import IndexedDatasetBuilder
+from megatron.core.datasets.indexed_dataset import IndexedDataset, IndexedDatasetBuilder
 
 from megasink.cli import main
 from megasink.data import preprocess as module
 from megasink.data import resume
 from megasink.data.corpus import Corpus
 from megasink.data.encode import Encoder
+from megasink.data.index import data_problem
 from megasink.data.merge import merge, part_of
 from megasink.data.preprocess import preprocess
+from megasink.data.validation import Validation, recorded_validation, validation_of
 from megasink.data.writer import IndexedWriter
-from megasink.errors import ConfigError
+from megasink.errors import ConfigError, UserError
 from tests.forkserver import ROOT
 
 SUFFIXES = (".bin", ".idx", ".json")
@@ -59,16 +61,25 @@ def killed_after(batches, monkeypatch):
     monkeypatch.setattr(module, "encode_in_order", some)
 
 
+def both(prefix, validation):
+    """The contents of a data set, and of its validation documents if there are any."""
+    return [
+        contents(each) for each in ([prefix, validation_of(prefix)] if validation else [prefix])
+    ]
+
+
+@pytest.mark.parametrize("validation", [None, Validation(0.07)], ids=["alone", "validation"])
 @pytest.mark.parametrize("batches", [0, 1, 7, 20])
-def test_a_run_goes_on_from_any_place(tmp_path, folder, inputs, monkeypatch, batches):
+def test_a_run_goes_on_from_any_place(tmp_path, folder, inputs, monkeypatch, batches, validation):
     monkeypatch.setattr(module, "_BATCH_DOCUMENTS", 64)
     monkeypatch.setattr(module, "_SAVE_SECONDS", 0.0)
-    report = preprocess(Corpus(inputs), tmp_path / "whole", folder, workers=1)
+    options = {"workers": 1, "validation": validation}
+    report = preprocess(Corpus(inputs), tmp_path / "whole", folder, **options)
     assert report.skipped.invalid_utf8 == 3
     with monkeypatch.context() as patch:
         killed_after(batches, patch)
         with pytest.raises(KeyboardInterrupt):
-            preprocess(Corpus(inputs), tmp_path / "again", folder, workers=1)
+            preprocess(Corpus(inputs), tmp_path / "again", folder, **options)
     # What a kill leaves besides: tokens beyond the last record.
     with (tmp_path / "again.bin.partial").open("ab") as file:
         file.write(b"half")
@@ -77,12 +88,61 @@ def test_a_run_goes_on_from_any_place(tmp_path, folder, inputs, monkeypatch, bat
     encoded = []
     encode = Encoder.__call__
     monkeypatch.setattr(Encoder, "__call__", lambda s, t: encoded.append(len(t)) or encode(s, t))
-    again = preprocess(Corpus(inputs), tmp_path / "again", folder, workers=1)
-    assert contents(tmp_path / "again") == contents(tmp_path / "whole")
-    assert sum(encoded) == report.documents - left.place.documents
+    again = preprocess(Corpus(inputs), tmp_path / "again", folder, **options)
+    record = again.validation and json.loads((tmp_path / "again.json").read_text())["validation"]
+    assert record == (validation and {"share": 0.07, "seed": 1234, "data": "again-validation"})
+    whole = tmp_path / "whole"
+    of_whole = [
+        [p.replace(b'"whole-', b'"again-') for p in parts] for parts in both(whole, validation)
+    ]
+    assert both(tmp_path / "again", validation) == of_whole
+    drawn = report.validation.documents if validation else 0
+    assert sum(encoded) == report.documents + drawn - left.place.documents
     assert again.skipped == report.skipped
     names = {p.name for p in tmp_path.iterdir()}
-    assert names == {f"{name}{suffix}" for name in ("whole", "again") for suffix in SUFFIXES}
+    sets = ("whole", "again", *(("whole-validation", "again-validation") if validation else ()))
+    assert names == {f"{name}{suffix}" for name in sets for suffix in SUFFIXES}
+
+
+def test_validation_documents_are_drawn_from_everywhere(tmp_path, folder, inputs):
+    """Each document is in one of the two, in order; each tenth of the corpus gives its share."""
+    whole, divided = tmp_path / "whole", tmp_path / "divided"
+    preprocess(Corpus(inputs), whole, folder, workers=1)
+    draw = Validation(0.05, seed=7)
+    report = preprocess(Corpus(inputs), divided, folder, workers=2, validation=draw)
+    documents = [list(map(int, d)) for d in IndexedDataset(str(whole))]
+    is_drawn = [draw.has(number) for number in range(len(documents))]
+    for prefix, expected in ((divided, False), (validation_of(divided), True)):
+        of_set = [d for d, drawn in zip(documents, is_drawn, strict=True) if drawn == expected]
+        assert [list(map(int, d)) for d in IndexedDataset(str(prefix))] == of_set
+        assert json.loads(prefix.with_name(f"{prefix.name}.json").read_text())["tokens"] == sum(
+            map(len, of_set)
+        )
+    tenth = len(documents) // 10
+    for start in range(0, 10 * tenth, tenth):
+        assert sum(is_drawn[start : start + tenth]) == pytest.approx(0.05 * tenth, abs=1.01)
+    assert (
+        report.validation.documents == sum(is_drawn) == pytest.approx(0.05 * len(documents), abs=1)
+    )
+    other = Validation(0.05, seed=8)
+    assert [other.has(number) for number in range(len(documents))] != is_drawn
+    preprocess(Corpus(inputs), tmp_path / "again", folder, workers=1, validation=draw)
+    for suffix in (".bin", ".idx"):
+        for name in ("", "-validation"):
+            again = tmp_path / f"again{name}{suffix}"
+            assert again.read_bytes() == (tmp_path / f"divided{name}{suffix}").read_bytes()
+
+
+@pytest.mark.parametrize(("documents", "share"), [(1, 0.5), (3, 0.05)])
+def test_a_draw_that_leaves_a_data_set_empty_is_refused(tmp_path, folder, documents, share):
+    lines = [json.dumps({"text": f"document {n}"}) for n in range(documents)]
+    (tmp_path / "a.jsonl").write_text("\n".join(lines))
+    corpus = Corpus([tmp_path / "a.jsonl"])
+    with pytest.raises(
+        UserError, match=rf"--validation {share} of {documents} doc.* leaves none for"
+    ):
+        preprocess(corpus, tmp_path / "out", folder, workers=1, validation=Validation(share))
+    assert [path.name for path in tmp_path.iterdir()] == ["a.jsonl"]
 
 
 def test_another_command_starts_over(tmp_path, folder, inputs, monkeypatch):
@@ -135,6 +195,26 @@ def test_parts_make_the_whole(tmp_path, folder, inputs, parts):
     examples = merged["skipped"].pop("examples"), complete["skipped"].pop("examples")
     assert len(examples[0]) == len(examples[1]) == 3
     assert merged == complete
+
+
+def test_parts_with_validation_are_merged_to_both(tmp_path, folder, inputs):
+    reports = [
+        preprocess(
+            Corpus(inputs, partition=(part, 2)),
+            part_of(tmp_path / "m", part, 2),
+            folder,
+            workers=1,
+            validation=Validation(0.05),
+        )
+        for part in (1, 2)
+    ]
+    merged = merge(tmp_path / "m")
+    assert merged["validation"]["data"] == "m-validation"
+    assert recorded_validation(str(tmp_path / "m")) == str(tmp_path / "m-validation")
+    drawn = IndexedDataset(str(tmp_path / "m-validation"))
+    assert len(drawn) == sum(report.validation.documents for report in reports)
+    assert merged["documents"] == sum(report.documents for report in reports)
+    assert data_problem(str(tmp_path / "m-validation"), 1024) is None
 
 
 def test_parts_that_do_not_belong_together(tmp_path, folder, inputs):

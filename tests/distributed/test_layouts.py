@@ -13,6 +13,7 @@ from tests.distributed import merging
 from tests.distributed.cases import FULL, PP, SELECTIVE, TOLERANCE, TRAIN, VPP, case, cases
 from tests.distributed.layout import SINGLE
 
+TASKS = "tests.cpu.tasks"
 VANILLA = {"attention_variant": "vanilla"}
 OFF = {"head_balance_coeff": 0.0}
 HEADWISE = {"attention_variant": "gated"}
@@ -97,6 +98,16 @@ def test_interleaved_stages_whose_messages_are_sent_in_batches(pool, single):
     batched = {"overlap_p2p_comm": False, "batch_p2p_comm": True}
     found = pool.run(TRAIN, VPP, **MODELS["four-layers"][1], **batched)
     merging.assert_same_training(found, single("four-layers"), TOLERANCE)
+
+
+@pytest.mark.parametrize("batched", [False, True])
+def test_shapes_of_messages_of_two_stages(pool, batched):
+    """Where sequences differ in length, each stage sends the shapes of its messages first."""
+    (first, second) = pool.run(f"{TASKS}:messages", PP, batched=batched)
+    sent = [{"forward": [10 + r, 1, 4], "backward": [20 + r, 1, 4]} for r in (0, 1)]
+    assert [first, second] == [
+        {"previous": theirs["forward"], "next": theirs["backward"]} for theirs in reversed(sent)
+    ]
 
 
 @pytest.mark.parametrize("options", [FULL, SELECTIVE], ids=["full", "selective"])

@@ -35,6 +35,7 @@ def _with_failing_calls(root: Path, words: list[str]) -> int:
         "LD_PRELOAD": str(library),
         **dict.fromkeys(("OMP_NUM_THREADS",), "1"),
         "TOKENIZERS_PARALLELISM": "false",
+        "TORCH_CPP_LOG_LEVEL": "ERROR",
         **{"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1"},
     }
     line = [sys.executable, "-W", "ignore", "-m", "tests.faults", *words]
@@ -52,7 +53,7 @@ def _run(root: Path, names: list[str]) -> int:
 
     from megasink.analysis.pages import drawing, style
     from megasink.cli import COMMANDS, main_of
-    from tests.damage.harness import Sound
+    from tests.damage.harness import Sound, show
     from tests.damage.sound import make_sound
     from tests.faults.commands import lines
     from tests.faults.harness import FAULTS, Fault, attempt
@@ -95,14 +96,11 @@ def _run(root: Path, names: list[str]) -> int:
             kind = fault.name.rpartition("-")[0] if fault.name[-1].isdigit() else fault.name
             counts[kind, "ran"] += 1
             counts[kind, "WRONG" if end.wrong else f"ended with {end.code}"] += 1
-            mark = "WRONG" if end.wrong else "ok"
-            print(
-                f"{mark:5} {command:22} {fault.name:18} {end.seconds:5.1f} s {end.code:4} "
+            show(
+                f"{command:22} {fault.name:18} {end.seconds:5.1f} s {end.code:4} "
                 f"{end.message[:230]!r}",
-                flush=True,
+                end.wrong,
             )
-            for problem in end.wrong:
-                print(f"      {problem}", flush=True)
             shutil.rmtree(folder, ignore_errors=True)
     wrong = sum(n for (_, what), n in counts.items() if what == "WRONG")
     ran = sum(n for (_, what), n in counts.items() if what == "ran")

@@ -1,12 +1,15 @@
 """The command lines that meet the faults: every command of the CLI."""
 
+import json
 import shutil
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from tests.analysis.capture.tiny_models import tiny_model
+from tests.chats import chat_tokenizer, conversations, write_chats
 from tests.damage.harness import Sound
-from tests.damage.sound import FLAGS
+from tests.damage.sound import FLAGS, MODEL
 
 
 @dataclass(frozen=True)
@@ -26,10 +29,34 @@ class Line:
     starts: bool = False
 
 
+def _deep(folder: str) -> list[str]:
+    return [folder + "/*" * depth for depth in (1, 2, 3)]
+
+
+def make_chats(sound: Sound) -> Path:
+    """Write a model with a chat template, and conversations; return their folder."""
+    root = sound.root / "finetune"
+    if not root.is_dir():
+        root.mkdir()
+        chat_tokenizer(sound.tokenizer, root / "model")
+        tokens = len(json.loads((root / "model" / "tokenizer.json").read_text())["model"]["vocab"])
+        tiny_model("llama", vocab_size=tokens + 2).save_pretrained(root / "model")
+        write_chats(root / "chats.jsonl", conversations(8, exchanges=1, words=3))
+    return root
+
+
 def lines(sound: Sound) -> dict[str, Line]:
     """Return {command: its line}; a command may have several, told apart by a slash."""
     texts = ["--data", sound.root / "texts.jsonl", "--device", "cpu"]
     shards = ("out/settings.json", "out/partial/*", "out/points/*", "out/points/*/*")
+
+    chats = make_chats(sound)
+    run = (*MODEL, "--tokenizer-model", sound.tokenizer, "--data-path", sound.data)
+    run += ("--train-iters", 1)
+
+    # The same command starts again over them.
+    begun = ("out/config.json", "out/config.toml", "out/*.jsonl", "out/*/*", "out/*/*/*")
+    begun += ("out/logs/*/*/*/*/*",)
 
     def run_there(place: Path) -> None:
         ignore = shutil.ignore_patterns("data-cache", "tensorboard", "checkpoints", "logs")
@@ -66,6 +93,24 @@ def lines(sound: Sound) -> dict[str, Line]:
                 *("--samples", "--batch-size", 2, "--device", "cpu", "--output", "{out}"),
             ]
         ),
+        "train": Line(["train", *run, "--ranks", 1, "--cpu", "--run-dir", "{out}"], begun),
+        "train/rank": Line(["rank", *run, "--run-dir", "{out}"], begun),
+        "plan": Line(["plan", *run, "--ranks", 1]),
+        "finetune": Line(
+            [
+                *("finetune", chats / "model", "--data", chats / "chats.jsonl", "--lora-rank", 2),
+                *("--seq-length", 32, "--global-batch-size", 4, "--micro-batch-size", 4),
+                *("--output", "{out}"),
+            ],
+            [
+                "out/settings.json",
+                "out/model/*",
+                *_deep("out/before"),
+                *_deep("out/run"),
+                *_deep("out/after"),
+            ],
+        ),
+        "demo": Line(["demo", "--train-iters", 1, "--dir", "{out}"]),
         "report": Line(["report", sound.analysis, sound.other, "--output", "{out}"]),
         "report/own": Line(["report", "{out}", "--output", "{out}"], prepare=analysis_there),
         "compare": Line(["compare", sound.run, sound.run2, "--output", "{out}.png"]),

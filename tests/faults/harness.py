@@ -92,11 +92,11 @@ FAULTS = {
         *(Fault(f"handles-{n}", inside=_handles(n)) for n in (0, 2, 5, 10)),
         *(
             Fault(f"memory-{n}", inside=_memory(resource.RLIMIT_AS, "VmSize", n))
-            for n in (8, 20, 60, 150)
+            for n in (0, 8, 20, 60, 150)
         ),
         *(
             Fault(f"data-{n}", inside=_memory(resource.RLIMIT_DATA, "VmData", n))
-            for n in (8, 30, 100)
+            for n in (0, 8, 30, 100)
         ),
         Fault("read-only", volume=64 * MIB, read_only=True),
         Fault("stdout-closed", stdout="closed"),
@@ -177,7 +177,7 @@ def attempt(
     if "Traceback" in said or "Traceback" in out:
         wrong.append(f"a traceback: {said[-400:]}")
     elif code == 128 + signal.SIGPIPE and fault.stdout == "closed":
-        if said.strip():
+        if re.search(r"megasink: |Error|Exception|[Ww]arning", said):
             wrong.append(f"said of a closed output: {said[-600:]}")
     elif code not in (0, 2):
         wrong.append(f"exit code {code}: {said[-600:]}")
@@ -189,11 +189,17 @@ def attempt(
             wrong.append(f"more than a line: {said[-900:]}")
         elif len(said.strip().splitlines()) > len(lines):
             extra = [e for e in said.splitlines() if re.search(r"Error|Exception|[Ww]arning", e)]
-            extra = [e for e in extra if e not in message and "megasink: " not in e]
+            # Log lines of Megatron in a rank; hooks of Python, which have no memory either.
+            known = re.compile(
+                r"megasink: |ERROR:megatron|WARNING:megatron|audit hook|^MemoryError"
+            )
+            extra = [e for e in extra if e not in message and not known.search(e)]
             wrong += [f"besides: {extra[:3]}"] if extra else []
     strange = [p for p in left if ".partial" in p or p.endswith(".lock")]
     if code != 0 and not fault.stdout:  # of what is whole only the name was not said
         strange = left
+    if fault.name.startswith("handles"):  # a folder that cannot be opened cannot be emptied
+        strange = [p for p in strange if "/partial/" not in p]
     strange = [p for p in strange if not any(Path(p).match(pattern) for pattern in kept)]
     if strange:
         wrong.append(f"left {strange[:6]}")
@@ -266,11 +272,18 @@ def _become(
         resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
         sys.argv = ["megasink", *line]
         os.environ.update(environment)
+        from megasink import cpu
         from megasink.__main__ import run
+        from megasink.training.pretrain import main as rank
+
+        if line[0] == "finetune":  # without torchrun and Megatron, whose platform shows it a GPU
+            cpu.deactivate()
+            for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE"):
+                os.environ.pop(name)
 
         if fault.inside is not None:
             fault.inside()
-        code = run()
+        code = rank(line[1:]) if line[0] == "rank" else run()
     except SystemExit as stop:
         code = stop.code if isinstance(stop.code, int) else 1
     except BaseException:

@@ -9,14 +9,9 @@ from safetensors.torch import load_file, save_file
 
 from megasink.convert.modeling.configuration_megasink import MegasinkConfig
 from megasink.convert.modeling.modeling_megasink import MegasinkForCausalLM
+from tests.analysis.capture.tiny_models import COMMON
 
-SHAPE = {
-    "hidden_size": 32,
-    "intermediate_size": 48,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 8,
+SHAPE = COMMON | {
     "max_position_embeddings": 128,
     "initializer_range": 0.5,
     "eos_token_id": 1,

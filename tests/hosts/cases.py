@@ -9,5 +9,6 @@ FEW = (
     "one byte of the .bin, without a .json",
     "copies of data and tokenizer at other paths",
     "rank 0 SIGKILL",
+    "a clock 40 s ahead",
 )
 """Those that pytest runs; `python -m tests.hosts` runs all."""

@@ -64,10 +64,14 @@ FOLDERS = {
         saved=True,
     ),
     "checkpoints of a new run on a volume of B": Case(
-        f"host-b: --save {OTHER}|is not empty and holds no run",
+        f"host-b: --save {OTHER}",
         before="mkdir -p {run}/checkpoints",
         setup=TMPFS + "{run}/checkpoints",
         all=["--use-distributed-optimizer"],
+    ),
+    "empty checkpoints of a new run, a volume that all share": Case(
+        before="mkdir -p {run}/checkpoints/lost+found {own}/volume/lost+found",
+        first="mount --bind {own}/volume {run}/checkpoints",
     ),
     "the newest checkpoint a link": Case(
         r"host-b: --save \S+ has no iter_0000002/\S+, which host-a has",

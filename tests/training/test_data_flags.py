@@ -14,6 +14,7 @@ from megatron.training.arguments import _add_data_args
 from megasink.errors import ConfigError
 from megasink.training import dataset, early
 from megasink.training.checks import data_files
+from megasink.training.checks.blends import drawn_validation, parts
 from megasink.training.early import refuse
 from tests.training.command_lines import MODEL
 
@@ -158,6 +159,30 @@ def test_of_many_missing_data_sets_some_are_named(tmp_path):
     found = problems("--data-path", *(str(tmp_path / f"p{n}") for n in range(101)))
     assert len(found) == 9
     assert found[-1] == "--data-path: 101 of 101 datasets are not complete; the first 8 are above"
+
+
+def test_validation_data_of_a_data_set_is_found(prefix, tmp_path, config_of, capsys):
+    """`megasink data --validation` names it in PREFIX.json."""
+    record = {"share": 0.5, "seed": 1, "data": "a-validation"}
+    (tmp_path / "a.json").write_text(json.dumps({"validation": record}))
+    drawn = f"{prefix}-validation"
+    flags = ["--data-path", "0.5", prefix, "--split", "95,5,0"]
+    assert any(f"validation {drawn}: {drawn}.bin and" in problem for problem in problems(*flags))
+    write(drawn, [[7, 8]])
+    assert problems(*flags) == []
+    assert rank_problems(*flags) == []
+    assert f"data: validation with 0.5 {drawn}, in place of --split" in capsys.readouterr().out
+    args = early.read([*MODEL, *NULL, *flags])
+    assert parts(args) == (True, True, False)
+    fields = config_of(args)
+    assert fields["blend_per_split"] == [([prefix], [0.5]), ([drawn], [0.5]), None]
+    assert (fields["blend"], fields["split"]) == (None, None)
+    other = write(tmp_path / "b", [[1, 2, 3]])
+    (problem,) = problems("--data-path", prefix, other, "--split", "95,5,0")
+    assert problem.startswith(f"--data-path: {prefix} has validation data of its own, others have")
+    record["data"] = "../elsewhere"  # beside it, nowhere else
+    (tmp_path / "a.json").write_text(json.dumps({"validation": record}))
+    assert drawn_validation([prefix]) is None
 
 
 def test_a_part_without_a_token_is_refused(tmp_path):

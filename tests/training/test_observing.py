@@ -39,7 +39,7 @@ def test_writers_of_the_last_rank_may_be_first(tmp_path):
     for name in ("tensorboard", "wandb"):
         (tmp_path / name).mkdir()
     assert folder_problem(tmp_path, resume=False) is None
-    (tmp_path / "checkpoints").mkdir()
+    (tmp_path / "metrics.jsonl").touch()
     assert "not empty and holds no run" in folder_problem(tmp_path, resume=False)
 
 

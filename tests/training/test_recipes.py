@@ -190,6 +190,7 @@ def test_later_files_and_the_command_line_count_more(tmp_path):
         (["--lr-warmup-iters=7"], "lr_warmup_iters", "lr_warmup_fraction"),
         (["--lr-wsd-decay-iters", "9"], "lr_wsd_decay_iters", "lr_wsd_decay_fraction"),
         (["--train-samples", "99"], "train_samples", "train_iters"),
+        (["--train-data-path", "x"], "train_data_path", "split"),
     ],
 )
 def test_of_flags_that_exclude_each_other_the_last_one_stays(flags, kept, dropped):

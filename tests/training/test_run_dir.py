@@ -323,6 +323,12 @@ def test_the_root_of_a_fresh_volume_holds_a_run(tmp_path):
     (tmp_path / ".DS_Store").write_bytes(b"")
     assert folder_problem(tmp_path, resume=None) is None
     assert foreign_contents(tmp_path) is None
+    saves = tmp_path / "checkpoints"  # may be a volume of its own, or made by who starts the run
+    (saves / "lost+found").mkdir(parents=True)
+    assert folder_problem(tmp_path, resume="auto") is None
+    (saves / "iter_0000001").mkdir()
+    assert "holds no run" in folder_problem(tmp_path, resume="auto")
+    shutil.rmtree(saves)
     (tmp_path / "lost").mkdir()
     assert "holds no run" in folder_problem(tmp_path, resume=None)
     assert "holds lost," in foreign_contents(tmp_path)

@@ -5,9 +5,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import torch
-
-import megasink
 from megasink.analysis.ablate.points import MeasuredPoint, PointFolder, TaskScore
 from megasink.analysis.ablate.settings import Setting
 from megasink.analysis.capture.base import ProbedModel
@@ -28,13 +25,13 @@ class Ablation(ABC):
     """Base class of an ablation; a subclass defines the inputs of its points.
 
     Attributes:
-        weights: hash of the model's weights.
+        identity: of the model, see `model_identity`.
         folder: keeps what is measured.
         ranks: processes that share the points.
     """
 
     model: ProbedModel
-    weights: str
+    identity: dict[str, Any]
     folder: PointFolder
     ranks: Ranks
 
@@ -57,13 +54,11 @@ class Ablation(ABC):
         """Return every setting of a point, including the entries of its interventions."""
         return {
             "model": self.model.facts["kind"],
-            "weights": self.weights,
+            **self.identity,
             "dtype": self.model.facts["dtype"],
             "attention": self.model.facts["attention"],
             "device": self.model.device.type,
             "interventions": to_json(list(interventions)),
-            "megasink": megasink.__version__,
-            "torch": torch.__version__,
             **self.ground(),
         }
 

@@ -17,7 +17,7 @@ from megasink.analysis.ablate.results import UNCHANGED, AblationResults
 from megasink.analysis.ablate.settings import Setting, settings_of, thresholds_of
 from megasink.analysis.ablate.summary import summarize
 from megasink.analysis.capture.base import ProbedModel, takes_seconds
-from megasink.analysis.capture.identity import weights_hash
+from megasink.analysis.capture.identity import model_identity
 from megasink.analysis.capture.ranks import Ranks
 from megasink.analysis.capture.samples import inputs_of
 from megasink.analysis.evaluate.tasks_loading import LoadedTasks
@@ -129,7 +129,8 @@ def _ablation_of(
 ) -> Ablation:
     """Return the ablation on the texts or tasks that the options name."""
     assert options.output is not None
-    shared = (model, weights_hash(model.module), PointFolder(options.output / "points"), ranks)
+    identity = model_identity(model.module, model.tokenizer, None)
+    shared = (model, identity, PointFolder(options.output / "points"), ranks)
     if tasks is not None:
         from megasink.analysis.ablate.on_tasks import OnTasks
 
@@ -163,7 +164,7 @@ def _scores(options: AblationOptions, ablation: Ablation) -> tuple[Mapping[str, 
         return ablation.scores(options.score), ablation.model.facts["name"]
     calibration = read_calibration(options.calibration)
     try:
-        calibration.check(ablation.weights, ablation.model.heads)
+        calibration.check(ablation.identity["weights"], ablation.model.heads)
     except UserError as error:
         raise UserError(f"--calibration {error}") from error
     return calibration.scores, str(options.calibration)

@@ -5,7 +5,6 @@ Shapes: N samples, L layers, H heads.
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -13,7 +12,7 @@ import numpy as np
 from megasink.analysis.ablate.calibration import threshold_of
 from megasink.analysis.ablate.results import RANDOM, UNCHANGED
 from megasink.analysis.interventions.entries import read_interventions, to_entry
-from megasink.analysis.interventions.heads import HeadList, parse_heads, read_heads
+from megasink.analysis.interventions.heads import heads_of
 from megasink.analysis.interventions.kinds import DynamicZeroing, ZeroHeads
 from megasink.analysis.interventions.record import Intervention
 from megasink.analysis.metrics import metrics
@@ -126,13 +125,6 @@ def _fixed(
     mask_LH = inactive(mean_LH, tau, metrics()[score].inactive or "")
     chosen = tuple((int(layer), int(head)) for layer, head in np.argwhere(mask_LH))
     return (ZeroHeads(chosen),) * bool(chosen), np.where(np.isnan(mean_LH), np.nan, mask_LH)
-
-
-def heads_of(words: Sequence[str]) -> HeadList:
-    """Return the heads of --heads: LAYER.HEAD words, or one file of `read_heads`."""
-    if len(words) == 1 and Path(words[0]).suffix in (".json", ".csv"):
-        return read_heads(Path(words[0]))
-    return HeadList(parse_heads(words))
 
 
 def _single_heads(layer: int, heads: Sequence[int]) -> Iterator[Setting]:

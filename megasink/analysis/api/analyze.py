@@ -1,6 +1,6 @@
 """Analyze a model that is in memory, or in a folder."""
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -8,12 +8,14 @@ from megasink.analysis import run
 from megasink.analysis.analysis import Analysis
 from megasink.analysis.api.models import HubModel, load_model, load_run
 from megasink.analysis.capture.base import ProbedModel
-from megasink.analysis.capture.models import of_run, of_transformers
+from megasink.analysis.capture.models import of_run, of_transformers, open_probe_on
 from megasink.analysis.capture.samples import inputs_of
 from megasink.analysis.options import BOS, AnalysisOptions
+from megasink.checked_fields import checked
 from megasink.errors import ConfigError, UserError
 
 
+@checked
 def analyze(
     model: Any,
     texts: Sequence[str] | Path | Sequence[Path],
@@ -75,8 +77,12 @@ def analyze(
     """
     if isinstance(texts, str):
         raise UserError("texts is one string: give a list of texts, or a Path")
-    given = [texts] if isinstance(texts, Path) else list(texts)
+    if isinstance(texts, Path) or not isinstance(texts, Iterable):
+        texts = [texts]
+    given = list(texts)
     of_files = bool(given) and all(isinstance(text, Path) for text in given)
+    if not of_files and (wrong := [text for text in given if not isinstance(text, str)]):
+        raise UserError(f"texts has {wrong[0]!r:.60}: give a list of strings, or of Paths")
     options = AnalysisOptions(
         data=tuple(map(str, given)) if of_files else (),
         seq_length=seq_length,
@@ -118,6 +124,9 @@ def _probed(model: Any, tokenizer: Any, name: str | None) -> ProbedModel:
         tokenizer, name = own if tokenizer is None else tokenizer, name or folder
     if hasattr(model, "iteration"):
         return of_run(model, name or f"step {model.iteration}")
+    open_probe_on(model)  # raises for what is not a model
     if tokenizer is None:
         raise UserError("give the tokenizer too: analyze(model, texts, tokenizer=...)")
+    if not hasattr(tokenizer, "eos_token_id"):
+        raise UserError(f"tokenizer {tokenizer!r:.60}: give a tokenizer of transformers")
     return of_transformers(model, tokenizer, name or type(model).__name__)

@@ -3,7 +3,9 @@
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from megasink.errors import UserError
+from megasink.analysis.interventions.activations import Activations
+from megasink.checked_fields import checked
+from megasink.errors import UserError, reason_of
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -11,8 +13,14 @@ if TYPE_CHECKING:
     from megasink.checkpoints.load import LoadedModel
 
 
-class HubModel(NamedTuple):
-    """A model of transformers and its tokenizer.
+class _Loaded(NamedTuple):
+    model: "PreTrainedModel"
+    tokenizer: Any
+    name: str
+
+
+class HubModel(Activations, _Loaded):
+    """A model of transformers and its tokenizer, and methods for its activations.
 
     Attributes:
         model: in evaluation mode.
@@ -20,11 +28,8 @@ class HubModel(NamedTuple):
         name: of the folder, for tables and figures.
     """
 
-    model: "PreTrainedModel"
-    tokenizer: Any
-    name: str
 
-
+@checked
 def load_model(
     folder: str | Path,
     *,
@@ -44,6 +49,8 @@ def load_model(
     Raises:
         UserError: missing or broken files, or an attention that megasink cannot read.
     """
+    import torch
+
     from megasink.analysis.capture.load import load
     from megasink.analysis.options import DTYPES, ModelOptions, model_problem
 
@@ -57,9 +64,14 @@ def load_model(
         dtype=dtype,
         attn_implementation=attn_implementation,
     )
+    try:
+        torch.empty(0, device=device)
+    except (AssertionError, RuntimeError) as error:
+        raise UserError(f"device {device!r}: {reason_of(error)}") from error
     return HubModel(*load(options, device), options.shown_name)
 
 
+@checked
 def load_run(
     run: str | Path,
     *,
@@ -87,9 +99,13 @@ def load_run(
     _prepare(device)
     from megasink.checkpoints import load
 
-    return load.load_model(run, iteration, tokenizer)
+    class LoadedRun(Activations, load.LoadedModel):
+        """A `LoadedModel` with methods for its activations."""
+
+    return LoadedRun(*load.load_model(run, iteration, tokenizer))
 
 
+@checked
 def convert_to_hf(
     run: str | Path,
     output: str | Path,

@@ -64,8 +64,8 @@ class Probe(ABC):
     Raises:
         ConfigError: the model cannot be probed, or a change does not fit it; one message lists
             every reason.
-        RuntimeError: another probe is open on the model.
-        UserError: in a call of the model, the outputs of a layer's heads did not come by.
+        UserError: another probe is open on the model, or in a call of the model, the outputs of a
+            layer's heads did not come by.
     """
 
     model: torch.nn.Module
@@ -156,7 +156,7 @@ class Probe(ABC):
         if problems:
             raise ConfigError(problems)
         if self.model in _PROBED:
-            raise RuntimeError(
+            raise UserError(
                 "another probe or intervention is open on this model: close it first, or pass all "
                 "interventions together (megasink.analysis.interventions)"
             )

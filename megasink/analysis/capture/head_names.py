@@ -2,12 +2,14 @@
 
 from collections.abc import Iterable, Sequence
 
+from megasink.errors import UserError
+
 
 def parse_head(word: str) -> tuple[int, int]:
     """Return (layer, head) of a word such as 3.5."""
     layer, _, head = word.partition(".")
     if not (layer.isdecimal() and head.isdecimal()):
-        raise ValueError(f"{word}: write a head as LAYER.HEAD, both from 0, such as 3.5")
+        raise UserError(f"{word}: write a head as LAYER.HEAD, both from 0, such as 3.5")
     return int(layer), int(head)
 
 

@@ -68,7 +68,7 @@ class MegatronProbe(Probe):
     ) -> Logits:
         """Run sequences of equal length."""
         if attention_mask_BT is not None:
-            raise ValueError("a Megatron model takes no padding mask: batch equal lengths")
+            raise UserError("a Megatron model takes no padding mask: batch equal lengths")
         rows, tokens = input_ids_BT.shape
         if position_ids_BT is None:
             position_ids_BT = torch.arange(tokens, device=input_ids_BT.device).expand(rows, tokens)

@@ -95,7 +95,7 @@ class TransformersProbe(Probe):
     def _install(self) -> None:
         if self.reads_attention:
             if NAME in AttentionInterface._global_mapping:
-                raise RuntimeError("a probe that reads attention is open: close it first")
+                raise UserError("a probe that reads attention is open: close it first")
             AttentionInterface.register(NAME, self._attend)
             self._registered = True
             # Without a mask function of this name transformers makes no mask at all, and attention

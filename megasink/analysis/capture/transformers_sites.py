@@ -8,7 +8,7 @@ import torch
 from megasink.analysis.capture.sites import BLOCKS, PRODUCT, UP, Site, Sites, tensor_of
 from megasink.transformers.blocks import Block, child
 
-_DOWN = ("down_proj", "c_proj", "dense_4h_to_h", "fc2", "w2")
+DOWN = ("down_proj", "c_proj", "dense_4h_to_h", "fc2", "w2")
 _UP = ("up_proj", "w3", "c_fc", "dense_h_to_4h", "fc1")
 _FUSED = "gate_up_proj"  # [gate; up]
 _BEFORE = ("input_layernorm", "ln_1", "operator_norm", "attention_norm")
@@ -34,9 +34,9 @@ def transformers_sites(blocks: list[Block]) -> Sites:
 
 
 def _add_mlp(sites: Sites, mlp: torch.nn.Module | None) -> None:
-    down = None if mlp is None else child(mlp, _DOWN)
+    down = None if mlp is None else child(mlp, DOWN)
     if mlp is None or down is None:
-        reason = f"block 0 has no MLP with {', '.join(_DOWN)}: experts have no common activation"
+        reason = f"block 0 has no MLP with {', '.join(DOWN)}: experts have no common activation"
         sites.missing[PRODUCT] = sites.missing[UP] = reason
         return
     sites.available.append(Site(PRODUCT, down, lambda product, _: product))

@@ -10,7 +10,7 @@ from typing import Any
 _MODULES = {
     "dynamic_zeroing": ("DynamicChange",),
     "entries": ("from_entry", "read_interventions", "to_entry"),
-    "heads": ("parse_heads", "read_heads"),
+    "heads": ("heads_of", "read_heads"),
     "kinds": (
         "DrainFirstValue",
         "DynamicZeroing",

@@ -123,7 +123,7 @@ class DynamicChange(HeadChange):
         NaN where there is no head; layers after the last one with attention are left out.
         """
         if not self._zeroed:
-            raise ValueError("no call of the model has run in this context yet")
+            raise UserError("no call of the model has run in this context yet")
         most = max(len(zeroed_H) for zeroed_H in self._zeroed.values())
         share_LH = np.full((max(self._zeroed) + 1, most), np.nan)
         for layer, zeroed_H in self._zeroed.items():

@@ -17,11 +17,7 @@ def to_entry(intervention: Intervention) -> dict[str, Any]:
 
 
 def from_entry(entry: dict[str, Any], where: str) -> Intervention:
-    """Return the intervention that a JSON object describes.
-
-    Args:
-        where: the file and entry, for errors.
-    """
+    """Return the intervention that a JSON object describes; `where` is for errors."""
     kind = entry.get("kind")
     kind = kind if isinstance(kind, str) else repr(kind)
     if kind not in KINDS:

@@ -13,6 +13,8 @@ from megasink.json_file import read_text, read_value
 
 Heads = tuple[tuple[int, int], ...]
 """(layer, head) pairs, both from 0."""
+GivenHeads = str | Path | Iterable[Sequence[int] | str]
+"""(layer, head) pairs, words such as "3.5", or a file that `read_heads` reads."""
 
 
 class HeadList(NamedTuple):
@@ -29,14 +31,27 @@ class HeadList(NamedTuple):
     mask_shape: tuple[int, int] | None = None
 
 
-def normalized_heads(heads: Iterable[Sequence[int]]) -> Heads:
-    """Return (layer, head) pairs, sorted, each once."""
+def heads_of(given: GivenHeads) -> HeadList:
+    """Return heads given as pairs, as words such as 3.5, or as one file of `read_heads`."""
+    one = given[0] if isinstance(given, Sequence) and len(given) == 1 else given
+    if isinstance(one, Path) or (isinstance(one, str) and Path(one).suffix in (".json", ".csv")):
+        return read_heads(Path(one))
+    return HeadList(normalized_heads(given))
+
+
+def normalized_heads(heads: GivenHeads) -> Heads:
+    """Return (layer, head) pairs, sorted, each once, from pairs and words such as 3.5."""
+    if isinstance(heads, str):
+        heads = heads.split()
+    if not isinstance(heads, Iterable):
+        raise UserError(f"heads {heads!r}: give a list of [layer, head], or words such as 3.5")
     pairs = set()
     for entry in heads:
+        entry = parse_head(entry) if isinstance(entry, str) else entry
         pair = tuple(entry) if isinstance(entry, list | tuple | np.ndarray) else (entry,)
         is_pair = len(pair) == 2 and all(_is_integer(number) for number in pair)
         if not is_pair or min(pair) < 0:
-            raise ValueError(f"{entry!r} is not [layer, head], two whole numbers from 0 on")
+            raise UserError(f"{entry!r} is not [layer, head], two whole numbers from 0 on")
         pairs.add((int(pair[0]), int(pair[1])))
     return tuple(sorted(pairs))
 
@@ -44,11 +59,6 @@ def normalized_heads(heads: Iterable[Sequence[int]]) -> Heads:
 def _is_integer(number: object) -> bool:
     """Return whether a value is an integer of Python or numpy, and not a bool."""
     return type(number) is int or isinstance(number, np.integer)
-
-
-def parse_heads(words: Iterable[str]) -> Heads:
-    """Return the heads of words such as 3.5, which is head 5 of layer 3."""
-    return normalized_heads(parse_head(word) for word in words)
 
 
 def heads_by_layer(heads: Heads) -> dict[int, list[int]]:
@@ -65,10 +75,11 @@ def read_heads(path: Path) -> HeadList:
     JSON is {"heads": [[layer, head], ...]} or {"mask": [[0, 1, ...], ...]}, one row per layer. CSV
     has a line "layer,head" and one pair per line; without that line it is a mask of 0 and 1.
     """
+    content = read_value(path) if path.suffix == ".json" else read_text(path)
     try:
         if path.suffix == ".json":
-            return _from_json(read_value(path))
-        rows = [row for row in csv.reader(read_text(path).splitlines()) if row]
+            return _from_json(content)
+        rows = [row for row in csv.reader(content.splitlines()) if row]
         if [word.strip() for word in rows[0]] == ["layer", "head"] if rows else False:
             pairs = [[int(word) for word in row] for row in rows[1:]]
             return HeadList(normalized_heads(pairs))

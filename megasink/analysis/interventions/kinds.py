@@ -6,13 +6,12 @@ that `change` imports.
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar
 
 from megasink.analysis.interventions.heads import Heads, normalized_heads
-from megasink.analysis.interventions.record import Intervention
-from megasink.analysis.metrics.registry import check_score
-from megasink.errors import UserError
+from megasink.analysis.interventions.record import Intervention, kind
+from megasink.analysis.metrics.registry import score_names
+from megasink.errors import UserError, unknown_name
 
 if TYPE_CHECKING:
     from megasink.analysis.capture.changes import HeadChange
@@ -21,41 +20,46 @@ if TYPE_CHECKING:
 PHASES = ("prefill", "decode", "both")
 
 
-@dataclass(frozen=True)
+def check_score(name: object) -> None:
+    """Raise UserError unless it is one of `score_names`."""
+    if name not in score_names():
+        raise UserError(unknown_name("score", str(name), score_names()))
+
+
+@kind
 class ZeroHeads(Intervention):
     """Replace what chosen heads hand to the output projection by zero.
 
-    Zero equals zero columns of W_O for the head; the bias of W_O stays, and other heads are not
-    rescaled. The paper does not say whether it means zero or the head's mean by ablation (P4.7).
+    The bias of W_O stays, and other heads are not rescaled.
 
     Attributes:
         heads: (layer, head) pairs, both from 0; sorted, each once.
         mask_shape: (layers, heads) of the mask that the heads were read from, which the model
             must have; None if they were listed.
-
-    Raises:
-        ValueError: negative or non-integer numbers.
     """
 
     kind: ClassVar[str] = "zero-heads"
     source: ClassVar[str] = "P4.7, P3.12"
 
     heads: Heads
-    mask_shape: tuple[int, int] | None = None
+    mask_shape: Sequence[int] | None = None
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "heads", normalized_heads(self.heads))
         if self.mask_shape is not None:
-            object.__setattr__(self, "mask_shape", tuple(self.mask_shape))
+            shape = tuple(self.mask_shape) if isinstance(self.mask_shape, list | tuple) else ()
+            if [type(size) for size in shape] != [int, int]:
+                raise UserError(f"mask_shape {self.mask_shape!r}: give [layers, heads]")
+            object.__setattr__(self, "mask_shape", shape)
 
     def change(self) -> "HeadChange":
         """Return the change."""
-        from megasink.analysis.interventions.zero_heads import Zeroing
+        from megasink.analysis.interventions.head_changes import Zeroing
 
         return Zeroing(self.heads, self.mask_shape)
 
 
-@dataclass(frozen=True)
+@kind
 class DynamicZeroing(Intervention):
     """Zero the heads whose score crosses a threshold, per call of the model and sample.
 
@@ -72,9 +76,6 @@ class DynamicZeroing(Intervention):
             `circuit_ahon` and its form by layer, `random`, or a plugin's.
         threshold: absolute; for `random` the share of heads (P3.9).
         seed: of `random`; the same sample gets the same heads, in any batch.
-
-    Raises:
-        ValueError: an unknown score, or a threshold that the score cannot reach.
     """
 
     kind: ClassVar[str] = "dynamic-zeroing"
@@ -85,19 +86,13 @@ class DynamicZeroing(Intervention):
     seed: int = 0
 
     def __post_init__(self) -> None:
-        if isinstance(self.threshold, bool) or not isinstance(self.threshold, int | float):
-            raise ValueError(f"threshold {self.threshold!r}: a number")
-        if type(self.seed) is not int:
-            raise ValueError(f"seed {self.seed!r}: a whole number")
         check_score(self.score)
         object.__setattr__(self, "threshold", float(self.threshold))
         from megasink.analysis.interventions.scores import LayerScore
 
         low, high = LayerScore(self.score).bounds
-        if not (math.isfinite(self.threshold) and low <= self.threshold <= high):
-            raise ValueError(
-                f"threshold {self.threshold:g}: {self.score} is in [{low:g}, {high:g}]"
-            )
+        if not low <= self.threshold <= high:
+            raise UserError(f"threshold {self.threshold:g}: {self.score} is in [{low:g}, {high:g}]")
 
     def change(self) -> "DynamicChange":
         """Return the change, which counts what it zeroes."""
@@ -107,7 +102,7 @@ class DynamicZeroing(Intervention):
         return DynamicChange(LayerScore(self.score), self.threshold, self.seed)
 
 
-@dataclass(frozen=True)
+@kind
 class DrainFirstValue(Intervention):
     """Set v_0 to zero: subtract A_i0 v_0 from the outputs of heads, without renormalizing A.
 
@@ -115,19 +110,14 @@ class DrainFirstValue(Intervention):
     the output is changed per query head and the cache is left alone. A gate multiplies what is
     subtracted; key 0 has no weight where a window hides it. Padding is left alone.
 
-    The paper zeroes v_0 "after generating the KV cache" (App. A) and does not say whether the
-    tokens of the prompt see it. Its scores on log-likelihood tasks, where nothing is decoded, do
-    change (MMLU 75.42 to 50.27 for all heads), so they do: "both" is the default. Nor does it say
-    of which tokens Eq. 9 averages; here it is over the tokens of the prompt, of each sample.
+    P0's scores on log-likelihood tasks, where nothing is decoded, change (MMLU 75.42 to 50.27 for
+    all heads), so the tokens of the prompt see it: "both" is the default.
 
     Attributes:
         threshold: drain a sample's heads whose mean weight on the first token over the pass
             without a cache (the prompt) is strictly above this, such as 0.75 (P0.28, Eq. 9); None
             drains all (P0.27).
         phase: "prefill" (passes without a cache), "decode" (those that continue one), or "both".
-
-    Raises:
-        ValueError: a threshold outside [0, 1], or an unknown phase.
     """
 
     kind: ClassVar[str] = "drain-first-value"
@@ -138,21 +128,20 @@ class DrainFirstValue(Intervention):
 
     def __post_init__(self) -> None:
         if self.phase not in PHASES:
-            raise ValueError(f"phase {self.phase!r}: choose {', '.join(PHASES)}")
+            raise UserError(f"phase {self.phase!r}: choose {', '.join(PHASES)}")
         if self.threshold is None:
             return
-        is_number = isinstance(self.threshold, int | float) and not isinstance(self.threshold, bool)
-        if not is_number or not 0 <= self.threshold <= 1:
-            raise ValueError(f"threshold {self.threshold!r}: a mean weight is in [0, 1]")
+        if not 0 <= self.threshold <= 1:
+            raise UserError(f"threshold {self.threshold!r}: a mean weight is in [0, 1]")
 
     def change(self) -> "HeadChange":
         """Return the change."""
-        from megasink.analysis.interventions.drain_first_value import Drain
+        from megasink.analysis.interventions.head_changes import Drain
 
         return Drain(self.threshold, self.phase)
 
 
-@dataclass(frozen=True)
+@kind
 class SteerGates(Intervention):
     """Scale or clamp G of chosen heads: scale * G, but at least minimum and at most maximum.
 
@@ -166,9 +155,6 @@ class SteerGates(Intervention):
         heads: (layer, head) pairs, both from 0.
         scale: factor of G, from 0 on.
         minimum, maximum: limits of G, in [0, 1]; None for none.
-
-    Raises:
-        ValueError: no change is asked for, or values outside their range.
     """
 
     kind: ClassVar[str] = "steer-gates"
@@ -182,25 +168,23 @@ class SteerGates(Intervention):
     def __post_init__(self) -> None:
         object.__setattr__(self, "heads", normalized_heads(self.heads))
         given = (self.scale, self.minimum, self.maximum)
-        if any(isinstance(v, bool) or not isinstance(v, int | float | None) for v in given):
-            raise ValueError(f"scale, minimum and maximum are numbers, not {given}")
         if given == (1.0, None, None):
-            raise ValueError("nothing to steer: give scale, minimum or maximum")
-        if not (math.isfinite(self.scale) and self.scale >= 0):
-            raise ValueError(f"scale {self.scale:g}: a number from 0 on")
+            raise UserError("nothing to steer: give scale, minimum or maximum")
+        if not 0 <= self.scale < math.inf:
+            raise UserError(f"scale {self.scale:g}: a number from 0 on")
         low = 0.0 if self.minimum is None else self.minimum
         high = 1.0 if self.maximum is None else self.maximum
         if not 0 <= low <= high <= 1:
-            raise ValueError(f"minimum {low:g} and maximum {high:g}: 0 <= minimum <= maximum <= 1")
+            raise UserError(f"minimum {low:g} and maximum {high:g}: 0 <= minimum <= maximum <= 1")
 
     def change(self) -> "HeadChange":
         """Return the change."""
-        from megasink.analysis.interventions.steer_gates import Steering
+        from megasink.analysis.interventions.head_changes import Steering
 
         return Steering(self)
 
 
-@dataclass(frozen=True)
+@kind
 class RemoveBos(Intervention):
     """Start with the first token of the text instead of BOS; positions restart at 0 (P4.3).
 
@@ -220,7 +204,7 @@ class RemoveBos(Intervention):
         return list(tokens[1:] if tokens[0] == bos else tokens)
 
 
-@dataclass(frozen=True)
+@kind
 class RepeatFirstToken(Intervention):
     """Put copies of the first token in front: of BOS, or without BOS of the text's first (P4.4).
 
@@ -237,8 +221,8 @@ class RepeatFirstToken(Intervention):
     copies: int
 
     def __post_init__(self) -> None:
-        if type(self.copies) is not int or self.copies < 1:
-            raise ValueError(f"copies {self.copies!r}: a whole number from 1 on")
+        if self.copies < 1:
+            raise UserError(f"copies {self.copies!r}: a whole number from 1 on")
 
     def tokens(self, tokens: Sequence[int], bos: int | None) -> list[int]:
         """See `Intervention.tokens`."""

@@ -24,8 +24,9 @@ from megasink.analysis.capture.base import Listener, OpenProbe, Probe
 from megasink.analysis.capture.changes import HeadChange
 from megasink.analysis.capture.identity import weights_hash
 from megasink.analysis.capture.models import open_probe_on
+from megasink.analysis.interventions.activations import token_ids
 from megasink.analysis.interventions.dynamic_zeroing import DynamicChange
-from megasink.analysis.interventions.heads import Heads, normalized_heads, parse_heads, read_heads
+from megasink.analysis.interventions.heads import GivenHeads, heads_of
 from megasink.analysis.interventions.kinds import (
     DrainFirstValue,
     DynamicZeroing,
@@ -34,11 +35,9 @@ from megasink.analysis.interventions.kinds import (
 )
 from megasink.analysis.interventions.record import Intervention
 from megasink.analysis.interventions.scores import RANDOM, LayerScore
+from megasink.checked_fields import checked
 from megasink.errors import UserError
 from megasink.transformers.caches import cache_of, without_cache
-
-GivenHeads = str | Path | Iterable[Sequence[int] | str]
-"""(layer, head) pairs, words such as "3.5", or a file that `read_heads` reads."""
 
 
 @contextmanager
@@ -50,12 +49,13 @@ def intervening(model: Any, interventions: Sequence[Intervention]) -> Iterator[l
 
     Raises:
         ConfigError: an intervention does not fit the model; one message lists every reason.
-        UserError: no such model, or an intervention that changes tokens alone: pass those through
-            its `tokens` before they reach the model.
-        RuntimeError: another context is open on the model.
+        UserError: no such model, another context is open on it, or an intervention changes tokens
+            alone: pass those through its `tokens` before they reach the model.
     """
     changes = []
-    for intervention in interventions:
+    for intervention in interventions if isinstance(interventions, Iterable) else [interventions]:
+        if not isinstance(intervention, Intervention):
+            raise UserError(f"{intervention!r:.60}: give a list of interventions: ZeroHeads(...)")
         change = intervention.change()
         if change is None:
             raise UserError(
@@ -70,14 +70,11 @@ def intervening(model: Any, interventions: Sequence[Intervention]) -> Iterator[l
 @contextmanager
 def zero_heads(model: Any, heads: GivenHeads) -> Iterator[None]:
     """Replace what chosen heads write by zero; see `ZeroHeads`."""
-    if isinstance(heads, str | Path):
-        intervention = ZeroHeads(**read_heads(Path(heads))._asdict())
-    else:
-        intervention = ZeroHeads(_heads(heads))
-    with intervening(model, [intervention]):
+    with intervening(model, [ZeroHeads(**heads_of(heads)._asdict())]):
         yield
 
 
+@checked
 @contextmanager
 def drain_first_value(
     model: Any, *, threshold: float | None = None, phase: str = "both"
@@ -87,20 +84,22 @@ def drain_first_value(
         yield
 
 
+@checked
 @contextmanager
 def steer_gates(
     model: Any,
-    heads: Iterable[Sequence[int] | str],
+    heads: GivenHeads,
     *,
     scale: float = 1.0,
     minimum: float | None = None,
     maximum: float | None = None,
 ) -> Iterator[None]:
     """Scale or clamp the gate of chosen heads of a gated model; see `SteerGates`."""
-    with intervening(model, [SteerGates(_heads(heads), scale, minimum, maximum)]):
+    with intervening(model, [SteerGates(heads_of(heads).heads, scale, minimum, maximum)]):
         yield
 
 
+@checked
 @contextmanager
 def dynamic_zeroing(
     model: Any,
@@ -127,15 +126,13 @@ def dynamic_zeroing(
         an object with `share` (P3.13), `share_LH`, `threshold`, and `masks` of the last call.
 
     Raises:
-        ValueError: an unknown score, not exactly one of `threshold` and `quantile`, or values
-            outside their range.
-        ConfigError, RuntimeError: see `intervening`.
-        UserError: the calibration is of another model.
+        UserError: an unknown score, not exactly one of `threshold` and `quantile`, values outside
+            their range, or a calibration of another model; see `intervening`, too.
     """
     if (threshold is None) == (quantile is None):
-        raise ValueError("give either threshold or quantile")
+        raise UserError("give either threshold or quantile")
     if calibration is not None and quantile is None:
-        raise ValueError("a calibration sets the threshold of a quantile: give quantile")
+        raise UserError("a calibration sets the threshold of a quantile: give quantile")
     open_probe, first = open_probe_on(model), False
     if quantile is not None:
         check_share(quantile)
@@ -173,10 +170,13 @@ def _calibrated(
         calibrated = read_calibration(Path(calibration))
         calibrated.check(weights_hash(probe.model), probe.heads)
         return calibrated.threshold(score, share)
-    device = next(probe.model.parameters()).device
-    samples = [list(map(int, tokens)) for tokens in calibration]
-    if not samples:
-        raise ValueError("a calibration without any token sequence")
+    if not isinstance(calibration, Iterable):
+        raise UserError(f"calibration {calibration!r:.60}: give a folder, or token sequences")
+    ids = [token_ids(probe.model, tokens) for tokens in calibration]
+    if not ids:
+        raise UserError("a calibration without any token sequence")
+    samples = [row for ids_BT in ids for row in ids_BT.tolist()]
+    device = ids[0].device
     return threshold_of(score, share, measure_scores(open_probe, score, samples, device=device))
 
 
@@ -209,11 +209,3 @@ def _calibrate_with_first_call(
             change.forget()
 
     return probe.body.register_forward_pre_hook(hook, with_kwargs=True, prepend=True)
-
-
-def _heads(given: Iterable[Sequence[int] | str]) -> Heads:
-    return normalized_heads(
-        pair
-        for entry in given
-        for pair in (parse_heads([entry]) if isinstance(entry, str) else [entry])
-    )

@@ -6,7 +6,10 @@ files of them. An intervention holds no state: `change` makes the object that ru
 
 from abc import ABC
 from collections.abc import Iterable, Sequence
-from typing import TYPE_CHECKING, Any, ClassVar
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, ClassVar, dataclass_transform
+
+from megasink.checked_fields import checked
 
 if TYPE_CHECKING:
     from megasink.analysis.capture.changes import HeadChange
@@ -43,6 +46,14 @@ class Intervention(ABC):
             bos: id of BOS; None if the tokenizer has none.
         """
         return list(tokens)
+
+
+@dataclass_transform(frozen_default=True)
+def kind[C: Intervention](cls: type[C]) -> type[C]:
+    """Make a frozen dataclass of a kind, which raises UserError for values of another type."""
+    made = dataclass(frozen=True)(cls)
+    made.__init__ = checked(made.__init__)  # type: ignore[method-assign]
+    return made
 
 
 def changes_of(interventions: Iterable[Intervention]) -> "list[HeadChange]":

@@ -11,30 +11,22 @@ import torch
 from torch import Tensor
 
 from megasink.analysis.ablate.results import RANDOM
+from megasink.analysis.interventions.kinds import check_score
 from megasink.analysis.metrics.head_scores import random_scores
-from megasink.analysis.metrics.registry import (
-    Metric,
-    bases_of,
-    check_score,
-    metrics,
-    statistics_of,
-)
+from megasink.analysis.metrics.registry import Metric, bases_of, metrics, statistics_of
+from megasink.errors import UserError
 
 
 class LayerScore:
     """A score of inactive heads, of one layer and sample at a time.
 
-    Args:
-        name: a registered metric with `inactive` set.
-
     Attributes:
-        inactive: "above" or "below".
         bounds: lowest and highest value that the score can have.
         of_statistics: the metrics of statistics that it is derived from, by name, and `needs` the
             statistics that they take; empty for the random baseline.
 
     Raises:
-        ValueError: no such score, one that other layers or samples enter, or one that takes a
+        UserError: no such score, one that other layers or samples enter, or one that takes a
             backward pass.
     """
 
@@ -52,13 +44,13 @@ class LayerScore:
             return
         self.of_statistics = statistics_of(self.entry)
         if any(entry.takes_backward for entry in self.of_statistics.values()):
-            raise ValueError(
+            raise UserError(
                 f"score {name!r} takes a backward pass, so it cannot choose heads in each sequence "
                 f"while the model runs: `megasink ablate --by {name}` zeroes the same in all"
             )
         self.needs = {need for entry in self.of_statistics.values() for need in entry.needs}
         if not _is_of_one_layer(self.entry.name):
-            raise ValueError(
+            raise UserError(
                 f"score {name!r} of a layer depends on other layers or samples, which have not run "
                 "yet when its heads are zeroed"
             )

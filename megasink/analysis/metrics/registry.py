@@ -21,6 +21,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from megasink.attention.definitions import BACKWARD_SCORES, SCORES
+from megasink.errors import UserError
 
 if TYPE_CHECKING:  # what reads flags and draws curves reads the records too, without torch
     from torch import Tensor
@@ -355,7 +356,7 @@ def statistics_of(entry: Metric) -> dict[str, Metric]:
     """Return the metrics of statistics that a metric by sample is derived from, itself if it is.
 
     Raises:
-        ValueError: it takes anything else.
+        UserError: it takes anything else.
     """
     if not entry.is_derived:
         return {entry.name: entry}
@@ -374,17 +375,11 @@ def bases_of(entry: Metric) -> list[Metric]:
     """Return the metrics by sample and head that a derived metric takes; see `statistics_of`."""
     names = [need.removesuffix("_NLH") for need in entry.needs]
     if any(need == name or name not in metrics() for need, name in zip(entry.needs, names)):  # noqa: B905
-        raise ValueError(
+        raise UserError(
             f"score {entry.name!r} takes {', '.join(entry.needs)}, which are not all known while "
             "the model runs"
         )
     return list(metrics(names).values())
-
-
-def check_score(name: str) -> None:
-    """Raise ValueError unless it is one of `score_names`."""
-    if name not in score_names():
-        raise ValueError(f"score {name!r} is unknown: choose {', '.join(score_names())}")
 
 
 def metrics_shown(where: str) -> dict[str, Metric]:

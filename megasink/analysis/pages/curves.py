@@ -62,8 +62,9 @@ def _title(run_dir: Path) -> str:
     config = run_dir / "config.json"
     if not config.is_file():
         return run_dir.name
+    content = read_object(config)
     try:
-        a = read_object(config)["arguments"]
+        a = content["arguments"]
         return (
             f"{run_dir.name}: {a['attention_variant']} attention, {a['num_layers']} layers, "
             f"{a['num_attention_heads']} heads, d {a['hidden_size']}, "

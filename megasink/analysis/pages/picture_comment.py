@@ -46,7 +46,7 @@ def comment_of(output: Path, line: str, of: Sequence[object], *, overwrite: bool
 
 def _comment_in(path: Path) -> str:
     """Return the comment in a picture, or in the head of a page; empty without one."""
-    with suppress(OSError, ValueError, SyntaxError), open_file(path) as file:
+    with suppress(OSError), open_file(path) as file, suppress(ValueError, SyntaxError):
         if path.suffix == ".html":
             head = file.read(10_000).decode(errors="replace")
             comment = re.search('<meta name="description" content="([^"]*)">', head)

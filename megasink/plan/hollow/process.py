@@ -44,6 +44,7 @@ def environment(device: Device | None = None) -> dict[str, str]:
         "LD_LIBRARY_PATH": f"{folder}:{before}" if before else str(folder),
         "TRITON_LIBCUDA_PATH": str(folder),
         "TORCHDYNAMO_DISABLE": "1",
+        "CUDA_VISIBLE_DEVICES": "0",  # the user may have hidden all
         _LIBRARY: str(folder / LIBRARY),
         **(device or Device()).variables(),
     }

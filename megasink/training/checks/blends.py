@@ -3,13 +3,14 @@
 Imports neither torch nor Megatron.
 """
 
+import dataclasses
 import math
 import re
 from argparse import Namespace
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 
+from megasink.data.validation import recorded_validation
 from megasink.errors import UserError
 from megasink.json_file import read_text, read_value
 
@@ -18,7 +19,7 @@ _FILE_BYTES = 64 << 20
 _SPLITS = ("train", "valid", "test")
 
 
-@dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True)
 class Blend:
     """What one flag names.
 
@@ -38,7 +39,18 @@ class Blend:
 def blends(args: Namespace) -> Iterator[Blend]:
     """Yield the blends of a command line, in order; with a problem if a file cannot be read."""
     if args.data_path is not None:
-        yield blend_of("--data-path", args.data_path, is_split=True)
+        drawn = drawn_validation(args.data_path)
+        blend = blend_of("--data-path", args.data_path, is_split=drawn is None)
+        with_some = [prefix for prefix in blend.prefixes if recorded_validation(prefix)]
+        if with_some and drawn is None:
+            text = (
+                f"--data-path: {with_some[0]} has validation data of its own, others have not: use "
+                "--train-data-path and --valid-data-path"
+            )
+            blend = dataclasses.replace(blend, problem=blend.problem or text)
+        yield blend
+        if drawn is not None:
+            yield blend_of("--data-path, validation", drawn, is_split=False)
     if args.data_args_path is not None:
         flag = f"--data-args-path {args.data_args_path}"
         try:
@@ -51,6 +63,19 @@ def blends(args: Namespace) -> Iterator[Blend]:
             yield blend_of(f"--{split}-data-path", words, is_split=False)
     if args.per_split_data_args_path is not None:
         yield from _listed(args.per_split_data_args_path)
+
+
+def drawn_validation(words: Sequence[str]) -> list[str] | None:
+    """Return the validation data of a --data-path for which `megasink data --validation` drew it.
+
+    The same weights, with the data sets that PREFIX.json names. None if any data set has none: then
+    --split divides all of them.
+    """
+    prefixes = blend_of("--data-path", words, is_split=True).prefixes
+    drawn = {prefix: recorded_validation(prefix) for prefix in prefixes}
+    if not drawn or None in drawn.values():
+        return None
+    return [drawn.get(word.strip()) or word for word in words]
 
 
 def named_prefixes(args: Namespace) -> dict[str, Blend]:
@@ -76,6 +101,8 @@ def parts(args: Namespace) -> tuple[bool, ...]:
     paths = [getattr(args, f"{split}_data_path") for split in _SPLITS]
     if any(paths):
         return tuple(map(bool, paths))
+    if args.data_path and drawn_validation(args.data_path) is not None:
+        return True, True, False
     # core/datasets/blended_megatron_dataset_config.py:164
     weights = list(map(_number, re.findall(r"[.0-9]+", args.split or DEFAULT_SPLIT)))
     if None in weights or not any(weights) or len(weights) > len(_SPLITS):

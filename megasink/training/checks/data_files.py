@@ -21,7 +21,12 @@ from megasink.data.object_store import is_stored
 from megasink.data.output import mismatch
 from megasink.errors import UserError
 from megasink.printable import say
-from megasink.training.checks.blends import DEFAULT_SPLIT, Blend, named_prefixes
+from megasink.training.checks.blends import (
+    DEFAULT_SPLIT,
+    Blend,
+    drawn_validation,
+    named_prefixes,
+)
 from megasink.training.checks.data import missing_files
 from megasink.training.checks.vocabulary import known_ids, tokenizer_identity
 
@@ -43,6 +48,8 @@ def problems(args: Namespace) -> Iterator[str]:
     named = named_prefixes(args)
     if stored := sum(map(is_stored, named)):
         say(f"data: {stored} of {len(named)} data sets are in object stores, and not checked")
+    if drawn := drawn_validation(args.data_path or []):
+        say(f"data: validation with {' '.join(drawn)}, in place of --split")
     present = {p: blend for p, blend in named.items() if not (is_stored(p) or missing_files(p))}
     check = _Check(args, min(ENTRIES, max(_LEAST, _TOTAL // max(len(present), 1))))
     with ThreadPoolExecutor(_THREADS) as threads:

@@ -31,6 +31,7 @@ _ONE_OF = [
     {name.replace("_", "-") for name in having(fact)}
     for fact in ("length", "warmup", "decay", "activation", "norm", "data")
 ]
+_OF_PARTS = {"train-data-path", "valid-data-path", "test-data-path", "per-split-data-args-path"}
 _FOLDER = Path(__file__).parent
 
 Known = Mapping[str, int | str | None]
@@ -154,6 +155,8 @@ def expanded(argv: Sequence[str], known: Known | None = None) -> list[str]:
 def _without_rivals(flags: Flags, given: Collection[str]) -> Flags:
     """Drop flags that exclude one of those given after them."""
     rivals = {name for names in _ONE_OF if not names.isdisjoint(given) for name in names}
+    if not _OF_PARTS.isdisjoint(given):
+        rivals.add("split")
     return {name: value for name, value in flags.items() if name not in rivals - {*given}}
 
 

@@ -1,16 +1,21 @@
 """Bits per byte count the bytes of the texts, not the space that a tokenizer puts before each."""
 
+import json
 import math
 
 import pytest
 import torch
 
+from megasink.analysis import draw as pages
 from megasink.analysis.capture.models import of_transformers
 from megasink.analysis.capture.ranks import Ranks
 from megasink.analysis.capture.samples import inputs_of
+from megasink.analysis.folder import read_analysis
 from megasink.analysis.measure import measure
 from megasink.analysis.options import AnalysisOptions
+from megasink.analysis.pages import ablation
 from megasink.analysis.run import bytes_by_token
+from megasink.cli import main
 from megasink.data.corpus import Document
 from megasink.data.tokenizer import load_tokenizer, train_tokenizer
 from tests.analysis.capture.tiny_models import tiny_model
@@ -67,6 +72,22 @@ def test_an_analysis_counts_the_bytes_of_the_texts(kind, length):
     values = measure(probed, samples, options, token_bytes=known).analysis_values(0)
     found = float(values.overall["bits_per_byte"])
     assert found == pytest.approx(by_hand(model, tokenizer, texts, length), rel=1e-5)
+
+
+def test_the_commands_count_the_bytes_of_a_file(kind, tmp_path, monkeypatch):
+    monkeypatch.setattr(pages, "figures", lambda *_: [])
+    monkeypatch.setattr(ablation, "draw_all", lambda *_: [])
+    for part in kind:
+        part.save_pretrained(tmp_path / "model")
+    (tmp_path / "texts.jsonl").write_text("".join(json.dumps({"text": t}) + "\n" for t in TEXTS))
+    flags = f"{tmp_path}/model --data {tmp_path}/texts.jsonl --device cpu --output {tmp_path}"
+    assert main(f"analyze {flags}/analysis".split()) == 0
+    assert main(f"ablate {flags}/ablation --heads 0.1".split()) == 0
+    found = [float(read_analysis(tmp_path / "analysis").values("bits_per_byte"))]
+    points = json.loads((tmp_path / "ablation" / "ablation.json").read_text())["points"]
+    (unchanged,) = [point for point in points if point["row"] == "unchanged"]
+    found += [value["bits_per_byte"] for value in unchanged["values"].values()]
+    assert found == pytest.approx([by_hand(*kind, TEXTS)] * 2, rel=1e-5)
 
 
 def test_a_sink_token_stands_before_texts_too(trained):

@@ -15,7 +15,7 @@ from megasink.data.tokenizer import train_tokenizer
 
 VOCABULARY, WINDOW = 64, 5
 
-_COMMON: dict[str, Any] = {
+COMMON: dict[str, Any] = {
     "vocab_size": VOCABULARY,
     "hidden_size": 32,
     "intermediate_size": 48,
@@ -113,7 +113,7 @@ def tiny_model(name: str, implementation: str | None = None, **options: Any) -> 
         implementation: of its attention; None for the model's default.
     """
     config_class, model_class, own = ARCHITECTURES[name]
-    config = _class(config_class)(**{**_COMMON, **own, **options})
+    config = _class(config_class)(**{**COMMON, **own, **options})
     torch.manual_seed(0)
     arguments = {} if implementation is None else {"attn_implementation": implementation}
     model = _class(model_class)._from_config(config, **arguments)

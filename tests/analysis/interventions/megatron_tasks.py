@@ -3,14 +3,17 @@
 from typing import Any
 
 import torch
+from megatron.core.process_groups_config import ProcessGroupCollection
 from torch import Tensor
 
+import megasink
 from megasink import intervening
 from megasink.analysis.interventions import DrainFirstValue, DynamicZeroing, SteerGates, ZeroHeads
 from megasink.errors import UserError
 from megasink.megatron.decoding import generate
 from tests.analysis.interventions import oracle
 from tests.analysis.metrics import definitions
+from tests.distributed import tiny_gpt
 from tests.megatron.decoding_tasks import GREEDY, model_of
 
 TOKENS = 11
@@ -115,3 +118,80 @@ def _by_definition(
     finally:
         for hook in hooks:
             hook.remove()
+
+
+@torch.no_grad()
+def activations(**options: Any) -> dict[str, bool]:
+    """What holds of the activations of a run by name."""
+    model = model_of(**options)
+    ids = torch.randint(0, 128, (2, TOKENS), generator=torch.Generator().manual_seed(1))
+    positions = torch.arange(TOKENS).expand(2, TOKENS)
+    plain = model(ids, positions, None)
+    names = megasink.activation_names(model)
+    seen: dict[str, Tensor] = {}
+    layer = model.decoder.layers[1]
+    core, out = layer.self_attention.core_attention, layer.self_attention.linear_proj
+    handles = [
+        layer.register_forward_hook(lambda _, args, output: seen.update(output=output[0])),
+        # Megatron adds the stream to it in place.
+        layer.mlp.register_forward_hook(
+            lambda _, args, output: seen.update(mlp_branch=output[0].clone(), bias=output[1])
+        ),
+        out.register_forward_pre_hook(lambda _, args: seen.update(gated_out=args[0])),
+        core.register_forward_pre_hook(
+            lambda _, args, kwargs: seen.update(
+                zip(("query", "key", "value"), [*args, *kwargs.values()], strict=False)
+            ),
+            with_kwargs=True,
+        ),
+    ]
+    logits, cache = megasink.run_with_cache(model, ids, list(names))
+    for handle in handles:
+        handle.remove()
+    at = {name.split(".")[2]: tensor for name, tensor in cache.items() if ".1." in name}
+    if (bias := seen.pop("bias")) is not None:
+        seen["mlp_branch"] += bias
+    report = {"plain": torch.equal(logits, plain)}
+    report |= {
+        name: torch.equal(at[name].transpose(0, 1).reshape(tensor.shape), tensor)
+        for name, tensor in seen.items()
+    }
+    report["groups"] = at["key"].shape[2] == model.config.num_query_groups
+    report["weights"] = bool(at["first_weight"].shape == at["query"].shape[:3])
+    if not options.get("post_norm"):
+        report["sum"] = torch.allclose(at["input"] + at["attention_branch"], at["middle"])
+        report["sums"] = torch.allclose(at["middle"] + at["mlp_branch"], at["output"])
+    written = [name for name in names if "read only" not in names[name]]
+    with megasink.hooks(model, {name: lambda tensor: tensor for name in written}):
+        report["rewritten"] = torch.equal(model(ids, positions, None), plain)
+    state = megasink.run_with_cache(model, ids.flip(1), "layers.0.output")[1]
+    with megasink.hooks(model, state):
+        patched = model(ids, positions, None)
+    report["patched"] = torch.equal(patched, model(ids.flip(1), positions, None))
+    if not options.get("multi_head_addition"):
+        with megasink.zero_heads(model, "1.3"):
+            zeroed = model(ids, positions, None)
+
+        def zero(tensor: Tensor) -> None:
+            tensor[:, :, 3] = 0
+
+        with megasink.hooks(model, {"layers.1.gated_out": zero}):
+            report["zeroed"] = torch.equal(model(ids, positions, None), zeroed)
+    return report
+
+
+@torch.no_grad()
+def places(**options: Any) -> list[str]:
+    """Names of the activations of a model of any layers; reading and rewriting change nothing."""
+    config = tiny_gpt.model_config(**options)
+    groups = ProcessGroupCollection.use_mpu_process_groups()
+    model = config.get_builder_cls()(config).build_model(groups).eval()
+    ids = torch.randint(0, 128, (2, TOKENS), generator=torch.Generator().manual_seed(1))
+    positions = torch.arange(TOKENS).expand(2, TOKENS)
+    plain = model(ids, positions, None)
+    names = megasink.activation_names(model)
+    assert torch.equal(megasink.run_with_cache(model, ids, names)[0], plain)
+    written = [name for name in names if "read only" not in names[name]]
+    with megasink.hooks(model, {name: lambda tensor: tensor for name in written}):
+        assert torch.equal(model(ids, positions, None), plain)
+    return list(names)

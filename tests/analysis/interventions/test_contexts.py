@@ -73,7 +73,7 @@ def test_contexts_on_one_model_do_not_nest(model):
     plain = logits(model)
     with zero_heads(model, ["0.1"]):
         before = logits(model)
-        with pytest.raises(RuntimeError, match="pass all interventions together"):
+        with pytest.raises(UserError, match="pass all interventions together"):
             dynamic_zeroing(model, score="awft", threshold=0.5).__enter__()
         assert torch.equal(logits(model), before)
         with zero_heads(other := tiny_model("llama"), [(0, 0)]):
@@ -104,6 +104,8 @@ def test_wrong_arguments(model):
     for arguments, message in (
         ({}, "nothing to steer"),
         ({"scale": -1.0}, "scale -1"),
+        ({"scale": float("nan")}, "scale nan"),
+        ({"minimum": float("nan")}, "minimum nan"),
         ({"minimum": 0.5, "maximum": 0.2}, "minimum 0.5 and maximum 0.2"),
     ):
         with pytest.raises(ValueError, match=message):

@@ -12,7 +12,7 @@ from megasink.analysis.interventions import (
     RepeatFirstToken,
     SteerGates,
     ZeroHeads,
-    parse_heads,
+    heads_of,
     read_heads,
     read_interventions,
     to_entry,
@@ -22,10 +22,11 @@ from megasink.errors import UserError
 
 
 def test_words_and_layers():
-    assert parse_heads(["3.5", "0.12", "3.5"]) == ((0, 12), (3, 5))
+    for given in (["3.5", "0.12", "3.5"], "3.5 0.12", ((3, 5), "0.12")):
+        assert heads_of(given) == (((0, 12), (3, 5)), None)
     for word in ("3", "3.", "a.b", "-1.2", "3.5.1"):
         with pytest.raises(ValueError, match=r"such as 3\.5"):
-            parse_heads([word])
+            heads_of([word])
 
 
 def test_heads_from_arrays():
@@ -92,7 +93,7 @@ def test_every_kind_survives_json(tmp_path):
     for entry, problem in (
         ({"kind": ["zero-heads"]}, "is unknown: choose drain-first-value, dynamic-zeroing"),
         ({"kind": "zero-heads"}, "missing 1 required positional argument: 'heads'"),
-        ({"kind": "dynamic-zeroing", "score": "awft", "threshold": "a"}, "'a': a number"),
+        ({"kind": "dynamic-zeroing", "score": "awft", "threshold": "a"}, "threshold is 'a'"),
         ({"kind": "dynamic-zeroing", "score": "awft", "threshold": 2}, r"awft is in \[0, 1\]"),
         ({"kind": "drain-first-value", "threshold": 1.5}, r"a mean weight is in \[0, 1\]"),
         ({"kind": "drain-first-value", "phase": "never"}, "choose prefill, decode, both"),

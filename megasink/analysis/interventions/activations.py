@@ -1,0 +1,349 @@
+"""Read and replace activations by name, in a model of transformers or a run, while it runs.
+
+A name is `layers.L.PLACE`, L from 0. Hooks of torch see the model's own tensors, as [B, T, ...]; a
+probe measures the statistics of attention, which no module computes.
+
+Shapes: B rows, T tokens, E hidden size, H query heads, G key/value groups, D head dim, F
+intermediate size of the MLP.
+"""
+
+import difflib
+import fnmatch
+import itertools
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from functools import partial
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from transformers import AttentionInterface, AttentionMaskInterface
+from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+from megasink.analysis.capture.base import Listener, Probe
+from megasink.analysis.capture.models import open_probe_on
+from megasink.analysis.capture.transformers_sites import DOWN
+from megasink.analysis.metrics.registry import ATTENTION, BRANCHES
+from megasink.errors import UserError, reason_of
+from megasink.transformers.blocks import Block, child, decoder_config, decoder_of, eager_function
+
+PLACES = {
+    "input": ("[B, T, E]", "the state that enters the layer"),
+    "query": ("[B, T, H, D]", ATTENTION["query_HTD"]),
+    "key": ("[B, T, G, D]", ATTENTION["key_GTD"]),
+    "value": ("[B, T, G, D]", ATTENTION["value_GTD"]),
+    "out": ("[B, T, H, D]", ATTENTION["out_HTD"]),
+    "gated_out": ("[B, T, H, D]", "`out` times an explicit gate, before the output projection"),
+    "attention_branch": ("[B, T, E]", BRANCHES["attention_branch_TE"]),
+    "middle": ("[B, T, E]", "the state between attention and MLP; read only"),
+    "mlp_hidden": ("[B, T, F]", "what the last projection of the MLP reads"),
+    "mlp_branch": ("[B, T, E]", BRANCHES["mlp_branch_TE"]),
+    "output": ("[B, T, E]", "the state that leaves the layer"),
+}
+"""Place in a layer -> shape and meaning."""
+STATISTICS = {
+    name.removesuffix("_HT"): ("[B, T, H]", f"{text}; read only")
+    for name, text in ATTENTION.items()
+    if name.endswith("_HT")
+}
+"""The same of the statistics of attention that `run_with_cache` takes too."""
+
+Touch = Callable[[Tensor], Tensor | None]
+Change = Tensor | float | Touch
+_OF_ATTENTION = ("query", "key", "value", "out")
+_OF_HEADS = (*_OF_ATTENTION, "gated_out")
+_STATE = (0, "hidden_states")
+_NUMBERS = itertools.count()
+
+
+class _Place(NamedTuple):
+    """An argument (position, name) or the output of a module, or of attention if there is none.
+
+    In Megatron it is [S, B, ...], and an output may be followed by a bias to add. `heads` are those
+    in the last dimension; 0 for none.
+    """
+
+    module: Any = None
+    argument: tuple[int, str] | None = None
+    heads: int = 0
+    in_megatron: bool = False
+
+
+def activation_names(model: Any) -> dict[str, str]:
+    """Return the names of a model's activations, each with its shape and meaning."""
+    known = _known(open_probe_on(model)(Listener()))
+    return {name: ": ".join((PLACES | STATISTICS)[name.rpartition(".")[2]]) for name in known}
+
+
+def run_with_cache(
+    model: Any, tokens: Any, names: str | Iterable[str]
+) -> tuple[Tensor, dict[str, Tensor]]:
+    """Run a model on token ids, and return its logits and the activations of these names.
+
+    Args:
+        model: as for `zero_heads`. It may be within a context, such as `zero_heads` or `hooks`.
+        tokens: ids [T] or [B, T] without padding: a tensor, array or list.
+        names: of `activation_names`; `*` stands for anything, as in "layers.*.output".
+
+    Returns:
+        logits [B, T, V], and name -> copy of the tensor, on the model's device and in its dtype
+        (statistics: at least float32), without gradients.
+
+    Raises:
+        UserError: an unknown name, with the nearest ones; ids that the model does not have; a
+            statistic within another context, or of attention that megasink cannot read.
+    """
+    open_probe = open_probe_on(model)
+    probe = open_probe(Listener())
+    chosen, ids_BT = _chosen(names, _known(probe)), token_ids(probe.model, tokens)
+    cache: dict[str, Any] = {name: [] for name in chosen}
+    measured = _Statistics({name: cache[name] for name in chosen if _is_statistic(name)})
+
+    def keep(name: str, tensor: Tensor) -> None:
+        cache[name] = tensor.clone()
+
+    touches = {name: partial(keep, name) for name in chosen if not _is_statistic(name)}
+    with ExitStack() as stack, torch.no_grad():
+        if measured.needs:
+            probe = stack.enter_context(open_probe(measured))
+        stack.enter_context(_touching(probe, touches))
+        logits_BTV = probe.forward(ids_BT).logits
+    cache |= {name: torch.stack(by_row) for name, by_row in measured.kept.items()}
+    return logits_BTV, cache
+
+
+@contextmanager
+def hooks(model: Any, changes: Mapping[str, Change]) -> Iterator[None]:
+    """Replace activations of a model by name in every call within the context; contexts nest.
+
+    Gradients flow through the new values. With a key/value cache, `key` and `value` are those of
+    all tokens so far, and other places those of the new tokens.
+
+    Args:
+        model: as for `zero_heads`.
+        changes: name, as for `run_with_cache` -> a number or tensor, which is broadcast, or a
+            function of the tensor that returns a new one. It gets a copy: it may also write into
+            that and return None.
+
+    Raises:
+        UserError: an unknown name, or one that is read only; a new value of another shape; a place
+            that no call in the context computed.
+    """
+    probe = open_probe_on(model)(Listener())
+    if not isinstance(changes, Mapping):
+        raise UserError(f"{changes!r:.60}: give a dict, name -> new value or function")
+    chosen = {n: new for given, new in changes.items() for n in _chosen(given, _known(probe))}
+    touches = {name: partial(_changed, name, new) for name, new in chosen.items()}
+    if fixed := [name for name in touches if name.endswith(".middle") or _is_statistic(name)]:
+        raise UserError(
+            f"{', '.join(fixed)}: read only, since no module reads it alone; change what it is "
+            "computed from, such as query or attention_branch"
+        )
+    with _touching(probe, touches):
+        yield
+
+
+class Activations:
+    """Methods for the activations of a loaded model."""
+
+    activation_names, run_with_cache, hooks = activation_names, run_with_cache, hooks
+
+
+def token_ids(model: Any, tokens: Any) -> Tensor:
+    """Return ids [B, T] on the device of a model, each a row of its embedding."""
+    try:
+        ids_BT = torch.as_tensor(tokens)
+    except (TypeError, ValueError, RuntimeError, OverflowError) as error:
+        raise UserError(f"tokens {tokens!r:.60}: give ids [T] or [B, T] without padding") from error
+    ids_BT = ids_BT[None] if ids_BT.dim() == 1 else ids_BT
+    whole = ids_BT.dtype in (torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64)
+    if not whole or ids_BT.dim() != 2 or not ids_BT.numel():
+        raise UserError(f"tokens {tokens!r:.60}: give whole numbers [T] or [B, T], one or more")
+    is_megatron = not hasattr(model, "get_input_embeddings")
+    table = model.embedding.word_embeddings if is_megatron else model.get_input_embeddings()
+    low, high, rows = int(ids_BT.min()), int(ids_BT.max()), len(table.weight)
+    if low < 0 or high >= rows:
+        raise UserError(f"token id {low if low < 0 else high}: the model has 0 to {rows - 1}")
+    return ids_BT.to(table.weight.device, torch.long)
+
+
+class _Statistics(Listener):
+    """Appends the statistics of each row to a list."""
+
+    def __init__(self, kept: dict[str, list[Tensor]]):
+        self.kept = kept
+        self.needs = {f"{name.rpartition('.')[2]}_HT" for name in kept}
+
+    def layer(self, sample: int, layer: int, statistics: dict[str, Tensor]) -> None:
+        for name, tensor_HT in statistics.items():
+            by_row = self.kept.get(f"layers.{layer}.{name.removesuffix('_HT')}")
+            if by_row is not None:
+                by_row.append(tensor_HT.t().clone())
+
+
+def _is_statistic(name: str) -> bool:
+    return name.rpartition(".")[2] in STATISTICS
+
+
+def _chosen(names: Any, known: Iterable[str]) -> list[str]:
+    """Return the names that are meant, each once."""
+    chosen, several = list[str](), isinstance(names, Iterable) and not isinstance(names, str)
+    for word in (list(names) or [None]) if several else [names]:
+        found = fnmatch.filter(known, str(word))
+        if not found:
+            near = difflib.get_close_matches(str(word), list(known))
+            meant = f"did you mean {', '.join(near)}? " if near else ""
+            raise UserError(
+                f"activation {word!r:.60} is unknown: {meant}activation_names(model) lists all"
+            )
+        chosen += found
+    return list(dict.fromkeys(chosen))
+
+
+def _changed(name: str, change: Change, tensor: Tensor) -> Tensor:
+    """Return what a change makes of a tensor."""
+    copy = tensor.clone()
+    new = change(copy) if callable(change) else change
+    try:
+        value = copy if new is None and callable(change) else torch.as_tensor(new).to(tensor)
+        value = value if callable(change) else value.expand(tensor.shape)
+    except (TypeError, ValueError, RuntimeError) as error:
+        raise UserError(f"{name}: {reason_of(error)}: give a tensor or number") from error
+    if value.shape != tensor.shape:
+        raise UserError(f"{name}: the new value is {list(value.shape)}, not {list(tensor.shape)}")
+    return value
+
+
+def _known(probe: Probe) -> dict[str, _Place]:
+    """Return the places of a model by name, in order, those of statistics too."""
+    known: dict[str, _Place] = {}
+    for index, heads in enumerate(probe.heads):
+        found = _places(probe, probe.layers[index], heads)
+        found |= dict.fromkeys(STATISTICS, _Place()) if "query" in found else {}
+        known |= {f"layers.{index}.{n}": found[n] for n in PLACES | STATISTICS if n in found}
+    return known
+
+
+def _places(probe: Probe, layer: Any, heads: int) -> dict[str, _Place]:
+    """Return the places of a layer that is a block of transformers or a layer of Megatron."""
+    if is_block := isinstance(layer, Block):
+        module, attention, mlp, projection = layer.module, layer.attention, layer.mlp, layer.output
+        middle, down = layer.middle, None if mlp is None else child(mlp, DOWN)
+    else:
+        module, attention = layer, layer.self_attention if heads else None
+        mlp = getattr(layer, "mlp", None)  # of a hybrid's layers some have none, or an IdentityOp
+        mlp = None if mlp is None or next(mlp.parameters(), None) is None else mlp
+        projection, down = getattr(attention, "linear_proj", None), getattr(mlp, "linear_fc2", None)
+        middle = layer.pre_mlp_layernorm if heads and mlp is not None else None
+    outputs = {"output": module, "attention_branch": attention, "mlp_branch": mlp}
+    inputs = {"input": module, "middle": middle, "mlp_hidden": down}
+    place = partial(_Place, in_megatron=not is_block)
+    found = {name: place(of) for name, of in outputs.items() if of is not None}
+    found |= {name: place(of, _STATE) for name, of in inputs.items() if of is not None}
+    if projection is None:
+        return found
+    one = getattr(probe.model.config, "multi_head_addition", False)  # it reads the sum of the heads
+    found["gated_out"] = place(projection, _STATE, 1 if one else heads)
+    if not is_block:
+        core = layer.self_attention.core_attention
+        found |= {name: place(core, (i, name)) for i, name in enumerate(_OF_ATTENTION[:3])}
+        found["out"] = place(core, None, heads)
+    elif decoder_of(probe.model)._can_set_attn_implementation():
+        found |= dict.fromkeys(_OF_ATTENTION, _Place())
+    return found
+
+
+@contextmanager
+def _touching(probe: Probe, touches: Mapping[str, Touch]) -> Iterator[None]:
+    """Let functions see, and replace, the tensors of these names in every call of the model."""
+    known, missed = _known(probe), dict(touches)
+
+    def touch(name: str, tensor: Tensor) -> Tensor | None:
+        missed.pop(name, None)
+        return touches[name](tensor)
+
+    in_attention = {n: partial(touch, n) for n in touches if known[n].module is None}
+    with ExitStack() as stack:
+        for name in touches.keys() - in_attention.keys():
+            stack.callback(_hooked(name, known[name], partial(touch, name)).remove)
+        stack.enter_context(_attending(probe, in_attention))
+        yield
+    if missed:
+        raise UserError(
+            f"{', '.join(missed)}: no call of the model in the context computed it: run the model "
+            "there, or leave the name out"
+        )
+
+
+def _hooked(name: str, place: _Place, touch: Touch) -> Any:
+    """Register the hook of one place."""
+    argument, dimensions = place.argument, 4 if name.rpartition(".")[2] in _OF_HEADS else 3
+
+    def seen(tensor: Tensor) -> Tensor | None:
+        ours = tensor.transpose(0, 1) if place.in_megatron else tensor
+        ours = ours.unflatten(-1, (place.heads, -1)) if place.heads else ours
+        if ours.dim() != dimensions:  # several residual streams, or rows and tokens in one
+            raise UserError(f"{name} is {list(tensor.shape)}, not [B, T, ...]: leave it out")
+        if (new := touch(ours)) is None:
+            return None
+        return (new.transpose(0, 1) if place.in_megatron else new).reshape(tensor.shape)
+
+    def after(_: Any, args: Any, output: Any) -> Any:
+        tensor, *others = output if isinstance(output, tuple) else (output,)
+        if place.in_megatron and others and isinstance(others[0], Tensor):
+            tensor, others = tensor + others[0], [None]
+        new = seen(tensor)
+        return None if new is None else (new, *others) if isinstance(output, tuple) else new
+
+    if argument is None:
+        return place.module.register_forward_hook(after)
+    index, key = argument
+
+    def before(_: Any, args: Any, kwargs: Any) -> Any:
+        positional = len(args) > index
+        at = index if positional else key if key in kwargs else next(iter(kwargs))
+        new = seen((args if positional else kwargs)[at])
+        if new is None:
+            return None
+        if positional:
+            return (*args[:index], new, *args[index + 1 :]), kwargs
+        return args, kwargs | {at: new}
+
+    return place.module.register_forward_pre_hook(before, with_kwargs=True)
+
+
+@contextmanager
+def _attending(probe: Any, touches: Mapping[str, Touch]) -> Iterator[None]:
+    """Call functions with what attention of transformers reads and returns, [B, T, heads, D]."""
+    if not touches:
+        yield
+        return
+    decoder, base = decoder_of(probe.model), decoder_config(probe.model)._attn_implementation
+    layers = {id(block.attention): i for i, block in enumerate(probe.layers) if block.attention}
+
+    def attend(
+        module: Any, query: Tensor, key: Tensor, value: Tensor, *args: Any, **kwargs: Any
+    ) -> tuple[Tensor, Tensor | None]:
+        def seen(name: str, tensor: Tensor) -> Tensor:
+            touch = touches.get(f"layers.{layers.get(id(module))}.{name}")
+            new = None if touch is None else touch(tensor)
+            return tensor if new is None else new
+
+        given = zip(_OF_ATTENTION, (query, key, value), strict=False)
+        ours = [seen(name, tensor.transpose(1, 2)).transpose(1, 2) for name, tensor in given]
+        function: Any = ALL_ATTENTION_FUNCTIONS.get(base) or eager_function(module)
+        out_BTHD, weights = function(module, *ours, *args, **kwargs)
+        return seen("out", out_BTHD), weights
+
+    name = f"megasink_hooks_{next(_NUMBERS)}"
+    AttentionInterface.register(name, attend)
+    # Without a mask function of this name transformers makes no mask at all.
+    AttentionMaskInterface.register(name, ALL_MASK_ATTENTION_FUNCTIONS[base])
+    decoder.set_attn_implementation(name)
+    try:
+        yield
+    finally:
+        decoder.set_attn_implementation(base)
+        AttentionInterface._global_mapping.pop(name, None)
+        AttentionMaskInterface._global_mapping.pop(name, None)
