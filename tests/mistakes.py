@@ -115,9 +115,12 @@ MISTAKES = {
     "plan-cpu": (PLAN, "--cpu: a plan is for GPUs; drop the flag"),
     "plan-device": ("plan --gpu h10", "--gpu 'h10' is unknown: choose a100-40gb, a100, h100"),
     "plan-utilization": ("plan --utilization 40", "--utilization 40.0: use more than 0, and at m"),
-    "train-resume-nothing": (TRAIN + " --resume", "--resume: {0}/new/run holds no run"),
+    "train-resume-nothing": (TRAIN + " --resume", "--resume: {0}/new/run does not hold a run"),
     "train-into-a-file": (TRAIN + " --run-dir {0}/text.txt", "--run-dir {0}/text.txt is a file"),
-    "train-into-other-things": (TRAIN + " --run-dir {0}/notes", "is not empty and holds no run"),
+    "train-into-other-things": (
+        TRAIN + " --run-dir {0}/notes",
+        "holds other files and is not a run",
+    ),
     "train-into-a-model": (
         TRAIN + " --run-dir {0}/llama",
         "--run-dir {0}/llama: its config.json does not describe a run: choose another folder",
@@ -213,10 +216,13 @@ MISTAKES = {
         "--max-new-tokens 0: use 1 or more",
         "--top-k -2",
     ),
-    "generate-unfinished": ("generate {0}/notes --prompt a", "{0}/notes: no finished checkpoint"),
+    "generate-unfinished": (
+        "generate {0}/notes --prompt a",
+        "{0}/notes has no finished checkpoint",
+    ),
     "generate-hugging-face": (
         "generate {0}/llama --prompt a",
-        "{0}/llama is a Hugging Face folder, not a run; megasink convert-from-hf {0}/llama --out",
+        "{0}/llama is a Hugging Face folder, not a run: import it with megasink convert-from-hf",
     ),
     "generate-another-checkpoint": (
         "generate {0}/run/checkpoints/iter_0000004 --prompt a --iteration 7",

@@ -15,7 +15,7 @@ MISTAKES_WITH_MODELS = {
     ),
     "analyze-device": (ANALYZE + " --device tpu", "--device tpu"),
     "analyze-no-cuda": (ANALYZE + " --device cuda:3", "--device cuda:3"),
-    "analyze-samples": (ANALYZE + " --max-samples 0", "--max-samples 0: at least 1"),
+    "analyze-samples": (ANALYZE + " --max-samples 0", "--max-samples 0: use 1 or more"),
     "analyze-dtype": (
         ANALYZE + " --dtype float8",
         "--dtype 'float8' is unknown: choose auto, float32, bfloat16",
@@ -54,7 +54,7 @@ MISTAKES_WITH_MODELS = {
     ),
     "sweep-lengths": (
         "sweep {0}/llama --data {0}/text.txt --output {0}/new/out --lengths 1",
-        "--lengths 1: at least 2",
+        "--lengths 1: use 2 or more",
     ),
     "sweep-positions": (
         "sweep {0}/llama --data {0}/text.txt --output {0}/new/out --lengths 65",
@@ -105,7 +105,7 @@ MISTAKES_WITH_MODELS = {
     ),
     "evaluate-limit": (
         "evaluate {0}/llama --output {0}/new/out --device cpu --tasks docstrings_choice --limit 0",
-        "--limit 0: at least 1",
+        "--limit 0: use 1 or more",
     ),
     "checkpoints-no-run": (
         f"{ANALYZE} --checkpoints",

@@ -25,7 +25,7 @@ _LEAST = {"max_samples": 1, "seq_length": 2, "batch_size": 1, "positions": 1, "c
 
 @dataclass(frozen=True, kw_only=True)
 class Options:
-    """A record that a command line's values can be read into."""
+    """A record that can be filled from a command line's values."""
 
     grows: ClassVar[tuple[str, ...]] = ()
     """Flags that may get more values without a result being lost."""
@@ -165,7 +165,7 @@ class AnalysisOptions(Options):
         """
         for name, least in _LEAST.items():
             if (value := getattr(self, name)) is not None and value < least:
-                yield f"{name_of(name)} {value}: at least {least}"
+                yield f"{name_of(name)} {value}: use {least} or more"
         if self.metrics and not self.loss:
             yield f"{name_of('metrics')} {' '.join(self.metrics)} needs the loss: measure it too"
         if self.random_lengths is None:
@@ -214,7 +214,7 @@ class SweepOptions(AnalysisOptions):
 
 @dataclass(frozen=True, kw_only=True)
 class AblationOptions(AnalysisOptions):
-    """Which heads `megasink ablate` zeroes, and on what."""
+    """The heads that `megasink ablate` zeroes, and its texts or tasks."""
 
     # With more of these a sweep measures what is new, and has all that it had.
     grows = ("--score", "--zeroed", "--seeds", "--heads", "--layer")
@@ -227,16 +227,16 @@ class AblationOptions(AnalysisOptions):
     """percentages of heads to zero by each score (default: 0 5 10 15 20 25 30)"""
 
     seeds: tuple[int, ...] = ()
-    """of the random baseline (default: 1 2 3)"""
+    """seeds of the random baseline (default: 1 2 3)"""
 
     tasks: tuple[str, ...] | None = _flag(metavar="TASK")
-    """tasks of lm-evaluation-harness in place of --data: accuracy in place of a loss"""
+    """tasks of lm-evaluation-harness: measure accuracy, instead of the loss of --data"""
 
     limit: int | None = _flag(metavar="N")
     """questions of each task (default: all)"""
 
     calibration: Path | None = _flag(metavar="ANALYSIS")  # noqa: RUF009
-    """set the thresholds by the texts of this analysis (default: by --data or --tasks)"""
+    """analysis folder whose texts set the thresholds (default: --data or --tasks sets them)"""
 
     heads: tuple[str, ...] | None = _flag(metavar="LAYER.HEAD")
     """also zero these heads together, such as 3.5 7.2, or those of a .json or .csv file"""

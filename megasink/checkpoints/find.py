@@ -56,12 +56,12 @@ def find_checkpoint(path: Path, iteration: int | None = None) -> Checkpoint:
     if newest is None:
         if (path / "config.json").is_file() and not is_run(path):
             raise UserError(
-                f"{path} is a Hugging Face folder, not a run; megasink convert-from-hf {path} "
-                "--output RUN makes a run of it"
+                f"{path} is a Hugging Face folder, not a run: import it with megasink "
+                f"convert-from-hf {path} --output RUN"
             )
         if runs := runs_in(path):
             raise UserError(f"{path} {runs}")
-        raise UserError(f"{path}: no finished checkpoint (no {TRACKER})")
+        raise UserError(f"{path} has no finished checkpoint ({TRACKER} is missing)")
     if not (run / "config.json").is_file():
         raise UserError(f"{path} is not a megasink run: {run} has no config.json")
     iteration = newest if iteration is None else iteration

@@ -84,7 +84,7 @@ def check_ablate(args: argparse.Namespace, *, is_run: bool) -> tuple[ModelOption
     if args.limit is not None and not args.tasks:
         problems.append("--limit applies to --tasks: add it, or use --max-samples")
     elif args.limit is not None and args.limit < 1:
-        problems.append(f"--limit {args.limit}: at least 1")
+        problems.append(f"--limit {args.limit}: use 1 or more")
     problems += _of_scores(args.score)
     if args.task and args.calibration is None:
         problems += [

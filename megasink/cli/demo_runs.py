@@ -43,7 +43,7 @@ _PROMPT_LETTERS = 8
 
 
 def demonstrate(directory: Path, steps: int) -> None:
-    """Train both runs, and print and draw what became of them."""
+    """Train both runs, then print and draw their results."""
     began = time.monotonic()
     console = Console(highlight=False)
     prefix, tokenizer = directory / "language", directory / "tokenizer"

@@ -35,7 +35,7 @@ _WEIGHTS = ("*.safetensors", "*.safetensors.index.json", "config.json", GENERATI
 
 
 def kept(folder: Path, model: Architecture, target: Target, tokens: str | None) -> dict[str, Any]:
-    """Return what an import keeps of a folder."""
+    """Return the entries of a folder that an import keeps."""
     config, ours = read_config(folder), config_of(model, target, {})
     decided = ours.keys() - _undecided(ours)
     generation = folder / GENERATION
@@ -72,7 +72,7 @@ def left_behind(folder: Path) -> Iterator[str]:
 def written_again(
     carried: Mapping[str, Any], config: Config, tokens: str | None
 ) -> tuple[Config, Config, list[str]]:
-    """Return config.json and generation_config.json of an export, and what has no place in them."""
+    """Return an export's config.json, generation_config.json, and the entries that do not fit."""
     same_type = carried.get("model_type") == config["model_type"]
     same_tokens = bool(carried) and carried.get("tokenizer") == tokens
     experts = _EXPERTS if "num_experts_per_tok" in config else ()

@@ -109,7 +109,7 @@ class Corpus:
         self._files: list[File] = []
         problems = [] if inputs else ["no input: name files or folders"]
         if max_document_bytes < 1:
-            problems.append(f"--max-document-bytes {max_document_bytes}: at least 1")
+            problems.append(f"--max-document-bytes {max_document_bytes}: use 1 or more")
         for item in self.inputs:
             try:
                 self._files += expand(item, self.json_key, max_document_bytes)

@@ -89,14 +89,14 @@ def writing(*prefixes: Path) -> Iterator[None]:
             if not isinstance(stop, KeyboardInterrupt) or not partial_of(first, PROGRESS).exists():
                 clear_partial(*prefixes)
             elif isinstance(stop, Signalled):
-                stop.kept = "; the same command goes on from what is written"
+                stop.kept = "; the same command continues from the written files"
             raise
         else:
             clear_partial(*prefixes)
 
 
 def clear_partial(*prefixes: Path) -> None:
-    """Remove what a run has left that did not end well."""
+    """Remove the partial files of an unsuccessful run."""
     for prefix in prefixes:
         for suffix in _PARTIAL:
             partial_of(prefix, suffix).unlink(missing_ok=True)

@@ -88,7 +88,7 @@ def train_tokenizer(
     if problem := folder_problem(folder, overwrite=overwrite):
         raise UserError(problem)
     if vocab_size < MIN_VOCAB_SIZE:
-        raise UserError(f"vocabulary size {vocab_size} is too small: at least {MIN_VOCAB_SIZE}")
+        raise UserError(f"vocabulary size {vocab_size} is too small: use {MIN_VOCAB_SIZE} or more")
     corpus_bytes, chunks = _sample(documents, sample_bytes, random.Random(seed))
     tokenizer = to_tokenizers(train_sentencepiece(chunks, vocab_size, bos=bos))
     config = _CONFIG | ({"bos_token": BOS} if bos else {})

@@ -106,12 +106,12 @@ def folder_problem(folder: Path, *, resume: str | None) -> str | None:
         return problem
     if not (folder / "config.json").is_file():
         if resume == "newest":
-            return f"--resume: {folder} holds no run: drop --resume to start one there"
+            return f"--resume: {folder} does not hold a run: drop --resume to start one there"
         # Left by a start that ended before it wrote config.json; checkpoints may have a volume.
         left = _contents(folder) - {"logs", "tensorboard", "wandb", "config.json.partial"}
         saves = folder / "checkpoints"
         if left - {saves.name} or (left and (not saves.is_dir() or _contents(saves))):
-            return f"--run-dir {folder} is not empty and holds no run: choose another folder"
+            return f"--run-dir {folder} holds other files and is not a run: choose another folder"
         return None
     if resume == "auto":
         return None

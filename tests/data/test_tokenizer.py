@@ -119,7 +119,7 @@ def test_an_existing_folder_is_kept(folder, sources, tmp_path):
 
 def test_vocabulary_sizes_that_cannot_be(tmp_path):
     greek = Document("αβγδεζηθικλμνξοπρστυφχψω " * 3 + "".join(map(chr, range(0x4E00, 0x4F00))), "")
-    with pytest.raises(UserError, match="vocabulary size 300 is too small: at least 320"):
+    with pytest.raises(UserError, match="vocabulary size 300 is too small: use 320 or more"):
         train_tokenizer([greek], 300, tmp_path / "a")
     with pytest.raises(UserError, match=r"characters need a vocabulary size of at least \d+"):
         train_tokenizer([greek], 330, tmp_path / "a")

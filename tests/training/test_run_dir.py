@@ -272,7 +272,7 @@ def test_a_demo_writes_into_no_folder_of_something_else(tmp_path, capsys, name):
     (tmp_path / name).parent.mkdir(exist_ok=True)
     (tmp_path / name).write_text("mine")
     assert megasink(["demo", "--output", str(tmp_path)]) == 2
-    assert "and no demo: choose another folder" in capsys.readouterr().err
+    assert ", not a demo: choose another folder" in capsys.readouterr().err
     assert (tmp_path / name).read_text() == "mine"
 
 
@@ -327,8 +327,8 @@ def test_the_root_of_a_fresh_volume_holds_a_run(tmp_path):
     (saves / "lost+found").mkdir(parents=True)
     assert folder_problem(tmp_path, resume="auto") is None
     (saves / "iter_0000001").mkdir()
-    assert "holds no run" in folder_problem(tmp_path, resume="auto")
+    assert "is not a run" in folder_problem(tmp_path, resume="auto")
     shutil.rmtree(saves)
     (tmp_path / "lost").mkdir()
-    assert "holds no run" in folder_problem(tmp_path, resume=None)
+    assert "is not a run" in folder_problem(tmp_path, resume=None)
     assert "holds lost," in foreign_contents(tmp_path)

@@ -97,6 +97,6 @@ def _score(name: str, of: TaskScores, samples: Sequence[dict[str, Any]]) -> Task
                 ],
             )
     raise UserError(
-        f"--tasks {name} has {', '.join(of.metrics)}, and no accuracy: pass its texts as --data "
-        "for a loss"
+        f"--tasks {name} has no accuracy, only {', '.join(of.metrics)}: pass its texts as --data "
+        "to measure a loss"
     )

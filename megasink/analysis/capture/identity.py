@@ -77,7 +77,7 @@ def identity(
     options: AnalysisOptions,
     metrics: Iterable[str] | None = None,
 ) -> dict[str, Any]:
-    """Return the identity of an analysis: everything that can change a bit of the measurements."""
+    """Return the identity of an analysis: every setting that can change a bit of the results."""
     return {
         "model": model.facts["kind"],
         **model_identity(model.module, model.tokenizer, data_hash(samples)),

@@ -28,7 +28,7 @@ def check_score(name: object) -> None:
 
 @kind
 class ZeroHeads(Intervention):
-    """Replace what chosen heads hand to the output projection by zero.
+    """Replace the outputs of chosen heads by zero before the output projection.
 
     The bias of W_O stays, and other heads are not rescaled.
 

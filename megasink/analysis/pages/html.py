@@ -110,7 +110,7 @@ def figure(picture: Picture, alt: str, caption: str) -> Markup:
     for title, head, rows in picture.numbers.tables:
         numbers += (paragraph(title, "note") if title else "") + table(head, rows)
     if not picture.numbers.is_whole:
-        numbers += paragraph("There are more numbers than a page holds: see the files beside it.")
+        numbers += paragraph("The page cannot hold more numbers: see the files in this folder.")
     alt += f". {picture.finding or _finding(picture.numbers) or picture.caption}"
     data = base64.b64encode(png).decode()
     return _macros.figure(picture, data, width, height, alt, caption, numbers)

@@ -78,7 +78,7 @@ def _sinks(name: str, of: SampleResults) -> str:
 
 
 def _norms(of: SampleResults) -> str:
-    """Say whether the first token's hidden state stands out, and where."""
+    """State whether and where the first token's hidden state is massive."""
     by_state = _values(of, "massive_ratio")
     if by_state is None or not isinstance(ratio := of.metrics["massive_ratio"].number, float | int):
         return ""
