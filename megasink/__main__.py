@@ -1,4 +1,4 @@
-"""The entry of ``megasink``, and of ``python -m megasink``, as launched by torchrun."""
+"""Entry point of ``megasink`` and ``python -m megasink``, also under torchrun."""
 
 import sys
 
@@ -6,7 +6,7 @@ from megasink import stopping
 
 
 def run() -> int:
-    """Run the command line; a signal during its imports ends it with one line too."""
+    """Run the command line; a signal during its imports ends it with one line."""
 
     def command() -> int:
         from megasink.cli import main

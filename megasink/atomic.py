@@ -55,7 +55,7 @@ def atomic_folder(path: Path) -> Iterator[Path]:
 
 @contextmanager
 def atomic_files(folder: Path, replaced: Iterable[str] = ()) -> Iterator[Path]:
-    """Yield a folder to write files into, which replace those in `folder` once all are written.
+    """Yield a folder for new files, which replace those in `folder` once all are written.
 
     An exception in the body leaves `folder` as it was; see `atomic_folder` for signals and kills.
 
@@ -105,7 +105,7 @@ def _partial(path: Path) -> Iterator[Path]:
 
 @contextmanager
 def _naming(path: Path) -> Iterator[None]:
-    """Name `path` in an error of the system that names no file, as those of a write do."""
+    """Add `path` to a system error that names no file, such as one of a write."""
     try:
         yield
     except OSError as error:
@@ -124,7 +124,7 @@ def lock_folder(descriptor: int) -> bool:
 
 
 def remove_dead(folders: Iterable[Path]) -> None:
-    """Remove folders of this user that killed processes left: nobody holds their lock."""
+    """Remove unlocked folders left by this user's killed processes."""
     for folder in folders:
         with suppress(OSError):
             descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)

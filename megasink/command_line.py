@@ -79,7 +79,7 @@ _parsing_only = False
 
 
 class _ParsedError(Exception):
-    """A command's flags were parsed, and it must not run."""
+    """Raised after a command has parsed its flags, when it must not run."""
 
 
 def flag_problems(main: Callable[[Sequence[str]], object], argv: Sequence[str]) -> list[str]:
@@ -263,7 +263,7 @@ def _sentence(parser: argparse.ArgumentParser, error: argparse.ArgumentError) ->
         if action is not None and action.choices is not None and kind not in _NUMBERS:
             names = [getattr(choice, "name", str(choice)) for choice in action.choices]
             return unknown_name(name, value.strip("'"), names)
-        return f"{name} {value}: give {_NUMBERS.get(kind, 'another value')}"
+        return f"{name} {value}: use {_NUMBERS.get(kind, 'another value')}"
     if wrong := re.fullmatch(r"invalid choice: (.*) \(choose from (.*)\)", message, re.S):
         value, names = wrong.group(1).strip("'"), wrong.group(2).replace("'", "").split(", ")
         return unknown_name(name, value, names)

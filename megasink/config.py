@@ -43,7 +43,7 @@ class AttentionOptions:
     attention_variant: str = field(
         default="sink", metadata={"argparse_meta": {"type": str}, "records": variants}
     )
-    """What to add to softmax attention: the name of a record in megasink.attention.variants."""
+    """Variant of attention: the name of a record in megasink.attention.variants."""
 
     attention_variant_layers: list[int] | str | None = field(
         default=None,
@@ -53,7 +53,7 @@ class AttentionOptions:
     )
     """Layers that have --attention-variant; the others have plain softmax attention. windowed or
     full: the layers with or without a sliding window, as MiMo-V2-Flash has sinks in the windowed
-    ones. Or a list such as "([1]*5+[0])*8", with 1 for a layer that has it, as in
+    ones. Or a list such as "([1]*5+[0])*8": 1 for a layer with the variant, as in
     --window-attn-skip-freq. None: all layers."""
 
     softmax_offset_init: float = 0.0

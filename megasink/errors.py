@@ -61,13 +61,13 @@ class Stopped(UserError):
 
 
 def reason_of(error: BaseException) -> str:
-    """Return what another package says is wrong, in one line, without its advice to run code.
+    """Return another package's error in one line, without its advice to run code.
 
     torch says of a pickle that is more than tensors how to load it all the same.
     """
     text = " ".join(str(error).split())
     if "weights_only" in text or "Weights only load failed" in text:
-        return "it holds more than tensors, which could run code, and is not loaded"
+        return "it holds objects other than tensors, which could run code, and is not loaded"
     return text or type(error).__name__
 
 

@@ -1,4 +1,4 @@
-"""Options that exclude each other, ours and Megatron's: the one list of them."""
+"""Options that exclude each other, megasink's and Megatron's."""
 
 from argparse import Namespace
 from collections.abc import Iterator

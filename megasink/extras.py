@@ -1,4 +1,4 @@
-"""The two weights of an installation: `megasink`, and `megasink[train]` with Megatron-Core.
+"""The two ways to install: `megasink`, and `megasink[train]` with Megatron-Core.
 
 Nothing is imported here to see whether it is installed: the answer comes before the slow imports.
 """
@@ -34,7 +34,7 @@ def require(package: str, what: str) -> None:
         UserError: it is not; with the command that installs it.
     """
     if _places(package) is None:
-        raise UserError(f"{what} needs {package}, of megasink[train]: {TRAIN}")
+        raise UserError(f"{what} needs {package}, which is part of megasink[train]: {TRAIN}")
 
 
 def _places(package: str) -> list[str] | None:

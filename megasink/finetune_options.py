@@ -22,13 +22,13 @@ class FinetuneOptions:
     """a Hugging Face folder with safetensors and a tokenizer"""
 
     data: tuple[Path, ...] = field(metadata={"argparse_meta": {"metavar": "FILE"}})
-    """conversations: JSON Lines or parquet with messages of role and content"""
+    """conversations: JSON Lines or parquet; messages with role and content"""
 
     lora_rank: int = 16
     """rank r of the adapters of all linear layers; default: 16 (P0.23)"""
 
     lora_alpha: float | None = None
-    """of their factor alpha / r; default: the rank"""
+    """alpha of the adapters' factor alpha / r; default: the rank"""
 
     adapter: bool = False
     """export the adapter for peft, not a merged model"""
@@ -37,10 +37,10 @@ class FinetuneOptions:
     """lambda of Eq. 7 or 8; default: %(default)s"""
 
     shared_heads: int | None = None
-    """m of Eq. 8, 0 for Eq. 7; None: by the importance of the model's heads"""
+    """m of Eq. 8; 0: Eq. 7; None: chosen by head importance"""
 
     seq_length: int = 2048
-    """tokens of a packed sample, and most tokens of a conversation; default: %(default)s"""
+    """tokens of a packed sample; longer conversations are cut; default: %(default)s"""
 
     epochs: float = 1.0
     """passes over the conversations; default: 1"""
@@ -55,13 +55,13 @@ class FinetuneOptions:
     """packed samples per step; default: %(default)s"""
 
     bf16: bool = False
-    """compute in bfloat16; the frozen weights under adapters are stored so"""
+    """compute in bfloat16, and keep the frozen weights under adapters in it"""
 
     gradient_checkpointing: bool = False
-    """compute activations again in the backward pass: less memory, more time"""
+    """recompute activations in the backward pass: less memory, more time"""
 
     seed: int = 1234
-    """of the order of samples and of the adapters' weights; default: %(default)s"""
+    """seed of the order of samples and of the adapters' weights; default: %(default)s"""
 
     def __post_init__(self) -> None:
         problems = [*self._of_model(), *self._of_numbers(), *self._of_processes()]
@@ -95,8 +95,8 @@ class FinetuneOptions:
         heads, positions = (text.get(n) for n in ("num_attention_heads", "max_position_embeddings"))
         if isinstance(heads, int) and (self.shared_heads or 0) > max(0, heads - 2):
             yield (
-                f"--shared-heads {self.shared_heads}: the layers have {heads} heads, and at least "
-                "two must be left to balance"
+                f"--shared-heads {self.shared_heads}: the layers have {heads} heads, and at "
+                "least two must remain to be balanced"
             )
         if isinstance(positions, int) and self.seq_length > positions:
             yield f"--seq-length {self.seq_length}: the model has {positions} positions"
@@ -105,16 +105,16 @@ class FinetuneOptions:
         if self.lora_rank < 0:
             yield f"--lora-rank {self.lora_rank}: use 1 or more"
         if self.adapter and not self.lora_rank:
-            yield "--adapter exports what LoRA trained: drop it, or drop --full"
+            yield "--adapter exports LoRA adapters, which --full does not train: drop one"
         for flag in ("seq_length", "micro_batch_size", "global_batch_size"):
             if getattr(self, flag) < 1:
                 yield f"--{flag.replace('_', '-')} {getattr(self, flag)}: use 1 or more"
         for flag in ("epochs", "lr", "lora_alpha"):
             value = getattr(self, flag)
             if value is not None and not 0 < value < math.inf:
-                yield f"--{flag.replace('_', '-')} {value:g}: a number above 0"
+                yield f"--{flag.replace('_', '-')} {value:g}: use a number above 0"
         if not 0 <= self.head_balance_coeff < math.inf:
-            yield f"--head-balance-coeff {self.head_balance_coeff:g}: a number from 0 on"
+            yield f"--head-balance-coeff {self.head_balance_coeff:g}: use 0 or more"
 
     def _of_processes(self) -> Iterator[str]:
         count = processes()
@@ -122,7 +122,7 @@ class FinetuneOptions:
         if min(each, self.global_batch_size) > 0 and self.global_batch_size % each:
             times = f" times {count} processes" if count > 1 else ""
             yield (
-                f"--global-batch-size {self.global_batch_size} does not divide by "
+                f"--global-batch-size {self.global_batch_size} is not divisible by "
                 f"--micro-batch-size {self.micro_batch_size}{times}"
             )
         for kind in ("FSDP", "DEEPSPEED"):

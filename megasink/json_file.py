@@ -27,7 +27,7 @@ def open_file(path: Path, *, appending: bool = False) -> BinaryIO:
     kind = stat.S_IFMT(os.fstat(descriptor).st_mode)
     if kind != stat.S_IFREG:
         os.close(descriptor)
-        raise UserError(f"{path} is {_STRANGE.get(kind, 'something else')}, not a file")
+        raise UserError(f"{path} is {_STRANGE.get(kind, 'something else')}, not a regular file")
     return os.fdopen(descriptor, "ab" if appending else "rb")
 
 
@@ -40,12 +40,12 @@ def read_text(path: Path, most: int = _LARGEST, errors: str = "strict") -> str:
     try:
         with open_file(path) as file:
             if os.fstat(file.fileno()).st_size > most:
-                raise UserError(f"{path} has more than {most:,} bytes: too large to be read")
+                raise UserError(f"{path} is larger than the limit of {most:,} bytes")
             return file.read(most).decode(errors=errors)
     except OSError as error:
         raise UserError(f"{path} cannot be read ({error.strerror or error})") from error
     except UnicodeDecodeError as error:
-        raise UserError(f"{path} is not a text in UTF-8: {error}") from error
+        raise UserError(f"{path} is not UTF-8 text: {error}") from error
 
 
 def read_object(path: Path) -> dict[str, Any]:
@@ -57,7 +57,7 @@ def read_object(path: Path) -> dict[str, Any]:
 
 
 def kind_of(value: Any) -> str:
-    """Return what JSON calls a value, whose writer need not know Python; parquet has more types."""
+    """Return the JSON name of a value's type; also for parquet's types."""
     return _KINDS.get(type(value), type(value).__name__)
 
 

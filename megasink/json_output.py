@@ -1,4 +1,4 @@
-"""``--json``: one JSON object on stdout in the place of text, the same way in every command."""
+"""``--json``: print one JSON object on stdout instead of text."""
 
 import argparse
 import contextlib

@@ -1,4 +1,4 @@
-"""Megatron's flags that megasink treats apart: the one list of them.
+"""Megatron flags with special treatment.
 
 `KNOWN` is what is taken and known: what identifies a model, what a file or a resume may say, which
 values make sense. `REFUSED` is what is not taken, with the reason. Every other flag passes to
@@ -117,7 +117,7 @@ KNOWN: dict[str, frozenset[str]] = {
 
 
 def having(*facts: str) -> tuple[str, ...]:
-    """Return the names of which one of these facts is known."""
+    """Return the names of the flags with one of these properties."""
     return tuple(name for name, known in KNOWN.items() if known.intersection(facts))
 
 
@@ -290,7 +290,7 @@ REFUSED: dict[str, tuple[tuple[str, Any, str], ...]] = {
         ("moe_router_quantile_balancing_ema", 0.0, "targets only support 0.0"),
         ("attention_output_gate", False, _ONLY_FALSE),
         ("use_mup", False, _ONLY_FALSE),
-        ("hybrid_layer_pattern", None, "there is no target for hybrid models"),
+        ("hybrid_layer_pattern", None, "no conversion target supports hybrid models"),
         ("heterogeneous_layers_config_path", None, _ONLY_NONE),
         ("experimental_attention_variant", None, _ONLY_NONE),
         ("moe_layer_freq", (1, "1", [1]), "targets only support 1"),

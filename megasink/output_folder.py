@@ -56,7 +56,7 @@ def results_in(
             yield record
         except BaseException as error:
             if isinstance(error, Signalled) and any((folder / n).exists() for n in _MEASURED):
-                error.kept = f"; the same command goes on from what {folder} holds"
+                error.kept = f"; the same command continues from the files in {folder}"
             # Settings of nothing.
             if writes and {path.name for path in folder.iterdir()} == {SETTINGS, LOCK}:
                 (folder / SETTINGS).unlink()
@@ -133,14 +133,14 @@ def differences(
 
 
 def foreign_contents(folder: Path) -> str | None:
-    """Return what a folder holds that is of no command, as a problem; None if there is none."""
+    """Return the problem of a folder with files of no command; None without any."""
     if not folder.is_dir() or (folder / SETTINGS).is_file():
         return None
     ours = (*_PARTS, *OF_SYSTEM)
     other = [path.name for path in sorted(folder.iterdir()) if not any(map(path.match, ours))]
     if not other:
         return None
-    return f"--output {folder} holds {other[0]}, and no results of megasink: {_CURE}"
+    return f"--output {folder} holds {other[0]}, which is not a result of megasink: {_CURE}"
 
 
 def folder_problem(folder: Path) -> str | None:

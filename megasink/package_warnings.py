@@ -1,4 +1,4 @@
-"""Warnings of other packages, of which there are many that no user of megasink can change.
+"""Hide warnings of other packages that users of megasink cannot act on.
 
 Importing Megatron, transformers and torch makes dozens. ``PYTHONWARNINGS=default`` shows them.
 Errors, tracebacks and what native code writes to stderr are left alone, and so are the ranks of a

@@ -78,7 +78,7 @@ def add_flag(parser: argparse.ArgumentParser) -> None:
         FLAG,
         action="append",
         metavar="MODULE",
-        help="import this Python module first; it registers your own variants, metrics or "
+        help="first import this Python module, which registers your own variants, metrics or "
         "conversion targets; may be repeated",
     )
 

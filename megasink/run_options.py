@@ -15,19 +15,18 @@ class RecipeOptions:
     recipe: list[str] | None = field(
         default=None, metadata={"argparse_meta": {"nargs": "+", "metavar": "NAME"}}
     )
-    """Take the flags of these recipes (`megasink recipes` lists them), TOML files or runs first
-    (RUN/config.toml holds the flags of a run); those of the command line count more, and of several
-    files the last."""
+    """Start from the flags of these recipes (`megasink recipes` lists them), TOML files or runs
+    (RUN/config.toml). Later files override earlier ones, and the command line overrides all."""
 
     expanded_recipe: list[str] | None = field(
         default=None, metadata={"argparse_meta": {"nargs": "+", "metavar": "NAME"}}
     )
-    """Written by --recipe in its place: the names of the files whose flags this
-    command line holds, with the start of their SHA-256. It is recorded and has no effect."""
+    """Written by --recipe in its place: names and start of the SHA-256 of the files with the flags
+    of this command line. It is only recorded."""
 
     lr_wsd_decay_fraction: float | None = None
-    """Share of the run over which --lr-decay-style WSD decays, at its end, as
-    --lr-warmup-fraction is for the warmup; instead of --lr-wsd-decay-iters."""
+    """Share of the run, at its end, over which --lr-decay-style WSD decays; replaces
+    --lr-wsd-decay-iters, as --lr-warmup-fraction does for the warmup."""
 
 
 @dataclass(kw_only=True)
@@ -45,15 +44,15 @@ class TrainingOptions:
     replace_tokens_with: str | None = field(
         default=None, metadata={"argparse_meta": {"metavar": "{random,ID}"}}
     )
-    """What replaces them. random: tokens drawn uniformly from the vocabulary without its special
-    tokens, the same ones in every epoch. ID: the token with this id."""
+    """Replacement. random: tokens drawn uniformly from the vocabulary without its special tokens,
+    the same ones in every epoch. ID: the token with this id."""
 
     decay_all_parameters: bool = False
     """Apply --weight-decay to norms and biases too (P2.17), which Megatron exempts."""
 
     embedding_lr: float | None = None
-    """Maximum learning rate of the token embedding, instead of --lr. Its minimum is as much lower
-    as --min-lr is than --lr. --decoupled-lr sets embedding and output layer together."""
+    """Maximum learning rate of the token embedding, instead of --lr. Its minimum is lower by the
+    ratio of --min-lr to --lr. --decoupled-lr sets embedding and output layer together."""
 
     output_lr: float | None = None
     """Maximum learning rate of the output layer, instead of --lr, in the same way; needs
@@ -94,23 +93,23 @@ class RunOptions:
         default=None,
         metadata={"argparse_meta": {"nargs": "?", "const": "newest", "choices": RESUME}},
     )
-    """Resume from the newest complete checkpoint of --run-dir. With the value auto, start at step 0
-    if there is none yet, so that the same command line starts and resumes a run, as
-    `sbatch --requeue` and `torchrun --max-restarts` need."""
+    """Resume from the newest complete checkpoint of --run-dir. auto: start at step 0 if there is
+    none yet, so that one command line starts and resumes a run, for `sbatch --requeue` and
+    `torchrun --max-restarts`."""
 
     verify_checkpoint: bool = False
-    """Verify all checksums of a checkpoint, which reads it once more: with --resume before loading
-    it, with --save-retain-interval in the background before the one before it is deleted; by
-    default only file sizes are checked."""
+    """Read a checkpoint once more and verify all checksums: with --resume before loading it, with
+    --save-retain-interval in the background before the previous one is deleted. By default only
+    file sizes are checked."""
 
     plugin: list[str] | None = field(
         default=None, metadata={"argparse_meta": {"action": "append", "metavar": "MODULE"}}
     )
-    """Import this Python module first, which registers variants, metrics or conversion targets of
-    your own; may be repeated. --resume does not repeat it: say it again."""
+    """First import this Python module, which registers your own variants, metrics or conversion
+    targets; may be repeated. Pass it again with --resume."""
 
     cpu: bool = False
-    """Run on the CPU platform; selected automatically, with a message, without a CUDA device."""
+    """Run on the CPU platform. Without a CUDA device this is automatic, with a message."""
 
 
 _OTHERS = (HeadBalanceOptions, TrainingOptions, ObservingOptions)

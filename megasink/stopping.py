@@ -48,7 +48,7 @@ class _Heard:
 
     raised: Signalled | None = None
     again: threading.Timer | None = None
-    """Sends the signal once more, after a destructor that its exception was lost in."""
+    """Send the signal again, because a destructor swallowed its exception."""
 
     def settle(self) -> None:
         """Ignore the signal that `again` sends, which would find other handlers later."""
@@ -145,7 +145,7 @@ def _handlers() -> Iterator[_Heard]:
             raise heard.raised
 
     def unraisable(report: "sys.UnraisableHookArgs") -> None:
-        """Leave out what the signal did to destructors; one that it was raised in swallows it."""
+        """Hide a signal's effect on destructors, which swallow its exception."""
         if heard.raised is None:
             outer_hook(report)
         elif report.exc_value is heard.raised:
@@ -202,7 +202,7 @@ def is_ending() -> bool:
 
 
 def _forget() -> None:
-    """Undo it in a forked process, which shares the pipe; whoever forked it ends it."""
+    """Undo the set-up in a forked process, which shares the pipe; its parent ends it."""
     global _heard
     if _heard is not None:
         _heard = None

@@ -55,7 +55,7 @@ def explained(error: BaseException, what: object = None, cure: str = "") -> str 
     reason = os.strerror(number)
     if number in (errno.EMFILE, errno.ENFILE):
         limit = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
-        return f"{what} cannot be opened: {reason} ({limit} allowed): {CURES[number]}"
+        return f"{what} cannot be opened: {reason} (limit: {limit}): {CURES[number]}"
     if not writes(found):
         return f"{name or what} cannot be read: {reason}: {CURES[number]}"
     advice = cure if cure and CURES[number] == _SPACE else CURES[number]
@@ -64,7 +64,7 @@ def explained(error: BaseException, what: object = None, cure: str = "") -> str 
 
 @contextmanager
 def writing(what: object, cure: str = "") -> Iterator[None]:
-    """Turn a failure of the machine, or of the system on the way to a file, into one line.
+    """Turn a system error on the way to a file into one line.
 
     Args:
         what: what the body writes, such as "--output FOLDER".

@@ -1,4 +1,4 @@
-"""One folder for the sockets of this process and of its workers, which goes with it.
+"""One temporary folder for the sockets of this process and its workers, removed at its end.
 
 multiprocessing makes a folder in every process that passes file descriptors on, as workers of a
 data loader do, and a worker that is killed leaves it. Here they share that of the process that

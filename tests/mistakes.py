@@ -31,7 +31,7 @@ MISTAKES = {
         "the recipe 'p0-6b' is unknown: choose p0-0.6b",
     ),
     "recipes-unknown": ("recipes p1-48l", "the recipe 'p1-48l' is unknown: choose p0-0.6b"),
-    "recipes-no-run": ("recipes {0}", "{0} holds no config.toml: it is no run"),
+    "recipes-no-run": ("recipes {0}", "{0} is not a run: it has no config.toml"),
     "train-underscore": (
         TRAIN + " --attention_variant sink",
         "unknown: --attention_variant sink: did you mean --attention-variant?",
@@ -46,8 +46,8 @@ MISTAKES = {
     "train-equals": (TRAIN + " --trainiters=5", "did you mean --train-iters?"),
     "train-stray-word": (TRAIN + " 128", "unknown: 128"),
     "train-no-value": (TRAIN + " --save-interval", "--save-interval needs a value"),
-    "train-type": (TRAIN + " --num-layers two", "--num-layers 'two': give a whole number"),
-    "train-float": (TRAIN + " --train-iters 1e3", "--train-iters '1e3': give a whole number"),
+    "train-type": (TRAIN + " --num-layers two", "--num-layers 'two': use a whole number"),
+    "train-float": (TRAIN + " --train-iters 1e3", "--train-iters '1e3': use a whole number"),
     "train-nan": (TRAIN + " --lr nan", "--lr nan: give a finite number"),
     "train-infinite": (TRAIN + " --clip-grad inf", "--clip-grad inf: give a finite number"),
     "train-negative": (TRAIN + " --lr -1e-3", "--lr -0.001 is negative"),
@@ -83,7 +83,7 @@ MISTAKES = {
         "3 ranks are not divisible by --tensor-model-parallel-size 2",
     ),
     "train-no-ranks": (TRAIN + " --ranks 0", "--ranks 0: use 1 or more"),
-    "train-wordy-ranks": (TRAIN + " --ranks two", "--ranks 'two': give a whole number"),
+    "train-wordy-ranks": (TRAIN + " --ranks two", "--ranks 'two': use a whole number"),
     "train-warm-up": (
         TRAIN + " --lr-warmup-iters 500",
         "--lr-warmup-iters 500 is not less than the length of the schedule, 4",
@@ -115,12 +115,15 @@ MISTAKES = {
     "plan-cpu": (PLAN, "--cpu: a plan is for GPUs; drop the flag"),
     "plan-device": ("plan --gpu h10", "--gpu 'h10' is unknown: choose a100-40gb, a100, h100"),
     "plan-utilization": ("plan --utilization 40", "--utilization 40.0: use more than 0, and at m"),
-    "train-resume-nothing": (TRAIN + " --resume", "--resume: {0}/new/run holds no run"),
+    "train-resume-nothing": (TRAIN + " --resume", "--resume: {0}/new/run does not hold a run"),
     "train-into-a-file": (TRAIN + " --run-dir {0}/text.txt", "--run-dir {0}/text.txt is a file"),
-    "train-into-other-things": (TRAIN + " --run-dir {0}/notes", "is not empty and holds no run"),
+    "train-into-other-things": (
+        TRAIN + " --run-dir {0}/notes",
+        "holds other files and is not a run",
+    ),
     "train-into-a-model": (
         TRAIN + " --run-dir {0}/llama",
-        "--run-dir {0}/llama: its config.json is not of a run: choose another folder",
+        "--run-dir {0}/llama: its config.json does not describe a run: choose another folder",
     ),
     "train-over-a-run": (TRAIN + " --run-dir {0}/run", "--run-dir {0}/run already holds a run"),
     "a-command-of-no-release": (
@@ -140,19 +143,22 @@ MISTAKES = {
         "{0} is a folder of runs: give one, {0}/run",
     ),
     # checkpoints
-    "checkpoints-nothing": ("checkpoints {0}/new/run", "{0}/new/run: no such folder"),
+    "checkpoints-nothing": (
+        "checkpoints {0}/new/run",
+        "{0}/new/run does not exist: give a run folder",
+    ),
     # data
     "data-partition": (
         DATA + " --partition 9/8",
-        "--partition: '9/8' is no part: give its number and the number of parts, such as 1/8",
+        "--partition: '9/8' is not a part: use its number and the number of parts, such as 1/8",
     ),
     "data-partition-of-one-file": (
         DATA + " --partition 2/8",
-        "--partition 2/8: 1 of the 8 parts would have data",
+        "--partition 2/8: only 1 of the 8 parts would have data",
     ),
     "data-validation": (DATA + " --validation 5", "--validation 5: above 0 and at most 0.5"),
     "data-validation-nan": (DATA + " --validation nan", "--validation nan: above 0 and at most"),
-    "data-merge-nothing": ("data --merge {0}/new/text", "{0}/new/text: there is no part: make"),
+    "data-merge-nothing": ("data --merge {0}/new/text", "{0}/new/text: found no part: make"),
     "data-nothing": ("data", "missing: INPUT, --output"),
     "data-no-tokenizer": (
         "data {0}/text.txt --output {0}/new/text",
@@ -193,10 +199,13 @@ MISTAKES = {
         "{0}/run is a megasink run: megasink convert-to-hf exports it",
     ),
     "generate-nothing": ("generate", "missing: RUN, --prompt"),
-    "generate-no-run": ("generate {0}/runs --prompt a", "{0}/runs: no such folder"),
+    "generate-no-run": (
+        "generate {0}/runs --prompt a",
+        "{0}/runs does not exist: give a run folder",
+    ),
     "generate-iteration": (
         "generate {0}/run --prompt a --iteration 7",
-        "no checkpoint of iteration 7; available: 4",
+        "no checkpoint of iteration 7; it has 4",
     ),
     "generate-temperature": ("generate {0}/run --prompt a --temperature -1", "--temperature -1.0"),
     "generate-top-p": ("generate {0}/run --prompt a --top-p 1.5", "--top-p 1.5"),
@@ -207,10 +216,13 @@ MISTAKES = {
         "--max-new-tokens 0: use 1 or more",
         "--top-k -2",
     ),
-    "generate-unfinished": ("generate {0}/notes --prompt a", "{0}/notes: no finished checkpoint"),
+    "generate-unfinished": (
+        "generate {0}/notes --prompt a",
+        "{0}/notes has no finished checkpoint",
+    ),
     "generate-hugging-face": (
         "generate {0}/llama --prompt a",
-        "{0}/llama is a Hugging Face folder, not a run; megasink convert-from-hf {0}/llama --out",
+        "{0}/llama is a Hugging Face folder, not a run: import it with megasink convert-from-hf",
     ),
     "generate-another-checkpoint": (
         "generate {0}/run/checkpoints/iter_0000004 --prompt a --iteration 7",

@@ -15,7 +15,7 @@ MISTAKES_WITH_MODELS = {
     ),
     "analyze-device": (ANALYZE + " --device tpu", "--device tpu"),
     "analyze-no-cuda": (ANALYZE + " --device cuda:3", "--device cuda:3"),
-    "analyze-samples": (ANALYZE + " --max-samples 0", "--max-samples 0: at least 1"),
+    "analyze-samples": (ANALYZE + " --max-samples 0", "--max-samples 0: use 1 or more"),
     "analyze-dtype": (
         ANALYZE + " --dtype float8",
         "--dtype 'float8' is unknown: choose auto, float32, bfloat16",
@@ -29,7 +29,7 @@ MISTAKES_WITH_MODELS = {
     "analyze-misspelt": (ANALYZE + " --seq-lenght 64", "did you mean --seq-length?"),
     "analyze-random-lengths": (
         ANALYZE.replace("--seq-length 24", "--random-lengths 24 10"),
-        "--random-lengths 24 10: the lowest first, and at least 2",
+        "--random-lengths 24 10: give the smaller number first",
     ),
     "analyze-random-and-fixed": (
         ANALYZE + " --random-lengths 10 20",
@@ -41,7 +41,7 @@ MISTAKES_WITH_MODELS = {
     ),
     "analyze-replaced": (
         ANALYZE + " --replace-tokens-at 0 zero",
-        "--replace-tokens-at zero: give positions from 0 on, or none alone",
+        "--replace-tokens-at zero: use positions from 0 on, or only none",
     ),
     "analyze-replaced-by": (
         ANALYZE + " --replace-tokens-at 0 --replace-tokens-with some",
@@ -50,11 +50,11 @@ MISTAKES_WITH_MODELS = {
     "analyze-data": (ANALYZE.replace("text.txt", "txt.text"), "{0}/txt.text"),
     "analyze-into-other-things": (
         ANALYZE.replace("new/out", "notes"),
-        "--output {0}/notes holds thesis.txt, and no results of megasink: choose another",
+        "--output {0}/notes holds thesis.txt, which is not a result of megasink",
     ),
     "sweep-lengths": (
         "sweep {0}/llama --data {0}/text.txt --output {0}/new/out --lengths 1",
-        "--lengths 1: at least 2",
+        "--lengths 1: use 2 or more",
     ),
     "sweep-positions": (
         "sweep {0}/llama --data {0}/text.txt --output {0}/new/out --lengths 65",
@@ -83,11 +83,11 @@ MISTAKES_WITH_MODELS = {
     "ablate-interventions": (ABLATE + " --interventions {0}/text.txt", "text.txt is not JSON"),
     "ablate-calibration": (
         ABLATE + " --calibration {0}/llama",
-        "--calibration: {0}/llama holds no analysis: it has no results.json",
+        "--calibration: {0}/llama does not hold an analysis: it has no results.json",
     ),
     "ablate-run": (
         ABLATE.replace("llama", "run", 1),
-        "{0}/run/config.json is not from a megasink run: no ffn_hidden_size, padded_vocab_size",
+        "run/config.json is not from a megasink run: it lacks ffn_hidden_size, padded_vocab_size",
     ),
     "ablate-task": (
         "ablate {0}/llama --output {0}/new/out --tasks nothing",
@@ -105,7 +105,7 @@ MISTAKES_WITH_MODELS = {
     ),
     "evaluate-limit": (
         "evaluate {0}/llama --output {0}/new/out --device cpu --tasks docstrings_choice --limit 0",
-        "--limit 0: at least 1",
+        "--limit 0: use 1 or more",
     ),
     "checkpoints-no-run": (
         f"{ANALYZE} --checkpoints",
@@ -128,9 +128,9 @@ MISTAKES_WITH_MODELS = {
     "compare-smoothing": ("compare {0}/run {0}/run --smoothing 1", "--smoothing 1.0"),
     "compare-one-by-tokens": (
         "compare {0}/run --x tokens",
-        "--x and --smoothing are of several",
+        "--x and --smoothing need several",
     ),
-    "doctor-type": ("doctor --head-dim wide", "--head-dim 'wide': give a whole number"),
+    "doctor-type": ("doctor --head-dim wide", "--head-dim 'wide': use a whole number"),
     "doctor-negative": ("doctor --head-dim -4", "--head-dim -4"),
     "demo-file": (
         "demo --output {0}/text.txt",

@@ -81,8 +81,8 @@ def test_doctor_lists_plugins_and_what_they_registered(folder, capsys):
         ("import json\njson.loads('{')", "(FOLDER/broken.py:2: json.loads('{'))"),
         ("raise SystemExit(0)", "SystemExit: 0 (FOLDER/broken.py:1: raise SystemExit(0))"),
         ("raise ValueError('\x1b[31m\\nred')", "ValueError: \\x1b[31m\\nred (FOLDER"),
-        (TARGET.format(name="qwen2"), "two conversion targets are called 'qwen2': choose another "
-         "name (FOLDER/broken.py:4: register("),
+        (TARGET.format(name="qwen2"), "conversion target 'qwen2' is registered twice: rename one "
+         "(FOLDER/broken.py:4: register("),
     ],
 )  # fmt: skip
 def test_one_that_cannot_be_imported_is_one_line_with_its_place(folder, capsys, text, said):

@@ -125,7 +125,7 @@ def test_a_signal_is_one_line(nursery, made, tmp_path, command, number, phase):
     assert len(lines) == 1
     assert lines[0].startswith(f"megasink: stopped by {number.name}")
     # What the same command goes on from may stay, and is said.
-    kept = "the same command goes on" in lines[0] or "is whole: go on with" in lines[0]
+    kept = "the same command " in lines[0] or "is complete: continue with" in lines[0]
     left = {path.name for path in tmp_path.rglob("*") if path.is_file() or path.name[0] == "."}
     assert not {n for n in left if n.startswith(".") or n.endswith(".lock")}, left
     assert kept or left <= {"stderr"}, (lines, left)

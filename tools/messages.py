@@ -1,10 +1,12 @@
 """Print what users read of the product: ``python tools/messages.py [FOLDER]``, a line each.
 
-Three kinds, each with its place: the first line of a docstring, the text of an error or of a
-printed line, and the help of a flag (the string below a field of options, or `help=`).
+Four kinds, each with its place: the first line of a docstring; the text of an error or of a
+printed line; the help of a flag (the string below a field of options, or `help=`); and every other
+sentence, such as those of tables of reasons, of records, and of variables.
 """
 
 import ast
+import re
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -12,6 +14,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[1]
 SAID = {"UserError", "ConfigError", "print", "log", "warn", "warning", "error", "_plain", "add"}
 DEFINED = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
+SENTENCE = re.compile(r"[a-z]+,? [a-z]+,? [a-z]+")
 
 
 def text_of(node: ast.AST) -> str:
@@ -32,6 +35,23 @@ def text_of(node: ast.AST) -> str:
 
 def strings(tree: ast.Module) -> Iterator[tuple[int, str, str]]:
     """Yield (line, kind, text) of everything that users or readers of the code see."""
+    known = list(known_strings(tree))
+    yield from known
+    printed = " ".join(text for *_, text in known)
+    passed: set[ast.AST] = set()  # parts of strings, and strings that are statements: docstrings
+    for node in ast.walk(tree):
+        if isinstance(node, ast.JoinedStr | ast.BinOp | ast.Expr) and text_of(
+            node.value if isinstance(node, ast.Expr) else node
+        ):
+            passed.update(part for part in ast.walk(node) if part is not node)
+        if not isinstance(node, ast.expr) or node in passed:
+            continue
+        if (text := text_of(node)) not in printed and SENTENCE.search(text):
+            yield node.lineno, "string", text
+
+
+def known_strings(tree: ast.Module) -> Iterator[tuple[int, str, str]]:
+    """Yield (line, kind, text) of the three kinds that the place of a string shows."""
     for node in ast.walk(tree):
         if isinstance(node, DEFINED) and (said := ast.get_docstring(node)):
             yield getattr(node, "lineno", 1), "docstring", said.splitlines()[0]

@@ -1,4 +1,4 @@
-"""What was measured of a model: each metric is an attribute, and draws itself."""
+"""The results of an analysis: each metric is an attribute that can draw itself."""
 
 import html
 from collections.abc import Iterator
@@ -85,7 +85,7 @@ class MetricValues:
 
 @dataclass(repr=False)
 class Analysis:
-    """Everything that was measured of a model: `analysis.sink_rate`, `analysis.importance`, ...
+    """All results of an analysis: `analysis.sink_rate`, `analysis.importance`, ...
 
     Every registered metric that the model has is an attribute (`dir(analysis)` lists them), a
     `MetricValues`. docs/metrics.md defines them.
@@ -189,7 +189,7 @@ class Analysis:
 
 
 def names_by_sample() -> set[str]:
-    """Return the metrics that `Analysis.by_sample` has, of those that were measured."""
+    """Return the measured metrics that `Analysis.by_sample` offers."""
     return {n for n, entry in metrics().items() if entry.inactive or "wasserstein" in entry.shown}
 
 

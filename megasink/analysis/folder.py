@@ -40,7 +40,7 @@ def read_analysis(folder: str | Path) -> Analysis:
     try:
         content = read_object(path)
     except UserError as error:
-        raise UserError(f"{folder} holds no analysis: {error}") from error
+        raise UserError(f"{folder} does not hold an analysis: {error}") from error
     if content.get("format") != FORMAT:
         raise UserError(
             f"{path} has format {content.get('format')}, but this version reads {FORMAT}: analyze "
@@ -55,14 +55,14 @@ def read_analysis(folder: str | Path) -> Analysis:
     samples, maps, points = (_arrays(folder / f"{n}.npz") for n in ("samples", "maps", "geometry"))
     analysis = analysis_of(results, samples, maps, points)
     if "dataset" not in samples and len(results.run.inputs) > 1:  # numbers of all inputs together
-        raise UserError(f"{path} is of texts and other tokens, mixed: analyze the model again")
+        raise UserError(f"{path} mixes texts and other tokens: analyze the model again")
     if problem := next(_problems(results, analysis.by_sample), None):
         raise UserError(f"{path}: {problem}: analyze the model again")
     return analysis
 
 
 def analysis_of(results: Results, samples: Arrays, maps: Arrays, points: Arrays) -> Analysis:
-    """Return an analysis of what its files hold: results.json, and three of arrays."""
+    """Build an analysis from the contents of its files: results.json and three files of arrays."""
     wanted = names_by_sample()
     of = [str(name) for name in samples.get("dataset", np.zeros(0)).ravel()]
     about = np.isin(of, shown(of))
@@ -75,7 +75,7 @@ def analysis_of(results: Results, samples: Arrays, maps: Arrays, points: Arrays)
 
 
 def _problems(results: Results, by_sample: dict[str, Floats]) -> Iterator[str]:
-    """Yield what in a file of the right types no analysis can have written."""
+    """Yield values that have the right types but are impossible in an analysis."""
     heads = results.model.heads
     if len(heads) != results.model.layers:
         yield f"model.heads has {len(heads)} entries for {results.model.layers} layers"
@@ -85,18 +85,21 @@ def _problems(results: Results, by_sample: dict[str, Floats]) -> Iterator[str]:
         *((f"datasets.{n}.", of) for n, of in results.datasets.items()),
     ):
         if min(of.samples, of.tokens) < 1:
-            yield f"{where}samples {of.samples} and tokens {of.tokens}: at least 1"
+            yield f"{where}samples {of.samples} and tokens {of.tokens}: both must be 1 or more"
         for name in of.metrics.keys() & metrics().keys():
             axis = AXES[metrics()[name].axis][0]
             try:
                 values = array(of.metrics[name].values)
             except (TypeError, ValueError):  # names, or rows of different lengths
-                yield f"{where}metrics.{name}.values is no table of numbers"
+                yield f"{where}metrics.{name}.values is not a table of numbers"
                 continue
             fits = len(values.shape) == len(axis)
             fits &= all(sizes.get(c, n) == n for c, n in zip(axis, values.shape, strict=False))
             if not fits:
-                yield f"{where}metrics.{name}.values is {values.shape}, not by {axis or 'model'}"
+                yield (
+                    f"{where}metrics.{name}.values has shape {values.shape}, which does not fit "
+                    f"the axis {axis or 'model'}"
+                )
             elif not np.isfinite(values).any():
                 yield f"{where}metrics.{name}.values has no number"
     inactive = results.inactive_heads
@@ -108,11 +111,11 @@ def _problems(results: Results, by_sample: dict[str, Floats]) -> Iterator[str]:
                 "module that defines it (--plugin)"
             )
         elif name not in by_sample or name not in results.metrics:
-            yield f"the score {name} has no values of samples"
+            yield f"the score {name} has no values by sample"
         elif INACTIVE_SHARE not in inactive.thresholds.get(name, {}):
-            yield f"inactive_heads.thresholds.{name} has no threshold of {INACTIVE_SHARE}"
+            yield f"inactive_heads.thresholds.{name} has no threshold for share {INACTIVE_SHARE}"
         elif len(inactive.share_by_layer.get(name, ())) != len(heads):
-            yield f"inactive_heads.share_by_layer.{name} is not by layer"
+            yield f"inactive_heads.share_by_layer.{name} does not have one value for each layer"
 
 
 def _arrays(path: Path) -> Arrays:

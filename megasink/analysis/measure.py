@@ -1,4 +1,4 @@
-"""Measure a model: samples through a probe, metrics of what it catches, shards that can be resumed.
+"""Measure a model: run samples through a probe, compute metrics, and write resumable shards.
 
 Every instrument measures by this, in one call.
 
@@ -147,10 +147,13 @@ def _cure(model: torch.nn.Module) -> str:
     """Return what to do about a model whose activations are never finite."""
     for name, weight in model.named_parameters():
         if not weight.isfinite().all():
-            return f"its weights are infinite or NaN, first in {name}: no dtype cures that"
+            return (
+                f"its weights hold infinite or NaN values, first in {name}; another dtype does "
+                "not help"
+            )
     types = {weight.dtype for weight in model.parameters()}
     if types <= {torch.float32, torch.float64}:
-        return "its weights are finite, but what it computes from them is not"
+        return "its weights are finite, but its activations are not"
     return "run the model in a wider dtype (--dtype float32)"
 
 
@@ -182,7 +185,7 @@ def _open(
     before = sum(len(batch) for n, shard in enumerate(shards) if partial.has(n) for batch in shard)
     ranks.reach("opened")
     if there:
-        console.print(f"resuming: {there} of {len(shards)} shards ({before} samples) are done")
+        console.print(f"resuming: {there} of {len(shards)} parts ({before} samples) are finished")
     return before
 
 

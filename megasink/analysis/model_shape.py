@@ -1,4 +1,4 @@
-"""How large a model is by its config.json, before anything slow is imported."""
+"""Read the size of a model from its config.json, before any slow import."""
 
 from collections.abc import Mapping
 from pathlib import Path
@@ -14,7 +14,7 @@ _POSITIONS = ("max_position_embeddings", "n_positions")
 
 
 class ModelShape(NamedTuple):
-    """What config.json tells of a model; None for what it does not.
+    """The sizes in a config.json; None for missing ones.
 
     Attributes:
         heads: most query heads in each layer.

@@ -1,4 +1,4 @@
-"""What is measured, of what, as frozen records; a command line and a program make the same ones.
+"""The settings of an analysis as frozen records, from a command line or a program.
 
 The string below a field is the help of its flag (`megasink.flags.add_fields`). Nothing here imports
 torch.
@@ -25,7 +25,7 @@ _LEAST = {"max_samples": 1, "seq_length": 2, "batch_size": 1, "positions": 1, "c
 
 @dataclass(frozen=True, kw_only=True)
 class Options:
-    """A record that a command line's values can be read into."""
+    """A record that can be filled from a command line's values."""
 
     grows: ClassVar[tuple[str, ...]] = ()
     """Flags that may get more values without a result being lost."""
@@ -45,7 +45,7 @@ class Options:
         return {name: _listed(getattr(self, name)) for name in names}
 
     def by_flag(self, *names: str) -> dict[str, Any]:
-        """Return some fields by their flags, such as "--batch-size": what results depend on."""
+        """Return some fields by their flags, such as "--batch-size": settings of the results."""
         return {flag_of(name): value for name, value in self.some(*names).items()}
 
     def given(self) -> dict[str, Any]:
@@ -55,13 +55,13 @@ class Options:
 
 
 def _flag(default: Any = None, **meta: Any) -> Any:
-    """Return a field with what argparse has to know of its flag; see `add_fields`."""
+    """Return a dataclass field with argparse's settings for its flag; see `add_fields`."""
     return field(default=default, metadata={"argparse_meta": meta})
 
 
 @dataclass(frozen=True, kw_only=True)
 class ModelOptions(Options):
-    """Which model, and how it is loaded."""
+    """The model, and how to load it."""
 
     model: Path
     """Hugging Face model folder, or a run"""
@@ -92,10 +92,10 @@ class ModelOptions(Options):
 
 @dataclass(frozen=True, kw_only=True)
 class AnalysisOptions(Options):
-    """What an analysis reads and measures."""
+    """The texts of an analysis and the measurements on them."""
 
     data: tuple[str, ...] = _flag((), metavar="TEXT")
-    """text, .jsonl(.gz, .zst) or .parquet files, or folders; each one is a dataset"""
+    """text, .jsonl(.gz, .zst) or .parquet files, or folders; each is one dataset"""
 
     json_key: str = "text"
     """JSON key of the text (default: text)"""
@@ -120,23 +120,23 @@ class AnalysisOptions(Options):
     """auto follows the tokenizer (default: auto)"""
 
     parse_special_tokens: bool = False
-    """special tokens spelled out in a text become those tokens"""
+    """read special tokens spelled out in a text as those tokens"""
 
     replace_tokens_at: tuple[str, ...] | None = _flag(metavar="POSITION")
     """replace the tokens at these positions of every sequence, from 0, BOS included; none: keep
     them (default: as the run was trained)"""
 
     replace_tokens_with: str | None = _flag(metavar="{random,ID}")
-    """by random tokens of the vocabulary, or the token with this id"""
+    """replace them with random tokens of the vocabulary, or the token with this id"""
 
     seed: int = 1234
-    """of random tokens, projections and baselines (default: %(default)s)"""
+    """seed of random tokens, projections and baselines (default: %(default)s)"""
 
     positions: int = 64
-    """tokens in curves (default: %(default)s)"""
+    """number of tokens in curves (default: %(default)s)"""
 
     columns: int = 8
-    """keys with a sink rate (default: %(default)s)"""
+    """number of keys with a sink rate (default: %(default)s)"""
 
     maps: tuple[str, ...] | None = _flag(nargs="*", metavar="LAYER.HEAD")
     """also draw attention maps and query-key geometry of these heads, such as 3.5 7.2; without a
@@ -149,30 +149,30 @@ class AnalysisOptions(Options):
     """also measure these, which take a backward pass: gradient, gradient_signed"""
 
     loss: bool = True
-    """whether the loss is measured"""
+    """measure the loss"""
 
     output: Path | None = None
-    """folder of the results; None for no files"""
+    """folder for the results; None: write no files"""
 
     overwrite: bool = False
     """replace results of other settings"""
 
     def problems(self, name_of: Callable[[str], str] = flag_of) -> Iterator[str]:
-        """Yield what is wrong with the numbers, whatever the model.
+        """Yield the problems with the numbers that need no model to find.
 
         Args:
             name_of: field -> what the message calls it.
         """
         for name, least in _LEAST.items():
             if (value := getattr(self, name)) is not None and value < least:
-                yield f"{name_of(name)} {value}: at least {least}"
+                yield f"{name_of(name)} {value}: use {least} or more"
         if self.metrics and not self.loss:
             yield f"{name_of('metrics')} {' '.join(self.metrics)} needs the loss: measure it too"
         if self.random_lengths is None:
             return
         low, high = self.random_lengths
         if not 2 <= low <= high:
-            yield f"--random-lengths {low} {high}: the lowest first, and at least 2"
+            yield f"--random-lengths {low} {high}: give the smaller number first, 2 or more"
         elif self.seq_length is not None:
             yield f"--random-lengths {low} {high} and --seq-length {self.seq_length}: choose one"
 
@@ -195,13 +195,13 @@ class AnalysisOptions(Options):
 
 @dataclass(frozen=True, kw_only=True)
 class SweepOptions(AnalysisOptions):
-    """What `megasink sweep` varies, on texts alone."""
+    """The settings that `megasink sweep` varies."""
 
     lengths: tuple[int, ...] = _flag((64,), metavar="T")
     """text lengths in tokens; texts shorter than the longest are left out (default: 64)"""
 
     beginnings: tuple[str, ...] = ("auto",)
-    """its --bos, of which there are several"""
+    """one or more values of --bos"""
 
     first_token_copies: tuple[int, ...] = _flag((1,), metavar="N")
     """copies of BOS or, without BOS, of the first token of the text (default: 1)"""
@@ -214,7 +214,7 @@ class SweepOptions(AnalysisOptions):
 
 @dataclass(frozen=True, kw_only=True)
 class AblationOptions(AnalysisOptions):
-    """Which heads `megasink ablate` zeroes, and on what."""
+    """The heads that `megasink ablate` zeroes, and its texts or tasks."""
 
     # With more of these a sweep measures what is new, and has all that it had.
     grows = ("--score", "--zeroed", "--seeds", "--heads", "--layer")
@@ -224,19 +224,19 @@ class AblationOptions(AnalysisOptions):
     same in all (default: awft ahon_ln, unless --heads, --interventions or --layer is given)"""
 
     zeroed: tuple[float, ...] = _flag((), metavar="PERCENT")
-    """percentages of heads that each score zeroes (default: 0 5 10 15 20 25 30)"""
+    """percentages of heads to zero by each score (default: 0 5 10 15 20 25 30)"""
 
     seeds: tuple[int, ...] = ()
-    """of the random baseline (default: 1 2 3)"""
+    """seeds of the random baseline (default: 1 2 3)"""
 
     tasks: tuple[str, ...] | None = _flag(metavar="TASK")
-    """tasks of lm-evaluation-harness in place of --data: accuracy in place of a loss"""
+    """tasks of lm-evaluation-harness: measure accuracy, instead of the loss of --data"""
 
     limit: int | None = _flag(metavar="N")
     """questions of each task (default: all)"""
 
     calibration: Path | None = _flag(metavar="ANALYSIS")  # noqa: RUF009
-    """set the thresholds by the texts of this analysis (default: by --data or --tasks)"""
+    """analysis folder whose texts set the thresholds (default: --data or --tasks sets them)"""
 
     heads: tuple[str, ...] | None = _flag(metavar="LAYER.HEAD")
     """also zero these heads together, such as 3.5 7.2, or those of a .json or .csv file"""
@@ -245,7 +245,7 @@ class AblationOptions(AnalysisOptions):
     """also apply this file of interventions"""
 
     layer: int | None = _flag(metavar="L")
-    """also zero each head of this layer alone"""
+    """also zero each head of this layer by itself"""
 
 
 def _listed(value: Any) -> Any:

@@ -94,7 +94,7 @@ def _measured(
     ranks: Ranks,
     partial: PartialFolder | None = None,
 ) -> tuple[Analysis, Arrays] | None:
-    """Run the samples and the short passes behind them; arguments as in `analyze` and `measure`.
+    """Run the samples and the short extra passes; arguments as in `analyze` and `measure`.
 
     Returns:
         the analysis, and the contents of samples.npz; None on every process except rank 0.
@@ -135,7 +135,7 @@ def _measured(
 
 
 def _made_before(output: Path, digest: str) -> Analysis | None:
-    """Return this very analysis, if everything of it was written."""
+    """Return the existing analysis if it is complete and has these settings."""
     if (output / "partial").exists() or not (output / "results.json").is_file():
         return None
     with contextlib.suppress(UserError):  # another format: measure again
@@ -150,5 +150,5 @@ def bytes_by_token(model: ProbedModel, ranks: Ranks) -> TokenBytes | None:
         return token_bytes(model.tokenizer, model.first)
     except UserError as error:
         if not ranks.rank:
-            print(f"megasink: {error}; reporting perplexity only", file=sys.stderr)
+            print(f"megasink: {error}; only perplexity is reported", file=sys.stderr)
         return None

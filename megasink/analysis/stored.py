@@ -1,4 +1,4 @@
-"""Arrays and objects on disk; those that a stopped command goes on from are sealed.
+"""Write and read arrays and objects; files for resuming carry a checksum.
 
 A sealed file holds the SHA-256 of its contents and of `of`, which says whose they are, in words of
 the caller. What was damaged, cut, edited or copied from elsewhere is refused before anything is
@@ -19,7 +19,7 @@ from megasink.errors import UserError
 from megasink.json_file import read_object
 
 _SEAL = "sha256"
-_BROKEN = "its contents are not those that were written"
+_BROKEN = "its contents have changed since it was written"
 
 
 def write_object(path: Path, value: Mapping[str, Any], of: str) -> None:

@@ -83,9 +83,9 @@ def sweep(model: ProbedModel, options: SweepOptions, ranks: Ranks) -> SweepResul
     longest = max(s.length + s.copies - (s.bos == "none") for s in settings) + len(first)
     if positions is not None and longest > positions:
         raise UserError(
-            f"--lengths {max(options.lengths)} makes sequences of {longest} tokens, counting those "
-            f"before the text, but {model.facts['name']} has {positions} positions: use shorter "
-            "lengths"
+            f"--lengths {max(options.lengths)} makes sequences of {longest} tokens, including "
+            f"those before the text, but {model.facts['name']} has {positions} positions: use "
+            "shorter lengths"
         )
     contents = contents_of(options, tokenizer)
     replaced = replacement_for(options, model)
@@ -195,7 +195,7 @@ def samples_of(
     bos: int,
     replaced: Replacement | None = None,
 ) -> list[Sample]:
-    """Return the samples of one sweep row; tokens are replaced where BOS and copies stand too."""
+    """Return the samples of one sweep row, with replaced tokens also in BOS and copies."""
     made = []
     for sample in contents:
         text = sample.tokens[: setting.length]

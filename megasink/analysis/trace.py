@@ -21,7 +21,7 @@ def steps_of(run: Path) -> list[int]:
 
 
 def trace(which: ModelOptions, options: AnalysisOptions, ranks: Ranks) -> None:
-    """Analyze every checkpoint that OUTPUT has no analysis of yet, and draw all over tokens."""
+    """Analyze every checkpoint without an analysis in OUTPUT, and draw all against tokens."""
     output, steps = options.output, steps_of(which.model)
     assert output is not None
     prepare_quietly(cpu=which.device == "cpu")

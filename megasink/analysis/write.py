@@ -22,7 +22,7 @@ def write_own_page(output: Path, analysis: Analysis) -> None:
     for entry in analysis.results.non_finite:
         print(
             f"megasink: warning: {printable(entry.source)} has infinite or NaN values in layers "
-            f"{entry.layers}, heads {entry.heads}: left out of every average",
+            f"{entry.layers}, heads {entry.heads}: these values are left out of every average",
             file=sys.stderr,
         )
     print(f"wrote {output}/report.html, results.json, *.npz, tables/, figures/")

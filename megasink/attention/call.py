@@ -166,7 +166,7 @@ def op_schema(*records: type[NamedTuple], outputs: int) -> str:
 
 
 def from_op(arguments: Sequence[Any], *records: Any) -> list[Any]:
-    """The records again, from the arguments of such an op. It runs in every call: no iterators."""
+    """Rebuild the records from the arguments of such an op. It runs in every call: no iterators."""
     made, start = [], 0
     for record in records:
         stop = start + len(record._fields)

@@ -196,7 +196,9 @@ def _checked(
         }
         for name, value in others.items():
             if value is not None:
-                raise ValueError(f"a prefix is for causal attention alone, not with {name}")
+                raise ValueError(
+                    f"a prefix needs causal attention and cannot be combined with {name}"
+                )
         # A prefix of one key is the causal mask.
         return call._replace(prefix=0 if call.prefix < 2 else min(call.prefix, keys))
     if cu_seqlens is not None and not call.causal:
@@ -240,7 +242,7 @@ def check_shapes(query_BHTD: Tensor, key_BGSD: Tensor, value_BGSD: Tensor, causa
     if 0 in (batch, heads, queries, head_dim, groups, keys):
         raise ValueError(f"attention over nothing: {shapes}")
     if heads % groups:
-        raise ValueError(f"{heads} query heads are no multiple of {groups} key/value groups")
+        raise ValueError(f"{heads} query heads are not a multiple of {groups} key/value groups")
     if key_BGSD.shape != (batch, groups, keys, head_dim) or value_BGSD.shape != key_BGSD.shape:
         raise ValueError(f"batch, groups, tokens and head dim must agree: {shapes}")
     if causal and queries > keys:

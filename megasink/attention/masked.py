@@ -1,4 +1,4 @@
-"""A kernel's attention under any mask: one call where the kernel has the mask, else blocks of it.
+"""Run a kernel under any mask: in one call if it supports the mask, else in blocks.
 
 Shapes: B batch, H query heads, G groups, T queries, S keys, D head dim.
 """

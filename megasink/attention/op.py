@@ -162,7 +162,7 @@ def run_backward(
 def _lent(
     arriving: Arriving, slotted: Slotted, results: Results, lends: bool
 ) -> tuple[Arriving, Results]:
-    """Return dO and Y for gate kernels to write into: copies unless only they have their memory.
+    """Return dO and Y for gate kernels to overwrite: copies, unless nothing else uses their memory.
 
     `out.backward(out.detach())` sends a dO in the memory of Y, and any input may be sent as dO.
     """
@@ -268,7 +268,7 @@ def _backward(
 
 
 def _owns(out_BHTD: Tensor) -> bool:
-    """Whether the backward runs as it is called, on one stream: not traced, and not differentiated.
+    """Whether the backward runs eagerly on one stream: neither traced nor differentiated.
 
     A compiler may move another reader of dO or Y beside an op, or give them the memory of others.
     """

@@ -148,8 +148,8 @@ class LayerBalance(torch.nn.Module):
         """Return why the loss scale of this microbatch, the step's last so far, is not 1."""
         if microbatches > 1:
             return (
-                f"this is microbatch {microbatches} of its step, which would count once for each "
-                "(so is a forward pass without a backward pass: torch.no_grad(), discard())"
+                f"this is microbatch {microbatches} of its step, and each would count in full (a "
+                "forward pass without a backward pass is one too: use torch.no_grad() or discard())"
             )
         if self.cp_size > 1:
             return f"{self.cp_size} context-parallel ranks average their gradients"

@@ -1,4 +1,4 @@
-"""What is wrong with options of the loss, in every room that takes them under its own names."""
+"""Check the options of the loss, under the names of each caller."""
 
 import math
 from collections.abc import Mapping
@@ -10,7 +10,7 @@ Given = Mapping[str, float]
 
 
 def wrong_alone(given: Given) -> list[str]:
-    """Return which options are no numbers from 0 on, a sentence each."""
+    """Return one sentence for each option that is not a number of 0 or more."""
     return [
         f"{name} {value} is {'negative' if value < 0 else 'no finite number'}: use 0 or more"
         for name, value in given.items()
@@ -19,7 +19,7 @@ def wrong_alone(given: Given) -> list[str]:
 
 
 def wrong_together(given: Given, heads: int | None) -> list[str]:
-    """Return which options do not fit each other or the model, a sentence each.
+    """Return one sentence for each conflict between options, or with the model.
 
     Args:
         heads: of a layer; None if not known.

@@ -48,8 +48,8 @@ class SharedHeads:
         share = f"{self.explained:.0%} of the head imbalance of {layers} layers"
         if not self.m:
             return (
-                f"m = 0, no shared heads (Eq. 7): {split} only {share}, and evenly spaced heads "
-                f"{self.evenly:.0%}: there are no two groups"
+                f"m = 0, no shared heads (Eq. 7): {split} only {share}, evenly spaced heads "
+                f"{self.evenly:.0%}: the heads do not form two groups"
             )
         lines = [f"m = {self.m} shared heads (Eq. 8): {split} {share}"]
         rows = zip(self.pinned_LH, self.importance_LH, strict=True)
@@ -87,7 +87,7 @@ def choose_shared_heads(importance_LH: Tensor | NDArray[np.float64]) -> SharedHe
     missing_LH = importance_LH.isnan()
     known_L = ~missing_LH.all(1)
     if not known_L.any():
-        raise UserError("no layer has a head importance: there are no heads to share")
+        raise UserError("no layer has head importance: analyze a model with softmax attention")
     for layer in (missing_LH.any(1) & known_L).nonzero().flatten().tolist():
         raise UserError(f"layer {layer} has a head importance for some of its heads only")
     if not ((importance_LH >= 0) & (importance_LH <= 1) | missing_LH).all():
@@ -123,7 +123,9 @@ def _explained(importance_LH: Tensor) -> Tensor:
 def _no_choice(heads: int) -> str:
     if heads < 3:
         s = "s" * (heads != 1)
-        return f"with {heads} head{s} per layer, two could not be balanced beside a shared one"
+        return (
+            f"with {heads} head{s} per layer, fewer than two heads would remain beside a shared one"
+        )
     return "all heads of a layer are equally important"
 
 

@@ -36,7 +36,7 @@ class StepOptions(Protocol):
 
 
 class Phase(Enum):
-    """Where a step is."""
+    """The stages of a step."""
 
     BETWEEN = "between two steps"
     RUNNING = "in the forward and backward passes"
@@ -102,7 +102,7 @@ class LossStep:
         self.balance.begin(share)
 
     def open(self) -> None:
-        """Make sure that a step is running: open the next one, or the same again.
+        """Make sure that a step is open: open the next one, or reopen the same.
 
         Layers call it before they add to `heads`; a host that calls `begin` has opened it already.
         """
@@ -126,10 +126,10 @@ class LossStep:
         if not self._warned and (layers := self.heads.without_backward()):
             self._warned = True
             warnings.warn(
-                f"step {self.number}: layers {layers} counted gates of forward passes that had no "
-                "backward pass before reduce(). Run passes that do not train under "
-                "torch.no_grad(), recompute by Megatron's functions, and call discard() before a "
-                "step that an exception broke is repeated",
+                f"step {self.number}: layers {layers} counted forward passes without a backward "
+                "pass before reduce(). Run passes that do not train under torch.no_grad(), "
+                "recompute with Megatron's functions, and after an exception call discard() "
+                "before you repeat the step",
                 stacklevel=2,
             )
         # What has stepped may be the optimizer of another model, between the passes of this one.
@@ -198,10 +198,10 @@ class LossStep:
 
     def _not_reduced(self) -> str:
         return (
-            f"the gates of step {self.number} were not reduced: call reduce() of the head-balance "
-            "loss on every rank after the last backward pass, or set "
-            "config.finalize_model_grads_func, before which Megatron's schedules then call it; "
-            "without it the loss would be 0. A model that is not trained runs under torch.no_grad()"
+            f"the gates of step {self.number} were not reduced, so the head-balance loss would "
+            "be 0: call its reduce() on every rank after the last backward pass, or set "
+            "config.finalize_model_grads_func (Megatron's schedules then call reduce() first). "
+            "Run a model that does not train under torch.no_grad()"
         )
 
     def _counted_nothing(self) -> None:
@@ -218,8 +218,8 @@ class LossStep:
 
     def _not_committed(self) -> str:
         return (
-            f"step {self.number} was not committed: call commit() of the head-balance loss after "
-            "the optimizer's step, also one that the loop skips, as the hook on torch.optim's "
-            "optimizers does once one has stepped; without it the loss would be 0. reduce() comes "
-            "once a step, after its last backward pass"
+            f"step {self.number} was not committed, so the head-balance loss would be 0: call "
+            "its commit() after every optimizer step, also a skipped one (the hook on "
+            "torch.optim does so for steps that run), and reduce() once a step, after the last "
+            "backward pass"
         )

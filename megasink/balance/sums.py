@@ -107,8 +107,8 @@ class HeadSums:
         """
         if self._receivers.setdefault(layer, receiver) != receiver:
             raise RuntimeError(
-                f"two modules record statistics as layer {layer}: give each model in a process its "
-                "own MegasinkTransformerConfig, which holds the statistics"
+                f"two modules record statistics as layer {layer}: give each model of a process "
+                "its own MegasinkTransformerConfig, which holds the statistics"
             )
         self.microbatches[layer] += 1
         row = self._row(layer, gate_sum_h.device)

@@ -1,4 +1,4 @@
-"""What a Hugging Face folder holds beside its model: a run keeps it for the next export.
+"""Entries of a Hugging Face folder that a run keeps for its next export.
 
 An import writes it into config.json (megasink/convert/carried.py); a run takes it over from the
 checkpoint that it starts from, so that it goes from run to run.
@@ -21,7 +21,7 @@ def carried(config: Path) -> dict[str, Any]:
 
 
 def generation_of(config: Path, tokenizer: Any) -> dict[str, Any]:
-    """Return a run's entries for generating, as `with_ends`: those that its export would have."""
+    """Return a run's entries for generation, as `with_ends`, equal to those of its export."""
     from megasink.data.tokenizer import tokenizer_hash
 
     kept = carried(config)

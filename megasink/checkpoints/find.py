@@ -40,10 +40,10 @@ def find_checkpoint(path: Path, iteration: int | None = None) -> Checkpoint:
     """Resolve a run, checkpoint or iteration folder to a checkpoint."""
     if is_stored(path):
         raise UserError(
-            f"{path} is in an object store: copy it to a folder, as with aws s3 sync or rclone copy"
+            f"{path} is in an object store: copy it to a folder first (aws s3 sync, rclone copy)"
         )
     if not path.is_dir():
-        raise UserError(f"{path}: no such folder; give a run folder or its checkpoint folder")
+        raise UserError(f"{path} does not exist: give a run folder or its checkpoint folder")
     named = re.fullmatch(r"iter_(\d{7,})", path.resolve().name)
     if named:
         if iteration not in (None, int(named[1])):
@@ -56,19 +56,19 @@ def find_checkpoint(path: Path, iteration: int | None = None) -> Checkpoint:
     if newest is None:
         if (path / "config.json").is_file() and not is_run(path):
             raise UserError(
-                f"{path} is a Hugging Face folder, not a run; megasink convert-from-hf {path} "
-                "--output RUN makes a run of it"
+                f"{path} is a Hugging Face folder, not a run: import it with megasink "
+                f"convert-from-hf {path} --output RUN"
             )
         if runs := runs_in(path):
             raise UserError(f"{path} {runs}")
-        raise UserError(f"{path}: no finished checkpoint (no {TRACKER})")
+        raise UserError(f"{path} has no finished checkpoint ({TRACKER} is missing)")
     if not (run / "config.json").is_file():
-        raise UserError(f"{path}: not a megasink run: {run} has no config.json")
+        raise UserError(f"{path} is not a megasink run: {run} has no config.json")
     iteration = newest if iteration is None else iteration
     folder = checkpoint_path(checkpoints, iteration)
     if not folder.is_dir():
         text = ", ".join(map(str, iterations(checkpoints))) or "none"
-        raise UserError(f"{checkpoints}: no checkpoint of iteration {iteration}; available: {text}")
+        raise UserError(f"{checkpoints} has no checkpoint of iteration {iteration}; it has {text}")
     return Checkpoint(run / "config.json", folder, iteration)
 
 

@@ -40,7 +40,7 @@ def same(name: str, before: Any, now: Any, *, finetune: bool = False) -> bool:
 
 
 def plain(value: Any) -> Any:
-    """Convert an argument value to what JSON would return for it."""
+    """Convert an argument to its JSON form."""
     if isinstance(value, list | tuple):
         return [plain(v) for v in value]
     if value is None or isinstance(value, bool | int | float | str):

@@ -88,8 +88,8 @@ def load_model(
     loaded_tokenizer = tokenizer_of(saved, tokenizer, checkpoint.config)
     if loaded_tokenizer is None:
         raise UserError(
-            f"the run was trained with {saved.get('tokenizer_type')}, which has no text: "
-            "give a Hugging Face folder with --tokenizer"
+            f"the run was trained with {saved.get('tokenizer_type')}, which cannot encode text: "
+            "pass a Hugging Face folder with --tokenizer"
         )
     model, args = load_without_tokenizer(checkpoint, tokens=len(loaded_tokenizer), yarn=yarn)
     generation = generation_of(checkpoint.config, loaded_tokenizer)
@@ -162,14 +162,14 @@ def _refuse_sizes(saved: Mapping[str, Any], checkpoint: Checkpoint) -> None:
 
 @contextlib.contextmanager
 def _describing_a_model(config: Path) -> Iterator[None]:
-    """Turn what Megatron raises for arguments that describe no model into one line."""
+    """Turn Megatron's errors about invalid model arguments into one line."""
     try:
         yield
     except UserError:
         raise
     except (AssertionError, ArithmeticError, LookupError, TypeError, ValueError) as error:
         reason = " ".join(str(error).split()) or type(error).__name__
-        raise UserError(f"{config} describes no model that Megatron builds: {reason}") from error
+        raise UserError(f"Megatron cannot build the model of {config}: {reason}") from error
 
 
 def load_weights(model: GPTModel, folder: Path) -> None:
@@ -283,7 +283,7 @@ def with_yarn(saved: Mapping[str, Any], factor: float) -> dict[str, Any]:
     if kind != "rope" or saved.get("use_rope_scaling"):
         given = "--use-rope-scaling" if kind == "rope" else f"--position-embedding-type {kind}"
         raise UserError(
-            f"--yarn {factor:g}: the run has {given}; YaRN stretches plain rotary embeddings (rope)"
+            f"--yarn {factor:g}: the run has {given}, but YaRN needs plain rotary embeddings (rope)"
         )
     trained = saved["seq_length"]
     return {

@@ -57,7 +57,9 @@ def read_arguments(config: Path) -> dict[str, Any]:
         ) from error
     missing = {"attention_variant", "padded_vocab_size", "ffn_hidden_size"} - set(saved)
     if missing:
-        raise UserError(f"{config} is not from a megasink run: no {', '.join(sorted(missing))}")
+        raise UserError(
+            f"{config} is not from a megasink run: it lacks {', '.join(sorted(missing))}"
+        )
     from megasink.checkpoints.saved_fields import check_fields  # imports pydantic, 0.1 s
 
     check_fields(saved, str(config))
@@ -88,7 +90,7 @@ def single_process_arguments(saved: Mapping[str, Any]) -> Namespace:
             refused.append(f"{name} {str(value)[:80]!r}")
     if refused:
         print(
-            f"megasink: ignored arguments of the run, which do not describe a model: "
+            "megasink: these arguments of the run do not describe a model and are ignored: "
             f"{', '.join(sorted(refused))}",
             file=sys.stderr,
         )

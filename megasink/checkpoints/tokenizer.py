@@ -94,13 +94,13 @@ def tokenizer_of(saved: Mapping[str, Any], given: str | Path | None, config: Pat
         given = own if own.is_dir() else Path(saved["tokenizer_model"])
         if not given.is_dir():
             raise UserError(
-                f"{config}: its tokenizer {given} is gone (relative paths start in the current "
-                "folder); give its folder with --tokenizer"
+                f"{config}: the tokenizer {given} was not found (relative paths start in the "
+                "current folder): pass its folder with --tokenizer"
             )
     tokenizer = load_tokenizer(given)
     if (tokens := max(len(tokenizer), largest_id(tokenizer) + 1)) > saved["padded_vocab_size"]:
         raise UserError(
             f"the tokenizer {given} has {tokens} tokens, but the model only "
-            f"{saved['padded_vocab_size']}: it is not the one the run was trained with"
+            f"{saved['padded_vocab_size']}: pass the tokenizer with which the run was trained"
         )
     return tokenizer

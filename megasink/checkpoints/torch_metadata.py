@@ -146,7 +146,7 @@ class _Unpickler(pickle.Unpickler):
             value = super().find_class(module, name)
             if known or isinstance(value, torch.dtype):
                 return value
-        raise pickle.UnpicklingError(f"it names {module}.{name}")
+        raise pickle.UnpicklingError(f"it refers to the code {module}.{name}")
 
 
 class _QuickUnpickler(pickle.Unpickler):
@@ -161,4 +161,4 @@ class _QuickUnpickler(pickle.Unpickler):
             or (module == _MEGATRONS and name in _CLASSES_OF_MEGATRON)
         ):
             return type(name, (StandIn,), {})
-        raise pickle.UnpicklingError(f"it names {module}.{name}")
+        raise pickle.UnpicklingError(f"it refers to the code {module}.{name}")

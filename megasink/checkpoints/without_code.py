@@ -103,7 +103,7 @@ def _reason(error: Exception) -> str:
     """Extract the name that was refused from torch's long message."""
     named = _NAMED.search(str(error))
     if named:
-        return f"it names {named[1]}"
+        return f"it refers to the code {named[1]}"
     return reason_of(error)
 
 

@@ -17,7 +17,7 @@ from megasink.extras import require_train
 GROUPS = {
     "look inside a model (start here: analyze)": {
         "analyze": "sinks, heads and hidden states of a model, or of a run over time, as a report",
-        "ablate": "what a model loses when inactive or chosen heads are zeroed",
+        "ablate": "the loss or accuracy of a model without inactive or chosen heads",
         "sweep": "sinks, inactive heads and loss by length, BOS and repeated first tokens",
         "evaluate": "scores on tasks of lm-evaluation-harness, with interventions or without",
         "report": "one page about several analyses",
@@ -38,7 +38,7 @@ GROUPS = {
     "move models, and check this machine": {
         "convert-to-hf": "a checkpoint -> a Hugging Face folder, verified",
         "convert-from-hf": "a Hugging Face folder -> a run to train on from",
-        "doctor": "what is installed, the kernels that will run, and a self-test of both",
+        "doctor": "installed packages, the kernels that will run, and a test of both",
     },
 }
 COMMANDS = {name: text for group in GROUPS.values() for name, text in group.items()}

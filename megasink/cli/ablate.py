@@ -1,4 +1,4 @@
-"""``megasink ablate``: what a model loses when heads are zeroed; its flags and their checks.
+"""``megasink ablate``: measure the loss when heads are zeroed; flags and checks.
 
 The rooms of interventions import torch, so only options that need them import them.
 """
@@ -32,7 +32,7 @@ PERCENTS = tuple(float(f"{100 * share:g}") for share in definitions.SHARES)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Zero heads that look inactive, and measure what the model loses.
+    """Zero heads that look inactive, and measure the model's loss.
 
     For each score and each percentage of --zeroed, heads beyond a threshold are zeroed in every
     sequence (P3.12), next to as many random ones. Writes ablation.json, ablation.csv, points.npz,
@@ -68,7 +68,7 @@ def ablate_parser(description: str | None) -> CommandParser:
 
 
 def check_ablate(args: argparse.Namespace, *, is_run: bool) -> tuple[ModelOptions, AblationOptions]:
-    """Check everything that needs no model, resolve the defaults, and return what is measured."""
+    """Check everything that needs no model, resolve the defaults, and return the settings."""
     others = (args.heads, args.interventions, args.layer)
     by_default = not args.score and all(other is None for other in others)
     options = AblationOptions.of(
@@ -84,7 +84,7 @@ def check_ablate(args: argparse.Namespace, *, is_run: bool) -> tuple[ModelOption
     if args.limit is not None and not args.tasks:
         problems.append("--limit applies to --tasks: add it, or use --max-samples")
     elif args.limit is not None and args.limit < 1:
-        problems.append(f"--limit {args.limit}: at least 1")
+        problems.append(f"--limit {args.limit}: use 1 or more")
     problems += _of_scores(args.score)
     if args.task and args.calibration is None:
         problems += [
@@ -165,7 +165,8 @@ def _of_calibration(options: AblationOptions) -> list[str]:
     if not options.score:
         return ["--calibration sets the thresholds of --score: add it"]
     if not (options.calibration / "results.json").is_file():
-        return [f"--calibration: {options.calibration} holds no analysis: it has no results.json"]
+        where = f"--calibration: {options.calibration}"
+        return [f"{where} does not hold an analysis: it has no results.json"]
     from megasink.analysis.ablate.calibration import read_calibration
 
     try:

@@ -39,7 +39,7 @@ def replacement_problems(options: AnalysisOptions) -> list[str]:
         return [f"--replace-tokens-with {value} with --replace-tokens-at {KEPT}"] if value else []
     wrong = [word for word in at or [] if not word.removeprefix("-").isdecimal()]
     if wrong:
-        return [f"--replace-tokens-at {' '.join(wrong)}: give positions from 0 on, or {KEPT} alone"]
+        return [f"--replace-tokens-at {' '.join(wrong)}: use positions from 0 on, or only {KEPT}"]
     return problems_of_replaced([int(word) for word in at or ()], value)
 
 
@@ -141,7 +141,7 @@ def problems_of(args: argparse.Namespace, options: AnalysisOptions, *, is_run: b
 
 
 def known_shape(args: argparse.Namespace) -> ModelShape:
-    """Return the shape of MODEL as far as its config.json tells; `weights_problems` says the rest.
+    """Return the shape of MODEL from its config.json; `weights_problems` reports the rest.
 
     A stretched context (--yarn) has no known number of positions.
     """

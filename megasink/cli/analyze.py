@@ -50,7 +50,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         if args.data and ranks.rank == 0:
             output = f"{args.output}-ablation"
             say_next(
-                "what it loses without the heads that look inactive",
+                "measure its loss without the heads that look inactive",
                 *("ablate", args.model, "--data", *args.data, "--output", output),
             )
     return 0
@@ -64,7 +64,7 @@ def analyze_parser(prog: str, description: str | None = None) -> CommandParser:
     parser.add_argument(
         "--checkpoints",
         action="store_true",
-        help="measure every checkpoint of a run, and draw all metrics against tokens",
+        help="measure every checkpoint of a run and plot all metrics against tokens",
     )
     return parser
 

@@ -52,7 +52,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 def _run(path: Path) -> _Run:
     """Resolve a run folder, or the folder of its checkpoints."""
     if not path.is_dir():
-        raise UserError(f"{path}: no such folder; give a run folder or its checkpoint folder")
+        raise UserError(f"{path} does not exist: give a run folder or its checkpoint folder")
     own = path / "checkpoints"
     checkpoints = own if own.is_dir() else path
     folder = next((f for f in (path, path.resolve().parent) if (f / "config.json").is_file()), None)

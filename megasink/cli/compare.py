@@ -29,13 +29,15 @@ def main(argv: Sequence[str] | None = None) -> int:
         "--smoothing", type=float, help=f"EMA factor, 0 to 1 (default: {SMOOTHING})"
     )
     parser.add_argument(
-        "--output", type=Path, help="PNG to write (default: compare.png; of one run RUN/curves.png)"
+        "--output",
+        type=Path,
+        help="PNG to write (default: compare.png; for one run RUN/curves.png)",
     )
     add_overwrite(parser)
     add_json(parser)
     args = parser.first_screen("megasink compare runs/sink runs/vanilla").parse_args(argv)
     if len(args.runs) == 1 and (args.x or args.smoothing is not None):
-        raise UserError("--x and --smoothing are of several runs: give more of them, or neither")
+        raise UserError("--x and --smoothing need several runs: pass more runs, or drop them")
     smoothing = SMOOTHING if args.smoothing is None else args.smoothing
     if not 0 <= smoothing < 1:
         raise UserError(f"--smoothing {smoothing}: use 0 or more, and less than 1")

@@ -23,7 +23,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument(
         "--attention-variant",
         choices=[record.name for record in variants() if record.export and record.export.start],
-        help="convert a model with plain attention to this variant; default: keep it as it is",
+        help="convert a model with plain attention to this variant; default: keep it unchanged",
     )
     parser.add_argument(
         "--gate-granularity",
@@ -80,7 +80,7 @@ def _not_of_transformers(folder: Path) -> str | None:
     if not folder.is_dir():
         return missing_folder(folder, "--allow-download").removeprefix(f"{folder}: ")
     if (folder / "adapter_config.json").is_file():
-        return "an adapter of peft: merge it first (merge_and_unload, docs/finetuning.md)"
+        return "this is a peft adapter: merge it first (merge_and_unload, docs/finetuning.md)"
     if not config.is_file():
         return "not a transformers folder (no config.json; nothing is downloaded)"
     try:

@@ -60,8 +60,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--split-documents",
         choices=("auto", "paragraphs", "never"),
         default="auto",
-        help="make documents of paragraphs out of every text file (paragraphs), or of one that "
-        "is the only input (auto, the default): a single document has no part for validation",
+        help="split every text file into documents of whole paragraphs (paragraphs), or only a "
+        "single input file (auto, the default): a single document leaves nothing for validation",
     )
     parser.add_argument(
         "--validation",
@@ -88,11 +88,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--partition",
         type=_partition,
         metavar="K/N",
-        help="read only part K of N, and write PREFIX-K-of-N: one machine for each part, then "
-        "megasink data --merge PREFIX",
+        help="read only part K of N and write PREFIX-K-of-N; make the parts on different "
+        "machines, then join them with megasink data --merge PREFIX",
     )
     parser.add_argument(
-        "--merge", metavar="PREFIX", help="alone: join the parts that --partition made to PREFIX"
+        "--merge",
+        metavar="PREFIX",
+        help="join the parts made by --partition into PREFIX; other flags: only --overwrite",
     )
     parser.add_argument(
         "--workers",
@@ -108,7 +110,7 @@ def _partition(text: str) -> tuple[int, int]:
     part, _, parts = text.partition("/")
     if not (part.isdecimal() and parts.isdecimal() and 1 <= int(part) <= int(parts)):
         raise argparse.ArgumentTypeError(
-            f"{text!r} is no part: give its number and the number of parts, such as 1/8"
+            f"{text!r} is not a part: use its number and the number of parts, such as 1/8"
         )
     return int(part), int(parts)
 
@@ -153,7 +155,7 @@ def run(args: argparse.Namespace) -> None:
         )
     except Signalled as stop:
         if trained_as is not None:
-            stop.kept = stop.kept or f"; {folder} is whole: go on with --tokenizer"
+            stop.kept = stop.kept or f"; {folder} is complete: continue with --tokenizer"
         raise
     if corpus.is_split:
         say(
@@ -187,7 +189,9 @@ def _merge(argv: Sequence[str]) -> int:
     The .bin and .idx have the bytes of a run without --partition. The parts stay.
     """
     parser = CommandParser(prog="megasink data --merge", description=_merge.__doc__)
-    parser.add_argument("--merge", type=Path, metavar="PREFIX", help="the --output of the parts")
+    parser.add_argument(
+        "--merge", type=Path, metavar="PREFIX", help="the --output with which the parts were made"
+    )
     parser.add_argument("--overwrite", action="store_true", help="replace existing files")
     args = parser.first_screen("megasink data --merge data/text").parse_args(argv)
     from megasink.data.merge import merge
@@ -247,8 +251,8 @@ def _checked(args: argparse.Namespace, *, is_trained: bool) -> tuple[Corpus, Pat
         problem = folder_problem(folder, overwrite=args.overwrite)
         if args.partition:
             problems.append(
-                "--train-tokenizer with --partition: every part would have a tokenizer of its own; "
-                "train one first, and give it with --tokenizer"
+                "--train-tokenizer with --partition would train a different tokenizer for every "
+                "part: train one first, and pass it with --tokenizer"
             )
         if problem and not is_trained:
             problems.append(problem)

@@ -32,7 +32,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     other = sorted(name for name in there if not _OWN.fullmatch(name))
     if other or (there and "language.jsonl" not in there):
         name = (other or there)[0]
-        raise UserError(f"--output {args.output} holds {name}, and no demo: choose another folder")
+        raise UserError(f"--output {args.output} holds {name}, not a demo: choose another folder")
     from megasink.cli.demo_runs import demonstrate
 
     demonstrate(args.output, args.train_iters)

@@ -1,4 +1,4 @@
-"""The two runs of ``megasink demo``, what it tells about them, and their picture."""
+"""The two runs of ``megasink demo``, with their summary and picture."""
 
 import json
 import os
@@ -43,7 +43,7 @@ _PROMPT_LETTERS = 8
 
 
 def demonstrate(directory: Path, steps: int) -> None:
-    """Train both runs, and print and draw what became of them."""
+    """Train both runs, then print and draw their results."""
     began = time.monotonic()
     console = Console(highlight=False)
     prefix, tokenizer = directory / "language", directory / "tokenizer"
@@ -73,8 +73,8 @@ def _make_data(prefix: Path, tokenizer: Path, documents: int, console: Console) 
     write_tokenizer(tokenizer)
     console.print(f"  a document: {texts[0]}")
     console.print(
-        f"  Behind each of {' '.join(LETTERS[: LANGUAGE.triggers])} stands the letter before it; "
-        "every other letter depends on its neighbor alone."
+        f"  Each of {' '.join(LETTERS[: LANGUAGE.triggers])} is followed by the letter before "
+        "it; every other letter depends only on its neighbor."
     )
     words = [str(text), "--output", str(prefix), "--tokenizer", str(tokenizer), "--overwrite"]
     data([*words, "--workers", "1"])

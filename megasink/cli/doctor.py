@@ -50,7 +50,7 @@ class Package(NamedTuple):
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Say what is installed and missing, which kernels run here and why not others, and test them.
+    """List installed and missing packages and the kernels that run here, and test them.
 
     Exits with 1 if something that is installed does not fit or a test failed.
     """
@@ -127,7 +127,7 @@ def _print_packages(console: Console, installed: list[Package], report: dict[str
 
 
 def _machine(console: Console, args: Any, report: dict[str, Any]) -> list[str]:
-    """Tell about device and kernels, and test them; return what failed."""
+    """Report device and kernels, and test them; return the failures."""
     try:
         device_type, name = _device()
         rows = _kernels(device_type, args.head_dim, args.window)
@@ -166,7 +166,7 @@ def _plain(console: Console, line: str) -> None:
 
 
 def _device() -> tuple[str, str]:
-    """Return ("cuda" or "cpu", what to tell about it)."""
+    """Return ("cuda" or "cpu", a description of it)."""
     import torch
 
     from megasink import cpu

@@ -79,7 +79,7 @@ def _tokenizer(model: Path) -> Path:
 
 
 def _parser(description: str | None) -> CommandParser:
-    also = ", datasets that the cache lacks, and metrics, which are code of the hub"
+    also = ", missing datasets, and metrics, which are code of the hub"
     parser = weights_parser("megasink evaluate", description, also)
     suites = ", ".join(f"{suite.row} ({suite.name})" for suite in ALL)
     parser.add_argument(
@@ -93,7 +93,7 @@ def _parser(description: str | None) -> CommandParser:
         "--interventions",
         type=Path,
         metavar="FILE",
-        help="JSON list of what to change in the model, applied in order (docs/interventions.md)",
+        help="JSON list of interventions, applied in order (docs/interventions.md)",
     )
     parser.add_argument("--limit", type=int, help="documents of each task (default: all)")
     parser.add_argument(
@@ -145,7 +145,7 @@ def _check(args: argparse.Namespace, *, is_run: bool) -> tuple[ModelOptions, lis
     for flag, least in (("limit", 1), ("num_fewshot", 0), ("batch_size", 1)):
         value = getattr(args, flag)
         if isinstance(value, int) and value < least:
-            problems.append(f"--{flag.replace('_', '-')} {value}: at least {least}")
+            problems.append(f"--{flag.replace('_', '-')} {value}: use {least} or more")
     problems += [
         f"--task-folder {folder} is not a folder"
         for folder in args.task_folder

@@ -69,15 +69,15 @@ def _parser(description: str | None) -> CommandParser:
     parser = CommandParser(prog="megasink finetune", description=description)
     add = parser.add_argument
     add("model", type=Path, metavar="MODEL", help="a Hugging Face folder with safetensors")
-    add("--output", type=Path, required=True, help="folder of all that is made")
-    add("--overwrite", action="store_true", help="replace what --output holds, and begin anew")
+    add("--output", type=Path, required=True, help="output folder")
+    add("--overwrite", action="store_true", help="replace the contents of --output and start again")
     add("--full", action="store_true", help="train all weights, not LoRA adapters")
     add(
         "--shared-heads",
         default=AUTO,
         metavar="M",
-        help="m of Eq. 8, the heads of each layer that stay out of the loss; 0 balances all of "
-        f"them (Eq. 7); default: {AUTO}, by the importance of the model's heads",
+        help="m of Eq. 8: number of heads of each layer excluded from the loss; 0 balances all "
+        f"heads (Eq. 7); default: {AUTO}, chosen by head importance",
     )
     by_hand = ("model", "shared_heads")
     names = [each.name for each in fields(FinetuneOptions) if each.name not in by_hand]
@@ -135,8 +135,8 @@ def _run(options: FinetuneOptions, out: Path, overwrite: bool, base: Path) -> No
         settings = finetune.settings(options, *before)
         if chats.turn_end is None:
             print(
-                "megasink: warning: the chat template ends no turn with a token that is learned: "
-                "the model may not learn to stop",
+                "megasink: warning: the chat template ends no turn with a learned token: the model "
+                "may not learn to stop",
                 file=sys.stderr,
             )
     held = results_in(out, "finetune", settings, overwrite=overwrite, writes=is_first)

@@ -135,7 +135,7 @@ def _new_tokens(
     longest, shortest = max(map(len, prompts)), min(map(len, prompts))
     positions = trained.max_position_embeddings - first
     if not all(prompts):
-        raise UserError("a --prompt has no tokens: give some text to continue")
+        raise UserError("a --prompt has no tokens: pass some text")
     if shortest < trained.prefix_lm_tokens:
         raise UserError(
             f"a prompt of {shortest} tokens is shorter than the prefix of the model "

@@ -1,4 +1,4 @@
-"""``megasink plan``: what a run of ``megasink train`` would take, without its GPUs."""
+"""``megasink plan``: estimate memory and communication of a run, without its GPUs."""
 
 from collections.abc import Sequence
 

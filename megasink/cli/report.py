@@ -19,7 +19,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--pdf", action="store_true", help="also save the figures as PDF")
     args = parser.first_screen("megasink report look/a look/b --output look/both").parse_args(argv)
     if problems := [
-        f"{folder} holds no analysis: it has no results.json"
+        f"{folder} does not hold an analysis: it has no results.json"
         for folder in args.analyses
         if not (folder / "results.json").is_file()
     ]:

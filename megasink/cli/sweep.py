@@ -57,7 +57,7 @@ def _check(args: argparse.Namespace) -> tuple[ModelOptions, SweepOptions]:
         ("--lengths", options.lengths, 2),
         ("--first-token-copies", options.first_token_copies, 1),
     ):
-        problems += [f"{flag} {value}: at least {least}" for value in values if value < least]
+        problems += [f"{flag} {value}: use {least} or more" for value in values if value < least]
         if len(set(values)) < len(values):
             problems.append(f"{flag} {' '.join(map(str, values))}: a value is repeated")
     positions = known_shape(args).positions

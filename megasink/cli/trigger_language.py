@@ -63,7 +63,7 @@ def next_letters(rows_NN: Floats, last_D: Ids, random: np.random.Generator) -> I
 
 @dataclass(frozen=True)
 class TriggerLanguage:
-    """A Markov chain of letters; behind a trigger stands what stood before it.
+    """A Markov chain of letters; each trigger is followed by the letter before it.
 
     The first letter is no trigger, and uniform among the others, so two triggers never stand side
     by side.

@@ -59,7 +59,7 @@ def change_of(name: str | None, granularity: str | None, sink_weight: float) -> 
         return Change(record.kind({"gate_granularity": granularity} if granularity else {}))
     if start != SINK_WEIGHT:
         raise UserError(
-            f"--attention-variant {name} cannot start from plain attention: its record has no "
+            f"--attention-variant {name} cannot replace plain attention: its record has no "
             "Export.start"
         )
     if granularity is not None:

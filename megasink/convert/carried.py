@@ -1,4 +1,4 @@
-"""Entries of a Hugging Face folder that a model does not decide, on their way back to one.
+"""config.json entries that survive an import and are exported again.
 
 An import keeps them in its run's config.json (megasink/checkpoints/carried.py), an export writes
 them again: the tokens that end a text, how to sample, coefficients of training.
@@ -35,7 +35,7 @@ _WEIGHTS = ("*.safetensors", "*.safetensors.index.json", "config.json", GENERATI
 
 
 def kept(folder: Path, model: Architecture, target: Target, tokens: str | None) -> dict[str, Any]:
-    """Return what an import keeps of a folder."""
+    """Return the entries of a folder that an import keeps."""
     config, ours = read_config(folder), config_of(model, target, {})
     decided = ours.keys() - _undecided(ours)
     generation = folder / GENERATION
@@ -51,7 +51,7 @@ def kept(folder: Path, model: Architecture, target: Target, tokens: str | None) 
 
 
 def _undecided(config: Config) -> set[str]:
-    """Return the keys that have a place in a config.json and no part in its model."""
+    """Return the keys of a config.json that do not describe the model."""
     keys = set(_UNDECIDED)
     if not config.get("use_sliding_window", True):
         keys |= {"sliding_window", "max_window_layers"}
@@ -61,7 +61,7 @@ def _undecided(config: Config) -> set[str]:
 
 
 def left_behind(folder: Path) -> Iterator[str]:
-    """Yield the names of files that an import does not take along."""
+    """Yield the names of files that an import does not copy."""
     ours = {path.name for path in FILES}
     for path in sorted(folder.iterdir()):
         known = any(path.match(pattern) for pattern in _WEIGHTS) or path.name in ours
@@ -72,7 +72,7 @@ def left_behind(folder: Path) -> Iterator[str]:
 def written_again(
     carried: Mapping[str, Any], config: Config, tokens: str | None
 ) -> tuple[Config, Config, list[str]]:
-    """Return config.json and generation_config.json of an export, and what has no place in them."""
+    """Return an export's config.json, generation_config.json, and the entries that do not fit."""
     same_type = carried.get("model_type") == config["model_type"]
     same_tokens = bool(carried) and carried.get("tokenizer") == tokens
     experts = _EXPERTS if "num_experts_per_tok" in config else ()

@@ -26,7 +26,9 @@ def check_export(source: Source, folder: Path, say: Say = say_printable) -> None
         verify_tokenizer(source.tokenizer, folder)
     model, checkpoint, target = source.model, source.checkpoint, source.target
     if target.custom_code and (names := changed_files(folder)):
-        raise UserError(f"{folder}: {', '.join(names)} is not what was written: is the disk bad?")
+        raise UserError(
+            f"{folder}: {', '.join(names)} differs from the written data: check the disk"
+        )
     parameters = sum(torch.Size(shape).numel() for shape in checkpoint.shapes.values())
     if fits_in_memory(parameters):
         transformers_has(target)
@@ -48,7 +50,7 @@ def _verify_tensors(
     count = 0
     for name, stored, wanted in written:
         if stored.dtype != wanted.dtype or not torch.equal(stored, wanted):
-            raise UserError(f"{folder}: {name} is not what was written: is the disk bad?")
+            raise UserError(f"{folder}: {name} differs from the written data: check the disk")
         count += 1
     say(
         f"verified: {count} tensors are identical on both sides. Not verified: logits "

@@ -85,7 +85,9 @@ def source_of(folder: Path, granularity: str | None = None) -> HuggingFaceSource
     model, target = architecture_from(read_config(folder))
     if granularity is not None:
         if granularity not in target.attention:
-            raise UserError(f"--gate-granularity {granularity}: {target.name} has no such gates")
+            raise UserError(
+                f"--gate-granularity {granularity}: {target.name} has no gates of this granularity"
+            )
         model = dataclasses.replace(model, attention=granularity)
     tokenizer = any((folder / name).is_file() for name in ("tokenizer.json", "tokenizer.model"))
     tokens = None
@@ -177,13 +179,13 @@ def _misfits(
         try:
             made = step.row.transform.to_megatron(*tensors)
         except RuntimeError:
-            yield f"{have}: the shape is not what config.json describes"
+            yield f"{have}: the shape does not match config.json"
             continue
         for key, tensor in zip(step.row.megatron, made, strict=True):
             wanted = shapes[key]
             # A tensor of all experts has a leading axis of experts.
             if tuple(tensor.shape[tensor.dim() - len(wanted) :]) != wanted:
-                yield f"{have}: the shape is not what config.json describes"
+                yield f"{have}: the shape does not match config.json"
 
 
 def _parts(

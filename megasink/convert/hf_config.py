@@ -179,7 +179,7 @@ def architecture_from(config: Mapping[str, Any]) -> tuple[Architecture, Target]:
     try:
         fields = _common(config) | target.read_config(config)
     except KeyError as error:
-        raise UserError(f"the config.json of this {target.name} has no {error}") from error
+        raise UserError(f"config.json of this {target.name} lacks {error}") from error
     ours = {} if target.custom_code else config.get(OURS) or {}
     fields |= {name: ours[name] for name in _OURS if name in ours}
     model = Architecture(**fields)
@@ -296,8 +296,8 @@ _BY_NAME = {
 # {key: what a value other than null, false and 0 means}
 _BY_KEY = {
     "is_encoder_decoder": "it is an encoder and a decoder",
-    "vision_config": "it reads images beside text",
-    "audio_config": "it reads sound beside text",
+    "vision_config": "it also reads images",
+    "audio_config": "it also reads sound",
     "kv_lora_rank": "it has multi-head latent attention",
     "linear_num_value_heads": "it has layers of linear attention",
     "state_size": "it has state-space layers",
@@ -309,7 +309,7 @@ _BY_KEY = {
     "alibi": "its positions are distances (ALiBi)",
     "clip_qkv": "its queries, keys and values are clamped",
     "type_vocab_size": "it is an encoder: its attention is not causal",
-    "query_pre_attn_scalar": "its attention has a scale of its own, and its norms add 1 to gains",
+    "query_pre_attn_scalar": "its attention has another scale, and its norms add 1 to gains",
 }
 
 
@@ -318,4 +318,4 @@ def why_not(config: Mapping[str, Any]) -> str:
     if named := _BY_NAME.get(str(config.get("model_type"))):
         return named
     reasons = dict.fromkeys(text for key, text in _BY_KEY.items() if config.get(key))
-    return "; ".join(reasons) or "no target says what its tensors are"
+    return "; ".join(reasons) or "no conversion target has its architecture"

@@ -111,10 +111,10 @@ class MegatronCheckpoint:
         self.folder = folder
         if is_legacy(folder):
             raise UserError(
-                f"{folder} has Megatron's old format (--ckpt-format torch): make a torch_dist "
-                "checkpoint of it first, with the flags of its run and megasink train --load "
-                "FOLDER --ckpt-format torch --ckpt-convert-format torch_dist --ckpt-convert-save "
-                "NEW (docs/convert.md)"
+                f"{folder} has Megatron's old format (--ckpt-format torch): convert it to "
+                "torch_dist first, with the flags of its run and megasink train --load FOLDER "
+                "--ckpt-format torch --ckpt-convert-format torch_dist --ckpt-convert-save NEW "
+                "(docs/convert.md)"
             )
         self._weights = torch_dist_weights(folder)
         if f"{LAYERS}mlp.linear_fc1.weight" not in self._weights:

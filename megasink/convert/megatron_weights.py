@@ -27,7 +27,7 @@ def weight_shapes(model: Architecture) -> dict[str, Shape]:
 def apart[Name, Value](
     by_layer: Sequence[dict[Name, Value]],
 ) -> tuple[dict[Name, Value], list[dict[Name, Value]]]:
-    """Separate what is the same in all layers from what each layer has besides."""
+    """Separate weights shared by all layers from those of single layers."""
     alike = {
         name: value
         for name, value in by_layer[0].items()

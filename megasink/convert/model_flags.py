@@ -69,7 +69,9 @@ def model_flags(model: Architecture) -> list[str]:
     words = [str(flag) for flag in flags]
     # A line of them is taken apart at blanks.
     if unsafe := [*refused(words).values(), *(word for word in words if len(word.split()) != 1)]:
-        raise UserError(f"config.json describes no model: its flags would be {unsafe[0]!r}")
+        raise UserError(
+            f"config.json does not describe a model: it would give the flag {unsafe[0]!r}"
+        )
     return words
 
 

@@ -12,7 +12,7 @@ from megasink.system_errors import writing
 def refuse_contents(path: Path) -> None:
     """Raise UserError unless a folder is missing or empty."""
     if path.is_mount():
-        raise UserError(f"{path} is the root of a volume: choose a folder in it")
+        raise UserError(f"{path} is the root of a file system: choose a folder inside it")
     if path.exists() and (not path.is_dir() or any(path.iterdir())):
         raise UserError(f"{path} exists and is not empty: choose another folder or remove it")
 

@@ -1,4 +1,4 @@
-"""The table of which Megatron weights are which Hugging Face weights, row by row.
+"""The table that maps Megatron weights to Hugging Face weights, row by row.
 
 One row serves both directions. In names, ``{layer}`` runs over the layers and ``{expert}`` over the
 experts; Megatron's checkpoints hold those as leading axes of one tensor.

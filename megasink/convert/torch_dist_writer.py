@@ -106,11 +106,11 @@ def _named(items: Sequence[WriteItem], number: MetadataIndex) -> MetadataIndex:
 
 class _Files(FileSystemWriter):
     def storage_meta(self) -> None:
-        """Where the checkpoint was written is not kept: its bytes depend on the weights alone."""
+        """Omit the path from the metadata: the bytes then depend only on the weights."""
 
 
 class _Planner(DefaultSavePlanner):
-    """Hands over what is to be written when the writer asks for it, which is in order."""
+    """Pass the tensors to the writer in the order in which it asks for them."""
 
     def __init__(self, items: Sequence[WriteItem], tensors: Iterable[Tensor], common: io.BytesIO):
         super().__init__()

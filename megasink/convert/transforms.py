@@ -96,7 +96,7 @@ class RepeatedGateQKV(GroupedQKV):
             gate.repeat_interleave(self.head_dim, dim=0)
         ):
             raise UserError(
-                "the gate rows of a head differ, so the gate is not headwise: import it with "
+                "the gate rows of a head differ, so its gate is elementwise: import it with "
                 "--gate-granularity elementwise"
             )
         return *super().to_megatron(query, key, value), gate.contiguous()
@@ -224,5 +224,5 @@ class Constant(Transform):
 
     def to_megatron(self, *tensors: Tensor) -> tuple[Tensor, ...]:
         if any(t.device.type != "meta" and bool(t.any()) for t in tensors):
-            raise UserError("it is not zero, and megasink's model has no place for it")
+            raise UserError("it is not zero, and megasink's model has no such tensor")
         return ()

@@ -108,8 +108,8 @@ def verify_logits(
     if error_hf > _TIMES_WORSE * error:
         raise UserError(
             f"in {model.dtype}, logits differ from float32 by {error_hf:.2g} on average in "
-            f"transformers, but by {error:.2g} in Megatron: something is rounded that should not "
-            "be. Nothing was kept; --no-verify writes the output anyway"
+            f"transformers, but by {error:.2g} in Megatron: a value is rounded that should not be. "
+            "Nothing was kept; --no-verify writes the output anyway"
         )
     return full
 
@@ -142,9 +142,10 @@ def verify_tokenizer(tokenizer: Any, folder: Path) -> None:
             text, add_special_tokens=False
         ):
             raise UserError(
-                f"with this config.json, transformers loads {type(other).__name__}, which gives "
-                f"other tokens than the model's tokenizer ({type(tokenizer).__name__}): choose "
-                "another --target, or use --no-verify and load the tokenizer from elsewhere"
+                "with this config.json, transformers loads the tokenizer "
+                f"{type(other).__name__}, whose tokens differ from those of the model's "
+                f"({type(tokenizer).__name__}): choose another --target, or use --no-verify and "
+                "load the tokenizer from another folder"
             )
 
 

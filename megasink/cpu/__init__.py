@@ -32,7 +32,7 @@ def cuda_present() -> bool:
 
 
 def _has_driver() -> bool:
-    """Whether torch may find a device: it takes seconds to import, where there is none."""
+    """Whether torch may find a device, without importing torch, which takes seconds."""
     if os.environ.get("CUDA_VISIBLE_DEVICES") == "":
         return False
     if "torch" in sys.modules or Path("/dev/kfd").exists():  # AMD's driver
@@ -92,8 +92,8 @@ def activate() -> None:
 
     if torch.cuda.is_available():
         raise UserError(
-            "the CPU platform was requested, but a CUDA device is present: "
-            'hide it (CUDA_VISIBLE_DEVICES="") or run without --cpu'
+            "the CPU platform was requested, but a CUDA device is visible: "
+            'hide it (CUDA_VISIBLE_DEVICES="") or drop --cpu'
         )
     if "megatron.core.tensor_parallel.random" in sys.modules:
         raise UserError(

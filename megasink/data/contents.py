@@ -30,8 +30,8 @@ def contents(prefix: str, suffix: str, most: int = WHOLE) -> tuple[str, bool]:
     found = checksum(path)
     if recorded not in (None, found):
         raise UserError(
-            f"{path} has the SHA-256 {found[:_DIGITS]}, but {prefix}.json says {stated}: copy or "
-            "make the data set again"
+            f"{path} has the SHA-256 {found[:_DIGITS]}, but {prefix}.json says {stated}: copy the "
+            "data set again, or make it again"
         )
     return f"{size:,} bytes, sha256 {found[:_DIGITS]}", True
 

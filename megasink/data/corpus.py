@@ -109,7 +109,7 @@ class Corpus:
         self._files: list[File] = []
         problems = [] if inputs else ["no input: name files or folders"]
         if max_document_bytes < 1:
-            problems.append(f"--max-document-bytes {max_document_bytes}: at least 1")
+            problems.append(f"--max-document-bytes {max_document_bytes}: use 1 or more")
         for item in self.inputs:
             try:
                 self._files += expand(item, self.json_key, max_document_bytes)
@@ -256,8 +256,8 @@ class Corpus:
 
     def _too_long(self, source: str) -> UserError:
         return UserError(
-            f"{source} is longer than the {self.max_document_bytes:,} bytes that a document may "
-            "have: split it, or raise --max-document-bytes of megasink data"
+            f"{source} is longer than the limit of {self.max_document_bytes:,} bytes per "
+            "document: split it, or raise --max-document-bytes of megasink data"
         )
 
     def _invalid(self, source: str) -> None:

@@ -64,8 +64,8 @@ def _walk(root: Path) -> list[Path]:
         target = path.resolve() if path.is_symlink() else None
         if target and target.is_file() and not target.is_relative_to(root.resolve()):
             raise UserError(
-                f"{path} is a link to {target}, outside of {root}: remove it, or name the file as "
-                "an input to read it"
+                f"{path} is a link to {target}, outside of {root}: remove it, or pass the file "
+                "itself as an input"
             )
     return sorted(paths, key=lambda p: p.relative_to(root).parts)
 
@@ -75,7 +75,7 @@ def _classify(path: Path, json_key: str, max_bytes: int, *, named: bool) -> File
         facts = path.stat()
     if not stat.S_ISREG(facts.st_mode):
         kind = _KINDS.get(stat.S_IFMT(facts.st_mode), "not a file")
-        raise UserError(f"{path} is {kind}: remove it from the folder, or name files instead")
+        raise UserError(f"{path} is {kind}: remove it from the folder, or pass the files instead")
     name = path.name.lower()
     compression = _COMPRESSION.get(Path(name).suffix)
     inner = Path(name).stem if compression else name

@@ -158,7 +158,7 @@ def _check_entries(index: _Index, size: int, entries: int) -> None:
             at = int(apart[0]) if len(apart) else 0
             raise _Damage(
                 f"{index.path}: sequence {part.start + at} is from byte {begins[at]:,} to "
-                f"{ends_at[at]:,}, but what follows it begins at byte {next_at[at]:,}"
+                f"{ends_at[at]:,}, but the next one begins at byte {next_at[at]:,}"
             )
 
 

@@ -61,8 +61,8 @@ def _parts(prefix: Path, problems: list[str]) -> list[Path]:
     if len(counts) != 1:
         what = f"parts of {' and of '.join(map(str, counts))}" if counts else "no part"
         problems.append(
-            f"{prefix}: there is {what}: make {part_of(prefix, 1, 8)} and so on with megasink data "
-            "--partition, all of one division"
+            f"{prefix}: found {what}: make all parts with the same megasink data --partition "
+            f"({part_of(prefix, 1, 8)} and so on)"
         )
         return []
     prefixes = [part_of(prefix, part, counts[0]) for part in range(1, counts[0] + 1)]

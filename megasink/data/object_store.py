@@ -12,11 +12,11 @@ def url_problem(url: str) -> str | None:
     """Return what is wrong with the URL of an object, without the URL if it may hold a secret."""
     scheme, _, place = url.partition("://")
     if not place:
-        return f"{url} is no URL of an object store: give s3://BUCKET/KEY or msc://PROFILE/KEY"
+        return f"{url} is not the URL of an object: use s3://BUCKET/KEY or msc://PROFILE/KEY"
     if "@" in place or "?" in place:
         return (
-            f"a {scheme}:// URL with '@' or '?' is not taken, since it would put credentials into "
-            "the run folder: give them in the environment or in the library's own file"
+            f"a {scheme}:// URL with '@' or '?' is rejected, because it would put credentials "
+            "into the run folder: set them in the environment or in the library's own file"
         )
     names = place.split("/")
     # Megatron joins these to the folder of the indices (object_storage_utils.py:181).

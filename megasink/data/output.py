@@ -89,14 +89,14 @@ def writing(*prefixes: Path) -> Iterator[None]:
             if not isinstance(stop, KeyboardInterrupt) or not partial_of(first, PROGRESS).exists():
                 clear_partial(*prefixes)
             elif isinstance(stop, Signalled):
-                stop.kept = "; the same command goes on from what is written"
+                stop.kept = "; the same command continues from the written files"
             raise
         else:
             clear_partial(*prefixes)
 
 
 def clear_partial(*prefixes: Path) -> None:
-    """Remove what a run has left that did not end well."""
+    """Remove the partial files of an unsuccessful run."""
     for prefix in prefixes:
         for suffix in _PARTIAL:
             partial_of(prefix, suffix).unlink(missing_ok=True)
@@ -144,12 +144,12 @@ def mismatch(prefix: str, sha256: str, name: str) -> str | None:
         return None  # made by Megatron's own tool
     tokenizer = read_sidecar(prefix).get("tokenizer")
     if not isinstance(tokenizer, dict) or not isinstance(tokenizer.get("sha256"), str):
-        return f"{sidecar} does not describe a data set: make the data set again"
+        return f"{sidecar} does not describe a data set: run megasink data again"
     if tokenizer["sha256"] == sha256:
         return None
     return (
-        f"made with the tokenizer {tokenizer.get('folder')}, whose tokens differ from those of "
-        f"{name}: train with that tokenizer or make the data set again"
+        f"it was made with the tokenizer {tokenizer.get('folder')}, whose tokens differ from "
+        f"those of {name}: train with that tokenizer or make the data set again"
     )
 
 

@@ -52,8 +52,8 @@ def _check(file: Any, path: Path, key: str, max_bytes: int) -> None:
             most = 2 * max_bytes * column.num_values + _SLACK
             if column.path_in_schema == key and column.total_uncompressed_size > most:
                 raise UserError(
-                    f"{path}: cells of column {key!r} are longer than the {max_bytes:,} bytes "
-                    "that a document may have: split them, or raise --max-document-bytes"
+                    f"{path}: cells of column {key!r} are longer than the limit of {max_bytes:,} "
+                    "bytes per document: split them, or raise --max-document-bytes"
                 )
 
 

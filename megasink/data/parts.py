@@ -67,7 +67,8 @@ def spans_of(files: list[File], part: int, parts: int) -> list[Span]:
         begin = end
     if not all(given):
         raise ConfigError(
-            f"--partition {part}/{parts}: {sum(map(bool, given))} of the {parts} parts would have "
-            f"data, because only uncompressed JSON Lines are divided inside a file: use fewer parts"
+            f"--partition {part}/{parts}: only {sum(map(bool, given))} of the {parts} parts "
+            "would have data, because only uncompressed JSON Lines are divided within a file: "
+            "use fewer parts"
         )
     return given[part - 1]

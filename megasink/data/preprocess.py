@@ -100,7 +100,7 @@ def preprocess(
         for problem in output_problems(each, corpus.inputs, overwrite=overwrite)
     ]
     if workers < 1:
-        problems.append(f"--workers {workers}: at least 1")
+        problems.append(f"--workers {workers}: use 1 or more")
     if problems:
         raise ConfigError(problems)
     made = from_tokenizer(folder, _settings, parse=parse_special_tokens)
@@ -148,7 +148,7 @@ def _check_both(counts: Sequence[Counter[str]], validation: Validation | None) -
 
 
 class _Made(NamedTuple):
-    """What is taken of a tokenizer: how to encode, its size and `tokenizer_hash`."""
+    """The facts taken from a tokenizer: how to encode, its size and `tokenizer_hash`."""
 
     settings: EncoderSettings
     vocab_size: int

@@ -59,7 +59,7 @@ def problems_of(positions: Sequence[int] | None, value: str | None) -> list[str]
 
 @dataclass(frozen=True, eq=False)
 class Replacement:
-    """What is replaced in every sequence, and by what.
+    """The replaced positions of every sequence, and the replacement.
 
     Attributes:
         positions: in a sequence, from 0.

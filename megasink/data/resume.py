@@ -1,4 +1,4 @@
-"""How far a killed `megasink data` came, so that the same command goes on."""
+"""Record the progress of `megasink data`, so that a killed command resumes."""
 
 import hashlib
 import json
@@ -56,7 +56,7 @@ def save(prefix: Path, progress: Progress) -> None:
 
 
 def load(prefix: Path) -> Progress | None:
-    """Return how far the data set of `prefix` is; None if there is nothing to go on from."""
+    """Return the progress of the data set of `prefix`; None if there is nothing to resume."""
     try:
         saved = read_object(partial_of(prefix, PROGRESS))
         trained = saved["trained"]

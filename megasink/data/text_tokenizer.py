@@ -1,4 +1,4 @@
-"""Texts to token ids, the one way of the whole product: data sets, analyses, prompts, evaluations.
+"""Convert texts to token ids; used by data sets, analyses, prompts and evaluations.
 
 A tokenizer.json holds more than a tokenizer: truncation, padding, dropout, what goes around a text.
 None of that is applied here. Imports no torch, transformers or Megatron, as worker processes do.
@@ -83,7 +83,7 @@ def text_json(tokenizer: Any) -> str:
 
 
 class TextTokenizer:
-    """Turns texts into ids, without what stands around a text (see `leading_ids`).
+    """Turns texts into ids, without the ids around a text (see `leading_ids`).
 
     Special tokens that a text spells out are text, as the rest of it.
 
@@ -124,8 +124,8 @@ class TextTokenizer:
         ids: list[int] = encoding.ids[first:stop]
         if self._found and (wrong := next((i for i in ids if i in self._found), None)) is not None:
             raise UserError(
-                f"{part.source} spells out {self._found[wrong]}, which this tokenizer always takes "
-                "for its special token: remove it, or pass --parse-special-tokens"
+                f"{part.source} spells out {self._found[wrong]}, which this tokenizer always "
+                "reads as its special token: remove it, or pass --parse-special-tokens"
             )
         return ids
 
@@ -149,9 +149,9 @@ class TextTokenizer:
             same = same and around.ids[len(around) - known :] == ids[len(ids) - known :]
         if not same:
             raise UserError(
-                f"{part.source} is too long for this tokenizer: tokens in its middle are other "
-                f"ones in a part of it than in the whole (of {part.text[:20]!r} or "
-                f"{part.text[-20:]!r}): split it"
+                f"{part.source} is too long for this tokenizer, which gives other tokens for a "
+                f"part than for the whole (between {part.text[:20]!r} and {part.text[-20:]!r}): "
+                "split it"
             )
         return encoding, first, len(ids) - rest
 

@@ -59,8 +59,8 @@ def token_bytes(tokenizer: Any, first: Collection[int] = ()) -> TokenBytes:
         extra = _extra_bytes(text, lengths, probe)
         if prefix not in (0, 1) or extra not in {prefix, 0 if probe[0] == " " else prefix}:
             raise UserError(
-                f"bits per byte: the tokens of {tokenizer.name_or_path or 'this tokenizer'} do not "
-                f"add up to the bytes of {probe!r}: it drops or rewrites text"
+                f"bits per byte: the tokens of {tokenizer.name_or_path or 'this tokenizer'} do "
+                f"not add up to the bytes of {probe!r}, because it drops or rewrites text"
             )
     starts = {tokenizer.eos_token_id, *leading_ids(tokenizer), *first} - {None}
     return TokenBytes(lengths, prefix, frozenset(starts))

@@ -88,7 +88,7 @@ def train_tokenizer(
     if problem := folder_problem(folder, overwrite=overwrite):
         raise UserError(problem)
     if vocab_size < MIN_VOCAB_SIZE:
-        raise UserError(f"vocabulary size {vocab_size} is too small: at least {MIN_VOCAB_SIZE}")
+        raise UserError(f"vocabulary size {vocab_size} is too small: use {MIN_VOCAB_SIZE} or more")
     corpus_bytes, chunks = _sample(documents, sample_bytes, random.Random(seed))
     tokenizer = to_tokenizers(train_sentencepiece(chunks, vocab_size, bos=bos))
     config = _CONFIG | ({"bos_token": BOS} if bos else {})
@@ -112,7 +112,10 @@ def folder_problem(folder: Path, *, overwrite: bool) -> str | None:
     if not overwrite:
         return f"{folder} exists: use it with --tokenizer, or pass --overwrite"
     if not folder.is_dir() or {p.name for p in folder.iterdir()} - _FOLDER_FILES:
-        return f"{folder} holds more than a tokenizer and is not overwritten: choose another folder"
+        return (
+            f"{folder} holds other files than a tokenizer and is not overwritten: choose another "
+            "folder"
+        )
     return None
 
 
@@ -190,9 +193,9 @@ def train_sentencepiece(chunks: list[str], vocab_size: int, *, bos: bool = False
 def _limit(message: str) -> str:
     """Rephrase sentencepiece's error about a vocabulary size in terms of our options."""
     if match := re.search(r"smaller than required_chars\. \d+ vs (\d+)", message):
-        return f"its characters alone need a vocabulary size of at least {match[1]}"
+        return f"its characters need a vocabulary size of at least {match[1]}"
     if match := re.search(r"set it to a value <= (\d+)", message):
-        return f"it has words for a vocabulary size of at most {match[1]}"
+        return f"its words allow a vocabulary size of at most {match[1]}"
     return message.strip()
 
 
@@ -262,7 +265,7 @@ def load_tokenizer(folder: str | Path) -> Any:
         # The first line of huggingface_hub's validation names the field, the second what is wrong.
         lines = str(error).strip().splitlines() or [type(error).__name__]
         reason = " ".join(map(str.strip, lines[: 1 + lines[0].endswith(":")]))
-        raise UserError(f"{folder} has no tokenizer that transformers loads: {reason}") from error
+        raise UserError(f"transformers cannot load the tokenizer in {folder}: {reason}") from error
     refuse_unusable(tokenizer, folder)
     if not getattr(tokenizer, "is_fast", False):
         raise UserError(
@@ -285,7 +288,7 @@ def refuse_unusable(tokenizer: Any, folder: str | Path) -> None:
     """
     if (largest := largest_id(tokenizer)) >= _MOST_IDS:
         raise UserError(
-            f"the tokenizer in {folder} has the id {largest}, and no model has so many tokens: its "
+            f"the tokenizer in {folder} has the id {largest}, which is impossibly large: its "
             "tokenizer.json is damaged"
         )
     longest = getattr(tokenizer, "model_max_length", 0)
@@ -298,7 +301,8 @@ def refuse_unusable(tokenizer: Any, folder: str | Path) -> None:
     # They become names of files where the tokenizer is saved.
     if strange := [name for name in names if not re.fullmatch(r"\w[\w.-]*", str(name))]:
         raise UserError(
-            f"the tokenizer in {folder} has a chat template named {strange[0]!r:.80}: rename it"
+            f"the tokenizer in {folder} has a chat template with the invalid name "
+            f"{strange[0]!r:.80}: rename it"
         )
     added = getattr(tokenizer, "added_tokens_decoder", {}).values()
     if set(tokenizer.get_vocab()) <= {token.content for token in added if token.special}:
@@ -319,7 +323,7 @@ def leading_ids(tokenizer: Any) -> list[int]:
         if bare := tokenizer.encode(text, add_special_tokens=False):
             full: list[int] = tokenizer.encode(text)
             return full[: full.index(bare[0])]
-    raise UserError(f"the tokenizer {tokenizer.name_or_path} has no token for any of ASCII")
+    raise UserError(f"the tokenizer {tokenizer.name_or_path} has no token for any ASCII character")
 
 
 def tokenizer_hash(tokenizer: Any) -> str:

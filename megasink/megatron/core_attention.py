@@ -166,7 +166,7 @@ class CoreAttention(ShardedByHeads, MegatronModule):
         if attention_bias is not None:
             raise NotImplementedError(
                 "an attention bias is not supported by CoreAttention: --attention-bias-type has "
-                "those that depend on the distance alone"
+                "biases that depend only on the distance"
             )
         self.documents = None
         if packed_seq_params is not None:

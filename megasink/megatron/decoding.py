@@ -80,16 +80,20 @@ def generate(
         ValueError: There are no prompts, an empty prompt, or no tokens to generate.
     """
     if model.config.sequence_parallel:
-        raise UserError("--sequence-parallel: one token cannot be split; generate without it")
+        raise UserError(
+            "--sequence-parallel: generation cannot split a single token; drop the flag"
+        )
     if model.config.context_parallel_size > 1:
         raise UserError(
-            "--context-parallel-size: one token cannot be split; generate with size 1, which "
+            "--context-parallel-size: generation cannot split a single token; use size 1, which "
             "loads the same checkpoint"
         )
     recurrent = set(RECURRENT) & set(getattr(model, "hybrid_layer_pattern", None) or "")
     if recurrent:
         named = " and ".join(RECURRENT[symbol] for symbol in sorted(recurrent))
-        raise UserError(f"{named} layers: their state has no cache here; use megasink analyze")
+        raise UserError(
+            f"{named} layers: generation has no cache for their state; use megasink analyze"
+        )
     if not prompts or not all(prompts) or max_new_tokens < 1:
         raise ValueError("give at least one prompt, no empty prompt, and at least one new token")
     device = next(model.parameters()).device

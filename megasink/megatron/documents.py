@@ -94,7 +94,7 @@ def row_of_documents(
     if not padding:
         return documents
     if not documents.real_in_row:
-        raise ValueError(f"a row of {tokens} tokens is padding alone: leave it out of the data")
+        raise ValueError(f"a row of {tokens} tokens is only padding: leave it out of the data")
     real_1S = torch.ones(1, tokens, dtype=torch.bool, pin_memory=device.type == "cuda")
     for start, stop in padding:
         real_1S[:, start:stop] = False

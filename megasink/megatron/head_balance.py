@@ -35,7 +35,7 @@ _FIRST_RUN = (RerunState.NOT_RUNNING_YET, RerunState.INITIAL_RUN)
 
 
 class _Finalize:
-    """What the host has set as ``config.finalize_model_grads_func``, with its arguments.
+    """The function that the host has set as ``config.finalize_model_grads_func``.
 
     The all-reduce of the gate sums starts first, so it overlaps with the gradient reduction and
     the optimizer step. No dataclass: ``dataclasses.asdict`` of a config would make it a dict.
@@ -60,7 +60,7 @@ class Finalizing:
 
     @property
     def finalize_model_grads_func(self) -> Callable[..., None] | None:
-        """What the host has set, behind the start of the reduction."""
+        """The host's function, called after the start of the reduction."""
         host, balance = vars(self).get(_FINALIZE), vars(self).get("statistics")
         return host if host is None or balance is None else _Finalize(balance, host)
 
@@ -79,7 +79,7 @@ _OTHER_SPEC = (
 
 @functools.cache
 def _finalizing(kind: type) -> type:
-    """Return a class that is `kind` in all but that property."""
+    """Return a subclass of `kind` with that property."""
 
     def reduce(self: Any, protocol: Any) -> tuple[Any, ...]:
         return _empty_config, (kind,), dict(vars(self))
@@ -115,8 +115,8 @@ class HeadBalance(ModelStatistics):
     def __init__(self, config: Any, *, group: ProcessGroup | None = None, **options: Any):
         if isinstance(vars(config).get("statistics"), HeadBalance):
             raise UserError(
-                "HeadBalance is attached to this config already: config.statistics is the one to "
-                "use, and a second model needs a config of its own"
+                "HeadBalance is already attached to this config: use config.statistics, or give "
+                "a second model its own config"
             )
         if options or not has_options(config):
             give_options(config, options)
@@ -162,7 +162,7 @@ class HeadBalance(ModelStatistics):
         return get_rerun_state_machine().state not in _FIRST_RUN
 
     def scales_loss(self) -> bool:
-        """fp16 does, and skips steps whose gradients overflow."""
+        """Return whether the loss is scaled and overflowing steps are skipped, as under fp16."""
         config: Any = self._options
         return bool(config.fp16)
 

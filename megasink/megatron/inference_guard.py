@@ -34,9 +34,7 @@ def dynamic_inference_problems(config: MegasinkTransformerConfig, device_type: s
     """
     problems = []
     if device_type != "cuda":
-        problems.append(
-            "dynamic inference runs on flash-attn's CUDA kernels, and there is no CUDA device"
-        )
+        problems.append("dynamic inference needs a CUDA device for flash-attn's kernels")
     computed = [record.name for record in variants() if record.dynamic_inference]
     if config.attention_variant not in computed:
         problems.append(

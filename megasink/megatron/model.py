@@ -21,7 +21,7 @@ from megasink.upstream.mends import PREDICTION_SPEC
 
 @dataclass(kw_only=True)
 class StageOptions:
-    """What megasink adds to Megatron's model configurations.
+    """Megasink's additions to Megatron's model configurations.
 
     Attributes:
         init_seed: Seed of the initial weights, which are independent of the parallel layout.

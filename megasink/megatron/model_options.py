@@ -49,7 +49,7 @@ def give_options(config: Any, options: dict[str, Any]) -> None:
         options: By name; what is missing has its default.
     """
     fields = {f.name: f for kind in TRANSFORMER_OPTIONS for f in dataclasses.fields(kind)}
-    problems = [f"{name} is no option of megasink" for name in options if name not in fields]
+    problems = [f"{name} is not a megasink option" for name in options if name not in fields]
     for name, value in options.items():
         if name not in fields:
             continue
@@ -77,7 +77,7 @@ def give_options(config: Any, options: dict[str, Any]) -> None:
             "identity of gate and log-sum-exp: set it to 0"
         )
     if config.multi_latent_attention:
-        problems.append("multi_latent_attention has a core attention of its own: use GQA or MHA")
+        problems.append("multi_latent_attention does not use this core attention: use GQA or MHA")
     if getattr(config, "cuda_graph_impl", "none") != "none":
         problems.append(
             f"cuda_graph_impl {config.cuda_graph_impl!r}: a replayed graph neither counts heads "
@@ -95,7 +95,7 @@ def give_options(config: Any, options: dict[str, Any]) -> None:
 
 
 def _wrong_together(given: dict[str, Any], defaults: dict[str, Any], config: Any) -> list[str]:
-    """Return what is wrong with values of the right type, which would do nothing or harm."""
+    """Return the problems of values that have the right type but no effect, or a harmful one."""
     problems, name = [], given["attention_variant"]
     if is_variant(name):  # else refused with the names of all
         foreign = sorted(n for n in foreign_options(variant(name)) if given[n] != defaults[n])

@@ -1,4 +1,4 @@
-"""Where the options are that a layer spec needs: the config, the arguments, or the environment.
+"""Find the options of a layer spec: in the config, the arguments, or the environment.
 
 The first of these that exists has them (docs/integrations.md):
 
@@ -23,25 +23,25 @@ ARGUMENT = "megasink_options"
 
 
 def transformer_config(config: Any) -> Any:
-    """Return the TransformerConfig of what a stack has handed to its spec."""
+    """Return the TransformerConfig from the arguments that a stack passes to its spec."""
     transformer = getattr(config, "transformer", config)
     name = type(config).__name__
     if not isinstance(transformer, TransformerConfig):
         raise UserError(
-            f"layer_spec got a {name}, and takes a TransformerConfig or a model configuration that "
-            "has one as `transformer`: call layer_spec(config), layer_spec(config, vp_stage=...) "
-            "or layer_spec(args, config, vp_stage)"
+            "layer_spec needs a TransformerConfig, or a model configuration that has one as "
+            f"`transformer`, not a {name}: call layer_spec(config), layer_spec(config, "
+            "vp_stage=...) or layer_spec(args, config, vp_stage)"
         )
     if hasattr(config, "hybrid_stack_spec"):
         raise UserError(
-            f"layer_spec is for GPT models, and a {name} builds a hybrid stack: `megasink train "
-            "--hybrid-layer-pattern` has sinks and gates there"
+            f"layer_spec is for GPT models, but {name} builds a hybrid stack: use `megasink "
+            "train --hybrid-layer-pattern`"
         )
     own_builder = getattr(config, "builder", "megasink").startswith("megasink")
     if transformer is not config and transformer.mtp_num_layers and not own_builder:
         raise UserError(
-            f"mtp_num_layers {transformer.mtp_num_layers}: {config.builder} gives the layers of "
-            "multi-token prediction its own attention, whatever the spec: `megasink train` has them"
+            f"mtp_num_layers {transformer.mtp_num_layers}: {config.builder} ignores the spec in "
+            "layers of multi-token prediction: use `megasink train` for them"
         )
     return transformer
 
@@ -57,15 +57,15 @@ def find_options(config: TransformerConfig, arguments: Any) -> None:
     others = {place: options for place, options in others.items() if options is not None}
     for place, options in others.items():
         if not isinstance(options, dict):
-            raise UserError(f"{place} has no options by their names, but {options!r}")
+            raise UserError(f"{place} must map the names of options to values, not be {options!r}")
     if not isinstance(vars(config).get("statistics"), HeadBalance):
         if not others:
             raise UserError(
-                f"layer_spec: this {type(config).__name__} has no options of megasink, and its "
-                "loss would be 0: call megasink.megatron.HeadBalance(config, "
-                'attention_variant="sink", head_balance_coeff=1e-4) before the model is built (a '
-                f"copy by dataclasses.replace has none), or set {OPTIONS} to the same options as a "
-                "JSON object"
+                f"layer_spec: this {type(config).__name__} has no megasink options, so the loss "
+                "would be 0: call megasink.megatron.HeadBalance(config, "
+                'attention_variant="sink", head_balance_coeff=1e-4) before the model is built '
+                f"(a copy by dataclasses.replace has none), or set {OPTIONS} to the same options "
+                "as a JSON object"
             )
         HeadBalance(config, **next(iter(others.values())))
     problems = [
@@ -86,4 +86,4 @@ def _of_environment() -> Any:
     try:
         return json.loads(text)
     except ValueError as error:
-        raise UserError(f"{OPTIONS} is no JSON ({error}): {text}") from error
+        raise UserError(f"{OPTIONS} is not JSON ({error}): {text}") from error

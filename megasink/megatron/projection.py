@@ -1,4 +1,4 @@
-"""When a copy of the values lets the projection [q, k, v] go before the backward pass."""
+"""Free the fused QKV output before the backward pass by copying V."""
 
 from typing import TYPE_CHECKING
 
@@ -10,7 +10,7 @@ if TYPE_CHECKING:
 
 
 def frees_projection(layer: "CoreAttention", query: Tensor, key: Tensor, value: Tensor) -> bool:
-    """Whether V is all that keeps the projection [q, k, v] for backward, of which it is a view.
+    """Whether V, a view of the projection [q, k, v], is the only reason to keep it for backward.
 
     Rotated queries and keys are new tensors, and rotating saves none; a norm saves its input.
     """

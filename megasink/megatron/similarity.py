@@ -10,8 +10,8 @@ from torch.distributed import ProcessGroup
 
 
 class _Weight(torch.nn.Linear):
-    """Called for its weight: what gathers parameters in time (``--overlap-param-gather``) waits for
-    those of the modules that are called."""
+    """Read its weight through a call, so that the pending gather of ``--overlap-param-gather`` ends
+    first."""
 
     def forward(self, tp_group: ProcessGroup) -> Tensor:  # type: ignore[override]
         """Return the weight; its gradient is summed over the heads of every rank."""

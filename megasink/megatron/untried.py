@@ -1,4 +1,4 @@
-"""One line where Megatron-Core is not one that the layer spec and the loss were tried with."""
+"""Check that Megatron-Core is a version with which the layer spec and the loss were tried."""
 
 import warnings
 
@@ -9,7 +9,7 @@ _RANGE = f"megasink.megatron was tried with {HEART[0]} to {HEART[1]}"
 
 
 def lacking(error: ImportError) -> UserError:
-    """Return the error for what an import has missed.
+    """Return the error for a missing import.
 
     No ImportError: Megatron's import_module logs one, and its run goes on without the spec
     (core/transformer/spec_utils.py:53).
@@ -19,25 +19,26 @@ def lacking(error: ImportError) -> UserError:
     if not (error.name or "").startswith("megatron."):
         return UserError(f"megasink.megatron cannot be imported: {error}")
     what = ".".join(part for part in (error.name, error.name_from) if part)
-    return UserError(f"megatron-core {_version()} has no {what}: {_RANGE}")
+    return UserError(f"megatron-core {_version()} lacks {what}: {_RANGE}")
 
 
 def warn() -> None:
-    """Warn of a version that lacks a seam, and of one outside of the range that lacks nothing."""
+    """Warn of a version that lacks a required hook, or that was not tried."""
     from megatron.core.transformer import TransformerConfig
 
     version = _version()
     if not hasattr(TransformerConfig, "experimental_attention_variant_loss_scale_func"):
         warnings.warn(
-            f"megatron-core {version} does not tell the loss its scale, and its pretrain_gpt.py "
-            "does not call the function of --spec (0.19 does both): call set_loss_scale of the "
-            "HeadBalance before every backward pass, and layer_spec(config) for the model",
+            f"megatron-core {version} does not pass the loss scale to layers, and its "
+            "pretrain_gpt.py does not call the function of --spec (0.19 does both): call "
+            "set_loss_scale of the HeadBalance before every backward pass, and "
+            "layer_spec(config) for the model",
             stacklevel=3,
         )
     elif not numbers_of(HEART[0]) <= numbers_of(version) <= numbers_of(HEART[1]):
         warnings.warn(
-            f"megatron-core {version}: {_RANGE}; nothing that it imports is missing here, so "
-            "compare a few steps with those of a version that was tried",
+            f"megatron-core {version} was not tried: {_RANGE}; all imports exist, so compare a "
+            "few steps with those of a tried version",
             stacklevel=3,
         )
 

@@ -1,4 +1,4 @@
-"""What the ranks of a plan read in the place of data: token 0, and documents of equal length.
+"""Data for the ranks of a plan: token 0, and documents of equal length.
 
 Shapes: B microbatch, S sequence.
 """

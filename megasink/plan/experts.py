@@ -1,4 +1,4 @@
-"""A mixture whose experts get equally many tokens: what no kernel tells the host of a hollow GPU.
+"""Route equally many tokens to each expert, because a hollow GPU computes no routing.
 
 With the alltoall dispatcher the host sizes the exchange by counts that it waits for. On the hollow
 GPU they read as 0, and nothing would be exchanged.

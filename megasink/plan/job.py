@@ -60,7 +60,7 @@ class Traffic:
 
 
 def stages_to_step(facts: Record) -> list[int]:
-    """Return the pipeline stages that tell those of all others, in order.
+    """Return the pipeline stages to step, from which all others follow, in order.
 
     Of stages with equal modules, the first and the last: in between, memory falls by as much with
     each stage, because each holds the same number of microbatches fewer. That does not hold if a

@@ -94,7 +94,7 @@ def _parser() -> argparse.ArgumentParser:
         add_help=False,
         allow_abbrev=False,
     )
-    parser.add_argument("-h", "--help", action="store_true", help="show this and exit")
+    parser.add_argument("-h", "--help", action="store_true", help="show this help and exit")
     parser.add_argument(
         "--ranks",
         type=int,

@@ -1,4 +1,4 @@
-"""What stands in a plan for data and a tokenizer that the command line does not name."""
+"""Stand-ins of a plan for missing data and tokenizer."""
 
 import sys
 from collections.abc import Sequence

@@ -137,9 +137,9 @@ class TextDataset(_WithoutPadding, gpt_dataset.GPTDataset):
             at = int(np.flatnonzero(wrong)[0])
             place = int(np.searchsorted(np.cumsum(lengths), at, side="right"))
             raise UserError(
-                f"{prefix}.bin: document {documents[min(place, len(documents) - 1)]} holds the id "
-                f"{ids[at]:,}, but the vocabulary has {known:,}: create the dataset again, or give "
-                "the tokenizer that it was created with"
+                f"{prefix}.bin: document {documents[min(place, len(documents) - 1)]} holds the "
+                f"id {ids[at]:,}, but the vocabulary has {known:,}: make the data set again, or "
+                "pass the tokenizer with which it was made"
             )
 
 

@@ -48,9 +48,10 @@ def _fits(args: Namespace, models: Any) -> bool:
     share, most = worst.tolist()
     if args.rank == 0 and share > _SHARE:
         print(
-            f"checkpoints: to gather the optimizer's state would take {most / 1e9:.3g} GB of a "
-            f"host's memory, {share:.0%} of what is left: it is saved in shards, which load under "
-            "another data parallelism alone (--dist-ckpt-optim-fully-reshardable insists)",
+            f"checkpoints: gathering the optimizer's state would take {most / 1e9:.3g} GB of a "
+            f"host's memory, {share:.0%} of the free memory. It is saved in shards instead, "
+            "which allow only the data parallelism to change "
+            "(--dist-ckpt-optim-fully-reshardable forces gathering)",
             flush=True,
         )
     return share <= _SHARE
@@ -68,8 +69,8 @@ def explained(error: BaseException) -> UserError | None:
     if "sharding type dp_reshardable" not in str(error):
         return None
     return UserError(
-        "the checkpoint holds the optimizer's state in shards, which load under another data "
-        "parallelism alone: give --tensor-model-parallel-size and --pipeline-model-parallel-size "
-        "as before, with --dist-ckpt-optim-fully-reshardable if the next checkpoint is to load "
-        "under any layout, or go on without the state by --no-load-optim"
+        "the checkpoint holds the optimizer's state in shards, which allow only the data "
+        "parallelism to change: use the previous --tensor-model-parallel-size and "
+        "--pipeline-model-parallel-size (and --dist-ckpt-optim-fully-reshardable, to save the "
+        "next checkpoint for any layout), or drop the state with --no-load-optim"
     )

@@ -232,7 +232,7 @@ def _bytes_per_token(folder: str, rank: int) -> TokenBytes | None:
         return token_bytes(load_tokenizer(folder))
     except UserError as error:
         if rank == 0:
-            print(f"megasink: {error}; losses are reported per token only", flush=True)
+            print(f"megasink: {error}; losses are reported only per token", flush=True)
         return None
 
 

@@ -27,7 +27,7 @@ def reports() -> bool:
 
 
 def wait_for_first(seconds: float = 30.0) -> None:
-    """Let the first rank here report an error that every rank meets, before this rank ends.
+    """Let the first rank of this host report an error that every rank meets.
 
     torchrun stops that rank as soon as another one ends, and on a busy machine it may be the
     slower one. It stops this rank in turn once that rank has spoken; an error that the first rank
@@ -143,9 +143,9 @@ def _of_megatron(stop: BaseException, args: Namespace) -> BaseException:
         return of_layout
     if isinstance(stop, ValueError) and "('optimizer', 'param_groups')" in str(stop):
         return UserError(
-            f"the optimizer of the checkpoint divides the parameters otherwise ({stop}): give "
+            f"the optimizer of the checkpoint groups the parameters differently ({stop}): pass "
             "--sink-lr-mult, --sink-weight-decay, --decay-all-parameters, --embedding-lr and "
-            "--output-lr as before, or go on without its moments by --no-load-optim"
+            "--output-lr as before, or drop its moments with --no-load-optim"
         )
     if isinstance(stop, AssertionError) and "value from checkpoint" in str(stop):
         return UserError(f"--load {args.load} is a checkpoint of a different model: {stop}")
@@ -154,6 +154,6 @@ def _of_megatron(stop: BaseException, args: Namespace) -> BaseException:
         return stop
     saved = f"; the weights before that step are saved in {args.save}" if args.save else ""
     return UserError(
-        f"step {args.curr_iteration + 1}: {NOT_FINITE}, also when the step "
-        f"was repeated{saved}. Resume with a lower --lr, or check the data of that step"
+        f"step {args.curr_iteration + 1}: {NOT_FINITE}, and again when the step was "
+        f"repeated{saved}. Resume with a lower --lr, or check the data of that step"
     )

@@ -120,14 +120,14 @@ def form_problems(name: str, value: Any) -> Iterator[str]:
     if name.startswith("-"):
         yield f": write {name.lstrip('-')}, without dashes"
     elif not re.fullmatch(r"\w[\w.-]*", name):
-        yield " is no name of a flag"
+        yield " is not the name of a flag"
     values = value if isinstance(value, list) else [value]
     if not all(type(entry) in (int, float, str, bool) for entry in values):
         yield f" is {value!r}: give a number, a string, true, false or a list"
     elif isinstance(value, list) and (not value or bool in map(type, values)):
         yield f" is {value!r}: give a list of numbers or strings"
     elif any(str(entry).startswith("--") for entry in values):
-        yield f" is {value!r}, which would be a flag of its own"
+        yield f" is {value!r}, which would be read as another flag"
 
 
 def toml_lines(flags: Mapping[str, Any]) -> Iterator[str]:

@@ -1,4 +1,4 @@
-"""Values that are on their way from the device to the host, which goes on meanwhile."""
+"""Copy values from the device to the host in the background."""
 
 import torch
 from torch import Tensor

@@ -49,7 +49,7 @@ def refuse_another_world() -> None:
 
 
 def compare(store: Any, args: Namespace) -> None:
-    """Publish what this host trains with, and refuse hosts that differ. For rank 0."""
+    """Publish this host's fingerprint, and refuse hosts that differ. For rank 0."""
     from megasink.training.host_facts import facts_of
 
     with _marked(args) as marks:

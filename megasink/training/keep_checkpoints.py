@@ -106,8 +106,8 @@ def delete_previous(
             problem = damage(checkpoint_path(folder, newest), checksums=checksums, tell=tell)
         if problem is not None:
             say(
-                f"megasink: warning: the checkpoint of step {newest} is damaged ({problem}): "
-                f"keeping that of step {iteration_to_delete}"
+                f"megasink: warning: the checkpoint of step {newest} is damaged ({problem}): the "
+                f"one of step {iteration_to_delete} is kept"
             )
             return
         if delete(checkpoint_path(folder, iteration_to_delete)) and log_progress:

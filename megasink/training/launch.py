@@ -164,8 +164,8 @@ def own_parser() -> CommandParser:
     parser.add_argument(
         "--ranks",
         type=int,
-        help="processes to start; default: as many as the run had (--resume), else one per CUDA "
-        "device, else one per tensor x pipeline x context rank",
+        help="number of processes; default: that of the run (--resume), else one per CUDA device, "
+        "else one per tensor x pipeline x context rank",
     )
     parser.add_argument("--help-all", action="store_true", help="list every flag and exit")
     return parser

@@ -44,7 +44,7 @@ def clocks_apart(its: str, mine: str, least: float, most: float) -> str:
 
 
 class Hosts:
-    """A thread that follows, in the store where torchrun's agents meet, which hosts are there.
+    """A thread that tracks, in torchrun's store, which hosts are present.
 
     It says for whom this host waits, refuses hosts that cannot train together, and says why ranks
     of other hosts have ended. With `ends`, it ends torchrun here some time after that.
@@ -199,7 +199,7 @@ class Hosts:
 
 
 def _job(words: Sequence[str]) -> str:
-    """Return what a job's hosts have in common, and other jobs have not: the run folder."""
+    """Return the identity of a job, shared by its hosts only: the run folder."""
     given = dict(named_values(words)).get("run-dir") or [os.environ.get("RUN_DIR") or "megasink"]
     return given[-1]
 

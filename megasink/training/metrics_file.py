@@ -100,9 +100,9 @@ def weak_loss(path: Path, coefficient: float) -> str | None:
         return None
     enough = 10.0 ** math.ceil(math.log10(coefficient * 10 * ACTS / mean))
     return (
-        f"the head-balance loss hardly acted: its gradient was {mean:.1e} of the rest on average "
-        f"at --head-balance-coeff {coefficient:g}. The share grows with the coefficient: "
-        f"{enough:g} gives about {mean * enough / coefficient:.1g}"
+        f"the head-balance loss had almost no effect: at --head-balance-coeff {coefficient:g} "
+        f"its gradient was {mean:.1e} of the rest on average. The ratio grows with the "
+        f"coefficient: {enough:g} would give about {mean * enough / coefficient:.1g}"
     )
 
 

@@ -34,7 +34,7 @@ def own_address(master: str) -> tuple[str, bool]:
         own = here == there or _is_loopback(there)
         return (_source(_OUTSIDE) if _is_loopback(here) else here), own
     except OSError as error:
-        why = f"there is no route from this host ({error.strerror})"
+        why = f"this host has no route to it ({error.strerror})"
         if _is_loopback(there):
             why = f"this host takes that for {there}, and has no route to others"
         raise UserError(

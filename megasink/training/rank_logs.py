@@ -1,4 +1,4 @@
-"""What ranks have said, from their logs."""
+"""Read the messages of ranks from their logs."""
 
 import re
 from pathlib import Path

@@ -106,12 +106,12 @@ def folder_problem(folder: Path, *, resume: str | None) -> str | None:
         return problem
     if not (folder / "config.json").is_file():
         if resume == "newest":
-            return f"--resume: {folder} holds no run: drop --resume to start one there"
+            return f"--resume: {folder} does not hold a run: drop --resume to start one there"
         # Left by a start that ended before it wrote config.json; checkpoints may have a volume.
         left = _contents(folder) - {"logs", "tensorboard", "wandb", "config.json.partial"}
         saves = folder / "checkpoints"
         if left - {saves.name} or (left and (not saves.is_dir() or _contents(saves))):
-            return f"--run-dir {folder} is not empty and holds no run: choose another folder"
+            return f"--run-dir {folder} holds other files and is not a run: choose another folder"
         return None
     if resume == "auto":
         return None
@@ -152,7 +152,7 @@ def _other_contents(folder: Path) -> str | None:
             f"folder, and add --load {folder}/checkpoints --finetune"
         )
     if not isinstance(config.get("arguments"), dict):
-        return f"--run-dir {folder}: its config.json is not of a run: choose another folder"
+        return f"--run-dir {folder}: its config.json does not describe a run: choose another folder"
     return None
 
 
@@ -176,8 +176,8 @@ def _elsewhere(saved: dict[str, Any], args: Namespace) -> str | None:
         there = Path(before, prefix)
         if not Path(f"{prefix}.idx").is_file() and Path(f"{there}.idx").is_file():
             return (
-                f"--data-path {prefix} is relative to {before}, where the run was started, not to "
-                f"{here}: cd there, or give --data-path {there}"
+                f"--data-path {prefix} is relative to {before}, where the run was started, not "
+                f"to {here}: change to that folder, or pass --data-path {there}"
             )
     return None
 

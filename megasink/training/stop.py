@@ -139,7 +139,7 @@ def leave(number: int) -> NoReturn:
 
 
 def write_to_torchrun(error: str) -> None:
-    """Give torchrun the reason why this rank ends, which it knows only for signals."""
+    """Give torchrun the reason why this rank ends; it knows it only for signals."""
     if path := os.environ.get("TORCHELASTIC_ERROR_FILE"):
         with contextlib.suppress(OSError):
             # As ProcessFailure reads it (distributed/elastic/multiprocessing/errors/__init__.py).

@@ -164,15 +164,15 @@ def _sequences(
         if not causal:
             refuse(
                 config,
-                f"{type(module).__name__} is not causal (in a model of several parts, give the "
-                'decoder alone this implementation: {"text_config": "megasink"})',
+                f"{type(module).__name__} is not causal (in a model of several parts, set this "
+                'implementation only for the decoder: {"text_config": "megasink"})',
             )
         if queries not in (1, keys):
             refuse(config, f"it has no mask for {queries} queries and {keys} keys")
         return Sequences(queries, keys, keys, window)
     if not isinstance(mask, Sequences):
         shape = list(getattr(mask, "shape", ()))
-        refuse(config, f"it attends by a mask of its own, {shape}: pass one of [rows, tokens]")
+        refuse(config, f"its mask has shape {shape}: pass a mask [rows, tokens]")
     if not mask.causal:
         refuse(config, f"{type(module).__name__} is bidirectional, or attends to an encoder")
     if (queries, keys) != (mask.queries, mask.length):

@@ -162,8 +162,8 @@ class HeadBalance:
         for name, own in self.state_dict().items():
             if state[name].shape != own.shape:
                 raise UserError(
-                    f"the saved state of the head-balance loss has {name} of "
-                    f"{list(state[name].shape)}, this model {list(own.shape)}"
+                    f"the saved state of the head-balance loss has {name} of shape "
+                    f"{list(state[name].shape)}, but this model needs {list(own.shape)}"
                 )
             for layer, value in zip(self.layers.values(), state[name], strict=True):
                 getattr(layer, name).copy_(value)

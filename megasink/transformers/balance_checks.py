@@ -1,4 +1,4 @@
-"""What a model or an option must be for the head-balance loss in transformers."""
+"""Requirements of the head-balance loss in transformers on models and options."""
 
 from collections.abc import Sequence
 from typing import Any, get_args

@@ -38,15 +38,15 @@ class LossScale(HeadBalanceScale):
         """Scale a gradient [H] as the loss is scaled."""
         if self._loss_scale is None:
             raise UserError(
-                "the head-balance loss is scaled as the loss that the model returns, and it "
-                "returned none: call it with labels, without a compute_loss_func or label smoothing"
+                "the model returned no loss, by which the head-balance loss is scaled: call it "
+                "with labels, without compute_loss_func or label smoothing"
             )
         return super().scaled(gradient_H, coeff, why_scaled)
 
 
 @dataclass
 class Microbatch:
-    """What one forward pass of the model was given.
+    """The arguments of one forward pass of the model.
 
     Attributes:
         real_BT: Mask of the tokens that are not padding; None if all are real.
@@ -64,7 +64,7 @@ class Microbatch:
 
 
 class Owner(Protocol):
-    """What the layers of a model share: :class:`megasink.transformers.balance.HeadBalance`."""
+    """What layers read of their model's :class:`megasink.transformers.balance.HeadBalance`."""
 
     heads: int
     options: HeadBalanceOptions
@@ -95,8 +95,8 @@ class ModelLayer(LayerBalance):
         batch, heads, tokens = gate_BHT.shape
         if microbatch is None:
             raise UserError(
-                "the head-balance loss counts a forward pass of the model that it was attached to: "
-                "call that model, not a part of it"
+                "only a part of the model was called: call the model to which the head-balance "
+                "loss is attached"
             )
         real_BT, count = microbatch.real_BT, microbatch.real_tokens
         if count is None:
@@ -104,8 +104,8 @@ class ModelLayer(LayerBalance):
         if heads != self._owner.heads or (real_BT is not None and real_BT.shape != (batch, tokens)):
             mask = "" if real_BT is None else f" with an attention mask {list(real_BT.shape)}"
             raise UserError(
-                f"layer {self.layer} has gates [batch, heads, tokens] of {list(gate_BHT.shape)}, "
-                f"not those of {self._owner.heads} heads{mask}"
+                f"layer {self.layer} has gates [batch, heads, tokens] of shape "
+                f"{list(gate_BHT.shape)}, which does not fit {self._owner.heads} heads{mask}"
             )
         if self.routed.device != gate_BHT.device:
             self.to(gate_BHT.device)
@@ -122,7 +122,7 @@ class ModelLayer(LayerBalance):
         return self.attach(output, gate_sum_H, count)
 
     def targets(self) -> Tensor | None:
-        """Trainer divides a sum over targets by those of the step: then microbatches count so."""
+        """Return the number of targets by which Trainer weights this microbatch; None: equally."""
         microbatch = self._owner.microbatch
         return None if microbatch is None else microbatch.targets
 

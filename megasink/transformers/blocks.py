@@ -99,7 +99,7 @@ def find_blocks(model: torch.nn.Module) -> list[Block]:
         raise UserError(f"{type(model).__name__} is not a model of transformers")
     config, whole = decoder_config(model), type(model).__name__
     if getattr(model.config, "is_encoder_decoder", False):
-        raise UserError(f"{whole} is an encoder-decoder: megasink reads decoders")
+        raise UserError(f"{whole} is an encoder-decoder: megasink supports decoders only")
     count = _first(config, _COUNTS)
     for name, module in decoder_of(model).named_modules():
         is_list = isinstance(module, torch.nn.ModuleList) and name.split(".")[-1] in _LAYERS
@@ -111,7 +111,7 @@ def find_blocks(model: torch.nn.Module) -> list[Block]:
     else:
         raise UserError(
             f"{whole} has no list of {'' if count is None else f'{count} '}decoder layers that "
-            f"megasink can find: it looks for {', '.join(_LAYERS)}, and for decoders alone"
+            f"megasink can find: it looks for {', '.join(_LAYERS)}, in decoders only"
         )
     if all(block.attention is None for block in blocks):
         raise UserError(
@@ -205,8 +205,8 @@ def gate_reader(attention: torch.nn.Module) -> tuple[torch.nn.Module, Reader] | 
         unknown = [n for n, _ in attention.named_children() if "gate" in n or n == "g_proj"]
         if unknown:
             raise UserError(
-                f"{name} has a module {unknown[0]!r}, and megasink does not know whether it gates "
-                f"the heads: it knows those of {', '.join(_GATES)}"
+                f"{name} has a module {unknown[0]!r}, which may gate the heads: megasink knows "
+                f"only the gates of {', '.join(_GATES)}"
             )
         return None
     projection = getattr(attention, known.projection, None)
@@ -214,8 +214,8 @@ def gate_reader(attention: torch.nn.Module) -> tuple[torch.nn.Module, Reader] | 
         return None
     if known.activation != "sigmoid":
         raise UserError(
-            f"{name} gates its heads by {known.activation}, which may exceed 1: head importance is "
-            "the mean of a share"
+            f"{name} gates its heads by {known.activation}, which may exceed 1, but head "
+            "importance is the mean of a share"
         )
 
     def read(logits_BTX: Tensor, heads: int) -> Tensor:
@@ -238,7 +238,7 @@ def check_gated(
         return
     if not torch.allclose(projected_BHTD, expected_BHTD, rtol=0.02, atol=1e-6, equal_nan=True):
         raise UserError(
-            f"{type(attention).__name__} changes the outputs of its heads between attention and "
-            "output projection in a way that megasink does not know (a gate or a norm): what it "
-            "measures of its heads would be wrong"
+            f"{type(attention).__name__} changes the outputs of its heads before the output "
+            "projection in an unknown way (a gate or a norm), so measurements of its heads would "
+            "be wrong"
         )

@@ -80,7 +80,9 @@ class HeadBalanceCallback(TrainerCallback, ExportableState):
         self.balance = HeadBalance(kwargs["model"], **self._options)
         kept = state.stateful_callbacks.get(type(self).__name__)
         if isinstance(kept, list):
-            raise UserError(f"a Trainer needs one {type(self).__name__}, this one has {len(kept)}")
+            raise UserError(
+                f"a Trainer needs exactly one {type(self).__name__}, but this one has {len(kept)}"
+            )
         if kept is not None and kept["attributes"]["saved"] is not None:
             self.balance.load_state_dict(_decoded(kept["attributes"]["saved"]))
 

@@ -88,7 +88,9 @@ class ChatTokenizer:
             raise UserError(f"{chat.place}: {error}") from None
         except Exception as error:  # templates raise anything
             reason = reason_of(error)
-            raise UserError(f"{chat.place}: the chat template refuses it: {reason}") from error
+            raise UserError(
+                f"{chat.place}: the chat template rejects the conversation: {reason}"
+            ) from error
         counts = np.zeros(len(text) + 1, np.int64)  # characters that are said, before each one
         for start, end in spans:
             counts[start + 1 : end + 1] = 1
@@ -131,15 +133,15 @@ class ChatTokenizer:
             after, _ = self._rendered(chat.messages[: number + 1], chat)
             if not (text.startswith(after) and after.startswith(before)):
                 raise UserError(
-                    "the chat template marks nothing, and writes what comes before an answer "
-                    f"differently with it and without it (message {number + 1}): {_MARK}"
+                    "the chat template marks no assistant tokens, and the text before an answer "
+                    f"changes once the answer is there (message {number + 1}): {_MARK}"
                 )
             bare, _ = self._rendered(chat.messages[:number], chat)
             content = (message["content"] or "").strip()
             if bare == before and not after[len(before) :].lstrip().startswith(content):
                 raise UserError(
-                    "the chat template marks nothing, and add_generation_prompt adds nothing to "
-                    f"what it writes before an answer (message {number + 1}): {_MARK}"
+                    "the chat template marks no assistant tokens, and add_generation_prompt adds "
+                    f"nothing before an answer (message {number + 1}): {_MARK}"
                 )
             last = max((n for n in ends if len(before) < n <= len(after)), default=len(after))
             yield len(before), len(after) if text[last : len(after)].strip() else last
@@ -207,7 +209,9 @@ def _chat(record: Any, place: str) -> Chat:
         raise UserError(f"{place}: {_FORMAT}")
     messages = [_message(message, f"{place}: message {n}") for n, message in enumerate(given, 1)]
     if not any(message["role"] == "assistant" for message in messages):
-        raise UserError(f"{place} has no message of the role assistant: there is nothing to learn")
+        raise UserError(
+            f"{place} has no message with the role assistant, so there is nothing to learn"
+        )
     tools = record.get("tools") or None
     if tools is not None and not (
         isinstance(tools, list) and all(isinstance(tool, dict) for tool in tools)

@@ -1,4 +1,4 @@
-"""Write a fine-tuned model as its original was: the same files, names and types of tensors.
+"""Write a fine-tuned model like its original: the same files, tensor names and types.
 
 TRL and transformers change the configuration for training. So only weights are written here; all
 other files are the original's, but for what was requested.
@@ -31,8 +31,8 @@ def weight_files(folder: Path) -> list[Path]:
     if (method := read_object(folder / "config.json").get("quantization_config")) is not None:
         name = method.get("quant_method") if isinstance(method, dict) else method
         raise UserError(
-            f"{folder} has quantized weights ({name}), which cannot be trained and written back: "
-            "use its bfloat16 weights"
+            f"{folder} has quantized weights ({name}), which cannot be trained: use the bfloat16 "
+            "weights of this model"
         )
     if (index := folder / _INDEX).is_file():
         names = read_object(index).get("weight_map")

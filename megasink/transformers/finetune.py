@@ -82,8 +82,8 @@ def tokenized(options: FinetuneOptions, chats: ChatTokenizer, folder: Path) -> t
     found = np.flatnonzero(np.asarray(every["learned"]))
     if len(found) < 2:
         raise UserError(
-            f"--data {files}: of {len(every)} conversations {len(found)} have an answer in their "
-            f"first {most} tokens: give two or more of these, one is held out"
+            f"--data {files}: only {len(found)} of {len(every)} conversations have an answer in "
+            f"their first {most} tokens: at least two are needed, because one is held out"
         )
     count = len(found) - max(1, round(HELD_OUT * len(found)))
     columns = every.select_columns(["input_ids", "labels"])
@@ -91,8 +91,8 @@ def tokenized(options: FinetuneOptions, chats: ChatTokenizer, folder: Path) -> t
         cut = int((np.asarray(every["whole"]) > most).sum())
         print(
             f"{count:,} conversations to train on, {len(found) - count:,} held out; {cut:,} are "
-            f"cut off after {most} tokens, and {len(every) - len(found):,} left out, "
-            "which have no answer before"
+            f"cut off after {most} tokens; {len(every) - len(found):,} without an answer before "
+            "that are left out"
         )
     sample = found[min(count, max(0, len(found) - SAMPLES)) :][:SAMPLES]
     return columns.select(found[:count]), columns.select(found[count:]), columns.select(sample)
@@ -159,7 +159,7 @@ def make_trainer(
     if asks and getattr(text, "moe_router_score_function", "softmax") != "softmax":
         raise UserError(
             f"{options.model}/config.json asks for the router loss (output_router_logits), which "
-            "TRL computes for softmax routers alone: set it to false"
+            "TRL computes only for softmax routers: set it to false"
         )
     if not asks:  # TRL trains it for every model that has a coefficient
         config.router_aux_loss_coef = 0.0

@@ -1,4 +1,4 @@
-"""Check in a forward pass that what the head-balance loss reads as gates is what gates the heads.
+"""Check in a forward pass that the gates read by the loss really gate the heads.
 
 Shapes: B rows, T tokens, H query heads, D head dim, X 1 or D.
 """
@@ -72,8 +72,9 @@ class GateCheck:
             out_BTHD, gate_BTHX = self._outputs.pop(layer, None), self._gates.pop(layer, None)
             if out_BTHD is None or gate_BTHX is None:
                 raise UserError(
-                    f"{type(block.attention).__name__} of layer {layer} did not show its output "
-                    "and its gate before its output projection: megasink cannot tell what it gates"
+                    f"{type(block.attention).__name__} of layer {layer} did not call its "
+                    "attention and its gate before its output projection: megasink cannot "
+                    "determine the gated tensor"
                 )
             projected_BTHD = args[0].detach().reshape(out_BTHD.shape)
             check_gated(block.attention, projected_BTHD, out_BTHD, gate_BTHX)

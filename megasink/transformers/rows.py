@@ -1,4 +1,4 @@
-"""The tokens of each row in another order: padding behind, where causal attention is blind.
+"""Reorder the tokens of each row so that padding comes last, where causal attention ignores it.
 
 A row padded on the left is rotated, so that its tokens come first. The positions that RoPE gave
 them and the distances between them stay, and causal attention over the rotated row needs no mask.

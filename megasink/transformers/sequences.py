@@ -1,4 +1,4 @@
-"""Where the sequences of a batch are: what takes the place of a mask [B, 1, T, S].
+"""Locate the sequences of a batch; replaces a mask [B, 1, T, S].
 
 transformers calls `megasink_mask` once per forward and kind of layer, and hands its result to the
 attention function of each layer. Nothing of size T x S is made.
@@ -105,7 +105,7 @@ def megasink_mask(
     if allow_is_bidirectional_skip is not None:
         return Sequences(q_length, kv_length, kv_length, causal=False)
     if use_vmap:
-        refuse(config, "it adds a mask of its own to the causal one (a prefix, images, or similar)")
+        refuse(config, "it adds another mask to the causal one (a prefix, images, or similar)")
     if local_size is not None and local_size == getattr(config, "attention_chunk_size", None):
         refuse(config, f"its attention is chunked (attention_chunk_size {local_size})")
     if attention_mask is not None and attention_mask.ndim != 2:
@@ -212,7 +212,7 @@ def refuse(config: Any, what: str) -> NoReturn:
 
 
 class _NoTensor(UserError, AttributeError):
-    """A mask is asked for what a tensor has; `hasattr` answers False."""
+    """Answer attribute queries for a tensor: `hasattr` returns False."""
 
 
 _COMPUTED_WITH = (
@@ -220,7 +220,7 @@ _COMPUTED_WITH = (
     'which megasink never makes; use "eager" for it'
 )
 PACKED_AND_COMPILED = (
-    'attn_implementation="megasink" computes packed documents without torch.compile alone'
+    'attn_implementation="megasink" does not support packed documents under torch.compile'
 )
 _HOLES = (
     'attn_implementation="megasink" under torch.compile needs padding on one side, not between '

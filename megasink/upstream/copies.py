@@ -1,4 +1,4 @@
-"""Copies that upstream's plain PyTorch code makes in every step, and that change no value.
+"""Avoid needless copies in each step of upstream's plain PyTorch code.
 
 They are made where no fused kernel is in use: without TransformerEngine and apex, as on a CPU.
 """
@@ -51,7 +51,7 @@ def mend() -> None:
 
 
 def _scale(chunk_size: int, noop_flag: Any, tensor_lists: Any, scale: float) -> None:
-    """Multiply the tensors of the second list, which is the first: clipping's."""
+    """Scale the tensors in place, for gradient clipping."""
     import torch
 
     torch._foreach_mul_(tensor_lists[1], scale)

@@ -1,4 +1,4 @@
-"""Megatron's text data in an order that does not depend on how long the run is.
+"""Shuffle Megatron's text data independently of the run's length.
 
 Upstream shuffles the documents of all epochs together, and their samples, except a last epoch of
 which few samples are asked for. With more steps the order of every epoch is another: a resumed run

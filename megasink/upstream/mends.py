@@ -191,8 +191,9 @@ def _refusing_other_rates(upstream: Callable[..., Any]) -> Callable[..., Any]:
         if given != (self.max_lr, self.min_lr):
             raise UserError(
                 f"--use-checkpoint-opt-param-scheduler keeps --lr {self.max_lr:g} and --min-lr "
-                f"{self.min_lr:g} of the checkpoint: give these, or train with --lr {given[0]:g} "
-                f"and --min-lr {given[1]:g} by --override-opt-param-scheduler in its place"
+                f"{self.min_lr:g} of the checkpoint: pass these values, or use "
+                f"--override-opt-param-scheduler instead to train with --lr {given[0]:g} and "
+                f"--min-lr {given[1]:g}"
             )
 
     return load

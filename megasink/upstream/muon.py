@@ -63,7 +63,7 @@ def mend() -> None:
 
 
 def is_table(parameter: Any, name: str) -> bool:
-    """Return whether a parameter may have two axes and is yet no matrix: AdamW updates it."""
+    """Return whether AdamW updates a parameter with two axes, because it is not a matrix."""
     return "core_attention." in name or name.endswith("position_embeddings.weight")
 
 

@@ -102,7 +102,7 @@ def test_cudnn_is_refused_on_hopper_before_its_mend(
 @pytest.mark.parametrize(
     ("name", "capability", "head_dim", "refused"),
     [
-        ("cudnn", (9, 0), 64, "PyTorch does not ask cuDNN for its deterministic"),
+        ("cudnn", (9, 0), 64, "cuDNN's deterministic backward"),
         ("transformer-engine", (8, 0), 64, "before Hopper its backward is not deterministic"),
         ("transformer-engine", (9, 0), 64, None),
         ("flash-attn-3", (9, 0), 200, "its backward is deterministic up to head dim 192, got 200"),
@@ -206,7 +206,7 @@ def test_a_request_at_run_time_is_refused_too():
 @pytest.mark.parametrize(
     ("shapes", "message"),
     [
-        ([(1, 4, 5, 8), (1, 3, 5, 8), (1, 3, 5, 8)], "no multiple of 3"),
+        ([(1, 4, 5, 8), (1, 3, 5, 8), (1, 3, 5, 8)], "4 query heads are not a multiple of 3"),
         ([(1, 4, 5, 8), (2, 4, 5, 8), (2, 4, 5, 8)], "must agree"),
         ([(1, 4, 5, 8), (1, 4, 5, 8), (1, 4, 5, 16)], "must agree"),
         ([(1, 4, 6, 8), (1, 4, 5, 8), (1, 4, 5, 8)], "6 queries over only 5 keys"),

@@ -271,10 +271,10 @@ def test_masks_without_meaning_are_refused():
     bias = torch.zeros(2, 8)
     for problem, options in {
         "prefix -1": {"prefix": -1},
-        "not with window": {"prefix": 3, "window": 2},
-        "not with cu_seqlens": {"prefix": 3, "cu_seqlens": (0, 8)},
-        "not with distance_bias_HS": {"prefix": 3, "distance_bias_HS": bias},
-        "not with causal=False": {"prefix": 3, "causal": False},
+        "be combined with window": {"prefix": 3, "window": 2},
+        "be combined with cu_seqlens": {"prefix": 3, "cu_seqlens": (0, 8)},
+        "be combined with distance_bias_HS": {"prefix": 3, "distance_bias_HS": bias},
+        "be combined with causal=False": {"prefix": 3, "causal": False},
         r"must be \[2, keys\]": {"distance_bias_HS": bias[:1]},
         "torch.float32": {"distance_bias_HS": bias.double()},
         "has 4 distances, 8 are needed": {"distance_bias_HS": bias[:, :4]},

@@ -196,7 +196,7 @@ def test_triton_is_chosen_on_a_gpu_and_pytorch_on_request():
     ("request_", "reason"),
     [
         (replace(A100, device_type="cpu"), "run on CUDA devices, not on cpu"),
-        (replace(A100, compute_capability=(7, 5)), "capability 8.0 or later, the device has 7.5"),
+        (replace(A100, compute_capability=(7, 5)), "8.0 or later, and the device has 7.5"),
         (replace(A100, dtype=torch.float64), "not in torch.float64"),
         (replace(A100, distance_bias=True), "add no bias"),
     ],
@@ -215,12 +215,12 @@ def test_a_machine_that_cannot_build_tritons_launcher_is_named(monkeypatch):
     monkeypatch.setattr(fused.shutil, "which", lambda name: None)
     fused._toolchain_reason.cache_clear()
     try:
-        assert "no C compiler" in choose_gate_kernels(A100).reasons["triton"]
+        assert "C compiler: install gcc" in choose_gate_kernels(A100).reasons["triton"]
         fused._toolchain_reason.cache_clear()
         choose_gate_kernels.cache_clear()
         monkeypatch.setattr(fused.shutil, "which", lambda name: f"/usr/bin/{name}")
         monkeypatch.setattr(fused.sysconfig, "get_paths", lambda: {"include": "/nowhere"})
-        assert "no /nowhere/Python.h" in choose_gate_kernels(A100).reasons["triton"]
+        assert "/nowhere/Python.h is missing" in choose_gate_kernels(A100).reasons["triton"]
     finally:
         fused._toolchain_reason.cache_clear()
 

@@ -149,7 +149,7 @@ def test_the_newest_kernel_that_can_is_chosen(monkeypatch, request_, order):
             "capability 12 is not deterministic",
         ),
         ("flash-attn-4", H100, "the package flash-attn-4 is not installed"),
-        ("flash-attn-3", B200, "written for Hopper"),
+        ("flash-attn-3", B200, r"Hopper \(compute capability 9.0\)"),
         ("flash-attn-3", H100, "package flash_attn_3"),
         ("flash-attn-3", replace(H100, dtype=torch.float16), "float16 cannot hold"),
         ("flash-attn-2", replace(A100, dtype=torch.float16), "float16 cannot hold"),

@@ -68,7 +68,7 @@ def test_evenly_spaced_heads_are_not_two_groups(heads):
     assert not chosen.pinned_LH.any()
     if heads % 2 == 0 and heads > 2:
         assert chosen.explained == pytest.approx(0.75 * heads**2 / (heads**2 - 1))
-        assert f"evenly spaced heads {chosen.evenly:.0%}: there are no two" in chosen.describe()
+        assert f"evenly spaced heads {chosen.evenly:.0%}: " in chosen.describe()
 
 
 def test_a_spread_around_one_value_is_not_two_groups():
@@ -134,7 +134,7 @@ def test_numpy_and_other_dtypes():
         ([0.1, 0.2], "must be [layers, heads], got [2]"),
         ([[]], "must be [layers, heads], got [1, 0]"),
         ([[0.1, math.nan]], "layer 0 has a head importance for some of its heads only"),
-        ([[math.nan, math.nan]], "no layer has a head importance"),
+        ([[math.nan, math.nan]], "no layer has head importance"),
         ([[0.5, 1.5]], "must be in [0, 1]"),
         ([[0.5, math.inf]], "must be in [0, 1]"),
         ([[-0.1, 0.5]], "must be in [0, 1]"),

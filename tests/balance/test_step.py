@@ -86,7 +86,7 @@ def test_a_saved_state_holds_a_skipped_step_but_not_one_that_runs_again(step, la
 
 def test_once_an_optimizer_has_stepped_a_step_without_one_is_committed_by_what_follows(step, layer):
     run(step, layer, FIRST_H)
-    with pytest.raises(RuntimeError, match=r"step 0 was not committed: call commit\(\)"):
+    with pytest.raises(RuntimeError, match=r"step 0 was not committed, .* commit\(\)"):
         layer.record(FIRST_H, 8)
     step.optimizer_stepped()
     assert step.last_number == 0

@@ -239,12 +239,12 @@ def refused(pool, command, *words):
 def test_bad_exports_are_one_clear_line(pool, runs, tokenizer, tmp_path):
     run, out = runs / "sink", tmp_path / "out"
     command = ["convert-to-hf", run, "--output", out, "--no-verify"]
-    refused(pool, [command[0], tmp_path / "nowhere", *command[2:4]], "no such folder")
+    refused(pool, [command[0], tmp_path / "nowhere", *command[2:4]], "nowhere does not exist")
     refused(pool, [*command, "--target", "llama"], "vanilla attention, not sink")
     refused(pool, [*command, "--target", "gpt5"], "unknown: choose llama")
-    refused(pool, [*command, "--iteration", "9"], "no checkpoint of iteration 9; available: 3")
+    refused(pool, [*command, "--iteration", "9"], "no checkpoint of iteration 9; it has 3")
     refused(pool, [*command, "--shard-size", "big"], "--shard-size big")
-    refused(pool, [*command, "--tokenizer", tmp_path], "no tokenizer")
+    refused(pool, [*command, "--tokenizer", tmp_path], "the tokenizer in")
     (tmp_path / "full").mkdir()
     (tmp_path / "full" / "file").write_text("")
     refused(pool, ["convert-to-hf", run, "--output", tmp_path / "full"], "not empty")
@@ -258,7 +258,7 @@ def test_bad_exports_are_one_clear_line(pool, runs, tokenizer, tmp_path):
     refused(pool, ["convert-to-hf", broken, "--output", out], "damaged", part.name, "--iteration")
     # transformers has a tokenizer of its own for this architecture.
     refused(
-        pool, ["convert-to-hf", runs / "biased", "--output", out], "Qwen2Tokenizer", "other tokens"
+        pool, ["convert-to-hf", runs / "biased", "--output", out], "Qwen2Tokenizer", "tokens differ"
     )
     legacy = tmp_path / "legacy"
     shutil.copytree(run, legacy)

@@ -206,14 +206,14 @@ BY_LAYER = {"full_attention": {"rope_type": "yarn", "rope_theta": 1e4, "factor":
     ("target", "change", "said"),
     [
         ("llama", {"model_type": "olmo2"}, "qk-norm spans all heads|spans all heads"),
-        ("llama", {"model_type": "mamba"}, "'mamba' cannot be imported: no target says what"),
+        ("llama", {"model_type": "mamba"}, "'mamba' cannot be imported: no conversion target"),
         ("llama", {"model_type": "mamba", "state_size": 16}, "imported: it has state-space layers"),
         ("llama", {"model_type": "deepseek_v3", "kv_lora_rank": 512}, "multi-head latent attent"),
         ("llama", {"model_type": "t5", "is_encoder_decoder": True}, "an encoder and a decoder"),
         (
             "llama",
             {"model_type": "x", "vision_config": {"a": 1}, "attn_logit_softcapping": 50.0},
-            "it reads images beside text; its attention scores have a soft cap. Supported: ",
+            "it also reads images; its attention scores have a soft cap. Supported: ",
         ),
         ("llama", {"attention_bias": True}, "attention_bias without mlp_bias"),
         ("llama", {"rope_parameters": {"rope_type": "yarn", "factor": 4.0}}, "RoPE scaling 'yarn'"),

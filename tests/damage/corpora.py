@@ -258,9 +258,11 @@ CASES = {
     "name-not-utf8": Case(_name(b"a\xff.txt"), says="no document"),
     "name-in-summary": Case(_listed, code=0),
     "tokenizer-truncated": Case(_tokenizer("tokenizer.json", b'{"version": "1.0", "mod'), says="h"),
-    "tokenizer-empty": Case(_tokenizer("tokenizer.json", b""), says="has no tokenizer"),
-    "tokenizer-list": Case(_tokenizer("tokenizer.json", b"[1]"), says="has no tokenizer"),
-    "tokenizer-deep": Case(_tokenizer("tokenizer.json", b"[" * DEEP), says="has no tokenizer"),
+    "tokenizer-empty": Case(_tokenizer("tokenizer.json", b""), says="cannot load the tokenizer"),
+    "tokenizer-list": Case(_tokenizer("tokenizer.json", b"[1]"), says="cannot load the tokenizer"),
+    "tokenizer-deep": Case(
+        _tokenizer("tokenizer.json", b"[" * DEEP), says="cannot load the tokenizer"
+    ),
     "tokenizer-config": Case(_tokenizer("tokenizer_config.json", b"\xff"), says="tokenizer"),
     "tokenizer-no-eod": Case(_tokenizer("tokenizer_config.json", b"{}"), says="tokenizer"),
     "trained-on-bad-json": Case(_trained(LINES + b"{"), says="a.jsonl:51 is not valid JSON"),

@@ -47,7 +47,7 @@ def test_compressed_text_is_one_document(tmp_path, texts, name, pack):
 )
 def test_a_document_has_a_largest_size(tmp_path, texts, name, content, where):
     (tmp_path / name).write_bytes(content)
-    with pytest.raises(UserError, match=f"{where} longer than the 10,240 bytes that a document"):
+    with pytest.raises(UserError, match=f"{where} longer than the .*10,240 bytes"):
         texts(tmp_path / name, max_document_bytes=10 * KIB)
     if name == "a.txt":
         assert texts(tmp_path / name, max_document_bytes=20_000) == ["x" * 20_000]
@@ -62,7 +62,7 @@ def test_binary_files_of_any_size_are_still_no_text(tmp_path, texts):
 def test_cells_of_parquet_have_it_too(tmp_path, texts):
     path = tmp_path / "a.parquet"
     pq.write_table(pa.table({"text": ["one", "x" * 20_000]}), path)
-    with pytest.raises(UserError, match=r"a\.parquet#2 is longer than the 10,240 bytes"):
+    with pytest.raises(UserError, match=r"a\.parquet#2 is longer than the limit of 10,240 bytes"):
         texts(path, max_document_bytes=10 * KIB)
     # 2 kB that hold 100,000 times the same 8 kB
     codes = pa.array([0] * 100_000, pa.int32())
@@ -75,7 +75,9 @@ def test_cells_of_parquet_have_it_too(tmp_path, texts):
 def test_cells_that_are_too_long_on_average_are_not_read(tmp_path, texts):
     """One cell of 4 MB is in a page of its own, which would be decompressed to see its size."""
     pq.write_table(pa.table({"text": ["x" * (4 << 20)]}), tmp_path / "a.parquet")
-    with pytest.raises(UserError, match=r"cells of column 'text' are longer than the 1,000 b"):
+    with pytest.raises(
+        UserError, match=r"cells of column 'text' are longer than the limit of 1,000 b"
+    ):
         texts(tmp_path / "a.parquet", max_document_bytes=1000)
 
 

@@ -190,7 +190,7 @@ def test_outputs_that_cannot_be(tmp_path, folder):
     records = write_lines(tmp_path / "own.json", TEXTS)
     with pytest.raises(ConfigError, match=r"would write into the input .*own\.json"):
         preprocess(Corpus([records]), tmp_path / "own", folder, overwrite=True)
-    with pytest.raises(ConfigError, match="--workers 0: at least 1"):
+    with pytest.raises(ConfigError, match="--workers 0: use 1 or more"):
         preprocess(corpus, tmp_path / "out", folder, workers=0)
     with pytest.raises(UserError, match=r"a\.jsonl/out cannot be created: "):
         preprocess(corpus, tmp_path / "a.jsonl" / "out", folder)

@@ -115,4 +115,4 @@ def test_a_run_on_letters_alone_has_no_bits_per_byte(tmp_path, capsys):
     wrap(backend, eos_token="</s>").save_pretrained(tmp_path)
     args = Namespace(tokenizer_type="HuggingFaceTokenizer", tokenizer_model=str(tmp_path), rank=0)
     assert bytes_per_token(args) is None
-    assert "losses are reported per token only" in capsys.readouterr().out
+    assert "losses are reported only per token" in capsys.readouterr().out

@@ -142,7 +142,10 @@ def test_tools_reach_the_template_as_they_are(root):
     ("text", "problem"),
     [
         ('{"messages": [{"role": "robot", "content": "x"}]}', ":1: message 1 has role 'robot'"),
-        ('{"messages": [{"role": "user", "content": "x"}]}', ":1 has no message of the role assis"),
+        (
+            '{"messages": [{"role": "user", "content": "x"}]}',
+            ":1 has no message with the role assis",
+        ),
         ('{"messages": [{"role": "user", "content": ["x"]}]}', "a content of type list, not text"),
         ('{"messages": [{"role": "user", "content": 3}]}', "a content of type number, not text"),
         ('{"messages": [{"role": "user", "text": "x"}]}', "message 1 (user) has no content"),
@@ -166,16 +169,21 @@ def test_bad_conversations_are_told_with_their_place(root, capsys, text, problem
     [
         (
             UNMARKED.replace("{{ m.content }}", "{% if loop.last %}{{ m.content }}{% endif %}"),
-            "the chat template marks nothing, and writes what comes before an answer "
-            "differently with it and without it (message ",
+            "the chat template marks no assistant tokens, and the text before an answer changes ",
         ),
         (
             UNMARKED.partition("{% if add_generation_prompt %}")[0],
-            "the chat template marks nothing, and add_generation_prompt adds nothing to what it ",
+            "the chat template marks no assistant tokens, and add_generation_prompt adds nothing ",
         ),
         (None, "has no chat template: put a chat_template.jinja there"),
-        ("{{ raise_exception('no') }}" + MARKED, "chats.jsonl:1: the chat template refuses it: no"),
-        ("{{ messages.x.y }}" + MARKED, "chats.jsonl:1: the chat template refuses it: "),
+        (
+            "{{ raise_exception('no') }}" + MARKED,
+            "chats.jsonl:1: the chat template rejects the conversation: no",
+        ),
+        (
+            "{{ messages.x.y }}" + MARKED,
+            "chats.jsonl:1: the chat template rejects the conversation: ",
+        ),
         (MARKED.replace("'assistant'", "'x'"), "the chat template marks no assistant tokens"),
     ],
 )

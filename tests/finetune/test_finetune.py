@@ -193,14 +193,14 @@ def batch_of(batch):
         (["--shared-heads", "3"], ["--shared-heads 3: the layers have 4 heads"]),
         (["--shared-heads", "two"], ["--shared-heads two: a whole number from 0 on, or auto"]),
         (["--lora-rank", "0", "--epochs", "0"], ["--lora-rank 0: use 1 or more", "--epochs 0"]),
-        (["--full", "--adapter"], ["--adapter exports what LoRA trained"]),
+        (["--full", "--adapter"], ["--adapter exports LoRA adapters, which --full"]),
         (["--data", "none.jsonl"], ["--data none.jsonl: no such file"]),
         (["--lora-rang", "3"], ["unknown: --lora-rang 3: did you mean --lora-rank?"]),
-        (["--head-balance-coeff", "-1"], ["--head-balance-coeff -1: a number from 0 on"]),
+        (["--head-balance-coeff", "-1"], ["--head-balance-coeff -1: use 0 or more"]),
         (["--seq-length", "0"], ["--seq-length 0: use 1 or more"]),
         (["--seq-length", "129"], ["--seq-length 129: the model has 128 positions"]),
-        (["--micro-batch-size", "3"], ["--global-batch-size 4 does not divide by --micro-batch-"]),
-        (["--lora-alpha", "nan"], ["--lora-alpha nan: a number above 0"]),
+        (["--micro-batch-size", "3"], ["--global-batch-size 4 is not divisible by --micro-batch-"]),
+        (["--lora-alpha", "nan"], ["--lora-alpha nan: use a number above 0"]),
     ],
 )
 def test_bad_input_is_told_before_anything_is_made(root, capsys, flags, problems):
@@ -224,7 +224,7 @@ def test_a_folder_of_something_else_is_left_alone(root, made, capsys):
     (root / "taken").mkdir()
     (root / "taken" / "file").touch()
     assert main(command(root, out="taken")) == 2
-    assert "taken holds file, and no results of megasink" in capsys.readouterr().err
+    assert "taken holds file, which is not" in capsys.readouterr().err
     assert [path.name for path in (root / "taken").iterdir()] == ["file"]
 
 
@@ -253,7 +253,7 @@ def test_two_processes_equal_one(root, made):
 @pytest.mark.parametrize(
     ("flags", "told"),
     [
-        (["--full", "--adapter"], "--adapter exports what LoRA trained"),
+        (["--full", "--adapter"], "--adapter exports LoRA adapters, which --full"),
         (
             [],
             "OUT holds results of other settings (micro_batch_size 2 -> 1; processes 1 -> 2)",

@@ -80,7 +80,7 @@ MEETING = {
         codes={"a": None},
     ),
     "no cable": Case(
-        r"MASTER_ADDR 10\.77\.0\.1: there is no route|" + WAITS.format("a") + "1 of 2 hosts",
+        r"MASTER_ADDR 10\.77\.0\.1: this host has no route|" + WAITS.format("a") + "1 of 2 hosts",
         setup="ip link set eth7 down",
         codes={"a": None},
     ),

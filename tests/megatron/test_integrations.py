@@ -64,17 +64,18 @@ def test_options_come_from_the_first_place_that_has_them(pool):
     (found,) = pool.run(f"{TASKS}:sources", Layout())
     for place in ("config", "arguments", "environment", "environment, twice", "all agree"):
         assert found[place] == 0.5, place
-    assert "has no options of megasink" in found["none"]
+    assert "has no megasink options" in found["none"]
     assert "or set MEGASINK_OPTIONS" in found["none"]
     conflict = "head_balance_coeff is 0.25 in {}, and 0.5 in the config"
     variable, argument = "MEGASINK_OPTIONS", "args.megasink_options"
     assert conflict.format(variable) in found["config, environment"]
     assert conflict.format(argument) in found["config, arguments"]
     assert conflict.format(variable) in found["arguments, environment"]
-    assert found["no JSON"].startswith("MEGASINK_OPTIONS is no JSON")
-    assert "MEGASINK_OPTIONS has no options by their names, but ['sink']" in found["no object"]
-    assert "args.megasink_options has no options by their names, but 'sink'" in found["no dict"]
-    assert found["unknown"] == "attention_varient is no option of megasink"
+    assert found["no JSON"].startswith("MEGASINK_OPTIONS is not JSON")
+    must = "{} must map the names of options to values, not be {}"
+    assert must.format(variable, "['sink']") in found["no object"]
+    assert must.format(argument, "'sink'") in found["no dict"]
+    assert found["unknown"] == "attention_varient is not a megasink option"
     assert "head_balance_coeff is '0.5', no float" in found["text"]
     assert "sink_token is 1, no bool" in found["text"]
     assert all("\n" not in found[case] for case in ("none", "no JSON", "config, environment"))
@@ -83,11 +84,12 @@ def test_options_come_from_the_first_place_that_has_them(pool):
 def test_a_config_that_is_not_ours_ends_in_one_line(pool):
     (found,) = pool.run(f"{TASKS}:not_ours", Layout())
     for case in ("arguments alone", "arguments, config"):
-        assert found[case].startswith("layer_spec got a Namespace, and takes a TransformerConfig")
+        assert found[case].startswith("layer_spec needs a TransformerConfig")
+        assert "not a Namespace: " in found[case]
         assert "layer_spec(args, config, vp_stage)" in found[case]
-    assert "a HybridModelConfig builds a hybrid stack" in found["hybrid"]
+    assert "HybridModelConfig builds a hybrid stack" in found["hybrid"]
     assert "multi_latent_attention" in found["MLA"]
-    assert "GPTModelBuilder gives the layers of multi-token prediction" in found["prediction"]
+    assert "GPTModelBuilder ignores the spec in layers of multi-token" in found["prediction"]
     # A copy has no HeadBalance; its options are in the environment here, and those of the first
     # config are its own.
     assert "head_balance" not in found["a copy"]

@@ -61,7 +61,7 @@ def test_a_crafted_run_names_no_place_and_no_module(pool, run, tmp_path):
     assert "others/config.json: ffn_activation is 'swiglu\\x1b[31m': " in refused
     assert "(wrong as well: normalization)" in refused
     assert "\x1b" not in refused
-    (line,) = (x for x in errors.splitlines() if "ignored arguments of the run" in x)
+    (line,) = (x for x in errors.splitlines() if "and are ignored: " in x)
     for name in ("config_logger_dir", "spec", "fp8_quantizer_factory", "cross_entropy"):
         assert name in line
     assert "\x1b" not in errors

@@ -76,7 +76,7 @@ def test_every_entry_is_read_without_its_code(pool, runs, crafted):
     said = dict(zip(read, answers, strict=True))
     assert "elsewhere" in said.pop("file")
     for place, answer in said.items():
-        assert "is broken or untrusted: it names posix.mkdir" in answer, place
+        assert "is broken or untrusted: it refers to the code posix.mkdir" in answer, place
         assert checkpoints[place] in answer
         assert "\n" not in answer
     assert "its entry rng_state/" in said["random states"]
@@ -105,7 +105,7 @@ def test_training_refuses_them_in_one_line(pool, crafted, tmp_path):
     for command, answer in zip(commands, answers, strict=True):
         assert answer is not None, command
         assert "untrusted" in answer
-        assert "names posix.mkdir" in answer
+        assert "the code posix.mkdir" in answer
         assert "\n" not in answer
     assert list(marks.iterdir()) == []
 
@@ -134,7 +134,7 @@ def test_commands_that_read_models_run_nothing(pool, crafted, tmp_path):
         assert code == 0, (line, errors)
     for line, (code, _, errors) in answers(REFUSING, "index"):
         assert code == 2, line
-        assert "untrusted: it names posix.mkdir" in errors
+        assert "untrusted: it refers to the code posix.mkdir" in errors
         assert errors.count("\n") == 1
     assert list(marks.iterdir()) == []
 
@@ -151,8 +151,8 @@ def test_classes_of_a_fork_stand_in_among_the_arguments_alone(pool, tmp_path):
     (answers,) = pool.run(f"{TASKS}:load_classes_of_a_fork", SINGLE, folder=str(tmp_path))
     arguments, *refused = answers
     assert arguments == (3, False)
-    assert "elsewhere.pt is broken or untrusted: it names company." in refused[0]
-    assert "both.pt is broken or untrusted: it names" in refused[1]
+    assert "elsewhere.pt is broken or untrusted: it refers to the code company." in refused[0]
+    assert "both.pt is broken or untrusted: it refers to" in refused[1]
     assert not (tmp_path / "mark").exists()
 
 

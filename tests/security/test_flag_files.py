@@ -140,7 +140,7 @@ def words_of(flags):
 def test_a_resume_replays_none(place, capsys, name):
     run = run_of(place, *words_of(flags_of(place, name)))
     said = refused(place, capsys, ["train", "--run-dir", run, "--resume"], f"--{name}")
-    assert "which is not reused for safety: give it again if the run is yours" in said
+    assert "which is not reused, for safety: pass it again if you trust the run" in said
 
 
 @pytest.mark.parametrize("name", ATTACKS)
@@ -163,7 +163,11 @@ def test_no_flag_hides_in_another(place, capsys, name):
         for key, value in HIDDEN[name].items()
     }
     mine = toml(place / "work" / "mine.toml", flags)
-    phrases = ("a flag of its own", "no flag of megasink train", "no name of a flag")
+    phrases = (
+        "would be read as another flag",
+        "is not a flag of megasink train",
+        "is not the name of a flag",
+    )
     refused(place, capsys, ["train", *MOCK, "--plugin", "json", "--recipe", mine], *phrases)
     more = "\n".join(toml_lines(flags))
     text = f'title = "a"\nseeds = [1]\nmetrics = ["lm_loss"]\n[flags]\n{more}\n'

@@ -77,7 +77,7 @@ parts-that-need-cuda: --profile --record-memory-history --log-straggler
   ! --log-straggler needs CUDA
   ! --gpu-sniff-test-interval needs CUDA
 async-nothing: --async-save
-  ! --async-save without --run-dir or --save
+  ! --async-save needs --run-dir or --save
 async-checkpoints: --save somewhere --async-save --async-strategy nvrx --ckpt-format torch_dcp
     --async-ckpt-use-cpu-shm
   ! --async-save with --async-strategy: its writer may outlive a rank
@@ -145,7 +145,7 @@ no-steps: --train-iters 0
 hidden-by-heads: --num-attention-heads 5
   ! --hidden-size 64 is not divisible by --num-attention-heads 5
 two-sided-window: --window-size 15,3
-  ! --window-size 15,3: give LEFT,0
+  ! --window-size 15,3: use LEFT,0
 vocabulary-by-tp: --make-vocab-size-divisible-by 1 --tensor-model-parallel-size 4 --vocab-size
     257
   ! rows of the embedding are not divisible by --tensor-model-parallel-size 4
@@ -172,9 +172,9 @@ negative-sink-group: --sink-lr-mult -1 --sink-weight-decay -0.1
   ! --sink-lr-mult -1.0 is negative
   ! --sink-weight-decay -0.1 is negative
 sink-token-without-a-row: --sink-token --padded-vocab-size 256
-  ! --padded-vocab-size 256 has no row for --sink-token beside the 256 tokens
+  ! --padded-vocab-size 256 leaves no row for --sink-token after the 256 tokens
 similarity-of-a-sink: --attention-similarity sigmoid --fp16 --attention-kernel flash-cpu
-  ! no softmax for --attention-variant sink to add to: use --attention-variant vanilla
+  ! replaces the softmax that --attention-variant sink needs: use --attention-variant vanilla
   ! similarity sigmoid has no gradient (importance is a proxy, P2.37): use 0
   ! --attention-kernel flash-cpu computes softmax attention, not --attention-similarity
   ! float16 overflows at 65504: use --bf16

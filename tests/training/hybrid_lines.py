@@ -10,17 +10,17 @@ REFUSED = refused(
     LAYERS,
     f"""
 hybrid-symbols: --hybrid-layer-pattern M-x/MM --num-layers 5
-  ! no layer is called x; there are * attention
+  ! unknown layer x; use * (attention)
   ! multi-token prediction (/) is not supported
   ! --num-layers 5, but --hybrid-layer-pattern M-x/MM has 3 layers
 hybrid-without-attention: --hybrid-layer-pattern=EE --num-experts 4
-  ! 'EE' has no attention (*), in which sinks and gates are
+  ! 'EE' has no attention layer (*): add one
 hybrid-latent: --hybrid-override-pattern +-D- --num-experts 4 --moe-layer-freq 2
   ! sinks in latent attention (+D) are not supported
   ! --num-experts 4, but --hybrid-layer-pattern +-D- has no layer E
   ! --hybrid-layer-pattern with --moe-layer-freq: layers with experts are those marked E
 hybrid-experts: --hybrid-layer-pattern *E|*E --disable-bias-linear
-  ! has layers with experts (E), but there is no --num-experts
+  ! has layers with experts (E): add --num-experts
   ! has 2 pipeline stages: give --pipeline-model-parallel-size, or drop |
 hybrid-stages: --hybrid-layer-pattern *-*- --pipeline-model-parallel-size 2
     --num-virtual-stages-per-pipeline-rank 2 --use-rope-scaling
@@ -29,7 +29,7 @@ hybrid-stages: --hybrid-layer-pattern *-*- --pipeline-model-parallel-size 2
   ! with --use-rope-scaling: Megatron's HybridModel ignores it
 hybrid-recurrent: {DELTA_NET}
   ! Mamba and gated delta-net layers with packed documents
-  ! Mamba layers (M) run on CUDA kernels alone
+  ! Mamba layers (M) run only on CUDA
   ! gated delta-net layers (G) run on a CPU only with --deterministic-mode
 """,
 )

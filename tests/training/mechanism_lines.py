@@ -49,7 +49,7 @@ sinks-of-more-layers: --attention-variant-layers [1,0]*2
   ! --attention-variant-layers [1,0,1,0]: 4 entries for 2 layers
 sinks-in-all-layers: --attention-variant-layers [1,1] --attention-variant vanilla
   ! --attention-variant-layers [1,1]: all layers are chosen
-  ! --attention-variant-layers: the other layers have --attention-variant vanilla too
+  ! --attention-variant-layers has no effect with --attention-variant vanilla
 sinks-in-some-layers-of-a-hybrid: --attention-variant-layers [1,0,0,0]
     --hybrid-layer-pattern *-*-
   ! --attention-variant-layers with --hybrid-layer-pattern
@@ -96,7 +96,7 @@ replaced-tokens: --replace-tokens-at 0 64 0 -1 --replace-tokens-with x
   ! --replace-tokens-at 0 64 0 -1: a position is repeated
   ! --replace-tokens-with x: use random, or the id of a token
   ! --replace-tokens-at 64: --seq-length 64 has the positions 0 to 63
-  ! --replace-tokens-at with --mock-data
+  ! --replace-tokens-at needs text, and --mock-data
 replaced-by-nothing: --replace-tokens-at 0
   ! --replace-tokens-at without --replace-tokens-with: give one of random, ID
 replaced-nowhere: --replace-tokens-with 5

@@ -19,7 +19,7 @@ sink-rate-of-a-long-prefix: --log-sink-rate --seq-length 128 --prefix-lm-tokens 
 sink-rate-of-documents: --log-sink-rate --dataloader-inter-document-masking
   ! --log-sink-rate with --dataloader-inter-document-masking: documents vary in length
 watched-without-validation: --log-sink-rate --split 100,0,0
-  ! --log-sink-rate without validation data: give it some, such as --split 99,1,0
+  ! --log-sink-rate needs validation data: add some, such as --split 99,1,0
 """,
 )
 ACCEPTED = accepted(

@@ -24,7 +24,7 @@ flags-that-are-none: --attention_variant sink --num-layers two --lr nan --window
     --attention-backend flsh --yaml-cfg nowhere.yaml --tokenizer-type Nul
     --clip-grad
   ! unknown: --attention_variant sink: did you mean --attention-variant?
-  ! --num-layers 'two': give a whole number
+  ! --num-layers 'two': use a whole number
   ! --lr nan: give a finite number
   ! --window-size 'wide'
   ! --attention-backend 'flsh' is unknown: choose flash,

@@ -77,13 +77,13 @@ RESUMES = {
     "sinks": (f"--sink-lr-mult 0.5 {OVERRIDE}", None, {"": 1e-2}),
     "kept-rate": (
         f"--lr 1e-4 --min-lr 1e-5 {KEEP}",
-        "keeps --lr 0.01 and --min-lr 0.001 of the checkpoint: give these",
+        "keeps --lr 0.01 and --min-lr 0.001 of the checkpoint: ",
         {"--lr 1e-2 --min-lr 1e-3": 1e-2},
     ),
     "betas": (f"--adam-beta1 0.5 --adam-eps 1e-6 --clip-grad 0.5 {OVERRIDE}", None, {"": 1e-2}),
     "no-sinks": (
         f"--sink-lr-mult 1 --sink-weight-decay 0 {OVERRIDE}",
-        "divides the parameters otherwise .*: give --sink-lr-mult, .* --no-load-optim",
+        "groups the parameters differently .*: pass --sink-lr-mult, .* --no-load-optim",
         {"--sink-lr-mult 3 --sink-weight-decay 0.05": 1e-2, "--no-load-optim": 1e-2},
     ),
     "longer": ("--lr-decay-style linear", "another schedule", {OVERRIDE: 1e-3, KEEP: 1e-2}),

@@ -124,7 +124,7 @@ def test_all_problems_of_blends_are_in_one_message(prefix, tmp_path):
         f"{flag}, train: the weight of {prefix}b is not above 0",
         f"{flag}, train {prefix}b: {prefix}b.bin and {prefix}b.idx not found",
         f"{flag}, valid: 0.5 is a number among 3 words that are not pairs of weight and prefix: "
-        "give every prefix a weight before it, or none",
+        "put a weight before every prefix, or before none",
         f"{flag}: 'test' is neither a list of weights and prefixes nor null",
     ]
 

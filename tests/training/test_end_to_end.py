@@ -281,10 +281,10 @@ def test_generate_says_what_is_wrong(pipeline_run, text, pool, tmp_path):
         str(
             changed("wide", hidden_size=128, kv_channels=32)
         ): "does not match the model in config.json",
-        str(gone): "its tokenizer /no/folder is gone",
-        str(changed("null", tokenizer_type="NullTokenizer")): "give a Hugging Face folder",
+        str(gone): "the tokenizer /no/folder was not found",
+        str(changed("null", tokenizer_type="NullTokenizer")): "pass a Hugging Face folder",
         str(changed("small", padded_vocab_size=511)): "has 512 tokens, but the model only 511",
-        str(hostile): "untrusted: it names os.system",
+        str(hostile): "untrusted: it refers to the code os.system",
         str(cut): "is damaged: __",
         str(broken): "is not the configuration of a megasink run",
     }

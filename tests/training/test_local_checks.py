@@ -116,7 +116,10 @@ def test_an_index_says_the_same_without_torch(tmp_path):
 @pytest.mark.parametrize("quick", [True, False])
 @pytest.mark.parametrize(
     ("given", "says"),
-    [({"file": "../x"}, "it names the file"), ({"extra": _Runs()}, "it names builtins.print")],
+    [
+        ({"file": "../x"}, "it names the file"),
+        ({"extra": _Runs()}, "it refers to the code builtins.print"),
+    ],
 )
 def test_a_hostile_index_is_refused_without_torch_too(tmp_path, capsys, given, says, quick):
     _index(tmp_path, **given)

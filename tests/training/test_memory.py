@@ -21,7 +21,7 @@ def test_what_does_not_fit_is_refused_before_anything_is_built(tmp_path):
     )
     assert done.returncode == 2
     line = only_line(done.stderr)
-    assert "GB of memory left, and training takes at least" in line
+    assert "GB of free memory, but training takes at least" in line
     assert "GB in 2 ranks (weights, gradients and optimizer " in line
     assert not (tmp_path / "run").exists()
 

@@ -61,7 +61,7 @@ def test_a_run_on_a_store_is_a_run_on_files(url, flags, server, from_files, pool
         ("s3://bucket/../../etc/x", "does not name a bucket or profile and a key"),
         ("s3:///etc/x", "does not name a bucket or profile and a key"),
         ("s3://bucket", "does not name a bucket or profile and a key"),
-        ("s3:/bucket/x", "is no URL of an object store"),
+        ("s3:/bucket/x", "is not the URL of an object: "),
         (f"s3://id:{SECRET}@bucket/x", "would put credentials into the run folder"),
         (f"s3://bucket/x?X-Amz-Signature={SECRET}", "would put credentials into the run folder"),
         ("s3://bucket/a/x", None),

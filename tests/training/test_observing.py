@@ -40,7 +40,7 @@ def test_writers_of_the_last_rank_may_be_first(tmp_path):
         (tmp_path / name).mkdir()
     assert folder_problem(tmp_path, resume=False) is None
     (tmp_path / "metrics.jsonl").touch()
-    assert "not empty and holds no run" in folder_problem(tmp_path, resume=False)
+    assert "holds other files and is not a run" in folder_problem(tmp_path, resume=False)
 
 
 def test_the_last_rank_alone_writes(watched):

@@ -238,14 +238,14 @@ def test_an_include_is_found_beside_its_file(tmp_path):
         (
             "num-layer = 2\nnum_heads = 1\nrun-dir = 'x'\n--lr = 1\n",
             (
-                "num-layer is no flag of megasink train: did you mean num-layers?",
-                "num_heads is no flag of megasink train",
+                "num-layer is not a flag of megasink train: did you mean num-layers?",
+                "num_heads is not a flag of megasink train",
                 "run-dir: give it on the command line instead",
                 "--lr: write lr, without dashes",
             ),
         ),
         ("plugin = 'x'\n", ("plugin: give it on the command line",)),
-        ("includes = 'x'\n", ("includes is no flag of megasink train: did you mean include?",)),
+        ("includes = 'x'\n", ("includes is not a flag of megasink train: did you mean include?",)),
         ("num_layers = 2\n", ("did you mean num-layers?",)),
         ("[flags]\nlr = 1\n", ("flags is a table: give flags at the top",)),
         ("lr = []\nseed = [true]\n", ("lr is []: give a list", "seed is [True]: give a list")),
@@ -278,7 +278,7 @@ def test_every_problem_is_told_at_once(text, phrases, tmp_path):
         (["--recipe", "p0-2b", "--recipe", "p0-1b"], "--recipe is given twice"),
         (["--recipe", "--lr", "1"], "--recipe needs a value"),
         (["--recipe=", "--lr", "1"], "--recipe needs a value"),
-        (["--recipe", "/"], "/ holds no config.toml: it is no run"),
+        (["--recipe", "/"], "/ is not a run: it has no config.toml"),
     ],
 )
 def test_a_recipe_that_is_not_there_is_told_by_name(flags, phrase):
@@ -288,7 +288,7 @@ def test_a_recipe_that_is_not_there_is_told_by_name(flags, phrase):
 
 def test_what_starts_no_run_refuses_a_recipe():
     """An unexpanded one would be dropped in silence."""
-    with pytest.raises(ConfigError, match="--recipe: give it to megasink train"):
+    with pytest.raises(ConfigError, match="--recipe works only in megasink train"):
         early.refuse(early.read([*MOCK, "--recipe", "p0-2b"]), 1)
 
 

@@ -175,7 +175,7 @@ def test_relative_data_paths_count_from_where_the_run_was_started(tmp_path, monk
     assert problems_of(run, *auto, "--data-path", "../there/text") == []
     (problem,) = problems_of(run, *auto, "--data-path", "text")
     assert "--data-path text is relative to" in problem
-    assert problem.endswith(f"cd there, or give --data-path {there / 'text'}")
+    assert problem.endswith(f"or pass --data-path {there / 'text'}")
     (problem,) = problems_of(run, *auto, "--data-path", "other")
     assert f"data_path ['{there / 'text'}'] -> ['{here / 'other'}']" in problem
     (problem,) = problems_of(run, "--data-path", "text")
@@ -243,10 +243,10 @@ def test_a_converted_model_is_no_run_to_go_on_with(saved, tmp_path):
     [
         (
             '{"architectures": ["LlamaForCausalLM"]}',
-            "its config.json is not of a run: choose",
+            "its config.json does not describe a run: choose",
         ),
         ('{"arguments": {}, "converted_from": "llama"}', "holds a model converted from Hugging"),
-        ('{"arguments": 1}', "its config.json is not of a run"),
+        ('{"arguments": 1}', "its config.json does not describe a run"),
         ("[]", "holds a JSON list, not an object: choose another --run-dir"),
         ("{", "is not JSON"),
     ],
@@ -272,7 +272,7 @@ def test_a_demo_writes_into_no_folder_of_something_else(tmp_path, capsys, name):
     (tmp_path / name).parent.mkdir(exist_ok=True)
     (tmp_path / name).write_text("mine")
     assert megasink(["demo", "--output", str(tmp_path)]) == 2
-    assert "and no demo: choose another folder" in capsys.readouterr().err
+    assert ", not a demo: choose another folder" in capsys.readouterr().err
     assert (tmp_path / name).read_text() == "mine"
 
 
@@ -327,8 +327,8 @@ def test_the_root_of_a_fresh_volume_holds_a_run(tmp_path):
     (saves / "lost+found").mkdir(parents=True)
     assert folder_problem(tmp_path, resume="auto") is None
     (saves / "iter_0000001").mkdir()
-    assert "holds no run" in folder_problem(tmp_path, resume="auto")
+    assert "is not a run" in folder_problem(tmp_path, resume="auto")
     shutil.rmtree(saves)
     (tmp_path / "lost").mkdir()
-    assert "holds no run" in folder_problem(tmp_path, resume=None)
+    assert "is not a run" in folder_problem(tmp_path, resume=None)
     assert "holds lost," in foreign_contents(tmp_path)

@@ -42,7 +42,7 @@ def test_the_first_step_shows_whether_the_gate_is_what_gates(implementation):
     output = model.model.layers[1].self_attn.o_proj
     changed = output.register_forward_pre_hook(lambda _, args: (args[0] * 0.5,))
     balance = HeadBalance(model, COEFF)
-    with pytest.raises(UserError, match="Lfm3Attention changes the outputs of its heads between"):
+    with pytest.raises(UserError, match="Lfm3Attention changes the outputs of its heads before"):
         step(model, [tokens(3)])
     assert not ALL_ATTENTION_FUNCTIONS._local_mapping
     balance.remove()

@@ -182,15 +182,15 @@ def test_the_decoder_is_what_is_read():
 @pytest.mark.parametrize(
     ("name", "check", "sentence"),
     [
-        ("deepseek_v32", check_weights, "chooses 4 of 11 keys .* texts of at most 4 tokens"),
-        ("glm_moe_dsa", check_weights, "chooses 4 of 11 keys .* texts of at most 4 tokens"),
+        ("deepseek_v32", check_weights, "attends to 4 of 11 keys .* texts of at most 4 tokens"),
+        ("glm_moe_dsa", check_weights, "attends to 4 of 11 keys .* texts of at most 4 tokens"),
         ("deepseek_v32", check_attention, "chooses keys|computes with its attention mask"),
         ("doge", check_attention, "it computes with its attention mask"),
         ("gemma3n_text", check_weights, "has several residual streams"),
         ("mamba", check_zeroing, "has no attention in its 4 layers that megasink can find"),
         # transformers 5.6 has its attention outside of the interface.
         ("moshi", check_weights, "without a matrix of weights|bypasses transformers' attention"),
-        ("prophetnet", check_zeroing, "not that of 11 tokens and 4 heads"),
+        ("prophetnet", check_zeroing, "does not fit 11 tokens and 4 heads"),
     ],
 )
 def test_what_is_out_of_reach_is_refused(name, check, sentence):
@@ -205,7 +205,7 @@ def test_sparse_attention_that_chooses_every_key_is_read(name):
 def test_blocks_of_keys_that_are_chosen_are_refused():
     kinds = ["full_attention", *["minimax_m3_sparse"] * 3]
     model, eager = small("minimax_m3_vl_text", layer_types=kinds)
-    with pytest.raises(UserError, match="chooses 2 of 11 keys"):
+    with pytest.raises(UserError, match="attends to 2 of 11 keys"):
         check_weights(model, eager)
 
 
@@ -214,7 +214,7 @@ def test_a_zeroing_that_reads_attention_is_refused_too():
     model, _ = small("deepseek_v32")
     change = DynamicZeroing("awft", 0.3).change()
     with (
-        pytest.raises(UserError, match="chooses 4 of 11 keys"),
+        pytest.raises(UserError, match="attends to 4 of 11 keys"),
         TransformersProbe(model, Listener(), [change]) as probe,
     ):
         probe.forward(tokens())
@@ -225,7 +225,7 @@ def test_layers_have_their_own_numbers_of_heads():
     attention = model.model.layers[1].self_attn
     attention.num_heads = 3
     assert [block.heads for block in find_blocks(model)] == [4, 3]
-    with pytest.raises(UserError, match="attends with 4 heads, not the 3"):
+    with pytest.raises(UserError, match="attends with 4 heads, but its configuration says 3"):
         check_weights(model, model)
     model.set_attn_implementation("megasink")
     with pytest.raises(UserError, match="layers of 3 and of 4 heads"):

@@ -54,7 +54,7 @@ def test_models_are_refused_by_name(name, what):
 
 
 def test_bidirectional_attention_is_refused():
-    refused(tiny_model("gemma-3", use_bidirectional_attention=True), "adds a mask of its own")
+    refused(tiny_model("gemma-3", use_bidirectional_attention=True), "adds another mask")
     config = transformers.BertConfig(**SMALL)
     refused(transformers.BertModel(config), "bidirectional")
     config = transformers.LlamaConfig(**SMALL, is_causal=False)
@@ -78,7 +78,7 @@ def test_weights_and_masks_of_ones_own_are_refused():
     model = tiny_model("llama")
     refused(model, "output_attentions", output_attentions=True)
     mask = torch.ones(3, 1, 13, 13, dtype=torch.bool).tril()
-    refused(model, r"a mask of its own, \[3, 1, 13, 13\]", attention_mask=mask)
+    refused(model, r"its mask has shape \[3, 1, 13, 13\]", attention_mask=mask)
     refused(model, "its mask has 3 dimensions", attention_mask=mask[:, 0])
 
 
@@ -114,7 +114,7 @@ def test_packed_documents_beside_a_mask_are_refused(name):
     inputs = batch("packed")
     given = {"position_ids": inputs.positions_BT, "use_cache": False}
     model = tiny_model(name)
-    with pytest.raises(UserError, match=r"row 0 .* positions that begin again at token 4, and an"):
+    with pytest.raises(UserError, match=r"row 0 .* restart at token 4, but its attention mask"):
         segments_of(inputs.ids_BT.shape, inputs.real_BT, inputs.positions_BT)
     refused(
         model,

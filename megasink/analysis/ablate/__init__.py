@@ -1,1 +1,1 @@
-"""Heads switched off, and what the model loses."""
+"""Measure the loss of a model without some of its heads."""

@@ -36,12 +36,12 @@ def threshold_of(score: str, share: float, scores_NLH: Scores) -> float:
 def check_share(share: float) -> None:
     """Raise UserError unless a share of heads is in [0, 1]."""
     if not 0 <= share <= 1:
-        raise UserError(f"share of heads {share:g}: between 0 and 1")
+        raise UserError(f"share of heads {share:g}: use a number between 0 and 1")
 
 
 @dataclass(frozen=True)
 class Calibration:
-    """Scores of one model that `megasink analyze` measured.
+    """Scores of one model, measured by `megasink analyze`.
 
     Attributes:
         folder: what it wrote.
@@ -58,24 +58,24 @@ class Calibration:
     weights: str
 
     def check(self, weights: str, heads: Sequence[int]) -> None:
-        """Raise UserError unless the scores are of this very model.
+        """Raise UserError unless the scores belong to this model.
 
         Args:
             weights: hash of the model's weights; heads: number in each of its layers.
         """
         if list(heads) != self.heads:
             raise UserError(
-                f"{self.folder} is of another model ({self.kind}, heads by layer {self.heads}, not "
-                f"{list(heads)}): analyze this one"
+                f"{self.folder} is the analysis of another model ({self.kind}, heads by layer "
+                f"{self.heads}, not {list(heads)}): analyze this model"
             )
         if weights != self.weights:
             raise UserError(
-                f"{self.folder} is of other weights ({self.kind}): another model, checkpoint or "
-                "dtype; analyze this one"
+                f"{self.folder} is the analysis of other weights ({self.kind}: another model, "
+                "checkpoint or dtype): analyze this model"
             )
 
     def threshold(self, score: str, share: float) -> float:
-        """Return the threshold of a score for a share of heads; of `random` it is the share."""
+        """Return the threshold of a score for a share of heads; for `random` the share itself."""
         check_share(share)
         if score == RANDOM:
             return share
@@ -92,8 +92,8 @@ def read_calibration(folder: Path) -> Calibration:
     results = analysis.results
     if results.run.weights is None:
         raise UserError(
-            f"{folder} does not tell the weights that it is of: analyze the model again with this "
-            "version"
+            f"{folder} does not name the weights that were analyzed: analyze the model again "
+            "with this version"
         )
     return Calibration(
         folder, analysis.by_sample, results.model.heads, results.model.kind, results.run.weights
@@ -117,7 +117,7 @@ def measure_scores(
 
 
 def scores_of(change: DynamicChange, heads: Sequence[int]) -> Scores:
-    """Return [N, L, H]: the scores that a change has kept."""
+    """Return the scores recorded by a change, [N, L, H]."""
     count = len(next(iter(change.scores.values()), ()))
     scores_NLH = np.full((count, len(heads), max(heads)), np.nan)
     for layer, scores in change.scores.items():

@@ -1,4 +1,4 @@
-"""What a curve of quality against the percentage of heads zeroed says (P3.15, P3.16).
+"""Evaluate curves of quality against the percentage of heads zeroed (P3.15, P3.16).
 
 Both rules are those of the paper's released code, which its Table 2 and Figure 3 come from.
 
@@ -34,7 +34,7 @@ class Removable(NamedTuple):
 
 
 def kept_level(baseline: float, *, higher_is_better: bool = True) -> float:
-    """Return the accuracy in percent, or the loss in nats, that still counts as kept."""
+    """Return the lowest accuracy in percent, or the highest loss in nats, within the tolerance."""
     return baseline - ACCURACY_TOLERANCE if higher_is_better else baseline * (1 + LOSS_TOLERANCE)
 
 

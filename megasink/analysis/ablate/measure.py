@@ -1,4 +1,4 @@
-"""What all points of an ablation share, and how each is measured: on texts, or on tasks."""
+"""Measure the points of an ablation, on texts or on tasks."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
@@ -22,7 +22,7 @@ Measured = tuple[list[MeasuredSample], dict[str, TaskScore]]
 
 @dataclass(frozen=True)
 class Ablation(ABC):
-    """An ablation; a subclass says what every point runs on.
+    """Base class of an ablation; a subclass defines the inputs of its points.
 
     Attributes:
         identity: of the model, see `model_identity`.
@@ -37,11 +37,11 @@ class Ablation(ABC):
 
     @abstractmethod
     def ground(self) -> dict[str, Any]:
-        """Return what a point depends on, beside the model."""
+        """Return the settings of a point, without the model."""
 
     @abstractmethod
     def run(self, interventions: Sequence[Intervention], changes: Sequence[HeadChange]) -> Measured:
-        """Run the model under interventions, whose changes of heads are made by the caller."""
+        """Run the model under interventions; the caller applies the changes of heads."""
 
     @abstractmethod
     def scores(self, names: Sequence[str]) -> dict[str, Scores]:
@@ -51,7 +51,7 @@ class Ablation(ABC):
         """
 
     def facts(self, interventions: Sequence[Any] = ()) -> dict[str, Any]:
-        """Return everything that a point depends on, by the entries of its interventions."""
+        """Return every setting of a point, including the entries of its interventions."""
         return {
             "model": self.model.facts["kind"],
             **self.identity,

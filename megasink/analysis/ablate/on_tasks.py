@@ -62,7 +62,7 @@ class OnTasks(Ablation):
         }
 
     def scores(self, names: Sequence[str]) -> dict[str, Scores]:
-        """Return those of all requests, which one process measures; see `Ablation.scores`."""
+        """Return the scores of all requests, measured by one process; see `Ablation.scores`."""
         if self.ranks.rank:
             self.ranks.await_first("scored")
         key = key_of(self.facts() | {"scores": list(names)})
@@ -97,6 +97,6 @@ def _score(name: str, of: TaskScores, samples: Sequence[dict[str, Any]]) -> Task
                 ],
             )
     raise UserError(
-        f"--tasks {name} has {', '.join(of.metrics)}, and no accuracy: pass its texts as --data "
-        "for a loss"
+        f"--tasks {name} has no accuracy, only {', '.join(of.metrics)}: pass its texts as --data "
+        "to measure a loss"
     )

@@ -71,7 +71,7 @@ class OnTexts(Ablation):
         return replace(sample, tokens=(*head, *tokens))
 
     def scores(self, names: Sequence[str]) -> dict[str, Scores]:
-        """Return those of all texts, which the processes share; see `Ablation.scores`."""
+        """Return the scores of all texts, divided among the processes; see `Ablation.scores`."""
         scores = metrics(names).values()
         of = {name: entry for score in scores for name, entry in statistics_of(score).items()}
         needed = [name for name in metrics() if name in of]
@@ -88,7 +88,7 @@ class OnTexts(Ablation):
         return scores_of(merge_shards(shards, self.model.heads).analysis_values(_SEED))
 
     def scored_alike(self) -> "OnTexts":
-        """Return the same with a loss on each text without its first token.
+        """Return this ablation with the first token of each text left out of the loss.
 
         These targets are the same whatever an intervention puts in front of them (P4.4).
         """

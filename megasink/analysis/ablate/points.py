@@ -1,4 +1,4 @@
-"""Measured points, each in a file named after everything that it depends on.
+"""Measured points, each in a file named by a hash of its settings.
 
 A sweep that was killed, repeated or extended finds what is already there, whoever measured it.
 """
@@ -91,11 +91,11 @@ class PointFolder:
             self._folder.mkdir(parents=True, exist_ok=True)
 
     def check_shared(self) -> None:
-        """Raise UserError if another process does not see what the first one created."""
+        """Raise UserError if another process does not see the files of the first one."""
         check_shared(self._folder)
 
     def path(self, name: str) -> Path:
-        """Return where something of this name belongs."""
+        """Return the path of a point or array."""
         return self._folder / name
 
     def has(self, name: str) -> bool:
@@ -113,11 +113,11 @@ class PointFolder:
         try:
             point: MeasuredPoint = from_json(MeasuredPoint, read_sealed(path, key), str(path))
         except UserError as error:
-            raise UserError(f"{error}: delete the file, and the point is measured again") from error
+            raise UserError(f"{error}: delete the file to measure this point again") from error
         return point
 
     def arrays(self, key: str, make: Callable[[], Mapping[str, Floats]]) -> dict[str, Floats]:
-        """Return the arrays of this name; made and written if they are not there."""
+        """Return the arrays of this name; compute and write them if they are missing."""
         if not self.has(f"{key}.npz"):
             made = make()
             with writing_parts(self._folder):

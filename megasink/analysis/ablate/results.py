@@ -23,7 +23,7 @@ ALL = "all texts"
 
 @dataclass(kw_only=True)
 class AblationValue:
-    """What one point measured on a dataset, on all texts, or in a task.
+    """The result of one point on a dataset, on all texts, or in a task.
 
     Attributes:
         value: nats per token, or the task's metric in percent; null if infinite or NaN.
@@ -85,7 +85,7 @@ def mean_line(line: Line, on: str) -> tuple[list[float], list[float]]:
 
 @dataclass(kw_only=True)
 class AblationCurve:
-    """What the points of one score say on one dataset or task.
+    """The curve of one score on one dataset or task.
 
     Attributes:
         score: the score, or "random": then of the mean over seeds.
@@ -159,7 +159,7 @@ class AblationResults:
         return list(dict.fromkeys(curve.score for curve in self.curves))
 
     def line(self, score: str) -> Line:
-        """Return the points of a score; if none was asked for at 0 %, the unchanged model is there.
+        """Return the points of a score, with the unchanged model if no point was measured at 0 %.
 
         Curves that begin at different percentages have areas that cannot be compared.
         """

@@ -1,4 +1,4 @@
-"""`megasink ablate`: what a model loses when heads are zeroed (P3.11 to P3.16, P4.7).
+"""`megasink ablate`: measure the loss when heads are zeroed (P3.11 to P3.16, P4.7).
 
 Shapes: N samples, L layers, H heads.
 """

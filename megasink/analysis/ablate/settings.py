@@ -1,4 +1,4 @@
-"""The points of a sweep: which interventions each one applies.
+"""The points of a sweep and their interventions.
 
 Shapes: N samples, L layers, H heads.
 """
@@ -128,7 +128,7 @@ def _fixed(
 
 
 def _single_heads(layer: int, heads: Sequence[int]) -> Iterator[Setting]:
-    """Yield each head of a layer, zeroed alone (P4.7)."""
+    """Yield a point for each head of a layer, with only that head zeroed (P4.7)."""
     for head in range(heads[layer]):
         name = f"{layer}.{head}"
         yield Setting(f"layer {layer}", f"head {name}", (ZeroHeads(((layer, head),)),))

@@ -108,7 +108,7 @@ def _calibration(options: AblationOptions) -> str:
 
 
 def _values(point: MeasuredPoint, unchanged: MeasuredPoint) -> dict[str, AblationValue]:
-    """Return what a point measured by dataset or task, and on all texts."""
+    """Return the results of a point by dataset or task, and on all texts."""
     values = {
         name: AblationValue(
             value=score.value,
@@ -129,7 +129,7 @@ def _values(point: MeasuredPoint, unchanged: MeasuredPoint) -> dict[str, Ablatio
 
 
 def _paired_error(score: TaskScore, before: TaskScore) -> float | None:
-    """Return the standard error of a score less that of the unchanged model, question by question.
+    """Return the standard error of the change from the unchanged model, paired by question.
 
     None if it has no such differences: for a single question, and where the score is not the mean
     of the questions'.

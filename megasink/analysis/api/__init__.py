@@ -1,1 +1,1 @@
-"""What `import megasink` gives: analyses, models and results for programs and notebooks."""
+"""The names of `import megasink`: analyses, models and results for programs and notebooks."""

@@ -138,7 +138,7 @@ def convert_to_hf(
 
 def _prepare(device: str | None) -> None:
     if device not in (None, "cpu"):
-        raise UserError(f"device {device!r}: give 'cpu', or None for the GPU if there is one")
+        raise UserError(f"device {device!r}: use 'cpu', or None for the GPU if one is present")
     from megasink.upstream.process import prepare_quietly
 
     prepare_quietly(cpu=device == "cpu")

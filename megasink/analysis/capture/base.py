@@ -1,4 +1,4 @@
-"""What the probes of both kinds of model share: hooks, and what they report to a listener.
+"""Hooks and reports shared by the probes of both kinds of model.
 
 Shapes: B rows, T tokens, E hidden size, H heads, D head dim.
 """
@@ -28,7 +28,7 @@ _PROBED: "WeakSet[torch.nn.Module]" = WeakSet()
 
 
 class Listener:
-    """Receives the statistics; samples are numbered within the batch. This one needs none.
+    """Base class for receivers of statistics; samples are numbered within the batch.
 
     Tensors may alias memory that the model overwrites later: copy anything you keep.
 
@@ -107,7 +107,7 @@ class Probe(ABC):
 
     @abstractmethod
     def _called(self, _: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        """Note the sequences of a call of the model, by `forward` or anyone else."""
+        """Record the sequences of every call of the model."""
 
     @abstractmethod
     def _output_weight(self, index: int) -> Tensor:
@@ -143,7 +143,7 @@ class Probe(ABC):
 
     @property
     def reads_attention(self) -> bool:
-        """Whether the listener or a change needs what attention reads."""
+        """Whether the listener or a change needs the inputs of attention."""
         return bool(self.needs) or any(change.reads_attention for change in self.changes)
 
     @property
@@ -202,8 +202,8 @@ class Probe(ABC):
         missed = [i for i, h in enumerate(self.heads) if h and i not in self._changed_layers]
         if missed:
             raise UserError(
-                f"the outputs of the heads in layers {missed} of {type(self.model).__name__} did "
-                "not come through their output projections: megasink cannot change them"
+                f"layers {missed} of {type(self.model).__name__} bypass their output "
+                "projections: megasink cannot change the outputs of their heads"
             )
 
     def _changed(self, index: int, out_BQHD: Tensor) -> Tensor | None:
@@ -211,8 +211,8 @@ class Probe(ABC):
         call = self._calls.get(index)
         if call is None and any(change.reads_attention for change in self.changes):
             raise UserError(
-                f"attention of layer {index} of {type(self.model).__name__} did not come through "
-                "transformers' attention interface: megasink cannot read it"
+                f"layer {index} of {type(self.model).__name__} bypasses transformers' attention "
+                "interface: megasink cannot read its attention"
             )
         self._changed_layers.add(index)
         outputs = HeadOutputs(index, out_BQHD, call, lambda: self._output_weight(index))
@@ -266,7 +266,7 @@ class Probe(ABC):
         self._hooks.append(module.register_forward_pre_hook(hook, with_kwargs=True))
 
     def _replace(self, module: torch.nn.Module, do: Callable[[Tensor], Tensor | None]) -> None:
-        """Let `do` see a module's first argument, and replace it with what `do` returns, if so."""
+        """Call `do` on a module's first argument, and replace it by the result, if any."""
 
         def hook(_: Any, args: Any, kwargs: Any) -> Any:
             name = None if args else next(iter(kwargs))
@@ -298,7 +298,7 @@ class Probe(ABC):
 
     @torch.no_grad()
     def _finish(self, index: int, branch_BTE: Tensor) -> None:
-        """Report one layer's attention once everything about it is known."""
+        """Report one layer's attention once all of its statistics are known."""
         call = self._calls.pop(index)
         if not self.needs:
             return
@@ -335,7 +335,7 @@ _SECONDS = 1e11
 
 
 def takes_seconds(module: torch.nn.Module, tokens: int = PASS_TOKENS) -> bool:
-    """Whether a CPU takes seconds for a pass, so that who waits is told at once that it began."""
+    """Whether one pass takes seconds on a CPU, so that progress is shown immediately."""
     weights = sum(w.numel() for w in module.parameters() if w.device.type == "cpu")
     return tokens * weights > _SECONDS
 
@@ -371,10 +371,10 @@ class ProbedModel:
 
     @property
     def text_positions(self) -> int | None:
-        """Number of positions behind `first`; None for no limit."""
+        """Number of positions after `first`; None for no limit."""
         return None if self.positions is None else self.positions - len(self.first)
 
     @property
     def device(self) -> torch.device:
-        """Where the model is."""
+        """The device of the model."""
         return next(self.module.parameters()).device

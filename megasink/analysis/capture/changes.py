@@ -1,4 +1,4 @@
-"""What may change the outputs of a model's heads while it runs: the seam of
+"""The interface through which interventions change the outputs of heads during a forward pass:
 `megasink.analysis.interventions`.
 
 Shapes: B rows, H query heads, Q tokens of this forward pass, D head dim, E hidden size.
@@ -39,14 +39,14 @@ class ForwardPass:
         if rows != list(range(self.rows)):
             raise UserError(
                 f"this call continues a cache of {self.rows} rows, but heads were chosen for "
-                f"{len(rows)} sequences in {len(set(rows))} rows: run the whole prompts in this "
-                "context first, one in each row"
+                f"{len(rows)} sequences in {len(set(rows))} rows: first run the whole prompts in "
+                "this context, one in each row"
             )
 
 
 @dataclass(frozen=True)
 class HeadOutputs:
-    """What the heads of one layer hand to the output projection.
+    """The outputs of one layer's heads, before the output projection.
 
     Attributes:
         layer: from 0.
@@ -75,7 +75,7 @@ class HeadChange(ABC):
     reads_segments: bool = False
 
     def problems(self, heads: Sequence[int]) -> list[str]:
-        """Return why this change does not fit a model with so many heads in each layer."""
+        """Return why this change does not fit a model with these numbers of heads."""
         return []
 
     def begin(self, forward: ForwardPass) -> None:  # noqa: B027  # few changes need it

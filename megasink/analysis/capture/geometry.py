@@ -58,7 +58,7 @@ class _FirstStates(Listener):
 
 @dataclass
 class Rows:
-    """The rows that were read.
+    """The collected rows.
 
     Attributes:
         by_site: name -> float32 [N, X].

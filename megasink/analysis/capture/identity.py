@@ -42,7 +42,7 @@ def weights_hash(module: torch.nn.Module) -> str:
 
 
 def model_identity(module: torch.nn.Module, tokenizer: Any, data: Any) -> dict[str, Any]:
-    """Return what a resume compares: everything but options that changes what is computed."""
+    """Return what a resume compares besides options: all else that changes the results."""
     meaning = tokenizer_hash(tokenizer)
     if getattr(tokenizer, "is_fast", False):  # merges and normalization too
         meaning = _sha256(text_json(tokenizer) + meaning)
@@ -62,7 +62,7 @@ def model_identity(module: torch.nn.Module, tokenizer: Any, data: Any) -> dict[s
 
 
 def _settled(config: transformers.PreTrainedConfig) -> dict[str, Any]:
-    """Return the keys of a config.json that say what is computed."""
+    """Return the keys of a config.json that affect the computation."""
     given: dict[str, Any] = json.loads(config.to_json_string(use_diff=False))
     return {k: v for k, v in given.items() if k not in ("_name_or_path", "transformers_version")}
 
@@ -77,7 +77,7 @@ def identity(
     options: AnalysisOptions,
     metrics: Iterable[str] | None = None,
 ) -> dict[str, Any]:
-    """Return the identity of an analysis: everything that can change a bit of the measurements."""
+    """Return the identity of an analysis: every setting that can change a bit of the results."""
     return {
         "model": model.facts["kind"],
         **model_identity(model.module, model.tokenizer, data_hash(samples)),

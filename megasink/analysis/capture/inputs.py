@@ -26,7 +26,7 @@ MADE = ("random", "repeated")
 
 
 def shown(datasets: Iterable[str]) -> list[str]:
-    """Return the datasets that an analysis as a whole is about, of the names of its samples'.
+    """Return the datasets that count in the results of the whole analysis.
 
     Texts, or without any the first kind of made-up tokens: a mean over both is of neither.
     """
@@ -107,7 +107,7 @@ def texts_in_memory(
         if len(tokens) >= SHORTEST:
             samples.append(Sample(tuple(tokens), "texts", source))
     if not samples:
-        raise UserError(f"there is no text of at least {SHORTEST} tokens")
+        raise UserError(f"no text has {SHORTEST} tokens or more: use longer texts")
     return samples[:most]
 
 

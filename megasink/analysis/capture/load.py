@@ -34,8 +34,8 @@ def load(options: ModelOptions, device: str, *, quiet: bool = False) -> tuple[Pr
         requested = options.attn_implementation or config._attn_implementation
         if requested not in (None, *_READ):
             raise UserError(
-                f"{options.model} is configured for {requested}, which exposes neither weights nor "
-                "masks: add --attn-implementation sdpa or eager"
+                f"{options.model} uses {requested}, which exposes neither weights nor masks: add "
+                "--attn-implementation sdpa or eager"
             )
         tokenizer = AutoTokenizer.from_pretrained(options.tokenizer or options.model, **_LOCAL)
         refuse_unusable(tokenizer, options.tokenizer or options.model)
@@ -72,14 +72,13 @@ def load_weights(
     if wrong:
         more = f" (and {len(wrong) - 2} more)" if len(wrong) > 2 else ""
         raise UserError(
-            f"the weights in {folder} do not match its config.json, which makes another model "
-            f"of them: {'; '.join(wrong[:2])}{more}"
+            f"the weights in {folder} do not match its config.json: {'; '.join(wrong[:2])}{more}"
         )
     return cast(PreTrainedModel, model)
 
 
 def _check_sizes(path: Path) -> None:
-    """Refuse sizes that no model has, which would take all memory or an hour."""
+    """Refuse impossible sizes, which would take all memory or an hour."""
     config = read_object(path)
     for part in (config, config.get("text_config")):
         if isinstance(part, dict):

@@ -119,7 +119,7 @@ class Measurements:
     non_finite: list[NonFinite] = field(default_factory=list)
 
     def shown(self) -> list[int]:
-        """Return the places of the samples that the analysis as a whole is about."""
+        """Return the indices of the samples that count in the results of the whole analysis."""
         about = shown(sample.dataset for sample in self.samples)
         return [i for i, sample in enumerate(self.samples) if sample.dataset in about]
 

@@ -78,14 +78,16 @@ class MegatronProbe(Probe):
     def _called(self, _: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         ids_BQ = args[0] if args else kwargs["input_ids"]
         if kwargs.get("packed_seq_params") is not None:
-            raise UserError("megasink does not read packed documents of a run: run them one by one")
+            raise UserError(
+                "a run's model cannot be read with packed documents: run them one by one"
+            )
         context = kwargs.get("inference_context")
         cached = 0 if context is None else int(context.sequence_len_offset)
         rows, new = ids_BQ.shape
         if self.reads_attention and context is not None:
             raise UserError(
-                "megasink reads attention of whole sequences of a run: generate without an "
-                "intervention that reads it, or export the run (megasink convert-to-hf)"
+                "in a run, interventions that read attention need whole sequences: generate "
+                "without them, or export the run (megasink convert-to-hf)"
             )
         segments = [Segment(row, 0, cached + new) for row in range(rows)]
         self._begin(ForwardPass(rows, new, cached, segments, ids_BQ))
@@ -225,7 +227,7 @@ def model_problems(model: GPTModel | HybridModel) -> list[str]:
 
 
 def _slot_has_value(core: CoreAttention, value_BGTD: Tensor, heads: int) -> bool:
-    """Return whether the slot adds to the output: the value of a bias, unlike that of a sink."""
+    """Return whether the slot has a value, as biases have and sinks have not."""
     value_of = core.variant.slot_value
     own = {added.name: getattr(core, added.name).detach() for added in core.variant.parameters}
     first = partial(first_values, value_BGTD, heads, tokens=value_BGTD.shape[2])

@@ -61,7 +61,7 @@ def _normed_by(linear: Any) -> Any:
 
 
 def batch_first(output: Any) -> Tensor:
-    """Return [B, S, ...] of what a Megatron module returns, [S, B, ...]."""
+    """Return the output of a Megatron module, [S, B, ...], as [B, S, ...]."""
     return tensor_of(output).transpose(0, 1)
 
 

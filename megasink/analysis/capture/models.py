@@ -35,8 +35,8 @@ def open_probe_on(model: Any) -> OpenProbe:
 
         return partial(TransformersProbe, model)
     raise UserError(
-        f"{type(model).__name__} is neither a model of transformers nor a Megatron GPTModel: "
-        "unwrap it first (torch.compile, adapters, parallel wrappers)"
+        f"{type(model).__name__} is neither a transformers model nor a Megatron GPTModel: unwrap "
+        "it first (torch.compile, adapters, parallel wrappers)"
     )
 
 

@@ -85,7 +85,7 @@ class Ranks:
         self._await(point, self.size, tell)
 
     def await_first(self, point: str) -> None:
-        """Wait until rank 0 has reached a point that only rank 0 reaches."""
+        """Wait until rank 0 has reached a point; the other ranks skip it."""
         self._await(point, 1, None)
 
     def _await(self, point: str, count: int, tell: Callable[[int], None] | None) -> None:
@@ -116,14 +116,17 @@ class Ranks:
         if self.size == 1 or requested == "cpu":
             return requested
         if requested != "cuda":
-            raise UserError(f"--device {requested} with {self.size} processes: use cuda, one each")
+            raise UserError(
+                f"--device {requested} with {self.size} processes: use --device cuda, which "
+                "gives each process its own GPU"
+            )
         import torch
 
         local, count = int(os.environ.get("LOCAL_RANK", self.rank)), torch.cuda.device_count()
         if local >= count:
             raise UserError(
-                f"at least {local + 1} processes on a machine with {count} CUDA devices: start at "
-                f"most {count} there (--nproc-per-node {count})"
+                f"at least {local + 1} processes were started on a machine with {count} CUDA "
+                f"devices: start at most {count} there (--nproc-per-node {count})"
             )
         torch.cuda.set_device(local)
         return f"cuda:{local}"

@@ -28,7 +28,7 @@ SYNTHETIC = 100
 
 @dataclass(frozen=True)
 class Inputs:
-    """What a model reads.
+    """The input sequences of a model.
 
     Attributes:
         samples: the sequences, as the model reads them.
@@ -104,7 +104,7 @@ def _samples(
 
 
 def replacement_for(options: AnalysisOptions, model: ProbedModel) -> Replacement | None:
-    """Return what to replace in every sequence, and say on stderr what a run's training decides."""
+    """Return the replacements in every sequence; print those that come from the run's training."""
     requested, value = options.replace_tokens_at, options.replace_tokens_with
     if requested is None:
         positions, value = list(model.replaced_at), model.replaced_with

@@ -60,9 +60,9 @@ def segments_of(
             again = (positions_BT[row, start:stop].diff() <= 0).nonzero().flatten()
             if len(again):
                 raise UserError(
-                    f"row {row} of the batch has positions that begin again at token "
-                    f"{start + int(again[0]) + 1}, and an attention mask by which it is one "
-                    "sequence: leave out the mask of packed documents"
+                    f"positions of row {row} of the batch restart at token "
+                    f"{start + int(again[0]) + 1}, but its attention mask describes one "
+                    "sequence: pass no mask with packed documents"
                 )
     return segments
 
@@ -127,6 +127,6 @@ def refuse_chosen_keys(module: Any, keys: int, kwargs: dict[str, Any]) -> None:
         most = chosen.shape[-1] * module.config.index_block_size
     if most < keys:
         raise UserError(
-            f"{type(module).__name__} chooses {most} of {keys} keys (sparse attention): megasink "
-            f"reads texts of at most {most} tokens"
+            f"{type(module).__name__} attends to {most} of {keys} keys (sparse attention): use "
+            f"texts of at most {most} tokens"
         )

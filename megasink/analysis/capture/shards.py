@@ -131,15 +131,13 @@ class PartialFolder:
 def check_shared(path: Path) -> None:
     """Check that this process sees what another one has created."""
     if not path.exists():
-        raise UserError(
-            f"--output: {path} does not exist on every machine: use a folder that they all share"
-        )
+        raise UserError(f"--output: {path} does not exist on every machine: use a shared folder")
 
 
 def writing_parts(folder: Path) -> AbstractContextManager[None]:
     """Raise UserError in the place of an OSError while a finished part is written to a folder."""
     return writing(
         folder,
-        "free some space or choose another --output; what is finished is kept, and the same "
-        "command resumes from it",
+        "free some space or choose another --output; finished parts are kept, and the same "
+        "command resumes from them",
     )

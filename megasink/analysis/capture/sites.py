@@ -1,4 +1,4 @@
-"""Sites: the tensors of the first blocks that geometry.npz is made of.
+"""The tensors of the first blocks from which geometry.npz is made.
 
 Shapes: B rows, T tokens, E hidden size, F intermediate size of the MLP, X one of the two.
 """
@@ -47,7 +47,7 @@ class Sites:
     context: int = 0
 
     def lacks_norm(self, half: int) -> None:
-        """Record that no norm stands between a state and the half block that reads it."""
+        """Record that no norm lies between a state and the half block that reads it."""
         reason = f"block {half // 2} has no norm before the module that reads this state"
         self.missing[f"normed state {half / 2:g}"] = reason
 

@@ -68,8 +68,8 @@ class TransformersProbe(Probe):
         problems = model_problems(model) if reads else []
         if changes and getattr(model.config, "multi_head_addition", False) and not problems:
             problems = [
-                f"{type(model).__name__} has multi_head_addition: what enters its output "
-                "projection is the sum of the heads, which cannot be changed one by one"
+                f"{type(model).__name__} has multi_head_addition: its output projection gets the "
+                "sum of the heads, so single heads cannot be changed"
             ]
         super().__init__(problems, listener, changes)
         self.model: PreTrainedModel = model
@@ -139,8 +139,8 @@ class TransformersProbe(Probe):
         missed = [i for i, heads in enumerate(self.heads) if heads and i not in self._seen]
         if missed and self.reads_attention:
             raise UserError(
-                f"attention of layers {missed} of {type(self.model).__name__} did not come through "
-                "transformers' attention interface: megasink cannot read it"
+                f"layers {missed} of {type(self.model).__name__} bypass transformers' attention "
+                "interface: megasink cannot read their attention"
             )
         return output
 
@@ -156,7 +156,9 @@ class TransformersProbe(Probe):
         if self.needs or self.reads_segments:
             mask_BT = given.get("attention_mask")
             if mask_BT is not None and (not isinstance(mask_BT, Tensor) or mask_BT.dim() != 2):
-                raise UserError("megasink reads sequences from a mask [B, T]: pass one, or none")
+                raise UserError(
+                    "the attention mask must be [batch, tokens]: pass such a mask, or none"
+                )
             positions_BT = None if cached else given.get("position_ids")
             segments = segments_of((rows, cached + new), mask_BT, positions_BT)
         self._checked.clear()
@@ -210,17 +212,19 @@ class TransformersProbe(Probe):
         name, cached = type(module).__name__, self.current.cached
         queries, keys = query.shape[2], key.shape[2]
         if query.shape[1] != (heads := self.heads[self._index[id(module)]]):
-            raise UserError(f"{name} attends with {query.shape[1]} heads, not the {heads} it names")
+            raise UserError(
+                f"{name} attends with {query.shape[1]} heads, but its configuration says {heads}"
+            )
         first_key = cached + queries - keys
         if (self.needs and cached) or (not cached and first_key):
             raise UserError(
-                f"{name} attends from {queries} queries to {keys} keys: megasink reads whole "
-                "sequences, run them without a cache, or with one that grows (DynamicCache)"
+                f"{name} attends from {queries} queries to {keys} keys: run whole sequences "
+                "without a cache, or with one that grows (DynamicCache)"
             )
         if first_key < 0:
             raise UserError(
-                f"{name} attends to {keys} keys after {cached + queries} tokens: megasink reads "
-                "caches that grow (DynamicCache), not static ones"
+                f"{name} attends to {keys} keys after {cached + queries} tokens: use a cache "
+                "that grows (DynamicCache), not a static one"
             )
         if kwargs.get("position_bias") is not None:
             raise UserError(f"{name} adds a position bias to its scores: megasink cannot read it")
@@ -230,7 +234,7 @@ class TransformersProbe(Probe):
             if not (getattr(module, "is_causal", True) if causal is None else causal):
                 raise UserError(f"{name} is not causal: megasink reads decoders")
             if window is not None and window < keys:
-                raise UserError(f"{name} has a window of {window} and no mask for it")
+                raise UserError(f"{name} has a window of {window} but no mask for it")
             if cached and queries > 1:
                 raise UserError(f"{name} has no mask for {queries} queries after {cached} tokens")
             if not whole_rows(self.segments, (query.shape[0], cached + queries)):
@@ -280,7 +284,7 @@ class TransformersProbe(Probe):
     def _state(self, half: int, state_BTE: Tensor) -> None:
         if state_BTE.dim() != 3:
             name, shape = type(self.model).__name__, list(state_BTE.shape)
-            raise UserError(f"{name} has several residual streams, {shape}: megasink reads one")
+            raise UserError(f"{name} has several residual streams, {shape}: megasink supports one")
         super()._state(half, state_BTE)
 
     def _branch(self, name: str, index: int, branch_BTE: Tensor) -> None:
@@ -288,13 +292,14 @@ class TransformersProbe(Probe):
         super()._branch(name, index, branch_BTE.reshape(rows, -1, branch_BTE.shape[-1]))
 
     def _gated(self, index: int, gated_BTX: Tensor) -> Tensor | None:
-        """Store what the output projection reads, the output times a known gate; change it."""
+        """Store the input of the output projection (output times gate), and apply the changes."""
         rows, tokens, heads = self.current.rows, self.current.tokens, self.heads[index]
         width = gated_BTX.shape[-1]
         if width % heads or gated_BTX.numel() != rows * tokens * width:
             raise UserError(
-                f"the output projection of layer {index} of {type(self.model).__name__} reads "
-                f"{list(gated_BTX.shape)}, which is not that of {tokens} tokens and {heads} heads"
+                f"the input of the output projection of layer {index} of "
+                f"{type(self.model).__name__} is {list(gated_BTX.shape)}, which does not fit "
+                f"{tokens} tokens and {heads} heads"
             )
         # Some models flatten rows and tokens.
         shape = (rows, tokens, heads, -1)

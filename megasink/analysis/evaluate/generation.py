@@ -1,4 +1,4 @@
-"""What transformers' `generate` needs to continue texts: a run as a model, and stop strings.
+"""Adapt runs and stop strings to transformers' `generate`.
 
 Shapes: B rows, T tokens, V vocabulary.
 """
@@ -15,7 +15,7 @@ from megasink.analysis.capture.base import Probe, ProbedModel
 
 
 class ByWholePasses(PreTrainedModel, GenerationMixin):
-    """A run as transformers' `generate` sees a model: every intervention holds in each pass."""
+    """A run wrapped as a transformers model for `generate`; interventions apply in each pass."""
 
     def __init__(self, model: ProbedModel, probe: Probe):
         super().__init__(PretrainedConfig())

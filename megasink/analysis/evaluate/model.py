@@ -38,7 +38,7 @@ _SAMPLING = ("temperature", "top_p", "top_k")  # of no effect on greedy answers
 
 
 class _Row(NamedTuple):
-    """What the model reads to score a continuation, and the tokens to score at its end."""
+    """The tokens of a request: the input, and the tokens to score at its end."""
 
     tokens: tuple[int, ...]
     targets: tuple[int, ...]
@@ -89,7 +89,7 @@ class HarnessModel(TemplateLM):
 
     @property
     def prefix_token_id(self) -> int:
-        """BOS, or the end of a document; it stands before a text without a context."""
+        """BOS or the end-of-document token; precedes a text without a context."""
         bos: int | None = self.tokenizer.bos_token_id
         return self.eot_token_id if bos is None else bos
 
@@ -111,7 +111,7 @@ class HarnessModel(TemplateLM):
     def tok_encode(
         self, string: str, add_special_tokens: bool | None = None, **_: Any
     ) -> list[int]:
-        """Return ids; by default behind what the tokenizer adds, unless the text begins with it."""
+        """Return ids, by default with the tokenizer's leading ids unless the text has them."""
         if add_special_tokens is None:
             prefix = self.tokenizer.decode([self.prefix_token_id])
             add_special_tokens = not (self._parses and has_bos_prefix(string, prefix))
@@ -212,8 +212,8 @@ class HarnessModel(TemplateLM):
         scored = tokens[len(tokens) - len(continuation) :]
         if scored != continuation:
             raise UserError(
-                "an intervention changed the tokens that a task scores, or cut them off: it may "
-                "change what comes before them only"
+                "an intervention changed or removed tokens that a task scores: it may change "
+                "only the tokens before them"
             )
         lost = len(continuation) - (len(self.model.first) + len(tokens) - 1)
         if lost > 0:
@@ -265,10 +265,15 @@ class HarnessModel(TemplateLM):
         settings: Any = normalize_gen_kwargs(generation, NEW_TOKENS)
         new, until = settings.pop("max_gen_toks"), settings.pop("until")
         if settings.pop("do_sample"):
-            raise UserError("a task samples its answers: megasink evaluates greedy ones")
+            raise UserError(
+                "a task samples its answers, but megasink generates greedily: choose another task"
+            )
         other = [f"{key} {value}" for key, value in settings.items() if key not in _SAMPLING]
         if other and other != ["num_beams 1"]:
-            raise UserError(f"a task sets {', '.join(other)}: megasink evaluates greedy answers")
+            raise UserError(
+                f"a task sets {', '.join(other)}, but megasink generates greedily: choose "
+                "another task"
+            )
         if not 0 < new < self.max_length:
             raise UserError(
                 f"a task generates up to {new} tokens, but the model has {self.max_length} "

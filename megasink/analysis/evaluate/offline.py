@@ -1,4 +1,4 @@
-"""No connection to anywhere while tasks load: an answer at once, and nothing fetched unasked."""
+"""Block network connections while tasks load, so that nothing is fetched unasked."""
 
 import contextlib
 import socket
@@ -13,12 +13,12 @@ _SWITCHES = {
 
 
 class UnreachableError(OSError):
-    """A host was looked up in `offline`."""
+    """Raised when a host is looked up inside `offline`."""
 
 
 @contextlib.contextmanager
 def offline() -> Iterator[None]:
-    """Read datasets from their cache only, and let every lookup of a host fail at once.
+    """Read datasets only from their cache, and make every host lookup fail immediately.
 
     Some tasks fetch data in their own code (lm-eval's RULER does); without the second part they
     would do so, or wait for a network that is not there.

@@ -1,4 +1,4 @@
-"""What the YAML files in `tasks` name: documents, questions and scores of megasink's own tasks."""
+"""Functions named in the YAML files of `tasks`: documents, questions and scores."""
 
 import json
 import re

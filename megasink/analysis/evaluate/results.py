@@ -103,9 +103,12 @@ def _show(evaluation: Evaluation) -> None:
         print(f"average of {row}, as in its paper: {average.value:.4f} ({n} benchmarks{paper})")
     print("n: documents; s.e.: standard error")
     if evaluation.limit is not None:
-        print(f"The first {evaluation.limit} documents of each task: no score to compare with.")
+        print(
+            f"Only the first {evaluation.limit} documents of each task: do not compare these "
+            "scores with published ones."
+        )
     if evaluation.unscored:
-        print(f"{evaluation.unscored} tokens had nothing before them, and do not count.")
+        print(f"{evaluation.unscored} tokens without any token before them were not scored.")
     if evaluation.cut:
         print(
             f"{evaluation.cut} sequences were longer than the model's positions: cut on the left."

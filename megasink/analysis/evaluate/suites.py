@@ -168,7 +168,7 @@ SUITES = {key: suite for suite in ALL for key in (suite.name, suite.row)}
 
 @dataclass(frozen=True)
 class TaskRequest:
-    """A task to load, by itself or out of a suite."""
+    """A task to load, alone or as part of a suite."""
 
     task: str
     shots: int | None = None

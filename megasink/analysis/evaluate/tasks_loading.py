@@ -87,7 +87,9 @@ def load_tasks(
         with quiet(), contextlib.nullcontext() if allow_download else offline():
             loaded = _load(index, entry.task)
         if twice := sorted(loaded["tasks"].keys() & tasks.keys()):
-            raise UserError(f"--tasks names {twice[0]} twice, by itself or in a group")
+            raise UserError(
+                f"--tasks names {twice[0]} twice, directly or through a group: name it once"
+            )
         for task in loaded["tasks"].values():
             _set_shots(task, entry.shots if num_fewshot is None else num_fewshot)
         tasks |= loaded["tasks"]
@@ -124,14 +126,14 @@ def _load(index: Any, name: str) -> Any:
 
 def _not_here(name: str, reason: str) -> UserError:
     return UserError(
-        f"the data of task {name} is not on this machine, and nothing is fetched unasked: "
-        "add --allow-download; or evaluate once where there is a network, copy its cache "
-        f"here and set HF_DATASETS_CACHE or HF_HOME to it ({reason:.200})"
+        f"the data of task {name} is not on this machine: add --allow-download to fetch it, or "
+        "evaluate once on a machine with a network, copy its cache here and set "
+        f"HF_DATASETS_CACHE or HF_HOME to it ({reason:.200})"
     )
 
 
 def _is_cached(name: str) -> bool:
-    """Return whether a cache holds something of a data set of the Hub."""
+    """Return whether a cache has files of a Hub data set."""
     from datasets.config import HF_DATASETS_CACHE
     from huggingface_hub.constants import HF_HUB_CACHE
 
@@ -150,11 +152,11 @@ def _set_shots(task: Any, shots: int | None) -> None:
 
 
 def _check_code(entries: Sequence[Any], tokenizer: Path | None, allowed: bool) -> None:
-    """Reject tasks that run what a model writes or brings, before their data load."""
+    """Reject tasks that run code of a model's output or folder, before their data load."""
     unsafe = sorted({e.name for e in entries if (e.cfg or {}).get("unsafe_code")})
     if unsafe and not allowed:
         raise UserError(
-            f"{', '.join(unsafe)}: the harness runs the code that the model writes, on this "
+            f"{', '.join(unsafe)}: these tasks run the code that the model writes on this "
             "machine: add --confirm-run-unsafe-code in a sandbox, or name other tasks"
         )
     made = [entry.name for entry in entries if (entry.cfg or {}).get("custom_dataset")]
@@ -162,8 +164,8 @@ def _check_code(entries: Sequence[Any], tokenizer: Path | None, allowed: bool) -
     # lm-eval loads this tokenizer with trust_remote_code=True.
     if made and config is not None and config.is_file() and "auto_map" in read_object(config):
         raise UserError(
-            f"{made[0]} makes its texts with the model's tokenizer, and {config} names code to "
-            "run: remove its auto_map, or name other tasks"
+            f"task {made[0]} loads the model's tokenizer, but {config} names code to run: remove "
+            "its auto_map, or name other tasks"
         )
 
 
@@ -261,7 +263,7 @@ def _unknown(name: str, known: Iterable[str]) -> str:
 
 @contextlib.contextmanager
 def quiet() -> Iterator[None]:
-    """Silence what lm-eval and datasets print about every task; their errors are raised."""
+    """Silence messages of lm-eval and datasets about every task; errors are still raised."""
     import lm_eval.api.task
 
     module: Any = lm_eval.api.task

@@ -1,4 +1,4 @@
-"""Change what a model's heads write, or which tokens it reads, and see what that costs.
+"""Change the outputs of heads or the input tokens of a model, and measure the effect.
 
 A file of heads or interventions is read, and refused, before torch is imported; only the thresholds
 that a score can reach are known to the metrics, with torch.

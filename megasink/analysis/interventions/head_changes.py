@@ -126,7 +126,7 @@ class Steering(HeadChange):
             if call.slot_logit_BHT is None or call.slot_has_value:
                 raise UserError(
                     f"steer-gates: layer {outputs.layer} has neither a sink logit nor a gate on "
-                    "the outputs of its heads, so there is nothing to steer"
+                    "the outputs of its heads: choose other layers"
                 )
             gate_BQHX = slot_gate(call, forward.segments)
         gate_BQHX = gate_BQHX[:, :, heads]
@@ -145,7 +145,7 @@ class Steering(HeadChange):
 
 
 def attention_of(outputs: HeadOutputs, kind: str) -> AttentionCall:
-    """Return the call of a layer whose outputs are A V times an explicit gate, or A V alone."""
+    """Return the attention call of a layer, if its head outputs are A V, with or without a gate."""
     call, layer = outputs.call, outputs.layer
     assert call is not None
     if call.similarity != "softmax":

@@ -57,7 +57,7 @@ def normalized_heads(heads: GivenHeads) -> Heads:
 
 
 def _is_integer(number: object) -> bool:
-    """Return whether a number is one of Python or numpy, and neither a truth value."""
+    """Return whether a value is an integer of Python or numpy, and not a bool."""
     return type(number) is int or isinstance(number, np.integer)
 
 

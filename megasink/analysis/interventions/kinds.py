@@ -1,4 +1,4 @@
-"""The kinds of interventions: what each changes, and the values that it may hold.
+"""The kinds of interventions, with the allowed values of their fields.
 
 A file of interventions is checked here, without torch. What runs (`HeadChange`) is in the module
 that `change` imports.
@@ -28,7 +28,7 @@ def check_score(name: object) -> None:
 
 @kind
 class ZeroHeads(Intervention):
-    """Replace what chosen heads hand to the output projection by zero.
+    """Replace the outputs of chosen heads by zero before the output projection.
 
     The bias of W_O stays, and other heads are not rescaled.
 
@@ -200,7 +200,7 @@ class RemoveBos(Intervention):
         if bos is None:
             raise UserError("remove-bos: the tokenizer has no BOS to remove")
         if list(tokens) == [bos]:
-            raise UserError("remove-bos: a sequence is nothing but BOS, and would be empty")
+            raise UserError("remove-bos: a sequence consists of BOS only and would be empty")
         return list(tokens[1:] if tokens[0] == bos else tokens)
 
 

@@ -42,7 +42,7 @@ from megasink.transformers.caches import cache_of, without_cache
 
 @contextmanager
 def intervening(model: Any, interventions: Sequence[Intervention]) -> Iterator[list[HeadChange]]:
-    """Change a model's heads; each intervention sees what the one before it left.
+    """Change a model's heads; each intervention sees the result of the previous one.
 
     Yields:
         the running changes, in order; that of `DynamicZeroing` counts what it zeroes.
@@ -183,7 +183,7 @@ def _calibrated(
 def _calibrate_with_first_call(
     probe: Probe, change: DynamicChange, score: str, share: float
 ) -> Any:
-    """Make the first call of the model run twice: unchanged for the threshold, then as asked."""
+    """Run the first call of the model twice: unchanged for the threshold, then with the change."""
     running = False
 
     def hook(body: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:

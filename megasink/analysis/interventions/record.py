@@ -1,4 +1,4 @@
-"""What an intervention is: a frozen dataclass of what is changed, which can be written as JSON.
+"""Base class of interventions: frozen dataclasses that can be written as JSON.
 
 Every kind is one class, registered by its name: kinds.py has those of megasink, entries.py reads
 files of them. An intervention holds no state: `change` makes the object that runs (`HeadChange`).

@@ -117,7 +117,7 @@ def _derived(entry: Metric, known: dict[str, Tensor]) -> Tensor:
 
 @cache
 def _is_of_one_layer(name: str) -> bool:
-    """Return whether a score of a layer and sample needs nothing of the others."""
+    """Return whether a score of one layer and sample is independent of the others."""
     entry = metrics([name])[name]
     if not entry.is_derived:
         return True
@@ -133,5 +133,5 @@ def _is_of_one_layer(name: str) -> bool:
 
 
 def takes_outputs_only(needs: set[str]) -> bool:
-    """Return whether statistics are known from the heads' outputs, without reading attention."""
+    """Return whether statistics can be computed from head outputs alone."""
     return needs <= {"gated_out_HTD", "output_weight_HDE"}

@@ -30,13 +30,13 @@ ATTENTION: dict[str, str] = {
     "key_GTD": "keys as attention sees them, per key/value group",
     "value_GTD": "values, per key/value group",
     "out_HTD": "A V of each head, before an explicit gate and the output projection",
-    "gated_out_HTD": "what enters the output projection: out_HTD where no gate is",
+    "gated_out_HTD": "input of the output projection: out_HTD without a gate",
     "output_weight_HDE": "the output projection, by query head",
     "explicit_gate_HTX": "scores of an explicit gate after its activation; X is 1 or D",
     "gate_HT": "G: 1 - weight of the first token, or of the sink where one is; the explicit gate",
     "first_weight_HT": "A_i0, the weight of the first token",
-    "slot_weight_HT": "the weight of the sink or bias; 0 where there is none",
-    "entropy_HT": "nats; the sink, where there is one, is one more outcome",
+    "slot_weight_HT": "weight of the sink or bias; 0 without one",
+    "entropy_HT": "nats; a sink is one more outcome",
     "square_HT": "sum over keys of A_ij ** 2",
     "column_sum_HT": "for each key j the sum over the queries i >= j of A_ij",
 }
@@ -49,8 +49,8 @@ STATE = {"state_TE": "x_0 the embedding, x_(l + 1/2) after attention, x_(l + 1) 
 """Statistics of one sequence in one state of the residual stream."""
 
 BRANCHES = {
-    "attention_branch_TE": "what attention returns, before any norm of it",
-    "mlp_branch_TE": "what the MLP returns, before any norm of it",
+    "attention_branch_TE": "output of attention, before any norm of it",
+    "mlp_branch_TE": "output of the MLP, before any norm of it",
 }
 """Statistics of one sequence in one block."""
 
@@ -261,11 +261,11 @@ def metric(
 
 def _problems(entry: Metric) -> Iterable[str]:
     if entry.name in _REGISTRY:
-        yield f"is registered twice, the first time in {_REGISTRY[entry.name].compute.__module__}"
+        yield f"is registered twice, first in {_REGISTRY[entry.name].compute.__module__}"
     if not entry.definition:
-        yield "has no docstring, whose first line is its definition"
+        yield "has no docstring: its first line must be the definition"
     if not entry.source:
-        yield "has no source: a row of a paper such as P3.1, or words"
+        yield "has no source: give a row of a paper such as P3.1, or a description"
     for what, value, known in (
         ("axis", entry.axis, AXES),
         ("over_samples", entry.over_samples, (None, *OVER_SAMPLES)),
@@ -277,14 +277,14 @@ def _problems(entry: Metric) -> Iterable[str]:
             yield f"has {what} {value!r}: choose {', '.join(map(str, known))}"
     for where in sorted(entry.shown & {"heatmap", "rank", "wasserstein"}):
         if entry.axis != "head":
-            yield f"is shown as {where}, which needs axis 'head'"
+            yield f"has shown={where}, which needs axis 'head'"
     if "curve" in entry.shown and entry.axis == "model":
-        yield "is shown as curve, but is one number"
+        yield "has shown=curve, but is a single number"
     if "wasserstein" in entry.shown and entry.is_derived and not entry.over_samples:
-        yield "is shown as wasserstein, but has no sample values: set over_samples"
+        yield "has shown=wasserstein, but no values by sample: set over_samples"
     if not entry.is_derived:
         if not any(set(entry.needs) <= family for family in _TOGETHER):
-            yield f"asks for {', '.join(entry.needs)}, which are not known together"
+            yield f"needs {', '.join(entry.needs)}, which are not available together"
         if entry.axis in _DERIVED_ONLY:
             yield f"has axis {entry.axis!r}, which only derived metrics can have"
         return
@@ -295,11 +295,11 @@ def _problems(entry: Metric) -> Iterable[str]:
         made = _REGISTRY.get(base if shape.isupper() else need)
         if made is None:
             yield (
-                f"asks for {need}, which is neither a statistic ({', '.join(STATISTICS)}), "
-                f"nor a fact ({', '.join(FACTS)}), nor a metric registered so far"
+                f"needs {need}, which is neither a statistic ({', '.join(STATISTICS)}), nor a "
+                f"fact ({', '.join(FACTS)}), nor a metric registered so far"
             )
         elif need not in (names := parameter_names(made)):
-            yield f"asks for {need}: write {' or '.join(names)}"
+            yield f"needs {need}: write {' or '.join(names)}"
 
 
 def parameter_names(entry: Metric) -> list[str]:

@@ -222,7 +222,7 @@ def _given(results: AblationResults, points: list[AblationPoint]) -> list[str]:
             rows.append([point.label, on, *cells])
     table = html.table(["", "on", results.quantity, "change", "its standard error"], rows)
     names = ", ".join(dict.fromkeys(without))
-    note = f"No standard error on {names}: the number is no mean over questions that were kept."
+    note = f"No standard error for {names}: the number is not a mean over stored questions."
     return [table, *([html.paragraph(note, "note")] if without else [])]
 
 

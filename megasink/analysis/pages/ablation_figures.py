@@ -154,7 +154,7 @@ def draw_masks(results: AblationResults, masks: Arrays) -> Any:
 
 @styled()
 def draw_given(results: AblationResults) -> Any:
-    """Draw what the heads and interventions that were named cost together; None without."""
+    """Draw the joint effect of the named heads and interventions; None without any."""
     rows = [
         (f"{short(point.label, 40)} on {short(name, 24)}", point.values[name])
         for point in results.points
@@ -177,7 +177,7 @@ def draw_given(results: AblationResults) -> Any:
 
 @styled()
 def draw_single_heads(results: AblationResults) -> Any:
-    """Draw what each head of a layer costs alone (P4.7), with one standard error; None without."""
+    """Draw the effect of each head of a layer, zeroed alone (P4.7), with one standard error."""
     rows = [row for row in dict.fromkeys(p.row for p in results.points) if row.startswith("layer ")]
     if not rows:
         return None
@@ -219,9 +219,8 @@ FIGURES: dict[str, tuple[str, str]] = {
     "curves": (
         "Quality against heads zeroed",
         "Each point zeroes, in every sequence, the heads beyond a threshold (P3.12); across: the "
-        "share that was zeroed (P3.13). Dashed, gray: the unchanged model; dotted: what still "
-        "counts as kept (P3.15). Black: heads zeroed at random (P3.9), the mean and the range "
-        "over seeds.",
+        "share that was zeroed (P3.13). Dashed, gray: the unchanged model; dotted: the tolerance "
+        "(P3.15). Black: heads zeroed at random (P3.9), the mean and the range over seeds.",
     ),
     "ranks": (
         "Ranking of scores",
@@ -234,7 +233,7 @@ FIGURES: dict[str, tuple[str, str]] = {
         "are, already zeroed.",
     ),
     "given": (
-        "What the model loses",
+        "Effect of the named heads and interventions",
         "Change against the unchanged model on each dataset or task, and one standard error.",
     ),
     "single_heads": (
@@ -244,16 +243,16 @@ FIGURES: dict[str, tuple[str, str]] = {
     ),
     "tsne": (
         "MLP activations of layer 0",
-        "t-SNE of act(gate) up of the first tokens, unchanged and with each head of layer 0 "
-        "zeroed alone (P4.6, P4.7). Every panel is a projection of its own: distances between "
-        "panels mean nothing.",
+        "t-SNE of act(gate) up of the first tokens, unchanged and with one head of layer 0 "
+        "zeroed at a time (P4.6, P4.7). Every panel is a separate projection: do not compare "
+        "distances between panels.",
     ),
 }
 """Figure -> (title, caption)."""
 
 
 def draw_all(results: AblationResults, masks: Arrays, tsne: Arrays) -> list[Picture]:
-    """Return the pictures that the results have something for."""
+    """Return the pictures for which there are results."""
     drawn = {
         "curves": draw_curves(results),
         "ranks": draw_ranks(results),

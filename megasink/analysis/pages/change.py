@@ -1,4 +1,4 @@
-"""What differs between two models on one page: in words, as a map of heads, and as a column.
+"""Show the differences between two models: in words, as a map of heads, and as a column.
 
 Shapes: L layers, H query heads.
 """
@@ -37,8 +37,7 @@ def is_pair(analyses: Sequence[Analysis]) -> bool:
 
 
 def in_words(analyses: Sequence[Analysis]) -> list[str]:
-    """Return a paragraph on what moved most from the first analysis to the second; none for others
-    than a pair."""
+    """Return a paragraph on the largest changes between two analyses; none unless of a pair."""
     if not is_pair(analyses):
         return []
     before, after = analyses
@@ -89,7 +88,7 @@ DRAWINGS = (
     Drawing(
         "change",
         "Between models",
-        "What changed, head by head",
+        "Change of each head",
         "The second model less the first: head importance (P0.10), and the mean weight on the "
         "first token (P3.1). Both color scales are symmetric about no change.",
         _change,

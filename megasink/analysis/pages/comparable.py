@@ -1,4 +1,4 @@
-"""What is shown together: names that tell it apart, and whether it was measured in the same way."""
+"""Check that analyses on one page have distinct names and comparable measurements."""
 
 from collections import Counter
 from collections.abc import Sequence
@@ -24,14 +24,14 @@ _OPTIONS = {
 
 
 def shortest_names(paths: Sequence[Path], what: str) -> list[str]:
-    """Return the shortest path suffixes that tell the folders apart, printable.
+    """Return the shortest path suffixes that distinguish the folders, printable.
 
     Args:
         what: one of them, such as "a run".
     """
     resolved = [path.resolve() for path in paths]
     if len(set(resolved)) < len(resolved):
-        raise UserError(f"{what} is given twice: give each once")
+        raise UserError(f"{what} is given twice: pass each once")
     for depth in range(1, max(len(path.parts) for path in resolved) + 1):
         names = ["/".join(path.parts[-depth:]) for path in resolved]
         if len(set(names)) == len(names):

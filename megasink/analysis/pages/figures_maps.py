@@ -272,7 +272,7 @@ DRAWINGS = (
         "Geometry",
         "Attention map of each layer",
         "Mean of A_ij over heads and samples (P1.34, P4.2), colors on a square-root scale that "
-        "all maps share. The weight of a sink or bias is a column of its own; keys without any "
+        "all maps share. The weight of a sink or bias is an additional column; keys without any "
         "weight, such as those that a query cannot see, are blank. At most twelve layers.",
         _layers,
         by_model=True,

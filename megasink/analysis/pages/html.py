@@ -33,7 +33,7 @@ PAPERS = {
 
 
 class Page:
-    """A page: a heading, its contents, and then what is added, in this order.
+    """A page: a heading, followed by its contents in the order of the calls.
 
     Args:
         title: of the window.
@@ -47,7 +47,7 @@ class Page:
         self._body: list[str] = []
 
     def section(self, title: str, *parts: str) -> None:
-        """Begin a section, with these parts; text that no function below has made is escaped."""
+        """Begin a section with these parts; text not made by the functions below is escaped."""
         self._contents[title] = []
         self._body += [_macros.heading(2, title), *parts]
 
@@ -90,7 +90,7 @@ def table(
 
 
 def facts(title: str, of: Mapping[str, object]) -> Markup:
-    """Return a table of what is known, without what is None or empty."""
+    """Return a table of values, without None and empty ones."""
     rows = [
         [key.replace("_", " "), ", ".join(map(str, v)) if isinstance(v, list) else str(v)]
         for key, v in of.items()
@@ -110,7 +110,7 @@ def figure(picture: Picture, alt: str, caption: str) -> Markup:
     for title, head, rows in picture.numbers.tables:
         numbers += (paragraph(title, "note") if title else "") + table(head, rows)
     if not picture.numbers.is_whole:
-        numbers += paragraph("There are more numbers than a page holds: see the files beside it.")
+        numbers += paragraph("The page cannot hold more numbers: see the files in this folder.")
     alt += f". {picture.finding or _finding(picture.numbers) or picture.caption}"
     data = base64.b64encode(png).decode()
     return _macros.figure(picture, data, width, height, alt, caption, numbers)

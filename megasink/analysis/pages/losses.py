@@ -1,4 +1,4 @@
-"""What a curve of losses shows: spikes, and divergence, its smoothed rise far above its minimum
+"""Detect spikes in a loss curve, and divergence: a smoothed rise far above its minimum
 (P1.23)."""
 
 import math

@@ -33,7 +33,7 @@ def read_metrics(run_dir: Path) -> list[dict[str, Any]]:
     for key, axes in _AXES.items():
         sizes = {_shape(line[key], axes) for line in lines if line.get(key) is not None}
         if len(sizes) > 1:
-            raise UserError(f"{path}: the lines have {key} of different sizes")
+            raise UserError(f"{path}: {key} has different sizes in different lines")
     return lines
 
 

@@ -1,4 +1,4 @@
-"""What a figure shows, in numbers: a title on hover for each mark, and the table behind it.
+"""Extract the numbers of a figure: a title on hover for each mark, and a table.
 
 Read from the axes of the figure, so that a drawing is all that a page needs.
 """
@@ -19,7 +19,7 @@ _DOT = 0.009  # half of a mark's width, as a share of the picture's
 
 
 class Mark(NamedTuple):
-    """A place in the picture and what stands there.
+    """A place in the picture and its label.
 
     Attributes:
         left, top, right, bottom: shares of the picture's width and height.
@@ -135,7 +135,7 @@ def _of_series(axis: Any) -> Iterator[tuple[Table, list[Any]]]:
 
 
 def _lines(axis: Any) -> Iterator[_Series]:
-    """Yield the curves; of an axis with names for some, those alone: others are raw or guides."""
+    """Yield the curves of an axis; if some are named, only those: the others are raw or guides."""
     lines = [line for line in axis.lines if line.get_transform() == axis.transData]
     named = [line for line in lines if not str(line.get_label()).startswith("_")]
     for line in named or lines:
@@ -185,7 +185,7 @@ def _title(axis: Any) -> str:
 
 
 def _named(axis: Any, artist: Any) -> str:
-    """Return what a curve is called, or else what is drawn on the axis."""
+    """Return the name of a curve, or else the title of its axis."""
     name = str(artist.get_label())
     if name.startswith("_"):
         name = _title(axis) or axis.get_ylabel()

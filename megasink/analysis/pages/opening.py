@@ -1,4 +1,4 @@
-"""The opening of a report: what a person would say of one model, and the two pictures of it."""
+"""The opening of a report: a summary of one model in words, and two pictures."""
 
 from typing import Any
 
@@ -57,7 +57,7 @@ def _paragraphs(name: str, of: SampleResults) -> list[str]:
 
 
 def _sinks(name: str, of: SampleResults) -> str:
-    """Say how many heads have a sink, from which layer on, and how much attention it gets."""
+    """State how many heads have a sink, from which layer on, and how much attention it gets."""
     rate, attention = (of.metrics[n].number for n in ("sink_rate", "first_token_attention"))
     assert isinstance(rate, float | int)
     assert isinstance(attention, float | int)
@@ -78,7 +78,7 @@ def _sinks(name: str, of: SampleResults) -> str:
 
 
 def _norms(of: SampleResults) -> str:
-    """Say whether the first token's hidden state stands out, and where."""
+    """State whether and where the first token's hidden state is massive."""
     by_state = _values(of, "massive_ratio")
     if by_state is None or not isinstance(ratio := of.metrics["massive_ratio"].number, float | int):
         return ""
@@ -92,7 +92,7 @@ def _norms(of: SampleResults) -> str:
 
 
 def _heads(of: SampleResults) -> str:
-    """Say which heads look away from the sink most and least, and what that is not."""
+    """State the heads of highest and lowest importance, and the limits of that number."""
     table = array(of.metrics["importance"].values)
     least, most = (
         np.unravel_index(find(table), table.shape) for find in (np.nanargmin, np.nanargmax)
@@ -106,9 +106,10 @@ def _heads(of: SampleResults) -> str:
     assert isinstance(imbalance, float | int)
     return (
         "Head importance is the share of a head's attention that does not go to the first token, "
-        f"or that passes its sink or gate. It {runs if low != high else f'is {low} in every head'},"
-        f" and its coefficient of variation within a layer, the head imbalance, is {imbalance:.3f}."
-        " What the model loses without a head is another number: `megasink ablate` measures it."
+        "or that passes its sink or gate. It "
+        f"{runs if low != high else f'is {low} in every head'}, and its coefficient of variation "
+        f"within a layer, the head imbalance, is {imbalance:.3f}. `megasink ablate` measures a "
+        "different number: the loss without a head."
     )
 
 

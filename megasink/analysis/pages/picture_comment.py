@@ -1,4 +1,4 @@
-"""What a picture or a page is of, in its own comment, so that no other is replaced by it.
+"""Identify a picture or page by a comment inside it, so that no other file is overwritten.
 
 It is asked before matplotlib and torch are imported.
 """
@@ -19,7 +19,7 @@ from megasink.printable import printable
 
 
 def comment_of(output: Path, line: str, of: Sequence[object], *, overwrite: bool) -> str:
-    """Return the comment in a picture that a command is about to write: what it is of.
+    """Return the identifying comment of a picture that is about to be written.
 
     Args:
         line: the command, with what names its picture.

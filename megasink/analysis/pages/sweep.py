@@ -22,7 +22,7 @@ from megasink.printable import say
 _SWEEP = (
     "Each metric over the first of length, copies and BOS that takes several values; the others "
     "are lines. Sinks: the share of heads whose mean attention to the first token exceeds eps "
-    "(P2.3, P4.3). Inactive heads: by thresholds that stay, set by the longest texts (P3.24). "
+    "(P2.3, P4.3). Inactive heads: by fixed thresholds, set by the longest texts (P3.24). "
     "Massive activation: the norm of the first token over that of the others (P4.1)."
 )
 _MASKS = (
@@ -76,7 +76,7 @@ def draw_all(results: SweepResults) -> list[Picture]:
 
 
 def in_words(results: SweepResults) -> list[str]:
-    """Return what moves over the settings: the sink rate and the loss."""
+    """Return the largest changes over the settings: of the sink rate and the loss."""
     lines, varied = [], _varied(results.rows)
     for name, what, form in (
         ("sink_rate", "heads with an attention sink on the first token", "{:.1%}"),

@@ -44,7 +44,8 @@ def trace_row(results: Results) -> TraceRow:
     model = results.model
     if model.step is None or model.trained_tokens is None:
         raise UserError(
-            f"the analysis of {model.name} has no step: it is not of a run's checkpoint"
+            f"the analysis of {model.name} has no step, because it is not the analysis of a "
+            "run's checkpoint"
         )
     return TraceRow(model.step, model.trained_tokens, scalars_of(results))
 

@@ -1,4 +1,4 @@
-"""What the words of a report mean, and the papers behind its numbers."""
+"""The glossary of a report, and the papers that define its numbers."""
 
 from markupsafe import Markup
 
@@ -73,8 +73,8 @@ def words_and_papers() -> str:
     """Return the section of the page."""
     papers = [[key, title, f"arXiv {number}"] for key, (title, number) in html.PAPERS.items()]
     links = [f"https://arxiv.org/abs/{number}" for _, number in html.PAPERS.values()]
-    note = "P0.10 and the like are rows of megasink's list of what each paper defines. The limits "
-    note += "in the sentences of the summary are megasink's own, as is the sink center."
+    note = "P0.10 and similar names are rows of megasink's list of each paper's definitions. The "
+    note += "limits in the sentences of the summary are megasink's own, as is the sink center."
     return Markup("").join(
         [
             html.table(["word", "meaning"], [*map(list, WORDS.items())], kind="facts"),

@@ -33,7 +33,7 @@ def gate_kernels_named(name: str) -> GateKernels:
 
 def _refusal(name: str, request: AttentionRequest) -> str | None:
     if _REGISTRY[name] is None and request.device_type != "cuda":
-        return f"they run on CUDA devices, not on {request.device_type}"
+        return f"these kernels run on CUDA devices, not on {request.device_type}"
     return gate_kernels_named(name).supports(request)
 
 

@@ -1,6 +1,6 @@
-"""The interface of gate kernels: what is computed around an attention kernel.
+"""The interface of gate kernels, which run around an attention kernel.
 
-Before the kernel nothing is; after its forward the slot joins the softmax, and before its backward
+Nothing runs before its forward; after it the slot joins the softmax, and before the backward
 the gradients of slot, gate and LSE are taken. Shapes: B batch, H query heads, G key/value groups, T
 queries, S keys, D head dim; 1 for a dimension that broadcasts. Statistics are float32, or float64
 for float64.

@@ -42,17 +42,17 @@ class TritonGateKernels(GateKernels):
     def supports(self, request: AttentionRequest) -> str | None:
         """See `GateKernels.supports`."""
         if request.device_type != "cuda":
-            return f"they run on CUDA devices, not on {request.device_type}"
+            return f"these kernels run on CUDA devices, not on {request.device_type}"
         capability = request.compute_capability
         if capability is not None and capability < (8, 0):
             has = ".".join(map(str, capability))
-            return f"they need compute capability 8.0 or later, the device has {has}"
+            return f"these kernels need compute capability 8.0 or later, and the device has {has}"
         if request.dtype is torch.float64:
-            return "they compute in float32, not in torch.float64"
+            return "these kernels compute in float32, not in torch.float64"
         if request.head_dim > LARGEST_HEAD_DIM:
-            return f"their programs hold rows of up to {LARGEST_HEAD_DIM}, got {request.head_dim}"
+            return f"the head dim must be at most {LARGEST_HEAD_DIM}, got {request.head_dim}"
         if request.distance_bias:
-            return "they add no bias to the logit of the first key"
+            return "these kernels add no bias to the logit of the first key"
         return package_reason("triton", "triton") or _toolchain_reason()
 
     def slot_forward(
@@ -198,8 +198,8 @@ def _toolchain_reason() -> str | None:
     """Return why Triton cannot build its launcher, which it compiles at its first kernel."""
     compilers = [*environ.get("CC", "").split()[:1], "gcc", "clang"]
     if not any(map(shutil.which, compilers)):
-        return "Triton finds no C compiler: install gcc, or set CC"
+        return "Triton cannot find a C compiler: install gcc, or set CC"
     header = Path(sysconfig.get_paths()["include"], "Python.h")
     if not header.is_file():
-        return f"Triton needs Python's headers, there is no {header}: install python3-dev"
+        return f"Triton needs Python's headers, and {header} is missing: install python3-dev"
     return None

@@ -1,4 +1,4 @@
-"""Launches of the Triton kernels of a slot, on PyTorch tensors, and what all launches share.
+"""Launch the Triton kernels of a slot on PyTorch tensors; helpers for all launches.
 
 Shapes: B batch, H query heads, G key/value groups, T queries, D head dim, N programs per head, C
 leading channels that carry the gradient of the LSE; 1 for a dimension that broadcasts.

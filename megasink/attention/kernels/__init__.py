@@ -176,7 +176,7 @@ def _describe(request: AttentionRequest) -> str:
 
 
 def at_runtime(request: AttentionRequest, device_index: int | None) -> AttentionRequest:
-    """Return the request with what its CUDA device and PyTorch's settings say filled in."""
+    """Return the request with the facts of its CUDA device and PyTorch's settings."""
     device = (
         request.device_type if device_index is None else f"{request.device_type}:{device_index}"
     )

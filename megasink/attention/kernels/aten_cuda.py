@@ -78,7 +78,7 @@ class CudnnBackend(CudnnKernel):
         if reason := cudnn_reason(request):
             return reason
         if request.deterministic:  # aten/src/ATen/native/transformers/cuda/sdp_utils.cpp
-            return "PyTorch does not ask cuDNN for its deterministic backward"
+            return "PyTorch cannot request cuDNN's deterministic backward"
         return cuda_reason(request, largest_head_dim=128) or fp16_reason(request)
 
     def lay_out(self, tensor_BHTD: Tensor) -> Tensor:

@@ -1,4 +1,4 @@
-"""What is known of cuDNN's fused attention, for every package that calls it."""
+"""Limits of cuDNN's fused attention, for every package that calls it."""
 
 import torch
 from torch import Tensor

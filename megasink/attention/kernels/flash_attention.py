@@ -92,7 +92,7 @@ class FlashAttention3Backend(FlashAttentionBackend):
     def supports(self, request: AttentionRequest) -> str | None:
         """See `Backend.supports`."""
         if request.compute_capability is not None and request.compute_capability >= (10, 0):
-            return "it is written for Hopper, compute capability 9.0"
+            return "it runs only on Hopper (compute capability 9.0)"
         if request.deterministic and request.head_dim > 192:
             # hopper/flash_bwd_launch_template.h, run_mha_bwd_dispatch: the flag is dropped
             return f"its backward is deterministic up to head dim 192, got {request.head_dim}"

@@ -149,7 +149,7 @@ VARIANTS = (
     ),
     Variant(
         name="off-by-one",
-        description="that logit fixed at 0",
+        description="sink attention with the logit fixed at 0",
         slot_logit=_zero_logit,
         slot_value=zero_value,
         softmax_type="off-by-one",
@@ -186,7 +186,7 @@ VARIANTS = (
     ),
     Variant(
         name="kv-bias",
-        description="that key with a learnable value (P2.24)",
+        description="one learnable key and value per head (P2.24)",
         slot_logit=_key_bias_logit,
         slot_value=_key_value_bias_value,
         parameters=(_bias(KEY_BIAS), _bias(VALUE_BIAS)),

@@ -1,4 +1,4 @@
-"""What the options of explicit gates mean, and the shapes of gates. Pure Python, no torch.
+"""Interpret the options of explicit gates, and compute their shapes. Pure Python, no torch.
 
 `options` is any object with the fields of AttentionOptions and GateOptions and Megatron's
 ``hidden_size``, ``num_attention_heads``, ``num_query_groups`` and ``kv_channels``: a transformer

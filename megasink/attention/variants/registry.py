@@ -18,10 +18,11 @@ def register(record: Variant) -> Variant:
     """
     if not _NAME.fullmatch(record.name):
         raise UserError(
-            f"attention variant {record.name!r}: a name has lower-case letters, digits and hyphens"
+            f"attention variant {record.name!r}: use only lower-case letters, digits and hyphens "
+            "in its name"
         )
     if record.name in _VARIANTS:
-        raise UserError(f"attention variant {record.name!r} is registered already: rename one")
+        raise UserError(f"attention variant {record.name!r} is registered twice: rename one")
     _VARIANTS[record.name] = record
     return record
 

@@ -16,7 +16,7 @@ def register(target: Target) -> Target:
         UserError: the name is taken.
     """
     if target.name in TARGETS:
-        raise UserError(f"two conversion targets are called {target.name!r}: choose another name")
+        raise UserError(f"conversion target {target.name!r} is registered twice: rename one")
     TARGETS[target.name] = target
     return target
 
@@ -61,7 +61,7 @@ def choose(model: Architecture, name: str | None = None) -> tuple[Target, str]:
         near = model.attention in target.attention and target.moe == bool(model.experts)
         if near or target.custom_code:
             reasons.append(f"{target.name}: {'; '.join(problems)}")
-    raise UserError(f"no target supports this model ({' | '.join(reasons)})")
+    raise UserError(f"no conversion target supports this model ({' | '.join(reasons)})")
 
 
 def described(model: Architecture) -> str:

@@ -81,7 +81,7 @@ def _compiler() -> str:
     name = os.environ.get("CXX", "g++")
     compiler = shutil.which(name)
     if compiler is None:
-        raise UserError(f"the hollow GPU needs a C++ compiler, and {name} is not there")
+        raise UserError(f"the hollow GPU needs a C++ compiler, but {name} was not found")
     return compiler
 
 
@@ -90,7 +90,7 @@ def _headers() -> Path:
     """Return the folder of the CUDA runtime's headers of torch's major release."""
     release = _cuda_of_torch()
     if release is None:
-        raise UserError("the hollow GPU needs a CUDA build of torch, and the one here is none")
+        raise UserError("the hollow GPU needs a CUDA build of torch, which this one is not")
     major = release.split(".")[0]
     places = [Path(os.environ.get("CUDA_HOME", "/usr/local/cuda"), "include")]
     wheels = {"nvidia": f"cu{major}/include", "triton": "backends/nvidia/include"}

@@ -54,11 +54,9 @@ def stored_problems(args: Namespace, prefixes: Sequence[str]) -> Iterator[str]:
     yield from dict.fromkeys(filter(None, map(url_problem, prefixes)))
     first = f"{prefixes[0].partition('://')[0]}:// data"
     if args.object_storage_cache_path is None:
-        yield (
-            f"{first} needs --object-storage-cache-path FOLDER, where the indices are downloaded to"
-        )
+        yield f"{first} needs --object-storage-cache-path FOLDER for its downloaded indices"
     if args.mmap_bin_files:
-        yield f"{first} needs --no-mmap-bin-files: objects cannot be mapped"
+        yield f"{first} needs --no-mmap-bin-files: objects in a store cannot be memory-mapped"
     if any(prefix.startswith("msc://") for prefix in prefixes) and not args.enable_msc:
         yield "msc:// data needs --enable-msc"
 
@@ -73,11 +71,14 @@ def _source_problems(args: Namespace) -> Iterator[str]:
         yield f"{' and '.join(map(flag_of, given))}: choose one"
     by_part = not {*per_split, "per_split_data_args_path"}.isdisjoint(given)
     if args.split and by_part:
-        yield f"--split {args.split} with {flag_of(given[-1])}, which gives each part its own data"
+        yield (
+            f"--split {args.split} with {flag_of(given[-1])}, which already gives each part its "
+            "own data: drop one"
+        )
     trains, *_ = parts(args)
     if given and not trains and not args.skip_train:
         what = f"{flag_of(given[-1])} alone" if by_part else f"--split {args.split}"
-        yield f"{what} leaves no data for training: give it some, or --skip-train"
+        yield f"{what} leaves no data for training: give training a share, or pass --skip-train"
     if args.data_args_path and not args.split:
         yield "--data-args-path without --split: give three weights, such as --split 99,1,0"
     if args.object_storage_cache_path and not any(map(is_stored, named_prefixes(args))):
@@ -96,7 +97,7 @@ def _replaced_tokens(args: Namespace) -> Iterator[str]:
         if length and position >= length
     )
     if args.mock_data:
-        yield f"{flag} with --mock-data, which is no text: drop it, or train on text"
+        yield f"{flag} needs text, and --mock-data has none: drop one"
     if args.tokenizer_type not in _WITH_IDS:
         yield f"{flag} with --tokenizer-type {args.tokenizer_type}: use a Hugging Face tokenizer"
 

@@ -59,7 +59,7 @@ def problems(args: Namespace) -> Iterator[str]:
 
 
 class _Check:
-    """What is the same for all datasets of a command line."""
+    """The facts shared by all datasets of a command line."""
 
     def __init__(self, args: Namespace, entries: int):
         self.split, self.entries = args.split, entries
@@ -119,8 +119,8 @@ def _empty_parts(lengths: NDArray[Any], given: str | None) -> Iterator[str]:
         whose = "" if given else " (Megatron's default)"
         yield (
             f"--split {split}{whose} leaves none of its {documents} documents for "
-            f"{' and '.join(empty)}: give each part that you want at least one, and 0 to the "
-            f"others, such as --split {_split_that_fits(documents)}"
+            f"{' and '.join(empty)}: give each part that you need a share, and 0 to the others, "
+            f"such as --split {_split_that_fits(documents)}"
         )
 
 

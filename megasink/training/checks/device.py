@@ -25,8 +25,8 @@ def problems(args: Namespace) -> Iterator[str]:
             yield f"--attention-kernel {args.attention_kernel} {_ABSENT}: use auto"
         if args.distributed_backend != "gloo":
             yield (
-                f"--distributed-backend {args.distributed_backend} {_ABSENT}: drop the flag (gloo "
-                "is used) or run on a GPU machine"
+                f"--distributed-backend {args.distributed_backend} {_ABSENT}: drop the flag "
+                "(gloo is used), or run on a machine with GPUs"
             )
         if args.num_experts and args.moe_token_dispatcher_type == "flex":
             yield f"--moe-token-dispatcher-type flex {_ABSENT}: use allgather or alltoall"

@@ -33,7 +33,7 @@ def problems(args: Namespace) -> Iterator[str]:
     if pattern is None:
         return
     if args.hybrid_override_pattern is not None:
-        yield f"{_FLAG} and --hybrid-override-pattern: the second is the old name; drop it"
+        yield f"--hybrid-override-pattern is the old name of {_FLAG}: drop it"
     layers = layers_of(pattern)
     if PREDICTION in pattern:
         yield f"{_FLAG} {pattern}: multi-token prediction (/) is not supported"
@@ -42,11 +42,14 @@ def problems(args: Namespace) -> Iterator[str]:
         yield f"{_FLAG} {pattern}: sinks in latent attention ({symbols}) are not supported"
     if unknown := set(layers) - set(SUPPORTED) - set(LATENT):
         yield (
-            f"{_FLAG} {pattern}: no layer is called {' or '.join(sorted(unknown))}; there are "
-            "* attention, - FFN, E experts, M Mamba, G gated delta-net"
+            f"{_FLAG} {pattern}: unknown layer {' or '.join(sorted(unknown))}; use * "
+            "(attention), - (FFN), E (experts), M (Mamba), G (gated delta-net)"
         )
     elif ATTENTION not in layers:
-        yield f"{_FLAG} {pattern!r} has no attention (*), in which sinks and gates are"
+        yield (
+            f"{_FLAG} {pattern!r} has no attention layer (*): add one, because sinks and gates "
+            "belong to attention"
+        )
     if args.num_layers is not None and args.num_layers != len(layers):
         yield (
             f"--num-layers {args.num_layers}, but {_FLAG} {pattern} has {len(layers)} layers "
@@ -54,7 +57,7 @@ def problems(args: Namespace) -> Iterator[str]:
         )
     if bool(args.num_experts) != (EXPERTS in layers):
         yield (
-            f"{_FLAG} {pattern} has layers with experts (E), but there is no --num-experts"
+            f"{_FLAG} {pattern} has layers with experts (E): add --num-experts"
             if EXPERTS in layers
             else f"--num-experts {args.num_experts}, but {_FLAG} {pattern} has no layer E"
         )
@@ -93,7 +96,7 @@ def _recurrent(args: Namespace, layers: str) -> Iterator[str]:
             "document into the next; drop one of the two"
         )
     if MAMBA in layers and args.cpu:
-        yield f"{RECURRENT[MAMBA]} layers (M) run on CUDA kernels alone: there is no --cpu for them"
+        yield f"{RECURRENT[MAMBA]} layers (M) run only on CUDA: drop --cpu, or use other layers"
     elif MAMBA in layers and not _installed("mamba_ssm", "causal_conv1d", "einops"):
         yield (
             f"{RECURRENT[MAMBA]} layers (M) need packages that are not installed: "

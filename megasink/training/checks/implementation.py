@@ -33,11 +33,11 @@ def problems(args: Namespace) -> Iterator[str]:
 def _quantized(args: Namespace) -> Iterator[str]:
     """FP8 linear layers (--fp8-format) around attention in bfloat16."""
     if not args.bf16:
-        yield "--fp8-format: attention does not run in FP8: add --bf16, its type"
+        yield "--fp8-format: attention does not run in FP8: add --bf16 for it"
     # None: the default, which depends on the device.
     if args.transformer_impl not in (None, "transformer_engine") or not have_transformer_engine():
         yield (
-            "--fp8-format: the linear layers are TransformerEngine's (pip install "
+            "--fp8-format: FP8 needs TransformerEngine's linear layers (pip install "
             "'transformer-engine[pytorch]', a GPU, --transformer-impl transformer_engine): use "
-            "--bf16 alone"
+            "only --bf16"
         )

@@ -129,7 +129,7 @@ def _comm_type(args: Namespace) -> Iterator[str]:
                 f"use {' or '.join(COMM_TYPES)}"
             )
     if layers and len(kinds) not in (1, layers):
-        yield f"--cp-comm-type has {len(kinds)} values for {layers} layers: give 1 or {layers}"
+        yield f"--cp-comm-type has {len(kinds)} values for {layers} layers: use 1 or {layers}"
     if "all_gather" in kinds and args.prefix_lm_tokens:
         yield (
             "--prefix-lm-tokens with --cp-comm-type all_gather: the prefix may extend beyond a "

@@ -32,11 +32,11 @@ def problems(args: Namespace) -> Iterator[str]:
     needed, left = ranks * (state + activations + _PROCESS), available()
     if needed > left:
         yield (
-            f"this machine has {left / 1e9:.1f} GB of memory left, and training takes at least "
-            f"{needed / 1e9:.1f} GB in {ranks} rank{'s' if ranks > 1 else ''} (weights, gradients "
-            f"and optimizer {ranks * state / 1e9:.1f}, activations "
-            f"{ranks * activations / 1e9:.1f}): lower --micro-batch-size or --seq-length, train a "
-            "smaller model, or use GPUs (megasink plan)"
+            f"this machine has {left / 1e9:.1f} GB of free memory, but training takes at least "
+            f"{needed / 1e9:.1f} GB in {ranks} rank{'s' if ranks > 1 else ''} (weights, "
+            f"gradients and optimizer {ranks * state / 1e9:.1f}, activations "
+            f"{ranks * activations / 1e9:.1f}): lower --micro-batch-size or --seq-length, train "
+            "a smaller model, or use GPUs (megasink plan)"
         )
 
 

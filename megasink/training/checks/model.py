@@ -14,7 +14,7 @@ def problems(args: Namespace) -> Iterator[str]:
     window = args.window_size
     if window is not None and (len(window) != 2 or window[1] != 0):
         yield (
-            f"--window-size {','.join(map(str, window))}: give LEFT,0, for LEFT tokens before each "
+            f"--window-size {','.join(map(str, window))}: use LEFT,0: LEFT tokens before each "
             "token and none after it"
         )
     if (kind := args.softmax_type) != Variant.softmax_type:
@@ -65,7 +65,8 @@ def _layer(args: Namespace) -> Iterator[str]:
     if args.zero_init_outputs and not args.untie_embeddings_and_output_weights:
         yield (
             "--zero-init-outputs without --untie-embeddings-and-output-weights: the output layer "
-            "is the embedding, which cannot start at zero; add it"
+            "is the embedding, which cannot start at zero: add "
+            "--untie-embeddings-and-output-weights"
         )
 
 

@@ -40,7 +40,7 @@ def _sharded(args: Namespace, name: str) -> Iterator[str]:
         yield f"{flags} and experts is not tested: drop --use-distributed-optimizer"
     if args.num_distributed_optimizer_instances > 1:
         yield (
-            f"{flags}: each matrix is whole on one of all replicas: drop "
+            f"{flags} keeps each matrix whole on one replica: drop "
             f"--num-distributed-optimizer-instances {args.num_distributed_optimizer_instances}"
         )
     if not args.use_layer_wise_param_layout:

@@ -13,7 +13,7 @@ def problems(args: Namespace) -> Iterator[str]:
     _, validates, _ = parts(args)
     if args.log_sink_rate:
         if not validates:
-            yield "--log-sink-rate without validation data: give it some, such as --split 99,1,0"
+            yield "--log-sink-rate needs validation data: add some, such as --split 99,1,0"
         yield from _sink_rate(args)
 
 

@@ -60,8 +60,8 @@ def _bias(args: Namespace) -> Iterator[str]:
     buckets, distance = args.relative_attention_num_buckets, args.relative_attention_max_distance
     if buckets < 2 or buckets % 2:
         yield (
-            f"--relative-attention-num-buckets {buckets}: half of the buckets hold one distance "
-            "each; use an even number, 2 or more"
+            f"--relative-attention-num-buckets {buckets}: use an even number, 2 or more, because "
+            "half of the buckets hold one distance each"
         )
     if distance <= buckets // 2:
         yield (

@@ -1,4 +1,4 @@
-"""Checks of what every run says: needed flags, numbers, its length, its rates and checkpoints."""
+"""Check the settings of every run: required flags, numbers, length, rates and checkpoints."""
 
 import math
 from argparse import Namespace
@@ -24,7 +24,7 @@ def problems(args: Namespace) -> Iterator[str]:
     if missing:
         yield f"missing: {', '.join(missing)}"
     if args.recipe:  # what starts a run has replaced it by its flags
-        yield "--recipe: give it to megasink train or plan, or in the flags of a grid"
+        yield "--recipe works only in megasink train, plan, and the flags of a grid"
     for name, value in vars(args).items():
         if value is None or (name == "num_experts" and value == 0):  # a dense model in Megatron
             continue
@@ -41,7 +41,7 @@ def problems(args: Namespace) -> Iterator[str]:
             yield f"{flag_of(name)} {value}: use 0 or more, and less than 1"
     yield from _schedule(args)
     if args.async_save and not (args.run_dir or args.save):
-        yield "--async-save without --run-dir or --save saves nothing: give one of them"
+        yield "--async-save needs --run-dir or --save: add one"
     yield from _rates(args)
 
 

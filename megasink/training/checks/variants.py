@@ -39,8 +39,8 @@ def problems(args: Namespace) -> Iterator[str]:
         yield from _without_softmax(args, f"--attention-similarity {args.attention_similarity}")
     elif args.attention_normalization == "none":
         yield (
-            "--attention-normalization none: the exponentials of softmax overflow without "
-            "their sum: use --attention-similarity sigmoid or elu-plus-one, or row-sum"
+            "--attention-normalization none: without their sum, the exponentials of softmax "
+            "overflow: use --attention-similarity sigmoid or elu-plus-one, or row-sum"
         )
 
 
@@ -127,7 +127,7 @@ def _layers(args: Namespace) -> Iterator[str]:
             hint = "" if isinstance(layers, list) else " (--window-size, --window-attn-skip-freq)"
             yield f"{_LAYERS} {str(layers).replace(' ', '')}: {error}{hint}"
     if args.attention_variant == PLAIN:
-        yield f"{_LAYERS}: the other layers have --attention-variant {PLAIN} too: drop the flag"
+        yield f"{_LAYERS} has no effect with --attention-variant {PLAIN}: drop the flag"
     shaped = args.hidden_size and args.num_attention_heads
     if shaped and "muon" in (args.optimizer or "") and is_megatrons_output_gate(with_shape(args)):
         yield (
@@ -182,8 +182,8 @@ def _without_softmax(args: Namespace, flag: str) -> Iterator[str]:
     if not variant(args.attention_variant).similarity:
         instead = any_of(record for record in variants() if record.similarity)
         yield (
-            f"{flag} has no softmax for --attention-variant {args.attention_variant} to add to: "
-            f"use --attention-variant {instead}"
+            f"{flag} replaces the softmax that --attention-variant {args.attention_variant} "
+            f"needs: use --attention-variant {instead}"
         )
     if args.attention_kernel.partition("+")[0] != "auto":
         yield (

@@ -148,8 +148,8 @@ def _row_problems(args: Namespace) -> Iterator[str]:
         return
     if rows is not None and args.sink_token and rows <= size and kind != "HuggingFaceTokenizer":
         yield (
-            f"--padded-vocab-size {rows} has no row for --sink-token beside the {size} tokens of "
-            "the tokenizer: raise it or drop it"
+            f"--padded-vocab-size {rows} leaves no row for --sink-token after the {size} tokens "
+            "of the tokenizer: raise it or drop it"
         )
     yield from _indivisible(args, _rows(args, size))
 

@@ -194,7 +194,7 @@ def _path(name: str, folder: Path) -> Path:
         return _FOLDER / f"{name}.toml"
     if "/" in name or name.endswith(".toml"):
         if path.is_dir():
-            raise UserError(f"{path} holds no {OF_RUN}: it is no run")
+            raise UserError(f"{path} is not a run: it has no {OF_RUN}")
         raise UserError(f"the recipe {path} does not exist")
     raise UserError(unknown_name("the recipe", name, shipped()) + ", or give the path of a file")
 
@@ -209,7 +209,7 @@ def _problems(flags: Flags, known: Known) -> list[str]:
         elif known and f"--{name}" not in known and not name.startswith("-"):
             meant = nearest(f"--{name}", (*known, *(f"--{key}" for key in KEYS)))
             hint = f": did you mean {meant.removeprefix('--')}?" if meant else ""
-            problems.append(f"{name} is no flag of megasink train{hint}")
+            problems.append(f"{name} is not a flag of megasink train{hint}")
         else:
             wrong = [f"{name}{text}" for text in form_problems(name, value)]
             takes, is_switch = known.get(f"--{name}", "?"), type(value) is bool

@@ -106,8 +106,12 @@ def test_what_load_model_returned_can_be_changed(hub):
     ("texts", "options", "message"),
     [
         ("one string", {}, "one string: give a list"),
-        ([], {}, "no text of at least 2 tokens"),
-        (["a b c"], {"seq_length": 1, "bos": "always"}, r"(?s)seq_length 1: at least 2.*bos 'alw"),
+        ([], {}, "no text has 2 tokens or more"),
+        (
+            ["a b c"],
+            {"seq_length": 1, "bos": "always"},
+            r"(?s)seq_length 1: use 2 or more.*bos 'alw",
+        ),
         (["a b c"], {"seq_length": 10**6}, "--seq-length 1000000 is longer than the 64 positions"),
     ],
 )

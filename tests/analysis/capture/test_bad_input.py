@@ -110,19 +110,18 @@ def more_tensors(root, name, key="model.layers.0.self_attn.q_proj.lora_A"):
 MODELS = {
     "flash": (
         lambda root, name: copy(root, name, _attn_implementation="flash_attention_2"),
-        "is configured for flash_attention_2, which exposes neither weights nor masks: add",
+        "uses flash_attention_2, which exposes neither weights nor masks: add",
     ),
     "bypassing": (bypassing, "BloomForCausalLM: its attention bypasses transformers' attention"),
     "truncated": (truncated, "transformers cannot load {}: Error while deserializing header"),
     "without-tokenizer": (without_tokenizer, "{} has no tokenizer files, such as tokenizer.json"),
     "more-layers": (
         lambda root, name: copy(root, name, num_hidden_layers=3),
-        "do not match its config.json, which makes another model of them: "
-        "model.layers.2.input_layernorm.weight is missing",
+        "do not match its config.json: model.layers.2.input_layernorm.weight is missing",
     ),
     "more-tensors": (
         more_tensors,
-        "another model of them: model.layers.0.self_attn.q_proj.lora_A has no place in LlamaFor",
+        "config.json: model.layers.0.self_attn.q_proj.lora_A has no place in LlamaFor",
     ),
     "wider": (
         lambda root, name: copy(root, name, hidden_size=64),
@@ -137,7 +136,7 @@ MODELS = {
     "nan-weights": (
         nan_weights,
         "activations of every sample are infinite or NaN, first in layer 1, heads [2, 3]: its "
-        "weights are infinite or NaN, first in model.layers.1.self_attn.v_proj.weight: no dtype",
+        "weights hold infinite or NaN values, first in model.layers.1.self_attn.v_proj.weight; ",
     ),
     "without-attention": (without_attention, "MambaForCausalLM has no attention in its 2 layers"),
     "encoder-decoder": (encoder_decoder, "this kind of AutoModel: AutoModelForCausalLM.\n"),
@@ -230,8 +229,8 @@ def test_an_error_in_the_first_batch_leaves_room_for_its_cure(root, tmp_path, ca
     ("dtype", "scale", "cure"),
     [
         (torch.float16, 1, "run the model in a wider dtype (--dtype float32)"),
-        (torch.float32, 1, "its weights are finite, but what it computes from them is not"),
-        (torch.float16, torch.nan, "its weights are infinite or NaN, first in weight: no dtype"),
+        (torch.float32, 1, "its weights are finite, but its activations are not"),
+        (torch.float16, torch.nan, "its weights hold infinite or NaN values, first in weight; "),
     ],
 )
 def test_the_cure_for_activations_that_are_not_finite(dtype, scale, cure):

@@ -217,7 +217,7 @@ def test_two_models_on_one_page(analyzed, tmp_path, capsys, monkeypatch):
     assert (tmp_path / "figures" / "layer_maps_2.png").is_file()
     assert (tmp_path / "figures" / "head_1.3_2.png").is_file()
     assert main(f"report {tmp_path} --output {tmp_path}".split()) == 2
-    assert "holds no analysis" in capsys.readouterr().err
+    assert "does not hold an analysis" in capsys.readouterr().err
 
 
 def test_analyses_that_do_not_compare_say_so(analyzed, tmp_path, capsys, monkeypatch):
@@ -270,14 +270,23 @@ def test_two_analyses_of_one_name_are_told_apart(analyzed, tmp_path, capsys, mon
     [
         (lambda r: r["inactive_heads"]["thresholds"].update(mine={"0.15": 1.0}), "score 'mine'"),
         (lambda r: r["inactive_heads"]["agreement"]["scores"].append("mine"), "score 'mine'"),
-        (lambda r: r["inactive_heads"]["thresholds"]["awft"].clear(), "no threshold of 0.15"),
-        (lambda r: r["inactive_heads"]["share_by_layer"]["awft"].pop(), "awft is not by layer"),
+        (
+            lambda r: r["inactive_heads"]["thresholds"]["awft"].clear(),
+            "no threshold for share 0.15",
+        ),
+        (
+            lambda r: r["inactive_heads"]["share_by_layer"]["awft"].pop(),
+            "awft does not have one value for each",
+        ),
         (lambda r: r["metrics"]["sink_rate"].update(values=[None]), "sink_rate.values has no"),
-        (lambda r: r["metrics"]["importance"].update(values=[[1, 2], [3]]), "no table of numbers"),
-        (lambda r: r["metrics"]["importance"].update(values=[[None]]), "is (1, 1), not by LH"),
+        (
+            lambda r: r["metrics"]["importance"].update(values=[[1, 2], [3]]),
+            "not a table of numbers",
+        ),
+        (lambda r: r["metrics"]["importance"].update(values=[[None]]), "has shape (1, 1), which"),
         (
             lambda r: r["datasets"]["prose"]["metrics"]["awft"].update(values="x"),
-            "datasets.prose.metrics.awft.values is no table of numbers",
+            "datasets.prose.metrics.awft.values is not a table of numbers",
         ),
         (lambda r: r["model"]["heads"].pop(), "model.heads has 1 entries for 2 layers"),
         (lambda r: r["metrics"].pop("imbalance"), "has no imbalance"),

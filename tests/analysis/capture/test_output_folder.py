@@ -145,7 +145,7 @@ def test_a_report_stays_and_an_analysis_gets_its_own_page(root, tmp_path, capsys
     said = capsys.readouterr().err
     assert "results of other settings (analyses /" in said
     assert "two holds results of megasink analyze: choose" in said
-    assert "and no results of megasink: choose another" in said
+    assert "which is not a result of megasink: choose another" in said
     assert Path(page, "report.html").read_text() == before
     assert main(["report", str(one), "--output", page, "--overwrite"]) == 0
 
@@ -156,7 +156,7 @@ def test_what_is_of_nobody_stays_too(root, tmp_path, capsys, there):
     (tmp_path / "out" / there).write_text("mine")
     assert main(COMMANDS["sweep"][0].format(root, tmp_path).split()) == 2
     name = there.partition("/")[0]
-    assert f"out holds {name}, and no results of megasink: choose" in capsys.readouterr().err
+    assert f"out holds {name}, which is not" in capsys.readouterr().err
     assert (tmp_path / "out" / there).read_text() == "mine"
 
 

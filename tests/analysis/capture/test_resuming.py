@@ -92,7 +92,7 @@ def test_a_killed_analysis_goes_on_where_it_stopped(folder, killed, tmp_path, ca
         assert difference in error
     assert [path.stat().st_mtime_ns for path in there] == times
     assert analyze(folder, output) == 0
-    assert f"resuming: {len(there)} of {SHARDS} shards" in capsys.readouterr().err
+    assert f"resuming: {len(there)} of {SHARDS} parts" in capsys.readouterr().err
     assert results(output) == results(folder / "whole")
 
 
@@ -129,7 +129,7 @@ def test_a_full_disk_loses_nothing(folder, tmp_path, capsys, monkeypatch):
     assert error.startswith(f"megasink: error: --output {output} cannot be written: No space")
     assert sorted(path.name for path in output.iterdir()) == ["partial", "settings.json"]
     assert analyze(folder, output) == 0
-    assert f"resuming: {SHARDS} of {SHARDS} shards" in capsys.readouterr().err
+    assert f"resuming: {SHARDS} of {SHARDS} parts" in capsys.readouterr().err
     assert results(output) == results(folder / "whole")
 
 

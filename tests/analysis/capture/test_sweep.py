@@ -240,7 +240,10 @@ def test_two_processes_share_a_sweep(swept, folder, pool, tmp_path):
 @pytest.mark.parametrize(
     ("flags", "problems"),
     [
-        ("--lengths 1 --first-token-copies 0", ["--lengths 1: at least 2", "copies 0: at least 1"]),
+        (
+            "--lengths 1 --first-token-copies 0",
+            ["--lengths 1: use 2 or more", "copies 0: use 1 or more"],
+        ),
         (
             "--lengths 8 8 --attn-implementation eager",
             ["--lengths 8 8: a value is repeated"],

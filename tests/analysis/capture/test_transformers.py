@@ -272,7 +272,7 @@ def test_attention_that_is_not_what_it_seems_is_refused():
         probed(bidirectional, ids)
     bypassing = tiny_model("llama")
     bypassing.model.layers[1].self_attn.forward = lambda hidden_states, **_: (hidden_states, None)
-    with pytest.raises(UserError, match=r"attention of layers \[1\] of LlamaForCausalLM"):
+    with pytest.raises(UserError, match=r"layers \[1\] of LlamaForCausalLM bypass"):
         probed(bypassing, ids)
     prefix = torch.ones(1, 1, TOKENS, TOKENS, dtype=torch.bool).tril()
     prefix[..., :3] = True

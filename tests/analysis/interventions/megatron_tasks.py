@@ -63,7 +63,7 @@ def errors(**options: Any) -> dict[str, float | str]:
         try:
             generate(model, [prompt], 4, GREEDY, vocabulary=128)
         except UserError as error:
-            assert "reads attention of whole sequences" in str(error)  # noqa: PT017
+            assert "read attention need whole sequences" in str(error)  # noqa: PT017
         else:
             raise AssertionError("a drain with a cache of a run was not refused")
     with intervening(model, []):

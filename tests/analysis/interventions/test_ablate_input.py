@@ -73,7 +73,7 @@ def test_a_calibration_of_another_model(folder, analysis, tmp_path, capsys):
     flags += f" --calibration {analysis} --score awft --device cpu"
     assert main(f"ablate {other} {flags}".split()) == 2
     assert (
-        f"--calibration {analysis} is of other weights (LlamaForCausalLM)"
+        f"--calibration {analysis} is the analysis of other weights (LlamaForCausalLM: "
         in capsys.readouterr().err
     )
     assert not list((tmp_path / "out").rglob("*.json"))

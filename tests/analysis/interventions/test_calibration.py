@@ -79,16 +79,22 @@ def test_calibrations_of_another_model_are_refused(model, folder, tmp_path):
     other = tiny_model("llama")
     with torch.no_grad():
         other.lm_head.weight[0, 0] += 1.0
-    with pytest.raises(UserError, match="is of other weights"):
+    with pytest.raises(
+        UserError, match="is the analysis the analysis the analysis of other weights"
+    ):
         read_calibration(folder).check(weights_hash(other), [4, 4])
-    with pytest.raises(UserError, match="is of another model"):
+    with pytest.raises(
+        UserError, match="is the analysis the analysis the analysis of another model"
+    ):
         read_calibration(folder).check(weights_hash(model), [4, 4, 4])
-    with pytest.raises(UserError, match="is of other weights"):
+    with pytest.raises(
+        UserError, match="is the analysis the analysis the analysis of other weights"
+    ):
         dynamic_zeroing(other, score="awft", quantile=0.1, calibration=folder).__enter__()
     for score, share, problem in (("aeqd", 0.1, "has no aeqd"), ("awft", 1.1, "share of heads")):
         with pytest.raises(UserError, match=problem):
             read_calibration(folder).threshold(score, share)
-    with pytest.raises(UserError, match="holds no analysis"):
+    with pytest.raises(UserError, match="does not hold an analysis"):
         read_calibration(tmp_path)
     for name in ("results.json", "samples.npz"):
         (tmp_path / name).write_bytes((folder / name).read_bytes())
@@ -96,5 +102,5 @@ def test_calibrations_of_another_model_are_refused(model, folder, tmp_path):
     (tmp_path / "results.json").write_text(text.replace(weights_hash(model), "null", 1))
     told = (tmp_path / "results.json").read_text().replace('"null"', "null")
     (tmp_path / "results.json").write_text(told)
-    with pytest.raises(UserError, match="does not tell the weights"):
+    with pytest.raises(UserError, match="does not name the weights"):
         read_calibration(tmp_path)

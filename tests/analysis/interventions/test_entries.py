@@ -107,7 +107,7 @@ def test_every_kind_survives_json(tmp_path):
 def test_tokens():
     assert RemoveBos().tokens([1, 5, 6], 1) == [5, 6]
     assert RemoveBos().tokens([5, 1], 1) == [5, 1]
-    for tokens, bos, problem in (([1], 1, "nothing but BOS"), ([5], None, "no BOS to remove")):
+    for tokens, bos, problem in (([1], 1, "consists of BOS only"), ([5], None, "no BOS to remove")):
         with pytest.raises(UserError, match=problem):
             RemoveBos().tokens(tokens, bos)
     assert RepeatFirstToken(1).tokens([1, 5], 1) == [1, 5]

@@ -51,7 +51,7 @@ def test_an_evaluation_is_whole(root, capsys):
     plain, said = written(root), capsys.readouterr().out
     assert set(plain.tasks) == set(OWN)
     assert "docstrings_choice" in said
-    assert "The first 12 documents of each task" in said
+    assert "Only the first 12 documents of each task" in said
     choice, text = (plain.tasks[name] for name in OWN)
     assert (choice.documents, choice.shots, choice.version) == (12, 0, "1.0")
     assert choice.metrics["acc"].standard_error > 0

@@ -197,7 +197,7 @@ def test_repeated_tokens_are_read_and_not_scored(models, tasks):
 
 def test_what_is_scored_stays_as_it_is(models, tasks, monkeypatch):
     monkeypatch.setattr(RemoveBos, "tokens", lambda self, tokens, bos: [*tokens[:-1], 5])
-    with pytest.raises(UserError, match="changed the tokens that a task scores"):
+    with pytest.raises(UserError, match="changed or removed tokens that a task scores"):
         evaluate(models[1], [RemoveBos()], tasks)
 
 

@@ -253,15 +253,15 @@ def _gini(importance_LH, importance_NH):
     [
         (_new, {"axis": "diagonal"}, "axis 'diagonal'"),
         (_new, {"axis": "model"}, "axis 'model', which only derived metrics can have"),
-        (_new, {"name": "awft"}, "'awft' is registered twice, the first time in .*head_scores"),
+        (_new, {"name": "awft"}, "'awft' is registered twice, first in .*head_scores"),
         (_new, {"source": ""}, "has no source"),
         (_new, {"shown": ("table", "wall")}, "has shown 'wall': choose table, curve"),
         (_new, {"axis": "layer", "shown": ("heatmap",)}, "heatmap, which needs axis 'head'"),
         (lambda gate_HT: gate_HT, {}, "has no docstring"),
-        (lambda colour: colour, {}, "asks for colour, which is neither a statistic"),
-        (lambda gate_HT, state_TE: gate_HT, {}, "not known together"),
-        (_gini, {}, "asks for importance_NH: write importance_LH or importance_NLH"),
-        (_gini, {"shown": ("wasserstein",)}, "no sample values: set over_samples"),
+        (lambda colour: colour, {}, "needs colour, which is neither a statistic"),
+        (lambda gate_HT, state_TE: gate_HT, {}, "not available together"),
+        (_gini, {}, "needs importance_NH: write importance_LH or importance_NLH"),
+        (_gini, {"shown": ("wasserstein",)}, "no values by sample: set over_samples"),
     ],
 )
 def test_registering_is_refused(function, arguments, message):

@@ -73,7 +73,7 @@ def test_a_page_escapes_them_and_says_when_they_are_too_many(monkeypatch):
     assert page.count("<rect ") == page.count("<title>") == len(drawn().numbers.marks)
     monkeypatch.setattr(numbers, "MOST_CELLS", 11)
     page = html.figure(drawn(), "alt", "caption")
-    assert "There are more numbers than a page holds" in page
+    assert "The page cannot hold more numbers" in page
     assert "layer, by head" not in page
 
 

@@ -91,7 +91,7 @@ def test_a_module_adds_a_variant_to_the_flag_and_its_help():
         assert action.metavar.endswith("v-bias,sink-per-group}")
         assert "sink-per-group: one learnable sink logit per key/value group" in action.help
         assert of_kind("sink-per-group") is variant("sink-per-group")
-        with pytest.raises(UserError, match="'sink-per-group' is registered already"):
+        with pytest.raises(UserError, match="'sink-per-group' is registered twice"):
             register_variant()
 
 
@@ -101,7 +101,7 @@ def test_a_name_that_no_record_has():
     with pytest.raises(UserError, match="'headwide' is unknown"):
         of_kind("headwide")
     plain = variant("vanilla")
-    with pytest.raises(UserError, match="'Sink Per Group': a name has"):
+    with pytest.raises(UserError, match="'Sink Per Group': use only lower-case"):
         register(replace(plain, name="Sink Per Group"))
     with pytest.raises(ValueError, match="'half': give its slot"):
         replace(plain, name="half", slot_value=None)

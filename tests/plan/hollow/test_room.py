@@ -92,7 +92,7 @@ def test_every_missing_part_is_named(monkeypatch):
         function.cache_clear()
     with monkeypatch.context() as patch:
         patch.setenv("CXX", "no-such-compiler")
-        assert "no-such-compiler is not there" in str(hollow.missing())
+        assert "no-such-compiler was not found" in str(hollow.missing())
     build._compiler.cache_clear()
     with monkeypatch.context() as patch:
         patch.setattr(build, "_cuda_of_torch", lambda: None)
