@@ -9,7 +9,8 @@ from typing import Any
 import numpy as np
 from torch import Tensor
 
-from megasink.analysis.metrics.registry import FACTS, OVER_SAMPLES, Metric, metrics, parameter_names
+from megasink.analysis.metrics.inputs import FACTS
+from megasink.analysis.metrics.registry import OVER_SAMPLES, Metric, metrics, parameter_names
 
 
 class AnalysisValues:

@@ -5,8 +5,6 @@ import json
 import os
 import re
 import shutil
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -331,58 +329,3 @@ def test_weights_that_differ_are_found_and_nothing_is_kept(pool, runs, tmp_path)
     assert "the conversion is not exact: logits differ by at most" in message
     assert not output.exists()
     assert not list(tmp_path.iterdir())
-
-
-KILLED = """
-import os, sys
-from pathlib import Path
-from megasink.convert import safetensors_files, to_hf
-as_bytes = safetensors_files._bytes
-def dying(tensor, name, like):
-    if "layers.1" in name:
-        os._exit(9)
-    return as_bytes(tensor, name, like)
-safetensors_files._bytes = dying
-to_hf.export(to_hf.source_of(Path(sys.argv[1])), Path(sys.argv[2]))
-"""
-MEASURED = """
-import sys
-from pathlib import Path
-from megasink.convert import to_hf
-def peak():
-    lines = Path("/proc/self/status").read_text().splitlines()
-    return next(int(line.split()[1]) * 1024 for line in lines if line.startswith("VmHWM"))
-source = to_hf.source_of(Path(sys.argv[1]))
-before = peak()
-to_hf.export(source, Path(sys.argv[2]), say=lambda line: None)
-print(peak() - before)
-"""
-
-
-def python(code, *arguments):
-    """A process that never imports megatron: an export needs none of it."""
-    return subprocess.run(
-        [sys.executable, "-c", code, *map(str, arguments)],
-        capture_output=True,
-        text=True,
-        cwd=ROOT,
-        check=False,
-    )
-
-
-def test_a_killed_export_leaves_nothing_that_loads(runs, tmp_path):
-    assert python(KILLED, runs / "sink", tmp_path / "hf").returncode == 9
-    assert not (tmp_path / "hf").exists()
-    (partial,) = tmp_path.iterdir()
-    assert partial.name.startswith(".hf.partial-")
-    assert not (partial / "config.json").exists()
-
-
-def test_memory_is_that_of_the_largest_tensor_not_of_the_model(pool, tmp_path):
-    pool.run(f"{TASKS}:save_run", SINGLE, folder=str(tmp_path / "run"), name="large")
-    done = python(MEASURED, tmp_path / "run", tmp_path / "hf")
-    assert done.returncode == 0, done.stderr
-    written = (tmp_path / "hf" / "model.safetensors").stat().st_size
-    assert written > 3e8
-    # 110 MB: code, and steps that are read ahead.
-    assert int(done.stdout) < 2e8

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from megasink.analysis.capture.changes import ForwardPass, HeadChange, HeadOutputs
+from megasink.analysis.capture.head_factors import HeadFactors
 from megasink.analysis.capture.segments import Segment
 from megasink.analysis.capture.sites import Sites
 from megasink.analysis.capture.statistics import (
@@ -21,7 +22,7 @@ from megasink.analysis.capture.statistics import (
     at_least_float32,
     attention_statistics,
 )
-from megasink.analysis.metrics.registry import ATTENTION, GRADIENT
+from megasink.analysis.metrics.inputs import ATTENTION, GRADIENT
 from megasink.errors import ConfigError, UserError
 
 _PROBED: "WeakSet[torch.nn.Module]" = WeakSet()
@@ -85,8 +86,7 @@ class Probe(ABC):
         self.needs = set(listener.needs)
         self.changes = list(changes)
         self.differentiates = not GRADIENT.keys().isdisjoint(self.needs)
-        self._factors: dict[int, Tensor] = {}
-        self._thawed: list[torch.nn.Parameter] = []
+        self._factors: HeadFactors | None = None
         self.current = ForwardPass(0, 0, 0, [])
         self._calls: dict[int, AttentionCall] = {}
         self._gates: dict[int, Tensor] = {}
@@ -97,8 +97,7 @@ class Probe(ABC):
     def _install(self) -> None:
         """Prepare the model before its layers get hooks; `_uninstall` must undo it."""
         if self.differentiates:
-            self._thawed = [w for w in self.model.parameters() if w.requires_grad]
-            _require_grad(self._thawed, False)
+            self._factors = HeadFactors(self.model)
         self._hooks.append(self.body.register_forward_pre_hook(self._called, with_kwargs=True))
         self._hooks.append(self.body.register_forward_hook(lambda *_: self._end()))
 
@@ -179,8 +178,8 @@ class Probe(ABC):
         self._hooks.clear()
         self._calls.clear()
         self._gates.clear()
-        self._factors.clear()
-        _require_grad(self._thawed, True)
+        if self._factors is not None:
+            self._factors.close()
         _PROBED.discard(self.model)
         self._entered = False
         self._uninstall()
@@ -190,7 +189,8 @@ class Probe(ABC):
         self.current = forward
         self._calls.clear()
         self._gates.clear()
-        self._factors.clear()
+        if self._factors is not None:
+            self._factors.clear()
         self._changed_layers.clear()
         for change in self.changes:
             change.begin(forward)
@@ -220,28 +220,9 @@ class Probe(ABC):
             new_BQHD = change.change(self.current, outputs)
             if new_BQHD is not None:
                 outputs = replace(outputs, out_BQHD=new_BQHD)
-        if self.differentiates and call is not None:
-            return self._multiplied(index, outputs.out_BQHD, call)
+        if self._factors is not None and call is not None:
+            return self._factors.multiply(index, outputs.out_BQHD, call, self.segments)
         return None if outputs.out_BQHD is out_BQHD else outputs.out_BQHD
-
-    def _multiplied(self, index: int, out_BQHD: Tensor, call: AttentionCall) -> Tensor:
-        """Multiply every sequence's heads by a factor of 1, whose gradient `backward` reports."""
-        read = (call.query_BHTD, call.key_BGTD, call.value_BGTD, out_BQHD)
-        # Before the first layer with attention nothing depends on a factor.
-        if self._factors and not all(tensor.requires_grad for tensor in read):
-            raise UserError(_no_gradient(self.model, f"the attention of layer {index} detaches it"))
-        rows, tokens, heads = out_BQHD.shape[:3]
-        dtype = torch.promote_types(out_BQHD.dtype, torch.float32)
-        factor_NH = out_BQHD.new_ones(len(self.segments), heads, dtype=dtype).requires_grad_()
-        self._factors[index] = factor_NH
-        if [segment.row for segment in self.segments] == list(range(rows)):
-            factor_BQH = factor_NH[:, None]  # what padding holds enters no loss
-        else:
-            of_BQ = torch.zeros(rows, tokens, dtype=torch.int64, device=out_BQHD.device)
-            for sample, (row, start, stop) in enumerate(self.segments):
-                of_BQ[row, start:stop] = sample
-            factor_BQH = factor_NH[of_BQ]
-        return (out_BQHD * factor_BQH[..., None]).to(out_BQHD.dtype)
 
     def backward(self, loss: Tensor) -> None:
         """Report the derivative of a loss of the last `forward` by each head's factor.
@@ -249,15 +230,9 @@ class Probe(ABC):
         Args:
             loss: a scalar, in whose sum every sequence has its own.
         """
-        factors, self._factors = self._factors, {}
-        try:
-            gradients = torch.autograd.grad(loss, list(factors.values()))
-        except RuntimeError as error:
-            reason = str(error).partition("\n")[0]
-            raise UserError(_no_gradient(self.model, reason)) from error
-        for index, gradient_NH in zip(factors, gradients, strict=True):
-            for sample, gradient_H in enumerate(gradient_NH):
-                self.listener.layer(sample, index, {"mask_gradient_H": gradient_H})
+        assert self._factors is not None
+        for sample, index, gradient_H in self._factors.gradients(loss):
+            self.listener.layer(sample, index, {"mask_gradient_H": gradient_H})
 
     def _before(self, module: torch.nn.Module, do: Callable[[Any], None]) -> None:
         def hook(_: Any, args: Any, kwargs: Any) -> None:
@@ -308,15 +283,6 @@ class Probe(ABC):
         for sample, statistics in enumerate(attention_statistics(call, self.segments, wanted)):
             self.listener.layer(sample, index, statistics)
         self._branch("attention_branch_TE", index, branch_BTE)
-
-
-def _require_grad(weights: Sequence[torch.nn.Parameter], required: bool) -> None:
-    for weight in weights:
-        weight.requires_grad_(required)
-
-
-def _no_gradient(model: torch.nn.Module, reason: str) -> str:
-    return f"{type(model).__name__} has no gradient of its heads: {reason}; leave --metrics out"
 
 
 class OpenProbe(Protocol):

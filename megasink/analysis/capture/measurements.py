@@ -19,7 +19,7 @@ import torch
 from numpy.typing import NDArray
 
 from megasink.analysis.capture.inputs import shown
-from megasink.analysis.metrics.registry import FACTS
+from megasink.analysis.metrics.inputs import FACTS
 from megasink.analysis.metrics.states import mean_cosine
 from megasink.analysis.results import NonFinite
 from megasink.analysis.stored import read_arrays, write_arrays

@@ -24,7 +24,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from megasink.analysis.capture.base import Listener, Probe
 from megasink.analysis.capture.models import open_probe_on
 from megasink.analysis.capture.transformers_sites import DOWN
-from megasink.analysis.metrics.registry import ATTENTION, BRANCHES
+from megasink.analysis.metrics.inputs import ATTENTION, BRANCHES
 from megasink.errors import UserError, reason_of
 from megasink.transformers.blocks import Block, child, decoder_config, decoder_of, eager_function
 

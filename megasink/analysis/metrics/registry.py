@@ -20,65 +20,11 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from megasink.analysis.metrics.inputs import FACTS, GRADIENT, STATISTICS, TOGETHER
 from megasink.attention.definitions import BACKWARD_SCORES, SCORES
 
 if TYPE_CHECKING:  # what reads flags and draws curves reads the records too, without torch
     from torch import Tensor
-
-ATTENTION: dict[str, str] = {
-    "query_HTD": "queries as attention sees them: after rotary embeddings and query norms",
-    "key_GTD": "keys as attention sees them, per key/value group",
-    "value_GTD": "values, per key/value group",
-    "out_HTD": "A V of each head, before an explicit gate and the output projection",
-    "gated_out_HTD": "input of the output projection: out_HTD without a gate",
-    "output_weight_HDE": "the output projection, by query head",
-    "explicit_gate_HTX": "scores of an explicit gate after its activation; X is 1 or D",
-    "gate_HT": "G: 1 - weight of the first token, or of the sink where one is; the explicit gate",
-    "first_weight_HT": "A_i0, the weight of the first token",
-    "slot_weight_HT": "weight of the sink or bias; 0 without one",
-    "entropy_HT": "nats; a sink is one more outcome",
-    "square_HT": "sum over keys of A_ij ** 2",
-    "column_sum_HT": "for each key j the sum over the queries i >= j of A_ij",
-}
-"""Statistics of one sequence in one attention layer, after padding is removed.
-
-For non-softmax weights, the weight statistics are the proxies of P2.37.
-"""
-
-STATE = {"state_TE": "x_0 the embedding, x_(l + 1/2) after attention, x_(l + 1) block l's output"}
-"""Statistics of one sequence in one state of the residual stream."""
-
-BRANCHES = {
-    "attention_branch_TE": "output of attention, before any norm of it",
-    "mlp_branch_TE": "output of the MLP, before any norm of it",
-}
-"""Statistics of one sequence in one block."""
-
-GRADIENT = {
-    "mask_gradient_H": "derivative of the sequence's mean loss (nats) by a factor of each head's "
-    "output, at 1; takes a backward pass"
-}
-"""Statistics of one sequence in one attention layer that only `--metrics` asks for."""
-
-STATISTICS: dict[str, str] = {**ATTENTION, **STATE, **BRANCHES, **GRADIENT}
-"""Statistics that a metric may take, by parameter name; all from one table, or one branch.
-
-Shapes: H query heads, G key/value groups, T tokens of the sequence, D head dim, E hidden size.
-Floating point, at least float32.
-"""
-
-_TOGETHER = (set(ATTENTION), set(STATE), *({name} for name in (*BRANCHES, *GRADIENT)))
-
-FACTS: dict[str, str] = {
-    "tokens_N": "tokens of each sample",
-    "nats_N": "summed loss of each sample's targets",
-    "targets_N": "tokens of each sample that are predicted",
-    "bytes_N": "bytes of text that the targets stand for; tokenizers without text have none",
-    "nats_of_bytes_N": "summed loss of the targets that stand for bytes",
-    "cosine_SP": "mean cosine between the states of different samples (P4.5); of all samples only",
-    "seed": "of the analysis, an int",
-}
-"""Facts that a derived metric may take. A metric whose fact is unknown is left out."""
 
 AXES: dict[str, tuple[str, str]] = {
     "head": ("LH", "by layer and head"),
@@ -283,7 +229,7 @@ def _problems(entry: Metric) -> Iterable[str]:
     if "wasserstein" in entry.shown and entry.is_derived and not entry.over_samples:
         yield "has shown=wasserstein, but no values by sample: set over_samples"
     if not entry.is_derived:
-        if not any(set(entry.needs) <= family for family in _TOGETHER):
+        if not any(set(entry.needs) <= family for family in TOGETHER):
             yield f"needs {', '.join(entry.needs)}, which are not available together"
         if entry.axis in _DERIVED_ONLY:
             yield f"has axis {entry.axis!r}, which only derived metrics can have"

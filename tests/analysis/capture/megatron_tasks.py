@@ -17,7 +17,7 @@ from megasink.analysis.capture.megatron_model import MegatronProbe
 from megasink.analysis.capture.ranks import Ranks
 from megasink.analysis.capture.statistics import MAP
 from megasink.analysis.metrics import STATISTICS
-from megasink.analysis.metrics.registry import GRADIENT
+from megasink.analysis.metrics.inputs import GRADIENT
 from megasink.analysis.pages import sweep
 from megasink.cli import main
 from megasink.errors import ConfigError

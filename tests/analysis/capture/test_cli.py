@@ -13,15 +13,11 @@ import pytest
 from transformers import PreTrainedTokenizerFast
 
 from megasink.analysis import draw as pages
-from megasink.analysis.capture.inputs import Reader, dataset_names
 from megasink.analysis.folder import read_analysis
 from megasink.analysis.metrics import metrics
 from megasink.analysis.metrics.distances import wasserstein
 from megasink.analysis.pages import analysis_figures
-from megasink.analysis.pages.opening import _paragraphs
-from megasink.analysis.results import MetricResult, SampleResults
 from megasink.cli import main
-from megasink.errors import UserError
 from tests.analysis.capture.tiny_models import save_with_tokenizer, tiny_model
 
 TEXTS = ("lines", "prose")
@@ -305,28 +301,6 @@ def test_what_no_analysis_writes_is_refused(analyzed, tmp_path, capsys, monkeypa
     assert not (tmp_path / "out").exists()
 
 
-def test_a_sentence_of_enough_data_has_no_reserve():
-    of = {"sink_rate": 0.5, "first_token_attention": 0.4, "circuit_stage": "none"}
-    of |= {"sink_centre": 0.0, "imbalance": 0.1}
-    metrics = {name: MetricResult(None, number) for name, number in of.items()}
-    metrics["importance"] = MetricResult([[0.2, 0.8]], 0.5)
-    spread = {"sink_rate": 0.125}
-    for samples, tokens, little in ((16, 64, False), (15, 64, True), (16, 63, True)):
-        results = SampleResults(
-            samples=samples,
-            tokens=samples * tokens,
-            metrics=metrics,
-            sink_positions={},
-            spread=spread,
-        )
-        text = " ".join(_paragraphs("model", results))
-        assert "50.0% of the heads (± 12.5 over samples) have" in text
-        assert "0.200 (layer 0, head 0) to 0.800 (layer 0, head 1)" in text
-        assert ("say little about the model" in text) == little
-    metrics["importance"] = MetricResult([[0.2001, 0.2]], 0.5)
-    assert "It is 0.200 in every head, and" in " ".join(_paragraphs("model", results))
-
-
 def test_maps_of_an_earlier_analysis_do_not_stay(analyzed, folder, tmp_path, monkeypatch):
     monkeypatch.setattr(pages, "figures", lambda analyses, kinds: [])
     (tmp_path / "maps.npz").write_bytes(b"old")
@@ -349,28 +323,3 @@ def test_bad_input_is_named(folder, tmp_path, capsys, flags, problem):
     command += "--seq-length 24 --device cpu " + flags.format(folder)
     assert main(command.split()) == 2
     assert problem in capsys.readouterr().err
-
-
-class Doubled:
-    """A tokenizer that puts BOS twice."""
-
-    bos_token_id, name_or_path = 7, "doubled"
-
-    def encode(self, text, add_special_tokens=True, split_special_tokens=True):
-        return ([7, 7] if add_special_tokens else []) + [10 + len(w) for w in text.split()]
-
-
-def test_bos_is_added_once():
-    def ids(tokenizer, bos):
-        return Reader(tokenizer, bos).read("a text", "a.txt")
-
-    with pytest.raises(UserError, match="adds its BOS token 7 twice"):
-        ids(Doubled(), "auto")
-    assert ids(Doubled(), "none") == [11, 14]
-    once = Doubled()
-    once.encode = lambda text, **_: [10 + len(w) for w in text.split()]
-    assert ids(once, "auto") == [11, 14]
-    assert ids(once, "add") == [7, 11, 14]
-    assert dataset_names(["a/x.txt", "b/y.txt", "c/x.txt"]) == ["a/x.txt", "y", "c/x.txt"]
-    made = dataset_names(["random.txt", "repeated"])  # no name of made-up tokens
-    assert made == ["random.txt", str(Path("repeated").absolute())]

@@ -1,6 +1,7 @@
 """Texts to samples, with a tokenizer of one token for each character."""
 
 import json
+from pathlib import Path
 from types import SimpleNamespace
 
 import numpy as np
@@ -11,6 +12,7 @@ from megasink.analysis.capture.inputs import (
     Reader,
     Sample,
     cut_at_random,
+    dataset_names,
     text_samples,
     with_replaced_tokens,
 )
@@ -146,3 +148,28 @@ def test_sequences_are_cut_at_random_lengths_evenly_and_by_the_seed():
     assert cut != cut_at_random(long, (10, 13), seed=2)
     short = [Sample((1, 2, 3), "texts", "text")]
     assert cut_at_random(short, (10, 13), seed=1) == short
+
+
+class Doubled:
+    """A tokenizer that puts BOS twice."""
+
+    bos_token_id, name_or_path = 7, "doubled"
+
+    def encode(self, text, add_special_tokens=True, split_special_tokens=True):
+        return ([7, 7] if add_special_tokens else []) + [10 + len(w) for w in text.split()]
+
+
+def test_bos_is_added_once():
+    def ids(tokenizer, bos):
+        return Reader(tokenizer, bos).read("a text", "a.txt")
+
+    with pytest.raises(UserError, match="adds its BOS token 7 twice"):
+        ids(Doubled(), "auto")
+    assert ids(Doubled(), "none") == [11, 14]
+    once = Doubled()
+    once.encode = lambda text, **_: [10 + len(w) for w in text.split()]
+    assert ids(once, "auto") == [11, 14]
+    assert ids(once, "add") == [7, 11, 14]
+    assert dataset_names(["a/x.txt", "b/y.txt", "c/x.txt"]) == ["a/x.txt", "y", "c/x.txt"]
+    made = dataset_names(["random.txt", "repeated"])  # no name of made-up tokens
+    assert made == ["random.txt", str(Path("repeated").absolute())]

@@ -10,9 +10,8 @@ from megasink.analysis.interventions import (
     SteerGates,
     ZeroHeads,
 )
-from megasink.analysis.interventions.scores import LayerScore, random_of
+from megasink.analysis.interventions.scores import LayerScore, is_of_all_texts, random_of
 from megasink.analysis.metrics import metrics
-from megasink.analysis.metrics.registry import is_of_all_texts
 from megasink.attention import definitions
 from megasink.errors import UserError
 from tests.analysis.capture.tiny_models import VOCABULARY, tiny_model

@@ -14,8 +14,8 @@ import torch
 from megasink.analysis.capture.segments import Segment
 from megasink.analysis.capture.statistics import AttentionCall, attention_statistics
 from megasink.analysis.metrics import metric, metrics, registry, tiles
+from megasink.analysis.metrics.inputs import ATTENTION as ATTENTION_STATISTICS
 from megasink.analysis.metrics.proxy import SIMILARITIES, proxy_statistics
-from megasink.analysis.metrics.registry import ATTENTION as ATTENTION_STATISTICS
 from megasink.analysis.values import AnalysisValues
 from tests.analysis.metrics import definitions
 
