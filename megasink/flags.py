@@ -41,12 +41,13 @@ def add_fields(group: argparse._ActionsContainer, options: type, *names: str) ->
     for field in map(by_name.__getitem__, names):
         text = escaped(texts[field.name])
         kind, meta = kinds[field.name], field.metadata.get("argparse_meta", {})
+        flags = (flag_of(field.name), *meta.get("names", ()))
         if "records" in field.metadata:
             records = field.metadata["records"]()
             meta = meta | {"metavar": "{" + ",".join(r.name for r in records) + "}"}
             text += escaped("".join(f" {r.name}: {r.description}." for r in records))
         if kind is bool and not meta:
-            group.add_argument(flag_of(field.name), action="store_true", help=text)
+            group.add_argument(*flags, action="store_true", help=text)
             continue
         # float | None is an optional float, tuple[float, ...] several.
         parts = (kind, *get_args(kind))
@@ -59,7 +60,7 @@ def add_fields(group: argparse._ActionsContainer, options: type, *names: str) ->
         given = {"type": kind, "default": field.default, "help": text + shown}
         if field.default is MISSING:
             given |= {"default": None, "required": True}
-        group.add_argument(flag_of(field.name), **(given | meta))
+        group.add_argument(*flags, **(given | {k: v for k, v in meta.items() if k != "names"}))
 
 
 def escaped(text: str) -> str:

@@ -64,7 +64,7 @@ def _communicate_shapes(
     sent = (tensor_send_prev, tensor_send_next)
     to_prev, to_next = (None if each is None else torch.tensor(each.shape) for each in sent)
     received = [torch.zeros(3, dtype=torch.int64) for _ in sent]
-    requests = p2p_communication._p2p_ops(
+    pending = p2p_communication._p2p_ops(
         tensor_send_prev=to_prev,
         tensor_recv_prev=received[0] if recv_prev else None,
         tensor_send_next=to_next,
@@ -73,7 +73,7 @@ def _communicate_shapes(
         prev_pipeline_rank=self.prev_rank,
         next_pipeline_rank=self.next_rank,
     )
-    for request in requests.values():
+    for request in pending.values():
         request.wait()
     return [shape.tolist() for shape in received]
 

@@ -16,9 +16,9 @@ from megasink.analysis.capture.inputs import Sample
 from megasink.analysis.capture.measurements import merge_shards
 from megasink.analysis.capture.shards import PartialFolder, plan
 from megasink.analysis.interventions.record import Intervention
+from megasink.analysis.interventions.scores import statistics_of
 from megasink.analysis.measure import measure
 from megasink.analysis.metrics import metrics
-from megasink.analysis.metrics.registry import statistics_of
 from megasink.analysis.metrics.thresholds import Scores
 from megasink.analysis.options import AblationOptions
 from megasink.analysis.summary import scores_of

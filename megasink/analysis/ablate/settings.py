@@ -15,8 +15,8 @@ from megasink.analysis.interventions.entries import read_interventions, to_entry
 from megasink.analysis.interventions.heads import heads_of
 from megasink.analysis.interventions.kinds import DynamicZeroing, ZeroHeads
 from megasink.analysis.interventions.record import Intervention
+from megasink.analysis.interventions.scores import is_of_all_texts
 from megasink.analysis.metrics import metrics
-from megasink.analysis.metrics.registry import is_of_all_texts
 from megasink.analysis.metrics.thresholds import Scores, inactive
 from megasink.analysis.options import AblationOptions
 from megasink.errors import UserError

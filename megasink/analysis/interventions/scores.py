@@ -13,7 +13,7 @@ from torch import Tensor
 from megasink.analysis.ablate.results import RANDOM
 from megasink.analysis.interventions.kinds import check_score
 from megasink.analysis.metrics.head_scores import random_scores
-from megasink.analysis.metrics.registry import Metric, bases_of, metrics, statistics_of
+from megasink.analysis.metrics.registry import Metric, metrics
 from megasink.errors import UserError
 
 
@@ -74,12 +74,42 @@ def random_of(tokens: Iterable[int], layer: int, heads: int, seed: int) -> Tenso
     return random_scores((heads,), int.from_bytes(digest[:8], "big") >> 1)
 
 
+def statistics_of(entry: Metric) -> dict[str, Metric]:
+    """Return the metrics of statistics that a metric by sample is derived from, itself if it is.
+
+    Raises:
+        UserError: it takes anything else.
+    """
+    if not entry.is_derived:
+        return {entry.name: entry}
+    return {n: e for base in _bases_of(entry) for n, e in statistics_of(base).items()}
+
+
+def is_of_all_texts(score: str) -> bool:
+    """Whether a score takes a backward pass, so that it ranks heads by its mean over texts."""
+    entry = metrics([score])[score]
+    names = [need.removesuffix("_NLH") for need in entry.needs]
+    known = [name for name in names if name in metrics()]
+    return entry.takes_backward or any(map(is_of_all_texts, known))
+
+
+def _bases_of(entry: Metric) -> list[Metric]:
+    """Return the metrics by sample and head that a derived metric takes; see `statistics_of`."""
+    names = [need.removesuffix("_NLH") for need in entry.needs]
+    if any(need == name or name not in metrics() for need, name in zip(entry.needs, names)):  # noqa: B905
+        raise UserError(
+            f"score {entry.name!r} takes {', '.join(entry.needs)}, which are not all known while "
+            "the model runs"
+        )
+    return list(metrics(names).values())
+
+
 def _derived(entry: Metric, known: dict[str, Tensor]) -> Tensor:
     """Return a score from the metrics of statistics, both of any shape [..., H]."""
     if not entry.is_derived:
         return known[entry.name]
     shape = known[next(iter(known))].shape
-    of = [_derived(base, known) for base in bases_of(entry)]
+    of = [_derived(base, known) for base in _bases_of(entry)]
     if len(shape) == 1:
         of = [score_H[None, None] for score_H in of]
     return entry.compute(*of).reshape(shape)

@@ -21,7 +21,6 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from megasink.attention.definitions import BACKWARD_SCORES, SCORES
-from megasink.errors import UserError
 
 if TYPE_CHECKING:  # what reads flags and draws curves reads the records too, without torch
     from torch import Tensor
@@ -350,36 +349,6 @@ def backward_names() -> list[str]:
 def score_names() -> list[str]:
     """Return the scores of inactive heads, those that plugins registered too, without torch."""
     return [*SCORES, *(n for n, e in _REGISTRY.items() if e.inactive and n not in SCORES)]
-
-
-def statistics_of(entry: Metric) -> dict[str, Metric]:
-    """Return the metrics of statistics that a metric by sample is derived from, itself if it is.
-
-    Raises:
-        UserError: it takes anything else.
-    """
-    if not entry.is_derived:
-        return {entry.name: entry}
-    return {n: e for base in bases_of(entry) for n, e in statistics_of(base).items()}
-
-
-def is_of_all_texts(score: str) -> bool:
-    """Whether a score takes a backward pass, so that it ranks heads by its mean over texts."""
-    entry = metrics([score])[score]
-    names = [need.removesuffix("_NLH") for need in entry.needs]
-    known = [name for name in names if name in metrics()]
-    return entry.takes_backward or any(map(is_of_all_texts, known))
-
-
-def bases_of(entry: Metric) -> list[Metric]:
-    """Return the metrics by sample and head that a derived metric takes; see `statistics_of`."""
-    names = [need.removesuffix("_NLH") for need in entry.needs]
-    if any(need == name or name not in metrics() for need, name in zip(entry.needs, names)):  # noqa: B905
-        raise UserError(
-            f"score {entry.name!r} takes {', '.join(entry.needs)}, which are not all known while "
-            "the model runs"
-        )
-    return list(metrics(names).values())
 
 
 def metrics_shown(where: str) -> dict[str, Metric]:
