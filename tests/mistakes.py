@@ -139,7 +139,7 @@ MISTAKES = {
         "{0} is a folder of runs: give one, {0}/run",
     ),
     "export-a-folder-of-runs": (
-        "convert-to-hf {0} {0}/new/hf",
+        "convert-to-hf {0} --output {0}/new/hf",
         "{0} is a folder of runs: give one, {0}/run",
     ),
     # checkpoints

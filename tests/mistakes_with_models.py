@@ -144,7 +144,7 @@ MISTAKES_WITH_MODELS = {
     "to-hf-size": ("convert-to-hf {0}/run --output {0}/new/hf --shard-size big", "big"),
     "to-hf-run": (
         "convert-to-hf {0}/run --output {0}/new/hf",
-        "{0}/run/config.json is not from a megasink run: no ffn_hidden_size, padded_vocab_size",
+        "run/config.json is not from a megasink run: it lacks ffn_hidden_size, padded_vocab_size",
     ),
     "to-hf-iteration": ("convert-to-hf {0}/run --output {0}/new/hf --iteration 7", "7"),
     "from-hf-no-folder": ("convert-from-hf {0}/lama --output {0}/new/run", "{0}/lama"),

@@ -218,8 +218,7 @@ class LossStep:
 
     def _not_committed(self) -> str:
         return (
-            f"step {self.number} was not committed, so the head-balance loss would be 0: call "
-            "its commit() after every optimizer step, also a skipped one (the hook on "
-            "torch.optim does so for steps that run), and reduce() once a step, after the last "
-            "backward pass"
+            f"step {self.number} was not committed, so the head-balance loss would be 0: call its "
+            "commit() after every optimizer step, also a skipped one (the hook on torch.optim does "
+            "so for steps that run), and reduce() once a step, after the last backward pass"
         )

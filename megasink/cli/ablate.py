@@ -86,9 +86,9 @@ def check_ablate(args: argparse.Namespace, *, is_run: bool) -> tuple[ModelOption
     elif args.limit is not None and args.limit < 1:
         problems.append(f"--limit {args.limit}: use 1 or more")
     problems += _of_scores(args.score)
-    if args.task and args.calibration is None:
+    if args.tasks and args.calibration is None:
         problems += [
-            f"--by {name} with --task: it takes the loss of texts; measure it there (megasink "
+            f"--by {name} with --tasks: it takes the loss of texts; measure it there (megasink "
             f"analyze --metrics {name}) and pass that analysis as --calibration"
             for name in options.score
             if name in backward_names()

@@ -48,6 +48,5 @@ def _advice(folder: str | None, step: int) -> str:
         return "No checkpoint is from before that step: start again with a lower --lr"
     return (
         f"The newest checkpoint before that step is {before[-1]}: start a new run from it with "
-        f"--load {folder} --ckpt-step {before[-1]} --override-opt-param-scheduler and a lower "
-        "--lr"
+        f"--load {folder} --ckpt-step {before[-1]} --override-opt-param-scheduler and a lower --lr"
     )
