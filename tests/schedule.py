@@ -123,7 +123,7 @@ LATER = (
     "tests/contributing/test_contributing.py::test_analyses_and_reports_know_the_variant",
     "tests/contributing/test_contributing.py::test_the_same_code_works_inside_of_the_package",
     "tests/contributing/test_contributing.py::test_what_is_not_said_is_refused_by_name",
-    "tests/convert/test_commands.py::test_memory_is_that_of_the_largest_tensor",
+    "tests/convert/test_export_process.py::test_memory_is_that_of_the_largest_tensor",
     "tests/distributed/test_resume.py::test_another_layout_resumes_within_rounding",
     "tests/finetune/test_finetune.py::test_two_processes_equal_one",
     "tests/finetune/test_finetune.py::test_two_processes_tell_an_error_once",

@@ -12,7 +12,7 @@ import dataclasses
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from megasink.attention.variants import SINK_WEIGHT, ZERO_GATES, parameter_names, variant
+from megasink.attention.variants import SINK_WEIGHT, ZERO_GATES, variant
 from megasink.convert.architecture import Architecture
 from megasink.convert.transforms import GroupedQKV
 from megasink.errors import UserError
@@ -30,10 +30,8 @@ NO_SINK = -30.0
 
 
 def is_float32(key: str) -> bool:
-    """Return whether an import keeps a weight in float32, whatever the dtype of the others."""
-    others = ("relative_bias.weight", EXPERT_BIAS)
-    names = (*(f"core_attention.{name}" for name in parameter_names()), *others)
-    return key.endswith(names)
+    """Return whether a weight is float32 in a model of any dtype."""
+    return key.endswith(EXPERT_BIAS)
 
 
 @dataclass(frozen=True)
