@@ -34,7 +34,7 @@ _OWN = {
     "written": ["output"],
     "text": "attention-kernel attention-variant attention-variant-layers "
     "replace-tokens-with device json-key name".split(),
-    "name": "replace-tokens-at batch-size bos dtype maps score task tasks zeroed".split(),
+    "name": "replace-tokens-at batch-size bos dtype maps score tasks zeroed".split(),
 }
 # Switches, and the options of a start, which no file sets.
 _NEVER = {name.replace("_", "-") for name, *_ in REFUSED["in a file"]}

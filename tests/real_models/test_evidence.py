@@ -53,7 +53,7 @@ def test_experiments(full):
     assert f"P2 says in {counts(b, 'reproduces')} of {len(b.verdicts)} claims" in SECTION
     assert counts(b, "opposite") == 0
     assert (
-        f"of P4's {len(e.verdicts)}, {counts(e, 'reproduces')} holds and "
+        f"of P4's {len(e.verdicts)} claims, {counts(e, 'reproduces')} holds and "
         f"{counts(e, 'opposite')} are the opposite"
     ) in SECTION
     assert f"in {counts(d, 'reproduces')} of {len(d.verdicts)} claims of P3" in SECTION

@@ -129,13 +129,9 @@ class TransformersProbe(Probe):
         """
         self._seen.clear()
         model = self.model if logits else self.model.base_model
+        given = {"attention_mask": attention_mask_BT, "position_ids": position_ids_BT}
         with torch.set_grad_enabled(self.differentiates):
-            output = model(
-                input_ids_BT,
-                attention_mask=attention_mask_BT,
-                position_ids=position_ids_BT,
-                use_cache=False,
-            )
+            output = model(input_ids_BT, use_cache=False, **given)
         missed = [i for i, heads in enumerate(self.heads) if heads and i not in self._seen]
         if missed and self.reads_attention:
             raise UserError(

@@ -48,9 +48,9 @@ def probed(**options: Any) -> dict[str, Any]:
         "equal": torch.equal(plain, output.logits) and torch.equal(plain, after),
         "layers": {key: dict(value) for key, value in kept.layers.items()},
         "states": kept.states,
-        "sink": None if core.softmax_offset is None else core.softmax_offset.detach(),
-        "key_bias": None if core.key_bias is None else core.key_bias.detach(),
-        "value_bias": None if core.value_bias is None else core.value_bias.detach(),
+        "sink": None if core.softmax_offset is None else core.softmax_offset.detach().float(),
+        "key_bias": None if core.key_bias is None else core.key_bias.detach().float(),
+        "value_bias": None if core.value_bias is None else core.value_bias.detach().float(),
         "mlp": None if mlp is None else [mlp.fc1.weight.detach(), mlp.fc2.weight.detach()],
         "bias": None if core.relative_bias is None else core.relative_bias(TOKENS, ids.device),
     }

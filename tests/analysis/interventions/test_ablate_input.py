@@ -46,7 +46,7 @@ def test_a_calibration_sets_the_same_thresholds(folder, analysis, tmp_path, forw
         ("--score awft --seeds 1 1", ["--seeds 1 1: a value is repeated"]),
         ("--heads 0.1 --layer -1", ["numbered from 0"]),
         ("--score random", ["--score random: it is always measured"]),
-        ("--by gradient --task a", ["--by gradient with --tasks: it takes the loss of texts"]),
+        ("--by gradient --tasks a", ["--by gradient with --tasks: it takes the loss of texts"]),
         ("--heads 0.1 --calibration .", ["--calibration sets the thresholds of --score"]),
         (
             "--heads 0.1 --zeroed 10 --seeds 1",
