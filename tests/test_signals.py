@@ -51,7 +51,7 @@ def made(nursery, tmp_path_factory):
 def commands(made: Path, out: Path) -> dict[str, tuple[list[str], str, str]]:
     """{command: (its arguments, a call in the middle of it, what is there then)}."""
     data = ["--data", str(made / "texts.txt"), "--seq-length", "64", "--device", "cpu"]
-    prompt = ["--prompt", "Text", "--cpu", "--max-new-tokens", "60"]
+    prompt = ["--prompt", "Text", "--device", "cpu", "--max-new-tokens", "60"]
     long = ["--max-samples", "2000"]
     analysis, lengths = "megasink.analysis", ["--lengths", "16", "32"]
     return {

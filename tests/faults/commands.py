@@ -110,7 +110,7 @@ def lines(sound: Sound) -> dict[str, Line]:
                 *_deep("out/after"),
             ],
         ),
-        "demo": Line(["demo", "--train-iters", 1, "--dir", "{out}"]),
+        "demo": Line(["demo", "--train-iters", 1, "--output", "{out}"]),
         "report": Line(["report", sound.analysis, sound.other, "--output", "{out}"]),
         "report/own": Line(["report", "{out}", "--output", "{out}"], prepare=analysis_there),
         "compare": Line(["compare", sound.run, sound.run2, "--output", "{out}.png"]),
