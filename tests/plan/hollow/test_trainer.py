@@ -106,8 +106,10 @@ def test_the_gradient_norm_is_read_once(gpu):
 LAUNCHES = {
     "--attention-variant vanilla --head-balance-coeff 0": 90,
     "--attention-variant vanilla": 93,
-    "--attention-variant sink --head-balance-coeff 0": 83,
-    "--attention-variant sink": 86,
+    # A sink in bf16 takes three: widened, its gradient narrowed, and the copy of its main weight,
+    # which TransformerEngine and apex make with those of all parameters.
+    "--attention-variant sink --head-balance-coeff 0": 86,
+    "--attention-variant sink": 89,
     "--attention-variant kv-bias": 100,
     GATED: 85,
     f"{GATED} {ELEMENTWISE}": 84,
