@@ -234,7 +234,9 @@ def test_parts_that_do_not_belong_together(tmp_path, folder, inputs):
 
 
 def test_what_cannot_be_divided_is_refused(inputs):
-    with pytest.raises(ConfigError, match=r"--partition 1/4: only 1 of the 4 parts would have data"):
+    with pytest.raises(
+        ConfigError, match=r"--partition 1/4: only 1 of the 4 parts would have data"
+    ):
         Corpus([f"{inputs[0]}/b.jsonl.gz"], partition=(1, 4))
 
 

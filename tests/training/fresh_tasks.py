@@ -20,7 +20,7 @@ def loaded_without_a_process_group(run: str) -> tuple[int, bool, bool]:
     return iteration, during, left
 
 
-def threads_after_loads(run: str) -> dict[str, list[int]]:
+def threads_after_loads(run: str) -> dict[str, int]:
     """Native threads after each of three turns: commands, loads beside a process group of the
     caller, loads whose models stay."""
     import gc
@@ -28,6 +28,7 @@ def threads_after_loads(run: str) -> dict[str, list[int]]:
     import megasink
     from megasink.cli import main
     from tests.distributed.thread_tasks import threads
+    from tests.waiting import until
 
     def command() -> None:
         line = ["generate", run, "--prompt", "def", "--max-new-tokens", "2", "--device", "cpu"]
@@ -40,13 +41,19 @@ def threads_after_loads(run: str) -> dict[str, list[int]]:
         with single_process():
             command()
 
-    def counted(turn: Callable[[], None]) -> list[int]:
-        found = []
-        for _ in range(3):
+    def total() -> int:
+        return sum(threads().values())
+
+    def counted(turn: Callable[[], None]) -> int:
+        """The threads after three turns, none more than after the first; ended ones may linger."""
+        turn()
+        gc.collect()
+        most = total()
+        for _ in range(2):
             turn()
             gc.collect()
-            found.append(sum(threads().values()))
-        return found
+            until(lambda: total() <= most, lambda: f"{total()} threads, {most} after the first")
+        return total()
 
     found = {"command": counted(command)}
     import torch
@@ -62,5 +69,6 @@ def threads_after_loads(run: str) -> dict[str, list[int]]:
     found["loaded"] = counted(load)
     destroy_groups()
     gc.collect()
-    found["end"] = [sum(threads().values())]
+    until(lambda: total() <= found["command"], lambda: f"{total()} threads, {found}")
+    found["end"] = total()
     return found

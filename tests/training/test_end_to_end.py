@@ -187,7 +187,7 @@ def test_analyze_and_trace_a_run(pipeline_run, pool, tmp_path):
     assert wrote.endswith("report.html and trace.csv from 2 analyses")
     assert "megasink report " in then
     assert "--dtype applies to Hugging Face models" in answers[1][2]
-    assert "is not a Hugging Face model folder" in answers[2][2]
+    assert f"is a folder of runs: give one, {run}" in answers[2][2]
     header, *rows = (tmp_path / "trace" / "trace.csv").read_text().splitlines()
     rows = [dict(zip(header.split(","), row.split(","), strict=True)) for row in rows]
     assert [row["step"] for row in rows] == ["6", "12"]
@@ -250,9 +250,7 @@ def test_loading_again_and_again_leaves_no_threads(pipeline_run, pool):
     """A process group has three under gloo, which poll until the process ends."""
     task = "tests.training.fresh_tasks:threads_after_loads"
     for found in pool.run(task, run=str(pipeline_run)):
-        assert {turn: len(set(counts)) for turn, counts in found.items()} == dict.fromkeys(found, 1)
-        (left,) = found["end"]
-        assert found["command"][0] == left < found["beside"][0] < found["loaded"][0]
+        assert found["end"] <= found["command"] < found["beside"] < found["loaded"]
 
 
 def test_generate_says_what_is_wrong(pipeline_run, text, pool, tmp_path):
