@@ -9,16 +9,20 @@ Shapes: B rows, T tokens, H query heads, G key/value groups, D head dim, E hidde
 
 import inspect
 from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
-from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
-from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+from transformers import PreTrainedModel
 
 from megasink.analysis.capture.base import Listener, Probe
 from megasink.analysis.capture.changes import ForwardPass, HeadChange
+from megasink.analysis.capture.own_attention import (
+    attention_of,
+    is_replaced,
+    replaced_attention,
+)
 from megasink.analysis.capture.segments import (
     Segment,
     check_mask,
@@ -36,7 +40,6 @@ from megasink.transformers.blocks import (
     child,
     decoder_config,
     decoder_of,
-    eager_function,
     find_blocks,
     gate_reader,
     output_weight,
@@ -75,9 +78,8 @@ class TransformersProbe(Probe):
         self.model: PreTrainedModel = model
         # OPT calls the decoder in its base model, and never that model itself.
         self.body: torch.nn.Module = child(model.base_model, ("decoder",)) or model.base_model
-        self._registered = False
+        self._attending = ExitStack()
         self._signature = inspect.signature(self.body.forward)
-        self._decoder: PreTrainedModel = decoder_of(model)
         self.base: str = decoder_config(model)._attn_implementation
         self.layers = find_blocks(model)
         self._readers = {
@@ -94,22 +96,13 @@ class TransformersProbe(Probe):
 
     def _install(self) -> None:
         if self.reads_attention:
-            if NAME in AttentionInterface._global_mapping:
+            if is_replaced(NAME):
                 raise UserError("a probe that reads attention is open: close it first")
-            AttentionInterface.register(NAME, self._attend)
-            self._registered = True
-            # Without a mask function of this name transformers makes no mask at all, and attention
-            # turns bidirectional without a word.
-            AttentionMaskInterface.register(NAME, ALL_MASK_ATTENTION_FUNCTIONS[self.base])
-            self._decoder.set_attn_implementation(NAME)
+            self._attending.enter_context(replaced_attention(self.model, NAME, self._attend))
         super()._install()
 
     def _uninstall(self) -> None:
-        if self._registered:
-            self._decoder.set_attn_implementation(self.base)
-            AttentionInterface._global_mapping.pop(NAME, None)
-            AttentionMaskInterface._global_mapping.pop(NAME, None)
-            self._registered = False
+        self._attending.close()
 
     def _output_weight(self, index: int) -> Tensor:
         return output_weight(self.layers[index].output, self.heads[index])
@@ -174,10 +167,7 @@ class TransformersProbe(Probe):
     ) -> tuple[Tensor, Tensor | None]:
         """Attention function that transformers calls."""
         refuse_chosen_keys(module, key.shape[2], kwargs)
-        if self.base == "eager":
-            function = eager_function(module)
-        else:
-            function = ALL_ATTENTION_FUNCTIONS[self.base]
+        function = attention_of(self.base, module)
         out_BTHD, weights = function(module, query, key, value, attention_mask, **kwargs)
         index = self._index.get(id(module))
         if index is not None:

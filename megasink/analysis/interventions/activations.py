@@ -17,16 +17,14 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from transformers import AttentionInterface, AttentionMaskInterface
-from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
-from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from megasink.analysis.capture.base import Listener, Probe
 from megasink.analysis.capture.models import open_probe_on
+from megasink.analysis.capture.own_attention import attention_of, replaced_attention
 from megasink.analysis.capture.transformers_sites import DOWN
 from megasink.analysis.metrics.inputs import ATTENTION, BRANCHES
 from megasink.errors import UserError, reason_of
-from megasink.transformers.blocks import Block, child, decoder_config, decoder_of, eager_function
+from megasink.transformers.blocks import Block, child, decoder_config, decoder_of
 
 PLACES = {
     "input": ("[B, T, E]", "the state that enters the layer"),
@@ -319,7 +317,7 @@ def _attending(probe: Any, touches: Mapping[str, Touch]) -> Iterator[None]:
     if not touches:
         yield
         return
-    decoder, base = decoder_of(probe.model), decoder_config(probe.model)._attn_implementation
+    base = decoder_config(probe.model)._attn_implementation
     layers = {id(block.attention): i for i, block in enumerate(probe.layers) if block.attention}
 
     def attend(
@@ -332,18 +330,8 @@ def _attending(probe: Any, touches: Mapping[str, Touch]) -> Iterator[None]:
 
         given = zip(_OF_ATTENTION, (query, key, value), strict=False)
         ours = [seen(name, tensor.transpose(1, 2)).transpose(1, 2) for name, tensor in given]
-        function: Any = ALL_ATTENTION_FUNCTIONS.get(base) or eager_function(module)
-        out_BTHD, weights = function(module, *ours, *args, **kwargs)
+        out_BTHD, weights = attention_of(base, module)(module, *ours, *args, **kwargs)
         return seen("out", out_BTHD), weights
 
-    name = f"megasink_hooks_{next(_NUMBERS)}"
-    AttentionInterface.register(name, attend)
-    # Without a mask function of this name transformers makes no mask at all.
-    AttentionMaskInterface.register(name, ALL_MASK_ATTENTION_FUNCTIONS[base])
-    decoder.set_attn_implementation(name)
-    try:
+    with replaced_attention(probe.model, f"megasink_hooks_{next(_NUMBERS)}", attend):
         yield
-    finally:
-        decoder.set_attn_implementation(base)
-        AttentionInterface._global_mapping.pop(name, None)
-        AttentionMaskInterface._global_mapping.pop(name, None)
