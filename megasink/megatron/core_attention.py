@@ -18,7 +18,6 @@ from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.tensor_parallel import (
     copy_to_tensor_model_parallel_region,
-    set_tensor_model_parallel_attributes,
 )
 from megatron.core.transformer.enums import AttnMaskType
 from megatron.core.transformer.module import MegatronModule
@@ -33,7 +32,7 @@ from megasink.config import COMM_TYPES, visible_tokens
 from megasink.megatron.head_observer import HeadObserver
 from megasink.megatron.layer_balance import MegatronLayerBalance
 from megasink.megatron.optional import position_bias, similarity_mlp
-from megasink.megatron.parameters import ShardedByHeads, widened
+from megasink.megatron.parameters import ShardedByHeads, new_parameter, widened
 from megasink.megatron.projection import frees_projection
 from megasink.megatron.statistics import ModelStatistics
 
@@ -136,11 +135,8 @@ class CoreAttention(ShardedByHeads, MegatronModule):
             self.register_parameter(name, None)
         for added in self.variant.parameters:
             shape, value = added.local_shape(config, self.tp_group.size()), added.initial(config)
-            start = torch.full(shape, value, dtype=config.params_dtype, device=device)
-            parameter = torch.nn.Parameter(start)
-            if added.sharded(config):
-                set_tensor_model_parallel_attributes(parameter, True, 0, 1)
-            self.register_parameter(added.name, parameter)
+            axis = 0 if added.sharded(config) else None
+            self.register_parameter(added.name, new_parameter(shape, value, config, axis=axis))
         self.similarity_mlp = similarity_mlp(config, head_dim, device)
 
     def forward(

@@ -57,9 +57,8 @@ class ExplicitGate(ShardedByHeads, MegatronModule):
         self.heads = self.heads_of_layer // (tp_group.size() if self.sharded else 1)
         self.logit = None
         if config.gate_input == "none":
-            self.logit = new_parameter(
-                (self.heads * self.width,), 0.0, config, sharded=self.sharded
-            )
+            axis, shape = 0 if self.sharded else None, (self.heads * self.width,)
+            self.logit = new_parameter(shape, 0.0, config, axis=axis, of_tokens=not self.sharded)
 
     def forward(self, x_SBHD: Tensor, score: Tensor | None = None) -> tuple[Tensor, Tensor]:
         """Gate a tensor.
@@ -143,7 +142,7 @@ class HeadNorm(ShardedByHeads, MegatronModule):
         self.weight = None
         if config.sdpa_output_norm == "rmsnorm":
             heads = config.num_attention_heads // tp_group.size()
-            self.weight = new_parameter((heads * config.kv_channels,), 1.0, config, sharded=True)
+            self.weight = new_parameter((heads * config.kv_channels,), 1.0, config, axis=0)
 
     def forward(self, x_SBHD: Tensor) -> Tensor:
         """Normalize each head; the result has the dtype of the input."""

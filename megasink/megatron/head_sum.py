@@ -51,8 +51,8 @@ class HeadSumProjection(ShardedByHeads, MegatronModule):
         self.tp_group = tp_group
         self.sequence_parallel = config.sequence_parallel
         shape = (hidden_size, config.kv_channels)
-        self.weight = new_parameter(shape, 0.0, config, sharded=False)
-        self.bias = new_parameter(shape[:1], 0.0, config, sharded=False) if bias else None
+        self.weight = new_parameter(shape, 0.0, config, of_tokens=True)
+        self.bias = new_parameter(shape[:1], 0.0, config, of_tokens=True) if bias else None
         if config.perform_initialization:
             init_method(self.weight)
 

@@ -15,22 +15,28 @@ if TYPE_CHECKING:
 
 
 def new_parameter(
-    shape: tuple[int, ...], value: float, config: "MegasinkTransformerConfig", *, sharded: bool
+    shape: tuple[int, ...],
+    value: float,
+    config: "MegasinkTransformerConfig",
+    *,
+    axis: int | None = None,
+    of_tokens: bool = False,
 ) -> torch.nn.Parameter:
     """Create a parameter of the model's dtype with a constant initial value.
 
     Args:
-        sharded: Whether axis 0 is sharded by heads, with `shape` for this rank; otherwise the
-            parameter is replicated on every tensor-parallel rank.
+        axis: Axis that is sharded by heads, with `shape` for this rank; None for a parameter that
+            every tensor-parallel rank has.
+        of_tokens: Whether each of these ranks sees only a part of the tokens.
     """
+    # Unlike Megatron, which always uses the current CUDA device, honor CPU initialization.
     device = None if config.use_cpu_initialization else torch.cuda.current_device()
     parameter = torch.nn.Parameter(
         torch.full(shape, value, dtype=config.params_dtype, device=device)
     )
-    if sharded:
-        set_tensor_model_parallel_attributes(parameter, True, 0, 1)
-    else:
-        # Each rank sees a part of the tokens: finalize_model_grads sums the gradients.
+    if axis is not None:
+        set_tensor_model_parallel_attributes(parameter, True, axis, 1)
+    if of_tokens:  # finalize_model_grads sums the gradients
         parameter.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
     return parameter
 

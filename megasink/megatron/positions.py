@@ -10,12 +10,11 @@ import math
 from collections.abc import Callable
 
 import torch
-from megatron.core.tensor_parallel import set_tensor_model_parallel_attributes
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from megasink.megatron.config import MegasinkTransformerConfig
-from megasink.megatron.parameters import widened
+from megasink.megatron.parameters import new_parameter, widened
 
 
 def build_position_bias(
@@ -92,11 +91,8 @@ class RelativeBias(BucketBias):
 
     def __init__(self, config: MegasinkTransformerConfig, tp_group: ProcessGroup):
         super().__init__(config, tp_group)
-        device = None if config.use_cpu_initialization else torch.cuda.current_device()
         # Drawn by megasink.megatron.init.
-        table = torch.zeros(self.buckets, self.heads, dtype=config.params_dtype, device=device)
-        self.weight = torch.nn.Parameter(table)
-        set_tensor_model_parallel_attributes(self.weight, True, 1, 1)
+        self.weight = new_parameter((self.buckets, self.heads), 0.0, config, axis=1)
 
     def forward(self, distances: int, device: torch.device) -> Tensor:
         """See `DistanceBias`; differentiable."""
