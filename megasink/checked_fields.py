@@ -1,7 +1,7 @@
 """Types and ranges of the fields of a JSON file, and of the arguments of public functions.
 
 pydantic checks them, with one line for a problem. The tables of fields stand beside their readers.
-Strict: "4" is no number and true is no count. A key that no table has is its reader's to judge.
+Strict: "4" is not a number and true is not a count. The reader judges keys that no table has.
 """
 
 import functools

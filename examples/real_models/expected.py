@@ -31,7 +31,7 @@ def met(expected: Any, numbers: Mapping[str, Any], name: str) -> bool:
         numbers: name -> a value, several, or null.
 
     Raises:
-        ValueError: there is no such number, although one was expected.
+        ValueError: an expected number is missing.
     """
     if expected == "none":
         return numbers[name] is None

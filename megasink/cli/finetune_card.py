@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import megasink
+from megasink.convert.model_card import OF_SINKS
 from megasink.finetune_options import FinetuneOptions
 
 _LICENSE = ("license", "license_name", "license_link")
@@ -63,8 +64,7 @@ Made by `megasink finetune` {megasink.__version__} with TRL, on the assistant's 
 |---|---|
 {table}
 
-The head-balance loss is that of Attention Sink Forges Native MoE in Attention Layers: Sink-Aware
-Training to Address Head Collapse (Fu et al., https://arxiv.org/abs/2602.01203).
+The head-balance loss is that of {OF_SINKS}, https://arxiv.org/abs/2602.01203.
 """
 
 

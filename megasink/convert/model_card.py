@@ -12,7 +12,7 @@ from megasink.convert.targets.target import Target
 from megasink.errors import UserError
 from megasink.json_file import read_text
 
-_OF_SINKS = (
+OF_SINKS = (
     "Attention Sink Forges Native MoE in Attention Layers: Sink-Aware Training to Address Head "
     "Collapse (Fu et al.)"
 )
@@ -75,7 +75,7 @@ def model_card(
     table = "\n".join(f"| {name} | {value} |" for name, value in rows if value is not None)
     papers = [_OF_GATES] if model.variant.explicit_gate else []
     if model.has_sink or saved.get("head_balance_coeff"):
-        papers.append(_OF_SINKS)
+        papers.append(OF_SINKS)
     cited = "".join(f"- {paper}\n" for paper in papers)
     remote = ", trust_remote_code=True" if target.custom_code else ""
     return f"""---

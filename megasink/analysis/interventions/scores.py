@@ -43,7 +43,7 @@ class LayerScore:
         if self.is_random:
             return
         self.of_statistics = statistics_of(self.entry)
-        if any(entry.takes_backward for entry in self.of_statistics.values()):
+        if is_of_all_texts(name):
             raise UserError(
                 f"score {name!r} takes a backward pass, so it cannot choose heads in each sequence "
                 f"while the model runs: `megasink ablate --by {name}` zeroes the same in all"

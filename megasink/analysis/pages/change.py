@@ -21,7 +21,7 @@ _MAPS = {
 
 
 def _maps(analyses: Sequence[Analysis]) -> dict[str, str]:
-    """Return what is told: importance alone if it is 1 - AWFT, as in vanilla attention."""
+    """Return the metrics shown: importance alone if it is 1 - AWFT, as in vanilla attention."""
     if all(
         np.allclose(a.values("importance"), 1 - a.values("awft"), 0, 1e-6, True) for a in analyses
     ):
