@@ -87,14 +87,14 @@ class ShardedByHeads(torch.nn.Module):
 
 
 class StaysFloat32(torch.nn.Module):
-    """A module whose own float32 parameters and buffers change device but never dtype.
+    """A module whose own float32 buffers change device but never dtype.
 
-    Float16Module would convert every parameter and buffer to bf16.
+    Float16Module would convert every buffer to bf16.
     """
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
-        own = {**self._parameters, **self._buffers}
-        kept = {name: t.data for name, t in own.items() if t is not None and t.dtype == torch.float}
+        own = self._buffers.items()
+        kept = {name: t.data for name, t in own if t is not None and t.dtype == torch.float}
         super()._apply(fn, recurse)
         for name, before in kept.items():
             tensor = getattr(self, name)

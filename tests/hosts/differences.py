@@ -255,6 +255,8 @@ FLAGS = {
         r"host-b: variable NCCL_ALGO Ring \(host-a: missing\)", variables={"NCCL_ALGO": "Ring"}
     ),
 }
+# A plugin that both hosts load.
+OF_BOTH = {"before": OF_PLUGIN, "everywhere": PATH, "of": "b", "all": PLUGIN}
 SOFTWARE = {
     "a plugin of one host": Case(
         r"host-b: .*--plugin|plugin mine", before=OF_PLUGIN, everywhere=PATH, flags=PLUGIN
@@ -269,19 +271,13 @@ SOFTWARE = {
     ),
     "another plugin of the same name": Case(
         r"host-b: the source of (module mine|--plugin mine) sha256 \w+ \(host-a: sha256",
-        before=OF_PLUGIN,
         setup="printf 'import helper  # x' > {own}/m; mount --bind {own}/m {own}/p/mine.py",
-        everywhere=PATH,
-        of="b",
-        all=PLUGIN,
+        **OF_BOTH,
     ),
     "another module that a plugin imports": Case(
         r"host-b: the source of module helper sha256 \w+ \(host-a: sha256",
-        before=OF_PLUGIN,
         setup="echo 2 > {own}/h; mount --bind {own}/h {own}/p/helper.py",
-        everywhere=PATH,
-        of="b",
-        all=PLUGIN,
+        **OF_BOTH,
     ),
     "NCCL of one host": Case(
         r"host-b: version of nvidia-nccl-cu12 99\.0 \(host-a: missing\)",
