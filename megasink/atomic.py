@@ -58,9 +58,7 @@ def atomic_files(folder: Path, replaced: Iterable[str] = ()) -> Iterator[Path]:
     """Yield a folder for new files, which replace those in `folder` once all are written.
 
     An exception in the body leaves `folder` as it was; see `atomic_folder` for signals and kills.
-
-    Args:
-        replaced: patterns of files in `folder` that are removed unless they are written again.
+    Files that match `replaced` and are not written again are removed.
     """
     made = [each for each in (folder, *folder.parents) if not each.exists()]
     try:

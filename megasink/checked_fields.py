@@ -73,12 +73,7 @@ def fields(kinds: Mapping[str, Any], *, finite: bool = True) -> type[BaseModel]:
 
 
 def check(kind: type[BaseModel], value: Mapping[str, Any], where: str) -> None:
-    """Check the fields of a JSON object.
-
-    Raises:
-        UserError: a field has another type or is out of range; names the first one, its value and
-            what is allowed, and says which others there are.
-    """
+    """Raise UserError for the first field of a wrong type or range, and list the other ones."""
     try:
         kind.model_validate(dict(value))
     except ValidationError as error:

@@ -20,11 +20,7 @@ class UserError(ValueError):
 
 
 class ConfigError(UserError):
-    """One or more configuration problems in a single message.
-
-    Args:
-        problems: One sentence each, naming the value and the flag to change.
-    """
+    """One or more problems in a single message: a sentence each, with the value and the flag."""
 
     def __init__(self, problems: str | Iterable[str]):
         given = [problems] if isinstance(problems, str) else problems
@@ -43,12 +39,7 @@ class UnknownName(UserError, AttributeError, KeyError):
 
 
 class Stopped(UserError):
-    """Raised when a signal stops the run; the message says what was kept.
-
-    Args:
-        number: Signal number.
-        text: Text after "stopped by SIGTERM", including its separator.
-    """
+    """Raised when a signal stops the run; the text follows "stopped by SIGTERM"."""
 
     def __init__(self, number: int, text: str):
         super().__init__(f"stopped by {signal.Signals(number).name}{text}")
@@ -72,11 +63,7 @@ def reason_of(error: BaseException) -> str:
 
 
 def nearest(word: object, names: Iterable[str], *, cutoff: float = 0.75) -> str | None:
-    """Return the known name closest to a misspelled one, or None.
-
-    Args:
-        cutoff: least similarity, of at most 1.
-    """
+    """Return the known name closest to a misspelled one, or None below the similarity `cutoff`."""
     word = str(word)
     bare = word.lstrip("-–—")
     plain = ("--" if bare != word else "") + bare.partition("=")[0].replace("_", "-").lower()
@@ -98,11 +85,7 @@ def is_hub_name(path: Path) -> bool:
 
 
 def missing_folder(folder: Path, flag: str = "") -> str:
-    """Return that a folder is missing; for a name of the hub, with the line that downloads it.
-
-    Args:
-        flag: with which the command downloads it, if it has such a flag.
-    """
+    """Return that a folder is missing; for a name of the hub, with the line that downloads it."""
     problem = f"{folder}: no such folder; nothing is downloaded"
     if is_hub_name(folder):
         flag = flag and f"add {flag}, or "

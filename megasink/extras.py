@@ -18,21 +18,13 @@ def have_megatron() -> bool:
 
 
 def require_train(what: str) -> None:
-    """Refuse what needs Megatron-Core where it is not installed.
-
-    Raises:
-        UserError: it is not; with the command that installs it.
-    """
+    """Raise UserError, with the command that installs Megatron-Core, if it is not installed."""
     if not have_megatron():
         raise UserError(f"{what} needs megasink[train]: {TRAIN}")
 
 
 def require(package: str, what: str) -> None:
-    """Refuse what needs a package of megasink[train] where it is not installed.
-
-    Raises:
-        UserError: it is not; with the command that installs it.
-    """
+    """Raise UserError, with the install command, for a missing package of megasink[train]."""
     if _places(package) is None:
         raise UserError(f"{what} needs {package}, which is part of megasink[train]: {TRAIN}")
 

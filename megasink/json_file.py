@@ -32,11 +32,7 @@ def open_file(path: Path, *, appending: bool = False) -> BinaryIO:
 
 
 def read_text(path: Path, most: int = _LARGEST, errors: str = "strict") -> str:
-    """Return the text of a file of at most so many bytes.
-
-    Args:
-        errors: what becomes of bytes that are not UTF-8, as in `bytes.decode`.
-    """
+    """Return the text of a file of at most so many bytes."""
     try:
         with open_file(path) as file:
             if os.fstat(file.fileno()).st_size > most:

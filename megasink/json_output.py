@@ -19,11 +19,7 @@ def add_json(parser: argparse.ArgumentParser) -> None:
 
 @contextlib.contextmanager
 def only_json(wanted: bool) -> Iterator[Callable[[Any], None]]:
-    """Yield a function that prints a result if JSON was asked for.
-
-    Args:
-        asked: ``args.json``. If true, the text of the command goes to stderr.
-    """
+    """Yield a function that prints a result as JSON if wanted; other text then goes to stderr."""
     out = sys.stdout
     with contextlib.redirect_stdout(sys.stderr) if wanted else contextlib.nullcontext():
         yield lambda result: print(as_text(result), file=out, flush=True) if wanted else None

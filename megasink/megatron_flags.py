@@ -308,12 +308,7 @@ def flags_refused(when: str) -> set[str]:
 
 
 def refused(args: Namespace | Mapping[str, Any], when: str) -> Iterator[tuple[str, Any, str]]:
-    """Yield (flag, its value, why) of each flag that is given and refused.
-
-    Args:
-        args: parsed arguments, or those of a config.json.
-        when: a key of `REFUSED`.
-    """
+    """Yield (flag, value, why) of each flag that is given and refused."""
     yield from given_of(args, REFUSED[when])
 
 

@@ -57,11 +57,7 @@ def load(argv: Sequence[str], *, list_names: bool = False) -> None:
     """Import the plugins of installed packages, then those that a command line names.
 
     The current directory is on the path for ``--plugin``, as it is for ``python -m`` (not under
-    ``python -P``).
-
-    Args:
-        argv: a command's unparsed arguments.
-        list_names: fill `Plugin.registered`, which imports every registry first.
+    ``python -P``). `list_names` fills `Plugin.registered`, which imports every registry first.
     """
     for entry in sorted(entry_points(group=GROUP), key=lambda entry: entry.module):
         _load(entry.module, f"package {entry.dist.name}" if entry.dist else GROUP, list_names)
@@ -89,11 +85,7 @@ def flags(argv: Sequence[str]) -> list[str]:
 
 
 def advice(recorded: object = None) -> str:
-    """Return what to do about an unregistered name.
-
-    Args:
-        recorded: "plugin" of a run's config.json: shown, never imported.
-    """
+    """Return what to do about an unregistered name."""
     if not isinstance(recorded, list) or not recorded:
         return f"to use your own, add {FLAG} MODULE"
     names = " ".join(f"{FLAG} {str(name)[:_MOST_CHARACTERS]}" for name in recorded[:_MOST_NAMES])

@@ -16,11 +16,7 @@ _JOINERS = "\N{ZERO WIDTH NON-JOINER}\N{ZERO WIDTH JOINER}"
 
 
 def printable(text: str, keep: str = "\n\t") -> str:
-    """Replace control and invisible characters with Python escapes.
-
-    Args:
-        keep: Control characters to leave unchanged.
-    """
+    """Replace control and invisible characters, except `keep`, with Python escapes."""
     if text.isascii() and text.isprintable():
         return text
     return "".join(
@@ -42,12 +38,7 @@ def say(text: str) -> None:
 
 
 def say_next(what: str, *words: object) -> None:
-    """Print the command that people run after this one, ready to be pasted.
-
-    Args:
-        what: it tells them, such as "what the model says".
-        words: the command's arguments; quoted where a shell needs it.
-    """
+    """Print the command that people run next, and what it shows, ready to be pasted."""
     say(f"next, {what}: megasink {shlex.join(map(str, words))}")
 
 

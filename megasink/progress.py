@@ -33,15 +33,9 @@ def progress(
 ) -> Iterator[Tell]:
     """Show progress and the remaining time, estimated from the rate of this process.
 
-    Args:
-        total: Number of units; None if unknown.
-        unit: Plural name, such as "samples"; "bytes" are shown with their rate.
-        before: Units done by an earlier process, excluded from the rate.
-        console: Defaults to stderr.
-        every: Seconds between lines when there is no terminal; the first comes sooner. With 0 every
-            call prints a line and there is no bar, which leaves the terminal to the bars of the
-            individual steps.
-        slow: The first units take seconds: without a terminal a line says at once what is done.
+    Units done `before` do not count in the rate. Without a terminal there is a line every `every`
+    seconds, the first one sooner, or at once if the units are `slow`. With 0 every call prints a
+    line and there is no bar, which leaves the terminal to the bars of the individual steps.
     """
     from rich.console import Console
     from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
@@ -88,12 +82,7 @@ def progress(
 
 
 def tracked[T](items: Iterable[T], what: str, total: int, unit: str, **options: Any) -> Iterator[T]:
-    """Yield the items, reporting each as done when the next one is requested.
-
-    Args:
-        total: Number of items.
-        what, unit, options: See `progress`.
-    """
+    """Yield the items, reporting each as done when the next one is requested."""
     with progress(what, total, unit, **options) as tell:
         for count, item in enumerate(items, 1):
             yield item

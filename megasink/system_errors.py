@@ -39,12 +39,7 @@ _AVAILABLE = re.compile(r"MemAvailable:\s+(\d+) kB")
 
 
 def explained(error: BaseException, what: object = None, cure: str = "") -> str | None:
-    """Return the line for an error that the machine caused, or None for any other error.
-
-    Args:
-        what: what could not be written, if the error does not name a file.
-        cure: what to do, in place of the advice for its kind.
-    """
+    """Return the line for an error that the machine caused (full disk, memory), otherwise None."""
     found = next((each for each in _with_causes(error) if _number(each)), None)
     if found is None:
         return None
@@ -64,12 +59,7 @@ def explained(error: BaseException, what: object = None, cure: str = "") -> str 
 
 @contextmanager
 def writing(what: object, cure: str = "") -> Iterator[None]:
-    """Turn a system error on the way to a file into one line.
-
-    Args:
-        what: what the body writes, such as "--output FOLDER".
-        cure: what to do if there is no room.
-    """
+    """Turn a system error on the way to a file, such as "--output FOLDER", into one line."""
     try:
         yield
     except UserError:

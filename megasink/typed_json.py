@@ -35,11 +35,7 @@ def to_json(value: Any) -> Any:
 
 
 def from_json(kind: Any, value: Any, where: str) -> Any:
-    """Build an instance of a dataclass or field type from JSON.
-
-    Args:
-        where: Location of the value, for errors.
-    """
+    """Build an instance of a dataclass or field type from JSON."""
     if kind is Any or (kind is float and isinstance(value, int) and not isinstance(value, bool)):
         return value
     if kind in _PLAIN:

@@ -16,11 +16,7 @@ from megasink.analysis.pages.drawing import write_page
 def write_report(
     analyses: Sequence[Analysis], output: Path, *, kinds: Sequence[str] = ("png",)
 ) -> None:
-    """Write the page and figures of one or several analyses; of a single one tables too.
-
-    Args:
-        kinds: figure file types to write next to the page: "png", "pdf".
-    """
+    """Write the page and figures (png, pdf) of analyses; of a single one tables too."""
     for difference in differences(analyses):
         print(f"megasink: warning: the analyses have {difference}", file=sys.stderr)
     for analysis in analyses:

@@ -126,12 +126,9 @@ def _arrays(path: Path) -> Arrays:
 
 
 def write_tables(analysis: Analysis, folder: Path) -> list[Path]:
-    """Write heads.csv, layers.csv, states.csv, scores.csv and datasets.csv.
+    """Write heads.csv, layers.csv, states.csv, scores.csv and datasets.csv, and return their paths.
 
     The first three have a column for each registered metric of their axis shown in tables.
-
-    Returns:
-        the files written.
     """
     folder.mkdir(parents=True, exist_ok=True)
     results, written = analysis.results, []

@@ -51,12 +51,7 @@ def measure(
     ranks: Ranks | None = None,
     console: Console | None = None,
 ) -> Measurements | None:
-    """Run the samples and return the metrics of each; see `run`.
-
-    Args:
-        metrics: metrics of statistics to compute; None for all.
-        changes: made in the heads while they run.
-    """
+    """Run the samples and return the metrics of each, all metrics if none are named; see `run`."""
     recorder = Recorder(model.heads, metrics, options)
     with model.open_probe(recorder, changes) as probe:
         return run(
@@ -84,19 +79,9 @@ def run(
     partial: PartialFolder | None = None,
     ranks: Ranks | None = None,
 ) -> Measurements | None:
-    """Run every sample and return the measurements.
+    """Run every sample and return the measurements; None on every rank but 0.
 
-    Batches hold sequences of one length, so nothing is padded.
-
-    Args:
-        probe: an open probe; `recorder` is its listener.
-        options: read for `batch_size`, and for `loss`, which needs logits [B, T, V].
-        token_bytes: bytes of each token, for bits per byte.
-        partial: folder that finished shards are written to and read from; None uses memory.
-        ranks: processes that share the shards; several need `partial`.
-
-    Returns:
-        the measurements; None on every process except rank 0.
+    Batches hold sequences of one length, so nothing is padded. Several ranks need `partial`.
     """
     ranks = ranks or Ranks()
     console = console or Console(stderr=True, quiet=bool(ranks.rank))

@@ -32,11 +32,7 @@ class Options:
 
     @classmethod
     def of(cls, values: Any, **others: Any) -> Self:
-        """Return the record of an object with some of its fields, such as a parsed command line.
-
-        Args:
-            others: fields of other values than the object's.
-        """
+        """Return the record of an object with some of its fields, such as a parsed command line."""
         given = {f.name: getattr(values, f.name) for f in fields(cls) if hasattr(values, f.name)}
         return cls(**{name: _frozen(value) for name, value in (given | others).items()})
 
@@ -158,11 +154,7 @@ class AnalysisOptions(Options):
     """replace results of other settings"""
 
     def problems(self, name_of: Callable[[str], str] = flag_of) -> Iterator[str]:
-        """Yield the problems with the numbers that need no model to find.
-
-        Args:
-            name_of: field -> what the message calls it.
-        """
+        """Yield the problems with the numbers that need no model to find."""
         for name, least in _LEAST.items():
             if (value := getattr(self, name)) is not None and value < least:
                 yield f"{name_of(name)} {value}: use {least} or more"
@@ -177,12 +169,7 @@ class AnalysisOptions(Options):
             yield f"--random-lengths {low} {high} and --seq-length {self.seq_length}: choose one"
 
     def positions_problem(self, positions: int | None, name: str) -> str | None:
-        """Return why the sequences do not fit into a model's positions, or None.
-
-        Args:
-            positions: most tokens of a sequence; None if any number will do, or it is not known.
-            name: of the model.
-        """
+        """Return why the sequences do not fit into a model's positions, or None."""
         flag = "seq_length" if self.random_lengths is None else "random_lengths"
         lengths = self.random_lengths or (self.seq_length,)
         if positions is None or lengths[-1] is None or lengths[-1] <= positions:

@@ -37,11 +37,9 @@ def holding(
 def results_of(
     output: Path, replaced: Collection[str] = (), *, kept: bool = True
 ) -> Iterator[Path]:
-    """Yield a folder to write results into, which appear in `output` once all are written.
+    """Yield a folder for results, which appear in `output` once all are written.
 
-    Args:
-        replaced: patterns of the files of earlier results.
-        kept: whether the measurements are on disk until the results are.
+    `replaced` has patterns of earlier files. `kept`: measurements stay on disk until results are.
     """
     then = ", which then writes them without measuring again" * kept
     cure = f"free some space and repeat the command{then}"

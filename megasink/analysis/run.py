@@ -35,23 +35,11 @@ def analyze(
     inputs: Inputs | None = None,
     of_trace: bool = False,
 ) -> Analysis | None:
-    """Run the samples that the options select, and return the measurements; write them to OUTPUT.
+    """Run the samples that the options select, and return the measurements; None on ranks but 0.
 
     Measurements stay in OUTPUT/partial until everything is written; an analysis of the same model,
-    samples and options resumes from there. Without an output nothing is written.
-
-    Args:
-        ranks: processes that share the samples; several need an output.
-        inputs: texts in memory; None for those that the options name.
-        of_trace: draw nothing, and return the analysis that OUTPUT already holds, if it is this.
-
-    Returns:
-        the analysis; None on every process except rank 0.
-
-    Raises:
-        UserError: sequences exceed the positions, token ids exceed the vocabulary, there is no
-            text, `--maps` names a missing head, or the folder cannot be written, is written by
-            another process, or holds other results or another unfinished analysis.
+    samples and options resumes from there. Without an output nothing is written. `of_trace` draws
+    nothing, and returns the analysis that OUTPUT already holds if its settings match.
     """
     output, ranks = options.output, ranks or Ranks()
     named = named_heads(options.maps or (), model.heads)
@@ -94,11 +82,7 @@ def _measured(
     ranks: Ranks,
     partial: PartialFolder | None = None,
 ) -> tuple[Analysis, Arrays] | None:
-    """Run the samples and the short extra passes; arguments as in `analyze` and `measure`.
-
-    Returns:
-        the analysis, and the contents of samples.npz; None on every process except rank 0.
-    """
+    """Run the samples and short extra passes; return the analysis and samples.npz on rank 0."""
     samples = inputs.samples
     token_bytes = bytes_by_token(model, ranks) if options.loss else None
     measurements = measure(

@@ -38,11 +38,7 @@ def read_sealed(path: Path, of: str) -> dict[str, Any]:
 def write_arrays(
     path: Path, arrays: Mapping[str, NDArray[Any]] | None, of: str | None = None
 ) -> None:
-    """Write an .npz file, atomically and without pickles; without arrays, remove the file.
-
-    Args:
-        of: seals the file; None for results, which are compressed and not sealed.
-    """
+    """Write an .npz atomically, without pickles, sealed by `of`; without arrays remove it."""
     if not arrays:
         path.unlink(missing_ok=True)
         return
@@ -55,12 +51,7 @@ def write_arrays(
 
 
 def read_arrays(path: Path, cure: str, of: str | None = None) -> dict[str, NDArray[Any]]:
-    """Return the arrays that `write_arrays` wrote.
-
-    Args:
-        cure: what to do if the file is damaged.
-        of: what the file was sealed with.
-    """
+    """Return the arrays that `write_arrays` wrote."""
     try:
         with np.load(path, allow_pickle=False) as file:
             arrays = {name: file[name] for name in file.files}

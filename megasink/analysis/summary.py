@@ -52,14 +52,7 @@ def summarize(
     inputs: Sequence[Sample] = (),
     geometry: dict[str, Any] | None = None,
 ) -> Results:
-    """Return the contents of results.json.
-
-    Args:
-        analysis: `Measurements.analysis_values`.
-        model: the fields of `ModelFacts`.
-        inputs: the samples, for statistics of their tokens.
-        geometry: from `megasink.analysis.capture.geometry.project`.
-    """
+    """Return the contents of results.json."""
     histogram = measurements.gate_histogram_LB
     about = [measurements.samples[i] for i in measurements.shown()]
     names = dict.fromkeys(sample.dataset for sample in measurements.samples)

@@ -66,15 +66,9 @@ class Setting(NamedTuple):
 
 
 def sweep(model: ProbedModel, options: SweepOptions, ranks: Ranks) -> SweepResults | None:
-    """Run every combination and write the measurements; arguments as in `analyze`.
+    """Run every combination and write the measurements; None on every rank but 0.
 
     The loss always covers the same tokens: all of the text but its first.
-
-    Returns:
-        contents of sweep.json; None on every process except rank 0.
-
-    Raises:
-        UserError: texts are too short, sequences exceed the positions, or there is no BOS.
     """
     output = options.output
     assert output is not None

@@ -16,10 +16,6 @@ from megasink.analysis.metrics.registry import OVER_SAMPLES, Metric, metrics, pa
 class AnalysisValues:
     """Computes every metric whose inputs were measured; the others are left out.
 
-    Args:
-        values: metric of statistics -> its values by sample, NaN for missing entries.
-        facts: a subset of `FACTS`, including "tokens_N".
-
     Attributes:
         by_sample: metric -> [N, ...], for metrics of statistics and derived metrics by sample.
         overall: metric -> value of the analysis; metrics without any number are left out.
@@ -58,11 +54,7 @@ class AnalysisValues:
             self.overall[entry.name] = value
 
     def spread(self, name: str) -> float | None:
-        """Return the standard deviation over samples of a metric's number; None for fewer than two.
-
-        Args:
-            name: a metric derived from the sample values of others, such as the sink rate.
-        """
+        """Return the standard deviation of a metric over samples; None for fewer than two."""
         entry = metrics()[name]
         if name not in self.overall:
             return None

@@ -29,11 +29,7 @@ def write_own_page(output: Path, analysis: Analysis) -> None:
 
 
 def write_numbers(output: Path, analysis: Analysis, samples: Arrays) -> None:
-    """Write results.json and the arrays; `megasink report` creates the rest.
-
-    Args:
-        samples: contents of samples.npz.
-    """
+    """Write results.json and the arrays; `megasink report` creates the rest."""
     files = {"samples": samples, "geometry": analysis.points, "maps": analysis.maps}
     with results_of(output, [f"{name}.npz" for name in files]) as folder:
         for name, arrays in files.items():

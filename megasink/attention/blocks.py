@@ -70,15 +70,9 @@ class Block(NamedTuple):
 def plan_blocks(
     queries: int, keys: int, window: int | None = None, prefix: int = 0
 ) -> tuple[Block, ...]:
-    """Decompose the bottom-right causal mask into disjoint blocks.
+    """Decompose the bottom-right causal mask into disjoint blocks; a prefix or a window, not both.
 
-    Args:
-        queries, keys: T <= S; with a prefix also T = S + 1, where key 0 was removed as the slot.
-        window: Tokens visible to a token, including itself; None for all.
-        prefix: Keys visible to every query; not with a window.
-
-    Raises:
-        ValueError: There are more queries than keys.
+    T <= S; with a prefix also T = S + 1, where key 0 was removed as the slot.
     """
     if prefix and prefix > keys - queries:
         # The prefix keys are unmasked for every query.
@@ -100,11 +94,7 @@ def plan_blocks(
 
 
 def _plan_window(queries: int, past: int, window: int) -> tuple[Block, ...]:
-    """Implement `plan_blocks` for a window smaller than past + queries.
-
-    Args:
-        past: Keys before the first query's token.
-    """
+    """Implement `plan_blocks` for a window smaller than past + queries."""
     blocks = []
     # Queries whose window would begin before key 0 see all keys up to their own.
     complete = min(queries, window - past) if past < window - 1 else 0
@@ -138,11 +128,7 @@ def forward_blocks(
     value_BGSD: Tensor,
     call: AttentionCall,
 ) -> tuple[Tensor, Tensor]:
-    """Run a backend's attention, block by block, under a causal mask without a distance bias.
-
-    Returns:
-        out_BHTD in the dtype of the query, and lse_BHT, float32 (float64 for float64).
-    """
+    """Run a backend, block by block, under a causal mask; return out, and lse in float32 or 64."""
     blocks = plan_blocks(query_BHTD.shape[2], key_BGSD.shape[2], call.window, call.prefix)
     dtype = torch.promote_types(query_BHTD.dtype, torch.float32)
     out_BHTD = torch.zeros_like(query_BHTD, dtype=dtype)

@@ -41,11 +41,7 @@ VARIANTS = {
 
 
 def softmax_variant(name: str, sink_H: Tensor | None) -> SoftmaxVariant:
-    """Return the variant with this name.
-
-    Raises:
-        ValueError: The name is unknown, or `sink_H` does not match it.
-    """
+    """Return the variant with this name."""
     if name not in VARIANTS:
         raise ValueError(f"unknown attention variant {name!r}: one of {', '.join(VARIANTS)}")
     variant = VARIANTS[name]

@@ -19,14 +19,7 @@ from megasink.attention.call import AttentionOutput
 
 
 def document_lengths(cu_seqlens: Sequence[int], tokens: int) -> list[int]:
-    """Return the lengths of the non-empty documents.
-
-    Args:
-        cu_seqlens: Boundaries 0, .., tokens, on the host, because they determine kernel launches.
-
-    Raises:
-        ValueError: The boundaries do not cover the tokens in order.
-    """
+    """Return the lengths of the non-empty documents, from boundaries on the host."""
     bounds = [int(bound) for bound in cu_seqlens]
     lengths = [stop - start for start, stop in pairwise(bounds)]
     if bounds[:1] != [0] or bounds[-1] != tokens or min(lengths, default=-1) < 0:
@@ -58,18 +51,12 @@ def attend_by_document(
     value_BGSD: Tensor,
     *others: Tensor | None,
 ) -> AttentionOutput:
-    """Call `attend` on each document that has queries.
+    """Call `attend` on each document that has queries, or on a batch of those of equal size.
 
     With fewer queries than keys the first of these documents may begin before the queries: its
-    queries are then fewer than its keys.
-
-    Args:
-        attend: Takes these tensors of one document, or of a batch of documents of equal size.
-        others: Other arguments, broadcastable to [B, H, T] or [B, H, T, D]. What has no dimension
-            of batch or tokens is the same for each document.
-
-    Returns:
-        The results in token order; the memory layout of out_BHTD is [T, B, H, D].
+    queries are then fewer than its keys. `others` broadcast to [B, H, T] or [B, H, T, D]; without a
+    dimension of batch or tokens they are the same for each document. The results are in token
+    order; the memory layout of out_BHTD is [T, B, H, D].
     """
     sizes = _sizes(cu_seqlens, query_BHTD.shape[2], key_BGSD.shape[2])
     queries, keys = zip(*sizes, strict=True)

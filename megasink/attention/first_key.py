@@ -44,12 +44,7 @@ def backward_first_key(
     first: FirstKey,
     call: AttentionCall,
 ) -> Gradients:
-    """Compute the gradients of query, key, value and bias.
-
-    Args:
-        before: The gradients of the slot.
-        tensors: Inputs for the kernel, with the LSE gradient injected if the kernel takes none.
-    """
+    """Compute the gradients of query, key, value and bias, after those of the slot."""
     query_BHTD, key_BGSD, value_BGSD = tensors.query_BHTD, tensors.key_BGSD, tensors.value_BGSD
     queries, keys, alone = query_BHTD.shape[2], key_BGSD.shape[2], first.alone
     logit_grad_BHT = before.logit_grad

@@ -179,11 +179,7 @@ def _with_bias_of(keys: int, call: AttentionCall) -> AttentionCall:
 def _checked(
     call: AttentionCall, query_BHTD: Tensor, key_BGSD: Tensor, cu_seqlens: Sequence[int] | None
 ) -> AttentionCall:
-    """Validate the call, clamp its prefix and cut its bias to the number of keys.
-
-    Raises:
-        ValueError: The masks are incompatible, or the bias has the wrong shape or dtype.
-    """
+    """Validate the call, clamp its prefix and cut its bias to the number of keys."""
     keys, bias_HS = key_BGSD.shape[2], call.distance_bias_HS
     if call.prefix < 0:
         raise ValueError(f"prefix {call.prefix}: a number of keys, 0 for none")

@@ -16,24 +16,16 @@ from megasink.attention.layout import statistics_dtype
 def inject_lse_gradient(
     grad_out_BHTD: Tensor, out_BHTD: Tensor, lse_grad_BHT: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """Return rows dO' and O' such that dO'_i . O'_i = dO_i . O_i - g_i.
+    """Return rows dO' and O', in the dtype of dO, such that dO'_i . O'_i = dO_i . O_i - g_i.
 
     Channel 0 carries the change: O'_i0 = O_i0 - g_i / dO_i0. For any dO_i0, rounding O'_i0 changes
     delta_i by no more than rounding g_i. In bfloat16 that is too much, so channel 1 carries the
-    rounding error of channel 0.
+    rounding error of channel 0. float16 cannot hold the result.
 
     Where |dO_i0| < 2^-60 |g_i| (0 for tokens masked out of the loss) it is replaced by that floor,
     which keeps O' below 2^60. The floor scales with g, typically 1e-8 to 1e-10, and its effect on
-    dv is below rounding error.
-
-    Args:
-        grad_out_BHTD: dO, bfloat16, float32 or float64 (float16 cannot hold the result).
-        out_BHTD: O, same dtype.
-        lse_grad_BHT: g, float32, or float64 for float64.
-
-    Returns:
-        dO' and O', in the dtype of dO. On a CPU dO' is dO itself if nothing was replaced; on a GPU
-        checking that would synchronize.
+    dv is below rounding error. On a CPU dO' is dO itself if nothing was replaced; on a GPU checking
+    that would synchronize.
     """
     dtype = statistics_dtype(grad_out_BHTD.dtype)
     smallest, least = (2.0**-400, 2.0**-900) if dtype is torch.float64 else (2.0**-60, 2.0**-120)

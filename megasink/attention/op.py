@@ -51,12 +51,7 @@ def slot_attention_op(
     slot_value: Tensor | None,
     *fields: Any,
 ) -> Results:
-    """Run the forward of the op; call it through `megasink.attention.attention`.
-
-    Args:
-        query_BHTD, ..., slot_value: The fields of `Slotted`.
-        fields: The fields of `AttentionCall`.
-    """
+    """Run the forward of the op; `fields` are those of `AttentionCall`."""
     call = AttentionCall._make(fields)
     kernel, gates = _kernels(query_BHTD, call)
     if call.slot == Slot.FIRST_KEY:
@@ -86,18 +81,11 @@ def slot_attention_op(
     schema=op_schema(Arriving, Slotted, Results, AttentionCall, outputs=6),
 )
 def slot_attention_backward_op(*arguments: Any) -> tuple[Tensor, ...]:
-    """Run the backward of the op.
+    """Run the backward of the op on fields of `Arriving`, `Slotted`, `Results` and `AttentionCall`.
 
-    Args:
-        arguments: The fields of `Arriving`, `Slotted` (with a slot of None if neither of its
-            gradients is needed), `Results` and `AttentionCall`.
-
-    Returns:
-        Gradients of query, key, value, slot_logit, slot_value and distance_bias_HS; each of the
-        last three is empty if its input is None.
-
-    Raises:
-        ConfigError: The kernel does not support an incoming LSE or gate gradient.
+    The slot is None if neither of its gradients is needed. Returns gradients of query, key, value,
+    slot_logit, slot_value and distance_bias_HS; each of the last three is empty if its input is
+    None.
     """
     records = from_op(arguments, Arriving, Slotted, Results, AttentionCall)
     return run_backward(*records, lends=False)
@@ -108,8 +96,7 @@ def run_backward(
 ) -> tuple[Tensor, ...]:
     """Run the backward; see `slot_attention_backward_op`, which writes into none of its arguments.
 
-    Args:
-        lends: Whether gate kernels may write into dO and Y while it runs, and then put them back.
+    `lends`: gate kernels may write into dO and Y while it runs, and then put them back.
     """
     query_BHTD, key_BGSD, value_BGSD, slot_logit, slot_value = slotted
     has_lse_grad = not (arriving.grad_lse_BHT is None and arriving.grad_gate_BHT is None)

@@ -23,11 +23,7 @@ def grouped(query_BHTD: Tensor, *keys_BGSD: Tensor) -> tuple[Tensor, ...]:
 def row_chunks(
     queries: int, keys: int, causal: bool, window: int | None
 ) -> Iterator[tuple[slice, slice]]:
-    """Yield slices of rows and of the keys visible to them; the last query is at the last key.
-
-    Args:
-        window: Tokens visible to a token, including itself; None for all. Only with `causal`.
-    """
+    """Yield slices of rows and of their visible keys; the last query is at the last key."""
     past = keys - queries
     for start in range(0, queries, CHUNK):
         stop = min(start + CHUNK, queries)

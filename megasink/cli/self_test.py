@@ -33,14 +33,7 @@ _FLAGS = """
 
 
 class Check(NamedTuple):
-    """One line of the self-test.
-
-    Attributes:
-        name: What was checked.
-        passed: Whether it is right.
-        detail: What was measured, or what is wrong.
-        seconds: Wall time.
-    """
+    """One line of the self-test."""
 
     name: str
     passed: bool

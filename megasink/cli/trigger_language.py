@@ -65,15 +65,10 @@ def next_letters(rows_NN: Floats, last_D: Ids, random: np.random.Generator) -> I
 class TriggerLanguage:
     """A Markov chain of letters; each trigger is followed by the letter before it.
 
-    The first letter is no trigger, and uniform among the others, so two triggers never stand side
-    by side.
-
-    Args:
-        letters: N; the alphabet is the first N of `LETTERS`.
-        triggers: the first letters of the alphabet.
-        chain: seed of the transitions, so the language itself. Of the first eight, 6 has the most
-            triggers, 9% of the letters.
-        concentration: of the Dirichlet distribution of a row; lower ones are easier to predict.
+    The alphabet is the first `letters` of `LETTERS`, triggers first. The first letter is not a
+    trigger, and is uniform among the others, so two triggers never stand side by side. `chain`
+    seeds the transitions; of the first eight, 6 has the most triggers, 9 % of the letters. Rows are
+    drawn from a Dirichlet distribution: a lower concentration is easier to predict.
     """
 
     letters: int = len(LETTERS)

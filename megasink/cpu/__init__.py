@@ -80,11 +80,7 @@ def describe() -> str:
 
 
 def activate() -> None:
-    """Make Megatron run on the CPU in this process. Idempotent.
-
-    Raises:
-        UserError: a CUDA device is present, or Megatron is already imported.
-    """
+    """Make Megatron, not yet imported, run on the CPU in this process. Idempotent."""
     global _active, _dynamo_before
     if _active:
         return

@@ -56,38 +56,25 @@ _Item = tuple[str, str | None, int, int, int]
 class Corpus:
     """The documents of `inputs`; every iteration starts over and yields the same documents.
 
-    A text file is one document, or several (`split`). A file is text unless its name ends in
-    `.jsonl` or `.ndjson` (a document a line) or in `.parquet` (one a row). A `.json` file is read
-    as JSON Lines if it is named as an input, or if it is in a folder and its first line is an
-    object with `json_key`; otherwise it is text. All but parquet may also end in `.gz` or `.zst`.
-    Folders are read recursively, except `__pycache__` and names that start with a dot.
+    A text file is one document, or several: with `split` "paragraphs" (see `paragraphs`), or "auto"
+    if it is alone. A file is text unless its name ends in `.jsonl` or `.ndjson` (a document a line)
+    or in `.parquet` (one a row). A `.json` file is read as JSON Lines if it is named as an input,
+    or if it is in a folder and its first line is an object with `json_key`; otherwise it is text.
+    All but parquet may also end in `.gz` or `.zst`. Folders are read recursively, except
+    `__pycache__` and names that start with a dot.
 
-    Memory is bounded, whatever a file decompresses to: a document, or a run of blank lines, of
-    more than `max_document_bytes` is an error, and so is a file that decompresses to more than that
-    and to over a thousand times its size.
-
-    Args:
-        inputs: files or folders.
-        json_key: the key of a JSON object, or the column of a parquet file, that holds the text.
-        max_document_bytes: maximum size of a text file, line or cell, decompressed.
-        partition: the number of a part, from 1 on, and of parts (see `spans_of`); None for all.
-        split: what becomes of a text file: "paragraphs" makes documents of it (see `paragraphs`),
-            "never" makes it one, and "auto" makes it one unless it is alone.
+    Memory is bounded, whatever a file decompresses to: a document, or a run of blank lines, of more
+    than `max_document_bytes` is an error, and so is a file that decompresses to more than that and
+    to over a thousand times its size.
 
     Attributes:
         is_split: whether text files become documents of paragraphs.
         total_bytes: size on disk of all files, in bytes.
         read_bytes: bytes of them that the current iteration has read.
-        skipped: what the current iteration has skipped so far: empty documents, and those that are
-            not UTF-8 text (or text files with NUL bytes).
-        place: where the current iteration is.
-        start: where iterations begin; set it to a `place` to go on from there.
-
-    Raises:
-        ConfigError: inputs that are missing, or are or contain pipes, sockets or devices; one
-            message lists all of them.
-        UserError: while iterating: a file that cannot be read, a line that is not a JSON object, a
-            missing key or column, a document that is too long, or no document at all.
+        skipped: documents that the current iteration skipped: empty ones, and those that are not
+            UTF-8 text (or text files with NUL bytes).
+        place: the place of the current iteration.
+        start: a `place` at which iterations begin.
     """
 
     def __init__(

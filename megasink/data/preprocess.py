@@ -81,14 +81,9 @@ def preprocess(
     Every document is one Megatron document: BOS if the tokenizer adds it itself, the text, and EOD.
     The files appear only when complete: a killed or interrupted run leaves nothing that loads. The
     same call goes on from its remains, to the same bytes; another call removes them. The bytes do
-    not depend on `workers`. Memory does not grow with the corpus.
-
-    Args:
-        workers: number of tokenizing processes; None uses every processor, 1 none but this.
-        trained: vocabulary size and BOS of a tokenizer that was trained for this call, which
-            another process may need to know (see `Progress`).
-        validation: the documents that go into a data set of their own, `validation_of(PREFIX)`;
-            UserError if one of the two has none.
+    not depend on `workers`. Memory does not grow with the corpus. `trained` has the vocabulary size
+    and BOS of a tokenizer that was trained for this call. `validation` moves some documents into a
+    data set of their own, `validation_of(PREFIX)`.
     """
     start = time.perf_counter()
     prefix, folder = Path(output_prefix), Path(tokenizer_folder)

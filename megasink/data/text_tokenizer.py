@@ -85,11 +85,8 @@ def text_json(tokenizer: Any) -> str:
 class TextTokenizer:
     """Turns texts into ids, without the ids around a text (see `leading_ids`).
 
-    Special tokens that a text spells out are text, as the rest of it.
-
-    Args:
-        tokenizer_json: of `text_json`.
-        parse_special_tokens: they become those tokens instead, as in transformers and Megatron.
+    Special tokens that a text spells out stay text; with `parse_special_tokens` they become those
+    tokens, as in transformers and Megatron.
     """
 
     def __init__(self, tokenizer_json: str, *, parse_special_tokens: bool = False):

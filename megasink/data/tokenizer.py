@@ -73,15 +73,10 @@ def train_tokenizer(
     """Train a byte-fallback BPE with sentencepiece and write it as a Hugging Face folder.
 
     No text is lost: decode(encode(x)) == x, without normalization or an added space. Every digit is
-    a separate token. The folder appears whole or not at all.
-
-    Args:
-        documents: training corpus; about `sample_bytes` bytes of it are sampled uniformly.
-        vocab_size: total number of tokens, including special tokens and the 256 bytes.
-        sample_bytes: bounds memory and time; a smaller corpus is used whole.
-        seed: for sampling; the same documents and seed give the same files.
-        bos: add a BOS token with id 3, which the tokenizer puts before every text by itself, hence
-            in data sets, prompts, analyses and exported folders.
+    a separate token. `vocab_size` includes special tokens and the 256 bytes. About `sample_bytes`
+    of the documents are sampled uniformly. `bos` adds BOS, id 3, which the tokenizer puts before
+    every text. The folder appears whole or not at all; the same documents and seed give the same
+    files.
     """
     start = time.perf_counter()
     folder = Path(folder)

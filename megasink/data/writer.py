@@ -27,14 +27,7 @@ def token_dtype(vocab_size: int) -> str:
 
 
 class IndexedWriter:
-    """Appends documents to a file of tokens, and their lengths to a file beside it.
-
-    Args:
-        tokens: the `.bin` to write.
-        lengths: the file of lengths, int32, until `finish` makes the index of it.
-        dtype: of the tokens.
-        start: what the two files hold already; the rest of them is cut off.
-    """
+    """Appends tokens to a .bin and int32 lengths beside it, of which `finish` makes the index."""
 
     def __init__(self, tokens: Path, lengths: Path, dtype: str, start: Written | None = None):
         self.dtype = np.dtype(dtype)

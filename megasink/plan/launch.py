@@ -129,15 +129,7 @@ def _step(helper: "Helper", ranks: int, flags: Sequence[str]) -> list[Record]:
 
 
 class Helper:
-    """Context manager for the process on the hollow GPU that steps ranks.
-
-    Args:
-        capability: Compute capability of the GPU to stand in for.
-        flags: Of the command line, for its plugins.
-
-    Raises:
-        UserError: The hollow GPU cannot be built here.
-    """
+    """Context manager for the process on the hollow GPU, which steps ranks."""
 
     def __init__(self, capability: int, flags: Sequence[str]):
         from megasink.plan import hollow

@@ -15,11 +15,8 @@ import torch
 class GroupStepAdam(torch.optim.Optimizer):
     """Adam (``adam_w_mode=False``) or AdamW (``True``), torch's fused kernels, one step per group.
 
-    Args:
-        params: parameters or groups, of any floating dtype; states have the parameter's dtype.
-        lr, betas, eps, weight_decay: as in torch.optim.AdamW.
-        adam_w_mode: use decoupled weight decay.
-        capturable: for compatibility with FusedAdam; must be False.
+    Parameters have any floating dtype, and states have the parameter's. `capturable` exists for
+    compatibility with FusedAdam and must be False.
     """
 
     def __init__(

@@ -20,13 +20,7 @@ from megasink.errors import UserError
 
 
 def threshold_of(score: str, share: float, scores_NLH: Scores) -> float:
-    """Return the threshold that makes about a share of all heads, over samples, inactive.
-
-    Args:
-        score: registered score; its record says which side is inactive.
-        share: in [0, 1].
-        scores_NLH: NaN where there is no head.
-    """
+    """Return the threshold that makes a share of all heads, over samples, inactive; NaN: none."""
     check_share(share)
     if np.isinf(scores_NLH).any() or np.isnan(scores_NLH).all():
         raise UserError(f"{score}: the scores to calibrate with are not finite")
@@ -41,15 +35,7 @@ def check_share(share: float) -> None:
 
 @dataclass(frozen=True)
 class Calibration:
-    """Scores of one model, measured by `megasink analyze`.
-
-    Attributes:
-        folder: what it wrote.
-        scores: score -> [N, L, H].
-        heads: number of heads in each layer.
-        kind: class of the model, or kind of run.
-        weights: hash of the weights.
-    """
+    """Scores [N, L, H] of one model, by `megasink analyze`, with the hash of its weights."""
 
     folder: Path
     scores: dict[str, Scores]
@@ -58,11 +44,7 @@ class Calibration:
     weights: str
 
     def check(self, weights: str, heads: Sequence[int]) -> None:
-        """Raise UserError unless the scores belong to this model.
-
-        Args:
-            weights: hash of the model's weights; heads: number in each of its layers.
-        """
+        """Raise UserError unless the scores belong to the model with these weights and heads."""
         if list(heads) != self.heads:
             raise UserError(
                 f"{self.folder} is the analysis of another model ({self.kind}, heads by layer "

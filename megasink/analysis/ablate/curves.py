@@ -44,15 +44,9 @@ def removable(
     """Return the percentage of heads that can be zeroed while a model keeps a level (P3.15).
 
     The largest percentage at which the curve meets the level: the last crossing, in either
-    direction, by linear interpolation between points sorted by percentage; a point that lies on
-    the level counts too. 0 if there is none. A segment next to a NaN meets nothing.
-
-    Args:
-        percent_P: percentages of heads zeroed.
-        value_P: accuracies, or losses.
-        level: `kept_level` of the unchanged model.
-        higher_is_better: False for a loss, whose sign is flipped first; this changes nothing but
-            `never_left`.
+    direction, by linear interpolation between points sorted by percentage; a point that lies on the
+    level counts too. 0 if there is none. A segment next to a NaN meets nothing. The direction of a
+    loss changes nothing but `never_left`.
     """
     x_P, y_P = _sorted(percent_P, value_P)
     above_P = y_P - level if higher_is_better else level - y_P
@@ -65,12 +59,9 @@ def removable(
 
 
 def normalized_auc(percent_P: ArrayLike, value_P: ArrayLike, *, worst: float = 0.0) -> float:
-    """Return the area under a curve over its span of percentages (P3.16): its mean value.
+    """Return the mean of a curve over its span of percentages (P3.16); `worst` for NaN or no span.
 
-    Args:
-        percent_P, value_P: as in `removable`; sorted by percentage, joined by straight lines.
-        worst: returned for a curve that holds a NaN or has no span. The paper's 0 is the worst
-            accuracy; a loss takes infinity, since 0 would be its best value.
+    The paper's 0 is the worst accuracy; a loss takes infinity, since 0 would be its best value.
     """
     x_P, y_P = _sorted(percent_P, value_P)
     span = float(x_P[-1] - x_P[0])
@@ -86,11 +77,7 @@ def auc_weights(percent_P: ArrayLike) -> Floats:
 
 
 def interval(values_N: Floats, sizes_N: Floats, intervals: int = 1) -> tuple[float, float]:
-    """Return a ratio of sums over samples, and the half-width of its 95 % interval.
-
-    Args:
-        intervals: how many are read together, by Bonferroni's correction.
-    """
+    """Return a ratio of sums, and half its 95 % interval with Bonferroni's correction."""
     from scipy.stats import t  # takes a second
 
     ratio, count = values_N.sum() / sizes_N.sum(), len(values_N)

@@ -24,13 +24,7 @@ POSITION = "position_N"
 
 
 def activations(ablation: OnTexts, settings: Sequence[Setting], seed: int) -> dict[str, Floats]:
-    """Return the contents of tsne.npz: label -> t-SNE [N, 2]; and `POSITION`, token positions [N].
-
-    Args:
-        ablation: its folder keeps what is computed.
-        settings: the unchanged model, and each head zeroed.
-        seed: of t-SNE.
-    """
+    """Return tsne.npz: label -> t-SNE [N, 2], and `POSITION` [N]."""
     coordinates: dict[str, Floats] = {}
     console = Console(stderr=True)
     for setting in tracked(settings, "t-SNE", len(settings), "settings", console=console):

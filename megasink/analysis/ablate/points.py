@@ -76,11 +76,7 @@ def texts_hash(samples: Sequence[Sample]) -> str:
 
 
 class PointFolder:
-    """OUTPUT/points: a point in each .json, and arrays in each .npz; all sealed (`sealed`).
-
-    Args:
-        folder: created by `open`.
-    """
+    """OUTPUT/points: a point in each .json, and arrays in each .npz; all sealed (`sealed`)."""
 
     def __init__(self, folder: Path):
         self._folder = folder

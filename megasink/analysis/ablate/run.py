@@ -38,19 +38,9 @@ def ablate(
     ranks: Ranks,
     tasks: LoadedTasks | None = None,
 ) -> AblationResults | None:
-    """Measure every point of a sweep and write the results; arguments as in `analyze`.
+    """Measure every point of a sweep and write the results; None on every rank but 0.
 
     Points that OUTPUT/points holds are not measured again.
-
-    Args:
-        tasks: those of `--tasks`.
-
-    Returns:
-        contents of ablation.json; None on every process except rank 0.
-
-    Raises:
-        ConfigError: interventions do not fit the model; one message lists every reason.
-        UserError: as `analyze`; the calibration is of another model, or lacks a score.
     """
     output = options.output
     assert output is not None

@@ -54,15 +54,7 @@ class Setting:
 def thresholds_of(
     scores: Mapping[str, Scores], names: Sequence[str], percents: Sequence[float], where: str
 ) -> Thresholds:
-    """Return the thresholds by the published rule (P3.11), of the scores' means if they are those
-    of all texts.
-
-    Args:
-        scores: score -> [N, L, H] of the unchanged model.
-        names: scores to use.
-        percents: of heads to zero.
-        where: the model or calibration, for errors.
-    """
+    """Return thresholds by the published rule (P3.11) from scores [N, L, H]."""
     thresholds: Thresholds = {}
     for name in names:
         if name not in scores:

@@ -45,11 +45,7 @@ def summarize(
     measured: Sequence[MeasuredPoint],
     thresholds: Thresholds,
 ) -> tuple[AblationResults, dict[str, NDArray[Any]]]:
-    """Return the contents of ablation.json and of points.npz.
-
-    Args:
-        settings, keys, measured: of every point, the unchanged model first.
-    """
+    """Return the contents of ablation.json and points.npz; the first point is unchanged."""
     points = [
         AblationPoint(
             row=setting.row,

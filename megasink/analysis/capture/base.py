@@ -49,24 +49,19 @@ class Listener:
 class Probe(ABC):
     """Context manager in which a model passes statistics to a listener, and heads are changed.
 
-    Changes apply one after another, each to what the one before returned; the listener sees the
-    result as what enters the output projection. On leaving, the model is what it was.
+    Changes apply one after another, each to the result of the one before; the listener sees the
+    last result, which enters the output projection. On leaving, the model is as it was. A model
+    that cannot be probed raises ConfigError, with every reason.
 
     Attributes:
-        model: what is probed.
-        body: the part of it that runs once in every call, without the output layer if possible.
+        body: the part of the model that runs once in every call, if possible without the output
+            layer.
         heads: H per layer, 0 for a layer without softmax attention.
-        layers: what `_attach` takes.
+        layers: the argument of `_attach`.
         changes: of the heads' outputs; none leaves the logits bit-identical.
         current: the call of the model that runs, or the last one.
         differentiates: whether the listener needs a gradient: the weights are frozen meanwhile,
             and `backward` follows every `forward`.
-
-    Raises:
-        ConfigError: the model cannot be probed, or a change does not fit it; one message lists
-            every reason.
-        UserError: another probe is open on the model, or in a call of the model, the outputs of a
-            layer's heads did not come by.
     """
 
     model: torch.nn.Module
@@ -125,11 +120,7 @@ class Probe(ABC):
         *,
         logits: bool = True,
     ) -> Any:
-        """Run one batch; the listener has received all statistics when this returns.
-
-        Args:
-            logits: False if nobody reads the logits of the output.
-        """
+        """Run one batch; the listener has received all statistics when this returns."""
 
     @abstractmethod
     def sites(self) -> Sites:
@@ -225,11 +216,7 @@ class Probe(ABC):
         return None if outputs.out_BQHD is out_BQHD else outputs.out_BQHD
 
     def backward(self, loss: Tensor) -> None:
-        """Report the derivative of a loss of the last `forward` by each head's factor.
-
-        Args:
-            loss: a scalar, in whose sum every sequence has its own.
-        """
+        """Report the derivative by each head's factor of a scalar loss, summed over sequences."""
         assert self._factors is not None
         for sample, index, gradient_H in self._factors.gradients(loss):
             self.listener.layer(sample, index, {"mask_gradient_H": gradient_H})

@@ -14,11 +14,7 @@ def parse_head(word: str) -> tuple[int, int]:
 
 
 def head_problems(chosen: Iterable[tuple[int, int]], heads: Sequence[int]) -> list[str]:
-    """Return one sentence for each chosen head that a model does not have.
-
-    Args:
-        heads: number of heads in each layer of the model.
-    """
+    """Return one sentence for each chosen head that a model does not have."""
     problems = []
     for layer, head in chosen:
         if layer >= len(heads):

@@ -64,15 +64,10 @@ def text_samples(
     max_samples: int | None,
     json_key: str = "text",
 ) -> list[Sample]:
-    """Return the first tokens of each document; every input is a dataset, named after its file.
+    """Return the first `seq_length` tokens of each document, BOS included.
 
-    An input with a single document is instead split into consecutive samples of `seq_length`
-    tokens, and stderr shows their number; if the text starts with BOS, so does each sample.
-
-    Args:
-        inputs: as `Corpus` takes them.
-        seq_length: tokens of a sequence, BOS included; longer documents are cut.
-        max_samples: maximum per input; None for all.
+    An input with a single document is instead split into consecutive samples, and stderr shows
+    their number; if the text starts with BOS, so does each sample.
     """
     samples = []
     for name, source in zip(dataset_names(inputs), inputs, strict=True):
@@ -137,18 +132,10 @@ def _cut(
 
 
 class Reader:
-    """Turns texts into the tokens that a model reads, with or without BOS.
+    """Turns texts into the tokens that a model reads.
 
-    Args:
-        tokenizer: a transformers tokenizer.
-        bos: "auto" follows the tokenizer, "add" and "none" override it (P4.3).
-        parse_special_tokens: see `TextTokenizer`.
-
-    Attributes:
-        lead: ids before every text.
-
-    Raises:
-        UserError: the tokenizer has no BOS to add, or adds it twice.
+    BOS is added as the tokenizer does ("auto"), always ("add") or never ("none"; P4.3). `lead` are
+    the ids before every text.
     """
 
     def __init__(self, tokenizer: Any, bos: str = "auto", *, parse_special_tokens: bool = False):
@@ -166,12 +153,7 @@ class Reader:
             )
 
     def read(self, text: str, source: str, most: int | None = None) -> list[int]:
-        """Return the first tokens of a text.
-
-        Args:
-            source: where it came from, for errors.
-            most: tokens to return; None for all.
-        """
+        """Return the first `most` tokens of a text (None: all); errors name the source."""
         tokens = list(self.lead)
         for ids in self._text.stream(text, source):
             if tokens == [self._bos] == ids[:1]:

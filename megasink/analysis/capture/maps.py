@@ -40,11 +40,7 @@ class Head(NamedTuple):
 
 
 def named_heads(texts: Sequence[str], heads: Sequence[int]) -> list[Head]:
-    """Return the heads named on the command line.
-
-    Args:
-        heads: number of heads in each layer.
-    """
+    """Return the heads named on the command line."""
     chosen = list(dict.fromkeys(parse_head(text) for text in texts))
     if problems := head_problems(chosen, heads):
         raise UserError(f"--maps: {'; '.join(problems)}")
@@ -179,20 +175,12 @@ def geometry(
 ) -> Arrays:
     """Run both passes and return the contents of maps.npz.
 
-    Args:
-        samples: finite samples; maps are averaged over texts, or over all samples without texts.
-        heads_of: number of heads in each layer.
-        heads: chosen heads.
-        length: maximum number of tokens in a map.
-        text_of: returns a token's text.
-
-    Returns:
-        for the first of the longest texts, cut to T tokens: `map_CTS` (weight of the sink or bias,
-        then of each key), `value_norm_CT`, `output_norm_CT`, `gate_CT`, `token_T` and `token_id_T`;
-        `component_KTS` with its share of the variance and the points of all maps; uncut:
-        `query_CQ2`, `key_CQ2` and `share_C2`. Averaged over all texts, cut: `layer_map_LTS` (over
-        heads and samples; 0 without attention) and `first_layer_map_HTS`. Also `head_C2`, `why_C`,
-        `source` and `samples`.
+    Of the first of the longest texts, cut to T tokens: `map_CTS` (weight of the sink or bias, then
+    of each key), `value_norm_CT`, `output_norm_CT`, `gate_CT`, `token_T` and `token_id_T`;
+    `component_KTS` with its share of the variance and the points of all maps; uncut: `query_CQ2`,
+    `key_CQ2` and `share_C2`. Averaged over all texts (without texts: all samples), cut:
+    `layer_map_LTS` (over heads and samples; 0 without attention) and `first_layer_map_HTS`. Also
+    `head_C2`, `why_C`, `source` and `samples`.
     """
     about = shown(sample.dataset for sample in samples)
     texts = [sample for sample in samples if sample.dataset in about]

@@ -160,13 +160,7 @@ class Measurements:
 
 
 def merge_shards(shards: Iterable[ShardMeasurements], heads: Sequence[int]) -> Measurements:
-    """Merge all shards, with samples in index order.
-
-    Memory holds the records of every sample once, plus one shard.
-
-    Args:
-        shards: in the order of their numbers, which is the order of summation; at least one.
-    """
+    """Merge all shards in the order of their numbers; only one is in memory beside the result."""
     values: dict[str, list[Floats]] = {}
     samples: list[MeasuredSample] = []
     non_finite: list[NonFinite] = []

@@ -36,15 +36,7 @@ class Logits(NamedTuple):
 
 
 class MegatronProbe(Probe):
-    """A probe of a Megatron model.
-
-    Args:
-        model: in evaluation mode, whole in this process (see `megasink.checkpoints.load`).
-        listener, changes: see `Probe`.
-
-    Raises:
-        ConfigError: the model is sharded, or its attention is not megasink's.
-    """
+    """A probe of a Megatron model that is whole in this process, in evaluation mode."""
 
     def __init__(
         self,

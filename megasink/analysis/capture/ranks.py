@@ -23,13 +23,7 @@ _POLL_SECONDS, _GRACE_SECONDS = 0.05, 3.0
 
 
 class Ranks:
-    """One process's view of the group.
-
-    Args:
-        store: key-value store shared by all processes.
-        rank: rank of this process; rank 0 writes the results.
-        size: number of processes.
-    """
+    """One process's view of the group; rank 0 writes the results."""
 
     def __init__(self, store: "Store | None" = None, rank: int = 0, size: int = 1):
         self._given = store
@@ -77,11 +71,7 @@ class Ranks:
         self._store.add(point, 1)
 
     def await_all(self, point: str, tell: Callable[[int], None] | None = None) -> None:
-        """Wait until every process has reached a point.
-
-        Args:
-            tell: called now and then with the number of finished samples.
-        """
+        """Wait until every process has reached a point; `tell` gets the finished samples."""
         self._await(point, self.size, tell)
 
     def await_first(self, point: str) -> None:
@@ -108,11 +98,7 @@ class Ranks:
             return False
 
     def device(self, requested: str) -> str:
-        """Return the device of this process; with several processes, one CUDA device each.
-
-        Raises:
-            UserError: more processes than devices on this machine, or one device for all.
-        """
+        """Return the device of this process; several processes have one CUDA device each."""
         if self.size == 1 or requested == "cpu":
             return requested
         if requested != "cuda":

@@ -24,22 +24,12 @@ DIRECTIONS = 16
 
 
 class Recorder(Listener):
-    """Listener that computes the metrics.
+    """Listener that computes the metrics; without `names`, all but those that take a backward pass.
 
     Keeps the metric values, 8 bytes each, of every sample since the last `take`: with n_a metrics
-    on the axis a, a sample takes 8 (H L (n_head + K n_column) + L (n_layer + P n_layer_pos)
-    + (2 L + 1) (n_state + P n_state_pos)) bytes, whatever its length. Also keeps the sums of
-    `MeanCosine`, (2 L + 1) E `DIRECTIONS` numbers, however many samples there are.
-
-    Args:
-        heads: number of heads in each layer, 0 for one without attention.
-        names: metrics of statistics to compute; None for all but those that take a backward pass
-            and are not in `options.metrics`.
-        options: read for `positions`, P, tokens in the curves, and `columns`, K, keys whose alpha
-            is kept.
-
-    Attributes:
-        needs: the statistics to capture.
+    on the axis a, P positions and K columns, a sample takes 8 (H L (n_head + K n_column) + L
+    (n_layer + P n_layer_pos) + (2 L + 1) (n_state + P n_state_pos)) bytes, whatever its length.
+    Also keeps the sums of `MeanCosine`, (2 L + 1) E `DIRECTIONS` numbers, however many samples.
     """
 
     def __init__(
@@ -118,11 +108,7 @@ class Recorder(Listener):
                 room[cut] = array[cut]
 
     def end(self, samples: list[MeasuredSample], about: Collection[str] | None = None) -> None:
-        """Finish a batch.
-
-        Args:
-            about: the datasets that enter the sums over samples; None for all.
-        """
+        """Finish a batch; sums over samples take the datasets in `about` (None: all)."""
         for sample, (layers, heads) in zip(samples, self._bad, strict=True):
             if layers:
                 entry = NonFinite(sample.index, sample.source, sorted(layers), sorted(heads))

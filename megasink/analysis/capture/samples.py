@@ -42,11 +42,7 @@ class Inputs:
 def inputs_of(
     options: AnalysisOptions, model: ProbedModel, texts: Iterable[str] | None = None
 ) -> Inputs:
-    """Return the sequences that the options select.
-
-    Args:
-        texts: in memory, in place of the files that the options name.
-    """
+    """Return the sequences that the options select, from `texts` if given, otherwise from files."""
     most, length, drawn = model.text_positions, options.seq_length, options.random_lengths
     if problem := options.positions_problem(most, model.facts["name"]):
         raise UserError(problem)

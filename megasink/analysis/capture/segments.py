@@ -25,11 +25,8 @@ def segments_of(
 ) -> list[Segment]:
     """Return the sequences of a batch, by row and position.
 
-    Args:
-        shape: (B, T).
-        attention_mask_BT: 1 for real tokens, as transformers takes it; None for all.
-        position_ids_BT: without a mask, a position that does not follow the previous one starts a
-            new document, as in transformers.
+    Without a mask (1: real token), a position that does not follow the previous one starts a new
+    document, as in transformers.
     """
     rows, tokens = shape
     if attention_mask_BT is None and position_ids_BT is None:
@@ -80,17 +77,10 @@ def check_mask(
     first_query: int = 0,
     first_key: int = 0,
 ) -> str | None:
-    """Check that a mask shows each real token exactly the keys that the statistics assume.
+    """Return how a mask differs from the keys that the statistics assume, or None.
 
-    Compares the number of visible keys of each row, and its first and last key: O(QK) reads of
-    the model's mask, row by row.
-
-    Args:
-        mask_BQK: [B or 1, Q, K], bool (True: visible) or additive.
-        first_query, first_key: positions of the first query and key; not 0 after a cache.
-
-    Returns:
-        None, or a clause that says what differs.
+    Compares the number of visible keys of each row, and its first and last key: O(QK) reads. The
+    mask is bool (True: visible) or additive.
     """
     for row, start, stop in segments:
         begin = max(start, first_query)

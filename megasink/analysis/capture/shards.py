@@ -49,13 +49,7 @@ def plan(samples: Sequence[Sample], batch_size: int) -> list[Shard]:
 
 
 class PartialFolder:
-    """The shards of an unfinished analysis.
-
-    Args:
-        folder: OUTPUT/partial.
-        identity: everything that the shards depend on; shards with another identity are rejected.
-        overwrite: delete those instead.
-    """
+    """The shards of an unfinished analysis; those of another identity are refused or deleted."""
 
     def __init__(self, folder: Path, identity: dict[str, Any], *, overwrite: bool = False):
         self._folder, self._overwrite = folder, overwrite
@@ -63,11 +57,7 @@ class PartialFolder:
         self._made = False
 
     def open(self, count: int) -> int:
-        """Create the folder, or take over that of a killed analysis; called by one process.
-
-        Returns:
-            how many of `count` shards are finished.
-        """
+        """Create the folder, or take over one; return the number of finished shards."""
         path = self._folder / "analysis.json"
         with writing_parts(self._folder):
             self._folder.mkdir(parents=True, exist_ok=True)

@@ -59,13 +59,7 @@ def tensor_of(output: Any) -> Tensor:
 
 
 def fused_norm(linear: Any, state: Tensor) -> Tensor:
-    """Apply the norm inside a LayerNormLinear, in float32.
-
-    Args:
-        linear: with `layer_norm_weight`, `layer_norm_bias` or None, `eps`, `normalization`
-            ("RMSNorm" or "LayerNorm") and `zero_centered_gamma`.
-        state: [..., E].
-    """
+    """Apply the norm (RMSNorm or LayerNorm) inside a LayerNormLinear, in float32."""
     state, weight = state.float(), linear.layer_norm_weight.float()
     if linear.zero_centered_gamma:
         weight = 1 + weight

@@ -78,16 +78,11 @@ class AttentionCall:
 def attention_statistics(
     call: AttentionCall, segments: list[Segment], needs: Set[str]
 ) -> Iterator[dict[str, Tensor]]:
-    """Yield the statistics of each segment, keyed by names of
-    `megasink.analysis.metrics.STATISTICS`.
+    """Yield the needed statistics of each segment by name, without those that do not apply.
 
     Sequences are sliced out before any computation, so padding on either side and the other
     documents of a pack have no effect. After a cache, the statistics of weights are those of the
     new tokens, and the others are unknown.
-
-    Args:
-        needs: names to compute, optionally including `MAP`; inapplicable ones, such as gate
-            statistics without a gate, are left out.
     """
     shape = (call.query_BHTD.shape[0], call.query_BHTD.shape[2])
     of_weights = needs & _OF_WEIGHTS.keys()
@@ -152,11 +147,7 @@ def _map(call: AttentionCall, row: int, place: tuple[int, int]) -> Tensor:
 def _arguments(
     call: AttentionCall, rows: slice | int, place: tuple[int, int]
 ) -> tuple[Tensor, Tensor, Tensor | None, dict[str, Any]]:
-    """Return queries, keys, slot logits and options for some rows of a batch, or for one row.
-
-    Args:
-        place: of the sequences in the rows, cached tokens included.
-    """
+    """Return queries, keys, slot logits and options for some rows of a batch, or for one row."""
     cut = call.new(*place)
     start, stop = (max(at - call.first_key, 0) for at in place)
     query, key = call.query_BHTD[rows, :, cut], call.key_BGTD[rows, :, start:stop]

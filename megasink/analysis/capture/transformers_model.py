@@ -53,13 +53,7 @@ _BASES = ("sdpa", "eager")
 
 
 class TransformersProbe(Probe):
-    """A probe of a transformers model.
-
-    Args:
-        model: a transformers decoder in evaluation mode; its attention implementation ("sdpa" or
-            "eager") is kept.
-        listener, changes: see `Probe`; samples are numbered as in `segments`.
-    """
+    """A probe of a transformers decoder in evaluation mode; keeps its attention (sdpa or eager)."""
 
     def __init__(
         self,
@@ -115,11 +109,7 @@ class TransformersProbe(Probe):
         *,
         logits: bool = True,
     ) -> Any:
-        """Run the model, without its output layer if `logits` is False, and return its output.
-
-        Args:
-            attention_mask_BT, position_ids_BT: as in the model's forward; padding on one side only.
-        """
+        """Run the model; without `logits` not its output layer. Padding is on one side only."""
         self._seen.clear()
         model = self.model if logits else self.model.base_model
         given = {"attention_mask": attention_mask_BT, "position_ids": position_ids_BT}

@@ -49,17 +49,11 @@ class HarnessModel(TemplateLM):
 
     Sequences are made as lm-eval makes them (BOS where the tokenizer adds it, cut on the left to
     the model's positions), except that perplexity tasks score each text after one BOS, not after
-    two. Interventions then change the tokens, and the model's `first` tokens come before all.
-
-    Args:
-        probe: open, of `model`, with the changes of `interventions`.
-        batch_size: rows of a batch, or "auto": as many as fit logits of 1 GiB, fewer where the
-            device's memory is short.
-        parse_special_tokens: see `TextTokenizer`.
+    two. Interventions then change the tokens, and the model's `first` tokens come before all. The
+    batch size "auto" fits logits of 1 GiB, less if the device's memory is short.
 
     Attributes:
-        unscored: tokens that had nothing before them, as an intervention removed it; they do not
-            count in log-likelihoods.
+        unscored: tokens whose predecessors an intervention removed; log-likelihoods leave them out.
         cut: sequences that were cut on the left.
     """
 

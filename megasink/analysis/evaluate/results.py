@@ -49,11 +49,7 @@ def write_evaluation(
     batch_size: int | str,
     named: Sequence[str] = (),
 ) -> None:
-    """Write evaluation.json and, if there are any, the samples; print the table.
-
-    Args:
-        named: the tasks and suites that were named.
-    """
+    """Write evaluation.json and, if there are any, the samples; print the table."""
     shared = {name: getattr(results, name) for name in TaskResults.__dataclass_fields__}
     del shared["samples"]
     scores = {(t, m): s.value for t, of in results.tasks.items() for m, s in of.metrics.items()}

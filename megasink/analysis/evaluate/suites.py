@@ -206,12 +206,7 @@ class Average:
 
 
 def averages(names: Sequence[str], scores: Mapping[tuple[str, str], float]) -> dict[str, Average]:
-    """Return {row: average} of the suites among names whose paper prints one.
-
-    Args:
-        names: as they were given; a suite's name or row.
-        scores: (task, metric) -> value. A suite of which one is missing has no average.
-    """
+    """Return averages by row, of the named suites whose paper prints one and that are complete."""
     by_row = {}
     for suite in {SUITES[name].row: SUITES[name] for name in names if name in SUITES}.values():
         parts = [(part.benchmark or part.task, (part.task, part.metric)) for part in suite.parts]

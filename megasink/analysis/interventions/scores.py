@@ -24,10 +24,6 @@ class LayerScore:
         bounds: lowest and highest value that the score can have.
         of_statistics: the metrics of statistics that it is derived from, by name, and `needs` the
             statistics that they take; empty for the random baseline.
-
-    Raises:
-        UserError: no such score, one that other layers or samples enter, or one that takes a
-            backward pass.
     """
 
     def __init__(self, name: str):
@@ -75,11 +71,7 @@ def random_of(tokens: Iterable[int], layer: int, heads: int, seed: int) -> Tenso
 
 
 def statistics_of(entry: Metric) -> dict[str, Metric]:
-    """Return the metrics of statistics that a metric by sample is derived from, itself if it is.
-
-    Raises:
-        UserError: it takes anything else.
-    """
+    """Return the metrics of statistics from which a metric by sample is derived (or itself)."""
     if not entry.is_derived:
         return {entry.name: entry}
     return {n: e for base in _bases_of(entry) for n, e in statistics_of(base).items()}

@@ -37,13 +37,9 @@ STAGES = ("none", "broad", "shifted", "forming", "middle", "fixed")
 def prominent_after_block(massive_ratio_S: Tensor, first_token_attention_L: Tensor) -> Tensor:
     """First block whose output has norm(x_0) > 5 mean norm(x_i), read with weight > 0.3 on token 0.
 
-    The first block l whose output has norm(first token) > `NORM_RATIO` * mean norm of the others,
-    and is read by a layer (l + 1 or the next one with attention) that gives the first token more
-    than `ATTENTION` of its weight; NaN if there is none.
-
-    Args:
-        massive_ratio_S: by state (P2.10).
-        first_token_attention_L: mean weight on the first token (P1.31); NaN without attention.
+    It is read by a layer (l + 1 or the next one with attention) that gives the first token more
+    than `ATTENTION` of its weight (P1.31); the norms are `massive_ratio` (P2.10). NaN if there is
+    none.
     """
     for block, ratio in enumerate(massive_ratio_S[2::2]):
         readers = first_token_attention_L[block + 1 :]

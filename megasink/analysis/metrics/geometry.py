@@ -40,13 +40,9 @@ def principal_components(rows: Floats, count: int = 2) -> Components:
 
 
 def query_key_components(query_TD: Floats, key_TD: Floats) -> tuple[Floats, Floats, Floats]:
-    """Joint PCA of one head's queries and keys, after rotary embeddings (P0.26).
+    """Return 2 components of a head's queries and keys after rotary embeddings (P0.26), and shares.
 
     A single fit on both, centered at their common mean, so that distances are comparable.
-
-    Returns:
-        points of the queries [T, 2] and of the keys [T, 2], whose first row is k_0, and the
-        explained shares [2].
     """
     points, explained = principal_components(np.concatenate([query_TD, key_TD]))
     return points[: len(query_TD)], points[len(query_TD) :], explained
@@ -123,12 +119,7 @@ class Embedding(NamedTuple):
 
 
 def neighbor_embedding(rows: Floats, seed: int) -> Embedding:
-    """Compute the exact t-SNE of some rows with scikit-learn (P4.6), from their PCA.
-
-    Args:
-        rows: [rows, features]; time grows with the square of their number.
-        seed: for scikit-learn; the same rows and seed give the same points on one machine.
-    """
+    """Return the exact t-SNE of rows [N, features], from their PCA (P4.6), in O(N^2)."""
     from sklearn.manifold import TSNE
     from threadpoolctl import threadpool_limits
 

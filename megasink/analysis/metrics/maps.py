@@ -15,16 +15,7 @@ from megasink.attention.definitions import MAP_TOKENS
 def attention_maps(
     query_HTD: Tensor, key_GTD: Tensor, *, slot_logit_HT: Tensor | None = None, **options: Any
 ) -> Tensor:
-    """Compute A = softmax(scale * q k^T) of one causal layer (P0.26, P1.34, P3.26, P4.2).
-
-    Args:
-        query_HTD, key_GTD, options: of one sequence; see `megasink.analysis.metrics.tiles.tiles`.
-        slot_logit_HT: the logit of a sink or key bias. Its weight is left out of the rows, so that
-            they sum to the gate (P0.2).
-
-    Returns:
-        weights [H, T, S]; 0 for keys that a row does not see.
-    """
+    """Return weights [H, T, S] of a causal layer; rows sum to the gate of a slot (P0.2)."""
     score_HTS = whole_scores(query_HTD, key_GTD, **options)
     lse_HT = score_HTS.logsumexp(-1)
     if slot_logit_HT is not None:
@@ -35,11 +26,7 @@ def attention_maps(
 def whole_scores(
     query_HTD: Tensor, key_GTD: Tensor, *, hidden: float = HIDDEN, **options: Any
 ) -> Tensor:
-    """Assemble the tiles of `megasink.analysis.metrics.tiles.tiles` into one tensor.
-
-    Returns:
-        scores [H, T, S] of one sequence; `hidden` for keys that a row does not see.
-    """
+    """Assemble the scores [H, T, S] of one sequence; `hidden` for invisible keys."""
     heads, tokens = query_HTD.shape[:2]
     if tokens > MAP_TOKENS:
         raise ValueError(f"attention maps of {tokens} tokens: at most {MAP_TOKENS}, they are S x S")

@@ -35,15 +35,9 @@ def proxy_statistics(
 ) -> WeightStatistics:
     """Compute statistics of the proxy weights of causal attention, without an S x S matrix.
 
-    Args:
-        query_BHTD, key_BGTD: phi(q) and phi(k) if the similarity has a feature map ("elu-kernel",
-            "mlp").
-        similarity: a name of `SIMILARITIES`.
-        options: scale and window; see `megasink.analysis.metrics.tiles.tiles`.
-
-    Returns:
-        `WeightStatistics` without a slot; the gate is 1 - A_i0, by sums; the entropy of a row is
-        -sum_j A_ij ln A_ij. Takes O(T^2 D) work, and O(T) memory plus two tiles.
+    Queries and keys are phi(q) and phi(k) if the similarity has a feature map. The gate is 1 -
+    A_i0, by sums; the entropy of a row is -sum_j A_ij ln A_ij. O(T^2 D) work; O(T) memory and two
+    tiles.
     """
     if similarity not in _WEIGHTS:
         raise ValueError(f"unknown similarity {similarity!r}: one of {', '.join(SIMILARITIES)}")
@@ -67,11 +61,7 @@ def proxy_statistics(
 
 @torch.no_grad()
 def proxy_maps(query_HTD: Tensor, key_GTD: Tensor, *, similarity: str, **options: Any) -> Tensor:
-    """Compute the proxy weights of one sequence; arguments as in `proxy_statistics` (P2.37).
-
-    Returns:
-        weights [H, T, S]; 0 for keys that a row does not see.
-    """
+    """Return the proxy weights [H, T, S] of one sequence (P2.37); 0 for invisible keys."""
     weights_of, hidden = _WEIGHTS[similarity]
     weight_HTS = weights_of(whole_scores(query_HTD, key_GTD, hidden=hidden, **options))
     return weight_HTS / (weight_HTS.sum(-1, keepdim=True) + PROXY_EPSILON)

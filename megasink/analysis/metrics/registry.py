@@ -273,11 +273,7 @@ def metrics(names: Iterable[str] | None = None) -> dict[str, Metric]:
 
 
 def measured(names: Iterable[str] | None = None, also: Iterable[str] = ()) -> dict[str, Metric]:
-    """Return the metrics of statistics among `names`; of all, those without a backward pass.
-
-    Args:
-        also: names that are measured too, such as those of `--metrics`.
-    """
+    """Return metrics of statistics in `names`; None: those without a backward pass, and `also`."""
     asked = metrics(also)
     return {
         name: entry

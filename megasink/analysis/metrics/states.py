@@ -42,11 +42,7 @@ def massive_ratio(state_TE: Tensor) -> Tensor:
 def longest_first_token(ratio_XS: Any) -> Any:
     """Return the block whose output has the longest first token, against the others (P2.10), [X].
 
-    Its ratio is the number of `massive_ratio`: the mean over texts of norm(first token) over the
-    mean norm of all later ones of the text, after that block.
-
-    Args:
-        ratio_XS: `massive_ratio` by state.
+    Its `massive_ratio` is a mean over texts: norm(first token) over the mean norm of later ones.
     """
     return ratio_XS[..., 2::2].argmax(-1)
 
@@ -93,14 +89,7 @@ class MeanCosine:
     """Streamed mean cosine between the states of different inputs at one position (P4.5).
 
     The mean over pairs i != j of u_i . u_j is (|sum u|^2 - N) / (N (N - 1)) for unit vectors u.
-
-    Args:
-        states: S, number of states.
-        positions: P, number of leading positions of a sequence.
-
-    Attributes:
-        unit_sum_SPE: float64 sums of unit vectors; E is 0 before the first sample.
-        count_SP: number of samples that reached each position.
+    `unit_sum_SPE` is float64 (E is 0 before the first sample); `count_SP` counts samples.
     """
 
     def __init__(self, states: int, positions: int):

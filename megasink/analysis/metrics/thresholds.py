@@ -13,16 +13,12 @@ Mask = NDArray[np.bool_]
 
 
 def published_quantile(scores: Scores, share: float) -> float:
-    """Return a quantile by the rule of the released code (P3.11), not `numpy.quantile`'s default.
+    """Return a quantile by the rule of the released code (P3.11), without NaN.
 
     The empirical CDF is F(x_(i)) = i / n at the i-th smallest score; its inverse is linear between
     them, and `share` is clamped to [1 / n, 1]. This is numpy's "interpolated_inverted_cdf", except
     that its n * share - 1 can miss whole numbers by rounding: here a share of i / n gives x_(i)
     exactly, so that a strict comparison never counts that head.
-
-    Args:
-        scores: any shape; NaN is ignored.
-        share: in [0, 1].
     """
     if not 0 <= share <= 1:
         raise ValueError(f"share {share}: between 0 and 1")
@@ -34,11 +30,7 @@ def published_quantile(scores: Scores, share: float) -> float:
 
 
 def threshold(scores: Scores, share: float, side: str) -> float:
-    """Return the threshold that makes about `share` of all heads, over samples, inactive (P3.11).
-
-    Args:
-        side: "above" if heads above the threshold are inactive, "below" if heads below are.
-    """
+    """Return the threshold that makes about `share` of all heads, on one side, inactive (P3.11)."""
     return published_quantile(scores, 1 - share if side == "above" else share)
 
 

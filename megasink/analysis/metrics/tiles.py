@@ -41,17 +41,11 @@ def tiles(
     softcap: float | None = None,
     hidden: float = HIDDEN,
 ) -> Iterator[Tile]:
-    """Yield the scores that each row sees, tile by tile.
+    """Yield the scores that each row sees, tile by tile, in float32 (float64 for float64).
 
-    Args:
-        query_BHTD, key_BGSD: any float dtype; computed in float32, or float64 for float64. The
-            queries are of the last T tokens; after a cache there are keys before theirs.
-        scale: factor of the scores.
-        window: tokens visible to a token, itself included; None for all.
-        prefix: keys that every token sees (P2.18).
-        distance_bias_HT: entry [h, i - j], added to the score of key j <= i (P2.20).
-        softcap: scores become cap * tanh(score / cap), as in Gemma 2.
-        hidden: value of the scores that a row does not see.
+    The queries are those of the last T tokens. A token sees `window` tokens, itself included, and
+    `prefix` keys (P2.18); `hidden` is the score of others. `distance_bias_HT` is added by i - j
+    (P2.20); `softcap` makes scores cap * tanh(score / cap), as in Gemma 2.
     """
     batch, heads, tokens, head_dim = query_BHTD.shape
     _, groups, keys, _ = key_BGSD.shape

@@ -9,11 +9,7 @@ import torch
 def random_sequences(
     count: int, length: int, vocabulary: int, seed: int, exclude: Sequence[int] = ()
 ) -> list[list[int]]:
-    """Draw sequences of tokens uniformly from the vocabulary (P2.5).
-
-    Args:
-        exclude: ids that are not drawn: special tokens, and ids without a token.
-    """
+    """Draw sequences of tokens uniformly from the vocabulary (P2.5)."""
     allowed = torch.tensor(sorted({*range(vocabulary)} - {*exclude}))
     if not len(allowed):
         raise ValueError(f"no token of {vocabulary} is left to draw from")
@@ -31,12 +27,7 @@ def repeated_sequences(
 
 
 def repeated_first_token(content: Sequence[int], copies: int, bos: int | None) -> list[int]:
-    """Return a sequence whose first token is repeated `copies` times (P4.4).
-
-    Args:
-        content: the text's tokens, without BOS.
-        copies: n, 1 or more.
-        bos: token to repeat; None repeats the first token of the content.
+    """Return a sequence whose first token, BOS or the content's first, is repeated (P4.4).
 
     The loss covers content[1:] in both settings and for every n, so that the same tokens count: the
     last len(content) - 1 targets.

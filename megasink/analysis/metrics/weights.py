@@ -62,16 +62,7 @@ def weight_statistics(
     slot_logit_BHT: Tensor | None = None,
     **options: Any,
 ) -> WeightStatistics:
-    """Compute statistics of A = softmax(scale * q k^T) of causal attention, without A.
-
-    Args:
-        query_BHTD, key_BGTD, prefix, options: see `megasink.analysis.metrics.tiles.tiles`.
-        slot_logit_BHT: broadcastable; the logit of one more key, such as a sink (P0.2).
-
-    Returns:
-        `WeightStatistics`. Takes O(T^2 D) work, and O(T) memory plus two tiles. See
-        `first_weights` for the first field alone.
-    """
+    """Compute statistics of A = softmax(scale * q k^T) without A: O(T^2 D) work, O(T) memory."""
     batch, heads, tokens, _ = query_BHTD.shape
     statistics = WeightStatistics.room_for(query_BHTD, key_BGTD)
     first, slot, gate, entropy, square, column_sum = statistics

@@ -24,13 +24,7 @@ from megasink.printable import say
 
 
 def write_ablation(results: AblationResults, masks: Arrays, tsne: Arrays, output: Path) -> None:
-    """Write everything about an ablation to a folder, and print its summary.
-
-    Args:
-        results: contents of ablation.json.
-        masks: contents of points.npz.
-        tsne: contents of tsne.npz; empty if there is none.
-    """
+    """Write everything about an ablation to a folder, and print its summary."""
     pictures = draw_all(results, masks, tsne)
     with results_of(output, (*PAGE_FILES, "*.npz")) as folder:
         write_arrays(folder / "points.npz", masks)

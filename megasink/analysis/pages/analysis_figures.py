@@ -25,11 +25,7 @@ def drawings() -> list[Drawing]:
 
 
 def figures(analyses: Sequence[Analysis], kinds: Sequence[str] = ("png",)) -> list[Picture]:
-    """Draw every figure that the analyses have numbers for, with progress on stderr.
-
-    Args:
-        kinds: file types: "png", "pdf".
-    """
+    """Draw every figure that the analyses have numbers for, with progress on stderr."""
     jobs, pictures = list(_jobs(analyses)), []
     for job in tracked(jobs, "drawing", len(jobs), "figures"):
         with styled():

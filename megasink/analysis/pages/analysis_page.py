@@ -74,11 +74,7 @@ def _warning(analysis: Analysis) -> str:
 
 
 def _summaries(columns: Sequence[tuple[str, SampleResults]], *, with_change: bool = False) -> str:
-    """Return a table of models, or of datasets, side by side, without empty rows.
-
-    Args:
-        with_change: also of the change, which is what the second of two has more than the first.
-    """
+    """Return a table of models or datasets, without empty rows; optionally with the change."""
     cells = [summary_cells(of) for _, of in columns]
     rows = [[key, *(f"{of[key]:,}" for of in cells)] for key in ("samples", "tokens")]
     if with_change:

@@ -24,11 +24,7 @@ _OPTIONS = {
 
 
 def shortest_names(paths: Sequence[Path], what: str) -> list[str]:
-    """Return the shortest path suffixes that distinguish the folders, printable.
-
-    Args:
-        what: one of them, such as "a run".
-    """
+    """Return the shortest path suffixes that distinguish the folders, printable."""
     resolved = [path.resolve() for path in paths]
     if len(set(resolved)) < len(resolved):
         raise UserError(f"{what} is given twice: pass each once")

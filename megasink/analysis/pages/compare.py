@@ -29,13 +29,7 @@ COLUMNS = {
 
 @styled()
 def draw_comparison(runs: Runs, *, x: str = "step", factor: float = EMA) -> Any:
-    """Draw the curves of several runs in the same axes (P0.20, P1.41).
-
-    Args:
-        runs: name -> lines of its metrics.jsonl.
-        x: "step" or "tokens".
-        factor: of the exponential moving average of training loss and imbalance.
-    """
+    """Draw the curves of several runs by step or tokens, smoothed by `factor` (P0.20, P1.41)."""
     figure, (axes,) = panels(1, 3, 4.2, width=14)
     colors = dict(zip(runs, model_colors(len(runs)), strict=True))
     validation = _validation_key(runs)
@@ -79,12 +73,7 @@ _CAPTION = (
 
 
 def write_comparison(runs: Runs, figure: Any, output: Path, *, comment: str | None = None) -> None:
-    """Write the picture of runs, and beside it the page, with the table of their final numbers.
-
-    Args:
-        output: the PNG; the page has its name, with .html.
-        comment: in both (`megasink.analysis.pages.picture_comment.comment_of`).
-    """
+    """Write the picture of runs, and beside it the page, with the table of their final numbers."""
     with styled():
         picture = picture_of(figure, output.stem, _TITLE, _CAPTION, comment=comment)
     names = ", ".join(runs)

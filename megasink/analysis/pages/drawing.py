@@ -77,13 +77,7 @@ def picture_of(
     comment: str | None = None,
     **of: str,
 ) -> Picture:
-    """Return the picture of a figure of matplotlib.
-
-    Args:
-        kinds: file types: "png", "pdf".
-        comment: in the PNG (`megasink.analysis.pages.picture_comment.comment_of`).
-        of: `Picture.section`, `Picture.model` and `Picture.finding`.
-    """
+    """Return the picture of a figure of matplotlib."""
     files = {kind: rendered(figure, kind, comment) for kind in kinds}
     return Picture(name, title, caption, files, numbers_of(figure), **of)
 

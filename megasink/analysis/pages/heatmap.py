@@ -31,12 +31,7 @@ def draw_importance(
     title: str,
     lowest: float | None = None,
 ) -> None:
-    """Draw a heatmap with labels and a color bar on an axis of a matplotlib figure.
-
-    Args:
-        importance_LH: mean gates; NaN, drawn gray, for layers without any.
-        lowest: where the color scale begins; None for the least gate.
-    """
+    """Draw a heatmap of mean gates with labels and a color bar; NaN is gray."""
     lowest = _lowest(importance_LH) if lowest is None else lowest
     axis.set_facecolor("0.8")
     image = heatmap(axis, importance_LH, vmin=lowest, vmax=1, cmap=MAP)
@@ -63,11 +58,7 @@ def _lowest(importance_LH: NDArray[np.float64]) -> float:
 
 @styled()
 def importance_pictures(maps: Sequence[tuple[str, NDArray[np.float64]]]) -> bytes:
-    """Return the heatmaps of a model at several times as the bytes of a PNG file.
-
-    Args:
-        maps: title and [L, H] of each; they share a color scale.
-    """
+    """Return a PNG of titled heatmaps [L, H], which share a color scale."""
     return rendered(_figure(maps))
 
 

@@ -33,13 +33,7 @@ PAPERS = {
 
 
 class Page:
-    """A page: a heading, followed by its contents in the order of the calls.
-
-    Args:
-        title: of the window.
-        heading: of the page.
-        about: what the page is of, in its head.
-    """
+    """A page: a heading, followed by its contents in the order of the calls."""
 
     def __init__(self, title: str, heading: str, about: str = ""):
         self._title, self._heading, self._about = title, heading, about
@@ -80,12 +74,7 @@ def table(
     kind: str = "numbers",
     links: Sequence[str] = (),
 ) -> Markup:
-    """Return a table with a header row and a header column, which scrolls if it is too wide.
-
-    Args:
-        kind: "numbers" or "facts".
-        links: a URL for the first cell of each row.
-    """
+    """Return a table with a header row and a header column, which scrolls if it is too wide."""
     return _macros.table(head, [(row[0], row[1:]) for row in rows], kind, links)
 
 

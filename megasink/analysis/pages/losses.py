@@ -54,14 +54,7 @@ class SpikeCounter:
 
 
 def loss_spikes(loss: NDArray[np.float64]) -> list[int]:
-    """Find the spikes of a loss, by the rule of `SpikeCounter`.
-
-    Args:
-        loss: [steps] nats per token.
-
-    Returns:
-        index of the first step of each spike.
-    """
+    """Return the index of the first step of each spike of a loss, by the rule of `SpikeCounter`."""
     counter = SpikeCounter()
     return [index for index, value in enumerate(loss) if counter(value)]
 

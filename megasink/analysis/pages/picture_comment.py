@@ -19,12 +19,7 @@ from megasink.printable import printable
 
 
 def comment_of(output: Path, line: str, of: Sequence[object], *, overwrite: bool) -> str:
-    """Return the identifying comment of a picture that is about to be written.
-
-    Args:
-        line: the command, with what names its picture.
-        of: all that the picture depends on.
-    """
+    """Return the identifying comment of a picture that is about to be written."""
     if output.suffix.lower() != ".png":
         raise UserError(f"--output {output}: the picture is a PNG: name it {output.name}.png")
     if problem := folder_problem(output.parent):

@@ -76,13 +76,7 @@ def panels(
     layout: Any = "constrained",
     **options: Any,
 ) -> tuple[Any, Any]:
-    """Return a figure and its axes [rows, columns].
-
-    Args:
-        width, height: total, in inches.
-        layout: matplotlib's; None for a figure of many panels, where a layout takes seconds.
-        options: passed to `Figure.subplots`.
-    """
+    """Return a figure and its axes [rows, columns]; for many panels `layout` None is fast."""
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(width, height), layout=layout)
@@ -96,12 +90,7 @@ def grid(count: int, most: int) -> tuple[int, int]:
 
 
 def even_panels(count: int, most: int, height: float, **options: Any) -> tuple[Any, Any]:
-    """Return a figure and its `count` axes, in even rows of at most `most`; the rest stays blank.
-
-    Args:
-        height: of a row, in inches.
-        options: see `panels`.
-    """
+    """Return a figure and its `count` axes, in even rows of at most `most`."""
     rows, columns = grid(count, most)
     figure, axes = panels(rows, columns, height * rows, **options)
     for axis in axes.flat[count:]:
@@ -118,11 +107,7 @@ def rendered(figure: Any, kind: str = "png", comment: str | None = None) -> byte
 
 
 def save(figure: Any, path: Path, comment: str | None = None) -> None:
-    """Write the figure as a PNG, creating its folder.
-
-    Args:
-        comment: of `picture_comment.comment_of`.
-    """
+    """Write the figure as a PNG, creating its folder."""
     path.parent.mkdir(parents=True, exist_ok=True)
     with atomic_file(path) as file:
         file.write(rendered(figure, comment=comment))
@@ -246,11 +231,7 @@ def heatmap(axis: Any, table: Any, **options: Any) -> Any:
 
 
 def shares_of_heads(by_score: dict[str, dict[str, Any]]) -> Any:
-    """Draw maps of the share of samples in which each head is inactive; None without any.
-
-    Args:
-        by_score: score -> setting -> [layers, heads]: a row of maps each, side by side.
-    """
+    """Draw maps of the share of samples in which each head is inactive, or return None."""
     if not by_score:
         return None
     maps = list(by_score.values())

@@ -33,12 +33,7 @@ _AXES = {"length": "tokens of the text", "copies": "copies of the first token", 
 
 
 def write_sweep(results: SweepResults, arrays: dict[str, Any], output: Path) -> None:
-    """Write a sweep and print its table.
-
-    Args:
-        results: contents of sweep.json.
-        arrays: contents of sweep.npz: "score/setting" -> [samples, layers, heads].
-    """
+    """Write a sweep and print its table; the arrays are "score/setting" -> [N, L, H]."""
     table = [table_row(row, results.rows) for row in results.rows]
     pictures = draw_all(results)
     with results_of(output, (*PAGE_FILES, "*.npz")) as folder:

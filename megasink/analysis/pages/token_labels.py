@@ -15,10 +15,6 @@ def token_labels(texts: Sequence[str], ids: Any) -> tuple[list[str], list[str]]:
 
     Spaces and newlines are visible. A token that no font draws, or that is part of a character, is
     #ID.
-
-    Args:
-        texts: of the tokens.
-        ids: of the tokens, an array or list; None for those of an analysis that did not write them.
     """
     fonts, labels = [FONT], []
     for number, text in enumerate(texts):

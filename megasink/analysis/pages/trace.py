@@ -51,11 +51,7 @@ def trace_row(results: Results) -> TraceRow:
 
 
 def write_trace(rows: Sequence[TraceRow], folder: Path, name: str) -> None:
-    """Write trace.csv and report.html: every scalar metric by step (P2.11, P4.23).
-
-    Args:
-        name: name of the run.
-    """
+    """Write trace.csv and report.html: every scalar metric by step (P2.11, P4.23)."""
     table = [{"step": row.step, "tokens": row.tokens, **row.numbers} for row in rows]
     write_csv(folder / "trace.csv", list(table[0]), table)
     with styled():

@@ -27,16 +27,10 @@ from megasink.attention.layout import dense_rows, empty_in_order_of
 def gate_rows(
     x_BHTD: Tensor, score_BHTC: Tensor, activation: str, operation: str
 ) -> tuple[Tensor, Tensor]:
-    """Gate a tensor: `apply_gate` of `gate_values`.
+    """Gate a CUDA tensor: `apply_gate` of `gate_values`; both results are differentiable.
 
-    Args:
-        x_BHTD: bfloat16, float16 or float32, any strides, on a CUDA device.
-        score_BHTC: Of the same device and B, H, T.
-        activation, operation: See `gate_values` and `apply_gate`.
-
-    Returns:
-        The gated tensor, in the dtype and memory order of x; and the mean gate over C [B, H, T],
-        float32. Both differentiable.
+    Returns the gated tensor, in the dtype and memory order of x (bfloat16, float16 or float32, any
+    strides), and the mean gate over C [B, H, T], float32.
     """
     out_BHTD, gate_BHT = _Gate.apply(x_BHTD, score_BHTC, activation, operation)
     return out_BHTD, gate_BHT

@@ -69,14 +69,7 @@ def slot_forward(
     scale: float = 1.0,
     visible: int = 0,
 ) -> None:
-    """Fill `results`; see `GateKernels.slot_forward` and `first_key_forward`.
-
-    Args:
-        rows: out_BHTD and lse_BHT of the attention kernel. out_BHTD may be that of `results`.
-        logit: None for the first key.
-        first: None for a given logit.
-        visible: Rows that see the first key.
-    """
+    """Fill `results` from out and lse of the attention kernel; out may be that of `results`."""
     from megasink.attention.gate_kernels.triton_slot import close_slot_kernel
 
     batch, heads, tokens, head_dim = results.out_BHTD.shape
@@ -131,10 +124,8 @@ def slot_backward(
 ) -> SlotGradients:
     """Take the gradients asked for; see `GateKernels.slot_backward` and `first_key_backward`.
 
-    Args:
-        inject: Put the gradient of the LSE, if there is one, into the leading channels of the
-            incoming gradient and of out, in place. Otherwise return it.
-        first: For `key_sum_BHND`; None for a given logit.
+    `inject` writes the gradient of the LSE into the leading channels of the incoming gradient and
+    of out, in place; otherwise it is returned.
     """
     from megasink.attention.gate_kernels.triton_slot import open_slot_kernel
 

@@ -108,11 +108,7 @@ class VendorBackend(Backend):
 
     @abstractmethod
     def launch_backward(self, tensors: BackwardTensors, call: AttentionCall) -> Sequence[Tensor]:
-        """Run `backward` on tensors from `lay_out` (except the LSE and its gradient).
-
-        Returns:
-            The gradients of query, key and value in the kernel's layout.
-        """
+        """Run `backward` on tensors from `lay_out`; return the gradients of q, k and v."""
 
     def forward(
         self, query_BHTD: Tensor, key_BGSD: Tensor, value_BGSD: Tensor, call: AttentionCall

@@ -23,12 +23,7 @@ def reversed_bias(distance_bias_HS: Tensor, groups: int, window: int | None, chu
 
 
 def diagonals(rows: slice, keys: slice, past: int, total: int) -> slice:
-    """Return the slice of X with the C + K - 1 distances of a chunk.
-
-    Args:
-        past: Keys before the first query's token.
-        total: S.
-    """
+    """Return the slice of X with the C + K - 1 distances of a chunk after `past` keys."""
     largest = past + rows.stop - 1 - keys.start
     return slice(total - 1 - largest, total - 1 + rows.stop - rows.start)
 

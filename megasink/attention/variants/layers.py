@@ -17,14 +17,9 @@ _MOST_LAYERS = 10_000
 
 
 def layer_pattern(text: str) -> str | list[int]:
-    """Parse a value of --attention-variant-layers.
+    """Return one of `WORDS`, or a list with 1 for each layer with the variant and 0 for the others.
 
-    Returns:
-        one of `WORDS`, or a list with 1 for each layer that has the variant and 0 for each other.
-
-    Raises:
-        ValueError: it is neither a word nor an expression of lists of 0 and 1, + and * by a number
-            (as in Megatron's ``--window-attn-skip-freq``).
+    Expressions are lists of 0 and 1 with + and *, as in Megatron's ``--window-attn-skip-freq``.
     """
     if text in WORDS:
         return text
@@ -58,11 +53,7 @@ def _value(node: ast.expr) -> int | list[int]:
 
 
 def windowed_layers(options: Any) -> tuple[bool, ...]:
-    """Return whether each layer has a sliding window, as in Megatron's is_layer_window_attention.
-
-    Raises:
-        ValueError: ``window_attn_skip_freq`` is a list for another number of layers.
-    """
+    """Return whether each layer has a sliding window, as Megatron's is_layer_window_attention."""
     layers, window = options.num_layers, options.window_size
     skip = options.window_attn_skip_freq
     if not window or window[0] < 0:
@@ -77,11 +68,7 @@ def windowed_layers(options: Any) -> tuple[bool, ...]:
 
 
 def layers_with_variant(options: Any) -> tuple[bool, ...]:
-    """Return whether each layer has the attention variant.
-
-    Raises:
-        ValueError: a list has another length than the model, or all layers or none have it.
-    """
+    """Return whether each layer has the attention variant."""
     pattern, layers = options.attention_variant_layers, options.num_layers
     if pattern is None:
         return (True,) * layers
