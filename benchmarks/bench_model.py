@@ -54,7 +54,7 @@ def one_process(threads: int, device: str = "cpu") -> None:
     if device == "cpu":
         cpu.activate()
     else:
-        prepare_process([])
+        prepare_process()
         torch.cuda.set_device(0)
     from megatron.core import parallel_state
     from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed

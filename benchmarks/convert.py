@@ -183,7 +183,7 @@ def child(what: str, source: Path, output: Path) -> None:
     else:
         from megasink.upstream.process import prepare_process
 
-        prepare_process(["--cpu"])
+        prepare_process("cpu")
         from megasink.convert import from_hf
 
         folder = from_hf.source_of(source)

@@ -206,7 +206,7 @@ def race(arguments: argparse.Namespace) -> Race:
     found = Race(training.train_step, arguments.sequence, arguments.microbatches, name)
     steps = BLOCK * (WARM + arguments.blocks) + 1  # the end of the last one is the next beginning
     words = f"""
-        --cpu --num-layers {LAYERS} --hidden-size {WIDTH} --num-attention-heads {HEADS}
+        --device cpu --num-layers {LAYERS} --hidden-size {WIDTH} --num-attention-heads {HEADS}
         --ffn-hidden-size {FFN} --seq-length {arguments.sequence}
         --max-position-embeddings {arguments.sequence} --micro-batch-size 1
         --global-batch-size {arguments.microbatches} --train-iters {steps} --lr {LEARNING_RATE}

@@ -79,6 +79,7 @@ class ObservingOptions:
 
 
 RESUME = ("newest", "auto")
+DEVICES = ("cpu", "cuda")
 
 
 @dataclass(kw_only=True)
@@ -108,8 +109,8 @@ class RunOptions:
     """First import this Python module, which registers your own variants, metrics or conversion
     targets; may be repeated. Pass it again with --resume."""
 
-    cpu: bool = False
-    """Run on the CPU platform. Without a CUDA device this is automatic, with a message."""
+    device: str | None = field(default=None, metadata={"argparse_meta": {"choices": DEVICES}})
+    """cpu: gloo ranks on the CPU. cuda: one rank per GPU. Default: the GPUs if there are any."""
 
 
 _OTHERS = (HeadBalanceOptions, TrainingOptions, ObservingOptions)

@@ -224,7 +224,7 @@ def _import_everything() -> None:
     import megasink
     from megasink.upstream.process import prepare_process
 
-    prepare_process([])
+    prepare_process()
     found = pkgutil.walk_packages(megasink.__path__, "megasink.")
     for name in [module.name for module in found if not module.name.endswith("__main__")]:
         importlib.import_module(name)

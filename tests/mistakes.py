@@ -7,8 +7,9 @@ from tests.mistakes_with_models import MISTAKES_WITH_MODELS
 
 DATA = "data {0}/text.txt --output {0}/new/text --tokenizer {0}/llama"
 TRAIN = (
-    "train --cpu --run-dir {0}/new/run --num-layers 2 --hidden-size 64 --num-attention-heads 4 "
-    "--seq-length 64 --max-position-embeddings 64 --micro-batch-size 2 --train-iters 4 --lr 1e-3 "
+    "train --device cpu --run-dir {0}/new/run --num-layers 2 --hidden-size 64 "
+    "--num-attention-heads 4 --seq-length 64 --max-position-embeddings 64 --micro-batch-size 2 "
+    "--train-iters 4 --lr 1e-3 "
     "--data-path {0}/tokens --tokenizer-model {0}/llama"
 )
 PLAN = TRAIN.replace("train", "plan", 1)
@@ -20,7 +21,7 @@ MISTAKES = {
     "flags-before-command": ("--run-dir x train", "unknown: --run-dir"),
     # train
     "train-nothing": (
-        "train --cpu --run-dir {0}/new/run",
+        "train --device cpu --run-dir {0}/new/run",
         "missing: --num-layers, --hidden-size, --num-attention-heads, --seq-length, "
         "--max-position-embeddings, --micro-batch-size, --train-iters or --train-samples, --lr",
         "no training data: give --data-path",
@@ -107,12 +108,12 @@ MISTAKES = {
     ),
     # plan
     "plan-several": (
-        TRAIN.replace("train", "plan", 1).replace("--cpu ", "")
+        TRAIN.replace("train", "plan", 1).replace("--device cpu ", "")
         + " --num-attention-heads 5 --lr -1",
         "--hidden-size 64 is not divisible by --num-attention-heads 5",
         "--lr -1.0 is negative",
     ),
-    "plan-cpu": (PLAN, "--cpu: a plan is for GPUs; drop the flag"),
+    "plan-cpu": (PLAN, "--device: a plan is for the GPUs of --gpu; drop the flag"),
     "plan-device": ("plan --gpu h10", "--gpu 'h10' is unknown: choose a100-40gb, a100, h100"),
     "plan-utilization": ("plan --utilization 40", "--utilization 40.0: use more than 0, and at m"),
     "train-resume-nothing": (TRAIN + " --resume", "--resume: {0}/new/run does not hold a run"),

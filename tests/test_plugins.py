@@ -107,7 +107,7 @@ def test_the_name_is_that_of_a_module(folder, value):
     [
         (["--lr", "1", "--plugin", "a", "--plugin=b.c", "--plugin", "a"], ["a", "b.c"]),
         (["--plugin"], []),
-        (["--plugin", "--cpu"], []),
+        (["--plugin", "--resume"], []),
         (["RUN", "--", "--plugin", "a"], []),
         ([], []),
     ],

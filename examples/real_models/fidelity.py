@@ -80,7 +80,7 @@ def trained_in_megatron(start: Path, work: Path, layout: str) -> list[dict[str, 
         run(
             *("train", *shlex.split((start / "flags.txt").read_text())),
             *("--load", str(start / "checkpoints"), "--finetune", "--run-dir", str(output)),
-            *("--data-path", str(work / "text"), "--split", "100,0,0", "--cpu", *flags),
+            *("--data-path", str(work / "text"), "--split", "100,0,0", "--device", "cpu", *flags),
             *("--ranks", str(ranks), "--seq-length", str(TOKENS), "--train-iters", str(STEPS)),
             *("--micro-batch-size", "1", "--global-batch-size", "1", "--eval-iters", "0"),
             *("--lr", str(RATE), "--min-lr", str(RATE), "--lr-decay-style", "constant"),

@@ -73,7 +73,7 @@ def trained(arm: str, until: int, model: Path, work: Path) -> Path:
             *("train", *shlex.split((start / "flags.txt").read_text()), *train),
             *("--load", str(start / "checkpoints"), "--finetune", "--run-dir", str(run)),
             *("--resume", "auto", "--data-path", str(corpus(model, work)), "--split", "100,0,0"),
-            *("--cpu", "--ranks", "1", "--seq-length", str(TOKENS)),
+            *("--device", "cpu", "--ranks", "1", "--seq-length", str(TOKENS)),
             *("--train-iters", str(STEPS * ROUNDS[-1]), "--exit-interval", str(STEPS)),
             *("--save-interval", str(STEPS)),
             *("--micro-batch-size", "1", "--global-batch-size", "1", "--eval-iters", "0"),

@@ -42,7 +42,7 @@ SETTINGS: tuple[tuple[str, str, float | None], ...] = (
     (f"trained_at_{LONG}_yarn", "long", FACTOR),
 )
 MODEL = f"""
-    --cpu --ranks 1 --num-layers 2 --hidden-size 64 --num-attention-heads 4
+    --device cpu --ranks 1 --num-layers 2 --hidden-size 64 --num-attention-heads 4
     --max-position-embeddings {TOKENS[-1]} --position-embedding-type rope --normalization RMSNorm
     --swiglu --disable-bias-linear --untie-embeddings-and-output-weights
     --make-vocab-size-divisible-by 2 --split 98,2,0 --num-workers 0 --head-balance-coeff 0

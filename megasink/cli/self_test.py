@@ -132,7 +132,7 @@ def training_step(device_type: str) -> str:
     with tempfile.TemporaryDirectory() as folder:
         run = Path(folder, "run")
         command = [sys.executable, "-W", "ignore", "-m", "megasink", "train", *_FLAGS.split()]
-        command += ["--run-dir", str(run), *(["--cpu"] if device_type == "cpu" else [])]
+        command += ["--run-dir", str(run), "--device", device_type]
         try:
             done = subprocess.run(command, capture_output=True, text=True, timeout=_STEP_SECONDS)
         except subprocess.TimeoutExpired:

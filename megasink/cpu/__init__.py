@@ -89,7 +89,7 @@ def activate() -> None:
     if torch.cuda.is_available():
         raise UserError(
             "the CPU platform was requested, but a CUDA device is visible: "
-            'hide it (CUDA_VISIBLE_DEVICES="") or drop --cpu'
+            'hide it (CUDA_VISIBLE_DEVICES="") or drop --device cpu'
         )
     if "megatron.core.tensor_parallel.random" in sys.modules:
         raise UserError(

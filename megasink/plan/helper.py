@@ -67,7 +67,7 @@ def import_everything() -> None:
     warnings.simplefilter("ignore")
     from megasink.upstream.process import prepare_process
 
-    prepare_process([])
+    prepare_process()
     import megatron.core.tokenizers.text.libraries
     import megatron.training.ft_integration  # noqa: F401
     import torch

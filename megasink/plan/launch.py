@@ -22,6 +22,7 @@ from megasink.plan.job import Record, rank_of, stages_to_step
 from megasink.plan.stand_ins import with_stand_ins
 from megasink.progress import Tell, progress
 from megasink.training import early
+from megasink.training.flag_file import given_device
 
 # More than any GPU has: what does not fit is shown, not refused.
 _GIB = 1 << 16
@@ -79,8 +80,8 @@ def read_line(argv: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
         problems.append(f"--utilization {args.utilization}: use more than 0, and at most 1")
     if args.resume:
         problems.append("--resume: a plan takes all flags of the run, without --resume")
-    if "--cpu" in read.unknown:
-        problems.append("--cpu: a plan is for GPUs; drop the flag")
+    if given_device(read.unknown):
+        problems.append("--device: a plan is for the GPUs of --gpu; drop the flag")
     if problems:
         raise ConfigError(problems)
     return args, [*read.unknown, *plugins.flags(argv)]

@@ -20,7 +20,7 @@ from megasink.errors import ConfigError
 from megasink.flags import add_options
 from megasink.megatron.arguments import CPU_DEFAULTS, DEFAULTS, read_flags
 from megasink.training import checks, recipes, run_dir
-from megasink.training.flag_file import named_values
+from megasink.training.flag_file import given_device
 from megasink.training.flag_table import add_flags, read_table
 
 _SIZES = ("tensor_model", "pipeline_model", "context")
@@ -52,7 +52,7 @@ def read(
     add_flags(parser, table)
     parser.set_defaults(**DEFAULTS)
     add_options(parser)
-    on_cpu = here and ("cpu" in dict(named_values(flags)) or not cpu.cuda_present())
+    on_cpu = here and (given_device(flags) == "cpu" or not cpu.cuda_present())
     if on_cpu:
         parser.set_defaults(**CPU_DEFAULTS)
     args = read_flags(parser, flags)
@@ -128,7 +128,7 @@ def default_ranks(args: Namespace) -> int:
 
 def cuda_devices(args: Namespace) -> int:
     """Return the number of CUDA devices that the ranks would use."""
-    if args.cpu:
+    if args.device == "cpu":
         return 0
     import torch
 

@@ -96,6 +96,11 @@ def named_values(words: Sequence[str]) -> Iterator[tuple[str, list[str]]]:
         yield name, values
 
 
+def given_device(words: Sequence[str]) -> str | None:
+    """Return the value of --device, before anything is parsed."""
+    return next(iter(dict(named_values(words)).get("device", ())), None)
+
+
 def read_toml(path: Path) -> dict[str, Any]:
     """Read a TOML file."""
     try:

@@ -112,7 +112,7 @@ def main() -> None:
     """Write the table for the installed Megatron."""
     from megasink.upstream.process import prepare_process
 
-    prepare_process([])
+    prepare_process()
     table = make_table()
     lines = ",\n".join(json.dumps(entry) for entry in table["flags"])
     files = json.dumps(table["files"], indent=1)

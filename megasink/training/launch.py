@@ -69,7 +69,7 @@ _OF_MEGATRON = {
 }
 # Those of megasink there.
 _FIRST = (
-    *("--ranks", "--recipe", "--run-dir", "--resume", "--cpu"),
+    *("--ranks", "--recipe", "--run-dir", "--resume", "--device"),
     *("--attention-variant", "--head-balance-coeff"),
 )
 

@@ -20,7 +20,7 @@ from megasink.system_errors import explained as explained_by_system
 from megasink.temporary import shared_folder
 from megasink.training import collectives, early, heartbeat, hosts, network, stop
 from megasink.training.endings import explained, named, reports, tell, wait_for_first
-from megasink.training.flag_file import named_values
+from megasink.training.flag_file import given_device, named_values
 from megasink.training.guard import guard
 from megasink.training.stop import RankState
 from megasink.upstream import fused
@@ -37,7 +37,7 @@ def pretrain(argv: Sequence[str], *, checked: bool = False) -> None:
         argv: flags without the program name.
         checked: whether `early.refuse` has found nothing in them.
     """
-    prepare_process(argv)
+    prepare_process(given_device(argv))
     network.choose_gloo_interface(os.environ)
     collectives.record()
     if guard.is_looking:

@@ -4,7 +4,6 @@ import logging
 import os
 import sys
 import warnings
-from collections.abc import Sequence
 
 from megasink import cpu
 from megasink.errors import UserError
@@ -12,9 +11,9 @@ from megasink.upstream.mends import mend_upstream
 from megasink.upstream.versions import check_versions
 
 
-def prepare_process(argv: Sequence[str]) -> None:
+def prepare_process(device: str | None = None) -> None:
     """Choose the platform and make Megatron importable. Every rank calls this first."""
-    if "--cpu" in argv:
+    if device == "cpu":
         os.environ["CUDA_VISIBLE_DEVICES"] = ""
     check_versions()
     # A dozen Megatron modules emit this warning on import.
@@ -32,4 +31,4 @@ def prepare_quietly(*, cpu: bool) -> None:
     if not sys.warnoptions:
         warnings.simplefilter("ignore")
         logging.getLogger("megatron").setLevel(logging.ERROR)
-    prepare_process(["--cpu"] if cpu else [])
+    prepare_process("cpu" if cpu else None)

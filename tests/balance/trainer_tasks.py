@@ -26,7 +26,7 @@ def order_of_events(flags: list[str], ranks: int, port: int) -> list[str]:
     """What a rank does in the steps of a run of the trainer, in order."""
     from megasink.upstream.process import prepare_process
 
-    prepare_process([])
+    prepare_process()
     from megatron.core.optimizer.optimizer import FP32Optimizer
     from megatron.core.pipeline_parallel import schedules
     from megatron.training import training
@@ -89,7 +89,7 @@ def one_of_many(flags: list[str], ranks: list[int], world: int) -> Any:
     numbers = {"RANK": mine, "LOCAL_RANK": 0, "WORLD_SIZE": world, "LOCAL_WORLD_SIZE": 8}
     os.environ.update({name: str(value) for name, value in numbers.items()})
     os.environ["MASTER_ADDR"] = "127.0.0.1"
-    prepare_process([])
+    prepare_process()
     try:
         with Collectives() as collectives:
             pretrain([*flags, "--fake-process-group"])

@@ -22,7 +22,7 @@ def train_and_show(flags: list[str], port: int) -> list[dict[str, Any]]:
     """Train on two replicas; tokens, targets and nats [B, S] of the microbatches of this one."""
     from megasink.upstream.process import prepare_process
 
-    prepare_process([])  # before the first import of megatron
+    prepare_process()  # before the first import of megatron
     from megasink.training import forward
 
     batches: list[dict[str, Any]] = []

@@ -34,7 +34,7 @@ def test_it_refuses_to_come_after_megatron(fresh):
 def test_it_refuses_a_machine_with_cuda_and_touches_nothing(fresh):
     message, replaced = fresh(f"{TASKS}:with_cuda")
     assert "a CUDA device is visible" in message
-    assert "--cpu" in message
+    assert "--device cpu" in message
     assert replaced == 0
 
 

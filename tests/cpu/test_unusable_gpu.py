@@ -31,7 +31,7 @@ def test_an_old_driver_is_refused(driver, monkeypatch):
     driver(RuntimeError(TOO_OLD + "\nand more lines"))
     monkeypatch.setattr(cpu, "activate", lambda: pytest.fail("fell back to the CPU"))
     with pytest.raises(UserError) as error:
-        process.prepare_process([])
+        process.prepare_process()
     for part in ("found version 12080", "580 or later", "CUDA_VISIBLE_DEVICES=''"):
         assert part in str(error.value)
     assert "and more lines" not in str(error.value)
@@ -43,7 +43,7 @@ def test_the_cpu_can_be_asked_for(driver, monkeypatch):
     monkeypatch.setattr(cpu, "activate", lambda: activated.append(True))
     monkeypatch.setattr(process, "mend_upstream", lambda: None)
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0")  # so that it is restored
-    process.prepare_process(["--cpu"])
+    process.prepare_process("cpu")
     assert activated
 
 

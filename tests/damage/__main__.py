@@ -31,7 +31,7 @@ def main() -> int:
 def _run(root: Path, names: list[str], *, large: bool) -> int:
     from megasink.upstream.process import prepare_process
 
-    prepare_process(["--cpu"])
+    prepare_process("cpu")
     # What every forked process would import again.
     import megatron.training  # noqa: F401
     import transformers  # noqa: F401

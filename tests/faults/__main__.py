@@ -46,7 +46,7 @@ def _run(root: Path, names: list[str]) -> int:
     warnings.simplefilter("ignore")
     from megasink.upstream.process import prepare_process
 
-    prepare_process(["--cpu"])
+    prepare_process("cpu")
     # What every forked process would import again.
     import megatron.training  # noqa: F401
     import transformers  # noqa: F401

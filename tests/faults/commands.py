@@ -93,7 +93,9 @@ def lines(sound: Sound) -> dict[str, Line]:
                 *("--samples", "--batch-size", 2, "--device", "cpu", "--output", "{out}"),
             ]
         ),
-        "train": Line(["train", *run, "--ranks", 1, "--cpu", "--run-dir", "{out}"], begun),
+        "train": Line(
+            ["train", *run, "--ranks", 1, "--device", "cpu", "--run-dir", "{out}"], begun
+        ),
         "train/rank": Line(["rank", *run, "--run-dir", "{out}"], begun),
         "plan": Line(["plan", *run, "--ranks", 1]),
         "finetune": Line(

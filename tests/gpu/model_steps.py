@@ -131,7 +131,7 @@ def draw_weights(kinds: set[str]) -> dict[str, Tensor]:
 def main() -> None:
     """Write {"CASE/NAME": tensor} to the file."""
     device, path, *cases = sys.argv[1:]
-    prepare_process([])
+    prepare_process()
     from megatron.core import parallel_state
     from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
 

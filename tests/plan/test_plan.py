@@ -78,7 +78,7 @@ def test_all_problems_are_told_before_anything_starts(monkeypatch):
         launch.main(["--ranks", "3", *flags, "--tensor-model-parallel-size", "2"])
     assert len(error.value.problems) >= 3
     with pytest.raises(ConfigError) as error:
-        launch.main(["--ranks", "0", "--utilization", "2", "--resume", "--cpu", *MOCK])
+        launch.main(["--ranks", "0", "--utilization", "2", "--resume", "--device", "cpu", *MOCK])
     assert len(error.value.problems) == 4
 
 

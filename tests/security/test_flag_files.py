@@ -201,12 +201,12 @@ def test_the_command_line_may(place, capsys):
     """Control: the same flags there reach the ranks, and a file's are replaced by them."""
     mine = toml(place / "work" / "mine.toml", {"tensorboard-dir": "x", "lr": 2})
     own = ["--tensorboard-dir", str(place / "work" / "tb"), "--lr", "1"]
-    assert megasink(["train", *MOCK, "--cpu", "--recipe", str(mine), *own]) == 0
+    assert megasink(["train", *MOCK, "--device", "cpu", "--recipe", str(mine), *own]) == 0
     line = (place / "started").read_text()
     assert line.count("--tensorboard-dir") == 1
     assert shlex.join(own) in line
     assert not (place / "ran").exists()
-    line = ["train", *MOCK, "--cpu", "--recipe", str(mine), *own, "--plugin", "evil"]
+    line = ["train", *MOCK, "--device", "cpu", "--recipe", str(mine), *own, "--plugin", "evil"]
     megasink(line)
     assert (place / "ran").exists()
 
@@ -216,5 +216,8 @@ def test_a_start_that_is_none_is_passed_over(place, capsys, command):
     run = run_of(place)
     with (run / "starts.jsonl").open("a") as file:
         file.write(json.dumps({"command": command}) + "\n")
-    assert megasink(["train", "--run-dir", str(run), "--resume", "auto", "--cpu"]) in (0, 2)
+    assert megasink(["train", "--run-dir", str(run), "--resume", "auto", "--device", "cpu"]) in (
+        0,
+        2,
+    )
     assert "Traceback" not in capsys.readouterr().err

@@ -175,6 +175,6 @@ if __name__ == "__mp_main__":  # in the writer: torch.save is called for every t
     torch.save = slowly(torch.save)
 
 if __name__ == "__main__":
-    prepare_process([])
+    prepare_process()
     moment = sys.argv.pop(1)
     sys.exit(train(moment))

@@ -4,7 +4,7 @@ from tests.training.command_lines import MOCK, accepted, refused
 
 LAYERS = MOCK[2:]  # their number is that of the pattern
 PACKED = "--dataloader-inter-document-masking"
-DELTA_NET = f"{PACKED} --cpu --hybrid-layer-pattern GM*"
+DELTA_NET = f"{PACKED} --device cpu --hybrid-layer-pattern GM*"
 
 REFUSED = refused(
     LAYERS,
@@ -29,7 +29,7 @@ hybrid-stages: --hybrid-layer-pattern *-*- --pipeline-model-parallel-size 2
   ! with --use-rope-scaling: Megatron's HybridModel ignores it
 hybrid-recurrent: {DELTA_NET}
   ! Mamba and gated delta-net layers with packed documents
-  ! Mamba layers (M) run only on CUDA
+  ! Mamba layers (M) need CUDA: drop --device cpu
   ! gated delta-net layers (G) run on a CPU only with --deterministic-mode
 """,
 )
@@ -40,6 +40,6 @@ hybrid: --hybrid-layer-pattern *-*-
 hybrid-old-name: --hybrid-override-pattern *-*- --num-layers 4
 hybrid-virtual-stages: --hybrid-layer-pattern *-|*-|*-|*- --pipeline-model-parallel-size 2
 hybrid-moe: --hybrid-layer-pattern *E --num-experts 4 --disable-bias-linear
-hybrid-delta-net: --hybrid-layer-pattern G-*- --cpu --deterministic-mode
+hybrid-delta-net: --hybrid-layer-pattern G-*- --device cpu --deterministic-mode
 """,
 )

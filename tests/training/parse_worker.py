@@ -24,7 +24,7 @@ KEEP = (
 
 
 def main() -> None:
-    prepare_process([])
+    prepare_process()
     with contextlib.redirect_stdout(sys.stderr):
         from megasink.training import arguments, flag_table
 

@@ -71,7 +71,7 @@ def parameters(flags: list[str]) -> tuple[int, int]:
 
 
 def main() -> None:
-    prepare_process(["--cpu"])
+    prepare_process("cpu")
     given = json.load(sys.stdin)
     with contextlib.redirect_stdout(sys.stderr):
         lines = [problems(flags, ranks) for flags, ranks in given["lines"]]

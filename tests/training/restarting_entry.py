@@ -8,6 +8,6 @@ from megasink.upstream.process import prepare_process
 from tests.training.dying_entry import train
 
 if __name__ == "__main__":
-    prepare_process([])
+    prepare_process()
     dies = (os.environ["TORCHELASTIC_RESTART_COUNT"], os.environ["RANK"]) == ("0", "1")
     sys.exit(train("step:5") if dies else main(sys.argv[1:]))

@@ -28,7 +28,7 @@ def problems(flags: list[str], ranks: int) -> list[str]:
 
 
 def main() -> None:
-    prepare_process(["--cpu"])
+    prepare_process("cpu")
     with contextlib.redirect_stdout(sys.stderr):
         found = [problems(flags, ranks) for flags, ranks in json.load(sys.stdin)]
     print(json.dumps(found))

@@ -18,7 +18,7 @@ def train_and_record(flags: list[str], ranks: int, port: int) -> dict[str, Any]:
     """Train; what the first microbatch of this rank was, and what became of the sink's row."""
     from megasink.upstream.process import prepare_process
 
-    prepare_process([])  # before the first import of megatron
+    prepare_process()  # before the first import of megatron
     from megasink.training import forward
 
     found: dict[str, Any] = {}
@@ -61,7 +61,7 @@ def train_and_list(flags: list[str], ranks: int, port: int) -> list[list[int]]:
     """Train; the first token of each sample that this rank reads, by microbatch."""
     from megasink.upstream.process import prepare_process
 
-    prepare_process([])
+    prepare_process()
     from megasink.training import forward
 
     found: list[list[int]] = []
@@ -85,7 +85,7 @@ def train_as_started(
         return None
     from megasink.upstream.process import prepare_process
 
-    prepare_process([])
+    prepare_process()
     from megasink.training import checks, early, pretrain
 
     parsed: list[str] = []
@@ -124,7 +124,7 @@ def train_and_weigh(
     """
     from megasink.upstream.process import prepare_process
 
-    prepare_process([])
+    prepare_process()
     from megatron.training import training
 
     from megasink.training import checkpoint_layout

@@ -129,7 +129,15 @@ def test_a_hostile_index_is_refused_without_torch_too(tmp_path, capsys, given, s
 
 
 def test_nothing_heavy_is_imported(tmp_path):
-    line = ["train", "--cpu", "--run-dir", str(tmp_path / "run"), "--profile", "--mock-data"]
+    line = [
+        "train",
+        "--device",
+        "cpu",
+        "--run-dir",
+        str(tmp_path / "run"),
+        "--profile",
+        "--mock-data",
+    ]
     script = (
         "import sys\nfrom megasink.cli import main\n"
         f"code = main({line!r})\n"

@@ -90,7 +90,7 @@ def test_checkpoints_are_not_read_through_another_library(text, monkeypatch):
     from megasink.megatron.arguments import parse_apart
     from megasink.training.dataset import reading_stores
 
-    args = parse_apart([*runs.TINY, *text, "--train-iters", "2", "--cpu", "--enable-msc"])
+    args = parse_apart([*runs.TINY, *text, "--train-iters", "2", "--device", "cpu", "--enable-msc"])
     assert args.enable_msc
     assert not MultiStorageClientFeature.is_enabled()
     with reading_stores(args):

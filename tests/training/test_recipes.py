@@ -54,7 +54,15 @@ def documented(heading):
 
 def words(name, *flags):
     vocabulary = {"p0": 65536, "p1": 151936, "p2": 50432}[name[:2]]
-    null = ["--mock-data", "--tokenizer-type", "NullTokenizer", "--num-workers", "0", "--cpu"]
+    null = [
+        "--mock-data",
+        "--tokenizer-type",
+        "NullTokenizer",
+        "--num-workers",
+        "0",
+        "--device",
+        "cpu",
+    ]
     null += ["--vocab-size", str(vocabulary - 1)]  # and the end of the document
     return early.expanded(["--recipe", name, *null, *flags])
 
@@ -301,7 +309,7 @@ def test_a_plan_takes_a_file(tmp_path):
 def test_the_launcher_passes_flags_on_and_resume_repeats_them(tmp_path, monkeypatch):
     started = []
     monkeypatch.setattr(launch, "launch", lambda *given, checked: started.append(given) or 0)
-    line = ["--run-dir", str(tmp_path / "run"), "--cpu", *MOCK, "--recipe", "p2-60m"]
+    line = ["--run-dir", str(tmp_path / "run"), "--device", "cpu", *MOCK, "--recipe", "p2-60m"]
     assert launch.main(line) == 0
     ((flags, _, _, steps),) = started
     assert flags == [word for word in early.expanded(line) if word not in line[:2]]

@@ -55,7 +55,7 @@ def test_which_targets_are_text(positions):
     assert shifted.tolist() == [[i not in positions for i in range(LENGTH)]] * 2
 
 
-FLAGS = [*TINY, *UNTIED, "--cpu"]
+FLAGS = [*TINY, *UNTIED, "--device", "cpu"]
 FLAGS += """
     --train-iters 4 --lr-decay-iters 4 --split 80,20,0 --eval-interval 2 --eval-iters 1
     --save-interval 2 --dataloader-inter-document-masking --num-workers 0

@@ -40,7 +40,7 @@ def first(files):
     """{script: what a launcher without a GPU says of it}."""
     found = {}
     for name, script in SCRIPTS.items():
-        args = early.read(["--cpu", *_placed(script.flags, files)], here=True)
+        args = early.read(["--device", "cpu", *_placed(script.flags, files)], here=True)
         with pytest.raises(ConfigError) as error:
             early.refuse(args, script.ranks, here=True)
         found[name] = error.value.problems

@@ -76,8 +76,9 @@ def plan(grid: GridFile, out: Path) -> list[Run]:
 def _run(cell: Cell, seed: int, out: Path) -> Run:
     folder = out / cell.folder / f"seed-{seed}"
     flags = dict(cell.flags)
-    ranks = flags.pop("ranks", None)
-    words = filled(flag_words(flags), out=out, run=folder)
+    ranks, on_cpu = flags.pop("ranks", None), flags.pop("cpu", False)
+    words = ["--device", "cpu"] if on_cpu else []
+    words += filled(flag_words(flags), out=out, run=folder)
     if unsafe := refused(words, out):
         raise ConfigError(f"{text}: {_UNSAFE}" for text in unsafe.values())
     words = ["--run-dir", str(folder), "--seed", str(seed), *words]

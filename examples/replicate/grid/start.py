@@ -73,7 +73,7 @@ def way_of(args: Namespace, ranks: int) -> Way:
     Args:
         args: of `megasink.training.early.read`.
     """
-    if not args.cpu:
+    if args.device != "cpu":
         return Way("launch", "it may use GPUs (cpu is not set)")
     if ranks > 1:
         return Way("launch", f"it has {ranks} ranks")

@@ -15,12 +15,14 @@ CUDA_KERNELS |= {"transformer-engine", "cudnn", "triton"}
 
 def without_cuda(args: Namespace) -> bool:
     """Whether ranks of this machine run on the CPU platform."""
-    return cpu.is_active() or args.cpu or not cpu.cuda_present()
+    return cpu.is_active() or args.device == "cpu" or not cpu.cuda_present()
 
 
 def problems(args: Namespace) -> Iterator[str]:
     """Yield one message per problem. Imports torch only where a CUDA device may be."""
     if without_cuda(args):
+        if args.device == "cuda":
+            yield f"--device cuda {_ABSENT}: use cpu"
         if needs_cuda(args.attention_kernel):
             yield f"--attention-kernel {args.attention_kernel} {_ABSENT}: use auto"
         if args.distributed_backend != "gloo":

@@ -95,14 +95,14 @@ def _recurrent(args: Namespace, layers: str) -> Iterator[str]:
             "(--dataloader-inter-document-masking): their state would run from one "
             "document into the next; drop one of the two"
         )
-    if MAMBA in layers and args.cpu:
-        yield f"{RECURRENT[MAMBA]} layers (M) run only on CUDA: drop --cpu, or use other layers"
+    if MAMBA in layers and args.device == "cpu":
+        yield f"{RECURRENT[MAMBA]} layers (M) need CUDA: drop --device cpu or use other layers"
     elif MAMBA in layers and not _installed("mamba_ssm", "causal_conv1d", "einops"):
         yield (
             f"{RECURRENT[MAMBA]} layers (M) need packages that are not installed: "
             "pip install mamba-ssm causal-conv1d einops"
         )
-    if DELTA_NET in layers and args.cpu:
+    if DELTA_NET in layers and args.device == "cpu":
         if not args.deterministic_mode:
             yield (
                 f"{RECURRENT[DELTA_NET]} layers (G) run on a CPU only with --deterministic-mode, "
