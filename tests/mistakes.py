@@ -139,6 +139,14 @@ MISTAKES = {
         "generate {0} --prompt text",
         "{0} is a folder of runs: give one, {0}/run",
     ),
+    "checkpoints-of-a-folder-of-runs": (
+        "checkpoints {0}",
+        "{0} is a folder of runs: give one, {0}/run",
+    ),
+    "compare-a-folder-of-runs": (
+        "compare {0}",
+        "{0} is a folder of runs: give one, {0}/run",
+    ),
     "export-a-folder-of-runs": (
         "convert-to-hf {0} --output {0}/new/hf",
         "{0} is a folder of runs: give one, {0}/run",

@@ -15,6 +15,7 @@ from megasink.analysis.pages.csv_file import write_csv
 from megasink.analysis.results import FORMAT, MetricResult, Results, SampleResults
 from megasink.analysis.stored import read_arrays
 from megasink.checked_fields import checked
+from megasink.checkpoints.find import runs_in
 from megasink.errors import UserError
 from megasink.json_file import read_object
 from megasink.typed_json import from_json
@@ -40,7 +41,8 @@ def read_analysis(folder: str | Path) -> Analysis:
     try:
         content = read_object(path)
     except UserError as error:
-        raise UserError(f"{folder} does not hold an analysis: {error}") from error
+        others = runs_in(folder, path.name, "analyses")
+        raise UserError(f"{folder} {others or f'does not hold an analysis: {error}'}") from error
     if content.get("format") != FORMAT:
         raise UserError(
             f"{path} has format {content.get('format')}, but this version reads {FORMAT}: analyze "

@@ -162,11 +162,11 @@ class AnalysisOptions(Options):
             yield f"{name_of('metrics')} {' '.join(self.metrics)} needs the loss: measure it too"
         if self.random_lengths is None:
             return
-        low, high = self.random_lengths
+        (low, high), name = self.random_lengths, name_of("random_lengths")
         if not 2 <= low <= high:
-            yield f"--random-lengths {low} {high}: give the smaller number first, 2 or more"
+            yield f"{name} {low} {high}: give the smaller number first, 2 or more"
         elif self.seq_length is not None:
-            yield f"--random-lengths {low} {high} and --seq-length {self.seq_length}: choose one"
+            yield f"{name} {low} {high} and {name_of('seq_length')} {self.seq_length}: choose one"
 
     def positions_problem(self, positions: int | None, name: str) -> str | None:
         """Return why the sequences do not fit into a model's positions, or None."""

@@ -72,11 +72,12 @@ def find_checkpoint(path: Path, iteration: int | None = None) -> Checkpoint:
     return Checkpoint(run / "config.json", folder, iteration)
 
 
-def runs_in(folder: Path) -> str | None:
-    """Return a clause that names the runs in a folder, such as runs/; None if it has none."""
-    inner = sorted(folder.iterdir()) if folder.is_dir() else []
-    runs = [str(run) for run in inner if newest_checkpoint(run / "checkpoints") is not None]
-    return f"is a folder of runs: give one, {' or '.join(runs[:5])}" if runs else None
+def runs_in(folder: Path, file: str = f"checkpoints/{TRACKER}", what: str = "runs") -> str | None:
+    """Return a clause that names the runs, folders with a file, in a folder such as runs/."""
+    depth = len(folder.parts) + 1
+    runs = [str(Path(*path.parts[:depth])) for path in sorted(folder.glob(f"*/{file}"))]
+    more = f" ({len(runs) - 5} more)" if len(runs) > 5 else ""
+    return f"is a folder of {what}: give one, {' or '.join(runs[:5])}{more}" if runs else None
 
 
 def is_run(path: Path) -> bool:

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 
 from rich.filesize import decimal
 
-from megasink.checkpoints.find import Saved, saved_checkpoints
+from megasink.checkpoints.find import Saved, runs_in, saved_checkpoints
 from megasink.checkpoints.intact import checkpoint_path, iterations
 from megasink.command_line import CommandParser
 from megasink.errors import ConfigError, UserError
@@ -65,7 +65,7 @@ def _run(path: Path) -> _Run:
         hint = ""
         if isinstance(elsewhere, str) and Path(elsewhere).resolve() != own.resolve():
             hint = f" (the run saved to {elsewhere}: give that)"
-        raise UserError(f"{path} has no checkpoint{hint}")
+        raise UserError(f"{path} {(not hint and runs_in(path)) or f'has no checkpoint{hint}'}")
     return _Run(folder, checkpoints)
 
 

@@ -6,8 +6,8 @@ from pathlib import Path
 from typing import Any
 
 import megasink
-from megasink.convert.model_card import OF_SINKS
 from megasink.finetune_options import FinetuneOptions
+from megasink.papers import cited
 
 _LICENSE = ("license", "license_name", "license_link")
 
@@ -64,7 +64,7 @@ Made by `megasink finetune` {megasink.__version__} with TRL, on the assistant's 
 |---|---|
 {table}
 
-The head-balance loss is that of {OF_SINKS}, https://arxiv.org/abs/2602.01203.
+The head-balance loss is that of {cited("P0")}.
 """
 
 

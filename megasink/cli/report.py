@@ -3,10 +3,14 @@
 from collections.abc import Sequence
 from pathlib import Path
 
+from megasink.checkpoints.find import runs_in
 from megasink.command_line import CommandParser
 from megasink.errors import ConfigError
 from megasink.output_folder import add_overwrite, exclusive, results_in
 from megasink.plugins import add_flag
+
+_RESULTS = "results.json"
+_NO_ANALYSIS = f"does not hold an analysis: it has no {_RESULTS}"
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -19,9 +23,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--pdf", action="store_true", help="also save the figures as PDF")
     args = parser.first_screen("megasink report look/a look/b --output look/both").parse_args(argv)
     if problems := [
-        f"{folder} does not hold an analysis: it has no results.json"
+        f"{folder} {runs_in(folder, _RESULTS, 'analyses') or _NO_ANALYSIS}"
         for folder in args.analyses
-        if not (folder / "results.json").is_file()
+        if not (folder / _RESULTS).is_file()
     ]:
         raise ConfigError(problems)
     kinds = ("png", "pdf") if args.pdf else ("png",)

@@ -11,15 +11,8 @@ from megasink.convert.architecture import Architecture
 from megasink.convert.targets.target import Target
 from megasink.errors import UserError
 from megasink.json_file import read_text
+from megasink.papers import cited
 
-OF_SINKS = (
-    "Attention Sink Forges Native MoE in Attention Layers: Sink-Aware Training to Address Head "
-    "Collapse (Fu et al.)"
-)
-_OF_GATES = (
-    "Gated Attention for Large Language Models: Non-linearity, Sparsity, and Attention-Sink-Free "
-    "(Qiu et al.)"
-)
 _OWN_CODE = """
 
 No architecture of transformers supports this model: loading it requires `trust_remote_code=True`,
@@ -73,10 +66,10 @@ def model_card(
         *_metrics(checkpoint),
     ]
     table = "\n".join(f"| {name} | {value} |" for name, value in rows if value is not None)
-    papers = [_OF_GATES] if model.variant.explicit_gate else []
+    papers = [cited("P1")] if model.variant.explicit_gate else []
     if model.has_sink or saved.get("head_balance_coeff"):
-        papers.append(OF_SINKS)
-    cited = "".join(f"- {paper}\n" for paper in papers)
+        papers.append(cited("P0"))
+    references = "".join(f"- {paper}\n" for paper in papers)
     remote = ", trust_remote_code=True" if target.custom_code else ""
     return f"""---
 library_name: transformers
@@ -103,7 +96,7 @@ tokenizer = AutoTokenizer.from_pretrained("FOLDER")
 
 ## Citation
 
-{cited or "megasink (https://pypi.org/project/megasink)"}
+{references or "megasink (https://pypi.org/project/megasink)"}
 """
 
 

@@ -116,7 +116,7 @@ def test_an_export_verifies_itself_and_takes_everything_along(pool, runs, tmp_pa
     assert "steps | 3 |" in card
     assert "| training loss | 1.5 |" in card
     assert "| validation loss | 1.6, at step 2 |" in card
-    assert "Fu et al." in card
+    assert "arxiv.org/abs/2602.01203" in card
     assert (output / "tokenizer.json").is_file()
     config = json.loads((output / "config.json").read_text())
     assert config["eos_token_id"] == 1

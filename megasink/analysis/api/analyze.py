@@ -10,9 +10,10 @@ from megasink.analysis.api.models import HubModel, load_model, load_run
 from megasink.analysis.capture.base import ProbedModel
 from megasink.analysis.capture.models import of_run, of_transformers, open_probe_on
 from megasink.analysis.capture.samples import inputs_of
+from megasink.analysis.metrics import registry
 from megasink.analysis.options import BOS, AnalysisOptions
 from megasink.checked_fields import checked
-from megasink.errors import ConfigError, UserError
+from megasink.errors import ConfigError, UserError, nearest
 
 
 @checked
@@ -29,6 +30,7 @@ def analyze(
     bos: str = "auto",
     parse_special_tokens: bool = False,
     loss: bool = True,
+    metrics: Sequence[str] = (),
     seed: int = 1234,
     output: str | Path | None = None,
     overwrite: bool = False,
@@ -52,6 +54,7 @@ def analyze(
         parse_special_tokens: special tokens spelled out in a text become those tokens, as in what a
             chat template renders; otherwise they are text.
         loss: also measure the loss.
+        metrics: also measure these, which take a backward pass: "gradient", "gradient_signed".
         seed: of the projections and the random baselines.
         output: folder that gets everything that `megasink analyze` writes, the page included.
         overwrite: replace what the folder holds of other settings.
@@ -92,6 +95,7 @@ def analyze(
         bos=bos,
         parse_special_tokens=parse_special_tokens,
         loss=loss,
+        metrics=tuple(metrics),
         seed=seed,
         output=None if output is None else Path(output),
         overwrite=overwrite,
@@ -99,6 +103,12 @@ def analyze(
     problems = list(options.problems(str))
     if bos not in BOS:
         problems.append(f"bos {bos!r}: choose {', '.join(BOS)}")
+    known = registry.metrics()
+    for one in metrics:
+        if one not in known:
+            meant = nearest(one, known)
+            hint = f"did you mean {meant}?" if meant else "docs/metrics.md lists all"
+            problems.append(f"metrics: {one!r} is unknown: {hint}")
     if problems:
         raise ConfigError(problems)
     probed = _probed(model, tokenizer, name)

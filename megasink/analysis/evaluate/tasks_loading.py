@@ -5,7 +5,6 @@ a second) tells the unknown ones at once, and the folders that the known ones ne
 """
 
 import contextlib
-import difflib
 import importlib.util
 import logging
 import re
@@ -16,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from megasink.analysis.evaluate.suites import SUITES, expanded
-from megasink.errors import ConfigError, UserError
+from megasink.errors import ConfigError, UserError, nearest
 from megasink.json_file import read_object
 
 OWN_TASKS = Path(__file__).parent / "tasks"
@@ -256,8 +255,8 @@ def _refuse_unknown(names: Iterable[str], known: Iterable[str]) -> None:
 
 
 def _unknown(name: str, known: Iterable[str]) -> str:
-    near = difflib.get_close_matches(name, [*SUITES, *known], n=3, cutoff=0.6)
-    hint = f": did you mean {', '.join(near)}?" if near else ""
+    near = nearest(name, [*SUITES, *known], cutoff=0.6)
+    hint = f": did you mean {near}?" if near else ""
     return f"--tasks {name}: no such task, group, tag or suite{hint}"
 
 

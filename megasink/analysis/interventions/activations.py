@@ -7,7 +7,6 @@ Shapes: B rows, T tokens, E hidden size, H query heads, G key/value groups, D he
 intermediate size of the MLP.
 """
 
-import difflib
 import fnmatch
 import itertools
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -23,7 +22,7 @@ from megasink.analysis.capture.models import open_probe_on
 from megasink.analysis.capture.own_attention import attention_of, replaced_attention
 from megasink.analysis.capture.transformers_sites import DOWN
 from megasink.analysis.metrics.inputs import ATTENTION, BRANCHES
-from megasink.errors import UserError, reason_of
+from megasink.errors import UserError, nearest, reason_of
 from megasink.transformers.blocks import Block, child, decoder_config, decoder_of
 
 PLACES = {
@@ -190,8 +189,8 @@ def _chosen(names: Any, known: Iterable[str]) -> list[str]:
     for word in (list(names) or [None]) if several else [names]:
         found = fnmatch.filter(known, str(word))
         if not found:
-            near = difflib.get_close_matches(str(word), list(known))
-            meant = f"did you mean {', '.join(near)}? " if near else ""
+            near = nearest(word, known, cutoff=0.6)
+            meant = f"did you mean {near}? " if near else ""
             raise UserError(
                 f"activation {word!r:.60} is unknown: {meant}activation_names(model) lists all"
             )

@@ -4,6 +4,7 @@ import json
 from pathlib import Path
 from typing import Any
 
+from megasink.checkpoints.find import runs_in
 from megasink.errors import UserError
 
 # {what is drawn or summed up: the axes of its value}; a number may be missing (null).
@@ -20,7 +21,8 @@ def read_metrics(run_dir: Path) -> list[dict[str, Any]]:
     """Return the lines of a run's metrics.jsonl."""
     path = run_dir / "metrics.jsonl"
     if not path.is_file():
-        raise UserError(f"{run_dir} is not a run: {path} not found")
+        runs = runs_in(run_dir, path.name)
+        raise UserError(f"{run_dir} {runs or f'is not a run: it has no {path.name}'}")
     lines: list[dict[str, Any]] = []
     for number, line in enumerate(path.read_bytes().splitlines(), 1):
         try:

@@ -4,6 +4,7 @@ from markupsafe import Markup
 
 from megasink.analysis.pages import html
 from megasink.attention.definitions import SINK_EPSILON
+from megasink.papers import PAPERS
 
 WORDS = {
     "token 0, first token": "the first token that the model reads: BOS, the token that begins a "
@@ -71,8 +72,8 @@ WORDS = {
 
 def words_and_papers() -> str:
     """Return the section of the page."""
-    papers = [[key, title, f"arXiv {number}"] for key, (title, number) in html.PAPERS.items()]
-    links = [f"https://arxiv.org/abs/{number}" for _, number in html.PAPERS.values()]
+    papers = [[key, title, f"arXiv {number}"] for key, (title, number) in PAPERS.items()]
+    links = [f"https://arxiv.org/abs/{number}" for _, number in PAPERS.values()]
     note = "P0.10 and similar names are rows of megasink's list of each paper's definitions. The "
     note += "limits in the sentences of the summary are megasink's own, as is the sink center."
     return Markup("").join(

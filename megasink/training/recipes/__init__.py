@@ -16,6 +16,7 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from megasink.checkpoints.find import runs_in
 from megasink.errors import ConfigError, UserError, nearest, unknown_name
 from megasink.megatron_flags import having
 from megasink.training.flag_file import Flags, flag_words, form_problems, read_toml, refused
@@ -192,6 +193,8 @@ def _path(name: str, folder: Path) -> Path:
         return path
     if re.fullmatch(r"[\w.-]+", name) and (_FOLDER / f"{name}.toml").is_file():
         return _FOLDER / f"{name}.toml"
+    if runs := runs_in(path, OF_RUN):
+        raise UserError(f"{path} {runs}")
     if "/" in name or name.endswith(".toml"):
         if path.is_dir():
             raise UserError(f"{path} is not a run: it has no {OF_RUN}")

@@ -64,6 +64,21 @@ def test_texts_are_strings_or_files(folder, hub, found):
     assert numbers(again.results) == numbers(found.results)
 
 
+def test_metrics_that_take_a_backward_pass_are_named(hub):
+    text = ["Heads that rest attend to the first token."]
+    assert "gradient" not in megasink.analyze(hub, text)
+    found = megasink.analyze(hub, text, metrics=["gradient"])
+    assert found.gradient.values.shape == (2, 4)
+    assert np.isfinite(found.gradient.values).all()
+    assert "gradient_signed" not in found
+    for loss, name, message in (
+        (True, "gradeint", r"did you mean gradient\?"),
+        (False, "gradient", "loss"),
+    ):
+        with pytest.raises(UserError, match=message):
+            megasink.analyze(hub, text, metrics=[name], loss=loss)
+
+
 def test_metrics_are_attributes(found):
     assert found.importance.values.shape == (2, 4)
     assert np.array_equal(np.asarray(found.importance), found["importance"].values)
@@ -128,6 +143,7 @@ WRONG = {
     "batch_size": lambda hub, _: megasink.analyze(hub, ["a b c"], batch_size=1.5),
     "random_lengths": lambda hub, _: megasink.analyze(hub, ["a b c"], random_lengths=(3,)),
     "seed": lambda hub, _: megasink.analyze(hub, ["a b c"], seed=float("nan")),
+    "metrics": lambda hub, _: megasink.analyze(hub, ["a b c"], metrics="gradient"),
     "output": lambda hub, _: megasink.analyze(hub, ["a b c"], output=5),
     "tokenizer": lambda hub, _: megasink.analyze(hub.model, ["a b c"], tokenizer="x"),
     "no model": lambda *_: megasink.analyze(5, ["a b c"]),
