@@ -21,6 +21,7 @@ import sys
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
+from typing import TextIO
 
 import pytest
 
@@ -214,5 +215,18 @@ def measured(log: Iterable[str]) -> dict[str, float]:
     return {file: round(s, 1) for file, s in sorted(seconds.items()) if s >= 1.0}
 
 
+def record(argv: Sequence[str], log: TextIO) -> None:
+    """Write durations.json from a log; refuse arguments, a terminal and a log without durations."""
+    usage = f"run it as python -m tests.schedule < log; {RECORD.name} is unchanged"
+    if argv:
+        raise SystemExit(f"unknown: {' '.join(argv)}: {usage}")
+    if log.isatty():
+        raise SystemExit(f"stdin is a terminal: {usage}")
+    if not (seconds := measured(log)):
+        cure = "pytest prints them with --durations 0 --durations-min 0"
+        raise SystemExit(f"stdin has no durations of 1 s or more: {cure}; {usage}")
+    RECORD.write_text(json.dumps(seconds, indent=1) + "\n")
+
+
 if __name__ == "__main__":
-    RECORD.write_text(json.dumps(measured(sys.stdin), indent=1) + "\n")
+    record(sys.argv[1:], sys.stdin)

@@ -2,12 +2,14 @@
 
 import ast
 import graphlib
+import io
 import re
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 
+from tests import schedule
 from tests.schedule import FIRST, LATER, SAMPLED, is_first, measured, tiers
 from tests.test_imports import ROOMS, imports, modules
 
@@ -110,3 +112,24 @@ def test_durations_are_read_from_what_pytest_prints():
     log += ["0.26s call     tests/a.py::test_b", "9.00s call     tests/c.py::test_d"]
     log += ["0.90s call     tests/e.py::test_f", "= 2 passed, 1 skipped in 11.66s ="]
     assert measured(log) == {"tests/a.py": 1.8, "tests/c.py": 9.0}
+
+
+@pytest.mark.parametrize(
+    ("argv", "log", "named"),
+    [
+        (["--help"], "1.50s call     tests/a.py::test_b\n", "--help"),
+        ([], "", "no durations"),
+        ([], None, "a terminal"),
+    ],
+)
+def test_durations_stay_where_there_is_no_log(tmp_path, monkeypatch, argv, log, named):
+    file = tmp_path / "durations.json"
+    file.write_text("{}")
+    monkeypatch.setattr(schedule, "RECORD", file)
+    stdin = io.StringIO(log or "")
+    stdin.isatty = lambda: log is None
+    with pytest.raises(SystemExit, match=named):
+        schedule.record(argv, stdin)
+    assert file.read_text() == "{}"
+    schedule.record([], io.StringIO("1.50s call     tests/a.py::test_b\n"))
+    assert "tests/a.py" in file.read_text()
