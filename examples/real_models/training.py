@@ -121,14 +121,14 @@ def surgery_numbers(stage: dict[str, Any], model: dict[str, Any]) -> dict[str, d
     Args:
         model: the model as it was.
     """
-    loss, ratio_S = np.array(stage["loss"]), np.array(stage["massive_ratio"])
+    loss, block = np.array(stage["loss"]), longest_first_token(np.array(model["massive_ratio"]))
     found = {
         "loss, nats per token": measured(loss),
         "rise over the model as it was": measured(loss - np.array(model["loss"])),
         "attention to the first token": measured(stage["awft_by_text"]),
         "sink rate": measured(stage["sink_rate"]),
-        "norm of the first state over the others', largest": measured(
-            ratio_S[2 * longest_first_token(ratio_S) + 2]
+        f"norm of the first state over the others', after block {block}": measured(
+            stage["massive_ratio"][2 * block + 2]
         ),
     }
     if "losses" in stage:
