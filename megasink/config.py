@@ -198,14 +198,14 @@ class NanochatOptions:
     """Norms, logits and initial weights of nanochat, whose models P0 trains (docs/recipes.md)."""
 
     norm_without_gain: bool = False
-    """RMSNorms of the residual stream and of the sandwich norm have no weight. --qk-l2-norm is the
-    same for queries and keys."""
+    """Use RMSNorms without weights in the residual stream and the sandwich norm. --qk-l2-norm does
+    so for queries and keys."""
 
     embedding_norm: bool = False
     """Normalize the embeddings before the first layer: RMSNorm without a weight."""
 
     logit_softcap: float | None = None
-    """Cap of the logits c: they become c * tanh(logits / c), in float32, in training and
+    """Cap c of the logits, which become c * tanh(logits / c), in float32, in training and
     inference."""
 
     zero_init_outputs: bool = False

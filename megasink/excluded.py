@@ -100,4 +100,4 @@ def excluded(args: Namespace) -> Iterator[str]:
         if getattr(args, option):
             name = flag_of(FLAGS.get(option, option))
             for flag, _, why in given_of(args, others):
-                yield f"{name} with {flag}: {why}; drop one"
+                yield f"choose either {name} or {flag}: {why}"

@@ -28,7 +28,7 @@ class Options:
     """A record that can be filled from a command line's values."""
 
     grows: ClassVar[tuple[str, ...]] = ()
-    """Flags that may get more values without a result being lost."""
+    """Flags that accept more values later without losing results."""
 
     @classmethod
     def of(cls, values: Any, **others: Any) -> Self:

@@ -46,7 +46,7 @@ def softmax_variant(name: str, sink_H: Tensor | None) -> SoftmaxVariant:
         raise ValueError(f"unknown attention variant {name!r}: one of {', '.join(VARIANTS)}")
     variant = VARIANTS[name]
     if variant.takes_sink != (sink_H is not None):
-        raise ValueError(f"sink_H goes with variant 'sink', and only with it; got {name!r}")
+        raise ValueError(f"the variant 'sink' takes sink_H, and no other does; got {name!r}")
     return variant
 
 

@@ -12,7 +12,7 @@ Given = Mapping[str, float]
 def wrong_alone(given: Given) -> list[str]:
     """Return one sentence for each option that is not a number of 0 or more."""
     return [
-        f"{name} {value} is {'negative' if value < 0 else 'no finite number'}: use 0 or more"
+        f"{name} {value} is {'negative' if value < 0 else 'not finite'}: use 0 or more"
         for name, value in given.items()
         if not 0 <= value < math.inf
     ]

@@ -107,7 +107,7 @@ class LossStep:
         Layers call it before they add to `heads`; a host that calls `begin` has opened it already.
         """
         if self._stepped_without_reduction:
-            raise RuntimeError(f"the optimizer has stepped, and {self._not_reduced()}")
+            raise RuntimeError(f"the optimizer has stepped, but {self._not_reduced()}")
         if self.phase is Phase.RUNNING:
             return
         share, observe = self.balance.share, self.heads.observes
@@ -117,7 +117,7 @@ class LossStep:
         elif self.runs_again():
             self.begin(self.number, observe=observe, share=share)
         else:
-            raise RuntimeError(f"the next step begins, and {self._not_committed()}")
+            raise RuntimeError(f"the next step begins, but {self._not_committed()}")
 
     def reduce(self) -> None:
         """Start the all-reduce of the step: on every rank, after the last backward pass."""
@@ -153,9 +153,9 @@ class LossStep:
             return self.last
         if self.phase is not Phase.REDUCED:
             raise RuntimeError(
-                f"commit() of the head-balance loss, and {self._not_reduced()}"
+                f"commit() was called, but {self._not_reduced()}"
                 if self.phase is Phase.RUNNING
-                else "commit() of the head-balance loss, and no step was begun: call begin() "
+                else "commit() of the head-balance loss was called before begin(): call begin() "
                 "before the step and reduce() after its last backward pass"
             )
         coeff = self._options.head_balance_coeff * self.balance.share

@@ -150,7 +150,7 @@ def _refuse_sizes(saved: Mapping[str, Any], checkpoint: Checkpoint) -> None:
         ),
     }
     wrong = [
-        f"{name} is {saved[name]}, that of the weights {size}"
+        f"{name} is {saved[name]}, but the weights have {size}"
         for name, size in has.items()
         if size and saved[name] > 16 * size
     ]

@@ -26,7 +26,7 @@ from megasink.plugins import advice
 # Layout and compute options: this process keeps its own values.
 _THIS_PROCESS = frozenset(
     """
-    attention_kernel run_dir resume cpu
+    attention_kernel run_dir resume device
     """.split()
 ).union(having("process"))
 # Arguments that the model configuration reads under other names (tests/security checks the list),

@@ -114,7 +114,9 @@ def load_metadata(file: Any, unpickler: type[pickle.Unpickler] | None = None) ->
         if PurePath(entry.relative_path).name != entry.relative_path:
             raise pickle.UnpicklingError(f"it names the file {entry.relative_path!r}")
         if not (_is_text(index.fqn) and _are_counts((entry.offset, entry.length))):
-            raise pickle.UnpicklingError(f"it has an entry without a place: {index.fqn!r:.80}")
+            raise pickle.UnpicklingError(
+                f"it does not say where an entry is stored: {index.fqn!r:.80}"
+            )
     # Without torch, sizes are stand-ins.
     for name, entry in () if unpickler else metadata.state_dict_metadata.items():
         size = getattr(entry, "size", ())

@@ -23,7 +23,7 @@ GROUPS = {
         "report": "one page about several analyses",
     },
     "train one (start here: demo)": {
-        "demo": "sinks form and heads collapse, with the head-balance loss and without; minutes",
+        "demo": "watch heads collapse without the head-balance loss, and not with it (minutes)",
         "data": "text -> tokenizer -> Megatron .bin/.idx",
         "train": "start the ranks of one node and train; every Megatron flag passes through",
         "finetune": "adapt a Hugging Face model on conversations, and export it again",

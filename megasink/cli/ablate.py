@@ -88,8 +88,8 @@ def check_ablate(args: argparse.Namespace, *, is_run: bool) -> tuple[ModelOption
     problems += _of_scores(args.score)
     if args.tasks and args.calibration is None:
         problems += [
-            f"--by {name} with --tasks: it takes the loss of texts; measure it there (megasink "
-            f"analyze --metrics {name}) and pass that analysis as --calibration"
+            f"--by {name} needs the loss of texts, which --tasks does not measure: run megasink "
+            f"analyze --metrics {name} and pass its folder as --calibration"
             for name in options.score
             if name in backward_names()
         ]

@@ -103,7 +103,7 @@ def weights_problems(args: argparse.Namespace, *, is_run: bool) -> list[str]:
             "--yarn applies to runs only: set rope_parameters in the model's config.json"
         )
     elif args.yarn is not None and not 1 < args.yarn < math.inf:
-        problems.append(f"--yarn {args.yarn:g}: a factor of more than 1")
+        problems.append(f"--yarn {args.yarn:g}: use a factor above 1")
     if is_run:
         try:
             require_train(f"{args.model} is a run, which")

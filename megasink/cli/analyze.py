@@ -44,7 +44,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         if ranks.rank == 0 and len(steps_of(args.model)) > 1:
             output = f"{args.output}-checkpoints"
             say_next(
-                "how it came to be so, checkpoint by checkpoint",
+                "the same for every checkpoint of the run",
                 *("analyze", args.model, "--checkpoints", "--data", *args.data, "--output", output),
             )
         if args.data and ranks.rank == 0:
@@ -76,5 +76,5 @@ def check(args: argparse.Namespace) -> tuple[ModelOptions, AnalysisOptions]:
     known = backward_names()
     problems += [unknown_name("--metrics", n, known) for n in options.metrics if n not in known]
     if args.checkpoints and not of_run and args.model.is_dir():
-        problems.append(f"--checkpoints is of a run, and {args.model} is none: remove it")
+        problems.append(f"--checkpoints needs a run, and {args.model} is not one: drop it")
     return analysis_flags.settled(args, problems), options

@@ -167,7 +167,7 @@ def run(args: argparse.Namespace) -> None:
     if args.partition:
         return
     flags = ("--data-path", args.output, "--tokenizer-model", folder)
-    say_next("a first model of it", "train", "--recipe", "tiny", *flags, "--run-dir", "runs/tiny")
+    say_next("a model trained on it", "train", "--recipe", "tiny", *flags, "--run-dir", "runs/tiny")
 
 
 def main(argv: Sequence[str]) -> int:
@@ -216,7 +216,7 @@ def _checked(args: argparse.Namespace, *, is_trained: bool) -> tuple[Corpus, Pat
         other = validation_of(args.output)
         problems += output_problems(other, args.inputs, overwrite=args.overwrite)
         if not 0 < args.validation <= 0.5:
-            problems.append(f"--validation {args.validation:g}: above 0 and at most 0.5")
+            problems.append(f"--validation {args.validation:g}: use more than 0 and at most 0.5")
     corpus = None
     try:
         corpus = Corpus(

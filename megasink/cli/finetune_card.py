@@ -34,7 +34,7 @@ def card(
     )
     lora = f"rank {options.lora_rank}, alpha {options.lora_alpha or options.lora_rank:g}"
     losses = [entry["loss"] for entry in log if "loss" in entry]
-    equation = f"Eq. 8, the {shared_heads} most important of each layer left out"
+    equation = f"Eq. 8, without the {shared_heads} most important of each layer"
     rows = {
         "base model": named or base.name,
         "license of the base": licensed.get("license", "not stated in its folder"),

@@ -68,7 +68,7 @@ def refuse_push(repository: str) -> None:
 
 def push(folder: Path, repository: str) -> None:
     """Upload an export that was verified."""
-    failed = f"{folder} is whole, and --push {repository} failed (hf upload {repository} {folder})"
+    failed = f"--push {repository} failed; upload {folder} with hf upload {repository} {folder}"
     with _online(failed) as hub:
         url = hub.create_repo(repository, exist_ok=True)
         hub.upload_folder(
@@ -101,7 +101,7 @@ def _online(what: str) -> Iterator[Any]:
         yield HfApi()
     except errors.RepositoryNotFoundError as error:
         raise UserError(
-            f"{what}: the hub has no such model, or not for this account (hf auth login)"
+            f"{what}: the hub has no such model, or this account has no access (hf auth login)"
         ) from error
     except errors.HFValidationError as error:
         raise UserError(f"{what}: not a name of the hub: {error}") from error

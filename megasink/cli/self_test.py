@@ -51,7 +51,7 @@ def checks(device_type: str, head_dim: int, window: int | None) -> Iterator[Chec
                 partial(attention_error, device_type, variant, has_sinks, dtype, head_dim, window),
             )
     if have_megatron():
-        yield _check("lines of upstream that patches rest on", upstream_lines)
+        yield _check("upstream lines that patches depend on", upstream_lines)
         yield _check("training in Megatron", partial(training_step, device_type))
 
 

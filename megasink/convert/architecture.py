@@ -145,7 +145,7 @@ def architecture_of(
     activation, gated_unit = _activation(saved)
     if activation is None:
         problems.append(
-            "no target has the activation of its FFN: targets support --swiglu, --squared-relu and "
+            "no target has its FFN activation: targets support --swiglu, --squared-relu and "
             f"--ffn-activation {'|'.join([*_ACTIVATIONS, *_PLAIN_ACTIVATIONS])}"
         )
     options = options_from(saved, gated_unit=gated_unit)

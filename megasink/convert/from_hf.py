@@ -119,9 +119,9 @@ def import_model(
     say(f"from {source.target.architecture}, {source.model.attention} attention")
     kept = of_folder.kept(source.folder, source.model, source.target, source.tokens)
     carried = [*kept["config"], *(kept["generation_config"] or {})]
-    say(f"carried along to the next export: {', '.join(dict.fromkeys(carried)) or 'nothing'}")
+    say(f"kept for the next export: {', '.join(dict.fromkeys(carried)) or 'nothing'}")
     if left := list(of_folder.left_behind(source.folder)):
-        say(f"not taken along: {', '.join(left)}")
+        say(f"not exported later: {', '.join(left)}")
     if ignored:
         say(f"ignored: {', '.join(ignored)}")
     if rounded := _rounded(weights, todo, source.model.dtype):
@@ -163,7 +163,7 @@ def _account(source: HuggingFaceSource) -> list[str]:
     ignored += [n for n in extra if n == "lm_head.weight" and source.model.tied]
     problems = [f"{name} is missing" for name in sorted(known - weights.names)]
     unknown = [name for name in extra if name not in ignored]
-    problems += [f"{name} has no place in megasink's model" for name in unknown]
+    problems += [f"megasink's model has no {name}" for name in unknown]
     if not problems:
         problems = list(_misfits(weights, todo, weight_shapes(source.model)))
     refuse(f"{source.folder} does not contain the weights that its config.json describes", problems)

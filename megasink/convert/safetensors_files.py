@@ -112,7 +112,7 @@ def _header(entries: Sequence[Entry]) -> bytes:
 
 def _bytes(tensor: Tensor, name: str, like: Tensor) -> memoryview:
     if (tensor.dtype, tensor.shape) != (like.dtype, like.shape):
-        raise ValueError(f"{name} is {tensor.dtype} {list(tensor.shape)}, but was to be {like}")
+        raise ValueError(f"{name} is {tensor.dtype} {list(tensor.shape)}, not the planned {like}")
     return memoryview(tensor.contiguous().view(-1).view(torch.uint8).numpy())
 
 

@@ -126,7 +126,7 @@ def _account(source: Source) -> None:
     known = {key for step in source.steps for key in step.row.megatron}
     stored_keys = checkpoint.shapes.keys()
     problems = [f"{key} is missing" for key in sorted(known - stored_keys)]
-    problems += [f"{key} has no place in the target" for key in sorted(stored_keys - known)]
+    problems += [f"the target has no tensor for {key}" for key in sorted(stored_keys - known)]
     for key, shape in sorted(weight_shapes(model).items()):
         axes = (model.layers, model.experts)[: leading_axes(key)]
         stored = checkpoint.shapes.get(key, (*axes, *shape))

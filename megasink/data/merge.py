@@ -68,7 +68,7 @@ def _parts(prefix: Path, problems: list[str]) -> list[Path]:
     prefixes = [part_of(prefix, part, counts[0]) for part in range(1, counts[0] + 1)]
     missing = [str(p) for p in prefixes if not file_of(p, ".idx").is_file()]
     if missing:
-        problems.append(f"{', '.join(missing)}: not there yet")
+        problems.append(f"missing parts: {', '.join(missing)}")
     return prefixes
 
 

@@ -197,7 +197,7 @@ class _Files:
             written = [Written() for _ in prefixes]
             before = resume.Progress(made_of, trained, Place(), counts, written)
         elif done := before.place.documents:
-            say(f"{prefixes[0]}: going on after {done:,} documents of an earlier run")
+            say(f"{prefixes[0]}: resuming after {done:,} documents of an earlier run")
         self._place, self._counts = before.place, [Counter(counts) for counts in before.counts]
         self._writers = [
             IndexedWriter(partial_of(prefix, ".bin"), partial_of(prefix, LENGTHS), dtype, start)

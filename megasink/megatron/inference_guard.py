@@ -45,7 +45,7 @@ def dynamic_inference_problems(config: MegasinkTransformerConfig, device_type: s
         value = getattr(config, option.name, option.default)
         if option.name not in _KNOWN and value != option.default:
             flag = "--" + option.name.replace("_", "-")
-            problems.append(f"dynamic inference is not known to be right for {flag} {value}")
+            problems.append(f"dynamic inference was not tested with {flag} {value}")
     return problems
 
 
@@ -59,7 +59,7 @@ def refuse_what_bypasses_core_attention(
     config: Any = model.config
     problems = []
     if config.flash_decode:
-        problems.append("--flash-decode passes by core attention and its window: drop it")
+        problems.append("--flash-decode bypasses core attention and its window: drop it")
     if context.is_dynamic_batching():
         device = next(model.parameters()).device.type
         problems += dynamic_inference_problems(config, device)

@@ -130,7 +130,7 @@ class MegatronLayerBalance(StaysFloat32, LayerBalance):
         ours = self._statistics.heads.group
         if ours is not None and not {*ranks_of(group)} <= {*ranks_of(ours)}:
             raise RuntimeError(
-                f"the ranks {ranks_of(group)} would share importances, and the HeadBalance has the "
+                f"the ranks {ranks_of(group)} would share importances, but the HeadBalance has the "
                 f"group {ranks_of(ours)}: give the model a pg_collection with a {name} of its ranks"
             )
         return group

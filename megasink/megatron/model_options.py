@@ -59,7 +59,7 @@ def give_options(config: Any, options: dict[str, Any]) -> None:
         elif not choices and default is not None and not _is_like(value, default):
             problems.append(f"{name} is {value!r}, no {type(default).__name__}")
         elif isinstance(value, float) and not math.isfinite(value):
-            problems.append(f"{name} is {value!r}, no finite number")
+            problems.append(f"{name} is {value!r}, which is not finite")
     given = {name: options.get(name, field.default) for name, field in fields.items()}
     if not problems:
         problems = _wrong_together(given, {n: f.default for n, f in fields.items()}, config)

@@ -70,7 +70,7 @@ def find_options(config: TransformerConfig, arguments: Any) -> None:
         HeadBalance(config, **next(iter(others.values())))
     problems = [
         f"{name} is {value!r} in {place}, and {getattr(config, name, 'no option')!r} in the "
-        "config: the config comes first, so take it out of there"
+        f"config: the config comes first, so remove it from {place}"
         for place, options in others.items()
         for name, value in options.items()
         if getattr(config, name, None) != value

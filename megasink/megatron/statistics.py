@@ -64,7 +64,7 @@ class ModelStatistics(LossStep):
 
     def __reduce__(self) -> tuple[Any, ...]:
         if self.heads.group is not None:
-            raise TypeError("a HeadBalance with a group is of this process: it is not pickled")
+            raise TypeError("a HeadBalance with a process group cannot be pickled")
         # The options are the config, which may be what is pickled: they follow as state.
         state = {"_options": self._options}
         return _empty, (type(self), self.heads.layers, self.heads.heads), state

@@ -36,7 +36,7 @@ def own_address(master: str) -> tuple[str, bool]:
     except OSError as error:
         why = f"this host has no route to it ({error.strerror})"
         if _is_loopback(there):
-            why = f"this host takes that for {there}, and has no route to others"
+            why = f"this host resolves it to {there}, which other hosts cannot reach"
         raise UserError(
             f"MASTER_ADDR {master}: {why}; set it to the first node's address on the network "
             "between the nodes"

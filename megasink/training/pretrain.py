@@ -208,7 +208,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 def _of_the_machine(error: BaseException) -> str | None:
     """Return the line for a failure of the machine; None for any other error."""
     if isinstance(error, BrokenPipeError):
-        return f"the output of this rank was closed ({error.strerror}): let its reader run as long"
+        return f"the reader of this rank's output has ended ({error.strerror}): keep it running"
     return explained_by_system(error)
 
 

@@ -189,7 +189,7 @@ def _check(config: Any, module: nn.Module, dropout: float, kwargs: dict[str, Any
         named = [f"config.{name} = 0" for name in _DROPOUTS if getattr(config, name, 0)]
         refuse(
             config,
-            f"its attention has dropout {dropout} in training, which no sink survives exactly: set "
+            f"it uses attention dropout {dropout}, with which sinks are not exact: set "
             f"{named[0] if named else 'it to 0 in its configuration'} before the model is built",
         )
     if kwargs.get("output_attentions"):

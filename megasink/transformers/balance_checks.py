@@ -33,8 +33,8 @@ def model_problems(
     heads = sorted({block.heads for block in blocks if block.attention is not None})
     if len(heads) > 1:
         problems.append(
-            f"{name} has layers of {' and of '.join(map(str, heads))} heads: the loss needs as "
-            "many in each"
+            f"{name} has layers of {' and of '.join(map(str, heads))} heads: the loss needs "
+            "the same number in each"
         )
     needs_softmax = any(reader is None for reader in readers.values())
     implementation = decoder_config(model)._attn_implementation

@@ -151,8 +151,8 @@ def _heads(attention: torch.nn.Module, name: str, config: Any) -> int:
         own = _first(getattr(attention, "config", config), _CONFIG_HEADS)
     if own is None:
         raise UserError(
-            f"{name} ({type(attention).__name__}) has no number of heads named "
-            f"{', '.join(_MODULE_HEADS)}, and neither has its configuration"
+            f"neither {name} ({type(attention).__name__}) nor its configuration has a number of "
+            f"heads named {', '.join(_MODULE_HEADS)}"
         )
     return own
 

@@ -216,8 +216,8 @@ class _NoTensor(UserError, AttributeError):
 
 
 _COMPUTED_WITH = (
-    'attn_implementation="megasink" cannot run this model: it computes with its attention mask, '
-    'which megasink never makes; use "eager" for it'
+    'attn_implementation="megasink" cannot run this model: it reads its attention mask, '
+    'which megasink never materializes; use "eager" for it'
 )
 PACKED_AND_COMPILED = (
     'attn_implementation="megasink" does not support packed documents under torch.compile'

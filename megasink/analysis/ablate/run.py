@@ -102,8 +102,8 @@ def _ablate(
     )
     if all(value.value is None for value in results.unchanged.values.values()):
         raise UserError(
-            f"the {results.quantity} of {model.facts['name']}, unchanged, are infinite or NaN: its "
-            "weights hold such values, or it needs a wider dtype (--dtype float32)"
+            f"the {results.quantity} of the unchanged {model.facts['name']} are infinite or NaN: "
+            "its weights are too, or it needs a wider dtype (--dtype float32)"
         )
     tsne = {}
     if options.layer == 0 and isinstance(ablation, OnTexts):

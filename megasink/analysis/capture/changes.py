@@ -39,8 +39,8 @@ class ForwardPass:
         if rows != list(range(self.rows)):
             raise UserError(
                 f"this call continues a cache of {self.rows} rows, but heads were chosen for "
-                f"{len(rows)} sequences in {len(set(rows))} rows: first run the whole prompts in "
-                "this context, one in each row"
+                f"{len(rows)} sequences in {len(set(rows))} rows: run the whole prompts in "
+                "this context first, one per row"
             )
 
 

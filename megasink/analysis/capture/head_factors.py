@@ -69,4 +69,4 @@ class HeadFactors:
 
     def _error(self, reason: str) -> UserError:
         name = type(self.model).__name__
-        return UserError(f"{name} has no gradient of its heads: {reason}; leave --metrics out")
+        return UserError(f"the gradient of {name}'s heads is unknown: {reason}; drop --metrics")

@@ -63,7 +63,7 @@ def load_weights(
         )
     model, report = loaded
     # Without what the class itself ignores: buffers, layers of multi-token prediction, tied copies.
-    lost = [f"{name} has no place in {type(model).__name__}" for name in report["unexpected_keys"]]
+    lost = [f"{type(model).__name__} has no {name}" for name in report["unexpected_keys"]]
     wrong = [f"{name} is missing" for name in sorted(report["missing_keys"])] + sorted(lost)
     wrong += [
         f"{name} is {list(there)}, not {list(wanted)}"

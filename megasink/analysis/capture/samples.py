@@ -117,8 +117,8 @@ def replacement_for(options: AnalysisOptions, model: ProbedModel) -> Replacement
     )
     if requested is None and os.environ.get("RANK", "0") == "0":
         print(
-            f"megasink: as in its training, every sequence has {made.description} "
-            f"(--replace-tokens-at {KEPT}: keep the text)",
+            f"megasink: every sequence has {made.description}, as in training "
+            f"(--replace-tokens-at {KEPT} keeps the text)",
             file=sys.stderr,
         )
     return made

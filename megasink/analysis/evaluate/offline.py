@@ -48,4 +48,4 @@ def offline() -> Iterator[None]:
 
 
 def _unreachable(host: Any, *args: Any, **named: Any) -> NoReturn:
-    raise UnreachableError(f"{host} is not asked: tasks load without a network")
+    raise UnreachableError(f"no request is sent to {host}: tasks load offline")

@@ -49,7 +49,7 @@ def _parts(*entries: tuple[str, str], shots: int | None = None) -> tuple[Part, .
     return tuple(Part(task, shots, metric) for task, metric in entries)
 
 
-_SILENT = "shots and normalization are not given: lm-eval's own"
+_SILENT = "shots and normalization are not given: lm-eval's own are used"
 _ARC = (("arc_easy", "acc_norm"), ("arc_challenge", "acc_norm"))
 # Where the paper says ARC and not which: one benchmark, the mean of both.
 _ONE_ARC = tuple(Part(task, None, metric, "ARC") for task, metric in _ARC)
@@ -86,8 +86,8 @@ ALL = (
                 ("processbench", "critique_f1"),
             ),
         ),
-        f"{_SILENT}; which ARC is not given: both, which count once in an average, by their mean; "
-        "ProcessBench, which lm-eval lacks, is a task of megasink, with the question in its words",
+        f"{_SILENT}; the paper does not say which ARC: the mean of both counts once; "
+        "ProcessBench, which lm-eval lacks, is a task of megasink in its own words",
         averaged=6,
     ),
     Suite(
@@ -120,8 +120,8 @@ ALL = (
                 ("humaneval", "pass@1,create_test"),
             ),
         ),
-        f"{_SILENT}; which ARC is not given: both, which count once in an average of nine, "
-        "by their mean; TQA is taken as TruthfulQA",
+        f"{_SILENT}; the paper does not say which ARC: the mean of both counts once in an "
+        "average of nine; TQA is taken as TruthfulQA",
         averaged=9,
     ),
     Suite(

@@ -117,8 +117,8 @@ def _load(index: Any, name: str) -> Any:
             raise _not_here(name, text) from error
         if any(isinstance(e, ImportError) for e in causes):
             raise UserError(
-                f"task {name} needs a package that is not installed ({text:.200}): those of the "
-                "suites come with pip install 'megasink[eval-long]'"
+                f"task {name} needs a package that is not installed ({text:.200}): pip install "
+                "'megasink[eval-long]' brings those of the suites"
             ) from error
         raise UserError(f"task {name} cannot be loaded: {text:.400}") from error
 

@@ -33,7 +33,9 @@ def repeated_first_token(content: Sequence[int], copies: int, bos: int | None) -
     last len(content) - 1 targets.
     """
     if copies < 1 or len(content) < 2:
-        raise ValueError(f"{copies} copies of the first of {len(content)} tokens: 1 or more of 2")
+        raise ValueError(
+            f"{copies} copies, {len(content)} tokens: use at least 1 copy and 2 tokens"
+        )
     first = [content[0]] * copies if bos is None else [bos] * copies + [content[0]]
     return [*first, *content[1:]]
 

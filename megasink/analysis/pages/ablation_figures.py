@@ -229,8 +229,8 @@ FIGURES: dict[str, tuple[str, str]] = {
     "masks": (
         "Which heads are zeroed",
         "Share of the sequences in which a head was zeroed, layer by head, for each percentage "
-        "that the threshold is set for (P3.11). Scores of a layer see the layers below it as they "
-        "are, already zeroed.",
+        "that the threshold is set for (P3.11). A layer is scored after the layers below it were "
+        "zeroed.",
     ),
     "given": (
         "Effect of the named heads and interventions",

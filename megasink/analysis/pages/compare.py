@@ -66,9 +66,9 @@ def draw_comparison(runs: Runs, *, x: str = "step", factor: float = EMA) -> Any:
 
 _TITLE = "Curves"
 _CAPTION = (
-    "Training loss and head imbalance (the coefficient of variation of head importance, P0.13) as "
-    "moving averages, faint without; triangles are loss spikes (P1.23). Validation as it was "
-    "measured."
+    "Moving averages of training loss and head imbalance (the coefficient of variation of head "
+    "importance, P0.13); faint lines are the raw values, triangles loss spikes (P1.23). The "
+    "validation loss is not smoothed."
 )
 
 

@@ -65,8 +65,8 @@ def _sinks(name: str, of: SampleResults) -> str:
     text = (
         f"{name}, {of.samples:,} sample{'s' * (of.samples != 1)} of {of.tokens / of.samples:.0f} "
         f"tokens: {100 * rate:.1f}% of the heads{_spread(of, 'sink_rate')} have an attention sink "
-        f"on the first token, which is to say that they give it more than {SINK_EPSILON} of their "
-        f"attention on average. Of all attention it gets {100 * attention:.1f}%"
+        f"on the first token, that is, they give it more than {SINK_EPSILON} of their "
+        f"attention on average. It gets {100 * attention:.1f}%"
         f"{_spread(of, 'first_token_attention')}"
         + (f"; from heads that attend evenly it would get {100 * even:.1f}%." if even else ".")
     )

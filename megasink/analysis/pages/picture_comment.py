@@ -31,7 +31,9 @@ def comment_of(output: Path, line: str, of: Sequence[object], *, overwrite: bool
         if before != comment:
             ours = before.startswith("megasink ")
             what = (
-                f"is of `{printable(before)[:200]}`" if ours else "exists, and is not of megasink"
+                f"was written by `{printable(before)[:200]}`"
+                if ours
+                else "exists and was not written by megasink"
             )
             raise UserError(
                 f"--output {path} {what}: choose another, or replace it with --overwrite"

@@ -20,9 +20,9 @@ from megasink.attention.definitions import SINK_EPSILON
 from megasink.printable import say
 
 _SWEEP = (
-    "Each metric over the first of length, copies and BOS that takes several values; the others "
-    "are lines. Sinks: the share of heads whose mean attention to the first token exceeds eps "
-    "(P2.3, P4.3). Inactive heads: by fixed thresholds, set by the longest texts (P3.24). "
+    "Each metric against the first setting that varies: length, copies or BOS. The other settings "
+    "are separate lines. Sinks: the share of heads whose mean attention to the first token exceeds "
+    "eps (P2.3, P4.3). Inactive heads: by fixed thresholds, set by the longest texts (P3.24). "
     "Massive activation: the norm of the first token over that of the others (P4.1)."
 )
 _MASKS = (

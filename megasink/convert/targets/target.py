@@ -136,7 +136,7 @@ class Target:
         if model.bias and not self.bias:
             problems.append("its linear layers have no biases")
         elif model.qkv_bias != model.bias and not self.qkv_bias:
-            problems.append("it has no biases of only the query, key and value projections")
+            problems.append("it cannot have biases in the query, key and value projections alone")
         if self.qkv_bias and not model.qkv_bias:
             problems.append("its query, key and value projections have biases")
         sizes = set(model.windows) - {None}

@@ -171,7 +171,7 @@ def _split(argv: Sequence[str]) -> tuple[list[str] | None, list[str]]:
         if flag == FLAG:
             if names is not None:
                 raise ConfigError(
-                    [f"{flag} is given twice: name all files after one, the last one counts most"]
+                    [f"{flag} is given twice: give all files after one; later ones override"]
                 )
             taking, names = True, [value] if equals else []
         elif taking and names is not None and not word.startswith("-"):
