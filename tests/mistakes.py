@@ -91,7 +91,7 @@ MISTAKES = {
     ),
     "train-precision": (
         TRAIN + " --bf16 --fp16",
-        "--fp16 with --bf16: a run has one type; drop one",
+        "choose either --fp16 or --bf16",
     ),
     "train-length": (
         TRAIN + " --seq-length 128",
@@ -165,8 +165,8 @@ MISTAKES = {
         DATA + " --partition 2/8",
         "--partition 2/8: only 1 of the 8 parts would have data",
     ),
-    "data-validation": (DATA + " --validation 5", "--validation 5: above 0 and at most 0.5"),
-    "data-validation-nan": (DATA + " --validation nan", "--validation nan: above 0 and at most"),
+    "data-validation": (DATA + " --validation 5", "--validation 5: use more than 0"),
+    "data-validation-nan": (DATA + " --validation nan", "--validation nan: use more than 0"),
     "data-merge-nothing": ("data --merge {0}/new/text", "{0}/new/text: found no part: make"),
     "data-nothing": ("data", "missing: INPUT, --output"),
     "data-no-tokenizer": (

@@ -109,7 +109,7 @@ MISTAKES_WITH_MODELS = {
     ),
     "checkpoints-no-run": (
         f"{ANALYZE} --checkpoints",
-        "--checkpoints is of a run, and {0}/llama is none: remove it",
+        "--checkpoints needs a run, and {0}/llama is not one",
     ),
     "report-no-analysis": ("report {0}/llama --output {0}/new/page", "{0}/llama"),
     "report-no-output": ("report {0}/llama", "missing: --output"),

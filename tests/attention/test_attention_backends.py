@@ -221,9 +221,9 @@ def test_shapes_that_do_not_fit(shapes, message):
 
 def test_sinks_that_do_not_fit():
     query = torch.zeros(1, 2, 3, 8)
-    with pytest.raises(ValueError, match="goes with variant 'sink'"):
+    with pytest.raises(ValueError, match="takes sink_H"):
         attention(query, query, query, variant="sink")
-    with pytest.raises(ValueError, match="goes with variant 'sink'"):
+    with pytest.raises(ValueError, match="takes sink_H"):
         attention(query, query, query, sink_H=torch.zeros(2))
     with pytest.raises(ValueError, match=r"must be \[2\] in torch.float32"):
         attention(query, query, query, variant="sink", sink_H=torch.zeros(2).bfloat16())

@@ -57,8 +57,8 @@ def test_after_training_a_folder_says_what_it_said(pool, chat, tmp_path):
         pool, ["convert-from-hf", chat, "--output", base, "--no-verify"]
     )
     assert (code, errors) == (0, "")
-    assert "carried along to the next export: " in said
-    assert "not taken along: LICENSE" in said
+    assert "kept for the next export: " in said
+    assert "not exported later: LICENSE" in said
     flags = shlex.split((base / "flags.txt").read_text())
     flags += shlex.split(
         "--mock-data --seq-length 32 --micro-batch-size 2 --train-iters 1 --lr 1e-3 --num-workers 0"

@@ -75,7 +75,7 @@ def test_a_weight_too_many_is_named(other, tmp_path):
             twin = twin or type(index)(extra, index.offset, index.index)
             metadata.storage_data[twin] = where
     (other / ITERATION / ".metadata").write_bytes(pickle.dumps(metadata))
-    refused(other, tmp_path / "out", "different model", f"{extra} has no place in the target")
+    refused(other, tmp_path / "out", "different model", f"no tensor for {extra}")
 
 
 @pytest.mark.parametrize(

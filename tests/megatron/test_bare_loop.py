@@ -117,7 +117,7 @@ def test_whatever_a_host_leaves_out_is_named(pool):
     assert "cuda_graph_impl 'local': a replayed graph" in told["graphs"]
     assert "head_balance_coeff -1.0 is negative: use 0 or more" in told["bad numbers"]
     assert "head_balance_shared_refresh 2 without head_balance_shared_heads" in told["bad numbers"]
-    assert told["not a number"] == "head_balance_coeff is nan, no finite number"
+    assert told["not a number"] == "head_balance_coeff is nan, which is not finite"
     assert "shared_heads 2 of 2 heads leaves fewer than two" in told["too many shared"]
     assert told["of another variant"] == "gate_position does nothing for attention_variant 'sink'"
     assert "no loss scale, and this is microbatch 2" in told["no scale"]

@@ -80,9 +80,9 @@ async-nothing: --async-save
   ! --async-save needs --run-dir or --save
 async-checkpoints: --save somewhere --async-save --async-strategy nvrx --ckpt-format torch_dcp
     --async-ckpt-use-cpu-shm
-  ! --async-save with --async-strategy: its writer may outlive a rank
-  ! --async-save with --ckpt-format: only torch_dist
-  ! --async-save with --async-ckpt-use-cpu-shm: it works only with --async-strategy nvrx
+  ! --async-save or --async-strategy: its writer may outlive a rank
+  ! --async-save or --ckpt-format: only torch_dist
+  ! --async-save or --async-ckpt-use-cpu-shm: it works only with --async-strategy nvrx
 exit-without-checkpoint: --exit-signal-handler-for-training
   ! --exit-signal-handler-for-training: the run would end without
 dropout: --attention-dropout 0.1
@@ -101,7 +101,7 @@ experts: --num-experts 3 --expert-model-parallel-size 2 --moe-router-topk 4
   ! --moe-permute-fusion needs TransformerEngine
   ! --moe-router-fusion needs TransformerEngine
 parameters-in-fp8: --fp8-format hybrid --fp8-param-gather
-  ! --fp8-format with --fp8-param-gather: initial weights are drawn in bf16
+  ! --fp8-format or --fp8-param-gather: initial weights are drawn in bf16
 recompute: --recompute-granularity selective --recompute-modules layernorm mlp
   ! --recompute-modules layernorm needs TransformerEngine
   ! --recompute-modules mlp needs --disable-bias-linear
@@ -109,19 +109,19 @@ block: --sandwich-norm --post-norm --residual-clip -1 --fp32-residual-connection
     --ffn-activation tanh --multi-head-addition --delay-wgrad-compute
     --use-transformer-engine-op-fuser
   ! --residual-clip -1.0: use more than 0
-  ! --sandwich-norm with --post-norm: a layer has one of them; drop one
-  ! --sandwich-norm with --residual-clip
-  ! --post-norm with --fp32-residual-connection
+  ! --sandwich-norm or --post-norm: a layer has one of them
+  ! --sandwich-norm or --residual-clip
+  ! --post-norm or --fp32-residual-connection
   ! --fp32-residual-connection with --transformer-impl local
-  ! --post-norm with --use-transformer-engine-op-fuser
+  ! --post-norm or --use-transformer-engine-op-fuser
   ! --ffn-activation 'tanh' is unknown: choose relu, gelu, silu, reglu, geglu, swiglu
-  ! --multi-head-addition with --delay-wgrad-compute
+  ! --multi-head-addition or --delay-wgrad-compute
 activations: --ffn-activation relu --squared-relu --use-te-activation-func
     --use-transformer-engine-op-fuser
   ! --ffn-activation relu and --swiglu: choose one
   ! --ffn-activation relu and --squared-relu: choose one
-  ! --ffn-activation with --use-te-activation-func
-  ! --ffn-activation with --use-transformer-engine-op-fuser
+  ! --ffn-activation or --use-te-activation-func
+  ! --ffn-activation or --use-transformer-engine-op-fuser
 context-parallel: --context-parallel-size 3 --cp-comm-type p2p all_gather a2a+p2p p2p
     --prefix-lm-tokens 3 --hybrid-context-parallel --hierarchical-context-parallel-sizes 3
   ! --hybrid-context-parallel: its groups change with every batch

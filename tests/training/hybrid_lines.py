@@ -18,15 +18,15 @@ hybrid-without-attention: --hybrid-layer-pattern=EE --num-experts 4
 hybrid-latent: --hybrid-override-pattern +-D- --num-experts 4 --moe-layer-freq 2
   ! sinks in latent attention (+D) are not supported
   ! --num-experts 4, but --hybrid-layer-pattern +-D- has no layer E
-  ! --hybrid-layer-pattern with --moe-layer-freq: layers with experts are those marked E
+  ! --hybrid-layer-pattern or --moe-layer-freq: layers with experts are those marked E
 hybrid-experts: --hybrid-layer-pattern *E|*E --disable-bias-linear
   ! has layers with experts (E): add --num-experts
   ! has 2 pipeline stages: give --pipeline-model-parallel-size, or drop |
 hybrid-stages: --hybrid-layer-pattern *-*- --pipeline-model-parallel-size 2
     --num-virtual-stages-per-pipeline-rank 2 --use-rope-scaling
   ! has 1 stage between |, but --pipeline-model-parallel-size is 2
-  ! with --num-virtual-stages-per-pipeline-rank: give more stages between |
-  ! with --use-rope-scaling: Megatron's HybridModel ignores it
+  ! or --num-virtual-stages-per-pipeline-rank: give more stages between |
+  ! or --use-rope-scaling: Megatron's HybridModel ignores it
 hybrid-recurrent: {DELTA_NET}
   ! Mamba and gated delta-net layers with packed documents
   ! Mamba layers (M) need CUDA: drop --device cpu

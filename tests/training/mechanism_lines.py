@@ -27,15 +27,15 @@ muon: --optimizer muon --fp16 --use-distributed-optimizer --muon-scalar-optimize
   ! --optimizer muon with 1 key/value groups on --tensor-model-parallel-size 2
 rates-of-both-ends: --embedding-lr 0.2 --output-lr -1 --decoupled-lr 0.1 --use-mup
   ! --output-lr -1.0: use more than 0
-  ! --embedding-lr with --decoupled-lr
-  ! --output-lr with --use-mup
+  ! --embedding-lr or --decoupled-lr
+  ! --output-lr or --use-mup
   ! --embedding-lr and --output-lr: embedding and output layer are one matrix
 muon-with-ranks-for-each-replica: --optimizer dist_muon
   ! --optimizer dist_muon is Megatron's old name: use --optimizer muon
 gates-in-some-layers: --gate-granularity elementwise --attention-variant-layers [1,0]
     --optimizer muon --match-ffn-width
   ! --attention-variant-layers with --optimizer muon and elementwise gates
-  ! --match-ffn-width with --attention-variant-layers
+  ! --match-ffn-width or --attention-variant-layers
 no-width-left: --gate-granularity elementwise --match-ffn-width --ffn-hidden-size 64
   ! the gate adds 4,160 parameters per layer
   ! less than 128 would be left
@@ -52,16 +52,16 @@ sinks-in-all-layers: --attention-variant-layers [1,1] --attention-variant vanill
   ! --attention-variant-layers has no effect with --attention-variant vanilla
 sinks-in-some-layers-of-a-hybrid: --attention-variant-layers [1,0,0,0]
     --hybrid-layer-pattern *-*-
-  ! --attention-variant-layers with --hybrid-layer-pattern
+  ! --attention-variant-layers or --hybrid-layer-pattern
 no-pattern-of-layers: --attention-variant-layers [1]+open
   ! --attention-variant-layers '[1]+open'
 prediction: --mtp-num-layers 1 --dataloader-inter-document-masking --post-norm
     --norm-without-gain --embedding-norm --pipeline-model-parallel-size 2
   ! --mtp-num-layers with --pipeline-model-parallel-size 2 and one weight
-  ! --mtp-num-layers with --dataloader-inter-document-masking
-  ! --mtp-num-layers with --post-norm
-  ! --mtp-num-layers with --norm-without-gain
-  ! --mtp-num-layers with --embedding-norm
+  ! --mtp-num-layers or --dataloader-inter-document-masking
+  ! --mtp-num-layers or --post-norm
+  ! --mtp-num-layers or --norm-without-gain
+  ! --mtp-num-layers or --embedding-norm
 gate-without-a-gate: --gate-position value --gate-shared-heads
   ! --gate-position, --gate-shared-heads: not for --attention-variant sink: use gated
 megatrons-own-gate: --attention-output-gate
@@ -81,16 +81,16 @@ similarity-under-a-mask: --attention-variant vanilla --head-balance-coeff 0
     --attention-similarity sigmoid --prefix-lm-tokens 3
   ! --attention-similarity sigmoid with --prefix-lm-tokens
 sink-token-of-a-prefix: --sink-token --vocab-size 383 --prefix-lm-tokens 3
-  ! --sink-token with --prefix-lm-tokens
+  ! --sink-token or --prefix-lm-tokens
 negative-prefix: --prefix-lm-tokens -1
   ! --prefix-lm-tokens -1 is negative
 prefix-without-targets: --prefix-lm-tokens 64
   ! --prefix-lm-tokens 64 leaves no target in --seq-length 64: use less than 64
 prefix-with-everything: --prefix-lm-tokens 3 --dataloader-inter-document-masking --window-size
     15,0 --attention-bias-type alibi --position-embedding-type none
-  ! --prefix-lm-tokens with --window-size
-  ! --prefix-lm-tokens with --dataloader-inter-document-masking
-  ! --prefix-lm-tokens with --attention-bias-type
+  ! --prefix-lm-tokens or --window-size
+  ! --prefix-lm-tokens or --dataloader-inter-document-masking
+  ! --prefix-lm-tokens or --attention-bias-type
 replaced-tokens: --replace-tokens-at 0 64 0 -1 --replace-tokens-with x
   ! --replace-tokens-at -1 is negative: positions count from 0
   ! --replace-tokens-at 0 64 0 -1: a position is repeated

@@ -223,7 +223,7 @@ def test_a_run_at_twice_its_length_by_yarn(pipeline_run, pool, tmp_path):
     )
     assert [code for code, _, _ in answers] == [2, 2, 0], answers
     assert "is longer than the 64 positions" in answers[0][2]
-    assert "--yarn 1: a factor of more than 1" in answers[1][2]
+    assert "--yarn 1: use a factor above 1" in answers[1][2]
     found = json.loads((tmp_path / "out" / "results.json").read_text())
     assert found["model"]["kind"] == "sink attention, step 12, YaRN x2"
     (angles,) = pool.run(f"{GENERATE}:yarn_angles", SINGLE, run=str(pipeline_run), factor=2.0)

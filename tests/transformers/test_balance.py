@@ -278,7 +278,7 @@ def test_remove_leaves_the_model_as_it_was():
     ("options", "message"),
     [
         ({"coeff": -1.0}, "coeff -1.0 is negative: use 0 or more"),
-        ({"coeff": float("nan")}, "coeff nan is no finite number: use 0 or more"),
+        ({"coeff": float("nan")}, "coeff nan is not finite: use 0 or more"),
         ({"shared_heads": -1}, "shared_heads -1 is negative"),
         ({"shared_heads": 3}, "shared_heads 3 of 4 heads leaves fewer than two to balance: use at"),
         ({"shared_heads": 1, "refresh": -2}, "refresh -2 is negative"),

@@ -38,8 +38,8 @@ WORDS = {
     "sink or bias": "a learnable sink takes attention and adds nothing; a learnable bias is a key "
     "with a value of its own (P0, P2)",
     "cosine": "of the angle between two vectors: 1 for the same direction, 0 for a right angle",
-    "gate": "the factor on a head's output: the explicit gate of a gated model, otherwise the share "
-    "of attention that does not go to the sink (P0, P1)",
+    "gate": "the factor on a head's output: the explicit gate of a gated model, otherwise the "
+    "share of attention that does not go to the sink (P0, P1)",
     "head importance": "the mean share of a head's attention that does not go to the sink, or the "
     "mean of its gate (P0)",
     "head imbalance": "the coefficient of variation of importance over a layer's heads, mean over "

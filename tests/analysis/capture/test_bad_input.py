@@ -121,7 +121,7 @@ MODELS = {
     ),
     "more-tensors": (
         more_tensors,
-        "config.json: model.layers.0.self_attn.q_proj.lora_A has no place in LlamaFor",
+        "ForCausalLM has no model.layers.0.self_attn.q_proj.lora_A",
     ),
     "wider": (
         lambda root, name: copy(root, name, hidden_size=64),

@@ -165,7 +165,9 @@ def test_a_file_of_nobody_is_no_picture(root, tmp_path, capsys):
         (tmp_path / "out.png").write_bytes(content)
         for name in ("compare", "compare-one"):
             assert main(COMMANDS[name][0].format(root, tmp_path).split()) == 2
-            assert "out.png exists, and is not of megasink: choose" in capsys.readouterr().err
+            assert (
+                "out.png exists and was not written by megasink: choose" in capsys.readouterr().err
+            )
         assert (tmp_path / "out.png").read_bytes() == content
 
 
