@@ -135,7 +135,7 @@ ALL = (
             ("ceval-valid", "acc"),
             ("cmmlu", "acc"),
         ),
-        "'few-shot', without a number: lm-eval's own, which is 0 for most; --num-fewshot sets it. "
+        "'few-shot', without a number: lm-eval's own is used, 0 for most; --num-fewshot sets it. "
         "C-Eval's answers are public for its validation split only",
     ),
     Suite(
