@@ -128,7 +128,7 @@ def forward_blocks(
     value_BGSD: Tensor,
     call: AttentionCall,
 ) -> tuple[Tensor, Tensor]:
-    """Run a backend, block by block, under a causal mask; return out, and lse in float32 or 64."""
+    """Run a backend, block by block, under a causal mask; return out and lse (float32 or 64 bits)."""
     blocks = plan_blocks(query_BHTD.shape[2], key_BGSD.shape[2], call.window, call.prefix)
     dtype = torch.promote_types(query_BHTD.dtype, torch.float32)
     out_BHTD = torch.zeros_like(query_BHTD, dtype=dtype)

@@ -20,7 +20,7 @@ from megasink.errors import UserError
 
 
 def threshold_of(score: str, share: float, scores_NLH: Scores) -> float:
-    """Return the threshold that makes a share of all heads, over samples, inactive; NaN: none."""
+    """Return the threshold that makes a share of all heads (not NaN), over samples, inactive."""
     check_share(share)
     if np.isinf(scores_NLH).any() or np.isnan(scores_NLH).all():
         raise UserError(f"{score}: the scores to calibrate with are not finite")
