@@ -31,17 +31,12 @@ _MOST_NAMES, _MOST_CHARACTERS = 5, 80
 
 @dataclass
 class Plugin:
-    """An imported module.
+    """An imported module."""
 
-    Attributes:
-        module: its name.
-        source: what names it: "--plugin", or the package with the entry point.
-        registered: {"variant", "metric" or "target": names that it added}; empty unless `load` was
-            called with `list_names`.
-    """
-
-    module: str
-    source: str
+    module: str  # its name
+    source: str  # what names it: "--plugin", or the package with the entry point
+    # {"variant", "metric" or "target": names that it added}; empty unless `load` was called with
+    # `list_names`.
     registered: dict[str, list[str]] = field(default_factory=dict)
 
     def __str__(self) -> str:

@@ -14,15 +14,10 @@ _POSITIONS = ("max_position_embeddings", "n_positions")
 
 
 class ModelShape(NamedTuple):
-    """The sizes in a config.json; None for missing ones.
+    """The sizes in a config.json; None for missing ones."""
 
-    Attributes:
-        heads: most query heads in each layer.
-        positions: most tokens of a sequence.
-    """
-
-    heads: list[int] | None
-    positions: int | None
+    heads: list[int] | None  # most query heads in each layer
+    positions: int | None  # most tokens of a sequence
 
 
 def shape_of(folder: Path) -> ModelShape:

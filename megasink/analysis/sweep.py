@@ -48,17 +48,11 @@ SEED = 0
 
 
 class Setting(NamedTuple):
-    """One row of a sweep.
+    """One row of a sweep."""
 
-    Attributes:
-        length: text tokens; BOS and copies are extra.
-        bos: "add" or "none".
-        copies: copies of BOS or, without BOS, of the first token of the text.
-    """
-
-    length: int
-    bos: str
-    copies: int
+    length: int  # text tokens; BOS and copies are extra
+    bos: str  # "add" or "none"
+    copies: int  # copies of BOS or, without BOS, of the first token of the text
 
     @property
     def label(self) -> str:

@@ -20,18 +20,15 @@ from megasink.attention.kernels.base import Backend
 
 
 class Block(NamedTuple):
-    """`repeats` blocks of the same size, `stride` tokens apart, in one kernel call.
+    """`repeats` blocks of the same size, `stride` tokens apart, in one kernel call."""
 
-    Attributes:
-        mask: "full", "causal" (row r sees columns <= r) or "anticausal" (columns >= r: the edge of
-            a sliding window, which is the causal mask of the reversed block).
-        query, key: First query and first key.
-        queries, keys: Size of a block.
-    """
-
+    # "full", "causal" (row r sees columns <= r) or "anticausal" (columns >= r: the edge of a
+    # sliding window, which is the causal mask of the reversed block).
     mask: str
+    # query, key: First query and first key.
     query: int
     key: int
+    # queries, keys: Size of a block.
     queries: int
     keys: int
     repeats: int = 1
@@ -128,7 +125,7 @@ def forward_blocks(
     value_BGSD: Tensor,
     call: AttentionCall,
 ) -> tuple[Tensor, Tensor]:
-    """Run a backend, block by block, under a causal mask; return out and lse (float32 or 64 bits)."""
+    """Run a backend, block by block, under a causal mask; return out and lse (32 or 64 bits)."""
     blocks = plan_blocks(query_BHTD.shape[2], key_BGSD.shape[2], call.window, call.prefix)
     dtype = torch.promote_types(query_BHTD.dtype, torch.float32)
     out_BHTD = torch.zeros_like(query_BHTD, dtype=dtype)

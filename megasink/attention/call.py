@@ -22,14 +22,10 @@ class Slot(StrEnum):
 
 @dataclass(frozen=True)
 class SoftmaxVariant:
-    """A variant of softmax attention accepted by `attention`.
+    """A variant of softmax attention accepted by `attention`."""
 
-    Attributes:
-        slot: The slot, whose weight is 1 - gate.
-        takes_sink: Whether the logit of a given slot is a per-head parameter; otherwise it is 0.
-    """
-
-    slot: Slot
+    slot: Slot  # The slot, whose weight is 1 - gate
+    # Whether the logit of a given slot is a per-head parameter; otherwise it is 0.
     takes_sink: bool = False
 
 
@@ -102,31 +98,22 @@ class Gradients(NamedTuple):
 
 
 class Slotted(NamedTuple):
-    """The input tensors, with any strides.
-
-    Attributes:
-        slot_logit: s, broadcastable to [B, H, T], statistics dtype; None unless `Slot.GIVEN`.
-        slot_value: u, broadcastable to [B, H, T, D]; None for 0.
-    """
+    """The input tensors, with any strides."""
 
     query_BHTD: Tensor
     key_BGSD: Tensor
     value_BGSD: Tensor
+    # s: broadcastable to [B, H, T], statistics dtype; None unless `Slot.GIVEN`.
     slot_logit: Tensor | None = None
-    slot_value: Tensor | None = None
+    slot_value: Tensor | None = None  # u, broadcastable to [B, H, T, D]; None for 0
 
 
 class Results(NamedTuple):
-    """The results of the op.
+    """The results of the op."""
 
-    Attributes:
-        out_BHTD: Dense, in the memory order of the query.
-        lse_BHT: lse'.
-        gate_BHT, weight_BHT: G and p; empty for `Slot.NONE`.
-    """
-
-    out_BHTD: Tensor
-    lse_BHT: Tensor
+    out_BHTD: Tensor  # Dense, in the memory order of the query
+    lse_BHT: Tensor  # lse'
+    # gate_BHT, weight_BHT: G and p; empty for `Slot.NONE`.
     gate_BHT: Tensor
     weight_BHT: Tensor
 

@@ -23,19 +23,12 @@ BASE = ""
 
 
 class Package(NamedTuple):
-    """A requirement of megasink or of one of its extras, by megasink's own metadata.
+    """A requirement of megasink or of one of its extras, by megasink's own metadata."""
 
-    Attributes:
-        name: Name on PyPI.
-        extra: The extra that asks for it; "" for `pip install megasink`.
-        supported: Versions as pip writes them, such as ">=2.11"; "" for any.
-        installed: The installed version, or None.
-    """
-
-    name: str
-    extra: str
-    supported: str
-    installed: str | None
+    name: str  # Name on PyPI
+    extra: str  # The extra that asks for it; "" for `pip install megasink`
+    supported: str  # Versions as pip writes them, such as ">=2.11"; "" for any
+    installed: str | None  # The installed version, or None
 
     @property
     def problem(self) -> str | None:

@@ -22,19 +22,12 @@ from megasink.stopping import follow, starting_processes
 
 @dataclass(frozen=True, slots=True)
 class Encoded:
-    """A batch of documents, concatenated.
+    """A batch of documents, concatenated."""
 
-    Attributes:
-        tokens: [N] ids, N the sum of `lengths`.
-        lengths: tokens of each document, or part of one.
-        last: whether a document ends with each of them.
-        text_bytes: UTF-8 size of the text of each of them.
-    """
-
-    tokens: NDArray[np.integer]
-    lengths: list[int]
-    last: list[bool]
-    text_bytes: list[int]
+    tokens: NDArray[np.integer]  # [N] ids, N the sum of `lengths`
+    lengths: list[int]  # tokens of each document, or part of one
+    last: list[bool]  # whether a document ends with each of them
+    text_bytes: list[int]  # UTF-8 size of the text of each of them
 
 
 @dataclass(frozen=True, slots=True)

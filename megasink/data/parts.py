@@ -8,25 +8,15 @@ from megasink.errors import ConfigError
 
 
 class Place(NamedTuple):
-    """How far a corpus is read: everything before is done.
+    """How far a corpus is read: everything before is done."""
 
-    Attributes:
-        file: number of the file.
-        item: its lines, rows or documents, or 1 after a text file that is one.
-        byte: of a file that is read by lines, uncompressed: where the next line begins.
-        documents: documents so far.
-        invalid_utf8: documents so far that are not UTF-8 text.
-        empty: empty ones.
-        examples: sources of the first that are not UTF-8 text.
-    """
-
-    file: int = 0
-    item: int = 0
-    byte: int = 0
-    documents: int = 0
-    invalid_utf8: int = 0
-    empty: int = 0
-    examples: tuple[str, ...] = ()
+    file: int = 0  # number of the file
+    item: int = 0  # its lines, rows or documents, or 1 after a text file that is one
+    byte: int = 0  # of a file that is read by lines, uncompressed: where the next line begins
+    documents: int = 0  # documents so far
+    invalid_utf8: int = 0  # documents so far that are not UTF-8 text
+    empty: int = 0  # empty ones
+    examples: tuple[str, ...] = ()  # sources of the first that are not UTF-8 text
 
 
 @dataclass(frozen=True, slots=True)

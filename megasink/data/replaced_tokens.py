@@ -59,19 +59,12 @@ def problems_of(positions: Sequence[int] | None, value: str | None) -> list[str]
 
 @dataclass(frozen=True, eq=False)
 class Replacement:
-    """The replaced positions of every sequence, and the replacement.
+    """The replaced positions of every sequence, and the replacement."""
 
-    Attributes:
-        positions: in a sequence, from 0.
-        value: of --replace-tokens-with.
-        seed: of random tokens.
-        drawn_from_V: ids of random tokens.
-    """
-
-    positions: tuple[int, ...]
-    value: str
-    seed: int
-    drawn_from_V: "Ids"
+    positions: tuple[int, ...]  # in a sequence, from 0
+    value: str  # of --replace-tokens-with
+    seed: int  # of random tokens
+    drawn_from_V: "Ids"  # ids of random tokens
 
     @property
     def description(self) -> str:

@@ -18,22 +18,14 @@ from megasink.json_file import read_object
 
 @dataclass(frozen=True)
 class Progress:
-    """What the partial files of a data set hold.
+    """What the partial files of a data set hold."""
 
-    Attributes:
-        made_of: SHA-256 of the inputs and settings; another command starts over.
-        trained: vocabulary size and BOS of the tokenizer that the command trained; None if it was
-            given one.
-        place: how far the corpus is read.
-        counts: of the documents so far, of each data set.
-        written: how far the partial files of each are.
-    """
-
-    made_of: str
+    made_of: str  # SHA-256 of the inputs and settings; another command starts over
+    # Vocabulary size and BOS of the tokenizer that the command trained; None if it was given one.
     trained: tuple[int, bool] | None
-    place: Place
-    counts: list[dict[str, int]]
-    written: list[Written]
+    place: Place  # how far the corpus is read
+    counts: list[dict[str, int]]  # of the documents so far, of each data set
+    written: list[Written]  # how far the partial files of each are
 
 
 def made_of(corpus: Corpus, settings: Any, validation: Validation | None) -> str:

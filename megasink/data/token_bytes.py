@@ -27,19 +27,15 @@ _PROBES = (
 
 
 class TokenBytes(NamedTuple):
-    """The bytes of text that tokens stand for, which convert a loss per token to bits per byte.
+    """The bytes of text that tokens stand for, which convert a loss per token to bits per byte."""
 
-    Attributes:
-        lengths: [V] int32, V the largest id + 1. Special tokens, and ids without a token, have 0.
-        prefix: 1 if the tokenizer puts a space before a text (as Llama 2 does), else 0. `lengths`
-            counts that space, which is not part of the text. Some tokenizers add it only if the
-            text does not begin with a space; their ids are those of the text without its own.
-        starts: ids before the first token of a text, those of documents included.
-    """
-
+    # [V] int32, V the largest id + 1. Special tokens, and ids without a token, have 0.
     lengths: NDArray[np.int32]
+    # 1 if the tokenizer puts a space before a text (as Llama 2 does), else 0. `lengths` counts that
+    # space, which is not part of the text. Some tokenizers add it only if the text does not begin
+    # with a space; their ids are those of the text without its own.
     prefix: int
-    starts: frozenset[int]
+    starts: frozenset[int]  # ids before the first token of a text, those of documents included
 
     def before_texts(self, inputs_T: NDArray[np.int64], bytes_T: NDArray[np.int32]) -> int:
         """Return the bytes among those of targets that the tokenizer put before texts."""

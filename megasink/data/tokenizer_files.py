@@ -15,17 +15,11 @@ _MORE_TOKENS = ("added_tokens.json", "special_tokens_map.json")
 
 @dataclass(frozen=True, eq=False)
 class FileTokenizer:
-    """What the ids of a tokenizer mean; has what `tokenizer_hash` reads of a transformers one.
+    """What the ids of a tokenizer mean; has what `tokenizer_hash` reads of a transformers one."""
 
-    Attributes:
-        vocabulary: token -> id, with added tokens.
-        eos_token_id: of the end-of-document token.
-        is_certain: whether transformers has the same vocabulary, and loads the folder.
-    """
-
-    vocabulary: dict[str, int]
-    eos_token_id: int
-    is_certain: bool
+    vocabulary: dict[str, int]  # token -> id, with added tokens
+    eos_token_id: int  # of the end-of-document token
+    is_certain: bool  # whether transformers has the same vocabulary, and loads the folder
 
     def get_vocab(self) -> dict[str, int]:
         """Return the vocabulary."""

@@ -58,19 +58,12 @@ _PURPOSES = {"megasink.balance": BALANCE, "megasink": "megasink", "megatron": "M
 
 @dataclass(frozen=True)
 class Call:
-    """A kind of call.
+    """A kind of call."""
 
-    Attributes:
-        group: Name of the process group.
-        ranks: Its size.
-        kind: all-reduce, all-gather, ...
-        purpose: `BALANCE`, "megasink" or "Megatron".
-    """
-
-    group: str
-    ranks: int
-    kind: str
-    purpose: str
+    group: str  # Name of the process group
+    ranks: int  # Its size
+    kind: str  # all-reduce, all-gather, ...
+    purpose: str  # `BALANCE`, "megasink" or "Megatron"
 
 
 class Collectives(TorchDispatchMode):

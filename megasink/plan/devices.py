@@ -5,17 +5,11 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class GPU:
-    """A GPU, from its vendor's data sheet.
+    """A GPU, from its vendor's data sheet."""
 
-    Attributes:
-        teraflops: Peak dense bfloat16 rate of the tensor cores, 10^12 FLOP/s.
-        gib: Memory in GiB (2^30 bytes), as the driver reports it at most.
-        capability: Compute capability without the point.
-    """
-
-    teraflops: float
-    gib: float
-    capability: int
+    teraflops: float  # Peak dense bfloat16 rate of the tensor cores, 10^12 FLOP/s
+    gib: float  # Memory in GiB (2^30 bytes), as the driver reports it at most
+    capability: int  # Compute capability without the point
 
 
 # The SXM modules; rates without sparsity.

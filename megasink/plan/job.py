@@ -16,44 +16,32 @@ Key = tuple[str, int, str, str]
 
 @dataclass(frozen=True)
 class Stage:
-    """A rank of a pipeline stage: the memory of each is the same.
+    """A rank of a pipeline stage: the memory of each is the same."""
 
-    Attributes:
-        stage: 0-based.
-        rank: The rank that was built and stepped; None if two others of equal modules were.
-        layers: Numbers of its layers, from 1.
-        parameters: Number of parameters that the rank holds.
-        memory: Bytes: parameters, gradients, optimizer, buffers (other tensors that stay),
-            activations (held for backward passes), working (above all of these at the peak), peak
-            (their sum), reserved (by the allocator, with its gaps, at the peak).
-        in_flight: Forward passes, of a virtual stage each, that wait for their backward at most.
-        per_microbatch: Bytes that one of them holds.
-    """
-
-    stage: int
+    stage: int  # 0-based
+    # The rank that was built and stepped; None if two others of equal modules were.
     rank: int | None
-    layers: list[int]
-    parameters: int
+    layers: list[int]  # Numbers of its layers, from 1
+    parameters: int  # Number of parameters that the rank holds
+    # Bytes: parameters, gradients, optimizer, buffers (other tensors that stay), activations (held
+    # for backward passes), working (above all of these at the peak), peak (their sum), reserved (by
+    # the allocator, with its gaps, at the peak).
     memory: dict[str, int]
-    in_flight: int
-    per_microbatch: int
+    in_flight: int  # Forward passes, of a virtual stage each, that wait for their backward at most
+    per_microbatch: int  # Bytes that one of them holds
 
 
 @dataclass(frozen=True)
 class Traffic:
-    """Communication of one step of one rank.
+    """Communication of one step of one rank."""
 
-    Attributes:
-        group, ranks, kind, purpose: See `megasink.plan.collectives.Call`.
-        stage: Pipeline stage of the rank, the one that sends most of this.
-        calls, messages, sent: How often, bytes of the messages, bytes that the rank sends.
-    """
-
+    # group, ranks, kind, purpose: See `megasink.plan.collectives.Call`.
     group: str
     ranks: int
     kind: str
     purpose: str
-    stage: int
+    stage: int  # Pipeline stage of the rank, the one that sends most of this
+    # calls, messages, sent: How often, bytes of the messages, bytes that the rank sends.
     calls: int
     messages: int
     sent: int

@@ -75,12 +75,9 @@ def _states(optimizer: Any) -> Iterator[Tensor]:
 
 @dataclass
 class Schedule:
-    """Memory around the forward and backward passes of a step.
+    """Memory around the forward and backward passes of a step."""
 
-    Attributes:
-        passes: For each: whether it is a forward pass, and bytes before and after it.
-    """
-
+    # For each: whether it is a forward pass, and bytes before and after it.
     passes: list[tuple[bool, int, int]] = field(default_factory=list)
 
     def held(self) -> dict[str, int]:

@@ -17,16 +17,12 @@ from megasink.megatron_flags import refused
 
 @dataclass(frozen=True)
 class Package:
-    """An optional package with fused kernels.
+    """An optional package with fused kernels."""
 
-    Attributes:
-        name, module: what to install, and the module with the kernels.
-        cure: how to install it.
-    """
-
+    # name, module: what to install, and the module with the kernels.
     name: str
     module: str
-    cure: str
+    cure: str  # how to install it
 
     def missing(self) -> str | None:
         """Return why it cannot be used, or None. Imports it: a binary may be for another torch."""
@@ -55,18 +51,12 @@ APEX = Package(
 
 @dataclass(frozen=True)
 class Default:
-    """A default of Megatron's that needs a package.
+    """A default of Megatron's that needs a package."""
 
-    Attributes:
-        name: the argument.
-        without: its value if the package is missing.
-        kernels: what is then not used, for the log.
-    """
-
-    name: str
-    without: Any
+    name: str  # the argument
+    without: Any  # its value if the package is missing
     package: Package
-    kernels: str
+    kernels: str  # what is then not used, for the log
 
 
 DEFAULTS = (

@@ -23,28 +23,20 @@ _MISSING = object()
 
 @dataclass(frozen=True)
 class Patch:
-    """Attributes of an upstream module or class that megasink replaces.
+    """Attributes of an upstream module or class that megasink replaces."""
 
-    Attributes:
-        name: the name in `megasink doctor`.
-        room: when the patch is active: "platform" if Megatron runs on a CPU, "always" in every
-            process that uses Megatron, "training" in a run, "loading" while a run is loaded.
-        owner: dotted name of the module or class; the first, if there are several.
-        attributes: the replaced attributes, separated by spaces.
-        reason: why the patch is needed, in one sentence.
-        quotes: the upstream lines that make it necessary, and the signatures that it replaces.
-        test: the test file in which upstream code runs with the patch, or fails without it.
-        mended: the first release of the quoted package that needs no patch, such as "0.20": from
-            then on it is not applied.
-    """
-
-    name: str
+    name: str  # the name in `megasink doctor`
+    # When the patch is active: "platform" if Megatron runs on a CPU, "always" in every process that
+    # uses Megatron, "training" in a run, "loading" while a run is loaded.
     room: Room
-    owner: str
-    attributes: str
-    reason: str
+    owner: str  # dotted name of the module or class; the first, if there are several
+    attributes: str  # the replaced attributes, separated by spaces
+    reason: str  # why the patch is needed, in one sentence
+    # The upstream lines that make it necessary, and the signatures that it replaces.
     quotes: tuple[Quote, ...]
-    test: str
+    test: str  # the test file in which upstream code runs with the patch, or fails without it
+    # The first release of the quoted package that needs no patch, such as "0.20": from then on it
+    # is not applied.
     mended: str | None = None
 
     @property

@@ -25,15 +25,11 @@ class MovedError(Exception):
 
 @dataclass(frozen=True)
 class Quote:
-    """A line of upstream's source.
+    """A line of upstream's source."""
 
-    Attributes:
-        where: ``package.module``, or ``package.module:Class.method`` for a line inside one.
-        code: a statement or an expression; ``f(...)`` matches a call with any arguments. Or a
-            signature, ``def f(a, b)``, of parameter names; a final ``*_`` allows more parameters.
-    """
-
-    where: str
+    where: str  # ``package.module``, or ``package.module:Class.method`` for a line inside one
+    # A statement or an expression; ``f(...)`` matches a call with any arguments. Or a signature,
+    # ``def f(a, b)``, of parameter names; a final ``*_`` allows more parameters.
     code: str
 
     @property

@@ -21,15 +21,11 @@ LOSS_TOLERANCE = 0.01
 
 
 class Removable(NamedTuple):
-    """Return value of `removable`.
+    """Return value of `removable`."""
 
-    Attributes:
-        percent: of heads, by the published rule; 0 for a curve that never meets the level.
-        never_left: whether every point keeps the level. The published rule then says 0, although
-            at least the largest percentage measured is removable.
-    """
-
-    percent: float
+    percent: float  # of heads, by the published rule; 0 for a curve that never meets the level
+    # Whether every point keeps the level. The published rule then says 0, although at least the
+    # largest percentage measured is removable.
     never_left: bool
 
 

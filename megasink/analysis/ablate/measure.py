@@ -22,18 +22,12 @@ Measured = tuple[list[MeasuredSample], dict[str, TaskScore]]
 
 @dataclass(frozen=True)
 class Ablation(ABC):
-    """Base class of an ablation; a subclass defines the inputs of its points.
-
-    Attributes:
-        identity: of the model, see `model_identity`.
-        folder: keeps what is measured.
-        ranks: processes that share the points.
-    """
+    """Base class of an ablation; a subclass defines the inputs of its points."""
 
     model: ProbedModel
-    identity: dict[str, Any]
-    folder: PointFolder
-    ranks: Ranks
+    identity: dict[str, Any]  # of the model, see `model_identity`
+    folder: PointFolder  # keeps what is measured
+    ranks: Ranks  # processes that share the points
 
     @abstractmethod
     def ground(self) -> dict[str, Any]:

@@ -27,15 +27,11 @@ METRICS = ("acc", "exact_match")
 
 @dataclass(frozen=True)
 class OnTasks(Ablation):
-    """An ablation on tasks.
+    """An ablation on tasks."""
 
-    Attributes:
-        options: the tasks, the documents of each, and what else a measurement depends on.
-        tasks: with their documents.
-    """
-
+    # The tasks, the documents of each, and what else a measurement depends on.
     options: AblationOptions
-    tasks: LoadedTasks
+    tasks: LoadedTasks  # with their documents
 
     def ground(self) -> dict[str, Any]:
         return {

@@ -30,17 +30,11 @@ _SEED = 0
 
 @dataclass(frozen=True)
 class OnTexts(Ablation):
-    """An ablation on texts.
+    """An ablation on texts."""
 
-    Attributes:
-        samples: texts, as the unchanged model reads them.
-        options: what else a measurement depends on.
-        token_bytes: bytes of each token; None if they do not add up to the text.
-    """
-
-    samples: Sequence[Sample]
-    options: AblationOptions
-    token_bytes: TokenBytes | None
+    samples: Sequence[Sample]  # texts, as the unchanged model reads them
+    options: AblationOptions  # what else a measurement depends on
+    token_bytes: TokenBytes | None  # bytes of each token; None if they do not add up to the text
 
     def ground(self) -> dict[str, Any]:
         return {

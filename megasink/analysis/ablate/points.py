@@ -25,41 +25,30 @@ Floats = NDArray[np.float64]
 
 @dataclass(kw_only=True)
 class TaskScore:
-    """The result of one task of lm-eval.
+    """The result of one task of lm-eval."""
 
-    Attributes:
-        metric: its name there; version: of the task.
-        value, standard_error: in percent; the error is that of the value alone, by lm-eval.
-        samples: number of questions.
-        of_each: the metric of each question, in order, so that points can be compared in pairs;
-            empty for a group of tasks.
-    """
-
-    metric: str
-    version: str
+    metric: str  # its name there
+    version: str  # of the task
+    # value, standard_error: in percent; the error is that of the value alone, by lm-eval.
     value: float | None
     standard_error: float | None
-    samples: int
+    samples: int  # number of questions
+    # The metric of each question, in order, so that points can be compared in pairs; empty for a
+    # group of tasks.
     of_each: list[float]
 
 
 @dataclass(kw_only=True)
 class MeasuredPoint:
-    """Contents of one file of the folder points.
+    """Contents of one file of the folder points."""
 
-    Attributes:
-        facts: everything that the point depends on; its hash is the file's name.
-        zeroed: share of the model's heads that were zeroed (P3.13), and `zeroed_LH` the share of
-            samples in which each head was; null if the intervention does not count them.
-        texts: each text with its loss, in order, null if infinite or NaN; tasks: task -> its
-            result. One of them is empty.
-    """
-
-    facts: dict[str, Any]
+    facts: dict[str, Any]  # everything that the point depends on; its hash is the file's name
+    # Share of the model's heads that were zeroed (P3.13), and `zeroed_LH` the share of samples in
+    # which each head was; null if the intervention does not count them.
     zeroed: float | None
     zeroed_LH: list[list[float | None]] | None
-    texts: list[MeasuredSample]
-    tasks: dict[str, TaskScore]
+    texts: list[MeasuredSample]  # each text with its loss, in order, null if infinite or NaN
+    tasks: dict[str, TaskScore]  # task -> its result. One of them is empty.
 
 
 def key_of(facts: Mapping[str, Any]) -> str:

@@ -23,49 +23,33 @@ ALL = "all texts"
 
 @dataclass(kw_only=True)
 class AblationValue:
-    """The result of one point on a dataset, on all texts, or in a task.
+    """The result of one point on a dataset, on all texts, or in a task."""
 
-    Attributes:
-        value: nats per token, or the task's metric in percent; null if infinite or NaN.
-        change: the value minus that of the unchanged model.
-        standard_error: of `change`, by the differences of the same texts or questions. Null for a
-            single one, and for a task whose metric is not the mean of its questions', such as that
-            of a group of tasks.
-        bits_per_byte: null for tasks, and for tokenizers whose tokens do not map to bytes.
-        samples: number of texts or questions.
-    """
-
-    value: float | None
-    change: float | None
+    value: float | None  # nats per token, or the task's metric in percent; null if infinite or NaN
+    change: float | None  # the value minus that of the unchanged model
+    # Of `change`, by the differences of the same texts or questions. Null for a single one, and for
+    # a task whose metric is not the mean of its questions', such as that of a group of tasks.
     standard_error: float | None
+    # Null for tasks, and for tokenizers whose tokens do not map to bytes.
     bits_per_byte: float | None
-    samples: int
+    samples: int  # number of texts or questions
 
 
 @dataclass(kw_only=True)
 class AblationPoint:
-    """One setting of the model.
+    """One setting of the model."""
 
-    Attributes:
-        row: a score, "random", "unchanged", or the option that gave the heads.
-        label: unique name of the point, also in points.npz.
-        asked: percentage of heads that the thresholds are set for; null if there are none.
-        seed: of the random baseline.
-        interventions: what was changed, as in a file of interventions.
-        zeroed: percentage of the model's heads that were zeroed: the mean over samples of the mean
-            over layers (P3.13); null if the intervention does not count them.
-        values: dataset or task -> what was measured.
-        key: name of its file in the folder points.
-    """
-
-    row: str
-    label: str
+    row: str  # a score, "random", "unchanged", or the option that gave the heads
+    label: str  # unique name of the point, also in points.npz
+    # Percentage of heads that the thresholds are set for; null if there are none.
     asked: float | None
-    seed: int | None
-    interventions: list[dict[str, Any]]
+    seed: int | None  # of the random baseline
+    interventions: list[dict[str, Any]]  # what was changed, as in a file of interventions
+    # Percentage of the model's heads that were zeroed: the mean over samples of the mean over
+    # layers (P3.13); null if the intervention does not count them.
     zeroed: float | None
-    values: dict[str, AblationValue]
-    key: str
+    values: dict[str, AblationValue]  # dataset or task -> what was measured
+    key: str  # name of its file in the folder points
 
     def number(self, on: str) -> float:
         """Return the value on a dataset or task; NaN if there is none."""
@@ -85,62 +69,45 @@ def mean_line(line: Line, on: str) -> tuple[list[float], list[float]]:
 
 @dataclass(kw_only=True)
 class AblationCurve:
-    """The curve of one score on one dataset or task.
+    """The curve of one score on one dataset or task."""
 
-    Attributes:
-        score: the score, or "random": then of the mean over seeds.
-        on: the dataset or task.
-        auc: area under the curve over its span (P3.16); null if it is infinite.
-        rank: of the AUC among the scores, 1 the best.
-        removable: percentage of heads that can be zeroed, by the published rule (P3.15).
-        never_left: whether no point fell below the level: then at least `measured_to` percent can
-            be zeroed, although the published rule says 0.
-        measured_to: the largest percentage of heads zeroed.
-        auc_by_seed: of the random baseline.
-        over_random: the AUC minus that of the random baseline, and `over_random_interval` the
-            half-width of its 95 % interval over texts or questions, each paired with itself, all
-            scores together; null for the baseline, a single text, and a task without differences.
-    """
-
-    score: str
-    on: str
-    auc: float | None
-    rank: int
-    removable: float
+    score: str  # the score, or "random": then of the mean over seeds
+    on: str  # the dataset or task
+    auc: float | None  # area under the curve over its span (P3.16); null if it is infinite
+    rank: int  # of the AUC among the scores, 1 the best
+    removable: float  # percentage of heads that can be zeroed, by the published rule (P3.15)
+    # Whether no point fell below the level: then at least `measured_to` percent can be zeroed,
+    # although the published rule says 0.
     never_left: bool
-    measured_to: float
-    auc_by_seed: dict[str, float | None]
+    measured_to: float  # the largest percentage of heads zeroed
+    auc_by_seed: dict[str, float | None]  # of the random baseline
+    # The AUC minus that of the random baseline, and `over_random_interval` the half-width of its 95
+    # % interval over texts or questions, each paired with itself, all scores together; null for the
+    # baseline, a single text, and a task without differences.
     over_random: float | None = None
     over_random_interval: float | None = None
 
 
 @dataclass(kw_only=True)
 class AblationResults:
-    """Contents of ablation.json.
+    """Contents of ablation.json."""
 
-    Attributes:
-        format: `ABLATION_FORMAT`; megasink, torch: versions.
-        data: the texts; tasks: of lm-eval, with their versions.
-        quantity: what `AblationValue.value` is; higher_is_better: false for a loss.
-        tolerance: how much worse still counts as kept (P3.15): points of a percentage, or a share
-            of the unchanged model's loss.
-        calibration: the analysis or texts that set the thresholds.
-        thresholds: score -> percentage asked for -> threshold (P3.11).
-    """
-
-    format: int
+    format: int  # `ABLATION_FORMAT`
+    # megasink, torch: versions.
     megasink: str
     torch: str
     model: ModelFacts
-    data: list[str]
+    data: list[str]  # the texts
     data_sha256: str | None
-    tasks: dict[str, str]
+    tasks: dict[str, str]  # of lm-eval, with their versions
     samples: int | None
-    quantity: str
-    higher_is_better: bool
+    quantity: str  # what `AblationValue.value` is
+    higher_is_better: bool  # false for a loss
+    # How much worse still counts as kept (P3.15): points of a percentage, or a share of the
+    # unchanged model's loss.
     tolerance: float
-    calibration: str | None
-    thresholds: dict[str, dict[str, float]]
+    calibration: str | None  # the analysis or texts that set the thresholds
+    thresholds: dict[str, dict[str, float]]  # score -> percentage asked for -> threshold (P3.11)
     points: list[AblationPoint]
     curves: list[AblationCurve]
 

@@ -29,20 +29,16 @@ Thresholds = dict[str, dict[str, float]]
 
 @dataclass(frozen=True)
 class Setting:
-    """One point of a sweep.
+    """One point of a sweep."""
 
-    Attributes:
-        row, label, asked, seed: as in `AblationPoint`.
-        interventions: applied in order.
-        zeroed_LH: 1 for the heads that a score zeroes in every sequence; None where the
-            interventions count them.
-    """
-
+    # row, label, asked, seed: as in `AblationPoint`.
     row: str
     label: str
-    interventions: tuple[Intervention, ...] = ()
+    interventions: tuple[Intervention, ...] = ()  # applied in order
     asked: float | None = None
     seed: int | None = None
+    # 1 for the heads that a score zeroes in every sequence; None where the interventions count
+    # them.
     zeroed_LH: Scores | None = None
 
     @property

@@ -32,11 +32,9 @@ class Listener:
     """Base class for receivers of statistics; samples are numbered within the batch.
 
     Tensors may alias memory that the model overwrites later: copy anything you keep.
-
-    Attributes:
-        needs: names of the statistics to capture (`megasink.analysis.metrics.STATISTICS`, `MAP`).
     """
 
+    # Names of the statistics to capture (`megasink.analysis.metrics.STATISTICS`, `MAP`).
     needs: Set[str] = frozenset()
 
     def layer(self, sample: int, layer: int, statistics: dict[str, Tensor]) -> None:

@@ -17,21 +17,16 @@ from megasink.errors import UserError
 
 @dataclass(frozen=True)
 class ForwardPass:
-    """One call of the model.
+    """One call of the model."""
 
-    Attributes:
-        rows, tokens: B and Q of this call.
-        cached: tokens that each row already has in a key/value cache, padding included.
-        segments: the sequences, numbered over cached and new tokens together; whole rows if
-            nobody asked for them (`HeadChange.reads_segments`).
-        input_ids_BQ: the new tokens; None if the model was given embeddings.
-    """
-
+    # rows, tokens: B and Q of this call.
     rows: int
     tokens: int
-    cached: int
+    cached: int  # tokens that each row already has in a key/value cache, padding included
+    # The sequences, numbered over cached and new tokens together; whole rows if nobody asked for
+    # them (`HeadChange.reads_segments`).
     segments: list[Segment]
-    input_ids_BQ: Tensor | None = None
+    input_ids_BQ: Tensor | None = None  # the new tokens; None if the model was given embeddings
 
     def check_continues(self, segments: Sequence[Segment]) -> None:
         """Check that a call with a cache continues the call that ran these sequences."""
@@ -46,32 +41,22 @@ class ForwardPass:
 
 @dataclass(frozen=True)
 class HeadOutputs:
-    """The outputs of one layer's heads, before the output projection.
+    """The outputs of one layer's heads, before the output projection."""
 
-    Attributes:
-        layer: from 0.
-        out_BQHD: after an explicit gate and earlier changes; do not write into it.
-        call: what attention read and wrote; None unless a change or the listener reads attention.
-        output_weight: returns [H, D, E], the output projection by query head.
-    """
-
-    layer: int
-    out_BQHD: Tensor
+    layer: int  # from 0
+    out_BQHD: Tensor  # after an explicit gate and earlier changes; do not write into it
+    # What attention read and wrote; None unless a change or the listener reads attention.
     call: AttentionCall | None
-    output_weight: Callable[[], Tensor]
+    output_weight: Callable[[], Tensor]  # returns [H, D, E], the output projection by query head
 
 
 class HeadChange(ABC):
-    """Changes the outputs of heads before the output projection, layer after layer.
+    """Changes the outputs of heads before the output projection, layer after layer."""
 
-    Attributes:
-        reads_attention: whether `change` needs `HeadOutputs.call`. Without it a model's attention
-            is left alone, so any kernel will do.
-        reads_segments: whether it needs to know where sequences begin and end; one that reads
-            attention always does.
-    """
-
+    # Whether `change` needs `HeadOutputs.call`. Without it a model's attention is left alone, so
+    # any kernel will do.
     reads_attention: bool = False
+    # Whether it needs to know where sequences begin and end; one that reads attention always does.
     reads_segments: bool = False
 
     def problems(self, heads: Sequence[int]) -> list[str]:

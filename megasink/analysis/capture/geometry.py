@@ -58,19 +58,14 @@ class _FirstStates(Listener):
 
 @dataclass
 class Rows:
-    """The collected rows.
+    """The collected rows."""
 
-    Attributes:
-        by_site: name -> float32 [N, X].
-        position_N, sample_N: token position and sample index of each row.
-        missing: name -> reason the site is absent.
-        first_state_SE, first_state_S: as in the module docstring.
-    """
-
-    by_site: dict[str, NDArray[np.float32]]
+    by_site: dict[str, NDArray[np.float32]]  # name -> float32 [N, X]
+    # position_N, sample_N: token position and sample index of each row.
     position_N: NDArray[np.int64]
     sample_N: NDArray[np.int64]
-    missing: dict[str, str]
+    missing: dict[str, str]  # name -> reason the site is absent
+    # first_state_SE, first_state_S: as in the module docstring.
     first_state_SE: Floats
     first_state_S: Floats
 
@@ -118,15 +113,10 @@ def _hook(site: Site, kept: dict[str, list[Tensor]]) -> Any:
 
 
 class Geometry(NamedTuple):
-    """Return value of `project`.
+    """Return value of `project`."""
 
-    Attributes:
-        arrays: contents of geometry.npz.
-        results: the "geometry" entry of results.json.
-    """
-
-    arrays: dict[str, NDArray[Any]]
-    results: dict[str, Any]
+    arrays: dict[str, NDArray[Any]]  # contents of geometry.npz
+    results: dict[str, Any]  # the "geometry" entry of results.json
 
 
 def project(rows: Rows, *, seed: int) -> Geometry:

@@ -36,24 +36,17 @@ def shown(datasets: Iterable[str]) -> list[str]:
 
 @dataclass(frozen=True)
 class Sample:
-    """One sequence to run.
+    """One sequence to run."""
 
-    Attributes:
-        tokens: ids, BOS included.
-        dataset: the input that it belongs to.
-        source: where the text came from.
-        scored: number of targets, counted from the end, that enter the loss; None for all.
-        replaced: places of tokens that are no text, counted from the end (1: the last token). Their
-            targets have no bytes, and enter the loss only.
-        inside: the sample continues a text, behind tokens that stand before texts.
-    """
-
-    tokens: tuple[int, ...]
-    dataset: str
-    source: str
+    tokens: tuple[int, ...]  # ids, BOS included
+    dataset: str  # the input that it belongs to
+    source: str  # where the text came from
+    # Number of targets, counted from the end, that enter the loss; None for all.
     scored: int | None = None
+    # Places of tokens that are no text, counted from the end (1: the last token). Their targets
+    # have no bytes, and enter the loss only.
     replaced: tuple[int, ...] = ()
-    inside: bool = False
+    inside: bool = False  # the sample continues a text, behind tokens that stand before texts
 
 
 def text_samples(

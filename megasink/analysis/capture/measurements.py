@@ -31,23 +31,18 @@ Ints = NDArray[np.int64]
 
 @dataclass(frozen=True)
 class MeasuredSample:
-    """Record of one sample.
+    """Record of one sample."""
 
-    Attributes:
-        index: among all samples, in their order.
-        source, dataset: where it came from.
-        tokens: number of tokens run.
-        nats, targets: summed loss and its number of targets; None if not computed.
-        bytes, nats_of_bytes: bytes of text of the targets, and the loss of those that have any;
-            None for a tokenizer whose tokens do not map to bytes.
-    """
-
-    index: int
+    index: int  # among all samples, in their order
+    # source, dataset: where it came from.
     source: str
     dataset: str
-    tokens: int
+    tokens: int  # number of tokens run
+    # nats, targets: summed loss and its number of targets; None if not computed.
     nats: float | None = None
     targets: int | None = None
+    # bytes, nats_of_bytes: bytes of text of the targets, and the loss of those that have any; None
+    # for a tokenizer whose tokens do not map to bytes.
     bytes: int | None = None
     nats_of_bytes: float | None = None
 
@@ -59,20 +54,16 @@ _SUMS = ("unit_sum_SPE", "count_SP", "gate_histogram_LB")
 
 @dataclass
 class ShardMeasurements:
-    """Metrics of some samples, and their sums.
+    """Metrics of some samples, and their sums."""
 
-    Attributes:
-        values, samples, gate_histogram_LB: as in `Measurements`.
-        unit_sum_SPE, count_SP: sums of `MeanCosine`, by state; E is 0 if no state was seen.
-        non_finite: samples left out of everything above.
-    """
-
+    # values, samples, gate_histogram_LB: as in `Measurements`.
     values: dict[str, Floats]
     samples: list[MeasuredSample]
+    # unit_sum_SPE, count_SP: sums of `MeanCosine`, by state; E is 0 if no state was seen.
     unit_sum_SPE: Floats
     count_SP: Ints
     gate_histogram_LB: Ints
-    non_finite: list[NonFinite]
+    non_finite: list[NonFinite]  # samples left out of everything above
 
     def save(self, path: Path, of: str) -> None:
         """Write the shard `of` an analysis (`megasink.analysis.stored`)."""
@@ -99,24 +90,17 @@ class ShardMeasurements:
 
 @dataclass
 class Measurements:
-    """Metrics of the samples of one model.
+    """Metrics of the samples of one model."""
 
-    Attributes:
-        values: metric of statistics -> float64 [N, ...] along its axis (`diagnostics.AXES`), NaN
-            where a layer, head or position does not exist.
-        samples: in index order.
-        cosine_SP: mean cosine across inputs by state and position (P4.5), of the samples `shown`.
-        gate_histogram_LB: counts of their explicit gate scores in `BINS` bins over [0, 1].
-        heads: number of heads in each layer.
-        non_finite: samples that were left out.
-    """
-
+    # Metric of statistics -> float64 [N, ...] along its axis (`diagnostics.AXES`), NaN where a
+    # layer, head or position does not exist.
     values: dict[str, Floats]
-    samples: list[MeasuredSample]
+    samples: list[MeasuredSample]  # in index order
+    # Mean cosine across inputs by state and position (P4.5), of the samples `shown`.
     cosine_SP: Floats
-    gate_histogram_LB: Ints
-    heads: list[int]
-    non_finite: list[NonFinite] = field(default_factory=list)
+    gate_histogram_LB: Ints  # counts of their explicit gate scores in `BINS` bins over [0, 1]
+    heads: list[int]  # number of heads in each layer
+    non_finite: list[NonFinite] = field(default_factory=list)  # samples that were left out
 
     def shown(self) -> list[int]:
         """Return the indices of the samples that count in the results of the whole analysis."""

@@ -28,15 +28,10 @@ SYNTHETIC = 100
 
 @dataclass(frozen=True)
 class Inputs:
-    """The input sequences of a model.
+    """The input sequences of a model."""
 
-    Attributes:
-        samples: the sequences, as the model reads them.
-        facts: what results record of them and of the options.
-    """
-
-    samples: list[Sample]
-    facts: RunFacts
+    samples: list[Sample]  # the sequences, as the model reads them
+    facts: RunFacts  # what results record of them and of the options
 
 
 def inputs_of(

@@ -18,32 +18,22 @@ PRODUCT, UP = "mlp0", "mlp0_up"
 
 @dataclass(frozen=True)
 class Site:
-    """A tensor of the forward pass that the probe reads.
+    """A tensor of the forward pass that the probe reads."""
 
-    Attributes:
-        name: `PRODUCT`, `UP`, or for a norm the half of its state, such as "3".
-        module: the module whose call produces or consumes the tensor.
-        read: maps the module's first input and output to the tensor, [B, T, X].
-    """
-
-    name: str
-    module: torch.nn.Module
+    name: str  # `PRODUCT`, `UP`, or for a norm the half of its state, such as "3"
+    module: torch.nn.Module  # the module whose call produces or consumes the tensor
+    # Maps the module's first input and output to the tensor, [B, T, X].
     read: Callable[[Tensor, Any], Tensor]
 
 
 @dataclass
 class Sites:
-    """The sites of a model.
+    """The sites of a model."""
 
-    Attributes:
-        available: the sites.
-        missing: name -> reason the site is absent.
-        context: number of tokens that the first positions may depend on, such as a bidirectional
-            prefix; 0 if attention is fully causal.
-    """
-
-    available: list[Site] = field(default_factory=list)
-    missing: dict[str, str] = field(default_factory=dict)
+    available: list[Site] = field(default_factory=list)  # the sites
+    missing: dict[str, str] = field(default_factory=dict)  # name -> reason the site is absent
+    # Number of tokens that the first positions may depend on, such as a bidirectional prefix; 0 if
+    # attention is fully causal.
     context: int = 0
 
     def lacks_norm(self, half: int) -> None:

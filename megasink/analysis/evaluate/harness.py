@@ -18,58 +18,38 @@ BOOTSTRAPS = 1000
 
 @dataclass(frozen=True)
 class Score:
-    """The value of one metric on one task.
-
-    Attributes:
-        standard_error: None where lm-eval computes none, as for a single document.
-        higher_is_better: None where the task does not say.
-    """
+    """The value of one metric on one task."""
 
     value: float
-    standard_error: float | None
-    higher_is_better: bool | None
+    standard_error: float | None  # None where lm-eval computes none, as for a single document
+    higher_is_better: bool | None  # None where the task does not say
 
 
 @dataclass(frozen=True)
 class TaskScores:
-    """All metrics of one task, or of a group of tasks.
+    """All metrics of one task, or of a group of tasks."""
 
-    Attributes:
-        metrics: score by metric; with its filter after a comma where a task has several.
-        documents: evaluated.
-        shots: examples before each question; None for a group.
-        version: of the task's definition, in lm-eval.
-        of: the tasks of a group; empty for a task.
-    """
-
+    # Score by metric; with its filter after a comma where a task has several.
     metrics: dict[str, Score]
-    documents: int
-    shots: int | None
-    version: str
-    of: list[str]
+    documents: int  # evaluated
+    shots: int | None  # examples before each question; None for a group
+    version: str  # of the task's definition, in lm-eval
+    of: list[str]  # the tasks of a group; empty for a task
 
 
 @dataclass(frozen=True)
 class TaskResults:
-    """Scores by task.
+    """Scores by task."""
 
-    Attributes:
-        tasks: by name, groups included.
-        interventions: as entries of an intervention file.
-        limit: documents per task at most; None for all.
-        unscored: tokens that had nothing before them, as an intervention removed it, and therefore
-            do not count.
-        cut: sequences longer than the model's positions, of which the beginning was cut.
-        lm_eval: its version.
-        samples: every document with its requests, answers and scores by task, if asked for.
-    """
-
-    tasks: dict[str, TaskScores]
-    interventions: list[dict[str, Any]]
-    limit: int | None
+    tasks: dict[str, TaskScores]  # by name, groups included
+    interventions: list[dict[str, Any]]  # as entries of an intervention file
+    limit: int | None  # documents per task at most; None for all
+    # Tokens that had nothing before them, as an intervention removed it, and therefore do not
+    # count.
     unscored: int
-    cut: int
-    lm_eval: str
+    cut: int  # sequences longer than the model's positions, of which the beginning was cut
+    lm_eval: str  # its version
+    # Every document with its requests, answers and scores by task, if asked for.
     samples: dict[str, list[dict[str, Any]]] = field(default_factory=dict)
 
 

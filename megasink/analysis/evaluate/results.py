@@ -21,24 +21,19 @@ FORMAT = 1
 
 @dataclass(frozen=True)
 class Evaluation:
-    """Scores of one model on tasks of lm-evaluation-harness.
-
-    Attributes:
-        model: name, kind, attention, dtype, and how far it was trained, where known.
-        tasks, interventions, limit, unscored, cut, lm_eval: see `TaskResults`.
-        batch_size: as asked for, a number or "auto".
-        averages: of the papers' suites that were named, by row.
-    """
+    """Scores of one model on tasks of lm-evaluation-harness."""
 
     format: int
-    model: dict[str, Any]
+    model: dict[str, Any]  # name, kind, attention, dtype, and how far it was trained, where known
+    # tasks, interventions, limit, unscored, cut, lm_eval: see `TaskResults`.
     tasks: dict[str, TaskScores]
     interventions: list[dict[str, Any]]
     limit: int | None
-    batch_size: Any
+    batch_size: Any  # as asked for, a number or "auto"
     unscored: int
     cut: int
     lm_eval: str
+    # Of the papers' suites that were named, by row.
     averages: dict[str, Average] = field(default_factory=dict)
 
 

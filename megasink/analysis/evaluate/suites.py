@@ -192,17 +192,11 @@ def expanded(names: Sequence[str]) -> list[TaskRequest]:
 
 @dataclass(frozen=True)
 class Average:
-    """The average of a suite, as its paper forms it.
+    """The average of a suite, as its paper forms it."""
 
-    Attributes:
-        value: plain mean over `benchmarks`; of each the mean over its tasks.
-        benchmarks: name -> value.
-        paper: number of benchmarks in the paper's average.
-    """
-
-    value: float
-    benchmarks: dict[str, float]
-    paper: int
+    value: float  # plain mean over `benchmarks`; of each the mean over its tasks
+    benchmarks: dict[str, float]  # name -> value
+    paper: int  # number of benchmarks in the paper's average
 
 
 def averages(names: Sequence[str], scores: Mapping[tuple[str, str], float]) -> dict[str, Average]:

@@ -31,15 +31,10 @@ _NAMES = re.compile(
 
 @dataclass(frozen=True)
 class LoadedTasks:
-    """Tasks with their documents, ready for any number of evaluations.
+    """Tasks with their documents, ready for any number of evaluations."""
 
-    Attributes:
-        loaded: lm-eval's tasks and groups.
-        runs_code: whether a task may run the code that a model writes.
-    """
-
-    loaded: Any
-    runs_code: bool
+    loaded: Any  # lm-eval's tasks and groups
+    runs_code: bool  # whether a task may run the code that a model writes
 
 
 def load_tasks(

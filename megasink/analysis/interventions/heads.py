@@ -21,14 +21,10 @@ class HeadList(NamedTuple):
     """Heads, and the shape of the mask that they were read from.
 
     The fields are those of `ZeroHeads`: `ZeroHeads(**head_list._asdict())`.
-
-    Attributes:
-        heads: the chosen heads.
-        mask_shape: (layers, heads); None for a list of pairs.
     """
 
-    heads: Heads
-    mask_shape: tuple[int, int] | None = None
+    heads: Heads  # the chosen heads
+    mask_shape: tuple[int, int] | None = None  # (layers, heads); None for a list of pairs
 
 
 def heads_of(given: GivenHeads) -> HeadList:

@@ -15,16 +15,12 @@ Floats = NDArray[np.float64]
 
 
 class Components(NamedTuple):
-    """The first principal components of some rows.
+    """The first principal components of some rows."""
 
-    Attributes:
-        points: [rows, count] coordinates. Each axis is signed so that the largest-magnitude entry
-            of its direction is positive.
-        explained: [count] shares of the variance.
-    """
-
+    # [rows, count] coordinates. Each axis is signed so that the largest-magnitude entry of its
+    # direction is positive.
     points: Floats
-    explained: Floats
+    explained: Floats  # [count] shares of the variance
 
 
 def principal_components(rows: Floats, count: int = 2) -> Components:
@@ -49,17 +45,12 @@ def query_key_components(query_TD: Floats, key_TD: Floats) -> tuple[Floats, Floa
 
 
 class MapComponents(NamedTuple):
-    """The first principal components of the attention matrices of one input.
+    """The first principal components of the attention matrices of one input."""
 
-    Attributes:
-        points_MC: coordinates of each matrix.
-        explained_C: shares of the variance.
-        images_CTT: the directions, each of norm 1, as matrices, signed so that the
-            largest-magnitude entry is positive.
-    """
-
-    points_MC: Floats
-    explained_C: Floats
+    points_MC: Floats  # coordinates of each matrix
+    explained_C: Floats  # shares of the variance
+    # The directions, each of norm 1, as matrices, signed so that the largest-magnitude entry is
+    # positive.
     images_CTT: Floats
 
 
@@ -105,17 +96,11 @@ FEWEST = 8
 
 
 class Embedding(NamedTuple):
-    """t-SNE of some rows.
+    """t-SNE of some rows."""
 
-    Attributes:
-        points: [rows, 2]; distances within a cluster mean something, axes and signs nothing.
-        perplexity: the perplexity used.
-        divergence: final Kullback-Leibler divergence; nats.
-    """
-
-    points: Floats
-    perplexity: float
-    divergence: float
+    points: Floats  # [rows, 2]; distances within a cluster mean something, axes and signs nothing
+    perplexity: float  # the perplexity used
+    divergence: float  # final Kullback-Leibler divergence; nats
 
 
 def neighbor_embedding(rows: Floats, seed: int) -> Embedding:

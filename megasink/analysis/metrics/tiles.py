@@ -17,17 +17,13 @@ HIDDEN = -1e30  # finite, so that 0 * (z - max) is 0; its exp is 0
 
 
 class Tile(NamedTuple):
-    """Scores of some rows.
+    """Scores of some rows."""
 
-    Attributes:
-        n: slice of N; rows, columns: slices of the T x S scores.
-        score_NRCK: in the statistics dtype; may be overwritten.
-    """
-
-    n: slice
+    n: slice  # slice of N
+    # rows, columns: slices of the T x S scores.
     rows: slice
     columns: slice
-    score_NRCK: Tensor
+    score_NRCK: Tensor  # in the statistics dtype; may be overwritten
 
 
 def tiles(

@@ -19,24 +19,16 @@ from megasink.analysis.metrics.tiles import tiles
 
 
 class WeightStatistics(NamedTuple):
-    """Return value of :func:`weight_statistics`; all but the column sums in the statistics dtype.
+    """Return value of `weight_statistics`; all but the column sums in the statistics dtype."""
 
-    Attributes:
-        first_weight_BHT: A_i0; 0 if a window hides key 0.
-        slot_weight_BHT: weight of the slot; 0 without one.
-        gate_BHT: 1 - slot weight, or 1 - A_i0 without a slot; summed, not subtracted, so that a
-            gate of 1e-20 is not rounded to 0. Row 0 without a slot is exactly 0.
-        entropy_BHT: entropy over keys and slot; nats.
-        square_BHT: sum over the keys of A_ij ** 2.
-        column_sum_BHT: float64; for key j the sum of A_ij over the queries i >= j.
-    """
-
-    first_weight_BHT: Tensor
-    slot_weight_BHT: Tensor
+    first_weight_BHT: Tensor  # A_i0; 0 if a window hides key 0
+    slot_weight_BHT: Tensor  # weight of the slot; 0 without one
+    # 1 - slot weight, or 1 - A_i0 without a slot; summed, not subtracted, so that a gate of 1e-20
+    # is not rounded to 0. Row 0 without a slot is exactly 0.
     gate_BHT: Tensor
-    entropy_BHT: Tensor
-    square_BHT: Tensor
-    column_sum_BHT: Tensor
+    entropy_BHT: Tensor  # entropy over keys and slot; nats
+    square_BHT: Tensor  # sum over the keys of A_ij ** 2
+    column_sum_BHT: Tensor  # float64; for key j the sum of A_ij over the queries i >= j
 
     @classmethod
     def room_for(cls, query_BHTD: Tensor, key_BGTD: Tensor) -> "WeightStatistics":

@@ -25,45 +25,31 @@ PAGE_FILES = ("report.html", "figures/*.png", "figures/*.pdf")
 
 @dataclass(frozen=True)
 class Drawing:
-    """One kind of figure.
+    """One kind of figure."""
 
-    Attributes:
-        name: name of its file.
-        section: section of the page, one of `SECTIONS`.
-        title, caption: formula, unit and rows of the papers.
-        draw: creates a matplotlib figure of all analyses; None if they lack the numbers.
-        by_model: whether each model gets its own figure; `draw` then takes one analysis.
-        finding: what it shows in words, of what `draw` takes; by default its extremes.
-    """
-
-    name: str
-    section: str
+    name: str  # name of its file
+    section: str  # section of the page, one of `SECTIONS`
+    # title, caption: formula, unit and rows of the papers.
     title: str
     caption: str
+    # Creates a matplotlib figure of all analyses; None if they lack the numbers.
     draw: Callable[[Any], Any]
-    by_model: bool = False
+    by_model: bool = False  # whether each model gets its own figure; `draw` then takes one analysis
+    # What it shows in words, of what `draw` takes; by default its extremes.
     finding: Callable[[Any], str] | None = None
 
 
 @dataclass(frozen=True)
 class Picture:
-    """A drawn figure.
+    """A drawn figure."""
 
-    Attributes:
-        name: name of its file, without the extension.
-        section: of the page of an analysis.
-        model: the model shown; empty for a figure of all models.
-        files: "png", and "pdf" if requested -> the bytes.
-        numbers: what it shows.
-    """
-
-    name: str
+    name: str  # name of its file, without the extension
     title: str
     caption: str
-    files: dict[str, bytes]
-    numbers: Numbers
-    section: str = ""
-    model: str = ""
+    files: dict[str, bytes]  # "png", and "pdf" if requested -> the bytes
+    numbers: Numbers  # what it shows
+    section: str = ""  # of the page of an analysis
+    model: str = ""  # the model shown; empty for a figure of all models
     finding: str = ""
 
 

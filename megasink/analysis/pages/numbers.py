@@ -19,12 +19,9 @@ _DOT = 0.009  # half of a mark's width, as a share of the picture's
 
 
 class Mark(NamedTuple):
-    """A place in the picture and its label.
+    """A place in the picture and its label."""
 
-    Attributes:
-        left, top, right, bottom: shares of the picture's width and height.
-    """
-
+    # left, top, right, bottom: shares of the picture's width and height.
     left: float
     top: float
     right: float

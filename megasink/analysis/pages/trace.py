@@ -27,16 +27,12 @@ _SCALES = ((1e12, "T"), (1e9, "B"), (1e6, "M"), (1e3, "k"))
 
 @dataclass
 class TraceRow:
-    """One checkpoint.
+    """One checkpoint."""
 
-    Attributes:
-        step, tokens: how far it was trained.
-        numbers: scalar metric -> its number; None if not measured.
-    """
-
+    # step, tokens: how far it was trained.
     step: int
     tokens: int
-    numbers: dict[str, float | str | None]
+    numbers: dict[str, float | str | None]  # scalar metric -> its number; None if not measured
 
 
 def trace_row(results: Results) -> TraceRow:

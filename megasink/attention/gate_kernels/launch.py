@@ -28,22 +28,17 @@ OPTIONS: dict[str, Any] = {"num_warps": 4, "enable_fp_fusion": False}
 
 @dataclass(frozen=True)
 class SlotGradients:
-    """Results of `slot_backward`; None where not asked for.
+    """Results of `slot_backward`; None where not asked for."""
 
-    Attributes:
-        grad_out_BHTD, out_BHTD: Hold the injected rows, if `kept` is not None.
-        kept: What `restore` puts back.
-        lse_grad_BHT: p dG + e.
-        logit_grad_BHT, logit_sum_BHN: ds, and its sum over each program's rows.
-        value_sum_BHND, key_sum_BHND: p dY and scale * ds q, summed likewise.
-    """
-
+    # grad_out_BHTD, out_BHTD: Hold the injected rows, if `kept` is not None.
     grad_out_BHTD: Tensor
     out_BHTD: Tensor
-    kept: Tensor | None
-    lse_grad_BHT: Tensor | None
+    kept: Tensor | None  # What `restore` puts back
+    lse_grad_BHT: Tensor | None  # p dG + e
+    # logit_grad_BHT, logit_sum_BHN: ds, and its sum over each program's rows.
     logit_grad_BHT: Tensor | None
     logit_sum_BHN: Tensor | None
+    # value_sum_BHND, key_sum_BHND: p dY and scale * ds q, summed likewise.
     value_sum_BHND: Tensor | None
     key_sum_BHND: Tensor | None
 

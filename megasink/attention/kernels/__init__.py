@@ -29,16 +29,11 @@ __all__ = [
 
 @dataclass(frozen=True)
 class LaterBackend:
-    """A backend that is imported when a request may need it.
+    """A backend that is imported when a request may need it."""
 
-    Attributes:
-        name: Name of the backend.
-        place: module:class, the module in this package.
-        runs_anything: Whether it runs every request on every device; else it is for CUDA devices.
-    """
-
-    name: str
-    place: str
+    name: str  # Name of the backend
+    place: str  # module:class, the module in this package
+    # Whether it runs every request on every device; else it is for CUDA devices.
     runs_anything: bool = False
 
 

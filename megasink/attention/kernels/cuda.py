@@ -74,19 +74,12 @@ class BTHDLayout(VendorBackend):
 
 
 class PackageBackend(VendorBackend):
-    """A CUDA kernel from an optional package.
+    """A CUDA kernel from an optional package."""
 
-    Attributes:
-        package: Name for `pip install`, or the source.
-        module: Module to import, on the first request that would run on it.
-        capability: Lowest supported compute capability.
-        largest_head_dim: D must be a multiple of 8 up to this.
-    """
-
-    package: str
-    module: str
-    capability: tuple[int, int] = (8, 0)
-    largest_head_dim: int = 256
+    package: str  # Name for `pip install`, or the source
+    module: str  # Module to import, on the first request that would run on it
+    capability: tuple[int, int] = (8, 0)  # Lowest supported compute capability
+    largest_head_dim: int = 256  # D must be a multiple of 8 up to this
 
     def supports(self, request: AttentionRequest) -> str | None:
         """See `Backend.supports`."""
