@@ -44,7 +44,7 @@ def atomic_folder(path: Path) -> Iterator[Path]:
     """Create a folder next to `path` to write into, and rename it to `path` at the end.
 
     An exception in the body leaves nothing behind, nor does a signal; a kill leaves
-    .NAME.partial-PID, which is never loaded by mistake, and goes with the next call for `path`.
+    .NAME.partial-PID, which is never loaded by mistake, and which the next call for `path` removes.
     """
     with _naming(path), _partial(path) as partial:
         yield partial

@@ -2,7 +2,7 @@
 
 multiprocessing makes a folder in every process that passes file descriptors on, as workers of a
 data loader do, and a worker that is killed leaves it. Here they share that of the process that
-started them; that of a process which was killed goes with the next that starts.
+started them; the next process that starts removes that of a killed one.
 """
 
 import multiprocessing.process

@@ -119,7 +119,7 @@ class Analysis:
         return array(of.metrics[metric].values)
 
     def __getattr__(self, name: str) -> MetricValues:
-        # Called for what is no attribute; copies and pickles ask before there are any.
+        # Called for a missing attribute; copies and pickles ask before there are any.
         if name.startswith("_") or "results" not in vars(self):
             raise AttributeError(name)
         return self[name]

@@ -73,7 +73,7 @@ def similarity_attention(
     if normalization not in NORMALIZATIONS:
         raise ValueError(f"unknown normalization {normalization!r}: row-sum or none")
     if (similarity == "mlp") != (mlp is not None):
-        raise ValueError(f"the weights of an MLP go with similarity 'mlp'; got {similarity!r}")
+        raise ValueError(f"only similarity 'mlp' takes the weights of an MLP; got {similarity!r}")
     if window is not None and not causal:
         raise ValueError("a window needs the causal mask")
     signed = similarity in SIGNED_SIMILARITIES

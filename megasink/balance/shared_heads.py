@@ -48,8 +48,8 @@ class SharedHeads:
         share = f"{self.explained:.0%} of the head imbalance of {layers} layers"
         if not self.m:
             return (
-                f"m = 0, no shared heads (Eq. 7): {split} only {share}, evenly spaced heads "
-                f"{self.evenly:.0%}: the heads do not form two groups"
+                f"m = 0, no shared heads (Eq. 7), because the heads do not form two groups: "
+                f"{split} only {share}, and evenly spaced heads would explain {self.evenly:.0%}"
             )
         lines = [f"m = {self.m} shared heads (Eq. 8): {split} {share}"]
         rows = zip(self.pinned_LH, self.importance_LH, strict=True)

@@ -212,7 +212,7 @@ class LossStep:
             )
         if self._options.head_balance_coeff:
             raise RuntimeError(
-                "reduce() of the head-balance loss, and no layer has counted a gate, so the loss "
+                "reduce() was called, but no layer has counted a gate, so the head-balance loss "
                 "would be 0: gates count in forward passes of model.train() with gradients on"
             )
 

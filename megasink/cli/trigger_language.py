@@ -83,7 +83,7 @@ class TriggerLanguage:
 
     @cached_property
     def transitions_NN(self) -> Floats:
-        """Probabilities of the next letter behind a letter that is no trigger, float64."""
+        """Probabilities of the next letter behind a letter other than a trigger, float64."""
         return chain_of(self.chain, self.letters, self.concentration)
 
     def sample(self, documents: int, length: int, seed: int) -> Ids:

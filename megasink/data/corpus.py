@@ -32,7 +32,7 @@ EXAMPLES = 5
 class Document:
     """One document: its text, and its origin (`path`, `path¶part`, `path:line` or `path#row`).
 
-    A byte order mark at the beginning, of whatever kind of file, is no text.
+    A byte order mark at the beginning of any file is not text.
     """
 
     text: str

@@ -35,7 +35,7 @@ ROWS_OF_MAIN_PARAMETERS = _patch(
     test="tests/distributed/test_muon.py",
 )
 OTHER_TABLES = _patch(
-    "parameters that are no matrices",
+    "parameters other than matrices",
     f"{_MODULE}._EMERGING_OPTIMIZERS",
     "default_param_overrides, of each of its Muon entries",
     "biases [H, D] of heads and tables of positions have two axes, but multiply nothing",

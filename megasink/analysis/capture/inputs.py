@@ -43,7 +43,7 @@ class Sample:
     source: str  # where the text came from
     # Number of targets, counted from the end, that enter the loss; None for all.
     scored: int | None = None
-    # Places of tokens that are no text, counted from the end (1: the last token). Their targets
+    # Places of tokens other than text, counted from the end (1: the last token). Their targets
     # have no bytes, and enter the loss only.
     replaced: tuple[int, ...] = ()
     inside: bool = False  # the sample continues a text, behind tokens that stand before texts
