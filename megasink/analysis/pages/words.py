@@ -31,8 +31,8 @@ WORDS = {
     "norm, L2 norm": "the length of a vector: the root of its summed squares",
     "massive activation": "a hidden state, mostly the first token's, that is many times as long as "
     "the others (P4)",
-    "activation": "one number of a hidden state, or of the output that attention (attn_residual) or "
-    "the MLP (ffn_residual), the feed-forward part of a block, adds to it",
+    "activation": "one number of a hidden state, or of the output that attention (attn_residual) "
+    "or the MLP (ffn_residual), the feed-forward part of a block, adds to it",
     "queries, keys, values": "q, k and v: token i attends to token j by q_i k_j, and reads v_j",
     "group": "query heads that share keys and values",
     "sink or bias": "a learnable sink takes attention and adds nothing; a learnable bias is a key "
