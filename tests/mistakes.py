@@ -139,6 +139,10 @@ MISTAKES = {
         "generate {0} --prompt text",
         "{0} is a folder of runs: give one, {0}/run",
     ),
+    "resume-a-folder-of-runs": (
+        TRAIN.replace("{0}/new/run", "{0}") + " --resume",
+        "--resume: {0} is a folder of runs: give one, {0}/run",
+    ),
     "checkpoints-of-a-folder-of-runs": (
         "checkpoints {0}",
         "{0} is a folder of runs: give one, {0}/run",

@@ -25,7 +25,7 @@ from typing import Any
 import megasink
 from megasink.atomic import atomic_text
 from megasink.checkpoints import carried
-from megasink.checkpoints.find import newest_checkpoint
+from megasink.checkpoints.find import newest_checkpoint, runs_in
 from megasink.checkpoints.identity import MODEL, plain
 from megasink.checkpoints.intact import TRACKER, go_back_to_intact, iterations, newest_intact
 from megasink.checkpoints.tokenizer import OWN, copy_tokenizer
@@ -106,7 +106,8 @@ def folder_problem(folder: Path, *, resume: str | None) -> str | None:
         return problem
     if not (folder / "config.json").is_file():
         if resume == "newest":
-            return f"--resume: {folder} does not hold a run: drop --resume to start one there"
+            what = runs_in(folder) or "does not hold a run: drop --resume to start one there"
+            return f"--resume: {folder} {what}"
         # Left by a start that ended before it wrote config.json; checkpoints may have a volume.
         left = _contents(folder) - {"logs", "tensorboard", "wandb", "config.json.partial"}
         saves = folder / "checkpoints"
