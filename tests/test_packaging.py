@@ -22,6 +22,7 @@ from packaging.specifiers import SpecifierSet
 from packaging.utils import canonicalize_name
 from packaging.version import Version
 from setuptools import find_packages
+from transformers import modeling_utils
 
 from megasink.cli.doctor import EXTRAS
 
@@ -114,6 +115,13 @@ def test_what_trains_brings_the_train_weight_along():
     assert not train & set(requirements())
     for extra in ("gpu", "muon"):
         assert train <= set(requirements(extra))
+
+
+def test_the_extra_of_gguf_has_the_packages_that_transformers_asks_for():
+    source = Path(modeling_utils.__file__).read_text()
+    asked = set(re.findall(r"(\w+) is required when loading a GGUF", source))
+    assert asked
+    assert asked <= set(requirements("gguf"))
 
 
 def test_entry_point_exists():
