@@ -24,14 +24,8 @@ from tests.training.command_lines import MOCK
 
 
 def test_ranks_follow_the_layout():
-    assert early.default_ranks(early.read(["--device", "cpu"])) == 1
-    flags = [
-        "--device",
-        "cpu",
-        "--tensor-model-parallel-size",
-        "2",
-        "--pipeline-model-parallel-size=3",
-    ]
+    assert early.default_ranks(early.read(["--device=cpu"])) == 1
+    flags = "--device cpu --tensor-model-parallel-size 2 --pipeline-model-parallel-size=3".split()
     assert early.default_ranks(early.read(flags)) == 6
     assert early.default_ranks(early.read([*flags, "--context-parallel-size=2"])) == 12
 
@@ -75,13 +69,11 @@ def test_auto_says_from_where(tmp_path, monkeypatch, capsys):
     started = []
     monkeypatch.setattr(launch, "launch", lambda *given, checked: started.append(given) or 0)
     assert (
-        launch.main(
-            ["--run-dir", str(tmp_path / "run"), *MOCK, "--device", "cpu", "--resume", "auto"]
-        )
+        launch.main(["--run-dir", f"{tmp_path}/run", *MOCK, "--device=cpu", "--resume", "auto"])
         == 0
     )
     assert "no intact checkpoint, starting at step 0" in capsys.readouterr().out
-    assert started == [([*MOCK, "--device", "cpu", "--resume", "auto"], tmp_path / "run", 1, 4)]
+    assert started == [([*MOCK, "--device=cpu", "--resume", "auto"], tmp_path / "run", 1, 4)]
 
 
 @pytest.mark.parametrize("how", [["--resume"], ["--resume", "auto"]])
@@ -94,7 +86,7 @@ def test_a_resume_names_the_damaged_checkpoints_that_it_skips(tmp_path, monkeypa
     write_start(tmp_path, MOCK)
     (tmp_path / "config.json").write_text('{"arguments": {}}')
     (tmp_path / "checkpoints" / "iter_0000030").mkdir(parents=True)
-    line = ["--run-dir", str(tmp_path), *MOCK, "--device", "cpu", *how, "--train-iters", "50"]
+    line = ["--run-dir", str(tmp_path), *MOCK, "--device=cpu", *how, "--train-iters", "50"]
     assert launch.main(line) == 0
     said = "continuing from step 30; the checkpoint of step 40 is damaged: a.distcp is missing"
     assert said in " ".join(capsys.readouterr().out.split())
@@ -113,7 +105,7 @@ def test_a_resume_of_a_finished_run_says_so_at_once(tmp_path, monkeypatch, capsy
     write_start(tmp_path, MOCK)
     (tmp_path / "config.json").write_text('{"arguments": {}}')
     (tmp_path / "checkpoints" / "iter_0000004").mkdir(parents=True)
-    assert launch.main(["--run-dir", str(tmp_path), *MOCK, "--device", "cpu", *flags]) == 0
+    assert launch.main(["--run-dir", str(tmp_path), *MOCK, "--device=cpu", *flags]) == 0
     said = capsys.readouterr().out
     assert ("has finished: step 4 of 4" in said, bool(started)) == (not starts, starts)
     if not starts:
@@ -136,16 +128,7 @@ def test_a_command_line_is_parsed_once_by_the_launcher_and_once_by_each_rank(
     monkeypatch.setattr(Ranks, "__enter__", lambda ranks: started.append(ranks) or ranks)
     monkeypatch.setattr(Ranks, "__exit__", lambda *_: None)
     monkeypatch.setattr(launch, "_follow", lambda *_: 0)
-    line = [
-        *runs.TINY,
-        *runs.MOCK,
-        "--device",
-        "cpu",
-        "--train-iters",
-        "1",
-        "--run-dir",
-        str(tmp_path / "r"),
-    ]
+    line = [*runs.TINY, *runs.MOCK, "--device=cpu", "--train-iters=1", "--run-dir", f"{tmp_path}/r"]
     assert main(["train", *line]) == 0
     assert parsed == ["megasink train"]
     (ranks,) = started
@@ -176,12 +159,12 @@ def test_logs_of_a_refused_start_stay_where_the_message_names_them(tmp_path, mon
 def test_resume_asks_for_the_folder():
     for flags in (["--resume"], ["--resume", "auto"]):
         with pytest.raises(UserError, match="--resume needs --run-dir"):
-            launch.main(["--device", "cpu", *flags])
+            launch.main(["--device=cpu", *flags])
 
 
 def test_resume_starts_as_many_ranks_as_the_run_had(tmp_path):
     def ranks(*flags):
-        return last_start.ranks_of_last_start(tmp_path, early.read(["--device", "cpu", *flags]))
+        return last_start.ranks_of_last_start(tmp_path, early.read(["--device=cpu", *flags]))
 
     assert ranks() is None
     write_start(tmp_path, [], world_size=4, local_world_size=4)
@@ -202,7 +185,7 @@ def test_a_second_trainer_is_refused_before_it_starts(flags, tmp_path):
         (tmp_path / "run" / "checkpoints" / "iter_0000002").mkdir(parents=True)
     before = sorted(tmp_path.rglob("*"))
     with pytest.raises(UserError, match=r"is in use by another trainer \(process ") as error:
-        launch.main(["--run-dir", str(tmp_path / "run"), "--device", "cpu", *MOCK, *flags])
+        launch.main(["--run-dir", str(tmp_path / "run"), "--device=cpu", *MOCK, *flags])
     assert len(str(error.value).splitlines()) == 1
     assert sorted(tmp_path.rglob("*")) == before
     first.release()
