@@ -124,5 +124,5 @@ def test_a_whole_installation_passes():
     assert done.returncode == 0, found["problems"]
     names = [check["name"] for check in found["self_test"]]
     assert "attention sink in bfloat16" in names
-    assert names[-2:] == ["lines of upstream that patches rest on", "training in Megatron"]
+    assert names[-2:] == ["upstream lines that patches depend on", "training in Megatron"]
     assert all(check["passed"] for check in found["self_test"])

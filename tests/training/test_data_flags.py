@@ -179,7 +179,7 @@ def test_validation_data_of_a_data_set_is_found(prefix, tmp_path, config_of, cap
     assert (fields["blend"], fields["split"]) == (None, None)
     other = write(tmp_path / "b", [[1, 2, 3]])
     (problem,) = problems("--data-path", prefix, other, "--split", "95,5,0")
-    assert problem.startswith(f"--data-path: {prefix} has validation data of its own, others have")
+    assert problem.startswith(f"--data-path: {prefix} has validation data of its own")
     record["data"] = "../elsewhere"  # beside it, nowhere else
     (tmp_path / "a.json").write_text(json.dumps({"validation": record}))
     assert drawn_validation([prefix]) is None

@@ -106,7 +106,7 @@ def test_analyses_of_the_run_do_the_same(pool, run, tmp_path):
     lines = [[*base, *more] for more in flags.values()]
     (found,) = pool.run("tests.training.tasks:analyzed_samples", SINGLE, command_lines=lines)
     found = dict(zip(flags, found, strict=True))
-    note = "megasink: as in its training, every sequence has random tokens at positions 0, 2"
+    note = "megasink: every sequence has random tokens at positions 0, 2, as in training"
     assert [note in case["said"] for case in found.values()] == [True, False, False, False]
     assert {name: (c["positions"], c["with"]) for name, c in found.items()} == {
         "as trained": ([0, 2], "random"),

@@ -71,13 +71,13 @@ COMMANDS = {
     "compare": (
         "compare {0}/a {0}/b --output {1}/out.png",
         "--x tokens",
-        ("out.png is of `megasink compare a b --x step --smoothing 0.9",),
+        ("out.png was written by `megasink compare a b --x step --smoothing 0.9",),
         "out.png",
     ),
     "compare-one": (
         "compare {0}/a --output {1}/out.png",
         "ANOTHER",
-        ("out.png is of `megasink compare a ",),
+        ("out.png was written by `megasink compare a ",),
         "out.html",
     ),
 }
