@@ -167,7 +167,9 @@ def run(args: argparse.Namespace) -> None:
     if args.partition:
         return
     flags = ("--data-path", args.output, "--tokenizer-model", folder)
-    say_next("a model trained on it", "train", "--recipe", "tiny", *flags, "--run-dir", "runs/tiny")
+    say_next(
+        "train a small model on it", "train", "--recipe", "tiny", *flags, "--run-dir", "runs/tiny"
+    )
 
 
 def main(argv: Sequence[str]) -> int:
