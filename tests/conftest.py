@@ -2,6 +2,7 @@
 
 import logging
 import os
+import random
 import re
 import sys
 from collections.abc import Iterator
@@ -55,15 +56,28 @@ def _skip_what_is_newer() -> Iterator[None]:
         raise
 
 
+def _seed() -> None:
+    """Have a test draw the same numbers whichever tests came before it in this process; others with
+    MEGASINK_TEST_SEED=NUMBER, to find tolerances that hold for some numbers only."""
+    seed = int(os.environ.get("MEGASINK_TEST_SEED", "0"))
+    random.seed(seed)
+    if numpy := sys.modules.get("numpy"):
+        numpy.random.seed(seed)
+    if torch := sys.modules.get("torch"):
+        torch.manual_seed(seed)
+
+
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_setup(item: pytest.Item) -> Iterator[None]:
-    """As `_skip_what_is_newer`."""
+    """For fixtures: `_seed` and `_skip_what_is_newer`."""
+    _seed()
     return (yield from _skip_what_is_newer())
 
 
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_call(item: pytest.Item) -> Iterator[None]:
-    """As `_skip_what_is_newer`."""
+    """For the test, whether or not it was the first to make its fixtures."""
+    _seed()
     return (yield from _skip_what_is_newer())
 
 
