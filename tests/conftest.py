@@ -2,7 +2,6 @@
 
 import logging
 import os
-import random
 import re
 import sys
 from collections.abc import Iterator
@@ -12,6 +11,7 @@ import pytest
 from tests import forkserver
 from tests.distributed.pool import Pool
 from tests.schedule import in_order, is_for_other_versions, tiers
+from tests.seeds import seed
 from tests.versions import is_old
 
 # Variables that say where things are on this machine, and those of the test runner.
@@ -56,28 +56,17 @@ def _skip_what_is_newer() -> Iterator[None]:
         raise
 
 
-def _seed() -> None:
-    """Have a test draw the same numbers whichever tests came before it in this process; others with
-    MEGASINK_TEST_SEED=NUMBER, to find tolerances that hold for some numbers only."""
-    seed = int(os.environ.get("MEGASINK_TEST_SEED", "0"))
-    random.seed(seed)
-    if numpy := sys.modules.get("numpy"):
-        numpy.random.seed(seed)
-    if torch := sys.modules.get("torch"):
-        torch.manual_seed(seed)
-
-
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_setup(item: pytest.Item) -> Iterator[None]:
-    """For fixtures: `_seed` and `_skip_what_is_newer`."""
-    _seed()
+    """For fixtures: `seed` and `_skip_what_is_newer`."""
+    seed()
     return (yield from _skip_what_is_newer())
 
 
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_call(item: pytest.Item) -> Iterator[None]:
     """For the test, whether or not it was the first to make its fixtures."""
-    _seed()
+    seed()
     return (yield from _skip_what_is_newer())
 
 

@@ -17,6 +17,7 @@ from multiprocessing.connection import Client, Connection
 from typing import Any
 
 from tests.distributed.layout import Layout
+from tests.seeds import seed
 
 # Shorter than the pool's own limit for a task, so that a lost rank is a traceback and not a kill.
 COLLECTIVE_SECONDS = 900
@@ -36,6 +37,7 @@ def main(address: str) -> None:
 def _serve(connection: Connection, rank: int) -> None:
     task, layout, store, kwargs = pickle.loads(connection.recv_bytes())
     module, function = task.split(":")
+    seed()
     try:
         if layout is None:
             result = getattr(importlib.import_module(module), function)(**kwargs)
