@@ -21,6 +21,8 @@ from tests.seeds import seed
 
 # Shorter than the pool's own limit for a task, so that a lost rank is a traceback and not a kill.
 COLLECTIVE_SECONDS = 900
+# What torchrun would set, and tasks do: an analysis would share its samples with ranks of before.
+TORCHRUN = "RANK LOCAL_RANK WORLD_SIZE LOCAL_WORLD_SIZE MASTER_ADDR MASTER_PORT".split()
 
 
 def main(address: str) -> None:
@@ -47,6 +49,8 @@ def _serve(connection: Connection, rank: int) -> None:
         answer = pickle.dumps((True, _plain(result)))
     except Exception:
         answer = pickle.dumps((False, traceback.format_exc()))
+    for name in TORCHRUN:
+        os.environ.pop(name, None)
     connection.send_bytes(answer)
 
 
