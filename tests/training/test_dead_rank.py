@@ -153,15 +153,18 @@ def test_a_closed_terminal_saves_the_step(start, nursery, tmp_path):
     flags = ("--ranks", "2", "--run-dir", str(run), *LONG)
     process, errors = start(*flags, stdout=Path(os.ttyname(theirs)))
     os.close(theirs)
-    with contextlib.ExitStack() as stack:
-        stack.callback(os.close, ours)
-        os.set_blocking(ours, False)
-        deadline = time.monotonic() + HANG_SECONDS
-        while not steps(run) and time.monotonic() < deadline:
-            with contextlib.suppress(BlockingIOError, OSError):
-                os.read(ours, 1 << 16)
-            assert nursery.left(), errors.read_text()
-            time.sleep(0.05)
+    os.set_blocking(ours, False)
+
+    def trained():
+        with contextlib.suppress(OSError):  # nothing to read
+            os.read(ours, 1 << 16)
+        assert nursery.left(), errors.read_text()
+        return steps(run)
+
+    try:
+        until(trained)
+    finally:
+        os.close(ours)
     assert process.wait(HANG_SECONDS) == 128 + signal.SIGHUP
     saved = steps(run)[-1]["iteration"]
     (log,) = run.glob("logs/*/launcher.log")  # nobody could read it elsewhere

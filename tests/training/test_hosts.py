@@ -16,6 +16,7 @@ from tests.forkserver import HANG_SECONDS
 from tests.runs import resumed_from, steps
 from tests.training.hosts import connected, lacking
 from tests.training.six_steps import FLAGS
+from tests.waiting import until
 
 STEPS = 100
 LONG = [*FLAGS, "--train-iters", str(STEPS), "--save-interval", "20"]
@@ -71,11 +72,11 @@ class Job:
         return self.logs[host].read_text(errors="replace")
 
     def wait_for_step(self, number):
-        deadline = time.monotonic() + HANG_SECONDS
-        while not self.trained() >= number:
+        def reached():
             assert all(p.poll() is None for p in self.processes.values()), self.everything()
-            assert time.monotonic() < deadline, self.everything()
-            time.sleep(0.05)
+            return self.trained() >= number
+
+        until(reached, self.everything)
 
     def trained(self):
         path = self.run / "metrics.jsonl"
