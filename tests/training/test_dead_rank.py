@@ -1,7 +1,6 @@
 """`megasink train` with two ranks: told to stop, then robbed of one, then to the end to the bit."""
 
 import contextlib
-import json
 import os
 import re
 import signal
@@ -11,9 +10,8 @@ from pathlib import Path
 import psutil
 import pytest
 
-from tests import forkserver
+from tests import forkserver, runs
 from tests.forkserver import HANG_SECONDS
-from tests.runs import resumed_from
 from tests.training.six_steps import FLAGS
 from tests.waiting import handles, until
 
@@ -64,10 +62,7 @@ def gone(nursery):
 
 
 def steps(run):
-    path = run / "metrics.jsonl"
-    lines = path.read_text().splitlines(keepends=True) if path.is_file() else []
-    lines = [json.loads(line) for line in lines if line.endswith("\n")]
-    return [line for line in lines if "lm_loss" in line]
+    return runs.steps(run) if (run / "metrics.jsonl").is_file() else []
 
 
 def wait_for_step(nursery, run, number, errors):
@@ -114,7 +109,7 @@ def test_sigterm_then_a_killed_rank_then_the_end(start, nursery, pool, tmp_path)
 
     for folder, flags in ((run, ["--resume"]), (whole, [])):
         pool.train([*LONG, "--run-dir", str(folder), *flags], 2)
-    assert resumed_from(run) == [None, saved, newest]
+    assert runs.resumed_from(run) == [None, saved, newest]
     names = ("iteration", "lm_loss", "balance_loss", "grad_norm")
     found, expected = ([[s[name] for name in names] for s in steps(f)] for f in (run, whole))
     assert len(expected) == STEPS

@@ -1,6 +1,5 @@
 """The example script on two hosts: cut off, killed and taken up again."""
 
-import json
 import os
 import re
 import signal
@@ -13,7 +12,7 @@ import pytest
 
 from tests.distributed.pool import ROOT
 from tests.forkserver import HANG_SECONDS
-from tests.runs import resumed_from, steps
+from tests.runs import metrics, resumed_from, steps
 from tests.training.hosts import connected, lacking
 from tests.training.six_steps import FLAGS
 from tests.waiting import until
@@ -79,9 +78,8 @@ class Job:
         until(reached, self.everything)
 
     def trained(self):
-        path = self.run / "metrics.jsonl"
-        lines = path.read_text().splitlines(keepends=True) if path.is_file() else []
-        return max((json.loads(x)["iteration"] for x in lines if x.endswith("\n")), default=0)
+        lines = metrics(self.run) if (self.run / "metrics.jsonl").is_file() else []
+        return max((line["iteration"] for line in lines), default=0)
 
     def wait(self, *hosts):
         return [self.processes[host].wait(HANG_SECONDS) for host in hosts or self.hosts]
