@@ -1,8 +1,11 @@
 """Every test process imports this first."""
 
+import math
 import os
 import signal
 import sys
+
+import megasink.progress
 
 # A shell that starts something in the background, and nohup, have it ignore signals, and so would
 # everything that the tests start and send them to.
@@ -15,3 +18,6 @@ if signal.getsignal(signal.SIGHUP) is signal.SIG_IGN:
 # Megatron anew, which takes three times as long as to import them.
 if os.environ.pop("PYTHONDONTWRITEBYTECODE", None):
     sys.dont_write_bytecode = False
+
+# On a slow machine commands would say soon how far they are, between the lines that a test expects.
+megasink.progress._FIRST_SECONDS = math.inf

@@ -11,6 +11,7 @@ import pytest
 from tests import forkserver
 from tests.distributed.pool import Pool
 from tests.schedule import in_order, is_for_other_versions, tiers
+from tests.seeds import seed
 from tests.versions import is_old
 
 # Variables that say where things are on this machine, and those of the test runner.
@@ -57,13 +58,15 @@ def _skip_what_is_newer() -> Iterator[None]:
 
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_setup(item: pytest.Item) -> Iterator[None]:
-    """As `_skip_what_is_newer`."""
+    """For fixtures: `seed` and `_skip_what_is_newer`."""
+    seed()
     return (yield from _skip_what_is_newer())
 
 
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_call(item: pytest.Item) -> Iterator[None]:
-    """As `_skip_what_is_newer`."""
+    """For the test, whether or not it was the first to make its fixtures."""
+    seed()
     return (yield from _skip_what_is_newer())
 
 

@@ -13,6 +13,8 @@ from pathlib import Path
 from threading import Thread
 from typing import Any
 
+from tests.forkserver import HANG_SECONDS
+
 SHA = "a" * 40
 TOKEN = "hf_good"
 
@@ -40,7 +42,7 @@ class Hub(ThreadingHTTPServer):
             capture_output=True,
             text=True,
             check=False,
-            timeout=300,
+            timeout=HANG_SECONDS,
         )
 
 

@@ -21,8 +21,9 @@ MOCK = shlex.split("""
 
 
 def records(path: Path) -> list[dict[str, Any]]:
-    """The lines of a .jsonl file."""
-    return [json.loads(line) for line in path.read_text().splitlines()]
+    """The lines of a .jsonl file, but for one that is being written."""
+    lines = path.read_text().splitlines(keepends=True)
+    return [json.loads(line) for line in lines if line.endswith("\n")]
 
 
 def metrics(run: Path) -> list[dict[str, Any]]:

@@ -14,6 +14,7 @@ def clock(monkeypatch):
     """Seconds that pass when a test says so, for the helper and for rich."""
     now = [1000.0]
     monkeypatch.setattr(module.time, "monotonic", lambda: now[0])
+    monkeypatch.setattr(module, "_FIRST_SECONDS", 2.0)
     return now
 
 

@@ -61,7 +61,6 @@ def _results(*shape, dtype, layout="sbhd"):
 )
 def test_injected_rows_are_pytorchs_to_the_bit(head_dim, dtype):
     """Gradients from 1e-30 to 1e8, dO of zero and below the floor; then everything is put back."""
-    torch.manual_seed(0)
     sizes = 10.0 ** torch.arange(-30, 9, 4, dtype=torch.float32)
     shape = (1, 4, len(sizes) ** 2, head_dim)
     results = _results(*shape, dtype=dtype)
@@ -206,7 +205,6 @@ def _differ(ours, plain, leaves, tolerance):
 
 def test_other_slots_and_packed_documents():
     """Biases have a logit per token, and values; their gradients have other shapes."""
-    torch.manual_seed(0)
     leaves = [torch.randn(1, n, 23, 16, requires_grad=True) for n in (4, 2, 2)]
     bias = torch.randn(4, 16, requires_grad=True)
 
@@ -225,7 +223,6 @@ def test_other_slots_and_packed_documents():
 
 def test_gradients_whose_memory_is_shared_or_not_dense():
     """out.sum().backward() sends a gradient of one element, seen from everywhere."""
-    torch.manual_seed(0)
     leaves = [torch.randn(2, 4, 23, 16, dtype=BF16).requires_grad_() for _ in range(3)]
     sink = torch.zeros(4, requires_grad=True)
     for reduce in (lambda out: out.sum(), lambda out: (out.mT.contiguous() ** 2).sum()):
@@ -257,7 +254,6 @@ def test_the_same_bits_every_time():
 @pytest.mark.parametrize(("head_dim", "width", "layout"), [(40, 1, "sliced"), (64, 64, "sbhd")])
 def test_explicit_gates_against_float64(head_dim, width, layout, activation, operation, dtype):
     """Scores of +-30 among them; a gradient on the mean gate as the balance loss sends it."""
-    torch.manual_seed(0)
     shape = (1, 2, 37, head_dim)
     x, grad_out = (_rows(*shape, dtype=dtype, layout=layout) for _ in range(2))
     score = _rows(*shape[:3], width, dtype=dtype, layout=layout, scale=10.0)

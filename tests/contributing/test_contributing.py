@@ -163,7 +163,7 @@ registered = {"variant": names(), "metric": metrics(), "target": TARGETS}
         env={**os.environ, "PYTHONPATH": str(tmp_path)},
         capture_output=True,
         text=True,
-        timeout=300,
+        timeout=HANG_SECONDS,
         check=False,
     )
     assert done.returncode == 0, done.stderr

@@ -1,6 +1,5 @@
 """Tasks for the workers: command lines, and training that shows what losses are computed from."""
 
-import os
 from typing import Any
 from unittest import mock
 
@@ -12,9 +11,7 @@ def without_figures(commands: list[list[str]]) -> list[tuple[int, str, str]]:
     from megasink.analysis import draw as pages
     from tests.training.generate_tasks import megasink
 
-    with mock.patch.object(pages, "figures", return_value=[]), mock.patch.dict(os.environ):
-        for name in ("RANK", "WORLD_SIZE"):  # of training before: nobody shares the samples
-            os.environ.pop(name, None)
+    with mock.patch.object(pages, "figures", return_value=[]):
         return megasink(commands)
 
 

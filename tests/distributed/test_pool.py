@@ -2,8 +2,10 @@
 
 import pytest
 
+from tests.distributed import pool as pools
 from tests.distributed.layout import SINGLE, Layout
 from tests.distributed.pool import Pool, TaskFailed
+from tests.waiting import until
 
 TASKS = "tests.distributed.failing_tasks"
 WHERE = "tests.distributed.worker:layout_of_task"
@@ -32,12 +34,16 @@ def test_every_layout_runs_in_the_same_processes(pool):
 def test_process_groups_end_with_their_task(pool):
     """A layout has 20 of them, with three threads each."""
     layouts = [Layout(tp=2), Layout(pp=2), Layout(dp=2), Layout(cp=2)]
+
+    def ended():  # the system lists a thread for a moment after it was joined
+        return not any("gloo" in name for found in pool.run(THREADS) for name in found)
+
     for layout in layouts * 3:
         pool.run(WHERE, layout)
-        assert all(not any("gloo" in name for name in found) for found in pool.run(THREADS))
+        until(ended, lambda: pool.run(THREADS))
     for layout in layouts[::2] * 2:
         pool.run("tests.distributed.tiny_gpt:train", layout, steps=1)
-        assert all(not any("gloo" in name for name in found) for found in pool.run(THREADS))
+        until(ended, lambda: pool.run(THREADS))
 
 
 def test_an_exception_is_a_traceback_and_the_workers_live_on(bare):
@@ -53,8 +59,14 @@ def test_a_crash_is_reported_with_the_log_and_the_next_task_gets_new_workers(bar
     assert bare.run(f"{TASKS}:remember", rank_marker="new") == [["new"]] * 2
 
 
-def test_a_hang_ends_at_the_timeout_with_the_stack_of_the_worker(bare):
-    bare.run(f"{TASKS}:remember", rank_marker="here")  # so that what follows is no start
+def test_a_hang_ends_at_the_timeout_with_the_stack_of_the_worker(bare, tmp_path, monkeypatch):
+    def timed_out(*_):
+        """The time is over once every worker hangs."""
+        until(lambda: len(list(tmp_path.iterdir())) == 2)
+        return []
+
+    monkeypatch.setattr(pools, "wait", timed_out)
     with pytest.raises(TaskFailed, match=r"(?s)did not answer.*in hang"):
-        bare.run(f"{TASKS}:hang", timeout=3.0)
+        bare.run(f"{TASKS}:hang", folder=str(tmp_path))
+    monkeypatch.undo()
     assert bare.run(f"{TASKS}:remember", rank_marker="new") == [["new"]] * 2

@@ -17,9 +17,12 @@ from multiprocessing.connection import Client, Connection
 from typing import Any
 
 from tests.distributed.layout import Layout
+from tests.seeds import seed
 
 # Shorter than the pool's own limit for a task, so that a lost rank is a traceback and not a kill.
 COLLECTIVE_SECONDS = 900
+# What torchrun would set, and tasks do: an analysis would share its samples with ranks of before.
+TORCHRUN = "RANK LOCAL_RANK WORLD_SIZE LOCAL_WORLD_SIZE MASTER_ADDR MASTER_PORT".split()
 
 
 def main(address: str) -> None:
@@ -36,6 +39,7 @@ def main(address: str) -> None:
 def _serve(connection: Connection, rank: int) -> None:
     task, layout, store, kwargs = pickle.loads(connection.recv_bytes())
     module, function = task.split(":")
+    seed()
     try:
         if layout is None:
             result = getattr(importlib.import_module(module), function)(**kwargs)
@@ -45,6 +49,8 @@ def _serve(connection: Connection, rank: int) -> None:
         answer = pickle.dumps((True, _plain(result)))
     except Exception:
         answer = pickle.dumps((False, traceback.format_exc()))
+    for name in TORCHRUN:
+        os.environ.pop(name, None)
     connection.send_bytes(answer)
 
 

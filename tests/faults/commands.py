@@ -57,6 +57,9 @@ def lines(sound: Sound) -> dict[str, Line]:
     # The same command starts again over them.
     begun = ("out/config.json", "out/config.toml", "out/*.jsonl", "out/*/*", "out/*/*/*")
     begun += ("out/logs/*/*/*/*/*",)
+    # The next demo begins with the language and the tokenizer anew; a begun run can be resumed.
+    language = [f"out/language.{end}" for end in ("jsonl", "json", "bin", "idx")]
+    played = [*language, "out/tokenizer/*", *("out" + "/*" * depth for depth in range(3, 10))]
 
     def run_there(place: Path) -> None:
         ignore = shutil.ignore_patterns("data-cache", "tensorboard", "checkpoints", "logs")
@@ -112,7 +115,7 @@ def lines(sound: Sound) -> dict[str, Line]:
                 *_deep("out/after"),
             ],
         ),
-        "demo": Line(["demo", "--train-iters", 1, "--output", "{out}"]),
+        "demo": Line(["demo", "--train-iters", 1, "--output", "{out}"], played),
         "report": Line(["report", sound.analysis, sound.other, "--output", "{out}"]),
         "report/own": Line(["report", "{out}", "--output", "{out}"], prepare=analysis_there),
         "compare": Line(["compare", sound.run, sound.run2, "--output", "{out}.png"]),

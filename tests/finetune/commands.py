@@ -6,13 +6,14 @@ import sys
 from collections.abc import Iterable
 from pathlib import Path
 
-ROOT = Path(__file__).resolve().parents[2]
+from tests.forkserver import HANG_SECONDS, ROOT
+
 SHAPE = "--seq-length 128 --global-batch-size 4 --micro-batch-size 2 --lr 1e-2 --seed 7"
 COEFF = 1.0
 
 
 def ended(
-    words: Iterable[object], folder: Path, seconds: float = 300, **variables: str
+    words: Iterable[object], folder: Path, seconds: float = HANG_SECONDS, **variables: str
 ) -> tuple[int, str]:
     """The exit code of ``python -m WORDS``, and all that it said."""
     environment = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"} | variables

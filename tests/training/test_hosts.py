@@ -1,6 +1,5 @@
 """The example script on two hosts: cut off, killed and taken up again."""
 
-import json
 import os
 import re
 import signal
@@ -13,9 +12,10 @@ import pytest
 
 from tests.distributed.pool import ROOT
 from tests.forkserver import HANG_SECONDS
-from tests.runs import resumed_from, steps
+from tests.runs import metrics, resumed_from, steps
 from tests.training.hosts import connected, lacking
 from tests.training.six_steps import FLAGS
+from tests.waiting import until
 
 STEPS = 100
 LONG = [*FLAGS, "--train-iters", str(STEPS), "--save-interval", "20"]
@@ -71,16 +71,15 @@ class Job:
         return self.logs[host].read_text(errors="replace")
 
     def wait_for_step(self, number):
-        deadline = time.monotonic() + HANG_SECONDS
-        while not self.trained() >= number:
+        def reached():
             assert all(p.poll() is None for p in self.processes.values()), self.everything()
-            assert time.monotonic() < deadline, self.everything()
-            time.sleep(0.05)
+            return self.trained() >= number
+
+        until(reached, self.everything)
 
     def trained(self):
-        path = self.run / "metrics.jsonl"
-        lines = path.read_text().splitlines(keepends=True) if path.is_file() else []
-        return max((json.loads(x)["iteration"] for x in lines if x.endswith("\n")), default=0)
+        lines = metrics(self.run) if (self.run / "metrics.jsonl").is_file() else []
+        return max((line["iteration"] for line in lines), default=0)
 
     def wait(self, *hosts):
         return [self.processes[host].wait(HANG_SECONDS) for host in hosts or self.hosts]

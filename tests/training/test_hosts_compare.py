@@ -2,6 +2,7 @@
 
 import hashlib
 import importlib
+import itertools
 import json
 import re
 import shutil
@@ -218,8 +219,12 @@ def test_a_checkpoint_that_only_one_host_sees_is_named(tmp_path, monkeypatch):
 @pytest.mark.parametrize("ahead", [40, -40, 5])
 def test_a_clock_that_is_far_from_that_of_rank_0_is_named(ahead, monkeypatch):
     """However fast torchrun has started the ranks: they compare clocks before they begin."""
-    main = threading.get_ident()  # is host B
-    clock = vars(time) | {"time": lambda: time.time() + ahead * (threading.get_ident() != main)}
+    main, ticks = threading.get_ident(), itertools.count()  # this thread is host B
+
+    def now():  # goes on by itself: a thread may wait long for its turn
+        return 1e-6 * next(ticks) + ahead * (threading.get_ident() != main)
+
+    clock = vars(time) | {"time": now}
     monkeypatch.setattr(hosts, "time", SimpleNamespace(**clock))
     said = meet(*(arguments("--mock-data", rank=rank) for rank in (0, 1)), monkeypatch)
     assert said is None if ahead == 5 else f" is {ahead:+} s from that of " in said

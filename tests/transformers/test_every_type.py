@@ -169,7 +169,6 @@ def test_the_decoder_is_what_is_read():
     sizes = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2}
     vision = transformers.CLIPVisionConfig(**sizes, num_attention_heads=2, image_size=28)
     config = transformers.LlavaConfig(text_config=tiny_model("llama").config, vision_config=vision)
-    torch.manual_seed(0)
     model = transformers.LlavaForConditionalGeneration._from_config(config).eval()
     eager = copy.deepcopy(model)
     eager.set_attn_implementation("eager")

@@ -109,7 +109,6 @@ def test_importance_imbalance_and_sink_rate():
 
 
 def test_cosine_across_inputs():
-    torch.manual_seed(0)
     samples = [torch.randn(n, 6) + 1.0 for n in (5, 5, 3, 1)]
     mean = MeanCosine(2, 4)
     for sample in samples:
