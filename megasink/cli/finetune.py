@@ -12,6 +12,8 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
+from megasink.analysis.options import model_problem
+from megasink.checkpoints.find import is_run
 from megasink.cli import hub
 from megasink.command_line import CommandParser
 from megasink.errors import ConfigError, UserError
@@ -20,10 +22,10 @@ from megasink.flags import add_fields
 from megasink.output_folder import foreign_contents, results_in
 from megasink.plugins import add_flag
 
-AUTO = "auto"
 _PACKAGES = ("accelerate", "datasets", "peft", "trl")
 _MADE = ("partial", "before", "run", "model", "adapter", "after")
 _GRACE_SECONDS = 60.0
+_FLAGS = [field.name for field in fields(FinetuneOptions) if field.name != "model"]
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -71,50 +73,31 @@ def _parser(description: str | None) -> CommandParser:
     add("model", type=Path, metavar="MODEL", help="a Hugging Face folder with safetensors")
     add("--output", type=Path, required=True, help="output folder")
     add("--overwrite", action="store_true", help="replace the contents of --output and start again")
-    add("--full", action="store_true", help="train all weights, not LoRA adapters")
-    add(
-        "--shared-heads",
-        default=AUTO,
-        metavar="M",
-        help="m of Eq. 8: number of heads of each layer excluded from the loss; 0 balances all "
-        f"heads (Eq. 7); default: {AUTO}, chosen by head importance",
-    )
-    by_hand = ("model", "shared_heads")
-    names = [each.name for each in fields(FinetuneOptions) if each.name not in by_hand]
-    add_fields(parser, FinetuneOptions, *names)
+    add_fields(parser, FinetuneOptions, *_FLAGS)
     add_flag(parser)
     hub.add_allow_download(parser)
+    first = (
+        "data output full lora-rank adapter head-balance-coeff shared-heads epochs seq-length lr"
+    )
+    first += " micro-batch-size global-batch-size bf16"
     return parser.first_screen(
         "megasink finetune MODEL --data chats.jsonl --output out --bf16",
-        *("--data", "--output", "--full", "--lora-rank", "--adapter", "--head-balance-coeff"),
-        *(
-            "--shared-heads",
-            "--epochs",
-            "--seq-length",
-            "--lr",
-            "--micro-batch-size",
-            "--global-batch-size",
-            "--bf16",
-        ),
+        *(f"--{name}" for name in first.split()),
     )
 
 
 def _options(args: argparse.Namespace) -> FinetuneOptions:
     """Return the options, or raise every problem that is known before anything runs."""
-    given = {each.name: getattr(args, each.name) for each in fields(FinetuneOptions)}
-    args.base, given["model"] = args.model, hub.fetched(args)
-    shared, problems = args.shared_heads, []
-    if not args.full and args.lora_rank == 0:
-        problems.append("--lora-rank 0: use 1 or more, or --full for no LoRA")
-    if shared != AUTO and not shared.isdecimal():
-        problems.append(f"--shared-heads {shared}: a whole number from 0 on, or {AUTO}")
-    if not args.overwrite and (problem := foreign_contents(args.output)):
-        problems.append(problem)
-    given["data"] = tuple(args.data)
-    given["lora_rank"] = 0 if args.full else args.lora_rank
-    given["shared_heads"] = int(shared) if shared.isdecimal() else None
+    args.base, model = args.model, hub.fetched(args)
+    given = {name: getattr(args, name) for name in _FLAGS} | {"data": tuple(args.data)}
+    found = [model_problem(model, "--allow-download")]
+    if is_run(model):
+        found.append(f"{model} is a megasink run: megasink convert-to-hf exports it")
+    if not args.overwrite:
+        found.append(foreign_contents(args.output))
+    problems = [problem for problem in found if problem]
     try:
-        options = FinetuneOptions(**given)
+        options = FinetuneOptions(model=model, **given)
     except ConfigError as error:
         problems += error.problems
     if problems:

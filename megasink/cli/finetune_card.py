@@ -39,7 +39,7 @@ def card(
         "base model": named or base.name,
         "license of the base": licensed.get("license", "not stated in its folder"),
         "conversations": ", ".join(path.name for path in options.data),
-        "weights trained": f"LoRA ({lora})" if options.lora_rank else "all",
+        "weights trained": "all" if options.full else f"LoRA ({lora})",
         "head-balance coefficient": f"{options.head_balance_coeff:g}",
         "heads balanced": equation if shared_heads else "Eq. 7, all",
         "steps, epochs": f"{len(losses)}, {options.epochs:g}",

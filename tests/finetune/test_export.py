@@ -103,7 +103,7 @@ def test_only_values_and_the_requested_key_differ(model, name):
 @pytest.mark.parametrize("name", ["own-experts", "granite_swa"])
 def test_all_weights_are_trained_and_written_in_their_types(model, name):
     root = model(name)
-    options = options_of(root, lora_rank=0)
+    options = options_of(root, full=True)
     trainer, chats, _ = trained(options, root)
     finetune.export(trainer, chats, options, root / "out")
     old, new = root / "model", root / "out"
@@ -219,7 +219,7 @@ def test_the_held_out_loss_is_the_mean_over_targets_of_the_language_model(model,
     root = model(name)
     values = []
     for size in (1, 2):
-        options = options_of(root, lora_rank=0, lr=1e-9, micro_batch_size=size)
+        options = options_of(root, full=True, lr=1e-9, micro_batch_size=size)
         chats = ChatTokenizer(options.model)
         *_, sample = finetune.tokenized(options, chats, root / f"partial{size}")
         config = finetune.arguments(options, root / f"run{size}")
