@@ -22,11 +22,7 @@ def _number_or_auto(text: str) -> int | None:
 
 @dataclass(frozen=True, kw_only=True)
 class FinetuneOptions:
-    """Options of a fine-tuning.
-
-    Raises:
-        ConfigError: One message with every problem.
-    """
+    """Options of a fine-tuning; a ConfigError names every problem."""
 
     model: Path
     """a Hugging Face folder with safetensors and a tokenizer"""

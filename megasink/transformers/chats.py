@@ -19,7 +19,7 @@ from megasink.errors import UserError, reason_of
 from megasink.json_file import kind_of
 
 ROLES = ("system", "developer", "user", "assistant", "tool")
-_SHAREGPT = {"human": "user", "gpt": "assistant"}
+_SHAREGPT = {"from": "role", "value": "content", "human": "user", "gpt": "assistant"}
 IGNORED = -100
 """Label of a token that is not learned."""
 _FORMAT = "give an object with 'messages', a list of role and content"
@@ -42,17 +42,10 @@ def read_chats(paths: Sequence[Path]) -> Iterator[Chat]:
 
 
 class ChatTokenizer:
-    """The chat template of a model, and the tokenizer that all texts go through.
+    """The chat template and the tokenizer of a model; `turn_end` is the id that ends an answer.
 
     A template without marks around what the assistant says is replaced by TRL's, if TRL knows it.
     Of others, an answer is what the template writes after the prompt for it.
-
-    Attributes:
-        tokenizer: Of transformers.
-        turn_end: Id of the special token that ends an answer; None if it is not learned.
-
-    Raises:
-        UserError: There is no tokenizer, or no template.
     """
 
     def __init__(self, folder: Path):
@@ -78,7 +71,7 @@ class ChatTokenizer:
     def read(self, chat: Chat) -> tuple[list[int], list[int]]:
         """Return the tokens of a conversation, and their labels: what the assistant says."""
         try:
-            text, spans = self._rendered(chat.messages, chat)
+            text, spans = self._rendered(chat)
             encoding = self._backend.encode(text, add_special_tokens=False)
             if not self._marked:
                 spans = list(self._answers(chat, text, encoding))
@@ -99,13 +92,12 @@ class ChatTokenizer:
         return encoding.ids, np.where(said, encoding.ids, IGNORED).tolist()
 
     def _rendered(
-        self, messages: Sequence[dict[str, Any]], chat: Chat, *, prompt: bool = False
+        self, chat: Chat, most: int | None = None, *, prompt: bool = False
     ) -> tuple[str, list[tuple[int, int]]]:
-        """Return the text of messages, and the characters that the template marks."""
-        given = [{k: v for k, v in one.items() if v is not None} for one in messages]
+        """Return the text of the first messages, and the characters that the template marks."""
         render: Any = render_jinja_template  # its annotations name one of its results
         (text,), spans = render(
-            [given],
+            [chat.messages[:most]],
             chat.tools,
             chat_template=self.tokenizer.get_chat_template(self._template, chat.tools),
             return_assistant_tokens_mask=self._marked,
@@ -124,15 +116,15 @@ class ChatTokenizer:
         for number, message in enumerate(chat.messages):
             if message["role"] != "assistant":
                 continue
-            before, _ = self._rendered(chat.messages[:number], chat, prompt=True)
-            after, _ = self._rendered(chat.messages[: number + 1], chat)
+            before, _ = self._rendered(chat, number, prompt=True)
+            after, _ = self._rendered(chat, number + 1)
             if not (text.startswith(after) and after.startswith(before)):
                 raise UserError(
                     "the chat template marks no assistant tokens, and the text before an answer "
                     f"changes once the answer is there (message {number + 1}): {_MARK}"
                 )
-            bare, _ = self._rendered(chat.messages[:number], chat)
-            content = (message["content"] or "").strip()
+            bare, _ = self._rendered(chat, number)
+            content = message.get("content", "").strip()
             if bare == before and not after[len(before) :].lstrip().startswith(content):
                 raise UserError(
                     "the chat template marks no assistant tokens, and add_generation_prompt adds "
@@ -215,9 +207,9 @@ def _chat(record: Any, place: str) -> Chat:
 def _message(given: dict[str, Any], place: str) -> dict[str, Any]:
     message = {k: v for k, v in given.items() if v is not None}
     if "role" not in message and "from" in message:  # ShareGPT's
-        message["role"] = _SHAREGPT.get(role := message.pop("from"), role)
-        message["content"] = message.pop("value", None)
-    role, content = message.get("role"), message.setdefault("content", None)
+        message = {_SHAREGPT.get(key, key): value for key, value in message.items()}
+        message["role"] = _SHAREGPT.get(str(message["role"]), message["role"])
+    role, content = message.get("role"), message.get("content")
     if role not in ROLES:
         raise UserError(f"{place} has role {role!r}: use {', '.join(ROLES)}")
     if isinstance(content, str):

@@ -52,7 +52,7 @@ def settings(options: FinetuneOptions, model: Any, tokenizer: Any) -> dict[str, 
 def tokenized(options: FinetuneOptions, chats: ChatTokenizer, folder: Path) -> tuple[Any, Any, Any]:
     """Return the tokens of the conversations to train on, to hold out, and to measure on.
 
-    Processes that call this at once make the tokens once, in the folder.
+    All processes call this; one makes the tokens, in the folder.
     """
     from datasets import Dataset, Features, List, Value
     from datasets.exceptions import DatasetGenerationError
@@ -222,7 +222,12 @@ def newest_checkpoint(folder: Path) -> Path | None:
 def export(trainer: Any, chats: ChatTokenizer, options: FinetuneOptions, folder: Path) -> None:
     """Write the trained model, or its adapter; the folder appears when it is complete."""
     model = trainer.accelerator.unwrap_model(trainer.model)
-    requested = {}
+    requested = exported.with_end(options.model, chats.turn_end)
+    if requested:
+        token = chats.tokenizer.convert_ids_to_tokens(chats.turn_end)
+        ids = f"eos_token_id={requested['eos_token_id']}"
+        where = "to pass to generate()" if options.adapter else "of generation_config.json"
+        print(f"answers end with {token}, not with MODEL's: {ids} {where}")
     with atomic_folder(folder) as unfinished:
         if options.adapter:
             model.save_pretrained(unfinished)
@@ -233,15 +238,7 @@ def export(trainer: Any, chats: ChatTokenizer, options: FinetuneOptions, folder:
                 assert checkpoint is not None
                 model = load_weights(options.model, dtype=torch.float32, attn_implementation=NAME)
                 model = merged(model, checkpoint)
-            exported.write_model(model, options.model, unfinished)
-        end = chats.turn_end
-        if end is not None and end not in (known := exported.end_ids(options.model)):
-            token = chats.tokenizer.convert_ids_to_tokens(end)
-            ids = [*known, end]
-            where = "of generation_config.json" if not options.adapter else "to pass to generate()"
-            print(f"answers end with {token}, not with MODEL's: eos_token_id={ids} {where}")
-            if not options.adapter:
-                requested = exported.add_end(unfinished, end)
+            exported.write_model(model, options.model, unfinished, requested)
         exported.refuse_changes(options.model, unfinished, requested)
 
 

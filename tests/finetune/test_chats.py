@@ -142,6 +142,7 @@ def test_tools_reach_the_template_as_they_are(root):
     ("text", "problem"),
     [
         ('{"messages": [{"role": "robot", "content": "x"}]}', ":1: message 1 has role 'robot'"),
+        ('{"conversations": [{"from": ["x"], "value": "x"}]}', ":1: message 1 has role ['x']"),
         (
             '{"messages": [{"role": "user", "content": "x"}]}',
             ":1 has no message with the role assis",

@@ -118,7 +118,7 @@ def test_all_weights_are_trained_and_written_in_their_types(model, name):
         assert ("sinks" not in name) or not torch.equal(now[name], before), name
 
 
-def test_shards_and_what_transformers_does_not_load_are_kept(model, capsys):
+def test_shards_and_what_transformers_does_not_load_are_kept(model):
     """Weights in several files, a tied head that is stored, layers of multi-token prediction."""
     root = model("llama")
     folder = root / "model"
@@ -182,8 +182,8 @@ def test_an_unrequested_difference_ends_the_command(model, monkeypatch, name, ch
     trainer, chats, _ = trained(options, root)
     write_model = exported.write_model
 
-    def changed(what, original, folder):
-        write_model(what, original, folder)
+    def changed(what, original, folder, requested):
+        write_model(what, original, folder, requested)
         edit(folder / name, **changes)
 
     monkeypatch.setattr(exported, "write_model", changed)
@@ -197,7 +197,10 @@ def test_quantized_weights_and_pickles_are_refused(model):
     edit(root / "model" / "config.json", quantization_config={"quant_method": "mxfp4"})
     with pytest.raises(UserError, match=r"quantized weights \(mxfp4\)"):
         finetune.original(options_of(root))
-    edit(root / "model" / "config.json", quantization_config=None)
+    edit(root / "model" / "config.json", quantization_config=None, text_config=3)
+    with pytest.raises(UserError, match="transformers cannot load"):
+        finetune.original(options_of(root))
+    edit(root / "model" / "config.json", text_config=None)
     (root / "model" / "model.safetensors").rename(root / "model" / "pytorch_model.bin")
     with pytest.raises(UserError, match=r"has no model\.safetensors"):
         finetune.original(options_of(root))
