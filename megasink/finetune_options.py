@@ -1,28 +1,37 @@
 """The options of `megasink finetune`, with what is wrong with them before anything is loaded."""
 
+import argparse
+import contextlib
 import math
 import os
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
-from megasink.errors import ConfigError, UserError, missing_folder
+from megasink.errors import ConfigError, UserError
+from megasink.flags import flag_of
 from megasink.json_file import read_object
+
+
+def _number_or_auto(text: str) -> int | None:
+    if text != "auto" and not text.isdecimal():
+        raise argparse.ArgumentTypeError(f"{text!r} is neither a whole number nor auto")
+    return None if text == "auto" else int(text)
 
 
 @dataclass(frozen=True, kw_only=True)
 class FinetuneOptions:
-    """Options of a fine-tuning.
-
-    Raises:
-        ConfigError: One message with every problem.
-    """
+    """Options of a fine-tuning; a ConfigError names every problem."""
 
     model: Path
     """a Hugging Face folder with safetensors and a tokenizer"""
 
     data: tuple[Path, ...] = field(metadata={"argparse_meta": {"metavar": "FILE"}})
     """conversations: JSON Lines or parquet; messages with role and content"""
+
+    full: bool = False
+    """train all weights, not LoRA adapters"""
 
     lora_rank: int = 16
     """rank r of the adapters of all linear layers; default: 16 (P0.23)"""
@@ -36,8 +45,11 @@ class FinetuneOptions:
     head_balance_coeff: float = 1e-2
     """lambda of Eq. 7 or 8; default: %(default)s"""
 
-    shared_heads: int | None = None
-    """m of Eq. 8; 0: Eq. 7; None: chosen by head importance"""
+    shared_heads: int | None = field(
+        default=None, metadata={"argparse_meta": {"metavar": "M", "type": _number_or_auto}}
+    )
+    """m of Eq. 8: number of heads of each layer excluded from the loss; 0 balances all heads
+    (Eq. 7); default: auto, chosen by head importance"""
 
     seq_length: int = 2048
     """tokens of a packed sample; longer conversations are cut; default: %(default)s"""
@@ -64,34 +76,22 @@ class FinetuneOptions:
     """seed of the order of samples and of the adapters' weights; default: %(default)s"""
 
     def __post_init__(self) -> None:
-        problems = [*self._of_model(), *self._of_numbers(), *self._of_processes()]
-        if problems:
+        missing = (f"--data {path}: no such file" for path in self.data if not path.is_file())
+        numbers, model = self._of_numbers(), self._of_model()
+        if problems := [*missing, *model, *numbers, *self._of_processes()]:
             raise ConfigError(problems)
 
     @property
     def rate(self) -> float:
         """The peak learning rate; the paper states none (P0.23)."""
-        return self.lr if self.lr is not None else 1e-4 if self.lora_rank else 1e-5
+        return self.lr if self.lr is not None else 1e-5 if self.full else 1e-4
 
     def _of_model(self) -> Iterator[str]:
-        yield from (f"--data {path}: no such file" for path in self.data if not path.is_file())
-        config = self.model / "config.json"
-        if not self.model.is_dir():
-            yield missing_folder(self.model, "--allow-download")
-            return
-        if not config.is_file():
-            yield (
-                f"{self.model} is not a transformers folder (no config.json; nothing is downloaded)"
-            )
-            return
-        try:
-            model = read_object(config)
-        except UserError as error:
-            yield str(error)
-            return
-        if "arguments" in model:
-            yield f"{self.model} is a megasink run: megasink convert-to-hf exports it"
-        text = model.get("text_config", model)
+        text: dict[str, Any] = {}
+        with contextlib.suppress(UserError):  # an error of loading the model
+            config = read_object(self.model / "config.json")
+            inner = config.get("text_config")
+            text = inner if isinstance(inner, dict) else config
         heads, positions = (text.get(n) for n in ("num_attention_heads", "max_position_embeddings"))
         if isinstance(heads, int) and (self.shared_heads or 0) > max(0, heads - 2):
             yield (
@@ -102,17 +102,15 @@ class FinetuneOptions:
             yield f"--seq-length {self.seq_length}: the model has {positions} positions"
 
     def _of_numbers(self) -> Iterator[str]:
-        if self.lora_rank < 0:
-            yield f"--lora-rank {self.lora_rank}: use 1 or more"
-        if self.adapter and not self.lora_rank:
+        if self.adapter and self.full:
             yield "--adapter exports LoRA adapters, which --full does not train: drop one"
-        for flag in ("seq_length", "micro_batch_size", "global_batch_size"):
-            if getattr(self, flag) < 1:
-                yield f"--{flag.replace('_', '-')} {getattr(self, flag)}: use 1 or more"
-        for flag in ("epochs", "lr", "lora_alpha"):
-            value = getattr(self, flag)
+        for name in ("lora_rank", "seq_length", "micro_batch_size", "global_batch_size"):
+            if getattr(self, name) < 1:
+                yield f"{flag_of(name)} {getattr(self, name)}: use 1 or more"
+        for name in ("epochs", "lr", "lora_alpha"):
+            value = getattr(self, name)
             if value is not None and not 0 < value < math.inf:
-                yield f"--{flag.replace('_', '-')} {value:g}: use a number above 0"
+                yield f"{flag_of(name)} {value:g}: use a number above 0"
         if not 0 <= self.head_balance_coeff < math.inf:
             yield f"--head-balance-coeff {self.head_balance_coeff:g}: use 0 or more"
 

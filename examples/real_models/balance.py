@@ -90,8 +90,7 @@ def held_out(folder: Path) -> float:
     model = megasink.load_model(folder, device="cpu").model
     total, targets = 0.0, 0
     for chat in chats[-max(1, round(HELD_OUT * len(chats))) :]:
-        ids, said = (torch.tensor([one])[:, :most] for one in tokenizer.read(chat))
-        labels = ids.where(said, -100)
+        ids, labels = (torch.tensor([one])[:, :most] for one in tokenizer.read(chat))
         if count := int((labels[:, 1:] != -100).sum()):
             loss = model(input_ids=ids, labels=labels, use_cache=False).loss
             total, targets = total + float(loss) * count, targets + count

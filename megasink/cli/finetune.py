@@ -6,12 +6,15 @@ import os
 import shutil
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import fields
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
+import megasink
+from megasink.analysis.options import model_problem
+from megasink.checkpoints.find import is_run
 from megasink.cli import hub
 from megasink.command_line import CommandParser
 from megasink.errors import ConfigError, UserError
@@ -20,10 +23,11 @@ from megasink.flags import add_fields
 from megasink.output_folder import foreign_contents, results_in
 from megasink.plugins import add_flag
 
-AUTO = "auto"
 _PACKAGES = ("accelerate", "datasets", "peft", "trl")
 _MADE = ("partial", "before", "run", "model", "adapter", "after")
 _GRACE_SECONDS = 60.0
+_LICENSE = ("license", "license_name", "license_link")
+_FLAGS = [field.name for field in fields(FinetuneOptions) if field.name != "model"]
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -71,50 +75,31 @@ def _parser(description: str | None) -> CommandParser:
     add("model", type=Path, metavar="MODEL", help="a Hugging Face folder with safetensors")
     add("--output", type=Path, required=True, help="output folder")
     add("--overwrite", action="store_true", help="replace the contents of --output and start again")
-    add("--full", action="store_true", help="train all weights, not LoRA adapters")
-    add(
-        "--shared-heads",
-        default=AUTO,
-        metavar="M",
-        help="m of Eq. 8: number of heads of each layer excluded from the loss; 0 balances all "
-        f"heads (Eq. 7); default: {AUTO}, chosen by head importance",
-    )
-    by_hand = ("model", "shared_heads")
-    names = [each.name for each in fields(FinetuneOptions) if each.name not in by_hand]
-    add_fields(parser, FinetuneOptions, *names)
+    add_fields(parser, FinetuneOptions, *_FLAGS)
     add_flag(parser)
     hub.add_allow_download(parser)
+    first = (
+        "data output full lora-rank adapter head-balance-coeff shared-heads epochs seq-length lr"
+    )
+    first += " micro-batch-size global-batch-size bf16"
     return parser.first_screen(
         "megasink finetune MODEL --data chats.jsonl --output out --bf16",
-        *("--data", "--output", "--full", "--lora-rank", "--adapter", "--head-balance-coeff"),
-        *(
-            "--shared-heads",
-            "--epochs",
-            "--seq-length",
-            "--lr",
-            "--micro-batch-size",
-            "--global-batch-size",
-            "--bf16",
-        ),
+        *(f"--{name}" for name in first.split()),
     )
 
 
 def _options(args: argparse.Namespace) -> FinetuneOptions:
     """Return the options, or raise every problem that is known before anything runs."""
-    given = {each.name: getattr(args, each.name) for each in fields(FinetuneOptions)}
-    args.base, given["model"] = args.model, hub.fetched(args)
-    shared, problems = args.shared_heads, []
-    if not args.full and args.lora_rank == 0:
-        problems.append("--lora-rank 0: use 1 or more, or --full for no LoRA")
-    if shared != AUTO and not shared.isdecimal():
-        problems.append(f"--shared-heads {shared}: a whole number from 0 on, or {AUTO}")
-    if not args.overwrite and (problem := foreign_contents(args.output)):
-        problems.append(problem)
-    given["data"] = tuple(args.data)
-    given["lora_rank"] = 0 if args.full else args.lora_rank
-    given["shared_heads"] = int(shared) if shared.isdecimal() else None
+    args.base, model = args.model, hub.fetched(args)
+    given = {name: getattr(args, name) for name in _FLAGS} | {"data": tuple(args.data)}
+    found = [model_problem(model, "--allow-download")]
+    if is_run(model):
+        found.append(f"{model} is a megasink run: megasink convert-to-hf exports it")
+    if not args.overwrite:
+        found.append(foreign_contents(args.output))
+    problems = [problem for problem in found if problem]
     try:
-        options = FinetuneOptions(**given)
+        options = FinetuneOptions(model=model, **given)
     except ConfigError as error:
         problems += error.problems
     if problems:
@@ -219,7 +204,6 @@ def _summarize(options: FinetuneOptions, base: Path, out: Path, exported: Path) 
     from megasink.analysis.folder import read_analysis
     from megasink.analysis.pages.heatmap import importance_pictures
     from megasink.atomic import atomic_file, atomic_text
-    from megasink.cli.finetune_card import card
     from megasink.json_file import read_object
 
     analyses = [read_analysis(out / name) for name in ("before", "after")]
@@ -229,7 +213,7 @@ def _summarize(options: FinetuneOptions, base: Path, out: Path, exported: Path) 
     log = read_object(out / "run" / "trainer_state.json")["log_history"]
     shared = _shared_heads(options, out / "before", say=False)
     # In place of peft's, whose fields are empty.
-    atomic_text(exported / "README.md", card(options, base, shared, log, imbalance))
+    atomic_text(exported / "README.md", _card(options, base, shared, log, imbalance))
     for what, value in (
         ("held-out loss", f"{log[-1]['eval_loss']:.4f}"),
         ("head imbalance", f"{imbalance[0]:.4f} -> {imbalance[1]:.4f}"),
@@ -238,3 +222,71 @@ def _summarize(options: FinetuneOptions, base: Path, out: Path, exported: Path) 
         ("exported", exported),
     ):
         print(f"  {what:15} {value}")
+
+
+def _card(
+    options: FinetuneOptions,
+    base: Path,
+    shared_heads: int,
+    log: Sequence[Mapping[str, Any]],
+    imbalance: Sequence[float],
+) -> str:
+    """Return the model card: Markdown with the front matter that the Hugging Face hub reads."""
+    from huggingface_hub import ModelCardData
+
+    from megasink.papers import cited
+
+    licensed: dict[str, Any] = _license(options.model)
+    # A name of the hub was fetched into its cache.
+    named = str(base) if options.model.parent.name == "snapshots" else None
+    data = ModelCardData(
+        base_model=named,
+        library_name="peft" if options.adapter else "transformers",
+        pipeline_tag="text-generation",
+        tags=["megasink"],
+        **licensed,
+    )
+    lora = f"rank {options.lora_rank}, alpha {options.lora_alpha or options.lora_rank:g}"
+    losses = [entry["loss"] for entry in log if "loss" in entry]
+    equation = f"Eq. 8, without the {shared_heads} most important of each layer"
+    rows = {
+        "base model": named or base.name,
+        "license of the base": licensed.get("license", "not stated in its folder"),
+        "conversations": ", ".join(path.name for path in options.data),
+        "weights trained": "all" if options.full else f"LoRA ({lora})",
+        "head-balance coefficient": f"{options.head_balance_coeff:g}",
+        "heads balanced": equation if shared_heads else "Eq. 7, all",
+        "steps, epochs": f"{len(losses)}, {options.epochs:g}",
+        "samples per step, tokens per sample": f"{options.global_batch_size}, {options.seq_length}",
+        "peak learning rate, schedule": f"{options.rate:g}, cosine to 0",
+        "computed in": "bfloat16" if options.bf16 else "float32",
+        "seed": options.seed,
+        "training loss, first and last step": f"{losses[0]:.4f}, {losses[-1]:.4f}",
+        "loss of held-out conversations, after": f"{log[-1]['eval_loss']:.4f} nats per token",
+        "head imbalance, before and after": f"{imbalance[0]:.4f}, {imbalance[1]:.4f}",
+    }
+    table = "\n".join(f"| {name} | {value} |" for name, value in rows.items())
+    return f"""---
+{data.to_yaml()}
+---
+
+# {base.name}, fine-tuned with the head-balance loss
+
+Made by `megasink finetune` {megasink.__version__} with TRL, on the assistant's turns alone.
+
+| | |
+|---|---|
+{table}
+
+The head-balance loss is that of {cited("P0")}.
+"""
+
+
+def _license(folder: Path) -> dict[str, str]:
+    """Return the license that the card of a model's folder states; nothing without a card."""
+    from huggingface_hub import repocard
+
+    with contextlib.suppress(OSError, ValueError):
+        found = repocard.metadata_load(folder / "README.md") or {}
+        return {name: found[name] for name in _LICENSE if isinstance(found.get(name), str)}
+    return {}

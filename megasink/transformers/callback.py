@@ -76,7 +76,7 @@ class HeadBalanceCallback(TrainerCallback, ExportableState):
         if self.balance is not None:  # of a training that was interrupted
             self.balance.remove()
             self.balance = None
-        _check_arguments(args)
+        check_arguments(args)
         self.balance = HeadBalance(kwargs["model"], **self._options)
         kept = state.stateful_callbacks.get(type(self).__name__)
         if isinstance(kept, list):
@@ -132,7 +132,7 @@ class HeadBalanceCallback(TrainerCallback, ExportableState):
             file.write(importance_pictures([(title, self.importance_LH.numpy())]))
 
 
-def _check_arguments(args: Any) -> None:
+def check_arguments(args: Any) -> None:
     """Reject what splits a model or sequence, copies the model in a process, or weights targets."""
     if args.n_gpu > 1:
         raise UserError(

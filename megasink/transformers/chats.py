@@ -13,13 +13,13 @@ import numpy as np
 from transformers.utils.chat_template_utils import render_jinja_template
 
 from megasink.data.files import BYTE_ORDER_MARK, expand, open_lines, readable
-from megasink.data.text_tokenizer import Part, text_tokenizer
+from megasink.data.text_tokenizer import text_tokenizer
 from megasink.data.tokenizer import load_tokenizer
 from megasink.errors import UserError, reason_of
 from megasink.json_file import kind_of
 
 ROLES = ("system", "developer", "user", "assistant", "tool")
-_SHAREGPT = {"human": "user", "gpt": "assistant"}
+_SHAREGPT = {"from": "role", "value": "content", "human": "user", "gpt": "assistant"}
 IGNORED = -100
 """Label of a token that is not learned."""
 _FORMAT = "give an object with 'messages', a list of role and content"
@@ -42,34 +42,25 @@ def read_chats(paths: Sequence[Path]) -> Iterator[Chat]:
 
 
 class ChatTokenizer:
-    """The chat template of a model, and the tokenizer that all texts go through.
+    """The chat template and the tokenizer of a model; `turn_end` is the id that ends an answer.
 
     A template without marks around what the assistant says is replaced by TRL's, if TRL knows it.
     Of others, an answer is what the template writes after the prompt for it.
-
-    Attributes:
-        tokenizer: Of transformers.
-        turn_end: Id of the special token that ends an answer; None if it is not learned.
-
-    Raises:
-        UserError: There is no tokenizer, or no template.
     """
 
     def __init__(self, folder: Path):
         from trl.chat_template_utils import get_training_chat_template, has_generation_markers
 
         self.tokenizer = load_tokenizer(folder)
-        self._text = text_tokenizer(self.tokenizer, parse_special_tokens=True)
-        added = self.tokenizer.added_tokens_decoder.items()
-        special = (number for number, token in added if token.special)
-        self._special = {*self.tokenizer.all_special_ids, *special}
-        template = self.tokenizer.chat_template
-        if not template:
+        self._backend = text_tokenizer(self.tokenizer, parse_special_tokens=True).backend
+        added = self._backend.get_added_tokens_decoder().items()
+        self._special = {number for number, token in added if token.special}
+        self._template: str | None = None
+        if not self.tokenizer.chat_template:
             raise UserError(
                 f"the tokenizer in {folder} has no chat template: put a chat_template.jinja there"
             )
-        self._template: str | None = None
-        self._marked = has_generation_markers(template)
+        self._marked = has_generation_markers(self.tokenizer.chat_template)
         if not self._marked:
             # It renders conversations of its own, and templates raise anything.
             with contextlib.suppress(Exception):
@@ -77,20 +68,17 @@ class ChatTokenizer:
             self._marked = self._template is not None
         self.turn_end = self._turn_end()
 
-    def read(self, chat: Chat) -> tuple[list[int], list[bool]]:
-        """Return the tokens of a conversation, and which of them the assistant says."""
+    def read(self, chat: Chat) -> tuple[list[int], list[int]]:
+        """Return the tokens of a conversation, and their labels: what the assistant says."""
         try:
-            text, spans = self._rendered(chat.messages, chat)
-            encoding, _, _ = self._text.part_encoding(Part(text, source=chat.place))
+            text, spans = self._rendered(chat)
+            encoding = self._backend.encode(text, add_special_tokens=False)
             if not self._marked:
                 spans = list(self._answers(chat, text, encoding))
-        except UserError as error:
-            raise UserError(f"{chat.place}: {error}") from None
         except Exception as error:  # templates raise anything
-            reason = reason_of(error)
-            raise UserError(
-                f"{chat.place}: the chat template rejects the conversation: {reason}"
-            ) from error
+            known = isinstance(error, UserError)
+            what = "" if known else "the chat template rejects the conversation: "
+            raise UserError(f"{chat.place}: {what}{reason_of(error)}") from error
         counts = np.zeros(len(text) + 1, np.int64)  # characters that are said, before each one
         for start, end in spans:
             counts[start + 1 : end + 1] = 1
@@ -101,16 +89,15 @@ class ChatTokenizer:
         said = counts[last] > counts[first]
         if not said.any():
             raise UserError(f"{chat.place}: the chat template marks no assistant tokens")
-        return encoding.ids, said.tolist()
+        return encoding.ids, np.where(said, encoding.ids, IGNORED).tolist()
 
     def _rendered(
-        self, messages: Sequence[dict[str, Any]], chat: Chat, *, prompt: bool = False
+        self, chat: Chat, most: int | None = None, *, prompt: bool = False
     ) -> tuple[str, list[tuple[int, int]]]:
-        """Return the text of messages, and the characters that the template marks."""
-        given = [{k: v for k, v in one.items() if v is not None} for one in messages]
+        """Return the text of the first messages, and the characters that the template marks."""
         render: Any = render_jinja_template  # its annotations name one of its results
         (text,), spans = render(
-            [given],
+            [chat.messages[:most]],
             chat.tools,
             chat_template=self.tokenizer.get_chat_template(self._template, chat.tools),
             return_assistant_tokens_mask=self._marked,
@@ -129,15 +116,15 @@ class ChatTokenizer:
         for number, message in enumerate(chat.messages):
             if message["role"] != "assistant":
                 continue
-            before, _ = self._rendered(chat.messages[:number], chat, prompt=True)
-            after, _ = self._rendered(chat.messages[: number + 1], chat)
+            before, _ = self._rendered(chat, number, prompt=True)
+            after, _ = self._rendered(chat, number + 1)
             if not (text.startswith(after) and after.startswith(before)):
                 raise UserError(
                     "the chat template marks no assistant tokens, and the text before an answer "
                     f"changes once the answer is there (message {number + 1}): {_MARK}"
                 )
-            bare, _ = self._rendered(chat.messages[:number], chat)
-            content = (message["content"] or "").strip()
+            bare, _ = self._rendered(chat, number)
+            content = message.get("content", "").strip()
             if bare == before and not after[len(before) :].lstrip().startswith(content):
                 raise UserError(
                     "the chat template marks no assistant tokens, and add_generation_prompt adds "
@@ -147,30 +134,29 @@ class ChatTokenizer:
             yield len(before), len(after) if text[last : len(after)].strip() else last
 
     def _turn_end(self) -> int | None:
-        said = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]
+        asked, answered = ({"role": role, "content": "a"} for role in ("user", "assistant"))
         eos: int = self.tokenizer.eos_token_id
         # Some templates end the last answer only when another message follows.
-        for messages in (said, [*said, said[0]]):
+        for messages in ([asked, answered], [asked, answered, asked]):
             try:
-                ids, is_said = self.read(Chat("", messages))
+                _, labels = self.read(Chat("", messages))
             except UserError:
                 return eos  # the first conversation that is read says what is wrong
-            last = [n for n, learned in zip(ids, is_said, strict=True) if learned]
-            while last and not str(self.tokenizer.decode(last[-1:])).strip():
-                last.pop()
-            if last and last[-1] in self._special:
-                return last[-1]
+            ids = [label for label in labels if label != IGNORED]
+            shown = [n for n in ids if str(self.tokenizer.decode([n])).strip()]
+            if shown and shown[-1] in self._special:
+                return shown[-1]
         return None
 
 
 def _records(path: Path) -> Iterator[tuple[str, Any]]:
     """Yield the records of a file, each with its place."""
     (file,) = expand(str(path), "messages", 0)
+    if file.kind == "text":
+        raise UserError(f"{path} is neither JSON Lines (.jsonl, .jsonl.gz, .jsonl.zst) nor parquet")
     if file.kind == "parquet":
         yield from _rows(path)
         return
-    if file.kind != "lines":
-        raise UserError(f"{path} is neither JSON Lines (.jsonl, .jsonl.gz, .jsonl.zst) nor parquet")
     with readable(path), open_lines(path, file.compression) as (lines, _):
         for number, line in enumerate(lines, 1):
             place = f"{path}:{number}"
@@ -183,23 +169,21 @@ def _records(path: Path) -> Iterator[tuple[str, Any]]:
 
 
 def _rows(path: Path) -> Iterator[tuple[str, Any]]:
-    import pyarrow
-    from pyarrow import parquet
+    from pyarrow import ArrowException, parquet
 
-    number = 0
     try:
-        for batch in parquet.ParquetFile(path).iter_batches(1000):
-            for record in batch.to_pylist():
-                number += 1
-                # A nested column gives every row the fields of all rows.
-                messages = record.get("messages") or []
-                calls = (isinstance(one, dict) and one.get("tool_calls") for one in messages)
-                if record.get("tools") or any(calls):
-                    raise UserError(
-                        f"{path}:{number}: parquet cannot hold tools exactly: give JSON Lines"
-                    )
-                yield f"{path}:{number}", record
-    except (OSError, pyarrow.ArrowException) as error:
+        batches = parquet.ParquetFile(path).iter_batches(1000)
+        records = (record for batch in batches for record in batch.to_pylist())
+        for number, record in enumerate(records, 1):
+            # A nested column gives every row the fields of all rows.
+            messages = record.get("messages") or ()
+            calls = (isinstance(one, dict) and one.get("tool_calls") for one in messages)
+            if record.get("tools") or any(calls):
+                raise UserError(
+                    f"{path}:{number}: parquet cannot hold tools exactly: give JSON Lines"
+                )
+            yield f"{path}:{number}", record
+    except (OSError, ArrowException) as error:
         raise UserError(f"{path} cannot be read: {error}") from error
 
 
@@ -223,9 +207,9 @@ def _chat(record: Any, place: str) -> Chat:
 def _message(given: dict[str, Any], place: str) -> dict[str, Any]:
     message = {k: v for k, v in given.items() if v is not None}
     if "role" not in message and "from" in message:  # ShareGPT's
-        message["role"] = _SHAREGPT.get(role := message.pop("from"), role)
-        message["content"] = message.pop("value", None)
-    role, content = message.get("role"), message.setdefault("content", None)
+        message = {_SHAREGPT.get(key, key): value for key, value in message.items()}
+        message["role"] = _SHAREGPT.get(str(message["role"]), message["role"])
+    role, content = message.get("role"), message.get("content")
     if role not in ROLES:
         raise UserError(f"{place} has role {role!r}: use {', '.join(ROLES)}")
     if isinstance(content, str):

@@ -6,6 +6,7 @@ other files are the original's, but for what was requested.
 
 import json
 import shutil
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -44,8 +45,13 @@ def weight_files(folder: Path) -> list[Path]:
     return [path]
 
 
-def write_model(model: Any, original: Path, folder: Path) -> None:
-    """Write the tensors of the original's files with the model's values, in their old types."""
+def write_model(
+    model: Any, original: Path, folder: Path, requested: Mapping[str, Any] | None = None
+) -> None:
+    """Write the files of the original with the model's values, in the types that they had.
+
+    The requested entries go into generation_config.json.
+    """
     weights = revert_weight_conversion(model, model.state_dict())
     left, copied = set(weights) - set(model.all_tied_weights_keys), []
     for path in weight_files(original):
@@ -72,34 +78,31 @@ def write_model(model: Any, original: Path, folder: Path) -> None:
             f"{copied[0]}"
         )
     copy_files(original, folder, _FILES)
-    if (original / _INDEX).is_file():
-        shutil.copyfile(original / _INDEX, folder / _INDEX)
+    if requested:
+        text = json.dumps(_generation(original) | requested, indent=2)
+        atomic_text(folder / _GENERATION, text + "\n")
 
 
 def copy_files(original: Path, folder: Path, patterns: tuple[str, ...] = _OF_TOKENIZER) -> None:
-    """Copy the files of these names, by default of the tokenizer; never weights or their index."""
+    """Copy the files of these names, by default those of the tokenizer; never weights."""
     for path in original.iterdir():
-        if path.is_file() and path.name != _INDEX and any(map(path.match, patterns)):
+        if path.is_file() and any(map(path.match, patterns)):
             shutil.copyfile(path, folder / path.name)
     if (original / _TEMPLATES).is_dir():
         shutil.copytree(original / _TEMPLATES, folder / _TEMPLATES)
 
 
-def end_ids(folder: Path) -> list[int]:
-    """Return the ids at which a model's answers end."""
+def with_end(folder: Path, end: int | None) -> dict[str, list[int]]:
+    """Return the entry of generation_config.json that ends answers at an id; {} if they end there.
+
+    The ids at which the model's answers end remain in it.
+    """
     ids = _generation(folder).get("eos_token_id")
-    return [] if ids is None else [ids] if isinstance(ids, int) else list(ids)
+    known = ids if isinstance(ids, list) else [] if ids is None else [ids]
+    return {} if end is None or end in known else {"eos_token_id": [*known, end]}
 
 
-def add_end(folder: Path, end: int) -> dict[str, Any]:
-    """Let answers end at one more id; return the entry of generation_config.json."""
-    entry = {"eos_token_id": [*end_ids(folder), end]}
-    text = json.dumps(_generation(folder) | entry, indent=2)
-    atomic_text(folder / _GENERATION, text + "\n")
-    return entry
-
-
-def refuse_changes(original: Path, folder: Path, requested: dict[str, Any]) -> None:
+def refuse_changes(original: Path, folder: Path, requested: Mapping[str, Any]) -> None:
     """Refuse an export whose JSON files differ in more than the requested entries of generation."""
     names = {path.name for path in folder.glob("*.json")} - {"adapter_config.json"}
     if "config.json" in names:

@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from transformers import PrinterCallback, TrainerCallback, set_seed
+from transformers import PrinterCallback, TrainerCallback
 
 from megasink.analysis.capture.identity import model_identity
 from megasink.analysis.capture.load import load, load_weights
@@ -21,7 +21,7 @@ from megasink.finetune_options import FinetuneOptions, processes
 from megasink.json_file import read_object
 from megasink.progress import progress
 from megasink.transformers import NAME, exported
-from megasink.transformers.callback import HeadBalanceCallback
+from megasink.transformers.callback import HeadBalanceCallback, check_arguments
 from megasink.transformers.chats import IGNORED, ChatTokenizer, read_chats
 
 HELD_OUT = 0.02
@@ -52,7 +52,7 @@ def settings(options: FinetuneOptions, model: Any, tokenizer: Any) -> dict[str, 
 def tokenized(options: FinetuneOptions, chats: ChatTokenizer, folder: Path) -> tuple[Any, Any, Any]:
     """Return the tokens of the conversations to train on, to hold out, and to measure on.
 
-    Processes that call this at once make the tokens once, in the folder.
+    All processes call this; one makes the tokens, in the folder.
     """
     from datasets import Dataset, Features, List, Value
     from datasets.exceptions import DatasetGenerationError
@@ -62,12 +62,11 @@ def tokenized(options: FinetuneOptions, chats: ChatTokenizer, folder: Path) -> t
     def rows() -> Iterator[dict[str, Any]]:
         chat = None
         for chat in read_chats(options.data):
-            ids, said = chats.read(chat)
-            pairs = zip(ids[:most], said, strict=False)
-            labels = [token if learned else IGNORED for token, learned in pairs]
+            ids, labels = chats.read(chat)
             # The first token is no target.
-            counts = {"whole": len(ids), "learned": sum(said[1:most])}
-            yield {"input_ids": ids[:most], "labels": labels} | counts
+            learned = sum(label != IGNORED for label in labels[1:most])
+            row = {"input_ids": ids[:most], "labels": labels[:most]}
+            yield row | {"whole": len(ids), "learned": learned}
         if chat is None:
             raise UserError(f"--data {files}: no conversations")
 
@@ -114,7 +113,6 @@ def arguments(options: FinetuneOptions, folder: Path) -> Any:
         learning_rate=options.rate,
         lr_scheduler_type="cosine",
         warmup_steps=0.03,  # a share of the steps
-        weight_decay=0.0,
         per_device_train_batch_size=options.micro_batch_size,
         gradient_accumulation_steps=options.global_batch_size
         // (options.micro_batch_size * processes()),
@@ -128,11 +126,7 @@ def arguments(options: FinetuneOptions, folder: Path) -> Any:
         seed=options.seed,
         gradient_checkpointing=options.gradient_checkpointing,
     )
-    if config.n_gpu > 1:
-        raise UserError(
-            f"this process sees {config.n_gpu} GPUs: start one for each with torchrun or "
-            "accelerate launch, or hide the others with CUDA_VISIBLE_DEVICES=0"
-        )
+    check_arguments(config)
     return config
 
 
@@ -144,15 +138,14 @@ def make_trainer(
     from trl import SFTTrainer
 
     lora = None
-    if options.lora_rank:
+    if not options.full:
         lora = LoraConfig(
             r=options.lora_rank,
             lora_alpha=options.lora_alpha or options.lora_rank,  # type: ignore[arg-type]
             target_modules="all-linear",
             task_type="CAUSAL_LM",
         )
-    set_seed(options.seed)  # TRL makes adapters before it does so
-    dtype = torch.bfloat16 if options.bf16 and options.lora_rank else torch.float32
+    dtype = torch.bfloat16 if options.bf16 and not options.full else torch.float32
     model = load_weights(options.model, dtype=dtype, attn_implementation=NAME)
     text = model.config.get_text_config()
     asks = getattr(text, "output_router_logits", False) and getattr(text, "num_experts", 1)
@@ -229,26 +222,23 @@ def newest_checkpoint(folder: Path) -> Path | None:
 def export(trainer: Any, chats: ChatTokenizer, options: FinetuneOptions, folder: Path) -> None:
     """Write the trained model, or its adapter; the folder appears when it is complete."""
     model = trainer.accelerator.unwrap_model(trainer.model)
-    requested = {}
+    requested = exported.with_end(options.model, chats.turn_end)
+    if requested:
+        token = chats.tokenizer.convert_ids_to_tokens(chats.turn_end)
+        ids = f"eos_token_id={requested['eos_token_id']}"
+        where = "to pass to generate()" if options.adapter else "of generation_config.json"
+        print(f"answers end with {token}, not with MODEL's: {ids} {where}")
     with atomic_folder(folder) as unfinished:
         if options.adapter:
             model.save_pretrained(unfinished)
             exported.copy_files(options.model, unfinished)
         else:
-            if options.lora_rank:  # into the original's weights, which may be wider than trained
+            if not options.full:  # into the original's weights, which may be wider than trained
                 checkpoint = newest_checkpoint(Path(trainer.args.output_dir))
                 assert checkpoint is not None
                 model = load_weights(options.model, dtype=torch.float32, attn_implementation=NAME)
                 model = merged(model, checkpoint)
-            exported.write_model(model, options.model, unfinished)
-        end = chats.turn_end
-        if end is not None and end not in (known := exported.end_ids(options.model)):
-            token = chats.tokenizer.convert_ids_to_tokens(end)
-            ids = [*known, end]
-            where = "of generation_config.json" if not options.adapter else "to pass to generate()"
-            print(f"answers end with {token}, not with MODEL's: eos_token_id={ids} {where}")
-            if not options.adapter:
-                requested = exported.add_end(unfinished, end)
+            exported.write_model(model, options.model, unfinished, requested)
         exported.refuse_changes(options.model, unfinished, requested)
 
 

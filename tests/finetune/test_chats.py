@@ -10,15 +10,24 @@ from pyarrow import parquet
 
 from megasink.cli import main
 from megasink.errors import UserError
-from megasink.transformers.chats import Chat, ChatTokenizer, read_chats
+from megasink.transformers.chats import IGNORED, Chat, ChatTokenizer, read_chats
 from tests.chats import ENDS, MARKED, UNMARKED, chat_tokenizer, write_chats
 from tests.finetune.commands import command
 
 
 def said(chats, chat):
     """What is learned of a conversation."""
-    ids, learned = chats.read(chat)
-    return chats.tokenizer.decode([n for n, one in zip(ids, learned, strict=True) if one])
+    _, labels = chats.read(chat)
+    return chats.tokenizer.decode([n for n in labels if n != IGNORED])
+
+
+def stock(chats, messages, **options):
+    """The tokens and labels of transformers, by the marks of the template."""
+    found = chats.tokenizer.apply_chat_template(
+        messages, return_dict=True, return_assistant_tokens_mask=True, **options
+    )
+    pairs = zip(found["input_ids"], found["assistant_masks"], strict=True)
+    return found["input_ids"], [n if said else IGNORED for n, said in pairs]
 
 
 def end_of(chats):
@@ -32,10 +41,7 @@ def test_what_the_assistant_says_is_learned_with_its_end(root):
     for chat in read_chats([root / "chats.jsonl"]):
         answers = [m["content"] + ENDS for m in chat.messages if m["role"] == "assistant"]
         assert said(chats, chat) == "".join(answers)
-        stock = chats.tokenizer.apply_chat_template(
-            chat.messages, return_dict=True, return_assistant_tokens_mask=True
-        )
-        assert chats.read(chat) == (stock["input_ids"], list(map(bool, stock["assistant_masks"])))
+        assert chats.read(chat) == stock(chats, chat.messages)
 
 
 def test_a_template_of_a_family_that_trl_knows_gets_its_marks(root, tmp_path):
@@ -44,14 +50,8 @@ def test_a_template_of_a_family_that_trl_knows_gets_its_marks(root, tmp_path):
     chat_tokenizer(root / "tokenizer", tmp_path, qwen3_chat_template)
     chats = ChatTokenizer(tmp_path)
     messages = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "list"}]
-    stock = chats.tokenizer.apply_chat_template(
-        messages,
-        chat_template=qwen3_training_chat_template,
-        return_dict=True,
-        return_assistant_tokens_mask=True,
-    )
-    ids, learned = chats.read(Chat("here", messages))
-    assert (ids, learned) == (stock["input_ids"], list(map(bool, stock["assistant_masks"])))
+    expected = stock(chats, messages, chat_template=qwen3_training_chat_template)
+    assert chats.read(Chat("here", messages)) == expected
     assert said(chats, Chat("here", messages)).count("list") == 1
 
 
@@ -142,6 +142,7 @@ def test_tools_reach_the_template_as_they_are(root):
     ("text", "problem"),
     [
         ('{"messages": [{"role": "robot", "content": "x"}]}', ":1: message 1 has role 'robot'"),
+        ('{"conversations": [{"from": ["x"], "value": "x"}]}', ":1: message 1 has role ['x']"),
         (
             '{"messages": [{"role": "user", "content": "x"}]}',
             ":1 has no message with the role assis",

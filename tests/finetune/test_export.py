@@ -103,7 +103,7 @@ def test_only_values_and_the_requested_key_differ(model, name):
 @pytest.mark.parametrize("name", ["own-experts", "granite_swa"])
 def test_all_weights_are_trained_and_written_in_their_types(model, name):
     root = model(name)
-    options = options_of(root, lora_rank=0)
+    options = options_of(root, full=True)
     trainer, chats, _ = trained(options, root)
     finetune.export(trainer, chats, options, root / "out")
     old, new = root / "model", root / "out"
@@ -118,7 +118,7 @@ def test_all_weights_are_trained_and_written_in_their_types(model, name):
         assert ("sinks" not in name) or not torch.equal(now[name], before), name
 
 
-def test_shards_and_what_transformers_does_not_load_are_kept(model, capsys):
+def test_shards_and_what_transformers_does_not_load_are_kept(model):
     """Weights in several files, a tied head that is stored, layers of multi-token prediction."""
     root = model("llama")
     folder = root / "model"
@@ -182,8 +182,8 @@ def test_an_unrequested_difference_ends_the_command(model, monkeypatch, name, ch
     trainer, chats, _ = trained(options, root)
     write_model = exported.write_model
 
-    def changed(what, original, folder):
-        write_model(what, original, folder)
+    def changed(what, original, folder, requested):
+        write_model(what, original, folder, requested)
         edit(folder / name, **changes)
 
     monkeypatch.setattr(exported, "write_model", changed)
@@ -197,7 +197,10 @@ def test_quantized_weights_and_pickles_are_refused(model):
     edit(root / "model" / "config.json", quantization_config={"quant_method": "mxfp4"})
     with pytest.raises(UserError, match=r"quantized weights \(mxfp4\)"):
         finetune.original(options_of(root))
-    edit(root / "model" / "config.json", quantization_config=None)
+    edit(root / "model" / "config.json", quantization_config=None, text_config=3)
+    with pytest.raises(UserError, match="transformers cannot load"):
+        finetune.original(options_of(root))
+    edit(root / "model" / "config.json", text_config=None)
     (root / "model" / "model.safetensors").rename(root / "model" / "pytorch_model.bin")
     with pytest.raises(UserError, match=r"has no model\.safetensors"):
         finetune.original(options_of(root))
@@ -219,7 +222,7 @@ def test_the_held_out_loss_is_the_mean_over_targets_of_the_language_model(model,
     root = model(name)
     values = []
     for size in (1, 2):
-        options = options_of(root, lora_rank=0, lr=1e-9, micro_batch_size=size)
+        options = options_of(root, full=True, lr=1e-9, micro_batch_size=size)
         chats = ChatTokenizer(options.model)
         *_, sample = finetune.tokenized(options, chats, root / f"partial{size}")
         config = finetune.arguments(options, root / f"run{size}")

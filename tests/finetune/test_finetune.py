@@ -135,7 +135,7 @@ def options(root):
     return FinetuneOptions(
         model=root / "model",
         data=(root / "chats.jsonl",),
-        lora_rank=0,
+        full=True,
         head_balance_coeff=COEFF,
         shared_heads=0,
         seq_length=128,
@@ -191,7 +191,7 @@ def batch_of(batch):
     ("flags", "problems"),
     [
         (["--shared-heads", "3"], ["--shared-heads 3: the layers have 4 heads"]),
-        (["--shared-heads", "two"], ["--shared-heads two: a whole number from 0 on, or auto"]),
+        (["--shared-heads", "two"], ["--shared-heads", "'two' is neither a whole number nor auto"]),
         (["--lora-rank", "0", "--epochs", "0"], ["--lora-rank 0: use 1 or more", "--epochs 0"]),
         (["--full", "--adapter"], ["--adapter exports LoRA adapters, which --full"]),
         (["--data", "none.jsonl"], ["--data none.jsonl: no such file"]),

@@ -64,7 +64,7 @@ SAFE = {
     ("megasink/cli/hub.py", "huggingface_hub"): "asked for by --allow-download or --push alone",
     ("megasink/cli/hub.py", "snapshot_download"): "for --allow-download: safetensors, JSON and "
     "text by name; no pickles, no code",
-    ("megasink/cli/finetune_card.py", "huggingface_hub"): "front matter of cards, by safe YAML",
+    ("megasink/cli/finetune.py", "huggingface_hub"): "front matter of cards, by safe YAML",
     (
         "megasink/cli/self_test.py",
         "subprocess",
