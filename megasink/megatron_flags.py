@@ -290,7 +290,6 @@ REFUSED: dict[str, tuple[tuple[str, Any, str], ...]] = {
         ("moe_router_quantile_balancing_ema", 0.0, "targets only support 0.0"),
         ("attention_output_gate", False, _ONLY_FALSE),
         ("use_mup", False, _ONLY_FALSE),
-        ("hybrid_layer_pattern", None, "no conversion target supports hybrid models"),
         ("heterogeneous_layers_config_path", None, _ONLY_NONE),
         ("experimental_attention_variant", None, _ONLY_NONE),
         ("moe_layer_freq", (1, "1", [1]), "targets only support 1"),

@@ -7,6 +7,7 @@ from typing import Any, NamedTuple
 from megasink.checkpoints.find import find_checkpoint, is_run
 from megasink.checkpoints.saved_arguments import read_arguments
 from megasink.json_file import read_object
+from megasink.megatron.hybrid_pattern import blocks_of, with_heads
 
 _LAYERS = ("num_hidden_layers", "n_layer", "num_layers")
 _HEADS = ("num_attention_heads", "n_head")
@@ -24,8 +25,10 @@ def shape_of(folder: Path) -> ModelShape:
     """Return the shape of a Hugging Face model, or of the newest checkpoint of a run."""
     if is_run(folder):
         config: Mapping[str, Any] = read_arguments(find_checkpoint(folder).config)
-        if config.get("hybrid_layer_pattern"):
-            return ModelShape(None, _number(config, _POSITIONS))
+        if pattern := config.get("hybrid_layer_pattern"):
+            own, heads = with_heads(pattern), config["num_attention_heads"]
+            by_block = [heads if block in own else 0 for block in range(len(blocks_of(pattern)))]
+            return ModelShape(by_block, _number(config, _POSITIONS))
     else:
         config = read_object(folder / "config.json")
         text = config.get("text_config")

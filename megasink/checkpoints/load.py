@@ -18,12 +18,15 @@ from megatron.core.dist_checkpointing.mapping import ShardedTensor, apply_factor
 from megatron.core.dist_checkpointing.state_dict_utils import load_preprocess
 from megatron.core.dist_checkpointing.strategies.torch import TorchDistLoadShardedStrategy
 from megatron.core.models.gpt import GPTModel
+from megatron.core.models.hybrid.hybrid_model import HybridModel
 from megatron.core.process_groups_config import ProcessGroupCollection
 from torch.distributed.checkpoint import CheckpointException
 
 from megasink import cpu
 from megasink.checkpoints.carried import generation_of
 from megasink.checkpoints.find import Checkpoint, find_checkpoint, stored_shapes
+from megasink.checkpoints.gpt_checkpoint import layer_maps, point_at_gpt_keys
+from megasink.checkpoints.layer_keys import LAYERS, pattern_in
 from megasink.checkpoints.saved_arguments import read_arguments, single_process_arguments
 from megasink.checkpoints.tokenizer import tokenizer_of
 from megasink.checkpoints.without_code import loading_without_code
@@ -39,7 +42,6 @@ _NORMS = (
     "decoder.layers.mlp.linear_fc1.layer_norm_weight",
 )
 _TWINS = dict([_NORMS, _NORMS[::-1]])
-_LAYERS = "decoder.layers."
 _NUMBERED = re.compile(r"decoder\.layers\.(\d+)\.")
 
 
@@ -143,7 +145,7 @@ def _refuse_sizes(saved: Mapping[str, Any], checkpoint: Checkpoint) -> None:
         "num_layers": max(
             int(numbered[1]) + 1 if (numbered := _NUMBERED.match(key)) else shape[0]
             for key, shape in shapes.items()
-            if key.startswith(_LAYERS)
+            if key.startswith(LAYERS)
         ),
         "ffn_hidden_size": max(
             (s[-1] for k, s in shapes.items() if k.endswith("mlp.linear_fc2.weight")), default=0
@@ -172,17 +174,20 @@ def _describing_a_model(config: Path) -> Iterator[None]:
         raise UserError(f"Megatron cannot build the model of {config}: {reason}") from error
 
 
-def load_weights(model: GPTModel, folder: Path) -> None:
+def load_weights(model: GPTModel | HybridModel, folder: Path) -> None:
     """Copy and reshard the weights of a torch_dist checkpoint into a model.
 
     dist_checkpointing.load is not used: it unpickles the arguments and states stored with the
     weights (serialization.py:229, torch's default_planner.py:388).
     """
     groups = {"dp_cp_group": parallel_state.get_data_parallel_group(with_context_parallel=True)}
-    wanted, _, factories = load_preprocess(model.sharded_state_dict(metadata=groups))
+    state, stored = model.sharded_state_dict(metadata=groups), stored_shapes(folder)
+    if isinstance(model, HybridModel) and pattern_in(stored) is None:
+        point_at_gpt_keys(state, layer_maps(model.hybrid_layer_pattern), stored)
+    wanted, _, factories = load_preprocess(state)
     tensors, _ = extract_matching_values(wanted, lambda value: isinstance(value, ShardedTensor))
     shapes = {t.key: tuple(t.global_shape) for t in nested_values(tensors)}
-    _compare(shapes, stored_shapes(folder), folder)
+    _compare(shapes, stored, folder)
     try:
         with loading_without_code():
             state = TorchDistLoadShardedStrategy().load(tensors, folder)
@@ -229,10 +234,10 @@ def _compare(
 
 def _twin(key: str) -> str | None:
     """Return the other name of the norm before experts; None for other weights."""
-    number, _, _ = key.removeprefix(_LAYERS).partition(".")
-    own = f"{_LAYERS}{number}." if number.isdigit() else _LAYERS
-    twin = _TWINS.get(key.replace(own, _LAYERS, 1))
-    return twin and twin.replace(_LAYERS, own, 1)
+    number, _, _ = key.removeprefix(LAYERS).partition(".")
+    own = f"{LAYERS}{number}." if number.isdigit() else LAYERS
+    twin = _TWINS.get(key.replace(own, LAYERS, 1))
+    return twin and twin.replace(LAYERS, own, 1)
 
 
 def _make_parallel_state() -> None:

@@ -6,7 +6,7 @@ added later.
 
 import dataclasses
 import itertools
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Any, get_args
@@ -17,6 +17,7 @@ from megasink.attention.variants.layers import PLAIN, windowed_layers
 from megasink.config import MODEL_OPTIONS, GateGranularity, visible_tokens
 from megasink.convert.megasink_model import NAMES, MegasinkOptions, options_from, unknown_values
 from megasink.flags import flag_of
+from megasink.megatron.hybrid_pattern import count_blocks, layers_of, with_heads
 from megasink.megatron_flags import refused
 
 GATES = get_args(GateGranularity)
@@ -141,7 +142,7 @@ def architecture_of(
     saved: Mapping[str, Any], vocabulary: int | None
 ) -> tuple[Architecture, list[str]]:
     """Return the architecture of a run, and a list of what no target supports."""
-    problems = [*_unknown(saved), *_unfixed(saved)]
+    problems = [*_unknown(saved), *_unfixed(saved), *_other_blocks(saved)]
     activation, gated_unit = _activation(saved)
     if activation is None:
         problems.append(
@@ -165,7 +166,7 @@ def architecture_of(
     bias = bool(saved.get("add_bias_linear"))
     grouped = "num_query_groups" if saved.get("group_query_attention") else "num_attention_heads"
     architecture = Architecture(
-        layers=saved["num_layers"],
+        layers=count_blocks(saved),
         hidden=saved["hidden_size"],
         heads=saved["num_attention_heads"],
         groups=saved[grouped],
@@ -225,6 +226,16 @@ def _unfixed(saved: Mapping[str, Any]) -> list[str]:
     return [f"{flag} {value}: {why}" for flag, value, why in refused(saved, "in an export")]
 
 
+def _other_blocks(saved: Mapping[str, Any]) -> Iterator[str]:
+    """Yield the problem of a hybrid model whose blocks are not alike."""
+    pattern = layers_of(saved.get("hybrid_layer_pattern") or "")
+    if pattern and pattern not in (len(pattern) // 2 * kind for kind in ("*-", "*E")):
+        yield (
+            f"--hybrid-layer-pattern {pattern}: targets only support blocks of attention and FFN "
+            "(*-), or of attention and experts (*E)"
+        )
+
+
 def _activation(saved: Mapping[str, Any]) -> tuple[str | None, bool]:
     """Return the activation of the FFN, None if unsupported, and whether it is gated."""
     name = saved.get("ffn_activation")
@@ -247,4 +258,7 @@ def _windows(saved: Mapping[str, Any]) -> tuple[int | None, ...]:
     visible = visible_tokens(tuple(window) if window else None)
     names = ("num_layers", "window_size", "window_attn_skip_freq")
     options = SimpleNamespace(**{name: saved.get(name) for name in names})
-    return tuple(visible if has else None for has in windowed_layers(options))
+    pattern, has_window = saved.get("hybrid_layer_pattern"), windowed_layers(options)
+    if pattern and options.num_layers == len(layers_of(pattern)):  # Megatron counts these
+        has_window = tuple(has_window[layer] for layer in with_heads(pattern).values())
+    return tuple(visible if has else None for has in has_window)

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from megasink.checkpoints.find import is_legacy
 from megasink.checkpoints.intact import refuse_damage
+from megasink.checkpoints.layer_keys import as_gpt_keys
 from megasink.checkpoints.stored_tensor import StoredTensor, find_tensor
 from megasink.checkpoints.torch_metadata import read_metadata
 from megasink.convert.table import LAYERS, NORM_BEFORE_EXPERTS, NORM_OF_LOCAL_SPEC
@@ -53,7 +54,7 @@ class Weight(NamedTuple):
 
 
 def torch_dist_weights(folder: Path) -> dict[str, Weight]:
-    """Return {key: weight} for all weights in a folder iter_NNNNNNN."""
+    """Return {key in a GPT model: weight} for all weights in a folder iter_NNNNNNN."""
     refuse_damage(folder)
     metadata = read_metadata(folder)
     stored: dict[str, dict[tuple[int, ...], Any]] = defaultdict(dict)
@@ -69,6 +70,8 @@ def torch_dist_weights(folder: Path) -> dict[str, Weight]:
             find = partial(find_tensor, folder / where.relative_path, where.offset, where.length)
             parts.append(Box(tuple(chunk.offsets), tuple(chunk.sizes), find))
         weights[key] = Weight(tuple(entry.size), entry.properties.dtype, parts)
+    names = as_gpt_keys(weights)
+    weights = {names[key]: weight for key, weight in weights.items()}
     _stack_layers(weights)
     return weights
 

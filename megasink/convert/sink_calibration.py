@@ -52,6 +52,7 @@ def set_sinks(
     The scores of a layer depend on the sinks of the layers before it.
     """
     from megasink.checkpoints.load import load_without_tokenizer
+    from megasink.megatron.blocks import blocks_in
 
     loaded, _ = load_without_tokenizer(checkpoint, torch.float32, model.vocabulary)
     tokens_BS = sample_tokens(model, tokenizer)
@@ -60,7 +61,7 @@ def set_sinks(
     def set_offset(core: Any, inputs: tuple[Tensor, ...]) -> None:
         core.softmax_offset.copy_(sink_logits(_log_sum_exp(core, *inputs[:3]), weight))
 
-    cores = [layer.self_attention.core_attention for layer in loaded.decoder.layers]
+    cores = [block.attention.core_attention for block in blocks_in(loaded)]
     handles = [core.register_forward_pre_hook(set_offset) for core in cores]
     try:
         after = _loss(loaded, tokens_BS, model.vocabulary)

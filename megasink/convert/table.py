@@ -9,13 +9,13 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
+from megasink.checkpoints.layer_keys import LAYERS
 from megasink.convert.transforms import Transform
 from megasink.errors import UserError
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-LAYERS = "decoder.layers."
 # The norm before the experts: TransformerEngine's spec stores it under the first name, Megatron's
 # own spec under the second, which is the name in a dense layer.
 NORM_BEFORE_EXPERTS = f"{LAYERS}pre_mlp_layernorm.weight"

@@ -3,7 +3,16 @@
 One symbol per layer: ``*`` attention, ``-`` FFN, ``E`` experts, ``M`` Mamba, ``G`` gated delta net,
 ``D`` and ``+`` latent attention. ``|`` separates pipeline stages, and ``/`` precedes the layers of
 multi-token prediction (megatron/core/models/hybrid/hybrid_layer_allocation.py:Symbols).
+
+Everything outside of Megatron counts blocks, as Hugging Face counts layers: layer i of results,
+files and interventions is block i, a mixer and the FFN after it.
 """
+
+from collections.abc import Mapping
+from itertools import cycle
+from typing import Any, NamedTuple
+
+from megasink.attention.variants.layers import layer_pattern
 
 ATTENTION, FFN, EXPERTS, MAMBA, DELTA_NET = "*", "-", "E", "M", "G"
 LATENT = "D+"
@@ -16,3 +25,53 @@ STAGE, PREDICTION = "|", "/"
 def layers_of(pattern: str) -> str:
     """Return one symbol per layer: the pattern without the boundaries of pipeline stages."""
     return pattern.partition(PREDICTION)[0].replace(STAGE, "")
+
+
+class Block(NamedTuple):
+    """The layers of a block in the pattern, from 0; None for what the block lacks."""
+
+    mixer: int | None
+    ffn: int | None
+
+
+def blocks_of(pattern: str) -> list[Block]:
+    """Return the blocks: a mixer and the FFN or experts after it, or one of them alone."""
+    blocks: list[Block] = []
+    for layer, symbol in enumerate(layers_of(pattern)):
+        if symbol not in FFN + EXPERTS:
+            blocks.append(Block(layer, None))
+        elif blocks and blocks[-1].ffn is None:
+            blocks[-1] = blocks[-1]._replace(ffn=layer)
+        else:
+            blocks.append(Block(None, layer))
+    return blocks
+
+
+def count_blocks(arguments: Mapping[str, Any]) -> int:
+    """Return the number of blocks of a run, whose arguments count the layers of its pattern."""
+    pattern = arguments.get("hybrid_layer_pattern")
+    return len(blocks_of(pattern)) if pattern else int(arguments["num_layers"])
+
+
+def pattern_of(arguments: Mapping[str, Any]) -> str:
+    """Return one symbol per layer of a run, also of one without --hybrid-layer-pattern."""
+    if pattern := arguments.get("hybrid_layer_pattern"):
+        return layers_of(pattern)
+    every = arguments.get("moe_layer_freq") or 1
+    if isinstance(every, str):
+        every = int(every) if every.isdecimal() else layer_pattern(every)
+    has_experts = every if isinstance(every, list) else [1, *[0] * (every - 1)]
+    return "".join(
+        ATTENTION + (EXPERTS if arguments.get("num_experts") and experts else FFN)
+        for _, experts in zip(range(arguments["num_layers"]), cycle(has_experts), strict=False)
+    )
+
+
+def with_heads(pattern: str) -> dict[int, int]:
+    """Return {block: layer} of the blocks that have attention."""
+    layers = layers_of(pattern)
+    return {
+        number: block.mixer
+        for number, block in enumerate(blocks_of(pattern))
+        if block.mixer is not None and layers[block.mixer] == ATTENTION
+    }

@@ -93,23 +93,10 @@ def memory(records: Sequence[Record]) -> list[Stage]:
             for between in range(first + 1, last):
                 if str(facts["stages"][between]) == str(facts["stages"][first]):
                     stages.setdefault(between, _between(stages[first], stages[last], between))
-    chunks = [stage[0] for stage in facts["stages"]]
-    numbers = _layer_numbers(chunks)
     return [
-        Stage(**{**vars(stages[index]), "layers": numbers[index]}) for index in range(len(chunks))
+        Stage(**{**vars(stages[index]), "layers": blocks})
+        for index, blocks in enumerate(facts["blocks"])
     ]
-
-
-def _layer_numbers(chunks: Sequence[Sequence[Sequence[object]]]) -> list[list[int]]:
-    """Return the layers of each stage: virtual stages take turns over the pipeline."""
-    numbers: list[list[int]] = [[] for _ in chunks]
-    following = 1
-    for virtual in range(len(chunks[0])):
-        for stage, of_stage in enumerate(chunks):
-            count = len(of_stage[virtual])
-            numbers[stage] += range(following, following + count)
-            following += count
-    return numbers
 
 
 def stage_of(record: Record) -> Stage:

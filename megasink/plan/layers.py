@@ -1,32 +1,52 @@
-"""The modules of each layer of a rank, and where its attention runs."""
+"""The modules of each block of a rank, and where its attention runs."""
 
 from collections.abc import Iterable, Iterator
+from itertools import groupby
 from typing import Any
 
+from megatron.core.transformer.attention import Attention
 from megatron.core.utils import get_attr_wrapped_model
+
+from megasink.megatron.hybrid_pattern import blocks_of
 
 _SKIPPED = ("IdentityOp", "IdentityFuncOp")
 
 
-def describe(models: Iterable[Any]) -> Iterator[dict[str, Any]]:
-    """Yield a record for each layer of a rank's model chunks."""
+def describe(models: Iterable[Any], pattern: str | None) -> Iterator[dict[str, Any]]:
+    """Yield a record for each block of a rank's model chunks, of which another may hold a half.
+
+    Args:
+        pattern: Of a hybrid model.
+    """
+    of_pattern = enumerate(blocks_of(pattern or ""), 1)
+    block_of = {layer + 1: n for n, block in of_pattern for layer in block if layer is not None}
     for model in models:
-        for layer in get_attr_wrapped_model(model, "decoder").layers:
-            attention = layer.self_attention
-            yield {
-                "layer": layer.layer_number,
-                "attention": [type(attention).__name__, type(attention.core_attention).__name__],
-                "window": attention.core_attention.window,
-                "mlp": [type(layer.mlp).__name__, *_inside(layer.mlp)],
-                "norms": sorted(
-                    {
-                        type(module).__name__
-                        for name, module in layer.named_modules()
-                        if "norm" in name.rpartition(".")[2]
-                        and type(module).__name__ not in _SKIPPED
-                    }
-                ),
-            }
+        layers = get_attr_wrapped_model(model, "decoder").layers
+        for block, of_block in groupby(
+            layers, lambda layer: block_of.get(layer.layer_number, layer.layer_number)
+        ):
+            yield {"layer": block, **_modules(list(of_block))}
+
+
+def _modules(layers: list[Any]) -> dict[str, Any]:
+    """Return the classes of a block's modules; of a mixer that is not attention, its class."""
+    mixers = (getattr(layer, "self_attention", getattr(layer, "mixer", None)) for layer in layers)
+    mixer = next((m for m in mixers if m is not None and not _is_skipped(m)), None)
+    core = mixer.core_attention if isinstance(mixer, Attention) else None
+    every = (getattr(layer, "mlp", None) for layer in layers)
+    mlps = [mlp for mlp in every if mlp is not None and not _is_skipped(mlp)]
+    named = (pair for layer in layers for pair in layer.named_modules())
+    norms = (m for name, m in named if "norm" in name.rpartition(".")[2] and not _is_skipped(m))
+    return {
+        "attention": [type(module).__name__ for module in (mixer, core) if module is not None],
+        "window": getattr(core, "window", None),
+        "mlp": [name for mlp in mlps for name in (type(mlp).__name__, *_inside(mlp))],
+        "norms": sorted({type(norm).__name__ for norm in norms}),
+    }
+
+
+def _is_skipped(module: Any) -> bool:
+    return type(module).__name__ in _SKIPPED
 
 
 def _inside(mlp: Any) -> Iterator[str]:

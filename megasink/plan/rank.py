@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 from megasink.attention.variants.layers import layers_with_variant
+from megasink.megatron.hybrid_pattern import PREDICTION, STAGE, blocks_of, count_blocks
 from megasink.plan import batches, layers, memory, parameters
 from megasink.plan.collectives import Collectives, group_names
 from megasink.plan.experts import share_tokens_equally
@@ -19,6 +20,8 @@ from megasink.plan.hollow.world import be_rank
 
 _NEVER = 1 << 40
 Write = Callable[[dict[str, Any]], None]
+
+Chunks = dict[tuple[int, int], tuple[Any, list[int]]]
 
 
 def step_as(rank: int, ranks: int, flags: Sequence[str], write: Write) -> None:
@@ -142,7 +145,7 @@ def _record(
         "parameters_here": here,
         "parameters_of_stage": stage,
         "training_state": memory.of_training_state(models, optimizer),
-        "layers": list(layers.describe(models)),
+        "layers": list(layers.describe(models, args.hybrid_layer_pattern)),
         "steps": steps,
         "groups": sorted(set(group_names().values())),
         "job": {
@@ -163,37 +166,69 @@ def _record(
             "flops": num_floating_point_operations(args, args.global_batch_size),
             "packed": bool(args.dataloader_inter_document_masking),
             "attention_kernel": choices[args.attention_variant].name if softmax else "",
-            "layers": args.num_layers,
+            "layers": count_blocks(vars(args)),
             "heads": args.num_attention_heads,
             "balance_scope": args.head_balance_scope,
             "balance_coeff": args.head_balance_coeff,
             "kernels": {title: str(choice) for title, choice in choices.items()},
             "fused": fused.describe(),
             "gathers": bool(args.use_distributed_optimizer),
-            "stages": stages(config, args),
+            **stages(config, args),
         },
     }
 
 
-def stages(config: Any, args: Namespace) -> list[list[Any]]:
-    """Return what makes pipeline stages differ: equal entries have the same modules."""
+def stages(config: Any, args: Namespace) -> dict[str, list[list[Any]]]:
+    """Return what makes pipeline stages differ, and the blocks of each.
+
+    Returns:
+        "stages": equal entries have the same modules; "blocks": their numbers, from 1.
+    """
+    count, virtual = args.pipeline_model_parallel_size, args.virtual_pipeline_model_parallel_size
+    if args.hybrid_layer_pattern:
+        chunks = _chunks_of_pattern(args.hybrid_layer_pattern, count)
+    else:
+        chunks = _chunks_of_gpt(config, args)
+    of_stages = [[chunks[stage, n] for n in range(virtual or 1)] for stage in range(count)]
+    return {
+        "stages": [
+            [[modules for modules, _ in of_stage], stage == 0, stage == count - 1]
+            for stage, of_stage in enumerate(of_stages)
+        ],
+        "blocks": [[n for _, blocks in of_stage for n in blocks] for of_stage in of_stages],
+    }
+
+
+def _chunks_of_gpt(config: Any, args: Namespace) -> Chunks:
+    """Return {(stage, virtual stage): (its modules, its blocks)}."""
     from megatron.core.transformer.transformer_block import get_num_layers_to_build
     from megatron.core.transformer.transformer_layer import get_transformer_layer_offset
 
-    stages = []
-    count = args.pipeline_model_parallel_size
+    chunks: Chunks = {}
+    virtual = args.virtual_pipeline_model_parallel_size
     frequency = args.moe_layer_freq if args.num_experts else [0] * args.num_layers
     varied = layers_with_variant(args)
-    for stage in range(count):
-        chunks = []
-        for chunk in range(args.virtual_pipeline_model_parallel_size or 1):
-            virtual = chunk if args.virtual_pipeline_model_parallel_size else None
-            size = get_num_layers_to_build(config, virtual, stage)
-            first = get_transformer_layer_offset(config, virtual, stage)
+    for stage in range(args.pipeline_model_parallel_size):
+        for chunk in range(virtual or 1):
+            number = chunk if virtual else None
+            size = get_num_layers_to_build(config, number, stage)
+            first = get_transformer_layer_offset(config, number, stage)
             layers = range(first, first + size)
-            chunks.append([[_is_mixture(frequency, n), varied[n]] for n in layers])
-        stages.append([chunks, stage == 0, stage == count - 1])
-    return stages
+            modules = [[_is_mixture(frequency, n), varied[n]] for n in layers]
+            chunks[stage, chunk] = (modules, [n + 1 for n in layers])
+    return chunks
+
+
+def _chunks_of_pattern(pattern: str, stages: int) -> Chunks:
+    """Return the same of a hybrid model."""
+    block_of = {layer: n for n, block in enumerate(blocks_of(pattern), 1) for layer in block}
+    chunks: Chunks = {}
+    first = 0
+    for index, symbols in enumerate(pattern.partition(PREDICTION)[0].split(STAGE)):
+        blocks = {block_of[layer] for layer in range(first, first + len(symbols))}
+        chunks[index % stages, index // stages] = (symbols, sorted(blocks))
+        first += len(symbols)
+    return chunks
 
 
 def _is_mixture(frequency: int | list[int], layer: int) -> bool:

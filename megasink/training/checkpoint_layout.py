@@ -23,6 +23,9 @@ BYTES = 36
 _SHARE = 0.5
 _OTHER_SHARDS = re.compile(r"shape mismatch .* key optimizer\.distributed\.dp_group_idx_")
 
+# Megatron's own sentences, which have both values.
+_OTHER_MODEL = re.compile(r"[Hh]ybrid (layer pattern|model).*GPT checkpoint|GPT checkpoint.*hybrid")
+
 
 def choosing_by_size(args: Namespace) -> Callable[[Any], Any]:
     """Return a hook for ``pre_wrap_hooks`` that sets --dist-ckpt-optim-fully-reshardable."""
@@ -66,6 +69,8 @@ def explained(error: BaseException) -> UserError | None:
             "there, with --dist-ckpt-optim-fully-reshardable, or go on without the state by "
             "--no-load-optim"
         )
+    if _OTHER_MODEL.search(str(error)):
+        return UserError(str(error))
     if "sharding type dp_reshardable" not in str(error):
         return None
     return UserError(

@@ -9,7 +9,10 @@ from typing import Any
 from megasink.checkpoints.identity import plain, same
 from megasink.checkpoints.tokenizer import same_tokenizer
 from megasink.data.object_store import is_stored
+from megasink.megatron.hybrid_pattern import pattern_of
 from megasink.training.checks.blends import blend_of
+
+LAYERS = "hybrid_layer_pattern"
 
 
 def differences_of(
@@ -23,6 +26,11 @@ def differences_of(
     """Describe how the arguments differ from those in a config.json."""
     before = {**saved["arguments"], **saved.get("identity", {})}
     now = {name: plain(getattr(args, name)) for name in names if hasattr(args, name)}
+
+    if now.get(LAYERS) and not before.get(LAYERS):  # a GPT model's weights fit a hybrid
+        before[LAYERS], now[LAYERS] = pattern_of(before), pattern_of(now)
+        for name in ("num_layers", "moe_layer_freq"):
+            now.pop(name, None)
 
     if saved.get("cwd") and "data_path" in before and "data_path" in now:
         before["data_path"] = _absolute(before["data_path"], saved["cwd"])

@@ -1,4 +1,4 @@
-"""Load checkpoints that megasink did not train: Megatron's own, and converted ones.
+"""Load checkpoints of other models: Megatron's own, converted ones, and GPT models in hybrids.
 
 Megatron's have no head-balance state, and converted ones no TransformerEngine FP8 state. Everything
 else has the names and layout of our model (attention_output_gate and softmax_type=learnable
@@ -17,9 +17,11 @@ from megatron.core.dist_checkpointing.dict_utils import (
     extract_matching_values,
 )
 
+from megasink.checkpoints.gpt_checkpoint import layer_maps, point_at_gpt_keys
+from megasink.checkpoints.layer_keys import pattern_in
 from megasink.checkpoints.torch_metadata import read_metadata
 from megasink.json_file import read_object
-from megasink.upstream.training import FOREIGN_CHECKPOINTS
+from megasink.upstream.training import FOREIGN_CHECKPOINTS, GPT_CHECKPOINTS
 
 _STATE = ".head_counter."
 
@@ -31,12 +33,27 @@ def accepting_megatrons_checkpoints() -> Iterator[None]:
     Upstream's non-strict load would accept a missing weight too.
     """
     original = dist_checkpointing.load
+    maps: list[Any] = []
 
     def load(sharded_state_dict: dict[str, Any], checkpoint_dir: str, *args: Any, **kw: Any) -> Any:
+        if maps:
+            known = read_metadata(Path(checkpoint_dir)).state_dict_metadata
+            if pattern_in(known) is None:  # upstream looks at the arguments alone
+                point_at_gpt_keys(sharded_state_dict, maps[0], known)
+            maps.clear()
         wanted = _without_missing_state(sharded_state_dict, checkpoint_dir)
         return original(wanted, checkpoint_dir, *args, **kw)
 
-    with FOREIGN_CHECKPOINTS.replacing(load=load):
+    def retarget(_: dict[str, Any], layer_maps: Any) -> None:
+        maps[:] = [layer_maps]  # for the whole state at once, when the keys are known
+
+    with (
+        FOREIGN_CHECKPOINTS.replacing(load=load),
+        GPT_CHECKPOINTS.replacing(
+            gpt_compatible_layer_maps=layer_maps,
+            retarget_sharded_state_dict_to_gpt_checkpoint=retarget,
+        ),
+    ):
         yield
 
 

@@ -51,6 +51,7 @@ class MetricsWriter:
     def __init__(self, statistics: ModelStatistics, metrics: Path | None):
         args = get_args()
         self._statistics = statistics
+        self._rows = series.HeadRows.of(args.hybrid_layer_pattern)
         self._owner = args.rank == args.world_size - 1
         self._file = MetricsFile(metrics if self._owner else None)
         self._opened = False
@@ -77,7 +78,7 @@ class MetricsWriter:
             losses = call["loss_dict"]
             self._open()
             self._write_ready()
-            values = series.StepValues(losses.get(LM_LOSS), statistics)
+            values = series.StepValues(losses.get(LM_LOSS), statistics, self._rows)
             self._waiting.append((self._record(call), values))
             if self._counts_heads is None and statistics is not None:
                 self._counts_heads = values.read()[1] is not None  # the model's, in every step
@@ -106,7 +107,7 @@ class MetricsWriter:
         if record["lm_loss"] is not None and not record["skipped"]:
             self._follow(iteration, record["lm_loss"])
         if read is not None:
-            record |= series.head_record(read, details=logs)
+            record |= self._rows.names() | series.head_record(read, details=logs)
             self._newest = (iteration, read.importance_LH)
             if self._draws(iteration):
                 self._draw(get_tensorboard_writer(), get_wandb_writer())
@@ -132,14 +133,15 @@ class MetricsWriter:
         record: dict[str, Any] = {"iteration": self._iteration}
         sinks: dict[str, Any] = {}
         if self._statistics.sinks is not None:
-            sinks = series.sink_record(split, *self._statistics.sink_rates())
+            rates = (rate_LH[self._rows.layers] for rate_LH in self._statistics.sink_rates())
+            sinks = series.sink_record(split, *rates)
         if not self._owner or not losses:
             return
         record[f"{split}_lm_loss"] = series.number(losses.get(LM_LOSS))
         if BITS_PER_BYTE in losses:
             record[f"{split}_bits_per_byte"] = series.number(losses[BITS_PER_BYTE])
         self._open()
-        record |= sinks
+        record |= self._rows.names() | sinks if sinks else {}
         if record not in self._known:  # resuming a finished run evaluates it again
             self._file.write(record)
         if sinks:
@@ -210,7 +212,8 @@ class MetricsWriter:
             return
         (iteration, importance_LH), self._newest = self._newest, None
         title = f"head importance (mean gate), step {iteration}"
-        picture = importance_picture(importance_LH.numpy().astype(np.float64), title)
+        table_LH = importance_LH.numpy().astype(np.float64)
+        picture = importance_picture(table_LH, title, self._rows.blocks)
         if writer:
             writer.add_image(HEATMAP, picture, iteration, dataformats="HWC")
         if wandb:
@@ -238,7 +241,9 @@ class MetricsWriter:
             parts.append(f"lm loss {record['lm_loss']:.4f}")
         if "imbalance" in record:
             parts.append(f"imbalance {record['imbalance']:.4f}")
-            cells = ("-" if cv is None else f"{cv:.3f}" for cv in record["imbalance_per_layer"])
+            cells = ["-" if cv is None else f"{cv:.3f}" for cv in record["imbalance_per_layer"]]
+            if "layers" in record:
+                cells = [f"{n}: {cv}" for n, cv in zip(record["layers"], cells, strict=True)]
             parts.append(f"by layer {' '.join(cells)}")
         parts.append(f"{speed:,.0f} tokens/s")
         parts.append(f"eta {timedelta(seconds=int(left / speed))}")

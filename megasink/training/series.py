@@ -3,17 +3,19 @@
 Scalars come only from the records, so TensorBoard and W&B show nothing that metrics.jsonl lacks.
 docs/observing.md defines each.
 
-Shapes: L layers, H query heads.
+Shapes: L layers with heads, H query heads.
 """
 
 import math
 from argparse import Namespace
-from typing import Any
+from collections.abc import Sequence
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from megasink.balance import sums
+from megasink.megatron.hybrid_pattern import blocks_of, with_heads
 from megasink.training.host_copy import HostCopy
 from megasink.training.metrics_file import RATIO
 
@@ -23,15 +25,43 @@ def is_observed(args: Namespace, iteration: int) -> bool:
     return bool(iteration % args.log_interval == 0 or iteration == args.train_iters)
 
 
+class HeadRows(NamedTuple):
+    """The rows of the records: the blocks of the model that have heads.
+
+    Attributes:
+        layers: Their rows in the model's statistics, which count the layers of a hybrid's pattern.
+        blocks: Their numbers; None if every block has heads, so that row i is block i.
+    """
+
+    layers: Sequence[int] | slice = slice(None)
+    blocks: list[int] | None = None
+
+    @classmethod
+    def of(cls, pattern: str | None) -> "HeadRows":
+        """Return the rows of a model with --hybrid-layer-pattern, or of one without."""
+        if not pattern:
+            return cls()
+        found = with_heads(pattern)
+        every = len(found) == len(blocks_of(pattern))
+        return cls([*found.values()], None if every else [*found])
+
+    def names(self) -> dict[str, list[int]]:
+        """Return the entry of a record that names the block of each row, where needed."""
+        return {} if self.blocks is None else {"layers": self.blocks}
+
+
 class StepValues:
     """The values of a step, on their way to the host in one copy.
 
     Args:
         lm_loss: One element; None on a rank that has no loss.
         statistics: On the device; None if the step had none.
+        rows: Of the statistics.
     """
 
-    def __init__(self, lm_loss: Tensor | None, statistics: sums.HeadStatistics | None):
+    def __init__(
+        self, lm_loss: Tensor | None, statistics: sums.HeadStatistics | None, rows: HeadRows
+    ):
         tensors = [] if lm_loss is None else [lm_loss]
         if statistics is not None:
             tensors += [
@@ -41,7 +71,7 @@ class StepValues:
                 statistics.balance_loss,
                 *statistics.series.values(),
             ]
-        self._has_loss = lm_loss is not None
+        self._rows, self._has_loss = rows.layers, lm_loss is not None
         self._series = None if statistics is None else [*statistics.series]
         self._shapes = [tensor.shape for tensor in tensors]
         self._copy: HostCopy | None = None
@@ -63,8 +93,9 @@ class StepValues:
         loss = float(read.pop(0)) if self._has_loss else None
         if self._series is None or not _recorded(read[0]):
             return loss, None
-        series = dict(zip(self._series, read[4:], strict=True))
-        return loss, sums.HeadStatistics(read[0], read[1], read[2], read[3], series)
+        series = {n: t[self._rows] for n, t in zip(self._series, read[4:], strict=True)}
+        tables = (table[self._rows] for table in read[:2])
+        return loss, sums.HeadStatistics(*tables, *read[2:4], series)
 
 
 def head_record(statistics: sums.HeadStatistics, *, details: bool) -> dict[str, Any]:
@@ -116,7 +147,7 @@ def head_scalars(record: dict[str, Any]) -> dict[str, float]:
 
     Megatron itself writes the totals among its losses.
     """
-    scalars = {}
+    scalars, blocks = {}, record.get("layers")
     for key, name in (("loss_spikes", "loss spikes"), (RATIO, "balance gradient ratio")):
         if record.get(key) is not None:
             scalars[name] = float(record[key])
@@ -124,7 +155,8 @@ def head_scalars(record: dict[str, Any]) -> dict[str, float]:
         ("imbalance_per_layer", "head imbalance"),
         (f"{RATIO}_per_layer", "balance gradient ratio"),
     ):
-        for layer, value in enumerate(record.get(key, ())):
+        rows = record.get(key, ())
+        for layer, value in zip(blocks or range(len(rows)), rows, strict=True):
             if value is not None:
                 scalars[f"{name} by layer/{layer}"] = value
     for key, name in (
@@ -132,7 +164,8 @@ def head_scalars(record: dict[str, Any]) -> dict[str, float]:
         ("softmax_offset", "softmax offset"),
         ("explicit_gate", "explicit gate"),
     ):
-        for layer, row in enumerate(record.get(key, ())):
+        rows = record.get(key, ())
+        for layer, row in zip(blocks or range(len(rows)), rows, strict=True):
             values = [value for value in row if value is not None]
             if not values:
                 continue

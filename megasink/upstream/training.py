@@ -130,6 +130,22 @@ FOREIGN_CHECKPOINTS = _training(
     "dist_checkpointing.load(...)",
     test="tests/training/test_end_to_end.py",
 )
+GPT_CHECKPOINTS = _training(
+    "GPT checkpoints in hybrid models",
+    "megatron.core.dist_checkpointing.gpt_checkpoint_interop",
+    "gpt_compatible_layer_maps retarget_sharded_state_dict_to_gpt_checkpoint",
+    "it takes layers to be stacked, and refuses patterns with both FFN and experts, or with "
+    "multi-token prediction",
+    "megatron.core.dist_checkpointing.gpt_checkpoint_interop: "
+    "def gpt_compatible_layer_maps(hybrid_layer_pattern)",
+    "megatron.core.dist_checkpointing.gpt_checkpoint_interop: "
+    "def retarget_sharded_state_dict_to_gpt_checkpoint(sharded_state_dict, layer_maps)",
+    "megatron.training.checkpointing:_maybe_setup_gpt_to_hybrid_load: "
+    "layer_maps = gpt_compatible_layer_maps(args.hybrid_layer_pattern)",
+    "megatron.training.checkpointing:load_checkpoint: "
+    "retarget_sharded_state_dict_to_gpt_checkpoint(sub_sd, gpt_compat_layer_maps)",
+    test="tests/training/test_hybrid_runs.py",
+)
 RESULTS_QUEUE = _training(
     "result queue of checkpoint writers",
     "megatron.core.dist_checkpointing.strategies.filesystem_async",

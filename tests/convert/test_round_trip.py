@@ -11,7 +11,7 @@ from safetensors.torch import load_file, save_file
 from tests.convert.models import MODELS
 from tests.distributed.layout import SINGLE, Layout
 
-TASKS = "tests.convert.tasks"
+TASKS, TASKS_OF_HYBRIDS = "tests.convert.tasks", "tests.convert.hybrid_tasks"
 TP, PP, TP_PP = Layout(tp=2), Layout(pp=2), Layout(tp=2, pp=2)
 EP, TP_SP = Layout(dp=2, ep=2), Layout(tp=2, sp=True)
 
@@ -52,6 +52,21 @@ def test_every_target(pool, tmp_path, name):
         for result in served.values():
             assert result["logits"] <= 1e-4
             assert result["generated"]
+
+
+HYBRID = """
+    llama-tied-geglu llama-bias nanochat qwen3-windows mixtral granite_swa gpt_oss-biases lfm3
+    qwen3_5-headwise-relu own-sigmoid-router
+"""
+
+
+@pytest.mark.parametrize("name", HYBRID.split())
+def test_a_hybrid_of_like_blocks_is_exported_as_a_gpt_model(pool, tmp_path, name):
+    """The same bytes; its weights are read from the GPT model's checkpoint."""
+    gpt, hybrid = str(tmp_path / "gpt"), str(tmp_path / "hybrid")
+    pool.run(f"{TASKS}:save_run", SINGLE, folder=gpt, name=name)
+    (different,) = pool.run(f"{TASKS_OF_HYBRIDS}:export_of_both", SINGLE, gpt=gpt, hybrid=hybrid)
+    assert different == []
 
 
 def test_a_gpt_oss_of_before_it_had_zeros_comes_in(pool, tmp_path):

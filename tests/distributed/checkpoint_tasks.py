@@ -4,15 +4,20 @@ The saving and loading are megatron.core's own, with the metadata that
 megatron/training/checkpointing.py:468 gives under --dist-ckpt-optim-fully-reshardable.
 """
 
+from pathlib import Path
 from typing import Any
 
+import torch
 from megatron.core import dist_checkpointing, parallel_state
+from megatron.core.dist_checkpointing.mapping import ShardedTensor
 from megatron.core.num_microbatches_calculator import init_num_microbatches_calculator
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.utils import unwrap_model
 from megatron.training.models.gpt import GPTModelBuilder, default_layer_spec
 
+from megasink.checkpoints.gpt_checkpoint import layer_maps, point_at_gpt_keys
+from megasink.checkpoints.torch_metadata import read_metadata
 from megasink.megatron.gate_projection import named_parts
 from megasink.megatron.init import global_names
 from megasink.training.foreign import accepting_megatrons_checkpoints
@@ -78,9 +83,14 @@ class Run:
         """Write a torch_dist checkpoint."""
         dist_checkpointing.save(self.state(loading=False), folder, ("torch_dist", 1))
 
-    def load(self, folder: str) -> None:
-        """Read it, in whatever layout it was written."""
-        state = dist_checkpointing.load(self.state(loading=True), folder)
+    def load(self, folder: str, pattern: str | None = None) -> None:
+        """Read it, in whatever layout it was written; into a pattern, that of a GPT model."""
+        state = self.state(loading=True)
+        if pattern is not None:
+            known = read_metadata(Path(folder)).state_dict_metadata
+            point_at_gpt_keys(state, layer_maps(pattern), known)
+        with accepting_megatrons_checkpoints():
+            state = dist_checkpointing.load(state, folder)
         (model,) = unwrap_model(self.models)
         model.load_state_dict(state["model"])
         self.optimizer.load_state_dict(state["optimizer"])
@@ -128,6 +138,50 @@ def load_and_go_on(folder: str, **options: Any) -> dict[str, Any]:
         "loss": run.train(1),
         "after": run.everything()["weights"],
     }
+
+
+def save_as_megatron(folder: str, **options: Any) -> dict[str, Any]:
+    """As `save_and_go_on`, with the tensors that Megatron's own model has, and no others."""
+    run = Run(**options)
+    run.train(2)
+    state = run.state(loading=False)
+    state["model"] = {n: entry for n, entry in state["model"].items() if "head_counter" not in n}
+    config = tiny_gpt.model_config(**_of_model(options))
+    config.transformer_layer_spec, config.pre_wrap_hooks = default_layer_spec, []
+    groups = ProcessGroupCollection.use_mpu_process_groups()
+    stock = GPTModelBuilder(config).build_model(groups).sharded_state_dict()
+    wanted, found = (_shapes(entries) for entries in (stock, state["model"]))
+    assert wanted == found
+    dist_checkpointing.save(state, folder, ("torch_dist", 1))
+    return {"loss": run.train(1)}
+
+
+def _of_model(options: dict[str, Any]) -> dict[str, Any]:
+    return {name: value for name, value in options.items() if name != "distributed_optimizer"}
+
+
+def _shapes(state: dict[str, Any]) -> set[tuple[str, tuple[int, ...]]]:
+    tensors = (entry for entry in state.values() if isinstance(entry, ShardedTensor))
+    return {(entry.key, tuple(entry.global_shape)) for entry in tensors}
+
+
+def load_into_a_hybrid(folder: str, pattern: str, **options: Any) -> dict[str, Any]:
+    """Load the checkpoint of a GPT model, one step."""
+    run = Run(pattern=pattern, **options)
+    run.load(folder, pattern)
+    return {"step": run.step, "loss": run.train(1)}
+
+
+def prediction_keys() -> list[str]:
+    """Keys of a GPT model that a layer of multi-token prediction of a hybrid is pointed at."""
+    names = ("self_attention.linear_proj.weight", "mlp.linear_fc2.weight")
+    prefix = "optimizer.state.exp_avg.mtp.layers.0.mtp_model_layer.layers"
+    state = {
+        n: ShardedTensor.from_rank_offsets(f"{prefix}.{layer}.{n}", torch.zeros(2))
+        for layer, n in enumerate(names)
+    }
+    point_at_gpt_keys(state, layer_maps("*-*E/*-"), ["decoder.layers.mlp.linear_fc2.weight"])
+    return [entry.key for entry in state.values()]
 
 
 def megatrons_checkpoint(folder: str, **options: Any) -> dict[str, Any]:

@@ -118,3 +118,22 @@ def test_megatrons_own_checkpoint_of_an_output_gate_loads_unchanged(pool, layout
     ours, theirs = ([{"weights": r[kind]} for r in reports] for kind in ("ours", "theirs"))
     merging.assert_same_weights(ours, theirs, 0.0, "weights")
     assert 4 < merging.loss(reports)[0] < 20
+
+
+@pytest.mark.parametrize("distributed", [False, True], ids=["plain", "distributed"])
+def test_a_checkpoint_of_megatrons_gpt_model_goes_on_as_a_hybrid(pool, tmp_path, distributed):
+    """With its optimizer's states; under the same layout to the bit."""
+    options = {"distributed_optimizer": distributed, "folder": str(tmp_path)}
+    options |= {"attention_variant": "vanilla", "head_balance_coeff": 0.0}
+    wanted = pool.run(f"{TASKS}:save_as_megatron", SINGLE, **options)
+    for layout, tolerance in ((SINGLE, 0.0), (TP, TOLERANCE)):
+        found = pool.run(f"{TASKS}:load_into_a_hybrid", layout, pattern="*-*-", **options)
+        assert {report["step"] for report in found} == {2}
+        np.testing.assert_allclose(merging.loss(found), merging.loss(wanted), rtol=tolerance)
+
+
+def test_layers_of_multi_token_prediction_have_the_names_of_a_gpt_model(pool):
+    (keys,) = pool.run(f"{TASKS}:prediction_keys", SINGLE)
+    of_gpt = "optimizer.state.exp_avg.mtp.layers.0.transformer_layer."
+    names = ("self_attention.linear_proj.weight", "mlp.linear_fc2.weight")
+    assert keys == [of_gpt + name for name in names]

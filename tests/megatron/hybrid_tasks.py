@@ -8,6 +8,7 @@ from megatron.core.utils import unwrap_model
 
 from megasink.analysis.capture.megatron_model import MegatronProbe
 from megasink.analysis.capture.statistics import MAP
+from megasink.analysis.interventions.activations import activation_names
 from megasink.analysis.metrics import STATISTICS
 from megasink.megatron.hybrid_pattern import ATTENTION, EXPERTS, FFN, layers_of
 from megasink.megatron.init import global_names
@@ -83,27 +84,38 @@ def layers_here(pattern: str) -> list[list[tuple[int, str]]]:
     ]
 
 
-def probed() -> dict[str, dict[str, Any]]:
+def probed(pattern: str, **options: Any) -> dict[str, dict[str, Any]]:
     """What the probe sees in a GPT model and in the hybrid with its weights, by name."""
-    pattern, ids = "*-*-", torch.arange(22).view(2, 11)
     found, weights = {}, dict[str, torch.Tensor]()
-    for name, options in (("gpt", {}), ("hybrid", {"pattern": pattern})):
-        (model,) = unwrap_model(tiny_gpt.build(tiny_gpt.model_config(**options)))
+    for name, others in (("gpt", {}), ("hybrid", {"pattern": pattern})):
+        (model,) = unwrap_model(tiny_gpt.build(tiny_gpt.model_config(**others, **options)))
         for parameter, tensor in model.named_parameters():
             if name == "gpt":
                 weights[parameter] = tensor
             else:
                 tensor.data.copy_(weights[in_gpt(parameter, pattern)])
-        kept = Kept({*STATISTICS, MAP})
-        with MegatronProbe(model.eval(), kept) as probe:
-            logits = probe.forward(ids).logits
-            sites = probe.sites()
-        found[name] = {
-            "heads": probe.heads,
-            "logits": logits,
-            "layers": {key: dict(value) for key, value in kept.layers.items()},
-            "states": dict(kept.states),
-            "sites": sorted(site.name for site in sites.available),
-            "missing": sites.missing,
-        }
+        found[name] = _seen(model)
     return found
+
+
+def probed_alone(**options: Any) -> dict[str, Any]:
+    """What the probe sees in a model."""
+    (model,) = unwrap_model(tiny_gpt.build(tiny_gpt.model_config(**options)))
+    return _seen(model)
+
+
+def _seen(model: Any) -> dict[str, Any]:
+    kept = Kept({*STATISTICS, MAP})
+    with MegatronProbe(model.eval(), kept) as probe:
+        logits = probe.forward(torch.arange(22).view(2, 11)).logits
+        sites = probe.sites()
+    return {
+        "heads": probe.heads,
+        "logits": logits,
+        "layers": {key: dict(value) for key, value in kept.layers.items()},
+        "attended": [key for key, value in kept.layers.items() if "out_HTD" in value],
+        "states": dict(kept.states),
+        "sites": sorted(site.name for site in sites.available),
+        "missing": sites.missing,
+        "places": activation_names(model),
+    }

@@ -3,6 +3,8 @@
 import numpy as np
 import pytest
 
+from megasink.checkpoints.layer_keys import as_gpt_keys, pattern_in
+from megasink.megatron.hybrid_pattern import blocks_of, with_heads
 from tests.distributed import merging
 from tests.distributed.cases import FULL, SP, TOLERANCE, TRAIN, name_of
 from tests.distributed.layout import SINGLE, Layout
@@ -72,20 +74,76 @@ def test_layers_are_numbered_through_the_whole_pattern(pool):
     assert stages[1] == [[(2, *ffn), (3, *attention)], [(6, *ffn)]]
 
 
-def test_the_probe_sees_the_layers_that_have_heads(pool):
-    """Layer l of the GPT model is layers 2 l and 2 l + 1, so its states are 4 l + 2 and 4 l + 4."""
-    (found,) = pool.run("tests.megatron.hybrid_tasks:probed", SINGLE)
+@pytest.mark.parametrize(("pattern", "options"), [("*-*-", {}), ("*E*E", MOE)], ids=name_of)
+def test_the_probe_sees_the_blocks_of_a_gpt_model(pool, pattern, options):
+    (found,) = pool.run("tests.megatron.hybrid_tasks:probed", SINGLE, pattern=pattern, **options)
     gpt, hybrid = found["gpt"], found["hybrid"]
-    assert (gpt["heads"], hybrid["heads"]) == ([4, 4], [4, 0, 4, 0])
+    assert hybrid["heads"] == gpt["heads"] == [4, 4]
+    assert (hybrid["sites"], hybrid["missing"]) == (gpt["sites"], gpt["missing"])
+    assert hybrid["places"] == gpt["places"]
     np.testing.assert_array_equal(hybrid["logits"], gpt["logits"])
-    for (sample, layer), statistics in gpt["layers"].items():
-        of_attention = hybrid["layers"][sample, 2 * layer]
-        of_both = of_attention | hybrid["layers"][sample, 2 * layer + 1]
-        assert of_both.keys() == statistics.keys()
-        assert hybrid["layers"][sample, 2 * layer + 1].keys() == {"mlp_branch_TE"}
+    for kind in ("layers", "states"):
+        assert hybrid[kind].keys() == gpt[kind].keys()
+    for key, statistics in gpt["layers"].items():
+        assert hybrid["layers"][key].keys() == statistics.keys()
         for name, value in statistics.items():
-            np.testing.assert_array_equal(of_both[name], value, err_msg=name)
-    for (sample, half), state_TE in gpt["states"].items():
-        np.testing.assert_array_equal(hybrid["states"][sample, 2 * half], state_TE)
-    assert hybrid["sites"] == ["0", "3"]
-    assert hybrid["missing"]["mlp0"] == "layer 0 of the hybrid has no FFN"
+            np.testing.assert_array_equal(hybrid["layers"][key][name], value, err_msg=name)
+    for key, state_TE in gpt["states"].items():
+        np.testing.assert_array_equal(hybrid["states"][key], state_TE)
+
+
+def test_blocks_of_other_patterns(pool):
+    """A mixer without an FFN, delta-net, and an FFN without a mixer."""
+    (found,) = pool.run(
+        "tests.megatron.hybrid_tasks:probed_alone", SINGLE, pattern="-*G-*--", **DELTA_NET
+    )
+    assert found["heads"] == [0, 4, 0, 4, 0]
+    assert {layer for _, layer in found["attended"]} == {1, 3}
+    assert {layer for _, layer in found["layers"]} == {0, 1, 2, 3, 4}
+    states = found["states"]
+    assert states.keys() == {(sample, half) for sample in range(2) for half in range(11)}
+    np.testing.assert_array_equal(states[0, 0], states[0, 1])  # block 0 has no mixer
+    np.testing.assert_array_equal(states[0, 3], states[0, 4])  # block 1 has no FFN
+    for half in (2, 3, 5, 6, 7, 8, 10):
+        assert np.abs(states[0, half] - states[0, half - 1]).max() > 1e-3
+
+
+def test_blocks_of_patterns():
+    assert blocks_of("*-|*E/*-") == [(0, 1), (2, 3)]
+    assert blocks_of("-MG-*--") == [(None, 0), (1, None), (2, 3), (4, 5), (None, 6)]
+    assert with_heads("-MG-*--*") == {3: 4, 5: 7}
+
+
+KEYS = {
+    "*": "self_attention.linear_qkv.weight",
+    "-": "mlp.linear_fc1.weight",
+    "E": "mlp.experts.experts.linear_fc1.weight",
+    "M": "mixer.in_proj.weight",
+    "G": "self_attention.in_proj.weight",
+}
+
+
+@pytest.mark.parametrize("pattern", ["*-*-", "*E*-", "M*-G-", "*", "-*"])
+def test_patterns_are_read_from_keys(pattern):
+    keys = [f"decoder.layers.{n}.{KEYS[symbol]}" for n, symbol in enumerate(pattern)]
+    keys += [
+        f"decoder.layers.{n}.pre_mlp_layernorm.weight" for n, s in enumerate(pattern) if s == "E"
+    ]
+    assert pattern_in(["decoder.final_norm.weight", *keys, "output_layer.weight"]) == pattern
+
+
+def test_keys_of_blocks():
+    """Those of GPT models stay, stacked and numbered."""
+    hybrid = [f"decoder.layers.{n}.{KEYS[symbol]}" for n, symbol in enumerate("*-*E")]
+    assert as_gpt_keys([*hybrid, "decoder.final_norm.weight"]) == {
+        hybrid[0]: f"decoder.layers.0.{KEYS['*']}",
+        hybrid[1]: f"decoder.layers.0.{KEYS['-']}",
+        hybrid[2]: f"decoder.layers.1.{KEYS['*']}",
+        hybrid[3]: f"decoder.layers.1.{KEYS['E']}",
+        "decoder.final_norm.weight": "decoder.final_layernorm.weight",
+    }
+    stacked = [f"decoder.layers.{KEYS[symbol]}" for symbol in "*-"]
+    of_one = [f"decoder.layers.0.{KEYS[symbol]}" for symbol in "*-"]
+    for keys in (stacked, of_one):
+        assert pattern_in(keys) is None
+        assert as_gpt_keys(keys) == {key: key for key in keys}

@@ -1,11 +1,12 @@
 """What the command does around the ranks that it steps (tests/plan/hollow/test_plan.py)."""
 
 import json
+from argparse import Namespace
 
 import pytest
 
 from megasink.errors import ConfigError
-from megasink.plan import job, launch, show
+from megasink.plan import job, launch, rank, show
 from megasink.plan.devices import DEVICES
 from megasink.plan.stand_ins import with_stand_ins
 from megasink.training import early
@@ -48,9 +49,16 @@ def test_the_first_rank_of_a_stage(before_data):
     assert job.rank_of(3, facts, last=True) == 63
 
 
-def test_layers_of_virtual_stages_take_turns():
-    chunks = [[[0, 0], [0]], [[0], [0, 0]]]
-    assert job._layer_numbers(chunks) == [[1, 2, 4], [3, 5, 6]]
+def test_blocks_of_the_stages_of_a_pattern():
+    args = Namespace(
+        hybrid_layer_pattern="*-*|-|*-|M*-",
+        pipeline_model_parallel_size=2,
+        virtual_pipeline_model_parallel_size=2,
+    )
+    assert rank.stages(None, args) == {
+        "stages": [[["*-*", "*-"], True, False], [["-", "M*-"], False, True]],
+        "blocks": [[1, 2, 3], [2, 4, 5]],  # block 2 is in both
+    }
 
 
 def test_what_grows_by_microbatch_is_multiplied():

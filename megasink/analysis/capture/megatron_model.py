@@ -13,8 +13,6 @@ from typing import Any, NamedTuple
 import torch
 from megatron.core.models.gpt import GPTModel
 from megatron.core.models.hybrid.hybrid_model import HybridModel
-from megatron.core.transformer.attention import Attention
-from megatron.core.transformer.identity_op import IdentityOp
 from torch import Tensor
 
 from megasink.analysis.capture.base import Listener, Probe
@@ -25,6 +23,7 @@ from megasink.analysis.capture.sites import Sites
 from megasink.analysis.capture.statistics import AttentionCall
 from megasink.attention.variants import variant
 from megasink.errors import UserError
+from megasink.megatron.blocks import ModelBlock, blocks_in
 from megasink.megatron.core_attention import CoreAttention
 from megasink.megatron.documents import first_values
 
@@ -47,7 +46,7 @@ class MegatronProbe(Probe):
         super().__init__(model_problems(model), listener, changes)
         self.model: GPTModel | HybridModel = model
         self.body = model
-        self.layers: list[Any] = list(model.decoder.layers)
+        self.layers: list[ModelBlock] = blocks_in(model)
         self.heads = heads_by_layer(model)
 
     def forward(
@@ -88,7 +87,7 @@ class MegatronProbe(Probe):
         return megatron_sites(self.model)
 
     def _output_weight(self, index: int) -> Tensor:
-        attention = self.layers[index].self_attention
+        attention = self.layers[index].attention
         weight_XE = attention.linear_proj.weight.detach().t()
         heads = self.heads[index]
         # With multi-head addition (P2.44) all heads share one [D, E].
@@ -97,18 +96,17 @@ class MegatronProbe(Probe):
         )
         return weight_HDE.expand(heads, -1, -1)
 
-    def _attach(self, index: int, layer: Any) -> None:
+    def _attach(self, index: int, block: ModelBlock) -> None:
         if "state_TE" in self.needs:
-            self._attach_states(index, layer)
-        mlp = getattr(layer, "mlp", None)
-        if "mlp_branch_TE" in self.needs and not isinstance(mlp, IdentityOp | None):
+            self._attach_states(index, block)
+        if "mlp_branch_TE" in self.needs and block.mlp is not None:
             self._after(
-                mlp,
+                block.mlp,
                 lambda out: self._branch("mlp_branch_TE", index, batch_first(with_bias(out))),
             )
-        if not self.heads[index]:
+        if (attention := block.attention) is None:
             return
-        attention, core = layer.self_attention, layer.self_attention.core_attention
+        core = attention.core_attention
         self._hooks.append(
             core.register_forward_hook(
                 lambda _, args, kwargs, out: self._attended(index, core, args, kwargs, out),
@@ -120,24 +118,24 @@ class MegatronProbe(Probe):
         self._replace(attention.linear_proj, lambda gated: self._gated(index, attention, gated))
         self._after(attention, lambda out: self._finish(index, batch_first(with_bias(out))))
 
-    def _attach_states(self, index: int, layer: Any) -> None:
+    def _attach_states(self, index: int, block: ModelBlock) -> None:
         def keep(half: int) -> Callable[[Any], None]:
             return lambda output: self._state(half, batch_first(output))
 
         if index == 0:
-            self._before(layer, keep(0))
-        adds = (getattr(layer, "self_attn_bda", None), getattr(layer, "mlp_bda", None))
+            self._before(block.first, keep(0))
+        adds = (getattr(block.mixer, "self_attn_bda", None), getattr(block.ffn, "mlp_bda", None))
         norms: list[Any] = [getattr(add, "layernorm", None) for add in adds]
         if self.model.config.post_norm and None not in norms:
             # Massive activations show only before the norm of the sum (P2.10, P2.42).
             self._before(norms[0], keep(2 * index + 1))
             self._before(norms[1], keep(2 * index + 2))
             return
-        if (middle := getattr(layer, "pre_mlp_layernorm", None)) is not None:
-            self._before(middle, keep(2 * index + 1))
-        else:  # a Mamba layer
-            self._after(layer, keep(2 * index + 1))
-        self._after(layer, keep(2 * index + 2))
+        if block.ffn is None:
+            self._after(block.mixer, keep(2 * index + 1))
+        else:
+            self._before(block.ffn.pre_mlp_layernorm, keep(2 * index + 1))
+        self._after(block.last, keep(2 * index + 2))
 
     def _attended(
         self, index: int, core: CoreAttention, args: tuple[Any, ...], kwargs: Any, out_SBX: Tensor
@@ -180,12 +178,9 @@ class MegatronProbe(Probe):
 
 
 def heads_by_layer(model: GPTModel | HybridModel) -> list[int]:
-    """Return the number of heads of each layer; 0 for a layer of a hybrid without attention."""
+    """Return the number of heads of each block; 0 for one without attention."""
     heads: int = model.config.num_attention_heads
-    return [
-        heads if isinstance(getattr(layer, "self_attention", None), Attention) else 0
-        for layer in model.decoder.layers
-    ]
+    return [0 if block.attention is None else heads for block in blocks_in(model)]
 
 
 def model_problems(model: GPTModel | HybridModel) -> list[str]:
@@ -207,11 +202,11 @@ def model_problems(model: GPTModel | HybridModel) -> list[str]:
         )
     if model.training:
         problems.append("the model is in training mode: call model.eval()")
-    for layer, heads in zip(model.decoder.layers, heads_by_layer(model), strict=True):
-        core = getattr(getattr(layer, "self_attention", None), "core_attention", None)
-        if heads and not isinstance(core, CoreAttention):
+    for number, block in enumerate(blocks_in(model)):
+        core = getattr(block.attention, "core_attention", None)
+        if block.attention is not None and not isinstance(core, CoreAttention):
             problems.append(
-                f"layer {layer.layer_number} uses {type(core).__name__}: megasink can only read "
+                f"layer {number} uses {type(core).__name__}: megasink can only read "
                 "its own core attention (megasink.megatron)"
             )
             break

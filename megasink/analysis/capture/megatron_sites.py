@@ -11,21 +11,21 @@ from megatron.core.transformer.identity_op import IdentityOp
 from torch import Tensor
 
 from megasink.analysis.capture.sites import BLOCKS, PRODUCT, UP, Site, Sites, fused_norm, tensor_of
+from megasink.megatron.blocks import blocks_in
 
 
 def megatron_sites(model: GPTModel | HybridModel) -> Sites:
     """Return the sites in the first blocks."""
     sites = Sites(context=model.config.prefix_lm_tokens)
-    layers: Any = model.decoder.layers
-    _add_mlp(sites, getattr(layers[0], "mlp", None), model.config)
-    for index, layer in enumerate(layers[:BLOCKS]):
-        readers = (("self_attention", "linear_qkv"), ("mlp", "linear_fc1"))
-        norms = ("input_layernorm", "pre_mlp_layernorm")
-        for half, norm_name, (name, linear) in zip(
-            (2 * index, 2 * index + 1), norms, readers, strict=True
+    blocks = blocks_in(model)
+    _add_mlp(sites, blocks[0].mlp, model.config)
+    for index, block in enumerate(blocks[:BLOCKS]):
+        for half, layer, norm_name, linear in (
+            (2 * index, block.mixer, "input_layernorm", ("self_attention", "linear_qkv")),
+            (2 * index + 1, block.ffn, "pre_mlp_layernorm", ("mlp", "linear_fc1")),
         ):
             norm = getattr(layer, norm_name, None)
-            reader = getattr(getattr(layer, name, None), linear, None)
+            reader = getattr(getattr(layer, linear[0], None), linear[1], None)
             if not isinstance(norm, IdentityOp | None):
                 sites.available.append(Site(str(half), norm, lambda _, out: batch_first(out)))
             elif getattr(reader, "layer_norm_weight", None) is not None:
@@ -40,8 +40,8 @@ def _add_mlp(sites: Sites, mlp: Any, config: Any) -> None:
     down, up = getattr(mlp, "linear_fc2", None), getattr(mlp, "linear_fc1", None)
     if down is None or up is None:
         reason = "block 0 has experts, which have no common activation"
-        if isinstance(mlp, IdentityOp | None):
-            reason = "layer 0 of the hybrid has no FFN"
+        if mlp is None:
+            reason = "block 0 has no FFN"
         sites.missing[PRODUCT] = sites.missing[UP] = reason
         return
     sites.available.append(Site(PRODUCT, down, lambda product, _: batch_first(product)))

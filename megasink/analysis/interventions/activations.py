@@ -223,18 +223,17 @@ def _known(probe: Probe) -> dict[str, _Place]:
 
 
 def _places(probe: Probe, layer: Any, heads: int) -> dict[str, _Place]:
-    """Return the places of a layer that is a block of transformers or a layer of Megatron."""
+    """Return the places of a block of transformers or of Megatron."""
     if is_block := isinstance(layer, Block):
-        module, attention, mlp, projection = layer.module, layer.attention, layer.mlp, layer.output
-        middle, down = layer.middle, None if mlp is None else child(mlp, DOWN)
+        first = last = layer.module
+        attention, mlp, projection, middle = layer.attention, layer.mlp, layer.output, layer.middle
+        down = None if mlp is None else child(mlp, DOWN)
     else:
-        module, attention = layer, layer.self_attention if heads else None
-        mlp = getattr(layer, "mlp", None)  # of a hybrid's layers some have none, or an IdentityOp
-        mlp = None if mlp is None or next(mlp.parameters(), None) is None else mlp
+        first, last, attention, mlp = layer.first, layer.last, layer.attention, layer.mlp
         projection, down = getattr(attention, "linear_proj", None), getattr(mlp, "linear_fc2", None)
-        middle = layer.pre_mlp_layernorm if heads and mlp is not None else None
-    outputs = {"output": module, "attention_branch": attention, "mlp_branch": mlp}
-    inputs = {"input": module, "middle": middle, "mlp_hidden": down}
+        middle = layer.ffn.pre_mlp_layernorm if None not in (layer.mixer, mlp) else None
+    outputs = {"output": last, "attention_branch": attention, "mlp_branch": mlp}
+    inputs = {"input": first, "middle": middle, "mlp_hidden": down}
     place = partial(_Place, in_megatron=not is_block)
     found = {name: place(of) for name, of in outputs.items() if of is not None}
     found |= {name: place(of, _STATE) for name, of in inputs.items() if of is not None}
@@ -243,7 +242,7 @@ def _places(probe: Probe, layer: Any, heads: int) -> dict[str, _Place]:
     one = getattr(probe.model.config, "multi_head_addition", False)  # it reads the sum of the heads
     found["gated_out"] = place(projection, _STATE, 1 if one else heads)
     if not is_block:
-        core = layer.self_attention.core_attention
+        core = attention.core_attention
         found |= {name: place(core, (i, name)) for i, name in enumerate(_OF_ATTENTION[:3])}
         found["out"] = place(core, None, heads)
     elif decoder_of(probe.model)._can_set_attn_implementation():

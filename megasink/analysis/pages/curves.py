@@ -12,6 +12,7 @@ from megasink.analysis.pages.metrics import read_metrics
 from megasink.analysis.pages.style import BLUE, GRAY, VERMILION, label, note, panels, save, styled
 from megasink.errors import UserError
 from megasink.json_file import read_object
+from megasink.megatron.hybrid_pattern import count_blocks
 
 EMA = 0.9
 """Factor of moving averages (P1.41)."""
@@ -66,7 +67,7 @@ def _title(run_dir: Path) -> str:
     try:
         a = content["arguments"]
         return (
-            f"{run_dir.name}: {a['attention_variant']} attention, {a['num_layers']} layers, "
+            f"{run_dir.name}: {a['attention_variant']} attention, {count_blocks(a)} layers, "
             f"{a['num_attention_heads']} heads, d {a['hidden_size']}, "
             f"head-balance coefficient {a['head_balance_coeff']:g}"
         )
@@ -128,5 +129,7 @@ def _draw_importance(figure: Any, axis: Any, lines: list[dict[str, Any]]) -> Non
         label(axis, title)
         note(axis, "no gates recorded")
         return
-    importance_LH = np.asarray(rows[-1]["importance"], dtype=float)
-    draw_importance(figure, axis, importance_LH, f"{title}, step {rows[-1]['iteration']}")
+    last = rows[-1]
+    importance_LH = np.asarray(last["importance"], dtype=float)
+    title += f", step {last['iteration']}"
+    draw_importance(figure, axis, importance_LH, title, layers=last.get("layers"))

@@ -11,7 +11,7 @@ from megasink.errors import UserError
 _AXES = {
     **dict.fromkeys(("lm_loss", "valid_lm_loss", "valid_bits_per_byte", "imbalance"), 0),
     **dict.fromkeys(("tokens", "seconds", "loss_spikes"), 0),
-    "imbalance_per_layer": 1,
+    **dict.fromkeys(("imbalance_per_layer", "layers"), 1),
     "importance": 2,
 }
 _KINDS = ("a number", "a list of numbers", "a table of numbers")
@@ -45,6 +45,10 @@ def _check(line: object, where: str) -> None:
     for key, axes in _AXES.items():
         if line.get(key) is not None and _shape(line[key], axes) is None:
             raise UserError(f"{where}: {key} is {line[key]!r:.80}, not {_KINDS[axes]}")
+    rows = len(line.get("layers") or [])
+    for key in ("imbalance_per_layer", "importance"):
+        if rows and line.get(key) and len(line[key]) != rows:
+            raise UserError(f"{where}: {key} has {len(line[key])} rows, layers names {rows}")
 
 
 def _shape(value: object, axes: int) -> tuple[int, ...] | None:

@@ -219,8 +219,8 @@ def test_runs(pool, kind):
     [
         (
             {"pattern": "G*-", **DELTA_NET},
-            {"layers.0.output", "layers.1.query", "layers.1.gate", "layers.2.mlp_hidden"},
-            {"layers.0.query", "layers.0.mlp_branch", "layers.1.mlp_branch", "layers.2.gated_out"},
+            {"layers.0.output", "layers.1.query", "layers.1.gate", "layers.1.mlp_hidden"},
+            {"layers.0.query", "layers.0.mlp_branch", "layers.0.middle", "layers.2.output"},
         ),
         (
             MOE,

@@ -6,7 +6,7 @@ import matplotlib.image
 import numpy as np
 import pytest
 
-from megasink.analysis.pages.curves import draw_run, series, smoothed
+from megasink.analysis.pages.curves import draw_run, figure_of, series, smoothed
 from megasink.analysis.pages.metrics import read_metrics
 from megasink.errors import UserError
 
@@ -78,12 +78,24 @@ def test_the_heatmap_distinguishes_open_and_closed_heads(tmp_path):
     assert count["flat"] < 1_000
 
 
+def test_rows_of_the_heatmap_are_named_by_their_blocks(tmp_path):
+    row = {"iteration": 1, "lm_loss": 1.0, "imbalance": 0.0, "imbalance_per_layer": [0.1, 0.2]}
+    row |= {"importance": [[0.5, 1.0]] * 2, "layers": [1, 3]}
+    figure = figure_of(tmp_path, [row])
+    axis = next(axis for axis in figure.axes if axis.get_ylabel() == "layer")
+    assert [tick.get_text() for tick in axis.get_yticklabels()] == ["1", "3"]
+
+
 @pytest.mark.parametrize(
     ("content", "message"),
     [
         (None, "is not a run"),
         ("", "no training step"),
         ('{"iteration": 1}\n{"b', "line 2 is not JSON"),
+        (
+            '{"iteration": 1, "layers": [1], "imbalance_per_layer": [0.1, 0.2]}',
+            "imbalance_per_layer has 2 rows, layers names 1",
+        ),
     ],
 )
 def test_what_is_no_run_is_refused(tmp_path, content, message):

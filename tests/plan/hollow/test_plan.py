@@ -100,6 +100,14 @@ def test_parameters_are_exact_in_every_layout(gpu, pool, text, ranks, wanted):
     assert sum(found.values()) == built
 
 
+def test_a_hybrid_of_like_blocks_has_the_plan_of_its_gpt_model(gpu):
+    gpt = records_of(gpu, f"{PP} 2", ranks=2)
+    hybrid = records_of(gpu, f"{PP} 2 --hybrid-layer-pattern *-*-|*-*-", ranks=2, layers=8)
+    assert job.parameters(hybrid) == job.parameters(gpt)
+    assert [record["layers"] for record in hybrid] == [record["layers"] for record in gpt]
+    assert [stage.layers for stage in job.memory(hybrid)] == [[1, 2], [3, 4]]
+
+
 def test_a_stage_in_between_is_as_if_it_was_stepped(gpu):
     text = f"{PP} 6 {TP} 2 {SP} {CP} 2 --attention-variant gated"
     told = job.memory(records_of(gpu, text, ranks=48, layers=6))

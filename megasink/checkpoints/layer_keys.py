@@ -1,0 +1,69 @@
+"""Keys of layers in torch_dist checkpoints: those of hybrid models as those of GPT models.
+
+A GPTModel keeps a block under one number, or all blocks stacked under none. A HybridModel has a
+number for each layer of its pattern.
+"""
+
+import re
+from collections.abc import Iterable
+
+from megasink.megatron.hybrid_pattern import (
+    ATTENTION,
+    DELTA_NET,
+    EXPERTS,
+    FFN,
+    MAMBA,
+    blocks_of,
+)
+
+LAYERS = "decoder.layers."
+_NUMBERED = re.compile(r"decoder\.layers\.(\d+)\.(.+)")
+LAST_NORM = ("decoder.final_norm.", "decoder.final_layernorm.")
+"""The beginning of its keys in a hybrid, and in a GPT model."""
+# The first match is the symbol of the layer that has the key; norms alone do not decide.
+_SYMBOLS = {
+    MAMBA: re.compile(r"mixer\."),
+    DELTA_NET: re.compile(r"self_attention\.(in_proj|conv1d|A_log)"),
+    ATTENTION: re.compile(r"self_attention\."),
+    EXPERTS: re.compile(r"mlp\.(router|experts)\."),
+    FFN: re.compile(r"mlp\."),
+}
+
+
+def is_stacked(keys: Iterable[str]) -> bool:
+    """Whether keys, of weights or of their optimizer states, have layers on a leading axis."""
+    found = (key.partition(LAYERS)[2] for key in keys)
+    return any(rest and not rest[0].isdigit() for rest in found)
+
+
+def pattern_in(keys: Iterable[str]) -> str | None:
+    """Return the pattern of the hybrid model that has weights of these keys; None for a GPT's."""
+    keys = list(keys)
+    if is_stacked(keys):
+        return None
+    symbols: dict[int, set[str]] = {}
+    for number, rest in (found.groups() for found in map(_NUMBERED.match, keys) if found):
+        kinds = (symbol for symbol, known in _SYMBOLS.items() if known.match(rest))
+        symbols.setdefault(int(number), set()).update(next(kinds, ""))
+    mixers, pattern = {MAMBA, DELTA_NET, ATTENTION}, ""
+    for layer in range(len(symbols)):
+        found = symbols.get(layer, set())
+        if not found or (found & mixers and found & {FFN, EXPERTS}):
+            return None
+        pattern += next(symbol for symbol in _SYMBOLS if symbol in found)
+    return pattern or None
+
+
+def as_gpt_keys(keys: Iterable[str]) -> dict[str, str]:
+    """Return {key: key in a GPT model whose layers are numbered}; a GPT's keys stay."""
+    keys = list(keys)
+    if (pattern := pattern_in(keys)) is None:
+        return {key: key for key in keys}
+    block_of = {layer: number for number, block in enumerate(blocks_of(pattern)) for layer in block}
+
+    def renamed(key: str) -> str:
+        if layer := _NUMBERED.match(key):
+            return f"{LAYERS}{block_of[int(layer[1])]}.{layer[2]}"
+        return key.replace(*LAST_NORM)
+
+    return {key: renamed(key) for key in keys}

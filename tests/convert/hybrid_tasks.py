@@ -1,0 +1,44 @@
+"""Tasks for the workers: hybrid runs of the weights of GPT runs, and exports of both."""
+
+import json
+from argparse import Namespace
+from pathlib import Path
+
+from megatron.core.models.hybrid.hybrid_model import HybridModel
+
+from megasink.checkpoints.find import find_checkpoint
+from megasink.checkpoints.load import load_without_tokenizer
+from megasink.megatron.hybrid_pattern import pattern_of
+from tests.convert.tasks import save_checkpoint
+
+
+def save_as_hybrid(run: str, folder: str) -> None:
+    """A run folder of the hybrid model with the weights of a GPT model's run."""
+    location, root = find_checkpoint(Path(run)), Path(folder)
+    saved = json.loads(location.config.read_text())["arguments"]
+    saved["hybrid_layer_pattern"] = pattern_of(saved)
+    saved["num_layers"] = len(saved["hybrid_layer_pattern"])
+    if isinstance(windows := saved.get("window_attn_skip_freq"), list):
+        saved["window_attn_skip_freq"] = [each for window in windows for each in (window, 0)]
+    described = root.with_suffix(".json")
+    described.write_text(json.dumps({"arguments": saved}))
+    model, _ = load_without_tokenizer(location._replace(config=described))
+    assert isinstance(model, HybridModel)
+    save_checkpoint(root, Namespace(**saved), model)
+
+
+def export_of_both(gpt: str, hybrid: str) -> list[str]:
+    """Export a GPT run and the hybrid run that is written of it; names of files that differ."""
+    from megasink.convert.checking import check_export
+    from megasink.convert.to_hf import export, source_of
+
+    save_as_hybrid(gpt, hybrid)
+    sources = [source_of(Path(run)) for run in (gpt, hybrid)]
+    assert sources[0].model == sources[1].model
+    outputs = [Path(f"{run}-hf") for run in (gpt, hybrid)]
+    for source, output in zip(sources, outputs, strict=True):
+        export(source, output, say=lambda line: None)
+    check_export(sources[1], outputs[1], say=lambda line: None)  # loads the hybrid
+    files = [{path.name: path.read_bytes() for path in output.iterdir()} for output in outputs]
+    assert files[0].keys() == files[1].keys()
+    return [name for name in files[0] if files[0][name] != files[1][name]]
