@@ -40,7 +40,7 @@ def build(name: str, shape: dict[str, Any], arguments: argparse.Namespace, cuda:
     from megatron.core.process_groups_config import ProcessGroupCollection
 
     from megasink.megatron.core_attention import CoreAttention
-    from megasink.megatron.model import MegasinkGPTBuilder
+    from megasink.megatron.model import MegasinkModelBuilder
 
     config = gpt_config(
         arguments.sequence,
@@ -53,7 +53,7 @@ def build(name: str, shape: dict[str, Any], arguments: argparse.Namespace, cuda:
         use_cpu_initialization=not cuda,
     )
     config.finalize()
-    models = MegasinkGPTBuilder(config).build_distributed_models(
+    models = MegasinkModelBuilder(config).build_distributed_models(
         ProcessGroupCollection.use_mpu_process_groups(),
         ddp_config=DistributedDataParallelConfig(grad_reduce_in_fp32=True),
     )

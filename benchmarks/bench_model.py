@@ -23,9 +23,10 @@ def gpt_config(sequence: int, *, vocabulary: int = VOCABULARY, **options: Any) -
         vocabulary: number of tokens.
         options: of MegasinkTransformerConfig, its shape among them.
     """
-    from megasink.megatron import layer_spec
+    from megasink.megatron.block_stack import block_stack_spec
     from megasink.megatron.config import MegasinkTransformerConfig
-    from megasink.megatron.model import MegasinkGPTConfig
+    from megasink.megatron.model import MegasinkModelConfig
+    from megasink.megatron.model_of_arguments import pattern_of_blocks
 
     transformer = MegasinkTransformerConfig(
         transformer_impl="local",
@@ -39,9 +40,11 @@ def gpt_config(sequence: int, *, vocabulary: int = VOCABULARY, **options: Any) -
         gradient_accumulation_fusion=False,
         **options,
     )
-    return MegasinkGPTConfig(
+    pattern = pattern_of_blocks(transformer)
+    return MegasinkModelConfig(
         transformer=transformer,
-        transformer_layer_spec=layer_spec,
+        hybrid_stack_spec=block_stack_spec(transformer, pattern),
+        hybrid_layer_pattern=pattern,
         vocab_size=vocabulary,
         seq_length=sequence,
         position_embedding_type="rope",

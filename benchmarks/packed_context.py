@@ -40,7 +40,7 @@ def stepper(name: str, row: list[int]) -> Callable[[], float]:
     from megatron.core.process_groups_config import ProcessGroupCollection
 
     from megasink.megatron.documents import PackedRow, row_of_documents
-    from megasink.megatron.model import MegasinkGPTBuilder
+    from megasink.megatron.model import MegasinkModelBuilder
 
     groups = ProcessGroupCollection.use_mpu_process_groups()
     if name == ALONE:
@@ -55,7 +55,7 @@ def stepper(name: str, row: list[int]) -> Callable[[], float]:
         context_parallel_size=ranks,
         use_cpu_initialization=True,
     )
-    model = MegasinkGPTBuilder(config).build_model(groups, pre_process=True, post_process=True)
+    model = MegasinkModelBuilder(config).build_model(groups, pre_process=True, post_process=True)
     bounds = [0, *torch.tensor(row).cumsum(0).tolist()]
     documents = row_of_documents(bounds, device=torch.device("cpu"), ranks=ranks, rank=rank)
     params = PackedRow(max_seqlen_q=tokens, max_seqlen_kv=tokens, documents=documents)

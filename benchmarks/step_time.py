@@ -41,7 +41,7 @@ def build(options: dict[str, object], sequence: int, device: str) -> torch.nn.Mo
     """A GPT of the device's shape, on one process."""
     from megatron.core.process_groups_config import ProcessGroupCollection
 
-    from megasink.megatron.model import MegasinkGPTBuilder
+    from megasink.megatron.model import MegasinkModelBuilder
 
     if device == "cpu":
         config = gpt_config(sequence, **SHAPE, **options, use_cpu_initialization=True)
@@ -49,7 +49,7 @@ def build(options: dict[str, object], sequence: int, device: str) -> torch.nn.Mo
         dtype = {"bf16": True, "params_dtype": torch.bfloat16}
         config = gpt_config(sequence, vocabulary=VOCABULARY_06B, **SHAPE_06B, **dtype, **options)
     groups = ProcessGroupCollection.use_mpu_process_groups()
-    model = MegasinkGPTBuilder(config).build_model(groups, pre_process=True, post_process=True)
+    model = MegasinkModelBuilder(config).build_model(groups, pre_process=True, post_process=True)
     return model if device == "cpu" else model.cuda()
 
 

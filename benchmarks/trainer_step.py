@@ -111,10 +111,16 @@ class Bare(nn.Module):
     @torch.no_grad()
     def take(self, model: nn.Module) -> None:
         """Copy the weights of Megatron's model."""
-        given = {name.removeprefix("module."): p for name, p in model.named_parameters()}
+        from megatron.core.utils import unwrap_model
+
+        from megasink.megatron.init import global_names
+
+        whole: Any = unwrap_model(model)
+        names_in_blocks = global_names(whole)
+        given = {names_in_blocks[name]: p for name, p in whole.named_parameters()}
         self.embedding.weight.copy_(given["embedding.word_embeddings.weight"][:VOCABULARY])
         self.head.weight.copy_(given["output_layer.weight"][:VOCABULARY])
-        self.norm.weight.copy_(given["decoder.final_layernorm.weight"])
+        self.norm.weight.copy_(given["decoder.final_norm.weight"])
         names = {
             "attention_norm": "input_layernorm",
             "qkv": "self_attention.linear_qkv",

@@ -16,7 +16,7 @@ _OTHER_RATES = (
 _PACKED = "dataloader_inter_document_masking"
 # Option -> (another's name, the value or the tuple of values that are fine, why not both).
 EXCLUDED: dict[str, tuple[tuple[str, Any, str], ...]] = {
-    # Megatron's flags for what the pattern says, and what a HybridModel or its spec ignores.
+    # Megatron's flags for what the pattern says.
     "hybrid_layer_pattern": (
         ("num_layers_per_virtual_pipeline_stage", None, "give more stages between |"),
         ("num_virtual_stages_per_pipeline_rank", None, "give more stages between |"),
@@ -26,13 +26,9 @@ EXCLUDED: dict[str, tuple[tuple[str, Any, str], ...]] = {
         ("account_for_embedding_in_pipeline_split", False, _ONLY_IN_PATTERN),
         ("account_for_loss_in_pipeline_split", False, _ONLY_IN_PATTERN),
         ("moe_layer_freq", 1, "layers with experts are those marked E"),
-        ("use_rope_scaling", False, "Megatron's HybridModel ignores it: use yarn"),
-        ("use_transformer_engine_op_fuser", False, "the halves of a layer are built apart"),
-        ("use_grouped_gemm_for_dense_mlp", False, "not supported"),
     ),
     # What the layers of multi-token prediction would ignore, or what no test covers.
     "mtp_num_layers": (
-        ("hybrid_layer_pattern", None, "GPT models only"),
         ("dataloader_inter_document_masking", False, "it would predict across documents"),
         ("context_parallel_size", 1, "its loss is a mean over each rank's targets, which differ"),
         ("pipeline_model_parallel_layout", None, "its layers are on the last stage"),

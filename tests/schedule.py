@@ -165,6 +165,7 @@ OTHER_VERSIONS = (
     "tests/cpu/",
     "tests/megatron/test_core_attention.py",
     "tests/megatron/test_gated_attention.py",
+    "tests/megatron/test_gpt.py",
     "tests/megatron/test_hybrid.py",
     "tests/megatron/test_init.py",
     "tests/megatron/test_softmax_offset.py",

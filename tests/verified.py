@@ -99,7 +99,7 @@ ROWS = (
     Row(
         "layers that differ, hybrid models, multi-token prediction",
         "",
-        "megatron/variant_layers megatron/hybrid megatron/prediction",
+        "megatron/variant_layers megatron/gpt megatron/hybrid megatron/prediction",
     ),
     Row("Muon", "", "distributed/muon"),
     Row(

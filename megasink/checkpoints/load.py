@@ -17,7 +17,6 @@ from megatron.core.dist_checkpointing.dict_utils import extract_matching_values,
 from megatron.core.dist_checkpointing.mapping import ShardedTensor, apply_factory_merges
 from megatron.core.dist_checkpointing.state_dict_utils import load_preprocess
 from megatron.core.dist_checkpointing.strategies.torch import TorchDistLoadShardedStrategy
-from megatron.core.models.gpt import GPTModel
 from megatron.core.models.hybrid.hybrid_model import HybridModel
 from megatron.core.process_groups_config import ProcessGroupCollection
 from torch.distributed.checkpoint import CheckpointException
@@ -56,7 +55,7 @@ class LoadedModel(NamedTuple):
         generation: see `generation_of`.
     """
 
-    model: GPTModel
+    model: HybridModel
     tokenizer: Any
     args: Namespace
     iteration: int
@@ -104,7 +103,7 @@ def load_without_tokenizer(
     tokens: int | None = None,
     *,
     yarn: float | None = None,
-) -> tuple[GPTModel, Namespace]:
+) -> tuple[HybridModel, Namespace]:
     """Load a model as :func:`load_model` does, but no tokenizer.
 
     Args:
@@ -174,7 +173,7 @@ def _describing_a_model(config: Path) -> Iterator[None]:
         raise UserError(f"Megatron cannot build the model of {config}: {reason}") from error
 
 
-def load_weights(model: GPTModel | HybridModel, folder: Path) -> None:
+def load_weights(model: HybridModel, folder: Path) -> None:
     """Copy and reshard the weights of a torch_dist checkpoint into a model.
 
     dist_checkpointing.load is not used: it unpickles the arguments and states stored with the
@@ -182,7 +181,7 @@ def load_weights(model: GPTModel | HybridModel, folder: Path) -> None:
     """
     groups = {"dp_cp_group": parallel_state.get_data_parallel_group(with_context_parallel=True)}
     state, stored = model.sharded_state_dict(metadata=groups), stored_shapes(folder)
-    if isinstance(model, HybridModel) and pattern_in(stored) is None:
+    if pattern_in(stored) is None:
         point_at_gpt_keys(state, layer_maps(model.hybrid_layer_pattern), stored)
     wanted, _, factories = load_preprocess(state)
     tensors, _ = extract_matching_values(wanted, lambda value: isinstance(value, ShardedTensor))
@@ -303,7 +302,7 @@ def with_yarn(saved: Mapping[str, Any], factor: float) -> dict[str, Any]:
 _PADDED = ("word_embeddings.weight", "output_layer.weight")
 
 
-def model_facts(args: Namespace, model: GPTModel, iteration: int, name: str) -> dict[str, Any]:
+def model_facts(args: Namespace, model: HybridModel, iteration: int, name: str) -> dict[str, Any]:
     """Return the value of the key "model" in results.json, after `iteration` steps of training."""
     attention = args.attention_variant
     if args.attention_similarity != "softmax":  # the scores of other weights are proxies (P2.37)
@@ -319,7 +318,7 @@ def model_facts(args: Namespace, model: GPTModel, iteration: int, name: str) -> 
     }
 
 
-def _parameters(args: Namespace, model: GPTModel) -> int:
+def _parameters(args: Namespace, model: HybridModel) -> int:
     """Count parameters as transformers does, without the padding of vocabulary and gates."""
     parts = (part for pair in model.named_parameters() for part in named_parts(*pair))
     sizes = {name: tensor.numel() for name, tensor in parts}

@@ -18,11 +18,11 @@ from megatron.core.inference.model_inference_wrappers.gpt.gpt_inference_wrapper 
     GPTInferenceWrapper,
 )
 from megatron.core.inference.utils import InferenceMode
-from megatron.core.models.gpt import GPTModel
+from megatron.core.models.hybrid.hybrid_model import HybridModel
 from torch import Tensor
 
 from megasink.errors import UserError
-from megasink.megatron.hybrid_pattern import RECURRENT
+from megasink.megatron.hybrid_pattern import recurrent
 from megasink.megatron.sampling import Sampling, next_tokens
 
 
@@ -47,7 +47,7 @@ class Generated:
 
 @torch.inference_mode()
 def generate(
-    model: GPTModel,
+    model: HybridModel,
     prompts: Sequence[Sequence[int]],
     max_new_tokens: int,
     sampling: Sampling,
@@ -88,11 +88,10 @@ def generate(
             "--context-parallel-size: generation cannot split a single token; use size 1, which "
             "loads the same checkpoint"
         )
-    recurrent = set(RECURRENT) & set(getattr(model, "hybrid_layer_pattern", None) or "")
-    if recurrent:
-        named = " and ".join(RECURRENT[symbol] for symbol in sorted(recurrent))
+    if found := recurrent(model.hybrid_layer_pattern):
         raise UserError(
-            f"{named} layers: generation has no cache for their state; use megasink analyze"
+            f"{' and '.join(found)} layers: generation has no cache for their state; use megasink "
+            "analyze"
         )
     if not prompts or not all(prompts) or max_new_tokens < 1:
         raise ValueError("give at least one prompt, no empty prompt, and at least one new token")
@@ -136,7 +135,7 @@ class _Stage:
     """The pipeline stage of this rank with its KV cache."""
 
     def __init__(
-        self, model: GPTModel, batch: int, length: int, sampling: Sampling, vocabulary: int
+        self, model: HybridModel, batch: int, length: int, sampling: Sampling, vocabulary: int
     ):
         self.wrapper = GPTInferenceWrapper(model, StaticInferenceContext(batch, length))
         self.wrapper.prep_model_for_inference()

@@ -5,21 +5,16 @@ Layers are numbered as in Megatron: an FFN is a layer of its own, and statistics
 for every layer, empty for those without attention.
 """
 
-from dataclasses import dataclass
 from functools import partial
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 from megatron.core.models.hybrid.hybrid_block import HybridStack
 from megatron.core.models.hybrid.hybrid_model import HybridModel
-from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.ssm.gated_delta_net import GatedDeltaNet
 from megatron.core.transformer.torch_norm import LayerNormBuilder
-from megatron.training.models.hybrid import HybridModelBuilder, HybridModelConfig
 from torch import Tensor
 from torch.distributed import ProcessGroup
-
-from megasink.megatron.model import StageOptions, finish_stage
 
 
 class MegasinkHybridStack(HybridStack):
@@ -44,31 +39,7 @@ class MegasinkHybridStack(HybridStack):
             )
 
 
-@dataclass(kw_only=True)
-class MegasinkHybridConfig(StageOptions, HybridModelConfig):
-    """HybridModelConfig whose initial weights are independent of the parallel layout."""
-
-    builder: ClassVar[str] = "megasink.megatron.hybrid.MegasinkHybridBuilder"
-
-
-class MegasinkHybridBuilder(HybridModelBuilder):
-    """Builds HybridModel stages as :class:`megasink.megatron.model.MegasinkGPTBuilder` does."""
-
-    def build_model(
-        self,
-        pg_collection: ProcessGroupCollection,
-        pre_process: bool | None = None,
-        post_process: bool | None = None,
-        vp_stage: int | None = None,
-    ) -> HybridModel:
-        """Build one pipeline stage; arguments as in Megatron."""
-        model = super().build_model(pg_collection, pre_process, post_process, vp_stage)
-        _prepare_delta_net(model)
-        finish_stage(model, self._model_config)
-        return model
-
-
-def _prepare_delta_net(model: HybridModel) -> None:
+def prepare_delta_net(model: HybridModel) -> None:
     """Make weights and gradients of gated delta-net independent of the tensor-parallel layout.
 
     The parts of a weight that are sharded by themselves get names, which `named_parts` yields.

@@ -27,6 +27,11 @@ def layers_of(pattern: str) -> str:
     return pattern.partition(PREDICTION)[0].replace(STAGE, "")
 
 
+def recurrent(pattern: str) -> list[str]:
+    """Return the names of the kinds of layers in a pattern that have a recurrent state."""
+    return [name for symbol, name in RECURRENT.items() if symbol in layers_of(pattern)]
+
+
 class Block(NamedTuple):
     """The layers of a block in the pattern, from 0; None for what the block lacks."""
 

@@ -67,8 +67,12 @@ def _layer_of(
     if config.transformer_impl == "local":
         layer = get_gpt_layer_local_spec(**options, normalization=config.normalization)
     else:
+        dense = not (experts or config.num_moe_experts)
         layer = get_gpt_layer_with_transformer_engine_spec(
-            **options, use_te_activation_func=config.use_te_activation_func
+            **options,
+            use_te_activation_func=config.use_te_activation_func,
+            use_te_op_fuser=dense and config.use_transformer_engine_op_fuser,
+            use_grouped_gemm_for_dense_mlp=config.use_grouped_gemm_for_dense_mlp,
         )
     block = TransformerBlockSubmodules(
         layer_specs=[with_our_modules(layer, config)],

@@ -10,10 +10,10 @@ import hashlib
 import math
 import re
 from collections.abc import Callable
+from typing import Any
 
 import torch
 from megatron.core import parallel_state
-from megatron.core.models.gpt import GPTModel
 from megatron.core.ssm.mamba_layer import MambaLayer
 from megatron.core.transformer.transformer_layer import TransformerLayer
 from megatron.core.utils import init_method_normal
@@ -39,10 +39,10 @@ _EXPERT = re.compile(r"(.*\.mlp\.experts\.)local_experts\.(\d+)\.(.*)")
 _GROUPED_EXPERT = re.compile(r"(.*\.mlp\.experts\.)(linear_fc[12])\.(weight|bias)(\d+)")
 
 
-def global_names(model: GPTModel) -> dict[str, str]:
+def global_names(model: Any) -> dict[str, str]:
     """Map each parameter name on this rank to its name in the whole model.
 
-    Layers and experts are numbered from 0; sequential and grouped experts have the same names.
+    Blocks and experts are numbered from 0; sequential and grouped experts have the same names.
     """
     offsets = {
         name: module.layer_number - 1
@@ -73,7 +73,7 @@ def _expert_name(name: str, config: MegasinkTransformerConfig) -> str:
     return name
 
 
-def initialize_weights(model: GPTModel, seed: int) -> None:
+def initialize_weights(model: Any, seed: int) -> None:
     """Redraw every random weight of a newly built stage, independently of the layout.
 
     Constant initial values are left unchanged: norms, linear biases, sinks, gates without an input,

@@ -1,46 +1,41 @@
 """The model configuration and builder passed to Megatron's training loop."""
 
-from collections.abc import Callable
 from dataclasses import dataclass
-from functools import partial
 from typing import Any, ClassVar
 
-from megatron.core.models.gpt import GPTModel
+from megatron.core.models.common.embeddings.rotary_pos_embedding import RotaryEmbedding
+from megatron.core.models.hybrid.hybrid_model import HybridModel
 from megatron.core.process_groups_config import ProcessGroupCollection
-from megatron.core.transformer.spec_utils import ModuleSpec
-from megatron.training.models.gpt import GPTModelBuilder, GPTModelConfig
+from megatron.training.models.hybrid import HybridModelBuilder, HybridModelConfig
 
+from megasink.megatron.hybrid import prepare_delta_net
 from megasink.megatron.inference_guard import refuse_what_bypasses_core_attention
 from megasink.megatron.init import initialize_weights
 from megasink.megatron.model_ends import cap_logits, normalize_embeddings
 from megasink.megatron.padding_rows import mask_padding_rows
 from megasink.megatron.rotary import rotate_by_document
 from megasink.megatron.sinusoid import SinusoidalPositions
-from megasink.upstream.mends import PREDICTION_SPEC
 
 
 @dataclass(kw_only=True)
-class StageOptions:
-    """Megasink's additions to Megatron's model configurations.
+class MegasinkModelConfig(HybridModelConfig):
+    """HybridModelConfig whose initial weights are independent of the parallel layout.
 
     Attributes:
-        init_seed: Seed of the initial weights, which are independent of the parallel layout.
+        init_seed: Seed of the initial weights.
         tokens: Vocabulary rows included in the softmax; None for all, padding included.
+        rope_scaling, rope_scaling_factor: Llama 3's scaling of rotary angles.
     """
 
+    builder: ClassVar[str] = "megasink.megatron.model.MegasinkModelBuilder"
     init_seed: int = 1234
     tokens: int | None = None
+    rope_scaling: bool = False
+    rope_scaling_factor: float = 8.0
 
 
-@dataclass(kw_only=True)
-class MegasinkGPTConfig(StageOptions, GPTModelConfig):
-    """GPTModelConfig whose initial weights are independent of the parallel layout."""
-
-    builder: ClassVar[str] = "megasink.megatron.model.MegasinkGPTBuilder"
-
-
-class MegasinkGPTBuilder(GPTModelBuilder):
-    """Builds GPTModel stages and initializes their weights independently of the layout."""
+class MegasinkModelBuilder(HybridModelBuilder):
+    """Builds HybridModel stages, and what megasink does around their layers."""
 
     def build_model(
         self,
@@ -48,35 +43,46 @@ class MegasinkGPTBuilder(GPTModelBuilder):
         pre_process: bool | None = None,
         post_process: bool | None = None,
         vp_stage: int | None = None,
-    ) -> GPTModel:
+    ) -> HybridModel:
         """Build one pipeline stage; arguments as in Megatron."""
         config: Any = self._model_config
-        (upstream,) = PREDICTION_SPEC.originals().values()
-        with PREDICTION_SPEC.replacing(mtp_block_spec=partial(_prediction_spec, upstream)):
-            model = super().build_model(pg_collection, pre_process, post_process, vp_stage)
+        model = super().build_model(pg_collection, pre_process, post_process, vp_stage)
+        prepare_delta_net(model)
+        _complete(model, config)
         finish_stage(model, config)
         return model
 
 
-def _prediction_spec(
-    upstream: Callable[..., ModuleSpec | None],
-    config: MegasinkGPTConfig,
-    decoder: Any,
-    vp_stage: int | None = None,
-) -> ModuleSpec | None:
-    """Return the spec of the layers of multi-token prediction, with megasink's attention."""
-    from megasink.megatron.prediction import prediction_spec
-
-    spec = upstream(config, decoder, vp_stage=vp_stage)
-    return None if spec is None else prediction_spec(spec, config.transformer)
+def _complete(model: Any, config: MegasinkModelConfig) -> None:
+    """Apply the options that GPTModel has and HybridModel ignores."""
+    transformer = config.transformer
+    rotary = getattr(model, "rotary_pos_emb", None)
+    if rotary is not None:
+        rotary.rotary_interleaved = transformer.rotary_interleaved
+    if isinstance(rotary, RotaryEmbedding) and config.rope_scaling:
+        model.rotary_pos_emb = RotaryEmbedding(
+            kv_channels=transformer.kv_channels,
+            rotary_percent=config.rotary_percent,
+            rotary_interleaved=transformer.rotary_interleaved,
+            seq_len_interpolation_factor=config.seq_len_interpolation_factor,
+            rotary_base=config.rotary_base,
+            rope_scaling=True,
+            rope_scaling_factor=config.rope_scaling_factor,
+            use_cpu_initialization=transformer.use_cpu_initialization,
+            cp_group=model.pg_collection.cp,
+        )
+    if model.post_process and transformer.defer_embedding_wgrad_compute:
+        layer = model.output_layer
+        model.embedding_activation_buffer = layer.embedding_activation_buffer = []
+        model.grad_output_buffer = layer.grad_output_buffer = []
 
 
 def finish_stage(model: Any, config: Any) -> None:
     """Initialize a newly built stage, and register what megasink does around its layers.
 
     Args:
-        model: A GPTModel or HybridModel.
-        config: StageOptions of a model configuration.
+        model: HybridModel or GPTModel.
+        config: Of the model.
     """
     if config.transformer.sinusoidal_position_embedding and model.pre_process:
         learned = model.embedding.position_embeddings.weight

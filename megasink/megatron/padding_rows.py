@@ -10,11 +10,11 @@ Shapes: S sequence, B batch, V rows of the vocabulary (of this tensor-parallel r
 from typing import Any
 
 import torch
-from megatron.core.models.gpt import GPTModel
+from megatron.core.models.hybrid.hybrid_model import HybridModel
 from torch import Tensor
 
 
-def mask_padding_rows(model: GPTModel, tokens: int | None) -> None:
+def mask_padding_rows(model: HybridModel, tokens: int | None) -> None:
     """Mask the padding in the logits of a model's output layer, in training and inference.
 
     Registers a hook only on stages with padding. Parameters and their names do not change.

@@ -9,6 +9,12 @@ import functools
 import inspect
 from typing import Any
 
+from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_layer_specs
+from megatron.core.transformer.multi_token_prediction import (
+    MultiTokenPredictionBlockSubmodules,
+    MultiTokenPredictionLayer,
+    get_mtp_layer_spec,
+)
 from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_block import LayerNormImpl, TransformerBlockSubmodules
 from megatron.core.transformer.transformer_layer import TransformerLayer
@@ -54,17 +60,29 @@ def _uncounted(layer: Any) -> Any:
     return dataclasses.replace(layer, self_attention=attention)
 
 
-def prediction_spec(upstream: Any, config: Any) -> Any:
-    """Return the spec of a multi-token prediction block with the layers of ``layer_spec``.
+class PredictionLayer(MultiTokenPredictionLayer):
+    """A layer of multi-token prediction with one layer of a GPT model, not with a pattern of them.
 
-    Args:
-        upstream: MultiTokenPredictionBlockSubmodules of Megatron's own layers.
+    Its inner layer then has the same names, numbers and losses as in a GPT model.
     """
-    ours = with_our_modules(upstream, config)
 
-    def with_options(layer: ModuleSpec) -> ModuleSpec:
-        alone = TransformerBlockSubmodules([layer.submodules.mtp_model_layer], LayerNormImpl)
-        (inner,) = with_block_options(alone, config).layer_specs
-        return changed(layer, mtp_model_layer=counted_once(inner))
+    def __init__(self, *args: Any, **kwargs: Any):
+        kwargs |= {"mtp_layer_pattern": None, "hybrid_submodules": None}
+        super().__init__(*args, **kwargs)
 
-    return dataclasses.replace(ours, layer_specs=[with_options(x) for x in ours.layer_specs])
+
+def prediction_spec(config: Any) -> MultiTokenPredictionBlockSubmodules:
+    """Return the spec of a multi-token prediction block, whose layers are as the model's last."""
+    engine = config.transformer_impl == "transformer_engine"
+    last = get_gpt_decoder_layer_specs(
+        config,
+        use_transformer_engine=engine,
+        normalization=config.normalization,
+        qk_l2_norm=config.qk_l2_norm,
+    )[-1]
+    layer = with_our_modules(get_mtp_layer_spec(last, engine), config)
+    alone = TransformerBlockSubmodules([layer.submodules.mtp_model_layer], LayerNormImpl)
+    (inner,) = with_block_options(alone, config).layer_specs
+    layer = changed(layer, mtp_model_layer=counted_once(inner))
+    layer = dataclasses.replace(layer, module=PredictionLayer)
+    return MultiTokenPredictionBlockSubmodules(layer_specs=[layer])

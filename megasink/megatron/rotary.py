@@ -6,12 +6,12 @@ Shapes: T tokens of this rank, D rotated channels.
 from typing import Any
 
 import torch
-from megatron.core.models.gpt import GPTModel
+from megatron.core.models.hybrid.hybrid_model import HybridModel
 
 from megasink.megatron.documents import Documents, PackedRow
 
 
-def rotate_by_document(model: GPTModel) -> None:
+def rotate_by_document(model: HybridModel) -> None:
     """Rotate the tokens of a `PackedRow` by their positions in their documents.
 
     Megatron's tables [positions, 1, 1, D] become [T, 1, 1, D], once per microbatch and stage.
@@ -31,7 +31,7 @@ class _Angles:
     def __init__(self) -> None:
         self.documents: Documents | None = None
 
-    def begin(self, model: GPTModel, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    def begin(self, model: HybridModel, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         params = kwargs.get("packed_seq_params")
         self.documents = params.documents if isinstance(params, PackedRow) else None
 

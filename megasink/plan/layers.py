@@ -7,24 +7,14 @@ from typing import Any
 from megatron.core.transformer.attention import Attention
 from megatron.core.utils import get_attr_wrapped_model
 
-from megasink.megatron.hybrid_pattern import blocks_of
-
 _SKIPPED = ("IdentityOp", "IdentityFuncOp")
 
 
-def describe(models: Iterable[Any], pattern: str | None) -> Iterator[dict[str, Any]]:
-    """Yield a record for each block of a rank's model chunks, of which another may hold a half.
-
-    Args:
-        pattern: Of a hybrid model.
-    """
-    of_pattern = enumerate(blocks_of(pattern or ""), 1)
-    block_of = {layer + 1: n for n, block in of_pattern for layer in block if layer is not None}
+def describe(models: Iterable[Any]) -> Iterator[dict[str, Any]]:
+    """Yield a record for each block of a rank's model chunks, of which another may hold a half."""
     for model in models:
         layers = get_attr_wrapped_model(model, "decoder").layers
-        for block, of_block in groupby(
-            layers, lambda layer: block_of.get(layer.layer_number, layer.layer_number)
-        ):
+        for block, of_block in groupby(layers, lambda layer: layer.layer_number):
             yield {"layer": block, **_modules(list(of_block))}
 
 

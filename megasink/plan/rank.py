@@ -21,7 +21,7 @@ from megasink.plan.hollow.world import be_rank
 _NEVER = 1 << 40
 Write = Callable[[dict[str, Any]], None]
 
-Chunks = dict[tuple[int, int], tuple[Any, list[int]]]
+Chunks = dict[tuple[int, int], tuple[str, list[int]]]
 
 
 def step_as(rank: int, ranks: int, flags: Sequence[str], write: Write) -> None:
@@ -127,14 +127,12 @@ def _record(
 ) -> dict[str, Any]:
     """Return everything that the plan needs of this rank, for JSON."""
     from megatron.core import parallel_state
-    from megatron.core.utils import get_model_config
     from megatron.training.training import num_floating_point_operations
 
     from megasink.megatron.vocabulary import counted_rows
     from megasink.training.checks.attention import kernel_choices
     from megasink.upstream import fused
 
-    config = get_model_config(models[0])
     padding = args.padded_vocab_size - counted_rows(vars(args))
     here, stage = parameters.count(models, padding)
     softmax = args.attention_similarity == "softmax"
@@ -145,7 +143,7 @@ def _record(
         "parameters_here": here,
         "parameters_of_stage": stage,
         "training_state": memory.of_training_state(models, optimizer),
-        "layers": list(layers.describe(models, args.hybrid_layer_pattern)),
+        "layers": list(layers.describe(models)),
         "steps": steps,
         "groups": sorted(set(group_names().values())),
         "job": {
@@ -173,54 +171,35 @@ def _record(
             "kernels": {title: str(choice) for title, choice in choices.items()},
             "fused": fused.describe(),
             "gathers": bool(args.use_distributed_optimizer),
-            **stages(config, args),
+            **stages(args),
         },
     }
 
 
-def stages(config: Any, args: Namespace) -> dict[str, list[list[Any]]]:
+def stages(args: Namespace) -> dict[str, list[list[Any]]]:
     """Return what makes pipeline stages differ, and the blocks of each.
 
     Returns:
         "stages": equal entries have the same modules; "blocks": their numbers, from 1.
     """
     count, virtual = args.pipeline_model_parallel_size, args.virtual_pipeline_model_parallel_size
-    if args.hybrid_layer_pattern:
-        chunks = _chunks_of_pattern(args.hybrid_layer_pattern, count)
-    else:
-        chunks = _chunks_of_gpt(config, args)
+    chunks, varied = _chunks(args.hybrid_layer_pattern, count), layers_with_variant(args)
     of_stages = [[chunks[stage, n] for n in range(virtual or 1)] for stage in range(count)]
     return {
         "stages": [
-            [[modules for modules, _ in of_stage], stage == 0, stage == count - 1]
+            [
+                [[symbols, [varied[n - 1] for n in blocks]] for symbols, blocks in of_stage],
+                stage == 0,
+                stage == count - 1,
+            ]
             for stage, of_stage in enumerate(of_stages)
         ],
         "blocks": [[n for _, blocks in of_stage for n in blocks] for of_stage in of_stages],
     }
 
 
-def _chunks_of_gpt(config: Any, args: Namespace) -> Chunks:
-    """Return {(stage, virtual stage): (its modules, its blocks)}."""
-    from megatron.core.transformer.transformer_block import get_num_layers_to_build
-    from megatron.core.transformer.transformer_layer import get_transformer_layer_offset
-
-    chunks: Chunks = {}
-    virtual = args.virtual_pipeline_model_parallel_size
-    frequency = args.moe_layer_freq if args.num_experts else [0] * args.num_layers
-    varied = layers_with_variant(args)
-    for stage in range(args.pipeline_model_parallel_size):
-        for chunk in range(virtual or 1):
-            number = chunk if virtual else None
-            size = get_num_layers_to_build(config, number, stage)
-            first = get_transformer_layer_offset(config, number, stage)
-            layers = range(first, first + size)
-            modules = [[_is_mixture(frequency, n), varied[n]] for n in layers]
-            chunks[stage, chunk] = (modules, [n + 1 for n in layers])
-    return chunks
-
-
-def _chunks_of_pattern(pattern: str, stages: int) -> Chunks:
-    """Return the same of a hybrid model."""
+def _chunks(pattern: str, stages: int) -> Chunks:
+    """Return {(stage, virtual stage): (its layers, its blocks)}."""
     block_of = {layer: n for n, block in enumerate(blocks_of(pattern), 1) for layer in block}
     chunks: Chunks = {}
     first = 0
@@ -229,9 +208,3 @@ def _chunks_of_pattern(pattern: str, stages: int) -> Chunks:
         chunks[index % stages, index // stages] = (symbols, sorted(blocks))
         first += len(symbols)
     return chunks
-
-
-def _is_mixture(frequency: int | list[int], layer: int) -> bool:
-    if isinstance(frequency, int):
-        return layer % frequency == 0
-    return bool(frequency[layer])

@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
-from megatron.core.models.gpt import GPTModel
+from megatron.core.models.hybrid.hybrid_model import HybridModel
 from megatron.core.rerun_state_machine import get_rerun_state_machine
 from megatron.core.utils import get_attr_wrapped_model, get_model_config
 from megatron.training import get_args, get_timers
@@ -29,7 +29,7 @@ LossFunction = Callable[[Tensor], tuple[Tensor, Tensor, dict[str, Tensor]]]
 
 
 def forward_step(
-    data_iterator: Iterator[Any] | None, model: GPTModel
+    data_iterator: Iterator[Any] | None, model: HybridModel
 ) -> tuple[Tensor, LossFunction]:
     """Run one microbatch through this pipeline stage, for Megatron's ``pretrain``."""
     timers, args = get_timers(), get_args()

@@ -10,7 +10,7 @@ import threading
 import traceback
 import warnings
 from argparse import Namespace
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -128,9 +128,14 @@ def _run(args: Namespace, store: Any) -> None:
         model = model_config(args)
         model.pre_wrap_hooks.append(choosing_by_size(args))
         container = pretrain_cfg_container_from_args(args, model)
+    # Megatron distinguishes checkpoints of GPT models by it.
+    args.hybrid_layer_pattern = model.hybrid_layer_pattern
+    if args.rank == 0:
+        print(f"layers: --hybrid-layer-pattern '{args.hybrid_layer_pattern}'", flush=True)
     metrics = Path(args.run_dir, "metrics.jsonl") if args.run_dir else None
     seams = (
         FAULT_TOLERANCE.replacing(setup=lambda: None),
+        _counting_blocks(),
         loading_without_code(),
         writing_metrics(MetricsWriter(model.transformer.statistics, metrics)),
         comparable_evaluations(),
@@ -157,6 +162,24 @@ def _run(args: Namespace, store: Any) -> None:
         print(f"picture: {draw_run(Path(args.run_dir))}", flush=True)
         if note := weak_loss(metrics, args.head_balance_coeff):
             print(f"megasink: {note}", flush=True)
+
+
+@contextlib.contextmanager
+def _counting_blocks() -> Iterator[None]:
+    """Let Megatron's logs count blocks, as those of a GPT model, if all have attention."""
+    from megatron.training import theoretical_memory_usage
+
+    from megasink.megatron.hybrid_pattern import recurrent
+    from megasink.upstream.training import HYBRID_COUNTS
+
+    def is_hybrid_model(args: Namespace) -> bool:
+        return bool(recurrent(args.hybrid_layer_pattern or ""))
+
+    with (
+        HYBRID_COUNTS.replacing(is_hybrid_model=is_hybrid_model),
+        HYBRID_COUNTS.replacing(theoretical_memory_usage, is_hybrid_model=is_hybrid_model),
+    ):
+        yield
 
 
 def main(argv: Sequence[str] | None = None) -> int:

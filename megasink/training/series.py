@@ -29,7 +29,7 @@ class HeadRows(NamedTuple):
     """The rows of the records: the blocks of the model that have heads.
 
     Attributes:
-        layers: Their rows in the model's statistics, which count the layers of a hybrid's pattern.
+        layers: Their rows in the model's statistics.
         blocks: Their numbers; None if every block has heads, so that row i is block i.
     """
 
@@ -39,11 +39,9 @@ class HeadRows(NamedTuple):
     @classmethod
     def of(cls, pattern: str | None) -> "HeadRows":
         """Return the rows of a model with --hybrid-layer-pattern, or of one without."""
-        if not pattern:
-            return cls()
-        found = with_heads(pattern)
-        every = len(found) == len(blocks_of(pattern))
-        return cls([*found.values()], None if every else [*found])
+        found = [*with_heads(pattern or "")]
+        every = len(found) == len(blocks_of(pattern or ""))
+        return cls() if every else cls(found, found)
 
     def names(self) -> dict[str, list[int]]:
         """Return the entry of a record that names the block of each row, where needed."""

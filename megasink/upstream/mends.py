@@ -100,18 +100,6 @@ GLOBAL_LOSS = _patch(
     test="tests/distributed/test_moe.py",
 )
 
-PREDICTION_SPEC = _patch(
-    "layers of multi-token prediction",
-    "megatron.training.models.gpt",
-    "mtp_block_spec",
-    "it takes Megatron's own layers, whatever the layer spec of the model",
-    "megatron.training.models.gpt: def mtp_block_spec(config, transformer_layer_spec, vp_stage)",
-    "megatron.training.models.gpt:mtp_block_spec: spec = decoder_specs[-1]",
-    "megatron.training.models.gpt:GPTModelBuilder.build_model: "
-    "mtp_spec = mtp_block_spec(self._model_config, transformer_layer_spec, vp_stage=vp_stage)",
-    test="tests/megatron/test_prediction.py",
-)
-
 
 def mend_upstream() -> None:
     """Apply the patches above once, in every process that uses Megatron."""

@@ -98,6 +98,17 @@ MATRIX_SHARDS = _training(
     test="tests/training/test_muon.py",
     mended="0.20",
 )
+HYBRID_COUNTS = _training(
+    "counts of layers in the logs of a hybrid model",
+    "megatron.training.training",
+    "is_hybrid_model, there and in megatron.training.theoretical_memory_usage",
+    "ranks without experts count their losses by layers E, the others by all layers; memory is not "
+    "estimated",
+    "megatron.training.training:training_log: is_hybrid_model(args)",
+    "megatron.training.training:num_floating_point_operations: is_hybrid_model(args)",
+    "megatron.training.theoretical_memory_usage:report_theoretical_memory: is_hybrid_model(args)",
+    test="tests/training/test_hybrid_model.py",
+)
 WHOLE_CHECKPOINTS = _training(
     "no overwriting of intact checkpoints",
     "megatron.training.training",

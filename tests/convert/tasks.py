@@ -15,8 +15,9 @@ from megatron.core.process_groups_config import ProcessGroupCollection
 from megasink.checkpoints.identity import plain
 from megasink.convert.from_hf import arguments_of
 from megasink.convert.model_flags import model_flags
+from megasink.megatron.blocks import blocks_in
 from megasink.megatron.gate_projection import named_parts
-from megasink.megatron.model import MegasinkGPTBuilder
+from megasink.megatron.model import MegasinkModelBuilder
 from megasink.megatron.model_of_arguments import model_config
 from megasink.training.foreign import accepting_megatrons_checkpoints
 from tests.convert.models import ENGINES, MODELS, OTHERS, OWN
@@ -83,7 +84,7 @@ def layout_config(args: Namespace) -> Any:
 
 def _model_of(args: Namespace) -> Any:
     """This rank's stage."""
-    return MegasinkGPTBuilder(layout_config(args)).build_model(
+    return MegasinkModelBuilder(layout_config(args)).build_model(
         ProcessGroupCollection.use_mpu_process_groups(),
         pre_process=parallel_state.is_pipeline_first_stage(),
         post_process=parallel_state.is_pipeline_last_stage(),
@@ -240,11 +241,14 @@ def loaded_weights(checkpoint: str, name: str) -> list[str]:
     """Load a checkpoint as Megatron does, into a model of this layout; what differs, by name."""
     import numpy as np
 
+    from megasink.checkpoints.find import stored_shapes
+    from megasink.checkpoints.gpt_checkpoint import layer_maps, point_at_gpt_keys
     from megasink.convert.megatron_reader import MegatronCheckpoint
 
     args, _ = arguments_of(model_flags(MODELS[name][1]))
     model = _model_of(args)
-    state = {"model": model.sharded_state_dict()}
+    state, keys = {"model": model.sharded_state_dict()}, stored_shapes(Path(checkpoint))
+    point_at_gpt_keys(state, layer_maps(model.hybrid_layer_pattern), keys)
     with accepting_megatrons_checkpoints():
         loaded = dist_checkpointing.load(state, checkpoint)
     model.load_state_dict(loaded["model"])
@@ -252,7 +256,7 @@ def loaded_weights(checkpoint: str, name: str) -> list[str]:
     tp = parallel_state.get_tensor_model_parallel_world_size()
     rank = parallel_state.get_tensor_model_parallel_rank()
     different = []
-    for layer in model.decoder.layers:
+    for layer in (x for x in model.decoder.layers if hasattr(x.self_attention, "linear_qkv")):
         attention = layer.self_attention
         parts = [("self_attention.linear_proj.weight", 1, attention.linear_proj.weight)]
         mixed = named_parts("self_attention.linear_qkv.weight", attention.linear_qkv.weight)
@@ -326,8 +330,8 @@ def mean_sink_weights(run: str) -> list[float]:
         gate = reference_attention(*tensors, variant="sink", sink_H=core.softmax_offset).gate_BHT
         weights.extend((1 - gate).mean(dim=(0, 2)).tolist())
 
-    for layer in model.decoder.layers:
-        layer.self_attention.core_attention.register_forward_pre_hook(measure)
+    for block in blocks_in(model):
+        block.attention.core_attention.register_forward_pre_hook(measure)
     tokens = sample_tokens(OTHERS["plain-text"][1], tokenizer)
     with torch.no_grad():
         model(tokens, torch.arange(tokens.shape[1]).expand(len(tokens), -1), None)

@@ -142,11 +142,11 @@ def load_and_go_on(folder: str, **options: Any) -> dict[str, Any]:
 
 def save_as_megatron(folder: str, **options: Any) -> dict[str, Any]:
     """As `save_and_go_on`, with the tensors that Megatron's own model has, and no others."""
-    run = Run(**options)
+    run = Run(gpt=True, **options)
     run.train(2)
     state = run.state(loading=False)
     state["model"] = {n: entry for n, entry in state["model"].items() if "head_counter" not in n}
-    config = tiny_gpt.model_config(**_of_model(options))
+    config = tiny_gpt.model_config(gpt=True, **_of_model(options))
     config.transformer_layer_spec, config.pre_wrap_hooks = default_layer_spec, []
     groups = ProcessGroupCollection.use_mpu_process_groups()
     stock = GPTModelBuilder(config).build_model(groups).sharded_state_dict()
@@ -190,6 +190,7 @@ def megatrons_checkpoint(folder: str, **options: Any) -> dict[str, Any]:
     Returns:
         the weights of each, and the loss of a first step of ours.
     """
+    options["gpt"] = True
     config = tiny_gpt.model_config(
         attention_variant="vanilla", attention_output_gate=True, head_balance_coeff=0.0, **options
     )

@@ -18,7 +18,7 @@ from torch import Tensor
 from megasink.attention import reference_attention
 from megasink.megatron.core_attention import CoreAttention
 from megasink.megatron.documents import Documents, row_of_documents
-from megasink.megatron.model import MegasinkGPTBuilder
+from megasink.megatron.model import MegasinkModelBuilder
 from megasink.training.dataset import without_prefix
 from megasink.training.packing import enter_stage, leave_stage, pack
 from tests.distributed import oracle, tiny_gpt
@@ -135,7 +135,7 @@ def by_autograd(
     coeff = options.pop("head_balance_coeff")
     config = tiny_gpt.model_config(head_balance_coeff=0.0, **options)
     groups = ProcessGroupCollection.use_mpu_process_groups()
-    (model,) = tiny_gpt.skew_sinks([MegasinkGPTBuilder(config).build_model(groups)])
+    (model,) = tiny_gpt.skew_sinks([MegasinkModelBuilder(config).build_model(groups)])
     gates: dict[int, list[Tensor]] = {}
     text = 0  # tokens of a document that are not padding
 

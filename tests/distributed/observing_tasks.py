@@ -22,7 +22,7 @@ from megasink.balance.sums import BALANCE_GRADIENT, OTHER_GRADIENT, SERIES
 from megasink.megatron import sink_rate
 from megasink.megatron.core_attention import CoreAttention
 from megasink.megatron.gated_attention import GatedSelfAttention
-from megasink.megatron.model import MegasinkGPTBuilder
+from megasink.megatron.model import MegasinkModelBuilder
 from tests.distributed import masked_gpt, oracle, tiny_gpt
 
 TOKENS = tiny_gpt.MICROBATCHES * tiny_gpt.MICROBATCH * tiny_gpt.SEQUENCE
@@ -124,7 +124,7 @@ def layer_gradients(packed: bool, **options: Any) -> dict[str, Tensor]:
     """What one layer of core attention records, and the same by autograd at a bias."""
     config = tiny_gpt.model_config(**{"head_balance_scope": "microbatch", **options})
     groups = ProcessGroupCollection.use_mpu_process_groups()
-    (model,) = tiny_gpt.skew_sinks([MegasinkGPTBuilder(config).build_model(groups)])
+    (model,) = tiny_gpt.skew_sinks([MegasinkModelBuilder(config).build_model(groups)])
     core = model.train().decoder.layers[0].self_attention.core_attention
     heads, head_dim = tiny_gpt.HEADS, tiny_gpt.HIDDEN // tiny_gpt.HEADS
     generator = torch.Generator().manual_seed(4)

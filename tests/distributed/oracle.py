@@ -23,7 +23,7 @@ from megasink.attention import (
 )
 from megasink.megatron.core_attention import CoreAttention
 from megasink.megatron.gated_attention import GatedSelfAttention
-from megasink.megatron.model import MegasinkGPTBuilder
+from megasink.megatron.model import MegasinkModelBuilder
 from tests.balance.definition import balance_loss, routed_heads
 from tests.distributed import tiny_gpt
 from tests.distributed.skewed_gates import skew_gates
@@ -32,7 +32,7 @@ from tests.distributed.skewed_gates import skew_gates
 def reference_model(config: Any, importances: list[Tensor]) -> Any:
     """The model with reference attention, which appends the importance of each layer it runs."""
     groups = ProcessGroupCollection.use_mpu_process_groups()
-    models = tiny_gpt.skew_sinks([MegasinkGPTBuilder(config).build_model(groups)])
+    models = tiny_gpt.skew_sinks([MegasinkModelBuilder(config).build_model(groups)])
     (model,) = skew_gates(models)
     window, skip = config.transformer.window_size, config.transformer.window_attn_skip_freq
 

@@ -114,9 +114,9 @@ class Pool:
             self._known[key] = self.run(task, layout, **kwargs)
         return self._known[key]
 
-    def train(self, flags: Sequence[str], ranks: int = 1) -> None:
-        """Run the trainer to its end in so many workers."""
-        task = "tests.distributed.launch_task:train"
+    def train(self, flags: Sequence[str], ranks: int = 1, *, gpt: bool = False) -> None:
+        """Run the trainer to its end in so many workers; `gpt` with a GPTModel."""
+        task = f"tests.distributed.{'gpt_model' if gpt else 'launch_task'}:train"
         self.run(task, flags=list(flags), ranks=ranks, port=free_port())
 
     def close(self) -> None:

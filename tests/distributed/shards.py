@@ -28,7 +28,9 @@ def shards(models: list[Any], attribute: str) -> dict[str, dict[str, Any]]:
             if attribute != "data" and not parameter.requires_grad:
                 continue  # frozen: there is no gradient
             values = getattr(parameter, attribute).detach().float().clone()
-            for part_name, part in named_parts(names[name], parameter, values):
+            # A GPTModel has another name for the norm after its last layer.
+            whole = names[name].replace("final_layernorm", "final_norm")
+            for part_name, part in named_parts(whole, parameter, values):
                 found[part_name] = {
                     "tensor": part,
                     "tp_rank": (

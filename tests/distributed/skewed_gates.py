@@ -4,7 +4,7 @@ Shapes: H query heads of the layer, G key/value groups, X rows of a group.
 """
 
 import torch
-from megatron.core.models.gpt import GPTModel
+from megatron.core.models.common.language_module.language_module import LanguageModule
 from torch import Tensor
 
 from megasink.attention.variants.gates import gate_shape
@@ -19,7 +19,7 @@ def skew_gates(models: list[torch.nn.Module]) -> list[torch.nn.Module]:
     Every embedding gets a component that the rows of the gates read with weights that differ.
     """
     for module in (m for model in models for m in model.modules()):
-        if isinstance(module, GPTModel) and hasattr(module, "embedding"):
+        if isinstance(module, LanguageModule) and hasattr(module, "embedding"):
             if module.config.attention_variant == "gated":
                 module.embedding.word_embeddings.weight.data += 0.4
         elif isinstance(module, GatedSelfAttention):

@@ -105,9 +105,9 @@ def test_names_in_a_checkpoint(pool):
     )
     new = {k: v for k, v in keys.items() if "post_" in k or "linear_proj" in k}
     assert new == {
-        "decoder.layers.post_self_attn_layernorm.weight": (2, 64),
-        "decoder.layers.post_mlp_layernorm.weight": (2, 64),
-        "decoder.layers.self_attention.linear_proj.weight": (2, 64, 16),
+        **{f"decoder.layers.{n}.post_self_attn_layernorm.weight": (64,) for n in (0, 2)},
+        **{f"decoder.layers.{n}.post_mlp_layernorm.weight": (64,) for n in (1, 3)},
+        **{f"decoder.layers.{n}.self_attention.linear_proj.weight": (64, 16) for n in (0, 2)},
     }
     assert not [k for k in keys if "bda" in k]
 

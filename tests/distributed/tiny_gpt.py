@@ -24,14 +24,14 @@ from torch import Tensor
 
 from megasink.balance.step import Phase
 from megasink.balance.sums import HeadSums
-from megasink.megatron import layer_spec
+from megasink.megatron.block_stack import block_stack_spec
 from megasink.megatron.config import MegasinkTransformerConfig
 from megasink.megatron.core_attention import CoreAttention
-from megasink.megatron.hybrid import MegasinkHybridConfig
-from megasink.megatron.hybrid_pattern import layers_of
-from megasink.megatron.hybrid_specs import hybrid_spec
-from megasink.megatron.model import MegasinkGPTConfig
+from megasink.megatron.hybrid_pattern import blocks_of
+from megasink.megatron.model import MegasinkModelConfig
+from megasink.megatron.model_of_arguments import pattern_of_blocks
 from megasink.training.optimizer import with_end_rates, with_sink_parameters
+from tests.distributed.gpt_model import GPTConfig
 from tests.distributed.shards import gather_gradients, shards
 from tests.distributed.skewed_gates import skew_gates, skew_sinks
 
@@ -46,6 +46,7 @@ def model_config(
     bf16: bool = False,
     position_embedding_type: str = "rope",
     pattern: str | None = None,
+    gpt: bool = False,
     quick_geglu: bool = False,
     **options: Any,
 ) -> Any:
@@ -53,7 +54,8 @@ def model_config(
 
     Args:
         tied: the output layer shares the embedding's weight.
-        pattern: of a HybridModel, which it then is.
+        pattern: of its layers; None for that of two blocks in this layout.
+        gpt: a GPTModel, not a HybridModel.
         quick_geglu: units of quick_gelu, as with the flag of that name.
         options: of MegasinkTransformerConfig, in place of those here.
     """
@@ -64,8 +66,7 @@ def model_config(
     dtype = torch.bfloat16 if bf16 else torch.float16 if fp16 else torch.float32
     transformer = MegasinkTransformerConfig(
         **{
-            "num_layers": 2 if pattern is None else len(layers_of(pattern)),
-            "is_hybrid_model": pattern is not None,
+            "num_layers": 2 if pattern is None else len(blocks_of(pattern)),
             "hidden_size": HIDDEN,
             "num_attention_heads": HEADS,
             "num_query_groups": 2,
@@ -106,18 +107,18 @@ def model_config(
         "share_embeddings_and_output_weights": tied,
         "position_embedding_type": position_embedding_type,
     }
-    config: Any
-    if pattern is None:
-        config = MegasinkGPTConfig(transformer_layer_spec=layer_spec, **same)
+    if gpt:
+        config: Any = GPTConfig(**same)
     else:
-        spec = hybrid_spec(transformer)
-        config = MegasinkHybridConfig(hybrid_stack_spec=spec, hybrid_layer_pattern=pattern, **same)
+        pattern = pattern or pattern_of_blocks(transformer)
+        same |= {"hybrid_stack_spec": block_stack_spec(transformer, pattern)}
+        config = MegasinkModelConfig(hybrid_layer_pattern=pattern, **same)
     config.pre_wrap_hooks = [skew_sinks, skew_gates]
     config.finalize()
     return config
 
 
-def build(config: MegasinkGPTConfig, **ddp: Any) -> list[Any]:
+def build(config: MegasinkModelConfig, **ddp: Any) -> list[Any]:
     """The stages of this rank, wrapped as Megatron's training loop wraps them."""
     config.transformer.finalize_model_grads_func = finalize_model_grads
     with torch.random.fork_rng():
@@ -188,7 +189,7 @@ def loss_function(mask_Bs: Tensor, targets: Tensor, per_token: bool) -> Callable
 
 
 def optimizer_of(
-    config: MegasinkGPTConfig,
+    config: MegasinkModelConfig,
     models: list[Any],
     distributed: bool,
     embedding_lr: float | None = None,

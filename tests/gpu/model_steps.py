@@ -16,6 +16,7 @@ from torch import Tensor
 from megasink.upstream.process import prepare_process
 
 TOKENS, VOCABULARY = 192, 512
+PATTERN = "*-*-"
 KINDS: dict[str, dict[str, Any]] = {
     "vanilla": {"attention_variant": "vanilla"},
     "sink": {"attention_variant": "sink", "softmax_offset_init": 1.0},
@@ -35,9 +36,9 @@ def build(kind: str, dtype: torch.dtype, kernel: str, impl: str, device: str) ->
     """A GPT of two layers of ten heads, which are not a multiple of eight, in five groups."""
     from megatron.core.process_groups_config import ProcessGroupCollection
 
-    from megasink.megatron import layer_spec
+    from megasink.megatron.block_stack import block_stack_spec
     from megasink.megatron.config import MegasinkTransformerConfig
-    from megasink.megatron.model import MegasinkGPTBuilder, MegasinkGPTConfig
+    from megasink.megatron.model import MegasinkModelBuilder, MegasinkModelConfig
 
     transformer = MegasinkTransformerConfig(
         num_layers=2,
@@ -63,16 +64,17 @@ def build(kind: str, dtype: torch.dtype, kernel: str, impl: str, device: str) ->
         bf16=dtype is torch.bfloat16,
         **KINDS[kind],
     )
-    config = MegasinkGPTConfig(
+    config = MegasinkModelConfig(
         transformer=transformer,
-        transformer_layer_spec=layer_spec,
+        hybrid_stack_spec=block_stack_spec(transformer, PATTERN),
+        hybrid_layer_pattern=PATTERN,
         vocab_size=VOCABULARY,
         seq_length=TOKENS,
         position_embedding_type="rope",
     )
     torch.manual_seed(1)
     groups = ProcessGroupCollection.use_mpu_process_groups()
-    return MegasinkGPTBuilder(config).build_model(groups, True, True).to(device)
+    return MegasinkModelBuilder(config).build_model(groups, True, True).to(device)
 
 
 def plain_name(name: str) -> str:

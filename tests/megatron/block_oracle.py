@@ -11,7 +11,8 @@ from megatron.core.process_groups_config import ProcessGroupCollection
 from torch import Tensor
 
 from megasink.attention import reference_attention
-from megasink.megatron.model import MegasinkGPTBuilder
+from megasink.megatron.init import global_names
+from megasink.megatron.model import MegasinkModelBuilder
 from tests.distributed import tiny_gpt
 from tests.distributed.oracle import balance_loss
 
@@ -54,7 +55,7 @@ class Definition:
             w = {k.removeprefix(prefix): v for k, v in self.weights.items() if k.startswith(prefix)}
             x = self.block(x, w)
         if not self.options.get("post_norm"):
-            x = self.norm(x, self.weights, "decoder.final_layernorm.weight")
+            x = self.norm(x, self.weights, "decoder.final_norm.weight")
         logits = x @ self.weights["output_layer.weight"].T
         if cap := self.options.get("logit_softcap"):
             logits = logits.div(cap).tanh().mul(cap)
@@ -162,7 +163,7 @@ def errors(
     """
     config = tiny_gpt.model_config(head_balance_coeff=0.0, add_bias_linear=biases, **options)
     groups = ProcessGroupCollection.use_mpu_process_groups()
-    (model,) = tiny_gpt.skew_sinks([MegasinkGPTBuilder(config).build_model(groups)])
+    (model,) = tiny_gpt.skew_sinks([MegasinkModelBuilder(config).build_model(groups)])
     generator = torch.Generator().manual_seed(3)
     for parameter in (p for p in model.parameters() if p.dim() == 1 and p.dtype == torch.float32):
         # Norm weights at 1 and biases at 0 would hide that they are not used.
@@ -170,7 +171,8 @@ def errors(
     data = tiny_gpt.batch(0, 0)
     loss = model(data["tokens"], data["position_ids"], None, labels=data["labels"]).sum()
     loss.backward()
-    found = {name: p.grad for name, p in model.named_parameters()} | {"loss": loss}
+    names = global_names(model)
+    found = {names[name]: p.grad for name, p in model.named_parameters()} | {"loss": loss}
     defined = options if other is None else other
     plain, exact = (_evaluate(model, data, dtype, defined) for dtype in (torch.float32, None))
     assert other is not None or exact.keys() == found.keys()
@@ -192,8 +194,9 @@ def train_once(balance: float, **options: Any) -> dict[str, Any]:
     """
     config = tiny_gpt.model_config(head_balance_coeff=0.0, **options)
     groups = ProcessGroupCollection.use_mpu_process_groups()
-    (model,) = tiny_gpt.skew_sinks([MegasinkGPTBuilder(config).build_model(groups)])
-    weights = {n: p.detach().double().requires_grad_() for n, p in model.named_parameters()}
+    (model,) = tiny_gpt.skew_sinks([MegasinkModelBuilder(config).build_model(groups)])
+    names = global_names(model)
+    weights = {names[n]: p.detach().double().requires_grad_() for n, p in model.named_parameters()}
     for index in range(tiny_gpt.MICROBATCHES):
         data = tiny_gpt.batch(0, index)
         gpt = Definition(weights, layers=2, **options)
@@ -203,15 +206,16 @@ def train_once(balance: float, **options: Any) -> dict[str, Any]:
         loss = loss + balance_loss(importance_LH, balance, every) + sum(gpt.router_losses)
         (loss / tiny_gpt.MICROBATCHES).backward()
     for name, parameter in model.named_parameters():
-        parameter.grad = weights[name].grad.float()
+        parameter.grad = weights[names[name]].grad.float()
     return {"gradients": tiny_gpt.shards([model], "grad")}
 
 
 def _evaluate(
     model: torch.nn.Module, data: dict[str, Tensor], dtype: torch.dtype | None, options: Any
 ) -> dict[str, Tensor]:
+    names = global_names(model)
     weights = {
-        name: p.detach().to(dtype or torch.float64).requires_grad_()
+        names[name]: p.detach().to(dtype or torch.float64).requires_grad_()
         for name, p in model.named_parameters()
     }
     loss = Definition(weights, layers=2, **options).loss(data["tokens"], data["labels"])

@@ -16,7 +16,7 @@ from megasink.attention import attention
 from megasink.megatron.context_parallel import attend_to_gathered_keys, attend_with_scattered_heads
 from megasink.megatron.core_attention import CoreAttention
 from megasink.megatron.documents import PackedRow, row_of_documents
-from megasink.megatron.model import MegasinkGPTBuilder
+from megasink.megatron.model import MegasinkModelBuilder
 from tests.distributed import tiny_gpt
 from tests.megatron.context_case import case_of
 from tests.said import said
@@ -109,7 +109,9 @@ def saved_bytes(tokens: int) -> dict[str, Any]:
 def uncalled(**options: Any) -> list[str]:
     """Modules of a model that hold parameters and are not called in a forward pass."""
     config = tiny_gpt.model_config(num_layers=1, **options)
-    model = MegasinkGPTBuilder(config).build_model(ProcessGroupCollection.use_mpu_process_groups())
+    model = MegasinkModelBuilder(config).build_model(
+        ProcessGroupCollection.use_mpu_process_groups()
+    )
     waiting = {n: m for n, m in model.named_modules() if list(m.parameters(recurse=False))}
     for name, module in waiting.copy().items():
         module.register_forward_pre_hook(lambda *_, name=name: waiting.pop(name, None) and None)

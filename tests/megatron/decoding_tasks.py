@@ -18,7 +18,7 @@ from torch import Tensor
 from megasink.megatron import inference_guard
 from megasink.megatron.decoding import generate
 from megasink.megatron.inference_guard import dynamic_inference_problems
-from megasink.megatron.model import MegasinkGPTBuilder
+from megasink.megatron.model import MegasinkModelBuilder
 from megasink.megatron.sampling import Sampling
 from tests.distributed import tiny_gpt
 from tests.distributed.tiny_gpt import VOCABULARY
@@ -31,7 +31,7 @@ def model_of(**options: Any) -> Any:
     """This rank's stage of a tiny GPT with skewed sinks, its weights those of every layout."""
     config = tiny_gpt.model_config(**options)
     groups = ProcessGroupCollection.use_mpu_process_groups()
-    (model,) = tiny_gpt.skew_sinks([MegasinkGPTBuilder(config).build_model(groups)])
+    (model,) = tiny_gpt.skew_sinks([MegasinkModelBuilder(config).build_model(groups)])
     return model.eval()
 
 

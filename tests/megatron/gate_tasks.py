@@ -24,7 +24,6 @@ from megasink.attention import reference_attention, reference_gate, reference_he
 from megasink.attention.variants.gates import gate_shape
 from megasink.megatron.core_attention import CoreAttention
 from megasink.megatron.gated_attention import GatedSelfAttention
-from megasink.megatron.model import MegasinkGPTBuilder
 from tests.distributed import tiny_gpt
 from tests.distributed.oracle import balance_loss
 from tests.distributed.skewed_gates import skew_gates
@@ -37,7 +36,7 @@ def model(**options: Any) -> Any:
     """A model with skewed gates, in training mode."""
     config = tiny_gpt.model_config(**{"attention_variant": "gated", **options})
     groups = ProcessGroupCollection.use_mpu_process_groups()
-    (built,) = skew_gates([MegasinkGPTBuilder(config).build_model(groups)])
+    (built,) = skew_gates([config.get_builder_cls()(config).build_model(groups)])
     return built
 
 
@@ -146,6 +145,7 @@ def loss_and_gradients(built: Any) -> dict[str, Any]:
 
 def upstream(**options: Any) -> tuple[dict[str, Any], dict[str, Any]]:
     """Our elementwise gate, and Megatron's attention_output_gate with its own modules alone."""
+    options["gpt"] = True
     ours = model(head_balance_coeff=0.0, gate_granularity="elementwise", **options)
     config = tiny_gpt.model_config(
         attention_variant="vanilla", attention_output_gate=True, head_balance_coeff=0.0, **options
@@ -187,6 +187,7 @@ def _fused_spec(config: Any, vp_stage: int | None) -> Any:
 
 def fused_norm(**options: Any) -> dict[str, Any]:
     """The same model with the norm before linear_qkv, and inside it; modules of the second."""
+    options["gpt"] = True
     plain = model(head_balance_coeff=0.0, **options)
     with mock.patch.object(gpt, "default_layer_spec", _fused_spec):
         fused = model(head_balance_coeff=0.0, **options)

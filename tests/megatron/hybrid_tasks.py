@@ -1,9 +1,8 @@
-"""Tasks for the workers: hybrid models, and the GPT models that they are equal to."""
+"""Tasks for the workers: hybrid models, and GPT models with their weights."""
 
 from typing import Any
 
 import torch
-from megatron.core.models.hybrid.hybrid_model import HybridModel
 from megatron.core.utils import unwrap_model
 
 from megasink.analysis.capture.megatron_model import MegatronProbe
@@ -11,13 +10,12 @@ from megasink.analysis.capture.statistics import MAP
 from megasink.analysis.interventions.activations import activation_names
 from megasink.analysis.metrics import STATISTICS
 from megasink.megatron.hybrid_pattern import ATTENTION, EXPERTS, FFN, layers_of
-from megasink.megatron.init import global_names
 from tests.analysis.capture.kept import Kept
 from tests.distributed import tiny_gpt
 
 
 def in_gpt(name: str, pattern: str) -> str:
-    """Map a parameter's name in a whole hybrid model to its name in a GPT model."""
+    """Map a parameter's name in a hybrid model of one stage to its name in a GPT model."""
     name = name.replace("decoder.final_norm.", "decoder.final_layernorm.")
     head, layers, rest = name.partition("decoder.layers.")
     if not layers:
@@ -28,52 +26,8 @@ def in_gpt(name: str, pattern: str) -> str:
     return f"{head}{layers}{sum(before.count(symbol) for symbol in same)}.{last}"
 
 
-def train_as_gpt(
-    pattern: str, training: dict[str, Any] | None = None, **options: Any
-) -> dict[str, Any]:
-    """Train a hybrid model that starts with the weights of a GPT model in the same layout.
-
-    Args:
-        training: of `tiny_gpt.train`.
-        options: of both models.
-
-    Returns:
-        its report, in which parameters have the names of the GPT model, and statistics of layers
-        without attention are left out, after a check that they are NaN.
-    """
-    layers = layers_of(pattern)
-    attention = torch.tensor([symbol == ATTENTION for symbol in layers])
-
-    def take_weights(models: list[Any]) -> list[Any]:
-        twin = tiny_gpt.model_config(**options, num_layers=layers.count(ATTENTION))
-        known = {}
-        for model in unwrap_model(tiny_gpt.build(twin)):
-            names = global_names(model)
-            known |= {names[name]: parameter for name, parameter in model.named_parameters()}
-        for model in models:
-            assert isinstance(model, HybridModel)
-            names = global_names(model)
-            for name, parameter in model.named_parameters():
-                parameter.data.copy_(known.pop(in_gpt(names[name], pattern)).data)
-        assert not known
-        return models
-
-    def prepare(config: Any) -> None:
-        config.pre_wrap_hooks = [take_weights]
-
-    report = tiny_gpt.train(pattern=pattern, prepare=prepare, **(training or {}), **options)
-    for kind in ("initial", "gradients", "final"):
-        report[kind] = {in_gpt(name, pattern): shard for name, shard in report[kind].items()}
-    for found in report["statistics"]:
-        for key, value in found.items():
-            if value.dim():
-                assert value[~attention].isnan().all()
-                found[key] = value[attention]
-    return report
-
-
 def layers_here(pattern: str) -> list[list[tuple[int, str]]]:
-    """Number of each layer and class of what it has, in each virtual stage of this rank."""
+    """Block of each layer, from 1, and class of what it has, in each virtual stage of this rank."""
     models = unwrap_model(tiny_gpt.build(tiny_gpt.model_config(pattern=pattern)))
     return [
         [
@@ -87,7 +41,7 @@ def layers_here(pattern: str) -> list[list[tuple[int, str]]]:
 def probed(pattern: str, **options: Any) -> dict[str, dict[str, Any]]:
     """What the probe sees in a GPT model and in the hybrid with its weights, by name."""
     found, weights = {}, dict[str, torch.Tensor]()
-    for name, others in (("gpt", {}), ("hybrid", {"pattern": pattern})):
+    for name, others in (("gpt", {"gpt": True}), ("hybrid", {"pattern": pattern})):
         (model,) = unwrap_model(tiny_gpt.build(tiny_gpt.model_config(**others, **options)))
         for parameter, tensor in model.named_parameters():
             if name == "gpt":

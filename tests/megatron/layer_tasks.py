@@ -12,8 +12,8 @@ from megatron.core.utils import unwrap_model
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from megasink.megatron.core_attention import CoreAttention
-from megasink.megatron.init import initialize_weights
-from megasink.megatron.model import MegasinkGPTBuilder
+from megasink.megatron.init import global_names, initialize_weights
+from megasink.megatron.model import MegasinkModelBuilder
 from megasink.megatron.norm import TorchNorm
 from tests.distributed import tiny_gpt
 from tests.said import said
@@ -40,7 +40,6 @@ def softmax_offset_facts(distributed_optimizer: bool, **options: Any) -> dict[st
         for key, value in model.sharded_state_dict().items()
         if key.endswith("core_attention.softmax_offset") and isinstance(value, ShardedTensor)
     ]
-    (key,) = {shard.key for shard in sharded}
     return {
         "dtype": str(offset.dtype),
         "other_dtypes": sorted({str(p.dtype) for p in model.parameters() if p.dim() > 1}),
@@ -52,7 +51,7 @@ def softmax_offset_facts(distributed_optimizer: bool, **options: Any) -> dict[st
         "partition_dim": offset.partition_dim,
         "partition_stride": offset.partition_stride,
         "weight_decays": weight_decays(optimizer, model),
-        "key": key,
+        "keys": sorted(shard.key for shard in sharded),
         "global_shapes": [tuple(shard.global_shape) for shard in sharded],
         "global_offsets": sorted(tuple(shard.global_offset) for shard in sharded),
         "local_shapes": [tuple(shard.local_shape) for shard in sharded],
@@ -96,7 +95,7 @@ def vocabulary_rows(vocabulary: int) -> tuple[int, int]:
     config = tiny_gpt.model_config()
     config.vocab_size = vocabulary
     groups = ProcessGroupCollection.use_mpu_process_groups()
-    model = MegasinkGPTBuilder(config).build_model(groups)
+    model = MegasinkModelBuilder(config).build_model(groups)
     return len(model.embedding.word_embeddings.weight), len(model.output_layer.weight)
 
 
@@ -133,15 +132,16 @@ def initial_weights(init_seed: int, **options: Any) -> dict[str, Any]:
     config.init_seed = init_seed
     torch.manual_seed(5)
     groups = ProcessGroupCollection.use_mpu_process_groups()
-    model = MegasinkGPTBuilder(config).build_model(groups)
-    return {name: p.detach() for name, p in model.named_parameters()}
+    model = MegasinkModelBuilder(config).build_model(groups)
+    names = global_names(model)
+    return {names[name]: p.detach() for name, p in model.named_parameters()}
 
 
 def checkpoint_keys(**options: Any) -> dict[str, tuple[int, ...]]:
     """The tensors of a checkpoint of a fresh model and their whole shapes."""
     config = tiny_gpt.model_config(**options)
     groups = ProcessGroupCollection.use_mpu_process_groups()
-    state = MegasinkGPTBuilder(config).build_model(groups).sharded_state_dict()
+    state = MegasinkModelBuilder(config).build_model(groups).sharded_state_dict()
     return {
         shard.key: tuple(shard.global_shape)
         for shard in state.values()
@@ -195,7 +195,7 @@ def unknown_weight() -> str:
     """The refusal of a weight whose initialisation is not known; "" if there is none."""
     config = tiny_gpt.model_config()
     groups = ProcessGroupCollection.use_mpu_process_groups()
-    model = MegasinkGPTBuilder(config).build_model(groups)
+    model = MegasinkModelBuilder(config).build_model(groups)
     model.decoder.layers[0].extra = torch.nn.Linear(4, 4, bias=False)
     return said(initialize_weights, model, 1)
 
@@ -223,7 +223,7 @@ def recorded() -> dict[str, int]:
     """How many microbatches the tracker has seen of layer 0 after each kind of forward pass."""
     config = tiny_gpt.model_config()
     groups = ProcessGroupCollection.use_mpu_process_groups()
-    model = MegasinkGPTBuilder(config).build_model(groups)
+    model = MegasinkModelBuilder(config).build_model(groups)
     data = tiny_gpt.batch(0, 0)
     found = {}
     for name, training, gradients in (
@@ -241,11 +241,12 @@ def recorded() -> dict[str, int]:
 
 def kept_projections(**options: Any) -> dict[str, int]:
     """Of a training forward pass: [q, k, v] of how many layers wait for backward, copies of V."""
-    model = MegasinkGPTBuilder(tiny_gpt.model_config(**options)).build_model(
+    model = MegasinkModelBuilder(tiny_gpt.model_config(**options)).build_model(
         ProcessGroupCollection.use_mpu_process_groups()
     )
     projections = []
-    for layer in model.decoder.layers:
+    layers = model.decoder.layers[::2]
+    for layer in layers:
         layer.self_attention.linear_qkv.register_forward_hook(
             lambda module, inputs, output: projections.append(
                 StorageWeakRef(output[0].untyped_storage())
@@ -255,10 +256,8 @@ def kept_projections(**options: Any) -> dict[str, int]:
     loss = model(data["tokens"], data["position_ids"], None, labels=data["labels"])
     kept = sum(not projection.expired() for projection in projections)
     loss.sum().backward()
-    copies = sum(
-        layer.self_attention.core_attention.frees_projection for layer in model.decoder.layers
-    )
-    return {"layers": len(model.decoder.layers), "kept": kept, "copies": copies}
+    copies = sum(layer.self_attention.core_attention.frees_projection for layer in layers)
+    return {"layers": len(layers), "kept": kept, "copies": copies}
 
 
 def beside_upstream(variant: str, window: int | None) -> dict[str, float]:

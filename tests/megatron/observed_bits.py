@@ -11,7 +11,7 @@ import torch
 from megatron.core.process_groups_config import ProcessGroupCollection
 
 from megasink.attention.gate_kernels import choose_gate_kernels, gate_kernels_named
-from megasink.megatron.model import MegasinkGPTBuilder
+from megasink.megatron.model import MegasinkModelBuilder
 from tests.distributed import tiny_gpt
 from tests.distributed.skewed_gates import skew_gates, skew_sinks
 
@@ -38,7 +38,7 @@ def _differences(gates: str, options: dict[str, Any]) -> list[str]:
     scope = {"head_balance_coeff": 10.0, "head_balance_scope": "microbatch"}
     config = tiny_gpt.model_config(**shape, **scope, attention_kernel=f"auto+{gates}", **options)
     groups = ProcessGroupCollection.use_mpu_process_groups()
-    (model,) = skew_gates(skew_sinks([MegasinkGPTBuilder(config).build_model(groups)]))
+    (model,) = skew_gates(skew_sinks([MegasinkModelBuilder(config).build_model(groups)]))
     statistics = config.transformer.statistics
     text = torch.randint(128, (1, TOKENS + 1), generator=torch.Generator().manual_seed(1))
     steps = []

@@ -12,7 +12,8 @@ from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.utils import unwrap_model
 from torch import Tensor
 
-from megasink.megatron.model import MegasinkGPTBuilder
+from megasink.megatron.init import global_names
+from megasink.megatron.model import MegasinkModelBuilder
 from tests.distributed import tiny_gpt
 
 ROWS = ("word_embeddings.weight", "output_layer.weight")
@@ -81,16 +82,16 @@ def unpadded(rows: int, tokens: int, **options: Any) -> dict[str, Any]:
     logits_BSV = model(inputs_BS, positions_BS, None)
     losses_BS = -logits_BSV.log_softmax(-1).gather(-1, labels_BS[..., None])[..., 0]
     losses_BS.mean().backward()
-    return {
-        "losses": losses_BS.detach(),
-        "gradients": {name: p.grad for name, p in model.named_parameters() if p.grad is not None},
-    }
+    names = global_names(model)
+    trained = ((names[name], p.grad) for name, p in model.named_parameters())
+    gradients = {name: gradient for name, gradient in trained if gradient is not None}
+    return {"losses": losses_BS.detach(), "gradients": gradients}
 
 
 @torch.no_grad()
 def inferred(rows: int, tokens: int) -> dict[str, Any]:
     """Logits without labels: of this rank's part of the vocabulary, and gathered."""
-    model = MegasinkGPTBuilder(_config(rows, tokens)).build_model(
+    model = MegasinkModelBuilder(_config(rows, tokens)).build_model(
         ProcessGroupCollection.use_mpu_process_groups()
     )
     inputs_BS, _ = text(tokens)

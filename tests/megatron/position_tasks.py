@@ -17,7 +17,7 @@ from torch import Tensor
 
 from megasink.megatron import documents
 from megasink.megatron.core_attention import CoreAttention
-from megasink.megatron.model import MegasinkGPTBuilder
+from megasink.megatron.model import MegasinkModelBuilder
 from megasink.megatron.positions import alibi_slopes, bucket_of_distance, build_position_bias
 from megasink.megatron.sinusoid import sinusoidal_table
 from megasink.training.packing import pack
@@ -45,7 +45,7 @@ def core_attention(**options: Any) -> CoreAttention:
     """The first layer's, in training."""
     config = tiny_gpt.model_config(position_embedding_type="none", **options)
     groups = ProcessGroupCollection.use_mpu_process_groups()
-    (model,) = tiny_gpt.skew_sinks([MegasinkGPTBuilder(config).build_model(groups)])
+    (model,) = tiny_gpt.skew_sinks([MegasinkModelBuilder(config).build_model(groups)])
     layer: CoreAttention = next(m for m in model.modules() if isinstance(m, CoreAttention))
     return layer.train()
 
@@ -86,7 +86,7 @@ def repeated_tokens(kind: str) -> dict[str, Any]:
         position_embedding_type="none", attention_variant="vanilla", attention_bias_type=kind
     )
     groups = ProcessGroupCollection.use_mpu_process_groups()
-    model = MegasinkGPTBuilder(config).build_model(groups).train()
+    model = MegasinkModelBuilder(config).build_model(groups).train()
     tokens = torch.full((1, tiny_gpt.SEQUENCE), 7)
     model(tokens, torch.arange(tiny_gpt.SEQUENCE)[None], None, labels=tokens)
     table = tiny_gpt.recorded(config.transformer)
@@ -134,7 +134,7 @@ def host_reads() -> dict[str, int]:
     """How often the boundaries are read from the device, for two layers and two passes."""
     config = tiny_gpt.model_config(position_embedding_type="none")
     groups = ProcessGroupCollection.use_mpu_process_groups()
-    model = MegasinkGPTBuilder(config).build_model(groups).train()
+    model = MegasinkModelBuilder(config).build_model(groups).train()
     found = {}
     for name in ("from the data loader", "from elsewhere"):
         data: dict[str, Any] = tiny_gpt.batch(0, 0)

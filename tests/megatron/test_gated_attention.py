@@ -111,10 +111,9 @@ def test_parameters_as_megatron_sees_them(pool, bf16):
     assert found["parameters"]["linear_qkv.weight"]["decay"] == 0.1
     assert found["parameters"]["linear_qkv.bias"]["shape"] == (72,)
     checkpoint = found["checkpoint"]
-    # Megatron stores the layers of a homogeneous block as one tensor, [layer, ...].
-    assert checkpoint["linear_qkv.weight"] == (2, 128, 64)
-    assert checkpoint["linear_gate.weight"] == (2, 4, 64)
-    assert checkpoint["linear_gate.bias"] == (2, 4)
+    assert checkpoint["linear_qkv.weight"] == (128, 64)
+    assert checkpoint["linear_gate.weight"] == (4, 64)
+    assert checkpoint["linear_gate.bias"] == (4,)
 
     found = facts(gate_input="none", sdpa_output_norm="rmsnorm", **ELEMENTWISE)
     for name in ("gate.logit", "output_norm.weight"):
@@ -123,7 +122,7 @@ def test_parameters_as_megatron_sees_them(pool, bf16):
         assert parameter["dtype"] == dtype
         assert parameter["sharded"] is True
         assert parameter["decay"] == 0.0
-        assert found["checkpoint"][name] == (2, 64)
+        assert found["checkpoint"][name] == (64,)
 
     for options in ({"gate_input": "hidden", "add_qkv_bias": True}, {"gate_input": "none"}):
         for sequence_parallel in (False, True):
@@ -140,7 +139,7 @@ def test_parameters_as_megatron_sees_them(pool, bf16):
                 assert parameter["shape"] == ((64, 64) if "weight" in name else (64,))
                 assert parameter["sharded"] is False
                 assert parameter["sequence_parallel"] is sequence_parallel
-                assert found["checkpoint"][name] == (2, *parameter["shape"])
+                assert found["checkpoint"][name] == parameter["shape"]
 
 
 @pytest.mark.parametrize(

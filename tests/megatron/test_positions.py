@@ -90,8 +90,9 @@ def test_the_table_of_t5_is_sharded_by_heads(pool, bf16):
         assert fact["dtype"] == ("torch.bfloat16" if bf16 else "torch.float32")
         assert fact["moved"] > 1e-4
         assert fact["partition"] == (True, 1)
-        assert fact["keys"] == ["decoder.layers.self_attention.core_attention.relative_bias.weight"]
-        assert fact["global_shapes"] == [(2, 32, 4)]
+        table = "self_attention.core_attention.relative_bias.weight"
+        assert fact["keys"] == [f"decoder.layers.{layer}.{table}" for layer in (0, 2)]
+        assert fact["global_shapes"] == [(32, 4)]
         assert fact["heads"] == [2 * rank]
 
 

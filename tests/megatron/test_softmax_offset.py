@@ -32,11 +32,12 @@ def test_sinks_are_sharded_by_heads_and_not_decayed_and_their_main_weights_are_f
         vectors = fact["weight_decays"].pop("elements of vectors")
         assert set(fact["weight_decays"]) == {"0.0", "0.1"}
         assert sum(fact["weight_decays"]["0.0"]) == sum(vectors)
-        # Megatron stores the layers of a homogeneous block as one tensor, [layer, head].
-        assert fact["key"] == "decoder.layers.self_attention.core_attention.softmax_offset"
-        assert fact["global_shapes"] == [(2, 4)] * 2
+        # Megatron counts the layers of the pattern, so that the FFN of a block is one of them.
+        sinks = "self_attention.core_attention.softmax_offset"
+        assert fact["keys"] == [f"decoder.layers.{layer}.{sinks}" for layer in (0, 2)]
+        assert fact["global_shapes"] == [(4,)] * 2
         assert fact["local_shapes"] == [(2,)] * 2
-        assert fact["global_offsets"] == [(0, 2 * rank), (1, 2 * rank)]
+        assert fact["global_offsets"] == [(2 * rank,)] * 2
 
 
 def test_padded_vocabulary_does_not_depend_on_the_layout(pool):

@@ -5,7 +5,7 @@ from unittest import mock
 
 from megatron.core.process_groups_config import ProcessGroupCollection
 
-from megasink.megatron.model import MegasinkGPTBuilder
+from megasink.megatron.model import MegasinkModelBuilder
 from megasink.megatron.model_of_arguments import model_config
 from megasink.training import arguments
 
@@ -16,7 +16,7 @@ def number_of_parameters(flags: list[str]) -> int:
         args, _ = arguments.parse(flags)
     config = model_config(args)
     config.finalize()
-    model = MegasinkGPTBuilder(config).build_model(
+    model = MegasinkModelBuilder(config).build_model(
         ProcessGroupCollection.use_mpu_process_groups(), pre_process=True, post_process=True
     )
     return sum(parameter.numel() for parameter in model.parameters())

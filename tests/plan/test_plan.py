@@ -54,9 +54,14 @@ def test_blocks_of_the_stages_of_a_pattern():
         hybrid_layer_pattern="*-*|-|*-|M*-",
         pipeline_model_parallel_size=2,
         virtual_pipeline_model_parallel_size=2,
+        attention_variant_layers=[1, 1, 0, 1, 1],
+        num_layers=5,
     )
-    assert rank.stages(None, args) == {
-        "stages": [[["*-*", "*-"], True, False], [["-", "M*-"], False, True]],
+    assert rank.stages(args) == {
+        "stages": [
+            [[["*-*", [True, True]], ["*-", [False]]], True, False],
+            [[["-", [True]], ["M*-", [True, True]]], False, True],
+        ],
         "blocks": [[1, 2, 3], [2, 4, 5]],  # block 2 is in both
     }
 

@@ -95,7 +95,7 @@ def craft(run: Path, copy: Path, place: str, mark: Path) -> Path:
         metadata.storage_data[index].relative_path = "../../../elsewhere"
         write_metadata(checkpoint, metadata)
     elif place == "tensor":
-        replace_entry(checkpoint, "decoder.final_layernorm.weight", lambda _: Mark(mark))
+        replace_entry(checkpoint, "decoder.final_norm.weight", lambda _: Mark(mark))
     elif place == "optimizer":
         key = entry_of(checkpoint, ENTRIES["common state"])
 

@@ -150,7 +150,7 @@ def model_that_names_places(run: str, written: str, path: str) -> None:
     from megatron.training.argument_utils import gpt_config_from_args
 
     from megasink.checkpoints import saved_arguments
-    from megasink.megatron.model import MegasinkGPTBuilder
+    from megasink.megatron.model import MegasinkModelBuilder
     from megasink.megatron.model_of_arguments import model_config
 
     saved = saved_arguments.read_arguments(Path(run) / "config.json")
@@ -160,7 +160,7 @@ def model_that_names_places(run: str, written: str, path: str) -> None:
     config.finalize()
     groups = ProcessGroupCollection.use_mpu_process_groups()
     with contextlib.suppress(TypeError):  # it cannot write process groups, but made the folder
-        MegasinkGPTBuilder(config).build_model(groups, pre_process=True, post_process=True)
+        MegasinkModelBuilder(config).build_model(groups, pre_process=True, post_process=True)
     args.spec = ["crafted_module", "spec"]
     with mock.patch.object(sys, "path", [path, *sys.path]):
         gpt_config_from_args(args, config=config.transformer, model_config_cls=type(config))

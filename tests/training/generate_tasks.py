@@ -50,15 +50,14 @@ def differences(run: str, checkpoint: str) -> dict[str, Any]:
     for name, tensor in model.state_dict().items():
         if name.endswith("_extra_state"):  # TransformerEngine's, of fp8: no tensor
             continue
-        key, layer = name, None
+        key = name
         if key.startswith("decoder.layers."):
             layer, _, rest = key.removeprefix("decoder.layers.").partition(".")
             for ours, theirs in moved.items():
                 rest = rest.replace(ours, theirs)
-            key = f"decoder.layers.{rest}"
+            key = f"decoder.layers.{layer}.{rest}"
         kinds.add(key)
-        whole = stored[key] if layer is None else stored[key][int(layer)]
-        if not np.array_equal(whole.float().numpy(), tensor.float().numpy()):
+        if not np.array_equal(stored[key].float().numpy(), tensor.float().numpy()):
             different.append(name)
     sinks = model.decoder.layers[0].self_attention.core_attention.softmax_offset
     return {

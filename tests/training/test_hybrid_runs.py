@@ -18,19 +18,18 @@ DELTA_NET = """
 """.split()
 DISTRIBUTED = ["--use-distributed-optimizer"]
 EXPERTS = ["--num-experts", "4", "--moe-ffn-hidden-size", "48", "--moe-router-topk", "2"]
-# Options, those of the GPT model alone, the pattern, and another layout.
+# Options, those of the GPT model alone, and a pattern in another layout.
 MODELS = {
-    "plain": ([], [], "*-*-", ("*-|*-", ["--pipeline-model-parallel-size", "2"])),
+    "plain": ([], [], ("*-|*-", ["--pipeline-model-parallel-size", "2"])),
     "distributed": (
         [*DISTRIBUTED, "--attention-variant", "gated", "--bf16"],
         [],
-        "*-*-",
         ("*-*-", ["--tensor-model-parallel-size", "2"]),
     ),
-    "plain-bf16": (["--bf16"], [], "*-*-", None),
-    "experts": ([*DISTRIBUTED, *EXPERTS], [], "*E*E", None),
+    "plain-bf16": (["--bf16"], [], None),
+    "experts": ([*DISTRIBUTED, *EXPERTS], [], None),
     # Its layers have numbers in the checkpoint.
-    "mixed": ([*DISTRIBUTED, *EXPERTS], ["--moe-layer-freq", "[0,1]"], "*-*E", None),
+    "mixed": ([*DISTRIBUTED, *EXPERTS], ["--moe-layer-freq", "[0,1]"], None),
 }
 
 
@@ -69,13 +68,13 @@ def test_rows_are_the_blocks_that_have_heads(pool, tmp_path):
 @pytest.mark.parametrize("name", MODELS)
 def test_a_gpt_checkpoint_goes_on_as_a_hybrid(pool, tmp_path, name):
     """To the bit under the same layout: losses, statistics, gradient norms."""
-    options, of_gpt, pattern, other = MODELS[name]
+    options, of_gpt, other = MODELS[name]
     gpt = tmp_path / "gpt"
-    pool.train([*FLAGS, *options, *of_gpt, "--run-dir", str(gpt)])
+    flags = [*FLAGS, *options, *of_gpt]
+    pool.train([*flags, "--run-dir", str(gpt)], gpt=True)
     load = ["--load", str(gpt / "checkpoints"), "--ckpt-step", "2"]
     run = tmp_path / "hybrid"
-    hybrid = [*HYBRID, *options, *load]
-    pool.train([*hybrid, "--run-dir", str(run), "--hybrid-layer-pattern", pattern])
+    pool.train([*flags, *load, "--run-dir", str(run)])
     wanted = numbers(gpt)[2:]
     assert numbers(run) == wanted
     assert wanted[0]["lm_loss"] != wanted[1]["lm_loss"]
@@ -83,7 +82,16 @@ def test_a_gpt_checkpoint_goes_on_as_a_hybrid(pool, tmp_path, name):
         return
     pattern, layout = other
     run = tmp_path / "other"
-    flags = [*hybrid, *layout, "--run-dir", str(run), "--hybrid-layer-pattern", pattern]
+    flags = [
+        *HYBRID,
+        *options,
+        *load,
+        *layout,
+        "--run-dir",
+        str(run),
+        "--hybrid-layer-pattern",
+        pattern,
+    ]
     pool.train(flags, ranks=2)
     tolerance = 1e-2 if "--bf16" in options else 1e-5
     losses = [[line["lm_loss"] for line in lines] for lines in (numbers(run), wanted)]
@@ -92,7 +100,7 @@ def test_a_gpt_checkpoint_goes_on_as_a_hybrid(pool, tmp_path, name):
 
 def test_a_checkpoint_with_other_layers_is_refused_in_one_line(pool, tmp_path):
     gpt = tmp_path / "gpt"
-    pool.train([*FLAGS, "--run-dir", str(gpt)])
+    pool.train([*FLAGS, "--run-dir", str(gpt)], gpt=True)
     flags = [*HYBRID, "--run-dir", str(tmp_path / "run"), "--hybrid-layer-pattern", "*-"]
     with pytest.raises(Exception, match=r"hybrid_layer_pattern '\*-\*-' -> '\*-'"):
         pool.train([*flags, "--load", str(gpt / "checkpoints")])

@@ -11,8 +11,7 @@ from functools import partial
 from typing import Any, NamedTuple
 
 import torch
-from megatron.core.models.gpt import GPTModel
-from megatron.core.models.hybrid.hybrid_model import HybridModel
+from megatron.core.models.common.language_module.language_module import LanguageModule
 from torch import Tensor
 
 from megasink.analysis.capture.base import Listener, Probe
@@ -39,12 +38,12 @@ class MegatronProbe(Probe):
 
     def __init__(
         self,
-        model: GPTModel | HybridModel,
+        model: LanguageModule,
         listener: Listener,
         changes: Sequence[HeadChange] = (),
     ):
         super().__init__(model_problems(model), listener, changes)
-        self.model: GPTModel | HybridModel = model
+        self.model: LanguageModule = model
         self.body = model
         self.layers: list[ModelBlock] = blocks_in(model)
         self.heads = heads_by_layer(model)
@@ -177,13 +176,13 @@ class MegatronProbe(Probe):
         return new_BSHD.transpose(0, 1).reshape(gated_SBX.shape)
 
 
-def heads_by_layer(model: GPTModel | HybridModel) -> list[int]:
+def heads_by_layer(model: LanguageModule) -> list[int]:
     """Return the number of heads of each block; 0 for one without attention."""
     heads: int = model.config.num_attention_heads
     return [0 if block.attention is None else heads for block in blocks_in(model)]
 
 
-def model_problems(model: GPTModel | HybridModel) -> list[str]:
+def model_problems(model: LanguageModule) -> list[str]:
     """Return one sentence for each reason that a model cannot be probed."""
     config, problems = model.config, []
     for name, flag in (

@@ -5,8 +5,7 @@ Shapes: S = T sequence, B batch, F intermediate size, E hidden size.
 
 from typing import Any
 
-from megatron.core.models.gpt import GPTModel
-from megatron.core.models.hybrid.hybrid_model import HybridModel
+from megatron.core.models.common.language_module.language_module import LanguageModule
 from megatron.core.transformer.identity_op import IdentityOp
 from torch import Tensor
 
@@ -14,7 +13,7 @@ from megasink.analysis.capture.sites import BLOCKS, PRODUCT, UP, Site, Sites, fu
 from megasink.megatron.blocks import blocks_in
 
 
-def megatron_sites(model: GPTModel | HybridModel) -> Sites:
+def megatron_sites(model: LanguageModule) -> Sites:
     """Return the sites in the first blocks."""
     sites = Sites(context=model.config.prefix_lm_tokens)
     blocks = blocks_in(model)

@@ -21,12 +21,11 @@ def open_probe_on(model: Any) -> OpenProbe:
     if hasattr(model, "tokenizer"):  # what load_model or load_run returned
         model = model.model
     if "megatron.core.models.gpt" in sys.modules:
-        from megatron.core.models.gpt import GPTModel
-        from megatron.core.models.hybrid.hybrid_model import HybridModel
+        from megatron.core.models.common.language_module.language_module import LanguageModule
 
         from megasink.analysis.capture.megatron_model import MegatronProbe
 
-        if isinstance(model, GPTModel | HybridModel):
+        if isinstance(model, LanguageModule):
             return partial(MegatronProbe, model)
     from transformers import PreTrainedModel
 

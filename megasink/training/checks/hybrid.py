@@ -8,24 +8,31 @@ from megasink.megatron.hybrid_pattern import (
     ATTENTION,
     DELTA_NET,
     EXPERTS,
+    FFN,
     LATENT,
     MAMBA,
     PREDICTION,
     RECURRENT,
     STAGE,
     SUPPORTED,
+    blocks_of,
     layers_of,
+    recurrent,
 )
 
 _FLAG = "--hybrid-layer-pattern"
 
 
 def count_layers(args: Namespace) -> None:
-    """Set ``args.num_layers`` by the pattern, and the pattern by its deprecated flag."""
+    """Set the numbers of layers by the pattern, and the pattern by its deprecated flag."""
     if args.hybrid_layer_pattern is None and args.hybrid_override_pattern is not None:
         args.hybrid_layer_pattern, args.hybrid_override_pattern = args.hybrid_override_pattern, None
-    if args.hybrid_layer_pattern is not None and args.num_layers is None:
-        args.num_layers = len(layers_of(args.hybrid_layer_pattern)) or None
+    if (pattern := args.hybrid_layer_pattern) is None:
+        return
+    if args.num_layers is None:
+        args.num_layers = len(layers_of(pattern)) or None
+    if args.mtp_num_layers is None:
+        args.mtp_num_layers = pattern.count(PREDICTION) or None
 
 
 def problems(args: Namespace) -> Iterator[str]:
@@ -35,8 +42,7 @@ def problems(args: Namespace) -> Iterator[str]:
     if args.hybrid_override_pattern is not None:
         yield f"--hybrid-override-pattern is the old name of {_FLAG}: drop it"
     layers = layers_of(pattern)
-    if PREDICTION in pattern:
-        yield f"{_FLAG} {pattern}: multi-token prediction (/) is not supported"
+    yield from _prediction(args, pattern)
     if latent := set(layers) & set(LATENT):
         symbols = "".join(sorted(latent))
         yield f"{_FLAG} {pattern}: sinks in latent attention ({symbols}) are not supported"
@@ -50,10 +56,11 @@ def problems(args: Namespace) -> Iterator[str]:
             f"{_FLAG} {pattern!r} has no attention layer (*): add one, because sinks and gates "
             "belong to attention"
         )
-    if args.num_layers is not None and args.num_layers != len(layers):
+    blocks = len(blocks_of(pattern))
+    if args.num_layers not in (None, blocks, len(layers)):
         yield (
-            f"--num-layers {args.num_layers}, but {_FLAG} {pattern} has {len(layers)} layers "
-            "(an FFN is one of them): drop --num-layers"
+            f"--num-layers {args.num_layers}, but {_FLAG} {pattern} has {blocks} blocks of "
+            f"{len(layers)} layers: drop --num-layers"
         )
     if bool(args.num_experts) != (EXPERTS in layers):
         yield (
@@ -63,6 +70,21 @@ def problems(args: Namespace) -> Iterator[str]:
         )
     yield from _stages(args, pattern)
     yield from _recurrent(args, layers)
+
+
+def _prediction(args: Namespace, pattern: str) -> Iterator[str]:
+    _, *predicted = pattern.split(PREDICTION)
+    block = ATTENTION + (EXPERTS if args.num_experts else FFN)
+    if wrong := [layers for layers in predicted if layers != block]:
+        yield (
+            f"{_FLAG} {pattern}: a layer of multi-token prediction is {block}, not "
+            f"{' or '.join(dict.fromkeys(wrong))}"
+        )
+    if predicted and args.mtp_num_layers != len(predicted):
+        yield (
+            f"--mtp-num-layers {args.mtp_num_layers}, but {_FLAG} {pattern} has {len(predicted)} "
+            "after /: drop one of the two"
+        )
 
 
 def _stages(args: Namespace, pattern: str) -> Iterator[str]:
@@ -88,10 +110,10 @@ def _stages(args: Namespace, pattern: str) -> Iterator[str]:
 
 
 def _recurrent(args: Namespace, layers: str) -> Iterator[str]:
-    recurrent = [name for symbol, name in RECURRENT.items() if symbol in layers]
-    if recurrent and args.dataloader_inter_document_masking:
+    found = recurrent(layers)
+    if found and args.dataloader_inter_document_masking:
         yield (
-            f"{' and '.join(recurrent)} layers with packed documents "
+            f"{' and '.join(found)} layers with packed documents "
             "(--dataloader-inter-document-masking): their state would run from one "
             "document into the next; drop one of the two"
         )

@@ -21,6 +21,7 @@ from megasink.analysis.metrics.inputs import GRADIENT
 from megasink.analysis.pages import sweep
 from megasink.cli import main
 from megasink.errors import ConfigError
+from megasink.megatron.blocks import blocks_in
 from tests.analysis.capture.kept import Kept
 from tests.megatron.decoding_tasks import model_of
 
@@ -39,10 +40,10 @@ def probed(**options: Any) -> dict[str, Any]:
     with MegatronProbe(model, kept) as probe:
         output = probe.forward(ids)
     after = model(ids, positions, None)
-    core = model.decoder.layers[1].self_attention.core_attention
+    first, second = blocks_in(model)
+    core = second.attention.core_attention
     mlp = core.similarity_mlp
-    first, second = model.decoder.layers
-    added = (first.mlp_bda, second.self_attn_bda) if model.config.post_norm else ()
+    added = (first.ffn.mlp_bda, second.mixer.self_attn_bda) if model.config.post_norm else ()
     return {
         "post_norms": [add.layernorm.weight for add in added],
         "equal": torch.equal(plain, output.logits) and torch.equal(plain, after),
@@ -100,9 +101,9 @@ def rows(**options: Any) -> dict[str, Any]:
     ids = torch.randint(0, 128, (1, TOKENS), generator=torch.Generator().manual_seed(1))
     sample = Sample(tuple(ids[0].tolist()), "d", "s")
     found = read_rows(partial(MegatronProbe, model), [sample])
-    layers, kept = model.decoder.layers, Kept(STATISTICS)
+    blocks, kept = blocks_in(model), Kept(STATISTICS)
     given: list[Tensor] = []
-    hook = layers[0].mlp.register_forward_pre_hook(lambda _, args: given.append(args[0]))
+    hook = blocks[0].mlp.register_forward_pre_hook(lambda _, args: given.append(args[0]))
     with MegatronProbe(model, kept) as probe:
         probe.forward(ids)
     hook.remove()
@@ -112,13 +113,13 @@ def rows(**options: Any) -> dict[str, Any]:
         "states": [kept.states[0, half] for half in range(4)],
         "weights": [
             getattr(norm, "weight", None)
-            for layer in layers
-            for norm in (layer.input_layernorm, layer.pre_mlp_layernorm)
+            for block in blocks
+            for norm in (block.mixer.input_layernorm, block.ffn.pre_mlp_layernorm)
         ],
         "eps": model.config.layernorm_epsilon,
     }
-    if hasattr(layers[0].mlp, "linear_fc1"):
-        linear = given[0][:POSITIONS, 0].double() @ layers[0].mlp.linear_fc1.weight.double().T
+    if hasattr(blocks[0].mlp, "linear_fc1"):
+        linear = given[0][:POSITIONS, 0].double() @ blocks[0].mlp.linear_fc1.weight.double().T
         gate, up = linear.chunk(2, -1)
         report |= {"up": up, "product": gate * torch.sigmoid(gate) * up}
     return report

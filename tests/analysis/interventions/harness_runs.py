@@ -14,6 +14,7 @@ from megasink.analysis.evaluate.harness import evaluate
 from megasink.analysis.evaluate.tasks_loading import load_tasks
 from megasink.analysis.interventions import ZeroHeads
 from megasink.checkpoints.carried import with_ends
+from megasink.megatron.blocks import blocks_in
 from tests.analysis.interventions.harness_tasks import CHOICES, TEXTS
 from tests.megatron.decoding_tasks import model_of
 
@@ -47,7 +48,7 @@ def run_scored(folder: str, heads: list[tuple[int, int]], **options: Any) -> dic
     results = evaluate(probed, changes, tasks, batch_size=2, samples=True)
     size = model.config.kv_channels
     for layer, head in heads:
-        projection = model.decoder.layers[layer].self_attention.linear_proj.weight
+        projection = blocks_in(model)[layer].attention.linear_proj.weight
         projection[:, head * size : (head + 1) * size] = 0
 
     def logits(ids: list[int]) -> torch.Tensor:

@@ -10,6 +10,7 @@ import megasink
 from megasink import intervening
 from megasink.analysis.interventions import DrainFirstValue, DynamicZeroing, SteerGates, ZeroHeads
 from megasink.errors import UserError
+from megasink.megatron.blocks import blocks_in
 from megasink.megatron.decoding import generate
 from tests.analysis.interventions import oracle
 from tests.analysis.metrics import definitions
@@ -104,8 +105,8 @@ def _by_definition(
         seen.append(rows)
         return (torch.stack(changed, 1).to(gated_SBX.dtype), *args[1:])
 
-    for layer in model.decoder.layers:
-        attention = layer.self_attention
+    for block in blocks_in(model):
+        attention = block.attention
         hooks.append(attention.core_attention.register_forward_hook(attended, with_kwargs=True))
         hooks.append(
             attention.linear_proj.register_forward_pre_hook(
@@ -129,12 +130,12 @@ def activations(**options: Any) -> dict[str, bool]:
     plain = model(ids, positions, None)
     names = megasink.activation_names(model)
     seen: dict[str, Tensor] = {}
-    layer = model.decoder.layers[1]
-    core, out = layer.self_attention.core_attention, layer.self_attention.linear_proj
+    block = blocks_in(model)[1]
+    core, out = block.attention.core_attention, block.attention.linear_proj
     handles = [
-        layer.register_forward_hook(lambda _, args, output: seen.update(output=output[0])),
+        block.last.register_forward_hook(lambda _, args, output: seen.update(output=output[0])),
         # Megatron adds the stream to it in place.
-        layer.mlp.register_forward_hook(
+        block.mlp.register_forward_hook(
             lambda _, args, output: seen.update(mlp_branch=output[0].clone(), bias=output[1])
         ),
         out.register_forward_pre_hook(lambda _, args: seen.update(gated_out=args[0])),

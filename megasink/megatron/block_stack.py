@@ -1,0 +1,131 @@
+"""A hybrid stack whose layers are numbered by block, as the layers of a GPT model are.
+
+Whatever Megatron or megasink chooses by the number of a layer (its window, its rotary angles, its
+attention variant, its row of statistics, its experts' losses, its precision) is then the same for
+``*-*-`` as for a GPT model of two layers. Checkpoints have upstream's names, with an index for
+each layer of the pattern.
+"""
+
+import contextlib
+import copy
+import dataclasses
+import functools
+from collections.abc import Mapping
+from typing import Any
+
+from megatron.core import tensor_parallel
+from megatron.core.transformer.identity_op import IdentityOp
+from megatron.core.transformer.spec_utils import ModuleSpec
+from torch import Tensor
+
+from megasink.attention.variants.layers import layers_with_variant
+from megasink.megatron.config import MegasinkTransformerConfig
+from megasink.megatron.hybrid import MegasinkHybridStack
+from megasink.megatron.hybrid_pattern import blocks_of, layers_of
+from megasink.megatron.hybrid_specs import hybrid_spec
+
+
+@dataclasses.dataclass(frozen=True)
+class _Blocks:
+    """{layer: its block}, from 0, and attention in blocks with and without the variant."""
+
+    numbers: Mapping[int, int]
+    varied: Any
+    plain: Any
+
+
+def block_stack_spec(config: MegasinkTransformerConfig, pattern: str) -> ModuleSpec:
+    """Return the spec of the stack of a pattern, for ``HybridModelConfig.hybrid_stack_spec``.
+
+    Args:
+        config: Its ``num_layers`` is the number of blocks.
+        pattern: Value of --hybrid-layer-pattern.
+    """
+    spec = hybrid_spec(config)
+    varied = plain = spec.submodules.attention_layer.submodules
+    has_variant = layers_with_variant(config)
+    if not all(has_variant):
+        without = config.get_config_for_layer(has_variant.index(False) + 1)
+        plain = hybrid_spec(without).submodules.attention_layer.submodules
+    found = enumerate(blocks_of(pattern))
+    numbers = {layer: number for number, block in found for layer in block if layer is not None}
+    blocks = _Blocks(numbers, varied, plain)
+    by_block = {
+        name: dataclasses.replace(
+            layer, module=_by_block(layer.module), params=layer.params | {"blocks": blocks}
+        )
+        for name, layer in vars(spec.submodules).items()
+        if isinstance(layer, ModuleSpec)
+    }
+    if config.mtp_num_layers:
+        from megasink.megatron.prediction import prediction_spec
+
+        by_block["mtp_block_spec"] = prediction_spec(config)
+    pairs = 2 * config.num_layers == len(layers_of(pattern))
+    return dataclasses.replace(
+        spec,
+        module=BlockStack,
+        params=spec.params | {"layers_per_block": 2 if pairs else 1},
+        submodules=dataclasses.replace(spec.submodules, **by_block),
+    )
+
+
+@functools.cache
+def _by_block(kind: Any) -> type:
+    """Return a subclass of a layer class that is built with the number and config of its block."""
+
+    def __init__(
+        self: Any, config: Any, submodules: Any, layer_number: int, *, blocks: _Blocks, **more: Any
+    ) -> None:
+        number = blocks.numbers[layer_number - 1] + 1
+        of_block = config.get_config_for_layer(number)
+        if of_block is not config and submodules is blocks.varied:
+            submodules = blocks.plain
+        kind.__init__(self, of_block, submodules, layer_number=number, **more)
+
+    names = {"__module__": kind.__module__, "__qualname__": kind.__qualname__}
+    return type(kind.__name__, (kind,), names | {"__init__": __init__})
+
+
+class BlockStack(MegasinkHybridStack):
+    """MegasinkHybridStack with what Megatron's TransformerBlock does around its layers.
+
+    Args:
+        layers_per_block: Layers of the pattern that one of --recompute-num-layers stands for.
+        pp_layer_offset: Number of layers in earlier stages.
+        args, kwargs: Of MegasinkHybridStack.
+    """
+
+    config: Any
+
+    def __init__(
+        self, *args: Any, layers_per_block: int = 1, pp_layer_offset: int = 0, **kwargs: Any
+    ):
+        super().__init__(*args, pp_layer_offset=pp_layer_offset, **kwargs)
+        self._first = pp_layer_offset
+        if self.config.recompute_num_layers:
+            self.config = copy.copy(self.config)
+            self.config.recompute_num_layers *= layers_per_block
+        for layer in self.layers:
+            if isinstance(getattr(layer, "mlp", None), IdentityOp):
+                layer.recompute_mlp = False
+
+    def forward(self, *args: Any, **kwargs: Any) -> Tensor:
+        """Run the layers, with random numbers of this rank where the sequence is sharded."""
+        # As TransformerBlock does: other ranks would otherwise drop the same channels.
+        forked = tensor_parallel.get_cuda_rng_tracker().fork
+        with forked() if self.config.sequence_parallel else contextlib.nullcontext():
+            hidden: Tensor = super().forward(*args, **kwargs)
+        # The schedule frees what a stage returns, but not what it was given.
+        return hidden.clone() if hidden is self.input_tensor else hidden
+
+    def sharded_state_dict(self, *args: Any, **kwargs: Any) -> Any:
+        """Return the state dict of upstream's HybridStack, which names layers by their numbers."""
+        numbers = [layer.layer_number for layer in self.layers]
+        for index, layer in enumerate(self.layers, self._first + 1):
+            layer.layer_number = index
+        try:
+            return super().sharded_state_dict(*args, **kwargs)
+        finally:
+            for layer, number in zip(self.layers, numbers, strict=True):
+                layer.layer_number = number
