@@ -20,13 +20,13 @@ if TYPE_CHECKING:
         zero_heads,
     )
     from megasink.errors import UserError
-    from megasink.transformers import HeadBalance, HeadBalanceCallback
+    from megasink.transformers import HeadBalanceCallback, HeadBalanceLoss
 
 __version__: str
 NAMES = {
     "Analysis": "megasink.analysis.analysis",
-    "HeadBalance": "megasink.transformers",
     "HeadBalanceCallback": "megasink.transformers",
+    "HeadBalanceLoss": "megasink.transformers",
     "MetricValues": "megasink.analysis.analysis",
     "Plot": "megasink.analysis.analysis",
     "UserError": "megasink.errors",
@@ -48,8 +48,8 @@ NAMES = {
 
 __all__ = [
     "Analysis",
-    "HeadBalance",
     "HeadBalanceCallback",
+    "HeadBalanceLoss",
     "MetricValues",
     "Plot",
     "UserError",
@@ -77,11 +77,12 @@ def __getattr__(name: str) -> Any:
             return version("megasink")
         except PackageNotFoundError:
             return "0+unknown"
-    if name not in NAMES:
+    module = "megasink.transformers" if name == "HeadBalance" else NAMES.get(name)  # an old name
+    if module is None:
         raise AttributeError(f"module 'megasink' has no attribute {name!r}")
     import importlib
 
-    return getattr(importlib.import_module(NAMES[name]), name)
+    return getattr(importlib.import_module(module), name)
 
 
 def __dir__() -> list[str]:

@@ -22,6 +22,16 @@ OutputNorm = Literal["none", "rmsnorm", "silu"]
 AttentionBias = Literal["none", "alibi", "t5", "bucket"]
 Scope = Literal["global", "data-parallel", "microbatch"]
 FFNActivation = Literal["relu", "gelu", "silu", "reglu", "geglu", "swiglu"]
+# Fields of Megatron's TransformerConfig that attention or the head-balance loss would ignore:
+# (name, the value that is fine, why). The trainer refuses their flags, HeadBalance their fields.
+IGNORED: tuple[tuple[str, Any, str], ...] = (
+    ("apply_query_key_layer_scaling", False, "not supported"),
+    ("qk_clip", False, "the kernels do not return the maximum logit"),
+    ("log_max_attention_logit", False, "the kernels do not return it"),
+    ("flash_decode", False, "it bypasses core attention and its window"),
+    ("overlap_moe_expert_parallel_comm", False, "it splits the layers; not tested"),
+    ("fine_grained_activation_offloading", False, "recompute saves memory, too"),
+)
 # Supported values of Megatron's --cp-comm-type.
 COMM_TYPES = ("all_gather", "a2a")
 

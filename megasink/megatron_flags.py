@@ -10,6 +10,7 @@ from argparse import Namespace
 from collections.abc import Iterator, Mapping
 from typing import Any
 
+from megasink.config import IGNORED
 from megasink.flags import flag_of
 
 # Names, and behind the colon what holds for all of them:
@@ -162,9 +163,7 @@ REFUSED: dict[str, tuple[tuple[str, Any, str], ...]] = {
         ("per_dataset_sequences_path", None, _INDEX),
         ("dataloader_fast_cache_load", False, _INDEX),
         ("dataloader_defer_npy_index_mmap", False, _INDEX),
-        ("apply_query_key_layer_scaling", False, "not supported"),
-        ("qk_clip", False, "the kernels do not return the maximum logit"),
-        ("log_max_attention_logit", False, "the kernels do not return it"),
+        *IGNORED,
         (
             "apply_residual_connection_post_layernorm",
             False,
@@ -186,9 +185,7 @@ REFUSED: dict[str, tuple[tuple[str, Any, str], ...]] = {
         # megatron/core/optimizer/clip_grads.py:138 waits for the gradient norm.
         ("optimizer_cuda_graph", False, "the optimizer step reads the gradient norm on the host"),
         ("cpu_offloading_num_layers", 0, _OFFLOADING),
-        ("fine_grained_activation_offloading", False, _OFFLOADING),
         ("moe_paged_stash", False, _OFFLOADING),
-        ("overlap_moe_expert_parallel_comm", False, "it splits the layers; not tested"),
         ("moe_use_upcycling", False, "train the MoE model from its own initial weights"),
         ("moe_latent_size", None, "not tested"),
         ("moe_single_grouped_weight", False, _LAYOUT),
@@ -201,7 +198,6 @@ REFUSED: dict[str, tuple[tuple[str, Any, str], ...]] = {
         ("perform_rl_step", False, "pre-training only"),
         ("freeze_all_layers", False, "not supported"),
         ("init_model_with_meta_device", False, "not supported"),
-        ("flash_decode", False, "it bypasses core attention and its window"),
         (
             "enable_ft_package",
             False,

@@ -259,7 +259,7 @@ def test_a_planted_violation_is_found(tmp_path, module, line):
     ("module", "line"),
     [
         ("megasink.megatron.norm", "from megatron.core import mpu"),
-        ("megasink.balance.reduce", "from megasink.attention.definitions import SINK_EPSILON"),
+        ("megasink.balance.loss", "from megasink.attention.definitions import SINK_EPSILON"),
         ("megasink.cli.train", "from megasink.training.launch import launch"),
         ("megasink.attention.flash", "import math, torch\nfrom megasink.errors import UserError"),
         ("megasink.attention.flash", "from . import reference\nfrom .kernels import base"),

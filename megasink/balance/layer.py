@@ -1,11 +1,12 @@
 """The head-balance loss of one layer: its state, its coefficients, and where its gradient enters.
 
-What is the same for Megatron's models (`megatron/layer_balance.py`) and those of transformers
-(`transformers/balance.py`); they differ in where gates, tokens and groups of ranks come from.
+Layers in Megatron (`megatron/layer_balance.py`) and transformers (`transformers/balance_layer.py`)
+extend it; they differ in where gates, tokens and groups of ranks come from.
 
 Shapes: H query heads of the layer, h those of this tensor-parallel rank.
 """
 
+import warnings
 from collections.abc import Callable
 from typing import Any, Protocol
 
@@ -13,9 +14,7 @@ import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from megasink.balance.attach import attach_gradient
 from megasink.balance.loss import head_balance_gradient, head_balance_loss, routed_heads
-from megasink.balance.reduce import ImportanceSum, own_heads
 from megasink.balance.step import LossStep
 
 
@@ -34,15 +33,6 @@ class BalanceOptions(Protocol):
 
 class LayerBalance(torch.nn.Module):
     """Records the importance of a layer's heads and attaches the gradient of the loss.
-
-    Args:
-        options: Coefficient, scope and shared heads.
-        statistics: Of the model: what all its layers share.
-        layer: 0-based index in the whole model.
-        heads: Query heads of the layer, on all ranks.
-        tp_group: Tensor-parallel group; ranks hold consecutive heads.
-        cp_size: Number of context-parallel ranks that share the tokens of a microbatch.
-        device: Of the buffers; None for torch's default.
 
     Attributes:
         coefficients: [H] float32, dL/dImp at coefficient 1 from the importance of the previous
@@ -70,7 +60,12 @@ class LayerBalance(torch.nn.Module):
         super().__init__()
         self.options = options
         self._statistics = statistics
-        statistics.has_layers = True
+        if heads > statistics.heads.heads:
+            raise ValueError(
+                f"layer {layer} has {heads} heads, and the head-balance loss was made for "
+                f"{statistics.heads.heads}: make it from the config with most heads"
+            )
+        statistics.built.add(layer)
         self.layer = layer
         self.tp_group = tp_group
         self.cp_size = cp_size
@@ -81,15 +76,11 @@ class LayerBalance(torch.nn.Module):
         self.register_buffer("steps", torch.zeros(1, dtype=torch.int64, device=device))
 
     def _save_to_state_dict(self, *args: Any, **kwargs: Any) -> None:
-        self._statistics.commit_skipped()
+        self._statistics.commit_due()
         super()._save_to_state_dict(*args, **kwargs)
 
     def targets(self) -> Tensor | None:
-        """Return the number of targets of the microbatch by which its loss is weighted.
-
-        Returns:
-            A scalar; None if microbatches count equally.
-        """
+        """Return the number of targets of the microbatch by which its loss is weighted."""
         raise NotImplementedError
 
     def importance_group(self) -> ProcessGroup:
@@ -101,7 +92,8 @@ class LayerBalance(torch.nn.Module):
 
     def record(self, gate_sum_h: Tensor, tokens: int) -> None:
         """Add one microbatch to the statistics of the step."""
-        self._statistics.open()
+        if not self._statistics.open():
+            return
         self._statistics.heads.record(
             self.layer, self._first, gate_sum_h, tokens, self.routed, self._receive
         )
@@ -114,17 +106,8 @@ class LayerBalance(torch.nn.Module):
         observe: Callable[[Tensor], None] | None = None,
         in_row: int | None = None,
     ) -> Tensor:
-        """Return `output` unchanged, with a backward that also runs that of the loss.
-
-        Args:
-            output: Output of the gated heads, any shape.
-            gate_sum_h: Gates of this rank's heads, summed over its tokens; differentiable.
-            tokens: Number of tokens in the sum.
-            observe: Called in the backward pass with the scaled dL/dImp [h].
-            in_row: Number of tokens of a packed row, on all context-parallel ranks, which may hold
-                uneven numbers of them; None for `tokens` on each.
-        """
-        coeff, scale = self.options.head_balance_coeff, self._statistics.balance
+        """Return `output` unchanged, with a backward that also runs that of the loss."""
+        coeff, factors = self.options.head_balance_coeff, self._statistics.factors
         heads = self._statistics.heads
         microbatches = heads.microbatches[self.layer]
         coefficients = self._coefficients(gate_sum_h, tokens, in_row)
@@ -133,9 +116,20 @@ class LayerBalance(torch.nn.Module):
         # not the sum: one launch per layer less.
         count = tokens * self.cp_size if in_row is None else in_row
 
-        def gradient() -> Tensor:
+        passes = 0
+
+        def gradient() -> Tensor | None:
+            nonlocal passes
+            passes += 1
+            if passes > 1:
+                warnings.warn(
+                    f"layer {self.layer}: a second backward pass runs through one forward pass; "
+                    "the head-balance loss counts in the first alone",
+                    stacklevel=2,
+                )
+                return None
             heads.awaiting[self.layer] -= 1
-            sent_h = scale.scaled(coefficients(), coeff, self._why_scaled(microbatches))
+            sent_h = factors.scaled(coefficients(), coeff, self._why_scaled(microbatches))
             if observe is not None:
                 observe(sent_h)
             return sent_h / count
@@ -153,7 +147,7 @@ class LayerBalance(torch.nn.Module):
             )
         if self.cp_size > 1:
             return f"{self.cp_size} context-parallel ranks average their gradients"
-        return "fp16 scales the other losses" if self._statistics.scales_loss() else ""
+        return "fp16 scales the other losses" if getattr(self.options, "fp16", False) else ""
 
     def _coefficients(
         self, gate_sum_h: Tensor, tokens: int, in_row: int | None
@@ -187,11 +181,9 @@ class LayerBalance(torch.nn.Module):
         return of_this_microbatch
 
     def _receive(self, importance_H: Tensor, gradient_H: Tensor) -> None:
-        """Receive the importance over the global batch at the end of a step.
-
-        Args:
-            gradient_H: dL/dImp at coefficient 1 over `routed`; a row of a tensor of all layers.
-        """
+        """Receive Imp and dL/dImp at coefficient 1 over the global batch, at the end of a step."""
+        own = len(self.coefficients)  # fewer than the model's, where layers differ
+        importance_H, gradient_H = importance_H[:own], gradient_H[:own]
         shared = self.options.head_balance_shared_heads
         refresh = self.options.head_balance_shared_refresh
         if shared:
@@ -203,3 +195,85 @@ class LayerBalance(torch.nn.Module):
             gradient_H = head_balance_gradient(importance_H, 1.0, self.routed)
         self.steps += 1
         self.coefficients = gradient_H.clone()  # else a checkpoint would hold every layer's
+
+
+class _AttachGradient(torch.autograd.Function):
+    """Identity on ``output``; sends ``gradient()`` back to the gates."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, output: Tensor, gate_sum_H: Tensor, gradient: Callable[[], Tensor | None]
+    ) -> Tensor:
+        ctx.gradient = gradient
+        return output.view_as(output)
+
+    @staticmethod
+    def backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor | None, ...]:
+        return grad_output, ctx.gradient(), None
+
+
+def attach_gradient(
+    output: Tensor, gate_sum_H: Tensor, gradient: Callable[[], Tensor | None]
+) -> Tensor:
+    """Return ``output`` unchanged, with a backward that also propagates a loss on the importance.
+
+    The head-balance loss is not linear in the importance, so its gradient dL/dImp is computed
+    where all heads and tokens of its scope are known, and enters here as a constant.
+    """
+    result: Tensor = _AttachGradient.apply(output, gate_sum_H, gradient)
+    return result
+
+
+class ImportanceSum:
+    """The importance of all heads of a layer over the tokens of a group of ranks.
+
+    The constructor starts the all-reduce in the forward pass; reading the result in the backward
+    pass waits for it.
+    """
+
+    def __init__(
+        self,
+        gate_sum_h: Tensor,
+        tokens: int,
+        tp_group: ProcessGroup,
+        group: ProcessGroup,
+        targets: Tensor | None = None,
+    ):
+        own, tp_rank = len(gate_sum_h), tp_group.rank()
+        self._replicas = group.size() // tp_group.size()
+        # A sum per head, then tokens and targets.
+        self._sums = gate_sum_h.new_zeros(own * tp_group.size() + 2)
+        self._sums.narrow(0, tp_rank * own, own).copy_(gate_sum_h.detach())
+        if tp_rank == 0:  # the other ranks of its group have the same tokens
+            self._sums[-2] = tokens
+            if targets is not None:
+                self._sums[-1] = targets
+        self._work: Any = None
+        if group.size() > 1:
+            self._work = torch.distributed.all_reduce(self._sums, group=group, async_op=True)
+
+    def importance(self) -> Tensor:
+        """Return the importance [H], the same on every rank of the group; not differentiable."""
+        self._wait()
+        return self._sums[:-2] / self._sums[-2]
+
+    def mean_tokens(self) -> Tensor:
+        """Return the mean of `tokens` over the group's ranks with tokens of their own, a scalar."""
+        self._wait()
+        return self._sums[-2] / self._replicas
+
+    def mean_targets(self) -> Tensor:
+        """Return the mean of `targets` over the group's microbatches, a scalar."""
+        self._wait()
+        return self._sums[-1] / self._replicas
+
+    def _wait(self) -> None:
+        if self._work is not None:
+            self._work.wait()
+            self._work = None
+
+
+def own_heads(importance_H: Tensor, tp_group: ProcessGroup) -> Tensor:
+    """Return this rank's slice [h] of a tensor [H] over all heads."""
+    count = importance_H.shape[-1] // tp_group.size()
+    return importance_H.narrow(-1, tp_group.rank() * count, count)

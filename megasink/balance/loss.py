@@ -35,15 +35,7 @@ def head_balance_gradient(
 
 
 def routed_heads(importance_LH: Tensor, shared: int) -> Tensor:
-    """Return a mask of the heads not among the `shared` most important of their layer (P0.15).
-
-    Args:
-        importance_LH: [..., H].
-        shared: m of Eq. 8, less than H.
-
-    Returns:
-        [..., H] bool, not differentiable. Ties are broken in favor of sharing the lower index.
-    """
+    """Return a mask of all but the `shared` most important heads; ties share the lower index."""
     order = importance_LH.sort(dim=-1, descending=True, stable=True).indices
     routed = torch.ones_like(importance_LH, dtype=torch.bool)
     return routed.scatter_(-1, order[..., :shared], False)
@@ -53,13 +45,6 @@ def squared_cv(importance_LH: Tensor, routed_LH: Tensor | None = None) -> Tensor
     """Return CV^2 of each layer: population variance over squared mean (P0.13, Eq. 6).
 
     Head imbalance and the balance loss are based on it; it is differentiable.
-
-    Args:
-        importance_LH: [..., H] mean gate of each head, float32 or float64.
-        routed_LH: [..., H] True for the heads that count (P0.15), one or more each; None for all.
-
-    Returns:
-        [...], dimensionless; 0 for a layer whose heads are all closed (mean 0).
     """
     mean, variance, _ = routed_moments(importance_LH, routed_LH)
     return torch.where(mean > 0, variance / mean.square().clamp_min(1e-38), 0.0).squeeze(-1)

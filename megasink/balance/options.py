@@ -19,11 +19,7 @@ def wrong_alone(given: Given) -> list[str]:
 
 
 def wrong_together(given: Given, heads: int | None) -> list[str]:
-    """Return one sentence for each conflict between options, or with the model.
-
-    Args:
-        heads: of a layer; None if not known.
-    """
+    """Return one sentence for each conflict between options, or with the model."""
     _, (of_shared, shared), (of_refresh, refresh) = given.items()
     problems = []
     if heads and 0 < shared > heads - 2:

@@ -3,26 +3,26 @@
 The gradient of the default scope needs the importance of a whole global batch, so every step uses
 the coefficients of the step before it. One step is::
 
-    step.begin(number)   # before its first microbatch
+    loss.begin(number)   # before its first microbatch
     ...                  # forward and backward passes; the layers record their gates
-    step.reduce()        # after the last backward: one all-reduce of [L, 2 H + 3] starts
+    loss.reduce()        # after the last backward: one all-reduce of [L, 2 H + 3] starts
     ...                  # reduction of the gradients, optimizer
-    step.commit()        # every layer has new coefficients; step.last has the numbers
+    loss.commit()        # every layer has new coefficients; loss.last has the numbers
 
 Between `commit` and the next `begin` the state (the layers' buffers `coefficients`, `routed` and
-`steps`) is that of whole steps, and may be saved. A step that is begun again with the same number,
-after its reduction, is run again: it sees the same coefficients, and its sums replace the first.
+`steps`) is that of whole steps, and may be saved.
 
-Shapes: L layers of the model, H query heads.
+Shapes: L layers of the model, H query heads, B rows, T tokens of this rank.
 """
 
 import warnings
 from enum import Enum
-from typing import Protocol
+from typing import Any, NamedTuple, Protocol
 
+import torch
+from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from megasink.balance.attach import HeadBalanceScale
 from megasink.balance.sums import HeadStatistics, HeadSums
 
 
@@ -43,86 +43,179 @@ class Phase(Enum):
     REDUCED = "reduced, not committed"
 
 
+class RealTokens(NamedTuple):
+    """The tokens of a microbatch that count: their mask, and their number here and on all ranks."""
+
+    mask_BT: Tensor
+    here: int
+    in_row: int
+
+
+class Factors:
+    """The factors on the balance gradient of a microbatch, and the tokens that it counts."""
+
+    def __init__(self) -> None:
+        self.share = 1.0
+        self.real: RealTokens | None = None  # of the microbatch that runs forward next
+        self._targets: Tensor | None = None
+        self._of_host: Tensor | None = None
+        self._of_schedule: Tensor | None = None
+        # The product of all factors, the same for every layer of a microbatch, and its coefficient.
+        self._product: tuple[float, Tensor | float] | None = None
+
+    def begin(self, share: float) -> None:
+        """Set the share of the coefficient that counts in the step that begins, in [0, 1]."""
+        self.share, self._product = share, None
+
+    def set_loss_scale(self, scale: Tensor | float, *, by_schedule: bool = False) -> None:
+        """Store the factor on the loss of the host, or that of Megatron's schedule beside it."""
+        name = "_of_schedule" if by_schedule else "_of_host"
+        setattr(self, name, torch.as_tensor(scale))
+        self._product = None
+
+    def set_targets(self, targets: Tensor) -> None:
+        """Set the number of targets of the microbatch that runs forward next, a scalar."""
+        self._targets = targets
+
+    def keep(self, output: Tensor) -> Tensor:
+        """Restore the targets and tokens of this microbatch in its backward pass, for recompute."""
+        kept = self._targets, self.real
+        if kept != (None, None) and output.requires_grad:
+            output.register_hook(lambda _: self._restore(*kept))
+        return output
+
+    def _restore(self, targets: Tensor | None, real: RealTokens | None) -> None:
+        self._targets, self.real = targets, real
+
+    @property
+    def targets(self) -> Tensor:
+        """The number of targets of the current microbatch, a scalar."""
+        if self._targets is None:
+            raise RuntimeError(
+                "the head-balance loss under calculate_per_token_loss needs the number of targets: "
+                "the forward step has to call config.statistics.set_targets"
+            )
+        return self._targets.detach()
+
+    def scaled(self, gradient_H: Tensor, coeff: float, why_scaled: str = "") -> Tensor:
+        """Scale a gradient [H] at coefficient 1 for the backward pass of the current microbatch.
+
+        Call it in the backward pass: the loss scale of a microbatch is set after its forward pass.
+        """
+        given = [x for x in (self._of_host, self._of_schedule) if x is not None]
+        if not given and why_scaled:
+            raise RuntimeError(
+                f"the head-balance loss has no loss scale, and {why_scaled}. install() lets "
+                "Megatron's schedules set it (Megatron-Core 0.19 and later); another loop calls "
+                "set_loss_scale(fp16 loss scale * context-parallel ranks / number of microbatches) "
+                "of the HeadBalance before every backward pass"
+            )
+        if self._product is None or self._product[0] != coeff:
+            product: Tensor | float = self.share * coeff
+            for scale in given:
+                product = product * scale.detach().reshape(()).to(gradient_H.device)
+            self._product = coeff, product
+        return gradient_H * self._product[1]
+
+
 class LossStep:
     """The head-balance loss of one model, from step to step.
 
-    Whoever runs the training loop calls `begin`, `reduce` and `commit`, or the hooks of
-    :class:`megasink.megatron.HeadBalance` do. Without `begin` the first gates after a commit open
-    the next step.
-
     Args:
-        layers: Layers of the whole model.
-        heads: Query heads of a layer.
+        layers, heads: Layers of the whole model, and query heads of one.
         options: Coefficient and scope; read at every commit.
         group: All ranks of the model; None for those of the default group.
+        installed: Whether the first gates after a step open the next one and commit the last one.
+            Otherwise the host calls `begin` and `commit`.
 
     Attributes:
-        heads: Sums of the step's gates.
-        balance: The factors on the gradient.
-        phase: Where the current step is.
-        number: The current step, or the last one; -1 before the first.
-        last: Statistics of the step `last_number`, the last that was committed; None before.
-        may_skip: Whether a step may end without a step of the optimizer: false until one has
-            stepped, because a loop whose optimizer is never seen would never commit.
-        has_layers: Whether layers of this rank were built to record their gates.
+        heads: Sums of the step's gates; their statistics are `last`.
+        factors: The factors on the gradient.
+        sinks: Sink rates of the evaluation that runs; None if it counts none.
+        phase, number: Where the current step is; -1 before the first.
+        mask, masks: The last attention mask that was checked, and their number.
+        built: Layers of this rank that record their gates.
+        expected: Number of attention layers that a spec was made for, by the part of the model.
     """
 
     def __init__(
-        self, layers: int, heads: int, options: StepOptions, group: ProcessGroup | None = None
+        self,
+        layers: int,
+        heads: int,
+        options: StepOptions,
+        group: ProcessGroup | None = None,
+        *,
+        installed: bool = False,
     ):
         self.heads = HeadSums(layers, heads, group)
-        self.balance = HeadBalanceScale()
-        self.phase = Phase.BETWEEN
-        self.number = -1
-        self.last: HeadStatistics | None = None
-        self.last_number: int | None = None
-        self.may_skip = False
-        self.has_layers = False
+        self.factors = Factors()
+        self.sinks: Any = None
+        self.mask: Any = None
+        self.masks = 0
+        self.phase, self.number = Phase.BETWEEN, -1
+        self.installed = installed
+        self.built: set[int] = set()
+        self.expected: dict[Any, int] = {}
         self._options = options
-        self._stepped_without_reduction = self._warned = False
+        self._last: HeadStatistics | None = None
+        self._last_number: int | None = None
+        self._broken = self._warned = False
 
     def begin(self, number: int, *, observe: bool = False, share: float = 1.0) -> None:
-        """Open a step, on every rank; again for each microbatch changes nothing.
+        """Begin a step, on every rank, before its first microbatch.
 
         Args:
             number: Of the step: steps that were completed before it. The number of a step that was
-                reduced and not committed runs that step again.
+                not committed begins that step again, with the same coefficients.
             observe: Whether layers record the series of `heads` too.
             share: Share of the coefficient that counts in this step, in [0, 1] (warmup, decay).
         """
-        if self.phase is Phase.RUNNING and number == self.number:
-            return
-        if self.phase is Phase.RUNNING and self.heads.has_sums:
-            raise RuntimeError(f"step {number} begins, and {self._not_reduced()}")
-        if self.phase is Phase.REDUCED and number != self.number:
-            raise RuntimeError(f"step {number} begins, and {self._not_committed()}")
-        self.phase, self.number = Phase.RUNNING, number
-        self._stepped_without_reduction = False
-        self.heads.observes = observe
-        self.balance.begin(share)
-
-    def open(self) -> None:
-        """Make sure that a step is open: open the next one, or reopen the same.
-
-        Layers call it before they add to `heads`; a host that calls `begin` has opened it already.
-        """
-        if self._stepped_without_reduction:
-            raise RuntimeError(f"the optimizer has stepped, but {self._not_reduced()}")
         if self.phase is Phase.RUNNING:
-            return
-        share, observe = self.balance.share, self.heads.observes
-        self.commit_skipped()
-        if self.phase is Phase.BETWEEN:
-            self.begin(self.number + 1, observe=observe, share=share)
-        elif self.runs_again():
+            if number != self.number and self.heads.has_sums:
+                raise RuntimeError(f"step {number} begins, but {self._not_reduced()}")
+            self.heads.discard()
+        elif self.phase is Phase.REDUCED and number != self.number:
+            if not self.installed:
+                raise RuntimeError(f"step {number} begins, but {self._not_committed()}")
+            self.commit()
+        self.phase, self.number, self._broken = Phase.RUNNING, number, False
+        self.heads.observes = observe
+        self.factors.begin(share)
+
+    def open(self) -> bool:
+        """Return whether gates count now; an installed loss opens its next step."""
+        if self._broken:
+            self.discard()
+        if self.phase is Phase.RUNNING:
+            return True
+        share, observe = self.factors.share, self.heads.observes
+        if self.phase is Phase.REDUCED and self.runs_again():
             self.begin(self.number, observe=observe, share=share)
-        else:
+        elif self.installed:
+            self.begin(self.number + 1, observe=observe, share=share)
+        elif self.phase is Phase.REDUCED:
             raise RuntimeError(f"the next step begins, but {self._not_committed()}")
+        elif self._options.head_balance_coeff:
+            raise RuntimeError(f"a layer counts its gates, but {self._not_begun()}")
+        return self.phase is Phase.RUNNING
 
     def reduce(self) -> None:
         """Start the all-reduce of the step: on every rank, after the last backward pass."""
-        if self.has_layers and not self.heads.has_sums:
+        if self.built and not self.heads.has_sums:
             self._counted_nothing()
+        counted = {*self.heads.microbatches}
+        if self._options.head_balance_coeff and (silent := self.built - counted):
+            raise RuntimeError(
+                f"layers {sorted(silent)} counted no gate in step {self.number}, and layers "
+                f"{sorted(counted)} did, so the loss would miss them: call train() on the whole "
+                "model, and run no layer under torch.no_grad()"
+            )
+        if len(self.built) < sum(self.expected.values()):
+            raise RuntimeError(
+                f"{sum(self.expected.values())} attention layers were to count their gates, and "
+                f"layers {sorted(self.built)} do: the others have another attention, and the loss "
+                "would miss them. Build every layer by stack_spec(config) or layer_spec(config)"
+            )
         if not self._warned and (layers := self.heads.without_backward()):
             self._warned = True
             warnings.warn(
@@ -132,83 +225,115 @@ class LossStep:
                 "before you repeat the step",
                 stacklevel=2,
             )
-        # What has stepped may be the optimizer of another model, between the passes of this one.
-        self._stepped_without_reduction = False
-        self.open()
+        if not self.open():
+            raise RuntimeError(f"reduce() of the head-balance loss, and {self._not_begun()}")
         self.heads.start_reduction()
         self.phase = Phase.REDUCED
 
     def commit(self) -> HeadStatistics:
         """End the step: give every layer its importance and the coefficients of the next step.
 
-        A step that the optimizer's hook has committed stays as it is.
-
         Call it on every rank, after the optimizer has stepped or has skipped the step, and before
-        a checkpoint is saved. It waits for the all-reduce, on the device.
-
-        Returns:
-            The statistics, on the device; reading one waits for it.
+        a checkpoint is saved. It waits for the all-reduce, on the device. A step that is committed
+        already stays as it is. The statistics are on the device, too.
         """
-        if self.phase is Phase.BETWEEN and self.last is not None:
-            return self.last
+        if self.phase is Phase.BETWEEN and self._last is not None:
+            return self._last
         if self.phase is not Phase.REDUCED:
-            raise RuntimeError(
-                f"commit() was called, but {self._not_reduced()}"
-                if self.phase is Phase.RUNNING
-                else "commit() of the head-balance loss was called before begin(): call begin() "
-                "before the step and reduce() after its last backward pass"
-            )
-        coeff = self._options.head_balance_coeff * self.balance.share
-        self.last = self.heads.finish_step(coeff, self._options.head_balance_scope)
-        self.last_number, self.phase = self.number, Phase.BETWEEN
-        return self.last
+            running = self.phase is Phase.RUNNING
+            why = self._not_reduced() if running else self._not_begun()
+            raise RuntimeError(f"commit() was called, but {why}")
+        coeff = self._options.head_balance_coeff * self.factors.share
+        self._last = self.heads.finish_step(coeff, self._options.head_balance_scope)
+        self._last_number, self.phase = self.number, Phase.BETWEEN
+        return self._last
 
     def discard(self) -> None:
         """Drop a step that an exception has ended: its microbatches do not count.
 
         Call it before the step is repeated, on every rank, and on all of them either before or
-        after `reduce`. A step that was committed, by the optimizer, stays.
+        after `reduce`. A step that was committed stays.
         """
         self.heads.discard()
-        self._stepped_without_reduction = False
+        self._broken = False
         if self.phase is not Phase.BETWEEN:
             self.phase, self.number = Phase.BETWEEN, self.number - 1
+
+    def commit_due(self) -> None:
+        """Commit a reduced step of an installed loss, unless it runs again."""
+        whole = self.phase is Phase.REDUCED and not self._broken
+        if whole and self.installed and not self.runs_again():
+            self.commit()
+
+    @property
+    def last(self) -> HeadStatistics | None:
+        """Statistics of the last step that was committed, on the device; None before."""
+        self.commit_due()
+        return self._last
+
+    @property
+    def last_number(self) -> int | None:
+        """The number of that step."""
+        self.commit_due()
+        return self._last_number
 
     def runs_again(self) -> bool:
         """Return whether the forward passes after a reduction repeat the step (to check it)."""
         return False
 
-    def scales_loss(self) -> bool:
-        """Return whether other losses are scaled (fp16), and steps that overflow skipped."""
-        return False
+    def set_loss_scale(self, scale: Tensor | float) -> None:
+        """Store the factor by which the host multiplies its loss, a number or a tensor.
 
-    def commit_skipped(self) -> None:
-        """Commit a step that the optimizer has skipped, and that nobody has committed."""
-        skips = self.may_skip or self.scales_loss()
-        if self.phase is Phase.REDUCED and skips and not self.runs_again():
-            self.commit()
+        Megatron's schedules set theirs beside it (`install`); without them it is the fp16 loss
+        scale * context-parallel ranks / number of microbatches (only the loss scale under
+        ``calculate_per_token_loss``).
+        """
+        self.factors.set_loss_scale(scale)
 
-    def optimizer_stepped(self) -> None:
-        """Commit the step; or remember that the optimizer stepped before its reduction."""
-        self.may_skip = True
-        if self.phase is Phase.REDUCED:
-            self.commit()
-        elif self.phase is Phase.RUNNING and self.heads.has_sums:
-            self._stepped_without_reduction = True
+    def set_targets(self, targets: Tensor) -> None:
+        """Set the number of targets of the microbatch that runs forward next.
+
+        Args:
+            targets: Scalar tensor: the sum of the loss mask over the tokens of the microbatch, on
+                all context-parallel ranks.
+        """
+        self.factors.set_targets(targets)
+
+    def set_real_tokens(self, real_BT: Tensor | None, in_row: int | None = None) -> None:
+        """Set the tokens that count in the microbatch that runs forward next, such as no padding.
+
+        Args:
+            real_BT: Bool mask of this rank's tokens (on the host it costs no sync); None for all.
+            in_row: Number of real tokens on all context-parallel ranks; None if there is one.
+        """
+        self.factors.real = None
+        if real_BT is not None:
+            count = int(real_BT.sum())
+            real = RealTokens(real_BT.bool(), count, count if in_row is None else in_row)
+            self.factors.real = real
+
+    def keep(self, output: Tensor) -> Tensor:
+        """Return the output of a stage, whose backward pass restores targets and real tokens."""
+        return self.factors.keep(output)
+
+    def _not_begun(self) -> str:
+        return (
+            "no step was begun, so the head-balance loss would be 0: call install() once, or "
+            "begin(), reduce() and commit() in each step. Run a model that does not train under "
+            "torch.no_grad()"
+        )
 
     def _not_reduced(self) -> str:
         return (
-            f"the gates of step {self.number} were not reduced, so the head-balance loss would "
-            "be 0: call its reduce() on every rank after the last backward pass, or set "
-            "config.finalize_model_grads_func (Megatron's schedules then call reduce() first). "
-            "Run a model that does not train under torch.no_grad()"
+            f"the gates of step {self.number} were not reduced, so the head-balance loss would be "
+            "0: call its reduce() on every rank after the last backward pass"
         )
 
     def _counted_nothing(self) -> None:
         if self.phase is Phase.REDUCED:
             raise RuntimeError(
-                f"reduce() of the head-balance loss is called twice in step {self.number}: where "
-                "config.finalize_model_grads_func is set, Megatron's schedules call it already"
+                f"reduce() of the head-balance loss is called twice in step {self.number}: after "
+                "install() Megatron's schedules and the optimizer call it"
             )
         if self._options.head_balance_coeff:
             raise RuntimeError(
@@ -219,6 +344,5 @@ class LossStep:
     def _not_committed(self) -> str:
         return (
             f"step {self.number} was not committed, so the head-balance loss would be 0: call its "
-            "commit() after every optimizer step, also a skipped one (the hook on torch.optim does "
-            "so for steps that run), and reduce() once a step, after the last backward pass"
+            "commit() after every optimizer step, also a skipped one, or install() once"
         )

@@ -59,9 +59,6 @@ class HeadSums:
     and completes after the optimizer step. On an observed step the tensor has 2 H more columns for
     each of `SERIES`.
 
-    Args:
-        group: All ranks of the model; None for those of the default group.
-
     Attributes:
         observes: Whether the current step is observed; set on every rank before the first
             microbatch.
@@ -91,20 +88,7 @@ class HeadSums:
         routed_H: Tensor,
         receiver: Receiver,
     ) -> None:
-        """Add one microbatch of one layer.
-
-        Args:
-            layer: 0-based index in the whole model.
-            first: Index in the layer of this rank's first head.
-            gate_sum_h: Gates of this rank's heads, summed over tokens.
-            tokens: Number of tokens in the sum.
-            routed_H: Mask of the heads that the balance loss covers, bool; the same all step.
-            receiver: Called at the end of the step with the layer's importance [H] and dL/dImp [H]
-                at coefficient 1, over the heads that were routed in the step.
-
-        Raises:
-            RuntimeError: Another module has recorded as this layer in the current step.
-        """
+        """Add one microbatch of one layer."""
         if self._receivers.setdefault(layer, receiver) != receiver:
             raise RuntimeError(
                 f"two modules record statistics as layer {layer}: give each model of a process "
@@ -116,7 +100,10 @@ class HeadSums:
         row[first : first + len(gate_sum_h)].add_(gate_sum_h.detach())
         if first == 0:  # the same on every tensor-parallel rank
             if layer not in self._counts:
-                row[self.heads : 2 * self.heads].add_(routed_H)
+                own = len(routed_H)
+                row[self.heads : self.heads + own].add_(routed_H)
+                if own < self.heads:
+                    row[own : self.heads] = torch.nan
             recorded, _ = self._counts.get(layer, (0, 0))
             self._counts[layer] = recorded + tokens, self.microbatches[layer]
 

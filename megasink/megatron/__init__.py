@@ -1,20 +1,21 @@
-"""megasink in any training loop of Megatron-Core: the layer spec and the head-balance loss.
+"""megasink in any training loop of Megatron-Core: the specs and the head-balance loss.
 
 Three lines in a loop that has a TransformerConfig (docs/megatron.md)::
 
-    from megasink.megatron import HeadBalance, layer_spec
+    from megasink.megatron import HeadBalance, stack_spec
 
-    balance = HeadBalance(config, attention_variant="sink", head_balance_coeff=1e-4)
-    model = GPTModel(config, layer_spec(config), ...)
+    HeadBalance(config, attention_variant="sink", head_balance_coeff=1e-4).install()
+    model = HybridModel(config, stack_spec(config), ..., hybrid_layer_pattern="*-*-")
 """
 
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from megasink.megatron.head_balance import HeadBalance
+    from megasink.megatron.hybrid_specs import stack_spec
     from megasink.megatron.specs import layer_spec
 
-__all__ = ["HeadBalance", "layer_spec"]
+__all__ = ["HeadBalance", "layer_spec", "stack_spec"]
 
 
 def __getattr__(name: str) -> Any:
@@ -26,9 +27,15 @@ def __getattr__(name: str) -> Any:
     try:
         from megasink.megatron.head_balance import HeadBalance
         from megasink.megatron.specs import layer_spec
+
+        names = {"HeadBalance": HeadBalance, "layer_spec": layer_spec}
+        if name == "stack_spec":  # Megatron-Core 0.18 has no HybridModel
+            from megasink.megatron.hybrid_specs import stack_spec
+
+            names["stack_spec"] = stack_spec
     except ImportError as error:
         raise untried.lacking(error) from error
     untried.warn()
     # Megatron's import_module looks a spec up in the module's variables (spec_utils.py:56).
-    globals().update(HeadBalance=HeadBalance, layer_spec=layer_spec)
+    globals().update(names)
     return globals()[name]

@@ -20,9 +20,8 @@ from torch import Tensor
 
 from megasink.attention.variants.layers import layers_with_variant
 from megasink.megatron.config import MegasinkTransformerConfig
-from megasink.megatron.hybrid import MegasinkHybridStack
 from megasink.megatron.hybrid_pattern import blocks_of, layers_of
-from megasink.megatron.hybrid_specs import hybrid_spec
+from megasink.megatron.hybrid_specs import MegasinkHybridStack, spec_of_stack, stack_spec
 
 
 @dataclasses.dataclass(frozen=True)
@@ -41,12 +40,12 @@ def block_stack_spec(config: MegasinkTransformerConfig, pattern: str) -> ModuleS
         config: Its ``num_layers`` is the number of blocks.
         pattern: Value of --hybrid-layer-pattern.
     """
-    spec = hybrid_spec(config)
+    spec = stack_spec(config)
     varied = plain = spec.submodules.attention_layer.submodules
     has_variant = layers_with_variant(config)
     if not all(has_variant):
         without = config.get_config_for_layer(has_variant.index(False) + 1)
-        plain = hybrid_spec(without).submodules.attention_layer.submodules
+        plain = spec_of_stack(without).submodules.attention_layer.submodules
     found = enumerate(blocks_of(pattern))
     numbers = {layer: number for number, block in found for layer in block if layer is not None}
     blocks = _Blocks(numbers, varied, plain)
@@ -109,6 +108,9 @@ class BlockStack(MegasinkHybridStack):
         for layer in self.layers:
             if isinstance(getattr(layer, "mlp", None), IdentityOp):
                 layer.recompute_mlp = False
+
+    def _check_count(self, config: Any, layers: int, is_last: bool) -> None:
+        """Let the config have a number of blocks, which is checked with the arguments."""
 
     def forward(self, *args: Any, **kwargs: Any) -> Tensor:
         """Run the layers, with random numbers of this rank where the sequence is sharded."""

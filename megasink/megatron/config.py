@@ -16,13 +16,12 @@ from megasink.config import (
     PositionOptions,
     SimilarityOptions,
 )
-from megasink.megatron.head_balance import Finalizing, HeadBalance
+from megasink.megatron.head_balance import HeadBalance
 from megasink.megatron.model_options import apply_options, check_parameters
 
 
 @dataclass(kw_only=True)
 class MegasinkTransformerConfig(
-    Finalizing,
     HeadBalanceOptions,
     NanochatOptions,
     BlockOptions,
@@ -55,7 +54,7 @@ class MegasinkTransformerConfig(
 
     def __post_init__(self) -> None:
         apply_options(self)
-        HeadBalance(self)
+        HeadBalance(self).install()
         super().__post_init__()
         check_parameters(self)
 

@@ -1,8 +1,7 @@
 """The core-attention module inside Megatron's SelfAttention.
 
 Variants are defined by their records (``megasink.attention.variants``). This module has Megatron's
-interface, the parameters and the head counting; other observations are in
-``megatron/head_observer.py``.
+interface and the parameters; the counting of heads is in ``megatron/layer_balance.py``.
 
 Shapes: S sequence, B batch, H query heads and G key/value groups of this tensor-parallel rank,
 T = S tokens, D head dim. Megatron passes [S, B, heads, D] and expects [S, B, H * D]; a row of
@@ -27,14 +26,13 @@ from torch import Tensor
 from megasink.attention import first_key_gate
 from megasink.attention.variants import parameter_names, variant
 from megasink.attention.variants.gates import counts_heads
+from megasink.balance.step import LossStep
 from megasink.balance.sums import SINK
 from megasink.config import COMM_TYPES, visible_tokens
-from megasink.megatron.head_observer import HeadObserver
-from megasink.megatron.layer_balance import MegatronLayerBalance
+from megasink.megatron.layer_balance import HeadObserver, MegatronLayerBalance, refuse_other_mask
 from megasink.megatron.optional import position_bias, similarity_mlp
 from megasink.megatron.parameters import ShardedByHeads, new_parameter, widened
 from megasink.megatron.projection import frees_projection
-from megasink.megatron.statistics import ModelStatistics
 
 if TYPE_CHECKING:
     from megasink.megatron.config import MegasinkTransformerConfig
@@ -43,18 +41,6 @@ if TYPE_CHECKING:
 
 class CoreAttention(ShardedByHeads, MegatronModule):
     """Attention of any variant, whose gates feed the head-balance loss (P0, P2.23 to P2.38).
-
-    Args:
-        config: Config with ``AttentionOptions``, ``BiasOptions``, ``SimilarityOptions`` and
-            ``head_balance_coeff``.
-        layer_number: 1-based index in the whole model.
-        attn_mask_type: Must be causal.
-        attention_type: Must be "self".
-        cp_comm_type: For context parallelism: "all_gather" (also for None) or "a2a".
-        softmax_scale: Factor of the scores; None for head_dim ** -0.5.
-        pg_collection: Must have the groups ``tp`` and ``cp``.
-        counted: Whether its heads count in the model's statistics and head-balance loss. Not those
-            of multi-token prediction.
 
     Attributes:
         variant: The record of ``config.attention_variant``. Each of its parameters is an attribute
@@ -67,10 +53,6 @@ class CoreAttention(ShardedByHeads, MegatronModule):
             projection [q, k, v].
         observer, attending: Observers of this rank's heads, and of the heads it attends for (a
             share of them under "a2a").
-
-    Raises:
-        ValueError: Cross attention, a non-causal mask, an unsupported kind of context parallelism,
-            or a prefix under all_gather.
     """
 
     def __init__(
@@ -88,7 +70,7 @@ class CoreAttention(ShardedByHeads, MegatronModule):
             config = copy.copy(config)
             config.head_balance_coeff = 0.0
             layers, heads = config.num_layers, config.num_attention_heads
-            config.statistics = ModelStatistics(layers, heads, config)
+            config.statistics = LossStep(layers, heads, config, installed=True)
         super().__init__(config=config)
         if attention_type != "self":
             raise ValueError(f"attention_type {attention_type!r}: megasink has self attention only")
@@ -149,21 +131,14 @@ class CoreAttention(ShardedByHeads, MegatronModule):
         attention_bias: Tensor | None = None,
         packed_seq_params: PackedSeqParams | None = None,
     ) -> Tensor:
-        """Compute attention for [S, B, H, D] queries and [S, B, G, D] keys and values.
-
-        Args:
-            attention_mask: Must be None or Megatron's own causal mask; it is not read.
-            packed_seq_params: A `PackedRow` of documents, or their boundaries in thd format:
-                queries, keys and values are then [T, heads, D].
-
-        Returns:
-            [S, B, H * D] in the dtype of the query; [T, 1, H * D] for packed documents.
-        """
+        """Compute attention for [S, B, H, D] queries and [S, B, G, D] keys and values."""
         if attention_bias is not None:
             raise NotImplementedError(
                 "an attention bias is not supported by CoreAttention: --attention-bias-type has "
                 "biases that depend only on the distance"
             )
+        if attention_mask is not None and self.training and self.cp_group.size() == 1:
+            refuse_other_mask(attention_mask, self.config.statistics)
         self.documents = None
         if packed_seq_params is not None:
             from megasink.megatron.documents import documents_of
@@ -288,11 +263,7 @@ class CoreAttention(ShardedByHeads, MegatronModule):
         return out_BHTD, gate_BHT
 
     def slot_logit(self, query_BHTD: Tensor) -> Tensor | None:
-        """Return the slot logit for queries of all of this rank's heads, without gradient.
-
-        Returns:
-            Broadcastable to [B, H, T]; None for a variant without a slot.
-        """
+        """Return the slot logit for queries of all of this rank's heads, without gradient."""
         if self.variant.slot_logit is None:
             raise ValueError(f"attention variant {self.variant.name!r} has no slot_logit")
         names = [added.name for added in self.variant.parameters]

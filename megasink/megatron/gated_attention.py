@@ -36,9 +36,6 @@ class GatedSelfAttention(SelfAttention):
         output_norm: Norm of the SDPA output, before its gate; None if off.
         linear_gate: Projection [M, M] for the gate of the layer output (G5), replicated on every
             tensor-parallel rank and applied to the rank's tokens.
-
-    Raises:
-        ValueError: An invalid option; megasink.training.checks.variants has details.
     """
 
     def __init__(

@@ -1,44 +1,46 @@
-"""The head-balance loss in a training loop of Megatron, by the hooks that Megatron has.
+"""The head-balance loss of a Megatron model: one object, with explicit calls or installed hooks.
 
-``HeadBalance(config)`` is all that a loop needs, if it uses three things that Megatron has:
+A loop calls ``begin``, ``reduce`` and ``commit`` (:class:`megasink.balance.step.LossStep`), or
+``install()`` once, which uses what Megatron's schedules call on the config of their model:
 
-- ``config.experimental_attention_variant_loss_scale_func``, which Megatron's schedules call for
-  every microbatch (megatron/core/pipeline_parallel/schedules.py:376);
-- ``config.finalize_model_grads_func``, which they call after the last backward pass
-  (schedules.py:839). Loops set it after the model is built (Megatron-Bridge's, slime's), so it is
-  a property here: whatever they set is called behind the start of the all-reduce. None stays None,
-  since a loop that leaves it so reduces its gradients itself;
-- an optimizer of torch.optim at the bottom, as Megatron's are: its step commits the step. Once one
-  has stepped, a step that the loop skips (fp16 overflows, slime drops a bad gradient) is committed
-  by what comes next, a forward pass or a checkpoint.
-
-What a loop does not do this way it does by the calls of :class:`LossStep`.
+- ``experimental_attention_variant_loss_scale_func``, for every microbatch on every stage
+  (megatron/core/pipeline_parallel/schedules.py:376);
+- ``finalize_model_grads_func``, after the last backward pass (schedules.py:839). Loops set it late
+  (Megatron-Bridge's, slime's), so every step looks again and wraps what stands there. None stays
+  None, since a loop that leaves it so reduces its gradients itself.
 """
 
-import functools
+import json
+import os
+import types
 import weakref
 from collections.abc import Callable
-from typing import Any
+from typing import TYPE_CHECKING, Any, cast
 
+import torch
 from megatron.core.rerun_state_machine import RerunState, get_rerun_state_machine
-from megatron.core.transformer.transformer_block import TransformerBlock
+from megatron.core.transformer import TransformerConfig
+from megatron.core.transformer.attention import Attention
 from megatron.core.utils import get_model_config
+from torch import Tensor
 from torch.distributed import ProcessGroup
-from torch.optim.optimizer import register_optimizer_step_post_hook
 
-from megasink.errors import UserError
-from megasink.megatron.model_options import give_options, has_options
-from megasink.megatron.statistics import ModelStatistics
+from megasink.balance.step import LossStep, Phase, StepOptions
+from megasink.errors import ConfigError, UserError
+from megasink.megatron.model_options import give_options, has_options, refuse_late
+
+if TYPE_CHECKING:
+    from megasink.megatron.sink_rate import SinkRate
 
 # Of a step that was not run yet, and of the first run of one.
 _FIRST_RUN = (RerunState.NOT_RUNNING_YET, RerunState.INITIAL_RUN)
+_LOSS = ("head_balance_coeff", "head_balance_scope")
 
 
 class _Finalize:
-    """The function that the host has set as ``config.finalize_model_grads_func``.
+    """The host's ``config.finalize_model_grads_func``, behind the start of the all-reduce.
 
-    The all-reduce of the gate sums starts first, so it overlaps with the gradient reduction and
-    the optimizer step. No dataclass: ``dataclasses.asdict`` of a config would make it a dict.
+    No dataclass: ``dataclasses.asdict`` of a config would make it a dict.
     """
 
     def __init__(self, balance: "HeadBalance", host: Callable[..., None]):
@@ -49,53 +51,15 @@ class _Finalize:
         if vars(get_model_config(model[0])).get("statistics") is self.balance:
             self.balance.check_layers(model)
             self.balance.reduce()
-            # A stage whose parameters are all frozen has no optimizer that could step.
-            trained = (p.requires_grad for chunk in model for p in chunk.parameters())
-            self.balance.may_skip |= not any(trained)
         self.host(model, *args, **kwargs)
 
 
-class Finalizing:
-    """A config whose ``finalize_model_grads_func`` also starts the reduction of its HeadBalance."""
-
-    @property
-    def finalize_model_grads_func(self) -> Callable[..., None] | None:
-        """The host's function, called after the start of the reduction."""
-        host, balance = vars(self).get(_FINALIZE), vars(self).get("statistics")
-        return host if host is None or balance is None else _Finalize(balance, host)
-
-    @finalize_model_grads_func.setter
-    def finalize_model_grads_func(self, host: Callable[..., None] | None) -> None:
-        # dataclasses.replace hands over the one of the config that it copies.
-        vars(self)[_FINALIZE] = host.host if isinstance(host, _Finalize) else host
-
-
-_FINALIZE = "finalize_model_grads_func"
-_OTHER_SPEC = (
-    "a HeadBalance is attached to the config, and no layer of the model is of layer_spec(config), "
-    "so its loss would be 0: GPTModel(config, layer_spec(config), ...), after HeadBalance(config)"
-)
-
-
-@functools.cache
-def _finalizing(kind: type) -> type:
-    """Return a subclass of `kind` with that property."""
-
-    def reduce(self: Any, protocol: Any) -> tuple[Any, ...]:
-        return _empty_config, (kind,), dict(vars(self))
-
-    names = {"__module__": kind.__module__, "__qualname__": kind.__qualname__}
-    return type(kind.__name__, (Finalizing, kind), names | {"__reduce_ex__": reduce})
-
-
-def _empty_config(kind: type) -> Any:
-    return object.__new__(_finalizing(kind))
-
-
-class HeadBalance(ModelStatistics):
+class HeadBalance(LossStep):
     """Gives a config the options of megasink, and adds the head-balance loss to its model.
 
-    It is ``config.statistics``, where the layers of :func:`megasink.megatron.layer_spec` find it.
+    It is ``config.statistics``: Megatron identifies a model by its config, which every layer and
+    stage holds. Copies of the config share it; a config by ``dataclasses.replace`` has none; that
+    of a pickled config is empty. Coefficients are in checkpoints (`MegatronLayerBalance`).
 
     Args:
         config: TransformerConfig of the model, before the model is built. One model a config.
@@ -104,9 +68,6 @@ class HeadBalance(ModelStatistics):
         options: Options of megasink by their names (docs/options.md), such as
             ``attention_variant="sink"``, ``head_balance_coeff=1e-4``. What is not given has its
             default. Not for a MegasinkTransformerConfig, whose fields they are.
-
-    Attributes:
-        last: Statistics of the last step (:class:`HeadStatistics`), on the device.
 
     Raises:
         UserError: The config has a HeadBalance already, or an option is unknown or impossible.
@@ -118,54 +79,256 @@ class HeadBalance(ModelStatistics):
                 "HeadBalance is already attached to this config: use config.statistics, or give "
                 "a second model its own config"
             )
-        if options or not has_options(config):
+        self._foreign = bool(options) or not has_options(config)
+        if self._foreign:
             give_options(config, options)
         super().__init__(config.num_layers, config.num_attention_heads, config, group)
-        if not isinstance(config, Finalizing):
-            kind: Any = type(config)
-            config.__class__ = _finalizing(kind)
         config.statistics = self
-        if config.head_balance_coeff:
-            config.experimental_attention_variant_loss_scale_func = self.set_loss_scale
-        self._follow()
+        self._host_scale: Callable[[Tensor], None] | None = None
+        self._of_layers: list[Any] = []
+        self._checked = False
 
-    def _follow(self) -> None:
-        # A process may build and drop many models: the hook of one must not keep it.
+    def add(self, config: Any, **options: Any) -> None:
+        """Give the config of single layers its own options; their heads count in this loss."""
+        main: Any = self._options
+        loss = {name: getattr(main, name) for name in _LOSS}
+        for name, default in (("softmax_type", "vanilla"), ("attention_output_gate", False)):
+            if getattr(config, name) == getattr(main, name):  # that of `main`, by a copy
+                setattr(config, name, default)
+        give_options(config, loss | options)
+        config.statistics = self
+        self._of_layers.append(config)
+
+    def follow(self, config: Any) -> None:
+        """Take a copy of the config for that of the model: a spec is made for it."""
+        if not any(config is known for known in (self._options, *self._of_layers)):
+            self._options = config
+            if self.installed:
+                self.install()
+
+    def install(self, optimizer: Any = None) -> "HeadBalance":
+        """Have Megatron's schedules, and one optimizer, end the steps; return this object.
+
+        The schedules set the loss scale and call `reduce`. The first gates after a step, a
+        checkpoint and `last` commit it. In a loop of your own, the optimizer does both.
+
+        Args:
+            optimizer: Of this model: one of Megatron's, of torch.optim, or any with a method
+                ``step``. Not needed with Megatron's schedules.
+        """
+        config: Any = self._options
+        self.installed = True
+        theirs = getattr(config, _SCALE, None)
+        if not isinstance(getattr(theirs, "__self__", None), HeadBalance):
+            self._host_scale = theirs
+        # Else the gates of every step call `_wrap`.
+        ours = config.head_balance_coeff or config.pipeline_model_parallel_size > 1
+        setattr(config, _SCALE, self._of_schedule if ours else self._host_scale)
+        self._wrap()
+        if optimizer is not None:
+            self._attach_to(optimizer)
+        return self
+
+    def _of_schedule(self, scale: Tensor) -> None:
+        self.factors.set_loss_scale(scale, by_schedule=True)
+        self._wrap()
+        if self._host_scale is not None:
+            self._host_scale(scale)
+
+    def _wrap(self) -> None:
+        """Start the reduction in front of the function that the host has set by now."""
+        config: Any = self._options
+        host = config.finalize_model_grads_func
+        if isinstance(host, _Finalize):
+            if host.balance is self:
+                return
+            host = host.host  # of the config from which this one was made
+        if host is not None:
+            config.finalize_model_grads_func = _Finalize(self, host)
+
+    def _attach_to(self, optimizer: Any) -> None:
+        # An optimizer may outlive its model.
         this = weakref.ref(self)
 
-        # After a step of any of torch's optimizers, which Megatron's (FusedAdam, Muon) wrap.
-        def stepped(*_: object) -> None:
+        def before(*_: object) -> None:
             if (balance := this()) is not None:
-                balance.optimizer_stepped()
+                if balance.phase is not Phase.REDUCED:
+                    balance.reduce()
+                balance._broken = True  # unless the step returns
 
-        weakref.finalize(self, register_optimizer_step_post_hook(stepped).remove)
+        def after(*_: object) -> None:
+            if (balance := this()) is not None:
+                balance._broken = False
+                balance.commit()
 
-    def check_layers(self, model: list[Any]) -> None:
-        """Raise RuntimeError where this stage has layers of another spec than ours."""
-        if self.has_layers:
-            return
-        modules = (module for chunk in model for module in chunk.modules())
-        blocks = (module for module in modules if isinstance(module, TransformerBlock))
-        if any(len(b.layers) and vars(b.config).get("statistics") is self for b in blocks):
-            raise RuntimeError(_OTHER_SPEC)
+        step, zero_grad = optimizer.step, getattr(optimizer, "zero_grad", None)
+
+        def stepping(_: Any, *args: Any, **kwargs: Any) -> Any:
+            before()
+            result = step(*args, **kwargs)
+            after()
+            return result
+
+        def zeroing(_: Any, *args: Any, **kwargs: Any) -> Any:
+            if (balance := this()) is not None:
+                balance._dropped()
+            return zero_grad(*args, **kwargs)
+
+        if isinstance(optimizer, torch.optim.Optimizer):
+            optimizer.register_step_pre_hook(before)
+            optimizer.register_step_post_hook(after)
+        else:
+            optimizer.step = types.MethodType(stepping, optimizer)
+        if zero_grad is not None:
+            optimizer.zero_grad = types.MethodType(zeroing, optimizer)
+
+    def _dropped(self) -> None:
+        """Discard a step whose gradients the host drops: all its passes ran, none was reduced."""
+        ran = self.phase is Phase.RUNNING and self.heads.has_sums
+        if ran and self._options.head_balance_coeff and not self.heads.without_backward():
+            self.discard()
+
+    def begin(self, number: int, *, observe: bool = False, share: float = 1.0) -> None:
+        """Begin a step, as :meth:`LossStep.begin`."""
+        if self._foreign:
+            refuse_late(self._options)
+        super().begin(number, observe=observe, share=share)
+        if self.installed:
+            self._wrap()
 
     def reduce(self) -> None:
         """Start the all-reduce of the step, as :meth:`LossStep.reduce`."""
         config: Any = self._options
-        staged = config.pipeline_model_parallel_size > 1  # some stages have no layers
-        if not (self.has_layers or staged or getattr(config, "is_hybrid_model", False)):
+        # Stages of a pipeline may have no layers, and hybrid stacks no attention.
+        if not (
+            self.built
+            or config.pipeline_model_parallel_size > 1
+            or (getattr(config, "is_hybrid_model", False) and self.expected)
+        ):
             raise RuntimeError(_OTHER_SPEC)
         super().reduce()
 
+    def check_layers(self, model: list[Any]) -> None:
+        """Raise RuntimeError where this stage has attention of another spec than ours."""
+        if self._checked:
+            return
+        self._checked = True
+        named = [pair for chunk in model for pair in chunk.named_modules()]
+        # Layers of multi-token prediction do not count, whosever they are.
+        other = [
+            name
+            for name, module in named
+            if isinstance(module, Attention)
+            and not hasattr(getattr(module, "core_attention", None), "head_counter")
+            and "mtp" not in name.split(".")
+        ]
+        if other:
+            raise RuntimeError(f"{_OTHER_SPEC}; another attention: {', '.join(other)}")
+
     def runs_again(self) -> bool:
-        """Whether Megatron's rerun machine repeats the step, here or after a checkpoint."""
+        """Return whether Megatron's rerun machine repeats the step, here or after a checkpoint."""
         return get_rerun_state_machine().state not in _FIRST_RUN
 
-    def scales_loss(self) -> bool:
-        """Return whether the loss is scaled and overflowing steps are skipped, as under fp16."""
-        config: Any = self._options
-        return bool(config.fp16)
+    def count_sinks(self) -> None:
+        """Count attention sinks until `sink_rates`: an evaluation runs."""
+        from megasink.megatron.sink_rate import SinkRate
 
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        vars(self).update(state)
-        self._follow()
+        self.sinks = SinkRate(self.heads.layers, self.heads.heads)
+
+    def sink_rates(self) -> tuple[Tensor, Tensor]:
+        """Return what was counted: see `SinkRate.finish`; every rank calls it."""
+        counted: SinkRate = self.sinks
+        self.sinks = None
+        return counted.finish()
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> "HeadBalance":
+        return self
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        if self.heads.group is not None:
+            raise TypeError("a HeadBalance with a process group cannot be pickled")
+        # The options are the config, which may be what is pickled: they follow as state.
+        state = {"_options": self._options, "installed": self.installed}
+        return _empty, (self.heads.layers, self.heads.heads), state
+
+
+OPTIONS = "MEGASINK_OPTIONS"
+ARGUMENT = "megasink_options"
+_SCALE = "experimental_attention_variant_loss_scale_func"
+_OTHER_SPEC = (
+    "a HeadBalance is attached to the config, and layers of the model are not of its spec, so "
+    "their loss would be 0: call HeadBalance(config) first, then HybridModel(config, "
+    "stack_spec(config), ...) or GPTModel(config, layer_spec(config), ...)"
+)
+
+
+def _empty(layers: int, heads: int) -> HeadBalance:
+    balance = HeadBalance.__new__(HeadBalance)
+    LossStep.__init__(balance, layers, heads, cast(StepOptions, None))
+    balance._host_scale, balance._of_layers = None, []
+    balance._foreign = balance._checked = False
+    return balance
+
+
+def with_options(config: Any, spec: str, arguments: Any = None) -> Any:
+    """Return the TransformerConfig of a config that a stack hands to a spec, with its options."""
+    transformer = getattr(config, "transformer", config)
+    name = type(config).__name__
+    if not isinstance(transformer, TransformerConfig):
+        raise UserError(
+            f"{spec} needs a TransformerConfig, or a model configuration that has one as "
+            f"`transformer`, not a {name}: call {spec}(config)"
+        )
+    if hasattr(config, "hybrid_stack_spec") and spec == "layer_spec":
+        raise UserError(f"layer_spec is for GPT models, and {name} builds a hybrid: use stack_spec")
+    own_builder = getattr(config, "builder", "megasink").startswith("megasink")
+    if transformer is not config and transformer.mtp_num_layers and not own_builder:
+        raise UserError(
+            f"mtp_num_layers {transformer.mtp_num_layers}: {config.builder} ignores the spec in "
+            "layers of multi-token prediction: use `megasink train` for them"
+        )
+    find_options(transformer, arguments)
+    return transformer
+
+
+def find_options(config: TransformerConfig, arguments: Any) -> None:
+    """Attach a HeadBalance with the options of the stack to a config that has none.
+
+    The first of these that exists has them, and the others must agree: the config, the arguments
+    of a stack that hands them over (``args.megasink_options``), the environment.
+    """
+    others = {f"args.{ARGUMENT}": getattr(arguments, ARGUMENT, None), OPTIONS: _of_environment()}
+    others = {place: options for place, options in others.items() if options is not None}
+    for place, options in others.items():
+        if not isinstance(options, dict):
+            raise UserError(f"{place} must map the names of options to values, not be {options!r}")
+    if not isinstance(vars(config).get("statistics"), HeadBalance):
+        if not others:
+            raise UserError(
+                f"layer_spec: this {type(config).__name__} has no megasink options, so the loss "
+                "would be 0: call megasink.megatron.HeadBalance(config, "
+                'attention_variant="sink", head_balance_coeff=1e-4) before the model is built '
+                f"(a copy by dataclasses.replace has none), or set {OPTIONS} to the same options "
+                "as a JSON object"
+            )
+        HeadBalance(config, **next(iter(others.values()))).install()
+    config.statistics.follow(config)
+    problems = [
+        f"{name} is {value!r} in {place}, and {getattr(config, name, 'no option')!r} in the "
+        f"config: the config comes first, so remove it from {place}"
+        for place, options in others.items()
+        for name, value in options.items()
+        if getattr(config, name, None) != value
+    ]
+    if problems:
+        raise ConfigError(problems)
+
+
+def _of_environment() -> Any:
+    text = os.environ.get(OPTIONS)
+    if text is None:
+        return None
+    try:
+        return json.loads(text)
+    except ValueError as error:
+        raise UserError(f"{OPTIONS} is not JSON ({error}): {text}") from error

@@ -7,7 +7,7 @@ from megatron.core.models.gpt.gpt_layer_specs import (
     get_gpt_layer_local_spec,
     get_gpt_layer_with_transformer_engine_spec,
 )
-from megatron.core.models.hybrid.hybrid_block import HybridStackSubmodules
+from megatron.core.models.hybrid.hybrid_block import HybridStack, HybridStackSubmodules
 from megatron.core.models.hybrid.hybrid_layer_specs import hybrid_stack_spec
 from megatron.core.ssm.mlp_layer import MLPLayer
 from megatron.core.tensor_parallel import ColumnParallelLinear, RowParallelLinear
@@ -17,19 +17,70 @@ from megatron.core.transformer.torch_norm import LayerNormBuilder
 from megatron.core.transformer.transformer_block import LayerNormImpl, TransformerBlockSubmodules
 from megatron.core.transformer.transformer_layer import MoETransformerLayer
 
+from megasink.errors import UserError
 from megasink.megatron.block_options import with_block_options
-from megasink.megatron.config import MegasinkTransformerConfig
-from megasink.megatron.hybrid import MegasinkHybridStack
+from megasink.megatron.head_balance import with_options
 from megasink.megatron.specs import changed, with_our_modules
 
 
-def hybrid_spec(config: MegasinkTransformerConfig) -> ModuleSpec:
-    """Return the spec of a hybrid stack, for ``HybridModelConfig.hybrid_stack_spec``.
+class MegasinkHybridStack(HybridStack):
+    """HybridStack whose final norm comes from the spec, and whose layers count heads.
 
-    Attention, FFN and experts are the halves of the layers of ``layer_spec``, so that every
-    option of attention and the block means the same as in a GPT model. (Upstream's hybrid spec has
-    neither --qk-layernorm nor modules other than TransformerEngine's.)
+    Upstream's norm is TransformerEngine's, whatever the spec says
+    (megatron/core/models/hybrid/hybrid_block.py:225).
     """
+
+    def __init__(
+        self,
+        config: Any,
+        submodules: HybridStackSubmodules | None = None,
+        norm: LayerNormBuilder | None = None,
+        **kwargs: Any,
+    ):
+        if submodules is None:
+            spec = stack_spec(config)
+            submodules, norm = spec.submodules, spec.params["norm"]
+        first, layers = kwargs.get("pp_layer_offset", 0), kwargs["layer_type_list"]
+        self._check_count(config, first + len(layers), kwargs.get("post_process", True))
+        config.statistics.expected[first] = layers.count("*")
+        super().__init__(config, submodules, **kwargs | {"post_layer_norm": False})
+        self.post_layer_norm = norm is not None
+        if self.post_process and norm is not None:
+            self.final_norm = norm(
+                config=config, hidden_size=config.hidden_size, eps=config.layernorm_epsilon
+            )
+
+    def _check_count(self, config: Any, layers: int, is_last: bool) -> None:
+        """Raise UserError unless the config has as many layers as the pattern."""
+        if layers > config.num_layers or (is_last and layers < config.num_layers):
+            raise UserError(
+                f"num_layers is {config.num_layers}, but the pattern of the HybridModel has "
+                f"{layers} layers: an FFN is a layer of its own"
+            )
+
+
+class StackSpec(ModuleSpec):
+    """A function of a config that returns a spec, and itself a spec for stacks that call none.
+
+    Megatron's HybridModelConfig and pretrain_hybrid.py hand what ``--spec`` names to the
+    HybridModel as it is; the stack then asks for the spec of its config.
+    """
+
+    def __call__(self, config: Any, *_: Any, **__: Any) -> Any:
+        """Return the spec of a HybridModel of this config, with megasink's attention.
+
+        Attention, FFN and experts are the halves of the layers of ``layer_spec``, so that every
+        option means the same as in a GPT model. (Upstream's spec has neither qk_layernorm nor
+        modules other than TransformerEngine's.)
+        """
+        return spec_of_stack(with_options(config, "stack_spec"))
+
+
+stack_spec = StackSpec(module=MegasinkHybridStack)
+
+
+def spec_of_stack(config: Any) -> ModuleSpec:
+    """Return the spec of a stack whose layers all have the options of this config."""
     dense, norm = _layer_of(config, None)
     experts, _ = _layer_of(config, config.num_moe_experts)
     no_ffn = {"pre_mlp_layernorm": IdentityOp, "mlp": IdentityOp, "mlp_bda": IdentityFuncOp}
@@ -54,9 +105,7 @@ def hybrid_spec(config: MegasinkTransformerConfig) -> ModuleSpec:
     )
 
 
-def _layer_of(
-    config: MegasinkTransformerConfig, experts: int | None
-) -> tuple[ModuleSpec, LayerNormBuilder | None]:
+def _layer_of(config: Any, experts: int | None) -> tuple[ModuleSpec, LayerNormBuilder | None]:
     """Return a layer of a GPT model with megasink's modules, and the norm after the last layer."""
     options = {
         "num_experts": experts,

@@ -1,9 +1,14 @@
 """Head importance, statistics and balance gradient from the gates of one layer in Megatron.
 
-Shapes: S sequence, B batch, H query heads of the layer, h those of this tensor-parallel rank,
-T = S tokens, C gates per head and token, 1 or the head dim.
+Observing changes nothing that the layer computes: gradients are read by hooks, and all data stays
+on the device.
+
+Shapes: S sequence, B batch, H query heads of the layer (in an observer those of this rank, or the
+groups of a key or value gate), h those of this tensor-parallel rank, G key/value groups, T = S
+tokens, D head dim, C gates per head and token, 1 or D.
 """
 
+import weakref
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -13,10 +18,11 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 from torch.distributed import get_process_group_ranks as ranks_of
 
-from megasink.attention import gate_sum
+from megasink.attention import first_key_share, gate_sum
+from megasink.attention.definitions import SINK_TOKENS
 from megasink.balance.layer import LayerBalance
-from megasink.balance.sums import BALANCE_GRADIENT
-from megasink.megatron.head_observer import HeadObserver
+from megasink.balance.step import LossStep
+from megasink.balance.sums import BALANCE_GRADIENT, GATE, OTHER_GRADIENT
 from megasink.megatron.parameters import StaysFloat32
 
 if TYPE_CHECKING:
@@ -24,18 +30,102 @@ if TYPE_CHECKING:
     from megasink.megatron.documents import Documents
 
 
+class HeadObserver:
+    """Records statistics of one layer on observed steps and in evaluations."""
+
+    def __init__(self, config: "MegasinkTransformerConfig", layer_number: int, rank: int):
+        self._statistics = config.statistics
+        self._balances = config.head_balance_coeff > 0
+        self._layer = layer_number - 1
+        self._rank = rank
+
+    @property
+    def observes(self) -> bool:
+        """Whether the current step is observed."""
+        return self._statistics.heads.observes
+
+    @property
+    def compares_gradients(self) -> bool:
+        """Whether the current step records the gradients at the gates."""
+        return self.observes and self._balances
+
+    @property
+    def counts_sinks(self) -> bool:
+        """Whether a running evaluation counts attention sinks."""
+        return self._statistics.sinks is not None
+
+    def add(self, name: str, sum_H: Tensor, weight: int, *, replicated: bool = False) -> None:
+        """Add to a series if the current step is observed.
+
+        Args:
+            name, sum_H, weight: See :meth:`HeadSums.add`.
+            replicated: Whether every tensor-parallel rank has the same heads, for different tokens.
+        """
+        if self.observes:
+            first = 0 if replicated else len(sum_H) * self._rank
+            self._statistics.heads.add(name, self._layer, first, sum_H, weight)
+
+    def explicit_gate(self, gate_SBHC: Tensor, *, replicated: bool) -> None:
+        """Record the mean of a gate that is not the head importance; `replicated` as in `add`."""
+        if self.observes and torch.is_grad_enabled():
+            sequence, batch, _, width = gate_SBHC.shape
+            sum_H = gate_SBHC.detach().sum((0, 1, 3)) / width
+            self.add(GATE, sum_H, sequence * batch, replicated=replicated)
+
+    def output_gradient(
+        self,
+        out_BHTD: Tensor,
+        gate_BHTC: Tensor,
+        value_BHTD: Tensor | None = None,
+        counted: int | None = None,
+    ) -> None:
+        """Record in the backward pass the gradient that reaches the gate logit through the output.
+
+        Call it only if `compares_gradients`.
+        """
+        from megasink.attention import gate_bias_gradient
+
+        batch, _, tokens, _ = out_BHTD.shape
+        count = batch * tokens if counted is None else counted
+        kept_BHTD, gate_BHTC = out_BHTD.detach(), gate_BHTC.detach()
+
+        def record(grad_BHTD: Tensor) -> None:
+            sum_H = gate_bias_gradient(grad_BHTD, kept_BHTD, gate_BHTC, value_BHTD)
+            self.add(OTHER_GRADIENT, sum_H, count)
+
+        out_BHTD.register_hook(record)
+
+    def softmax_sinks(
+        self,
+        query_BHTD: Tensor,
+        key_BGSD: Tensor,
+        lse_BHT: Tensor,
+        slot_gate_BHT: Tensor | None,
+        **mask: Any,
+    ) -> None:
+        """Count the sinks of a microbatch of softmax attention; call it only if `counts_sinks`."""
+        first_BH = first_key_share(query_BHTD, key_BGSD, lse_BHT, SINK_TOKENS, **mask)
+        slot_BH = None if slot_gate_BHT is None else 1.0 - slot_gate_BHT[..., :SINK_TOKENS].mean(-1)
+        self._count_sinks(first_BH, slot_BH)
+
+    def similarity_sinks(self, first_weight_BHT: Tensor) -> None:
+        """Count the sinks from the weight of every query on the first key."""
+        self._count_sinks(first_weight_BHT[..., :SINK_TOKENS].mean(-1), None)
+
+    def _count_sinks(self, first_BH: Tensor, slot_BH: Tensor | None) -> None:
+        first = first_BH.shape[1] * self._rank
+        assert self._statistics.sinks is not None
+        self._statistics.sinks.record(self._layer, first, first_BH, slot_BH)
+
+
+# Masks that are compared with the causal one, which waits for the device.
+_MASKS = 64
+
+
 class MegatronLayerBalance(StaysFloat32, LayerBalance):
     """Counts the gates of one layer and attaches the gradient of the head-balance loss.
 
     Its state is missing from Megatron's own checkpoints, which start with the initial one.
-
-    Args:
-        config: Config with ``head_balance_coeff``, ``head_balance_scope``,
-            ``head_balance_shared_heads`` and ``head_balance_shared_refresh``.
-        layer_number: 1-based index in the whole model.
-        tp_group: Tensor-parallel group.
-        cp_size: Number of context-parallel ranks that share the tokens of a microbatch.
-        groups: Of the model; what it lacks, Megatron's global groups are.
     """
 
     def __init__(
@@ -80,26 +170,26 @@ class MegatronLayerBalance(StaysFloat32, LayerBalance):
 
         Call it only if ``self.training and torch.is_grad_enabled()``: the first forward of
         activation recompute has no gradients and must not be counted.
-
-        Args:
-            out_SBX: Output of the gated heads; its backward also runs that of the loss.
-            gate_BHTC: Gates of this rank's heads, in [0, 1]; a token's gate is the mean over C.
-                Differentiable if the loss is on.
-            documents: Documents of a packed batch, whose padding is not counted.
-            every_BHTC: For an observer, the gate of every element; None if `gate_BHTC` is.
-
-        Returns:
-            A tensor equal to `out_SBX`.
         """
-        batch, _, tokens, width = gate_BHTC.shape
-        tokens, real_1T = batch * tokens, None
+        if not self._statistics.open():
+            return out_SBX
+        batch, _, length, width = gate_BHTC.shape
+        tokens, real_BT = batch * length, None
         # Tokens of the microbatch, on all context-parallel ranks.
         count = tokens * self.cp_size
         in_row = None
         if documents is not None:
-            tokens, real_1T = documents.real_tokens, documents.real_1T
+            tokens, real_BT = documents.real_tokens, documents.real_1T
             count = in_row = documents.real_in_row
-        gate_sum_h = gate_sum(gate_BHTC.squeeze(-1) if width == 1 else gate_BHTC.mean(-1), real_1T)
+        elif (real := self._statistics.factors.real) is not None:
+            if real.mask_BT.shape != (batch, length):
+                raise RuntimeError(
+                    f"set_real_tokens got a mask {list(real.mask_BT.shape)}, and layers on this "
+                    f"rank have {[batch, length]} rows and tokens"
+                )
+            tokens, real_BT = real.here, real.mask_BT.to(gate_BHTC.device)
+            count = in_row = max(1, real.in_row)
+        gate_sum_h = gate_sum(gate_BHTC.squeeze(-1) if width == 1 else gate_BHTC.mean(-1), real_BT)
         self.record(gate_sum_h, tokens)
         if not self.config.head_balance_coeff:
             return out_SBX
@@ -108,7 +198,7 @@ class MegatronLayerBalance(StaysFloat32, LayerBalance):
             from megasink.attention import gate_slope
 
             every_BHTC = gate_BHTC if every_BHTC is None else every_BHTC
-            slope_h = gate_sum(gate_slope(every_BHTC), real_1T) / count
+            slope_h = gate_sum(gate_slope(every_BHTC), real_BT) / count
             observe = partial(self._observe, slope_h, tokens)
         return self.attach(out_SBX, gate_sum_h, tokens, observe, in_row)
 
@@ -119,7 +209,7 @@ class MegatronLayerBalance(StaysFloat32, LayerBalance):
         """Under ``calculate_per_token_loss`` Megatron divides gradients by the global targets."""
         if not self.config.calculate_per_token_loss:
             return None
-        return self._statistics.balance.targets
+        return self._statistics.factors.targets
 
     def importance_group(self) -> ProcessGroup:
         """Tensor- and context-parallel ranks; in the scope "data-parallel" also the replicas."""
@@ -134,3 +224,19 @@ class MegatronLayerBalance(StaysFloat32, LayerBalance):
                 f"group {ranks_of(ours)}: give the model a pg_collection with a {name} of its ranks"
             )
         return group
+
+
+def refuse_other_mask(mask: Tensor, statistics: LossStep) -> None:
+    """Raise ValueError for a mask of the first two steps that is not the causal one."""
+    seen = statistics.mask
+    if statistics.number > 1 or statistics.masks > _MASKS or (seen is not None and seen() is mask):
+        return
+    statistics.mask, statistics.masks = weakref.ref(mask), statistics.masks + 1
+    rows, columns = mask.shape[-2:]
+    causal = torch.ones(rows, columns, dtype=torch.bool, device=mask.device).triu(1)
+    if not torch.equal(mask.bool(), causal.expand_as(mask)):
+        raise ValueError(
+            f"an attention mask {list(mask.shape)} that is not causal: megasink's attention would "
+            "ignore it. Pass None and mark documents by packed_seq_params, padding by "
+            "set_real_tokens"
+        )

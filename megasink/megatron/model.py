@@ -8,7 +8,7 @@ from megatron.core.models.hybrid.hybrid_model import HybridModel
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.training.models.hybrid import HybridModelBuilder, HybridModelConfig
 
-from megasink.megatron.hybrid import prepare_delta_net
+from megasink.megatron.delta_net import prepare_delta_net
 from megasink.megatron.inference_guard import refuse_what_bypasses_core_attention
 from megasink.megatron.init import initialize_weights
 from megasink.megatron.model_ends import cap_logits, normalize_embeddings

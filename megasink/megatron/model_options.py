@@ -2,6 +2,7 @@
 
 import dataclasses
 import math
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -11,7 +12,7 @@ from megasink.attention.variants import foreign_options, is_variant, variant
 from megasink.attention.variants.gates import is_megatrons_output_gate
 from megasink.attention.variants.layers import layers_with_variant
 from megasink.balance.options import without_gradient, wrong_alone, wrong_together
-from megasink.config import TRANSFORMER_OPTIONS
+from megasink.config import IGNORED, TRANSFORMER_OPTIONS
 from megasink.errors import ConfigError
 
 # The function of each FFN activation, and whether the FFN is a gated linear unit.
@@ -36,18 +37,19 @@ _ELSEWHERE = {
 }
 
 
+_DROPOUT = (
+    "it breaks the identity of gate and log-sum-exp, and Megatron's default is 0.1: set it to 0.0 "
+    "before HeadBalance(config)"
+)
+
+
 def has_options(config: Any) -> bool:
     """Return whether a config has the options of megasink."""
     return hasattr(config, "attention_variant")
 
 
 def give_options(config: Any, options: dict[str, Any]) -> None:
-    """Set the options of megasink on a config of Megatron's own class, in place.
-
-    Args:
-        config: TransformerConfig.
-        options: By name; what is missing has its default.
-    """
+    """Set the options of megasink on a config of Megatron's own class, in place."""
     fields = {f.name: f for kind in TRANSFORMER_OPTIONS for f in dataclasses.fields(kind)}
     problems = [f"{name} is not a megasink option" for name in options if name not in fields]
     for name, value in options.items():
@@ -62,7 +64,7 @@ def give_options(config: Any, options: dict[str, Any]) -> None:
             problems.append(f"{name} is {value!r}, which is not finite")
     given = {name: options.get(name, field.default) for name, field in fields.items()}
     if not problems:
-        problems = _wrong_together(given, {n: f.default for n, f in fields.items()}, config)
+        problems += _wrong_together(given, {n: f.default for n, f in fields.items()}, config)
     if has_options(config):
         problems.append(
             f"{type(config).__name__} has the options of megasink as its fields: set "
@@ -71,18 +73,8 @@ def give_options(config: Any, options: dict[str, Any]) -> None:
     for name in fields.keys() & _ELSEWHERE.keys() & options.keys():
         if options[name] != fields[name].default:
             problems.append(f"{name} does nothing in a loop of your own: {_ELSEWHERE[name]}")
-    if config.attention_dropout:
-        problems.append(
-            f"attention_dropout {config.attention_dropout} (Megatron's default is 0.1) breaks the "
-            "identity of gate and log-sum-exp: set it to 0"
-        )
-    if config.multi_latent_attention:
-        problems.append("multi_latent_attention does not use this core attention: use GQA or MHA")
-    if getattr(config, "cuda_graph_impl", "none") != "none":
-        problems.append(
-            f"cuda_graph_impl {config.cuda_graph_impl!r}: a replayed graph neither counts heads "
-            "nor updates the balance loss: set it to 'none'"
-        )
+    if is_variant(given["attention_variant"]):
+        problems += _against(config, SimpleNamespace(**given))
     if problems:
         raise ConfigError(problems)
     for name, default in _RELATIVE.items():
@@ -92,6 +84,36 @@ def give_options(config: Any, options: dict[str, Any]) -> None:
         setattr(config, name, value)
     apply_options(config)
     check_parameters(config)
+
+
+def _against(config: Any, given: Any) -> list[str]:
+    """Return the fields of a config that contradict the options, or that attention would ignore."""
+    record = variant(given.attention_variant)
+    gate = is_megatrons_output_gate(given)
+    fine = (
+        *IGNORED,
+        ("attention_dropout", 0.0, _DROPOUT),
+        ("multi_latent_attention", False, "this core attention is for GQA and MHA"),
+        ("cuda_graph_impl", "none", "a replayed graph neither counts heads nor updates the loss"),
+        ("attention_output_gate", gate, f"attention_variant {record.name!r} has another gate"),
+    )
+    problems = [
+        f"{name} {value!r}: {why}: set it to {wanted!r}"
+        for name, wanted, why in fine
+        if (value := getattr(config, name, wanted)) not in (wanted, False, None)
+    ]
+    if config.softmax_type not in ("vanilla", record.softmax_type):
+        problems.append(
+            f"softmax_type {config.softmax_type!r}: attention_variant {record.name!r} would drop "
+            "these sinks: use attention_variant 'sink', or softmax_type 'vanilla'"
+        )
+    return problems
+
+
+def refuse_late(config: Any) -> None:
+    """Raise ConfigError for a field that was set after the options had been checked."""
+    if config.attention_dropout:
+        raise ConfigError([f"attention_dropout {config.attention_dropout!r}: {_DROPOUT}"])
 
 
 def _wrong_together(given: dict[str, Any], defaults: dict[str, Any], config: Any) -> list[str]:
@@ -128,7 +150,7 @@ def apply_options(config: Any) -> None:
     if is_megatrons_output_gate(config):
         config.attention_output_gate = True
     # Megatron then asks for the config of each layer, and numbers the layers in checkpoints.
-    config.heterogeneous_block_specs = not all(layers_with_variant(config))
+    config.heterogeneous_block_specs |= not all(layers_with_variant(config))
 
 
 def check_parameters(config: Any) -> None:

@@ -14,11 +14,7 @@ from torch import Tensor
 
 
 class TorchNorm:
-    """Builds a torch norm from the transformer config, like Megatron's norm builders.
-
-    Raises:
-        ValueError: torch's norms do not support the normalization or an option.
-    """
+    """Builds a torch norm from the transformer config, like Megatron's norm builders."""
 
     def __new__(  # type: ignore[misc]
         cls, config: TransformerConfig, hidden_size: int, eps: float = 1e-5, **unused: Any

@@ -22,13 +22,7 @@ def new_parameter(
     axis: int | None = None,
     of_tokens: bool = False,
 ) -> torch.nn.Parameter:
-    """Create a parameter of the model's dtype with a constant initial value.
-
-    Args:
-        axis: Axis that is sharded by heads, with `shape` for this rank; None for a parameter that
-            every tensor-parallel rank has.
-        of_tokens: Whether each of these ranks sees only a part of the tokens.
-    """
+    """Create a parameter of the model's dtype with a constant initial value."""
     # Unlike Megatron, which always uses the current CUDA device, honor CPU initialization.
     device = None if config.use_cpu_initialization else torch.cuda.current_device()
     parameter = torch.nn.Parameter(

@@ -10,12 +10,7 @@ from megasink.attention.definitions import SINK_EPSILON
 
 
 class SinkRate:
-    """Counts, per head, the sequences whose mean attention to one key exceeds `SINK_EPSILON`.
-
-    Args:
-        layers: L.
-        heads: H.
-    """
+    """Counts, per head, the sequences whose mean attention to one key exceeds `SINK_EPSILON`."""
 
     def __init__(self, layers: int, heads: int):
         self.layers, self.heads = layers, heads
@@ -23,14 +18,7 @@ class SinkRate:
         self._table: Tensor | None = None
 
     def record(self, layer: int, first: int, first_BH: Tensor, slot_BH: Tensor | None) -> None:
-        """Add one microbatch of one layer.
-
-        Args:
-            layer: 0-based index in the whole model.
-            first: Index in the layer of the first of these heads.
-            first_BH: alpha_1 of each sequence, [B, h] (`attention.first_key_share`).
-            slot_BH: alpha_*, the mean attention to the sink slot; None if there is no slot.
-        """
+        """Add one microbatch of one layer."""
         if self._table is None:
             self._table = self._zeros(first_BH.device)
         for index, share_BH in enumerate((first_BH, slot_BH)):
@@ -43,12 +31,7 @@ class SinkRate:
         return torch.zeros(self.layers, 2, 2, self.heads, dtype=torch.float64, device=device)
 
     def finish(self) -> tuple[Tensor, Tensor]:
-        """All-reduce the counts; call it on every rank after the evaluation.
-
-        Returns:
-            Two [L, H] float32 tensors: the share of sequences, in [0, 1], whose attention to the
-            first key, and to the slot, exceeds `SINK_EPSILON`; NaN where nothing was recorded.
-        """
+        """All-reduce the counts; call it on every rank after the evaluation."""
         table = self._zeros(torch.device("cuda")) if self._table is None else self._table
         torch.distributed.all_reduce(table)
         rates = (table[:, :, 0] / table[:, :, 1]).float()

@@ -21,8 +21,8 @@ from megatron.core.transformer.transformer_layer import get_transformer_layer_of
 from megasink.attention.variants.gates import changes_self_attention, trailing_rows
 from megasink.megatron.block_options import with_block_options
 from megasink.megatron.core_attention import CoreAttention
+from megasink.megatron.head_balance import with_options
 from megasink.megatron.norm import TorchNorm
-from megasink.megatron.option_sources import find_options, transformer_config
 
 
 def layer_spec(config: Any, *more: Any, vp_stage: int | None = None) -> TransformerBlockSubmodules:
@@ -59,8 +59,7 @@ def layer_spec(config: Any, *more: Any, vp_stage: int | None = None) -> Transfor
         (vp_stage,) = more
     elif more:
         arguments, (config, vp_stage) = config, more
-    transformer = transformer_config(config)
-    find_options(transformer, arguments)
+    transformer = with_options(config, "layer_spec", arguments)
     if transformer is config:
         spec = get_gpt_decoder_block_spec(
             config,
@@ -79,6 +78,7 @@ def layer_spec(config: Any, *more: Any, vp_stage: int | None = None) -> Transfor
         count = get_num_layers_to_build(transformer, vp_stage=vp_stage)
         layers, norm = [spec] * count, LayerNormImpl
     first = get_transformer_layer_offset(transformer, vp_stage) + 1
+    transformer.statistics.expected[first] = len(layers)
     layer_config = getattr(transformer, "get_config_for_layer", lambda _: transformer)
     ours = TransformerBlockSubmodules(
         layer_specs=[

@@ -17,7 +17,7 @@ from megatron.training import get_args, get_timers
 from megatron.training.training import update_seqlen_stats_from_cu_seqlens
 from torch import Tensor
 
-from megasink.balance.step import LossStep
+from megasink.balance.step import LossStep, Phase
 from megasink.training.dataset import get_batch, token_byte_table
 from megasink.training.packing import enter_stage, leave_stage, pack
 from megasink.training.series import is_observed
@@ -41,7 +41,7 @@ def forward_step(
     packed = pack(batch)
     timers("batch-generator").stop()
     if batch["targets"] is not None:
-        statistics.balance.set_targets(batch["targets"])
+        statistics.set_targets(batch["targets"])
     if packed is not None:
         # Megatron's throughput then counts what attention actually computes.
         update_seqlen_stats_from_cu_seqlens(packed.cu_seqlens_q)
@@ -57,15 +57,16 @@ def forward_step(
     )
     if packed is not None and not get_attr_wrapped_model(model, "post_process"):
         output = leave_stage(output, args.micro_batch_size)
-    output = statistics.balance.keep_targets(output)
+    output = statistics.keep(output)
     of_batch = (batch["labels"], batch["loss_mask"], batch["targets"], batch["text_targets"])
     return output, functools.partial(loss_func, *of_batch, batch["before_texts"], model.training)
 
 
 def begin_step(balance: LossStep, args: Namespace) -> None:
-    """Begin the step of the head-balance loss; further microbatches of a step change nothing."""
+    """Begin the step of the head-balance loss with its first microbatch."""
     step = args.curr_iteration
-    balance.begin(step, observe=is_observed(args, step + 1))
+    if (balance.phase, balance.number) != (Phase.RUNNING, step):
+        balance.begin(step, observe=is_observed(args, step + 1))
 
 
 def loss_func(

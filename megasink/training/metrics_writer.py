@@ -26,7 +26,7 @@ from torch import Tensor
 
 from megasink.analysis.pages.heatmap import importance_picture
 from megasink.analysis.pages.losses import Divergence, SpikeCounter
-from megasink.megatron.statistics import ModelStatistics
+from megasink.megatron.head_balance import HeadBalance
 from megasink.training import series
 from megasink.training.divergence import stop_if_diverged
 from megasink.training.forward import BITS_PER_BYTE, LM_LOSS
@@ -48,7 +48,7 @@ class MetricsWriter:
             dropped.
     """
 
-    def __init__(self, statistics: ModelStatistics, metrics: Path | None):
+    def __init__(self, statistics: HeadBalance, metrics: Path | None):
         args = get_args()
         self._statistics = statistics
         self._rows = series.HeadRows.of(args.hybrid_layer_pattern)
@@ -70,7 +70,6 @@ class MetricsWriter:
         args = get_args()
         self._iteration = int(call["iteration"])
         balance = self._statistics
-        balance.commit_skipped()
         # --iterations-to-skip has steps without a forward pass.
         statistics = balance.last if balance.last_number == self._iteration - 1 else None
         logs = series.is_observed(args, self._iteration)

@@ -7,10 +7,11 @@ Importing this package registers the attention function and the mask function, u
 without its mask function, transformers makes no mask at all and attention turns bidirectional
 without a word. docs/transformers.md lists what is computed and what is refused. Needs no Megatron.
 
-`HeadBalance` and `HeadBalanceCallback` add the head-balance loss (docs/finetuning.md); they are
+`HeadBalanceLoss` and `HeadBalanceCallback` add the head-balance loss (docs/finetuning.md); they are
 imported when they are asked for, with the figures and the Trainer that they need.
 """
 
+import warnings
 from typing import Any
 
 from transformers import AttentionInterface, AttentionMaskInterface
@@ -25,8 +26,8 @@ AttentionMaskInterface.register(NAME, megasink_mask)
 
 __all__ = [
     "NAME",
-    "HeadBalance",
     "HeadBalanceCallback",
+    "HeadBalanceLoss",
     "Sequences",
     "megasink_attention",
     "megasink_mask",
@@ -34,10 +35,12 @@ __all__ = [
 
 
 def __getattr__(name: str) -> Any:
-    if name == "HeadBalance":
-        from megasink.transformers.balance import HeadBalance
+    if name in ("HeadBalanceLoss", "HeadBalance"):
+        from megasink.transformers.balance import HeadBalanceLoss
 
-        return HeadBalance
+        if name == "HeadBalance":  # the name of the class for Megatron
+            warnings.warn("HeadBalance is now HeadBalanceLoss", DeprecationWarning, stacklevel=2)
+        return HeadBalanceLoss
     if name == "HeadBalanceCallback":
         from megasink.transformers.callback import HeadBalanceCallback
 

@@ -32,7 +32,7 @@ SEAM = "megasink_heads"
 _FUSED, _FUSED_OUTPUT = "fused_lm_head", ("log_probs", "label_mask")
 
 
-class HeadBalance:
+class HeadBalanceLoss:
     """Adds the head-balance loss to the training of a decoder of transformers.
 
     While attached, every forward pass in training mode with labels is a microbatch: its backward
@@ -58,7 +58,7 @@ class HeadBalance:
 
     Attributes:
         layers: The loss of each layer that has one, by index.
-        step: The loss from step to step, as in Megatron; its `balance` is replaced for every
+        step: The loss from step to step, as in Megatron; its `factors` are replaced for every
             microbatch.
         microbatch: What the model was last called with; None outside of training.
         counted: Layers that were counted in the current step.
@@ -93,7 +93,7 @@ class HeadBalance:
             head_balance_shared_heads=shared_heads,
             head_balance_shared_refresh=refresh,
         )
-        self.step = LossStep(len(blocks), self.heads, self.options)
+        self.step = LossStep(len(blocks), self.heads, self.options, installed=True)
         self.microbatch: Microbatch | None = None
         self.layers: dict[int, ModelLayer] = {}
         self.counted: set[int] = set()
@@ -180,7 +180,7 @@ class HeadBalance:
         items, targets = given.get("num_items_in_batch"), None
         if items is not None or given.get(_FUSED):
             targets = _targets(model, given)
-        self.step.balance = LossScale()
+        self.step.factors = LossScale()
         self.microbatch = Microbatch(real_BT, count, targets, items, set())
 
     def _end(self, model: torch.nn.Module, args: Any, output: Any) -> None:
@@ -188,7 +188,7 @@ class HeadBalance:
         if self._check is not None:
             self._check.remove()
             self._check = None
-        microbatch, scale = self.microbatch, self.step.balance
+        microbatch, scale = self.microbatch, self.step.factors
         if microbatch is None or not (model.training and torch.is_grad_enabled()):
             return
         log_probs_BT, mask_BT = (getattr(output, name, None) for name in _FUSED_OUTPUT)

@@ -11,9 +11,8 @@ import torch
 from torch import Tensor
 
 from megasink.attention import gate_sum
-from megasink.balance.attach import HeadBalanceScale, attach_gradient
-from megasink.balance.layer import LayerBalance
-from megasink.balance.step import LossStep
+from megasink.balance.layer import LayerBalance, attach_gradient
+from megasink.balance.step import Factors, LossStep
 from megasink.config import HeadBalanceOptions
 from megasink.errors import UserError
 from megasink.transformers.blocks import Reader
@@ -31,12 +30,12 @@ class OneRank:
         return 0
 
 
-class LossScale(HeadBalanceScale):
+class LossScale(Factors):
     """The factors of one microbatch, read in its backward pass from the gradient of its loss."""
 
     def scaled(self, gradient_H: Tensor, coeff: float, why_scaled: str = "") -> Tensor:
         """Scale a gradient [H] as the loss is scaled."""
-        if self._loss_scale is None:
+        if self._of_host is None:
             raise UserError(
                 "the model returned no loss, by which the head-balance loss is scaled: call it "
                 "with labels, without compute_loss_func or label smoothing"
@@ -64,7 +63,7 @@ class Microbatch:
 
 
 class Owner(Protocol):
-    """What layers read of their model's :class:`megasink.transformers.balance.HeadBalance`."""
+    """What layers read of their model's :class:`megasink.transformers.balance.HeadBalanceLoss`."""
 
     heads: int
     options: HeadBalanceOptions

@@ -17,13 +17,13 @@ from megasink.analysis.pages.heatmap import importance_pictures
 from megasink.atomic import atomic_file, atomic_text
 from megasink.checked_fields import checked
 from megasink.errors import UserError
-from megasink.transformers.balance import HeadBalance
+from megasink.transformers.balance import HeadBalanceLoss
 
 _DTYPES = {"coefficients": torch.float32, "routed": torch.bool, "steps": torch.int64}
 
 
 class HeadBalanceCallback(TrainerCallback, ExportableState):
-    """Adds the head-balance loss to a Trainer; its options are those of :class:`HeadBalance`.
+    """Adds the head-balance loss to a Trainer; its options are those of :class:`HeadBalanceLoss`.
 
     Every log of the training loss then has `balance_loss` (Eq. 7 or 8), `head_imbalance` (Eq. 6)
     and `head_importance` (the mean gate of all heads) of the last step. The coefficients and the
@@ -40,8 +40,8 @@ class HeadBalanceCallback(TrainerCallback, ExportableState):
             layers without softmax attention.
 
     Raises:
-        ConfigError, UserError: See :class:`HeadBalance`, when training starts; also a Trainer that
-            uses DataParallel, tensor, context or sequence parallelism, or TRL's loss_type "dft".
+        ConfigError, UserError: See :class:`HeadBalanceLoss`, when training starts; also for a
+            Trainer with DataParallel, tensor, context or sequence parallelism, or TRL's "dft" loss.
     """
 
     @checked
@@ -58,7 +58,7 @@ class HeadBalanceCallback(TrainerCallback, ExportableState):
             "refresh": refresh,
             "scope": scope,
         }
-        self.balance: HeadBalance | None = None
+        self.balance: HeadBalanceLoss | None = None
         self.importance_LH: Tensor | None = None
 
     def add_to(self, trainer: Any) -> "HeadBalanceCallback":
@@ -77,7 +77,7 @@ class HeadBalanceCallback(TrainerCallback, ExportableState):
             self.balance.remove()
             self.balance = None
         check_arguments(args)
-        self.balance = HeadBalance(kwargs["model"], **self._options)
+        self.balance = HeadBalanceLoss(kwargs["model"], **self._options)
         kept = state.stateful_callbacks.get(type(self).__name__)
         if isinstance(kept, list):
             raise UserError(

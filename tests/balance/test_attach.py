@@ -3,7 +3,8 @@
 import pytest
 import torch
 
-from megasink.balance.attach import HeadBalanceScale, attach_gradient
+from megasink.balance.layer import attach_gradient
+from megasink.balance.step import Factors
 
 COEFFICIENTS_H = torch.tensor([0.5, -2.0, 1.0])
 
@@ -11,7 +12,7 @@ COEFFICIENTS_H = torch.tensor([0.5, -2.0, 1.0])
 @pytest.fixture
 def scale():
     """Of a model for which Megatron has set no loss scale yet."""
-    return HeadBalanceScale()
+    return Factors()
 
 
 @pytest.fixture
@@ -74,14 +75,21 @@ def test_the_targets_are_those_of_the_microbatch_whose_backward_pass_runs(scale)
         scale.set_targets(torch.tensor(targets))
         leaf = torch.zeros(2, requires_grad=True)
         leaf.register_hook(lambda _: seen.append(float(scale.targets)))
-        outputs.append(scale.keep_targets(2.0 * leaf))
+        outputs.append(scale.keep(2.0 * leaf))
     for output in outputs:
         output.sum().backward()
     assert seen == [3.0, 5.0]
 
 
+def test_the_factors_of_the_host_and_of_the_schedule_multiply(scale):
+    """A loop that multiplies its loss says so; the schedule must not overwrite it."""
+    scale.set_loss_scale(3.0)
+    scale.set_loss_scale(torch.tensor([0.25]), by_schedule=True)
+    assert torch.equal(scale.scaled(COEFFICIENTS_H, 1.0), 0.75 * COEFFICIENTS_H)
+
+
 def test_targets_that_nobody_gave_are_refused(scale):
     output = torch.zeros(2, requires_grad=True)
-    assert scale.keep_targets(output) is output
-    with pytest.raises(RuntimeError, match=r"has to call config\.statistics\.balance\.set_targets"):
+    assert scale.keep(output) is output
+    with pytest.raises(RuntimeError, match=r"has to call config\.statistics\.set_targets"):
         scale.targets  # noqa: B018  # a property

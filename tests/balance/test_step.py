@@ -31,14 +31,21 @@ def step():
 
 
 @pytest.fixture
+def installed(step):
+    """The same, in a loop that calls no more than `reduce`."""
+    step.installed = True
+    return step
+
+
+@pytest.fixture
 def layer(step):
     return Layer(OPTIONS, step, 0, 2, ONE_RANK)
 
 
 def run(step, layer, gate_sum_H, number=None):
     """The microbatch of a step, up to its reduction."""
-    if number is not None:
-        step.begin(number)
+    if number is not None or not step.installed:
+        step.begin(step.number + 1 if number is None else number)
     layer.record(gate_sum_H, 8)
     step.reduce()
 
@@ -66,86 +73,92 @@ def test_a_step_that_runs_again_sees_the_same_coefficients_and_counts_once(step,
     assert int(layer.steps) == 2
 
 
-def test_a_host_that_does_not_number_steps_is_asked_whether_one_runs_again(step, layer):
-    step.runs_again = lambda: True
-    run(step, layer, FIRST_H)
-    run(step, layer, SECOND_H)
-    assert step.number == 0
-    assert step.commit().importance_LH.tolist() == [[0.5, 0.5]]
-
-
-def test_a_saved_state_holds_a_skipped_step_but_not_one_that_runs_again(step, layer):
-    step.scales_loss = lambda: True
-    run(step, layer, FIRST_H)
-    step.runs_again = lambda: True  # saved to be run again elsewhere
-    assert not layer.state_dict()["coefficients"].any()
-    step.runs_again = lambda: False
-    assert layer.state_dict()["coefficients"].tolist() == [-3.0, 1.0]
-    assert step.phase is Phase.BETWEEN
-
-
-def test_once_an_optimizer_has_stepped_a_step_without_one_is_committed_by_what_follows(step, layer):
-    run(step, layer, FIRST_H)
-    with pytest.raises(RuntimeError, match=r"step 0 was not committed, .* commit\(\)"):
+def test_gates_without_a_step_are_refused(step, layer):
+    with pytest.raises(RuntimeError, match=r"no step was begun, .* install\(\)"):
         layer.record(FIRST_H, 8)
-    step.optimizer_stepped()
-    assert step.last_number == 0
-    for number in (1, 2):  # two bad gradients
-        run(step, layer, SECOND_H)
-        assert step.last_number == number - 1
-    assert layer.state_dict()["coefficients"].tolist() == [0.0, 0.0]  # of equal heads
-    assert step.last_number == 2
+    with pytest.raises(RuntimeError, match=r"no step was begun"):
+        step.commit()
 
 
-def test_a_skipped_step_whose_gates_are_nan_leaves_no_nan(step, layer):
+def test_a_step_that_was_not_committed_is_refused(step, layer):
     run(step, layer, FIRST_H)
-    step.optimizer_stepped()
-    run(step, layer, FIRST_H * torch.nan)
-    run(step, layer, FIRST_H)
+    for call in (lambda: layer.record(FIRST_H, 8), lambda: step.begin(1)):
+        with pytest.raises(RuntimeError, match=r"step 0 was not committed, .* commit\(\)"):
+            call()
+
+
+def test_a_host_that_does_not_number_steps_is_asked_whether_one_runs_again(installed, layer):
+    installed.runs_again = lambda: True
+    run(installed, layer, FIRST_H)
+    run(installed, layer, SECOND_H)
+    assert installed.number == 0
+    assert installed.commit().importance_LH.tolist() == [[0.5, 0.5]]
+
+
+def test_a_saved_state_holds_a_reduced_step_but_not_one_that_runs_again(installed, layer):
+    run(installed, layer, FIRST_H)
+    installed.runs_again = lambda: True  # saved to be run again elsewhere
+    assert not layer.state_dict()["coefficients"].any()
+    installed.runs_again = lambda: False
+    assert layer.state_dict()["coefficients"].tolist() == [-3.0, 1.0]
+    assert installed.phase is Phase.BETWEEN
+
+
+def test_an_installed_step_is_committed_by_the_next_gates_and_by_its_reader(installed, layer):
+    """Whether the optimizer steps or skips: also in the first step."""
+    for number in range(3):
+        run(installed, layer, FIRST_H)
+        assert installed.number == number
+        assert layer.coefficients.any() == (number > 0)
+    assert (installed.last_number, int(layer.steps)) == (2, 3)
+
+
+def test_a_skipped_step_whose_gates_are_nan_leaves_no_nan(installed, layer):
+    for gates_H in (FIRST_H, FIRST_H * torch.nan, FIRST_H):
+        run(installed, layer, gates_H)
     assert layer.coefficients.tolist() == [0.0, 0.0]  # one step without the loss
-    step.optimizer_stepped()
+    assert installed.last is not None
     assert layer.coefficients.tolist() == [-3.0, 1.0]
 
 
-def test_the_share_and_the_observation_of_a_step_last_until_the_next(step, layer):
-    step.begin(0, observe=True, share=0.25)
+def test_the_share_and_the_observation_of_a_step_last_until_the_next(installed, layer):
+    installed.begin(0, observe=True, share=0.25)
     layer.record(FIRST_H, 8)
-    step.begin(0, observe=False, share=1.0)  # another microbatch
-    assert (step.heads.observes, step.balance.share) == (True, 0.25)
-    step.reduce()
-    step.commit()
-    run(step, layer, FIRST_H)  # of a host that says nothing
-    assert (step.number, step.heads.observes, step.balance.share) == (1, True, 0.25)
+    assert (installed.heads.observes, installed.factors.share) == (True, 0.25)
+    installed.reduce()
+    installed.commit()
+    run(installed, layer, FIRST_H)  # of a host that says nothing
+    found = (installed.number, installed.heads.observes, installed.factors.share)
+    assert found == (1, True, 0.25)
 
 
-def test_the_optimizer_of_another_model_ends_no_step(step, layer):
-    step.optimizer_stepped()
-    assert step.phase is Phase.BETWEEN
-    run(step, layer, FIRST_H)
-    step.optimizer_stepped()
-    assert step.last_number == 0
-    step.optimizer_stepped()  # the second optimizer of a model with two
-    assert step.last_number == 0
+def test_a_step_that_begins_again_counts_once(step, layer):
+    """After an exception that followed the backward passes."""
+    step.begin(0)
+    layer.record(FIRST_H, 8)
+    run(step, layer, SECOND_H, number=0)
+    assert step.commit().importance_LH.tolist() == [[0.5, 0.5]]
+    assert int(layer.steps) == 1
 
 
 @pytest.mark.parametrize("number", [None, 5])
 @pytest.mark.parametrize("reduced", [False, True])
-def test_what_an_exception_broke_does_not_count_beside_its_repetition(step, layer, number, reduced):
-    run(step, layer, FIRST_H, number=None if number is None else number - 1)
-    step.commit()
-    before_H, number_before = layer.coefficients, step.number
+def test_what_an_exception_broke_does_not_count(installed, layer, number, reduced):
+    run(installed, layer, FIRST_H, number=None if number is None else number - 1)
+    installed.commit()
+    before_H, number_before = layer.coefficients, installed.number
     if number is not None:
-        step.begin(number)
+        installed.begin(number)
     layer.record(FIRST_H, 8)
     layer.record(FIRST_H, 8)
     if reduced:
-        step.reduce()
-    step.discard()
-    assert (step.phase, step.number) == (Phase.BETWEEN, number_before)
+        installed.reduce()
+    installed.discard()
+    assert (installed.phase, installed.number) == (Phase.BETWEEN, number_before)
     assert layer.coefficients is before_H
-    run(step, layer, SECOND_H, number=number)
-    assert step.number == number_before + 1
-    assert step.commit().importance_LH.tolist() == [[0.5, 0.5]]
+    run(installed, layer, SECOND_H, number=number)
+    assert installed.number == number_before + 1
+    assert installed.commit().importance_LH.tolist() == [[0.5, 0.5]]
     assert int(layer.steps) == 2
 
 
@@ -157,61 +170,73 @@ def test_a_committed_step_is_not_discarded(step, layer):
     assert layer.coefficients.tolist() == [-3.0, 1.0]
 
 
-def test_a_discarded_step_may_be_given_up(step, layer):
-    """And its optimizer may have stepped before the reduction that never came."""
-    layer.record(FIRST_H, 8)
-    step.optimizer_stepped()
-    step.discard()
-    run(step, layer, SECOND_H)
-    assert step.commit().importance_LH.tolist() == [[0.5, 0.5]]
-
-
-def test_a_step_that_the_hook_has_committed_may_be_committed_by_its_host_too(step, layer):
+def test_a_step_that_is_committed_may_be_committed_again(installed, layer):
     for number in range(2):
-        run(step, layer, FIRST_H, number=number)
-        step.optimizer_stepped()
-        assert step.commit() is step.last
-        assert (step.last_number, int(layer.steps)) == (number, number + 1)
+        run(installed, layer, FIRST_H, number=number)
+        assert installed.commit() is installed.commit() is installed.last
+        assert (installed.last_number, int(layer.steps)) == (number, number + 1)
 
 
-@pytest.mark.parametrize("committed", [0, 2])
-def test_a_second_reduction_is_refused_and_does_not_count(step, layer, committed):
-    for _ in range(committed):
-        run(step, layer, FIRST_H)
-        step.optimizer_stepped()
+def test_a_second_reduction_is_refused_and_does_not_count(step, layer):
     run(step, layer, FIRST_H)
-    with pytest.raises(RuntimeError, match=rf"called twice in step {committed}: .*finalize_model"):
+    with pytest.raises(RuntimeError, match=r"called twice in step 0: .*install\(\)"):
         step.reduce()
     assert step.commit().importance_LH.tolist() == [[0.25, 0.75]]
 
 
+def test_a_layer_that_counts_nothing_beside_others_is_named(step, layer):
+    """One in eval(): its row would be NaN, and its share of the gradient missing."""
+    step.built.add(3)
+    with pytest.raises(RuntimeError, match=r"layers \[3\] counted no gate in step 0, .*\[0\] did"):
+        run(step, layer, FIRST_H)
+
+
+def test_attention_of_another_kind_among_ours_is_counted(step, layer):
+    step.expected[1] = 2
+    with pytest.raises(RuntimeError, match=r"^2 attention layers .*layers \[0\] do"):
+        run(step, layer, FIRST_H)
+
+
+def test_a_second_backward_pass_through_one_forward_pass_does_not_count(step, layer):
+    gate_sum_H, coefficients_H = FIRST_H.clone().requires_grad_(), torch.tensor([-3.0, 1.0])
+    layer.coefficients = coefficients_H
+    step.begin(0)
+    layer.record(gate_sum_H, 8)
+    out = layer.attach(torch.zeros(1, requires_grad=True), gate_sum_H, 8).sum()
+    out.backward(retain_graph=True)
+    with pytest.warns(UserWarning, match="layer 0: a second backward pass"):
+        out.backward()
+    assert torch.equal(gate_sum_H.grad, coefficients_H / 8)
+
+
 def test_layers_that_count_nothing_are_named(step, layer):
     """A model in eval() would train with a loss of 0."""
+    step.begin(0)
     with pytest.raises(RuntimeError, match=r"no layer has counted a gate, .* model\.train\(\)"):
         step.reduce()
 
 
-def test_a_forward_pass_without_a_backward_pass_is_warned_of_once(step, layer):
+def test_a_forward_pass_without_a_backward_pass_is_warned_of_once(installed, layer):
     def forward():
         gate_sum_H = FIRST_H.clone().requires_grad_()
         layer.record(gate_sum_H, 8)
         return layer.attach(torch.zeros(1, requires_grad=True), gate_sum_H, 8).sum()
 
     forward().backward()
-    step.reduce()  # without a word
-    step.commit()
-    step.balance.set_loss_scale(0.5)
+    installed.reduce()  # without a word
+    installed.commit()
+    installed.set_loss_scale(0.5)
     forward()  # of an evaluation, or of a step that an exception has ended
     forward().backward()
     with pytest.warns(UserWarning, match=r"step 1: layers \[0\] counted .*no_grad.*discard\(\)"):
-        step.reduce()
-    step.commit()
+        installed.reduce()
+    installed.commit()
     forward()
-    step.reduce()
+    installed.reduce()
 
 
-def test_a_frozen_layer_has_no_backward_pass_to_wait_for(step, layer):
+def test_a_frozen_layer_has_no_backward_pass_to_wait_for(installed, layer):
     layer.record(FIRST_H, 8)
     layer.attach(torch.zeros(1), FIRST_H, 8)
-    step.reduce()
-    assert step.commit().importance_LH.tolist() == [[0.25, 0.75]]
+    installed.reduce()
+    assert installed.commit().importance_LH.tolist() == [[0.25, 0.75]]

@@ -9,6 +9,7 @@ import torch
 from megatron.core import parallel_state
 from megatron.core.utils import get_model_config
 
+from megasink.balance.step import Phase
 from megasink.balance.sums import HeadSums
 from megasink.megatron.core_attention import CoreAttention
 from tests.distributed import tiny_gpt
@@ -55,10 +56,11 @@ class Trained:
         data = tiny_gpt.batch(step, 10 * self.offset + index, masked=True)
         if self.model.training:
             share = min(1.0, (step + 1) / WARMUP[self.name]) if WARMUP[self.name] else 1.0
-            self.statistics.begin(step, observe=OBSERVED[self.name], share=share)
-        self.statistics.balance.set_targets(data["loss_mask"].sum())
+            if (self.statistics.phase, self.statistics.number) != (Phase.RUNNING, step):
+                self.statistics.begin(step, observe=OBSERVED[self.name], share=share)
+        self.statistics.set_targets(data["loss_mask"].sum())
         losses = self.model(data["tokens"], data["position_ids"], None, labels=data["labels"])
-        losses = self.statistics.balance.keep_targets(losses)
+        losses = self.statistics.keep(losses)
         self.loss = (losses * data["loss_mask"]).sum() * LOSS_SCALES[self.name]
 
     def backward(self) -> None:
@@ -113,18 +115,18 @@ def copies() -> dict[str, Any]:
     """Which copies of a config share its statistics, and what of them is written."""
     config = tiny_gpt.model_config().transformer
     statistics = config.statistics
-    statistics.balance.set_targets(torch.tensor(7.0))
+    statistics.set_targets(torch.tensor(7.0))
     again = dataclasses.replace(config)
     pickled = pickle.loads(pickle.dumps(statistics))
     return {
         "copy": copy.copy(config).statistics is statistics,
         "deep copy": copy.deepcopy(config).statistics is statistics,
         "its loss scale": copy.deepcopy(config).experimental_attention_variant_loss_scale_func
-        == statistics.set_loss_scale,
+        == statistics._of_schedule,
         "replaced": again.statistics is statistics,
         "loss scale of the replaced": again.experimental_attention_variant_loss_scale_func
-        == again.statistics.set_loss_scale,
-        "pickled": (pickled.heads.layers, pickled.heads.heads, pickled.balance._targets),
+        == again.statistics._of_schedule,
+        "pickled": (pickled.heads.layers, pickled.heads.heads, pickled.factors._targets),
         "fields": [f.name for f in dataclasses.fields(config) if "statistics" in f.name],
     }
 

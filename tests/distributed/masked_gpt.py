@@ -87,7 +87,7 @@ def reading(
         data = batch(*next(iterator), documents, masked, padded)
         data["loss_mask"] = without_prefix(data["loss_mask"], prefix)
         config, targets = get_model_config(model), data["loss_mask"].sum()
-        balance = config.statistics.balance
+        balance = config.statistics
         balance.set_targets(targets)
         packed = pack(data)
         if packed is not None:
@@ -103,7 +103,7 @@ def reading(
         if packed is not None and not get_attr_wrapped_model(model, "post_process"):
             output = leave_stage(output, tiny_gpt.MICROBATCH)
         loss = tiny_gpt.loss_function(data["loss_mask"], targets, config.calculate_per_token_loss)
-        return balance.keep_targets(output), loss
+        return balance.keep(output), loss
 
     def microbatches(step: int, masked: bool) -> Iterator[tuple[int, int]]:
         state = tiny_gpt.parallel_state

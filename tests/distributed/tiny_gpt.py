@@ -160,14 +160,14 @@ def forward_step(iterator: Iterator[dict[str, Tensor]], model: Any) -> tuple[Ten
     """One microbatch through one stage; the loss as megasink.training.forward gives it."""
     data = next(iterator)
     targets = data["loss_mask"].sum()
-    balance = get_model_config(model).statistics.balance
+    balance = get_model_config(model).statistics
     balance.set_targets(targets)
     data = get_batch_on_this_cp_rank(
         data, is_hybrid_cp=False, cp_group=parallel_state.get_context_parallel_group()
     )
     output = model(data["tokens"], data["position_ids"], None, labels=data["labels"])
     per_token = get_model_config(model).calculate_per_token_loss
-    return balance.keep_targets(output), loss_function(data["loss_mask"], targets, per_token)
+    return balance.keep(output), loss_function(data["loss_mask"], targets, per_token)
 
 
 def loss_function(mask_Bs: Tensor, targets: Tensor, per_token: bool) -> Callable[..., Any]:

@@ -83,7 +83,7 @@ def trained(folder: Path) -> dict[str, object]:
     before = hub.model(input_ids=ids).logits
     hub.model.set_attn_implementation("megasink")
     difference = float((hub.model(input_ids=ids).logits - before).abs().max())
-    balance = megasink.HeadBalance(hub.model.train(), coeff=1e-1, scope="microbatch")
+    balance = megasink.HeadBalanceLoss(hub.model.train(), coeff=1e-1, scope="microbatch")
     loss = hub.model(input_ids=ids, labels=ids).loss
     loss.backward()
     weight = hub.model.model.layers[0].self_attn.q_proj.weight

@@ -56,6 +56,7 @@ def jobs(data: list[int], scope: str, collection: bool = True) -> Any:
             torch.distributed.all_reduce(parameter.grad, group=pair)
             parameter.grad /= 2
         optimizer.step()
+        balance.commit()
         losses.append(float(loss))
         importances.append(balance.last.importance_LH.tolist())
     layers = model.decoder.layers

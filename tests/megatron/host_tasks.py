@@ -8,6 +8,7 @@ from typing import Any
 
 def config_of_a_host() -> dict[str, Any]:
     """What stands in a config after a host has set, copied and saved it."""
+    import torch
     from megatron.core.transformer import TransformerConfig
     from megatron.core.utils import get_model_config
 
@@ -16,29 +17,29 @@ def config_of_a_host() -> dict[str, Any]:
     config = TransformerConfig(
         num_layers=1, hidden_size=8, num_attention_heads=2, attention_dropout=0.0
     )
-    balance = HeadBalance(config, attention_variant="sink")
+    kind, fields_before = type(config), dict(vars(config))
+    balance = HeadBalance(config, attention_variant="sink", head_balance_coeff=1.0)
+    changed = {n for n, value in fields_before.items() if getattr(config, n) is not value}
+    balance.install()
     called: list[Any] = []
     balance.reduce = lambda: called.append("reduce")  # type: ignore[method-assign]
     model = _stage(config)
     left_out = config.finalize_model_grads_func
     # As Megatron-Bridge (training/setup.py:577) and slime do, after the model was built.
     config.finalize_model_grads_func = lambda *args: called.append(args[1:])
+    # The schedule calls it for every microbatch, before it calls that function.
+    config.experimental_attention_variant_loss_scale_func(torch.ones(1))
     config.finalize_model_grads_func([model], 3)
     # A model of its own, by a config of the same fields, reduces nothing of this one.
     other = TransformerConfig(**{f.name: getattr(config, f.name) for f in fields(config)})
     other.finalize_model_grads_func([_stage(other)], 4)
-    # Nothing steps where nothing is trained, so such a stage may not wait for an optimizer.
-    waits = [balance.may_skip]
-    config.finalize_model_grads_func([model.requires_grad_(False)], 5)
-    waits.append(balance.may_skip)
     as_dict = asdict(config)["finalize_model_grads_func"]
     return {
         "left out": left_out,
         "called": called,
-        "may skip": waits,
+        "changed": changed,
+        "kept its class": type(config) is kind,
         "as dict": callable(as_dict),
-        "is one": isinstance(config, TransformerConfig),
-        "named": (type(config).__module__, type(config).__qualname__),
         "copy shares": copy.deepcopy(config).statistics is balance,
         "found": get_model_config(model) is config,
     }
@@ -63,7 +64,7 @@ def steps_of_copies() -> dict[str, tuple[int | None, float]]:
     from megatron.core import parallel_state as mpu
     from megatron.core.transformer import TransformerConfig
 
-    from megasink.megatron import HeadBalance
+    from megasink.megatron import HeadBalance, layer_spec
     from megasink.megatron.layer_balance import MegatronLayerBalance
 
     kinds = {
@@ -76,10 +77,12 @@ def steps_of_copies() -> dict[str, tuple[int | None, float]]:
     found = {}
     for kind, made in kinds.items():
         shape = {"num_layers": 1, "hidden_size": 8, "num_attention_heads": 2}
-        config = TransformerConfig(**shape, attention_dropout=0.0, use_cpu_initialization=True)
-        balance = HeadBalance(config, attention_variant="sink", head_balance_coeff=1.0)
+        shape |= {"use_cpu_initialization": True, "transformer_impl": "local"}
+        config = TransformerConfig(**shape, attention_dropout=0.0)
+        balance = HeadBalance(config, attention_variant="sink", head_balance_coeff=1.0).install()
         config.finalize_model_grads_func = _host
         config = made(config)
+        layer_spec(config)  # makes it the config of the model
         counter = MegatronLayerBalance(config, 1, mpu.get_tensor_model_parallel_group())
         weight = torch.nn.Parameter(torch.tensor([1.0, 2.0]).reshape(1, 2, 1, 1))
         optimizer = torch.optim.SGD([weight], lr=0.1)
@@ -99,13 +102,14 @@ def steps_on_a_cpu(variant: str) -> list[tuple[float, float]]:
     RoPE's frequencies and Megatron's DDP and optimizers want a GPU.
     """
     import torch
-    from megatron.core.models.gpt import GPTModel
+    from megatron.core.models.hybrid.hybrid_model import HybridModel
     from megatron.core.transformer import TransformerConfig
 
-    from megasink.megatron import HeadBalance, layer_spec
+    from megasink.megatron import HeadBalance, stack_spec
 
     config = TransformerConfig(
-        num_layers=2,
+        num_layers=4,
+        is_hybrid_model=True,
         hidden_size=64,
         num_attention_heads=4,
         attention_dropout=0.0,
@@ -119,8 +123,9 @@ def steps_on_a_cpu(variant: str) -> list[tuple[float, float]]:
     )
     balance = HeadBalance(config, attention_variant=variant, head_balance_coeff=1.0)
     torch.manual_seed(1)
-    model = GPTModel(config, layer_spec(config), vocab_size=64, max_sequence_length=64)
+    model = HybridModel(config, stack_spec(config), 64, 64, "*-*-")
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    balance.install(optimizer)
     tokens = torch.arange(64).reshape(2, 32)
     steps = []
     for _ in range(4):
@@ -128,18 +133,17 @@ def steps_on_a_cpu(variant: str) -> list[tuple[float, float]]:
         positions = torch.arange(32).expand(2, -1)
         loss = model(tokens, positions, None, labels=tokens.roll(-1, 1)).mean()
         loss.backward()
-        balance.reduce()
         optimizer.step()
         assert balance.last is not None
         steps.append((float(loss), float(balance.last.imbalance)))
     return steps
 
 
-def other_spec(call: bool) -> str:
+def other_spec(call: str) -> str:
     """The message for a model whose layers are Megatron's own, as before HeadBalance came.
 
     Args:
-        call: Whether the host calls `reduce`; else Megatron's schedule does, by the config.
+        call: Who reduces: "host", Megatron's "schedule", or the "optimizer".
     """
     import torch
     from megatron.core import parallel_state as mpu
@@ -159,15 +163,22 @@ def other_spec(call: bool) -> str:
         pipeline_model_parallel_size=mpu.get_pipeline_model_parallel_world_size(),
         pipeline_dtype=torch.float32,
     )
-    balance = HeadBalance(config, attention_variant="sink")
+    balance = HeadBalance(config, attention_variant="sink", head_balance_coeff=1.0)
     config.finalize_model_grads_func = _host
     ends = {"pre_process": mpu.is_pipeline_first_stage()}
     ends |= {"post_process": mpu.is_pipeline_last_stage()}
     model = GPTModel(config, get_gpt_layer_local_spec(), 16, 16, **ends)
     try:
-        if call:
+        if call == "host":
+            balance.begin(0)
             balance.reduce()
+        elif call == "optimizer":
+            optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+            balance.install(optimizer)
+            model(*(torch.zeros(1, 2, dtype=torch.int64),) * 2, None).sum().backward()
+            optimizer.step()
         else:
+            balance.install()
             config.finalize_model_grads_func([model])
     except RuntimeError as error:
         return str(error)

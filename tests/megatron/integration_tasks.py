@@ -124,7 +124,7 @@ def not_ours() -> dict[str, str]:
     from megatron.training.models.gpt import GPTModelConfig
     from megatron.training.models.hybrid import HybridModelConfig
 
-    from megasink.megatron import HeadBalance, layer_spec
+    from megasink.megatron import HeadBalance, layer_spec, stack_spec
 
     attached = _config(transformer_impl="local")
     HeadBalance(attached, **SINK)
@@ -135,43 +135,9 @@ def not_ours() -> dict[str, str]:
         return {
             "arguments alone": _message(lambda: layer_spec(Namespace(num_layers=1))),
             "arguments, config": _message(lambda: layer_spec(Namespace(), attached)),
+            "stack": _message(lambda: stack_spec(Namespace())),
             "hybrid": _message(lambda: layer_spec(hybrid)),
             "MLA": _message(lambda: layer_spec(mla)),
             "prediction": _message(lambda: layer_spec(predicting)),
             "a copy": _message(lambda: layer_spec(dataclasses.replace(attached))),
         }
-
-
-def bare_block(block: str) -> dict[str, Any]:
-    """Run the block as it stands, and three steps of its model."""
-    import torch
-    from megatron.core.distributed import finalize_model_grads
-
-    # The defaults of Megatron want a GPU: TransformerEngine and weights that are made there.
-    cpu = {"transformer_impl": "local", "use_cpu_initialization": True, "hidden_dropout": 0.0}
-    from megatron.core.transformer import TransformerConfig
-
-    def on_a_cpu(self: Any, **fields: Any) -> None:
-        made(self, **fields | cpu)
-
-    made = TransformerConfig.__init__
-    names: dict[str, Any] = {}
-    with mock.patch.object(TransformerConfig, "__init__", on_a_cpu):
-        exec(block, names)
-    model, balance, config = names["model"], names["balance"], names["config"]
-    config.finalize_model_grads_func = finalize_model_grads
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    tokens = torch.arange(32).reshape(2, 16)
-    for _ in range(3):
-        optimizer.zero_grad()
-        positions = torch.arange(16).expand(2, -1)
-        model(tokens, positions, None, labels=tokens.roll(-1, 1)).mean().backward()
-        balance.reduce()
-        optimizer.step()
-    counter = model.decoder.layers[0].self_attention.core_attention.head_counter
-    return {
-        "steps": balance.last_number,
-        "importance": balance.last.importance_LH,
-        "coefficients": counter.coefficients,
-        "sink gradient": model.decoder.layers[0].self_attention.core_attention.softmax_offset.grad,
-    }

@@ -1,8 +1,9 @@
 """Tasks for the workers: the bare loop of the example, and the trainer on its batches."""
 
 import dataclasses
+import math
 import os
-from functools import partial
+import re
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -34,12 +35,14 @@ def bare_loop(
     port: int,
     steps: int = STEPS,
     fields: dict[str, Any] | None = None,
+    gpt: bool = False,
     **options: Any,
 ) -> list[dict[str, Any]] | None:
     """The losses, gradient norms and head statistics of ``examples/megatron_loop.py``.
 
     Args:
         fields: Further ones of its TransformerConfig.
+        gpt: Whether its model is a GPTModel of as many blocks.
     """
     if not as_rank(ranks, port):
         return None
@@ -50,12 +53,19 @@ def bare_loop(
 
     from examples import megatron_loop
     from examples.megatron_loop import mock_step, train
+    from megasink.megatron import init
 
-    config = partial(megatron_loop.TransformerConfig, **fields or {})
-    model = partial(_with_prediction, megatron_loop.GPTModel)
+    fields = (fields or {}) | ({"num_layers": 2, "is_hybrid_model": False} if gpt else {})
+    config = _replaced(megatron_loop.TransformerConfig, fields)
+    model = _gpt_model if gpt else megatron_loop.HybridModel
+    changes = {"TransformerConfig": config, "HybridModel": model}
+    names = init.global_names
     torch.distributed.init_process_group("gloo")
     try:
-        with mock.patch.multiple(megatron_loop, TransformerConfig=config, GPTModel=model):
+        with (
+            mock.patch.multiple(megatron_loop, **changes),
+            mock.patch.object(init, "global_names", _names_of_blocks(names) if not gpt else names),
+        ):
             history = train(map(mock_step, range(steps)), **layout_, **options)
     finally:
         forget()
@@ -63,17 +73,40 @@ def bare_loop(
         {
             "lm_loss": loss,
             "grad_norm": norm,
-            "importance": statistics.importance_LH.tolist(),
+            # An FFN is a layer without heads in a HybridModel.
+            "importance": [
+                row for row in statistics.importance_LH.tolist() if not any(map(math.isnan, row))
+            ],
             "balance_loss": float(statistics.balance_loss),
         }
         for loss, norm, statistics in history
     ]
 
 
-def _with_prediction(kind: Any, config: Any, spec: Any, *args: Any, **kwargs: Any) -> Any:
-    """Build a GPTModel as stacks do whose config has ``mtp_num_layers``."""
+def _replaced(kind: Any, fields: dict[str, Any]) -> Any:
+    return lambda **given: kind(**given | fields)
+
+
+def _names_of_blocks(names_of: Any) -> Any:
+    """Name the layers of ``*-*-`` as those of a GPTModel, whose initial weights they then get."""
+
+    def block(layer: re.Match[str]) -> str:
+        return f"decoder.layers.{int(layer[1]) // 2}"
+
+    return lambda model: {
+        name: re.sub(r"decoder\.layers\.(\d+)", block, text)
+        for name, text in names_of(model).items()
+    }
+
+
+def _gpt_model(config: Any, _: Any, *args: Any, **kwargs: Any) -> Any:
+    """Build a GPTModel for the HybridModel of the example, as stacks do with ``mtp_num_layers``."""
+    from megatron.core.models.gpt import GPTModel
     from megatron.core.models.gpt.gpt_layer_specs import get_gpt_mtp_block_spec
 
+    from megasink.megatron import layer_spec
+
+    kind, spec, args = GPTModel, layer_spec(config), args[:2]
     if config.mtp_num_layers:
         kwargs["mtp_block_spec"] = get_gpt_mtp_block_spec(config, spec, False)
     return kind(config, spec, *args, **kwargs)
@@ -136,6 +169,9 @@ def not_ours() -> dict[str, str]:
     def options(**given: Any) -> str:
         return told(lambda: HeadBalance(config(), **given))
 
+    def gated(**fields: Any) -> None:
+        HeadBalance(config(**fields), attention_variant="gated")
+
     attached = config()
     HeadBalance(attached, attention_variant="vanilla")
     replaced = dataclasses.replace(attached)
@@ -147,22 +183,24 @@ def not_ours() -> dict[str, str]:
         """Run steps of one layer, in each of which a host makes some calls.
 
         Args:
+            calls: "install" before the steps, "named" with the optimizer; the others in each.
             dropped: The step of a gradient that is bad, without one of the optimizer.
         """
+        from megatron.core import parallel_state as mpu
         from torch.optim import SGD
 
         from megasink.megatron.layer_balance import MegatronLayerBalance
 
         own = config()
+        balance = HeadBalance(own, attention_variant="vanilla", head_balance_coeff=1.0)
         for name, value in fields.items():
             setattr(own, name, value)
-        balance = HeadBalance(own, attention_variant="vanilla", head_balance_coeff=1.0)
         own.use_cpu_initialization = True
-        from megatron.core import parallel_state as mpu
-
         counter = MegatronLayerBalance(own, 1, mpu.get_tensor_model_parallel_group(), cp)
         weight = torch.nn.Parameter(torch.ones(1, 2, 3, 1))
         optimizer = SGD([weight], lr=0.1)
+        if "install" in calls or "named" in calls:
+            balance.install(optimizer if "named" in calls else None)
 
         def run() -> None:
             for number in range(3):
@@ -178,6 +216,8 @@ def not_ours() -> dict[str, str]:
                         getattr(balance, call)()
                     elif call == "optimizer" and number != dropped:
                         optimizer.step()
+                if number == dropped:
+                    optimizer.zero_grad()
 
         return f"{told(run)} [{balance.last_number}]"
 
@@ -191,17 +231,21 @@ def not_ours() -> dict[str, str]:
         "not a number": options(head_balance_coeff=float("nan")),
         "too many shared": options(head_balance_shared_heads=2),
         "of another variant": options(attention_variant="sink", gate_position="value"),
-        "no scale, fp16": steps("reduce", "optimizer", fp16=True),
-        "no scale, ranks": steps("reduce", "optimizer", cp=2),
-        "late": steps("scale", "optimizer", "reduce", "commit"),
-        "no scale": steps("reduce", "optimizer", microbatches=2),
-        "no reduce": steps("scale", "optimizer"),
-        "no reduce, explicit": steps("begin", "scale"),
-        "no commit": steps("scale", "reduce"),
-        "no commit, explicit": steps("begin", "scale", "reduce"),
+        "sinks": told(lambda: gated(softmax_type="learnable")),
+        "gate": told(lambda: HeadBalance(config(attention_output_gate=True))),
+        "clip": told(lambda: HeadBalance(config(qk_clip=True))),
+        "late dropout": steps("begin", "reduce", "commit", attention_dropout=0.1),
+        "no scale, fp16": steps("named", "optimizer", fp16=True),
+        "no scale, ranks": steps("named", "optimizer", cp=2),
+        "no scale": steps("named", "optimizer", microbatches=2),
+        "nothing": steps("optimizer"),
+        "late": steps("install", "scale", "optimizer", "reduce", "commit"),
+        "no reduce": steps("begin", "scale"),
+        "no commit": steps("begin", "scale", "reduce"),
         "commit alone": steps("begin", "scale", "commit"),
-        "skipped": steps("scale", "reduce", fp16=True),
-        "dropped": steps("scale", "reduce", "optimizer", dropped=1),
-        "hooks": steps("scale", "reduce", "optimizer", microbatches=2),
+        "skipped": steps("install", "scale", "reduce", fp16=True),
+        "dropped": steps("named", "scale", "reduce", "optimizer", dropped=1),
+        "dropped, not reduced": steps("named", "scale", "optimizer", dropped=1),
+        "named": steps("named", "scale", "optimizer", microbatches=2),
         "explicit": steps("begin", "scale", "reduce", "commit", microbatches=2),
     }

@@ -6,8 +6,8 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from megasink.balance.loss import head_balance_gradient
+from megasink.balance.step import LossStep
 from megasink.megatron.layer_balance import MegatronLayerBalance
-from megasink.megatron.statistics import ModelStatistics
 
 
 class Operations(TorchDispatchMode):
@@ -36,7 +36,7 @@ def _counters(layers, heads, **options):
         calculate_per_token_loss=False,
         use_cpu_initialization=True,
     )
-    config.statistics = ModelStatistics(layers, heads, config)
+    config.statistics = LossStep(layers, heads, config, installed=True)
     one_rank = SimpleNamespace(size=lambda: 1, rank=lambda: 0)
     counters = [MegatronLayerBalance(config, layer + 1, one_rank) for layer in range(layers)]
     return counters, config.statistics

@@ -30,11 +30,11 @@ STEPS = 3
 
 
 def trained_twice(name: str, masked: bool, flags: list[str], **options: Any) -> dict[str, Any]:
-    """Train a model in Megatron and its export by HeadBalance.
+    """Train a model in Megatron and its export by HeadBalanceLoss.
 
     Args:
         masked: mask targets, and weight microbatches by their targets in both.
-        flags, options: the head-balance loss of Megatron, and the same of HeadBalance.
+        flags, options: the head-balance loss of Megatron, and the same of HeadBalanceLoss.
 
     Returns:
         "megatron" and "transformers": per step "loss", "balance_loss" and "importance"; the
@@ -115,12 +115,12 @@ def _in_transformers(folder: Path, masked: bool, **options: Any) -> dict[str, An
     """The same steps of the exported model."""
     from transformers import AutoModelForCausalLM
 
-    from megasink.transformers.balance import HeadBalance
+    from megasink.transformers.balance import HeadBalanceLoss
 
     model: Any = AutoModelForCausalLM.from_pretrained(
         folder, attn_implementation="megasink", dtype=torch.float32
     ).train()
-    balance = HeadBalance(model, **options)
+    balance = HeadBalanceLoss(model, **options)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, eps=1e-5, weight_decay=0.0)
     report: dict[str, Any] = {"loss": [], "balance_loss": [], "importance": []}
     for step in range(STEPS):

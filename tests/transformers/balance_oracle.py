@@ -1,4 +1,4 @@
-"""The head-balance loss by plain autograd in models of transformers: what HeadBalance must equal.
+"""The head-balance loss by plain autograd in models of transformers: HeadBalanceLoss equals it.
 
 Attention is the definition with its S x S matrix, and Eq. 7 and 8 of P0 are those of
 tests/balance/definition.py:

@@ -7,7 +7,7 @@ from torch import nn
 
 import megasink.transformers  # noqa: F401  registers the attention
 from megasink.errors import ConfigError, UserError
-from megasink.transformers.balance import HeadBalance
+from megasink.transformers.balance import HeadBalanceLoss
 from tests.analysis.capture.tiny_models import tiny_model
 from tests.balance import definition
 from tests.transformers import balance_oracle
@@ -52,7 +52,7 @@ def test_gradients_of_a_step_equal_plain_autograd(name):
     """Eq. 8 in the scope global: the loss of the union of two microbatches, one step behind."""
     first, second = (tokens(1), tokens(2)), (tokens(3), tokens(4))
     model = model_of(name)
-    balance = HeadBalance(model, COEFF, shared_heads=1)
+    balance = HeadBalanceLoss(model, COEFF, shared_heads=1)
     step(model, first)
     balance.finish_step()
     found = step(model, second)
@@ -87,7 +87,7 @@ def test_gradients_of_a_step_equal_plain_autograd(name):
 
 def test_the_first_step_has_no_balance_gradient():
     model, plain = model_of("llama"), model_of("llama")
-    balance = HeadBalance(model, 100.0)
+    balance = HeadBalanceLoss(model, 100.0)
     found, expected = step(model, [tokens(1)]), step(plain, [tokens(1)])
     for name, value in expected.items():
         torch.testing.assert_close(found[name], value, rtol=1e-9, atol=1e-12)
@@ -101,7 +101,7 @@ def test_scopes_without_lag(scope):
     """One process alone: the mean over microbatches of the loss of each."""
     batches = tokens(3), tokens(4)
     model = model_of("gpt-oss")
-    balance = HeadBalance(model, COEFF, scope=scope)
+    balance = HeadBalanceLoss(model, COEFF, scope=scope)
     found = step(model, batches)
     last = balance.finish_step()
     oracle = Oracle("gpt-oss")
@@ -124,7 +124,7 @@ def test_microbatches_count_by_their_targets_as_in_the_loss():
     labels[1][:, :2] = -100
     counts = [2 * 3, 2 * 10]
     model = model_of("llama")
-    balance = HeadBalance(model, COEFF)
+    balance = HeadBalanceLoss(model, COEFF)
     step(model, batches)
     balance.finish_step()
     for batch, answer in zip(batches, labels, strict=True):
@@ -153,7 +153,7 @@ def test_padding_is_not_counted():
     real_BT[1, 7:] = 0
     labels = batch.where(real_BT.bool(), -100)
     model = model_of("llama")
-    balance = HeadBalance(model, COEFF, scope="microbatch")
+    balance = HeadBalanceLoss(model, COEFF, scope="microbatch")
     model(input_ids=batch, attention_mask=real_BT, labels=labels).loss.backward()
     last, found = balance.finish_step(), take_gradients(model)
     oracle, every = Oracle("llama"), [list(range(4))] * 2
@@ -183,7 +183,7 @@ def test_gradient_checkpointing_counts_once(name, reentrant):
     results = []
     for checkpointing in (False, True):
         model = model_of(name, torch.float32)
-        balance = HeadBalance(model, COEFF, shared_heads=1)
+        balance = HeadBalanceLoss(model, COEFF, shared_heads=1)
         if checkpointing:
             model.gradient_checkpointing_enable({"use_reentrant": reentrant})
             model.enable_input_require_grads()
@@ -209,7 +209,7 @@ def test_bfloat16(name):
         pair = []
         for coeff in (0.0, 20.0):
             model = model_of(name, dtype)
-            balance = HeadBalance(model, coeff)
+            balance = HeadBalanceLoss(model, coeff)
             for _ in range(2):
                 gradients = step(model, batches)
                 last = balance.finish_step()
@@ -224,7 +224,7 @@ def test_bfloat16(name):
 
 def test_evaluation_and_generation_are_not_counted():
     model = model_of("llama", torch.float32)
-    balance = HeadBalance(model, COEFF)
+    balance = HeadBalanceLoss(model, COEFF)
     step(model, [tokens(3)])
     alone = balance.finish_step().importance_LH
     step(model, [tokens(3)])
@@ -239,12 +239,12 @@ def test_evaluation_and_generation_are_not_counted():
 def test_a_state_continues_bit_for_bit():
     batches = [tokens(seed) for seed in (1, 2, 3)]
     whole = model_of("gpt-oss", torch.float32)
-    balance = HeadBalance(whole, COEFF, shared_heads=1, refresh=2)
+    balance = HeadBalanceLoss(whole, COEFF, shared_heads=1, refresh=2)
     for batch in batches[:2]:
         step(whole, [batch])
         balance.finish_step()
     resumed = model_of("gpt-oss", torch.float32)
-    other = HeadBalance(resumed, COEFF, shared_heads=1, refresh=2)
+    other = HeadBalanceLoss(resumed, COEFF, shared_heads=1, refresh=2)
     other.load_state_dict(balance.state_dict())
     found, expected = step(resumed, batches[2:]), step(whole, batches[2:])
     assert all(torch.equal(found[name], expected[name]) for name in expected)
@@ -252,7 +252,7 @@ def test_a_state_continues_bit_for_bit():
     for name, value in balance.state_dict().items():
         assert torch.equal(other.state_dict()[name], value), name
     assert balance.state_dict()["steps"].tolist() == [[3], [3]]
-    small = HeadBalance(model_of("llama", num_hidden_layers=1), COEFF)
+    small = HeadBalanceLoss(model_of("llama", num_hidden_layers=1), COEFF)
     with pytest.raises(UserError, match=r"shape \[2, 4\], but this model needs \[1, 4\]"):
         small.load_state_dict(balance.state_dict())
 
@@ -262,7 +262,7 @@ def test_remove_leaves_the_model_as_it_was():
     names, modules = set(model.state_dict()), set(dict(model.named_modules()))
     before = step(model, [tokens(3)])
     for _ in range(2):
-        balance = HeadBalance(model, COEFF, scope="microbatch")
+        balance = HeadBalanceLoss(model, COEFF, scope="microbatch")
         assert set(model.state_dict()) == names
         with_loss = step(model, [tokens(3)])
         balance.remove()
@@ -288,7 +288,7 @@ def test_remove_leaves_the_model_as_it_was():
 )
 def test_bad_options(options, message):
     with pytest.raises(ConfigError) as raised:
-        HeadBalance(model_of("llama"), **options)
+        HeadBalanceLoss(model_of("llama"), **options)
     assert message in str(raised.value)
     assert "\n" not in str(raised.value)
 
@@ -296,7 +296,7 @@ def test_bad_options(options, message):
 def test_all_problems_at_once():
     model = model_of("llama", implementation="eager")
     with pytest.raises(ConfigError) as raised:
-        HeadBalance(model, -1.0, scope="none")
+        HeadBalanceLoss(model, -1.0, scope="none")
     text = str(raised.value)
     assert "3 problems" in text
     assert "'eager', which gives no gates: import megasink.transformers and call" in text
@@ -306,32 +306,32 @@ def test_all_problems_at_once():
 def test_models_that_cannot_be_balanced():
     linear = model_of("qwen3.5", layer_types=["linear_attention"] * 4)
     with pytest.raises(UserError, match="has no attention in its 4 layers that megasink can find"):
-        HeadBalance(linear)
+        HeadBalanceLoss(linear)
     bypassing = transformers.BloomConfig(vocab_size=64, hidden_size=32, n_layer=2, n_head=4)
     with pytest.raises(ConfigError, match="bypasses transformers' attention interface, so it"):
-        HeadBalance(transformers.BloomForCausalLM(bypassing))
+        HeadBalanceLoss(transformers.BloomForCausalLM(bypassing))
     model = model_of("llama")
-    HeadBalance(model)
+    HeadBalanceLoss(model)
     with pytest.raises(ConfigError, match="already has a head-balance loss: call its remove"):
-        HeadBalance(model)
+        HeadBalanceLoss(model)
     strange = model_of("llama")
     strange.model.layers[1].self_attn.output_gate = nn.Linear(32, 4)
     with pytest.raises(UserError, match="LlamaAttention has a module 'output_gate', which may"):
-        HeadBalance(strange)
+        HeadBalanceLoss(strange)
 
 
 def test_a_loss_that_the_model_did_not_return():
     model = model_of("llama", torch.float32)
-    balance = HeadBalance(model, COEFF)
+    balance = HeadBalanceLoss(model, COEFF)
     with pytest.raises(UserError, match=r"returned no loss, by which .* labels"):
         model(input_ids=tokens(3)).logits.sum().backward()
     with pytest.raises(UserError, match="only a part of the model was called"):
-        balance.remove(), HeadBalance(model, COEFF), model.model(input_ids=tokens(3))
+        balance.remove(), HeadBalanceLoss(model, COEFF), model.model(input_ids=tokens(3))
 
 
 def test_layers_that_were_not_reached():
     model = model_of("llama", torch.float32)
-    balance = HeadBalance(model, COEFF)
+    balance = HeadBalanceLoss(model, COEFF)
     model.set_attn_implementation("eager")
     step(model, [tokens(3)])
     with pytest.raises(UserError, match=r'no gates of layers 0, 1 .* not the implementation "meg'):
@@ -340,7 +340,7 @@ def test_layers_that_were_not_reached():
 
 def test_a_mask_of_another_shape():
     model = model_of("lfm3", torch.float32)
-    HeadBalance(model, COEFF)
+    HeadBalanceLoss(model, COEFF)
     mask = torch.ones(2, 1, 12, 12, dtype=torch.bool)
     with pytest.raises(
         UserError, match=r"an attention mask \[batch, tokens\], not of shape \[2, 1"

@@ -5,9 +5,10 @@ import torch
 import transformers
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
+import megasink
 from megasink.analysis.capture.transformers_model import TransformersProbe
 from megasink.errors import UserError
-from megasink.transformers.balance import HeadBalance
+from megasink.transformers.balance import HeadBalanceLoss
 from megasink.transformers.blocks import check_gated
 from tests.analysis.capture.kept import Kept
 from tests.transformers.balance_oracle import tokens
@@ -15,11 +16,16 @@ from tests.transformers.test_balance import COEFF, model_of, step
 from tests.transformers.test_refused import SMALL
 
 
+def test_the_old_name_of_the_class_warns():
+    with pytest.warns(DeprecationWarning, match="HeadBalanceLoss"):
+        assert megasink.HeadBalance is HeadBalanceLoss
+
+
 @pytest.mark.parametrize("name", ["lfm3", "afmoe", "ling-3"])
 def test_explicit_gates_need_no_attention_of_ours(name):
     """Ling's linear layers have a g_proj, too, and are no heads of softmax attention."""
     model = model_of(name, torch.float32, implementation="eager")
-    balance = HeadBalance(model, COEFF)
+    balance = HeadBalanceLoss(model, COEFF)
     step(model, [tokens(3)])
     importance_LH = balance.finish_step().importance_LH
     known_L = [layer in balance.layers for layer in range(2)]
@@ -31,7 +37,7 @@ def test_a_gate_that_is_no_share():
     config = transformers.LagunaConfig(**SMALL, **experts)
     laguna = transformers.LagunaForCausalLM._from_config(config, attn_implementation="sdpa")
     with pytest.raises(UserError, match="LagunaAttention gates its heads by softplus, which may"):
-        HeadBalance(laguna)
+        HeadBalanceLoss(laguna)
     with pytest.raises(UserError, match="LagunaAttention gates its heads by softplus, which may"):
         TransformersProbe(laguna.eval(), Kept({"out_HTD"}))
 
@@ -41,13 +47,13 @@ def test_the_first_step_shows_whether_the_gate_is_what_gates(implementation):
     model = model_of("lfm3", torch.float32, implementation)
     output = model.model.layers[1].self_attn.o_proj
     changed = output.register_forward_pre_hook(lambda _, args: (args[0] * 0.5,))
-    balance = HeadBalance(model, COEFF)
+    balance = HeadBalanceLoss(model, COEFF)
     with pytest.raises(UserError, match="Lfm3Attention changes the outputs of its heads before"):
         step(model, [tokens(3)])
     assert not ALL_ATTENTION_FUNCTIONS._local_mapping
     balance.remove()
     changed.remove()
-    balance = HeadBalance(model, COEFF)
+    balance = HeadBalanceLoss(model, COEFF)
     step(model, [tokens(3)])
     output.register_forward_pre_hook(lambda _, args: (args[0] * 0.5,))  # not looked at again
     step(model, [tokens(3)])

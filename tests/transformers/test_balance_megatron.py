@@ -6,7 +6,7 @@ import pytest
 from tests.distributed.layout import SINGLE
 
 TASK = "tests.transformers.balance_megatron_tasks:trained_twice"
-# target, masked targets, flags of Megatron, options of HeadBalance
+# target, masked targets, flags of Megatron, options of HeadBalanceLoss
 CASES = [
     (
         "llama",

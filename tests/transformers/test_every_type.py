@@ -25,7 +25,7 @@ from megasink.analysis.capture.base import Listener
 from megasink.analysis.capture.transformers_model import TransformersProbe
 from megasink.analysis.interventions import DynamicZeroing
 from megasink.errors import UserError
-from megasink.transformers.balance import HeadBalance
+from megasink.transformers.balance import HeadBalanceLoss
 from megasink.transformers.blocks import find_blocks, output_weight
 from tests.analysis.capture.kept import Kept
 from tests.analysis.capture.tiny_models import tiny_model
@@ -228,4 +228,4 @@ def test_layers_have_their_own_numbers_of_heads():
         check_weights(model, model)
     model.set_attn_implementation("megasink")
     with pytest.raises(UserError, match="layers of 3 and of 4 heads"):
-        HeadBalance(model)
+        HeadBalanceLoss(model)

@@ -32,7 +32,7 @@ def draw_importance(
     lowest: float | None = None,
     layers: Sequence[int] | None = None,
 ) -> None:
-    """Draw a heatmap of mean gates (NaN is gray) with labels, a color bar and rows named `layers`."""
+    """Draw a heatmap of mean gates (NaN is gray) with a color bar and rows named `layers`."""
     lowest = _lowest(importance_LH) if lowest is None else lowest
     axis.set_facecolor("0.8")
     image = heatmap(axis, importance_LH, vmin=lowest, vmax=1, cmap=MAP)

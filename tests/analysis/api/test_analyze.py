@@ -173,10 +173,10 @@ WRONG = {
         hub, score="awft", quantile=0.5, calibration=[[10**9]]
     ).__enter__(),
     "interventions": lambda hub, _: megasink.intervening(hub, ["zero-heads"]).__enter__(),
-    "balance": lambda hub, _: megasink.HeadBalance(hub),
-    "coeff": lambda *_: megasink.HeadBalance(tiny_model("llama"), coeff="x"),
+    "balance": lambda hub, _: megasink.HeadBalanceLoss(hub),
+    "coeff": lambda *_: megasink.HeadBalanceLoss(tiny_model("llama"), coeff="x"),
     "callback": lambda *_: megasink.HeadBalanceCallback(coeff="x"),
-    "not a number": lambda *_: megasink.HeadBalance(tiny_model("llama"), coeff=float("nan")),
+    "not a number": lambda *_: megasink.HeadBalanceLoss(tiny_model("llama"), coeff=float("nan")),
     "activations": lambda *_: megasink.activation_names(5),
 }
 

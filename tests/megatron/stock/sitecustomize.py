@@ -3,7 +3,6 @@
 import json
 import os
 from pathlib import Path
-from typing import Any
 
 if "RANK" in os.environ:
     from megasink import cpu
@@ -17,15 +16,15 @@ if "RANK" in os.environ:
     # It runs `make` in the folder of the sources, which an installed wheel is not.
     utils.compile_helpers = lambda: None
     gpt_dataset.MockGPTLowLevelDataset.size = 1000  # as in the workers of the pool
-    commit = LossStep.commit
+    reduce = LossStep.reduce
 
-    def recorded(self: LossStep) -> Any:
-        """Commit, and append the numbers of the step to a file."""
-        last = commit(self)
+    def recorded(self: LossStep) -> None:
+        """Reduce, commit at once, and append the numbers of the step to a file."""
+        reduce(self)
+        last = self.commit()
         line = {"importance": last.importance_LH.tolist(), "balance_loss": float(last.balance_loss)}
         line["patches"] = sorted({made.patch.room for made in register._active})
         with Path(f"{os.environ['RECORD']}-{os.environ['RANK']}").open("a") as file:
             file.write(json.dumps(line) + "\n")
-        return last
 
-    LossStep.commit = recorded  # type: ignore[method-assign]
+    LossStep.reduce = recorded  # type: ignore[method-assign]

@@ -1,42 +1,12 @@
-"""Hybrid models: a stack in which every layer is one of attention, FFN, experts, Mamba, delta net.
-
-Megatron builds all of it; megasink's attention comes through the spec (``megatron.hybrid_specs``).
-Layers are numbered as in Megatron: an FFN is a layer of its own, and statistics of heads have a row
-for every layer, empty for those without attention.
-"""
+"""Gated delta-net layers of hybrid models, as Megatron builds them, under any layout."""
 
 from functools import partial
-from typing import Any
 
 import torch
-from megatron.core.models.hybrid.hybrid_block import HybridStack
 from megatron.core.models.hybrid.hybrid_model import HybridModel
 from megatron.core.ssm.gated_delta_net import GatedDeltaNet
-from megatron.core.transformer.torch_norm import LayerNormBuilder
 from torch import Tensor
 from torch.distributed import ProcessGroup
-
-
-class MegasinkHybridStack(HybridStack):
-    """HybridStack whose final norm comes from the spec.
-
-    Upstream's is TransformerEngine's, whatever the spec says
-    (megatron/core/models/hybrid/hybrid_block.py:225).
-
-    Args:
-        norm: Builder of the final norm; None for no norm.
-        args, kwargs: Of HybridStack.
-    """
-
-    def __init__(self, *args: Any, norm: LayerNormBuilder | None, **kwargs: Any):
-        super().__init__(*args, **kwargs | {"post_layer_norm": False})
-        self.post_layer_norm = norm is not None
-        if self.post_process and norm is not None:
-            self.final_norm = norm(
-                config=self.config,
-                hidden_size=self.config.hidden_size,
-                eps=self.config.layernorm_epsilon,
-            )
 
 
 def prepare_delta_net(model: HybridModel) -> None:

@@ -1,0 +1,280 @@
+"""Tasks for the workers: what hosts do wrong around a small HybridModel, and what it is told."""
+
+import os
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+from unittest import mock
+
+SINK: dict[str, Any] = {"attention_variant": "sink", "head_balance_coeff": 1.0}
+LENGTH = 12
+
+
+def config_of(**more: Any) -> Any:
+    """Of two blocks, in a HybridModel."""
+    import torch
+    from megatron.core.transformer import TransformerConfig
+
+    fields = {
+        "num_layers": 4,
+        "is_hybrid_model": True,
+        "hidden_size": 16,
+        "num_attention_heads": 4,
+        "ffn_hidden_size": 32,
+        "init_method_std": 0.5,
+        "attention_dropout": 0.0,
+        "hidden_dropout": 0.0,
+        "add_bias_linear": False,
+        "normalization": "RMSNorm",
+        "use_cpu_initialization": True,
+        "transformer_impl": "local",
+        "params_dtype": torch.float32,
+    }
+    return TransformerConfig(**fields | more)
+
+
+def model_of(config: Any, spec: Any = None) -> Any:
+    """A HybridModel of two blocks; the same for equal configs."""
+    import torch
+    from megatron.core.models.hybrid.hybrid_model import HybridModel
+
+    from megasink.megatron import stack_spec
+
+    torch.manual_seed(1)
+    return HybridModel(config, spec or stack_spec(config), 16, LENGTH, "*-*-")
+
+
+def told(call: Callable[[], Any]) -> str:
+    try:
+        call()
+    except (RuntimeError, ValueError) as error:
+        return str(error)
+    return "nothing"
+
+
+def tokens(rows: int = 2, length: int = LENGTH) -> Any:
+    import torch
+
+    return torch.arange(rows * LENGTH).reshape(rows, LENGTH)[:, :length] * 7 % 16
+
+
+def losses(model: Any, text: Any, mask: Any = None) -> Any:
+    import torch
+
+    where = torch.arange(text.shape[1]).expand_as(text)
+    return model(text, where, mask, labels=text.roll(-1, 1))
+
+
+def misuses() -> dict[str, Any]:
+    """What each host is told."""
+    import torch
+    from megatron.core.models.gpt import GPTModel
+    from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
+
+    from megasink.megatron import HeadBalance, layer_spec, stack_spec
+
+    found: dict[str, Any] = {}
+    config = config_of(heterogeneous_block_specs=True)
+    balance = HeadBalance(config, **SINK)
+    found["keeps its specs"] = config.heterogeneous_block_specs
+    model = model_of(config)
+    causal = torch.ones(1, 1, LENGTH, LENGTH, dtype=torch.bool).triu(1)
+    documents = causal.clone()
+    documents[..., LENGTH // 2 :, : LENGTH // 2] = True
+    balance.begin(0)
+    found["causal"] = told(lambda: losses(model, tokens(), causal))
+    found["documents"] = told(lambda: losses(model, tokens(), documents))
+
+    def one_in_eval() -> None:
+        model.decoder.layers[2].eval()
+        balance.begin(0)
+        losses(model, tokens()).mean().backward()
+        balance.reduce()
+
+    found["eval"] = told(one_in_eval)
+
+    def stock(call: str) -> None:
+        own = config_of(num_layers=2, is_hybrid_model=False)
+        balance = HeadBalance(own, **SINK)
+        spec = layer_spec(own)
+        spec.layer_specs[1] = get_gpt_layer_local_spec()
+        model = GPTModel(own, spec, 16, LENGTH)
+        balance.begin(0)
+        mask = torch.ones(1, 1, LENGTH, LENGTH, dtype=torch.bool).triu(1)
+        losses(model, tokens(), mask).mean().backward()
+        if call == "schedule":
+            own.finalize_model_grads_func = lambda *_: None
+            balance.install()
+            own.finalize_model_grads_func([model])
+        else:
+            balance.reduce()
+
+    found["stock"] = told(lambda: stock("host"))
+    found["stock, schedule"] = told(lambda: stock("schedule"))
+    short = config_of(num_layers=2)
+    HeadBalance(short, **SINK)
+    found["short"] = told(lambda: model_of(short))
+    with mock.patch.dict(os.environ, {"MEGASINK_OPTIONS": '{"head_balance_coeff": 1.0}'}):
+        own = config_of()
+        whole = model_of(own, stack_spec)  # as --spec of pretrain_hybrid.py
+    found["spec itself"] = own.statistics.installed, own.statistics.expected
+    same = {name: torch.equal(p, dict(model.named_parameters())[name]) for name, p in _of(whole)}
+    found["same model"] = all(same.values()) and len(same) > 8
+    return found
+
+
+def _of(model: Any) -> Any:
+    return model.named_parameters()
+
+
+def padding() -> dict[str, Any]:
+    """Importances and gradients of rows with and without padding on the right."""
+    import torch
+
+    from megasink.megatron import HeadBalance
+
+    found = {}
+    for name, length in (("padded", LENGTH), ("unpadded", 8), ("unmarked", LENGTH)):
+        config = config_of()
+        balance = HeadBalance(config, **SINK | {"head_balance_coeff": 10.0})
+        model = model_of(config)
+        real = (torch.arange(LENGTH) < 8).expand(2, -1)
+        for step in range(2):
+            model.zero_grad()
+            balance.begin(step)
+            if name == "padded":
+                balance.set_real_tokens(real)
+            text = tokens(length=length)
+            if length == LENGTH:
+                text = text.masked_fill(~real, 3)
+            where = torch.arange(length).expand_as(text)
+            output = model(text, where, None, labels=text)
+            balance.keep(output)[:, :8].mean().backward()
+            balance.reduce()
+            balance.commit()
+        grads = {n: p.grad for n, p in model.named_parameters() if "attention" in n}
+        found[name] = balance.last.importance_LH[::2], grads
+    return found
+
+
+def repeated() -> dict[str, Any]:
+    """Steps, importances and warnings of hosts that repeat a step after an exception."""
+    import torch
+
+    from megasink.megatron import HeadBalance
+
+    class Broken(torch.optim.SGD):
+        fails = False
+
+        def step(self, closure: Any = None) -> None:
+            if self.fails:
+                raise KeyError("optimizer")
+            super().step()
+
+    found = {}
+    for name in ("whole", "in the optimizer", "before it", "another optimizer"):
+        config = config_of()
+        balance = HeadBalance(config, **SINK)
+        model = model_of(config)
+        optimizer = Broken(model.parameters(), lr=0.0)
+        balance.install(optimizer)
+        another = torch.optim.SGD([torch.nn.Parameter(torch.ones(1))], lr=0.1)
+        for step in range(2):
+            broken = step == 1 and name in ("in the optimizer", "before it")
+            for attempt in range(1 + broken):
+                optimizer.zero_grad()
+                for part in range(2):
+                    balance.set_loss_scale(0.5)
+                    text = tokens() + (part + (5 if broken and not attempt else 0))
+                    losses(model, text % 16).mean().backward()
+                    if name == "another optimizer":
+                        another.step()
+                if broken and not attempt:
+                    if name == "in the optimizer":
+                        optimizer.fails = True
+                        try:
+                            optimizer.step()
+                        except KeyError:
+                            optimizer.fails = False
+                    continue
+                optimizer.step()
+        found[name] = balance.last_number, balance.last.importance_LH[::2]
+    return found
+
+
+def two_configs() -> dict[str, Any]:
+    """A model of two layers that differ: the gradient of the loss, and that of the definition."""
+    import torch
+    from megatron.core.process_groups_config import ProcessGroupCollection
+    from megatron.core.transformer.spec_utils import build_module
+
+    from megasink.balance.loss import head_balance_gradient
+    from megasink.megatron import HeadBalance, stack_spec
+
+    first = config_of(num_layers=2)
+    second = replace(
+        first, num_attention_heads=2, num_query_groups=1, kv_channels=12, window_size=(3, 0)
+    )
+    balance = HeadBalance(first, **SINK)
+    balance.add(second, attention_variant="gated")
+    groups = ProcessGroupCollection.use_mpu_process_groups()
+    torch.manual_seed(2)
+    layers = [
+        build_module(
+            stack_spec(config).submodules.attention_layer,
+            config=config,
+            layer_number=number,
+            pg_collection=groups,
+            add_layer_offset=False,
+            pp_layer_offset=0,
+        )
+        for number, config in enumerate((first, second), 1)
+    ]
+    hidden = torch.randn(LENGTH, 2, 16)
+
+    def run() -> tuple[Any, list[Any]]:
+        x, gates = hidden, []
+        for layer in layers:
+            counter = layer.self_attention.core_attention.head_counter
+            with mock.patch.object(
+                type(counter), "forward", _recording(gates, type(counter).forward)
+            ):
+                x, _ = layer(x, None)
+        return x, gates
+
+    for step in range(2):
+        balance.begin(step)
+        for layer in layers:
+            layer.zero_grad(set_to_none=False)
+        x, gates = run()
+        (x.sum() * 0).backward(retain_graph=True)
+        balance.reduce()
+        last = balance.commit()
+    found = [{n: p.grad.clone() for n, p in layer.named_parameters()} for layer in layers]
+    # The coefficients of the second step are those of the first, whose weights are the same.
+    for layer in layers:
+        layer.zero_grad(set_to_none=False)
+    importances = [gate.mean((0, 2, 3)) for gate in gates]
+    terms = [(i * head_balance_gradient(i.detach(), 1.0)).sum() for i in importances]
+    sum(terms).backward()
+    wanted = [{n: p.grad.clone() for n, p in layer.named_parameters()} for layer in layers]
+    kinds = [type(layer.self_attention).__name__ for layer in layers]
+    windows = [layer.self_attention.core_attention.window for layer in layers]
+    return {
+        "found": found,
+        "wanted": wanted,
+        "importance": last.importance_LH,
+        "imbalance": last.imbalance_L,
+        "kinds": kinds,
+        "windows": windows,
+        "of each": [i.detach() for i in importances],
+        "main config": balance._options is first,
+    }
+
+
+def _recording(gates: list[Any], forward: Any) -> Any:
+    def recorded(self: Any, out: Any, gate_BHTC: Any, *args: Any) -> Any:
+        gates.append(gate_BHTC)
+        return forward(self, out, gate_BHTC, *args)
+
+    return recorded

@@ -1,0 +1,60 @@
+"""Mistakes of hosts are named by the second step, and a step that is repeated counts once."""
+
+import numpy as np
+
+from tests.distributed.layout import Layout
+
+TASKS = "tests.megatron.misuse_tasks"
+
+
+def test_every_mistake_is_named(pool):
+    (found,) = pool.run(f"{TASKS}:misuses", Layout())
+    assert found["keeps its specs"]
+    assert found["causal"] == "nothing"
+    assert "[1, 1, 12, 12] that is not causal" in found["documents"]
+    assert "layers [2] counted no gate" in found["eval"]
+    assert found["stock"].startswith("2 attention layers")
+    assert "decoder.layers.1.self_attention" in found["stock, schedule"]
+    assert "num_layers 2" in found["short"]
+    assert "4 layers" in found["short"]
+    assert found["spec itself"] == (True, {0: 2})
+    assert found["same model"]
+
+
+def test_padding_that_a_host_marks_does_not_count(pool):
+    (found,) = pool.run(f"{TASKS}:padding", Layout())
+    (padded, its_grads), (wanted, grads) = found["padded"], found["unpadded"]
+    np.testing.assert_allclose(padded, wanted, rtol=1e-5, atol=1e-6)
+    assert abs(found["unmarked"][0] - wanted).max() > 1e-3
+    assert len(grads) >= 6
+    for name, grad in grads.items():
+        error = np.linalg.norm(its_grads[name] - grad)
+        assert error <= 1e-5 * np.linalg.norm(grad), name
+
+
+def test_a_step_that_is_repeated_after_an_exception_counts_once(pool):
+    (found,) = pool.run(f"{TASKS}:repeated", Layout())
+    number, importance = found["whole"]
+    assert number == 1
+    for name, (other, its_importance) in found.items():
+        assert other == number, name
+        assert np.array_equal(its_importance, importance), name
+
+
+def test_layers_read_their_options_from_their_own_config(pool):
+    (found,) = pool.run(f"{TASKS}:two_configs", Layout())
+    assert found["main config"]
+    assert found["kinds"] == ["SelfAttention", "GatedSelfAttention"]
+    assert found["windows"] == [None, 4]
+    first, second = found["of each"]
+    np.testing.assert_allclose(found["importance"][0], first, rtol=1e-6, atol=1e-6)
+    np.testing.assert_allclose(found["importance"][1, :2], second, rtol=1e-6, atol=1e-6)
+    assert np.isnan(found["importance"][1, 2:]).all()
+    assert not np.isnan(found["imbalance"]).any()
+    compared = 0
+    for mine, exact in zip(found["found"], found["wanted"], strict=True):
+        for name, grad in exact.items():
+            if (size := np.linalg.norm(grad)) > 0:
+                compared += 1
+                assert np.linalg.norm(mine[name] - grad) <= 2e-5 * size, name
+    assert compared >= 4
