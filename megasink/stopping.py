@@ -49,6 +49,9 @@ class _Heard:
     raised: Signalled | None = None
     again: threading.Timer | None = None
     """Send the signal again, because a destructor swallowed its exception."""
+    holds: bool = False
+    """Whether a process is being started, so that a signal is raised after that."""
+    held: int | None = None
 
     def settle(self) -> None:
         """Ignore the signal that `again` sends, which would find other handlers later."""
@@ -140,7 +143,9 @@ def _handlers() -> Iterator[_Heard]:
     heard = _heard = _Heard()
 
     def end(number: int, frame: FrameType | None) -> None:
-        if heard.raised is None or heard.again is not None:
+        if heard.holds:
+            heard.held = number
+        elif heard.raised is None or heard.again is not None:
             heard.raised, heard.again = Signalled(number), None
             raise heard.raised
 
@@ -181,13 +186,21 @@ def _handlers() -> Iterator[_Heard]:
 def starting_processes(numbers: Collection[int] = SIGNALS) -> Iterator[None]:
     """Block signals in processes that are started in the body, until they unblock them (`follow`).
 
-    Ctrl-C goes to all processes of a terminal: a Python that starts would end in a traceback.
+    Ctrl-C goes to all processes of a terminal: a Python that starts would end in a traceback, also
+    if this process stopped in the middle of starting it. Here another thread may get the signal,
+    whose handler then runs in this one all the same.
     """
+    heard = _heard or _Heard()
+    outer, heard.holds = heard.holds, True
     before = signal.pthread_sigmask(signal.SIG_BLOCK, numbers)
     try:
         yield
     finally:
+        heard.holds = outer
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
+        held, heard.held = heard.held, None
+        if held is not None:
+            signal.raise_signal(held)
 
 
 def follow() -> None:

@@ -113,14 +113,7 @@ class HeadSums:
             self._row(layer, loss.device)[2 * self.heads + 1] += loss.detach()
 
     def add(self, name: str, layer: int, first: int, sum_h: Tensor, weight: float) -> None:
-        """Add to a series on an observed step; every rank adds its part of the mean.
-
-        Args:
-            name: One of `SERIES`.
-            layer, first: See `record`.
-            sum_h: Sum of the values; contributions of other ranks to the same head are added.
-            weight: Number of values in the sum.
-        """
+        """Add the sum of `weight` values to a series of `SERIES`; every rank adds its part."""
         at = 2 * self.heads + 3 + 2 * self.heads * SERIES.index(name) + first
         row = self._row(layer, sum_h.device)
         row[at : at + len(sum_h)] += sum_h.detach()

@@ -32,7 +32,6 @@ from megasink.config import COMM_TYPES, visible_tokens
 from megasink.megatron.layer_balance import HeadObserver, MegatronLayerBalance, refuse_other_mask
 from megasink.megatron.optional import position_bias, similarity_mlp
 from megasink.megatron.parameters import ShardedByHeads, new_parameter, widened
-from megasink.megatron.projection import frees_projection
 
 if TYPE_CHECKING:
     from megasink.megatron.config import MegasinkTransformerConfig
@@ -308,3 +307,22 @@ class CoreAttention(ShardedByHeads, MegatronModule):
 
 def _refuse_first_value() -> Tensor:
     raise ValueError("a slot with the value of a real key needs an attention call: `attend`")
+
+
+def frees_projection(layer: CoreAttention, query: Tensor, key: Tensor, value: Tensor) -> bool:
+    """Whether V, a view of the projection [q, k, v], is the only reason to keep it for backward.
+
+    Rotated queries and keys are new tensors, and rotating saves none; a norm saves its input.
+    """
+    config = layer.config
+    recomputes = config.recompute_granularity == "selective"
+    if (
+        not (torch.is_grad_enabled() and value.requires_grad)
+        or (config.qk_layernorm or config.qk_l2_norm)
+        or (recomputes and "core_attn" in (config.recompute_modules or ()))
+        or layer.cp_group.size() > 1  # what is saved has been gathered
+    ):
+        return False
+    projection, *others = (x.untyped_storage() for x in (value, query, key))
+    alone = all(other._cdata != projection._cdata for other in others)
+    return alone and projection.nbytes() > value.numel() * value.element_size()

@@ -92,7 +92,7 @@ def named_parts(
 ) -> Iterator[tuple[str, Tensor]]:
     """Yield the named tensors stored in a parameter: two if it has gate rows, else one.
 
-    Padding rows are in none. A parameter with `sections` (megatron/delta_net.py) has one per section.
+    Padding rows are in none. A parameter with `sections` (delta_net.py) has one per section.
 
     Args:
         name: Name of the parameter in the whole model.

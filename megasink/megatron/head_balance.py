@@ -161,7 +161,8 @@ class HeadBalance(LossStep):
                 balance._broken = False
                 balance.commit()
 
-        step, zero_grad = optimizer.step, getattr(optimizer, "zero_grad", None)
+        step: Any = optimizer.step
+        zero_grad: Any = getattr(optimizer, "zero_grad", None)
 
         def stepping(_: Any, *args: Any, **kwargs: Any) -> Any:
             before()

@@ -62,7 +62,7 @@ def pattern_of(arguments: Mapping[str, Any]) -> str:
     """Return one symbol per layer of a run, also of one without --hybrid-layer-pattern."""
     if pattern := arguments.get("hybrid_layer_pattern"):
         return layers_of(pattern)
-    every = arguments.get("moe_layer_freq") or 1
+    every: Any = arguments.get("moe_layer_freq") or 1
     if isinstance(every, str):
         every = int(every) if every.isdecimal() else layer_pattern(every)
     has_experts = every if isinstance(every, list) else [1, *[0] * (every - 1)]

@@ -82,7 +82,7 @@ stack_spec = StackSpec(module=MegasinkHybridStack)
 def spec_of_stack(config: Any) -> ModuleSpec:
     """Return the spec of a stack whose layers all have the options of this config."""
     dense, norm = _layer_of(config, None)
-    experts, _ = _layer_of(config, config.num_moe_experts)
+    experts = _layer_of(config, config.num_moe_experts)[0]
     no_ffn = {"pre_mlp_layernorm": IdentityOp, "mlp": IdentityOp, "mlp_bda": IdentityFuncOp}
     no_attention = {
         "input_layernorm": IdentityOp,

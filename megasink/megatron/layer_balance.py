@@ -55,12 +55,7 @@ class HeadObserver:
         return self._statistics.sinks is not None
 
     def add(self, name: str, sum_H: Tensor, weight: int, *, replicated: bool = False) -> None:
-        """Add to a series if the current step is observed.
-
-        Args:
-            name, sum_H, weight: See :meth:`HeadSums.add`.
-            replicated: Whether every tensor-parallel rank has the same heads, for different tokens.
-        """
+        """Add to a series of an observed step; `replicated` heads are those of every TP rank."""
         if self.observes:
             first = 0 if replicated else len(sum_H) * self._rank
             self._statistics.heads.add(name, self._layer, first, sum_H, weight)

@@ -102,7 +102,7 @@ def _against(config: Any, given: Any) -> list[str]:
         for name, wanted, why in fine
         if (value := getattr(config, name, wanted)) not in (wanted, False, None)
     ]
-    if config.softmax_type not in ("vanilla", record.softmax_type):
+    if config.softmax_type not in (type(config).softmax_type, record.softmax_type):
         problems.append(
             f"softmax_type {config.softmax_type!r}: attention_variant {record.name!r} would drop "
             "these sinks: use attention_variant 'sink', or softmax_type 'vanilla'"

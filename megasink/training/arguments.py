@@ -47,6 +47,8 @@ def parse(argv: Sequence[str], *, checked: bool = False) -> tuple[Namespace, dic
         raise ConfigError(problems)
     identity = run_dir.identity_of(args)
     run_dir.set_paths(args)
+    # Megatron would ask a GPT checkpoint for the optimizer all the same (checkpointing.py:2210).
+    args.no_load_optim = args.no_load_optim or args.finetune or None
     pin_vocabulary(args)
     set_gated_unit(args)
     set_decay(args)

@@ -92,8 +92,11 @@ class StepValues:
         if self._series is None or not _recorded(read[0]):
             return loss, None
         series = {n: t[self._rows] for n, t in zip(self._series, read[4:], strict=True)}
-        tables = (table[self._rows] for table in read[:2])
-        return loss, sums.HeadStatistics(*tables, *read[2:4], series)
+        importance_LH, imbalance_L, imbalance, balance_loss = read[:4]
+        rows = self._rows
+        return loss, sums.HeadStatistics(
+            importance_LH[rows], imbalance_L[rows], imbalance, balance_loss, series
+        )
 
 
 def head_record(statistics: sums.HeadStatistics, *, details: bool) -> dict[str, Any]:
@@ -145,7 +148,7 @@ def head_scalars(record: dict[str, Any]) -> dict[str, float]:
 
     Megatron itself writes the totals among its losses.
     """
-    scalars, blocks = {}, record.get("layers")
+    scalars: dict[str, float] = {}
     for key, name in (("loss_spikes", "loss spikes"), (RATIO, "balance gradient ratio")):
         if record.get(key) is not None:
             scalars[name] = float(record[key])
@@ -153,8 +156,7 @@ def head_scalars(record: dict[str, Any]) -> dict[str, float]:
         ("imbalance_per_layer", "head imbalance"),
         (f"{RATIO}_per_layer", "balance gradient ratio"),
     ):
-        rows = record.get(key, ())
-        for layer, value in zip(blocks or range(len(rows)), rows, strict=True):
+        for layer, value in _by_block(record, key):
             if value is not None:
                 scalars[f"{name} by layer/{layer}"] = value
     for key, name in (
@@ -162,8 +164,7 @@ def head_scalars(record: dict[str, Any]) -> dict[str, float]:
         ("softmax_offset", "softmax offset"),
         ("explicit_gate", "explicit gate"),
     ):
-        rows = record.get(key, ())
-        for layer, row in zip(blocks or range(len(rows)), rows, strict=True):
+        for layer, row in _by_block(record, key):
             values = [value for value in row if value is not None]
             if not values:
                 continue
@@ -171,6 +172,12 @@ def head_scalars(record: dict[str, Any]) -> dict[str, float]:
             scalars[f"{name} min by layer/{layer}"] = min(values)
             scalars[f"{name} max by layer/{layer}"] = max(values)
     return scalars
+
+
+def _by_block(record: dict[str, Any], key: str) -> list[tuple[int, Any]]:
+    """Return the rows of an entry with the numbers of their blocks; none if there is no entry."""
+    rows = record.get(key, [])
+    return list(zip(record.get("layers", range(len(rows))), rows, strict=True)) if rows else []
 
 
 def sink_scalars(record: dict[str, Any], split: str) -> dict[str, float]:

@@ -79,7 +79,7 @@ def write_model(
         )
     copy_files(original, folder, _FILES)
     if requested:
-        text = json.dumps(_generation(original) | requested, indent=2)
+        text = json.dumps({**_generation(original), **requested}, indent=2)
         atomic_text(folder / _GENERATION, text + "\n")
 
 
@@ -113,7 +113,7 @@ def refuse_changes(original: Path, folder: Path, requested: Mapping[str, Any]) -
             read_object(p) if p.is_file() else {} for p in (original / name, folder / name)
         )
         if name == _GENERATION and requested:
-            before = _generation(original) | requested
+            before = {**_generation(original), **requested}
         # An entry that is null is not the same as none.
         nulls = ({k: "null" if v is None else v for k, v in one.items()} for one in (before, now))
         wrong += [f"{name}: {line}" for line in differences(*nulls)]

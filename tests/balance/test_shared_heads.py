@@ -68,7 +68,7 @@ def test_evenly_spaced_heads_are_not_two_groups(heads):
     assert not chosen.pinned_LH.any()
     if heads % 2 == 0 and heads > 2:
         assert chosen.explained == pytest.approx(0.75 * heads**2 / (heads**2 - 1))
-        assert f"evenly spaced heads {chosen.evenly:.0%}: " in chosen.describe()
+        assert f"evenly spaced heads would explain {chosen.evenly:.0%}" in chosen.describe()
 
 
 def test_a_spread_around_one_value_is_not_two_groups():

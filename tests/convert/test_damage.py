@@ -20,7 +20,7 @@ from tests.distributed.layout import SINGLE
 TASKS = "tests.convert.tasks"
 ROOT = Path(__file__).resolve().parents[2]
 ITERATION = "checkpoints/iter_0000003"
-QKV = "decoder.layers.self_attention.linear_qkv.weight"
+QKV = "decoder.layers.0.self_attention.linear_qkv.weight"
 
 
 @pytest.fixture(scope="module")
@@ -62,12 +62,14 @@ def test_a_flipped_bit_of_a_weight_is_found_while_it_is_read(other, tmp_path):
     content = bytearray(path.read_bytes())
     content[where.offset + where.length // 2] ^= 4
     path.write_bytes(content)
-    refused(other, tmp_path / "out", "cannot be read", QKV, "checksum")
+    refused(
+        other, tmp_path / "out", "cannot be read", "self_attention.linear_qkv.weight", "checksum"
+    )
 
 
 def test_a_weight_too_many_is_named(other, tmp_path):
     metadata = read_metadata(other / ITERATION)
-    extra = "decoder.layers.mlp.linear_fc3.weight"
+    extra = "decoder.layers.1.mlp.linear_fc3.weight"
     metadata.state_dict_metadata[extra] = metadata.state_dict_metadata[QKV]
     for index, where in list(metadata.storage_data.items()):
         if index.fqn == QKV:
@@ -75,7 +77,12 @@ def test_a_weight_too_many_is_named(other, tmp_path):
             twin = twin or type(index)(extra, index.offset, index.index)
             metadata.storage_data[twin] = where
     (other / ITERATION / ".metadata").write_bytes(pickle.dumps(metadata))
-    refused(other, tmp_path / "out", "different model", f"no tensor for {extra}")
+    refused(
+        other,
+        tmp_path / "out",
+        "different model",
+        "no tensor for decoder.layers.0.mlp.linear_fc3.weight",
+    )
 
 
 @pytest.mark.parametrize(

@@ -261,7 +261,7 @@ def test_every_command_with_texts_has_the_flag(command, capsys):
 
 
 def test_texts_become_tokens_in_one_place():
-    """What else encodes: what surrounds a text, and comparisons of a tokenizer with its copy."""
+    """What else encodes: what surrounds a text, conversations, and comparisons of a tokenizer."""
     calls = re.compile(r"\.encode\([^)]*(add|split)_special_tokens|backend_tokenizer|encode_batch")
     package = Path(cli.__file__).parents[1]
     found = {
@@ -274,4 +274,5 @@ def test_texts_become_tokens_in_one_place():
         "data/tokenizer.py",
         "data/token_bytes.py",
         "convert/verify.py",
+        "transformers/chats.py",
     }

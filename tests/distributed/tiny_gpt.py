@@ -19,6 +19,7 @@ from megatron.core.optimizer import (
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 from megatron.core.pipeline_parallel import get_forward_backward_func
 from megatron.core.process_groups_config import ProcessGroupCollection
+from megatron.core.transformer.multi_token_prediction import MTPLossLoggingHelper
 from megatron.core.utils import get_batch_on_this_cp_rank, get_model_config
 from torch import Tensor
 
@@ -244,9 +245,7 @@ def train(
     Args:
         overlap: overlap gradient reduction (and parameter gathering) with computation.
         grad_scale: a constant factor on the loss, as fp16 training has one.
-        masked: of :func:`batch`.
-        prepare: called with the configuration of the model.
-        options: of :func:`model_config`.
+        masked, options: of :func:`batch`, of :func:`model_config`, which `prepare` gets.
 
     Returns:
         per step: loss (None on ranks without it), statistics, gradient norm; the gradients of the
@@ -254,6 +253,7 @@ def train(
         :func:`shards` gives them.
     """
     config = model_config(**options)
+    MTPLossLoggingHelper.tracker = {}  # as long as the first model of the process predicts
     if prepare is not None:
         prepare(config)
     transformer = config.transformer

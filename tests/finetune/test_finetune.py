@@ -94,7 +94,7 @@ def test_the_card_says_how_the_model_was_made(made):
     loss = state_of(made)["log_history"][-1]["eval_loss"]
     assert rows["loss of held-out conversations, after"] == f"{loss:.4f} nats per token"
     m = choose_shared_heads(analyses[0].values("importance")).m
-    assert rows["heads balanced"].startswith(f"Eq. 8, the {m} most important")
+    assert rows["heads balanced"].startswith(f"Eq. 8, without the {m} most important")
     assert rows["head-balance coefficient"] == "1"
     assert rows["base model"] == "model"
 

@@ -75,7 +75,7 @@ def bias_facts(**options: Any) -> dict[str, Any]:
             for key, value in model.sharded_state_dict().items()
             if key.endswith(f"core_attention.{name}") and isinstance(value, ShardedTensor)
         ]
-        found[name]["offsets"] = [shard.global_offset[1] for shard in shards]
+        found[name]["offsets"] = [shard.global_offset[0] for shard in shards]
         found[name]["whole"] = {tuple(shard.global_shape) for shard in shards}
     return found
 

@@ -164,16 +164,18 @@ def pretrain(folder, block, flags, options, ranks):
     ],
 )
 def test_pretrain_gpt_has_the_numbers_of_our_trainer(pool, tmp_path, variant, scope, where):
-    """From the same checkpoint, on the same data: the loss, its gradient, the importances."""
+    """From a checkpoint of its GPT model, on the same data: loss, gradient, importances."""
     (block,) = blocks("Megatron-LM")
     options = {"attention_variant": variant, "head_balance_coeff": 1e3, "head_balance_scope": scope}
     ours = [word for k, v in options.items() for word in (f"--{k.replace('_', '-')}", str(v))]
     # Without rows of padding, which only our trainer takes out of the softmax.
     flags = [*MODEL, "--make-vocab-size-divisible-by", "64", *LAYOUTS[where].split()]
     ranks = 1 if where == "one" else 2
-    first, second = tmp_path / "first", tmp_path / "second"
-    pool.train([*flags, *ours, "--train-iters", "1", "--run-dir", str(first)], ranks)
-    start = ["--load", str(first / "checkpoints"), "--finetune", "--train-iters", "4"]
+    first, second, saved = (tmp_path / name for name in ("first", "second", "saved"))
+    first.mkdir()
+    made = ["--train-iters", "1", "--save", str(saved), "--save-interval", "1"]
+    pretrain(first, block, [*flags, *made], options, ranks)
+    start = ["--load", str(saved), "--finetune", "--train-iters", "4"]
     pool.train([*flags, *ours, *start, "--run-dir", str(second)], ranks)
     found = pretrain(tmp_path, block, [*flags, *start], options, ranks)
     wanted = steps(second)

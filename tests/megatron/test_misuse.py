@@ -15,7 +15,7 @@ def test_every_mistake_is_named(pool):
     assert "layers [2] counted no gate" in found["eval"]
     assert found["stock"].startswith("2 attention layers")
     assert "decoder.layers.1.self_attention" in found["stock, schedule"]
-    assert "num_layers 2" in found["short"]
+    assert "num_layers is 2" in found["short"]
     assert "4 layers" in found["short"]
     assert found["spec itself"] == (True, {0: 2})
     assert found["same model"]

@@ -6,8 +6,8 @@ from megasink.attention.variants import variants
 from tests.distributed.layout import SINGLE, Layout
 
 FACTS = "tests.megatron.layer_tasks:bias_facts"
-BY_HEADS = {"dtype": "torch.bfloat16", "shape": (2, 16), "by heads": True, "whole": {(2, 4, 16)}}
-SHARED = {"dtype": "torch.bfloat16", "shape": (16,), "by heads": False, "whole": {(2, 16)}}
+BY_HEADS = {"dtype": "torch.bfloat16", "shape": (2, 16), "by heads": True, "whole": {(4, 16)}}
+SHARED = {"dtype": "torch.bfloat16", "shape": (16,), "by heads": False, "whole": {(16,)}}
 
 
 @pytest.mark.parametrize(
@@ -35,7 +35,7 @@ def test_the_mlp_is_an_ordinary_weight_on_every_rank(pool):
         for fact in found.values():
             assert (fact["dtype"], fact["shape"]) == ("torch.bfloat16", (16, 16))
             assert fact["by heads"] is False
-            assert fact["whole"] == {(2, 16, 16)}
+            assert fact["whole"] == {(16, 16)}
 
 
 @pytest.mark.parametrize(

@@ -147,7 +147,7 @@ def arguments_read(run: str) -> dict[str, list[str]]:
 def model_that_names_places(run: str, written: str, path: str) -> None:
     """The control: what upstream does with such arguments."""
     from megatron.core.process_groups_config import ProcessGroupCollection
-    from megatron.training.argument_utils import gpt_config_from_args
+    from megatron.training.argument_utils import hybrid_config_from_args
 
     from megasink.checkpoints import saved_arguments
     from megasink.megatron.model import MegasinkModelBuilder
@@ -163,7 +163,7 @@ def model_that_names_places(run: str, written: str, path: str) -> None:
         MegasinkModelBuilder(config).build_model(groups, pre_process=True, post_process=True)
     args.spec = ["crafted_module", "spec"]
     with mock.patch.object(sys, "path", [path, *sys.path]):
-        gpt_config_from_args(args, config=config.transformer, model_config_cls=type(config))
+        hybrid_config_from_args(args, config=config.transformer, model_config_cls=type(config))
 
 
 def flags_of_any_text() -> dict[str, list[str]]:

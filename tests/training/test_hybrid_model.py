@@ -39,7 +39,7 @@ def test_experts_in_some_stages_report_the_losses_of_one_process(pool, tmp_path)
             "tests.training.hybrid_model_tasks:printed", flags=flags, ranks=ranks, port=free_port()
         )
         texts = [report["text"] for report in reports]
-        assert reports[0]["deprecations"] == []
+        assert not [line for line in reports[0]["deprecations"] if "GPTModel" in line]
         pattern = "*-*-|*E*E" if ranks == 2 else "*-*-*E*E"
         assert f"layers: --hybrid-layer-pattern '{pattern}'" in texts[0]
         found = re.findall(r"(lm loss|load_balancing_loss): (\S+)", texts[ranks - 1])

@@ -242,7 +242,7 @@ def _places(probe: Probe, layer: Any, heads: int) -> dict[str, _Place]:
     one = getattr(probe.model.config, "multi_head_addition", False)  # it reads the sum of the heads
     found["gated_out"] = place(projection, _STATE, 1 if one else heads)
     if not is_block:
-        core = attention.core_attention
+        core = attention.core_attention  # type: ignore[union-attr]  # it has a projection
         found |= {name: place(core, (i, name)) for i, name in enumerate(_OF_ATTENTION[:3])}
         found["out"] = place(core, None, heads)
     elif decoder_of(probe.model)._can_set_attn_implementation():

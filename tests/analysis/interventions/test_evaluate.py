@@ -188,7 +188,7 @@ def test_shots(root):
 @pytest.mark.parametrize(
     ("flags", "phrases"),
     [
-        (["--tasks", "docstring_choice", "pica"], ["2 problems", "docstrings_choice?", "piqa"]),
+        (["--tasks", "docstring_choice", "piqua"], ["2 problems", "docstrings_choice?", "piqa"]),
         (["--tasks", "hellaswag"], ["hellaswag is not on this", "--allow-download", "HF_HOME"]),
         (["--tasks", "P0.19"], ["humaneval", "--confirm-run-unsafe-code"]),
         (["--tasks", OWN[0], OWN[0], "choice", "choices"], ["choices: no such task"]),
