@@ -99,12 +99,15 @@ def test_every_room_has_tests_in_the_first_tier():
 
 def test_of_a_sampled_test_every_so_many_cases_are_run_and_the_rest_later():
     name, every = next((n, e) for n, e in SAMPLED.items() if not is_first(n))
-    cases = [SimpleNamespace(nodeid=f"{name}[{i}]") for i in range(2 * every + 1)]
-    new, late = SimpleNamespace(nodeid="tests/a.py::test_b[0]"), SimpleNamespace(nodeid=LATER[0])
-    first = SimpleNamespace(nodeid=FIRST[0])
-    found = [tier for _, tier in tiers([*cases, new, late, first])]
+
+    def item(nodeid, *marks):
+        return SimpleNamespace(nodeid=nodeid, get_closest_marker={m: m for m in marks}.get)
+
+    cases = [item(f"{name}[{i}]") for i in range(2 * every + 1)]
+    others = [item("tests/a.py::test_b[0]"), item("tests/a.py::test_b[1]", "later")]
+    found = [tier for _, tier in tiers([*cases, *others, item(LATER[0]), item(FIRST[0])])]
     wanted = ["later" if i % every else "rest" for i in range(2 * every + 1)]
-    assert found == [*wanted, "first", "later", "first"]
+    assert found == [*wanted, "first", "later", "later", "first"]
 
 
 def test_durations_are_read_from_what_pytest_prints():
