@@ -33,9 +33,9 @@ def progress(
 ) -> Iterator[Tell]:
     """Show progress and the remaining time, estimated from the rate of this process.
 
-    Units done `before` do not count in the rate. Without a terminal there is a line every `every`
-    seconds, the first one sooner, or at once if the units are `slow`. With 0 every call prints a
-    line and there is no bar, which leaves the terminal to the bars of the individual steps.
+    Units done `before` do not count in the rate. Without a terminal it prints a line every `every`
+    seconds, the first one sooner, or at once if the units are `slow`. With 0 it prints a line at
+    every call and draws no bar, so that the steps can draw theirs.
     """
     from rich.console import Console
     from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn

@@ -13,11 +13,12 @@ from megasink.megatron.hybrid_pattern import (
     EXPERTS,
     FFN,
     MAMBA,
-    blocks_of,
+    block_of_layer,
 )
 
 LAYERS = "decoder.layers."
-_NUMBERED = re.compile(r"decoder\.layers\.(\d+)\.(.+)")
+NUMBERED = re.compile(r"decoder\.layers\.(\d+)\.(.+)")
+"""A weight of a layer: its number, and its name in the layer."""
 LAST_NORM = ("decoder.final_norm.", "decoder.final_layernorm.")
 """The beginning of its keys in a hybrid, and in a GPT model."""
 # The first match is the symbol of the layer that has the key; norms alone do not decide.
@@ -42,7 +43,7 @@ def pattern_in(keys: Iterable[str]) -> str | None:
     if is_stacked(keys):
         return None
     symbols: dict[int, set[str]] = {}
-    for number, rest in (found.groups() for found in map(_NUMBERED.match, keys) if found):
+    for number, rest in (found.groups() for found in map(NUMBERED.match, keys) if found):
         kinds = (symbol for symbol, known in _SYMBOLS.items() if known.match(rest))
         symbols.setdefault(int(number), set()).update(next(kinds, ""))
     mixers, pattern = {MAMBA, DELTA_NET, ATTENTION}, ""
@@ -59,10 +60,10 @@ def as_gpt_keys(keys: Iterable[str]) -> dict[str, str]:
     keys = list(keys)
     if (pattern := pattern_in(keys)) is None:
         return {key: key for key in keys}
-    block_of = {layer: number for number, block in enumerate(blocks_of(pattern)) for layer in block}
+    block_of = block_of_layer(pattern)
 
     def renamed(key: str) -> str:
-        if layer := _NUMBERED.match(key):
+        if layer := NUMBERED.match(key):
             return f"{LAYERS}{block_of[int(layer[1])]}.{layer[2]}"
         return key.replace(*LAST_NORM)
 

@@ -5,7 +5,6 @@ in the files (see torch_metadata.py).
 """
 
 import contextlib
-import re
 from argparse import Namespace
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -25,7 +24,7 @@ from megasink import cpu
 from megasink.checkpoints.carried import generation_of
 from megasink.checkpoints.find import Checkpoint, find_checkpoint, stored_shapes
 from megasink.checkpoints.gpt_checkpoint import layer_maps, point_at_gpt_keys
-from megasink.checkpoints.layer_keys import LAYERS, pattern_in
+from megasink.checkpoints.layer_keys import LAYERS, NUMBERED, pattern_in
 from megasink.checkpoints.saved_arguments import read_arguments, single_process_arguments
 from megasink.checkpoints.tokenizer import tokenizer_of
 from megasink.checkpoints.without_code import loading_without_code
@@ -41,7 +40,6 @@ _NORMS = (
     "decoder.layers.mlp.linear_fc1.layer_norm_weight",
 )
 _TWINS = dict([_NORMS, _NORMS[::-1]])
-_NUMBERED = re.compile(r"decoder\.layers\.(\d+)\.")
 
 
 class LoadedModel(NamedTuple):
@@ -142,7 +140,7 @@ def _refuse_sizes(saved: Mapping[str, Any], checkpoint: Checkpoint) -> None:
         "hidden_size": table[1],
         # Layers that differ are numbered keys, the others a leading axis.
         "num_layers": max(
-            int(numbered[1]) + 1 if (numbered := _NUMBERED.match(key)) else shape[0]
+            int(numbered[1]) + 1 if (numbered := NUMBERED.match(key)) else shape[0]
             for key, shape in shapes.items()
             if key.startswith(LAYERS)
         ),

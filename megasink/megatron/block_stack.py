@@ -20,7 +20,7 @@ from torch import Tensor
 
 from megasink.attention.variants.layers import layers_with_variant
 from megasink.megatron.config import MegasinkTransformerConfig
-from megasink.megatron.hybrid_pattern import blocks_of, layers_of
+from megasink.megatron.hybrid_pattern import block_of_layer, layers_of
 from megasink.megatron.hybrid_specs import MegasinkHybridStack, spec_of_stack, stack_spec
 
 
@@ -46,9 +46,7 @@ def block_stack_spec(config: MegasinkTransformerConfig, pattern: str) -> ModuleS
     if not all(has_variant):
         without = config.get_config_for_layer(has_variant.index(False) + 1)
         plain = spec_of_stack(without).submodules.attention_layer.submodules
-    found = enumerate(blocks_of(pattern))
-    numbers = {layer: number for number, block in found for layer in block if layer is not None}
-    blocks = _Blocks(numbers, varied, plain)
+    blocks = _Blocks(block_of_layer(pattern), varied, plain)
     by_block = {
         name: dataclasses.replace(
             layer, module=_by_block(layer.module), params=layer.params | {"blocks": blocks}

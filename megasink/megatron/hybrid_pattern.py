@@ -9,7 +9,6 @@ files and interventions is block i, a mixer and the FFN after it.
 """
 
 from collections.abc import Mapping
-from itertools import cycle
 from typing import Any, NamedTuple
 
 from megasink.attention.variants.layers import layer_pattern
@@ -52,6 +51,24 @@ def blocks_of(pattern: str) -> list[Block]:
     return blocks
 
 
+def block_of_layer(pattern: str) -> dict[int, int]:
+    """Return {layer of the pattern: its block}, both from 0."""
+    found = enumerate(blocks_of(pattern))
+    return {layer: number for number, block in found for layer in block if layer is not None}
+
+
+def gpt_blocks(count: int, experts: int | None, frequency: int | list[int]) -> list[str]:
+    """Return the layers of each block of a GPT model, as get_gpt_decoder_layer_specs decides.
+
+    `experts` is --num-experts, and `frequency` the parsed --moe-layer-freq.
+    """
+    if not experts:
+        return [ATTENTION + FFN] * count
+    if isinstance(frequency, int):
+        frequency = [int(block % frequency == 0) for block in range(count)]
+    return [ATTENTION + (EXPERTS if here else FFN) for here in frequency]
+
+
 def count_blocks(arguments: Mapping[str, Any]) -> int:
     """Return the number of blocks of a run, whose arguments count the layers of its pattern."""
     pattern = arguments.get("hybrid_layer_pattern")
@@ -65,11 +82,7 @@ def pattern_of(arguments: Mapping[str, Any]) -> str:
     every: Any = arguments.get("moe_layer_freq") or 1
     if isinstance(every, str):
         every = int(every) if every.isdecimal() else layer_pattern(every)
-    has_experts = every if isinstance(every, list) else [1, *[0] * (every - 1)]
-    return "".join(
-        ATTENTION + (EXPERTS if arguments.get("num_experts") and experts else FFN)
-        for _, experts in zip(range(arguments["num_layers"]), cycle(has_experts), strict=False)
-    )
+    return "".join(gpt_blocks(arguments["num_layers"], arguments.get("num_experts"), every))
 
 
 def with_heads(pattern: str) -> dict[int, int]:

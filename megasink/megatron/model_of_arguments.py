@@ -15,12 +15,10 @@ from megatron.training.argument_utils import (
 from megasink.megatron.block_stack import block_stack_spec
 from megasink.megatron.config import MegasinkTransformerConfig
 from megasink.megatron.hybrid_pattern import (
-    ATTENTION,
-    EXPERTS,
-    FFN,
     PREDICTION,
     STAGE,
     blocks_of,
+    gpt_blocks,
     layers_of,
 )
 from megasink.megatron.model import MegasinkModelConfig
@@ -93,7 +91,7 @@ def pattern_of_blocks(config: MegasinkTransformerConfig) -> str:
 
     What it says of the stages, it takes from the config, where Megatron refuses both.
     """
-    blocks = iter([ATTENTION + _ffn(has_experts) for has_experts in _mixtures(config)])
+    blocks = iter(_gpt_blocks(config))
     stages = ["".join(itertools.islice(blocks, size)) for size in _stages(config)]
     config.num_layers_in_first_pipeline_stage = config.num_layers_in_last_pipeline_stage = None
     return STAGE.join(stages) + _predicted(config)
@@ -101,21 +99,11 @@ def pattern_of_blocks(config: MegasinkTransformerConfig) -> str:
 
 def _predicted(config: MegasinkTransformerConfig) -> str:
     """Return the end of a pattern: for each further token that is predicted, a last block."""
-    return (config.mtp_num_layers or 0) * (PREDICTION + ATTENTION + _ffn(_mixtures(config)[-1]))
+    return (config.mtp_num_layers or 0) * (PREDICTION + _gpt_blocks(config)[-1])
 
 
-def _ffn(has_experts: bool) -> str:
-    return EXPERTS if has_experts else FFN
-
-
-def _mixtures(config: MegasinkTransformerConfig) -> list[bool]:
-    """Return whether each block has experts, as get_gpt_decoder_layer_specs decides."""
-    frequency, blocks = config.moe_layer_freq, range(config.num_layers)
-    if not config.num_moe_experts:
-        return [False for _ in blocks]
-    if isinstance(frequency, int):
-        return [block % frequency == 0 for block in blocks]
-    return [bool(entry) for entry in frequency]
+def _gpt_blocks(config: MegasinkTransformerConfig) -> list[str]:
+    return gpt_blocks(config.num_layers, config.num_moe_experts, config.moe_layer_freq)
 
 
 def _stages(config: MegasinkTransformerConfig) -> list[int]:

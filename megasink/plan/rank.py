@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 from megasink.attention.variants.layers import layers_with_variant
-from megasink.megatron.hybrid_pattern import PREDICTION, STAGE, blocks_of, count_blocks
+from megasink.megatron.hybrid_pattern import PREDICTION, STAGE, block_of_layer, count_blocks
 from megasink.plan import batches, layers, memory, parameters
 from megasink.plan.collectives import Collectives, group_names
 from megasink.plan.experts import share_tokens_equally
@@ -200,11 +200,11 @@ def stages(args: Namespace) -> dict[str, list[list[Any]]]:
 
 def _chunks(pattern: str, stages: int) -> Chunks:
     """Return {(stage, virtual stage): (its layers, its blocks)}."""
-    block_of = {layer: n for n, block in enumerate(blocks_of(pattern), 1) for layer in block}
+    block_of = block_of_layer(pattern)
     chunks: Chunks = {}
     first = 0
     for index, symbols in enumerate(pattern.partition(PREDICTION)[0].split(STAGE)):
-        blocks = {block_of[layer] for layer in range(first, first + len(symbols))}
+        blocks = {block_of[layer] + 1 for layer in range(first, first + len(symbols))}
         chunks[index % stages, index // stages] = (symbols, sorted(blocks))
         first += len(symbols)
     return chunks

@@ -132,7 +132,7 @@ class MetricsWriter:
         record: dict[str, Any] = {"iteration": self._iteration}
         sinks: dict[str, Any] = {}
         if self._statistics.sinks is not None:
-            rates = (rate_LH[self._rows.layers] for rate_LH in self._statistics.sink_rates())
+            rates = (rate_LH[self._rows.rows] for rate_LH in self._statistics.sink_rates())
             sinks = series.sink_record(split, *rates)
         if not self._owner or not losses:
             return

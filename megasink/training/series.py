@@ -29,19 +29,22 @@ class HeadRows(NamedTuple):
     """The rows of the records: the blocks of the model that have heads.
 
     Attributes:
-        layers: Their rows in the model's statistics.
         blocks: Their numbers; None if every block has heads, so that row i is block i.
     """
 
-    layers: Sequence[int] | slice = slice(None)
     blocks: list[int] | None = None
+
+    @property
+    def rows(self) -> Sequence[int] | slice:
+        """Their rows in the model's statistics, which have one for every block."""
+        return slice(None) if self.blocks is None else self.blocks
 
     @classmethod
     def of(cls, pattern: str | None) -> "HeadRows":
         """Return the rows of a model with --hybrid-layer-pattern, or of one without."""
         found = [*with_heads(pattern or "")]
         every = len(found) == len(blocks_of(pattern or ""))
-        return cls() if every else cls(found, found)
+        return cls(None if every else found)
 
     def names(self) -> dict[str, list[int]]:
         """Return the entry of a record that names the block of each row, where needed."""
@@ -69,7 +72,7 @@ class StepValues:
                 statistics.balance_loss,
                 *statistics.series.values(),
             ]
-        self._rows, self._has_loss = rows.layers, lm_loss is not None
+        self._rows, self._has_loss = rows.rows, lm_loss is not None
         self._series = None if statistics is None else [*statistics.series]
         self._shapes = [tensor.shape for tensor in tensors]
         self._copy: HostCopy | None = None
@@ -175,7 +178,7 @@ def head_scalars(record: dict[str, Any]) -> dict[str, float]:
 
 
 def _by_block(record: dict[str, Any], key: str) -> list[tuple[int, Any]]:
-    """Return the rows of an entry with the numbers of their blocks; none if there is no entry."""
+    """Return [(block, row)] of an entry of a record; [] if the record lacks it."""
     rows = record.get(key, [])
     return list(zip(record.get("layers", range(len(rows))), rows, strict=True)) if rows else []
 

@@ -1,4 +1,4 @@
-"""Tasks for the workers: what hosts do wrong around a small HybridModel, and what it is told."""
+"""Tasks for the workers: mistakes of a host of a small HybridModel, and their messages."""
 
 import os
 from collections.abc import Callable
@@ -66,7 +66,7 @@ def losses(model: Any, text: Any, mask: Any = None) -> Any:
 
 
 def misuses() -> dict[str, Any]:
-    """What each host is told."""
+    """Return the message for each mistake."""
     import torch
     from megatron.core.models.gpt import GPTModel
     from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
