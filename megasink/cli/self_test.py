@@ -43,6 +43,14 @@ class Check(NamedTuple):
 
 def checks(device_type: str, head_dim: int, window: int | None) -> Iterator[Check]:
     """Run the self-test, a check at a time; an error of any kind is a check that failed."""
+    yield from attention_checks(device_type, head_dim, window)
+    if have_megatron():
+        yield _check("upstream lines that patches depend on", upstream_lines)
+        yield _check("training in Megatron", partial(training_step, device_type))
+
+
+def attention_checks(device_type: str, head_dim: int, window: int | None) -> Iterator[Check]:
+    """Compare attention with its definition, for each variant and type."""
     for variant, has_sinks in _VARIANTS:
         for dtype in _DTYPES:
             name = f"attention {variant} in {str(dtype).removeprefix('torch.')}"
@@ -50,9 +58,6 @@ def checks(device_type: str, head_dim: int, window: int | None) -> Iterator[Chec
                 name,
                 partial(attention_error, device_type, variant, has_sinks, dtype, head_dim, window),
             )
-    if have_megatron():
-        yield _check("upstream lines that patches depend on", upstream_lines)
-        yield _check("training in Megatron", partial(training_step, device_type))
 
 
 def _check(name: str, run: Callable[[], str]) -> Check:
@@ -77,35 +82,31 @@ def attention_error(
     generator = torch.Generator().manual_seed(0)
 
     def drawn(*shape: int, dtype: torch.dtype = dtype) -> Tensor:
-        return torch.randn(shape, generator=generator).to(device_type, dtype)
+        return torch.randn(shape, generator=generator).to(dtype)
 
     tensors = [drawn(2, heads, 80, head_dim) for heads in (4, 2, 2)]
     if has_sinks:
         tensors.append(drawn(4, dtype=torch.float32))
-    weights = (
-        drawn(2, 4, 80, head_dim).double(),
-        drawn(2, 4, 80).double(),
-        drawn(2, 4, 80).double(),
-    )
+    weights = [drawn(2, 4, 80, head_dim), drawn(2, 4, 80), drawn(2, 4, 80)]
 
-    def run(of: Callable[..., object], given: list[Tensor]) -> list[Tensor]:
-        leaves = [tensor.detach().clone().requires_grad_() for tensor in given]
+    def run(of: Callable[..., object], device: str, given: list[Tensor]) -> list[Tensor]:
+        leaves = [tensor.to(device, copy=True).requires_grad_() for tensor in given]
         options = {"sink_H": leaves[3]} if has_sinks else {}
         results = list(of(*leaves[:3], variant=variant, window=window, **options))  # type: ignore[call-overload]
-        loss = sum((r.double() * w).sum() for r, w in zip(results, weights, strict=True))
+        arriving = [weight.to(device).double() for weight in weights]
+        loss = sum((r.double() * w).sum() for r, w in zip(results, arriving, strict=True))
         gradients = torch.autograd.grad(loss, leaves)
-        return [tensor.detach().double() for tensor in (*results, *gradients)]
+        return [tensor.detach().cpu().double() for tensor in (*results, *gradients)]
 
     names = ("output", "LSE", "gate", "dq", "dk", "dv", "dsink")
     # Kernels of 16 bits round the weights and the output once or twice, those of 32 bits sum.
     tolerance = torch.finfo(dtype).eps * (16 if dtype is torch.float32 else 4)
+    # The host computes the definition and the errors: the device under test may be wrong.
+    definition = run(reference_attention, "cpu", [tensor.double() for tensor in tensors])
     errors = {
         name: float((got - wanted).norm() / wanted.norm())
         for name, got, wanted in zip(
-            names,
-            run(attention, tensors),
-            run(reference_attention, [tensor.double() for tensor in tensors]),
-            strict=False,
+            names, run(attention, device_type, tensors), definition, strict=False
         )
     }
     worst = max(errors, key=lambda name: errors[name] if errors[name] == errors[name] else 1e9)

@@ -23,3 +23,10 @@ def test_every_call(gpu, backend, dtype):
 @pytest.mark.parametrize("extra", [0, 1, 4, 8])
 def test_kernels_are_given_whole_vectors(gpu, extra):
     assert gpu.run("attention_tasks:given_rows", backend="flash-cuda", extra=extra) == []
+
+
+def test_the_doctor_sees_that_nothing_is_computed(gpu):
+    """Every variant and type fails; a comparison on the device would find no difference."""
+    passed, details = gpu.run("attention_tasks:self_tests")
+    assert passed == []
+    assert len(details) == 9
