@@ -1,6 +1,7 @@
 """The op as an op: layouts, torch.compile, PyTorch's own operator checks, memory."""
 
 import contextlib
+import math
 
 import pytest
 import torch
@@ -127,3 +128,23 @@ def test_absent_gradients_cost_nothing(monkeypatch):
     assert not calls
     check(make_case(), torch.float32, "sink")
     assert calls == [1]
+
+
+@pytest.mark.parametrize(
+    "defect",
+    [
+        lambda lse: lse.to(torch.bfloat16).float(),
+        lambda lse: lse + 0.005,
+        lambda lse: lse / math.log(2.0),
+    ],
+    ids=["rounded-to-bfloat16", "too-large", "base-2"],
+)
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_a_wrong_lse_of_16_bit_tensors_is_seen(variant, defect, monkeypatch):
+    def wrong(*tensors, **options):
+        found = attention(*tensors, **options)
+        return found._replace(lse_BHT=defect(found.lse_BHT))
+
+    monkeypatch.setattr("tests.attention.attention_oracle.attention", wrong)
+    with pytest.raises(AssertionError, match="lse: error"):
+        check(make_case(head_dim=64, dtype=torch.bfloat16, tokens=130), torch.bfloat16, variant)
