@@ -3,7 +3,7 @@
 from pathlib import Path
 from typing import Any
 
-from megasink.analysis.pages.style import DASHES, PALETTE
+from megasink.figures.style import DASHES, PALETTE
 
 MARKERS = "osD^vP*"
 CLOSE = 1.3  # ratios that the first panel has room for

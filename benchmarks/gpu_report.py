@@ -5,7 +5,7 @@ import subprocess
 from pathlib import Path
 from typing import Any
 
-from megasink.atomic import atomic_text
+from megasink.files.atomic import atomic_text
 from megasink.upstream.versions import version_of
 
 PACKAGES = (

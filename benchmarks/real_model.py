@@ -20,9 +20,9 @@ import torch
 from transformers import AutoModelForCausalLM, PrinterCallback, TrainerCallback, set_seed
 
 import megasink.transformers  # noqa: F401
-from megasink.finetune_options import FinetuneOptions
-from megasink.transformers import finetune
-from megasink.transformers.chats import ChatTokenizer
+from megasink.finetune import run as finetune
+from megasink.finetune.chats import ChatTokenizer
+from megasink.finetune.options import FinetuneOptions
 
 STEPS = 5
 """Of a turn of fine-tuning; the first warms up."""

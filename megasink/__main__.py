@@ -2,7 +2,7 @@
 
 import sys
 
-from megasink import stopping
+from megasink.console import stopping
 
 
 def run() -> int:

@@ -5,7 +5,7 @@ import signal
 from collections.abc import Iterable
 from pathlib import Path
 
-from megasink.printable import one_line
+from megasink.console.printable import one_line
 
 
 class UserError(ValueError):
@@ -36,6 +36,20 @@ class UnknownName(UserError, AttributeError, KeyError):
     """An object has no attribute or item of this name; hasattr and mappings expect these errors."""
 
     __str__ = Exception.__str__  # KeyError's own has quotation marks
+
+
+class Signalled(KeyboardInterrupt):
+    """Raised in the main thread by a signal; no ``except Exception`` takes it.
+
+    Attributes:
+        number: the signal's.
+        kept: what to say after "stopped by SIGTERM", set by what keeps something.
+    """
+
+    def __init__(self, number: int):
+        super().__init__(signal.Signals(number).name)
+        self.number = number
+        self.kept = ""
 
 
 class Stopped(UserError):

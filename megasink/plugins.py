@@ -14,7 +14,7 @@ import os
 import sys
 import sysconfig
 import traceback
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
 from importlib.metadata import entry_points
 from pathlib import Path
@@ -35,8 +35,7 @@ class Plugin:
 
     module: str  # its name
     source: str  # what names it: "--plugin", or the package with the entry point
-    # {"variant", "metric" or "target": names that it added}; empty unless `load` was called with
-    # `list_names`.
+    # {"variant", "metric" or "target": names that it added}; empty unless `load` was given `names`.
     registered: dict[str, list[str]] = field(default_factory=dict)
 
     def __str__(self) -> str:
@@ -44,23 +43,24 @@ class Plugin:
         return f"{self.module} ({self.source}): {'; '.join(named) or 'registers nothing'}"
 
 
+Names = Callable[[], dict[str, Collection[str]]]
 LOADED: dict[str, Plugin] = {}
 """By module, in import order."""
 
 
-def load(argv: Sequence[str], *, list_names: bool = False) -> None:
+def load(argv: Sequence[str], names: Names = dict) -> None:
     """Import the plugins of installed packages, then those that a command line names.
 
     The current directory is on the path for ``--plugin``, as it is for ``python -m`` (not under
-    ``python -P``). `list_names` fills `Plugin.registered`, which imports every registry first.
+    ``python -P``). `names` returns {kind: names} of everything that is registered at the moment.
     """
     for entry in sorted(entry_points(group=GROUP), key=lambda entry: entry.module):
-        _load(entry.module, f"package {entry.dist.name}" if entry.dist else GROUP, list_names)
+        _load(entry.module, f"package {entry.dist.name}" if entry.dist else GROUP, names)
     modules = _named(argv)
     if modules and not sys.flags.safe_path and sys.path[:1] not in ([""], [str(Path.cwd())]):
         sys.path.insert(0, str(Path.cwd()))
     for module in modules:
-        _load(module, FLAG, list_names)
+        _load(module, FLAG, names)
 
 
 def add_flag(parser: argparse.ArgumentParser) -> None:
@@ -100,28 +100,19 @@ def _named(argv: Sequence[str]) -> list[str]:
     return list(dict.fromkeys(modules))
 
 
-def _load(module: str, source: str, list_names: bool) -> None:
+def _load(module: str, source: str, names: Names) -> None:
     if module in LOADED:
         return
     if module.endswith(".py") or not all(name.isidentifier() for name in module.split(".")):
         raise UserError(f"{FLAG} {module}: give the name of a Python module, such as my_module")
-    before = _registered() if list_names else {}
+    before = names()
     try:
         importlib.import_module(module)
     except (Exception, SystemExit) as error:
         raise UserError(f"{FLAG} {module} ({source}): {_reason(error, module)}") from error
     LOADED[module] = Plugin(module, source)
-    for kind, names in _registered().items() if list_names else ():
-        LOADED[module].registered[kind] = [name for name in names if name not in before[kind]]
-
-
-def _registered() -> dict[str, Collection[str]]:
-    """Return {kind: names} of everything that is registered now."""
-    from megasink.analysis.metrics import metrics
-    from megasink.attention import variants
-    from megasink.convert.targets import TARGETS
-
-    return {"variant": variants.names(), "metric": list(metrics()), "target": list(TARGETS)}
+    for kind, known in names().items():
+        LOADED[module].registered[kind] = [name for name in known if name not in before[kind]]
 
 
 def _reason(error: BaseException, module: str) -> str:

@@ -5,7 +5,7 @@ import os
 import signal
 import sys
 
-import megasink.progress
+import megasink.console.progress
 
 # A shell that starts something in the background, and nohup, have it ignore signals, and so would
 # everything that the tests start and send them to.
@@ -20,4 +20,4 @@ if os.environ.pop("PYTHONDONTWRITEBYTECODE", None):
     sys.dont_write_bytecode = False
 
 # On a slow machine commands would say soon how far they are, between the lines that a test expects.
-megasink.progress._FIRST_SECONDS = math.inf
+megasink.console.progress._FIRST_SECONDS = math.inf

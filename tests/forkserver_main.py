@@ -222,7 +222,7 @@ def _import_everything() -> None:
     import pkgutil
 
     import megasink
-    from megasink.upstream.process import prepare_process
+    from megasink.cpu.process import prepare_process
 
     prepare_process()
     found = pkgutil.walk_packages(megasink.__path__, "megasink.")

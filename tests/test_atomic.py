@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from megasink.atomic import atomic_file, atomic_files, atomic_folder, atomic_text
+from megasink.files.atomic import atomic_file, atomic_files, atomic_folder, atomic_text
 
 
 def test_a_file_takes_the_place_of_another_one_at_the_end(tmp_path):
@@ -45,7 +45,7 @@ def test_a_full_disk_is_an_error_and_not_half_a_file(tmp_path):
 import resource, signal, sys
 sys.path.insert(0, {sys.path[0]!r})
 from pathlib import Path
-from megasink.atomic import atomic_text
+from megasink.files.atomic import atomic_text
 signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
 resource.setrlimit(resource.RLIMIT_FSIZE, (1000, 1000))
 atomic_text(Path(sys.argv[1]), "x" * 2000)

@@ -10,8 +10,8 @@ import pytest
 
 import megasink
 from megasink import cli
-from megasink.command_line import CommandParser
 from megasink.errors import ConfigError, UserError
+from megasink.options.command_line import CommandParser
 from megasink.upstream import versions
 
 

@@ -12,7 +12,7 @@ import pytest
 import megasink
 from megasink import cli
 from megasink.cli.convert_from_hf import train_line
-from megasink.command_line import CommandParser
+from megasink.options.command_line import CommandParser
 from megasink.training import early
 from megasink.training.checks.required import set_decay
 from tests.documented import (

@@ -11,46 +11,59 @@ from megasink.cli import COMMANDS, OF_TRAIN
 
 PACKAGE = Path(__file__).resolve().parents[1] / "megasink"
 
-# The ground: modules beside the rooms. None of them imports a room, but `plugins`, which asks when
-# it is asked, and the options, which are named by the records of variants.
-GROUND = {path.stem for path in PACKAGE.glob("*.py")} - {"__init__", "__main__"}
-OF_GROUND = {
-    "config": {"attention"},
-    "plugins": {"attention", "convert", "analysis"},
-}
-_BELOW_TRAINING = "attention balance megatron cpu upstream data checkpoints ground"
-# {room: (the rooms that it may import, the packages)}: imports inside of functions count as well.
-# "ground" is all of GROUND. CONTRIBUTING.md says what each room is for.
+# "ground" in the table is all of these. config names the records of attention, which takes errors
+# alone.
+GROUND = ("errors", "tried", "config", "plugins", "files", "console", "options")
+# {room, or file beside the rooms: (what it may import, the packages)}: imports inside of functions
+# count as well. CONTRIBUTING.md says what each room is for.
 ROOMS = {
+    "errors": ("console", ""),
+    "tried": ("", ""),
+    "config": ("attention", ""),
+    "plugins": ("errors", ""),
+    "files": ("errors", "numpy pydantic"),
+    "console": ("errors files", "rich"),
+    "options": ("errors config", ""),
     "attention": ("errors", "torch triton"),
     "balance": ("attention errors", "torch numpy"),
-    "megatron": ("attention balance cpu upstream ground", "torch megatron"),
+    "upstream": ("attention ground", "torch megatron numpy"),
     "cpu": ("upstream ground", "torch megatron psutil"),
-    "upstream": ("attention cpu ground", "torch megatron numpy"),
-    "transformers": (
-        "attention balance analysis data ground",
-        "torch transformers numpy trl peft datasets safetensors pyarrow",
-    ),
-    "data": (
-        "ground",
-        "numpy tokenizers sentencepiece pyarrow transformers",
-    ),
+    "megatron": ("attention balance cpu upstream ground", "torch megatron"),
+    "data": ("ground", "numpy tokenizers sentencepiece pyarrow transformers"),
     "checkpoints": ("attention megatron cpu upstream data ground", "torch megatron pydantic"),
+    "figures": ("megatron checkpoints ground", "numpy matplotlib"),
+    "transformers": (
+        "attention balance data figures ground",
+        "torch transformers numpy",
+    ),
+    "training": (
+        "attention balance megatron cpu upstream data checkpoints figures ground",
+        "torch numpy rich psutil tensorboard megatron",
+    ),
     "convert": (
         "checkpoints attention data transformers megatron training ground",
         "torch transformers safetensors packaging psutil megatron pydantic",
     ),
     "analysis": (
-        "attention balance megatron upstream transformers checkpoints data convert ground",
+        "attention balance megatron cpu transformers checkpoints data convert figures ground",
         "torch numpy scipy sklearn threadpoolctl matplotlib PIL jinja2 markupsafe rich transformers"
-        " safetensors lm_eval datasets huggingface_hub megatron",
+        " lm_eval datasets huggingface_hub megatron",
     ),
-    "training": (f"{_BELOW_TRAINING} analysis", "torch numpy rich psutil tensorboard megatron"),
-    "plan": (f"{_BELOW_TRAINING} analysis training", "torch triton rich megatron"),
+    "finetune": (
+        "balance data transformers figures analysis ground",
+        "torch transformers numpy trl peft datasets safetensors pyarrow huggingface_hub",
+    ),
+    "plan": (
+        "attention megatron cpu upstream training ground",
+        "torch triton rich megatron",
+    ),
     "cli": (
-        f"{_BELOW_TRAINING} analysis convert training plan transformers",
+        "attention balance megatron cpu upstream data checkpoints figures transformers finetune"
+        " training convert analysis plan ground",
         "torch numpy rich matplotlib tokenizers transformers megatron packaging huggingface_hub",
     ),
+    "__init__": ("analysis transformers errors", ""),
+    "__main__": ("console cli", ""),
 }
 # Parts that take less than their room.
 PARTS = {
@@ -58,8 +71,8 @@ PARTS = {
         *("torch", "numpy", "scipy", "sklearn", "threadpoolctl"),
         *("megasink.balance", "megasink.attention.definitions"),
     },
-    "megasink.convert.modeling": {"torch", "transformers"},  # copied beside the weights
-    "megasink.plan.hollow": {"torch", "megasink.atomic", "megasink.errors"},
+    "megasink.transformers.modeling": {"torch", "transformers"},  # copied beside the weights
+    "megasink.plan.hollow": {"torch", "megasink.files.atomic", "megasink.errors"},
 }
 
 # What works without the extra "train", on its own and by what it imports at once; what it imports
@@ -81,9 +94,9 @@ LIGHT = (
     *(
         "megasink.convert.safetensors_files",
         "megasink.checkpoints.find",
-        "megasink.upstream.process",
+        "megasink.cpu.process",
     ),
-    *("megasink.analysis.run", "megasink.analysis.sweep", "megasink.analysis.capture.load"),
+    *("megasink.analysis.run", "megasink.analysis.sweep", "megasink.transformers.load"),
 )
 OF_TRAIN_ALONE = {"megatron", "psutil", "sentencepiece", "tensorboard"}
 
@@ -111,24 +124,15 @@ def imports(tree: ast.AST, module: str, is_package: bool = False) -> Iterator[tu
 
 def may_import(module: str, name: str) -> bool:
     """Whether a module of the package may import a name, by the table of rooms."""
-    _, room, *_ = *module.split("."), ""
+    room = [*module.split("."), "__init__"][1]
     first, *rest = name.split(".")
     if first in sys.stdlib_module_names:
         return True
-    if room in GROUND | {"", "__main__"}:
-        rooms, packages = (
-            GROUND | OF_GROUND.get(room, set()),
-            None,
-        )  # of packages the table is silent
-        if room in ("", "__main__"):
-            rooms = rooms | {"analysis", "transformers", "cli"}
-    else:
-        rooms = set(ROOMS[room][0].split()) | {room}
-        rooms |= GROUND if "ground" in rooms else set()
-        packages = set(ROOMS[room][1].split())
+    rooms = set(ROOMS[room][0].split()) | {room}
+    rooms |= {*GROUND} if "ground" in rooms else set()
     if first != "megasink":
-        return packages is None or first in packages
-    return not rest or rest[0] in rooms or (rest[0] not in ROOMS.keys() | GROUND)
+        return first in ROOMS[room][1].split()
+    return not rest or rest[0] in rooms or rest[0] not in ROOMS
 
 
 def violations(path: Path, module: str) -> list[str]:
@@ -217,18 +221,11 @@ def test_the_package_keeps_to_its_layers():
     assert [v for path, module in modules() for v in violations(path, module)] == []
 
 
-def test_every_room_is_in_the_table_and_no_two_import_each_other():
-    """But for rooms that will go, and the CPU platform, made of patches of the register."""
+def test_every_room_and_file_is_in_the_table_and_no_two_rooms_import_each_other():
     rooms = {path.parent.name for path in PACKAGE.glob("*/__init__.py")}
-    assert rooms == ROOMS.keys()
-    circles = {
-        frozenset((room, other))
-        for room, (names, _) in ROOMS.items()
-        for other in names.split()
-        if other in ROOMS and room in ROOMS[other][0].split()
-    }
-    known = {("cpu", "upstream"), ("analysis", "transformers")}
-    assert circles == {frozenset(pair) for pair in known}
+    assert rooms | {path.stem for path in PACKAGE.glob("*.py")} == ROOMS.keys()
+    above = {name: {*names.split()} & ROOMS.keys() for name, (names, _) in ROOMS.items()}
+    assert [(a, b) for a in rooms for b in above[a] & rooms if a in above[b]] == []
 
 
 @pytest.mark.parametrize(
@@ -244,7 +241,7 @@ def test_every_room_is_in_the_table_and_no_two_import_each_other():
         ("megasink.megatron.norm", "from megasink.training import run_dir"),
         ("megasink.megatron.norm", "from megasink import training"),
         ("megasink.megatron.norm", "from .. import training"),
-        ("megasink.analysis.pages.curves", "import megasink.training.metrics_writer"),
+        ("megasink.figures.curves", "import megasink.training.metrics_writer"),
         ("megasink.training.launch", "from megasink.convert import table"),
     ],
 )
@@ -263,7 +260,7 @@ def test_a_planted_violation_is_found(tmp_path, module, line):
         ("megasink.cli.train", "from megasink.training.launch import launch"),
         ("megasink.attention.flash", "import math, torch\nfrom megasink.errors import UserError"),
         ("megasink.attention.flash", "from . import reference\nfrom .kernels import base"),
-        ("megasink.analysis.pages.curves", "from megasink import __version__"),
+        ("megasink.figures.curves", "from megasink import __version__"),
         ("megasink.convert.table", "import torch.nn"),
     ],
 )

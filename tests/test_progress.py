@@ -5,8 +5,8 @@ import io
 import pytest
 from rich.console import Console
 
-from megasink import progress as module
-from megasink.progress import progress, tracked
+from megasink.console import progress as module
+from megasink.console.progress import progress, tracked
 
 
 @pytest.fixture

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from megasink.run_options import OPTIONS
+from megasink.options.run_options import OPTIONS
 from tests.documented import PAGES
 from tests.forkserver import HANG_SECONDS, put_megasink_into
 

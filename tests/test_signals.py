@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from megasink import stopping
+from megasink.console import stopping
 from tests import forkserver
 from tests.forkserver import HANG_SECONDS, FreshProcess
 from tests.waiting import handles, session, state, until

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from megasink.errors import UserError
-from megasink.system_errors import explained, writes, writing
+from megasink.files.system_errors import explained, writes, writing
 
 
 def raised(function):

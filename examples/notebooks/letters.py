@@ -11,7 +11,7 @@ import torch
 from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM
 
 from megasink.cli.trigger_language import TriggerLanguage, texts_of, write_tokenizer
-from megasink.progress import tracked
+from megasink.console.progress import tracked
 
 LANGUAGE = TriggerLanguage()
 LENGTH = 62  # letters of a text; with BOS and EOD, 64 tokens

@@ -17,7 +17,7 @@ from examples.real_models.texts import MEASURED, read_texts
 from examples.real_models.wheels import told
 from megasink.analysis.metrics.geometry import attention_map_components
 from megasink.analysis.metrics.tokens import repeated_first_token
-from megasink.atomic import atomic_file
+from megasink.files.atomic import atomic_file
 from megasink.transformers.blocks import find_blocks
 
 COPIES = 8

@@ -22,8 +22,8 @@ import torch
 
 from examples.real_models.texts import _hash as hashed
 from examples.real_models.wheels import FOLDER, Wheel, fetch, sources, told
-from megasink.atomic import atomic_text
 from megasink.errors import UserError
+from megasink.files.atomic import atomic_text
 
 CHATS, QUESTIONS = 1600, 32
 DOMAINS = ("documentation", "code")

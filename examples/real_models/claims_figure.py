@@ -7,7 +7,7 @@ import numpy as np
 
 from examples.real_models.importance_figure import title_of
 from examples.real_models.wheels import sources
-from megasink.analysis.pages.style import (
+from megasink.figures.style import (
     BLUE,
     GRAY,
     GREEN,
@@ -17,7 +17,7 @@ from megasink.analysis.pages.style import (
     rendered,
     styled,
 )
-from megasink.atomic import atomic_file
+from megasink.files.atomic import atomic_file
 
 SCORES = {
     "random": (GRAY, ":", "s"),

@@ -21,9 +21,9 @@ from typing import Any
 from unittest import mock
 
 from examples.real_models.wheels import FOLDER, Wheel, fetch, members, sources, told
-from megasink.atomic import atomic_folder
-from megasink.command_line import unknown_name
 from megasink.errors import ConfigError, UserError
+from megasink.files.atomic import atomic_folder
+from megasink.options.command_line import unknown_name
 
 
 def make_model(name: str, folder: Path = FOLDER) -> str:

@@ -30,8 +30,8 @@ from examples.real_models.texts import MEASURED, read_texts
 from examples.real_models.wheels import FOLDER, told
 from examples.real_models.zeroing import losses
 from examples.steps import command
-from megasink.atomic import atomic_text
-from megasink.progress import tracked
+from megasink.console.progress import tracked
+from megasink.files.atomic import atomic_text
 
 STEPS, TOKENS, RATE, CLIP, DECAY = 20, 256, 1e-4, 1.0, 0.1
 HELD_OUT = 24

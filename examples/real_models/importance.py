@@ -23,9 +23,9 @@ from examples.real_models.texts import MEASURED
 from examples.real_models.wheels import FOLDER, told
 from examples.real_models.zeroing import RESULTS
 from megasink.analysis.metrics import metrics
-from megasink.atomic import atomic_text
 from megasink.errors import UserError
-from megasink.typed_json import to_json
+from megasink.files.atomic import atomic_text
+from megasink.files.typed_json import to_json
 
 Floats = NDArray[np.float64]
 

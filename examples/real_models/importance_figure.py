@@ -6,8 +6,8 @@ from typing import Any
 import numpy as np
 
 from examples.real_models.importance import find, read_losses, read_scores
-from megasink.analysis.pages.style import BLUE, GRAY, GREEN, VERMILION, WIDTH, rendered, styled
-from megasink.atomic import atomic_file
+from megasink.figures.style import BLUE, GRAY, GREEN, VERMILION, WIDTH, rendered, styled
+from megasink.files.atomic import atomic_file
 
 TITLES = {
     "random": "random heads",

@@ -8,8 +8,8 @@ import numpy as np
 from examples.real_models.claims_figure import SCORES
 from examples.real_models.importance_figure import title_of
 from examples.real_models.wheels import sources
-from megasink.analysis.pages.style import GRAY, WIDTH, rendered, styled
-from megasink.atomic import atomic_file
+from megasink.figures.style import GRAY, WIDTH, rendered, styled
+from megasink.files.atomic import atomic_file
 
 
 def draw_inactive(found: list[dict[str, Any]], path: Path) -> None:

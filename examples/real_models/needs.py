@@ -3,7 +3,7 @@
 from pathlib import Path
 
 from megasink.errors import UserError
-from megasink.json_file import read_object
+from megasink.files.json_file import read_object
 
 
 class LeftOut(UserError):

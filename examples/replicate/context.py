@@ -19,12 +19,12 @@ from examples.replicate.own_program import OwnProgram
 from examples.replicate.record import Run
 from examples.replicate.retrieval import retrieval
 from examples.steps import Step
-from megasink.analysis.pages.curves import series
-from megasink.analysis.pages.metrics import read_metrics
-from megasink.atomic import atomic_text
 from megasink.checkpoints.find import newest_checkpoint
 from megasink.cli.trigger_language import AROUND
-from megasink.upstream.process import prepare_quietly
+from megasink.cpu.process import prepare_quietly
+from megasink.figures.curves import series
+from megasink.figures.run_metrics import read_metrics
+from megasink.files.atomic import atomic_text
 
 VARIANTS = ("vanilla", "sink", "gated")
 SEEDS = (1, 2, 3)

@@ -28,12 +28,12 @@ from typing import NamedTuple
 
 from examples.replicate.debian_package import files_of
 from examples.replicate.html_text import text_of_html
-from megasink.atomic import atomic_file, atomic_text
 from megasink.cli.data import main as data
+from megasink.console.progress import tracked
 from megasink.data.corpus import Corpus
 from megasink.data.tokenizer import load_tokenizer, train_tokenizer
 from megasink.errors import ConfigError, UserError
-from megasink.progress import tracked
+from megasink.files.atomic import atomic_file, atomic_text
 
 SOURCES_FILE = Path(__file__).with_name("text_sources.toml")
 HELD_OUT = 0.01

@@ -4,14 +4,14 @@ import sys
 from collections.abc import Callable
 from typing import NoReturn
 
-from megasink import stopping
+from megasink.console import stopping
 from megasink.errors import UserError
 
 
 def end_with(main: Callable[[], int], program: str) -> NoReturn:
     """Run a main and end the process; a user's error is one line, and a non-zero exit code.
 
-    So is a signal, behind which the main has unwound (`megasink.stopping`).
+    So is a signal, behind which the main has unwound (`megasink.console.stopping`).
     """
 
     def answered() -> int:

@@ -22,10 +22,10 @@ from megasink.analysis.interventions.record import changes_of
 from megasink.analysis.loading import opened
 from megasink.analysis.measure import measure
 from megasink.analysis.options import AnalysisOptions
-from megasink.atomic import atomic_text
 from megasink.cli.analyze import analyze_parser, check
-from megasink.json_file import read_object
-from megasink.progress import tracked
+from megasink.console.progress import tracked
+from megasink.files.atomic import atomic_text
+from megasink.files.json_file import read_object
 
 FILE = "first_layer.json"
 UNCHANGED, ALL = "unchanged", "all"

@@ -15,7 +15,6 @@ from typing import Any
 
 import numpy as np
 
-from megasink.atomic import atomic_text
 from megasink.cli.data import main as data
 from megasink.cli.trigger_language import (
     BOS,
@@ -29,6 +28,7 @@ from megasink.cli.trigger_language import (
     texts_of,
     write_tokenizer,
 )
+from megasink.files.atomic import atomic_text
 
 SAMPLE = 64
 """Documents that are held out of the training text, for analyses."""

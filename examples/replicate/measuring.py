@@ -19,11 +19,11 @@ from examples.replicate.grid.start import fork_server
 from examples.replicate.measures import MeasuresFile, filled
 from examples.replicate.programs import PROGRAMS
 from examples.replicate.record import Run
-from megasink.atomic import atomic_text
 from megasink.checkpoints.find import find_checkpoint
+from megasink.console.progress import progress
 from megasink.errors import ConfigError, UserError
-from megasink.json_file import read_object
-from megasink.progress import progress
+from megasink.files.atomic import atomic_text
+from megasink.files.json_file import read_object
 
 _TICK = 0.1  # seconds
 

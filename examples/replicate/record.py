@@ -10,10 +10,10 @@ import numpy as np
 
 from examples.replicate.claims import Verdict
 from examples.replicate.cone import Check
-from megasink.atomic import atomic_text
 from megasink.errors import UserError
-from megasink.json_file import read_object
-from megasink.typed_json import from_json, to_json
+from megasink.files.atomic import atomic_text
+from megasink.files.json_file import read_object
+from megasink.files.typed_json import from_json, to_json
 
 FORMAT = 1
 """Incremented when an entry moves or changes its meaning."""

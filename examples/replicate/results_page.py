@@ -6,9 +6,9 @@ from pathlib import Path
 from examples.replicate import claims, figures, record
 from examples.replicate.experiment import letters, read_experiment
 from examples.replicate.words import number_text, sentence, spread_text
-from megasink.atomic import atomic_file, atomic_text
-from megasink.command_line import CommandParser
 from megasink.errors import UserError
+from megasink.files.atomic import atomic_file, atomic_text
+from megasink.options.command_line import CommandParser
 
 PAGE = Path(__file__).resolve().with_name("results.md")
 FIGURES = PAGE.with_name("figures")

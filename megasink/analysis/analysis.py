@@ -1,7 +1,7 @@
 """The results of an analysis: each metric is an attribute that can draw itself."""
 
 import html
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -10,14 +10,17 @@ import numpy as np
 from numpy.typing import NDArray
 
 from megasink.analysis.metrics import Metric, metrics
-from megasink.analysis.pages.style import rendered, styled
+from megasink.analysis.pages.drawing import Drawing
 from megasink.analysis.results import Results
 from megasink.errors import UnknownName, UserError, nearest, reason_of, unknown_name
+from megasink.figures.style import rendered, styled
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 Floats = NDArray[np.float64]
+INACTIVE_SHARE = "0.15"
+"""Share of heads inactive at the threshold that figures show."""
 
 
 @dataclass(frozen=True)
@@ -72,9 +75,7 @@ class MetricValues:
 
     def plot(self) -> Plot:
         """Draw the figure of the report that shows this metric: a curve, or a heatmap of heads."""
-        from megasink.analysis.pages.analysis_figures import drawings
-
-        known = {drawing.name for drawing in drawings()}
+        known = {drawing.name for drawing in self._analysis.drawings()}
         for name in (self.metric.name, self.metric.figure):
             if self.metric.shown & {"curve", "heatmap"} and name in known:
                 plot = self._analysis.plot(name)
@@ -97,6 +98,7 @@ class Analysis:
             are of, for inactive-head scores and for metrics compared by distribution.
         maps: from `megasink.analysis.capture.maps.geometry`; empty without `--maps`.
         points: geometry.npz, points of tokens by PCA and t-SNE; empty if absent.
+        drawings: returns the figures that `plot` knows.
     """
 
     name: str
@@ -104,6 +106,7 @@ class Analysis:
     by_sample: dict[str, Floats]
     maps: dict[str, NDArray[Any]] = field(default_factory=dict)
     points: dict[str, NDArray[Any]] = field(default_factory=dict)
+    drawings: Callable[[], Sequence[Drawing]] = tuple
 
     def has(self, metric: str) -> bool:
         """Return whether the model has this metric; only gated models have gate metrics."""
@@ -153,9 +156,7 @@ class Analysis:
     @property
     def figures(self) -> list[str]:
         """Names of the figures that `plot` can draw of this analysis."""
-        from megasink.analysis.pages.analysis_figures import drawings
-
-        return [drawing.name for drawing in drawings() if self.plot(drawing.name) is not None]
+        return [drawing.name for drawing in self.drawings() if self.plot(drawing.name) is not None]
 
     def plot(self, figure: str) -> Plot | None:
         """Draw a figure of the report; None if this model lacks the numbers.
@@ -163,9 +164,7 @@ class Analysis:
         Args:
             figure: its name, as in the report's folder figures/.
         """
-        from megasink.analysis.pages.analysis_figures import drawings
-
-        known = {drawing.name: drawing for drawing in drawings()}
+        known = {drawing.name: drawing for drawing in self.drawings()}
         if figure not in known:
             raise UserError(unknown_name("the figure", figure, list(known)))
         drawing = known[figure]

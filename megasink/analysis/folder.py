@@ -7,26 +7,30 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from megasink.analysis.analysis import Analysis, Floats, array, names_by_sample
+from megasink.analysis.analysis import (
+    INACTIVE_SHARE,
+    Analysis,
+    Floats,
+    array,
+    names_by_sample,
+)
 from megasink.analysis.capture.inputs import shown
 from megasink.analysis.metrics import metrics, metrics_shown
 from megasink.analysis.metrics.registry import AXES
+from megasink.analysis.pages.analysis_figures import drawings
 from megasink.analysis.pages.csv_file import write_csv
 from megasink.analysis.results import FORMAT, MetricResult, Results, SampleResults
 from megasink.analysis.stored import read_arrays
-from megasink.checked_fields import checked
 from megasink.checkpoints.find import runs_in
 from megasink.errors import UserError
-from megasink.json_file import read_object
-from megasink.typed_json import from_json
+from megasink.files.checked_fields import checked
+from megasink.files.json_file import read_object
+from megasink.files.typed_json import from_json
 
 Arrays = dict[str, NDArray[Any]]
 
 TABLE_POSITIONS = 8
 """Token positions with columns in a table of states."""
-
-INACTIVE_SHARE = "0.15"
-"""Share of heads inactive at the threshold that figures show."""
 
 
 @checked
@@ -73,7 +77,7 @@ def analysis_of(results: Results, samples: Arrays, maps: Arrays, points: Arrays)
         for name, values in samples.items()
         if name.removeprefix("metric/") in wanted and values.ndim
     }
-    return Analysis(results.model.name, results, by_sample, maps, points)
+    return Analysis(results.model.name, results, by_sample, maps, points, drawings)
 
 
 def _problems(results: Results, by_sample: dict[str, Floats]) -> Iterator[str]:

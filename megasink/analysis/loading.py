@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 from megasink.analysis.capture.ranks import Ranks
 from megasink.analysis.options import ModelOptions
 from megasink.checkpoints.find import find_checkpoint, is_run
-from megasink.upstream.process import prepare_quietly
+from megasink.cpu.process import prepare_quietly
 
 if TYPE_CHECKING:
     from megasink.analysis.capture.base import ProbedModel
@@ -17,10 +17,17 @@ if TYPE_CHECKING:
 def opened(which: ModelOptions, ranks: Ranks) -> "Iterator[ProbedModel]":
     """Load a model; of a run its newest checkpoint."""
     if not is_run(which.model):
-        from megasink.analysis.capture.load import load
         from megasink.analysis.capture.models import of_transformers
+        from megasink.transformers.load import load
 
-        model, tokenizer = load(which, ranks.device(which.device), quiet=bool(ranks.rank))
+        model, tokenizer = load(
+            which.model,
+            ranks.device(which.device),
+            tokenizer=which.tokenizer,
+            dtype=which.dtype,
+            attn_implementation=which.attn_implementation,
+            quiet=bool(ranks.rank),
+        )
         yield of_transformers(model, tokenizer, which.shown_name)
         return
     find_checkpoint(which.model)  # before the slow imports

@@ -34,9 +34,9 @@ from megasink.analysis.capture.ranks import Ranks
 from megasink.analysis.capture.recorder import Recorder
 from megasink.analysis.capture.shards import PartialFolder, Shard, plan
 from megasink.analysis.options import AnalysisOptions
+from megasink.console.progress import progress
 from megasink.data.token_bytes import TokenBytes
 from megasink.errors import UserError
-from megasink.progress import progress
 
 
 def measure(

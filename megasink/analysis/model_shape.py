@@ -6,7 +6,7 @@ from typing import Any, NamedTuple
 
 from megasink.checkpoints.find import find_checkpoint, is_run
 from megasink.checkpoints.saved_arguments import read_arguments
-from megasink.json_file import read_object
+from megasink.files.json_file import read_object
 from megasink.megatron.hybrid_pattern import blocks_of, with_heads
 
 _LAYERS = ("num_hidden_layers", "n_layer", "num_layers")

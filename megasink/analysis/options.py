@@ -1,6 +1,6 @@
 """The settings of an analysis as frozen records, from a command line or a program.
 
-The string below a field is the help of its flag (`megasink.flags.add_fields`). Nothing here imports
+The string below a field is the help of its flag (`options.flags.add_fields`). Nothing here imports
 torch.
 """
 
@@ -11,7 +11,7 @@ from typing import Any, ClassVar, Self
 
 from megasink.checkpoints.find import runs_in
 from megasink.errors import missing_folder
-from megasink.flags import flag_of
+from megasink.options.flags import flag_of
 
 KINDS = ("natural", "random", "repeated")
 BOS = ("auto", "add", "none")

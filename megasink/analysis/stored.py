@@ -14,9 +14,9 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from megasink.atomic import atomic_file, atomic_text
 from megasink.errors import UserError
-from megasink.json_file import read_object
+from megasink.files.atomic import atomic_file, atomic_text
+from megasink.files.json_file import read_object
 
 _SEAL = "sha256"
 _BROKEN = "its contents have changed since it was written"

@@ -4,13 +4,20 @@ import gc
 from dataclasses import replace
 from pathlib import Path
 
+from rich.console import Console
+
 from megasink.analysis.capture.ranks import Ranks
 from megasink.analysis.loading import open_checkpoint
 from megasink.analysis.options import AnalysisOptions, ModelOptions
+from megasink.analysis.pages.drawing import PAGE_FILES
+from megasink.analysis.pages.trace import trace_row, write_trace
+from megasink.analysis.results_files import holding, results_of
+from megasink.analysis.run import analyze
 from megasink.checkpoints.find import find_checkpoint, is_run
 from megasink.checkpoints.intact import checkpoint_path, iterations
-from megasink.printable import say_next
-from megasink.upstream.process import prepare_quietly
+from megasink.console.printable import say_next
+from megasink.console.progress import tracked
+from megasink.cpu.process import prepare_quietly
 
 
 def steps_of(run: Path) -> list[int]:
@@ -25,14 +32,7 @@ def trace(which: ModelOptions, options: AnalysisOptions, ranks: Ranks) -> None:
     output, steps = options.output, steps_of(which.model)
     assert output is not None
     prepare_quietly(cpu=which.device == "cpu")
-    from rich.console import Console
-
-    from megasink.analysis.pages.drawing import PAGE_FILES
-    from megasink.analysis.pages.trace import trace_row, write_trace
-    from megasink.analysis.results_files import holding, results_of
-    from megasink.analysis.run import analyze
     from megasink.checkpoints.load import single_process
-    from megasink.progress import tracked
 
     # The analyses in OUTPUT compare their own settings.
     run = which.model.resolve()

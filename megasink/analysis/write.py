@@ -10,7 +10,7 @@ from megasink.analysis.pages.analysis_page import in_words
 from megasink.analysis.pages.drawing import PAGE_FILES
 from megasink.analysis.results_files import results_of, write_json
 from megasink.analysis.stored import write_arrays
-from megasink.printable import printable, say
+from megasink.console.printable import printable, say
 
 
 def write_own_page(output: Path, analysis: Analysis) -> None:

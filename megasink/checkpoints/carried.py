@@ -9,7 +9,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from megasink.json_file import read_object
+from megasink.data.tokenizer import tokenizer_hash
+from megasink.files.json_file import read_object
 
 KEY = "hugging_face"
 
@@ -22,8 +23,6 @@ def carried(config: Path) -> dict[str, Any]:
 
 def generation_of(config: Path, tokenizer: Any) -> dict[str, Any]:
     """Return a run's entries for generation, as `with_ends`, equal to those of its export."""
-    from megasink.data.tokenizer import tokenizer_hash
-
     kept = carried(config)
     of_model, given = kept.get("config"), kept.get("generation_config")
     if not isinstance(given, dict):

@@ -14,7 +14,7 @@ from megasink.checkpoints.intact import TRACKER, checkpoint_path, damage, iterat
 from megasink.checkpoints.torch_metadata import read_metadata
 from megasink.data.object_store import is_stored
 from megasink.errors import UserError
-from megasink.json_file import read_object, read_text
+from megasink.files.json_file import read_object, read_text
 
 
 class Checkpoint(NamedTuple):

@@ -5,7 +5,7 @@ from typing import Any
 
 from megasink.config import MODEL_OPTIONS
 from megasink.megatron.hybrid_pattern import layers_of
-from megasink.megatron_flags import having
+from megasink.options.megatron_flags import having
 
 SHAPE = (*having("shape"), "attention_variant", "attention_variant_layers", "gate_granularity")
 """Arguments that a converted model fixes; its data and tokenizer are free."""

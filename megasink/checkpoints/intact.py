@@ -14,11 +14,11 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
-from megasink.atomic import atomic_text
 from megasink.checkpoints.torch_metadata import stored_entries
+from megasink.console.printable import say
 from megasink.errors import UserError
-from megasink.json_file import read_object
-from megasink.printable import say
+from megasink.files.atomic import atomic_text
+from megasink.files.json_file import read_object
 
 _ITERATION = re.compile(r"iter_(\d+)")
 _ASIDE = re.compile(r"iter_\d+\.damaged\d*")

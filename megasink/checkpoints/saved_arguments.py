@@ -17,10 +17,10 @@ from typing import Any
 from megasink.attention.variants import is_variant, names
 from megasink.checkpoints.identity import MODEL
 from megasink.errors import UserError, unknown_name
-from megasink.json_file import read_object
+from megasink.files.json_file import read_object
 from megasink.megatron.arguments import CPU_DEFAULTS, parse_apart
 from megasink.megatron.hybrid_pattern import SUPPORTED, layers_of
-from megasink.megatron_flags import REFUSED, having
+from megasink.options.megatron_flags import REFUSED, having
 from megasink.plugins import advice
 
 # Layout and compute options: this process keeps its own values.

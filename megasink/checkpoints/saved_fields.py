@@ -5,7 +5,8 @@ from typing import Annotated, Any, Literal, get_type_hints
 
 from pydantic import Field
 
-from megasink.checked_fields import (
+from megasink.config import MODEL_OPTIONS
+from megasink.files.checked_fields import (
     FACTORS,
     Count,
     Epsilon,
@@ -17,7 +18,6 @@ from megasink.checked_fields import (
     check,
     fields,
 )
-from megasink.config import MODEL_OPTIONS
 
 _FLAGS = (
     "add_bias_linear add_qkv_bias bf16 fp16 group_query_attention layernorm_zero_centered_gamma "

@@ -6,8 +6,9 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from megasink.atomic import atomic_folder
+from megasink.data.tokenizer import largest_id, load_tokenizer, tokenizer_hash
 from megasink.errors import UserError, missing_folder
+from megasink.files.atomic import atomic_folder
 
 OWN = "tokenizer"
 """Folder of the copy, next to config.json; imported models use the same folder."""
@@ -75,8 +76,6 @@ def digests(folder: Path) -> dict[str, str]:
 
 def _mean_the_same(one: Path, other: Path) -> bool:
     """Whether two tokenizers assign the same ids, regardless of file format."""
-    from megasink.data.tokenizer import load_tokenizer, tokenizer_hash
-
     try:
         return tokenizer_hash(load_tokenizer(one)) == tokenizer_hash(load_tokenizer(other))
     except UserError:
@@ -85,8 +84,6 @@ def _mean_the_same(one: Path, other: Path) -> bool:
 
 def tokenizer_of(saved: Mapping[str, Any], given: str | Path | None, config: Path) -> Any:
     """Load the transformers tokenizer that a run was trained with, or the given folder instead."""
-    from megasink.data.tokenizer import largest_id, load_tokenizer
-
     if given is None:
         if saved.get("tokenizer_type") != "HuggingFaceTokenizer":
             return None

@@ -11,7 +11,7 @@ from pathlib import Path, PurePath
 from typing import Any
 
 from megasink.errors import UserError
-from megasink.json_file import open_file
+from megasink.files.json_file import open_file
 
 # Standard library modules that arguments, random states and enums need; others are refused.
 _KNOWN = {"argparse", "collections", "types", "enum", "signal", "pathlib", "io", "_codecs"}

@@ -23,6 +23,8 @@ from types import SimpleNamespace
 from typing import Any
 
 import torch
+from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
+from torch.distributed.checkpoint.metadata import StorageMeta
 
 from megasink.checkpoints.torch_metadata import StandIn, load_metadata, stand_in
 from megasink.errors import UserError, reason_of
@@ -35,8 +37,6 @@ _NAMED = re.compile(r"GLOBAL ([\w.]+)")
 def loading_without_code() -> Iterator[None]:
     """Restrict Megatron's and torch's loading to the contents of a checkpoint."""
     from megatron.core.safe_globals import SafeUnpickler
-    from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
-    from torch.distributed.checkpoint.metadata import StorageMeta
 
     refused: list[UserError] = []
     reading = {"folder": "", "entry": "a tensor in it"}

@@ -4,13 +4,14 @@ import argparse
 import contextlib
 import importlib
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 
 import megasink
-from megasink import package_warnings, plugins, stopping
-from megasink.command_line import CommandParser
+from megasink import plugins
+from megasink.console import package_warnings, stopping
 from megasink.errors import UserError, unknown_name
-from megasink.extras import require_train
+from megasink.options.command_line import CommandParser
+from megasink.options.extras import require_train
 
 # Group -> command -> what it does; each is a module of `megasink.cli` with a ``main``, imported on
 # demand.
@@ -99,5 +100,14 @@ def _run(argv: Sequence[str] | None) -> int:
     is_logged = args.command in WITH_LOGS
     with contextlib.nullcontext() if is_logged else package_warnings.hidden():
         if args.command not in WITHOUT_PLUGINS:
-            plugins.load(args.arguments, list_names=args.command == "doctor")
+            plugins.load(args.arguments, _registered if args.command == "doctor" else dict)
         return main_of(args.command)(args.arguments)
+
+
+def _registered() -> dict[str, Collection[str]]:
+    """Return {kind: names} of everything that is registered now."""
+    from megasink.analysis.metrics import metrics
+    from megasink.attention import variants
+    from megasink.convert.targets import TARGETS
+
+    return {"variant": variants.names(), "metric": list(metrics()), "target": list(TARGETS)}

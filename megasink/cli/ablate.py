@@ -22,8 +22,8 @@ from megasink.cli.analysis_flags import (
     refuse_others,
     settled,
 )
-from megasink.command_line import CommandParser
 from megasink.errors import UserError, unknown_name
+from megasink.options.command_line import CommandParser
 
 SCORES = ("awft", "ahon_ln")
 """Scores of a sweep by default: the paper's comparison."""

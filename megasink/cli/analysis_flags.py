@@ -8,7 +8,7 @@ import math
 from collections.abc import Sequence
 from pathlib import Path
 
-from megasink import cpu, output_folder
+from megasink import cpu
 from megasink.analysis.capture.head_names import head_problems, parse_head
 from megasink.analysis.model_shape import ModelShape, shape_of
 from megasink.analysis.options import KEPT, AnalysisOptions, ModelOptions, model_problem
@@ -18,13 +18,14 @@ from megasink.checkpoints.saved_arguments import read_arguments
 from megasink.checkpoints.tokenizer import tokenizer_problem
 from megasink.cli import hub
 from megasink.cli.device import add_device, device_problems
-from megasink.command_line import CommandParser
 from megasink.data.replaced_tokens import problems_of as problems_of_replaced
 from megasink.data.text_tokenizer import add_parse_special_tokens
 from megasink.errors import ConfigError, UserError
-from megasink.extras import require_train
-from megasink.flags import add_fields
-from megasink.output_folder import add_overwrite, folder_problem, foreign_contents
+from megasink.files import output_folder
+from megasink.files.output_folder import add_overwrite, folder_problem, foreign_contents
+from megasink.options.command_line import CommandParser
+from megasink.options.extras import require_train
+from megasink.options.flags import add_fields
 from megasink.plugins import add_flag
 
 REPLACEMENT = ("replace_tokens_at", "replace_tokens_with")

@@ -7,12 +7,11 @@ from megasink.analysis.capture.ranks import taking_part
 from megasink.analysis.loading import opened
 from megasink.analysis.metrics.registry import backward_names
 from megasink.analysis.options import AnalysisOptions, ModelOptions
-from megasink.analysis.trace import steps_of, trace
 from megasink.checkpoints.find import is_run
 from megasink.cli import analysis_flags
-from megasink.command_line import CommandParser
+from megasink.console.printable import say_next
 from megasink.errors import unknown_name
-from megasink.printable import say_next
+from megasink.options.command_line import CommandParser
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -34,11 +33,11 @@ def main(argv: Sequence[str] | None = None) -> int:
         which, options = check(args)
         command = "analyze --checkpoints" if args.checkpoints else "analyze"
         analysis_flags.refuse_others(command, which, options)
+        from megasink.analysis.trace import analyze, steps_of, trace
+
         if args.checkpoints:
             trace(which, options, ranks)
             return 0
-        from megasink.analysis.run import analyze
-
         with opened(which, ranks) as model:
             analyze(model, options, ranks)
         if ranks.rank == 0 and len(steps_of(args.model)) > 1:

@@ -12,12 +12,12 @@ from rich.filesize import decimal
 
 from megasink.checkpoints.find import Saved, runs_in, saved_checkpoints
 from megasink.checkpoints.intact import checkpoint_path, iterations
-from megasink.command_line import CommandParser
+from megasink.console.json_output import add_json, only_json
+from megasink.console.printable import say
+from megasink.console.progress import progress
 from megasink.errors import ConfigError, UserError
-from megasink.json_file import open_file, read_object
-from megasink.json_output import add_json, only_json
-from megasink.printable import say
-from megasink.progress import progress
+from megasink.files.json_file import open_file, read_object
+from megasink.options.command_line import CommandParser
 from megasink.training.lease import writer_of
 
 _STEP = re.compile(rb'"iteration": (\d{1,18})\b')

@@ -4,14 +4,17 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from rich.table import Table
+from rich.text import Text
+
 from megasink.analysis.pages.comparable import shortest_names
-from megasink.analysis.pages.metrics import read_metrics
-from megasink.command_line import CommandParser
+from megasink.console.json_output import add_json, as_text
+from megasink.console.printable import wide_console
 from megasink.errors import UserError
-from megasink.json_output import add_json, as_text
-from megasink.output_folder import add_overwrite
+from megasink.figures.run_metrics import read_metrics
+from megasink.files.output_folder import add_overwrite
+from megasink.options.command_line import CommandParser
 from megasink.plugins import add_flag
-from megasink.printable import wide_console
 
 Lines = list[dict[str, Any]]
 
@@ -55,40 +58,33 @@ def main(argv: Sequence[str] | None = None) -> int:
             line += f" --x {x} --smoothing {smoothing:g}"
             of += [x, smoothing]
         comment = comment_of(picture, line, of, overwrite=args.overwrite)
-    from megasink.analysis.pages.compare import draw_comparison, write_comparison
-    from megasink.analysis.pages.curves import figure_of
+    from megasink.analysis.pages import compare as page
+    from megasink.figures.curves import figure_of
 
     if len(runs) == 1:
         figure = figure_of(args.runs[0], next(iter(runs.values())))
     else:
-        figure = draw_comparison(runs, x=x, factor=smoothing)
-    write_comparison(runs, figure, picture, comment=comment)
+        figure = page.draw_comparison(runs, x=x, factor=smoothing)
+    page.write_comparison(runs, figure, picture, comment=comment)
     if args.json:
-        print(as_text({"runs": _of_runs(runs), "picture": str(picture)}))
+        print(as_text({"runs": _of_runs(runs, page), "picture": str(picture)}))
     else:
-        _show(runs)
+        _show(page.final_numbers(runs))
         print(f"picture: {picture}, page: {picture.with_suffix('.html')}")
     return 0
 
 
-def _of_runs(runs: dict[str, Lines]) -> dict[str, Any]:
+def _of_runs(runs: dict[str, Lines], page: Any) -> dict[str, Any]:
     """Return the numbers of each run, by the names of the metrics."""
-    from megasink.analysis.pages.compare import COLUMNS, summary
-
-    names = COLUMNS | {"tokens/s": "tokens_per_second"}
+    names = page.COLUMNS | {"tokens/s": "tokens_per_second"}
     return {
-        name: {names[column]: value for column, value in summary(lines).items()}
+        name: {names[column]: value for column, value in page.summary(lines).items()}
         for name, lines in runs.items()
     }
 
 
-def _show(runs: dict[str, Lines]) -> None:
-    from rich.table import Table
-    from rich.text import Text
-
-    from megasink.analysis.pages.compare import final_numbers
-
-    (first, *columns), rows = final_numbers(runs)
+def _show(numbers: tuple[list[str], list[list[str]]]) -> None:
+    (first, *columns), rows = numbers
     table = Table(first, box=None)
     for column in columns:
         table.add_column(column, justify="right")

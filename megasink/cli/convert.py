@@ -6,9 +6,10 @@ from pathlib import Path
 
 from megasink.cli.device import add_device, device_problems
 from megasink.cli.hub import stay_offline
-from megasink.command_line import CommandParser
 from megasink.convert.output import refuse_contents
+from megasink.cpu.process import prepare_quietly
 from megasink.errors import UserError
+from megasink.options.command_line import CommandParser
 from megasink.plugins import add_flag
 
 
@@ -42,7 +43,6 @@ def not_verified(folder: Path) -> None:
 def prepare(device: str | None) -> None:
     """Make Megatron importable, and silence Megatron and transformers."""
     stay_offline()
-    from megasink.upstream.process import prepare_quietly
 
     prepare_quietly(cpu=device == "cpu")
     try:

@@ -7,8 +7,9 @@ from pathlib import Path
 from megasink.attention.variants import variants
 from megasink.cli import hub
 from megasink.cli.convert import not_verified, parser_of, prepare, refuse
+from megasink.convert.attention_change import change_of
 from megasink.errors import UserError, missing_folder
-from megasink.json_file import read_object
+from megasink.files.json_file import read_object
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -45,7 +46,6 @@ def main(argv: Sequence[str] | None = None) -> int:
     if problem := _not_of_transformers(args.model):
         raise UserError(f"{args.model}: {problem}")
     refuse(args)
-    from megasink.convert.attention_change import change_of
 
     change = change_of(args.attention_variant, args.gate_granularity, args.sink_weight)
     prepare(args.device)

@@ -8,9 +8,10 @@ from megasink.checkpoints.find import find_checkpoint
 from megasink.checkpoints.saved_arguments import read_arguments
 from megasink.cli import hub
 from megasink.cli.convert import not_verified, parser_of, prepare, refuse
+from megasink.console.printable import say_next
 from megasink.convert.output import parse_size
+from megasink.convert.targets import named
 from megasink.errors import UserError
-from megasink.printable import say_next
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -38,8 +39,6 @@ def main(argv: Sequence[str] | None = None) -> int:
     )
     # Before the seconds that the imports take; a name costs one of them.
     if args.target is not None:
-        from megasink.convert.targets import named
-
         named(args.target)
     refuse(args)
     if args.push and not args.verify:

@@ -6,15 +6,15 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from megasink.checkpoints.tokenizer import tokenizer_problem
-from megasink.command_line import CommandParser
+from megasink.console.printable import say, say_next
+from megasink.data import resume
 from megasink.data.corpus import MAX_DOCUMENT_BYTES, Corpus, default_workers
 from megasink.data.output import output_problems, part_of
 from megasink.data.text_tokenizer import add_parse_special_tokens
 from megasink.data.tokenizer import MIN_VOCAB_SIZE, folder_problem, train_tokenizer
 from megasink.data.validation import Validation, validation_of
-from megasink.errors import ConfigError
-from megasink.printable import say, say_next
-from megasink.stopping import Signalled
+from megasink.errors import ConfigError, Signalled
+from megasink.options.command_line import CommandParser
 
 if TYPE_CHECKING:
     from megasink.data.preprocess import PreprocessReport
@@ -122,7 +122,6 @@ def run(args: argparse.Namespace) -> None:
     trained_as = None
     if args.train_tokenizer is not None:
         trained_as = (args.train_tokenizer, args.tokenizer_bos)
-    from megasink.data import resume
 
     # A killed run of the same command has trained it, and may have tokenized a part with it.
     before = resume.load(args.output)

@@ -4,9 +4,9 @@ import re
 from collections.abc import Sequence
 from pathlib import Path
 
-from megasink.command_line import CommandParser
 from megasink.errors import UserError
-from megasink.output_folder import OF_SYSTEM, folder_problem
+from megasink.files.output_folder import OF_SYSTEM, folder_problem
+from megasink.options.command_line import CommandParser
 
 STEPS = 600
 # What earlier demos left: the language and its tokenizer, and a folder of runs for each.

@@ -13,12 +13,12 @@ import numpy as np
 from rich.console import Console
 from rich.markup import escape
 
-from megasink.analysis.pages.curves import read_metrics, series, smoothed
-from megasink.analysis.pages.heatmap import draw_importances
-from megasink.analysis.pages.style import BLUE, DASHES, VERMILION, WIDTH, label, save, styled
-from megasink.atomic import atomic_text
 from megasink.cli.data import main as data
 from megasink.cli.trigger_language import LETTERS, TriggerLanguage, texts_of, write_tokenizer
+from megasink.figures.curves import read_metrics, series, smoothed
+from megasink.figures.heatmap import draw_importances
+from megasink.figures.style import BLUE, DASHES, VERMILION, WIDTH, label, save, styled
+from megasink.files.atomic import atomic_text
 from megasink.training.launch import launch
 
 LANGUAGE = TriggerLanguage()

@@ -9,10 +9,11 @@ from rich.console import Console
 from rich.table import Table
 
 import megasink
-from megasink import plugins
-from megasink.command_line import CommandParser
+from megasink import cpu, plugins
+from megasink.attention.variants import variants
+from megasink.console.json_output import add_json, as_text
 from megasink.errors import UserError
-from megasink.json_output import add_json, as_text
+from megasink.options.command_line import CommandParser
 from megasink.tried import numbers_of
 from megasink.upstream.versions import version_of, versions
 
@@ -162,8 +163,6 @@ def _device() -> tuple[str, str]:
     """Return ("cuda" or "cpu", a description of it)."""
     import torch
 
-    from megasink import cpu
-
     if torch.cuda.is_available():
         major, minor = torch.cuda.get_device_capability()
         return "cuda", f"{torch.cuda.get_device_name()}, compute capability {major}.{minor}"
@@ -175,7 +174,6 @@ def _kernels(device_type: str, head_dim: int, window: int | None) -> list[dict[s
     import torch
 
     from megasink.attention import AttentionRequest, choose_backend, choose_gate_kernels
-    from megasink.attention.variants import variants
 
     capability = torch.cuda.get_device_capability() if device_type == "cuda" else None
     named: dict[str, list[str]] = {}

@@ -9,13 +9,14 @@ from typing import Any
 
 from megasink.analysis.capture.ranks import taking_part
 from megasink.analysis.evaluate.suites import ALL
+from megasink.analysis.evaluate.tasks_loading import load_tasks
 from megasink.analysis.loading import opened
 from megasink.analysis.options import ModelOptions
 from megasink.checkpoints.find import is_run
 from megasink.cli.analysis_flags import settled, weights_parser, weights_problems
-from megasink.command_line import CommandParser
-from megasink.flags import flag_of
-from megasink.output_folder import refuse_others, results_in
+from megasink.files.output_folder import refuse_others, results_in
+from megasink.options.command_line import CommandParser
+from megasink.options.flags import flag_of
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -46,7 +47,6 @@ def main(argv: Sequence[str] | None = None) -> int:
         shown |= {"--name": which.shown_name}
         if not args.overwrite:
             refuse_others(args.output, "evaluate", shown)
-        from megasink.analysis.evaluate.tasks_loading import load_tasks
 
         tasks = load_tasks(
             args.tasks,
@@ -56,9 +56,9 @@ def main(argv: Sequence[str] | None = None) -> int:
             allow_download=args.allow_download,
             run_generated_code=args.confirm_run_unsafe_code,
         )
-        from megasink.analysis.capture.identity import model_identity
         from megasink.analysis.evaluate.harness import evaluate
         from megasink.analysis.evaluate.results import write_evaluation
+        from megasink.transformers.identity import model_identity
 
         with opened(which, ranks) as model:
             about = model_identity(model.module, model.tokenizer, f"lm-eval {version('lm_eval')}")

@@ -10,12 +10,14 @@ from megasink.checkpoints.find import find_checkpoint
 from megasink.checkpoints.saved_arguments import read_arguments
 from megasink.checkpoints.tokenizer import tokenizer_problem
 from megasink.cli.device import add_device, device_problems
-from megasink.command_line import CommandParser
-from megasink.data.text_tokenizer import add_parse_special_tokens
+from megasink.console.printable import printable
+from megasink.cpu.process import prepare_quietly
+from megasink.data.files import BYTE_ORDER_MARK
+from megasink.data.text_tokenizer import add_parse_special_tokens, text_tokenizer
+from megasink.data.tokenizer import leading_ids
 from megasink.errors import ConfigError, UserError
+from megasink.options.command_line import CommandParser
 from megasink.plugins import add_flag
-from megasink.printable import printable
-from megasink.upstream.process import prepare_quietly
 
 _NEW_TOKENS = 64
 
@@ -64,9 +66,6 @@ def main(argv: Sequence[str] | None = None) -> int:
     read_arguments(checkpoint.config)
     prepare_quietly(cpu=args.device == "cpu")
     from megasink.checkpoints.load import load_model, single_process
-    from megasink.data.files import BYTE_ORDER_MARK
-    from megasink.data.text_tokenizer import text_tokenizer
-    from megasink.data.tokenizer import leading_ids
     from megasink.megatron.decoding import generate
     from megasink.megatron.sampling import Sampling
 

@@ -1,10 +1,5 @@
 """``megasink plan``: estimate memory and communication of a run, without its GPUs."""
 
-from collections.abc import Sequence
+from megasink.plan.launch import main
 
-
-def main(argv: Sequence[str] | None = None) -> int:
-    """Plan a run; see `megasink.plan.launch`."""
-    from megasink.plan.launch import main
-
-    return main(argv)
+__all__ = ["main"]

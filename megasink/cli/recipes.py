@@ -2,8 +2,9 @@
 
 from collections.abc import Sequence
 
-from megasink.command_line import CommandParser
+from megasink.options.command_line import CommandParser
 from megasink.training import recipes
+from megasink.training.early import known_flags
 from megasink.training.flag_file import Flags, toml_lines
 
 
@@ -24,7 +25,6 @@ def main(argv: Sequence[str] | None = None) -> int:
         for each in recipes.shipped():
             print(f"{each:18} {recipes.read(each).about}")
         return 0
-    from megasink.training.early import known_flags
 
     recipe = recipes.read(name, known_flags())
     about, flags = recipe.about, recipe.flags

@@ -3,10 +3,12 @@
 from collections.abc import Sequence
 from pathlib import Path
 
+from megasink.analysis.pages.comparable import name_apart
+from megasink.analysis.results_files import results_of
 from megasink.checkpoints.find import runs_in
-from megasink.command_line import CommandParser
 from megasink.errors import ConfigError
-from megasink.output_folder import add_overwrite, exclusive, results_in
+from megasink.files.output_folder import add_overwrite, exclusive, results_in
+from megasink.options.command_line import CommandParser
 from megasink.plugins import add_flag
 
 _RESULTS = "results.json"
@@ -31,9 +33,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     kinds = ("png", "pdf") if args.pdf else ("png",)
     from megasink.analysis.draw import write_report
     from megasink.analysis.folder import read_analysis
-    from megasink.analysis.pages.comparable import name_apart
     from megasink.analysis.pages.drawing import PAGE_FILES
-    from megasink.analysis.results_files import results_of
 
     if args.analyses == [args.output]:
         # The page of an analysis, beside its numbers: read under the lock, so that no `megasink

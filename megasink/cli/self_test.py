@@ -15,10 +15,10 @@ from torch import Tensor
 
 from megasink.attention import attention, choose_backend, reference_attention
 from megasink.attention.kernels import AttentionRequest
+from megasink.console.printable import one_line
+from megasink.cpu.table import TABLE
 from megasink.errors import UserError
-from megasink.extras import have_megatron
-from megasink.printable import one_line
-from megasink.upstream.table import TABLE
+from megasink.options.extras import have_megatron
 
 # Variants of the attention op, and whether each has sink logits.
 _VARIANTS = (("vanilla", False), ("sink", True), ("off-by-one", False))

@@ -15,7 +15,7 @@ from megasink.cli.analysis_flags import (
     refuse_others,
     settled,
 )
-from megasink.command_line import CommandParser
+from megasink.options.command_line import CommandParser
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -16,9 +16,9 @@ from megasink.attention.variants.gates import is_megatrons_output_gate
 from megasink.attention.variants.layers import PLAIN, windowed_layers
 from megasink.config import MODEL_OPTIONS, GateGranularity, visible_tokens
 from megasink.convert.megasink_model import NAMES, MegasinkOptions, options_from, unknown_values
-from megasink.flags import flag_of
 from megasink.megatron.hybrid_pattern import count_blocks, layers_of, with_heads
-from megasink.megatron_flags import refused
+from megasink.options.flags import flag_of
+from megasink.options.megatron_flags import refused
 
 GATES = get_args(GateGranularity)
 

@@ -8,13 +8,13 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from megasink.checked_fields import check
 from megasink.checkpoints.tokenizer import is_of_tokenizer
 from megasink.convert.architecture import Architecture
 from megasink.convert.hf_config import GENERATION_FIELDS, OURS, config_of, read_config
 from megasink.convert.megasink_model import FILES
 from megasink.convert.targets.target import Config, Target
-from megasink.json_file import read_object
+from megasink.files.checked_fields import check
+from megasink.files.json_file import read_object
 
 GENERATION = "generation_config.json"
 # Entries of every config.json that say nothing about its model.

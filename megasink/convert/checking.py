@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from megasink.checkpoints.find import find_checkpoint
+from megasink.console.printable import say as say_printable
 from megasink.convert.attention_change import Change
 from megasink.convert.from_hf import HuggingFaceSource, made
 from megasink.convert.hf_config import transformers_has
@@ -16,8 +17,8 @@ from megasink.convert.safetensors_files import HuggingFaceWeights
 from megasink.convert.sink_calibration import set_sinks
 from megasink.convert.to_hf import Say, Source, converted
 from megasink.convert.verify import fits_in_memory, verify_logits, verify_tokenizer
+from megasink.data.tokenizer import load_tokenizer
 from megasink.errors import UserError
-from megasink.printable import say as say_printable
 
 
 def check_export(source: Source, folder: Path, say: Say = say_printable) -> None:
@@ -67,8 +68,6 @@ def check_import(
     say: Say = say_printable,
 ) -> None:
     """Set the sinks of a changed model, and compare a run with the folder it was made from."""
-    from megasink.data.tokenizer import load_tokenizer
-
     model = source.model
     if source.target.custom_code and (names := changed_files(source.folder)):
         say(f"not run: {', '.join(names)} in {source.folder}, which differ from this megasink's")

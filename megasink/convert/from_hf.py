@@ -17,10 +17,11 @@ import torch
 from torch import Tensor
 
 import megasink
-from megasink.atomic import sync_folder
 from megasink.checkpoints.carried import KEY as CARRIED
 from megasink.checkpoints.identity import SHAPE, plain
 from megasink.checkpoints.intact import TRACKER, checkpoint_path
+from megasink.console.printable import say as say_printable
+from megasink.console.progress import tracked
 from megasink.convert import carried as of_folder
 from megasink.convert.architecture import Architecture
 from megasink.convert.attention_change import Change, added, changed, gated_model, is_float32
@@ -41,10 +42,10 @@ from megasink.convert.table import (
 from megasink.convert.targets.target import Target
 from megasink.convert.to_hf import Say, Verify, refuse_nan
 from megasink.convert.torch_dist_writer import Part, write_checkpoint
+from megasink.data.tokenizer import largest_id, load_tokenizer, tokenizer_hash
 from megasink.errors import UserError
+from megasink.files.atomic import sync_folder
 from megasink.megatron.arguments import parse_apart
-from megasink.printable import say as say_printable
-from megasink.progress import tracked
 
 _POSITIONS = "--max-position-embeddings"
 
@@ -92,8 +93,6 @@ def source_of(folder: Path, granularity: str | None = None) -> HuggingFaceSource
     tokenizer = any((folder / name).is_file() for name in ("tokenizer.json", "tokenizer.model"))
     tokens = None
     if tokenizer:
-        from megasink.data.tokenizer import largest_id, load_tokenizer, tokenizer_hash
-
         loaded = load_tokenizer(folder)
         size, tokens = max(len(loaded), largest_id(loaded) + 1), tokenizer_hash(loaded)
         if size > model.vocabulary:
@@ -281,8 +280,6 @@ def _write_beside(
     # NullTokenizer adds a token.
     arguments |= {"vocab_size": model.vocabulary - 1, "tokenizer_type": "NullTokenizer"}
     if source.tokenizer:
-        from megasink.data.tokenizer import load_tokenizer
-
         # Save it the way transformers loads it with that config.json.
         load_tokenizer(source.folder).save_pretrained(folder / "tokenizer")
         tokenizer = str(output / "tokenizer")

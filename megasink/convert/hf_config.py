@@ -11,7 +11,12 @@ from typing import Annotated, Any, Literal, get_type_hints
 from packaging.version import Version
 from pydantic import Field
 
-from megasink.checked_fields import (
+from megasink.convert.architecture import Architecture
+from megasink.convert.megasink_model import MegasinkOptions
+from megasink.convert.targets import TARGETS
+from megasink.convert.targets.target import Config, Target
+from megasink.errors import UserError
+from megasink.files.checked_fields import (
     FACTORS,
     Count,
     Epsilon,
@@ -23,12 +28,7 @@ from megasink.checked_fields import (
     check,
     fields,
 )
-from megasink.convert.architecture import Architecture
-from megasink.convert.megasink_model import MegasinkOptions
-from megasink.convert.targets import TARGETS
-from megasink.convert.targets.target import Config, Target
-from megasink.errors import UserError
-from megasink.json_file import read_object
+from megasink.files.json_file import read_object
 
 # Null is "not said" in files of transformers; without these there is no model.
 _SIZES = "vocab_size hidden_size intermediate_size num_attention_heads max_position_embeddings"

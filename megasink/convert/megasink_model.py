@@ -1,6 +1,6 @@
 """Options that only megasink's own modeling files support, and no architecture of transformers.
 
-Such a model is exported with the files megasink/convert/modeling/*_megasink.py.
+Such a model is exported with the files megasink/transformers/modeling/*_megasink.py.
 """
 
 import dataclasses
@@ -19,10 +19,12 @@ from megasink.config import (
     GatePosition,
     OutputNorm,
 )
-from megasink.flags import flag_of
-from megasink.json_file import read_object
+from megasink.files.json_file import read_object
+from megasink.options.flags import flag_of
 
-FILES = tuple(sorted((Path(__file__).parent / "modeling").glob("*_megasink.py")))
+FILES = tuple(
+    sorted((Path(__file__).parents[1] / "transformers" / "modeling").glob("*_megasink.py"))
+)
 AUTO_MAP = {
     "AutoConfig": "configuration_megasink.MegasinkConfig",
     "AutoModel": "modeling_megasink.MegasinkModel",
@@ -151,7 +153,7 @@ def model_class(folder: Path) -> Any:
     config = read_object(folder / "config.json")
     if config.get("model_type") != "megasink":
         return transformers.AutoModelForCausalLM
-    from megasink.convert.modeling.modeling_megasink import MegasinkForCausalLM
+    from megasink.transformers.modeling.modeling_megasink import MegasinkForCausalLM
 
     return MegasinkForCausalLM
 

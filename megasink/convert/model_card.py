@@ -7,11 +7,11 @@ from typing import Any
 
 import megasink
 from megasink.checkpoints.find import Checkpoint
+from megasink.console.papers import cited
 from megasink.convert.architecture import Architecture
 from megasink.convert.targets.target import Target
 from megasink.errors import UserError
-from megasink.json_file import read_text
-from megasink.papers import cited
+from megasink.files.json_file import read_text
 
 _OWN_CODE = """
 

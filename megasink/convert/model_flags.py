@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from megasink.convert.architecture import Architecture
 from megasink.convert.targets.target import window_of
 from megasink.errors import UserError
-from megasink.flags import flag_of
+from megasink.options.flags import flag_of
 from megasink.training.flag_file import refused
 
 _UNITS = {

@@ -4,9 +4,9 @@ import contextlib
 from collections.abc import Iterator
 from pathlib import Path
 
-from megasink.atomic import atomic_folder
 from megasink.errors import UserError
-from megasink.system_errors import writing
+from megasink.files.atomic import atomic_folder
+from megasink.files.system_errors import writing
 
 
 def refuse_contents(path: Path) -> None:
@@ -19,7 +19,7 @@ def refuse_contents(path: Path) -> None:
 
 @contextlib.contextmanager
 def whole_folder(path: Path) -> Iterator[Path]:
-    """Like `megasink.atomic.atomic_folder`, for a folder that is missing or empty."""
+    """Like `megasink.files.atomic.atomic_folder`, for a folder that is missing or empty."""
     path = path.absolute()
     refuse_contents(path)
     with writing(path), atomic_folder(path) as partial:

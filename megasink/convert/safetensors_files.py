@@ -17,10 +17,10 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from megasink.atomic import sync
-from megasink.checked_fields import check, fields
 from megasink.errors import UserError
-from megasink.json_file import read_object
+from megasink.files.atomic import sync
+from megasink.files.checked_fields import check, fields
+from megasink.files.json_file import read_object
 
 Entry = tuple[str, Tensor]
 """A name, and a meta tensor like the one to be written under it."""

@@ -17,11 +17,11 @@ from torch import Tensor
 from megasink.attention import attention
 from megasink.checkpoints.find import Checkpoint
 from megasink.checkpoints.torch_metadata import read_metadata
+from megasink.console.printable import say as say_printable
 from megasink.convert.architecture import Architecture
 from megasink.convert.attention_change import SOFTMAX_OFFSET
 from megasink.convert.table import LAYERS
 from megasink.convert.verify import megatron_logits, sample_tokens
-from megasink.printable import say as say_printable
 
 _BISECTIONS = 60
 

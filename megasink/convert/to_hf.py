@@ -15,6 +15,8 @@ from megasink.checkpoints.carried import carried
 from megasink.checkpoints.find import Checkpoint, find_checkpoint
 from megasink.checkpoints.saved_arguments import read_arguments
 from megasink.checkpoints.tokenizer import tokenizer_of
+from megasink.console.printable import say as say_printable
+from megasink.console.progress import tracked
 from megasink.convert.architecture import Architecture, architecture_of
 from megasink.convert.background import ahead, one_thread
 from megasink.convert.carried import GENERATION, written_again
@@ -28,9 +30,8 @@ from megasink.convert.safetensors_files import write_json, write_weights
 from megasink.convert.table import Step, planned, refuse, steps
 from megasink.convert.targets import TARGETS, choose
 from megasink.convert.targets.target import Target
+from megasink.data.tokenizer import tokenizer_hash
 from megasink.errors import UserError
-from megasink.printable import say as say_printable
-from megasink.progress import tracked
 
 Say = Callable[[str], None]
 Verify = Callable[[Path], None]
@@ -172,8 +173,6 @@ def _write_beside(source: Source, folder: Path, say: Say) -> None:
     """Write the tokenizer, model card, modeling files, and config.json last."""
     target, special, tokens = source.target, special_tokens(source.tokenizer), None
     if source.tokenizer is not None:
-        from megasink.data.tokenizer import tokenizer_hash
-
         tokens = tokenizer_hash(source.tokenizer)
         source.tokenizer.save_pretrained(folder)
     card = model_card(source.model, target, source.saved, source.location)

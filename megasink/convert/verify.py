@@ -14,10 +14,12 @@ import torch
 from torch import Tensor
 
 from megasink.checkpoints.find import Checkpoint
+from megasink.console.printable import say as say_printable
 from megasink.convert.architecture import Architecture
 from megasink.convert.megasink_model import model_class
+from megasink.data.tokenizer import load_tokenizer
 from megasink.errors import UserError
-from megasink.printable import say as say_printable
+from megasink.megatron.sampling import Sampling
 
 TOLERANCE = 1e-4
 # The tolerance is for logits of this size and grows in proportion to larger ones.
@@ -134,8 +136,6 @@ def verify_tokenizer(tokenizer: Any, folder: Path) -> None:
     The architecture in config.json affects which tokenizer is loaded: in a Qwen2 folder, text is
     split into words as in Qwen2, whatever tokenizer.json says.
     """
-    from megasink.data.tokenizer import load_tokenizer
-
     other = load_tokenizer(folder)
     for text in _TEXTS:
         if tokenizer.encode(text, add_special_tokens=False) != other.encode(
@@ -179,7 +179,6 @@ def _megatron(
     """Return logits and greedy tokens; with `rounded`, each weight one step of its dtype away."""
     from megasink.checkpoints.load import load_without_tokenizer
     from megasink.megatron.decoding import generate
-    from megasink.megatron.sampling import Sampling
 
     model, _ = load_without_tokenizer(checkpoint, dtype, vocabulary)
     generator = torch.Generator().manual_seed(1234)

@@ -5,6 +5,7 @@ import logging
 from typing import Any
 
 import torch
+import torch.utils.data
 
 from megasink.cpu import patches
 
@@ -37,8 +38,6 @@ def _on_the_host(tensor: Any, as_numpy: bool = False, record_stream: bool = Fals
 
 
 def _unpinned_loader() -> type:
-    import torch.utils.data
-
     loader = torch.utils.data.DataLoader
 
     @functools.wraps(loader, updated=())

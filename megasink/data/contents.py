@@ -3,9 +3,9 @@
 import hashlib
 from pathlib import Path
 
+from megasink.console.printable import printable
 from megasink.data.output import CHECKSUMS, checksum, read_sidecar
 from megasink.errors import UserError
-from megasink.printable import printable
 
 WHOLE = 100_000_000
 """Bytes of a file that every start reads whole."""

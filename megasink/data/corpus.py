@@ -11,12 +11,12 @@ from io import BufferedReader
 from pathlib import Path
 from typing import Literal
 
+from megasink.console.progress import progress
 from megasink.data import parquet
 from megasink.data.files import BYTE_ORDER_MARK, File, expand, open_lines, readable
 from megasink.data.parts import Place, Span, spans_of
 from megasink.data.records import text_of
 from megasink.errors import ConfigError, UserError
-from megasink.progress import progress
 
 Split = Literal["auto", "paragraphs", "never"]
 

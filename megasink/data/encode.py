@@ -15,9 +15,9 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
+from megasink.console.stopping import follow, starting_processes
 from megasink.data.text_tokenizer import Part, TextTokenizer
 from megasink.errors import UserError
-from megasink.stopping import follow, starting_processes
 
 
 @dataclass(frozen=True, slots=True)

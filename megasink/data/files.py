@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Literal, cast
 
 from megasink.errors import UserError
-from megasink.json_file import open_file
+from megasink.files.json_file import open_file
 
 BYTE_ORDER_MARK = "\ufeff"
 """Some programs write it before a text, in UTF-8 too."""

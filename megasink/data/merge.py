@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 
+from megasink.console.progress import progress
 from megasink.data import output
 from megasink.data.corpus import EXAMPLES
 from megasink.data.index import data_problem, sequence_lengths
@@ -23,7 +24,6 @@ from megasink.data.output import (
 from megasink.data.validation import KEY, validation_of
 from megasink.data.writer import write_index
 from megasink.errors import ConfigError
-from megasink.progress import progress
 
 _SUMS = ("documents", "tokens", "text_bytes")
 

@@ -8,13 +8,12 @@ from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from megasink.atomic import sync, sync_folder
 from megasink.data.object_store import is_stored
-from megasink.errors import UserError
-from megasink.json_file import read_object
-from megasink.output_folder import folder_problem, locked
-from megasink.stopping import Signalled
-from megasink.system_errors import writing as saying
+from megasink.errors import Signalled, UserError
+from megasink.files.atomic import sync, sync_folder
+from megasink.files.json_file import read_object
+from megasink.files.output_folder import folder_problem, locked
+from megasink.files.system_errors import writing as saying
 
 FILES = (".json", ".bin", ".idx")
 """In order of publication: Megatron loads nothing without the `.idx`."""

@@ -13,6 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 import megasink
+from megasink.console.printable import say
 from megasink.data import output, resume
 from megasink.data.corpus import Corpus, Skipped, default_workers
 from megasink.data.encode import Encoded, EncoderSettings, encode_in_order
@@ -24,7 +25,6 @@ from megasink.data.tokenizer_process import from_tokenizer
 from megasink.data.validation import Validation, record_of, validation_of
 from megasink.data.writer import IndexedWriter, token_dtype
 from megasink.errors import ConfigError, UserError
-from megasink.printable import say
 
 _BATCH_CHARACTERS = 1 << 19
 _BATCH_DOCUMENTS = 512

@@ -6,7 +6,7 @@ import re
 from typing import Any
 
 from megasink.errors import UserError
-from megasink.json_file import kind_of
+from megasink.files.json_file import kind_of
 
 _VALUES = 1 << 22
 """Maximum number of values per record; parsed, each takes up to some 200 bytes of memory."""

@@ -7,13 +7,13 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
-from megasink.atomic import atomic_text
 from megasink.data.corpus import Corpus
 from megasink.data.output import LENGTHS, PROGRESS, Written, partial_of
 from megasink.data.parts import Place
 from megasink.data.validation import Validation, validation_of
 from megasink.errors import UserError
-from megasink.json_file import read_object
+from megasink.files.atomic import atomic_text
+from megasink.files.json_file import read_object
 
 
 @dataclass(frozen=True)

@@ -13,11 +13,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from megasink.atomic import atomic_folder, atomic_text
 from megasink.data.corpus import Document, default_workers
 from megasink.errors import UserError, missing_folder
-from megasink.extras import require
-from megasink.system_errors import writing
+from megasink.files.atomic import atomic_folder, atomic_text
+from megasink.files.system_errors import writing
+from megasink.options.extras import require
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer

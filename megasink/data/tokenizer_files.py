@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import Any
 
 from megasink.errors import UserError
-from megasink.json_file import read_object
+from megasink.files.json_file import read_object
 
 # transformers reads tokenizer.json as it stands for these, and rebuilds it for other classes.
 _AS_IT_STANDS = ("PreTrainedTokenizerFast", "TokenizersBackend")

@@ -13,10 +13,10 @@ from concurrent.futures.process import BrokenProcessPool
 from pathlib import Path
 from typing import Any
 
+from megasink.console.stopping import starting_processes
 from megasink.data.encode import follow_parent
 from megasink.data.tokenizer import load_tokenizer
 from megasink.errors import UserError
-from megasink.stopping import starting_processes
 
 
 def from_tokenizer[Result](

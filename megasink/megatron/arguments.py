@@ -7,10 +7,10 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from megasink import cpu
-from megasink.command_line import Reading, dashed, unknown_flags
 from megasink.errors import ConfigError, nearest
-from megasink.flags import add_options, escaped
-from megasink.megatron_flags import flags_refused
+from megasink.options.command_line import Reading, dashed, unknown_flags
+from megasink.options.flags import add_options, escaped
+from megasink.options.megatron_flags import flags_refused
 from megasink.upstream import fused
 
 # Megatron defaults to 0.1 for both dropouts; attention dropout breaks the identity between a gate

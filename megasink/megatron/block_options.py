@@ -55,13 +55,15 @@ def with_block_options(
     return dataclasses.replace(block, layer_specs=layers, layer_norm=norm)
 
 
-def _changed(layer: ModuleSpec, **submodules: Any) -> ModuleSpec:
-    changed = dataclasses.replace(layer.submodules, **submodules)
-    return dataclasses.replace(layer, submodules=changed)
+def changed(layer: ModuleSpec, **submodules: Any) -> ModuleSpec:
+    """Return a spec with other submodules."""
+    return dataclasses.replace(
+        layer, submodules=dataclasses.replace(layer.submodules, **submodules)
+    )
 
 
 def _with_attention(layer: ModuleSpec, **submodules: Any) -> ModuleSpec:
-    return _changed(layer, self_attention=_changed(layer.submodules.self_attention, **submodules))
+    return changed(layer, self_attention=changed(layer.submodules.self_attention, **submodules))
 
 
 def _with_residual_add(
@@ -71,7 +73,7 @@ def _with_residual_add(
 
     add = ModuleSpec(module=ResidualAdd, params={"config": config, "norm": norm})
     names = layer.submodules.sharded_state_dict_keys_map | _NORMS
-    return _changed(layer, self_attn_bda=add, mlp_bda=add, sharded_state_dict_keys_map=names)
+    return changed(layer, self_attn_bda=add, mlp_bda=add, sharded_state_dict_keys_map=names)
 
 
 def _with_norms(layer: ModuleSpec, norm: Any) -> ModuleSpec:
@@ -83,12 +85,11 @@ def _with_norms(layer: ModuleSpec, norm: Any) -> ModuleSpec:
     linear_qkv = layer.submodules.self_attention.submodules.linear_qkv
     layer = _with_attention(layer, linear_qkv=_unfused(linear_qkv))
     mlp = layer.submodules.mlp
-    dense = isinstance(mlp, functools.partial) and "linear_fc1" in vars(mlp.keywords["submodules"])
-    if dense:
-        changed = mlp.keywords["submodules"]
-        changed = dataclasses.replace(changed, linear_fc1=_unfused(changed.linear_fc1))
-        mlp = functools.partial(mlp.func, **mlp.keywords | {"submodules": changed})
-    return _changed(layer, input_layernorm=norm, pre_mlp_layernorm=norm, mlp=mlp)
+    if isinstance(mlp, functools.partial) and "linear_fc1" in vars(mlp.keywords["submodules"]):
+        dense = mlp.keywords["submodules"]
+        dense = dataclasses.replace(dense, linear_fc1=_unfused(dense.linear_fc1))
+        mlp = functools.partial(mlp.func, **mlp.keywords | {"submodules": dense})
+    return changed(layer, input_layernorm=norm, pre_mlp_layernorm=norm, mlp=mlp)
 
 
 def _unfused(linear: Any) -> Any:

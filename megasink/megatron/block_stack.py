@@ -14,14 +14,24 @@ from collections.abc import Mapping
 from typing import Any
 
 from megatron.core import tensor_parallel
+from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_layer_specs
 from megatron.core.transformer.identity_op import IdentityOp
+from megatron.core.transformer.multi_token_prediction import (
+    MultiTokenPredictionBlockSubmodules,
+    MultiTokenPredictionLayer,
+    get_mtp_layer_spec,
+)
 from megatron.core.transformer.spec_utils import ModuleSpec
+from megatron.core.transformer.transformer_block import LayerNormImpl, TransformerBlockSubmodules
 from torch import Tensor
 
 from megasink.attention.variants.layers import layers_with_variant
+from megasink.megatron.block_options import changed, with_block_options
 from megasink.megatron.config import MegasinkTransformerConfig
 from megasink.megatron.hybrid_pattern import block_of_layer, layers_of
 from megasink.megatron.hybrid_specs import MegasinkHybridStack, spec_of_stack, stack_spec
+from megasink.megatron.prediction import counted_once
+from megasink.megatron.specs import with_our_modules
 
 
 @dataclasses.dataclass(frozen=True)
@@ -55,8 +65,6 @@ def block_stack_spec(config: MegasinkTransformerConfig, pattern: str) -> ModuleS
         if isinstance(layer, ModuleSpec)
     }
     if config.mtp_num_layers:
-        from megasink.megatron.prediction import prediction_spec
-
         by_block["mtp_block_spec"] = prediction_spec(config)
     pairs = 2 * config.num_layers == len(layers_of(pattern))
     return dataclasses.replace(
@@ -129,3 +137,31 @@ class BlockStack(MegasinkHybridStack):
         finally:
             for layer, number in zip(self.layers, numbers, strict=True):
                 layer.layer_number = number
+
+
+class PredictionLayer(MultiTokenPredictionLayer):
+    """A layer of multi-token prediction with one layer of a GPT model, not with a pattern of them.
+
+    Its inner layer then has the same names, numbers and losses as in a GPT model.
+    """
+
+    def __init__(self, *args: Any, **kwargs: Any):
+        kwargs |= {"mtp_layer_pattern": None, "hybrid_submodules": None}
+        super().__init__(*args, **kwargs)
+
+
+def prediction_spec(config: Any) -> MultiTokenPredictionBlockSubmodules:
+    """Return the spec of a multi-token prediction block, whose layers are as the model's last."""
+    engine = config.transformer_impl == "transformer_engine"
+    last = get_gpt_decoder_layer_specs(
+        config,
+        use_transformer_engine=engine,
+        normalization=config.normalization,
+        qk_l2_norm=config.qk_l2_norm,
+    )[-1]
+    layer = with_our_modules(get_mtp_layer_spec(last, engine), config)
+    alone = TransformerBlockSubmodules([layer.submodules.mtp_model_layer], LayerNormImpl)
+    (inner,) = with_block_options(alone, config).layer_specs
+    layer = changed(layer, mtp_model_layer=counted_once(inner))
+    layer = dataclasses.replace(layer, module=PredictionLayer)
+    return MultiTokenPredictionBlockSubmodules(layer_specs=[layer])

@@ -18,9 +18,9 @@ from megatron.core.transformer.transformer_block import LayerNormImpl, Transform
 from megatron.core.transformer.transformer_layer import MoETransformerLayer
 
 from megasink.errors import UserError
-from megasink.megatron.block_options import with_block_options
+from megasink.megatron.block_options import changed, with_block_options
 from megasink.megatron.head_balance import with_options
-from megasink.megatron.specs import changed, with_our_modules
+from megasink.megatron.specs import with_our_modules
 
 
 class MegasinkHybridStack(HybridStack):

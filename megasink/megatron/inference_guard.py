@@ -16,7 +16,7 @@ from megasink.attention.variants import variants
 from megasink.config import HeadBalanceOptions
 from megasink.errors import ConfigError
 from megasink.megatron.config import MegasinkTransformerConfig
-from megasink.run_options import OPTIONS, RunOptions
+from megasink.options.run_options import OPTIONS, RunOptions
 
 # Options that do not change a trained model, or that are checked separately.
 _KNOWN = {"attention_variant", "softmax_offset_init", "attention_kernel"} | {

@@ -9,20 +9,12 @@ import functools
 import inspect
 from typing import Any
 
-from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_layer_specs
-from megatron.core.transformer.multi_token_prediction import (
-    MultiTokenPredictionBlockSubmodules,
-    MultiTokenPredictionLayer,
-    get_mtp_layer_spec,
-)
 from megatron.core.transformer.spec_utils import ModuleSpec
-from megatron.core.transformer.transformer_block import LayerNormImpl, TransformerBlockSubmodules
 from megatron.core.transformer.transformer_layer import TransformerLayer
 
 from megasink.errors import UserError
-from megasink.megatron.block_options import with_block_options
+from megasink.megatron.block_options import changed
 from megasink.megatron.core_attention import CoreAttention
-from megasink.megatron.specs import changed, with_our_modules
 
 _TELLS = "is_mtp_layer"
 
@@ -58,31 +50,3 @@ def _uncounted(layer: Any) -> Any:
     core_attention = functools.partial(CoreAttention, counted=False)
     attention = changed(layer.self_attention, core_attention=core_attention)
     return dataclasses.replace(layer, self_attention=attention)
-
-
-class PredictionLayer(MultiTokenPredictionLayer):
-    """A layer of multi-token prediction with one layer of a GPT model, not with a pattern of them.
-
-    Its inner layer then has the same names, numbers and losses as in a GPT model.
-    """
-
-    def __init__(self, *args: Any, **kwargs: Any):
-        kwargs |= {"mtp_layer_pattern": None, "hybrid_submodules": None}
-        super().__init__(*args, **kwargs)
-
-
-def prediction_spec(config: Any) -> MultiTokenPredictionBlockSubmodules:
-    """Return the spec of a multi-token prediction block, whose layers are as the model's last."""
-    engine = config.transformer_impl == "transformer_engine"
-    last = get_gpt_decoder_layer_specs(
-        config,
-        use_transformer_engine=engine,
-        normalization=config.normalization,
-        qk_l2_norm=config.qk_l2_norm,
-    )[-1]
-    layer = with_our_modules(get_mtp_layer_spec(last, engine), config)
-    alone = TransformerBlockSubmodules([layer.submodules.mtp_model_layer], LayerNormImpl)
-    (inner,) = with_block_options(alone, config).layer_specs
-    layer = changed(layer, mtp_model_layer=counted_once(inner))
-    layer = dataclasses.replace(layer, module=PredictionLayer)
-    return MultiTokenPredictionBlockSubmodules(layer_specs=[layer])

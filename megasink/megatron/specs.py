@@ -96,10 +96,6 @@ def layer_spec(config: Any, *more: Any, vp_stage: int | None = None) -> Transfor
     return ours
 
 
-def changed(spec: ModuleSpec, **submodules: Any) -> ModuleSpec:
-    return dataclasses.replace(spec, submodules=dataclasses.replace(spec.submodules, **submodules))
-
-
 def with_our_modules(node: Any, config: Any) -> Any:
     """Return a copy of a spec tree with megasink's modules substituted."""
     if node is WrappedTorchNorm:

@@ -6,14 +6,14 @@ GPU they read as 0, and nothing would be exchanged.
 
 from typing import Any
 
+from megatron.core.transformer.moe.token_dispatcher import MoEAlltoAllTokenDispatcher
+
 
 def share_tokens_equally() -> None:
     """Let the router send as many tokens to one expert as to the next, on every rank.
 
     For the rest of the process, which has Megatron imported and a hollow GPU.
     """
-    from megatron.core.transformer.moe.token_dispatcher import MoEAlltoAllTokenDispatcher
-
     inner = MoEAlltoAllTokenDispatcher._maybe_dtoh_and_synchronize
 
     def copied(self: Any, point: str, tokens_per_expert: Any = None) -> Any:

@@ -5,6 +5,7 @@ refused it, to FOLDER/answer.json, and its exit code appears on stdout.
 """
 
 import contextlib
+import gc
 import json
 import os
 import sys
@@ -14,8 +15,10 @@ from pathlib import Path
 from typing import Any
 
 from megasink import plugins
+from megasink.cpu.process import prepare_process
 from megasink.errors import ConfigError, UserError
-from megasink.system_errors import explained
+from megasink.files.system_errors import explained
+from megasink.megatron.arguments import parse_apart
 from megasink.training.parent import ends_with
 
 ANSWER = "answer.json"
@@ -62,11 +65,7 @@ def _serve(answer: Path, rank: int, ranks: int, flags: list[str]) -> None:
 
 def import_everything() -> None:
     """Import and start what a rank needs, so that its fork has it: Megatron, CUDA, known texts."""
-    import gc
-
     warnings.simplefilter("ignore")
-    from megasink.upstream.process import prepare_process
-
     prepare_process()
     import megatron.core.tokenizers.text.libraries
     import megatron.training.ft_integration  # noqa: F401
@@ -74,10 +73,9 @@ def import_everything() -> None:
     from megatron.training.argument_utils import ArgumentGroupFactory
     from triton.runtime.cache import triton_key
 
+    from megasink.cpu.table import TABLE
     from megasink.megatron import model_of_arguments as model  # noqa: F401
-    from megasink.megatron.arguments import parse_apart
     from megasink.plan import rank  # noqa: F401
-    from megasink.upstream.table import TABLE
 
     # What would take most of the time of each fork.
     texts = ArgumentGroupFactory._get_field_docstrings

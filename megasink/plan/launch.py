@@ -13,14 +13,15 @@ from pathlib import Path
 from typing import Any, Self
 
 from megasink import plugins
-from megasink.command_line import Reading
+from megasink.console.json_output import add_json, as_text
+from megasink.console.progress import Tell, progress
 from megasink.errors import ConfigError, UserError
-from megasink.json_output import add_json, as_text
+from megasink.options.command_line import Reading
+from megasink.plan import hollow
 from megasink.plan.devices import DEVICES
 from megasink.plan.helper import ANSWER
 from megasink.plan.job import Record, rank_of, stages_to_step
 from megasink.plan.stand_ins import with_stand_ins
-from megasink.progress import Tell, progress
 from megasink.training import early
 from megasink.training.flag_file import given_device
 
@@ -133,8 +134,6 @@ class Helper:
     """Context manager for the process on the hollow GPU, which steps ranks."""
 
     def __init__(self, capability: int, flags: Sequence[str]):
-        from megasink.plan import hollow
-
         if reason := hollow.missing():
             raise UserError(reason)
         self._environment = hollow.environment(hollow.Device(capability, _GIB))

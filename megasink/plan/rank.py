@@ -11,12 +11,24 @@ from argparse import Namespace
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
+import torch
+from megatron.core import parallel_state
+from megatron.core.num_microbatches_calculator import reconfigure_num_microbatches_calculator
+from megatron.core.pipeline_parallel import schedules
+from megatron.training import training
+from megatron.training.training import num_floating_point_operations
+
 from megasink.attention.variants.layers import layers_with_variant
 from megasink.megatron.hybrid_pattern import PREDICTION, STAGE, block_of_layer, count_blocks
+from megasink.megatron.vocabulary import counted_rows
 from megasink.plan import batches, layers, memory, parameters
 from megasink.plan.collectives import Collectives, group_names
 from megasink.plan.experts import share_tokens_equally
 from megasink.plan.hollow.world import be_rank
+from megasink.training import arguments, pretrain
+from megasink.training.checks.attention import kernel_choices
+from megasink.training.start import starting
+from megasink.upstream import fused
 
 _NEVER = 1 << 40
 Write = Callable[[dict[str, Any]], None]
@@ -27,9 +39,6 @@ Chunks = dict[tuple[int, int], tuple[str, list[int]]]
 def step_as(rank: int, ranks: int, flags: Sequence[str], write: Write) -> None:
     """Build and step the trainer as a rank; hand its record to `write`, and end the process."""
     be_rank(rank, ranks)
-    from megasink.training import arguments, pretrain
-    from megasink.training.start import starting
-
     args, identity = arguments.parse(flags)
     # Nothing is read, and nothing written.
     args.save = args.load = args.tensorboard_dir = args.wandb_project = None
@@ -51,9 +60,6 @@ def _microbatches(args: Namespace) -> int:
 
 @contextlib.contextmanager
 def _stepping(args: Namespace, write: Write) -> Iterator[None]:
-    from megatron.core.pipeline_parallel import schedules
-    from megatron.training import training
-
     inner, steps = training.train_step, list[dict[str, Any]]()
     few, every = few_microbatches(args), _microbatches(args)
     plan = (few, few, min(2 * few, every))
@@ -83,8 +89,6 @@ def _stepping(args: Namespace, write: Write) -> Iterator[None]:
 
 
 def _set_microbatches(args: Namespace, number: int) -> None:
-    from megatron.core.num_microbatches_calculator import reconfigure_num_microbatches_calculator
-
     reconfigure_num_microbatches_calculator(
         args.rank,
         None,
@@ -97,8 +101,6 @@ def _set_microbatches(args: Namespace, number: int) -> None:
 @contextlib.contextmanager
 def _recorded(record: dict[str, Any], schedules: Any) -> Iterator[None]:
     """Record the memory and the calls of a step in `record`."""
-    import torch
-
     schedule, originals = memory.Schedule(), (schedules.forward_step, schedules.backward_step)
 
     def watched(inner: Any, forward: bool) -> Any:
@@ -126,13 +128,6 @@ def _record(
     args: Namespace, models: Sequence[Any], optimizer: Any, steps: list[dict[str, Any]], every: int
 ) -> dict[str, Any]:
     """Return everything that the plan needs of this rank, for JSON."""
-    from megatron.core import parallel_state
-    from megatron.training.training import num_floating_point_operations
-
-    from megasink.megatron.vocabulary import counted_rows
-    from megasink.training.checks.attention import kernel_choices
-    from megasink.upstream import fused
-
     padding = args.padded_vocab_size - counted_rows(vars(args))
     here, stage = parameters.count(models, padding)
     softmax = args.attention_similarity == "softmax"

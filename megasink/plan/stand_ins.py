@@ -4,7 +4,7 @@ import sys
 from collections.abc import Sequence
 
 from megasink.megatron.arguments import DEFAULTS
-from megasink.megatron_flags import having
+from megasink.options.megatron_flags import having
 from megasink.training import early, recipes
 
 

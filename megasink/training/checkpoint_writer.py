@@ -7,7 +7,6 @@ memory, and may still write into the folder of a resumed run), die from a SIGTER
 them dies.
 """
 
-import functools
 import multiprocessing
 import multiprocessing.connection
 import queue
@@ -18,43 +17,13 @@ from contextlib import ExitStack, contextmanager
 from multiprocessing.managers import SyncManager
 from typing import Any
 
-from megasink import cpu
-from megasink.stopping import starting_processes
+from megasink.console.stopping import starting_processes
 from megasink.training.guard import end, guard
 from megasink.training.helper_process import live_with_rank, write
 from megasink.training.stop import SIGNALS
-from megasink.upstream.training import CHECKPOINT_WRITER, PRELOADED_TENSORS, RESULTS_QUEUE
+from megasink.upstream.training import CHECKPOINT_WRITER, RESULTS_QUEUE
 
 _SECONDS = 1.0  # how often a rank checks its writer
-
-
-def write_checkpoints(*args: Any) -> None:
-    """Write what the rank hands over: the loop of the writer process."""
-    if not cpu.cuda_present():
-        cpu.activate()
-    from megatron.core.dist_checkpointing.strategies.async_utils import PersistentAsyncCaller
-    from megatron.core.dist_checkpointing.strategies.filesystem_async import FileSystemWriterAsync
-
-    preload = with_own_memory(FileSystemWriterAsync.preload_tensors)
-    PRELOADED_TENSORS.apply(preload_tensors=staticmethod(preload))
-    PersistentAsyncCaller.async_loop(*args)
-
-
-def with_own_memory(preload: Callable[..., Any]) -> Callable[..., Any]:
-    """Make upstream's copy of a checkpoint to the host also copy tensors already on the host.
-
-    Upstream shares those, so the writer would save memory that training is changing. The rank
-    waits for this function.
-    """
-
-    @functools.wraps(preload)
-    def preload_tensors(*args: Any, **kwargs: Any) -> Any:
-        return [
-            (file, key, (data, [(item, t.clone() if t.is_shared() else t) for item, t in tensors]))
-            for file, key, (data, tensors) in preload(*args, **kwargs)
-        ]
-
-    return preload_tensors
 
 
 @contextmanager

@@ -5,9 +5,9 @@ from pathlib import Path
 
 import torch
 
-from megasink.analysis.pages.losses import Divergence
 from megasink.checkpoints.intact import iterations
 from megasink.errors import UserError
+from megasink.figures.losses import Divergence
 from megasink.training.rank_logs import DIVERGES
 
 

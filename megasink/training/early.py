@@ -15,10 +15,10 @@ from argparse import Namespace
 from collections.abc import Sequence
 
 from megasink import cpu
-from megasink.command_line import Reading
 from megasink.errors import ConfigError
-from megasink.flags import add_options
 from megasink.megatron.arguments import CPU_DEFAULTS, DEFAULTS, read_flags
+from megasink.options.command_line import Reading
+from megasink.options.flags import add_options
 from megasink.training import checks, recipes, run_dir
 from megasink.training.flag_file import given_device
 from megasink.training.flag_table import add_flags, read_table

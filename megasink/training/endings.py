@@ -8,9 +8,10 @@ import traceback
 from argparse import Namespace
 from pathlib import Path
 
+from megasink.checkpoints.intact import newest_intact
 from megasink.errors import Stopped, UserError
-from megasink.system_errors import explained as explained_by_system
-from megasink.system_errors import writes
+from megasink.files.system_errors import explained as explained_by_system
+from megasink.files.system_errors import writes
 from megasink.training import heartbeat
 from megasink.training.rank_logs import NOT_FINITE
 from megasink.training.stop import RankState, again, left
@@ -113,8 +114,6 @@ def _not_written(error: OSError, args: Namespace) -> str:
 
 
 def _intact(args: Namespace) -> str:
-    from megasink.checkpoints.intact import newest_intact
-
     with contextlib.suppress(UserError, TypeError):
         iteration = newest_intact(Path(args.save))[0]
         then = again("use --resume")

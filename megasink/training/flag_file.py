@@ -2,7 +2,7 @@
 
 One rule for every file, whoever made it: a run's starts.jsonl and config.toml, a recipe, a grid
 and its measurements, flags.txt of a conversion. They set the model, what is read, and the training:
-switches, numbers, names of choices, and the text that a list names (megasink.megatron_flags). What
+switches, numbers, names of choices, and the text that a list names (options.megatron_flags). What
 writes elsewhere, imports, connects or sends, the command line alone says (`refused`).
 """
 
@@ -17,9 +17,9 @@ from typing import Any
 
 from megasink.data.object_store import is_stored
 from megasink.errors import UserError
-from megasink.json_file import read_text
-from megasink.megatron_flags import REFUSED, having
-from megasink.run_options import OPTIONS
+from megasink.files.json_file import read_text
+from megasink.options.megatron_flags import REFUSED, having
+from megasink.options.run_options import OPTIONS
 from megasink.training.flag_table import TABLE
 
 Flags = dict[str, Any]

@@ -110,7 +110,7 @@ def _digest(path: Path) -> str:
 
 def main() -> None:
     """Write the table for the installed Megatron."""
-    from megasink.upstream.process import prepare_process
+    from megasink.cpu.process import prepare_process
 
     prepare_process()
     table = make_table()

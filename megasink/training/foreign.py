@@ -20,7 +20,7 @@ from megatron.core.dist_checkpointing.dict_utils import (
 from megasink.checkpoints.gpt_checkpoint import layer_maps, point_at_gpt_keys
 from megasink.checkpoints.layer_keys import pattern_in
 from megasink.checkpoints.torch_metadata import read_metadata
-from megasink.json_file import read_object
+from megasink.files.json_file import read_object
 from megasink.upstream.training import FOREIGN_CHECKPOINTS, GPT_CHECKPOINTS
 
 _STATE = ".head_counter."

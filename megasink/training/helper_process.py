@@ -4,9 +4,11 @@ A helper that outlives its rank holds its memory, and might still write into the
 run. So it ends with the rank from its beginning on: this module imports nothing that takes long.
 """
 
+import functools
 import multiprocessing
 import os
 import signal
+from collections.abc import Callable
 from typing import Any
 
 from megasink.training.parent import ends_with
@@ -25,8 +27,34 @@ def live_with_rank() -> None:
 
 
 def write(*args: Any) -> None:
-    """Run the writer process, with the arguments of PersistentAsyncCaller's loop."""
+    """Write what the rank hands over, with the arguments of PersistentAsyncCaller's loop."""
     live_with_rank()
-    from megasink.training.checkpoint_writer import write_checkpoints
+    from megasink import cpu
 
-    write_checkpoints(*args)
+    if not cpu.cuda_present():
+        cpu.activate()
+    from megatron.core.dist_checkpointing.strategies.async_utils import PersistentAsyncCaller
+    from megatron.core.dist_checkpointing.strategies.filesystem_async import FileSystemWriterAsync
+
+    from megasink.upstream.training import PRELOADED_TENSORS
+
+    preload = with_own_memory(FileSystemWriterAsync.preload_tensors)
+    PRELOADED_TENSORS.apply(preload_tensors=staticmethod(preload))
+    PersistentAsyncCaller.async_loop(*args)
+
+
+def with_own_memory(preload: Callable[..., Any]) -> Callable[..., Any]:
+    """Make upstream's copy of a checkpoint to the host also copy tensors already on the host.
+
+    Upstream shares those, so the writer would save memory that training is changing. The rank
+    waits for this function.
+    """
+
+    @functools.wraps(preload)
+    def preload_tensors(*args: Any, **kwargs: Any) -> Any:
+        return [
+            (file, key, (data, [(item, t.clone() if t.is_shared() else t) for item, t in tensors]))
+            for file, key, (data, tensors) in preload(*args, **kwargs)
+        ]
+
+    return preload_tensors

@@ -21,6 +21,7 @@ from megasink.data.object_store import is_stored
 from megasink.errors import UserError
 from megasink.training.endings import named
 from megasink.training.guard import guard
+from megasink.training.host_facts import differences, facts_of
 from megasink.training.meeting import clocks_apart
 from megasink.training.waiting import here, is_first_here, waiting
 
@@ -50,8 +51,6 @@ def refuse_another_world() -> None:
 
 def compare(store: Any, args: Namespace) -> None:
     """Publish this host's fingerprint, and refuse hosts that differ. For rank 0."""
-    from megasink.training.host_facts import facts_of
-
     with _marked(args) as marks:
         offer = {"facts": facts_of(args), "marks": marks}
         store.set(_HOST, here())
@@ -73,8 +72,6 @@ def answer(store: Any, args: Namespace) -> None:
 
     Returns at once if rank 0 has refused the start.
     """
-    from megasink.training.host_facts import differences, facts_of
-
     if is_first_here():
         with waiting(lambda: f"rank 0 on {os.environ['MASTER_ADDR']} to compare"):
             while not store.check([_OFFER]):

@@ -9,7 +9,7 @@ from typing import Any
 
 from megasink.checkpoints.find import delete, newest_checkpoint
 from megasink.checkpoints.intact import checkpoint_path, damage
-from megasink.printable import say
+from megasink.console.printable import say
 from megasink.upstream.training import RETAINED_CHECKPOINTS, WHOLE_CHECKPOINTS
 
 

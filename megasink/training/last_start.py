@@ -9,7 +9,7 @@ from typing import Any
 
 from megasink.checkpoints.intact import newest_intact
 from megasink.errors import UserError
-from megasink.json_file import read_text
+from megasink.files.json_file import read_text
 from megasink.training.early import cuda_devices, replica_ranks
 from megasink.training.flag_file import named_values
 from megasink.training.run_dir import has_finished_step

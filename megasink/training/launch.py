@@ -12,13 +12,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from megasink import plugins
-from megasink.command_line import CommandParser, without
+from megasink.console.printable import say, say_next
+from megasink.console.progress import progress
 from megasink.errors import ConfigError, Stopped, UserError, unknown_name
-from megasink.flags import add_options
-from megasink.printable import say, say_next
-from megasink.progress import progress
-from megasink.run_options import RESUME
-from megasink.system_errors import writing
+from megasink.files.system_errors import writing
+from megasink.options.command_line import CommandParser, without
+from megasink.options.flags import add_options
+from megasink.options.run_options import RESUME
 from megasink.training import early
 from megasink.training.flag_file import named_values
 from megasink.training.last_start import (

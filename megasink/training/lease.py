@@ -14,10 +14,10 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from megasink.console.printable import printable, say
 from megasink.errors import UserError
-from megasink.json_file import open_file
-from megasink.printable import printable, say
-from megasink.system_errors import writing
+from megasink.files.json_file import open_file
+from megasink.files.system_errors import writing
 from megasink.training.stop import write_to_stderr
 from megasink.training.waiting import machine
 

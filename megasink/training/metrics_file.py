@@ -8,8 +8,8 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any, TextIO
 
-from megasink.atomic import atomic_text
-from megasink.json_file import open_file, read_text
+from megasink.files.atomic import atomic_text
+from megasink.files.json_file import open_file, read_text
 
 RATIO = "balance_gradient_ratio"
 ACTS = 1e-3

@@ -24,8 +24,8 @@ import torch
 from megatron.training import get_args, get_tensorboard_writer, get_wandb_writer, training
 from torch import Tensor
 
-from megasink.analysis.pages.heatmap import importance_picture
-from megasink.analysis.pages.losses import Divergence, SpikeCounter
+from megasink.figures.heatmap import importance_picture
+from megasink.figures.losses import Divergence, SpikeCounter
 from megasink.megatron.head_balance import HeadBalance
 from megasink.training import series
 from megasink.training.divergence import stop_if_diverged

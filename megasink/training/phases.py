@@ -6,6 +6,8 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
+import torch
+
 from megasink.training import stop
 from megasink.training.host_copy import HostCopy
 from megasink.upstream.training import PHASES, SIGNALS
@@ -75,8 +77,6 @@ def agreeing_on_signals(
     the number one step later, when it has arrived, unless it `waits` for it, as all ranks then do:
     a signal ends the run after the next step.
     """
-    import torch
-
     sent: HostCopy | None = None
 
     def signals_received(self: Any) -> list[int]:

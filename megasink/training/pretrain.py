@@ -15,16 +15,16 @@ from pathlib import Path
 from typing import Any
 
 from megasink import cpu, plugins
+from megasink.cpu.process import prepare_process
 from megasink.errors import ConfigError, Stopped, UserError
-from megasink.system_errors import explained as explained_by_system
-from megasink.temporary import shared_folder
+from megasink.files.system_errors import explained as explained_by_system
 from megasink.training import collectives, early, heartbeat, hosts, network, stop
 from megasink.training.endings import explained, named, reports, tell, wait_for_first
 from megasink.training.flag_file import given_device, named_values
 from megasink.training.guard import guard
 from megasink.training.stop import RankState
+from megasink.training.temporary import shared_folder
 from megasink.upstream import fused
-from megasink.upstream.process import prepare_process
 
 # Limit for a rank's shutdown.
 _END_SECONDS = 60.0
@@ -97,8 +97,8 @@ def _run(args: Namespace, store: Any) -> None:
     from megatron.training import pretrain as megatron_pretrain
     from megatron.training.argument_utils import pretrain_cfg_container_from_args
 
-    from megasink.analysis.pages.curves import draw_run
     from megasink.checkpoints.without_code import loading_without_code
+    from megasink.figures.curves import draw_run
     from megasink.megatron.model_of_arguments import model_config
     from megasink.training.arguments import refusals_of_megatron
     from megasink.training.checkpoint_layout import choosing_by_size

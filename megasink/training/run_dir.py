@@ -23,19 +23,19 @@ from pathlib import Path
 from typing import Any
 
 import megasink
-from megasink.atomic import atomic_text
 from megasink.checkpoints import carried
 from megasink.checkpoints.find import newest_checkpoint, runs_in
 from megasink.checkpoints.identity import MODEL, plain
 from megasink.checkpoints.intact import TRACKER, go_back_to_intact, iterations, newest_intact
 from megasink.checkpoints.tokenizer import OWN, copy_tokenizer
+from megasink.console.printable import printable
 from megasink.data.object_store import is_stored
 from megasink.errors import UserError
-from megasink.json_file import open_file, read_object
-from megasink.megatron_flags import having
-from megasink.output_folder import OF_SYSTEM
-from megasink.printable import printable
-from megasink.system_errors import writing
+from megasink.files.atomic import atomic_text
+from megasink.files.json_file import open_file, read_object
+from megasink.files.output_folder import OF_SYSTEM
+from megasink.files.system_errors import writing
+from megasink.options.megatron_flags import having
 from megasink.training.differences import differences_of
 from megasink.training.flag_file import toml_lines
 from megasink.training.lease import is_part_of_a_lease

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from megasink.errors import Stopped, UserError
-from megasink.json_file import read_text
+from megasink.files.json_file import read_text
 from megasink.training.waiting import on_several_hosts
 
 # End of a job, Ctrl-C, closed terminal, a scheduler's warning (sbatch --signal USR1).

@@ -8,12 +8,13 @@ from typing import Any, cast
 
 import torch
 from torch import Tensor
+from transformers.loss.loss_utils import LOSS_MAPPING, ForCausalLMLoss
 
 from megasink.balance.step import LossStep
 from megasink.balance.sums import HeadStatistics
-from megasink.checked_fields import checked
 from megasink.config import HeadBalanceOptions, Scope
 from megasink.errors import ConfigError, UserError
+from megasink.files.checked_fields import checked
 from megasink.transformers.balance_checks import MARK, model_problems, option_problems
 from megasink.transformers.balance_layer import (
     LossScale,
@@ -229,8 +230,6 @@ def _real_tokens(mask: Any) -> tuple[Tensor | None, int | None]:
 
 def _targets(model: torch.nn.Module, given: dict[str, Any]) -> Tensor | None:
     """Count targets as Trainer does for num_items_in_batch (transformers/trainer.py:2328)."""
-    from transformers.loss.loss_utils import LOSS_MAPPING, ForCausalLMLoss
-
     aligned, labels = given.get("shift_labels"), given.get("labels")
     if aligned is not None:
         labels = aligned

@@ -13,10 +13,10 @@ from torch import Tensor
 from transformers import TrainerCallback
 from transformers.trainer_callback import ExportableState
 
-from megasink.analysis.pages.heatmap import importance_pictures
-from megasink.atomic import atomic_file, atomic_text
-from megasink.checked_fields import checked
 from megasink.errors import UserError
+from megasink.figures.heatmap import importance_pictures
+from megasink.files.atomic import atomic_file, atomic_text
+from megasink.files.checked_fields import checked
 from megasink.transformers.balance import HeadBalanceLoss
 
 _DTYPES = {"coefficients": torch.float32, "routed": torch.bool, "steps": torch.int64}

@@ -6,6 +6,8 @@ They are made where no fused kernel is in use: without TransformerEngine and ape
 from collections.abc import Callable
 from typing import Any
 
+import torch
+
 from megasink.upstream.register import patches
 
 _patch = patches("always", "tests/upstream/test_copies.py")
@@ -52,8 +54,6 @@ def mend() -> None:
 
 def _scale(chunk_size: int, noop_flag: Any, tensor_lists: Any, scale: float) -> None:
     """Scale the tensors in place, for gradient clipping."""
-    import torch
-
     torch._foreach_mul_(tensor_lists[1], scale)
 
 
@@ -61,7 +61,6 @@ def _rotating_whole_heads(
     upstream: Callable[..., Any], rotate_half: Callable[..., Any]
 ) -> Callable[..., Any]:
     """Return upstream's function for [S, ..., D] heads with a case for D rotated channels."""
-    import torch
 
     def rotate(
         t: torch.Tensor,

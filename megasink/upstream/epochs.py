@@ -15,6 +15,8 @@ from contextvars import ContextVar
 from itertools import pairwise
 from typing import Any
 
+import numpy as np
+
 from megasink.upstream.register import patches
 
 _GPT = "megatron.core.datasets.gpt_dataset"
@@ -56,8 +58,6 @@ def mend() -> None:
 
 def _states(epochs: int, first: Any, kind: int) -> Iterator[Any]:
     """Yield the random state of each epoch; numpy keeps their numbers in all releases."""
-    import numpy as np
-
     seed = _dataset.get().config.random_seed
     for epoch in range(epochs):
         yield np.random.RandomState([seed, epoch, kind]) if epoch else first
@@ -66,8 +66,6 @@ def _states(epochs: int, first: Any, kind: int) -> Iterator[Any]:
 def _documents(upstream: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(upstream)
     def build(documents: Any, epochs: int, random: Any, separate_last: bool) -> Any:
-        import numpy as np
-
         if _dataset.get() is None or epochs == 1:
             return upstream(documents, epochs, random, separate_last)
         shuffled = [upstream(documents, 1, s, False) for s in _states(epochs, random, 0)]
@@ -79,8 +77,6 @@ def _documents(upstream: Callable[..., Any]) -> Callable[..., Any]:
 def _samples(upstream: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(upstream)
     def build(first_range: int, total: int, random: Any) -> Any:
-        import numpy as np
-
         dataset = _dataset.get()
         if dataset is None:
             return upstream(first_range, total, random)

@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from megasink.megatron_flags import refused
+from megasink.options.megatron_flags import refused
 
 
 @dataclass(frozen=True)

@@ -101,42 +101,7 @@ GLOBAL_LOSS = _patch(
 )
 
 
-def mend_upstream() -> None:
-    """Apply the patches above once, in every process that uses Megatron."""
-    import torch
-    from megatron.core import optimizer
-    from megatron.core.optimizer import clip_grads
-    from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
-    from megatron.core.optimizer.optimizer import ChainedOptimizer
-    from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
-    from megatron.core.transformer.moe.router import TopKRouter
-
-    from megasink.upstream import copies, epochs, muon
-    from megasink.upstream.adam import GroupStepAdam
-
-    if DATASET_HELPERS.is_active:
-        return
-    DATASET_HELPERS.apply(compile_helpers=_check_dataset_helpers)
-    if optimizer.USING_PYTORCH_OPTIMIZER:
-        ADAM.apply(Adam=GroupStepAdam, USING_PYTORCH_OPTIMIZER=False)
-        ADAM_CHECKPOINTS.apply(HAVE_APEX_OR_TE=True)
-    load = _with_own_settings(ChainedOptimizer.load_state_dict)
-    CHAINED_STATES.apply(load_state_dict=load)
-    load_shards = torch.no_grad()(DistributedOptimizer.load_parameter_state_from_dp_reshardable)
-    SHARDED_STATES.apply(load_parameter_state_from_dp_reshardable=load_shards)
-    SAVED_SCHEDULE.apply(
-        load_state_dict=_refusing_other_rates(OptimizerParamScheduler.load_state_dict)
-    )
-    if clip_grads.l2_norm_impl.__name__ == "local_multi_tensor_l2_norm":
-        GRADIENT_NORM.apply(l2_norm_impl=_norm_on_the_device)
-    attach = _of_all_ranks(TopKRouter.attach_and_log_load_balancing_loss)
-    GLOBAL_LOSS.apply(attach_and_log_load_balancing_loss=attach)
-    copies.mend()
-    epochs.mend()
-    muon.mend()
-
-
-def _check_dataset_helpers() -> None:
+def check_dataset_helpers() -> None:
     try:
         from megatron.core.datasets import helpers_cpp  # noqa: F401
     except ImportError as error:
@@ -146,7 +111,7 @@ def _check_dataset_helpers() -> None:
         ) from error
 
 
-def _norm_on_the_device(
+def norm_on_the_device(
     chunk_size: int, noop_flag: Any, tensor_lists: Any, per_tensor: bool, *unused: Any
 ) -> tuple[Any, None]:
     """Return the norm [1] float32 of all tensors, with a kernel for many of them at once."""
@@ -156,7 +121,7 @@ def _norm_on_the_device(
     return torch.stack(norms).float().norm().reshape(1), None
 
 
-def _of_all_ranks(upstream: Callable[..., Any]) -> Callable[..., Any]:
+def of_all_ranks(upstream: Callable[..., Any]) -> Callable[..., Any]:
     """Multiply the gradient of the global loss, not its logged value, by the data-parallel size."""
 
     @functools.wraps(upstream)
@@ -171,7 +136,7 @@ def _of_all_ranks(upstream: Callable[..., Any]) -> Callable[..., Any]:
     return attach
 
 
-def _refusing_other_rates(upstream: Callable[..., Any]) -> Callable[..., Any]:
+def refusing_other_rates(upstream: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(upstream)
     def load(self: Any, state: Any) -> None:
         given = self.max_lr, self.min_lr
@@ -187,7 +152,7 @@ def _refusing_other_rates(upstream: Callable[..., Any]) -> Callable[..., Any]:
     return load
 
 
-def _with_own_settings(upstream: Callable[..., Any]) -> Callable[..., Any]:
+def with_own_settings(upstream: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(upstream)
     def load(self: Any, state: Any) -> None:
         groups = [optimizer.param_groups for optimizer in self.chained_optimizers]

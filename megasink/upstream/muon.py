@@ -10,6 +10,8 @@ import functools
 from collections.abc import Callable
 from typing import Any
 
+import torch
+
 from megasink.upstream.register import patches
 
 _patch = patches("always", "tests/distributed/test_muon.py")
@@ -73,7 +75,6 @@ def _by_parts(upstream: Callable[..., Any]) -> Callable[..., Any]:
         rows = getattr(p, "row_split", None)
         if rows is None:
             return upstream(self, p, grad, **kwargs)
-        import torch
 
         mixed, gate, padding = grad.split(rows)
         p.is_qkv = True  # of the rows of query, key and value alone

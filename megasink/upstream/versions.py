@@ -5,7 +5,7 @@ import importlib.util
 import sys
 
 from megasink.errors import UserError
-from megasink.extras import require_train
+from megasink.options.extras import require_train
 from megasink.tried import TRAINER, numbers_of
 
 # Tested versions; others may change the code that layers and patches depend on.

@@ -24,7 +24,7 @@ class _Recorded:
 
 def order_of_events(flags: list[str], ranks: int, port: int) -> list[str]:
     """What a rank does in the steps of a run of the trainer, in order."""
-    from megasink.upstream.process import prepare_process
+    from megasink.cpu.process import prepare_process
 
     prepare_process()
     from megatron.core.optimizer.optimizer import FP32Optimizer
@@ -82,8 +82,8 @@ def one_of_many(flags: list[str], ranks: list[int], world: int) -> Any:
     Returns:
         its collectives, as (operation, bytes, ranks, count).
     """
+    from megasink.cpu.process import prepare_process
     from megasink.training.pretrain import pretrain
-    from megasink.upstream.process import prepare_process
 
     mine = ranks[int(os.environ["POOL_RANK"])]
     numbers = {"RANK": mine, "LOCAL_RANK": 0, "WORLD_SIZE": world, "LOCAL_WORLD_SIZE": 8}

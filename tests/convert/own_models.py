@@ -3,9 +3,9 @@
 import torch
 
 from megasink.convert.hf_config import config_of
-from megasink.convert.modeling.configuration_megasink import MegasinkConfig
-from megasink.convert.modeling.modeling_megasink import MegasinkForCausalLM
 from megasink.convert.targets import TARGETS
+from megasink.transformers.modeling.configuration_megasink import MegasinkConfig
+from megasink.transformers.modeling.modeling_megasink import MegasinkForCausalLM
 from tests.convert.models import OWN
 
 TOKENS = torch.randint(101, (2, 21), generator=torch.Generator().manual_seed(5))

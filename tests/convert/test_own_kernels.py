@@ -13,7 +13,7 @@ from transformers import ContinuousBatchingConfig, GenerationConfig
 from transformers.integrations import flex_attention
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-from megasink.convert.modeling.modeling_megasink import MegasinkForCausalLM
+from megasink.transformers.modeling.modeling_megasink import MegasinkForCausalLM
 from tests.convert.models import OWN
 from tests.convert.own_models import BIASED, POSITIONED, SINKS, TOKENS, tiny
 from tests.versions import is_old

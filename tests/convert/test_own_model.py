@@ -30,10 +30,10 @@ from megasink.attention.reference import (
 )
 from megasink.convert.hf_config import architecture_from, config_of
 from megasink.convert.megasink_model import FILES, changed_files
-from megasink.convert.modeling import attention_megasink
-from megasink.convert.modeling.configuration_megasink import MegasinkConfig
-from megasink.convert.modeling.modeling_megasink import MegasinkForCausalLM
 from megasink.convert.targets import TARGETS
+from megasink.transformers.modeling import attention_megasink
+from megasink.transformers.modeling.configuration_megasink import MegasinkConfig
+from megasink.transformers.modeling.modeling_megasink import MegasinkForCausalLM
 from tests.convert.models import OWN
 from tests.convert.own_models import BIASED, POSITIONED, SINKS, TOKENS, tiny
 from tests.distributed.layout import SINGLE

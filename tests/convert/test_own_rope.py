@@ -5,9 +5,9 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
-from megasink.convert.modeling.configuration_megasink import MegasinkConfig
-from megasink.convert.modeling.modeling_megasink import MegasinkForCausalLM
-from megasink.convert.modeling.rotary_megasink import MegasinkRotaryEmbedding
+from megasink.transformers.modeling.configuration_megasink import MegasinkConfig
+from megasink.transformers.modeling.modeling_megasink import MegasinkForCausalLM
+from megasink.transformers.modeling.rotary_megasink import MegasinkRotaryEmbedding
 
 # 16 positions before the scaling, of 64.
 SHAPE = {

@@ -5,8 +5,8 @@ import torch
 from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
 from transformers.models.mixtral.modeling_mixtral import load_balancing_loss_func
 
-from megasink.convert.modeling.configuration_megasink import MegasinkConfig
-from megasink.convert.modeling.modeling_megasink import MegasinkForCausalLM
+from megasink.transformers.modeling.configuration_megasink import MegasinkConfig
+from megasink.transformers.modeling.modeling_megasink import MegasinkForCausalLM
 from tests.convert.models import OWN
 from tests.convert.own_models import TOKENS, tiny
 from tests.versions import is_old

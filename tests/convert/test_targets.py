@@ -16,11 +16,11 @@ from megasink.convert.hf_config import OURS, architecture_from, config_of
 from megasink.convert.megasink_model import MegasinkOptions
 from megasink.convert.megatron_weights import weight_shapes
 from megasink.convert.model_flags import as_line, model_flags
-from megasink.convert.modeling.configuration_megasink import MegasinkConfig
 from megasink.convert.table import steps
 from megasink.convert.targets import TARGETS, choose
 from megasink.errors import UserError
-from megasink.run_options import OPTIONS
+from megasink.options.run_options import OPTIONS
+from megasink.transformers.modeling.configuration_megasink import MegasinkConfig
 from tests.convert.models import MODELS, MOE, OWN, model
 
 DEFAULTS = {

@@ -17,7 +17,7 @@ def without_figures(commands: list[list[str]]) -> list[tuple[int, str, str]]:
 
 def train_and_show(flags: list[str], port: int) -> list[dict[str, Any]]:
     """Train on two replicas; tokens, targets and nats [B, S] of the microbatches of this one."""
-    from megasink.upstream.process import prepare_process
+    from megasink.cpu.process import prepare_process
 
     prepare_process()  # before the first import of megatron
     from megasink.training import forward

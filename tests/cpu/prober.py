@@ -55,7 +55,7 @@ def alone(name: str) -> Any:
 def _prepare() -> None:
     """Activate the platform and import once here what every child needs."""
     from megasink import cpu
-    from megasink.upstream.mends import mend_upstream
+    from megasink.upstream.apply import mend_upstream
 
     cpu.activate()
     mend_upstream()

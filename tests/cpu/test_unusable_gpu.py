@@ -1,12 +1,15 @@
 """A GPU that PyTorch cannot use is named; the CPU platform does not take its place in silence."""
 
+import sys
+from types import SimpleNamespace
+
 import pytest
 import torch
 
 from megasink import cpu
 from megasink.cli import doctor
+from megasink.cpu import process
 from megasink.errors import UserError
-from megasink.upstream import process
 
 TOO_OLD = "The NVIDIA driver on your system is too old (found version 12080). Please update it."
 
@@ -41,7 +44,8 @@ def test_the_cpu_can_be_asked_for(driver, monkeypatch):
     driver(RuntimeError(TOO_OLD))
     activated = []
     monkeypatch.setattr(cpu, "activate", lambda: activated.append(True))
-    monkeypatch.setattr(process, "mend_upstream", lambda: None)
+    applied = SimpleNamespace(mend_upstream=lambda: None)
+    monkeypatch.setitem(sys.modules, "megasink.upstream.apply", applied)
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0")  # so that it is restored
     process.prepare_process("cpu")
     assert activated

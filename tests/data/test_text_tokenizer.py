@@ -274,5 +274,5 @@ def test_texts_become_tokens_in_one_place():
         "data/tokenizer.py",
         "data/token_bytes.py",
         "convert/verify.py",
-        "transformers/chats.py",
+        "finetune/chats.py",
     }

@@ -12,11 +12,11 @@ from megatron.training.argument_utils import (
 from megatron.training.models import gpt
 from megatron.training.models.gpt import GPTModelBuilder, GPTModelConfig
 
-from megasink.megatron.block_options import with_block_options
+from megasink.megatron.block_options import changed, with_block_options
 from megasink.megatron.config import MegasinkTransformerConfig
 from megasink.megatron.model import finish_stage
 from megasink.megatron.prediction import counted_once
-from megasink.megatron.specs import changed, layer_spec, with_our_modules
+from megasink.megatron.specs import layer_spec, with_our_modules
 from megasink.megatron.vocabulary import counted_rows
 from tests.distributed import launch_task
 

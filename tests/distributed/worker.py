@@ -71,7 +71,7 @@ def _plain(value: Any) -> Any:
 def parallel_state(layout: Layout, rank: int, store: str) -> Iterator[None]:
     """The process group and Megatron's parallel state of one task."""
     from megasink import cpu
-    from megasink.upstream.mends import mend_upstream
+    from megasink.upstream.apply import mend_upstream
 
     cpu.activate()
     mend_upstream()

@@ -44,15 +44,16 @@ def _with_failing_calls(root: Path, words: list[str]) -> int:
 
 def _run(root: Path, names: list[str]) -> int:
     warnings.simplefilter("ignore")
-    from megasink.upstream.process import prepare_process
+    from megasink.cpu.process import prepare_process
 
     prepare_process("cpu")
     # What every forked process would import again.
     import megatron.training  # noqa: F401
     import transformers  # noqa: F401
 
-    from megasink.analysis.pages import drawing, style
+    from megasink.analysis.pages import drawing
     from megasink.cli import COMMANDS, main_of
+    from megasink.figures import style
     from tests.damage.harness import Sound, show
     from tests.damage.sound import make_sound
     from tests.faults.commands import lines

@@ -7,8 +7,8 @@ import torch
 import transformers
 from safetensors.torch import load_file, save_file
 
-from megasink.convert.modeling.configuration_megasink import MegasinkConfig
-from megasink.convert.modeling.modeling_megasink import MegasinkForCausalLM
+from megasink.transformers.modeling.configuration_megasink import MegasinkConfig
+from megasink.transformers.modeling.modeling_megasink import MegasinkForCausalLM
 from tests.analysis.capture.tiny_models import COMMON
 
 SHAPE = COMMON | {

@@ -10,7 +10,7 @@ from pyarrow import parquet
 
 from megasink.cli import main
 from megasink.errors import UserError
-from megasink.transformers.chats import IGNORED, Chat, ChatTokenizer, read_chats
+from megasink.finetune.chats import IGNORED, Chat, ChatTokenizer, read_chats
 from tests.chats import ENDS, MARKED, UNMARKED, chat_tokenizer, write_chats
 from tests.finetune.commands import command
 

@@ -8,11 +8,12 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from megasink.analysis.capture.load import load_weights
 from megasink.errors import UserError
-from megasink.finetune_options import FinetuneOptions
-from megasink.transformers import exported, finetune
-from megasink.transformers.chats import ChatTokenizer
+from megasink.finetune import exported
+from megasink.finetune import run as finetune
+from megasink.finetune.chats import ChatTokenizer
+from megasink.finetune.options import FinetuneOptions
+from megasink.transformers.load import load_weights
 from tests.chats import ENDS, MARKED, chat_tokenizer
 from tests.finetune.models import MODELS, edit, facts_of, make
 

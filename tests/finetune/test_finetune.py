@@ -15,9 +15,9 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from megasink.analysis.folder import read_analysis
 from megasink.balance.shared_heads import choose_shared_heads
 from megasink.cli import main
-from megasink.finetune_options import FinetuneOptions
-from megasink.transformers import finetune
-from megasink.transformers.chats import IGNORED, ChatTokenizer
+from megasink.finetune import run as finetune
+from megasink.finetune.chats import IGNORED, ChatTokenizer
+from megasink.finetune.options import FinetuneOptions
 from tests.balance import definition
 from tests.chats import MARKED
 from tests.distributed.pool import free_port

@@ -9,7 +9,7 @@ import torch
 
 import megasink
 from megasink.cli import main
-from megasink.transformers import finetune
+from megasink.finetune import run as finetune
 from tests.chats import MARKED
 from tests.finetune.commands import command, ended
 from tests.finetune.models import edit

@@ -17,7 +17,7 @@ NOT = ("megatron.training", "matplotlib", "scipy", "sklearn", "transformers", "n
 ROOMS = {
     "",  # the package itself
     *("attention", "balance", "megatron"),
-    *("config", "errors", "printable", "tried"),
+    *("config", "console", "errors", "tried"),
 }
 FORK = """
 import json, sys

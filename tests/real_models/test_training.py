@@ -13,7 +13,7 @@ from examples.real_models import balance, chats, page, rounding, surgery, traini
 from examples.real_models.training_figure import draw_balance, draw_surgery
 from megasink.analysis.api.models import load_model
 from megasink.cli import main as megasink
-from megasink.transformers.chats import Chat, ChatTokenizer
+from megasink.finetune.chats import Chat, ChatTokenizer
 
 SOURCE = '''
 def long_enough(graph, *, weight=None):

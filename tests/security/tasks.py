@@ -175,8 +175,8 @@ def flags_of_any_text() -> dict[str, list[str]]:
 
     cpu.activate()
     from megasink.cli import main_of
-    from megasink.command_line import flag_problems
     from megasink.megatron.arguments import parse_apart
+    from megasink.options.command_line import flag_problems
 
     found: dict[str, list[str]] = {}
     upstream = argparse.ArgumentParser.parse_known_args

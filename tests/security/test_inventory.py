@@ -64,7 +64,7 @@ SAFE = {
     ("megasink/cli/hub.py", "huggingface_hub"): "asked for by --allow-download or --push alone",
     ("megasink/cli/hub.py", "snapshot_download"): "for --allow-download: safetensors, JSON and "
     "text by name; no pickles, no code",
-    ("megasink/cli/finetune.py", "huggingface_hub"): "front matter of cards, by safe YAML",
+    ("megasink/finetune/job.py", "huggingface_hub"): "front matter of cards, by safe YAML",
     (
         "megasink/cli/self_test.py",
         "subprocess",
@@ -75,16 +75,16 @@ SAFE = {
     ): "this Python with our own module, no shell; flags of the command line, through a pipe",
     ("megasink/plugins.py", "import_module"): "modules that the command line names, and those of "
     "packages that somebody installed; never a name that stands in a file",
-    ("megasink/analysis/capture/load.py", "from_pretrained"): LOCAL,
-    ("megasink/analysis/capture/load.py", "trust_remote_code"): "False",
+    ("megasink/transformers/load.py", "from_pretrained"): LOCAL,
+    ("megasink/transformers/load.py", "trust_remote_code"): "False",
     ("megasink/analysis/stored.py", "allow_pickle"): ARRAYS,
     ("megasink/analysis/stored.py", "numpy.load"): ARRAYS,
     ("megasink/training/checked_dataset.py", "allow_pickle"): ARRAYS,
     ("megasink/training/checked_dataset.py", "numpy.load"): ARRAYS,
     ("examples/steps.py", "subprocess"): OWN,
-    ("megasink/transformers/exported.py", "from_pretrained"): LOCAL,
-    ("megasink/transformers/exported.py", "trust_remote_code"): "False",
-    ("megasink/transformers/finetune.py", "from_pretrained"): "an adapter that it wrote",
+    ("megasink/finetune/exported.py", "from_pretrained"): LOCAL,
+    ("megasink/finetune/exported.py", "trust_remote_code"): "False",
+    ("megasink/finetune/run.py", "from_pretrained"): "an adapter that it wrote",
     ("megasink/training/launch.py", "subprocess"): FIXED,
     ("megasink/training/ranks.py", "subprocess"): "this Python with torchrun, no shell; flags of a "
     "last start: training/replay.py",

@@ -10,8 +10,8 @@ import pytest
 from megasink.analysis.pages.csv_file import write_csv
 from megasink.cli import generate
 from megasink.cli import main as megasink
+from megasink.console.printable import printable
 from megasink.errors import ConfigError, UserError
-from megasink.printable import printable
 from megasink.training import rank_logs
 
 # Clears the screen, sets the title, writes to the clipboard, turns the rest around.

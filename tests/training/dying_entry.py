@@ -22,8 +22,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from megasink.cpu.process import prepare_process
 from megasink.training.pretrain import main
-from megasink.upstream.process import prepare_process
 from tests.waiting import until
 
 

@@ -12,8 +12,8 @@ import os
 import sys
 from argparse import Namespace
 
+from megasink.cpu.process import prepare_process
 from megasink.errors import ConfigError
-from megasink.upstream.process import prepare_process
 
 KEEP = (
     "distributed_backend transformer_impl attention_dropout hidden_dropout "

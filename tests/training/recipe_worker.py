@@ -11,8 +11,8 @@ import os
 import sys
 from argparse import Namespace
 
+from megasink.cpu.process import prepare_process
 from megasink.errors import ConfigError
-from megasink.upstream.process import prepare_process
 
 
 def parse(flags: list[str], ranks: int) -> Namespace:

@@ -3,8 +3,8 @@
 import os
 import sys
 
+from megasink.cpu.process import prepare_process
 from megasink.training.pretrain import main
-from megasink.upstream.process import prepare_process
 from tests.training.dying_entry import train
 
 if __name__ == "__main__":

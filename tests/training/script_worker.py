@@ -8,8 +8,8 @@ import contextlib
 import json
 import sys
 
+from megasink.cpu.process import prepare_process
 from megasink.errors import ConfigError
-from megasink.upstream.process import prepare_process
 from tests.training.recipe_worker import parse
 
 

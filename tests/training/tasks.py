@@ -16,7 +16,7 @@ from tests.distributed import launch_task
 
 def train_and_record(flags: list[str], ranks: int, port: int) -> dict[str, Any]:
     """Train; what the first microbatch of this rank was, and what became of the sink's row."""
-    from megasink.upstream.process import prepare_process
+    from megasink.cpu.process import prepare_process
 
     prepare_process()  # before the first import of megatron
     from megasink.training import forward
@@ -59,7 +59,7 @@ def train_and_record(flags: list[str], ranks: int, port: int) -> dict[str, Any]:
 
 def train_and_list(flags: list[str], ranks: int, port: int) -> list[list[int]]:
     """Train; the first token of each sample that this rank reads, by microbatch."""
-    from megasink.upstream.process import prepare_process
+    from megasink.cpu.process import prepare_process
 
     prepare_process()
     from megasink.training import forward
@@ -83,7 +83,7 @@ def train_as_started(
     """Train as the launcher starts it; how often a line was parsed, and what was checked before."""
     if os.environ["POOL_RANK"] != "0":
         return None
-    from megasink.upstream.process import prepare_process
+    from megasink.cpu.process import prepare_process
 
     prepare_process()
     from megasink.training import checks, early, pretrain
@@ -122,7 +122,7 @@ def train_and_weigh(
     Args:
         available: bytes that the host is said to have left.
     """
-    from megasink.upstream.process import prepare_process
+    from megasink.cpu.process import prepare_process
 
     prepare_process()
     from megatron.training import training

@@ -9,10 +9,10 @@ import signal
 import pytest
 
 from megasink.cli import main
-from megasink.command_line import CommandParser
 from megasink.errors import UserError
-from megasink.flags import add_options, escaped
-from megasink.run_options import OPTIONS
+from megasink.options.command_line import CommandParser
+from megasink.options.flags import add_options, escaped
+from megasink.options.run_options import OPTIONS
 from megasink.training import early, last_start, launch, run_dir
 from megasink.training.lease import Lease
 from megasink.training.metrics_file import ACTS, RATIO, NewLines, weak_loss

@@ -6,9 +6,9 @@ from argparse import Namespace
 
 import pytest
 
-from megasink.excluded import EXCLUDED
-from megasink.megatron_flags import _KNOWN, KNOWN, REFUSED, having, refused
-from megasink.run_options import OPTIONS
+from megasink.options.megatron_flags import _KNOWN, KNOWN, REFUSED, having, refused
+from megasink.options.run_options import OPTIONS
+from megasink.training.checks.excluded import EXCLUDED
 from megasink.training.flag_table import TABLE
 
 # What Megatron derives, or keeps beside the flags, and what megasink does.

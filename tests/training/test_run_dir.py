@@ -6,14 +6,15 @@ import shutil
 
 import pytest
 
-from megasink import config, run_options
+from megasink import config
 from megasink.attention.variants import gates as gate_options
 from megasink.checkpoints.identity import MODEL
 from megasink.checkpoints.tokenizer import OWN, copy_tokenizer, same_tokenizer, tokenizer_of
 from megasink.cli import main as megasink
 from megasink.errors import UserError
+from megasink.files.output_folder import foreign_contents
 from megasink.megatron.arguments import parse_apart
-from megasink.output_folder import foreign_contents
+from megasink.options import run_options
 from megasink.training import run_dir
 from megasink.training.run_dir import folder_problem
 from tests.training.command_lines import MOCK

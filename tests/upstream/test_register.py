@@ -14,11 +14,10 @@ from pathlib import Path
 import pytest
 
 from megasink.cli import main as megasink
+from megasink.cpu.table import TABLE
 from megasink.errors import UserError
-from megasink.upstream import register, source
-from megasink.upstream.register import Patch
-from megasink.upstream.source import Quote
-from megasink.upstream.table import TABLE
+from megasink.upstream import register
+from megasink.upstream.register import Patch, Quote
 
 ROOT = Path(__file__).resolve().parents[2]
 QUOTES = [(p, q) for p in TABLE for q in p.quotes if q.is_installed() and p.is_needed]
@@ -27,7 +26,7 @@ NAMES = [f"{p.name}: {q.code}" for p, q in QUOTES]
 
 @functools.cache
 def upstream(where):
-    return source._read(where.partition(":")[0])
+    return register._read(where.partition(":")[0])
 
 
 @pytest.fixture
@@ -36,7 +35,7 @@ def rewritten(monkeypatch):
 
     def write(quote, text):
         name = upstream(quote.where)[0]
-        monkeypatch.setattr(source, "_read", lambda module: (name, text))
+        monkeypatch.setattr(register, "_read", lambda module: (name, text))
 
     return write
 
@@ -105,7 +104,7 @@ def test_what_is_the_same(code, text, rewritten):
 def test_what_is_another(code, text, said, rewritten):
     quote = Quote(f"torch.serialization{':A' if code.startswith('def') else ':g'}", code)
     rewritten(quote, text)
-    with pytest.raises(source.MovedError, match=re.escape(said)):
+    with pytest.raises(register.MovedError, match=re.escape(said)):
         quote.find()
 
 

@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 
 from examples.replicate.grid.bands import Band, draw_band
 from megasink.analysis.metrics import metrics
-from megasink.analysis.pages.style import (
+from megasink.figures.style import (
     DASHES,
     GRAY,
     PALETTE,

@@ -9,10 +9,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from examples.replicate.grid.measurements import Curves, measurement_of
-from megasink.analysis.pages.curves import SMOOTHED, series, smoothed
-from megasink.analysis.pages.losses import loss_spikes
-from megasink.analysis.pages.metrics import read_metrics
 from megasink.errors import UserError
+from megasink.figures.curves import SMOOTHED, series, smoothed
+from megasink.figures.losses import loss_spikes
+from megasink.figures.run_metrics import read_metrics
 
 POINTS = 100
 """Of a curve, at most."""

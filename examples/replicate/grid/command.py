@@ -7,12 +7,12 @@ from functools import partial
 from pathlib import Path
 
 from examples.replicate.grid.file import read_grid
-from megasink.command_line import CommandParser
+from megasink.console.printable import say
+from megasink.console.progress import progress
 from megasink.errors import ConfigError
-from megasink.extras import require_train
-from megasink.output_folder import exclusive
-from megasink.printable import say
-from megasink.progress import progress
+from megasink.files.output_folder import exclusive
+from megasink.options.command_line import CommandParser
+from megasink.options.extras import require_train
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -5,7 +5,7 @@ from pathlib import Path
 from examples.replicate.grid.bands import band_of
 from examples.replicate.grid.cell_figures import draw_bands, draw_numbers
 from examples.replicate.grid.results import GridResults
-from megasink.analysis.pages.style import save, short, styled
+from megasink.figures.style import save, short, styled
 
 _CURVES = ("lm_loss", "valid_bits_per_byte", "valid_lm_loss", "imbalance")
 

@@ -13,13 +13,13 @@ from examples.replicate.grid.hardware import hardware
 from examples.replicate.grid.plan import Run
 from examples.replicate.grid.results import FORMAT, RunRecord, read_record
 from examples.replicate.grid.start import Started, cpu_seconds
-from megasink.atomic import atomic_text
 from megasink.errors import UserError
-from megasink.json_file import read_object
+from megasink.files.atomic import atomic_text
+from megasink.files.json_file import read_object
+from megasink.files.typed_json import from_json, to_json
 from megasink.training.lease import clear
 from megasink.training.metrics_file import NewLines
 from megasink.training.rank_logs import DIVERGES, NOT_FINITE, first_error, raised
-from megasink.typed_json import from_json, to_json
 from megasink.upstream.versions import versions
 
 TRAINING = "training"

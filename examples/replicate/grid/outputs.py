@@ -8,9 +8,9 @@ from examples.replicate.grid.file import GridFile
 from examples.replicate.grid.results import RESULTS, GridResults, cell_results, grid_results
 from examples.replicate.grid.schedule import Outcome
 from examples.replicate.grid.table import write_tables
-from megasink.atomic import atomic_text
 from megasink.errors import UserError
-from megasink.typed_json import to_json
+from megasink.files.atomic import atomic_text
+from megasink.files.typed_json import to_json
 
 
 def write_results(grid: GridFile, out: Path, outcome: Outcome) -> GridResults:

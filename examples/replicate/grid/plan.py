@@ -11,11 +11,11 @@ from examples.replicate.grid.file import FILES, Cell, GridFile, data_of, filled
 from examples.replicate.grid.measurements import MEASUREMENTS, measurement_of
 from examples.replicate.grid.results import RunRecord, read_record
 from examples.replicate.grid.start import Way, way_of
-from megasink.atomic import atomic_text
 from megasink.cli import main_of
-from megasink.command_line import flag_problems
 from megasink.errors import ConfigError, UserError, unknown_name
-from megasink.json_file import read_object
+from megasink.files.atomic import atomic_text
+from megasink.files.json_file import read_object
+from megasink.options.command_line import flag_problems
 from megasink.training import early
 from megasink.training.flag_file import flag_words, refused
 

@@ -16,8 +16,8 @@ import os
 import pkgutil
 import sys
 
+from megasink.cpu.process import prepare_quietly
 from megasink.training.parent import ends_with
-from megasink.upstream.process import prepare_quietly
 
 GRID = "MEGASINK_GRID"
 """Variable with the process id of the grid; without it nothing is imported."""

@@ -14,9 +14,9 @@ from examples.replicate.grid.job import TRAINING, Job, is_finished
 from examples.replicate.grid.plan import Run
 from examples.replicate.grid.results import RunRecord
 from examples.replicate.grid.start import tell as send
+from megasink.console.printable import printable
+from megasink.console.progress import Tell, progress
 from megasink.errors import Stopped
-from megasink.printable import printable
-from megasink.progress import Tell, progress
 from megasink.training.ranks import SAVE_SECONDS
 from megasink.training.stop import SIGNALS, name_of
 

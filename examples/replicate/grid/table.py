@@ -9,8 +9,8 @@ from rich.text import Text
 
 from examples.replicate.grid.results import CellResults, GridResults, Spread
 from megasink.analysis.pages.csv_file import write_csv
-from megasink.atomic import atomic_text
-from megasink.printable import printable, wide_console
+from megasink.console.printable import printable, wide_console
+from megasink.files.atomic import atomic_text
 
 
 def write_tables(results: GridResults, folder: Path) -> None:

@@ -17,8 +17,8 @@ from megasink.analysis.capture.geometry import read_rows
 from megasink.analysis.capture.sites import PRODUCT
 from megasink.analysis.interventions.record import changes_of
 from megasink.analysis.metrics.geometry import Floats, neighbor_embedding
+from megasink.console.progress import tracked
 from megasink.errors import UserError
-from megasink.progress import tracked
 
 POSITION = "position_N"
 

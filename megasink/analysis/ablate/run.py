@@ -17,7 +17,6 @@ from megasink.analysis.ablate.results import UNCHANGED, AblationResults
 from megasink.analysis.ablate.settings import Setting, settings_of, thresholds_of
 from megasink.analysis.ablate.summary import summarize
 from megasink.analysis.capture.base import ProbedModel, takes_seconds
-from megasink.analysis.capture.identity import model_identity
 from megasink.analysis.capture.ranks import Ranks
 from megasink.analysis.capture.samples import inputs_of
 from megasink.analysis.evaluate.tasks_loading import LoadedTasks
@@ -27,9 +26,10 @@ from megasink.analysis.options import AblationOptions
 from megasink.analysis.pages.ablation import write_ablation
 from megasink.analysis.results_files import holding
 from megasink.analysis.run import bytes_by_token
+from megasink.console.progress import progress
 from megasink.errors import ConfigError, UserError
-from megasink.json_file import read_value
-from megasink.progress import progress
+from megasink.files.json_file import read_value
+from megasink.transformers.identity import model_identity
 
 
 def ablate(

@@ -12,8 +12,9 @@ from megasink.analysis.capture.models import of_run, of_transformers, open_probe
 from megasink.analysis.capture.samples import inputs_of
 from megasink.analysis.metrics import registry
 from megasink.analysis.options import BOS, AnalysisOptions
-from megasink.checked_fields import checked
+from megasink.checkpoints.find import is_run
 from megasink.errors import ConfigError, UserError, nearest
+from megasink.files.checked_fields import checked
 
 
 @checked
@@ -122,8 +123,6 @@ def _probed(model: Any, tokenizer: Any, name: str | None) -> ProbedModel:
     if isinstance(model, ProbedModel):
         return model
     if isinstance(model, str | Path):
-        from megasink.checkpoints.find import is_run
-
         path = Path(model)
         if is_run(path):
             model, name = load_run(path), name or path.resolve().name

@@ -3,9 +3,14 @@
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+import torch
+
 from megasink.analysis.interventions.activations import Activations
-from megasink.checked_fields import checked
+from megasink.analysis.options import DTYPES, model_problem
+from megasink.checkpoints.find import find_checkpoint
+from megasink.cpu.process import prepare_quietly
 from megasink.errors import UserError, reason_of
+from megasink.files.checked_fields import checked
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -49,26 +54,24 @@ def load_model(
     Raises:
         UserError: missing or broken files, or an attention that megasink cannot read.
     """
-    import torch
-
-    from megasink.analysis.capture.load import load
-    from megasink.analysis.options import DTYPES, ModelOptions, model_problem
+    from megasink.transformers.load import load
 
     if dtype not in DTYPES:
         raise UserError(f"dtype {dtype!r}: choose {', '.join(DTYPES)}")
     if problem := model_problem(Path(folder)):
         raise UserError(problem)
-    options = ModelOptions(
-        model=Path(folder),
-        tokenizer=None if tokenizer is None else Path(tokenizer),
-        dtype=dtype,
-        attn_implementation=attn_implementation,
-    )
     try:
         torch.empty(0, device=device)
     except (AssertionError, RuntimeError) as error:
         raise UserError(f"device {device!r}: {reason_of(error)}") from error
-    return HubModel(*load(options, device), options.shown_name)
+    loaded = load(
+        Path(folder),
+        device,
+        tokenizer=None if tokenizer is None else Path(tokenizer),
+        dtype=dtype,
+        attn_implementation=attn_implementation,
+    )
+    return HubModel(*loaded, Path(folder).resolve().name)
 
 
 @checked
@@ -93,8 +96,6 @@ def load_run(
     Raises:
         UserError: no such run, checkpoint or tokenizer, or they do not match.
     """
-    from megasink.checkpoints.find import find_checkpoint
-
     find_checkpoint(Path(run), iteration)  # before the slow imports
     _prepare(device)
     from megasink.checkpoints import load
@@ -139,6 +140,4 @@ def convert_to_hf(
 def _prepare(device: str | None) -> None:
     if device not in (None, "cpu"):
         raise UserError(f"device {device!r}: use 'cpu', or None for the GPU if one is present")
-    from megasink.upstream.process import prepare_quietly
-
     prepare_quietly(cpu=device == "cpu")

@@ -25,8 +25,8 @@ from megasink.analysis.metrics.geometry import (
     query_key_components,
 )
 from megasink.attention.definitions import MAP_TOKENS
+from megasink.console.progress import tracked
 from megasink.errors import UserError
-from megasink.progress import tracked
 
 Arrays = dict[str, NDArray[Any]]
 

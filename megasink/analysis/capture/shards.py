@@ -13,11 +13,11 @@ from typing import Any
 
 from megasink.analysis.capture.inputs import Sample, equal_lengths
 from megasink.analysis.capture.measurements import ShardMeasurements
-from megasink.atomic import atomic_text
 from megasink.errors import UserError
-from megasink.json_file import read_object
-from megasink.output_folder import differences
-from megasink.system_errors import writing
+from megasink.files.atomic import atomic_text
+from megasink.files.json_file import read_object
+from megasink.files.output_folder import differences
+from megasink.files.system_errors import writing
 
 MOST = 64
 """Maximum number of shards; each holds the sums of `MeanCosine`, however few its samples."""

@@ -23,10 +23,10 @@ from torch import Tensor
 from megasink.analysis.capture.base import Probe, ProbedModel, takes_seconds
 from megasink.analysis.evaluate.generation import ByWholePasses, Stop
 from megasink.analysis.interventions.record import Intervention
+from megasink.console.progress import progress
 from megasink.data.text_tokenizer import text_tokenizer
 from megasink.data.tokenizer import leading_ids
 from megasink.errors import UserError
-from megasink.progress import progress
 
 AUTO = "auto"
 POSITIONS = 2048

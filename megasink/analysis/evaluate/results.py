@@ -13,8 +13,8 @@ from megasink.analysis.capture.base import ProbedModel
 from megasink.analysis.evaluate.harness import TaskResults, TaskScores
 from megasink.analysis.evaluate.suites import Average, averages
 from megasink.analysis.results_files import results_of, write_json
-from megasink.printable import printable
-from megasink.typed_json import to_json
+from megasink.console.printable import printable
+from megasink.files.typed_json import to_json
 
 FORMAT = 1
 

@@ -14,9 +14,10 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
+from megasink.analysis.evaluate.offline import UnreachableError, offline
 from megasink.analysis.evaluate.suites import SUITES, expanded
 from megasink.errors import ConfigError, UserError, nearest
-from megasink.json_file import read_object
+from megasink.files.json_file import read_object
 
 OWN_TASKS = Path(__file__).parent / "tasks"
 """Tasks that ship with megasink, made from text that ships with Python."""
@@ -69,7 +70,6 @@ def load_tasks(
     index = _index([entry.task for entry in task_requests], folders, metadata)
     entries = [leaf for entry in task_requests for leaf in _leaves(index, entry.task)]
     _check_code(entries, tokenizer, run_generated_code)
-    from megasink.analysis.evaluate.offline import offline
 
     tasks: dict[str, Any] = {}
     groups: dict[str, Any] = {}
@@ -94,8 +94,6 @@ def load_tasks(
 def _load(index: Any, name: str) -> Any:
     """Load one task, group or tag with its datasets, and name it in any error."""
     from datasets.exceptions import DatasetNotFoundError
-
-    from megasink.analysis.evaluate.offline import UnreachableError
 
     try:
         return index.load([name])

@@ -7,7 +7,7 @@ from typing import Any
 import megasink.analysis.interventions.kinds  # noqa: F401  # registers them
 from megasink.analysis.interventions.record import KINDS, Intervention
 from megasink.errors import UserError
-from megasink.json_file import read_value
+from megasink.files.json_file import read_value
 
 
 def to_entry(intervention: Intervention) -> dict[str, Any]:

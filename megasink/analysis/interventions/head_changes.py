@@ -5,6 +5,7 @@ groups, D head dim, X 1 or D.
 """
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -14,7 +15,6 @@ from megasink.analysis.capture.head_names import head_problems
 from megasink.analysis.capture.segments import Segment
 from megasink.analysis.capture.statistics import AttentionCall, attention_statistics
 from megasink.analysis.interventions.heads import Heads, heads_by_layer
-from megasink.analysis.interventions.kinds import DrainFirstValue, SteerGates
 from megasink.errors import UserError
 
 
@@ -54,8 +54,8 @@ class Drain(HeadChange):
 
     reads_attention = True
 
-    def __init__(self, threshold: float | None, phase: str):
-        self._threshold, self._phase = threshold, phase
+    def __init__(self, kind: str, threshold: float | None, phase: str):
+        self._kind, self._threshold, self._phase = kind, threshold, phase
         self._masks: dict[int, Tensor] = {}
         self._segments: list[Segment] = []
 
@@ -81,7 +81,7 @@ class Drain(HeadChange):
         return [first_HT * mask_H[:, None] for first_HT, mask_H in masked]
 
     def change(self, forward: ForwardPass, outputs: HeadOutputs) -> Tensor | None:
-        call = attention_of(outputs, DrainFirstValue.kind)
+        call = attention_of(outputs, self._kind)
         here = "decode" if forward.cached else "prefill"
         drains = self._phase in (here, "both")
         if not drains and (forward.cached or self._threshold is None):
@@ -108,7 +108,7 @@ class Steering(HeadChange):
 
     reads_attention = True
 
-    def __init__(self, steering: SteerGates):
+    def __init__(self, steering: Any):
         self._steering = steering
         self._layers = heads_by_layer(steering.heads)
 
@@ -119,7 +119,7 @@ class Steering(HeadChange):
         heads = self._layers.get(outputs.layer)
         if heads is None:
             return None
-        call = attention_of(outputs, SteerGates.kind)
+        call = attention_of(outputs, self._steering.kind)
         gate_BQHX = explicit_gate(call)
         is_sink = gate_BQHX is None
         if gate_BQHX is None:

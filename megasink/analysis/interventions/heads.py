@@ -9,7 +9,7 @@ import numpy as np
 
 from megasink.analysis.capture.head_names import parse_head
 from megasink.errors import UserError
-from megasink.json_file import read_text, read_value
+from megasink.files.json_file import read_text, read_value
 
 Heads = tuple[tuple[int, int], ...]
 """(layer, head) pairs, both from 0."""

@@ -9,21 +9,14 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, ClassVar
 
 from megasink.analysis.interventions.heads import Heads, normalized_heads
-from megasink.analysis.interventions.record import Intervention, kind
-from megasink.analysis.metrics.registry import score_names
-from megasink.errors import UserError, unknown_name
+from megasink.analysis.interventions.record import Intervention, check_score, kind
+from megasink.errors import UserError
 
 if TYPE_CHECKING:
     from megasink.analysis.capture.changes import HeadChange
     from megasink.analysis.interventions.dynamic_zeroing import DynamicChange
 
 PHASES = ("prefill", "decode", "both")
-
-
-def check_score(name: object) -> None:
-    """Raise UserError unless it is one of `score_names`."""
-    if name not in score_names():
-        raise UserError(unknown_name("score", str(name), score_names()))
 
 
 @kind
@@ -138,7 +131,7 @@ class DrainFirstValue(Intervention):
         """Return the change."""
         from megasink.analysis.interventions.head_changes import Drain
 
-        return Drain(self.threshold, self.phase)
+        return Drain(self.kind, self.threshold, self.phase)
 
 
 @kind

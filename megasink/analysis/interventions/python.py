@@ -22,7 +22,6 @@ from megasink.analysis.ablate.calibration import (
 )
 from megasink.analysis.capture.base import Listener, OpenProbe, Probe
 from megasink.analysis.capture.changes import HeadChange
-from megasink.analysis.capture.identity import weights_hash
 from megasink.analysis.capture.models import open_probe_on
 from megasink.analysis.interventions.activations import token_ids
 from megasink.analysis.interventions.dynamic_zeroing import DynamicChange
@@ -35,9 +34,10 @@ from megasink.analysis.interventions.kinds import (
 )
 from megasink.analysis.interventions.record import Intervention
 from megasink.analysis.interventions.scores import RANDOM, LayerScore
-from megasink.checked_fields import checked
 from megasink.errors import UserError
+from megasink.files.checked_fields import checked
 from megasink.transformers.caches import cache_of, without_cache
+from megasink.transformers.identity import weights_hash
 
 
 @contextmanager

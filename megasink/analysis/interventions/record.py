@@ -9,7 +9,9 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar, dataclass_transform
 
-from megasink.checked_fields import checked
+from megasink.analysis.metrics.registry import score_names
+from megasink.errors import UserError, unknown_name
+from megasink.files.checked_fields import checked
 
 if TYPE_CHECKING:
     from megasink.analysis.capture.changes import HeadChange
@@ -54,6 +56,12 @@ def kind[C: Intervention](cls: type[C]) -> type[C]:
     made = dataclass(frozen=True)(cls)
     made.__init__ = checked(made.__init__)  # type: ignore[method-assign]
     return made
+
+
+def check_score(name: object) -> None:
+    """Raise UserError unless it is one of `score_names`."""
+    if name not in score_names():
+        raise UserError(unknown_name("score", str(name), score_names()))
 
 
 def changes_of(interventions: Iterable[Intervention]) -> "list[HeadChange]":

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from megasink.analysis.ablate.results import RANDOM
-from megasink.analysis.interventions.kinds import check_score
+from megasink.analysis.interventions.record import check_score
 from megasink.analysis.metrics.head_scores import random_scores
 from megasink.analysis.metrics.registry import Metric, metrics
 from megasink.errors import UserError

@@ -20,7 +20,7 @@ from megasink.analysis.pages.drawing import PAGE_FILES, Picture, write_page
 from megasink.analysis.pages.words import words_and_papers
 from megasink.analysis.results_files import results_of, write_json
 from megasink.analysis.stored import write_arrays
-from megasink.printable import say
+from megasink.console.printable import say
 
 
 def write_ablation(results: AblationResults, masks: Arrays, tsne: Arrays, output: Path) -> None:

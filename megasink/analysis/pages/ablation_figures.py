@@ -19,7 +19,7 @@ from megasink.analysis.ablate.results import (
 )
 from megasink.analysis.metrics import metrics
 from megasink.analysis.pages.drawing import Picture, picture_of
-from megasink.analysis.pages.style import (
+from megasink.figures.style import (
     BLUE,
     GRAY,
     MAP,

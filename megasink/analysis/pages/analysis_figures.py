@@ -14,8 +14,8 @@ from megasink.analysis.pages import (
 )
 from megasink.analysis.pages.drawing import SECTIONS, Drawing, Picture, picture_of
 from megasink.analysis.pages.figures_metrics import metric_drawings
-from megasink.analysis.pages.style import styled
-from megasink.progress import tracked
+from megasink.console.progress import tracked
+from megasink.figures.style import styled
 
 
 def drawings() -> list[Drawing]:

@@ -11,7 +11,7 @@ import numpy as np
 from megasink.analysis.analysis import Analysis
 from megasink.analysis.metrics import Metric, metrics
 from megasink.analysis.pages.drawing import Drawing
-from megasink.analysis.pages.style import DIVERGING, heatmap, label, panels
+from megasink.figures.style import DIVERGING, heatmap, label, panels
 
 # Metrics of heads whose change is drawn and told, and what it is in words.
 _MAPS = {

@@ -5,8 +5,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from megasink.console.printable import printable
 from megasink.errors import UserError
-from megasink.printable import printable
 
 if TYPE_CHECKING:
     from megasink.analysis.analysis import Analysis

@@ -8,12 +8,12 @@ import numpy as np
 from numpy.typing import NDArray
 
 from megasink.analysis.pages import html
-from megasink.analysis.pages.curves import EMA, SMOOTHED, mark_spikes, series, smoothed
 from megasink.analysis.pages.drawing import picture_of
-from megasink.analysis.pages.losses import loss_spikes
-from megasink.analysis.pages.style import DASHES, label, model_colors, note, panels, styled, zoom
-from megasink.atomic import atomic_files
-from megasink.system_errors import writing
+from megasink.figures.curves import EMA, SMOOTHED, mark_spikes, series, smoothed
+from megasink.figures.losses import loss_spikes
+from megasink.figures.style import DASHES, label, model_colors, note, panels, styled, zoom
+from megasink.files.atomic import atomic_files
+from megasink.files.system_errors import writing
 
 Runs = dict[str, list[dict[str, Any]]]
 COLUMNS = {

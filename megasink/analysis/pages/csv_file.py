@@ -5,7 +5,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from megasink.printable import printable
+from megasink.console.printable import printable
 
 # Prefixes that spreadsheets read as the start of a formula.
 _FORMULA = ("=", "+", "-", "@", "\t", "\r")

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from megasink.analysis.pages.numbers import Numbers, numbers_of
-from megasink.analysis.pages.style import rendered
+from megasink.figures.style import rendered
 
 OPENING = "Summary"
 SECTIONS = (

@@ -5,11 +5,10 @@ from typing import Any
 
 import numpy as np
 
-from megasink.analysis.analysis import Analysis, array
-from megasink.analysis.folder import INACTIVE_SHARE
+from megasink.analysis.analysis import INACTIVE_SHARE, Analysis, array
 from megasink.analysis.metrics import metrics
 from megasink.analysis.pages.drawing import Drawing
-from megasink.analysis.pages.style import (
+from megasink.figures.style import (
     MAP,
     density,
     heatmap,

@@ -10,7 +10,8 @@ import numpy as np
 
 from megasink.analysis.analysis import Analysis, Floats
 from megasink.analysis.pages.drawing import Drawing
-from megasink.analysis.pages.style import (
+from megasink.analysis.pages.token_labels import token_labels
+from megasink.figures.style import (
     BLUE,
     DIVERGING,
     GRAY,
@@ -24,7 +25,6 @@ from megasink.analysis.pages.style import (
     panels,
     whole_numbers,
 )
-from megasink.analysis.pages.token_labels import token_labels
 
 _LAYERS, _HEADS = 12, 16  # maximum number of panels
 _LABELS = 48  # maximum number of readable token labels

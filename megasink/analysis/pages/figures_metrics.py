@@ -12,7 +12,7 @@ import numpy as np
 from megasink.analysis.analysis import Analysis, Floats
 from megasink.analysis.metrics import Metric, metrics, metrics_shown
 from megasink.analysis.pages.drawing import Drawing
-from megasink.analysis.pages.style import (
+from megasink.figures.style import (
     MAP,
     even_panels,
     heatmap,

@@ -8,7 +8,7 @@ import numpy as np
 
 from megasink.analysis.analysis import Analysis
 from megasink.analysis.pages.drawing import Drawing
-from megasink.analysis.pages.style import (
+from megasink.figures.style import (
     even_panels,
     label,
     legend,

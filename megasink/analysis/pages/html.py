@@ -10,7 +10,7 @@ from markupsafe import Markup, escape
 
 from megasink.analysis.pages.drawing import Picture
 from megasink.analysis.pages.numbers import Numbers
-from megasink.papers import PAPERS
+from megasink.console.papers import PAPERS
 
 
 class Page:

@@ -8,7 +8,10 @@ from megasink.analysis.analysis import Analysis, array
 from megasink.analysis.capture.inputs import MADE
 from megasink.analysis.metrics.states import longest_first_token
 from megasink.analysis.pages.drawing import OPENING, Drawing
-from megasink.analysis.pages.style import (
+from megasink.analysis.results import SampleResults
+from megasink.attention.definitions import SINK_EPSILON
+from megasink.errors import UserError
+from megasink.figures.style import (
     BLUE,
     MAP,
     VERMILION,
@@ -18,9 +21,6 @@ from megasink.analysis.pages.style import (
     panels,
     whole_numbers,
 )
-from megasink.analysis.results import SampleResults
-from megasink.attention.definitions import SINK_EPSILON
-from megasink.errors import UserError
 
 ENOUGH_SAMPLES, ENOUGH_TOKENS = 16, 64
 """Below either, the page says that its numbers say little."""

@@ -12,10 +12,10 @@ from pathlib import Path
 
 from PIL import Image
 
+from megasink.console.printable import printable
 from megasink.errors import UserError
-from megasink.json_file import open_file
-from megasink.output_folder import folder_problem
-from megasink.printable import printable
+from megasink.files.json_file import open_file
+from megasink.files.output_folder import folder_problem
 
 
 def comment_of(output: Path, line: str, of: Sequence[object], *, overwrite: bool) -> str:

@@ -12,12 +12,12 @@ from megasink.analysis.metrics.sinks import EPSILONS
 from megasink.analysis.pages import html
 from megasink.analysis.pages.csv_file import write_csv
 from megasink.analysis.pages.drawing import PAGE_FILES, Picture, picture_of, write_page
-from megasink.analysis.pages.style import MAP, even_panels, label, shares_of_heads, styled
 from megasink.analysis.results import SweepResults, SweepRow
 from megasink.analysis.results_files import results_of, write_json
 from megasink.analysis.stored import write_arrays
 from megasink.attention.definitions import SINK_EPSILON
-from megasink.printable import say
+from megasink.console.printable import say
+from megasink.figures.style import MAP, even_panels, label, shares_of_heads, styled
 
 _SWEEP = (
     "Each metric against the first setting that varies: length, copies or BOS. The other settings "

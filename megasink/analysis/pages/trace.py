@@ -11,7 +11,9 @@ from megasink.analysis.metrics import metrics_shown
 from megasink.analysis.pages import html
 from megasink.analysis.pages.csv_file import write_csv
 from megasink.analysis.pages.drawing import Picture, picture_of, write_page
-from megasink.analysis.pages.style import (
+from megasink.analysis.results import Results, scalars_of
+from megasink.errors import UserError
+from megasink.figures.style import (
     BLUE,
     even_panels,
     label,
@@ -19,8 +21,6 @@ from megasink.analysis.pages.style import (
     styled,
     whole_numbers,
 )
-from megasink.analysis.results import Results, scalars_of
-from megasink.errors import UserError
 
 _SCALES = ((1e12, "T"), (1e9, "B"), (1e6, "M"), (1e3, "k"))
 

@@ -4,7 +4,7 @@ from markupsafe import Markup
 
 from megasink.analysis.pages import html
 from megasink.attention.definitions import SINK_EPSILON
-from megasink.papers import PAPERS
+from megasink.console.papers import PAPERS
 
 WORDS = {
     "token 0, first token": "the first token that the model reads: BOS, the token that begins a "

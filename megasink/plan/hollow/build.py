@@ -13,8 +13,8 @@ import shutil
 import subprocess
 from pathlib import Path
 
-from megasink.atomic import atomic_folder
 from megasink.errors import UserError
+from megasink.files.atomic import atomic_folder
 
 LIBRARY, DRIVER = "libhollow.so", "libcuda.so.1"
 _NATIVE = Path(__file__).with_name("native")

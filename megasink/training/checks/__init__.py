@@ -10,9 +10,8 @@ from collections.abc import Iterable
 from typing import Any
 
 from megasink.attention.variants.layers import resolve_layers
-from megasink.command_line import with_help
-from megasink.excluded import excluded
-from megasink.megatron_flags import refused
+from megasink.options.command_line import with_help
+from megasink.options.megatron_flags import refused
 from megasink.training import run_dir
 from megasink.training.checks import (
     choices,
@@ -30,6 +29,7 @@ from megasink.training.checks import (
     vocabulary,
 )
 from megasink.training.checks.blends import named_prefixes
+from megasink.training.checks.excluded import excluded
 
 # None of them imports torch or Megatron.
 _EARLY = (

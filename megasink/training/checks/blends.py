@@ -12,7 +12,7 @@ from pathlib import Path
 
 from megasink.data.validation import recorded_validation
 from megasink.errors import UserError
-from megasink.json_file import read_text, read_value
+from megasink.files.json_file import read_text, read_value
 
 DEFAULT_SPLIT = "969,30,1"  # Megatron's (arguments.py:651), set after these checks
 _FILE_BYTES = 64 << 20

@@ -6,9 +6,9 @@ from dataclasses import fields
 from megasink.attention.variants import is_variant, names
 from megasink.config import AttentionOptions
 from megasink.errors import unknown_name
-from megasink.flags import flag_of
+from megasink.options.flags import flag_of
+from megasink.options.run_options import OPTIONS
 from megasink.plugins import advice
-from megasink.run_options import OPTIONS
 
 
 def without_unknown(args: Namespace) -> tuple[list[str], Namespace]:

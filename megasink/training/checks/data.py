@@ -9,8 +9,8 @@ from pathlib import Path
 from megasink.data.object_store import is_stored, url_problem
 from megasink.data.replaced_tokens import problems_of
 from megasink.errors import missing_folder
-from megasink.flags import flag_of
-from megasink.megatron_flags import having
+from megasink.options.flags import flag_of
+from megasink.options.megatron_flags import having
 from megasink.training.checks.blends import blends, named_prefixes, parts
 
 _SHOWN = 8

@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from megasink.console.printable import say
 from megasink.data.contents import contents
 from megasink.data.index import (
     ENTRIES,
@@ -20,7 +21,6 @@ from megasink.data.index import (
 from megasink.data.object_store import is_stored
 from megasink.data.output import mismatch
 from megasink.errors import UserError
-from megasink.printable import say
 from megasink.training.checks.blends import (
     DEFAULT_SPLIT,
     Blend,

@@ -4,7 +4,7 @@ from argparse import Namespace
 from collections.abc import Iterator
 
 from megasink import cpu
-from megasink.megatron_flags import refused
+from megasink.options.megatron_flags import refused
 from megasink.upstream import fused
 
 _ABSENT = "needs CUDA, but no CUDA device is present"

@@ -10,8 +10,8 @@ from argparse import Namespace
 from collections.abc import Iterator
 
 from megasink.config import COMM_TYPES
-from megasink.flags import flag_of
-from megasink.megatron_flags import refused
+from megasink.options.flags import flag_of
+from megasink.options.megatron_flags import refused
 from megasink.upstream.versions import have_transformer_engine
 
 _PARALLEL = ("tensor-model", "pipeline-model", "context")

@@ -4,8 +4,8 @@ from argparse import Namespace
 from collections.abc import Iterator
 
 from megasink.attention.variants import Variant, variants
-from megasink.flags import flag_of
-from megasink.megatron_flags import having
+from megasink.options.flags import flag_of
+from megasink.options.megatron_flags import having
 
 GATED_UNITS = ("reglu", "geglu", "swiglu")
 

@@ -4,8 +4,8 @@ import math
 from argparse import Namespace
 from collections.abc import Iterator
 
-from megasink.flags import flag_of
-from megasink.megatron_flags import KNOWN, having
+from megasink.options.flags import flag_of
+from megasink.options.megatron_flags import KNOWN, having
 
 # What serves as well; the first two are old names.
 _OR = {"num_layers": "encoder_num_layers", "seq_length": "encoder_seq_length"}

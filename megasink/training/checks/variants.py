@@ -14,7 +14,7 @@ from megasink.attention.variants.layers import PLAIN, layers_with_variant
 from megasink.balance.options import without_gradient, wrong_together
 from megasink.config import MODEL_OPTIONS
 from megasink.errors import ConfigError
-from megasink.flags import flag_of
+from megasink.options.flags import flag_of
 from megasink.training import ffn_width
 
 _DEFAULTS = {field.name: field.default for kind in MODEL_OPTIONS for field in fields(kind)}

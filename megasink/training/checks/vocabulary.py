@@ -6,9 +6,10 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from megasink.checkpoints.saved_arguments import read_arguments
 from megasink.data.output import mismatch
 from megasink.data.replaced_tokens import Replacement, problems_of, replacement
-from megasink.data.tokenizer import tokenizer_hash
+from megasink.data.tokenizer import load_tokenizer, tokenizer_hash
 from megasink.data.tokenizer_files import read_files
 from megasink.errors import ConfigError, UserError
 from megasink.megatron.vocabulary import named_tokens
@@ -81,8 +82,6 @@ _read_files = functools.cache(read_files)
 
 @functools.cache
 def _loaded(folder: str) -> Any:
-    from megasink.data.tokenizer import load_tokenizer
-
     return load_tokenizer(folder)
 
 
@@ -195,7 +194,6 @@ def pin_vocabulary(args: Namespace) -> None:
 def _tokens_of_checkpoint(args: Namespace) -> int:
     """Return the token count of the model that training starts from; 0 if unknown."""
     # It imports torch, which flag checks avoid.
-    from megasink.checkpoints.saved_arguments import read_arguments
 
     config = Path(args.load).parent / "config.json" if args.load else None
     if config is None or not config.is_file():

@@ -18,7 +18,7 @@ from pathlib import Path
 
 from megasink.checkpoints.find import runs_in
 from megasink.errors import ConfigError, UserError, nearest, unknown_name
-from megasink.megatron_flags import having
+from megasink.options.megatron_flags import having
 from megasink.training.flag_file import Flags, flag_words, form_problems, read_toml, refused
 
 FLAG, EXPANDED = "--recipe", "--expanded-recipe"

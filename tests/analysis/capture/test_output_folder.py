@@ -12,7 +12,7 @@ from megasink.analysis import loading
 from megasink.analysis.pages import ablation, sweep
 from megasink.cli import main
 from megasink.errors import UserError
-from megasink.output_folder import SETTINGS, exclusive, results_in
+from megasink.files.output_folder import SETTINGS, exclusive, results_in
 from tests.analysis.capture.tiny_models import save_with_tokenizer, tiny_model
 
 TEXTS = [f"Text {i}: nothing in it stands twice, {'again ' * i}and it ends." for i in range(5)]
@@ -96,7 +96,7 @@ def test_results_of_other_settings_stay(root, tmp_path, capsys, monkeypatch, nam
     with monkeypatch.context() as patch:
         if name != "analyze-other-model":  # only its weights tell
             patch.setattr(loading, "prepare_quietly", None)
-            patch.setattr("megasink.analysis.capture.load.load", None)
+            patch.setattr("megasink.transformers.load.load", None)
         assert main(other) == 2
     said = capsys.readouterr().err
     assert [phrase for phrase in phrases if phrase not in said] == []

@@ -13,12 +13,12 @@ from torch.distributed import HashStore
 
 from megasink.analysis import draw as pages
 from megasink.analysis.capture import measurements, ranks
-from megasink.analysis.capture.identity import weights_hash
 from megasink.analysis.capture.inputs import Sample
 from megasink.analysis.capture.ranks import Ranks, taking_part
 from megasink.analysis.capture.shards import MOST, PartialFolder, plan
 from megasink.cli import main
 from megasink.errors import UserError
+from megasink.transformers.identity import weights_hash
 from tests.analysis.capture.tiny_models import save_with_tokenizer, tiny_model
 from tests.forkserver import server
 

@@ -9,9 +9,9 @@ import torch
 import transformers
 from transformers import PreTrainedModel, PreTrainedTokenizerFast
 
-from megasink.convert.modeling import configuration_megasink, modeling_megasink
 from megasink.data.corpus import Corpus
 from megasink.data.tokenizer import train_tokenizer
+from megasink.transformers.modeling import configuration_megasink, modeling_megasink
 
 VOCABULARY, WINDOW = 64, 5
 

@@ -8,7 +8,6 @@ import torch
 
 from megasink import dynamic_zeroing
 from megasink.analysis.ablate.calibration import measure_scores, read_calibration
-from megasink.analysis.capture.identity import weights_hash
 from megasink.analysis.capture.inputs import Sample
 from megasink.analysis.capture.recorder import Recorder
 from megasink.analysis.capture.transformers_model import TransformersProbe
@@ -20,6 +19,7 @@ from megasink.analysis.results import RunFacts
 from megasink.analysis.summary import summarize
 from megasink.analysis.write import write_numbers
 from megasink.errors import UserError
+from megasink.transformers.identity import weights_hash
 from tests.analysis.capture.tiny_models import VOCABULARY, tiny_model
 
 SCORES = ("awft", "ahon_ln", "lthon_hn")

@@ -12,7 +12,7 @@ from megasink.analysis.evaluate.results import Evaluation
 from megasink.analysis.evaluate.tasks_loading import OWN_TASKS, load_tasks
 from megasink.cli import evaluate, main
 from megasink.errors import ConfigError, UserError
-from megasink.typed_json import from_json
+from megasink.files.typed_json import from_json
 from tests.analysis.capture.tiny_models import save_with_tokenizer
 from tests.analysis.interventions.harness_tasks import CHOICES, write_tasks
 from tests.test_packaging import project
@@ -201,7 +201,7 @@ def test_shots(root):
     ],
 )  # fmt: skip
 def test_bad_input_is_answered_before_the_model_loads(root, flags, phrases, capsys, monkeypatch):
-    opened = "megasink.analysis.capture.load.load"
+    opened = "megasink.transformers.load.load"
     monkeypatch.setattr(opened, lambda *_, **__: pytest.fail("the model is loaded"))
     (root / "broken").mkdir(exist_ok=True)
     broken = "task: broken\ncustom_dataset: !function items.nothing\ntest_split: test\n"

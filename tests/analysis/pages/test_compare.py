@@ -7,8 +7,8 @@ import numpy as np
 import pytest
 
 from megasink.analysis.pages.compare import summary
-from megasink.analysis.pages.losses import loss_spikes
 from megasink.cli import main as megasink
+from megasink.figures.losses import loss_spikes
 
 
 def run(folder, scale=1.0, bits=True, steps=60):

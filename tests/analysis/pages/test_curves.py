@@ -6,9 +6,9 @@ import matplotlib.image
 import numpy as np
 import pytest
 
-from megasink.analysis.pages.curves import draw_run, figure_of, series, smoothed
-from megasink.analysis.pages.metrics import read_metrics
 from megasink.errors import UserError
+from megasink.figures.curves import draw_run, figure_of, series, smoothed
+from megasink.figures.run_metrics import read_metrics
 
 
 def lines(count=20, heads=True):

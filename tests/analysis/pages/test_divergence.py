@@ -4,8 +4,8 @@ import math
 
 import numpy as np
 
-from megasink.analysis.pages.curves import smoothed
-from megasink.analysis.pages.losses import FACTOR, STEPS, Divergence
+from megasink.figures.curves import smoothed
+from megasink.figures.losses import FACTOR, STEPS, Divergence
 
 
 def follow(losses):

@@ -9,7 +9,7 @@ import pytest
 
 from megasink.analysis.pages import html, numbers
 from megasink.analysis.pages.drawing import picture_of
-from megasink.analysis.pages.style import BLUE, even_panels, heatmap, label, styled
+from megasink.figures.style import BLUE, even_panels, heatmap, label, styled
 
 TABLE = np.arange(12.0).reshape(3, 4)
 

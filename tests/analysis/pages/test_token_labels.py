@@ -7,7 +7,7 @@ from fontTools.pens.ttGlyphPen import TTGlyphPen
 from matplotlib import font_manager
 
 from megasink.analysis.pages import token_labels
-from megasink.analysis.pages.style import panels, rendered, styled
+from megasink.figures.style import panels, rendered, styled
 
 TEXTS = ["plain", " a\n", "中文", "สวัสดี", "🙂", "\ufffd", "a token that is long"]
 

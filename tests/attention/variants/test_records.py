@@ -9,7 +9,6 @@ from unittest import mock
 
 import pytest
 
-from megasink import flags
 from megasink.attention.variants import (
     Variant,
     of_kind,
@@ -19,13 +18,14 @@ from megasink.attention.variants import (
     variants,
 )
 from megasink.errors import UserError
+from megasink.options import flags
 from megasink.training.checks import variants as checks
 from tests.documented import register_variant
 
 ROOT = Path(__file__).resolve().parents[3]
 PACKAGE = ROOT / "megasink"
 # Its own call, which records are mapped to; and files that are copied beside weights.
-APART = ("attention", "convert/modeling")
+APART = ("attention", "transformers/modeling")
 NAMES = {record.name for record in variants()}
 
 

@@ -15,7 +15,7 @@ from multiprocessing import resource_sharer
 from pathlib import Path
 from typing import Any
 
-from megasink.atomic import lock_folder, remove_dead
+from megasink.files.atomic import lock_folder, remove_dead
 
 _PREFIX = "msocks-"  # short: the path of a socket has at most 107 bytes
 

@@ -6,12 +6,12 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from megasink.analysis.pages.heatmap import draw_importance
-from megasink.analysis.pages.losses import MovingAverage, loss_spikes
-from megasink.analysis.pages.metrics import read_metrics
-from megasink.analysis.pages.style import BLUE, GRAY, VERMILION, label, note, panels, save, styled
 from megasink.errors import UserError
-from megasink.json_file import read_object
+from megasink.figures.heatmap import draw_importance
+from megasink.figures.losses import MovingAverage, loss_spikes
+from megasink.figures.run_metrics import read_metrics
+from megasink.figures.style import BLUE, GRAY, VERMILION, label, note, panels, save, styled
+from megasink.files.json_file import read_object
 from megasink.megatron.hybrid_pattern import count_blocks
 
 EMA = 0.9

@@ -10,8 +10,8 @@ from pathlib import Path
 from typing import Any
 
 from megasink.errors import ConfigError, UserError
-from megasink.flags import flag_of
-from megasink.json_file import read_object
+from megasink.files.json_file import read_object
+from megasink.options.flags import flag_of
 
 
 def _number_or_auto(text: str) -> int | None:

@@ -7,7 +7,7 @@ import sys
 from collections.abc import Callable, Iterator
 from typing import Any
 
-from megasink.typed_json import to_json
+from megasink.files.typed_json import to_json
 
 
 def add_json(parser: argparse.ArgumentParser) -> None:

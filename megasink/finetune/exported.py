@@ -15,10 +15,10 @@ from safetensors.torch import save_file
 from transformers import AutoConfig, GenerationConfig
 from transformers.core_model_loading import revert_weight_conversion
 
-from megasink.atomic import atomic_text
 from megasink.errors import UserError
-from megasink.json_file import read_object
-from megasink.output_folder import differences
+from megasink.files.atomic import atomic_text
+from megasink.files.json_file import read_object
+from megasink.files.output_folder import differences
 
 _GENERATION = "generation_config.json"
 _INDEX = "model.safetensors.index.json"

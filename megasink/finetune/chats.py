@@ -16,7 +16,7 @@ from megasink.data.files import BYTE_ORDER_MARK, expand, open_lines, readable
 from megasink.data.text_tokenizer import text_tokenizer
 from megasink.data.tokenizer import load_tokenizer
 from megasink.errors import UserError, reason_of
-from megasink.json_file import kind_of
+from megasink.files.json_file import kind_of
 
 ROLES = ("system", "developer", "user", "assistant", "tool")
 _SHAREGPT = {"from": "role", "value": "content", "human": "user", "gpt": "assistant"}

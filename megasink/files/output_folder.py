@@ -13,11 +13,10 @@ from contextlib import contextmanager, nullcontext, suppress
 from pathlib import Path
 from typing import Any
 
-from megasink.atomic import atomic_text
-from megasink.errors import UserError
-from megasink.json_file import read_object
-from megasink.stopping import Signalled
-from megasink.system_errors import writing
+from megasink.errors import Signalled, UserError
+from megasink.files.atomic import atomic_text
+from megasink.files.json_file import read_object
+from megasink.files.system_errors import writing
 
 SETTINGS = "settings.json"
 LOCK = ".lock"

@@ -4,8 +4,8 @@ from argparse import Namespace
 from collections.abc import Iterator
 from typing import Any
 
-from megasink.flags import flag_of
-from megasink.megatron_flags import FLAGS, given_of
+from megasink.options.flags import flag_of
+from megasink.options.megatron_flags import FLAGS, given_of
 
 _ONLY_IN_PATTERN = "mark the stages with |"
 _ANOTHER_GELU = "TransformerEngine's activations differ (its gelu is an approximation)"

@@ -11,7 +11,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from megasink.config import IGNORED
-from megasink.flags import flag_of
+from megasink.options.flags import flag_of
 
 # Names, and behind the colon what holds for all of them:
 #   shape    a converted model fixes it; model: it identifies a model, too; context: fine-tuning may

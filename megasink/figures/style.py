@@ -11,15 +11,12 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from io import BytesIO
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
-from megasink.atomic import atomic_file
-from megasink.printable import printable
-
-if TYPE_CHECKING:
-    from megasink.analysis.analysis import Analysis
+from megasink.console.printable import printable
+from megasink.files.atomic import atomic_file
 
 WIDTH = 11.0
 """Figure width in inches, about 1150 pixels on the page."""
@@ -130,7 +127,7 @@ def position_colors(count: int) -> list[Any]:
     return [VERMILION, *scale][:count]
 
 
-def named(analyses: "Sequence[Analysis]") -> "list[tuple[Analysis, Any, str]]":
+def named(analyses: Sequence[Any]) -> list[tuple[Any, Any, str]]:
     """Return each analysis with its color and its legend name."""
     colors = model_colors(len(analyses))
     return [
@@ -139,7 +136,7 @@ def named(analyses: "Sequence[Analysis]") -> "list[tuple[Analysis, Any, str]]":
     ]
 
 
-def model_legend(figure: Any, axis: Any, analyses: "Sequence[Analysis]") -> None:
+def model_legend(figure: Any, axis: Any, analyses: Sequence[Any]) -> None:
     """Put a legend above all panels if there are several models."""
     if len(analyses) > 1:
         legend(figure, axis)

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from megasink.analysis.pages.style import (
+from megasink.figures.style import (
     MAP,
     even_panels,
     grid,

@@ -7,7 +7,6 @@ import warnings
 
 from megasink import cpu
 from megasink.errors import UserError
-from megasink.upstream.mends import mend_upstream
 from megasink.upstream.versions import check_versions
 
 
@@ -23,6 +22,8 @@ def prepare_process(device: str | None = None) -> None:
         if reason is not None:
             raise UserError(f"{reason}; to run on the CPU instead, set CUDA_VISIBLE_DEVICES=''")
         cpu.activate()
+    from megasink.upstream.apply import mend_upstream  # it imports Megatron
+
     mend_upstream()
 
 

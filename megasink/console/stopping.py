@@ -19,28 +19,14 @@ from collections.abc import Callable, Collection, Iterator
 from pathlib import Path
 from types import FrameType
 
-from megasink.atomic import PARTIAL
-from megasink.errors import Stopped, UserError
-from megasink.printable import one_line
-from megasink.system_errors import OUTPUT, explained
+from megasink.console.printable import one_line
+from megasink.errors import Signalled, Stopped, UserError
+from megasink.files.atomic import PARTIAL
+from megasink.files.system_errors import OUTPUT, explained
 
 SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 # To unwind in: a shard may have to be finished, and processes joined.
 _SECONDS = 10.0
-
-
-class Signalled(KeyboardInterrupt):
-    """Raised in the main thread by a signal; no ``except Exception`` takes it.
-
-    Attributes:
-        number: the signal's.
-        kept: what to say after "stopped by SIGTERM", set by what keeps something.
-    """
-
-    def __init__(self, number: int):
-        super().__init__(signal.Signals(number).name)
-        self.number = number
-        self.kept = ""
 
 
 class _Heard:

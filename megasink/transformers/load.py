@@ -10,11 +10,12 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 from transformers.utils import logging
 
-from megasink.analysis.options import ModelOptions
-from megasink.checked_fields import Count, Layers, check, fields
 from megasink.data.tokenizer import refuse_unusable
 from megasink.errors import UserError, reason_of
-from megasink.json_file import read_object
+from megasink.files.checked_fields import Count, Layers, check, fields
+from megasink.files.json_file import read_object
+from megasink.transformers.modeling.configuration_megasink import MegasinkConfig
+from megasink.transformers.modeling.modeling_megasink import MegasinkForCausalLM
 
 _LOCAL = {"local_files_only": True, "trust_remote_code": False}
 _READ = ("sdpa", "eager")
@@ -25,25 +26,31 @@ _SIZES = fields(
 )
 
 
-def load(options: ModelOptions, device: str, *, quiet: bool = False) -> tuple[PreTrainedModel, Any]:
+def load(
+    folder: Path,
+    device: str,
+    *,
+    tokenizer: Path | None = None,
+    dtype: str = "auto",
+    attn_implementation: str | None = None,
+    quiet: bool = False,
+) -> tuple[PreTrainedModel, Any]:
     """Return the model, on a device in evaluation mode, and the tokenizer."""
-    with _quiet(bars=quiet), _named(options.model, options.tokenizer):
+    with _quiet(bars=quiet), _named(folder, tokenizer):
         _know_our_own()
-        _check_sizes(options.model / "config.json")
-        config = AutoConfig.from_pretrained(options.model, **_LOCAL)
-        requested = options.attn_implementation or config._attn_implementation
+        _check_sizes(folder / "config.json")
+        config = AutoConfig.from_pretrained(folder, **_LOCAL)
+        requested = attn_implementation or config._attn_implementation
         if requested not in (None, *_READ):
             raise UserError(
-                f"{options.model} uses {requested}, which exposes neither weights nor masks: add "
+                f"{folder} uses {requested}, which exposes neither weights nor masks: add "
                 "--attn-implementation sdpa or eager"
             )
-        tokenizer = AutoTokenizer.from_pretrained(options.tokenizer or options.model, **_LOCAL)
-        refuse_unusable(tokenizer, options.tokenizer or options.model)
-        dtype = "auto" if options.dtype == "auto" else getattr(torch, options.dtype)
-        model = load_weights(
-            options.model, dtype=dtype, attn_implementation=options.attn_implementation
-        )
-    return model.eval().to(device), tokenizer
+        loaded = AutoTokenizer.from_pretrained(tokenizer or folder, **_LOCAL)
+        refuse_unusable(loaded, tokenizer or folder)
+        kind = dtype if dtype == "auto" else getattr(torch, dtype)
+        model = load_weights(folder, dtype=kind, attn_implementation=attn_implementation)
+    return model.eval().to(device), loaded
 
 
 def load_weights(
@@ -87,9 +94,6 @@ def _check_sizes(path: Path) -> None:
 
 def _know_our_own() -> None:
     """Register the package's copy of megasink's modeling file."""
-    from megasink.convert.modeling.configuration_megasink import MegasinkConfig
-    from megasink.convert.modeling.modeling_megasink import MegasinkForCausalLM
-
     AutoConfig.register("megasink", MegasinkConfig, exist_ok=True)
     AutoModelForCausalLM.register(MegasinkConfig, MegasinkForCausalLM, exist_ok=True)
 

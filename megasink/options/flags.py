@@ -23,7 +23,7 @@ def flag_of(dest: str) -> str:
 
 def add_options(parser: argparse.ArgumentParser) -> None:
     """Add a group of flags for each dataclass of OPTIONS."""
-    from megasink.run_options import OPTIONS
+    from megasink.options.run_options import OPTIONS
 
     for options in OPTIONS:
         words = re.sub(r"(?<=[a-z])(?=[A-Z])", " ", options.__name__).lower()

@@ -8,21 +8,27 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
+import datasets
 import numpy as np
 import torch
+from datasets import Dataset, Features, List, Value
+from datasets.exceptions import DatasetGenerationError
+from peft import LoraConfig, PeftModel
 from transformers import PrinterCallback, TrainerCallback
+from transformers.utils import logging
+from trl import SFTConfig, SFTTrainer
 
-from megasink.analysis.capture.identity import model_identity
-from megasink.analysis.capture.load import load, load_weights
-from megasink.analysis.options import ModelOptions
-from megasink.atomic import atomic_folder
+from megasink.console.progress import progress
 from megasink.errors import UserError
-from megasink.finetune_options import FinetuneOptions, processes
-from megasink.json_file import read_object
-from megasink.progress import progress
-from megasink.transformers import NAME, exported
+from megasink.files.atomic import atomic_folder
+from megasink.files.json_file import read_object
+from megasink.finetune import exported
+from megasink.finetune.chats import IGNORED, ChatTokenizer, read_chats
+from megasink.finetune.options import FinetuneOptions, processes
+from megasink.transformers import NAME
 from megasink.transformers.callback import HeadBalanceCallback, check_arguments
-from megasink.transformers.chats import IGNORED, ChatTokenizer, read_chats
+from megasink.transformers.identity import model_identity
+from megasink.transformers.load import load, load_weights
 
 HELD_OUT = 0.02
 """Share of the conversations that are not trained on, the last ones; at least one."""
@@ -34,7 +40,7 @@ _PACKAGES = ("accelerate", "datasets", "peft", "tokenizers", "trl")
 def original(options: FinetuneOptions) -> tuple[Any, Any]:
     """Return the model that is fine-tuned, as an analysis loads it, and its tokenizer."""
     exported.weight_files(options.model)
-    return load(ModelOptions(model=options.model), "cuda" if torch.cuda.is_available() else "cpu")
+    return load(options.model, "cuda" if torch.cuda.is_available() else "cpu")
 
 
 def settings(options: FinetuneOptions, model: Any, tokenizer: Any) -> dict[str, Any]:
@@ -54,9 +60,6 @@ def tokenized(options: FinetuneOptions, chats: ChatTokenizer, folder: Path) -> t
 
     All processes call this; one makes the tokens, in the folder.
     """
-    from datasets import Dataset, Features, List, Value
-    from datasets.exceptions import DatasetGenerationError
-
     most, files = options.seq_length, " ".join(map(str, options.data))
 
     def rows() -> Iterator[dict[str, Any]]:
@@ -99,10 +102,6 @@ def tokenized(options: FinetuneOptions, chats: ChatTokenizer, folder: Path) -> t
 
 def arguments(options: FinetuneOptions, folder: Path) -> Any:
     """Return TRL's SFTConfig, with checkpoints in a folder; it starts the process group."""
-    import datasets
-    from transformers.utils import logging
-    from trl import SFTConfig
-
     datasets.disable_progress_bars()
     logging.disable_progress_bar()
     config = SFTConfig(
@@ -134,9 +133,6 @@ def make_trainer(
     options: FinetuneOptions, config: Any, tokenizer: Any, trained: Any, shared_heads: int
 ) -> Any:
     """Return TRL's SFTTrainer with the loss of Eq. 8, or of Eq. 7 without shared heads."""
-    from peft import LoraConfig
-    from trl import SFTTrainer
-
     lora = None
     if not options.full:
         lora = LoraConfig(
@@ -252,8 +248,6 @@ def after(options: FinetuneOptions, folder: Path) -> tuple[Any, Any]:
 
 def merged(base: Any, adapter: Path) -> Any:
     """Return a model with an adapter merged into it."""
-    from peft import PeftModel
-
     return PeftModel.from_pretrained(base, str(adapter)).merge_and_unload(safe_merge=True)
 
 

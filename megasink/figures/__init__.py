@@ -1,0 +1,1 @@
+"""Pictures of runs: their style, heatmaps, curves, and the spikes of a loss."""

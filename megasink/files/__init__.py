@@ -1,0 +1,1 @@
+"""Files and folders: atomic writes, JSON, folders of results, errors of the system."""

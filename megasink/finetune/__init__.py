@@ -1,0 +1,1 @@
+"""Fine-tuning of models of transformers on conversations."""

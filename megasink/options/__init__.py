@@ -1,0 +1,1 @@
+"""Options and flags, as dataclasses and as argparse's."""
