@@ -23,8 +23,8 @@ HEAD = """\
 # Errors and what to do
 
 An error is one line, or one numbered list of all problems with a command line. It names the problem
-and the value, and says what to do. The exit code is 2, and nothing half-written is left. A
-traceback is a bug of megasink: please report it.
+and the value, and says what to do. The exit code is 2, and nothing half-written is left. If you
+see a traceback, please report it as a bug.
 
 | problem | see |
 |---|---|

@@ -1,5 +1,6 @@
-"""What is verified on what: the record behind docs/verified.md, which ``python -m tests.verified``
-writes anew. tests/test_verified.py compares the two, and the record with the tests that are there.
+"""Record of the tests of each feature. ``python -m tests.verified`` writes it to docs/verified.md.
+
+tests/test_verified.py compares the record with the page and with the existing tests.
 """
 
 import json
@@ -108,7 +109,7 @@ ROWS = (
         "distributed/data_path training/sink_token training/replacing",
     ),
     Row(
-        "checkpoints under another layout; resuming to the bit",
+        "checkpoints under another layout; bit-identical resuming",
         "training/damaged_checkpoints",
         "distributed/checkpoint distributed/resume",
     ),
@@ -147,7 +148,7 @@ ROWS = (
         "transformers/balance_trainer",
     ),
     Row("install without Megatron", "light/light packaging"),
-    Row("files of other people run no code", "security/inventory", "security/checkpoints"),
+    Row("untrusted files run no code", "security/inventory", "security/checkpoints"),
 )
 
 

@@ -18,24 +18,24 @@ HEAD = """\
 
 Every number on this page comes from the files in
 [`examples/replicate/results`](results), which `python
-examples/replicate/run.py NAME --form fast|full` writes; `python examples/replicate/page.py` makes
-the page, and a test compares the two. [`examples/replicate`](README.md) has each
-experiment's settings, claims and prediction.
+examples/replicate/run.py NAME --form fast|full` writes. `python examples/replicate/page.py` makes
+the page, and a test compares the two. [`examples/replicate`](README.md) has the settings, claims
+and prediction of each experiment.
 
-**How to read it.** A prediction was written before the first run and is kept as it was. Tables
-have mean ± standard deviation over seeds (n - 1). A claim is decided by a test over the seeds,
-not by eye: *reproduces* if the difference has the paper's sign with p < 0.05, *opposite* if it
-has the other one with p < 0.05, otherwise *does not show at this scale*, which says nothing about
-larger models. Tests are one-sided, paired by seed (the runs of a seed share initial weights,
-batches and validation samples) and made in both directions; the p-values of all claims of a
-section are corrected together (Benjamini and Hochberg, each direction on its own), so that at
-most 5 % of the claims that reproduce are expected to do so by chance. Intervals are 95 %,
-two-sided and not corrected. A test over three seeds has little power: a difference must be
-several times its spread. All models here are small; the paper's number beside a claim is of its
-own models and is there for the sign, not the size.
+**How to read it.** Each prediction was written before the first run and has not been changed.
+Tables have mean ± standard deviation over seeds (n - 1). A test over the seeds decides each claim:
+it *reproduces* if the difference has the paper's sign with p < 0.05, is *opposite* if the
+difference has the other sign with p < 0.05, and otherwise *does not show at this scale*, which
+says nothing about larger models. Tests are one-sided, made in both directions, and paired by seed
+(the runs of a seed share initial weights, batches and validation samples). The p-values of all
+claims of a section are corrected together (Benjamini and Hochberg, each direction on its own), so
+at most 5 % of the claims that reproduce are expected to do so by chance. Intervals are 95 %,
+two-sided and not corrected. A test over three seeds has little power: a difference must be several
+times its spread. All models here are small. The number of the paper beside a claim is from its own
+models, and shows the sign, not the size.
 
-Metrics called `trace/...` are of a run's checkpoints, on held-out text. In sections of
-runs before 2026-11-25 they were measured at the same steps while the run trained, on validation
+Metrics called `trace/...` are measured on the checkpoints of a run, with held-out text. In sections
+of runs before 2026-11-25 they were measured at the same steps during training, on validation
 samples.
 """
 
@@ -93,8 +93,8 @@ def _section(result: record.Result) -> Iterator[str]:
     )
     if result.large:
         yield (
-            "What only a large model shows, on a node with GPUs; the command lines are checked, "
-            "not run:\n"
+            "These effects show only in a large model, on a node with GPUs. The command lines are "
+            "checked, not run:\n"
         )
     for large in result.large:
         yield f"{large.says}:\n"

@@ -49,7 +49,7 @@ def _parts(*entries: tuple[str, str], shots: int | None = None) -> tuple[Part, .
     return tuple(Part(task, shots, metric) for task, metric in entries)
 
 
-_SILENT = "shots and normalization are not given: lm-eval's own are used"
+_SILENT = "shots and normalization not given: lm-eval's own"
 _ARC = (("arc_easy", "acc_norm"), ("arc_challenge", "acc_norm"))
 # Where the paper says ARC and not which: one benchmark, the mean of both.
 _ONE_ARC = tuple(Part(task, None, metric, "ARC") for task, metric in _ARC)
@@ -86,8 +86,8 @@ ALL = (
                 ("processbench", "critique_f1"),
             ),
         ),
-        f"{_SILENT}; the paper does not say which ARC: the mean of both counts once; "
-        "ProcessBench, which lm-eval lacks, is a task of megasink in its own words",
+        f"{_SILENT}; which ARC is not given: the mean of both counts once; "
+        "ProcessBench, which lm-eval lacks, is a task of megasink with its own wording",
         averaged=6,
     ),
     Suite(
@@ -120,8 +120,8 @@ ALL = (
                 ("humaneval", "pass@1,create_test"),
             ),
         ),
-        f"{_SILENT}; the paper does not say which ARC: the mean of both counts once in an "
-        "average of nine; TQA is taken as TruthfulQA",
+        f"{_SILENT}; which ARC is not given: the mean of both counts once in an average of nine; "
+        "TQA taken as TruthfulQA",
         averaged=9,
     ),
     Suite(
@@ -135,15 +135,15 @@ ALL = (
             ("ceval-valid", "acc"),
             ("cmmlu", "acc"),
         ),
-        "'few-shot', without a number: lm-eval's own is used, 0 for most; --num-fewshot sets it. "
-        "C-Eval's answers are public for its validation split only",
+        "'few-shot' without a number: lm-eval's own, 0 for most; --num-fewshot sets it. "
+        "Only C-Eval's validation split has public answers",
     ),
     Suite(
         "ruler-lengths",
         "P1.38",
         _parts(("ruler", "4096 to 131072")),
-        "13 tasks, plain mean assumed; the metrics are the lengths, in tokens of the model's "
-        "tokenizer. lm-eval makes the texts by code that downloads: --allow-download; needs "
+        "13 tasks, plain mean assumed; the metrics are lengths in tokens of the model's "
+        "tokenizer. lm-eval's code downloads the texts: --allow-download; needs "
         "pip install 'megasink[eval-long]'",
         {"max_seq_lengths": _RULER_LENGTHS},
         data=("baber/paul_graham_essays",),
@@ -152,8 +152,8 @@ ALL = (
         "mmlu-intervention",
         "P3.14",
         _parts(("mmlu", "acc"), shots=5),
-        "log-likelihood of the letters; lm-eval 0.4.5 there. --chat-template for -Instruct, -SFT "
-        "and -DPO models",
+        "log-likelihood of the letters; the paper used lm-eval 0.4.5. --chat-template for "
+        "-Instruct, -SFT and -DPO models",
     ),
     Suite(
         "piqa-winogrande",
