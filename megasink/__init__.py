@@ -73,7 +73,7 @@ def __getattr__(name: str) -> Any:
     if name == "__version__":
         from importlib.metadata import PackageNotFoundError, version
 
-        try:  # that of the last tag, when it was installed
+        try:  # version of the last tag at installation
             return version("megasink")
         except PackageNotFoundError:
             return "0+unknown"

@@ -68,7 +68,7 @@ class Stopped(UserError):
 def reason_of(error: BaseException) -> str:
     """Return another package's error in one line, without its advice to run code.
 
-    torch says of a pickle that is more than tensors how to load it all the same.
+    For a pickle with more than tensors, torch advises how to load it anyway.
     """
     text = " ".join(str(error).split())
     if "weights_only" in text or "Weights only load failed" in text:
@@ -94,12 +94,12 @@ def unknown_name(what: str, value: object, names: Iterable[str]) -> str:
 
 
 def is_hub_name(path: Path) -> bool:
-    """Whether a missing path may be a name of the Hugging Face hub."""
+    """Return whether a missing path may be a name of the Hugging Face hub."""
     return len(path.parts) == 2 and not path.is_absolute() and not path.parent.exists()
 
 
 def missing_folder(folder: Path, flag: str = "") -> str:
-    """Return that a folder is missing; for a name of the hub, with the line that downloads it."""
+    """Return the error for a missing folder; for a name of the hub, with a download command."""
     problem = f"{folder}: no such folder; nothing is downloaded"
     if is_hub_name(folder):
         flag = flag and f"add {flag}, or "

@@ -1,10 +1,10 @@
-"""Modules of a user's own that register variants, metrics and conversion targets.
+"""User modules that register variants, metrics and conversion targets.
 
 A plugin is a module whose import calls `register` of `megasink.attention.variants` or of
 `megasink.convert.targets`, or decorates with `megasink.analysis.metrics.metric` (CONTRIBUTING.md).
 It is named by ``--plugin MODULE`` on the command line, or by an entry point in the group
-``megasink.plugins`` of an installed package, and imported before a command reads its flags, by
-every rank. Only its user chooses it: nothing in a run, model or dataset folder is imported.
+``megasink.plugins`` of an installed package, and is imported before a command reads its flags, by
+every rank. Only the user chooses it: nothing in a run, model or dataset folder is imported.
 """
 
 import argparse
@@ -25,7 +25,7 @@ FLAG = "--plugin"
 GROUP = "megasink.plugins"
 _PACKAGE = f"{Path(__file__).parent}{os.sep}"
 _INSTALLED = tuple(f"{sysconfig.get_path(n)}{os.sep}" for n in ("stdlib", "purelib", "platlib"))
-# Names in a run folder are text from outside: enough of it to recognise them.
+# Names in a run folder are untrusted: show just enough to recognize them.
 _MOST_NAMES, _MOST_CHARACTERS = 5, 80
 
 
@@ -80,7 +80,7 @@ def flags(argv: Sequence[str]) -> list[str]:
 
 
 def advice(recorded: object = None) -> str:
-    """Return what to do about an unregistered name."""
+    """Return the advice for an unregistered name."""
     if not isinstance(recorded, list) or not recorded:
         return f"to use your own, add {FLAG} MODULE"
     names = " ".join(f"{FLAG} {str(name)[:_MOST_CHARACTERS]}" for name in recorded[:_MOST_NAMES])
@@ -116,7 +116,7 @@ def _load(module: str, source: str, names: Names) -> None:
 
 
 def _reason(error: BaseException, module: str) -> str:
-    """Return one line: what was raised, and the line of the plugin that raised it."""
+    """Return the error and the line of the plugin that raised it, in one line."""
     if isinstance(error, ModuleNotFoundError) and f"{module}.".startswith(f"{error.name}."):
         return f"no module of that name in {Path.cwd()} or in the installed packages"
     if isinstance(error, SyntaxError) and error.filename:

@@ -1,13 +1,13 @@
-"""Versions of Megatron-Core that megasink was tried with; docs/integrations.md has each trial."""
+"""Versions of Megatron-Core that megasink was tried with (trials: docs/integrations.md)."""
 
 import re
 
 HEART = ("0.17.1", "0.20.0")
-"""Oldest and newest Megatron-Core with which `megasink.megatron` was tried in a loop of its own."""
+"""Oldest and newest Megatron-Core with which `megasink.megatron` was tried in its own loop."""
 TRAINER = ((0, 19), (0, 21))
-"""The releases of Megatron-Core that `megasink train` takes, without the last: it patches them."""
+"""Range of Megatron-Core that `megasink train` patches and accepts; the upper bound is excluded."""
 
 
 def numbers_of(version: str) -> tuple[int, ...]:
-    """Return the numbers of a version, such as (0, 19, 2), to compare it."""
+    """Return the numbers of a version, such as (0, 19, 2), for comparison."""
     return tuple(int(part) for part in re.findall(r"\d+", version.split("+")[0])[:3])

@@ -159,7 +159,7 @@ MISTAKES_WITH_MODELS = {
     "from-hf-granularity": (
         "convert-from-hf {0}/llama --output {0}/new/run --gate-granularity headwise "
         "--attention-variant sink",
-        "--gate-granularity does not go with --attention-variant sink",
+        "--gate-granularity has no effect with --attention-variant sink",
     ),
     "from-hf-swapped": ("convert-from-hf {0}/run --output {0}/new/run", "{0}/run"),
     "from-hf-one-folder": ("convert-from-hf {0}/llama", "missing: --output"),

@@ -54,7 +54,7 @@ class MetricValues:
         metric: its definition, unit, axis and source.
         values: float64 along its axis, such as [layers, heads]; NaN where there is none. The mean
             over samples, or what the definition says.
-        number: one number that sums it up; a name for a category; None if there is none.
+        number: a single summary number, or a name for a category; None if there is none.
     """
 
     metric: Metric
@@ -94,7 +94,7 @@ class Analysis:
     Attributes:
         name: of the model.
         results: everything as in results.json: of all samples, and of each dataset.
-        by_sample: metric -> [samples, layers, heads] of the samples that the results as a whole
+        by_sample: metric -> [samples, layers, heads] of the samples that the overall results
             are of, for inactive-head scores and for metrics compared by distribution.
         maps: from `megasink.analysis.capture.maps.geometry`; empty without `--maps`.
         points: geometry.npz, points of tokens by PCA and t-SNE; empty if absent.

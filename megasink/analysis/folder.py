@@ -35,7 +35,7 @@ TABLE_POSITIONS = 8
 
 @checked
 def read_analysis(folder: str | Path) -> Analysis:
-    """Read what `megasink analyze`, or `analyze(..., output=folder)`, wrote.
+    """Read the results of `megasink analyze` or `analyze(..., output=folder)`.
 
     Raises:
         UserError: the folder holds no analysis, or one of another format.

@@ -118,7 +118,7 @@ def run(
     measurements = merge_shards(done, recorder.heads)
     if not measurements.samples:
         if partial is not None:
-            partial.remove()  # nothing in it is of use, and the cure changes the settings
+            partial.remove()  # its contents are useless, and the fix changes the settings
         first = measurements.non_finite[0]
         heads = f", heads {first.heads}" if first.heads else ""
         raise UserError(
@@ -129,7 +129,7 @@ def run(
 
 
 def _cure(model: torch.nn.Module) -> str:
-    """Return what to do about a model whose activations are never finite."""
+    """Return the advice for a model whose activations are never finite."""
     for name, weight in model.named_parameters():
         if not weight.isfinite().all():
             return (
@@ -188,7 +188,7 @@ def _passes(
 def _losses(
     probe: Probe, samples: Sequence[Sample], ids_BT: Tensor, options: AnalysisOptions
 ) -> list[Tensor | None]:
-    """Run one pass, and return the loss of each target of each sample; None if nobody reads it.
+    """Run one pass, and return the loss of each target of each sample; None if unused.
 
     No name holds the logits, the largest tensor, or a graph when this returns.
     """
@@ -215,7 +215,7 @@ def _first_target(sample: Sample) -> int:
 def _measured(
     sample: Sample, index: int, nats_T: Tensor | None, token_bytes: TokenBytes | None
 ) -> MeasuredSample:
-    """Return the record of a sample, with its loss if that was measured."""
+    """Return the record of a sample, with its loss if measured."""
     measured = MeasuredSample(index, sample.source, sample.dataset, len(sample.tokens))
     if nats_T is None:
         return measured

@@ -45,7 +45,7 @@ class Options:
         return {flag_of(name): value for name, value in self.some(*names).items()}
 
     def given(self) -> dict[str, Any]:
-        """Return all fields by their flags, but for the place of the results."""
+        """Return all fields by their flags, except the output folder."""
         names = (f.name for f in fields(self) if f.name not in ("output", "overwrite"))
         return self.by_flag(*names)
 
@@ -203,7 +203,7 @@ class SweepOptions(AnalysisOptions):
 class AblationOptions(AnalysisOptions):
     """The heads that `megasink ablate` zeroes, and its texts or tasks."""
 
-    # With more of these a sweep measures what is new, and has all that it had.
+    # Extending these measures only the new points.
     grows = ("--score", "--zeroed", "--seeds", "--heads", "--layer")
 
     score: tuple[str, ...] = _flag((), metavar="NAME", names=("--by",))
@@ -244,7 +244,7 @@ def _frozen(value: Any) -> Any:
 
 
 def model_problem(folder: Path, flag: str = "") -> str | None:
-    """Return why a folder cannot be that of a transformers model, or None; see `missing_folder`."""
+    """Return why a folder is not a transformers model, or None; see `missing_folder`."""
     if not folder.is_dir():
         return missing_folder(folder, flag)
     if not (folder / "config.json").is_file():

@@ -75,7 +75,7 @@ class NonFinite:
 
 @dataclass(kw_only=True)
 class ModelFacts:
-    """The model, and how far it was trained, if known."""
+    """The model, and its amount of training if known."""
 
     name: str = ""
     kind: str = ""
@@ -117,7 +117,7 @@ class RunFacts:
 class Results(SampleResults):
     """Contents of results.json.
 
-    What it holds as a whole is of texts; of made-up tokens only where there are no texts.
+    Overall results are of texts; of made-up tokens only without texts.
     """
 
     format: int  # `FORMAT`

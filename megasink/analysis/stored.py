@@ -1,8 +1,7 @@
 """Write and read arrays and objects; files for resuming carry a checksum.
 
-A sealed file holds the SHA-256 of its contents and of `of`, which says whose they are, in words of
-the caller. What was damaged, cut, edited or copied from elsewhere is refused before anything is
-computed with it.
+A sealed file has the SHA-256 of its contents and of `of`, the caller's description of their owner.
+Damaged, cut, edited or copied files are refused before anything is computed from them.
 """
 
 import hashlib

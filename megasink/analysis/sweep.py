@@ -1,5 +1,6 @@
-"""`megasink sweep`: one model on the same texts at several lengths, with and without BOS, and with
-its first token repeated (P2.3, P3.24, P4.3, P4.4).
+"""`megasink sweep`: one model on the same texts at several lengths, BOS settings and first tokens.
+
+Rows of the papers: P2.3, P3.24, P4.3, P4.4.
 
 Shapes: R rows of the sweep, N samples, L layers, H heads.
 """
@@ -134,7 +135,7 @@ def _results(
 
 
 def settings_of(options: SweepOptions, tokenizer: Any) -> list[Setting]:
-    """Return each combination once, with "auto" resolved to what the tokenizer does."""
+    """Return each combination once, with "auto" resolved by the tokenizer."""
     special = tokenizer.bos_token_id
     kinds = []
     for bos in options.beginnings:

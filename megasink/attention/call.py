@@ -42,7 +42,7 @@ def softmax_variant(name: str, sink_H: Tensor | None) -> SoftmaxVariant:
         raise ValueError(f"unknown attention variant {name!r}: one of {', '.join(VARIANTS)}")
     variant = VARIANTS[name]
     if variant.takes_sink != (sink_H is not None):
-        raise ValueError(f"the variant 'sink' takes sink_H, and no other does; got {name!r}")
+        raise ValueError(f"sink_H goes with the variant 'sink' and no other; got {name!r}")
     return variant
 
 
@@ -149,7 +149,7 @@ def op_schema(*records: type[NamedTuple], outputs: int) -> str:
 
 
 def from_op(arguments: Sequence[Any], *records: Any) -> list[Any]:
-    """Rebuild the records from the arguments of such an op. It runs in every call: no iterators."""
+    """Rebuild the records from the arguments of such an op; in every call, so without iterators."""
     made, start = [], 0
     for record in records:
         stop = start + len(record._fields)

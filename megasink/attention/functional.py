@@ -169,7 +169,7 @@ def _by_document(
 
 
 def _with_bias_of(keys: int, call: AttentionCall) -> AttentionCall:
-    """Return the call with the distances that so many keys have."""
+    """Return the call with its bias cut to the distances of this many keys."""
     bias_HS = call.distance_bias_HS
     if bias_HS is None or bias_HS.shape[1] == keys:
         return call
@@ -236,7 +236,7 @@ def check_shapes(query_BHTD: Tensor, key_BGSD: Tensor, value_BGSD: Tensor, causa
     batch, heads, queries, head_dim = query_BHTD.shape
     groups, keys = key_BGSD.shape[1:3]
     if 0 in (batch, heads, queries, head_dim, groups, keys):
-        raise ValueError(f"attention over nothing: {shapes}")
+        raise ValueError(f"attention over an empty tensor: {shapes}")
     if heads % groups:
         raise ValueError(f"{heads} query heads are not a multiple of {groups} key/value groups")
     if key_BGSD.shape != (batch, groups, keys, head_dim) or value_BGSD.shape != key_BGSD.shape:

@@ -38,7 +38,7 @@ def backward_masked(backend: Backend, tensors: BackwardTensors, call: AttentionC
 def _one_call(
     backend: Backend, queries: int, keys: int, call: AttentionCall
 ) -> AttentionCall | None:
-    """Return the call for the backend, or None if it has not the mask."""
+    """Return the call for the backend, or None if it lacks the mask."""
     if call.window is not None and call.window >= keys:
         call = call._replace(window=None)
     square = queries == keys and not call.prefix

@@ -4,7 +4,7 @@ An attention kernel (`kernels`) computes the keys; gate kernels (`gate_kernels`)
 its result, and take the slot's gradients before its backward.
 
 A custom op takes only tensors and scalars, so callers unpack `AttentionCall` and the other records
-into arguments (`*call`), and the op makes them once more.
+into arguments (`*call`), and the op rebuilds them.
 
 Shapes: B batch, H query heads, G key/value groups, T queries, S keys, D head dim; 1 for a dimension
 that broadcasts.

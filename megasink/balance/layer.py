@@ -62,8 +62,8 @@ class LayerBalance(torch.nn.Module):
         self._statistics = statistics
         if heads > statistics.heads.heads:
             raise ValueError(
-                f"layer {layer} has {heads} heads, and the head-balance loss was made for "
-                f"{statistics.heads.heads}: make it from the config with most heads"
+                f"layer {layer} has {heads} heads, but the head-balance loss was made for "
+                f"{statistics.heads.heads}: make it from the config with the most heads"
             )
         statistics.built.add(layer)
         self.layer = layer
@@ -123,8 +123,8 @@ class LayerBalance(torch.nn.Module):
             passes += 1
             if passes > 1:
                 warnings.warn(
-                    f"layer {self.layer}: a second backward pass runs through one forward pass; "
-                    "the head-balance loss counts in the first alone",
+                    f"layer {self.layer}: a second backward pass runs through the same forward "
+                    "pass; only the first counts for the head-balance loss",
                     stacklevel=2,
                 )
                 return None
@@ -143,7 +143,7 @@ class LayerBalance(torch.nn.Module):
         if microbatches > 1:
             return (
                 f"this is microbatch {microbatches} of its step, and each would count in full (a "
-                "forward pass without a backward pass is one too: use torch.no_grad() or discard())"
+                "forward pass without a backward pass counts too: use torch.no_grad() or discard())"
             )
         if self.cp_size > 1:
             return f"{self.cp_size} context-parallel ranks average their gradients"

@@ -89,7 +89,7 @@ def choose_shared_heads(importance_LH: Tensor | NDArray[np.float64]) -> SharedHe
     if not known_L.any():
         raise UserError("no layer has head importance: analyze a model with softmax attention")
     for layer in (missing_LH.any(1) & known_L).nonzero().flatten().tolist():
-        raise UserError(f"layer {layer} has a head importance for some of its heads only")
+        raise UserError(f"layer {layer} has the importance of only some of its heads")
     if not ((importance_LH >= 0) & (importance_LH <= 1) | missing_LH).all():
         raise UserError("head importance must be in [0, 1]: it is the mean of a gate")
     heads = importance_LH.shape[1]
@@ -116,7 +116,7 @@ def _explained(importance_LH: Tensor) -> Tensor:
     # The deviations sum to 0, so the rest of the layer has the opposite sum.
     between_M = (top_LM.square() * (1 / m_M + 1 / (heads - m_M))).sum(0)
     total = float(deviation_LH.square().sum())
-    # Rounding of the mean is no imbalance.
+    # Rounding of the mean is not an imbalance.
     return between_M / (total if total > 1e-24 * importance_LH.numel() else math.nan)
 
 

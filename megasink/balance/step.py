@@ -206,15 +206,16 @@ class LossStep:
         counted = {*self.heads.microbatches}
         if self._options.head_balance_coeff and (silent := self.built - counted):
             raise RuntimeError(
-                f"layers {sorted(silent)} counted no gate in step {self.number}, and layers "
+                f"layers {sorted(silent)} counted no gate in step {self.number}, but layers "
                 f"{sorted(counted)} did, so the loss would miss them: call train() on the whole "
                 "model, and run no layer under torch.no_grad()"
             )
         if len(self.built) < sum(self.expected.values()):
             raise RuntimeError(
-                f"{sum(self.expected.values())} attention layers were to count their gates, and "
-                f"layers {sorted(self.built)} do: the others have another attention, and the loss "
-                "would miss them. Build every layer by stack_spec(config) or layer_spec(config)"
+                f"{sum(self.expected.values())} attention layers should count their gates, but "
+                f"only layers {sorted(self.built)} do: the others have another attention, and the "
+                "loss would miss them. Build every layer with stack_spec(config) or "
+                "layer_spec(config)"
             )
         if not self._warned and (layers := self.heads.without_backward()):
             self._warned = True
@@ -226,7 +227,9 @@ class LossStep:
                 stacklevel=2,
             )
         if not self.open():
-            raise RuntimeError(f"reduce() of the head-balance loss, and {self._not_begun()}")
+            raise RuntimeError(
+                f"reduce() of the head-balance loss was called, but {self._not_begun()}"
+            )
         self.heads.start_reduction()
         self.phase = Phase.REDUCED
 
@@ -234,8 +237,8 @@ class LossStep:
         """End the step: give every layer its importance and the coefficients of the next step.
 
         Call it on every rank, after the optimizer has stepped or has skipped the step, and before
-        a checkpoint is saved. It waits for the all-reduce, on the device. A step that is committed
-        already stays as it is. The statistics are on the device, too.
+        a checkpoint is saved. It waits for the all-reduce, on the device. A committed step stays as
+        it is. The statistics are on the device, too.
         """
         if self.phase is Phase.BETWEEN and self._last is not None:
             return self._last
@@ -332,7 +335,7 @@ class LossStep:
     def _counted_nothing(self) -> None:
         if self.phase is Phase.REDUCED:
             raise RuntimeError(
-                f"reduce() of the head-balance loss is called twice in step {self.number}: after "
+                f"reduce() of the head-balance loss was called twice in step {self.number}: after "
                 "install() Megatron's schedules and the optimizer call it"
             )
         if self._options.head_balance_coeff:

@@ -62,8 +62,8 @@ class HeadSums:
     Attributes:
         observes: Whether the current step is observed; set on every rank before the first
             microbatch.
-        microbatches: Number of those that each layer of this rank has recorded in the step.
-        awaiting: Number of those whose backward pass has not come to the layer.
+        microbatches: Number that each layer of this rank has recorded in the step.
+        awaiting: Number of these whose backward pass has not reached the layer.
     """
 
     def __init__(self, layers: int, heads: int, group: ProcessGroup | None = None):

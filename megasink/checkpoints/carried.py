@@ -1,7 +1,7 @@
 """Entries of a Hugging Face folder that a run keeps for its next export.
 
-An import writes it into config.json (megasink/convert/carried.py); a run takes it over from the
-checkpoint that it starts from, so that it goes from run to run.
+An import writes them into config.json (megasink/convert/carried.py). A run takes them from the
+checkpoint that it starts from.
 """
 
 from argparse import Namespace
@@ -16,13 +16,13 @@ KEY = "hugging_face"
 
 
 def carried(config: Path) -> dict[str, Any]:
-    """Return what a run's config.json keeps; nothing without a Hugging Face model."""
+    """Return the entries in a run's config.json; none without a Hugging Face model."""
     entry = read_object(config).get(KEY) if config.is_file() else None
     return entry if isinstance(entry, dict) else {}
 
 
 def generation_of(config: Path, tokenizer: Any) -> dict[str, Any]:
-    """Return a run's entries for generation, as `with_ends`, equal to those of its export."""
+    """Return a run's generation entries, as `with_ends`, equal to those of its export."""
     kept = carried(config)
     of_model, given = kept.get("config"), kept.get("generation_config")
     if not isinstance(given, dict):
@@ -36,7 +36,7 @@ def generation_of(config: Path, tokenizer: Any) -> dict[str, Any]:
 def with_ends(generation: Mapping[str, Any], tokenizer: Any) -> dict[str, Any]:
     """Return entries of generation_config.json with every token that ends a text in `eos_token_id`.
 
-    They are those that the file names, and the tokenizer's.
+    These are the file's and the tokenizer's.
     """
     named = generation.get("eos_token_id")
     named = [*(named if isinstance(named, list) else [named]), tokenizer.eos_token_id]

@@ -1,4 +1,4 @@
-"""Find checkpoints: that of a folder and the weights in it, and all that a run has saved."""
+"""Find the checkpoint of a folder and its weights, or all checkpoints of a run."""
 
 import contextlib
 import errno
@@ -18,13 +18,7 @@ from megasink.files.json_file import read_object, read_text
 
 
 class Checkpoint(NamedTuple):
-    """A finished checkpoint of a run.
-
-    Attributes:
-        config: the run's config.json.
-        folder: the .distcp files of one iteration.
-        iteration: the step after which the checkpoint was saved.
-    """
+    """A finished checkpoint of a run; `folder` has the .distcp files of one iteration."""
 
     config: Path
     folder: Path
@@ -32,7 +26,7 @@ class Checkpoint(NamedTuple):
 
 
 def is_legacy(folder: Path) -> bool:
-    """Whether an iter_NNNNNNN folder has Megatron's old format, a pickle for each rank."""
+    """Return whether an iter_NNNNNNN folder has Megatron's old format, a pickle for each rank."""
     return not (folder / ".metadata").is_file() and any(folder.glob("mp_rank_*"))
 
 
@@ -113,15 +107,7 @@ _ASIDE = re.compile(r"iter_(\d+)\.(damaged\d*|deleted)")
 
 @dataclass(frozen=True)
 class Saved:
-    """A folder of a checkpoint.
-
-    Attributes:
-        iteration: the step after which it was saved.
-        folder: its path.
-        size: bytes of its files.
-        time: of its last file, in seconds since 1970.
-        problem: its damage; None if it is intact.
-    """
+    """A checkpoint on disk: bytes of its files, time of the last one (s since 1970), damage."""
 
     iteration: int
     folder: Path
@@ -131,7 +117,7 @@ class Saved:
 
     @property
     def is_aside(self) -> bool:
-        """Whether it was renamed, so that nothing loads it."""
+        """Whether it was renamed so that nothing loads it."""
         return bool(self.folder.suffix)
 
 

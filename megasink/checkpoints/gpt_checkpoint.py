@@ -32,13 +32,7 @@ def layer_maps(pattern: str) -> upstream.GPTCompatLayerMaps:
 def point_at_gpt_keys(
     state: dict[str, Any], maps: upstream.GPTCompatLayerMaps, stored: Collection[str]
 ) -> None:
-    """Point the sharded state dict of a HybridModel at the keys of a GPT model, in place.
-
-    Args:
-        state: Of the model, its optimizer, or both.
-        maps: Of `layer_maps`.
-        stored: The keys of the checkpoint.
-    """
+    """Point the sharded state dict of a HybridModel at the keys of a GPT model, in place."""
     numbers = {**maps.attention_to_gpt, **maps.mlp_to_gpt}
 
     def renamed(entry: Any) -> Any:

@@ -8,7 +8,7 @@ from megasink.megatron.hybrid_pattern import layers_of
 from megasink.options.megatron_flags import having
 
 SHAPE = (*having("shape"), "attention_variant", "attention_variant_layers", "gate_granularity")
-"""Arguments that a converted model fixes; its data and tokenizer are free."""
+"""Arguments that a converted model fixes; its data and tokenizer may change."""
 
 # These select how to compute and train, not the model.
 _NOT_THE_MODEL = {"attention_kernel", "sink_lr_mult", "sink_weight_decay"}
@@ -29,7 +29,7 @@ MODEL = tuple(dict.fromkeys((*SHAPE, *CONTEXT, *_OPTIONS, *having("model"))))
 def same(name: str, before: Any, now: Any, *, finetune: bool = False) -> bool:
     """Whether two values of a `MODEL` argument allow one run to start from another's weights."""
     if name == "hybrid_layer_pattern" and before and now:
-        before, now = layers_of(before), layers_of(now)  # the stages are of the layout
+        before, now = layers_of(before), layers_of(now)  # stages belong to the layout
     if before == now:
         return True
     if not finetune:

@@ -52,7 +52,7 @@ def damage(
     try:
         formats = read_object(checkpoint / "metadata.json")
         if {key: formats.get(key) for key in _FORMATS} != _FORMATS:
-            raise UserError(f"metadata.json names other formats than {_FORMATS}")
+            raise UserError(f"metadata.json names formats other than {_FORMATS}")
     except UserError:
         return "it is unfinished (metadata.json is missing or broken)"
     try:

@@ -1,6 +1,6 @@
-"""Keys of layers in torch_dist checkpoints: those of hybrid models as those of GPT models.
+"""Keys of layers in torch_dist checkpoints; hybrid models' keys as GPT models' keys.
 
-A GPTModel keeps a block under one number, or all blocks stacked under none. A HybridModel has a
+A GPTModel stores a block under one number, or all blocks stacked without one. A HybridModel has a
 number for each layer of its pattern.
 """
 
@@ -32,13 +32,13 @@ _SYMBOLS = {
 
 
 def is_stacked(keys: Iterable[str]) -> bool:
-    """Whether keys, of weights or of their optimizer states, have layers on a leading axis."""
+    """Return whether keys of weights or optimizer states have layers on a leading axis."""
     found = (key.partition(LAYERS)[2] for key in keys)
     return any(rest and not rest[0].isdigit() for rest in found)
 
 
 def pattern_in(keys: Iterable[str]) -> str | None:
-    """Return the pattern of the hybrid model that has weights of these keys; None for a GPT's."""
+    """Return the pattern of the hybrid model with weights of these keys; None for a GPT's."""
     keys = list(keys)
     if is_stacked(keys):
         return None
@@ -56,7 +56,7 @@ def pattern_in(keys: Iterable[str]) -> str | None:
 
 
 def as_gpt_keys(keys: Iterable[str]) -> dict[str, str]:
-    """Return {key: key in a GPT model whose layers are numbered}; a GPT's keys stay."""
+    """Return {key: key in a GPT model with numbered layers}; a GPT's keys do not change."""
     keys = list(keys)
     if (pattern := pattern_in(keys)) is None:
         return {key: key for key in keys}

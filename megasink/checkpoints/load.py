@@ -43,14 +43,9 @@ _TWINS = dict([_NORMS, _NORMS[::-1]])
 
 
 class LoadedModel(NamedTuple):
-    """A model loaded by :func:`load_model`.
+    """A model loaded by :func:`load_model`, in evaluation mode, on this process's device.
 
-    Attributes:
-        model: in evaluation mode, in its training dtype, on this process's device.
-        tokenizer: a transformers tokenizer.
-        args: Megatron's arguments.
-        iteration: the step after which the checkpoint was saved.
-        generation: see `generation_of`.
+    `args` has Megatron's arguments; for `generation` see `generation_of`.
     """
 
     model: HybridModel
@@ -102,12 +97,10 @@ def load_without_tokenizer(
     *,
     yarn: float | None = None,
 ) -> tuple[HybridModel, Namespace]:
-    """Load a model as :func:`load_model` does, but no tokenizer.
+    """Load a model like :func:`load_model`, without its tokenizer.
 
-    Args:
-        dtype: torch.float32 to compute in float32; None for the training dtype.
-        tokens: the tokenizer's size, which config.json may not record.
-        yarn: as in `load_model`.
+    `dtype` None is the training dtype. `tokens` is the tokenizer's size, which config.json may
+    lack.
     """
     saved = with_tokens(read_arguments(checkpoint.config), tokens)
     if yarn is not None:
@@ -274,12 +267,9 @@ def single_process() -> Iterator[None]:
 def with_yarn(saved: Mapping[str, Any], factor: float) -> dict[str, Any]:
     """Return the arguments of a run whose context YaRN stretches, without training (P1.37).
 
-    The original context is the sequence length that the run was trained with; its other settings
-    are Megatron's defaults, those of the YaRN paper (beta 32 and 1, and its temperature).
-
-    Args:
-        saved: of `read_arguments`.
-        factor: new context over old, more than 1.
+    The original context is the run's sequence length, and `factor` (more than 1) the new one over
+    it. Other settings are Megatron's defaults, those of the YaRN paper (beta 32 and 1,
+    temperature).
     """
     kind = saved.get("position_embedding_type")
     if kind != "rope" or saved.get("use_rope_scaling"):
@@ -301,7 +291,7 @@ _PADDED = ("word_embeddings.weight", "output_layer.weight")
 
 
 def model_facts(args: Namespace, model: HybridModel, iteration: int, name: str) -> dict[str, Any]:
-    """Return the value of the key "model" in results.json, after `iteration` steps of training."""
+    """Return the value of "model" in results.json, after `iteration` steps of training."""
     attention = args.attention_variant
     if args.attention_similarity != "softmax":  # the scores of other weights are proxies (P2.37)
         attention = f"{args.attention_similarity} (proxy weights)"

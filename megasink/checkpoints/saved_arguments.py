@@ -30,7 +30,7 @@ _THIS_PROCESS = frozenset(
     """.split()
 ).union(having("process"))
 # Arguments that the model configuration reads under other names (tests/security checks the list),
-# and what was replaced in the text.
+# and their replacements in the text.
 _OTHER_NAMES = frozenset({"replace_tokens_at", "replace_tokens_with", *having("described")})
 # Also read for a model, but these name files, folders and modules to import.
 _NOT_TAKEN = frozenset(name for name, *_ in REFUSED["in a saved model"])
@@ -71,7 +71,7 @@ def read_arguments(config: Path) -> dict[str, Any]:
 
 def single_process_arguments(saved: Mapping[str, Any]) -> Namespace:
     """Return Megatron's arguments for the model of :func:`read_arguments`, in one process."""
-    import torch  # a wrong config.json is told without it
+    import torch  # a wrong config.json is reported without it
 
     args = parse_apart([])
     wanted, refused = describing(), []

@@ -24,8 +24,8 @@ _FLAGS = (
     "moe_router_enable_expert_bias moe_router_pre_softmax qk_layernorm qk_l2_norm quick_geglu "
     "rotary_interleaved squared_relu swiglu untie_embeddings_and_output_weights use_rope_scaling"
 )
-# Our own options have their types in config.py; of Megatron's, those that every reader computes
-# with. What a run leaves open is null.
+# Types of our own options are in config.py; these are Megatron's options that readers compute with.
+# An option that a run leaves open is null.
 _FIELDS = fields(
     {hint: kind for options in MODEL_OPTIONS for hint, kind in get_type_hints(options).items()}
     | dict.fromkeys(_FLAGS.split(), bool | None)

@@ -25,14 +25,7 @@ _PIECE_BYTES = 2**20
 
 @dataclass(frozen=True)
 class StoredTensor:
-    """The location of a contiguous tensor's bytes in a file.
-
-    Attributes:
-        path: the file.
-        shape, dtype: of the tensor.
-        start: file offset of the tensor's bytes.
-        crc: CRC-32 of the bytes; None if unknown.
-    """
+    """The location of a contiguous tensor's bytes in a file, and their CRC-32 if known."""
 
     path: Path
     shape: tuple[int, ...]

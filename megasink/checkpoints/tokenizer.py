@@ -1,4 +1,4 @@
-"""The tokenizer of a trained model, which each run keeps a copy of."""
+"""The tokenizer of a trained model, and the copy of it in each run."""
 
 import hashlib
 import shutil
@@ -39,7 +39,7 @@ def copy_tokenizer(folder: Path, run: Path) -> None:
 
 
 def same_tokenizer(config: Path, before: str | None, now: str | None) -> bool:
-    """Whether a run's ``--tokenizer-model`` and another one are the same.
+    """Return whether a run's ``--tokenizer-model`` and another one are the same.
 
     The run's own copy, next to its config.json, takes precedence, if it exists.
     """
@@ -51,7 +51,7 @@ def same_tokenizer(config: Path, before: str | None, now: str | None) -> bool:
 
 
 def tokenizer_problem(folder: Path) -> str | None:
-    """Return why a folder can hold no tokenizer, by the names of its files; None if it can."""
+    """Return why a folder has no tokenizer, by the names of its files; None if it may have one."""
     if not folder.is_dir():
         return missing_folder(folder)
     if all(path.name == "config.json" for path in _files(folder)):
@@ -60,7 +60,7 @@ def tokenizer_problem(folder: Path) -> str | None:
 
 
 def is_of_tokenizer(path: Path) -> bool:
-    """Whether a file is one that transformers reads for a tokenizer."""
+    """Return whether transformers reads this file for a tokenizer."""
     return any(path.match(pattern) for pattern in _FILES)
 
 

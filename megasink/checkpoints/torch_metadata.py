@@ -95,7 +95,7 @@ def read_metadata(checkpoint: Path) -> Any:
 
 
 def stored_entries(checkpoint: Path, *, quick: bool = False) -> list[Any]:
-    """Return where the tensors of an iter_NNNNNNN folder are: relative_path, offset and length."""
+    """Return the places of an iter_NNNNNNN folder's tensors: relative_path, offset and length."""
     if not quick:
         return list(read_metadata(checkpoint).storage_data.values())
     path = checkpoint / ".metadata"
@@ -114,9 +114,7 @@ def load_metadata(file: Any, unpickler: type[pickle.Unpickler] | None = None) ->
         if PurePath(entry.relative_path).name != entry.relative_path:
             raise pickle.UnpicklingError(f"it names the file {entry.relative_path!r}")
         if not (_is_text(index.fqn) and _are_counts((entry.offset, entry.length))):
-            raise pickle.UnpicklingError(
-                f"it does not say where an entry is stored: {index.fqn!r:.80}"
-            )
+            raise pickle.UnpicklingError(f"it has no place for the entry {index.fqn!r:.80}")
     # Without torch, sizes are stand-ins.
     for name, entry in () if unpickler else metadata.state_dict_metadata.items():
         size = getattr(entry, "size", ())
@@ -125,7 +123,7 @@ def load_metadata(file: Any, unpickler: type[pickle.Unpickler] | None = None) ->
         for chunk in getattr(entry, "chunks", ()):
             fits = len(chunk.offsets) == len(chunk.sizes) == len(size)
             if not (fits and _are_counts((*chunk.offsets, *chunk.sizes))):
-                raise pickle.UnpicklingError(f"it has a chunk of another size for {name!r:.80}")
+                raise pickle.UnpicklingError(f"it has a chunk of the wrong size for {name!r:.80}")
     return metadata
 
 

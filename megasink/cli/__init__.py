@@ -13,7 +13,7 @@ from megasink.errors import UserError, unknown_name
 from megasink.options.command_line import CommandParser
 from megasink.options.extras import require_train
 
-# Group -> command -> what it does; each is a module of `megasink.cli` with a ``main``, imported on
+# Group -> command -> description; each is a module of `megasink.cli` with a ``main``, imported on
 # demand.
 GROUPS = {
     "look inside a model (start here: analyze)": {
@@ -24,14 +24,14 @@ GROUPS = {
         "report": "one page about several analyses",
     },
     "train one (start here: demo)": {
-        "demo": "watch heads collapse without the head-balance loss, and not with it (minutes)",
+        "demo": "watch heads collapse without the head-balance loss, but not with it (minutes)",
         "data": "text -> tokenizer -> Megatron .bin/.idx",
         "train": "start the ranks of one node and train; every Megatron flag passes through",
         "finetune": "adapt a Hugging Face model on conversations, and export it again",
         "generate": "continue a prompt with a trained model",
     },
     "follow and plan runs": {
-        "compare": "curves of one run or several on one page, and a table of final numbers",
+        "compare": "curves of one or several runs on one page, and a table of final numbers",
         "checkpoints": "list and verify the checkpoints of a run",
         "recipes": "list the recipes of train --recipe, or show the flags of one, or of a run",
         "plan": "memory, communication and time of a run on any number of GPUs, without one",
@@ -45,9 +45,9 @@ GROUPS = {
 COMMANDS = {name: text for group in GROUPS.values() for name, text in group.items()}
 # These use no variant, metric or conversion target.
 WITHOUT_PLUGINS = ("demo", "data", "recipes", "checkpoints")
-# These always run Megatron; others need it for runs alone, and say so when they are given one.
+# These always run Megatron; others need it only for runs, and report that when given one.
 OF_TRAIN = ("demo", "train", "plan", "generate", "convert-from-hf")
-# They start processes whose output, with messages of other packages, goes to logs of their own.
+# They start processes with their own logs, which also get the messages of other packages.
 WITH_LOGS = ("demo", "train", "plan")
 
 
@@ -59,7 +59,7 @@ def main_of(command: str) -> Callable[[Sequence[str]], int]:
 
 
 def _first_screen() -> str:
-    """Return what ``megasink`` and ``megasink --help`` show: the commands, in groups."""
+    """Return the text of ``megasink`` and ``megasink --help``: the commands, in groups."""
     lines = ["Measure, switch off and train attention heads: sinks, gates, head balance."]
     for group, commands in GROUPS.items():
         lines += ["", f"{group}:", *(f"  {name:15} {text}" for name, text in commands.items())]
@@ -69,8 +69,8 @@ def _first_screen() -> str:
 def main(argv: Sequence[str] | None = None) -> int:
     """Run a command; user errors print one line to stderr and exit with code 2.
 
-    So do failures of the machine, and signals with 128 and their number, after everything
-    half-written is gone.
+    Failures of the machine do the same. Signals exit with 128 plus their number, after everything
+    half-written is removed.
     """
     return stopping.run(lambda: _run(argv))
 

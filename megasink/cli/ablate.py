@@ -26,7 +26,7 @@ from megasink.errors import UserError, unknown_name
 from megasink.options.command_line import CommandParser
 
 SCORES = ("awft", "ahon_ln")
-"""Scores of a sweep by default: the paper's comparison."""
+"""Default scores of a sweep: the paper's comparison."""
 SEEDS = (1, 2, 3)
 PERCENTS = tuple(float(f"{100 * share:g}") for share in definitions.SHARES)
 
@@ -36,8 +36,8 @@ def main(argv: Sequence[str] | None = None) -> int:
 
     For each score and each percentage of --zeroed, heads beyond a threshold are zeroed in every
     sequence (P3.12), next to as many random ones. Writes ablation.json, ablation.csv, points.npz,
-    figures and report.html. Every point is kept in OUTPUT/points: a killed sweep goes on, and the
-    next one measures only what is new. torchrun shares the points.
+    figures and report.html. Every point is kept in OUTPUT/points: a killed sweep continues, and the
+    next one measures only new points. torchrun shares the points.
     """
     with taking_part() as ranks:
         parser = ablate_parser(main.__doc__).first_screen(
@@ -63,7 +63,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 def ablate_parser(description: str | None) -> CommandParser:
     """Return the parser of `megasink ablate`."""
     own = ("score", "zeroed", "seeds", "tasks", "limit", "calibration", "heads", "interventions")
-    names, also = (*own, "layer", *SEQUENCE), ", and the data of tasks that is not cached"
+    names, also = (*own, "layer", *SEQUENCE), ", and uncached data of tasks"
     return model_parser("megasink ablate", description, AblationOptions, *names, download=also)
 
 

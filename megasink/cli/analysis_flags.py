@@ -1,6 +1,6 @@
 """The flags of an analysis, and their checks.
 
-They need no model, and import no torch for what the command line and the file system can tell.
+They need no model, and do not import torch for checks of the command line and the file system.
 """
 
 import argparse
@@ -45,7 +45,7 @@ def replacement_problems(options: AnalysisOptions) -> list[str]:
 
 
 def weights_parser(prog: str, description: str | None, download: str = "") -> CommandParser:
-    """Return a parser with the options of how a model is loaded, and the output folder."""
+    """Return a parser with the options for loading a model, and the output folder."""
     parser = CommandParser(prog=prog, description=description)
     parser.add_argument("model", type=Path, metavar="MODEL", help="Hugging Face folder, or a run")
     parser.add_argument("--output", type=Path, required=True, help="output folder")
@@ -73,7 +73,7 @@ def model_parser(
 
 
 def settled(args: argparse.Namespace, problems: Sequence[str]) -> ModelOptions:
-    """Refuse a command line with problems; otherwise return how its model is loaded."""
+    """Refuse a command line with problems; otherwise return the loading options."""
     if problems:
         raise ConfigError(problems)
     if hub.waits_for_download(args):

@@ -69,7 +69,7 @@ def analyze_parser(prog: str, description: str | None = None) -> CommandParser:
 
 
 def check(args: argparse.Namespace) -> tuple[ModelOptions, AnalysisOptions]:
-    """Check everything that needs no model, and return what is measured, of what."""
+    """Check everything that needs no model, and return the measurement and its model."""
     of_run, options = is_run(args.model), AnalysisOptions.of(args)
     problems = analysis_flags.problems_of(args, options, is_run=of_run)
     known = backward_names()

@@ -31,9 +31,9 @@ class _Run(NamedTuple):
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """List the checkpoints of a run, and say which of them a resume takes.
+    """List the checkpoints of a run, and mark the one that a resume uses.
 
-    By default only file sizes are checked. --verify reads every checkpoint, also while the run is
+    By default only file sizes are checked. --verify reads every checkpoint, even while the run is
     training.
     """
     parser = CommandParser(prog="megasink checkpoints", description=main.__doc__)
@@ -89,7 +89,7 @@ def _show(run: _Run, emit: Callable[[Any], None], *, verify: bool) -> int:
 
 @contextmanager
 def _verifying(checkpoints: Path, *, verify: bool) -> Iterator[Callable[[Path, int], None]]:
-    """Show how many bytes are verified, and the time left."""
+    """Show the number of verified bytes, and the time left."""
     if not verify:
         yield lambda *_: None
         return
@@ -106,7 +106,7 @@ def _verifying(checkpoints: Path, *, verify: bool) -> Iterator[Callable[[Path, i
 
 
 def _newest(saved: list[Saved]) -> int | None:
-    """Return the step that --resume auto takes."""
+    """Return the step from which --resume auto starts."""
     return max((one.iteration for one in saved if one.problem is None), default=None)
 
 
@@ -158,7 +158,7 @@ def _aligned(rows: Sequence[tuple[str, ...]], right: int) -> Iterator[str]:
 
 
 def _tokens(run: _Run, wanted: set[int]) -> dict[int, int]:
-    """Return how many tokens the run had trained on after some of its steps."""
+    """Return the number of trained tokens after some of the run's steps."""
     tokens_at: dict[int, int] = {}
     path = Path(run.folder or "", "metrics.jsonl")
     with suppress(OSError, UserError), open_file(path) as file:

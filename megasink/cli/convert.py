@@ -30,7 +30,7 @@ def parser_of(command: str, main: Callable[..., int]) -> CommandParser:
 
 
 def refuse(args: argparse.Namespace) -> None:
-    """Refuse an output folder with contents, and a device that is not here."""
+    """Refuse an output folder with contents, and a missing device."""
     refuse_contents(args.output)
     if problems := device_problems(args.device):
         raise UserError(problems[0])

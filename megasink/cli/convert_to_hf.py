@@ -33,16 +33,16 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument(
         "--shard-size", default="5GB", help="maximum size of a safetensors file; default: 5GB"
     )
-    parser.add_argument("--push", metavar="REPO", help="then upload it to the Hugging Face hub")
+    parser.add_argument("--push", metavar="REPO", help="also upload it to the Hugging Face hub")
     args = parser.first_screen("megasink convert-to-hf runs/mine --output exported").parse_args(
         argv
     )
-    # Before the seconds that the imports take; a name costs one of them.
+    # Before the slow imports; a name costs one second of them.
     if args.target is not None:
         named(args.target)
     refuse(args)
     if args.push and not args.verify:
-        raise UserError("--push uploads what was verified: drop --no-verify")
+        raise UserError("--push uploads only verified exports: drop --no-verify")
     shard_bytes = parse_size(args.shard_size)
     read_arguments(find_checkpoint(args.run, args.iteration).config)
     if args.push:

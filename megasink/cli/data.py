@@ -36,7 +36,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--tokenizer", type=Path, metavar="FOLDER", help="use this Hugging Face tokenizer"
     )
     tokenizer.add_argument(
-        "--train-tokenizer", type=int, metavar="VOCAB_SIZE", help="train one on the inputs first"
+        "--train-tokenizer", type=int, metavar="VOCAB_SIZE", help="first train one on the inputs"
     )
     parser.add_argument(
         "--tokenizer-output",
@@ -123,7 +123,7 @@ def run(args: argparse.Namespace) -> None:
     if args.train_tokenizer is not None:
         trained_as = (args.train_tokenizer, args.tokenizer_bos)
 
-    # A killed run of the same command has trained it, and may have tokenized a part with it.
+    # A killed run of the same command has trained it, and may have tokenized part of the data.
     before = resume.load(args.output)
     is_trained = trained_as is not None and before is not None and before.trained == trained_as
     corpus, folder = _checked(args, is_trained=is_trained)

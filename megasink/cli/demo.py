@@ -1,4 +1,4 @@
-"""``megasink demo``: attention sinks form, and the head-balance loss evens the heads out."""
+"""``megasink demo``: attention sinks form, and the head-balance loss balances the heads."""
 
 import re
 from collections.abc import Sequence
@@ -9,7 +9,7 @@ from megasink.files.output_folder import OF_SYSTEM, folder_problem
 from megasink.options.command_line import CommandParser
 
 STEPS = 600
-# What earlier demos left: the language and its tokenizer, and a folder of runs for each.
+# Files of earlier demos: the language and its tokenizer, and a folder of runs for each.
 _OWN = re.compile(r"language\.\w+|tokenizer|\d{8}-\d{6}")
 
 

@@ -23,7 +23,7 @@ from megasink.training.launch import launch
 
 LANGUAGE = TriggerLanguage()
 LENGTH = 62  # letters; with BOS and EOD, a document fills a sample
-# A few more than the steps and the evaluations read.
+# A few more than the steps and evaluations need.
 DOCUMENTS = 5000
 RUNS = {"no-loss": "0", "loss": "1e-2"}
 """Run -> --head-balance-coeff."""
@@ -68,7 +68,7 @@ def _make_data(prefix: Path, tokenizer: Path, documents: int, console: Console) 
     text = prefix.with_suffix(".jsonl")
     texts = list(texts_of(LANGUAGE.sample(documents, LENGTH, seed=1)))
     prefix.parent.mkdir(parents=True, exist_ok=True)
-    # First: by it the next demo knows the folder.
+    # First: the next demo recognizes the folder by it.
     atomic_text(text, "".join(json.dumps({"text": text}) + "\n" for text in texts))
     write_tokenizer(tokenizer)
     console.print(f"  a document: {texts[0]}")
@@ -145,8 +145,8 @@ def _draw(runs: Mapping[str, list[dict[str, Any]]], output: Path) -> Path:
 def _sample(run: Path, console: Console) -> None:
     """Continue the beginning of a new document, and count the triggers it understood."""
     (prompt,) = texts_of(LANGUAGE.sample(1, _PROMPT_LETTERS, seed=2))
-    # In a separate process, as this one must not become a Megatron rank. On one thread: more do not
-    # speed up single tokens of so small a model.
+    # In a separate process, because this one must not become a Megatron rank. On one thread: more
+    # do not speed up single tokens of so small a model.
     flags = ["--prompt", prompt, "--temperature", "0.7", "--seed", "7"]
     flags += ["--max-new-tokens", str(LENGTH - _PROMPT_LETTERS)]
     command = [sys.executable, "-m", "megasink", "generate", str(run), *flags]

@@ -4,7 +4,7 @@ import argparse
 
 from megasink import cpu
 
-# Devices of torch that nothing here was tried on.
+# Devices of torch that megasink was never tried on.
 _UNTRIED = ("mps", "xpu", "npu", "hpu")
 
 
@@ -15,13 +15,13 @@ def add_device(parser: argparse.ArgumentParser) -> None:
 
 
 def device_problems(name: str | None) -> list[str]:
-    """Return the problem of a value of --device, if it has one."""
+    """Return the problem of a value of --device, or None."""
     problem = None if name is None else _device_problem(name)
     return [] if problem is None else [f"--device {name}: {problem}"]
 
 
 def _device_problem(name: str) -> str | None:
-    """Return why there is no such device here; imports torch where there may be a GPU."""
+    """Return why this machine lacks a device; imports torch if there may be a GPU."""
     kind, _, index = name.partition(":")
     if kind not in ("cpu", "cuda", *_UNTRIED) or (":" in name and not index.isdecimal()):
         return "no such device: use cpu or cuda"

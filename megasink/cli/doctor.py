@@ -1,4 +1,4 @@
-"""``megasink doctor``: what is installed, the kernels that will run, and whether they are right."""
+"""``megasink doctor``: list installed packages and the kernels that will run, and test both."""
 
 import importlib.metadata
 from collections.abc import Sequence
@@ -18,7 +18,7 @@ from megasink.tried import numbers_of
 from megasink.upstream.versions import version_of, versions
 
 _PYTHON = ((3, 12), (3, 14))
-# What they are for is in pyproject.toml.
+# pyproject.toml says what they are for.
 EXTRAS = ("train", "gpu", "finetune", "muon", "eval", "eval-long", "gguf", "storage")
 BASE = ""
 
@@ -27,13 +27,13 @@ class Package(NamedTuple):
     """A requirement of megasink or of one of its extras, by megasink's own metadata."""
 
     name: str  # Name on PyPI
-    extra: str  # The extra that asks for it; "" for `pip install megasink`
+    extra: str  # The extra that requires it; "" for `pip install megasink`
     supported: str  # Versions as pip writes them, such as ">=2.11"; "" for any
     installed: str | None  # The installed version, or None
 
     @property
     def problem(self) -> str | None:
-        """Why megasink cannot work with it, with what to do; an extra may be absent."""
+        """Why megasink cannot work with it, and the fix; an extra may be absent."""
         install = f"pip install '{self.name}{self.supported}'"
         if self.installed is None:
             return None if self.extra else f"{self.name} is not installed: {install}"
@@ -46,7 +46,7 @@ class Package(NamedTuple):
 def main(argv: Sequence[str] | None = None) -> int:
     """List installed and missing packages and the kernels that run here, and test them.
 
-    Exits with 1 if something that is installed does not fit or a test failed.
+    Exits with 1 if an installed package is unsupported or a test fails.
     """
     parser = CommandParser(prog="megasink doctor", description=main.__doc__)
     plugins.add_flag(parser)
@@ -82,7 +82,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def packages() -> list[Package]:
-    """Return what megasink and its extras require on this platform, in the order of pyproject.toml.
+    """Return the requirements of megasink and its extras here, in the order of pyproject.toml.
 
     Empty where megasink has no metadata: it is on the path, but not installed.
     """
@@ -94,7 +94,7 @@ def packages() -> list[Package]:
     for requirement in map(Requirement, texts):
         for extra in (BASE, *EXTRAS):
             name, marker = requirement.name, requirement.marker
-            # With an extra, what is required without it is true as well; an extra may ask for
+            # With an extra, requirements without it hold as well; an extra may ask for
             # another.
             wanted = (marker is None) == (extra == BASE) and name != "megasink"
             if wanted and (marker is None or marker.evaluate({"extra": extra})):
@@ -125,7 +125,7 @@ def _machine(console: Console, args: Any, report: dict[str, Any]) -> list[str]:
     try:
         device_type, name = _device()
         rows = _kernels(device_type, args.head_dim, args.window)
-    except ImportError as error:  # a broken installation is what this command is for
+    except ImportError as error:  # this command is for broken installations
         return [f"torch cannot be imported: {error}"]
     report |= {"device": {"type": device_type, "name": name}, "kernels": rows}
     _plain(console, f"{'device':20} {name}")
@@ -170,7 +170,7 @@ def _device() -> tuple[str, str]:
 
 
 def _kernels(device_type: str, head_dim: int, window: int | None) -> list[dict[str, Any]]:
-    """Return which kernels run for the variants that ask for the same one, in every dtype."""
+    """Return the kernels by dtype, for the variants that use the same one."""
     import torch
 
     from megasink.attention import AttentionRequest, choose_backend, choose_gate_kernels

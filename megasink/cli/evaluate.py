@@ -79,7 +79,7 @@ def _tokenizer(model: Path) -> Path:
 
 
 def _parser(description: str | None) -> CommandParser:
-    also = ", missing datasets, and metrics, which are code of the hub"
+    also = ", missing datasets, and metrics, which are code from the hub"
     parser = weights_parser("megasink evaluate", description, also)
     suites = ", ".join(f"{suite.row} ({suite.name})" for suite in ALL)
     parser.add_argument(
@@ -120,12 +120,12 @@ def _parser(description: str | None) -> CommandParser:
         nargs="+",
         default=[],
         metavar="FOLDER",
-        help="more tasks: lm-eval's YAML files; Python files that they name run",
+        help="more tasks: lm-eval's YAML files; Python files named in them are run",
     )
     parser.add_argument(
         "--confirm-run-unsafe-code",
         action="store_true",
-        help="allow tasks that run code which the model writes, such as humaneval",
+        help="allow tasks that run code written by the model, such as humaneval",
     )
     return parser
 

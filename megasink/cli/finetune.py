@@ -28,10 +28,10 @@ _FLAGS = [field.name for field in fields(FinetuneOptions) if field.name != "mode
 def main(argv: Sequence[str] | None = None) -> int:
     """Fine-tune a model on conversations with LoRA and the head-balance loss of Eq. 8.
 
-    Measures the importance of the model's heads, chooses which of them to share (m of Eq. 8),
-    trains with TRL's SFTTrainer on what the assistant says, exports for transformers, and measures
-    again. A repeated command goes on from the last checkpoint. Several processes (data parallelism)
-    are started by `torchrun --nproc-per-node N -m megasink finetune ...` or `accelerate launch`.
+    Measures the importance of the model's heads, chooses the shared heads (m of Eq. 8), trains with
+    TRL's SFTTrainer on the assistant's turns, exports for transformers, and measures again. A
+    repeated command continues from the last checkpoint. `torchrun --nproc-per-node N -m megasink
+    finetune ...` or `accelerate launch` starts several processes (data parallelism).
     """
     with _reported_once():
         args = _parser(main.__doc__).parse_args(sys.argv[1:] if argv is None else list(argv))
@@ -52,7 +52,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 def _reported_once() -> Iterator[None]:
     """Report an error once, on rank 0; leave the group of processes.
 
-    The others meet it too, or that rank 0 has ended: their launcher ends them meanwhile.
+    The others hit it too, or see that rank 0 has ended; their launcher ends them meanwhile.
     """
     try:
         yield
@@ -86,7 +86,7 @@ def _parser(description: str | None) -> CommandParser:
 
 
 def _options(args: argparse.Namespace) -> FinetuneOptions:
-    """Return the options, or raise every problem that is known before anything runs."""
+    """Return the options, or raise all problems that are known before anything runs."""
     args.base, model = args.model, hub.fetched(args)
     given = {name: getattr(args, name) for name in _FLAGS} | {"data": tuple(args.data)}
     found = [model_problem(model, "--allow-download")]

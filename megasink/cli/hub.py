@@ -1,4 +1,4 @@
-"""The Hugging Face hub, only where a command line asks for it: fetch a model, push an export."""
+"""Use the Hugging Face hub if a command line asks for it: fetch a model, push an export."""
 
 import argparse
 import contextlib
@@ -11,7 +11,7 @@ from typing import Any
 import megasink
 from megasink.errors import UserError, is_hub_name
 
-# Data alone: no pickles, no code, no folders inside.
+# Only data: no pickles, no code, no folders inside.
 _FETCHED = [
     *("*.json", "*.safetensors", "*.txt", "*.jinja", "*.tiktoken"),
     *("tokenizer.model", "spiece.model", "README.md", "LICENSE*"),
@@ -20,18 +20,18 @@ _SECONDS = 10.0
 
 
 def add_allow_download(parser: argparse.ArgumentParser, also: str = "") -> None:
-    """Add ``--allow-download``; `also` says what else it fetches."""
+    """Add ``--allow-download``; `also` names its other downloads."""
     text = f"fetch MODEL if it is a name of the Hugging Face hub{also}; weights are safetensors"
     parser.add_argument("--allow-download", action="store_true", help=text)
 
 
 def waits_for_download(args: argparse.Namespace) -> bool:
-    """Whether MODEL is a name of the hub that the command line allows to fetch."""
+    """Return whether MODEL is a name of the hub that the command line allows to fetch."""
     return args.allow_download and not args.model.exists() and is_hub_name(args.model)
 
 
 def fetched(args: argparse.Namespace) -> Path:
-    """Return the folder of MODEL, which is fetched into the hub's cache if need be."""
+    """Return the folder of MODEL; fetch it into the hub's cache if necessary."""
     if not waits_for_download(args):
         return Path(args.model)
     name = str(args.model)
@@ -53,21 +53,21 @@ def fetched(args: argparse.Namespace) -> Path:
 
 
 def refuse_push(repository: str) -> None:
-    """Refuse to push before anything is exported: no token, or one that the hub does not take."""
+    """Refuse to push before anything is exported, if the token is missing or rejected."""
     from huggingface_hub import get_token, utils
 
     with _online(f"--push {repository}") as hub:
         utils.validate_repo_id(repository)
         if get_token() is None:
             raise UserError(
-                f"--push {repository}: there is no token of the Hugging Face hub: run hf auth "
-                "login, or set HF_TOKEN"
+                f"--push {repository}: no token for the Hugging Face hub: run hf auth login, or "
+                "set HF_TOKEN"
             )
         hub.whoami()
 
 
 def push(folder: Path, repository: str) -> None:
-    """Upload an export that was verified."""
+    """Upload a verified export."""
     failed = f"--push {repository} failed; upload {folder} with hf upload {repository} {folder}"
     with _online(failed) as hub:
         url = hub.create_repo(repository, exist_ok=True)
@@ -80,7 +80,7 @@ def push(folder: Path, repository: str) -> None:
 
 
 def stay_offline() -> None:
-    """Let packages that are imported next fetch nothing unasked."""
+    """Keep packages imported later from fetching anything unasked."""
     os.environ.setdefault("HF_HUB_OFFLINE", "1")
     if constants := sys.modules.get("huggingface_hub.constants"):
         vars(constants)["HF_HUB_OFFLINE"] = True
@@ -92,7 +92,7 @@ def _online(what: str) -> Iterator[Any]:
     from huggingface_hub import HfApi, constants, errors
     from huggingface_hub.utils import disable_progress_bars
 
-    # Among them the error of the HTTP package, which changes with the release of the client.
+    # These include the HTTP package's error, which changes with the client's release.
     failures: tuple[Any, ...] = (*errors.HfHubHTTPError.__bases__, OSError)
     if not sys.stderr.isatty():
         disable_progress_bars()

@@ -13,8 +13,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = CommandParser(
         prog="megasink recipes",
         description="List the recipes of megasink train --recipe, or print the flags of one, "
-        "including those of the files that it includes. For a run, print the flags of its last "
-        "start.",
+        "including those of included files. For a run, print the flags of its last start.",
     )
     parser.add_argument(
         "recipe", nargs="?", metavar="RECIPE", help="a name, a TOML file or a run folder"

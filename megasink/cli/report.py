@@ -37,13 +37,13 @@ def main(argv: Sequence[str] | None = None) -> int:
 
     if args.analyses == [args.output]:
         # The page of an analysis, beside its numbers: read under the lock, so that no `megasink
-        # analyze` can put others there meanwhile.
+        # analyze` can replace them meanwhile.
         with exclusive(args.output):
             analysis = read_analysis(args.output)
             with results_of(args.output, (*PAGE_FILES, "tables/*.csv"), kept=False) as folder:
                 write_report([analysis], folder, kinds=kinds)
     else:
-        # Read before the output is touched: what cannot be drawn does not replace an older page.
+        # Read before the output is touched: a failed page must not replace an older one.
         analyses = [read_analysis(folder) for folder in args.analyses]
         name_apart(analyses, args.analyses)
         about = {"analyses": [path.resolve() for path in args.analyses], "--pdf": args.pdf}

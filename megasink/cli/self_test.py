@@ -1,4 +1,4 @@
-"""Checks of half a minute: what megasink computes here, against its definition."""
+"""Compare megasink's results on this machine with their definitions, in half a minute."""
 
 import json
 import subprocess
@@ -42,7 +42,7 @@ class Check(NamedTuple):
 
 
 def checks(device_type: str, head_dim: int, window: int | None) -> Iterator[Check]:
-    """Run the self-test, a check at a time; an error of any kind is a check that failed."""
+    """Run the self-test, a check at a time; any error is a failed check."""
     yield from attention_checks(device_type, head_dim, window)
     if have_megatron():
         yield _check("upstream lines that patches depend on", upstream_lines)
@@ -99,7 +99,7 @@ def attention_error(
         return [tensor.detach().cpu().double() for tensor in (*results, *gradients)]
 
     names = ("output", "LSE", "gate", "dq", "dk", "dv", "dsink")
-    # Kernels of 16 bits round the weights and the output once or twice, those of 32 bits sum.
+    # 16-bit kernels round the weights and the output once or twice; 32-bit kernels only sum.
     tolerance = torch.finfo(dtype).eps * (16 if dtype is torch.float32 else 4)
     # The host computes the definition and the errors: the device under test may be wrong.
     definition = run(reference_attention, "cpu", [tensor.double() for tensor in tensors])
@@ -117,7 +117,7 @@ def attention_error(
 
 
 def upstream_lines() -> str:
-    """Look up the lines of upstream code that megasink's patches depend on."""
+    """Look up the upstream lines that megasink's patches depend on."""
     problems = []
     for patch in TABLE:
         try:

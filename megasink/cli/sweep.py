@@ -50,7 +50,7 @@ def _parser(description: str | None) -> CommandParser:
 
 
 def _check(args: argparse.Namespace) -> tuple[ModelOptions, SweepOptions]:
-    """Check everything that needs no model, and return what is measured, of what."""
+    """Check everything that needs no model, and return the measurement and its model."""
     options = SweepOptions.of(args, bos="none", beginnings=args.bos, positions=1)
     problems = problems_of(args, options, is_run=is_run(args.model))
     for flag, values, least in (

@@ -1,4 +1,4 @@
-"""``megasink train``: start one node's ranks; from the first import, a signal ends in one line."""
+"""``megasink train``: start one node's ranks; even during imports a signal gives one line."""
 
 from collections.abc import Sequence
 

@@ -1,8 +1,8 @@
 """A synthetic language of letters in which an attention sink forms within a minute of training.
 
-`TriggerLanguage`: a Markov chain in which some letters, the triggers, are followed by what stood
-before them. A head that copies has nothing to do elsewhere, and rests on the first token: the
-Bigram-Backcopy task of Guo et al. (2024), "Active-Dormant Attention Heads".
+`TriggerLanguage` is a Markov chain in which some letters, the triggers, are followed by the letter
+before them. A copying head is idle elsewhere, and attends to the first token: the Bigram-Backcopy
+task of Guo et al. (2024), "Active-Dormant Attention Heads".
 
 Its tokenizer has 66 tokens: BOS, EOD and 64 letters. A document of L letters has L + 2.
 
@@ -20,7 +20,7 @@ from numpy.typing import NDArray
 LETTERS = "abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ0123456789+-"
 BOS, EOD = "<s>", "</s>"
 AROUND = 2
-"""Tokens of a document beside its letters: BOS before them, EOD behind them."""
+"""Tokens of a document besides its letters: BOS before them, EOD after them."""
 
 Ids = NDArray[np.int64]
 Floats = NDArray[np.float64]
@@ -29,8 +29,8 @@ Floats = NDArray[np.float64]
 def write_tokenizer(folder: Path) -> None:
     """Write a Hugging Face tokenizer of exactly BOS, EOD and the letters; it puts BOS before texts.
 
-    Other characters are dropped. There is no UNK to raise at, as Megatron encodes a sentence of its
-    own when it loads a tokenizer.
+    Other characters are dropped without an UNK, because Megatron encodes its own sentence when it
+    loads a tokenizer.
     """
     from tokenizers import Tokenizer, decoders, models, processors
     from transformers import PreTrainedTokenizerFast
@@ -56,7 +56,7 @@ def chain_of(seed: int, letters: int, concentration: float) -> Floats:
 
 
 def next_letters(rows_NN: Floats, last_D: Ids, random: np.random.Generator) -> Ids:
-    """Draw a letter behind each of `last_D`; `rows_NN` is cumulative."""
+    """Draw a letter after each of `last_D`; `rows_NN` is cumulative."""
     drawn = (rows_NN[last_D] < random.random(len(last_D))[:, None]).sum(1)
     return drawn.clip(max=len(rows_NN) - 1)
 
@@ -83,7 +83,7 @@ class TriggerLanguage:
 
     @cached_property
     def transitions_NN(self) -> Floats:
-        """Probabilities of the next letter behind a letter other than a trigger, float64."""
+        """Probabilities of the letter after a non-trigger letter, float64."""
         return chain_of(self.chain, self.letters, self.concentration)
 
     def sample(self, documents: int, length: int, seed: int) -> Ids:
@@ -100,7 +100,7 @@ class TriggerLanguage:
         return ids_DL
 
     def copies(self, text: str) -> tuple[int, int]:
-        """Count the triggers inside a text, and those behind which stands the letter before."""
+        """Count the triggers inside a text, and those followed by the letter before them."""
         triggers = LETTERS[: self.triggers]
         places = [i for i in range(1, len(text) - 1) if text[i] in triggers]
         return len(places), sum(text[i + 1] == text[i - 1] for i in places)

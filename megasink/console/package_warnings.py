@@ -1,7 +1,7 @@
 """Hide warnings of other packages that users of megasink cannot act on.
 
 Importing Megatron, transformers and torch makes dozens. ``PYTHONWARNINGS=default`` shows them.
-Errors, tracebacks and what native code writes to stderr are left alone, and so are the ranks of a
+Errors, tracebacks and native code's output on stderr are left alone, as are the ranks of a
 run: all their output goes to RUN/logs.
 """
 

@@ -1,4 +1,4 @@
-"""The papers whose methods megasink has; P0.7 is row 7 of P0 in docs/papers.md."""
+"""The papers whose methods megasink implements; P0.7 is row 7 of P0 in docs/papers.md."""
 
 PAPERS = {
     "P0": (

@@ -38,12 +38,12 @@ def say(text: str) -> None:
 
 
 def say_next(what: str, *words: object) -> None:
-    """Print the command that people run next, and what it shows, ready to be pasted."""
+    """Print the next command, ready to paste, and its purpose."""
     say(f"next, {what}: megasink {shlex.join(map(str, words))}")
 
 
 def wide_console() -> Any:
-    """Return a rich console for tables: as wide as they are where there is no terminal."""
+    """Return a rich console for tables, as wide as they are if there is no terminal."""
     from rich.console import Console
 
     console = Console()

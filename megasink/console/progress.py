@@ -7,14 +7,14 @@ from contextlib import contextmanager
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
-if TYPE_CHECKING:  # what says that a command line is wrong draws nothing, and does without rich
+if TYPE_CHECKING:  # errors of a command line draw nothing, and must not import rich
     from rich.console import Console
 
 _ESTIMATE_SECONDS = 600.0
 """Window for estimating the remaining time; long, because a step or sample may take minutes."""
 _UPDATE_SECONDS = 0.1  # thousands of documents per second
 _FIRST_SECONDS = 2.0
-"""Until the first line without a terminal: what takes minutes says so early."""
+"""Seconds until the first line without a terminal: slow work shows early."""
 
 Tell = Callable[..., None]
 """``tell(done, state="", now=False)``: set the total done so far; `now` prints a line at once."""

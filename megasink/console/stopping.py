@@ -1,9 +1,8 @@
 """Signals that end a command: it unwinds, leaves nothing half-written, and says so in one line.
 
 The signal is raised in the main thread, so that folders and processes are cleaned up by the blocks
-that made them. Python runs handlers between two of its own instructions only: what stays in native
-code, or catches everything, is ended from a thread. `megasink train` has handlers of its own
-(training/stop.py), which take the place of these.
+that made them. Python runs handlers only between its own instructions: a thread ends code that
+stays native or catches everything. `megasink train` replaces these handlers (training/stop.py).
 """
 
 import _thread
@@ -25,7 +24,7 @@ from megasink.files.atomic import PARTIAL
 from megasink.files.system_errors import OUTPUT, explained
 
 SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
-# To unwind in: a shard may have to be finished, and processes joined.
+# Grace period, for example to finish a shard and join processes.
 _SECONDS = 10.0
 
 
@@ -36,11 +35,11 @@ class _Heard:
     again: threading.Timer | None = None
     """Send the signal again, because a destructor swallowed its exception."""
     holds: bool = False
-    """Whether a process is being started, so that a signal is raised after that."""
+    """Whether a process is being started; a signal is then raised afterwards."""
     held: int | None = None
 
     def settle(self) -> None:
-        """Ignore the signal that `again` sends, which would find other handlers later."""
+        """Ignore the signal that `again` sends, which would later meet other handlers."""
         again, self.again = self.again, None
         if again is not None:
             again.cancel()
@@ -88,7 +87,7 @@ def _flush() -> None:
 
 
 def _drop_output() -> bool:
-    """Write what can be written of the output, else nothing at the end; whether it was written."""
+    """Flush the output, or drop it; return whether it was written."""
     try:
         _flush()
     except (OSError, ValueError):
@@ -116,9 +115,9 @@ def _run(command: Callable[[], int]) -> int:
                 if heard.raised is None:
                     raise
             heard.settle()
-            # Whatever a module made of an exception in the middle of it.
+            # A module may have turned the exception into anything.
             return code if heard.raised is None else _say_stopped(heard.raised)
-    except Signalled as raised:  # before the command, or behind it
+    except Signalled as raised:  # before or after the command
         return _say_stopped(raised)
 
 
@@ -147,7 +146,7 @@ def _handlers() -> Iterator[_Heard]:
     outer_hook, sys.unraisablehook = sys.unraisablehook, unraisable
     receiving, sending = os.pipe()
     os.set_blocking(sending, False)
-    # Not threading's, whose start waits forever for a thread that has no memory to begin.
+    # Not threading's, whose start waits forever for a thread without memory to begin.
     _thread.start_new_thread(_watch, (receiving, end))
     outer = signal.set_wakeup_fd(sending, warn_on_full_buffer=False)
     before = {n: signal.getsignal(n) for n in SIGNALS}
@@ -163,7 +162,7 @@ def _handlers() -> Iterator[_Heard]:
             if signal.getsignal(number) is end:
                 signal.signal(number, handler)
         if (current := signal.set_wakeup_fd(outer)) != sending:
-            signal.set_wakeup_fd(current)  # of a handler that took the place of this one
+            signal.set_wakeup_fd(current)  # of a handler that replaced this one
         os.close(sending)
         _heard = None
 
@@ -190,7 +189,7 @@ def starting_processes(numbers: Collection[int] = SIGNALS) -> Iterator[None]:
 
 
 def follow() -> None:
-    """Leave Ctrl-C to the process that started this one, as its first act here."""
+    """Leave Ctrl-C to the process that started this one; call this first."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, SIGNALS)
 
@@ -238,7 +237,8 @@ def _leave_after(number: int, receiving: int) -> None:
         if select.select([receiving], [], [], left)[0] and not os.read(receiving, 64):
             return  # the block has ended
     folders = [*PARTIAL]
-    # Not imported: an import may be what does not unwind. Without the module there are no children.
+    # Not imported: an import may be the code that does not unwind. Without the module, no children
+    # exist.
     if processes := sys.modules.get("multiprocessing.process"):
         for child in processes.active_children():
             child.terminate()

@@ -44,28 +44,22 @@ class Architecture:
     """A decoder with RoPE, pre-RMSNorm and a gated FFN, unless `options` differs.
 
     Attributes:
-        layers, hidden, heads, groups, head_dim: sizes.
         ffn: width of the FFN, or of one expert.
         vocabulary, padded: number of tokens; number of rows in Megatron's embedding.
         tied: whether the output layer shares the embedding's weight.
-        positions: maximum number of positions.
-        norm_eps, zero_centred: of the norms; whether Megatron stores their weights minus one.
-        rope_base, rope_factor: of RoPE; the factor of Llama 3's scaling, None without it.
+        zero_centred: whether Megatron stores norm weights minus one.
+        rope_factor: factor of Llama 3's scaling; None without it.
         attention: one of the kinds of a variant (`megasink.attention.variants.Variant.kinds`).
         variant_layers: per layer, whether it has that attention or plain softmax attention; empty
             if all have it.
-        qk_norm: whether each query and key head has an RMSNorm.
-        qkv_bias, bias: whether linear_qkv has a bias; whether every linear layer has one (then
-            `qkv_bias` is True too).
+        qkv_bias, bias: whether linear_qkv, or every linear layer (linear_qkv too), has a bias.
         windows: per layer, the number of tokens that a token sees, including itself; None for all.
         activation: of the FFN: silu, gelu, relu, relu2 (squared), or "gpt-oss" for its clamped
             gated unit.
         experts, topk: 0 for a dense model.
         shared_ffn: width of the shared expert; 0 for none.
         renormalize: whether the probabilities of the chosen experts are rescaled to sum to one.
-        dtype: torch's name for the dtype of the weights.
-        init_std: standard deviation of the initial weights.
-        options: what only megasink's own modeling files support.
+        options: those that only megasink's own modeling files support.
     """
 
     layers: int
@@ -108,7 +102,7 @@ class Architecture:
         return of_kind(self.attention)
 
     def of_layer(self, layer: int) -> "Architecture":
-        """Return the architecture of a model whose layers are all like this one."""
+        """Return the architecture of a model with all layers like this one."""
         if not self.variant_layers:
             return self
         attention = self.attention if self.variant_layers[layer] else PLAIN
@@ -141,7 +135,7 @@ class Architecture:
 def architecture_of(
     saved: Mapping[str, Any], vocabulary: int | None
 ) -> tuple[Architecture, list[str]]:
-    """Return the architecture of a run, and a list of what no target supports."""
+    """Return the architecture of a run, and a list of features that no target supports."""
     problems = [*_unknown(saved), *_unfixed(saved), *_other_blocks(saved)]
     activation, gated_unit = _activation(saved)
     if activation is None:
@@ -227,7 +221,7 @@ def _unfixed(saved: Mapping[str, Any]) -> list[str]:
 
 
 def _other_blocks(saved: Mapping[str, Any]) -> Iterator[str]:
-    """Yield the problem of a hybrid model whose blocks are not alike."""
+    """Yield the problem of a hybrid model with different blocks."""
     pattern = layers_of(saved.get("hybrid_layer_pattern") or "")
     if pattern and pattern not in (len(pattern) // 2 * kind for kind in ("*-", "*E")):
         yield (

@@ -36,12 +36,7 @@ def is_float32(key: str) -> bool:
 
 @dataclass(frozen=True)
 class Change:
-    """The attention that a vanilla model is changed to.
-
-    Attributes:
-        attention: see `Architecture.attention`.
-        sink_weight: mean attention weight of each head's sink; None for gates.
-    """
+    """The attention of a changed vanilla model; `sink_weight` is None for gates."""
 
     attention: str
     sink_weight: float | None = None
@@ -61,7 +56,7 @@ def change_of(name: str | None, granularity: str | None, sink_weight: float) -> 
             "Export.start"
         )
     if granularity is not None:
-        raise UserError(f"--gate-granularity does not go with --attention-variant {name}")
+        raise UserError(f"--gate-granularity has no effect with --attention-variant {name}")
     if not 0 < sink_weight < 1:
         raise UserError(
             f"--sink-weight {sink_weight} must be between 0 and 1; a sink of weight 0 would get no "
@@ -87,7 +82,7 @@ def gated_model(model: Architecture, change: Change | None) -> Architecture:
 
 
 def changed(key: str, tensor: "Tensor", model: Architecture, change: Change | None) -> "Tensor":
-    """Return a weight of the vanilla model as it is in the changed one."""
+    """Return the form of a vanilla model's weight in the changed model."""
     if change is None or change.sink_weight is not None:
         return tensor
     if key.endswith(LINEAR_PROJ):

@@ -1,7 +1,7 @@
 """config.json entries that survive an import and are exported again.
 
-An import keeps them in its run's config.json (megasink/checkpoints/carried.py), an export writes
-them again: the tokens that end a text, how to sample, coefficients of training.
+An import keeps them in its run's config.json (megasink/checkpoints/carried.py), and an export
+writes them again: end-of-text tokens, sampling parameters, coefficients of training.
 """
 
 from collections.abc import Iterator, Mapping
@@ -17,12 +17,12 @@ from megasink.files.checked_fields import check
 from megasink.files.json_file import read_object
 
 GENERATION = "generation_config.json"
-# Entries of every config.json that say nothing about its model.
+# Entries of every config.json that do not describe its model.
 _TOKENS = ("bos_token_id", "eos_token_id", "pad_token_id")
 _EXPERTS = ("router_aux_loss_coef", "output_router_logits")
 _UNDECIDED = {*_TOKENS, *_EXPERTS, "attention_dropout", "use_cache", "router_jitter_noise"}
-# Entries about the file, of older spellings, and those by which transformers runs foreign code:
-# neither kept nor, from a run of a stranger, written.
+# Entries about the file, old spellings, and entries by which transformers runs foreign code: they
+# are neither kept nor, from a stranger's run, written.
 _NEVER = frozenset(
     """
     architectures model_type transformers_version _name_or_path _commit_hash torch_dtype
@@ -56,7 +56,7 @@ def _undecided(config: Config) -> set[str]:
     if not config.get("use_sliding_window", True):
         keys |= {"sliding_window", "max_window_layers"}
     if "moe_intermediate_size" in config:
-        keys.add("intermediate_size")  # of dense layers, which there are none
+        keys.add("intermediate_size")  # of dense layers, of which there are none
     return keys
 
 
@@ -72,7 +72,7 @@ def left_behind(folder: Path) -> Iterator[str]:
 def written_again(
     carried: Mapping[str, Any], config: Config, tokens: str | None
 ) -> tuple[Config, Config, list[str]]:
-    """Return an export's config.json, generation_config.json, and the entries that do not fit."""
+    """Return an export's config.json, generation_config.json, and entries that do not fit."""
     same_type = carried.get("model_type") == config["model_type"]
     same_tokens = bool(carried) and carried.get("tokenizer") == tokens
     experts = _EXPERTS if "num_experts_per_tok" in config else ()

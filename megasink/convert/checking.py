@@ -76,7 +76,7 @@ def check_import(
         verify_tokenizer(tokenizer, folder / "tokenizer")
     location = find_checkpoint(folder)
     if change is not None and change.sink_weight is not None:
-        # The sinks draw nothing yet, so the model still computes the same.
+        # The sinks have no weight yet, so the model still computes the same.
         if compare:
             verify_logits(location, source.folder, model, tokenizer, say)
         set_sinks(location, model, change.sink_weight, tokenizer, say)

@@ -1,4 +1,4 @@
-"""Import a Hugging Face folder as a run folder, whose checkpoint ``megasink train --load`` takes.
+"""Import a Hugging Face folder as a run folder that ``megasink train --load`` accepts.
 
 OUT/config.json, OUT/checkpoints/iter_0000000, OUT/tokenizer, OUT/flags.txt
 """
@@ -52,15 +52,7 @@ _POSITIONS = "--max-position-embeddings"
 
 @dataclasses.dataclass(frozen=True)
 class HuggingFaceSource:
-    """A Hugging Face folder.
-
-    Attributes:
-        folder: the folder.
-        model: what its config.json describes.
-        target: its architecture in transformers.
-        tokenizer: whether it has a tokenizer.
-        tokens: its `tokenizer_hash`; None without one.
-    """
+    """A Hugging Face folder; `tokens` is its `tokenizer_hash`, None without a tokenizer."""
 
     folder: Path
     model: Architecture
@@ -75,7 +67,7 @@ class HuggingFaceSource:
 
     @cached_property
     def steps(self) -> list[Step]:
-        """Where each of them goes."""
+        """The step that converts each tensor."""
         todo = steps(self.target.table(self.model), self.model.layers, self.model.experts)
         # Zeros may be missing: older exports have fewer.
         return [step for step in todo if step.row.megatron or step.hf[0] in self.weights.names]
@@ -154,7 +146,7 @@ def import_model(
 
 
 def _account(source: HuggingFaceSource) -> list[str]:
-    """Check that rows and tensors match one to one, with the right shapes."""
+    """Check that rows and tensors match one to one, and that shapes fit."""
     weights, todo = source.weights, source.steps
     known = {name for step in todo for name in step.hf}
     extra = sorted(weights.names - known)
@@ -243,7 +235,7 @@ def _rounded(weights: HuggingFaceWeights, todo: list[Step], dtype: str) -> list[
 
 
 def balance_state(model: Architecture) -> dict[str, Tensor]:
-    """Return the state that megasink/megatron/layer_balance.py has before the first step."""
+    """Return the initial state of megasink/megatron/layer_balance.py."""
     at = "self_attention.core_attention.head_counter."
     return {
         f"{at}coefficients": torch.zeros(model.heads),
@@ -253,7 +245,7 @@ def balance_state(model: Architecture) -> dict[str, Tensor]:
 
 
 def arguments_of(flags: list[str]) -> tuple[Namespace, dict[str, Any]]:
-    """Return Megatron's arguments for a model's flags: validated, and those of `SHAPE` as given."""
+    """Return Megatron's validated arguments for a model's flags; those of `SHAPE` are as given."""
     from megatron.training import arguments
 
     training = ["--micro-batch-size", "1", "--lr", "1e-4", "--train-iters", "1"]

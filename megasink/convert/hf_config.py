@@ -1,7 +1,7 @@
 """config.json <-> Architecture, for the keys that all architectures of transformers share.
 
-Types and ranges of a file are checked before anything is computed with them; an architecture
-without a target is refused with the reason, by its name or by what its keys say.
+Types and ranges of a file are checked before anything is computed from them. An architecture
+without a target is refused with the reason, by its name or by its keys.
 """
 
 from collections.abc import Mapping
@@ -30,7 +30,7 @@ from megasink.files.checked_fields import (
 )
 from megasink.files.json_file import read_object
 
-# Null is "not said" in files of transformers; without these there is no model.
+# Null means "not given" in files of transformers; these keys are required.
 _SIZES = "vocab_size hidden_size intermediate_size num_attention_heads max_position_embeddings"
 _COUNTS = (
     "num_key_value_heads head_dim sliding_window moe_intermediate_size decoder_sparse_step "
@@ -106,7 +106,7 @@ GENERATION_FIELDS = fields(
     | dict.fromkeys(("temperature", "top_p", "repetition_penalty"), Number | None)
     | dict.fromkeys(("top_k", "max_new_tokens", "max_length"), Experts | None)
 )
-"""The record of what a generation_config.json hands on to the next export."""
+"""The record of the entries of generation_config.json that the next export keeps."""
 
 
 # Llama 3's scaling in Megatron; only the factor is an option
@@ -133,7 +133,7 @@ _COMMON = {
     "tie_word_embeddings": "tied",
     "dtype": "dtype",
 }
-# Key of a config.json that only megasink reads: what the architecture does not distinguish.
+# Key of a config.json that only megasink reads, for models that the architecture confuses.
 OURS = "megasink"
 
 
@@ -206,7 +206,7 @@ def _rope(config: Mapping[str, Any]) -> dict[str, Any]:
         [rope["rope_type"], rope.get("factor"), rope.get("original_max_position_embeddings")]
         == ["yarn", 1.0, config["max_position_embeddings"]]
     ):
-        rope["rope_type"] = "default"  # what YaRN is with a factor of 1
+        rope["rope_type"] = "default"  # YaRN with a factor of 1 is this
     return rope
 
 
@@ -260,7 +260,7 @@ def _common(config: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def transformers_has(target: Target) -> None:
-    """Check that the installed transformers runs an architecture as it is exported."""
+    """Check that the installed transformers supports an exported architecture."""
     import transformers
 
     missing = not target.custom_code and not hasattr(transformers, target.architecture)
@@ -293,7 +293,7 @@ _BY_NAME = {
     "norms have biases",
     "phi3": "query, key and value are one tensor, and its RoPE has a factor for each dimension",
 }
-# {key: what a value other than null, false and 0 means}
+# {key: meaning of a value other than null, false and 0}
 _BY_KEY = {
     "is_encoder_decoder": "it is an encoder and a decoder",
     "vision_config": "it also reads images",

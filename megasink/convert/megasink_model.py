@@ -1,4 +1,4 @@
-"""Options that only megasink's own modeling files support, and no architecture of transformers.
+"""Options that megasink's own modeling files support, but no architecture of transformers.
 
 Such a model is exported with the files megasink/transformers/modeling/*_megasink.py.
 """
@@ -30,7 +30,7 @@ AUTO_MAP = {
     "AutoModel": "modeling_megasink.MegasinkModel",
     "AutoModelForCausalLM": "modeling_megasink.MegasinkForCausalLM",
 }
-# The supported values, of options that have others as well.
+# The supported values of options that also have others.
 CHOICES: dict[str, tuple[Any, ...]] = {
     "gate_position": get_args(GatePosition),
     "gate_operation": get_args(GateOperation),
@@ -47,7 +47,7 @@ CHOICES: dict[str, tuple[Any, ...]] = {
 
 @dataclass(frozen=True, kw_only=True)
 class MegasinkOptions:
-    """Options of a run, by name; the defaults are what every architecture of transformers has.
+    """Options of a run, by name; every architecture of transformers has the defaults.
 
     Only `gated_unit` is not an option: it is False if --ffn-activation is relu, gelu or silu, and
     with --squared-relu.
@@ -118,7 +118,7 @@ NAMES = frozenset(field.name for field in dataclasses.fields(MegasinkOptions))
 def options_from(given: Mapping[str, Any], *, gated_unit: bool = True) -> MegasinkOptions:
     """Read the options from a run's arguments or a config.json.
 
-    Options of other variants are ignored, and those of buckets or experts if there are none.
+    Options of other variants are ignored, as are those of buckets or experts if there are none.
     """
     foreign = foreign_options(variant(given.get("attention_variant", "vanilla")))
     has_buckets = given.get("attention_bias_type", "none") in ("t5", "bucket")
@@ -134,7 +134,7 @@ def options_from(given: Mapping[str, Any], *, gated_unit: bool = True) -> Megasi
 
 
 def unknown_values(options: MegasinkOptions) -> list[str]:
-    """Return the options whose value the modeling files do not support."""
+    """Return the options with values that the modeling files do not support."""
     changed = options.changed()
     return [
         f"{flag_of(name)} {changed[name]}"
@@ -146,7 +146,7 @@ def unknown_values(options: MegasinkOptions) -> list[str]:
 def model_class(folder: Path) -> Any:
     """Return the class that loads a Hugging Face folder without running code from it.
 
-    megasink's own class is the package's, whatever files are in the folder.
+    For megasink's own class, use the package's, regardless of the folder's files.
     """
     import transformers
 

@@ -1,6 +1,6 @@
 """Read a checkpoint of any parallel layout, one layer and expert at a time, without a model.
 
-Its index says where each weight is; no process group is needed.
+Its index locates each weight; no process group is needed.
 """
 
 import math
@@ -27,12 +27,9 @@ _HEAD_STATE = ".head_counter."
 
 
 class Box(NamedTuple):
-    """A box of a weight.
+    """A box of a weight, including the axes of layers and experts.
 
-    Attributes:
-        offsets, sizes: of the box, including the axes of layers and experts.
-        find: locates the data, which may lack leading axes of size one; raises exceptions of any
-            type if the data is corrupt.
+    `find` locates the data, which may lack leading axes of size one; corrupt data raises anything.
     """
 
     offsets: tuple[int, ...]
@@ -100,15 +97,7 @@ def _stack_layers(weights: dict[str, Weight]) -> None:
 
 
 class MegatronCheckpoint:
-    """The weights in a folder iter_NNNNNNN of the torch_dist format.
-
-    Attributes:
-        folder: the checkpoint.
-        shapes: {key: shape} of all weights, including the axes of layers and experts.
-
-    Raises:
-        UserError: the checkpoint is damaged, untrusted, or of another format.
-    """
+    """The weights in a folder iter_NNNNNNN; `shapes` include the axes of layers and experts."""
 
     def __init__(self, folder: Path):
         self.folder = folder

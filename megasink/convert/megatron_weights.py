@@ -12,7 +12,7 @@ Shape = tuple[int, ...]
 def weight_shapes(model: Architecture) -> dict[str, Shape]:
     """Return {key: shape} of all weights, without the leading axes of layers and experts.
 
-    A weight that not all layers have, or not with the same shape, has a `numbered` key per layer.
+    A weight that is missing from some layers, or differs in shape, has a `numbered` key per layer.
     """
     if not model.variant_layers:
         return _same_in_all_layers(model)

@@ -101,12 +101,12 @@ tokenizer = AutoTokenizer.from_pretrained("FOLDER")
 
 
 def _both(saved: dict[str, Any], first: str, second: str) -> str | None:
-    """Return two of the run's arguments if the first one is set."""
+    """Return two of the run's arguments; None if the first one is not set."""
     return f"{saved[first]}, {saved.get(second)}" if saved.get(first) else None
 
 
 def _metrics(checkpoint: Checkpoint) -> list[tuple[str, Any]]:
-    """Return the last values in metrics.jsonl up to the exported step; of another with its step."""
+    """Return the last values in metrics.jsonl up to the exported step, naming any other step."""
     path = Path(checkpoint.config).parent / "metrics.jsonl"
     last: dict[str, tuple[float, int]] = {}
     try:

@@ -67,7 +67,7 @@ def model_flags(model: Architecture) -> list[str]:
     if model.dtype != "float32":
         flags.append({"bfloat16": "--bf16", "float16": "--fp16"}[model.dtype])
     words = [str(flag) for flag in flags]
-    # A line of them is taken apart at blanks.
+    # A line of flags is split at spaces.
     if unsafe := [*refused(words).values(), *(word for word in words if len(word.split()) != 1)]:
         raise UserError(
             f"config.json does not describe a model: it would give the flag {unsafe[0]!r}"
@@ -76,9 +76,9 @@ def model_flags(model: Architecture) -> list[str]:
 
 
 def as_line(flags: Sequence[str]) -> str:
-    """Return flags as a line for ``$(cat flags.txt)``, which takes no quotes off its words.
+    """Return flags as a line for ``$(cat flags.txt)``, which does not remove quotes.
 
-    Only a word with a blank or a quote is quoted, for those who read the line with `shlex.split`.
+    Only a word with a space or a quote is quoted, for readers that use `shlex.split`.
     """
     return " ".join(w if re.fullmatch(r"[^\s'\"\\]+", w) else shlex.quote(w) for w in flags) + "\n"
 

@@ -23,7 +23,7 @@ from megasink.files.checked_fields import check, fields
 from megasink.files.json_file import read_object
 
 Entry = tuple[str, Tensor]
-"""A name, and a meta tensor like the one to be written under it."""
+"""A name, and a meta tensor like the one to write under it."""
 DTYPES = {
     "F64": torch.float64,
     "F32": torch.float32,
@@ -117,15 +117,7 @@ def _bytes(tensor: Tensor, name: str, like: Tensor) -> memoryview:
 
 
 class HuggingFaceWeights:
-    """The weights in a Hugging Face folder.
-
-    Attributes:
-        folder: the folder.
-        names: of all tensors.
-
-    Raises:
-        UserError: there are no safetensors files, one of the index is missing, or one is broken.
-    """
+    """The weights in a Hugging Face folder; `names` has all tensors."""
 
     def __init__(self, folder: Path):
         self.folder = folder
@@ -141,7 +133,7 @@ class HuggingFaceWeights:
                 raise UserError(f"{path} is broken ({error}): copy it again") from error
             names = set(opened.keys())
             wanted = {name for name, where in index.items() if where == file}
-            wanted |= names - index.keys()  # to be accounted for, too
+            wanted |= names - index.keys()  # must be accounted for, too
             if absent := sorted(wanted - names):
                 raise UserError(f"{folder}: {absent[0]} is not in {file}, contrary to the index")
             self._file_of |= dict.fromkeys(wanted, opened)

@@ -1,7 +1,7 @@
 """Set the sink logits of a model that had no sinks, to a chosen mean attention weight per head.
 
-A sink draws sigmoid(s_h - LSE) of a query's attention, so s_h follows from the log-sum-exp of the
-scores on real text. This changes what the model computes; the change of its loss is reported.
+A sink takes sigmoid(s_h - LSE) of a query's attention, so s_h follows from the log-sum-exp of the
+scores on real text. This changes the model's outputs; the change of its loss is reported.
 
 Shapes: L layers, H heads, B texts, S tokens, V vocabulary.
 """
@@ -47,7 +47,7 @@ def set_sinks(
     tokenizer: Any,
     say: Callable[[str], None] = say_printable,
 ) -> tuple[float, float]:
-    """Write the sink logits into a checkpoint whose sinks draw nothing, from the first layer up.
+    """Write the sink logits into a checkpoint whose sinks have no weight, from the first layer up.
 
     The scores of a layer depend on the sinks of the layers before it.
     """
@@ -71,7 +71,7 @@ def set_sinks(
     rows = [core.softmax_offset.cpu() for core in cores]
     _rewrite(checkpoint, torch.stack(rows))
     say(
-        f"sinks: each draws {weight:.3g} of the attention of its head on average; loss "
+        f"sinks: each takes {weight:.3g} of the attention of its head on average; loss "
         f"{before:.4f} -> {after:.4f} nats per token ({after - before:+.4f}) on "
         f"{tokens_BS.numel()} tokens"
     )
@@ -96,7 +96,7 @@ def _log_sum_exp(core: Any, *tensors: Tensor) -> Tensor:
 
 
 def _rewrite(checkpoint: Checkpoint, offsets_LH: Tensor) -> None:
-    """Write the logits in place: they take as many bytes as before."""
+    """Write the logits in place: their size does not change."""
     key = LAYERS + SOFTMAX_OFFSET
     for index, where in read_metadata(checkpoint.folder).storage_data.items():
         if index.fqn != key:

@@ -1,7 +1,7 @@
 """The table that maps Megatron weights to Hugging Face weights, row by row.
 
 One row serves both directions. In names, ``{layer}`` runs over the layers and ``{expert}`` over the
-experts; Megatron's checkpoints hold those as leading axes of one tensor.
+experts; Megatron's checkpoints hold these as leading axes of one tensor.
 """
 
 import itertools
@@ -66,9 +66,7 @@ class Step:
 def steps(table: Sequence[Row], layers: int, experts: int) -> Iterator[Step]:
     """Yield all steps, layer by layer: the order in which tensors are written.
 
-    Args:
-        table: rows; those with ``{layer}`` are contiguous.
-        layers, experts: of the model; 0 experts if dense.
+    In `table`, rows with ``{layer}`` are contiguous. A dense model has 0 experts.
     """
     for per_layer, group in itertools.groupby(table, key=lambda row: "{layer}" in row.hf[0]):
         rows = tuple(group)

@@ -39,16 +39,9 @@ Verify = Callable[[Path], None]
 
 @dataclass(frozen=True)
 class Source:
-    """A checkpoint to be exported, and as what: the plan of the writer and of the verification.
+    """A checkpoint and its target: the plan of the writer and of the verification.
 
-    Attributes:
-        location: its location.
-        saved: the arguments of its run.
-        model: its architecture.
-        tokenizer: a transformers tokenizer; None if the run has none.
-        carried: what the run keeps of the Hugging Face folder that it comes from.
-        target: the architecture in transformers.
-        why: why that one.
+    `saved` has the arguments of its run, and `carried` its entries from a Hugging Face folder.
     """
 
     location: Checkpoint
@@ -66,7 +59,7 @@ class Source:
 
     @cached_property
     def steps(self) -> list[Step]:
-        """Where each of them goes."""
+        """The step that converts each weight."""
         return list(steps(self.target.table(self.model), self.model.layers, self.model.experts))
 
 
@@ -182,7 +175,10 @@ def _write_beside(source: Source, folder: Path, say: Say) -> None:
     ours = config_of(source.model, target, special)
     config, generation, lost = written_again(source.carried, ours, tokens)
     if lost:
-        say(f"of another architecture or tokenizer, so not written again: {', '.join(lost)}")
+        say(
+            "not written, because they belong to another architecture or tokenizer: "
+            f"{', '.join(lost)}"
+        )
     write_json(folder / GENERATION, generation)
     write_json(folder / "config.json", config)
 

@@ -1,6 +1,6 @@
-"""Write a torch_dist checkpoint tensor by tensor, in the form that Megatron itself saves.
+"""Write a torch_dist checkpoint tensor by tensor, in Megatron's own form.
 
-torch.distributed.checkpoint writes the files; its planner asks for each tensor when it is next.
+torch.distributed.checkpoint writes the files; its planner requests one tensor at a time.
 Every parallel layout can load the checkpoint.
 """
 
@@ -35,13 +35,9 @@ from megasink.convert.table import LAYERS, numbered
 
 @dataclass(frozen=True)
 class Part:
-    """A weight, or one layer (and expert) of it.
+    """A weight, or one layer (and expert) of it, without the axes of `index` (() for a whole one).
 
-    Attributes:
-        key: Megatron's name.
-        index: the layer, or layer and expert; () for a whole weight.
-        sizes: the number of layers, or of layers and experts.
-        tensor: the data without the axes of `index`, or a meta tensor like it.
+    `sizes` are the numbers of layers and experts.
     """
 
     key: str
@@ -50,14 +46,14 @@ class Part:
     tensor: Tensor
 
     def numbered(self) -> "Part":
-        """Return it under a key of its own layer, as Megatron does where layers differ."""
+        """Return it under a key with its layer's number, as Megatron does if layers differ."""
         if not self.index or not self.key.startswith(LAYERS):
             return self
         key = numbered(self.key, self.index[0])
         return Part(key, self.index[1:], self.sizes[1:], self.tensor)
 
     def item(self) -> WriteItem:
-        """Return the plan of writing it."""
+        """Return the planner's item for it."""
         ones = (1,) * len(self.index)
         chunk = ChunkStorageMetadata(
             torch.Size(self.index + (0,) * self.tensor.dim()), torch.Size(ones + self.tensor.shape)
@@ -88,7 +84,7 @@ def write_checkpoint(
     files = _Files(folder, per_thread_copy_ahead=0)
     files.set_up_storage_writer(True)
     # The writer keeps the last tensor of each name until its file is finished (filesystem.py, of
-    # torch 2.13: tensor_dict): it is given numbers in their place, and knows one name.
+    # torch 2.13: tensor_dict): it gets numbers in their place, and knows one name.
     nameless = [replace(item, index=MetadataIndex("", index=i)) for i, item in enumerate(items)]
     (plan,) = files.prepare_global_plan([SavePlan(nameless)])
     results = files.write_data(plan, _Planner(items, tensors, content)).wait()
@@ -99,7 +95,7 @@ def write_checkpoint(
 
 
 def _named(items: Sequence[WriteItem], number: MetadataIndex) -> MetadataIndex:
-    """Return the index of an item that was written under its number alone."""
+    """Return the index of an item that was written under its number only."""
     assert number.index is not None
     return items[number.index].index
 

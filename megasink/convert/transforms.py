@@ -1,4 +1,4 @@
-"""How the tensors of a table row differ between Megatron and Hugging Face.
+"""Exact conversions between Megatron's and Hugging Face's tensors of a table row.
 
 Each transform is exact in both directions: ``to_hf`` takes Megatron's tensors and returns Hugging
 Face's, ``to_megatron`` is its inverse. Both also work on meta tensors, so that shapes are known
@@ -8,7 +8,7 @@ Shapes: G key/value groups, Q query heads per group, H = G * Q heads, D head dim
 E experts, M hidden size, V tokens. A trailing "..." is M for weights and nothing for biases.
 """
 
-from __future__ import annotations  # the names of targets are answered without torch
+from __future__ import annotations  # listing the targets must not import torch
 
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
@@ -106,7 +106,7 @@ class RepeatedGateQKV(GroupedQKV):
 class ReversedRotationQKV(GroupedQKV):
     """`GroupedQKV` for a model whose RoPE rotates by the opposite angle (nanochat).
 
-    With the halves of every query and key head exchanged, one rotation does what the other did.
+    Exchanging the halves of every query and key head turns one rotation into the other.
     """
 
     def to_hf(self, *tensors: Tensor) -> tuple[Tensor, ...]:

@@ -41,14 +41,7 @@ _TEXTS = (
 
 @dataclass(frozen=True)
 class Difference:
-    """The difference between two models.
-
-    Attributes:
-        logits: largest absolute difference.
-        largest: largest absolute logit.
-        argmax: fraction of positions with the same most likely token.
-        generated: fraction of generated tokens that are the same; None if none were generated.
-    """
+    """The difference between two models: absolute logits, and fractions of equal tokens."""
 
     logits: float
     largest: float
@@ -79,9 +72,10 @@ def verify_logits(
 ) -> Difference:
     """Compare a Megatron checkpoint with a Hugging Face folder in stock transformers.
 
-    They must agree in float32, up to `Difference.tolerance` or four times what one rounding of the
-    weights changes in Megatron, which is more where hidden states are massive; in the model's
-    dtype, the rounding error in transformers must be at most four times the one in Megatron.
+    In float32, they must agree up to `Difference.tolerance` or four times the effect of one
+    rounding of the weights in Megatron, which is larger where hidden states are massive. In the
+    model's dtype, the rounding error in transformers must be at most four times the one in
+    Megatron.
     """
     tokens_BS = sample_tokens(model, tokenizer)
     what = "text" if tokenizer is not None else "random tokens (no tokenizer)"
@@ -150,7 +144,7 @@ def verify_tokenizer(tokenizer: Any, folder: Path) -> None:
 
 
 def fits_in_memory(parameters: int) -> bool:
-    """Return whether two float32 copies, and room to compute, fit into the available memory."""
+    """Return whether two float32 copies and working memory fit into the available memory."""
     return bool(2.5 * 4 * parameters < psutil.virtual_memory().available)
 
 

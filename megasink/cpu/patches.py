@@ -161,7 +161,7 @@ DELTA_NET = _patch(
     "gated delta-net",
     "megatron.core.ssm.gated_delta_net.common",
     "HAVE_FLA l2norm",
-    "in deterministic mode all of it is in torch but the norm of queries and keys",
+    "in deterministic mode only the norm of queries and keys needs more than torch",
     "megatron.core.ssm.gated_delta_net.common:_GDNBase.__init__: not HAVE_FLA",
     "megatron.core.ssm.gated_delta_net.common:_GDNBase._prepare_input_for_gated_delta_rule: "
     "query_key = l2norm(query_key.contiguous())",

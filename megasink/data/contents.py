@@ -14,10 +14,10 @@ _DIGITS = 16  # of 64 hexadecimal ones: enough to tell copies apart
 
 
 def contents(prefix: str, suffix: str, most: int = WHOLE) -> tuple[str, bool]:
-    """Describe a data set's file for comparison with a copy, and say whether it was read whole.
+    """Describe a data set's file for comparison with a copy, and return whether it was read whole.
 
-    A file of at most `most` bytes is read whole, and refused if it is not the one that PREFIX.json
-    describes. Of a larger one the size, 64 blocks and the checksum in PREFIX.json are taken.
+    A file of at most `most` bytes is read whole, and refused if PREFIX.json describes another. For
+    a larger one, use the size, 64 blocks and the checksum in PREFIX.json.
     """
     path = Path(prefix + suffix)
     size = path.stat().st_size

@@ -23,7 +23,7 @@ Split = Literal["auto", "paragraphs", "never"]
 MAX_DOCUMENT_BYTES = 128 << 20
 """Per text file, line or cell, which is in memory as a whole: reading one takes up to ten times as
 much."""
-_HEAD_BYTES = 1 << 20  # that tell whether a file is text
+_HEAD_BYTES = 1 << 20  # that show whether a file is text
 _RATIO = 1000  # gzip reaches 1032, but only for zeros
 EXAMPLES = 5
 
@@ -70,7 +70,7 @@ class Corpus:
     Attributes:
         is_split: whether text files become documents of paragraphs.
         total_bytes: size on disk of all files, in bytes.
-        read_bytes: bytes of them that the current iteration has read.
+        read_bytes: bytes of these that the current iteration has read.
         skipped: documents that the current iteration skipped: empty ones, and those that are not
             UTF-8 text (or text files with NUL bytes).
         place: the place of the current iteration.
@@ -275,7 +275,7 @@ def default_workers() -> int:
     return os.cpu_count() or 1  # macOS
 
 
-# Of a text, so that a share of a few percent is documents; between a paragraph and a chapter.
+# Of a text, so that a few percent of it are whole documents; between a paragraph and a chapter.
 _PARTS = 200
 _LEAST, _MOST = 512, 1 << 14
 _BLANK = re.compile(r"\n[ \t\r]*\n")
@@ -283,10 +283,10 @@ _LINE = re.compile(r"\n")
 
 
 def paragraphs(text: str) -> Iterator[tuple[str, int]]:
-    """Yield documents of a text, and how many of its characters are done with each.
+    """Yield documents of a text, and the number of its characters consumed with each.
 
     A document ends at the first blank line after about a 200th of the text (512 to 16,384
-    characters), or where there is none in eight times as much, at the end of a line.
+    characters), or at the end of a line if there is none within eight times as much.
     """
     least = min(max(len(text) // _PARTS, _LEAST), _MOST)
     start = 0

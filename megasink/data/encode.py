@@ -26,13 +26,13 @@ class Encoded:
 
     tokens: NDArray[np.integer]  # [N] ids, N the sum of `lengths`
     lengths: list[int]  # tokens of each document, or part of one
-    last: list[bool]  # whether a document ends with each of them
-    text_bytes: list[int]  # UTF-8 size of the text of each of them
+    last: list[bool]  # whether a document ends with each
+    text_bytes: list[int]  # UTF-8 size of the text of each
 
 
 @dataclass(frozen=True, slots=True)
 class EncoderSettings:
-    """Settings for texts: of `TextTokenizer`, and the ids put around every document."""
+    """Settings of `TextTokenizer`, and the ids around every document."""
 
     tokenizer_json: str
     before: list[int]
@@ -112,7 +112,7 @@ def _start_worker(settings: EncoderSettings) -> None:
 
 
 def follow_parent() -> None:
-    """Leave Ctrl-C to the parent, which ends its pool, and end with it. Called in a worker."""
+    """Leave Ctrl-C to the parent, which ends its pool, and end with the parent, in a worker."""
     follow()
     parent = multiprocessing.parent_process()
     assert parent is not None

@@ -64,8 +64,8 @@ def _walk(root: Path) -> list[Path]:
         target = path.resolve() if path.is_symlink() else None
         if target and target.is_file() and not target.is_relative_to(root.resolve()):
             raise UserError(
-                f"{path} is a link to {target}, outside of {root}: remove it, or pass the file "
-                "itself as an input"
+                f"{path} is a link to {target}, outside {root}: remove it, or pass the file itself "
+                "as an input"
             )
     return sorted(paths, key=lambda p: p.relative_to(root).parts)
 

@@ -1,7 +1,7 @@
-"""Find damage in a `.bin` and its `.idx`, by their sizes and a bounded look inside.
+"""Find damage in a `.bin` and its `.idx`, by their sizes and a bounded part of the contents.
 
-Megatron maps both files without checks: a truncated `.bin`, a pointer outside of it, or an id that
-the model has no row for ends a run only when training gets there.
+Megatron maps both files without checks: a truncated `.bin`, a pointer outside it, or an id without
+a row in the model ends a run only when training gets there.
 """
 
 import stat
@@ -58,11 +58,11 @@ def data_problem(
     vocabulary: int | None,
     entries: int = ENTRIES,
 ) -> str | None:
-    """Return why Megatron could not train on a data set; None if nothing is found.
+    """Return why Megatron could not train on a data set; None if no problem is found.
 
     The check compares both file sizes with the index, and its first, last and some other entries
     with each other. The `PREFIX.json` of `megasink data` gives the ids; without it, tokens at both
-    ends and at some places between are read. At most 50 MB are read, regardless of the size; fewer
+    ends and at some places between are read. At most 50 MB are read, whatever the size; fewer
     `entries` read less. `vocabulary` is the number of ids that the model knows, None for any.
     """
     try:
@@ -157,7 +157,7 @@ def _check_entries(index: _Index, size: int, entries: int) -> None:
         if len(apart) or begins[0] * (part.start == 0):
             at = int(apart[0]) if len(apart) else 0
             raise _Damage(
-                f"{index.path}: sequence {part.start + at} is from byte {begins[at]:,} to "
+                f"{index.path}: sequence {part.start + at} spans bytes {begins[at]:,} to "
                 f"{ends_at[at]:,}, but the next one begins at byte {next_at[at]:,}"
             )
 
@@ -174,7 +174,7 @@ def _sampled_slices(count: int, budget: int = ENTRIES) -> Iterator[slice]:
 
 
 def _check_sidecar(prefix: str, index: _Index, size: int) -> None:
-    """Compare the number of tokens with that in the sidecar."""
+    """Compare the number of tokens with the sidecar's."""
     tokens = read_sidecar(prefix).get("tokens", size // index.dtype.itemsize)
     if type(tokens) is not int:
         raise _Damage(f"{prefix}.json states {tokens!r:.40} tokens, which is not a number")
@@ -194,7 +194,7 @@ def _ids_problem(
         return f"{prefix}.bin holds the id {largest:,} according to {prefix}.json, {but}"
     count = size // index.dtype.itemsize
     if not count:
-        return None  # numpy maps no empty file
+        return None  # numpy cannot map an empty file
     tokens = np.memmap(f"{prefix}.bin", index.dtype, "r", shape=(count,))
     for part in _sampled_slices(count, entries):
         ids = tokens[part]

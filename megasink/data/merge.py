@@ -1,4 +1,4 @@
-"""Join the parts of a data set that several machines made (`--partition`)."""
+"""Join the parts of a data set made by several machines (`--partition`)."""
 
 import json
 import re
@@ -31,9 +31,9 @@ _SUMS = ("documents", "tokens", "text_bytes")
 def merge(prefix: Path, *, overwrite: bool = False) -> dict[str, Any]:
     """Join `PREFIX-1-of-N` ... `PREFIX-N-of-N`, which stay, to `PREFIX`.
 
-    The `.bin` and `.idx` have the bytes of a run without --partition, and so has the `.json`,
-    except for the sources of documents that are not UTF-8 text. Validation documents, which each
-    part drew, are joined too. Returns the content of the new `.json`.
+    `.bin`, `.idx` and `.json` have the bytes of a run without --partition, except that the `.json`
+    lists the sources of documents that are not UTF-8 text by part. The parts' validation documents
+    are joined too. Returns the content of the new `.json`.
     """
     prefix = Path(prefix)
     problems = output_problems(prefix, [], overwrite=overwrite)
@@ -73,7 +73,7 @@ def _parts(prefix: Path, problems: list[str]) -> list[Path]:
 
 
 def _differences(parts: list[Path], sidecars: list[dict[str, Any]]) -> list[str]:
-    """Return what is damaged, or not as in the first part."""
+    """Return damage, and differences from the first part."""
     problems = [f"{p}: {text}" for p in parts if (text := data_problem(str(p), None))]
     own = {*_SUMS, "largest_id", "skipped", "partition", CHECKSUMS}
     for number, (part, sidecar) in enumerate(zip(parts, sidecars, strict=True), 1):
@@ -83,7 +83,7 @@ def _differences(parts: list[Path], sidecars: list[dict[str, Any]]) -> list[str]
         for key in sorted((set(sidecar) | set(sidecars[0])) - own):
             if sidecar.get(key) != sidecars[0].get(key):
                 problems.append(
-                    f"{part} was made with another {key} than {parts[0]}: "
+                    f"{part} was made with different {key} than {parts[0]}: "
                     f"{json.dumps(sidecar.get(key))}, not {json.dumps(sidecars[0].get(key))}"
                 )
     return problems
@@ -105,7 +105,7 @@ def _join(prefix: Path, parts: list[Path], dtype: str) -> None:
 
 
 def _sum_of(sidecars: list[dict[str, Any]]) -> dict[str, Any]:
-    """Return the sidecar of a run without parts."""
+    """Return the sidecar that a run without parts would have."""
     merged = {key: value for key, value in sidecars[0].items() if key != "partition"}
     for key in _SUMS:
         if key in merged:

@@ -1,15 +1,15 @@
-"""URLs of object stores, s3:// and msc://, which Megatron reads data sets from."""
+"""URLs of object stores, s3:// and msc://, from which Megatron reads data sets."""
 
 from pathlib import Path
 
 
 def is_stored(path: str | Path) -> bool:
-    """Whether a path is a URL of an object store, or what `Path` makes of one."""
+    """Return whether a path is a URL of an object store, or `Path`'s form of one."""
     return str(path).startswith(("s3:/", "msc:/"))
 
 
 def url_problem(url: str) -> str | None:
-    """Return what is wrong with the URL of an object, without the URL if it may hold a secret."""
+    """Return the problem of an object's URL, without the URL if it may contain a secret."""
     scheme, _, place = url.partition("://")
     if not place:
         return f"{url} is not the URL of an object: use s3://BUCKET/KEY or msc://PROFILE/KEY"

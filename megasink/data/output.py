@@ -1,4 +1,4 @@
-"""The files of a data set: their names, a lock, publication all at once, and how it was made."""
+"""The files of a data set: names, a lock, publication all at once, and its origin."""
 
 import hashlib
 import json
@@ -21,12 +21,12 @@ CHECKSUMS = "sha256"
 """Key of PREFIX.json: {suffix: checksum} of the other files."""
 PROGRESS = ".progress"
 LENGTHS = ".lengths"
-# What may be there until the data set is published.
+# Files that may exist until the data set is published.
 _PARTIAL = (*FILES, PROGRESS, LENGTHS)
 
 
 class Written(NamedTuple):
-    """How far a data set is written: documents, and bytes of tokens."""
+    """The written part of a data set: documents, and bytes of tokens."""
 
     documents: int = 0
     token_bytes: int = 0
@@ -74,8 +74,8 @@ def output_problems(prefix: Path, inputs: Sequence[str], *, overwrite: bool) -> 
 def writing(*prefixes: Path) -> Iterator[None]:
     """Lock data sets for this run, and remove their partial files at the end.
 
-    They stay after an interrupt, as they do after a kill: the same command goes on from them. The
-    first data set has the record of that.
+    They stay after an interrupt or a kill: the same command continues from them. The first data set
+    has the record of progress.
     """
     first = prefixes[0]
     with saying(f"--output {first}"), ExitStack() as locks:
@@ -122,7 +122,7 @@ def publish(prefix: Path) -> None:
     for suffix in FILES:
         with partial_of(prefix, suffix).open("rb") as file:
             sync(file)
-    # Before replacing the old .bin, so that its .idx never goes with the new one.
+    # Before replacing the old .bin, so that its .idx never describes the new one.
     file_of(prefix, ".idx").unlink(missing_ok=True)
     # Megatron caches sample indices by prefix, regardless of the content.
     for cache in prefix.glob("cache/*Dataset_indices"):
@@ -135,8 +135,8 @@ def publish(prefix: Path) -> None:
 def mismatch(prefix: str, sha256: str, name: str) -> str | None:
     """Return why a data set does not match a tokenizer; None if it does or has no sidecar.
 
-    `sha256` is the `tokenizer_hash`, which takes as long as its vocabulary is large; `name` is for
-    the message.
+    `sha256` is the `tokenizer_hash`, which is slow for a large vocabulary; `name` is for the
+    message.
     """
     sidecar = Path(f"{prefix}.json")
     if not sidecar.exists():
@@ -153,7 +153,7 @@ def mismatch(prefix: str, sha256: str, name: str) -> str | None:
 
 
 def read_sidecar(prefix: str) -> dict[str, Any]:
-    """Return its contents; empty if it is missing, or not a sidecar."""
+    """Return the sidecar's contents; empty if it is missing, or not a sidecar."""
     try:
         return read_object(Path(f"{prefix}.json"))
     except UserError:

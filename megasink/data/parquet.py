@@ -6,7 +6,7 @@ from typing import Any
 
 from megasink.errors import UserError
 
-_BUFFER = 1 << 20  # of a column that is read; pages of it are read as they are needed
+_BUFFER = 1 << 20  # of the column; its pages are read on demand
 _SLACK = 1 << 20
 
 

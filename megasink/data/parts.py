@@ -8,20 +8,20 @@ from megasink.errors import ConfigError
 
 
 class Place(NamedTuple):
-    """How far a corpus is read: everything before is done."""
+    """A position in a corpus: everything before it is done."""
 
     file: int = 0  # number of the file
-    item: int = 0  # its lines, rows or documents, or 1 after a text file that is one
+    item: int = 0  # its lines, rows or documents; 1 after a text file that is one document
     byte: int = 0  # of a file that is read by lines, uncompressed: where the next line begins
     documents: int = 0  # documents so far
     invalid_utf8: int = 0  # documents so far that are not UTF-8 text
     empty: int = 0  # empty ones
-    examples: tuple[str, ...] = ()  # sources of the first that are not UTF-8 text
+    examples: tuple[str, ...] = ()  # sources of the first of these
 
 
 @dataclass(frozen=True, slots=True)
 class Span:
-    """What is read of a file: lines that begin from byte `start` on and before byte `stop`."""
+    """A part of a file: lines that begin at byte `start` or later, and before byte `stop`."""
 
     file: File
     start: int
@@ -29,12 +29,12 @@ class Span:
 
 
 def is_divisible(file: File) -> bool:
-    """Whether a file can be read from the middle."""
+    """Return whether a file can be read from the middle."""
     return file.kind == "lines" and file.compression is None
 
 
 def spans_of(files: list[File], part: int, parts: int) -> list[Span]:
-    """Return part `part` (from 1 on) of `parts` of about as many bytes each, in order.
+    """Return part `part` (from 1 on) of `parts` of about equal bytes, in order.
 
     Uncompressed JSON Lines are divided between lines; other files belong to the part in which they
     begin.

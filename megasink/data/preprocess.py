@@ -28,7 +28,7 @@ from megasink.errors import ConfigError, UserError
 
 _BATCH_CHARACTERS = 1 << 19
 _BATCH_DOCUMENTS = 512
-_SAVE_SECONDS = 10.0  # what a kill costs at most
+_SAVE_SECONDS = 10.0  # the most that a kill costs
 _COUNTS = ("documents", "tokens", "text_bytes", "largest_id")
 
 
@@ -80,10 +80,10 @@ def preprocess(
 
     Every document is one Megatron document: BOS if the tokenizer adds it itself, the text, and EOD.
     The files appear only when complete: a killed or interrupted run leaves nothing that loads. The
-    same call goes on from its remains, to the same bytes; another call removes them. The bytes do
-    not depend on `workers`. Memory does not grow with the corpus. `trained` has the vocabulary size
-    and BOS of a tokenizer that was trained for this call. `validation` moves some documents into a
-    data set of their own, `validation_of(PREFIX)`.
+    same call continues from the partial files, to the same bytes; another call removes them. The
+    bytes do not depend on `workers`. Memory does not grow with the corpus. `trained` has the
+    vocabulary size and BOS of a tokenizer that was trained for this call. `validation` moves some
+    documents into a separate data set, `validation_of(PREFIX)`.
     """
     start = time.perf_counter()
     prefix, folder = Path(output_prefix), Path(tokenizer_folder)
@@ -143,7 +143,7 @@ def _check_both(counts: Sequence[Counter[str]], validation: Validation | None) -
 
 
 class _Made(NamedTuple):
-    """The facts taken from a tokenizer: how to encode, its size and `tokenizer_hash`."""
+    """The facts taken from a tokenizer: encoding, size and `tokenizer_hash`."""
 
     settings: EncoderSettings
     vocab_size: int
@@ -184,7 +184,7 @@ def _batches(
 
 
 class _Files:
-    """The partial files of data sets, new or of a run that was killed."""
+    """The partial files of data sets, new or from a killed run."""
 
     def __init__(
         self, prefixes: list[Path], dtype: str, made_of: str, trained: tuple[int, bool] | None
@@ -212,7 +212,7 @@ class _Files:
         workers: int,
         validation: Validation | None,
     ) -> list[Counter[str]]:
-        """Write the rest of the corpus, and return the counts of all of it by data set."""
+        """Write the rest of the corpus, and return the counts of the whole corpus by data set."""
         ends: deque[tuple[Place | None, list[int]]] = deque()
         corpus.start = self._place
         saved = time.monotonic()
@@ -252,7 +252,7 @@ class _Files:
             writer.finish(partial_of(prefix, ".idx"))
 
     def close(self) -> None:
-        """Close the files as they are."""
+        """Close the files unfinished."""
         for writer in self._writers:
             writer.close()
 

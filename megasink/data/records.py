@@ -10,7 +10,7 @@ from megasink.files.json_file import kind_of
 
 _VALUES = 1 << 22
 """Maximum number of values per record; parsed, each takes up to some 200 bytes of memory."""
-_SURROGATE = re.compile("[\ud800-\udfff]")  # alone: there is no UTF-8 of it
+_SURROGATE = re.compile("[\ud800-\udfff]")  # a lone surrogate has no UTF-8 form
 _STRING_OR_VALUE = re.compile(rb'"[^"\\]*+(?:\\.[^"\\]*+)*+"|[\[{,]', re.DOTALL)
 
 

@@ -1,7 +1,7 @@
 """Replace the tokens at chosen positions of every sequence: random ones, or one fixed token.
 
-The one definition that training, its evaluations and the analyses share (P2.15, P2.16). Positions
-count from 0 in the sequence that attention sees: the paper's x_1 is at position 0.
+Training, its evaluations and the analyses share this definition (P2.15, P2.16). Positions count
+from 0 in the sequence that attention sees: the paper's x_1 is at position 0.
 
 Shapes: P positions, V ids to draw from.
 """
@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from megasink.errors import UserError
 
-if TYPE_CHECKING:  # a refused command line does not wait for numpy
+if TYPE_CHECKING:  # a refused command line must not wait for numpy
     import numpy as np
     from numpy.typing import NDArray
 
@@ -23,11 +23,11 @@ if TYPE_CHECKING:  # a refused command line does not wait for numpy
 
 RANDOM = "random"
 FORMS = f"{RANDOM}, ID"
-"""What --replace-tokens-with takes, as the help shows it."""
+"""Values of --replace-tokens-with, as the help shows them."""
 
 
 def new_token(value: str, drawn_from_V: "Ids", key: Sequence[int]) -> int:
-    """Return the token at one position, with which `key` ends; the same for the same arguments."""
+    """Return the token at one position, the end of `key`; it depends only on the arguments."""
     if value != RANDOM:
         return int(value)
     # A hash: a generator's seeding takes a millisecond, and its numbers may change with a release.
@@ -36,7 +36,7 @@ def new_token(value: str, drawn_from_V: "Ids", key: Sequence[int]) -> int:
 
 
 def problems_of(positions: Sequence[int] | None, value: str | None) -> list[str]:
-    """Return what is wrong with a pair of flags, one message each."""
+    """Return one message per problem of the two flags."""
     at = "--replace-tokens-at"
     if not all(isinstance(position, int) for position in positions or ()):
         return [f"{at} {positions}: give whole numbers"]
@@ -68,18 +68,18 @@ class Replacement:
 
     @property
     def description(self) -> str:
-        """What is done, in words."""
+        """The replacement in words."""
         places = ", ".join(map(str, self.positions))
         noun = "position" if len(self.positions) == 1 else "positions"
         tokens = "random tokens" if self.value == RANDOM else f"token {int(self.value)}"
         return f"{tokens} at {noun} {places}"
 
     def at(self, length: int) -> list[int]:
-        """Return the positions that a sequence of so many tokens has."""
+        """Return the positions within a sequence of this many tokens."""
         return [position for position in self.positions if position < length]
 
     def replace(self, sequence: "Ids", *key: int) -> None:
-        """Replace tokens of a sequence in place, each by its seed, key and position alone."""
+        """Replace tokens of a sequence in place; each depends on its seed, key and position."""
         for position in self.at(len(sequence)):
             key_of_position = (self.seed, *key, position)
             sequence[position] = new_token(self.value, self.drawn_from_V, key_of_position)
@@ -90,7 +90,7 @@ def replacement(
 ) -> Replacement:
     """Return the replacement that the flags select, for a model with `size` token ids.
 
-    Random tokens are uniform over the tokens of the vocabulary but special ones, as in `megasink
+    Random tokens are uniform over the vocabulary without special tokens, as in `megasink
     analyze --inputs random` (P2.5). (P2's code draws from all ids of the padded vocabulary.)
     """
     import numpy as np
@@ -103,7 +103,7 @@ def replacement(
     drawn_from_V = np.array(drawn_from, dtype=np.int64)
     problem = None
     if value == RANDOM and not len(drawn_from_V):
-        problem = "every token of the vocabulary is a special one"
+        problem = "every token of the vocabulary is special"
     elif value != RANDOM and int(value) >= size:
         problem = f"the vocabulary has the ids 0 to {size - 1:,}"
     if problem:

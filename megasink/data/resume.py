@@ -18,18 +18,18 @@ from megasink.files.json_file import read_object
 
 @dataclass(frozen=True)
 class Progress:
-    """What the partial files of a data set hold."""
+    """The contents of a data set's partial files."""
 
     made_of: str  # SHA-256 of the inputs and settings; another command starts over
     # Vocabulary size and BOS of the tokenizer that the command trained; None if it was given one.
     trained: tuple[int, bool] | None
-    place: Place  # how far the corpus is read
-    counts: list[dict[str, int]]  # of the documents so far, of each data set
-    written: list[Written]  # how far the partial files of each are
+    place: Place  # position in the corpus
+    counts: list[dict[str, int]]  # of the documents so far, by data set
+    written: list[Written]  # the written part of each
 
 
 def made_of(corpus: Corpus, settings: Any, validation: Validation | None) -> str:
-    """Return the SHA-256 (hex) of what a data set depends on; of files path, size and time."""
+    """Return the SHA-256 (hex) of a data set's settings and files (path, size and time)."""
     parts = [
         corpus.identity(),
         [corpus.json_key, corpus.max_document_bytes],
@@ -43,7 +43,7 @@ def made_of(corpus: Corpus, settings: Any, validation: Validation | None) -> str
 
 
 def save(prefix: Path, progress: Progress) -> None:
-    """Replace the record of how far the data set of `prefix` is; its files are on disk by then."""
+    """Replace the progress record of the data set of `prefix`, whose files are on disk by then."""
     atomic_text(partial_of(prefix, PROGRESS), json.dumps(asdict(progress)))
 
 

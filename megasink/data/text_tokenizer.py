@@ -1,7 +1,7 @@
 """Convert texts to token ids; used by data sets, analyses, prompts and evaluations.
 
-A tokenizer.json holds more than a tokenizer: truncation, padding, dropout, what goes around a text.
-None of that is applied here. Imports no torch, transformers or Megatron, as worker processes do.
+A tokenizer.json also has truncation, padding, dropout and a template around texts. None of these is
+applied here. Imports no torch, transformers or Megatron, because worker processes import it.
 """
 
 import argparse
@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 from megasink.errors import UserError
 
 # `tokenizers` needs hundreds of bytes per token of one text, and a character may be four tokens:
-# longer documents are encoded in parts, each with so many characters of those beside it.
+# longer documents are encoded in parts, each with this many characters of its neighbors.
 _PART = 1 << 20
 _MARGIN = 1 << 12
 _WORD_START = re.compile(r"(?<=\S) (?=\S)")
@@ -32,13 +32,7 @@ def add_parse_special_tokens(parser: argparse.ArgumentParser) -> None:
 
 
 class Part(NamedTuple):
-    """A part of a document: a worker does not need the whole.
-
-    Attributes:
-        before, after: what is beside it in the document, empty at its ends.
-        first, last: whether the document begins and ends with it.
-        source: of the document, for errors.
-    """
+    """A part of a document, with the adjoining text `before` and `after` (empty at the ends)."""
 
     text: str
     before: str = ""
@@ -64,21 +58,21 @@ def parts_of(
 
 
 def text_tokenizer(tokenizer: Any, *, parse_special_tokens: bool = False) -> "TextTokenizer":
-    """Return how a transformers tokenizer turns texts into ids."""
+    """Return the `TextTokenizer` of a transformers tokenizer."""
     if not getattr(tokenizer, "is_fast", False):
         return _PythonTokenizer(tokenizer, parse_special_tokens=parse_special_tokens)
     return TextTokenizer(text_json(tokenizer), parse_special_tokens=parse_special_tokens)
 
 
 def text_json(tokenizer: Any) -> str:
-    """Return a fast transformers tokenizer as JSON, without the state that its file may hold."""
+    """Return a fast transformers tokenizer as JSON, without state from its file."""
     state = json.loads(tokenizer.backend_tokenizer.to_str())
     special = set(tokenizer.all_special_tokens)
     for token in state["added_tokens"]:
         token["special"] |= token["content"] in special
     state |= dict.fromkeys(("truncation", "padding", "post_processor"))
     if state["model"].get("dropout"):
-        state["model"]["dropout"] = None  # of merges, at random: for training with it alone
+        state["model"]["dropout"] = None  # random, of merges: only for training with it
     return json.dumps(state)
 
 
@@ -116,7 +110,7 @@ class TextTokenizer:
         return map(self.part_ids, parts_of(text, source))
 
     def part_ids(self, part: Part) -> list[int]:
-        """Return the ids of a part: those of all parts are the ids of the whole text."""
+        """Return the ids of a part; the ids of all parts are those of the whole text."""
         encoding, first, stop = self.part_encoding(part, offsets=False)
         ids: list[int] = encoding.ids[first:stop]
         if self._found and (wrong := next((i for i in ids if i in self._found), None)) is not None:
@@ -127,11 +121,10 @@ class TextTokenizer:
         return ids
 
     def part_encoding(self, part: Part, *, offsets: bool = True) -> tuple[Any, int, int]:
-        """Return the encoding of a part and of what is beside it, and the range of its own tokens.
+        """Return the encoding of a part with its neighbors, and the range of its own tokens.
 
         Tokenizers treat the beginning and the end of a text in many ways, but only there. The two
-        parts at a cut are compared with the encoding of the text around it, which they have in
-        common, and divided where it says.
+        parts at a cut share the text around it: both are divided where its encoding divides it.
         """
         text = part.before + part.text + part.after
         encoding = self._encode(text, offsets=offsets)
@@ -146,7 +139,7 @@ class TextTokenizer:
             same = same and around.ids[len(around) - known :] == ids[len(ids) - known :]
         if not same:
             raise UserError(
-                f"{part.source} is too long for this tokenizer, which gives other tokens for a "
+                f"{part.source} is too long for this tokenizer, which gives different tokens for a "
                 f"part than for the whole (between {part.text[:20]!r} and {part.text[-20:]!r}): "
                 "split it"
             )

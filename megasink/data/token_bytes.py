@@ -13,7 +13,7 @@ from megasink.data.tokenizer import leading_ids
 from megasink.errors import UserError
 
 _BYTE_TOKEN = re.compile(r"<0x[0-9A-Fa-f]{2}>")
-# Any text would do; these have what tokenizers treat differently: runs of spaces, newlines, tabs,
+# Any text would do; these have features that tokenizers treat differently: spaces, newlines, tabs,
 # digits, contractions, several scripts, characters that few vocabularies hold, and those that NFKC
 # and sentencepiece replace or drop.
 _PROBES = (
@@ -27,7 +27,7 @@ _PROBES = (
 
 
 class TokenBytes(NamedTuple):
-    """The bytes of text that tokens stand for, which convert a loss per token to bits per byte."""
+    """The bytes of text of each token, which convert a loss per token to bits per byte."""
 
     # [V] int32, V the largest id + 1. Special tokens, and ids without a token, have 0.
     lengths: NDArray[np.int32]
@@ -38,7 +38,7 @@ class TokenBytes(NamedTuple):
     starts: frozenset[int]  # ids before the first token of a text, those of documents included
 
     def before_texts(self, inputs_T: NDArray[np.int64], bytes_T: NDArray[np.int32]) -> int:
-        """Return the bytes among those of targets that the tokenizer put before texts."""
+        """Return the bytes of targets that the tokenizer put before texts."""
         return self.prefix * int((np.isin(inputs_T, [*self.starts]) & (bytes_T > 0)).sum())
 
 

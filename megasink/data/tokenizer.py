@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from tokenizers import Tokenizer
 
 UNK, EOD, PAD = "<|unk|>", "<|endoftext|>", "<|pad|>"
-"""Ids 0, 1 and 2. Padding has its own id, as other trainers leave it out of the loss everywhere."""
+"""Ids 0, 1 and 2. Padding has its own id, because other trainers exclude it from the loss."""
 
 BOS = "<|bos|>"
 """Id 3, for tokenizers trained with a BOS, which they put before every text."""
@@ -101,14 +101,14 @@ def train_tokenizer(
 
 
 def folder_problem(folder: Path, *, overwrite: bool) -> str | None:
-    """Return why a tokenizer cannot be written to `folder`, in one line; None if it can."""
+    """Return in one line why a tokenizer cannot be written to `folder`; None if it can."""
     if not folder.exists():
         return None
     if not overwrite:
         return f"{folder} exists: use it with --tokenizer, or pass --overwrite"
     if not folder.is_dir() or {p.name for p in folder.iterdir()} - _FOLDER_FILES:
         return (
-            f"{folder} holds other files than a tokenizer and is not overwritten: choose another "
+            f"{folder} holds files other than a tokenizer and is not overwritten: choose another "
             "folder"
         )
     return None
@@ -276,10 +276,10 @@ def load_tokenizer(folder: str | Path) -> Any:
 
 
 def refuse_unusable(tokenizer: Any, folder: str | Path) -> None:
-    """Raise UserError for a tokenizer of special tokens alone, or with settings that no model has.
+    """Raise UserError for a tokenizer with only special tokens, or with impossible settings.
 
-    transformers makes the first for a folder without tokenizer files, by the model's type; it loses
-    all text. What is counted by id takes memory for the largest.
+    For a folder without tokenizer files, transformers makes the first by the model's type; it loses
+    all text. Counts by id take memory up to the largest id.
     """
     if (largest := largest_id(tokenizer)) >= _MOST_IDS:
         raise UserError(
@@ -293,7 +293,7 @@ def refuse_unusable(tokenizer: Any, folder: str | Path) -> None:
         )
     templates = getattr(tokenizer, "chat_template", None)
     names = templates if isinstance(templates, dict) else {}
-    # They become names of files where the tokenizer is saved.
+    # They become file names when the tokenizer is saved.
     if strange := [name for name in names if not re.fullmatch(r"\w[\w.-]*", str(name))]:
         raise UserError(
             f"the tokenizer in {folder} has a chat template with the invalid name "
@@ -322,6 +322,6 @@ def leading_ids(tokenizer: Any) -> list[int]:
 
 
 def tokenizer_hash(tokenizer: Any) -> str:
-    """Return the SHA-256 (hex) of what a tokenizer's ids mean: vocabulary and EOD token."""
+    """Return the SHA-256 (hex) of the meaning of a tokenizer's ids: vocabulary and EOD token."""
     meaning = [sorted(tokenizer.get_vocab().items()), tokenizer.eos_token_id]
     return hashlib.sha256(json.dumps(meaning).encode()).hexdigest()

@@ -1,4 +1,4 @@
-"""A tokenizer read from its files alone, in a moment: transformers takes seconds to import."""
+"""Read a tokenizer from its files alone, because importing transformers takes seconds."""
 
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,7 +15,7 @@ _MORE_TOKENS = ("added_tokens.json", "special_tokens_map.json")
 
 @dataclass(frozen=True, eq=False)
 class FileTokenizer:
-    """What the ids of a tokenizer mean; has what `tokenizer_hash` reads of a transformers one."""
+    """The meaning of a tokenizer's ids, with the fields that `tokenizer_hash` reads."""
 
     vocabulary: dict[str, int]  # token -> id, with added tokens
     eos_token_id: int  # of the end-of-document token

@@ -1,7 +1,7 @@
-"""Read a tokenizer in a process that ends, since transformers takes more memory than the rest.
+"""Read a tokenizer in a short-lived process, because transformers takes much memory.
 
-Importing it with torch takes 0.58 GB, without torch 0.08 GB. Tokenizers do not need torch, but
-other parts of this process may, and transformers decides at its import what it can do.
+Importing it takes 0.58 GB with torch and 0.08 GB without. Tokenizers do not need torch, but other
+parts of this process may, and transformers decides at its import whether torch is available.
 """
 
 import multiprocessing
@@ -38,9 +38,9 @@ def from_tokenizer[Result](
                     called = pool.submit(_call, folder, function, args, kwargs)
                 return called.result()
             except BrokenProcessPool:
-                break  # a script without a guard of its main part, or too little memory
+                break  # a script without a __main__ guard, or too little memory
             except UserError:
-                # transformers may need torch for this one, or tell the reason better with it.
+                # transformers may need torch for this one, or explain the reason better with it.
                 if torch:
                     raise
     return function(load_tokenizer(folder), *args, **kwargs)
@@ -49,9 +49,9 @@ def from_tokenizer[Result](
 def _start(torch: bool) -> None:
     follow_parent()
     if not torch:
-        # What Python keeps for a module that cannot be imported.
+        # Python's mark for a module that cannot be imported.
         sys.modules["torch"] = None  # type: ignore[assignment]
-        # Else transformers advises to install it.
+        # Otherwise transformers advises to install it.
         os.environ["TRANSFORMERS_NO_ADVISORY_WARNINGS"] = "1"
 
 

@@ -1,4 +1,4 @@
-"""The documents of a corpus that a second data set gets, for validation."""
+"""Draw the documents of a corpus that go into a second data set, for validation."""
 
 import hashlib
 import re
@@ -11,22 +11,22 @@ from typing import Any
 from megasink.data.output import read_sidecar
 
 KEY = "validation"
-"""Of PREFIX.json: share, seed and data, the name of the other data set beside it."""
+"""Key of PREFIX.json: share, seed and data, the name of the other data set beside it."""
 
 
 @dataclass(frozen=True)
 class Validation:
     """A share, above 0 and at most 0.5, of the documents, drawn at random by a seed.
 
-    Of every 1 / share documents in a row one is drawn, so that each region of the corpus gives its
-    share. A draw depends on nothing but the seed and the number of the document in its part.
+    One of every 1 / share consecutive documents is drawn, so each region of the corpus gives its
+    share. A draw depends only on the seed and the number of the document in its part.
     """
 
     share: float
     seed: int = 1234
 
     def has(self, number: int, part: int = 1) -> bool:
-        """Return whether a document is drawn: its number, from 0, in a part of --partition."""
+        """Return whether a document, by its number from 0 in a part of --partition, is drawn."""
         over, under = _ratio(self.share)
         blocks = {number * over // under, (number + 1) * over // under}
         return any(_drawn(self, part, block) == number for block in blocks)
@@ -39,7 +39,7 @@ def _ratio(share: float) -> tuple[int, int]:
 
 @lru_cache
 def _drawn(validation: Validation, part: int, block: int) -> int:
-    """Return the number of the document that is drawn of a block."""
+    """Return the number of the document drawn from a block."""
     digest = hashlib.sha256(f"{validation.seed} {part} {block}".encode()).digest()
     place = Fraction(int.from_bytes(digest[:4], "big"), 1 << 32)
     return int((block + place) / Fraction(*_ratio(validation.share)))
@@ -51,7 +51,7 @@ def validation_of(prefix: Path) -> Path:
 
 
 def record_of(validation: Validation, prefix: Path, *, is_part: bool) -> dict[str, Any]:
-    """Return what PREFIX.json says, in every part the same."""
+    """Return the entry of PREFIX.json, the same in every part."""
     name = validation_of(prefix).name
     name = re.sub(r"-\d+-of-\d+$", "", name) if is_part else name
     return {KEY: asdict(validation) | {"data": name}}

@@ -1,7 +1,7 @@
-"""Write a `.bin` and its `.idx` in bounded memory, so that a later process can go on.
+"""Write a `.bin` and its `.idx` in bounded memory, so that a later process can continue.
 
 Megatron's own builder (core/datasets/indexed_dataset.py:923) keeps a Python number for each
-document, imports torch, and cannot go on; the bytes here are the same.
+document, imports torch, and cannot continue; the bytes here are the same.
 """
 
 import os
@@ -18,7 +18,7 @@ HEADER = struct.Struct("<9sQBQQ")
 """indexed_dataset.py:157: magic, version, token type, numbers of sequences and of boundaries."""
 MAGIC = b"MMIDIDX\x00\x00"
 DTYPES = {1: "uint8", 2: "int8", 3: "int16", 4: "int32", 5: "int64", 8: "uint16"}
-_BLOCK = 1 << 16  # documents of the index that are in memory
+_BLOCK = 1 << 16  # documents of the index in memory at once
 
 
 def token_dtype(vocab_size: int) -> str:
@@ -27,7 +27,7 @@ def token_dtype(vocab_size: int) -> str:
 
 
 class IndexedWriter:
-    """Appends tokens to a .bin and int32 lengths beside it, of which `finish` makes the index."""
+    """Appends tokens to a .bin, and int32 lengths from which `finish` makes the index."""
 
     def __init__(self, tokens: Path, lengths: Path, dtype: str, start: Written | None = None):
         self.dtype = np.dtype(dtype)
@@ -36,10 +36,10 @@ class IndexedWriter:
         self._documents = start.documents
         self._tokens = _opened(tokens, start.token_bytes)
         self._lengths = _opened(lengths, 4 * start.documents)
-        self._unfinished = 0  # tokens of a document of which only the beginning is here
+        self._unfinished = 0  # tokens of a document that has only begun
 
     def add(self, tokens: NDArray[Any], lengths: list[int], last: list[bool] | None = None) -> None:
-        """Append documents: their tokens [N], and the length of each, or of a part of one.
+        """Append documents, or parts of them: their tokens [N] and lengths.
 
         `last` has whether a document ends with each; None if all do.
         """
@@ -54,7 +54,7 @@ class IndexedWriter:
         self._documents += len(ended)
 
     def sync(self) -> Written | None:
-        """Put all of it on disk, and return how far it is; None inside a document."""
+        """Sync to disk, and return the written part; None inside a document."""
         if self._unfinished:
             return None
         for file in (self._tokens, self._lengths):
@@ -70,7 +70,7 @@ class IndexedWriter:
         write_index(index, [lengths], self.dtype)
 
     def close(self) -> None:
-        """Close the files as they are."""
+        """Close the files unfinished."""
         self._tokens.close()
         self._lengths.close()
 

@@ -1,5 +1,4 @@
-"""Detect spikes in a loss curve, and divergence: a smoothed rise far above its minimum
-(P1.23)."""
+"""Detect spikes in a loss curve, and divergence: a smoothed rise far above the minimum (P1.23)."""
 
 import math
 from collections import deque
@@ -24,9 +23,6 @@ class SpikeCounter:
     stops falling does not count. The deviation is taken from the changes between neighboring steps,
     which a trend leaves alone. Steps of a spike are not part of later windows, and consecutive ones
     are one spike. A NaN or infinite loss is a spike.
-
-    Attributes:
-        count: number of spikes so far.
     """
 
     def __init__(self) -> None:
@@ -60,11 +56,7 @@ def loss_spikes(loss: NDArray[np.float64]) -> list[int]:
 
 
 class MovingAverage:
-    """TensorBoard's debiased exponential moving average, value by value.
-
-    Attributes:
-        count: number of values so far.
-    """
+    """TensorBoard's debiased exponential moving average, value by value."""
 
     def __init__(self, factor: float) -> None:
         self._factor, self._sum, self.count = factor, 0.0, 0

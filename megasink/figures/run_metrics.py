@@ -1,4 +1,4 @@
-"""Read the metrics.jsonl of a run; without numpy, so that a wrong folder is refused at once."""
+"""Read the metrics.jsonl of a run, without numpy, so that a wrong folder fails immediately."""
 
 import json
 from pathlib import Path
@@ -7,7 +7,7 @@ from typing import Any
 from megasink.checkpoints.find import runs_in
 from megasink.errors import UserError
 
-# {what is drawn or summed up: the axes of its value}; a number may be missing (null).
+# {key that is drawn or summarized: axes of its value}; a number may be missing (null).
 _AXES = {
     **dict.fromkeys(("lm_loss", "valid_lm_loss", "valid_bits_per_byte", "imbalance"), 0),
     **dict.fromkeys(("tokens", "seconds", "loss_spikes"), 0),
@@ -52,7 +52,7 @@ def _check(line: object, where: str) -> None:
 
 
 def _shape(value: object, axes: int) -> tuple[int, ...] | None:
-    """Return the sizes of a value with so many axes; None if it has others, or is empty."""
+    """Return the sizes of a value with this many axes; None if it has others or is empty."""
     if not axes:
         return () if isinstance(value, int | float | None) else None
     if not isinstance(value, list) or not value:

@@ -73,7 +73,7 @@ def panels(
     layout: Any = "constrained",
     **options: Any,
 ) -> tuple[Any, Any]:
-    """Return a figure and its axes [rows, columns]; for many panels `layout` None is fast."""
+    """Return a figure and its axes [rows, columns]; `layout` None is faster for many panels."""
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(width, height), layout=layout)
@@ -143,7 +143,7 @@ def model_legend(figure: Any, axis: Any, analyses: Sequence[Any]) -> None:
 
 
 def legend(figure: Any, axis: Any, most: int = 5) -> None:
-    """Put the names of a panel's curves above all panels, at most so many in a row."""
+    """Put the names of a panel's curves above all panels, at most this many in a row."""
     handles, labels = axis.get_legend_handles_labels()
     if handles:
         place = "outside upper left" if figure.get_layout_engine() else "upper left"

@@ -75,7 +75,7 @@ def atomic_files(folder: Path, replaced: Iterable[str] = ()) -> Iterator[Path]:
                 (partial / name).replace(folder / name)
     except BaseException:
         for each in made:
-            with suppress(OSError):  # it holds something of others
+            with suppress(OSError):  # it has files of others
                 each.rmdir()
         raise
 
@@ -89,21 +89,21 @@ def _partial(path: Path) -> Iterator[Path]:
     partial = path.with_name(f".{name}.partial-{os.getpid()}")
     PARTIAL.add(partial)
     lock = None
-    try:  # before there is anything: a signal may be raised anywhere
+    try:  # before anything exists: a signal may come anywhere
         partial.mkdir()
         lock = os.open(partial, os.O_RDONLY)
         lock_folder(lock)
         yield partial
     finally:
         if lock is not None:
-            os.close(lock)  # first: where no file can be opened any more, removing needs it
+            os.close(lock)  # first: without free file descriptors, removing needs it
         shutil.rmtree(partial, ignore_errors=True)
         PARTIAL.discard(partial)
 
 
 @contextmanager
 def _naming(path: Path) -> Iterator[None]:
-    """Add `path` to a system error that names no file, such as one of a write."""
+    """Add `path` to a system error without a file name, such as a write error."""
     try:
         yield
     except OSError as error:
@@ -113,7 +113,7 @@ def _naming(path: Path) -> Iterator[None]:
 
 
 def lock_folder(descriptor: int) -> bool:
-    """Lock a folder while this process and its forks live; return False if another process has."""
+    """Lock a folder while this process and its forks live; return False if it is locked."""
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except OSError:

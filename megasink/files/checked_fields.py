@@ -1,7 +1,7 @@
 """Types and ranges of the fields of a JSON file, and of the arguments of public functions.
 
-pydantic checks them, with one line for a problem. The tables of fields stand beside their readers.
-Strict: "4" is not a number and true is not a count. The reader judges keys that no table has.
+pydantic checks them, with one line per problem. The tables of fields are beside their readers.
+Strict: "4" is not a number and true is not a count. The reader handles keys without an entry.
 """
 
 import functools
@@ -24,7 +24,7 @@ Epsilon = Annotated[float, Field(gt=0, le=1)]
 Share = Annotated[float, Field(ge=0, le=1)]
 
 FACTORS = ("attention_scale_alpha", "bias_fixed_value_norm", "residual_clip", "logit_softcap")
-"""Options of config.py that are positive, which their types do not say."""
+"""Options of config.py that must be positive, which their types do not show."""
 
 
 _PLAIN = {int, float, bool, str, Path, types.NoneType}
@@ -42,16 +42,16 @@ def checked[F: Callable[..., Any]](function: F) -> F:
 
     @functools.cache
     def record() -> type[BaseModel]:
-        return fields(kinds, finite=False)  # ranges are the function's to check
+        return fields(kinds, finite=False)  # the function checks ranges
 
     @functools.wraps(function)
     def call(*args: Any, **kwargs: Any) -> Any:
         try:
             bound = signature.bind(*args, **kwargs)
         except TypeError:
-            return function(*args, **kwargs)  # says which argument is missing or unknown
+            return function(*args, **kwargs)  # names the missing or unknown argument
         given = {key: bound.arguments[key] for key in kinds if key in bound.arguments}
-        # Numbers of numpy and torch become those of Python.
+        # Numbers of numpy and torch become Python's.
         given = {k: v.item() if getattr(v, "shape", None) == () else v for k, v in given.items()}
         check(record(), given, name)
         bound.arguments |= given
@@ -66,7 +66,7 @@ def _is_plain(kind: Any) -> bool:
 
 
 def fields(kinds: Mapping[str, Any], *, finite: bool = True) -> type[BaseModel]:
-    """Return the record of fields that may be missing but, if there, have these types."""
+    """Return the record of optional fields with these types."""
     with_default: dict[str, Any] = {key: (kind, None) for key, kind in kinds.items()}
     config = ConfigDict(strict=True, extra="allow", allow_inf_nan=not finite)
     return create_model("Record", __config__=config, **with_default)
@@ -80,7 +80,7 @@ def check(kind: type[BaseModel], value: Mapping[str, Any], where: str) -> None:
         entries = error.errors(include_url=False)
         first, key = entries[0], _key(value, entries[0]["loc"])
         others = sorted({_key(value, entry["loc"]) for entry in entries} - {key})
-        # Of a union, one entry a member.
+        # For a union, one entry per member.
         allowed = dict.fromkeys(e["msg"] for e in entries if _key(value, e["loc"]) == key)
         rules = " or ".join(allowed).replace(" or Input should be", " or")
         more = f" (wrong as well: {', '.join(others)})" if others else ""

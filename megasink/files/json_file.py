@@ -1,4 +1,4 @@
-"""Reading of untrusted small files, JSON above all, with a one-line error for any problem."""
+"""Read small untrusted files, mostly JSON, with a one-line error for any problem."""
 
 import json
 import os
@@ -21,7 +21,7 @@ _STRANGE = {
 
 
 def open_file(path: Path, *, appending: bool = False) -> BinaryIO:
-    """Open a regular file to read or append to; a pipe of that name does not make this wait."""
+    """Open a regular file to read or append; do not block on a pipe of that name."""
     flags = os.O_WRONLY | os.O_APPEND | os.O_CREAT if appending else os.O_RDONLY
     descriptor = os.open(path, flags | os.O_NONBLOCK, 0o666)
     kind = stat.S_IFMT(os.fstat(descriptor).st_mode)
@@ -32,7 +32,7 @@ def open_file(path: Path, *, appending: bool = False) -> BinaryIO:
 
 
 def read_text(path: Path, most: int = _LARGEST, errors: str = "strict") -> str:
-    """Return the text of a file of at most so many bytes."""
+    """Return the text of a file of at most this many bytes."""
     try:
         with open_file(path) as file:
             if os.fstat(file.fileno()).st_size > most:

@@ -1,5 +1,6 @@
-"""The folder of a command's results: one process at a time writes it, and results of other settings
-are replaced only where somebody insists.
+"""The folder of a command's results, written by one process at a time.
+
+Results of other settings are replaced only on request.
 
 FOLDER/settings.json names the command and the settings of the results.
 """
@@ -20,10 +21,10 @@ from megasink.files.system_errors import writing
 
 SETTINGS = "settings.json"
 LOCK = ".lock"
-# What a stopped command leaves, and goes on from.
+# Files that a stopped command leaves, and continues from.
 _MEASURED = ("partial", "points", "before", "run")
 _PARTS = ("partial", "points", "iter_*", LOCK)
-# What the system itself makes on a volume.
+# Files that the system itself makes on a volume.
 OF_SYSTEM = ("lost+found", ".snapshot", ".snapshots", ".Trash-*", ".DS_Store", ".nfs*")
 _CURE = "choose another --output, or replace it with --overwrite"
 
@@ -83,8 +84,8 @@ def exclusive(folder: Path) -> Iterator[None]:
 def locked(lock: Path, what: Path) -> Iterator[None]:
     """Lock a file, which is created and removed again.
 
-    The lock is the kernel's, so a dead process holds none. A non-empty file of that name belongs to
-    someone else: it is locked, and left as it is.
+    The lock is the kernel's, so a dead process does not hold it. A non-empty file of that name
+    belongs to someone else: it is locked, and not changed.
     """
     while True:
         # Do not block if the name is a pipe.
@@ -109,7 +110,7 @@ def locked(lock: Path, what: Path) -> Iterator[None]:
 
 
 def add_overwrite(parser: argparse.ArgumentParser) -> None:
-    """Add ``--overwrite``, as every command that writes results has it."""
+    """Add ``--overwrite``, as every command that writes results does."""
     parser.add_argument(
         "--overwrite", action="store_true", help="replace results of other settings in --output"
     )
@@ -118,7 +119,7 @@ def add_overwrite(parser: argparse.ArgumentParser) -> None:
 def differences(
     before: Mapping[str, Any], now: Mapping[str, Any], grows: Collection[str] = ()
 ) -> list[str]:
-    """Return "NAME OLD -> NEW" for each of the settings that differs; NAME.KEY in objects."""
+    """Return "NAME OLD -> NEW" for each setting that differs; NAME.KEY in objects."""
     found: list[str] = []
     for name in {**before, **now}:
         old, new = before.get(name), now.get(name)
@@ -132,7 +133,7 @@ def differences(
 
 
 def foreign_contents(folder: Path) -> str | None:
-    """Return the problem of a folder with files of no command; None without any."""
+    """Return the problem of a folder with foreign files; None without any."""
     if not folder.is_dir() or (folder / SETTINGS).is_file():
         return None
     ours = (*_PARTS, *OF_SYSTEM)
@@ -159,7 +160,7 @@ def refuse_others(
 ) -> None:
     """Refuse a folder with results of another command line, before a model is loaded.
 
-    What the command line does not show, such as changed weights, `results_in` compares.
+    `results_in` compares the rest, such as changed weights.
     """
     _refuse(folder, command, {"given": _as_json(given)}, grows)
 
@@ -182,7 +183,7 @@ def _refuse(
         name = str(saved.get("command"))[:40]
         raise UserError(f"--output {folder} holds results of megasink {name}: {_CURE}")
     recorded = {key: old for key, old in saved.items() if isinstance(old, dict)}
-    # Results of older versions have nothing given.
+    # Results of older versions did not record given flags.
     pairs = [(recorded.get(key) or wanted, wanted) for key, wanted in now.items()]
     if different := [line for pair in pairs for line in differences(*pair, grows)]:
         raise UserError(
@@ -191,7 +192,7 @@ def _refuse(
 
 
 def _holds(now: Any, before: Any) -> bool:
-    """Whether a setting still asks for all that it asked for before."""
+    """Return whether a setting still includes everything that it included before."""
     if isinstance(before, list) and isinstance(now, list):
         return all(entry in now for entry in before)
     return before is None

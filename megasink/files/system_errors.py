@@ -1,7 +1,7 @@
 """One line for a failure of the machine: a full disk, a quota, no memory, no open file left.
 
-Packages report these in many forms: the number in an `OSError`, or in the text of an error of their
-own, which may be the cause of another one.
+Packages report these in many forms: the number in an `OSError`, or in the text of their own error,
+which may be the cause of another one.
 """
 
 import errno
@@ -18,12 +18,12 @@ from megasink.errors import UserError
 
 OUTPUT = "the output"
 _SPACE = "free some space or choose another folder"
-# Errors of the machine: what to do. No other one is looked for in texts and causes.
+# Error of the machine -> advice. Only these are looked for in texts and causes.
 CURES = {
     errno.ENOSPC: _SPACE,
     errno.EDQUOT: _SPACE,
     errno.EFBIG: "raise the limit on the size of files (ulimit -f) or choose another folder",
-    errno.EROFS: "choose a folder that can be written",
+    errno.EROFS: "choose a writable folder",
     errno.EIO: "check the disk (dmesg)",
     errno.EMFILE: "raise the limit on open files (ulimit -n)",
     errno.ENFILE: "end programs that hold files open",
@@ -31,7 +31,7 @@ CURES = {
 }
 _WRITES_ONLY = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS)
 _WRITING = re.compile(r"write|print|sync|flush|trunc|save|dump|replace|rename|mkdir|touch|unlink")
-# Rust's, Python's and C++'s ways to give the number.
+# How Rust, Python and C++ write the number.
 _NUMBER = re.compile(r"(?:os error|code:|Errno|error code:?) (\d+)")
 _NO_MEMORY = re.compile(r"annot allocate|an't allocate|nable to allocate|bad_alloc|can't start new")
 _NO_MAP = "failed to map segment"  # of a library that is imported
@@ -74,7 +74,7 @@ def writing(what: object, cure: str = "") -> Iterator[None]:
 
 
 def writes(error: BaseException) -> bool:
-    """Whether the operation that failed writes: by the error's number, or else by its line."""
+    """Return whether the failed operation writes, by the error's number or its line."""
     return _number(error) in _WRITES_ONLY or bool(_WRITING.search(_source(error)))
 
 
@@ -96,7 +96,7 @@ def _number(error: BaseException) -> int:
 
 
 def _source(error: BaseException) -> str:
-    """Return the innermost function and line of Python that an error comes from."""
+    """Return the innermost Python function and line of an error."""
     trace = error.__traceback__
     while trace is not None and trace.tb_next is not None:
         trace = trace.tb_next

@@ -23,10 +23,10 @@ def to_json(value: Any) -> Any:
     if isinstance(value, dict):
         return {key: to_json(entry) for key, entry in value.items()}
     if hasattr(value, "tolist"):
-        import numpy as np  # whoever has an array has it
+        import numpy as np  # an array exists only if numpy is imported
 
         plain = value.tolist()
-        numbers = np.asarray(plain)  # entry by entry only where some are NaN: a million takes long
+        numbers = np.asarray(plain)  # entry by entry only if some are NaN: a million are slow
         finite = numbers.dtype.kind in "fiub" and np.isfinite(numbers).all()
         return plain if finite else to_json(plain)
     if isinstance(value, list | tuple):

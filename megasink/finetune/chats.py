@@ -1,4 +1,4 @@
-"""Conversations of files, and their tokens with those that the assistant says marked for the loss.
+"""Conversations from files as tokens, with the assistant's tokens marked for the loss.
 
 Files hold TRL's format, or ShareGPT's: JSON Lines, also compressed, or parquet.
 """
@@ -35,7 +35,7 @@ class Chat(NamedTuple):
 
 
 def read_chats(paths: Sequence[Path]) -> Iterator[Chat]:
-    """Yield the conversations of files; an error names the place of what is not one."""
+    """Yield the conversations of files; an error names the place of a wrong record."""
     for path in paths:
         for place, record in _records(path):
             yield _chat(record, place)
@@ -44,8 +44,8 @@ def read_chats(paths: Sequence[Path]) -> Iterator[Chat]:
 class ChatTokenizer:
     """The chat template and the tokenizer of a model; `turn_end` is the id that ends an answer.
 
-    A template without marks around what the assistant says is replaced by TRL's, if TRL knows it.
-    Of others, an answer is what the template writes after the prompt for it.
+    A template without marks around the assistant's turns is replaced by TRL's, if TRL knows it. For
+    others, an answer is the text that the template writes after the prompt for it.
     """
 
     def __init__(self, folder: Path):
@@ -69,7 +69,7 @@ class ChatTokenizer:
         self.turn_end = self._turn_end()
 
     def read(self, chat: Chat) -> tuple[list[int], list[int]]:
-        """Return the tokens of a conversation, and their labels: what the assistant says."""
+        """Return the tokens of a conversation, and labels for the assistant's tokens."""
         try:
             text, spans = self._rendered(chat)
             encoding = self._backend.encode(text, add_special_tokens=False)
@@ -79,7 +79,7 @@ class ChatTokenizer:
             known = isinstance(error, UserError)
             what = "" if known else "the chat template rejects the conversation: "
             raise UserError(f"{chat.place}: {what}{reason_of(error)}") from error
-        counts = np.zeros(len(text) + 1, np.int64)  # characters that are said, before each one
+        counts = np.zeros(len(text) + 1, np.int64)  # number of assistant characters before each one
         for start, end in spans:
             counts[start + 1 : end + 1] = 1
         counts = counts.cumsum()
@@ -94,7 +94,7 @@ class ChatTokenizer:
     def _rendered(
         self, chat: Chat, most: int | None = None, *, prompt: bool = False
     ) -> tuple[str, list[tuple[int, int]]]:
-        """Return the text of the first messages, and the characters that the template marks."""
+        """Return the text of the first messages, and the characters marked by the template."""
         render: Any = render_jinja_template  # its annotations name one of its results
         (text,), spans = render(
             [chat.messages[:most]],
@@ -109,7 +109,7 @@ class ChatTokenizer:
     def _answers(self, chat: Chat, text: str, encoding: Any) -> Iterator[tuple[int, int]]:
         """Yield the characters at which each answer begins and ends, of an unmarked template.
 
-        An answer ends with its last special token, if white space alone follows that one.
+        An answer ends with its last special token, if only white space follows it.
         """
         pairs = zip(encoding.ids, encoding.offsets, strict=True)
         ends = [end for token, (_, end) in pairs if token in self._special]
@@ -141,7 +141,7 @@ class ChatTokenizer:
             try:
                 _, labels = self.read(Chat("", messages))
             except UserError:
-                return eos  # the first conversation that is read says what is wrong
+                return eos  # reading the first conversation reports the problem
             ids = [label for label in labels if label != IGNORED]
             shown = [n for n in ids if str(self.tokenizer.decode([n])).strip()]
             if shown and shown[-1] in self._special:

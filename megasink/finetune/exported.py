@@ -1,7 +1,7 @@
 """Write a fine-tuned model like its original: the same files, tensor names and types.
 
-TRL and transformers change the configuration for training. So only weights are written here; all
-other files are the original's, but for what was requested.
+TRL and transformers change the configuration for training, so only weights are written here. All
+other files are the original's, except for requested changes.
 """
 
 import json
@@ -48,7 +48,7 @@ def weight_files(folder: Path) -> list[Path]:
 def write_model(
     model: Any, original: Path, folder: Path, requested: Mapping[str, Any] | None = None
 ) -> None:
-    """Write the files of the original with the model's values, in the types that they had.
+    """Write the files of the original with the model's values, in their original types.
 
     The requested entries go into generation_config.json.
     """
@@ -84,7 +84,7 @@ def write_model(
 
 
 def copy_files(original: Path, folder: Path, patterns: tuple[str, ...] = _OF_TOKENIZER) -> None:
-    """Copy the files of these names, by default those of the tokenizer; never weights."""
+    """Copy the files with these names, by default the tokenizer's; never weights."""
     for path in original.iterdir():
         if path.is_file() and any(map(path.match, patterns)):
             shutil.copyfile(path, folder / path.name)
@@ -114,7 +114,7 @@ def refuse_changes(original: Path, folder: Path, requested: Mapping[str, Any]) -
         )
         if name == _GENERATION and requested:
             before = {**_generation(original), **requested}
-        # An entry that is null is not the same as none.
+        # A null entry is not the same as no entry.
         nulls = ({k: "null" if v is None else v for k, v in one.items()} for one in (before, now))
         wrong += [f"{name}: {line}" for line in differences(*nulls)]
     if wrong:

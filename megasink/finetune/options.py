@@ -1,4 +1,4 @@
-"""The options of `megasink finetune`, with what is wrong with them before anything is loaded."""
+"""The options of `megasink finetune`, checked before anything is loaded."""
 
 import argparse
 import contextlib
@@ -88,7 +88,7 @@ class FinetuneOptions:
 
     def _of_model(self) -> Iterator[str]:
         text: dict[str, Any] = {}
-        with contextlib.suppress(UserError):  # an error of loading the model
+        with contextlib.suppress(UserError):  # loading the model reports the error
             config = read_object(self.model / "config.json")
             inner = config.get("text_config")
             text = inner if isinstance(inner, dict) else config

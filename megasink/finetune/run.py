@@ -31,20 +31,20 @@ from megasink.transformers.identity import model_identity
 from megasink.transformers.load import load, load_weights
 
 HELD_OUT = 0.02
-"""Share of the conversations that are not trained on, the last ones; at least one."""
+"""Share of the conversations that are held out, the last ones; at least one."""
 SAMPLES = 64
-"""Conversations on which head importance is measured: held-out ones, and of a few others too."""
+"""Conversations for head importance: held-out ones, and others if these are few."""
 _PACKAGES = ("accelerate", "datasets", "peft", "tokenizers", "trl")
 
 
 def original(options: FinetuneOptions) -> tuple[Any, Any]:
-    """Return the model that is fine-tuned, as an analysis loads it, and its tokenizer."""
+    """Return the model to fine-tune, as an analysis loads it, and its tokenizer."""
     exported.weight_files(options.model)
     return load(options.model, "cuda" if torch.cuda.is_available() else "cpu")
 
 
 def settings(options: FinetuneOptions, model: Any, tokenizer: Any) -> dict[str, Any]:
-    """Return everything that a bit of the results depends on, by contents rather than by path."""
+    """Return everything that the results depend on, by contents rather than by path."""
     hashes = {}
     for path in options.data:
         with path.open("rb") as file:
@@ -66,7 +66,7 @@ def tokenized(options: FinetuneOptions, chats: ChatTokenizer, folder: Path) -> t
         chat = None
         for chat in read_chats(options.data):
             ids, labels = chats.read(chat)
-            # The first token is no target.
+            # The first token is not a target.
             learned = sum(label != IGNORED for label in labels[1:most])
             row = {"input_ids": ids[:most], "labels": labels[:most]}
             yield row | {"whole": len(ids), "learned": learned}
@@ -165,7 +165,7 @@ def make_trainer(
 
 
 def train(trainer: Any, held_out: Any) -> None:
-    """Train, from the newest whole checkpoint if there is one; write trainer_state.json.
+    """Train, from the newest complete checkpoint if there is one; write trainer_state.json.
 
     Its log has the loss of the held-out conversations as `eval_loss`.
     """
@@ -177,7 +177,7 @@ def train(trainer: Any, held_out: Any) -> None:
         trainer.add_callback(_Progress(shown))
         trainer.train(resume_from_checkpoint=None if checkpoint is None else str(checkpoint))
     history = trainer.state.log_history
-    # What Trainer adds at the end is of the steps of this process alone.
+    # Trainer's final entry covers only the steps of this process.
     history[:] = [entry for entry in history if "train_runtime" not in entry]
     trainer.log({"eval_loss": held_out_loss(trainer, held_out)})
     trainer.save_state()
@@ -202,7 +202,7 @@ def held_out_loss(trainer: Any, rows: Any) -> float:
 
 
 def newest_checkpoint(folder: Path) -> Path | None:
-    """Return the newest checkpoint of a Trainer that was written to its end.
+    """Return the newest complete checkpoint of a Trainer.
 
     The first process writes its state last; the others write the state of their random numbers.
     """

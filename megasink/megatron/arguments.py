@@ -132,5 +132,5 @@ def parse_known(argv: Sequence[str]) -> Namespace:
     # Megatron reads sys.argv.
     sys.argv = [sys.argv[0], *argv]
     args = arguments.parse_args(add_arguments)
-    MultiStorageClientFeature.disable()  # parsing enables it for all: see train.dataset
+    MultiStorageClientFeature.disable()  # parsing enables it for all: see training/dataset.py
     return args

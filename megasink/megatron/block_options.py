@@ -28,9 +28,6 @@ def with_block_options(
 
     Added norms use the builder of Megatron's final norm. Without such options the spec is
     unchanged.
-
-    Args:
-        block: Specs of Megatron's TransformerLayer, dense or MoE, local or TransformerEngine.
     """
     layers, norm = list(block.layer_specs), block.layer_norm
     if config.norm_without_gain:
@@ -77,11 +74,7 @@ def _with_residual_add(
 
 
 def _with_norms(layer: ModuleSpec, norm: Any) -> ModuleSpec:
-    """Replace the norms before attention and FFN, also where they are fused into the linear layer.
-
-    Args:
-        norm: Builder of a norm without parameters.
-    """
+    """Replace the norms before attention and FFN, also those fused into the linear layer."""
     linear_qkv = layer.submodules.self_attention.submodules.linear_qkv
     layer = _with_attention(layer, linear_qkv=_unfused(linear_qkv))
     mlp = layer.submodules.mlp

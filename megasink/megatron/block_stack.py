@@ -1,9 +1,9 @@
 """A hybrid stack whose layers are numbered by block, as the layers of a GPT model are.
 
-Whatever Megatron or megasink chooses by the number of a layer (its window, its rotary angles, its
-attention variant, its row of statistics, its experts' losses, its precision) is then the same for
-``*-*-`` as for a GPT model of two layers. Checkpoints have upstream's names, with an index for
-each layer of the pattern.
+Everything that Megatron or megasink chooses by the number of a layer (its window, its rotary
+angles, its attention variant, its row of statistics, its experts' losses, its precision) is then
+the same for ``*-*-`` as for a GPT model of two layers. Checkpoints have upstream's names, with an
+index for each layer of the pattern.
 """
 
 import contextlib
@@ -44,12 +44,7 @@ class _Blocks:
 
 
 def block_stack_spec(config: MegasinkTransformerConfig, pattern: str) -> ModuleSpec:
-    """Return the spec of the stack of a pattern, for ``HybridModelConfig.hybrid_stack_spec``.
-
-    Args:
-        config: Its ``num_layers`` is the number of blocks.
-        pattern: Value of --hybrid-layer-pattern.
-    """
+    """Return the spec of a pattern of ``config.num_layers`` blocks, for ``hybrid_stack_spec``."""
     spec = stack_spec(config)
     varied = plain = spec.submodules.attention_layer.submodules
     has_variant = layers_with_variant(config)
@@ -93,12 +88,9 @@ def _by_block(kind: Any) -> type:
 
 
 class BlockStack(MegasinkHybridStack):
-    """MegasinkHybridStack with what Megatron's TransformerBlock does around its layers.
+    """MegasinkHybridStack with the work of Megatron's TransformerBlock around its layers.
 
-    Args:
-        layers_per_block: Layers of the pattern that one of --recompute-num-layers stands for.
-        pp_layer_offset: Number of layers in earlier stages.
-        args, kwargs: Of MegasinkHybridStack.
+    `layers_per_block` layers of the pattern count as one of --recompute-num-layers.
     """
 
     config: Any
@@ -116,7 +108,7 @@ class BlockStack(MegasinkHybridStack):
                 layer.recompute_mlp = False
 
     def _check_count(self, config: Any, layers: int, is_last: bool) -> None:
-        """Let the config have a number of blocks, which is checked with the arguments."""
+        """Accept a number of blocks, which is checked with the arguments."""
 
     def forward(self, *args: Any, **kwargs: Any) -> Tensor:
         """Run the layers, with random numbers of this rank where the sequence is sharded."""

@@ -10,9 +10,9 @@ from megasink.megatron.hybrid_pattern import blocks_of
 
 
 class ModelBlock(NamedTuple):
-    """The layers that hold the mixer and the FFN of a block: in a GPTModel the same one.
+    """The layers with the mixer and the FFN of a block: the same one in a GPTModel.
 
-    None for what a block of a HybridModel lacks.
+    None for a part that a block of a HybridModel lacks.
     """
 
     mixer: Any

@@ -39,14 +39,6 @@ class MegasinkTransformerConfig(
             missing from its own TransformerConfig.
         statistics: The head-balance loss and other statistics of the model built from this config.
             Not a dataclass field, so it is not serialized or copied by ``dataclasses.replace``.
-
-    Raises:
-        ConfigError: The head-balance loss is on for a similarity without a differentiable gate or a
-            variant without a slot value.
-        ValueError: The heads or groups of a variant's parameter are not divisible by the
-            tensor-parallel ranks, or ``attention_variant_layers`` does not fit the number of
-            layers.
-        UserError: The attention variant is not registered.
     """
 
     relative_attention_num_buckets: int = 32
@@ -59,12 +51,9 @@ class MegasinkTransformerConfig(
         check_parameters(self)
 
     def get_config_for_layer(self, layer_number: int) -> "MegasinkTransformerConfig":
-        """Return the config of a layer, which shares this model's statistics.
+        """Return the config of a layer (1-based in the whole model), with this model's statistics.
 
         Called by Megatron (megatron/core/transformer/transformer_block.py:336).
-
-        Args:
-            layer_number: 1-based index in the whole model.
         """
         if layers_with_variant(self)[layer_number - 1]:
             return self

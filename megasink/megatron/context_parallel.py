@@ -32,8 +32,7 @@ def attend_to_gathered_keys(
 ) -> tuple[Tensor, Tensor | None]:
     """Attend from this rank's tokens to the whole sequence, for all heads (all_gather).
 
-    Returns:
-        Output [s, B, H, D] and the gate [B, H, s], or None if `attend` returns no gate.
+    Return the output [s, B, H, D] and the gate [B, H, s], or None if `attend` returns no gate.
     """
     kept: list[Tensor] = []
     views = _GatherKeys.apply(key_sBGD, value_sBGD, group, kept)
@@ -56,9 +55,7 @@ def attend_with_scattered_heads(
     """Attend over the whole sequence for this rank's share of the heads (a2a).
 
     `attend` receives share r of cp consecutive shares of heads and groups; cp must divide both.
-
-    Returns:
-        See `attend_to_gathered_keys`.
+    Return the same as `attend_to_gathered_keys`.
     """
     ranks = group.size()
     tensors = (query_sBHD, key_sBGD, value_sBGD)

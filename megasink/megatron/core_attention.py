@@ -43,10 +43,8 @@ class CoreAttention(ShardedByHeads, MegatronModule):
 
     Attributes:
         variant: The record of ``config.attention_variant``. Each of its parameters is an attribute
-            of the same name for this rank's heads, in the model's dtype; `widened` is what enters
-            the mathematics. Parameters of other variants are None.
-        relative_bias: Module for ``attention_bias_type``; None if there is no bias.
-        similarity_mlp: Weights of the MLP similarity.
+            of the same name for this rank's heads, in the model's dtype; the mathematics uses
+            `widened`. Parameters of other variants are None.
         documents: Documents of the last batch; None if it was not packed.
         frees_projection: Whether the last forward copied V, so that backward does not keep the
             projection [q, k, v].
@@ -72,9 +70,13 @@ class CoreAttention(ShardedByHeads, MegatronModule):
             config.statistics = LossStep(layers, heads, config, installed=True)
         super().__init__(config=config)
         if attention_type != "self":
-            raise ValueError(f"attention_type {attention_type!r}: megasink has self attention only")
+            raise ValueError(
+                f"attention_type {attention_type!r}: megasink supports self-attention only"
+            )
         if attn_mask_type != AttnMaskType.causal:
-            raise ValueError(f"attention mask {attn_mask_type}: megasink has the causal mask only")
+            raise ValueError(
+                f"attention mask {attn_mask_type}: megasink supports the causal mask only"
+            )
         self.config: MegasinkTransformerConfig = config
         self.layer_number = layer_number
         if pg_collection is None:
@@ -86,7 +88,7 @@ class CoreAttention(ShardedByHeads, MegatronModule):
                 f"cp_comm_type {cp_comm_type!r}: context parallelism by {' or '.join(COMM_TYPES)}"
             )
         if self.cp_group.size() > 1 and config.prefix_lm_tokens and not self.scatters_heads:
-            raise ValueError("a prefix may lie beyond a rank's chunks: use cp_comm_type 'a2a'")
+            raise ValueError("a prefix may extend beyond a rank's chunks: use cp_comm_type 'a2a'")
         self.softmax_scale = softmax_scale
         windowed = is_layer_window_attention(
             config.window_size, config.window_attn_skip_freq, layer_number

@@ -28,14 +28,9 @@ from megasink.megatron.sampling import Sampling, next_tokens
 
 @dataclass(frozen=True)
 class Generated:
-    """The result of :func:`generate`.
+    """The result of :func:`generate`: each sequence's new tokens, and both phases over all of them.
 
-    Attributes:
-        tokens: New tokens of each sequence, without the prompt; includes the end-of-document token
-            if it was reached.
-        prefill_tokens, decode_tokens: Tokens processed in the prefill and in single-token steps,
-            over all sequences.
-        prefill_seconds, decode_seconds: Wall time of each phase, including sampling.
+    `tokens` include the end-of-document token if it was reached; seconds include sampling.
     """
 
     tokens: list[list[int]]

@@ -12,7 +12,7 @@ from torch.distributed import ProcessGroup
 def prepare_delta_net(model: HybridModel) -> None:
     """Make weights and gradients of gated delta-net independent of the tensor-parallel layout.
 
-    The parts of a weight that are sharded by themselves get names, which `named_parts` yields.
+    The separately sharded parts of a weight get names, which `named_parts` yields.
 
     The norm of the heads' outputs is on every rank, and sees that rank's heads. Without sequence
     parallelism Megatron does not sum its gradients over the ranks

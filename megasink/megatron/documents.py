@@ -55,7 +55,7 @@ class Documents:
         return self.real_in(0, self.cu_seqlens[-1])
 
     def real_in(self, start: int, stop: int) -> int:
-        """Return how many tokens of the range [start, stop) of the row are not padding."""
+        """Return the number of tokens in [start, stop) of the row that are not padding."""
         shared = (min(stop, end) - max(start, first) for first, end in self.padding)
         return stop - start - sum(tokens for tokens in shared if tokens > 0)
 
@@ -79,13 +79,7 @@ def row_of_documents(
     ranks: int = 1,
     rank: int = 0,
 ) -> Documents:
-    """Describe the documents of a row to one of the context-parallel ranks that share it.
-
-    Args:
-        cu_seqlens, padding: See `Documents`.
-        device: Device of the model, for the mask.
-        ranks, rank: Size of the context-parallel group, and the rank in it.
-    """
+    """Describe the documents of a row to one of the context-parallel ranks that share it."""
     from megasink.megatron.context_parallel import own_chunks, own_ranges
 
     tokens = cu_seqlens[-1]
@@ -110,10 +104,7 @@ class PackedRow(PackedSeqParams):
     layer, rotates document by document, and expects the chunks of a context-parallel rank to be
     chunks of each document (``rope_utils.py:_apply_rotary_pos_emb_thd``). Here a rank holds two
     chunks of the row, documents are cut anywhere, and every token has its own angles
-    (:mod:`megasink.megatron.rotary`).
-
-    Attributes:
-        documents: The documents; the fields of the base class have them for Megatron's statistics.
+    (:mod:`megasink.megatron.rotary`). The base class's fields are for Megatron's statistics.
     """
 
     documents: Documents | None = None
@@ -122,13 +113,8 @@ class PackedRow(PackedSeqParams):
 def documents_of(params: PackedSeqParams, tokens: int, ranks: int = 1) -> Documents:
     """Return the documents of a packed microbatch.
 
-    In thd format, boundaries are read from the device once for all layers and passes, and cached on
-    `params`.
-
-    Args:
-        params: A `PackedRow`, or packing parameters in thd format.
-        tokens: T of query and key.
-        ranks: Size of the context-parallel group.
+    `params` is a `PackedRow`, or in thd format: then boundaries are read from the device once for
+    all layers and passes, and cached on it.
     """
     if isinstance(params, PackedRow):
         assert params.documents is not None
@@ -156,7 +142,8 @@ def _read(params: PackedSeqParams, tokens: int, ranks: int) -> Documents:
     queries, keys = params.cu_seqlens_q, params.cu_seqlens_kv
     if queries is not keys and not torch.equal(queries, keys):
         raise NotImplementedError(
-            "packed sequences whose queries and keys have other boundaries: decode each by itself"
+            "packed sequences whose queries and keys have different boundaries: decode each "
+            "separately"
         )
     real = queries.tolist()
     padded_q = params.cu_seqlens_q_padded
@@ -180,12 +167,7 @@ def first_values(
 ) -> Tensor:
     """Return the value of the first key of each token's document, without gradient.
 
-    Args:
-        cu_seqlens: Boundaries 0, .., S of packed documents; None for one document.
-        tokens: T, for the last tokens of the row; None for all.
-
-    Returns:
-        [B, H, 1, D]; [B, H, T, D] for packed documents.
+    [B, H, 1, D], or for packed documents [B, H, T, D] of the last T `tokens` (None for all).
     """
     first_BGTD = value_BGSD.detach()[:, :, :1]
     if cu_seqlens is not None:

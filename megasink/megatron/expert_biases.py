@@ -14,8 +14,8 @@ class ExpertOutput(RowParallelLinear):
     """The second linear layer of an expert with a bias.
 
     Megatron multiplies the bias by the probability of the expert and adds it in place
-    (megatron/core/transformer/mlp.py:354), to an output that autograd does not let it change: it
-    may be the input of a reduction that had nothing to do. This returns a tensor of its own.
+    (megatron/core/transformer/mlp.py:354), which autograd may forbid: the output can be the input
+    of a reduction that had nothing to do. This returns a new tensor.
 
     Megatron also marks the bias as one of a layer with sequence parallelism, and would add up the
     gradients of different experts over the tensor-parallel ranks.

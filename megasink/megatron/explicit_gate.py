@@ -36,13 +36,8 @@ if TYPE_CHECKING:
 class ExplicitGate(ShardedByHeads, MegatronModule):
     """score -> gate -> gated tensor (P1 Eq. 5), for one position of one layer.
 
-    Args:
-        config: Config with GateOptions.
-        tp_group: Tensor-parallel group over which heads are sharded.
-
-    Attributes:
-        logit: For ``gate_input`` "none", the scores [H * C], initialized to 0 (P1.15);
-            one-dimensional, so that Megatron applies no weight decay.
+    For ``gate_input`` "none", `logit` has the scores [H * C], initialized to 0 (P1.15) and
+    one-dimensional, so that Megatron applies no weight decay.
     """
 
     logit: torch.nn.Parameter | None
@@ -61,16 +56,10 @@ class ExplicitGate(ShardedByHeads, MegatronModule):
             self.logit = new_parameter(shape, 0.0, config, axis=axis, of_tokens=not self.sharded)
 
     def forward(self, x_SBHD: Tensor, score: Tensor | None = None) -> tuple[Tensor, Tensor]:
-        """Gate a tensor.
+        """Gate a tensor by scores viewable as [S, B, H, C] (not read for ``gate_input`` "none").
 
-        Args:
-            x_SBHD: Tensor to gate.
-            score: [S, B, H * C], or any shape viewable as [S, B, H, C]; not read if
-                ``gate_input`` is "none".
-
-        Returns:
-            The gated tensor in its dtype, and the gate [S, B, H, C], float32, or its mean over C,
-            [S, B, H, 1]. They are the same on observed steps: see `of_elements`.
+        Return it in its dtype, and the gate [S, B, H, C], float32, or its mean over C,
+        [S, B, H, 1]. They are the same on observed steps: see `of_elements`.
         """
         config, (sequence, batch, heads, _) = self.config, x_SBHD.shape
         score_SBHC = self._score(x_SBHD, score)
@@ -91,8 +80,7 @@ class ExplicitGate(ShardedByHeads, MegatronModule):
     def of_elements(self, gate_SBHC: Tensor, x_SBHD: Tensor, score: Tensor | None) -> Tensor:
         """Return the gate of each element for an observer, without gradient.
 
-        Args:
-            gate_SBHC: What `forward` returned for `x_SBHD` and `score`.
+        `gate_SBHC` is the result of `forward` for `x_SBHD` and `score`.
         """
         if gate_SBHC.shape[-1] == self.width:
             return gate_SBHC.detach()
@@ -128,9 +116,8 @@ class ExplicitGate(ShardedByHeads, MegatronModule):
 class HeadNorm(ShardedByHeads, MegatronModule):
     """RMSNorm (P1.16) or SiLU (P1.17) on the SDPA output of each head.
 
-    Attributes:
-        weight: For RMSNorm, [H * D], initialized to 1. The paper does not say whether heads share
-            it; separate weights match GroupNorm and need no reduction over the ranks.
+    RMSNorm's `weight` is [H * D], initialized to 1. The paper does not say whether heads share it;
+    separate weights match GroupNorm and need no reduction over the ranks.
     """
 
     weight: torch.nn.Parameter | None

@@ -36,10 +36,8 @@ _BF16_ROWS = 8  # fill 16 bytes
 class _GateRows:
     """Mixin for a column-parallel linear layer used as linear_qkv.
 
-    Attributes:
-        row_split: Number of rows of this rank's query, key and value; of its gate; and of padding.
-            They are the rows of ``weight`` (and of ``bias``, if any: the gate then has a bias too,
-            as in Megatron's own output gate).
+    `row_split` has the rows of ``weight`` (and of any ``bias``, which the gate then shares, as in
+    Megatron's own output gate): of this rank's query, key and value; of its gate; and of padding.
     """
 
     def __init__(self, input_size: int, output_size: int, *, config: Any, **kwargs: Any):
@@ -92,14 +90,9 @@ def named_parts(
 ) -> Iterator[tuple[str, Tensor]]:
     """Yield the named tensors stored in a parameter: two if it has gate rows, else one.
 
-    Padding rows are in none. A parameter with `sections` (delta_net.py) has one per section.
-
-    Args:
-        name: Name of the parameter in the whole model.
-        tensor: Values, gradient or optimizer state, of the parameter's shape; None for the values.
-
-    Yields:
-        (name, view); ``...linear_gate...`` for the gate rows of ``...linear_qkv...``.
+    Padding rows are in none. A parameter with `sections` (delta_net.py) has one per section. Gate
+    rows of ``...linear_qkv...`` are named ``...linear_gate...``. `tensor` is a gradient or
+    optimizer state of the parameter's shape; None for the values.
     """
     tensor = parameter.data if tensor is None else tensor
     sections: dict[str, int] | None = getattr(parameter, "sections", None)

@@ -30,12 +30,8 @@ class GatedSelfAttention(SelfAttention):
 
     Scores are parameters or come from extra rows of ``linear_qkv``
     (:mod:`megasink.megatron.gate_projection`), in Megatron's own layout if it has one.
-
-    Attributes:
-        gate: The gate; None if there is only a norm.
-        output_norm: Norm of the SDPA output, before its gate; None if off.
-        linear_gate: Projection [M, M] for the gate of the layer output (G5), replicated on every
-            tensor-parallel rank and applied to the rank's tokens.
+    `linear_gate` [M, M] of the layer output's gate (G5) is replicated on every tensor-parallel
+    rank.
     """
 
     def __init__(

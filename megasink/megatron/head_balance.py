@@ -6,8 +6,8 @@ A loop calls ``begin``, ``reduce`` and ``commit`` (:class:`megasink.balance.step
 - ``experimental_attention_variant_loss_scale_func``, for every microbatch on every stage
   (megatron/core/pipeline_parallel/schedules.py:376);
 - ``finalize_model_grads_func``, after the last backward pass (schedules.py:839). Loops set it late
-  (Megatron-Bridge's, slime's), so every step looks again and wraps what stands there. None stays
-  None, since a loop that leaves it so reduces its gradients itself.
+  (Megatron-Bridge's, slime's), so every step checks it and wraps the current function. None stays
+  None: such a loop reduces its gradients itself.
 """
 
 import json
@@ -32,22 +32,22 @@ from megasink.megatron.model_options import give_options, has_options, refuse_la
 if TYPE_CHECKING:
     from megasink.megatron.sink_rate import SinkRate
 
-# Of a step that was not run yet, and of the first run of one.
+# Of a step that has not run, and of the first run of one.
 _FIRST_RUN = (RerunState.NOT_RUNNING_YET, RerunState.INITIAL_RUN)
 _LOSS = ("head_balance_coeff", "head_balance_scope")
 
 
 class _Finalize:
-    """The host's ``config.finalize_model_grads_func``, behind the start of the all-reduce.
+    """The host's ``config.finalize_model_grads_func``, called after the all-reduce has started.
 
-    No dataclass: ``dataclasses.asdict`` of a config would make it a dict.
+    Not a dataclass: ``dataclasses.asdict`` of a config would make it a dict.
     """
 
     def __init__(self, balance: "HeadBalance", host: Callable[..., None]):
         self.balance, self.host = balance, host
 
     def __call__(self, model: list[Any], *args: Any, **kwargs: Any) -> None:
-        # Another model may have it, by a config that was made of the fields of this one.
+        # Another model may have it, by a config made from the fields of this one.
         if vars(get_model_config(model[0])).get("statistics") is self.balance:
             self.balance.check_layers(model)
             self.balance.reduce()
@@ -55,19 +55,19 @@ class _Finalize:
 
 
 class HeadBalance(LossStep):
-    """Gives a config the options of megasink, and adds the head-balance loss to its model.
+    """Adds the options of megasink to a config, and the head-balance loss to its model.
 
     It is ``config.statistics``: Megatron identifies a model by its config, which every layer and
     stage holds. Copies of the config share it; a config by ``dataclasses.replace`` has none; that
     of a pickled config is empty. Coefficients are in checkpoints (`MegatronLayerBalance`).
 
     Args:
-        config: TransformerConfig of the model, before the model is built. One model a config.
+        config: TransformerConfig of the model, before the model is built. One model per config.
         group: All ranks of the model, where they are not all of the default group. Build the model
             with a ``pg_collection`` of these ranks then.
         options: Options of megasink by their names (docs/options.md), such as
-            ``attention_variant="sink"``, ``head_balance_coeff=1e-4``. What is not given has its
-            default. Not for a MegasinkTransformerConfig, whose fields they are.
+            ``attention_variant="sink"``, ``head_balance_coeff=1e-4``; others have their defaults.
+            Not for a MegasinkTransformerConfig, which has them as fields.
 
     Raises:
         UserError: The config has a HeadBalance already, or an option is unknown or impossible.
@@ -89,7 +89,7 @@ class HeadBalance(LossStep):
         self._checked = False
 
     def add(self, config: Any, **options: Any) -> None:
-        """Give the config of single layers its own options; their heads count in this loss."""
+        """Give the config of some layers its own options; their heads count in this loss."""
         main: Any = self._options
         loss = {name: getattr(main, name) for name in _LOSS}
         for name, default in (("softmax_type", "vanilla"), ("attention_output_gate", False)):
@@ -100,7 +100,7 @@ class HeadBalance(LossStep):
         self._of_layers.append(config)
 
     def follow(self, config: Any) -> None:
-        """Take a copy of the config for that of the model: a spec is made for it."""
+        """Accept a copy of the config as the model's: a spec is made for it."""
         if not any(config is known for known in (self._options, *self._of_layers)):
             self._options = config
             if self.installed:
@@ -136,7 +136,7 @@ class HeadBalance(LossStep):
             self._host_scale(scale)
 
     def _wrap(self) -> None:
-        """Start the reduction in front of the function that the host has set by now."""
+        """Start the reduction before the function that the host has set by now."""
         config: Any = self._options
         host = config.finalize_model_grads_func
         if isinstance(host, _Finalize):
@@ -210,12 +210,12 @@ class HeadBalance(LossStep):
         super().reduce()
 
     def check_layers(self, model: list[Any]) -> None:
-        """Raise RuntimeError where this stage has attention of another spec than ours."""
+        """Raise RuntimeError if this stage has attention that is not from megasink's spec."""
         if self._checked:
             return
         self._checked = True
         named = [pair for chunk in model for pair in chunk.named_modules()]
-        # Layers of multi-token prediction do not count, whosever they are.
+        # Layers of multi-token prediction never count.
         other = [
             name
             for name, module in named
@@ -224,7 +224,7 @@ class HeadBalance(LossStep):
             and "mtp" not in name.split(".")
         ]
         if other:
-            raise RuntimeError(f"{_OTHER_SPEC}; another attention: {', '.join(other)}")
+            raise RuntimeError(f"{_OTHER_SPEC}; layers with another attention: {', '.join(other)}")
 
     def runs_again(self) -> bool:
         """Return whether Megatron's rerun machine repeats the step, here or after a checkpoint."""
@@ -248,7 +248,7 @@ class HeadBalance(LossStep):
     def __reduce__(self) -> tuple[Any, ...]:
         if self.heads.group is not None:
             raise TypeError("a HeadBalance with a process group cannot be pickled")
-        # The options are the config, which may be what is pickled: they follow as state.
+        # The options are in the config, which may itself be pickled: they follow as state.
         state = {"_options": self._options, "installed": self.installed}
         return _empty, (self.heads.layers, self.heads.heads), state
 
@@ -257,9 +257,9 @@ OPTIONS = "MEGASINK_OPTIONS"
 ARGUMENT = "megasink_options"
 _SCALE = "experimental_attention_variant_loss_scale_func"
 _OTHER_SPEC = (
-    "a HeadBalance is attached to the config, and layers of the model are not of its spec, so "
-    "their loss would be 0: call HeadBalance(config) first, then HybridModel(config, "
-    "stack_spec(config), ...) or GPTModel(config, layer_spec(config), ...)"
+    "a HeadBalance is attached to the config, but some layers are not from its spec, so their loss "
+    "would be 0: call HeadBalance(config) first, then HybridModel(config, stack_spec(config), ...) "
+    "or GPTModel(config, layer_spec(config), ...)"
 )
 
 
@@ -295,8 +295,8 @@ def with_options(config: Any, spec: str, arguments: Any = None) -> Any:
 def find_options(config: TransformerConfig, arguments: Any) -> None:
     """Attach a HeadBalance with the options of the stack to a config that has none.
 
-    The first of these that exists has them, and the others must agree: the config, the arguments
-    of a stack that hands them over (``args.megasink_options``), the environment.
+    The first of these that exists is used, and the others must agree: the config, the arguments
+    that a stack passes (``args.megasink_options``), the environment.
     """
     others = {f"args.{ARGUMENT}": getattr(arguments, ARGUMENT, None), OPTIONS: _of_environment()}
     others = {place: options for place, options in others.items() if options is not None}

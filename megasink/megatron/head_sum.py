@@ -22,18 +22,8 @@ class HeadSumProjection(ShardedByHeads, MegatronModule):
     """O = (sum_h O_h) W_O with one W_O for all heads; replaces attention's ``linear_proj``.
 
     The sum over the heads of all tensor-parallel ranks has width D: it is reduced before the
-    projection, and every rank holds the whole W_O.
-
-    Args:
-        query_projection_size: H * D of the whole model.
-        hidden_size: X.
-        config: Config with ``kv_channels`` = D.
-        bias: Whether to return a bias [X] with the output.
-        tp_group: Tensor-parallel group.
-        init_method, and the rest: As Megatron passes them to a row-parallel linear layer.
-
-    Attributes:
-        weight: W_O transposed, [X, D], the same on every tensor-parallel rank.
+    projection, and every rank holds the whole W_O. `weight` is W_O transposed, [X, D]. Arguments
+    are those of a row-parallel linear layer.
     """
 
     def __init__(
@@ -57,14 +47,10 @@ class HeadSumProjection(ShardedByHeads, MegatronModule):
             init_method(self.weight)
 
     def forward(self, heads_SBN: Tensor) -> tuple[Tensor, Tensor | None]:
-        """Project the sum of the heads.
+        """Project the sum of this rank's concatenated heads, [S, B, H * D].
 
-        Args:
-            heads_SBN: [S, B, H * D], the concatenated outputs of this rank's heads.
-
-        Returns:
-            [S, B, X] (this rank's part of the sequence under sequence parallelism), and the bias
-            [X], not added yet, or None.
+        Return [S, B, X] (this rank's part under sequence parallelism), and the bias [X], not added
+        yet, or None.
         """
         sum_SBD = heads_SBN.unflatten(-1, (-1, self.weight.shape[1])).sum(-2)
         if self.sequence_parallel:

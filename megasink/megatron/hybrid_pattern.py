@@ -4,7 +4,7 @@ One symbol per layer: ``*`` attention, ``-`` FFN, ``E`` experts, ``M`` Mamba, ``
 ``D`` and ``+`` latent attention. ``|`` separates pipeline stages, and ``/`` precedes the layers of
 multi-token prediction (megatron/core/models/hybrid/hybrid_layer_allocation.py:Symbols).
 
-Everything outside of Megatron counts blocks, as Hugging Face counts layers: layer i of results,
+Outside of Megatron, blocks are counted, as Hugging Face counts layers: layer i of results,
 files and interventions is block i, a mixer and the FFN after it.
 """
 
@@ -32,7 +32,7 @@ def recurrent(pattern: str) -> list[str]:
 
 
 class Block(NamedTuple):
-    """The layers of a block in the pattern, from 0; None for what the block lacks."""
+    """The layers of a block in the pattern, from 0; None for a missing part."""
 
     mixer: int | None
     ffn: int | None

@@ -62,8 +62,8 @@ class MegasinkHybridStack(HybridStack):
 class StackSpec(ModuleSpec):
     """A function of a config that returns a spec, and itself a spec for stacks that call none.
 
-    Megatron's HybridModelConfig and pretrain_hybrid.py hand what ``--spec`` names to the
-    HybridModel as it is; the stack then asks for the spec of its config.
+    Megatron's HybridModelConfig and pretrain_hybrid.py pass the object named by ``--spec`` to the
+    HybridModel unchanged; the stack then asks for the spec of its config.
     """
 
     def __call__(self, config: Any, *_: Any, **__: Any) -> Any:

@@ -28,9 +28,6 @@ def dynamic_inference_problems(config: MegasinkTransformerConfig, device_type: s
     """Return why a model cannot run under Megatron's dynamic inference; empty if it can.
 
     Any megasink option that is not known to work there is a reason.
-
-    Args:
-        device_type: "cuda" or "cpu".
     """
     problems = []
     if device_type != "cuda":
@@ -45,7 +42,7 @@ def dynamic_inference_problems(config: MegasinkTransformerConfig, device_type: s
         value = getattr(config, option.name, option.default)
         if option.name not in _KNOWN and value != option.default:
             flag = "--" + option.name.replace("_", "-")
-            problems.append(f"dynamic inference was not tested with {flag} {value}")
+            problems.append(f"dynamic inference has not been tested with {flag} {value}")
     return problems
 
 

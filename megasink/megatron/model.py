@@ -21,10 +21,7 @@ from megasink.megatron.sinusoid import SinusoidalPositions
 class MegasinkModelConfig(HybridModelConfig):
     """HybridModelConfig whose initial weights are independent of the parallel layout.
 
-    Attributes:
-        init_seed: Seed of the initial weights.
-        tokens: Vocabulary rows included in the softmax; None for all, padding included.
-        rope_scaling, rope_scaling_factor: Llama 3's scaling of rotary angles.
+    The softmax includes the first `tokens` rows of the vocabulary; None for all, padding included.
     """
 
     builder: ClassVar[str] = "megasink.megatron.model.MegasinkModelBuilder"
@@ -35,7 +32,7 @@ class MegasinkModelConfig(HybridModelConfig):
 
 
 class MegasinkModelBuilder(HybridModelBuilder):
-    """Builds HybridModel stages, and what megasink does around their layers."""
+    """Builds HybridModel stages, with megasink's additions around their layers."""
 
     def build_model(
         self,
@@ -54,7 +51,7 @@ class MegasinkModelBuilder(HybridModelBuilder):
 
 
 def _complete(model: Any, config: MegasinkModelConfig) -> None:
-    """Apply the options that GPTModel has and HybridModel ignores."""
+    """Apply the options of GPTModel that HybridModel ignores."""
     transformer = config.transformer
     rotary = getattr(model, "rotary_pos_emb", None)
     if rotary is not None:
@@ -78,12 +75,7 @@ def _complete(model: Any, config: MegasinkModelConfig) -> None:
 
 
 def finish_stage(model: Any, config: Any) -> None:
-    """Initialize a newly built stage, and register what megasink does around its layers.
-
-    Args:
-        model: HybridModel or GPTModel.
-        config: Of the model.
-    """
+    """Initialize a newly built stage, and register megasink's hooks around its layers."""
     if config.transformer.sinusoidal_position_embedding and model.pre_process:
         learned = model.embedding.position_embeddings.weight
         rows, hidden_size = learned.shape

@@ -1,4 +1,4 @@
-"""What nanochat adds at the ends of the model: a norm of the embeddings and a cap of the logits.
+"""nanochat's additions at the ends of the model: a norm of the embeddings, a cap on the logits.
 
 Both are forward hooks without parameters: they act on each token, or each logit, alone, so tensor,
 sequence and context parallelism need nothing more, and checkpoints do not change.
@@ -15,7 +15,7 @@ from torch import Tensor
 
 
 def normalize_embeddings(model: Any) -> None:
-    """Normalize what enters the first layer if the config says ``embedding_norm``."""
+    """Normalize the input of the first layer if the config has ``embedding_norm``."""
     config: Any = model.config
     if not (config.embedding_norm and model.pre_process):
         return

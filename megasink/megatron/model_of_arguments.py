@@ -89,7 +89,7 @@ def _by_block(args: Namespace, pattern: str) -> Namespace:
 def pattern_of_blocks(config: MegasinkTransformerConfig) -> str:
     """Return the pattern of a GPT model: its blocks, stages and layers that predict more tokens.
 
-    What it says of the stages, it takes from the config, where Megatron refuses both.
+    The stages move from the config into the pattern: Megatron refuses both together.
     """
     blocks = iter(_gpt_blocks(config))
     stages = ["".join(itertools.islice(blocks, size)) for size in _stages(config)]
@@ -98,7 +98,7 @@ def pattern_of_blocks(config: MegasinkTransformerConfig) -> str:
 
 
 def _predicted(config: MegasinkTransformerConfig) -> str:
-    """Return the end of a pattern: for each further token that is predicted, a last block."""
+    """Return the end of a pattern: a last block for each further predicted token."""
     return (config.mtp_num_layers or 0) * (PREDICTION + _gpt_blocks(config)[-1])
 
 

@@ -26,7 +26,7 @@ FFN_ACTIVATIONS = {
 }
 # Megatron's flags for T5's bias, which are missing from its own TransformerConfig.
 _RELATIVE = {"relative_attention_num_buckets": 32, "relative_attention_max_distance": 128}
-# What a TransformerConfig and a layer spec alone cannot do, and who does it.
+# Options beyond a TransformerConfig and a layer spec, and how to get them.
 _ELSEWHERE = {
     "attention_variant_layers": "a MegasinkTransformerConfig has it",
     "sinusoidal_position_embedding": "megasink.megatron.model builds it",
@@ -59,7 +59,7 @@ def give_options(config: Any, options: dict[str, Any]) -> None:
         if choices and value is not None and value not in choices:
             problems.append(f"{name} is {value!r}, not one of {', '.join(choices)}")
         elif not choices and default is not None and not _is_like(value, default):
-            problems.append(f"{name} is {value!r}, no {type(default).__name__}")
+            problems.append(f"{name} is {value!r}, not a {type(default).__name__}")
         elif isinstance(value, float) and not math.isfinite(value):
             problems.append(f"{name} is {value!r}, which is not finite")
     given = {name: options.get(name, field.default) for name, field in fields.items()}
@@ -72,7 +72,7 @@ def give_options(config: Any, options: dict[str, Any]) -> None:
         )
     for name in fields.keys() & _ELSEWHERE.keys() & options.keys():
         if options[name] != fields[name].default:
-            problems.append(f"{name} does nothing in a loop of your own: {_ELSEWHERE[name]}")
+            problems.append(f"{name} has no effect in your own loop: {_ELSEWHERE[name]}")
     if is_variant(given["attention_variant"]):
         problems += _against(config, SimpleNamespace(**given))
     if problems:
@@ -95,7 +95,7 @@ def _against(config: Any, given: Any) -> list[str]:
         ("attention_dropout", 0.0, _DROPOUT),
         ("multi_latent_attention", False, "this core attention is for GQA and MHA"),
         ("cuda_graph_impl", "none", "a replayed graph neither counts heads nor updates the loss"),
-        ("attention_output_gate", gate, f"attention_variant {record.name!r} has another gate"),
+        ("attention_output_gate", gate, f"attention_variant {record.name!r} has a different gate"),
     )
     problems = [
         f"{name} {value!r}: {why}: set it to {wanted!r}"
@@ -111,7 +111,7 @@ def _against(config: Any, given: Any) -> list[str]:
 
 
 def refuse_late(config: Any) -> None:
-    """Raise ConfigError for a field that was set after the options had been checked."""
+    """Raise ConfigError for a field that was set after the options were checked."""
     if config.attention_dropout:
         raise ConfigError([f"attention_dropout {config.attention_dropout!r}: {_DROPOUT}"])
 
@@ -134,7 +134,7 @@ def _is_like(value: object, default: object) -> bool:
 
 
 def apply_options(config: Any) -> None:
-    """Set what the options of a config change in Megatron's own fields."""
+    """Set Megatron's own fields that the options of a config change."""
     record = variant(config.attention_variant)
     # Megatron's inference reads it; megatron/inference_guard.py rejects unsupported models.
     config.softmax_type = record.softmax_type

@@ -1,4 +1,4 @@
-"""Modules of an attention layer that few models ask for, imported when one does."""
+"""Rarely used modules of an attention layer, imported on demand."""
 
 from typing import TYPE_CHECKING, Any
 

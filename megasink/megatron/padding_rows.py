@@ -17,11 +17,8 @@ from torch import Tensor
 def mask_padding_rows(model: HybridModel, tokens: int | None) -> None:
     """Mask the padding in the logits of a model's output layer, in training and inference.
 
-    Registers a hook only on stages with padding. Parameters and their names do not change.
-
-    Args:
-        model: Pipeline stage.
-        tokens: Number of leading vocabulary rows that are tokens; None for all.
+    The first `tokens` rows are tokens (None for all). Registers a hook only on stages with padding.
+    Parameters and their names do not change.
     """
     if tokens is None or not model.post_process or tokens >= model.vocab_size:
         return

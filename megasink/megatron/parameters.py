@@ -36,7 +36,7 @@ def new_parameter(
 
 
 def widened(parameter: Tensor) -> Tensor:
-    """Return a parameter in float32, or as it is if it is wider.
+    """Return a parameter in float32, or unchanged if it is wider.
 
     Parameters have the dtype of the model, as Megatron's optimizers require: they save and number
     float32 parameters of a bf16 model wrongly (core/optimizer/optimizer.py:sharded_state_dict,
@@ -50,9 +50,6 @@ class ShardedByHeads(torch.nn.Module):
 
     It reads the attributes set by ``set_tensor_model_parallel_attributes``, without which the
     gradient norm would only count the heads of tensor-parallel rank 0.
-
-    Attributes:
-        tp_group: Tensor-parallel group over which heads are sharded.
     """
 
     tp_group: ProcessGroup

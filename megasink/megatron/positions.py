@@ -49,7 +49,6 @@ class AlibiBias(DistanceBias):
         self.slope_H = slopes.chunk(tp_group.size())[tp_group.rank()]  # not a buffer: never bf16
 
     def forward(self, distances: int, device: torch.device) -> Tensor:
-        """See `DistanceBias`."""
         self.slope_H = self.slope_H.to(device)
         distance_S = torch.arange(distances, dtype=torch.float32, device=device)
         return -self.slope_H[:, None] * distance_S
@@ -77,16 +76,13 @@ class BucketBias(DistanceBias):
         return self.bucket_S[:distances]
 
     def forward(self, distances: int, device: torch.device) -> Tensor:
-        """See `DistanceBias`."""
         return self.buckets_of(distances, device).float().expand(self.heads, -1)
 
 
 class RelativeBias(BucketBias):
     """T5's relative embedding: one learned scalar for each head and bucket of distances (P2.20).
 
-    Attributes:
-        weight: [N, H], sharded by heads, in the model's dtype. One table per layer; T5 shares
-            the table of the first layer.
+    `weight` is [N, H], sharded by heads. One table per layer; T5 shares the first layer's.
     """
 
     def __init__(self, config: MegasinkTransformerConfig, tp_group: ProcessGroup):
@@ -95,7 +91,6 @@ class RelativeBias(BucketBias):
         self.weight = new_parameter((self.buckets, self.heads), 0.0, config, axis=1)
 
     def forward(self, distances: int, device: torch.device) -> Tensor:
-        """See `DistanceBias`; differentiable."""
         bucket_S = self.buckets_of(distances, device)
         # Not indexing, whose backward is nondeterministic on a GPU.
         return torch.nn.functional.embedding(bucket_S, widened(self.weight)).T

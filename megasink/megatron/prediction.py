@@ -1,7 +1,7 @@
-"""Multi-token prediction: its layers have megasink's attention, and their heads count nowhere.
+"""Multi-token prediction: its layers have megasink's attention, but their heads are not counted.
 
-They are no layers of the model that is exported, and Megatron numbers them from 1 again: their
-gates would be added to those of the model's first layers, on another pipeline stage unseen.
+They are not exported, and Megatron numbers them from 1 again: their gates would be added to those
+of the model's first layers, or be lost on another pipeline stage.
 """
 
 import dataclasses
@@ -20,7 +20,7 @@ _TELLS = "is_mtp_layer"
 
 
 def counted_once(layer: ModuleSpec) -> ModuleSpec:
-    """Return the spec of a model's last layer, of which stacks also make the prediction layers.
+    """Return the spec of a model's last layer, from which stacks also make prediction layers.
 
     Megatron-Core's ``get_gpt_mtp_block_spec`` does so for slime, Megatron-Bridge and others
     (models/gpt/gpt_layer_specs.py:767).
@@ -30,7 +30,7 @@ def counted_once(layer: ModuleSpec) -> ModuleSpec:
 
 @functools.cache
 def _layer_class(kind: Any) -> type:
-    """Return a class that is `kind` in all but the heads of its prediction layers."""
+    """Return a subclass of `kind` whose prediction layers do not count heads."""
     if _TELLS not in inspect.signature(TransformerLayer.__init__).parameters:
         raise UserError(
             f"mtp_num_layers: this Megatron-Core's TransformerLayer has no {_TELLS}, so the heads "

@@ -1,4 +1,4 @@
-"""The end of Megatron's parallel state, with the threads of its process groups."""
+"""Destroy Megatron's parallel state, including the threads of its process groups."""
 
 from collections.abc import Collection
 

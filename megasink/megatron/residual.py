@@ -27,12 +27,7 @@ class ResidualAdd(MegatronModule):
         residual clip (P1.25):  H = H + dropout(clamp(f(H) + b, -c, c))
         post-norm (P2.42):      H = norm(H + dropout(f(H) + b))
 
-    Args:
-        config: Config with ``sandwich_norm``, ``residual_clip`` and ``post_norm``.
-        norm: Builder of the norm; its weight must be marked for sequence parallelism.
-
-    Raises:
-        ValueError: Sandwich norm is combined with post-norm or a clip, whose order is undefined.
+    The norm's weight must be marked for sequence parallelism.
     """
 
     def __init__(self, config: MegasinkTransformerConfig, norm: LayerNormBuilder):
@@ -47,12 +42,7 @@ class ResidualAdd(MegatronModule):
     def forward(
         self, training: bool, fused: bool
     ) -> Callable[[OutputAndBias, Tensor, float], Tensor]:
-        """Return f((output [S, B, X], bias [X] or None), residual, dropout) -> new residual.
-
-        Args:
-            training: Whether dropout is active.
-            fused: Whether to use Megatron's fused kernel for the addition.
-        """
+        """Return f((output [S, B, X], bias [X] or None), residual, dropout) -> new residual."""
         return functools.partial(self._add, get_bias_dropout_add(training, fused))
 
     def _add(

@@ -11,14 +11,9 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class Sampling:
-    """Sampling parameters.
+    """Sampling parameters: temperature 0 is greedy, top_k 0 and top_p 1 allow all tokens.
 
-    Attributes:
-        temperature: Divides the logits; 0 is greedy.
-        top_k: Sample from the k most likely tokens; 0 for all.
-        top_p: Sample from the smallest set of most likely tokens whose probabilities sum to p,
-            after top_k; 1 for all.
-        seed: Seed of the generator.
+    top_p, the smallest set of most likely tokens with this total probability, applies after top_k.
     """
 
     temperature: float = 1.0
@@ -32,9 +27,7 @@ def next_tokens(
 ) -> Tensor:
     """Sample one token per row: [B].
 
-    Args:
-        vocabulary: Number of tokens in the tokenizer; the embedding's padding rows are untrained
-            and never sampled.
+    Rows from `vocabulary` on are untrained padding of the embedding, and never sampled.
     """
     logits_BV = logits_BV[:, :vocabulary].float()
     if sampling.temperature == 0:

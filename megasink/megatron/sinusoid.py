@@ -9,10 +9,6 @@ class SinusoidalPositions(torch.nn.Module):
 
     The table is a non-persistent buffer, so it is not trained, decayed, counted in norms or saved
     in checkpoints.
-
-    Args:
-        positions: Rows of the table.
-        hidden_size: Must be even.
     """
 
     table: Tensor

@@ -1,6 +1,6 @@
 """Layer specs: Megatron's own specs with megasink's attention.
 
-Everything that few models use is imported when a config asks for it: explicit gates, options of the
+Rarely used parts are imported when a config asks for them: explicit gates, options of the
 block around attention, a model configuration of ``megatron.training``.
 """
 

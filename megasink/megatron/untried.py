@@ -11,7 +11,7 @@ _RANGE = f"megasink.megatron was tried with {HEART[0]} to {HEART[1]}"
 def lacking(error: ImportError) -> UserError:
     """Return the error for a missing import.
 
-    No ImportError: Megatron's import_module logs one, and its run goes on without the spec
+    Not an ImportError: Megatron's import_module logs it, and the run continues without the spec
     (core/transformer/spec_utils.py:53).
     """
     if error.name in ("megatron", "megatron.core"):

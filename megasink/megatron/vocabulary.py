@@ -5,18 +5,14 @@ from typing import Any
 
 
 def counted_rows(arguments: Mapping[str, Any]) -> int:
-    """Return the number of leading rows that the softmax covers; all rows if unknown.
-
-    Args:
-        arguments: a run's arguments, after `pin_vocabulary` or `with_tokens`.
-    """
+    """Return the number of leading rows that the softmax covers; all rows if unknown."""
     rows = int(arguments["padded_vocab_size"])
     tokens = named_tokens(arguments)
     return rows if tokens is None else min(rows, tokens)
 
 
 def named_tokens(arguments: Mapping[str, Any]) -> int | None:
-    """Return the number of tokens that a run's arguments specify; None if they do not.
+    """Return the number of tokens that a run's arguments specify; None if unknown.
 
     Counts the tokenizer's tokens, or for an imported model all its rows in transformers (which may
     be more), and the sink token, which is never a target. For other tokenizer types only Megatron

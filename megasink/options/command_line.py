@@ -32,7 +32,7 @@ class CommandParser(argparse.ArgumentParser):
         self._first: tuple[str, ...] = ()
 
     def first_screen(self, example: str, *flags: str) -> Self:
-        """Set what ``--help`` shows; returns the parser."""
+        """Set the flags that ``--help`` shows; return the parser."""
         if unknown := [flag for flag in flags if flag not in self._option_string_actions]:
             raise ValueError(f"{self.prog} has no {', '.join(unknown)}")
         self._example, self._first = example, flags
@@ -79,11 +79,11 @@ _parsing_only = False
 
 
 class _ParsedError(Exception):
-    """Raised after a command has parsed its flags, when it must not run."""
+    """Raised after a command has parsed its flags, if it must not run."""
 
 
 def flag_problems(main: Callable[[Sequence[str]], object], argv: Sequence[str]) -> list[str]:
-    """Return the problems that a command finds when it parses its flags; it does not run."""
+    """Return the problems of a command's flags, without running it."""
     global _parsing_only
     _parsing_only = True
     try:
@@ -113,11 +113,7 @@ class _RefusedError(Exception):
 class Reading:
     """The result of parsing a command line while dropping every rejected flag.
 
-    Attributes:
-        namespace: Parsed values; incomplete if there are problems.
-        unknown: Flags and words that the parser does not know, in order.
-        problems: One sentence per rejected flag.
-        refused: Dests of the rejected flags; they were given, so they are not reported as missing.
+    `refused` has the dests of rejected flags, which are therefore not reported as missing.
     """
 
     def __init__(self, parser: argparse.ArgumentParser, argv: Sequence[str]) -> None:
@@ -171,9 +167,9 @@ class Reading:
 
 
 def dashed(parser: argparse.ArgumentParser, argv: Sequence[str]) -> tuple[list[str], list[str]]:
-    """Return a command line whose known flags have dashes for underscores, and what is wrong.
+    """Return a command line with dashes for underscores in known flags, and the problem.
 
-    So the values of such flags are checked with the others. The message has one sentence per flag.
+    The values of such flags are then checked with the others. The message has a sentence per flag.
     """
     known, problems, words = parser._option_string_actions, list[str](), list[str]()
     for group in _groups(argv):

@@ -1,6 +1,6 @@
 """The two ways to install: `megasink`, and `megasink[train]` with Megatron-Core.
 
-Nothing is imported here to see whether it is installed: the answer comes before the slow imports.
+Checks for installed packages import nothing, so the answer comes before the slow imports.
 """
 
 import importlib.util
@@ -12,7 +12,7 @@ TRAIN = "pip install 'megasink[train]'"
 
 
 def have_megatron() -> bool:
-    """Whether Megatron-Core is installed (other packages may share the name megatron)."""
+    """Return whether Megatron-Core is installed (other packages may be named megatron)."""
     places = _places("megatron")
     return places is not None and any((Path(place) / "core").is_dir() for place in places)
 

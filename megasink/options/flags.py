@@ -34,7 +34,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 def add_fields(group: argparse._ActionsContainer, options: type, *names: str) -> None:
     """Add flags for some fields of a dataclass, in the order of their names.
 
-    A flag of a tuple takes several values; one of a field without a default is required.
+    A tuple's flag takes several values; the flag of a field without a default is required.
     """
     texts, kinds = _texts(options), get_type_hints(options)
     by_name = {field.name: field for field in fields(options)}
@@ -70,7 +70,7 @@ def escaped(text: str) -> str:
 
 @cache
 def _texts(options: type) -> dict[str, str]:
-    """Return {field: the string below it} for a dataclass, those that it inherits included."""
+    """Return {field: the string below it} for a dataclass, inherited fields included."""
     texts = {
         k: v for base in options.__bases__ if is_dataclass(base) for k, v in _texts(base).items()
     }
@@ -84,6 +84,6 @@ def _texts(options: type) -> dict[str, str]:
 
 @cache
 def _classes(module: str) -> dict[str, ast.ClassDef]:
-    """Return the classes of a module by name: parsed once, where inspect would for each of them."""
+    """Return the classes of a module by name, parsed once; inspect would parse it for each."""
     tree = ast.parse(inspect.getsource(sys.modules[module]))
     return {entry.name: entry for entry in tree.body if isinstance(entry, ast.ClassDef)}

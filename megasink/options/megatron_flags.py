@@ -1,9 +1,9 @@
 """Megatron flags with special treatment.
 
-`KNOWN` is what is taken and known: what identifies a model, what a file or a resume may say, which
-values make sense. `REFUSED` is what is not taken, with the reason. Every other flag passes to
-Megatron as it is, so that a new release needs no change here. Names are those of Megatron's parsed
-arguments; `flags.flag_of` makes flags of them.
+`KNOWN` has the properties of accepted flags: whether they identify a model, whether a file or a
+resume may set them, and their range. `REFUSED` has refused flags with the reason. Every other flag
+passes to Megatron unchanged, so a new release needs no change here. Names are those of Megatron's
+parsed arguments; `flags.flag_of` turns them into flags.
 """
 
 from argparse import Namespace
@@ -13,11 +13,11 @@ from typing import Any
 from megasink.config import IGNORED
 from megasink.options.flags import flag_of
 
-# Names, and behind the colon what holds for all of them:
+# Names, and after the colon the properties of all of them:
 #   shape    a converted model fixes it; model: it identifies a model, too; context: fine-tuning may
 #            change it; run: it identifies a run beside its model
 #   described  Megatron's configuration of a model reads it under another name
-#   process  of the layout or of this process: one that reads a run keeps its own value
+#   process  of the layout or this process: a process that reads a run keeps its own value
 #   needed   a run must give it; needed-to-train: unless it only evaluates
 #   count    1 or more; amount: 0 or more; positive: more than 0; share: 0 or more, and less than 1
 #   text     its text only describes: numbers, names, patterns; read: it names files, which run no
@@ -114,7 +114,7 @@ KNOWN: dict[str, frozenset[str]] = {
     for names, _, facts in (line.partition(":") for line in _KNOWN.strip().splitlines())
     for name in names.split()
 }
-"""Name -> what is known of it."""
+"""Name -> its properties."""
 
 
 def having(*facts: str) -> tuple[str, ...]:
@@ -132,12 +132,12 @@ _GATED = "--attention-variant gated --gate-granularity elementwise has the same 
 _RUNS_CODE, _SENDS = "it imports or runs code", "it connects, listens or sends"
 _READS, _WRITES = "it reads other files", "it writes elsewhere"
 _ONLY_NONE, _ONLY_FALSE = "targets only support None", "targets only support False"
-# Where the flag has another name.
+# Flags with a different name.
 FLAGS = {"fp4": "fp4_format", "fp8": "fp8_format"}
 FLAGS |= {"layernorm_zero_centered_gamma": "apply_layernorm_1p"}
 
-# When a flag is refused -> (its name, the value or the tuple of values that are not, why or what to
-# do instead); None and the absence of a flag are always fine.
+# When a flag is refused -> (its name, the value or the tuple of values that are accepted, the
+# reason or the alternative); None and the absence of a flag are always accepted.
 REFUSED: dict[str, tuple[tuple[str, Any, str], ...]] = {
     # Options that change attention, the loss or the weights in ways that no test covers.
     "always": (
@@ -229,7 +229,7 @@ REFUSED: dict[str, tuple[tuple[str, Any, str], ...]] = {
         ("defer_embedding_wgrad_compute", False, ""),
         ("optimizer_cpu_offload", False, ""),
     ),
-    # What asks for a package: where it is missing, or is not installed at all.
+    # Flags that need a package that is missing.
     "without TransformerEngine": (
         ("transformer_impl", ("local", "inference_optimized"), ""),
         ("te_rng_tracker", False, ""),
@@ -245,7 +245,7 @@ REFUSED: dict[str, tuple[tuple[str, Any, str], ...]] = {
         ("moe_router_fusion", False, ""),
     ),
     "without apex": (("defer_embedding_wgrad_compute", False, ""),),
-    # A file of flags says none of these, whatever its value; text that is not `KNOWN`, neither.
+    # A file of flags sets none of these, whatever the value, and no text that is not `KNOWN`.
     "in a file": (
         ("adlr_autoresume", None, _RUNS_CODE),
         ("trust_remote_code", None, _RUNS_CODE),
@@ -260,7 +260,7 @@ REFUSED: dict[str, tuple[tuple[str, Any, str], ...]] = {
         ("run_workload_inspector_server", None, _SENDS),
         ("record_memory_history", None, _WRITES),
     ),
-    # Of a saved run: they name files, folders and modules to import.
+    # In a saved run: they name files, folders and modules to import.
     "in a saved model": (
         ("spec", None, _RUNS_CODE),
         ("fp8_quantizer_factory", None, _RUNS_CODE),
@@ -298,19 +298,19 @@ REFUSED: dict[str, tuple[tuple[str, Any, str], ...]] = {
 
 
 def flags_refused(when: str) -> set[str]:
-    """Return the flags of a key of `REFUSED`."""
+    """Return the flags under a key of `REFUSED`."""
     return {flag_of(FLAGS.get(name, name)) for name, *_ in REFUSED[when]}
 
 
 def refused(args: Namespace | Mapping[str, Any], when: str) -> Iterator[tuple[str, Any, str]]:
-    """Yield (flag, value, why) of each flag that is given and refused."""
+    """Yield (flag, value, why) for each given flag that is refused."""
     yield from given_of(args, REFUSED[when])
 
 
 def given_of(
     args: Namespace | Mapping[str, Any], others: tuple[tuple[str, Any, str], ...]
 ) -> Iterator[tuple[str, Any, str]]:
-    """Yield (flag, its value, why) of those of `others` that are given."""
+    """Yield (flag, its value, why) for each given flag of `others`."""
     given = args if isinstance(args, Mapping) else vars(args)
     for name, fine, why in others:
         value = given.get(name)

@@ -1,6 +1,6 @@
-"""The options of a training run, beside those of its model (`config.py`), and all of them together.
+"""The options of a training run besides its model's (`config.py`), and all options together.
 
-As there, Megatron's ArgumentGroupFactory turns each field into a flag.
+Megatron's ArgumentGroupFactory turns each field into a flag, as in `config.py`.
 """
 
 from dataclasses import dataclass, field

@@ -13,8 +13,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from megasink.plan.job import BALANCE
 
-# Megatron's process groups by their names in parallel_state, and what they are called here. Where
-# two names stand for the same ranks, the first counts. Others keep their own name.
+# Names in parallel_state of Megatron's process groups, and their names here. Where
+# two names stand for the same ranks, the first counts. Others keep their names.
 _GROUPS = {
     "_TENSOR_MODEL_PARALLEL_GROUP": "TP",
     "_CONTEXT_PARALLEL_GROUP": "CP",
@@ -33,7 +33,7 @@ _GROUPS = {
 }
 _SINGLE = {label for label in _GROUPS.values() if " " not in label}
 # Operator of c10d -> (name, bytes that a rank sends in a ring of n ranks, for each byte of the
-# message). A message is the larger of what goes in and what comes out.
+# message). A message is the larger of input and output.
 _KINDS: dict[str, tuple[str, Any]] = {
     "allreduce_": ("all-reduce", lambda n: 2 * (n - 1) / n),
     "allreduce_coalesced_": ("all-reduce", lambda n: 2 * (n - 1) / n),
@@ -51,7 +51,7 @@ _KINDS: dict[str, tuple[str, Any]] = {
     "recv_": ("receive", lambda n: 0.0),
     "barrier": ("barrier", lambda n: 0.0),
 }
-# Package of the innermost module of the product in the stack -> purpose. By the names of modules:
+# Package of the product's innermost module in the stack -> purpose. By the names of modules:
 # a clone may lie in a folder of any name.
 _PURPOSES = {"megasink.balance": BALANCE, "megasink": "megasink", "megatron": "Megatron"}
 
@@ -69,11 +69,8 @@ class Call:
 class Collectives(TorchDispatchMode):
     """Context manager that counts the calls of its body, in every thread, also in backward.
 
-    Groups of one rank are left out: nothing is sent.
-
-    Attributes:
-        calls, messages, sent: By `Call`: how often, bytes of the messages, and bytes that this rank
-            sends with ring algorithms.
+    Groups of one rank are left out: nothing is sent. By `Call`, `messages` has the bytes of the
+    messages, and `sent` the bytes that this rank sends with ring algorithms.
     """
 
     def __init__(self) -> None:
@@ -152,7 +149,7 @@ def _bytes(arg: Any) -> int:
 
 
 def in_package(module: str, *packages: str) -> bool:
-    """Whether a module is one of these packages, or in one of them."""
+    """Return whether a module is one of these packages, or in one."""
     return f"{module}.".startswith(tuple(f"{package}." for package in packages))
 
 

@@ -1,6 +1,6 @@
-"""Route equally many tokens to each expert, because a hollow GPU computes no routing.
+"""Route the same number of tokens to each expert, because a hollow GPU computes no routing.
 
-With the alltoall dispatcher the host sizes the exchange by counts that it waits for. On the hollow
+With the alltoall dispatcher, the host waits for counts to size the exchange. On the hollow
 GPU they read as 0, and nothing would be exchanged.
 """
 
@@ -10,9 +10,9 @@ from megatron.core.transformer.moe.token_dispatcher import MoEAlltoAllTokenDispa
 
 
 def share_tokens_equally() -> None:
-    """Let the router send as many tokens to one expert as to the next, on every rank.
+    """Let the router send the same number of tokens to each expert, on every rank.
 
-    For the rest of the process, which has Megatron imported and a hollow GPU.
+    Applies to the rest of the process, which has imported Megatron and has a hollow GPU.
     """
     inner = MoEAlltoAllTokenDispatcher._maybe_dtoh_and_synchronize
 

@@ -1,7 +1,7 @@
-"""``python -m megasink.plan.helper FOLDER``: one fork for each rank that a line of stdin asks for.
+"""``python -m megasink.plan.helper FOLDER``: fork once for each rank requested on stdin.
 
-Runs on the hollow GPU. A request is JSON: rank, ranks, flags. The fork writes its answer, or what
-refused it, to FOLDER/answer.json, and its exit code appears on stdout.
+Runs on the hollow GPU. A request is a line of JSON: rank, ranks, flags. The fork writes its answer,
+or the refusal, to FOLDER/answer.json, and its exit code appears on stdout.
 """
 
 import contextlib
@@ -27,7 +27,7 @@ ANSWER = "answer.json"
 def main() -> None:
     """Serve until stdin ends."""
     answers, folder, parent = os.dup(1), Path(sys.argv[1]), os.getpid()
-    os.dup2(2, 1)  # what the trainer prints is for the log
+    os.dup2(2, 1)  # the trainer's output goes to the log
     plugins.load(sys.argv[2:])
     import_everything()
     for line in sys.stdin:
@@ -42,7 +42,7 @@ def main() -> None:
 
 
 def _serve(answer: Path, rank: int, ranks: int, flags: list[str]) -> None:
-    """Answer in this fork, and end it."""
+    """Answer in this fork, then end it."""
     from megasink.plan.rank import step_as
 
     def write(record: dict[str, Any]) -> None:
@@ -64,7 +64,7 @@ def _serve(answer: Path, rank: int, ranks: int, flags: list[str]) -> None:
 
 
 def import_everything() -> None:
-    """Import and start what a rank needs, so that its fork has it: Megatron, CUDA, known texts."""
+    """Import and start everything that forks need: Megatron, CUDA, known texts."""
     warnings.simplefilter("ignore")
     prepare_process()
     import megatron.core.tokenizers.text.libraries
@@ -77,7 +77,7 @@ def import_everything() -> None:
     from megasink.megatron import model_of_arguments as model  # noqa: F401
     from megasink.plan import rank  # noqa: F401
 
-    # What would take most of the time of each fork.
+    # This would take most of the time of each fork.
     texts = ArgumentGroupFactory._get_field_docstrings
     known: dict[type, dict[str, str]] = {}
     ArgumentGroupFactory._get_field_docstrings = lambda self, options: (
@@ -87,8 +87,8 @@ def import_everything() -> None:
     for patch in TABLE:
         patch.where()
     triton_key()
-    # torch refuses to begin in a fork, where a driver would be lost. This one has nothing to lose.
-    torch.cuda._queued_calls.clear()  # which ask what the device is; forks may choose it
+    # torch refuses to start in a fork, which would lose a driver. This one has nothing to lose.
+    torch.cuda._queued_calls.clear()  # they query the device, which forks may choose
     torch.cuda.init()
     torch.cuda._is_in_bad_fork = lambda: False
     gc.collect()

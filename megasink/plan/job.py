@@ -1,4 +1,4 @@
-"""The whole job, from the records of those of its ranks that were built and stepped."""
+"""The whole job, from the records of the ranks that were built and stepped."""
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
@@ -16,10 +16,10 @@ Key = tuple[str, int, str, str]
 
 @dataclass(frozen=True)
 class Stage:
-    """A rank of a pipeline stage: the memory of each is the same."""
+    """A rank of a pipeline stage: all ranks of a stage use the same memory."""
 
     stage: int  # 0-based
-    # The rank that was built and stepped; None if two others of equal modules were.
+    # The rank that was built and stepped; None if two others with equal modules were.
     rank: int | None
     layers: list[int]  # Numbers of its layers, from 1
     parameters: int  # Number of parameters that the rank holds
@@ -27,8 +27,10 @@ class Stage:
     # for backward passes), working (above all of these at the peak), peak (their sum), reserved (by
     # the allocator, with its gaps, at the peak).
     memory: dict[str, int]
-    in_flight: int  # Forward passes, of a virtual stage each, that wait for their backward at most
-    per_microbatch: int  # Bytes that one of them holds
+    in_flight: (
+        int  # Largest number of forward passes (of a virtual stage each) that await their backward
+    )
+    per_microbatch: int  # Bytes held by one of them
 
 
 @dataclass(frozen=True)
@@ -41,7 +43,7 @@ class Traffic:
     kind: str
     purpose: str
     stage: int  # Pipeline stage of the rank, the one that sends most of this
-    # calls, messages, sent: How often, bytes of the messages, bytes that the rank sends.
+    # calls, messages, sent: number of calls, bytes of the messages, bytes that the rank sends.
     calls: int
     messages: int
     sent: int
@@ -50,9 +52,9 @@ class Traffic:
 def stages_to_step(facts: Record) -> list[int]:
     """Return the pipeline stages to step, from which all others follow, in order.
 
-    Of stages with equal modules, the first and the last: in between, memory falls by as much with
-    each stage, because each holds the same number of microbatches fewer. That does not hold if a
-    step is too short to fill the pipeline; then it is all stages.
+    Of stages with equal modules, the first and the last: in between, memory falls linearly, because
+    each stage holds the same number of microbatches fewer. If a step is too short to fill the
+    pipeline, return all stages.
     """
     stages, pipeline = facts["stages"], facts["pipeline"]
     if facts["microbatches"] < pipeline * (2 if facts["virtual"] > 1 else 1):
@@ -82,7 +84,7 @@ def parameters(records: Sequence[Record]) -> dict[str, int]:
 
 
 def memory(records: Sequence[Record]) -> list[Stage]:
-    """Return every pipeline stage, of which some are interpolated between two that were stepped."""
+    """Return every pipeline stage; some are interpolated between two that were stepped."""
     facts = records[0]["job"]
     stages = {record["stage"]: stage_of(record) for record in records}
     alike: dict[str, list[int]] = {}
@@ -100,10 +102,10 @@ def memory(records: Sequence[Record]) -> list[Stage]:
 
 
 def stage_of(record: Record) -> Stage:
-    """Return the stage of a rank that was stepped, in the step with the higher peak."""
+    """Return the stage of a stepped rank, in the step with the higher peak."""
     step = max(record["steps"], key=lambda step: step["peak"])
     state = dict(record["training_state"])
-    # Not what the step frees before its first pass, such as gradients of the last one.
+    # Without memory that the step frees before its first pass, such as the last step's gradients.
     state["buffers"] = step["start"] - sum(state.values())
     state["activations"] = step["held"]
     state["working"] = step["peak"] - step["start"] - step["held"]
@@ -138,7 +140,7 @@ def _between(first: Stage, last: Stage, stage: int) -> Stage:
 def communication(records: Sequence[Record]) -> list[Traffic]:
     """Return the communication of a whole step, each row for the stage that sends most of it.
 
-    What a step sends by microbatch is the difference of two steps that were stepped.
+    The difference of two steps is the communication per microbatch.
     """
     most: dict[Key, Traffic] = {}
     for record in records:

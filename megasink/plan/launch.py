@@ -25,13 +25,13 @@ from megasink.plan.stand_ins import with_stand_ins
 from megasink.training import early
 from megasink.training.flag_file import given_device
 
-# More than any GPU has: what does not fit is shown, not refused.
+# More than any GPU has: a run that does not fit is shown, not refused.
 _GIB = 1 << 16
 _LOG = "log"
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Show what a run of megasink train would take: memory, communication, time. Needs no GPU.
+    """Show the memory, communication and time of a run of megasink train. Needs no GPU.
 
     Give the flags of megasink train, with --ranks for the GPUs of the whole job. The trainer itself
     is built and stepped on a hollow GPU, as one rank of each kind of pipeline stage: counts and
@@ -64,7 +64,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _of_a_plan(problem: str) -> str:
-    """Add what serves a plan in the place of a tokenizer."""
+    """Add the alternative to a tokenizer that a plan accepts."""
     cure = ", or for a plan --vocab-size N" if problem.startswith("no tokenizer:") else ""
     return problem + cure
 
@@ -111,14 +111,14 @@ def _parser() -> argparse.ArgumentParser:
     )
     add_json(parser)
     plugins.add_flag(parser)
-    # As on the line of train; a plan writes nothing.
+    # As on the command line of train; a plan writes nothing.
     parser.add_argument("--run-dir", help=argparse.SUPPRESS)
     parser.add_argument("--resume", nargs="?", const="newest", help=argparse.SUPPRESS)
     return parser
 
 
 def _step(helper: "Helper", ranks: int, flags: Sequence[str]) -> list[Record]:
-    """Return the records of the ranks that tell the whole job."""
+    """Return the records of the ranks from which the whole job follows."""
     with progress("planning", None, "ranks", every=10.0) as tell:
         first = helper.step(0, ranks, flags, tell)
         facts = first["job"]

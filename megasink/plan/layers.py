@@ -11,7 +11,7 @@ _SKIPPED = ("IdentityOp", "IdentityFuncOp")
 
 
 def describe(models: Iterable[Any]) -> Iterator[dict[str, Any]]:
-    """Yield a record for each block of a rank's model chunks, of which another may hold a half."""
+    """Yield a record for each block of a rank's model chunks; another rank may hold half of it."""
     for model in models:
         layers = get_attr_wrapped_model(model, "decoder").layers
         for block, of_block in groupby(layers, lambda layer: layer.layer_number):
@@ -19,7 +19,7 @@ def describe(models: Iterable[Any]) -> Iterator[dict[str, Any]]:
 
 
 def _modules(layers: list[Any]) -> dict[str, Any]:
-    """Return the classes of a block's modules; of a mixer that is not attention, its class."""
+    """Return the classes of a block's modules; for a mixer that is not attention, its class."""
     mixers = (getattr(layer, "self_attention", getattr(layer, "mixer", None)) for layer in layers)
     mixer = next((m for m in mixers if m is not None and not _is_skipped(m)), None)
     core = mixer.core_attention if isinstance(mixer, Attention) else None

@@ -11,17 +11,17 @@ PARTS = ("parameters", "gradients", "optimizer")
 
 
 def allocated(which: str = "current") -> int:
-    """Return the bytes of all tensors, "current" or at the "peak" since it was last reset."""
+    """Return the bytes of all tensors, "current" or at the "peak" since the last reset."""
     return int(torch.cuda.memory_stats()[f"requested_bytes.all.{which}"])
 
 
 def reserved() -> int:
-    """Return the bytes that the allocator has taken from the device at most: with its gaps."""
+    """Return the peak of the allocator's memory on the device, gaps included."""
     return int(torch.cuda.memory_stats()["reserved_bytes.all.peak"])
 
 
 def of_training_state(models: Sequence[Any], optimizer: Any) -> dict[str, int]:
-    """Return the bytes of `PARTS`; a storage that several share counts for the first.
+    """Return the bytes of `PARTS`; a shared storage counts for the first of them.
 
     Gradients are those of Megatron's buffers, parameters include the buffers' padding.
     """
@@ -81,7 +81,7 @@ class Schedule:
     passes: list[tuple[bool, int, int]] = field(default_factory=list)
 
     def held(self) -> dict[str, int]:
-        """Return what microbatches hold for their backward passes."""
+        """Return the memory that microbatches hold for their backward passes."""
         start = self.passes[0][1]
         flying = most = held = 0
         for forward, _, after in self.passes:

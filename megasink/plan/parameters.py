@@ -13,7 +13,7 @@ from megasink.attention.variants.gates import is_megatrons_output_gate
 from megasink.megatron.gate_projection import named_parts
 
 OTHER, GATES, QKV = "other", "attention gates", "attention qkv"
-# The first pattern that is found in a parameter's name counts.
+# The first pattern found in a parameter's name counts.
 COMPONENTS = {
     "embedding": r"^embedding\.",
     "output layer": r"^output_layer\.",
@@ -30,7 +30,7 @@ _GATED_NORM = re.compile(r"(linear_qkv|linear_fc1)\.layer_norm_(weight|bias)$")
 
 
 def component(name: str) -> str:
-    """Return the component that a parameter belongs to: a key of `COMPONENTS`, or `OTHER`."""
+    """Return the component of a parameter: a key of `COMPONENTS`, or `OTHER`."""
     if name.rpartition(".")[2] in parameter_names():
         return "attention sinks and biases"
     if _GATED_NORM.search(name):

@@ -1,8 +1,8 @@
-"""One rank of the job: three steps of the trainer on the hollow GPU, and what they take.
+"""One rank of the job: the cost of three steps of the trainer on the hollow GPU.
 
-Runs in a process of its own, which it ends. The first step allocates what stays. The second has as
-few microbatches as fill the pipeline, and the third twice as many: what grows by microbatch is
-their difference, so that a step of thousands needs no more.
+Runs in a process of its own, which it ends. The first step allocates persistent memory. The second
+has just enough microbatches to fill the pipeline, and the third twice as many: their difference is
+the growth per microbatch, so even a step of thousands needs no more.
 """
 
 import contextlib
@@ -37,20 +37,20 @@ Chunks = dict[tuple[int, int], tuple[str, list[int]]]
 
 
 def step_as(rank: int, ranks: int, flags: Sequence[str], write: Write) -> None:
-    """Build and step the trainer as a rank; hand its record to `write`, and end the process."""
+    """Build and step the trainer as a rank; pass its record to `write`, and end the process."""
     be_rank(rank, ranks)
     args, identity = arguments.parse(flags)
     # Nothing is read, and nothing written.
     args.save = args.load = args.tensorboard_dir = args.wandb_project = None
     args.eval_iters, args.num_workers, args.async_save = 0, 0, False
-    args.log_interval = _NEVER  # an ordinary step: those that are logged send more
+    args.log_interval = _NEVER  # an ordinary step: logged steps send more
     share_tokens_equally()
     with _stepping(args, write), starting(args, identity) as store:
         pretrain.train(args, store)
 
 
 def few_microbatches(args: Namespace) -> int:
-    """Return how many microbatches fill the pipeline: no more are in flight at once."""
+    """Return the number of microbatches that fill the pipeline: no more are in flight at once."""
     return min(_microbatches(args), args.pipeline_model_parallel_size)
 
 
@@ -66,7 +66,7 @@ def _stepping(args: Namespace, write: Write) -> Iterator[None]:
     asked = args.train_iters or args.train_samples // args.global_batch_size
     args.train_iters, args.train_samples = max(asked, len(plan) + 1), None
 
-    # From the beginning of a step to that of the next: what the loop does in between belongs to it.
+    # From the beginning of a step to that of the next, including the loop's work in between.
     recording = contextlib.ExitStack()
 
     def train_step(*arguments: Any, **options: Any) -> Any:
@@ -127,7 +127,7 @@ def _recorded(record: dict[str, Any], schedules: Any) -> Iterator[None]:
 def _record(
     args: Namespace, models: Sequence[Any], optimizer: Any, steps: list[dict[str, Any]], every: int
 ) -> dict[str, Any]:
-    """Return everything that the plan needs of this rank, for JSON."""
+    """Return everything that the plan needs from this rank, for JSON."""
     padding = args.padded_vocab_size - counted_rows(vars(args))
     here, stage = parameters.count(models, padding)
     softmax = args.attention_similarity == "softmax"
@@ -172,11 +172,7 @@ def _record(
 
 
 def stages(args: Namespace) -> dict[str, list[list[Any]]]:
-    """Return what makes pipeline stages differ, and the blocks of each.
-
-    Returns:
-        "stages": equal entries have the same modules; "blocks": their numbers, from 1.
-    """
+    """Return "stages", where equal entries have the same modules, and "blocks", from 1."""
     count, virtual = args.pipeline_model_parallel_size, args.virtual_pipeline_model_parallel_size
     chunks, varied = _chunks(args.hybrid_layer_pattern, count), layers_with_variant(args)
     of_stages = [[chunks[stage, n] for n in range(virtual or 1)] for stage in range(count)]

@@ -147,7 +147,7 @@ def _say_memory(console: Console, stages: Sequence[Stage], facts: Record, device
 
 
 def _gathered(stages: Sequence[Stage], facts: Record) -> int:
-    """Return the bytes of its host that a rank takes to gather the optimizer's state."""
+    """Return the host memory in bytes that a rank needs to gather the optimizer's state."""
     from megasink.training.checkpoint_layout import BYTES
 
     return BYTES * max(stage.parameters for stage in stages) if facts["gathers"] else 0

@@ -9,12 +9,12 @@ from megasink.training import early, recipes
 
 
 def with_stand_ins(argv: Sequence[str], flags: Sequence[str]) -> list[str]:
-    """Return the flags of training with what they lack: memory depends on the vocabulary alone.
+    """Add stand-ins for missing data and tokenizer: memory depends on the vocabulary alone.
 
-    Mock data, and a tokenizer of --vocab-size tokens, or of as many as a recipe's.
+    Mock data, and a tokenizer of --vocab-size tokens, or of the recipe's size.
     """
     args = early.read(flags)
-    if not hasattr(args, "flag_problems"):  # another Megatron: the ranks say what is missing
+    if not hasattr(args, "flag_problems"):  # another Megatron: the ranks report missing flags
         return list(flags)
     added, notes = list[str](), list[str]()
     if not any(getattr(args, name) for name in having("data")):
@@ -25,7 +25,7 @@ def with_stand_ins(argv: Sequence[str], flags: Sequence[str]) -> list[str]:
         if size is None:
             where, size = "the recipe's", recipes.vocabulary(argv)
         if size is not None and size > 1:
-            # A tokenizer of numbers has one token more, the end of a document.
+            # A tokenizer of numbers has one more token, the end of a document.
             added += ["--tokenizer-type", "NullTokenizer", "--vocab-size", str(size - 1)]
             notes.append(f"no tokenizer: a vocabulary of {size:,} tokens ({where})")
     if notes:

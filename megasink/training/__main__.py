@@ -7,7 +7,7 @@ from megasink.training.parent import AGENT, ends_with
 
 # Needed: checkpoint writers are spawned processes that import this module again.
 if __name__ == "__main__":
-    # Until the guard is there, which looks for itself; the imports take seconds.
+    # Until the guard checks it itself; the imports take seconds.
     if not ends_with(int(os.environ.get(AGENT, os.getppid()))):
         sys.exit(1)
     from megasink.training.pretrain import main

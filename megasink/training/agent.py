@@ -1,9 +1,8 @@
-"""``python -m megasink.training.agent PID FAILURES ARGUMENTS``: torchrun, tied to the life of its
-launcher, which finds in the file FAILURES the ranks that failed, in order of time, as [rank, exit
-code, process id].
+"""``python -m megasink.training.agent PID FAILURES ARGUMENTS``: torchrun, tied to its launcher.
 
-The agent dies with the launcher, even on SIGKILL (the launcher has only one thread, whose end
-counts). The ranks monitor the agent themselves.
+The file FAILURES lists the failed ranks by time, as [rank, exit code, process id]. The agent dies
+with the launcher, even on SIGKILL (the launcher has only one thread, whose end counts). The ranks
+monitor the agent themselves.
 """
 
 import json

@@ -47,7 +47,7 @@ def parse(argv: Sequence[str], *, checked: bool = False) -> tuple[Namespace, dic
         raise ConfigError(problems)
     identity = run_dir.identity_of(args)
     run_dir.set_paths(args)
-    # Megatron would ask a GPT checkpoint for the optimizer all the same (checkpointing.py:2210).
+    # Megatron would still request the optimizer from a GPT checkpoint (checkpointing.py:2210).
     args.no_load_optim = args.no_load_optim or args.finetune or None
     pin_vocabulary(args)
     set_gated_unit(args)
@@ -56,7 +56,7 @@ def parse(argv: Sequence[str], *, checked: bool = False) -> tuple[Namespace, dic
         arguments.validate_args(args)
     if args.match_ffn_width:
         match_ffn_width(args)
-    # Megatron sets it in the loop that --skip-train leaves out.
+    # Megatron sets it in the loop that --skip-train skips.
     args.curr_iteration = 0
     return args, identity
 
@@ -65,9 +65,7 @@ def parse(argv: Sequence[str], *, checked: bool = False) -> tuple[Namespace, dic
 def refusals_of_megatron(args: Namespace, printed: io.StringIO | None = None) -> Iterator[None]:
     """Convert any error that Megatron raises while it validates flags.
 
-    Args:
-        args: parsed, whose flags the message names.
-        printed: what Megatron has printed, after which it sometimes exits without an error.
+    `printed` has Megatron's output, after which it sometimes exits without an error.
     """
     try:
         yield
@@ -84,7 +82,7 @@ def refusals_of_megatron(args: Namespace, printed: io.StringIO | None = None) ->
 
 
 def _flags_at(place: traceback.FrameSummary, args: Namespace, text: str) -> list[str]:
-    """Return the flags, with their values, of the statement at a place and of its conditions."""
+    """Return the flags, with their values, in the statement at a place and in its conditions."""
     line, names = place.lineno or 0, list[str]()
     try:
         source = Path(place.filename).read_text()
@@ -95,7 +93,7 @@ def _flags_at(place: traceback.FrameSummary, args: Namespace, text: str) -> list
             node.lineno <= line <= (node.end_lineno or 0)
         ):
             continue
-        # The walk comes to inner statements last, and what they read counts most.
+        # The walk reaches inner statements last, and their flags count most.
         tested = [n.attr for n in ast.walk(node.test) if isinstance(n, ast.Attribute)]
         names = [*dict.fromkeys([*tested, *names])]
     flags = {entry["dest"]: entry["names"][0] for entry in json.loads(TABLE.read_text())["flags"]}

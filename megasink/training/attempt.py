@@ -1,9 +1,9 @@
 """Agree on the number of an attempt, under which its ranks meet in torchrun's store.
 
-The store outlives the ranks: torchrun starts others when one fails (``--max-restarts``) and when a
-lost host comes back. Its own count of restarts does not tell the attempts apart: each agent counts
-for itself, a host that comes back from 0, and a changed membership is not counted. Ranks that take
-an earlier attempt's keys for theirs read the addresses of dead ranks, and wait for them.
+The store outlives the ranks: torchrun starts new ones when one fails (``--max-restarts``) and when
+a lost host comes back. Its own count of restarts does not distinguish attempts: each agent counts
+for itself, a returning host starts at 0, and a changed membership is not counted. Ranks that use an
+earlier attempt's keys would read the addresses of dead ranks, and wait for them.
 """
 
 import os
@@ -20,7 +20,7 @@ from megasink.training.waiting import here, is_first_here, same_name_elsewhere, 
 
 
 def open_store(timeout: float) -> Any:
-    """Return the store that this attempt's ranks share; refuse if one does not come in time."""
+    """Return the store that this attempt's ranks share; refuse if a rank does not come in time."""
     import torch
 
     at = f"{os.environ.get('MASTER_ADDR')}:{os.environ.get('MASTER_PORT')}"
@@ -46,10 +46,10 @@ def open_store(timeout: float) -> Any:
 def agree(store: Any, rank: int, world: int, timeout: float) -> str:
     """Wait for all ranks of this attempt, and return the prefix of its keys. Call on every rank.
 
-    Rank 0 opens an attempt, and begins it when all others have joined. A rank may find an attempt
-    of the past first. One that was begun has been joined in the name of every rank, and a rank
-    joins none that was joined in its name before. One that was not begun never will be: its rank 0
-    is gone, because torchrun ends all ranks before it starts others.
+    Rank 0 opens an attempt, and begins it when all others have joined. A rank may find an earlier
+    attempt first. If that one began, every rank's name has joined it, and a rank does not join
+    twice. If not, it never will: its rank 0 is gone, because torchrun ends all ranks before it
+    starts new ones.
     """
     end = time.monotonic() + timeout
     pause = max(0.05, world / 2000)  # the store serves every rank

@@ -1,5 +1,4 @@
-"""Megatron's GPTDataset with errors that name the file and document of damaged data, replaced
-tokens (--replace-tokens-at), and an order that does not depend on the length of the run.
+"""Megatron's GPTDataset with errors that name damaged files, and an order for runs of any length.
 
 The checks before the first step read a bounded part of a large dataset. This class checks every
 sample when the data loader's workers read it.
@@ -24,21 +23,21 @@ from megasink.training.checks.vocabulary import known_ids, replacement_of
 from megasink.training.replacing import replace_in_sample
 from megasink.upstream.epochs import shuffling_each_epoch
 
-_BLOCK = 1 << 16  # bytes of a request to S3; a sample is a few documents in order
-_LENGTHS, _PLACES = 1 << 24, 1 << 10  # lengths that are read of a data set, in so many places
+_BLOCK = 1 << 16  # bytes per request to S3; a sample is a few documents in order
+_LENGTHS, _PLACES = 1 << 24, 1 << 10  # lengths to read from a data set, in this many places
 
 
 class _WithoutPadding:
-    """A data set in which every token is text, whatever the tokenizer's padding is.
+    """A data set in which every token is text, whatever the tokenizer's padding.
 
-    Upstream takes the tokenizer's padding for padding wherever it occurs, unless it is EOD too: it
-    replaces the inputs and leaves out the targets (core/datasets/gpt_dataset.py:277). A BOS that is
-    used for padding occurs in text.
+    Upstream treats the tokenizer's padding token as padding everywhere, unless it is EOD too: it
+    replaces inputs and drops targets (core/datasets/gpt_dataset.py:277). A BOS that serves as
+    padding occurs in text.
     """
 
     @property
     def _pad_token_id(self) -> int:
-        return _PAD_TOKEN_ID  # of what fills the last sample, as upstream where there is no padding
+        return _PAD_TOKEN_ID  # fills the last sample, as upstream does without padding
 
     @_pad_token_id.setter
     def _pad_token_id(self, of_tokenizer: int) -> None:
@@ -46,16 +45,15 @@ class _WithoutPadding:
 
 
 class MockGPTDataset(_WithoutPadding, gpt_dataset.MockGPTDataset):
-    """Upstream's made-up data."""
+    """Upstream's mock data."""
 
 
 class TextDataset(_WithoutPadding, gpt_dataset.GPTDataset):
     """Upstream's class with checks, shuffled by epoch.
 
-    The names of cached sample indices contain the class name: Megatron's have another order. They
-    contain what the indices depend on, the lengths of the documents, in the place of the paths of
-    data and tokenizer: a data set that is made anew has indices of its own, and copies at other
-    paths, as on another host, share them.
+    The names of cached sample indices contain the class name, because Megatron's have another
+    order. In place of the paths of data and tokenizer they contain the lengths of the documents:
+    a rebuilt data set gets new indices, and copies at other paths, as on another host, share them.
     """
 
     def __init__(self, dataset: IndexedDataset, dataset_path: str, *args: Any):
@@ -144,7 +142,7 @@ class TextDataset(_WithoutPadding, gpt_dataset.GPTDataset):
 
 
 def _contents(lengths_N: NDArray[np.int32]) -> str:
-    """Return a digest of the lengths of N documents, of very many those of 1,024 blocks."""
+    """Return a digest of the lengths of N documents; for very many, of 1,024 blocks of them."""
     size = max(_LENGTHS // _PLACES, -(-len(lengths_N) // _PLACES))
     digest = hashlib.sha256(str(len(lengths_N)).encode())
     for start in range(0, len(lengths_N), size):

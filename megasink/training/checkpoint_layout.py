@@ -1,4 +1,4 @@
-"""In which form checkpoints hold the distributed optimizer's state: chosen by the memory of hosts.
+"""Choose the form of the distributed optimizer's state in checkpoints by the hosts' memory.
 
 "Fully reshardable" state loads under any layout: every data-parallel rank gathers the main weights
 and moments of its whole model-parallel shard in float32, on the host, for each save and load
@@ -23,7 +23,7 @@ BYTES = 36
 _SHARE = 0.5
 _OTHER_SHARDS = re.compile(r"shape mismatch .* key optimizer\.distributed\.dp_group_idx_")
 
-# Megatron's own sentences, which have both values.
+# Megatron's own sentences, which contain both values.
 _OTHER_MODEL = re.compile(r"[Hh]ybrid (layer pattern|model).*GPT checkpoint|GPT checkpoint.*hybrid")
 
 
@@ -41,7 +41,7 @@ def choosing_by_size(args: Namespace) -> Callable[[Any], Any]:
 
 
 def _fits(args: Namespace, models: Any) -> bool:
-    """Whether it fits on every host. Performs one all-reduce."""
+    """Return whether it fits on every host. Performs one all-reduce."""
     if not args.use_distributed_optimizer or args.fake_process_group:
         return True
     ranks = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
@@ -61,12 +61,12 @@ def _fits(args: Namespace, models: Any) -> bool:
 
 
 def explained(error: BaseException) -> UserError | None:
-    """Return what to do about a checkpoint of shards that do not fit, if that is the error."""
+    """Return the advice for a checkpoint of shards that do not fit, if that is the error."""
     if _OTHER_SHARDS.search(str(error)):
         return UserError(
             "the checkpoint holds the optimizer's state in shards of other parameters: megasink "
             "0.2 and earlier kept sinks in float32 in a bf16 model. Save one more checkpoint "
-            "there, with --dist-ckpt-optim-fully-reshardable, or go on without the state by "
+            "there, with --dist-ckpt-optim-fully-reshardable, or continue without the state by "
             "--no-load-optim"
         )
     if _OTHER_MODEL.search(str(error)):

@@ -1,4 +1,4 @@
-"""Helper processes for asynchronous checkpoints: they end with their rank, and it ends with them.
+"""Helper processes for asynchronous checkpoints: helpers and their rank end together.
 
 With --async-save Megatron hands a checkpoint to a writer process, and gets results through a
 manager, which is another process. Upstream's helpers outlive a rank that is killed (they hold its

@@ -1,21 +1,21 @@
-"""Which collective operation this rank waits in, from torch's flight recorder (gloo and NCCL)."""
+"""Find the collective in which this rank waits, from torch's flight recorder (gloo, NCCL)."""
 
 import json
 import os
 from typing import Any
 
-_ENTRIES = "256"  # operations that the recorder keeps; those under way are the newest
+_ENTRIES = "256"  # operations that the recorder keeps; unfinished ones are the newest
 
 
 def record() -> None:
-    """Turn the recorder on. Call before the process groups are made; a set variable is kept."""
+    """Turn the recorder on, before the process groups are made; a set variable is kept."""
     os.environ.setdefault("TORCH_FR_BUFFER_SIZE", _ENTRIES)
 
 
 def under_way() -> str | None:
-    """Describe the oldest operation that has not ended: ``all_reduce 17 of GROUP (Float [100])``.
+    """Describe the oldest unfinished operation: ``all_reduce 17 of GROUP (Float [100])``.
 
-    17 is its number in the group. None if there is none, or no recorder.
+    17 is its number in the group. None if there is no such operation, or no recorder.
     """
     import torch
     from torch._C import _distributed_c10d as c10d

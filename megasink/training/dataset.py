@@ -42,7 +42,7 @@ def dataset_config(args: Namespace) -> GPTDatasetConfig:
     """Return the options of Megatron's GPTDataset; the kernels apply attention masks.
 
     As upstream's core_gpt_dataset_config_from_args (pretrain_gpt.py). Every field of the dataclass
-    that a flag sets is here: a field left out would ignore its flag in silence.
+    that a flag sets is here: a missing field would silently ignore its flag.
     """
     blend, blend_per_split = get_blend_and_blend_per_split(args)
     split, drawn = args.split, drawn_validation(args.data_path or [])
@@ -76,7 +76,7 @@ def dataset_config(args: Namespace) -> GPTDatasetConfig:
 
 
 def datasets_provider(samples: list[int], vp_stage: int | None = None) -> Any:
-    """Build the (train, validation, test) datasets, of so many samples each, for ``pretrain``."""
+    """Build the (train, validation, test) datasets with these numbers of samples."""
     args = get_args()
 
     def built_here() -> bool:
@@ -92,8 +92,8 @@ def datasets_provider(samples: list[int], vp_stage: int | None = None) -> Any:
 def reading_stores(args: Namespace) -> Iterator[None]:
     """Let datasets that are built in the block use multi-storage-client, as --enable-msc asks.
 
-    Nothing else: Megatron would also write and read checkpoints through it, in files too, with
-    another reader than the one that is kept from running code in them
+    Nothing else uses it: Megatron would also write and read checkpoints through it, even local
+    ones, with a different reader than the one that is kept from running their code
     (core/dist_checkpointing/strategies/torch.py:905).
     """
     if args.enable_msc:
@@ -111,14 +111,13 @@ datasets_provider.is_distributed = True  # type: ignore[attr-defined]
 def get_batch(data_iterator: Iterator[Any] | None, vp_stage: int | None) -> dict[str, Any]:
     """Return this rank's microbatch: tensor-parallel rank 0 reads and broadcasts it.
 
-    Returns:
-        tokens, labels, position_ids [B, s] int64 and loss_mask [B, s] float32, with the s tokens of
-        this context-parallel rank; None for what this pipeline stage does not need. targets [],
-        the sum of the loss mask over all S tokens; None if unused. text_targets [B, s] bool on the
-        last stage with --replace-tokens-at, False for replaced tokens; otherwise None. before_texts
-        [], see `_before_texts`, there too. With --dataloader-inter-document-masking also max_seqlen
-        [B] and cu_seqlens [B, S + 1] int32 on every stage, and host_cu_seqlens, the same on the
-        host: None where another rank has read it.
+    tokens, labels, position_ids [B, s] int64 and loss_mask [B, s] float32 have the s tokens of this
+    context-parallel rank; they are None if this pipeline stage does not need them. targets [] is
+    the sum of the loss mask over all S tokens; None if unused. The last stage has before_texts []
+    (see `_before_texts`) and, with --replace-tokens-at, text_targets [B, s] bool, False for
+    replaced tokens. With --dataloader-inter-document-masking every stage has max_seqlen [B] and
+    cu_seqlens [B, S + 1] int32, and host_cu_seqlens, the same on the host: None if another rank has
+    read it.
     """
     args = get_args()
     packed = args.dataloader_inter_document_masking
@@ -181,7 +180,7 @@ def get_batch(data_iterator: Iterator[Any] | None, vp_stage: int | None) -> dict
 
 
 def counts_targets(args: Namespace) -> bool:
-    """Whether every pipeline stage needs the number of targets in a microbatch.
+    """Return whether every pipeline stage needs the number of targets in a microbatch.
 
     The head-balance loss scales its gradient by this number when Megatron divides every gradient by
     the global batch's number; otherwise only the last stage would know it.
@@ -190,7 +189,7 @@ def counts_targets(args: Namespace) -> bool:
 
 
 def _reads(args: Namespace, vp_stage: int | None) -> bool:
-    """Whether a (virtual) pipeline stage reads the data."""
+    """Return whether a (virtual) pipeline stage reads the data."""
     everywhere = args.dataloader_inter_document_masking or counts_targets(args)
     return bool(everywhere or is_first_or_last_pipeline_stage(vp_stage))
 
@@ -219,7 +218,8 @@ def without_prefix(loss_mask: Tensor, prefix: int) -> Tensor:
 def bytes_per_token(args: Namespace) -> TokenBytes | None:
     """Return the bytes of text per token id; None if tokens do not stand for bytes.
 
-    Those of letters alone, numbers or proteins do not: a run reports its loss per token alone.
+    Tokens of single letters, numbers or proteins do not: then a run reports only its loss per
+    token.
     """
     if args.tokenizer_type != "HuggingFaceTokenizer":
         return None
@@ -247,7 +247,7 @@ def token_byte_table() -> Tensor | None:
 
 
 def _before_texts(tokens_BS: Tensor | None, batch: dict[str, Any]) -> Tensor | None:
-    """Return the bytes among the targets' that the tokenizer put before texts, float32."""
+    """Return the bytes of the targets that the tokenizer put before texts, float32."""
     table = bytes_per_token(get_args())
     if table is None or not table.prefix:
         return None

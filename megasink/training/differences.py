@@ -1,4 +1,4 @@
-"""How a run's arguments differ from those that a config.json holds."""
+"""Compare a run's arguments with those in a config.json."""
 
 import os
 from argparse import Namespace
@@ -23,7 +23,7 @@ def differences_of(
     *,
     finetune: bool = False,
 ) -> list[str]:
-    """Describe how the arguments differ from those in a config.json."""
+    """Describe the differences between arguments and those in a config.json."""
     before = {**saved["arguments"], **saved.get("identity", {})}
     now = {name: plain(getattr(args, name)) for name in names if hasattr(args, name)}
 

@@ -16,12 +16,8 @@ def stop_if_diverged(
 ) -> None:
     """End the run on all ranks if the rank that has the loss detects divergence.
 
-    Performs one all-reduce of four numbers after step `iteration`. Call on every rank.
-
-    Args:
-        divergence: tracks the loss on the rank that has it; empty elsewhere.
-        nats: value of --stop-on-divergence.
-        folder: the checkpoint folder, or None.
+    Performs one all-reduce of four numbers after step `iteration`. Call on every rank. `divergence`
+    tracks the loss on the rank that has it, and is empty elsewhere.
     """
     here = [-math.inf] * 4
     if divergence.exceeds(nats):

@@ -1,9 +1,9 @@
 """Read and check a training command line before importing Megatron, which takes seconds.
 
-A launcher does it once for the ranks that it starts; a rank of torchrun does it for itself. Nothing
-is refused here that a rank would accept: flags come from the table of Megatron's flags
-(flag_table.py). Where the ranks will run, the device and small files are looked at, too, so that
-one message has all problems; what takes torch, the ranks check.
+A launcher does it once for its ranks; a rank of torchrun does it for itself. Nothing is refused
+that a rank would accept: flags come from the table of Megatron's flags (flag_table.py). On the
+ranks' machine, the device and small files are checked too, so that one message has all problems.
+The ranks check everything that needs torch.
 """
 
 import argparse
@@ -26,7 +26,7 @@ from megasink.training.flag_table import add_flags, read_table
 _SIZES = ("tensor_model", "pipeline_model", "context")
 _KITCHEN = re.compile("(unknown: )?--kitchen-")
 CHECKED = "MEGASINK_CHECKED"
-"""Variable of ranks whose launcher has checked their command line: its `digest`."""
+"""Variable of ranks: the `digest` of the command line that their launcher has checked."""
 
 
 def read(
@@ -70,14 +70,14 @@ def digest(argv: Sequence[str]) -> str:
 
 
 def was_checked(argv: Sequence[str]) -> bool:
-    """Whether the launcher that started this process has checked its command line."""
+    """Return whether the launcher of this process has checked its command line."""
     return os.environ.get(CHECKED) == digest(argv)
 
 
 def expanded(argv: Sequence[str]) -> list[str]:
     """Return a command line with the flags of its files in the place of --recipe.
 
-    Everything that starts a run from words calls this before anything else reads them.
+    All starts of a run from words call this before anything else reads them.
     """
     if not any(word.partition("=")[0] == recipes.FLAG for word in argv):
         return list(argv)

@@ -18,12 +18,12 @@ from megasink.training.stop import RankState, again, left
 from megasink.training.waiting import here, is_first_here, on_several_hosts
 
 _EVENTS = ("tensorboard.", "torch.utils.tensorboard.")
-_LITTLE = 1 << 20  # bytes that are left on a file system which is full
+_LITTLE = 1 << 20  # free bytes of a full file system
 _first: bool | None = None
 
 
 def reports() -> bool:
-    """Whether this rank prints the line: the first with an error, or else the first of its host."""
+    """Return whether this rank prints the line: the first with an error, or of its host."""
     return is_first_here() if _first is None else _first
 
 
@@ -41,13 +41,13 @@ def wait_for_first(seconds: float = 30.0) -> None:
 
 
 def tell(error: BaseException) -> None:
-    """Let the other hosts know why this rank ends, if it does not end because of another one."""
+    """Report to the other hosts why this rank ends, unless it ends because of another one."""
     if not heartbeat.is_lost_connection(error):
         heartbeat.tell(named(error))
 
 
 def named(error: BaseException) -> str:
-    """Return an error in one line, with its type unless it is ours."""
+    """Return an error in one line, with its type unless it is one of ours."""
     text = " ".join(str(error).split())
     return text if isinstance(error, UserError) else f"{type(error).__name__}: {text}"
 
@@ -66,7 +66,7 @@ def explained(error: BaseException, args: Namespace) -> BaseException:
         return error
     _first = heartbeat.first_to_speak()
     if heartbeat.is_lost_connection(error):
-        if RankState.signal:  # another rank got it, too, and has left
+        if RankState.signal:  # another rank got it too, and has left
             return Stopped(RankState.signal, f" while {RankState.phase}; {left(RankState.run_dir)}")
         return _lost(error)
     explanation = _of_megatron(error, args)

@@ -1,4 +1,4 @@
-"""Parameters that explicit gates add, and the FFN width that makes up for them (P1.21).
+"""Parameters that explicit gates add, and the FFN width that compensates for them (P1.21).
 
 `options`: see :mod:`megasink.attention.variants.gates`.
 """
@@ -16,8 +16,7 @@ FFN_MULTIPLE = 128
 def parameters_per_layer(options: Any, *, bias: bool = False) -> int:
     """Return the parameters that the gate and the SDPA output norm add to a layer.
 
-    Args:
-        bias: Whether linear_qkv, and so the gate projection, has a bias.
+    `bias`: whether linear_qkv, and so the gate projection, has a bias.
     """
     count = 0
     if gates_explicitly(options):
@@ -33,11 +32,7 @@ def parameters_per_layer(options: Any, *, bias: bool = False) -> int:
 class MatchedWidth:
     """The FFN width at which a gated layer matches the parameter count of an ungated one (P1.21).
 
-    Attributes:
-        extra: Parameters that the gate adds to a layer.
-        before, after: FFN width without and with the gate.
-        exact: Unrounded width at which the counts match exactly.
-        left_over: Parameters per layer in excess of the ungated layer; negative if fewer.
+    `exact` is unrounded; `extra` and `left_over` are parameters per layer.
     """
 
     extra: int
@@ -64,11 +59,8 @@ def matched_ffn_width(
 ) -> MatchedWidth:
     """Round ffn_width - extra / (parameters per unit of width) to a multiple of FFN_MULTIPLE.
 
-    Args:
-        ffn_width: FFN width of the ungated model.
-        extra: Parameters that the gate adds to a layer.
-        gated_linear_unit: Whether the FFN has three matrices (SwiGLU) instead of two.
-        bias: Whether the first linear layer of the FFN has a bias.
+    `extra` is the number of parameters that the gate adds to a layer. A `gated_linear_unit` has
+    three matrices instead of two; `bias` is that of the first one.
     """
     columns = 2 if gated_linear_unit else 1
     per_unit = (columns + 1) * hidden_size + (columns if bias else 0)

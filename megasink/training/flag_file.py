@@ -1,9 +1,9 @@
-"""Flags in files: their form in TOML, and which flags a file may set.
+"""Flags in files: their form in TOML, and the flags that a file may set.
 
-One rule for every file, whoever made it: a run's starts.jsonl and config.toml, a recipe, a grid
-and its measurements, flags.txt of a conversion. They set the model, what is read, and the training:
-switches, numbers, names of choices, and the text that a list names (options.megatron_flags). What
-writes elsewhere, imports, connects or sends, the command line alone says (`refused`).
+One rule holds for every file: a run's starts.jsonl and config.toml, a recipe, a grid and its
+measurements, flags.txt of a conversion. They set the model, its inputs and the training: switches,
+numbers, names of choices, and listed text (options.megatron_flags). Only the command line may set
+flags that write elsewhere, import, connect or send (`refused`).
 """
 
 import functools
@@ -57,9 +57,9 @@ def _text_flags() -> dict[str, str]:
 
 
 def refused(words: Sequence[str], folder: Path | None = None) -> dict[str, str]:
-    """Return the flags among words of a file that the command line alone may set: name -> words.
+    """Return a file's flags that only the command line may set: name -> words.
 
-    `folder` is where the file may also say to write.
+    The file may name `folder` for output.
     """
     return {
         name: " ".join([f"--{name}", *values])
@@ -121,7 +121,7 @@ def flag_words(flags: Mapping[str, Any]) -> list[str]:
 
 
 def form_problems(name: str, value: Any) -> Iterator[str]:
-    """Yield what is wrong with the form of a flag in a file; each continues the flag's name."""
+    """Yield the problems of a flag's form in a file; each continues the flag's name."""
     if name.startswith("-"):
         yield f": write {name.lstrip('-')}, without dashes"
     elif not re.fullmatch(r"\w[\w.-]*", name):

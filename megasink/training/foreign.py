@@ -45,7 +45,7 @@ def accepting_megatrons_checkpoints() -> Iterator[None]:
         return original(wanted, checkpoint_dir, *args, **kw)
 
     def retarget(_: dict[str, Any], layer_maps: Any) -> None:
-        maps[:] = [layer_maps]  # for the whole state at once, when the keys are known
+        maps[:] = [layer_maps]  # for the whole state at once, once the keys are known
 
     with (
         FOREIGN_CHECKPOINTS.replacing(load=load),

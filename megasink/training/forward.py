@@ -78,21 +78,13 @@ def loss_func(
     training: bool,
     token_losses: Tensor,
 ) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
-    """Return the summed loss of a microbatch.
+    """Return (sum of nats, number of targets as int32, {name: [numerator, denominator]}).
 
-    Args:
-        labels: [B, S] int64 targets, like the rest local to this context-parallel rank.
-        loss_mask: [B, S] float32, 1 for targets that count.
-        targets: scalar, number of such targets on all context-parallel ranks.
-        text_targets: [B, S] bool, False for replaced tokens; None if all are text.
-        before_texts: scalar, bytes among them that the tokenizer put before texts, on all
-            context-parallel ranks; None for none.
-        training: False in evaluation, which also sums bits per byte.
-        token_losses: [B, S] nats per target.
-
-    Returns:
-        (sum of nats, number of targets as int32, {name: [numerator, denominator]}): Megatron sums
-        the pairs over microbatches and ranks, and divides to get token-weighted means.
+    Megatron sums the pairs over microbatches and ranks, and divides to get token-weighted means.
+    `labels`, `loss_mask`, `text_targets` (False for replaced tokens) and `token_losses` (nats) are
+    [B, S] of this context-parallel rank. `targets` counts the loss mask, and `before_texts` the
+    bytes that the tokenizer put before texts, on all context-parallel ranks. Evaluation also sums
+    bits per byte.
     """
     args, mask = get_args(), loss_mask.view(-1).float()
     losses = token_losses.view(-1).float()

@@ -18,7 +18,7 @@ from megasink.training.stop import RankState, left, write_to_stderr, write_to_to
 
 TICK = 1.0  # seconds
 HAS_ENDED = "has ended"
-ON_DISK = "is waiting for a disk or network file system"  # any process, for a moment
+ON_DISK = "is waiting for a disk or network file system"  # any process, briefly
 _STATES = {
     psutil.STATUS_STOPPED: "is stopped (kill -CONT {pid})",
     psutil.STATUS_TRACING_STOP: "is held by a debugger",

@@ -22,7 +22,7 @@ from megasink.training.waiting import here, is_first_here, machine, node, on_sev
 
 SECONDS = 2.0  # between two beats in a small run
 _LEAVE_SECONDS = 5.0  # for a beat in progress, or the first one
-_WORDS_SECONDS = 5.0  # for this rank to end by itself when another one has said why it ends
+_WORDS_SECONDS = 5.0  # for this rank to end by itself after another one has reported why it ends
 ENDED = "ended"
 # Messages of torch's communication libraries when a rank is gone or does not respond.
 _LOST = re.compile(
@@ -60,12 +60,12 @@ class Heartbeat:
         self._holder = self._holder or self._beat_of(0)
 
     def tell(self, words: str) -> None:
-        """Let the others know why this rank ends, unless another one has ended before."""
+        """Report why this rank ends, unless another one ended before."""
         rank = f"rank {self._rank} on {here()}"
         self._store.compare_set(f"{RankState.attempt}/words", "", f"{rank}: {words}")
 
     def words(self) -> str:
-        """Return why a rank has ended; empty if none has said so."""
+        """Return why a rank has ended; empty without a report."""
         if not self._words and self._store.check([f"{RankState.attempt}/words"]):
             self._words = self._store.get(f"{RankState.attempt}/words").decode()
             self._heard = self._clock.seconds
@@ -106,7 +106,7 @@ class Heartbeat:
         return "; ".join(texts) + more or None
 
     def without_store(self) -> tuple[str, bool]:
-        """Describe rank 0 if the store that it holds is gone, and whether it has ended."""
+        """Describe rank 0 if its store is gone, and whether rank 0 has ended."""
         address, port = os.environ["MASTER_ADDR"], os.environ["MASTER_PORT"]
         if self._holder and self._holder["machine"] == machine():
             return self._describe(0, self._holder), state_of(self._holder["pid"]) == HAS_ENDED
@@ -128,7 +128,7 @@ class Heartbeat:
         return ", ".join(f"rank {rank} {_place(beat)}" for rank, beat in beats if beat)
 
     def first_here(self) -> bool:
-        """Whether this rank is the first of its host and attempt to report an error."""
+        """Return whether this rank is the first of its host and attempt to report an error."""
         return bool(self._store.add(f"{RankState.attempt}/said on {node()}", 1) == 1)
 
     def _beat_of(self, rank: int) -> dict[str, Any] | None:
@@ -150,7 +150,7 @@ class Heartbeat:
 
 _heart: Heartbeat | None = None
 _thread: threading.Thread | None = None
-_explaining = False  # the main thread has met an error, and reports it or leaves that to another
+_explaining = False  # the main thread has an error, and reports it or leaves that to another rank
 _leaving = threading.Event()
 
 
@@ -171,7 +171,7 @@ def _live() -> None:
     rank, world = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     _heart = heart = Heartbeat(_connect(), rank, world, max(SECONDS, world / 200))
     silent, clock = 0.0, Clock(heart._interval)
-    # A call to a store that is cut off blocks for a minute, which `clock` takes for a stop of this
+    # A call to an unreachable store blocks for a minute, which `clock` mistakes for a stop of this
     # process; the guard's clock goes on.
     answer = f"an answer of {os.environ['MASTER_ADDR']}, where the ranks' store is"
     answer += f" (is {here()} cut off from it?),"
@@ -190,7 +190,7 @@ def _live() -> None:
         except RuntimeError:  # from torch: the store does not respond
             text, ended = heart.without_store()
             waited = clock() - silent
-            # A rank that is done may outlive the store.
+            # A finished rank may outlive the store.
             soon = ended and RankState.phase not in ("ending", ENDED) and waited > _WORDS_SECONDS
             if (soon or waited > guard.timeout) and not _explaining:
                 end(text)
@@ -207,12 +207,12 @@ def _connect() -> Any:
         wait_for_workers=False,
         timeout=timedelta(seconds=60),
     )
-    # For all attempts: a beat of an earlier one is overwritten, or tells what became of its rank.
+    # For all attempts: a beat of an earlier one is overwritten, or shows the end of its rank.
     return dist.PrefixStore("megasink/beats", store)
 
 
 def farewell() -> bool:
-    """Announce that this rank is done, and end its thread; whether it has ended.
+    """Announce that this rank is done, and end its thread; return whether the thread has ended.
 
     A thread inside the store at interpreter exit aborts the process: it cannot take the GIL again,
     and is unwound through C++.
@@ -231,13 +231,13 @@ def farewell() -> bool:
 
 
 def first_to_speak() -> bool:
-    """Whether this rank reports why the run ends: the first of its host that has an error."""
+    """Return whether this rank reports why the run ends: the first of its host with an error."""
     global _explaining
     _explaining = True
     end = time.monotonic() + _LEAVE_SECONDS
     while _heart is None and _thread and RankState.attempt and time.monotonic() < end:
         time.sleep(0.1)
-    if _heart is None:  # the ranks have not met: all fail alike
+    if _heart is None:  # the ranks have not met: all fail the same way
         return is_first_here()
     try:
         return _heart.first_here()
@@ -246,7 +246,7 @@ def first_to_speak() -> bool:
 
 
 def tell(words: str) -> None:
-    """Let the other ranks know why this one ends."""
+    """Report to the other ranks why this one ends."""
     with contextlib.suppress(RuntimeError):
         if _heart is not None:
             _heart.tell(words)
@@ -262,7 +262,7 @@ def words() -> str:
     """Return why another rank ended; waits a moment for it. Empty if nothing is known."""
     end = time.monotonic() + 2 * SECONDS
     while _heart is not None and time.monotonic() < end:
-        with contextlib.suppress(RuntimeError):  # what the thread has heard is kept
+        with contextlib.suppress(RuntimeError):  # the thread's information is kept
             _heart.words()
         if _heart._words:
             return _heart._words
@@ -281,7 +281,7 @@ def is_lost_connection(error: BaseException) -> bool:
 
 
 def missing_ranks() -> str | None:
-    """Describe ranks that are gone, stopped or silent; None if all respond or nothing is known."""
+    """Describe ranks that are gone, stopped or silent; None if all respond or unknown."""
     try:
         return _heart.missing() if _heart else None
     except RuntimeError:  # the store is gone

@@ -1,7 +1,7 @@
-"""What runs in the helper processes of asynchronous checkpoints.
+"""The code of the helper processes of asynchronous checkpoints.
 
 A helper that outlives its rank holds its memory, and might still write into the folder of a resumed
-run. So it ends with the rank from its beginning on: this module imports nothing that takes long.
+run. So it is tied to the rank from the start: this module imports nothing slow.
 """
 
 import functools
@@ -16,7 +16,7 @@ from megasink.training.stop import SIGNALS
 
 
 def live_with_rank() -> None:
-    """End with the rank, and ignore signals, which torchrun and Slurm send to helpers, too."""
+    """End with the rank, and ignore signals, which torchrun and Slurm also send to helpers."""
     rank = multiprocessing.parent_process()
     assert rank is not None
     if not ends_with(rank.pid or 0):

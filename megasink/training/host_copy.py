@@ -5,10 +5,10 @@ from torch import Tensor
 
 
 class HostCopy:
-    """A copy that is started now and read later, of values that nobody changes.
+    """A copy, started now and read later, of values that do not change.
 
-    It goes to pinned memory behind what the current stream has to do, so that starting it and
-    asking for it wait for nothing.
+    It goes to pinned memory after the current stream's work, so starting it and asking for it do
+    not wait.
     """
 
     def __init__(self, values: Tensor):
@@ -25,7 +25,7 @@ class HostCopy:
         return self._copied is None or bool(self._copied.query())
 
     def read(self) -> Tensor:
-        """Return the values on the host; wait for the device if they are not there yet."""
+        """Return the values on the host; wait for the device if necessary."""
         if self._copied is not None and not self._copied.query():
             self._copied.synchronize()
         return self._values

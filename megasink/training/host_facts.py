@@ -24,7 +24,7 @@ from megasink.options.megatron_flags import having
 from megasink.training.checks.blends import blends
 from megasink.upstream.versions import versions
 
-# What differs between ranks, and folders: `hosts` looks for those that all hosts share.
+# Flags that differ between ranks, and folders: `hosts` checks those that all hosts share.
 _OF_A_HOST = {"rank", "local_rank", "flag_problems", "refused_flags", "run_dir", *having("host")}
 _OF_A_HOST |= {"expanded_recipe"}  # its path; its flags are compared
 # Variables that choose kernels, their arithmetic, or the form of collectives.
@@ -32,27 +32,24 @@ _VARIABLES = (
     *("NVTE_", "CUBLAS_WORKSPACE_CONFIG", "NVIDIA_TF32_OVERRIDE", "TORCH_ALLOW_TF32"),
     *("NCCL_ALGO", "NCCL_PROTO", "TORCHINDUCTOR_", "TRITON_INTERPRET", "FLA_"),
 )
-# Packages beside those that a run records: compiled code and what it links to.
+# Packages besides those that a run records: compiled code and its libraries.
 _PACKAGES = ("nvidia-", "triton", "pytorch-triton", "torch", "cuda-", "flash-linear-attention")
-_TOTAL = 4 << 30  # bytes of data that a start reads
+_TOTAL = 4 << 30  # bytes of data to read at a start
 _THREADS = 16
 
 
 def facts_of(args: Namespace) -> dict[str, str]:
-    """Return {name: its value, or a digest of it}, by the names that a message gives them.
+    """Return {name: its value, or a digest of it}, by the names in messages.
 
     Reads the source of megasink, Megatron and the plugins, the tokenizer and the data sets. Paths
-    may differ between hosts, the contents of the files may not.
-
-    Args:
-        args: validated.
+    may differ between hosts, but contents may not.
     """
     ours = Path(megasink.__file__).parent
     files = (path for kind in ("py", "toml", "json") for path in ours.rglob(f"*.{kind}"))
     facts = {str(path.relative_to(ours.parent)): _digest([path]) for path in files}
     facts |= {f"variable {k}": v for k, v in os.environ.items() if k.startswith(_VARIABLES)}
     for name, version in _versions():
-        facts.setdefault(f"version of {name}", version)  # the first is that which is imported
+        facts.setdefault(f"version of {name}", version)  # the first is imported
     for package in ("megatron.core", "megatron.training"):
         facts[f"the source of {package}"] = _source(package)
     for plugin in plugins.LOADED.values():
@@ -67,7 +64,7 @@ def facts_of(args: Namespace) -> dict[str, str]:
 
 
 def differences(here: Mapping[str, str], there: Mapping[str, str], host: str) -> list[str]:
-    """Describe how the facts of this host differ from those of `host`; given flags come first."""
+    """Describe the differences between this host's facts and `host`'s; given flags come first."""
     given = {word.partition("=")[0] for word in sys.argv}
     names = sorted({*here, *there}, key=lambda name: (name not in given, name))
     return [
@@ -85,14 +82,14 @@ def _versions() -> Iterator[tuple[str, str]]:
     for package in importlib.metadata.distributions():
         if (name := package.name.lower().replace("_", "-")).startswith(_PACKAGES):
             yield name, package.version
-    # Libraries of the system, as in images whose torch is no package of PyPI.
+    # System libraries, as in images with a torch that is not from PyPI.
     yield "CUDA in torch", str(torch.version.cuda or torch.version.hip)
     if torch.distributed.is_nccl_available():
         yield "NCCL in torch", ".".join(map(str, torch.cuda.nccl.version()))
 
 
 def _flags(args: Namespace) -> Iterator[tuple[str, str]]:
-    """Yield the resolved flags; a file that one names counts by what is in it."""
+    """Yield the resolved flags; a file counts by its contents."""
     prefixes = {prefix for blend in blends(args) for prefix in blend.prefixes}
     for name, value in vars(args).items():
         if name in _OF_A_HOST:
@@ -117,7 +114,7 @@ def _source(module: str) -> str:
 
 
 def _own_modules() -> Iterator[tuple[str, Path]]:
-    """Yield the imported modules that belong to no installed package: a plugin's, a script."""
+    """Yield the imported modules outside installed packages: a plugin's, a script."""
     installed = {sysconfig.get_path(name) for name in ("stdlib", "purelib", "platlib")}
     packages = tuple(f"{path}{os.sep}" for path in (*installed, Path(megasink.__file__).parent))
     for name, module in list(sys.modules.items()):
@@ -138,7 +135,7 @@ def _checkpoint(folder: Path) -> dict[str, str]:
 
 
 def _data(args: Namespace) -> dict[str, str]:
-    """Return the contents of the data sets; of large ones samples, which is said."""
+    """Return the contents of the data sets; for large ones samples, with a note."""
     files = {
         f"the {kind} of data set {number} of {blend.flag.split()[0]}": (prefix, kind)
         for blend in blends(args)
@@ -155,7 +152,7 @@ def _data(args: Namespace) -> dict[str, str]:
     if args.rank == 0 and (large := sum(not whole for _, whole in found)):
         say(
             f"data: of {large} of {len(files)} files, those above {most / 1e6:,.0f} MB, the hosts "
-            "compare samples, and checksums that their .json has; other bytes may differ"
+            "compare samples and the checksums in their .json; other bytes may differ"
         )
     return {name: text for name, (text, _) in zip(files, found, strict=True)}
 

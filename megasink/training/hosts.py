@@ -1,8 +1,8 @@
-"""Several hosts compare themselves before the first step, through the store that the start opens.
+"""Compare the hosts of a job before the first step, through the store that the start opens.
 
 Rank 0 publishes its host's fingerprint. The first rank of every other host compares it with its
-own, and looks for the files that rank 0 has put into the folders that all share. Every host then
-reports each difference. An error before the hosts meet travels with torchrun (meeting.py).
+own, and looks for the files that rank 0 has put into the shared folders. Every host then reports
+each difference. An error before the hosts meet travels with torchrun (meeting.py).
 """
 
 import contextlib
@@ -26,7 +26,7 @@ from megasink.training.meeting import clocks_apart
 from megasink.training.waiting import here, is_first_here, waiting
 
 RANKS = "MEGASINK_RANKS"
-"""Variable with the number of ranks that the command which starts them counts on."""
+"""Variable with the number of ranks that their start command expects."""
 START, HEARD = "start", "heard"
 """Keys of rank 0's decision, and of the number of ranks that have read it."""
 _OFFER, _HOST = "hosts/offer", "hosts/host"
@@ -39,7 +39,7 @@ _MOST, _MOST_FILES = 4, 64  # hosts, or differences of one, in a message; files 
 
 
 def refuse_another_world() -> None:
-    """Refuse a job of another size than its command counts on, with the likely reasons."""
+    """Refuse a job of a different size than its command expects, with the likely reasons."""
     expected, world = os.environ.get(RANKS), os.environ.get("WORLD_SIZE", "1")
     if expected is not None and expected != world:
         raise UserError(
@@ -68,7 +68,7 @@ def compare(store: Any, args: Namespace) -> None:
 
 
 def answer(store: Any, args: Namespace) -> None:
-    """Compare this host with that of rank 0. Every other rank calls it; the first of a host does.
+    """Compare this host with rank 0's. Every other rank calls it; the first of a host acts.
 
     Returns at once if rank 0 has refused the start.
     """
@@ -92,7 +92,7 @@ def answer(store: Any, args: Namespace) -> None:
 
 
 def _clock(store: Any, host: str) -> list[str]:
-    """Describe how far rank 0's clock is from this one: it is written while rank 0 waits."""
+    """Describe the offset of rank 0's clock, which is written while rank 0 waits."""
     before, first = time.time(), store.get(_CLOCK)
     while (clock := store.get(_CLOCK)) == first and not store.check([START]):
         time.sleep(0.05)
@@ -102,7 +102,7 @@ def _clock(store: Any, host: str) -> list[str]:
 
 
 def _long_messages(store: Any, host: str) -> Any:
-    """Return rank 0's offer, and send as much: short messages pass where long ones may not."""
+    """Return rank 0's offer, and send as much: long messages may fail where short ones pass."""
     what = (
         f"a long message between {host} and {here()}, where short ones arrive (give all hosts and "
         "switches the same MTU),"
@@ -121,7 +121,7 @@ def _long_messages(store: Any, host: str) -> Any:
 
 
 def refuse(store: Any, world: int, error: object) -> None:
-    """Let the other ranks know that rank 0 does not start, and wait: the store may end with it."""
+    """Report that rank 0 does not start, and wait: the store may end with it."""
     store.set(START, json.dumps({"refused": str(error)}))
     end = time.monotonic() + _HEARD_SECONDS
     while store.add(HEARD, 0) < world - 1 and time.monotonic() < end:
@@ -142,12 +142,12 @@ def _shortened(texts: Sequence[str]) -> str:
 
 
 def _shared(args: Namespace) -> dict[str, Path]:
-    """Return the folders that all hosts write to or read from, by flag or name in --run-dir."""
+    """Return the folders that all hosts use, by flag or name in --run-dir."""
     folders = {"--run-dir": args.run_dir, "--save": args.save}
     if not args.mock_data:
         folders["--data-cache-path"] = args.data_cache_path
     shared = {flag: Path(path) for flag, path in folders.items() if path and not is_stored(path)}
-    # A link, or a volume of its own, may lead elsewhere on one host.
+    # A link or a separate volume may lead elsewhere on one host.
     inside = shared["--run-dir"].glob("*") if "--run-dir" in shared else ()
     apart = [
         p for p in sorted(inside) if p not in shared.values() and (p.is_dir() or p.is_symlink())
@@ -162,7 +162,7 @@ def _real(path: Path) -> Path:
 
 @contextlib.contextmanager
 def _marked(args: Namespace) -> Iterator[dict[str, Any]]:
-    """Put a file of a name that no other host can guess into each shared folder, for the body.
+    """Put a file with an unguessable name into each shared folder, for the body.
 
     Yields {name of the folder: its real path here, and the names of files that others must see}.
     """
@@ -193,14 +193,14 @@ def _marked(args: Namespace) -> Iterator[dict[str, Any]]:
 
 
 def _newest_files(folder: Path) -> list[str]:
-    """Return some files of the newest checkpoint, whose folder may be a link of one host."""
+    """Return some files of the newest checkpoint; its folder may be a link on one host."""
     newest = [checkpoint_path(folder, iteration) for iteration in iterations(folder)[-1:]]
     files = [path for saved in newest for path in sorted(saved.glob("*"))]
     return [str(path.relative_to(folder)) for path in files[:_MOST_FILES]]
 
 
 def _not_shared(args: Namespace, marks: dict[str, Any], host: str) -> list[str]:
-    """Describe each folder in which this host does not find rank 0's files, or cannot write."""
+    """Describe each folder in which this host does not find rank 0's files or cannot write."""
     problems, end = [], time.monotonic() + _SHARED_SECONDS
     own = f"lease.{secrets.token_hex(8)}"
     flags = _shared(args)
@@ -209,7 +209,7 @@ def _not_shared(args: Namespace, marks: dict[str, Any], host: str) -> list[str]:
         real = _real(folder)
         try:
             while missing := [file for file in there["files"] if not (real / file).exists()]:
-                # What this host writes makes a network file system look at the folder again.
+                # Writing makes a network file system refresh its view of the folder.
                 with contextlib.suppress(FileNotFoundError):
                     (real / own).touch()
                     (real / own).unlink()

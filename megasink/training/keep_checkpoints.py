@@ -19,11 +19,9 @@ def keeping_whole_checkpoints(*, checksums: bool) -> Iterator[None]:
 
     Megatron saves an iteration again if the next step gives NaN or Inf
     (core/rerun_state_machine.py:411), over the first files: a kill or a full disk during that save
-    would destroy the newest good checkpoint. And with --save-retain-interval it deletes the
-    checkpoint before, whatever has become of the new one, which is checked here first.
-
-    Args:
-        checksums: verify those of the new one before deleting: in the background, as deleting is.
+    would destroy the newest good checkpoint. With --save-retain-interval it also deletes the
+    previous checkpoint without checking the new one, which happens here (`checksums` included),
+    in the background like the deletion.
     """
     import torch
     from megatron.training import get_args, training
@@ -65,7 +63,7 @@ def keeping_whole_checkpoints(*, checksums: bool) -> Iterator[None]:
 
 
 class _EndedError(Exception):
-    """Training has ended, and does not wait for the rest of a verification."""
+    """Raised to stop a verification because training has ended."""
 
 
 def delete_previous(
@@ -82,14 +80,10 @@ def delete_previous(
 ) -> None:
     """Delete a checkpoint that --save-retain-interval does not keep, once a newer one is intact.
 
-    Called as Megatron's function of this name is (training/checkpointing.py:1142), with the newer
-    checkpoint in the tracker file.
-
-    Args:
-        checksums: verify those of the newer one; else sizes only.
-        has_ended: whether training has ended: then the checkpoint stays, as its successor is not
-            verified.
-        lower: sets the priority of a process that upstream has forked for this.
+    Called like Megatron's function of this name (training/checkpointing.py:1142), with the newer
+    checkpoint in the tracker file. Verifies its sizes, or its `checksums`. If training `has_ended`
+    meanwhile, the checkpoint stays. `lower` sets the priority of a process that upstream has forked
+    for this.
     """
     if lower_priority:
         lower(cpu_priority, io_priority)

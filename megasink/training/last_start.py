@@ -1,4 +1,4 @@
-"""Read a run's last start from its folder, and where it will resume."""
+"""Read a run's last start and its resume point from its folder."""
 
 import json
 from argparse import Namespace
@@ -29,7 +29,7 @@ def from_where(run_dir: Path) -> str | None:
 
 
 def finished(run_dir: Path, args: Namespace) -> str | None:
-    """Return a sentence if a run has no step left to train or to evaluate; else None."""
+    """Return a sentence if a run has no step left to train or evaluate; else None."""
     if args.skip_train or not args.train_iters:
         return None
     try:

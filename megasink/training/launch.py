@@ -34,14 +34,14 @@ from megasink.training.replay import replayed
 from megasink.training.run_dir import folder_problem
 from megasink.training.stop import FOR_TORCHRUN, SIGNALS, left, name_of
 
-if TYPE_CHECKING:  # imported where ranks are started: they are most of the start-up
+if TYPE_CHECKING:  # imported only where ranks are started: they are most of the start-up
     from rich.console import Console
 
     from megasink.training.ranks import Ranks
 
 _OF_THE_LAUNCHER = ("--ranks", "--run-dir", "--resume")
 _SMALL = 1 << 16  # bytes; a disk without room for them is full
-# Keys of metrics.jsonl on the progress line, and what they are called there.
+# Keys of metrics.jsonl on the progress line, and their names there.
 _SHOWN = {
     "lm_loss": "loss",
     "imbalance": "imbalance",
@@ -67,7 +67,7 @@ _OF_MEGATRON = {
     "train-iters": ("STEPS", "training steps"),
     "global-batch-size": ("N", "sequences of a step, of --seq-length tokens each"),
 }
-# Those of megasink there.
+# Those of megasink.
 _FIRST = (
     *("--ranks", "--recipe", "--run-dir", "--resume", "--device"),
     *("--attention-variant", "--head-balance-coeff"),
@@ -95,7 +95,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             [sys.executable, "-m", "megasink.training", *plugins.flags(words), "--help"],
             check=False,
         ).returncode
-    # What a resume replays stands before the flags given now, so they are parsed after a look.
+    # Flags that a resume replays come before the given ones, so these are parsed again.
     resume, given = _resume(words), dict(named_values(words))
     if resume and not given.get("run-dir"):
         raise UserError("--resume needs --run-dir")
@@ -117,7 +117,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         checked = early.refuse(options, ranks, here=True)
     except ConfigError:
-        if writer_of(run_dir):  # what it has not finished is not damaged
+        if writer_of(run_dir):  # unfinished files of it are not damage
             wait_until_expired(run_dir, say)
         raise
     wait_until_expired(run_dir, say)
@@ -138,14 +138,14 @@ def main(argv: Sequence[str] | None = None) -> int:
         clear(run_dir)  # left by a killed rank
     if note := weak_loss(run_dir / "metrics.jsonl", options.head_balance_coeff):
         say(note)
-    if "--mock-data" not in flags:  # whose tokens stand for nothing
+    if "--mock-data" not in flags:  # its tokens have no meaning
         say_next("what it says", "generate", run_dir, "--prompt", "Once upon a time")
     say_next("a folder for transformers", "convert-to-hf", run_dir, "--output", f"{run_dir}-hf")
     return 0
 
 
 def _resume(words: Sequence[str]) -> str | None:
-    """Return the value of --resume; None without the flag, an error for no value of it."""
+    """Return the value of --resume; None without the flag, an error for an unknown value."""
     values = dict(named_values(words)).get("resume")
     if values is None or values == []:
         return None if values is None else RESUME[0]
@@ -155,7 +155,7 @@ def _resume(words: Sequence[str]) -> str | None:
 
 
 def own_parser() -> CommandParser:
-    """Return the parser of the flags that are not those of ranks."""
+    """Return the parser of the launcher's own flags."""
     parser = CommandParser(
         prog="megasink train",
         description=inspect.cleandoc(main.__doc__ or ""),
@@ -176,7 +176,7 @@ def launch(
 ) -> int:
     """Run `ranks` processes to completion, with a progress bar, or lines without a terminal.
 
-    `checked` says that `early.refuse` has found nothing in the flags. Raises Stopped after a
+    `checked` means that `early.refuse` found no problem in the flags. Raises Stopped after a
     signal, or an error with a rank's message or the location of its log.
     """
     from rich.console import Console
@@ -211,7 +211,7 @@ def launch(
 
 
 def _failure(running: "Ranks", logs: Path, run_dir: Path, code: int) -> UserError:
-    """Explain what ended the ranks: a signal to us, a signal to one of them, or an error."""
+    """Explain the end of the ranks: a signal to us, a signal to one of them, or an error."""
     if running.signals:
         # A rank's own message takes precedence: it may have failed to save.
         number, message = running.signals[0], first_error(logs)
@@ -246,7 +246,7 @@ def _killed(logs: Path) -> str | None:
     """Describe the first rank that a signal ended; torchrun then ended the others."""
     try:
         failures = json.loads((logs / FAILURES).read_text())
-    except (OSError, ValueError):  # none, or no room for the file
+    except (OSError, ValueError):  # no failure, or no room for the file
         return None
     log = (logs / "torchrun.log").read_text(errors="replace")
     for rank, code, pid in failures:

@@ -40,12 +40,8 @@ class _Seen(NamedTuple):
 class Lease:
     """The lease of a run folder, held until `release` or process exit.
 
-    Args:
-        folder: the run folder; created if missing.
-        say: reports progress while another host's lease expires.
-
-    Raises:
-        UserError: a live trainer holds the lease, or the folder cannot be written.
+    Raises UserError if a live trainer holds it, or the folder cannot be written. `say` reports
+    progress while another host's lease expires.
     """
 
     def __init__(self, folder: Path, say: Callable[[str], None] = say):
@@ -114,7 +110,7 @@ class Lease:
 
 
 def wait_until_expired(folder: Path, say: Callable[[str], None] = say) -> _Seen | None:
-    """Wait until a dead owner's lease expires; return it, None without one; refuse a live owner."""
+    """Wait until a dead owner's lease expires, and return it; refuse a live owner."""
     try:
         return _expired(folder, say)
     except OSError as error:
@@ -174,7 +170,7 @@ def clear(folder: Path) -> None:
 
 
 def is_part_of_a_lease(name: str) -> bool:
-    """Whether a name in a run folder is that of a lease, or of something temporary of one."""
+    """Return whether a name in a run folder belongs to a lease or its temporary files."""
     return name == LEASE or name.startswith(f"{LEASE}.")
 
 
@@ -208,7 +204,7 @@ def _remove(path: Path, dead: _Seen) -> None:
 
 
 def _unlink(path: Path) -> None:
-    """Remove a lease; its folder stays if another trainer has put its own in the place of it."""
+    """Remove a lease; its folder stays if another trainer has replaced the lease."""
     path.unlink()
     with contextlib.suppress(OSError):
         path.parent.rmdir()

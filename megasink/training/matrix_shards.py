@@ -24,8 +24,7 @@ from megasink.upstream.training import MATRIX_SHARDS
 def laying_out_matrices(args: Namespace) -> Iterator[None]:
     """Apply --use-distributed-optimizer under Muon, in Megatron's loop.
 
-    Args:
-        args: Validated: Megatron has moved the flag to ``use_layer_wise_distributed_optimizer``.
+    Megatron's validation moves the flag to ``use_layer_wise_distributed_optimizer``.
     """
     if not args.use_layer_wise_distributed_optimizer:
         yield
@@ -39,7 +38,7 @@ def laying_out_matrices(args: Namespace) -> Iterator[None]:
         tag_params_for_buffer_routing(models)
         for model in models:
             for name, parameter in model.named_parameters():
-                if is_table(parameter, name):  # of two axes, but AdamW's
+                if is_table(parameter, name):  # they have two axes, but belong to AdamW
                     parameter.is_managed_by_layer_wise_optimizer = False
         return wrap(models, random_init, ddp_config, *rest, **named)
 

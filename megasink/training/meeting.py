@@ -1,8 +1,8 @@
 """``python -m megasink.training.meeting ARGUMENTS``: torchrun on one of several hosts.
 
-torchrun waits ten minutes for a host that does not come, without a word, and then prints
-tracebacks. Here each host says for whom it waits, errors of the meeting are one line, and what a
-rank gave torchrun as the reason of its end (TORCHELASTIC_ERROR_FILE) is said on every host.
+torchrun silently waits ten minutes for a missing host, and then prints tracebacks. Here each host
+reports which hosts it is waiting for, errors of the meeting are one line, and the reason that a
+rank gave torchrun for its end (TORCHELASTIC_ERROR_FILE) is printed on every host.
 """
 
 import contextlib
@@ -26,9 +26,9 @@ from megasink.training.waiting import here, waiting
 
 _HERE, _ENDED = "megasink/here", "megasink/ended"
 _CLOCK = "megasink/clock"  # with the id of a host: the time there
-_END_SECONDS = 30.0  # for ranks to end by themselves where those of another host have failed
-_SECONDS = 5.0  # for an answer of the store, and between two looks at it
-_GONE_SECONDS = 20.0  # after which a host that has not written is taken for gone
+_END_SECONDS = 30.0  # for ranks to end by themselves after another host's have failed
+_SECONDS = 5.0  # for an answer of the store, and between two reads of it
+_GONE_SECONDS = 20.0  # after which a silent host counts as gone
 _APART_SECONDS = 10.0  # torchrun drops a host whose clock is 15 s off
 
 
@@ -46,8 +46,8 @@ def clocks_apart(its: str, mine: str, least: float, most: float) -> str:
 class Hosts:
     """A thread that tracks, in torchrun's store, which hosts are present.
 
-    It says for whom this host waits, refuses hosts that cannot train together, and says why ranks
-    of other hosts have ended. With `ends`, it ends torchrun here some time after that.
+    It reports which hosts are missing, refuses hosts that cannot train together, and reports why
+    other hosts' ranks have ended. With `ends`, it then ends torchrun here after some time.
     """
 
     def __init__(
@@ -57,7 +57,7 @@ class Hosts:
         self._me: dict[str, Any] = {"id": uuid.uuid4().hex, "host": here(), "address": address}
         self._me |= {"number": number, "job": job}
         self.have_met = False  # all hosts have come
-        self._here: list[dict[str, Any]] = []  # in the order of their coming
+        self._here: list[dict[str, Any]] = []  # in order of arrival
         self._clocks: dict[str, tuple[str, float]] = {}  # by id: the last time there, and its age
         self._looked = time.monotonic()
         self._said: set[str] = set()
@@ -74,13 +74,13 @@ class Hosts:
         return f"{missing} of {self._number} hosts at {self._endpoint} (here: {names})"
 
     def name(self, host: dict[str, Any] | None = None) -> str:
-        """Return the name of a host, or of this one; with its address if it is not the only one."""
+        """Return the name of a host (default: this one), with its address if not unique."""
         host = host or self._me
         alike = [other for other in self._here if other["host"] == host["host"]]
         return f"{host['host']} ({host['address']})" if len(alike) > 1 else str(host["host"])
 
     def at_the_store(self, ranks: str) -> str:
-        """Say that the host of torchrun's store is gone; of so many `ranks`, as of all hosts."""
+        """Report that the host of torchrun's store, with this number of `ranks`, is gone."""
         mine = [host for host in self._here if host["job"] == self._me["job"]]
         order = sorted(mine, key=lambda host: str(host["address"]))  # as torchrun numbers them
         place = self._endpoint.rpartition(":")[0]
@@ -93,7 +93,7 @@ class Hosts:
         return f"torchrun has ended at {self._endpoint}"
 
     def leave(self, failed: str) -> None:
-        """End the thread, and exchange the reasons of the end with the other hosts first."""
+        """Exchange the reasons of the end with the other hosts, then end the thread."""
         self._leaving.set()
         self._thread.join(2 * _SECONDS)
         self._say(failed := " ".join(failed.split()))
@@ -116,7 +116,7 @@ class Hosts:
                 return
 
     def _look(self) -> None:
-        """Find the hosts that are there, whose clocks in the store go on, and compare them."""
+        """Find the present hosts, whose clocks in the store advance, and compare them."""
         before, self._looked = self._looked, time.monotonic()
         hosts = {host["id"]: host for host in map(json.loads, self._lines(_HERE))}
         try:
@@ -129,7 +129,7 @@ class Hosts:
             last, since = self._clocks.get(name, (clock, -_GONE_SECONDS))
             self._clocks[name] = (clock, since if clock == last else self._looked)
             if clock != last:
-                # It was written between the last look here and this one.
+                # It was written between the last read and this one.
                 ahead = float(clock) - time.time()
                 self._compare(hosts[name], ahead, ahead + self._looked - before)
             if self._looked - self._clocks[name][1] < _GONE_SECONDS:
@@ -142,7 +142,7 @@ class Hosts:
         store.set(f"{_CLOCK}/{self._me['id']}", str(time.time()))
 
     def _compare(self, host: dict[str, Any], least: float, most: float) -> None:
-        """Report why this host and another cannot train together, and end if it is this one's.
+        """Report why this host and another cannot train together, and end if this one is wrong.
 
         The clock there is ahead by `least` to `most` seconds.
         """
@@ -154,7 +154,7 @@ class Hosts:
             )
             what += "its own MASTER_PORT, and all hosts of a job the same RUN_DIR"
         elif self.have_met:
-            return  # a clock may be set right while it trains
+            return  # a clock may be corrected during training
         elif host["number"] != self._number:
             what = f"{me} has NNODES={self._number}, {its} NNODES={host['number']}: give every "
             what += "host the same"
@@ -171,21 +171,21 @@ class Hosts:
         self._said.add(line)
 
     def _report(self) -> int:
-        """Say what the other hosts have said of their end, once; return the number of lines."""
+        """Print once the other hosts' reasons for their end; return the number of lines."""
         lines = self._lines(_ENDED)
         for line in lines:
             self._say(line)
         return len(lines)
 
     def _lines(self, key: str) -> list[str]:
-        """Return what the hosts have written; empty while the store is not there."""
+        """Return the hosts' entries; empty without a store."""
         from torch.distributed import TCPStore
 
         host, _, port = self._endpoint.rpartition(":")
         timeout = timedelta(seconds=_SECONDS)
         try:
             if self._store is None:
-                # torch prints pages of C++ frames where nobody listens.
+                # torch prints pages of C++ frames if nobody listens there.
                 socket.create_connection((host, int(port)), _SECONDS).close()
                 store: Any = TCPStore(host, int(port), wait_for_workers=False, timeout=timeout)
                 self._tick(store)
@@ -246,4 +246,4 @@ def main(argv: Sequence[str]) -> int:
 if __name__ == "__main__":
     code = main(sys.argv[1:])
     sys.stdout.flush()
-    os._exit(code)  # a thread that is inside of torch's store would abort the exit
+    os._exit(code)  # a thread inside torch's store would abort the exit

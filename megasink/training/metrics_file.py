@@ -13,11 +13,11 @@ from megasink.files.json_file import open_file, read_text
 
 RATIO = "balance_gradient_ratio"
 ACTS = 1e-3
-"""Mean of `RATIO` from which the head-balance loss visibly acts (examples/replicate: f)."""
+"""Mean of `RATIO` from which the head-balance loss has a visible effect (examples/replicate: f)."""
 
 
 class MetricsFile:
-    """Append records, if given a path; a resumed run drops those of the steps that it repeats."""
+    """Append records, if given a path; a resumed run drops those of repeated steps."""
 
     def __init__(self, path: Path | None):
         self._path = path
@@ -88,11 +88,9 @@ class NewLines:
 
 
 def weak_loss(path: Path, coefficient: float) -> str | None:
-    """Return a sentence if the head-balance loss of a finished run hardly acted; else None.
+    """Return a sentence if the head-balance loss of a finished run had almost no effect; else None.
 
-    Args:
-        path: metrics.jsonl, which may be missing.
-        coefficient: --head-balance-coeff of the run.
+    metrics.jsonl at `path` may be missing.
     """
     ratios = [record.get(RATIO) for record in _records(path)] if path.exists() else []
     there = [ratio for ratio in ratios if ratio]  # none or 0: skipped, or without coefficients yet

@@ -4,9 +4,9 @@ Megatron 0.19 has no per-step callback. It calls ``training_log`` on every rank 
 ``evaluate`` for every evaluation (megatron/training/training.py:3985,4408). Both are wrapped, not
 changed.
 
-The values of a step reach the host by a copy that nobody waits for, and are written one step later,
-or when the copy is done. They are written at once in a step that is logged or drawn, and before an
-evaluation, a checkpoint and the end: what a checkpoint has trained is in metrics.jsonl.
+The values of a step reach the host by a copy without waiting, and are written one step later, or
+when the copy is done. They are written at once in a step that is logged or drawn, and before an
+evaluation, a checkpoint and the end: metrics.jsonl has every step that a checkpoint contains.
 """
 
 import contextlib
@@ -36,16 +36,15 @@ from megasink.upstream.training import METRICS
 BALANCE_LOSS = "head balance loss"
 IMBALANCE = "head imbalance"
 HEATMAP = "head importance"
-_AGAIN = " vs samples"  # each of Megatron's curves against samples, which is the step by a factor
+_AGAIN = (
+    " vs samples"  # each of Megatron's curves against samples, which are the step times a factor
+)
 
 
 class MetricsWriter:
     """Write the metrics of each step. The last rank owns the writers, as in Megatron.
 
-    Args:
-        statistics: the model's ``config.statistics``.
-        metrics: path of metrics.jsonl; None to write none. On resume, lines of repeated steps are
-            dropped.
+    On resume, the lines of repeated steps are dropped from `metrics` (None: no file).
     """
 
     def __init__(self, statistics: HeadBalance, metrics: Path | None):
@@ -60,7 +59,7 @@ class MetricsWriter:
         self._mean_seconds: float | None = None
         self._iteration, self._split = 0, "valid"
         self._known: list[dict[str, Any]] = []
-        # Steps that are not written yet, oldest first: the part that the host knows, the rest.
+        # Steps to write, oldest first: the part that the host knows, the rest.
         self._waiting: deque[tuple[dict[str, Any], series.StepValues]] = deque()
         self._counts_heads: bool | None = None  # not known before the first step
         self._newest: tuple[int, Tensor] | None = None  # importance_LH, until it is drawn
@@ -91,7 +90,7 @@ class MetricsWriter:
             stop_if_diverged(self._divergence, args.stop_on_divergence, self._iteration, args.save)
 
     def flush(self) -> None:
-        """Write the steps that are not written yet; wait for their values."""
+        """Write the remaining steps; wait for their values."""
         while self._waiting:
             self._write(*self._waiting.popleft())
 
@@ -100,7 +99,7 @@ class MetricsWriter:
             self._write(*self._waiting.popleft())
 
     def _write(self, record: dict[str, Any], values: series.StepValues) -> None:
-        """Complete the record of a step by its values, and write it."""
+        """Add a step's values to its record, and write it."""
         iteration, logs = record["iteration"], series.is_observed(get_args(), record["iteration"])
         record["lm_loss"], read = values.read()
         if record["lm_loss"] is not None and not record["skipped"]:
@@ -163,7 +162,7 @@ class MetricsWriter:
                 writer.flush()
 
     def _record(self, call: dict[str, Any]) -> dict[str, Any]:
-        """Return the part of the record that every step has, and that the host knows."""
+        """Return the part of a step's record that the host knows."""
         args = get_args()
         now = time.perf_counter()
         seconds, self._clock = now - self._clock, now
@@ -206,7 +205,7 @@ class MetricsWriter:
         return bool(get_tensorboard_writer() or get_wandb_writer())
 
     def _draw(self, writer: Any, wandb: Any = None) -> None:
-        """Draw the heatmap of the newest step, unless that is done."""
+        """Draw the heatmap of the newest step, unless it is drawn."""
         if self._newest is None:
             return
         (iteration, importance_LH), self._newest = self._newest, None
@@ -250,7 +249,7 @@ class MetricsWriter:
 
 
 def _drop_after(writer: Any, iteration: int) -> None:
-    """Have TensorBoard drop what an earlier start wrote of later steps.
+    """Have TensorBoard drop later steps of an earlier start.
 
     As `SummaryWriter(purge_step=...)`; Megatron makes its writer before the step is known.
     """
@@ -261,7 +260,7 @@ def _drop_after(writer: Any, iteration: int) -> None:
 
 
 def _leave_out_repetitions(writer: Any) -> None:
-    """Have TensorBoard drop the second copy that Megatron writes of each of its scalars."""
+    """Have TensorBoard drop the second copy of each of Megatron's scalars."""
     add = writer.add_scalar
 
     def add_scalar(tag: str, *args: Any, **kwargs: Any) -> None:

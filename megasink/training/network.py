@@ -1,11 +1,12 @@
-"""The address and the interface by which this host reaches the others of its job.
+"""Find the address and interface by which this host reaches the others of its job.
 
-torchrun and gloo ask what the host's own name resolves to. That is a loopback address on many
-systems (Debian's /etc/hosts has 127.0.1.1), or nothing at all: the other hosts then connect to
-themselves, and wait. The kernel's routes give the answer that they need.
+torchrun and gloo resolve the host's own name. On many systems it resolves to a loopback address
+(Debian's /etc/hosts has 127.0.1.1), or to nothing: the other hosts then connect to themselves, and
+wait. The kernel's routes give the right address.
 
-``python -m megasink.training.network MASTER_ADDR`` prints what examples/pretrain_gpt_sink.sh hands
-to torchrun: this host's address, and whether it is the one that the others meet at (1 or 0).
+``python -m megasink.training.network MASTER_ADDR`` prints the arguments that
+examples/pretrain_gpt_sink.sh passes to torchrun: this host's address, and whether it is the master
+(1 or 0).
 """
 
 import contextlib
@@ -20,7 +21,7 @@ from megasink.training.waiting import on_several_hosts
 
 # Any address outside (RFC 5737): the route to it is the default one. Nothing is sent.
 _OUTSIDE = "192.0.2.1"
-_SECONDS = 30.0  # a cluster may publish the name of a node only when it runs
+_SECONDS = 30.0  # a cluster may publish the name of a node only once it runs
 
 
 def own_address(master: str) -> tuple[str, bool]:
@@ -44,7 +45,7 @@ def own_address(master: str) -> tuple[str, bool]:
 
 
 def choose_gloo_interface(environment: MutableMapping[str, str]) -> None:
-    """Set GLOO_SOCKET_IFNAME where gloo would listen on the loopback interface.
+    """Set GLOO_SOCKET_IFNAME if gloo would listen on the loopback interface.
 
     Does nothing in a job of one host, where the variable is set, or where the host's name resolves
     to an address that others can reach.

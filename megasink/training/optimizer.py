@@ -20,7 +20,7 @@ from megasink.attention.variants import parameter_names
 from megasink.upstream.training import OPTIMIZER_GROUPS
 
 Overrides = dict[ParamKey, ParamGroupOverride]
-# What get_standard_config_overrides says of vectors (megatron/core/optimizer/__init__.py:118)
+# Vectors in get_standard_config_overrides (megatron/core/optimizer/__init__.py:118)
 _EXEMPT = ParamGroupOverride(wd_mult=0.0)
 
 
@@ -34,14 +34,9 @@ def with_sink_parameters(
 ) -> Overrides:
     """Return the overrides with a separate group for the sink parameters.
 
-    Without a multiplier or weight decay, the group is the same as that of other vectors.
-
-    Args:
-        overrides: Megatron's standard overrides, which exempt vectors from weight decay.
-        config: holds ``lr`` and ``min_lr``.
-        lr_mult: factor on both.
-        weight_decay: absolute and constant.
-        decay_all: the other vectors decay like matrices (P2.17).
+    Without a multiplier or weight decay, the group is the same as that of other vectors, which
+    Megatron exempts from decay. `lr_mult` applies to ``lr`` and ``min_lr``; `weight_decay` is
+    absolute and constant. With `decay_all`, the other vectors decay like matrices (P2.17).
     """
     if decay_all:
         overrides = {k: v for k, v in overrides.items() if v != _EXEMPT}
@@ -62,16 +57,11 @@ def with_sink_parameters(
 def with_end_rates(
     overrides: Overrides, config: OptimizerConfig, embedding: float | None, output: float | None
 ) -> Overrides:
-    """Return the overrides with learning rates of their own for both ends of the model.
+    """Return the overrides with separate learning rates for both ends of the model.
 
     Both are one group under Megatron's --decoupled-lr. P0's models, nanochat's, are trained at
-    rates 50 times apart.
-
-    Args:
-        overrides: From Megatron, without --decoupled-lr.
-        config: Holds ``lr`` and ``min_lr``, whose ratio the rates keep.
-        embedding, output: Maximum of the token embedding's rate, and of the output layer's; None
-            for that of the others.
+    rates 50 times apart. `embedding` and `output` are maximum rates (None for the common one), and
+    keep the ratio of ``lr`` and ``min_lr``.
     """
     rates = dict(overrides)
     lowest = (config.min_lr or 0.0) / config.lr if config.lr else 0.0
@@ -92,7 +82,7 @@ def _weight_of(module: str) -> ParamWithNamePredicate:
 
 
 def _key(name: str, inner: ParamKey | None) -> ParamKey:
-    """Match the sink parameters, or the parameters that `inner` matches except them."""
+    """Match the sink parameters, or all other parameters that `inner` matches."""
     endings = tuple(f"core_attention.{name}" for name in parameter_names())
 
     def matches(parameter: Parameter, parameter_name: str) -> bool:

@@ -52,7 +52,7 @@ def pack(batch: dict[str, Any]) -> PackedRow | None:
         qkv_format="sbhd",
         cu_seqlens_q=cu_seqlens,
         cu_seqlens_kv=cu_seqlens,
-        # Of the table of rotary angles, which is then the same for every microbatch.
+        # Length of the table of rotary angles, the same for every microbatch.
         max_seqlen_q=length,
         max_seqlen_kv=length,
         documents=row_of_documents(bounds, device=device, ranks=ranks, rank=rank),

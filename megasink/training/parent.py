@@ -1,6 +1,6 @@
-"""Processes that end with their parent, also if that is killed (prctl(2), PR_SET_PDEATHSIG).
+"""Processes that end with their parent, even if it is killed (prctl(2), PR_SET_PDEATHSIG).
 
-Imports next to nothing: a process is to ask for it before its imports, which take seconds.
+Imports next to nothing: a process asks for this before its imports, which take seconds.
 """
 
 import ctypes
@@ -14,29 +14,29 @@ _libc = ctypes.CDLL(None)
 
 
 def ends_with(parent: int, number: int = signal.SIGKILL) -> bool:
-    """Ask for a signal at the end of the parent, which the kernel takes for its thread.
+    """Ask for a signal at the end of the parent (for the kernel: of its thread).
 
-    Returns whether the parent is still there; else this process should end now.
+    Returns whether the parent is still alive; if not, this process should end now.
     """
     _libc.prctl(_PR_SET_PDEATHSIG, number)
     return os.getppid() == parent
 
 
 def ends_by_itself() -> None:
-    """Take `ends_with` back."""
+    """Undo `ends_with`."""
     _libc.prctl(_PR_SET_PDEATHSIG, 0)
 
 
 def forks_end_too() -> None:
-    """Have every process that this one's main thread forks end with it: workers of data loaders.
+    """Have every process forked by the main thread end with it: workers of data loaders.
 
-    Those of torch ask every five seconds whether their parent is there.
+    torch's own check every five seconds whether their parent is alive.
     """
     parent, main = os.getpid(), threading.main_thread().ident
     forks: list[int] = []
 
     def before() -> None:
-        # Another thread's end would count as that of the process.
+        # Another thread's end would count as the end of the process.
         forks[:] = [1] if threading.get_ident() == main and os.getpid() == parent else []
 
     def in_child() -> None:

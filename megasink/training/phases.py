@@ -74,8 +74,8 @@ def agreeing_on_signals(
 
     Upstream reads the ranks' values from the device one by one, which with thousands of ranks takes
     longer than the head statistics. Its handler only supports --exit-signal. Here the host reads
-    the number one step later, when it has arrived, unless it `waits` for it, as all ranks then do:
-    a signal ends the run after the next step.
+    the number one step later, when it has arrived, unless all ranks `wait` for it: a signal ends
+    the run after the next step.
     """
     sent: HostCopy | None = None
 

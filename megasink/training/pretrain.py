@@ -33,9 +33,7 @@ _END_SECONDS = 60.0
 def pretrain(argv: Sequence[str], *, checked: bool = False) -> None:
     """Train. Call on every rank, with torchrun's environment variables.
 
-    Args:
-        argv: flags without the program name.
-        checked: whether `early.refuse` has found nothing in them.
+    `argv` has no program name; `checked` means that `early.refuse` found no problem in it.
     """
     prepare_process(given_device(argv))
     network.choose_gloo_interface(os.environ)
@@ -145,7 +143,7 @@ def _run(args: Namespace, store: Any) -> None:
         checkpoint_helpers(args),
         keeping_whole_checkpoints(checksums=args.verify_checkpoint),
         following_phases(args),
-        # A step that is logged waits for the device anyway, as the last one is.
+        # A logged step waits for the device anyway, as does the last one.
         agreeing_on_signals(
             lambda: RankState.signal,
             stop.set_signal,
@@ -166,7 +164,7 @@ def _run(args: Namespace, store: Any) -> None:
 
 @contextlib.contextmanager
 def _counting_blocks() -> Iterator[None]:
-    """Let Megatron's logs count blocks, as those of a GPT model, if all have attention."""
+    """Let Megatron's logs count blocks, as for a GPT model, if all have attention."""
     from megatron.training import theoretical_memory_usage
 
     from megasink.megatron.hybrid_pattern import recurrent
@@ -245,7 +243,7 @@ def _of_a_thread(raised: threading.ExceptHookArgs) -> None:
 
 
 def _end(error: BaseException, line: str) -> None:
-    """Say once per host why the ranks end, and let the other hosts know."""
+    """Report once per host why the ranks end, and inform the other hosts."""
     reporting = reports()
     _say(line)
     stop.write_to_torchrun(named(error))

@@ -3,7 +3,7 @@
 import re
 from pathlib import Path
 
-# In the folder of logs, of what agent.py writes about ranks that failed.
+# Name in the folder of logs: agent.py's list of failed ranks.
 FAILURES = "failures.json"
 _ERROR = "megasink: error: "
 # In the messages of runs that ended because of their loss.

@@ -26,7 +26,7 @@ class Ranks:
 
     They are not in the terminal's process group. Ctrl-C reaches only the launcher, which signals
     the ranks: torchrun would leave them behind after two signals, and may miss a single one.
-    `signals` are those that we received, in order.
+    `signals` has the signals that we received, in order.
     """
 
     def __init__(
@@ -77,7 +77,7 @@ class Ranks:
 
     @property
     def pressed_again(self) -> bool:
-        """Whether Ctrl-C came a second time: schedulers may repeat the other signals."""
+        """Whether Ctrl-C was pressed twice: schedulers may repeat the other signals."""
         return self.signals.count(signal.SIGINT) > 1
 
     def closed_terminal(self) -> None:

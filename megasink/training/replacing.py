@@ -1,9 +1,9 @@
 """Replaced tokens in training and its evaluations (--replace-tokens-at; P2.15, P2.16).
 
-A sequence is what attention sees: a document under --dataloader-inter-document-masking (its part in
-the sample, if it was cut), otherwise the sample. The data set replaces its tokens before they
-become inputs and targets, as P2 does. A random token depends on the seed and on where in the data
-set the sequence begins, so it is the same in every epoch, layout and resumed run.
+A sequence is the text that attention sees: a document under --dataloader-inter-document-masking
+(its part in the sample, if it was cut), otherwise the sample. The data set replaces its tokens
+before they become inputs and targets, as P2 does. A random token depends on the seed and on where
+in the data set the sequence begins, so it is the same in every epoch, layout and resumed run.
 
 Shapes: B microbatch, S sequence.
 """
@@ -28,14 +28,10 @@ def replace_in_sample(
     *,
     packed: bool,
 ) -> None:
-    """Replace the tokens of one sample's sequences, in place.
+    """Replace the tokens of one sample's sequences, [S + 1] with padding at the end, in place.
 
-    Args:
-        ids: [S + 1] tokens, and padding behind the documents.
-        documents: number of each document in the data set.
-        lengths: tokens of each in this sample.
-        offset: of the first token in the first document.
-        packed: the documents do not see each other.
+    `lengths` has the tokens of each document in this sample, the first one from `offset` on; if
+    `packed`, the documents do not see each other.
     """
     bounds = [0, *np.cumsum(lengths).tolist()] if packed else [0, sum(lengths)]
     for number, (start, stop) in enumerate(pairwise(bounds)):
@@ -46,18 +42,11 @@ def replace_in_sample(
 def text_targets(
     positions: Sequence[int], targets_BS: Tensor, cu_seqlens: Tensor | None, *, sink_token: bool
 ) -> Tensor:
-    """Return which targets are text: the others are replaced tokens, which have no bytes of text.
+    """Return which targets are text, [B, S] bool; replaced tokens have no bytes of text.
 
-    Args:
-        positions: that are replaced.
-        targets_BS: any tensor of the targets' shape and device.
-        cu_seqlens: [B, S + 1] int32 where documents begin, padded with S; None if the sample is one
-            sequence.
-        sink_token: a sink token starts the sample, and does not count as a position.
-
-    Returns:
-        [B, S] bool. The last target of a packed sample is the next token of the last document, or
-        the first one of another: False if either would be replaced.
+    `cu_seqlens` has the starts of documents, [B, S + 1] int32 padded with S; None for one sequence.
+    A sink token at the start does not count as a position. The last target of a packed sample is
+    the next token of the last document, or the first one of another: False if either is replaced.
     """
     rows, length = targets_BS.shape
     index_S = torch.arange(length, device=targets_BS.device)

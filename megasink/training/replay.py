@@ -1,7 +1,7 @@
 """The flags of a run's last start that ``--resume`` reuses, and that RUN/config.toml holds.
 
-A run folder may be untrusted, and its starts.jsonl holds a command line. What `refused` leaves is
-replayed; the other flags must be given again.
+A run folder may be untrusted, and its starts.jsonl has a command line. Flags that `refused` lists
+must be given again; the others are replayed.
 """
 
 import re
@@ -19,8 +19,8 @@ _OF_A_START = ("plugin", "run-dir", "resume", "expanded-recipe")
 def replayed(last: Sequence[str], given: Sequence[str], run_dir: Path) -> list[str]:
     """Return the flags of the last start, to prepend to those given now.
 
-    With a rate or a decay that is given and was another, also the flag with which Megatron takes
-    the schedule of the flags and not that of the checkpoint.
+    If a given rate or decay differs, add the flag with which Megatron uses the schedule of the
+    flags, not the checkpoint's.
     """
     names = {name for name, _ in named_values(given)}
     before = dict(named_values(last))
@@ -55,7 +55,7 @@ def flags_of_words(words: Sequence[str]) -> Flags:
 
 
 def _number(word: str) -> int | float | str:
-    """Return a number where its text in TOML is the word again, else the word."""
+    """Return a number if its text in TOML is the same word, else the word."""
     if not re.fullmatch(r"-?(\d+|\d+\.\d+)([eE][-+]?\d+)?", word):
         return word
     number = int(word) if re.fullmatch(r"-?\d+", word) else float(word)

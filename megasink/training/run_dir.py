@@ -1,4 +1,4 @@
-"""The run folder: its configuration, its files, and who may write to it.
+"""The run folder: its configuration, its files, and its lease.
 
 RUN/config.toml       the flags of the last start, which `megasink train --recipe` takes
 RUN/config.json       every resolved argument, the run's identity as given, versions, git hash
@@ -108,7 +108,7 @@ def folder_problem(folder: Path, *, resume: str | None) -> str | None:
         if resume == "newest":
             what = runs_in(folder) or "does not hold a run: drop --resume to start one there"
             return f"--resume: {folder} {what}"
-        # Left by a start that ended before it wrote config.json; checkpoints may have a volume.
+        # Left by a start that ended before it wrote config.json; checkpoints may be on a volume.
         left = _contents(folder) - {"logs", "tensorboard", "wandb", "config.json.partial"}
         saves = folder / "checkpoints"
         if left - {saves.name} or (left and (not saves.is_dir() or _contents(saves))):
@@ -133,13 +133,13 @@ def folder_problem(folder: Path, *, resume: str | None) -> str | None:
 
 
 def _contents(folder: Path) -> set[str]:
-    """Return the names in a folder, without a lease and what the system makes on a volume."""
+    """Return the names in a folder, without a lease and a volume's system files."""
     there = (path for path in folder.glob("*") if not any(map(path.match, OF_SYSTEM)))
     return {path.name for path in there if not is_part_of_a_lease(path.name)}
 
 
 def _other_contents(folder: Path) -> str | None:
-    """Return what a folder with a config.json holds in the place of a run; None for a run."""
+    """Return the contents of a folder with a config.json that is not a run; None for a run."""
     path = folder / "config.json"
     if not path.is_file():
         return None
@@ -158,7 +158,7 @@ def _other_contents(folder: Path) -> str | None:
 
 
 def has_finished_step(folder: Path) -> bool:
-    """Whether the run in a folder finished a step or a checkpoint; if not, the folder is free."""
+    """Return whether the run in a folder finished a step or a checkpoint; if not, it is free."""
     if iterations(folder / "checkpoints"):
         return True
     metrics = folder / "metrics.jsonl"
@@ -169,7 +169,7 @@ def has_finished_step(folder: Path) -> bool:
 
 
 def _elsewhere(saved: dict[str, Any], args: Namespace) -> str | None:
-    """Report data that is missing because its path is relative to another folder."""
+    """Report missing data whose path is relative to another folder."""
     before, here = saved.get("cwd"), str(Path.cwd())
     if before is None or before == here:
         return None
@@ -309,7 +309,7 @@ def _write_config(
         file.write(f"{json.dumps(start)}\n".encode())
     flags = {"about": f"the flags of {printable(folder.name)}"} | flags_of_words(sys.argv[1:])
     text = "".join(f"{line}\n" for line in toml_lines(flags))
-    # A path that is not UTF-8 has no form in TOML: the file is refused when it is read.
+    # A path that is not UTF-8 has no form in TOML: reading the file refuses it.
     atomic_text(folder / OF_RUN, text.encode(errors="backslashreplace").decode())
 
 

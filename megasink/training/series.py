@@ -26,11 +26,7 @@ def is_observed(args: Namespace, iteration: int) -> bool:
 
 
 class HeadRows(NamedTuple):
-    """The rows of the records: the blocks of the model that have heads.
-
-    Attributes:
-        blocks: Their numbers; None if every block has heads, so that row i is block i.
-    """
+    """The rows of the records: the `blocks` with heads; None if row i is block i."""
 
     blocks: list[int] | None = None
 
@@ -47,18 +43,12 @@ class HeadRows(NamedTuple):
         return cls(None if every else found)
 
     def names(self) -> dict[str, list[int]]:
-        """Return the entry of a record that names the block of each row, where needed."""
+        """Return the entry of a record that names the block of each row, if needed."""
         return {} if self.blocks is None else {"layers": self.blocks}
 
 
 class StepValues:
-    """The values of a step, on their way to the host in one copy.
-
-    Args:
-        lm_loss: One element; None on a rank that has no loss.
-        statistics: On the device; None if the step had none.
-        rows: Of the statistics.
-    """
+    """The values of a step, copied to the host at once; None for a missing loss or statistics."""
 
     def __init__(
         self, lm_loss: Tensor | None, statistics: sums.HeadStatistics | None, rows: HeadRows
@@ -103,11 +93,7 @@ class StepValues:
 
 
 def head_record(statistics: sums.HeadStatistics, *, details: bool) -> dict[str, Any]:
-    """Return the head metrics of a step's record; `details` only on observed steps.
-
-    Args:
-        statistics: on the host.
-    """
+    """Return the head metrics of a step's record; `details` only on observed steps."""
     record: dict[str, Any] = {
         "balance_loss": number(statistics.balance_loss),
         "imbalance": number(statistics.imbalance),
@@ -135,8 +121,7 @@ def sink_record(
 ) -> dict[str, float | list[Any] | None]:
     """Return Sink^0.3 of "valid" or "test" in percent, over all heads and per layer (P2.2).
 
-    Args:
-        first_key_LH, slot_LH: fraction of sequences; NaN where nothing was recorded.
+    Inputs are fractions of sequences; NaN where nothing was recorded.
     """
     record: dict[str, float | list[Any] | None] = {}
     for name, rate_LH in (("first_key", first_key_LH), ("slot", slot_LH)):

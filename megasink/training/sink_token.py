@@ -16,12 +16,8 @@ def with_sink_token(batch: Mapping[str, Tensor | None], token: int) -> dict[str,
     """Prepend the sink: inputs become [sink, x_0 .. x_S-2], and targets [x_0, x_1 .. x_S-1].
 
     The sink's own target, x_0, is masked out of the loss (so it counts neither as nats nor as
-    bytes), and the sample's last target is dropped. Positions count from the sink.
-
-    Args:
-        batch: ``tokens``, ``labels``, ``position_ids`` [B, S] int64 and ``loss_mask`` [B, S];
-            None for what a pipeline stage does not have. Other entries are kept.
-        token: id of the sink token.
+    bytes), and the sample's last target is dropped. Positions count from the sink. Entries of
+    `batch`, [B, S], are None if a pipeline stage lacks them; others are kept.
     """
     result = dict(batch)
     if (tokens_BS := batch.get("tokens")) is not None:

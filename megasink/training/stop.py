@@ -23,7 +23,7 @@ from megasink.training.waiting import on_several_hosts
 
 # End of a job, Ctrl-C, closed terminal, a scheduler's warning (sbatch --signal USR1).
 SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1)
-# A step that takes longer than this after a signal is given up where nothing is lost with it.
+# A step that takes longer than this after a signal is abandoned if nothing is lost with it.
 STEP_SECONDS = 10.0
 # torchrun dies of a signal that it does not know, and Slurm sends to every process of a step.
 FOR_TORCHRUN = "--signals-to-handle=SIGTERM,SIGINT,SIGHUP,SIGQUIT,SIGUSR1"
@@ -35,12 +35,10 @@ class RankState:
     Attributes:
         signal: the first signal that any rank received, or 0.
         saves: whether the training loop checks for it after each step, and saves a checkpoint.
-        phase: what the rank is doing, in words.
+        phase: the rank's current activity, in words.
         step: the last step that this rank finished.
-        run_dir: the run folder, or None.
         by: the signals after which the training loop saves; others end the rank immediately.
-        release: releases the run folder.
-        begun: whether rank 0 has decided that the run begins: before, it tells why not.
+        begun: whether rank 0 has decided that the run begins; before, it reports why not.
         attempt: the prefix of this attempt's keys in the ranks' store, once they have agreed on it.
     """
 
@@ -56,7 +54,7 @@ class RankState:
 
 
 def left(run_dir: Path | None) -> str:
-    """Describe what is saved of a run, and how to resume it."""
+    """Describe the saved state of a run, and how to resume it."""
     if run_dir is None:
         return "there is no --run-dir to resume from"
     if (newest := _newest(run_dir)) is None:
@@ -103,7 +101,7 @@ def listen() -> None:
     signal.set_wakeup_fd(sending, warn_on_full_buffer=False)
     # Forked processes share the pipe.
     os.register_at_fork(after_in_child=lambda: signal.set_wakeup_fd(-1))
-    # Not threading's, whose start waits forever for a thread that has no memory to begin.
+    # Not threading's, whose start waits forever for a thread without memory to begin.
     _thread.start_new_thread(_hear, (receiving,))
 
 
@@ -139,7 +137,7 @@ def leave(number: int) -> NoReturn:
 
 
 def write_to_torchrun(error: str) -> None:
-    """Give torchrun the reason why this rank ends; it knows it only for signals."""
+    """Give torchrun the reason why this rank ends, which it knows only for signals."""
     if path := os.environ.get("TORCHELASTIC_ERROR_FILE"):
         with contextlib.suppress(OSError):
             # As ProcessFailure reads it (distributed/elastic/multiprocessing/errors/__init__.py).

@@ -1,8 +1,8 @@
 """One temporary folder for the sockets of this process and its workers, removed at its end.
 
-multiprocessing makes a folder in every process that passes file descriptors on, as workers of a
-data loader do, and a worker that is killed leaves it. Here they share that of the process that
-started them; the next process that starts removes that of a killed one.
+multiprocessing makes a folder in every process that passes file descriptors, such as data loader
+workers, and a killed worker leaves it behind. Here workers share the folder of their parent; the
+next process that starts removes the folder of a killed one.
 """
 
 import multiprocessing.process
@@ -22,10 +22,10 @@ _PREFIX = "msocks-"  # short: the path of a socket has at most 107 bytes
 
 @contextmanager
 def shared_folder() -> Iterator[None]:
-    """Have this process, and those it starts in the body, use one folder of multiprocessing.
+    """Let this process, and those it starts in the body, share one multiprocessing folder.
 
-    `multiprocessing.util.get_temp_dir` makes none where the process has one, and processes take it
-    over from the one that starts them.
+    `multiprocessing.util.get_temp_dir` makes none if the process has one, and child processes
+    inherit it.
     """
     config: dict[str, Any] = multiprocessing.process.current_process()._config  # type: ignore[attr-defined]
     if config.get("tempdir") is not None:
@@ -46,7 +46,7 @@ def shared_folder() -> Iterator[None]:
 
 
 def _locked_folder() -> tuple[Path, int | None]:
-    """Make a folder and lock it; another process that starts may remove it before it is locked."""
+    """Make a folder and lock it; another process may remove it before it is locked."""
     while True:
         folder = Path(tempfile.mkdtemp(prefix=_PREFIX))
         try:

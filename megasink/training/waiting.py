@@ -1,4 +1,4 @@
-"""Name this host among others, and say which rank reports and what it is waiting for."""
+"""Name this host, choose the rank that reports, and report what it is waiting for."""
 
 import contextlib
 import os
@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 _FIRST_SECONDS, _SECONDS = 20.0, 60.0
-_address = ""  # of this host, where another one of the job has the same name
+_address = ""  # of this host, if another one of the job has the same name
 
 
 def here() -> str:
@@ -41,19 +41,19 @@ def machine() -> dict[str, Any]:
 
 
 def on_several_hosts(environment: Mapping[str, str] = os.environ) -> bool:
-    """Whether the ranks of this job are on more than one host, by torchrun's variables."""
+    """Return whether the job's ranks are on more than one host, by torchrun's variables."""
     world, here = (int(environment.get(n, "1")) for n in ("WORLD_SIZE", "LOCAL_WORLD_SIZE"))
     return world != here
 
 
 def is_first_here() -> bool:
-    """Whether this is the rank that speaks for its host."""
+    """Return whether this rank reports for its host."""
     return os.environ.get("LOCAL_RANK", os.environ.get("RANK", "0")) == "0"
 
 
 @contextlib.contextmanager
 def waiting(whom: Callable[[], str], *, of_rank: bool = True) -> Iterator[None]:
-    """Say on each host, after 20 s and then every minute, for whom the body waits.
+    """Report on each host, after 20 s and then every minute, what the body is waiting for.
 
     Where ranks wait (`of_rank`), the first one of each host does; `whom` is called in a thread.
     """
@@ -63,7 +63,7 @@ def waiting(whom: Callable[[], str], *, of_rank: bool = True) -> Iterator[None]:
         seconds = _FIRST_SECONDS
         while not ended.wait(seconds):
             waited = time.monotonic() - began
-            # The store or stderr is gone: the body will find out.
+            # The store or stderr is gone: the body will notice.
             with contextlib.suppress(RuntimeError, OSError):
                 text = f"megasink: {here()} has waited {waited:.0f} s for {whom()}"
                 print(text, file=sys.stderr, flush=True)

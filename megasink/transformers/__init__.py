@@ -3,12 +3,12 @@
     import megasink.transformers
     model.set_attn_implementation("megasink")
 
-Importing this package registers the attention function and the mask function, under one name:
-without its mask function, transformers makes no mask at all and attention turns bidirectional
-without a word. docs/transformers.md lists what is computed and what is refused. Needs no Megatron.
+Importing this package registers the attention function and the mask function under one name:
+without its mask function, transformers makes no mask at all and attention silently becomes
+bidirectional. docs/transformers.md lists supported and refused features. Needs no Megatron.
 
-`HeadBalanceLoss` and `HeadBalanceCallback` add the head-balance loss (docs/finetuning.md); they are
-imported when they are asked for, with the figures and the Trainer that they need.
+`HeadBalanceLoss` and `HeadBalanceCallback` add the head-balance loss (docs/finetuning.md). They are
+imported on demand, with the figures and the Trainer that they need.
 """
 
 import warnings

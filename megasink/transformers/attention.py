@@ -17,9 +17,9 @@ from megasink.transformers.packed import documents_of, refuse_packed
 from megasink.transformers.rows import as_rows, one_row
 from megasink.transformers.sequences import Sequences, refuse
 
-# What models call the dropout of attention weights in their configuration.
+# Names of the dropout of attention weights in models' configurations.
 _DROPOUTS = ("attention_dropout", "attn_pdrop", "attn_dropout", "attention_probs_dropout_prob")
-# Arguments of attention functions that change the result, and what they stand for.
+# Arguments of attention functions that change the result, and their meaning.
 _REFUSED = {
     "softcap": "it caps its attention scores (softcap)",
     "position_bias": "it adds a position bias to its attention scores",
@@ -55,7 +55,7 @@ def megasink_attention(
         module: The attention layer.
         query, key, value: [B, H, T, D], [B, G, S, D], [B, G, S, V]; one dtype, or cast to that of
             autocast.
-        attention_mask: What `megasink_mask` returned; None if the model makes no mask.
+        attention_mask: The result of `megasink_mask`; None if the model makes no mask.
         dropout: Must be 0 in training.
         sliding_window: Tokens visible to a token, including itself; read only without a mask.
         s_aux: Sink logits [H]; computed with in float32 (float64 for float64), whatever the dtype.
@@ -65,7 +65,7 @@ def megasink_attention(
         out_BTHV, contiguous, and None for the weights, which are never materialized.
 
     Raises:
-        UserError: The model does something that this function does not compute.
+        UserError: The model uses a feature that this function does not compute.
     """
     config = getattr(module, "config", None)
     sequences = _sequences(config, query, key, attention_mask, sliding_window, is_causal, module)
@@ -157,7 +157,7 @@ def _sequences(
     is_causal: bool | None,
     module: nn.Module,
 ) -> Sequences:
-    """Return where the sequences are; refuse every mask that does not come from our function."""
+    """Locate the sequences; refuse every mask that does not come from our function."""
     queries, keys = query.shape[2], key.shape[2]
     if mask is None:
         causal = getattr(module, "is_causal", True) if is_causal is None else is_causal

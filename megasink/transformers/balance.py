@@ -29,7 +29,7 @@ from megasink.transformers.gate_check import GateCheck
 SEAM = "megasink_heads"
 """Attribute of an attention module that the attention function "megasink" calls with out
 [B, H, T, D], gate [B, H, T] and the mask of real tokens, and whose result it takes for out."""
-# TRL (trl/trainer/utils.py:1548): an argument of its models, and what they return then.
+# TRL (trl/trainer/utils.py:1548): an argument of its models, and their result with it.
 _FUSED, _FUSED_OUTPUT = "fused_lm_head", ("log_probs", "label_mask")
 
 
@@ -61,13 +61,13 @@ class HeadBalanceLoss:
         layers: The loss of each layer that has one, by index.
         step: The loss from step to step, as in Megatron; its `factors` are replaced for every
             microbatch.
-        microbatch: What the model was last called with; None outside of training.
+        microbatch: Arguments of the model's last call; None outside of training.
         counted: Layers that were counted in the current step.
 
     Raises:
-        ConfigError: Options that are no numbers of heads, steps or an unknown scope; a model
+        ConfigError: Wrong numbers of heads or steps, or an unknown scope; a model
             without the attention implementation "megasink"; all problems at once.
-        UserError: A model whose layers or gates megasink does not know.
+        UserError: A model with unknown layers or gates.
     """
 
     @checked
@@ -153,7 +153,7 @@ class HeadBalanceLoss:
         return self.step.last
 
     def state_dict(self) -> dict[str, Tensor]:
-        """Return what later steps depend on: [l, H] coefficients and routed heads, [l, 1] steps."""
+        """Return the state: [l, H] coefficients and routed heads, [l, 1] steps."""
         names = ("coefficients", "routed", "steps")
         layers = self.layers.values()
         return {n: torch.stack([getattr(one, n) for one in layers]).cpu() for n in names}
@@ -170,7 +170,7 @@ class HeadBalanceLoss:
                 getattr(layer, name).copy_(value)
 
     def _start(self, model: torch.nn.Module, args: Any, kwargs: dict[str, Any]) -> None:
-        """Note what the model is called with, before its forward pass."""
+        """Record the arguments of the model's call, before its forward pass."""
         if not (model.training and torch.is_grad_enabled()):
             return
         if self._unchecked and not torch.compiler.is_compiling():

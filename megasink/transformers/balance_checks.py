@@ -14,7 +14,7 @@ MARK = "megasink_balanced"
 
 
 def option_problems(coeff: float, shared: int, refresh: int, scope: str, heads: int) -> list[str]:
-    """Return what is wrong with the options, a sentence each."""
+    """Return the problems of the options, one sentence each."""
     given = {"coeff": coeff, "shared_heads": shared, "refresh": refresh}
     problems = wrong_alone(given) + wrong_together(given, heads)
     known = get_args(Scope)
@@ -26,7 +26,7 @@ def option_problems(coeff: float, shared: int, refresh: int, scope: str, heads: 
 def model_problems(
     model: torch.nn.Module, blocks: Sequence[Block], readers: dict[int, Any]
 ) -> list[str]:
-    """Return what is wrong with the model, a sentence each."""
+    """Return the problems of the model, one sentence each."""
     name, problems = type(model).__name__, []
     if hasattr(model, MARK):
         problems.append(f"{name} already has a head-balance loss: call its remove() first")

@@ -34,25 +34,21 @@ class LossScale(Factors):
     """The factors of one microbatch, read in its backward pass from the gradient of its loss."""
 
     def scaled(self, gradient_H: Tensor, coeff: float, why_scaled: str = "") -> Tensor:
-        """Scale a gradient [H] as the loss is scaled."""
+        """Scale a gradient [H] like the loss."""
         if self._of_host is None:
             raise UserError(
-                "the model returned no loss, by which the head-balance loss is scaled: call it "
-                "with labels, without compute_loss_func or label smoothing"
+                "the model returned no loss, which the head-balance loss needs for its scale: call "
+                "it with labels, without compute_loss_func or label smoothing"
             )
         return super().scaled(gradient_H, coeff, why_scaled)
 
 
 @dataclass
 class Microbatch:
-    """The arguments of one forward pass of the model.
+    """The arguments of one forward pass of the model, and the layers `recorded` so far.
 
-    Attributes:
-        real_BT: Mask of the tokens that are not padding; None if all are real.
-        real_tokens: Their number; None if all are real.
-        targets: Number of targets, a scalar; None if the loss is a mean over the microbatch.
-        items: Number of targets of the whole step, if the model was given it.
-        recorded: Layers that have been counted.
+    `real_BT` masks padding out (None: no padding). `targets` is a scalar, None if the loss is a
+    mean over the microbatch; `items` is the number for the whole step, if given.
     """
 
     real_BT: Tensor | None = None
@@ -63,7 +59,7 @@ class Microbatch:
 
 
 class Owner(Protocol):
-    """What layers read of their model's :class:`megasink.transformers.balance.HeadBalanceLoss`."""
+    """The part of :class:`megasink.transformers.balance.HeadBalanceLoss` that layers read."""
 
     heads: int
     options: HeadBalanceOptions
@@ -73,13 +69,7 @@ class Owner(Protocol):
 
 
 class ModelLayer(LayerBalance):
-    """The loss at one attention module of a model of transformers.
-
-    Args:
-        owner: Holds the options, the step and the current microbatch.
-        layer: 0-based index of the decoder layer.
-        device: Of the attention module.
-    """
+    """The loss at one attention module of a model of transformers."""
 
     def __init__(self, owner: Owner, layer: int, device: torch.device):
         alone: Any = OneRank()
@@ -110,7 +100,7 @@ class ModelLayer(LayerBalance):
             self.to(gate_BHT.device)
         gate_sum_H = gate_sum(gate_BHT, real_BT)
         if self.layer in microbatch.recorded:
-            # Gradient checkpointing runs the layer again, to the same operations; the backward
+            # Gradient checkpointing runs the layer again, with the same operations; the backward
             # pass is that of the first run.
             return attach_gradient(output, gate_sum_H, lambda: torch.zeros_like(gate_sum_H))
         microbatch.recorded.add(self.layer)
@@ -126,7 +116,7 @@ class ModelLayer(LayerBalance):
         return None if microbatch is None else microbatch.targets
 
     def importance_group(self) -> Any:
-        """All ranks in the scope "data-parallel", each of which has other tokens."""
+        """All ranks in the scope "data-parallel", each with different tokens."""
         replicas = self.options.head_balance_scope == "data-parallel"
         if replicas and torch.distributed.is_initialized():
             return torch.distributed.group.WORLD
@@ -134,7 +124,7 @@ class ModelLayer(LayerBalance):
 
 
 class Seam:
-    """A module's attribute that is no submodule, so that no state dict and no cast reaches it."""
+    """A module's attribute that is not a submodule, so no state dict or cast reaches it."""
 
     def __init__(self, layer: ModelLayer):
         self._layer = layer

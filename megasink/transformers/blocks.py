@@ -1,4 +1,4 @@
-"""Find the parts of a transformers decoder to read, by module name and never by model.
+"""Find the parts of a transformers decoder by module name, never by model.
 
 Shapes: B rows, T tokens, H query heads, D head dim, E hidden size, X 1 or D.
 """
@@ -15,8 +15,8 @@ from transformers import PreTrainedModel
 from megasink.errors import UserError
 
 _LAYERS = ("layers", "h", "blocks")
-# What configurations and attention modules call numbers of layers and heads. Of a decoder cut out
-# of an encoder-decoder, the second name of each pair is the encoder's.
+# Names of the numbers of layers and heads in configurations and attention modules. Of a decoder cut
+# out of an encoder-decoder, the second name of each pair is the encoder's.
 _COUNTS = ("decoder_layers", "num_hidden_layers")
 _CONFIG_HEADS = ("decoder_attention_heads", "num_attention_heads")
 _MODULE_HEADS = ("num_heads", "num_attention_heads")
@@ -34,11 +34,8 @@ Reader = Callable[[Tensor, int], Tensor]
 class Gate:
     """An explicit gate on the output of each head, before the output projection.
 
-    Attributes:
-        projection: the module of the attention whose output has the logits: of a head, of all its
-            elements, or those of a head behind its query rows.
-        activation: what makes gates of the logits.
-        beside_query: whether its rows are, by head, [query | gate].
+    The output of `projection` has the logits: one per head, or one per element; by head
+    [query | gate] if `beside_query`.
     """
 
     projection: str = "g_proj"
@@ -46,7 +43,7 @@ class Gate:
     beside_query: bool = False
 
 
-# By the attention's class. That output times gate is what is projected, a forward pass shows.
+# By the attention's class. A forward pass checks that output times gate is projected.
 _GATES = {
     "AfmoeAttention": Gate("gate_proj"),
     "BailingHybridAttention": Gate(),
@@ -60,15 +57,10 @@ _GATES = {
 
 @dataclass(frozen=True)
 class Block:
-    """One decoder layer.
+    """One decoder layer; without softmax attention, `attention` and `output` are None, `heads` 0.
 
-    Attributes:
-        module: the layer.
-        attention, output: softmax attention and its output projection; None in a layer without.
-        heads: H of the attention; 0 without.
-        mlp: its MLP or experts; None if not found.
-        middle: the module whose input is the state after attention; None if unknown.
-        parallel: attention and MLP both read the block's input, so there is no such module.
+    The input of `middle` is the state after attention; None if unknown, or if attention and MLP are
+    `parallel`.
     """
 
     module: torch.nn.Module
@@ -145,7 +137,7 @@ def _block(layer: torch.nn.Module, name: str, kind: str, config: Any) -> Block:
 
 
 def _heads(attention: torch.nn.Module, name: str, config: Any) -> int:
-    """Return H of a layer, in which models may differ from layer to layer."""
+    """Return H of a layer; layers of a model may differ."""
     own = _first(attention, _MODULE_HEADS)
     if own is None:  # of the layer, if it has a configuration of its own
         own = _first(getattr(attention, "config", config), _CONFIG_HEADS)
@@ -184,7 +176,7 @@ def output_weight(output: torch.nn.Module, heads: int) -> Tensor:
 
 
 def eager_function(attention: torch.nn.Module) -> Any:
-    """Return the attention that a model's own file defines, which transformers calls "eager"."""
+    """Return the attention defined in a model's own file, which transformers calls "eager"."""
     return sys.modules[type(attention).__module__].eager_attention_forward
 
 
@@ -231,7 +223,7 @@ def check_gated(
     out_BHTD: Tensor,
     gate_BHTX: Tensor | None,
 ) -> None:
-    """Check that what enters the output projection is attention's output times its gate."""
+    """Check that the input of the output projection is attention's output times its gate."""
     expected_BHTD = out_BHTD if gate_BHTX is None else out_BHTD * gate_BHTX
     expected_BHTD = expected_BHTD.to(projected_BHTD.dtype)  # gates may be wider
     if torch.equal(projected_BHTD, expected_BHTD):  # nearly always, and ten times as fast

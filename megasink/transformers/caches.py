@@ -1,7 +1,7 @@
-"""The cache of keys and values among a call's arguments, under the name that transformers gives it.
+"""Find the cache of keys and values among a call's arguments, under transformers' name for it.
 
-From 5.24 on that is `cache`. Before, it is `past_key_values`, and `cache` is what continuous
-batching hands to kernels.
+From 5.24 on the name is `cache`. Before, it is `past_key_values`, and `cache` is the object that
+continuous batching hands to kernels.
 """
 
 from collections.abc import Mapping
@@ -12,11 +12,11 @@ from transformers.modeling_outputs import BaseModelOutputWithPast
 
 _FIELDS = {field.name for field in fields(BaseModelOutputWithPast)}
 NAMES = ("cache", "past_key_values") if "cache" in _FIELDS else ("past_key_values",)
-"""What a model may be called with; from 5.24 on both, of which it takes one."""
+"""Names of a model's argument; from 5.24 on it accepts either."""
 
 
 def cache_of(arguments: Mapping[str, Any]) -> Any:
-    """Return the cache that a model is called with; None if there is none."""
+    """Return the cache in a model's arguments; None without one."""
     caches = (arguments.get(name) for name in NAMES)
     return next((cache for cache in caches if cache is not None), None)
 

@@ -67,13 +67,13 @@ class HeadBalanceCallback(TrainerCallback, ExportableState):
         return self
 
     def state(self) -> dict[str, Any]:
-        """Return what Trainer writes into a checkpoint."""
+        """Return the state that Trainer writes into a checkpoint."""
         saved = None if self.balance is None else _encoded(self.balance.state_dict())
         return {"args": self._options, "attributes": {"saved": saved}}
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Attach the loss, and continue from the checkpoint that training resumes from."""
-        if self.balance is not None:  # of a training that was interrupted
+        if self.balance is not None:  # from an interrupted training
             self.balance.remove()
             self.balance = None
         check_arguments(args)
@@ -133,7 +133,7 @@ class HeadBalanceCallback(TrainerCallback, ExportableState):
 
 
 def check_arguments(args: Any) -> None:
-    """Reject what splits a model or sequence, copies the model in a process, or weights targets."""
+    """Reject split models or sequences, copies of the model in a process, and weighted targets."""
     if args.n_gpu > 1:
         raise UserError(
             f"the head-balance loss does not work under DataParallel, which Trainer uses for "

@@ -1,4 +1,4 @@
-"""Check in a forward pass that the gates read by the loss really gate the heads.
+"""Check in a forward pass that the gates read by the loss gate the heads.
 
 Shapes: B rows, T tokens, H query heads, D head dim, X 1 or D.
 """
@@ -15,12 +15,7 @@ from megasink.transformers.blocks import Block, Reader, check_gated, eager_funct
 
 
 class GateCheck:
-    """Compares attention's output times its gate with the input of the output projection.
-
-    Args:
-        gated: Decoder layers with an explicit gate, by index, and what `gate_reader` returned.
-        heads: H.
-    """
+    """Compares attention's output times its gate with the input of the output projection."""
 
     def __init__(
         self, gated: Mapping[int, tuple[Block, tuple[torch.nn.Module, Reader]]], heads: int
@@ -43,7 +38,7 @@ class GateCheck:
             ALL_ATTENTION_FUNCTIONS[name] = self._watched(function)
 
     def remove(self) -> None:
-        """Leave the model as it was."""
+        """Remove the hooks."""
         for handle in self._handles:
             handle.remove()
         for name, function in self._before.items():

@@ -19,7 +19,7 @@ from megasink.transformers.modeling.modeling_megasink import MegasinkForCausalLM
 
 _LOCAL = {"local_files_only": True, "trust_remote_code": False}
 _READ = ("sdpa", "eager")
-# transformers makes a list of so many layers before it looks at them.
+# transformers makes a list of this many layers before it checks them.
 _SIZES = fields(
     dict.fromkeys(("num_hidden_layers", "n_layer", "num_layers"), Layers | None)
     | dict.fromkeys(("hidden_size", "vocab_size", "num_attention_heads"), Count | None)
@@ -69,7 +69,7 @@ def load_weights(
             **_LOCAL,
         )
     model, report = loaded
-    # Without what the class itself ignores: buffers, layers of multi-token prediction, tied copies.
+    # Without keys that the class itself ignores: buffers, multi-token prediction, tied copies.
     lost = [f"{type(model).__name__} has no {name}" for name in report["unexpected_keys"]]
     wrong = [f"{name} is missing" for name in sorted(report["missing_keys"])] + sorted(lost)
     wrong += [

@@ -1,6 +1,6 @@
-"""Attention under a mask of visible keys, in plain operations, a chunk of queries at a time.
+"""Attention under a mask of visible keys, in plain operations, one chunk of queries at a time.
 
-For the calls that no kernel takes without a mask of its own: a token after a padded batch, a static
+For calls that no kernel supports without a mask: a token after a padded batch, a static
 cache in a compiled graph, several tokens after a padded cache. O(S) memory without gradients.
 
 Shapes: B batch, H query heads, G key/value groups, R heads per group, T queries, C queries of a

@@ -18,7 +18,7 @@ from megasink.transformers.sequences import PACKED_AND_COMPILED, boundaries, ref
 
 
 class _Read(NamedTuple):
-    """What was read from a tensor, for the layers that are given the same one."""
+    """The values read from a tensor, for all layers that receive it."""
 
     tensor: weakref.ref[Tensor]
     version: int
@@ -58,7 +58,7 @@ def documents_of(
 def refuse_packed(
     config: Any, position_ids: Tensor | None, cumulative_N: Tensor | None, real_BT: Tensor
 ) -> None:
-    """Refuse packed documents beside an attention mask, by which each row is one sequence."""
+    """Refuse packed documents with an attention mask, which makes each row one sequence."""
     rows, tokens = real_BT.shape
     documents = documents_of(rows, tokens, position_ids, cumulative_N, real_BT)
     inside = [start for start in documents or () if start % tokens]
@@ -66,8 +66,9 @@ def refuse_packed(
         row, token = divmod(inside[0], tokens)
         refuse(
             config,
-            f"row {row} has a document that begins at token {token} (position ids, cu_seq_lens_q), "
-            "and an attention mask by which the row is one sequence: leave out attention_mask",
+            f"row {row} has a document that begins at token {token} (position ids, "
+            "cu_seq_lens_q), but the attention mask makes the row one sequence: leave out "
+            "attention_mask",
         )
 
 

@@ -15,12 +15,7 @@ from torch import Tensor
 
 @dataclass(frozen=True, eq=False)
 class RowOrder:
-    """A permutation of the tokens of each row, as indices of the rows laid one after the other.
-
-    Attributes:
-        forth: [B * T], the old place of each new one.
-        back: [B * T], the inverse.
-    """
+    """A permutation of each row's tokens, [B * T] old places in the concatenated rows, and back."""
 
     forth: Tensor
     back: Tensor
@@ -35,7 +30,7 @@ class RowOrder:
 
 
 def row_order(real_BT: Tensor) -> RowOrder:
-    """Return the order that puts the padding before a row's tokens behind them, without a sync."""
+    """Return the order that moves each row's leading padding to its end, without a sync."""
     rows, tokens = real_BT.shape
     before_B1 = (real_BT.cumsum(-1) == 0).sum(-1, keepdim=True)
     token_T = torch.arange(tokens, device=real_BT.device)
@@ -46,7 +41,7 @@ def row_order(real_BT: Tensor) -> RowOrder:
 
 
 class _Permute(torch.autograd.Function):
-    """x[forth]; its backward is x[back], where that of an index would add rows one by one."""
+    """x[forth]; its backward is x[back], whereas indexing's would add rows one by one."""
 
     @staticmethod
     def forward(ctx: Any, rows_NX: Tensor, forth: Tensor, back: Tensor) -> Tensor:
@@ -68,7 +63,7 @@ def _in_order(tensor_BNTD: Tensor, forth: Tensor, back: Tensor) -> Tensor:
 
 
 def one_row(tensor_BNTD: Tensor) -> Tensor:
-    """Return the rows laid one after the other, [1, N, B * T, D]: a view of [B, T, N, D]."""
+    """Return the concatenated rows, [1, N, B * T, D]: a view of [B, T, N, D]."""
     if tensor_BNTD.shape[0] == 1:
         return tensor_BNTD
     return tensor_BNTD.transpose(1, 2).flatten(0, 1)[None].transpose(1, 2)

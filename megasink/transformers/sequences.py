@@ -1,6 +1,6 @@
 """Locate the sequences of a batch; replaces a mask [B, 1, T, S].
 
-transformers calls `megasink_mask` once per forward and kind of layer, and hands its result to the
+transformers calls `megasink_mask` once per forward and kind of layer, and passes its result to the
 attention function of each layer. Nothing of size T x S is made.
 
 Shapes: B rows, T queries, S keys.
@@ -24,23 +24,23 @@ class Sequences:
     Attributes:
         queries: T.
         length: Keys that the attention function is called with.
-        keys: S, of these the ones that are computed with, from the first: a static cache is longer
+        keys: S, the number of these that are used, from the first: a static cache is longer
             than its content.
         window: Tokens visible to a token, including itself; None for all.
         real_BS: True for tokens that are not padding; None without an attention_mask.
         documents: Boundaries 0, .., B * T of packed documents in the rows, one row after the other;
             None for one document per row.
-        order: Puts the padding of each row behind its tokens; None if it is there already.
-        first_query, first_key: Positions of the first query and key, given if only a mask tells
-            what is visible (`masked_attention`); else None. Under torch.compile the first query of
+        order: Moves the padding of each row to its end; None if it is there already.
+        first_query, first_key: Positions of the first query and key, given if only a mask shows
+            the visible keys (`masked_attention`); else None. Under torch.compile the first query of
             a static cache is a tensor.
         causal: False for a mask that is refused when it is used: decoders of an encoder-decoder
             make one for a cross-attention that they may not run.
     """
 
     # `generate` makes masks for static caches in advance. Models ask them for their dimensions (4:
-    # nothing is left to convert), and `generate` for `contiguous`. Whatever else is done with a
-    # mask is part of the attention that megasink would not compute, and is refused.
+    # nothing is left to convert), and `generate` for `contiguous`. Any other use of a
+    # mask belongs to attention that megasink would not compute, and is refused.
     ndim = 4
 
     queries: int
@@ -94,11 +94,11 @@ def megasink_mask(
         attention_mask: [B, tokens], True for real tokens; None for all.
         local_size: The sliding window.
         allow_is_causal_skip: False if `mask_function` may be more than causal or sliding-window.
-        allow_is_bidirectional_skip: Given for bidirectional masks alone.
-        use_vmap: Whether the model adds a mask of its own.
+        allow_is_bidirectional_skip: Only given for bidirectional masks.
+        use_vmap: Whether the model adds its own mask.
 
     Raises:
-        UserError: The mask is one that megasink does not compute.
+        UserError: megasink does not compute this mask.
     """
     if isinstance(attention_mask, Sequences):  # made by `generate` for a static cache
         return attention_mask
@@ -145,7 +145,7 @@ def megasink_mask(
 
 
 def _padding(real_BS: Tensor, queries: int, config: Any) -> tuple[RowOrder | None, bool]:
-    """Return the order that puts padding behind, if needed, and whether a mask is needed."""
+    """Return the order that moves padding to the end, if needed, and whether a mask is needed."""
     complete = queries == real_BS.shape[1]
     # A token after padding, and after a token before that.
     begins_BS = real_BS[:, 1:] & ~real_BS[:, :-1]
@@ -159,7 +159,7 @@ def _padding(real_BS: Tensor, queries: int, config: Any) -> tuple[RowOrder | Non
         (real_BS.all(), (~real_BS[:, 0]).any(), holes_B.any())
     ).tolist()
     if real or (queries > 1 and not before and not holes):
-        return None, False  # a real query is before the padding behind it
+        return None, False  # a real query is before the trailing padding
     if queries == 1 or not complete or holes:
         return None, True
     return row_order(real_BS), False
@@ -196,7 +196,7 @@ def _documents(sees_2BT: Tensor, config: Any, *, complete: bool) -> tuple[int, .
 
 
 def boundaries(begins_BT: Tensor) -> tuple[int, ...] | None:
-    """Return the boundaries of documents in rows laid one after the other."""
+    """Return the boundaries of documents in concatenated rows."""
     if not bool(begins_BT.any()):
         return None
     starts_BT = torch.nn.functional.pad(begins_BT, (1, 0), value=True)
@@ -204,7 +204,7 @@ def boundaries(begins_BT: Tensor) -> tuple[int, ...] | None:
 
 
 def refuse(config: Any, what: str) -> NoReturn:
-    """Raise the error for a model that megasink does not compute."""
+    """Raise the error for a model that megasink does not support."""
     name = getattr(config, "model_type", None) or "this model"
     raise UserError(
         f'attn_implementation="megasink" cannot run {name}: {what}; or use "eager" for it'

@@ -1,11 +1,11 @@
 """Shuffle Megatron's text data independently of the run's length.
 
-Upstream shuffles the documents of all epochs together, and their samples, except a last epoch of
-which few samples are asked for. With more steps the order of every epoch is another: a resumed run
-would repeat samples of the epoch it is in, and never see others. Here each epoch is shuffled by
-itself. The first one is Megatron's.
+Upstream shuffles the documents and samples of all epochs together, except a last epoch with few
+requested samples. More steps would change the order of every epoch: a resumed run would repeat some
+samples of its current epoch and miss others. Here each epoch is shuffled separately. The first has
+Megatron's order.
 
-Shapes: N samples, in all or of an epoch.
+Shapes: N samples, of all epochs or of one.
 """
 
 import functools
@@ -25,7 +25,7 @@ ORDER = patches("always", "tests/training/test_sample_order.py")(
     "an order for each epoch",
     _GPT,
     "_build_document_index _build_shuffle_index",
-    "more steps draw another order of the epoch that a resumed run is in",
+    "more steps would change the order of the epoch in which a run resumes",
     f"{_GPT}: def _build_document_index(documents, num_epochs, numpy_random_state, "
     "separate_final_epoch)",
     f"{_GPT}: def _build_shuffle_index(num_samples, total_size, numpy_random_state)",
@@ -82,7 +82,7 @@ def _samples(upstream: Callable[..., Any]) -> Callable[..., Any]:
             return upstream(first_range, total, random)
         tokens = dataset._get_num_tokens_per_epoch()
         config, epochs = dataset.config, dataset._get_num_epochs(tokens)
-        # A sample that two epochs share is one of the second.
+        # A sample shared by two epochs belongs to the second.
         ends = [
             (epoch * tokens - config.add_extra_token_to_sequence) // config.sequence_length
             for epoch in range(1, epochs)

@@ -56,7 +56,7 @@ class Default:
     name: str  # the argument
     without: Any  # its value if the package is missing
     package: Package
-    kernels: str  # what is then not used, for the log
+    kernels: str  # what is not used then, for the log
 
 
 DEFAULTS = (

@@ -41,7 +41,7 @@ CHAINED_STATES = _patch(
     "megatron.core.optimizer.optimizer.ChainedOptimizer",
     "load_state_dict",
     "a checkpoint of one optimizer loads only into one, but experts have a second one; groups are "
-    "found by their learning rates and weight decay, so that none is after a change",
+    "found by their learning rates and weight decay, so a change of these finds none",
     "megatron.core.optimizer.optimizer:ChainedOptimizer: def load_state_dict(self, state_dict)",
     "megatron.core.optimizer.optimizer:ChainedOptimizer.load_state_dict: "
     "len(self.chained_optimizers) != len(state_dict)",

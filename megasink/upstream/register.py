@@ -170,7 +170,7 @@ class Patch:
 
     @property
     def is_needed(self) -> bool:
-        """Whether the installed release has what the patch is for."""
+        """Whether the installed release has the defect that the patch fixes."""
         if self.mended is None:
             return True
         installed = version_of(self.quotes[0].package)

@@ -68,7 +68,7 @@ FAULT_TOLERANCE = _training(
     "one parse of the command line",
     "megatron.training.ft_integration",
     "setup",
-    "it parses all flags once more to see that --enable-ft-package, which is refused, is not given",
+    "it parses all flags again to check for --enable-ft-package, which is refused",
     "megatron.training.ft_integration: def setup()",
     "megatron.training.ft_integration:setup: args = arguments.parse_args(ignore_unknown_args=True)",
     "megatron.training.training:pretrain: ft_integration.setup()",
@@ -121,8 +121,8 @@ RETAINED_CHECKPOINTS = _training(
     "no deletion before the newer checkpoint is intact",
     "megatron.training.checkpointing",
     "_async_delete_checkpoint_impl",
-    "--save-retain-interval deletes the previous checkpoint without a look at the new one, file by "
-    "file, so that a kill leaves half a checkpoint under its name",
+    "--save-retain-interval deletes the previous checkpoint file by file without checking the new "
+    "one, so a kill leaves half a checkpoint under its name",
     "megatron.training.checkpointing: def _async_delete_checkpoint_impl(save_path, "
     "iteration_to_delete, log_progress, lower_priority, cpu_priority, io_priority)",
     "megatron.training.checkpointing:save_checkpoint: "
@@ -145,7 +145,7 @@ GPT_CHECKPOINTS = _training(
     "GPT checkpoints in hybrid models",
     "megatron.core.dist_checkpointing.gpt_checkpoint_interop",
     "gpt_compatible_layer_maps retarget_sharded_state_dict_to_gpt_checkpoint",
-    "it takes layers to be stacked, and refuses patterns with both FFN and experts, or with "
+    "it expects stacked layers, and refuses patterns with both FFN and experts, or with "
     "multi-token prediction",
     "megatron.core.dist_checkpointing.gpt_checkpoint_interop: "
     "def gpt_compatible_layer_maps(hybrid_layer_pattern)",
@@ -169,7 +169,7 @@ CHECKPOINT_WRITER = _training(
     "writer of asynchronous checkpoints",
     "megatron.core.dist_checkpointing.strategies.async_utils.PersistentAsyncCaller",
     "async_loop schedule_async_call",
-    "upstream's outlives its rank, dies of the rank's signals, and is waited for forever",
+    "upstream's outlives its rank, is killed by the rank's signals, and is then awaited forever",
     "megatron.core.dist_checkpointing.strategies.async_utils:PersistentAsyncCaller: "
     "def schedule_async_call(self, async_req)",
     "megatron.core.dist_checkpointing.strategies.async_utils:PersistentAsyncCaller: "

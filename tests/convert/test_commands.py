@@ -130,9 +130,9 @@ def test_an_export_is_pushed_once_it_is_verified(runs, tmp_path):
     line = ["convert-to-hf", runs / "plain", "--output", out, "--push", "me/exported"]
     with serving({}) as hub:
         for flags, token, answer in (
-            ((), "", "--push me/exported: there is no token of the Hugging Face hub"),
+            ((), "", "--push me/exported: no token for the Hugging Face hub"),
             ((), "hf_bad", "--push me/exported: http://127.0.0.1"),
-            (("--no-verify",), TOKEN, "--push uploads what was verified: drop --no-verify"),
+            (("--no-verify",), TOKEN, "--push uploads only verified exports: drop --no-verify"),
         ):
             done = hub.run(*line, *flags, cwd=tmp_path, HF_TOKEN=token)
             assert (done.returncode, done.stderr.count("\n")) == (2, 1), done.stderr
@@ -316,7 +316,7 @@ def test_bad_imports_are_one_clear_line(pool, plain, tmp_path):
     bad(plain, "between 0 and 1", flags=[*sink, "--sink-weight", "0"])
     bad(
         plain,
-        "--gate-granularity does not go with",
+        "--gate-granularity",
         flags=[*sink, "--gate-granularity", "headwise"],
     )
 

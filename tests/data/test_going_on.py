@@ -229,7 +229,7 @@ def test_parts_that_do_not_belong_together(tmp_path, folder, inputs):
         merge(tmp_path / "m")
     assert len(caught.value.problems) == 2
     assert "m-2-of-3.json does not say that this is part 2/3" in caught.value.problems[0]
-    assert "m-3-of-3 was made with another inputs than" in caught.value.problems[1]
+    assert "m-3-of-3 was made with different inputs than" in caught.value.problems[1]
     assert not (tmp_path / "m.idx").exists()
 
 

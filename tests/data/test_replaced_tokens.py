@@ -63,7 +63,7 @@ def test_what_the_vocabulary_does_not_have():
     with pytest.raises(UserError, match=r"--replace-tokens-with 8: the vocabulary has the ids 0 "):
         make([0], "8")
     nothing = SimpleNamespace(all_special_ids=[0], get_vocab=lambda: {"<": 0})
-    with pytest.raises(UserError, match="every token of the vocabulary is a special one"):
+    with pytest.raises(UserError, match="every token of the vocabulary is special"):
         replacement([0], "random", seed=1, tokenizer=nothing, size=1)
     bare = replacement([0], "random", seed=1, tokenizer=None, size=3)
     assert bare.drawn_from_V.tolist() == [0, 1, 2]

@@ -17,7 +17,7 @@ def test_what_is_not_supported_is_refused(pool):
     (found,) = pool.run(f"{TASKS}:refusals", SINGLE)
     assert found.pop("good") == ""
     words = {
-        "cross": "self attention only",
+        "cross": "self-attention only",
         "mask": "causal mask only",
         "packed": "packed sequences",
         "bias": "attention bias",

@@ -76,8 +76,8 @@ def test_options_come_from_the_first_place_that_has_them(pool):
     assert must.format(variable, "['sink']") in found["no object"]
     assert must.format(argument, "'sink'") in found["no dict"]
     assert found["unknown"] == "attention_varient is not a megasink option"
-    assert "head_balance_coeff is '0.5', no float" in found["text"]
-    assert "sink_token is 1, no bool" in found["text"]
+    assert "head_balance_coeff is '0.5', not a float" in found["text"]
+    assert "sink_token is 1, not a bool" in found["text"]
     assert all("\n" not in found[case] for case in ("none", "no JSON", "config, environment"))
 
 

@@ -323,7 +323,7 @@ def test_models_that_cannot_be_balanced():
 def test_a_loss_that_the_model_did_not_return():
     model = model_of("llama", torch.float32)
     balance = HeadBalanceLoss(model, COEFF)
-    with pytest.raises(UserError, match=r"returned no loss, by which .* labels"):
+    with pytest.raises(UserError, match=r"returned no loss.* labels"):
         model(input_ids=tokens(3)).logits.sum().backward()
     with pytest.raises(UserError, match="only a part of the model was called"):
         balance.remove(), HeadBalanceLoss(model, COEFF), model.model(input_ids=tokens(3))

@@ -1,6 +1,6 @@
 """Evaluate curves of quality against the percentage of heads zeroed (P3.15, P3.16).
 
-Both rules are those of the paper's released code, which its Table 2 and Figure 3 come from.
+Both rules are those of the paper's released code, the source of its Table 2 and Figure 3.
 
 Shapes: P points of a curve.
 """

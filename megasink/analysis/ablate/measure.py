@@ -41,7 +41,7 @@ class Ablation(ABC):
     def scores(self, names: Sequence[str]) -> dict[str, Scores]:
         """Return the scores of the unchanged model, score -> [N, L, H] (P3.11).
 
-        What was measured stays in the folder, so that the same sweep need not run it again.
+        Measurements stay in the folder, so that the same sweep does not repeat them.
         """
 
     def facts(self, interventions: Sequence[Any] = ()) -> dict[str, Any]:

@@ -1,6 +1,6 @@
 """Measured points, each in a file named by a hash of its settings.
 
-A sweep that was killed, repeated or extended finds what is already there, whoever measured it.
+A killed, repeated or extended sweep finds the existing points, whoever measured them.
 """
 
 import hashlib

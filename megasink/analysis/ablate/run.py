@@ -147,7 +147,7 @@ def _check_fit(settings: Sequence[Setting], model: ProbedModel) -> None:
 
 
 def _scores(options: AblationOptions, ablation: Ablation) -> tuple[Mapping[str, Scores], str]:
-    """Return the scores of a calibration, or of the texts or tasks themselves, and which."""
+    """Return the scores of a calibration, or of the texts or tasks, and their source."""
     if not options.score:
         return {}, ""
     if options.calibration is None:

@@ -109,7 +109,7 @@ def settings_of(
 def _fixed(
     score: str, tau: float, mean_LH: Scores
 ) -> tuple[tuple[Intervention, ...], Scores | None]:
-    """Return what zeroes the heads beyond a threshold in every sequence, and their mask."""
+    """Return the intervention that zeroes heads beyond a threshold everywhere, and their mask."""
     mask_LH = inactive(mean_LH, tau, metrics()[score].inactive or "")
     chosen = tuple((int(layer), int(head)) for layer, head in np.argwhere(mask_LH))
     return (ZeroHeads(chosen),) * bool(chosen), np.where(np.isnan(mean_LH), np.nan, mask_LH)

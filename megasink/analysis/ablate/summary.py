@@ -137,7 +137,7 @@ def _paired_error(score: TaskScore, before: TaskScore) -> float | None:
 
 
 def _of_each(score: TaskScore) -> Floats | None:
-    """Return the percentage of each question; None where the score is not their mean."""
+    """Return the percentage of each question; None if the score is not their mean."""
     found = 100 * np.asarray(score.of_each, dtype=np.float64)
     if not len(found) or score.value is None:
         return None
@@ -147,7 +147,7 @@ def _of_each(score: TaskScore) -> Floats | None:
 def _over_random(
     results: AblationResults, curve: AblationCurve, of: Mapping[str, MeasuredPoint]
 ) -> tuple[float | None, float | None]:
-    """Return how far the AUC of a score is from the random baseline's, and the interval of that.
+    """Return the AUC of a score minus the random baseline's, and its confidence interval.
 
     An AUC is a weighted mean of points, so each text or question has its own. The random heads of
     each are drawn by themselves, so that their scatter is in the differences.

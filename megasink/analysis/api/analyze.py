@@ -38,13 +38,13 @@ def analyze(
 ) -> Analysis:
     """Measure a model's attention sinks, heads and hidden states on texts, in one pass.
 
-    As `megasink analyze` does, whose options docs/instruments.md explains. On leaving, the model is
-    bit for bit what it was.
+    The same as `megasink analyze`, whose options docs/instruments.md explains. The model is
+    unchanged afterwards, bit for bit.
 
     Args:
-        model: a model of transformers in evaluation mode, what `load_model` or `load_run` returned,
+        model: a transformers model in evaluation mode, a result of `load_model` or `load_run`,
             or the folder of either kind.
-        texts: strings, each a text; or paths of files, as `megasink analyze --data` takes them.
+        texts: strings, each a text; or paths of files, as for `megasink analyze --data`.
         tokenizer: of transformers; required with a bare model of transformers.
         name: of the model, in tables and figures; default: the folder's, or the class's.
         seq_length: most tokens of a sequence, BOS included; default: 512, or the model's maximum.
@@ -52,13 +52,14 @@ def analyze(
             random; in place of `seq_length`.
         max_samples: of the texts, or of each file; None for all.
         bos: "auto" (as the tokenizer does), "add" or "none".
-        parse_special_tokens: special tokens spelled out in a text become those tokens, as in what a
-            chat template renders; otherwise they are text.
+        parse_special_tokens: special tokens spelled out in a text become those tokens, as in output
+        of a
+            chat template; otherwise they are text.
         loss: also measure the loss.
         metrics: also measure these, which take a backward pass: "gradient", "gradient_signed".
         seed: of the projections and the random baselines.
-        output: folder that gets everything that `megasink analyze` writes, the page included.
-        overwrite: replace what the folder holds of other settings.
+        output: folder for all files of `megasink analyze`, the page included.
+        overwrite: replace results of other settings in the folder.
 
     Returns:
         the measurements, one attribute for each metric.

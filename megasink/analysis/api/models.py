@@ -25,13 +25,7 @@ class _Loaded(NamedTuple):
 
 
 class HubModel(Activations, _Loaded):
-    """A model of transformers and its tokenizer, and methods for its activations.
-
-    Attributes:
-        model: in evaluation mode.
-        tokenizer: a transformers tokenizer.
-        name: of the folder, for tables and figures.
-    """
+    """A transformers model in evaluation mode, its tokenizer, and methods for its activations."""
 
 
 @checked
@@ -129,7 +123,7 @@ def convert_to_hf(
         `output`.
 
     Raises:
-        UserError: anything that the user can mend; no folder is left behind.
+        UserError: any problem that the user can fix; no folder is left behind.
     """
     from megasink.convert.to_hf import export, source_of
 

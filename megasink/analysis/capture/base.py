@@ -48,8 +48,8 @@ class Probe(ABC):
     """Context manager in which a model passes statistics to a listener, and heads are changed.
 
     Changes apply one after another, each to the result of the one before; the listener sees the
-    last result, which enters the output projection. On leaving, the model is as it was. A model
-    that cannot be probed raises ConfigError, with every reason.
+    last result, which enters the output projection. On exit, the model is restored. A model that
+    cannot be probed raises ConfigError, with every reason.
 
     Attributes:
         body: the part of the model that runs once in every call, if possible without the output
@@ -95,7 +95,7 @@ class Probe(ABC):
         self._hooks.append(self.body.register_forward_hook(lambda *_: self._end()))
 
     def _uninstall(self) -> None:  # noqa: B027
-        """Undo `_install`, however far it came."""
+        """Undo `_install`, even if it did not finish."""
 
     @abstractmethod
     def _called(self, _: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:

@@ -1,5 +1,4 @@
-"""The interface through which interventions change the outputs of heads during a forward pass:
-`megasink.analysis.interventions`.
+"""The interface through which `megasink.analysis.interventions` changes the outputs of heads.
 
 Shapes: B rows, H query heads, Q tokens of this forward pass, D head dim, E hidden size.
 """

@@ -27,14 +27,14 @@ class HeadFactors:
         self._of_layer.clear()
 
     def close(self) -> None:
-        """Give the weights their gradients back."""
+        """Restore the weights' gradients."""
         self.clear()
         self._require_grad(True)
 
     def multiply(
         self, index: int, out_BQHD: Tensor, call: AttentionCall, segments: Sequence[Segment]
     ) -> Tensor:
-        """Multiply the heads of one layer, in every sequence by a factor of its own."""
+        """Multiply the heads of one layer by a separate factor in every sequence."""
         read = (call.query_BHTD, call.key_BGTD, call.value_BGTD, out_BQHD)
         # Before the first layer with attention nothing depends on a factor.
         if self._of_layer and not all(tensor.requires_grad for tensor in read):
@@ -44,7 +44,7 @@ class HeadFactors:
         factor_NH = out_BQHD.new_ones(len(segments), heads, dtype=dtype).requires_grad_()
         self._of_layer[index] = factor_NH
         if [segment.row for segment in segments] == list(range(rows)):
-            factor_BQH = factor_NH[:, None]  # what padding holds enters no loss
+            factor_BQH = factor_NH[:, None]  # padding does not enter the loss
         else:
             of_BQ = torch.zeros(rows, tokens, dtype=torch.int64, device=out_BQHD.device)
             for sample, (row, start, stop) in enumerate(segments):
@@ -53,7 +53,7 @@ class HeadFactors:
         return (out_BQHD * factor_BQH[..., None]).to(out_BQHD.dtype)
 
     def gradients(self, loss: Tensor) -> Iterator[tuple[int, int, Tensor]]:
-        """Yield (sample, layer, gradient [H]) of a loss in whose sum every sequence has its own."""
+        """Yield (sample, layer, gradient [H]) of a loss summed over sequences."""
         factors, self._of_layer = self._of_layer, {}
         try:
             gradients = torch.autograd.grad(loss, list(factors.values()))

@@ -28,7 +28,7 @@ MADE = ("random", "repeated")
 def shown(datasets: Iterable[str]) -> list[str]:
     """Return the datasets that count in the results of the whole analysis.
 
-    Texts, or without any the first kind of made-up tokens: a mean over both is of neither.
+    Texts, or else the first kind of made-up tokens: a mean over both would describe neither.
     """
     names = list(dict.fromkeys(datasets))
     return [name for name in names if name not in MADE] or names[:1]
@@ -170,8 +170,7 @@ def token_samples(
 
 
 def cut_at_random(samples: Iterable[Sample], lengths: tuple[int, int], seed: int) -> list[Sample]:
-    """Return the samples, each cut at a length drawn evenly from the lowest to the highest, both
-    included (P3, Section 4.1); shorter ones stay as they are."""
+    """Return the samples cut at random lengths, from lowest to highest (P3, Section 4.1)."""
     low, high = lengths
     drawn = np.random.default_rng(seed)
     return [
@@ -201,7 +200,7 @@ def with_replaced_tokens(
 
 
 def dataset_names(inputs: Sequence[str]) -> list[str]:
-    """Return a short name for each input: its file name, or the path of one that is not alone."""
+    """Return a short name for each input: its file name, or its path if that is not unique."""
     short = [Path(source).name.split(".")[0] or source for source in inputs]
     paths = [source if source not in MADE else str(Path(source).absolute()) for source in inputs]
     return [

@@ -108,9 +108,9 @@ class Measurements:
         return [i for i, sample in enumerate(self.samples) if sample.dataset in about]
 
     def analysis_values(self, seed: int, dataset: str | None = None) -> AnalysisValues:
-        """Return every metric, derived ones included, as a whole (`shown`) or of one dataset.
+        """Return every metric, derived ones included, over all samples `shown` or one dataset.
 
-        The seed is that of the random baseline.
+        The seed sets the random baseline.
         """
         chosen = self.shown()
         if dataset is not None:
@@ -118,8 +118,7 @@ class Measurements:
         return self._values(seed, chosen, is_all=dataset is None)
 
     def arrays(self, seed: int) -> dict[str, NDArray[Any]]:
-        """Return the contents of samples.npz: `AnalysisValues.by_sample` of all samples, whatever
-        they are of, and where each came from."""
+        """Return the contents of samples.npz: `AnalysisValues.by_sample`, and sources."""
         about, values = self.shown(), self.analysis_values(seed).by_sample
         if len(about) < len(self.samples):
             every = self._values(seed, range(len(self.samples)), is_all=False).by_sample

@@ -213,7 +213,7 @@ def model_problems(model: LanguageModule) -> list[str]:
 
 
 def _slot_has_value(core: CoreAttention, value_BGTD: Tensor, heads: int) -> bool:
-    """Return whether the slot has a value, as biases have and sinks have not."""
+    """Return whether the slot has a value: biases have one, sinks do not."""
     value_of = core.variant.slot_value
     own = {added.name: getattr(core, added.name).detach() for added in core.variant.parameters}
     first = partial(first_values, value_BGTD, heads, tokens=value_BGTD.shape[2])

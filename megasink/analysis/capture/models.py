@@ -1,4 +1,4 @@
-"""Models that are loaded, made ready for probing."""
+"""Make loaded models ready for probing."""
 
 import sys
 from functools import partial
@@ -18,7 +18,7 @@ def open_probe_on(model: Any) -> OpenProbe:
     """Return the function that opens a probe on a model of any kind."""
     if isinstance(model, ProbedModel):
         return model.open_probe
-    if hasattr(model, "tokenizer"):  # what load_model or load_run returned
+    if hasattr(model, "tokenizer"):  # a result of load_model or load_run
         model = model.model
     if "megatron.core.models.gpt" in sys.modules:
         from megatron.core.models.common.language_module.language_module import LanguageModule

@@ -1,4 +1,4 @@
-"""Let a model of transformers attend by a function of ours, around the one that it has.
+"""Let a transformers model attend by our function, around its own.
 
 Shapes: B rows, T tokens, H query heads, D head dim.
 """
@@ -21,7 +21,7 @@ def attention_of(base: str, module: torch.nn.Module) -> Callable[..., Any]:
 
 
 def is_replaced(name: str) -> bool:
-    """Whether a model attends by a function of this name now."""
+    """Return whether a model now attends by a function of this name."""
     return name in AttentionInterface._global_mapping
 
 
@@ -29,12 +29,12 @@ def is_replaced(name: str) -> bool:
 def replaced_attention(
     model: torch.nn.Module, name: str, function: Callable[..., Any]
 ) -> Iterator[None]:
-    """Let a model attend by a function, under a name of its own, with the mask that it has."""
+    """Let a model attend by a function, under a new name, with its own mask."""
     decoder, base = decoder_of(model), decoder_config(model)._attn_implementation
     AttentionInterface.register(name, function)
     try:
         # Without a mask function of this name transformers makes no mask at all, and attention
-        # turns bidirectional without a word.
+        # silently becomes bidirectional.
         AttentionMaskInterface.register(name, ALL_MASK_ATTENTION_FUNCTIONS[base])
         decoder.set_attn_implementation(name)
         yield

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, NoReturn
 
 from megasink.errors import UserError
 
-if TYPE_CHECKING:  # flags are read, and refused, without torch
+if TYPE_CHECKING:  # flags must be checked without torch
     from torch.distributed import Store
 
 _POLL_SECONDS, _GRACE_SECONDS = 0.05, 3.0

@@ -76,13 +76,11 @@ class Recorder(Listener):
         self._gates = [{} for _ in range(samples)]
 
     def layer(self, sample: int, layer: int, statistics: dict[str, Tensor]) -> None:
-        """See `Listener.layer`."""
         self._apply(sample, layer, statistics)
         if "explicit_gate_HTX" in statistics:
             self._gates[sample][layer] = gate_histogram(statistics["explicit_gate_HTX"]).cpu()
 
     def state(self, sample: int, half: int, state_TE: Tensor) -> None:
-        """See `Listener.state`."""
         self._apply(sample, half, {"state_TE": state_TE})
         # Kept until the sample is known to be finite in every layer.
         self._states[sample][half] = state_TE[:DIRECTIONS].clone()

@@ -1,4 +1,4 @@
-"""The samples that the options of an analysis select, with the tokens that are replaced in them."""
+"""The samples that an analysis's options select, with their replaced tokens."""
 
 import os
 import sys
@@ -31,7 +31,7 @@ class Inputs:
     """The input sequences of a model."""
 
     samples: list[Sample]  # the sequences, as the model reads them
-    facts: RunFacts  # what results record of them and of the options
+    facts: RunFacts  # facts about them and the options, for the results
 
 
 def inputs_of(
@@ -95,7 +95,7 @@ def _samples(
 
 
 def replacement_for(options: AnalysisOptions, model: ProbedModel) -> Replacement | None:
-    """Return the replacements in every sequence; print those that come from the run's training."""
+    """Return the replacements in every sequence; print those from the run's training."""
     requested, value = options.replace_tokens_at, options.replace_tokens_with
     if requested is None:
         positions, value = list(model.replaced_at), model.replaced_with

@@ -1,4 +1,4 @@
-"""The shards of an analysis, and the folder that holds the finished ones.
+"""The shards of an analysis, and the folder of finished ones.
 
 A shard is a few batches. Its measurements are written to OUTPUT/partial once it has run, so that a
 killed analysis resumes where it stopped, and several processes can share one.
@@ -73,7 +73,7 @@ class PartialFolder:
         return sum(self.has(number) for number in range(count))
 
     def check_shared(self) -> None:
-        """Raise UserError if another process does not see what the first one wrote."""
+        """Raise UserError if another process does not see the first one's files."""
         check_shared(self._folder / "analysis.json")
 
     def has(self, number: int) -> bool:
@@ -119,13 +119,13 @@ class PartialFolder:
 
 
 def check_shared(path: Path) -> None:
-    """Check that this process sees what another one has created."""
+    """Check that this process sees another one's files."""
     if not path.exists():
         raise UserError(f"--output: {path} does not exist on every machine: use a shared folder")
 
 
 def writing_parts(folder: Path) -> AbstractContextManager[None]:
-    """Raise UserError in the place of an OSError while a finished part is written to a folder."""
+    """Raise UserError instead of an OSError while a finished part is written to a folder."""
     return writing(
         folder,
         "free some space or choose another --output; finished parts are kept, and the same "

@@ -85,7 +85,7 @@ class TransformersProbe(Probe):
         self._index = {id(b.attention): i for i, b in enumerate(self.layers) if b.attention}
         self._inputs: dict[int, Tensor] = {}
         self._seen: set[int] = set()
-        # By identity and window; kept, since the next mask may get the place of one that is gone.
+        # By identity and window; kept, since a new mask may reuse the address of a freed one.
         self._checked: dict[tuple[int, int | None], Tensor] = {}
 
     def _install(self) -> None:
@@ -109,7 +109,7 @@ class TransformersProbe(Probe):
         *,
         logits: bool = True,
     ) -> Any:
-        """Run the model; without `logits` not its output layer. Padding is on one side only."""
+        """Run the model, without `logits` only up to its output layer; pad on one side only."""
         self._seen.clear()
         model = self.model if logits else self.model.base_model
         given = {"attention_mask": attention_mask_BT, "position_ids": position_ids_BT}

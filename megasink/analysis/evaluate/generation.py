@@ -32,11 +32,7 @@ class ByWholePasses(PreTrainedModel, GenerationMixin):
 
 
 class Stop:
-    """Stops a row once its last tokens contain a stop string; see transformers.
-
-    Attributes:
-        lengths: of each row, with its prompt, when it stopped; None if it has not.
-    """
+    """Stops a row once its last tokens contain a stop string; `lengths` include the prompt."""
 
     def __init__(self, tokenizer: Any, stops: Sequence[str], start: int, rows: int):
         self.tokenizer, self.stops, self.start = tokenizer, stops, start

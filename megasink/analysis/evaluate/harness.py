@@ -21,8 +21,8 @@ class Score:
     """The value of one metric on one task."""
 
     value: float
-    standard_error: float | None  # None where lm-eval computes none, as for a single document
-    higher_is_better: bool | None  # None where the task does not say
+    standard_error: float | None  # None if lm-eval has none, as for a single document
+    higher_is_better: bool | None  # None if the task does not say
 
 
 @dataclass(frozen=True)
@@ -44,7 +44,7 @@ class TaskResults:
     tasks: dict[str, TaskScores]  # by name, groups included
     interventions: list[dict[str, Any]]  # as entries of an intervention file
     limit: int | None  # documents per task at most; None for all
-    # Tokens that had nothing before them, as an intervention removed it, and therefore do not
+    # Tokens without predecessors, because an intervention removed them, which therefore do not
     # count.
     unscored: int
     cut: int  # sequences longer than the model's positions, of which the beginning was cut
@@ -69,7 +69,7 @@ def evaluate(
     """Score a model on tasks, with interventions applied in every forward pass.
 
     Args:
-        tasks: names as `load_tasks` takes them, found offline; or what it returned, which saves
+        tasks: names as for `load_tasks`, found offline; or its result, which saves
             loading them again for the next evaluation.
         limit: documents of each task, the first ones; None for all.
         batch_size: sequences of one forward pass; "auto" for as many as fit.
@@ -77,7 +77,7 @@ def evaluate(
         chat_template: put each question into the tokenizer's chat template.
         parse_special_tokens: see `TextTokenizer`; what a chat template renders always is.
         samples: keep every document's requests, answers and scores.
-        changes: the interventions' changes, made by the caller who reads what they count; None
+        changes: the interventions' changes, if the caller reads their counts; None
             makes them here.
 
     Raises:

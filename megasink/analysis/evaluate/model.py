@@ -1,4 +1,4 @@
-"""A probed model as lm-evaluation-harness sees one: token scores and greedy text.
+"""A probed model for lm-evaluation-harness: token scores and greedy text.
 
 lm-eval's own class pads batches on the right and passes no mask; interventions that score heads
 would then read padding. Here every batch has rows of one length, so nothing is padded.
@@ -123,7 +123,7 @@ class HarnessModel(TemplateLM):
         for (text,) in (instance.args for instance in instances):
             tokens = self.tok_encode(text)
             if tokens[:1] == [self.prefix_token_id]:
-                tokens = tokens[1:]  # the windows put it there themselves
+                tokens = tokens[1:]  # the windows add it themselves
             windows = utils.get_rolling_token_windows(
                 token_list=tokens,
                 prefix_token=self.prefix_token_id,
@@ -215,7 +215,7 @@ class HarnessModel(TemplateLM):
         return _Row((*self.model.first, *tokens[:-1]), tuple(continuation[max(lost, 0) :]))
 
     def _read(self, tokens: list[int], most: int) -> list[int]:
-        """Return the tokens that the model reads instead, the last `most` at most."""
+        """Return the tokens that the model reads instead, at most the last `most`."""
         if len(tokens) > most:
             self.cut += 1
             tokens = tokens[-most:]
@@ -255,7 +255,7 @@ class HarnessModel(TemplateLM):
         return texts
 
     def _settings(self, generation: dict[str, Any]) -> tuple[int, tuple[str, ...]]:
-        """Return how many tokens a task generates at most, and the strings that end an answer."""
+        """Return the most tokens that a task generates, and the strings that end an answer."""
         settings: Any = normalize_gen_kwargs(generation, NEW_TOKENS)
         new, until = settings.pop("max_gen_toks"), settings.pop("until")
         if settings.pop("do_sample"):
@@ -293,7 +293,7 @@ class HarnessModel(TemplateLM):
             num_beams=1,
             stopping_criteria=[stop],
             eos_token_id=ends,
-            pad_token_id=ends[0],  # what follows an end is cut off
+            pad_token_id=ends[0],  # text after an end is cut off
             return_dict_in_generate=False,
             tokenizer=self.tokenizer,  # for the stop strings of generation_config.json
         )

@@ -5,7 +5,7 @@ import socket
 from collections.abc import Iterator
 from typing import Any, NoReturn
 
-# What HF_HUB_OFFLINE and HF_DATASETS_OFFLINE set, which are read when these modules are imported.
+# Set by HF_HUB_OFFLINE and HF_DATASETS_OFFLINE, which are read when these modules are imported.
 _SWITCHES = {
     "huggingface_hub.constants": ("HF_HUB_OFFLINE",),
     "datasets.config": ("HF_HUB_OFFLINE", "HF_DATASETS_OFFLINE"),
@@ -20,8 +20,8 @@ class UnreachableError(OSError):
 def offline() -> Iterator[None]:
     """Read datasets only from their cache, and make every host lookup fail immediately.
 
-    Some tasks fetch data in their own code (lm-eval's RULER does); without the second part they
-    would do so, or wait for a network that is not there.
+    Some tasks fetch data in their own code (lm-eval's RULER does). Without the second part they
+    would do so, or wait for a missing network.
     """
     import datasets.config
     import huggingface_hub.constants

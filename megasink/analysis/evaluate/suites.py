@@ -13,8 +13,8 @@ class Part:
     Attributes:
         task: name of a task, group or tag of lm-eval.
         shots: examples before each question; None for the task's own number.
-        metric: the one that the paper reports, or, where it does not say, lm-eval's main one.
-        benchmark: the paper's name, where several tasks are one benchmark of an average.
+        metric: the paper's, or lm-eval's main one if the paper does not say.
+        benchmark: the paper's name, if several tasks are one benchmark of an average.
     """
 
     task: str
@@ -30,8 +30,8 @@ class Suite:
     Attributes:
         name: readable name; the row is another one.
         row: row of docs/papers.md.
-        notes: what the paper leaves open, and what lm-eval lacks.
-        metadata: what lm-eval hands to the tasks' own code.
+        notes: open points of the paper, and gaps of lm-eval.
+        metadata: values that lm-eval passes to the tasks' own code.
         data: data sets of the Hub that the tasks' own code reads, after minutes.
         averaged: benchmarks in the paper's average, which is a plain mean; 0 if it prints none.
     """
@@ -51,7 +51,7 @@ def _parts(*entries: tuple[str, str], shots: int | None = None) -> tuple[Part, .
 
 _SILENT = "shots and normalization not given: lm-eval's own"
 _ARC = (("arc_easy", "acc_norm"), ("arc_challenge", "acc_norm"))
-# Where the paper says ARC and not which: one benchmark, the mean of both.
+# If the paper does not say which ARC: one benchmark, the mean of both.
 _ONE_ARC = tuple(Part(task, None, metric, "ARC") for task, metric in _ARC)
 _RULER_LENGTHS = [4096, 8192, 16384, 32768, 65536, 131072]
 

@@ -1,7 +1,7 @@
-"""Find and load lm-evaluation-harness's tasks, without a network unless it is asked for.
+"""Find and load lm-evaluation-harness's tasks, without a network unless requested.
 
-lm-eval reads 14,000 YAML files to know its tasks, which takes 20 s. Here a scan of the names (about
-a second) tells the unknown ones at once, and the folders that the known ones need.
+lm-eval reads 14,000 YAML files to find its tasks, which takes 20 s. Here a scan of the names (about
+a second) finds unknown names, and the folders that the known ones need.
 """
 
 import contextlib
@@ -35,7 +35,7 @@ class LoadedTasks:
     """Tasks with their documents, ready for any number of evaluations."""
 
     loaded: Any  # lm-eval's tasks and groups
-    runs_code: bool  # whether a task may run the code that a model writes
+    runs_code: bool  # whether a task may run code written by a model
 
 
 def load_tasks(
@@ -99,7 +99,7 @@ def _load(index: Any, name: str) -> Any:
         return index.load([name])
     except UserError:
         raise
-    # Tasks run code of their own, which raises anything; a missing network has many faces.
+    # Tasks run their own code, which raises anything; a missing network looks different in each.
     except Exception as error:
         causes: list[BaseException] = [error]
         while (cause := causes[-1].__cause__ or causes[-1].__context__) and len(causes) < 20:
@@ -235,13 +235,13 @@ def _places() -> dict[str, set[Path]]:
 
 
 def _mentioned(folder: Path) -> Iterator[str]:
-    """Yield all that may be the name of a task in a folder's YAML files."""
+    """Yield everything that may be the name of a task in a folder's YAML files."""
     for path in folder.rglob("*.yaml"):
         yield from (name.decode(errors="replace") for name in _NAMES.findall(path.read_bytes()))
 
 
 def _refuse_unknown(names: Iterable[str], known: Iterable[str]) -> None:
-    """Raise ConfigError with each of the names that is not known."""
+    """Raise ConfigError with each unknown name."""
     known = set(known)
     if unknown := [name for name in names if name not in known]:
         raise ConfigError([_unknown(name, known) for name in unknown])

@@ -1,7 +1,7 @@
 """Change the outputs of heads or the input tokens of a model, and measure the effect.
 
-A file of heads or interventions is read, and refused, before torch is imported; only the thresholds
-that a score can reach are known to the metrics, with torch.
+A file of heads or interventions is checked before torch is imported, except for the range of a
+score's thresholds, which the metrics define with torch.
 """
 
 import importlib

@@ -184,7 +184,7 @@ def _is_statistic(name: str) -> bool:
 
 
 def _chosen(names: Any, known: Iterable[str]) -> list[str]:
-    """Return the names that are meant, each once."""
+    """Return the matching names, each once."""
     chosen, several = list[str](), isinstance(names, Iterable) and not isinstance(names, str)
     for word in (list(names) or [None]) if several else [names]:
         found = fnmatch.filter(known, str(word))
@@ -199,7 +199,7 @@ def _chosen(names: Any, known: Iterable[str]) -> list[str]:
 
 
 def _changed(name: str, change: Change, tensor: Tensor) -> Tensor:
-    """Return what a change makes of a tensor."""
+    """Return a tensor after a change."""
     copy = tensor.clone()
     new = change(copy) if callable(change) else change
     try:
@@ -213,7 +213,7 @@ def _changed(name: str, change: Change, tensor: Tensor) -> Tensor:
 
 
 def _known(probe: Probe) -> dict[str, _Place]:
-    """Return the places of a model by name, in order, those of statistics too."""
+    """Return the places of a model by name, in order, including statistics."""
     known: dict[str, _Place] = {}
     for index, heads in enumerate(probe.heads):
         found = _places(probe, probe.layers[index], heads)
@@ -279,7 +279,7 @@ def _hooked(name: str, place: _Place, touch: Touch) -> Any:
     def seen(tensor: Tensor) -> Tensor | None:
         ours = tensor.transpose(0, 1) if place.in_megatron else tensor
         ours = ours.unflatten(-1, (place.heads, -1)) if place.heads else ours
-        if ours.dim() != dimensions:  # several residual streams, or rows and tokens in one
+        if ours.dim() != dimensions:  # several residual streams, or rows and tokens in one axis
             raise UserError(f"{name} is {list(tensor.shape)}, not [B, T, ...]: leave it out")
         if (new := touch(ours)) is None:
             return None
@@ -311,7 +311,7 @@ def _hooked(name: str, place: _Place, touch: Touch) -> Any:
 
 @contextmanager
 def _attending(probe: Any, touches: Mapping[str, Touch]) -> Iterator[None]:
-    """Call functions with what attention of transformers reads and returns, [B, T, heads, D]."""
+    """Call functions with the inputs and outputs of transformers' attention, [B, T, heads, D]."""
     if not touches:
         yield
         return

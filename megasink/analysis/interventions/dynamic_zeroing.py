@@ -69,7 +69,7 @@ class DynamicChange(HeadChange):
             return None
         mask_NH = self.masks[layer]
         if forward.cached or len(self._segments) == forward.rows:
-            # One sequence in each row; what its padding holds does not matter.
+            # One sequence in each row; the contents of padding do not matter.
             return out_BQHD.masked_fill(mask_NH[:, None, :, None], 0.0)
         mask_BQH = torch.zeros(out_BQHD.shape[:3], dtype=torch.bool, device=out_BQHD.device)
         for mask_H, (row, start, stop) in zip(mask_NH, self._segments, strict=True):
@@ -113,7 +113,7 @@ class DynamicChange(HeadChange):
             yield statistics
 
     def forget(self) -> None:
-        """Forget every sample that was decided."""
+        """Forget all decided samples."""
         self.samples, self.masks, self.scores, self._zeroed = 0, {}, {}, {}
 
     @property

@@ -1,4 +1,4 @@
-"""What interventions do while a model runs: zero heads, drain the first value, steer gates.
+"""Interventions at work in a running model: zero heads, drain the first value, steer gates.
 
 Shapes: B rows, Q tokens of this call, T tokens of a sample, N samples, H query heads, G key/value
 groups, D head dim, X 1 or D.

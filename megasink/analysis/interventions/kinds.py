@@ -1,6 +1,6 @@
 """The kinds of interventions, with the allowed values of their fields.
 
-A file of interventions is checked here, without torch. What runs (`HeadChange`) is in the module
+A file of interventions is checked here, without torch. The `HeadChange` that runs is in the module
 that `change` imports.
 """
 
@@ -88,7 +88,7 @@ class DynamicZeroing(Intervention):
             raise UserError(f"threshold {self.threshold:g}: {self.score} is in [{low:g}, {high:g}]")
 
     def change(self) -> "DynamicChange":
-        """Return the change, which counts what it zeroes."""
+        """Return the change, which counts the heads that it zeroes."""
         from megasink.analysis.interventions.dynamic_zeroing import DynamicChange
         from megasink.analysis.interventions.scores import LayerScore
 
@@ -189,7 +189,6 @@ class RemoveBos(Intervention):
     source: ClassVar[str] = "P4.3"
 
     def tokens(self, tokens: Sequence[int], bos: int | None) -> list[int]:
-        """See `Intervention.tokens`."""
         if bos is None:
             raise UserError("remove-bos: the tokenizer has no BOS to remove")
         if list(tokens) == [bos]:
@@ -205,7 +204,7 @@ class RepeatFirstToken(Intervention):
     same tokens: those after the first token of the text.
 
     Attributes:
-        copies: how often the first token stands there, itself included; 1 changes nothing.
+        copies: number of first tokens, the original included; 1 changes nothing.
     """
 
     kind: ClassVar[str] = "repeat-first-token"
@@ -218,5 +217,4 @@ class RepeatFirstToken(Intervention):
             raise UserError(f"copies {self.copies!r}: a whole number from 1 on")
 
     def tokens(self, tokens: Sequence[int], bos: int | None) -> list[int]:
-        """See `Intervention.tokens`."""
         return [*[tokens[0]] * (self.copies - 1), *tokens]

@@ -1,9 +1,9 @@
 """Interventions as context managers, for a notebook: exported by `megasink`.
 
-Each takes a model that is loaded: of transformers, a Megatron GPTModel, what `megasink.load_model`
-or `load_run` returned, or a `megasink.analysis.capture.base.ProbedModel`. On leaving, also by an
-exception, the model is bit for bit what it was. Contexts on one model do not nest; `intervening`
-takes several interventions at once.
+Each takes a loaded model: of transformers, a Megatron GPTModel, a result of `megasink.load_model`
+or `load_run`, or a `megasink.analysis.capture.base.ProbedModel`. On exit, even by an exception, the
+model is restored bit for bit. Contexts on one model do not nest; `intervening` takes several
+interventions at once.
 """
 
 from collections.abc import Iterable, Iterator, Sequence
@@ -45,7 +45,7 @@ def intervening(model: Any, interventions: Sequence[Intervention]) -> Iterator[l
     """Change a model's heads; each intervention sees the result of the previous one.
 
     Yields:
-        the running changes, in order; that of `DynamicZeroing` counts what it zeroes.
+        the running changes, in order; `DynamicZeroing`'s counts the heads that it zeroes.
 
     Raises:
         ConfigError: an intervention does not fit the model; one message lists every reason.
@@ -69,7 +69,7 @@ def intervening(model: Any, interventions: Sequence[Intervention]) -> Iterator[l
 
 @contextmanager
 def zero_heads(model: Any, heads: GivenHeads) -> Iterator[None]:
-    """Replace what chosen heads write by zero; see `ZeroHeads`."""
+    """Replace the outputs of chosen heads by zero; see `ZeroHeads`."""
     with intervening(model, [ZeroHeads(**heads_of(heads)._asdict())]):
         yield
 

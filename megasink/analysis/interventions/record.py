@@ -20,12 +20,7 @@ KINDS: dict[str, type["Intervention"]] = {}
 
 
 class Intervention(ABC):
-    """Base of all kinds; a subclass is a frozen dataclass with JSON values, and names its `kind`.
-
-    Attributes:
-        kind: its name in files and messages.
-        source: rows of the papers.
-    """
+    """Base of all kinds: a subclass is a frozen dataclass of JSON values and names its `kind`."""
 
     kind: ClassVar[str]
     source: ClassVar[str]

@@ -1,4 +1,4 @@
-"""What a metric may take: statistics of one sequence, and facts of the samples."""
+"""The inputs of metrics: statistics of one sequence, and facts of the samples."""
 
 ATTENTION: dict[str, str] = {
     "query_HTD": "queries as attention sees them: after rotary embeddings and query norms",

@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING, Any
 from megasink.analysis.metrics.inputs import FACTS, GRADIENT, STATISTICS, TOGETHER
 from megasink.attention.definitions import BACKWARD_SCORES, SCORES
 
-if TYPE_CHECKING:  # what reads flags and draws curves reads the records too, without torch
+if TYPE_CHECKING:  # code for flags and curves also reads the records, without torch
     from torch import Tensor
 
 AXES: dict[str, tuple[str, str]] = {
@@ -98,7 +98,7 @@ class Metric:
         figure: the figure with its curve, see `analysis/pages/figures_metrics.py`.
         number: format of its number.
         levels: names of the values 0, 1, ... of a categorical metric.
-        key: whose weight it counts; the page prints beside it that of a head that attends evenly.
+        key: whose weight it counts; the page also prints the weight of a head that attends evenly.
         inactive: "above" or "below", for a score whose threshold marks inactive heads (P3.11).
         bounds: lowest and highest value it can have; thresholds lie between them.
     """
@@ -128,7 +128,7 @@ class Metric:
 
     @property
     def takes_backward(self) -> bool:
-        """Whether it takes a backward pass, and is measured only where it is asked for."""
+        """Whether it takes a backward pass, and is measured only on request."""
         return not GRADIENT.keys().isdisjoint(self.needs)
 
     @property
@@ -263,7 +263,7 @@ def metrics(names: Iterable[str] | None = None) -> dict[str, Metric]:
     """
     _discover()
     if names is None:
-        # Not in import order, which depends on what else a process does.
+        # Not in import order, which depends on the rest of the process.
         return dict(sorted(_REGISTRY.items(), key=lambda entry: _place(entry[1].compute)))
     names = list(names)
     unknown = [name for name in names if name not in _REGISTRY]
@@ -283,13 +283,13 @@ def measured(names: Iterable[str] | None = None, also: Iterable[str] = ()) -> di
 
 
 def backward_names() -> list[str]:
-    """Return the names that `--metrics` takes, without torch; those of plugins too."""
+    """Return the values of `--metrics`, plugins' included, without torch."""
     others = [n for n, entry in _REGISTRY.items() if entry.takes_backward]
     return list(dict.fromkeys((*BACKWARD_SCORES, *others)))
 
 
 def score_names() -> list[str]:
-    """Return the scores of inactive heads, those that plugins registered too, without torch."""
+    """Return the scores of inactive heads, plugins' included, without torch."""
     return [*SCORES, *(n for n, e in _REGISTRY.items() if e.inactive and n not in SCORES)]
 
 

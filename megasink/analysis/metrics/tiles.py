@@ -85,8 +85,7 @@ def _scores(query_NRCD: Tensor, key_NKD: Tensor, scale: float, softcap: float | 
 def _hide(
     score_NRCK: Tensor, rows: slice, columns: slice, window: int | None, prefix: int, hidden: float
 ) -> None:
-    """Overwrite what a row does not see. Only columns from the tile's first row on can be future
-    keys."""
+    """Overwrite hidden keys; only columns from the tile's first row on can be future keys."""
     device, left = score_NRCK.device, columns.start
     row_C1 = torch.arange(rows.start, rows.stop, device=device)[:, None]
     first = max(rows.start, left)
@@ -99,7 +98,7 @@ def _hide(
 
 
 def _bias(bias_GRT: Tensor, n: slice, rows: slice, columns: slice) -> Tensor:
-    """Return [N, R, C, K]: the bias of each distance; future keys, hidden later, get that of 0."""
+    """Return [N, R, C, K]: the bias of each distance; future keys, hidden later, get 0's."""
     device = bias_GRT.device
     row_C1 = torch.arange(rows.start, rows.stop, device=device)[:, None]
     column_K = torch.arange(columns.start, columns.stop, device=device)

@@ -95,7 +95,7 @@ def in_words(results: AblationResults) -> list[str]:
         else f"within {100 * results.tolerance:g}%"
     )
     what = "accuracy" if results.higher_is_better else "the loss"
-    # What --heads and --interventions name; not each head of --layer, which may be many.
+    # Points of --heads and --interventions; not each head of --layer, which may be many.
     given = [point for point in results.points if point.row.startswith("--")]
     lines = []
     for on in shown_on(results)[:4]:

@@ -53,7 +53,7 @@ def page(analyses: Sequence[Analysis], pictures: Sequence[Picture]) -> str:
 
 
 def _figures(pictures: Sequence[Picture], names: str) -> list[str]:
-    """Return the figures of one heading, with the caption they share first."""
+    """Return the figures of one heading, with their shared caption first."""
     first = pictures[0]
     if len(pictures) == 1 and not first.model:
         return [html.figure(first, f"{first.title}: {names}", first.caption)]
@@ -91,7 +91,7 @@ def _summaries(columns: Sequence[tuple[str, SampleResults]], *, with_change: boo
 
 
 def _label(entry: Metric, columns: Sequence[SampleResults]) -> str:
-    """Return a metric's row header: its number and its source, and below them what it is."""
+    """Return a metric's row header: its number and source, and its definition below."""
     how = "" if entry.axis == "model" else f", {entry.scalar}"
     is_row = entry.source.startswith("P") and entry.source[1].isdigit()
     about = entry.definition

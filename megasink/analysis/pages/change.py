@@ -13,7 +13,7 @@ from megasink.analysis.metrics import Metric, metrics
 from megasink.analysis.pages.drawing import Drawing
 from megasink.figures.style import DIVERGING, heatmap, label, panels
 
-# Metrics of heads whose change is drawn and told, and what it is in words.
+# Metrics of heads whose change is shown, and its description.
 _MAPS = {
     "importance": "head importance",
     "awft": "a head's attention to the first token",
@@ -30,7 +30,7 @@ def _maps(analyses: Sequence[Analysis]) -> dict[str, str]:
 
 
 def is_pair(analyses: Sequence[Analysis]) -> bool:
-    """Whether there are two analyses whose heads correspond: the same layers and heads in each."""
+    """Return whether there are two analyses with the same layers and heads."""
     return len(analyses) == 2 and (
         analyses[0].results.model.heads == analyses[1].results.model.heads
     )
@@ -58,8 +58,7 @@ def in_words(analyses: Sequence[Analysis]) -> list[str]:
 
 
 def delta(entry: Metric, before: Any, after: Any) -> str:
-    """Return the change of a metric's number with its sign; empty for a name, or where one has
-    none."""
+    """Return the change of a metric's number with its sign; empty for a name or no number."""
     if not isinstance(before, float) or not isinstance(after, float):
         return ""
     sign = "+" if after > before else ""

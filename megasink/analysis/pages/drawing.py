@@ -1,5 +1,8 @@
-"""Definition of a report figure. A metric's figure comes from its record (figures_metrics.py); add
-any other one to the `DRAWINGS` of a figures file."""
+"""Definition of a report figure.
+
+A metric's figure comes from its record (figures_metrics.py). Add others to the `DRAWINGS` of a
+figures file.
+"""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -35,7 +38,7 @@ class Drawing:
     # Creates a matplotlib figure of all analyses; None if they lack the numbers.
     draw: Callable[[Any], Any]
     by_model: bool = False  # whether each model gets its own figure; `draw` then takes one analysis
-    # What it shows in words, of what `draw` takes; by default its extremes.
+    # Description in words, from the argument of `draw`; by default its extremes.
     finding: Callable[[Any], str] | None = None
 
 

@@ -72,7 +72,7 @@ def facts(title: str, of: Mapping[str, object]) -> Markup:
 def figure(picture: Picture, alt: str, caption: str) -> Markup:
     """Return a picture with its caption, a title on hover for each mark, and the table behind it.
 
-    It scrolls on a narrow screen. What it shows follows its name in the alternative text.
+    It scrolls on a narrow screen. The alternative text has its name, then its finding.
     """
     png = picture.files["png"]
     width, height = (int.from_bytes(png[i : i + 4], "big") for i in (16, 20))
@@ -105,7 +105,7 @@ def _linked(text: str) -> Markup:
 
 
 def _finding(numbers: Numbers, most: int = 6) -> str:
-    """Return where the values of a picture are lowest and highest, for those who do not see it."""
+    """Return the places of a picture's lowest and highest values, for readers who cannot see it."""
     found = []
     for title, head, rows in numbers.tables:
         across, _, by = head[0].partition(", by ")

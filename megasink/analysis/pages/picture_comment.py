@@ -1,6 +1,6 @@
 """Identify a picture or page by a comment inside it, so that no other file is overwritten.
 
-It is asked before matplotlib and torch are imported.
+The check runs before matplotlib and torch are imported.
 """
 
 import hashlib

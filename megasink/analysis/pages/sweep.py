@@ -90,7 +90,7 @@ def in_words(results: SweepResults) -> list[str]:
 
 
 def page(results: SweepResults, table: list[dict[str, Any]], pictures: Sequence[Picture]) -> str:
-    """Return the page; `table` is that of sweep.csv."""
+    """Return the page; `table` is sweep.csv's."""
     name = results.model.name
     made = html.Page(f"megasink sweep: {name}", f"{name}: lengths, BOS and first tokens")
     made.section("Summary", *(html.paragraph(line) for line in in_words(results)))
@@ -193,7 +193,7 @@ def draw_sweep(results: SweepResults) -> Any:
 
 
 def _varied(rows: Sequence[SweepRow]) -> list[str]:
-    """Return what takes several values."""
+    """Return the settings with several values."""
     return [key for key in _AXES if len({getattr(row, key) for row in rows}) > 1]
 
 

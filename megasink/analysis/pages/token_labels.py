@@ -1,4 +1,4 @@
-"""Labels of tokens in any script, in fonts that the machine has; else the token's id."""
+"""Labels of tokens in any script, in the machine's fonts; otherwise the token's id."""
 
 from collections.abc import Sequence
 from functools import cache
@@ -37,7 +37,7 @@ def _draws(font: str, characters: set[str]) -> bool:
 
 @cache
 def _others() -> tuple[str, ...]:
-    """Return the names of the machine's other fonts, but those that draw a box for everything."""
+    """Return the names of the machine's other fonts, except those that draw only boxes."""
     from matplotlib import font_manager
 
     names = sorted({font.name for font in font_manager.fontManager.ttflist})
@@ -46,7 +46,7 @@ def _others() -> tuple[str, ...]:
 
 @cache
 def _characters(font: str) -> frozenset[int]:
-    """Return the characters that a font has outlines for: those of emoji may be pictures."""
+    """Return the characters for which a font has outlines; emoji may be pictures."""
     from matplotlib.font_manager import FontProperties, findfont, get_font
 
     try:

@@ -41,13 +41,8 @@ def _refusal(name: str, request: AttentionRequest) -> str | None:
 def choose_gate_kernels(request: AttentionRequest, requested: str = "auto") -> Choice:
     """Select the gate kernels for a request.
 
-    Args:
-        request: The configuration; its masks and its attention kernel do not matter.
-        requested: An attention backend or "auto", and, to insist on gate kernels, "+" and their
-            name: "auto+torch".
-
-    Raises:
-        ConfigError: The requested gate kernels do not exist, or do not run for this request.
+    `requested` is "auto" or an attention backend; "+" and a name require those gate kernels, as in
+    "auto+torch". Raise ConfigError if they do not exist or cannot run this request.
     """
     _, plus, name = requested.partition("+")
     if plus and name not in _REGISTRY:

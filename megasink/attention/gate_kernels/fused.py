@@ -4,7 +4,7 @@ The rows that carry the gradient of the LSE into a kernel differ from dY and Y i
 channels. Only those are written, in place: copies of both would be half of the memory traffic of
 the backward. They are put back on the same stream right after the attention kernel's backward, so
 nothing that the stream runs later sees them. Where another tensor of the backward has that memory,
-or a compiler arranges the operations, the caller hands over copies (slot_op.py). Sums over tokens
+or a compiler arranges the operations, the caller passes copies (op.py). Sums over tokens
 are one partial sum per program and then a reduction, without atomics: the same bits every time.
 """
 
@@ -40,7 +40,6 @@ class TritonGateKernels(GateKernels):
     gate_rows = staticmethod(gate_rows)
 
     def supports(self, request: AttentionRequest) -> str | None:
-        """See `GateKernels.supports`."""
         if request.device_type != "cuda":
             return f"these kernels run on CUDA devices, not on {request.device_type}"
         capability = request.compute_capability
@@ -63,7 +62,6 @@ class TritonGateKernels(GateKernels):
         slot_logit: Tensor,
         slot_value: Tensor | None,
     ) -> Results:
-        """See `GateKernels.slot_forward`."""
         out_BHTD = dense_rows(out_BHTD)
         value = None if slot_value is None else dense_rows(slot_value)
         results = _empty_results(query_BHTD, as_order_of(query_BHTD, out_BHTD))
@@ -73,7 +71,6 @@ class TritonGateKernels(GateKernels):
     def first_key_forward(
         self, first: FirstKey, rows: tuple[Tensor, Tensor] | None, call: AttentionCall
     ) -> Results:
-        """See `GateKernels.first_key_forward`."""
         visible = queries = first.query_BHTD.shape[2]
         if call.window is not None:
             visible = max(call.window - (first.keys - queries), 0)
@@ -95,7 +92,6 @@ class TritonGateKernels(GateKernels):
         *,
         inject: bool,
     ) -> Iterator[BeforeBackward]:
-        """See `GateKernels.slot_backward`."""
         if slot_logit is None:
             slot_value = None
         by_token = slot_logit is not None and slot_logit.shape[2] > 1
@@ -139,7 +135,6 @@ class TritonGateKernels(GateKernels):
         *,
         inject: bool,
     ) -> Iterator[BeforeBackward]:
-        """See `GateKernels.first_key_backward`."""
         first = _dense(first)
         gradients = launch.slot_backward(
             arriving,

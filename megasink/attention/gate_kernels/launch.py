@@ -244,7 +244,7 @@ def strides(tensor: Tensor | None, align: int = 1) -> list[int]:
 
 
 def device_of(tensor: Tensor) -> AbstractContextManager[Any]:
-    """Triton launches on the current device, which PyTorch's own kernels do not depend on."""
+    """Make the tensor's device current: Triton launches there, unlike PyTorch's own kernels."""
     if tensor.device.type != "cuda" or tensor.device.index == torch.cuda.current_device():
         return nullcontext()
     return torch.cuda.device(tensor.device)

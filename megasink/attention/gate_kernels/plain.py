@@ -37,7 +37,6 @@ class PlainGateKernels(GateKernels):
     name = "torch"
 
     def supports(self, request: AttentionRequest) -> str | None:
-        """See `GateKernels.supports`: everything."""
         return None
 
     def slot_forward(
@@ -48,7 +47,6 @@ class PlainGateKernels(GateKernels):
         slot_logit: Tensor,
         slot_value: Tensor | None,
     ) -> Results:
-        """See `GateKernels.slot_forward`."""
         lse_BHT = lse_BHT.contiguous()
         gate_BHT = (lse_BHT - slot_logit).sigmoid_()
         weight_BHT = (slot_logit - lse_BHT).sigmoid_()
@@ -65,7 +63,6 @@ class PlainGateKernels(GateKernels):
     def first_key_forward(
         self, first: FirstKey, rows: tuple[Tensor, Tensor] | None, call: AttentionCall
     ) -> Results:
-        """See `GateKernels.first_key_forward`."""
         query_BHTD, keys, alone = first.query_BHTD, first.keys, first.alone
         heads, queries = query_BHTD.shape[1:3]
         first_value_BH1D = repeat_groups(first.value_BG1D, heads)
@@ -104,7 +101,6 @@ class PlainGateKernels(GateKernels):
         *,
         inject: bool,
     ) -> Iterator[BeforeBackward]:
-        """See `GateKernels.slot_backward`."""
         for_kernel = _for_kernel(arriving, results, inject)
         logit_grad = value_grad = None
         if slot_logit is not None:
@@ -124,7 +120,6 @@ class PlainGateKernels(GateKernels):
         *,
         inject: bool,
     ) -> Iterator[BeforeBackward]:
-        """See `GateKernels.first_key_backward`."""
         for_kernel = _for_kernel(arriving, results, inject)
         heads, groups = first.query_BHTD.shape[1], first.key_BG1D.shape[1]
         logit_grad_BHT = _slot_logit_grad(arriving, results, repeat_groups(first.value_BG1D, heads))

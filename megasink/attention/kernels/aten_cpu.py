@@ -18,7 +18,6 @@ class FlashCpuBackend(VendorBackend):
     name = "flash-cpu"
 
     def supports(self, request: AttentionRequest) -> str | None:
-        """See `Backend.supports`."""
         if request.device_type != "cpu":
             return f"it runs on the CPU, not on {request.device_type}"
         return fp16_reason(request)
@@ -26,14 +25,12 @@ class FlashCpuBackend(VendorBackend):
     def launch_forward(
         self, query_BHTD: Tensor, key_BGSD: Tensor, value_BGSD: Tensor, call: AttentionCall
     ) -> tuple[Tensor, Tensor]:
-        """See `VendorBackend`."""
         out_BHTD, lse_BHT = _forward(
             query_BHTD, key_BGSD, value_BGSD, 0.0, call.causal, scale=call.scale
         )
         return out_BHTD, lse_BHT
 
     def launch_backward(self, tensors: BackwardTensors, call: AttentionCall) -> Sequence[Tensor]:
-        """See `VendorBackend`."""
         *inputs, lse_BHT, _ = tensors
         grads: Sequence[Tensor] = _backward(*inputs, lse_BHT, 0.0, call.causal, scale=call.scale)
         return grads

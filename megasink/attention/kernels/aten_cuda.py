@@ -22,13 +22,11 @@ class FlashCudaBackend(BTHDLayout):
     native_window = True
 
     def supports(self, request: AttentionRequest) -> str | None:
-        """See `Backend.supports`."""
         return cuda_reason(request, largest_head_dim=256) or fp16_reason(request)
 
     def launch_forward(
         self, query: Tensor, key: Tensor, value: Tensor, call: AttentionCall
     ) -> tuple[Tensor, Tensor]:
-        """See `VendorBackend`."""
         lengths = (None, None, query.shape[1], key.shape[1])
         out_BTHD, lse_BHT, *_ = torch.ops.aten._flash_attention_forward(
             query, key, value, *lengths, 0.0, call.causal, False, **_options(call)
@@ -36,7 +34,6 @@ class FlashCudaBackend(BTHDLayout):
         return out_BTHD, lse_BHT
 
     def launch_backward(self, tensors: BackwardTensors, call: AttentionCall) -> Sequence[Tensor]:
-        """See `VendorBackend`."""
         *inputs, lse_BHT, _ = tensors
         _, query, key, *_ = inputs
         lengths = (None, None, query.shape[1], key.shape[1])
@@ -74,7 +71,6 @@ class CudnnBackend(CudnnKernel):
     name = "cudnn"
 
     def supports(self, request: AttentionRequest) -> str | None:
-        """See `Backend.supports`."""
         if reason := cudnn_reason(request):
             return reason
         if request.deterministic:  # aten/src/ATen/native/transformers/cuda/sdp_utils.cpp
@@ -82,20 +78,17 @@ class CudnnBackend(CudnnKernel):
         return cuda_reason(request, largest_head_dim=128) or fp16_reason(request)
 
     def lay_out(self, tensor_BHTD: Tensor) -> Tensor:
-        """See `VendorBackend`."""
         return with_whole_vectors(tensor_BHTD.contiguous())
 
     def launch_forward(
         self, query: Tensor, key: Tensor, value: Tensor, call: AttentionCall
     ) -> tuple[Tensor, Tensor]:
-        """See `VendorBackend`."""
         out_BHTD, stats, *_ = torch.ops.aten._scaled_dot_product_cudnn_attention(
             query, key, value, None, True, 0.0, call.causal, False, scale=call.scale
         )
         return out_BHTD, stats.reshape(out_BHTD.shape[:3])
 
     def launch_backward(self, tensors: BackwardTensors, call: AttentionCall) -> Sequence[Tensor]:
-        """See `VendorBackend`."""
         *inputs, lse_BHT, _ = tensors
         _, query, key, *_ = inputs
         no_state = torch.empty((), dtype=torch.int64, device=query.device)

@@ -113,7 +113,6 @@ class VendorBackend(Backend):
     def forward(
         self, query_BHTD: Tensor, key_BGSD: Tensor, value_BGSD: Tensor, call: AttentionCall
     ) -> tuple[Tensor, Tensor]:
-        """See `Backend.forward`."""
         check_block(query_BHTD, key_BGSD, call)
         out, lse_BHT = self.launch_forward(
             self.lay_out(query_BHTD), self.lay_out(key_BGSD), self.lay_out(value_BGSD), call
@@ -121,7 +120,6 @@ class VendorBackend(Backend):
         return self.read(out), lse_BHT
 
     def backward(self, tensors: BackwardTensors, call: AttentionCall) -> Gradients:
-        """See `Backend.backward`."""
         check_block(tensors.query_BHTD, tensors.key_BGSD, call)
         *inputs, lse_BHT, lse_grad_BHT = tensors
         laid_out = BackwardTensors._make((*map(self.lay_out, inputs), lse_BHT, lse_grad_BHT))

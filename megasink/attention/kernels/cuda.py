@@ -65,11 +65,9 @@ class BTHDLayout(VendorBackend):
     """FlashAttention's layout [B, T, H, D]: a view if the last dimension is dense and aligned."""
 
     def lay_out(self, tensor_BHTD: Tensor) -> Tensor:
-        """See `VendorBackend`."""
         return with_whole_vectors(super().lay_out(tensor_BHTD)).transpose(1, 2)
 
     def read(self, tensor: Tensor) -> Tensor:
-        """See `VendorBackend`."""
         return tensor.transpose(1, 2)
 
 
@@ -82,7 +80,6 @@ class PackageBackend(VendorBackend):
     largest_head_dim: int = 256  # D must be a multiple of 8 up to this
 
     def supports(self, request: AttentionRequest) -> str | None:
-        """See `Backend.supports`."""
         return (
             cuda_reason(request, self.largest_head_dim, self.capability)
             or (None if self.takes_lse_gradient else fp16_reason(request))

@@ -37,12 +37,10 @@ class CudnnKernel(VendorBackend):
     def forward(
         self, query_BHTD: Tensor, key_BGSD: Tensor, value_BGSD: Tensor, call: AttentionCall
     ) -> tuple[Tensor, Tensor]:
-        """See `Backend.forward`."""
         compute = _PLAIN.forward if key_BGSD.shape[2] == 1 else super().forward
         return compute(query_BHTD, key_BGSD, value_BGSD, call)
 
     def backward(self, tensors: BackwardTensors, call: AttentionCall) -> Gradients:
-        """See `Backend.backward`."""
         is_single = 1 in (tensors.query_BHTD.shape[2], tensors.key_BGSD.shape[2])
         compute = _PLAIN.backward if is_single else super().backward
         return compute(tensors, call)

@@ -31,7 +31,6 @@ class EagerBackend(Backend):
     def forward(
         self, query_BHTD: Tensor, key_BGSD: Tensor, value_BGSD: Tensor, call: AttentionCall
     ) -> tuple[Tensor, Tensor]:
-        """See `Backend.forward`."""
         query_BGRTD, key_BG1SD, value_BG1SD = grouped(query_BHTD, key_BGSD, value_BGSD)
         bias_GRX = _bias(query_BHTD, key_BGSD, call)
         out_BGRTD = torch.empty_like(query_BGRTD)
@@ -45,7 +44,6 @@ class EagerBackend(Backend):
         return out_BGRTD.flatten(1, 2).to(query_BHTD.dtype), lse_BGRT.flatten(1, 2)
 
     def backward(self, tensors: BackwardTensors, call: AttentionCall) -> Gradients:
-        """See `Backend.backward`."""
         grad_out_BHTD, query_BHTD, key_BGSD, value_BGSD, out_BHTD, lse_BHT, lse_grad_BHT = tensors
         query_BGRTD, key_BG1SD, value_BG1SD = grouped(query_BHTD, key_BGSD, value_BGSD)
         bias_GRX = _bias(query_BHTD, key_BGSD, call)

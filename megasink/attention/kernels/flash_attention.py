@@ -18,13 +18,7 @@ from megasink.attention.kernels.cuda import BTHDLayout, PackageBackend
 
 
 class FlashAttentionBackend(BTHDLayout, PackageBackend):
-    """Code shared by the packages, with sliding window and GQA.
-
-    Attributes:
-        forward_name: Name of the forward function in the module.
-        forward_options: Constant options of the forward function.
-        unbounded: Left and right window size that hides nothing.
-    """
+    """Code shared by the packages, with sliding window and GQA; `unbounded` hides nothing."""
 
     native_window = True
     forward_name = "_flash_attn_forward"
@@ -34,7 +28,6 @@ class FlashAttentionBackend(BTHDLayout, PackageBackend):
     def launch_forward(
         self, query: Tensor, key: Tensor, value: Tensor, call: AttentionCall
     ) -> tuple[Tensor, Tensor]:
-        """See `VendorBackend`."""
         forward = getattr(self.load(), self.forward_name)
         out_BTHD, lse_BHT, *_ = forward(
             query, key, value, causal=call.causal, **self._shared(call), **self.forward_options
@@ -62,7 +55,6 @@ class FlashAttention2Backend(FlashAttentionBackend):
     forward_options: ClassVar[dict[str, Any]] = {**unused, "return_softmax": False}
 
     def launch_backward(self, tensors: BackwardTensors, call: AttentionCall) -> Sequence[Tensor]:
-        """See `VendorBackend`."""
         *inputs, lse_BHT, _ = tensors
         _, *attended, _ = inputs
         grads = [torch.empty_like(tensor) for tensor in attended]
@@ -90,7 +82,6 @@ class FlashAttention3Backend(FlashAttentionBackend):
     capability = (9, 0)
 
     def supports(self, request: AttentionRequest) -> str | None:
-        """See `Backend.supports`."""
         if request.compute_capability is not None and request.compute_capability >= (10, 0):
             return "it runs only on Hopper (compute capability 9.0)"
         if request.deterministic and request.head_dim > 192:
@@ -99,7 +90,6 @@ class FlashAttention3Backend(FlashAttentionBackend):
         return super().supports(request)
 
     def launch_backward(self, tensors: BackwardTensors, call: AttentionCall) -> Sequence[Tensor]:
-        """See `VendorBackend`."""
         *inputs, lse_BHT, _ = tensors
         _, *attended, _ = inputs
         grads = [torch.empty_like(tensor) for tensor in attended]
@@ -131,7 +121,6 @@ class FlashAttention4Backend(FlashAttentionBackend):
     unbounded = None
 
     def supports(self, request: AttentionRequest) -> str | None:
-        """See `Backend.supports`."""
         # Blackwell's backward asserts that there is no dlse at D 256, and lacks D 136 to 248.
         capability = request.compute_capability
         if capability is not None and capability >= (10, 0) and request.head_dim > 128:
@@ -141,7 +130,6 @@ class FlashAttention4Backend(FlashAttentionBackend):
         return super().supports(request)
 
     def launch_backward(self, tensors: BackwardTensors, call: AttentionCall) -> Sequence[Tensor]:
-        """See `VendorBackend`."""
         grad_out, query, key, value, out, lse_BHT, lse_grad_BHT = tensors
         grads: Sequence[Tensor] = self.load()._flash_attn_bwd(
             query,

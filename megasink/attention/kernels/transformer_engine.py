@@ -29,7 +29,6 @@ class TransformerEngineBackend(CudnnKernel, PackageBackend):
     largest_head_dim = 128
 
     def supports(self, request: AttentionRequest) -> str | None:
-        """See `Backend.supports`."""
         if reason := super().supports(request) or cudnn_reason(request):
             return reason
         # attention/dot_product_attention/utils.py, get_attention_backend
@@ -43,13 +42,11 @@ class TransformerEngineBackend(CudnnKernel, PackageBackend):
         return with_whole_vectors(tensor_BHTD.permute(2, 0, 1, 3).contiguous())
 
     def read(self, tensor: Tensor) -> Tensor:
-        """See `VendorBackend`."""
         return tensor.permute(1, 2, 0, 3)
 
     def launch_forward(
         self, query: Tensor, key: Tensor, value: Tensor, call: AttentionCall
     ) -> tuple[Tensor, Tensor]:
-        """See `VendorBackend`."""
         engine = self.load()
         out_TBHD, (stats_BHT1, *_) = engine.fused_attn_fwd(
             is_training=True, **self._shared(engine, query, key, value, call)
@@ -57,7 +54,6 @@ class TransformerEngineBackend(CudnnKernel, PackageBackend):
         return out_TBHD, stats_BHT1.squeeze(-1)
 
     def launch_backward(self, tensors: BackwardTensors, call: AttentionCall) -> Sequence[Tensor]:
-        """See `VendorBackend`."""
         engine = self.load()
         grad_out, query, key, value, out, lse_BHT, _ = tensors
         no_state = torch.empty(2, dtype=torch.int64, device=query.device)

@@ -1,4 +1,4 @@
-"""Attention variants, one record each. The README shows how to add one, here or in a plugin."""
+"""Attention variants, one record each; CONTRIBUTING.md shows how to add one."""
 
 from megasink.attention.variants import builtin
 from megasink.attention.variants.record import (

@@ -24,7 +24,7 @@ def counts_heads(options: Any) -> bool:
     """Return whether the mean of the explicit gate is the head importance (P0.3, P0.11).
 
     True if the gate scales the output of a head by a factor between 0 and 1. Any other gate (added,
-    unbounded, or not on the SDPA output) does not tell how much of the head passes through; the
+    unbounded, or not on the SDPA output) does not show how much of the head passes through; the
     importance is then that of the underlying softmax, the mean of 1 - A_i0.
     """
     return (

@@ -86,7 +86,7 @@ def layers_with_variant(options: Any) -> tuple[bool, ...]:
 def resolve_layers(options: Any) -> None:
     """Replace a word in ``options.attention_variant_layers`` by its list, if that is possible.
 
-    A run is known by the list: other windows do not move its sinks.
+    The list identifies a run, so a change of windows does not move its sinks.
     """
     if isinstance(options.attention_variant_layers, str) and options.num_layers:
         try:

@@ -192,6 +192,6 @@ class Variant:
         return (self.export and self.export.kinds) or (self.name,)
 
     def kind(self, options: Mapping[str, Any]) -> Any:
-        """Return the one of `kinds` that these options describe; invalid values pass through."""
+        """Return the kind that these options describe; invalid values pass through."""
         option = self.export and self.export.kind_option
         return options.get(option, self.kinds[0]) if option else self.kinds[0]

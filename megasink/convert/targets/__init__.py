@@ -1,4 +1,4 @@
-"""The architectures that a model can be exported as: those of transformers, and megasink's own.
+"""The architectures of exports: those of transformers, and megasink's own.
 
 Each file registers some of them, as a plugin does. A new file is imported here.
 """

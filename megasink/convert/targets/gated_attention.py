@@ -67,7 +67,7 @@ def _qwen_refused(config: Mapping[str, Any]) -> list[str]:
     if set(config.get("layer_types") or ["linear_attention"]) != {"full_attention"}:
         problems.append("layer_types: linear attention")
     rope = config.get("rope_parameters") or {}
-    # transformers 4 reads one of the two, and 5 the other; without either it is 0.25.
+    # transformers 4 reads one of the two, and 5 the other; the default is 0.25.
     if {part.get("partial_rotary_factor") for part in (config, rope)} - {None} != {1.0}:
         problems.append("partial_rotary_factor other than 1")
     return problems

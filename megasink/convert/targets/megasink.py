@@ -86,7 +86,7 @@ def _table(model: Architecture) -> tuple[Row, ...]:
 
 
 def _layer_rows(model: Architecture) -> list[Row]:
-    """Return the rows of the layers of a model whose layers are alike."""
+    """Return the rows of the layers of a model with equal layers."""
     of_keys = [_layer_row(model, key) for key in weight_shapes(model) if key.startswith(LAYERS)]
     fixed_sinks = model.has_sink and not model.variant.parameters
     return [*of_keys, *(rows.sinks(model) if fixed_sinks else ())]

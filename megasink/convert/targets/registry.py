@@ -10,7 +10,7 @@ TARGETS: dict[str, Target] = {}
 
 
 def register(target: Target) -> Target:
-    """Add a target, which can then be named, and is chosen for models that fit no earlier one.
+    """Add a target, which is then chosen for models that fit no earlier one.
 
     Raises:
         UserError: the name is taken.

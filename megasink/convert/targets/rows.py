@@ -39,10 +39,9 @@ _FFN_NAMES = ("gate_proj", "up_proj", "down_proj")
 def of_layers(
     model: Architecture, table: Callable[[Architecture], Sequence[Row]]
 ) -> tuple[Row, ...]:
-    """Return the rows of the layers of a model, some of which may lack its attention variant.
+    """Return the rows of all layers, some of which may lack the model's attention variant.
 
-    Args:
-        table: (model whose layers are alike) -> rows of its layers.
+    `table` returns the rows of a model with equal layers.
     """
     by_layer = [{row.hf: row for row in table(model.of_layer(n))} for n in range(model.layers)]
     alike, others = apart(by_layer)
@@ -111,7 +110,7 @@ def output_layer(model: Architecture) -> tuple[Row, ...]:
 
 
 def zeros(model: Architecture, at: str, shapes: Mapping[str, tuple[int, ...]]) -> tuple[Row, ...]:
-    """Return rows for {name after `at`: shape} of tensors that only the target has."""
+    """Return rows for tensors that only the target has: {name after `at`: shape}."""
     return tuple(Row((), (at + name,), Constant(of, model.dtype)) for name, of in shapes.items())
 
 

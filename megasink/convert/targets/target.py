@@ -10,8 +10,8 @@ from megasink.convert.table import Row
 
 Config = dict[str, Any]
 ENGINES = ("vLLM 0.33", "SGLang 0.5.23", "llama.cpp")
-"""As tried or read; llama.cpp is that of llama-cpp-python 0.3.36."""
-# {what an engine may ignore without an error: (its words, whether a model has it)}
+"""As tested or read; llama.cpp is the one in llama-cpp-python 0.3.36."""
+# {feature that an engine may ignore without an error: (words for it, whether a model has it)}
 _IGNORED: dict[str, tuple[str, Callable[[Architecture], bool]]] = {
     "windows": ("sliding windows", lambda model: any(model.windows)),
     "activation": ("activation", lambda model: model.activation in ("gelu", "relu")),
@@ -106,7 +106,7 @@ class Target:
         return {**implied, "qk_norm": self.qk_norm, **keys, **read}
 
     def refusals(self, config: Mapping[str, Any]) -> list[str]:
-        """Return what megasink does not support in a config.json."""
+        """Return the features of a config.json that megasink does not support."""
         present = {key: config[key] for key in self.fixed if config.get(key) is not None}
         wrong = {key: value for key, value in present.items() if value != self.fixed[key]}
         return [
@@ -155,7 +155,7 @@ class Target:
         return problems
 
     def export_problems(self, model: Architecture) -> list[str]:
-        """Return `problems`, and what engines would read as another pattern of windows."""
+        """Return `problems`, and windows that engines would read as another pattern."""
         even = list(range(0, model.layers, 2))
         wrong = self.windows == "alternating" and windowed(model) not in ([], even)
         return (
@@ -163,7 +163,7 @@ class Target:
         )
 
     def misread(self, model: Architecture) -> list[str]:
-        """Return a line for each engine that would serve another model without an error."""
+        """Return a line for each engine that would serve this model wrongly without an error."""
         lines = []
         for engine, names in zip(ENGINES, self.engines, strict=False):
             ignored = [_IGNORED[name] for name in (names or "").split()]

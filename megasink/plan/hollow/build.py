@@ -1,7 +1,7 @@
 """Compile the hollow GPU's libraries, once for each release of the CUDA headers.
 
 It needs g++ (or ``$CXX``), a CUDA build of torch, and the runtime's headers of the same major
-release: of a CUDA toolkit, or those that triton brings.
+release, from a CUDA toolkit or from triton.
 """
 
 import functools
@@ -34,7 +34,7 @@ def missing() -> str | None:
 
 @functools.cache
 def built() -> Path:
-    """Return the folder with the compiled libraries, after building them if they are not there.
+    """Return the folder with the compiled libraries; build them first if they are missing.
 
     The folder is in ``$XDG_CACHE_HOME/megasink`` (``~/.cache/megasink``). Processes may build at
     the same time; one of the results stays.
@@ -46,10 +46,10 @@ def built() -> Path:
             with atomic_folder(folder) as partial:
                 _compile(compiler, headers, partial)
         except OSError as error:
-            if not (folder / DRIVER).exists():  # else another process was faster
+            if not (folder / DRIVER).exists():  # otherwise another process was faster
                 raise UserError(
                     f"the hollow GPU cannot be built in {folder.parent}: {error.strerror}; set "
-                    "XDG_CACHE_HOME to a folder that can be written"
+                    "XDG_CACHE_HOME to a writable folder"
                 ) from error
     return folder
 
@@ -90,7 +90,7 @@ def _headers() -> Path:
     """Return the folder of the CUDA runtime's headers of torch's major release."""
     release = _cuda_of_torch()
     if release is None:
-        raise UserError("the hollow GPU needs a CUDA build of torch, which this one is not")
+        raise UserError("the hollow GPU needs a CUDA build of torch, but this one is not")
     major = release.split(".")[0]
     places = [Path(os.environ.get("CUDA_HOME", "/usr/local/cuda"), "include")]
     wheels = {"nvidia": f"cu{major}/include", "triton": "backends/nvidia/include"}
@@ -111,7 +111,7 @@ def _headers() -> Path:
 
 
 def _cuda_of_torch() -> str | None:
-    """Return the CUDA release that torch is built for, without the seconds of its import."""
+    """Return the CUDA release that torch is built for, without the slow import of torch."""
     spec = importlib.util.find_spec("torch")
     for place in (spec and spec.submodule_search_locations) or ():
         text = Path(place, "version.py").read_text()
@@ -126,7 +126,7 @@ def _cache() -> Path:
 
 
 def _digest(compiler: str, headers: Path) -> str:
-    """Return a name for what the libraries are made from."""
+    """Return a digest of the libraries' sources."""
     made_from = hashlib.sha256(f"{compiler} {_FLAGS}".encode())
     for path in (*sorted(_NATIVE.iterdir()), Path(__file__), *(headers / n for n in _NEEDED)):
         made_from.update(path.read_bytes())

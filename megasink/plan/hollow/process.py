@@ -32,9 +32,9 @@ class Device:
 
 
 def environment(device: Device | None = None) -> dict[str, str]:
-    """Return what to add to the environment of a new process.
+    """Return additions to the environment of a new process.
 
-    torch.compile is off: what it would compile are kernels of its own.
+    torch.compile is off, because it would compile its own kernels.
     """
     folder = built()
     before = os.environ.get("LD_LIBRARY_PATH")
@@ -44,7 +44,7 @@ def environment(device: Device | None = None) -> dict[str, str]:
         "LD_LIBRARY_PATH": f"{folder}:{before}" if before else str(folder),
         "TRITON_LIBCUDA_PATH": str(folder),
         "TORCHDYNAMO_DISABLE": "1",
-        "CUDA_VISIBLE_DEVICES": "0",  # the user may have hidden all
+        "CUDA_VISIBLE_DEVICES": "0",  # the user may have hidden all devices
         _LIBRARY: str(folder / LIBRARY),
         **(device or Device()).variables(),
     }

@@ -1,7 +1,7 @@
 """One rank of many, whose other ranks never answer.
 
-torch's process groups are real (ProcessGroupNCCL on the hollow NCCL); what ranks tell each other
-through the store or as Python objects is this rank's own word in the place of every other's.
+torch's process groups are real (ProcessGroupNCCL on the hollow NCCL). Messages that ranks exchange
+through the store or as Python objects are this rank's own, in place of those of all others.
 """
 
 import ctypes
@@ -11,11 +11,11 @@ from typing import Any
 
 from megasink.plan.hollow.process import library
 
-_MANY = b"99999"  # answers of a counter for which a barrier waits
+_MANY = b"99999"  # counter values for which a barrier waits
 
 
 def be_rank(rank: int, ranks: int) -> None:
-    """Make this process rank `rank` of `ranks`, from now on; call it before Megatron starts.
+    """Make this process rank `rank` of `ranks`; call it before Megatron starts.
 
     Replaces functions of torch.distributed for the rest of the process.
     """
@@ -63,7 +63,7 @@ def be_rank(rank: int, ranks: int) -> None:
     }
     for name, function in replaced.items():
         setattr(dist, name, function)
-    # One store for all: the prefixes of groups are names that nobody else writes either.
+    # One store for all groups: nobody else writes their prefixed names either.
     for module, name, function in (
         (distributed_c10d, "_store_based_barrier", lambda *_, **__: None),
         (distributed_c10d, "PrefixStore", lambda _, inner: inner),
@@ -73,7 +73,7 @@ def be_rank(rank: int, ranks: int) -> None:
 
 
 def _store() -> Any:
-    """Return a store in which everything that others would write is there already."""
+    """Return a store that already has everything that other ranks would write."""
     import torch.distributed as dist
 
     class Store(dist.Store):
@@ -85,7 +85,7 @@ def _store() -> Any:
             self.written[key] = value if isinstance(value, bytes) else str(value).encode()
 
         def get(self, key: str) -> bytes:
-            return self.written.get(key, bytes([7]) * 128)  # as long as NCCL's id of a group
+            return self.written.get(key, bytes([7]) * 128)  # the length of NCCL's id of a group
 
         def add(self, key: str, amount: int) -> int:
             self.written[key] = _MANY

@@ -1,8 +1,8 @@
 """Checks of a command line, before anything is built.
 
 Each file covers one subject with ``problems(args)``, which yields one message per problem. A run
-asks each subject once: those of the command line where it is read (training/early.py), the others
-where the ranks are.
+checks each subject once: those of the command line where it is read (training/early.py), the others
+on the ranks' machine.
 """
 
 from argparse import Namespace
@@ -47,7 +47,7 @@ _EARLY = (
 
 
 def complete(args: Namespace) -> None:
-    """Set in parsed arguments what others of them imply. The checks need it."""
+    """Set parsed arguments that others imply. The checks need them."""
     if args.use_rotary_position_embeddings:  # the old name, which Megatron follows late
         args.position_embedding_type = "rope"
     hybrid.count_layers(args)
@@ -55,7 +55,7 @@ def complete(args: Namespace) -> None:
 
 
 def early_problems(args: Namespace) -> list[str]:
-    """Return one message per problem of the command line that is one on any device."""
+    """Return one message per problem of the command line that does not depend on the device."""
     flags = with_help(args.flag_problems, "megasink train --help-all lists every flag")
     unknown, args = choices.without_unknown(args)
     pairs = [f"{flag}: {why}" for flag, _, why in refused(args, "always")]
@@ -65,11 +65,8 @@ def early_problems(args: Namespace) -> list[str]:
 def local_problems(args: Namespace, *, thorough: bool) -> list[str]:
     """Return one message per problem with this machine's devices and files, where ranks run.
 
-    Imports neither torch nor Megatron, unless a CUDA device may be present.
-
-    Args:
-        thorough: whether a tokenizer that only transformers can read, in seconds, is read. The
-            ranks do it in any case.
+    Imports neither torch nor Megatron, unless a CUDA device may be present. If `thorough`, also
+    reads a tokenizer that takes transformers seconds; the ranks always do.
     """
     _, args = choices.without_unknown(args)
     answers = _problems(args, [device])
@@ -87,8 +84,7 @@ def local_problems(args: Namespace, *, thorough: bool) -> list[str]:
 def problems(args: Namespace, *, checked: bool = False) -> list[str]:
     """Return one message per problem, as a rank finds them. Reads files, builds nothing.
 
-    Args:
-        checked: whether `early_problems` has found none.
+    `checked` means that `early_problems` found none.
     """
     from megasink.training.checks import attention, data_files
 

@@ -38,7 +38,7 @@ def problems(args: Namespace) -> list[str]:
 
 
 def _kinds_of_layers(args: Namespace) -> list[Namespace]:
-    """Return the options of a layer with the variant, and of one without it if there are any."""
+    """Return the options of a layer with the variant, and of one without it if there is one."""
     return [args] if args.attention_variant_layers is None else [args, without_variant(args)]
 
 
@@ -62,11 +62,7 @@ def attention_request(args: Namespace) -> AttentionRequest:
 
 
 def kernel_choices(args: Namespace) -> dict[str, Choice]:
-    """Return the kernels of softmax attention and of its gates, and why no others.
-
-    Returns:
-        {attention variant: choice of the backend, "gates around it": choice of the gate kernels}.
-    """
+    """Return {attention variant: choice of its backend, "gates around it": of gate kernels}."""
     return {
         layer.attention_variant: choose_backend(attention_request(layer), args.attention_kernel)
         for layer in _kinds_of_layers(args)

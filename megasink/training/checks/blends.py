@@ -21,14 +21,7 @@ _SPLITS = ("train", "valid", "test")
 
 @dataclasses.dataclass(frozen=True)
 class Blend:
-    """What one flag names.
-
-    Attributes:
-        flag: the flag, and the file and the part of it, if the flag names a file.
-        prefixes: paths of datasets without ``.bin``.
-        is_split: whether --split divides its datasets.
-        problem: what is wrong with the words themselves; None if nothing is.
-    """
+    """The datasets of one flag (or of a part of its file), and the problem of its words, if any."""
 
     flag: str
     prefixes: tuple[str, ...]
@@ -66,10 +59,10 @@ def blends(args: Namespace) -> Iterator[Blend]:
 
 
 def drawn_validation(words: Sequence[str]) -> list[str] | None:
-    """Return the validation data of a --data-path for which `megasink data --validation` drew it.
+    """Return the validation data that `megasink data --validation` drew for a --data-path.
 
-    The same weights, with the data sets that PREFIX.json names. None if any data set has none: then
-    --split divides all of them.
+    It has the same weights, and the data sets that PREFIX.json names. None if any data set has
+    none: then --split divides all of them.
     """
     prefixes = blend_of("--data-path", words, is_split=True).prefixes
     drawn = {prefix: recorded_validation(prefix) for prefix in prefixes}
@@ -90,7 +83,7 @@ def named_prefixes(args: Namespace) -> dict[str, Blend]:
 def parts(args: Namespace) -> tuple[bool, ...]:
     """Return whether training, validation and test have data, as Megatron reads the flags.
 
-    The same on every rank. Each has where the flags cannot be read, which other checks report.
+    The same on every rank. All True if the flags cannot be read, which other checks report.
     """
     path, unread = args.per_split_data_args_path, (True, True, True)
     if path is not None:
@@ -136,7 +129,7 @@ def _listed(path: str) -> Iterator[Blend]:
 
 
 def blend_of(flag: str, words: Sequence[str], *, is_split: bool) -> Blend:
-    """Tell the weights of a flag from its prefixes, as Megatron does, which only asserts.
+    """Separate the weights of a flag from its prefixes like Megatron, which only asserts.
 
     core/datasets/utils.py:49.
 

@@ -1,4 +1,4 @@
-"""Checks for datasets and tokenizers that are not given, or do not exist."""
+"""Checks for missing datasets and tokenizers."""
 
 import os
 import socket
@@ -46,7 +46,7 @@ def _place_problems(args: Namespace) -> Iterator[str]:
 
 
 def stored_problems(args: Namespace, prefixes: Sequence[str]) -> Iterator[str]:
-    """Report what keeps Megatron from reading data sets in object stores; each is a URL.
+    """Report problems that keep Megatron from reading data sets in object stores, each a URL.
 
     It only asserts, after the model is built (core/datasets/gpt_dataset.py:180,
     indexed_dataset.py:710).
@@ -103,7 +103,7 @@ def _replaced_tokens(args: Namespace) -> Iterator[str]:
 
 
 def _presence_problems(args: Namespace) -> Iterator[str]:
-    """Report words that are no blend, and datasets whose files are missing."""
+    """Report words that are not a blend, and datasets with missing files."""
     rank = os.environ.get("RANK", "0")
     where = "" if rank == "0" else f" on {socket.gethostname()}"
     for blend in blends(args):

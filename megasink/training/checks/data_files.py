@@ -38,8 +38,8 @@ _THREADS = 16  # a file system answers several at once; they wait more than they
 def problems(args: Namespace) -> Iterator[str]:
     """Yield one message per problem. Reads sizes, and at most 50 MB of each dataset.
 
-    Once per job, on rank 0: the files of a large job are many, and what is in them does not depend
-    on the rank. Of many datasets less is read of each, so that the start does not grow with them.
+    Once per job, on rank 0: a large job has many files, and their contents do not depend on the
+    rank. With more datasets, less of each is read, so that the start does not become slower.
     """
     if args.mock_data:
         return
@@ -88,7 +88,7 @@ class _Check:
 
 
 def _changed(prefix: str) -> list[str]:
-    """Return that a file is not the one whose checksum PREFIX.json has."""
+    """Return the problem of a file whose checksum differs from the one in PREFIX.json."""
     for suffix in (".bin", ".idx"):
         try:
             contents(prefix, suffix)
@@ -125,7 +125,7 @@ def _empty_parts(lengths: NDArray[Any], given: str | None) -> Iterator[str]:
 
 
 def _ends(weights: list[float]) -> list[float]:
-    """Return where the parts of a data set end, from 0, as shares of it; in Megatron's own floats.
+    """Return the ends of a data set's parts, from 0, as shares of it, in Megatron's own floats.
 
     core/datasets/blended_megatron_dataset_config.py:155.
     """

@@ -14,7 +14,7 @@ CUDA_KERNELS |= {"transformer-engine", "cudnn", "triton"}
 
 
 def without_cuda(args: Namespace) -> bool:
-    """Whether ranks of this machine run on the CPU platform."""
+    """Return whether ranks of this machine run on the CPU platform."""
     return cpu.is_active() or args.device == "cpu" or not cpu.cuda_present()
 
 
@@ -44,5 +44,5 @@ def problems(args: Namespace) -> Iterator[str]:
 
 
 def needs_cuda(kernel: str) -> bool:
-    """Whether a kernel of --attention-kernel, or its gate kernels, run on CUDA alone."""
+    """Return whether a kernel of --attention-kernel, or its gate kernels, needs CUDA."""
     return not CUDA_KERNELS.isdisjoint(kernel.split("+"))

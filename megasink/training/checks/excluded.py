@@ -14,9 +14,9 @@ _OTHER_RATES = (
     ("use_mup", False, "muP sets these rates"),
 )
 _PACKED = "dataloader_inter_document_masking"
-# Option -> (another's name, the value or the tuple of values that are fine, why not both).
+# Option -> (another's name, its allowed value or tuple of values, why not both).
 EXCLUDED: dict[str, tuple[tuple[str, Any, str], ...]] = {
-    # Megatron's flags for what the pattern says.
+    # Megatron's flags for parts of the pattern.
     "hybrid_layer_pattern": (
         ("num_layers_per_virtual_pipeline_stage", None, "give more stages between |"),
         ("num_virtual_stages_per_pipeline_rank", None, "give more stages between |"),
@@ -27,7 +27,7 @@ EXCLUDED: dict[str, tuple[tuple[str, Any, str], ...]] = {
         ("account_for_loss_in_pipeline_split", False, _ONLY_IN_PATTERN),
         ("moe_layer_freq", 1, "layers with experts are those marked E"),
     ),
-    # What the layers of multi-token prediction would ignore, or what no test covers.
+    # Flags that layers of multi-token prediction would ignore, or that no test covers.
     "mtp_num_layers": (
         ("dataloader_inter_document_masking", False, "it would predict across documents"),
         ("context_parallel_size", 1, "its loss is a mean over each rank's targets, which differ"),
@@ -91,7 +91,7 @@ EXCLUDED: dict[str, tuple[tuple[str, Any, str], ...]] = {
 
 
 def excluded(args: Namespace) -> Iterator[str]:
-    """Yield a message for each pair of options that are given, and exclude each other."""
+    """Yield a message for each pair of given options that exclude each other."""
     for option, others in EXCLUDED.items():
         if getattr(args, option):
             name = flag_of(FLAGS.get(option, option))

@@ -1,8 +1,8 @@
 """The model over ranks: heads, layers, batches, the sequence, experts; and recomputation.
 
 Megatron asserts each of these (training/arguments.py:validate_args and
-core/transformer/transformer_config.py), but one at a time, or only in the first forward. They are
-met most; what else it asserts, it says itself (training/arguments.py:refusals_of_megatron).
+core/transformer/transformer_config.py), but one at a time, or only in the first forward. These are
+the most frequent; its other assertions are converted (training/arguments.py:refusals_of_megatron).
 """
 
 import math
@@ -74,7 +74,7 @@ def _ranks(args: Namespace, sizes: dict[str, int]) -> Iterator[str]:
 
 
 def _fitting(batch: int, micro: int, replicas: int, size: int) -> str:
-    """Return the numbers of ranks that a global batch allows, and the one that the ranks need."""
+    """Return the numbers of ranks that a global batch allows, and the batch that the ranks need."""
     most = {}
     for each in (micro, 1):
         # The most that the batch allows, or the next lower number where only some divide it.

@@ -1,4 +1,4 @@
-"""Whether the ranks of a machine without a GPU fit into its memory, which they share."""
+"""Check that the ranks of a machine without a GPU fit into its memory, which they share."""
 
 import copy
 import os
@@ -17,12 +17,11 @@ _GROUPS = Path("/sys/fs/cgroup")
 
 
 def problems(args: Namespace) -> Iterator[str]:
-    """Yield a problem if the ranks need more than the machine, or its container, has left.
+    """Yield a problem if the ranks need more memory than the machine, or its container, has left.
 
-    Args:
-        args: validated by Megatron; what its formulas do not know (hybrid models) passes.
+    Hybrid models, which Megatron's formulas do not cover, pass.
     """
-    # One rank asks for all of its host: the memory that is left shrinks as the others start.
+    # One rank checks for its host: the free memory shrinks as the others start.
     if not cpu.is_active() or int(os.environ.get("LOCAL_RANK", "0")):
         return
     if args.hybrid_layer_pattern is not None or args.fake_process_group:
@@ -41,7 +40,7 @@ def problems(args: Namespace) -> Iterator[str]:
 
 
 def bytes_of_rank(args: Namespace) -> tuple[float, float]:
-    """Return the least bytes of a rank on average: of its training state, and of activations.
+    """Return the least bytes of a rank on average: training state, and activations.
 
     By Megatron's formulas (megatron/training/theoretical_memory_usage.py), for a microbatch, and
     for the precision and the optimizer of these flags; both assume bf16 and Adam.
@@ -51,7 +50,7 @@ def bytes_of_rank(args: Namespace) -> tuple[float, float]:
         compute_weight_and_optimizer_memory,
     )
 
-    # All stages together: its most loaded one has the embedding, too. It changes what it is given.
+    # All stages together: its most loaded one also has the embedding. It changes its arguments.
     stages = args.pipeline_model_parallel_size
     even = copy.copy(args)
     even.pipeline_model_parallel_size, even.virtual_pipeline_model_parallel_size = 1, None
@@ -72,7 +71,7 @@ def bytes_of_rank(args: Namespace) -> tuple[float, float]:
     activations = compute_activation_memory_without_sp(even, 1) * (1 if half else 2)
     if args.recompute_granularity == "full":
         activations = 0
-    # It counts them once, in bf16; in float32, their softmax and two gradients are there as well.
+    # It counts logits once, in bf16; there are also their softmax and two gradients, in float32.
     activations += _LOGIT * logits
     if args.skip_train:
         activations = 0
@@ -80,7 +79,7 @@ def bytes_of_rank(args: Namespace) -> tuple[float, float]:
 
 
 def available() -> float:
-    """Return the bytes of memory that processes may still take here, within their cgroups."""
+    """Return the bytes of memory that processes may still use here, within their cgroups."""
     left = [psutil.virtual_memory().available]
     for line in _read(Path("/proc/self/cgroup")).splitlines():
         number, controllers, path = line.split(":", 2)

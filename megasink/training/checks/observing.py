@@ -18,7 +18,7 @@ def problems(args: Namespace) -> Iterator[str]:
 
 
 def _wandb(args: Namespace) -> Iterator[str]:
-    """Report problems that the last rank would meet when it opens W&B."""
+    """Report problems that the last rank would hit when it opens W&B."""
     if not args.wandb_project:
         for name in ("entity", "exp-name"):
             if getattr(args, f"wandb_{name.replace('-', '_')}"):
@@ -34,7 +34,7 @@ def _wandb(args: Namespace) -> Iterator[str]:
 
 
 def _sink_rate(args: Namespace) -> Iterator[str]:
-    """Report models without a Sink^0.3_1, or with a different one than P2's."""
+    """Report models without a Sink^0.3_1, or with one that differs from P2's."""
     length, prefix, flag = args.seq_length, args.prefix_lm_tokens, "--log-sink-rate with"
     if length and length < SINK_TOKENS:
         yield (

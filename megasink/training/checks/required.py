@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from megasink.options.flags import flag_of
 from megasink.options.megatron_flags import KNOWN, having
 
-# What serves as well; the first two are old names.
+# Alternatives; the first two are old names.
 _OR = {"num_layers": "encoder_num_layers", "seq_length": "encoder_seq_length"}
 _OR |= {"train_iters": "train_samples"}
 
@@ -23,7 +23,7 @@ def problems(args: Namespace) -> Iterator[str]:
     ]
     if missing:
         yield f"missing: {', '.join(missing)}"
-    if args.recipe:  # what starts a run has replaced it by its flags
+    if args.recipe:  # starting a run has replaced it by its flags
         yield "--recipe works only in megasink train, plan, and the flags of a grid"
     for name, value in vars(args).items():
         if value is None or (name == "num_experts" and value == 0):  # a dense model in Megatron
@@ -46,7 +46,7 @@ def problems(args: Namespace) -> Iterator[str]:
 
 
 def set_decay(args: Namespace) -> None:
-    """Set the length of the decay that --lr-wsd-decay-fraction stands for."""
+    """Set the length of the decay from --lr-wsd-decay-fraction."""
     fraction, unit = args.lr_wsd_decay_fraction, "samples" if args.train_samples else "iters"
     length = _length(args, unit)
     if fraction is not None and length:

@@ -118,7 +118,7 @@ def _sinks(args: Namespace, record: Variant) -> Iterator[str]:
 
 
 def _layers(args: Namespace) -> Iterator[str]:
-    """Check --attention-variant-layers, in which a word that fits has been replaced by its list."""
+    """Check --attention-variant-layers, in which a valid word has been replaced by its list."""
     layers = args.attention_variant_layers
     if args.num_layers:  # else reported elsewhere
         try:
@@ -205,7 +205,7 @@ def _without_softmax(args: Namespace, flag: str) -> Iterator[str]:
 
 
 def with_shape(args: Namespace) -> Namespace:
-    """Return the arguments with what Megatron derives later: groups and head dim."""
+    """Return the arguments with values that Megatron derives later: groups and head dim."""
     groups = args.num_query_groups if args.group_query_attention else args.num_attention_heads
     head_dim = args.kv_channels or args.hidden_size // args.num_attention_heads
     return Namespace(**{**vars(args), "num_query_groups": groups, "kv_channels": head_dim})

@@ -39,7 +39,7 @@ def problems(args: Namespace) -> Iterator[str]:
 
 
 def is_quick(args: Namespace) -> bool:
-    """Whether what the checks ask of the tokenizer is known without transformers."""
+    """Return whether the checks can read the tokenizer without transformers."""
     folder = args.tokenizer_model
     if args.tokenizer_type != "HuggingFaceTokenizer" or not folder or not Path(folder).is_dir():
         return True
@@ -47,8 +47,9 @@ def is_quick(args: Namespace) -> bool:
         return False
     files = _read_files(folder)
     if files is None or files.is_certain:
-        return files is not None
-    # Likely what transformers makes of them; if not, a data set is suspect, and it is asked.
+        return (
+            files is not None
+        )  # Probably transformers reads the same; if not, a data set is suspect, and it is asked.
     sha256 = tokenizer_hash(files)
     return not any(mismatch(prefix, sha256, folder) for prefix in named_prefixes(args))
 
@@ -113,7 +114,7 @@ def _hash(folder: str) -> str:
 
 
 def replacement_of(args: Namespace) -> Replacement | None:
-    """Return what --replace-tokens-at replaces; None without it."""
+    """Return the replacement of --replace-tokens-at; None without it."""
     if not args.replace_tokens_at:
         return None
     tokenizer = transformers_tokenizer(args)
@@ -139,7 +140,7 @@ def _tokens(args: Namespace) -> int | None:
 
 
 def _row_problems(args: Namespace) -> Iterator[str]:
-    """Report what `pin_vocabulary` has no rows for, with a tokenizer that can be loaded."""
+    """Report tokens without rows in `pin_vocabulary`, for a tokenizer that can be loaded."""
     kind, size, rows = args.tokenizer_type, _tokens(args), args.padded_vocab_size
     if size is None:
         if kind != "HuggingFaceTokenizer" and (rows is None or args.sink_token):
@@ -154,7 +155,7 @@ def _row_problems(args: Namespace) -> Iterator[str]:
 
 
 def _rows(args: Namespace, size: int) -> int:
-    """Return the rows of the embedding, for so many tokens of the tokenizer."""
+    """Return the rows of the embedding for this many tokens of the tokenizer."""
     if args.padded_vocab_size is not None:
         return int(args.padded_vocab_size)
     multiple = args.make_vocab_size_divisible_by
@@ -176,9 +177,6 @@ def pin_vocabulary(args: Namespace) -> None:
 
     Megatron pads to a multiple of 128 * TP, which would give a checkpoint a different softmax under
     a different layout (core/tokenizers/utils/build_tokenizer.py:124).
-
-    Args:
-        args: in which `problems` finds none.
     """
     size = _tokens(args)
     if args.tokenizer_type == "HuggingFaceTokenizer":

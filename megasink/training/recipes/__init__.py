@@ -1,7 +1,7 @@
 """Recipes and configuration files: flags of `megasink train` (docs/recipes.md).
 
-A file is TOML: flags by flat name (megasink.training.flag_file), and three keys of its own.
-``include`` names one file whose flags come first; ``about`` says in a line what the file is for;
+A file is TOML: flags by flat name (megasink.training.flag_file), and three special keys.
+``include`` names one file whose flags come first; ``about`` describes the file in a line;
 ``vocabulary`` is the number of tokens of the paper's tokenizer, for a plan without a tokenizer.
 ``--recipe A B`` takes the flags of A, then of B, then those of the command line: the last value of
 a flag counts, ``false`` drops a flag of an earlier file, and of flags that exclude each other the
@@ -27,7 +27,7 @@ OF_RUN = "config.toml"
 KEYS = ("about", "include", "vocabulary")
 # Not in a file: a plugin is code, and the others belong to one start of one run.
 _ON_THE_COMMAND_LINE = set("plugin ranks run-dir resume recipe expanded-recipe".split())
-# Of each set a command line may hold one: a later one replaces the earlier others.
+# A command line may have one flag of each set: a later one replaces the others.
 _ONE_OF = [
     {name.replace("_", "-") for name in having(fact)}
     for fact in ("length", "warmup", "decay", "activation", "norm", "data")
@@ -41,14 +41,7 @@ Known = Mapping[str, int | str | None]
 
 @dataclass(frozen=True)
 class Recipe:
-    """A file with the files that it includes.
-
-    Attributes:
-        name: as it was named.
-        about: its own line; "" without one.
-        flags: its own over those it includes; false where a flag is dropped.
-        vocabulary: its own, or that of a file that it includes; None if no file has one.
-    """
+    """A file with the files that it includes; a dropped flag is false."""
 
     name: str
     about: str
@@ -63,7 +56,7 @@ class Recipe:
 
 
 def shipped() -> list[str]:
-    """Return the names of the recipes in this package, without the files they only include."""
+    """Return the names of the recipes in this package, without files for inclusion."""
     return [path.stem for path in sorted(_FOLDER.glob("*.toml")) if "about" in read_toml(path)]
 
 
@@ -116,8 +109,8 @@ def vocabulary(argv: Sequence[str]) -> int | None:
 def expanded(argv: Sequence[str], known: Known | None = None) -> list[str]:
     """Replace ``--recipe`` by the flags that it stands for, before the other flags.
 
-    ``--expanded-recipe`` says where they come from; it has no effect. ``--NAME=false`` drops a
-    switch of the files. A command line that names no file is returned as it is.
+    ``--expanded-recipe`` records their origin and has no effect. ``--NAME=false`` drops a switch of
+    the files. A command line without a file is returned unchanged.
 
     Args:
         argv: of `megasink train`.
@@ -128,8 +121,10 @@ def expanded(argv: Sequence[str], known: Known | None = None) -> list[str]:
         return list(argv)
     recipes = [read(name, known) for name in names]
     unsafe = {
-        name: f"{recipe.name}: {text} is not taken from a file, for safety: give it on the command "
-        "line if you want it, or another value"
+        name: (
+            f"{recipe.name}: {text} is not taken from a file, for safety: to use it, or another "
+            "value, give it on the command line"
+        )
         for recipe in recipes
         for name, text in refused(flag_words(recipe.flags)).items()
     }
@@ -148,7 +143,7 @@ def expanded(argv: Sequence[str], known: Known | None = None) -> list[str]:
     here = [word[2:].partition("=")[0] for word in others if word.startswith("--")]
     flags = _without_rivals(flags, here)
     labels = [recipe.label for recipe in recipes]
-    # A command's first words, such as MODEL, would else be taken for the last flag's value.
+    # A command's first words, such as MODEL, would otherwise become the last flag's value.
     first = list(itertools.takewhile(lambda word: not word.startswith("-"), others))
     return [*first, EXPANDED, *labels, *flag_words(flags), *others[len(first) :]]
 
@@ -185,7 +180,7 @@ def _split(argv: Sequence[str]) -> tuple[list[str] | None, list[str]]:
 
 
 def _path(name: str, folder: Path) -> Path:
-    """Find a recipe: the path from `folder`, the name of a shipped one, or a run folder."""
+    """Find a recipe by its path from `folder`, a shipped name, or a run folder."""
     path = folder / name
     if path.is_dir() and (path / OF_RUN).is_file():
         return path / OF_RUN
