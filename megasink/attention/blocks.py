@@ -52,7 +52,7 @@ class Block(NamedTuple):
         return self._reversed(self.queries_of(tensor_BHTD).flatten(0, 1))
 
     def fold_keys(self, tensor_BGSD: Tensor) -> Tensor:
-        """Like `fold_queries`, for keys."""
+        """Do the same as `fold_queries`, for keys."""
         return self._reversed(self.keys_of(tensor_BGSD).flatten(0, 1))
 
     def unfold(self, tensor_BHTD: Tensor) -> Tensor:

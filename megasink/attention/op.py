@@ -255,7 +255,7 @@ def _backward(
 
 
 def _owns(out_BHTD: Tensor) -> bool:
-    """Whether the backward runs eagerly on one stream: neither traced nor differentiated.
+    """Return whether the backward runs eagerly on one stream: neither traced nor differentiated.
 
     A compiler may move another reader of dO or Y beside an op, or give them the memory of others.
     """

@@ -63,7 +63,7 @@ def routed_moments(
 
 
 def layer_imbalance(importance_LH: Tensor) -> Tensor:
-    """Population std / mean of head importance over the heads of a layer.
+    """Return population std / mean of head importance over the heads of a layer.
 
     NaN for a layer without attention (all NaN), which the mean over layers ignores; 0 for a layer
     whose heads are all closed.

@@ -27,7 +27,7 @@ MODEL = tuple(dict.fromkeys((*SHAPE, *CONTEXT, *_OPTIONS, *having("model"))))
 
 
 def same(name: str, before: Any, now: Any, *, finetune: bool = False) -> bool:
-    """Whether two values of a `MODEL` argument allow one run to start from another's weights."""
+    """Return whether two values of a `MODEL` argument let a run load another's weights."""
     if name == "hybrid_layer_pattern" and before and now:
         before, now = layers_of(before), layers_of(now)  # stages belong to the layout
     if before == now:

@@ -75,7 +75,7 @@ def digests(folder: Path) -> dict[str, str]:
 
 
 def _mean_the_same(one: Path, other: Path) -> bool:
-    """Whether two tokenizers assign the same ids, regardless of file format."""
+    """Return whether two tokenizers assign the same ids, regardless of file format."""
     try:
         return tokenizer_hash(load_tokenizer(one)) == tokenizer_hash(load_tokenizer(other))
     except UserError:

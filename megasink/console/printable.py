@@ -28,7 +28,7 @@ def printable(text: str, keep: str = "\n\t") -> str:
 
 
 def one_line(text: str) -> str:
-    """Like :func:`printable`, on one line except for the numbered list of a ConfigError."""
+    """Return :func:`printable` text on one line, except for a ConfigError's numbered list."""
     return re.sub(r"\n(?!  \d+\. )", r"\\n", printable(text.rstrip()))
 
 

@@ -195,7 +195,7 @@ def follow() -> None:
 
 
 def is_ending() -> bool:
-    """Whether a signal has arrived."""
+    """Return whether a signal has arrived."""
     return _heard is not None and _heard.raised is not None
 
 

@@ -19,7 +19,7 @@ def refuse_contents(path: Path) -> None:
 
 @contextlib.contextmanager
 def whole_folder(path: Path) -> Iterator[Path]:
-    """Like `megasink.files.atomic.atomic_folder`, for a folder that is missing or empty."""
+    """Call `megasink.files.atomic.atomic_folder` for a folder that is missing or empty."""
     path = path.absolute()
     refuse_contents(path)
     with writing(path), atomic_folder(path) as partial:

@@ -23,7 +23,7 @@ _dynamo_before: str | None = None
 
 
 def cuda_present() -> bool:
-    """Whether a CUDA device is present (queried before anything is replaced)."""
+    """Return whether a CUDA device is present (queried before anything is replaced)."""
     if _active or not _has_driver():
         return False
     import torch
@@ -32,7 +32,7 @@ def cuda_present() -> bool:
 
 
 def _has_driver() -> bool:
-    """Whether torch may find a device, without importing torch, which takes seconds."""
+    """Return whether torch may find a device, without importing torch, which takes seconds."""
     if os.environ.get("CUDA_VISIBLE_DEVICES") == "":
         return False
     if "torch" in sys.modules or Path("/dev/kfd").exists():  # AMD's driver
@@ -68,7 +68,7 @@ def unusable_gpu() -> str | None:
 
 
 def is_active() -> bool:
-    """Whether this process runs on the CPU platform."""
+    """Return whether this process runs on the CPU platform."""
     return _active
 
 

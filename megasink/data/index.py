@@ -89,7 +89,7 @@ def sequence_lengths(prefix: str) -> NDArray[Any] | None:
 
 
 def has_tokens(lengths: NDArray[Any]) -> bool:
-    """Whether any of [N] sequences has a token. Reads as few of the lengths as possible."""
+    """Return whether any of [N] sequences has a token. Reads as few of the lengths as possible."""
     return any(
         (lengths[start : start + _BLOCK] > 0).any() for start in range(0, len(lengths), _BLOCK)
     )

@@ -312,7 +312,7 @@ def _refuse_first_value() -> Tensor:
 
 
 def frees_projection(layer: CoreAttention, query: Tensor, key: Tensor, value: Tensor) -> bool:
-    """Whether V, a view of the projection [q, k, v], is the only reason to keep it for backward.
+    """Return whether only V, a view of the projection [q, k, v], keeps it for backward.
 
     Rotated queries and keys are new tensors, and rotating saves none; a norm saves its input.
     """

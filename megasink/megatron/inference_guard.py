@@ -49,7 +49,7 @@ def dynamic_inference_problems(config: MegasinkTransformerConfig, device_type: s
 def refuse_what_bypasses_core_attention(
     model: torch.nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]
 ) -> None:
-    """Forward pre-hook of a model that raises if core attention would be bypassed."""
+    """Raise if core attention would be bypassed; a forward pre-hook of a model."""
     context = kwargs.get("inference_context")
     if context is None:
         return

@@ -27,9 +27,7 @@ class Stage:
     # for backward passes), working (above all of these at the peak), peak (their sum), reserved (by
     # the allocator, with its gaps, at the peak).
     memory: dict[str, int]
-    in_flight: (
-        int  # Largest number of forward passes (of a virtual stage each) that await their backward
-    )
+    in_flight: int  # Most forward passes (of a virtual stage each) that await their backward
     per_microbatch: int  # Bytes held by one of them
 
 

@@ -271,7 +271,7 @@ def words() -> str:
 
 
 def is_lost_connection(error: BaseException) -> bool:
-    """Whether a torch error means that another rank could not be reached."""
+    """Return whether a torch error means that another rank could not be reached."""
     seen: list[BaseException] = []
     cause: BaseException | None = error
     while cause is not None and cause not in seen:

@@ -226,7 +226,7 @@ def _on_this_machine(owner: dict[str, Any]) -> bool:
 
 
 def _is_dead(owner: dict[str, Any]) -> bool:
-    """Whether the owner was a process of this machine and has ended."""
+    """Return whether the owner was a process of this machine and has ended."""
     if not _on_this_machine(owner):
         return False
     pid = owner.get("pid", 0)
@@ -246,7 +246,7 @@ def _start(pid: int) -> int | None:
 
 
 def _is_hidden(pid: int) -> bool:
-    """Whether a process exists but is hidden from /proc: another user's, under hidepid."""
+    """Return whether a process exists but is hidden from /proc: another user's, under hidepid."""
     try:
         os.kill(pid, 0)
     except PermissionError:

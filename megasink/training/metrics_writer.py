@@ -198,7 +198,7 @@ class MetricsWriter:
         self._divergence.add(iteration, lm_loss)
 
     def _draws(self, iteration: int) -> bool:
-        """Whether a heatmap of the step is due, and a writer exists."""
+        """Return whether a heatmap of the step is due, and a writer exists."""
         args, interval = get_args(), get_args().head_heatmap_interval
         if not interval or (iteration % interval and iteration not in (1, args.train_iters)):
             return False

@@ -21,7 +21,7 @@ from megasink.training.metrics_file import RATIO
 
 
 def is_observed(args: Namespace, iteration: int) -> bool:
-    """Whether to record a step's details: every --log-interval steps, and the last step."""
+    """Return whether to record a step's details: every --log-interval steps, and the last step."""
     return bool(iteration % args.log_interval == 0 or iteration == args.train_iters)
 
 

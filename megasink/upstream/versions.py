@@ -61,10 +61,10 @@ def check_versions() -> None:
 
 
 def have_transformer_engine() -> bool:
-    """Whether TransformerEngine can be imported (its modules also need CUDA)."""
+    """Return whether TransformerEngine can be imported (its modules also need CUDA)."""
     return importlib.util.find_spec("transformer_engine") is not None
 
 
 def have_apex() -> bool:
-    """Whether NVIDIA's apex is installed: the PyPI package of that name is unrelated."""
+    """Return whether NVIDIA's apex is installed: the PyPI package of that name is unrelated."""
     return all(importlib.util.find_spec(name) is not None for name in ("apex", "amp_C"))

@@ -286,7 +286,7 @@ _SECONDS = 1e11
 
 
 def takes_seconds(module: torch.nn.Module, tokens: int = PASS_TOKENS) -> bool:
-    """Whether one pass takes seconds on a CPU, so that progress is shown immediately."""
+    """Return whether one pass takes seconds on a CPU, so that progress is shown immediately."""
     weights = sum(w.numel() for w in module.parameters() if w.device.type == "cpu")
     return tokens * weights > _SECONDS
 

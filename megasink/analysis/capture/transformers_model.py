@@ -155,7 +155,7 @@ class TransformersProbe(Probe):
         attention_mask: Tensor | None,
         **kwargs: Any,
     ) -> tuple[Tensor, Tensor | None]:
-        """Attention function that transformers calls."""
+        """Attend in transformers' place, and report to the probe."""
         refuse_chosen_keys(module, key.shape[2], kwargs)
         function = attention_of(self.base, module)
         out_BTHD, weights = function(module, query, key, value, attention_mask, **kwargs)

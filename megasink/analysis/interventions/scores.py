@@ -78,7 +78,7 @@ def statistics_of(entry: Metric) -> dict[str, Metric]:
 
 
 def is_of_all_texts(score: str) -> bool:
-    """Whether a score takes a backward pass, so that it ranks heads by its mean over texts."""
+    """Return whether a score takes a backward pass: it then ranks heads by its mean."""
     entry = metrics([score])[score]
     names = [need.removesuffix("_NLH") for need in entry.needs]
     known = [name for name in names if name in metrics()]

@@ -24,7 +24,7 @@ class Components(NamedTuple):
 
 
 def principal_components(rows: Floats, count: int = 2) -> Components:
-    """PCA of centered rows."""
+    """Return the PCA of centered rows."""
     from sklearn.decomposition import PCA  # slow import, needed only for points
 
     if len(rows) < 2:
@@ -55,7 +55,7 @@ class MapComponents(NamedTuple):
 
 
 def attention_map_components(maps_MTT: NDArray[Any], count: int = 2) -> MapComponents:
-    """PCA over attention matrices, each one flattened, minus the mean matrix (P3.27).
+    """Return the PCA of flattened attention matrices, minus the mean matrix (P3.27).
 
     Unlike scikit-learn, which copies the matrices to center them and takes the singular values of
     [M, T * T], this takes the eigenvectors of the [M, M] Gram matrix, centered afterwards in

@@ -142,4 +142,4 @@ class GateKernels(ABC):
         *,
         inject: bool,
     ) -> AbstractContextManager[BeforeBackward]:
-        """Like `slot_backward`, for key 0."""
+        """Do the same as `slot_backward`, for key 0."""

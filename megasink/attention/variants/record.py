@@ -27,17 +27,17 @@ ZERO_GATES, SINK_WEIGHT = "zero gates", "sink weight"
 
 
 def no_slot(config: Any, parameters: Parameters, query_BHTD: "Tensor", scale: float) -> None:
-    """Slot logit of a variant without a slot, whose gate is 1 - A_i0 (P0.6)."""
+    """Return the slot logit of a variant without a slot, whose gate is 1 - A_i0 (P0.6)."""
 
 
 def zero_value(config: Any, parameters: Parameters, first_value: Callable[[], "Tensor"]) -> None:
-    """Slot value of a sink: a head with a closed gate outputs 0."""
+    """Return the slot value of a sink: a head with a closed gate outputs 0."""
 
 
 def first_value(
     config: Any, parameters: Parameters, first_value: Callable[[], "Tensor"]
 ) -> "Tensor":
-    """Slot value of a variant without a slot: the value of the first key."""
+    """Return the slot value of a variant without a slot: the value of the first key."""
     return first_value()
 
 

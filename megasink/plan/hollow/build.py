@@ -90,7 +90,7 @@ def _headers() -> Path:
     """Return the folder of the CUDA runtime's headers of torch's major release."""
     release = _cuda_of_torch()
     if release is None:
-        raise UserError("the hollow GPU needs a CUDA build of torch, but this one is not")
+        raise UserError("the hollow GPU needs a CUDA build of torch, but this is a CPU build")
     major = release.split(".")[0]
     places = [Path(os.environ.get("CUDA_HOME", "/usr/local/cuda"), "include")]
     wheels = {"nvidia": f"cu{major}/include", "triton": "backends/nvidia/include"}

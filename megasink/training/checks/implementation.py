@@ -31,7 +31,7 @@ def problems(args: Namespace) -> Iterator[str]:
 
 
 def _quantized(args: Namespace) -> Iterator[str]:
-    """FP8 linear layers (--fp8-format) around attention in bfloat16."""
+    """Check FP8 linear layers (--fp8-format) around attention in bfloat16."""
     if not args.bf16:
         yield "--fp8-format: attention does not run in FP8: add --bf16 for it"
     # None: the default, which depends on the device.

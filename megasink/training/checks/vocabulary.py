@@ -47,9 +47,8 @@ def is_quick(args: Namespace) -> bool:
         return False
     files = _read_files(folder)
     if files is None or files.is_certain:
-        return (
-            files is not None
-        )  # Probably transformers reads the same; if not, a data set is suspect, and it is asked.
+        return files is not None
+    # Probably transformers reads the same; if not, a data set is suspect, and it is asked.
     sha256 = tokenizer_hash(files)
     return not any(mismatch(prefix, sha256, folder) for prefix in named_prefixes(args))
 
