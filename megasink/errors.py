@@ -2,7 +2,7 @@
 
 import difflib
 import signal
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 from megasink.console.printable import one_line
@@ -63,6 +63,12 @@ class Stopped(UserError):
     def code_of(number: int) -> int:
         """Return the shell exit code for a signal: 130 after Ctrl-C."""
         return 128 + number
+
+
+def listed(texts: Sequence[str], most: int) -> str:
+    """Join the first `most` texts, and say how many more there are."""
+    more = f" (and {len(texts) - most} more)" if len(texts) > most else ""
+    return "; ".join(texts[:most]) + more
 
 
 def reason_of(error: BaseException) -> str:

@@ -30,8 +30,8 @@ from megasink.analysis.ablate.points import PointFolder
 from megasink.analysis.ablate.results import AblationPoint, AblationResults
 from megasink.analysis.folder import read_analysis
 from megasink.files.atomic import atomic_file, atomic_text
+from megasink.files.checked_fields import from_json
 from megasink.files.json_file import read_object
-from megasink.files.typed_json import from_json
 
 Floats = NDArray[np.float64]
 

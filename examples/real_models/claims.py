@@ -30,7 +30,7 @@ from examples.real_models.numbers import (
 from examples.real_models.numbers_inactive import cut_curves, task_curves
 from examples.real_models.wheels import FOLDER, told
 from megasink.files.atomic import atomic_text
-from megasink.files.typed_json import to_json
+from megasink.files.checked_fields import to_json
 
 CLAIMS_FILE = Path(__file__).with_name("claims.toml")
 DRAWS = 2000

@@ -25,7 +25,7 @@ from examples.real_models.zeroing import RESULTS
 from megasink.analysis.metrics import metrics
 from megasink.errors import UserError
 from megasink.files.atomic import atomic_text
-from megasink.files.typed_json import to_json
+from megasink.files.checked_fields import to_json
 
 Floats = NDArray[np.float64]
 

@@ -16,7 +16,7 @@ from examples.replicate.grid.cell_figures import draw_bands, draw_numbers
 from examples.replicate.record import Curve, Result
 from megasink.figures.heatmap import importance_pictures
 from megasink.figures.style import PALETTE, rendered, short, styled
-from megasink.files.typed_json import to_json
+from megasink.files.checked_fields import to_json
 
 PANELS = 6
 """At most, in a figure; the table has the other numbers."""

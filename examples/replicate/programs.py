@@ -13,8 +13,8 @@ from megasink.analysis.folder import read_analysis
 from megasink.analysis.metrics import metrics_shown
 from megasink.analysis.results import scalars_of
 from megasink.cli.ablate import SCORES
+from megasink.files.checked_fields import from_json
 from megasink.files.json_file import read_object
-from megasink.files.typed_json import from_json
 
 CONE = ("cone_alpha", "cone_r2", "cone_tau", "norm_first_over_later", "square_sum_last")
 

@@ -12,8 +12,8 @@ from examples.replicate.claims import Verdict
 from examples.replicate.cone import Check
 from megasink.errors import UserError
 from megasink.files.atomic import atomic_text
+from megasink.files.checked_fields import from_json, to_json
 from megasink.files.json_file import read_object
-from megasink.files.typed_json import from_json, to_json
 
 FORMAT = 1
 """Incremented when an entry moves or changes its meaning."""

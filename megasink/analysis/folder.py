@@ -23,9 +23,8 @@ from megasink.analysis.results import FORMAT, MetricResult, Results, SampleResul
 from megasink.analysis.stored import read_arrays
 from megasink.checkpoints.find import runs_in
 from megasink.errors import UserError
-from megasink.files.checked_fields import checked
+from megasink.files.checked_fields import checked, from_json
 from megasink.files.json_file import read_object
-from megasink.files.typed_json import from_json
 
 Arrays = dict[str, NDArray[Any]]
 

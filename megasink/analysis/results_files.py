@@ -9,9 +9,9 @@ from typing import Any
 from megasink.analysis.capture.ranks import Ranks
 from megasink.analysis.options import AnalysisOptions
 from megasink.files.atomic import atomic_files, atomic_text
+from megasink.files.checked_fields import to_json
 from megasink.files.output_folder import results_in
 from megasink.files.system_errors import writing
-from megasink.files.typed_json import to_json
 
 
 def holding(

@@ -37,7 +37,7 @@ from megasink.analysis.results import (
 )
 from megasink.analysis.values import AnalysisValues
 from megasink.attention.definitions import SHARES
-from megasink.files.typed_json import to_json
+from megasink.files.checked_fields import to_json
 
 AGREEMENT_SHARE, LAYER_SHARE = 0.1, 0.15
 NGRAMS = (2, 3, 4)

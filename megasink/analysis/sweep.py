@@ -39,7 +39,7 @@ from megasink.data.corpus import Corpus
 from megasink.data.replaced_tokens import Replacement
 from megasink.data.tokenizer import leading_ids
 from megasink.errors import UserError
-from megasink.files.typed_json import to_json
+from megasink.files.checked_fields import to_json
 
 METRICS = ("alpha", "awft", "ahon", "importance", "massive_ratio")
 SCORES = ("awft", "ahon_ln")

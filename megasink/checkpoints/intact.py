@@ -14,7 +14,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
-from megasink.checkpoints.torch_metadata import stored_entries
+from megasink.checkpoints.torch_metadata import read_metadata
 from megasink.console.printable import say
 from megasink.errors import UserError
 from megasink.files.atomic import atomic_text
@@ -56,7 +56,7 @@ def damage(
     except UserError:
         return "it is unfinished (metadata.json is missing or broken)"
     try:
-        entries = stored_entries(checkpoint, quick=quick)
+        entries = list(read_metadata(checkpoint, quick=quick).storage_data.values())
     except UserError as error:
         return f".metadata is missing or broken ({error})"
     needed: dict[str, int] = {}

@@ -28,7 +28,7 @@ from megasink.checkpoints.layer_keys import LAYERS, NUMBERED, pattern_in
 from megasink.checkpoints.saved_arguments import read_arguments, single_process_arguments
 from megasink.checkpoints.tokenizer import tokenizer_of
 from megasink.checkpoints.without_code import loading_without_code
-from megasink.errors import UserError
+from megasink.errors import UserError, listed
 from megasink.megatron.gate_projection import named_parts
 from megasink.megatron.model_of_arguments import model_config
 from megasink.megatron.process_groups import destroy_groups
@@ -215,11 +215,8 @@ def _compare(
         if _twin(key) not in wanted
     ]
     if different:
-        more = f" (and {len(different) - 3} more)" if len(different) > 3 else ""
-        raise UserError(
-            f"{folder} does not match the model in config.json: "
-            f"{'; '.join(sorted(different)[:3])}{more}"
-        )
+        few = listed(sorted(different), 3)
+        raise UserError(f"{folder} does not match the model in config.json: {few}")
 
 
 def _twin(key: str) -> str | None:

@@ -1,8 +1,9 @@
 """Read the index of a torch_dist checkpoint without running code from it.
 
 torch.distributed.checkpoint pickles ``.metadata``, and unpickling an untrusted file can run
-arbitrary code. Only the classes of that format are allowed here. In other pickles of a checkpoint
-(arguments, random states, optimizers), a stand-in takes the place of every class.
+arbitrary code, so only the classes of that format are allowed. torch's weights-only loader cannot
+read the file. It reads the other pickles of a checkpoint (without_code.py), in which `stand_in`
+replaces unknown classes.
 """
 
 import pickle
@@ -16,32 +17,44 @@ from megasink.files.json_file import open_file
 # Standard library modules that arguments, random states and enums need; others are refused.
 _KNOWN = {"argparse", "collections", "types", "enum", "signal", "pathlib", "io", "_codecs"}
 _KNOWN_BUILTINS = {"set", "frozenset", "bytearray", "complex", "slice", "range", "getattr"}
+_PATHS = {"PosixPath", "PurePosixPath"}
+# Older checkpoints have classes of megatron-core before 0.19, which are not imported.
+_MEGATRONS = "megatron.core.dist_checkpointing.strategies.torch"
+_ALLOWED = {
+    "collections": {"OrderedDict"},
+    "pathlib": _PATHS,
+    "pathlib._local": _PATHS,  # Python 3.13
+    "torch": {"Size"},  # and its dtypes
+    "torch.serialization": {"_get_layout"},
+    "torch.distributed.checkpoint.filesystem": {"_StorageInfo"},
+    "torch.distributed.checkpoint.planner": set(
+        "BytesIOWriteData SavePlan TensorWriteData WriteItem WriteItemType".split()
+    ),
+    "torch.distributed.checkpoint.metadata": set(
+        "BytesStorageMetadata ChunkStorageMetadata Metadata MetadataIndex StorageMeta "
+        "TensorProperties TensorStorageMetadata _MEM_FORMAT_ENCODING".split()
+    ),
+    _MEGATRONS: {"MCoreMetadata", "MCoreSavePlan"},
+}
 
 
 class StandIn:
     """Placeholder for an object of any class: keeps its fields, and does nothing."""
 
-    def __new__(cls, *args: Any, **kwargs: Any) -> "StandIn":
+    def __new__(cls, *_: Any, **__: Any) -> "StandIn":
         return object.__new__(cls)
 
-    def __init__(self, *args: Any, **kwargs: Any):
+    def __init__(self, *_: Any, **__: Any):
         pass
 
     def __setstate__(self, state: Any) -> None:
         if isinstance(state, dict):
             vars(self).update(state)
 
-    def __setitem__(self, key: Any, value: Any) -> None:
-        pass
+    def append(self, *_: Any) -> None:
+        """Ignore items of a list, set or mapping."""
 
-    def append(self, value: Any) -> None:
-        """Ignore a list item."""
-
-    def extend(self, values: Any) -> None:
-        """Ignore list items."""
-
-    def add(self, value: Any) -> None:
-        """Ignore a set item."""
+    extend = add = __setitem__ = append
 
 
 def stand_in(module: str, name: str) -> type[StandIn] | None:
@@ -54,71 +67,33 @@ def stand_in(module: str, name: str) -> type[StandIn] | None:
     return type(name, (StandIn,), {"__module__": module}) if allowed else None
 
 
-_CLASSES_OF_METADATA = {
-    "torch": {"Size"},  # and its dtypes
-    "collections": {"OrderedDict"},
-    "pathlib": {"PosixPath", "PurePosixPath"},
-    "pathlib._local": {"PosixPath", "PurePosixPath"},  # Python 3.13
-    "torch.serialization": {"_get_layout"},
-    "torch.distributed.checkpoint.filesystem": {"_StorageInfo"},
-    "torch.distributed.checkpoint.planner": {
-        "BytesIOWriteData",
-        "SavePlan",
-        "TensorWriteData",
-        "WriteItem",
-        "WriteItemType",
-    },
-    "torch.distributed.checkpoint.metadata": {
-        "BytesStorageMetadata",
-        "ChunkStorageMetadata",
-        "Metadata",
-        "MetadataIndex",
-        "StorageMeta",
-        "TensorProperties",
-        "TensorStorageMetadata",
-        "_MEM_FORMAT_ENCODING",
-    },
-}
-# From megatron-core before 0.19; most commands must not import Megatron this early.
-_MEGATRONS = "megatron.core.dist_checkpointing.strategies.torch"
-_CLASSES_OF_MEGATRON = {"MCoreMetadata", "MCoreSavePlan"}
+def read_metadata(checkpoint: Path, *, quick: bool = False) -> Any:
+    """Return torch.distributed.checkpoint's ``Metadata`` of an iter_NNNNNNN folder.
 
-
-def read_metadata(checkpoint: Path) -> Any:
-    """Return torch.distributed.checkpoint's ``Metadata`` of an iter_NNNNNNN folder."""
+    `quick` does not import torch: stand-ins take the place of its classes, and sizes are unchecked.
+    """
     path = checkpoint / ".metadata"
     try:
         with open_file(path) as file:
-            return load_metadata(file)
+            return load_metadata(file, quick=quick)
     except Exception as error:  # unpickling random bytes can raise anything
         raise UserError(f"{path} is broken or untrusted: {error}") from error
 
 
-def stored_entries(checkpoint: Path, *, quick: bool = False) -> list[Any]:
-    """Return the places of an iter_NNNNNNN folder's tensors: relative_path, offset and length."""
-    if not quick:
-        return list(read_metadata(checkpoint).storage_data.values())
-    path = checkpoint / ".metadata"
-    try:
-        with open_file(path) as file:
-            return list(load_metadata(file, _QuickUnpickler).storage_data.values())
-    except Exception as error:  # unpickling random bytes can raise anything
-        raise UserError(f"{path} is broken or untrusted: {error}") from error
-
-
-def load_metadata(file: Any, unpickler: type[pickle.Unpickler] | None = None) -> Any:
-    """Return the ``Metadata`` in an open file; see :func:`read_metadata`."""
-    metadata = (unpickler or _Unpickler)(file).load()
+def load_metadata(file: Any, *, quick: bool = False) -> Any:
+    """Return the ``Metadata`` in an open file; see `read_metadata`."""
+    metadata = _Unpickler(file, quick=quick).load()
     for index, entry in (metadata.storage_data or {}).items():
         # All files of a checkpoint are directly in its folder.
         if PurePath(entry.relative_path).name != entry.relative_path:
             raise pickle.UnpicklingError(f"it names the file {entry.relative_path!r}")
-        if not (_is_text(index.fqn) and _are_counts((entry.offset, entry.length))):
-            raise pickle.UnpicklingError(f"it has no place for the entry {index.fqn!r:.80}")
-    # Without torch, sizes are stand-ins.
-    for name, entry in () if unpickler else metadata.state_dict_metadata.items():
+        if type(index.fqn) is not str or not _are_counts((entry.offset, entry.length)):
+            raise pickle.UnpicklingError(
+                f"it does not say where an entry is stored: {index.fqn!r:.80}"
+            )
+    for name, entry in () if quick else metadata.state_dict_metadata.items():
         size = getattr(entry, "size", ())
-        if not (_is_text(name) and isinstance(size, tuple) and _are_counts(size)):
+        if type(name) is not str or not (isinstance(size, tuple) and _are_counts(size)):
             raise pickle.UnpicklingError(f"it has the size {size!r:.40} for {name!r:.80}")
         for chunk in getattr(entry, "chunks", ()):
             fits = len(chunk.offsets) == len(chunk.sizes) == len(size)
@@ -127,38 +102,21 @@ def load_metadata(file: Any, unpickler: type[pickle.Unpickler] | None = None) ->
     return metadata
 
 
-def _is_text(value: Any) -> bool:
-    return type(value) is str
-
-
 def _are_counts(values: Any) -> bool:
     return all(type(value) is int and 0 <= value < 1 << 62 for value in values)
 
 
 class _Unpickler(pickle.Unpickler):
+    def __init__(self, file: Any, *, quick: bool):
+        super().__init__(file)
+        self._quick = quick
+
     def find_class(self, module: str, name: str) -> Any:
-        if module == _MEGATRONS and name in _CLASSES_OF_MEGATRON:
-            return type(name, (StandIn,), {})
-        known = name in _CLASSES_OF_METADATA.get(module, ())
+        known = name in _ALLOWED.get(module, ())
         if known or (module == "torch" and "." not in name):
-            import torch  # importing it earlier costs every start seconds
-
+            if module == _MEGATRONS or (self._quick and module.startswith("torch")):
+                return type(name, (StandIn,), {})
             value = super().find_class(module, name)
-            if known or isinstance(value, torch.dtype):
+            if known or isinstance(value, sys.modules["torch"].dtype):
                 return value
-        raise pickle.UnpicklingError(f"it refers to the code {module}.{name}")
-
-
-class _QuickUnpickler(pickle.Unpickler):
-    """Makes stand-ins of torch's classes."""
-
-    def find_class(self, module: str, name: str) -> Any:
-        if module in ("collections", "pathlib", "pathlib._local"):
-            if name in _CLASSES_OF_METADATA[module]:
-                return super().find_class(module, name)
-        elif name in _CLASSES_OF_METADATA.get(module, ()) or (
-            (module == "torch" and "." not in name)
-            or (module == _MEGATRONS and name in _CLASSES_OF_MEGATRON)
-        ):
-            return type(name, (StandIn,), {})
         raise pickle.UnpicklingError(f"it refers to the code {module}.{name}")

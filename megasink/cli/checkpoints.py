@@ -1,6 +1,5 @@
 """``megasink checkpoints``: list and verify the checkpoints of a run."""
 
-import json
 import re
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -16,7 +15,7 @@ from megasink.console.json_output import add_json, only_json
 from megasink.console.printable import say
 from megasink.console.progress import progress
 from megasink.errors import ConfigError, UserError
-from megasink.files.json_file import open_file, read_object
+from megasink.files.json_file import objects_in, open_file, read_object
 from megasink.options.command_line import CommandParser
 from megasink.training.lease import writer_of
 
@@ -166,8 +165,7 @@ def _tokens(run: _Run, wanted: set[int]) -> dict[int, int]:
             # A run has many more steps than checkpoints: parse the lines of those.
             step = _STEP.search(line)
             if step and int(step[1]) in wanted:
-                with suppress(ValueError, AttributeError, RecursionError):  # truncated by a kill
-                    tokens = json.loads(line).get("tokens")
-                    if isinstance(tokens, int):
+                for record in objects_in([line]):
+                    if isinstance(tokens := record.get("tokens"), int):
                         tokens_at[int(step[1])] = tokens
     return tokens_at

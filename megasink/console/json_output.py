@@ -7,8 +7,6 @@ import sys
 from collections.abc import Callable, Iterator
 from typing import Any
 
-from megasink.files.typed_json import to_json
-
 
 def add_json(parser: argparse.ArgumentParser) -> None:
     """Add ``--json`` to a command's parser."""
@@ -27,4 +25,6 @@ def only_json(wanted: bool) -> Iterator[Callable[[Any], None]]:
 
 def as_text(result: Any) -> str:
     """Return a dataclass or dict as JSON; NaN and infinity, which JSON lacks, are null."""
+    from megasink.files.checked_fields import to_json  # imports pydantic, 0.1 s
+
     return json.dumps(to_json(result), indent=1, allow_nan=False)

@@ -1,12 +1,14 @@
 """Signals that end a command: it unwinds, leaves nothing half-written, and says so in one line.
 
 The signal is raised in the main thread, so that folders and processes are cleaned up by the blocks
-that made them. Python runs handlers only between its own instructions: a thread ends code that
-stays native or catches everything. `megasink train` replaces these handlers (training/stop.py).
+that made them. Python runs handlers between two of its own instructions only: what stays in native
+code, or catches everything, is ended from a thread. The launcher and the ranks of `megasink train`
+replace these handlers by their own (training/stop.py), made of the same parts.
 """
 
 import _thread
 import contextlib
+import io
 import os
 import select
 import shutil
@@ -17,8 +19,9 @@ import time
 from collections.abc import Callable, Collection, Iterator
 from pathlib import Path
 from types import FrameType
+from typing import Any
 
-from megasink.console.printable import one_line
+from megasink.console.printable import is_utf8, one_line
 from megasink.errors import Signalled, Stopped, UserError
 from megasink.files.atomic import PARTIAL
 from megasink.files.system_errors import OUTPUT, explained
@@ -46,6 +49,42 @@ class _Heard:
             again.join()
 
 
+def name_of(number: int) -> str:
+    """Return a signal's name: Ctrl-C is SIGINT."""
+    return signal.Signals(number).name
+
+
+def handle(handler: Any, numbers: Collection[int] = SIGNALS) -> dict[int, Any]:
+    """Return the handlers that this one replaces. Ignored signals stay ignored (``nohup``)."""
+    handled = [n for n in numbers if signal.getsignal(n) is not signal.SIG_IGN]
+    return {number: signal.signal(number, handler) for number in handled}
+
+
+@contextlib.contextmanager
+def handling(handler: Any, numbers: Collection[int] = SIGNALS) -> Iterator[None]:
+    """Handle signals in the body."""
+    before = handle(handler, numbers)
+    try:
+        yield
+    finally:
+        for number, previous in before.items():
+            if signal.getsignal(number) is handler:
+                signal.signal(number, previous)
+
+
+def hear(look: Callable[[int], None]) -> tuple[int, int]:
+    """Start a thread that gets every signal at once, whatever the main thread does.
+
+    It runs `look` with the descriptor to read the numbers from. Returns the descriptor that ends
+    them when it is closed, and the previous wakeup descriptor.
+    """
+    receiving, sending = os.pipe()
+    os.set_blocking(sending, False)
+    # Not threading's, whose start waits forever for a thread that has no memory to begin.
+    _thread.start_new_thread(look, (receiving,))
+    return sending, signal.set_wakeup_fd(sending, warn_on_full_buffer=False)
+
+
 _heard: _Heard | None = None
 
 
@@ -57,6 +96,7 @@ def run(command: Callable[[], int]) -> int:
     """
     if _heard is not None or threading.current_thread() is not threading.main_thread():
         return command()
+    escape_output()
     try:
         return _run(command)
     except BrokenPipeError:  # a reader of the output left, such as head
@@ -71,11 +111,19 @@ def run(command: Callable[[], int]) -> int:
         return error.exit_code if isinstance(error, Stopped) else 2
 
 
+def escape_output() -> None:
+    """Print what the output cannot encode as escapes: file names need not be UTF-8."""
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(errors="backslashreplace")
+
+
 def _line_of(error: Exception, what: str | None) -> str | None:
     """Return the line for an error of the user or the machine; None for any other error."""
     if isinstance(error, Stopped):
         return str(error)
     line = str(error) if isinstance(error, UserError) else explained(error, what)
+    if isinstance(error, UnicodeEncodeError) and not is_utf8(error.object):
+        line = one_line(f"{error.object[:200]} is not UTF-8: rename it")
     if line is None and isinstance(error, OSError) and error.filename is not None:
         line = one_line(f"{error.filename}: {error.strerror}")
     return line and f"error: {line}"
@@ -144,23 +192,15 @@ def _handlers() -> Iterator[_Heard]:
             heard.again.start()
 
     outer_hook, sys.unraisablehook = sys.unraisablehook, unraisable
-    receiving, sending = os.pipe()
-    os.set_blocking(sending, False)
-    # Not threading's, whose start waits forever for a thread without memory to begin.
-    _thread.start_new_thread(_watch, (receiving, end))
-    outer = signal.set_wakeup_fd(sending, warn_on_full_buffer=False)
-    before = {n: signal.getsignal(n) for n in SIGNALS}
+    sending, outer = hear(lambda receiving: _watch(receiving, end))
     try:
-        for number in SIGNALS:
-            if before[number] is not signal.SIG_IGN:
-                signal.signal(number, end)
-        yield heard
+        with handling(end):
+            try:
+                yield heard
+            finally:
+                heard.settle()
     finally:
-        heard.settle()
         sys.unraisablehook = outer_hook
-        for number, handler in before.items():
-            if signal.getsignal(number) is end:
-                signal.signal(number, handler)
         if (current := signal.set_wakeup_fd(outer)) != sending:
             signal.set_wakeup_fd(current)  # of a handler that replaced this one
         os.close(sending)
@@ -205,9 +245,7 @@ def _forget() -> None:
     if _heard is not None:
         _heard = None
         signal.set_wakeup_fd(-1)
-        for number in SIGNALS:
-            if signal.getsignal(number) is not signal.SIG_IGN:
-                signal.signal(number, signal.SIG_DFL)
+        handle(signal.SIG_DFL)
 
 
 os.register_at_fork(after_in_child=_forget)

@@ -1,7 +1,5 @@
 """The README.md of an exported model: how it was trained, and which papers to cite."""
 
-import json
-from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +9,7 @@ from megasink.console.papers import cited
 from megasink.convert.architecture import Architecture
 from megasink.convert.targets.target import Target
 from megasink.errors import UserError
-from megasink.files.json_file import read_text
+from megasink.files.json_file import objects_in, read_text
 
 _OWN_CODE = """
 
@@ -113,12 +111,11 @@ def _metrics(checkpoint: Checkpoint) -> list[tuple[str, Any]]:
         lines = read_text(path, errors="replace").splitlines()
     except UserError:
         return []
-    for line in lines:
-        with suppress(ValueError, TypeError, LookupError, RecursionError):  # cut off by a kill
-            entry = json.loads(line)
-            if (step := entry["iteration"]) <= checkpoint.iteration:
-                found = {key: entry[key] for key in _SHOWN if key in entry}
-                last |= {k: (v, step) for k, v in found.items() if isinstance(v, int | float)}
+    for entry in objects_in(lines):
+        step = entry.get("iteration")
+        if isinstance(step, int) and step <= checkpoint.iteration:
+            found = {key: entry[key] for key in _SHOWN if key in entry}
+            last |= {k: (v, step) for k, v in found.items() if isinstance(v, int | float)}
     rows = []
     for key, title in _SHOWN.items():
         if key in last:

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 from megasink.checkpoints.layer_keys import LAYERS
 from megasink.convert.transforms import Transform
-from megasink.errors import UserError
+from megasink.errors import UserError, listed
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -93,5 +93,4 @@ def planned(step: Step, tensors: "Sequence[Tensor]") -> "list[tuple[str, Tensor]
 def refuse(what: str, problems: Sequence[str]) -> None:
     """Raise a UserError with the first three problems, if there are any."""
     if problems:
-        more = f" (and {len(problems) - 3} more)" if len(problems) > 3 else ""
-        raise UserError(f"{what}: {'; '.join(problems[:3])}{more}")
+        raise UserError(f"{what}: {listed(problems, 3)}")

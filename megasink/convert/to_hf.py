@@ -169,7 +169,7 @@ def _write_beside(source: Source, folder: Path, say: Say) -> None:
         tokens = tokenizer_hash(source.tokenizer)
         source.tokenizer.save_pretrained(folder)
     card = model_card(source.model, target, source.saved, source.location)
-    (folder / "README.md").write_text(card)
+    (folder / "README.md").write_text(card, errors="backslashreplace")
     for path in FILES if target.custom_code else ():
         shutil.copyfile(path, folder / path.name)
     ours = config_of(source.model, target, special)

@@ -11,11 +11,11 @@ from io import BufferedReader
 from pathlib import Path
 from typing import Literal
 
+from megasink.console.printable import printable
 from megasink.console.progress import progress
-from megasink.data import parquet
 from megasink.data.files import BYTE_ORDER_MARK, File, expand, open_lines, readable
 from megasink.data.parts import Place, Span, spans_of
-from megasink.data.records import text_of
+from megasink.data.records import parquet_rows, text_of
 from megasink.errors import ConfigError, UserError
 
 Split = Literal["auto", "paragraphs", "never"]
@@ -123,7 +123,8 @@ class Corpus:
             file, characters = span.file, 0
             after = first if number == first.file else Place()
             with readable(file.path):
-                for source, text, position, item, byte in self._read(span, after):
+                for name, text, position, item, byte in self._read(span, after):
+                    source = printable(name)
                     read = min(position, span.stop) - span.start
                     self.read_bytes = done + max(read, 0)
                     if text is None:
@@ -232,7 +233,7 @@ class Corpus:
                 yield source, text, tell(), number, byte
 
     def _rows(self, file: File, after: Place) -> Iterator[_Item]:
-        rows = parquet.rows(file.path, self.json_key, self.max_document_bytes)
+        rows = parquet_rows(file.path, self.json_key, self.max_document_bytes)
         for row, (cell, part) in enumerate(rows, 1):
             if row <= after.item:
                 continue

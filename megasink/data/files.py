@@ -10,20 +10,14 @@ from pathlib import Path
 from typing import Literal, cast
 
 from megasink.errors import UserError
-from megasink.files.json_file import open_file
+from megasink.files.json_file import NOT_REGULAR, open_file
 
 BYTE_ORDER_MARK = "\ufeff"
 """Some programs write it before a text, in UTF-8 too."""
 
 _JSON_LINES = (".jsonl", ".ndjson", ".json")
 _COMPRESSION = {".gz": "gzip", ".zst": "zstd"}
-_KINDS = {
-    stat.S_IFIFO: "a named pipe",
-    stat.S_IFSOCK: "a socket",
-    stat.S_IFCHR: "a device",
-    stat.S_IFBLK: "a device",
-    stat.S_IFDIR: "a link to a folder",
-}
+_KINDS = NOT_REGULAR | {stat.S_IFDIR: "a link to a folder"}
 
 
 @dataclass(frozen=True, slots=True)

@@ -50,22 +50,17 @@ def save(prefix: Path, progress: Progress) -> None:
 def load(prefix: Path) -> Progress | None:
     """Return the progress of the data set of `prefix`; None if there is nothing to resume."""
     try:
-        saved = read_object(partial_of(prefix, PROGRESS))
-        trained = saved["trained"]
-        place = saved["place"]
-        progress = Progress(
-            made_of=saved["made_of"],
-            trained=None if trained is None else (trained[0], trained[1]),
-            place=Place._make([*place[:6], tuple(place[6])]),
-            counts=[dict(counts) for counts in saved["counts"]],
-            written=[Written(*map(int, written)) for written in saved["written"]],
-        )
+        path = partial_of(prefix, PROGRESS)
+        saved = read_object(path)
+        from megasink.files.checked_fields import from_json  # imports pydantic, 0.1 s
+
+        progress = from_json(Progress, saved, str(path))
         sets = (prefix, validation_of(prefix))
         for each, (documents, token_bytes) in zip(sets, progress.written, strict=False):
             for suffix, size in ((".bin", token_bytes), (LENGTHS, 4 * documents)):
                 path = partial_of(each, suffix)
                 if size and (path.is_symlink() or path.stat().st_size < size):
                     return None
-    except (UserError, OSError, KeyError, TypeError, ValueError, AttributeError):
+    except (UserError, OSError):
         return None
     return progress

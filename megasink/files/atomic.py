@@ -34,9 +34,9 @@ def atomic_file(path: Path) -> Iterator[BinaryIO]:
 
 
 def atomic_text(path: Path, text: str) -> None:
-    """Write a text file atomically."""
+    """Write a text file atomically; file names in it need not be UTF-8."""
     with atomic_file(path) as file:
-        file.write(text.encode())
+        file.write(text.encode(errors="backslashreplace"))
 
 
 @contextmanager

@@ -1,4 +1,4 @@
-"""Types and ranges of the fields of a JSON file, and of the arguments of public functions.
+"""Check types and ranges of JSON values and of public functions' arguments with pydantic.
 
 pydantic checks them, with one line per problem. The tables of fields are beside their readers.
 Strict: "4" is not a number and true is not a count. The reader handles keys without an entry.
@@ -6,12 +6,15 @@ Strict: "4" is not a number and true is not a count. The reader handles keys wit
 
 import functools
 import inspect
+import json
 import types
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Annotated, Any, get_args, get_origin
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, create_model
+from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, ValidationError, create_model
+from pydantic_core import to_jsonable_python
 
 from megasink.errors import UserError
 
@@ -74,28 +77,64 @@ def fields(kinds: Mapping[str, Any], *, finite: bool = True) -> type[BaseModel]:
 
 def check(kind: type[BaseModel], value: Mapping[str, Any], where: str) -> None:
     """Raise UserError for the first field of a wrong type or range, and list the other ones."""
-    try:
+    with _refusing(value, where):
         kind.model_validate(dict(value))
+
+
+def from_json[T](kind: type[T], value: Any, where: str) -> T:
+    """Build a dataclass from a JSON value that has its fields and no others."""
+    with _refusing(value, where):
+        adapter = _adapter(kind)  # type: ignore[arg-type]  # a type is hashable
+        # Names of files need not be UTF-8, but JSON is.
+        text = json.dumps(value, ensure_ascii=False).encode(errors="replace")
+        return adapter.validate_json(text, strict=True, extra="forbid")
+
+
+def to_json(value: Any) -> Any:
+    """Return a dataclass, array or plain value as dicts, lists and plain values.
+
+    NaN and infinity, which JSON lacks, become null.
+    """
+    return to_jsonable_python(value, inf_nan_mode="null", fallback=_plain)
+
+
+def _plain(value: Any) -> Any:
+    return value.tolist() if hasattr(value, "tolist") else str(value)
+
+
+@functools.cache
+def _adapter(kind: Any) -> TypeAdapter[Any]:
+    return TypeAdapter(kind)
+
+
+@contextmanager
+def _refusing(value: Any, where: str) -> Iterator[None]:
+    """Turn pydantic's error about a JSON value into one line."""
+    try:
+        yield
     except ValidationError as error:
         entries = error.errors(include_url=False)
-        first, key = entries[0], _key(value, entries[0]["loc"])
-        others = sorted({_key(value, entry["loc"]) for entry in entries} - {key})
-        # For a union, one entry per member.
-        allowed = dict.fromkeys(e["msg"] for e in entries if _key(value, e["loc"]) == key)
+        first, key = entries[0], _key(value, entries[0])
+        others = sorted({_key(value, entry) for entry in entries} - {key})
+        # Of a union, one entry a member.
+        allowed = dict.fromkeys(e["msg"] for e in entries if _key(value, e) == key)
         rules = " or ".join(allowed).replace(" or Input should be", " or")
         more = f" (wrong as well: {', '.join(others)})" if others else ""
-        wrong = f"{first['input']!r:.60}"
-        raise UserError(
-            f"{where}: {key} is {wrong}: {rules[0].lower()}{rules[1:]}{more}"
-        ) from error
+        wrong = f"{key or 'it'} is {first['input']!r:.60}: {rules[0].lower()}{rules[1:]}"
+        if first["type"] in _KEYS:
+            wrong = f"it has {_KEYS[first['type']]} {key}"
+        raise UserError(f"{where}: {wrong}{more}") from error
 
 
-def _key(value: Any, place: tuple[int | str, ...]) -> str:
+_KEYS = {"missing": "no", "unexpected_keyword_argument": "the unknown key"}
+
+
+def _key(value: Any, entry: Any) -> str:
     """Return the place of an error in a JSON value, without pydantic's names of types."""
-    words = []
+    words, place = [], entry["loc"]
     for part in place:
         of_list = isinstance(value, list) and isinstance(part, int)
         if of_list or (isinstance(value, dict) and part in value):
             value = value[part]
             words.append(str(part))
-    return ".".join(words)
+    return ".".join([*words, place[-1]] if entry["type"] == "missing" else words)

@@ -3,6 +3,7 @@
 import json
 import os
 import stat
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -11,7 +12,7 @@ from megasink.errors import UserError
 _KINDS = {dict: "object", list: "list", str: "string", bool: "boolean", type(None): "null"}
 _KINDS |= {int: "number", float: "number"}
 _LARGEST = 1 << 30  # bytes; results.json of a 100-layer model is about 10 MB
-_STRANGE = {
+NOT_REGULAR = {
     stat.S_IFIFO: "a named pipe",
     stat.S_IFSOCK: "a socket",
     stat.S_IFCHR: "a device",
@@ -27,7 +28,7 @@ def open_file(path: Path, *, appending: bool = False) -> BinaryIO:
     kind = stat.S_IFMT(os.fstat(descriptor).st_mode)
     if kind != stat.S_IFREG:
         os.close(descriptor)
-        raise UserError(f"{path} is {_STRANGE.get(kind, 'something else')}, not a regular file")
+        raise UserError(f"{path} is {NOT_REGULAR.get(kind, 'something else')}, not a regular file")
     return os.fdopen(descriptor, "ab" if appending else "rb")
 
 
@@ -66,3 +67,14 @@ def read_value(path: Path) -> Any:
         raise UserError(f"{path} is not JSON: {error}") from error
     except RecursionError:
         raise UserError(f"{path} is not readable JSON: it is nested too deeply") from None
+
+
+def objects_in(lines: Iterable[str | bytes]) -> Iterator[dict[str, Any]]:
+    """Yield the JSON objects among the lines of a file; a kill may have cut one off."""
+    for line in lines:
+        try:
+            value = json.loads(line)
+        except (ValueError, RecursionError):
+            continue
+        if isinstance(value, dict):
+            yield value

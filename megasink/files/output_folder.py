@@ -14,6 +14,7 @@ from contextlib import contextmanager, nullcontext, suppress
 from pathlib import Path
 from typing import Any
 
+from megasink.console.printable import is_utf8
 from megasink.errors import Signalled, UserError
 from megasink.files.atomic import atomic_text
 from megasink.files.json_file import read_object
@@ -133,7 +134,9 @@ def differences(
 
 
 def foreign_contents(folder: Path) -> str | None:
-    """Return the problem of a folder with foreign files; None without any."""
+    """Return the problem of a folder: foreign files, or a name that is not UTF-8."""
+    if not is_utf8(folder):
+        return f"--output {folder} is not UTF-8: {_CURE}"
     if not folder.is_dir() or (folder / SETTINGS).is_file():
         return None
     ours = (*_PARTS, *OF_SYSTEM)

@@ -1,4 +1,4 @@
-"""Data for the ranks of a plan: token 0, and documents of equal length.
+"""Data and routing of a plan: token 0, documents of equal length, equal tokens for each expert.
 
 Shapes: B microbatch, S sequence.
 """
@@ -43,3 +43,31 @@ def iterators(args: Namespace) -> Any:
     """Return (training, validation, test) iterators; the last two are not used."""
     args.do_train, args.do_valid, args.do_test = True, False, False
     return RerunDataIterator(batches(args)), None, None
+
+
+def share_tokens_equally() -> None:
+    """Let the router send equally many tokens to each expert, for the rest of the process.
+
+    A hollow GPU computes no routing: the counts by which the host sizes the exchange of the
+    alltoall dispatcher read as 0 there, and nothing would be exchanged.
+    """
+    from megatron.core.transformer.moe.token_dispatcher import MoEAlltoAllTokenDispatcher
+
+    inner = MoEAlltoAllTokenDispatcher._maybe_dtoh_and_synchronize
+
+    def copied(self: Any, point: str, tokens_per_expert: Any = None) -> Any:
+        tokens_per_expert = inner(self, point, tokens_per_expert)
+        if self.drop_and_pad or point != self.cuda_dtoh_point:
+            return tokens_per_expert  # with padding the host knows the sizes
+        self.num_out_tokens = self.routing_map.shape[0] * self.config.moe_router_topk
+        of_expert = self.num_out_tokens // self.num_experts  # from each rank
+        ranks, local = self.ep_size * self.tp_size, self.num_local_experts
+        if ranks > 1:
+            self.input_splits[:] = self.output_splits[:] = of_expert * local
+            self.output_splits_tp[:] = of_expert * local * self.ep_size
+        if local > 1:
+            self.num_global_tokens_per_local_expert[:] = of_expert
+        tokens_per_expert[:] = of_expert * ranks
+        return tokens_per_expert
+
+    MoEAlltoAllTokenDispatcher._maybe_dtoh_and_synchronize = copied

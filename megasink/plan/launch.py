@@ -18,9 +18,8 @@ from megasink.console.progress import Tell, progress
 from megasink.errors import ConfigError, UserError
 from megasink.options.command_line import Reading
 from megasink.plan import hollow
-from megasink.plan.devices import DEVICES
 from megasink.plan.helper import ANSWER
-from megasink.plan.job import Record, rank_of, stages_to_step
+from megasink.plan.job import DEVICES, Record, rank_of, stages_to_step
 from megasink.plan.stand_ins import with_stand_ins
 from megasink.training import early
 from megasink.training.flag_file import given_device

@@ -1,11 +1,13 @@
-"""Parameters of a model by component, from one rank of each pipeline stage."""
+"""The parameters and modules of a rank: one of each pipeline stage has all of the model's."""
 
 import re
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from itertools import groupby
 from typing import Any
 
 from megatron.core import parallel_state
+from megatron.core.transformer.attention import Attention
 from megatron.core.utils import get_attr_wrapped_model
 
 from megasink.attention.variants import parameter_names
@@ -73,3 +75,42 @@ def count(models: Iterable[Any], padding_rows: int) -> tuple[Counter[str], Count
             if name in ("embedding.word_embeddings.weight", "output_layer.weight"):
                 stage[component(name)] -= padding_rows * parameter.shape[1]
     return here, stage
+
+
+_SKIPPED = ("IdentityOp", "IdentityFuncOp")
+
+
+def describe(models: Iterable[Any]) -> Iterator[dict[str, Any]]:
+    """Yield a record for each block of a rank's model chunks, of which another may hold a half."""
+    for model in models:
+        layers = get_attr_wrapped_model(model, "decoder").layers
+        for block, of_block in groupby(layers, lambda layer: layer.layer_number):
+            yield {"layer": block, **_modules(list(of_block))}
+
+
+def _modules(layers: list[Any]) -> dict[str, Any]:
+    """Return the classes of a block's modules; of a mixer that is not attention, its class."""
+    mixers = (getattr(layer, "self_attention", getattr(layer, "mixer", None)) for layer in layers)
+    mixer = next((m for m in mixers if m is not None and not _is_skipped(m)), None)
+    core = mixer.core_attention if isinstance(mixer, Attention) else None
+    every = (getattr(layer, "mlp", None) for layer in layers)
+    mlps = [mlp for mlp in every if mlp is not None and not _is_skipped(mlp)]
+    named = (pair for layer in layers for pair in layer.named_modules())
+    norms = (m for name, m in named if "norm" in name.rpartition(".")[2] and not _is_skipped(m))
+    return {
+        "attention": [type(module).__name__ for module in (mixer, core) if module is not None],
+        "window": getattr(core, "window", None),
+        "mlp": [name for mlp in mlps for name in (type(mlp).__name__, *_inside(mlp))],
+        "norms": sorted({type(norm).__name__ for norm in norms}),
+    }
+
+
+def _is_skipped(module: Any) -> bool:
+    return type(module).__name__ in _SKIPPED
+
+
+def _inside(mlp: Any) -> Iterator[str]:
+    """Yield the class of a mixture's experts."""
+    if (experts := getattr(mlp, "experts", None)) is not None:
+        yield type(experts).__name__
+        yield type(mlp.token_dispatcher).__name__

@@ -21,9 +21,9 @@ from megatron.training.training import num_floating_point_operations
 from megasink.attention.variants.layers import layers_with_variant
 from megasink.megatron.hybrid_pattern import PREDICTION, STAGE, block_of_layer, count_blocks
 from megasink.megatron.vocabulary import counted_rows
-from megasink.plan import batches, layers, memory, parameters
+from megasink.plan import batches, memory, parameters
+from megasink.plan.batches import share_tokens_equally
 from megasink.plan.collectives import Collectives, group_names
-from megasink.plan.experts import share_tokens_equally
 from megasink.plan.hollow.world import be_rank
 from megasink.training import arguments, pretrain
 from megasink.training.checks.attention import kernel_choices
@@ -138,7 +138,7 @@ def _record(
         "parameters_here": here,
         "parameters_of_stage": stage,
         "training_state": memory.of_training_state(models, optimizer),
-        "layers": list(layers.describe(models)),
+        "layers": list(parameters.describe(models)),
         "steps": steps,
         "groups": sorted(set(group_names().values())),
         "job": {

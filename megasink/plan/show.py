@@ -9,8 +9,7 @@ from rich.console import Console
 from rich.table import Table
 
 from megasink.plan import job
-from megasink.plan.devices import DEVICES, GPU
-from megasink.plan.job import Record, Stage
+from megasink.plan.job import DEVICES, GPU, Record, Stage
 
 _GIB = 2**30
 _PARTS = {

@@ -14,7 +14,7 @@ from megasink.files.system_errors import explained as explained_by_system
 from megasink.files.system_errors import writes
 from megasink.training import heartbeat
 from megasink.training.rank_logs import NOT_FINITE
-from megasink.training.stop import RankState, again, left
+from megasink.training.stop import RankState, again, left, stopped
 from megasink.training.waiting import here, is_first_here, on_several_hosts
 
 _EVENTS = ("tensorboard.", "torch.utils.tensorboard.")
@@ -66,8 +66,8 @@ def explained(error: BaseException, args: Namespace) -> BaseException:
         return error
     _first = heartbeat.first_to_speak()
     if heartbeat.is_lost_connection(error):
-        if RankState.signal:  # another rank got it too, and has left
-            return Stopped(RankState.signal, f" while {RankState.phase}; {left(RankState.run_dir)}")
+        if RankState.signal:  # another rank got it, too, and has left
+            return stopped(RankState.signal)
         return _lost(error)
     explanation = _of_megatron(error, args)
     if explanation is error and (line := explained_by_system(error)):

@@ -5,20 +5,21 @@ and some waits have no timeout. Heartbeats are kept in the rendezvous store. Eac
 the next one, so that the cost does not grow with the number of ranks.
 """
 
-import contextlib
 import json
 import os
 import re
 import socket
 import threading
 import time
+from collections.abc import Callable
 from datetime import timedelta
 from typing import Any
 
+from megasink.errors import listed
 from megasink.training import collectives
 from megasink.training.guard import HAS_ENDED, ON_DISK, Clock, end, guard, state_of
 from megasink.training.stop import RankState
-from megasink.training.waiting import here, is_first_here, machine, node, on_several_hosts
+from megasink.training.waiting import here, is_first_here, machine, node, on_several_hosts, until
 
 SECONDS = 2.0  # between two beats in a small run
 _LEAVE_SECONDS = 5.0  # for a beat in progress, or the first one
@@ -101,9 +102,7 @@ class Heartbeat:
         if not known:
             time.sleep(2 * self._interval + 1)
             known = {rank: beat for rank, beat in before.items() if beat == self._beat_of(rank)}
-        texts = [self._describe(rank, known[rank]) for rank in list(known)[:4]]
-        more = f" and {len(known) - 4} more ranks" if len(known) > 4 else ""
-        return "; ".join(texts) + more or None
+        return listed([self._describe(*rank) for rank in known.items()], 4) or None
 
     def without_store(self) -> tuple[str, bool]:
         """Describe rank 0 if its store is gone, and whether rank 0 has ended."""
@@ -224,9 +223,7 @@ def farewell() -> bool:
     _thread.join(_LEAVE_SECONDS)
     if _thread.is_alive():
         return False
-    if _heart is not None:
-        with contextlib.suppress(RuntimeError):
-            _heart.beat()
+    _asked(Heartbeat.beat, None)
     return True
 
 
@@ -234,22 +231,15 @@ def first_to_speak() -> bool:
     """Return whether this rank reports why the run ends: the first of its host with an error."""
     global _explaining
     _explaining = True
-    end = time.monotonic() + _LEAVE_SECONDS
-    while _heart is None and _thread and RankState.attempt and time.monotonic() < end:
-        time.sleep(0.1)
-    if _heart is None:  # the ranks have not met: all fail the same way
+    until(lambda: _heart or not (_thread and RankState.attempt), _LEAVE_SECONDS)
+    if _heart is None:  # the ranks have not met: all fail alike
         return is_first_here()
-    try:
-        return _heart.first_here()
-    except RuntimeError:
-        return True
+    return _asked(Heartbeat.first_here, True)
 
 
 def tell(words: str) -> None:
-    """Report to the other ranks why this one ends."""
-    with contextlib.suppress(RuntimeError):
-        if _heart is not None:
-            _heart.tell(words)
+    """Let the other ranks know why this one ends."""
+    _asked(lambda heart: heart.tell(words), None)
 
 
 def linger() -> None:
@@ -260,14 +250,9 @@ def linger() -> None:
 
 def words() -> str:
     """Return why another rank ended; waits a moment for it. Empty if nothing is known."""
-    end = time.monotonic() + 2 * SECONDS
-    while _heart is not None and time.monotonic() < end:
-        with contextlib.suppress(RuntimeError):  # the thread's information is kept
-            _heart.words()
-        if _heart._words:
-            return _heart._words
-        time.sleep(0.2)
-    return ""
+    if _heart is not None:  # what its thread has heard is kept
+        until(lambda: _asked(Heartbeat.words, "") or (_heart and _heart._words), 2 * SECONDS)
+    return _heart._words if _heart else ""
 
 
 def is_lost_connection(error: BaseException) -> bool:
@@ -281,18 +266,25 @@ def is_lost_connection(error: BaseException) -> bool:
 
 
 def missing_ranks() -> str | None:
-    """Describe ranks that are gone, stopped or silent; None if all respond or unknown."""
-    try:
-        return _heart.missing() if _heart else None
-    except RuntimeError:  # the store is gone
-        return _heart.without_store()[0] if _heart else None
+    """Describe ranks that are gone, stopped or silent; None if all respond or nothing is known."""
+    return _asked(Heartbeat.missing, None, gone=lambda heart: heart.without_store()[0])
 
 
 def where() -> str:
     """Describe the state of every rank; empty if nothing is known."""
-    with contextlib.suppress(RuntimeError):
-        return _heart.where() if _heart else ""
-    return ""
+    return _asked(Heartbeat.where, "")
+
+
+def _asked[T](
+    question: Callable[[Heartbeat], T], unknown: T, gone: Callable[[Heartbeat], T] | None = None
+) -> T:
+    """Return the answer of the heartbeat; `unknown` without one, or without the ranks' store."""
+    if _heart is None:
+        return unknown
+    try:
+        return question(_heart)
+    except RuntimeError:
+        return gone(_heart) if gone else unknown
 
 
 def _place(beat: dict[str, Any]) -> str:

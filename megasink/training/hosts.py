@@ -12,18 +12,18 @@ import secrets
 import socket
 import time
 from argparse import Namespace
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 from megasink.checkpoints.intact import checkpoint_path, iterations
 from megasink.data.object_store import is_stored
-from megasink.errors import UserError
+from megasink.errors import UserError, listed
 from megasink.training.endings import named
 from megasink.training.guard import guard
 from megasink.training.host_facts import differences, facts_of
 from megasink.training.meeting import clocks_apart
-from megasink.training.waiting import here, is_first_here, waiting
+from megasink.training.waiting import here, is_first_here, until, waiting
 
 RANKS = "MEGASINK_RANKS"
 """Variable with the number of ranks that their start command expects."""
@@ -54,17 +54,17 @@ def compare(store: Any, args: Namespace) -> None:
     with _marked(args) as marks:
         offer = {"facts": facts_of(args), "marks": marks}
         store.set(_HOST, here())
-        store.set(_CLOCK, str(time.time()))
         store.set(_OFFER, json.dumps(offer))
-        end = time.monotonic() + 60 * args.distributed_timeout_minutes
+
+        def answered() -> bool:
+            store.set(_CLOCK, str(time.time()))
+            return not _missing(store, args)
+
         with waiting(lambda: f"{_missing(store, args)} ranks to compare their hosts with this one"):
-            while _missing(store, args):
-                if time.monotonic() > end:
-                    raise UserError(f"{_missing(store, args)} ranks did not compare their hosts")
-                store.set(_CLOCK, str(time.time()))
-                time.sleep(0.05)
+            if not until(answered, 60 * args.distributed_timeout_minutes):
+                raise UserError(f"{_missing(store, args)} ranks did not compare their hosts")
     if store.check([_PROBLEMS]):
-        raise UserError(_shortened(store.get(_PROBLEMS).decode().splitlines()))
+        raise UserError(listed(store.get(_PROBLEMS).decode().splitlines(), _MOST))
 
 
 def answer(store: Any, args: Namespace) -> None:
@@ -74,10 +74,9 @@ def answer(store: Any, args: Namespace) -> None:
     """
     if is_first_here():
         with waiting(lambda: f"rank 0 on {os.environ['MASTER_ADDR']} to compare"):
-            while not store.check([_OFFER]):
-                if store.check([START]):
-                    return
-                time.sleep(0.05)
+            until(lambda: store.check([_OFFER]) or store.check([START]))
+        if not store.check([_OFFER]):
+            return
         host = store.get(_HOST).decode()
         offer = _long_messages(store, host)
         try:
@@ -87,15 +86,15 @@ def answer(store: Any, args: Namespace) -> None:
             problems = [named(error)]
         if problems:
             advice = "give all hosts the same command, files and packages"
-            _add_problem(store, f"{_shortened(problems)}: {advice}")
+            _add_problem(store, f"{listed(problems, _MOST)}: {advice}")
     store.add(_ANSWERS, 1)
 
 
 def _clock(store: Any, host: str) -> list[str]:
     """Describe the offset of rank 0's clock, which is written while rank 0 waits."""
     before, first = time.time(), store.get(_CLOCK)
-    while (clock := store.get(_CLOCK)) == first and not store.check([START]):
-        time.sleep(0.05)
+    until(lambda: store.get(_CLOCK) != first or store.check([START]))
+    clock = store.get(_CLOCK)
     ahead = float(clock) - time.time()
     problem = clocks_apart(host, here(), ahead, float(clock) - before)
     return [problem] if problem else []
@@ -123,9 +122,7 @@ def _long_messages(store: Any, host: str) -> Any:
 def refuse(store: Any, world: int, error: object) -> None:
     """Report that rank 0 does not start, and wait: the store may end with it."""
     store.set(START, json.dumps({"refused": str(error)}))
-    end = time.monotonic() + _HEARD_SECONDS
-    while store.add(HEARD, 0) < world - 1 and time.monotonic() < end:
-        time.sleep(0.05)
+    until(lambda: store.add(HEARD, 0) >= world - 1, _HEARD_SECONDS)
 
 
 def _add_problem(store: Any, text: str) -> None:
@@ -134,11 +131,6 @@ def _add_problem(store: Any, text: str) -> None:
 
 def _missing(store: Any, args: Namespace) -> int:
     return int(args.world_size - 1 - store.add(_ANSWERS, 0))
-
-
-def _shortened(texts: Sequence[str]) -> str:
-    more = f"; and {len(texts) - _MOST} more" if len(texts) > _MOST else ""
-    return "; ".join(texts[:_MOST]) + more
 
 
 def _shared(args: Namespace) -> dict[str, Path]:

@@ -1,15 +1,13 @@
 """Read a run's last start and its resume point from its folder."""
 
-import json
 from argparse import Namespace
 from collections.abc import Sequence
-from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 from megasink.checkpoints.intact import newest_intact
 from megasink.errors import UserError
-from megasink.files.json_file import read_text
+from megasink.files.json_file import objects_in, read_text
 from megasink.training.early import cuda_devices, replica_ranks
 from megasink.training.flag_file import named_values
 from megasink.training.run_dir import has_finished_step
@@ -45,12 +43,10 @@ def last_start(run_dir: Path) -> dict[str, Any]:
     """Return the last record of starts.jsonl; empty if there is none."""
     starts = run_dir / "starts.jsonl"
     lines = read_text(starts, errors="replace").splitlines() if starts.exists() else []
-    for line in reversed(lines):
-        with suppress(ValueError, TypeError, RecursionError):  # truncated by a kill
-            start = dict(json.loads(line))
-            words, ranks = start.get("command", []), start.get("world_size", 0)
-            if isinstance(words, list) and {*map(type, words)} <= {str} and type(ranks) is int:
-                return start
+    for start in objects_in(reversed(lines)):
+        words, ranks = start.get("command", []), start.get("world_size", 0)
+        if isinstance(words, list) and {*map(type, words)} <= {str} and type(ranks) is int:
+            return start
     return {}  # the ranks will report that there is no run
 
 

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 from megasink import plugins
 from megasink.console.printable import say, say_next
 from megasink.console.progress import progress
+from megasink.console.stopping import name_of
 from megasink.errors import ConfigError, Stopped, UserError, unknown_name
 from megasink.files.system_errors import writing
 from megasink.options.command_line import CommandParser, without
@@ -32,7 +33,7 @@ from megasink.training.metrics_file import NewLines, weak_loss
 from megasink.training.rank_logs import FAILURES, first_error, raised
 from megasink.training.replay import replayed
 from megasink.training.run_dir import folder_problem
-from megasink.training.stop import FOR_TORCHRUN, SIGNALS, left, name_of
+from megasink.training.stop import FOR_TORCHRUN, SIGNALS, left
 
 if TYPE_CHECKING:  # imported only where ranks are started: they are most of the start-up
     from rich.console import Console

@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 
 from megasink.console.printable import printable, say
 from megasink.errors import UserError
-from megasink.files.json_file import open_file
+from megasink.files.json_file import objects_in, open_file
 from megasink.files.system_errors import writing
 from megasink.training.stop import write_to_stderr
 from megasink.training.waiting import machine
@@ -183,10 +183,7 @@ def _read(path: Path) -> _Seen | None:
         return None
     except UserError as error:
         return _Seen({}, 0, 0, str(error))
-    owner: Any = None
-    with contextlib.suppress(ValueError, RecursionError):
-        owner = json.loads(text)
-    owner = owner if isinstance(owner, dict) else {}
+    owner = next(objects_in([text]), {})
     pid = owner.get("pid", 1)
     if type(pid) is not int or not 0 < pid < 1 << 31:
         problem = f"{path} is damaged: its pid is {pid!r:.40}"

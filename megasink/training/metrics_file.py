@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any, TextIO
 
 from megasink.files.atomic import atomic_text
-from megasink.files.json_file import open_file, read_text
+from megasink.files.json_file import objects_in, open_file, read_text
 
 RATIO = "balance_gradient_ratio"
 ACTS = 1e-3
@@ -80,11 +80,7 @@ class NewLines:
             file.seek(self._read)
             lines = file.read().rpartition(b"\n")[0]
         self._read += len(lines) + 1 if lines else 0
-        records = []
-        for line in lines.splitlines():
-            with suppress(ValueError):
-                records.append(json.loads(line))
-        return records
+        return list(objects_in(lines.splitlines()))
 
 
 def weak_loss(path: Path, coefficient: float) -> str | None:
@@ -105,9 +101,6 @@ def weak_loss(path: Path, coefficient: float) -> str | None:
 
 
 def _records(path: Path) -> Iterator[dict[str, Any]]:
-    """Yield the records with a step, without lines that a kill truncated."""
-    for line in read_text(path, errors="replace").splitlines():
-        with suppress(ValueError, KeyError, TypeError, RecursionError):
-            record = json.loads(line)
-            int(record["iteration"])
-            yield record
+    """Return the records with a step, without lines that a kill truncated."""
+    records = objects_in(read_text(path, errors="replace").splitlines())
+    return (record for record in records if isinstance(record.get("iteration"), int))

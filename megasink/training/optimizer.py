@@ -3,6 +3,11 @@
 ``get_megatron_optimizer`` of Megatron 0.19 takes ``config_overrides``, but the training loop has no
 hook to set them: they come from ``get_megatron_optimizer_config``, which documents that users may
 extend its result. That function is wrapped, not changed.
+
+For Muon's distributed optimizer, buffers are laid out with each matrix whole on one replica. From a
+builder, Megatron 0.19 lays them out for Adam's shards, which cut matrices; its get_model
+(megatron/training/training.py:1635), for models without a builder, lays out those of Muon. This
+does the same where the builder's model is wrapped.
 """
 
 import contextlib
@@ -11,13 +16,19 @@ from collections.abc import Iterator
 from typing import Any
 
 from megatron.core.optimizer import OptimizerConfig, ParamKey
+from megatron.core.optimizer.layer_wise_optimizer import (
+    LayerWiseDistributedOptimizer,
+    tag_params_for_buffer_routing,
+)
 from megatron.core.optimizer.optimizer_config import ParamWithNamePredicate
 from megatron.core.optimizer_param_scheduler import ParamGroupOverride
 from megatron.training import training
+from megatron.training.models import dist_utils
 from torch.nn import Parameter
 
 from megasink.attention.variants import parameter_names
-from megasink.upstream.training import OPTIMIZER_GROUPS
+from megasink.upstream.muon import is_table
+from megasink.upstream.training import MATRIX_SHARDS, OPTIMIZER_GROUPS
 
 Overrides = dict[ParamKey, ParamGroupOverride]
 # Vectors in get_standard_config_overrides (megatron/core/optimizer/__init__.py:118)
@@ -113,4 +124,33 @@ def grouping_sink_parameters() -> Iterator[None]:
         return config, with_end_rates(overrides, config, args.embedding_lr, args.output_lr)
 
     with OPTIMIZER_GROUPS.replacing(get_megatron_optimizer_config=get_megatron_optimizer_config):
+        yield
+
+
+@contextlib.contextmanager
+def laying_out_matrices(args: Namespace) -> Iterator[None]:
+    """Apply --use-distributed-optimizer under Muon, in Megatron's loop.
+
+    Args:
+        args: Validated: Megatron has moved the flag to ``use_layer_wise_distributed_optimizer``.
+    """
+    if not args.use_layer_wise_distributed_optimizer:
+        yield
+        return
+    wrap = dist_utils._ddp_wrap
+
+    def ddp_wrap(
+        models: list[Any], random_init: bool, ddp_config: Any, *rest: Any, **named: Any
+    ) -> Any:
+        ddp_config.use_distributed_optimizer = True  # gradients are scattered
+        tag_params_for_buffer_routing(models)
+        for model in models:
+            for name, parameter in model.named_parameters():
+                if is_table(parameter, name):  # of two axes, but AdamW's
+                    parameter.is_managed_by_layer_wise_optimizer = False
+        return wrap(models, random_init, ddp_config, *rest, **named)
+
+    with MATRIX_SHARDS.replacing(
+        _ddp_wrap=ddp_wrap, DistributedOptimizer=LayerWiseDistributedOptimizer
+    ):
         yield

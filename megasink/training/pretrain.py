@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from megasink import cpu, plugins
+from megasink.console.stopping import escape_output
 from megasink.cpu.process import prepare_process
 from megasink.errors import ConfigError, Stopped, UserError
 from megasink.files.system_errors import explained as explained_by_system
@@ -107,10 +108,9 @@ def _run(args: Namespace, store: Any) -> None:
     from megasink.training.foreign import accepting_megatrons_checkpoints
     from megasink.training.forward import forward_step
     from megasink.training.keep_checkpoints import keeping_whole_checkpoints
-    from megasink.training.matrix_shards import laying_out_matrices
     from megasink.training.metrics_file import weak_loss
     from megasink.training.metrics_writer import MetricsWriter, writing_metrics
-    from megasink.training.optimizer import grouping_sink_parameters
+    from megasink.training.optimizer import grouping_sink_parameters, laying_out_matrices
     from megasink.training.phases import agreeing_on_signals, following_phases
     from megasink.training.series import is_observed
     from megasink.upstream.training import FAULT_TOLERANCE
@@ -191,6 +191,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     if os.environ.get("RANK", "0") != "0":
         warnings.simplefilter("ignore")
     code = 0
+    escape_output()
     try:
         stop.listen()
         guard.start()

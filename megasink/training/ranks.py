@@ -14,8 +14,9 @@ from typing import Any
 import psutil
 from rich.console import Console
 
+from megasink.console.stopping import handling, name_of
 from megasink.training.rank_logs import FAILURES
-from megasink.training.stop import SIGNALS, name_of
+from megasink.training.stop import SIGNALS
 
 # Time for signaled ranks to finish the current step and save a checkpoint.
 SAVE_SECONDS = 600.0
@@ -41,12 +42,10 @@ class Ranks:
         self.signals: list[int] = []
         self._signaled: set[int] = set()
         self._since: float | None = None
-        self._before: dict[int, Any] = {}
+        self._handling = handling(self._hear, SIGNALS)
 
     def __enter__(self) -> "Ranks":
-        for number in SIGNALS:
-            if signal.getsignal(number) is not signal.SIG_IGN:  # nohup
-                self._before[number] = signal.signal(number, self._hear)
+        self._handling.__enter__()
         command = [sys.executable, "-m", "megasink.training.agent", str(os.getpid())]
         command.append(str(self._logs / FAILURES))
         environment = {"TORCH_ELASTIC_SHUTDOWN_TIMEOUT": f"{SAVE_SECONDS:.0f}", **os.environ}
@@ -65,8 +64,7 @@ class Ranks:
     def __exit__(self, *error: object) -> None:
         self._kill()
         self._torchrun.wait()
-        for number, handler in self._before.items():
-            signal.signal(number, handler)
+        self._handling.__exit__(None, None, None)
 
     def poll(self) -> int | None:
         """Forward our signals, and return torchrun's exit code or None. Call often."""

@@ -309,8 +309,8 @@ def _write_config(
         file.write(f"{json.dumps(start)}\n".encode())
     flags = {"about": f"the flags of {printable(folder.name)}"} | flags_of_words(sys.argv[1:])
     text = "".join(f"{line}\n" for line in toml_lines(flags))
-    # A path that is not UTF-8 has no form in TOML: reading the file refuses it.
-    atomic_text(folder / OF_RUN, text.encode(errors="backslashreplace").decode())
+    # A path that is not UTF-8 has no form in TOML: the file is refused when it is read.
+    atomic_text(folder / OF_RUN, text)
 
 
 def identity_of(args: Namespace) -> dict[str, Any]:

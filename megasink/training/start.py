@@ -2,23 +2,38 @@
 
 Other ranks must not inspect it themselves: rank 0 may be moving damaged checkpoints aside, and a
 shared file system shows one host's changes to others later.
+
+The ranks agree on an attempt first, under whose number they meet in torchrun's store. The store
+outlives them: torchrun starts others when one fails (``--max-restarts``) and when a lost host comes
+back. Its own count of restarts does not tell the attempts apart: each agent counts for itself, a
+host that comes back from 0, and a changed membership is not counted. Ranks that take an earlier
+attempt's keys for theirs read the addresses of dead ranks, and wait for them.
 """
 
 import json
 import os
-import time
+import socket
+import uuid
 from argparse import Namespace
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
 from megasink.errors import UserError
 from megasink.training import hosts, run_dir
-from megasink.training.attempt import open_store
 from megasink.training.lease import Lease
+from megasink.training.network import own_address
 from megasink.training.stop import RankState
-from megasink.training.waiting import on_several_hosts, waiting
+from megasink.training.waiting import (
+    here,
+    is_first_here,
+    on_several_hosts,
+    same_name_elsewhere,
+    until,
+    waiting,
+)
 
 # Verifying a large checkpoint, or waiting for another host's lease, may take rank 0 a while.
 _WAIT_SECONDS = 3600.0
@@ -28,40 +43,41 @@ _WAIT_SECONDS = 3600.0
 def starting(args: Namespace, identity: dict[str, Any]) -> Iterator[Any]:
     """Hold the run folder's lease, and set ``args`` to resume from the same step on every rank.
 
-    Yields the store for Megatron's process groups, separate for each attempt (attempt.py), because
-    torchrun's survives a restart of the ranks; None for a single rank. If rank 0 cannot start,
-    every rank raises the same error.
+    Yields the store for Megatron's process groups, separate for each attempt; None for a single
+    rank. If rank 0 cannot start, every rank raises the same error.
     """
     store = None
     if args.world_size > 1 and not args.fake_process_group:
         store = open_store(60.0 * args.distributed_timeout_minutes)
     together = store is not None and on_several_hosts()
-    if args.run_dir is None and not together:
-        RankState.begun = True
-        yield store
-        return
-    if args.rank:
-        _follow(store, args, together)
-        RankState.begun = True
-        yield store
-        return
     with ExitStack() as held:
-        try:
-            if args.run_dir is not None:
-                lease = Lease(Path(args.run_dir))
-                RankState.release = lease.release
-                held.callback(lease.release)
-            if together:
-                hosts.compare(store, args)
-            resumed_from = _begin(args, identity)
-        except UserError as error:
-            if store is not None:
-                hosts.refuse(store, args.world_size, error)
-            raise
-        if store is not None:
-            store.set(hosts.START, json.dumps({"resumed_from": resumed_from}))
+        if together or args.run_dir is not None:
+            if args.rank:
+                _follow(store, args, together)
+            else:
+                _lead(store, args, identity, together, held)
         RankState.begun = True
         yield store
+
+
+def _lead(
+    store: Any, args: Namespace, identity: dict[str, Any], together: bool, held: ExitStack
+) -> None:
+    """Decide on rank 0 whether and from which step the run begins, and let the others know."""
+    try:
+        if args.run_dir is not None:
+            lease = Lease(Path(args.run_dir))
+            RankState.release = lease.release
+            held.callback(lease.release)
+        if together:
+            hosts.compare(store, args)
+        resumed_from = _begin(args, identity)
+    except UserError as error:
+        if store is not None:
+            hosts.refuse(store, args.world_size, error)
+        raise
+    if store is not None:
+        store.set(hosts.START, json.dumps({"resumed_from": resumed_from}))
 
 
 def _begin(args: Namespace, identity: dict[str, Any]) -> int | None:
@@ -78,15 +94,12 @@ def _follow(store: Any, args: Namespace, together: bool) -> None:
     """Wait for rank 0, on the other ranks. Polls, because a wait in the store blocks signals."""
     import torch
 
-    end = time.monotonic() + _WAIT_SECONDS
     try:
         if together:
             hosts.answer(store, args)
         with waiting(lambda: f"rank 0 on {os.environ['MASTER_ADDR']} to start"):
-            while not store.check([hosts.START]):
-                if time.monotonic() > end:
-                    raise UserError(f"rank {args.rank} waited {_WAIT_SECONDS:.0f} s for rank 0")
-                time.sleep(0.05)
+            if not until(lambda: store.check([hosts.START]), _WAIT_SECONDS):
+                raise UserError(f"rank {args.rank} waited {_WAIT_SECONDS:.0f} s for rank 0")
         answer = json.loads(store.get(hosts.START))
         store.add(hosts.HEARD, 1)
     except (torch.distributed.DistError, OSError) as error:
@@ -96,3 +109,74 @@ def _follow(store: Any, args: Namespace, together: bool) -> None:
         raise UserError(answer["refused"])
     if answer["resumed_from"] is not None:
         run_dir.go_on(args)
+
+
+def open_store(timeout: float) -> Any:
+    """Return the store that this attempt's ranks share; refuse if one does not come in time."""
+    import torch
+
+    at = f"{os.environ.get('MASTER_ADDR')}:{os.environ.get('MASTER_PORT')}"
+    master = f"rank 0, whose store is at {at} (are all TCP ports open between the hosts?)"
+    others = f"the other ranks of {os.environ.get('WORLD_SIZE')} to start"
+    whom = others if os.environ.get("RANK") == "0" else master
+    try:
+        with waiting(lambda: whom):
+            store, rank, world = next(
+                torch.distributed.rendezvous("env://", timeout=timedelta(seconds=timeout))
+            )
+    except torch.distributed.DistError as error:
+        raise UserError(
+            f"{here()} waited {timeout:.0f} s for {whom} ({str(error).splitlines()[0]})"
+        ) from error
+    with waiting(lambda: f"{_late(store, world)} to start" if rank == 0 else master):
+        RankState.attempt = agree(store, rank, world, timeout)
+    if store.add(_hosts_called(RankState.attempt), 0) > 1:
+        same_name_elsewhere(own_address(os.environ["MASTER_ADDR"])[0])
+    return torch.distributed.PrefixStore(RankState.attempt, store)
+
+
+def agree(store: Any, rank: int, world: int, timeout: float) -> str:
+    """Wait for all ranks of this attempt, and return the prefix of its keys. Call on every rank.
+
+    Rank 0 opens an attempt, and begins it when all others have joined. A rank may find an attempt
+    of the past first. One that was begun has been joined in the name of every rank, and a rank
+    joins none that was joined in its name before. One that was not begun never will be: its rank 0
+    is gone, because torchrun ends all ranks before it starts others.
+    """
+    pause = max(0.05, world / 2000)  # the store serves every rank
+    run = f"megasink/{world}"  # a job of another size has other ranks
+    if rank == 0:
+        prefix = f"{run}/{store.add(f'{run}/opened', 1)}"
+        store.add(_hosts_called(prefix), 1)
+        if not until(lambda: store.add(f"{prefix}/joined", 0) >= world - 1, timeout, pause):
+            raise UserError(f"{_late(store, world)} did not start within {timeout:.0f} s")
+        store.set(f"{prefix}/begun", "1")
+        return prefix
+    seen, joined, myself = 0, "", uuid.uuid4().hex
+
+    def begun() -> bool:
+        nonlocal seen, joined
+        if (number := store.add(f"{run}/opened", 0)) > seen:
+            seen, prefix = number, f"{run}/{number}"
+            if store.compare_set(f"{prefix}/rank {rank}", "", myself) == myself.encode():
+                store.add(_hosts_called(prefix), int(is_first_here()))
+                store.add(f"{prefix}/joined", 1)
+                joined = prefix
+        return bool(joined) and store.check([f"{joined}/begun"])
+
+    if not until(begun, timeout, pause):
+        raise UserError(f"rank {rank} waited {timeout:.0f} s for all {world} ranks to start")
+    return joined
+
+
+def _hosts_called(prefix: str) -> str:
+    """Return the key with the number of hosts of an attempt that have this host's name."""
+    return f"{prefix}/hosts called {socket.gethostname()}"
+
+
+def _late(store: Any, world: int) -> str:
+    """Name the ranks that have not joined the attempt that rank 0 opened last."""
+    prefix = f"megasink/{world}/{store.add(f'megasink/{world}/opened', 0)}"
+    late = [r for r in range(1, world) if not store.check([f"{prefix}/rank {r}"])]
+    names = ", ".join(map(str, late[:8])) + (" ..." if len(late) > 8 else "")
+    return f"rank{'s' * (len(late) > 1)} {names} of {world}"

@@ -1,11 +1,9 @@
 """Signals that end training: immediately if there is nothing to save, else after a checkpoint.
 
-Python runs signal handlers only when the main thread executes Python code, so a rank that waits in
-a collective, or for another rank to build datasets, would not react. A thread receives every signal
-immediately instead, through the interpreter's wakeup pipe.
+A rank may wait in a collective, or for another rank to build datasets, where Python runs no signal
+handler. A thread receives every signal instead.
 """
 
-import _thread
 import contextlib
 import json
 import os
@@ -17,13 +15,15 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 
+from megasink.console.stopping import SIGNALS as OF_COMMANDS
+from megasink.console.stopping import handle, handling, hear, name_of
 from megasink.errors import Stopped, UserError
 from megasink.files.json_file import read_text
 from megasink.training.waiting import on_several_hosts
 
 # End of a job, Ctrl-C, closed terminal, a scheduler's warning (sbatch --signal USR1).
-SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1)
-# A step that takes longer than this after a signal is abandoned if nothing is lost with it.
+SIGNALS = (*OF_COMMANDS, signal.SIGUSR1)
+# A step that takes longer than this after a signal is given up where nothing is lost with it.
 STEP_SECONDS = 10.0
 # torchrun dies of a signal that it does not know, and Slurm sends to every process of a step.
 FOR_TORCHRUN = "--signals-to-handle=SIGTERM,SIGINT,SIGHUP,SIGQUIT,SIGUSR1"
@@ -82,27 +82,15 @@ def _newest(run_dir: Path | None) -> int | None:
         return None
 
 
-def name_of(number: int) -> str:
-    """Return a signal's name: Ctrl-C is SIGINT."""
-    return signal.Signals(number).name
-
-
 def listen() -> None:
     """Start handling the signals that end a rank.
 
-    Ignored signals (``nohup``) stay ignored. Call once, in the main thread, as early as possible:
-    importing Megatron takes seconds.
+    Call once, in the main thread, as early as possible: importing Megatron takes seconds.
     """
-    receiving, sending = os.pipe()
-    os.set_blocking(sending, False)
-    for number in SIGNALS:
-        if signal.getsignal(number) is not signal.SIG_IGN:
-            signal.signal(number, lambda number, frame: None)  # without it the process would end
-    signal.set_wakeup_fd(sending, warn_on_full_buffer=False)
+    handle(lambda *_: None, SIGNALS)  # without one the process would end
+    hear(_hear)
     # Forked processes share the pipe.
     os.register_at_fork(after_in_child=lambda: signal.set_wakeup_fd(-1))
-    # Not threading's, whose start waits forever for a thread without memory to begin.
-    _thread.start_new_thread(_hear, (receiving,))
 
 
 def training_begins(exit_signal: int) -> None:
@@ -123,11 +111,15 @@ def set_signal(number: int) -> None:
     RankState.signal = number
 
 
+def stopped(number: int) -> Stopped:
+    """Return the error of a rank that a signal ends at once."""
+    return Stopped(number, f" while {RankState.phase}; {left(RankState.run_dir)}")
+
+
 def leave(number: int) -> NoReturn:
     """End this process immediately."""
     if os.environ.get("RANK", "0") == "0":
-        text = f"stopped by {name_of(number)} while {RankState.phase}; {left(RankState.run_dir)}"
-        write_to_stderr(f"megasink: {text}")
+        write_to_stderr(f"megasink: {stopped(number)}")
     if RankState.release is not None:
         # In a thread: an unavailable file server must not block the exit.
         giving_back = threading.Thread(target=RankState.release, daemon=True)
@@ -147,7 +139,7 @@ def write_to_torchrun(error: str) -> None:
 def write_to_stderr(line: str) -> None:
     """Write a line to stderr from any thread, even if stderr is closed."""
     with contextlib.suppress(OSError):
-        os.write(2, f"{line}\n".encode())
+        os.write(2, f"{line}\n".encode(errors="backslashreplace"))
 
 
 @contextlib.contextmanager
@@ -161,16 +153,8 @@ def ending_at_once() -> Iterator[None]:
         write_to_stderr(f"megasink: stopped by {name_of(number)} before any rank was started")
         os._exit(Stopped.code_of(number))
 
-    before = {
-        number: signal.signal(number, end)
-        for number in SIGNALS
-        if signal.getsignal(number) is not signal.SIG_IGN
-    }
-    try:
+    with handling(end, SIGNALS):
         yield
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
 
 
 def _give_up_step(number: int) -> None:

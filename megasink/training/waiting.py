@@ -1,6 +1,7 @@
 """Name this host, choose the rank that reports, and report what it is waiting for."""
 
 import contextlib
+import math
 import os
 import socket
 import sys
@@ -49,6 +50,19 @@ def on_several_hosts(environment: Mapping[str, str] = os.environ) -> bool:
 def is_first_here() -> bool:
     """Return whether this rank reports for its host."""
     return os.environ.get("LOCAL_RANK", os.environ.get("RANK", "0")) == "0"
+
+
+def until(done: Callable[[], object], seconds: float = math.inf, pause: float = 0.05) -> bool:
+    """Poll until a condition holds, or for some seconds; return whether it holds.
+
+    A wait in the store itself would block signals.
+    """
+    end = time.monotonic() + seconds
+    while not done():
+        if time.monotonic() > end:
+            return False
+        time.sleep(pause)
+    return True
 
 
 @contextlib.contextmanager

@@ -15,7 +15,7 @@ from megasink.balance.sums import HeadStatistics
 from megasink.config import HeadBalanceOptions, Scope
 from megasink.errors import ConfigError, UserError
 from megasink.files.checked_fields import checked
-from megasink.transformers.balance_checks import MARK, model_problems, option_problems
+from megasink.transformers.balance_checks import MARK, GateCheck, model_problems, option_problems
 from megasink.transformers.balance_layer import (
     LossScale,
     Microbatch,
@@ -24,7 +24,6 @@ from megasink.transformers.balance_layer import (
     explicit_hook,
 )
 from megasink.transformers.blocks import find_blocks, gate_reader
-from megasink.transformers.gate_check import GateCheck
 
 SEAM = "megasink_heads"
 """Attribute of an attention module that the attention function "megasink" calls with out

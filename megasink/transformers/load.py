@@ -11,7 +11,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTra
 from transformers.utils import logging
 
 from megasink.data.tokenizer import refuse_unusable
-from megasink.errors import UserError, reason_of
+from megasink.errors import UserError, listed, reason_of
 from megasink.files.checked_fields import Count, Layers, check, fields
 from megasink.files.json_file import read_object
 from megasink.transformers.modeling.configuration_megasink import MegasinkConfig
@@ -77,10 +77,8 @@ def load_weights(
         for name, there, wanted in sorted(report["mismatched_keys"])
     ]
     if wrong:
-        more = f" (and {len(wrong) - 2} more)" if len(wrong) > 2 else ""
-        raise UserError(
-            f"the weights in {folder} do not match its config.json: {'; '.join(wrong[:2])}{more}"
-        )
+        few = listed(wrong, 2)
+        raise UserError(f"the weights in {folder} do not match its config.json: {few}")
     return cast(PreTrainedModel, model)
 
 

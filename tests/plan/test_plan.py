@@ -7,7 +7,7 @@ import pytest
 
 from megasink.errors import ConfigError
 from megasink.plan import job, launch, rank, show
-from megasink.plan.devices import DEVICES
+from megasink.plan.job import DEVICES
 from megasink.plan.stand_ins import with_stand_ins
 from megasink.training import early
 from megasink.training.checkpoint_layout import BYTES

@@ -9,7 +9,7 @@ from scipy.stats import spearmanr
 from examples.real_models import importance
 from examples.real_models.importance import Losses, compare, kept_share, reachable, read_losses
 from megasink.errors import UserError
-from megasink.files.typed_json import to_json
+from megasink.files.checked_fields import to_json
 
 
 @pytest.fixture(autouse=True)

@@ -13,7 +13,7 @@ from examples.replicate.grid.plan import plan
 from examples.replicate.grid.results import FORMAT, RunRecord
 from examples.replicate.measures import read_measures
 from megasink.errors import ConfigError, UserError
-from megasink.files.typed_json import to_json
+from megasink.files.checked_fields import to_json
 
 GRID = """
 title = "Two"

@@ -7,11 +7,17 @@ import sys
 
 import pytest
 
+from megasink.analysis.capture.inputs import dataset_names
 from megasink.analysis.pages.csv_file import write_csv
 from megasink.cli import generate
 from megasink.cli import main as megasink
+from megasink.console import stopping
 from megasink.console.printable import printable
+from megasink.data.corpus import Corpus, Document
 from megasink.errors import ConfigError, UserError
+from megasink.files.atomic import atomic_text
+from megasink.files.checked_fields import from_json
+from megasink.files.output_folder import refuse_others
 from megasink.training import rank_logs
 
 # Clears the screen, sets the title, writes to the clipboard, turns the rest around.
@@ -113,3 +119,19 @@ def test_cells_are_text_and_numbers_and_no_formulas(tmp_path):
         *("'=1+1", "'+1", "'-1", "'@sum", "'\\tx", "'\\rx", "a=b", printable(HOSTILE)),
         *("-1.5", "3", "", "True"),
     ]
+
+
+def test_a_file_name_that_is_not_utf8_is_escaped_or_refused(tmp_path, capsys):
+    path = tmp_path / os.fsdecode(b"t\xff.txt")
+    path.write_text("a text")
+    (document,) = Corpus([path])
+    assert document.source.endswith("t\\udcff.txt")
+    assert dataset_names([str(path)]) == ["t\\udcff"]
+    with pytest.raises(UserError, match=r"--output .*t\\udcff\.txt is not UTF-8"):
+        refuse_others(path, "analyze", {})
+    assert stopping.run(lambda: len(os.fspath(path).encode())) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert f"{printable(str(path))} is not UTF-8" in line
+    assert from_json(Document, {"text": "a", "source": str(path)}, "it").source.endswith("t?.txt")
+    atomic_text(tmp_path / "page", f"{path}")
+    assert (tmp_path / "page").read_text().endswith("t\\udcff.txt")

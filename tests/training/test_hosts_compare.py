@@ -16,7 +16,7 @@ import pytest
 import torch.distributed as dist
 
 from megasink import plugins
-from megasink.data.contents import contents
+from megasink.data.output import contents
 from megasink.errors import UserError
 from megasink.plugins import Plugin
 from megasink.training import early, host_facts, hosts, meeting, waiting

@@ -11,7 +11,7 @@ from torch.distributed.checkpoint import metadata
 from torch.distributed.checkpoint.filesystem import _StorageInfo
 
 from megasink.attention import AttentionRequest, choose_backend, choose_gate_kernels
-from megasink.checkpoints.torch_metadata import stored_entries
+from megasink.checkpoints.torch_metadata import read_metadata
 from megasink.data.tokenizer import load_tokenizer, tokenizer_hash
 from megasink.data.tokenizer_files import read_files
 from megasink.errors import UserError
@@ -109,7 +109,7 @@ def _index(folder, file="__0_0.distcp", extra=None):
 def test_an_index_says_the_same_without_torch(tmp_path):
     _index(tmp_path)
     for quick in (True, False):
-        (entry,) = stored_entries(tmp_path, quick=quick)
+        (entry,) = read_metadata(tmp_path, quick=quick).storage_data.values()
         assert (entry.relative_path, entry.offset, entry.length) == ("__0_0.distcp", 3, 12)
 
 
@@ -124,7 +124,7 @@ def test_an_index_says_the_same_without_torch(tmp_path):
 def test_a_hostile_index_is_refused_without_torch_too(tmp_path, capsys, given, says, quick):
     _index(tmp_path, **given)
     with pytest.raises(UserError, match=says):
-        stored_entries(tmp_path, quick=quick)
+        read_metadata(tmp_path, quick=quick)
     assert capsys.readouterr().out == ""
 
 

@@ -15,8 +15,8 @@ from examples.replicate.grid.results import FORMAT, RunRecord, read_record
 from examples.replicate.grid.start import Started, cpu_seconds
 from megasink.errors import UserError
 from megasink.files.atomic import atomic_text
+from megasink.files.checked_fields import from_json, to_json
 from megasink.files.json_file import read_object
-from megasink.files.typed_json import from_json, to_json
 from megasink.training.lease import clear
 from megasink.training.metrics_file import NewLines
 from megasink.training.rank_logs import DIVERGES, NOT_FINITE, first_error, raised

@@ -9,8 +9,8 @@ from pathlib import Path
 from typing import Any
 
 from megasink.analysis.ablate.results import ALL, AblationResults
+from megasink.files.checked_fields import from_json
 from megasink.files.json_file import read_object
-from megasink.files.typed_json import from_json
 
 Numbers = dict[str, float | str | None]
 Curves = dict[str, list[list[float | None]]]

@@ -10,7 +10,7 @@ from examples.replicate.grid.schedule import Outcome
 from examples.replicate.grid.table import write_tables
 from megasink.errors import UserError
 from megasink.files.atomic import atomic_text
-from megasink.files.typed_json import to_json
+from megasink.files.checked_fields import to_json
 
 
 def write_results(grid: GridFile, out: Path, outcome: Outcome) -> GridResults:

@@ -7,8 +7,8 @@ from pathlib import Path
 from typing import Any
 
 from megasink.errors import UserError
+from megasink.files.checked_fields import from_json
 from megasink.files.json_file import read_object
-from megasink.files.typed_json import from_json
 
 FORMAT = 1
 """Incremented when an entry moves or changes its meaning."""

@@ -16,9 +16,10 @@ from examples.replicate.grid.results import RunRecord
 from examples.replicate.grid.start import tell as send
 from megasink.console.printable import printable
 from megasink.console.progress import Tell, progress
+from megasink.console.stopping import name_of
 from megasink.errors import Stopped
 from megasink.training.ranks import SAVE_SECONDS
-from megasink.training.stop import SIGNALS, name_of
+from megasink.training.stop import SIGNALS
 
 _TICK = 0.1  # seconds
 

@@ -14,7 +14,7 @@ from megasink.analysis.capture.ranks import Ranks
 from megasink.analysis.interventions.dynamic_zeroing import DynamicChange
 from megasink.analysis.interventions.record import Intervention, changes_of
 from megasink.analysis.metrics.thresholds import Scores
-from megasink.files.typed_json import to_json
+from megasink.files.checked_fields import to_json
 
 Measured = tuple[list[MeasuredSample], dict[str, TaskScore]]
 """Each text with its loss, and each task with its accuracy; one of them is empty."""

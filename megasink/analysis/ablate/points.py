@@ -18,7 +18,7 @@ from megasink.analysis.capture.measurements import MeasuredSample
 from megasink.analysis.capture.shards import check_shared, writing_parts
 from megasink.analysis.stored import read_arrays, read_sealed, write_arrays, write_object
 from megasink.errors import UserError
-from megasink.files.typed_json import from_json, to_json
+from megasink.files.checked_fields import from_json, to_json
 
 Floats = NDArray[np.float64]
 

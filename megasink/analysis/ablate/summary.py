@@ -32,7 +32,7 @@ from megasink.analysis.capture.measurements import Floats, MeasuredSample
 from megasink.analysis.metrics.thresholds import Scores
 from megasink.analysis.options import AblationOptions
 from megasink.analysis.results import ModelFacts
-from megasink.files.typed_json import to_json
+from megasink.files.checked_fields import to_json
 
 LOSS = "nats per token"
 

@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 
 from megasink.analysis.metrics.tokens import random_sequences, repeated_sequences
+from megasink.console.printable import printable
 from megasink.data.corpus import Corpus, Document
 from megasink.data.files import BYTE_ORDER_MARK
 from megasink.data.replaced_tokens import Replacement
@@ -204,7 +205,7 @@ def dataset_names(inputs: Sequence[str]) -> list[str]:
     short = [Path(source).name.split(".")[0] or source for source in inputs]
     paths = [source if source not in MADE else str(Path(source).absolute()) for source in inputs]
     return [
-        name if (*short, *MADE).count(name) == 1 else path
+        printable(name if (*short, *MADE).count(name) == 1 else path)
         for name, path in zip(short, paths, strict=True)
     ]
 

@@ -14,7 +14,7 @@ from megasink.analysis.evaluate.harness import TaskResults, TaskScores
 from megasink.analysis.evaluate.suites import Average, averages
 from megasink.analysis.results_files import results_of, write_json
 from megasink.console.printable import printable
-from megasink.files.typed_json import to_json
+from megasink.files.checked_fields import to_json
 
 FORMAT = 1
 

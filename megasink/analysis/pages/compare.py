@@ -82,7 +82,9 @@ def write_comparison(runs: Runs, figure: Any, output: Path, *, comment: str | No
     made.section(_TITLE, html.figure(picture, f"{_TITLE}: {names}", picture.caption))
     with writing(f"--output {output}"), atomic_files(output.parent) as folder:
         (folder / output.name).write_bytes(picture.files["png"])
-        (folder / output.with_suffix(".html").name).write_text(made.text())
+        (folder / output.with_suffix(".html").name).write_text(
+            made.text(), errors="backslashreplace"
+        )
 
 
 def final_numbers(runs: Runs) -> tuple[list[str], list[list[str]]]:

@@ -77,4 +77,4 @@ def write_page(page: str, pictures: Sequence[Picture], output: Path) -> None:
     for picture in pictures:
         for kind, content in picture.files.items():
             (output / "figures" / f"{picture.name}.{kind}").write_bytes(content)
-    (output / "report.html").write_text(page)
+    (output / "report.html").write_text(page, errors="backslashreplace")

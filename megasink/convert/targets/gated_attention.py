@@ -93,7 +93,7 @@ def _lfm3_refused(config: Mapping[str, Any]) -> list[str]:
     return problems
 
 
-register(
+for target in (
     Target(
         name="lfm3",
         architecture="Lfm3ForCausalLM",
@@ -112,9 +112,7 @@ register(
         windows="mixed",
         rope_scaling=False,
         rope_by_layer=True,
-    )
-)
-register(
+    ),
     Target(
         name="qwen3_5_text",
         architecture="Qwen3_5ForCausalLM",
@@ -127,9 +125,7 @@ register(
         qk_norm=True,
         rope_scaling=False,
         engines=("", "", "activation"),
-    )
-)
-register(
+    ),
     Target(
         name="qwen3_next",
         architecture="Qwen3NextForCausalLM",
@@ -149,5 +145,6 @@ register(
         renormalizes=False,
         rope_scaling=False,
         engines=("", "", "activation"),
-    )
-)
+    ),
+):
+    register(target)

@@ -146,7 +146,7 @@ def _gpt_oss_refused(config: Mapping[str, Any]) -> list[str]:
     return ["no rope_parameters, which in transformers is YaRN with a factor of 32"]
 
 
-register(
+for target in (
     Target(
         name="granite_swa",
         architecture="GraniteSWAForCausalLM",
@@ -159,9 +159,7 @@ register(
         refused=_granite_refused,
         windows="mixed",
         engines=("", "", "activation"),
-    )
-)
-register(
+    ),
     Target(
         name="flint",
         architecture="FlintForCausalLM",
@@ -176,9 +174,7 @@ register(
         qk_norm=True,
         windows="all",
         engines=("activation", None, None),
-    )
-)
-register(
+    ),
     Target(
         name="granitemoe_swa",
         architecture="GraniteMoeSWAForCausalLM",
@@ -194,9 +190,7 @@ register(
         windows="mixed",
         shared_expert=True,
         engines=("activation head_dim", "activation head_dim scaling", "activation"),
-    )
-)
-register(
+    ),
     Target(
         name="gpt_oss",
         architecture="GptOssForCausalLM",
@@ -214,5 +208,6 @@ register(
         windows="alternating",
         rope_scaling=False,
         engines=("epsilon", "", ""),
-    )
-)
+    ),
+):
+    register(target)

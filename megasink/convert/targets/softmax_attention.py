@@ -106,7 +106,7 @@ def read_qwen_experts(config: Mapping[str, Any]) -> dict[str, Any]:
     }
 
 
-register(
+for target in (
     Target(
         name="llama",
         architecture="LlamaForCausalLM",
@@ -118,9 +118,7 @@ register(
         refused=_llama_refused,
         bias=True,
         engines=("", "biases", "activation"),
-    )
-)
-register(
+    ),
     Target(
         name="mistral",
         architecture="MistralForCausalLM",
@@ -131,9 +129,7 @@ register(
         read=_read_mistral,
         windows="all",
         engines=("", "windows", "activation windows"),
-    )
-)
-register(
+    ),
     Target(
         name="qwen2",
         architecture="Qwen2ForCausalLM",
@@ -145,9 +141,7 @@ register(
         qkv_bias=True,
         windows="mixed",
         engines=("head_dim", "windows", "activation scaling windows"),
-    )
-)
-register(
+    ),
     Target(
         name="qwen3",
         architecture="Qwen3ForCausalLM",
@@ -160,9 +154,7 @@ register(
         qk_norm=True,
         windows="mixed",
         engines=("", "windows", "activation scaling windows"),
-    )
-)
-register(
+    ),
     Target(
         name="mixtral",
         architecture="MixtralForCausalLM",
@@ -177,9 +169,7 @@ register(
         moe=True,
         windows="all",
         engines=("activation", "activation head_dim scaling windows", "activation windows"),
-    )
-)
-register(
+    ),
     Target(
         name="qwen3_moe",
         architecture="Qwen3MoeForCausalLM",
@@ -193,9 +183,7 @@ register(
         qk_norm=True,
         renormalizes=False,
         engines=("activation", "activation", "activation scaling"),
-    )
-)
-register(
+    ),
     Target(
         name="nanochat",
         architecture="NanoChatForCausalLM",
@@ -207,5 +195,6 @@ register(
         read=_read_nanochat,
         options=lambda given: dataclasses.replace(NANOCHAT, logit_softcap=given.logit_softcap),
         activations=("relu2",),
-    )
-)
+    ),
+):
+    register(target)

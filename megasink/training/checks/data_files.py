@@ -11,7 +11,6 @@ import numpy as np
 from numpy.typing import NDArray
 
 from megasink.console.printable import say
-from megasink.data.contents import contents
 from megasink.data.index import (
     ENTRIES,
     data_problem,
@@ -19,7 +18,7 @@ from megasink.data.index import (
     sequence_lengths,
 )
 from megasink.data.object_store import is_stored
-from megasink.data.output import mismatch
+from megasink.data.output import contents, mismatch
 from megasink.errors import UserError
 from megasink.training.checks.blends import (
     DEFAULT_SPLIT,

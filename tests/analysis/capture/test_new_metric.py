@@ -125,13 +125,10 @@ def test_trace_png_has_a_panel_for_it(analyzed, monkeypatch):
     ("change", "problem"),
     [
         ({"format": 2}, "has format 2, but this version reads 3: analyze the model again"),
-        (
-            {"samples": "two"},
-            "results.json.samples is 'two', not of type integer: analyze the model",
-        ),
-        ({"metrics": {NAME: {"values": []}}}, f"results.json.metrics.{NAME} has no number"),
-        ({"colour": "red"}, "results.json has the unknown key colour"),
-        ({"non_finite": [3]}, "results.json.non_finite[0] is 3, not an object"),
+        ({"samples": "two"}, "results.json: samples is 'two'"),
+        ({"metrics": {NAME: {"values": []}}}, f"results.json: it has no metrics.{NAME}.number"),
+        ({"colour": "red"}, "results.json: it has the unknown key colour"),
+        ({"non_finite": [3]}, "results.json: non_finite.0 is 3"),
     ],
 )
 def test_results_of_another_kind_are_refused(analyzed, tmp_path, capsys, change, problem):

@@ -9,7 +9,7 @@ import torch
 
 from megasink.analysis.ablate.results import AblationResults
 from megasink.analysis.capture.transformers_model import TransformersProbe
-from megasink.files.typed_json import from_json
+from megasink.files.checked_fields import from_json
 from tests.analysis.capture.tiny_models import save_with_tokenizer
 
 TEXTS = [

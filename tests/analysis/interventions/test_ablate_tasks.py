@@ -18,7 +18,7 @@ from megasink.analysis.evaluate import harness
 from megasink.analysis.metrics.thresholds import published_quantile
 from megasink.analysis.pages import ablation
 from megasink.cli import main
-from megasink.files.typed_json import from_json
+from megasink.files.checked_fields import from_json
 from tests.analysis.capture.tiny_models import save_with_tokenizer
 
 TASK, LIMIT = "docstrings_choice", 8

@@ -12,7 +12,7 @@ from megasink.analysis.evaluate.results import Evaluation
 from megasink.analysis.evaluate.tasks_loading import OWN_TASKS, load_tasks
 from megasink.cli import evaluate, main
 from megasink.errors import ConfigError, UserError
-from megasink.files.typed_json import from_json
+from megasink.files.checked_fields import from_json
 from tests.analysis.capture.tiny_models import save_with_tokenizer
 from tests.analysis.interventions.harness_tasks import CHOICES, write_tasks
 from tests.test_packaging import project

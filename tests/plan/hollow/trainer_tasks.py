@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from megatron.training import get_args, training
 
-from megasink.plan.experts import share_tokens_equally
+from megasink.plan.batches import share_tokens_equally
 from megasink.plan.hollow.process import Device
 from megasink.plan.hollow.world import be_rank
 from megasink.training import pretrain

@@ -21,7 +21,7 @@ from examples.replicate.grid.results import (
 )
 from examples.replicate.grid.table import markdown
 from megasink.errors import UserError
-from megasink.files.typed_json import to_json
+from megasink.files.checked_fields import to_json
 
 SEEDS = [1, 2, 3]
 
