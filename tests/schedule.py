@@ -132,7 +132,7 @@ LATER = (
     "tests/real_models/test_training.py::test_four_arms_begin_alike_and_go_on",
     "tests/real_models/test_training.py::test_three_variants_from_the_start_to_the_page",
     "tests/megatron/test_compile.py::test_one_graph_that_counts_every_call",
-    "tests/megatron/test_integrations.py::test_pretrain_gpt_saves_a_bf16_model_and_resumes_to_the_bit[k-bias]",
+    "tests/megatron/test_integrations.py::test_a_script_saves_a_bf16_model_and_resumes_to_the_bit[pretrain_gpt.py-k-bias]",
     "tests/training/test_checkpoint_layout.py::test_shards_load_under_another_layout",
     "tests/training/test_dead_rank.py::test_a_closed_terminal_saves_the_step",
     "tests/training/test_dead_rank.py::test_ctrl_c_in_a_start_ends_it_at_once",

@@ -8,48 +8,32 @@ Shapes: H query heads of the layer, h those of this tensor-parallel rank.
 
 import warnings
 from collections.abc import Callable
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from megasink.balance.loss import head_balance_gradient, head_balance_loss, routed_heads
-from megasink.balance.step import LossStep
-
-
-class BalanceOptions(Protocol):
-    """The options of :class:`megasink.config.HeadBalanceOptions` that a layer reads."""
-
-    @property
-    def head_balance_coeff(self) -> float: ...
-    @property
-    def head_balance_scope(self) -> str: ...
-    @property
-    def head_balance_shared_heads(self) -> int: ...
-    @property
-    def head_balance_shared_refresh(self) -> int: ...
+from megasink.balance.step import LossOptions, LossStep
 
 
 class LayerBalance(torch.nn.Module):
     """Records the importance of a layer's heads and attaches the gradient of the loss.
 
-    Attributes:
-        coefficients: [H] float32, dL/dImp at coefficient 1 from the importance of the previous
-            step's global batch (scope global); 0 before the first step. Saved in checkpoints, so
-            that resumed runs are bit-exact.
-        routed: [H] bool, the heads covered by the loss (P0.15): all heads without sharing; with
-            sharing, none before the first step.
-        steps: Number of completed steps.
+    Its buffers are in checkpoints, so that resumed runs are bit-exact.
     """
 
     coefficients: Tensor
+    """[H] float32, dL/dImp at coefficient 1 by the previous step's global batch; 0 before."""
     routed: Tensor
+    """[H] bool, the heads covered by the loss (P0.15); if some are shared, none before a step."""
     steps: Tensor
+    """Number of completed steps."""
 
     def __init__(
         self,
-        options: BalanceOptions,
+        options: LossOptions,
         statistics: LossStep,
         layer: int,
         heads: int,
@@ -84,14 +68,11 @@ class LayerBalance(torch.nn.Module):
         raise NotImplementedError
 
     def importance_group(self) -> ProcessGroup:
-        """Return the ranks over whose tokens the importance of a microbatch is averaged.
-
-        Not called in the scope "global".
-        """
+        """Return the ranks over whose tokens a microbatch's importance counts; not for "global"."""
         raise NotImplementedError
 
     def record(self, gate_sum_h: Tensor, tokens: int) -> None:
-        """Add one microbatch to the statistics of the step."""
+        """Add one microbatch to the statistics of the step, which an installed loss may begin."""
         if not self._statistics.open():
             return
         self._statistics.heads.record(
@@ -106,45 +87,48 @@ class LayerBalance(torch.nn.Module):
         observe: Callable[[Tensor], None] | None = None,
         in_row: int | None = None,
     ) -> Tensor:
-        """Return `output` unchanged, with a backward that also runs that of the loss."""
+        """Return `output` unchanged; its backward pass counts the gates and runs that of the loss.
+
+        So a forward pass alone does not count. Where no backward pass comes, gates count at once.
+        """
         coeff, factors = self.options.head_balance_coeff, self._statistics.factors
         heads = self._statistics.heads
-        microbatches = heads.microbatches[self.layer]
+        if not self._statistics.open():
+            return output
+        if not (coeff and (output.requires_grad or gate_sum_h.requires_grad)):
+            self.record(gate_sum_h, tokens)
+            return output
+        counted_h = gate_sum_h.detach()
         coefficients = self._coefficients(gate_sum_h, tokens, in_row)
         # This rank's share of the microbatch's importance: Megatron sums over context-parallel
         # ranks, or averages and includes their number in the loss scale. The gradient is divided,
         # not the sum: one launch per layer less.
         count = tokens * self.cp_size if in_row is None else in_row
-
-        passes = 0
+        done = False
 
         def gradient() -> Tensor | None:
-            nonlocal passes
-            passes += 1
-            if passes > 1:
+            nonlocal done
+            if done:
                 warnings.warn(
                     f"layer {self.layer}: a second backward pass runs through the same forward "
                     "pass; only the first counts for the head-balance loss",
                     stacklevel=2,
                 )
                 return None
-            heads.awaiting[self.layer] -= 1
-            sent_h = factors.scaled(coefficients(), coeff, self._why_scaled(microbatches))
+            done = True
+            self.record(counted_h, tokens)
+            heads.ran_backward = True
+            sent_h = factors.scaled(coefficients(), coeff, self._why_scaled())
             if observe is not None:
                 observe(sent_h)
             return sent_h / count
 
-        attached = attach_gradient(output, gate_sum_h, gradient)
-        heads.awaiting[self.layer] += attached.requires_grad  # not of a frozen layer
-        return attached
+        return attach_gradient(output, gate_sum_h, gradient)
 
-    def _why_scaled(self, microbatches: int) -> str:
+    def _why_scaled(self) -> str:
         """Return why the loss scale of this microbatch, the step's last so far, is not 1."""
-        if microbatches > 1:
-            return (
-                f"this is microbatch {microbatches} of its step, and each would count in full (a "
-                "forward pass without a backward pass counts too: use torch.no_grad() or discard())"
-            )
+        if (number := self._statistics.heads.microbatches[self.layer]) > 1:
+            return f"this is microbatch {number} of its step, and each would count in full"
         if self.cp_size > 1:
             return f"{self.cp_size} context-parallel ranks average their gradients"
         return "fp16 scales the other losses" if getattr(self.options, "fp16", False) else ""
@@ -154,29 +138,37 @@ class LayerBalance(torch.nn.Module):
     ) -> Callable[[], Tensor]:
         """Return a function that computes dL/dImp [h] at coefficient 1 in the backward pass.
 
-        In the scope of several replicas, whose packed rows may have uneven numbers of tokens, it is
-        multiplied by this microbatch's share of the tokens over that of an even split.
-
-        If microbatches are weighted by their targets, the result is multiplied by the targets of
-        this one, because the loss scale divides by those of the global batch: the same weight as
-        in the language-model loss.
+        Replicas with uneven numbers of tokens weigh by their share of them. The loss scale divides
+        by the targets of the global batch, if any, so this microbatch multiplies by its own.
         """
         targets = self.targets()
         if self.options.head_balance_scope == "global":
             of_last_step_h = own_heads(self.coefficients, self.tp_group)
             return lambda: of_last_step_h if targets is None else of_last_step_h * targets
-        group = self.importance_group()
-        sums = ImportanceSum(gate_sum_h, tokens, self.tp_group, group, targets)
+        group, tp_rank = self.importance_group(), self.tp_group.rank()
+        own, replicas = len(gate_sum_h), group.size() // self.tp_group.size()
+        # A sum per head, then tokens and targets, of all ranks of the group.
+        sums = gate_sum_h.new_zeros(own * self.tp_group.size() + 2)
+        sums.narrow(0, tp_rank * own, own).copy_(gate_sum_h.detach())
+        if tp_rank == 0:  # the other ranks of its group have the same tokens
+            sums[-2] = tokens
+            if targets is not None:
+                sums[-1] = targets
+        work: Any = None
+        if group.size() > 1:
+            work = torch.distributed.all_reduce(sums, group=group, async_op=True)
 
         def of_this_microbatch() -> Tensor:
-            importance_H = sums.importance()
+            if work is not None:
+                work.wait()
+            importance_H = sums[:-2] / sums[-2]
             loss = head_balance_loss(importance_H, 1.0, self.routed)
             self._statistics.heads.record_loss(self.layer, self._first, loss)
             gradient_H = head_balance_gradient(importance_H, 1.0, self.routed)
             gradient_h = own_heads(gradient_H, self.tp_group)
             if in_row is not None and self.options.head_balance_scope == "data-parallel":
-                gradient_h = gradient_h * (in_row / (sums.mean_tokens() * self.cp_size))
-            return gradient_h if targets is None else gradient_h * sums.mean_targets()
+                gradient_h = gradient_h * (in_row / (sums[-2] / replicas * self.cp_size))
+            return gradient_h if targets is None else gradient_h * (sums[-1] / replicas)
 
         return of_this_microbatch
 
@@ -215,62 +207,9 @@ class _AttachGradient(torch.autograd.Function):
 def attach_gradient(
     output: Tensor, gate_sum_H: Tensor, gradient: Callable[[], Tensor | None]
 ) -> Tensor:
-    """Return ``output`` unchanged, with a backward that also propagates a loss on the importance.
-
-    The head-balance loss is not linear in the importance, so its gradient dL/dImp is computed
-    where all heads and tokens of its scope are known, and enters here as a constant.
-    """
+    """Return ``output`` unchanged; dL/dImp over all heads and tokens enters as a constant."""
     result: Tensor = _AttachGradient.apply(output, gate_sum_H, gradient)
     return result
-
-
-class ImportanceSum:
-    """The importance of all heads of a layer over the tokens of a group of ranks.
-
-    The constructor starts the all-reduce in the forward pass; reading the result in the backward
-    pass waits for it.
-    """
-
-    def __init__(
-        self,
-        gate_sum_h: Tensor,
-        tokens: int,
-        tp_group: ProcessGroup,
-        group: ProcessGroup,
-        targets: Tensor | None = None,
-    ):
-        own, tp_rank = len(gate_sum_h), tp_group.rank()
-        self._replicas = group.size() // tp_group.size()
-        # A sum per head, then tokens and targets.
-        self._sums = gate_sum_h.new_zeros(own * tp_group.size() + 2)
-        self._sums.narrow(0, tp_rank * own, own).copy_(gate_sum_h.detach())
-        if tp_rank == 0:  # the other ranks of its group have the same tokens
-            self._sums[-2] = tokens
-            if targets is not None:
-                self._sums[-1] = targets
-        self._work: Any = None
-        if group.size() > 1:
-            self._work = torch.distributed.all_reduce(self._sums, group=group, async_op=True)
-
-    def importance(self) -> Tensor:
-        """Return the importance [H], the same on every rank of the group; not differentiable."""
-        self._wait()
-        return self._sums[:-2] / self._sums[-2]
-
-    def mean_tokens(self) -> Tensor:
-        """Return the mean of `tokens` over the group's ranks with tokens of their own, a scalar."""
-        self._wait()
-        return self._sums[-2] / self._replicas
-
-    def mean_targets(self) -> Tensor:
-        """Return the mean of `targets` over the group's microbatches, a scalar."""
-        self._wait()
-        return self._sums[-1] / self._replicas
-
-    def _wait(self) -> None:
-        if self._work is not None:
-            self._work.wait()
-            self._work = None
 
 
 def own_heads(importance_H: Tensor, tp_group: ProcessGroup) -> Tensor:

@@ -15,7 +15,6 @@ Between `commit` and the next `begin` the state (the layers' buffers `coefficien
 Shapes: L layers of the model, H query heads, B rows, T tokens of this rank.
 """
 
-import warnings
 from enum import Enum
 from typing import Any, NamedTuple, Protocol
 
@@ -26,13 +25,17 @@ from torch.distributed import ProcessGroup
 from megasink.balance.sums import HeadStatistics, HeadSums
 
 
-class StepOptions(Protocol):
-    """The options of the loss that a step reads."""
+class LossOptions(Protocol):
+    """Those of :class:`megasink.config.HeadBalanceOptions`."""
 
     @property
     def head_balance_coeff(self) -> float: ...
     @property
     def head_balance_scope(self) -> str: ...
+    @property
+    def head_balance_shared_heads(self) -> int: ...
+    @property
+    def head_balance_shared_refresh(self) -> int: ...
 
 
 class Phase(Enum):
@@ -98,10 +101,7 @@ class Factors:
         return self._targets.detach()
 
     def scaled(self, gradient_H: Tensor, coeff: float, why_scaled: str = "") -> Tensor:
-        """Scale a gradient [H] at coefficient 1 for the backward pass of the current microbatch.
-
-        Call it in the backward pass: the loss scale of a microbatch is set after its forward pass.
-        """
+        """Scale a gradient [H] at coefficient 1, in the backward pass: its scale is set by now."""
         given = [x for x in (self._of_host, self._of_schedule) if x is not None]
         if not given and why_scaled:
             raise RuntimeError(
@@ -118,48 +118,42 @@ class Factors:
         return gradient_H * self._product[1]
 
 
+_NOT_BEGUN = (
+    "no step was begun, so the head-balance loss would be 0: call install() once, or begin(), "
+    "reduce() and commit() in each step. Run a model that does not train under torch.no_grad()"
+)
+
+
 class LossStep:
     """The head-balance loss of one model, from step to step.
 
-    Args:
-        layers, heads: Layers of the whole model, and query heads of one.
-        options: Coefficient and scope; read at every commit.
-        group: All ranks of the model; None for those of the default group.
-        installed: Whether the first gates after a step open the next one and commit the last one.
-            Otherwise the host calls `begin` and `commit`.
-
-    Attributes:
-        heads: Sums of the step's gates; their statistics are `last`.
-        factors: The factors on the gradient.
-        sinks: Sink rates of the evaluation that runs; None if it counts none.
-        phase, number: Where the current step is; -1 before the first.
-        mask, masks: The last attention mask that was checked, and their number.
-        built: Layers of this rank that record their gates.
-        expected: Number of attention layers that a spec was made for, by the part of the model.
+    Its `group` is all ranks of the model (None: of the default group); `options` are read at every
+    commit. If it is `installed`, the first gates after a step commit it and open the next one.
     """
 
     def __init__(
         self,
         layers: int,
         heads: int,
-        options: StepOptions,
+        options: LossOptions,
         group: ProcessGroup | None = None,
         *,
         installed: bool = False,
     ):
         self.heads = HeadSums(layers, heads, group)
         self.factors = Factors()
-        self.sinks: Any = None
-        self.mask: Any = None
+        self.sinks: Any = None  # rates of the evaluation that runs, if it counts them
+        self.mask: Any = None  # the last attention mask that was checked
         self.masks = 0
-        self.phase, self.number = Phase.BETWEEN, -1
+        self.may_pad = False  # whether to look for padding that was not marked
+        self.phase, self.number = Phase.BETWEEN, -1  # where the current step is
         self.installed = installed
-        self.built: set[int] = set()
-        self.expected: dict[Any, int] = {}
+        self.built: set[int] = set()  # layers of this rank that record their gates
+        self.expected: dict[Any, int] = {}  # attention layers of the specs, by part of the model
         self._options = options
         self._last: HeadStatistics | None = None
         self._last_number: int | None = None
-        self._broken = self._warned = False
+        self._broken = False
 
     def begin(self, number: int, *, observe: bool = False, share: float = 1.0) -> None:
         """Begin a step, on every rank, before its first microbatch.
@@ -196,7 +190,7 @@ class LossStep:
         elif self.phase is Phase.REDUCED:
             raise RuntimeError(f"the next step begins, but {self._not_committed()}")
         elif self._options.head_balance_coeff:
-            raise RuntimeError(f"a layer counts its gates, but {self._not_begun()}")
+            raise RuntimeError(f"a layer counts its gates, but {_NOT_BEGUN}")
         return self.phase is Phase.RUNNING
 
     def reduce(self) -> None:
@@ -217,19 +211,8 @@ class LossStep:
                 "loss would miss them. Build every layer with stack_spec(config) or "
                 "layer_spec(config)"
             )
-        if not self._warned and (layers := self.heads.without_backward()):
-            self._warned = True
-            warnings.warn(
-                f"step {self.number}: layers {layers} counted forward passes without a backward "
-                "pass before reduce(). Run passes that do not train under torch.no_grad(), "
-                "recompute with Megatron's functions, and after an exception call discard() "
-                "before you repeat the step",
-                stacklevel=2,
-            )
         if not self.open():
-            raise RuntimeError(
-                f"reduce() of the head-balance loss was called, but {self._not_begun()}"
-            )
+            raise RuntimeError(f"reduce() of the head-balance loss was called, but {_NOT_BEGUN}")
         self.heads.start_reduction()
         self.phase = Phase.REDUCED
 
@@ -244,7 +227,7 @@ class LossStep:
             return self._last
         if self.phase is not Phase.REDUCED:
             running = self.phase is Phase.RUNNING
-            why = self._not_reduced() if running else self._not_begun()
+            why = self._not_reduced() if running else _NOT_BEGUN
             raise RuntimeError(f"commit() was called, but {why}")
         coeff = self._options.head_balance_coeff * self.factors.share
         self._last = self.heads.finish_step(coeff, self._options.head_balance_scope)
@@ -285,21 +268,15 @@ class LossStep:
         return False
 
     def set_loss_scale(self, scale: Tensor | float) -> None:
-        """Store the factor by which the host multiplies its loss, a number or a tensor.
+        """Store the factor by which the host multiplies its loss, beside that of schedules.
 
-        Megatron's schedules set theirs beside it (`install`); without them it is the fp16 loss
-        scale * context-parallel ranks / number of microbatches (only the loss scale under
-        ``calculate_per_token_loss``).
+        Without Megatron's schedules it is the fp16 loss scale * context-parallel ranks / number of
+        microbatches (only the loss scale under ``calculate_per_token_loss``).
         """
         self.factors.set_loss_scale(scale)
 
     def set_targets(self, targets: Tensor) -> None:
-        """Set the number of targets of the microbatch that runs forward next.
-
-        Args:
-            targets: Scalar tensor: the sum of the loss mask over the tokens of the microbatch, on
-                all context-parallel ranks.
-        """
+        """Set the targets of the microbatch that runs forward next, on all CP ranks: a scalar."""
         self.factors.set_targets(targets)
 
     def set_real_tokens(self, real_BT: Tensor | None, in_row: int | None = None) -> None:
@@ -319,13 +296,6 @@ class LossStep:
         """Return the output of a stage, whose backward pass restores targets and real tokens."""
         return self.factors.keep(output)
 
-    def _not_begun(self) -> str:
-        return (
-            "no step was begun, so the head-balance loss would be 0: call install() once, or "
-            "begin(), reduce() and commit() in each step. Run a model that does not train under "
-            "torch.no_grad()"
-        )
-
     def _not_reduced(self) -> str:
         return (
             f"the gates of step {self.number} were not reduced, so the head-balance loss would be "
@@ -341,7 +311,7 @@ class LossStep:
         if self._options.head_balance_coeff:
             raise RuntimeError(
                 "reduce() was called, but no layer has counted a gate, so the head-balance loss "
-                "would be 0: gates count in forward passes of model.train() with gradients on"
+                "would be 0: gates count in backward passes of model.train()"
             )
 
     def _not_committed(self) -> str:

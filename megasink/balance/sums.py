@@ -62,15 +62,15 @@ class HeadSums:
     Attributes:
         observes: Whether the current step is observed; set on every rank before the first
             microbatch.
-        microbatches: Number that each layer of this rank has recorded in the step.
-        awaiting: Number of these whose backward pass has not reached the layer.
+        microbatches: Number of those that each layer of this rank has recorded in the step.
+        ran_backward: Whether the backward pass of one of them has come to a layer.
     """
 
     def __init__(self, layers: int, heads: int, group: ProcessGroup | None = None):
         self.layers, self.heads, self.group = layers, heads, group
         self.observes = False
         self.microbatches: Counter[int] = Counter()
-        self.awaiting: Counter[int] = Counter()
+        self.ran_backward = False
         # Per layer: a sum per head, whether each head was routed, then tokens, balance loss at
         # coefficient 1, microbatches; for each series a sum and a weight per head.
         self._table: Tensor | None = None
@@ -131,7 +131,7 @@ class HeadSums:
         table, self._table = self._table, None
         counts, self._counts = self._counts, {}
         self.microbatches.clear()
-        self.awaiting.clear()
+        self.ran_backward = False
         if table is not None:
             # Adjoining layers mostly have the same counts: two launches for all of them.
             placed = enumerate(sorted(counts.items()))
@@ -145,10 +145,6 @@ class HeadSums:
     def has_sums(self) -> bool:
         """Whether a layer of this rank has recorded since the last reduction."""
         return bool(self.microbatches)
-
-    def without_backward(self) -> list[int]:
-        """Return the layers, 0-based, that still await a backward pass."""
-        return sorted(layer for layer, count in self.awaiting.items() if count > 0)
 
     def start_reduction(self) -> None:
         """Start the all-reduce of the step; call it on every rank after the backward pass.

@@ -23,14 +23,14 @@ from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.utils import is_layer_window_attention
 from torch import Tensor
 
-from megasink.attention import first_key_gate
+from megasink.attention import first_key_gate, first_key_share
+from megasink.attention.definitions import SINK_TOKENS
 from megasink.attention.variants import parameter_names, variant
 from megasink.attention.variants.gates import counts_heads
 from megasink.balance.step import LossStep
 from megasink.balance.sums import SINK
 from megasink.config import COMM_TYPES, visible_tokens
-from megasink.megatron.layer_balance import HeadObserver, MegatronLayerBalance, refuse_other_mask
-from megasink.megatron.optional import position_bias, similarity_mlp
+from megasink.megatron.layer_balance import HeadObserver, MegatronLayerBalance, check_batch
 from megasink.megatron.parameters import ShardedByHeads, new_parameter, widened
 
 if TYPE_CHECKING:
@@ -107,11 +107,14 @@ class CoreAttention(ShardedByHeads, MegatronModule):
         self.head_counter = MegatronLayerBalance(
             config, layer_number, self.tp_group, cp, pg_collection
         )
-        self.relative_bias = position_bias(config, self.tp_group)
+        self.relative_bias = None
+        if config.attention_bias_type != "none":
+            from megasink.megatron.positions import build_position_bias
+
+            self.relative_bias = build_position_bias(config, self.tp_group)
         self.documents: Documents | None = None
         self.frees_projection = False
         self.variant = variant(config.attention_variant)
-        head_dim = config.kv_channels
         # Unlike Megatron, which always uses the current CUDA device, honor CPU initialization.
         device = None if config.use_cpu_initialization else torch.cuda.current_device()
         for name in parameter_names():
@@ -120,7 +123,13 @@ class CoreAttention(ShardedByHeads, MegatronModule):
             shape, value = added.local_shape(config, self.tp_group.size()), added.initial(config)
             axis = 0 if added.sharded(config) else None
             self.register_parameter(added.name, new_parameter(shape, value, config, axis=axis))
-        self.similarity_mlp = similarity_mlp(config, head_dim, device)
+        self.similarity_mlp = None
+        if config.attention_similarity == "mlp":
+            from megasink.megatron.similarity import SimilarityMLP
+
+            self.similarity_mlp = SimilarityMLP(
+                config.kv_channels, dtype=config.params_dtype, device=device
+            )
 
     def forward(
         self,
@@ -138,8 +147,8 @@ class CoreAttention(ShardedByHeads, MegatronModule):
                 "an attention bias is not supported by CoreAttention: --attention-bias-type has "
                 "biases that depend only on the distance"
             )
-        if attention_mask is not None and self.training and self.cp_group.size() == 1:
-            refuse_other_mask(attention_mask, self.config.statistics)
+        if self.training and self.config.statistics.number <= 1:
+            check_batch(self, attention_mask, value, packed_seq_params)
         self.documents = None
         if packed_seq_params is not None:
             from megasink.megatron.documents import documents_of
@@ -236,15 +245,16 @@ class CoreAttention(ShardedByHeads, MegatronModule):
                 f"attention variant {record.name!r} returned no gate: with a slot it must"
             )
         if self.attending.counts_sinks and not self.training:
-            self.attending.softmax_sinks(
+            first_BH = first_key_share(
                 query_BHTD,
                 key_BGSD,
                 lse_BHT,
-                gate_BHT if record.always_gated else None,
+                SINK_TOKENS,
                 scale=self.softmax_scale,
                 window=self.window,
                 distance_bias_HS=mask.get("distance_bias_HS"),
             )
+            self.attending.count_sinks(first_BH, gate_BHT if record.always_gated else None)
         if counts and gate_BHT is None:
             gate_BHT = first_key_gate(
                 query_BHTD, key_BGSD, lse_BHT, scale=self.softmax_scale, **mask
@@ -294,7 +304,7 @@ class CoreAttention(ShardedByHeads, MegatronModule):
             scale=self.softmax_scale,
         )
         if self.attending.counts_sinks and not self.training:
-            self.attending.similarity_sinks(first_weight_BHT)
+            self.attending.count_sinks(first_weight_BHT[..., :SINK_TOKENS].mean(-1))
         return out_BHTD, 1.0 - first_weight_BHT
 
     def _parameter(self, name: str) -> Tensor:

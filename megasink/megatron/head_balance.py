@@ -13,6 +13,7 @@ A loop calls ``begin``, ``reduce`` and ``commit`` (:class:`megasink.balance.step
 import json
 import os
 import types
+import warnings
 import weakref
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, cast
@@ -25,7 +26,7 @@ from megatron.core.utils import get_model_config
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from megasink.balance.step import LossStep, Phase, StepOptions
+from megasink.balance.step import LossOptions, LossStep, Phase
 from megasink.errors import ConfigError, UserError
 from megasink.megatron.model_options import give_options, has_options, refuse_late
 
@@ -37,21 +38,22 @@ _FIRST_RUN = (RerunState.NOT_RUNNING_YET, RerunState.INITIAL_RUN)
 _LOSS = ("head_balance_coeff", "head_balance_scope")
 
 
-class _Finalize:
-    """The host's ``config.finalize_model_grads_func``, called after the all-reduce has started.
+class _Hook:
+    """A function of the host in its config, and what the loss does before it.
 
     Not a dataclass: ``dataclasses.asdict`` of a config would make it a dict.
     """
 
-    def __init__(self, balance: "HeadBalance", host: Callable[..., None]):
-        self.balance, self.host = balance, host
+    def __init__(self, balance: "HeadBalance", host: Any, before: Callable[..., None]):
+        self.balance, self.host, self.before = balance, host, before
 
-    def __call__(self, model: list[Any], *args: Any, **kwargs: Any) -> None:
-        # Another model may have it, by a config made from the fields of this one.
-        if vars(get_model_config(model[0])).get("statistics") is self.balance:
-            self.balance.check_layers(model)
-            self.balance.reduce()
-        self.host(model, *args, **kwargs)
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        self.before(*args)
+        return None if self.host is None else self.host(*args, **kwargs)
+
+    def to_cfg_dict(self) -> Any:
+        """Return the host's function for a saved config (training/config/container.py:170)."""
+        return self.host
 
 
 class HeadBalance(LossStep):
@@ -84,9 +86,11 @@ class HeadBalance(LossStep):
             give_options(config, options)
         super().__init__(config.num_layers, config.num_attention_heads, config, group)
         config.statistics = self
-        self._host_scale: Callable[[Tensor], None] | None = None
+        self.may_pad = self._foreign
         self._of_layers: list[Any] = []
         self._checked = False
+        if hasattr(config, _SCALE):
+            self._hook(_SCALE, self._watch)
 
     def add(self, config: Any, **options: Any) -> None:
         """Give the config of some layers its own options; their heads count in this loss."""
@@ -118,33 +122,43 @@ class HeadBalance(LossStep):
         """
         config: Any = self._options
         self.installed = True
-        theirs = getattr(config, _SCALE, None)
-        if not isinstance(getattr(theirs, "__self__", None), HeadBalance):
-            self._host_scale = theirs
-        # Else the gates of every step call `_wrap`.
-        ours = config.head_balance_coeff or config.pipeline_model_parallel_size > 1
-        setattr(config, _SCALE, self._of_schedule if ours else self._host_scale)
+        # Without this hook, the gates of every step call `_wrap`.
+        used = config.head_balance_coeff or config.pipeline_model_parallel_size > 1
+        self._hook(_SCALE, self._of_schedule if used else None)
         self._wrap()
         if optimizer is not None:
             self._attach_to(optimizer)
         return self
 
+    def _hook(self, name: str, before: Callable[..., None] | None) -> None:
+        """Call `before` in front of the host's function in the config; None: no more."""
+        host = getattr(self._options, name, None)
+        if isinstance(host, _Hook):  # of the config from which this one was made, too
+            if (host.balance, host.before) == (self, before):
+                return
+            host = host.host
+        setattr(self._options, name, host if before is None else _Hook(self, host, before))
+
+    def _watch(self, _: Tensor) -> None:
+        """Warn if a schedule runs a model of this config that has none of our layers."""
+        if not self.expected:
+            warnings.warn(_OTHER_SPEC, stacklevel=2)
+            self._hook(_SCALE, None)
+
     def _of_schedule(self, scale: Tensor) -> None:
         self.factors.set_loss_scale(scale, by_schedule=True)
         self._wrap()
-        if self._host_scale is not None:
-            self._host_scale(scale)
 
     def _wrap(self) -> None:
-        """Start the reduction before the function that the host has set by now."""
-        config: Any = self._options
-        host = config.finalize_model_grads_func
-        if isinstance(host, _Finalize):
-            if host.balance is self:
-                return
-            host = host.host  # of the config from which this one was made
-        if host is not None:
-            config.finalize_model_grads_func = _Finalize(self, host)
+        """Start the reduction in front of the function that the host has set by now."""
+        if cast(Any, self._options).finalize_model_grads_func is not None:
+            self._hook(_FINALIZE, self._reduce_of)
+
+    def _reduce_of(self, model: list[Any], *_: Any) -> None:
+        # Another model may have the hook, by a config that was made of the fields of this one.
+        if vars(get_model_config(model[0])).get("statistics") is self:
+            self.check_layers(model)
+            self.reduce()
 
     def _attach_to(self, optimizer: Any) -> None:
         # An optimizer may outlive its model.
@@ -162,7 +176,6 @@ class HeadBalance(LossStep):
                 balance.commit()
 
         step: Any = optimizer.step
-        zero_grad: Any = getattr(optimizer, "zero_grad", None)
 
         def stepping(_: Any, *args: Any, **kwargs: Any) -> Any:
             before()
@@ -170,24 +183,29 @@ class HeadBalance(LossStep):
             after()
             return result
 
-        def zeroing(_: Any, *args: Any, **kwargs: Any) -> Any:
-            if (balance := this()) is not None:
-                balance._dropped()
-            return zero_grad(*args, **kwargs)
-
         if isinstance(optimizer, torch.optim.Optimizer):
             optimizer.register_step_pre_hook(before)
             optimizer.register_step_post_hook(after)
         else:
             optimizer.step = types.MethodType(stepping, optimizer)
-        if zero_grad is not None:
-            optimizer.zero_grad = types.MethodType(zeroing, optimizer)
+        self._drop_with(optimizer, "zero_grad")
 
-    def _dropped(self) -> None:
-        """Discard a step whose gradients the host drops: all its passes ran, none was reduced."""
-        ran = self.phase is Phase.RUNNING and self.heads.has_sums
-        if ran and self._options.head_balance_coeff and not self.heads.without_backward():
-            self.discard()
+    def _drop_with(self, holder: Any, name: str) -> None:
+        """Discard a step that was not reduced where a method of the host drops its gradients."""
+        this, drop = weakref.ref(self), getattr(holder, name, None)
+
+        def dropping(*args: Any, **kwargs: Any) -> Any:
+            balance = this()
+            if (
+                balance is not None
+                and balance.phase is Phase.RUNNING
+                and balance.heads.ran_backward
+            ):
+                balance.discard()
+            return drop(*args, **kwargs)
+
+        if drop is not None:
+            setattr(holder, name, dropping)
 
     def begin(self, number: int, *, observe: bool = False, share: float = 1.0) -> None:
         """Begin a step, as :meth:`LossStep.begin`."""
@@ -210,10 +228,15 @@ class HeadBalance(LossStep):
         super().reduce()
 
     def check_layers(self, model: list[Any]) -> None:
-        """Raise RuntimeError if this stage has attention that is not from megasink's spec."""
+        """Raise RuntimeError where this stage has attention of another spec than ours.
+
+        From here on, what DDP drops does not count: a step may be repeated after an exception.
+        """
         if self._checked:
             return
         self._checked = True
+        for chunk in model:
+            self._drop_with(chunk, "zero_grad_buffer")
         named = [pair for chunk in model for pair in chunk.named_modules()]
         # Layers of multi-token prediction never count.
         other = [
@@ -256,6 +279,7 @@ class HeadBalance(LossStep):
 OPTIONS = "MEGASINK_OPTIONS"
 ARGUMENT = "megasink_options"
 _SCALE = "experimental_attention_variant_loss_scale_func"
+_FINALIZE = "finalize_model_grads_func"
 _OTHER_SPEC = (
     "a HeadBalance is attached to the config, but some layers are not from its spec, so their loss "
     "would be 0: call HeadBalance(config) first, then HybridModel(config, stack_spec(config), ...) "
@@ -265,8 +289,8 @@ _OTHER_SPEC = (
 
 def _empty(layers: int, heads: int) -> HeadBalance:
     balance = HeadBalance.__new__(HeadBalance)
-    LossStep.__init__(balance, layers, heads, cast(StepOptions, None))
-    balance._host_scale, balance._of_layers = None, []
+    LossStep.__init__(balance, layers, heads, cast(LossOptions, None))
+    balance._of_layers = []
     balance._foreign = balance._checked = False
     return balance
 

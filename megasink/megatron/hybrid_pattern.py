@@ -31,6 +31,20 @@ def recurrent(pattern: str) -> list[str]:
     return [name for symbol, name in RECURRENT.items() if symbol in layers_of(pattern)]
 
 
+def heads_apart(key_heads: int | None, value_heads: int | None, tp: int, cp: int) -> str | None:
+    """Return why ranks cannot share the heads of gated delta-net, or None."""
+    for flag, heads in (
+        ("--linear-num-key-heads", key_heads),
+        ("--linear-num-value-heads", value_heads),
+    ):
+        if heads and tp * cp and heads % (tp * cp):
+            return (
+                f"{flag} {heads} is not a multiple of {tp} tensor- x {cp} context-parallel ranks, "
+                "which share the heads of gated delta-net: use fewer ranks"
+            )
+    return None
+
+
 class Block(NamedTuple):
     """The layers of a block in the pattern, from 0; None for a missing part."""
 

@@ -43,6 +43,13 @@ class MegasinkHybridStack(HybridStack):
         first, layers = kwargs.get("pp_layer_offset", 0), kwargs["layer_type_list"]
         self._check_count(config, first + len(layers), kwargs.get("post_process", True))
         config.statistics.expected[first] = layers.count("*")
+        if "G" in layers:
+            from megasink.megatron.hybrid_pattern import heads_apart
+
+            heads = config.linear_num_key_heads, config.linear_num_value_heads
+            sizes = config.tensor_model_parallel_size, config.context_parallel_size
+            if problem := heads_apart(*heads, *sizes):
+                raise UserError(problem)
         super().__init__(config, submodules, **kwargs | {"post_layer_norm": False})
         self.post_layer_norm = norm is not None
         if self.post_process and norm is not None:

@@ -5,9 +5,10 @@ on the device.
 
 Shapes: S sequence, B batch, H query heads of the layer (in an observer those of this rank, or the
 groups of a key or value gate), h those of this tensor-parallel rank, G key/value groups, T = S
-tokens, D head dim, C gates per head and token, 1 or D.
+tokens, D head dim, C gates per head and token, 1 or D, s tokens of this context-parallel rank.
 """
 
+import warnings
 import weakref
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -18,10 +19,9 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 from torch.distributed import get_process_group_ranks as ranks_of
 
-from megasink.attention import first_key_share, gate_sum
+from megasink.attention import gate_sum
 from megasink.attention.definitions import SINK_TOKENS
 from megasink.balance.layer import LayerBalance
-from megasink.balance.step import LossStep
 from megasink.balance.sums import BALANCE_GRADIENT, GATE, OTHER_GRADIENT
 from megasink.megatron.parameters import StaysFloat32
 
@@ -90,31 +90,11 @@ class HeadObserver:
 
         out_BHTD.register_hook(record)
 
-    def softmax_sinks(
-        self,
-        query_BHTD: Tensor,
-        key_BGSD: Tensor,
-        lse_BHT: Tensor,
-        slot_gate_BHT: Tensor | None,
-        **mask: Any,
-    ) -> None:
-        """Count the sinks of a microbatch of softmax attention; call it only if `counts_sinks`."""
-        first_BH = first_key_share(query_BHTD, key_BGSD, lse_BHT, SINK_TOKENS, **mask)
+    def count_sinks(self, first_BH: Tensor, slot_gate_BHT: Tensor | None = None) -> None:
+        """Count the sinks of a microbatch, by the share of key 0; call it if `counts_sinks`."""
         slot_BH = None if slot_gate_BHT is None else 1.0 - slot_gate_BHT[..., :SINK_TOKENS].mean(-1)
-        self._count_sinks(first_BH, slot_BH)
-
-    def similarity_sinks(self, first_weight_BHT: Tensor) -> None:
-        """Count the sinks from the weight of every query on the first key."""
-        self._count_sinks(first_weight_BHT[..., :SINK_TOKENS].mean(-1), None)
-
-    def _count_sinks(self, first_BH: Tensor, slot_BH: Tensor | None) -> None:
         first = first_BH.shape[1] * self._rank
-        assert self._statistics.sinks is not None
         self._statistics.sinks.record(self._layer, first, first_BH, slot_BH)
-
-
-# Masks that are compared with the causal one, which waits for the device.
-_MASKS = 64
 
 
 class MegatronLayerBalance(StaysFloat32, LayerBalance):
@@ -166,8 +146,6 @@ class MegatronLayerBalance(StaysFloat32, LayerBalance):
         Call it only if ``self.training and torch.is_grad_enabled()``: the first forward of
         activation recompute has no gradients and must not be counted.
         """
-        if not self._statistics.open():
-            return out_SBX
         batch, _, length, width = gate_BHTC.shape
         tokens, real_BT = batch * length, None
         # Tokens of the microbatch, on all context-parallel ranks.
@@ -185,9 +163,6 @@ class MegatronLayerBalance(StaysFloat32, LayerBalance):
             tokens, real_BT = real.here, real.mask_BT.to(gate_BHTC.device)
             count = in_row = max(1, real.in_row)
         gate_sum_h = gate_sum(gate_BHTC.squeeze(-1) if width == 1 else gate_BHTC.mean(-1), real_BT)
-        self.record(gate_sum_h, tokens)
-        if not self.config.head_balance_coeff:
-            return out_SBX
         observe = None
         if self._observer.compares_gradients:
             from megasink.attention import gate_slope
@@ -221,17 +196,54 @@ class MegatronLayerBalance(StaysFloat32, LayerBalance):
         return group
 
 
-def refuse_other_mask(mask: Tensor, statistics: LossStep) -> None:
-    """Raise ValueError for a mask of the first two steps that is not the causal one."""
-    seen = statistics.mask
-    if statistics.number > 1 or statistics.masks > _MASKS or (seen is not None and seen() is mask):
-        return
-    statistics.mask, statistics.masks = weakref.ref(mask), statistics.masks + 1
-    rows, columns = mask.shape[-2:]
-    causal = torch.ones(rows, columns, dtype=torch.bool, device=mask.device).triu(1)
-    if not torch.equal(mask.bool(), causal.expand_as(mask)):
+# Masks and batches that are checked, and equal tokens at the end of a row that are padding.
+_CHECKED, _PADDING = 64, 8
+
+
+def check_batch(core: Any, mask: Tensor | None, value_sBGD: Tensor, packed: Any) -> None:
+    """Raise ValueError for a mask that is not causal; warn of padding; both wait for the device.
+
+    Args:
+        core: CoreAttention that was called with the others, in one of the first two steps.
+    """
+    statistics, group = core.config.statistics, core.cp_group
+    seen = statistics.mask is not None and statistics.mask() is mask
+    if mask is not None and not seen and statistics.masks < _CHECKED:
+        statistics.mask, statistics.masks = weakref.ref(mask), statistics.masks + 1
+        _refuse_other(mask, group)
+    unmarked = statistics.may_pad and packed is None and statistics.factors.real is None
+    # The values of a first layer are those of the tokens, and the sequence ends on rank 0.
+    if unmarked and core.layer_number == 1 and group.rank() == 0:
+        statistics.may_pad = not _warn_of_padding(value_sBGD)
+
+
+def _refuse_other(mask: Tensor, group: ProcessGroup) -> None:
+    columns = mask.shape[-1]
+    causal_SS = torch.ones(columns, columns, dtype=torch.bool, device=mask.device).triu(1)
+    if group.size() > 1:
+        from megasink.megatron.context_parallel import own_chunks
+
+        causal_SS = own_chunks(causal_SS, group.size(), group.rank())
+    rows = mask.shape[-2]
+    if rows > len(causal_SS) or not torch.equal(mask.bool(), causal_SS[:rows].expand_as(mask)):
         raise ValueError(
             f"an attention mask {list(mask.shape)} that is not causal: megasink's attention would "
             "ignore it. Pass None and mark documents by packed_seq_params, padding by "
             "set_real_tokens"
         )
+
+
+def _warn_of_padding(value_sBGD: Tensor) -> bool:
+    """Warn if a row ends with the same token so often that it is padding."""
+    length = min(_PADDING, len(value_sBGD) // 4)
+    end_sBGD = value_sBGD[len(value_sBGD) - length :]
+    same_B = (end_sBGD == end_sBGD[-1:]).flatten(2).all(2).all(0)
+    found = length > 1 and bool(same_B.any())
+    if found:
+        warnings.warn(
+            f"{int(same_B.sum())} of {len(same_B)} rows end with {length} or more equal tokens, "
+            "which count in the head importance: mark padding by set_real_tokens of the "
+            "HeadBalance",
+            stacklevel=2,
+        )
+    return found

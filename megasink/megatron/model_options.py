@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from megasink.attention.variants import foreign_options, is_variant, variant
 from megasink.attention.variants.gates import is_megatrons_output_gate
 from megasink.attention.variants.layers import layers_with_variant
-from megasink.balance.options import without_gradient, wrong_alone, wrong_together
+from megasink.balance.loss import without_gradient, wrong_alone, wrong_together
 from megasink.config import IGNORED, TRANSFORMER_OPTIONS
 from megasink.errors import ConfigError
 

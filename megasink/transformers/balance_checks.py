@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-from megasink.balance.options import wrong_alone, wrong_together
+from megasink.balance.loss import wrong_alone, wrong_together
 from megasink.config import Scope
 from megasink.errors import UserError
 from megasink.transformers.blocks import (

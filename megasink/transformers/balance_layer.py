@@ -105,9 +105,6 @@ class ModelLayer(LayerBalance):
             return attach_gradient(output, gate_sum_H, lambda: torch.zeros_like(gate_sum_H))
         microbatch.recorded.add(self.layer)
         self._owner.counted.add(self.layer)
-        self.record(gate_sum_H, count)
-        if not self.options.head_balance_coeff:
-            return output
         return self.attach(output, gate_sum_H, count)
 
     def targets(self) -> Tensor | None:

@@ -201,7 +201,6 @@ def test_a_second_backward_pass_through_one_forward_pass_does_not_count(step, la
     gate_sum_H, coefficients_H = FIRST_H.clone().requires_grad_(), torch.tensor([-3.0, 1.0])
     layer.coefficients = coefficients_H
     step.begin(0)
-    layer.record(gate_sum_H, 8)
     out = layer.attach(torch.zeros(1, requires_grad=True), gate_sum_H, 8).sum()
     out.backward(retain_graph=True)
     with pytest.warns(UserWarning, match="layer 0: a second backward pass"):
@@ -216,27 +215,20 @@ def test_layers_that_count_nothing_are_named(step, layer):
         step.reduce()
 
 
-def test_a_forward_pass_without_a_backward_pass_is_warned_of_once(installed, layer):
-    def forward():
-        gate_sum_H = FIRST_H.clone().requires_grad_()
-        layer.record(gate_sum_H, 8)
-        return layer.attach(torch.zeros(1, requires_grad=True), gate_sum_H, 8).sum()
+def test_a_forward_pass_without_a_backward_pass_does_not_count(installed, layer):
+    """Of an evaluation, or of a step that an exception has ended."""
 
-    forward().backward()
-    installed.reduce()  # without a word
-    installed.commit()
-    installed.set_loss_scale(0.5)
-    forward()  # of an evaluation, or of a step that an exception has ended
-    forward().backward()
-    with pytest.warns(UserWarning, match=r"step 1: layers \[0\] counted .*no_grad.*discard\(\)"):
-        installed.reduce()
-    installed.commit()
-    forward()
+    def forward(gate_sum_H):
+        out = layer.attach(torch.zeros(1, requires_grad=True), gate_sum_H.requires_grad_(), 8)
+        return out.sum()
+
+    forward(SECOND_H.clone())
+    forward(FIRST_H.clone()).backward()
     installed.reduce()
+    assert installed.commit().importance_LH.tolist() == [[0.25, 0.75]]
 
 
 def test_a_frozen_layer_has_no_backward_pass_to_wait_for(installed, layer):
-    layer.record(FIRST_H, 8)
     layer.attach(torch.zeros(1), FIRST_H, 8)
     installed.reduce()
     assert installed.commit().importance_LH.tolist() == [[0.25, 0.75]]

@@ -22,6 +22,13 @@ FULL = {"recompute_granularity": "full", "recompute_method": "uniform", "recompu
 SELECTIVE = {"recompute_granularity": "selective", "recompute_modules": ["core_attn"]}
 DISTRIBUTED = {"distributed_optimizer": True}
 ALLTOALL = {"moe_token_dispatcher_type": "alltoall"}
+# Of each sample: the ends of its documents. One of a single token, two of one length. The row of
+# both samples is split at 16, 32 and 48 over two ranks: inside documents and between two.
+DOCUMENTS = {"ends": ([5, 6, 18, 32], [13, 25, 32])}
+# Tokens before the padding, of the samples of each microbatch: it begins inside a document, and
+# covers whole ones. In the last microbatch the third of four context-parallel ranks has neither
+# tokens nor targets.
+PADDED = {"real": ((27, 31), (22, 24), (32, 28), (12, 6)), "masked": True}
 _LAYOUTS = {
     **{"single": SINGLE, "tp": TP, "sp": TP_SP, "pp": PP, "vpp": VPP, "dp": DP},
     **{"ep": EP, "tp-ep": TP_EP},

@@ -24,6 +24,7 @@ from megasink.megatron.core_attention import CoreAttention
 from megasink.megatron.gated_attention import GatedSelfAttention
 from megasink.megatron.model import MegasinkModelBuilder
 from tests.distributed import masked_gpt, oracle, tiny_gpt
+from tests.distributed.cases import DOCUMENTS, PADDED
 
 TOKENS = tiny_gpt.MICROBATCHES * tiny_gpt.MICROBATCH * tiny_gpt.SEQUENCE
 
@@ -39,8 +40,8 @@ def observed_step(documents: bool = False, **options: Any) -> dict[str, Any]:
     """
     tokens, reading = TOKENS, contextlib.nullcontext
     if documents:
-        tokens = sum(map(sum, masked_gpt.REAL))
-        reading = partial(masked_gpt.reading, documents=True, masked=True, padded=True)
+        tokens = sum(map(sum, PADDED["real"]))
+        reading = partial(masked_gpt.reading, **DOCUMENTS | PADDED)
     config = tiny_gpt.model_config(**options)
     transformer = config.transformer
     models = tiny_gpt.build(config)
@@ -87,9 +88,9 @@ def bias_parameters(model: torch.nn.Module) -> list[tuple[int, int, Tensor]]:
 
 def definition(coeff: float, **options: Any) -> dict[str, Tensor]:
     """The same by autograd: Eq. 7 on each microbatch of a sink model with reference attention."""
-    importances: list[Tensor] = []
+    gates: list[Tensor] = []
     config = tiny_gpt.model_config(head_balance_coeff=0.0, **options)
-    model = oracle.reference_model(config, importances)
+    model = oracle.reference_model(config, gates)
     sinks = [m.softmax_offset for m in model.modules() if isinstance(m, CoreAttention)]
     losses, terms_ML = [], []
     every_head = [list(range(tiny_gpt.HEADS))]
@@ -97,8 +98,9 @@ def definition(coeff: float, **options: Any) -> dict[str, Tensor]:
         data = tiny_gpt.batch(0, index)
         found = model(data["tokens"], data["position_ids"], None, labels=data["labels"])
         losses.append(found.mean())
-        terms_ML.append([oracle.balance_loss(i[None], coeff, every_head) for i in importances])
-        importances.clear()
+        importances = [gate_BHS.mean((0, 2))[None] for gate_BHS in gates]
+        terms_ML.append([oracle.balance_loss(i, coeff, every_head) for i in importances])
+        gates.clear()
     loss = torch.stack(losses).mean()
     terms_L = [torch.stack(terms).mean() for terms in zip(*terms_ML, strict=True)]
 

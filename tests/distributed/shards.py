@@ -12,8 +12,11 @@ from megasink.megatron.init import global_names
 
 def gather_gradients(models: list[Any]) -> None:
     """Complete the gradient buffers, of which the distributed optimizer reduces a part per rank."""
-    group = parallel_state.get_data_parallel_group(with_context_parallel=True)
-    for buffer in (b for model in models for b in model.buffers):
+    dense = parallel_state.get_data_parallel_group(with_context_parallel=True)
+    experts = parallel_state.get_expert_data_parallel_group()
+    buffers = [(dense, b) for model in models for b in model.buffers]
+    buffers += [(experts, b) for model in models for b in model.expert_parallel_buffers]
+    for group, buffer in buffers:
         for bucket in buffer.buckets:
             mine = bucket.grad_data.chunk(group.size())[group.rank()].clone()
             torch.distributed.all_gather_into_tensor(bucket.grad_data, mine, group=group)

@@ -19,9 +19,13 @@ def skew_gates(models: list[torch.nn.Module]) -> list[torch.nn.Module]:
     Every embedding gets a component that the rows of the gates read with weights that differ.
     """
     for module in (m for model in models for m in model.modules()):
-        if isinstance(module, LanguageModule) and hasattr(module, "embedding"):
-            if module.config.attention_variant == "gated":
+        if isinstance(module, LanguageModule):
+            if module.config.attention_variant != "gated":
+                continue
+            if hasattr(module, "embedding"):
                 module.embedding.word_embeddings.weight.data += 0.4
+            elif module.post_process and module.share_embeddings_and_output_weights:
+                module.output_layer.weight.data += 0.4  # the copy of another stage
         elif isinstance(module, GatedSelfAttention):
             _skew_biases(module)
             if module.has_rows or module.megatrons_layout:

@@ -6,18 +6,17 @@ import numpy as np
 import pytest
 
 from tests.distributed import merging
-from tests.distributed.cases import TOLERANCE, case, cases
+from tests.distributed.cases import DOCUMENTS, PADDED, TOLERANCE, case, cases
 from tests.distributed.layout import SINGLE
 
 TRAIN = "tests.distributed.masked_gpt:train"
-AUTOGRAD = "tests.distributed.masked_gpt:by_autograd"
+ORACLE = "tests.distributed.oracle:train"
 
 VANILLA = {"attention_variant": "vanilla"}
 NONE = {"position_embedding_type": "none"}
 LEARNED = {"position_embedding_type": "learned_absolute"}
-DOCUMENTS = {"documents": True}
 PREFIX = {"prefix_lm_tokens": 5}
-PER_TOKEN = {"padded": True, "masked": True, "calculate_per_token_loss": True}
+PER_TOKEN = PADDED | {"calculate_per_token_loss": True}
 T5 = NONE | {"attention_bias_type": "t5"}
 BUCKET = NONE | {"attention_bias_type": "bucket", "relative_attention_num_buckets": 8}
 # Layouts, and options of the model.
@@ -26,7 +25,7 @@ MODELS = {
     "documents-vanilla-learned": ("pp", DOCUMENTS | VANILLA | LEARNED),
     "documents-t5": ("sp", DOCUMENTS | T5),
     "documents-four-layers": ("vpp", DOCUMENTS | {"num_layers": 4}),
-    "documents-padded": ("sp dp", DOCUMENTS | {"padded": True, "masked": True}),
+    "documents-padded": ("sp dp", DOCUMENTS | PADDED),
     "documents-per-token": ("pp dp", DOCUMENTS | PER_TOKEN),
     "prefix-vanilla": ("sp pp", PREFIX | VANILLA),
     "prefix-per-token-loss": ("sp", PREFIX | {"calculate_per_token_loss": True}),
@@ -54,13 +53,10 @@ def test_layout_changes_nothing(pool, single, model, where):
 
 @pytest.mark.parametrize("model", [m for m in MODELS if m != "documents-four-layers"])
 def test_training_equals_autograd_document_by_document(pool, model):
-    options = dict(MODELS[model][1])
+    options = MODELS[model][1]
     found = pool.run(TRAIN, SINGLE, steps=1, head_balance_scope="microbatch", **options)
-    wanted = pool.run(AUTOGRAD, SINGLE, head_balance_coeff=1.0, **options)
-    np.testing.assert_allclose(merging.loss(found), merging.loss(wanted), rtol=TOLERANCE)
-    importance = found[0]["statistics"][0]["importance_LH"]
-    np.testing.assert_allclose(importance, wanted[0]["importance_LH"], rtol=TOLERANCE)
-    merging.assert_same_gradients(found, wanted, TOLERANCE)
+    wanted = pool.run(ORACLE, SINGLE, coeff=1.0, steps=1, scope="microbatch", **options)
+    merging.assert_same_training(found, wanted, TOLERANCE)
 
 
 def test_what_is_compared_depends_on_the_mask_and_on_the_positions(single):

@@ -8,25 +8,33 @@ test_context_parallel.py.
 
 from itertools import pairwise
 
-import numpy as np
 import pytest
 
 from tests.distributed import merging
-from tests.distributed.cases import CP, DISTRIBUTED, FULL, SELECTIVE, SP, TOLERANCE
+from tests.distributed.cases import (
+    CP,
+    DISTRIBUTED,
+    DOCUMENTS,
+    FULL,
+    PADDED,
+    SELECTIVE,
+    SP,
+    TOLERANCE,
+)
 from tests.distributed.layout import SINGLE, Layout
 
 TRAIN = "tests.distributed.masked_gpt:train"
-AUTOGRAD = "tests.distributed.masked_gpt:by_autograd"
+ORACLE = "tests.distributed.oracle:train"
 GATHERED, SCATTERED = {"cp_comm_type": "all_gather"}, {"cp_comm_type": "a2a"}
 
-STEP = {"steps": 1, "head_balance_scope": "microbatch", "documents": True}
+STEP = {"steps": 1, "head_balance_scope": "microbatch"} | DOCUMENTS
 VANILLA = {"attention_variant": "vanilla"}
 GATED = {"attention_variant": "gated"}
 ELEMENTWISE = GATED | {"gate_granularity": "elementwise"}
 NONE = {"position_embedding_type": "none"}
 WINDOW = {"window_size": (7, 0), "window_attn_skip_freq": 2}
 # Padding at the ends of samples, and targets masked out: no two ranks have as many.
-UNEVEN = {"padded": True, "masked": True}
+UNEVEN = PADDED
 PER_TOKEN = UNEVEN | {"calculate_per_token_loss": True}
 MODELS = {
     "sink": {},
@@ -90,7 +98,7 @@ def compare(pool):
     """Two steps in a layout of a pool against one process."""
 
     def run(workers, layout, options):
-        options = {"steps": 2, "documents": True} | options
+        options = {"steps": 2} | DOCUMENTS | options
         of_model = {key: value for key, value in options.items() if key not in OF_LAYOUT}
         wanted = pool.once(TRAIN, SINGLE, **of_model)
         merging.assert_same_training(workers.run(TRAIN, layout, **options), wanted, TOLERANCE)
@@ -112,13 +120,12 @@ def test_runs_of_four_ranks_equal_one_process(four, compare, layout, options):
 @pytest.mark.parametrize("layout", [Layout(dp=2), Layout(cp=2, dp=2)], ids=str)
 def test_replicas_with_other_numbers_of_tokens_share_one_importance(four, layout, options):
     """The scope of the replicas is not that of one process: against autograd."""
-    options = {"documents": True} | options
-    scope = {"head_balance_scope": "data-parallel", "steps": 1}
-    found = four.run(TRAIN, layout, **scope, **options)
-    wanted = four.once(AUTOGRAD, SINGLE, replicas=2, head_balance_coeff=1.0, **options)
-    np.testing.assert_allclose(merging.loss(found), merging.loss(wanted), rtol=TOLERANCE)
-    merging.assert_same_gradients(found, wanted, TOLERANCE)
-    alone = four.once(AUTOGRAD, SINGLE, replicas=1, head_balance_coeff=1.0, **options)
+    options = {"steps": 1} | DOCUMENTS | options
+    found = four.run(TRAIN, layout, head_balance_scope="data-parallel", **options)
+    options |= {"coeff": 1.0, "scope": "data-parallel"}
+    wanted = four.once(ORACLE, SINGLE, replicas=2, **options)
+    merging.assert_same_training(found, wanted, TOLERANCE)
+    alone = four.once(ORACLE, SINGLE, replicas=1, **options)
     one, other = (merging.whole([w["gradients"] for w in each]) for each in (wanted, alone))
     name = "decoder.layers.0.self_attention.core_attention.softmax_offset"
     assert merging.relative_error(other[name], one[name]) > 1e-3

@@ -45,6 +45,31 @@ def config_of_a_host() -> dict[str, Any]:
     }
 
 
+def saved_config() -> dict[str, str]:
+    """A config as a stack saves it: its own, and with a HeadBalance before and after install()."""
+    import torch
+    import yaml
+    from megatron.core.transformer import TransformerConfig
+    from megatron.training.config.container import ConfigContainerBase
+    from megatron.training.config.yaml_utils import safe_yaml_representers
+
+    from megasink.megatron import HeadBalance
+
+    shape = {"num_layers": 1, "hidden_size": 8, "num_attention_heads": 2, "attention_dropout": 0.0}
+    found = {}
+    for name in ("own", "attached", "installed"):
+        config = TransformerConfig(**shape, softmax_type="learnable")
+        config.finalize_model_grads_func = torch.is_tensor  # in the place of the host's
+        if name != "own":
+            balance = HeadBalance(config, attention_variant="sink", head_balance_coeff=1.0)
+        if name == "installed":
+            balance.install()
+            assert config.finalize_model_grads_func is not torch.is_tensor
+        with safe_yaml_representers():
+            found[name] = yaml.safe_dump(ConfigContainerBase._convert_value_to_dict(config))
+    return found
+
+
 def _stage(config: Any) -> Any:
     """A stage of a model, as a host hands it over."""
     import torch

@@ -1,8 +1,10 @@
 """Tasks for the workers: mistakes of a host of a small HybridModel, and their messages."""
 
 import os
+import warnings
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from typing import Any
 from unittest import mock
 
@@ -65,6 +67,49 @@ def losses(model: Any, text: Any, mask: Any = None) -> Any:
     return model(text, where, mask, labels=text.roll(-1, 1))
 
 
+def warned(call: Callable[[], Any]) -> list[str]:
+    """The warnings of a call that name the loss or padding."""
+    with warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always")
+        call()
+    return [str(w.message) for w in said if "HeadBalance" in str(w.message)]
+
+
+def wrapped(model: Any) -> Any:
+    """In Megatron's DDP."""
+    from megatron.core.distributed import (
+        DistributedDataParallel,
+        DistributedDataParallelConfig,
+        finalize_model_grads,
+    )
+
+    model.config.finalize_model_grads_func = finalize_model_grads
+    return DistributedDataParallel(model.config, DistributedDataParallelConfig(), model)
+
+
+def run_schedule(model: Any, texts: list[Any]) -> None:
+    """Forward and backward passes of a step by Megatron's schedule; None among texts raises."""
+    import torch
+    from megatron.core.pipeline_parallel import get_forward_backward_func
+
+    def forward_step(iterator: Any, chunk: Any) -> Any:
+        text = next(iterator)
+        if text is None:
+            raise KeyError("text")
+        mask = torch.ones(1, 1, LENGTH, LENGTH, dtype=torch.bool).triu(1)
+        return losses(chunk, text, mask), lambda loss: (loss.mean(), {})
+
+    get_forward_backward_func()(
+        forward_step_func=forward_step,
+        data_iterator=iter(texts),
+        model=[model],
+        num_microbatches=len(texts),
+        seq_length=LENGTH,
+        micro_batch_size=2,
+        forward_only=False,
+    )
+
+
 def misuses() -> dict[str, Any]:
     """Return the message for each mistake."""
     import torch
@@ -111,6 +156,10 @@ def misuses() -> dict[str, Any]:
 
     found["stock"] = told(lambda: stock("host"))
     found["stock, schedule"] = told(lambda: stock("schedule"))
+    own = config_of(num_layers=2, is_hybrid_model=False)
+    HeadBalance(own, **SINK)
+    stock_model = GPTModel(own, get_gpt_layer_local_spec(), 16, LENGTH)
+    found["no call"] = warned(lambda: run_schedule(wrapped(stock_model), [tokens()] * 2))
     short = config_of(num_layers=2)
     HeadBalance(short, **SINK)
     found["short"] = told(lambda: model_of(short))
@@ -128,32 +177,83 @@ def _of(model: Any) -> Any:
 
 
 def padding() -> dict[str, Any]:
-    """Importances and gradients of rows with and without padding on the right."""
+    """Importances, gradients and warnings of rows with and without padding on the right."""
+    found: dict[str, Any] = {}
+
+    def run(name: str, length: int) -> None:
+        found[name] = padded_steps(length, name == "padded")
+
+    for name, length in (("padded", LENGTH), ("unpadded", 8), ("unmarked", LENGTH)):
+        said = warned(partial(run, name, length))
+        found[name] = *found[name], said
+    return found
+
+
+def padded_steps(length: int, marked: bool) -> tuple[Any, Any]:
+    """Importances and gradients of two steps of 8 tokens a row, and padding up to a length."""
     import torch
 
     from megasink.megatron import HeadBalance
 
+    config = config_of()
+    balance = HeadBalance(config, **SINK | {"head_balance_coeff": 10.0})
+    model = model_of(config)
+    real = (torch.arange(length) < 8).expand(2, -1)
+    for step in range(2):
+        model.zero_grad()
+        balance.begin(step)
+        if marked:
+            balance.set_real_tokens(real)
+        text = tokens(length=length).masked_fill(~real, 3)
+        where = torch.arange(length).expand_as(text)
+        output = model(text, where, None, labels=text)
+        balance.keep(output)[:, :8].mean().backward()
+        balance.reduce()
+        balance.commit()
+    grads = {n: p.grad for n, p in model.named_parameters() if "attention" in n}
+    return balance.last.importance_LH[::2], grads
+
+
+def masks_of_ranks() -> list[str]:
+    """The messages for masks over the tokens of a context-parallel rank."""
+    import torch
+    from megatron.core import parallel_state as mpu
+
+    from megasink.megatron import HeadBalance
+    from megasink.megatron.context_parallel import own_chunks
+
+    config = config_of(context_parallel_size=2)
+    balance = HeadBalance(config, **SINK)
+    model = model_of(config)
+    group = mpu.get_context_parallel_group()
+    causal = torch.ones(1, 1, LENGTH, LENGTH, dtype=torch.bool).triu(1)
+    documents = causal.clone()
+    documents[..., LENGTH // 2 :, : LENGTH // 2] = True
+    text = own_chunks(tokens(), 2, group.rank(), dim=1)
+    balance.begin(0)
+    masks = [own_chunks(mask, 2, group.rank(), dim=2) for mask in (causal, documents)]
+    return [told(lambda mask=mask: losses(model, text, mask)) for mask in (*masks, causal)]
+
+
+def repeated_schedule() -> dict[str, Any]:
+    """The last step, importances and coefficients; one run fails in the second microbatch."""
+    from megasink.megatron import HeadBalance
+
     found = {}
-    for name, length in (("padded", LENGTH), ("unpadded", 8), ("unmarked", LENGTH)):
+    for name in ("whole", "broken"):
         config = config_of()
-        balance = HeadBalance(config, **SINK | {"head_balance_coeff": 10.0})
-        model = model_of(config)
-        real = (torch.arange(LENGTH) < 8).expand(2, -1)
-        for step in range(2):
-            model.zero_grad()
-            balance.begin(step)
-            if name == "padded":
-                balance.set_real_tokens(real)
-            text = tokens(length=length)
-            if length == LENGTH:
-                text = text.masked_fill(~real, 3)
-            where = torch.arange(length).expand_as(text)
-            output = model(text, where, None, labels=text)
-            balance.keep(output)[:, :8].mean().backward()
-            balance.reduce()
-            balance.commit()
-        grads = {n: p.grad for n, p in model.named_parameters() if "attention" in n}
-        found[name] = balance.last.importance_LH[::2], grads
+        balance = HeadBalance(config, **SINK).install()
+        chunk = wrapped(model_of(config))
+        for step in range(3):
+            for text in (None, tokens()) if name == "broken" and step == 1 else (tokens(),):
+                chunk.zero_grad_buffer()
+                try:
+                    run_schedule(chunk, [(tokens() + step) % 16, text, tokens()])
+                except KeyError:
+                    assert text is None
+        counters = [m for n, m in chunk.named_modules() if n.endswith("head_counter")]
+        coefficients = [counter.coefficients for counter in counters]
+        found[name] = balance.last_number, balance.last.importance_LH[::2], *coefficients
     return found
 
 

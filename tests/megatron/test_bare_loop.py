@@ -181,11 +181,20 @@ def test_a_host_may_set_and_copy_the_config(pool):
     # A host that sets none reduces its gradients itself: twice would double those of norms.
     assert found["left out"] is None
     assert found["called"] == ["reduce", (3,), (4,)]
-    assert found["changed"] == {"softmax_type"}  # what Megatron's inference has to know
+    # What Megatron's inference has to know, and a look at whether schedules run our layers.
+    scale = "experimental_attention_variant_loss_scale_func"
+    assert found["changed"] == {"softmax_type", scale}
     assert found["kept its class"]
     assert found["as dict"]
     assert found["found"]
     assert found["copy shares"]
+
+
+def test_a_saved_config_has_the_functions_of_the_host(pool):
+    """A stack that loads it allows no others."""
+    (found,) = pool.run("tests.megatron.host_tasks:saved_config", Layout())
+    assert "_target_: torch.is_tensor" in found["own"]
+    assert found["attached"] == found["own"] == found["installed"]
 
 
 def test_the_loss_is_on_under_a_copied_or_pickled_config(pool):

@@ -4,10 +4,11 @@ import numpy as np
 import pytest
 
 from megasink.checkpoints.layer_keys import as_gpt_keys, pattern_in
-from megasink.megatron.hybrid_pattern import blocks_of, with_heads
+from megasink.megatron.hybrid_pattern import blocks_of, heads_apart, with_heads
 from tests.distributed import merging
 from tests.distributed.cases import TOLERANCE, TRAIN, name_of
 from tests.distributed.layout import SINGLE, Layout
+from tests.distributed.pool import TaskFailed
 
 MOE = {
     "num_moe_experts": 4,
@@ -38,6 +39,13 @@ def test_no_layout_changes_a_model_with_gated_delta_net(pool, pattern, layout):
     merging.assert_same_training(found, wanted, 10 * TOLERANCE)
     (importance,) = {str(report["statistics"][0]["importance_LH"]) for report in found}
     assert importance.count("nan") == 4  # 4 heads in the block without attention
+
+
+def test_ranks_that_cannot_share_the_heads_of_delta_net_are_named_before_the_first_step(pool):
+    with pytest.raises(TaskFailed, match=r"heads 1 is not a multiple of 1 tensor- x 2 context"):
+        pool.run(TRAIN, Layout(cp=2), pattern="G-*-", **DELTA_NET | {"linear_num_key_heads": 1})
+    assert heads_apart(2, 4, 2, 1) is heads_apart(None, None, 2, 1) is None
+    assert "--linear-num-value-heads 6 " in heads_apart(4, 6, 2, 2)
 
 
 def test_layers_are_numbered_by_block_through_the_whole_pattern(pool):

@@ -113,10 +113,10 @@ def test_the_bare_block_runs_as_it_stands_on_a_cpu():
     assert [line.split()[0] for line in done.stdout.splitlines() if line[0].isdigit()] == [*"012"]
 
 
-def pretrain(folder, block, flags, options, ranks):
-    """Run the block in a folder with pretrain_gpt.py, on CPU ranks; return its steps."""
+def pretrain(folder, block, flags, options, ranks, name="pretrain_gpt.py"):
+    """Run the block in a folder with a script of Megatron-LM, on CPU ranks; return its steps."""
     checkout = os.environ.get("MEGASINK_TEST_MEGATRON_LM")
-    script = Path(checkout or STOCK, "pretrain_gpt.py")
+    script = Path(checkout or STOCK, name)
     assert "--nproc-per-node 8" in block
     block = block.replace("--nproc-per-node 8", f"--nproc-per-node {ranks} --master-port $PORT")
     block = block.replace("pretrain_gpt.py", shlex.quote(str(script)))
@@ -192,16 +192,25 @@ def test_pretrain_gpt_has_the_numbers_of_our_trainer(pool, tmp_path, variant, sc
             assert row == pytest.approx(given, rel=1e-5)
 
 
-@pytest.mark.parametrize("variant", ["sink", "k-bias"])
-def test_pretrain_gpt_saves_a_bf16_model_and_resumes_to_the_bit(tmp_path, variant):
+@pytest.mark.parametrize(
+    ("script", "variant"),
+    [
+        ("pretrain_gpt.py", "sink"),
+        ("pretrain_gpt.py", "k-bias"),
+        pytest.param("pretrain_hybrid.py", "sink", marks=pytest.mark.later),
+    ],
+)
+def test_a_script_saves_a_bf16_model_and_resumes_to_the_bit(tmp_path, script, variant):
     (block,) = blocks("Megatron-LM")
+    if script == "pretrain_hybrid.py":
+        block = block.replace(" layer_spec ", " stack_spec --hybrid-layer-pattern *-*- ")
     options = {"attention_variant": variant, "head_balance_coeff": 1e3}
     flags = [*MODEL, "--bf16", "--train-iters", "4", "--save", str(tmp_path / "saved")]
     flags += ["--save-interval", "2", "--make-vocab-size-divisible-by", "64"]
     runs = []
     for name, more in (("first", []), ("again", ["--load", str(tmp_path / "saved")])):
         (tmp_path / name).mkdir()
-        runs.append(pretrain(tmp_path / name, block, [*flags, *more], options, 1))
+        runs.append(pretrain(tmp_path / name, block, [*flags, *more], options, 1, script))
         latest = tmp_path / "saved" / "latest_checkpointed_iteration.txt"
         assert latest.read_text() == "4"
         latest.write_text("2")

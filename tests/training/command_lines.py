@@ -100,6 +100,10 @@ experts: --num-experts 3 --expert-model-parallel-size 2 --moe-router-topk 4
   ! --moe-grouped-gemm needs TransformerEngine
   ! --moe-permute-fusion needs TransformerEngine
   ! --moe-router-fusion needs TransformerEngine
+tensor-parallel-experts-over-gloo: --num-experts 4 --expert-model-parallel-size 2
+    --tensor-model-parallel-size 2 --sequence-parallel --disable-bias-linear
+    --moe-token-dispatcher-type alltoall
+  ! alltoall with 2 expert- x 2 tensor-parallel ranks
 parameters-in-fp8: --fp8-format hybrid --fp8-param-gather
   ! --fp8-format or --fp8-param-gather: initial weights are drawn in bf16
 recompute: --recompute-granularity selective --recompute-modules layernorm mlp

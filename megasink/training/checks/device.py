@@ -32,6 +32,15 @@ def problems(args: Namespace) -> Iterator[str]:
             )
         if args.num_experts and args.moe_token_dispatcher_type == "flex":
             yield f"--moe-token-dispatcher-type flex {_ABSENT}: use allgather or alltoall"
+        tensor = args.expert_tensor_parallel_size or args.tensor_model_parallel_size
+        expert = args.expert_model_parallel_size
+        unequal = args.num_experts and args.moe_token_dispatcher_type == "alltoall"
+        if unequal and min(tensor, expert) > 1:
+            yield (
+                f"--moe-token-dispatcher-type alltoall with {expert} expert- x {tensor} "
+                "tensor-parallel ranks: gloo gathers no tensors of unequal sizes; use allgather, "
+                "or --expert-tensor-parallel-size 1"
+            )
         for flag, value, _ in refused(args, "without TransformerEngine"):
             flag, cure = (
                 (flag, "drop the flag") if value is True else (f"{flag} {value}", "use local")

@@ -16,6 +16,7 @@ from megasink.megatron.hybrid_pattern import (
     STAGE,
     SUPPORTED,
     blocks_of,
+    heads_apart,
     layers_of,
     recurrent,
 )
@@ -124,6 +125,15 @@ def _recurrent(args: Namespace, layers: str) -> Iterator[str]:
             f"{RECURRENT[MAMBA]} layers (M) need packages that are not installed: "
             "pip install mamba-ssm causal-conv1d einops"
         )
+    if DELTA_NET in layers and (
+        problem := heads_apart(
+            args.linear_num_key_heads,
+            args.linear_num_value_heads,
+            args.tensor_model_parallel_size,
+            args.context_parallel_size,
+        )
+    ):
+        yield problem
     if DELTA_NET in layers and args.device == "cpu":
         if not args.deterministic_mode:
             yield (

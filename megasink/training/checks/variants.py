@@ -11,7 +11,7 @@ from megasink.attention.variants.gates import (
     is_megatrons_output_gate,
 )
 from megasink.attention.variants.layers import PLAIN, layers_with_variant
-from megasink.balance.options import without_gradient, wrong_together
+from megasink.balance.loss import without_gradient, wrong_together
 from megasink.config import MODEL_OPTIONS
 from megasink.errors import ConfigError
 from megasink.options.flags import flag_of
