@@ -5,6 +5,8 @@ import os
 import re
 import sys
 from collections.abc import Iterator
+from pathlib import Path
+from typing import IO
 
 import pytest
 
@@ -28,6 +30,18 @@ def one_thread() -> None:
     are small."""
     if torch := sys.modules.get("torch"):
         torch.set_num_threads(1)
+
+
+@pytest.fixture(autouse=True)
+def checked_in_a_fork(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The launcher's check of a command line takes seconds of imports in a process of its own."""
+
+    def start(file: IO[str]) -> int | None:
+        fork = forkserver.server().start(["megasink.training.job"], stdin=file, cwd=Path.cwd())
+        return fork.wait()
+
+    if job := sys.modules.get("megasink.training.job"):
+        monkeypatch.setattr(job, "start", start)
 
 
 @pytest.fixture(scope="session")

@@ -17,7 +17,7 @@ from tempfile import TemporaryDirectory
 from typing import NamedTuple
 from unittest import mock
 
-from megasink.training import early
+from megasink.training import recipes
 
 ROOT = Path(__file__).parents[1]
 OTHERS = (
@@ -263,7 +263,7 @@ def train_lines(data: Path, tokenizer: Path) -> dict[str, tuple[list[str], int]]
         if line is None or line[0][0] != "train":
             continue
         names = {"/data/corpus-tokenizer": str(tokenizer), "/data/corpus": str(data)}
-        words = early.expanded(with_files(line[0][1:], data.parent, names))
+        words = recipes.expanded(with_files(line[0][1:], data.parent, names))
         found[f"{call.where} {number}"] = (words, line[1])
     return found
 
@@ -276,8 +276,3 @@ def shown(call: Call) -> str:
 def register_variant() -> None:
     """Do what the import of the variant's module does."""
     exec(MODULES["my_variant.py"], {"__name__": "my_variant"})
-
-
-def refuse(flags: Sequence[str], ranks: int | None) -> None:
-    """Refuse a line of `megasink train` as the launcher does, before Megatron is imported."""
-    early.refuse(early.read(early.expanded(flags)), ranks)

@@ -223,6 +223,7 @@ def _import_everything() -> None:
 
     import megasink
     from megasink.cpu.process import prepare_process
+    from megasink.megatron.arguments import parse_apart
 
     prepare_process()
     found = pkgutil.walk_packages(megasink.__path__, "megasink.")
@@ -230,7 +231,7 @@ def _import_everything() -> None:
         importlib.import_module(name)
     for name in LATE:
         importlib.import_module(name)
-    _remember_docstrings()
+    parse_apart([])
     _shrink_mock_data()
     gc.collect()
     gc.freeze()
@@ -241,25 +242,6 @@ LATE = (
     "torch.distributed.elastic.multiprocessing.subprocess_handler.subprocess_handler",
     "torch.distributed.run",
 )
-
-
-def _remember_docstrings() -> None:
-    """Megatron reads the source of its dataclasses for every command line, which takes longer than
-    all the rest of it."""
-    from megatron.training.argument_utils import ArgumentGroupFactory
-
-    from megasink.megatron.arguments import parse_apart
-
-    texts = ArgumentGroupFactory._get_field_docstrings
-    known: dict[type, dict[str, str]] = {}
-
-    def remembered(self: ArgumentGroupFactory, options: type) -> dict[str, str]:
-        if options not in known:
-            known[options] = texts(self, options)
-        return dict(known[options])
-
-    ArgumentGroupFactory._get_field_docstrings = remembered
-    parse_apart([])
 
 
 def _shrink_mock_data() -> None:

@@ -14,6 +14,16 @@ TRAIN = (
 )
 PLAN = TRAIN.replace("train", "plan", 1)
 
+# Answered by Megatron's parser and the checks behind it; the others before a slow import.
+PARSED = set(
+    """
+    train-nothing train-misspelt train-misspelt-required train-one-dash train-long-dash train-equals
+    train-stray-word train-no-value train-type train-float train-nan train-infinite train-negative
+    train-zero-heads train-choice-of-megatron train-heads train-groups train-batch train-ranks
+    train-warm-up train-precision train-length train-yaml train-wandb train-layers
+    train-opposite train-another-model train-assertion
+    """.split()
+)
 MISTAKES = {
     # The command itself.
     "misspelt-command": ("trian --lr 1", "the command 'trian' is unknown", "did you mean train?"),
@@ -45,6 +55,16 @@ MISTAKES = {
     "train-one-dash": (TRAIN + " -lr 1e-3", "unknown: -lr 1e-3: did you mean --lr?"),
     "train-long-dash": (TRAIN + " –bf16", "unknown: –bf16: did you mean --bf16?"),
     "train-equals": (TRAIN + " --trainiters=5", "did you mean --train-iters?"),
+    "train-opposite": (TRAIN + " --no-swiglu", "unknown: --no-swiglu (megasink train --help-all"),
+    "train-another-model": (TRAIN + " --use-mpi", "unknown: --use-mpi (megasink train --help-all"),
+    "train-assertion": (
+        TRAIN + " --train-samples 8",
+        "Megatron refuses this configuration: expected iteration-based training (arguments.py:",
+    ),
+    "train-own-misspelt": (
+        TRAIN + " --head-balance-coef 1",
+        "unknown: --head-balance-coef 1: did you mean --head-balance-coeff?",
+    ),
     "train-stray-word": (TRAIN + " 128", "unknown: 128"),
     "train-no-value": (TRAIN + " --save-interval", "--save-interval needs a value"),
     "train-type": (TRAIN + " --num-layers two", "--num-layers 'two': use a whole number"),
@@ -109,9 +129,9 @@ MISTAKES = {
     # plan
     "plan-several": (
         TRAIN.replace("train", "plan", 1).replace("--device cpu ", "")
-        + " --num-attention-heads 5 --lr -1",
-        "--hidden-size 64 is not divisible by --num-attention-heads 5",
-        "--lr -1.0 is negative",
+        + " --attention-variant sinks --head-balance-coeff -1",
+        "--attention-variant 'sinks' is unknown",
+        "--head-balance-coeff -1.0 is negative",
     ),
     "plan-cpu": (PLAN, "--device: a plan is for the GPUs of --gpu; drop the flag"),
     "plan-device": ("plan --gpu h10", "--gpu 'h10' is unknown: choose a100-40gb, a100, h100"),

@@ -11,8 +11,9 @@ import jsonschema
 import pytest
 import yaml
 
-from megasink.training import early
-from tests.documented import EXAMPLE, ROOT, refuse
+from megasink.training import recipes
+from tests.documented import EXAMPLE, ROOT
+from tests.parsing import refuse
 from tests.waiting import until
 
 SLURM = ROOT / "examples" / "slurm.sh"
@@ -99,7 +100,7 @@ def test_the_manifest_starts_the_script_of_the_image(manifest, monkeypatch):
     mounted = {mount["name"] for mount in container["volumeMounts"]}
     assert mounted == {volume["name"] for volume in pod["volumes"]}
     nodes = sum(replica["replicas"] for replica in specs.values())
-    flags = early.expanded([*container["args"], "--run-dir", "nowhere/run"])
+    flags = recipes.expanded([*container["args"], "--run-dir", "nowhere/run"])
     refuse([*flags, "--mock-data", "--tokenizer-type", "NullTokenizer"], nodes * per_node)
 
 

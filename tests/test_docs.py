@@ -13,8 +13,8 @@ import megasink
 from megasink import cli
 from megasink.cli.convert_from_hf import train_line
 from megasink.options.command_line import CommandParser
-from megasink.training import early
-from megasink.training.checks.required import set_decay
+from megasink.training import recipes
+from megasink.training.arguments import set_decay
 from tests.documented import (
     EXAMPLE,
     IMPORTED,
@@ -22,10 +22,10 @@ from tests.documented import (
     blocks,
     calls,
     megasink_call,
-    refuse,
     shown,
     train_lines,
 )
+from tests.parsing import read, refuse
 
 KINDS = {"bash", "bash cluster", "text", "python", "toml"}
 
@@ -135,8 +135,9 @@ def test_the_schedule_of_the_example_follows_its_length(steps, data, monkeypatch
     for name, value in (("DATA_PATH", data / "text"), ("TOKENIZER", data)):
         monkeypatch.setenv(name, str(value))
     monkeypatch.setattr(sys, "argv", ["x", f"--train-iters={steps}", "--run-dir", "nowhere/run"])
-    args = early.read(early.expanded(runpy.run_path(str(EXAMPLE))["flags"]()))
-    early.refuse(args, 64)
+    flags = recipes.expanded(runpy.run_path(str(EXAMPLE))["flags"]())
+    refuse(flags, 64)
+    args = read(flags)
     set_decay(args)
     if steps == 21400:
         assert args.lr_wsd_decay_iters == 4280  # the paper's last fifth

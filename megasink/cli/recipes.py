@@ -4,7 +4,6 @@ from collections.abc import Sequence
 
 from megasink.options.command_line import CommandParser
 from megasink.training import recipes
-from megasink.training.early import known_flags
 from megasink.training.flag_file import Flags, toml_lines
 
 
@@ -24,8 +23,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         for each in recipes.shipped():
             print(f"{each:18} {recipes.read(each).about}")
         return 0
-
-    recipe = recipes.read(name, known_flags())
+    recipe = recipes.read(name)
     about, flags = recipe.about, recipe.flags
     shown: Flags = {"about": about} | flags if about else flags
     print("\n".join(toml_lines(shown)))

@@ -13,7 +13,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from megasink.data.corpus import Document, default_workers
 from megasink.errors import UserError, missing_folder
 from megasink.files.atomic import atomic_folder, atomic_text
 from megasink.files.system_errors import writing
@@ -21,6 +20,8 @@ from megasink.options.extras import require
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
+
+    from megasink.data.corpus import Document
 
 UNK, EOD, PAD = "<|unk|>", "<|endoftext|>", "<|pad|>"
 """Ids 0, 1 and 2. Padding has its own id, because other trainers exclude it from the loss."""
@@ -61,7 +62,7 @@ class TrainedTokenizer:
 
 
 def train_tokenizer(
-    documents: Iterable[Document],
+    documents: "Iterable[Document]",
     vocab_size: int,
     folder: str | Path,
     *,
@@ -115,7 +116,7 @@ def folder_problem(folder: Path, *, overwrite: bool) -> str | None:
 
 
 def _sample(
-    documents: Iterable[Document], budget: int, rng: random.Random
+    documents: "Iterable[Document]", budget: int, rng: random.Random
 ) -> tuple[int, list[str]]:
     """Return the corpus size in bytes, and a uniform reservoir sample of its chunks."""
     chunks: list[str] = []
@@ -151,6 +152,8 @@ def train_sentencepiece(chunks: list[str], vocab_size: int, *, bos: bool = False
     """Train a sentencepiece BPE on `chunks` (see `chunked`); return the serialized model."""
     require("sentencepiece", "training a tokenizer")
     import sentencepiece
+
+    from megasink.data.corpus import default_workers
 
     model = io.BytesIO()
     try:

@@ -4,14 +4,18 @@ import importlib.util
 import sys
 from argparse import ArgumentParser, Namespace
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
+from dataclasses import fields
 from typing import Any
 
 from megasink import cpu
+from megasink.config import MODEL_OPTIONS
 from megasink.errors import ConfigError, nearest
-from megasink.options.command_line import Reading, dashed, unknown_flags
+from megasink.options.command_line import CLOSE, Reading, dashed, unknown_flags
 from megasink.options.flags import add_options, escaped
-from megasink.options.megatron_flags import flags_refused
+from megasink.options.megatron_flags import REFUSED, flags_refused, having
 from megasink.upstream import fused
+from megasink.upstream.training import HELP
 
 # Megatron defaults to 0.1 for both dropouts; attention dropout breaks the identity between a gate
 # and the LSE (P0.9). Megatron's default for context parallelism, p2p, is not supported.
@@ -50,13 +54,18 @@ CPU_DEFAULTS: dict[str, Any] = {
 }
 
 
+_CHANGES_THE_MODEL = {
+    *having("shape", "model", "described"),
+    *(name for refused in REFUSED.values() for name, *_ in refused),
+    *(field.name for options in MODEL_OPTIONS for field in fields(options)),
+}
 _PLAIN = (None, int, float, str, bool)
 
 
 def add_arguments(parser: ArgumentParser) -> ArgumentParser:
     """Add megasink's flags and defaults; Megatron's ``extra_args_provider``."""
     taken = {a.dest for a in parser._actions}
-    defaults = DEFAULTS | (CPU_DEFAULTS if cpu.is_active() else fused.defaults())
+    defaults = DEFAULTS | (fused.defaults() if cpu.cuda_present() else CPU_DEFAULTS)
     unknown = sorted(set(defaults) - taken)
     if unknown:
         raise ConfigError(f"this megatron-core has no option {name}" for name in unknown)
@@ -79,11 +88,12 @@ def read_flags(parser: ArgumentParser, argv: Sequence[str]) -> Namespace:
     argv, problems = dashed(parser, argv)
     read = Reading(parser, argv)
     args = read.namespace
-    unknown = unknown_flags(parser, read.unknown, flags_refused("always"))
+    refused = flags_refused("always")
+    unknown = unknown_flags(parser, read.unknown, refused, _CHANGES_THE_MODEL)
     args.flag_problems = [*problems, *unknown, *read.problems]
     # Do not also report a misspelled flag as missing.
     known = parser._option_string_actions
-    meant = (nearest(word, known, cutoff=0.9) for word in read.unknown if word[:1] in "-–—")
+    meant = (nearest(word, known, cutoff=CLOSE) for word in read.unknown if word[:1] in "-–—")
     args.refused_flags = read.refused | {known[name].dest for name in meant if name}
     if not hasattr(args, "yaml_cfg"):
         raise ConfigError(args.flag_problems)
@@ -131,6 +141,21 @@ def parse_known(argv: Sequence[str]) -> Namespace:
 
     # Megatron reads sys.argv.
     sys.argv = [sys.argv[0], *argv]
-    args = arguments.parse_args(add_arguments)
-    MultiStorageClientFeature.disable()  # parsing enables it for all: see training/dataset.py
+    with nullcontext() if "--help" in argv else HELP.replacing(_get_field_docstrings=_no_texts):
+        args = arguments.parse_args(add_arguments)
+    MultiStorageClientFeature.disable()  # parsing enables it for all: see train.dataset
     return args
+
+
+def _no_texts(factory: Any, options: type) -> dict[str, str]:
+    return {}
+
+
+def known_flags() -> dict[str, Any]:
+    """Return {flag: argparse's `nargs` of it} for all flags of Megatron and megasink."""
+    from megatron.training import arguments
+
+    with HELP.replacing(_get_field_docstrings=_no_texts):
+        parser = arguments.add_megatron_arguments(ArgumentParser(allow_abbrev=False))
+    actions = add_arguments(parser)._option_string_actions.items()
+    return {name: action.nargs for name, action in actions if name.startswith("--")}

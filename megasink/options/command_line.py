@@ -14,6 +14,9 @@ from typing import Any, NoReturn, Self
 
 from megasink.errors import ConfigError, nearest, unknown_name
 
+CLOSE = 0.9
+"""Similarity of a misspelt flag to the one that is meant, where another one would do harm."""
+_NEGATIONS = {"no", "not", "without", "disable"}
 _NUMBERS = {"int": "a whole number", "float": "a number"}
 # argparse's own pattern has no exponent, so it takes -1e-4 for a flag.
 _NEGATIVE = re.compile(r"-(\d+\.?\d*|\.\d+)([eE][-+]?\d+)?$")
@@ -172,7 +175,7 @@ def dashed(parser: argparse.ArgumentParser, argv: Sequence[str]) -> tuple[list[s
     The values of such flags are then checked with the others. The message has a sentence per flag.
     """
     known, problems, words = parser._option_string_actions, list[str](), list[str]()
-    for group in _groups(argv):
+    for group in groups(argv):
         name, equals, value = group[0].partition("=")
         plain = name.replace("_", "-")
         if name not in known and plain in known:
@@ -182,32 +185,42 @@ def dashed(parser: argparse.ArgumentParser, argv: Sequence[str]) -> tuple[list[s
     return words, problems
 
 
-def _groups(words: Sequence[str]) -> list[list[str]]:
+def groups(words: Sequence[str]) -> list[list[str]]:
     """Return the flags of a command line, each with its values."""
-    groups: list[list[str]] = []
+    found: list[list[str]] = []
     for word in words:
-        if groups and not _is_flag(word):
-            groups[-1].append(word)
+        if found and not _is_flag(word):
+            found[-1].append(word)
         else:
-            groups.append([word])
-    return groups
+            found.append([word])
+    return found
 
 
 def unknown_flags(
-    parser: argparse.ArgumentParser, unknown: Sequence[str], refused: Collection[str] = ()
+    parser: argparse.ArgumentParser,
+    unknown: Sequence[str],
+    refused: Collection[str] = (),
+    careful: Collection[str] = (),
 ) -> list[str]:
-    """Return one message per unknown flag, with its values and the closest known flag."""
-    known = [
-        name
-        for name in parser._option_string_actions
-        if name.startswith("--") and name not in refused
-    ]
-    problems = []
-    for group in _groups(unknown):
-        meant = nearest(group[0], known) if _is_flag(group[0]) else None
+    """Return one message per unknown flag, with its values and the closest known flag.
+
+    Never its opposite (--no-X for --X), and no flag that is `refused`. A switch whose dest is in
+    `careful` must differ by a letter or two.
+    """
+    actions, problems = parser._option_string_actions, list[str]()
+    known = [name for name in actions if name.startswith("--") and name not in refused]
+    for group in groups(unknown):
+        alike = [name for name in known if _negates(name) == _negates(group[0])]
+        meant = nearest(group[0], alike) if _is_flag(group[0]) else None
+        if meant and actions[meant].nargs == 0 and actions[meant].dest in careful:
+            meant = nearest(group[0], [meant], cutoff=CLOSE)
         hint = f": did you mean {meant}?" if meant else ""
         problems.append(f"unknown: {' '.join(group)}{hint}")
     return problems
+
+
+def _negates(flag: str) -> bool:
+    return not _NEGATIONS.isdisjoint(flag.replace("_", "-").split("-"))
 
 
 def with_help(problems: Iterable[str], command: str) -> list[str]:

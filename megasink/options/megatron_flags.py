@@ -116,6 +116,26 @@ KNOWN: dict[str, frozenset[str]] = {
 }
 """Name -> its properties."""
 
+_CHOICES = """
+async-strategy attention-backend ckpt-format ckpt-fully-parallel-load-exchange-algo
+ckpt-fully-parallel-load-process-group ckpt-fully-parallel-save-process-group
+cross-entropy-fusion-impl cuda-graph-impl data-parallel-sharding-strategy dataloader-type
+dist-ckpt-strictness distributed-backend empty-unused-memory-level exit-signal exp-avg-dtype
+exp-avg-sq-dtype experimental-attention-variant flash-attention-version fp4-format fp4-recipe
+fp8-amax-compute-algo fp8-format fp8-recipe inference-cuda-graph-scope lr-decay-style
+lr-wsd-decay-style main-grads-dtype main-params-dtype mamba-training-ssm-states-dtype
+moe-flex-dispatcher-backend moe-router-dtype moe-router-load-balancing-type
+moe-router-score-function moe-token-dispatcher-type moe-token-drop-policy muon-fp32-matmul-prec
+muon-scalar-optimizer muon-scale-mode muon-tp-mode no-weight-decay-cond-type
+non-persistent-ckpt-type non-persistent-local-ckpt-algo normalization optimizer
+outer-dp-sharding-strategy pipeline-model-parallel-comm-backend position-embedding-type
+recompute-granularity recompute-method rerun-mode rope-type sharp-enabled-group softmax-type
+symmetric-ar-type tiktoken-pattern timing-log-level timing-log-option tokenizer-type
+tp-comm-bootstrap-backend transformer-impl weight-decay-incr-style
+"""
+CHOICES = frozenset(_CHOICES.split())
+"""Flags without their dashes whose value is one of a few names, by Megatron's parser."""
+
 
 def having(*facts: str) -> tuple[str, ...]:
     """Return the names of the flags with one of these properties."""

@@ -41,8 +41,8 @@ def main() -> None:
         os.write(answers, f"{os.waitstatus_to_exitcode(status)}\n".encode())
 
 
-def _serve(answer: Path, rank: int, ranks: int, flags: list[str]) -> None:
-    """Answer in this fork, then end it."""
+def _serve(answer: Path, rank: int, ranks: int | None, flags: list[str]) -> None:
+    """Answer in this fork, and end it."""
     from megasink.plan.rank import step_as
 
     def write(record: dict[str, Any]) -> None:
@@ -64,25 +64,19 @@ def _serve(answer: Path, rank: int, ranks: int, flags: list[str]) -> None:
 
 
 def import_everything() -> None:
-    """Import and start everything that forks need: Megatron, CUDA, known texts."""
+    """Import and start what a rank needs, so that its fork has it: Megatron and CUDA."""
     warnings.simplefilter("ignore")
     prepare_process()
     import megatron.core.tokenizers.text.libraries
     import megatron.training.ft_integration  # noqa: F401
     import torch
-    from megatron.training.argument_utils import ArgumentGroupFactory
     from triton.runtime.cache import triton_key
 
     from megasink.cpu.table import TABLE
     from megasink.megatron import model_of_arguments as model  # noqa: F401
     from megasink.plan import rank  # noqa: F401
 
-    # This would take most of the time of each fork.
-    texts = ArgumentGroupFactory._get_field_docstrings
-    known: dict[type, dict[str, str]] = {}
-    ArgumentGroupFactory._get_field_docstrings = lambda self, options: (
-        known.get(options) or known.setdefault(options, texts(self, options))
-    )
+    # These would take most of the time of each fork.
     parse_apart([])
     for patch in TABLE:
         patch.where()

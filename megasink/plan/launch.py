@@ -21,7 +21,8 @@ from megasink.plan import hollow
 from megasink.plan.helper import ANSWER
 from megasink.plan.job import DEVICES, Record, rank_of, stages_to_step
 from megasink.plan.stand_ins import with_stand_ins
-from megasink.training import early
+from megasink.training import recipes
+from megasink.training.arguments import look
 from megasink.training.flag_file import given_device
 
 # More than any GPU has: a run that does not fit is shown, not refused.
@@ -44,15 +45,12 @@ def main(argv: Sequence[str] | None = None) -> int:
         parser.exit()
     args, flags = read_line(argv)
     flags = with_stand_ins(argv, flags)
-    of_training = argparse.ArgumentParser("megasink plan", allow_abbrev=False, add_help=False)
-    options = early.read(flags, of_training)
+    look(flags, argparse.ArgumentParser("megasink plan", allow_abbrev=False, add_help=False))
     try:
-        early.refuse(options, args.ranks)
+        with Helper(DEVICES[args.gpu].capability, flags) as helper:
+            records = _step(helper, args.ranks, flags)
     except ConfigError as error:
         raise ConfigError(map(_of_a_plan, error.problems)) from error
-    ranks = early.replica_ranks(options) if args.ranks is None else args.ranks
-    with Helper(DEVICES[args.gpu].capability, flags) as helper:
-        records = _step(helper, ranks, flags)
     from megasink.plan.show import as_json, show
 
     if args.json:
@@ -70,7 +68,7 @@ def _of_a_plan(problem: str) -> str:
 
 def read_line(argv: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
     """Return the plan's own options, and the flags of training."""
-    read = Reading(_parser(), early.expanded(argv))
+    read = Reading(_parser(), recipes.expanded(argv))
     args, problems = read.namespace, list(read.problems)
     if read.problems:
         raise ConfigError(problems)
@@ -116,11 +114,12 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
-def _step(helper: "Helper", ranks: int, flags: Sequence[str]) -> list[Record]:
-    """Return the records of the ranks from which the whole job follows."""
+def _step(helper: "Helper", ranks: int | None, flags: Sequence[str]) -> list[Record]:
+    """Return the records from which the whole job follows; ranks None: of one model replica."""
     with progress("planning", None, "ranks", every=10.0) as tell:
         first = helper.step(0, ranks, flags, tell)
         facts = first["job"]
+        ranks = facts["ranks"]
         last = not (facts["packed"] and facts["tensor"] > 1)
         records = [first]
         for stage in stages_to_step(facts):
@@ -162,9 +161,9 @@ class Helper:
             pipe.close()
         self._temporary.cleanup()
 
-    def step(self, rank: int, ranks: int, flags: Sequence[str], tell: Tell) -> Record:
+    def step(self, rank: int, ranks: int | None, flags: Sequence[str], tell: Tell) -> Record:
         """Return the record of a rank, as `megasink.plan.rank.step_as` describes it."""
-        tell(self._done, f"stepping rank {rank} of {ranks}", now=True)
+        tell(self._done, f"stepping rank {rank}{f' of {ranks}' if ranks else ''}", now=True)
         assert self._process.stdin is not None
         assert self._process.stdout is not None
         request = {"rank": rank, "ranks": ranks, "flags": list(flags)}

@@ -36,10 +36,12 @@ Write = Callable[[dict[str, Any]], None]
 Chunks = dict[tuple[int, int], tuple[str, list[int]]]
 
 
-def step_as(rank: int, ranks: int, flags: Sequence[str], write: Write) -> None:
+def step_as(rank: int, ranks: int | None, flags: Sequence[str], write: Write) -> None:
     """Build and step the trainer as a rank; pass its record to `write`, and end the process."""
-    be_rank(rank, ranks)
-    args, identity = arguments.parse(flags)
+    args = arguments.read(flags)
+    args.rank, args.world_size = rank, ranks or arguments.replica_ranks(args)
+    be_rank(rank, args.world_size)
+    identity = arguments.validate(args)
     # Nothing is read, and nothing written.
     args.save = args.load = args.tensorboard_dir = args.wandb_project = None
     args.eval_iters, args.num_workers, args.async_save = 0, 0, False

@@ -4,8 +4,10 @@ import sys
 from collections.abc import Sequence
 
 from megasink.megatron.arguments import DEFAULTS
+from megasink.options.flags import flag_of
 from megasink.options.megatron_flags import having
-from megasink.training import early, recipes
+from megasink.training import recipes
+from megasink.training.flag_file import named_values
 
 
 def with_stand_ins(argv: Sequence[str], flags: Sequence[str]) -> list[str]:
@@ -13,21 +15,20 @@ def with_stand_ins(argv: Sequence[str], flags: Sequence[str]) -> list[str]:
 
     Mock data, and a tokenizer of --vocab-size tokens, or of the recipe's size.
     """
-    args = early.read(flags)
-    if not hasattr(args, "flag_problems"):  # another Megatron: the ranks report missing flags
-        return list(flags)
+    given = {f"--{name}": values for name, values in named_values(flags)}
     added, notes = list[str](), list[str]()
-    if not any(getattr(args, name) for name in having("data")):
+    if given.keys().isdisjoint(map(flag_of, having("data"))):
         added.append("--mock-data")
         notes.append("no data")
-    if args.tokenizer_model is None and args.tokenizer_type == DEFAULTS["tokenizer_type"]:
-        where, size = "--vocab-size", args.vocab_size
-        if size is None:
-            where, size = "the recipe's", recipes.vocabulary(argv)
-        if size is not None and size > 1:
-            # A tokenizer of numbers has one more token, the end of a document.
-            added += ["--tokenizer-type", "NullTokenizer", "--vocab-size", str(size - 1)]
-            notes.append(f"no tokenizer: a vocabulary of {size:,} tokens ({where})")
+    kind = DEFAULTS["tokenizer_type"]
+    if "--tokenizer-model" not in given and given.get("--tokenizer-type", [kind]) == [kind]:
+        where, size = "--vocab-size", "".join(given.get("--vocab-size", []))
+        if "--vocab-size" not in given:
+            where, size = "the recipe's", str(recipes.vocabulary(argv) or "")
+        if size.isdecimal() and int(size) > 1:
+            # A tokenizer of numbers has one token more, the end of a document.
+            added += ["--tokenizer-type", "NullTokenizer", "--vocab-size", str(int(size) - 1)]
+            notes.append(f"no tokenizer: a vocabulary of {int(size):,} tokens ({where})")
     if notes:
         print(f"megasink: planned with {', '.join(notes)}", file=sys.stderr)
     return [*flags, *added]

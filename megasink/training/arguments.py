@@ -1,69 +1,157 @@
-"""Parse a command line into Megatron's and megasink's arguments; report all problems at once."""
+"""Parse, check and validate command lines.
 
-import ast
+A launcher does it once, in a process of its own (job.py); a rank parses once more, and checks only
+what no launcher has. `look` answers at once, without Megatron, for megasink's own flags and for
+files that are not there.
+"""
+
+import argparse
 import contextlib
+import hashlib
 import io
-import json
+import math
 import os
+import re
 import traceback
 from argparse import Namespace
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from megasink.errors import ConfigError
-from megasink.megatron.arguments import parse_known
-from megasink.training import checks, run_dir
-from megasink.training.checks.model import set_gated_unit
-from megasink.training.checks.required import set_decay
-from megasink.training.checks.variants import match_ffn_width
-from megasink.training.checks.vocabulary import pin_vocabulary
-from megasink.training.flag_table import TABLE
+from megasink.attention.variants.layers import resolve_layers
+from megasink.errors import ConfigError, nearest
+from megasink.megatron.arguments import DEFAULTS, parse_known
+from megasink.megatron.hybrid_pattern import PREDICTION, layers_of
+from megasink.options.command_line import CLOSE, Reading, dashed, groups, unknown_flags, with_help
+from megasink.options.flags import add_options, flag_of
+from megasink.options.megatron_flags import having
+from megasink.training import run_dir
 
-_MOST_FLAGS = 4  # in a message
+CHECKED = "MEGASINK_CHECKED"
+"""Variable of ranks whose launcher has checked their command line: its `digest`."""
+_GATED_UNITS = ("reglu", "geglu", "swiglu")
+_HELP = "megasink train --help-all lists every flag"
 
 
-def parse(argv: Sequence[str], *, checked: bool = False) -> tuple[Namespace, dict[str, Any]]:
+def digest(argv: Sequence[str]) -> str:
+    """Return the SHA-256 of the words of a command line, in hexadecimal."""
+    return hashlib.sha256("\0".join(argv).encode(errors="surrogateescape")).hexdigest()
+
+
+def look(argv: Sequence[str], parser: argparse.ArgumentParser) -> Namespace:
+    """Return the options of megasink, added to those of a parser; imports no Megatron.
+
+    Raises:
+        ConfigError: options of megasink are wrong or misspelt, or files are missing.
+    """
+    from megasink.training.checks import choices, data, required
+
+    add_options(parser)
+    own = list(parser._option_string_actions)
+    parser.set_defaults(tokenizer_type=DEFAULTS["tokenizer_type"])
+    for name in (*having("read"), "tokenizer_type"):
+        parser.add_argument(flag_of(name), nargs="*" if name.endswith("data_path") else "?")
+    argv, problems = dashed(parser, argv)
+    reading = Reading(parser, argv)
+    args = reading.namespace
+    for group in groups(reading.unknown):
+        if nearest(group[0], own, cutoff=CLOSE):
+            problems += unknown_flags(parser, group)
+    problems += reading.problems
+    unknown, args = choices.without_unknown(args)
+    run_dir.use_own_tokenizer(args)
+    problems = [*with_help(problems, _HELP), *unknown, *required.ranges(args)]
+    if problems := [*problems, *data.missing(args), *run_dir.missing_checkpoint(args)]:
+        raise ConfigError(problems)
+    return args
+
+
+def read(argv: Sequence[str]) -> Namespace:
+    """Return the parsed arguments, with what some of them imply for others."""
+    # Megatron requires it for tensor parallelism on GPUs before Blackwell.
+    os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")
+    args = parse_known(argv)
+    run_dir.use_own_tokenizer(args)
+    if args.use_rotary_position_embeddings:  # the old name, which Megatron follows late
+        args.position_embedding_type = "rope"
+    _count_layers(args)
+    resolve_layers(args)
+    return args
+
+
+def _count_layers(args: Namespace) -> None:
+    """Set the numbers of layers by the pattern, and the pattern by its deprecated flag."""
+    if args.hybrid_layer_pattern is None and args.hybrid_override_pattern is not None:
+        args.hybrid_layer_pattern, args.hybrid_override_pattern = args.hybrid_override_pattern, None
+    if (pattern := args.hybrid_layer_pattern) is None:
+        return
+    if args.num_layers is None:
+        args.num_layers = len(layers_of(pattern)) or None
+    if args.mtp_num_layers is None:
+        args.mtp_num_layers = pattern.count(PREDICTION) or None
+
+
+def parse(argv: Sequence[str]) -> tuple[Namespace, dict[str, Any]]:
     """Parse and validate a command line.
-
-    Args:
-        argv: flags without the program name.
-        checked: whether `early.refuse` has found nothing in it; then only what depends on this
-            process and its device is checked.
 
     Returns:
         the namespace, with ``padded_vocab_size`` pinned to the tokenizer, and the arguments that
         identify the run, as given (Megatron derives some of them).
     """
+    args = read(argv)
+    return args, validate(args, checked=os.environ.get(CHECKED) == digest(argv))
+
+
+def validate(args: Namespace, *, checked: bool = False) -> dict[str, Any]:
+    """Check and complete what `read` returned; return the arguments that identify the run.
+
+    Args:
+        checked: whether a launcher on this host has found nothing.
+    """
     from megatron.training import arguments
 
-    # Megatron requires it for tensor parallelism on GPUs before Blackwell.
-    os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")
-    args = parse_known(argv)
-    run_dir.use_own_tokenizer(args)
-    checks.complete(args)
-    problems = checks.problems(args, checked=checked)
-    if problems:
-        raise ConfigError(problems)
+    from megasink.training.checks.vocabulary import pin_vocabulary
+    from megasink.training.ffn_width import match_ffn_width
+
+    if not checked:
+        from megasink.training import checks
+
+        if problems := checks.problems(args):
+            raise ConfigError(problems)
     identity = run_dir.identity_of(args)
     run_dir.set_paths(args)
     # Megatron would still request the optimizer from a GPT checkpoint (checkpointing.py:2210).
     args.no_load_optim = args.no_load_optim or args.finetune or None
     pin_vocabulary(args)
-    set_gated_unit(args)
+    # Megatron's default FFN size and FLOPs depend on it.
+    args.swiglu = args.swiglu or args.ffn_activation in _GATED_UNITS
     set_decay(args)
-    with _without_argument_list() as printed, refusals_of_megatron(args, printed):
+    with _without_argument_list() as printed, refusals_of_megatron(printed):
         arguments.validate_args(args)
     if args.match_ffn_width:
         match_ffn_width(args)
     # Megatron sets it in the loop that --skip-train skips.
     args.curr_iteration = 0
-    return args, identity
+    return identity
+
+
+def replica_ranks(args: Namespace) -> int:
+    """Return the number of ranks per model replica; 1 if the flags are wrong."""
+    kinds = ("tensor_model", "pipeline_model", "context")
+    return math.prod(getattr(args, f"{kind}_parallel_size") for kind in kinds) or 1
+
+
+def set_decay(args: Namespace) -> None:
+    """Set the length of the decay that --lr-wsd-decay-fraction stands for."""
+    fraction, unit = args.lr_wsd_decay_fraction, "samples" if args.train_samples else "iters"
+    length = getattr(args, f"lr_decay_{unit}") or getattr(args, f"train_{unit}")
+    if fraction is not None and length:
+        setattr(args, f"lr_wsd_decay_{unit}", max(1, round(fraction * length)))
 
 
 @contextlib.contextmanager
-def refusals_of_megatron(args: Namespace, printed: io.StringIO | None = None) -> Iterator[None]:
-    """Convert any error that Megatron raises while it validates flags.
+def refusals_of_megatron(printed: io.StringIO | None = None) -> Iterator[None]:
+    """Convert any error that Megatron raises while it validates flags into one line.
 
     `printed` has Megatron's output, after which it sometimes exits without an error.
     """
@@ -76,41 +164,22 @@ def refusals_of_megatron(args: Namespace, printed: io.StringIO | None = None) ->
         last = [f for f in frames if "_sitebuiltins" not in f.filename][-1]  # the file of exit()
         lines = printed.getvalue().splitlines() if printed and isinstance(error, SystemExit) else []
         text = " ".join(str(lines[-1] if lines else error).split())
-        text = text or f"{Path(last.filename).name}:{last.lineno}: {last.line}"
-        what = ", ".join(_flags_at(last, args, text)) or "this configuration"
-        raise ConfigError([f"Megatron refuses {what}: {text}"]) from error
-
-
-def _flags_at(place: traceback.FrameSummary, args: Namespace, text: str) -> list[str]:
-    """Return the flags, with their values, in the statement at a place and in its conditions."""
-    line, names = place.lineno or 0, list[str]()
-    try:
-        source = Path(place.filename).read_text()
-    except OSError:  # code without a file
-        return []
-    for node in ast.walk(ast.parse(source)):
-        if not isinstance(node, ast.If | ast.Assert) or not (
-            node.lineno <= line <= (node.end_lineno or 0)
-        ):
-            continue
-        # The walk reaches inner statements last, and their flags count most.
-        tested = [n.attr for n in ast.walk(node.test) if isinstance(n, ast.Attribute)]
-        names = [*dict.fromkeys([*tested, *names])]
-    flags = {entry["dest"]: entry["names"][0] for entry in json.loads(TABLE.read_text())["flags"]}
-    values = {flags[name]: getattr(args, name, None) for name in names if name in flags}
-    return [
-        flag if value is True else f"{flag} {'not given' if value in (None, False) else value}"
-        for flag, value in values.items()
-        if flag not in text
-    ][:_MOST_FLAGS]
+        code = re.sub(r", (\\|f?(['\"]).*\2)$", "", last.line or "")  # without its own message
+        where = f"{Path(last.filename).name}:{last.lineno}: {code}"
+        if isinstance(error, AssertionError):  # few of them name the flags that they are about
+            text = f"{text} ({where})" if text else where
+        raise ConfigError([f"Megatron refuses this configuration: {text or where}"]) from error
 
 
 @contextlib.contextmanager
 def _without_argument_list() -> Iterator[io.StringIO]:
-    """Drop validate_args's printout of all 600 arguments: config.json holds them."""
+    """Drop validate_args's printout of all 600 arguments: config.json holds them.
+
+    A rank's log keeps the warnings.
+    """
     sink = io.StringIO()
     with contextlib.redirect_stdout(sink):
         yield sink
-    for line in sink.getvalue().splitlines():
+    for line in sink.getvalue().splitlines() if "RANK" in os.environ else ():
         if "WARNING" in line or line.startswith("using world size"):
             print(line, flush=True)

@@ -3,10 +3,12 @@
 `options`: see :mod:`megasink.attention.variants.gates`.
 """
 
+from argparse import Namespace
 from dataclasses import dataclass
 from typing import Any
 
 from megasink.attention.variants.gates import gate_shape, gates_explicitly
+from megasink.errors import ConfigError
 
 # Divisible by every common tensor-parallel size; at TP=8 the GEMMs still have a multiple of 16
 # columns, which fp8 needs. Independent of the layout, because the width is part of the model.
@@ -73,3 +75,29 @@ def matched_ffn_width(
         )
     left_over = extra - (ffn_width - after) * per_unit
     return MatchedWidth(extra, ffn_width, after, exact, left_over)
+
+
+def with_shape(args: Namespace) -> Namespace:
+    """Return the arguments with what Megatron derives later: groups and head dim."""
+    groups = args.num_query_groups if args.group_query_attention else args.num_attention_heads
+    head_dim = args.kv_channels or args.hidden_size // args.num_attention_heads
+    return Namespace(**{**vars(args), "num_query_groups": groups, "kv_channels": head_dim})
+
+
+def match_ffn_width(args: Namespace) -> None:
+    """Narrow the FFN to offset the gate's parameters (P1.21); rank 0 prints the change."""
+    bias = args.add_bias_linear or args.add_qkv_bias
+    extra = parameters_per_layer(with_shape(args), bias=bias)
+    try:
+        matched = matched_ffn_width(
+            args.ffn_hidden_size,
+            extra,
+            args.hidden_size,
+            gated_linear_unit=args.swiglu or args.quick_geglu,
+            bias=args.add_bias_linear,
+        )
+    except ValueError as error:
+        raise ConfigError([f"--match-ffn-width: {error}; drop the flag"]) from error
+    args.ffn_hidden_size = matched.after
+    if args.rank == 0:
+        print(f"--match-ffn-width: {matched}", flush=True)

@@ -7,7 +7,6 @@ flags that write elsewhere, import, connect or send (`refused`).
 """
 
 import functools
-import json
 import re
 import tomllib
 from collections.abc import Iterator, Mapping, Sequence
@@ -18,9 +17,8 @@ from typing import Any
 from megasink.data.object_store import is_stored
 from megasink.errors import UserError
 from megasink.files.json_file import read_text
-from megasink.options.megatron_flags import REFUSED, having
+from megasink.options.megatron_flags import CHOICES, REFUSED, having
 from megasink.options.run_options import OPTIONS
-from megasink.training.flag_table import TABLE
 
 Flags = dict[str, Any]
 """Flags of `megasink train` by flat name: a number, a string, true, false or a list."""
@@ -45,12 +43,9 @@ _NEVER |= {"allow-download", "confirm-run-unsafe-code", "task-folder"}  # of tho
 @functools.cache
 def _text_flags() -> dict[str, str]:
     """Return {flag without dashes: "read", "written", "text" or "name"} of all text in a file."""
-    choices = [
-        field.name for kind in OPTIONS for field in fields(kind) if "choices" in field.metadata
-    ]
-    table = json.loads(TABLE.read_text())["flags"]
-    choices += [name[2:] for entry in table if entry.get("choices") for name in entry["names"]]
-    kinds = {name.replace("_", "-"): "name" for name in choices}
+    own = (field for options in OPTIONS for field in fields(options))
+    choices = (field.name for field in own if "choices" in field.metadata)
+    kinds = {name.replace("_", "-"): "name" for name in (*choices, *CHOICES)}
     for kind in ("read", "written", "text"):
         kinds |= {name.replace("_", "-"): kind for name in having(kind)}
     return kinds | {name: kind for kind, names in _OWN.items() for name in names}

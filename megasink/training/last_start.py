@@ -8,7 +8,6 @@ from typing import Any
 from megasink.checkpoints.intact import newest_intact
 from megasink.errors import UserError
 from megasink.files.json_file import objects_in, read_text
-from megasink.training.early import cuda_devices, replica_ranks
 from megasink.training.flag_file import named_values
 from megasink.training.run_dir import has_finished_step
 
@@ -62,12 +61,8 @@ def flags_of_last_start(run_dir: Path, given: Sequence[str] = ()) -> list[str]:
     return [word for name, values in kept for word in (f"--{name}", *values)]
 
 
-def ranks_of_last_start(run_dir: Path, args: Namespace) -> int | None:
-    """Return the last start's rank count, if it was one machine and these flags allow it here."""
+def ranks_of_last_start(run_dir: Path) -> int | None:
+    """Return the last start's rank count, if it was one machine."""
     last = last_start(run_dir)
-    ranks = last.get("world_size", 0)
-    if not ranks or last.get("local_world_size", ranks) != ranks:
-        return None
-    if 0 < cuda_devices(args) < ranks:
-        return None
-    return None if ranks % replica_ranks(args) else ranks
+    ranks: int = last.get("world_size", 0)
+    return ranks if ranks and last.get("local_world_size", ranks) == ranks else None

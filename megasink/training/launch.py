@@ -20,7 +20,7 @@ from megasink.files.system_errors import writing
 from megasink.options.command_line import CommandParser, without
 from megasink.options.flags import add_options
 from megasink.options.run_options import RESUME
-from megasink.training import early
+from megasink.training import arguments, job, recipes
 from megasink.training.flag_file import named_values
 from megasink.training.last_start import (
     finished,
@@ -82,7 +82,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     lists every flag. --resume reuses the flags of the run's last start. For several nodes use
     torchrun, as examples/pretrain_gpt_sink.sh does.
     """
-    words = early.expanded(sys.argv[1:] if argv is None else argv)
+    words = recipes.expanded(sys.argv[1:] if argv is None else argv)
     if {"-h", "--help"} & set(words):
         parser = own_parser()
         group = parser.add_argument_group("Megatron's")
@@ -104,23 +104,20 @@ def main(argv: Sequence[str] | None = None) -> int:
     # Also checked here, so that a refused start leaves nothing in the folder.
     if problem := folder_problem(run_dir, resume=resume):
         raise UserError(problem)
-    flags, before = without(words, _OF_THE_LAUNCHER), list[str]()
+    flags, again = without(words, _OF_THE_LAUNCHER), list[str]()
     if resume:
-        before = replayed(flags_of_last_start(run_dir, flags), flags, run_dir)
-        flags = [*before, *flags, "--resume", resume]
-    words = ["--run-dir", str(run_dir), *before, *words]
-    options = early.read(words, own_parser(), here=True)
-    ranks = options.ranks
+        again = replayed(flags_of_last_start(run_dir, flags), flags, run_dir)
+        flags = [*again, *flags, "--resume", resume]
+    words = ["--run-dir", str(run_dir), *again, *words]
+    ranks = arguments.look(words, own_parser()).ranks
     if ranks is not None and ranks < 1:
         raise UserError(f"--ranks {ranks}: use 1 or more")
-    if resume and ranks is None:
-        ranks = ranks_of_last_start(run_dir, options)
-    try:
-        checked = early.refuse(options, ranks, here=True)
-    except ConfigError:
-        if writer_of(run_dir):  # unfinished files of it are not damage
+    before = ranks_of_last_start(run_dir) if resume else None
+    (options,) = job.check([job.Line(["--run-dir", str(run_dir), *flags], ranks, before)])
+    if isinstance(options, ConfigError):
+        if writer_of(run_dir):  # what it has not finished is not damaged
             wait_until_expired(run_dir, say)
-        raise
+        raise options
     wait_until_expired(run_dir, say)
     if resume and (done := finished(run_dir, options)):
         say(done)
@@ -132,9 +129,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         where = from_where(run_dir)
         if where or resume == "auto":
             say(f"run {run_dir}: {where or 'no intact checkpoint, starting at step 0'}")
-    ranks = early.default_ranks(options) if ranks is None else ranks
     try:
-        launch(flags, run_dir, ranks, options.train_iters, checked=checked)
+        launch(flags, run_dir, options.world_size, options.train_iters)
     finally:
         clear(run_dir)  # left by a killed rank
     if note := weak_loss(run_dir / "metrics.jsonl", options.head_balance_coeff):
@@ -172,13 +168,11 @@ def own_parser() -> CommandParser:
     return parser
 
 
-def launch(
-    flags: Sequence[str], run_dir: Path, ranks: int, steps: int | None, *, checked: bool = False
-) -> int:
+def launch(flags: Sequence[str], run_dir: Path, ranks: int, steps: int | None) -> int:
     """Run `ranks` processes to completion, with a progress bar, or lines without a terminal.
 
-    `checked` means that `early.refuse` found no problem in the flags. Raises Stopped after a
-    signal, or an error with a rank's message or the location of its log.
+    `job.check` has accepted the flags. Raises Stopped after a signal, or an error with a rank's
+    message or the location of its log.
     """
     from rich.console import Console
 
@@ -187,17 +181,17 @@ def launch(
     logs = run_dir / "logs" / time.strftime("%Y%m%d-%H%M%S")
     console = Console()
     say(f"run {run_dir}: {ranks} rank{'s' * (ranks != 1)}, logs in {logs}")
-    arguments = ["--standalone", "--local-addr=127.0.0.1", FOR_TORCHRUN]
-    arguments += [f"--nproc-per-node={ranks}", f"--log-dir={logs}", "--redirects=3"]
+    of_torchrun = ["--standalone", "--local-addr=127.0.0.1", FOR_TORCHRUN]
+    of_torchrun += [f"--nproc-per-node={ranks}", f"--log-dir={logs}", "--redirects=3"]
     words = ["--run-dir", str(run_dir), *flags]
-    arguments += ["-m", "megasink.training", *words]
-    environment = {early.CHECKED: early.digest(words)} if checked else {}
+    of_torchrun += ["-m", "megasink.training", *words]
+    checked = {arguments.CHECKED: arguments.digest(words)}
     new_lines = NewLines(run_dir / "metrics.jsonl")
     try:
         logs.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise UserError(f"--run-dir {run_dir} cannot be written: {error.strerror}") from error
-    with Ranks(arguments, logs, console, environment) as running:
+    with Ranks(of_torchrun, logs, console, checked) as running:
         code = _follow(running, new_lines, steps, console)
     if code:
         failure = _failure(running, logs, run_dir, code)

@@ -19,7 +19,7 @@ from megasink.console.stopping import escape_output
 from megasink.cpu.process import prepare_process
 from megasink.errors import ConfigError, Stopped, UserError
 from megasink.files.system_errors import explained as explained_by_system
-from megasink.training import collectives, early, heartbeat, hosts, network, stop
+from megasink.training import collectives, heartbeat, hosts, network, recipes, stop
 from megasink.training.endings import explained, named, reports, tell, wait_for_first
 from megasink.training.flag_file import given_device, named_values
 from megasink.training.guard import guard
@@ -31,11 +31,8 @@ from megasink.upstream import fused
 _END_SECONDS = 60.0
 
 
-def pretrain(argv: Sequence[str], *, checked: bool = False) -> None:
-    """Train. Call on every rank, with torchrun's environment variables.
-
-    `argv` has no program name; `checked` means that `early.refuse` found no problem in it.
-    """
+def pretrain(argv: Sequence[str]) -> None:
+    """Train by these flags. Call on every rank, with torchrun's environment variables."""
     prepare_process(given_device(argv))
     network.choose_gloo_interface(os.environ)
     collectives.record()
@@ -45,7 +42,7 @@ def pretrain(argv: Sequence[str], *, checked: bool = False) -> None:
     from megasink.training.checks import memory
     from megasink.training.start import starting
 
-    args, identity = arguments.parse(argv, checked=checked)
+    args, identity = arguments.parse(argv)
     if problems := list(memory.problems(args)):
         raise ConfigError(problems)
     guard.timeout = 60.0 * args.distributed_timeout_minutes
@@ -97,7 +94,6 @@ def _run(args: Namespace, store: Any) -> None:
     from megatron.training.argument_utils import pretrain_cfg_container_from_args
 
     from megasink.checkpoints.without_code import loading_without_code
-    from megasink.figures.curves import draw_run
     from megasink.megatron.model_of_arguments import model_config
     from megasink.training.arguments import refusals_of_megatron
     from megasink.training.checkpoint_layout import choosing_by_size
@@ -108,7 +104,6 @@ def _run(args: Namespace, store: Any) -> None:
     from megasink.training.foreign import accepting_megatrons_checkpoints
     from megasink.training.forward import forward_step
     from megasink.training.keep_checkpoints import keeping_whole_checkpoints
-    from megasink.training.metrics_file import weak_loss
     from megasink.training.metrics_writer import MetricsWriter, writing_metrics
     from megasink.training.optimizer import grouping_sink_parameters, laying_out_matrices
     from megasink.training.phases import agreeing_on_signals, following_phases
@@ -122,7 +117,7 @@ def _run(args: Namespace, store: Any) -> None:
     elif args.rank == 0:
         for title, choice in kernel_choices(args).items():
             print(f"attention: {title} on {choice}", flush=True)
-    with refusals_of_megatron(args):
+    with refusals_of_megatron():
         model = model_config(args)
         model.pre_wrap_hooks.append(choosing_by_size(args))
         container = pretrain_cfg_container_from_args(args, model)
@@ -157,6 +152,9 @@ def _run(args: Namespace, store: Any) -> None:
         megatron_pretrain(container, datasets_provider, kind, forward_step, store=store)
     # The rank that wrote the metrics has all of them.
     if metrics and args.rank == args.world_size - 1:
+        from megasink.figures.curves import draw_run
+        from megasink.training.metrics_file import weak_loss
+
         print(f"picture: {draw_run(Path(args.run_dir))}", flush=True)
         if note := weak_loss(metrics, args.head_balance_coeff):
             print(f"megasink: {note}", flush=True)
@@ -197,13 +195,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         guard.start()
         hosts.refuse_another_world()
         plugins.load(argv)
-        argv, checked = early.expanded(argv), early.was_checked(argv)
+        argv = recipes.expanded(argv)
         run_dir = dict(named_values(argv)).get("run-dir")
         RankState.run_dir = Path(run_dir[-1]) if run_dir else None
-        if not (checked or {"-h", "--help"} & set(argv)):
-            world, rank = int(os.environ.get("WORLD_SIZE", "1")), int(os.environ.get("RANK", "0"))
-            checked = early.refuse(early.read(argv, here=True), world, here=True, rank=rank)
-        pretrain(argv, checked=checked)
+        pretrain(argv)
     except Stopped as error:
         code = error.exit_code
         _say(f"megasink: {error}")

@@ -183,12 +183,19 @@ def _elsewhere(saved: dict[str, Any], args: Namespace) -> str | None:
     return None
 
 
+def missing_checkpoint(args: Namespace) -> list[str]:
+    """Report a ``--load`` without a finished checkpoint."""
+    if not args.load or is_stored(args.load) or newest_checkpoint(Path(args.load)) is not None:
+        return []
+    return [f"--load {args.load}: no finished checkpoint there (no {TRACKER})"]
+
+
 def _checkpoint_problems(args: Namespace) -> list[str]:
     """Report a ``--load`` that is not a checkpoint of this architecture."""
     if not (load := args.load):
         return []
-    if newest_checkpoint(Path(load)) is None:
-        return [f"--load {load}: no finished checkpoint there (no {TRACKER})"]
+    if absent := missing_checkpoint(args):
+        return absent
     config = Path(load).parent / "config.json"
     if not config.is_file():
         return []  # not a run folder: Megatron compares its saved arguments

@@ -186,11 +186,11 @@ PRELOADED_TENSORS = _training(
     "FileSystemWriterAsync.preload_tensors: tensor.to('cpu', non_blocking=non_blocking)",
     test="tests/training/test_checkpoint_writer.py",
 )
-FLAG_SOURCES = _training(
-    "source files of Megatron's flags",
+HELP = _training(
+    "help texts of Megatron's flags",
     "megatron.training.argument_utils.ArgumentGroupFactory",
     "_get_field_docstrings",
-    "python -m megasink.training.flag_table records which dataclasses define flags",
+    "upstream parses the source of its dataclasses for every line, and only --help needs it",
     "megatron.training.argument_utils:ArgumentGroupFactory: "
     "def _get_field_docstrings(self, src_cfg_class)",
     test="tests/test_mistakes.py",

@@ -1,7 +1,7 @@
 """Context extension in small: the trainer takes the flags of both stages."""
 
 from examples.replicate import context
-from megasink.training import early
+from tests.parsing import read
 
 
 def test_the_trainer_takes_the_flags(tmp_path):
@@ -18,6 +18,6 @@ def test_the_trainer_takes_the_flags(tmp_path):
         words = [str(word) for word in step.command]
         at = words.index("--ranks")  # the launcher's
         words = words[1:at] + words[at + 2 :]
-        assert early.read(words).flag_problems == []
+        assert read(words).flag_problems == []
     assert "--rotary-base" in found[1].command
     assert "--load" in found[1].command

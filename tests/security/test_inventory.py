@@ -85,6 +85,7 @@ SAFE = {
     ("megasink/finetune/exported.py", "from_pretrained"): LOCAL,
     ("megasink/finetune/exported.py", "trust_remote_code"): "False",
     ("megasink/finetune/run.py", "from_pretrained"): "an adapter that it wrote",
+    ("megasink/training/job.py", "subprocess"): FIXED,
     ("megasink/training/launch.py", "subprocess"): FIXED,
     ("megasink/training/ranks.py", "subprocess"): "this Python with torchrun, no shell; flags of a "
     "last start: training/replay.py",

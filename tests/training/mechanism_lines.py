@@ -117,6 +117,8 @@ buckets: --attention-bias-type t5 --position-embedding-type none
 relative-of-transformer-engine: --position-embedding-type relative
   ! relative: it needs TransformerEngine's attention
   ! --attention-bias-type t5
+factor-of-yarn: --use-rope-scaling --rotary-scaling-factor 32
+  ! --rotary-scaling-factor 32.0 has no effect with --position-embedding-type rope: give
 positions-of-pictures: --position-embedding-type mrope
   ! mrope: text has one position per token: use rope
 sinusoids-without-a-table: --sinusoidal-position-embedding --hidden-size 65 --kv-channels 16

@@ -1,16 +1,14 @@
 """Parses command lines as a rank does, in a process of its own (the platform is for a process).
 
 Reads a JSON list of flag lists from standard input; writes a JSON list of
-{"problems": [...], "late": what a rank finds whose launcher has checked the line} or
-{"args": {...}}, and last the table of Megatron's flags and {"help": what --help prints}.
+{"problems": [...]} or {"args": {...}}, and last {"help": what --help prints, "flags": all flags}.
 """
 
 import contextlib
 import io
 import json
-import os
 import sys
-from argparse import Namespace
+from typing import Any
 
 from megasink.cpu.process import prepare_process
 from megasink.errors import ConfigError
@@ -26,31 +24,21 @@ KEEP = (
 def main() -> None:
     prepare_process()
     with contextlib.redirect_stdout(sys.stderr):
-        from megasink.training import arguments, flag_table
-
-        # A default of Megatron's is the world size.
-        ranks = os.environ.pop("WORLD_SIZE")
-        table = flag_table.make_table()
-        os.environ["WORLD_SIZE"] = ranks
-    answers, late = [], list[str]()
-    problems = arguments.checks.problems
-
-    def find(args: Namespace, *, checked: bool) -> list[str]:
-        late[:] = problems(args, checked=True)
-        return problems(args, checked=checked)
-
-    arguments.checks.problems = find  # type: ignore[assignment]
+        from megasink.megatron.arguments import known_flags
+        from megasink.training import arguments
+    answers = list[dict[str, Any]]()
     for argv in json.load(sys.stdin):
         try:
             with contextlib.redirect_stdout(sys.stderr):
                 args, _ = arguments.parse(argv)
             answers.append({"args": {name: getattr(args, name) for name in KEEP}})
         except ConfigError as error:
-            answers.append({"problems": error.problems, "late": [*late]})
+            answers.append({"problems": error.problems})
     shown = io.StringIO()
     with contextlib.redirect_stdout(shown), contextlib.suppress(SystemExit):
         arguments.parse(["--help"])
-    json.dump([*answers, table, {"help": shown.getvalue()}], sys.stdout)
+    last = {"help": shown.getvalue(), "flags": list(known_flags())}
+    json.dump([*answers, last], sys.stdout)
 
 
 if __name__ == "__main__":

@@ -32,7 +32,7 @@ def problems(flags: list[str], ranks: int) -> tuple[list[str], str]:
 
     try:
         args = parse(flags, ranks)
-        with refusals_of_megatron(args):
+        with refusals_of_megatron():
             model_config(args).finalize()
     except ConfigError as error:
         return error.problems, ""

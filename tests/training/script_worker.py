@@ -20,7 +20,7 @@ def problems(flags: list[str], ranks: int) -> list[str]:
 
     try:
         args = parse(flags, ranks)
-        with refusals_of_megatron(args):
+        with refusals_of_megatron():
             model_config(args).finalize()
     except ConfigError as error:
         return error.problems

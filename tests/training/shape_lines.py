@@ -59,7 +59,7 @@ groups-of-nothing: --num-query-groups 2
   ! --num-query-groups 2 needs --group-query-attention
 virtual-stages: --num-layers 6 --pipeline-model-parallel-size 2
     --num-layers-per-virtual-pipeline-stage 2
-  ! refuses --num-layers-per-virtual-pipeline-stage 2,
+  ! num_layers_per_pipeline_stage % args.num_layers_per_virtual_pipeline_stage == 0)
   ! number of layers per pipeline stage must be divisible
 overlap-of-tensor-parallel: --tp-comm-overlap
   ! --tp-comm-overlap needs CUDA
@@ -69,11 +69,12 @@ offload: --optimizer-cpu-offload --use-precision-aware-optimizer --profile --te-
   ! --profile needs CUDA
   ! --te-rng-tracker needs CUDA
 precision-of-the-loss: --fp16-lm-cross-entropy
-  ! refuses --fp16 not given, --fp16-lm-cross-entropy: lm cross entropy in fp16 only
+  ! : lm cross entropy in fp16 only support in fp16 mode. (arguments.py:
+  ! : assert args.fp16)
 positions-too-few: --max-position-embeddings 32
   ! --seq-length 64 is longer than --max-position-embeddings 32
 two-units: --train-samples 100
-  ! refuses --train-samples 100, --train-iters 4
+  ! : assert args.train_samples is None)
   ! expected iteration-based training
 ends-of-the-schedule: --min-lr 1 --lr-decay-style WSD
   ! --min-lr 1 is above --lr 0.001
@@ -81,7 +82,7 @@ ends-of-the-schedule: --min-lr 1 --lr-decay-style WSD
 long-decay: --lr-decay-style WSD --lr-wsd-decay-iters 9
   ! --lr-wsd-decay-iters 9 is longer than the schedule, 4
 interval-of-checkpoints: --save x --save-interval 4 --save-retain-interval 6
-  ! refuses --save-retain-interval 6, --save-interval 4, --save x: arguments.py:
+  ! : assert args.save_retain_interval % args.save_interval == 0
 save-without-interval: --save x
   ! --save without --save-interval
 recompute-everything: --recompute-granularity full

@@ -13,11 +13,10 @@ import pytest
 from megasink.data.corpus import Corpus
 from megasink.data.preprocess import preprocess
 from megasink.data.tokenizer import train_tokenizer
-from megasink.errors import ConfigError
-from megasink.training import early, flag_table
 from megasink.training.checks import data_files, implementation
-from tests.documented import refuse, train_lines
+from tests.documented import train_lines
 from tests.forkserver import server
+from tests.parsing import refuse
 from tests.training import (
     command_lines,
     hybrid_lines,
@@ -27,13 +26,6 @@ from tests.training import (
 )
 from tests.training.command_lines import MOCK, MODEL
 
-_OF_RANKS = (
-    "Megatron refuses",
-    "--match-ffn-width",
-    "gate kernels",
-    "attention dropout",
-    "unknown gate kernels",
-)
 _TABLES = (
     command_lines,
     hybrid_lines,
@@ -95,8 +87,8 @@ def answers(files):
         result = server().run(["tests.training.parse_worker"], env=ranks, stdin=lines)
     assert result.returncode == 0, result.stderr[-3000:]
     assert result.stdout.startswith("["), result.stdout[:500]
-    *told, table, shown = json.loads(result.stdout)
-    return {**dict(zip(cases, told, strict=True)), "": table | shown}
+    *told, shown = json.loads(result.stdout)
+    return {**dict(zip(cases, told, strict=True)), "": shown}
 
 
 @pytest.mark.parametrize("name", REFUSED)
@@ -108,50 +100,18 @@ def test_refused_with_every_reason(answers, name):
     assert all("\n" not in problem for problem in problems)
 
 
-@pytest.mark.parametrize("name", REFUSED)
-def test_a_launcher_and_its_ranks_find_what_a_rank_alone_finds(answers, name):
-    told: list[str] = []
-    args = early.read(REFUSED[name][0], here=True)
-    try:
-        early.refuse(args, 4, here=True)
-    except ConfigError as error:
-        told = error.problems
-    assert set(told) <= set(answers[name]["problems"])
-    # All but what Megatron asserts, and what only kernels know.
-    rest = set(answers[name]["problems"]) - set(told)
-    assert all(text.startswith(_OF_RANKS) or "attention backend" in text for text in rest)
-    # What ranks of our launcher, which check no more than the process, then find, is the rest.
-    if told or answers[name]["late"]:
-        assert {*told, *answers[name]["late"]} == set(answers[name]["problems"])
-
-
 @pytest.mark.parametrize("name", ACCEPTED)
 def test_what_is_accepted_passes_early(name):
     refuse(ACCEPTED[name], 4)
 
 
-def test_the_table_of_flags_is_that_of_megatron(answers):
-    assert flag_table.read_table() == answers[""]["flags"], (
-        "python -m megasink.training.flag_table makes it anew"
-    )
-
-
 def test_the_help_of_every_flag_is_shown(answers):
     """One of Megatron's texts holds a bare %."""
     shown = answers[""]["help"]
-    hidden = [e["names"][0] for e in answers[""]["flags"] if e["names"][0] not in shown]
+    hidden = [name for name in answers[""]["flags"] if name not in shown]
     assert hidden == ["--cuda-graph-scope"]  # suppressed by Megatron: an old name
     for flag in ("--moe-paged-stash-buffer-size-factor-cuda", "--num-layers", "--log-sink-rate"):
         assert flag in shown
-
-
-def test_a_table_of_other_sources_refuses_nothing(monkeypatch, tmp_path):
-    table = json.loads(flag_table.TABLE.read_text())
-    table["files"] = dict.fromkeys(table["files"], "0")
-    (tmp_path / "flags.json").write_text(json.dumps(table))
-    monkeypatch.setattr(flag_table, "TABLE", tmp_path / "flags.json")
-    assert flag_table.read_table() is None
-    refuse(["--no-such-flag"], None)
 
 
 def test_many_problems_are_one_message(answers):

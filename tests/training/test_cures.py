@@ -10,11 +10,11 @@ import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
 from megasink.errors import ConfigError
-from megasink.training import early
 from megasink.training.replay import replayed
 from tests import runs
 from tests.distributed.pool import TaskFailed
 from tests.mistakes import MISTAKES
+from tests.parsing import refuse
 
 FLAGS = [*runs.TINY, *runs.UNTIED, *runs.MOCK]
 FLAGS += """
@@ -147,11 +147,11 @@ def test_what_an_answer_names_is_accepted(tmp_path, name):
     (tmp_path / "llama").mkdir()
     line = shlex.split(MISTAKES[name][0].replace("{0}", str(tmp_path)))[1:]
     with pytest.raises(ConfigError):
-        early.refuse(early.read(line), 1)
+        refuse(line, 1)
     for cure in CURED[name]:
         flag, value = cure.replace("{0}", str(tmp_path)).split()
         kept = line[:-2] if line[-2] == flag else line
-        early.refuse(early.read([*kept, flag, value]), 1)
+        refuse([*kept, flag, value], 1)
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)

@@ -12,10 +12,10 @@ from megatron.core.datasets.indexed_dataset import IndexedDatasetBuilder
 from megatron.training.arguments import _add_data_args
 
 from megasink.errors import ConfigError
-from megasink.training import dataset, early
+from megasink.training import checks, dataset
 from megasink.training.checks import data_files
 from megasink.training.checks.blends import drawn_validation, parts
-from megasink.training.early import refuse
+from tests.parsing import read, refuse
 from tests.training.command_lines import MODEL
 
 NO_FLAG = {"drop_last_partial_validation_sequence", "add_extra_token_to_sequence"}
@@ -66,27 +66,27 @@ NULL = ["--tokenizer-type", "NullTokenizer", "--vocab-size", "255"]
 def problems(*flags: str) -> list[str]:
     """What the command line is refused for before any rank starts."""
     try:
-        refuse(early.read([*MODEL, *NULL, *flags]), 1)
+        refuse([*MODEL, *NULL, *flags], 1)
     except ConfigError as error:
         return error.problems
     return []
 
 
 def rank_problems(*flags: str) -> list[str]:
-    args = early.read([*MODEL, *NULL, *flags])
+    args = read([*MODEL, *NULL, *flags])
     args.rank = 0
     return list(data_files.problems(args))
 
 
 def test_every_field_of_upstreams_dataclass_is_given(config_of):
-    given = set(config_of(early.read([*MODEL, "--mock-data"])))
+    given = set(config_of(read([*MODEL, "--mock-data"])))
     fields = {field.name for field in dataclasses.fields(GPTDatasetConfig) if field.init}
     assert given == fields - NO_FLAG - REFUSED
 
 
 @pytest.mark.parametrize("action", DATA_FLAGS, ids=lambda action: action.dest)
 def test_every_flag_about_data_is_passed_on_or_refused(config_of, action, tmp_path, monkeypatch):
-    args = early.read([*MODEL, *NULL])
+    args = read([*MODEL, *NULL])
     args.rank, args.world_size = 0, 1
     before = config_of(args)
     value = _other_value(action, tmp_path)
@@ -97,7 +97,7 @@ def test_every_flag_about_data_is_passed_on_or_refused(config_of, action, tmp_pa
     if config_of(args) != before:
         return
     flags = [name for name in action.option_strings if name.startswith("--")]
-    refused = early.checks.early_problems(args)
+    refused = checks.of_line(args)
     assert any(flag in problem for flag in flags for problem in refused), refused
 
 
@@ -172,7 +172,7 @@ def test_validation_data_of_a_data_set_is_found(prefix, tmp_path, config_of, cap
     assert problems(*flags) == []
     assert rank_problems(*flags) == []
     assert f"data: validation with 0.5 {drawn}, in place of --split" in capsys.readouterr().out
-    args = early.read([*MODEL, *NULL, *flags])
+    args = read([*MODEL, *NULL, *flags])
     assert parts(args) == (True, True, False)
     fields = config_of(args)
     assert fields["blend_per_split"] == [([prefix], [0.5]), ([drawn], [0.5]), None]
@@ -192,7 +192,7 @@ def test_a_part_without_a_token_is_refused(tmp_path):
 
 
 def test_contents_are_read_once_per_job_and_the_tokenizer_is_hashed_once(monkeypatch, prefix):
-    args = early.read([*MODEL, *NULL, "--data-path", prefix, "--split", "1,0,0"])
+    args = read([*MODEL, *NULL, "--data-path", prefix, "--split", "1,0,0"])
     monkeypatch.setattr(data_files, "data_problem", lambda *_: pytest.fail("read"))
     args.rank = 1
     assert list(data_files.problems(args)) == []

@@ -18,7 +18,6 @@ def fail(argv, **_):
     time.sleep(600.0)
 wait = endings.wait_for_first
 pretrain.pretrain = fail
-pretrain.early.refuse = lambda *_, **_options: None
 seconds = 0.5 if sys.argv[1] == "1" else 600.0  # it is ended by torchrun
 with mock.patch.object(pretrain, "wait_for_first", lambda: wait(seconds)):
     pretrain.main([])

@@ -19,9 +19,10 @@ from megasink import plugins
 from megasink.data.output import contents
 from megasink.errors import UserError
 from megasink.plugins import Plugin
-from megasink.training import early, host_facts, hosts, meeting, waiting
+from megasink.training import host_facts, hosts, meeting, waiting
 from megasink.training.host_facts import differences, facts_of
 from tests.distributed.pool import free_port
+from tests.parsing import read
 from tests.runs import TINY
 from tests.waiting import until
 
@@ -29,7 +30,7 @@ PLUGIN = "tests.training.host_plugin"
 
 
 def arguments(*flags, rank=0):
-    args = early.read([*TINY, *flags])
+    args = read([*TINY, *flags])
     args.rank, args.world_size, args.distributed_timeout_minutes = rank, 2, 1
     return args
 

@@ -13,27 +13,32 @@ from megasink.errors import UserError
 from megasink.options.command_line import CommandParser
 from megasink.options.flags import add_options, escaped
 from megasink.options.run_options import OPTIONS
-from megasink.training import early, last_start, launch, run_dir
+from megasink.training import job, last_start, launch
 from megasink.training.lease import Lease
 from megasink.training.metrics_file import ACTS, RATIO, NewLines, weak_loss
 from megasink.training.rank_logs import FAILURES
 from megasink.training.ranks import Ranks
 from tests import runs
 from tests.distributed.pool import free_port
+from tests.parsing import read
 from tests.training.command_lines import MOCK
 
 
+@pytest.fixture
+def accepted(monkeypatch):
+    """Lines are parsed in this process, and not checked."""
+    monkeypatch.setattr(job, "check", lambda lines: [read(line.flags) for line in lines])
+
+
+def ranks(*flags, before=None):
+    return job.ranks_to_start(read(["--device=cpu", *flags]), before)
+
+
 def test_ranks_follow_the_layout():
-    assert early.default_ranks(early.read(["--device=cpu"])) == 1
-    flags = "--device cpu --tensor-model-parallel-size 2 --pipeline-model-parallel-size=3".split()
-    assert early.default_ranks(early.read(flags)) == 6
-    assert early.default_ranks(early.read([*flags, "--context-parallel-size=2"])) == 12
-
-
-def test_the_last_value_of_a_flag_counts():
-    flags = ["--train-iters", "5", "--lr", "1", "--train-iters=9"]
-    assert early.read(flags).train_iters == 9
-    assert early.read(["--lr", "5"]).train_iters is None
+    assert ranks() == 1
+    flags = "--tensor-model-parallel-size 2 --pipeline-model-parallel-size=3".split()
+    assert ranks(*flags) == 6
+    assert ranks(*flags, "--context-parallel-size=2") == 12
 
 
 def test_resume_repeats_the_flags_of_the_last_start(tmp_path):
@@ -65,9 +70,9 @@ def test_resume_auto_is_no_flag_of_the_last_start(tmp_path):
     assert last_start.flags_of_last_start(tmp_path, ["--lr", "3"]) == []
 
 
-def test_auto_says_from_where(tmp_path, monkeypatch, capsys):
+def test_auto_says_from_where(tmp_path, monkeypatch, capsys, accepted):
     started = []
-    monkeypatch.setattr(launch, "launch", lambda *given, checked: started.append(given) or 0)
+    monkeypatch.setattr(launch, "launch", lambda *given: started.append(given) or 0)
     assert (
         launch.main(["--run-dir", f"{tmp_path}/run", *MOCK, "--device=cpu", "--resume", "auto"])
         == 0
@@ -77,12 +82,12 @@ def test_auto_says_from_where(tmp_path, monkeypatch, capsys):
 
 
 @pytest.mark.parametrize("how", [["--resume"], ["--resume", "auto"]])
-def test_a_resume_names_the_damaged_checkpoints_that_it_skips(tmp_path, monkeypatch, capsys, how):
-    monkeypatch.setattr(launch, "launch", lambda *_, checked: 0)
-    for module in (last_start, run_dir):
-        monkeypatch.setattr(
-            module, "newest_intact", lambda *_, quick: (30, {40: "a.distcp is missing"})
-        )
+def test_a_resume_names_the_damaged_checkpoints_that_it_skips(
+    tmp_path, monkeypatch, capsys, how, accepted
+):
+    monkeypatch.setattr(launch, "launch", lambda *_: 0)
+    found = 30, {40: "a.distcp is missing"}
+    monkeypatch.setattr(last_start, "newest_intact", lambda *_, quick: found)
     write_start(tmp_path, MOCK)
     (tmp_path / "config.json").write_text('{"arguments": {}}')
     (tmp_path / "checkpoints" / "iter_0000030").mkdir(parents=True)
@@ -97,11 +102,12 @@ def test_a_resume_names_the_damaged_checkpoints_that_it_skips(tmp_path, monkeypa
     [(["--resume"], False), (["--resume", "auto"], False)]
     + [(["--resume", *more], True) for more in (["--train-iters", "5"], ["--skip-train"])],
 )
-def test_a_resume_of_a_finished_run_says_so_at_once(tmp_path, monkeypatch, capsys, flags, starts):
+def test_a_resume_of_a_finished_run_says_so_at_once(
+    tmp_path, monkeypatch, capsys, flags, starts, accepted
+):
     started = []
-    monkeypatch.setattr(launch, "launch", lambda *given, checked: started.append(given) or 0)
-    for module in (last_start, run_dir):
-        monkeypatch.setattr(module, "newest_intact", lambda *_, quick: (4, {}))
+    monkeypatch.setattr(launch, "launch", lambda *given: started.append(given) or 0)
+    monkeypatch.setattr(last_start, "newest_intact", lambda *_, quick: (4, {}))
     write_start(tmp_path, MOCK)
     (tmp_path / "config.json").write_text('{"arguments": {}}')
     (tmp_path / "checkpoints" / "iter_0000004").mkdir(parents=True)
@@ -130,16 +136,16 @@ def test_a_command_line_is_parsed_once_by_the_launcher_and_once_by_each_rank(
     monkeypatch.setattr(launch, "_follow", lambda *_: 0)
     line = [*runs.TINY, *runs.MOCK, "--device=cpu", "--train-iters=1", "--run-dir", f"{tmp_path}/r"]
     assert main(["train", *line]) == 0
-    assert parsed == ["megasink train"]
+    assert parsed == ["megasink train"]  # its own flags
     (ranks,) = started
     words = ranks._arguments[ranks._arguments.index("megasink.training") + 1 :]
     task = {"flags": words, "ranks": 1, "port": free_port(), "variables": dict(ranks._variables)}
     found, *_ = pool.run("tests.training.tasks:train_as_started", **task)
-    assert found == (1, ["implementation", "attention", "device", "vocabulary", "data_files"])
-    assert not early.was_checked(words)
-    monkeypatch.setenv(early.CHECKED, early.digest(words))
-    assert early.was_checked(words)
-    assert not early.was_checked([*words, "--bf16"])  # a line of something that a rank starts
+    assert found == (1, 0)
+    # Another line, as of something that a rank starts.
+    task["flags"] = [*words, "--log-interval", "1", "--resume"]
+    found, *_ = pool.run("tests.training.tasks:train_as_started", **task | {"port": free_port()})
+    assert found == (1, 1)
 
 
 @pytest.mark.parametrize("named", [True, False])
@@ -163,18 +169,16 @@ def test_resume_asks_for_the_folder():
 
 
 def test_resume_starts_as_many_ranks_as_the_run_had(tmp_path):
-    def ranks(*flags):
-        return last_start.ranks_of_last_start(tmp_path, early.read(["--device=cpu", *flags]))
-
-    assert ranks() is None
+    assert last_start.ranks_of_last_start(tmp_path) is None
     write_start(tmp_path, [], world_size=4, local_world_size=4)
-    assert ranks() == 4
-    assert ranks("--tensor-model-parallel-size", "2") == 4
-    assert ranks("--tensor-model-parallel-size", "3") is None
+    assert last_start.ranks_of_last_start(tmp_path) == 4
+    assert ranks(before=4) == 4
+    assert ranks("--tensor-model-parallel-size", "2", before=4) == 4
+    assert ranks("--tensor-model-parallel-size", "3", before=4) == 3
     write_start(tmp_path, [], world_size=4)  # of a version that did not write the other
-    assert ranks() == 4
+    assert last_start.ranks_of_last_start(tmp_path) == 4
     write_start(tmp_path, [], world_size=16, local_world_size=8)  # two nodes
-    assert ranks() is None
+    assert last_start.ranks_of_last_start(tmp_path) is None
 
 
 @pytest.mark.parametrize("flags", [[], ["--resume"], ["--resume", "auto"]])

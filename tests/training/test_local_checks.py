@@ -15,11 +15,11 @@ from megasink.checkpoints.torch_metadata import read_metadata
 from megasink.data.tokenizer import load_tokenizer, tokenizer_hash
 from megasink.data.tokenizer_files import read_files
 from megasink.errors import UserError
-from megasink.training import early
 from megasink.training.checks import data_files, device
 from megasink.upstream import fused
 from tests.analysis.capture.tiny_models import save_with_tokenizer
 from tests.distributed.layout import SINGLE
+from tests.parsing import read
 
 TEXTS = [f"Text {i}: nothing in it stands twice, {'again ' * i}and it ends." for i in range(5)]
 
@@ -35,7 +35,7 @@ def test_the_kernels_that_need_cuda_are_those_of_the_registries():
 def test_norms_of_transformer_engine_on_a_gpu(monkeypatch, impl, missing):
     """Without the flag, a launcher does not know the default of the ranks."""
     monkeypatch.setattr(fused.Package, "missing", lambda _: missing)
-    args = early.read(["--apply-layernorm-1p", "--normalization", "RMSNorm"])
+    args = read(["--apply-layernorm-1p", "--normalization", "RMSNorm"])
     args.transformer_impl = impl
     said = "\n".join(fused.problems(args))
     works = impl == "transformer_engine" or (impl is None and missing is None)

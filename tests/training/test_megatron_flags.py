@@ -1,15 +1,17 @@
 """The one list of Megatron's flags: each stands once, and is one."""
 
 import dataclasses
-import json
-from argparse import Namespace
+from argparse import ArgumentParser, Namespace
 
 import pytest
+from megatron.training.arguments import add_megatron_arguments
 
-from megasink.options.megatron_flags import _KNOWN, KNOWN, REFUSED, having, refused
+from megasink.errors import nearest
+from megasink.options.command_line import CLOSE
+from megasink.options.flags import flag_of
+from megasink.options.megatron_flags import _KNOWN, CHOICES, KNOWN, REFUSED, having, refused
 from megasink.options.run_options import OPTIONS
 from megasink.training.checks.excluded import EXCLUDED
-from megasink.training.flag_table import TABLE
 
 # What Megatron derives, or keeps beside the flags, and what megasink does.
 DERIVED = set(
@@ -20,7 +22,8 @@ DERIVED = set(
     use_kitchen_attention kitchen_config_file kitchen_recipe_number
     """.split()
 )
-FLAGS = {entry["dest"] for entry in json.loads(TABLE.read_text())["flags"]}
+PARSER = add_megatron_arguments(ArgumentParser(allow_abbrev=False))
+FLAGS = {action.dest for action in PARSER._actions}
 OWN = {field.name for options in OPTIONS for field in dataclasses.fields(options)}
 
 
@@ -31,6 +34,18 @@ def test_every_name_is_one_of_megatron_or_of_ours():
     assert {*KNOWN, *(name for _, name in rows)} - FLAGS - OWN <= DERIVED
     words = [word for line in _KNOWN.split("\n") for word in line.partition(":")[0].split()]
     assert sorted(words) == sorted(KNOWN)
+
+
+def test_choices_are_those_of_the_parser():
+    actions = PARSER._option_string_actions
+    assert {f"--{name}" for name in CHOICES} <= {n for n, a in actions.items() if a.choices}
+
+
+def test_no_flag_of_megatron_is_taken_for_a_misspelt_one_of_ours():
+    """The launcher refuses what is close to an option of megasink, before Megatron is imported."""
+    own = [flag_of(name) for name in (*OWN, "ranks")]
+    found = (name for name in PARSER._option_string_actions if nearest(name, own, cutoff=CLOSE))
+    assert list(found) == []
 
 
 def test_facts_are_those_that_are_explained():

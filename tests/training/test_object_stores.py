@@ -8,13 +8,13 @@ import pytest
 from megasink.data.object_store import url_problem
 from megasink.data.output import output_problems
 from megasink.errors import UserError
-from megasink.training import early
 from megasink.training.checks import data, data_files
 from megasink.training.differences import _absolute
 from megasink.training.replay import replayed
 from megasink.training.run_dir import folder_problem
 from tests import runs
 from tests.distributed.pool import free_port
+from tests.parsing import read
 from tests.training.conftest import SECRET
 
 FLAGS = "--no-mmap-bin-files --split 90,10,0 --eval-iters 1 --num-workers 1 --train-iters 2".split()
@@ -78,7 +78,7 @@ def test_msc_without_its_package(text, monkeypatch):
     monkeypatch.setattr(
         importlib.util, "find_spec", lambda name: real(name) if "multi" not in name else None
     )
-    (problem,) = early.read([*runs.TINY, *text, "--enable-msc"]).flag_problems
+    (problem,) = read([*runs.TINY, *text, "--enable-msc"]).flag_problems
     assert problem.startswith("--enable-msc needs the package multi-storage-client")
 
 
@@ -100,7 +100,7 @@ def test_checkpoints_are_not_read_through_another_library(text, monkeypatch):
 
 def test_stores_are_for_data_alone_and_asked_for_each_time(text, tmp_path, capsys):
     flags = [*runs.TINY, "--train-iters", "2", "--split", "1,0,0", *text[2:]]
-    args = early.read([*flags, "--data-path", "msc://p/x", "--save", "s3://b/c", "--load=msc://p"])
+    args = read([*flags, "--data-path", "msc://p/x", "--save", "s3://b/c", "--load=msc://p"])
     found = "\n".join(data.problems(args))
     for part in (
         "--save is in an object store: give a folder (aws s3 sync or rclone copies",

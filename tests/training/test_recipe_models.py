@@ -10,10 +10,11 @@ import shlex
 
 import pytest
 
-from megasink.training import early, recipes
-from megasink.training.checks.required import set_decay
+from megasink.training import recipes
+from megasink.training.arguments import set_decay
 from tests import runs
 from tests.distributed.layout import SINGLE
+from tests.parsing import read
 from tests.training.test_muon import resumed_at_two
 from tests.training.test_recipes import VARIANTS, documented
 
@@ -51,7 +52,7 @@ def line(name, variant):
     before = [name.replace("-muon", "")] if "muon" in name else []
     flags = ["--recipe", *before, name, *TINY, *SHAPES[name[:2]], *VARIANTS[variant].split()]
     flags += ALONE if before else EXPERTS if name == "p1-15a2b" else []
-    return early.expanded(flags)
+    return recipes.expanded(flags)
 
 
 @pytest.mark.parametrize(("name", "variant"), CASES)
@@ -104,7 +105,7 @@ def test_what_trains_nothing_has_nothing_to_export(pool, text, tmp_path):
 @pytest.mark.parametrize(("name", "depth"), [("0.6b", 20), ("1b", 26), ("2b", 32)])
 def test_p0_is_nanochat(name, depth):
     """Its rules for a depth: nanochat/scripts/base_train.py of December 2025."""
-    args = early.read(early.expanded(["--recipe", f"p0-{name}", f"p0-muon-{name}"]))
+    args = read(recipes.expanded(["--recipe", f"p0-{name}", f"p0-muon-{name}"]))
     assert args.flag_problems == []
     width = 64 * depth
     shape = (args.num_layers, args.hidden_size, args.num_attention_heads)

@@ -11,12 +11,14 @@ import pytest
 
 from megasink.cli import main as megasink
 from megasink.errors import ConfigError, UserError
+from megasink.megatron.arguments import known_flags
 from megasink.plan import launch as plan_launch
-from megasink.training import early, last_start, launch, recipes, run_dir
+from megasink.training import checks, job, last_start, launch, recipes, run_dir
 from megasink.training.ffn_width import matched_ffn_width, parameters_per_layer
 from megasink.training.flag_file import flag_words, toml_lines
 from tests.documented import ROOT
 from tests.forkserver import server
+from tests.parsing import read
 from tests.runs import MOCK
 
 DOCS = (ROOT / "docs" / "recipes.md").read_text()
@@ -64,7 +66,7 @@ def words(name, *flags):
         "cpu",
     ]
     null += ["--vocab-size", str(vocabulary - 1)]  # and the end of the document
-    return early.expanded(["--recipe", name, *null, *flags])
+    return recipes.expanded(["--recipe", name, *null, *flags])
 
 
 def whole_model(name):
@@ -130,7 +132,7 @@ def test_parameters_are_those_of_the_papers_and_of_the_page(answers):
 
 @pytest.mark.parametrize("name", MODELS)
 def test_tokens_are_those_of_the_paper(name):
-    args = early.read(words(name))
+    args = read(words(name))
     if args.skip_train:
         assert name == "p1-yarn-128k"
         return
@@ -144,7 +146,7 @@ def test_tokens_are_those_of_the_paper(name):
 @pytest.mark.parametrize(("name", "width"), [("p1-1.7b-28l", 5504), ("p1-1.7b-48l", 3968)])
 def test_the_ffn_of_a_gated_model_is_as_wide_as_the_page_says(name, width):
     flags = ["--attention-variant", "gated", "--gate-granularity", "elementwise"]
-    args = early.read(words(name, *flags))
+    args = read(words(name, *flags))
     extra = args.hidden_size * args.num_attention_heads * args.kv_channels
     matched = matched_ffn_width(
         args.ffn_hidden_size, extra, args.hidden_size, gated_linear_unit=True
@@ -155,7 +157,7 @@ def test_the_ffn_of_a_gated_model_is_as_wide_as_the_page_says(name, width):
 
 
 def test_every_flag_exists_and_every_recipe_is_on_the_page():
-    known = early.known_flags()
+    known = known_flags()
     assert known
     for name in recipes.shipped():
         assert recipes.read(name, known).about
@@ -178,17 +180,17 @@ def test_later_files_and_the_command_line_count_more(tmp_path):
     )
     mine = write(tmp_path, "\n".join(lines))
     other = write(tmp_path, "lr = 2e-3\nseed = 3\nbf16 = false\n", "other.toml")
-    found = early.expanded(["--lr", "5", "--recipe", mine, other, "--seed", "4"])
+    found = recipes.expanded(["--lr", "5", "--recipe", mine, other, "--seed", "4"])
     assert found[0] == "--expanded-recipe"
     assert re.fullmatch(re.escape(mine) + r"@[0-9a-f]{12}", found[1])
     assert found[-4:] == ["--lr", "5", "--seed", "4"]
-    args = early.read(found)
+    args = read(found)
     assert (args.lr, args.seed, args.swiglu, args.bf16) == (5.0, 4, False, False)
     assert (args.num_layers, args.recompute_modules) == (10, ["mlp", "moe"])
     # What has been expanded is left as it is.
-    assert early.expanded(found) == found
-    assert early.expanded(["--lr", "5"]) == ["--lr", "5"]
-    assert early.expanded([f"--recipe={other}"])[2:] == ["--lr", "0.002", "--seed", "3"]
+    assert recipes.expanded(found) == found
+    assert recipes.expanded(["--lr", "5"]) == ["--lr", "5"]
+    assert recipes.expanded([f"--recipe={other}"])[2:] == ["--lr", "0.002", "--seed", "3"]
 
 
 @pytest.mark.parametrize(
@@ -202,7 +204,7 @@ def test_later_files_and_the_command_line_count_more(tmp_path):
     ],
 )
 def test_of_flags_that_exclude_each_other_the_last_one_stays(flags, kept, dropped):
-    args = early.read(early.expanded([*flags, "--recipe", "p0-2b"]))
+    args = read(recipes.expanded([*flags, "--recipe", "p0-2b"]))
     assert getattr(args, kept)
     assert not getattr(args, dropped)
 
@@ -210,11 +212,11 @@ def test_of_flags_that_exclude_each_other_the_last_one_stays(flags, kept, droppe
 def test_a_switch_of_a_file_is_dropped_on_the_command_line(tmp_path):
     """Also where Megatron has no opposite of it."""
     mine = write(tmp_path, "swiglu = true\nbf16 = true\n")
-    assert early.read(early.expanded([f"--recipe={mine}"])).bf16
-    args = early.read(early.expanded(["--recipe", mine, "p2-60m", "--bf16=false"]))
+    assert read(recipes.expanded([f"--recipe={mine}"])).bf16
+    args = read(recipes.expanded(["--recipe", mine, "p2-60m", "--bf16=false"]))
     assert (args.swiglu, args.bf16) == (True, False)
     # Where no file has set it, it is no flag.
-    assert early.expanded(["--recipe", mine, "--fp16=false"])[-1] == "--fp16=false"
+    assert recipes.expanded(["--recipe", mine, "--fp16=false"])[-1] == "--fp16=false"
 
 
 def test_a_run_is_its_configuration(tmp_path, monkeypatch, capsys):
@@ -223,14 +225,14 @@ def test_a_run_is_its_configuration(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(sys, "argv", ["x.py", "--run-dir", "r", "--resume=auto", *flags])
     args = Namespace(world_size=1, seed=1, load=None, pretrained_checkpoint=None)
     run_dir._write_config(tmp_path, args, {}, None)
-    line = early.expanded(["--recipe", str(tmp_path), "--lr", "1"])
+    line = recipes.expanded(["--recipe", str(tmp_path), "--lr", "1"])
     assert line == ["--expanded-recipe", line[1], *flags, "--lr", "1"]
     assert megasink(["recipes", str(tmp_path)]) == 0
     mine = write(tmp_path, capsys.readouterr().out)
-    assert flag_words(recipes.read(mine, early.known_flags()).flags) == flags
+    assert flag_words(recipes.read(mine, known_flags()).flags) == flags
     (tmp_path / "config.toml").write_text("num-layer = 2\n")
     with pytest.raises(ConfigError, match=re.escape(f"{tmp_path}/config.toml: num-layer is no")):
-        early.expanded(["--recipe", str(tmp_path)])
+        recipes.read(str(tmp_path), known_flags())
 
 
 def test_an_include_is_found_beside_its_file(tmp_path):
@@ -271,7 +273,7 @@ def test_an_include_is_found_beside_its_file(tmp_path):
 )
 def test_every_problem_is_told_at_once(text, phrases, tmp_path):
     with pytest.raises(ConfigError) as error:
-        early.expanded(["--recipe", write(tmp_path, text)])
+        recipes.read(write(tmp_path, text), known_flags())
     assert len(error.value.problems) == len(phrases)
     for phrase, problem in zip(phrases, error.value.problems, strict=True):
         assert phrase in problem
@@ -291,28 +293,29 @@ def test_every_problem_is_told_at_once(text, phrases, tmp_path):
 )
 def test_a_recipe_that_is_not_there_is_told_by_name(flags, phrase):
     with pytest.raises(UserError, match=re.escape(phrase)):
-        early.expanded(flags)
+        recipes.expanded(flags)
 
 
 def test_what_starts_no_run_refuses_a_recipe():
     """An unexpanded one would be dropped in silence."""
-    with pytest.raises(ConfigError, match="--recipe works only in megasink train"):
-        early.refuse(early.read([*MOCK, "--recipe", "p0-2b"]), 1)
+    problems = "\n".join(checks.of_line(read([*MOCK, "--recipe", "p0-2b"])))
+    assert "--recipe works only in megasink train" in problems
 
 
 def test_a_plan_takes_a_file(tmp_path):
     mine = write(tmp_path, "num-layers = 7\n")
     args, flags = plan_launch.read_line(["--ranks", "8", "--recipe", mine, "--lr", "1"])
-    assert (args.ranks, early.read(flags).num_layers) == (8, 7)
+    assert (args.ranks, read(flags).num_layers) == (8, 7)
 
 
 def test_the_launcher_passes_flags_on_and_resume_repeats_them(tmp_path, monkeypatch):
     started = []
-    monkeypatch.setattr(launch, "launch", lambda *given, checked: started.append(given) or 0)
+    monkeypatch.setattr(launch, "launch", lambda *given: started.append(given) or 0)
+    monkeypatch.setattr(job, "check", lambda lines: [read(line.flags) for line in lines])
     line = ["--run-dir", str(tmp_path / "run"), "--device", "cpu", *MOCK, "--recipe", "p2-60m"]
     assert launch.main(line) == 0
     ((flags, _, _, steps),) = started
-    assert flags == [word for word in early.expanded(line) if word not in line[:2]]
+    assert flags == [word for word in recipes.expanded(line) if word not in line[:2]]
     assert (steps, flags[0], "--recipe" in flags) == (20000, "--expanded-recipe", False)
     # As a rank records it; the recipe may be another one by now.
     run = tmp_path / "recorded"
@@ -320,7 +323,7 @@ def test_the_launcher_passes_flags_on_and_resume_repeats_them(tmp_path, monkeypa
     (run / "starts.jsonl").write_text(json.dumps({"command": ["x.py", *flags]}) + "\n")
     (run / "metrics.jsonl").write_text('{"iteration": 1}\n')
     assert last_start.flags_of_last_start(run) == flags
-    assert last_start.flags_of_last_start(run, early.expanded(line[2:])) == []
+    assert last_start.flags_of_last_start(run, recipes.expanded(line[2:])) == []
 
 
 def test_recipes_are_listed_and_shown(capsys):

@@ -12,8 +12,7 @@ import pytest
 from megasink.data.corpus import Corpus
 from megasink.data.preprocess import preprocess
 from megasink.data.tokenizer import train_tokenizer
-from megasink.errors import ConfigError
-from megasink.training import early
+from megasink.training import job
 from tests.forkserver import server
 from tests.training.script_lines import SCRIPTS
 
@@ -38,13 +37,11 @@ def _placed(flags, files):
 @pytest.fixture(scope="module")
 def first(files):
     """{script: what a launcher without a GPU says of it}."""
-    found = {}
-    for name, script in SCRIPTS.items():
-        args = early.read(["--device", "cpu", *_placed(script.flags, files)], here=True)
-        with pytest.raises(ConfigError) as error:
-            early.refuse(args, script.ranks, here=True)
-        found[name] = error.value.problems
-    return found
+    answers = job.check(
+        job.Line(["--device", "cpu", *_placed(script.flags, files)], script.ranks)
+        for script in SCRIPTS.values()
+    )
+    return {name: answer.problems for name, answer in zip(SCRIPTS, answers, strict=True)}
 
 
 def _groups(words):

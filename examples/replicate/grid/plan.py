@@ -1,6 +1,7 @@
 """The runs of a grid, and everything that must be right before the first one starts."""
 
 import json
+from argparse import Namespace
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,7 +17,7 @@ from megasink.errors import ConfigError, UserError, unknown_name
 from megasink.files.atomic import atomic_text
 from megasink.files.json_file import read_object
 from megasink.options.command_line import flag_problems
-from megasink.training import early
+from megasink.training import job
 from megasink.training.flag_file import flag_words, refused
 
 _GRID = "grid.json"
@@ -58,12 +59,12 @@ def plan(grid: GridFile, out: Path) -> list[Run]:
     problems = [*_metric_problems(grid), *_command_problems(grid, out)]
     found: dict[str, list[str]] = {}  # problem -> cells
     runs = []
-    for cell in grid.cells:
-        try:
-            runs += [_run(cell, seed, out) for seed in grid.seeds]
-        except ConfigError as error:
-            for problem in error.problems:
+    for cell, args in _parsed(grid, out):
+        if isinstance(args, ConfigError):
+            for problem in args.problems:
                 found.setdefault(problem, []).append(cell.name)
+        else:
+            runs += [_run(cell, seed, out, args) for seed in grid.seeds]
     for problem, cells in found.items():
         where = "; ".join(cells[:3]) + f" and {len(cells) - 3} more" * (len(cells) > 3)
         problems.append(problem if len(cells) == len(grid.cells) > 1 else f"{where}: {problem}")
@@ -73,20 +74,36 @@ def plan(grid: GridFile, out: Path) -> list[Run]:
     return sorted(runs, key=lambda run: grid.seeds.index(run.seed))
 
 
-def _run(cell: Cell, seed: int, out: Path) -> Run:
+def _parsed(grid: GridFile, out: Path) -> Iterator[tuple[Cell, Namespace | ConfigError]]:
+    """Yield each cell with the arguments of its first run, or what refuses it."""
+    lines: dict[str, job.Line | ConfigError] = {}
+    for cell in grid.cells:
+        ranks = cell.flags.get("ranks")
+        try:
+            words = _words(cell, grid.seeds[0], out)
+            if ranks is not None and (type(ranks) is not int or ranks < 1):
+                raise ConfigError(f"ranks {ranks!r}: use a whole number, 1 or more")
+            lines[cell.name] = job.Line([*words, "--resume", "auto"], ranks)
+        except ConfigError as error:
+            lines[cell.name] = error
+    checked = iter(job.check(line for line in lines.values() if isinstance(line, job.Line)))
+    for cell in grid.cells:
+        line = lines[cell.name]
+        yield cell, line if isinstance(line, ConfigError) else next(checked)
+
+
+def _words(cell: Cell, seed: int, out: Path) -> list[str]:
     folder = out / cell.folder / f"seed-{seed}"
-    flags = dict(cell.flags)
-    ranks, on_cpu = flags.pop("ranks", None), flags.pop("cpu", False)
-    words = ["--device", "cpu"] if on_cpu else []
+    flags = {name: value for name, value in cell.flags.items() if name not in ("ranks", "cpu")}
+    words = ["--device", "cpu"] if cell.flags.get("cpu") else []
     words += filled(flag_words(flags), out=out, run=folder)
     if unsafe := refused(words, out):
         raise ConfigError(f"{text}: {_UNSAFE}" for text in unsafe.values())
-    words = ["--run-dir", str(folder), "--seed", str(seed), *words]
-    args = early.read([*words, "--resume", "auto"])
-    if ranks is not None and (type(ranks) is not int or ranks < 1):
-        raise ConfigError(f"ranks {ranks!r}: use a whole number, 1 or more")
-    early.refuse(args, ranks)
-    ranks = ranks or early.default_ranks(args)
+    return ["--run-dir", str(folder), "--seed", str(seed), *words]
+
+
+def _run(cell: Cell, seed: int, out: Path, args: Namespace) -> Run:
+    folder = out / cell.folder / f"seed-{seed}"
     return Run(
         cell=cell,
         seed=seed,
@@ -94,10 +111,10 @@ def _run(cell: Cell, seed: int, out: Path) -> Run:
         folder=folder,
         record=folder.with_name(f"{folder.name}.json"),
         state=folder.with_name(f"{folder.name}.partial.json"),
-        flags=words,
-        ranks=ranks,
+        flags=_words(cell, seed, out),
+        ranks=args.world_size,
         steps=args.train_iters or -(-args.train_samples // (args.global_batch_size or 1)),
-        way=way_of(args, ranks),
+        way=way_of(args, args.world_size),
     )
 
 

@@ -71,7 +71,7 @@ def way_of(args: Namespace, ranks: int) -> Way:
     """Choose how to start a run.
 
     Args:
-        args: of `megasink.training.early.read`.
+        args: of `megasink.training.job.check`.
     """
     if args.device != "cpu":
         return Way("launch", "it may use GPUs (cpu is not set)")

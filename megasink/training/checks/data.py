@@ -22,16 +22,12 @@ def problems(args: Namespace) -> Iterator[str]:
     yield from _place_problems(args)
     yield from _source_problems(args)
     yield from _replaced_tokens(args)
-    # One rank of each node: files may be local to a node, and every rank of a large job would ask
-    # the file system for every file.
-    if os.environ.get("LOCAL_RANK", "0") == "0":
-        yield from _presence_problems(args)
-    folder = args.tokenizer_model
-    if args.tokenizer_type == "HuggingFaceTokenizer":
-        if not folder and "tokenizer_model" not in args.refused_flags:
-            yield "no tokenizer: give --tokenizer-model FOLDER (a Hugging Face folder)"
-        elif folder and not Path(folder).is_dir():
-            yield f"--tokenizer-model {missing_folder(Path(folder))}"
+    yield from missing(args)
+    if stored := [prefix for prefix in named_prefixes(args) if is_stored(prefix)]:
+        yield from stored_problems(args, stored)
+    is_given = args.tokenizer_model or "tokenizer_model" in args.refused_flags
+    if args.tokenizer_type == "HuggingFaceTokenizer" and not is_given:
+        yield "no tokenizer: give --tokenizer-model FOLDER (a Hugging Face folder)"
 
 
 def _place_problems(args: Namespace) -> Iterator[str]:
@@ -102,16 +98,15 @@ def _replaced_tokens(args: Namespace) -> Iterator[str]:
         yield f"{flag} with --tokenizer-type {args.tokenizer_type}: use a Hugging Face tokenizer"
 
 
-def _presence_problems(args: Namespace) -> Iterator[str]:
-    """Report words that are not a blend, and datasets with missing files."""
+def missing(args: Namespace) -> Iterator[str]:
+    """Report words that are not a blend, datasets with missing files, and a missing tokenizer."""
     rank = os.environ.get("RANK", "0")
     where = "" if rank == "0" else f" on {socket.gethostname()}"
-    for blend in blends(args):
+    # One rank of each node: files may be local to a node, and every rank of a large job would ask
+    # the file system for every file.
+    for blend in blends(args) if os.environ.get("LOCAL_RANK", "0") == "0" else ():
         if blend.problem:
             yield blend.problem
-        stored = [p for p in blend.prefixes if is_stored(p)]
-        if stored:
-            yield from stored_problems(args, stored)
         absent = {p: missing_files(p) for p in blend.prefixes if not is_stored(p)}
         absent = {prefix: files for prefix, files in absent.items() if files}
         for prefix, files in list(absent.items())[:_SHOWN]:
@@ -124,6 +119,9 @@ def _presence_problems(args: Namespace) -> Iterator[str]:
                 f"{blend.flag}: {len(absent)} of {len(blend.prefixes)} datasets are not "
                 f"complete{where}; the first {_SHOWN} are above"
             )
+    folder = args.tokenizer_model
+    if args.tokenizer_type == "HuggingFaceTokenizer" and folder and not Path(folder).is_dir():
+        yield f"--tokenizer-model {missing_folder(Path(folder))}"
 
 
 def missing_files(prefix: str) -> list[str]:

@@ -24,18 +24,6 @@ from megasink.megatron.hybrid_pattern import (
 _FLAG = "--hybrid-layer-pattern"
 
 
-def count_layers(args: Namespace) -> None:
-    """Set the numbers of layers by the pattern, and the pattern by its deprecated flag."""
-    if args.hybrid_layer_pattern is None and args.hybrid_override_pattern is not None:
-        args.hybrid_layer_pattern, args.hybrid_override_pattern = args.hybrid_override_pattern, None
-    if (pattern := args.hybrid_layer_pattern) is None:
-        return
-    if args.num_layers is None:
-        args.num_layers = len(layers_of(pattern)) or None
-    if args.mtp_num_layers is None:
-        args.mtp_num_layers = pattern.count(PREDICTION) or None
-
-
 def problems(args: Namespace) -> Iterator[str]:
     pattern = args.hybrid_layer_pattern
     if pattern is None:

@@ -7,8 +7,6 @@ from megasink.attention.variants import Variant, variants
 from megasink.options.flags import flag_of
 from megasink.options.megatron_flags import having
 
-GATED_UNITS = ("reglu", "geglu", "swiglu")
-
 
 def problems(args: Namespace) -> Iterator[str]:
     window = args.window_size
@@ -46,11 +44,6 @@ def problems(args: Namespace) -> Iterator[str]:
     yield from _layer(args)
     if args.mtp_num_layers:
         yield from _prediction(args)
-
-
-def set_gated_unit(args: Namespace) -> None:
-    """Set --swiglu for a gated unit: Megatron's default FFN size and FLOPs depend on it."""
-    args.swiglu = args.swiglu or args.ffn_activation in GATED_UNITS
 
 
 def _layer(args: Namespace) -> Iterator[str]:

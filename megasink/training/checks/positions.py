@@ -33,6 +33,14 @@ def problems(args: Namespace) -> Iterator[str]:
             f"--position-embedding-type {kind} rotates pairs of channels, but a head has {width}: "
             "give an even --kv-channels"
         )
+    if args.rotary_scaling_factor != 1 and kind != "yarn":
+        cure = "use --position-embedding-type yarn"
+        if args.use_rope_scaling:
+            cure = f"give --rope-scaling-factor {args.rotary_scaling_factor} instead"
+        yield (
+            f"--rotary-scaling-factor {args.rotary_scaling_factor} has no effect with "
+            f"--position-embedding-type {kind}: {cure}"
+        )
     if args.attention_bias_type != "none":
         yield from _bias(args)
     prefix, length = args.prefix_lm_tokens, args.seq_length

@@ -25,6 +25,15 @@ def problems(args: Namespace) -> Iterator[str]:
         yield f"missing: {', '.join(missing)}"
     if args.recipe:  # starting a run has replaced it by its flags
         yield "--recipe works only in megasink train, plan, and the flags of a grid"
+    yield from ranges(args)
+    yield from _schedule(args)
+    if args.async_save and not (args.run_dir or args.save):
+        yield "--async-save needs --run-dir or --save: add one"
+    yield from _rates(args)
+
+
+def ranges(args: Namespace) -> Iterator[str]:
+    """Check the numbers of some arguments, or of all."""
     for name, value in vars(args).items():
         if value is None or (name == "num_experts" and value == 0):  # a dense model in Megatron
             continue
@@ -39,18 +48,6 @@ def problems(args: Namespace) -> Iterator[str]:
             yield f"{flag_of(name)} {value}: use more than 0"
         elif "share" in known and not 0 <= value < 1:
             yield f"{flag_of(name)} {value}: use 0 or more, and less than 1"
-    yield from _schedule(args)
-    if args.async_save and not (args.run_dir or args.save):
-        yield "--async-save needs --run-dir or --save: add one"
-    yield from _rates(args)
-
-
-def set_decay(args: Namespace) -> None:
-    """Set the length of the decay from --lr-wsd-decay-fraction."""
-    fraction, unit = args.lr_wsd_decay_fraction, "samples" if args.train_samples else "iters"
-    length = _length(args, unit)
-    if fraction is not None and length:
-        setattr(args, f"lr_wsd_decay_{unit}", max(1, round(fraction * length)))
 
 
 def _schedule(args: Namespace) -> Iterator[str]:

@@ -13,9 +13,8 @@ from megasink.attention.variants.gates import (
 from megasink.attention.variants.layers import PLAIN, layers_with_variant
 from megasink.balance.loss import without_gradient, wrong_together
 from megasink.config import MODEL_OPTIONS
-from megasink.errors import ConfigError
 from megasink.options.flags import flag_of
-from megasink.training import ffn_width
+from megasink.training.ffn_width import FFN_MULTIPLE, with_shape
 
 _DEFAULTS = {field.name: field.default for kind in MODEL_OPTIONS for field in fields(kind)}
 
@@ -170,9 +169,9 @@ def _width(args: Namespace) -> Iterator[str]:
     ranks = args.tensor_model_parallel_size
     if not changes_self_attention(args):
         yield "--match-ffn-width without a gate has nothing to match: drop the flag"
-    elif ffn_width.FFN_MULTIPLE % ranks:
+    elif FFN_MULTIPLE % ranks:
         yield (
-            f"--match-ffn-width rounds to multiples of {ffn_width.FFN_MULTIPLE}, which are not "
+            f"--match-ffn-width rounds to multiples of {FFN_MULTIPLE}, which are not "
             f"divisible by --tensor-model-parallel-size {ranks}: use a power of two, or choose "
             "--ffn-hidden-size yourself"
         )
@@ -202,29 +201,3 @@ def _without_softmax(args: Namespace, flag: str) -> Iterator[str]:
             f"--fp16: the weights of {flag} are not bounded by their sum, and float16 overflows at "
             "65504: use --bf16"
         )
-
-
-def with_shape(args: Namespace) -> Namespace:
-    """Return the arguments with values that Megatron derives later: groups and head dim."""
-    groups = args.num_query_groups if args.group_query_attention else args.num_attention_heads
-    head_dim = args.kv_channels or args.hidden_size // args.num_attention_heads
-    return Namespace(**{**vars(args), "num_query_groups": groups, "kv_channels": head_dim})
-
-
-def match_ffn_width(args: Namespace) -> None:
-    """Narrow the FFN to offset the gate's parameters (P1.21); rank 0 prints the change."""
-    bias = args.add_bias_linear or args.add_qkv_bias
-    extra = ffn_width.parameters_per_layer(with_shape(args), bias=bias)
-    try:
-        matched = ffn_width.matched_ffn_width(
-            args.ffn_hidden_size,
-            extra,
-            args.hidden_size,
-            gated_linear_unit=args.swiglu or args.quick_geglu,
-            bias=args.add_bias_linear,
-        )
-    except ValueError as error:
-        raise ConfigError([f"--match-ffn-width: {error}; drop the flag"]) from error
-    args.ffn_hidden_size = matched.after
-    if args.rank == 0:
-        print(f"--match-ffn-width: {matched}", flush=True)

@@ -7,17 +7,15 @@ from pathlib import Path
 from typing import Any
 
 from megasink.checkpoints.saved_arguments import read_arguments
-from megasink.data.output import mismatch
 from megasink.data.replaced_tokens import Replacement, problems_of, replacement
 from megasink.data.tokenizer import load_tokenizer, tokenizer_hash
 from megasink.data.tokenizer_files import read_files
 from megasink.errors import ConfigError, UserError
 from megasink.megatron.vocabulary import named_tokens
-from megasink.training.checks.blends import named_prefixes
 
 
 def problems(args: Namespace) -> Iterator[str]:
-    """Yield one message per problem. Imports transformers unless the tokenizer `is_quick`."""
+    """Yield one message per problem."""
     try:
         tokenizer = tokenizer_of(args)
     except UserError as error:
@@ -36,21 +34,6 @@ def problems(args: Namespace) -> Iterator[str]:
             f"embedding only {rows} rows: raise --padded-vocab-size or drop it"
         )
     yield from _row_problems(args)
-
-
-def is_quick(args: Namespace) -> bool:
-    """Return whether the checks can read the tokenizer without transformers."""
-    folder = args.tokenizer_model
-    if args.tokenizer_type != "HuggingFaceTokenizer" or not folder or not Path(folder).is_dir():
-        return True
-    if args.replace_tokens_at:
-        return False
-    files = _read_files(folder)
-    if files is None or files.is_certain:
-        return files is not None
-    # Probably transformers reads the same; if not, a data set is suspect, and it is asked.
-    sha256 = tokenizer_hash(files)
-    return not any(mismatch(prefix, sha256, folder) for prefix in named_prefixes(args))
 
 
 def _folder(args: Namespace) -> str | None:

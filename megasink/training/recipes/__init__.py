@@ -106,20 +106,18 @@ def vocabulary(argv: Sequence[str]) -> int | None:
     return next((size for size in reversed(sizes) if size is not None), None)
 
 
-def expanded(argv: Sequence[str], known: Known | None = None) -> list[str]:
+def expanded(argv: Sequence[str]) -> list[str]:
     """Replace ``--recipe`` by the flags that it stands for, before the other flags.
 
     ``--expanded-recipe`` records their origin and has no effect. ``--NAME=false`` drops a switch of
     the files. A command line without a file is returned unchanged.
 
-    Args:
-        argv: of `megasink train`.
-        known: as for `read`.
+    Everything that starts a run from words calls this before anything else reads them.
     """
     names, others = _split(argv)
     if names is None:
         return list(argv)
-    recipes = [read(name, known) for name in names]
+    recipes = [read(name) for name in names]
     unsafe = {
         name: (
             f"{recipe.name}: {text} is not taken from a file, for safety: to use it, or another "

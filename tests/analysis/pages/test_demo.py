@@ -1,10 +1,10 @@
 """The language of the demo, its flags, and its picture."""
 
 from megasink.cli import demo_runs as demo
-from megasink.training import early
+from tests.parsing import read
 
 
 def test_the_trainer_takes_the_flags():
     for coeff in demo.RUNS.values():
         flags = [*demo.FLAGS.split(), "--head-balance-coeff", coeff, "--train-iters", "10"]
-        assert early.read(flags).flag_problems == []
+        assert read(flags).flag_problems == []

@@ -1,0 +1,31 @@
+"""Command lines of training, parsed and checked in this process, where no platform is chosen."""
+
+from argparse import Namespace
+from collections.abc import Sequence
+from unittest import mock
+
+from megasink import cpu
+from megasink.errors import ConfigError
+from megasink.training import arguments, checks, recipes
+from megasink.upstream import fused
+
+
+def read(flags: Sequence[str]) -> Namespace:
+    """The arguments of a line, as on a machine with GPUs and TransformerEngine."""
+    with (
+        mock.patch.object(cpu, "cuda_present", return_value=True),
+        mock.patch.object(fused, "defaults", return_value={}),
+    ):
+        return arguments.read(flags)
+
+
+def refuse(flags: Sequence[str], ranks: int | None) -> None:
+    """Refuse a line that is wrong on any device.
+
+    Raises:
+        ConfigError: with every problem.
+    """
+    args = read(recipes.expanded(flags))
+    args.world_size = ranks or arguments.replica_ranks(args)
+    if problems := checks.of_line(args):
+        raise ConfigError(problems)
