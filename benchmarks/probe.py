@@ -109,6 +109,7 @@ def eager_scores(eager: Any, ids: Tensor) -> list[dict[str, Tensor]]:
 @torch.no_grad()
 def measure(what: str, repeats: int) -> float:
     """Seconds of one route."""
+    from megasink.analysis.capture.measurements import MeasuredSample
     from megasink.analysis.capture.recorder import Recorder
     from megasink.analysis.capture.transformers_model import TransformersProbe
 
@@ -126,7 +127,7 @@ def measure(what: str, repeats: int) -> float:
         def run() -> None:
             recorder.begin(1)
             probe.forward(ids)
-            recorder.end([{"index": 0, "source": ""}])
+            recorder.end([MeasuredSample(0, "", "", TOKENS)])
             recorder.take()
 
         return least(run, repeats)
@@ -145,6 +146,7 @@ def long_layer() -> float:
 
 def agree() -> None:
     """Refuse to compare two routes that do not give the same numbers."""
+    from megasink.analysis.capture.measurements import MeasuredSample
     from megasink.analysis.capture.recorder import Recorder
     from megasink.analysis.capture.transformers_model import TransformersProbe
 
@@ -154,12 +156,12 @@ def agree() -> None:
     with torch.no_grad(), TransformersProbe(eager, recorder) as probe:
         recorder.begin(1)
         probe.forward(ids)
-    recorder.end([{"index": 0, "source": ""}])
-    values = recorder.take().values
+    recorder.end([MeasuredSample(0, "", "", 256)])
+    values = recorder.take()
     with torch.no_grad():
         for layer, found in enumerate(eager_scores(eager, ids)):
             for name, expected in found.items():
-                actual = torch.from_numpy(values[name][0, layer])
+                actual = torch.from_numpy(values[f"value/{name}"][0, layer])
                 torch.testing.assert_close(
                     actual, expected.double(), rtol=1e-4, atol=1e-6, msg=name
                 )

@@ -57,12 +57,12 @@ def commands(made: Path, out: Path) -> dict[str, tuple[list[str], str, str]]:
     return {
         "analyze": (
             [str(made / "llama"), *data, *long, "--output", str(out)],
-            f"{analysis}.capture.measurements:ShardMeasurements.save",
+            f"{analysis}.store:Store.write",
             "out/partial/*",
         ),
         "ablate": (
             [str(made / "llama"), *data, *long, "--output", str(out)],
-            f"{analysis}.ablate.measure:Ablation.measured",
+            f"{analysis}.ablate.points:Ablation.measured",
             "out/.lock",
         ),
         "sweep": (

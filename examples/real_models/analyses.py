@@ -26,9 +26,10 @@ import megasink
 from examples.real_models.texts import MEASURED, Text, read_texts, whole_files
 from examples.real_models.wheels import FOLDER, told
 from examples.steps import command
-from megasink.analysis.ablate.points import PointFolder
+from megasink.analysis.ablate.points import MeasuredPoint, read_point
 from megasink.analysis.ablate.results import AblationPoint, AblationResults
 from megasink.analysis.folder import read_analysis
+from megasink.analysis.store import Store
 from megasink.files.atomic import atomic_file, atomic_text
 from megasink.files.checked_fields import from_json
 from megasink.files.json_file import read_object
@@ -173,10 +174,9 @@ class Subject:
             *("--score", *SCORES, "--zeroed", *PERCENTS, "--seeds", *"123", "--batch-size", "20"),
         )
 
-    @cached_property
-    def ablation_points(self) -> PointFolder:
-        """The measured points of `ablation`, with the loss of each text."""
-        return PointFolder(self.look / "ablation" / "points")
+    def ablation_point(self, key: str) -> MeasuredPoint:
+        """Return a measured point of `ablation`, with the loss of each text."""
+        return read_point(Store(self.look / "ablation" / "points"), key)
 
     @cached_property
     def on_task(self) -> AblationResults:
@@ -186,7 +186,7 @@ class Subject:
 
     def right(self, point: AblationPoint) -> Floats:
         """Return [questions]: 1 where a point of `on_task` has the right answer."""
-        found = PointFolder(self.look / "task" / "points").read(point.key)
+        found = read_point(Store(self.look / "task" / "points"), point.key)
         return np.array(found.tasks[TASK].of_each)
 
     def scores_at(self, tokens: int, *, long: bool = False) -> dict[str, Floats]:

@@ -158,7 +158,7 @@ def unchanged_loss(subject: Subject) -> float:
 
 def losses_of(subject: Subject, points: Sequence[AblationPoint]) -> Floats:
     """Return [N]: the loss of each text, in nats per token, mean over points, which are seeds."""
-    found = [subject.ablation_points.read(point.key).texts for point in points]
+    found = [subject.ablation_point(point.key).texts for point in points]
     rows = [[(text.nats or math.nan) / (text.targets or 1) for text in texts] for texts in found]
     return np.array(rows, dtype=np.float64).mean(0)
 

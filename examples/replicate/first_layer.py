@@ -17,8 +17,7 @@ from megasink.analysis.capture.base import ProbedModel
 from megasink.analysis.capture.inputs import Sample
 from megasink.analysis.capture.ranks import Ranks
 from megasink.analysis.capture.samples import inputs_of
-from megasink.analysis.interventions.kinds import ZeroHeads
-from megasink.analysis.interventions.record import changes_of
+from megasink.analysis.interventions.kinds import ZeroHeads, changes_of
 from megasink.analysis.loading import opened
 from megasink.analysis.measure import measure
 from megasink.analysis.options import AnalysisOptions

@@ -1,4 +1,4 @@
-"""Read a finished analysis from disk, and write its tables as CSV."""
+"""Read a finished analysis from disk, and list its tables."""
 
 from collections.abc import Iterator
 from pathlib import Path
@@ -18,9 +18,8 @@ from megasink.analysis.capture.inputs import shown
 from megasink.analysis.metrics import metrics, metrics_shown
 from megasink.analysis.metrics.registry import AXES
 from megasink.analysis.pages.analysis_figures import drawings
-from megasink.analysis.pages.csv_file import write_csv
 from megasink.analysis.results import FORMAT, MetricResult, Results, SampleResults
-from megasink.analysis.stored import read_arrays
+from megasink.analysis.store import read_arrays
 from megasink.checkpoints.find import runs_in
 from megasink.errors import UserError
 from megasink.files.checked_fields import checked, from_json
@@ -130,13 +129,12 @@ def _arrays(path: Path) -> Arrays:
     return read_arrays(path, "analyze the model again")
 
 
-def write_tables(analysis: Analysis, folder: Path) -> list[Path]:
-    """Write heads.csv, layers.csv, states.csv, scores.csv and datasets.csv, and return their paths.
+def tables_of(analysis: Analysis) -> dict[str, list[dict[str, Any]]]:
+    """Return the rows of the tables heads, layers, states, scores and datasets.
 
     The first three have a column for each registered metric of their axis shown in tables.
     """
-    folder.mkdir(parents=True, exist_ok=True)
-    results, written = analysis.results, []
+    results = analysis.results
     heads = [(i, head) for i, count in enumerate(results.model.heads) for head in range(count)]
     tables: dict[str, list[dict[str, Any]]] = {
         "heads": [{"layer": layer, "head": head} for layer, head in heads],
@@ -154,11 +152,7 @@ def write_tables(analysis: Analysis, folder: Path) -> list[Path]:
     for table, column, cells in _columns(analysis, heads):
         for row, cell in zip(tables[table], cells, strict=True):
             row[column] = cell
-    for table, rows in tables.items():
-        path = folder / f"{table}.csv"
-        write_csv(path, list(rows[0]) if rows else [], rows)
-        written.append(path)
-    return written
+    return tables
 
 
 def _columns(analysis: Analysis, heads: list[tuple[int, int]]) -> Iterator[tuple[str, str, Any]]:

@@ -5,13 +5,14 @@ Every instrument measures by this, in one call.
 Shapes: B rows, T tokens, V vocabulary.
 """
 
-import contextlib
 import itertools
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from rich.console import Console
 from torch import Tensor
 
@@ -23,20 +24,20 @@ from megasink.analysis.capture.base import (
     takes_seconds,
 )
 from megasink.analysis.capture.changes import HeadChange
-from megasink.analysis.capture.inputs import Sample, shown
-from megasink.analysis.capture.measurements import (
-    MeasuredSample,
-    Measurements,
-    ShardMeasurements,
-    merge_shards,
-)
+from megasink.analysis.capture.inputs import Sample, equal_lengths, shown
+from megasink.analysis.capture.measurements import MeasuredSample, Measurements, merged
 from megasink.analysis.capture.ranks import Ranks
 from megasink.analysis.capture.recorder import Recorder
-from megasink.analysis.capture.shards import PartialFolder, Shard, plan
 from megasink.analysis.options import AnalysisOptions
-from megasink.console.progress import progress
+from megasink.analysis.store import Store
 from megasink.data.token_bytes import TokenBytes
 from megasink.errors import UserError
+
+MOST = 64
+"""Maximum number of shards; each holds the sums of `MeanCosine`, however few its samples."""
+
+Shard = list[list[int]]
+"""Sample indices by batch."""
 
 
 def measure(
@@ -46,25 +47,16 @@ def measure(
     metrics: Iterable[str] | None = None,
     *,
     changes: Sequence[HeadChange] = (),
-    token_bytes: TokenBytes | None = None,
-    partial: PartialFolder | None = None,
-    ranks: Ranks | None = None,
-    console: Console | None = None,
+    **how: Any,
 ) -> Measurements | None:
-    """Run the samples and return the metrics of each, all metrics if none are named; see `run`."""
+    """Run the samples and return the metrics of each, all metrics if none are named.
+
+    Args:
+        how: arguments of `run`.
+    """
     recorder = Recorder(model.heads, metrics, options)
     with model.open_probe(recorder, changes) as probe:
-        return run(
-            probe,
-            recorder,
-            samples,
-            options,
-            device=model.device,
-            token_bytes=token_bytes,
-            console=console,
-            partial=partial,
-            ranks=ranks,
-        )
+        return run(probe, recorder, samples, options, device=model.device, **how)
 
 
 def run(
@@ -75,50 +67,50 @@ def run(
     *,
     device: torch.device | str = "cpu",
     token_bytes: TokenBytes | None = None,
-    console: Console | None = None,
-    partial: PartialFolder | None = None,
+    store: Store | None = None,
     ranks: Ranks | None = None,
+    console: Console | None = None,
+    everywhere: bool = False,
 ) -> Measurements | None:
-    """Run every sample and return the measurements; None on every rank but 0.
+    """Run every sample and return the measurements, on rank 0 alone unless `everywhere`.
 
-    Batches hold sequences of one length, so nothing is padded. Several ranks need `partial`.
+    Batches hold sequences of one length, so nothing is padded. Several ranks need a `store` with a
+    folder; without any, shards stay in memory.
     """
-    ranks = ranks or Ranks()
-    console = console or Console(stderr=True, quiet=bool(ranks.rank))
+    ranks, store = ranks or Ranks(), store or Store()
     shards, about = plan(samples, options.batch_size), shown(sample.dataset for sample in samples)
-    here: list[ShardMeasurements] = []
-    before = _open(partial, shards, ranks, console)
     most = BACKWARD_TOKENS if probe.differentiates else PASS_TOKENS
-    tokens = min(most, sum(len(sample.tokens) for sample in samples))
-    slow = takes_seconds(probe.model, tokens)
-    bar = progress("analyzing", len(samples), "samples", before=before, console=console, slow=slow)
-    with _leaving_nothing_empty(partial, ranks), bar as tell:
-        for number in ranks.claims(len(shards)):
-            if partial is not None and partial.has(number):
-                continue
-            for batch in _passes(shards[number], samples, device, most):
-                recorder.begin(len(batch))
-                ids_BT = torch.tensor([samples[i].tokens for i in batch], device=device)
-                losses = _losses(probe, [samples[i] for i in batch], ids_BT, options)
-                measured = [
-                    _measured(samples[i], i, nats_T, token_bytes)
-                    for i, nats_T in zip(batch, losses, strict=True)
-                ]
-                recorder.end(measured, about)
-                tell(before + ranks.advance(len(batch)))
-            if partial is None:
-                here.append(recorder.take())
-            else:
-                partial.write(number, recorder.take())
-        ranks.reach("measured")
-        if ranks.rank:
-            return None
-        ranks.await_all("measured", lambda done: tell(before + done))
-    done: Iterable[ShardMeasurements] = here if partial is None else partial.read(len(shards))
-    measurements = merge_shards(done, recorder.heads)
+
+    def make(number: int, done: Callable[[int], None]) -> dict[str, NDArray[Any]]:
+        for batch in _passes(shards[number], samples, device, most):
+            recorder.begin(len(batch))
+            ids_BT = torch.tensor([samples[i].tokens for i in batch], device=device)
+            losses = _losses(probe, [samples[i] for i in batch], ids_BT, options)
+            measured = [
+                _measured(samples[i], i, nats_T, token_bytes)
+                for i, nats_T in zip(batch, losses, strict=True)
+            ]
+            recorder.end(measured, about)
+            done(len(batch))
+        return recorder.take()
+
+    parts = {f"shard_{n:05d}.npz": sum(map(len, shard)) for n, shard in enumerate(shards)}
+    goes_on = store.fill(
+        parts,
+        make,
+        ranks,
+        verb="analyzing",
+        unit="samples",
+        console=console or Console(stderr=True, quiet=bool(ranks.rank)),
+        slow=takes_seconds(probe.model, min(most, sum(len(s.tokens) for s in samples))),
+        everywhere=everywhere,
+    )
+    if not goes_on:
+        return None
+    measurements = merged(map(store.read, parts), recorder.heads)
     if not measurements.samples:
-        if partial is not None:
-            partial.remove()  # its contents are useless, and the fix changes the settings
+        if ranks.size == 1:
+            store.remove()  # its contents are useless, and the fix changes the settings
         first = measurements.non_finite[0]
         heads = f", heads {first.heads}" if first.heads else ""
         raise UserError(
@@ -142,36 +134,26 @@ def _cure(model: torch.nn.Module) -> str:
     return "run the model in a wider dtype (--dtype float32)"
 
 
-@contextlib.contextmanager
-def _leaving_nothing_empty(partial: PartialFolder | None, ranks: Ranks) -> Iterator[None]:
-    """Delete the new folder of an analysis that ends before its first shard.
+def plan(samples: Sequence[Sample], batch_size: int) -> list[Shard]:
+    """Cut samples into batches of one length, shortest first, and batches into shards.
 
-    Otherwise it would reject the same analysis with the option that the error asks for.
+    The plan depends on nothing else, so every process has the same one, also after a restart.
     """
-    try:
-        yield
-    except BaseException:
-        if partial is not None and ranks.size == 1:  # else another may be about to write one
-            partial.discard()
-        raise
 
+    def length(i: int) -> int:
+        return len(samples[i].tokens)
 
-def _open(
-    partial: PartialFolder | None, shards: list[Shard], ranks: Ranks, console: Console
-) -> int:
-    """Return the number of samples in finished shards."""
-    if partial is None:
-        return 0
-    if ranks.rank:
-        ranks.await_first("opened")
-        partial.check_shared()
-        return 0
-    there = partial.open(len(shards))
-    before = sum(len(batch) for n, shard in enumerate(shards) if partial.has(n) for batch in shard)
-    ranks.reach("opened")
-    if there:
-        console.print(f"resuming: {there} of {len(shards)} parts ({before} samples) are finished")
-    return before
+    least = max(batch_size, -(-len(samples) // MOST))
+    shards: list[Shard] = []
+    room = 0
+    order = sorted(range(len(samples)), key=length)
+    for batch in equal_lengths(order, length, batch_size):
+        if room <= 0:
+            shards.append([])
+            room = least
+        shards[-1].append(list(batch))
+        room -= len(batch)
+    return shards
 
 
 def _passes(

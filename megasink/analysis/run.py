@@ -1,7 +1,6 @@
 """Run an analysis of a model that is ready for probing, and write its results."""
 
 import contextlib
-import hashlib
 import sys
 from collections.abc import Sequence
 from dataclasses import replace
@@ -10,19 +9,18 @@ from pathlib import Path
 from megasink.analysis.analysis import Analysis
 from megasink.analysis.capture.base import ProbedModel
 from megasink.analysis.capture.geometry import project, read_rows
-from megasink.analysis.capture.identity import identity
+from megasink.analysis.capture.identity import analysis_identity
 from megasink.analysis.capture.inputs import shown
 from megasink.analysis.capture.maps import Head, geometry, named_heads, telling_heads
 from megasink.analysis.capture.ranks import Ranks
 from megasink.analysis.capture.samples import Inputs, inputs_of
-from megasink.analysis.capture.shards import PartialFolder
+from megasink.analysis.draw import write_numbers, write_own_page
 from megasink.analysis.folder import Arrays, analysis_of, read_analysis
 from megasink.analysis.measure import measure
 from megasink.analysis.metrics import metrics
 from megasink.analysis.options import AnalysisOptions
-from megasink.analysis.results_files import holding
+from megasink.analysis.store import Store, holding, key_of
 from megasink.analysis.summary import summarize
-from megasink.analysis.write import write_numbers, write_own_page
 from megasink.data.token_bytes import TokenBytes, token_bytes
 from megasink.errors import UserError
 
@@ -47,30 +45,29 @@ def analyze(
     if output is None:
         made = _measured(model, options, inputs, named, ranks)
         return made and made[0]
-    ranks.enter(str(output))
-    facts = identity(model, inputs.samples, options)
+    facts = analysis_identity(model, inputs.samples, options)
     # A derived metric changes the results, but no shard.
     drawn = {
         "--name": model.facts["name"],
         **options.by_flag("seed", "maps", "map_length"),
         "metrics": sorted(metrics()),
     }
-    digest = hashlib.sha256(repr((facts, drawn)).encode()).hexdigest()
+    digest = key_of([facts, drawn])
     inputs = Inputs(
         inputs.samples, replace(inputs.facts, identity=digest, weights=facts["weights"])
     )
     if of_trace and (before := _made_before(output, digest)) is not None:
         return None if ranks.rank else before
     with holding(options, "analyze", facts | drawn, ranks) as record:
-        partial = PartialFolder(output / "partial", facts, overwrite=options.overwrite)
-        made = _measured(model, options, inputs, named, ranks, partial)
+        store = Store(output / "partial", facts, overwrite=options.overwrite)
+        made = _measured(model, options, inputs, named, ranks, store)
         if made is None:
             return None
         record()
         write_numbers(output, *made)
         if not of_trace:
             write_own_page(output, made[0])
-        partial.remove()
+        store.remove()
     return made[0]
 
 
@@ -80,13 +77,13 @@ def _measured(
     inputs: Inputs,
     named: Sequence[Head],
     ranks: Ranks,
-    partial: PartialFolder | None = None,
+    store: Store | None = None,
 ) -> tuple[Analysis, Arrays] | None:
     """Run the samples and short extra passes; return the analysis and samples.npz on rank 0."""
     samples = inputs.samples
     token_bytes = bytes_by_token(model, ranks) if options.loss else None
     measurements = measure(
-        model, samples, options, token_bytes=token_bytes, partial=partial, ranks=ranks
+        model, samples, options, token_bytes=token_bytes, store=store, ranks=ranks
     )
     if measurements is None:
         return None

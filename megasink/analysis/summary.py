@@ -14,7 +14,7 @@ from torch import Tensor
 
 import megasink
 from megasink.analysis.capture.inputs import MADE, Sample
-from megasink.analysis.capture.measurements import Floats, Measurements
+from megasink.analysis.capture.measurements import AnalysisValues, Floats, Measurements
 from megasink.analysis.metrics import metrics
 from megasink.analysis.metrics.sinks import sink_positions
 from megasink.analysis.metrics.thresholds import (
@@ -35,7 +35,6 @@ from megasink.analysis.results import (
     Results,
     RunFacts,
 )
-from megasink.analysis.values import AnalysisValues
 from megasink.attention.definitions import SHARES
 from megasink.files.checked_fields import to_json
 

@@ -14,7 +14,7 @@ import numpy as np
 
 import megasink
 from megasink.analysis.capture.base import ProbedModel
-from megasink.analysis.capture.identity import identity
+from megasink.analysis.capture.identity import analysis_identity
 from megasink.analysis.capture.inputs import (
     Reader,
     Sample,
@@ -25,7 +25,6 @@ from megasink.analysis.capture.inputs import (
 from megasink.analysis.capture.measurements import Measurements
 from megasink.analysis.capture.ranks import Ranks
 from megasink.analysis.capture.samples import replacement_for
-from megasink.analysis.capture.shards import PartialFolder
 from megasink.analysis.measure import measure
 from megasink.analysis.metrics import metrics
 from megasink.analysis.metrics.thresholds import inactive, share_by_layer, threshold
@@ -33,7 +32,7 @@ from megasink.analysis.metrics.tokens import repeated_first_token
 from megasink.analysis.options import SweepOptions
 from megasink.analysis.pages.sweep import write_sweep
 from megasink.analysis.results import FORMAT, ModelFacts, SweepResults, SweepRow
-from megasink.analysis.results_files import holding
+from megasink.analysis.store import Store, holding
 from megasink.analysis.summary import LAYER_SHARE, metric_results, scores_of
 from megasink.data.corpus import Corpus
 from megasink.data.replaced_tokens import Replacement
@@ -67,6 +66,7 @@ def sweep(model: ProbedModel, options: SweepOptions, ranks: Ranks) -> SweepResul
     """
     output = options.output
     assert output is not None
+    partial = output / "partial"
     tokenizer, positions, first = model.tokenizer, model.positions, model.first
     settings = settings_of(options, tokenizer)
     longest = max(s.length + s.copies - (s.bos == "none") for s in settings) + len(first)
@@ -78,20 +78,17 @@ def sweep(model: ProbedModel, options: SweepOptions, ranks: Ranks) -> SweepResul
         )
     contents = contents_of(options, tokenizer)
     replaced = replacement_for(options, model)
-    about = identity(model, contents, options, METRICS)
-    about |= options.by_flag("max_samples", "lengths", "first_token_copies")
+    facts = analysis_identity(model, contents, options, METRICS)
+    about = facts | options.by_flag("max_samples", "lengths", "first_token_copies")
     about |= {"--bos": options.beginnings, "--name": model.facts["name"]}
     about |= {"replaced": None if replaced is None else [replaced.positions, replaced.value]}
     with holding(options, "sweep", about, ranks) as record:
-        measured, partials = [], []
+        measured = []
         for setting in settings:
             samples = samples_of(setting, contents, first, tokenizer.bos_token_id, replaced)
-            ranks.enter(f"{output}/{setting.label}")
-            facts = identity(model, samples, options, METRICS)
-            folder = output / "partial" / setting.label
-            partial = PartialFolder(folder, facts, overwrite=options.overwrite)
-            measurements = measure(model, samples, options, METRICS, partial=partial, ranks=ranks)
-            partials.append(partial)
+            own = facts | {"data": data_hash(samples)}
+            store = Store(partial / setting.label, own, overwrite=options.overwrite)
+            measurements = measure(model, samples, options, METRICS, store=store, ranks=ranks)
             if measurements is not None:
                 measured.append((setting, measurements))
         if ranks.rank:
@@ -99,9 +96,7 @@ def sweep(model: ProbedModel, options: SweepOptions, ranks: Ranks) -> SweepResul
         results, arrays = _results(options, model, contents, replaced, measured)
         record()
         write_sweep(results, arrays, output)
-        for partial in partials:
-            partial.remove()
-        (output / "partial").rmdir()
+        Store(partial).remove()
     return results
 
 

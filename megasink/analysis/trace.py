@@ -9,10 +9,9 @@ from rich.console import Console
 from megasink.analysis.capture.ranks import Ranks
 from megasink.analysis.loading import open_checkpoint
 from megasink.analysis.options import AnalysisOptions, ModelOptions
-from megasink.analysis.pages.drawing import PAGE_FILES
 from megasink.analysis.pages.trace import trace_row, write_trace
-from megasink.analysis.results_files import holding, results_of
 from megasink.analysis.run import analyze
+from megasink.analysis.store import holding
 from megasink.checkpoints.find import find_checkpoint, is_run
 from megasink.checkpoints.intact import checkpoint_path, iterations
 from megasink.console.printable import say_next
@@ -53,9 +52,7 @@ def trace(which: ModelOptions, options: AnalysisOptions, ranks: Ranks) -> None:
         if ranks.rank:
             return
         record()
-        with results_of(output, PAGE_FILES) as folder:
-            write_trace(rows, folder, which.shown_name)
-    print(f"wrote {output}/report.html and trace.csv from {len(rows)} analyses")
+        write_trace(rows, output, which.shown_name)
     say_next(
         "the page of one of them",
         *("report", folders[steps[-1]], "--output", f"{output}-{steps[-1]}"),

@@ -145,7 +145,7 @@ def _of_others(options: AblationOptions, model: Sequence[int] | None) -> list[st
         except (ValueError, UserError) as error:
             problems.append(f"--heads {error}")
     if options.interventions is not None:
-        from megasink.analysis.interventions.entries import read_interventions
+        from megasink.analysis.interventions.kinds import read_interventions
 
         try:
             if not read_interventions(options.interventions):

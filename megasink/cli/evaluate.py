@@ -40,7 +40,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         given = options | {"--tasks": args.tasks, "--num-fewshot": args.num_fewshot}
         given |= {"--task-folder": args.task_folder, "--interventions": []}
         if interventions:
-            from megasink.analysis.interventions.entries import to_entry
+            from megasink.analysis.interventions.kinds import to_entry
 
             given["--interventions"] = [to_entry(one) for one in interventions]
         shown = {flag_of(name.removeprefix("--")): value for name, value in given.items()}
@@ -56,14 +56,13 @@ def main(argv: Sequence[str] | None = None) -> int:
             allow_download=args.allow_download,
             run_generated_code=args.confirm_run_unsafe_code,
         )
+        from megasink.analysis.capture.identity import identity
         from megasink.analysis.evaluate.harness import evaluate
         from megasink.analysis.evaluate.results import write_evaluation
-        from megasink.transformers.identity import model_identity
 
         with opened(which, ranks) as model:
-            about = model_identity(model.module, model.tokenizer, f"lm-eval {version('lm_eval')}")
-            about |= {"generation": model.generation, "device": model.device.type}
-            about |= {**model.facts, **given}
+            about = identity(model, f"lm-eval {version('lm_eval')}", generation=model.generation)
+            about |= model.facts | given
             folder = (args.output, "evaluate", about)
             with results_in(*folder, given=shown, overwrite=args.overwrite) as record:
                 results = evaluate(model, interventions, tasks, **options)
@@ -158,6 +157,6 @@ def _check(args: argparse.Namespace, *, is_run: bool) -> tuple[ModelOptions, lis
     which = settled(args, problems)
     if args.interventions is None:
         return which, []
-    from megasink.analysis.interventions.entries import read_interventions
+    from megasink.analysis.interventions.kinds import read_interventions
 
     return which, list(read_interventions(args.interventions))

@@ -4,7 +4,6 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from megasink.analysis.pages.comparable import name_apart
-from megasink.analysis.results_files import results_of
 from megasink.checkpoints.find import runs_in
 from megasink.errors import ConfigError
 from megasink.files.output_folder import add_overwrite, exclusive, results_in
@@ -33,15 +32,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     kinds = ("png", "pdf") if args.pdf else ("png",)
     from megasink.analysis.draw import write_report
     from megasink.analysis.folder import read_analysis
-    from megasink.analysis.pages.drawing import PAGE_FILES
 
     if args.analyses == [args.output]:
         # The page of an analysis, beside its numbers: read under the lock, so that no `megasink
         # analyze` can replace them meanwhile.
         with exclusive(args.output):
-            analysis = read_analysis(args.output)
-            with results_of(args.output, (*PAGE_FILES, "tables/*.csv"), kept=False) as folder:
-                write_report([analysis], folder, kinds=kinds)
+            write_report([read_analysis(args.output)], args.output, kinds=kinds)
     else:
         # Read before the output is touched: a failed page must not replace an older one.
         analyses = [read_analysis(folder) for folder in args.analyses]
@@ -49,7 +45,6 @@ def main(argv: Sequence[str] | None = None) -> int:
         about = {"analyses": [path.resolve() for path in args.analyses], "--pdf": args.pdf}
         with results_in(args.output, "report", about, overwrite=args.overwrite) as record:
             record()
-            with results_of(args.output, PAGE_FILES, kept=False) as folder:
-                write_report(analyses, folder, kinds=kinds)
+            write_report(analyses, args.output, kinds=kinds)
     print(f"wrote {args.output}/report.html")
     return 0

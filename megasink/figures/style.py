@@ -10,12 +10,14 @@ import textwrap
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from io import BytesIO
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from megasink.console.printable import printable
+from megasink.figures.recorded import Series, curve, named_axes, shown
 from megasink.files.atomic import atomic_file
 
 WIDTH = 11.0
@@ -165,6 +167,7 @@ def wrapped(name: str) -> str:
 
 def label(axis: Any, title: str, ylabel: str = "", xlabel: str = "") -> None:
     """Set title and axis labels."""
+    named_axes(axis, title, ylabel, xlabel)
     axis.set_title(title)
     axis.set_xlabel(xlabel)
     axis.set_ylabel(ylabel)
@@ -207,6 +210,10 @@ def density(axis: Any, values: Any, edges: Any, color: Any, name: str) -> None:
     """Draw the step outline of a density over bins, lightly filled."""
     axis.stairs(values, edges, color=color, linewidth=1.4, label=name)
     axis.stairs(values, edges, color=color, fill=True, alpha=0.15)
+    bins = list(pairwise(edges))
+    boxes = [([a, 0.0], [b, v]) for (a, b), v in zip(bins, values, strict=True)]
+    at = [f"{a:.4g} to {b:.4g}" for a, b in bins]
+    shown(axis).series.append(Series(name, at, values, boxes))
 
 
 def whole_numbers(*axes: Any) -> None:
@@ -217,12 +224,33 @@ def whole_numbers(*axes: Any) -> None:
         axis.set_major_locator(MaxNLocator(integer=True, min_n_ticks=1))
 
 
-def heatmap(axis: Any, table: Any, **options: Any) -> Any:
-    """Draw an image with blank missing cells and whole-number axes."""
+def heatmap(
+    axis: Any,
+    table: Any,
+    rows: Sequence[str] = (),
+    columns: Sequence[str] = (),
+    sides: Sequence[float] | None = None,
+    **options: Any,
+) -> Any:
+    """Draw an image with blank missing cells and whole-number axes, and record it.
+
+    Args:
+        rows, columns: their names; by default their numbers.
+        sides: left and right side; by default columns are 1 wide.
+    """
     axis.grid(False)
-    image = axis.imshow(
-        np.ma.masked_invalid(table), aspect="auto", interpolation="nearest", **options
+    cells = np.ma.masked_invalid(table)
+    height, width = cells.shape
+    left, right = (-0.5, width - 0.5) if sides is None else sides
+    ends = (-0.5, height - 0.5) if options.get("origin") == "lower" else (height - 0.5, -0.5)
+    options |= {"aspect": "auto", "interpolation": "nearest"}
+    image = axis.imshow(cells, extent=(left, right, *ends), **options)
+    down, across = (
+        [" ".join(name.split()) or str(i) for i, name in enumerate(given)]
+        for given in (rows or map(str, range(height)), columns or map(str, range(width)))
     )
+    y, x = np.arange(height + 1) - 0.5, np.linspace(left, right, width + 1)
+    shown(axis).maps.append((np.ma.filled(cells.astype(float), np.nan), down, across, y, x))
     whole_numbers(axis.xaxis, axis.yaxis)
     return image
 
@@ -241,10 +269,12 @@ def shares_of_heads(by_score: dict[str, dict[str, Any]]) -> Any:
     for row, (score, of) in zip(axes, by_score.items(), strict=True):
         for axis, (setting, table) in zip(row, of.items(), strict=False):
             image = heatmap(axis, table, vmin=0, vmax=1, cmap="magma")
+            named_axes(axis, setting, "layer", "head")
             axis.set_title(setting, fontsize=8)
         for axis in row[len(of) :]:
             axis.set_axis_off()
-        row[0].set_title(f"{score}\n{next(iter(of))}", fontsize=8)
+        named_axes(row[0], title := f"{score}\n{next(iter(of))}")
+        row[0].set_title(title, fontsize=8)
         row[0].set_ylabel("layer")
     for axis in axes[-1]:
         axis.set_xlabel("head")
@@ -277,7 +307,7 @@ def line(axis: Any, x: Any, y: Any, **style: Any) -> None:
     x, y = np.asarray(x, dtype=float), np.asarray(y, dtype=float)
     there = np.isfinite(y)
     few = "o" if there.sum() <= 40 else ""
-    axis.plot(x[there], y[there], marker=few, **style)
+    curve(axis, x[there], y[there], marker=few, **style)
 
 
 def zoom(axis: Any) -> None:

@@ -192,7 +192,8 @@ class HeadBalance(LossStep):
 
     def _drop_with(self, holder: Any, name: str) -> None:
         """Discard a step that was not reduced where a method of the host drops its gradients."""
-        this, drop = weakref.ref(self), getattr(holder, name, None)
+        this = weakref.ref(self)
+        drop: Any = getattr(holder, name, None)
 
         def dropping(*args: Any, **kwargs: Any) -> Any:
             balance = this()

@@ -47,7 +47,6 @@ SAFE = {
     ("megasink/data/tokenizer.py", "trust_remote_code"): "False",
     ("megasink/cli/__init__.py", "import_module"): OWN_NAMES,
     ("megasink/cli/demo_runs.py", "subprocess"): FIXED,
-    ("megasink/analysis/interventions/__init__.py", "import_module"): OWN_NAMES,
     ("megasink/analysis/metrics/registry.py", "import_module"): OWN_NAMES,
     (
         "megasink/plan/hollow/build.py",
@@ -59,8 +58,7 @@ SAFE = {
         "examples/replicate/grid/start.py",
         "subprocess",
     ): "this Python with our own commands, no shell; flags of the user's file",
-    ("megasink/analysis/evaluate/offline.py", "huggingface_hub"): "switches it offline",
-    ("megasink/analysis/evaluate/tasks_loading.py", "huggingface_hub"): "where its cache is",
+    ("megasink/analysis/evaluate/tasks_loading.py", "huggingface_hub"): "its cache; set offline",
     ("megasink/cli/hub.py", "huggingface_hub"): "asked for by --allow-download or --push alone",
     ("megasink/cli/hub.py", "snapshot_download"): "for --allow-download: safetensors, JSON and "
     "text by name; no pickles, no code",
@@ -77,8 +75,8 @@ SAFE = {
     "packages that somebody installed; never a name that stands in a file",
     ("megasink/transformers/load.py", "from_pretrained"): LOCAL,
     ("megasink/transformers/load.py", "trust_remote_code"): "False",
-    ("megasink/analysis/stored.py", "allow_pickle"): ARRAYS,
-    ("megasink/analysis/stored.py", "numpy.load"): ARRAYS,
+    ("megasink/analysis/store.py", "allow_pickle"): ARRAYS,
+    ("megasink/analysis/store.py", "numpy.load"): ARRAYS,
     ("megasink/training/checked_dataset.py", "allow_pickle"): ARRAYS,
     ("megasink/training/checked_dataset.py", "numpy.load"): ARRAYS,
     ("examples/steps.py", "subprocess"): OWN,

@@ -8,7 +8,7 @@ import sys
 import pytest
 
 from megasink.analysis.capture.inputs import dataset_names
-from megasink.analysis.pages.csv_file import write_csv
+from megasink.analysis.store import write_csv
 from megasink.cli import generate
 from megasink.cli import main as megasink
 from megasink.console import stopping

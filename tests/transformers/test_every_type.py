@@ -211,7 +211,7 @@ def test_blocks_of_keys_that_are_chosen_are_refused():
 def test_a_zeroing_that_reads_attention_is_refused_too():
     """Not one of given heads: it leaves the model's attention alone."""
     model, _ = small("deepseek_v32")
-    change = DynamicZeroing("awft", 0.3).change()
+    change = DynamicZeroing("awft", 0.3).running()
     with (
         pytest.raises(UserError, match="attends to 4 of 11 keys"),
         TransformersProbe(model, Listener(), [change]) as probe,

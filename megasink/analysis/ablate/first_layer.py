@@ -10,13 +10,13 @@ from typing import Any
 import numpy as np
 from rich.console import Console
 
-from megasink.analysis.ablate.on_texts import OnTexts
-from megasink.analysis.ablate.points import key_of
+from megasink.analysis.ablate.points import OnTexts
 from megasink.analysis.ablate.settings import Setting
 from megasink.analysis.capture.geometry import read_rows
 from megasink.analysis.capture.sites import PRODUCT
-from megasink.analysis.interventions.record import changes_of
+from megasink.analysis.interventions.kinds import changes_of
 from megasink.analysis.metrics.geometry import Floats, neighbor_embedding
+from megasink.analysis.store import key_of
 from megasink.console.progress import tracked
 from megasink.errors import UserError
 
@@ -29,7 +29,7 @@ def activations(ablation: OnTexts, settings: Sequence[Setting], seed: int) -> di
     console = Console(stderr=True)
     for setting in tracked(settings, "t-SNE", len(settings), "settings", console=console):
         key = f"tsne-{key_of(ablation.facts(setting.entries) | {'seed': seed})}"
-        arrays = ablation.folder.arrays(key, partial(_embedded, ablation, setting, seed))
+        arrays = ablation.kept(key, partial(_embedded, ablation, setting, seed))
         coordinates[setting.label], coordinates[POSITION] = arrays["points"], arrays["position"]
     return coordinates
 

@@ -1,26 +1,45 @@
-"""Measured points, each in a file named by a hash of its settings.
+"""Measured points of an ablation, on texts or on tasks, each in a file named by its settings' hash.
 
 A killed, repeated or extended sweep finds the existing points, whoever measured them.
 """
 
-import hashlib
-import json
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
-from pathlib import Path
+from dataclasses import dataclass, replace
+from importlib.metadata import version
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
+from rich.console import Console
 
+from megasink.analysis.ablate.calibration import scores_of
+from megasink.analysis.ablate.settings import Setting
+from megasink.analysis.capture.base import ProbedModel
+from megasink.analysis.capture.changes import HeadChange
 from megasink.analysis.capture.inputs import Sample
 from megasink.analysis.capture.measurements import MeasuredSample
-from megasink.analysis.capture.shards import check_shared, writing_parts
-from megasink.analysis.stored import read_arrays, read_sealed, write_arrays, write_object
+from megasink.analysis.capture.ranks import Ranks
+from megasink.analysis.evaluate.harness import TaskScores, evaluate
+from megasink.analysis.evaluate.tasks_loading import LoadedTasks
+from megasink.analysis.interventions.dynamic_zeroing import DynamicChange
+from megasink.analysis.interventions.kinds import Intervention, changes_of
+from megasink.analysis.interventions.scores import LayerScore, statistics_of
+from megasink.analysis.measure import measure
+from megasink.analysis.metrics import metrics
+from megasink.analysis.metrics.thresholds import Scores
+from megasink.analysis.options import AblationOptions
+from megasink.analysis.store import Store, key_of
+from megasink.analysis.summary import scores_of as scores_in
+from megasink.data.token_bytes import TokenBytes
 from megasink.errors import UserError
 from megasink.files.checked_fields import from_json, to_json
 
 Floats = NDArray[np.float64]
+ACCURACIES = ("acc", "exact_match")
+"""The metric of a task, the first that it has; others are not accuracies."""
+_SEED = 0
+"""Of random scores, which no threshold is taken from."""
 
 
 @dataclass(kw_only=True)
@@ -51,60 +70,197 @@ class MeasuredPoint:
     tasks: dict[str, TaskScore]  # task -> its result. One of them is empty.
 
 
-def key_of(facts: Mapping[str, Any]) -> str:
-    """Return the SHA-256 of the facts."""
-    return hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()
+Measured = tuple[list[MeasuredSample], dict[str, TaskScore]]
+"""Each text with its loss, and each task with its accuracy; one of them is empty."""
 
 
-def texts_hash(samples: Sequence[Sample]) -> str:
-    """Return the SHA-256 of the token ids, the scored targets and the dataset of all samples."""
-    digest = hashlib.sha256()
-    for sample in samples:
-        digest.update(repr((sample.tokens, sample.scored, sample.dataset)).encode())
-    return digest.hexdigest()
+@dataclass(frozen=True)
+class Ablation(ABC):
+    """Base class of an ablation; a subclass defines the inputs of its points."""
+
+    model: ProbedModel
+    identity: dict[str, Any]  # of the model
+    store: Store  # keeps what is measured
+    ranks: Ranks  # processes that share the points
+
+    @abstractmethod
+    def ground(self) -> dict[str, Any]:
+        """Return the settings of a point, without the model."""
+
+    @abstractmethod
+    def run(self, interventions: Sequence[Intervention], changes: Sequence[HeadChange]) -> Measured:
+        """Run the model under interventions; the caller applies the changes of heads."""
+
+    @abstractmethod
+    def scores(self, names: Sequence[str]) -> dict[str, Scores]:
+        """Return the scores of the unchanged model, score -> [N, L, H] (P3.11).
+
+        What was measured stays in the store, so that the same sweep need not run it again.
+        """
+
+    def facts(self, interventions: Sequence[Any] = ()) -> dict[str, Any]:
+        """Return every setting of a point, including the entries of its interventions."""
+        return self.identity | {"interventions": to_json(list(interventions))} | self.ground()
+
+    def measured(self, setting: Setting, facts: dict[str, Any]) -> MeasuredPoint:
+        """Run a point."""
+        changes = changes_of(setting.interventions)
+        texts, tasks = self.run(setting.interventions, changes)
+        zeroed = next((change for change in changes if isinstance(change, DynamicChange)), None)
+        return MeasuredPoint(
+            facts=facts,
+            zeroed=None if zeroed is None else zeroed.share,
+            zeroed_LH=None if zeroed is None else to_json(zeroed.share_LH),
+            texts=texts,
+            tasks=tasks,
+        )
+
+    def kept(self, name: str, make: Callable[[], Mapping[str, Floats]]) -> dict[str, Floats]:
+        """Return the arrays of this name; compute and keep them if they are missing."""
+        if not self.store.has(f"{name}.npz"):
+            self.store.write(f"{name}.npz", make())
+        return self.store.read(f"{name}.npz")
 
 
-class PointFolder:
-    """OUTPUT/points: a point in each .json, and arrays in each .npz; all sealed (`sealed`)."""
+def read_point(store: Store, key: str) -> MeasuredPoint:
+    """Return a point of a store."""
+    point: MeasuredPoint = from_json(MeasuredPoint, store.read(f"{key}.json"), f"point {key}")
+    return point
 
-    def __init__(self, folder: Path):
-        self._folder = folder
 
-    def open(self) -> None:
-        """Create the folder."""
-        with writing_parts(self._folder):
-            self._folder.mkdir(parents=True, exist_ok=True)
+@dataclass(frozen=True)
+class OnTexts(Ablation):
+    """An ablation on texts."""
 
-    def check_shared(self) -> None:
-        """Raise UserError if another process does not see the files of the first one."""
-        check_shared(self._folder)
+    samples: Sequence[Sample]  # texts, as the unchanged model reads them
+    options: AblationOptions  # what else a measurement depends on
+    token_bytes: TokenBytes | None  # bytes of each token; None if they do not add up to the text
 
-    def path(self, name: str) -> Path:
-        """Return the path of a point or array."""
-        return self._folder / name
+    def ground(self) -> dict[str, Any]:
+        return {
+            "texts": key_of([(s.tokens, s.scored, s.dataset) for s in self.samples]),
+            "batch_size": self.options.batch_size,
+            "bytes": self.token_bytes is not None,
+        }
 
-    def has(self, name: str) -> bool:
-        """Return whether a file is written."""
-        return self.path(name).is_file()
+    def run(self, interventions: Sequence[Intervention], changes: Sequence[HeadChange]) -> Measured:
+        """Return the loss of each text; see `Ablation.run`."""
+        measurements = measure(
+            self.model,
+            [self._changed(sample, interventions) for sample in self.samples],
+            replace(self.options, loss=True),
+            (),
+            changes=changes,
+            token_bytes=self.token_bytes,
+            console=Console(quiet=True),
+        )
+        assert measurements is not None  # one process
+        return measurements.samples, {}
 
-    def write(self, key: str, point: MeasuredPoint) -> None:
-        """Write a point."""
-        with writing_parts(self._folder):
-            write_object(self.path(f"{key}.json"), to_json(point), key)
+    def _changed(self, sample: Sample, interventions: Sequence[Intervention]) -> Sample:
+        first = len(self.model.first)
+        head, tokens = sample.tokens[:first], list(sample.tokens[first:])
+        for intervention in interventions:
+            tokens = intervention.tokens(tokens, self.model.tokenizer.bos_token_id)
+        return replace(sample, tokens=(*head, *tokens))
 
-    def read(self, key: str) -> MeasuredPoint:
-        """Read a point."""
-        path = self.path(f"{key}.json")
-        try:
-            point: MeasuredPoint = from_json(MeasuredPoint, read_sealed(path, key), str(path))
-        except UserError as error:
-            raise UserError(f"{error}: delete the file to measure this point again") from error
-        return point
+    def scores(self, names: Sequence[str]) -> dict[str, Scores]:
+        """Return the scores of all texts, divided among the processes; see `Ablation.scores`."""
+        scores = metrics(names).values()
+        of = {name: entry for score in scores for name, entry in statistics_of(score).items()}
+        needed = [name for name in metrics() if name in of]
+        facts = self.facts() | {"scores": needed}
+        assert self.store.folder is not None
+        store = Store(self.store.folder / f"scores-{key_of(facts)}", facts)
+        loss = any(entry.takes_backward for entry in of.values())
+        options = replace(self.options, loss=loss, positions=1, columns=1)
+        how: dict[str, Any] = {"store": store, "ranks": self.ranks, "everywhere": True}
+        measurements = measure(self.model, self.samples, options, needed, **how)
+        assert measurements is not None
+        return scores_in(measurements.analysis_values(_SEED))
 
-    def arrays(self, key: str, make: Callable[[], Mapping[str, Floats]]) -> dict[str, Floats]:
-        """Return the arrays of this name; compute and write them if they are missing."""
-        if not self.has(f"{key}.npz"):
-            made = make()
-            with writing_parts(self._folder):
-                write_arrays(self.path(f"{key}.npz"), made, key)
-        return read_arrays(self.path(f"{key}.npz"), "delete it, and it is measured again", key)
+    def scored_alike(self) -> "OnTexts":
+        """Return this ablation with the first token of each text left out of the loss.
+
+        These targets are the same whatever an intervention puts in front of them (P4.4).
+        """
+        first, bos = len(self.model.first), self.model.tokenizer.bos_token_id
+        alike = [
+            replace(s, scored=len(s.tokens) - first - 1 - (s.tokens[first] == bos))
+            for s in self.samples
+        ]
+        return replace(self, samples=alike)
+
+
+@dataclass(frozen=True)
+class OnTasks(Ablation):
+    """An ablation on tasks."""
+
+    # The tasks, the documents of each, and what else a measurement depends on.
+    options: AblationOptions
+    tasks: LoadedTasks  # with their documents
+
+    def ground(self) -> dict[str, Any]:
+        return {
+            "tasks": list(self.options.tasks or ()),
+            **self.options.some("limit", "batch_size", "parse_special_tokens"),
+            "lm_eval": version("lm_eval"),
+        }
+
+    def run(self, interventions: Sequence[Intervention], changes: Sequence[HeadChange]) -> Measured:
+        """Return the accuracy in each task; see `Ablation.run`."""
+        results = evaluate(
+            self.model,
+            interventions,
+            self.tasks,
+            **self.options.some("limit", "batch_size", "parse_special_tokens"),
+            samples=True,
+            changes=changes,
+        )
+        members = {name for task in results.tasks.values() for name in task.of}
+        return [], {
+            name: _score(name, of, results.samples.get(name, []))
+            for name, of in results.tasks.items()
+            if name not in members
+        }
+
+    def scores(self, names: Sequence[str]) -> dict[str, Scores]:
+        """Return the scores of all requests, measured by one process; see `Ablation.scores`."""
+        if self.ranks.rank:
+            self.ranks.await_first("scored")
+            self.store.check_shared()
+        key = key_of(self.facts() | {"scores": list(names)})
+        scores = self.kept(f"scores-{key}", lambda: self._scores(names))
+        if not self.ranks.rank:
+            self.ranks.reach("scored")
+        return scores
+
+    def _scores(self, names: Sequence[str]) -> dict[str, Scores]:
+        observed = {name: DynamicChange(LayerScore(name), None, 0) for name in names}
+        for change in observed.values():
+            change.keeps_scores = True
+        self.run((), list(observed.values()))
+        return {name: scores_of(change, self.model.heads) for name, change in observed.items()}
+
+
+def _score(name: str, of: TaskScores, samples: Sequence[dict[str, Any]]) -> TaskScore:
+    for key, score in of.metrics.items():
+        metric, _, kind = key.partition(",")
+        if metric in ACCURACIES:
+            error = score.standard_error
+            return TaskScore(
+                metric=key,
+                version=of.version,
+                value=100 * score.value,
+                standard_error=None if error is None else 100 * error,
+                samples=of.documents,
+                of_each=[
+                    float(sample[metric])
+                    for sample in sorted(samples, key=lambda sample: sample["doc_id"])
+                    if sample["filter"] == (kind or "none")
+                ],
+            )
+    raise UserError(
+        f"--tasks {name} has no accuracy, only {', '.join(of.metrics)}: pass its texts as --data "
+        "to measure a loss"
+    )

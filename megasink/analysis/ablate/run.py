@@ -5,31 +5,30 @@ Shapes: N samples, L layers, H heads.
 
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 from rich.console import Console
 
 from megasink.analysis.ablate.calibration import read_calibration
 from megasink.analysis.ablate.first_layer import activations
-from megasink.analysis.ablate.measure import Ablation
-from megasink.analysis.ablate.on_texts import OnTexts
-from megasink.analysis.ablate.points import PointFolder, key_of
+from megasink.analysis.ablate.points import Ablation, OnTasks, OnTexts, read_point
 from megasink.analysis.ablate.results import UNCHANGED, AblationResults
 from megasink.analysis.ablate.settings import Setting, settings_of, thresholds_of
 from megasink.analysis.ablate.summary import summarize
 from megasink.analysis.capture.base import ProbedModel, takes_seconds
+from megasink.analysis.capture.identity import identity
 from megasink.analysis.capture.ranks import Ranks
 from megasink.analysis.capture.samples import inputs_of
 from megasink.analysis.evaluate.tasks_loading import LoadedTasks
-from megasink.analysis.interventions.record import changes_of
+from megasink.analysis.interventions.kinds import changes_of
 from megasink.analysis.metrics.thresholds import Scores
 from megasink.analysis.options import AblationOptions
 from megasink.analysis.pages.ablation import write_ablation
-from megasink.analysis.results_files import holding
 from megasink.analysis.run import bytes_by_token
-from megasink.console.progress import progress
+from megasink.analysis.store import Store, holding, key_of
 from megasink.errors import ConfigError, UserError
+from megasink.files.checked_fields import to_json
 from megasink.files.json_file import read_value
-from megasink.transformers.identity import model_identity
 
 
 def ablate(
@@ -60,46 +59,37 @@ def ablate(
 def _ablate(
     options: AblationOptions, output: Path, ablation: Ablation, record: Callable[[], None]
 ) -> AblationResults | None:
-    model, folder, ranks = ablation.model, ablation.folder, ablation.ranks
-    ranks.enter(f"{output}/points")
-    if ranks.rank:
-        ranks.await_first("opened")
-        folder.check_shared()
-    else:
-        folder.open()
-        ranks.reach("opened")
-    ranks.enter(f"{output}/scores")
+    model, store, ranks = ablation.model, ablation.store, ablation.ranks
     scores, where = _scores(options, ablation)
     thresholds = thresholds_of(scores, options.score, options.zeroed, where)
     settings = settings_of(options, model.heads, thresholds, scores)
     _check_fit(settings, model)
-    changes_tokens = any(i.change() is None for s in settings for i in s.interventions)
+    changes_tokens = any(not i.changes_heads for s in settings for i in s.interventions)
     if isinstance(ablation, OnTexts) and changes_tokens:
         ablation = ablation.scored_alike()
     facts = [ablation.facts(setting.entries) for setting in settings]
     keys = [key_of(each) for each in facts]
-    ranks.enter(f"{output}/measuring")
     distinct = list({key: i for i, key in enumerate(keys)}.values())
-    before = sum(folder.has(f"{keys[i]}.json") for i in distinct)
-    console = Console(stderr=True, quiet=bool(ranks.rank))
-    if before:
-        console.print(f"{before} of {len(distinct)} points are in {output}/points")
-    slow = takes_seconds(model.module)
-    bar = progress("ablating", len(distinct), "points", before=before, console=console, slow=slow)
-    with bar as tell:
-        for number in ranks.claims(len(distinct)):
-            i = distinct[number]
-            if folder.has(f"{keys[i]}.json"):
-                continue
-            folder.write(keys[i], ablation.measured(settings[i], facts[i]))
-            tell(before + ranks.advance(1))
-        ranks.reach("measured")
-        if ranks.rank:
-            return None
-        ranks.await_all("measured", lambda done: tell(before + done))
-    results, arrays = summarize(
-        options, model, settings, keys, [folder.read(key) for key in keys], thresholds
+
+    def make(number: int, done: Callable[[int], None]) -> dict[str, Any]:
+        i = distinct[number]
+        point: dict[str, Any] = to_json(ablation.measured(settings[i], facts[i]))
+        done(1)
+        return point
+
+    goes_on = store.fill(
+        {f"{keys[i]}.json": 1 for i in distinct},
+        make,
+        ranks,
+        verb="ablating",
+        unit="points",
+        console=Console(stderr=True, quiet=bool(ranks.rank)),
+        slow=takes_seconds(model.module),
     )
+    if not goes_on:
+        return None
+    points = [read_point(store, key) for key in keys]
+    results, arrays = summarize(options, model, settings, keys, points, thresholds)
     if all(value.value is None for value in results.unchanged.values.values()):
         raise UserError(
             f"the {results.quantity} of the unchanged {model.facts['name']} are infinite or NaN: "
@@ -119,11 +109,8 @@ def _ablation_of(
 ) -> Ablation:
     """Return the ablation on the texts or tasks that the options name."""
     assert options.output is not None
-    identity = model_identity(model.module, model.tokenizer, None)
-    shared = (model, identity, PointFolder(options.output / "points"), ranks)
+    shared = (model, identity(model, None), Store(options.output / "points"), ranks)
     if tasks is not None:
-        from megasink.analysis.ablate.on_tasks import OnTasks
-
         return OnTasks(*shared, options, tasks)
     samples = inputs_of(options, model).samples
     return OnTexts(*shared, samples, options, bytes_by_token(model, ranks))

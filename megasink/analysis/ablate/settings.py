@@ -11,10 +11,14 @@ import numpy as np
 
 from megasink.analysis.ablate.calibration import threshold_of
 from megasink.analysis.ablate.results import RANDOM, UNCHANGED
-from megasink.analysis.interventions.entries import read_interventions, to_entry
+from megasink.analysis.interventions.dynamic_zeroing import DynamicZeroing
 from megasink.analysis.interventions.heads import heads_of
-from megasink.analysis.interventions.kinds import DynamicZeroing, ZeroHeads
-from megasink.analysis.interventions.record import Intervention
+from megasink.analysis.interventions.kinds import (
+    Intervention,
+    ZeroHeads,
+    read_interventions,
+    to_entry,
+)
 from megasink.analysis.interventions.scores import is_of_all_texts
 from megasink.analysis.metrics import metrics
 from megasink.analysis.metrics.thresholds import Scores, inactive

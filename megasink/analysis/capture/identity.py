@@ -12,19 +12,25 @@ if TYPE_CHECKING:
     from megasink.analysis.capture.base import ProbedModel
 
 
-def identity(
+def identity(model: "ProbedModel", data: Any, **settings: Any) -> dict[str, Any]:
+    """Return the identity of a measurement: every setting that can change a bit of the results."""
+    return {
+        "model": model.facts["kind"],
+        **model_identity(model.module, model.tokenizer, data),
+        "dtype": model.facts["dtype"],
+        "attention": model.facts["attention"],
+        "device": model.device.type,
+        **settings,
+    }
+
+
+def analysis_identity(
     model: "ProbedModel",
     samples: Sequence[Sample],
     options: AnalysisOptions,
     metrics: Iterable[str] | None = None,
 ) -> dict[str, Any]:
-    """Return the identity of an analysis: every setting that can change a bit of the results."""
-    return {
-        "model": model.facts["kind"],
-        **model_identity(model.module, model.tokenizer, data_hash(samples)),
-        **options.by_flag("data", "batch_size", "positions", "columns", "loss"),
-        "dtype": model.facts["dtype"],
-        "attention": model.facts["attention"],
-        "device": model.device.type,
-        "metrics": sorted(measured(metrics, options.metrics)),
-    }
+    """Return the identity of metrics of samples."""
+    flags = options.by_flag("data", "batch_size", "positions", "columns", "loss")
+    names = sorted(measured(metrics, options.metrics))
+    return identity(model, data_hash(samples), **flags, metrics=names)

@@ -1,4 +1,4 @@
-"""Measurements of some samples, and how the shards of an analysis merge.
+"""The measurements of samples, merged from shards.
 
 All measurements go through shards, whether one process runs them, several share them or a killed
 analysis resumes. Sums run over the shards in the order of their numbers, so the result does not
@@ -9,21 +9,20 @@ S = 2 L + 1 states of the residual stream, E hidden size, B bins.
 """
 
 import json
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
+from torch import Tensor
 
 from megasink.analysis.capture.inputs import shown
 from megasink.analysis.metrics.inputs import FACTS
+from megasink.analysis.metrics.registry import OVER_SAMPLES, Metric, metrics, parameter_names
 from megasink.analysis.metrics.states import mean_cosine
 from megasink.analysis.results import NonFinite
-from megasink.analysis.stored import read_arrays, write_arrays
-from megasink.analysis.values import AnalysisValues
 
 Floats = NDArray[np.float64]
 Ints = NDArray[np.int64]
@@ -49,43 +48,57 @@ class MeasuredSample:
 
 _FACTS = {f"{f.name}_N": f.name for f in fields(MeasuredSample) if f"{f.name}_N" in FACTS}
 """Fact that a metric may take -> field name."""
-_SUMS = ("unit_sum_SPE", "count_SP", "gate_histogram_LB")
 
 
-@dataclass
-class ShardMeasurements:
-    """Metrics of some samples, and their sums."""
+class AnalysisValues:
+    """Computes every metric whose inputs were measured; the others are left out.
 
-    # values, samples, gate_histogram_LB: as in `Measurements`.
-    values: dict[str, Floats]
-    samples: list[MeasuredSample]
-    # unit_sum_SPE, count_SP: sums of `MeanCosine`, by state; E is 0 if no state was seen.
-    unit_sum_SPE: Floats
-    count_SP: Ints
-    gate_histogram_LB: Ints
-    non_finite: list[NonFinite]  # samples left out of everything above
+    Attributes:
+        by_sample: metric -> [N, ...], for metrics of statistics and derived metrics by sample.
+        overall: metric -> value of the analysis; metrics without any number are left out.
+    """
 
-    def save(self, path: Path, of: str) -> None:
-        """Write the shard `of` an analysis (`megasink.analysis.stored`)."""
-        arrays = {f"value/{name}": array for name, array in self.values.items()}
-        lists = {
-            "samples": [asdict(sample) for sample in self.samples],
-            "non_finite": [asdict(entry) for entry in self.non_finite],
-        }
-        arrays |= {name: getattr(self, name) for name in _SUMS}
-        write_arrays(path, arrays | {"lists": np.asarray(json.dumps(lists))}, of)
+    def __init__(self, values: Mapping[str, Tensor], facts: Mapping[str, Any]):
+        self.by_sample = dict(values)
+        self.overall: dict[str, Tensor] = {}
+        self._known: dict[str, Any] = {n: fact for n, fact in facts.items() if n in FACTS}
+        registered = metrics()
+        for name in values:
+            self._aggregate(registered[name])
+        waiting = [entry for entry in registered.values() if entry.is_derived]
+        while ready := [e for e in waiting if set(e.needs) <= self._known.keys()]:
+            for entry in ready:
+                self._derive(entry)
+            waiting = [entry for entry in waiting if entry not in ready]
 
-    @classmethod
-    def load(cls, path: Path, of: str) -> "ShardMeasurements":
-        """Read a shard written by `save`."""
-        arrays = read_arrays(path, "delete it, and its samples will run again", of)
-        lists = json.loads(str(arrays.pop("lists")))
-        return cls(
-            samples=[MeasuredSample(**sample) for sample in lists["samples"]],
-            non_finite=[NonFinite(**entry) for entry in lists["non_finite"]],
-            **{name: arrays.pop(name) for name in _SUMS},
-            values={name.removeprefix("value/"): array for name, array in arrays.items()},
-        )
+    def _derive(self, entry: Metric) -> None:
+        value = entry.compute(*(self._known[need] for need in entry.needs))
+        if entry.over_samples:
+            self.by_sample[entry.name] = value
+            self._aggregate(entry)
+        else:
+            self._keep(entry, value)
+
+    def _aggregate(self, entry: Metric) -> None:
+        values = self.by_sample[entry.name]
+        self._known[parameter_names(entry)[1]] = values
+        assert entry.over_samples is not None
+        self._keep(entry, OVER_SAMPLES[entry.over_samples](values, self._known["tokens_N"]))
+
+    def _keep(self, entry: Metric, value: Tensor) -> None:
+        self._known[parameter_names(entry)[0]] = value
+        if bool(value.isfinite().any()):
+            self.overall[entry.name] = value
+
+    def spread(self, name: str) -> float | None:
+        """Return the standard deviation of a metric over samples; None for fewer than two."""
+        entry = metrics()[name]
+        if name not in self.overall:
+            return None
+        needs = [self._known[need] for need in entry.needs]
+        values = [entry.compute(*(need[i : i + 1] for need in needs)) for i in range(len(needs[0]))]
+        numbers = [n for value in values if isinstance(n := entry.number_of(value), float)]
+        return float(np.std(numbers, ddof=1)) if len(numbers) > 1 else None
 
 
 @dataclass
@@ -142,34 +155,50 @@ class Measurements:
         return AnalysisValues(values, facts)
 
 
-def merge_shards(shards: Iterable[ShardMeasurements], heads: Sequence[int]) -> Measurements:
+def shard_of(
+    values: Mapping[str, Floats],
+    samples: Iterable[MeasuredSample],
+    sums: Mapping[str, NDArray[Any]],
+    non_finite: Iterable[NonFinite],
+) -> dict[str, NDArray[Any]]:
+    """Return a shard: arrays, among them JSON of its samples.
+
+    Args:
+        values, samples: as in `Measurements`.
+        sums: "unit_sum_SPE" and "count_SP" of `MeanCosine`, by state, E 0 if no state was seen; and
+            "gate_histogram_LB".
+        non_finite: samples left out of everything else.
+    """
+    lists = {"samples": list(map(asdict, samples)), "non_finite": list(map(asdict, non_finite))}
+    arrays = {f"value/{name}": array for name, array in values.items()}
+    return arrays | dict(sums) | {"lists": np.asarray(json.dumps(lists))}
+
+
+def merged(shards: Iterable[Mapping[str, NDArray[Any]]], heads: Sequence[int]) -> Measurements:
     """Merge all shards in the order of their numbers; only one is in memory beside the result."""
     values: dict[str, list[Floats]] = {}
     samples: list[MeasuredSample] = []
     non_finite: list[NonFinite] = []
-    sums: list[Any] = []
+    sums: dict[str, NDArray[Any]] = {}
     for shard in shards:
-        for name, array in shard.values.items():
-            values.setdefault(name, []).append(array)
-        samples += shard.samples
-        non_finite += shard.non_finite
-        addends = (shard.unit_sum_SPE, shard.count_SP, shard.gate_histogram_LB)
-        if not sums:
-            sums = [addend.copy() for addend in addends]
-            continue
-        if not sums[0].shape[-1]:  # so far every state was infinite or NaN
-            sums[0] = np.zeros_like(shard.unit_sum_SPE)
-        for total, addend in zip(sums, addends, strict=True):
-            if addend.shape[-1]:
-                total += addend
+        lists = json.loads(str(shard["lists"]))
+        samples += (MeasuredSample(**sample) for sample in lists["samples"])
+        non_finite += (NonFinite(**entry) for entry in lists["non_finite"])
+        for name, array in shard.items():
+            if name.startswith("value/"):
+                values.setdefault(name.removeprefix("value/"), []).append(array)
+            elif name != "lists" and array.shape[-1]:  # 0 where every state was infinite or NaN
+                known = sums.get(name)
+                sums[name] = array + known if known is not None and known.shape[-1] else array
+            elif name != "lists":
+                sums.setdefault(name, array)
     order = sorted(range(len(samples)), key=lambda i: samples[i].index)
-    merged = {name: np.concatenate(values.pop(name))[order] for name in list(values)}
-    unit_sum_SPE, count_SP, histogram_LB = sums
+    unit_sum_SPE, count_SP = (torch.from_numpy(sums[n]) for n in ("unit_sum_SPE", "count_SP"))
     return Measurements(
-        merged,
+        {name: np.concatenate(values.pop(name))[order] for name in list(values)},
         [samples[i] for i in order],
-        mean_cosine(torch.from_numpy(unit_sum_SPE), torch.from_numpy(count_SP)).numpy(),
-        histogram_LB,
+        mean_cosine(unit_sum_SPE, count_SP).numpy(),
+        sums["gate_histogram_LB"],
         list(heads),
         sorted(non_finite, key=lambda entry: entry.sample),
     )

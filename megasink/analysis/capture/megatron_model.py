@@ -3,7 +3,7 @@
 Hooks read the inputs and outputs of core attention; without changes the forward pass is unchanged.
 
 Shapes: S = T sequence, B batch, H query heads, G key/value groups, D head dim, E hidden size,
-X = H * D.
+F intermediate size, X = H * D.
 """
 
 from collections.abc import Callable, Sequence
@@ -12,13 +12,13 @@ from typing import Any, NamedTuple
 
 import torch
 from megatron.core.models.common.language_module.language_module import LanguageModule
+from megatron.core.transformer.identity_op import IdentityOp
 from torch import Tensor
 
 from megasink.analysis.capture.base import Listener, Probe
 from megasink.analysis.capture.changes import ForwardPass, HeadChange
-from megasink.analysis.capture.megatron_sites import batch_first, megatron_sites, with_bias
 from megasink.analysis.capture.segments import Segment
-from megasink.analysis.capture.sites import Sites
+from megasink.analysis.capture.sites import BLOCKS, PRODUCT, UP, Site, Sites, fused_norm, tensor_of
 from megasink.analysis.capture.statistics import AttentionCall
 from megasink.attention.variants import variant
 from megasink.errors import UserError
@@ -83,7 +83,7 @@ class MegatronProbe(Probe):
         self._begin(ForwardPass(rows, new, cached, segments, ids_BQ))
 
     def sites(self) -> Sites:
-        return megatron_sites(self.model)
+        return _sites_of(self.model)
 
     def _output_weight(self, index: int) -> Tensor:
         attention = self.layers[index].attention
@@ -101,7 +101,7 @@ class MegatronProbe(Probe):
         if "mlp_branch_TE" in self.needs and block.mlp is not None:
             self._after(
                 block.mlp,
-                lambda out: self._branch("mlp_branch_TE", index, batch_first(with_bias(out))),
+                lambda out: self._branch("mlp_branch_TE", index, _batch_first(_with_bias(out))),
             )
         if (attention := block.attention) is None:
             return
@@ -115,11 +115,11 @@ class MegatronProbe(Probe):
         if getattr(attention, "position", None) == "sdpa" and attention.gate is not None:
             self._after(attention.gate, lambda out: self._gates.update({index: out[1]}))
         self._replace(attention.linear_proj, lambda gated: self._gated(index, attention, gated))
-        self._after(attention, lambda out: self._finish(index, batch_first(with_bias(out))))
+        self._after(attention, lambda out: self._finish(index, _batch_first(_with_bias(out))))
 
     def _attach_states(self, index: int, block: ModelBlock) -> None:
         def keep(half: int) -> Callable[[Any], None]:
-            return lambda output: self._state(half, batch_first(output))
+            return lambda output: self._state(half, _batch_first(output))
 
         if index == 0:
             self._before(block.first, keep(0))
@@ -222,3 +222,59 @@ def _slot_has_value(core: CoreAttention, value_BGTD: Tensor, heads: int) -> bool
 
 def _by_head(out_SBX: Tensor, heads: int) -> Tensor:
     return out_SBX.unflatten(-1, (heads, -1)).permute(1, 2, 0, 3)
+
+
+def _sites_of(model: LanguageModule) -> Sites:
+    """Return the sites in the first blocks."""
+    sites = Sites(context=model.config.prefix_lm_tokens)
+    blocks = blocks_in(model)
+    _add_mlp(sites, blocks[0].mlp, model.config)
+    for index, block in enumerate(blocks[:BLOCKS]):
+        for half, layer, norm_name, linear in (
+            (2 * index, block.mixer, "input_layernorm", ("self_attention", "linear_qkv")),
+            (2 * index + 1, block.ffn, "pre_mlp_layernorm", ("mlp", "linear_fc1")),
+        ):
+            norm = getattr(layer, norm_name, None)
+            reader = getattr(getattr(layer, linear[0], None), linear[1], None)
+            if not isinstance(norm, IdentityOp | None):
+                sites.available.append(Site(str(half), norm, lambda _, out: _batch_first(out)))
+            elif getattr(reader, "layer_norm_weight", None) is not None:
+                assert reader is not None
+                sites.available.append(Site(str(half), reader, _normed_by(reader)))
+            else:
+                sites.lacks_norm(half)
+    return sites
+
+
+def _add_mlp(sites: Sites, mlp: Any, config: Any) -> None:
+    down, up = getattr(mlp, "linear_fc2", None), getattr(mlp, "linear_fc1", None)
+    if down is None or up is None:
+        reason = "block 0 has experts, which have no common activation"
+        if mlp is None:
+            reason = "block 0 has no FFN"
+        sites.missing[PRODUCT] = sites.missing[UP] = reason
+        return
+    sites.available.append(Site(PRODUCT, down, lambda product, _: _batch_first(product)))
+
+    def read_up(_: Tensor, output: tuple[Tensor, Tensor | None]) -> Tensor:
+        linear_SBF = _with_bias(output)
+        if config.gated_linear_unit:  # rows are [gate; up]
+            linear_SBF = linear_SBF.chunk(2, -1)[1]
+        return _batch_first(linear_SBF)
+
+    sites.available.append(Site(UP, up, read_up))
+
+
+def _normed_by(linear: Any) -> Any:
+    """Recompute the normed state, which TransformerEngine's LayerNormLinear does not expose."""
+    return lambda state_SBE, _: _batch_first(fused_norm(linear, state_SBE))
+
+
+def _batch_first(output: Any) -> Tensor:
+    """Return the output of a Megatron module, [S, B, ...], as [B, S, ...]."""
+    return tensor_of(output).transpose(0, 1)
+
+
+def _with_bias(output: tuple[Tensor, Tensor | None]) -> Tensor:
+    """Return the output of a Megatron linear, which leaves its bias to be added."""
+    return output[0] if output[1] is None else output[0] + output[1]

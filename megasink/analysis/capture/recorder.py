@@ -5,13 +5,15 @@ E hidden size.
 """
 
 from collections.abc import Collection, Iterable
+from typing import Any
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from megasink.analysis.capture.base import Listener
-from megasink.analysis.capture.measurements import Floats, MeasuredSample, ShardMeasurements
+from megasink.analysis.capture.measurements import Floats, MeasuredSample, shard_of
 from megasink.analysis.metrics import Metric
 from megasink.analysis.metrics.importance import BINS, gate_histogram
 from megasink.analysis.metrics.registry import measured
@@ -122,19 +124,17 @@ class Recorder(Listener):
         self._samples += [samples[i] for i in good]
         self._batch, self._states, self._gates = {}, [], []
 
-    def take(self) -> ShardMeasurements:
-        """Return everything recorded since the last call, and clear it."""
+    def take(self) -> dict[str, NDArray[Any]]:
+        """Return a shard (`shard_of`) of everything since the last call, and clear it."""
         values = {
             name: np.concatenate([np.empty((0, *self._shapes[entry.axis])), *self._batches[name]])
             for name, entry in self.metrics.items()
         }
-        shard = ShardMeasurements(
-            values,
-            self._samples,
-            self._cosine.unit_sum_SPE.numpy(),
-            self._cosine.count_SP.numpy(),
-            self._histogram,
-            self._non_finite,
-        )
+        sums = {
+            "unit_sum_SPE": self._cosine.unit_sum_SPE.numpy(),
+            "count_SP": self._cosine.count_SP.numpy(),
+            "gate_histogram_LB": self._histogram,
+        }
+        shard = shard_of(values, self._samples, sums, self._non_finite)
         self._clear()
         return shard

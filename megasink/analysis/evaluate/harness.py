@@ -8,8 +8,7 @@ from typing import Any
 from megasink.analysis.capture.base import Listener, ProbedModel
 from megasink.analysis.capture.changes import HeadChange
 from megasink.analysis.evaluate.tasks_loading import LoadedTasks, load_tasks, quiet
-from megasink.analysis.interventions.entries import to_entry
-from megasink.analysis.interventions.record import Intervention, changes_of
+from megasink.analysis.interventions.kinds import Intervention, changes_of, to_entry
 from megasink.errors import UserError
 
 BOOTSTRAPS = 1000

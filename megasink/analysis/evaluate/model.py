@@ -22,7 +22,7 @@ from torch import Tensor
 
 from megasink.analysis.capture.base import Probe, ProbedModel, takes_seconds
 from megasink.analysis.evaluate.generation import ByWholePasses, Stop
-from megasink.analysis.interventions.record import Intervention
+from megasink.analysis.interventions.kinds import Intervention
 from megasink.console.progress import progress
 from megasink.data.text_tokenizer import text_tokenizer
 from megasink.data.tokenizer import leading_ids

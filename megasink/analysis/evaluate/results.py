@@ -12,7 +12,7 @@ from rich.table import Table
 from megasink.analysis.capture.base import ProbedModel
 from megasink.analysis.evaluate.harness import TaskResults, TaskScores
 from megasink.analysis.evaluate.suites import Average, averages
-from megasink.analysis.results_files import results_of, write_json
+from megasink.analysis.store import write_results
 from megasink.console.printable import printable
 from megasink.files.checked_fields import to_json
 
@@ -55,20 +55,17 @@ def write_evaluation(
         averages=averages(named, scores),
         **shared,
     )
-    with results_of(output, ["samples/*.jsonl"], kept=False) as folder:
-        if results.samples:
-            _write_samples(folder / "samples", results.samples)
-        write_json(folder / "evaluation.json", evaluation)
+    # Documents hold whatever a dataset holds, such as dates.
+    files: dict[str, Any] = {
+        f"samples/{name.replace('/', '_')}.jsonl": "".join(
+            json.dumps(to_json(entry), default=str) + "\n" for entry in entries
+        )
+        for name, entries in results.samples.items()
+    }
+    files |= {"evaluation.json": evaluation}
+    write_results(output, files, ["samples/*.jsonl"], kept=False)
     _show(evaluation)
     print(f"wrote {output}/evaluation.json{', samples/' * bool(results.samples)}")
-
-
-def _write_samples(folder: Path, samples: dict[str, list[dict[str, Any]]]) -> None:
-    folder.mkdir()
-    for name, entries in samples.items():
-        # Documents hold whatever a dataset holds, such as dates.
-        lines = (json.dumps(to_json(entry), default=str) + "\n" for entry in entries)
-        (folder / f"{name.replace('/', '_')}.jsonl").write_text("".join(lines))
 
 
 def _show(evaluation: Evaluation) -> None:

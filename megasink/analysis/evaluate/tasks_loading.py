@@ -8,13 +8,13 @@ import contextlib
 import importlib.util
 import logging
 import re
+import socket
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
-from megasink.analysis.evaluate.offline import UnreachableError, offline
 from megasink.analysis.evaluate.suites import SUITES, expanded
 from megasink.errors import ConfigError, UserError, nearest
 from megasink.files.json_file import read_object
@@ -36,6 +36,10 @@ class LoadedTasks:
 
     loaded: Any  # lm-eval's tasks and groups
     runs_code: bool  # whether a task may run code written by a model
+
+
+class UnreachableError(OSError):
+    """Raised when a host is looked up while tasks load offline."""
 
 
 def load_tasks(
@@ -78,7 +82,7 @@ def load_tasks(
             missing := [name for name in entry.data if not _is_cached(name)]
         ):
             raise _not_here(entry.task, f"no {missing[0]} in the cache")
-        with quiet(), contextlib.nullcontext() if allow_download else offline():
+        with quiet(), contextlib.nullcontext() if allow_download else _offline():
             loaded = _load(index, entry.task)
         if twice := sorted(loaded["tasks"].keys() & tasks.keys()):
             raise UserError(
@@ -271,3 +275,29 @@ def quiet() -> Iterator[None]:
         module.tqdm = bar
         for logger, level in zip(loggers, before, strict=True):
             logger.setLevel(level)
+
+
+@contextlib.contextmanager
+def _offline() -> Iterator[None]:
+    """Read datasets only from their cache, and make every host lookup fail immediately.
+
+    Some tasks fetch data in their own code (lm-eval's RULER does); without the lookups' failure
+    they would do so, or wait for a network that is not there.
+    """
+    import datasets.config
+    import huggingface_hub.constants
+
+    def unreachable(host: Any, *_: Any, **__: Any) -> NoReturn:
+        raise UnreachableError(f"no request is sent to {host}: tasks load offline")
+
+    with contextlib.ExitStack() as stack:
+        for module, name, value in (
+            # What HF_HUB_OFFLINE and HF_DATASETS_OFFLINE set, read when these are imported.
+            (huggingface_hub.constants, "HF_HUB_OFFLINE", True),
+            (datasets.config, "HF_HUB_OFFLINE", True),
+            (datasets.config, "HF_DATASETS_OFFLINE", True),
+            (socket, "getaddrinfo", unreachable),
+        ):
+            stack.callback(setattr, module, name, getattr(module, name))
+            setattr(module, name, value)
+        yield

@@ -1,31 +1,30 @@
-"""Change the outputs of heads or the input tokens of a model, and measure the effect.
+"""Change the outputs of heads or the input tokens of a model, and measure the effect."""
 
-A file of heads or interventions is checked before torch is imported, except for the range of a
-score's thresholds, which the metrics define with torch.
-"""
+from megasink.analysis.interventions.dynamic_zeroing import DynamicChange, DynamicZeroing
+from megasink.analysis.interventions.heads import heads_of, read_heads
+from megasink.analysis.interventions.kinds import (
+    Intervention,
+    RemoveBos,
+    RepeatFirstToken,
+    ZeroHeads,
+    from_entry,
+    read_interventions,
+    to_entry,
+)
+from megasink.analysis.interventions.on_attention import DrainFirstValue, SteerGates
 
-import importlib
-from typing import Any
-
-_MODULES = {
-    "dynamic_zeroing": ("DynamicChange",),
-    "entries": ("from_entry", "read_interventions", "to_entry"),
-    "heads": ("heads_of", "read_heads"),
-    "kinds": (
-        "DrainFirstValue",
-        "DynamicZeroing",
-        "RemoveBos",
-        "RepeatFirstToken",
-        "SteerGates",
-        "ZeroHeads",
-    ),
-    "record": ("Intervention",),
-}
-__all__ = [name for names in _MODULES.values() for name in names]
-
-
-def __getattr__(name: str) -> Any:
-    for module, names in _MODULES.items():
-        if name in names:
-            return getattr(importlib.import_module(f"{__name__}.{module}"), name)
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+__all__ = [
+    "DrainFirstValue",
+    "DynamicChange",
+    "DynamicZeroing",
+    "Intervention",
+    "RemoveBos",
+    "RepeatFirstToken",
+    "SteerGates",
+    "ZeroHeads",
+    "from_entry",
+    "heads_of",
+    "read_heads",
+    "read_interventions",
+    "to_entry",
+]

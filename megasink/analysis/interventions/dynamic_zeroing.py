@@ -5,6 +5,7 @@ Shapes: B rows, Q tokens, N samples, L layers, H query heads, D head dim, T toke
 
 from collections.abc import Iterator
 from dataclasses import replace
+from typing import ClassVar
 
 import numpy as np
 import torch
@@ -14,8 +15,51 @@ from torch import Tensor
 from megasink.analysis.capture.changes import ForwardPass, HeadChange, HeadOutputs
 from megasink.analysis.capture.segments import Segment
 from megasink.analysis.capture.statistics import at_least_float32, attention_statistics
+from megasink.analysis.interventions.kinds import Intervention, kind
 from megasink.analysis.interventions.scores import LayerScore, random_of, takes_outputs_only
 from megasink.errors import UserError
+
+
+@kind
+class DynamicZeroing(Intervention):
+    """Zero the heads whose score crosses a threshold, per call of the model and sample.
+
+    A head of a sample gives 0 to the output projection if its score is strictly above (first-token
+    weights) or below (all others) the threshold. The scores of a layer are those of the model as
+    it runs: the layers below it are already changed. Nothing is renormalized, and the bias of W_O
+    stays. The score covers the whole sequence, which is not causal (P3.12).
+
+    With a key/value cache, the pass without a cache (the prompt) decides the masks, and later
+    passes of the same rows keep them. A prompt that runs in chunks is decided by its first.
+
+    Attributes:
+        score: a registered metric with `inactive` set: the twelve of P3, `lthon_hn`,
+            `circuit_ahon` and its form by layer, `random`, or a plugin's.
+        threshold: absolute; for `random` the share of heads (P3.9).
+        seed: of `random`; the same sample gets the same heads, in any batch.
+    """
+
+    kind: ClassVar[str] = "dynamic-zeroing"
+    source: ClassVar[str] = "P3.1 to P3.13"
+
+    score: str
+    threshold: float
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "threshold", float(self.threshold))
+        low, high = LayerScore(self.score).bounds
+        if not low <= self.threshold <= high:
+            raise UserError(f"threshold {self.threshold:g}: {self.score} is in [{low:g}, {high:g}]")
+
+    @property
+    def changes_heads(self) -> bool:
+        """Whether it changes the outputs of heads."""
+        return True
+
+    def running(self) -> "DynamicChange":
+        """Return the change, which counts what it zeroes."""
+        return DynamicChange(LayerScore(self.score), self.threshold, self.seed)
 
 
 class DynamicChange(HeadChange):

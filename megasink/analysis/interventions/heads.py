@@ -57,14 +57,6 @@ def _is_integer(number: object) -> bool:
     return type(number) is int or isinstance(number, np.integer)
 
 
-def heads_by_layer(heads: Heads) -> dict[int, list[int]]:
-    """Return layer -> its heads."""
-    layers: dict[int, list[int]] = {}
-    for layer, head in heads:
-        layers.setdefault(layer, []).append(head)
-    return layers
-
-
 def read_heads(path: Path) -> HeadList:
     """Read heads from a file.
 

@@ -1,22 +1,78 @@
-"""The kinds of interventions, with the allowed values of their fields.
+"""Interventions: their fields, as in files, and what they do while a model runs.
 
-A file of interventions is checked here, without torch. The `HeadChange` that runs is in the module
-that `change` imports.
+A kind is one class: those of heads and tokens here, those that read attention in on_attention.py,
+the one that chooses heads by a score in dynamic_zeroing.py. The package imports and registers all.
 """
 
-import math
-from collections.abc import Sequence
-from typing import TYPE_CHECKING, ClassVar
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, fields, replace
+from pathlib import Path
+from typing import Any, ClassVar, dataclass_transform
 
+from torch import Tensor
+
+from megasink.analysis.capture.changes import ForwardPass, HeadChange, HeadOutputs
+from megasink.analysis.capture.head_names import head_problems
 from megasink.analysis.interventions.heads import Heads, normalized_heads
-from megasink.analysis.interventions.record import Intervention, check_score, kind
 from megasink.errors import UserError
+from megasink.files.checked_fields import checked
+from megasink.files.json_file import read_value
 
-if TYPE_CHECKING:
-    from megasink.analysis.capture.changes import HeadChange
-    from megasink.analysis.interventions.dynamic_zeroing import DynamicChange
+KINDS: dict[str, type["Intervention"]] = {}
 
-PHASES = ("prefill", "decode", "both")
+
+class Intervention(HeadChange):
+    """Base of all kinds; a subclass is a frozen dataclass with JSON values, and names its `kind`.
+
+    It changes heads by the methods of `HeadChange`, or tokens.
+
+    Attributes:
+        kind: its name in files and messages.
+        source: rows of the papers.
+    """
+
+    kind: ClassVar[str]
+    source: ClassVar[str]
+
+    def __init_subclass__(cls, **named: Any) -> None:
+        super().__init_subclass__(**named)
+        if cls.kind in KINDS:
+            raise ValueError(f"intervention {cls.kind!r} is registered twice")
+        KINDS[cls.kind] = cls
+
+    @property
+    def changes_heads(self) -> bool:
+        """Whether it changes the outputs of heads; otherwise only tokens."""
+        return type(self).change is not Intervention.change
+
+    def running(self) -> HeadChange:
+        """Return what a probe runs: this intervention, without the state of another run."""
+        return replace(self)  # type: ignore[type-var]
+
+    def change(self, forward: ForwardPass, outputs: HeadOutputs) -> Tensor | None:
+        return None
+
+    def tokens(self, tokens: Sequence[int], bos: int | None) -> list[int]:
+        """Return the tokens that the model reads instead.
+
+        Args:
+            tokens: one sequence, BOS included where the model has it.
+            bos: id of BOS; None if the tokenizer has none.
+        """
+        return list(tokens)
+
+
+@dataclass_transform(frozen_default=True)
+def kind[C: Intervention](cls: type[C]) -> type[C]:
+    """Make a frozen dataclass of a kind, which raises UserError for values of another type."""
+    made = dataclass(frozen=True)(cls)
+    made.__init__ = checked(made.__init__)  # type: ignore[method-assign]
+    return made
+
+
+def changes_of(interventions: Iterable[Intervention]) -> list[HeadChange]:
+    """Return what a probe runs of the interventions that change heads."""
+    return [each.running() for each in interventions if each.changes_heads]
 
 
 @kind
@@ -45,136 +101,22 @@ class ZeroHeads(Intervention):
                 raise UserError(f"mask_shape {self.mask_shape!r}: give [layers, heads]")
             object.__setattr__(self, "mask_shape", shape)
 
-    def change(self) -> "HeadChange":
-        """Return the change."""
-        from megasink.analysis.interventions.head_changes import Zeroing
+    def problems(self, heads: Sequence[int]) -> list[str]:
+        problems = head_problems(self.heads, heads)
+        shape = (len(heads), max(heads, default=0))
+        if self.mask_shape is not None and self.mask_shape != shape:
+            problems.append(
+                f"the mask has {self.mask_shape[0]} layers of {self.mask_shape[1]} heads, the "
+                f"model {shape[0]} of {shape[1]}"
+            )
+        return problems
 
-        return Zeroing(self.heads, self.mask_shape)
-
-
-@kind
-class DynamicZeroing(Intervention):
-    """Zero the heads whose score crosses a threshold, per call of the model and sample.
-
-    A head of a sample gives 0 to the output projection if its score is strictly above (first-token
-    weights) or below (all others) the threshold. The scores of a layer are those of the model as
-    it runs: the layers below it are already changed. Nothing is renormalized, and the bias of W_O
-    stays. The score covers the whole sequence, which is not causal (P3.12).
-
-    With a key/value cache, the pass without a cache (the prompt) decides the masks, and later
-    passes of the same rows keep them. A prompt that runs in chunks is decided by its first.
-
-    Attributes:
-        score: a registered metric with `inactive` set: the twelve of P3, `lthon_hn`,
-            `circuit_ahon` and its form by layer, `random`, or a plugin's.
-        threshold: absolute; for `random` the share of heads (P3.9).
-        seed: of `random`; the same sample gets the same heads, in any batch.
-    """
-
-    kind: ClassVar[str] = "dynamic-zeroing"
-    source: ClassVar[str] = "P3.1 to P3.13"
-
-    score: str
-    threshold: float
-    seed: int = 0
-
-    def __post_init__(self) -> None:
-        check_score(self.score)
-        object.__setattr__(self, "threshold", float(self.threshold))
-        from megasink.analysis.interventions.scores import LayerScore
-
-        low, high = LayerScore(self.score).bounds
-        if not low <= self.threshold <= high:
-            raise UserError(f"threshold {self.threshold:g}: {self.score} is in [{low:g}, {high:g}]")
-
-    def change(self) -> "DynamicChange":
-        """Return the change, which counts the heads that it zeroes."""
-        from megasink.analysis.interventions.dynamic_zeroing import DynamicChange
-        from megasink.analysis.interventions.scores import LayerScore
-
-        return DynamicChange(LayerScore(self.score), self.threshold, self.seed)
-
-
-@kind
-class DrainFirstValue(Intervention):
-    """Set v_0 to zero: subtract A_i0 v_0 from the outputs of heads, without renormalizing A.
-
-    The first token is the first real one of each sequence. Query heads of a group share v_0, so
-    the output is changed per query head and the cache is left alone. A gate multiplies what is
-    subtracted; key 0 has no weight where a window hides it. Padding is left alone.
-
-    P0's scores on log-likelihood tasks, where nothing is decoded, change (MMLU 75.42 to 50.27 for
-    all heads), so the tokens of the prompt see it: "both" is the default.
-
-    Attributes:
-        threshold: drain a sample's heads whose mean weight on the first token over the pass
-            without a cache (the prompt) is strictly above this, such as 0.75 (P0.28, Eq. 9); None
-            drains all (P0.27).
-        phase: "prefill" (passes without a cache), "decode" (those that continue one), or "both".
-    """
-
-    kind: ClassVar[str] = "drain-first-value"
-    source: ClassVar[str] = "P0.27, P0.28"
-
-    threshold: float | None = None
-    phase: str = "both"
-
-    def __post_init__(self) -> None:
-        if self.phase not in PHASES:
-            raise UserError(f"phase {self.phase!r}: choose {', '.join(PHASES)}")
-        if self.threshold is None:
-            return
-        if not 0 <= self.threshold <= 1:
-            raise UserError(f"threshold {self.threshold!r}: a mean weight is in [0, 1]")
-
-    def change(self) -> "HeadChange":
-        """Return the change."""
-        from megasink.analysis.interventions.head_changes import Drain
-
-        return Drain(self.kind, self.threshold, self.phase)
-
-
-@kind
-class SteerGates(Intervention):
-    """Scale or clamp G of chosen heads: scale * G, but at least minimum and at most maximum.
-
-    Only gated models have such a gate: G = 1 - the weight of the sink logit (P0.2), or the score
-    of an explicit gate on the output of attention (P1.10). A plain model has none to steer, nor
-    has one with a sink token.
-
-    A gate that is exactly 0 stays 0 if it belongs to a sink, as the output behind it is lost.
-
-    Attributes:
-        heads: (layer, head) pairs, both from 0.
-        scale: factor of G, from 0 on.
-        minimum, maximum: limits of G, in [0, 1]; None for none.
-    """
-
-    kind: ClassVar[str] = "steer-gates"
-    source: ClassVar[str] = "P0.2, P1.10; steering is megasink's own"
-
-    heads: Heads
-    scale: float = 1.0
-    minimum: float | None = None
-    maximum: float | None = None
-
-    def __post_init__(self) -> None:
-        object.__setattr__(self, "heads", normalized_heads(self.heads))
-        given = (self.scale, self.minimum, self.maximum)
-        if given == (1.0, None, None):
-            raise UserError("nothing to steer: give scale, minimum or maximum")
-        if not 0 <= self.scale < math.inf:
-            raise UserError(f"scale {self.scale:g}: a number from 0 on")
-        low = 0.0 if self.minimum is None else self.minimum
-        high = 1.0 if self.maximum is None else self.maximum
-        if not 0 <= low <= high <= 1:
-            raise UserError(f"minimum {low:g} and maximum {high:g}: 0 <= minimum <= maximum <= 1")
-
-    def change(self) -> "HeadChange":
-        """Return the change."""
-        from megasink.analysis.interventions.head_changes import Steering
-
-        return Steering(self)
+    def change(self, forward: ForwardPass, outputs: HeadOutputs) -> Tensor | None:
+        if not (heads := heads_in(self.heads, outputs.layer)):
+            return None
+        out_BQHD = outputs.out_BQHD.clone()
+        out_BQHD[:, :, heads] = 0.0
+        return out_BQHD
 
 
 @kind
@@ -218,3 +160,35 @@ class RepeatFirstToken(Intervention):
 
     def tokens(self, tokens: Sequence[int], bos: int | None) -> list[int]:
         return [*[tokens[0]] * (self.copies - 1), *tokens]
+
+
+def to_entry(intervention: Intervention) -> dict[str, Any]:
+    """Return an intervention as a JSON object, such as {"kind": "zero-heads", ...}."""
+    own = (f.name for f in fields(intervention) if f.init)  # type: ignore[arg-type]
+    return {"kind": intervention.kind} | {name: getattr(intervention, name) for name in own}
+
+
+def from_entry(entry: dict[str, Any], where: str) -> Intervention:
+    """Return the intervention that a JSON object describes; `where` is for errors."""
+    kind = entry.get("kind")
+    kind = kind if isinstance(kind, str) else repr(kind)
+    if kind not in KINDS:
+        raise UserError(f"{where}: kind {kind!r} is unknown: choose {', '.join(sorted(KINDS))}")
+    given = {name: value for name, value in entry.items() if name != "kind"}
+    try:
+        return KINDS[kind](**given)
+    except (TypeError, ValueError) as error:
+        raise UserError(f"{where} ({kind}): {error}") from error
+
+
+def read_interventions(path: Path) -> list[Intervention]:
+    """Return the interventions of a JSON file: a list of objects, applied in order."""
+    entries = read_value(path)
+    if not isinstance(entries, list) or not all(isinstance(entry, dict) for entry in entries):
+        raise UserError(f"{path}: write a list of objects, each with a kind")
+    return [from_entry(entry, f"{path}, entry {i}") for i, entry in enumerate(entries)]
+
+
+def heads_in(chosen: Heads, layer: int) -> list[int]:
+    """Return the chosen heads of a layer."""
+    return [head for at, head in chosen if at == layer]

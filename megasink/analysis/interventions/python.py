@@ -24,15 +24,10 @@ from megasink.analysis.capture.base import Listener, OpenProbe, Probe
 from megasink.analysis.capture.changes import HeadChange
 from megasink.analysis.capture.models import open_probe_on
 from megasink.analysis.interventions.activations import token_ids
-from megasink.analysis.interventions.dynamic_zeroing import DynamicChange
+from megasink.analysis.interventions.dynamic_zeroing import DynamicChange, DynamicZeroing
 from megasink.analysis.interventions.heads import GivenHeads, heads_of
-from megasink.analysis.interventions.kinds import (
-    DrainFirstValue,
-    DynamicZeroing,
-    SteerGates,
-    ZeroHeads,
-)
-from megasink.analysis.interventions.record import Intervention
+from megasink.analysis.interventions.kinds import Intervention, ZeroHeads
+from megasink.analysis.interventions.on_attention import DrainFirstValue, SteerGates
 from megasink.analysis.interventions.scores import RANDOM, LayerScore
 from megasink.errors import UserError
 from megasink.files.checked_fields import checked
@@ -56,13 +51,12 @@ def intervening(model: Any, interventions: Sequence[Intervention]) -> Iterator[l
     for intervention in interventions if isinstance(interventions, Iterable) else [interventions]:
         if not isinstance(intervention, Intervention):
             raise UserError(f"{intervention!r:.60}: give a list of interventions: ZeroHeads(...)")
-        change = intervention.change()
-        if change is None:
+        if not intervention.changes_heads:
             raise UserError(
                 f"{intervention.kind} changes tokens, not the model: call its tokens(ids, bos) and "
                 "run the model on the result"
             )
-        changes.append(change)
+        changes.append(intervention.running())
     with open_probe_on(model)(Listener(), changes):
         yield changes
 
@@ -144,7 +138,7 @@ def dynamic_zeroing(
         else:
             threshold, first = LayerScore(score).bounds[0], True
     assert threshold is not None
-    change = DynamicZeroing(score, threshold, seed).change()
+    change = DynamicZeroing(score, threshold, seed).running()
     with open_probe(Listener(), [change]) as probe:
         if first:
             assert quantile is not None

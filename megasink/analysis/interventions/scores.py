@@ -11,10 +11,9 @@ import torch
 from torch import Tensor
 
 from megasink.analysis.ablate.results import RANDOM
-from megasink.analysis.interventions.record import check_score
 from megasink.analysis.metrics.head_scores import random_scores
-from megasink.analysis.metrics.registry import Metric, metrics
-from megasink.errors import UserError
+from megasink.analysis.metrics.registry import Metric, metrics, score_names
+from megasink.errors import UserError, unknown_name
 
 
 class LayerScore:
@@ -27,7 +26,8 @@ class LayerScore:
     """
 
     def __init__(self, name: str):
-        check_score(name)
+        if name not in score_names():
+            raise UserError(unknown_name("score", name, score_names()))
         self.name = name
         self.entry = metrics([name])[name]
         assert self.entry.inactive is not None

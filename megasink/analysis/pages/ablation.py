@@ -15,27 +15,34 @@ from megasink.analysis.ablate.results import (
 )
 from megasink.analysis.pages import html
 from megasink.analysis.pages.ablation_figures import Arrays, draw_all, shown_on, title_of
-from megasink.analysis.pages.csv_file import write_csv
-from megasink.analysis.pages.drawing import PAGE_FILES, Picture, write_page
+from megasink.analysis.pages.publish import publish
 from megasink.analysis.pages.words import words_and_papers
-from megasink.analysis.results_files import results_of, write_json
-from megasink.analysis.stored import write_arrays
-from megasink.console.printable import say
 
 
 def write_ablation(results: AblationResults, masks: Arrays, tsne: Arrays, output: Path) -> None:
     """Write everything about an ablation to a folder, and print its summary."""
-    pictures = draw_all(results, masks, tsne)
-    with results_of(output, (*PAGE_FILES, "*.npz")) as folder:
-        write_arrays(folder / "points.npz", masks)
-        write_arrays(folder / "tsne.npz", tsne)
-        rows = list(_rows(results))
-        write_csv(folder / "ablation.csv", list(rows[0]), rows)
-        write_page(page(results, pictures), pictures, folder)
-        write_json(folder / "ablation.json", results)
-    for line in in_words(results):
-        say(line)
-    print(f"wrote {output}/report.html, ablation.json, ablation.csv, *.npz")
+    compared = [html.paragraph(_NOTE, "note"), _scores(results)] if results.scores else []
+    publish(
+        output,
+        "ablate",
+        model=results.model.name,
+        heading="heads zeroed",
+        words=in_words(results),
+        before={"Scores compared": compared},
+        pictures=draw_all(results, masks, tsne),
+        after={
+            "Every point": _points(results) if results.scores else [],
+            "Heads and interventions given": given(results),
+            "Words and papers": [words_and_papers()],
+            "How it was measured": [_provenance(results)],
+        },
+        files={
+            "points.npz": masks,
+            "tsne.npz": tsne,
+            "ablation.csv": list(_rows(results)),
+            "ablation.json": results,
+        },
+    )
 
 
 def _rows(results: AblationResults) -> Iterator[Mapping[str, Any]]:
@@ -55,26 +62,6 @@ def _rows(results: AblationResults) -> Iterator[Mapping[str, Any]]:
                 "bits_per_byte": value.bits_per_byte,
                 "samples": value.samples,
             }
-
-
-def page(results: AblationResults, pictures: Sequence[Picture]) -> str:
-    """Return the page; figures are embedded, and nothing is loaded from elsewhere."""
-    name = results.model.name
-    given = [point for point in results.points if point.row != UNCHANGED and point.asked is None]
-    made = html.Page(f"megasink ablate: {name}", f"{name}: heads zeroed")
-    made.section("Summary", *(html.paragraph(line) for line in in_words(results)))
-    if results.scores:
-        made.section("Scores compared", html.paragraph(_NOTE, "note"), _scores(results))
-    for picture in pictures:
-        alt = f"{picture.title}: {name}"
-        made.section(picture.title, html.figure(picture, alt, picture.caption))
-    if results.scores:
-        made.section("Every point", *_points(results))
-    if given:
-        made.section("Heads and interventions given", *_given(results, given))
-    made.section("Words and papers", words_and_papers())
-    made.section("How it was measured", _provenance(results))
-    return made.text()
 
 
 _NOTE = (
@@ -204,7 +191,11 @@ def _cell(point: AblationPoint | None, on: str, results: AblationResults) -> str
     return f"{_number(point.values[on], results)} ({_text(point.zeroed, '{:.1f}%')})"
 
 
-def _given(results: AblationResults, points: list[AblationPoint]) -> list[str]:
+def given(results: AblationResults) -> list[str]:
+    """Return the table of the heads and interventions that the command named, if any."""
+    points = [point for point in results.points if point.row != UNCHANGED and point.asked is None]
+    if not points:
+        return []
     rows, without = [], []
     for on in shown_on(results):
         for point in points:

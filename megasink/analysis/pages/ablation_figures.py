@@ -19,6 +19,7 @@ from megasink.analysis.ablate.results import (
 )
 from megasink.analysis.metrics import metrics
 from megasink.analysis.pages.drawing import Picture, picture_of
+from megasink.figures.recorded import bars, curve
 from megasink.figures.style import (
     BLUE,
     GRAY,
@@ -94,7 +95,7 @@ def _curves(axis: Any, results: AblationResults, name: str, number: Any) -> None
         x, _ = mean_line(line, name)
         by_seed = [[number(point) for point in points] for points in line.values()]
         y = [float(np.mean(values)) for values in by_seed]
-        axis.plot(x, y, label=title_of(score), **_style(score, results))
+        curve(axis, x, y, name=title_of(score), **_style(score, results))
         if score == RANDOM:
             low, high = ([edge(v) for v in by_seed] for edge in (min, max))
             axis.fill_between(x, low, high, color="black", alpha=0.15, linewidth=0)
@@ -128,13 +129,14 @@ def draw_ranks(results: AblationResults) -> Any:
     table = np.asarray([[rank[name, score] for score in scores] for name in names], dtype=float)
     height = 1.6 + 0.34 * len(names)
     figure, ((axis,),) = panels(1, 1, height, width=min(11.0, 3.0 + 0.75 * len(scores)))
-    image = heatmap(axis, table, vmin=1, vmax=len(scores), cmap=f"{MAP}_r")
+    rows, columns = [short(name, 30) for name in names], [title_of(score) for score in scores]
+    image = heatmap(axis, table, rows, columns, vmin=1, vmax=len(scores), cmap=f"{MAP}_r")
     for (row, column), value in np.ndenumerate(table):
         is_dark = image.norm(value) > 0.5
         axis.text(column, row, f"{value:.0f}", ha="center", va="center", fontsize=9,
                   color="white" if is_dark else "black")  # fmt: skip
-    axis.set_xticks(range(len(scores)), [title_of(s) for s in scores], rotation=35, ha="right")
-    axis.set_yticks(range(len(names)), [short(name, 30) for name in names])
+    axis.set_xticks(range(len(scores)), columns, rotation=35, ha="right")
+    axis.set_yticks(range(len(names)), rows)
     label(axis, "rank by normalized AUC, 1 the best")
     return figure
 
@@ -167,9 +169,10 @@ def draw_given(results: AblationResults) -> Any:
     figure, ((axis,),) = panels(1, 1, 1.4 + 0.35 * len(rows))
     change = [value.change for _, value in rows]
     error = [value.standard_error or 0.0 for _, value in rows]
-    axis.barh(range(len(rows)), change, xerr=error, color=BLUE, ecolor=GRAY)
+    names = [name for name, _ in rows]
+    bars(axis, change, names, upright=False, xerr=error, color=BLUE, ecolor=GRAY)
     axis.axvline(0, color="black", linewidth=0.8)
-    axis.set_yticks(range(len(rows)), [name for name, _ in rows])
+    axis.set_yticks(range(len(rows)), names)
     axis.invert_yaxis()
     label(axis, "zeroed or changed together", "", f"change of {results.quantity}")
     return figure
@@ -186,7 +189,7 @@ def draw_single_heads(results: AblationResults) -> Any:
     values = [point.values[name] for point in results.of(rows[0])]
     change = np.asarray([np.nan if v.change is None else v.change for v in values])
     error = np.asarray([0.0 if v.standard_error is None else v.standard_error for v in values])
-    axis.bar(range(len(values)), change, yerr=error, color=BLUE, ecolor=GRAY)
+    bars(axis, change, yerr=error, color=BLUE, ecolor=GRAY)
     axis.axhline(0, color="black", linewidth=0.8)
     label(axis, f"one head of {rows[0]} zeroed: {short(name, 40)}",
           f"change of {results.quantity}", "head")  # fmt: skip
@@ -262,8 +265,4 @@ def draw_all(results: AblationResults, masks: Arrays, tsne: Arrays) -> list[Pict
         "tsne": draw_tsne(tsne),
     }
     with styled():
-        return [
-            picture_of(figure, name, *FIGURES[name])
-            for name, figure in drawn.items()
-            if figure is not None
-        ]
+        return [picture_of(fig, n, *FIGURES[n]) for n, fig in drawn.items() if fig is not None]

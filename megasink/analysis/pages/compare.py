@@ -11,7 +11,16 @@ from megasink.analysis.pages import html
 from megasink.analysis.pages.drawing import picture_of
 from megasink.figures.curves import EMA, SMOOTHED, mark_spikes, series, smoothed
 from megasink.figures.losses import loss_spikes
-from megasink.figures.style import DASHES, label, model_colors, note, panels, styled, zoom
+from megasink.figures.recorded import curve
+from megasink.figures.style import (
+    DASHES,
+    label,
+    model_colors,
+    note,
+    panels,
+    styled,
+    zoom,
+)
 from megasink.files.atomic import atomic_files
 from megasink.files.system_errors import writing
 
@@ -43,9 +52,9 @@ def draw_comparison(runs: Runs, *, x: str = "step", factor: float = EMA) -> Any:
             text = name
             if key == "lm_loss":
                 text += _plural(mark_spikes(axis, where, values, color))
-            axis.plot(where, smoothed(values, factor), color=color, linestyle=dashes, label=text)
+            curve(axis, where, smoothed(values, factor), name=text, color=color, linestyle=dashes)
         where, values = _series(lines, validation, x)
-        axes[1].plot(where, values, marker="o", color=color, linestyle=dashes, label=name)
+        curve(axes[1], where, values, "o", name, color=color, linestyle=dashes)
     bits = validation == "valid_bits_per_byte"
     titles = (
         (f"training loss, moving average ({factor:g})", "nats per token"),

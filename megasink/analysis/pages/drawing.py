@@ -6,7 +6,6 @@ figures file.
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 from megasink.analysis.pages.numbers import Numbers, numbers_of
@@ -23,7 +22,6 @@ SECTIONS = (
     "Between models",
 )
 """Sections of the page, in order."""
-PAGE_FILES = ("report.html", "figures/*.png", "figures/*.pdf")
 
 
 @dataclass(frozen=True)
@@ -71,10 +69,10 @@ def picture_of(
     return Picture(name, title, caption, files, numbers_of(figure), **of)
 
 
-def write_page(page: str, pictures: Sequence[Picture], output: Path) -> None:
-    """Write report.html and figures/ to a new folder (`results_of`, with `PAGE_FILES`)."""
-    (output / "figures").mkdir()
-    for picture in pictures:
-        for kind, content in picture.files.items():
-            (output / "figures" / f"{picture.name}.{kind}").write_bytes(content)
-    (output / "report.html").write_text(page, errors="backslashreplace")
+def page_files(page: str, pictures: Sequence[Picture]) -> dict[str, Any]:
+    """Return the files of a page: report.html and figures/."""
+    return {"report.html": page} | {
+        f"figures/{picture.name}.{kind}": content
+        for picture in pictures
+        for kind, content in picture.files.items()
+    }

@@ -8,6 +8,7 @@ import numpy as np
 from megasink.analysis.analysis import INACTIVE_SHARE, Analysis, array
 from megasink.analysis.metrics import metrics
 from megasink.analysis.pages.drawing import Drawing
+from megasink.figures.recorded import curve, ecdf
 from megasink.figures.style import (
     MAP,
     density,
@@ -63,7 +64,7 @@ def _distribution(left: Any, right: Any, name: str, analyses: Sequence[Analysis]
     for (analysis, color, model), pool in zip(named(analyses), pools, strict=True):
         counts, _ = np.histogram(pool, edges)
         density(left, counts / len(pool) / np.diff(edges), edges, color, model)
-        right.ecdf(pool, color=color)
+        ecdf(right, pool, model, color=color)
         threshold = analysis.results.inactive_heads.thresholds[name][INACTIVE_SHARE]
         right.axvline(threshold, color=color, linestyle=":", linewidth=1.1)
     for axis in (left, right):
@@ -80,7 +81,7 @@ def _inactive_by_layer(analyses: Sequence[Analysis]) -> Any:
     for axis, score in zip(axes[0], ("awft", "ahon_ln"), strict=True):
         for analysis, color, name in named(analyses):
             share = 100 * array(analysis.results.inactive_heads.share_by_layer[score])
-            line(axis, np.arange(len(share)), share, color=color, label=name)
+            line(axis, np.arange(len(share)), share, color=color, name=name)
         label(axis, f"inactive by {metrics()[score].title}", "% of the layer's heads", "layer")
         axis.set_ylim(-2, 102)
         axis.axhline(15, color="0.4", linewidth=0.8, linestyle=":")
@@ -96,7 +97,7 @@ def _agreement(analysis: Analysis) -> Any:
     figure, axes = panels(1, 2, 5.9, layout=None, gridspec_kw=margins)
     for axis, shares in zip(axes[0], (agreement.iou, agreement.precision), strict=True):
         table = array(shares)
-        image = heatmap(axis, table, vmin=0, vmax=1, cmap=MAP)
+        image = heatmap(axis, table, names, names, vmin=0, vmax=1, cmap=MAP)
         write_cells(axis, image, table, 5.2)
         axis.set_xticks(range(len(names)), names, rotation=90, fontsize=7)
         axis.set_yticks(range(len(names)), names, fontsize=7)
@@ -120,11 +121,12 @@ def _gates(analyses: Sequence[Analysis]) -> Any:
         std, low, high = map(analysis.values, ("gate_spread", "gate_min", "gate_max"))
         there = np.isfinite(mean)
         layers = np.arange(len(mean))
-        line(axes[0, 1], layers, mean, color=color)
+        line(axes[0, 1], layers, mean, color=color, name=name)
         band = [np.clip(mean + sign * std, 0, 1)[there] for sign in (-1, 1)]
         axes[0, 1].fill_between(layers[there], *band, color=color, alpha=0.18, linewidth=0)
-        for edge in (low, high):
-            axes[0, 1].plot(layers[there], edge[there], color=color, linestyle=":", linewidth=1)
+        for edge, what in ((low, "minimum"), (high, "maximum")):
+            of = f"{name}, {what}"
+            curve(axes[0, 1], layers[there], edge[there], ":", of, color=color, linewidth=1)
     label(axes[0, 0], "all gate scores", "density", "gate score")
     label(axes[0, 1], "by layer", "gate score", "layer")
     axes[0, 0].set_xlim(0, 1)
@@ -151,9 +153,9 @@ def _datasets(analyses: Sequence[Analysis]) -> Any:
         for name in analysis.results.datasets:
             importance = analysis.values("importance", name)[layer]
             style = {"color": colors[name], "marker": marks[name], "ms": 4}
-            left.plot(importance, linewidth=0.9, label=name, **style)
+            curve(left, range(len(importance)), importance, "-", name, linewidth=0.9, **style)
             awft = analysis.values("awft", name)
-            right.ecdf(awft[np.isfinite(awft)], color=colors[name])
+            ecdf(right, awft[np.isfinite(awft)], name, color=colors[name])
         label(left, f"{wrapped(analysis.name)}: layer {layer}", "head importance", "head")
         label(right, "AWFT of all heads, CDF", "share of heads", "AWFT, mean over samples")
         left.set_ylim(top=1.02)

@@ -11,6 +11,7 @@ import numpy as np
 from megasink.analysis.analysis import Analysis, Floats
 from megasink.analysis.pages.drawing import Drawing
 from megasink.analysis.pages.token_labels import token_labels
+from megasink.figures.recorded import bars, named_axes
 from megasink.figures.style import (
     BLUE,
     DIVERGING,
@@ -30,7 +31,7 @@ _LAYERS, _HEADS = 12, 16  # maximum number of panels
 _LABELS = 48  # maximum number of readable token labels
 
 
-def draw_map(axis: Any, map_TS: Floats, *, has_sink: bool) -> Any:
+def draw_map(axis: Any, map_TS: Floats, *, has_sink: bool, rows: Sequence[str] = ()) -> Any:
     """Draw a map on a square-root scale, with the sink's weight in a wide column on the left.
 
     Keys without any weight stay blank: future keys, and those outside a window.
@@ -38,19 +39,17 @@ def draw_map(axis: Any, map_TS: Floats, *, has_sink: bool) -> Any:
     from matplotlib.colors import PowerNorm
 
     tokens = len(map_TS)
-    keys = np.ma.masked_equal(map_TS[:, 1:], 0.0)
-    norm = PowerNorm(0.5, 0, 1)
-    axis.grid(False)
-    options = {"cmap": MAP, "norm": norm, "aspect": "auto", "interpolation": "nearest"}
-    image = axis.imshow(keys, extent=(-0.5, tokens - 0.5, tokens - 0.5, -0.5), **options)
+    options: dict[str, Any] = {"cmap": MAP, "norm": PowerNorm(0.5, 0, 1)}
+    keys = np.where(map_TS[:, 1:] == 0.0, np.nan, map_TS[:, 1:])
+    image = heatmap(axis, keys, rows, **options)
+    named_axes(axis, "", "query", "key")
     left = -0.5
     if has_sink:
         wide = max(1.0, 0.05 * tokens)
         left = -0.5 - 1.6 * wide
-        axis.imshow(map_TS[:, :1], extent=(left, left + wide, tokens - 0.5, -0.5), **options)
+        heatmap(axis, map_TS[:, :1], rows, ["sink"], (left, left + wide), **options)
     axis.set_xlim(left, tokens - 0.5)
     axis.set_ylim(tokens - 0.5, -0.5)
-    whole_numbers(axis.xaxis, axis.yaxis)
     if has_sink:
         ticks = [tick for tick in axis.get_xticks() if 0 <= tick < tokens]
         axis.set_xticks([left + wide / 2, *ticks], ["\nsink", *(f"{tick:g}" for tick in ticks)])
@@ -131,6 +130,7 @@ def _map_grid(analysis: Analysis, maps: Floats, titles: Sequence[str], most: int
     )
     for axis, map_TS, title in zip(axes.flat, maps, titles, strict=False):
         image = draw_map(axis, map_TS, has_sink=has_sink(analysis.maps))
+        named_axes(axis, title)
         axis.set_title(title, fontsize=9)
         axis.tick_params(labelsize=7)
     for axis in axes.flat[len(maps) :]:
@@ -160,20 +160,22 @@ def draw_head(analysis: Analysis, index: int) -> Any:
     margins = {"left": 0.095, "right": 0.66, "top": 0.95, "bottom": 0.21, "wspace": 0.09}
     widths = {"width_ratios": (4.2, 1, 1, 1)}
     figure, (axes,) = panels(1, 4, 5.6, layout=None, sharey=True, gridspec_kw=margins | widths)
-    image = draw_map(axes[0], maps["map_CTS"][index], has_sink=has_sink(maps))
-    if len(tokens) <= _LABELS:
+    names = tokens if len(tokens) <= _LABELS else ()
+    image = draw_map(axes[0], maps["map_CTS"][index], has_sink=has_sink(maps), rows=names)
+    if names:
         size = min(7.0, 265 / len(tokens))
         axes[0].set_yticks(range(len(tokens)), tokens, fontsize=size, family=fonts)
         axes[0].tick_params(axis="y", length=0, pad=1)
     label(axes[0], f"attention of head {head}, layer {layer}", "query", "key")
-    bars = (
+    by_token = (
         ("value_norm_CT", "value", GRAY),
         ("output_norm_CT", "output", BLUE),
         ("gate_CT", "gate", GREEN),
     )
-    for axis, (key, title, color) in zip(axes[1:], bars, strict=True):
+    for axis, (key, title, color) in zip(axes[1:], by_token, strict=True):
         values = maps[key][index]
-        axis.barh(np.arange(len(values)), values, height=0.85, color=color)
+        bars(axis, values, names, upright=False, height=0.85, color=color)
+        named_axes(axis, title, across="query")
         axis.set_title(title)
         axis.grid(axis="y", visible=False)
         axis.set_xlim(0, 1 if key == "gate_CT" else max(1.05 * float(values.max()), 1e-9))
@@ -211,7 +213,7 @@ def _components(analysis: Analysis) -> Any:
     figure, axes = panels(1, 3, 3.5)
     highest = float(np.abs(images).max())
     for index, (axis, picture) in enumerate(zip(axes[0, :2], images, strict=False)):
-        seen = np.ma.masked_equal(picture, 0.0)
+        seen = np.where(picture == 0.0, np.nan, picture)
         image = heatmap(axis, seen, cmap=DIVERGING, vmin=-highest, vmax=highest)
         title = f"PC {index + 1}: {100 * share[index]:.0f}% of the variance"
         label(axis, title, "query", "key")

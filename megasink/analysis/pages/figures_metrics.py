@@ -82,7 +82,7 @@ def _draw_curves(entries: Sequence[Metric], analyses: Sequence[Analysis]) -> Any
         for analysis, color, name in named(analyses):
             if analysis.has(entry.name):
                 x, curve = _curve(entry, analysis.values(entry.name))
-                line(axis, x, curve, color=color, label=name)
+                line(axis, x, curve, color=color, name=name)
         label(axis, entry.title, "" if entry.unit == "1" else entry.unit, _ABSCISSA[entry.axis])
         whole_numbers(axis.xaxis)
         by_unit.setdefault(entry.unit, []).append(axis)

@@ -8,6 +8,7 @@ import numpy as np
 
 from megasink.analysis.analysis import Analysis
 from megasink.analysis.pages.drawing import Drawing
+from megasink.figures.recorded import curve
 from megasink.figures.style import (
     even_panels,
     label,
@@ -36,7 +37,7 @@ def _by_position(key: str, ylabel: str, analyses: Sequence[Analysis]) -> Any:
             x, y = state[there], table[there, position]
             width, order = (2.2, 3) if position == 0 else (1.2, 2)
             name = f"token {position}"
-            axis.plot(x, y, color=color, linewidth=width, zorder=order, label=name)
+            curve(axis, x, y, "-", name, color=color, linewidth=width, zorder=order)
             if len(x) <= 81:
                 size = 4 if len(x) <= 33 else 2.2
                 for points, fill in ((x == np.floor(x), color), (x != np.floor(x), "white")):

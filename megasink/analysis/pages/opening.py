@@ -11,6 +11,7 @@ from megasink.analysis.pages.drawing import OPENING, Drawing
 from megasink.analysis.results import SampleResults
 from megasink.attention.definitions import SINK_EPSILON
 from megasink.errors import UserError
+from megasink.figures.recorded import bars, curve, named_axes
 from megasink.figures.style import (
     BLUE,
     MAP,
@@ -135,15 +136,16 @@ def _draw(analysis: Analysis) -> Any:
     heads = figure.add_subplot(sinks.get_gridspec()[:, 1])
     rate = analysis.values("sink_rate_by_layer")
     layers = np.arange(len(rate))
-    sinks.bar(layers, 100 * rate, color=BLUE, width=0.8)
+    bars(sinks, 100 * rate, color=BLUE, width=0.8)
     sinks.set_ylim(0, 100)
     label(sinks, "heads with an attention sink", "% of the layer's heads")
+    named_axes(sinks, across="layer")
     norm = analysis.values("state_norm")
     after = norm[2::2]  # the output of each block
-    norms.plot(layers, after[:, 0], "o-", color=VERMILION, label="token 0")
+    curve(norms, layers, after[:, 0], "o-", "token 0", color=VERMILION)
     if after.shape[1] > 1:
         others = np.nanmean(after[:, 1:], axis=1)
-        norms.plot(layers, others, "s--", color=BLUE, label="mean of the others")
+        curve(norms, layers, others, "s--", "mean of the others", color=BLUE)
     norms.legend(loc="best")
     label(norms, "length of the hidden state", "L2 norm", "layer")
     log_scale(norms)

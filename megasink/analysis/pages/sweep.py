@@ -10,14 +10,18 @@ import numpy as np
 from megasink.analysis.metrics import metrics
 from megasink.analysis.metrics.sinks import EPSILONS
 from megasink.analysis.pages import html
-from megasink.analysis.pages.csv_file import write_csv
-from megasink.analysis.pages.drawing import PAGE_FILES, Picture, picture_of, write_page
+from megasink.analysis.pages.drawing import Picture, picture_of
+from megasink.analysis.pages.publish import publish
 from megasink.analysis.results import SweepResults, SweepRow
-from megasink.analysis.results_files import results_of, write_json
-from megasink.analysis.stored import write_arrays
 from megasink.attention.definitions import SINK_EPSILON
-from megasink.console.printable import say
-from megasink.figures.style import MAP, even_panels, label, shares_of_heads, styled
+from megasink.figures.recorded import curve
+from megasink.figures.style import (
+    MAP,
+    even_panels,
+    label,
+    shares_of_heads,
+    styled,
+)
 
 _SWEEP = (
     "Each metric against the first setting that varies: length, copies or BOS. The other settings "
@@ -35,22 +39,28 @@ _AXES = {"length": "tokens of the text", "copies": "copies of the first token", 
 def write_sweep(results: SweepResults, arrays: dict[str, Any], output: Path) -> None:
     """Write a sweep and print its table; the arrays are "score/setting" -> [N, L, H]."""
     table = [table_row(row, results.rows) for row in results.rows]
-    pictures = draw_all(results)
-    with results_of(output, (*PAGE_FILES, "*.npz")) as folder:
-        write_arrays(folder / "sweep.npz", arrays)
-        write_csv(folder / "sweep.csv", list(table[0]), table)
-        write_page(page(results, table, pictures), pictures, folder)
-        write_json(folder / "sweep.json", results)
-    shown = [
+    names = [
         *("length", "bos", "copies", "samples", "sink_rate", "inactive_awft"),
         *("inactive_ahon_ln", "massive_ratio", "nats_per_token"),
     ]
-    for text in in_words(results):
-        say(text)
-    print("  ".join(f"{name:>{max(7, len(name))}}" for name in shown))
-    for line in table:
-        cells = [_short(line[name]) for name in shown]
-        print("  ".join(f"{c:>{max(7, len(n))}}" for n, c in zip(shown, cells, strict=True)))
+    printed = [names, *([_short(line[name]) for name in names] for line in table)]
+    publish(
+        output,
+        "sweep",
+        model=results.model.name,
+        heading="lengths, BOS and first tokens",
+        words=in_words(results),
+        pictures=draw_all(results),
+        after={
+            "Every setting": [_settings(results, table)],
+            "How it was measured": [_provenance(results)],
+        },
+        files={"sweep.json": results, "sweep.csv": table, "sweep.npz": arrays},
+        lines=[
+            "  ".join(f"{cell:>{max(7, len(name))}}" for name, cell in zip(names, row, strict=True))
+            for row in printed
+        ],
+    )
     for row in results.rows:
         if row.non_finite:
             print(
@@ -58,7 +68,6 @@ def write_sweep(results: SweepResults, arrays: dict[str, Any], output: Path) -> 
                 f"infinite or NaN values, {row.non_finite[0]} first: left out of every average",
                 file=sys.stderr,
             )
-    print(f"wrote {output}/report.html, sweep.json, sweep.csv, sweep.npz, figures/")
 
 
 def draw_all(results: SweepResults) -> list[Picture]:
@@ -89,19 +98,15 @@ def in_words(results: SweepResults) -> list[str]:
     return lines
 
 
-def page(results: SweepResults, table: list[dict[str, Any]], pictures: Sequence[Picture]) -> str:
-    """Return the page; `table` is sweep.csv's."""
-    name = results.model.name
-    made = html.Page(f"megasink sweep: {name}", f"{name}: lengths, BOS and first tokens")
-    made.section("Summary", *(html.paragraph(line) for line in in_words(results)))
-    for picture in pictures:
-        alt = f"{picture.title}: {name}"
-        made.section(picture.title, html.figure(picture, alt, picture.caption))
+def _settings(results: SweepResults, table: list[dict[str, Any]]) -> str:
     rows = [[_setting(row), *map(_short, list(line.values())[3:])]
             for row, line in zip(results.rows, table, strict=True)]  # fmt: skip
     entries = metrics()
     head = [entries[n].title if n in entries else n.replace("_", " ") for n in list(table[0])[3:]]
-    made.section("Every setting", html.table(["", *head], rows))
+    return html.table(["", *head], rows)
+
+
+def _provenance(results: SweepResults) -> str:
     facts = {
         "megasink": results.megasink,
         "data": ", ".join(results.data),
@@ -109,12 +114,11 @@ def page(results: SweepResults, table: list[dict[str, Any]], pictures: Sequence[
         "replaced positions": results.replaced_positions,
         "thresholds set by": results.set_by,
         **{
-            f"threshold of {entries[n].title}": f"{tau:.4g}"
+            f"threshold of {metrics()[n].title}": f"{tau:.4g}"
             for n, tau in results.thresholds.items()
         },
     }
-    made.section("How it was measured", html.facts(name, facts))
-    return made.text()
+    return html.facts(results.model.name, facts)
 
 
 def table_row(row: SweepRow, rows: Sequence[SweepRow]) -> dict[str, Any]:
@@ -151,20 +155,19 @@ def draw_sweep(results: SweepResults) -> Any:
     rates = EPSILONS if len(lines) == 1 else {SINK_EPSILON: EPSILONS[SINK_EPSILON]}
     for index, (name, line) in enumerate(lines.items()):
         color = colormaps[MAP](0.9 * index / max(1, len(lines) - 1))
-        style = {"color": color, "marker": "o"}
+        style: dict[str, Any] = {"color": color, "marker": "o"}
         at = [getattr(row, over) for row in line]
         for rank, (eps, rate) in enumerate(rates.items()):
             shade = colormaps["plasma"](0.8 * rank / len(rates)) if len(rates) > 1 else color
             values = 100 * _numbers(line, rate)
             text = f"eps {eps}" if len(rates) > 1 else name
-            axes[0].plot(at, values, **style | {"color": shade}, label=text)
+            curve(axes[0], at, values, name=text, **style | {"color": shade})
         for score, dash in zip(rows[0].inactive, ("-", "--"), strict=True):
             values = [100 * row.inactive[score] for row in line]
-            # matplotlib omits such labels from legends.
-            once = metrics()[score].title if index == 0 else "_"
-            axes[1].plot(at, values, **style, linestyle=dash, label=once)
-        axes[2].plot(at, _numbers(line, "massive_ratio"), **style, label=name)
-        axes[3].plot(at, _numbers(line, "nats_per_token"), **style, label=name)
+            once = metrics()[score].title if index == 0 else ""
+            curve(axes[1], at, values, name=once, **style, linestyle=dash)
+        curve(axes[2], at, _numbers(line, "massive_ratio"), name=name, **style)
+        curve(axes[3], at, _numbers(line, "nats_per_token"), name=name, **style)
     which = "" if len(rates) > 1 else f" (eps {SINK_EPSILON})"
     titles = (
         (f"sink on the first token{which}", "% of heads"),

@@ -9,10 +9,11 @@ import numpy as np
 
 from megasink.analysis.metrics import metrics_shown
 from megasink.analysis.pages import html
-from megasink.analysis.pages.csv_file import write_csv
-from megasink.analysis.pages.drawing import Picture, picture_of, write_page
+from megasink.analysis.pages.drawing import picture_of
+from megasink.analysis.pages.publish import publish
 from megasink.analysis.results import Results, scalars_of
 from megasink.errors import UserError
+from megasink.figures.recorded import curve
 from megasink.figures.style import (
     BLUE,
     even_panels,
@@ -46,13 +47,20 @@ def trace_row(results: Results) -> TraceRow:
     return TraceRow(model.step, model.trained_tokens, scalars_of(results))
 
 
-def write_trace(rows: Sequence[TraceRow], folder: Path, name: str) -> None:
+def write_trace(rows: Sequence[TraceRow], output: Path, name: str) -> None:
     """Write trace.csv and report.html: every scalar metric by step (P2.11, P4.23)."""
-    table = [{"step": row.step, "tokens": row.tokens, **row.numbers} for row in rows]
-    write_csv(folder / "trace.csv", list(table[0]), table)
     with styled():
         picture = picture_of(_draw(rows), "trace", "Every metric over training", _caption(rows))
-    write_page(_page(rows, picture, name), [picture], folder)
+    publish(
+        output,
+        "trace",
+        model=name,
+        heading="training trace",
+        words=[_in_words(rows, name)],
+        pictures=[picture],
+        after={"Checkpoints": [_table(rows)]},
+        files={"trace.csv": [{"step": r.step, "tokens": r.tokens, **r.numbers} for r in rows]},
+    )
 
 
 def _measured(rows: Sequence[TraceRow]) -> list[str]:
@@ -69,7 +77,7 @@ def _draw(rows: Sequence[TraceRow]) -> Any:
     for axis, name in zip(axes, names, strict=True):
         entry = entries[name]
         values = [_ordinate(row.numbers[name], entry.levels) for row in rows]
-        axis.plot(tokens, values, "o-", color=BLUE)
+        curve(axis, tokens, values, "o-", color=BLUE)
         ylabel = "" if entry.unit == "1" or entry.levels else entry.unit
         label(axis, entry.title, ylabel, f"tokens seen{unit}")
         if entry.levels:
@@ -109,7 +117,7 @@ def _caption(rows: Sequence[TraceRow]) -> str:
     )
 
 
-def _page(rows: Sequence[TraceRow], picture: Picture, name: str) -> str:
+def _in_words(rows: Sequence[TraceRow], name: str) -> str:
     first, last = rows[0], rows[-1]
     names, entries = _measured(rows), metrics_shown("scalar")
     ends = (
@@ -118,18 +126,16 @@ def _page(rows: Sequence[TraceRow], picture: Picture, name: str) -> str:
         for n in ("sink_rate", "imbalance", "circuit_stage")
         if n in names
     )
-    summary = (
+    return (
         f"{name}: {len(rows)} checkpoints, from step {first.step:,} to {last.step:,} "
         f"({last.tokens:,} tokens): {'; '.join(ends)}."
     )
-    head = ["step", "tokens", *(entries[n].title for n in names)]
+
+
+def _table(rows: Sequence[TraceRow]) -> str:
+    names, entries = _measured(rows), metrics_shown("scalar")
     cells = [
         [f"{row.step:,}", f"{row.tokens:,}", *(entries[n].text(row.numbers[n]) for n in names)]
         for row in rows
     ]
-    made = html.Page(f"megasink: trace of {name}", f"{name}: training trace")
-    made.section("Summary", html.paragraph(summary))
-    alt = f"Training trace of {name}"
-    made.section(picture.title, html.figure(picture, alt, picture.caption))
-    made.section("Checkpoints", html.table(head, cells))
-    return made.text()
+    return html.table(["step", "tokens", *(entries[n].title for n in names)], cells)

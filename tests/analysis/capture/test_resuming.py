@@ -12,10 +12,12 @@ import torch
 from torch.distributed import HashStore
 
 from megasink.analysis import draw as pages
-from megasink.analysis.capture import measurements, ranks
+from megasink.analysis import store as stores
+from megasink.analysis.capture import ranks
 from megasink.analysis.capture.inputs import Sample
 from megasink.analysis.capture.ranks import Ranks, taking_part
-from megasink.analysis.capture.shards import MOST, PartialFolder, plan
+from megasink.analysis.measure import MOST, plan
+from megasink.analysis.store import Store
 from megasink.cli import main
 from megasink.errors import UserError
 from megasink.transformers.identity import weights_hash
@@ -67,9 +69,8 @@ def results(output):
 def killed(folder):
     """What a process left that was killed with SIGKILL after some of its shards."""
     output = folder / "killed"
-    saving = "megasink.analysis.capture.measurements:ShardMeasurements.save"
-    line = ["tests.waiting", "SIGKILL", saving, "6", *command(folder, output).split()]
-    assert server().run(line).returncode == -signal.SIGKILL
+    line = f"tests.waiting SIGKILL megasink.analysis.store:Store.write 6 {command(folder, output)}"
+    assert server().run(line.split()).returncode == -signal.SIGKILL
     assert len(list(output.glob("partial/shard_*.npz"))) == 5
     assert not (output / "results.json").exists()
     return output
@@ -108,22 +109,22 @@ def test_two_ranks_of_torchrun_find_the_same(folder, killed):
 
 
 def test_a_full_disk_loses_nothing(folder, tmp_path, capsys, monkeypatch):
-    output, save = tmp_path / "full", measurements.ShardMeasurements.save
+    output, write = tmp_path / "full", stores.write_arrays
 
-    def full(part, path, of):
+    def full(path, arrays, of):
         if path.name == "shard_00007.npz":
             raise OSError(28, "No space left on device")
-        save(part, path, of)
+        write(path, arrays, of)
 
     with monkeypatch.context() as patch:
-        patch.setattr(measurements.ShardMeasurements, "save", full)
+        patch.setattr(stores, "write_arrays", full)
         assert analyze(folder, output) == 2
     error = capsys.readouterr().err.splitlines()[-1]
     assert error.startswith(f"megasink: error: {output}/partial cannot be written: No space left")
     assert len(list(output.glob("partial/*.npz"))) == 7
     with monkeypatch.context() as patch:
         last = Path("shard_00007.npz")
-        patch.setattr(np, "savez_compressed", lambda *_, **__: full(None, last, ""))
+        patch.setattr(np, "savez_compressed", lambda *_, **__: full(last, {}, ""))
         assert analyze(folder, output) == 2
     error = capsys.readouterr().err.splitlines()[-1]
     assert error.startswith(f"megasink: error: --output {output} cannot be written: No space")
@@ -137,7 +138,7 @@ def test_a_broken_part_is_named(folder, tmp_path):
     part = tmp_path / "shard_00000.npz"
     part.write_bytes(b"PK\x03\x04 cut short")
     with pytest.raises(UserError, match=r"shard_00000.npz is damaged .* delete it"):
-        next(PartialFolder(tmp_path, {}).read(1))
+        Store(tmp_path, {}).read("shard_00000.npz")
 
 
 def test_shards_are_few_and_whole():
@@ -216,4 +217,4 @@ def test_a_device_for_each_process(monkeypatch):
 
 def test_a_folder_that_is_not_shared_is_named(tmp_path):
     with pytest.raises(UserError, match="does not exist on every machine"):
-        PartialFolder(tmp_path, {}).check_shared()
+        Store(tmp_path, {}).check_shared()

@@ -9,7 +9,7 @@ import math
 import numpy as np
 import pytest
 
-from megasink.analysis.ablate import on_tasks
+from megasink.analysis.ablate import points as measuring
 from megasink.analysis.ablate.curves import kept_level, normalized_auc, removable
 from megasink.analysis.ablate.points import TaskScore
 from megasink.analysis.ablate.results import AblationResults
@@ -48,7 +48,7 @@ def swept(model):
         return found
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(on_tasks, "evaluate", kept)
+        patch.setattr(measuring, "evaluate", kept)
         assert main(command(model, model.parent / "out")) == 0
     return model.parent / "out", asked
 
@@ -103,10 +103,10 @@ def test_the_error_of_a_change_is_paired():
 
 def test_the_page_says_where_there_is_no_error(swept):
     found = results_of(swept[0])
-    assert "No standard error" not in ablation.page(found, [])
+    assert "No standard error" not in str(ablation.given(found))
     for point in found.points:
         point.values[TASK].standard_error = None
-    assert f"No standard error for {TASK}: " in ablation.page(found, [])
+    assert f"No standard error for {TASK}: " in str(ablation.given(found))
 
 
 def test_thresholds_are_of_the_requests_of_the_task(swept):
@@ -138,7 +138,7 @@ def test_curves_lose_percentage_points(swept):
 def test_a_repeated_sweep_asks_nothing(model, swept, monkeypatch):
     output, _ = swept
     before = (output / "ablation.json").read_text()
-    monkeypatch.setattr(on_tasks, "evaluate", lambda *args, **kwargs: pytest.fail("asked again"))
+    monkeypatch.setattr(measuring, "evaluate", lambda *args, **kwargs: pytest.fail("asked again"))
     monkeypatch.setattr(ablation, "draw_all", lambda *_: [])
     assert main(command(model, output)) == 0
     assert (output / "ablation.json").read_text() == before

@@ -11,13 +11,13 @@ from megasink.analysis.ablate.calibration import measure_scores, read_calibratio
 from megasink.analysis.capture.inputs import Sample
 from megasink.analysis.capture.recorder import Recorder
 from megasink.analysis.capture.transformers_model import TransformersProbe
+from megasink.analysis.draw import write_numbers
 from megasink.analysis.folder import analysis_of
 from megasink.analysis.measure import run
 from megasink.analysis.metrics.thresholds import threshold
 from megasink.analysis.options import AnalysisOptions
 from megasink.analysis.results import RunFacts
 from megasink.analysis.summary import summarize
-from megasink.analysis.write import write_numbers
 from megasink.errors import UserError
 from megasink.transformers.identity import weights_hash
 from tests.analysis.capture.tiny_models import VOCABULARY, tiny_model

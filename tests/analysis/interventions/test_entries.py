@@ -17,7 +17,7 @@ from megasink.analysis.interventions import (
     read_interventions,
     to_entry,
 )
-from megasink.analysis.interventions.record import KINDS
+from megasink.analysis.interventions.kinds import KINDS
 from megasink.errors import UserError
 
 
@@ -52,7 +52,7 @@ def test_files_of_heads(tmp_path, name, text, heads, shape):
     (tmp_path / name).write_text(text)
     assert read_heads(tmp_path / name) == (heads, shape)
     zeroing = ZeroHeads(**read_heads(tmp_path / name)._asdict())
-    problems = zeroing.change().problems([3, 3])
+    problems = zeroing.problems([3, 3])
     assert bool(problems) == (shape == (2, 2))
     assert all("the mask has 2 layers of 2 heads, the model 2 of 3" in p for p in problems)
 
@@ -112,4 +112,4 @@ def test_tokens():
             RemoveBos().tokens(tokens, bos)
     assert RepeatFirstToken(1).tokens([1, 5], 1) == [1, 5]
     assert RepeatFirstToken(3).tokens([1, 5], 1) == [1, 1, 1, 5]
-    assert RemoveBos().change() is None
+    assert not RemoveBos().changes_heads

@@ -101,7 +101,7 @@ def test_nothing_is_padded_and_id_0_is_a_token(models, folder):
     for item in items:
         for choice in item["choices"]:
             whole, start = encode(item["context"] + choice), len(encode(item["context"]))
-            change = SCORES.change()
+            change = SCORES.running()
             with model.open_probe(Listener(), [change]) as probe:
                 logits = probe.forward(torch.tensor([whole[:-1]])).logits[0].double()
             logs = logits.log_softmax(-1)[start - 1 :]

@@ -11,12 +11,12 @@ from typing import Any
 import pytest
 import torch
 
+from megasink.analysis.capture.measurements import AnalysisValues
 from megasink.analysis.capture.segments import Segment
 from megasink.analysis.capture.statistics import AttentionCall, attention_statistics
 from megasink.analysis.metrics import metric, metrics, registry, tiles
 from megasink.analysis.metrics.inputs import ATTENTION as ATTENTION_STATISTICS
 from megasink.analysis.metrics.proxy import SIMILARITIES, proxy_statistics
-from megasink.analysis.values import AnalysisValues
 from tests.analysis.metrics import definitions
 
 HEADS, GROUPS, TOKENS, DIM, HIDDEN = 6, 2, 37, 8, 24
