@@ -3,7 +3,7 @@ VENV ?= .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 
-.PHONY: env demo notebooks test test-rest test-all lint docs dist gpu real real-all replicate versions
+.PHONY: env demo notebooks test test-rest test-both test-all lint docs dist gpu real real-all replicate versions
 
 env: $(READY)
 
@@ -27,6 +27,10 @@ test: $(READY)
 
 test-rest: $(READY)
 	$(PYTEST) -m 'rest and not replicate'
+
+# Both in one session, which imports everything once: the CI.
+test-both: $(READY)
+	$(PYTEST) -m '(first or rest) and not replicate'
 
 test-all: $(READY)
 	$(PYTEST) -m 'not replicate'

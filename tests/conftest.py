@@ -1,5 +1,6 @@
 """What all tests share: the pools of workers, the order and the tiers of tests."""
 
+import importlib
 import logging
 import os
 import re
@@ -79,9 +80,16 @@ def pytest_runtest_setup(item: pytest.Item) -> Iterator[None]:
 
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_call(item: pytest.Item) -> Iterator[None]:
-    """For the test, whether or not it was the first to make its fixtures."""
+    """For the test, whether or not it was the first to make its fixtures. One that fails leaves no
+    process group, which the next could not make, and whose threads it would wait for."""
     seed()
-    return (yield from _skip_what_is_newer())
+    try:
+        return (yield from _skip_what_is_newer())
+    except Exception:
+        distributed = sys.modules.get("torch.distributed")
+        if distributed and distributed.is_available() and distributed.is_initialized():
+            distributed.destroy_process_group()
+        raise
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -96,6 +104,7 @@ def pytest_configure(config: pytest.Config) -> None:
     logging.getLogger("matplotlib.font_manager").setLevel(logging.ERROR)
     if config.getoption("numprocesses", None) and not config.option.collectonly:
         forkserver.server()
+        importlib.import_module("matplotlib.font_manager")  # writes the cache for all processes
 
 
 def pytest_unconfigure() -> None:

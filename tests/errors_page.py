@@ -1,7 +1,7 @@
 """Write the reference of errors: ``python -m tests.errors_page FILE``.
 
-It has the answers to tests/mistakes.py. `make docs` puts it into the site. It is not committed, and
-no test compares its words.
+It has the answers to tests/mistakes.toml. `make docs` puts it into the site. It is not committed,
+and no test compares its words.
 """
 
 import contextlib
@@ -16,8 +16,7 @@ from megasink.cli import COMMANDS, main
 from megasink.data.corpus import Corpus
 from megasink.data.preprocess import preprocess
 from tests.analysis.capture.tiny_models import save_with_tokenizer
-from tests.mistakes import DATA, MISTAKES, TRAIN
-from tests.mistakes_with_models import ANALYZE
+from tests.mistakes import BEGINNINGS, MISTAKES
 
 HEAD = """\
 # Errors and what to do
@@ -78,7 +77,7 @@ def answer(name, root, run):
 def shown(name, said, root):
     """Return a mistake as the page shows it."""
     line = MISTAKES[name][0]
-    for flags in (TRAIN, DATA, ANALYZE):
+    for flags in (BEGINNINGS[command] for command in ("TRAIN", "DATA", "ANALYZE")):
         line = line.replace(flags.partition(" ")[2], "...")
     command = f"$ megasink {line}".rstrip().replace("{0}", "/data")
     return "\n".join(f"    {line}" for line in [command, *said]).replace(str(root), "/data")

@@ -6,14 +6,13 @@ import json
 import os
 import re
 import subprocess
-import sys
 from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from threading import Thread
 from typing import Any
 
-from tests.forkserver import HANG_SECONDS
+from tests.forkserver import server
 
 SHA = "a" * 40
 TOKEN = "hf_good"
@@ -22,7 +21,7 @@ TOKEN = "hf_good"
 class Hub(ThreadingHTTPServer):
     """The server; `models` are folders by name, `asked` all requests, `commits` the uploads."""
 
-    daemon_threads = True
+    daemon_threads, request_queue_size = True, 128
 
     def __init__(self, models: dict[str, Path]):
         super().__init__(("127.0.0.1", 0), _Handler)
@@ -34,16 +33,8 @@ class Hub(ThreadingHTTPServer):
         own = {"HF_ENDPOINT": f"http://127.0.0.1:{self.server_port}", "HF_HOME": str(cwd / "hf")}
         drop = ("HF_HUB_OFFLINE", "HF_TOKEN")
         outer = {name: value for name, value in os.environ.items() if name not in drop}
-        root = str(Path(__file__).resolve().parents[1])
-        return subprocess.run(
-            [sys.executable, "-m", "megasink", *map(str, words)],
-            env=outer | {"PYTHONPATH": root} | own | env,
-            cwd=cwd,
-            capture_output=True,
-            text=True,
-            check=False,
-            timeout=HANG_SECONDS,
-        )
+        argv = ["tests.hub_command", *map(str, words), "--device", "cpu"]
+        return server().run(argv, env=outer | {"OMP_NUM_THREADS": "1"} | own | env, cwd=cwd)
 
 
 @contextlib.contextmanager

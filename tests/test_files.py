@@ -62,11 +62,11 @@ def test_a_planted_cycle_is_found(tmp_path, line):
     assert cycle([(tmp_path / f"{name}.py", f"megasink.{name}") for name in "ab"])
 
 
-@pytest.mark.parametrize("name", sorted({*FIRST, *SAMPLED, *LATER}))
-def test_the_schedule_names_tests_that_exist(name):
-    file, _, test = name.partition("::")
-    text = (ROOT / file).read_text()
-    assert re.search(rf"^def {test.partition('[')[0]}", text, re.M) if test else text
+def test_the_schedule_names_tests_that_exist():
+    for name in {*FIRST, *SAMPLED, *LATER}:
+        file, _, test = name.partition("::")
+        text = (ROOT / file).read_text()
+        assert not test or re.search(rf"^def {test.partition('[')[0]}", text, re.M), name
 
 
 def test_every_room_has_tests_in_the_first_tier():

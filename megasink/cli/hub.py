@@ -16,7 +16,6 @@ _FETCHED = [
     *("*.json", "*.safetensors", "*.txt", "*.jinja", "*.tiktoken"),
     *("tokenizer.model", "spiece.model", "README.md", "LICENSE*"),
 ]
-_SECONDS = 10.0
 
 
 def add_allow_download(parser: argparse.ArgumentParser, also: str = "") -> None:
@@ -36,7 +35,9 @@ def fetched(args: argparse.Namespace) -> Path:
         return Path(args.model)
     name = str(args.model)
     with _online(name) as hub:
-        info = hub.model_info(name, timeout=_SECONDS)
+        from huggingface_hub.constants import HF_HUB_ETAG_TIMEOUT
+
+        info = hub.model_info(name, timeout=HF_HUB_ETAG_TIMEOUT)
         files = [file.rfilename for file in info.siblings or ()]
         if "config.json" not in files or not any(f.endswith(".safetensors") for f in files):
             raise UserError(

@@ -27,7 +27,8 @@ from megasink.training.waiting import here, waiting
 _HERE, _ENDED = "megasink/here", "megasink/ended"
 _CLOCK = "megasink/clock"  # with the id of a host: the time there
 _END_SECONDS = 30.0  # for ranks to end by themselves after another host's have failed
-_SECONDS = 5.0  # for an answer of the store, and between two reads of it
+_SECONDS = 5.0  # for an answer of the store
+_LOOK_SECONDS = 5.0  # between two reads of it
 _GONE_SECONDS = 20.0  # after which a silent host counts as gone
 _APART_SECONDS = 10.0  # torchrun drops a host whose clock is 15 s off
 
@@ -106,10 +107,10 @@ class Hosts:
 
     def _live(self) -> None:
         with waiting(lambda: str(self), of_rank=False):
-            while not self.have_met and not self._leaving.wait(1.0):
+            while not self.have_met and not self._leaving.wait(min(1.0, _LOOK_SECONDS)):
                 self._look()
                 self._report()
-        while not self._leaving.wait(_SECONDS):
+        while not self._leaving.wait(_LOOK_SECONDS):
             self._look()
             if self._report() and self._ends and not self._leaving.wait(_END_SECONDS):
                 os.kill(os.getpid(), signal.SIGTERM)  # torchrun hands it to its ranks

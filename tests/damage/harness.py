@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 LIMIT_BYTES = 2 << 30
-SECONDS = 300
+SECONDS = 600
 """Of one input. Only a hang takes so long, on a busy machine too."""
 
 

@@ -26,18 +26,20 @@ __all__ = ["ROOT", "Pool", "TaskFailed", "free_port"]
 
 # How long the other ranks may take to answer after one of them failed: they may be stuck in a
 # collective with it, or meet the same error later on a busy machine.
-GRACE_SECONDS = 60.0
+GRACE_SECONDS = HANG_SECONDS / 2
 _names: list[socket.socket] = []
 
 
 def free_port() -> int:
     """A port that no other test gets, also one of another pytest on this machine.
 
-    It is below those that the system gives to outgoing connections. Until whoever asked for it
-    listens there, a name like it in the same network namespace is taken by this process.
+    It is none that the system gives to outgoing connections. Until whoever asked for it listens
+    there, a name like it in the same network namespace is taken by this process.
     """
+    first, last = map(int, Path("/proc/sys/net/ipv4/ip_local_port_range").read_text().split())
+    free = [port for port in range(10_000, 65_536) if not first <= port <= last]
     while True:
-        port = 20_000 + secrets.randbelow(12_000)
+        port = secrets.choice(free or range(10_000, 65_536))
         name = socket.socket(socket.AF_UNIX)
         with socket.socket() as sock, contextlib.suppress(OSError):
             name.bind(f"\0megasink-test-port-{port}")
@@ -52,7 +54,7 @@ class TaskFailed(Exception):
 
 
 class Pool:
-    """Workers that run tasks together; started by the first task, and again after a crash.
+    """Workers that run tasks together; started by the first task, and again after a failed one.
 
     Args:
         size: the number of workers, the largest layout that fits.
@@ -163,8 +165,8 @@ class Pool:
         text += [f"--- rank {rank}:\n{value}" for rank, value in failures.items()]
         if silent:
             text += [f"--- rank {r} did not answer:\n{self._where(r)}" for r in silent]
-        if silent or any(p.poll() is not None for p in self._processes):
-            self._kill()  # whatever the others are doing, they cannot go on without that rank
+        # What a task that failed has left, such as process groups, is not for the next one.
+        self._kill()
         raise TaskFailed("\n".join(text))
 
     def _start(self) -> None:
@@ -208,7 +210,7 @@ class Pool:
 
     def _where(self, rank: int) -> str:
         """The stack of a worker that hangs, which faulthandler writes into its log."""
-        deadline, log = time.monotonic() + 10, self._log_path(rank)
+        deadline, log = time.monotonic() + HANG_SECONDS / 10, self._log_path(rank)
         for number in (1, 2):  # the first is whole when the second begins
             self._processes[rank].send_signal(signal.SIGUSR1)
             while time.monotonic() < deadline and log.read_bytes().count(b"Current thr") < number:

@@ -46,17 +46,21 @@ def test_process_groups_end_with_their_task(pool):
         until(ended, lambda: pool.run(THREADS))
 
 
-def test_an_exception_is_a_traceback_and_the_workers_live_on(bare):
-    bare.run(f"{TASKS}:remember", rank_marker="before")
-    with pytest.raises(TaskFailed, match=r"(?s)raise_here.*KeyError: 'a message that the test"):
-        bare.run(f"{TASKS}:raise_here")
-    assert bare.run(f"{TASKS}:remember", rank_marker="after") == [["before", "after"]] * 2
-
-
-def test_a_crash_is_reported_with_the_log_and_the_next_task_gets_new_workers(bare):
-    with pytest.raises(TaskFailed, match=r"(?s)ended with exit code 3.*last words"):
-        bare.run(f"{TASKS}:die", code=3)
+@pytest.mark.parametrize(
+    ("task", "options", "said"),
+    [
+        ("raise_here", {}, r"(?s)raise_here.*KeyError: 'a message that the test"),
+        ("die", {"code": 3}, r"(?s)ended with exit code 3.*last words"),
+    ],
+)
+def test_a_failure_says_why_and_the_next_task_gets_new_workers(bare, task, options, said):
+    for marker in ("before", "again"):
+        known = bare.run(f"{TASKS}:remember", rank_marker=marker)
+    assert known == [["before", "again"]] * 2
+    with pytest.raises(TaskFailed, match=said):
+        bare.run(f"{TASKS}:{task}", **options)
     assert bare.run(f"{TASKS}:remember", rank_marker="new") == [["new"]] * 2
+    bare.close()
 
 
 def test_a_hang_ends_at_the_timeout_with_the_stack_of_the_worker(bare, tmp_path, monkeypatch):

@@ -20,7 +20,7 @@ from tests.distributed.layout import Layout
 from tests.seeds import seed
 
 # Shorter than the pool's own limit for a task, so that a lost rank is a traceback and not a kill.
-COLLECTIVE_SECONDS = 900
+COLLECTIVE_SECONDS = 500
 # What torchrun would set, and tasks do: an analysis would share its samples with ranks of before.
 TORCHRUN = "RANK LOCAL_RANK WORLD_SIZE LOCAL_WORLD_SIZE MASTER_ADDR MASTER_PORT".split()
 

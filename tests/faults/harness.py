@@ -20,7 +20,7 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 
-SECONDS = 300
+SECONDS = 600
 MIB = 1 << 20
 
 
@@ -241,7 +241,7 @@ def forked(line: Sequence[str], fault: Fault, environment: dict[str, str]) -> tu
     finally:
         timer.cancel()
     for thread in threads:
-        thread.join(30)
+        thread.join()
     out, said = (texts[n].decode(errors="backslashreplace") for n in (1, 2))
     return os.waitstatus_to_exitcode(status), out, said
 

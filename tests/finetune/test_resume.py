@@ -1,8 +1,10 @@
 """A fine-tuning that is killed goes on to the same bits, or is refused."""
 
+import contextlib
 import json
+import os
+import shutil
 import signal
-from pathlib import Path
 
 import pytest
 import torch
@@ -11,8 +13,9 @@ import megasink
 from megasink.cli import main
 from megasink.finetune import run as finetune
 from tests.chats import MARKED
-from tests.finetune.commands import command, ended
+from tests.finetune.commands import command
 from tests.finetune.models import edit
+from tests.forkserver import ForkServer
 
 LONG = ("--global-batch-size", "2")  # a checkpoint every other step
 
@@ -23,35 +26,51 @@ def logs_of(folder):
     return [{k: v for k, v in e.items() if "per_second" not in k and k != "mfu"} for e in entries]
 
 
-def killed(root, out, *where):
-    """Kill the command at each place, one after another; see killer.py."""
-    words = ["megasink", *command(root, *LONG, "--plugin", "tests.finetune.killer", out=out)]
-    for place in where:
-        code, said = ended(words, Path.cwd(), MEGASINK_TEST_KILL=place)
-        assert code == -signal.SIGKILL, said
-    return words
+@pytest.fixture(scope="module")
+def finetuned():
+    """Run the command into a folder, killed at a place or to its end; see killer.py.
 
+    A process each, of a server that has imported TRL once.
+    """
+    with contextlib.closing(ForkServer(imports=["tests.finetune.forked"])) as server:
 
-def test_killed_at_any_step_it_ends_at_the_same_bits(root):
-    """Between checkpoints, while one is written (alone or behind a whole one), and in the export:
-    weights, losses, what is written of each step, and the held-out loss."""
-    words = killed(root, "killed", "save:2", "step:5", "save:6", "export")
-    code, said = ended(words, Path.cwd(), MEGASINK_TEST_KILL="")
-    assert code == 0, said
-    code, said = ended([*words, "--output", root / "whole"], Path.cwd(), MEGASINK_TEST_KILL="")
-    assert code == 0, said
-    assert len(logs_of(root / "whole")) > 9
-    assert logs_of(root / "killed") == logs_of(root / "whole")
-    for name in ("model/model.safetensors", "run/head_importance.csv"):
-        one, other = ((root / out / name).read_bytes() for out in ("killed", "whole"))
-        assert one == other, name
+        def run(root, out, place=""):
+            words = command(root, *LONG, "--plugin", "tests.finetune.killer", out=out)
+            environment = os.environ | {"MEGASINK_TEST_KILL": place, "OMP_NUM_THREADS": "1"}
+            done = server.run(["tests.finetune.forked", *words], env=environment)
+            assert done.returncode == (-signal.SIGKILL if place else 0), done.stdout + done.stderr
+
+        yield run
 
 
 @pytest.fixture(scope="module")
-def stopped(root):
-    """The folder of a command that was killed."""
-    killed(root, "stopped", "step:5")
+def stopped(root, finetuned):
+    """The folder of a command that was killed between two checkpoints."""
+    finetuned(root, "stopped", "step:5")
     return root / "stopped"
+
+
+@pytest.fixture(scope="module")
+def whole(root, finetuned):
+    """The folder of a command that was not killed."""
+    finetuned(root, "whole")
+    assert len(logs_of(root / "whole")) > 9
+    return root / "whole"
+
+
+@pytest.mark.parametrize("places", [["save:6", "export"], ["save:2", "step:5"]])
+def test_killed_at_any_step_it_ends_at_the_same_bits(root, finetuned, stopped, whole, places):
+    """Between checkpoints, while one is written (alone or behind a whole one), and in the export:
+    weights, losses, what is written of each step, and the held-out loss."""
+    shutil.rmtree(root / "killed", ignore_errors=True)
+    if places[0] == "save:6":
+        shutil.copytree(stopped, root / "killed")
+    for place in [*places, ""]:
+        finetuned(root, "killed", place)
+    assert logs_of(root / "killed") == logs_of(whole)
+    for name in ("model/model.safetensors", "run/head_importance.csv"):
+        one, other = ((folder / name).read_bytes() for folder in (root / "killed", whole))
+        assert one == other, name
 
 
 def _weights(root):

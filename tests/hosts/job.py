@@ -22,7 +22,6 @@ from tests.hosts.case import Case
 from tests.runs import TINY, UNTIED, records
 from tests.training.hosts import Host, connected, small_packets
 
-SECONDS = 60.0
 FLAGS = [
     *TINY,
     *UNTIED,
@@ -135,7 +134,7 @@ class Job:
 
     def act(self, what: str) -> None:
         """Do what `Case.at` says, once a step was logged."""
-        wait(lambda: self.step() or not self.running(), HANG_SECONDS)
+        wait(lambda: self.step() or not self.running())
         kind, _, whom = what.partition(" ")
         match kind:
             case "crash":
@@ -164,19 +163,11 @@ class Job:
         return any(process.poll() is None for process in self.processes.values())
 
 
-def wait(condition: Callable[[], object], seconds: float) -> bool:
-    """Wait for a condition; whether it came."""
-    end = time.monotonic() + seconds
-    while not condition():
-        if time.monotonic() > end:
-            return False
+def wait(condition: Callable[[], object]) -> None:
+    """Wait for a condition, or until only a hang can be the reason that it does not come."""
+    end = time.monotonic() + HANG_SECONDS
+    while not condition() and time.monotonic() < end:
         time.sleep(0.1)
-    return True
-
-
-def quiet(seconds: float) -> float:
-    """Return the seconds that a machine with nothing else to do has, on this one."""
-    return seconds * max(1.0, os.getloadavg()[0] / (os.cpu_count() or 1))
 
 
 def contents(folder: Path) -> dict[str, int]:
@@ -211,7 +202,7 @@ def run(name: str, case: Case, template: Template) -> Outcome:
         if case.at == "second job":
             _second(made, outcome)
         elif not case.named:
-            wait(lambda: not made.running(), HANG_SECONDS)
+            wait(lambda: not made.running())
         else:
             _refused(case, made, outcome, began)
         outcome.codes = {key: process.poll() for key, process in made.processes.items()}
@@ -233,7 +224,7 @@ def _second(made: Job, outcome: Outcome) -> None:
     line = re.compile(r"^megasink: error: .*( has the run \S+|already in use|MASTER_PORT).*", re.M)
     for key in ("a2", "b2"):
         process = made.processes[key]
-        wait(lambda process=process: process.poll() is not None, quiet(2 * SECONDS))  # type: ignore[misc]
+        process.wait(HANG_SECONDS)
         if found := line.search(made.said(key)):
             outcome.named[key] = round(time.monotonic() - began, 1)
             outcome.lines[key] = found[0]
@@ -241,7 +232,7 @@ def _second(made: Job, outcome: Outcome) -> None:
             outcome.wrong.append(f"not named on {key}")
         if not process.poll():
             outcome.wrong.append(f"exit code of {key}: {process.poll()}")
-    wait(lambda: not made.running(), HANG_SECONDS)
+    wait(lambda: not made.running())
 
 
 def _refused(case: Case, made: Job, outcome: Outcome, began: float) -> None:
@@ -254,12 +245,12 @@ def _refused(case: Case, made: Job, outcome: Outcome, began: float) -> None:
                 outcome.lines[key] = found[0][:400]
         return set(outcome.named) == set(case.on)
 
-    wait(lambda: named() or not made.running(), quiet(SECONDS))
+    wait(lambda: named() or not made.running())
     if not named() and not case.may_be_right:
         outcome.wrong.append(f"named on {sorted(outcome.named)}, not on {case.on}")
         return
     ending = [p for key, p in made.processes.items() if case.codes.get(key, 1) is not None]
-    wait(lambda: all(p.poll() is not None for p in ending), quiet(2 * SECONDS))
+    wait(lambda: all(p.poll() is not None for p in ending))
 
 
 def _judge(case: Case, made: Job, outcome: Outcome, steps: int) -> None:

@@ -6,8 +6,8 @@ index is not), full:N (before the N-th save the disk runs full) or nan:N (step N
 no number); when the N-th asynchronous save has been handed over async:N (SIGKILL), writer:N
 (SIGKILL to the writer) or term:N (SIGTERM to the whole process group, as torchrun sends it). When a
 function of Megatron's training.py is called for the N-th time, SIGNAL@FUNCTION:N sends this process
-a signal, and the function takes two seconds longer. From the N-th line on metrics:N has no room for
-metrics.jsonl, and board:N none for TensorBoard's file.
+a signal, and the function goes on when it was heard. From the N-th line on metrics:N has no room
+for metrics.jsonl, and board:N none for TensorBoard's file.
 The process that writes asynchronous checkpoints is slow, so that training goes on meanwhile.
 """
 
@@ -24,6 +24,7 @@ from typing import Any
 
 from megasink.cpu.process import prepare_process
 from megasink.training.pretrain import main
+from megasink.training.stop import RankState
 from tests.waiting import until
 
 
@@ -97,8 +98,9 @@ def no_number(step: int, loss_func: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def interrupt(number: int) -> None:
+    """Return once the signal is to be obeyed after the step; it ends the process elsewhere."""
     os.kill(os.getpid(), number)
-    time.sleep(2)
+    until(lambda: RankState.signal)
 
 
 def fill_metrics(number: int, write: Callable[..., Any]) -> Callable[..., Any]:

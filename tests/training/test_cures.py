@@ -127,7 +127,7 @@ def test_a_lower_rate_on_the_launchers_line_is_enough():
     assert words("--lr 1e-2 --train-iters 9") == ["--seed", "3"]
 
 
-# Of tests/mistakes.py: what the answer names, in the place of the flag or behind the line.
+# Of tests/mistakes.toml: what the answer names, in the place of the flag or behind the line.
 CURED = {
     "train-negative": ["--lr 0"],
     "train-zero-heads": ["--num-attention-heads 1"],

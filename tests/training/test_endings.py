@@ -2,6 +2,7 @@
 
 import pytest
 
+from tests.distributed.pool import free_port
 from tests.forkserver import server
 
 # Rank 0 may be slower to meet the error than the others.
@@ -29,7 +30,7 @@ def test_an_error_is_reported_whichever_rank_is_first(failing, tmp_path):
     """Both ranks meet it, the second one earlier; or only the second one does."""
     entry = tmp_path / "entry.py"
     entry.write_text(RANKS)
-    torchrun = ["torch.distributed.run", "--nproc-per-node=2", "--standalone"]
+    torchrun = ["torch.distributed.run", "--nproc-per-node=2", f"--master-port={free_port()}"]
     result = server().run([*torchrun, str(entry), failing], tree=True)
     assert result.returncode == 1
     assert result.stderr.count("megasink: error: the data is one document") == 1, result.stderr

@@ -167,7 +167,7 @@ def test_a_signal_ends_a_long_step_unless_an_earlier_one_would_be_lost(tmp_path,
     (tmp_path / "checkpoints").mkdir()
     (tmp_path / "checkpoints" / "latest_checkpointed_iteration.txt").write_text("4")
     # A step that is not given up ends long after it might have been; the other never does.
-    process = start(LONG_STEP, str(tmp_path), step, "2" if is_lost else "60")
+    process = start(LONG_STEP, str(tmp_path), step, "2" if is_lost else "600")
     assert process.stdout.readline() == "listening\n"
     process.send_signal(signal.SIGTERM)
     output, errors = process.communicate(timeout=1200)

@@ -1,5 +1,6 @@
 """What hosts compare, without the hosts: facts, shared folders, and who is there."""
 
+import functools
 import hashlib
 import importlib
 import itertools
@@ -22,11 +23,18 @@ from megasink.plugins import Plugin
 from megasink.training import host_facts, hosts, meeting, waiting
 from megasink.training.host_facts import differences, facts_of
 from tests.distributed.pool import free_port
+from tests.forkserver import HANG_SECONDS
 from tests.parsing import read
 from tests.runs import TINY
 from tests.waiting import until
 
 PLUGIN = "tests.training.host_plugin"
+SOURCE = functools.cache(host_facts._source)  # a second each, of Megatron's files
+
+
+@pytest.fixture(autouse=True)
+def remembered(monkeypatch):
+    monkeypatch.setattr(host_facts, "_source", SOURCE)
 
 
 def arguments(*flags, rank=0):
@@ -260,7 +268,8 @@ def test_another_number_of_ranks_is_refused(world, expected, monkeypatch):
 
 def test_a_host_says_for_whom_it_waits_and_what_others_lost(monkeypatch, capfd):
     monkeypatch.setattr(waiting, "_FIRST_SECONDS", 0.1)
-    monkeypatch.setattr(meeting, "_SECONDS", 0.2)
+    monkeypatch.setattr(meeting, "_LOOK_SECONDS", 0.2)
+    monkeypatch.setattr(meeting, "_SECONDS", HANG_SECONDS)
     heard = ""
 
     def said(words):
@@ -299,7 +308,8 @@ def test_a_host_says_for_whom_it_waits_and_what_others_lost(monkeypatch, capfd):
 )
 def test_hosts_that_cannot_train_together_are_named(change, named, monkeypatch):
     """Host A hears of B what is `change`d, and ends if B is of its own job."""
-    monkeypatch.setattr(meeting, "_SECONDS", 0.2)
+    monkeypatch.setattr(meeting, "_LOOK_SECONDS", 0.2)
+    monkeypatch.setattr(meeting, "_SECONDS", HANG_SECONDS)
     said, ended = [], []
     monkeypatch.setattr(meeting, "write_to_stderr", said.append)
     monkeypatch.setattr(meeting.os, "_exit", ended.append)
@@ -313,7 +323,7 @@ def test_hosts_that_cannot_train_together_are_named(change, named, monkeypatch):
     store.append("megasink/here", json.dumps(other) + "\n")
     until(lambda: store.set("megasink/clock/1", str(time.time() + ahead)) or said)
     here._leaving.set()
-    here._thread.join(60)
+    here._thread.join()
     assert re.search(named, said[0])
     assert bool(ended) == ("job" not in change)
 

@@ -22,6 +22,7 @@ from megasink.cli import main
 from megasink.errors import UserError
 from megasink.transformers.identity import weights_hash
 from tests.analysis.capture.tiny_models import save_with_tokenizer, tiny_model
+from tests.distributed.pool import free_port
 from tests.forkserver import server
 
 ROOT = Path(__file__).parents[3]
@@ -99,7 +100,7 @@ def test_a_killed_analysis_goes_on_where_it_stopped(folder, killed, tmp_path, ca
 
 def test_two_ranks_of_torchrun_find_the_same(folder, killed):
     """They share what the killed process has not done."""
-    launcher = "torch.distributed.run --standalone --local-addr 127.0.0.1 --nproc-per-node 2"
+    launcher = f"torch.distributed.run --master-port {free_port()} --nproc-per-node 2"
     line = f"{launcher} -m tests.analysis.capture.without_figures {command(folder, killed)}"
     done = server().run(line.split(), tree=True)
     assert done.returncode == 0, done.stderr
