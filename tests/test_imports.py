@@ -21,7 +21,7 @@ ROOMS = {
     "tried": ("", ""),
     "config": ("attention", ""),
     "plugins": ("errors", ""),
-    "files": ("errors", "numpy pydantic"),
+    "files": ("errors", "numpy pydantic pydantic_core"),
     "console": ("errors files", "rich"),
     "options": ("errors config", ""),
     "attention": ("errors", "torch triton"),

@@ -32,11 +32,6 @@ def one_line(text: str) -> str:
     return re.sub(r"\n(?!  \d+\. )", r"\\n", printable(text.rstrip()))
 
 
-def is_utf8(path: object) -> bool:
-    """Whether the name of a file is UTF-8, as torch and tokenizers expect; Linux does not."""
-    return not any("\ud800" <= character <= "\udfff" for character in str(path))
-
-
 def say(text: str) -> None:
     """Print text after escaping it with `printable`."""
     print(printable(text), flush=True)

@@ -21,9 +21,9 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
-from megasink.console.printable import is_utf8, one_line
+from megasink.console.printable import one_line
 from megasink.errors import Signalled, Stopped, UserError
-from megasink.files.atomic import PARTIAL
+from megasink.files.atomic import PARTIAL, is_utf8
 from megasink.files.system_errors import OUTPUT, explained
 
 SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)

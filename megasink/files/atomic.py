@@ -146,3 +146,8 @@ def sync_folder(path: Path) -> None:
         os.fsync(descriptor)
     finally:
         os.close(descriptor)
+
+
+def is_utf8(path: object) -> bool:
+    """Whether the name of a file is UTF-8, as torch and tokenizers expect; Linux does not."""
+    return not any("\ud800" <= character <= "\udfff" for character in str(path))

@@ -14,9 +14,8 @@ from contextlib import contextmanager, nullcontext, suppress
 from pathlib import Path
 from typing import Any
 
-from megasink.console.printable import is_utf8
 from megasink.errors import Signalled, UserError
-from megasink.files.atomic import atomic_text
+from megasink.files.atomic import atomic_text, is_utf8
 from megasink.files.json_file import read_object
 from megasink.files.system_errors import writing
 

@@ -5,9 +5,8 @@ A loop calls ``begin``, ``reduce`` and ``commit`` (:class:`megasink.balance.step
 
 - ``experimental_attention_variant_loss_scale_func``, for every microbatch on every stage
   (megatron/core/pipeline_parallel/schedules.py:376);
-- ``finalize_model_grads_func``, after the last backward pass (schedules.py:839). Loops set it late
-  (Megatron-Bridge's, slime's), so every step checks it and wraps the current function. None stays
-  None: such a loop reduces its gradients itself.
+- ``finalize_model_grads_func``, after the last backward pass (schedules.py:839). Some loops set it
+  late, so every step wraps the current function. None stays None: the loop reduces gradients.
 """
 
 import json
@@ -39,10 +38,7 @@ _LOSS = ("head_balance_coeff", "head_balance_scope")
 
 
 class _Hook:
-    """A function of the host in its config, and what the loss does before it.
-
-    Not a dataclass: ``dataclasses.asdict`` of a config would make it a dict.
-    """
+    """A function of the host, after one of the loss. Not a dataclass: `asdict` would open it."""
 
     def __init__(self, balance: "HeadBalance", host: Any, before: Callable[..., None]):
         self.balance, self.host, self.before = balance, host, before
@@ -65,11 +61,9 @@ class HeadBalance(LossStep):
 
     Args:
         config: TransformerConfig of the model, before the model is built. One model per config.
-        group: All ranks of the model, where they are not all of the default group. Build the model
-            with a ``pg_collection`` of these ranks then.
+        group: All ranks of the model, if not the default group; its ``pg_collection`` has these.
         options: Options of megasink by their names (docs/options.md), such as
-            ``attention_variant="sink"``, ``head_balance_coeff=1e-4``; others have their defaults.
-            Not for a MegasinkTransformerConfig, which has them as fields.
+            ``attention_variant="sink"``. A MegasinkTransformerConfig has them as fields instead.
 
     Raises:
         UserError: The config has a HeadBalance already, or an option is unknown or impossible.
@@ -197,11 +191,7 @@ class HeadBalance(LossStep):
 
         def dropping(*args: Any, **kwargs: Any) -> Any:
             balance = this()
-            if (
-                balance is not None
-                and balance.phase is Phase.RUNNING
-                and balance.heads.ran_backward
-            ):
+            if balance and balance.phase is Phase.RUNNING and balance.heads.ran_backward:
                 balance.discard()
             return drop(*args, **kwargs)
 

@@ -66,7 +66,7 @@ def test_a_mask_of_documents_is_refused_on_context_parallel_ranks_too(pool):
 
 
 def test_layers_read_their_options_from_their_own_config(pool):
-    (found,) = pool.run(f"{TASKS}:two_configs", Layout())
+    (found,) = pool.run("tests.megatron.two_config_tasks:two_configs", Layout())
     assert found["main config"]
     assert found["kinds"] == ["SelfAttention", "GatedSelfAttention"]
     assert found["windows"] == [None, 4]

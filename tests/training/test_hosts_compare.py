@@ -38,9 +38,8 @@ def remembered(monkeypatch):
 
 
 def arguments(*flags, rank=0):
-    args = read([*TINY, *flags])
-    args.rank, args.world_size, args.distributed_timeout_minutes = rank, 2, 1
-    return args
+    own = {"rank": rank, "world_size": 2, "distributed_timeout_minutes": 1}
+    return SimpleNamespace(**vars(read([*TINY, *flags])) | own)
 
 
 @pytest.fixture
