@@ -63,6 +63,32 @@ def test_experiments(full):
         assert all(awft > random for awft, random in pairs)
 
 
+def test_the_cost_of_the_loss(full):
+    cells, verdicts = full["j"].cells, full["j"].verdicts
+    means = {
+        (metric, cell): sum(values[metric]) / len(values[metric])
+        for cell, values in cells.items()
+        for metric in ("valid_lm_loss", "imbalance")
+    }
+    within = {
+        cell: next(
+            v for v in verdicts if f"of {cell} leaves the validation loss of gated" in v.says
+        )
+        for cell in ("1e-4", "1e-3", "1e-2")
+    }
+    assert {cell: v.verdict == "reproduces" for cell, v in within.items()} == {
+        "1e-4": True,
+        "1e-3": True,
+        "1e-2": False,
+    }
+    worst = within["1e-2"]
+    cost = means["valid_lm_loss", "gated, 1e-2"] - means["valid_lm_loss", "gated, 0"]
+    assert f"+{cost:.3f} nats (95 %: {worst.low:.3f} to {worst.high:.3f})" in SECTION
+    zero, *others = (means["imbalance", f"gated, {c}"] for c in ("0", "1e-4", "1e-3", "1e-2"))
+    assert "from {:.3f} to {:.3f}, {:.3f} and {:.3f}".format(zero, *others) in SECTION
+    assert f"[{len(cells['gated, 0']['imbalance'])} seeds, in pairs]" in SECTION
+
+
 def test_real_models():
     found = json.loads((RESULTS / "claims.json").read_text())
     rows, of = claims(), held(claims(), "smollm2")
