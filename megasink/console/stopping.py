@@ -114,7 +114,8 @@ def run(command: Callable[[], int]) -> int:
 def escape_output() -> None:
     """Print what the output cannot encode as escapes: file names need not be UTF-8."""
     if isinstance(sys.stdout, io.TextIOWrapper):
-        sys.stdout.reconfigure(errors="backslashreplace")
+        with contextlib.suppress(OSError):  # stdout was replaced by a file that cannot seek
+            sys.stdout.reconfigure(errors="backslashreplace")
 
 
 def _line_of(error: Exception, what: str | None) -> str | None:

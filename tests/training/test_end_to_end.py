@@ -183,8 +183,8 @@ def test_analyze_and_trace_a_run(pipeline_run, pool, tmp_path):
     assert "trace: 1 of 2 checkpoints" in answers[0][2]
     assert "analyzing" not in answers[4][2]  # both analyses are there
     assert "holds results of other settings (--name" in answers[5][2]
-    wrote, then, _ = answers[4][1].split("\n")
-    assert wrote.endswith("report.html and trace.csv from 2 analyses")
+    *_, wrote, then = answers[4][1].splitlines()
+    assert wrote.endswith("report.html, trace.csv, figures/")
     assert "megasink report " in then
     assert "--dtype applies to Hugging Face models" in answers[1][2]
     assert f"is a folder of runs: give one, {run}" in answers[2][2]
