@@ -55,9 +55,10 @@ def alone(name: str) -> Any:
 def _prepare() -> None:
     """Activate the platform and import once here what every child needs."""
     from megasink import cpu
-    from megasink.upstream.apply import mend_upstream
 
     cpu.activate()
+    from megasink.upstream.apply import mend_upstream  # imports Megatron
+
     mend_upstream()
     for module in (
         "megatron.training.training",

@@ -71,9 +71,10 @@ def _plain(value: Any) -> Any:
 def parallel_state(layout: Layout, rank: int, store: str) -> Iterator[None]:
     """The process group and Megatron's parallel state of one task."""
     from megasink import cpu
-    from megasink.upstream.apply import mend_upstream
 
     cpu.activate()
+    from megasink.upstream.apply import mend_upstream  # imports Megatron
+
     mend_upstream()
     import torch
     from megatron.core import parallel_state, tensor_parallel
