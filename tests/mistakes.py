@@ -5,8 +5,8 @@ from pathlib import Path
 
 _TABLE = tomllib.loads(Path(__file__).with_suffix(".toml").read_text())
 BEGINNINGS: dict[str, str] = _TABLE["beginnings"]
-PARSED = frozenset(_TABLE["parsed"])
-"""Names of mistakes that the parser of Megatron reports, or a check after it."""
+SLOW = frozenset(_TABLE["slow"])
+"""Names of mistakes that are answered after a slow import."""
 
 
 def _whole(line: str) -> str:

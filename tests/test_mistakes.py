@@ -7,7 +7,7 @@ import pytest
 
 from megasink.cli import COMMANDS, main
 from tests.errors_page import answer, page, prepare, shown
-from tests.mistakes import MISTAKES, PARSED
+from tests.mistakes import MISTAKES, SLOW
 from tests.test_startup import answers
 
 
@@ -40,7 +40,7 @@ def test_a_mistake_is_answered_in_one_line_or_one_list(name, root):
 
 def test_a_mistake_is_answered_before_anything_slow_is_imported(root):
     """So each takes some tenths of a second of one core, where torch alone takes more than one."""
-    texts = [line for name, (line, *_) in MISTAKES.items() if name not in PARSED]
+    texts = [line for name, (line, *_) in MISTAKES.items() if name not in SLOW]
     lines = [shlex.split(line.replace("{0}", str(root))) for line in texts]
     slow = "torch scipy sklearn matplotlib transformers megatron lm_eval.api"
     assert answers(lines, slow) == f"{len(lines)} lines"

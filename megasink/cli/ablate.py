@@ -135,7 +135,7 @@ def _of_others(options: AblationOptions, model: Sequence[int] | None) -> list[st
     if options.heads is not None:
         try:
             if len(options.heads) == 1 and Path(options.heads[0]).suffix in (".json", ".csv"):
-                from megasink.analysis.interventions.heads import read_heads
+                from megasink.analysis.heads import read_heads
 
                 chosen = read_heads(Path(options.heads[0])).heads
             else:

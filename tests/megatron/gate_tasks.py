@@ -55,9 +55,9 @@ def against_definition(**options: Any) -> dict[str, float]:
 
     output, bias = attention(hidden_SBM, None)
     found_SBM = output if bias is None else output + bias
-    sums_H = attention.config.statistics.heads._table[0, : tiny_gpt.HEADS]
-    found = {"output": found_SBM, "importance": sums_H / (23 * 2)}
-    found |= dict(zip(("hidden", *names), gradients(found_SBM, 0.0), strict=True))
+    found = dict(zip(("hidden", *names), gradients(found_SBM, 0.0), strict=True))
+    sums_H = attention.config.statistics.heads._table[0, : tiny_gpt.HEADS]  # of the backward pass
+    found |= {"output": found_SBM, "importance": sums_H / (23 * 2)}
     wanted_SBM, importance_H = definition(attention, hidden_SBM)
     every_head = [list(range(tiny_gpt.HEADS))]
     balance = balance_loss(importance_H[None], COEFF, every_head)
@@ -255,7 +255,9 @@ def counted(**options: Any) -> dict[str, Any]:
     ):
         built.train(training)
         with torch.set_grad_enabled(gradients), _calls() as calls:
-            built(data["tokens"], data["position_ids"], None, labels=data["labels"])
+            loss = built(data["tokens"], data["position_ids"], None, labels=data["labels"])
+        if training and gradients:
+            loss.mean().backward()  # which counts
         table = tiny_gpt.recorded(built.config)
         found[name] = 0 if table is None else int(table[0, -1])
         found["with gate"] = sorted({call["with_gate"] for call in calls})

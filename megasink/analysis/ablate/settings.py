@@ -11,8 +11,8 @@ import numpy as np
 
 from megasink.analysis.ablate.calibration import threshold_of
 from megasink.analysis.ablate.results import RANDOM, UNCHANGED
+from megasink.analysis.heads import heads_of
 from megasink.analysis.interventions.dynamic_zeroing import DynamicZeroing
-from megasink.analysis.interventions.heads import heads_of
 from megasink.analysis.interventions.kinds import (
     Intervention,
     ZeroHeads,

@@ -1,7 +1,7 @@
 """Change the outputs of heads or the input tokens of a model, and measure the effect."""
 
+from megasink.analysis.heads import heads_of, read_heads
 from megasink.analysis.interventions.dynamic_zeroing import DynamicChange, DynamicZeroing
-from megasink.analysis.interventions.heads import heads_of, read_heads
 from megasink.analysis.interventions.kinds import (
     Intervention,
     RemoveBos,

@@ -23,9 +23,9 @@ from megasink.analysis.ablate.calibration import (
 from megasink.analysis.capture.base import Listener, OpenProbe, Probe
 from megasink.analysis.capture.changes import HeadChange
 from megasink.analysis.capture.models import open_probe_on
+from megasink.analysis.heads import GivenHeads, heads_of
 from megasink.analysis.interventions.activations import token_ids
 from megasink.analysis.interventions.dynamic_zeroing import DynamicChange, DynamicZeroing
-from megasink.analysis.interventions.heads import GivenHeads, heads_of
 from megasink.analysis.interventions.kinds import Intervention, ZeroHeads
 from megasink.analysis.interventions.on_attention import DrainFirstValue, SteerGates
 from megasink.analysis.interventions.scores import RANDOM, LayerScore
