@@ -130,7 +130,7 @@ ACCEPTED = accepted(
     GATED,
     """
 gated:
-gated-output: --gate-position output --gate-granularity elementwise
+gated-output: --gate-position output --gate-granularity elementwise --transformer-impl local
 matched: --gate-granularity elementwise --gate-activation silu --match-ffn-width --hidden-size
     512 --ffn-hidden-size 1536
 """,
