@@ -137,4 +137,4 @@ def _key(value: Any, entry: Any) -> str:
         if of_list or (isinstance(value, dict) and part in value):
             value = value[part]
             words.append(str(part))
-    return ".".join([*words, place[-1]] if entry["type"] == "missing" else words)
+    return ".".join([*words, str(place[-1])] if entry["type"] == "missing" else words)
