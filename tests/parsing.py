@@ -1,12 +1,12 @@
 """Command lines of training, parsed and checked in this process, where no platform is chosen."""
 
 from argparse import Namespace
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from unittest import mock
 
 from megasink import cpu
 from megasink.errors import ConfigError
-from megasink.training import arguments, checks, recipes
+from megasink.training import arguments, checks, job, recipes
 from megasink.upstream import fused
 
 
@@ -29,3 +29,10 @@ def refuse(flags: Sequence[str], ranks: int | None) -> None:
     args.world_size = ranks or arguments.replica_ranks(args)
     if problems := checks.of_line(args):
         raise ConfigError(problems)
+
+
+def check(lines: Iterable[job.Line]) -> Iterator[Namespace]:
+    """Check lines as `job.check` does, here, and without reading data sets and tokenizers."""
+    for line in lines:
+        refuse(line.flags, line.ranks)
+        yield read(line.flags)

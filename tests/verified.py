@@ -78,7 +78,7 @@ ROWS = (
     Row(
         "head-balance loss, in every scope",
         "balance/loss balance/attach",
-        "distributed/invariance distributed/oracle",
+        "distributed/invariance distributed/oracle distributed/random_balance",
         "plan/hollow/plan",
         "gpu/ranks_gpu",
     ),

@@ -121,11 +121,13 @@ def copies() -> dict[str, Any]:
     return {
         "copy": copy.copy(config).statistics is statistics,
         "deep copy": copy.deepcopy(config).statistics is statistics,
-        "its loss scale": copy.deepcopy(config).experimental_attention_variant_loss_scale_func
-        == statistics._of_schedule,
+        "its loss scale": copy.deepcopy(
+            config
+        ).experimental_attention_variant_loss_scale_func.balance
+        is statistics,
         "replaced": again.statistics is statistics,
-        "loss scale of the replaced": again.experimental_attention_variant_loss_scale_func
-        == again.statistics._of_schedule,
+        "loss scale of the replaced": again.experimental_attention_variant_loss_scale_func.balance
+        is again.statistics,
         "pickled": (pickled.heads.layers, pickled.heads.heads, pickled.factors._targets),
         "fields": [f.name for f in dataclasses.fields(config) if "statistics" in f.name],
     }
@@ -152,7 +154,8 @@ def one_config_for_two() -> str:
     try:
         for _ in range(2):
             (model,) = tiny_gpt.build(config)
-            model(data["tokens"], data["position_ids"], None, labels=data["labels"])
+            loss = model(data["tokens"], data["position_ids"], None, labels=data["labels"])
+            loss.mean().backward()
     except RuntimeError as error:
         return str(error)
     return "trained"

@@ -233,7 +233,9 @@ def recorded() -> dict[str, int]:
     ):
         model.train(training)
         with torch.set_grad_enabled(gradients):
-            model(data["tokens"], data["position_ids"], None, labels=data["labels"])
+            loss = model(data["tokens"], data["position_ids"], None, labels=data["labels"])
+        if training and gradients:
+            loss.mean().backward()  # which counts
         table = tiny_gpt.recorded(config.transformer)
         found[name] = 0 if table is None else int(table[0, -1])
     return found

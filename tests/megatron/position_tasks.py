@@ -88,7 +88,7 @@ def repeated_tokens(kind: str) -> dict[str, Any]:
     groups = ProcessGroupCollection.use_mpu_process_groups()
     model = MegasinkModelBuilder(config).build_model(groups).train()
     tokens = torch.full((1, tiny_gpt.SEQUENCE), 7)
-    model(tokens, torch.arange(tiny_gpt.SEQUENCE)[None], None, labels=tokens)
+    model(tokens, torch.arange(tiny_gpt.SEQUENCE)[None], None, labels=tokens).mean().backward()
     table = tiny_gpt.recorded(config.transformer)
     assert table is not None
     return {"sums": table[:, :4]}
@@ -120,10 +120,10 @@ def padded_pack() -> dict[str, Any]:
         )
         leaves = [x.clone().requires_grad_() for x in tensors]
         out = layer(*leaves, None, packed_seq_params=params)
-        table = tiny_gpt.recorded(layer.config)
-        assert table is not None
         keep = slice(None) if offsets is None else real
         out[keep].square().sum().backward()
+        table = tiny_gpt.recorded(layer.config)
+        assert table is not None
         found[name] = {"out": out[keep], "sums": table[0, :4], "tokens": table[0, -3]}
         found[name]["grad"] = leaves[0].grad[keep]
         found[name]["pads"] = documents.documents_of(params, len(leaves[0])).cu_seqlens

@@ -18,7 +18,7 @@ def test_every_mistake_is_named(pool):
     assert "num_layers is 2" in found["short"]
     assert "4 layers" in found["short"]
     (said,) = found["no call"]
-    assert said.startswith("a HeadBalance is attached to the config, and layers")
+    assert said.startswith("a HeadBalance is attached to the config, but some layers are not")
     assert found["spec itself"] == (True, {0: 2})
     assert found["same model"]
 

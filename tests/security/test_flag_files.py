@@ -82,7 +82,7 @@ def place(tmp_path, monkeypatch):
     monkeypatch.chdir(work)
     monkeypatch.setattr(plugins, "LOADED", {})
 
-    def launch(flags, *_, checked):
+    def launch(flags, *_):
         (tmp_path / "started").write_text(shlex.join(flags))
         plugins.load(flags)
         return 0

@@ -62,6 +62,9 @@ def title_of(name: str) -> tuple[str, str]:
         )
         title, unit = _SWEPT[measured]
         return title.format(metrics()[score].title if score in metrics() else known), unit
+    if folders[:1] == ["zeroed"]:
+        known = metrics()[folders[1]].title if folders[1] in metrics() else "random heads"
+        return f"loss with {measured} % zeroed by {known}", "nats per token"
     if trained := re.fullmatch(r"trained_at_(\d+)(_yarn)?(?:/(\d+))?", name):
         after = " with YaRN" if trained[2] else ""
         at = f" at {trained[3]} tokens" if trained[3] else ""
