@@ -32,7 +32,8 @@ def refuse(flags: Sequence[str], ranks: int | None) -> None:
 
 
 def check(lines: Iterable[job.Line]) -> Iterator[Namespace]:
-    """Check lines as `job.check` does, here, and without reading data sets and tokenizers."""
+    """Check lines as `job.check` does for a CPU, without reading data sets and tokenizers."""
     for line in lines:
-        refuse(line.flags, line.ranks)
-        yield read(line.flags)
+        flags = ["--transformer-impl", "local", *line.flags]
+        refuse(flags, line.ranks)
+        yield read(flags)

@@ -31,19 +31,20 @@ def test_every_layout_runs_in_the_same_processes(pool):
     assert one["pid"] in next(iter(pids))
 
 
-def test_process_groups_end_with_their_task(pool):
-    """A layout has 20 of them, with three threads each."""
+def test_process_groups_end_with_their_task():
+    """A layout has 20 of them, with three threads each. Other tests use other workers."""
     layouts = [Layout(tp=2), Layout(pp=2), Layout(dp=2), Layout(cp=2)]
+    with Pool(2) as pool:
 
-    def ended():  # the system lists a thread for a moment after it was joined
-        return not any("gloo" in name for found in pool.run(THREADS) for name in found)
+        def ended():  # the system lists a thread for a moment after it was joined
+            return not any("gloo" in name for found in pool.run(THREADS) for name in found)
 
-    for layout in layouts * 3:
-        pool.run(WHERE, layout)
-        until(ended, lambda: pool.run(THREADS))
-    for layout in layouts[::2] * 2:
-        pool.run("tests.distributed.tiny_gpt:train", layout, steps=1)
-        until(ended, lambda: pool.run(THREADS))
+        for layout in layouts * 3:
+            pool.run(WHERE, layout)
+            until(ended, lambda: pool.run(THREADS))
+        for layout in layouts[::2] * 2:
+            pool.run("tests.distributed.tiny_gpt:train", layout, steps=1)
+            until(ended, lambda: pool.run(THREADS))
 
 
 @pytest.mark.parametrize(
