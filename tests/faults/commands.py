@@ -49,6 +49,8 @@ def lines(sound: Sound) -> dict[str, Line]:
     """Return {command: its line}; a command may have several, told apart by a slash."""
     texts = ["--data", sound.root / "texts.jsonl", "--device", "cpu"]
     shards = ("out/settings.json", "out/partial/*", "out/points/*", "out/points/*/*")
+    # The numbers are whole before the page is drawn; the shards stay until both are there.
+    numbers = ("out/results.json", "out/*.npz")
 
     chats = make_chats(sound)
     run = (*MODEL, "--tokenizer-model", sound.tokenizer, "--data-path", sound.data)
@@ -70,7 +72,8 @@ def lines(sound: Sound) -> dict[str, Line]:
 
     return {
         "analyze": Line(
-            ["analyze", sound.hf, *texts, *FLAGS["analyze"], "--output", "{out}"], shards
+            ["analyze", sound.hf, *texts, *FLAGS["analyze"], "--output", "{out}"],
+            (*shards, *numbers),
         ),
         "analyze/run": Line(
             [
@@ -92,7 +95,7 @@ def lines(sound: Sound) -> dict[str, Line]:
         ),
         "evaluate": Line(
             [
-                *("evaluate", sound.hf, "--tasks", "docstrings_choice", "--limit", 2),
+                *("evaluate", sound.hf, "--tasks", "docstrings_perplexity", "--limit", 2),
                 *("--samples", "--batch-size", 2, "--device", "cpu", "--output", "{out}"),
             ]
         ),
