@@ -28,8 +28,8 @@ def test_a_deprecation_without_a_row_is_found():
 
 
 @pytest.mark.later
-def test_every_deprecation_of_a_start_and_a_resumption_has_a_row(tmp_path):
-    run = tmp_path / "run"
+def test_every_deprecation_of_a_start_and_a_resumption_has_a_row(tmp_path_factory):
+    run = tmp_path_factory.mktemp("short") / "run"  # paths in the log name no deprecation
     flags = [*TINY, *UNTIED, *MOCK, "--async-save", "--save-interval", "2", "--run-dir", str(run)]
     environment = os.environ | {"PYTHONWARNINGS": "always", "CUDA_VISIBLE_DEVICES": ""}
     said = ""
