@@ -110,8 +110,8 @@ def eager_scores(eager: Any, ids: Tensor) -> list[dict[str, Tensor]]:
 def measure(what: str, repeats: int) -> float:
     """Seconds of one route."""
     from megasink.analysis.capture.measurements import MeasuredSample
-    from megasink.analysis.capture.recorder import Recorder
     from megasink.analysis.capture.transformers_model import TransformersProbe
+    from megasink.analysis.measure import Recorder
 
     ids = torch.randint(SHAPE["vocab_size"], (1, TOKENS))
     if what == "plain":
@@ -147,8 +147,8 @@ def long_layer() -> float:
 def agree() -> None:
     """Refuse to compare two routes that do not give the same numbers."""
     from megasink.analysis.capture.measurements import MeasuredSample
-    from megasink.analysis.capture.recorder import Recorder
     from megasink.analysis.capture.transformers_model import TransformersProbe
+    from megasink.analysis.measure import Recorder
 
     eager = model("eager")
     ids = torch.randint(SHAPE["vocab_size"], (1, 256))
@@ -173,8 +173,8 @@ def in_turns(folder: str, turns: int) -> None:
     from transformers import AutoModelForCausalLM
 
     from megasink.analysis.capture.measurements import MeasuredSample
-    from megasink.analysis.capture.recorder import Recorder
     from megasink.analysis.capture.transformers_model import TransformersProbe
+    from megasink.analysis.measure import Recorder
 
     loaded = AutoModelForCausalLM.from_pretrained(folder, attn_implementation="sdpa").eval()
     rows, config = 4, loaded.config

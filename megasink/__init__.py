@@ -8,8 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from megasink.analysis.analysis import Analysis, MetricValues, Plot
-    from megasink.analysis.api.analyze import analyze
-    from megasink.analysis.api.models import convert_to_hf, load_model, load_run
+    from megasink.analysis.api import analyze, convert_to_hf, load_model, load_run
     from megasink.analysis.folder import read_analysis
     from megasink.analysis.interventions.activations import activation_names, hooks, run_with_cache
     from megasink.analysis.interventions.python import (
@@ -31,14 +30,14 @@ NAMES = {
     "Plot": "megasink.analysis.analysis",
     "UserError": "megasink.errors",
     "activation_names": "megasink.analysis.interventions.activations",
-    "analyze": "megasink.analysis.api.analyze",
-    "convert_to_hf": "megasink.analysis.api.models",
+    "analyze": "megasink.analysis.api",
+    "convert_to_hf": "megasink.analysis.api",
     "drain_first_value": "megasink.analysis.interventions.python",
     "dynamic_zeroing": "megasink.analysis.interventions.python",
     "hooks": "megasink.analysis.interventions.activations",
     "intervening": "megasink.analysis.interventions.python",
-    "load_model": "megasink.analysis.api.models",
-    "load_run": "megasink.analysis.api.models",
+    "load_model": "megasink.analysis.api",
+    "load_run": "megasink.analysis.api",
     "read_analysis": "megasink.analysis.folder",
     "run_with_cache": "megasink.analysis.interventions.activations",
     "steer_gates": "megasink.analysis.interventions.python",

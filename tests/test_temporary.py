@@ -10,12 +10,12 @@ from pathlib import Path
 
 import pytest
 
-from megasink.training.temporary import shared_folder
+from megasink.training.pretrain import shared_folder
 
 CODE = """
 import multiprocessing, os, signal, sys
 from multiprocessing import reduction, util
-from megasink.training.temporary import shared_folder
+from megasink.training.pretrain import shared_folder
 
 def work(pipe):
     try:

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM
 
-from megasink.cli.trigger_language import TriggerLanguage, texts_of, write_tokenizer
+from megasink.cli.demo_runs import TriggerLanguage, texts_of, write_tokenizer
 from megasink.console.progress import tracked
 
 LANGUAGE = TriggerLanguage()

@@ -15,8 +15,8 @@ import megasink
 from examples.real_models.analyses import FEW, TOKENS, Floats, Subject, long_texts
 from examples.real_models.texts import MEASURED, read_texts
 from examples.real_models.wheels import told
+from megasink.analysis.capture.inputs import repeated_first_token
 from megasink.analysis.metrics.geometry import attention_map_components
-from megasink.analysis.metrics.tokens import repeated_first_token
 from megasink.files.atomic import atomic_file
 from megasink.transformers.blocks import find_blocks
 

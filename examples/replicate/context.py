@@ -20,7 +20,7 @@ from examples.replicate.record import Run
 from examples.replicate.retrieval import retrieval
 from examples.steps import Step
 from megasink.checkpoints.find import newest_checkpoint
-from megasink.cli.trigger_language import AROUND
+from megasink.cli.demo_runs import AROUND
 from megasink.cpu.process import prepare_quietly
 from megasink.figures.curves import series
 from megasink.figures.run_metrics import read_metrics

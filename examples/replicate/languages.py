@@ -1,6 +1,6 @@
 """Synthetic languages of letters, in which attention sinks and retrieval form within minutes.
 
-The language of trigger letters is `megasink.cli.trigger_language`. `RetrievalLanguage` has the
+The language of trigger letters is `megasink.cli.demo_runs`. `RetrievalLanguage` has the
 same kind of chain as filler, with pairs of a key and its value, and keys that return later and must
 be followed by their value (P1.37, P1.38 in small); the tokenizer is the same.
 
@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 
 from megasink.cli.data import main as data
-from megasink.cli.trigger_language import (
+from megasink.cli.demo_runs import (
     BOS,
     EOD,
     Floats,

@@ -13,7 +13,7 @@ import torch
 from numpy.typing import NDArray
 
 from examples.replicate.languages import RetrievalLanguage
-from megasink.cli.trigger_language import LETTERS
+from megasink.cli.demo_runs import LETTERS
 from megasink.errors import UserError
 
 DEPTHS = (0.1, 0.3, 0.5, 0.7, 0.9)

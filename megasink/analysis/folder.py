@@ -7,13 +7,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from megasink.analysis.analysis import (
-    INACTIVE_SHARE,
-    Analysis,
-    Floats,
-    array,
-    names_by_sample,
-)
+from megasink.analysis.analysis import INACTIVE_SHARE, Analysis, Floats, array, names_by_sample
 from megasink.analysis.capture.inputs import shown
 from megasink.analysis.metrics import metrics, metrics_shown
 from megasink.analysis.metrics.registry import AXES

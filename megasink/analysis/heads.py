@@ -1,15 +1,35 @@
 """Lists of heads: from the command line, from JSON or CSV files, and checks against a model."""
 
 import csv
+import numbers
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import numpy as np
-
-from megasink.analysis.capture.head_names import parse_head
 from megasink.errors import UserError
 from megasink.files.json_file import read_text, read_value
+
+
+def parse_head(word: str) -> tuple[int, int]:
+    """Return (layer, head) of a word such as 3.5."""
+    layer, _, head = word.partition(".")
+    if not (layer.isdecimal() and head.isdecimal()):
+        raise UserError(f"{word}: write a head as LAYER.HEAD, both from 0, such as 3.5")
+    return int(layer), int(head)
+
+
+def head_problems(chosen: Iterable[tuple[int, int]], heads: Sequence[int]) -> list[str]:
+    """Return one sentence for each chosen head that a model does not have."""
+    problems = []
+    for layer, head in chosen:
+        if layer >= len(heads):
+            problems.append(f"head {layer}.{head}: the model has layers 0 to {len(heads) - 1}")
+        elif not heads[layer]:
+            problems.append(f"head {layer}.{head}: layer {layer} has no softmax attention")
+        elif head >= heads[layer]:
+            problems.append(f"head {layer}.{head}: layer {layer} has heads 0 to {heads[layer] - 1}")
+    return problems
+
 
 Heads = tuple[tuple[int, int], ...]
 """(layer, head) pairs, both from 0."""
@@ -44,7 +64,8 @@ def normalized_heads(heads: GivenHeads) -> Heads:
     pairs = set()
     for entry in heads:
         entry = parse_head(entry) if isinstance(entry, str) else entry
-        pair = tuple(entry) if isinstance(entry, list | tuple | np.ndarray) else (entry,)
+        is_row = isinstance(entry, list | tuple) or bool(getattr(entry, "shape", None))  # of numpy
+        pair: tuple[Any, ...] = tuple(entry) if is_row else (entry,)
         is_pair = len(pair) == 2 and all(_is_integer(number) for number in pair)
         if not is_pair or min(pair) < 0:
             raise UserError(f"{entry!r} is not [layer, head], two whole numbers from 0 on")
@@ -54,7 +75,7 @@ def normalized_heads(heads: GivenHeads) -> Heads:
 
 def _is_integer(number: object) -> bool:
     """Return whether a value is an integer of Python or numpy, and not a bool."""
-    return type(number) is int or isinstance(number, np.integer)
+    return isinstance(number, numbers.Integral) and not isinstance(number, bool)
 
 
 def read_heads(path: Path) -> HeadList:

@@ -9,16 +9,15 @@ from pathlib import Path
 from megasink.analysis.analysis import Analysis
 from megasink.analysis.capture.base import ProbedModel
 from megasink.analysis.capture.geometry import project, read_rows
-from megasink.analysis.capture.identity import analysis_identity
 from megasink.analysis.capture.inputs import shown
 from megasink.analysis.capture.maps import Head, geometry, named_heads, telling_heads
 from megasink.analysis.capture.ranks import Ranks
-from megasink.analysis.capture.samples import Inputs, inputs_of
-from megasink.analysis.draw import write_numbers, write_own_page
+from megasink.analysis.capture.samples import Inputs, analysis_identity, inputs_of
 from megasink.analysis.folder import Arrays, analysis_of, read_analysis
 from megasink.analysis.measure import measure
 from megasink.analysis.metrics import metrics
 from megasink.analysis.options import AnalysisOptions
+from megasink.analysis.pages.analysis_page import write_numbers, write_own_page
 from megasink.analysis.store import Store, holding, key_of
 from megasink.analysis.summary import summarize
 from megasink.data.token_bytes import TokenBytes, token_bytes

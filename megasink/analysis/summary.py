@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 import megasink
-from megasink.analysis.capture.inputs import MADE, Sample
+from megasink.analysis.capture.inputs import MADE, Sample, repeat_rate
 from megasink.analysis.capture.measurements import AnalysisValues, Floats, Measurements
 from megasink.analysis.metrics import metrics
 from megasink.analysis.metrics.sinks import sink_positions
@@ -24,7 +24,6 @@ from megasink.analysis.metrics.thresholds import (
     share_by_layer,
     threshold,
 )
-from megasink.analysis.metrics.tokens import repeat_rate
 from megasink.analysis.results import (
     FORMAT,
     Agreement,

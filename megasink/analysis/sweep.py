@@ -14,21 +14,20 @@ import numpy as np
 
 import megasink
 from megasink.analysis.capture.base import ProbedModel
-from megasink.analysis.capture.identity import analysis_identity
 from megasink.analysis.capture.inputs import (
     Reader,
     Sample,
     data_hash,
     dataset_names,
+    repeated_first_token,
     with_replaced_tokens,
 )
 from megasink.analysis.capture.measurements import Measurements
 from megasink.analysis.capture.ranks import Ranks
-from megasink.analysis.capture.samples import replacement_for
+from megasink.analysis.capture.samples import analysis_identity, replacement_for
 from megasink.analysis.measure import measure
 from megasink.analysis.metrics import metrics
 from megasink.analysis.metrics.thresholds import inactive, share_by_layer, threshold
-from megasink.analysis.metrics.tokens import repeated_first_token
 from megasink.analysis.options import SweepOptions
 from megasink.analysis.pages.sweep import write_sweep
 from megasink.analysis.results import FORMAT, ModelFacts, SweepResults, SweepRow

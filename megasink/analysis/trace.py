@@ -1,15 +1,21 @@
 """`megasink analyze RUN --checkpoints`: an analysis of each checkpoint, and all against tokens."""
 
 import gc
-from dataclasses import replace
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
+import numpy as np
 from rich.console import Console
 
 from megasink.analysis.capture.ranks import Ranks
 from megasink.analysis.loading import open_checkpoint
+from megasink.analysis.metrics import metrics_shown
 from megasink.analysis.options import AnalysisOptions, ModelOptions
-from megasink.analysis.pages.trace import trace_row, write_trace
+from megasink.analysis.pages import html
+from megasink.analysis.pages.drawing import picture_of
+from megasink.analysis.results import Results, scalars_of
 from megasink.analysis.run import analyze
 from megasink.analysis.store import holding
 from megasink.checkpoints.find import find_checkpoint, is_run
@@ -17,6 +23,126 @@ from megasink.checkpoints.intact import checkpoint_path, iterations
 from megasink.console.printable import say_next
 from megasink.console.progress import tracked
 from megasink.cpu.process import prepare_quietly
+from megasink.errors import UserError
+from megasink.figures.recorded import curve
+from megasink.figures.style import BLUE, even_panels, label, log_scale, styled, whole_numbers
+
+_SCALES = ((1e12, "T"), (1e9, "B"), (1e6, "M"), (1e3, "k"))
+
+
+@dataclass
+class TraceRow:
+    """One checkpoint."""
+
+    # step, tokens: how far it was trained.
+    step: int
+    tokens: int
+    numbers: dict[str, float | str | None]  # scalar metric -> its number; None if not measured
+
+
+def trace_row(results: Results) -> TraceRow:
+    """Build the row of a checkpoint from its results."""
+    model = results.model
+    if model.step is None or model.trained_tokens is None:
+        raise UserError(
+            f"the analysis of {model.name} has no step, because it is not the analysis of a "
+            "run's checkpoint"
+        )
+    return TraceRow(model.step, model.trained_tokens, scalars_of(results))
+
+
+def write_trace(rows: Sequence[TraceRow], output: Path, name: str) -> None:
+    """Write trace.csv and report.html: every scalar metric by step (P2.11, P4.23)."""
+    with styled():
+        picture = picture_of(_draw(rows), "trace", "Every metric over training", _caption(rows))
+    html.publish(
+        output,
+        "trace",
+        model=name,
+        heading="training trace",
+        words=[_in_words(rows, name)],
+        pictures=[picture],
+        after={"Checkpoints": [_table(rows)]},
+        files={"trace.csv": [{"step": r.step, "tokens": r.tokens, **r.numbers} for r in rows]},
+    )
+
+
+def _measured(rows: Sequence[TraceRow]) -> list[str]:
+    """Return the metrics that at least one row has."""
+    return [name for name in rows[0].numbers if any(r.numbers[name] is not None for r in rows)]
+
+
+def _draw(rows: Sequence[TraceRow]) -> Any:
+    """Draw a panel per metric, against tokens."""
+    names, entries = _measured(rows), metrics_shown("scalar")
+    figure, axes = even_panels(len(names), 4, 2.8)
+    size, unit = _unit(max(row.tokens for row in rows))
+    tokens = [row.tokens / size for row in rows]
+    for axis, name in zip(axes, names, strict=True):
+        entry = entries[name]
+        values = [_ordinate(row.numbers[name], entry.levels) for row in rows]
+        curve(axis, tokens, values, "o-", color=BLUE)
+        ylabel = "" if entry.unit == "1" or entry.levels else entry.unit
+        label(axis, entry.title, ylabel, f"tokens seen{unit}")
+        if entry.levels:
+            axis.set_yticks(range(len(entry.levels)), entry.levels)
+            axis.set_ylim(-0.4, len(entry.levels) - 0.6)
+        elif entry.unit in ("activation", "ratio"):
+            log_scale(axis)
+        elif entry.unit == "share":
+            axis.set_ylim(-0.03, 1.03)
+        elif entry.unit == "token":
+            axis.set_ylim(-0.4, max(3.4, 0.4 + np.nanmax(values)))
+            whole_numbers(axis.yaxis)
+    return figure
+
+
+def _ordinate(number: float | str | None, levels: tuple[str, ...]) -> float:
+    if isinstance(number, str):
+        return float(levels.index(number))
+    return np.nan if number is None else number
+
+
+def _unit(highest: float) -> tuple[float, str]:
+    """Return the divisor of token counts, and its axis label."""
+    for size, letter in _SCALES:
+        if highest >= size:
+            return size, f" ({letter})"
+    return 1.0, ""
+
+
+def _caption(rows: Sequence[TraceRow]) -> str:
+    entries = metrics_shown("scalar")
+    return "Against the tokens seen in training. " + " ".join(
+        f"{entries[n].title}: {entries[n].definition.rstrip('.')}"
+        + ("" if entries[n].axis == "model" else f", {entries[n].scalar}")
+        + f" ({entries[n].source})."
+        for n in _measured(rows)
+    )
+
+
+def _in_words(rows: Sequence[TraceRow], name: str) -> str:
+    first, last = rows[0], rows[-1]
+    names, entries = _measured(rows), metrics_shown("scalar")
+    ends = (
+        f"{entries[n].title} from {entries[n].text(first.numbers[n])} to "
+        f"{entries[n].text(last.numbers[n])}"
+        for n in ("sink_rate", "imbalance", "circuit_stage")
+        if n in names
+    )
+    return (
+        f"{name}: {len(rows)} checkpoints, from step {first.step:,} to {last.step:,} "
+        f"({last.tokens:,} tokens): {'; '.join(ends)}."
+    )
+
+
+def _table(rows: Sequence[TraceRow]) -> str:
+    names, entries = _measured(rows), metrics_shown("scalar")
+    cells = [
+        [f"{row.step:,}", f"{row.tokens:,}", *(entries[n].text(row.numbers[n]) for n in names)]
+        for row in rows
+    ]
+    return html.table(["step", "tokens", *(entries[n].title for n in names)], cells)
 
 
 def steps_of(run: Path) -> list[int]:

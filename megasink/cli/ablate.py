@@ -5,10 +5,9 @@ The rooms of interventions import torch, so only options that need them import t
 
 import argparse
 from collections.abc import Sequence
-from pathlib import Path
 
-from megasink.analysis.capture.head_names import head_problems, parse_head
 from megasink.analysis.capture.ranks import taking_part
+from megasink.analysis.heads import head_problems, heads_of
 from megasink.analysis.loading import opened
 from megasink.analysis.metrics.registry import backward_names, score_names
 from megasink.analysis.options import AblationOptions, ModelOptions
@@ -134,14 +133,8 @@ def _of_others(options: AblationOptions, model: Sequence[int] | None) -> list[st
     problems = []
     if options.heads is not None:
         try:
-            if len(options.heads) == 1 and Path(options.heads[0]).suffix in (".json", ".csv"):
-                from megasink.analysis.heads import read_heads
-
-                chosen = read_heads(Path(options.heads[0])).heads
-            else:
-                chosen = tuple(map(parse_head, options.heads))
-            if model:
-                problems += [f"--heads: {one}" for one in head_problems(chosen, model)]
+            chosen = heads_of(options.heads).heads
+            problems += [f"--heads: {one}" for one in head_problems(chosen, model or ()) if model]
         except (ValueError, UserError) as error:
             problems.append(f"--heads {error}")
     if options.interventions is not None:
@@ -167,7 +160,7 @@ def _of_calibration(options: AblationOptions) -> list[str]:
     if not (options.calibration / "results.json").is_file():
         where = f"--calibration: {options.calibration}"
         return [f"{where} does not hold an analysis: it has no results.json"]
-    from megasink.analysis.ablate.calibration import read_calibration
+    from megasink.analysis.ablate.settings import read_calibration
 
     try:
         calibration = read_calibration(options.calibration)

@@ -5,15 +5,15 @@ They need no model, and do not import torch for checks of the command line and t
 
 import argparse
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any, NamedTuple
 
 from megasink import cpu
-from megasink.analysis.capture.head_names import head_problems, parse_head
-from megasink.analysis.model_shape import ModelShape, shape_of
+from megasink.analysis.heads import head_problems, parse_head
 from megasink.analysis.options import KEPT, AnalysisOptions, ModelOptions, model_problem
 from megasink.attention.definitions import MAP_TOKENS
-from megasink.checkpoints.find import find_checkpoint
+from megasink.checkpoints.find import find_checkpoint, is_run
 from megasink.checkpoints.saved_arguments import read_arguments
 from megasink.checkpoints.tokenizer import tokenizer_problem
 from megasink.cli import hub
@@ -22,11 +22,46 @@ from megasink.data.replaced_tokens import problems_of as problems_of_replaced
 from megasink.data.text_tokenizer import add_parse_special_tokens
 from megasink.errors import ConfigError, UserError
 from megasink.files import output_folder
+from megasink.files.json_file import read_object
 from megasink.files.output_folder import add_overwrite, folder_problem, foreign_contents
+from megasink.megatron.hybrid_pattern import blocks_of, with_heads
 from megasink.options.command_line import CommandParser
 from megasink.options.extras import require_train
 from megasink.options.flags import add_fields
 from megasink.plugins import add_flag
+
+_LAYERS = ("num_hidden_layers", "n_layer", "num_layers")
+_HEADS = ("num_attention_heads", "n_head")
+_POSITIONS = ("max_position_embeddings", "n_positions")
+
+
+class ModelShape(NamedTuple):
+    """The sizes in a config.json; None for missing ones."""
+
+    heads: list[int] | None  # most query heads in each layer
+    positions: int | None  # most tokens of a sequence
+
+
+def shape_of(folder: Path) -> ModelShape:
+    """Return the shape of a Hugging Face model, or of the newest checkpoint of a run."""
+    if is_run(folder):
+        config: Mapping[str, Any] = read_arguments(find_checkpoint(folder).config)
+        if pattern := config.get("hybrid_layer_pattern"):
+            own, heads = with_heads(pattern), config["num_attention_heads"]
+            by_block = [heads if block in own else 0 for block in range(len(blocks_of(pattern)))]
+            return ModelShape(by_block, _number(config, _POSITIONS))
+    else:
+        config = read_object(folder / "config.json")
+        text = config.get("text_config")
+        config = text if isinstance(text, dict) else config
+    layers, heads = _number(config, _LAYERS), _number(config, _HEADS)
+    known = [heads] * layers if heads and layers and layers < 10_000 else None
+    return ModelShape(known, _number(config, _POSITIONS))
+
+
+def _number(config: Mapping[str, Any], names: tuple[str, ...]) -> int | None:
+    return next((n for name in names if type(n := config.get(name)) is int and n > 0), None)
+
 
 REPLACEMENT = ("replace_tokens_at", "replace_tokens_with")
 SEQUENCE = ("seq_length", "random_lengths", "bos", *REPLACEMENT)

@@ -7,9 +7,8 @@ from typing import Any
 from rich.table import Table
 from rich.text import Text
 
-from megasink.analysis.pages.comparable import shortest_names
-from megasink.console.json_output import add_json, as_text
-from megasink.console.printable import wide_console
+from megasink.analysis.pages.comparable import comment_of, shortest_names
+from megasink.console.printable import add_json, as_text, wide_console
 from megasink.errors import UserError
 from megasink.figures.run_metrics import read_metrics
 from megasink.files.output_folder import add_overwrite
@@ -50,8 +49,6 @@ def main(argv: Sequence[str] | None = None) -> int:
     picture = args.output or (args.runs[0] / "curves.png" if len(runs) == 1 else _PICTURE)
     comment = None
     if args.output is not None or len(runs) > 1:
-        from megasink.analysis.pages.picture_comment import comment_of
-
         line = f"compare {' '.join(names)}"
         of: list[object] = [path.resolve() for path in args.runs]
         if len(runs) > 1:

@@ -9,10 +9,9 @@ from megasink.checkpoints.tokenizer import tokenizer_problem
 from megasink.console.printable import say, say_next
 from megasink.data import resume
 from megasink.data.corpus import MAX_DOCUMENT_BYTES, Corpus, default_workers
-from megasink.data.output import output_problems, part_of
+from megasink.data.output import Validation, output_problems, part_of, validation_of
 from megasink.data.text_tokenizer import add_parse_special_tokens
 from megasink.data.tokenizer import MIN_VOCAB_SIZE, folder_problem, train_tokenizer
-from megasink.data.validation import Validation, validation_of
 from megasink.errors import ConfigError, Signalled
 from megasink.options.command_line import CommandParser
 

@@ -56,9 +56,8 @@ def main(argv: Sequence[str] | None = None) -> int:
             allow_download=args.allow_download,
             run_generated_code=args.confirm_run_unsafe_code,
         )
-        from megasink.analysis.capture.identity import identity
-        from megasink.analysis.evaluate.harness import evaluate
-        from megasink.analysis.evaluate.results import write_evaluation
+        from megasink.analysis.capture.samples import identity
+        from megasink.analysis.evaluate.harness import evaluate, write_evaluation
 
         with opened(which, ranks) as model:
             about = identity(model, f"lm-eval {version('lm_eval')}", generation=model.generation)

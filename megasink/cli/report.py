@@ -30,8 +30,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     ]:
         raise ConfigError(problems)
     kinds = ("png", "pdf") if args.pdf else ("png",)
-    from megasink.analysis.draw import write_report
     from megasink.analysis.folder import read_analysis
+    from megasink.analysis.pages.analysis_page import write_report
 
     if args.analyses == [args.output]:
         # The page of an analysis, beside its numbers: read under the lock, so that no `megasink

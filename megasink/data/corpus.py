@@ -13,8 +13,16 @@ from typing import Literal
 
 from megasink.console.printable import printable
 from megasink.console.progress import progress
-from megasink.data.files import BYTE_ORDER_MARK, File, expand, open_lines, readable
-from megasink.data.parts import Place, Span, spans_of
+from megasink.data.files import (
+    BYTE_ORDER_MARK,
+    File,
+    Place,
+    Span,
+    expand,
+    open_lines,
+    readable,
+    spans_of,
+)
 from megasink.data.records import parquet_rows, text_of
 from megasink.errors import ConfigError, UserError
 

@@ -5,18 +5,22 @@ Workers for text import no torch, transformers or Megatron.
 
 import multiprocessing
 import os
+import sys
 import threading
 from collections import deque
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from megasink.console.stopping import follow, starting_processes
 from megasink.data.text_tokenizer import Part, TextTokenizer
+from megasink.data.tokenizer import load_tokenizer
 from megasink.errors import UserError
 
 
@@ -128,3 +132,44 @@ def follow_parent() -> None:
 def _encode(batch: list[Part]) -> Encoded:
     assert _encoder is not None
     return _encoder(batch)
+
+
+def from_tokenizer[Result](
+    folder: Path, function: Callable[..., Result], *args: Any, **kwargs: Any
+) -> Result:
+    """Return ``function(tokenizer, *args, **kwargs)`` for the tokenizer of `load_tokenizer`.
+
+    In a short-lived process, because transformers takes 0.58 GB with torch, 0.08 GB without; in
+    this one if it has imported transformers already, or cannot start another.
+    """
+    if "transformers" in sys.modules:
+        return function(load_tokenizer(folder), *args, **kwargs)
+    for torch in (False, True):
+        pool = ProcessPoolExecutor(
+            1, multiprocessing.get_context("spawn"), initializer=_start, initargs=(torch,)
+        )
+        with pool:
+            try:
+                with starting_processes():
+                    called = pool.submit(_call, folder, function, args, kwargs)
+                return called.result()
+            except BrokenProcessPool:
+                break  # a script without a __main__ guard, or too little memory
+            except UserError:
+                # transformers may need torch for this one, or explain the reason better with it.
+                if torch:
+                    raise
+    return function(load_tokenizer(folder), *args, **kwargs)
+
+
+def _start(torch: bool) -> None:
+    follow_parent()
+    if not torch:
+        # Python's mark for a module that cannot be imported.
+        sys.modules["torch"] = None  # type: ignore[assignment]
+        # Otherwise transformers advises to install it.
+        os.environ["TRANSFORMERS_NO_ADVISORY_WARNINGS"] = "1"
+
+
+def _call(folder: Path, function: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+    return function(load_tokenizer(folder), *args, **kwargs)

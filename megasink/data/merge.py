@@ -12,17 +12,17 @@ import numpy as np
 from megasink.console.progress import progress
 from megasink.data import output
 from megasink.data.corpus import EXAMPLES
-from megasink.data.index import data_problem, sequence_lengths
+from megasink.data.index import data_problem, sequence_lengths, write_index
 from megasink.data.output import (
     CHECKSUMS,
+    KEY,
     file_of,
     output_problems,
     part_of,
     partial_of,
     read_sidecar,
+    validation_of,
 )
-from megasink.data.validation import KEY, validation_of
-from megasink.data.writer import write_index
 from megasink.errors import ConfigError
 
 _SUMS = ("documents", "tokens", "text_bytes")

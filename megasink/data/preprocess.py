@@ -16,14 +16,21 @@ import megasink
 from megasink.console.printable import say
 from megasink.data import output, resume
 from megasink.data.corpus import Corpus, Skipped, default_workers
-from megasink.data.encode import Encoded, EncoderSettings, encode_in_order
-from megasink.data.output import LENGTHS, Written, file_of, output_problems, partial_of
-from megasink.data.parts import Place
+from megasink.data.encode import Encoded, EncoderSettings, encode_in_order, from_tokenizer
+from megasink.data.files import Place
+from megasink.data.index import IndexedWriter, token_dtype
+from megasink.data.output import (
+    LENGTHS,
+    Validation,
+    Written,
+    file_of,
+    output_problems,
+    partial_of,
+    record_of,
+    validation_of,
+)
 from megasink.data.text_tokenizer import Part, parts_of, text_json
 from megasink.data.tokenizer import leading_ids, tokenizer_hash
-from megasink.data.tokenizer_process import from_tokenizer
-from megasink.data.validation import Validation, record_of, validation_of
-from megasink.data.writer import IndexedWriter, token_dtype
 from megasink.errors import ConfigError, UserError
 
 _BATCH_CHARACTERS = 1 << 19
@@ -206,11 +213,7 @@ class _Files:
         resume.save(prefixes[0], before)
 
     def write(
-        self,
-        corpus: Corpus,
-        settings: EncoderSettings,
-        workers: int,
-        validation: Validation | None,
+        self, corpus: Corpus, settings: EncoderSettings, workers: int, validation: Validation | None
     ) -> list[Counter[str]]:
         """Write the rest of the corpus, and return the counts of the whole corpus by data set."""
         ends: deque[tuple[Place | None, list[int]]] = deque()

@@ -8,9 +8,8 @@ from pathlib import Path
 from typing import Any
 
 from megasink.data.corpus import Corpus
-from megasink.data.output import LENGTHS, PROGRESS, Written, partial_of
-from megasink.data.parts import Place
-from megasink.data.validation import Validation, validation_of
+from megasink.data.files import Place
+from megasink.data.output import LENGTHS, PROGRESS, Validation, Written, partial_of, validation_of
 from megasink.errors import UserError
 from megasink.files.atomic import atomic_text
 from megasink.files.json_file import read_object

@@ -241,9 +241,7 @@ def to_tokenizers(model: bytes) -> "Tokenizer":
     tokenizer.add_special_tokens([AddedToken(t, special=True, normalized=False) for t in special])
     if BOS in special:
         tokenizer.post_processor = processors.TemplateProcessing(
-            single=f"{BOS} $A",
-            pair=f"{BOS} $A {BOS} $B:1",
-            special_tokens=[(BOS, sp.bos_id())],
+            single=f"{BOS} $A", pair=f"{BOS} $A {BOS} $B:1", special_tokens=[(BOS, sp.bos_id())]
         )
     return tokenizer
 

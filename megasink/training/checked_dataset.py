@@ -2,10 +2,19 @@
 
 The checks before the first step read a bounded part of a large dataset. This class checks every
 sample when the data loader's workers read it.
+
+It also replaces tokens (--replace-tokens-at; P2.15, P2.16) before they become inputs and targets,
+as P2 does. A sequence is the text that attention sees: a document under
+--dataloader-inter-document-masking (its part in the sample, if it was cut), otherwise the sample. A
+random token depends on the seed and on where in the data set the sequence begins, so it is the same
+in every epoch, layout and resumed run.
+
+Shapes: B microbatch, S sequence.
 """
 
 import hashlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -17,11 +26,59 @@ from megatron.core.datasets.megatron_dataset import _PAD_TOKEN_ID
 from megatron.core.datasets.object_storage_utils import ObjectStorageConfig, is_object_storage_path
 from megatron.training import get_args
 from numpy.typing import NDArray
+from torch import Tensor
 
+from megasink.data.replaced_tokens import Replacement
 from megasink.errors import UserError
 from megasink.training.checks.vocabulary import known_ids, replacement_of
-from megasink.training.replacing import replace_in_sample
 from megasink.upstream.epochs import shuffling_each_epoch
+
+
+def replace_in_sample(
+    replacement: Replacement,
+    ids: NDArray[np.int64],
+    documents: Sequence[int],
+    lengths: Sequence[int],
+    offset: int,
+    *,
+    packed: bool,
+) -> None:
+    """Replace the tokens of one sample's sequences, [S + 1] with padding at the end, in place.
+
+    `lengths` has the tokens of each document in this sample, the first one from `offset` on; if
+    `packed`, the documents do not see each other.
+    """
+    bounds = [0, *np.cumsum(lengths).tolist()] if packed else [0, sum(lengths)]
+    for number, (start, stop) in enumerate(pairwise(bounds)):
+        place = 0 if number else offset
+        replacement.replace(ids[start:stop], int(documents[number]), place)
+
+
+def text_targets(
+    positions: Sequence[int], targets_BS: Tensor, cu_seqlens: Tensor | None, *, sink_token: bool
+) -> Tensor:
+    """Return which targets are text, [B, S] bool; replaced tokens have no bytes of text.
+
+    `cu_seqlens` has the starts of documents, [B, S + 1] int32 padded with S; None for one sequence.
+    A sink token at the start does not count as a position. The last target of a packed sample is
+    the next token of the last document, or the first one of another: False if either is replaced.
+    """
+    rows, length = targets_BS.shape
+    index_S = torch.arange(length, device=targets_BS.device)
+    replaced = torch.tensor(list(positions), device=targets_BS.device)
+    if cu_seqlens is None:
+        position_S = index_S + (0 if sink_token else 1)
+        return ~torch.isin(position_S, replaced).expand(rows, length)
+    begins = torch.zeros(rows, length + 1, dtype=torch.long, device=targets_BS.device)
+    begins.scatter_(1, cu_seqlens.long(), 1)
+    index = torch.arange(length + 1, device=targets_BS.device)
+    # Where the document of each token begins; the token after the sample still belongs to the last.
+    begins[:, length] = 0
+    start = (index * begins).cummax(dim=1).values
+    dropped = torch.isin((index - start)[:, 1:], replaced)
+    dropped[:, -1] |= 0 in positions
+    return ~dropped
+
 
 _BLOCK = 1 << 16  # bytes per request to S3; a sample is a few documents in order
 _LENGTHS, _PLACES = 1 << 24, 1 << 10  # lengths to read from a data set, in this many places

@@ -1,13 +1,13 @@
 """Build Megatron's datasets from arguments, and read a batch on each rank.
 
 Shapes: B microbatch, S sequence, s = S / cp tokens per context-parallel rank; s = S in a packed
-batch, which `megasink.training.packing` splits.
+batch, which `megasink.training.forward` splits.
 """
 
 import contextlib
 import functools
 from argparse import Namespace
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
@@ -24,10 +24,33 @@ from torch import Tensor
 from megasink.data.token_bytes import TokenBytes, token_bytes
 from megasink.data.tokenizer import load_tokenizer
 from megasink.errors import UserError
-from megasink.training.checked_dataset import MockGPTDataset, TextDataset, read_batch
+from megasink.training.checked_dataset import MockGPTDataset, TextDataset, read_batch, text_targets
 from megasink.training.checks.blends import drawn_validation
-from megasink.training.replacing import text_targets
-from megasink.training.sink_token import with_sink_token
+
+
+def with_sink_token(batch: Mapping[str, Tensor | None], token: int) -> dict[str, Tensor | None]:
+    """Prepend the sink: inputs become [sink, x_0 .. x_S-2], and targets [x_0, x_1 .. x_S-1].
+
+    The sink's own target, x_0, is masked out of the loss (so it counts neither as nats nor as
+    bytes), and the sample's last target is dropped. Positions count from the sink. Entries of
+    `batch`, [B, S], are None if a pipeline stage lacks them; others are kept.
+    """
+    result = dict(batch)
+    if (tokens_BS := batch.get("tokens")) is not None:
+        result["tokens"] = _shifted(tokens_BS, torch.full_like(tokens_BS[:, :1], token))
+    if (labels_BS := batch.get("labels")) is not None:
+        # A pipeline stage without tokens does not have x_0; any id works under a mask of 0.
+        result["labels"] = _shifted(labels_BS, labels_BS[:, :1])
+    if (mask_BS := batch.get("loss_mask")) is not None:
+        result["loss_mask"] = _shifted(mask_BS, torch.zeros_like(mask_BS[:, :1]))
+    if (positions_BS := batch.get("position_ids")) is not None:
+        result["position_ids"] = _shifted(positions_BS + 1, torch.zeros_like(positions_BS[:, :1]))
+    return result
+
+
+def _shifted(x_BS: Tensor, first_B1: Tensor) -> Tensor:
+    return torch.cat((first_B1, x_BS[:, :-1]), dim=1)
+
 
 _KEYS = ("tokens", "labels", "loss_mask", "position_ids")
 # Keys that --dataloader-inter-document-masking adds; every pipeline stage needs them.

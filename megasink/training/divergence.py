@@ -8,7 +8,7 @@ import torch
 from megasink.checkpoints.intact import iterations
 from megasink.errors import UserError
 from megasink.figures.losses import Divergence
-from megasink.training.rank_logs import DIVERGES
+from megasink.training.stop import DIVERGES
 
 
 def stop_if_diverged(

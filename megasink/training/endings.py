@@ -13,8 +13,7 @@ from megasink.errors import Stopped, UserError
 from megasink.files.system_errors import explained as explained_by_system
 from megasink.files.system_errors import writes
 from megasink.training import heartbeat
-from megasink.training.rank_logs import NOT_FINITE
-from megasink.training.stop import RankState, again, left, stopped
+from megasink.training.stop import NOT_FINITE, RankState, again, left, stopped
 from megasink.training.waiting import here, is_first_here, on_several_hosts
 
 _EVENTS = ("tensorboard.", "torch.utils.tensorboard.")

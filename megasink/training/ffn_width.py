@@ -52,12 +52,7 @@ class MatchedWidth:
 
 
 def matched_ffn_width(
-    ffn_width: int,
-    extra: int,
-    hidden_size: int,
-    *,
-    gated_linear_unit: bool,
-    bias: bool = False,
+    ffn_width: int, extra: int, hidden_size: int, *, gated_linear_unit: bool, bias: bool = False
 ) -> MatchedWidth:
     """Round ffn_width - extra / (parameters per unit of width) to a multiple of FFN_MULTIPLE.
 

@@ -18,8 +18,7 @@ from megasink.checkpoints.identity import plain
 from megasink.checkpoints.intact import checkpoint_path
 from megasink.checkpoints.tokenizer import digests
 from megasink.console.printable import say
-from megasink.data.object_store import is_stored
-from megasink.data.output import WHOLE, contents
+from megasink.data.output import WHOLE, contents, is_stored
 from megasink.options.megatron_flags import having
 from megasink.training.checks.blends import blends
 from megasink.upstream.versions import versions

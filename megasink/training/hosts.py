@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from megasink.checkpoints.intact import checkpoint_path, iterations
-from megasink.data.object_store import is_stored
+from megasink.data.output import is_stored
 from megasink.errors import UserError, listed
 from megasink.training.endings import named
 from megasink.training.guard import guard

@@ -13,7 +13,7 @@ from collections.abc import Iterable, Sequence
 from typing import IO, Any, NamedTuple
 
 from megasink import cpu, plugins
-from megasink.console import package_warnings
+from megasink.console import printable
 from megasink.errors import ConfigError, UserError
 from megasink.megatron.arguments import known_flags
 from megasink.training import arguments, recipes
@@ -62,7 +62,7 @@ def start(file: IO[str]) -> int:
 def main() -> None:
     """Answer the lines in the file that is stdin."""
     lines = [Line(*line) for line in json.load(sys.stdin)]
-    with package_warnings.hidden():
+    with printable.hidden():
         text = json.dumps(list(map(_answer, lines)))
     with os.fdopen(os.dup(0), "w") as file:
         file.seek(0)

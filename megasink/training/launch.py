@@ -30,10 +30,9 @@ from megasink.training.last_start import (
 )
 from megasink.training.lease import clear, wait_until_expired, writer_of
 from megasink.training.metrics_file import NewLines, weak_loss
-from megasink.training.rank_logs import FAILURES, first_error, raised
 from megasink.training.replay import replayed
 from megasink.training.run_dir import folder_problem
-from megasink.training.stop import FOR_TORCHRUN, SIGNALS, left
+from megasink.training.stop import FAILURES, FOR_TORCHRUN, SIGNALS, first_error, left, raised
 
 if TYPE_CHECKING:  # imported only where ranks are started: they are most of the start-up
     from rich.console import Console
@@ -154,9 +153,7 @@ def _resume(words: Sequence[str]) -> str | None:
 def own_parser() -> CommandParser:
     """Return the parser of the launcher's own flags."""
     parser = CommandParser(
-        prog="megasink train",
-        description=inspect.cleandoc(main.__doc__ or ""),
-        add_help=False,
+        prog="megasink train", description=inspect.cleandoc(main.__doc__ or ""), add_help=False
     )
     parser.add_argument(
         "--ranks",

@@ -3,14 +3,18 @@
 import atexit
 import contextlib
 import multiprocessing
+import multiprocessing.process
 import os
+import shutil
 import signal
 import sys
+import tempfile
 import threading
 import traceback
 import warnings
 from argparse import Namespace
 from collections.abc import Iterator, Sequence
+from multiprocessing import resource_sharer
 from pathlib import Path
 from typing import Any
 
@@ -18,24 +22,25 @@ from megasink import cpu, plugins
 from megasink.console.stopping import escape_output
 from megasink.cpu.process import prepare_process
 from megasink.errors import ConfigError, Stopped, UserError
+from megasink.files.atomic import lock_folder, remove_dead
 from megasink.files.system_errors import explained as explained_by_system
-from megasink.training import collectives, heartbeat, hosts, network, recipes, stop
+from megasink.training import heartbeat, hosts, network, recipes, stop
 from megasink.training.endings import explained, named, reports, tell, wait_for_first
 from megasink.training.flag_file import given_device, named_values
 from megasink.training.guard import guard
 from megasink.training.stop import RankState
-from megasink.training.temporary import shared_folder
 from megasink.upstream import fused
 
 # Limit for a rank's shutdown.
 _END_SECONDS = 60.0
+_PREFIX = "msocks-"  # short: the path of a socket has at most 107 bytes
 
 
 def pretrain(argv: Sequence[str]) -> None:
     """Train by these flags. Call on every rank, with torchrun's environment variables."""
     prepare_process(given_device(argv))
     network.choose_gloo_interface(os.environ)
-    collectives.record()
+    heartbeat.record()
     if guard.is_looking:
         heartbeat.start()
     from megasink.training import arguments
@@ -97,13 +102,12 @@ def _run(args: Namespace, store: Any) -> None:
     from megasink.megatron.model_of_arguments import model_config
     from megasink.training.arguments import refusals_of_megatron
     from megasink.training.checkpoint_layout import choosing_by_size
-    from megasink.training.checkpoint_writer import checkpoint_helpers
+    from megasink.training.checkpoint_writer import checkpoint_helpers, keeping_whole_checkpoints
     from megasink.training.checks.attention import kernel_choices
     from megasink.training.dataset import datasets_provider
     from megasink.training.evaluation import comparable_evaluations
     from megasink.training.foreign import accepting_megatrons_checkpoints
     from megasink.training.forward import forward_step
-    from megasink.training.keep_checkpoints import keeping_whole_checkpoints
     from megasink.training.metrics_writer import MetricsWriter, writing_metrics
     from megasink.training.optimizer import grouping_sink_parameters, laying_out_matrices
     from megasink.training.phases import agreeing_on_signals, following_phases
@@ -254,3 +258,47 @@ def _end(error: BaseException, line: str) -> None:
 def _say(line: str) -> None:
     if reports():
         stop.write_to_stderr(line)
+
+
+@contextlib.contextmanager
+def shared_folder() -> Iterator[None]:
+    """Let this process, and those it starts in the body, share one multiprocessing folder.
+
+    multiprocessing makes a folder in every process that passes file descriptors, such as workers of
+    data loaders, unless it inherits one, and a killed worker leaves it behind. The next process
+    that starts removes the folder of a killed one.
+    """
+    config: dict[str, Any] = multiprocessing.process.current_process()._config  # type: ignore[attr-defined]
+    if config.get("tempdir") is not None:
+        yield
+        return
+    remove_dead(Path(tempfile.gettempdir()).glob(f"{_PREFIX}*"))
+    folder, lock = _locked_folder()
+    config["tempdir"] = str(folder)
+    try:
+        yield
+    finally:
+        config["tempdir"] = None
+        with contextlib.suppress(OSError):
+            resource_sharer.stop()  # it listens in the folder; the next run starts it again
+        shutil.rmtree(folder, ignore_errors=True)
+        if lock is not None:
+            os.close(lock)
+
+
+def _locked_folder() -> tuple[Path, int | None]:
+    """Make a folder and lock it; another process may remove it before it is locked."""
+    while True:
+        folder = Path(tempfile.mkdtemp(prefix=_PREFIX))
+        try:
+            lock = os.open(folder, os.O_RDONLY)
+        except FileNotFoundError:
+            continue
+        if not lock_folder(lock):  # a file system without locks, or removed at this moment
+            os.close(lock)
+            if folder.exists():
+                return folder, None
+        elif folder.exists():
+            return folder, lock
+        else:
+            os.close(lock)

@@ -15,8 +15,7 @@ import psutil
 from rich.console import Console
 
 from megasink.console.stopping import handling, name_of
-from megasink.training.rank_logs import FAILURES
-from megasink.training.stop import SIGNALS
+from megasink.training.stop import FAILURES, SIGNALS
 
 # Time for signaled ranks to finish the current step and save a checkpoint.
 SAVE_SECONDS = 600.0

@@ -29,18 +29,17 @@ from megasink.checkpoints.identity import MODEL, plain
 from megasink.checkpoints.intact import TRACKER, go_back_to_intact, iterations, newest_intact
 from megasink.checkpoints.tokenizer import OWN, copy_tokenizer
 from megasink.console.printable import printable
-from megasink.data.object_store import is_stored
+from megasink.data.output import is_stored
 from megasink.errors import UserError
 from megasink.files.atomic import atomic_text
 from megasink.files.json_file import open_file, read_object
 from megasink.files.output_folder import OF_SYSTEM
 from megasink.files.system_errors import writing
 from megasink.options.megatron_flags import having
-from megasink.training.differences import differences_of
 from megasink.training.flag_file import toml_lines
 from megasink.training.lease import is_part_of_a_lease
 from megasink.training.recipes import OF_RUN
-from megasink.training.replay import flags_of_words
+from megasink.training.replay import differences_of, flags_of_words
 from megasink.upstream.versions import versions
 
 # The model, data and loss define a run; layout, length and learning rate may change on resume.

@@ -5,7 +5,7 @@ from dataclasses import FrozenInstanceError, fields
 
 import pytest
 
-from megasink.analysis.api.analyze import analyze
+from megasink.analysis.api import analyze
 from megasink.analysis.options import AnalysisOptions
 from megasink.cli.analyze import analyze_parser
 

@@ -8,7 +8,7 @@ from tests.distributed import launch_task
 
 def without_figures(commands: list[list[str]]) -> list[tuple[int, str, str]]:
     """(exit code, output, error stream) of each command line, none of which draws."""
-    from megasink.analysis import draw as pages
+    from megasink.analysis.pages import analysis_page as pages
     from tests.training.generate_tasks import megasink
 
     with mock.patch.object(pages, "figures", return_value=[]):

@@ -16,11 +16,10 @@ from megasink.data import preprocess as module
 from megasink.data import resume
 from megasink.data.corpus import Corpus
 from megasink.data.encode import Encoder
-from megasink.data.index import data_problem
+from megasink.data.index import IndexedWriter, data_problem
 from megasink.data.merge import merge, part_of
+from megasink.data.output import Validation, recorded_validation, validation_of
 from megasink.data.preprocess import preprocess
-from megasink.data.validation import Validation, recorded_validation, validation_of
-from megasink.data.writer import IndexedWriter
 from megasink.errors import ConfigError, UserError
 from tests.forkserver import ROOT
 

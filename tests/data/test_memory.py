@@ -8,11 +8,11 @@ import textwrap
 
 import pytest
 
-from megasink.data import tokenizer_process
+from megasink.data import encode
 from megasink.data.corpus import Document
+from megasink.data.encode import from_tokenizer
 from megasink.data.preprocess import _settings
 from megasink.data.tokenizer import load_tokenizer, train_tokenizer
-from megasink.data.tokenizer_process import from_tokenizer
 from megasink.errors import UserError
 from tests.distributed.pool import ROOT
 
@@ -22,7 +22,7 @@ ROWS = "naïve 漢字 \N{SLIGHTLY SMILING FACE} and x = 2048\n" * 300
 @pytest.fixture
 def elsewhere(monkeypatch):
     """Let this process be one that has not imported transformers."""
-    monkeypatch.setattr(tokenizer_process, "sys", type("sys", (), {"modules": {}}))
+    monkeypatch.setattr(encode, "sys", type("sys", (), {"modules": {}}))
 
 
 @pytest.fixture

@@ -1,4 +1,4 @@
-"""Tasks that go wrong in the ways that a task can go wrong. No torch: they start in no time."""
+"""Tasks that go wrong in the ways that a task can go wrong. Most start in no time: no torch."""
 
 import os
 import time
@@ -16,6 +16,13 @@ def remember(rank_marker: str) -> list[str]:
 def raise_here() -> None:
     """Fail on every rank."""
     raise KeyError("a message that the test looks for")
+
+
+def leave_a_group() -> None:
+    """Make a process group of its own, and forget to destroy it."""
+    from torch import distributed
+
+    distributed.init_process_group("gloo", store=distributed.HashStore(), rank=0, world_size=1)
 
 
 def die(code: int) -> None:

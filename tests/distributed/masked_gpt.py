@@ -19,7 +19,7 @@ from torch import Tensor
 
 from megasink.megatron.documents import Documents, row_of_documents
 from megasink.training.dataset import without_prefix
-from megasink.training.packing import enter_stage, leave_stage, pack
+from megasink.training.forward import enter_stage, leave_stage, pack
 from tests.distributed import tiny_gpt
 
 

@@ -14,7 +14,7 @@ THREADS = "tests.distributed.thread_tasks:threads"
 
 @pytest.fixture(scope="module")
 def bare():
-    """A pool whose workers never import torch."""
+    """A pool for tasks that need no layout."""
     with Pool(2) as workers:
         yield workers
 
@@ -52,6 +52,7 @@ def test_process_groups_end_with_their_task():
     [
         ("raise_here", {}, r"(?s)raise_here.*KeyError: 'a message that the test"),
         ("die", {"code": 3}, r"(?s)ended with exit code 3.*last words"),
+        ("leave_a_group", {}, r"leave_a_group left 1 process groups and \d+ threads of gloo"),
     ],
 )
 def test_a_failure_says_why_and_the_next_task_gets_new_workers(bare, task, options, said):

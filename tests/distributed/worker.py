@@ -11,12 +11,15 @@ import pickle
 import queue
 import signal
 import sys
+import time
 import traceback
 from collections.abc import Iterator
 from multiprocessing.connection import Client, Connection
 from typing import Any
 
 from tests.distributed.layout import Layout
+from tests.distributed.thread_tasks import threads
+from tests.forkserver import HANG_SECONDS
 from tests.seeds import seed
 
 # Shorter than the pool's own limit for a task, so that a lost rank is a traceback and not a kill.
@@ -46,12 +49,31 @@ def _serve(connection: Connection, rank: int) -> None:
         else:
             with parallel_state(layout, rank, store):
                 result = getattr(importlib.import_module(module), function)(**kwargs)
+        del kwargs
         answer = pickle.dumps((True, _plain(result)))
+        del result
+        _check_ended(task)
     except Exception:
         answer = pickle.dumps((False, traceback.format_exc()))
     for name in TORCHRUN:
         os.environ.pop(name, None)
     connection.send_bytes(answer)
+
+
+def _check_ended(task: str) -> None:
+    """Fail a task that leaves a process group: its threads would slow down every later task."""
+    c10d = sys.modules.get("torch.distributed.distributed_c10d")
+    if c10d is None:
+        return
+
+    def left() -> int:
+        return sum(number for name, number in threads().items() if "gloo" in name)
+
+    groups, deadline = len(c10d._world.pg_map), time.monotonic() + HANG_SECONDS / 10
+    while not groups and left():  # the system lists a thread for a moment after it was joined
+        assert time.monotonic() < deadline, f"{task} left {left()} threads of gloo: {threads()}"
+        gc.collect()
+    assert not groups, f"{task} left {groups} process groups and {left()} threads of gloo"
 
 
 def _plain(value: Any) -> Any:

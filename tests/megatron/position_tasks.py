@@ -20,7 +20,7 @@ from megasink.megatron.core_attention import CoreAttention
 from megasink.megatron.model import MegasinkModelBuilder
 from megasink.megatron.positions import alibi_slopes, bucket_of_distance, build_position_bias
 from megasink.megatron.sinusoid import sinusoidal_table
-from megasink.training.packing import pack
+from megasink.training.forward import pack
 from tests.distributed import tiny_gpt
 from tests.said import said
 

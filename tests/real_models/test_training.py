@@ -11,7 +11,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from examples.real_models import balance, chats, page, rounding, surgery, training
 from examples.real_models.training_figure import draw_balance, draw_surgery
-from megasink.analysis.api.models import load_model
+from megasink.analysis.api import load_model
 from megasink.cli import main as megasink
 from megasink.finetune.chats import Chat, ChatTokenizer
 

@@ -4,7 +4,7 @@ import tomllib
 from pathlib import Path
 
 from examples.replicate.grid.file import read_grid
-from megasink.cli.trigger_language import LETTERS, write_tokenizer
+from megasink.cli.demo_runs import LETTERS, write_tokenizer
 from megasink.data.corpus import Document
 from megasink.data.tokenizer import load_tokenizer, train_tokenizer
 

@@ -11,7 +11,7 @@ from examples.replicate.languages import (
     write_retrieval,
     write_triggers,
 )
-from megasink.cli.trigger_language import (
+from megasink.cli.demo_runs import (
     LETTERS,
     TriggerLanguage,
     texts_of,

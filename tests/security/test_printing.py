@@ -18,7 +18,7 @@ from megasink.errors import ConfigError, UserError
 from megasink.files.atomic import atomic_text
 from megasink.files.checked_fields import from_json
 from megasink.files.output_folder import refuse_others
-from megasink.training import rank_logs
+from megasink.training import stop
 
 # Clears the screen, sets the title, writes to the clipboard, turns the rest around.
 HOSTILE = "\x1b[2J\x1b]0;owned\x07\x1b]52;c;cm0=\x07\x9b31m\u202eexe.txt"
@@ -53,7 +53,7 @@ def test_every_error_is_one_line_or_a_list():
 def test_the_message_of_a_rank_ends_where_it_ends(tmp_path):
     text = f"noise\nmegasink: error: {ConfigError(['one', 'two'])}\nleaked 4 instances!\n"
     (tmp_path / "stderr.log").write_text(text)
-    message = rank_logs.first_error(tmp_path)
+    message = stop.first_error(tmp_path)
     assert message == "2 problems in the configuration:\n  1. one\n  2. two"
 
 

@@ -3,7 +3,7 @@
 import os
 import signal
 
-from megasink.training import collectives, phases
+from megasink.training import heartbeat, phases
 
 
 def fail(*_):
@@ -16,6 +16,6 @@ def fail(*_):
 
 match FAULT := os.environ.get("FAULT"):
     case "early" | "stopped":
-        collectives.record = fail
+        heartbeat.record = fail
     case "late" | "killed":
         phases.following_phases = fail  # the hosts have met

@@ -32,7 +32,9 @@ def used(run: str, folder: str) -> dict[str, Any]:
         ["generate", run, "--device", "cpu", "--temperature", "0", "--max-new-tokens", str(NEW)],
     ]
     commands[-1] += ["--prompt", PROMPT]
-    with mock.patch("megasink.analysis.draw.figures", return_value=[]):  # they take longest
+    with mock.patch(
+        "megasink.analysis.pages.analysis_page.figures", return_value=[]
+    ):  # they take longest
         answers = megasink(commands)
     assert [code for code, _, _ in answers] == [0] * len(commands), answers
     config = json.loads((hf / "config.json").read_text())

@@ -8,7 +8,7 @@ import pytest
 
 from megasink.checkpoints.find import delete
 from megasink.cli import main
-from megasink.training.keep_checkpoints import delete_previous
+from megasink.training.checkpoint_writer import delete_previous
 from megasink.training.lease import Lease
 
 

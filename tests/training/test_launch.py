@@ -16,8 +16,8 @@ from megasink.options.run_options import OPTIONS
 from megasink.training import job, last_start, launch
 from megasink.training.lease import Lease
 from megasink.training.metrics_file import ACTS, RATIO, NewLines, weak_loss
-from megasink.training.rank_logs import FAILURES
 from megasink.training.ranks import Ranks
+from megasink.training.stop import FAILURES
 from tests import runs
 from tests.distributed.pool import free_port
 from tests.parsing import read

@@ -5,12 +5,10 @@ from pathlib import Path
 
 import pytest
 
-from megasink.data.object_store import url_problem
-from megasink.data.output import output_problems
+from megasink.data.output import output_problems, url_problem
 from megasink.errors import UserError
 from megasink.training.checks import data, data_files
-from megasink.training.differences import _absolute
-from megasink.training.replay import replayed
+from megasink.training.replay import _absolute, replayed
 from megasink.training.run_dir import folder_problem
 from tests import runs
 from tests.distributed.pool import free_port

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from megasink.data.replaced_tokens import replacement
-from megasink.training.replacing import replace_in_sample, text_targets
+from megasink.training.checked_dataset import replace_in_sample, text_targets
 from tests.distributed.layout import SINGLE
 from tests.runs import TINY, UNTIED, metrics, short_documents
 

@@ -19,7 +19,7 @@ from megasink.files.checked_fields import from_json, to_json
 from megasink.files.json_file import read_object
 from megasink.training.lease import clear
 from megasink.training.metrics_file import NewLines
-from megasink.training.rank_logs import DIVERGES, NOT_FINITE, first_error, raised
+from megasink.training.stop import DIVERGES, NOT_FINITE, first_error, raised
 from megasink.upstream.versions import versions
 
 TRAINING = "training"

@@ -13,8 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 from rich.console import Console
 
-from megasink.analysis.ablate.calibration import scores_of
-from megasink.analysis.ablate.settings import Setting
+from megasink.analysis.ablate.settings import Setting, scores_of
 from megasink.analysis.capture.base import ProbedModel
 from megasink.analysis.capture.changes import HeadChange
 from megasink.analysis.capture.inputs import Sample

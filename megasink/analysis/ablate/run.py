@@ -4,38 +4,38 @@ Shapes: N samples, L layers, H heads.
 """
 
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 from rich.console import Console
 
-from megasink.analysis.ablate.calibration import read_calibration
-from megasink.analysis.ablate.first_layer import activations
 from megasink.analysis.ablate.points import Ablation, OnTasks, OnTexts, read_point
 from megasink.analysis.ablate.results import UNCHANGED, AblationResults
-from megasink.analysis.ablate.settings import Setting, settings_of, thresholds_of
+from megasink.analysis.ablate.settings import Setting, read_calibration, settings_of, thresholds_of
 from megasink.analysis.ablate.summary import summarize
 from megasink.analysis.capture.base import ProbedModel, takes_seconds
-from megasink.analysis.capture.identity import identity
+from megasink.analysis.capture.geometry import read_rows
 from megasink.analysis.capture.ranks import Ranks
-from megasink.analysis.capture.samples import inputs_of
+from megasink.analysis.capture.samples import identity, inputs_of
+from megasink.analysis.capture.sites import PRODUCT
 from megasink.analysis.evaluate.tasks_loading import LoadedTasks
 from megasink.analysis.interventions.kinds import changes_of
+from megasink.analysis.metrics.geometry import Floats, neighbor_embedding
 from megasink.analysis.metrics.thresholds import Scores
 from megasink.analysis.options import AblationOptions
 from megasink.analysis.pages.ablation import write_ablation
 from megasink.analysis.run import bytes_by_token
 from megasink.analysis.store import Store, holding, key_of
+from megasink.console.progress import tracked
 from megasink.errors import ConfigError, UserError
 from megasink.files.checked_fields import to_json
 from megasink.files.json_file import read_value
 
 
 def ablate(
-    model: ProbedModel,
-    options: AblationOptions,
-    ranks: Ranks,
-    tasks: LoadedTasks | None = None,
+    model: ProbedModel, options: AblationOptions, ranks: Ranks, tasks: LoadedTasks | None = None
 ) -> AblationResults | None:
     """Measure every point of a sweep and write the results; None on every rank but 0.
 
@@ -145,3 +145,34 @@ def _scores(options: AblationOptions, ablation: Ablation) -> tuple[Mapping[str, 
     except UserError as error:
         raise UserError(f"--calibration {error}") from error
     return calibration.scores, str(options.calibration)
+
+
+POSITION = "position_N"
+
+
+def activations(ablation: OnTexts, settings: Sequence[Setting], seed: int) -> dict[str, Floats]:
+    """Return tsne.npz: label -> t-SNE [N, 2], and `POSITION` [N]."""
+    coordinates: dict[str, Floats] = {}
+    console = Console(stderr=True)
+    for setting in tracked(settings, "t-SNE", len(settings), "settings", console=console):
+        key = f"tsne-{key_of(ablation.facts(setting.entries) | {'seed': seed})}"
+        arrays = ablation.kept(key, partial(_embedded, ablation, setting, seed))
+        coordinates[setting.label], coordinates[POSITION] = arrays["points"], arrays["position"]
+    return coordinates
+
+
+def _embedded(ablation: OnTexts, setting: Setting, seed: int) -> dict[str, Floats]:
+    model = ablation.model
+
+    def open_probe(listener: Any, changes: Any = ()) -> Any:
+        made = changes_of(setting.interventions)
+        return model.open_probe(listener, [*changes, *made])
+
+    rows = read_rows(open_probe, ablation.samples, device=model.device)
+    if PRODUCT not in rows.by_site:
+        raise UserError(f"--layer 0: its MLP activations cannot be drawn: {rows.missing[PRODUCT]}")
+    try:
+        embedded = neighbor_embedding(rows.by_site[PRODUCT].astype(np.float64), seed)
+    except ValueError as error:
+        raise UserError(f"--layer 0: {error}: use more or longer texts") from error
+    return {"points": embedded.points, "position": rows.position_N.astype(np.float64)}

@@ -12,8 +12,7 @@ from weakref import WeakSet
 import torch
 from torch import Tensor
 
-from megasink.analysis.capture.changes import ForwardPass, HeadChange, HeadOutputs
-from megasink.analysis.capture.head_factors import HeadFactors
+from megasink.analysis.capture.changes import ForwardPass, HeadChange, HeadFactors, HeadOutputs
 from megasink.analysis.capture.segments import Segment
 from megasink.analysis.capture.sites import Sites
 from megasink.analysis.capture.statistics import (
@@ -67,12 +66,7 @@ class Probe(ABC):
     heads: list[int]
     layers: list[Any]
 
-    def __init__(
-        self,
-        problems: list[str],
-        listener: Listener,
-        changes: Sequence[HeadChange] = (),
-    ):
+    def __init__(self, problems: list[str], listener: Listener, changes: Sequence[HeadChange] = ()):
         if problems:
             raise ConfigError(problems)
         self.listener = listener

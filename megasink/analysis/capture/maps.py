@@ -16,9 +16,9 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from megasink.analysis.capture.base import Listener, OpenProbe
-from megasink.analysis.capture.head_names import head_problems, parse_head
 from megasink.analysis.capture.inputs import Sample, equal_lengths, shown
 from megasink.analysis.capture.statistics import MAP
+from megasink.analysis.heads import head_problems, parse_head
 from megasink.analysis.metrics.geometry import (
     Floats,
     attention_map_components,

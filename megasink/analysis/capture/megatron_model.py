@@ -37,10 +37,7 @@ class MegatronProbe(Probe):
     """A probe of a Megatron model that is whole in this process, in evaluation mode."""
 
     def __init__(
-        self,
-        model: LanguageModule,
-        listener: Listener,
-        changes: Sequence[HeadChange] = (),
+        self, model: LanguageModule, listener: Listener, changes: Sequence[HeadChange] = ()
     ):
         super().__init__(model_problems(model), listener, changes)
         self.model: LanguageModule = model

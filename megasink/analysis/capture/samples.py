@@ -2,8 +2,9 @@
 
 import os
 import sys
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any
 
 from megasink.analysis.capture.base import ProbedModel
 from megasink.analysis.capture.inputs import (
@@ -17,10 +18,16 @@ from megasink.analysis.capture.inputs import (
     token_samples,
     with_replaced_tokens,
 )
+from megasink.analysis.metrics.registry import measured
 from megasink.analysis.options import KEPT, SEQ_LENGTH, AnalysisOptions
 from megasink.analysis.results import RunFacts
 from megasink.data.replaced_tokens import Replacement, replacement
 from megasink.errors import UserError
+from megasink.transformers.identity import model_identity
+
+if TYPE_CHECKING:
+    from megasink.analysis.capture.base import ProbedModel
+
 
 SYNTHETIC = 100
 """Number of sequences of random and of repeated tokens, as in P2."""
@@ -104,11 +111,7 @@ def replacement_for(options: AnalysisOptions, model: ProbedModel) -> Replacement
     if not positions:
         return None
     made = replacement(
-        positions,
-        value or "",
-        seed=options.seed,
-        tokenizer=model.tokenizer,
-        size=model.vocabulary,
+        positions, value or "", seed=options.seed, tokenizer=model.tokenizer, size=model.vocabulary
     )
     if requested is None and os.environ.get("RANK", "0") == "0":
         print(
@@ -117,3 +120,27 @@ def replacement_for(options: AnalysisOptions, model: ProbedModel) -> Replacement
             file=sys.stderr,
         )
     return made
+
+
+def identity(model: "ProbedModel", data: Any, **settings: Any) -> dict[str, Any]:
+    """Return the identity of a measurement: every setting that can change a bit of the results."""
+    return {
+        "model": model.facts["kind"],
+        **model_identity(model.module, model.tokenizer, data),
+        "dtype": model.facts["dtype"],
+        "attention": model.facts["attention"],
+        "device": model.device.type,
+        **settings,
+    }
+
+
+def analysis_identity(
+    model: "ProbedModel",
+    samples: Sequence[Sample],
+    options: AnalysisOptions,
+    metrics: Iterable[str] | None = None,
+) -> dict[str, Any]:
+    """Return the identity of metrics of samples."""
+    flags = options.by_flag("data", "batch_size", "positions", "columns", "loss")
+    names = sorted(measured(metrics, options.metrics))
+    return identity(model, data_hash(samples), **flags, metrics=names)

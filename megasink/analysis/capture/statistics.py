@@ -11,9 +11,14 @@ import torch
 from torch import Tensor
 
 from megasink.analysis.capture.segments import Segment, whole_rows
-from megasink.analysis.metrics.maps import attention_maps
-from megasink.analysis.metrics.proxy import proxy_maps, proxy_statistics
-from megasink.analysis.metrics.weights import WeightStatistics, first_weights, weight_statistics
+from megasink.analysis.metrics.weights import (
+    WeightStatistics,
+    attention_maps,
+    first_weights,
+    proxy_maps,
+    proxy_statistics,
+    weight_statistics,
+)
 from megasink.attention import feature_map
 
 _OF_WEIGHTS = {name.replace("_BHT", "_HT"): name for name in WeightStatistics._fields}

@@ -18,11 +18,7 @@ from transformers import PreTrainedModel
 
 from megasink.analysis.capture.base import Listener, Probe
 from megasink.analysis.capture.changes import ForwardPass, HeadChange
-from megasink.analysis.capture.own_attention import (
-    attention_of,
-    is_replaced,
-    replaced_attention,
-)
+from megasink.analysis.capture.own_attention import attention_of, is_replaced, replaced_attention
 from megasink.analysis.capture.segments import (
     Segment,
     check_mask,
@@ -30,9 +26,8 @@ from megasink.analysis.capture.segments import (
     segments_of,
     whole_rows,
 )
-from megasink.analysis.capture.sites import Sites, tensor_of
+from megasink.analysis.capture.sites import Sites, tensor_of, transformers_sites
 from megasink.analysis.capture.statistics import AttentionCall
-from megasink.analysis.capture.transformers_sites import transformers_sites
 from megasink.errors import UserError
 from megasink.transformers.blocks import (
     Block,
@@ -56,10 +51,7 @@ class TransformersProbe(Probe):
     """A probe of a transformers decoder in evaluation mode; keeps its attention (sdpa or eager)."""
 
     def __init__(
-        self,
-        model: PreTrainedModel,
-        listener: Listener,
-        changes: Sequence[HeadChange] = (),
+        self, model: PreTrainedModel, listener: Listener, changes: Sequence[HeadChange] = ()
     ):
         reads = bool(listener.needs) or any(change.reads_attention for change in changes)
         problems = model_problems(model) if reads else []

@@ -1,18 +1,28 @@
 """Scores of a probed model on lm-evaluation-harness's tasks, intervened or not."""
 
-from collections.abc import Sequence
+import json
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from importlib.metadata import version
+from pathlib import Path
 from typing import Any
+
+from rich.console import Console
+from rich.table import Table
 
 from megasink.analysis.capture.base import Listener, ProbedModel
 from megasink.analysis.capture.changes import HeadChange
+from megasink.analysis.evaluate.suites import Average, averages
 from megasink.analysis.evaluate.tasks_loading import LoadedTasks, load_tasks, quiet
 from megasink.analysis.interventions.kinds import Intervention, changes_of, to_entry
+from megasink.analysis.store import write_results
+from megasink.console.printable import printable
 from megasink.errors import UserError
+from megasink.files.checked_fields import to_json
 
 BOOTSTRAPS = 1000
 """Resamples for standard errors that have no formula, such as those of perplexities."""
+FORMAT = 1
 
 
 @dataclass(frozen=True)
@@ -160,3 +170,63 @@ def _scores(name: str, results: dict[str, Any]) -> TaskScores:
         version=str(results["versions"].get(name)),
         of=list(members),
     )
+
+
+def write_evaluation(
+    output: Path,
+    results: TaskResults,
+    model: ProbedModel,
+    batch_size: int | str,
+    named: Sequence[str] = (),
+) -> None:
+    """Write evaluation.json and, if there are any, the samples; print the table."""
+    scores = {(t, m): s.value for t, of in results.tasks.items() for m, s in of.metrics.items()}
+    found = averages(named, scores)
+    about = {"format": FORMAT, "model": model.facts, "batch_size": batch_size, "averages": found}
+    evaluation = about | {name: of for name, of in vars(results).items() if name != "samples"}
+    # Documents hold whatever a dataset holds, such as dates.
+    files: dict[str, Any] = {
+        f"samples/{name.replace('/', '_')}.jsonl": "".join(
+            json.dumps(to_json(entry), default=str) + "\n" for entry in entries
+        )
+        for name, entries in results.samples.items()
+    }
+    files |= {"evaluation.json": evaluation}
+    write_results(output, files, ["samples/*.jsonl"], kept=False)
+    _show(results, found)
+    print(f"wrote {output}/evaluation.json{', samples/' * bool(results.samples)}")
+
+
+def _show(evaluation: TaskResults, averages: Mapping[str, Average]) -> None:
+    table = Table("task", "shots", "n", "metric", "value", "± s.e.", box=None)
+    for name, task in evaluation.tasks.items():
+        first = True
+        for metric, score in task.metrics.items():
+            error = "" if score.standard_error is None else f"± {score.standard_error:.4f}"
+            better = {True: " ↑", False: " ↓", None: ""}[score.higher_is_better]
+            facts = (name, "" if task.shots is None else str(task.shots), str(task.documents))
+            table.add_row(
+                *(map(printable, facts) if first else ("", "", "")),
+                f"{printable(metric)}{better}",
+                f"{score.value:.4f}" if abs(score.value) < 1e5 else f"{score.value:.4g}",
+                error,
+            )
+            first = False
+    Console(markup=False).print(table)
+    for row, average in averages.items():
+        paper = (
+            "" if (n := len(average.benchmarks)) == average.paper else f", {average.paper} there"
+        )
+        print(f"average of {row}, as in its paper: {average.value:.4f} ({n} benchmarks{paper})")
+    print("n: documents; s.e.: standard error")
+    if evaluation.limit is not None:
+        print(
+            f"Only the first {evaluation.limit} documents of each task: do not compare these "
+            "scores with published ones."
+        )
+    if evaluation.unscored:
+        print(f"{evaluation.unscored} tokens without any token before them were not scored.")
+    if evaluation.cut:
+        print(
+            f"{evaluation.cut} sequences were longer than the model's positions: cut on the left."
+        )

@@ -20,7 +20,7 @@ from torch import Tensor
 from megasink.analysis.capture.base import Listener, Probe
 from megasink.analysis.capture.models import open_probe_on
 from megasink.analysis.capture.own_attention import attention_of, replaced_attention
-from megasink.analysis.capture.transformers_sites import DOWN
+from megasink.analysis.capture.sites import DOWN
 from megasink.analysis.metrics.inputs import ATTENTION, BRANCHES
 from megasink.errors import UserError, nearest, reason_of
 from megasink.transformers.blocks import Block, child, decoder_config, decoder_of

@@ -12,8 +12,7 @@ from typing import Any, ClassVar, dataclass_transform
 from torch import Tensor
 
 from megasink.analysis.capture.changes import ForwardPass, HeadChange, HeadOutputs
-from megasink.analysis.capture.head_names import head_problems
-from megasink.analysis.heads import Heads, normalized_heads
+from megasink.analysis.heads import Heads, head_problems, normalized_heads
 from megasink.errors import UserError
 from megasink.files.checked_fields import checked
 from megasink.files.json_file import read_value

@@ -13,10 +13,9 @@ import torch
 from torch import Tensor
 
 from megasink.analysis.capture.changes import ForwardPass, HeadOutputs
-from megasink.analysis.capture.head_names import head_problems
 from megasink.analysis.capture.segments import Segment
 from megasink.analysis.capture.statistics import AttentionCall, attention_statistics
-from megasink.analysis.heads import Heads, normalized_heads
+from megasink.analysis.heads import Heads, head_problems, normalized_heads
 from megasink.analysis.interventions.kinds import Intervention, heads_in, kind
 from megasink.errors import UserError
 

@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from megasink.analysis.ablate.calibration import (
+from megasink.analysis.ablate.settings import (
     check_share,
     measure_scores,
     read_calibration,

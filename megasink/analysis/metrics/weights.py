@@ -6,16 +6,23 @@ for the entropy, a backward for the column sums, a forward at twice the scale fo
 take nine, with cancellation in the entropy. It also supports windows, prefixes, biases and soft
 caps, and leaves the model's own kernel alone.
 
+Non-softmax similarities have proxy weights (P2.37): A_ij = |w_ij| / (sum_j |w_ij| + 1e-8),
+independent of the normalization of the layer's output. A row whose weights are all 0 (a dead ReLU)
+attends to nothing. Attention maps of short sequences are the only S x S statistic, computed only on
+request.
+
 Shapes: B batch, H query heads, G key/value groups, R heads per group, N = B * G, T tokens, C rows
 of a tile, K columns of a tile, D head dim.
 """
 
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from megasink.analysis.metrics.tiles import tiles
+from megasink.analysis.metrics.tiles import HIDDEN, tiles
+from megasink.attention.definitions import MAP_TOKENS, PROXY_EPSILON
 
 
 class WeightStatistics(NamedTuple):
@@ -139,3 +146,78 @@ def first_and_others(weight_NRCK: Tensor, columns: slice) -> tuple[Tensor, Tenso
 def column_sums(weight_NRCK: Tensor, total_NRC: Tensor) -> Tensor:
     """Return [N, R, K]: the sum over a tile's rows of weight / total."""
     return ((1.0 / total_NRC)[..., None, :] @ weight_NRCK).squeeze(-2)
+
+
+def attention_maps(
+    query_HTD: Tensor, key_GTD: Tensor, *, slot_logit_HT: Tensor | None = None, **options: Any
+) -> Tensor:
+    """Return weights [H, T, S] of a causal layer; rows sum to the gate of a slot (P0.2)."""
+    score_HTS = whole_scores(query_HTD, key_GTD, **options)
+    lse_HT = score_HTS.logsumexp(-1)
+    if slot_logit_HT is not None:
+        lse_HT = torch.logaddexp(lse_HT, slot_logit_HT.to(lse_HT.dtype).expand_as(lse_HT))
+    return (score_HTS - lse_HT[..., None]).exp()
+
+
+def whole_scores(
+    query_HTD: Tensor, key_GTD: Tensor, *, hidden: float = HIDDEN, **options: Any
+) -> Tensor:
+    """Assemble the scores [H, T, S] of one sequence; `hidden` for invisible keys."""
+    heads, tokens = query_HTD.shape[:2]
+    if tokens > MAP_TOKENS:
+        raise ValueError(f"attention maps of {tokens} tokens: at most {MAP_TOKENS}, they are S x S")
+    dtype = torch.promote_types(query_HTD.dtype, torch.float32)
+    score_HTS = torch.full((heads, tokens, tokens), hidden, dtype=dtype, device=query_HTD.device)
+    score_GRTS = score_HTS.unflatten(0, (len(key_GTD), -1))
+    for tile in tiles(query_HTD[None], key_GTD[None], hidden=hidden, **options):
+        score_GRTS[tile.n, :, tile.rows, tile.columns] = tile.score_NRCK
+    return score_HTS
+
+
+# |w| as a function of z, and the score of a hidden key, for which |w| is 0.
+_WEIGHTS: dict[str, tuple[Callable[[Tensor], Tensor], float]] = {
+    "sigmoid": (torch.sigmoid_, HIDDEN),
+    "elu-plus-one": (lambda z: z.clamp(max=0.0).exp_().add_(z.relu_()), HIDDEN),
+    "elu-kernel": (torch.abs_, 0.0),
+    "identity": (torch.abs_, 0.0),
+    "mlp": (torch.abs_, 0.0),
+}
+SIMILARITIES = tuple(_WEIGHTS)
+
+
+@torch.no_grad()
+def proxy_statistics(
+    query_BHTD: Tensor, key_BGTD: Tensor, *, similarity: str, **options: Any
+) -> WeightStatistics:
+    """Compute statistics of the proxy weights of causal attention, without an S x S matrix.
+
+    Queries and keys are phi(q) and phi(k) if the similarity has a feature map. The gate is 1 -
+    A_i0, by sums; the entropy of a row is -sum_j A_ij ln A_ij. O(T^2 D) work; O(T) memory and two
+    tiles.
+    """
+    if similarity not in _WEIGHTS:
+        raise ValueError(f"unknown similarity {similarity!r}: one of {', '.join(SIMILARITIES)}")
+    weights_of, hidden = _WEIGHTS[similarity]
+    statistics = WeightStatistics.room_for(query_BHTD, key_BGTD)
+    first, _, gate, entropy, square, column_sum = statistics
+    for n, rows, columns, score_NRCK in tiles(query_BHTD, key_BGTD, hidden=hidden, **options):
+        weight_NRCK = weights_of(score_NRCK)
+        first_NRC, others_NRC = first_and_others(weight_NRCK, columns)
+        real_NRC = first_NRC + others_NRC
+        total_NRC = real_NRC + PROXY_EPSILON
+        first[n, :, rows] = first_NRC / total_NRC
+        gate[n, :, rows] = (others_NRC + PROXY_EPSILON) / total_NRC
+        column_sum[n, :, columns] += column_sums(weight_NRCK, total_NRC)
+        logs_NRC = torch.special.xlogy(weight_NRCK, weight_NRCK).sum(-1)
+        entropy[n, :, rows] = (total_NRC.log() * real_NRC - logs_NRC) / total_NRC
+        square[n, :, rows] = weight_NRCK.square_().sum(-1) / total_NRC.square()
+    entropy.clamp_(min=0.0)
+    return statistics.by_head(query_BHTD.shape[0])
+
+
+@torch.no_grad()
+def proxy_maps(query_HTD: Tensor, key_GTD: Tensor, *, similarity: str, **options: Any) -> Tensor:
+    """Return the proxy weights [H, T, S] of one sequence (P2.37); 0 for invisible keys."""
+    weights_of, hidden = _WEIGHTS[similarity]
+    weight_HTS = weights_of(whole_scores(query_HTD, key_GTD, hidden=hidden, **options))
+    return weight_HTS / (weight_HTS.sum(-1, keepdim=True) + PROXY_EPSILON)

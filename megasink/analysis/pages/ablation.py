@@ -15,14 +15,13 @@ from megasink.analysis.ablate.results import (
 )
 from megasink.analysis.pages import html
 from megasink.analysis.pages.ablation_figures import Arrays, draw_all, shown_on, title_of
-from megasink.analysis.pages.publish import publish
 from megasink.analysis.pages.words import words_and_papers
 
 
 def write_ablation(results: AblationResults, masks: Arrays, tsne: Arrays, output: Path) -> None:
     """Write everything about an ablation to a folder, and print its summary."""
     compared = [html.paragraph(_NOTE, "note"), _scores(results)] if results.scores else []
-    publish(
+    html.publish(
         output,
         "ablate",
         model=results.model.name,
@@ -144,28 +143,11 @@ def _scores(results: AblationResults) -> str:
     for on in shown_on(results):
         curves = [curve for curve in results.curves if curve.on == on]
         for curve in sorted(curves, key=lambda curve: curve.rank):
-            rows.append(
-                [
-                    title_of(curve.score),
-                    on,
-                    str(curve.rank),
-                    _text(curve.auc, "{:.4f}"),
-                    _apart(curve),
-                    removable_text(curve),
-                    f"{curve.removable:.2f}%",
-                    f"{curve.measured_to:.1f}%",
-                ]
-            )
-    head = [
-        "score",
-        "on",
-        "rank",
-        "AUC",
-        "minus random's",
-        "removable",
-        "by the published rule",
-        "measured to",
-    ]
+            found = [str(curve.rank), _text(curve.auc, "{:.4f}"), _apart(curve)]
+            shares = [f"{curve.removable:.2f}%", f"{curve.measured_to:.1f}%"]
+            rows.append([title_of(curve.score), on, *found, removable_text(curve), *shares])
+    head = ["score", "on", "rank", "AUC", "minus random's", "removable"]
+    head += ["by the published rule", "measured to"]
     return html.table(head, rows)
 
 

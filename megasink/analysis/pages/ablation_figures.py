@@ -3,20 +3,14 @@
 Shapes: L layers, H heads.
 """
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from megasink.analysis.ablate.curves import kept_level
-from megasink.analysis.ablate.results import (
-    ALL,
-    RANDOM,
-    UNCHANGED,
-    AblationResults,
-    mean_line,
-)
+from megasink.analysis.ablate.results import ALL, RANDOM, UNCHANGED, AblationResults, mean_line
 from megasink.analysis.metrics import metrics
 from megasink.analysis.pages.drawing import Picture, picture_of
 from megasink.figures.recorded import bars, curve
@@ -57,7 +51,6 @@ def shown_on(results: AblationResults) -> list[str]:
     return sorted(names, key=lambda name: name != ALL)
 
 
-@styled()
 def draw_curves(results: AblationResults) -> Any:
     """Draw accuracy or loss against heads zeroed (Figure 4 of P3); None without scores.
 
@@ -119,7 +112,6 @@ def _base(score: str) -> str:
     return score.removesuffix("_ln").removesuffix("_hn")
 
 
-@styled()
 def draw_ranks(results: AblationResults) -> Any:
     """Draw the rank of each score by AUC (Figure 3 of P3); None with fewer than two scores."""
     scores, names = results.scores, shown_on(results)
@@ -141,7 +133,6 @@ def draw_ranks(results: AblationResults) -> Any:
     return figure
 
 
-@styled()
 def draw_masks(results: AblationResults, masks: Arrays) -> Any:
     """Draw how often each head was zeroed, [layer, head], by score and percentage asked for."""
     by_score = {
@@ -154,7 +145,6 @@ def draw_masks(results: AblationResults, masks: Arrays) -> Any:
     return shares_of_heads({title: of for title, of in by_score.items() if of})
 
 
-@styled()
 def draw_given(results: AblationResults) -> Any:
     """Draw the joint effect of the named heads and interventions; None without any."""
     rows = [
@@ -178,7 +168,6 @@ def draw_given(results: AblationResults) -> Any:
     return figure
 
 
-@styled()
 def draw_single_heads(results: AblationResults) -> Any:
     """Draw the effect of each head of a layer, zeroed alone (P4.7), with one standard error."""
     rows = [row for row in dict.fromkeys(p.row for p in results.points) if row.startswith("layer ")]
@@ -197,7 +186,6 @@ def draw_single_heads(results: AblationResults) -> Any:
     return figure
 
 
-@styled()
 def draw_tsne(tsne: Arrays) -> Any:
     """Draw the activations of layer 0's MLP, a panel for each head zeroed (Figure 5 of P4)."""
     if not tsne:
@@ -218,51 +206,50 @@ def draw_tsne(tsne: Arrays) -> Any:
     return figure
 
 
-FIGURES: dict[str, tuple[str, str]] = {
+FIGURES: dict[str, tuple[str, str, Callable[[AblationResults, Arrays, Arrays], Any]]] = {
     "curves": (
         "Quality against heads zeroed",
         "Each point zeroes, in every sequence, the heads beyond a threshold (P3.12); across: the "
         "share that was zeroed (P3.13). Dashed, gray: the unchanged model; dotted: the tolerance "
         "(P3.15). Black: heads zeroed at random (P3.9), the mean and the range over seeds.",
+        lambda results, *_: draw_curves(results),
     ),
     "ranks": (
         "Ranking of scores",
         "By the area under the curve, divided by its span of percentages (P3.16).",
+        lambda results, *_: draw_ranks(results),
     ),
     "masks": (
         "Which heads are zeroed",
         "Share of the sequences in which a head was zeroed, layer by head, for each percentage "
         "that the threshold is set for (P3.11). A layer is scored after the layers below it were "
         "zeroed.",
+        lambda results, masks, _: draw_masks(results, masks),
     ),
     "given": (
         "Effect of the named heads and interventions",
         "Change against the unchanged model on each dataset or task, and one standard error.",
+        lambda results, *_: draw_given(results),
     ),
     "single_heads": (
         "One head at a time",
         "Change when one head of the layer is zeroed in every sequence (P4.7), and one standard "
         "error of it, over the texts.",
+        lambda results, *_: draw_single_heads(results),
     ),
     "tsne": (
         "MLP activations of layer 0",
         "t-SNE of act(gate) up of the first tokens, unchanged and with one head of layer 0 "
         "zeroed at a time (P4.6, P4.7). Every panel is a separate projection: do not compare "
         "distances between panels.",
+        lambda *given: draw_tsne(given[-1]),
     ),
 }
-"""Figure -> (title, caption)."""
+"""Figure -> title, caption, and its drawing of results, masks and t-SNE; None without numbers."""
 
 
 def draw_all(results: AblationResults, masks: Arrays, tsne: Arrays) -> list[Picture]:
     """Return the pictures for which there are results."""
-    drawn = {
-        "curves": draw_curves(results),
-        "ranks": draw_ranks(results),
-        "masks": draw_masks(results, masks),
-        "given": draw_given(results),
-        "single_heads": draw_single_heads(results),
-        "tsne": draw_tsne(tsne),
-    }
     with styled():
-        return [picture_of(fig, n, *FIGURES[n]) for n, fig in drawn.items() if fig is not None]
+        drawn = {name: draw(results, masks, tsne) for name, (_, _, draw) in FIGURES.items()}
+        return [picture_of(fig, n, *FIGURES[n][:2]) for n, fig in drawn.items() if fig is not None]

@@ -5,23 +5,19 @@ from functools import partial
 from typing import Any, NamedTuple
 
 from megasink.analysis.analysis import Analysis
-from megasink.analysis.pages import (
-    change,
-    figures_heads,
-    figures_maps,
-    figures_states,
-    opening,
-)
+from megasink.analysis.pages import change, figures_heads, figures_maps, figures_metrics, opening
 from megasink.analysis.pages.drawing import SECTIONS, Drawing, Picture, picture_of
-from megasink.analysis.pages.figures_metrics import metric_drawings
 from megasink.console.progress import tracked
 from megasink.figures.style import styled
 
 
 def drawings() -> list[Drawing]:
     """Return every kind of figure: those of registered metrics, and custom ones."""
-    own = (opening, figures_states, figures_heads, figures_maps, change)
-    return [*metric_drawings(), *(drawing for module in own for drawing in module.DRAWINGS)]
+    own = (opening, figures_metrics, figures_heads, figures_maps, change)
+    return [
+        *figures_metrics.metric_drawings(),
+        *(drawing for module in own for drawing in module.DRAWINGS),
+    ]
 
 
 def figures(analyses: Sequence[Analysis], kinds: Sequence[str] = ("png",)) -> list[Picture]:

@@ -1,19 +1,24 @@
 """One self-contained HTML page per report: the results in words, numbers and figures."""
 
+import sys
 from collections.abc import Sequence
 from dataclasses import asdict
 from itertools import combinations, groupby
+from pathlib import Path
 
 from megasink.analysis.analysis import Analysis
-from megasink.analysis.folder import summary_cells
+from megasink.analysis.folder import Arrays, summary_cells, tables_of
 from megasink.analysis.metrics import Metric, metrics, metrics_shown
 from megasink.analysis.metrics.distances import spearman, top_agreement, wasserstein
 from megasink.analysis.pages import change, html
+from megasink.analysis.pages.analysis_figures import figures
 from megasink.analysis.pages.comparable import differences
-from megasink.analysis.pages.drawing import OPENING, Picture
+from megasink.analysis.pages.drawing import OPENING, Picture, page_files
 from megasink.analysis.pages.opening import in_words
 from megasink.analysis.pages.words import words_and_papers
 from megasink.analysis.results import SampleResults
+from megasink.analysis.store import PAGE_FILES, write_results
+from megasink.console.printable import printable, say
 
 
 def page(analyses: Sequence[Analysis], pictures: Sequence[Picture]) -> str:
@@ -137,3 +142,47 @@ def _provenance(analysis: Analysis) -> str:
     if analysis.maps:
         facts["maps"] = f"{analysis.maps['samples']} texts; shown: {analysis.maps['source']}"
     return html.facts(analysis.name, facts)
+
+
+def write_report(
+    analyses: Sequence[Analysis],
+    output: Path,
+    *,
+    kinds: Sequence[str] = ("png",),
+    kept: bool = False,
+) -> None:
+    """Write the page and figures (png, pdf) of analyses; of a single one tables too."""
+    for difference in differences(analyses):
+        print(f"megasink: warning: the analyses have {difference}", file=sys.stderr)
+    for analysis in analyses:
+        if unknown := sorted(analysis.results.metrics.keys() - metrics().keys()):
+            print(
+                f"megasink: warning: {analysis.name} has metrics that are not registered here: "
+                f"{', '.join(unknown)}; load the module that defines them (--plugin) to see them",
+                file=sys.stderr,
+            )
+    pictures = figures(analyses, kinds)
+    files = page_files(page(analyses, pictures), pictures)
+    if len(analyses) == 1:
+        files |= {f"tables/{name}.csv": rows for name, rows in tables_of(analyses[0]).items()}
+    write_results(output, files, (*PAGE_FILES, "tables/*.csv"), kept=kept)
+
+
+def write_own_page(output: Path, analysis: Analysis) -> None:
+    """Write the page, figures and tables of an analysis, and print its summary."""
+    write_report([analysis], output, kept=True)
+    for line in in_words(analysis):
+        say(line)
+    for entry in analysis.results.non_finite:
+        print(
+            f"megasink: warning: {printable(entry.source)} has infinite or NaN values in layers "
+            f"{entry.layers}, heads {entry.heads}: these values are left out of every average",
+            file=sys.stderr,
+        )
+    print(f"wrote {output}/report.html, results.json, *.npz, tables/, figures/")
+
+
+def write_numbers(output: Path, analysis: Analysis, samples: Arrays) -> None:
+    """Write results.json and the arrays; `megasink report` creates the rest."""
+    arrays = {"samples.npz": samples, "geometry.npz": analysis.points, "maps.npz": analysis.maps}
+    write_results(output, arrays | {"results.json": analysis.results})

@@ -14,10 +14,7 @@ from megasink.analysis.pages.drawing import Drawing
 from megasink.figures.style import DIVERGING, heatmap, label, panels
 
 # Metrics of heads whose change is shown, and its description.
-_MAPS = {
-    "importance": "head importance",
-    "awft": "a head's attention to the first token",
-}
+_MAPS = {"importance": "head importance", "awft": "a head's attention to the first token"}
 
 
 def _maps(analyses: Sequence[Analysis]) -> dict[str, str]:

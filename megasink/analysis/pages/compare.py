@@ -12,15 +12,7 @@ from megasink.analysis.pages.drawing import picture_of
 from megasink.figures.curves import EMA, SMOOTHED, mark_spikes, series, smoothed
 from megasink.figures.losses import loss_spikes
 from megasink.figures.recorded import curve
-from megasink.figures.style import (
-    DASHES,
-    label,
-    model_colors,
-    note,
-    panels,
-    styled,
-    zoom,
-)
+from megasink.figures.style import DASHES, label, model_colors, note, panels, styled, zoom
 from megasink.files.atomic import atomic_files
 from megasink.files.system_errors import writing
 

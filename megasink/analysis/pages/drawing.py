@@ -4,12 +4,113 @@ A metric's figure comes from its record (figures_metrics.py). Add others to the 
 figures file.
 """
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from typing import Any
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
 
-from megasink.analysis.pages.numbers import Numbers, numbers_of
+import numpy as np
+
+from megasink.figures.recorded import Shown
 from megasink.figures.style import rendered
+
+MOST_CELLS = 6000
+"""Numbers of one picture that a page holds: a map of 80 layers of 64 heads is whole."""
+_DOT = 0.009  # half of a mark's width, as a share of the picture's
+
+
+class Mark(NamedTuple):
+    """A place in the picture and its label."""
+
+    # left, top, right, bottom: shares of the picture's width and height.
+    left: float
+    top: float
+    right: float
+    bottom: float
+    text: str
+
+
+class Table(NamedTuple):
+    """The numbers of one panel; the first column names the rows."""
+
+    title: str
+    head: list[str]
+    rows: list[list[str]]
+
+
+@dataclass(frozen=True)
+class Numbers:
+    """The numbers of a picture; `is_whole` unless there are more than `MOST_CELLS`."""
+
+    marks: list[Mark] = field(default_factory=list)
+    tables: list[Table] = field(default_factory=list)
+    is_whole: bool = True
+
+
+def numbers_of(figure: Any) -> Numbers:
+    """Return the numbers of a figure of matplotlib that was rendered, so that its layout is made.
+
+    Scattered points have none: they are projections, and the arrays beside the page hold them.
+    """
+    marks: list[Mark] = []
+    tables: list[Table] = []
+    is_whole, cells = True, 0
+    for axis in figure.axes:
+        if (of := getattr(axis, "shown", None)) is None:
+            continue
+        for table, boxes in (*_of_maps(of), *_of_series(of)):
+            cells += len(table.rows) * (len(table.head) - 1)
+            if cells > MOST_CELLS:
+                is_whole = False
+                break
+            tables.append(table)
+            marks += [_mark(axis, box, text) for box, text in boxes]
+    return Numbers(marks, tables, is_whole)
+
+
+def _mark(axis: Any, box: Any, text: str) -> Mark:
+    """Return a mark over a box of the axis's coordinates; a dot around a point."""
+    corners = axis.transData.transform(np.reshape(box, (-1, 2)))
+    if len(corners) == 1:
+        dot = _DOT * axis.figure.bbox.width
+        corners = np.concatenate([corners - dot, corners + dot])
+    shares = axis.figure.transFigure.inverted().transform(corners)
+    (left, low), (right, high) = shares.min(0).tolist(), shares.max(0).tolist()
+    return Mark(left, 1 - high, right, 1 - low, text)
+
+
+def _of_maps(of: Shown) -> Iterator[tuple[Table, list[Any]]]:
+    """Yield the table of each heatmap, and a box for each of its cells."""
+    down, across = of.down or "y", of.across or "x"
+    for cells, rows, columns, y, x in of.maps:
+        boxes = [
+            ([x[j], y[i], x[j + 1], y[i + 1]], f"{down} {rows[i]}, {across} {columns[j]}: {v:.4g}")
+            for (i, j), v in np.ndenumerate(cells)
+            if np.isfinite(v)
+        ]
+        written = [
+            [name, *("" if np.isnan(v) else f"{v:.4g}" for v in row)]
+            for name, row in zip(rows, cells, strict=True)
+        ]
+        yield Table(of.title, [f"{down}, by {across}", *columns], written), boxes
+
+
+def _of_series(of: Shown) -> Iterator[tuple[Table, list[Any]]]:
+    """Yield one table of the curves, histograms and bars, and a box for each value."""
+    series = [one for one in of.series if len(one.values)]
+    if not series:
+        return
+    rows: dict[str, dict[int, str]] = {}
+    boxes = []
+    across = of.across or "x"
+    names = [one.name or of.title or of.down for one in series]
+    for number, (name, one) in enumerate(zip(names, series, strict=True)):
+        for at, value, box in zip(one.at, one.values, one.boxes, strict=True):
+            if np.isfinite(value):
+                rows.setdefault(at, {})[number] = f"{value:.4g}"
+                boxes.append((box, f"{name}, {across} {at}: {value:.4g}"))
+    cells = [[at, *(row.get(n, "") for n in range(len(series)))] for at, row in rows.items()]
+    yield Table(of.title, [across, *names], cells), boxes
+
 
 OPENING = "Summary"
 SECTIONS = (

@@ -3,14 +3,16 @@
 import base64
 import re
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 from jinja2 import Environment, PackageLoader, StrictUndefined
 from markupsafe import Markup, escape
 
-from megasink.analysis.pages.drawing import Picture
-from megasink.analysis.pages.numbers import Numbers
+from megasink.analysis.pages.drawing import Numbers, Picture, page_files
+from megasink.analysis.store import PAGE_FILES, write_results
 from megasink.console.papers import PAPERS
+from megasink.console.printable import say
 
 
 class Page:
@@ -134,3 +136,42 @@ _environment = Environment(
 )
 _environment.filters |= {"anchor": _anchor, "pixels": _pixels, "linked": _linked}
 _macros: Any = _environment.get_template("page.html").module
+
+
+Sections = Mapping[str, Sequence[str]]
+"""Title -> the parts of a section; one without parts is left out."""
+
+
+def publish(
+    output: Path,
+    command: str,
+    *,
+    model: str,
+    heading: str,
+    words: Sequence[str],
+    pictures: Sequence[Picture],
+    files: Mapping[str, Any],
+    after: Sections,
+    before: Sections | None = None,
+    lines: Sequence[str] = (),
+) -> None:
+    """Write a page and the files of numbers, and print its words.
+
+    Args:
+        model: its name.
+        before, after: sections before and after the pictures.
+        lines: what is printed below the words.
+    """
+    made = Page(f"megasink {command}: {model}", f"{model}: {heading}")
+    sections: dict[str, Sequence[str]] = {"Summary": [paragraph(line) for line in words]}
+    sections |= before or {}
+    for picture in pictures:
+        alt = f"{picture.title}: {model}"
+        sections[picture.title] = [figure(picture, alt, picture.caption)]
+    for title, parts in (sections | dict(after)).items():
+        if parts:
+            made.section(title, *parts)
+    write_results(output, page_files(made.text(), pictures) | dict(files), PAGE_FILES)
+    for line in (*words, *lines):
+        say(line)
+    print(f"wrote {output}/report.html, {', '.join(n for n in files if files[n])}, figures/")

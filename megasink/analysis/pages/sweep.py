@@ -11,17 +11,10 @@ from megasink.analysis.metrics import metrics
 from megasink.analysis.metrics.sinks import EPSILONS
 from megasink.analysis.pages import html
 from megasink.analysis.pages.drawing import Picture, picture_of
-from megasink.analysis.pages.publish import publish
 from megasink.analysis.results import SweepResults, SweepRow
 from megasink.attention.definitions import SINK_EPSILON
 from megasink.figures.recorded import curve
-from megasink.figures.style import (
-    MAP,
-    even_panels,
-    label,
-    shares_of_heads,
-    styled,
-)
+from megasink.figures.style import MAP, even_panels, label, shares_of_heads, styled
 
 _SWEEP = (
     "Each metric against the first setting that varies: length, copies or BOS. The other settings "
@@ -44,7 +37,7 @@ def write_sweep(results: SweepResults, arrays: dict[str, Any], output: Path) -> 
         *("inactive_ahon_ln", "massive_ratio", "nats_per_token"),
     ]
     printed = [names, *([_short(line[name]) for name in names] for line in table)]
-    publish(
+    html.publish(
         output,
         "sweep",
         model=results.model.name,

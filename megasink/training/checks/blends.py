@@ -10,7 +10,7 @@ from argparse import Namespace
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
-from megasink.data.validation import recorded_validation
+from megasink.data.output import recorded_validation
 from megasink.errors import UserError
 from megasink.files.json_file import read_text, read_value
 

@@ -6,7 +6,7 @@ from argparse import Namespace
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-from megasink.data.object_store import is_stored, url_problem
+from megasink.data.output import is_stored, url_problem
 from megasink.data.replaced_tokens import problems_of
 from megasink.errors import missing_folder
 from megasink.options.flags import flag_of

@@ -17,8 +17,7 @@ from megasink.data.index import (
     has_tokens,
     sequence_lengths,
 )
-from megasink.data.object_store import is_stored
-from megasink.data.output import contents, mismatch
+from megasink.data.output import contents, is_stored, mismatch
 from megasink.errors import UserError
 from megasink.training.checks.blends import (
     DEFAULT_SPLIT,

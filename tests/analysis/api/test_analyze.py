@@ -44,7 +44,7 @@ def numbers(results):
 
 
 def test_it_measures_what_the_command_measures(folder, found, monkeypatch):
-    monkeypatch.setattr("megasink.analysis.draw.figures", lambda analyses, kinds: [])
+    monkeypatch.setattr("megasink.analysis.pages.analysis_page.figures", lambda analyses, kinds: [])
     command = f"analyze {folder}/my-model --data {folder}/texts.jsonl --seq-length 24"
     command += f" --max-samples 3 --device cpu --output {folder}/page"
     assert main(command.split()) == 0
@@ -211,7 +211,7 @@ def test_a_model_that_does_not_fit_is_refused(hub, tmp_path):
         megasink.load_run(tmp_path)
 
 
-@pytest.mark.parametrize("module", ["megasink.analysis.api.analyze"])
+@pytest.mark.parametrize("module", ["megasink.analysis.api"])
 def test_the_examples_of_docstrings_run(module, hub):
     given = {"model": hub.model, "tokenizer": hub.tokenizer}
     done = doctest.testmod(importlib.import_module(module), extraglobs=given)

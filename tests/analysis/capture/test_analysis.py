@@ -11,9 +11,8 @@ import torch
 from megasink.analysis import measure
 from megasink.analysis.capture import base
 from megasink.analysis.capture.inputs import Sample
-from megasink.analysis.capture.recorder import Recorder
 from megasink.analysis.capture.transformers_model import TransformersProbe
-from megasink.analysis.measure import run
+from megasink.analysis.measure import Recorder, run
 from megasink.analysis.metrics import STATISTICS
 from megasink.analysis.metrics.inputs import GRADIENT
 from megasink.analysis.options import AnalysisOptions

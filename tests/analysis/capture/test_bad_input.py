@@ -17,12 +17,12 @@ from transformers import (
     PreTrainedTokenizerFast,
 )
 
-from megasink.analysis import draw as pages
 from megasink.analysis import measure
 from megasink.analysis.capture.base import ProbedModel
 from megasink.analysis.capture.ranks import Ranks
 from megasink.analysis.capture.transformers_model import TransformersProbe
 from megasink.analysis.options import AnalysisOptions
+from megasink.analysis.pages import analysis_page as pages
 from megasink.analysis.run import analyze as analyze_model
 from megasink.cli import main
 from megasink.errors import UserError

@@ -6,7 +6,6 @@ import math
 import pytest
 import torch
 
-from megasink.analysis import draw as pages
 from megasink.analysis.capture.models import of_transformers
 from megasink.analysis.capture.ranks import Ranks
 from megasink.analysis.capture.samples import inputs_of
@@ -14,6 +13,7 @@ from megasink.analysis.folder import read_analysis
 from megasink.analysis.measure import measure
 from megasink.analysis.options import AnalysisOptions
 from megasink.analysis.pages import ablation
+from megasink.analysis.pages import analysis_page as pages
 from megasink.analysis.run import bytes_by_token
 from megasink.cli import main
 from megasink.data.corpus import Document

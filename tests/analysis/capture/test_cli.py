@@ -12,11 +12,11 @@ import numpy as np
 import pytest
 from transformers import PreTrainedTokenizerFast
 
-from megasink.analysis import draw as pages
 from megasink.analysis.folder import read_analysis
 from megasink.analysis.metrics import metrics
 from megasink.analysis.metrics.distances import wasserstein
 from megasink.analysis.pages import analysis_figures
+from megasink.analysis.pages import analysis_page as pages
 from megasink.cli import main
 from tests.analysis.capture.tiny_models import save_with_tokenizer, tiny_model
 

@@ -12,7 +12,7 @@ import torch
 from megasink.analysis.capture.inputs import Sample
 from megasink.analysis.capture.maps import Head, geometry, named_heads, telling_heads
 from megasink.analysis.capture.transformers_model import TransformersProbe
-from megasink.analysis.metrics.maps import attention_maps
+from megasink.analysis.metrics.weights import attention_maps
 from megasink.attention.definitions import MAP_TOKENS
 from megasink.errors import UserError
 from tests.analysis.capture.kept import Kept

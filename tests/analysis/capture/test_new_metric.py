@@ -9,12 +9,12 @@ import re
 import numpy as np
 import pytest
 
-from megasink.analysis import draw as pages
 from megasink.analysis.folder import read_analysis
 from megasink.analysis.metrics import metrics, metrics_shown, registry
 from megasink.analysis.pages import analysis_figures
-from megasink.analysis.pages.trace import trace_row, write_trace
+from megasink.analysis.pages import analysis_page as pages
 from megasink.analysis.results import scalars_of
+from megasink.analysis.trace import trace_row, write_trace
 from megasink.cli import main
 from tests.analysis.capture.tiny_models import save_with_tokenizer
 from tests.documented import MODULES
@@ -111,7 +111,7 @@ def test_a_trace_has_it(analyzed, tmp_path):
 
 
 def test_trace_png_has_a_panel_for_it(analyzed, monkeypatch):
-    from megasink.analysis.pages import trace
+    from megasink.analysis import trace
 
     of = read_analysis(analyzed / "llama").results
     of.model.step, of.model.trained_tokens = 1, 1000

@@ -7,9 +7,9 @@ from pathlib import Path
 import pytest
 from transformers import PreTrainedTokenizerFast
 
-from megasink.analysis import draw as pages
 from megasink.analysis import loading
 from megasink.analysis.pages import ablation, sweep
+from megasink.analysis.pages import analysis_page as pages
 from megasink.cli import main
 from megasink.errors import UserError
 from megasink.files.output_folder import SETTINGS, exclusive, results_in

@@ -11,12 +11,12 @@ import pytest
 import torch
 from torch.distributed import HashStore
 
-from megasink.analysis import draw as pages
 from megasink.analysis import store as stores
 from megasink.analysis.capture import ranks
 from megasink.analysis.capture.inputs import Sample
 from megasink.analysis.capture.ranks import Ranks, taking_part
 from megasink.analysis.measure import MOST, plan
+from megasink.analysis.pages import analysis_page as pages
 from megasink.analysis.store import Store
 from megasink.cli import main
 from megasink.errors import UserError

@@ -16,8 +16,7 @@ from megasink.analysis.capture.inputs import (
     text_samples,
     with_replaced_tokens,
 )
-from megasink.analysis.capture.recorder import Recorder
-from megasink.analysis.measure import run
+from megasink.analysis.measure import Recorder, run
 from megasink.analysis.options import AnalysisOptions
 from megasink.analysis.sweep import Setting, samples_of
 from megasink.data.replaced_tokens import replacement

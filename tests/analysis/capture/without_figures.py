@@ -2,7 +2,7 @@
 
 import sys
 
-from megasink.analysis import draw as pages
+from megasink.analysis.pages import analysis_page as pages
 from megasink.cli import main
 
 pages.figures = lambda analyses, kinds: []

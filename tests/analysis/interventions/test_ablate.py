@@ -14,7 +14,7 @@ import pytest
 import scipy.stats
 import torch
 
-from megasink.analysis.ablate import first_layer
+from megasink.analysis.ablate import run
 from megasink.analysis.ablate.curves import kept_level, normalized_auc, removable
 from megasink.analysis.ablate.results import ALL, mean_line
 from megasink.analysis.capture.transformers_model import TransformersProbe
@@ -250,7 +250,7 @@ def test_activations_of_layer_0_with_each_head_zeroed(folder, tmp_path, by_hand,
         rows.append(rows_NX)
         return Embedding(rows_NX, 1.0, 0.0)
 
-    monkeypatch.setattr(first_layer, "neighbor_embedding", kept)
+    monkeypatch.setattr(run, "neighbor_embedding", kept)
     for _ in range(2):
         assert main(command(folder, tmp_path, "--layer", "0")) == 0
     assert len(rows) == 1 + HEADS

@@ -6,7 +6,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from megasink.analysis import draw as pages
+from megasink.analysis.pages import analysis_page as pages
 from megasink.cli import main
 from tests.analysis.capture.tiny_models import tiny_model
 from tests.analysis.interventions.ablating import (

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from megasink import intervening
-from megasink.analysis.ablate.calibration import measure_scores
+from megasink.analysis.ablate.settings import measure_scores
 from megasink.analysis.capture.transformers_model import TransformersProbe
 from megasink.analysis.interventions import DrainFirstValue, DynamicZeroing, SteerGates, ZeroHeads
 from megasink.errors import UserError

@@ -7,15 +7,14 @@ import pytest
 import torch
 
 from megasink import dynamic_zeroing
-from megasink.analysis.ablate.calibration import measure_scores, read_calibration
+from megasink.analysis.ablate.settings import measure_scores, read_calibration
 from megasink.analysis.capture.inputs import Sample
-from megasink.analysis.capture.recorder import Recorder
 from megasink.analysis.capture.transformers_model import TransformersProbe
-from megasink.analysis.draw import write_numbers
 from megasink.analysis.folder import analysis_of
-from megasink.analysis.measure import run
+from megasink.analysis.measure import Recorder, run
 from megasink.analysis.metrics.thresholds import threshold
 from megasink.analysis.options import AnalysisOptions
+from megasink.analysis.pages.analysis_page import write_numbers
 from megasink.analysis.results import RunFacts
 from megasink.analysis.summary import summarize
 from megasink.errors import UserError

@@ -16,7 +16,7 @@ from megasink.analysis.capture.segments import Segment
 from megasink.analysis.capture.statistics import AttentionCall, attention_statistics
 from megasink.analysis.metrics import metric, metrics, registry, tiles
 from megasink.analysis.metrics.inputs import ATTENTION as ATTENTION_STATISTICS
-from megasink.analysis.metrics.proxy import SIMILARITIES, proxy_statistics
+from megasink.analysis.metrics.weights import SIMILARITIES, proxy_statistics
 from tests.analysis.metrics import definitions
 
 HEADS, GROUPS, TOKENS, DIM, HIDDEN = 6, 2, 37, 8, 24

@@ -7,6 +7,12 @@ import numpy as np
 import pytest
 import torch
 
+from megasink.analysis.capture.inputs import (
+    random_sequences,
+    repeat_rate,
+    repeated_first_token,
+    repeated_sequences,
+)
 from megasink.analysis.metrics.circuit import (
     STAGES,
     circuit_stage,
@@ -31,12 +37,6 @@ from megasink.analysis.metrics.thresholds import (
     published_quantile,
     share_by_layer,
     threshold,
-)
-from megasink.analysis.metrics.tokens import (
-    random_sequences,
-    repeat_rate,
-    repeated_first_token,
-    repeated_sequences,
 )
 from megasink.attention.definitions import MAP_TOKENS
 from megasink.balance.loss import layer_imbalance

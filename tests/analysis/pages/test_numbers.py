@@ -7,7 +7,7 @@ import matplotlib.image
 import numpy as np
 import pytest
 
-from megasink.analysis.pages import html, numbers
+from megasink.analysis.pages import drawing, html
 from megasink.analysis.pages.drawing import picture_of
 from megasink.figures.recorded import THINNED, bars, curve
 from megasink.figures.style import BLUE, density, even_panels, heatmap, label, styled
@@ -71,7 +71,7 @@ def test_a_page_escapes_them_and_says_when_they_are_too_many(monkeypatch):
     assert "&lt;run&gt;, step 2: 7</title>" in page
     assert "<run>" not in page
     assert page.count("<rect ") == page.count("<title>") == len(drawn().numbers.marks)
-    monkeypatch.setattr(numbers, "MOST_CELLS", 11)
+    monkeypatch.setattr(drawing, "MOST_CELLS", 11)
     page = html.figure(drawn(), "alt", "caption")
     assert "The page cannot hold more numbers" in page
     assert "layer, by head" not in page

@@ -18,8 +18,7 @@ from torch import Tensor
 
 from megasink.analysis.capture.inputs import Sample
 from megasink.analysis.capture.megatron_model import MegatronProbe
-from megasink.analysis.capture.recorder import Recorder
-from megasink.analysis.measure import run
+from megasink.analysis.measure import Recorder, run
 from megasink.analysis.options import AnalysisOptions
 from megasink.attention import attention
 from megasink.attention.variants import Variant, register, registry
