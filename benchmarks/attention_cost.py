@@ -13,7 +13,9 @@ model, for each launch:
 kernel on a stream that the host keeps filled. Caches are taken to hold nothing. The plain kernel is
 taken to run at one rate for every length, which flatters it where sequences are short: 180 TFLOP/s
 on an A100 (FlashAttention 2), 500 on an H100 (FlashAttention 3), of 3.5 * 2 * S * S * H * D
-operations.
+operations, or 3.5 * 4 * (T * S - T * T / 2) * H * D for T queries at the end of S keys.
+
+Kernels of packages are replaced by functions that return empty tensors.
 
 A PyTorch operation that is no view counts as one launch (a sum of many rows may be two). Bytes are
 those of its distinct elements; a channel written alone counts as the 32 bytes of its sector, read
@@ -21,9 +23,12 @@ and written.
 """
 
 import argparse
+import sys
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
+from importlib import import_module
+from types import ModuleType
 from typing import Any
 from unittest.mock import patch
 
@@ -33,15 +38,40 @@ from torch._subclasses import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from megasink.attention import AttentionCall, apply_gate, gate_values
+from megasink.attention import (
+    AttentionCall,
+    apply_gate,
+    choose_backend,
+    choose_gate_kernels,
+    first_key_gate,
+    gate_values,
+)
 from megasink.attention.call import Arriving, Slot, Slotted
 from megasink.attention.gate_kernels import explicit, gate_kernels_named, launch
-from megasink.attention.op import run_backward, slot_attention_op
+from megasink.attention.kernels import transformer_engine
+from megasink.attention.op import run_backward, run_forward
 
 BANDWIDTH_SHARE, LAUNCH_SECONDS, SECTOR = 0.88, 2e-6, 32
 # Name -> bandwidth in bytes/s, rate of the plain kernel in FLOP/s.
 DEVICES = {"A100": (2.0e12, 180e12), "H100": (3.35e12, 500e12)}
 KERNEL = "flash-cuda"
+# Of one kernel each, with Triton's gate kernels or its own sink: name, kernel, slot, T, S, loss.
+CALLS = (
+    ("sink", "flash-attn-4", Slot.GIVEN, 4096, 4096, True),
+    ("sink, no loss", "flash-attn-4", Slot.GIVEN, 4096, 4096, False),
+    ("sink", "transformer-engine", Slot.GIVEN, 4096, 4096, True),
+    ("sink, no loss", "transformer-engine", Slot.GIVEN, 4096, 4096, False),
+    ("vanilla", "flash-attn-4", Slot.FIRST_KEY, 4096, 4096, True),
+    ("vanilla", "flash-attn-2", Slot.FIRST_KEY, 4096, 4096, True),
+    ("sink", "flash-attn-4+triton", Slot.GIVEN, 4096, 4096, True),
+    ("sink, no loss", "flash-cuda", Slot.GIVEN, 4096, 4096, False),
+    ("vanilla, statistics", "flash-cuda", Slot.FIRST_KEY, 4096, 4096, False),
+    ("sink, 2,048 queries of 4,096 keys", "flash-cuda", Slot.GIVEN, 2048, 4096, True),
+    ("sink, 512 queries of 4,096 keys", "flash-cuda", Slot.GIVEN, 512, 4096, True),
+    ("sink, 4,096 queries of 32,768 keys", "flash-cuda", Slot.GIVEN, 4096, 32768, True),
+    ("vanilla, 512 queries of 4,096 keys", "flash-cuda", Slot.FIRST_KEY, 512, 4096, True),
+    ("sink, 512 queries of 4,096 keys", "flash-attn-4", Slot.GIVEN, 512, 4096, True),
+)
 NOT_READ = ("copy_", "fill_", "zero_")
 
 
@@ -56,6 +86,9 @@ class Count:
     def add(self, name: str, size: int) -> None:
         self.launches, self.bytes = self.launches + 1, self.bytes + size
         self.names.append(f"{name} {size / 2**20:.2f} MiB")
+
+    def reset(self) -> None:
+        self.launches, self.bytes, self.names = 0, 0, []
 
     def seconds(self, bandwidth: float) -> float:
         return self.launches * LAUNCH_SECONDS + self.bytes / (BANDWIDTH_SHARE * bandwidth)
@@ -99,6 +132,9 @@ WHOLE = {
     "open_slot_kernel": "gate weight grad_gate grad_lse value query kept lse_grad logit_grad "
     "logit_sum value_sum key_sum",
     "restore_kernel": "kept",
+    "share_kernel": "lse gate weight logit query starts",
+    "first_query_kernel": "rows grad_query logit_grad key",
+    "first_rows_kernel": "key_sum value_sum",
     "apply_gate_kernel": "x score out gate",
     "apply_gate_backward_kernel": "grad_out x score grad_gate grad_x grad_score",
 }
@@ -117,7 +153,9 @@ class Launches:
             if given.get("kept") is not None:  # the rows' leading channels
                 rows = given["out"].numel() // given["out"].shape[-1]
                 size += rows * SECTOR * (1 if self.name == "open_slot_kernel" else 2)
-            if self.name == "open_slot_kernel":
+            sums = ("logit_grad", "logit_sum", "value_sum")
+            rows = self.name == "open_slot_kernel" and not given["OWN_SINK"]
+            if rows and any(given[n] is not None for n in sums):
                 size += distinct_bytes(given["grad_out"]) + distinct_bytes(given["out"])
             self.count.add(self.name, size)
 
@@ -127,13 +165,16 @@ class Launches:
 @contextmanager
 def counting(without_memory: AbstractContextManager[Any] | None = None) -> Iterator[Count]:
     """Within, CUDA tensors have no memory, and launches are counted."""
-    from megasink.attention.gate_kernels import triton_explicit, triton_slot
+    from megasink.attention import gate_kernels
+
+    names = ("triton_slot", "triton_first_key", "triton_shares", "triton_explicit")
+    modules = [import_module(f"{gate_kernels.__name__}.{name}") for name in names]
 
     count = Count()
     with (
         without_memory or FakeTensorMode(),
         Operations(count),
-        _patches(count, triton_slot, triton_explicit),
+        _patches(count, *modules),
     ):
         yield count
 
@@ -164,20 +205,115 @@ def _rows(tokens: int, heads: int, head_dim: int, device: str = "cuda") -> Tenso
     return rows.permute(1, 2, 0, 3)
 
 
-def softmax_gate(slot: Slot, gates: str, shape: tuple[int, int, int]) -> Count:
-    """Forward and backward of sink or vanilla attention, with the balance loss on its gate."""
-    with counting() as count:
-        query, key, value, grad_out = (_rows(*shape) for _ in range(4))
+class FlashAttention4:
+    """Stands in for flash_attn.cute.interface."""
+
+    @staticmethod
+    def _flash_attn_fwd(q: Tensor, k: Tensor, v: Tensor, **_: Any) -> tuple[Tensor, Tensor]:
+        return torch.empty_like(q), _lse(q)
+
+    @staticmethod
+    def _flash_attn_bwd(
+        *qkv: Tensor, learnable_sink: Tensor | None = None, **given: Any
+    ) -> tuple[Tensor, ...]:
+        names = zip(("dq", "dk", "dv"), qkv, strict=False)
+        grads = tuple(given.get(name, torch.empty_like(like)) for name, like in names)
+        return grads if learnable_sink is None else (*grads, torch.empty_like(learnable_sink))
+
+
+class FlashAttention2:
+    """Stands in for flash_attn.flash_attn_interface."""
+
+    _flash_attn_forward = FlashAttention4._flash_attn_fwd
+
+    @staticmethod
+    def _flash_attn_backward(*_: Tensor, **options: Any) -> None:
+        """Write into its arguments."""
+
+
+def _lse(query_BTHD: Tensor) -> Tensor:
+    batch, tokens, heads, _ = query_BTHD.shape
+    return query_BTHD.new_empty(batch, heads, tokens, dtype=torch.float32)
+
+
+class TransformerEngine:
+    """Stands in for transformer_engine.pytorch.cpp_extensions.fused_attn."""
+
+    FusedAttnBackend = {"F16_arbitrary_seqlen": 1}  # noqa: RUF012
+
+    @staticmethod
+    def fused_attn_fwd(*, q: Tensor, **_: Any) -> tuple[Tensor, list[Tensor]]:
+        return torch.empty_like(q), [_lse(q.transpose(0, 1))[..., None]]
+
+    @staticmethod
+    def fused_attn_bwd(
+        *, q: Tensor, k: Tensor, v: Tensor, aux_ctx_tensors: list[Tensor], **_: Any
+    ) -> list[Tensor | None]:
+        return [*map(torch.empty_like, (q, k, v)), None, torch.empty_like(aux_ctx_tensors[-1])]
+
+
+PACKAGES = {
+    "flash_attn.cute.interface": FlashAttention4,
+    "flash_attn.flash_attn_interface": FlashAttention2,
+    "transformer_engine.pytorch.cpp_extensions.fused_attn": TransformerEngine,
+}
+
+
+@contextmanager
+def packages() -> Iterator[None]:
+    """Within, the packages' kernels can be chosen."""
+    names = {".".join(name.split(".")[:n]) for name in PACKAGES for n in range(1, 4)}
+    stand_ins = {name: ModuleType(name) for name in names} | PACKAGES
+    saved = {name: sys.modules[name] for name in stand_ins if name in sys.modules}
+    caches = (choose_backend, choose_gate_kernels, transformer_engine._ends)
+    sys.modules.update(stand_ins)
+    try:
+        for cache in caches:
+            cache.cache_clear()
+        with (
+            patch.object(torch.backends.cudnn, "version", lambda: 92600),
+            patch.object(torch.cuda, "is_current_stream_capturing", lambda: False),
+        ):
+            yield
+    finally:
+        for name in stand_ins:
+            del sys.modules[name]
+        sys.modules.update(saved)
+        for cache in caches:
+            cache.cache_clear()
+
+
+def softmax_gate(
+    slot: Slot,
+    kernel: str,
+    shape: tuple[int, int, int],
+    *,
+    keys: int | None = None,
+    loss: bool = True,
+) -> Count:
+    """Forward and backward of a call, with the balance loss on its gate or without.
+
+    Without it, vanilla attention takes its gate from the LSE, for statistics.
+    """
+    with packages(), counting() as count:
+        query, grad_out = (_rows(*shape) for _ in range(2))
+        key, value = (_rows(keys or shape[0], *shape[1:]) for _ in range(2))
         logit = torch.empty(1, shape[1], 1, device="cuda") if slot == Slot.GIVEN else None
+        if slot == Slot.FIRST_KEY and not loss:
+            slot = Slot.NONE
         slotted = Slotted(query, key, value, logit)
-        call = AttentionCall(
-            None, 0.1, slot=slot, backend=f"{KERNEL}+{gates}", needs_gate_gradient=True
-        )
-        results = slot_attention_op._init_fn(*slotted, *call)
-        # The balance loss sends every token of a head the same gradient.
-        grad_gate = torch.empty(1, shape[1], 1, device="cuda").expand(results[2].shape)
-        arriving = Arriving(grad_out, None, grad_gate)
-        run_backward(arriving, slotted, results, call, lends=True)
+        call = AttentionCall(None, 0.1, slot=slot, backend=kernel, needs_gate_gradient=loss)
+        for _ in range(2):  # of which the second finds what is cached
+            count.reset()
+            results = run_forward(slotted, call)
+            grad_gate = None
+            if loss:
+                # The balance loss sends every token of a head the same gradient.
+                grad_gate = torch.empty(1, shape[1], 1, device="cuda")
+                grad_gate = grad_gate.expand(results.gate_BHT.shape)
+            elif slot == Slot.NONE:
+                first_key_gate(query, key, results.lse_BHT)
+            run_backward(Arriving(grad_out, None, grad_gate), slotted, results, call, lends=True)
     return count
 
 
@@ -198,6 +334,28 @@ def explicit_gate(width: int, gates: str, shape: tuple[int, int, int]) -> Count:
     return count
 
 
+def share(count: Count, device: str, shape: tuple[int, int, int], keys: int | None = None) -> float:
+    """Time of the counted launches over that of the plain kernel."""
+    (bandwidth, rate), (queries, heads, head_dim) = DEVICES[device], shape
+    pairs = queries * (keys or queries) - queries**2 / 2
+    return count.seconds(bandwidth) / (3.5 * 4 * pairs * heads * head_dim / rate)
+
+
+def calls(heads: int = 16, head_dim: int = 128) -> Iterator[str]:
+    """Yield a row of the table for each of `CALLS`."""
+    for name, kernel, slot, queries, keys, loss in CALLS:
+        shape = (queries, heads, head_dim)
+        count = softmax_gate(slot, kernel, shape, keys=keys, loss=loss)
+        cells = [name, kernel, f"{count.launches}", f"{count.bytes / 2**20:,.1f}"]
+        cells += [
+            "-"
+            if device == "A100" and kernel.startswith("flash-attn-4")  # Hopper and later
+            else f"{1 + share(count, device, shape, keys):.3f}"
+            for device in DEVICES
+        ]
+        yield f"| {' | '.join(cells)} |"
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--lengths", type=int, nargs="+", default=[2**n for n in range(10, 16)])
@@ -207,8 +365,8 @@ def main() -> None:
     arguments = parser.parse_args()
     heads, head_dim = arguments.heads, arguments.head_dim
     variants = {
-        "sink": lambda *given: softmax_gate(Slot.GIVEN, *given),
-        "vanilla": lambda *given: softmax_gate(Slot.FIRST_KEY, *given),
+        "sink": lambda gates, shape: softmax_gate(Slot.GIVEN, f"{KERNEL}+{gates}", shape),
+        "vanilla": lambda gates, shape: softmax_gate(Slot.FIRST_KEY, f"{KERNEL}+{gates}", shape),
         "gated, headwise": lambda *given: explicit_gate(1, *given),
         "gated, elementwise": lambda *given: explicit_gate(head_dim, *given),
     }
@@ -221,15 +379,16 @@ def main() -> None:
             counts = [run(gates, (tokens, heads, head_dim)) for gates in ("torch", "triton")]
             cells = [", ".join(f"{count.launches}" for count in counts)]
             cells.append(", ".join(f"{count.bytes / 2**20:,.0f}" for count in counts))
-            for bandwidth, rate in DEVICES.values():
-                kernel = 3.5 * 2 * tokens**2 * heads * head_dim / rate
-                shares = [count.seconds(bandwidth) / kernel for count in counts]
-                cells.append(", ".join(f"{share:.1%}" for share in shares))
+            for device in DEVICES:
+                shares = [share(count, device, (tokens, heads, head_dim)) for count in counts]
+                cells.append(", ".join(f"{part:.1%}" for part in shares))
             print(f"| {tokens} | {' | '.join(cells)} |")
             if arguments.launches and tokens == arguments.lengths[0]:
                 for count in counts:
                     print(*count.names, sep="\n", end="\n\n")
         print()
+    print("| call | kernel | launches | MiB | total over the kernel on A100 | on H100 |")
+    print("|---|---|---|---|---|---|", *calls(heads, head_dim), sep="\n")
 
 
 if __name__ == "__main__":

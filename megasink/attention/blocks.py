@@ -148,7 +148,7 @@ def forward_blocks(
 
 def backward_blocks(backend: Backend, tensors: BackwardTensors, call: AttentionCall) -> Gradients:
     """Compute the gradients of `forward_blocks`; see `Backend.backward`."""
-    grad_out_BHTD, query_BHTD, key_BGSD, value_BGSD, out_BHTD, lse_BHT, lse_grad_BHT = tensors
+    grad_out_BHTD, query_BHTD, key_BGSD, value_BGSD, out_BHTD, lse_BHT, lse_grad_BHT, _ = tensors
     blocks = plan_blocks(query_BHTD.shape[2], key_BGSD.shape[2], call.window, call.prefix)
     dtype = torch.promote_types(query_BHTD.dtype, torch.float32)
     inputs = (query_BHTD, key_BGSD, value_BGSD)

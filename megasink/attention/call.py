@@ -59,6 +59,8 @@ class AttentionCall(NamedTuple):
         slot: The extra softmax slot; kernels ignore it.
         backend: A backend name, or "auto".
         needs_gate_gradient: Whether the gradient of the gate or of the LSE will be needed.
+        sink_H: Logits of the slot, for a kernel that adds it itself (`Backend.takes_sink`); set by
+            the op alone.
     """
 
     distance_bias_HS: Tensor | None
@@ -69,6 +71,7 @@ class AttentionCall(NamedTuple):
     slot: str = Slot.NONE
     backend: str = "auto"
     needs_gate_gradient: bool = False
+    sink_H: Tensor | None = None
 
 
 class BackwardTensors(NamedTuple):
@@ -77,6 +80,8 @@ class BackwardTensors(NamedTuple):
     Attributes:
         out_BHTD, lse_BHT: Possibly from a softmax over more keys than these (see `Backend`).
         lse_grad_BHT: None for 0.
+        into: Where a kernel with `writes_gradients` writes the gradients of query, key and value
+            if it runs in one call; others ignore it.
     """
 
     grad_out_BHTD: Tensor
@@ -86,6 +91,7 @@ class BackwardTensors(NamedTuple):
     out_BHTD: Tensor
     lse_BHT: Tensor
     lse_grad_BHT: Tensor | None = None
+    into: tuple[Tensor, Tensor, Tensor] | None = None
 
 
 class Gradients(NamedTuple):
@@ -95,6 +101,7 @@ class Gradients(NamedTuple):
     key_BGSD: Tensor
     value_BGSD: Tensor
     distance_bias_HS: Tensor | None = None
+    sink_H: Tensor | None = None
 
 
 class Slotted(NamedTuple):

@@ -15,7 +15,7 @@ from torch import Tensor
 from megasink.attention.call import AttentionCall, BackwardTensors, Gradients
 from megasink.attention.gate_kernels import BeforeBackward, FirstKey
 from megasink.attention.kernels import Backend
-from megasink.attention.layout import empty_in_order_of, repeat_groups
+from megasink.attention.layout import empty_in_order_of
 from megasink.attention.masked import backward_masked
 
 
@@ -47,16 +47,22 @@ def backward_first_key(
     """Compute the gradients of query, key, value and bias, after those of the slot."""
     query_BHTD, key_BGSD, value_BGSD = tensors.query_BHTD, tensors.key_BGSD, tensors.value_BGSD
     queries, keys, alone = query_BHTD.shape[2], key_BGSD.shape[2], first.alone
-    logit_grad_BHT = before.logit_grad
+    logit_grad_BHT, add_to_query = before.logit_grad, before.add_to_query
+    fill_first_rows = before.fill_first_rows
     assert logit_grad_BHT is not None
-    assert before.first_key_grad is not None
-    assert before.first_value_grad is not None
-    first_key_BH1D = repeat_groups(first.key_BG1D, query_BHTD.shape[1])
-    scaled_grad_BHT1 = call.scale * logit_grad_BHT[..., None]
+    assert add_to_query is not None
+    assert fill_first_rows is not None
     grad_bias_HS = None
     if call.distance_bias_HS is not None:
         grad_bias_HS = torch.zeros_like(call.distance_bias_HS)
         grad_bias_HS[:, keys - queries :] = logit_grad_BHT.sum(0)
+    grad_query_BHTD = grad_key_BGSD = grad_value_BGSD = into = None
+    if kernel.writes_gradients:
+        grad_query_BHTD, grad_key_BGSD, grad_value_BGSD = map(
+            empty_in_order_of, (query_BHTD, key_BGSD, value_BGSD)
+        )
+        rows_of_query = grad_query_BHTD[:, :, alone:]
+        into = (rows_of_query, grad_key_BGSD[:, :, 1:], grad_value_BGSD[:, :, 1:])
     rows_query_BHTD = rows_key_BGSD = rows_value_BGSD = rows_bias_HS = None
     if alone < queries:
         lse_grad_BHT = tensors.lse_grad_BHT
@@ -68,33 +74,33 @@ def backward_first_key(
             tensors.out_BHTD[:, :, alone:],
             tensors.lse_BHT[..., alone:],
             None if lse_grad_BHT is None else lse_grad_BHT[..., alone:],
+            into,
         )
-        rows_query_BHTD, rows_key_BGSD, rows_value_BGSD, rows_bias_HS = backward_masked(
+        rows_query_BHTD, rows_key_BGSD, rows_value_BGSD, rows_bias_HS, _ = backward_masked(
             kernel, rows, without_first_key(call)
         )
     # Free each of the kernel's gradients before allocating the next: this saves memory and lets a
     # CPU reuse the pages.
-    grad_query_BHTD = empty_in_order_of(query_BHTD)
-    grad_query_BHTD[:, :, :alone] = scaled_grad_BHT1[:, :, :alone] * first_key_BH1D
-    if rows_query_BHTD is not None:
-        torch.addcmul(
-            rows_query_BHTD,
-            scaled_grad_BHT1[:, :, alone:],
-            first_key_BH1D,
-            out=grad_query_BHTD[:, :, alone:],
-        )
+    if grad_query_BHTD is None:
+        grad_query_BHTD = empty_in_order_of(query_BHTD)
+    add_to_query(rows_query_BHTD, grad_query_BHTD)
     del rows_query_BHTD
-    grad_key_BGSD = _behind_first(before.first_key_grad(), rows_key_BGSD, key_BGSD)
+    grad_key_BGSD = _with_rows(grad_key_BGSD, rows_key_BGSD, key_BGSD)
     del rows_key_BGSD
-    grad_value_BGSD = _behind_first(before.first_value_grad(), rows_value_BGSD, value_BGSD)
+    grad_value_BGSD = _with_rows(grad_value_BGSD, rows_value_BGSD, value_BGSD)
+    fill_first_rows(grad_key_BGSD, grad_value_BGSD)
     if grad_bias_HS is not None and rows_bias_HS is not None:
         grad_bias_HS[:, :-1] += rows_bias_HS
     return Gradients(grad_query_BHTD, grad_key_BGSD, grad_value_BGSD, grad_bias_HS)
 
 
-def _behind_first(first_BGD: Tensor, rows_BGSD: Tensor | None, like_BGSD: Tensor) -> Tensor:
-    """Join the first row and the other rows (None for 0), in the memory layout of `like`."""
-    whole_BGSD = empty_in_order_of(like_BGSD)
-    whole_BGSD[:, :, 0] = first_BGD
-    whole_BGSD[:, :, 1:] = 0.0 if rows_BGSD is None else rows_BGSD
+def _with_rows(whole_BGSD: Tensor | None, rows_BGSD: Tensor | None, like_BGSD: Tensor) -> Tensor:
+    """Return a tensor in the memory layout of `like`, with these rows (None for 0) behind row 0."""
+    if whole_BGSD is None:
+        whole_BGSD = empty_in_order_of(like_BGSD)
+    into_BGSD = whole_BGSD[:, :, 1:]
+    if rows_BGSD is None:
+        into_BGSD.zero_()
+    elif rows_BGSD.data_ptr() != into_BGSD.data_ptr():  # the kernel may have written them there
+        into_BGSD.copy_(rows_BGSD)
     return whole_BGSD

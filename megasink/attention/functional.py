@@ -9,9 +9,9 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from megasink.attention.call import AttentionCall, AttentionOutput, Slot, softmax_variant
+from megasink.attention.call import AttentionCall, AttentionOutput, Slot, Slotted, softmax_variant
 from megasink.attention.layout import statistics_dtype
-from megasink.attention.op import slot_attention_op
+from megasink.attention.op import attend
 
 
 def attention(
@@ -89,7 +89,7 @@ def attention(
     call = _checked(call, query_BHTD, key_BGSD, cu_seqlens)
     if cu_seqlens is not None:
         return _by_document(cu_seqlens, call, *tensors, None, with_gate=with_gate)
-    out_BHTD, lse_BHT, gate_BHT, _ = slot_attention_op(*tensors, None, *call)
+    out_BHTD, lse_BHT, gate_BHT, _ = attend(Slotted(*tensors), call)
     return AttentionOutput(out_BHTD, lse_BHT, gate_BHT if with_gate else None)
 
 
@@ -140,7 +140,7 @@ def slot_attention(
     call = _checked(call, query_BHTD, key_BGSD, cu_seqlens)
     if cu_seqlens is not None:
         return _by_document(cu_seqlens, call, *tensors, with_gate=True)
-    out_BHTD, lse_BHT, gate_BHT, _ = slot_attention_op(*tensors, *call)
+    out_BHTD, lse_BHT, gate_BHT, _ = attend(Slotted(*tensors), call)
     return AttentionOutput(out_BHTD, lse_BHT, gate_BHT)
 
 
@@ -156,16 +156,15 @@ def _by_document(
     """Call the op on each document."""
     from megasink.attention.documents import attend_by_document
 
-    def attend(
+    def of_document(
         query_BHTD: Tensor, key_BGSD: Tensor, value_BGSD: Tensor, *slot: Tensor | None
     ) -> AttentionOutput:
         own = _with_bias_of(key_BGSD.shape[2], call)
-        out_BHTD, lse_BHT, gate_BHT, _ = slot_attention_op(
-            query_BHTD, key_BGSD, value_BGSD, *slot, *own
-        )
+        slotted = Slotted(query_BHTD, key_BGSD, value_BGSD, *slot)
+        out_BHTD, lse_BHT, gate_BHT, _ = attend(slotted, own)
         return AttentionOutput(out_BHTD, lse_BHT, gate_BHT if with_gate else None)
 
-    return attend_by_document(attend, cu_seqlens, query_BHTD, key_BGSD, value_BGSD, *slot)
+    return attend_by_document(of_document, cu_seqlens, query_BHTD, key_BGSD, value_BGSD, *slot)
 
 
 def _with_bias_of(keys: int, call: AttentionCall) -> AttentionCall:

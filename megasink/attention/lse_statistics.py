@@ -8,6 +8,9 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from megasink.attention.gate_kernels import TRITON, choose_gate_kernels
+from megasink.attention.kernels import AttentionRequest
+from megasink.attention.kernels.base import compute_capability
 from megasink.attention.layout import repeat_groups, row_dot
 
 
@@ -57,12 +60,21 @@ def first_key_gate(
         prefix), 1 where the window hides the first key.
     """
     tokens, keys, device = query_BHTD.shape[2], key_BGSD.shape[2], query_BHTD.device
-    position_T = torch.arange(keys - tokens, keys, device=device)
-    first_key_BGTD = key_BGSD[:, :, :1]  # 1 for T
+    start_T = None
     if cu_seqlens is not None:
         from megasink.attention.documents import document_starts
 
         start_T = document_starts(cu_seqlens, device)[keys - tokens :]
+    if distance_bias_HS is None and _in_triton(query_BHTD):
+        from megasink.attention.gate_kernels import triton_shares
+
+        factor = query_BHTD.shape[-1] ** -0.5 if scale is None else scale
+        return triton_shares.first_key_gate(
+            *(query_BHTD, key_BGSD, lse_BHT, start_T, factor), alone=prefix < 2, window=window
+        )
+    position_T = torch.arange(keys - tokens, keys, device=device)
+    first_key_BGTD = key_BGSD[:, :, :1]  # 1 for T
+    if start_T is not None:
         position_T -= start_T
         first_key_BGTD = key_BGSD[:, :, start_T]
     logit_BHT = _logit(query_BHTD, first_key_BGTD, scale)
@@ -74,6 +86,19 @@ def first_key_gate(
     if window is not None:
         gate_BHT.masked_fill_(position_T >= window, 1.0)
     return gate_BHT
+
+
+def _in_triton(query_BHTD: Tensor) -> bool:
+    """Return whether the gate of these queries is one Triton launch."""
+    if query_BHTD.device.type != "cuda" or torch.compiler.is_compiling():
+        return False
+    request = AttentionRequest(
+        device_type=query_BHTD.device.type,
+        dtype=query_BHTD.dtype,
+        head_dim=query_BHTD.shape[-1],
+        compute_capability=compute_capability(query_BHTD.device),
+    )
+    return choose_gate_kernels(request).name == TRITON
 
 
 @torch.no_grad()

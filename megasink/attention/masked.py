@@ -17,7 +17,7 @@ def forward_masked(
     call: AttentionCall,
 ) -> tuple[Tensor, Tensor]:
     """Return out_BHTD in the dtype of the query, and lse_BHT, float32 (float64 for float64)."""
-    alone = _one_call(backend, query_BHTD.shape[2], key_BGSD.shape[2], call)
+    alone = one_call(backend, query_BHTD.shape[2], key_BGSD.shape[2], call)
     if alone is not None:
         return backend.forward(query_BHTD, key_BGSD, value_BGSD, alone)
     from megasink.attention.blocks import forward_blocks
@@ -27,7 +27,7 @@ def forward_masked(
 
 def backward_masked(backend: Backend, tensors: BackwardTensors, call: AttentionCall) -> Gradients:
     """Compute the gradients of `forward_masked`; see `Backend.backward`."""
-    alone = _one_call(backend, tensors.query_BHTD.shape[2], tensors.key_BGSD.shape[2], call)
+    alone = one_call(backend, tensors.query_BHTD.shape[2], tensors.key_BGSD.shape[2], call)
     if alone is not None:
         return backend.backward(tensors, alone)
     from megasink.attention.blocks import backward_blocks
@@ -35,14 +35,16 @@ def backward_masked(backend: Backend, tensors: BackwardTensors, call: AttentionC
     return backward_blocks(backend, tensors, call)
 
 
-def _one_call(
+def one_call(
     backend: Backend, queries: int, keys: int, call: AttentionCall
 ) -> AttentionCall | None:
     """Return the call for the backend, or None if it lacks the mask."""
     if call.window is not None and call.window >= keys:
         call = call._replace(window=None)
-    square = queries == keys and not call.prefix
-    has_window = call.window is None or backend.native_window
-    if not call.causal or call.distance_bias_HS is not None or (square and has_window):
+    if not call.causal or call.distance_bias_HS is not None:
         return call
-    return None
+    if queries == 1 and call.window is None:  # sees every key
+        return call._replace(causal=False, prefix=0)
+    aligned = queries == keys or (backend.bottom_right and queries < keys)
+    has_window = call.window is None or backend.native_window
+    return call if aligned and has_window and not call.prefix else None

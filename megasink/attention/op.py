@@ -10,6 +10,7 @@ Shapes: B batch, H query heads, G key/value groups, T queries, S keys, D head di
 that broadcasts.
 """
 
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -27,6 +28,7 @@ from megasink.attention.call import (
     op_schema,
 )
 from megasink.attention.gate_kernels import (
+    OWN,
     BeforeBackward,
     GateKernels,
     choose_gate_kernels,
@@ -35,7 +37,7 @@ from megasink.attention.gate_kernels import (
 from megasink.attention.kernels import AttentionRequest, Backend, backend_named, choose_backend
 from megasink.attention.kernels.base import compute_capability
 from megasink.attention.layout import empty_in_order_of, in_order_of, statistics_dtype
-from megasink.attention.masked import backward_masked, forward_masked
+from megasink.attention.masked import backward_masked, forward_masked, one_call
 
 
 @torch.library.custom_op(
@@ -43,17 +45,15 @@ from megasink.attention.masked import backward_masked, forward_masked
     mutates_args=(),
     schema=op_schema(Slotted, AttentionCall, outputs=len(Results._fields)),
 )
-def slot_attention_op(
-    query_BHTD: Tensor,
-    key_BGSD: Tensor,
-    value_BGSD: Tensor,
-    slot_logit: Tensor | None,
-    slot_value: Tensor | None,
-    *fields: Any,
-) -> Results:
-    """Run the forward of the op; `fields` are those of `AttentionCall`."""
-    call = AttentionCall._make(fields)
-    kernel, gates = _kernels(query_BHTD, call)
+def slot_attention_op(*arguments: Any) -> Results:
+    """Run the forward of the op on the fields of `Slotted` and `AttentionCall`."""
+    return run_forward(*from_op(arguments, Slotted, AttentionCall))
+
+
+def run_forward(slotted: Slotted, call: AttentionCall) -> Results:
+    """Run the forward; see `slot_attention_op`."""
+    query_BHTD, key_BGSD, value_BGSD, slot_logit, slot_value = slotted
+    kernel, gates, own_sink = _kernels(slotted, call)
     if call.slot == Slot.FIRST_KEY:
         from megasink.attention.first_key import first_key, without_first_key
 
@@ -67,7 +67,13 @@ def slot_attention_op(
                 without_first_key(call),
             )
         return gates.first_key_forward(first, rows, call)
+    if own_sink:
+        call = _with_sink(slotted, call)
     out_BHTD, lse_BHT = forward_masked(kernel, query_BHTD, key_BGSD, value_BGSD, call)
+    if slot_logit is not None and own_sink:
+        lse_BHT = lse_BHT.contiguous()
+        shares = gates.shares(lse_BHT, slot_logit)
+        return Results(in_order_of(query_BHTD, out_BHTD), lse_BHT, *shares)
     if slot_logit is None:
         lse_BHT = lse_BHT.contiguous()
         nothing = (lse_BHT.new_empty(0), lse_BHT.new_empty(0))
@@ -102,7 +108,7 @@ def run_backward(
     has_lse_grad = not (arriving.grad_lse_BHT is None and arriving.grad_gate_BHT is None)
     if has_lse_grad:
         call = call._replace(needs_gate_gradient=True)
-    kernel, gates = _kernels(query_BHTD, call)
+    kernel, gates, own_sink = _kernels(slotted, call)
     if arriving.grad_out_BHTD is None:
         arriving = arriving._replace(grad_out_BHTD=torch.zeros_like(results.out_BHTD))
     lse_BHT, inject = results.lse_BHT, not kernel.takes_lse_gradient
@@ -129,10 +135,13 @@ def run_backward(
         with around as before:
             grads = backward_first_key(kernel, before, to_kernel(before), first, call)
     else:
+        if own_sink:
+            call = _with_sink(slotted, call)
         with gates.slot_backward(
-            arriving, results, slot_logit, slot_value, inject=inject
+            arriving, results, slot_logit, slot_value, inject=inject, own_sink=own_sink
         ) as before:
             grads = backward_masked(kernel, to_kernel(before), call)
+        sink_grad_H = grads.sink_H
         grads = Gradients(
             in_order_of(query_BHTD, grads.query_BHTD),
             in_order_of(key_BGSD, grads.key_BGSD),
@@ -140,8 +149,11 @@ def run_backward(
             grads.distance_bias_HS,
         )
         grad_logit = grad_logit if before.logit_grad is None else before.logit_grad
+        if sink_grad_H is not None and slot_logit is not None:
+            sink_grad = sink_grad_H[None, :, None].sum_to_size(slot_logit.shape)
+            grad_logit = sink_grad if before.logit_grad is None else sink_grad + grad_logit
         grad_slot_value = grad_slot_value if before.value_grad is None else before.value_grad
-    *grads_of_inputs, grad_bias_HS = grads
+    *grads_of_inputs, grad_bias_HS, _ = grads
     grad_bias_HS = lse_BHT.new_empty(0) if grad_bias_HS is None else grad_bias_HS
     return *grads_of_inputs, grad_logit, grad_slot_value, grad_bias_HS
 
@@ -166,7 +178,15 @@ def _lent(
     return arriving, results._replace(out_BHTD=lent(results.out_BHTD))
 
 
-def _kernels(query_BHTD: Tensor, call: AttentionCall) -> tuple[Backend, GateKernels]:
+def _with_sink(slotted: Slotted, call: AttentionCall) -> AttentionCall:
+    assert slotted.slot_logit is not None
+    heads = slotted.query_BHTD.shape[1]
+    return call._replace(sink_H=slotted.slot_logit.flatten().expand(heads).contiguous())
+
+
+def _kernels(slotted: Slotted, call: AttentionCall) -> tuple[Backend, GateKernels, bool]:
+    """Return the attention kernel, the gate kernels, and whether the first adds the sink itself."""
+    query_BHTD, key_BGSD, _, slot_logit, slot_value = slotted
     request = AttentionRequest(
         device_type=query_BHTD.device.type,
         dtype=query_BHTD.dtype,
@@ -180,7 +200,16 @@ def _kernels(query_BHTD: Tensor, call: AttentionCall) -> tuple[Backend, GateKern
         deterministic=torch.are_deterministic_algorithms_enabled(),
     )
     kernel = backend_named(choose_backend(request, call.backend).name)
-    return kernel, gate_kernels_named(choose_gate_kernels(request, call.backend).name)
+    gates = choose_gate_kernels(request, call.backend).name
+    own_sink = gates == OWN
+    if own_sink:  # other slots and masks of several blocks take gate kernels
+        gates = choose_gate_kernels(replace(request, variant="vanilla"), call.backend).name
+        by_head = slot_logit is not None and slot_logit.shape[0] == slot_logit.shape[2] == 1
+        mask = one_call(kernel, query_BHTD.shape[2], key_BGSD.shape[2], call)
+        # A single query or key may take another kernel than the one that adds sinks (cuDNN's).
+        several = 1 not in (query_BHTD.shape[2], key_BGSD.shape[2])
+        own_sink = by_head and slot_value is None and mask is not None and several
+    return kernel, gate_kernels_named(gates), own_sink
 
 
 @slot_attention_op.register_fake
@@ -242,7 +271,7 @@ def _backward(
         slotted = slotted._replace(slot_logit=None, slot_value=None)
     *grads, grad_logit, grad_value, grad_bias_HS = (
         run_backward(arriving, slotted, results, call, lends=True)
-        if _owns(out_BHTD) and _kernels(slotted.query_BHTD, call)[1].borrows
+        if _owns(out_BHTD)
         else slot_attention_backward_op(*arriving, *slotted, *results, *call)
     )
     if wanted_of_call.distance_bias_HS:
@@ -264,3 +293,31 @@ def _owns(out_BHTD: Tensor) -> bool:
 
 
 slot_attention_op.register_autograd(_backward, setup_context=_setup_context)
+
+
+class _Eagerly(torch.autograd.Function):
+    """The op without the dispatch of a custom op, half of its time on the host."""
+
+    @staticmethod
+    def forward(ctx: Any, *arguments: Any) -> tuple[Tensor, ...]:
+        results = run_forward(*from_op(arguments, Slotted, AttentionCall))
+        _setup_context(ctx, arguments, results)
+        return tuple(results)
+
+    backward = staticmethod(_backward)
+
+
+def attend(slotted: Slotted, call: AttentionCall) -> Results:
+    """Run the op: as a custom op for compilers, subclasses of tensors, modes and functorch."""
+    if torch.compiler.is_compiling() or not _is_plain(slotted, call.distance_bias_HS):
+        return Results(*slot_attention_op(*slotted, *call))
+    return Results._make(_Eagerly.apply(*slotted, *call))
+
+
+def _is_plain(slotted: Slotted, bias_HS: Tensor | None) -> bool:
+    if torch._C._len_torch_dispatch_stack() or torch._C._are_functorch_transforms_active():
+        return False
+    return all(type(t) in _PLAIN_TYPES for t in slotted) and type(bias_HS) in _PLAIN_TYPES
+
+
+_PLAIN_TYPES = frozenset((Tensor, torch.nn.Parameter, type(None)))

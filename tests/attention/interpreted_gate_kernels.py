@@ -9,18 +9,21 @@ import torch
 
 from megasink.attention import (
     VARIANTS,
+    AttentionRequest,
     apply_gate,
     attention,
     biased_attention,
+    first_key_gate,
     gate_values,
     slot_attention,
 )
 from megasink.attention.call import Arriving, Results
-from megasink.attention.gate_kernels import choose_gate_kernels, gate_kernels_named
+from megasink.attention.gate_kernels import OWN, choose_gate_kernels, gate_kernels_named
 from megasink.attention.gate_kernels.fused import TritonGateKernels
 from megasink.attention.injection import inject_lse_gradient
 from megasink.attention.layout import empty_in_order_of
 from tests.attention.attention_oracle import assert_at_most_twice_plain_error, check, make_case
+from tests.attention.upstream_kernels import stand_in_for
 
 TRITON, PLAIN = gate_kernels_named("triton"), gate_kernels_named("torch")
 BF16 = torch.bfloat16
@@ -169,6 +172,71 @@ def test_op_other_masks_and_shapes(variant):
     # More than one program per head, and a last one that is not full.
     case = make_case(batch=2, heads=2, tokens=133, head_dim=64, dtype=BF16)
     check(case, BF16, variant, **options)
+
+
+def _shares_close(ours, exact, lse):
+    """Within the error of an LSE that includes the slot, a few of its roundings, absolute."""
+    allowed = 4 * torch.finfo(torch.float32).eps * lse.abs().double().clamp(min=1.0)
+    assert ((ours.double() - exact).abs() <= allowed).all()
+
+
+@pytest.mark.parametrize("sink", [-30.0, 0.0, 40.0])
+def test_the_shares_of_a_sink_that_is_in_the_lse(sink):
+    """For kernels with their own sink; views, several programs, odd lengths."""
+    logit = sink + torch.randn(1, 2, 1)
+    lse = torch.logaddexp(5 * torch.randn(2, 1031, 2).permute(0, 2, 1), logit)
+    lse[:, :, 7] = logit[..., 0] - 1e-6  # an LSE' that rounding left below the sink
+    gate, weight = TRITON.shares(lse, logit)
+    difference = (logit.double() - lse).clamp(max=0.0)
+    torch.testing.assert_close(gate.double(), -torch.expm1(difference), rtol=1e-5, atol=1e-9)
+    torch.testing.assert_close(weight.double(), difference.exp(), rtol=1e-5, atol=0)
+    assert (gate[:, :, 7] == 0).all()
+    for ours, plain in zip((gate, weight), PLAIN.shares(lse, logit), strict=True):
+        _shares_close(ours, plain.double(), lse)
+
+
+@pytest.mark.parametrize("absent", [(), ("grad_lse",), ("grad_gate",)])
+@pytest.mark.parametrize("name", ["flash-attn-4", "transformer-engine"])
+def test_op_around_a_kernel_with_its_own_sink(name, absent, monkeypatch):
+    """With the gradient of the LSE as an argument, and injected."""
+    stand_in_for(monkeypatch, name)
+    case = small_case(tokens=37, dtype=BF16).with_(**dict.fromkeys(absent))
+    assert choose_gate_kernels(AttentionRequest("cpu", BF16, 16, "sink"), name).name == OWN
+    for variant in ("sink", "off-by-one"):
+        check(case, BF16, variant, backend=name)
+
+
+@pytest.mark.parametrize("name", ["flash-attn-2", "flash-attn-4"])
+def test_op_around_a_kernel_that_writes_its_gradients_behind_the_first_row(name, monkeypatch):
+    stand_in_for(monkeypatch, name)
+    for tokens, keys, options in ((37, 37, {}), (5, 37, {"window": 20}), (9, 9, {"prefix": 3})):
+        case = small_case(tokens=tokens, keys=keys, heads=4, groups=2, dtype=BF16)
+        check(case, BF16, "vanilla", backend=name, **options)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"window": 5},
+        {"prefix": 4},
+        {"cu_seqlens": (0, 9, 10, 10, 37)},
+        {"cu_seqlens": (0, 20, 37), "window": 3},
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("queries", [37, 8])
+@pytest.mark.parametrize("head_dim", [40, 64])
+def test_the_gate_of_the_first_key_in_one_launch(options, queries, head_dim, monkeypatch):
+    case = small_case(heads=4, groups=2, tokens=queries, keys=37, head_dim=head_dim, dtype=BF16)
+    query, key = (t.to(BF16) for t in (3 * case.query, case.key))
+    lse = attention(query, key, key, backend="flash-cpu", **options).lse_BHT
+    plain = first_key_gate(query, key, lse, **options)
+    monkeypatch.setattr("megasink.attention.lse_statistics._in_triton", lambda _: True)
+    gate = first_key_gate(query, key, lse, **options)
+    torch.testing.assert_close(gate, plain, rtol=1e-5, atol=1e-5)
+    assert torch.equal(gate == 0, plain == 0)
+    assert torch.equal(gate == 1, plain == 1) or "window" not in options
 
 
 @pytest.mark.parametrize("sink", [-30.0, 30.0])

@@ -17,6 +17,7 @@ TYPES = {
     torch.bfloat16: "*bf16",
     torch.float16: "*fp16",
     torch.float32: "*fp32",
+    torch.int64: "*i64",
     int: "i32",
     float: "fp32",
 }

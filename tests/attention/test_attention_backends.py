@@ -88,15 +88,24 @@ def test_refusals_say_why_and_what_to_use(request_, requested, messages):
     [(91900, (9, 0), True), (92600, (9, 0), False), (91900, (8, 0), False)],
 )
 @pytest.mark.parametrize("name", ["cudnn", "transformer-engine"])
-def test_cudnn_is_refused_on_hopper_before_its_mend(
-    monkeypatch, name, version, capability, refused
-):
+def test_cudnn_is_refused_on_hopper_before_its_fix(monkeypatch, name, version, capability, refused):
     monkeypatch.setattr(torch.backends.cudnn, "is_available", lambda: True)
     monkeypatch.setattr(torch.backends.cudnn, "version", lambda: version)
     monkeypatch.setattr(cuda, "package_reason", lambda *_: None)
     reason = backend_named(name).supports(replace(CUDA, compute_capability=capability))
     assert (reason is not None) == refused
     assert not refused or ("needs cuDNN 9.26" in reason and "this is 91900" in reason)
+
+
+@pytest.mark.parametrize(("version", "refused"), [(90100, True), (90200, False)])
+def test_windows_of_transformer_engine_need_a_newer_cudnn(monkeypatch, version, refused):
+    monkeypatch.setattr(torch.backends.cudnn, "is_available", lambda: True)
+    monkeypatch.setattr(torch.backends.cudnn, "version", lambda: version)
+    monkeypatch.setattr(cuda, "package_reason", lambda *_: None)
+    backend = backend_named("transformer-engine")
+    assert backend.supports(CUDA) is None
+    reason = backend.supports(replace(CUDA, window=8))
+    assert reason == ("a window needs cuDNN 9.2, this is 90100" if refused else None)
 
 
 @pytest.mark.parametrize(

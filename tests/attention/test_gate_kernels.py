@@ -13,7 +13,13 @@ from pathlib import Path
 import pytest
 import torch
 
-from megasink.attention import AttentionRequest, attention, choose_backend, choose_gate_kernels
+from megasink.attention import (
+    AttentionRequest,
+    attention,
+    choose_backend,
+    choose_gate_kernels,
+    first_key_gate,
+)
 from megasink.attention.call import Arriving, AttentionCall, Results
 from megasink.attention.gate_kernels import FirstKey, fused, gate_kernels_named
 from megasink.errors import ConfigError
@@ -59,6 +65,9 @@ LIMITS = {
     "close_slot_kernel": 64,
     "open_slot_kernel": 128,
     "restore_kernel": 64,
+    "first_query_kernel": 64,
+    "first_rows_kernel": 64,
+    "share_kernel": 64,
     "apply_gate_kernel": 64,
     "apply_gate_backward_kernel": 128,
 }
@@ -68,13 +77,19 @@ LIMITS = {
 def recorded(monkeypatch, tmp_path):
     """The kernels, each a recorder; Triton's cache is the test's own."""
     pytest.importorskip("triton")
-    from megasink.attention.gate_kernels import triton_explicit, triton_slot
+    from megasink.attention.gate_kernels import (
+        triton_explicit,
+        triton_first_key,
+        triton_shares,
+        triton_slot,
+    )
     from tests.attention.launched_kernels import Recorder
 
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
     recorders = {}
     for name in LIMITS:
-        module = triton_slot if hasattr(triton_slot, name) else triton_explicit
+        modules = (triton_slot, triton_first_key, triton_shares, triton_explicit)
+        module = next(module for module in modules if hasattr(module, name))
         recorders[name] = Recorder(getattr(module, name))
         monkeypatch.setattr(module, name, recorders[name])
     return recorders
@@ -107,8 +122,10 @@ def _launch_first_key(head_dim, dtype):
     call = AttentionCall(None, scale=0.1)
     closed = kernels.first_key_forward(first, (rows[:, :, 1:], statistics[..., 1:]), call)
     arriving = Arriving(grad_out, None, statistics)
-    with kernels.first_key_backward(arriving, Results(*closed), first, 0.1, inject=True):
-        pass
+    around = kernels.first_key_backward(arriving, Results(*closed), first, 0.1, inject=True)
+    with around as before:
+        before.add_to_query(rows[:, :, 1:], torch.zeros_like(query))
+        before.fill_first_rows(query[:, ::3], query[:, ::3])
 
 
 def _assert_fast(recorders, capability, dtype):
@@ -121,18 +138,27 @@ def _assert_fast(recorders, capability, dtype):
         assert usage["STACK"] == usage["LOCAL"] == 0, (name, usage)
         # As many programs fit an SM by their shared memory.
         assert compiled.shared <= 8192
-        if name == "restore_kernel":
+        if name in ("restore_kernel", "first_rows_kernel") or (
+            name == "share_kernel" and given["query"] is None
+        ):
             continue
         # Of each tile a thread of 128 moves its share in instructions of 16 bytes.
         tile = given["ROWS"] * given["COLUMNS"] * dtype.itemsize // (128 * 16)
-        wide = {"rows_out", "query", "grad_out", "x"}
+        wide = {"rows_out", "query", "grad_out", "x", "rows"}
         if name == "open_slot_kernel":
             wide.add("out")
         if given.get("ELEMENTWISE"):
             wide.add("score")
         loads = tile * sum(given.get(tensor) is not None for tensor in wide)
         assert compiled.accesses["ld", 16] >= loads, (name, compiled.accesses)
-        stores = {"close_slot_kernel": 1, "apply_gate_kernel": 1, "apply_gate_backward_kernel": 1}
+        if name == "share_kernel":
+            loads = tile * (2 if given["starts"] is not None else 1)
+        stores = {
+            "first_query_kernel": 1,
+            "close_slot_kernel": 1,
+            "apply_gate_kernel": 1,
+            "apply_gate_backward_kernel": 1,
+        }
         if given.get("ELEMENTWISE") and name == "apply_gate_backward_kernel":
             stores[name] = 2
         assert compiled.accesses["st", 16] == tile * stores.get(name, 0)
@@ -156,6 +182,19 @@ def test_compiled_for_the_first_key(recorded, head_dim, capability):
     _assert_fast(recorded, capability, BF16)
 
 
+@pytest.mark.parametrize("capability", [80, 90])
+def test_compiled_for_the_shares(recorded, capability, monkeypatch):
+    """Of a sink that is in the LSE; of the first key, of one document and of several."""
+    statistics, logit = torch.zeros(1, 6, 130), torch.zeros(1, 6, 1)
+    gate_kernels_named("triton").shares(statistics, logit)
+    _assert_fast(recorded, capability, BF16)
+    monkeypatch.setattr("megasink.attention.lse_statistics._in_triton", lambda _: True)
+    for cu_seqlens in (None, (0, 50, 130)):
+        query, _, _ = _tensors(128, BF16)
+        first_key_gate(query, query[:, ::3], statistics, cu_seqlens=cu_seqlens)
+        _assert_fast(recorded, capability, BF16)
+
+
 @pytest.mark.parametrize(("head_dim", "width"), [(128, 1), (128, 128), (40, 40)])
 def test_compiled_for_an_explicit_gate(recorded, head_dim, width):
     x, grad_out, _ = _tensors(head_dim, BF16)
@@ -169,7 +208,7 @@ def test_compiled_for_an_explicit_gate(recorded, head_dim, width):
 def test_the_launches_of_a_forward_and_backward(recorded):
     """One after the forward, two around the backward, and the sum of the logit's gradient."""
     _launch_slot(128, BF16, value=False)
-    assert [len(recorder.launches) for recorder in recorded.values()] == [1, 1, 1, 0, 0]
+    assert [len(recorder.launches) for recorder in recorded.values()] == [1, 1, 1, *[0] * 5]
 
 
 @pytest.fixture

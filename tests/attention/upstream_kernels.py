@@ -13,6 +13,8 @@ import types
 import torch
 from torch import Tensor
 
+from megasink.attention import choose_backend, choose_gate_kernels
+from megasink.attention.kernels import backend_named
 from megasink.attention.reference import _Mask, _scores
 
 
@@ -28,11 +30,21 @@ def install(monkeypatch, modules):
             setattr(sys.modules[name], attribute, value)
 
 
-def flash_forward(q_BHTD, k_BGSD, v_BGSD, scale, causal, window):
-    """out in the dtype of q, and the natural LSE in float32."""
+def flash_forward(q_BHTD, k_BGSD, v_BGSD, scale, causal, window, sink_H=None):
+    """out in the dtype of q, and the natural LSE in float32, both with the sink if there is one."""
     wide = (tensor.float() for tensor in (q_BHTD, k_BGSD, v_BGSD))
     scores_BHTS, value_BHSD = _scores(*wide, _Mask(scale, causal, 0, window, None))
-    return (scores_BHTS.softmax(-1) @ value_BHSD).to(q_BHTD.dtype), scores_BHTS.logsumexp(-1)
+    lse_BHT = scores_BHTS.logsumexp(-1)
+    if sink_H is not None:
+        lse_BHT = torch.logaddexp(lse_BHT, sink_H[:, None])
+    weights_BHTS = (scores_BHTS - lse_BHT[..., None]).exp()
+    return (weights_BHTS @ value_BHSD).to(q_BHTD.dtype), lse_BHT
+
+
+def sink_gradient(dout_BHTD, out_BHTD, lse_BHT, sink_H, dlse=None):
+    """dsink = -sum p (dO . O - dlse), p = exp(sink - lse)."""
+    delta_BHT = (dout_BHTD.float() * out_BHTD.float()).sum(-1) - (0.0 if dlse is None else dlse)
+    return -((sink_H[:, None] - lse_BHT).exp() * delta_BHT).sum((0, 2))
 
 
 def flash_backward(dout, q, k, v, out, lse, scale, causal, window, dlse=None):
@@ -108,7 +120,8 @@ class FlashAttention2:
                              softmax_scale, causal, window_size_left, window_size_right, softcap,
                              alibi_slopes, deterministic, rng_state=None):
         # fmt: on
-        assert (dropout_p, softcap, alibi_slopes, deterministic) == (0.0, 0.0, None, False)
+        assert (dropout_p, softcap, alibi_slopes) == (0.0, 0.0, None)
+        assert deterministic == torch.are_deterministic_algorithms_enabled()
         _dense(q, softmax_lse, dout, k, v, out, dq, dk, dv)
         window = _window(window_size_left, window_size_right, causal, -1)
         inputs = _from_bthd(dout, q, k, v, out)
@@ -173,7 +186,9 @@ class FlashAttention4:
                         gather_bwd_recompute_p=False):
         # fmt: on
         window = _window(window_size_left, window_size_right, causal, None)
-        out, lse = flash_forward(*_from_bthd(q, k, v), softmax_scale, causal, window)
+        _sink_of_heads(learnable_sink, q)
+        inputs = _from_bthd(q, k, v)
+        out, lse = flash_forward(*inputs, softmax_scale, causal, window, learnable_sink)
         return out.transpose(1, 2).contiguous(), lse if return_lse else None, None, None, None
 
     # fmt: off
@@ -195,7 +210,22 @@ class FlashAttention4:
         window = _window(window_size_left, window_size_right, causal, None)
         inputs = _from_bthd(dout, q, k, v, out)
         grads = flash_backward(*inputs, lse, softmax_scale, causal, window, dlse)
-        return tuple(grad.transpose(1, 2).contiguous() for grad in grads)
+        grads = tuple(grad.transpose(1, 2).contiguous() for grad in grads)
+        if dq is not None:
+            _dense(dq, None, dk, dv)
+            grads = tuple(t.copy_(grad) for t, grad in zip((dq, dk, dv), grads, strict=True))
+        if learnable_sink is None:
+            return grads
+        _sink_of_heads(learnable_sink, q)
+        dout, *_, out = inputs
+        return *grads, sink_gradient(dout, out, lse, learnable_sink, dlse)
+
+
+def _sink_of_heads(sink, q):
+    if sink is not None:
+        assert sink.shape == q.shape[2:3]
+        assert sink.dtype is torch.float32
+        assert sink.is_contiguous()
 
 
 class TransformerEngine:
@@ -216,15 +246,17 @@ class TransformerEngine:
                        return_max_logit=False, cuda_graph=False):
         # fmt: on
         assert is_training
-        causal = _engine_mask(attn_mask_type, window_size, qkv_layout, o_format)
+        causal, window = _engine_mask(attn_mask_type, window_size, qkv_layout, o_format)
         lengths = (max_seqlen_q, max_seqlen_kv)
         _engine_inputs(q, k, v, cu_seqlens_q, cu_seqlens_kv, lengths, fused_attention_backend)
         assert fake_dtype is q.dtype
-        assert softmax_type == "vanilla"
         assert dropout == 0.0
+        offsets = [] if softmax_offset is None else [softmax_offset]
+        sink_H = _engine_sink(softmax_type, offsets, q)
         inputs = [tensor.permute(1, 2, 0, 3) for tensor in (q, k, v)]
-        out, lse = flash_forward(*inputs, attn_scale, causal, None)
-        return out.permute(2, 0, 1, 3).contiguous(), [lse[..., None], torch.zeros(2).long()]
+        out, lse = flash_forward(*inputs, attn_scale, causal, window, sink_H)
+        context = [lse[..., None], torch.zeros(2).long(), *offsets]
+        return out.permute(2, 0, 1, 3).contiguous(), context
 
     # fmt: off
     @staticmethod
@@ -238,28 +270,45 @@ class TransformerEngine:
                        attn_mask_type="padding", softmax_type="vanilla", window_size=(-1, -1),
                        bottom_right_diagonal=None, deterministic=False, cuda_graph=False):
         # fmt: on
-        causal = _engine_mask(attn_mask_type, window_size, qkv_layout, o_format)
+        causal, window = _engine_mask(attn_mask_type, window_size, qkv_layout, o_format)
         assert (do_format, dqkv_layout) == ("sbhd", "sbhd_sbhd_sbhd")
         lengths = (max_seqlen_q, max_seqlen_kv)
         _engine_inputs(q, k, v, cu_seqlens_q, cu_seqlens_kv, lengths, fused_attention_backend)
         assert o.is_contiguous()
         assert d_o.is_contiguous()
         _whole_vectors(o, d_o)
-        stats, state = aux_ctx_tensors
+        stats, state, *offsets = aux_ctx_tensors
         assert stats.shape == (q.shape[1], q.shape[2], q.shape[0], 1)
         assert stats.is_contiguous()
         assert state.shape == (2,)
         assert state.dtype is torch.int64
         inputs = [tensor.permute(1, 2, 0, 3) for tensor in (d_o, q, k, v, o)]
-        grads = flash_backward(*inputs, stats[..., 0], attn_scale, causal, None)
-        return [grad.permute(2, 0, 1, 3).contiguous() for grad in grads] + [None, None]
+        grads = flash_backward(*inputs, stats[..., 0], attn_scale, causal, window)
+        sink_H, grad_sink = _engine_sink(softmax_type, offsets, q), None
+        if sink_H is not None:
+            d_out, *_, out = inputs
+            grad_sink = sink_gradient(d_out, out, stats[..., 0], sink_H)[None, :, None, None]
+        return [*(grad.permute(2, 0, 1, 3).contiguous() for grad in grads), None, grad_sink]
 
 
 def _engine_mask(attn_mask_type, window_size, qkv_layout, o_format):
+    """The causal mask, top left, and the tokens visible or None."""
     assert (qkv_layout, o_format) == ("sbhd_sbhd_sbhd", "sbhd")
     causal = {"causal": True, "no_mask": False}[attn_mask_type]
-    assert window_size == ((-1, 0) if causal else (-1, -1))
-    return causal
+    left, right = window_size
+    assert right == (0 if causal else -1)
+    assert causal or left == -1
+    return causal, None if left == -1 else left + 1
+
+
+def _engine_sink(softmax_type, offsets, q):
+    assert softmax_type == ("learnable" if offsets else "vanilla")
+    for offset in offsets:
+        assert offset.shape == (1, q.shape[2], 1, 1)
+        assert offset.dtype is torch.float32
+        assert offset.is_contiguous()
+        return offset.flatten()
+    return None
 
 
 def _engine_inputs(q, k, v, cu_seqlens_q, cu_seqlens_kv, lengths, backend):
@@ -267,6 +316,42 @@ def _engine_inputs(q, k, v, cu_seqlens_q, cu_seqlens_kv, lengths, backend):
     assert all(tensor.is_contiguous() for tensor in (q, k, v))
     _whole_vectors(q, k, v)
     assert lengths == (q.shape[0], k.shape[0])
+    assert k.shape[0] > 1  # see CudnnKernel
     for ends, length in zip((cu_seqlens_q, cu_seqlens_kv), lengths, strict=True):
         assert ends.dtype is torch.int32
         assert ends.tolist() == [length * row for row in range(q.shape[1] + 1)]
+
+
+STAND_INS = {
+    "flash-attn-4": FlashAttention4,
+    "flash-attn-3": FlashAttention3,
+    "flash-attn-2": FlashAttention2,
+    "transformer-engine": TransformerEngine,
+}
+
+
+def stand_in_packages(monkeypatch, *names):
+    """The packages of these backends are stand-ins, and the others cannot be imported."""
+    for name, stand_in in STAND_INS.items():
+        module = backend_named(name).module
+        if name in names:
+            public = [n for n in vars(stand_in) if not n.startswith("__")]
+            attributes = {n: getattr(stand_in, n) for n in public}
+            install(monkeypatch, {module: attributes})
+        else:
+            monkeypatch.setitem(sys.modules, module, None)
+    forget_choices()
+
+
+def stand_in_for(monkeypatch, name):
+    """Make a backend whose package is a stand-in willing to run on a CPU, and return it."""
+    stand_in_packages(monkeypatch, name)
+    monkeypatch.setattr(torch.backends.cudnn, "version", lambda: 92600)
+    backend = backend_named(name)
+    monkeypatch.setattr(type(backend), "supports", lambda *_: None)
+    return backend
+
+
+def forget_choices():
+    choose_backend.cache_clear()
+    choose_gate_kernels.cache_clear()

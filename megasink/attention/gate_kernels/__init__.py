@@ -4,10 +4,11 @@ from functools import lru_cache
 
 from megasink.attention.gate_kernels.base import BeforeBackward, FirstKey, GateKernels, GateRows
 from megasink.attention.gate_kernels.plain import PlainGateKernels
-from megasink.attention.kernels import AttentionRequest, Choice
+from megasink.attention.kernels import AttentionRequest, Choice, backend_named, choose_backend
 from megasink.errors import ConfigError
 
 __all__ = [
+    "OWN",
     "BeforeBackward",
     "FirstKey",
     "GateKernels",
@@ -16,7 +17,8 @@ __all__ = [
     "gate_kernels_named",
 ]
 
-TRITON = "triton"
+# The choice where the attention kernel adds the sink itself.
+OWN, TRITON = "own-sink", "triton"
 # In the order in which they are tried; Triton's (None) are imported when a CUDA device asks.
 _REGISTRY: dict[str, GateKernels | None] = {TRITON: None, PlainGateKernels.name: PlainGateKernels()}
 
@@ -37,17 +39,26 @@ def _refusal(name: str, request: AttentionRequest) -> str | None:
     return gate_kernels_named(name).supports(request)
 
 
+def _own_refusal(request: AttentionRequest, requested: str) -> str | None:
+    if "+" in requested:
+        return "other kernels were requested"
+    return backend_named(choose_backend(request, requested).name).sink_reason(request)
+
+
 @lru_cache(maxsize=256)
 def choose_gate_kernels(request: AttentionRequest, requested: str = "auto") -> Choice:
     """Select the gate kernels for a request.
 
     `requested` is "auto" or an attention backend; "+" and a name require those gate kernels, as in
-    "auto+torch". Raise ConfigError if they do not exist or cannot run this request.
+    "auto+torch". Without "+", the sink of an attention kernel comes first (`OWN`); slots other than
+    sinks take the next. Raise ConfigError if they do not exist or cannot run this request.
     """
     _, plus, name = requested.partition("+")
     if plus and name not in _REGISTRY:
         raise ConfigError([f"unknown gate kernels {name!r}: choose {', '.join(_REGISTRY)}"])
     refusals = {known: _refusal(known, request) for known in _REGISTRY}
+    if request.variant == "sink":
+        refusals = {OWN: _own_refusal(request, requested), **refusals}
     able = [known for known, refusal in refusals.items() if refusal is None]
     if plus and name not in able:
         raise ConfigError(

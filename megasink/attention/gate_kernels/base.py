@@ -45,8 +45,9 @@ class BeforeBackward:
         logit_grad: Gradient of the slot logit, in its shape ([B, H, T] for the first key); None if
             not wanted.
         value_grad: Gradient of the slot value, in its shape; None if not wanted.
-        first_key_grad, first_value_grad: Compute the gradients of key 0 and its value as the slot,
-            [B, G, D] in the statistics dtype; only for the first key.
+        add_to_query: For the first key, writes dq [B, H, T, D] from the kernel's gradient of the
+            rows from `first.alone` on (or None), which may be in the memory of dq.
+        fill_first_rows: For the first key, writes the rows 0 of dk and dv, [B, G, S, D].
     """
 
     grad_out_BHTD: Tensor
@@ -54,8 +55,8 @@ class BeforeBackward:
     lse_grad_BHT: Tensor | None
     logit_grad: Tensor | None = None
     value_grad: Tensor | None = None
-    first_key_grad: Callable[[], Tensor] | None = None
-    first_value_grad: Callable[[], Tensor] | None = None
+    add_to_query: Callable[[Tensor | None, Tensor], None] | None = None
+    fill_first_rows: Callable[[Tensor, Tensor], None] | None = None
 
 
 # x_BHTD, score_BHTC, activation, operation -> gated tensor, mean gate [B, H, T].
@@ -101,6 +102,13 @@ class GateKernels(ABC):
         """
 
     @abstractmethod
+    def shares(self, lse_BHT: Tensor, slot_logit: Tensor) -> tuple[Tensor, Tensor]:
+        """Return G and p, [B, H, T], from an LSE' that includes the slot.
+
+        Their error is absolute: that of the LSE', 4e-7 per unit of rounding at logits of 40.
+        """
+
+    @abstractmethod
     def first_key_forward(
         self, first: FirstKey, rows: tuple[Tensor, Tensor] | None, call: AttentionCall
     ) -> Results:
@@ -120,6 +128,7 @@ class GateKernels(ABC):
         slot_value: Tensor | None,
         *,
         inject: bool,
+        own_sink: bool = False,
     ) -> AbstractContextManager[BeforeBackward]:
         """Take the gradients of the slot and prepare those of the keys.
 
@@ -130,6 +139,8 @@ class GateKernels(ABC):
             arriving: With a gradient of out.
             slot_logit: None if no gradient of the slot is wanted, or there is no slot.
             inject: Whether the kernel takes no gradient of the LSE.
+            own_sink: Whether the kernel itself returns sum p (p dG + e - dY . Y) for the slot: the
+                gradient of its logit is then what that lacks, -sum p dG; None for 0.
         """
 
     @abstractmethod

@@ -68,6 +68,11 @@ class TritonGateKernels(GateKernels):
         launch.slot_forward(results, (out_BHTD, lse_BHT), value, logit=slot_logit)
         return results
 
+    def shares(self, lse_BHT: Tensor, slot_logit: Tensor) -> tuple[Tensor, Tensor]:
+        from megasink.attention.gate_kernels.triton_shares import sink_shares
+
+        return sink_shares(lse_BHT, slot_logit)
+
     def first_key_forward(
         self, first: FirstKey, rows: tuple[Tensor, Tensor] | None, call: AttentionCall
     ) -> Results:
@@ -91,7 +96,10 @@ class TritonGateKernels(GateKernels):
         slot_value: Tensor | None,
         *,
         inject: bool,
+        own_sink: bool = False,
     ) -> Iterator[BeforeBackward]:
+        if own_sink and arriving.grad_gate_BHT is None:
+            slot_logit = None  # the kernel's gradient is whole
         if slot_logit is None:
             slot_value = None
         by_token = slot_logit is not None and slot_logit.shape[2] > 1
@@ -107,6 +115,7 @@ class TritonGateKernels(GateKernels):
             logit_grad=by_token,
             logit_sum=slot_logit is not None and not by_token,
             value_sum=slot_value is not None and not value_by_token,
+            own_sink=own_sink,
         )
         try:
             logit_grad = None
@@ -135,6 +144,8 @@ class TritonGateKernels(GateKernels):
         *,
         inject: bool,
     ) -> Iterator[BeforeBackward]:
+        from megasink.attention.gate_kernels import triton_first_key
+
         first = _dense(first)
         gradients = launch.slot_backward(
             arriving,
@@ -146,15 +157,25 @@ class TritonGateKernels(GateKernels):
             first=first,
             scale=scale,
         )
-        groups = first.key_BG1D.shape[1]
+        logit_grad_BHT = gradients.logit_grad_BHT
+        key_sum_BHND, value_sum_BHND = gradients.key_sum_BHND, gradients.value_sum_BHND
+        assert logit_grad_BHT is not None
+        assert key_sum_BHND is not None
+        assert value_sum_BHND is not None
         try:
             yield BeforeBackward(
                 gradients.grad_out_BHTD,
                 gradients.out_BHTD,
                 gradients.lse_grad_BHT,
-                gradients.logit_grad_BHT,
-                first_key_grad=lambda: _sum_of_groups(gradients.key_sum_BHND, groups),
-                first_value_grad=lambda: _sum_of_groups(gradients.value_sum_BHND, groups),
+                logit_grad_BHT,
+                add_to_query=lambda rows_BHTD, grad_query_BHTD: triton_first_key.add_to_query(
+                    rows_BHTD, grad_query_BHTD, logit_grad_BHT, first, scale
+                ),
+                fill_first_rows=lambda grad_key_BGSD, grad_value_BGSD: (
+                    triton_first_key.fill_first_rows(
+                        key_sum_BHND, value_sum_BHND, grad_key_BGSD, grad_value_BGSD
+                    )
+                ),
             )
         finally:
             launch.restore(gradients)
@@ -180,12 +201,6 @@ def _to_size(grad_BHT: Tensor | None, sum_BHN: Tensor | None, shape: torch.Size)
     assert sum_BHN is not None
     sum_dims = [dim for dim in (0, 1) if shape[dim] == 1 and sum_BHN.shape[dim] > 1]
     return sum_BHN.sum([*sum_dims, 2], keepdim=True)
-
-
-def _sum_of_groups(sum_BHND: Tensor | None, groups: int) -> Tensor:
-    """Sum over programs and the heads of a group: [B, G, D]."""
-    assert sum_BHND is not None
-    return sum_BHND.unflatten(1, (groups, -1)).sum((2, 3))
 
 
 @lru_cache

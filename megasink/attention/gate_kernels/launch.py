@@ -114,6 +114,7 @@ def slot_backward(
     logit_grad: bool = False,
     logit_sum: bool = False,
     value_sum: bool = False,
+    own_sink: bool = False,
     first: FirstKey | None = None,
     scale: float = 1.0,
 ) -> SlotGradients:
@@ -183,6 +184,7 @@ def slot_backward(
             COLUMNS=columns,
             ROWS=block,
             CHANNELS=channels,
+            OWN_SINK=own_sink,
             ALIGN=align,
             ROUND_BY_HAND=interpreted(),
             **OPTIONS,

@@ -11,7 +11,6 @@ that broadcasts.
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from functools import partial
 
 import torch
 from torch import Tensor
@@ -60,6 +59,10 @@ class PlainGateKernels(GateKernels):
         out_BHTD = in_order_of(query_BHTD, out_BHTD.to(query_BHTD.dtype))
         return Results(out_BHTD, total_lse_BHT, gate_BHT, weight_BHT)
 
+    def shares(self, lse_BHT: Tensor, slot_logit: Tensor) -> tuple[Tensor, Tensor]:
+        log_weight_BHT = (slot_logit - lse_BHT).clamp_(max=0.0)  # rounding may raise it above
+        return torch.expm1(log_weight_BHT).neg_(), log_weight_BHT.exp_()
+
     def first_key_forward(
         self, first: FirstKey, rows: tuple[Tensor, Tensor] | None, call: AttentionCall
     ) -> Results:
@@ -100,10 +103,15 @@ class PlainGateKernels(GateKernels):
         slot_value: Tensor | None,
         *,
         inject: bool,
+        own_sink: bool = False,
     ) -> Iterator[BeforeBackward]:
         for_kernel = _for_kernel(arriving, results, inject)
         logit_grad = value_grad = None
-        if slot_logit is not None:
+        if own_sink:
+            if slot_logit is not None and arriving.grad_gate_BHT is not None:
+                logit_grad_BHT = -results.weight_BHT * arriving.grad_gate_BHT
+                logit_grad = logit_grad_BHT.sum_to_size(slot_logit.shape)
+        elif slot_logit is not None:
             logit_grad_BHT = _slot_logit_grad(arriving, results, slot_value)
             logit_grad = logit_grad_BHT.sum_to_size(slot_logit.shape)
             if slot_value is not None:
@@ -123,17 +131,29 @@ class PlainGateKernels(GateKernels):
         for_kernel = _for_kernel(arriving, results, inject)
         heads, groups = first.query_BHTD.shape[1], first.key_BG1D.shape[1]
         logit_grad_BHT = _slot_logit_grad(arriving, results, repeat_groups(first.value_BG1D, heads))
-        assert arriving.grad_out_BHTD is not None
+        weight_BHT, grad_out_BHTD, alone = results.weight_BHT, arriving.grad_out_BHTD, first.alone
+        assert grad_out_BHTD is not None
+
         # Functions: their memory is needed only when the kernel's is free again.
+        def add_to_query(rows_BHTD: Tensor | None, grad_query_BHTD: Tensor) -> None:
+            first_key_BH1D = repeat_groups(first.key_BG1D, heads)
+            scaled_grad_BHT1 = scale * logit_grad_BHT[..., None]
+            grad_query_BHTD[:, :, :alone] = scaled_grad_BHT1[:, :, :alone] * first_key_BH1D
+            if rows_BHTD is not None:
+                into_BHTD = grad_query_BHTD[:, :, alone:]
+                added = (scaled_grad_BHT1[:, :, alone:], first_key_BH1D)
+                torch.addcmul(rows_BHTD, *added, out=into_BHTD)
+
+        def fill_first_rows(grad_key_BGSD: Tensor, grad_value_BGSD: Tensor) -> None:
+            scaled_grad_BHT = scale * logit_grad_BHT
+            grad_key_BGSD[:, :, 0] = weighted_row_sum(scaled_grad_BHT, first.query_BHTD, groups)
+            grad_value_BGSD[:, :, 0] = weighted_row_sum(weight_BHT, grad_out_BHTD, groups)
+
         yield BeforeBackward(
             *for_kernel,
             logit_grad_BHT,
-            first_key_grad=lambda: weighted_row_sum(
-                scale * logit_grad_BHT, first.query_BHTD, groups
-            ),
-            first_value_grad=partial(
-                weighted_row_sum, results.weight_BHT, arriving.grad_out_BHTD, groups
-            ),
+            add_to_query=add_to_query,
+            fill_first_rows=fill_first_rows,
         )
 
 

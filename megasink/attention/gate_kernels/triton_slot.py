@@ -182,6 +182,7 @@ def open_slot_kernel(
     COLUMNS: tl.constexpr,
     ROWS: tl.constexpr,
     CHANNELS: tl.constexpr,
+    OWN_SINK: tl.constexpr,  # logit_sum is -sum p dG alone, the rest the attention kernel's
     ALIGN: tl.constexpr,
     ROUND_BY_HAND: tl.constexpr,
 ):
@@ -216,7 +217,10 @@ def open_slot_kernel(
     if lse_grad is not None:
         tl.store(lse_grad + dense, g, mask=inside)
 
-    if (logit_grad is not None) or (logit_sum is not None) or (value_sum is not None):
+    if OWN_SINK:
+        if logit_sum is not None:
+            tl.store(logit_sum + block, -tl.sum(p * dg, 0))
+    elif (logit_grad is not None) or (logit_sum is not None) or (value_sum is not None):
         d = tl.load(d_rows[:, None] + column[None, :], mask=tile, other=0.0).to(tl.float32)
         y = tl.load(y_rows[:, None] + column[None, :], mask=tile, other=0.0).to(tl.float32)
         if value is not None:

@@ -31,6 +31,6 @@ class FlashCpuBackend(VendorBackend):
         return out_BHTD, lse_BHT
 
     def launch_backward(self, tensors: BackwardTensors, call: AttentionCall) -> Sequence[Tensor]:
-        *inputs, lse_BHT, _ = tensors
+        *inputs, lse_BHT, _, _ = tensors
         grads: Sequence[Tensor] = _backward(*inputs, lse_BHT, 0.0, call.causal, scale=call.scale)
         return grads

@@ -20,6 +20,7 @@ class FlashCudaBackend(BTHDLayout):
 
     name = "flash-cuda"
     native_window = True
+    bottom_right = True
 
     def supports(self, request: AttentionRequest) -> str | None:
         return cuda_reason(request, largest_head_dim=256) or fp16_reason(request)
@@ -34,7 +35,7 @@ class FlashCudaBackend(BTHDLayout):
         return out_BTHD, lse_BHT
 
     def launch_backward(self, tensors: BackwardTensors, call: AttentionCall) -> Sequence[Tensor]:
-        *inputs, lse_BHT, _ = tensors
+        *inputs, lse_BHT, _, _ = tensors
         _, query, key, *_ = inputs
         lengths = (None, None, query.shape[1], key.shape[1])
         # The kernel reads the RNG state only with dropout.
@@ -89,7 +90,7 @@ class CudnnBackend(CudnnKernel):
         return out_BHTD, stats.reshape(out_BHTD.shape[:3])
 
     def launch_backward(self, tensors: BackwardTensors, call: AttentionCall) -> Sequence[Tensor]:
-        *inputs, lse_BHT, _ = tensors
+        *inputs, lse_BHT, _, _ = tensors
         _, query, key, *_ = inputs
         no_state = torch.empty((), dtype=torch.int64, device=query.device)
         no_bias, no_cumulative_lengths = None, (None, None)

@@ -57,8 +57,13 @@ class Backend(ABC):
     Attributes:
         name: Name by which users select the backend.
         native_window: Whether it reads `window`; otherwise `window` is always None.
+        bottom_right: Whether it aligns the last of T < S causal queries with the last key;
+            otherwise causal calls are square.
         takes_lse_gradient: Whether `backward` reads `lse_grad_BHT`; otherwise it is always None and
             the gradient enters through `out_BHTD` (`megasink.attention.injection`).
+        writes_gradients: Whether `backward` writes into `BackwardTensors.into` and returns it.
+        takes_sink: Whether it reads `sink_H`, adds exp(sink_h) to every softmax denominator, and
+            returns the gradient of the sink, that of the LSE included; else `sink_H` is None.
         takes_distance_bias: Whether it reads `distance_bias_HS`, together with a window and the
             whole causal mask (the last of T <= S queries is at the last key). Otherwise it is
             always None, and the backend is not selected for a request with a bias.
@@ -66,12 +71,19 @@ class Backend(ABC):
 
     name: str
     native_window: bool = False
+    bottom_right: bool = False
     takes_lse_gradient: bool = False
+    writes_gradients: bool = False
+    takes_sink: bool = False
     takes_distance_bias: bool = False
 
     @abstractmethod
     def supports(self, request: AttentionRequest) -> str | None:
         """Return None if this backend computes the request exactly, else the reason as a clause."""
+
+    def sink_reason(self, request: AttentionRequest) -> str | None:
+        """Return why the sink is added outside of this kernel, or None if it takes it."""
+        return None if self.takes_sink else f"{self.name} has no sink of its own"
 
     @abstractmethod
     def forward(
@@ -108,34 +120,50 @@ class VendorBackend(Backend):
 
     @abstractmethod
     def launch_backward(self, tensors: BackwardTensors, call: AttentionCall) -> Sequence[Tensor]:
-        """Run `backward` on tensors from `lay_out`; return the gradients of q, k and v."""
+        """Run `backward` on tensors from `lay_out`; return the gradients of q, k, v, sink."""
 
     def forward(
         self, query_BHTD: Tensor, key_BGSD: Tensor, value_BGSD: Tensor, call: AttentionCall
     ) -> tuple[Tensor, Tensor]:
-        check_block(query_BHTD, key_BGSD, call)
+        check_block(query_BHTD, key_BGSD, call, self.bottom_right)
         out, lse_BHT = self.launch_forward(
             self.lay_out(query_BHTD), self.lay_out(key_BGSD), self.lay_out(value_BGSD), call
         )
         return self.read(out), lse_BHT
 
     def backward(self, tensors: BackwardTensors, call: AttentionCall) -> Gradients:
-        check_block(tensors.query_BHTD, tensors.key_BGSD, call)
-        *inputs, lse_BHT, lse_grad_BHT = tensors
-        laid_out = BackwardTensors._make((*map(self.lay_out, inputs), lse_BHT, lse_grad_BHT))
+        check_block(tensors.query_BHTD, tensors.key_BGSD, call, self.bottom_right)
+        inputs = (*map(self.lay_out, tensors[:5]), tensors.lse_BHT, tensors.lse_grad_BHT)
+        laid_out = BackwardTensors._make((*inputs, self._lay_out_results(tensors.into)))
         grads = self.launch_backward(laid_out, call)
-        return Gradients(*map(self.read, grads))
+        grad_sink_H = None if call.sink_H is None else grads[3]
+        return Gradients._make((*map(self.read, grads[:3]), None, grad_sink_H))
+
+    def _lay_out_results(
+        self, into: tuple[Tensor, Tensor, Tensor] | None
+    ) -> tuple[Tensor, Tensor, Tensor] | None:
+        """Return views in the kernel's layout, or None if it would need copies."""
+        if into is None:
+            return None
+        query, key, value = map(self.lay_out, into)
+        views = zip((query, key, value), into, strict=True)
+        if any(view.data_ptr() != tensor.data_ptr() for view, tensor in views):
+            return None
+        return query, key, value
 
 
-def check_block(query_BHTD: Tensor, key_BGSD: Tensor, call: AttentionCall) -> None:
-    """Reject causal rectangles, which kernels align differently.
+def check_block(
+    query_BHTD: Tensor, key_BGSD: Tensor, call: AttentionCall, bottom_right: bool = False
+) -> None:
+    """Reject causal rectangles, unless the kernel aligns those of T < S queries bottom right.
 
-    aten's CPU flash silently aligns them top left, CUDA flash bottom right.
+    aten's CPU flash and cuDNN silently align them top left.
     """
-    if call.causal and query_BHTD.shape[2] != key_BGSD.shape[2]:
+    queries, keys = query_BHTD.shape[2], key_BGSD.shape[2]
+    if call.causal and queries != keys and not (bottom_right and queries < keys):
         raise ValueError(
-            f"a causal block must be square, got {query_BHTD.shape[2]} queries and "
-            f"{key_BGSD.shape[2]} keys; build it from blocks (attention.blocks.plan_blocks)"
+            f"a causal block must be square, got {queries} queries and {keys} keys; build it from "
+            "blocks (attention.blocks.plan_blocks)"
         )
 
 

@@ -1,6 +1,7 @@
 """Common requirements of CUDA kernels, and base classes for kernels from optional packages."""
 
 from importlib import import_module
+from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
 import torch
@@ -45,6 +46,14 @@ def package_reason(module: str, package: str) -> str | None:
     return None
 
 
+def installed_version(package: str) -> str:
+    """Return the version of a distribution, "unknown" without its metadata."""
+    try:
+        return version(package)
+    except PackageNotFoundError:
+        return "unknown"
+
+
 _VECTOR_BYTES = 16
 
 
@@ -77,11 +86,14 @@ class PackageBackend(VendorBackend):
     package: str  # Name for `pip install`, or the source
     module: str  # Module to import, on the first request that would run on it
     capability: tuple[int, int] = (8, 0)  # Lowest supported compute capability
-    largest_head_dim: int = 256  # D must be a multiple of 8 up to this
+
+    def largest_head_dim(self, request: AttentionRequest) -> int:
+        """Return the largest head dim; D must be a multiple of 8."""
+        return 256
 
     def supports(self, request: AttentionRequest) -> str | None:
         return (
-            cuda_reason(request, self.largest_head_dim, self.capability)
+            cuda_reason(request, self.largest_head_dim(request), self.capability)
             or (None if self.takes_lse_gradient else fp16_reason(request))
             or package_reason(self.module, self.package)
         )

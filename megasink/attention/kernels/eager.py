@@ -44,7 +44,8 @@ class EagerBackend(Backend):
         return out_BGRTD.flatten(1, 2).to(query_BHTD.dtype), lse_BGRT.flatten(1, 2)
 
     def backward(self, tensors: BackwardTensors, call: AttentionCall) -> Gradients:
-        grad_out_BHTD, query_BHTD, key_BGSD, value_BGSD, out_BHTD, lse_BHT, lse_grad_BHT = tensors
+        grad_out_BHTD, query_BHTD, key_BGSD, value_BGSD, out_BHTD, lse_BHT, *_ = tensors
+        lse_grad_BHT = tensors.lse_grad_BHT
         query_BGRTD, key_BG1SD, value_BG1SD = grouped(query_BHTD, key_BGSD, value_BGSD)
         bias_GRX = _bias(query_BHTD, key_BGSD, call)
         groups, past = key_BGSD.shape[1], key_BGSD.shape[2] - query_BHTD.shape[2]

@@ -7,6 +7,7 @@ Shapes: B batch, H query heads, T queries, D head dim.
 """
 
 from collections.abc import Sequence
+from inspect import signature
 from typing import Any, ClassVar
 
 import torch
@@ -14,13 +15,15 @@ from torch import Tensor
 
 from megasink.attention.call import AttentionCall, BackwardTensors
 from megasink.attention.kernels.base import AttentionRequest
-from megasink.attention.kernels.cuda import BTHDLayout, PackageBackend
+from megasink.attention.kernels.cuda import BTHDLayout, PackageBackend, installed_version
 
 
 class FlashAttentionBackend(BTHDLayout, PackageBackend):
     """Code shared by the packages, with sliding window and GQA; `unbounded` hides nothing."""
 
     native_window = True
+    bottom_right = True
+    writes_gradients = True
     forward_name = "_flash_attn_forward"
     forward_options: ClassVar[dict[str, Any]] = {}
     unbounded: int | None = -1
@@ -55,9 +58,8 @@ class FlashAttention2Backend(FlashAttentionBackend):
     forward_options: ClassVar[dict[str, Any]] = {**unused, "return_softmax": False}
 
     def launch_backward(self, tensors: BackwardTensors, call: AttentionCall) -> Sequence[Tensor]:
-        *inputs, lse_BHT, _ = tensors
-        _, *attended, _ = inputs
-        grads = [torch.empty_like(tensor) for tensor in attended]
+        *inputs, lse_BHT, _, into = tensors
+        grads = into or tuple(map(torch.empty_like, inputs[1:4]))
         self.load()._flash_attn_backward(
             *inputs,
             lse_BHT.contiguous(),
@@ -90,9 +92,8 @@ class FlashAttention3Backend(FlashAttentionBackend):
         return super().supports(request)
 
     def launch_backward(self, tensors: BackwardTensors, call: AttentionCall) -> Sequence[Tensor]:
-        *inputs, lse_BHT, _ = tensors
-        _, *attended, _ = inputs
-        grads = [torch.empty_like(tensor) for tensor in attended]
+        *inputs, lse_BHT, _, into = tensors
+        grads = into or tuple(map(torch.empty_like, inputs[1:4]))
         self.load()._flash_attn_backward(
             *inputs,
             lse_BHT.contiguous(),
@@ -107,8 +108,7 @@ class FlashAttention3Backend(FlashAttentionBackend):
 class FlashAttention4Backend(FlashAttentionBackend):
     """FlashAttention 4 in CuTe, for Hopper and later; without injection, float16 trains too.
 
-    Follows the wheel 4.0.0b36, flash_attn/cute/interface.py. Its own learnable sink is not used:
-    every backend computes the slot, and with it the gate, outside the kernel.
+    Follows the wheels 4.0.0b26 to b36, flash_attn/cute/interface.py.
     """
 
     name = "flash-attn-4"
@@ -116,6 +116,7 @@ class FlashAttention4Backend(FlashAttentionBackend):
     module = "flash_attn.cute.interface"
     capability = (9, 0)
     takes_lse_gradient = True
+    takes_sink = True
     forward_name = "_flash_attn_fwd"
     forward_options: ClassVar[dict[str, Any]] = {"return_lse": True}
     unbounded = None
@@ -129,8 +130,23 @@ class FlashAttention4Backend(FlashAttentionBackend):
             return "its backward for compute capability 12 is not deterministic"
         return super().supports(request)
 
+    def sink_reason(self, request: AttentionRequest) -> str | None:
+        capability = request.compute_capability
+        if capability is not None and capability[0] not in (9, 10, 11):
+            return "the backward of flash-attn-4's own sink is for compute capability 9 to 11"
+        if "learnable_sink" not in signature(self.load()._flash_attn_bwd).parameters:
+            return (
+                f"flash-attn-4 {installed_version(self.package)} has no backward for its own sink: "
+                "install flash-attn-4>=4.0.0b26"
+            )
+        return None
+
+    def _shared(self, call: AttentionCall) -> dict[str, Any]:
+        shared = super()._shared(call)
+        return shared if call.sink_H is None else {**shared, "learnable_sink": call.sink_H}
+
     def launch_backward(self, tensors: BackwardTensors, call: AttentionCall) -> Sequence[Tensor]:
-        grad_out, query, key, value, out, lse_BHT, lse_grad_BHT = tensors
+        grad_out, query, key, value, out, lse_BHT, lse_grad_BHT, into = tensors
         grads: Sequence[Tensor] = self.load()._flash_attn_bwd(
             query,
             key,
@@ -141,6 +157,7 @@ class FlashAttention4Backend(FlashAttentionBackend):
             causal=call.causal,
             deterministic=torch.are_deterministic_algorithms_enabled(),
             dlse=None if lse_grad_BHT is None else lse_grad_BHT.contiguous(),
+            **({} if into is None else dict(zip(("dq", "dk", "dv"), into, strict=True))),
             **self._shared(call),
         )
         return grads

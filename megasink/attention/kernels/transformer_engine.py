@@ -3,12 +3,15 @@
 Follows 2.20.2, transformer_engine/pytorch/cpp_extensions/fused_attn.py, `fused_attn_fwd` and
 `fused_attn_bwd`, and csrc/extensions/attention.cpp. Parameters change between releases, so calls
 use keywords, and an incompatible release raises TypeError. `aux_ctx_tensors` is the natural LSE
-[B, H, T, 1] in float32 and the RNG state, which only dropout reads.
+[B, H, T, 1] in float32, the RNG state, which only dropout reads, and the sink [1, H, 1, 1].
+The gradient of the sink is taken as dL/dsink, the sign that TransformerEngine documents; the graph
+of cuDNN's front-end reads otherwise, and no GPU has run it here: tests/gpu compares it first.
 
 Shapes: B batch, H query heads, T queries, S keys, D head dim.
 """
 
 from collections.abc import Sequence
+from functools import lru_cache, partial
 from typing import Any
 
 import torch
@@ -19,22 +22,38 @@ from megasink.attention.kernels.base import AttentionRequest
 from megasink.attention.kernels.cuda import PackageBackend, with_whole_vectors
 from megasink.attention.kernels.cudnn import CudnnKernel, cudnn_reason
 
+# torch.backends.cudnn.version() of the first release with a window, and with a sink.
+WINDOW_SINCE, SINK_SINCE = 90200, 91301
+
 
 class TransformerEngineBackend(CudnnKernel, PackageBackend):
-    """For A100 and later, in Megatron's layout [s, b, h, d]; windows are built from blocks."""
+    """For A100 and later, in Megatron's layout [s, b, h, d], with sliding window and sink."""
 
     name = "transformer-engine"
     package = "transformer-engine[pytorch]"
     module = "transformer_engine.pytorch.cpp_extensions.fused_attn"
-    largest_head_dim = 128
+    native_window = True
+    takes_sink = True
 
     def supports(self, request: AttentionRequest) -> str | None:
         if reason := super().supports(request) or cudnn_reason(request):
             return reason
+        if request.window is not None and (version := _cudnn_version()) < WINDOW_SINCE:
+            return f"a window needs cuDNN 9.2, this is {version}"
         # attention/dot_product_attention/utils.py, get_attention_backend
         capability = request.compute_capability
         if request.deterministic and capability is not None and capability < (9, 0):
             return "before Hopper its backward is not deterministic"
+        return None
+
+    def largest_head_dim(self, request: AttentionRequest) -> int:
+        return 256 if request.compute_capability == (9, 0) else 128
+
+    def sink_reason(self, request: AttentionRequest) -> str | None:
+        if (version := _cudnn_version()) < SINK_SINCE:
+            return f"its own sink needs cuDNN 9.13.1, this is {version}"
+        if request.deterministic:
+            return "the gradient of its own sink is not deterministic"
         return None
 
     def lay_out(self, tensor_BHTD: Tensor) -> Tensor:
@@ -48,25 +67,29 @@ class TransformerEngineBackend(CudnnKernel, PackageBackend):
         self, query: Tensor, key: Tensor, value: Tensor, call: AttentionCall
     ) -> tuple[Tensor, Tensor]:
         engine = self.load()
+        sink_H = call.sink_H
         out_TBHD, (stats_BHT1, *_) = engine.fused_attn_fwd(
-            is_training=True, **self._shared(engine, query, key, value, call)
+            is_training=True,
+            softmax_offset=None if sink_H is None else sink_H[None, :, None, None],
+            **self._shared(engine, query, key, value, call),
         )
         return out_TBHD, stats_BHT1.squeeze(-1)
 
     def launch_backward(self, tensors: BackwardTensors, call: AttentionCall) -> Sequence[Tensor]:
         engine = self.load()
-        grad_out, query, key, value, out, lse_BHT, _ = tensors
+        grad_out, query, key, value, out, lse_BHT, _, _ = tensors
         no_state = torch.empty(2, dtype=torch.int64, device=query.device)
-        grad_query, grad_key, grad_value, *_ = engine.fused_attn_bwd(
+        sink = [] if call.sink_H is None else [call.sink_H[None, :, None, None]]
+        *grads, _, grad_sink_1H11 = engine.fused_attn_bwd(
             o=out,
             d_o=grad_out,
-            aux_ctx_tensors=[lse_BHT.contiguous().unsqueeze(-1), no_state],
+            aux_ctx_tensors=[lse_BHT.contiguous().unsqueeze(-1), no_state, *sink],
             do_format="sbhd",
             dqkv_layout="sbhd_sbhd_sbhd",
             deterministic=torch.are_deterministic_algorithms_enabled(),
             **self._shared(engine, query, key, value, call),
         )
-        return grad_query, grad_key, grad_value
+        return [*grads, grad_sink_1H11.flatten()] if sink else grads
 
     @staticmethod
     def _shared(
@@ -74,12 +97,12 @@ class TransformerEngineBackend(CudnnKernel, PackageBackend):
     ) -> dict[str, Any]:
         """Return the options common to forward and backward."""
         (queries, batch), keys = query_TBHD.shape[:2], key_SBGD.shape[0]
+        left = -1 if call.window is None else call.window - 1  # excluding the token itself
 
-        def ends(length: int) -> Tensor:
-            """Return 0, length, 2 length, ...: boundaries of equal-length, unpadded sequences."""
-            last = batch * length + 1
-            return torch.arange(0, last, length, dtype=torch.int32, device=query_TBHD.device)
-
+        capturing = query_TBHD.is_cuda and torch.cuda.is_current_stream_capturing()
+        ends = partial(
+            _ends.__wrapped__ if capturing else _ends, batch=batch, device=query_TBHD.device
+        )
         return {
             "max_seqlen_q": queries,
             "max_seqlen_kv": keys,
@@ -96,7 +119,20 @@ class TransformerEngineBackend(CudnnKernel, PackageBackend):
             "o_format": "sbhd",
             "attn_bias_type": "no_bias",
             "attn_mask_type": "causal" if call.causal else "no_mask",
-            "softmax_type": "vanilla",
-            "window_size": (-1, 0) if call.causal else (-1, -1),
-            "cuda_graph": query_TBHD.is_cuda and torch.cuda.is_current_stream_capturing(),
+            "softmax_type": "vanilla" if call.sink_H is None else "learnable",
+            "window_size": (left, 0 if call.causal else -1),
+            "cuda_graph": capturing,
         }
+
+
+@lru_cache(maxsize=16)
+def _ends(length: int, batch: int, device: torch.device) -> Tensor:
+    """Return 0, length, 2 length, ...: boundaries of equal-length, unpadded sequences.
+
+    Cached, but not while a CUDA graph is captured, whose memory is its own.
+    """
+    return torch.arange(0, batch * length + 1, length, dtype=torch.int32, device=device)
+
+
+def _cudnn_version() -> int:
+    return torch.backends.cudnn.version() or 0
