@@ -40,6 +40,19 @@ _PLAIN_ACTIVATIONS = ("relu", "gelu", "silu")
 
 
 @dataclass(frozen=True, kw_only=True)
+class Yarn:
+    """The numbers of YaRN, as Megatron's flags have them; `original` is the length before it."""
+
+    factor: float
+    original: int
+    beta_fast: float = 32.0
+    beta_slow: float = 1.0
+    round_range: bool = True
+    mscale: float = 1.0
+    mscale_all_dim: float = 0.0
+
+
+@dataclass(frozen=True, kw_only=True)
 class Architecture:
     """A decoder with RoPE, pre-RMSNorm and a gated FFN, unless `options` differs.
 
@@ -49,10 +62,12 @@ class Architecture:
         tied: whether the output layer shares the embedding's weight.
         zero_centred: whether Megatron stores norm weights minus one.
         rope_factor: factor of Llama 3's scaling; None without it.
+        yarn: YaRN's scaling; None without it.
         attention: one of the kinds of a variant (`megasink.attention.variants.Variant.kinds`).
         variant_layers: per layer, whether it has that attention or plain softmax attention; empty
             if all have it.
         qkv_bias, bias: whether linear_qkv, or every linear layer (linear_qkv too), has a bias.
+        no_rope: per layer, whether it has no RoPE; empty if all have it.
         windows: per layer, the number of tokens that a token sees, including itself; None for all.
         activation: of the FFN: silu, gelu, relu, relu2 (squared), or "gpt-oss" for its clamped
             gated unit.
@@ -76,11 +91,13 @@ class Architecture:
     zero_centred: bool = False
     rope_base: float = 10000.0
     rope_factor: float | None = None
+    yarn: Yarn | None = None
     attention: str = "vanilla"
     variant_layers: tuple[bool, ...] = ()
     qk_norm: bool = False
     qkv_bias: bool = False
     bias: bool = False
+    no_rope: tuple[bool, ...] = ()
     windows: tuple[int | None, ...] = ()
     activation: str = "silu"
     experts: int = 0
@@ -100,6 +117,11 @@ class Architecture:
     def variant(self) -> Variant:
         """The record of the attention variant."""
         return of_kind(self.attention)
+
+    @property
+    def rope_scaling(self) -> str | None:
+        """The type of RoPE scaling, by its name in transformers."""
+        return "yarn" if self.yarn else None if self.rope_factor is None else "llama3"
 
     def of_layer(self, layer: int) -> "Architecture":
         """Return the architecture of a model with all layers like this one."""
@@ -143,7 +165,9 @@ def architecture_of(
             "no target has its FFN activation: targets support --swiglu, --squared-relu and "
             f"--ffn-activation {'|'.join([*_ACTIVATIONS, *_PLAIN_ACTIVATIONS])}"
         )
-    options = options_from(saved, gated_unit=gated_unit)
+    yarn = _yarn(saved)
+    rotated = saved if yarn is None else {**saved, "position_embedding_type": "rope"}
+    options = options_from(rotated, gated_unit=gated_unit)
     problems += [_without_counterpart(option) for option in unknown_values(options)]
     record = variant(saved["attention_variant"])
     attention = record.kind(saved)
@@ -174,11 +198,13 @@ def architecture_of(
         zero_centred=bool(saved.get("layernorm_zero_centered_gamma")),
         rope_base=float(saved["rotary_base"]),
         rope_factor=saved["rope_scaling_factor"] if saved.get("use_rope_scaling") else None,
+        yarn=yarn,
         attention=attention,
         variant_layers=tuple(map(bool, saved.get("attention_variant_layers") or ())),
         qk_norm=bool(saved["qk_layernorm"]),
         qkv_bias=bias or bool(saved.get("add_qkv_bias")),
         bias=bias,
+        no_rope=_no_rope(saved),
         windows=_windows(saved),
         activation=activation or "silu",
         experts=experts,
@@ -246,13 +272,43 @@ def _activation(saved: Mapping[str, Any]) -> tuple[str | None, bool]:
     return None, True
 
 
+def _yarn(saved: Mapping[str, Any]) -> Yarn | None:
+    """Return YaRN's numbers, with Megatron's defaults (`_apply_yarn_config_from_args`)."""
+    if saved.get("position_embedding_type") != "yarn":
+        return None
+    names = {
+        "factor": ("rotary_scaling_factor", 1.0),
+        "original": ("yarn_original_max_position_embeddings", 4096),
+        "round_range": ("yarn_correction_range_round_to_int", True),
+        **{name: (f"yarn_{name}", getattr(Yarn, name)) for name in ("beta_fast", "beta_slow")},
+        **{name: (name, getattr(Yarn, name)) for name in ("mscale", "mscale_all_dim")},
+    }
+    given = {name: (saved.get(key), default) for name, (key, default) in names.items()}
+    return Yarn(**{name: default if v is None else v for name, (v, default) in given.items()})
+
+
 def _windows(saved: Mapping[str, Any]) -> tuple[int | None, ...]:
     """Return the window per layer."""
     window = saved.get("window_size")
     visible = visible_tokens(tuple(window) if window else None)
     names = ("num_layers", "window_size", "window_attn_skip_freq")
     options = SimpleNamespace(**{name: saved.get(name) for name in names})
-    pattern, has_window = saved.get("hybrid_layer_pattern"), windowed_layers(options)
-    if pattern and options.num_layers == len(layers_of(pattern)):  # Megatron counts these
-        has_window = tuple(has_window[layer] for layer in with_heads(pattern).values())
+    has_window = _of_blocks(saved, windowed_layers(options))
     return tuple(visible if has else None for has in has_window)
+
+
+def _no_rope(saved: Mapping[str, Any]) -> tuple[bool, ...]:
+    """Return whether each layer has no RoPE; empty if all have it."""
+    every, layers = saved.get("no_rope_freq"), saved["num_layers"]
+    if isinstance(every, int):
+        every = [layer % every == 0 for layer in range(1, layers + 1)]
+    without = _of_blocks(saved, tuple(map(bool, every or ())))
+    return without if any(without) else ()
+
+
+def _of_blocks(saved: Mapping[str, Any], by_layer: tuple[bool, ...]) -> tuple[bool, ...]:
+    """Return the entries of the blocks, where Megatron counts the layers of a pattern."""
+    pattern = saved.get("hybrid_layer_pattern")
+    if pattern and by_layer and saved["num_layers"] == len(layers_of(pattern)):
+        return tuple(by_layer[layer] for layer in with_heads(pattern).values())
+    return by_layer

@@ -21,6 +21,7 @@ GENERATION = "generation_config.json"
 _TOKENS = ("bos_token_id", "eos_token_id", "pad_token_id")
 _EXPERTS = ("router_aux_loss_coef", "output_router_logits")
 _UNDECIDED = {*_TOKENS, *_EXPERTS, "attention_dropout", "use_cache", "router_jitter_noise"}
+_UNDECIDED |= {"residual_dropout", "hidden_dropout"}
 # Entries about the file, old spellings, and entries by which transformers runs foreign code: they
 # are neither kept nor, from a stranger's run, written.
 _NEVER = frozenset(

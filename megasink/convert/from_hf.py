@@ -70,7 +70,9 @@ class HuggingFaceSource:
         """The step that converts each tensor."""
         todo = steps(self.target.table(self.model), self.model.layers, self.model.experts)
         # Zeros may be missing: older exports have fewer.
-        return [step for step in todo if step.row.megatron or step.hf[0] in self.weights.names]
+        names, experts = self.weights.names, self.model.experts
+        known = (step for step in todo if step.row.megatron or step.hf[0] in names)
+        return [part for step in known for part in step.of_experts(experts)]
 
 
 def source_of(folder: Path, granularity: str | None = None) -> HuggingFaceSource:
@@ -156,17 +158,22 @@ def _account(source: HuggingFaceSource) -> list[str]:
     unknown = [name for name in extra if name not in ignored]
     problems += [f"megasink's model has no {name}" for name in unknown]
     if not problems:
-        problems = list(_misfits(weights, todo, weight_shapes(source.model)))
+        problems = list(_misfits(source, todo, weight_shapes(source.model)))
     refuse(f"{source.folder} does not contain the weights that its config.json describes", problems)
     return ignored
 
 
 def _misfits(
-    weights: HuggingFaceWeights, todo: list[Step], shapes: dict[str, tuple[int, ...]]
+    source: HuggingFaceSource, todo: list[Step], shapes: dict[str, tuple[int, ...]]
 ) -> Iterator[str]:
     for step in todo:
-        tensors = [weights.meta(name) for name in step.hf]
+        if step.expert:  # as the first one
+            continue
+        tensors = [source.weights.meta(name) for name in step.hf]
         have = ", ".join(f"{n} {list(t.shape)}" for n, t in zip(step.hf, tensors, strict=True))
+        if step.expert == 0 and any(len(t) != source.model.experts for t in tensors):
+            yield f"{have}: config.json has {source.model.experts} experts"
+            continue
         try:
             made = step.row.transform.to_megatron(*tensors)
         except RuntimeError:
@@ -184,7 +191,7 @@ def _parts(
     model: Architecture,
     change: Change | None,
     todo: Iterable[Step],
-    read: Callable[[str], Tensor],
+    read: Callable[[str, int | None], Tensor],
 ) -> Iterator[Part]:
     """Yield all tensors of a checkpoint."""
     layers = model.layers
@@ -201,23 +208,27 @@ def _parts(
             yield part.numbered() if model.variant_layers else part
 
 
-def _read(weights: HuggingFaceWeights, name: str) -> Tensor:
-    tensor = weights.read(name)
+def _read(weights: HuggingFaceWeights, name: str, expert: int | None) -> Tensor:
+    tensor = weights.read(name, expert)
     refuse_nan(name, tensor)
     return tensor
 
 
 def made(
-    step: Step, read: Callable[[str], Tensor], model: Architecture, change: Change | None
+    step: Step,
+    read: Callable[[str, int | None], Tensor],
+    model: Architecture,
+    change: Change | None,
 ) -> Iterator[tuple[str, Tensor]]:
     """Yield (key, tensor) for the output of a step."""
-    tensors = [read(name) for name in step.hf]
+    tensors = [read(name, step.expert) for name in step.hf]
     try:
         converted = step.row.transform.to_megatron(*tensors)
     except UserError as error:
         raise UserError(f"{step.hf[0]}: {error}") from error
     dtype = getattr(torch, model.dtype)
-    for key, tensor in zip(step.row.megatron, converted, strict=True):
+    for key, stacked in zip(step.row.megatron, converted, strict=True):
+        tensor = stacked if step.expert is None else stacked.squeeze(0)
         kept = torch.float32 if is_float32(key) else dtype
         yield key, changed(key, tensor, model, change).to(kept)
 
@@ -229,7 +240,8 @@ def _rounded(weights: HuggingFaceWeights, todo: list[Step], dtype: str) -> list[
         name
         for step in todo
         for name in step.hf
-        if weights.meta(name).dtype.itemsize > size
+        if not step.expert
+        and weights.meta(name).dtype.itemsize > size
         and not any(is_float32(key) for key in step.row.megatron)
     ]
 

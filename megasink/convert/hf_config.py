@@ -13,6 +13,7 @@ from pydantic import Field
 
 from megasink.convert.architecture import Architecture
 from megasink.convert.megasink_model import MegasinkOptions
+from megasink.convert.rope import config_of_rope, read_rope, rope_problems
 from megasink.convert.targets import TARGETS
 from megasink.convert.targets.target import Config, Target
 from megasink.errors import UserError
@@ -61,6 +62,9 @@ _ROPE: dict[str, Any] = {
     "factor": Positive | None,
     "partial_rotary_factor": Share | None,
     **dict.fromkeys(("low_freq_factor", "high_freq_factor"), Number | None),
+    **dict.fromkeys(("beta_fast", "beta_slow", "attention_factor"), Positive | None),
+    **dict.fromkeys(("mscale", "mscale_all_dim"), Number | None),
+    "truncate": bool | None,
     "original_max_position_embeddings": Count | None,
 }
 _OF_LAYERS = fields(_ROPE)
@@ -109,14 +113,6 @@ GENERATION_FIELDS = fields(
 """The record of the entries of generation_config.json that the next export keeps."""
 
 
-# Llama 3's scaling in Megatron; only the factor is an option
-# (megatron/core/models/common/embeddings/rotary_pos_embedding.py:98).
-_LLAMA3 = {
-    "rope_type": "llama3",
-    "low_freq_factor": 1.0,
-    "high_freq_factor": 4.0,
-    "original_max_position_embeddings": 8192,
-}
 # {key of every config.json: field of Architecture}
 _COMMON = {
     "vocab_size": "vocabulary",
@@ -139,9 +135,8 @@ OURS = "megasink"
 
 def config_of(model: Architecture, target: Target, special_tokens: Mapping[str, Any]) -> Config:
     """Return the config.json of an exported model."""
-    rope: dict[str, Any] = {"rope_type": "default", "rope_theta": model.rope_base}
-    if model.rope_factor is not None:
-        rope |= {**_LLAMA3, "factor": model.rope_factor}
+    rope = config_of_rope(model)
+    scaled = rope["rope_type"] != "default"
     config = {
         "architectures": [target.architecture],
         "model_type": target.name,
@@ -149,7 +144,7 @@ def config_of(model: Architecture, target: Target, special_tokens: Mapping[str, 
         "rope_theta": model.rope_base,
         "rope_parameters": rope,
         # The name before transformers 5.
-        **({} if model.rope_factor is None or target.custom_code else {"rope_scaling": rope}),
+        **({"rope_scaling": rope} if scaled and not target.custom_code else {}),
         "attention_dropout": 0.0,
         "use_cache": True,
         **special_tokens,
@@ -166,9 +161,14 @@ _EXPERTS = ("num_experts", "num_local_experts")  # by architecture; transformers
 def architecture_from(config: Mapping[str, Any]) -> tuple[Architecture, Target]:
     """Return the model that a config.json describes."""
     target = _target(config)
+    config = {**target.defaults, **config}
     if config.get("rope_scaling"):  # the older key goes first in transformers too
         config = {**config, "rope_parameters": config["rope_scaling"]}
-    problems = [*target.refusals(config), *_rope_problems(config, target), *_quantized(config)]
+    problems = [
+        *target.refusals(config),
+        *_rope_problems(config, target),
+        *_quantized(config, target),
+    ]
     experts = {name: config[name] for name in _EXPERTS if config.get(name)}
     if len(set(experts.values())) > 1:
         problems.append(" and ".join(f"{name} {count}" for name, count in experts.items()))
@@ -198,52 +198,37 @@ def _target(config: Mapping[str, Any]) -> Target:
     )
 
 
-def _rope(config: Mapping[str, Any]) -> dict[str, Any]:
-    rope = dict(config.get("rope_parameters") or {})
-    rope["rope_type"] = rope.get("rope_type") or rope.get("type") or "default"
-    rope.setdefault("rope_theta", config.get("rope_theta", 10000.0))
-    if not rope.keys() & {"attention_factor", "mscale", "mscale_all_dim"} and (
-        [rope["rope_type"], rope.get("factor"), rope.get("original_max_position_embeddings")]
-        == ["yarn", 1.0, config["max_position_embeddings"]]
-    ):
-        rope["rope_type"] = "default"  # YaRN with a factor of 1 is this
-    return rope
-
-
 def _rope_problems(config: Mapping[str, Any], target: Target) -> list[str]:
-    rope = _rope(config)
-    if by_layer := [name for name, value in rope.items() if isinstance(value, dict)]:
-        if target.rope_by_layer:
-            return []  # the target checks them
-        return [f"RoPE parameters per layer type ({', '.join(by_layer)})"]
-    kind = rope["rope_type"]
-    if kind == "default":
-        return []
-    if kind != "llama3" or not target.rope_scaling:
-        return [f"RoPE scaling {kind!r}"]
-    return [
-        f"RoPE scaling with {name} {rope.get(name)} (Megatron's is {value})"
-        for name, value in _LLAMA3.items()
-        if rope.get(name) != value
-    ]
+    if target.rope_by_layer:
+        return []  # the target checks them
+    problems = rope_problems(config, target.rope_scaling)
+    share = (config.get("rope_parameters") or {}).get("partial_rotary_factor")
+    share = config.get("partial_rotary_factor", 1.0) if share is None else share
+    if share != 1.0 and target.partial_rotary is None and not target.custom_code:
+        problems.append(f"partial_rotary_factor {share}")
+    return problems
 
 
-def _quantized(config: Mapping[str, Any]) -> list[str]:
+def _quantized(config: Mapping[str, Any], target: Target) -> list[str]:
     quantization = config.get("quantization_config")
     if not quantization:
         return []
     method = quantization.get("quant_method")
+    if method in target.quantized:
+        return []
     return [f"weights quantized with {method}: save them in bfloat16 first"]
 
 
 def _common(config: Mapping[str, Any]) -> dict[str, Any]:
     """Return the fields of the common keys, with the defaults of transformers 4 and 5."""
     heads, hidden = config["num_attention_heads"], config["hidden_size"]
-    rope, vocabulary, layers = _rope(config), config["vocab_size"], config["num_hidden_layers"]
+    vocabulary, layers = config["vocab_size"], config["num_hidden_layers"]
     missing = {
         "num_key_value_heads": heads,
         "head_dim": hidden // heads,
-        "dtype": config.get("torch_dtype") or "float32",
+        # transformers unpacks to bfloat16.
+        "dtype": config.get("torch_dtype")
+        or ("bfloat16" if config.get("quantization_config") else "float32"),
         "hidden_act": "silu",
         "initializer_range": 0.02,
         "rms_norm_eps": 1e-6,
@@ -253,8 +238,7 @@ def _common(config: Mapping[str, Any]) -> dict[str, Any]:
     return {
         **{name: values[key] for key, name in _COMMON.items()},
         "padded": -(-vocabulary // 128) * 128,
-        "rope_base": float(rope["rope_theta"]),
-        "rope_factor": rope["factor"] if rope["rope_type"] == "llama3" else None,
+        **read_rope(config),
         "windows": (None,) * layers,
     }
 
@@ -287,11 +271,9 @@ def read_config(folder: Path) -> Config:
 _BY_NAME = {
     "olmo2": "it normalizes the outputs of attention and FFN, not their inputs, and its "
     "qk-norm spans all heads, where Megatron's spans one head",
-    "granite": "its multipliers (embedding, attention, residual, logits) have no counterpart",
     "llama4": "its layers without RoPE and its chunked attention have no counterpart",
     "gpt2": "its weights are transposed, with query, key and value in one tensor, and its FFN and "
     "norms have biases",
-    "phi3": "query, key and value are one tensor, and its RoPE has a factor for each dimension",
 }
 # {key: meaning of a value other than null, false and 0}
 _BY_KEY = {

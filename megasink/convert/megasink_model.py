@@ -81,6 +81,10 @@ class MegasinkOptions:
     moe_router_score_function: str = "softmax"
     moe_router_enable_expert_bias: bool = False
     moe_router_topk_scaling_factor: float | None = None
+    use_mup: bool = False
+    mup_embedding_mult: float = 1.0
+    mup_output_mult: float = 1.0
+    mup_base_head_dim: float | None = None
     gated_unit: bool = True
 
     @property
@@ -127,6 +131,7 @@ def options_from(given: Mapping[str, Any], *, gated_unit: bool = True) -> Megasi
         for name in NAMES & given.keys() - foreign
         if (has_buckets or not name.startswith("relative_"))
         and (given.get("num_experts") or not name.startswith("moe_"))
+        and (given.get("use_mup") or not name.startswith("mup_"))
     }
     if values.get("moe_router_topk_scaling_factor") == 1.0:
         values["moe_router_topk_scaling_factor"] = None

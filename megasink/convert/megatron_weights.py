@@ -4,7 +4,7 @@ from collections.abc import Sequence
 
 from megasink.attention.variants.gates import gate_shape
 from megasink.convert.architecture import Architecture
-from megasink.convert.table import LAYERS, numbered
+from megasink.convert.table import EXPERTS, LAYERS, numbered
 
 Shape = tuple[int, ...]
 
@@ -142,7 +142,7 @@ def _ffn(model: Architecture) -> dict[str, Shape]:
 def leading_axes(key: str) -> int:
     """Return the number of axes (layers, experts) before those of `weight_shapes`."""
     of_all_layers = key.startswith(LAYERS) and not is_numbered(key)
-    return of_all_layers + (".experts.experts." in key)
+    return of_all_layers + (EXPERTS in key)
 
 
 def is_numbered(key: str) -> bool:

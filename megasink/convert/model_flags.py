@@ -24,6 +24,7 @@ def model_flags(model: Architecture) -> list[str]:
     plain_ffn = f"--ffn-activation {model.activation}"
     if model.activation == "relu2":
         plain_ffn = "--squared-relu"
+    positions = model.options.position_embedding_type
     flags = [
         *("--num-layers", model.layers),
         *("--hidden-size", model.hidden),
@@ -34,7 +35,7 @@ def model_flags(model: Architecture) -> list[str]:
         *("--padded-vocab-size", model.padded),
         *("--normalization", model.options.normalization),
         *("--norm-epsilon", model.norm_eps),
-        *("--position-embedding-type", model.options.position_embedding_type),
+        *("--position-embedding-type", "yarn" if model.yarn else positions),
         *("--rotary-base", _number(model.rope_base)),
         *("--init-method-std", model.init_std),
         *(_UNITS[model.activation] if model.options.gated_unit else plain_ffn).split(),
@@ -59,7 +60,10 @@ def model_flags(model: Architecture) -> list[str]:
         flags.append("--untie-embeddings-and-output-weights")
     if model.rope_factor is not None:
         flags += ["--use-rope-scaling", "--rope-scaling-factor", _number(model.rope_factor)]
-    flags += [*_windows(model), *_experts(model)]
+    if model.no_rope:
+        pattern = ",".join(str(int(without)) for without in model.no_rope)
+        flags += ["--no-rope-freq", f"[{pattern}]"]
+    flags += [*_yarn(model), *_windows(model), *_experts(model)]
     others = dataclasses.replace(
         model.options, normalization="RMSNorm", position_embedding_type="rope"
     )
@@ -86,6 +90,21 @@ def as_line(flags: Sequence[str]) -> str:
 def _number(value: float) -> str:
     """Format without ".0": --rotary-base is an integer."""
     return str(int(value)) if value == int(value) else str(value)
+
+
+def _yarn(model: Architecture) -> list[str]:
+    if (yarn := model.yarn) is None:
+        return []
+    no = "" if yarn.round_range else "no-"
+    return [
+        *("--rotary-scaling-factor", _number(yarn.factor)),
+        *("--yarn-original-max-position-embeddings", str(yarn.original)),
+        *("--yarn-beta-fast", _number(yarn.beta_fast)),
+        *("--yarn-beta-slow", _number(yarn.beta_slow)),
+        *("--mscale", _number(yarn.mscale)),
+        *("--mscale-all-dim", _number(yarn.mscale_all_dim)),
+        f"--{no}yarn-correction-range-round-to-int",
+    ]
 
 
 def _windows(model: Architecture) -> list[str]:

@@ -17,6 +17,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
+from megasink.convert.mxfp4 import BLOCKS, SCALES, packed_names, unpack, unpacked_shape
 from megasink.errors import UserError
 from megasink.files.atomic import sync
 from megasink.files.checked_fields import check, fields
@@ -117,7 +118,7 @@ def _bytes(tensor: Tensor, name: str, like: Tensor) -> memoryview:
 
 
 class HuggingFaceWeights:
-    """The weights in a Hugging Face folder; `names` has all tensors."""
+    """The weights in a Hugging Face folder; `names` has all tensors, those in MXFP4 unpacked."""
 
     def __init__(self, folder: Path):
         self.folder = folder
@@ -137,23 +138,48 @@ class HuggingFaceWeights:
             if absent := sorted(wanted - names):
                 raise UserError(f"{folder}: {absent[0]} is not in {file}, contrary to the index")
             self._file_of |= dict.fromkeys(wanted, opened)
-        self.names = frozenset(self._file_of)
+        stored = frozenset(self._file_of)
+        self._packed = packed_names(stored)
+        halves = {name + half for name in self._packed for half in (BLOCKS, SCALES)}
+        self.names = stored - halves | self._packed
 
-    def meta(self, name: str) -> Tensor:
+    def meta(self, name: str, expert: int | None = None) -> Tensor:
         """Return a meta tensor of the shape and dtype of `read`."""
-        part = self._file_of[name].get_slice(name)
+        if name in self._packed:
+            halves = [self._slice(name + half) for half in (BLOCKS, SCALES)]
+            if kinds := {half.get_dtype() for half in halves} - {"U8"}:
+                raise UserError(
+                    f"{self.folder}: {name}{BLOCKS} or {name}{SCALES} is {kinds.pop()}, not U8"
+                )
+            both = (half.get_shape() for half in halves)
+            whole = torch.empty(unpacked_shape(name, *both), dtype=torch.bfloat16, device="meta")
+            return whole if expert is None else whole[expert : expert + 1]
+        part = self._slice(name)
         dtype = DTYPES.get(part.get_dtype())
         if dtype is None:
             raise UserError(
                 f"{self.folder}: {name} is {part.get_dtype()}, which is not supported: save it as "
                 f"one of {', '.join(DTYPES)} first"
             )
-        return torch.empty(part.get_shape(), dtype=dtype, device="meta")
+        whole = torch.empty(part.get_shape(), dtype=dtype, device="meta")
+        return whole if expert is None else whole[expert : expert + 1]
 
-    def read(self, name: str) -> Tensor:
-        """Read a tensor."""
-        tensor: Tensor = self._file_of[name].get_tensor(name)
-        return tensor
+    def read(self, name: str, expert: int | None = None) -> Tensor:
+        """Read a tensor, or one expert of it, [1, ...]."""
+        if name in self._packed:
+            return unpack(self._part(name + BLOCKS, expert), self._part(name + SCALES, expert))
+        return self._part(name, expert)
+
+    def _part(self, name: str, expert: int | None) -> Tensor:
+        part: Tensor = (
+            self._file_of[name].get_tensor(name)
+            if expert is None
+            else self._slice(name)[expert : expert + 1]
+        )
+        return part
+
+    def _slice(self, name: str) -> Any:
+        return self._file_of[name].get_slice(name)
 
 
 def _index(folder: Path) -> dict[str, str]:

@@ -6,7 +6,7 @@ experts; Megatron's checkpoints hold these as leading axes of one tensor.
 
 import itertools
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
 from megasink.checkpoints.layer_keys import LAYERS
@@ -19,6 +19,7 @@ if TYPE_CHECKING:
 # The norm before the experts: TransformerEngine's spec stores it under the first name, Megatron's
 # own spec under the second, which is the name in a dense layer.
 NORM_BEFORE_EXPERTS = f"{LAYERS}pre_mlp_layernorm.weight"
+EXPERTS = ".experts.experts."
 NORM_OF_LOCAL_SPEC = f"{LAYERS}mlp.linear_fc1.layer_norm_weight"
 
 
@@ -56,11 +57,20 @@ class Step:
         row: the row.
         index: leading indices of Megatron's tensors: (), (layer,) or (layer, expert).
         hf: the names with the numbers filled in.
+        expert: the expert to read of tensors that hold all of them; None to read all.
     """
 
     row: Row
     index: tuple[int, ...]
     hf: tuple[str, ...]
+    expert: int | None = None
+
+    def of_experts(self, experts: int) -> "list[Step]":
+        """Return a step for each expert if the row's tensors hold all of them, to save memory."""
+        stacked = len(self.index) == 1 and all(EXPERTS in key for key in self.row.megatron)
+        if not (stacked and self.row.megatron):
+            return [self]
+        return [replace(self, index=(*self.index, n), expert=n) for n in range(experts)]
 
 
 def steps(table: Sequence[Row], layers: int, experts: int) -> Iterator[Step]:

@@ -121,6 +121,47 @@ class ReversedRotationQKV(GroupedQKV):
         return rows.unflatten(0, (-1, 2, self.head_dim // 2)).flip(1).flatten(0, 2)
 
 
+@dataclass(frozen=True)
+class PairedRotationQKV(GroupedQKV):
+    """`GroupedQKV` for a model whose RoPE rotates channels 2i and 2i + 1 of a head as a pair.
+
+    Megatron's pairs are i and i + rotated / 2. Channels after the first `rotated` stay.
+    """
+
+    rotated: int = 0
+
+    def to_hf(self, *tensors: Tensor) -> tuple[Tensor, ...]:
+        query, key, value = super().to_hf(*tensors)
+        return self._ordered(query, (2, -1)), self._ordered(key, (2, -1)), value
+
+    def to_megatron(self, *tensors: Tensor) -> tuple[Tensor, ...]:
+        query, key, value = tensors
+        both = (self._ordered(rows, (-1, 2)) for rows in (query, key))
+        return super().to_megatron(*both, value)
+
+    def _ordered(self, rows: Tensor, shape: tuple[int, int]) -> Tensor:
+        import torch
+
+        heads = rows.unflatten(0, (-1, self.head_dim))
+        turned, rest = heads.split((self.rotated, self.head_dim - self.rotated), dim=1)
+        turned = turned.unflatten(1, shape).transpose(1, 2).flatten(1, 2)
+        return torch.cat((turned, rest), dim=1).flatten(0, 1)
+
+
+@dataclass(frozen=True)
+class FusedQKV(GroupedQKV):
+    """linear_qkv, by group [q ... | k | v] -> qkv_proj: all queries, then all keys, all values."""
+
+    def to_hf(self, *tensors: Tensor) -> tuple[Tensor, ...]:
+        import torch
+
+        return (torch.cat(super().to_hf(*tensors)),)
+
+    def to_megatron(self, *tensors: Tensor) -> tuple[Tensor, ...]:
+        keys = self.groups * self.head_dim
+        return super().to_megatron(*tensors[0].split([self.queries * keys, keys, keys]))
+
+
 def _interleaved(query: Tensor, gate: Tensor, head_dim: int) -> Tensor:
     """Combine two [H * D, ...] into [H * 2D, ...], per head [q; gate]."""
     import torch

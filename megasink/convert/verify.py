@@ -19,6 +19,7 @@ from megasink.convert.architecture import Architecture
 from megasink.convert.megasink_model import model_class
 from megasink.data.tokenizer import load_tokenizer
 from megasink.errors import UserError
+from megasink.files.json_file import read_object
 from megasink.megatron.sampling import Sampling
 
 TOLERANCE = 1e-4
@@ -201,9 +202,13 @@ def _transformers(folder: Path, dtype: torch.dtype, tokens_BS: Tensor) -> tuple[
     import transformers
 
     loaded: Any
+    unpacked = {}
+    if read_object(folder / "config.json").get("quantization_config"):
+        unpacked = {"quantization_config": transformers.Mxfp4Config(dequantize=True)}
     try:
         loaded = model_class(folder).from_pretrained(
             folder,
+            **unpacked,
             dtype=dtype,
             attn_implementation="eager",
             local_files_only=True,

@@ -40,6 +40,8 @@ window_size window_attn_skip_freq: context text
 rotary_percent: model described
 swiglu squared_relu: model described activation
 rotary_interleaved layernorm_zero_centered_gamma add_qkv_bias mamba_state_dim: model
+use_mup mup_embedding_mult mup_output_mult mup_base_head_dim mup_base_hidden_size: model
+mup_attn_scale_power: model
 qk_l2_norm: model norm
 openai_gelu: model activation
 hybrid_layer_pattern no_rope_freq moe_layer_freq: model text
@@ -54,7 +56,8 @@ vocab_size: model count
 make_vocab_size_divisible_by: model described count
 rope_type rotary_seq_len_interpolation_factor init_method_xavier_uniform: described
 no_persist_layer_norm fp16_lm_cross_entropy bias_swiglu_fusion bias_gelu_fusion: described
-yarn_correction_range_round_to_int variable_seq_lengths sink_token_id: described
+yarn_correction_range_round_to_int: context described
+variable_seq_lengths sink_token_id: described
 padded_vocab_size: described count
 quick_geglu: described activation
 seed: run described amount
@@ -296,7 +299,6 @@ REFUSED: dict[str, tuple[tuple[str, Any, str], ...]] = {
     "in an export": (
         ("rotary_interleaved", False, _ONLY_FALSE),
         ("rotary_seq_len_interpolation_factor", None, _ONLY_NONE),
-        ("no_rope_freq", None, _ONLY_NONE),
         ("multi_latent_attention", False, _ONLY_FALSE),
         ("mtp_num_layers", 0, "targets only support None"),
         ("openai_gelu", False, _ONLY_FALSE),
@@ -305,7 +307,8 @@ REFUSED: dict[str, tuple[tuple[str, Any, str], ...]] = {
         ("moe_router_group_topk", None, _ONLY_NONE),
         ("moe_router_quantile_balancing_ema", 0.0, "targets only support 0.0"),
         ("attention_output_gate", False, _ONLY_FALSE),
-        ("use_mup", False, _ONLY_FALSE),
+        ("mup_base_hidden_size", None, _ONLY_NONE),
+        ("mup_attn_scale_power", 1.0, "targets only support 1.0"),
         ("heterogeneous_layers_config_path", None, _ONLY_NONE),
         ("experimental_attention_variant", None, _ONLY_NONE),
         ("moe_layer_freq", (1, "1", [1]), "targets only support 1"),

@@ -51,7 +51,7 @@ def run(script, folder):
 def test_a_target_of_ones_own_makes_the_round_trip(folder):
     done = run(COMMANDS["target"], folder)
     assert done.returncode == 0, (done.stdout + done.stderr)[-3000:]
-    assert done.stdout.count("target: Phi3ForCausalLM (phi3): requested") == 2
+    assert done.stdout.count("target: GlmForCausalLM (glm): requested") == 2
     # Against Megatron, from both sides and once more.
     assert len(re.findall(r"verified on \d+ tokens of text, float32: logits", done.stdout)) == 3
     first, second = (folder / name / "model.safetensors" for name in ("exported", "again"))
@@ -112,9 +112,9 @@ def test_what_is_not_said_is_refused_by_name(folder, variant, command, said):
 
 
 def test_without_its_plugin_a_target_is_unknown(folder):
-    done = run("megasink convert-to-hf RUN --output OUT --target phi3", folder)
+    done = run("megasink convert-to-hf RUN --output OUT --target glm", folder)
     assert done.returncode == 2
-    assert "--target 'phi3' is unknown" in done.stderr
+    assert "--target 'glm' is unknown" in done.stderr
     assert "to use your own, add --plugin MODULE" in done.stderr
 
 

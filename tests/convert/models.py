@@ -2,7 +2,7 @@
 
 import dataclasses
 
-from megasink.convert.architecture import Architecture
+from megasink.convert.architecture import Architecture, Yarn
 from megasink.convert.megasink_model import MegasinkOptions
 
 # head_dim is not hidden / heads; 101 tokens leave 27 padded rows.
@@ -254,6 +254,79 @@ _MORE = {
     ),
 }
 ENGINES = {f"engines-{name}": (t, _for_engines(m)) for name, (t, m) in (MODELS | _MORE).items()}
+
+YARN = Yarn(factor=4.0, original=24)
+_HEADS = {"head_dim": 12}  # of families whose heads share the hidden size
+_UNGATED = {"activation": "relu2"}
+_MUP = {"use_mup": True, "mup_embedding_mult": 12.0, "mup_output_mult": 0.125}
+_MUP |= {"mup_base_head_dim": 4.0}
+
+
+def _having(**options):
+    return {"options": MegasinkOptions(**options)}
+
+
+# Families that compute what an earlier target does, or that need no more than an option.
+FAMILIES = {
+    "llama-yarn": ("llama", model(yarn=YARN)),
+    "gpt_oss-yarn": (
+        "gpt_oss",
+        model(
+            attention="sink",
+            **MOE,
+            activation="gpt-oss",
+            bias=True,
+            qkv_bias=True,
+            windows=(5, None),
+            yarn=Yarn(factor=32.0, original=16, beta_fast=8.0, beta_slow=2.0, round_range=False),
+        ),
+    ),
+    "own-yarn": ("megasink", model(attention="headwise", yarn=YARN)),
+    "qwen3-yarn": ("qwen3", model(qk_norm=True, yarn=Yarn(factor=2.0, original=48, mscale=0.5))),
+    "mixtral-yarn": (
+        "mixtral",
+        model(**MOE, yarn=Yarn(factor=2.0, original=48, mscale=0.7, mscale_all_dim=0.4)),
+    ),
+    "seed_oss": ("seed_oss", model(qkv_bias=True)),
+    "arcee": ("arcee", model(yarn=YARN, **_UNGATED, **_having(gated_unit=False))),
+    "ministral": ("ministral", model(windows=(5, None))),
+    "helium": ("helium", model(**_HEADS)),
+    "ernie4_5": ("ernie4_5", model(bias=True, qkv_bias=True, tied=True)),
+    "glm4": ("glm4", model(qkv_bias=True, **_having(sandwich_norm=True, rotary_percent=0.5))),
+    "phi3": ("phi3", model(windows=(5, 5), **_having(rotary_percent=0.75))),
+    "stablelm": (
+        "stablelm",
+        model(qkv_bias=True, **_HEADS, **_having(normalization="LayerNorm", rotary_percent=0.5)),
+    ),
+    "nemotron": (
+        "nemotron",
+        model(
+            **_UNGATED,
+            **_having(gated_unit=False, normalization="LayerNorm", rotary_percent=0.5),
+        ),
+    ),
+    "jais2": (
+        "jais2",
+        model(
+            bias=True,
+            qkv_bias=True,
+            **_UNGATED,
+            **_having(gated_unit=False, normalization="LayerNorm"),
+        ),
+    ),
+    "smollm3": ("smollm3", model(no_rope=(False, True))),
+    "granite": ("granite", model(**_HEADS, **_having(**_MUP))),
+    "granite-plain": ("granite", model(**_HEADS)),
+    "hyperclovax": (
+        "hyperclovax",
+        model(**_having(sandwich_norm=True, **_MUP), norm_eps=3e-4, tied=True),
+    ),
+    "own-no-rope-mup": (
+        "megasink",
+        model(attention="sink", no_rope=(True, False), **_having(**_MUP)),
+    ),
+}
+MODELS |= FAMILIES
 
 # With room for the tokens of a tokenizer of bytes.
 TEXT = {"vocabulary": 400, "padded": 512}

@@ -8,7 +8,13 @@ from megasink.convert.targets.target import Target
 
 # isort: split
 # They import the names above, as a plugin does.
-from megasink.convert.targets import gated_attention, megasink, sink_attention, softmax_attention
+from megasink.convert.targets import (
+    gated_attention,
+    megasink,
+    sink_attention,
+    softmax_attention,
+    softmax_families,
+)
 
 __all__ = [
     "TARGETS",
@@ -20,4 +26,5 @@ __all__ = [
     "register",
     "sink_attention",
     "softmax_attention",
+    "softmax_families",
 ]

@@ -110,7 +110,7 @@ for target in (
         qk_norm=True,
         activations=("silu",),
         windows="mixed",
-        rope_scaling=False,
+        rope_scaling=(),
         rope_by_layer=True,
     ),
     Target(
@@ -123,7 +123,7 @@ for target in (
         config=_qwen_config,
         refused=_qwen_refused,
         qk_norm=True,
-        rope_scaling=False,
+        rope_scaling=(),
         engines=("", "", "activation"),
     ),
     Target(
@@ -143,7 +143,7 @@ for target in (
         moe=True,
         qk_norm=True,
         renormalizes=False,
-        rope_scaling=False,
+        rope_scaling=(),
         engines=("", "", "activation"),
     ),
 ):

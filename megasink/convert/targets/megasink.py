@@ -56,7 +56,7 @@ class MegasinkTarget(Target):
             f"it has no {model.attention} attention": export is None or not export.modelling_file,
             "its sliding windows all have the same size": len(set(model.windows) - {None}) > 1,
             "its RoPE scaling applies to whole heads": (
-                model.rope_factor is not None and options.rotary_percent != 1.0
+                model.rope_scaling is not None and options.rotary_percent != 1.0
             ),
             "its experts have no biases": model.experts and model.bias,
             "its experts are gated": model.experts and not options.gated_unit,
@@ -123,6 +123,7 @@ def _config(model: Architecture) -> Config:
         **({CAP: cap} if cap else {}),
         "attention_variant": model.variant.name,
         "attention_variant_layers": list(model.variant_layers) or None,
+        "no_rope_layers": [int(not without) for without in model.no_rope] or None,
         **({option: model.attention} if option else {}),
         **changed,
     }
@@ -137,6 +138,7 @@ def _read(config: Mapping[str, Any]) -> dict[str, Any]:
     return {
         "attention": variant(config.get("attention_variant", "vanilla")).kind(config),
         "variant_layers": tuple(map(bool, config.get("attention_variant_layers") or ())),
+        "no_rope": tuple(not rotated for rotated in config.get("no_rope_layers") or ()),
         "options": _options(config),
     }
 
@@ -145,6 +147,9 @@ def _refused(config: Mapping[str, Any]) -> list[str]:
     name = config.get("attention_variant", "vanilla")
     if not is_variant(name):
         return [f"attention_variant {name!r}"]
+    rotated = config.get("no_rope_layers")
+    if rotated is not None and len(rotated) != config["num_hidden_layers"]:
+        return [f"no_rope_layers {rotated} of {config['num_hidden_layers']} layers"]
     layers = config.get("attention_variant_layers")
     if layers is not None and (
         len(layers) != config["num_hidden_layers"] or {*map(bool, layers)} != {True, False}

@@ -5,7 +5,7 @@ are always named as if they were fused into the linear layers after them.
 """
 
 import dataclasses
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 
 from megasink.convert.architecture import Architecture
 from megasink.convert.megatron_weights import apart
@@ -19,6 +19,7 @@ from megasink.convert.table import (
 )
 from megasink.convert.transforms import (
     Constant,
+    FusedQKV,
     GatedGroupedQKV,
     GateUp,
     GroupedQKV,
@@ -71,7 +72,7 @@ def decoder(
     attention_rows: tuple[Row, ...] | None = None,
     *,
     zero_centred: bool = False,
-    norms: tuple[str, str] = ("input_layernorm", "post_attention_layernorm"),
+    norms: tuple[str, ...] = ("input_layernorm", "post_attention_layernorm"),
     last_norm: str = "norm",
 ) -> tuple[Row, ...]:
     """Return the whole table: embedding, layers, output layer.
@@ -79,18 +80,26 @@ def decoder(
     Args:
         ffn, attention_rows: rows of a layer; None for `attention`.
         zero_centred: whether the target stores norm weights minus one.
-        norms: names of the norms before attention and before the FFN.
+        norms: names of the norms before attention and before the FFN; and, with sandwich norms, of
+            those after each.
         last_norm: name of the norm after the last layer.
     """
-    weight = norm_weight(model, zero_centred)
     before_ffn = NORM_BEFORE_EXPERTS if model.experts else NORM_OF_LOCAL_SPEC
+    after = (f"{LAYERS}post_self_attn_layernorm.weight", f"{LAYERS}post_mlp_layernorm.weight")
+    keys = (f"{QKV}layer_norm_weight", before_ffn, *after)[: len(norms)]
+
+    def norm(key: str, name: str) -> Iterator[Row]:
+        weight = norm_weight(model, zero_centred)
+        yield row(key, f"{name}.weight", transform=weight)
+        if model.options.normalization == "LayerNorm":
+            yield row(key.removesuffix("weight") + "bias", f"{name}.bias")
+
     return (
         *embedding(model),
-        row(f"{QKV}layer_norm_weight", f"{LAYER}{norms[0]}.weight", transform=weight),
-        row(before_ffn, f"{LAYER}{norms[1]}.weight", transform=weight),
+        *(each for key, name in zip(keys, norms, strict=True) for each in norm(key, LAYER + name)),
         *(attention(model, zero_centred) if attention_rows is None else attention_rows),
         *ffn,
-        row("decoder.final_layernorm.weight", f"model.{last_norm}.weight", transform=weight),
+        *norm("decoder.final_layernorm.weight", f"model.{last_norm}"),
         *output_layer(model),
     )
 
@@ -114,17 +123,23 @@ def zeros(model: Architecture, at: str, shapes: Mapping[str, tuple[int, ...]]) -
     return tuple(Row((), (at + name,), Constant(of, model.dtype)) for name, of in shapes.items())
 
 
-def attention(model: Architecture, zero_centred: bool = False) -> tuple[Row, ...]:
-    """Return the rows of the projections, their biases, and qk-norm."""
+def attention(
+    model: Architecture, zero_centred: bool = False, mixed: GroupedQKV | None = None
+) -> tuple[Row, ...]:
+    """Return the rows of the projections, their biases, and qk-norm.
+
+    `mixed` is the transform of linear_qkv, without gates.
+    """
     at = f"{LAYER}self_attn."
     sizes = (model.groups, model.queries, model.head_dim)
-    qkv = tuple(f"{at}{name}_proj" for name in "qkv")
-    weights = tuple(f"{name}.weight" for name in qkv)
-    mixed = GatedGroupedQKV if model.attention == "elementwise" else GroupedQKV
-    rows = [row(f"{QKV}weight", *weights, transform=mixed(*sizes))]
+    qkv = (f"{at}qkv_proj",)
+    if not isinstance(mixed, FusedQKV):
+        qkv = tuple(f"{at}{name}_proj" for name in "qkv")
+    plain = mixed or GroupedQKV(*sizes)
+    gated = GatedGroupedQKV(*sizes) if model.attention == "elementwise" else plain
+    rows = [row(f"{QKV}weight", *(f"{name}.weight" for name in qkv), transform=gated)]
     if model.qkv_bias:
-        biases = (f"{name}.bias" for name in qkv)
-        rows.append(row(f"{QKV}bias", *biases, transform=GroupedQKV(*sizes)))
+        rows.append(row(f"{QKV}bias", *(f"{name}.bias" for name in qkv), transform=plain))
     rows.append(row(f"{ATTENTION}linear_proj.weight", f"{at}o_proj.weight"))
     if model.bias:
         rows.append(row(f"{ATTENTION}linear_proj.bias", f"{at}o_proj.bias"))
@@ -154,14 +169,15 @@ def sinks(model: Architecture, name: str = "sinks") -> tuple[Row, ...]:
 
 
 def ffn(
-    model: Architecture, at: str = "mlp.", names: tuple[str, str, str] = _FFN_NAMES
+    model: Architecture, at: str = "mlp.", names: tuple[str, ...] = _FFN_NAMES
 ) -> tuple[Row, ...]:
-    """Return the rows of a gated FFN."""
-    gate, up, down = (f"{LAYER}{at}{name}" for name in names)
+    """Return the rows of an FFN; two names if its first layer is one tensor, gated or not."""
+    *first, down = (f"{LAYER}{at}{name}" for name in names)
+    split = GateUp() if len(first) == 2 else Transform()
     rows = []
     for kind in ("weight", "bias") if model.bias else ("weight",):
-        both = (f"{gate}.{kind}", f"{up}.{kind}")
-        rows.append(row(f"{MLP}linear_fc1.{kind}", *both, transform=GateUp()))
+        both = (f"{name}.{kind}" for name in first)
+        rows.append(row(f"{MLP}linear_fc1.{kind}", *both, transform=split))
         rows.append(row(f"{MLP}linear_fc2.{kind}", f"{down}.{kind}"))
     return tuple(rows)
 

@@ -4,7 +4,8 @@ from collections.abc import Mapping
 from functools import partial
 from typing import Any
 
-from megasink.convert.architecture import Architecture
+from megasink.convert.architecture import Architecture, Yarn
+from megasink.convert.rope import config_of_yarn
 from megasink.convert.table import Row, row
 from megasink.convert.targets import rows
 from megasink.convert.targets.registry import register
@@ -121,9 +122,8 @@ def _flint_refused(config: Mapping[str, Any]) -> list[str]:
 
 def _gpt_oss_config(model: Architecture) -> Config:
     # Engines read YaRN's keys whatever the rope_type says; with a factor of 1 it is plain RoPE.
-    yarn: Config = {"rope_type": "yarn", "factor": 1.0, "truncate": False}
-    yarn |= {"beta_fast": 32.0, "beta_slow": 1.0}
-    yarn |= {"original_max_position_embeddings": model.positions}
+    plain = Yarn(factor=1.0, original=model.positions, round_range=False)
+    yarn = config_of_yarn(model.yarn or plain)
     return {
         "attention_bias": True,
         "hidden_act": "silu",
@@ -206,7 +206,8 @@ for target in (
         bias=True,
         activations=("gpt-oss",),
         windows="alternating",
-        rope_scaling=False,
+        rope_scaling=("yarn",),
+        quantized=("mxfp4",),
         engines=("epsilon", "", ""),
     ),
 ):

@@ -1,5 +1,6 @@
 """A conversion target: an architecture of transformers, the models it fits, and its table."""
 
+import dataclasses
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -15,7 +16,7 @@ ENGINES = ("vLLM 0.33", "SGLang 0.5.23", "llama.cpp")
 _IGNORED: dict[str, tuple[str, Callable[[Architecture], bool]]] = {
     "windows": ("sliding windows", lambda model: any(model.windows)),
     "activation": ("activation", lambda model: model.activation in ("gelu", "relu")),
-    "scaling": ("RoPE scaling", lambda model: model.rope_factor is not None),
+    "scaling": ("RoPE scaling", lambda model: bool(model.rope_scaling)),
     "biases": ("biases of the FFN", lambda model: model.bias),
     "head_dim": ("head_dim", lambda model: model.head_dim * model.heads > model.hidden),
     "epsilon": ("epsilon of the norms", lambda model: model.norm_eps != 1e-5),
@@ -38,23 +39,30 @@ class Target:
             hf_config.py.
         fixed: {key of its config.json: the only value that megasink supports}.
         config: (model) -> further entries of its config.json.
+        defaults: {key: the value that transformers takes if config.json does not have it}, where
+            megasink's differs.
+        partial_rotary: the share of a head that is rotated if config.json does not have it; None if
+            heads are always rotated as a whole.
+        no_rope: whether layers can be without RoPE.
+        misfits: (model) -> further reasons why it does not fit.
         read: (config.json) -> {field of Architecture: value} that `keys` cannot express.
         moe: whether it has experts.
         qk_norm: whether queries and keys have an RMSNorm.
         options: (options of a model) -> the options that a model of this architecture has.
         activations: supported activations of the FFN.
-        qkv_bias: whether the query, key and value projections have biases.
+        qkv_bias: whether the query, key and value projections have biases; None if they can.
         bias: whether all linear layers can have biases.
         windows: sliding windows: "none"; "mixed", per layer and of one size, as in layer_types and
             sliding_window; "all" if the same for all layers; "alternating", as "mixed", and
             exported with a window in layers 0, 2, 4, ... or in none.
-        rope_scaling: whether it supports Llama 3's RoPE scaling.
+        rope_scaling: the supported types of RoPE scaling.
         rope_by_layer: whether its config.json has RoPE parameters per layer type.
         shared_expert: whether it supports a shared expert without a gate.
         renormalizes: whether the probabilities of the chosen experts always sum to one.
         custom_code: whether it is exported with megasink's modeling files, which support
             `MegasinkOptions`.
         refused: (config.json) -> what else in it megasink does not support.
+        quantized: supported quantization methods, which the import unpacks.
         engines: for each of `ENGINES`, what it ignores in this architecture without an error, as
             names of `_IGNORED`; None if it does not have it. docs/serving.md shows this.
     """
@@ -68,26 +76,33 @@ class Target:
     fixed: Mapping[str, Any] = field(default_factory=dict)
     config: Callable[[Architecture], Config] = field(default=lambda model: {})
     read: Callable[[Mapping[str, Any]], dict[str, Any]] = field(default=lambda config: {})
+    defaults: Mapping[str, Any] = field(default_factory=dict)
+    partial_rotary: float | None = None
+    no_rope: bool = False
+    misfits: Callable[[Architecture], list[str]] = field(default=lambda model: [])
     moe: bool = False
     qk_norm: bool = False
     options: Callable[[MegasinkOptions], MegasinkOptions] = field(
         default=lambda options: MegasinkOptions()
     )
     activations: tuple[str, ...] = ("silu", "gelu", "relu")
-    qkv_bias: bool = False
+    qkv_bias: bool | None = False
     bias: bool = False
     windows: str = "none"
-    rope_scaling: bool = True
+    rope_scaling: tuple[str, ...] = ("llama3", "yarn")
     rope_by_layer: bool = False
     shared_expert: bool = False
     renormalizes: bool = True
     custom_code: bool = False
     refused: Callable[[Mapping[str, Any]], list[str]] = field(default=lambda config: [])
+    quantized: tuple[str, ...] = ()
     engines: tuple[str | None, ...] = ()
 
     def write_config(self, model: Architecture) -> Config:
         """Return the entries of its config.json besides the common keys."""
         keys = {key: getattr(model, name) for key, name in self.keys.items()}
+        if self.partial_rotary is not None:
+            keys["partial_rotary_factor"] = model.options.rotary_percent
         if self.windows in ("mixed", "alternating"):
             keys |= {"layer_types": layer_types(model), "sliding_window": window_of(model)}
         return {**keys, **self.fixed, **self.config(model)}
@@ -100,7 +115,13 @@ class Target:
         read = self.read(config)
         present = {name: config.get(key) for key, name in self.keys.items() if name not in read}
         keys = {name: value for name, value in present.items() if value is not None}
-        implied: dict[str, Any] = {"attention": self.attention[0], "qkv_bias": self.qkv_bias}
+        implied: dict[str, Any] = {"attention": self.attention[0], "qkv_bias": bool(self.qkv_bias)}
+        implied["options"] = options = self.options(MegasinkOptions())
+        if self.partial_rotary is not None:
+            rope = config.get("rope_parameters") or {}
+            share = config.get("partial_rotary_factor", self.partial_rotary)
+            share = rope.get("partial_rotary_factor", share)
+            implied["options"] = dataclasses.replace(options, rotary_percent=float(share))
         if self.windows in ("mixed", "alternating"):
             implied["windows"] = windows_from(config)
         return {**implied, "qk_norm": self.qk_norm, **keys, **read}
@@ -117,6 +138,9 @@ class Target:
     def problems(self, model: Architecture) -> list[str]:
         """Return the reasons why a model cannot be exported as this architecture."""
         wanted = self.options(model.options)
+        if self.partial_rotary is not None:
+            share = model.options.rotary_percent
+            wanted = dataclasses.replace(wanted, rotary_percent=share)
         flags, wanted_flags = model.options.flags(), wanted.flags()
         problems = [f"it has no {flag}" for flag in flags if flag not in wanted_flags]
         problems += [f"it has {flag}" for flag in wanted_flags if flag not in flags]
@@ -135,7 +159,7 @@ class Target:
             problems.append(f"its FFN has {' or '.join(self.activations)}, not {model.activation}")
         if model.bias and not self.bias:
             problems.append("its linear layers have no biases")
-        elif model.qkv_bias != model.bias and not self.qkv_bias:
+        elif model.qkv_bias != model.bias and self.qkv_bias is False:
             problems.append("it cannot have biases in the query, key and value projections alone")
         if self.qkv_bias and not model.qkv_bias:
             problems.append("its query, key and value projections have biases")
@@ -146,13 +170,15 @@ class Target:
             problems.append("its sliding windows all have the same size")
         elif sizes and self.windows == "all" and None in model.windows:
             problems.append("its layers all have the same window")
-        if model.rope_factor is not None and not self.rope_scaling:
-            problems.append("it has no Llama 3 RoPE scaling")
+        if model.rope_scaling and model.rope_scaling not in self.rope_scaling:
+            problems.append(f"it has no {model.rope_scaling} RoPE scaling")
+        if any(model.no_rope) and not self.no_rope:
+            problems.append("its layers all have RoPE")
         if model.shared_ffn and not self.shared_expert:
             problems.append("it has no shared expert without a gate")
         if model.experts and self.renormalizes and not model.renormalize:
             problems.append("the probabilities of its chosen experts sum to one")
-        return problems
+        return problems + self.misfits(model)
 
     def export_problems(self, model: Architecture) -> list[str]:
         """Return `problems`, and windows that engines would read as another pattern."""

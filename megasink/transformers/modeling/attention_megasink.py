@@ -193,7 +193,7 @@ class MegasinkAttention(nn.Module):
         self.config, self.layer_idx = config, layer_idx
         self.head_dim, heads = config.head_dim, config.num_attention_heads
         self.num_key_value_groups = heads // config.num_key_value_heads
-        self.scaling, self.is_causal = self.head_dim**-0.5, True
+        self.scaling, self.is_causal = config.softmax_scale, True
         windowed = config.layer_types[layer_idx] == "sliding_attention"
         self.sliding_window = config.sliding_window if windowed else None
         hidden, groups = config.hidden_size, config.num_key_value_heads
@@ -261,7 +261,7 @@ class MegasinkAttention(nn.Module):
         if self.q_norm is not None:
             query, key = self.q_norm(query), self.k_norm(key)
         query, key, value = query.transpose(1, 2), key.transpose(1, 2), value.transpose(1, 2)
-        if position_embeddings is not None:
+        if position_embeddings is not None and self.config.rotates(self.layer_idx):
             cos, sin = position_embeddings
             query, key = rotate(query, cos, sin), rotate(key, cos, sin)
         if past_key_values is not None:

@@ -49,6 +49,9 @@ class MegasinkConfig(PreTrainedConfig):
         position_embedding_type: "rope", "learned_absolute" or "none".
         sinusoidal_position_embedding: whether a fixed table replaces the learned one.
         rope_parameters, rotary_percent: one RoPE for all layers; fraction of a head it rotates.
+        no_rope_layers: per layer, whether it has RoPE; None if all have it.
+        use_mup: whether the embeddings are multiplied by mup_embedding_mult, the logits by
+            mup_output_mult, and scores by sqrt(mup_base_head_dim or 1) / head_dim.
         attention_bias_type: "none", "alibi", "t5" or "bucket"; the last two use
             relative_attention_num_buckets and relative_attention_max_distance.
     """
@@ -120,6 +123,11 @@ class MegasinkConfig(PreTrainedConfig):
     position_embedding_type: str = "rope"
     sinusoidal_position_embedding: bool = False
     rotary_percent: float = 1.0
+    no_rope_layers: list[int] | None = None
+    use_mup: bool = False
+    mup_embedding_mult: float = 1.0
+    mup_output_mult: float = 1.0
+    mup_base_head_dim: float | None = None
     attention_bias_type: str = "none"
     relative_attention_num_buckets: int = 32
     relative_attention_max_distance: int = 128
@@ -161,6 +169,17 @@ class MegasinkConfig(PreTrainedConfig):
         """Return the attention variant of a layer."""
         layers = self.attention_variant_layers
         return self.attention_variant if layers is None or layers[layer_idx] else "vanilla"
+
+    @property
+    def softmax_scale(self) -> float:
+        """Return the factor of scores."""
+        if not self.use_mup:
+            return self.head_dim**-0.5
+        return (self.mup_base_head_dim or 1.0) ** 0.5 / self.head_dim
+
+    def rotates(self, layer_idx: int) -> bool:
+        """Return whether a layer has RoPE."""
+        return self.no_rope_layers is None or bool(self.no_rope_layers[layer_idx])
 
     @property
     def has_sink(self) -> bool:

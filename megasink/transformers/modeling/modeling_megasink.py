@@ -216,7 +216,7 @@ class MegasinkModel(MegasinkPreTrainedModel):
             position_ids = past + torch.arange(tokens, device=inputs_embeds.device)[None]
         masks = self.masks(inputs_embeds, attention_mask, past_key_values, position_ids)
         hidden_states, rotations = self.positions(inputs_embeds, position_ids)
-        hidden_states = self.embed_norm(hidden_states)
+        hidden_states = self.embed_norm(hidden_states * self.config.mup_embedding_mult)
         for kind, layer in zip(self.config.layer_types, self.layers, strict=True):
             mask, bias = masks[kind], layer.self_attn.position_bias
             hidden_states = layer(
@@ -305,6 +305,7 @@ class MegasinkForCausalLM(MegasinkPreTrainedModel, GenerationMixin):
         logits = self.lm_head(kept_positions(outputs.last_hidden_state, logits_to_keep))
         if (cap := config.final_logit_softcapping) is not None:
             logits = cap * torch.tanh(logits.float() / cap)
+        logits = logits * config.mup_output_mult
         loss = None
         if labels is not None:
             loss = self.loss_function(logits, labels, vocab_size=config.vocab_size, **kwargs)
