@@ -30,7 +30,7 @@ ROOMS = {
     "cpu": ("upstream ground", "torch megatron psutil"),
     "megatron": ("attention balance cpu upstream ground", "torch megatron"),
     "data": ("ground", "numpy tokenizers sentencepiece pyarrow transformers"),
-    "checkpoints": ("attention megatron cpu upstream data ground", "torch megatron pydantic"),
+    "checkpoints": ("attention megatron cpu upstream data ground", "torch megatron pydantic yaml"),
     "figures": ("megatron checkpoints ground", "numpy matplotlib"),
     "transformers": (
         "attention balance data figures ground",

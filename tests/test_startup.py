@@ -22,6 +22,7 @@ PATHS = {
     "generate": "nowhere --prompt a",
     "convert-to-hf": "nowhere --output {0}/new",
     "convert-from-hf": "nowhere --output {0}/new",
+    "adopt": "nowhere {0}/new",
     "compare": "nowhere",
     "analyze": "nowhere --data nowhere.txt --output {0}/new",
     "ablate": "nowhere --data nowhere.txt --output {0}/new",

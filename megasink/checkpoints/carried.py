@@ -13,6 +13,8 @@ from megasink.data.tokenizer import tokenizer_hash
 from megasink.files.json_file import read_object
 
 KEY = "hugging_face"
+ADOPTED = "adopted"
+"""Key of the origin of a run that `megasink adopt` made."""
 
 
 def carried(config: Path) -> dict[str, Any]:
@@ -50,4 +52,7 @@ def entry(args: Namespace, run: Path, *, resumed: bool) -> dict[str, Any]:
     if resumed:
         config = run / "config.json"
     kept = carried(config) if config else {}
-    return {KEY: kept} if kept else {}
+    found = {KEY: kept} if kept else {}
+    if resumed and (origin := read_object(run / "config.json").get(ADOPTED)):
+        found[ADOPTED] = origin
+    return found

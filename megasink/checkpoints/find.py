@@ -1,6 +1,5 @@
 """Find the checkpoint of a folder and its weights, or all checkpoints of a run."""
 
-import contextlib
 import errno
 import re
 import shutil
@@ -30,6 +29,20 @@ def is_legacy(folder: Path) -> bool:
     return not (folder / ".metadata").is_file() and any(folder.glob("mp_rank_*"))
 
 
+class ForeignCheckpointError(UserError):
+    """Raised for a checkpoint without a run's config.json."""
+
+    def __init__(self, path: Path):
+        super().__init__(f"{path} {_adopting(path)}")
+
+
+def _adopting(path: Path) -> str:
+    return (
+        "is not a megasink run (no config.json): make a run of a checkpoint of Megatron-LM or "
+        f"Megatron-Bridge with megasink adopt {path} RUN"
+    )
+
+
 def find_checkpoint(path: Path, iteration: int | None = None) -> Checkpoint:
     """Resolve a run, checkpoint or iteration folder to a checkpoint."""
     if is_stored(path):
@@ -38,6 +51,7 @@ def find_checkpoint(path: Path, iteration: int | None = None) -> Checkpoint:
         )
     if not path.is_dir():
         raise UserError(f"{path} does not exist: give a run folder or its checkpoint folder")
+    given = path
     named = re.fullmatch(r"iter_(\d{7,})", path.resolve().name)
     if named:
         if iteration not in (None, int(named[1])):
@@ -48,6 +62,8 @@ def find_checkpoint(path: Path, iteration: int | None = None) -> Checkpoint:
         run, checkpoints = path.resolve().parent, path
     newest = newest_checkpoint(checkpoints)
     if newest is None:
+        if not (run / "config.json").is_file() and any(checkpoints.glob("iter_*/.metadata")):
+            raise ForeignCheckpointError(given)
         if (path / "config.json").is_file() and not is_run(path):
             raise UserError(
                 f"{path} is a Hugging Face folder, not a run: import it with megasink "
@@ -57,7 +73,7 @@ def find_checkpoint(path: Path, iteration: int | None = None) -> Checkpoint:
             raise UserError(f"{path} {runs}")
         raise UserError(f"{path} has no finished checkpoint ({TRACKER} is missing)")
     if not (run / "config.json").is_file():
-        raise UserError(f"{path} is not a megasink run: {run} has no config.json")
+        raise ForeignCheckpointError(given)
     iteration = newest if iteration is None else iteration
     folder = checkpoint_path(checkpoints, iteration)
     if not folder.is_dir():
@@ -67,7 +83,14 @@ def find_checkpoint(path: Path, iteration: int | None = None) -> Checkpoint:
 
 
 def runs_in(folder: Path, file: str = f"checkpoints/{TRACKER}", what: str = "runs") -> str | None:
-    """Return a clause that names the runs, folders with a file, in a folder such as runs/."""
+    """Return a clause that names the runs, folders with a file, in a folder such as runs/.
+
+    For a checkpoint of Megatron, return how to make a run of it.
+    """
+    near = (folder, folder.resolve().parent)
+    of_run = any((one / "config.json").is_file() for one in near)
+    if not of_run and any(folder.glob("iter_*/.metadata")):
+        return _adopting(folder)
     depth = len(folder.parts) + 1
     runs = [str(Path(*path.parts[:depth])) for path in sorted(folder.glob(f"*/{file}"))]
     more = f" ({len(runs) - 5} more)" if len(runs) > 5 else ""
@@ -75,13 +98,20 @@ def runs_in(folder: Path, file: str = f"checkpoints/{TRACKER}", what: str = "run
 
 
 def is_run(path: Path) -> bool:
-    """Return whether a folder is a run or checkpoint of megasink, not a Hugging Face one."""
+    """Return whether a folder is a run or checkpoint of megasink, not a Hugging Face one.
+
+    Raises:
+        ForeignCheckpointError: it is another program's checkpoint.
+    """
     config = path / "config.json"
     if config.is_file():
         return "arguments" in read_object(config)
-    with contextlib.suppress(UserError):
+    try:
         return bool(find_checkpoint(path))
-    return False
+    except ForeignCheckpointError:
+        raise
+    except UserError:
+        return False
 
 
 def stored_shapes(folder: Path) -> dict[str, tuple[int, ...]]:

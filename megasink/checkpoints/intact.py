@@ -54,7 +54,8 @@ def damage(
         if {key: formats.get(key) for key in _FORMATS} != _FORMATS:
             raise UserError(f"metadata.json names formats other than {_FORMATS}")
     except UserError:
-        return "it is unfinished (metadata.json is missing or broken)"
+        link = _link_of(checkpoint / "metadata.json")
+        return f"it is unfinished (metadata.json is missing or broken{link})"
     try:
         entries = list(read_metadata(checkpoint, quick=quick).storage_data.values())
     except UserError as error:
@@ -66,10 +67,15 @@ def damage(
     for name, size in sorted(needed.items()):
         path = checkpoint / name
         if not path.is_file():
-            return f"{name} is missing"
+            return f"{name} is missing{_link_of(path)}"
         if path.stat().st_size < size:
             return f"{name} has only {path.stat().st_size} of {size} bytes"
     return _wrong_checksum(checkpoint, entries, tell) if checksums else None
+
+
+def _link_of(path: Path) -> str:
+    """Return the target of a link, such as those of megasink adopt, to complete a message."""
+    return f": it links to {path.readlink()}" if path.is_symlink() else ""
 
 
 def refuse_damage(checkpoint: Path) -> None:

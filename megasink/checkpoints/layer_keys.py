@@ -19,6 +19,8 @@ from megasink.megatron.hybrid_pattern import (
 LAYERS = "decoder.layers."
 NUMBERED = re.compile(r"decoder\.layers\.(\d+)\.(.+)")
 """A weight of a layer: its number, and its name in the layer."""
+HEAD_STATE = ".head_counter."
+"""In keys of the head-balance loss, which only checkpoints of megasink have."""
 LAST_NORM = ("decoder.final_norm.", "decoder.final_layernorm.")
 """The beginning of its keys in a hybrid, and in a GPT model."""
 # The first match is the symbol of the layer that has the key; norms alone do not decide.

@@ -24,8 +24,9 @@ from megasink import cpu
 from megasink.checkpoints.carried import generation_of
 from megasink.checkpoints.find import Checkpoint, find_checkpoint, stored_shapes
 from megasink.checkpoints.gpt_checkpoint import layer_maps, point_at_gpt_keys
-from megasink.checkpoints.layer_keys import LAYERS, NUMBERED, pattern_in
+from megasink.checkpoints.layer_keys import HEAD_STATE, LAYERS, NUMBERED, pattern_in
 from megasink.checkpoints.saved_arguments import read_arguments, single_process_arguments
+from megasink.checkpoints.saved_fields import check_fields
 from megasink.checkpoints.tokenizer import tokenizer_of
 from megasink.checkpoints.without_code import loading_without_code
 from megasink.errors import UserError, listed
@@ -107,15 +108,8 @@ def load_without_tokenizer(
         saved = with_yarn(saved, yarn)
     if dtype is torch.float32:
         saved |= {"bf16": False, "fp16": False}
-    _refuse_sizes(saved, checkpoint)
-    _make_parallel_state()
-    with _describing_a_model(checkpoint.config):
-        args = single_process_arguments(saved)
-        config = model_config(args)
-        config.finalize()
-        model = config.get_builder_cls()(config).build_model(
-            ProcessGroupCollection.use_mpu_process_groups(), pre_process=True, post_process=True
-        )
+    _refuse_sizes(saved, checkpoint.folder)
+    model, args = _built(saved, checkpoint.config)
     # As Float16Module does: modules that must stay in float32 handle this themselves.
     model.to(args.params_dtype)
     load_weights(model, checkpoint.folder)
@@ -124,9 +118,31 @@ def load_without_tokenizer(
     return model.eval(), args
 
 
-def _refuse_sizes(saved: Mapping[str, Any], checkpoint: Checkpoint) -> None:
+def _built(saved: Mapping[str, Any], where: Path) -> tuple[HybridModel, Namespace]:
+    """Build the model of a run's arguments in this process."""
+    _make_parallel_state()
+    with _describing_a_model(where):
+        args = single_process_arguments(saved)
+        config = model_config(args)
+        config.finalize()
+        model = config.get_builder_cls()(config).build_model(
+            ProcessGroupCollection.use_mpu_process_groups(), pre_process=True, post_process=True
+        )
+    return model, args
+
+
+def check_weights(saved: Mapping[str, Any], folder: Path) -> None:
+    """Compare the weights in a checkpoint with those that arguments describe, by their shapes."""
+    check_fields(saved, str(folder))
+    _refuse_sizes(saved, folder)
+    with torch.device("meta"):
+        model, _ = _built(saved, folder)
+    _wanted(model, folder)
+
+
+def _refuse_sizes(saved: Mapping[str, Any], folder: Path) -> None:
     """Refuse sizes far beyond those of the stored weights, before such a model takes memory."""
-    shapes = stored_shapes(checkpoint.folder)
+    shapes = stored_shapes(folder)
     table = shapes.get("embedding.word_embeddings.weight", (0, 0))
     has = {
         "padded_vocab_size": table[0],
@@ -147,9 +163,7 @@ def _refuse_sizes(saved: Mapping[str, Any], checkpoint: Checkpoint) -> None:
         if size and saved[name] > 16 * size
     ]
     if wrong:
-        raise UserError(
-            f"{checkpoint.folder} does not match the model in config.json: {'; '.join(wrong)}"
-        )
+        raise UserError(f"{folder} does not match the model in config.json: {'; '.join(wrong)}")
 
 
 @contextlib.contextmanager
@@ -170,14 +184,7 @@ def load_weights(model: HybridModel, folder: Path) -> None:
     dist_checkpointing.load is not used: it unpickles the arguments and states stored with the
     weights (serialization.py:229, torch's default_planner.py:388).
     """
-    groups = {"dp_cp_group": parallel_state.get_data_parallel_group(with_context_parallel=True)}
-    state, stored = model.sharded_state_dict(metadata=groups), stored_shapes(folder)
-    if pattern_in(stored) is None:
-        point_at_gpt_keys(state, layer_maps(model.hybrid_layer_pattern), stored)
-    wanted, _, factories = load_preprocess(state)
-    tensors, _ = extract_matching_values(wanted, lambda value: isinstance(value, ShardedTensor))
-    shapes = {t.key: tuple(t.global_shape) for t in nested_values(tensors)}
-    _compare(shapes, stored, folder)
+    tensors, factories = _wanted(model, folder)
     try:
         with loading_without_code():
             state = TorchDistLoadShardedStrategy().load(tensors, folder)
@@ -198,6 +205,22 @@ def load_weights(model: HybridModel, folder: Path) -> None:
     for what, names in (("unexpected", unexpected), ("missing", missing)):
         if names:
             raise UserError(f"{folder} does not fit the model: {what} {names}")
+
+
+def _wanted(model: HybridModel, folder: Path) -> tuple[Any, Any]:
+    """Return a model's tensors under the keys of a checkpoint that has all, and their factories."""
+    groups = {"dp_cp_group": parallel_state.get_data_parallel_group(with_context_parallel=True)}
+    state, stored = model.sharded_state_dict(metadata=groups), stored_shapes(folder)
+    if pattern_in(stored) is None:
+        point_at_gpt_keys(state, layer_maps(model.hybrid_layer_pattern), stored)
+    wanted, _, factories = load_preprocess(state)
+    counted = any(HEAD_STATE in key for key in stored)  # else Megatron's own checkpoint
+    tensors, _ = extract_matching_values(
+        wanted, lambda v: isinstance(v, ShardedTensor) and (counted or HEAD_STATE not in v.key)
+    )
+    shapes = {t.key: tuple(t.global_shape) for t in nested_values(tensors)}
+    _compare(shapes, stored, folder)
+    return tensors, factories
 
 
 def _compare(

@@ -38,6 +38,7 @@ GROUPS = {
     },
     "move models, and check this machine": {
         "convert-to-hf": "a checkpoint -> a Hugging Face folder, verified",
+        "adopt": "a checkpoint of Megatron-LM or Megatron-Bridge -> a run, without a copy",
         "convert-from-hf": "a Hugging Face folder -> a run to train on from",
         "doctor": "installed packages, the kernels that will run, and a test of both",
     },
@@ -46,7 +47,7 @@ COMMANDS = {name: text for group in GROUPS.values() for name, text in group.item
 # These use no variant, metric or conversion target.
 WITHOUT_PLUGINS = ("demo", "data", "recipes", "checkpoints")
 # These always run Megatron; others need it only for runs, and report that when given one.
-OF_TRAIN = ("demo", "train", "plan", "generate", "convert-from-hf")
+OF_TRAIN = ("demo", "train", "plan", "generate", "adopt", "convert-from-hf")
 # They start processes with their own logs, which also get the messages of other packages.
 WITH_LOGS = ("demo", "train", "plan")
 

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from megasink.checkpoints.find import is_legacy
 from megasink.checkpoints.intact import refuse_damage
-from megasink.checkpoints.layer_keys import as_gpt_keys
+from megasink.checkpoints.layer_keys import HEAD_STATE, as_gpt_keys
 from megasink.checkpoints.stored_tensor import StoredTensor, find_tensor
 from megasink.checkpoints.torch_metadata import read_metadata
 from megasink.convert.table import LAYERS, NORM_BEFORE_EXPERTS, NORM_OF_LOCAL_SPEC
@@ -23,7 +23,6 @@ from megasink.errors import UserError, reason_of
 
 # Entries that are not weights: states of optimizers, random numbers and the balance loss.
 _STATES = ("optimizer.", "chained_", "rng_state", "rerun_state", "common_state", "opt_param_sched")
-_HEAD_STATE = ".head_counter."
 
 
 class Box(NamedTuple):
@@ -59,7 +58,7 @@ def torch_dist_weights(folder: Path) -> dict[str, Weight]:
         stored[index.fqn][tuple(index.offset or ())] = where
     weights = {}
     for key, entry in metadata.state_dict_metadata.items():
-        if not hasattr(entry, "size") or key.startswith(_STATES) or _HEAD_STATE in key:
+        if not hasattr(entry, "size") or key.startswith(_STATES) or HEAD_STATE in key:
             continue
         parts = []
         for chunk in entry.chunks:

@@ -151,11 +151,15 @@ def _no_texts(factory: Any, options: type) -> dict[str, str]:
     return {}
 
 
-def known_flags() -> dict[str, Any]:
-    """Return {flag: argparse's `nargs` of it} for all flags of Megatron and megasink."""
+def flag_parser() -> ArgumentParser:
+    """Return the parser of all flags of Megatron and megasink, with megasink's defaults."""
     from megatron.training import arguments
 
     with HELP.replacing(_get_field_docstrings=_no_texts):
-        parser = arguments.add_megatron_arguments(ArgumentParser(allow_abbrev=False))
-    actions = add_arguments(parser)._option_string_actions.items()
+        return add_arguments(arguments.add_megatron_arguments(ArgumentParser(allow_abbrev=False)))
+
+
+def known_flags() -> dict[str, Any]:
+    """Return {flag: argparse's `nargs` of it} for all flags of Megatron and megasink."""
+    actions = flag_parser()._option_string_actions.items()
     return {name: action.nargs for name, action in actions if name.startswith("--")}

@@ -72,11 +72,16 @@ def read(argv: Sequence[str]) -> Namespace:
     os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")
     args = parse_known(argv)
     run_dir.use_own_tokenizer(args)
+    imply(args)
+    return args
+
+
+def imply(args: Namespace) -> None:
+    """Set what some of the parsed arguments imply for others."""
     if args.use_rotary_position_embeddings:  # the old name, which Megatron follows late
         args.position_embedding_type = "rope"
     _count_layers(args)
     resolve_layers(args)
-    return args
 
 
 def _count_layers(args: Namespace) -> None:

@@ -17,13 +17,12 @@ from megatron.core.dist_checkpointing.dict_utils import (
     extract_matching_values,
 )
 
+from megasink.checkpoints.carried import ADOPTED
 from megasink.checkpoints.gpt_checkpoint import layer_maps, point_at_gpt_keys
-from megasink.checkpoints.layer_keys import pattern_in
+from megasink.checkpoints.layer_keys import HEAD_STATE, pattern_in
 from megasink.checkpoints.torch_metadata import read_metadata
 from megasink.files.json_file import read_object
 from megasink.upstream.training import FOREIGN_CHECKPOINTS, GPT_CHECKPOINTS
-
-_STATE = ".head_counter."
 
 
 @contextlib.contextmanager
@@ -61,15 +60,16 @@ def _without_missing_state(
     sharded_state_dict: dict[str, Any], checkpoint_dir: str
 ) -> dict[str, Any]:
     def is_ours(value: Any) -> bool:
-        return isinstance(value, mapping.ShardedBase) and _STATE in f".{value.key}"
+        return isinstance(value, mapping.ShardedBase) and HEAD_STATE in f".{value.key}"
 
     ours, others = extract_matching_values(sharded_state_dict, is_ours)
     # A megasink run has all of it; skip the index, which every resume would read again.
     config = Path(checkpoint_dir).resolve().parent.parent / "config.json"
-    if not ours or (config.is_file() and "converted_from" not in read_object(config)):
+    theirs = {"converted_from", ADOPTED}
+    if not ours or (config.is_file() and not theirs & read_object(config).keys()):
         return sharded_state_dict
     known = read_metadata(Path(checkpoint_dir)).state_dict_metadata
-    if not any(_STATE in f".{key}" for key in known):
+    if not any(HEAD_STATE in f".{key}" for key in known):
         sharded_state_dict = dict(others)
 
     def own_where_missing(value: Any) -> Any:

@@ -148,7 +148,7 @@ def _other_contents(folder: Path) -> str | None:
         return f"{error}: choose another --run-dir"
     if "converted_from" in config:
         return (
-            f"--run-dir {folder} holds a model converted from Hugging Face: choose another "
+            f"--run-dir {folder} holds a converted model, not a run: choose another "
             f"folder, and add --load {folder}/checkpoints --finetune"
         )
     if not isinstance(config.get("arguments"), dict):
@@ -204,10 +204,7 @@ def _checkpoint_problems(args: Namespace) -> list[str]:
         return [f"--load {load}: {error}"]
     if "converted_from" in saved:
         if not args.finetune:
-            return [
-                f"--load {load} was converted from Hugging Face and has no optimizer state: "
-                "add --finetune"
-            ]
+            return [f"--load {load} is a converted model without optimizer state: add --finetune"]
         # Data and tokenizer may differ from those of the original model.
         names = tuple(name for name in MODEL if name in saved["identity"])
     differences = differences_of(config, saved, args, names, finetune=args.finetune)

@@ -246,7 +246,7 @@ def test_a_converted_model_is_no_run_to_go_on_with(saved, tmp_path):
             '{"architectures": ["LlamaForCausalLM"]}',
             "its config.json does not describe a run: choose",
         ),
-        ('{"arguments": {}, "converted_from": "llama"}', "holds a model converted from Hugging"),
+        ('{"arguments": {}, "converted_from": "llama"}', "holds a converted model"),
         ('{"arguments": 1}', "its config.json does not describe a run"),
         ("[]", "holds a JSON list, not an object: choose another --run-dir"),
         ("{", "is not JSON"),
