@@ -54,9 +54,10 @@ versions: $(READY)
 	$(BIN)/python -m tests.verified
 
 # On a machine with a GPU: checks and benchmarks, and a report of them. REPORT=path puts it elsewhere.
+# PYTHON=path takes a Python that has torch, and makes no environment; WHEELS=folder adds to it.
 REPORT ?= gpu-report
-gpu: $(READY)
-	$(BIN)/python benchmarks/gpu.py --output $(REPORT)
+gpu: $(if $(PYTHON),,$(READY))
+	$(or $(PYTHON),$(BIN)/python) benchmarks/gpu.py --output $(REPORT) $(if $(WHEELS),--wheels $(WHEELS))
 
 lint: $(READY)
 	$(BIN)/ruff check .

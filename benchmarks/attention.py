@@ -22,6 +22,7 @@ import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
+from importlib import util
 from pathlib import Path
 from typing import Any
 
@@ -53,6 +54,9 @@ def main() -> None:
     arguments.output.mkdir(parents=True, exist_ok=True)
     report = {"facts": facts(arguments), "floor": FLOOR, "rows": rows}
     (arguments.output / "attention.json").write_text(json.dumps(report, indent=1) + "\n")
+    if util.find_spec("matplotlib") is None:
+        print(f"wrote {arguments.output}/attention.json; no picture without matplotlib")
+        return
     draw(report, arguments.output / "attention.png")
     print(f"wrote {arguments.output}/attention.json and attention.png")
 

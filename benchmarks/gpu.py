@@ -2,10 +2,13 @@
 
     python benchmarks/gpu.py --output gpu-report
 
-Every part runs in a process of its own with a time limit; one that fails does not stop the others.
-The report (report.md, report.json, logs and pictures) is complete after each part. Called again,
-the command runs only what has not passed on the same commit, device and versions. At most ten
-minutes on an H100; a slower device needs --time-factor.
+Every part runs in a process of its own with a time limit; one that fails does not stop the others,
+and one whose packages are missing is skipped and named. The report (report.md, report.json, logs
+and pictures) is complete after each part. A call takes at most --minutes. The next one continues:
+it runs only what has not passed on the same commit, device and versions, test by test, with the
+kernels that earlier calls compiled. A slower device than an H100 needs --time-factor.
+
+Any Python with torch will do. --wheels FOLDER adds packages to it that are only unpacked.
 """
 
 import argparse
@@ -21,9 +24,23 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from gpu_report import facts, write_report
-
 ROOT = Path(__file__).parents[1]
+sys.path.insert(0, str(ROOT))  # a bare machine has no megasink installed
+
+from gpu_packages import missing, unpack  # noqa: E402
+from gpu_report import facts, write_report  # noqa: E402
+
+# Less is not worth starting a part for.
+_SHORTEST = 20.0
+# The kernels of CUDA devices in the order in which they are checked, and the module of each.
+KERNELS = {
+    "flash-cuda": (),
+    "cudnn": (),
+    "flash-attn-4": ("flash_attn.cute",),
+    "transformer-engine": ("transformer_engine",),
+    "flash-attn-3": ("flash_attn_interface",),
+    "flash-attn-2": ("flash_attn.flash_attn_interface",),
+}
 
 
 @dataclass(frozen=True)
@@ -37,6 +54,7 @@ class Part:
         limit: Seconds until it is stopped.
         gpus: GPUs that it needs.
         tables: Whether its output is Markdown, which goes into the report whole.
+        needs: Modules without which it is skipped.
     """
 
     name: str
@@ -45,6 +63,7 @@ class Part:
     limit: int
     gpus: int = 1
     tables: bool = False
+    needs: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -62,26 +81,51 @@ class Result:
     detail: str = ""
 
 
-def _tests(name: str) -> tuple[str, ...]:
-    return ("-m", "pytest", "-q", "-p", "no:cacheprovider", f"tests/gpu/{name}")
+def _tests(*names: str, kernel: str = "") -> tuple[str, ...]:
+    """Run files of tests without the settings of the whole suite, which needs more packages."""
+    options = ("-p", "no:cacheprovider", "--noconftest", "-c", os.devnull, f"--rootdir={ROOT}")
+    part = ("-p", "tests.gpu.parts", "--passed", "{folder}.passed")
+    part += ("--kernel", kernel) if kernel else ()
+    return ("-m", "pytest", "-q", *options, *part, *(f"tests/gpu/{name}" for name in names))
 
 
 def _benchmark(name: str, *flags: str) -> tuple[str, ...]:
     return (f"benchmarks/{name}.py", *flags)
 
 
+_ATTENTION = ("test_attention_gpu.py", "test_edges_gpu.py")
+_TRAIN = ("pytest", "megatron.training", "pydantic", "rich", "psutil", "sentencepiece")
 PARTS = (
-    Part("environment", "Versions, kernels, patches", ("-m", "megasink", "doctor"), 30),
-    Part("kernels", "Tests: kernels against float64", _tests("test_attention_gpu.py"), 130),
-    Part("gates", "Tests: Triton gate kernels", _tests("test_gate_kernels_gpu.py"), 60),
-    Part("layers", "Tests: layers, graphs, steps", _tests("test_layers_gpu.py"), 90),
-    Part("ranks", "Tests: NCCL ranks", _tests("test_ranks_gpu.py"), 60, gpus=2),
+    Part(
+        "environment",
+        "Versions, kernels, patches",
+        ("-m", "megasink", "doctor"),
+        60,
+        needs=("rich", "packaging"),
+    ),
     Part(
         "errors",
         "Gradient errors against float64",
         _benchmark("attention_error", "--device", "cuda"),
-        30,
+        60,
         tables=True,
+    ),
+    *(
+        Part(
+            f"kernel-{name}",
+            f"Tests: {name} against float64",
+            _tests(*_ATTENTION, kernel=name),
+            180,
+            needs=("pytest", *modules),
+        )
+        for name, modules in KERNELS.items()
+    ),
+    Part(
+        "gates",
+        "Tests: Triton gate kernels",
+        _tests("test_gate_kernels_gpu.py"),
+        90,
+        needs=("pytest", "triton"),
     ),
     Part(
         "attention",
@@ -91,8 +135,15 @@ PARTS = (
             *("--device", "cuda", "--heads", "16", "--head-dim", "128"),
             *("--lengths", "1024", "4096", "8192", "16384", "--output", "{folder}"),
         ),
-        110,
+        150,
         tables=True,
+    ),
+    Part(
+        "layers",
+        "Tests: Megatron's layers and steps",
+        _tests("test_layers_gpu.py"),
+        120,
+        needs=("pytest", "megatron.core", "pydantic"),
     ),
     Part(
         "step",
@@ -100,6 +151,22 @@ PARTS = (
         _benchmark("step_time", "--device", "cuda"),
         90,
         tables=True,
+        needs=("megatron.training", "pydantic"),
+    ),
+    Part(
+        "job",
+        "Tests: train, resume, export, generate, analyze",
+        _tests("test_job_gpu.py"),
+        300,
+        needs=(*_TRAIN, "scipy", "sklearn", "matplotlib"),
+    ),
+    Part("ranks", "Tests: NCCL ranks", _tests("test_ranks_gpu.py"), 120, gpus=2, needs=_TRAIN),
+    Part(
+        "other",
+        "Tests: eager, the choice of kernels",
+        _tests(*_ATTENTION, kernel="none"),
+        120,
+        needs=("pytest",),
     ),
 )
 
@@ -108,39 +175,52 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run what is left of the report; return 0 if every part passed or was skipped."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--output", type=Path, default=Path("gpu-report"), metavar="FOLDER")
+    parser.add_argument("--minutes", type=float, default=10.0, metavar="M", help="of this call")
+    parser.add_argument(
+        "--wheels", type=Path, metavar="FOLDER", help="unpack these wheels for the parts"
+    )
     parser.add_argument(
         "--time-factor", type=float, default=1.0, metavar="X", help="multiplies every time limit"
     )
     args = parser.parse_args(argv)
+    if args.wheels:
+        unpack(args.wheels, args.output / "packages")
+    sys.path.insert(0, str((args.output / "packages").resolve()))
     machine = facts()
     if not machine["devices"]:
         print(f"no GPU to measure: {machine['no_device']}", file=sys.stderr)
         return 1
     parts = [replace(part, limit=int(part.limit * args.time_factor)) for part in PARTS]
-    return run_parts(parts, args.output, machine)
+    return run_parts(parts, args.output, machine, 60.0 * args.minutes)
 
 
-def run_parts(parts: Sequence[Part], folder: Path, machine: dict[str, Any]) -> int:
+def run_parts(
+    parts: Sequence[Part], folder: Path, machine: dict[str, Any], seconds: float = 600.0
+) -> int:
     """Run the parts that have not passed on this machine, and write the report after each.
 
     Args:
         machine: What `facts` returns; the report keeps results of an equal one.
+        seconds: No part runs longer, or starts when they are almost over.
     """
+    deadline = time.monotonic() + seconds
     folder.mkdir(parents=True, exist_ok=True)
     results = _passed_before(folder, machine)
     kept = [part.name for part in parts if part.name in results]
     if kept:
         print(f"passed before on this commit and machine: {', '.join(kept)}", flush=True)
     left = [part for part in parts if part.name not in results]
+    lacks = missing(module for part in left for module in part.needs)
+    for name, modules in lacks.items():
+        cost = [part.name for part in left if not modules.isdisjoint(part.needs)]
+        print(f"{name} is not installed, which {', '.join(cost)} need", flush=True)
     try:
         for index, part in enumerate(left):
-            minutes = sum(later.limit for later in left[index:]) / 60
-            print(
-                f"[{index + 1}/{len(left)}] {part.title} (at most {part.limit} s; "
-                f"all that is left: {minutes:.0f} min)",
-                flush=True,
-            )
-            results[part.name] = _run(part, folder, len(machine["devices"]))
+            part = replace(part, limit=min(part.limit, int(deadline - time.monotonic())))
+            if part.limit < min(_SHORTEST, left[index].limit):
+                break
+            print(f"[{index + 1}/{len(left)}] {part.title} (at most {part.limit} s)", flush=True)
+            results[part.name] = _run(part, folder, len(machine["devices"]), lacks)
             _save(parts, results, folder, machine)
             result = results[part.name]
             print(f"    {result.state} after {result.seconds:.0f} s: {result.detail}", flush=True)
@@ -152,18 +232,22 @@ def run_parts(parts: Sequence[Part], folder: Path, machine: dict[str, Any]) -> i
     bad = [name for name, result in results.items() if result.state not in ("passed", "skipped")]
     if bad:
         print(f"did not pass: {', '.join(bad)}; logs are in {folder}", file=sys.stderr)
-    return 1 if bad else 0
+    if later := [part.name for part in left if part.name not in results]:
+        print(f"time is over; the same command goes on with {', '.join(later)}", file=sys.stderr)
+    return 1 if bad or later else 0
 
 
-def _run(part: Part, folder: Path, gpus: int) -> Result:
+def _run(part: Part, folder: Path, gpus: int, lacks: dict[str, set[str]]) -> Result:
     """Run one part, its output in NAME.log."""
+    if absent := [name for name, modules in lacks.items() if not modules.isdisjoint(part.needs)]:
+        return Result("skipped", detail=f"needs {', '.join(absent)}")
     if gpus < part.gpus:
         return Result("skipped", detail=f"needs {part.gpus} GPUs, there is {gpus}")
     own = folder / part.name
     shutil.rmtree(own, ignore_errors=True)
     own.mkdir()
     command = [sys.executable, *(word.format(folder=own.resolve()) for word in part.command)]
-    environment = os.environ | {"PYTHONPATH": str(ROOT), "PYTHONUNBUFFERED": "1", "COLUMNS": "100"}
+    environment = _environment(folder.resolve())
     log = folder / f"{part.name}.log"
     start = time.monotonic()
     with log.open("wb") as output:
@@ -190,6 +274,21 @@ def _run(part: Part, folder: Path, gpus: int) -> Result:
     return Result("passed" if code == 0 else "failed", seconds, last)
 
 
+def _environment(folder: Path) -> dict[str, str]:
+    """Return the variables of a part: its packages, and caches of compiled kernels that stay."""
+    cache = folder / "cache"
+    return os.environ | {
+        "PYTHONPATH": os.pathsep.join((str(folder / "packages"), str(ROOT))),
+        "PYTHONUNBUFFERED": "1",
+        "COLUMNS": "100",
+        "TRITON_CACHE_DIR": str(cache / "triton"),
+        "TORCHINDUCTOR_CACHE_DIR": str(cache / "inductor"),
+        "CUBLAS_WORKSPACE_CONFIG": ":4096:8",  # for tests of deterministic gradients
+        "FLASH_ATTENTION_CUTE_DSL_CACHE_ENABLED": "1",
+        "FLASH_ATTENTION_CUTE_DSL_CACHE_DIR": str(cache / "flash_attn"),
+    }
+
+
 def _end(process: "subprocess.Popen[bytes]") -> None:
     """Kill what is left of a part's process group."""
     try:
@@ -204,6 +303,8 @@ def _passed_before(folder: Path, machine: dict[str, Any]) -> dict[str, Result]:
     try:
         report = json.loads((folder / "report.json").read_text())
         if report["machine"] != machine:
+            for tests in folder.glob("*.passed"):
+                tests.unlink()
             return {}
         before = {part["name"]: Result(**part["result"]) for part in report["parts"]}
     except (OSError, ValueError, KeyError, TypeError):

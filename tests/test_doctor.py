@@ -10,8 +10,10 @@ import torch
 from packaging.requirements import Requirement
 
 from megasink import cli
+from megasink.attention import Choice
 from megasink.cli import doctor, self_test
 from megasink.cli.doctor import BASE, packages
+from megasink.upstream import fused
 from tests.test_packaging import project, requirements
 
 
@@ -23,6 +25,19 @@ def metadata_of_this_checkout(monkeypatch: pytest.MonkeyPatch) -> None:
     for extra, names in table["optional-dependencies"].items():
         texts += [f"{name}; extra == '{extra}'" for name in names]
     monkeypatch.setattr(importlib.metadata, "requires", lambda name: texts)
+
+
+def test_a_faster_kernel_that_is_missing_has_the_command_of_its_extra():
+    """Not where the device cannot run it, and by the extra's own bound."""
+    package = fused.FLASH_ATTENTION_4
+    if package.missing() is None:
+        pytest.skip("flash-attn-4 is installed")
+    line = fused.faster(Choice("flash-cuda", {"flash-attn-4": package.missing()}))
+    (extra,) = requirements("flash-attn-4")
+    assert "flash-attn-4 should be faster here than flash-cuda" in line
+    assert line.endswith(f"pip install '{extra}'")
+    old = {"flash-attn-4": "it needs compute capability 9.0 or later, the device has 8.0"}
+    assert fused.faster(Choice("flash-cuda", old)) is None
 
 
 def told(capsys: pytest.CaptureFixture[str], *flags: str) -> tuple[int, dict]:

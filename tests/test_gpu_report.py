@@ -8,10 +8,12 @@ import os
 import signal
 import subprocess
 import sys
+import zipfile
 from pathlib import Path
 
 import pytest
 
+from megasink.attention import backend_names
 from tests.waiting import is_alive, until
 
 ROOT = Path(__file__).parents[1]
@@ -149,10 +151,143 @@ def test_without_a_gpu_it_says_so(gpu, monkeypatch, capsys, tmp_path):
     assert not (tmp_path / "report").exists()
 
 
-def test_the_limits_keep_the_promise(gpu):
-    assert sum(part.limit for part in gpu.PARTS) <= 600
+def test_a_call_ends_in_time_and_the_next_one_goes_on(gpu, tmp_path, capfd, monkeypatch):
+    """A part gets at most what is left, and no part starts at the end."""
+    parts = [part(gpu, "first", "pass", limit=9000), part(gpu, "second", "pass")]
+    assert gpu.run_parts(parts, tmp_path, MACHINE, 0.0) == 1
+    assert states(tmp_path) == {}
+    assert "time is over; the same command goes on with first, second" in capfd.readouterr().err
+    limits = []
+
+    def passes(part, *_):
+        limits.append(part.limit)
+        return gpu.Result("passed")
+
+    monkeypatch.setattr(gpu, "_run", passes)
+    assert gpu.run_parts(parts, tmp_path, MACHINE, 8000.0) == 0
+    assert limits[0] <= 8000
+    assert limits[1] == 60
+
+
+def test_names_of_parts_are_different(gpu):
     names = [part.name for part in gpu.PARTS]
     assert len(set(names)) == len(names)
+
+
+def test_every_kernel_of_a_gpu_is_a_part(gpu):
+    assert set(gpu.KERNELS) == {*backend_names()} - {"flash-cpu", "eager"}
+
+
+# A folder of PYTHONPATH with this in it: a Python of which only these are hidden.
+BARE = """
+import sys
+from importlib.machinery import PathFinder
+ABSENT = {absent!r}
+class Hiding(PathFinder):
+    @classmethod
+    def find_spec(cls, name, path=None, target=None):
+        hidden = name.partition(".")[0] in ABSENT
+        return None if hidden else PathFinder.find_spec(name, path, target)
+others = [finder for finder in sys.meta_path if finder is not PathFinder]
+sys.meta_path[:] = [*others, Hiding]
+"""
+ABSENT = "megatron transformer_engine flash_attn pytest pydantic pydantic_core scipy sklearn"
+ABSENT += " matplotlib PIL pyarrow tensorboard sentencepiece psutil threadpoolctl lm_eval datasets"
+
+
+def test_a_bare_machine_runs_what_it_can(tmp_path):
+    """What is missing is named with the parts that it costs; doctor runs without all of it."""
+    (tmp_path / "sitecustomize.py").write_text(BARE.format(absent=ABSENT.split()))
+    code = f"""
+import sys
+sys.path.insert(0, {str(ROOT / "benchmarks")!r})
+import gpu
+from dataclasses import replace
+real = {{"environment": ("-m", "megasink", "doctor", "--no-self-test")}}
+parts = [replace(part, limit=600, command=real.get(part.name, ("-c", "print('ran')")))
+         for part in gpu.PARTS]
+gpu._environment = lambda folder: gpu.os.environ
+sys.exit(gpu.run_parts(parts, gpu.Path({str(tmp_path / "report")!r}), {MACHINE!r}, 3600.0))
+"""
+    environment = os.environ | {"PYTHONPATH": f"{tmp_path}:{ROOT}", "OMP_NUM_THREADS": "1"}
+    command = [sys.executable, "-c", code]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+    found = states(tmp_path / "report")
+    assert {name for name, state in found.items() if state == "passed"} == {
+        "environment",
+        "errors",
+        "attention",
+    }
+    assert set(found.values()) == {"passed", "skipped"}
+    lines = done.stdout.splitlines()
+    assert (
+        sum(line.startswith("pytest is not installed, which kernel-flash-") for line in lines) == 1
+    )
+    assert "megatron-core is not installed, which layers, step, job, ranks need" in lines
+    assert "flash-attn-4 is not installed, which kernel-flash-attn-4 need" in lines
+
+
+def test_wheels_are_unpacked_also_from_parts(gpu, tmp_path, monkeypatch):
+    """A wheel of a module, one with a .pth file and one in two parts; twice, and a broken one."""
+    wheels, folder = tmp_path / "wheels", tmp_path / "packages"
+    wheels.mkdir()
+    for name, files in {
+        "plain": {"plain_module.py": "value = 1"},
+        "linked": {"linked.pth": "inner", "inner/linked_module.py": "value = 2"},
+        "split": {"split_module.py": "value = 3", "split-1.0.data/purelib/late_module.py": ""},
+    }.items():
+        path = wheels / f"{name}-1.0-py3-none-any.whl"
+        with zipfile.ZipFile(path, "w") as wheel:
+            for file, text in files.items():
+                wheel.writestr(file, text)
+            wheel.writestr(f"{name}-1.0.dist-info/RECORD", "")
+    whole = path.read_bytes()
+    path.unlink()
+    (wheels / f"{path.name}.aa").write_bytes(whole[:100])
+    (wheels / f"{path.name}.ab").write_bytes(whole[100:])
+    gpu.unpack(wheels, folder)
+    (folder / "plain_module.py").write_text("value = 4")
+    gpu.unpack(wheels, folder)  # nothing again
+    code = "import plain_module as a, linked_module as b, split_module as c, late_module\n"
+    code += "print(a.value, b.value, c.value)"
+    environment = os.environ | {"PYTHONPATH": str(folder)}
+    said = subprocess.check_output([sys.executable, "-c", code], env=environment, text=True)
+    assert said == "4 2 3\n"
+    (wheels / "broken-1.0-py3-none-any.whl").write_bytes(whole[:100])
+    with pytest.raises(SystemExit, match=r"broken-1.0-py3-none-any.whl: not a whole wheel"):
+        gpu.unpack(wheels, folder)
+    with pytest.raises(SystemExit, match="has no wheels"):
+        gpu.unpack(folder, folder)
+
+
+def test_a_stopped_part_continues_test_by_test(tmp_path):
+    """The tests of one kernel; one that passed in an earlier call is not run again."""
+    source = tmp_path / "test_some.py"
+    source.write_text("""
+import pytest
+@pytest.mark.parametrize("kernel", ["one", "two"])
+def test_of_kernels(kernel): pass
+def test_of_none(): pass
+def test_fails(): assert False
+""")
+    command = [sys.executable, "-m", "pytest", "-p", "tests.gpu.parts", "--noconftest"]
+    command += ["-c", os.devnull, "-p", "no:cacheprovider", "-v", f"--rootdir={tmp_path}"]
+    command += ["--passed", str(tmp_path / "passed"), str(source)]
+    environment = os.environ | {"PYTHONPATH": str(ROOT)}
+
+    def called(*options):
+        line = [*command, *options]
+        done = subprocess.run(line, env=environment, capture_output=True, text=True, check=False)
+        return done.returncode, {
+            line.split("::")[1].split()[0] for line in done.stdout.splitlines() if "%]" in line
+        }
+
+    assert called("--kernel", "two") == (0, {"test_of_kernels[two]"})
+    assert called("--kernel", "two") == (0, set())
+    assert called("--kernel", "none") == (1, {"test_of_none", "test_fails"})
+    assert called("--kernel", "none") == (1, {"test_fails"})
+    assert called() == (1, {"test_of_kernels[one]", "test_fails"})
 
 
 def test_every_part_has_its_files(gpu):

@@ -12,14 +12,17 @@ import megasink
 from megasink import cpu, plugins
 from megasink.attention.variants import variants
 from megasink.console.printable import add_json, as_text
+from megasink.cpu import broken
 from megasink.errors import UserError
 from megasink.options.command_line import CommandParser
 from megasink.tried import numbers_of
+from megasink.upstream import fused
 from megasink.upstream.versions import version_of, versions
 
 _PYTHON = ((3, 12), (3, 14))
 # pyproject.toml says what they are for.
-EXTRAS = ("train", "gpu", "finetune", "muon", "eval", "eval-long", "gguf", "storage")
+EXTRAS = ("train", "gpu", "flash-attn-4", "finetune", "muon", "eval", "eval-long", "gguf")
+EXTRAS += ("storage",)
 BASE = ""
 
 
@@ -70,6 +73,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     report["plugins"] = [str(plugin) for plugin in plugins.LOADED.values()]
     _print_packages(console, installed, report)
     if version_of("torch") is not None:
+        broken.block_broken_packages()
+        problems += broken.describe()
         problems += _machine(console, args, report)
     report |= {"problems": problems, "ok": not problems}
     if args.json:
@@ -142,6 +147,8 @@ def _machine(console: Console, args: Any, report: dict[str, Any]) -> list[str]:
     for row in {row["dtype"]: row for row in rows}.values():
         reasons = "; ".join(f"not {other}: {why}" for other, why in row["not_gates"].items())
         _plain(console, f"gates around them in {row['dtype']}: {row['gates']} ({reasons})")
+    for line in dict.fromkeys(row["faster"] for row in rows if row["faster"]):
+        _plain(console, f"{'faster':20} {line}")
     if args.no_self_test:
         return []
     from megasink.cli.self_test import checks
@@ -192,6 +199,7 @@ def _kernels(device_type: str, head_dim: int, window: int | None) -> list[dict[s
                     "dtype": str(dtype).removeprefix("torch."),
                     "attention": attention.name,
                     "not_attention": attention.reasons,
+                    "faster": fused.faster(attention) if device_type == "cuda" else None,
                     "gates": gates.name,
                     "not_gates": gates.reasons,
                 }

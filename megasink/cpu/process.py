@@ -6,6 +6,7 @@ import sys
 import warnings
 
 from megasink import cpu
+from megasink.cpu.broken import block_broken_packages
 from megasink.errors import UserError
 from megasink.upstream.versions import check_versions
 
@@ -15,8 +16,11 @@ def prepare_process(device: str | None = None) -> None:
     if device == "cpu":
         os.environ["CUDA_VISIBLE_DEVICES"] = ""
     check_versions()
+    # FlashAttention 4 otherwise compiles its kernels at every start, for 13 s and more.
+    os.environ.setdefault("FLASH_ATTENTION_CUTE_DSL_CACHE_ENABLED", "1")
     # A dozen Megatron modules emit this warning on import.
     warnings.filterwarnings("ignore", message=".*(Transformer Engine|Apex).*not installed")
+    block_broken_packages()
     if not cpu.cuda_present():
         reason = cpu.unusable_gpu()
         if reason is not None:
@@ -25,6 +29,10 @@ def prepare_process(device: str | None = None) -> None:
     from megasink.upstream.apply import mend_upstream  # it imports Megatron
 
     mend_upstream()
+    import torch
+
+    # --deterministic-mode would fill every new tensor, which nearly doubles the launches of a step.
+    torch.utils.deterministic.fill_uninitialized_memory = False
 
 
 def prepare_quietly(*, cpu: bool) -> None:

@@ -20,6 +20,7 @@ from typing import Any
 
 from megasink import cpu, plugins
 from megasink.console.stopping import escape_output
+from megasink.cpu import broken
 from megasink.cpu.process import prepare_process
 from megasink.errors import ConfigError, Stopped, UserError
 from megasink.files.atomic import lock_folder, remove_dead
@@ -53,6 +54,8 @@ def pretrain(argv: Sequence[str]) -> None:
     guard.timeout = 60.0 * args.distributed_timeout_minutes
     if args.rank == 0:
         print(cpu.describe(), flush=True)
+        for line in broken.describe():
+            print(f"not used: {line}", flush=True)
     with shared_folder(), starting(args, identity) as store:
         train(args, store)
 
@@ -119,8 +122,11 @@ def _run(args: Namespace, store: Any) -> None:
     if args.rank == 0 and args.attention_similarity != "softmax":
         print(f"attention: {args.attention_similarity} similarity, in chunks of rows", flush=True)
     elif args.rank == 0:
-        for title, choice in kernel_choices(args).items():
+        choices = kernel_choices(args)
+        for title, choice in choices.items():
             print(f"attention: {title} on {choice}", flush=True)
+        for line in dict.fromkeys(filter(None, map(fused.faster, choices.values()))):
+            print(f"attention: {line}", flush=True)
     with refusals_of_megatron():
         model = model_config(args)
         model.pre_wrap_hooks.append(choosing_by_size(args))

@@ -62,7 +62,8 @@ def check_versions() -> None:
 
 def have_transformer_engine() -> bool:
     """Return whether TransformerEngine can be imported (its modules also need CUDA)."""
-    return importlib.util.find_spec("transformer_engine") is not None
+    spec = importlib.util.find_spec("transformer_engine")
+    return spec is not None and spec.origin is not None  # a blocked one has no file (cpu/broken.py)
 
 
 def have_apex() -> bool:

@@ -17,38 +17,18 @@ from megasink.attention import (
     reference_attention,
 )
 from megasink.attention.gate_kernels import plain as definition
-from megasink.attention.kernels import AttentionRequest, at_runtime, backend_named, backend_names
+from megasink.attention.kernels import AttentionRequest, at_runtime, backend_named
 from megasink.attention.masked import backward_masked, forward_masked
 from megasink.errors import ConfigError
 from tests.attention.attention_oracle import (
     assert_at_most_twice_plain_error,
     check,
     evaluate,
-    make_case,
 )
+from tests.gpu.cases import BF16, INJECTED, KERNELS, MARKS, cuda_case, needs
+from tests.gpu.cases import supported as _supported  # noqa: F401  (a fixture)
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
-]
-
-BF16 = torch.bfloat16
-KERNELS = [name for name in backend_names() if name not in ("flash-cpu", "eager")]
-INJECTED = [name for name in KERNELS if not backend_named(name).takes_lse_gradient]
-
-
-@pytest.fixture(autouse=True)
-def _supported(request):
-    """Skips a kernel that this device or build lacks, with the registry's own reason."""
-    name = request.getfixturevalue("kernel") if "kernel" in request.fixturenames else "eager"
-    facts = at_runtime(AttentionRequest("cuda", BF16, 64), 0)
-    reason = backend_named(name).supports(facts)
-    if reason is not None:
-        pytest.skip(f"{name}: {reason}")
-
-
-def cuda_case(**options):
-    return make_case(**{"head_dim": 64, "dtype": BF16, "device": "cuda", **options})
+pytestmark = MARKS
 
 
 @pytest.mark.parametrize("kernel", KERNELS)
@@ -61,8 +41,9 @@ def test_outputs_and_gradients(variant, window, kernel):
 
 
 @pytest.mark.parametrize("kernel", KERNELS)
-@pytest.mark.parametrize("head_dim", [64, 72, 128])
+@pytest.mark.parametrize("head_dim", [40, 64, 72, 96, 128, 192, 256])
 def test_head_dims(head_dim, kernel):
+    needs(kernel, head_dim=head_dim)
     check(cuda_case(head_dim=head_dim, tokens=130), BF16, "sink", backend=kernel)
 
 
