@@ -13,7 +13,7 @@ from collections.abc import Iterable, Sequence
 from typing import IO, Any, NamedTuple
 
 from megasink import cpu, plugins
-from megasink.console import printable
+from megasink.console import printable, stopping
 from megasink.errors import ConfigError, UserError
 from megasink.megatron.arguments import known_flags
 from megasink.training import arguments, recipes
@@ -43,8 +43,10 @@ def _asked(lines: list[Line], on_cpu: list[bool], kind: bool) -> Iterable[Namesp
     with tempfile.TemporaryFile("w+") as file:
         json.dump([line for line, its in zip(lines, on_cpu, strict=True) if its == kind], file)
         file.seek(0)
-        if code := start(file):
-            raise UserError(f"the check of the command line ended with exit code {code}")
+        if (code := start(file)) > 0:
+            raise SystemExit(code)  # it has printed why
+        if code:
+            raise UserError(f"the check of the command line was ended by signal {-code}")
         file.seek(0)
         answers = json.load(file)
     for answer in answers:
@@ -59,8 +61,12 @@ def start(file: IO[str]) -> int:
     return subprocess.run(command, stdin=file, start_new_session=True, check=False).returncode
 
 
-def main() -> None:
-    """Answer the lines in the file that is stdin."""
+def main() -> int:
+    """Answer the lines in the file that is stdin; errors of the machine are one line."""
+    return stopping.run(_main)
+
+
+def _main() -> int:
     lines = [Line(*line) for line in json.load(sys.stdin)]
     with printable.hidden():
         text = json.dumps(list(map(_answer, lines)))
@@ -68,6 +74,7 @@ def main() -> None:
         file.seek(0)
         file.truncate()
         file.write(text)
+    return 0
 
 
 def _answer(line: Line) -> dict[str, Any]:
@@ -116,4 +123,4 @@ def ranks_to_start(args: Namespace, before: int | None = None) -> int:
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())
