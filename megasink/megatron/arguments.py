@@ -83,16 +83,19 @@ def add_arguments(parser: ArgumentParser) -> ArgumentParser:
 def read_flags(parser: ArgumentParser, argv: Sequence[str]) -> Namespace:
     """Return the parsed flags, with their problems in ``flag_problems``.
 
-    ``refused_flags`` holds the dests of rejected flags and of the flags meant by unknown ones.
+    ``given_flags`` holds the dests of all, ``refused_flags`` those of rejected flags and of the
+    flags meant by unknown ones.
     """
     argv, problems = dashed(parser, argv)
     read = Reading(parser, argv)
     args = read.namespace
     refused = flags_refused("always")
     unknown = unknown_flags(parser, read.unknown, refused, _CHANGES_THE_MODEL)
+    known = parser._option_string_actions
+    words = (word.partition("=")[0] for word in argv)
+    args.given_flags = {known[word].dest for word in words if word in known}
     args.flag_problems = [*problems, *unknown, *read.problems]
     # Do not also report a misspelled flag as missing.
-    known = parser._option_string_actions
     meant = (nearest(word, known, cutoff=CLOSE) for word in read.unknown if word[:1] in "-–—")
     args.refused_flags = read.refused | {known[name].dest for name in meant if name}
     if not hasattr(args, "yaml_cfg"):

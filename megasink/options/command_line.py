@@ -204,7 +204,7 @@ def unknown_flags(
 ) -> list[str]:
     """Return one message per unknown flag, with its values and the closest known flag.
 
-    Never its opposite (--no-X for --X), and no flag that is `refused`. A switch whose dest is in
+    Never its opposite (--no-X for --X), and no flag that is `refused`. A flag whose dest is in
     `careful` must differ by a letter or two.
     """
     actions, problems = parser._option_string_actions, list[str]()
@@ -212,7 +212,7 @@ def unknown_flags(
     for group in groups(unknown):
         alike = [name for name in known if _negates(name) == _negates(group[0])]
         meant = nearest(group[0], alike) if _is_flag(group[0]) else None
-        if meant and actions[meant].nargs == 0 and actions[meant].dest in careful:
+        if meant and actions[meant].dest in careful:
             meant = nearest(group[0], [meant], cutoff=CLOSE)
         hint = f": did you mean {meant}?" if meant else ""
         problems.append(f"unknown: {' '.join(group)}{hint}")

@@ -67,6 +67,9 @@ def import_everything() -> None:
     """Import and start what a rank needs, so that its fork has it: Megatron and CUDA."""
     warnings.simplefilter("ignore")
     prepare_process()
+    from megasink.plan import packages
+
+    packages.stand_in()
     import megatron.core.tokenizers.text.libraries
     import megatron.training.ft_integration  # noqa: F401
     import torch

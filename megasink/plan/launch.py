@@ -17,13 +17,13 @@ from megasink.console.printable import add_json, as_text
 from megasink.console.progress import Tell, progress
 from megasink.errors import ConfigError, UserError
 from megasink.options.command_line import Reading
-from megasink.plan import hollow
+from megasink.plan import hollow, script
 from megasink.plan.helper import ANSWER
 from megasink.plan.job import DEVICES, Record, rank_of, stages_to_step
 from megasink.plan.stand_ins import with_stand_ins
 from megasink.training import recipes
 from megasink.training.arguments import look
-from megasink.training.flag_file import given_device
+from megasink.training.flag_file import given_device, named_values
 
 # More than any GPU has: a run that does not fit is shown, not refused.
 _GIB = 1 << 16
@@ -51,6 +51,8 @@ def main(argv: Sequence[str] | None = None) -> int:
             records = _step(helper, args.ranks, flags)
     except ConfigError as error:
         raise ConfigError(map(_of_a_plan, error.problems)) from error
+    for note in records[0]["notes"]:
+        print(f"megasink: {note}", file=sys.stderr)
     from megasink.plan.show import as_json, show
 
     if args.json:
@@ -69,9 +71,13 @@ def _of_a_plan(problem: str) -> str:
 def read_line(argv: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
     """Return the plan's own options, and the flags of training."""
     read = Reading(_parser(), recipes.expanded(argv))
-    args, problems = read.namespace, list(read.problems)
+    args, problems, words = read.namespace, list(read.problems), list(read.unknown)
     if read.problems:
         raise ConfigError(problems)
+    if args.set and args.script is None:
+        problems.append(f"--set {args.set[0]} needs --script")
+    if args.script is not None:
+        words = [*_of_script(args, words), *words]
     if args.ranks is not None and args.ranks < 1:
         problems.append(f"--ranks {args.ranks}: use 1 or more")
     if not 0 < args.utilization <= 1:
@@ -82,7 +88,20 @@ def read_line(argv: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
         problems.append("--device: a plan is for the GPUs of --gpu; drop the flag")
     if problems:
         raise ConfigError(problems)
-    return args, [*read.unknown, *plugins.flags(argv)]
+    return args, [*words, *plugins.flags(argv)]
+
+
+def _of_script(args: argparse.Namespace, words: Sequence[str]) -> list[str]:
+    """Return the flags of --script that the command line does not give; its ranks are a default."""
+    pairs = [text.partition("=") for text in args.set]
+    if wrong := [name for name, equals, _ in pairs if not equals]:
+        raise UserError(f"--set {wrong[0]}: give NAME=VALUE")
+    given = {name: value for name, _, value in pairs}
+    found = script.read(args.script, given, [name for name, _ in named_values(words)])
+    args.ranks = found.ranks if args.ranks is None else args.ranks
+    for note in found.notes:
+        print(f"megasink: {args.script}: {note}", file=sys.stderr)
+    return found.flags
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -98,6 +117,19 @@ def _parser() -> argparse.ArgumentParser:
         "--ranks",
         type=int,
         help="GPUs of the whole job; default: one per tensor x pipeline x context rank",
+    )
+    parser.add_argument(
+        "--script",
+        type=Path,
+        help="take flags and --ranks from a launch script (shell, which is not run, or YAML with "
+        "MODEL_ARGS); flags after it override those of the script",
+    )
+    parser.add_argument(
+        "--set",
+        action="append",
+        default=[],
+        metavar="NAME=VALUE",
+        help="value of a variable of --script that is not written there; may be repeated",
     )
     parser.add_argument("--gpu", choices=DEVICES, default="h100", help="default: h100")
     parser.add_argument(

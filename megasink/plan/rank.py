@@ -21,7 +21,7 @@ from megatron.training.training import num_floating_point_operations
 from megasink.attention.variants.layers import layers_with_variant
 from megasink.megatron.hybrid_pattern import PREDICTION, STAGE, block_of_layer, count_blocks
 from megasink.megatron.vocabulary import counted_rows
-from megasink.plan import batches, memory, parameters
+from megasink.plan import batches, memory, packages, parameters
 from megasink.plan.batches import share_tokens_equally
 from megasink.plan.collectives import Collectives, group_names
 from megasink.plan.hollow.world import be_rank
@@ -41,13 +41,18 @@ def step_as(rank: int, ranks: int | None, flags: Sequence[str], write: Write) ->
     args = arguments.read(flags)
     args.rank, args.world_size = rank, ranks or arguments.replica_ranks(args)
     be_rank(rank, args.world_size)
+    notes = [*args.flag_notes, *packages.notes(args.hybrid_layer_pattern)]
     identity = arguments.validate(args)
     # Nothing is read, and nothing written.
     args.save = args.load = args.tensorboard_dir = args.wandb_project = None
     args.eval_iters, args.num_workers, args.async_save = 0, 0, False
+    args.check_weight_hash_across_dp_replicas_interval = None  # other ranks have no weights
     args.log_interval = _NEVER  # an ordinary step: logged steps send more
     share_tokens_equally()
-    with _stepping(args, write), starting(args, identity) as store:
+    with (
+        _stepping(args, lambda record: write(record | {"notes": notes})),
+        starting(args, identity) as store,
+    ):
         pretrain.train(args, store)
 
 

@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from megasink.attention.variants.layers import resolve_layers
+from megasink.console.printable import say
 from megasink.errors import ConfigError, nearest
 from megasink.megatron.arguments import DEFAULTS, parse_known
 from megasink.megatron.hybrid_pattern import PREDICTION, layers_of
@@ -26,6 +27,8 @@ from megasink.options.command_line import CLOSE, Reading, dashed, groups, unknow
 from megasink.options.flags import add_options, flag_of
 from megasink.options.megatron_flags import having
 from megasink.training import run_dir
+from megasink.training.checks.readers import unread
+from megasink.training.translated import translate
 
 CHECKED = "MEGASINK_CHECKED"
 """Variable of ranks whose launcher has checked their command line: its `digest`."""
@@ -67,7 +70,10 @@ def look(argv: Sequence[str], parser: argparse.ArgumentParser) -> Namespace:
 
 
 def read(argv: Sequence[str]) -> Namespace:
-    """Return the parsed arguments, with what some of them imply for others."""
+    """Return the parsed arguments, with what some of them imply for others.
+
+    `flag_notes` has a line for each flag with another meaning, or none.
+    """
     # Megatron requires it for tensor parallelism on GPUs before Blackwell.
     os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")
     args = parse_known(argv)
@@ -80,6 +86,8 @@ def imply(args: Namespace) -> None:
     """Set what some of the parsed arguments imply for others."""
     if args.use_rotary_position_embeddings:  # the old name, which Megatron follows late
         args.position_embedding_type = "rope"
+    args.flag_notes = [*translate(args), *unread(args)]
+    del args.given_flags
     _count_layers(args)
     resolve_layers(args)
 
@@ -103,8 +111,11 @@ def parse(argv: Sequence[str]) -> tuple[Namespace, dict[str, Any]]:
         the namespace, with ``padded_vocab_size`` pinned to the tokenizer, and the arguments that
         identify the run, as given (Megatron derives some of them).
     """
-    args = read(argv)
-    return args, validate(args, checked=os.environ.get(CHECKED) == digest(argv))
+    args, checked = read(argv), os.environ.get(CHECKED) == digest(argv)
+    if not (checked or args.rank):
+        for note in args.flag_notes:
+            say(note)
+    return args, validate(args, checked=checked)
 
 
 def validate(args: Namespace, *, checked: bool = False) -> dict[str, Any]:
@@ -123,6 +134,7 @@ def validate(args: Namespace, *, checked: bool = False) -> dict[str, Any]:
 
         if problems := checks.problems(args):
             raise ConfigError(problems)
+    vars(args).pop("flag_notes", None)  # they are shown, not recorded
     identity = run_dir.identity_of(args)
     run_dir.set_paths(args)
     # Megatron would still request the optimizer from a GPT checkpoint (checkpointing.py:2210).
@@ -141,9 +153,11 @@ def validate(args: Namespace, *, checked: bool = False) -> dict[str, Any]:
 
 
 def replica_ranks(args: Namespace) -> int:
-    """Return the number of ranks per model replica; 1 if the flags are wrong."""
-    kinds = ("tensor_model", "pipeline_model", "context")
-    return math.prod(getattr(args, f"{kind}_parallel_size") for kind in kinds) or 1
+    """Return the least number of ranks for these flags; 1 if they are wrong."""
+    tensor, stages = args.tensor_model_parallel_size, args.pipeline_model_parallel_size
+    experts = args.expert_model_parallel_size * (args.expert_tensor_parallel_size or tensor)
+    copies = args.num_distributed_optimizer_instances
+    return stages * copies * math.lcm(tensor * args.context_parallel_size, experts) or 1
 
 
 def set_decay(args: Namespace) -> None:

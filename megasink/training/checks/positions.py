@@ -12,7 +12,7 @@ _INSTEAD = {
 
 
 def problems(args: Namespace) -> Iterator[str]:
-    kind, packed = args.position_embedding_type, args.dataloader_inter_document_masking
+    kind = args.position_embedding_type
     if kind not in _SUPPORTED:
         yield f"--position-embedding-type {kind}: {_INSTEAD[kind]}"
     if args.sinusoidal_position_embedding and kind != "learned_absolute":
@@ -48,11 +48,6 @@ def problems(args: Namespace) -> Iterator[str]:
         yield (
             f"--prefix-lm-tokens {prefix} leaves no target in --seq-length {length}: use less than "
             f"{length}"
-        )
-    if args.reset_position_ids and not packed and kind != "learned_absolute":
-        yield (
-            f"--reset-position-ids has no effect with --position-embedding-type {kind}: use "
-            "--dataloader-inter-document-masking, which starts documents at position 0"
         )
 
 

@@ -189,6 +189,23 @@ def test_the_distributed_optimizer_shards_twelve_bytes_of_a_parameter(gpu):
     assert whole["training_state"]["gradients"] == pytest.approx(4 * parameters, rel=0.01)
 
 
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_parameters_of_mamba_and_delta_net_are_exact_without_their_packages(gpu, ranks):
+    sizes = "--mamba-num-heads 8 --mamba-head-dim 64 --mamba-num-groups 4 --mamba-state-dim 16 "
+    sizes += "--linear-num-key-heads 4 --linear-num-value-heads 8 --linear-key-head-dim 16 "
+    sizes += f"--linear-value-head-dim 32 --attention-variant vanilla {TP} {ranks}"
+    pattern = "--hybrid-layer-pattern M-G-*-"
+    (record,) = records_of(gpu, f"{sizes} {pattern}", ranks=ranks, layers=6)
+    inner, heads, states, key, value = 512, 8, 4 * 16, 4 * 16, 8 * 32
+    # [z, x, B, C, dt], convolution with its bias, A, D and the bias of dt, norm, output
+    mamba = 256 * (2 * inner + 2 * states + heads) + (inner + 2 * states) * 5 + 3 * heads
+    mamba += inner + inner * 256
+    # [q, k, v, gate, beta, alpha], convolution, A and the bias of dt, norm of a head, output
+    delta = 256 * (2 * key + 2 * value + 2 * 8) + (2 * key + value) * 4 + 2 * 8 + 32 + value * 256
+    others = 256 * 256 + 3 * 3 * 256 * 512 + 4 * 256 * 256 + 7 * 256
+    assert sum(job.parameters([record]).values()) == mamba + delta + others
+
+
 @pytest.mark.skipif(find_spec("emerging_optimizers") is None, reason="megasink[muon] is missing")
 def test_the_distributed_optimizer_shards_the_states_of_muon(gpu):
     flags = [*flags_of(f"{UNTIED} --optimizer muon", 4, 32), "--attention-variant", "gated"]
