@@ -33,7 +33,7 @@ IGNORED: tuple[tuple[str, Any, str], ...] = (
     ("fine_grained_activation_offloading", False, "recompute saves memory, too"),
 )
 # Supported values of Megatron's --cp-comm-type.
-COMM_TYPES = ("all_gather", "a2a")
+COMM_TYPES = ("all_gather", "a2a", "p2p")
 
 
 def _choice(kind: Any, default: str | None) -> Any:

@@ -10,7 +10,8 @@ import torch
 from packaging.requirements import Requirement
 
 from megasink import cli
-from megasink.attention import Choice
+from megasink.attention import AttentionRequest, Choice, choose_backend
+from megasink.attention.kernels.flash_attention import FlashAttention4Backend
 from megasink.cli import doctor, self_test
 from megasink.cli.doctor import BASE, packages
 from megasink.upstream import fused
@@ -27,12 +28,14 @@ def metadata_of_this_checkout(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(importlib.metadata, "requires", lambda name: texts)
 
 
+HOPPER = AttentionRequest("cuda", torch.bfloat16, 64, compute_capability=(9, 0))
+
+
 def test_a_faster_kernel_that_is_missing_has_the_command_of_its_extra():
     """Not where the device cannot run it, and by the extra's own bound."""
-    package = fused.FLASH_ATTENTION_4
-    if package.missing() is None:
+    if FlashAttention4Backend().supports(HOPPER) is None:
         pytest.skip("flash-attn-4 is installed")
-    line = fused.faster(Choice("flash-cuda", {"flash-attn-4": package.missing()}))
+    line = fused.faster(choose_backend(HOPPER))
     (extra,) = requirements("flash-attn-4")
     assert "flash-attn-4 should be faster here than flash-cuda" in line
     assert line.endswith(f"pip install '{extra}'")

@@ -21,8 +21,7 @@ from megasink.upstream.versions import version_of, versions
 
 _PYTHON = ((3, 12), (3, 14))
 # pyproject.toml says what they are for.
-EXTRAS = ("train", "gpu", "flash-attn-4", "finetune", "muon", "eval", "eval-long", "gguf")
-EXTRAS += ("storage",)
+EXTRAS = tuple("train gpu flash-attn-4 finetune muon eval eval-long gguf storage".split())
 BASE = ""
 
 

@@ -32,7 +32,7 @@ def prepare_process(device: str | None = None) -> None:
     import torch
 
     # --deterministic-mode would fill every new tensor, which nearly doubles the launches of a step.
-    torch.utils.deterministic.fill_uninitialized_memory = False
+    torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
 
 
 def prepare_quietly(*, cpu: bool) -> None:

@@ -18,7 +18,7 @@ from megasink.upstream import fused
 from megasink.upstream.training import HELP
 
 # Megatron defaults to 0.1 for both dropouts; attention dropout breaks the identity between a gate
-# and the LSE (P0.9). Megatron's default for context parallelism, p2p, is not supported.
+# and the LSE (P0.9). Megatron's default for context parallelism, p2p, has no windows or documents.
 # None: whether any layout can load the optimizer's state, training/checkpoint_layout.py chooses.
 # On SIGTERM, which schedulers send before they kill, a checkpoint is saved. Without a persistent
 # worker Megatron disables --async-save; the other strategy needs an extra package.

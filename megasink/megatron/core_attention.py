@@ -89,6 +89,11 @@ class CoreAttention(ShardedByHeads, MegatronModule):
             )
         if self.cp_group.size() > 1 and config.prefix_lm_tokens and not self.scatters_heads:
             raise ValueError("a prefix may extend beyond a rank's chunks: use cp_comm_type 'a2a'")
+        self.ring: Any = None
+        if self.cp_group.size() > 1 and self.cp_comm_type == "p2p":
+            from megasink.megatron.ring import Ring
+
+            self.ring = Ring(self.cp_group, config)
         self.softmax_scale = softmax_scale
         windowed = is_layer_window_attention(
             config.window_size, config.window_attn_skip_freq, layer_number
@@ -169,7 +174,7 @@ class CoreAttention(ShardedByHeads, MegatronModule):
             assert logit_1H1 is not None
             self.observer.add(SINK, logit_1H1.expand(1, query_BHTD.shape[1], 1).flatten(), 1)
         attend = self._softmax if self.config.attention_similarity == "softmax" else self._similar
-        if self.cp_group.size() == 1:
+        if self.cp_group.size() == 1 or self.ring is not None:
             out_BHTD, gate_BHT = attend(query_BHTD, key_BGSD, value_BGSD, counts=counts)
         else:
             from megasink.megatron.context_parallel import (
@@ -223,6 +228,9 @@ class CoreAttention(ShardedByHeads, MegatronModule):
         parameters = {added.name: self._parameter(added.name) for added in record.parameters}
         options = {"scale": self.softmax_scale, "backend": config.attention_kernel, **mask}
         with_gate = record.always_gated or (counts and config.head_balance_coeff > 0)
+        if self.ring is not None:
+            attention, slot_attention = self.ring.attention, self.ring.slot_attention
+            with_gate |= counts
         if record.attend is not None:
             out_BHTD, lse_BHT, gate_BHT = record.attend(
                 config, parameters, query_BHTD, key_BGSD, value_BGSD, with_gate=with_gate, **options
@@ -263,6 +271,8 @@ class CoreAttention(ShardedByHeads, MegatronModule):
             from megasink.megatron.documents import first_values
 
             assert record.slot_value is not None  # rejected by the config
+            if self.ring is not None and self.ring.first_value_BG1D is not None:
+                value_BGSD = self.ring.first_value_BG1D
             value_BHTD = record.slot_value(
                 config,
                 {name: parameter.detach() for name, parameter in parameters.items()},

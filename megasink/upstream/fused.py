@@ -95,12 +95,11 @@ def describe() -> str:
 
 def faster(choice: "Choice") -> str | None:
     """Return one line for a missing kernel that would be faster on this GPU, with its command."""
-    name, reason = FLASH_ATTENTION_4.name, FLASH_ATTENTION_4.missing()
-    if reason is None or choice.reasons.get(name) != reason:
+    name, cure = FLASH_ATTENTION_4.name, FLASH_ATTENTION_4.cure
+    # Neither broken, which is reported apart, nor unsupported by the device.
+    if choice.reasons.get(name) != f"the package {name} is not installed":
         return None
-    return (
-        f"{name} should be faster here than {choice.name}, but {reason}: {FLASH_ATTENTION_4.cure}"
-    )
+    return f"{name} should be faster here than {choice.name}, but is not installed: {cure}"
 
 
 def problems(args: Namespace) -> Iterator[str]:

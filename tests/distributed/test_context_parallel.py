@@ -13,7 +13,7 @@ from tests.distributed import merging
 from tests.distributed.cases import CP, TOLERANCE, TRAIN
 from tests.distributed.layout import SINGLE
 
-GATHERED, SCATTERED = "all_gather", "a2a"
+GATHERED, SCATTERED, RING = "all_gather", "a2a", "p2p"
 STEP = {"steps": 1, "head_balance_scope": "microbatch"}
 VANILLA = {"attention_variant": "vanilla"}
 GATED = {"attention_variant": "gated"}
@@ -32,6 +32,7 @@ MODELS = {
     "v-bias": {"attention_variant": "v-bias"},
     "window": WINDOW,
     "window-vanilla": WINDOW | VANILLA,
+    "vanilla": VANILLA,
     "vanilla-no-balance": VANILLA | {"head_balance_coeff": 0.0},
     "t5": {"attention_bias_type": "t5"} | NONE,
     "t5-vanilla": {"attention_bias_type": "t5"} | NONE | VANILLA,
@@ -48,9 +49,11 @@ MODELS = {
     "head-sum-alpha": {"multi_head_addition": True, "attention_scale_alpha": 0.5},
 }
 CASES = [
-    *((model, GATHERED) for model in MODELS if model != "prefix"),
+    *((model, GATHERED) for model in MODELS if model not in ("prefix", "vanilla")),
     *((model, SCATTERED) for model in ("kv-bias-shared", "k-bias", "window-vanilla", "t5")),
     *((model, SCATTERED) for model in ("prefix", "mlp-similarity", "shared-gate", "alibi")),
+    *((model, RING) for model in ("off-by-one", "kv-bias-shared", "k-bias", "vanilla")),
+    *((model, RING) for model in ("vanilla-no-balance", "shared-gate", "one-group-qk-norm")),
 ]
 
 
@@ -96,8 +99,11 @@ def test_half_precision_scales_the_balance_loss_as_the_other(pool, kind):
 
 def test_what_is_not_computed_is_refused_by_the_layer(pool):
     problems = pool.run("tests.megatron.context_tasks:refusals", CP)[0]
-    assert problems.keys() == {"p2p", "prefix", "documents", "row"}
-    assert "by all_gather or a2a" in problems["p2p"]
+    assert problems.keys() == {"p2p", "ring", "documents in a ring", "prefix", "documents", "row"}
+    assert "by all_gather or a2a or p2p" in problems["p2p"]
+    named = "--window-size, --attention-bias-type alibi, --attention-variant v-bias"
+    assert f"'p2p' with {named}: use 'all_gather'" in problems["ring"]
+    assert "cu_seqlens with cp_comm_type 'p2p'" in problems["documents in a ring"]
     assert "use cp_comm_type 'a2a'" in problems["prefix"]
     assert "format thd under context parallelism" in problems["documents"]
     assert "of 12 tokens on this context-parallel rank, but 8 queries" in problems["row"]

@@ -17,6 +17,7 @@ from megasink.megatron.context_parallel import attend_to_gathered_keys, attend_w
 from megasink.megatron.core_attention import CoreAttention
 from megasink.megatron.documents import PackedRow, row_of_documents
 from megasink.megatron.model import MegasinkModelBuilder
+from megasink.megatron.ring import Ring
 from tests.distributed import tiny_gpt
 from tests.megatron.context_case import case_of
 from tests.said import said
@@ -52,7 +53,7 @@ def _attend(
     ends: Ends,
 ) -> dict[str, Tensor]:
     dtype = getattr(torch, dtype_name)
-    case = case_of(dtype, sink)
+    case = case_of(dtype, sink, group.size())
     leaves = [own_tokens(t).to(dtype).requires_grad_() for t in (case.query, case.key, case.value)]
     named = dict(zip(("query", "key", "value"), leaves, strict=True))
     sink_H = None
@@ -69,7 +70,10 @@ def _attend(
         out, _, gate = attention(*tensors, variant=variant, sink_H=sink_H, **mask)
         return out, gate
 
-    out_sBHD, gate_BHs = WAYS[kind](attend, *leaves, group)
+    if kind == "p2p":
+        out_sBHD, gate_BHs = _in_ring(group, variant, sink_H, *leaves)
+    else:
+        out_sBHD, gate_BHs = WAYS[kind](attend, *leaves, group)
     assert case.grad_out is not None
     assert case.grad_gate is not None
     grad_gate_BHs = own_tokens(case.grad_gate[..., None])[..., 0].permute(1, 2, 0)
@@ -79,6 +83,20 @@ def _attend(
     for name, grad in zip(named, grads, strict=True):
         found[f"d {name}"] = grad if name == "sink" else grad.permute(1, 2, 0, 3)
     return {name: tensor.detach().double() for name, tensor in found.items()}
+
+
+def _in_ring(
+    group: Any, variant: str, sink_H: Tensor | None, *leaves_sBND: Tensor
+) -> tuple[Tensor, Tensor]:
+    """Output [s, B, H, D] and gate of a ring, as core attention calls it."""
+    ring, options = Ring(group, tiny_gpt.model_config().transformer), {"scale": None}
+    tensors = [leaf.permute(1, 2, 0, 3) for leaf in leaves_sBND]
+    if variant == "vanilla":
+        out, _, gate = ring.attention(*tensors, with_gate=True, backend="auto", **options)
+    else:
+        logit = torch.zeros(1, 1, 1) if sink_H is None else sink_H[None, :, None]
+        out, _, gate = ring.slot_attention(*tensors, logit, None, backend="auto", **options)
+    return out.permute(2, 0, 1, 3), gate
 
 
 def saved_bytes(tokens: int) -> dict[str, Any]:
@@ -129,6 +147,14 @@ def refusals() -> dict[str, str]:
         config = tiny_gpt.model_config(**options).transformer
         return CoreAttention(config, 1, AttnMaskType.causal, "self", cp_comm_type=kind)
 
+    def in_ring() -> None:
+        group = parallel_state.get_context_parallel_group()
+        ring, tensors = (
+            Ring(group, tiny_gpt.model_config().transformer),
+            [torch.zeros(1, 2, 4, 8)] * 3,
+        )
+        ring.attention(*tensors, with_gate=False, cu_seqlens=(0, 3, 8))
+
     def packed(params: PackedSeqParams) -> None:
         query, key = torch.zeros(8, tiny_gpt.HEADS, 16), torch.zeros(8, 2, 16)
         layer(None)(query, key, key, None, packed_seq_params=params)
@@ -138,7 +164,11 @@ def refusals() -> dict[str, str]:
     whole_row = PackedRow(documents=row_of_documents((0, 12), device=torch.device("cpu")))
 
     calls = {
-        "p2p": lambda: layer("p2p"),
+        "p2p": lambda: layer("a2a+p2p"),
+        "ring": lambda: layer(
+            "p2p", window_size=(3, 0), attention_bias_type="alibi", attention_variant="v-bias"
+        ),
+        "documents in a ring": in_ring,
         "prefix": lambda: layer("all_gather", prefix_lm_tokens=3),
         "documents": lambda: packed(thd),
         "row": lambda: packed(whole_row),

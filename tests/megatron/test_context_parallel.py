@@ -17,6 +17,13 @@ CASES = [
     for dtype in ("float32", "bfloat16")
     for sink, window in ((5.0, None), (3.0, 5), (-4.0, 16))
 ]
+RING = [
+    ("p2p", variant, dtype, sink, None)
+    for variant in VARIANTS
+    for dtype in ("float32", "bfloat16")
+    for sink in (5.0, -4.0)
+]
+CASES += RING
 # Ends of documents in 28 tokens, of which each rank has two chunks of 7: one document over all
 # chunks, ends at those of the chunks, a token by itself, on both sides of a cut too.
 ENDS = {
@@ -46,20 +53,36 @@ def found(pool):
 
 
 def in_order(name: str, parts: tuple[np.ndarray, ...]) -> torch.Tensor:
-    """The whole tensor: a sink's gradient is a sum, tokens are chunks 0, 3 and 1, 2."""
+    """The whole tensor: a sink's gradient is a sum, tokens are chunks r and 2 cp - 1 - r."""
     if name == "d sink":
         return torch.from_numpy(sum(parts))
-    (first, last), (second, third) = (np.split(part, 2, axis=2) for part in parts)
-    return torch.from_numpy(np.concatenate((first, second, third, last), axis=2))
+    firsts, lasts = zip(*(np.split(part, 2, axis=2) for part in parts), strict=True)
+    return torch.from_numpy(np.concatenate((*firsts, *lasts[::-1]), axis=2))
 
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: "-".join(map(str, case)))
 def test_ranks_together_equal_the_definition(found, case):
+    equal_the_definition(case, found[case])
+
+
+@pytest.fixture(scope="module")
+def of_four(four):
+    """{case: results by rank} of four ranks, whose keys pass earlier and later ranks."""
+    task = "tests.megatron.context_tasks:attend_over_ranks"
+    by_rank = four.run(task, Layout(cp=4), cases=[(*case, None) for case in RING])
+    return dict(zip(RING, zip(*by_rank, strict=True), strict=True))
+
+
+@pytest.mark.parametrize("case", RING, ids=lambda case: "-".join(map(str, case)))
+def test_a_ring_of_four_equals_the_definition(of_four, case):
+    equal_the_definition(case, of_four[case])
+
+
+def equal_the_definition(case, results):
     _, variant, name, sink, window = case
     dtype = getattr(torch, name)
-    results = found[case]
     ours = {key: in_order(key, tuple(r[key] for r in results)) for key in results[0]}
-    whole = case_of(dtype, sink)
+    whole = case_of(dtype, sink, len(results))
     plain, exact = (
         evaluate(reference_attention, whole, precision, variant, window=window)
         for precision in (dtype, torch.float64)

@@ -128,10 +128,17 @@ context-parallel: --context-parallel-size 3 --cp-comm-type p2p all_gather a2a+p2
   ! --hybrid-context-parallel: its groups change with every batch
   ! --hierarchical-context-parallel-sizes: of --cp-comm-type a2a+p2p
   ! --seq-length 64 is not divisible by 2 * --context-parallel-size 3
-  ! --cp-comm-type p2p: a gate needs the log-sum-exp over all keys at once: use all_gat
-  ! --cp-comm-type a2a+p2p: a gate needs
+  ! --cp-comm-type a2a+p2p is not supported: use all_gather, a2a, p2p
   ! --cp-comm-type has 4 values for 2 layers
+  ! --cp-comm-type p2p with --prefix-lm-tokens: use --cp-comm-type all_gather
   ! --prefix-lm-tokens with --cp-comm-type all_gather
+ring: --context-parallel-size 2 --cp-comm-type p2p --window-size 15,0
+    --dataloader-inter-document-masking --attention-bias-type alibi
+    --position-embedding-type none --attention-variant v-bias
+  ! --cp-comm-type p2p with --window-size: use
+  ! --cp-comm-type p2p with --attention-bias-type alibi: use
+  ! --cp-comm-type p2p with --attention-variant v-bias: use
+  ! --cp-comm-type p2p with --dataloader-inter-document-masking: use
 heads-of-context-parallel-ranks: --context-parallel-size 2 --cp-comm-type a2a
     --num-attention-heads 4 --group-query-attention --num-query-groups 1
     --tensor-model-parallel-size 4
@@ -222,6 +229,7 @@ experts-of-two-ranks: --disable-bias-linear --num-experts 4 --expert-model-paral
 deterministic: --deterministic-mode
 context-parallel-documents: --context-parallel-size 2 --dataloader-inter-document-masking
     --cp-comm-type a2a all_gather --calculate-per-token-loss
+context-parallel-ring: --context-parallel-size 2 --cp-comm-type p2p
 context-parallel-window: --context-parallel-size 2 --window-size 15,0
 context-parallel-a2a: --context-parallel-size 2 --cp-comm-type a2a all_gather
     --group-query-attention --num-query-groups 2 --attention-bias-type alibi

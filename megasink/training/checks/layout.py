@@ -10,6 +10,7 @@ from argparse import Namespace
 from collections.abc import Iterator
 
 from megasink.config import COMM_TYPES
+from megasink.megatron.ring import ring_problems
 from megasink.options.flags import flag_of
 from megasink.options.megatron_flags import refused
 from megasink.upstream.versions import have_transformer_engine
@@ -144,12 +145,15 @@ def _comm_type(args: Namespace) -> Iterator[str]:
     kinds, layers = args.cp_comm_type, args.num_layers
     for kind in dict.fromkeys(kinds):
         if kind not in COMM_TYPES:
-            yield (
-                f"--cp-comm-type {kind}: a gate needs the log-sum-exp over all keys at once: "
-                f"use {' or '.join(COMM_TYPES)}"
-            )
+            yield f"--cp-comm-type {kind} is not supported: use {', '.join(COMM_TYPES)}"
     if layers and len(kinds) not in (1, layers):
         yield f"--cp-comm-type has {len(kinds)} values for {layers} layers: use 1 or {layers}"
+    if "p2p" in kinds:
+        unsupported = [*ring_problems(args)]
+        if args.dataloader_inter_document_masking:
+            unsupported.append("--dataloader-inter-document-masking")
+        for flag in unsupported:
+            yield f"--cp-comm-type p2p with {flag}: use --cp-comm-type all_gather"
     if "all_gather" in kinds and args.prefix_lm_tokens:
         yield (
             "--prefix-lm-tokens with --cp-comm-type all_gather: the prefix may extend beyond a "
