@@ -120,7 +120,7 @@ def load_without_tokenizer(
 
 def _built(saved: Mapping[str, Any], where: Path) -> tuple[HybridModel, Namespace]:
     """Build the model of a run's arguments in this process."""
-    _make_parallel_state()
+    make_parallel_state()
     with _describing_a_model(where):
         args = single_process_arguments(saved)
         config = model_config(args)
@@ -250,7 +250,7 @@ def _twin(key: str) -> str | None:
     return twin and twin.replace(LAYERS, own, 1)
 
 
-def _make_parallel_state() -> None:
+def make_parallel_state() -> None:
     """Create a single-process group, without a port, if there is no process group."""
     if not cpu.is_active() and not torch.cuda.is_available():
         raise UserError(

@@ -48,13 +48,20 @@ class Package(NamedTuple):
 def main(argv: Sequence[str] | None = None) -> int:
     """List installed and missing packages and the kernels that run here, and test them.
 
-    Exits with 1 if an installed package is unsupported or a test fails.
+    Exits with 1 if an installed package is unsupported or a test fails; with --attention, if a case
+    is wrong, or a feature has no effect, or no case runs.
     """
     parser = CommandParser(prog="megasink doctor", description=main.__doc__)
     plugins.add_flag(parser)
     parser.add_argument("--head-dim", type=int, default=64, help="head dimension; default: 64")
     parser.add_argument("--window", type=int, help="sliding window in tokens, including itself")
     parser.add_argument("--no-self-test", action="store_true", help="run no kernel and no model")
+    parser.add_argument(
+        "--attention",
+        metavar="NAME",
+        help="only compare an attention with its definition, case by case: an attn_implementation "
+        "of transformers, a core attention of Megatron (MODULE:CLASS), or a kernel of megasink",
+    )
     add_json(parser)
     args = parser.first_screen("megasink doctor").parse_args(argv)
     for flag, value in (("--head-dim", args.head_dim), ("--window", args.window)):
@@ -62,6 +69,13 @@ def main(argv: Sequence[str] | None = None) -> int:
             raise UserError(f"{flag} {value}: use 1 or more")
 
     console = Console(quiet=args.json)
+    if args.attention is not None:
+        from megasink.cli.conformance import report as conformance
+
+        compared, code = conformance(args.attention, args.head_dim, console)
+        if args.json:
+            print(as_text(compared))
+        return code
     installed = packages()
     problems = list(dict.fromkeys(package.problem for package in installed if package.problem))
     python = versions()["python"]

@@ -145,6 +145,11 @@ def check_arguments(args: Any) -> None:
             f"loss_type {loss_type!r} weights targets by their probability, and with them the "
             "head-balance loss: use 'nll'"
         )
+    if getattr(args, "deepspeed_plugin", None) is not None:
+        raise UserError(
+            "the head-balance loss was not tried with DeepSpeed, which runs the backward pass "
+            "itself: use DDP or FSDP"
+        )
     parallelism = getattr(args, "parallelism_config", None)
     for kind in ("tp", "cp", "sp"):
         size = getattr(parallelism, f"{kind}_size", 1) or 1

@@ -47,6 +47,10 @@ SAFE = {
     ("megasink/data/tokenizer.py", "from_pretrained"): LOCAL,
     ("megasink/data/tokenizer.py", "trust_remote_code"): "False",
     ("megasink/cli/__init__.py", "import_module"): OWN_NAMES,
+    (
+        "megasink/cli/conformance.py",
+        "import_module",
+    ): "the class that --attention MODULE:CLASS names",
     ("megasink/cli/demo_runs.py", "subprocess"): FIXED,
     ("megasink/analysis/metrics/registry.py", "import_module"): OWN_NAMES,
     (

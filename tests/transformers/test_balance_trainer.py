@@ -169,6 +169,25 @@ def test_a_resumed_run_is_bit_identical(tmp_path):
         other.train(resume_from_checkpoint=str(checkpoint))
 
 
+def test_a_compiled_model_trains_the_same(tmp_path):
+    """Trainer's torch.compile, whose graphs break at the loss."""
+    found = []
+    for options in ({}, {"torch_compile": True, "torch_compile_backend": "eager"}):
+        torch.compiler.reset()
+        model = model_of("llama", num_hidden_layers=1)
+        data = dataset(8, masked=True)
+        trainer = trainer_of(tmp_path, model, [balance_runs.callback()], data, **options)
+        trainer.train()
+        compiled = type(trainer.model_wrapped).__name__ == "OptimizedModule"
+        assert compiled == bool(options)
+        found.append((weights(model), trainer.state.log_history[1]["balance_loss"]))
+    torch.compiler.reset()
+    (expected, loss), (own, own_loss) = found
+    assert own_loss == loss > 0
+    for name, value in expected.items():
+        torch.testing.assert_close(own[name], value, rtol=1e-9, atol=1e-12)
+
+
 def test_a_second_training_starts_from_nothing(tmp_path):
     """Also after one that was interrupted, whose loss is still attached."""
     model, callback = model_of("llama", torch.float32), balance_runs.callback()
@@ -190,6 +209,9 @@ def test_bad_input_stops_before_the_first_step(tmp_path):
     assert trainer.state.global_step == 0
     args = SimpleNamespace(n_gpu=2)
     with pytest.raises(UserError, match="DataParallel, which Trainer uses for 2 GPUs in one"):
+        HeadBalanceCallback().on_train_begin(args, None, None)
+    args = SimpleNamespace(n_gpu=1, deepspeed_plugin=object())
+    with pytest.raises(UserError, match="not tried with DeepSpeed"):
         HeadBalanceCallback().on_train_begin(args, None, None)
     args = SimpleNamespace(n_gpu=1, parallelism_config=SimpleNamespace(tp_size=1, cp_size=2))
     with pytest.raises(UserError, match="parallelism_config has cp_size 2"):
