@@ -11,7 +11,7 @@ from torch import Tensor
 
 from megasink.attention.call import AttentionCall, AttentionOutput, Slot, Slotted, softmax_variant
 from megasink.attention.layout import statistics_dtype
-from megasink.attention.op import attend
+from megasink.attention.op import op_for
 
 
 def attention(
@@ -89,7 +89,8 @@ def attention(
     call = _checked(call, query_BHTD, key_BGSD, cu_seqlens)
     if cu_seqlens is not None:
         return _by_document(cu_seqlens, call, *tensors, None, with_gate=with_gate)
-    out_BHTD, lse_BHT, gate_BHT, _ = attend(Slotted(*tensors), call)
+    slotted = Slotted(*tensors)
+    out_BHTD, lse_BHT, gate_BHT, _ = op_for(slotted, call)(*slotted, *call)
     return AttentionOutput(out_BHTD, lse_BHT, gate_BHT if with_gate else None)
 
 
@@ -140,7 +141,8 @@ def slot_attention(
     call = _checked(call, query_BHTD, key_BGSD, cu_seqlens)
     if cu_seqlens is not None:
         return _by_document(cu_seqlens, call, *tensors, with_gate=True)
-    out_BHTD, lse_BHT, gate_BHT, _ = attend(Slotted(*tensors), call)
+    slotted = Slotted(*tensors)
+    out_BHTD, lse_BHT, gate_BHT, _ = op_for(slotted, call)(*slotted, *call)
     return AttentionOutput(out_BHTD, lse_BHT, gate_BHT)
 
 
@@ -161,7 +163,7 @@ def _by_document(
     ) -> AttentionOutput:
         own = _with_bias_of(key_BGSD.shape[2], call)
         slotted = Slotted(query_BHTD, key_BGSD, value_BGSD, *slot)
-        out_BHTD, lse_BHT, gate_BHT, _ = attend(slotted, own)
+        out_BHTD, lse_BHT, gate_BHT, _ = op_for(slotted, own)(*slotted, *own)
         return AttentionOutput(out_BHTD, lse_BHT, gate_BHT if with_gate else None)
 
     return attend_by_document(of_document, cu_seqlens, query_BHTD, key_BGSD, value_BGSD, *slot)
@@ -229,19 +231,27 @@ def _needs_gradient(*tensors: Tensor | None) -> bool:
 def check_shapes(query_BHTD: Tensor, key_BGSD: Tensor, value_BGSD: Tensor, causal: bool) -> None:
     """Reject inputs on which kernels silently return wrong results or crash."""
     tensors = {"query": query_BHTD, "key": key_BGSD, "value": value_BGSD}
-    shapes = ", ".join(f"{name} {list(tensor.shape)}" for name, tensor in tensors.items())
-    if any(tensor.dim() != 4 for tensor in tensors.values()):
-        raise ValueError(f"attention takes [batch, heads, tokens, head dim], got {shapes}")
-    batch, heads, queries, head_dim = query_BHTD.shape
-    groups, keys = key_BGSD.shape[1:3]
-    if 0 in (batch, heads, queries, head_dim, groups, keys):
-        raise ValueError(f"attention over an empty tensor: {shapes}")
-    if heads % groups:
-        raise ValueError(f"{heads} query heads are not a multiple of {groups} key/value groups")
-    if key_BGSD.shape != (batch, groups, keys, head_dim) or value_BGSD.shape != key_BGSD.shape:
-        raise ValueError(f"batch, groups, tokens and head dim must agree: {shapes}")
-    if causal and queries > keys:
-        raise ValueError(f"causal attention of {queries} queries over only {keys} keys")
+    if problem := _shape_problem(query_BHTD, key_BGSD, value_BGSD, causal):
+        shapes = ", ".join(f"{name} {list(tensor.shape)}" for name, tensor in tensors.items())
+        raise ValueError(f"{problem}, got {shapes}")
     if len({(tensor.dtype, tensor.device) for tensor in tensors.values()}) > 1:
         kinds = ", ".join(f"{n} {t.dtype} on {t.device}" for n, t in tensors.items())
         raise ValueError(f"query, key and value must share dtype and device: {kinds}")
+
+
+def _shape_problem(
+    query_BHTD: Tensor, key_BGSD: Tensor, value_BGSD: Tensor, causal: bool
+) -> str | None:
+    sizes, of_keys, of_values = query_BHTD.shape, key_BGSD.shape, value_BGSD.shape
+    if not len(sizes) == len(of_keys) == len(of_values) == 4:
+        return "attention takes [batch, heads, tokens, head dim]"
+    if 0 in sizes or 0 in of_keys:
+        return "attention over an empty tensor"
+    (batch, heads, queries, head_dim), (groups, keys) = sizes, of_keys[1:3]
+    if heads % groups:
+        return f"{heads} query heads are not a multiple of {groups} key/value groups"
+    if of_keys != (batch, groups, keys, head_dim) or of_values != of_keys:
+        return "batch, groups, tokens and head dim must agree"
+    if causal and queries > keys:
+        return f"causal attention of {queries} queries over only {keys} keys"
+    return None

@@ -26,18 +26,21 @@ def in_order_of(like_BHTD: Tensor, tensor_BHTD: Tensor) -> Tensor:
 def as_order_of(like_BHTD: Tensor, tensor_BHTD: Tensor) -> Tensor | None:
     """Return a view in the memory layout of `empty_in_order_of`, or None if there is none."""
     sizes, strides, wanted = tensor_BHTD.shape, tensor_BHTD.stride(), _dense_strides(like_BHTD)
+    if strides == wanted:
+        return tensor_BHTD
     if all(n == 1 or a == b for n, a, b in zip(sizes, strides, wanted, strict=True)):
         return tensor_BHTD.as_strided(sizes, wanted)
     return None
 
 
-def _dense_strides(like_BHTD: Tensor) -> list[int]:
+def _dense_strides(like_BHTD: Tensor) -> tuple[int, ...]:
     """Return dense strides in the order of the first three dimensions, the last one innermost."""
-    strides, step = [0, 0, 0, 1], like_BHTD.shape[3]
-    for dim in sorted(range(3), key=like_BHTD.stride):
+    sizes, given = like_BHTD.shape, like_BHTD.stride()
+    strides, step = [0, 0, 0, 1], sizes[3]
+    for dim in sorted((0, 1, 2), key=given.__getitem__):
         strides[dim] = step
-        step *= like_BHTD.shape[dim]
-    return strides
+        step *= sizes[dim]
+    return tuple(strides)
 
 
 def dense_rows(tensor_BHTD: Tensor) -> Tensor:

@@ -10,6 +10,7 @@ Shapes: B batch, H query heads, G key/value groups, T queries, S keys, D head di
 that broadcasts.
 """
 
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -47,11 +48,12 @@ from megasink.attention.masked import backward_masked, forward_masked, one_call
 )
 def slot_attention_op(*arguments: Any) -> Results:
     """Run the forward of the op on the fields of `Slotted` and `AttentionCall`."""
-    return run_forward(*from_op(arguments, Slotted, AttentionCall))
+    return run_forward(None, *arguments)
 
 
-def run_forward(slotted: Slotted, call: AttentionCall) -> Results:
-    """Run the forward; see `slot_attention_op`."""
+def run_forward(ctx: Any, *arguments: Any) -> Results:
+    """Run the forward; see `slot_attention_op`. Save what the backward needs in `ctx`, if given."""
+    slotted, call = from_op(arguments, Slotted, AttentionCall)
     query_BHTD, key_BGSD, value_BGSD, slot_logit, slot_value = slotted
     kernel, gates, own_sink = _kernels(slotted, call)
     if call.slot == Slot.FIRST_KEY:
@@ -66,19 +68,22 @@ def run_forward(slotted: Slotted, call: AttentionCall) -> Results:
                 value_BGSD[:, :, 1:],
                 without_first_key(call),
             )
-        return gates.first_key_forward(first, rows, call)
-    if own_sink:
-        call = _with_sink(slotted, call)
-    out_BHTD, lse_BHT = forward_masked(kernel, query_BHTD, key_BGSD, value_BGSD, call)
-    if slot_logit is not None and own_sink:
-        lse_BHT = lse_BHT.contiguous()
-        shares = gates.shares(lse_BHT, slot_logit)
-        return Results(in_order_of(query_BHTD, out_BHTD), lse_BHT, *shares)
-    if slot_logit is None:
-        lse_BHT = lse_BHT.contiguous()
-        nothing = (lse_BHT.new_empty(0), lse_BHT.new_empty(0))
-        return Results(in_order_of(query_BHTD, out_BHTD), lse_BHT, *nothing)
-    return gates.slot_forward(query_BHTD, out_BHTD, lse_BHT, slot_logit, slot_value)
+        results = gates.first_key_forward(first, rows, call)
+    else:
+        if own_sink:
+            call = _with_sink(slotted, call)
+        out_BHTD, lse_BHT = forward_masked(kernel, query_BHTD, key_BGSD, value_BGSD, call)
+        if slot_logit is not None and not own_sink:
+            results = gates.slot_forward(query_BHTD, out_BHTD, lse_BHT, slot_logit, slot_value)
+        else:
+            lse_BHT = lse_BHT.contiguous()
+            shares = (lse_BHT.new_empty(0), lse_BHT.new_empty(0))
+            if slot_logit is not None:
+                shares = gates.shares(lse_BHT, slot_logit)
+            results = Results(in_order_of(query_BHTD, out_BHTD), lse_BHT, *shares)
+    if ctx is not None:
+        _setup_context(ctx, arguments, results)
+    return results
 
 
 @torch.library.custom_op(
@@ -298,20 +303,19 @@ slot_attention_op.register_autograd(_backward, setup_context=_setup_context)
 class _Eagerly(torch.autograd.Function):
     """The op without the dispatch of a custom op, half of its time on the host."""
 
-    @staticmethod
-    def forward(ctx: Any, *arguments: Any) -> tuple[Tensor, ...]:
-        results = run_forward(*from_op(arguments, Slotted, AttentionCall))
-        _setup_context(ctx, arguments, results)
-        return tuple(results)
-
+    forward = staticmethod(run_forward)
     backward = staticmethod(_backward)
 
 
-def attend(slotted: Slotted, call: AttentionCall) -> Results:
-    """Run the op: as a custom op for compilers, subclasses of tensors, modes and functorch."""
+def op_for(slotted: Slotted, call: AttentionCall) -> Callable[..., Sequence[Tensor]]:
+    """Return what runs the op on the fields of `slotted` and `call`.
+
+    It is a custom op for compilers, subclasses of tensors, dispatch modes and functorch.
+    """
     if torch.compiler.is_compiling() or not _is_plain(slotted, call.distance_bias_HS):
-        return Results(*slot_attention_op(*slotted, *call))
-    return Results._make(_Eagerly.apply(*slotted, *call))
+        return slot_attention_op
+    eagerly: Callable[..., Sequence[Tensor]] = _Eagerly.apply
+    return eagerly
 
 
 def _is_plain(slotted: Slotted, bias_HS: Tensor | None) -> bool:

@@ -23,7 +23,7 @@ from megasink.attention.gate_kernels.fused import TritonGateKernels
 from megasink.attention.injection import inject_lse_gradient
 from megasink.attention.layout import empty_in_order_of
 from tests.attention.attention_oracle import assert_at_most_twice_plain_error, check, make_case
-from tests.attention.upstream_kernels import stand_in_for
+from tests.attention.stand_ins import stand_in_for
 
 TRITON, PLAIN = gate_kernels_named("triton"), gate_kernels_named("torch")
 BF16 = torch.bfloat16

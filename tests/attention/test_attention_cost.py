@@ -17,8 +17,9 @@ def cost():
     pytest.importorskip("triton")
     spec = importlib.util.spec_from_file_location("cost", ROOT / "benchmarks/attention_cost.py")
     module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
     with pytest.MonkeyPatch.context() as patch:
+        patch.syspath_prepend(ROOT / "benchmarks")
+        spec.loader.exec_module(module)
         patch.setattr(fused, "_toolchain_reason", lambda: None)
         choose_gate_kernels.cache_clear()
         yield module

@@ -5,12 +5,13 @@ import math
 
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from megasink.attention import VARIANTS, AttentionCall, attention
 from megasink.attention import op as slot_op
 from megasink.attention.call import Slot
 from megasink.attention.gate_kernels import plain as definition
-from tests.attention.attention_oracle import check, make_case
+from tests.attention.attention_oracle import check, evaluate, make_case
 
 
 @pytest.mark.parametrize("variant", VARIANTS)
@@ -105,6 +106,42 @@ def test_strides_are_those_that_compilers_are_told(variant, batch):
             (grad,) = torch.autograd.grad(out.sum() + gate.sum(), leaf)
         strides.append([t.stride() for t in (out, lse, gate, grad)])
     assert strides[0] == strides[1]
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_eager_calls_are_the_custom_op_to_the_bit(variant, monkeypatch):
+    """Outputs and gradients of the autograd.Function around the same code."""
+    case, found = make_case(groups=1, tokens=23, dtype=torch.bfloat16), []
+    for is_plain in (slot_op._is_plain, lambda *_: False):
+        monkeypatch.setattr(slot_op, "_is_plain", is_plain)
+        found.append(evaluate(attention, case, torch.bfloat16, variant, window=9))
+    for name, eager in found[0].items():
+        assert torch.equal(eager, found[1][name]), name
+
+
+class _Named(TorchDispatchMode):
+    def __init__(self):
+        super().__init__()
+        self.names = []
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        self.names.append(function.name())
+        return function(*args, **(kwargs or {}))
+
+
+def test_dispatch_modes_meet_the_custom_op(monkeypatch):
+    """Selective checkpointing chooses it by its name."""
+    query = torch.randn(1, 2, 5, 8, requires_grad=True)
+
+    def refuse(*_):
+        raise AssertionError("eager")
+
+    monkeypatch.setattr(slot_op._Eagerly, "apply", refuse)
+    with pytest.raises(AssertionError, match="eager"):
+        attention(query, query, query)
+    with _Named() as mode:
+        attention(query, query, query)
+    assert "megasink::slot_attention" in mode.names
 
 
 def test_a_second_derivative_is_refused():

@@ -1,5 +1,9 @@
 """The kernels of CUDA packages, driven on a CPU through stand-ins with upstream's parameters."""
 
+import importlib.util
+import os
+import subprocess
+import sys
 from dataclasses import replace
 
 import pytest
@@ -25,7 +29,7 @@ from tests.attention.attention_oracle import (
     evaluate,
     make_case,
 )
-from tests.attention.upstream_kernels import STAND_INS, stand_in_for, stand_in_packages
+from tests.attention.stand_ins import STAND_INS, forget_choices, stand_in_for, stand_in_packages
 
 OWN_SINK = ("flash-attn-4", "transformer-engine")
 H100 = AttentionRequest("cuda", torch.bfloat16, 128, compute_capability=(9, 0))
@@ -37,7 +41,7 @@ B200 = replace(H100, compute_capability=(10, 0))
 def _forget_choices(monkeypatch):
     monkeypatch.setattr(fused, "_toolchain_reason", lambda: "not in these tests")
     yield
-    upstream_kernels.forget_choices()
+    forget_choices()
 
 
 @pytest.fixture(params=STAND_INS)
@@ -318,3 +322,15 @@ def test_a_package_that_does_not_import_is_named(monkeypatch, tmp_path):
     monkeypatch.syspath_prepend(tmp_path)
     with pytest.raises(ConfigError, match="does not import: OSError: libcudart"):
         choose_backend(H100, "flash-attn-3")
+
+
+def test_the_wheel_of_flash_attention_4_compiles_for_an_h100():
+    """With its sink and the gradient of the LSE; numbers need a GPU."""
+    if importlib.util.find_spec("flash_attn") is None:
+        pytest.skip("flash-attn-4 is not installed")
+    names = {"FLASH_ATTENTION_ARCH": "sm_90", "CUTE_DSL_ARCH": "sm_90a"}
+    environment = os.environ | names | {"FLASH_ATTENTION_NUM_SMS": "132"}
+    command = [sys.executable, "-m", "tests.attention.compiled_flash_attention_4"]
+    run = subprocess.run(command, env=environment, capture_output=True, text=True)
+    assert run.returncode == 0, run.stderr[-3000:]
+    assert run.stdout.splitlines()[-1] == "compiled"

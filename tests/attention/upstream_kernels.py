@@ -7,27 +7,10 @@ kernel takes for granted and does not check itself.
 Shapes: B batch, T queries, S keys, H query heads, G groups, D head dim, R heads per group.
 """
 
-import sys
-import types
-
 import torch
 from torch import Tensor
 
-from megasink.attention import choose_backend, choose_gate_kernels
-from megasink.attention.kernels import backend_named
 from megasink.attention.reference import _Mask, _scores
-
-
-def install(monkeypatch, modules):
-    """Puts modules, given as name -> attributes, where `import` finds them, parents included."""
-    for name, attributes in modules.items():
-        parts = name.split(".")
-        for end in range(1, len(parts) + 1):
-            parent = ".".join(parts[:end])
-            if parent not in sys.modules or end == len(parts):
-                monkeypatch.setitem(sys.modules, parent, types.ModuleType(parent))
-        for attribute, value in attributes.items():
-            setattr(sys.modules[name], attribute, value)
 
 
 def flash_forward(q_BHTD, k_BGSD, v_BGSD, scale, causal, window, sink_H=None):
@@ -320,38 +303,3 @@ def _engine_inputs(q, k, v, cu_seqlens_q, cu_seqlens_kv, lengths, backend):
     for ends, length in zip((cu_seqlens_q, cu_seqlens_kv), lengths, strict=True):
         assert ends.dtype is torch.int32
         assert ends.tolist() == [length * row for row in range(q.shape[1] + 1)]
-
-
-STAND_INS = {
-    "flash-attn-4": FlashAttention4,
-    "flash-attn-3": FlashAttention3,
-    "flash-attn-2": FlashAttention2,
-    "transformer-engine": TransformerEngine,
-}
-
-
-def stand_in_packages(monkeypatch, *names):
-    """The packages of these backends are stand-ins, and the others cannot be imported."""
-    for name, stand_in in STAND_INS.items():
-        module = backend_named(name).module
-        if name in names:
-            public = [n for n in vars(stand_in) if not n.startswith("__")]
-            attributes = {n: getattr(stand_in, n) for n in public}
-            install(monkeypatch, {module: attributes})
-        else:
-            monkeypatch.setitem(sys.modules, module, None)
-    forget_choices()
-
-
-def stand_in_for(monkeypatch, name):
-    """Make a backend whose package is a stand-in willing to run on a CPU, and return it."""
-    stand_in_packages(monkeypatch, name)
-    monkeypatch.setattr(torch.backends.cudnn, "version", lambda: 92600)
-    backend = backend_named(name)
-    monkeypatch.setattr(type(backend), "supports", lambda *_: None)
-    return backend
-
-
-def forget_choices():
-    choose_backend.cache_clear()
-    choose_gate_kernels.cache_clear()
