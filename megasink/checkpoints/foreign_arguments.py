@@ -24,7 +24,15 @@ _PROVIDERS = ("gpt", "gpt_provider", "hybrid", "mamba", "llama", "qwen", "mistra
 _BUILDERS = ("megatron.training.models.", *(f"megatron.bridge.models.{p}." for p in _PROVIDERS))
 _CORE = "megatron.core.models."
 _SPECS = ("transformer_layer_spec", "hybrid_stack_spec", "mamba_stack_spec")
-_SECTIONS = ("train", "optimizer", "scheduler", "rng", "tokenizer")
+# Beside the model, what describes a run that starts from it.
+_SECTIONS = {
+    "train": ("micro_batch_size", "global_batch_size", "train_iters"),
+    "optimizer": ("lr",),
+    "rng": ("seed",),
+    "tokenizer": ("tokenizer_type", "tokenizer_model"),
+}
+# Fields of the model that change neither weights nor logits.
+_WITHOUT_EFFECT = {"transformer", "parallel_output", "scatter_embedding_sequence_parallel"}
 # Fields of Bridge's configuration that have another name among Megatron's arguments.
 _RENAMED = {
     "num_moe_experts": "num_experts",
@@ -62,6 +70,8 @@ def foreign_checkpoints(source: Path, iteration: int | None) -> dict[int, Path]:
         raise UserError(f"{source} has a config.json: it is a run of megasink already")
     source = source.resolve()
     number = re.fullmatch(r"iter_(\d+)", source.name)
+    if number and iteration not in (None, int(number[1])):
+        raise UserError(f"{source} is not the checkpoint of iteration {iteration}")
     if number or (source / ".metadata").is_file() or is_legacy(source):
         return {int(number[1]) if number else 0: source}
     found = {n: checkpoint_path(source, n) for n in iterations(source)}
@@ -100,6 +110,7 @@ def read_foreign_arguments(folder: Path) -> ForeignArguments:
 
 def _of_megatron(folder: Path) -> ForeignArguments:
     from megatron.core.dist_checkpointing import load_common_state_dict
+    from torch.distributed.checkpoint import CheckpointException
 
     from megasink.checkpoints.without_code import loading_without_code
 
@@ -108,9 +119,7 @@ def _of_megatron(folder: Path) -> ForeignArguments:
             state = load_common_state_dict(folder)
     except UserError:
         raise
-    except BaseException as error:  # torch's CheckpointException is not an Exception
-        if isinstance(error, KeyboardInterrupt | SystemExit | MemoryError):
-            raise
+    except (Exception, CheckpointException) as error:  # torch's is not an Exception
         raise UserError(f"{folder} cannot be read: {reason_of(error)}") from error
     arguments = state.get("args") if isinstance(state, dict) else None
     if not isinstance(arguments, Namespace):
@@ -131,7 +140,8 @@ def _of_bridge(path: Path) -> dict[str, Any]:
         model = config["model"]
         targets = {name: _target(model.get(name)) for name in _SPECS} | {"": _target(model)}
         model = {**model, **(model.get("transformer") or {})}
-        sections = [config[name] for name in _SECTIONS]  # one that is cut off lacks the last
+        # A file that is cut off lacks the last section.
+        values = {n: config[name].get(n) for name, names in _SECTIONS.items() for n in names}
     except UserError:
         raise
     except (yaml.YAMLError, RecursionError, ValueError, TypeError, KeyError, AttributeError) as why:
@@ -140,9 +150,7 @@ def _of_bridge(path: Path) -> dict[str, Any]:
     for name, target in targets.items():
         if not target.startswith((*_BUILDERS, *([_CORE, "None"] if name else []))):
             raise UserError(f"{path}: model{name and '.'}{name} {target} has code of its own")
-    values: dict[str, Any] = {}
-    for section in (*sections, model):
-        values |= dict(_fields(section) if isinstance(section, Mapping) else ())
+    values = dict(_fields({n: v for n, v in (values | model).items() if n not in _WITHOUT_EFFECT}))
     name = str(values.get("activation_func")).rpartition(".")[2]
     kind = (name.replace("relu2", "squared_relu"), bool(values.get("gated_linear_unit")))
     if kind not in _ACTIVATIONS:
@@ -170,5 +178,5 @@ def _fields(section: Mapping[Any, Any]) -> Iterator[tuple[str, Any]]:
             target = _target(value)
             name_of = value.get("_name_") or target.rpartition(".")[2]
             value = target if target.startswith("torch.") and "nn" not in target else name_of
-        if value is not None:
+        if value is not None and not str(name).startswith("_"):
             yield _RENAMED.get(str(name), str(name)), value

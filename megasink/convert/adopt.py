@@ -93,7 +93,7 @@ def adopt(
     Returns:
         whether the run resumes (it has an optimizer's state), and what there is to say about it.
     """
-    step, folder = next(reversed(steps.items()))
+    step, folder = max(steps.items())
     found = read_foreign_arguments(folder)
     saved = dict(found.values)
     if tokenizer is not None:
@@ -127,7 +127,7 @@ def adopt(
         else:
             _write_start(partial, run, [w for flag in words.values() for w in flag], saved)
         write_json(partial / "config.json", config)
-    known = _OF_A_PROCESS | vars(validated).keys()
+    known = _OF_A_PROCESS | vars(validated).keys() | describing()
     unknown = [n for n, v in found.values.items() if v and n not in known]
     return not without, [*_about(saved, left_out, sorted([*found.unread, *unknown]))]
 

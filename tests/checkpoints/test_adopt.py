@@ -70,8 +70,17 @@ def trained(stock, tmp_path_factory):
     return train
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
-@pytest.mark.parametrize("kind", CLASSES)
+@pytest.mark.parametrize(
+    ("kind", "layout"),
+    [
+        ("gpt", "one"),
+        ("gpt", "tp"),
+        ("hybrid", "dp"),
+        pytest.param("gpt", "dp", marks=pytest.mark.later),
+        pytest.param("hybrid", "one", marks=pytest.mark.later),
+        pytest.param("hybrid", "tp", marks=pytest.mark.later),
+    ],
+)
 def test_logits_and_resumed_losses_are_those_of_megatron(pool, trained, tmp_path, kind, layout):
     saved, losses, logits = trained(kind, layout)
     assert main(["adopt", str(saved), str(tmp_path / "whole")]) == 0
