@@ -21,6 +21,8 @@ _COUNTS = ("decoder_layers", "num_hidden_layers")
 _CONFIG_HEADS = ("decoder_attention_heads", "num_attention_heads")
 _MODULE_HEADS = ("num_heads", "num_attention_heads")
 _ATTENTION = ("self_attn", "attn", "attention", "self_attention")
+# Modules of hybrid models that are attention in some layers, where they project keys.
+_MIXERS = ("mixer", "temporal_block")
 _OUTPUT = ("o_proj", "c_proj", "dense", "out_proj")
 _MLP = ("mlp", "feed_forward", "block_sparse_moe")
 # The input of these modules is the state between attention and MLP. In blocks that have one,
@@ -108,7 +110,7 @@ def find_blocks(model: torch.nn.Module) -> list[Block]:
     if all(block.attention is None for block in blocks):
         raise UserError(
             f"{whole} has no attention in its {len(blocks)} layers that megasink can find: it "
-            f"looks for {', '.join(_ATTENTION)}"
+            f"looks for {', '.join((*_ATTENTION, *_MIXERS))}"
         )
     return blocks
 
@@ -116,6 +118,9 @@ def find_blocks(model: torch.nn.Module) -> list[Block]:
 def _block(layer: torch.nn.Module, name: str, kind: str, config: Any) -> Block:
     # Some models call their linear attention self_attn, too.
     attention = None if kind == "linear_attention" else child(layer, _ATTENTION)
+    mixer = child(layer, _MIXERS)
+    if attention is None and hasattr(mixer, "k_proj"):
+        attention = mixer
     output, heads = None, 0
     if attention is not None:
         output = child(attention, _OUTPUT)

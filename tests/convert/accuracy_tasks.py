@@ -35,6 +35,36 @@ def import_released(folder: str, config: dict[str, Any]) -> dict[str, Any]:
     return vars(difference) | {"tolerance": difference.tolerance}
 
 
+def import_and_export(folder: str, config: dict[str, Any]) -> dict[str, Any]:
+    """As `import_released`; also "target" of the next export, and "differ": its other weights."""
+    from safetensors.torch import load_file
+
+    from megasink.convert import to_hf
+
+    report = import_released(folder, config)
+    root = Path(folder)
+    source = to_hf.source_of(root / "run")
+    target = to_hf.export(source, root / "again", say=lambda line: None)
+    first, again = (load_file(root / name / "model.safetensors") for name in ("hf", "again"))
+    names = first.keys() | again.keys()
+    different = [n for n in names if n not in again or not torch.equal(first[n], again[n])]
+    return report | {"target": target.name, "differ": sorted(different)}
+
+
+def instruments(folder: str) -> dict[str, str | None]:
+    """Return the refusal of each instrument for a folder in transformers, None if it is right."""
+    import copy
+
+    import transformers
+
+    from tests.transformers.test_every_type import CHECKS, refusal
+
+    model = transformers.AutoModelForCausalLM.from_pretrained(folder, attn_implementation="eager")
+    if model._can_set_experts_implementation():
+        model.set_experts_implementation("eager")
+    return {check.__name__: refusal(check, copy.deepcopy(model), model) for check in CHECKS}
+
+
 def accuracy(folder: str) -> dict[str, str]:
     """Export folder/run; a row of benchmarks/convert_accuracy.py."""
     from megasink.convert import to_hf, verify

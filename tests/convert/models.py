@@ -258,7 +258,7 @@ ENGINES = {f"engines-{name}": (t, _for_engines(m)) for name, (t, m) in (MODELS |
 YARN = Yarn(factor=4.0, original=24)
 _HEADS = {"head_dim": 12}  # of families whose heads share the hidden size
 _UNGATED = {"activation": "relu2"}
-_MUP = {"use_mup": True, "mup_embedding_mult": 12.0, "mup_output_mult": 0.125}
+_MUP = {"use_mup": True, "mup_embedding_mult": 12.0, "mup_output_mult": 1.5}
 _MUP |= {"mup_base_head_dim": 4.0}
 
 

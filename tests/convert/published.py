@@ -146,35 +146,13 @@ RELEASED["gpt-oss-20b"] = (
 )
 # {model: (its config.json, what the message says)}
 REFUSED = {
-    "gpt-oss-20b": (
-        COMMON
-        | _keys("""
-            "architectures": ["GptOssForCausalLM"], "model_type": "gpt_oss", "attention_bias":
-            true, "experts_per_token": 4, "head_dim": 64, "initial_context_length": 4096,
-            "layer_types": ["sliding_attention", "full_attention"], "max_position_embeddings":
-            131072, "num_experts_per_tok": 4, "num_local_experts": 32, "output_router_logits":
-            false, "quantization_config": {"quant_method": "mxfp4"}, "rms_norm_eps": 1e-05,
-            "rope_scaling": {"beta_fast": 32.0, "beta_slow": 1.0, "factor": 32.0,
-            "original_max_position_embeddings": 4096, "rope_type": "yarn", "truncate": false},
-            "rope_theta": 150000, "router_aux_loss_coef": 0.9, "sliding_window": 128,
-            "swiglu_limit": 7.0, "tie_word_embeddings": false
-        """),
-        ("RoPE scaling 'yarn'", "mxfp4"),
+    "gpt-oss-20b in another quantization": (
+        _GPT_OSS | {"quantization_config": {"quant_method": "gptq"}},
+        ("weights quantized with gptq",),
     ),
     "gpt-oss without RoPE's parameters": (
         {key: value for key, value in _GPT_OSS.items() if not key.startswith("rope_")},
         ("no rope_parameters", "YaRN"),
-    ),
-    "granite-3.3-2b-base": (
-        COMMON
-        | _keys("""
-            "architectures": ["GraniteForCausalLM"], "model_type": "granite", "attention_bias":
-            false, "attention_multiplier": 0.015625, "embedding_multiplier": 12.0,
-            "logits_scaling": 8.0, "max_position_embeddings": 131072, "mlp_bias": false,
-            "residual_multiplier": 0.22, "rms_norm_eps": 1e-05, "rope_scaling": null,
-            "rope_theta": 10000000.0, "tie_word_embeddings": true
-        """),
-        ("'granite' cannot be imported", "multipliers"),
     ),
 }
 

@@ -63,18 +63,19 @@ def test_gpt_oss_has_the_rope_and_biases_that_engines_require(bias):
 
 @pytest.mark.parametrize(
     "change",
-    [
-        {"factor": 2.0},
-        {"original_max_position_embeddings": 48},
-        {"attention_factor": 1.5},
-        {"mscale": 0.7},
-    ],
+    [{"factor": 2.0}, {"original_max_position_embeddings": 48}, {"mscale": 0.7}],
 )
-def test_yarn_that_changes_something_is_refused(change):
+def test_yarn_that_says_something_is_kept(change):
     config = config_of(model(**GPT_OSS, windows=(None,) * 4), TARGETS["gpt_oss"], {})
     for key in ("rope_parameters", "rope_scaling"):
         config[key] = config[key] | change
-    with pytest.raises(UserError, match="RoPE scaling 'yarn'"):
+    architecture, _ = architecture_from(config)
+    assert config_of(architecture, TARGETS["gpt_oss"], {})["rope_scaling"] == {
+        key: value for key, value in config["rope_scaling"].items() if key != "mscale"
+    }  # transformers ignores one without mscale_all_dim
+    for key in ("rope_parameters", "rope_scaling"):
+        config[key] = config[key] | {"attention_factor": 1.5, "factor": 1.0}
+    with pytest.raises(UserError, match=r"attention_factor 1\.5 with a RoPE factor"):
         architecture_from(config)
 
 
@@ -119,7 +120,8 @@ def test_the_page_has_what_the_records_say():
     page = (Path(__file__).parents[2] / "docs" / "serving.md").read_text()
     table = page.partition("| target | " + " | ".join(ENGINES))[2].partition("\n\n")[0]
     rows = [[cell.strip() for cell in line.split("|")[1:-1]] for line in table.splitlines()[2:]]
-    assert {row[0].strip("`") for row in rows} == set(TARGETS)
+    tried = {name for name, target in TARGETS.items() if target.engines}
+    assert tried <= {row[0].strip("`") for row in rows} <= set(TARGETS)
     for name, *cells in rows:
         record = TARGETS[name.strip("`")].engines or (None,) * len(ENGINES)
         for cell, ignored in zip(cells, record, strict=True):

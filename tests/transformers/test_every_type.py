@@ -147,12 +147,55 @@ def check_attention(model: PreTrainedModel, eager: PreTrainedModel) -> None:
         close(actual, expected)
 
 
+def check_balance(model: PreTrainedModel, eager: PreTrainedModel) -> None:
+    """The head-balance loss reads a gate of every head in a step of training."""
+    model.set_attn_implementation("megasink")
+    balance = HeadBalanceLoss(model)
+    try:
+        model.train()(tokens(), labels=tokens(), use_cache=False).loss.backward()
+        importance = balance.finish_step().importance_LH
+    finally:
+        balance.remove()
+        model.eval()
+    read = importance[list(balance.layers)]
+    assert ((read > 0) & (read < 1)).all()
+
+
+# Why one instrument refuses a model that another accepts.
+UNFOUND = "that megasink can find|no output projection"
+REASONS = (
+    f"{UNFOUND}|without a matrix of weights|does not fit"  # modules of other names
+    "|bypasses transformers' attention interface"
+    "|uses attention dropout"  # in training alone
+    "|may gate the heads|gates its heads by|changes the outputs of its heads"
+    "|attends to 4 of|does not support the mask|several residual streams"
+    "|reads its attention mask|caps its attention|adds a position bias|is chunked|attends from"
+)
+# Types whose attention the implementation "megasink" runs, or that have none at this size, and in
+# which the other instruments find no layers of attention: encoders, recurrent models, other names.
+NOT_FOUND = set(
+    """
+    bailing_hybrid bamba bert bert-generation big_bird camembert ctrl data2vec-text electra ernie
+    falcon_mamba granitemoehybrid hrm_text jamba jetmoe mamba megatron-bert modernbert-decoder
+    rembert roberta roberta-prelayernorm roformer rwkv xlm xlm-roberta xlm-roberta-xl xlnet xlstm
+    """.split()
+)
+CHECKS = (check_weights, check_zeroing, check_attention, check_balance)
+
+
 @pytest.mark.parametrize("name", TYPES)
 def test_numbers_are_right_or_refused(name):
     model, eager = small(name)
-    for check in (check_weights, check_zeroing, check_attention):
+    refused = {}
+    for check in CHECKS:
         if text := refusal(check, model, eager):
             assert len(text.splitlines()) == 1
+            refused[check] = text
+    if len(refused) < len(CHECKS):
+        assert all(re.search(REASONS, text) for text in refused.values()), refused
+    if check_attention not in refused:
+        unfound = any(re.search(UNFOUND, text) for text in refused.values())
+        assert unfound == (name in NOT_FOUND), refused
 
 
 def refusal(check: Callable[..., None], *models: PreTrainedModel) -> str | None:
@@ -194,6 +237,13 @@ def test_the_decoder_is_what_is_read():
 )
 def test_what_is_out_of_reach_is_refused(name, check, sentence):
     assert re.search(sentence, str(refusal(check, *small(name))))
+
+
+@pytest.mark.parametrize("name", ["nemotron_h", "recurrent_gemma"])
+def test_attention_under_the_name_of_a_mixer_is_found(name):
+    models = small(name)
+    assert 0 < sum(block.heads > 0 for block in find_blocks(models[0])) < 4
+    assert [refusal(check, *models) for check in CHECKS] == [None] * len(CHECKS)
 
 
 @pytest.mark.parametrize("name", ["deepseek_v32", "glm_moe_dsa"])

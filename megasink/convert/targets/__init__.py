@@ -14,6 +14,7 @@ from megasink.convert.targets import (
     sink_attention,
     softmax_attention,
     softmax_families,
+    softmax_multipliers,
 )
 
 __all__ = [
@@ -27,4 +28,5 @@ __all__ = [
     "sink_attention",
     "softmax_attention",
     "softmax_families",
+    "softmax_multipliers",
 ]

@@ -1,6 +1,5 @@
 """Dense families with plain softmax attention, one record each."""
 
-import dataclasses
 from collections.abc import Mapping
 from typing import Any
 
@@ -17,11 +16,9 @@ _SANDWICH = MegasinkOptions(sandwich_norm=True)
 _UNGATED = MegasinkOptions(gated_unit=False)
 _UNGATED_LAYER_NORM = MegasinkOptions(gated_unit=False, normalization="LayerNorm")
 _BIASES = {"attention_bias": "bias", "mlp_bias": "bias"}
-_NO_BIASES = dict.fromkeys(_BIASES, False)
+NO_BIASES = dict.fromkeys(_BIASES, False)
 _FUSED = ("gate_up_proj", "down_proj")
 _SINGLE = ("up_proj", "down_proj")
-_MULTIPLIERS = dict.fromkeys(("embedding_multiplier", "logits_scaling", "residual_multiplier"), 1.0)
-_MUP = ("use_mup", "mup_embedding_mult", "mup_output_mult", "mup_base_head_dim")
 _GLM_NORMS = (
     *("input_layernorm", "post_attention_layernorm"),
     *("post_self_attn_layernorm", "post_mlp_layernorm"),
@@ -71,7 +68,7 @@ def _alike(config: Mapping[str, Any]) -> list[str]:
     return []
 
 
-def _whole_heads(model: Architecture) -> list[str]:
+def whole_heads(model: Architecture) -> list[str]:
     """Its heads share the hidden size, whatever head_dim says."""
     if model.head_dim * model.heads == model.hidden:
         return []
@@ -104,51 +101,6 @@ def _smollm3_refused(config: Mapping[str, Any]) -> list[str]:
 def _smollm3_config(model: Architecture) -> dict[str, Any]:
     without = model.no_rope or (False,) * model.layers
     return {"no_rope_layers": [int(not each) for each in without]}
-
-
-def _with_multipliers(given: MegasinkOptions) -> MegasinkOptions:
-    return MegasinkOptions(**{name: getattr(given, name) for name in _MUP})
-
-
-def _hyperclovax(model: Architecture) -> tuple[Row, ...]:
-    after = ("post_norm1", "post_norm2") if model.options.sandwich_norm else ()
-    return rows.decoder(model, rows.ffn(model), norms=(*_GLM_NORMS[:2], *after))
-
-
-def _granite_config(model: Architecture) -> dict[str, Any]:
-    options, width = model.options, model.head_dim
-    base = (options.mup_base_head_dim or 1.0) if options.use_mup else width
-    return {
-        "embedding_multiplier": options.mup_embedding_mult,
-        "residual_multiplier": 1.0,
-        "attention_multiplier": base**0.5 / width,
-        "logits_scaling": 1.0 / options.mup_output_mult,
-    }
-
-
-def _read_granite(config: Mapping[str, Any]) -> dict[str, Any]:
-    """Read the multipliers.
-
-    A residual stream divided by the residual multiplier r adds outputs as they are, and its
-    RMSNorms give the same with epsilon / r^2: no weight changes.
-    """
-    residual, logits = config["residual_multiplier"], config["logits_scaling"]
-    width = config.get("head_dim") or config["hidden_size"] // config["num_attention_heads"]
-    multipliers = {
-        "mup_embedding_mult": config["embedding_multiplier"] / residual,
-        "mup_output_mult": logits if config["model_type"] == "hyperclovax" else 1.0 / logits,
-        "mup_base_head_dim": ((config["attention_multiplier"] or width**-0.5) * width) ** 2,
-    }
-    options = {name: float(f"{value:.12g}") for name, value in multipliers.items()}
-    if list(options.values()) != [1.0, 1.0, width]:
-        options["use_mup"] = True
-    return {
-        "norm_eps": config["rms_norm_eps"] / residual**2,
-        "options": MegasinkOptions(
-            sandwich_norm=bool(config.get("use_post_norm")),
-            **(options if options.get("use_mup") else {}),
-        ),
-    }
 
 
 for target in (
@@ -204,14 +156,14 @@ for target in (
         since="5.6",
         attention=("vanilla",),
         table=_paired,
-        fixed=_NO_BIASES,
+        fixed=NO_BIASES,
         defaults={
             "rms_norm_eps": 1e-8,
             "head_dim": 128,
             "num_key_value_heads": 20,
             "rope_theta": 1e5,
         },
-        misfits=_whole_heads,
+        misfits=whole_heads,
     ),
     Target(
         name="ernie4_5",
@@ -277,7 +229,7 @@ for target in (
         fixed={"qk_layernorm": False, "use_parallel_residual": False},
         defaults={"layer_norm_eps": 1e-5, "num_key_value_heads": 32},
         config=lambda model: {"hidden_dropout": 0.0},
-        misfits=_whole_heads,
+        misfits=whole_heads,
         options=lambda given: _LAYER_NORM,
         partial_rotary=0.25,
         qkv_bias=None,
@@ -290,7 +242,7 @@ for target in (
         attention=("vanilla",),
         table=_nemotron,
         keys={"norm_eps": "norm_eps"},
-        fixed=_NO_BIASES,
+        fixed=NO_BIASES,
         defaults={"norm_eps": 1e-5, "hidden_act": "relu2", "initializer_range": 0.0134},
         options=lambda given: _UNGATED_LAYER_NORM,
         partial_rotary=0.5,
@@ -322,7 +274,7 @@ for target in (
         since="5.6",
         attention=("vanilla",),
         table=_dense,
-        fixed=_NO_BIASES,
+        fixed=NO_BIASES,
         defaults={
             "num_key_value_heads": 4,
             "no_rope_layer_interval": 4,
@@ -333,37 +285,6 @@ for target in (
         read=_read_smollm3,
         refused=_smollm3_refused,
         no_rope=True,
-    ),
-    Target(
-        name="granite",
-        architecture="GraniteForCausalLM",
-        since="5.6",
-        attention=("vanilla",),
-        table=_dense,
-        fixed=_NO_BIASES,
-        defaults=_MULTIPLIERS | {"attention_multiplier": 1.0},
-        config=_granite_config,
-        read=_read_granite,
-        misfits=_whole_heads,
-        options=_with_multipliers,
-    ),
-    Target(
-        name="hyperclovax",
-        architecture="HyperCLOVAXForCausalLM",
-        since="5.6",
-        attention=("vanilla",),
-        table=_hyperclovax,
-        fixed=_NO_BIASES | {"residual_multiplier": 1.0},
-        defaults=_MULTIPLIERS | {"attention_multiplier": None, "use_post_norm": True},
-        config=lambda model: {
-            **_granite_config(model),
-            "logits_scaling": model.options.mup_output_mult,
-            "use_post_norm": model.options.sandwich_norm,
-        },
-        read=_read_granite,
-        options=lambda given: dataclasses.replace(
-            _with_multipliers(given), sandwich_norm=given.sandwich_norm
-        ),
     ),
 ):
     register(target)

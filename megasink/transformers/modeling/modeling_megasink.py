@@ -286,8 +286,7 @@ class MegasinkForCausalLM(MegasinkPreTrainedModel, GenerationMixin):
     ) -> MoeCausalLMOutputWithPast | CausalLMOutputWithPast:
         """Tokens [B, T] -> logits [B, T, vocabulary] of the last `logits_to_keep`; 0 for all.
 
-        With `output_router_logits`, router_aux_loss_coef times the load-balancing loss of the
-        experts is added to the loss, as in Mixtral and Qwen3-MoE.
+        With `output_router_logits`, the loss has the load-balancing loss of experts, as in Mixtral.
         """
         config = self.config
         if output_router_logits is None:

@@ -1,0 +1,128 @@
+"""docs/models.md, from what the models of the collection do.
+
+python -m tests.convert.models_page [NAME ...]    # runs them, and writes the record and the page
+"""
+
+import json
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+
+from tests.convert.collection import IMPORTED, REFUSED, config_of
+from tests.distributed.layout import SINGLE
+from tests.runs import steps
+
+ROOT = Path(__file__).parents[2]
+RECORD, PAGE = Path(__file__).with_suffix(".json"), ROOT / "docs" / "models.md"
+TASKS = "tests.convert.accuracy_tasks"
+TRAIN = """
+    --mock-data --tokenizer-type NullTokenizer --vocab-size 100 --seq-length 32 --num-workers 0
+    --micro-batch-size 2 --global-batch-size 4 --train-iters 2 --lr 1e-3 --eval-iters 1
+    --eval-interval 100 --log-interval 1
+""".split()
+LAYOUTS = {
+    "TP 2": ["--tensor-model-parallel-size", "2"],
+    "PP 2": ["--pipeline-model-parallel-size", "2"],
+}
+_EXPERTS = """
+    --sequence-parallel --expert-model-parallel-size 2 --expert-tensor-parallel-size 1
+    --moe-token-dispatcher-type alltoall
+""".split()
+_INSTRUMENTS = {
+    "analyze": ("check_weights", "check_zeroing"),
+    "fine-tune": ("check_attention", "check_balance"),
+}
+_TEXT = """# Model families
+
+Find out whether a released model can be imported, trained, analyzed and exported. The table is
+generated from runs of the models' configurations with small sizes and random weights
+(`python -m tests.convert.models_page`), not from reading.
+
+- **import**: the largest difference between megasink's logits and those of transformers, float32
+- **train**: layouts in which two steps from the import gave the same losses; experts with TP 2 are
+  run with SP and EP 2
+- **analyze**: `analyze` and `zero_heads` in plain transformers, compared with eager attention
+- **fine-tune**: `attn_implementation="megasink"` with the head-balance loss
+- **export**: the architecture in which every weight is the same to the bit
+- **engines**: those in [serving.md](serving.md)
+
+"""
+_HEAD = ("model", "type", "import", "train", "analyze", "fine-tune", "export", "engines")
+
+
+def run(pool: Any, name: str) -> dict[str, Any]:
+    """Return what a model of the collection does."""
+    kind, keys = IMPORTED[name]
+    with tempfile.TemporaryDirectory() as folder:
+        where = {"folder": folder, "config": config_of(kind, keys)}
+        (report,) = pool.run(f"{TASKS}:import_and_export", SINGLE, **where)
+        (refused,) = pool.run(f"{TASKS}:instruments", SINGLE, folder=f"{folder}/hf")
+        flags = [*Path(folder, "run/flags.txt").read_text().split(), *TRAIN]
+        flags += ["--load", f"{folder}/run/checkpoints", "--finetune"]
+        losses = {}
+        for layout, chosen in LAYOUTS.items():
+            to = Path(folder, layout.replace(" ", ""))
+            experts = _EXPERTS if "--num-experts" in flags and layout == "TP 2" else []
+            pool.train([*flags, *chosen, *experts, "--run-dir", str(to)], 2)
+            losses[layout] = [step["lm_loss"] for step in steps(to)]
+    tp, pp = losses.values()
+    same = all(abs(a - b) <= 1e-4 * abs(a) for a, b in zip(tp, pp, strict=True))
+    return {
+        "type": kind,
+        "logits": float(f"{report['logits']:.1g}"),
+        "layouts": list(LAYOUTS) if same else [],
+        "refused": refused,
+        "export": report["target"] if not report["differ"] else None,
+    }
+
+
+def recorded() -> dict[str, Any]:
+    """Return {model: what it did}."""
+    record: dict[str, Any] = json.loads(RECORD.read_text()) if RECORD.exists() else {}
+    return {name: record[name] for name in IMPORTED if name in record}
+
+
+def page(record: dict[str, Any]) -> str:
+    """Return the page."""
+    from megasink.convert.targets import TARGETS
+    from megasink.convert.targets.target import ENGINES
+
+    lines = [_row(_HEAD), _row(["---"] * len(_HEAD))]
+    for name, did in record.items():
+        found = zip(ENGINES, TARGETS[did["type"]].engines, strict=False)
+        engines = [engine for engine, ignored in found if ignored is not None]
+        marks = []
+        for checks in _INSTRUMENTS.values():
+            marks.append("no" if any(did["refused"][check] for check in checks) else "yes")
+        cells = (name, f"`{did['type']}`", f"{did['logits']:.0e}", ", ".join(did["layouts"]))
+        lines.append(_row((*cells, *marks, _export(did), ", ".join(engines) or "not tried")))
+    refused = [_row(("refused", "type", "reason")), _row(["---"] * 3)]
+    for name, (kind, _, said) in REFUSED.items():
+        reason = "no conversion target" if "cannot be imported" in said else said.partition("|")[0]
+        refused.append(_row((name, f"`{kind}`", reason)))
+    return _TEXT + "\n".join(lines) + "\n\n" + "\n".join(refused) + "\n"
+
+
+def _export(did: dict[str, Any]) -> str:
+    return f"`{did['type']}`" + ("" if did["export"] else ", norms rounded")
+
+
+def _row(cells: Any) -> str:
+    return f"| {' | '.join(cells)} |"
+
+
+def main() -> None:
+    from tests.distributed.pool import Pool
+
+    with Pool(2) as pool:
+        for name in sys.argv[1:] or IMPORTED:
+            record = json.loads(RECORD.read_text()) if RECORD.exists() else {}
+            did = run(pool, name)
+            print(name, did, flush=True)
+            RECORD.write_text(json.dumps(record | {name: did}, indent=1) + "\n")
+    PAGE.write_text(page(recorded()))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,41 @@
+"""Released configurations: imported with transformers' logits and exported again, or refused."""
+
+import pytest
+
+from megasink.convert.hf_config import architecture_from
+from megasink.errors import UserError
+from tests.convert import models_page
+from tests.convert.collection import IMPORTED, REFUSED, SIZES, config_of
+from tests.distributed.layout import SINGLE
+
+
+@pytest.mark.parametrize("name", IMPORTED)
+def test_a_released_model_comes_in_and_goes_out(pool, tmp_path, name):
+    kind, keys = IMPORTED[name]
+    config = config_of(kind, keys)
+    where = {"folder": str(tmp_path), "config": config}
+    (report,) = pool.run("tests.convert.accuracy_tasks:import_and_export", SINGLE, **where)
+    assert 0 < report["logits"] <= report["tolerance"]
+    assert report["largest"] > 1
+    assert report["argmax"] == report["generated"] == 1
+    assert report["target"] == kind
+    # Nemotron stores norms minus one, which rounds them.
+    rounded = "norm" if kind == "nemotron" else "no weight"
+    assert [name for name in report["differ"] if rounded not in name] == []
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_what_is_not_supported_is_named(name):
+    kind, keys, said = REFUSED[name]
+    sizes = {k: v for k, v in SIZES.items() if k not in ("num_hidden_layers", "head_dim")}
+    with pytest.raises(UserError, match=said):
+        architecture_from(config_of(kind, keys, sizes))
+
+
+def test_the_page_of_models_has_what_was_run():
+    assert len(IMPORTED) + len(REFUSED) == 40
+    assert models_page.PAGE.read_text() == models_page.page(models_page.recorded())
+
+
+def test_every_model_of_the_collection_was_run():
+    assert models_page.recorded().keys() == IMPORTED.keys()
