@@ -80,7 +80,8 @@ def read_rope(config: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _read_yarn(rope: Mapping[str, Any]) -> Yarn:
-    given, both = rope.get("attention_factor"), (rope.get("mscale"), rope.get("mscale_all_dim"))
+    given = rope.get("attention_factor")
+    both: tuple[Any, Any] = rope.get("mscale"), rope.get("mscale_all_dim")
     mscale, all_dim = both if all(both) else (Yarn.mscale, Yarn.mscale_all_dim)
     if given is not None:
         if rope["factor"] > 1:  # `rope_problems` refuses others

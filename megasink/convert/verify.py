@@ -203,8 +203,9 @@ def _transformers(folder: Path, dtype: torch.dtype, tokens_BS: Tensor) -> tuple[
 
     loaded: Any
     unpacked = {}
+    of_transformers: Any = transformers  # whose Mxfp4Config mypy does not see
     if read_object(folder / "config.json").get("quantization_config"):
-        unpacked = {"quantization_config": transformers.Mxfp4Config(dequantize=True)}
+        unpacked = {"quantization_config": of_transformers.Mxfp4Config(dequantize=True)}
     try:
         loaded = model_class(folder).from_pretrained(
             folder,

@@ -132,7 +132,7 @@ def attention(
     """
     at = f"{LAYER}self_attn."
     sizes = (model.groups, model.queries, model.head_dim)
-    qkv = (f"{at}qkv_proj",)
+    qkv: tuple[str, ...] = (f"{at}qkv_proj",)
     if not isinstance(mixed, FusedQKV):
         qkv = tuple(f"{at}{name}_proj" for name in "qkv")
     plain = mixed or GroupedQKV(*sizes)

@@ -57,7 +57,7 @@ def _read_granite(config: Mapping[str, Any]) -> dict[str, Any]:
         "mup_output_mult": logits if config["model_type"] == "hyperclovax" else 1.0 / logits,
         "mup_base_head_dim": ((config["attention_multiplier"] or width**-0.5) * width) ** 2,
     }
-    options = {name: float(f"{value:.12g}") for name, value in multipliers.items()}
+    options: dict[str, Any] = {name: float(f"{value:.12g}") for name, value in multipliers.items()}
     if list(options.values()) != [1.0, 1.0, width]:
         options["use_mup"] = True
     return {
