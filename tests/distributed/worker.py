@@ -157,7 +157,6 @@ def _end_groups() -> None:
 def forget() -> None:
     """Drop what a task left in the process, and end its process groups."""
     from megatron.core import num_microbatches_calculator, rerun_state_machine
-    from megatron.core.transformer.moe.moe_logging import get_moe_metrics_tracker
     from megatron.core.transformer.moe.moe_utils import MoEAuxLossAutoScaler
     from megatron.training.global_vars import destroy_global_vars, get_tensorboard_writer
 
@@ -166,7 +165,6 @@ def forget() -> None:
     if writer := get_tensorboard_writer():
         writer.close()  # and its thread
     destroy_global_vars()
-    get_moe_metrics_tracker().metrics.clear()
     MoEAuxLossAutoScaler.main_loss_backward_scale = None
     if trainer := sys.modules.get("megatron.training.training"):
         # Set by a first start, it makes the next one in this process reduce once more (training.py:

@@ -205,16 +205,16 @@ def test_a_rank_that_has_done_its_work_ends_without_an_abort():
 # Two ranks in two collectives: rank 1 never comes to the second, and rank 0 says so in its beat.
 STUCK = """
 import json, os, sys, threading, time
-from megasink.training import collectives, heartbeat
+from megasink.training import heartbeat
 from megasink.training.stop import RankState
 from megasink.training.waiting import machine
-collectives.record()
+heartbeat.record()
 import torch, torch.distributed as dist
 rank, store = int(sys.argv[1]), dist.FileStore(sys.argv[2], 2)
 dist.init_process_group("gloo", store=store, rank=rank, world_size=2)
 group, x = dist.new_group([0, 1], group_desc="DATA_PARALLEL"), torch.ones(2, 3)
 dist.all_reduce(x, group=group)
-while collectives.under_way():  # it is noted as ended a moment later
+while heartbeat.under_way():  # it is noted as ended a moment later
     time.sleep(0.02)
 beats = heartbeat.Heartbeat(store, rank, 2)
 RankState.step, RankState.phase = 5, "training"
@@ -225,7 +225,7 @@ if rank:
 else:
     waiting = threading.Thread(target=lambda: dist.all_reduce(x, group=group))
     waiting.start()
-    while not (collectives.under_way() and store.check(["1"])):
+    while not (heartbeat.under_way() and store.check(["1"])):
         time.sleep(0.02)
     beats.beat()
     print(beats.where())

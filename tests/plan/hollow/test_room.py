@@ -61,12 +61,12 @@ CONTEXTS = """
 import ctypes, threading, torch
 from torch._C import _distributed_c10d as c10d
 from megasink.plan.hollow.process import library
-from megasink.training import collectives
+from megasink.training import heartbeat
 torch.cuda.set_device(1)
 event = torch.cuda.Event()
 event.record()
 c10d._dump_fr_trace_json = lambda **_: '{"entries": []}' if event.query() else ""
-thread = threading.Thread(target=collectives.under_way)
+thread = threading.Thread(target=heartbeat.under_way)
 opened = ctypes.CDLL(library()).hollow_contexts
 print(opened())
 thread.start()
