@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import megasink
-from megasink.attention.variants import variants
+from megasink.attention.variants import Variant, variants
 from megasink.checkpoints.carried import ADOPTED
 from megasink.checkpoints.foreign_arguments import read_foreign_arguments
 from megasink.checkpoints.identity import plain
@@ -196,9 +196,9 @@ def _rows(*, of_model: bool) -> tuple[tuple[str, Any, str], ...]:
 
 def _variant(saved: Mapping[str, Any]) -> dict[str, Any]:
     """Return megasink's options for Megatron's sinks and output gates, without a balance loss."""
-    kind, gated = saved.get("softmax_type") or "vanilla", saved.get("attention_output_gate")
+    kind, gated = saved.get("softmax_type") or Variant.softmax_type, saved.get("attention_output_gate")
     record = next((r for r in variants() if r.softmax_type == kind), None)
-    if record is None or (gated and kind != "vanilla"):
+    if record is None or (gated and kind != Variant.softmax_type):
         gate = " with --attention-output-gate" if gated else ""
         raise ConfigError(f"--softmax-type {kind}{gate}: no attention variant is the same")
     options = {"attention_variant": record.name, "head_balance_coeff": 0.0}

@@ -3,7 +3,7 @@
 from argparse import Namespace
 from collections.abc import Iterator
 
-from megasink.attention.variants import variants
+from megasink.attention.variants import Variant, variants
 from megasink.megatron.hybrid_pattern import ATTENTION, DELTA_NET, STAGE, gpt_blocks
 from megasink.options.flags import flag_of
 
@@ -40,10 +40,10 @@ def _attention(args: Namespace) -> Iterator[str]:
         args.flash_attention_version = None
         yield f"{', '.join(flags)}: attention is megasink's, see --attention-kernel"
     chosen = "attention_variant" in args.given_flags
-    if args.softmax_type != "vanilla" and not chosen:
+    if args.softmax_type != Variant.softmax_type and not chosen:
         record = next(r for r in variants() if r.softmax_type == args.softmax_type)
         yield f"--softmax-type {args.softmax_type}: --attention-variant {record.name}"
-        args.attention_variant, args.softmax_type = record.name, "vanilla"
+        args.attention_variant, args.softmax_type = record.name, Variant.softmax_type
     elif args.attention_output_gate and not chosen:
         args.attention_variant, args.gate_granularity = "gated", "elementwise"
         args.attention_output_gate = False

@@ -117,9 +117,15 @@ def saved_bytes(tokens: int) -> dict[str, Any]:
     own = own_tokens(torch.randn(shape, generator=generator))
     heads = [tiny_gpt.HEADS, tiny_gpt.HEADS // 2, tiny_gpt.HEADS // 2]
     leaves = [t.contiguous().requires_grad_() for t in own.split(heads, dim=2)]
-    with torch.autograd.graph.saved_tensors_hooks(lambda t: saved.append(t) or t, lambda t: t):
+
+    def pack(tensor: torch.Tensor) -> torch.Tensor:
+        saved.append(tensor.untyped_storage())
+        # The node keeps this function: with a tensor of its graph it would be a cycle.
+        return tensor.detach()
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda t: t):
         out = layer(*leaves, None)
-    storages = {t.untyped_storage()._cdata: t.untyped_storage().nbytes() for t in saved}
+    storages = {storage._cdata: storage.nbytes() for storage in saved}
     grad = torch.randn(out.shape, generator=torch.Generator().manual_seed(2 + ranks))
     first, again = (torch.autograd.grad(out, leaves, grad, retain_graph=True) for _ in range(2))
     assert all(map(torch.equal, first, again))
