@@ -36,7 +36,7 @@ def test_the_page_is_that_of_the_record():
 def test_a_file_runs_where_the_page_says(kind, name):
     file = path(name)
     assert "def test_" in file.read_text()
-    on_gpu = "pytest.mark.gpu" in file.read_text()
+    on_gpu = any(mark in file.read_text() for mark in ("pytest.mark.gpu", "pytestmark = MARKS"))
     hollow = file.parent.name == "hollow"
     assert (kind == "gpu") == on_gpu == (file.parent.name == "gpu")
     assert (kind == "hollow") == hollow

@@ -40,7 +40,7 @@ ROWS = (
         "attention/attention_exact attention/attention_op attention/gates",
         "",
         "plan/hollow/attention",
-        "gpu/attention_gpu",
+        "gpu/attention_gpu gpu/edges_gpu",
     ),
     Row(
         "kernels of CUDA packages (flash-attn 2 to 4, cuDNN, TransformerEngine)",
@@ -112,6 +112,8 @@ ROWS = (
         "checkpoints under another layout; bit-identical resuming",
         "training/damaged_checkpoints",
         "distributed/checkpoint distributed/resume",
+        "",
+        "gpu/job_gpu",
     ),
     Row(
         "kills, signals, lost ranks and hosts, full disks",

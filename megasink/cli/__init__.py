@@ -8,7 +8,7 @@ from collections.abc import Callable, Collection, Sequence
 
 import megasink
 from megasink import plugins
-from megasink.console import printable, stopping
+from megasink.console import package_warnings, stopping
 from megasink.errors import UserError, unknown_name
 from megasink.options.command_line import CommandParser
 from megasink.options.extras import require_train
@@ -99,7 +99,7 @@ def _run(argv: Sequence[str] | None) -> int:
     if args.command in OF_TRAIN:
         require_train(f"megasink {args.command}")
     is_logged = args.command in WITH_LOGS
-    with contextlib.nullcontext() if is_logged else printable.hidden():
+    with contextlib.nullcontext() if is_logged else package_warnings.hidden():
         if args.command not in WITHOUT_PLUGINS:
             plugins.load(args.arguments, _registered if args.command == "doctor" else dict)
         return main_of(args.command)(args.arguments)

@@ -11,7 +11,8 @@ from rich.filesize import decimal
 
 from megasink.checkpoints.find import Saved, runs_in, saved_checkpoints
 from megasink.checkpoints.intact import checkpoint_path, iterations
-from megasink.console.printable import add_json, only_json, say
+from megasink.console.json_output import add_json, only_json
+from megasink.console.printable import say
 from megasink.console.progress import progress
 from megasink.errors import ConfigError, UserError
 from megasink.files.json_file import objects_in, open_file, read_object

@@ -8,7 +8,8 @@ from rich.table import Table
 from rich.text import Text
 
 from megasink.analysis.pages.comparable import comment_of, shortest_names
-from megasink.console.printable import add_json, as_text, wide_console
+from megasink.console.json_output import add_json, as_text
+from megasink.console.printable import wide_console
 from megasink.errors import UserError
 from megasink.figures.run_metrics import read_metrics
 from megasink.files.output_folder import add_overwrite

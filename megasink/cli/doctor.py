@@ -11,7 +11,7 @@ from rich.table import Table
 import megasink
 from megasink import cpu, plugins
 from megasink.attention.variants import variants
-from megasink.console.printable import add_json, as_text
+from megasink.console.json_output import add_json, as_text
 from megasink.cpu import broken
 from megasink.errors import UserError
 from megasink.options.command_line import CommandParser

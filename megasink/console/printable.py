@@ -4,16 +4,9 @@ An escape sequence in a name can move the cursor, rename the window or type for 
 bidirectional mark can show a name backwards; a line feed splits a log line in two.
 """
 
-import argparse
-import contextlib
-import json
-import logging
 import re
 import shlex
-import sys
 import unicodedata
-import warnings
-from collections.abc import Callable, Iterator
 from typing import Any
 
 # Control characters, surrogates (non-UTF-8 bytes of a file name, which cannot be printed), line and
@@ -55,44 +48,3 @@ def wide_console() -> Any:
 
     console = Console()
     return console if console.is_terminal else Console(width=1000)
-
-
-def add_json(parser: argparse.ArgumentParser) -> None:
-    """Add ``--json`` to a command's parser."""
-    parser.add_argument(
-        "--json", action="store_true", help="print the results as JSON (docs/command-line.md)"
-    )
-
-
-@contextlib.contextmanager
-def only_json(wanted: bool) -> Iterator[Callable[[Any], None]]:
-    """Yield a function that prints a result as JSON if wanted; other text then goes to stderr."""
-    out = sys.stdout
-    with contextlib.redirect_stdout(sys.stderr) if wanted else contextlib.nullcontext():
-        yield lambda result: print(as_text(result), file=out, flush=True) if wanted else None
-
-
-def as_text(result: Any) -> str:
-    """Return a dataclass or dict as JSON; NaN and infinity, which JSON lacks, are null."""
-    from megasink.files.checked_fields import to_json  # imports pydantic, 0.1 s
-
-    return json.dumps(to_json(result), indent=1, allow_nan=False)
-
-
-@contextlib.contextmanager
-def hidden() -> Iterator[None]:
-    """Hide other packages' warnings and records below ERROR, unless Python was asked for warnings.
-
-    Importing Megatron, transformers and torch makes dozens; ``PYTHONWARNINGS=default`` shows them.
-    Errors and native code's output stay, as do the ranks' warnings in RUN/logs.
-    """
-    if sys.warnoptions:
-        yield
-        return
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        logging.disable(logging.WARNING)
-        try:
-            yield
-        finally:
-            logging.disable(logging.NOTSET)

@@ -196,7 +196,10 @@ def _rows(*, of_model: bool) -> tuple[tuple[str, Any, str], ...]:
 
 def _variant(saved: Mapping[str, Any]) -> dict[str, Any]:
     """Return megasink's options for Megatron's sinks and output gates, without a balance loss."""
-    kind, gated = saved.get("softmax_type") or Variant.softmax_type, saved.get("attention_output_gate")
+    kind, gated = (
+        saved.get("softmax_type") or Variant.softmax_type,
+        saved.get("attention_output_gate"),
+    )
     record = next((r for r in variants() if r.softmax_type == kind), None)
     if record is None or (gated and kind != Variant.softmax_type):
         gate = " with --attention-output-gate" if gated else ""

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any, Self
 
 from megasink import plugins
-from megasink.console.printable import add_json, as_text
+from megasink.console.json_output import add_json, as_text
 from megasink.console.progress import Tell, progress
 from megasink.errors import ConfigError, UserError
 from megasink.options.command_line import Reading

@@ -13,7 +13,7 @@ from collections.abc import Iterable, Sequence
 from typing import IO, Any, NamedTuple
 
 from megasink import cpu, plugins
-from megasink.console import printable, stopping
+from megasink.console import package_warnings, stopping
 from megasink.console.printable import say
 from megasink.errors import ConfigError, UserError
 from megasink.megatron.arguments import known_flags
@@ -69,7 +69,7 @@ def main() -> int:
 
 def _main() -> int:
     lines = [Line(*line) for line in json.load(sys.stdin)]
-    with printable.hidden():
+    with package_warnings.hidden():
         text = json.dumps(list(map(_answer, lines)))
     with os.fdopen(os.dup(0), "w") as file:
         file.seek(0)

@@ -85,8 +85,8 @@ class Borrowing(plain.PlainGateKernels):
             for tensor, value in zip(lent, kept, strict=True):
                 tensor.copy_(value)
 
-    def slot_backward(self, arriving, results, *slot, inject):
-        around = super().slot_backward(arriving, results, *slot, inject=inject)
+    def slot_backward(self, arriving, results, *slot, **options):
+        around = super().slot_backward(arriving, results, *slot, **options)
         return self._lent(arriving, results, around)
 
     def first_key_backward(self, arriving, results, *first, inject):

@@ -16,7 +16,7 @@ def test_a_released_model_comes_in_and_goes_out(pool, tmp_path, name):
     where = {"folder": str(tmp_path), "config": config}
     (report,) = pool.run("tests.convert.accuracy_tasks:import_and_export", SINGLE, **where)
     assert 0 < report["logits"] <= report["tolerance"]
-    assert report["largest"] > 1
+    assert report["largest"] > 0.5
     assert report["argmax"] == report["generated"] == 1
     assert report["target"] == kind
     # Nemotron stores norms minus one, which rounds them.

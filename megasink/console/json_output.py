@@ -1,0 +1,30 @@
+"""``--json``: print one JSON object on stdout instead of text."""
+
+import argparse
+import contextlib
+import json
+import sys
+from collections.abc import Callable, Iterator
+from typing import Any
+
+
+def add_json(parser: argparse.ArgumentParser) -> None:
+    """Add ``--json`` to a command's parser."""
+    parser.add_argument(
+        "--json", action="store_true", help="print the results as JSON (docs/command-line.md)"
+    )
+
+
+@contextlib.contextmanager
+def only_json(wanted: bool) -> Iterator[Callable[[Any], None]]:
+    """Yield a function that prints a result as JSON if wanted; other text then goes to stderr."""
+    out = sys.stdout
+    with contextlib.redirect_stdout(sys.stderr) if wanted else contextlib.nullcontext():
+        yield lambda result: print(as_text(result), file=out, flush=True) if wanted else None
+
+
+def as_text(result: Any) -> str:
+    """Return a dataclass or dict as JSON; NaN and infinity, which JSON lacks, are null."""
+    from megasink.files.checked_fields import to_json  # imports pydantic, 0.1 s
+
+    return json.dumps(to_json(result), indent=1, allow_nan=False)

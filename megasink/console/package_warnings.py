@@ -1,0 +1,27 @@
+"""Hide warnings of other packages that users of megasink cannot act on.
+
+Importing Megatron, transformers and torch makes dozens. ``PYTHONWARNINGS=default`` shows them.
+Errors, tracebacks and native code's output on stderr are left alone, as are the ranks of a
+run: all their output goes to RUN/logs.
+"""
+
+import contextlib
+import logging
+import sys
+import warnings
+from collections.abc import Iterator
+
+
+@contextlib.contextmanager
+def hidden() -> Iterator[None]:
+    """Hide warnings, and log records below ERROR, unless the user has asked Python for warnings."""
+    if sys.warnoptions:
+        yield
+        return
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        logging.disable(logging.WARNING)
+        try:
+            yield
+        finally:
+            logging.disable(logging.NOTSET)
