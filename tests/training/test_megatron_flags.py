@@ -66,7 +66,10 @@ def test_facts_are_those_that_are_explained():
         ({"moe_layer_freq": 1, "mtp_num_layers": None}, []),
         ({"moe_layer_freq": [1]}, []),
         ({"moe_layer_freq": [0, 1], "mtp_num_layers": 0}, ["--moe-layer-freq"]),
-        ({"use_mup": True, "mtp_num_layers": 2}, ["--mtp-num-layers", "--use-mup"]),
+        (
+            {"moe_layer_freq": [0, 1], "mtp_num_layers": 2},
+            ["--mtp-num-layers", "--moe-layer-freq"],
+        ),
     ],
 )
 def test_a_value_that_is_not_fine_is_found(given, found):
