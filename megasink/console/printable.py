@@ -43,7 +43,7 @@ def say_next(what: str, *words: object) -> None:
 
 
 def wide_console() -> Any:
-    """Return a rich console for tables, as wide as they are if there is no terminal."""
+    """Return a rich console for tables; without a terminal, no table is wrapped."""
     from rich.console import Console
 
     console = Console()

@@ -31,7 +31,7 @@ def record() -> None:
 def under_way() -> str | None:
     """Describe the oldest unfinished operation: ``all_reduce 17 of GROUP (Float [100])``.
 
-    17 is its number in the group. None if there is no such operation, or no recorder.
+    17 is its number in the group. None without such an operation or a recorder.
     """
     import torch
     from torch._C import _distributed_c10d as c10d

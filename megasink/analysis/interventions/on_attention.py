@@ -23,7 +23,7 @@ PHASES = ("prefill", "decode", "both")
 
 
 def _state(made: Callable[[], Any]) -> Any:
-    """Return a field of one run, which is no part of the intervention."""
+    """Return a field that belongs to one run and not to the intervention."""
     return field(init=False, repr=False, compare=False, default_factory=made)
 
 

@@ -8,6 +8,11 @@ from argparse import Namespace
 
 def of_line(args: Namespace) -> list[str]:
     """Return one message per problem of the command line that does not depend on the device."""
+    return _of_line(args)[0]
+
+
+def _of_line(args: Namespace) -> tuple[list[str], Namespace]:
+    """Return the messages, and the arguments without unknown names, for further checks."""
     from megasink.options.command_line import with_help
     from megasink.options.megatron_flags import refused
     from megasink.training.checks import (
@@ -30,16 +35,15 @@ def of_line(args: Namespace) -> list[str]:
     subjects = (required, model, hybrid, layout, variants, positions, muon, implementation)
     found = [text for subject in (*subjects, observing, data) for text in subject.problems(args)]
     pairs = [f"{flag}: {why}" for flag, _, why in refused(args, "always")]
-    return [*flags, *unknown, *found, *pairs, *excluded(args)]
+    return [*flags, *unknown, *found, *pairs, *excluded(args)], args
 
 
 def problems(args: Namespace) -> list[str]:
     """Return one message per problem on this machine. Reads files, builds nothing."""
     from megasink.training import run_dir
-    from megasink.training.checks import attention, choices, data_files, device, vocabulary
+    from megasink.training.checks import attention, data_files, device, vocabulary
 
-    found = of_line(args)
-    _, args = choices.without_unknown(args)
+    found, args = _of_line(args)
     for subject in (attention, device, vocabulary, data_files):
         found += subject.problems(args)
     # Other ranks would see files that rank 0 has just written; torchrun ends them if rank 0 fails.
