@@ -27,8 +27,8 @@ from examples.real_models.texts import MEASURED, Text, read_texts, whole_files
 from examples.real_models.wheels import FOLDER, told
 from examples.steps import command
 from megasink.analysis.ablate.points import MeasuredPoint, read_point
-from megasink.analysis.ablate.results import AblationPoint, AblationResults
 from megasink.analysis.folder import read_analysis
+from megasink.analysis.results import AblationPoint, AblationResults
 from megasink.analysis.store import Store
 from megasink.files.atomic import atomic_file, atomic_text
 from megasink.files.checked_fields import from_json

@@ -19,9 +19,8 @@ import megasink
 from examples.real_models.texts import MEASURED, read_texts
 from examples.real_models.wheels import FOLDER, told
 from examples.real_models.zeroing import TOKENS, samples_of
-from megasink.analysis.capture.inputs import data_hash
+from megasink.analysis.capture.inputs import data_hash, inputs_of
 from megasink.analysis.capture.models import of_transformers
-from megasink.analysis.capture.samples import inputs_of
 from megasink.analysis.options import AnalysisOptions
 from megasink.analysis.run import analyze
 from megasink.attention.definitions import BACKWARD_SCORES

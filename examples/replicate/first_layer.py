@@ -14,9 +14,8 @@ from pathlib import Path
 from rich.console import Console
 
 from megasink.analysis.capture.base import ProbedModel
-from megasink.analysis.capture.inputs import Sample
+from megasink.analysis.capture.inputs import Sample, inputs_of
 from megasink.analysis.capture.ranks import Ranks
-from megasink.analysis.capture.samples import inputs_of
 from megasink.analysis.interventions.kinds import ZeroHeads, changes_of
 from megasink.analysis.loading import opened
 from megasink.analysis.measure import measure

@@ -130,11 +130,9 @@ class Analysis:
     def __getitem__(self, name: str) -> MetricValues:
         """Return a metric by name, such as "sink_rate_0.2", which cannot be an attribute."""
         if name not in self.results.metrics or name not in metrics():
-            hint = nearest(name, list(self))
-            raise UnknownName(
-                f"{self.name} has no metric {name!r}"
-                + (f": did you mean {hint}?" if hint else "; list(analysis) has their names")
-            )
+            near = nearest(name, list(self))
+            hint = f": did you mean {near}?" if near else "; list(analysis) has their names"
+            raise UnknownName(f"{self.name} has no metric {name!r}{hint}")
         result = self.results.metrics[name]
         return MetricValues(metrics()[name], self.values(name), result.number, self)
 
@@ -159,11 +157,7 @@ class Analysis:
         return [drawing.name for drawing in self.drawings() if self.plot(drawing.name) is not None]
 
     def plot(self, figure: str) -> Plot | None:
-        """Draw a figure of the report; None if this model lacks the numbers.
-
-        Args:
-            figure: its name, as in the report's folder figures/.
-        """
+        """Draw a figure of the report's folder by name; None if this model lacks the numbers."""
         known = {drawing.name: drawing for drawing in self.drawings()}
         if figure not in known:
             raise UserError(unknown_name("the figure", figure, list(known)))

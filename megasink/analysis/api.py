@@ -2,6 +2,7 @@
 
 from collections.abc import Iterable, Sequence
 from pathlib import Path
+from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -9,8 +10,8 @@ import torch
 from megasink.analysis import run
 from megasink.analysis.analysis import Analysis
 from megasink.analysis.capture.base import ProbedModel
+from megasink.analysis.capture.inputs import inputs_of
 from megasink.analysis.capture.models import of_run, of_transformers, open_probe_on
-from megasink.analysis.capture.samples import inputs_of
 from megasink.analysis.interventions.activations import Activations
 from megasink.analysis.metrics import registry
 from megasink.analysis.options import BOS, DTYPES, AnalysisOptions, model_problem
@@ -98,7 +99,9 @@ def load_run(
         UserError: no such run, checkpoint or tokenizer, or they do not match.
     """
     find_checkpoint(Path(run), iteration)  # before the slow imports
-    _prepare(device)
+    if device not in (None, "cpu"):
+        raise UserError(f"device {device!r}: use 'cpu', or None for the GPU if one is present")
+    prepare_quietly(cpu=device == "cpu")
     from megasink.checkpoints import load
 
     class LoadedRun(Activations, load.LoadedModel):
@@ -138,12 +141,6 @@ def convert_to_hf(
     return Path(output)
 
 
-def _prepare(device: str | None) -> None:
-    if device not in (None, "cpu"):
-        raise UserError(f"device {device!r}: use 'cpu', or None for the GPU if one is present")
-    prepare_quietly(cpu=device == "cpu")
-
-
 @checked
 def analyze(
     model: Any,
@@ -180,8 +177,7 @@ def analyze(
         max_samples: of the texts, or of each file; None for all.
         bos: "auto" (as the tokenizer does), "add" or "none".
         parse_special_tokens: special tokens spelled out in a text become those tokens, as in output
-        of a
-            chat template; otherwise they are text.
+            of a chat template; otherwise they are text.
         loss: also measure the loss.
         metrics: also measure these, which take a backward pass: "gradient", "gradient_signed".
         seed: of the projections and the random baselines.
@@ -207,6 +203,7 @@ def analyze(
         (2, 4)
         >>> plot = analysis.importance.plot()
     """
+    arguments = SimpleNamespace(**locals())
     if isinstance(texts, str):
         raise UserError("texts is one string: give a list of texts, or a Path")
     if isinstance(texts, Path) or not isinstance(texts, Iterable):
@@ -215,19 +212,11 @@ def analyze(
     of_files = bool(given) and all(isinstance(text, Path) for text in given)
     if not of_files and (wrong := [text for text in given if not isinstance(text, str)]):
         raise UserError(f"texts has {wrong[0]!r:.60}: give a list of strings, or of Paths")
-    options = AnalysisOptions(
+    options = AnalysisOptions.of(
+        arguments,
         data=tuple(map(str, given)) if of_files else (),
-        seq_length=seq_length,
-        random_lengths=random_lengths,
-        max_samples=max_samples,
-        batch_size=batch_size,
-        bos=bos,
-        parse_special_tokens=parse_special_tokens,
-        loss=loss,
         metrics=tuple(metrics),
-        seed=seed,
         output=None if output is None else Path(output),
-        overwrite=overwrite,
     )
     problems = list(options.problems(str))
     if bos not in BOS:

@@ -50,7 +50,10 @@ def read_analysis(folder: str | Path) -> Analysis:
         raise UserError(f"{error}: analyze the model again") from error
     if not (folder / "samples.npz").is_file():
         raise UserError(f"{folder} has no samples.npz: analyze the model again")
-    samples, maps, points = (_arrays(folder / f"{n}.npz") for n in ("samples", "maps", "geometry"))
+    samples, maps, points = (
+        read_arrays(file, "analyze the model again") if file.is_file() else {}
+        for file in (folder / f"{name}.npz" for name in ("samples", "maps", "geometry"))
+    )
     analysis = analysis_of(results, samples, maps, points)
     if "dataset" not in samples and len(results.run.inputs) > 1:  # numbers of all inputs together
         raise UserError(f"{path} mixes texts and other tokens: analyze the model again")
@@ -78,10 +81,8 @@ def _problems(results: Results, by_sample: dict[str, Floats]) -> Iterator[str]:
     if len(heads) != results.model.layers:
         yield f"model.heads has {len(heads)} entries for {results.model.layers} layers"
     sizes = {"L": len(heads), "H": max(heads, default=0), "S": 2 * len(heads) + 1}
-    for where, of in (
-        ("", results),
-        *((f"datasets.{n}.", of) for n, of in results.datasets.items()),
-    ):
+    parts = {f"datasets.{name}.": of for name, of in results.datasets.items()}
+    for where, of in ({"": results} | parts).items():
         if min(of.samples, of.tokens) < 1:
             yield f"{where}samples {of.samples} and tokens {of.tokens}: both must be 1 or more"
         for name in of.metrics.keys() & metrics().keys():
@@ -91,9 +92,8 @@ def _problems(results: Results, by_sample: dict[str, Floats]) -> Iterator[str]:
             except (TypeError, ValueError):  # names, or rows of different lengths
                 yield f"{where}metrics.{name}.values is not a table of numbers"
                 continue
-            fits = len(values.shape) == len(axis)
-            fits &= all(sizes.get(c, n) == n for c, n in zip(axis, values.shape, strict=False))
-            if not fits:
+            sides = zip(axis, values.shape, strict=False)
+            if len(values.shape) != len(axis) or any(sizes.get(c, n) != n for c, n in sides):
                 yield (
                     f"{where}metrics.{name}.values has shape {values.shape}, which does not fit "
                     f"the axis {axis or 'model'}"
@@ -116,18 +116,8 @@ def _problems(results: Results, by_sample: dict[str, Floats]) -> Iterator[str]:
             yield f"inactive_heads.share_by_layer.{name} does not have one value for each layer"
 
 
-def _arrays(path: Path) -> Arrays:
-    """Read the arrays of a file that may be absent."""
-    if not path.is_file():
-        return {}
-    return read_arrays(path, "analyze the model again")
-
-
 def tables_of(analysis: Analysis) -> dict[str, list[dict[str, Any]]]:
-    """Return the rows of the tables heads, layers, states, scores and datasets.
-
-    The first three have a column for each registered metric of their axis shown in tables.
-    """
+    """Return the rows of the tables heads, layers, states, scores and datasets."""
     results = analysis.results
     heads = [(i, head) for i, count in enumerate(results.model.heads) for head in range(count)]
     tables: dict[str, list[dict[str, Any]]] = {
@@ -143,34 +133,27 @@ def tables_of(analysis: Analysis) -> dict[str, list[dict[str, Any]]]:
             {"dataset": name, **summary_cells(of)} for name, of in results.datasets.items()
         ],
     }
-    for table, column, cells in _columns(analysis, heads):
-        for row, cell in zip(tables[table], cells, strict=True):
+
+    def add(table: str, column: str, cells: Any) -> None:
+        for row, cell in zip(tables[f"{table}s"], cells, strict=True):
             row[column] = cell
-    return tables
 
-
-def _columns(analysis: Analysis, heads: list[tuple[int, int]]) -> Iterator[tuple[str, str, Any]]:
-    """Yield (table, column, cells) for each metric shown in tables.
-
-    With several datasets, head importance (the load of heads) has a column for each (P0.22).
-    """
-    datasets = list(analysis.results.datasets)
+    datasets = list(results.datasets) if len(results.datasets) > 1 else []
     for name, entry in metrics_shown("table").items():
         if not analysis.has(name):
             continue
-        values = analysis.values(name)
+        values, (table, *others) = analysis.values(name), entry.axis.split()
         if entry.axis == "head":
-            yield "heads", name, [values[head] for head in heads]
-            if len(datasets) > 1 and "heatmap" in entry.shown:
-                for dataset in datasets:
-                    of = analysis.values(name, dataset)
-                    yield "heads", f"{name}_on_{dataset}", [of[head] for head in heads]
+            add(table, name, [values[head] for head in heads])
+            for dataset in datasets if "heatmap" in entry.shown else ():  # load of heads (P0.22)
+                of = analysis.values(name, dataset)
+                add(table, f"{name}_on_{dataset}", [of[head] for head in heads])
         elif entry.axis in ("layer", "state"):
-            yield f"{entry.axis}s", name, values
-        elif entry.axis in ("layer position", "state position"):
+            add(table, name, values)
+        elif others == ["position"]:
             for position in range(min(TABLE_POSITIONS, values.shape[1])):
-                table = f"{entry.axis.split()[0]}s"
-                yield table, f"{name}_at_{position}", values[:, position]
+                add(table, f"{name}_at_{position}", values[:, position])
+    return tables
 
 
 def summary_cells(of: SampleResults) -> dict[str, Any]:

@@ -38,10 +38,7 @@ GivenHeads = str | Path | Iterable[Sequence[int] | str]
 
 
 class HeadList(NamedTuple):
-    """Heads, and the shape of the mask that they were read from.
-
-    The fields are those of `ZeroHeads`: `ZeroHeads(**head_list._asdict())`.
-    """
+    """Heads, and the shape of the mask that they were read from: the fields of `ZeroHeads`."""
 
     heads: Heads  # the chosen heads
     mask_shape: tuple[int, int] | None = None  # (layers, heads); None for a list of pairs
@@ -66,16 +63,12 @@ def normalized_heads(heads: GivenHeads) -> Heads:
         entry = parse_head(entry) if isinstance(entry, str) else entry
         is_row = isinstance(entry, list | tuple) or bool(getattr(entry, "shape", None))  # of numpy
         pair: tuple[Any, ...] = tuple(entry) if is_row else (entry,)
-        is_pair = len(pair) == 2 and all(_is_integer(number) for number in pair)
+        integers = [n for n in pair if isinstance(n, numbers.Integral) and not isinstance(n, bool)]
+        is_pair = len(integers) == len(pair) == 2
         if not is_pair or min(pair) < 0:
             raise UserError(f"{entry!r} is not [layer, head], two whole numbers from 0 on")
         pairs.add((int(pair[0]), int(pair[1])))
     return tuple(sorted(pairs))
-
-
-def _is_integer(number: object) -> bool:
-    """Return whether a value is an integer of Python or numpy, and not a bool."""
-    return isinstance(number, numbers.Integral) and not isinstance(number, bool)
 
 
 def read_heads(path: Path) -> HeadList:

@@ -6,8 +6,9 @@ Shapes: B rows, T tokens, V vocabulary.
 """
 
 import itertools
+import json
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
-from dataclasses import replace
+from dataclasses import asdict, replace
 from typing import Any
 
 import numpy as np
@@ -31,9 +32,7 @@ from megasink.analysis.capture.measurements import (
     MeasuredSample,
     Measurements,
     merged,
-    shard_of,
 )
-from megasink.analysis.capture.ranks import Ranks
 from megasink.analysis.metrics import Metric
 from megasink.analysis.metrics.importance import BINS, gate_histogram
 from megasink.analysis.metrics.registry import measured
@@ -51,10 +50,8 @@ DIRECTIONS = 16
 class Recorder(Listener):
     """Listener that computes the metrics; without `names`, all but those that take a backward pass.
 
-    Keeps the metric values, 8 bytes each, of every sample since the last `take`: with n_a metrics
-    on the axis a, P positions and K columns, a sample takes 8 (H L (n_head + K n_column) + L
-    (n_layer + P n_layer_pos) + (2 L + 1) (n_state + P n_state_pos)) bytes, whatever its length.
-    Also keeps the sums of `MeanCosine`, (2 L + 1) E `DIRECTIONS` numbers, however many samples.
+    Keeps 8 bytes of each metric's value of every sample since the last `take`, whatever the
+    sample's length, and the sums of `MeanCosine`, however many samples.
     """
 
     def __init__(
@@ -148,17 +145,19 @@ class Recorder(Listener):
         self._batch, self._states, self._gates = {}, [], []
 
     def take(self) -> dict[str, NDArray[Any]]:
-        """Return a shard (`shard_of`) of everything since the last call, and clear it."""
+        """Return a shard (`merged`) of everything since the last call, and clear it."""
         values = {
             name: np.concatenate([np.empty((0, *self._shapes[entry.axis])), *self._batches[name]])
             for name, entry in self.metrics.items()
         }
-        sums = {
+        lists = {"samples": self._samples, "non_finite": self._non_finite}
+        shard: dict[str, NDArray[Any]] = {f"value/{name}": array for name, array in values.items()}
+        shard |= {
             "unit_sum_SPE": self._cosine.unit_sum_SPE.numpy(),
             "count_SP": self._cosine.count_SP.numpy(),
             "gate_histogram_LB": self._histogram,
+            "lists": np.asarray(json.dumps({n: list(map(asdict, of)) for n, of in lists.items()})),
         }
-        shard = shard_of(values, self._samples, sums, self._non_finite)
         self._clear()
         return shard
 
@@ -179,11 +178,7 @@ def measure(
     changes: Sequence[HeadChange] = (),
     **how: Any,
 ) -> Measurements | None:
-    """Run the samples and return the metrics of each, all metrics if none are named.
-
-    Args:
-        how: arguments of `run`.
-    """
+    """Run the samples (`run` has more arguments), and return the metrics of each, or these."""
     recorder = Recorder(model.heads, metrics, options)
     with model.open_probe(recorder, changes) as probe:
         return run(probe, recorder, samples, options, device=model.device, **how)
@@ -198,7 +193,6 @@ def run(
     device: torch.device | str = "cpu",
     token_bytes: TokenBytes | None = None,
     store: Store | None = None,
-    ranks: Ranks | None = None,
     console: Console | None = None,
     everywhere: bool = False,
 ) -> Measurements | None:
@@ -207,8 +201,8 @@ def run(
     Batches hold sequences of one length, so nothing is padded. Several ranks need a `store` with a
     folder; without any, shards stay in memory.
     """
-    ranks, store = ranks or Ranks(), store or Store()
-    shards, about = plan(samples, options.batch_size), shown(sample.dataset for sample in samples)
+    store, shards = store or Store(), plan(samples, options.batch_size)
+    about = shown(sample.dataset for sample in samples)
     most = BACKWARD_TOKENS if probe.differentiates else PASS_TOKENS
 
     def make(number: int, done: Callable[[int], None]) -> dict[str, NDArray[Any]]:
@@ -228,10 +222,9 @@ def run(
     goes_on = store.fill(
         parts,
         make,
-        ranks,
         verb="analyzing",
         unit="samples",
-        console=console or Console(stderr=True, quiet=bool(ranks.rank)),
+        console=console,
         slow=takes_seconds(probe.model, min(most, sum(len(s.tokens) for s in samples))),
         everywhere=everywhere,
     )
@@ -239,7 +232,7 @@ def run(
         return None
     measurements = merged(map(store.read, parts), recorder.heads)
     if not measurements.samples:
-        if ranks.size == 1:
+        if store.ranks.size == 1:
             store.remove()  # its contents are useless, and the fix changes the settings
         first = measurements.non_finite[0]
         heads = f", heads {first.heads}" if first.heads else ""
@@ -300,28 +293,22 @@ def _passes(
 def _losses(
     probe: Probe, samples: Sequence[Sample], ids_BT: Tensor, options: AnalysisOptions
 ) -> list[Tensor | None]:
-    """Run one pass, and return the loss of each target of each sample; None if unused.
-
-    No name holds the logits, the largest tensor, or a graph when this returns.
-    """
+    """Run one pass, and return the loss of each target of each sample; None if unused."""
+    # No name holds the logits, the largest tensor, or a graph when this returns.
     output = probe.forward(ids_BT, logits=options.loss)
     if not options.loss:
         return [None] * len(samples)
     nats = [
         torch.nn.functional.cross_entropy(
-            logits_TV[start - 1 : -1].float(), ids_T[start:], reduction="none"
+            logits_TV[sample.first_target - 1 : -1].float(),
+            ids_T[sample.first_target :],
+            reduction="none",
         ).double()
-        for logits_TV, ids_T, start in zip(
-            output.logits, ids_BT, map(_first_target, samples), strict=True
-        )
+        for logits_TV, ids_T, sample in zip(output.logits, ids_BT, samples, strict=True)
     ]
     if probe.differentiates:
         probe.backward(torch.stack([nats_T.mean() for nats_T in nats]).sum())
     return [nats_T.detach().cpu() for nats_T in nats]
-
-
-def _first_target(sample: Sample) -> int:
-    return 1 if sample.scored is None else len(sample.tokens) - sample.scored
 
 
 def _measured(
@@ -331,7 +318,7 @@ def _measured(
     measured = MeasuredSample(index, sample.source, sample.dataset, len(sample.tokens))
     if nats_T is None:
         return measured
-    start, ids = _first_target(sample), np.asarray(sample.tokens)
+    start, ids = sample.first_target, np.asarray(sample.tokens)
     measured = replace(measured, nats=float(nats_T.sum()), targets=len(nats_T))
     if token_bytes is None:
         return measured

@@ -34,11 +34,13 @@ class Options:
     def of(cls, values: Any, **others: Any) -> Self:
         """Return the record of an object with some of its fields, such as a parsed command line."""
         given = {f.name: getattr(values, f.name) for f in fields(cls) if hasattr(values, f.name)}
-        return cls(**{name: _frozen(value) for name, value in (given | others).items()})
+        given |= others
+        return cls(**{n: tuple(v) if isinstance(v, list) else v for n, v in given.items()})
 
     def some(self, *names: str) -> dict[str, Any]:
         """Return some fields by name, lists in place of tuples, as JSON has them."""
-        return {name: _listed(getattr(self, name)) for name in names}
+        values = {name: getattr(self, name) for name in names}
+        return {n: list(v) if isinstance(v, tuple) else v for n, v in values.items()}
 
     def by_flag(self, *names: str) -> dict[str, Any]:
         """Return some fields by their flags, such as "--batch-size": settings of the results."""
@@ -46,7 +48,7 @@ class Options:
 
     def given(self) -> dict[str, Any]:
         """Return all fields by their flags, except the output folder."""
-        names = (f.name for f in fields(self) if f.name not in ("output", "overwrite"))
+        names = [f.name for f in fields(self) if f.name not in ("output", "overwrite")]
         return self.by_flag(*names)
 
 
@@ -233,14 +235,6 @@ class AblationOptions(AnalysisOptions):
 
     layer: int | None = _flag(metavar="L")
     """also zero each head of this layer by itself"""
-
-
-def _listed(value: Any) -> Any:
-    return list(value) if isinstance(value, tuple) else value
-
-
-def _frozen(value: Any) -> Any:
-    return tuple(value) if isinstance(value, list) else value
 
 
 def model_problem(folder: Path, flag: str = "") -> str | None:

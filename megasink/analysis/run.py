@@ -9,10 +9,10 @@ from pathlib import Path
 from megasink.analysis.analysis import Analysis
 from megasink.analysis.capture.base import ProbedModel
 from megasink.analysis.capture.geometry import project, read_rows
-from megasink.analysis.capture.inputs import shown
-from megasink.analysis.capture.maps import Head, geometry, named_heads, telling_heads
+from megasink.analysis.capture.inputs import Inputs, inputs_of, shown
+from megasink.analysis.capture.maps import Head, extreme_heads, geometry, named_heads
+from megasink.analysis.capture.models import analysis_identity
 from megasink.analysis.capture.ranks import Ranks
-from megasink.analysis.capture.samples import Inputs, analysis_identity, inputs_of
 from megasink.analysis.folder import Arrays, analysis_of, read_analysis
 from megasink.analysis.measure import measure
 from megasink.analysis.metrics import metrics
@@ -34,15 +34,14 @@ def analyze(
 ) -> Analysis | None:
     """Run the samples that the options select, and return the measurements; None on ranks but 0.
 
-    Measurements stay in OUTPUT/partial until everything is written; an analysis of the same model,
-    samples and options resumes from there. Without an output nothing is written. `of_trace` draws
-    nothing, and returns the analysis that OUTPUT already holds if its settings match.
+    Without an output nothing is written. `of_trace` draws nothing, and returns the analysis that
+    OUTPUT already holds if its settings match.
     """
     output, ranks = options.output, ranks or Ranks()
     named = named_heads(options.maps or (), model.heads)
     inputs = inputs_of(options, model) if inputs is None else inputs
     if output is None:
-        made = _measured(model, options, inputs, named, ranks)
+        made = _measured(model, options, inputs, named, Store(ranks=ranks))
         return made and made[0]
     facts = analysis_identity(model, inputs.samples, options)
     # A derived metric changes the results, but no shard.
@@ -58,8 +57,8 @@ def analyze(
     if of_trace and (before := _made_before(output, digest)) is not None:
         return None if ranks.rank else before
     with holding(options, "analyze", facts | drawn, ranks) as record:
-        store = Store(output / "partial", facts, overwrite=options.overwrite)
-        made = _measured(model, options, inputs, named, ranks, store)
+        store = Store(output / "partial", facts, ranks, overwrite=options.overwrite)
+        made = _measured(model, options, inputs, named, store)
         if made is None:
             return None
         record()
@@ -75,15 +74,12 @@ def _measured(
     options: AnalysisOptions,
     inputs: Inputs,
     named: Sequence[Head],
-    ranks: Ranks,
-    store: Store | None = None,
+    store: Store,
 ) -> tuple[Analysis, Arrays] | None:
     """Run the samples and short extra passes; return the analysis and samples.npz on rank 0."""
     samples = inputs.samples
-    token_bytes = bytes_by_token(model, ranks) if options.loss else None
-    measurements = measure(
-        model, samples, options, token_bytes=token_bytes, store=store, ranks=ranks
-    )
+    token_bytes = bytes_by_token(model, store.ranks) if options.loss else None
+    measurements = measure(model, samples, options, token_bytes=token_bytes, store=store)
     if measurements is None:
         return None
     about = shown(sample.dataset for sample in samples)
@@ -96,7 +92,7 @@ def _measured(
             model.open_probe,
             [samples[sample.index] for sample in measurements.samples],
             model.heads,
-            named or telling_heads(awft_LH, importance_LH),
+            named or extreme_heads(awft_LH, importance_LH),
             length=options.map_length + len(model.first),
             batch_size=options.batch_size,
             device=model.device,

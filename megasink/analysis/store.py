@@ -41,21 +41,22 @@ _FULL = (
 
 
 class Store:
-    """The parts of a measurement by name: arrays in .npz, objects in .json.
+    """The parts of a measurement by name: arrays in .npz, objects in .json; without a folder kept.
 
-    Without a folder they stay in memory. A folder with an identity refuses parts of another one, or
-    deletes them with `overwrite`. Without an identity, the name of a part is the hash of everything
-    that it depends on.
+    A folder with an identity refuses parts of another one, or deletes them with `overwrite`.
+    Without an identity, the name of a part is the hash of everything that it depends on.
     """
 
     def __init__(
         self,
         folder: Path | None = None,
         identity: Mapping[str, Any] | None = None,
+        ranks: Ranks | None = None,
         *,
         overwrite: bool = False,
     ):
         self.folder, self._overwrite = folder, overwrite
+        self.ranks = ranks or Ranks()  # the processes that share the parts
         self._identity = json.loads(json.dumps(identity))
         self._kept: dict[str, dict[str, Any]] = {}
         self._made = False
@@ -74,7 +75,7 @@ class Store:
             if name.endswith(".npz"):
                 write_arrays(self.folder / name, part, self._of(name))
             else:
-                seal = _of_object(part, self._of(name))
+                seal = key_of([self._of(name), part])
                 atomic_text(self.folder / name, json.dumps({_SEAL: seal, **part}, indent=1))
 
     def read(self, name: str) -> dict[str, Any]:
@@ -88,7 +89,7 @@ class Store:
             part = read_object(path)
         except UserError as error:
             raise UserError(f"{error}: {_AGAIN}") from error
-        if part.pop(_SEAL, None) != _of_object(part, self._of(name)):
+        if part.pop(_SEAL, None) != key_of([self._of(name), part]):
             raise UserError(f"{path} is damaged ({_BROKEN}): {_AGAIN}")
         return part
 
@@ -96,26 +97,23 @@ class Store:
         self,
         parts: Mapping[str, int],
         make: Callable[[int, Callable[[int], None]], Mapping[str, Any]],
-        ranks: Ranks,
         *,
         verb: str,
         unit: str,
-        console: Console,
+        console: Console | None = None,
         slow: bool = False,
         everywhere: bool = False,
     ) -> bool:
         """Make the missing parts, divided among the processes; return whether to go on with them.
 
-        Only rank 0 goes on, unless `everywhere`. Several processes need a folder.
-
-        Args:
-            parts: name -> its number of units.
-            make: gets the number of a part, and a function to call with each number of units done.
+        Only rank 0 goes on, unless `everywhere`. Several processes need a folder. `make` gets the
+        number of a part, and a function to call with each number of units done.
         """
-        names = list(parts)
+        names, ranks = list(parts), self.ranks
+        console = console or Console(stderr=True, quiet=bool(ranks.rank))
         if self.folder is not None:
             ranks.enter(str(self.folder))
-        before = self._begin(parts, unit, ranks, console)
+        before = self._begin(parts, unit, console)
         bar = progress(verb, sum(parts.values()), unit, before=before, console=console, slow=slow)
         try:
             with bar as tell:
@@ -126,7 +124,7 @@ class Store:
                 ranks.reach("measured")
                 if ranks.rank and not everywhere:
                     return False
-                ranks.await_all("measured", lambda done: tell(before + done))
+                ranks.wait("measured", ranks.size, lambda done: tell(before + done))
         except BaseException:
             # A new folder without parts would refuse the same command with the option that its
             # error asks for. With several processes another one may be about to write a part.
@@ -135,10 +133,10 @@ class Store:
             raise
         return True
 
-    def _begin(self, parts: Mapping[str, int], unit: str, ranks: Ranks, console: Console) -> int:
+    def _begin(self, parts: Mapping[str, int], unit: str, console: Console) -> int:
         """Create the folder, or take over one of this identity; return the units that are done."""
-        if ranks.rank:
-            ranks.await_first("opened")
+        if self.ranks.rank:
+            self.ranks.wait("opened", 1)
             self.check_shared()
             return 0
         if self.folder is not None:
@@ -146,7 +144,7 @@ class Store:
                 self._open(self.folder)
         there = [name for name in parts if self.has(name)]
         before = sum(parts[name] for name in there)
-        ranks.reach("opened")
+        self.ranks.reach("opened")
         if there:
             done = f"{len(there)} of {len(parts)} parts ({before} {unit}) are finished"
             console.print(f"resuming: {done}")
@@ -218,11 +216,8 @@ def write_results(
 ) -> None:
     """Write files, which appear in `output` once all are written; an empty one is removed.
 
-    By suffix: .json of a dataclass, .npz of arrays, .csv of rows; otherwise text or bytes.
-
-    Args:
-        replaced: patterns of earlier files that disappear, unless they are among the new ones.
-        kept: whether the measurements stay on disk until the results are there.
+    By suffix: .json of a dataclass, .npz of arrays, .csv of rows; otherwise text or bytes. Earlier
+    files of the patterns `replaced` go. `kept`: the measurements stay on disk until then.
     """
     then = ", which then writes them without measuring again" * kept
     cure = f"free some space and repeat the command{then}"
@@ -239,10 +234,8 @@ def write_results(
                 write_arrays(path, content)
             elif path.suffix == ".csv":
                 write_csv(path, list(content[0]), content)
-            elif isinstance(content, bytes):
-                path.write_bytes(content)
             else:
-                path.write_text(content)
+                path.write_bytes(content if isinstance(content, bytes) else content.encode())
 
 
 def write_csv(path: Path, columns: Sequence[str], rows: Iterable[Mapping[str, Any]]) -> None:
@@ -286,10 +279,6 @@ def read_arrays(path: Path, cure: str, of: str | None = None) -> dict[str, NDArr
 def key_of(facts: Mapping[str, Any] | Sequence[Any]) -> str:
     """Return the SHA-256 of facts."""
     return hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()
-
-
-def _of_object(value: Mapping[str, Any], of: str) -> str:
-    return key_of([of, value])
 
 
 def _of_arrays(arrays: Mapping[str, NDArray[Any]], of: str) -> str:

@@ -10,7 +10,6 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch import Tensor
 
 import megasink
 from megasink.analysis.capture.inputs import MADE, Sample, repeat_rate
@@ -70,9 +69,7 @@ def summarize(
         samples=len(about),
         tokens=sum(sample.tokens for sample in about),
         non_finite=measurements.non_finite,
-        metrics=metric_results(analysis),
-        sink_positions=_sink_positions(analysis),
-        spread=_spread(analysis),
+        **_of_samples(analysis),
         datasets=datasets,
         inactive_heads=_inactive_heads(scores_of(analysis)),
         geometry=to_json(geometry or {}),
@@ -108,23 +105,21 @@ def _dataset(
     return DatasetResults(
         samples=len(tokens),
         tokens=sum(tokens),
-        metrics=metric_results(analysis),
-        sink_positions=_sink_positions(analysis),
-        spread=_spread(analysis),
+        **_of_samples(analysis),
         score_quantiles={n: _percentiles(s) for n, s in scores_of(analysis).items()},
         repeat_rate={str(n): repeat_rate(documents, n) for n in NGRAMS if longest >= n},
     )
 
 
-def _sink_positions(analysis: AnalysisValues) -> dict[str, float]:
-    names = ("sink_position", "sink_alpha")
-    values: list[Tensor] = [analysis.by_sample[n] for n in names if n in analysis.by_sample]
-    return sink_positions(*values) if len(values) == len(names) else {}
-
-
-def _spread(analysis: AnalysisValues) -> dict[str, float]:
+def _of_samples(analysis: AnalysisValues) -> dict[str, Any]:
+    """Return the entries of `SampleResults` that are computed."""
     spreads = {name: analysis.spread(name) for name in ("sink_rate", "first_token_attention")}
-    return {name: value for name, value in spreads.items() if value is not None}
+    places = [analysis.by_sample.get(name) for name in ("sink_position", "sink_alpha")]
+    return {
+        "metrics": metric_results(analysis),
+        "sink_positions": sink_positions(*places) if all(p is not None for p in places) else {},
+        "spread": {name: value for name, value in spreads.items() if value is not None},
+    }
 
 
 def _percentiles(values: Floats) -> list[float | None]:
@@ -142,6 +137,6 @@ def _inactive_heads(scores: dict[str, Floats]) -> InactiveHeads:
         thresholds[name] = taus
         by_layer[name] = to_json(share_by_layer(mask, values))
         masks.append(least_active(values, AGREEMENT_SHARE, side))
-    iou, precision = map(to_json, agreement(masks))
+    agree = Agreement(list(scores), *map(to_json, agreement(masks)))
     quantiles = {name: _percentiles(values) for name, values in scores.items()}
-    return InactiveHeads(thresholds, by_layer, quantiles, Agreement(list(scores), iou, precision))
+    return InactiveHeads(thresholds, by_layer, quantiles, agree)

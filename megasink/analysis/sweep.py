@@ -20,11 +20,12 @@ from megasink.analysis.capture.inputs import (
     data_hash,
     dataset_names,
     repeated_first_token,
+    replacement_for,
     with_replaced_tokens,
 )
-from megasink.analysis.capture.measurements import Measurements
+from megasink.analysis.capture.measurements import AnalysisValues, Measurements
+from megasink.analysis.capture.models import analysis_identity
 from megasink.analysis.capture.ranks import Ranks
-from megasink.analysis.capture.samples import analysis_identity, replacement_for
 from megasink.analysis.measure import measure
 from megasink.analysis.metrics import metrics
 from megasink.analysis.metrics.thresholds import inactive, share_by_layer, threshold
@@ -86,10 +87,10 @@ def sweep(model: ProbedModel, options: SweepOptions, ranks: Ranks) -> SweepResul
         for setting in settings:
             samples = samples_of(setting, contents, first, tokenizer.bos_token_id, replaced)
             own = facts | {"data": data_hash(samples)}
-            store = Store(partial / setting.label, own, overwrite=options.overwrite)
-            measurements = measure(model, samples, options, METRICS, store=store, ranks=ranks)
-            if measurements is not None:
-                measured.append((setting, measurements))
+            store = Store(partial / setting.label, own, ranks, overwrite=options.overwrite)
+            found = measure(model, samples, options, METRICS, store=store)
+            if found is not None:
+                measured.append((setting, found))
         if ranks.rank:
             return None
         results, arrays = _results(options, model, contents, replaced, measured)
@@ -106,8 +107,17 @@ def _results(
     replaced: Replacement | None,
     measured: Sequence[tuple[Setting, Measurements]],
 ) -> tuple[SweepResults, dict[str, Any]]:
-    """Return the contents of sweep.json and of sweep.npz."""
-    set_by, thresholds, rows = summarize_sweep(measured)
+    """Return the contents of sweep.json and of sweep.npz.
+
+    Thresholds mark 15 % of the heads in the first row among the longest texts.
+    """
+    values = {setting: found.analysis_values(SEED) for setting, found in measured}
+    set_by = max(values, key=lambda setting: setting.length)
+    thresholds = {
+        name: threshold(scores, LAYER_SHARE, metrics()[name].inactive or "")
+        for name, scores in scores_of(values[set_by]).items()
+        if name in SCORES
+    }
     results = SweepResults(
         format=FORMAT,
         megasink=megasink.__version__,
@@ -117,13 +127,13 @@ def _results(
         data_sha256=data_hash(contents),
         replaced_positions=None if replaced is None else list(replaced.positions),
         replaced_with=None if replaced is None else replaced.value,
-        set_by=set_by,
+        set_by=set_by.label,
         thresholds=thresholds,
-        rows=rows,
+        rows=[_row(setting, found, values[setting], thresholds) for setting, found in measured],
     )
     return results, {
-        f"{name}/{setting.label}": measurements.analysis_values(SEED).by_sample[name].numpy()
-        for setting, measurements in measured
+        f"{name}/{setting.label}": of.by_sample[name].numpy()
+        for setting, of in values.items()
         for name in SCORES
     }
 
@@ -141,10 +151,8 @@ def settings_of(options: SweepOptions, tokenizer: Any) -> list[Setting]:
             begins = special is not None and leading_ids(tokenizer)[:1] == [special]
             bos = "add" if begins else "none"
         kinds.append(bos)
-    combinations = itertools.product(
-        options.lengths, dict.fromkeys(kinds), options.first_token_copies
-    )
-    return [Setting(*combination) for combination in combinations]
+    varied = (options.lengths, dict.fromkeys(kinds), options.first_token_copies)
+    return [Setting(*combination) for combination in itertools.product(*varied)]
 
 
 def contents_of(options: SweepOptions, tokenizer: Any) -> list[Sample]:
@@ -157,10 +165,9 @@ def contents_of(options: SweepOptions, tokenizer: Any) -> list[Sample]:
         for document in Corpus([source], json_key=options.json_key):
             tokens = reader.read(document.text, document.source, longest)
             most = max(most, len(tokens))
-            if len(tokens) < longest:
-                continue
-            contents.append(Sample(tuple(tokens), name, document.source))
-            count += 1
+            if len(tokens) == longest:
+                contents.append(Sample(tuple(tokens), name, document.source))
+                count += 1
             if count == options.max_samples:
                 break
         if not count:
@@ -179,48 +186,31 @@ def samples_of(
     replaced: Replacement | None = None,
 ) -> list[Sample]:
     """Return the samples of one sweep row, with replaced tokens also in BOS and copies."""
-    made = []
+    begin, made = bos if setting.bos == "add" else None, []
     for sample in contents:
-        text = sample.tokens[: setting.length]
-        begin = bos if setting.bos == "add" else None
-        tokens = tuple(repeated_first_token(text, setting.copies, begin))
-        made.append(replace(sample, tokens=tokens, scored=setting.length - 1))
+        tokens = repeated_first_token(sample.tokens[: setting.length], setting.copies, begin)
+        made.append(replace(sample, tokens=tuple(tokens), scored=setting.length - 1))
     made = with_replaced_tokens(made, replaced)
     return [replace(sample, tokens=(*first, *sample.tokens)) for sample in made]
 
 
-def summarize_sweep(
-    measured: Sequence[tuple[Setting, Measurements]],
-) -> tuple[str, dict[str, float], list[SweepRow]]:
-    """Return the label of the row that sets the shared thresholds, the thresholds, and all rows.
-
-    Thresholds mark 15 % of the heads in the first row among the longest texts.
-    """
-    longest = max(measured, key=lambda entry: entry[0].length)
-    reference = longest[1].analysis_values(SEED)
-    thresholds = {
-        name: threshold(scores, LAYER_SHARE, metrics()[name].inactive or "")
-        for name, scores in scores_of(reference).items()
-        if name in SCORES
-    }
-    return longest[0].label, thresholds, [_row(*entry, thresholds) for entry in measured]
-
-
-def _row(setting: Setting, measurements: Measurements, thresholds: dict[str, float]) -> SweepRow:
-    analysis = measurements.analysis_values(SEED)
-    registered = metrics()
-    by_layer, by_head = {}, {}
+def _row(
+    setting: Setting,
+    measurements: Measurements,
+    values: AnalysisValues,
+    thresholds: dict[str, float],
+) -> SweepRow:
+    registered, by_layer, by_head = metrics(), {}, {}
     for name, tau in thresholds.items():
-        scores = analysis.by_sample[name].numpy()
+        scores = values.by_sample[name].numpy()
         mask = inactive(scores, tau, registered[name].inactive or "")
-        by_layer[name] = share_by_layer(mask, scores)
-        by_head[name] = mask.mean(0)
+        by_layer[name], by_head[name] = share_by_layer(mask, scores), mask.mean(0)
     return SweepRow(
         **setting._asdict(),
         samples=len(measurements.samples),
         tokens=measurements.samples[0].tokens,
         non_finite=[entry.source for entry in measurements.non_finite],
-        metrics={n: r for n, r in metric_results(analysis).items() if registered[n].shown},
+        metrics={n: r for n, r in metric_results(values).items() if registered[n].shown},
         inactive={name: float(np.nanmean(shares)) for name, shares in by_layer.items()},
         inactive_by_layer=to_json(by_layer),
         inactive_by_head=to_json(by_head),

@@ -1,8 +1,8 @@
 """`megasink analyze RUN --checkpoints`: an analysis of each checkpoint, and all against tokens."""
 
 import gc
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +11,7 @@ from rich.console import Console
 
 from megasink.analysis.capture.ranks import Ranks
 from megasink.analysis.loading import open_checkpoint
-from megasink.analysis.metrics import metrics_shown
+from megasink.analysis.metrics import Metric, metrics_shown
 from megasink.analysis.options import AnalysisOptions, ModelOptions
 from megasink.analysis.pages import html
 from megasink.analysis.pages.drawing import picture_of
@@ -28,59 +28,69 @@ from megasink.figures.recorded import curve
 from megasink.figures.style import BLUE, even_panels, label, log_scale, styled, whole_numbers
 
 _SCALES = ((1e12, "T"), (1e9, "B"), (1e6, "M"), (1e3, "k"))
+Row = dict[str, Any]
+"""A line of trace.csv: step, tokens, and scalar metric -> its number; None if not measured."""
 
 
-@dataclass
-class TraceRow:
-    """One checkpoint."""
-
-    # step, tokens: how far it was trained.
-    step: int
-    tokens: int
-    numbers: dict[str, float | str | None]  # scalar metric -> its number; None if not measured
-
-
-def trace_row(results: Results) -> TraceRow:
-    """Build the row of a checkpoint from its results."""
+def trace_row(results: Results) -> Row:
+    """Return the step and tokens of a checkpoint, and its scalar metrics."""
     model = results.model
     if model.step is None or model.trained_tokens is None:
         raise UserError(
             f"the analysis of {model.name} has no step, because it is not the analysis of a "
             "run's checkpoint"
         )
-    return TraceRow(model.step, model.trained_tokens, scalars_of(results))
+    return {"step": model.step, "tokens": model.trained_tokens, **scalars_of(results)}
 
 
-def write_trace(rows: Sequence[TraceRow], output: Path, name: str) -> None:
+def write_trace(rows: Sequence[Row], output: Path, name: str) -> None:
     """Write trace.csv and report.html: every scalar metric by step (P2.11, P4.23)."""
+    shown = metrics_shown("scalar")
+    entries = {n: entry for n, entry in shown.items() if any(row[n] is not None for row in rows)}
+    caption = "Against the tokens seen in training. " + " ".join(
+        f"{e.title}: {e.definition.rstrip('.')}{'' if e.axis == 'model' else f', {e.scalar}'} "
+        f"({e.source})."
+        for e in entries.values()
+    )
     with styled():
-        picture = picture_of(_draw(rows), "trace", "Every metric over training", _caption(rows))
+        picture = picture_of(_draw(rows, entries), "trace", "Every metric over training", caption)
+    cells = [
+        [f"{row['step']:,}", f"{row['tokens']:,}", *(e.text(row[n]) for n, e in entries.items())]
+        for row in rows
+    ]
+    first, last = rows[0], rows[-1]
+    ends = (
+        f"{entries[n].title} from {entries[n].text(first[n])} to {entries[n].text(last[n])}"
+        for n in ("sink_rate", "imbalance", "circuit_stage")
+        if n in entries
+    )
+    words = (
+        f"{name}: {len(rows)} checkpoints, from step {first['step']:,} to {last['step']:,} "
+        f"({last['tokens']:,} tokens): {'; '.join(ends)}."
+    )
+    head = ["step", "tokens", *(entry.title for entry in entries.values())]
     html.publish(
         output,
         "trace",
         model=name,
         heading="training trace",
-        words=[_in_words(rows, name)],
+        words=[words],
         pictures=[picture],
-        after={"Checkpoints": [_table(rows)]},
-        files={"trace.csv": [{"step": r.step, "tokens": r.tokens, **r.numbers} for r in rows]},
+        after={"Checkpoints": [html.table(head, cells)]},
+        files={"trace.csv": list(rows)},
     )
 
 
-def _measured(rows: Sequence[TraceRow]) -> list[str]:
-    """Return the metrics that at least one row has."""
-    return [name for name in rows[0].numbers if any(r.numbers[name] is not None for r in rows)]
-
-
-def _draw(rows: Sequence[TraceRow]) -> Any:
+def _draw(rows: Sequence[Row], entries: Mapping[str, Metric]) -> Any:
     """Draw a panel per metric, against tokens."""
-    names, entries = _measured(rows), metrics_shown("scalar")
-    figure, axes = even_panels(len(names), 4, 2.8)
-    size, unit = _unit(max(row.tokens for row in rows))
-    tokens = [row.tokens / size for row in rows]
-    for axis, name in zip(axes, names, strict=True):
-        entry = entries[name]
-        values = [_ordinate(row.numbers[name], entry.levels) for row in rows]
+    figure, axes = even_panels(len(entries), 4, 2.8)
+    highest = max(row["tokens"] for row in rows)
+    size, unit = next(((n, f" ({letter})") for n, letter in _SCALES if highest >= n), (1.0, ""))
+    tokens = [row["tokens"] / size for row in rows]
+    for axis, (name, entry) in zip(axes, entries.items(), strict=True):
+        numbers = [row[name] for row in rows]
+        numbers = [entry.levels.index(n) if isinstance(n, str) else n for n in numbers]
+        values = np.asarray(numbers, dtype=np.float64)  # None becomes NaN
         curve(axis, tokens, values, "o-", color=BLUE)
         ylabel = "" if entry.unit == "1" or entry.levels else entry.unit
         label(axis, entry.title, ylabel, f"tokens seen{unit}")
@@ -95,54 +105,6 @@ def _draw(rows: Sequence[TraceRow]) -> Any:
             axis.set_ylim(-0.4, max(3.4, 0.4 + np.nanmax(values)))
             whole_numbers(axis.yaxis)
     return figure
-
-
-def _ordinate(number: float | str | None, levels: tuple[str, ...]) -> float:
-    if isinstance(number, str):
-        return float(levels.index(number))
-    return np.nan if number is None else number
-
-
-def _unit(highest: float) -> tuple[float, str]:
-    """Return the divisor of token counts, and its axis label."""
-    for size, letter in _SCALES:
-        if highest >= size:
-            return size, f" ({letter})"
-    return 1.0, ""
-
-
-def _caption(rows: Sequence[TraceRow]) -> str:
-    entries = metrics_shown("scalar")
-    return "Against the tokens seen in training. " + " ".join(
-        f"{entries[n].title}: {entries[n].definition.rstrip('.')}"
-        + ("" if entries[n].axis == "model" else f", {entries[n].scalar}")
-        + f" ({entries[n].source})."
-        for n in _measured(rows)
-    )
-
-
-def _in_words(rows: Sequence[TraceRow], name: str) -> str:
-    first, last = rows[0], rows[-1]
-    names, entries = _measured(rows), metrics_shown("scalar")
-    ends = (
-        f"{entries[n].title} from {entries[n].text(first.numbers[n])} to "
-        f"{entries[n].text(last.numbers[n])}"
-        for n in ("sink_rate", "imbalance", "circuit_stage")
-        if n in names
-    )
-    return (
-        f"{name}: {len(rows)} checkpoints, from step {first.step:,} to {last.step:,} "
-        f"({last.tokens:,} tokens): {'; '.join(ends)}."
-    )
-
-
-def _table(rows: Sequence[TraceRow]) -> str:
-    names, entries = _measured(rows), metrics_shown("scalar")
-    cells = [
-        [f"{row.step:,}", f"{row.tokens:,}", *(entries[n].text(row.numbers[n]) for n in names)]
-        for row in rows
-    ]
-    return html.table(["step", "tokens", *(entries[n].title for n in names)], cells)
 
 
 def steps_of(run: Path) -> list[int]:

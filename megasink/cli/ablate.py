@@ -119,7 +119,7 @@ def _of_scores(names: Sequence[str]) -> list[str]:
         elif name not in score_names():
             problems.append(unknown_name("--score", name, score_names()))
         elif name not in definitions.SCORES:  # a plugin's
-            from megasink.analysis.interventions.scores import LayerScore
+            from megasink.analysis.interventions.dynamic_zeroing import LayerScore
 
             try:
                 LayerScore(name)
@@ -169,5 +169,5 @@ def _of_calibration(options: AblationOptions) -> list[str]:
     return [
         f"--score {name}: the calibration {options.calibration} has no such score"
         for name in options.score
-        if name not in calibration.scores
+        if name not in calibration
     ]

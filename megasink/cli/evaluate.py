@@ -56,7 +56,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             allow_download=args.allow_download,
             run_generated_code=args.confirm_run_unsafe_code,
         )
-        from megasink.analysis.capture.samples import identity
+        from megasink.analysis.capture.models import identity
         from megasink.analysis.evaluate.harness import evaluate, write_evaluation
 
         with opened(which, ranks) as model:

@@ -21,10 +21,7 @@ SMOOTHED = ("lm_loss", "imbalance")
 
 
 def smoothed(values: NDArray[np.float64], factor: float = EMA) -> NDArray[np.float64]:
-    """Return the values smoothed by `MovingAverage`.
-
-    As in TensorBoard, non-finite values are kept and do not enter later averages.
-    """
+    """Return the values smoothed by `MovingAverage`; non-finite ones stay, and do not enter it."""
     average = MovingAverage(factor)  # scipy.signal takes seconds to import
     return np.asarray([average(value) if np.isfinite(value) else value for value in values])
 
@@ -52,9 +49,20 @@ def figure_of(run_dir: Path, lines: list[dict[str, Any]]) -> Any:
     figure, (axes,) = panels(1, count, 4.2, width=14 / 3 * count)
     _draw_loss(axes[0], lines)
     if count == 4:
-        _draw_bits_per_byte(axes[1], lines)
+        steps, bits = series(lines, "valid_bits_per_byte")
+        axes[1].plot(steps, bits, "o-", color=VERMILION)
+        title = f"validation: {bits[-1]:.3f} at step {steps[-1]:.0f}"
+        label(axes[1], title, "bits per byte", "step")
     _draw_imbalance(axes[-2], lines)
-    _draw_importance(figure, axes[-1], lines)
+    title, measured = "head importance (mean gate)", [of for of in lines if "importance" in of]
+    if measured:
+        last = measured[-1]
+        importance_LH = np.asarray(last["importance"], dtype=float)
+        title += f", step {last['iteration']}"
+        draw_importance(figure, axes[-1], importance_LH, title, layers=last.get("layers"))
+    else:
+        label(axes[-1], title)
+        note(axes[-1], "no gates recorded")
     figure.suptitle(_title(run_dir), fontsize=11)
     return figure
 
@@ -99,12 +107,6 @@ def mark_spikes(
     return len(spikes)
 
 
-def _draw_bits_per_byte(axis: Any, lines: list[dict[str, Any]]) -> None:
-    steps, bits = series(lines, "valid_bits_per_byte")
-    axis.plot(steps, bits, "o-", color=VERMILION)
-    label(axis, f"validation: {bits[-1]:.3f} at step {steps[-1]:.0f}", "bits per byte", "step")
-
-
 def _draw_imbalance(axis: Any, lines: list[dict[str, Any]]) -> None:
     rows = [line for line in lines if "imbalance_per_layer" in line]
     label(axis, "head imbalance (CV of head importance)", "coefficient of variation", "step")
@@ -120,16 +122,3 @@ def _draw_imbalance(axis: Any, lines: list[dict[str, Any]]) -> None:
     axis.plot(mean_steps, smoothed(mean), color=BLUE, label="mean over layers, moving average")
     axis.set_ylim(bottom=0)
     axis.legend()
-
-
-def _draw_importance(figure: Any, axis: Any, lines: list[dict[str, Any]]) -> None:
-    rows = [line for line in lines if "importance" in line]
-    title = "head importance (mean gate)"
-    if not rows:
-        label(axis, title)
-        note(axis, "no gates recorded")
-        return
-    last = rows[-1]
-    importance_LH = np.asarray(last["importance"], dtype=float)
-    title += f", step {last['iteration']}"
-    draw_importance(figure, axis, importance_LH, title, layers=last.get("layers"))

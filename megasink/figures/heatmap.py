@@ -9,16 +9,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from megasink.figures.style import (
-    MAP,
-    even_panels,
-    grid,
-    heatmap,
-    label,
-    rendered,
-    styled,
-    write_cells,
-)
+from megasink.figures import style
 
 # Maximum number of cells with readable numbers.
 _READABLE = 96
@@ -35,12 +26,12 @@ def draw_importance(
     """Draw a heatmap of mean gates (NaN is gray) with a color bar and rows named `layers`."""
     lowest = _lowest(importance_LH) if lowest is None else lowest
     axis.set_facecolor("0.8")
-    image = heatmap(axis, importance_LH, vmin=lowest, vmax=1, cmap=MAP)
-    label(axis, title, "layer", "head")
+    image = style.heatmap(axis, importance_LH, vmin=lowest, vmax=1, cmap=style.MAP)
+    style.label(axis, title, "layer", "head")
     if layers is not None:
         axis.set_yticks(range(len(layers)), layers)
     if importance_LH.size <= _READABLE:
-        write_cells(axis, image, importance_LH, 7)
+        style.write_cells(axis, image, importance_LH, 7)
     figure.colorbar(image, ax=axis, label="mean gate: 0 closed, 1 open")
 
 
@@ -62,13 +53,13 @@ def _lowest(importance_LH: NDArray[np.float64]) -> float:
     return min(0.9, float(np.floor(known.min() * 10) / 10)) if known.size else 0.9
 
 
-@styled()
+@style.styled()
 def importance_pictures(maps: Sequence[tuple[str, NDArray[np.float64]]]) -> bytes:
     """Return a PNG of titled heatmaps [L, H], which share a color scale."""
-    return rendered(_figure(maps))
+    return style.rendered(_figure(maps))
 
 
-@styled()
+@style.styled()
 def importance_picture(
     importance_LH: NDArray[np.float64], title: str, layers: Sequence[int] | None = None
 ) -> NDArray[np.uint8]:
@@ -89,7 +80,9 @@ def _figure(
     height = min(max(0.24 * rows, 2.4), 12.0) + 1
     alone = len(maps) == 1
     width = min(max(0.34 * heads, 4.0 if alone else 3.2), 14.0 if alone else 9.0)
-    _, columns = grid(len(maps), 3)
-    figure, axes = even_panels(len(maps), 3, height, width=columns * (width + 1.2 + 0.6 * alone))
+    _, columns = style.grid(len(maps), 3)
+    figure, axes = style.even_panels(
+        len(maps), 3, height, width=columns * (width + 1.2 + 0.6 * alone)
+    )
     draw_importances(figure, axes, maps, layers)
     return figure

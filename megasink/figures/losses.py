@@ -73,15 +73,11 @@ class Divergence:
 
     The loss is smoothed by `MovingAverage` with the factor `FACTOR`, over about 50 steps: a spike
     of 4 nats over 5 steps raises it by 0.4, a loss that stays 4 nats higher by 2.5 after 50 steps.
-
-    Attributes:
-        smoothed: nats per token; NaN before the first step.
-        lowest: minimum of the smoothed loss so far; `lowest_step` is its step.
     """
 
     def __init__(self) -> None:
-        self.smoothed = math.nan
-        self.lowest, self.lowest_step = math.inf, 0
+        self.smoothed = math.nan  # nats per token; NaN before the first step
+        self.lowest, self.lowest_step = math.inf, 0  # of the smoothed loss so far
         self._average = MovingAverage(FACTOR)
 
     def add(self, step: int, loss: float) -> None:

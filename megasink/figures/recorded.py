@@ -13,7 +13,7 @@ THINNED = 41
 
 @dataclass
 class Shown:
-    """What a panel shows, as the functions below record it while they draw."""
+    """The contents of a panel, as the functions below record them while they draw."""
 
     # title, across, down: of the panel, its columns or x axis, and its rows or y axis.
     title: str = ""

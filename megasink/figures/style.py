@@ -131,11 +131,8 @@ def position_colors(count: int) -> list[Any]:
 
 def named(analyses: Sequence[Any]) -> list[tuple[Any, Any, str]]:
     """Return each analysis with its color and its legend name."""
-    colors = model_colors(len(analyses))
-    return [
-        (analysis, color, short(analysis.name, 40))
-        for analysis, color in zip(analyses, colors, strict=True)
-    ]
+    names = [short(analysis.name, 40) for analysis in analyses]
+    return list(zip(analyses, model_colors(len(analyses)), names, strict=True))
 
 
 def model_legend(figure: Any, axis: Any, analyses: Sequence[Any]) -> None:
@@ -232,12 +229,7 @@ def heatmap(
     sides: Sequence[float] | None = None,
     **options: Any,
 ) -> Any:
-    """Draw an image with blank missing cells and whole-number axes, and record it.
-
-    Args:
-        rows, columns: their names; by default their numbers.
-        sides: left and right side; by default columns are 1 wide.
-    """
+    """Draw an image with blank missing cells, and record it; by default columns are 1 wide."""
     axis.grid(False)
     cells = np.ma.masked_invalid(table)
     height, width = cells.shape
@@ -263,9 +255,8 @@ def shares_of_heads(by_score: dict[str, dict[str, Any]]) -> Any:
     layers, heads = next(iter(maps[0].values())).shape
     width = min(2.0 + 0.9 * max(map(len, maps)) * max(1.0, heads / 12), 18.0)
     height = min(2.6, max(1.2, 0.1 * layers + 0.7)) * len(maps) + 0.8
-    figure, axes = panels(
-        len(maps), max(map(len, maps)), height, width=width, sharex=True, sharey=True
-    )
+    columns = max(map(len, maps))
+    figure, axes = panels(len(maps), columns, height, width=width, sharex=True, sharey=True)
     for row, (score, of) in zip(axes, by_score.items(), strict=True):
         for axis, (setting, table) in zip(row, of.items(), strict=False):
             image = heatmap(axis, table, vmin=0, vmax=1, cmap="magma")
@@ -282,24 +273,27 @@ def shares_of_heads(by_score: dict[str, dict[str, Any]]) -> Any:
     return figure
 
 
-def write_cells(axis: Any, image: Any, table: Any, size: float) -> None:
+def write_cells(axis: Any, image: Any, table: Any, size: float, form: str = "{:.2f}") -> None:
     """Write a table's numbers in its cells, light on dark; small ones drop the leading 0."""
     for (row, column), value in np.ndenumerate(table):
         if np.isfinite(value):
             red, green, blue, _ = image.cmap(image.norm(value))
             dark = 0.299 * red + 0.587 * green + 0.114 * blue < 0.55
-            text = f"{value:.2f}" if value < 100 else f"{value:.0f}"
+            text = form.format(value) if value < 100 else f"{value:.0f}"
             if size < 6:
                 text = "1" if text == "1.00" else text.removeprefix("0")
-            axis.text(
-                column,
-                row,
-                text,
-                ha="center",
-                va="center",
-                fontsize=size,
-                color="white" if dark else "black",
-            )
+            style = {"fontsize": size, "color": "white" if dark else "black"}
+            axis.text(column, row, text, ha="center", va="center", **style)
+
+
+def by_position(axis: Any, points: Any, position: Any, size: float, star: float) -> Any:
+    """Scatter points of tokens, colored by position, with a star for token 0; return the dots."""
+    first = position == 0
+    options = {"c": position[~first], "cmap": MAP, "alpha": 0.85, "linewidth": 0}
+    dots = axis.scatter(*points[~first].T, s=size, **options)
+    options = {"marker": "*", "color": VERMILION, "ec": "black", "lw": 0.4}
+    axis.scatter(*points[first].T, s=star, **options, label="token 0")
+    return dots
 
 
 def line(axis: Any, x: Any, y: Any, **style: Any) -> None:

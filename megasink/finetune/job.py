@@ -11,9 +11,8 @@ import numpy as np
 from huggingface_hub import ModelCardData, repocard
 
 import megasink
-from megasink.analysis.capture.inputs import Sample, data_hash
+from megasink.analysis.capture.inputs import Inputs, Sample, data_hash
 from megasink.analysis.capture.models import of_transformers
-from megasink.analysis.capture.samples import Inputs
 from megasink.analysis.folder import read_analysis
 from megasink.analysis.options import AnalysisOptions
 from megasink.analysis.results import RunFacts

@@ -15,8 +15,8 @@ from torch.nn.functional import cosine_similarity
 from examples.real_models import numbers_circuit  # noqa: F401  # registers numbers
 from examples.real_models.claims import claims, measured
 from examples.real_models.numbers import NUMBERS
+from megasink.analysis.capture.inputs import inputs_of
 from megasink.analysis.capture.models import of_transformers
-from megasink.analysis.capture.samples import inputs_of
 from megasink.analysis.options import AnalysisOptions
 from tests.real_models.eager import passed
 from tests.real_models.inactive import (

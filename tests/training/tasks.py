@@ -164,8 +164,8 @@ def ends_of_splits(splits: list[str]) -> list[list[float]]:
 
 def analyzed_samples(command_lines: list[list[str]]) -> list[dict[str, Any]]:
     """The samples of a run that `megasink analyze` would measure, and what it says and records."""
+    from megasink.analysis.capture.inputs import inputs_of
     from megasink.analysis.capture.ranks import Ranks
-    from megasink.analysis.capture.samples import inputs_of
     from megasink.analysis.loading import open_checkpoint
     from megasink.cli.analyze import analyze_parser, check
 

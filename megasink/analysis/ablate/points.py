@@ -1,6 +1,6 @@
 """Measured points of an ablation, on texts or on tasks, each in a file named by its settings' hash.
 
-A killed, repeated or extended sweep finds the existing points, whoever measured them.
+A killed, repeated or extended sweep, or another command, finds the existing points.
 """
 
 from abc import ABC, abstractmethod
@@ -18,12 +18,10 @@ from megasink.analysis.capture.base import ProbedModel
 from megasink.analysis.capture.changes import HeadChange
 from megasink.analysis.capture.inputs import Sample
 from megasink.analysis.capture.measurements import MeasuredSample
-from megasink.analysis.capture.ranks import Ranks
 from megasink.analysis.evaluate.harness import TaskScores, evaluate
 from megasink.analysis.evaluate.tasks_loading import LoadedTasks
-from megasink.analysis.interventions.dynamic_zeroing import DynamicChange
+from megasink.analysis.interventions.dynamic_zeroing import DynamicChange, LayerScore, statistics_of
 from megasink.analysis.interventions.kinds import Intervention, changes_of
-from megasink.analysis.interventions.scores import LayerScore, statistics_of
 from megasink.analysis.measure import measure
 from megasink.analysis.metrics import metrics
 from megasink.analysis.metrics.thresholds import Scores
@@ -80,7 +78,7 @@ class Ablation(ABC):
     model: ProbedModel
     identity: dict[str, Any]  # of the model
     store: Store  # keeps what is measured
-    ranks: Ranks  # processes that share the points
+    options: AblationOptions
 
     @abstractmethod
     def ground(self) -> dict[str, Any]:
@@ -92,10 +90,7 @@ class Ablation(ABC):
 
     @abstractmethod
     def scores(self, names: Sequence[str]) -> dict[str, Scores]:
-        """Return the scores of the unchanged model, score -> [N, L, H] (P3.11).
-
-        What was measured stays in the store, so that the same sweep need not run it again.
-        """
+        """Return the scores of the unchanged model, score -> [N, L, H] (P3.11), from the store."""
 
     def facts(self, interventions: Sequence[Any] = ()) -> dict[str, Any]:
         """Return every setting of a point, including the entries of its interventions."""
@@ -105,13 +100,12 @@ class Ablation(ABC):
         """Run a point."""
         changes = changes_of(setting.interventions)
         texts, tasks = self.run(setting.interventions, changes)
-        zeroed = next((change for change in changes if isinstance(change, DynamicChange)), None)
+        share, share_LH = None, None
+        for change in changes:
+            if share is None and isinstance(change, DynamicChange):
+                share, share_LH = change.share, to_json(change.share_LH)
         return MeasuredPoint(
-            facts=facts,
-            zeroed=None if zeroed is None else zeroed.share,
-            zeroed_LH=None if zeroed is None else to_json(zeroed.share_LH),
-            texts=texts,
-            tasks=tasks,
+            facts=facts, zeroed=share, zeroed_LH=share_LH, texts=texts, tasks=tasks
         )
 
     def kept(self, name: str, make: Callable[[], Mapping[str, Floats]]) -> dict[str, Floats]:
@@ -132,7 +126,6 @@ class OnTexts(Ablation):
     """An ablation on texts."""
 
     samples: Sequence[Sample]  # texts, as the unchanged model reads them
-    options: AblationOptions  # what else a measurement depends on
     token_bytes: TokenBytes | None  # bytes of each token; None if they do not add up to the text
 
     def ground(self) -> dict[str, Any]:
@@ -144,24 +137,17 @@ class OnTexts(Ablation):
 
     def run(self, interventions: Sequence[Intervention], changes: Sequence[HeadChange]) -> Measured:
         """Return the loss of each text; see `Ablation.run`."""
-        measurements = measure(
-            self.model,
-            [self._changed(sample, interventions) for sample in self.samples],
-            replace(self.options, loss=True),
-            (),
-            changes=changes,
-            token_bytes=self.token_bytes,
-            console=Console(quiet=True),
-        )
+        first, samples = len(self.model.first), []
+        for sample in self.samples:
+            tokens = list(sample.tokens[first:])
+            for intervention in interventions:
+                tokens = intervention.tokens(tokens, self.model.tokenizer.bos_token_id)
+            samples.append(replace(sample, tokens=(*sample.tokens[:first], *tokens)))
+        how: dict[str, Any] = {"token_bytes": self.token_bytes, "console": Console(quiet=True)}
+        options = replace(self.options, loss=True)
+        measurements = measure(self.model, samples, options, (), changes=changes, **how)
         assert measurements is not None  # one process
         return measurements.samples, {}
-
-    def _changed(self, sample: Sample, interventions: Sequence[Intervention]) -> Sample:
-        first = len(self.model.first)
-        head, tokens = sample.tokens[:first], list(sample.tokens[first:])
-        for intervention in interventions:
-            tokens = intervention.tokens(tokens, self.model.tokenizer.bos_token_id)
-        return replace(sample, tokens=(*head, *tokens))
 
     def scores(self, names: Sequence[str]) -> dict[str, Scores]:
         """Return the scores of all texts, divided among the processes; see `Ablation.scores`."""
@@ -170,19 +156,17 @@ class OnTexts(Ablation):
         needed = [name for name in metrics() if name in of]
         facts = self.facts() | {"scores": needed}
         assert self.store.folder is not None
-        store = Store(self.store.folder / f"scores-{key_of(facts)}", facts)
+        store = Store(self.store.folder / f"scores-{key_of(facts)}", facts, self.store.ranks)
         loss = any(entry.takes_backward for entry in of.values())
         options = replace(self.options, loss=loss, positions=1, columns=1)
-        how: dict[str, Any] = {"store": store, "ranks": self.ranks, "everywhere": True}
-        measurements = measure(self.model, self.samples, options, needed, **how)
+        measurements = measure(
+            self.model, self.samples, options, needed, store=store, everywhere=True
+        )
         assert measurements is not None
         return scores_in(measurements.analysis_values(_SEED))
 
     def scored_alike(self) -> "OnTexts":
-        """Return this ablation with the first token of each text left out of the loss.
-
-        These targets are the same whatever an intervention puts in front of them (P4.4).
-        """
+        """Return this ablation without the loss of first tokens, which may move (P4.4)."""
         first, bos = len(self.model.first), self.model.tokenizer.bos_token_id
         alike = [
             replace(s, scored=len(s.tokens) - first - 1 - (s.tokens[first] == bos))
@@ -195,8 +179,6 @@ class OnTexts(Ablation):
 class OnTasks(Ablation):
     """An ablation on tasks."""
 
-    # The tasks, the documents of each, and what else a measurement depends on.
-    options: AblationOptions
     tasks: LoadedTasks  # with their documents
 
     def ground(self) -> dict[str, Any]:
@@ -208,13 +190,9 @@ class OnTasks(Ablation):
 
     def run(self, interventions: Sequence[Intervention], changes: Sequence[HeadChange]) -> Measured:
         """Return the accuracy in each task; see `Ablation.run`."""
+        how = self.options.some("limit", "batch_size", "parse_special_tokens")
         results = evaluate(
-            self.model,
-            interventions,
-            self.tasks,
-            **self.options.some("limit", "batch_size", "parse_special_tokens"),
-            samples=True,
-            changes=changes,
+            self.model, interventions, self.tasks, **how, samples=True, changes=changes
         )
         members = {name for task in results.tasks.values() for name in task.of}
         return [], {
@@ -225,24 +203,26 @@ class OnTasks(Ablation):
 
     def scores(self, names: Sequence[str]) -> dict[str, Scores]:
         """Return the scores of all requests, measured by one process; see `Ablation.scores`."""
-        if self.ranks.rank:
-            self.ranks.await_first("scored")
+        ranks = self.store.ranks
+        if ranks.rank:
+            ranks.wait("scored", 1)
             self.store.check_shared()
-        key = key_of(self.facts() | {"scores": list(names)})
-        scores = self.kept(f"scores-{key}", lambda: self._scores(names))
-        if not self.ranks.rank:
-            self.ranks.reach("scored")
+
+        def make() -> dict[str, Scores]:
+            observed = {name: DynamicChange(LayerScore(name), None, 0) for name in names}
+            for change in observed.values():
+                change.keeps_scores = True
+            self.run((), list(observed.values()))
+            return {name: scores_of(change, self.model.heads) for name, change in observed.items()}
+
+        scores = self.kept(f"scores-{key_of(self.facts() | {'scores': list(names)})}", make)
+        if not ranks.rank:
+            ranks.reach("scored")
         return scores
 
-    def _scores(self, names: Sequence[str]) -> dict[str, Scores]:
-        observed = {name: DynamicChange(LayerScore(name), None, 0) for name in names}
-        for change in observed.values():
-            change.keeps_scores = True
-        self.run((), list(observed.values()))
-        return {name: scores_of(change, self.model.heads) for name, change in observed.items()}
 
-
-def _score(name: str, of: TaskScores, samples: Sequence[dict[str, Any]]) -> TaskScore:
+def _score(name: str, of: TaskScores, samples: list[dict[str, Any]]) -> TaskScore:
+    samples = sorted(samples, key=lambda sample: sample["doc_id"])
     for key, score in of.metrics.items():
         metric, _, kind = key.partition(",")
         if metric in ACCURACIES:
@@ -253,11 +233,7 @@ def _score(name: str, of: TaskScores, samples: Sequence[dict[str, Any]]) -> Task
                 value=100 * score.value,
                 standard_error=None if error is None else 100 * error,
                 samples=of.documents,
-                of_each=[
-                    float(sample[metric])
-                    for sample in sorted(samples, key=lambda sample: sample["doc_id"])
-                    if sample["filter"] == (kind or "none")
-                ],
+                of_each=[float(s[metric]) for s in samples if s["filter"] == (kind or "none")],
             )
     raise UserError(
         f"--tasks {name} has no accuracy, only {', '.join(of.metrics)}: pass its texts as --data "

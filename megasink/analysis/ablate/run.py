@@ -12,13 +12,13 @@ import numpy as np
 from rich.console import Console
 
 from megasink.analysis.ablate.points import Ablation, OnTasks, OnTexts, read_point
-from megasink.analysis.ablate.results import UNCHANGED, AblationResults
 from megasink.analysis.ablate.settings import Setting, read_calibration, settings_of, thresholds_of
 from megasink.analysis.ablate.summary import summarize
 from megasink.analysis.capture.base import ProbedModel, takes_seconds
 from megasink.analysis.capture.geometry import read_rows
+from megasink.analysis.capture.inputs import inputs_of
+from megasink.analysis.capture.models import identity
 from megasink.analysis.capture.ranks import Ranks
-from megasink.analysis.capture.samples import identity, inputs_of
 from megasink.analysis.capture.sites import PRODUCT
 from megasink.analysis.evaluate.tasks_loading import LoadedTasks
 from megasink.analysis.interventions.kinds import changes_of
@@ -26,6 +26,7 @@ from megasink.analysis.metrics.geometry import Floats, neighbor_embedding
 from megasink.analysis.metrics.thresholds import Scores
 from megasink.analysis.options import AblationOptions
 from megasink.analysis.pages.ablation import write_ablation
+from megasink.analysis.results import UNCHANGED, AblationResults
 from megasink.analysis.run import bytes_by_token
 from megasink.analysis.store import Store, holding, key_of
 from megasink.console.progress import tracked
@@ -37,14 +38,19 @@ from megasink.files.json_file import read_value
 def ablate(
     model: ProbedModel, options: AblationOptions, ranks: Ranks, tasks: LoadedTasks | None = None
 ) -> AblationResults | None:
-    """Measure every point of a sweep and write the results; None on every rank but 0.
-
-    Points that OUTPUT/points holds are not measured again.
-    """
-    output = options.output
+    """Measure every point of a sweep that OUTPUT/points lacks, and write the results on rank 0."""
+    output, layer = options.output, options.layer
     assert output is not None
-    _check_layer(options.layer, model)
-    ablation = _ablation_of(options, model, ranks, tasks)
+    if layer is not None and layer >= len(model.heads):
+        raise UserError(f"--layer {layer}: the layers are 0 to {len(model.heads) - 1}")
+    if layer is not None and not model.heads[layer]:
+        raise UserError(f"--layer {layer}: it has no softmax attention")
+    shared = (model, identity(model, None), Store(output / "points", ranks=ranks), options)
+    ablation: Ablation
+    if tasks is not None:
+        ablation = OnTasks(*shared, tasks)
+    else:
+        ablation = OnTexts(*shared, inputs_of(options, model).samples, bytes_by_token(model, ranks))
     about = ablation.facts()
     del about["interventions"]
     given = options.given()
@@ -53,17 +59,18 @@ def ablate(
     if options.interventions is not None:
         about["--interventions"] = read_value(options.interventions)
     with holding(options, "ablate", about, ranks) as record:
-        return _ablate(options, output, ablation, record)
+        return _ablate(ablation, output, record)
 
 
-def _ablate(
-    options: AblationOptions, output: Path, ablation: Ablation, record: Callable[[], None]
-) -> AblationResults | None:
-    model, store, ranks = ablation.model, ablation.store, ablation.ranks
-    scores, where = _scores(options, ablation)
+def _ablate(ablation: Ablation, output: Path, record: Callable[[], None]) -> AblationResults | None:
+    model, store, options = ablation.model, ablation.store, ablation.options
+    scores, where = _scores(ablation)
     thresholds = thresholds_of(scores, options.score, options.zeroed, where)
     settings = settings_of(options, model.heads, thresholds, scores)
-    _check_fit(settings, model)
+    changes = [change for setting in settings for change in changes_of(setting.interventions)]
+    problems = dict.fromkeys(problem for c in changes for problem in c.problems(model.heads))
+    if problems:  # of any point, before the first one runs
+        raise ConfigError(problems)
     changes_tokens = any(not i.changes_heads for s in settings for i in s.interventions)
     if isinstance(ablation, OnTexts) and changes_tokens:
         ablation = ablation.scored_alike()
@@ -80,10 +87,8 @@ def _ablate(
     goes_on = store.fill(
         {f"{keys[i]}.json": 1 for i in distinct},
         make,
-        ranks,
         verb="ablating",
         unit="points",
-        console=Console(stderr=True, quiet=bool(ranks.rank)),
         slow=takes_seconds(model.module),
     )
     if not goes_on:
@@ -104,47 +109,17 @@ def _ablate(
     return results
 
 
-def _ablation_of(
-    options: AblationOptions, model: ProbedModel, ranks: Ranks, tasks: LoadedTasks | None
-) -> Ablation:
-    """Return the ablation on the texts or tasks that the options name."""
-    assert options.output is not None
-    shared = (model, identity(model, None), Store(options.output / "points"), ranks)
-    if tasks is not None:
-        return OnTasks(*shared, options, tasks)
-    samples = inputs_of(options, model).samples
-    return OnTexts(*shared, samples, options, bytes_by_token(model, ranks))
-
-
-def _check_layer(layer: int | None, model: ProbedModel) -> None:
-    if layer is None:
-        return
-    if layer >= len(model.heads):
-        raise UserError(f"--layer {layer}: the layers are 0 to {len(model.heads) - 1}")
-    if not model.heads[layer]:
-        raise UserError(f"--layer {layer}: it has no softmax attention")
-
-
-def _check_fit(settings: Sequence[Setting], model: ProbedModel) -> None:
-    """Check every point before the first one runs."""
-    changes = [change for setting in settings for change in changes_of(setting.interventions)]
-    problems = dict.fromkeys(problem for c in changes for problem in c.problems(model.heads))
-    if problems:
-        raise ConfigError(problems)
-
-
-def _scores(options: AblationOptions, ablation: Ablation) -> tuple[Mapping[str, Scores], str]:
+def _scores(ablation: Ablation) -> tuple[Mapping[str, Scores], str]:
     """Return the scores of a calibration, or of the texts or tasks, and their source."""
-    if not options.score:
+    model, folder = ablation.model, ablation.options.calibration
+    if not ablation.options.score:
         return {}, ""
-    if options.calibration is None:
-        return ablation.scores(options.score), ablation.model.facts["name"]
-    calibration = read_calibration(options.calibration)
+    if folder is None:
+        return ablation.scores(ablation.options.score), model.facts["name"]
     try:
-        calibration.check(ablation.identity["weights"], ablation.model.heads)
+        return read_calibration(folder, ablation.identity["weights"], model.heads), str(folder)
     except UserError as error:
         raise UserError(f"--calibration {error}") from error
-    return calibration.scores, str(options.calibration)
 
 
 POSITION = "position_N"

@@ -3,7 +3,7 @@
 Shapes: N samples, L layers, H heads (maximum over layers).
 """
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -11,21 +11,25 @@ from typing import Any
 import numpy as np
 import torch
 
-from megasink.analysis.ablate.results import RANDOM, UNCHANGED
 from megasink.analysis.capture.base import Listener, OpenProbe
 from megasink.analysis.folder import read_analysis
 from megasink.analysis.heads import heads_of
-from megasink.analysis.interventions.dynamic_zeroing import DynamicChange, DynamicZeroing
+from megasink.analysis.interventions.dynamic_zeroing import (
+    DynamicChange,
+    DynamicZeroing,
+    LayerScore,
+    is_of_all_texts,
+)
 from megasink.analysis.interventions.kinds import (
     Intervention,
     ZeroHeads,
     read_interventions,
     to_entry,
 )
-from megasink.analysis.interventions.scores import LayerScore, is_of_all_texts
 from megasink.analysis.metrics import metrics
 from megasink.analysis.metrics.thresholds import Scores, inactive, threshold
 from megasink.analysis.options import AblationOptions
+from megasink.analysis.results import RANDOM, UNCHANGED
 from megasink.errors import UserError
 
 
@@ -43,53 +47,28 @@ def check_share(share: float) -> None:
         raise UserError(f"share of heads {share:g}: use a number between 0 and 1")
 
 
-@dataclass(frozen=True)
-class Calibration:
-    """Scores [N, L, H] of one model, by `megasink analyze`, with the hash of its weights."""
-
-    folder: Path
-    scores: dict[str, Scores]
-    heads: list[int]
-    kind: str
-    weights: str
-
-    def check(self, weights: str, heads: Sequence[int]) -> None:
-        """Raise UserError unless the scores belong to the model with these weights and heads."""
-        if list(heads) != self.heads:
-            raise UserError(
-                f"{self.folder} is the analysis of another model ({self.kind}, heads by layer "
-                f"{self.heads}, not {list(heads)}): analyze this model"
-            )
-        if weights != self.weights:
-            raise UserError(
-                f"{self.folder} is the analysis of other weights ({self.kind}: another model, "
-                "checkpoint or dtype): analyze this model"
-            )
-
-    def threshold(self, score: str, share: float) -> float:
-        """Return the threshold of a score for a share of heads; for `random` the share itself."""
-        check_share(share)
-        if score == RANDOM:
-            return share
-        if score not in self.scores:
-            raise UserError(
-                f"{self.folder} has no {score}: it has {', '.join(sorted(self.scores))}"
-            )
-        return threshold_of(score, share, self.scores[score])
-
-
-def read_calibration(folder: Path) -> Calibration:
-    """Read the scores of an analysis."""
+def read_calibration(
+    folder: Path, weights: str | None = None, heads: Sequence[int] = ()
+) -> dict[str, Scores]:
+    """Return the scores [N, L, H] of an analysis; given weights and heads must be the model's."""
     analysis = read_analysis(folder)
-    results = analysis.results
-    if results.run.weights is None:
+    model, own = analysis.results.model, analysis.results.run.weights
+    if own is None:
         raise UserError(
             f"{folder} does not name the weights that were analyzed: analyze the model again "
             "with this version"
         )
-    return Calibration(
-        folder, analysis.by_sample, results.model.heads, results.model.kind, results.run.weights
-    )
+    if weights is not None and list(heads) != model.heads:
+        raise UserError(
+            f"{folder} is the analysis of another model ({model.kind}, heads by layer "
+            f"{model.heads}, not {list(heads)}): analyze this model"
+        )
+    if weights is not None and weights != own:
+        raise UserError(
+            f"{folder} is the analysis of other weights ({model.kind}: another model, checkpoint "
+            "or dtype): analyze this model"
+        )
+    return analysis.by_sample
 
 
 def measure_scores(
@@ -185,11 +164,17 @@ def settings_of(
                 settings.append(Setting(RANDOM, label, (change,), percent, seed))
     for score, taus in thresholds.items():
         for percentage, tau in taus.items():
-            label = f"{score}/{percentage}"
-            if is_of_all_texts(score):
-                changes, mask_LH = _fixed(score, tau, mean_of(scores[score]))
+            changes: tuple[Intervention, ...]
+            mask_LH = None
+            if not is_of_all_texts(score):
+                changes = (DynamicZeroing(score=score, threshold=tau),)
             else:
-                changes, mask_LH = (DynamicZeroing(score=score, threshold=tau),), None
+                mean_LH = mean_of(scores[score])
+                beyond_LH = inactive(mean_LH, tau, metrics()[score].inactive or "")
+                chosen = tuple((int(layer), int(head)) for layer, head in np.argwhere(beyond_LH))
+                changes = (ZeroHeads(chosen),) * bool(chosen)
+                mask_LH = np.where(np.isnan(mean_LH), np.nan, beyond_LH)
+            label = f"{score}/{percentage}"
             settings.append(Setting(score, label, changes, float(percentage), None, mask_LH))
     if options.heads:
         chosen = ZeroHeads(**heads_of(options.heads)._asdict())
@@ -197,22 +182,8 @@ def settings_of(
     if options.interventions is not None:
         changes = tuple(read_interventions(options.interventions))
         settings.append(Setting(FILE, str(options.interventions), changes))
-    if options.layer is not None:
-        settings += _single_heads(options.layer, heads)
+    if (layer := options.layer) is not None:  # each head by itself (P4.7)
+        for head in range(heads[layer]):
+            alone = (ZeroHeads(((layer, head),)),)
+            settings.append(Setting(f"layer {layer}", f"head {layer}.{head}", alone))
     return settings
-
-
-def _fixed(
-    score: str, tau: float, mean_LH: Scores
-) -> tuple[tuple[Intervention, ...], Scores | None]:
-    """Return the intervention that zeroes heads beyond a threshold everywhere, and their mask."""
-    mask_LH = inactive(mean_LH, tau, metrics()[score].inactive or "")
-    chosen = tuple((int(layer), int(head)) for layer, head in np.argwhere(mask_LH))
-    return (ZeroHeads(chosen),) * bool(chosen), np.where(np.isnan(mean_LH), np.nan, mask_LH)
-
-
-def _single_heads(layer: int, heads: Sequence[int]) -> Iterator[Setting]:
-    """Yield a point for each head of a layer, with only that head zeroed (P4.7)."""
-    for head in range(heads[layer]):
-        name = f"{layer}.{head}"
-        yield Setting(f"layer {layer}", f"head {name}", (ZeroHeads(((layer, head),)),))

@@ -14,7 +14,11 @@ from numpy.typing import NDArray
 import megasink
 from megasink.analysis.ablate import curves
 from megasink.analysis.ablate.points import MeasuredPoint, TaskScore
-from megasink.analysis.ablate.results import (
+from megasink.analysis.ablate.settings import Setting, Thresholds
+from megasink.analysis.capture.base import ProbedModel
+from megasink.analysis.capture.measurements import Floats, MeasuredSample
+from megasink.analysis.options import AblationOptions
+from megasink.analysis.results import (
     ABLATION_FORMAT,
     ALL,
     RANDOM,
@@ -24,14 +28,9 @@ from megasink.analysis.ablate.results import (
     AblationResults,
     AblationValue,
     Line,
+    ModelFacts,
     mean_line,
 )
-from megasink.analysis.ablate.settings import Setting, Thresholds
-from megasink.analysis.capture.base import ProbedModel
-from megasink.analysis.capture.measurements import Floats, MeasuredSample
-from megasink.analysis.metrics.thresholds import Scores
-from megasink.analysis.options import AblationOptions
-from megasink.analysis.results import ModelFacts
 from megasink.files.checked_fields import to_json
 
 LOSS = "nats per token"
@@ -46,38 +45,42 @@ def summarize(
     thresholds: Thresholds,
 ) -> tuple[AblationResults, dict[str, NDArray[Any]]]:
     """Return the contents of ablation.json and points.npz; the first point is unchanged."""
-    points = [
-        AblationPoint(
-            row=setting.row,
-            label=setting.label,
-            asked=setting.asked,
-            seed=setting.seed,
-            interventions=to_json(setting.entries),
-            zeroed=_percent(point.zeroed, setting.zeroed_LH),
-            values=_values(point, measured[0]),
-            key=key,
+    points, arrays, unchanged = [], {}, measured[0]
+    for setting, key, point in zip(settings, keys, measured, strict=True):
+        mask_LH, zeroed = setting.zeroed_LH, point.zeroed
+        if mask_LH is not None:  # the mean over layers with heads (P3.13)
+            there = ~np.isnan(mask_LH).all(1)
+            zeroed = float(np.nanmean(mask_LH[there], 1).mean())
+        elif point.zeroed_LH is not None:
+            mask_LH = np.asarray(point.zeroed_LH, dtype=np.float64)
+        if mask_LH is not None:
+            arrays[setting.label] = np.asarray(mask_LH, dtype=np.float64)
+        points.append(
+            AblationPoint(
+                row=setting.row,
+                label=setting.label,
+                asked=setting.asked,
+                seed=setting.seed,
+                interventions=to_json(setting.entries),
+                zeroed=None if zeroed is None else 100 * zeroed,
+                values=_values(point, unchanged),
+                key=key,
+            )
         )
-        for setting, key, point in zip(settings, keys, measured, strict=True)
-    ]
-    arrays = {
-        setting.label: np.asarray(mask, dtype=np.float64)
-        for setting, point in zip(settings, measured, strict=True)
-        if (mask := point.zeroed_LH if setting.zeroed_LH is None else setting.zeroed_LH) is not None
-    }
-    is_task = bool(measured[0].tasks)
+    is_task, texts = bool(unchanged.tasks), " ".join(map(str, options.data))
     results = AblationResults(
         format=ABLATION_FORMAT,
         megasink=megasink.__version__,
         torch=torch.__version__,
         model=ModelFacts(**model.facts, layers=len(model.heads), heads=model.heads),
         data=[str(source) for source in options.data],
-        data_sha256=measured[0].facts.get("texts"),
-        tasks={name: score.version for name, score in measured[0].tasks.items()},
-        samples=len(measured[0].texts) or None,
-        quantity=" and ".join({score.metric: 0 for score in measured[0].tasks.values()}) or LOSS,
+        data_sha256=unchanged.facts.get("texts"),
+        tasks={name: score.version for name, score in unchanged.tasks.items()},
+        samples=len(unchanged.texts) or None,
+        quantity=" and ".join({score.metric: 0 for score in unchanged.tasks.values()}) or LOSS,
         higher_is_better=is_task,
         tolerance=curves.ACCURACY_TOLERANCE if is_task else curves.LOSS_TOLERANCE,
-        calibration=_calibration(options) if thresholds else None,
+        calibration=str(options.calibration or texts) if thresholds else None,
         thresholds=thresholds,
         points=points,
         curves=[],
@@ -91,45 +94,27 @@ def summarize(
     return results, arrays
 
 
-def _percent(zeroed: float | None, zeroed_LH: Scores | None) -> float | None:
-    """Return the percentage of heads zeroed: the mean over layers with heads (P3.13)."""
-    if zeroed_LH is not None:
-        there = ~np.isnan(zeroed_LH).all(1)
-        zeroed = float(np.nanmean(zeroed_LH[there], 1).mean())
-    return None if zeroed is None else 100 * zeroed
-
-
-def _calibration(options: AblationOptions) -> str:
-    return str(options.calibration or " ".join(map(str, options.data)))
-
-
 def _values(point: MeasuredPoint, unchanged: MeasuredPoint) -> dict[str, AblationValue]:
     """Return the results of a point by dataset or task, and on all texts."""
-    values = {
-        name: AblationValue(
+    values = {}
+    for name, score in point.tasks.items():
+        before = unchanged.tasks[name]
+        known = score.value is not None and before.value is not None
+        values[name] = AblationValue(
             value=score.value,
-            change=_less(score.value, unchanged.tasks[name].value),
-            standard_error=_paired_error(score, unchanged.tasks[name]),
+            change=score.value - before.value if known else None,  # type: ignore[operator]
+            standard_error=_paired_error(score, before),
             bits_per_byte=None,
             samples=score.samples,
         )
-        for name, score in point.tasks.items()
-    }
     names = list(dict.fromkeys(text.dataset for text in point.texts))
-    for name in names:
-        chosen = [i for i, text in enumerate(point.texts) if text.dataset == name]
-        values[name] = _loss(point.texts, unchanged.texts, chosen)
-    if len(names) > 1:
-        values[ALL] = _loss(point.texts, unchanged.texts, range(len(point.texts)))
+    for name in (*names, *[ALL] * (len(names) > 1)):
+        values[name] = _loss(_texts(point, name), _texts(unchanged, name))
     return values
 
 
 def _paired_error(score: TaskScore, before: TaskScore) -> float | None:
-    """Return the standard error of the change from the unchanged model, paired by question.
-
-    None if it has no such differences: for a single question, and where the score is not the mean
-    of the questions'.
-    """
+    """Return the standard error of the change, paired by question; None if it has no such pairs."""
     ours, theirs = _of_each(score), _of_each(before)
     if ours is None or theirs is None or len(ours) != len(theirs):
         return None
@@ -167,8 +152,7 @@ def _over_random(
         return None, None
     texts = [float(text.targets or 0) for text in _texts(of[UNCHANGED], curve.on)]
     sizes = np.asarray(texts or [1.0] * len(area[0]), dtype=np.float64)
-    together = len(results.thresholds)
-    apart, interval = curves.interval(np.sum(area, 0), sizes, together)
+    apart, interval = curves.interval(np.sum(area, 0), sizes, len(results.thresholds))
     return _finite(apart), _finite(interval)
 
 
@@ -180,38 +164,27 @@ def _items(point: MeasuredPoint, on: str) -> Floats | None:
     """Return the summed loss of each text, or the percentage of each question."""
     if on in point.tasks:
         return _of_each(point.tasks[on])
-    nats = [math.nan if text.nats is None else text.nats for text in _texts(point, on)]
-    return np.asarray(nats, dtype=np.float64)
+    return np.asarray([text.nats for text in _texts(point, on)], dtype=np.float64)  # None: NaN
 
 
-def _less(value: float | None, before: float | None) -> float | None:
-    return None if value is None or before is None else value - before
-
-
-def _loss(
-    texts: Sequence[MeasuredSample], before: Sequence[MeasuredSample], chosen: Sequence[int]
-) -> AblationValue:
+def _loss(texts: Sequence[MeasuredSample], before: Sequence[MeasuredSample]) -> AblationValue:
     """Return the loss of some texts, over all their targets."""
-    nats, was, targets = (
-        np.asarray([math.nan if x is None else x for x in column], dtype=np.float64)
-        for column in zip(
-            *((texts[i].nats, before[i].nats, texts[i].targets) for i in chosen), strict=True
-        )
+    nats, targets = (
+        np.asarray([getattr(text, name) for text in texts], dtype=np.float64)
+        for name in ("nats", "targets")
     )
-    change = (nats - was).sum() / targets.sum()
-    of_bytes = [(texts[i].nats_of_bytes, texts[i].bytes) for i in chosen]
-    bits = None
+    moved = nats - np.asarray([text.nats for text in before], dtype=np.float64)
+    of_bytes, bits = [(text.nats_of_bytes, text.bytes) for text in texts], None
     if not any(None in pair for pair in of_bytes):
         total, size = (math.fsum(x for x in column if x) for column in zip(*of_bytes, strict=True))
         bits = total / (math.log(2) * size) if size else None
-    value: AblationValue = AblationValue(
+    return AblationValue(
         value=_finite(nats.sum() / targets.sum()),
-        change=_finite(change),
-        standard_error=_finite(curves.ratio_error(nats - was, targets)),
+        change=_finite(moved.sum() / targets.sum()),
+        standard_error=_finite(curves.ratio_error(moved, targets)),
         bits_per_byte=bits,
         samples=len(nats),
     )
-    return value
 
 
 def _finite(number: float) -> float | None:
@@ -221,13 +194,19 @@ def _finite(number: float) -> float | None:
 def _curves(results: AblationResults, scores: Sequence[str], on: str) -> list[AblationCurve]:
     """Return the curves on a dataset or task, with their ranks."""
     better = results.higher_is_better
-    baseline = results.unchanged.number(on)
-    level = curves.kept_level(baseline, higher_is_better=better)
-    made = []
+    level = curves.kept_level(results.unchanged.number(on), higher_is_better=better)
+    worst, made = -math.inf if better else math.inf, []
     for score in scores:
         line = results.line(score)
         x, y = mean_line(line, on)
         removable = curves.removable(x, y, level, higher_is_better=better)
+        by_seed = {}
+        for seed in dict.fromkeys(p.seed for p in results.of(score) if p.seed is not None):
+            of: Line = {
+                asked: [p for p in points if p.seed in (seed, None)]
+                for asked, points in line.items()
+            }
+            by_seed[str(seed)] = _auc(*mean_line(of, on), better)
         made.append(
             AblationCurve(
                 score=score,
@@ -237,10 +216,9 @@ def _curves(results: AblationResults, scores: Sequence[str], on: str) -> list[Ab
                 removable=removable.percent,
                 never_left=removable.never_left,
                 measured_to=float(max(x)),
-                auc_by_seed=_by_seed(line, on, better) if score == RANDOM else {},
+                auc_by_seed=by_seed if score == RANDOM else {},
             )
         )
-    worst = -math.inf if better else math.inf
     aucs: Mapping[str, float] = {c.score: worst if c.auc is None else c.auc for c in made}
     for curve in made:
         curve.rank = curves.ranks(aucs, higher_is_better=better)[curve.score]
@@ -249,15 +227,3 @@ def _curves(results: AblationResults, scores: Sequence[str], on: str) -> list[Ab
 
 def _auc(x: Sequence[float], y: Sequence[float], better: bool) -> float | None:
     return _finite(curves.normalized_auc(x, y, worst=0.0 if better else math.inf))
-
-
-def _by_seed(line: Line, on: str, better: bool) -> dict[str, float | None]:
-    lines = {}
-    for seed in dict.fromkeys(point.seed for points in line.values() for point in points):
-        if seed is None:
-            continue
-        of = {
-            asked: [p for p in points if p.seed in (seed, None)] for asked, points in line.items()
-        }
-        lines[str(seed)] = _auc(*mean_line(of, on), better)
-    return lines

@@ -21,7 +21,7 @@ from megasink.analysis.capture.statistics import (
     at_least_float32,
     attention_statistics,
 )
-from megasink.analysis.metrics.inputs import ATTENTION, GRADIENT
+from megasink.analysis.metrics.registry import ATTENTION, GRADIENT
 from megasink.errors import ConfigError, UserError
 
 _PROBED: "WeakSet[torch.nn.Module]" = WeakSet()
@@ -49,32 +49,22 @@ class Probe(ABC):
     Changes apply one after another, each to the result of the one before; the listener sees the
     last result, which enters the output projection. On exit, the model is restored. A model that
     cannot be probed raises ConfigError, with every reason.
-
-    Attributes:
-        body: the part of the model that runs once in every call, if possible without the output
-            layer.
-        heads: H per layer, 0 for a layer without softmax attention.
-        layers: the argument of `_attach`.
-        changes: of the heads' outputs; none leaves the logits bit-identical.
-        current: the call of the model that runs, or the last one.
-        differentiates: whether the listener needs a gradient: the weights are frozen meanwhile,
-            and `backward` follows every `forward`.
     """
 
     model: torch.nn.Module
+    # The part that runs once in every call, if possible without the output layer.
     body: torch.nn.Module
-    heads: list[int]
-    layers: list[Any]
+    heads: list[int]  # H per layer, 0 for a layer without softmax attention
+    layers: list[Any]  # arguments of `_attach`
 
     def __init__(self, problems: list[str], listener: Listener, changes: Sequence[HeadChange] = ()):
         if problems:
             raise ConfigError(problems)
-        self.listener = listener
-        self.needs = set(listener.needs)
-        self.changes = list(changes)
+        self.listener, self.needs, self.changes = listener, set(listener.needs), list(changes)
+        # Whether the listener needs a gradient: `backward` follows every `forward`.
         self.differentiates = not GRADIENT.keys().isdisjoint(self.needs)
         self._factors: HeadFactors | None = None
-        self.current = ForwardPass(0, 0, 0, [])
+        self.current = ForwardPass(0, 0, 0, [])  # the call that runs, or the last one
         self._calls: dict[int, AttentionCall] = {}
         self._gates: dict[int, Tensor] = {}
         self._changed_layers: set[int] = set()
@@ -105,12 +95,7 @@ class Probe(ABC):
 
     @abstractmethod
     def forward(
-        self,
-        input_ids_BT: Tensor,
-        attention_mask_BT: Tensor | None = None,
-        position_ids_BT: Tensor | None = None,
-        *,
-        logits: bool = True,
+        self, ids_BT: Tensor, mask_BT: Any = None, positions_BT: Any = None, *, logits: bool = True
     ) -> Any:
         """Run one batch; the listener has received all statistics when this returns."""
 
@@ -156,9 +141,8 @@ class Probe(ABC):
     def __exit__(self, *error: object) -> None:
         if not self._entered:
             return
-        for hook in self._hooks:
-            hook.remove()
-        self._hooks.clear()
+        while self._hooks:
+            self._hooks.pop().remove()
         self._calls.clear()
         self._gates.clear()
         if self._factors is not None:
@@ -213,23 +197,8 @@ class Probe(ABC):
         for sample, index, gradient_H in self._factors.gradients(loss):
             self.listener.layer(sample, index, {"mask_gradient_H": gradient_H})
 
-    def _before(self, module: torch.nn.Module, do: Callable[[Any], None]) -> None:
-        def hook(_: Any, args: Any, kwargs: Any) -> None:
-            do(args[0] if args else kwargs["hidden_states"])
-
-        self._hooks.append(module.register_forward_pre_hook(hook, with_kwargs=True))
-
-    def _replace(self, module: torch.nn.Module, do: Callable[[Tensor], Tensor | None]) -> None:
-        """Call `do` on a module's first argument, and replace it by the result, if any."""
-
-        def hook(_: Any, args: Any, kwargs: Any) -> Any:
-            name = None if args else next(iter(kwargs))
-            new = do(args[0] if args else kwargs[name])
-            if new is None:
-                return None
-            return ((new, *args[1:]), kwargs) if args else (args, kwargs | {name: new})
-
-        self._hooks.append(module.register_forward_pre_hook(hook, with_kwargs=True))
+    def _before(self, module: torch.nn.Module, do: Callable[[Tensor], Tensor | None]) -> None:
+        self._hooks.append(hook_input(module, do))
 
     def _after(self, module: torch.nn.Module, do: Callable[[Any], None]) -> None:
         self._hooks.append(module.register_forward_hook(lambda _, args, output: do(output)))
@@ -264,6 +233,27 @@ class Probe(ABC):
         self._branch("attention_branch_TE", index, branch_BTE)
 
 
+def hook_input(
+    module: torch.nn.Module,
+    do: Callable[[Tensor], Tensor | None],
+    index: int = 0,
+    key: str = "hidden_states",
+) -> Any:
+    """Call `do` on an argument of a module in every call, and replace it by the result, if any."""
+
+    def hook(_: Any, args: Any, kwargs: Any) -> Any:
+        positional = len(args) > index
+        at = index if positional else key if key in kwargs else next(iter(kwargs))
+        new = do((args if positional else kwargs)[at])
+        if new is None:
+            return None
+        if positional:
+            return (*args[:index], new, *args[index + 1 :]), kwargs
+        return args, kwargs | {at: new}
+
+    return module.register_forward_pre_hook(hook, with_kwargs=True)
+
+
 class OpenProbe(Protocol):
     """Creates a probe that reports to the given listener."""
 
@@ -287,30 +277,18 @@ def takes_seconds(module: torch.nn.Module, tokens: int = PASS_TOKENS) -> bool:
 
 @dataclass(frozen=True)
 class ProbedModel:
-    """A loaded model of either kind, ready for probing.
-
-    Attributes:
-        open_probe: creates its probes.
-        module: the model, whose weights are part of an analysis's identity.
-        heads: number of heads in each layer.
-        tokenizer: a transformers tokenizer, or megasink's.
-        vocabulary: number of ids that the model knows.
-        positions: number of positions it was trained with; None for no limit.
-        facts: entries of `ModelFacts`.
-        first: tokens before every sequence, such as a sink token (P2.23).
-        generation: entries of generation_config.json; see `with_ends`.
-        replaced_at, replaced_with: --replace-tokens-at and --replace-tokens-with of its training.
-    """
+    """A loaded model of either kind, ready for probing."""
 
     open_probe: OpenProbe
-    module: torch.nn.Module
-    heads: list[int]
-    tokenizer: Any
-    vocabulary: int
-    positions: int | None
-    facts: dict[str, Any]
-    first: tuple[int, ...] = ()
-    generation: dict[str, Any] = field(default_factory=dict)
+    module: torch.nn.Module  # the model, whose weights are part of an analysis's identity
+    heads: list[int]  # number of heads in each layer
+    tokenizer: Any  # of transformers, or megasink's
+    vocabulary: int  # number of ids that the model knows
+    positions: int | None  # number of positions it was trained with; None for no limit
+    facts: dict[str, Any]  # entries of `ModelFacts`
+    first: tuple[int, ...] = ()  # tokens before every sequence, such as a sink token (P2.23)
+    generation: dict[str, Any] = field(default_factory=dict)  # generation_config.json; `with_ends`
+    # --replace-tokens-at and --replace-tokens-with of its training.
     replaced_at: tuple[int, ...] = ()
     replaced_with: str | None = None
 

@@ -77,7 +77,8 @@ class HeadFactors:
     def __init__(self, model: torch.nn.Module):
         self.model = model
         self._frozen = [w for w in model.parameters() if w.requires_grad]
-        self._require_grad(False)
+        for weight in self._frozen:
+            weight.requires_grad_(False)
         self._of_layer: dict[int, Tensor] = {}
 
     def clear(self) -> None:
@@ -87,7 +88,8 @@ class HeadFactors:
     def close(self) -> None:
         """Restore the weights' gradients."""
         self.clear()
-        self._require_grad(True)
+        for weight in self._frozen:
+            weight.requires_grad_(True)
 
     def multiply(
         self, index: int, out_BQHD: Tensor, call: AttentionCall, segments: Sequence[Segment]
@@ -120,10 +122,6 @@ class HeadFactors:
         for index, gradient_NH in zip(factors, gradients, strict=True):
             for sample, gradient_H in enumerate(gradient_NH):
                 yield sample, index, gradient_H
-
-    def _require_grad(self, required: bool) -> None:
-        for weight in self._frozen:
-            weight.requires_grad_(required)
 
     def _error(self, reason: str) -> UserError:
         name = type(self.model).__name__

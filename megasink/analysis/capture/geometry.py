@@ -1,21 +1,19 @@
 """Separation of the first token: MLP activations of block 0 and normed states (P4.6, P4.9).
 
 This is a separate pass over the first tokens of a few samples. Attention is causal, so the values
-at these positions are those of the full sequence. At most `SAMPLES` * `POSITIONS` rows are kept.
-
-`project` returns the arrays of geometry.npz, which the figures read; N points, the same in every
-array, S states:
+at these positions are those of the full sequence. `project` returns the arrays of geometry.npz,
+which the figures read; N points, the same in every array, S states (0 the embedding, 0.5 after
+attention, ...):
 
     mlp0_tsne_N2        t-SNE of act(gate) * up of block 0, what its down projection reads
     mlp0_up_tsne_N2     t-SNE of its up projection alone, before any activation or gate
-    normed_pca_SN2      PCA of the states after the norm in front of a half block, gain included,
-                        per state
-    normed_state_S      the states of normed_pca_SN2: 0 the embedding, 0.5 after attention, ...
+    normed_pca_SN2      PCA of the states after the norm in front of a half block, gain included
+    normed_state_S      the states of normed_pca_SN2
     normed_pca_N2       the last of normed_pca_SN2: before the MLP of block 1, if there is one
     position_N          token position of each point
     sample_N            sample index of each point
     first_state_SE      mean state of the first token over these samples (P4.5)
-    first_state_S       the states of first_state_SE, numbered as in normed_state_S
+    first_state_S       the states of first_state_SE
 
 An array is absent if the model has no such tensor; "geometry" in results.json gives the reason.
 
@@ -23,6 +21,7 @@ Shapes: E hidden size, X that or the intermediate size of the MLP.
 """
 
 from collections.abc import Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -83,14 +82,12 @@ def read_rows(
         positions = min(POSITIONS, max(len(sample.tokens) for sample in samples))
         long = [i for i, sample in enumerate(samples) if len(sample.tokens) >= positions]
         chosen = list(dict.fromkeys(long[i * len(long) // SAMPLES] for i in range(SAMPLES)))
-        hooks = [_hook(site, kept) for site in sites.available]
-        try:
+        with ExitStack() as stack:
+            for site in sites.available:
+                stack.callback(_hook(site, kept).remove)
             for index in chosen:
                 ids_BT = torch.tensor([samples[index].tokens[:length]], device=device)
                 probe.forward(ids_BT, logits=False)
-        finally:
-            for hook in hooks:
-                hook.remove()
     return Rows(
         {
             name: torch.cat([t[0, :positions] for t in tensors]).numpy()
@@ -121,8 +118,8 @@ class Geometry(NamedTuple):
 
 def project(rows: Rows, *, seed: int) -> Geometry:
     """Project the rows to two dimensions; the seed is that of t-SNE."""
-    names = ("position_N", "sample_N", "first_state_SE", "first_state_S")
-    arrays: dict[str, NDArray[Any]] = {name: getattr(rows, name) for name in names}
+    arrays: dict[str, NDArray[Any]] = dict(vars(rows))
+    del arrays["by_site"], arrays["missing"]
     results: dict[str, Any] = {
         "samples": len(np.unique(rows.sample_N)),
         "positions": int(rows.position_N.max()) + 1,
@@ -151,7 +148,7 @@ def project(rows: Rows, *, seed: int) -> Geometry:
             results["missing"][f"normed state {half / 2:g}"] = str(error)
     if normed:
         points, explained = (np.stack(each) for each in zip(*normed.values(), strict=True))
-        arrays["normed_pca_SN2"], arrays["normed_pca_N2"] = points, points[-1]
+        arrays |= {"normed_pca_SN2": points, "normed_pca_N2": points[-1]}
         arrays["normed_state_S"] = np.asarray(list(normed))
         results["normed"] = {"states": list(normed), "explained": explained}
     return Geometry(arrays, results)

@@ -1,4 +1,4 @@
-"""Convert texts to token sequences for probing; random and repeated tokens (P2.5)."""
+"""The sequences that a model reads: of texts, or of random and repeated tokens (P2.5)."""
 
 import hashlib
 import itertools
@@ -7,22 +7,26 @@ import sys
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from itertools import groupby
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
 
+from megasink.analysis.capture.base import ProbedModel
+from megasink.analysis.options import KEPT, SEQ_LENGTH, AnalysisOptions
+from megasink.analysis.results import RunFacts
 from megasink.console.printable import printable
 from megasink.data.corpus import Corpus, Document
 from megasink.data.files import BYTE_ORDER_MARK
-from megasink.data.replaced_tokens import Replacement
+from megasink.data.replaced_tokens import Replacement, replacement
 from megasink.data.text_tokenizer import text_tokenizer
 from megasink.data.tokenizer import leading_ids
 from megasink.errors import UserError
 
 SHORTEST = 2
+SYNTHETIC = 100
+"""Number of sequences of random and of repeated tokens, as in P2."""
 MADE = ("random", "repeated")
 """Datasets of made-up tokens (P2.5)."""
 
@@ -50,6 +54,97 @@ class Sample:
     replaced: tuple[int, ...] = ()
     inside: bool = False  # the sample continues a text, behind tokens that stand before texts
 
+    @property
+    def first_target(self) -> int:
+        """Place of the first token that enters the loss."""
+        return 1 if self.scored is None else len(self.tokens) - self.scored
+
+
+@dataclass(frozen=True)
+class Inputs:
+    """The input sequences of a model."""
+
+    samples: list[Sample]  # the sequences, as the model reads them
+    facts: RunFacts  # facts about them and the options, for the results
+
+
+def inputs_of(
+    options: AnalysisOptions, model: ProbedModel, texts: Iterable[str] | None = None
+) -> Inputs:
+    """Return the sequences that the options select, from `texts` if given, otherwise from files."""
+    most, length, drawn = model.text_positions, options.seq_length, options.random_lengths
+    if problem := options.positions_problem(most, model.facts["name"]):
+        raise UserError(problem)
+    if drawn is not None:
+        length = drawn[1]
+    elif length is None:
+        length = SEQ_LENGTH if most is None else min(SEQ_LENGTH, most)
+    samples = list(_samples(options, length, model, texts))
+    if drawn is not None:
+        samples = cut_at_random(samples, drawn, options.seed)
+    highest = max(max(sample.tokens) for sample in samples)
+    if highest >= model.vocabulary:
+        raise UserError(
+            f"the tokenizer {model.tokenizer.name_or_path} gives token {highest}, but the model "
+            f"has {model.vocabulary} tokens: pass the model's own tokenizer (--tokenizer)"
+        )
+    replaced = replacement_for(options, model)
+    samples = with_replaced_tokens(samples, replaced)
+    samples = [replace(sample, tokens=(*model.first, *sample.tokens)) for sample in samples]
+    facts = RunFacts(
+        **options.some("data", "inputs", "bos", "max_samples", "random_lengths", "seed"),
+        seq_length=length,
+        replaced_positions=None if replaced is None else list(replaced.positions),
+        replaced_with=None if replaced is None else replaced.value,
+        device=str(model.device),
+        data_sha256=data_hash(samples),
+    )
+    return Inputs(samples, facts)
+
+
+def _samples(
+    options: AnalysisOptions, length: int, model: ProbedModel, texts: Iterable[str] | None
+) -> Iterator[Sample]:
+    """Yield the sequences of up to `length` tokens."""
+    tokenizer, most = model.tokenizer, options.max_samples
+    if texts is not None or "natural" in options.inputs:
+        parse = options.parse_special_tokens
+        reader = Reader(tokenizer, options.bos, parse_special_tokens=parse)
+        if texts is not None:
+            yield from texts_in_memory(reader, texts, length, most)
+        else:
+            how: dict[str, Any] = {"seq_length": length, "max_samples": most}
+            yield from text_samples(reader, options.data, **how, json_key=options.json_key)
+    count = SYNTHETIC if most is None else min(most, SYNTHETIC)
+    vocabulary = min(model.vocabulary, len(tokenizer))
+    for kind in (kind for kind in MADE if kind in options.inputs):
+        ones = 1 if kind == "repeated" else length  # one random token, repeated
+        exclude = tokenizer.all_special_ids
+        made = random_sequences(count, ones, vocabulary, options.seed, exclude)
+        for i, tokens in enumerate(made):
+            yield Sample(tuple(tokens) * (length // ones), kind, f"{kind}:{i}")
+
+
+def replacement_for(options: AnalysisOptions, model: ProbedModel) -> Replacement | None:
+    """Return the replacements in every sequence; print those from the run's training."""
+    requested, value = options.replace_tokens_at, options.replace_tokens_with
+    if requested is None:
+        positions, value = list(model.replaced_at), model.replaced_with
+    else:
+        positions = [] if requested == (KEPT,) else list(map(int, requested))
+    if not positions:
+        return None
+    made = replacement(
+        positions, value or "", seed=options.seed, tokenizer=model.tokenizer, size=model.vocabulary
+    )
+    if requested is None and os.environ.get("RANK", "0") == "0":
+        print(
+            f"megasink: every sequence has {made.description}, as in training "
+            f"(--replace-tokens-at {KEPT} keeps the text)",
+            file=sys.stderr,
+        )
+    return made
+
 
 def text_samples(
     reader: "Reader",
@@ -72,14 +167,12 @@ def text_samples(
         second = None if max_samples == 1 else next(documents, None)
         if second is None:
             cut = _cut(reader, only, name, seq_length, max_samples)
-        else:
-            for document in itertools.chain((only, second), documents):
-                tokens = reader.read(document.text, document.source, seq_length)
-                if len(tokens) < SHORTEST:
-                    continue
+        for document in () if second is None else itertools.chain((only, second), documents):
+            tokens = reader.read(document.text, document.source, seq_length)
+            if len(tokens) >= SHORTEST:
                 cut.append(Sample(tuple(tokens), name, document.source))
-                if len(cut) == max_samples:
-                    break
+            if len(cut) == max_samples:
+                break
         if not cut:
             raise UserError(f"{source} has no document of at least {SHORTEST} tokens")
         samples += cut
@@ -109,12 +202,11 @@ def _cut(
     tokens = reader.read(document.text, document.source, wanted)
     if len(tokens) < SHORTEST:
         return []
-    lead = reader.lead
     samples = [Sample(tuple(tokens[:length]), name, document.source)]
-    text, step = tokens[length:], length - len(lead)
+    text, step = tokens[length:], length - len(reader.lead)
     count = len(text) // step if most is None else min(len(text) // step, most - 1)
     for i in range(count):
-        piece = (*lead, *text[i * step : (i + 1) * step])
+        piece = (*reader.lead, *text[i * step : (i + 1) * step])
         source = f"{document.source}, piece {i + 2}"
         samples.append(Sample(piece, name, source, inside=True))
     if count and os.environ.get("RANK", "0") == "0":
@@ -160,15 +252,6 @@ class Reader:
             if most is not None and len(tokens) >= most:
                 break
         return tokens[:most]
-
-
-def token_samples(
-    kind: str, count: int, length: int, vocabulary: int, seed: int, special: Sequence[int] = ()
-) -> list[Sample]:
-    """Return sequences of random tokens, or of one repeated random token, without BOS (P2.5)."""
-    make = random_sequences if kind == "random" else repeated_sequences
-    made = make(count, length, vocabulary, seed, special)
-    return [Sample(tuple(tokens), kind, f"{kind}:{i}") for i, tokens in enumerate(made)]
 
 
 def cut_at_random(samples: Iterable[Sample], lengths: tuple[int, int], seed: int) -> list[Sample]:
@@ -236,22 +319,13 @@ def random_sequences(
         raise ValueError(f"no token of {vocabulary} is left to draw from")
     generator = torch.Generator().manual_seed(seed)
     drawn = torch.randint(len(allowed), (count, length), generator=generator)
-    sequences: list[list[int]] = allowed[drawn].tolist()
-    return sequences
-
-
-def repeated_sequences(
-    count: int, length: int, vocabulary: int, seed: int, exclude: Sequence[int] = ()
-) -> list[list[int]]:
-    """Return sequences of one random token, repeated `length` times (P2.5)."""
-    return [[t] * length for (t,) in random_sequences(count, 1, vocabulary, seed, exclude)]
+    return allowed[drawn].tolist()  # type: ignore[no-any-return]
 
 
 def repeated_first_token(content: Sequence[int], copies: int, bos: int | None) -> list[int]:
     """Return a sequence whose first token, BOS or the content's first, is repeated (P4.4).
 
-    The loss covers content[1:] in both settings and for every n, so that the same tokens count: the
-    last len(content) - 1 targets.
+    The loss covers content[1:] for any number, the last len(content) - 1 targets.
     """
     if copies < 1 or len(content) < 2:
         raise ValueError(
@@ -268,7 +342,7 @@ def repeat_rate(documents: Iterable[Sequence[int]], n: int) -> float:
     total = equal = 0
     for document in documents:
         total += max(0, len(document) - n + 1)
-        runs = (len(list(run)) for _, run in groupby(document))
+        runs = (len(list(run)) for _, run in itertools.groupby(document))
         equal += sum(max(0, run - n + 1) for run in runs)
     if not total:
         raise ValueError(f"no document has {n} tokens")

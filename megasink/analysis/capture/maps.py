@@ -8,6 +8,7 @@ Q queries and keys of the whole sequence, D head dim, M = L * H matrices.
 """
 
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -47,17 +48,17 @@ def named_heads(texts: Sequence[str], heads: Sequence[int]) -> list[Head]:
     return [Head(layer, head, "requested") for layer, head in chosen]
 
 
-def telling_heads(awft_LH: Floats, importance_LH: Floats) -> list[Head]:
+def extreme_heads(awft_LH: Floats, importance_LH: Floats) -> list[Head]:
     """Return the heads with extreme first-token attention or importance; missing heads are NaN."""
     heads: dict[tuple[int, int], list[str]] = {}
-    for name, table, arg in (
+    for name, table_LH, find in (
         ("highest AWFT", awft_LH, np.nanargmax),
         ("lowest AWFT", awft_LH, np.nanargmin),
         ("lowest importance", importance_LH, np.nanargmin),
         ("highest importance", importance_LH, np.nanargmax),
     ):
-        layer, head = (int(i) for i in np.unravel_index(arg(table), table.shape))
-        heads.setdefault((layer, head), []).append(f"{name} {table[layer, head]:.3g}")
+        layer, head = (int(i) for i in np.unravel_index(find(table_LH), table_LH.shape))
+        heads.setdefault((layer, head), []).append(f"{name} {table_LH[layer, head]:.3g}")
     return [Head(layer, head, ", ".join(why)) for (layer, head), why in heads.items()]
 
 
@@ -70,16 +71,15 @@ class _Points(Listener):
         self._kept: dict[int, tuple[Floats, Floats]] = {}
 
     def layer(self, sample: int, layer: int, statistics: dict[str, Tensor]) -> None:
-        query_HTD, key_GTD = (statistics.get(n) for n in ("query_HTD", "key_GTD"))
-        if query_HTD is None or key_GTD is None:
+        if not self.needs <= statistics.keys():
             return
-        for index, chosen in enumerate(self._heads):
-            if chosen.layer == layer:
-                group = chosen.head // (len(query_HTD) // len(key_GTD))
-                self._kept[index] = (
-                    query_HTD[chosen.head].cpu().double().numpy(),
-                    key_GTD[group].cpu().double().numpy(),
-                )
+        query_HTD, key_GTD = statistics["query_HTD"], statistics["key_GTD"]
+        for index, (at, head, _) in enumerate(self._heads):
+            if at == layer:
+                group = head // (len(query_HTD) // len(key_GTD))
+                both = (query_HTD[head], key_GTD[group])
+                query_QD, key_QD = (tensor.cpu().double().numpy() for tensor in both)
+                self._kept[index] = query_QD, key_QD
 
     def arrays(self) -> Arrays:
         """Return the joint PCA of each head; NaN where all queries and keys are equal."""
@@ -127,9 +127,8 @@ class _Maps(Listener):
         self._all.append(map_HTS)
         self._of += [(layer, head) for head in range(heads)]
         norms_GT = statistics["value_GTD"].norm(dim=-1).cpu().numpy()
-        for index, chosen in enumerate(self._heads):
-            if chosen.layer == layer:
-                head = chosen.head
+        for index, (at, head, _) in enumerate(self._heads):
+            if at == layer:
                 self._panels[index] = {
                     "map_CTS": whole_HTS[head],
                     "value_norm_CT": norms_GT[head // (heads // len(norms_GT))],
@@ -150,16 +149,11 @@ class _Maps(Listener):
             **{name: np.stack([panel[name] for panel in panels]) for name in panels[0]},
         }
         maps_MTS = np.concatenate(self._all)
-        try:
-            components = attention_map_components(maps_MTS)
-        except ValueError:  # a single head, or identical heads
-            return arrays
-        return arrays | {
-            "component_KTS": components.images_CTT,
-            "component_share_K": components.explained_C,
-            "component_point_MK": components.points_MC,
-            "component_head_M2": np.asarray(self._of),
-        }
+        with suppress(ValueError):  # a single head, or identical heads
+            points_MC, shares, images = attention_map_components(maps_MTS)
+            arrays |= {"component_KTS": images, "component_share_K": shares}
+            arrays |= {"component_point_MK": points_MC, "component_head_M2": np.asarray(self._of)}
+        return arrays
 
 
 def geometry(

@@ -10,7 +10,7 @@ S = 2 L + 1 states of the residual stream, E hidden size, B bins.
 
 import json
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field, fields
+from dataclasses import dataclass, field, fields
 from typing import Any
 
 import numpy as np
@@ -19,8 +19,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from megasink.analysis.capture.inputs import shown
-from megasink.analysis.metrics.inputs import FACTS
-from megasink.analysis.metrics.registry import OVER_SAMPLES, Metric, metrics, parameter_names
+from megasink.analysis.metrics.registry import FACTS, OVER_SAMPLES, Metric, metrics, parameter_names
 from megasink.analysis.metrics.states import mean_cosine
 from megasink.analysis.results import NonFinite
 
@@ -51,16 +50,12 @@ _FACTS = {f"{f.name}_N": f.name for f in fields(MeasuredSample) if f"{f.name}_N"
 
 
 class AnalysisValues:
-    """Computes every metric whose inputs were measured; the others are left out.
-
-    Attributes:
-        by_sample: metric -> [N, ...], for metrics of statistics and derived metrics by sample.
-        overall: metric -> value of the analysis; metrics without any number are left out.
-    """
+    """Computes every metric whose inputs were measured; the others are left out."""
 
     def __init__(self, values: Mapping[str, Tensor], facts: Mapping[str, Any]):
+        # metric -> [N, ...], for metrics of statistics and derived metrics by sample.
         self.by_sample = dict(values)
-        self.overall: dict[str, Tensor] = {}
+        self.overall: dict[str, Tensor] = {}  # metric -> value of the analysis, if it has numbers
         self._known: dict[str, Any] = {n: fact for n, fact in facts.items() if n in FACTS}
         registered = metrics()
         for name in values:
@@ -68,16 +63,13 @@ class AnalysisValues:
         waiting = [entry for entry in registered.values() if entry.is_derived]
         while ready := [e for e in waiting if set(e.needs) <= self._known.keys()]:
             for entry in ready:
-                self._derive(entry)
+                value = entry.compute(*(self._known[need] for need in entry.needs))
+                if entry.over_samples:
+                    self.by_sample[entry.name] = value
+                    self._aggregate(entry)
+                else:
+                    self._keep(entry, value)
             waiting = [entry for entry in waiting if entry not in ready]
-
-    def _derive(self, entry: Metric) -> None:
-        value = entry.compute(*(self._known[need] for need in entry.needs))
-        if entry.over_samples:
-            self.by_sample[entry.name] = value
-            self._aggregate(entry)
-        else:
-            self._keep(entry, value)
 
     def _aggregate(self, entry: Metric) -> None:
         values = self.by_sample[entry.name]
@@ -121,14 +113,11 @@ class Measurements:
         return [i for i, sample in enumerate(self.samples) if sample.dataset in about]
 
     def analysis_values(self, seed: int, dataset: str | None = None) -> AnalysisValues:
-        """Return every metric, derived ones included, over all samples `shown` or one dataset.
-
-        The seed sets the random baseline.
-        """
-        chosen = self.shown()
-        if dataset is not None:
-            chosen = [i for i, sample in enumerate(self.samples) if sample.dataset == dataset]
-        return self._values(seed, chosen, is_all=dataset is None)
+        """Return every metric, derived ones included, over all samples `shown` or one dataset."""
+        if dataset is None:
+            return self._values(seed, self.shown(), is_all=True)
+        chosen = [i for i, sample in enumerate(self.samples) if sample.dataset == dataset]
+        return self._values(seed, chosen, is_all=False)
 
     def arrays(self, seed: int) -> dict[str, NDArray[Any]]:
         """Return the contents of samples.npz: `AnalysisValues.by_sample`, and sources."""
@@ -155,27 +144,12 @@ class Measurements:
         return AnalysisValues(values, facts)
 
 
-def shard_of(
-    values: Mapping[str, Floats],
-    samples: Iterable[MeasuredSample],
-    sums: Mapping[str, NDArray[Any]],
-    non_finite: Iterable[NonFinite],
-) -> dict[str, NDArray[Any]]:
-    """Return a shard: arrays, among them JSON of its samples.
-
-    Args:
-        values, samples: as in `Measurements`.
-        sums: "unit_sum_SPE" and "count_SP" of `MeanCosine`, by state, E 0 if no state was seen; and
-            "gate_histogram_LB".
-        non_finite: samples left out of everything else.
-    """
-    lists = {"samples": list(map(asdict, samples)), "non_finite": list(map(asdict, non_finite))}
-    arrays = {f"value/{name}": array for name, array in values.items()}
-    return arrays | dict(sums) | {"lists": np.asarray(json.dumps(lists))}
-
-
 def merged(shards: Iterable[Mapping[str, NDArray[Any]]], heads: Sequence[int]) -> Measurements:
-    """Merge all shards in the order of their numbers; only one is in memory beside the result."""
+    """Merge all shards in the order of their numbers; only one is in memory beside the result.
+
+    A shard holds arrays "value/METRIC", the sums "unit_sum_SPE" and "count_SP" of `MeanCosine` and
+    "gate_histogram_LB", and "lists", JSON of the samples and of those left out.
+    """
     values: dict[str, list[Floats]] = {}
     samples: list[MeasuredSample] = []
     non_finite: list[NonFinite] = []

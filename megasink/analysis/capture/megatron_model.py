@@ -46,21 +46,15 @@ class MegatronProbe(Probe):
         self.heads = heads_by_layer(model)
 
     def forward(
-        self,
-        input_ids_BT: Tensor,
-        attention_mask_BT: Tensor | None = None,
-        position_ids_BT: Tensor | None = None,
-        *,
-        logits: bool = True,
+        self, ids_BT: Tensor, mask_BT: Any = None, positions_BT: Any = None, *, logits: bool = True
     ) -> Logits:
         """Run sequences of equal length."""
-        if attention_mask_BT is not None:
+        if mask_BT is not None:
             raise UserError("a Megatron model takes no padding mask: batch equal lengths")
-        rows, tokens = input_ids_BT.shape
-        if position_ids_BT is None:
-            position_ids_BT = torch.arange(tokens, device=input_ids_BT.device).expand(rows, tokens)
+        if positions_BT is None:
+            positions_BT = torch.arange(ids_BT.shape[1], device=ids_BT.device).expand_as(ids_BT)
         with torch.set_grad_enabled(self.differentiates):
-            return Logits(self.model(input_ids_BT, position_ids_BT, None))
+            return Logits(self.model(ids_BT, positions_BT, None))
 
     def _called(self, _: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         ids_BQ = args[0] if args else kwargs["input_ids"]
@@ -85,33 +79,26 @@ class MegatronProbe(Probe):
     def _output_weight(self, index: int) -> Tensor:
         attention = self.layers[index].attention
         weight_XE = attention.linear_proj.weight.detach().t()
-        heads = self.heads[index]
+        head_dim = attention.hidden_size_per_attention_head
         # With multi-head addition (P2.44) all heads share one [D, E].
-        weight_HDE = weight_XE.reshape(
-            -1, attention.hidden_size_per_attention_head, weight_XE.shape[1]
-        )
-        return weight_HDE.expand(heads, -1, -1)
+        return weight_XE.unflatten(0, (-1, head_dim)).expand(self.heads[index], -1, -1)
 
     def _attach(self, index: int, block: ModelBlock) -> None:
+        def branch(out: Any) -> None:
+            self._branch("mlp_branch_TE", index, _batch_first(_with_bias(out)))
+
         if "state_TE" in self.needs:
             self._attach_states(index, block)
         if "mlp_branch_TE" in self.needs and block.mlp is not None:
-            self._after(
-                block.mlp,
-                lambda out: self._branch("mlp_branch_TE", index, _batch_first(_with_bias(out))),
-            )
+            self._after(block.mlp, branch)
         if (attention := block.attention) is None:
             return
+        attended = partial(self._attended, index)
         core = attention.core_attention
-        self._hooks.append(
-            core.register_forward_hook(
-                lambda _, args, kwargs, out: self._attended(index, core, args, kwargs, out),
-                with_kwargs=True,
-            )
-        )
+        self._hooks.append(core.register_forward_hook(attended, with_kwargs=True))
         if getattr(attention, "position", None) == "sdpa" and attention.gate is not None:
             self._after(attention.gate, lambda out: self._gates.update({index: out[1]}))
-        self._replace(attention.linear_proj, lambda gated: self._gated(index, attention, gated))
+        self._before(attention.linear_proj, lambda gated: self._gated(index, attention, gated))
         self._after(attention, lambda out: self._finish(index, _batch_first(_with_bias(out))))
 
     def _attach_states(self, index: int, block: ModelBlock) -> None:
@@ -138,9 +125,7 @@ class MegatronProbe(Probe):
     ) -> None:
         named = dict(zip(("query", "key", "value"), args, strict=False)) | kwargs
         query, key, value = (named[n].permute(1, 2, 0, 3) for n in ("query", "key", "value"))
-        bias = None
-        if core.relative_bias is not None:
-            bias = core.relative_bias(key.shape[2], query.device)
+        bias = core.relative_bias
         scale = query.shape[-1] ** -0.5 if core.softmax_scale is None else core.softmax_scale
         mlp = core.similarity_mlp
         self._calls[index] = AttentionCall(
@@ -152,7 +137,7 @@ class MegatronProbe(Probe):
             window=core.window,
             prefix=core.config.prefix_lm_tokens,
             slot_logit_BHT=core.slot_logit(query),
-            distance_bias_HT=bias,
+            distance_bias_HT=None if bias is None else bias(key.shape[2], query.device),
             similarity=core.config.attention_similarity,
             out_scale=core.config.attention_scale_alpha,
             slot_has_value=_slot_has_value(core, value, query.shape[1]),
@@ -236,8 +221,10 @@ def _sites_of(model: LanguageModule) -> Sites:
             if not isinstance(norm, IdentityOp | None):
                 sites.available.append(Site(str(half), norm, lambda _, out: _batch_first(out)))
             elif getattr(reader, "layer_norm_weight", None) is not None:
+                # TransformerEngine's LayerNormLinear does not expose the normed state.
                 assert reader is not None
-                sites.available.append(Site(str(half), reader, _normed_by(reader)))
+                read = partial(_normed, reader)
+                sites.available.append(Site(str(half), reader, read))
             else:
                 sites.lacks_norm(half)
     return sites
@@ -246,10 +233,10 @@ def _sites_of(model: LanguageModule) -> Sites:
 def _add_mlp(sites: Sites, mlp: Any, config: Any) -> None:
     down, up = getattr(mlp, "linear_fc2", None), getattr(mlp, "linear_fc1", None)
     if down is None or up is None:
-        reason = "block 0 has experts, which have no common activation"
-        if mlp is None:
-            reason = "block 0 has no FFN"
-        sites.missing[PRODUCT] = sites.missing[UP] = reason
+        experts = "block 0 has experts, which have no common activation"
+        sites.missing[PRODUCT] = sites.missing[UP] = (
+            "block 0 has no FFN" if mlp is None else experts
+        )
         return
     sites.available.append(Site(PRODUCT, down, lambda product, _: _batch_first(product)))
 
@@ -262,9 +249,8 @@ def _add_mlp(sites: Sites, mlp: Any, config: Any) -> None:
     sites.available.append(Site(UP, up, read_up))
 
 
-def _normed_by(linear: Any) -> Any:
-    """Recompute the normed state, which TransformerEngine's LayerNormLinear does not expose."""
-    return lambda state_SBE, _: _batch_first(fused_norm(linear, state_SBE))
+def _normed(linear: Any, state_SBE: Tensor, _: Any) -> Tensor:
+    return _batch_first(fused_norm(linear, state_SBE))
 
 
 def _batch_first(output: Any) -> Tensor:

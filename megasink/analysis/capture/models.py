@@ -1,12 +1,17 @@
-"""Make loaded models ready for probing."""
+"""Make loaded models ready for probing, and identify them."""
 
 import sys
+from collections.abc import Iterable, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from megasink.analysis.capture.base import OpenProbe, ProbedModel
+from megasink.analysis.capture.inputs import Sample, data_hash
+from megasink.analysis.metrics.registry import measured
+from megasink.analysis.options import AnalysisOptions
 from megasink.checkpoints.carried import with_ends
 from megasink.errors import ConfigError, UserError
+from megasink.transformers.identity import model_identity
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -88,3 +93,27 @@ def of_run(loaded: "LoadedModel", name: str, *, yarn: float | None = None) -> Pr
         replaced_with=trained.replace_tokens_with,
         facts=facts,
     )
+
+
+def identity(model: ProbedModel, data: Any, **settings: Any) -> dict[str, Any]:
+    """Return the identity of a measurement: every setting that can change a bit of the results."""
+    return {
+        "model": model.facts["kind"],
+        **model_identity(model.module, model.tokenizer, data),
+        "dtype": model.facts["dtype"],
+        "attention": model.facts["attention"],
+        "device": model.device.type,
+        **settings,
+    }
+
+
+def analysis_identity(
+    model: ProbedModel,
+    samples: Sequence[Sample],
+    options: AnalysisOptions,
+    metrics: Iterable[str] | None = None,
+) -> dict[str, Any]:
+    """Return the identity of metrics of samples."""
+    flags = options.by_flag("data", "batch_size", "positions", "columns", "loss")
+    names = sorted(measured(metrics, options.metrics))
+    return identity(model, data_hash(samples), **flags, metrics=names)

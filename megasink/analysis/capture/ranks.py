@@ -1,8 +1,7 @@
 """Coordinate the processes of one analysis: shard claims, failures and completion.
 
 torchrun (or any launcher that sets its variables) starts the processes. Each holds the whole model,
-exchanges measurements through files (shards.py), and shares nothing else but counters: a key-value
-store is enough, on any device.
+exchanges measurements through files, and shares counters in a key-value store, on any device.
 """
 
 import contextlib
@@ -26,9 +25,7 @@ class Ranks:
     """One process's view of the group; rank 0 writes the results."""
 
     def __init__(self, store: "Store | None" = None, rank: int = 0, size: int = 1):
-        self._given = store
-        self._analysis: Store | None = None
-        self.rank, self.size = rank, size
+        self._given, self.rank, self.size = store, rank, size
 
     @cached_property
     def _root(self) -> "Store":
@@ -36,9 +33,9 @@ class Ranks:
 
         return HashStore() if self._given is None else self._given
 
-    @property
+    @cached_property
     def _store(self) -> "Store":
-        return self._root if self._analysis is None else self._analysis
+        return self._root
 
     @classmethod
     def from_environment(cls) -> "Ranks":
@@ -55,7 +52,7 @@ class Ranks:
         """Start counting for this analysis; every process enters the same analyses in order."""
         from torch.distributed import PrefixStore
 
-        self._analysis = PrefixStore(analysis, self._root)
+        self._store = PrefixStore(analysis, self._root)
 
     def claims(self, count: int) -> Iterator[int]:
         """Yield numbers below `count`, each claimed by exactly one process."""
@@ -70,15 +67,8 @@ class Ranks:
         """Announce that this process has reached a point."""
         self._store.add(point, 1)
 
-    def await_all(self, point: str, tell: Callable[[int], None] | None = None) -> None:
-        """Wait until every process has reached a point; `tell` gets the finished samples."""
-        self._await(point, self.size, tell)
-
-    def await_first(self, point: str) -> None:
-        """Wait until rank 0 has reached a point; the other ranks skip it."""
-        self._await(point, 1, None)
-
-    def _await(self, point: str, count: int, tell: Callable[[int], None] | None) -> None:
+    def wait(self, point: str, count: int, tell: Callable[[int], None] | None = None) -> None:
+        """Wait until so many processes have reached a point; `tell` gets the finished samples."""
         while self._store.add(point, 0) < count:
             if self._root.add("failed", 0):
                 _leave()
@@ -120,10 +110,7 @@ class Ranks:
 
 @contextlib.contextmanager
 def taking_part() -> Iterator[Ranks]:
-    """Yield the processes of this analysis; with several, a failure prints one line.
-
-    Only rank 0 prints anything else.
-    """
+    """Yield the processes of this analysis; a failure prints one line, and rank 0 all the rest."""
     ranks = Ranks.from_environment()
     with contextlib.ExitStack() as stack:
         if ranks.rank:
@@ -141,9 +128,6 @@ def taking_part() -> Iterator[Ranks]:
 
 
 def _leave() -> NoReturn:
-    """Exit silently, but only after the first process to fail has printed its message.
-
-    A launcher kills all processes as soon as one exits.
-    """
+    """Exit silently, after the first process to fail had time to print: then the launcher kills."""
     time.sleep(_GRACE_SECONDS)
     raise SystemExit(2)

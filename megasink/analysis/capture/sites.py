@@ -72,13 +72,10 @@ def transformers_sites(blocks: list[Block]) -> Sites:
     sites = Sites()
     _add_mlp(sites, blocks[0].mlp)
     for index, block in enumerate(blocks[:BLOCKS]):
-        norms: list[tuple[int, torch.nn.Module | None]] = [
-            (2 * index, child(block.module, _BEFORE))
-        ]
+        norms = {2 * index: child(block.module, _BEFORE)}
         if not block.parallel:  # there the MLP reads the block's input too
-            is_norm = block.middle is not block.mlp
-            norms.append((2 * index + 1, block.middle if is_norm else None))
-        for half, norm in norms:
+            norms[2 * index + 1] = None if block.middle is block.mlp else block.middle
+        for half, norm in norms.items():
             if norm is None:
                 sites.lacks_norm(half)
             else:

@@ -29,44 +29,31 @@ MAP = "map_HTS"
 
 @dataclass
 class AttentionCall:
-    """Inputs and outputs of one attention layer.
+    """Inputs and outputs of one attention layer."""
 
-    Attributes:
-        query_BHTD, key_BGTD, value_BGTD: kernel inputs; the value's head dim may differ.
-        out_BHTD: kernel output.
-        scale, window, prefix, slot_logit_BHT, distance_bias_HT, softcap: as in `weight_statistics`.
-        gated_out_BHTD: input of the output projection; None if it equals `out_BHTD`.
-        explicit_gate_BHTX: explicit gate scores.
-        gate_is_importance: whether its mean is the head's importance; else the softmax gate's mean.
-        output_weight_HDE: output projection weight per query head.
-        similarity: "softmax", or one of P2.30 to P2.36, which have proxy weights (P2.37) and no
-            prefix, slot, bias or softcap.
-        mlp: the two [D, D] weights of the similarity "mlp".
-        out_scale: constant factor of `out_BHTD`, applied after attention.
-        slot_has_value: whether the slot adds a value to the output, as a value bias does and a
-            sink does not.
-        cached: tokens before the queries that were run in earlier calls; a window may have dropped
-            the keys of some.
-    """
-
+    # Kernel inputs and output; the value's head dim may differ.
     query_BHTD: Tensor
     key_BGTD: Tensor
     value_BGTD: Tensor
     out_BHTD: Tensor
+    # As in `weight_statistics`.
     scale: float
     window: int | None = None
     prefix: int = 0
     slot_logit_BHT: Tensor | None = None
     distance_bias_HT: Tensor | None = None
     softcap: float | None = None
-    gated_out_BHTD: Tensor | None = None
+    gated_out_BHTD: Tensor | None = None  # input of the output projection; None for `out_BHTD`
     explicit_gate_BHTX: Tensor | None = None
+    # Whether the mean of the explicit gate is the head's importance; else the softmax gate's mean.
     gate_is_importance: bool = True
-    output_weight_HDE: Tensor | None = None
+    output_weight_HDE: Tensor | None = None  # of the output projection, by query head
+    # "softmax", or one of P2.30 to P2.36, with proxy weights (P2.37) and no prefix, slot or bias.
     similarity: str = "softmax"
-    mlp: tuple[Tensor, Tensor] | None = None
-    out_scale: float = 1.0
-    slot_has_value: bool = False
+    mlp: tuple[Tensor, Tensor] | None = None  # the two [D, D] weights of the similarity "mlp"
+    out_scale: float = 1.0  # constant factor of `out_BHTD`, applied after attention
+    slot_has_value: bool = False  # whether the slot adds a value, as a bias does and a sink not
+    # Tokens run in earlier calls; a window may have dropped the keys of some.
     cached: int = 0
 
     @property
@@ -85,29 +72,28 @@ def attention_statistics(
 ) -> Iterator[dict[str, Tensor]]:
     """Yield the needed statistics of each segment by name, without those that do not apply.
 
-    Sequences are sliced out before any computation, so padding on either side and the other
-    documents of a pack have no effect. After a cache, the statistics of weights are those of the
-    new tokens, and the others are unknown.
+    Padding on either side and the other documents of a pack have no effect. After a cache, the
+    statistics of weights are those of the new tokens, and the others are unknown.
     """
     shape = (call.query_BHTD.shape[0], call.query_BHTD.shape[2])
     of_weights = needs & _OF_WEIGHTS.keys()
     of_batch = None
     if of_weights and whole_rows(segments, shape):
         of_batch = _weights(call, slice(None), (0, shape[1]), of_weights)
+    tensors = {
+        "query_HTD": call.query_BHTD,
+        "key_GTD": call.key_BGTD,
+        "value_GTD": call.value_BGTD,
+        "out_HTD": call.out_BHTD,
+        "gated_out_HTD": call.out_BHTD if call.gated_out_BHTD is None else call.gated_out_BHTD,
+    }
+    if call.explicit_gate_BHTX is not None:
+        tensors["explicit_gate_HTX"] = call.explicit_gate_BHTX
     for row, start, stop in segments:
         cut = slice(start, stop)
-        gated = call.out_BHTD if call.gated_out_BHTD is None else call.gated_out_BHTD
-        statistics = {
-            "query_HTD": call.query_BHTD[row, :, cut],
-            "key_GTD": call.key_BGTD[row, :, cut],
-            "value_GTD": call.value_BGTD[row, :, cut],
-            "out_HTD": call.out_BHTD[row, :, cut],
-            "gated_out_HTD": gated[row, :, cut],
-        }
+        statistics = {name: tensor[row, :, cut] for name, tensor in tensors.items()}
         if call.output_weight_HDE is not None:
             statistics["output_weight_HDE"] = call.output_weight_HDE
-        if call.explicit_gate_BHTX is not None:
-            statistics["explicit_gate_HTX"] = call.explicit_gate_BHTX[row, :, cut]
         if of_weights:
             weights, index = of_batch, row
             if weights is None:
@@ -115,7 +101,11 @@ def attention_statistics(
                 index = 0
             statistics |= {name: by_row[index] for name, by_row in weights.items()}
         if MAP in needs:
-            statistics[MAP] = _map(call, row, (start, stop))
+            query, key, slot, options = _arguments(call, row, (start, stop))
+            if call.similarity == "softmax":
+                statistics[MAP] = attention_maps(query, key, slot_logit_HT=slot, **options)
+            else:
+                statistics[MAP] = proxy_maps(query, key, **options)
         if call.explicit_gate_BHTX is not None and call.gate_is_importance:
             statistics["gate_HT"] = call.explicit_gate_BHTX[row, :, cut].float().mean(-1)
         yield {name: at_least_float32(value) for name, value in statistics.items() if name in needs}
@@ -140,13 +130,6 @@ def _weights(
     else:
         statistics = weight_statistics(query, key, slot_logit_BHT=slot, **options)
     return {ours: getattr(statistics, name) for ours, name in _OF_WEIGHTS.items()}
-
-
-def _map(call: AttentionCall, row: int, place: tuple[int, int]) -> Tensor:
-    query, key, slot, options = _arguments(call, row, place)
-    if call.similarity != "softmax":
-        return proxy_maps(query, key, **options)
-    return attention_maps(query, key, slot_logit_HT=slot, **options)
 
 
 def _arguments(

@@ -8,17 +8,18 @@ Shapes: B rows, T tokens, H query heads, G key/value groups, D head dim, E hidde
 """
 
 import inspect
-from collections.abc import Callable, Sequence
-from contextlib import ExitStack
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import PreTrainedModel
+from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
+from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from megasink.analysis.capture.base import Listener, Probe
 from megasink.analysis.capture.changes import ForwardPass, HeadChange
-from megasink.analysis.capture.own_attention import attention_of, is_replaced, replaced_attention
 from megasink.analysis.capture.segments import (
     Segment,
     check_mask,
@@ -35,6 +36,7 @@ from megasink.transformers.blocks import (
     child,
     decoder_config,
     decoder_of,
+    eager_function,
     find_blocks,
     gate_reader,
     output_weight,
@@ -82,7 +84,7 @@ class TransformersProbe(Probe):
 
     def _install(self) -> None:
         if self.reads_attention:
-            if is_replaced(NAME):
+            if NAME in AttentionInterface._global_mapping:
                 raise UserError("a probe that reads attention is open: close it first")
             self._attending.enter_context(replaced_attention(self.model, NAME, self._attend))
         super()._install()
@@ -94,19 +96,14 @@ class TransformersProbe(Probe):
         return output_weight(self.layers[index].output, self.heads[index])
 
     def forward(
-        self,
-        input_ids_BT: Tensor,
-        attention_mask_BT: Tensor | None = None,
-        position_ids_BT: Tensor | None = None,
-        *,
-        logits: bool = True,
+        self, ids_BT: Tensor, mask_BT: Any = None, positions_BT: Any = None, *, logits: bool = True
     ) -> Any:
         """Run the model, without `logits` only up to its output layer; pad on one side only."""
         self._seen.clear()
         model = self.model if logits else self.model.base_model
-        given = {"attention_mask": attention_mask_BT, "position_ids": position_ids_BT}
+        given = {"attention_mask": mask_BT, "position_ids": positions_BT}
         with torch.set_grad_enabled(self.differentiates):
-            output = model(input_ids_BT, use_cache=False, **given)
+            output = model(ids_BT, use_cache=False, **given)
         missed = [i for i, heads in enumerate(self.heads) if heads and i not in self._seen]
         if missed and self.reads_attention:
             raise UserError(
@@ -169,12 +166,7 @@ class TransformersProbe(Probe):
         return out_BTHD, weights
 
     def _check(
-        self,
-        module: torch.nn.Module,
-        query: Tensor,
-        key: Tensor,
-        mask: Tensor | None,
-        kwargs: dict[str, Any],
+        self, module: Any, query: Tensor, key: Tensor, mask: Tensor | None, kwargs: dict[str, Any]
     ) -> None:
         """Reject calls that the statistics do not support."""
         name, cached = type(module).__name__, self.current.cached
@@ -211,8 +203,7 @@ class TransformersProbe(Probe):
                     "row: run them one by one"
                 )
         elif (id(mask), window) not in self._checked:
-            problem = check_mask(mask[:, 0], self.segments, window, cached, first_key)
-            if problem:
+            if problem := check_mask(mask[:, 0], self.segments, window, cached, first_key):
                 raise UserError(f"megasink does not support the mask of {name}: {problem}")
             self._checked[id(mask), window] = mask
 
@@ -235,7 +226,7 @@ class TransformersProbe(Probe):
             return
         if not self.reads_attention:
             if self.changes:
-                self._replace(block.output, lambda out: self._gated(index, out))
+                self._before(block.output, lambda out: self._gated(index, out))
             return
         if (reader := self._readers[index]) is not None:
             gate, read = reader
@@ -243,7 +234,7 @@ class TransformersProbe(Probe):
             self._after(
                 gate, lambda out: self._gates.update({index: read(out, heads).transpose(1, 2)})
             )
-        self._replace(block.output, lambda gated: self._gated(index, gated))
+        self._before(block.output, lambda gated: self._gated(index, gated))
         self._after(block.attention, lambda out: self._finish(index, out))
 
     def _after(self, module: torch.nn.Module, do: Callable[[Tensor], None]) -> None:
@@ -269,29 +260,46 @@ class TransformersProbe(Probe):
                 f"{type(self.model).__name__} is {list(gated_BTX.shape)}, which does not fit "
                 f"{tokens} tokens and {heads} heads"
             )
-        # Some models flatten rows and tokens.
-        shape = (rows, tokens, heads, -1)
-        gated_BTHD = gated_BTX.reshape(shape)
-        call = self._calls.get(index)
-        if call is not None:
-            self._store(index, call, gated_BTHD.transpose(1, 2))
-        new_BTHD = self._changed(index, gated_BTHD)
-        if new_BTHD is None:
+        gated_BTHD = gated_BTX.reshape(rows, tokens, heads, -1)  # some models flatten rows
+        if (call := self._calls.get(index)) is not None:
+            gated_BHTD, gate_BHTX = gated_BTHD.transpose(1, 2), self._gates.pop(index, None)
+            check_gated(self.layers[index].attention, gated_BHTD, call.out_BHTD, gate_BHTX)
+            if gate_BHTX is not None:
+                call.gated_out_BHTD, call.explicit_gate_BHTX = gated_BHTD, gate_BHTX
+        if (new_BTHD := self._changed(index, gated_BTHD)) is None:
             return None
         if call is not None:
             call.gated_out_BHTD = new_BTHD.transpose(1, 2)
         return new_BTHD.reshape(gated_BTX.shape)
 
-    def _store(self, index: int, call: AttentionCall, gated_BHTD: Tensor) -> None:
-        gate_BHTX = self._gates.pop(index, None)
-        check_gated(self.layers[index].attention, gated_BHTD, call.out_BHTD, gate_BHTX)
-        if gate_BHTX is not None:
-            call.gated_out_BHTD, call.explicit_gate_BHTX = gated_BHTD, gate_BHTX
-
     def _finish(self, index: int, branch_BTE: Tensor) -> None:
         if index in self._calls:
             self._seen.add(index)
             super()._finish(index, branch_BTE)
+
+
+def attention_of(base: str, module: torch.nn.Module) -> Callable[..., Any]:
+    """Return the function of an implementation by its name, which returns [B, T, H, D] first."""
+    return eager_function(module) if base == "eager" else ALL_ATTENTION_FUNCTIONS[base]
+
+
+@contextmanager
+def replaced_attention(
+    model: torch.nn.Module, name: str, function: Callable[..., Any]
+) -> Iterator[None]:
+    """Let a model attend by a function, under a new name, with its own mask."""
+    decoder, base = decoder_of(model), decoder_config(model)._attn_implementation
+    AttentionInterface.register(name, function)
+    try:
+        # Without a mask function of this name transformers makes no mask at all, and attention
+        # silently becomes bidirectional.
+        AttentionMaskInterface.register(name, ALL_MASK_ATTENTION_FUNCTIONS[base])
+        decoder.set_attn_implementation(name)
+        yield
+    finally:
+        decoder.set_attn_implementation(base)
+        AttentionInterface._global_mapping.pop(name, None)
+        AttentionMaskInterface._global_mapping.pop(name, None)
 
 
 def model_problems(model: PreTrainedModel) -> list[str]:

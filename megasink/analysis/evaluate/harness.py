@@ -77,17 +77,10 @@ def evaluate(
 ) -> TaskResults:
     """Score a model on tasks, with interventions applied in every forward pass.
 
-    Args:
-        tasks: names as for `load_tasks`, found offline; or its result, which saves
-            loading them again for the next evaluation.
-        limit: documents of each task, the first ones; None for all.
-        batch_size: sequences of one forward pass; "auto" for as many as fit.
-        num_fewshot: examples before each question, where `tasks` are names.
-        chat_template: put each question into the tokenizer's chat template.
-        parse_special_tokens: see `TextTokenizer`; what a chat template renders always is.
-        samples: keep every document's requests, answers and scores.
-        changes: the interventions' changes, if the caller reads their counts; None
-            makes them here.
+    `tasks` are names as for `load_tasks`, or its result. `limit` is of documents of each task, the
+    first ones, and `num_fewshot` of examples before each question, where `tasks` are names. Pass
+    `changes`, the interventions' own, to read their counts. See `TextTokenizer` for
+    `parse_special_tokens`; what a chat template renders always is parsed.
 
     Raises:
         UserError: a task, or an intervention that changes scored tokens; see also `load_tasks`.
@@ -102,8 +95,8 @@ def evaluate(
 
     if changes is None:
         changes = changes_of(interventions)
+    parse = parse_special_tokens or chat_template
     with quiet(), model.open_probe(Listener(), changes) as probe:
-        parse = parse_special_tokens or chat_template
         harness_model = HarnessModel(
             model, probe, interventions, batch_size, parse_special_tokens=parse
         )
@@ -183,15 +176,11 @@ def write_evaluation(
     scores = {(t, m): s.value for t, of in results.tasks.items() for m, s in of.metrics.items()}
     found = averages(named, scores)
     about = {"format": FORMAT, "model": model.facts, "batch_size": batch_size, "averages": found}
-    evaluation = about | {name: of for name, of in vars(results).items() if name != "samples"}
+    files: dict[str, Any] = {"evaluation.json": about | vars(results)}
     # Documents hold whatever a dataset holds, such as dates.
-    files: dict[str, Any] = {
-        f"samples/{name.replace('/', '_')}.jsonl": "".join(
-            json.dumps(to_json(entry), default=str) + "\n" for entry in entries
-        )
-        for name, entries in results.samples.items()
-    }
-    files |= {"evaluation.json": evaluation}
+    for name, entries in files["evaluation.json"].pop("samples").items():
+        lines = (json.dumps(to_json(entry), default=str) + "\n" for entry in entries)
+        files[f"samples/{name.replace('/', '_')}.jsonl"] = "".join(lines)
     write_results(output, files, ["samples/*.jsonl"], kept=False)
     _show(results, found)
     print(f"wrote {output}/evaluation.json{', samples/' * bool(results.samples)}")
@@ -200,23 +189,18 @@ def write_evaluation(
 def _show(evaluation: TaskResults, averages: Mapping[str, Average]) -> None:
     table = Table("task", "shots", "n", "metric", "value", "± s.e.", box=None)
     for name, task in evaluation.tasks.items():
-        first = True
+        shots = "" if task.shots is None else str(task.shots)
+        facts = [printable(name), shots, str(task.documents)]
         for metric, score in task.metrics.items():
             error = "" if score.standard_error is None else f"± {score.standard_error:.4f}"
             better = {True: " ↑", False: " ↓", None: ""}[score.higher_is_better]
-            facts = (name, "" if task.shots is None else str(task.shots), str(task.documents))
-            table.add_row(
-                *(map(printable, facts) if first else ("", "", "")),
-                f"{printable(metric)}{better}",
-                f"{score.value:.4f}" if abs(score.value) < 1e5 else f"{score.value:.4g}",
-                error,
-            )
-            first = False
+            value = f"{score.value:.4f}" if abs(score.value) < 1e5 else f"{score.value:.4g}"
+            table.add_row(*facts, f"{printable(metric)}{better}", value, error)
+            facts = [""] * 3
     Console(markup=False).print(table)
     for row, average in averages.items():
-        paper = (
-            "" if (n := len(average.benchmarks)) == average.paper else f", {average.paper} there"
-        )
+        n = len(average.benchmarks)
+        paper = "" if n == average.paper else f", {average.paper} there"
         print(f"average of {row}, as in its paper: {average.value:.4f} ({n} benchmarks{paper})")
     print("n: documents; s.e.: standard error")
     if evaluation.limit is not None:

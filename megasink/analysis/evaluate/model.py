@@ -8,7 +8,7 @@ Shapes: B rows, T tokens, N scored tokens, V vocabulary.
 
 import itertools
 from collections.abc import Iterator, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from lm_eval import utils
@@ -69,11 +69,8 @@ _LOGITS, _ROWS = 1 << 28, 128  # logits of an automatic batch (1 GiB in float32)
 _SAMPLING = ("temperature", "top_p", "top_k")  # of no effect on greedy answers
 
 
-class _Row(NamedTuple):
-    """The tokens of a request: the input, and the tokens to score at its end."""
-
-    tokens: tuple[int, ...]
-    targets: tuple[int, ...]
+_Row = tuple[tuple[int, ...], tuple[int, ...]]
+"""The tokens of a request: the input, and the tokens to score at its end."""
 
 
 class HarnessModel(TemplateLM):
@@ -82,11 +79,8 @@ class HarnessModel(TemplateLM):
     Sequences are made as lm-eval makes them (BOS where the tokenizer adds it, cut on the left to
     the model's positions), except that perplexity tasks score each text after one BOS, not after
     two. Interventions then change the tokens, and the model's `first` tokens come before all. The
-    batch size "auto" fits logits of 1 GiB, less if the device's memory is short.
-
-    Attributes:
-        unscored: tokens whose predecessors an intervention removed; log-likelihoods leave them out.
-        cut: sequences that were cut on the left.
+    batch size "auto" fits logits of 1 GiB, less if the device's memory is short. `unscored` and
+    `cut` are those of `TaskResults`.
     """
 
     def __init__(
@@ -153,18 +147,12 @@ class HarnessModel(TemplateLM):
         pairs: list[tuple[list[int], list[int]]] = []
         counts = []
         for (text,) in (instance.args for instance in instances):
-            tokens = self.tok_encode(text)
-            if tokens[:1] == [self.prefix_token_id]:
+            tokens, prefix = self.tok_encode(text), self.prefix_token_id
+            if tokens[:1] == [prefix]:
                 tokens = tokens[1:]  # the windows add it themselves
-            windows = utils.get_rolling_token_windows(
-                token_list=tokens,
-                prefix_token=self.prefix_token_id,
-                max_seq_len=self.max_length,
-                context_len=1,
-            )
-            before = len(pairs)
+            windows = list(utils.get_rolling_token_windows(tokens, prefix, self.max_length, 1))
             pairs += map(utils.make_disjoint_window, windows)
-            counts.append(len(pairs) - before)
+            counts.append(len(windows))
         scores = iter(self._scores(pairs))
         return [sum(score for score, _ in itertools.islice(scores, n)) for n in counts]
 
@@ -178,9 +166,9 @@ class HarnessModel(TemplateLM):
         """Return the log-likelihood in nats of each continuation, and whether it is the argmax."""
         rows = [self._row(context, continuation) for context, continuation in pairs]
         asking: dict[tuple[int, ...], list[int]] = {}  # sequences that several requests share
-        for i, row in enumerate(rows):
-            if row.targets:
-                asking.setdefault(row.tokens, []).append(i)
+        for i, (tokens, targets) in enumerate(rows):
+            if targets:
+                asking.setdefault(tokens, []).append(i)
         scores: list[tuple[float, bool]] = [(0.0, True)] * len(rows)
         slow = takes_seconds(self.model.module)
         with progress("evaluate", len(rows), "requests", slow=slow) as tell:
@@ -188,7 +176,7 @@ class HarnessModel(TemplateLM):
             for batch, logits_BTV in self._batches(list(asking)):
                 for tokens, logits_TV in zip(batch, logits_BTV, strict=True):
                     for i in asking[tokens]:
-                        scores[i] = _score(logits_TV, rows[i].targets)
+                        scores[i] = _score(logits_TV, rows[i][1])
                         done += 1
                 del logits_BTV, logits_TV  # before those of the next batch are made
                 tell(done)
@@ -244,23 +232,24 @@ class HarnessModel(TemplateLM):
         lost = len(continuation) - (len(self.model.first) + len(tokens) - 1)
         if lost > 0:
             self.unscored += lost
-        return _Row((*self.model.first, *tokens[:-1]), tuple(continuation[max(lost, 0) :]))
+        return (*self.model.first, *tokens[:-1]), tuple(continuation[max(lost, 0) :])
 
     def _read(self, tokens: list[int], most: int) -> list[int]:
         """Return the tokens that the model reads instead, at most the last `most`."""
+
+        def changed(tokens: list[int]) -> list[int]:
+            for intervention in self.interventions:
+                tokens = intervention.tokens(tokens, self.tokenizer.bos_token_id)
+            return tokens
+
         if len(tokens) > most:
             self.cut += 1
             tokens = tokens[-most:]
-        changed = self._changed(tokens)
-        if len(changed) > most:
+        read = changed(tokens)
+        if len(read) > most:
             self.cut += 1
-            changed = self._changed(tokens[len(changed) - most :])
-        return changed
-
-    def _changed(self, tokens: list[int]) -> list[int]:
-        for intervention in self.interventions:
-            tokens = intervention.tokens(tokens, self.tokenizer.bos_token_id)
-        return tokens
+            read = changed(tokens[len(read) - most :])
+        return read
 
     @torch.no_grad()
     def generate_until(self, instances: list[Any], disable_tqdm: bool = True) -> list[str]:

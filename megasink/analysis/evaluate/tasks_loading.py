@@ -51,17 +51,11 @@ def load_tasks(
     allow_download: bool = False,
     run_generated_code: bool = False,
 ) -> LoadedTasks:
-    """Load tasks and their datasets.
+    """Load tasks and their datasets: tasks, groups and tags of lm-eval, suites, and own tasks.
 
-    Args:
-        names: of tasks, groups and tags of lm-eval, of megasink's own tasks, or of the papers'
-            suites (`megasink.analysis.evaluate.suites`).
-        folders: more tasks, as YAML files of lm-eval; Python files beside them may run.
-        num_fewshot: examples before each question; None for the suite's or task's own number. A
-            task that fixes it to 0 keeps 0, as in lm-eval.
-        tokenizer: folder of the model's tokenizer, for tasks that make texts of given lengths.
-        allow_download: fetch what the cache of datasets lacks.
-        run_generated_code: allow tasks that run the code that the model writes.
+    `folders` have more tasks, as YAML files of lm-eval; Python files beside them may run. A task
+    that fixes its examples to 0 keeps 0, as in lm-eval. Tasks that make texts of given lengths need
+    the folder of the model's tokenizer.
     """
     if importlib.util.find_spec("lm_eval") is None:
         raise UserError("lm-evaluation-harness is not installed: pip install 'megasink[eval]'")
@@ -78,18 +72,21 @@ def load_tasks(
     tasks: dict[str, Any] = {}
     groups: dict[str, Any] = {}
     for entry in task_requests:
-        if not allow_download and (
-            missing := [name for name in entry.data if not _is_cached(name)]
-        ):
-            raise _not_here(entry.task, f"no {missing[0]} in the cache")
+        for name in () if allow_download else entry.data:
+            if not _is_cached(name):
+                raise _not_here(entry.task, f"no {name} in the cache")
         with quiet(), contextlib.nullcontext() if allow_download else _offline():
             loaded = _load(index, entry.task)
         if twice := sorted(loaded["tasks"].keys() & tasks.keys()):
             raise UserError(
                 f"--tasks names {twice[0]} twice, directly or through a group: name it once"
             )
-        for task in loaded["tasks"].values():
-            _set_shots(task, entry.shots if num_fewshot is None else num_fewshot)
+        for task in loaded["tasks"].values():  # as `lm_eval.simple_evaluate` does
+            own = task.get_config("num_fewshot")
+            if own != 0:  # a task that fixes 0 has a format of its own
+                shots = entry.shots if num_fewshot is None else num_fewshot
+                task.set_config("num_fewshot", (own or 0) if shots is None else shots)
+            task.set_fewshot_seed(seed=_FEWSHOT_SEED)
         tasks |= loaded["tasks"]
         groups |= loaded["groups"]
     return LoadedTasks({"tasks": tasks, "groups": groups}, run_generated_code)
@@ -137,16 +134,6 @@ def _is_cached(name: str) -> bool:
     return made.is_dir() or Path(HF_HUB_CACHE, f"datasets--{name.replace('/', '--')}").is_dir()
 
 
-def _set_shots(task: Any, shots: int | None) -> None:
-    """Set the number of examples as `lm_eval.simple_evaluate` does, with its seed."""
-    own = task.get_config("num_fewshot")
-    if shots is None:
-        shots = own or 0
-    if own != 0:  # a task that fixes 0 has a format of its own
-        task.set_config(key="num_fewshot", value=shots)
-    task.set_fewshot_seed(seed=_FEWSHOT_SEED)
-
-
 def _check_code(entries: Sequence[Any], tokenizer: Path | None, allowed: bool) -> None:
     """Reject tasks that run code of a model's output or folder, before their data load."""
     unsafe = sorted({e.name for e in entries if (e.cfg or {}).get("unsafe_code")})
@@ -179,14 +166,9 @@ def _index(names: Sequence[str], folders: Sequence[Path], metadata: dict[str, An
             )
         reached = {*names, *(n for name in names for n in _reached(index, name))}
         missing = {name for name in reached if name not in index.task_index}
-        more = {place for name in missing for place in places.get(name, ())} - needed
         # A tag may have tasks in more folders than the one that defines it.
-        more |= {
-            place
-            for name in reached - missing
-            if index.task_index[name].yaml_path is None
-            for place in places.get(name, ())
-        } - needed
+        tags = {name for name in reached - missing if index.task_index[name].yaml_path is None}
+        more = {place for name in missing | tags for place in places.get(name, ())} - needed
         if not more:
             break
         needed |= more
@@ -246,15 +228,13 @@ def _mentioned(folder: Path) -> Iterator[str]:
 
 def _refuse_unknown(names: Iterable[str], known: Iterable[str]) -> None:
     """Raise ConfigError with each unknown name."""
-    known = set(known)
-    if unknown := [name for name in names if name not in known]:
-        raise ConfigError([_unknown(name, known) for name in unknown])
-
-
-def _unknown(name: str, known: Iterable[str]) -> str:
-    near = nearest(name, [*SUITES, *known], cutoff=0.6)
-    hint = f": did you mean {near}?" if near else ""
-    return f"--tasks {name}: no such task, group, tag or suite{hint}"
+    known, problems = set(known), []
+    for name in (name for name in names if name not in known):
+        near = nearest(name, [*SUITES, *known], cutoff=0.6)
+        hint = f": did you mean {near}?" if near else ""
+        problems.append(f"--tasks {name}: no such task, group, tag or suite{hint}")
+    if problems:
+        raise ConfigError(problems)
 
 
 @contextlib.contextmanager
@@ -279,11 +259,7 @@ def quiet() -> Iterator[None]:
 
 @contextlib.contextmanager
 def _offline() -> Iterator[None]:
-    """Read datasets only from their cache, and make every host lookup fail immediately.
-
-    Some tasks fetch data in their own code (lm-eval's RULER does); without the lookups' failure
-    they would do so, or wait for a network that is not there.
-    """
+    """Read datasets only from their cache, and make every host lookup of tasks' own code fail."""
     import datasets.config
     import huggingface_hub.constants
 

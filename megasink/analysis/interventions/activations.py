@@ -17,11 +17,11 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from megasink.analysis.capture.base import Listener, Probe
+from megasink.analysis.capture.base import Listener, Probe, hook_input
 from megasink.analysis.capture.models import open_probe_on
-from megasink.analysis.capture.own_attention import attention_of, replaced_attention
 from megasink.analysis.capture.sites import DOWN
-from megasink.analysis.metrics.inputs import ATTENTION, BRANCHES
+from megasink.analysis.capture.transformers_model import attention_of, replaced_attention
+from megasink.analysis.metrics.registry import ATTENTION, BRANCHES
 from megasink.errors import UserError, nearest, reason_of
 from megasink.transformers.blocks import Block, child, decoder_config, decoder_of
 
@@ -55,16 +55,12 @@ _NUMBERS = itertools.count()
 
 
 class _Place(NamedTuple):
-    """An argument (position, name) or the output of a module, or of attention if there is none.
-
-    In Megatron it is [S, B, ...], and an output may be followed by a bias to add. `heads` are those
-    in the last dimension; 0 for none.
-    """
+    """An argument (position, name) or the output of a module, or of attention if there is none."""
 
     module: Any = None
     argument: tuple[int, str] | None = None
-    heads: int = 0
-    in_megatron: bool = False
+    heads: int = 0  # in the last dimension; 0 for none
+    in_megatron: bool = False  # [S, B, ...], and a bias to add may follow an output
 
 
 def activation_names(model: Any) -> dict[str, str]:
@@ -94,20 +90,20 @@ def run_with_cache(
     open_probe = open_probe_on(model)
     probe = open_probe(Listener())
     chosen, ids_BT = _chosen(names, _known(probe)), token_ids(probe.model, tokens)
-    cache: dict[str, Any] = {name: [] for name in chosen}
-    measured = _Statistics({name: cache[name] for name in chosen if _is_statistic(name)})
+    cache: dict[str, Tensor] = {}
+    measured = _Statistics(filter(_is_statistic, chosen))
 
     def keep(name: str, tensor: Tensor) -> None:
         cache[name] = tensor.clone()
 
-    touches = {name: partial(keep, name) for name in chosen if not _is_statistic(name)}
+    touches = {name: partial(keep, name) for name in chosen if name not in measured.kept}
     with ExitStack() as stack, torch.no_grad():
         if measured.needs:
             probe = stack.enter_context(open_probe(measured))
         stack.enter_context(_touching(probe, touches))
         logits_BTV = probe.forward(ids_BT).logits
     cache |= {name: torch.stack(by_row) for name, by_row in measured.kept.items()}
-    return logits_BTV, cache
+    return logits_BTV, {name: cache[name] for name in chosen}
 
 
 @contextmanager
@@ -168,15 +164,14 @@ def token_ids(model: Any, tokens: Any) -> Tensor:
 class _Statistics(Listener):
     """Appends the statistics of each row to a list."""
 
-    def __init__(self, kept: dict[str, list[Tensor]]):
-        self.kept = kept
-        self.needs = {f"{name.rpartition('.')[2]}_HT" for name in kept}
+    def __init__(self, names: Iterable[str]):
+        self.kept: dict[str, list[Tensor]] = {name: [] for name in names}
+        self.needs = {f"{name.rpartition('.')[2]}_HT" for name in self.kept}
 
     def layer(self, sample: int, layer: int, statistics: dict[str, Tensor]) -> None:
         for name, tensor_HT in statistics.items():
-            by_row = self.kept.get(f"layers.{layer}.{name.removesuffix('_HT')}")
-            if by_row is not None:
-                by_row.append(tensor_HT.t().clone())
+            if (full := f"layers.{layer}.{name.removesuffix('_HT')}") in self.kept:
+                self.kept[full].append(tensor_HT.t().clone())
 
 
 def _is_statistic(name: str) -> bool:
@@ -294,19 +289,7 @@ def _hooked(name: str, place: _Place, touch: Touch) -> Any:
 
     if argument is None:
         return place.module.register_forward_hook(after)
-    index, key = argument
-
-    def before(_: Any, args: Any, kwargs: Any) -> Any:
-        positional = len(args) > index
-        at = index if positional else key if key in kwargs else next(iter(kwargs))
-        new = seen((args if positional else kwargs)[at])
-        if new is None:
-            return None
-        if positional:
-            return (*args[:index], new, *args[index + 1 :]), kwargs
-        return args, kwargs | {at: new}
-
-    return place.module.register_forward_pre_hook(before, with_kwargs=True)
+    return hook_input(place.module, seen, *argument)
 
 
 @contextmanager

@@ -1,10 +1,14 @@
 """Dynamic head zeroing: heads that look inactive in a sample give zero (P3.8 to P3.13).
 
+A score is computed layer by layer while the model runs, by the registry's own functions.
+
 Shapes: B rows, Q tokens, N samples, L layers, H query heads, D head dim, T tokens of a sample.
 """
 
-from collections.abc import Iterator
+import hashlib
+from collections.abc import Iterable, Iterator
 from dataclasses import replace
+from functools import cache
 from typing import ClassVar
 
 import numpy as np
@@ -16,8 +20,108 @@ from megasink.analysis.capture.changes import ForwardPass, HeadChange, HeadOutpu
 from megasink.analysis.capture.segments import Segment
 from megasink.analysis.capture.statistics import at_least_float32, attention_statistics
 from megasink.analysis.interventions.kinds import Intervention, kind
-from megasink.analysis.interventions.scores import LayerScore, random_of, takes_outputs_only
-from megasink.errors import UserError
+from megasink.analysis.metrics.head_scores import random_scores
+from megasink.analysis.metrics.registry import Metric, metrics, score_names
+from megasink.analysis.results import RANDOM
+from megasink.errors import UserError, unknown_name
+
+
+class LayerScore:
+    """A score of inactive heads, of one layer and sample at a time."""
+
+    def __init__(self, name: str):
+        if name not in score_names():
+            raise UserError(unknown_name("score", name, score_names()))
+        self.name, self.entry = name, metrics([name])[name]
+        self.bounds, self.is_random = self.entry.bounds, name == RANDOM
+        # The metrics of statistics that it is derived from, and the statistics that they take.
+        self.of_statistics: dict[str, Metric] = {}
+        self.needs: set[str] = set()
+        if self.is_random:
+            return
+        self.of_statistics = statistics_of(self.entry)
+        if is_of_all_texts(name):
+            raise UserError(
+                f"score {name!r} takes a backward pass, so it cannot choose heads in each sequence "
+                f"while the model runs: `megasink ablate --by {name}` zeroes the same in all"
+            )
+        self.needs = {need for entry in self.of_statistics.values() for need in entry.needs}
+        if not _is_of_one_layer(name):
+            raise UserError(
+                f"score {name!r} of a layer depends on other layers or samples, which have not run "
+                "yet when its heads are zeroed"
+            )
+
+    def of(self, statistics: dict[str, Tensor]) -> Tensor:
+        """Return [H], float64, from the statistics of one sample in one layer."""
+        known = {
+            name: entry.compute(**{need: statistics[need] for need in entry.needs}).double()
+            for name, entry in self.of_statistics.items()
+        }
+        return _derived(self.entry, known)
+
+
+def random_of(tokens: Iterable[int], layer: int, heads: int, seed: int) -> Tensor:
+    """Return [H]: uniform scores in [0, 1) of one sample in one layer, float64 (P3.9).
+
+    They depend on seed, layer and tokens alone, so that neither the batch nor padding changes them.
+    """
+    digest = hashlib.sha256(repr((seed, layer, tuple(tokens))).encode()).digest()
+    return random_scores((heads,), int.from_bytes(digest[:8], "big") >> 1)
+
+
+def statistics_of(entry: Metric) -> dict[str, Metric]:
+    """Return the metrics of statistics from which a metric by sample is derived (or itself)."""
+    if not entry.is_derived:
+        return {entry.name: entry}
+    return {n: e for base in _bases_of(entry) for n, e in statistics_of(base).items()}
+
+
+def is_of_all_texts(score: str) -> bool:
+    """Return whether a score takes a backward pass: it then ranks heads by its mean."""
+    entry = metrics([score])[score]
+    names = [need.removesuffix("_NLH") for need in entry.needs]
+    known = [name for name in names if name in metrics()]
+    return entry.takes_backward or any(map(is_of_all_texts, known))
+
+
+def _bases_of(entry: Metric) -> list[Metric]:
+    """Return the metrics by sample and head that a derived metric takes; see `statistics_of`."""
+    names = [need.removesuffix("_NLH") for need in entry.needs]
+    if any(need == name or name not in metrics() for need, name in zip(entry.needs, names)):  # noqa: B905
+        raise UserError(
+            f"score {entry.name!r} takes {', '.join(entry.needs)}, which are not all known while "
+            "the model runs"
+        )
+    return list(metrics(names).values())
+
+
+def _derived(entry: Metric, known: dict[str, Tensor]) -> Tensor:
+    """Return a score from the metrics of statistics, both of any shape [..., H]."""
+    if not entry.is_derived:
+        return known[entry.name]
+    shape = known[next(iter(known))].shape
+    of = [_derived(base, known) for base in _bases_of(entry)]
+    if len(shape) == 1:
+        of = [score_H[None, None] for score_H in of]
+    return entry.compute(*of).reshape(shape)
+
+
+@cache
+def _is_of_one_layer(name: str) -> bool:
+    """Return whether a score of one layer and sample is independent of the others."""
+    entry = metrics([name])[name]
+    if not entry.is_derived:
+        return True
+    generator = torch.Generator().manual_seed(0)
+    names = statistics_of(entry)
+    scores = {n: torch.rand(2, 3, 4, generator=generator, dtype=torch.float64) for n in names}
+    together = _derived(entry, scores)
+    alone = [
+        [_derived(entry, {n: score[i, j] for n, score in scores.items()}) for j in range(3)]
+        for i in range(2)
+    ]
+    return torch.allclose(together, torch.stack([torch.stack(row) for row in alone]))
 
 
 @kind
@@ -52,10 +156,7 @@ class DynamicZeroing(Intervention):
         if not low <= self.threshold <= high:
             raise UserError(f"threshold {self.threshold:g}: {self.score} is in [{low:g}, {high:g}]")
 
-    @property
-    def changes_heads(self) -> bool:
-        """Whether it changes the outputs of heads."""
-        return True
+    changes_heads = True
 
     def running(self) -> "DynamicChange":
         """Return the change, which counts what it zeroes."""
@@ -63,30 +164,27 @@ class DynamicZeroing(Intervention):
 
 
 class DynamicChange(HeadChange):
-    """See `DynamicZeroing`.
-
-    Attributes:
-        threshold: None measures without zeroing anything.
-        samples: number of samples that were decided.
-        masks: layer -> bool [N, H]: the heads that are zeroed in the samples of the last call that
-            decided, numbered as its segments.
-        keeps_scores: whether `scores` are kept.
-        scores: by layer the scores [H] of every sample, float64, in order.
-    """
+    """See `DynamicZeroing`; a threshold of None measures without zeroing anything."""
 
     def __init__(self, score: LayerScore, threshold: float | None, seed: int):
         self._score, self.threshold, self._seed = score, threshold, seed
-        self.reads_attention = not score.is_random and not takes_outputs_only(score.needs)
+        # Without attention, scores of head outputs are computed from those alone.
+        of_outputs = score.needs <= {"gated_out_HTD", "output_weight_HDE"}
+        self.reads_attention = not score.is_random and not of_outputs
         self.reads_segments = True
-        self.samples = 0
-        self.masks: dict[int, Tensor] = {}
-        self.keeps_scores = False
-        self.scores: dict[int, list[Tensor]] = {}
         self._segments: list[Segment] = []
+        self.keeps_scores = False
+        self.forget()
+
+    def forget(self) -> None:
+        """Forget all decided samples."""
+        self.samples = 0
+        # Layer -> bool [N, H]: the heads zeroed in the samples of the last call that decided.
+        self.masks: dict[int, Tensor] = {}
+        self.scores: dict[int, list[Tensor]] = {}  # layer -> [H] of every sample, float64, if kept
         self._zeroed: dict[int, Tensor] = {}
 
     def begin(self, forward: ForwardPass) -> None:
-        """Start a call; see `HeadChange.begin`."""
         if not forward.cached:
             self.masks = {}
             self._segments = list(forward.segments)
@@ -104,7 +202,7 @@ class DynamicChange(HeadChange):
                 self.scores.setdefault(layer, []).extend(scores_NH)
             if self.threshold is None:
                 return None
-            above = self._score.inactive == "above"
+            above = self._score.entry.inactive == "above"
             mask_NH = scores_NH > self.threshold if above else scores_NH < self.threshold
             self.masks[layer] = mask_NH.to(out_BQHD.device)
             zeroed_H = self.masks[layer].sum(0)
@@ -156,16 +254,9 @@ class DynamicChange(HeadChange):
                 statistics["output_weight_HDE"] = at_least_float32(weight_HDE)
             yield statistics
 
-    def forget(self) -> None:
-        """Forget all decided samples."""
-        self.samples, self.masks, self.scores, self._zeroed = 0, {}, {}, {}
-
     @property
     def share_LH(self) -> NDArray[np.float64]:
-        """[L, H]: share of the samples in which each head was zeroed.
-
-        NaN where there is no head; layers after the last one with attention are left out.
-        """
+        """[L, H]: share of the samples in which each head was zeroed, to the last such layer."""
         if not self._zeroed:
             raise UserError("no call of the model has run in this context yet")
         most = max(len(zeroed_H) for zeroed_H in self._zeroed.values())

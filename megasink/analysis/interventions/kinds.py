@@ -21,17 +21,10 @@ KINDS: dict[str, type["Intervention"]] = {}
 
 
 class Intervention(HeadChange):
-    """Base of all kinds; a subclass is a frozen dataclass with JSON values, and names its `kind`.
+    """Base of all kinds: frozen dataclasses with JSON values, which change heads or tokens."""
 
-    It changes heads by the methods of `HeadChange`, or tokens.
-
-    Attributes:
-        kind: its name in files and messages.
-        source: rows of the papers.
-    """
-
-    kind: ClassVar[str]
-    source: ClassVar[str]
+    kind: ClassVar[str]  # its name in files and messages
+    source: ClassVar[str]  # rows of the papers
 
     def __init_subclass__(cls, **named: Any) -> None:
         super().__init_subclass__(**named)
@@ -52,12 +45,7 @@ class Intervention(HeadChange):
         return None
 
     def tokens(self, tokens: Sequence[int], bos: int | None) -> list[int]:
-        """Return the tokens that the model reads instead.
-
-        Args:
-            tokens: one sequence, BOS included where the model has it.
-            bos: id of BOS; None if the tokenizer has none.
-        """
+        """Return the tokens that the model reads instead; `bos` is None if there is none."""
         return list(tokens)
 
 

@@ -151,8 +151,7 @@ class SteerGates(Intervention):
             return None
         call = _attention_of(outputs, self.kind)
         gate_BQHX = _explicit_gate(call)
-        is_sink = gate_BQHX is None
-        if gate_BQHX is None:
+        if is_sink := gate_BQHX is None:
             if call.slot_logit_BHT is None or call.slot_has_value:
                 raise UserError(
                     f"steer-gates: layer {outputs.layer} has neither a sink logit nor a gate on "

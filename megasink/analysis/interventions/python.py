@@ -7,7 +7,7 @@ interventions at once.
 """
 
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -25,10 +25,14 @@ from megasink.analysis.capture.changes import HeadChange
 from megasink.analysis.capture.models import open_probe_on
 from megasink.analysis.heads import GivenHeads, heads_of
 from megasink.analysis.interventions.activations import token_ids
-from megasink.analysis.interventions.dynamic_zeroing import DynamicChange, DynamicZeroing
+from megasink.analysis.interventions.dynamic_zeroing import (
+    RANDOM,
+    DynamicChange,
+    DynamicZeroing,
+    LayerScore,
+)
 from megasink.analysis.interventions.kinds import Intervention, ZeroHeads
 from megasink.analysis.interventions.on_attention import DrainFirstValue, SteerGates
-from megasink.analysis.interventions.scores import RANDOM, LayerScore
 from megasink.errors import UserError
 from megasink.files.checked_fields import checked
 from megasink.transformers.caches import cache_of, without_cache
@@ -139,39 +143,30 @@ def dynamic_zeroing(
             threshold, first = LayerScore(score).bounds[0], True
     assert threshold is not None
     change = DynamicZeroing(score, threshold, seed).running()
-    with open_probe(Listener(), [change]) as probe:
+    with open_probe(Listener(), [change]) as probe, ExitStack() as stack:
         if first:
             assert quantile is not None
             change.threshold = None
-            hook = _calibrate_with_first_call(probe, change, score, quantile)
-            try:
-                yield change
-            finally:
-                hook.remove()
-        else:
-            yield change
+            stack.callback(_calibrate_with_first_call(probe, change, score, quantile).remove)
+        yield change
 
 
-def _calibrated(
-    open_probe: OpenProbe,
-    score: str,
-    share: float,
-    calibration: str | Path | Iterable[Sequence[int]],
-) -> float:
+def _calibrated(open_probe: OpenProbe, score: str, share: float, calibration: Any) -> float:
     """Return the threshold by an analysis, or by token sequences."""
     probe = open_probe(Listener())
     if isinstance(calibration, str | Path):
-        calibrated = read_calibration(Path(calibration))
-        calibrated.check(weights_hash(probe.model), probe.heads)
-        return calibrated.threshold(score, share)
+        scores = read_calibration(Path(calibration), weights_hash(probe.model), probe.heads)
+        if score not in scores:
+            raise UserError(f"{calibration} has no {score}: it has {', '.join(sorted(scores))}")
+        return threshold_of(score, share, scores[score])
     if not isinstance(calibration, Iterable):
         raise UserError(f"calibration {calibration!r:.60}: give a folder, or token sequences")
     ids = [token_ids(probe.model, tokens) for tokens in calibration]
     if not ids:
         raise UserError("a calibration without any token sequence")
     samples = [row for ids_BT in ids for row in ids_BT.tolist()]
-    device = ids[0].device
-    return threshold_of(score, share, measure_scores(open_probe, score, samples, device=device))
+    measured = measure_scores(open_probe, score, samples, device=ids[0].device)
+    return threshold_of(score, share, measured)
 
 
 def _calibrate_with_first_call(
@@ -184,10 +179,8 @@ def _calibrate_with_first_call(
         nonlocal running
         if running or change.threshold is not None:
             return
-        cache = cache_of(kwargs)
-        if kwargs.get("inference_context") is not None or (
-            cache is not None and int(cache.get_seq_length())
-        ):
+        cached = (cache := cache_of(kwargs)) is not None and int(cache.get_seq_length())
+        if cached or kwargs.get("inference_context") is not None:
             raise UserError(
                 "the first call in this context continues a cache, so it cannot calibrate the "
                 "threshold: run whole prompts first, or pass threshold or calibration"

@@ -3,7 +3,13 @@
 All are pure functions on torch and numpy; `registry` defines their inputs.
 """
 
-from megasink.analysis.metrics.inputs import STATISTICS
-from megasink.analysis.metrics.registry import AXES, Metric, metric, metrics, metrics_shown
+from megasink.analysis.metrics.registry import (
+    AXES,
+    STATISTICS,
+    Metric,
+    metric,
+    metrics,
+    metrics_shown,
+)
 
 __all__ = ["AXES", "STATISTICS", "Metric", "metric", "metrics", "metrics_shown"]

@@ -1,7 +1,6 @@
 """The P0-sink circuit of P4: where the sink becomes prominent, its center, and its stage.
 
-The paper reads all three from plots. The rules here are operational; check them against the
-curves.
+The paper reads all three from plots; the rules here are megasink's.
 
 Shapes: L layers, H heads, K leading token positions, P token positions, S states.
 """
@@ -37,9 +36,7 @@ STAGES = ("none", "broad", "shifted", "forming", "middle", "fixed")
 def prominent_after_block(massive_ratio_S: Tensor, first_token_attention_L: Tensor) -> Tensor:
     """First block whose output has norm(x_0) > 5 mean norm(x_i), read with weight > 0.3 on token 0.
 
-    It is read by a layer (l + 1 or the next one with attention) that gives the first token more
-    than `ATTENTION` of its weight (P1.31); the norms are `massive_ratio` (P2.10). NaN if there is
-    none.
+    The reader is the next layer with attention. NaN if there is none.
     """
     for block, ratio in enumerate(massive_ratio_S[2::2]):
         readers = first_token_attention_L[block + 1 :]
@@ -72,10 +69,7 @@ def sink_centre(alpha_LHK: Tensor) -> Tensor:
     number="{:.0f}",
 )
 def sink_centre_by_direction(alpha_LHK: Tensor, cosine_SP: Tensor) -> Tensor:
-    """Position whose states are most aligned across inputs, by the mean cosine over states.
-
-    It need not match `sink_centre`; NaN if fewer than two samples ran.
-    """
+    """Position whose states are most aligned across inputs, by the mean cosine over states."""
     # Without the embedding, where a BOS always matches itself.
     return _highest(cosine_SP[1:, : alpha_LHK.shape[2]])
 
@@ -101,14 +95,9 @@ def circuit_stage(
 ) -> Tensor:
     """How far the sink has formed: none, broad, shifted, forming, middle (prominent late) or fixed.
 
-    The stage is a signal of convergence in training:
-
-    - "none": no position's sink rate reaches `SINK`;
-    - "broad": the second highest rate is more than half of the highest: several first tokens;
-    - "shifted": one center, which is not the first token;
-    - "forming": the first token, without a massive norm yet;
-    - "middle": prominent only after the first third of the blocks;
-    - "fixed": prominent within the first third.
+    "none": no position's sink rate reaches `SINK`; "broad": the second highest rate is more than
+    half of the highest; "shifted": the center is not the first token; "forming": it is, without a
+    massive norm; "middle" and "fixed": prominent after and within the first third of the blocks.
     """
     rates_K = sink_rate_K.nan_to_num()  # NaN: positions that no sequence reached
     highest, *others = rates_K.sort(descending=True).values

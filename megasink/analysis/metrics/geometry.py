@@ -15,11 +15,9 @@ Floats = NDArray[np.float64]
 
 
 class Components(NamedTuple):
-    """The first principal components of some rows."""
+    """The first principal components of some rows; directions have a positive largest entry."""
 
-    # [rows, count] coordinates. Each axis is signed so that the largest-magnitude entry of its
-    # direction is positive.
-    points: Floats
+    points: Floats  # [rows, count] coordinates
     explained: Floats  # [count] shares of the variance
 
 
@@ -36,10 +34,7 @@ def principal_components(rows: Floats, count: int = 2) -> Components:
 
 
 def query_key_components(query_TD: Floats, key_TD: Floats) -> tuple[Floats, Floats, Floats]:
-    """Return 2 components of a head's queries and keys after rotary embeddings (P0.26), and shares.
-
-    A single fit on both, centered at their common mean, so that distances are comparable.
-    """
+    """Return 2 components of a head's queries and keys, in one fit (P0.26), and their shares."""
     points, explained = principal_components(np.concatenate([query_TD, key_TD]))
     return points[: len(query_TD)], points[len(query_TD) :], explained
 
@@ -49,9 +44,7 @@ class MapComponents(NamedTuple):
 
     points_MC: Floats  # coordinates of each matrix
     explained_C: Floats  # shares of the variance
-    # The directions, each of norm 1, as matrices, signed so that the largest-magnitude entry is
-    # positive.
-    images_CTT: Floats
+    images_CTT: Floats  # directions of norm 1, as matrices, with a positive largest entry
 
 
 def attention_map_components(maps_MTT: NDArray[Any], count: int = 2) -> MapComponents:

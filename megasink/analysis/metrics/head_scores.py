@@ -21,9 +21,9 @@ score = partial(metric, unit="L2 norm", axis="head", inactive="below", bounds=PO
 of_scores = partial(score, unit="1", over_samples="mean", shown=())
 
 
-def per_query_head(values_GT: Tensor, heads: int) -> Tensor:
-    """Return [H, T]: each group's values repeated for its query heads."""
-    return values_GT.repeat_interleave(heads // values_GT.shape[0], dim=0)
+def per_query_head(values_G: Tensor, heads: int) -> Tensor:
+    """Return [H]: each group's value repeated for its query heads."""
+    return values_G.repeat_interleave(heads // len(values_G))
 
 
 @score(
@@ -49,15 +49,13 @@ def average_entropy(entropy_HT: Tensor) -> Tensor:
 @score("ftvvn", source="P3.3", title="FTVVN")
 def first_value_norm(value_GTD: Tensor, out_HTD: Tensor) -> Tensor:
     """FTVVN: norm of the first token's value; equal for the query heads of a group."""
-    norm_G1 = value_GTD[:, :1].norm(dim=-1)
-    return per_query_head(norm_G1, out_HTD.shape[0]).squeeze(-1)
+    return per_query_head(value_GTD[:, 0].norm(dim=-1), len(out_HTD))
 
 
 @score("avvn", source="P3.4", title="AVVN")
 def average_value_norm(value_GTD: Tensor, out_HTD: Tensor) -> Tensor:
     """AVVN: mean over tokens of the value's norm; equal for the query heads of a group."""
-    norm_G1 = value_GTD.norm(dim=-1).mean(-1, keepdim=True)
-    return per_query_head(norm_G1, out_HTD.shape[0]).squeeze(-1)
+    return per_query_head(value_GTD.norm(dim=-1).mean(-1), len(out_HTD))
 
 
 @score("lthon", source="P3.5", title="LTHON")
@@ -72,21 +70,13 @@ def average_output_norm(gated_out_HTD: Tensor) -> Tensor:
     return gated_out_HTD.norm(dim=-1).mean(-1)
 
 
-def circuit_norm(gated_out_HTD: Tensor, output_weight_HDE: Tensor) -> Tensor:
-    """Return [H, T]: the norm of what a head adds to the residual stream, z_i W_O^(h).
-
-    Uses the D x D Gram matrix of each head's rows of W_O, so that no [H, T, E] tensor is made.
-    """
-    weight_HDE = output_weight_HDE.to(gated_out_HTD.dtype)
-    gram_HDD = weight_HDE @ weight_HDE.transpose(-1, -2)
-    square_HT = ((gated_out_HTD @ gram_HDD) * gated_out_HTD).sum(-1)
-    return square_HT.clamp_(min=0.0).sqrt_()
-
-
 @score("circuit_ahon", source="P3.10", title="circuit AHON")
 def average_circuit_norm(gated_out_HTD: Tensor, output_weight_HDE: Tensor) -> Tensor:
     """Circuit-based AHON: mean over tokens of the norm of z_i W_O^(h)."""
-    return circuit_norm(gated_out_HTD, output_weight_HDE).mean(-1)
+    weight_HDE = output_weight_HDE.to(gated_out_HTD.dtype)
+    gram_HDD = weight_HDE @ weight_HDE.transpose(-1, -2)  # so that nothing is [H, T, E]
+    square_HT = ((gated_out_HTD @ gram_HDD) * gated_out_HTD).sum(-1)
+    return square_HT.clamp_(min=0.0).sqrt_().mean(-1)
 
 
 def layer_normalized(scores_NLH: Tensor) -> Tensor:

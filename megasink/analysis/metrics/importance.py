@@ -116,10 +116,7 @@ _register_sparsity(1e-3, "1e-3")
 
 @metric("gate_spread", source="P1.30", unit="share", axis="layer")
 def gate_spread(gate_score_NLH: Tensor, gate_std_NL: Tensor, tokens_N: Tensor) -> Tensor:
-    """Population standard deviation of a layer's gate scores over all tokens of all samples.
-
-    Unlike the mean of the samples' deviations, it includes differences between samples.
-    """
+    """Population standard deviation of a layer's gate scores over all tokens of all samples."""
     weight_N1 = (tokens_N.to(torch.float64) / tokens_N.sum())[:, None]
     mean_NL = gate_score_NLH.nanmean(-1)
     mean_L = (weight_N1 * mean_NL).sum(0)

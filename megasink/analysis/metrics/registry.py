@@ -20,11 +20,66 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from megasink.analysis.metrics.inputs import FACTS, GRADIENT, STATISTICS, TOGETHER
 from megasink.attention.definitions import BACKWARD_SCORES, SCORES
 
 if TYPE_CHECKING:  # code for flags and curves also reads the records, without torch
     from torch import Tensor
+
+ATTENTION: dict[str, str] = {
+    "query_HTD": "queries as attention sees them: after rotary embeddings and query norms",
+    "key_GTD": "keys as attention sees them, per key/value group",
+    "value_GTD": "values, per key/value group",
+    "out_HTD": "A V of each head, before an explicit gate and the output projection",
+    "gated_out_HTD": "input of the output projection: out_HTD without a gate",
+    "output_weight_HDE": "the output projection, by query head",
+    "explicit_gate_HTX": "scores of an explicit gate after its activation; X is 1 or D",
+    "gate_HT": "G: 1 - weight of the first token, or of the sink where one is; the explicit gate",
+    "first_weight_HT": "A_i0, the weight of the first token",
+    "slot_weight_HT": "weight of the sink or bias; 0 without one",
+    "entropy_HT": "nats; a sink is one more outcome",
+    "square_HT": "sum over keys of A_ij ** 2",
+    "column_sum_HT": "for each key j the sum over the queries i >= j of A_ij",
+}
+"""Statistics of one sequence in one attention layer, after padding is removed.
+
+For non-softmax weights, the weight statistics are the proxies of P2.37.
+"""
+
+STATE = {"state_TE": "x_0 the embedding, x_(l + 1/2) after attention, x_(l + 1) block l's output"}
+"""Statistics of one sequence in one state of the residual stream."""
+
+BRANCHES = {
+    "attention_branch_TE": "output of attention, before any norm of it",
+    "mlp_branch_TE": "output of the MLP, before any norm of it",
+}
+"""Statistics of one sequence in one block."""
+
+GRADIENT = {
+    "mask_gradient_H": "derivative of the sequence's mean loss (nats) by a factor of each head's "
+    "output, at 1; takes a backward pass"
+}
+"""Statistics of one sequence in one attention layer that only `--metrics` asks for."""
+
+STATISTICS: dict[str, str] = {**ATTENTION, **STATE, **BRANCHES, **GRADIENT}
+"""Statistics that a metric may take, by parameter name; all from one table, or one branch.
+
+Shapes: H query heads, G key/value groups, T tokens of the sequence, D head dim, E hidden size.
+Floating point, at least float32.
+"""
+
+TOGETHER = (set(ATTENTION), set(STATE), *({name} for name in (*BRANCHES, *GRADIENT)))
+"""Statistics that one metric may take together."""
+
+FACTS: dict[str, str] = {
+    "tokens_N": "tokens of each sample",
+    "nats_N": "summed loss of each sample's targets",
+    "targets_N": "tokens of each sample that are predicted",
+    "bytes_N": "bytes of text that the targets stand for; tokenizers without text have none",
+    "nats_of_bytes_N": "summed loss of the targets that stand for bytes",
+    "cosine_SP": "mean cosine between the states of different samples (P4.5); of all samples only",
+    "seed": "of the analysis, an int",
+}
+"""Facts that a derived metric may take. A metric whose fact is unknown is left out."""
 
 AXES: dict[str, tuple[str, str]] = {
     "head": ("LH", "by layer and head"),
@@ -44,15 +99,11 @@ A metric of statistics returns its axis without layer or state: [H], [H, T], a s
 _DERIVED_ONLY = ("key", "model")
 
 
-def _mean_over_tokens(values: "Tensor", tokens_N: "Tensor") -> "Tensor":
-    import torch
-
-    return torch.tensordot(tokens_N.to(values.dtype) / tokens_N.sum(), values, 1)
-
-
 OVER_SAMPLES: dict[str, "Callable[[Tensor, Tensor], Tensor]"] = {
     "mean": lambda values, tokens_N: values.nanmean(0),
-    "mean over tokens": _mean_over_tokens,
+    "mean over tokens": lambda values, tokens_N: (
+        (tokens_N.to(values.dtype) / tokens_N.sum())[None] @ values.flatten(1)
+    ).reshape(values.shape[1:]),
     "min": lambda values, tokens_N: values.amin(0),
     "max": lambda values, tokens_N: values.amax(0),
     "median": lambda values, tokens_N: values.nanmedian(0).values,
@@ -81,45 +132,27 @@ SHOWN: dict[str, str] = {
 
 @dataclass(frozen=True, kw_only=True)
 class Metric:
-    """One registered metric.
+    """One registered metric."""
 
-    Attributes:
-        name: identifier in files.
-        definition: one-line definition.
-        unit: of the value; "1" for a pure number, "share" for one in [0, 1].
-        axis: one of `AXES`.
-        source: paper rows that define it, such as "P3.1", or its origin in words.
-        compute: the function.
-        needs: inputs of its parameters, in order.
-        over_samples: one of `OVER_SAMPLES`; None for a derived metric of the whole analysis.
-        shown: subset of `SHOWN`.
-        scalar: one of `SCALARS`.
-        title: name on the page and in figures.
-        figure: the figure with its curve, see `analysis/pages/figures_metrics.py`.
-        number: format of its number.
-        levels: names of the values 0, 1, ... of a categorical metric.
-        key: whose weight it counts; the page also prints the weight of a head that attends evenly.
-        inactive: "above" or "below", for a score whose threshold marks inactive heads (P3.11).
-        bounds: lowest and highest value it can have; thresholds lie between them.
-    """
-
-    name: str
-    definition: str
-    unit: str
-    axis: str
-    source: str
+    name: str  # identifier in files
+    definition: str  # one line
+    unit: str  # of the value; "1" for a pure number, "share" for one in [0, 1]
+    axis: str  # one of `AXES`
+    source: str  # paper rows that define it, such as "P3.1", or its origin in words
     compute: "Callable[..., Tensor]"
-    needs: tuple[str, ...]
-    over_samples: str | None
-    shown: frozenset[str]
-    scalar: str
-    title: str
-    figure: str = "metrics"
-    number: str = "{:.3f}"
-    levels: tuple[str, ...] = ()
+    needs: tuple[str, ...]  # inputs of its parameters, in order
+    over_samples: str | None  # one of `OVER_SAMPLES`; None for a metric of the whole analysis
+    shown: frozenset[str]  # subset of `SHOWN`
+    scalar: str  # one of `SCALARS`
+    title: str  # name on the page and in figures
+    figure: str = "metrics"  # with its curve, see `analysis/pages/figures_metrics.py`
+    number: str = "{:.3f}"  # format of its number
+    levels: tuple[str, ...] = ()  # names of the values 0, 1, ... of a categorical metric
+    # The key whose weight it counts; the page also prints what a head that attends evenly gives it.
     key: int | None = None
+    # "above" or "below", for a score whose threshold marks inactive heads (P3.11).
     inactive: str | None = None
-    bounds: tuple[float, float] = (-math.inf, math.inf)
+    bounds: tuple[float, float] = (-math.inf, math.inf)  # of its values, and so of thresholds
 
     @property
     def is_derived(self) -> bool:
@@ -166,16 +199,11 @@ def metric(
 ) -> "Callable[[Callable[..., Tensor]], Callable[..., Tensor]]":
     """Register the decorated function; the first line of its docstring is the definition.
 
-    Args:
-        over_samples: default "mean" for metrics of statistics, None for derived ones.
-        scalar: default "first" by key position, else "mean".
-        needs: default the names of the function's parameters.
-        unit, axis, source, shown, title, options: see `Metric`.
+    See `Metric` for the arguments. `over_samples` is "mean" by default for metrics of statistics,
+    `scalar` "first" by key position and else "mean", and `needs` the names of the parameters.
 
     Raises:
-        ValueError: a duplicate name, no docstring, an unknown value, or metrics that are
-            registered later.
-        TypeError: an unknown option.
+        ValueError: a duplicate name, no docstring, or an unknown value or metric.
     """
 
     def register(function: "Callable[..., Tensor]") -> "Callable[..., Tensor]":
@@ -256,11 +284,7 @@ def parameter_names(entry: Metric) -> list[str]:
 
 
 def metrics(names: Iterable[str] | None = None) -> dict[str, Metric]:
-    """Return the registered metrics, or those in `names`, by name, in file and line order.
-
-    Raises:
-        ValueError: an unknown name.
-    """
+    """Return the registered metrics, or those in `names`, by name, in file and line order."""
     _discover()
     if names is None:
         # Not in import order, which depends on the rest of the process.

@@ -65,10 +65,7 @@ def first_weight(first_weight_HT: Tensor) -> Tensor:
 
 
 def sink_rate(alpha_NLH: Tensor, epsilon: float = SINK_EPSILON) -> Tensor:
-    """Return Sink^eps_k: the share of heads with alpha_k > eps, averaged over sequences (P2.2).
-
-    Takes alpha_k of one k, NaN for missing heads, and returns a scalar.
-    """
+    """Return Sink^eps_k: the share of heads with alpha_k > eps, averaged over sequences (P2.2)."""
     return layer_sink_rate(alpha_NLH, epsilon).nanmean()
 
 

@@ -40,10 +40,7 @@ def massive_ratio(state_TE: Tensor) -> Tensor:
 
 
 def longest_first_token(ratio_XS: Any) -> Any:
-    """Return the block whose output has the longest first token, against the others (P2.10), [X].
-
-    Its `massive_ratio` is a mean over texts: norm(first token) over the mean norm of later ones.
-    """
+    """Return the block [X] whose output has the longest first token, by `massive_ratio`."""
     return ratio_XS[..., 2::2].argmax(-1)
 
 

@@ -1,8 +1,10 @@
-"""Masks of inactive heads from scores, and the agreement of masks (P3.11 to P3.20).
+"""Masks of inactive heads from scores, their agreement, and distances between two models (P3).
 
-Shapes: N samples, L layers, H heads. Scores are NaN for missing heads.
+Shapes: N samples, L layers, H heads. Scores are NaN for missing heads. scipy.stats is imported
+late, as it takes a second.
 """
 
+import warnings
 from collections.abc import Sequence
 
 import numpy as np
@@ -15,10 +17,8 @@ Mask = NDArray[np.bool_]
 def published_quantile(scores: Scores, share: float) -> float:
     """Return a quantile by the rule of the released code (P3.11), without NaN.
 
-    The empirical CDF is F(x_(i)) = i / n at the i-th smallest score; its inverse is linear between
-    them, and `share` is clamped to [1 / n, 1]. This is numpy's "interpolated_inverted_cdf", except
-    that its n * share - 1 can miss whole numbers by rounding: here a share of i / n gives x_(i)
-    exactly, so that a strict comparison never counts that head.
+    This is numpy's "interpolated_inverted_cdf", but a share of i / n gives the i-th smallest score
+    exactly, whatever the rounding, so that a strict comparison never counts that head.
     """
     if not 0 <= share <= 1:
         raise ValueError(f"share {share}: between 0 and 1")
@@ -40,10 +40,7 @@ def inactive(scores: Scores, tau: float, side: str) -> Mask:
 
 
 def least_active(scores: Scores, share: float, side: str) -> Mask:
-    """Return exactly the `share` (rounded down) of least active heads, ties by position.
-
-    Comparing score functions needs masks of one size (P3.18).
-    """
+    """Return exactly the `share` (rounded down) of least active heads, ties by position (P3.18)."""
     flat = scores.ravel()
     present = np.flatnonzero(~np.isnan(flat))
     values = -flat[present] if side == "above" else flat[present]
@@ -67,11 +64,47 @@ def agreement(masks: Sequence[Mask]) -> tuple[Scores, Scores]:
 
 
 def share_by_layer(mask_NLH: Mask, scores_NLH: Scores) -> Scores:
-    """Return [L]: the share of each layer's heads that are inactive, over samples (P3.13, P3.20).
-
-    NaN for layers without attention.
-    """
+    """Return [L]: the share of each layer's heads that are inactive over samples (P3.13, P3.20)."""
     present = ~np.isnan(scores_NLH)
     heads_L = present.sum((0, 2))
     with np.errstate(invalid="ignore"):
         return np.asarray((mask_NLH & present).sum((0, 2)) / heads_L)
+
+
+def wasserstein(a: Scores, b: Scores) -> float:
+    """Return W1 between all scores of two models, in the score's unit (P3.21).
+
+    Norms scale with the model: compare their layer-normalized forms.
+    """
+    from scipy.stats import wasserstein_distance
+
+    pooled = [scores[~np.isnan(scores)] for scores in (a, b)]
+    if not all(map(len, pooled)):
+        raise ValueError("no score to compare")
+    return float(wasserstein_distance(*pooled))
+
+
+def spearman(a: Scores, b: Scores) -> float:
+    """Return the rank correlation of the same heads in two models of one shape (P3.30).
+
+    NaN if all scores of one model are equal.
+    """
+    from scipy.stats import ConstantInputWarning, spearmanr
+
+    together = _same_heads(a, b)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", ConstantInputWarning)
+        return float(spearmanr(a[together], b[together]).statistic)
+
+
+def top_agreement(a: Scores, b: Scores, count: int = 5) -> float:
+    """Return the IoU of the `count` highest heads of two models of one shape (P3.30)."""
+    together = _same_heads(a, b)
+    first, second = (set(np.argsort(-x[together], kind="stable")[:count].tolist()) for x in (a, b))
+    return len(first & second) / len(first | second)
+
+
+def _same_heads(a: Scores, b: Scores) -> Mask:
+    if a.shape != b.shape:
+        raise ValueError(f"scores of shapes {a.shape} and {b.shape}: head by head, they must agree")
+    return ~(np.isnan(a) | np.isnan(b))

@@ -1,10 +1,8 @@
 """Streamed statistics of attention weights: tiles of rows, and nothing of size S x S.
 
 The scores of a tile of rows are computed once, and give first-token weights, gates, entropies, sums
-of squares and column sums. That takes one matrix product; kernel calls (a forward with other values
-for the entropy, a backward for the column sums, a forward at twice the scale for the squares) would
-take nine, with cancellation in the entropy. It also supports windows, prefixes, biases and soft
-caps, and leaves the model's own kernel alone.
+of squares and column sums: one matrix product, where calls of the kernel would take nine, with
+cancellation in the entropy.
 
 Non-softmax similarities have proxy weights (P2.37): A_ij = |w_ij| / (sum_j |w_ij| + 1e-8),
 independent of the normalization of the layer's output. A row whose weights are all 0 (a dead ReLU)
@@ -12,17 +10,112 @@ attends to nothing. Attention maps of short sequences are the only S x S statist
 request.
 
 Shapes: B batch, H query heads, G key/value groups, R heads per group, N = B * G, T tokens, C rows
-of a tile, K columns of a tile, D head dim.
+of a tile, K columns of a tile, D head dim, S >= T keys.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from megasink.analysis.metrics.tiles import HIDDEN, tiles
 from megasink.attention.definitions import MAP_TOKENS, PROXY_EPSILON
+
+SIZE = 2**20
+"""Elements per tile buffer; 4 MiB in float32."""
+
+HIDDEN = -1e30  # finite, so that 0 * (z - max) is 0; its exp is 0
+
+
+class Tile(NamedTuple):
+    """Scores of some rows."""
+
+    n: slice  # slice of N
+    # rows, columns: slices of the T x S scores.
+    rows: slice
+    columns: slice
+    score_NRCK: Tensor  # in the statistics dtype; may be overwritten
+
+
+def tiles(
+    query_BHTD: Tensor,
+    key_BGSD: Tensor,
+    *,
+    scale: float,
+    window: int | None = None,
+    prefix: int = 0,
+    distance_bias_HT: Tensor | None = None,
+    softcap: float | None = None,
+    hidden: float = HIDDEN,
+) -> Iterator[Tile]:
+    """Yield the scores that each row sees, tile by tile, in float32 (float64 for float64).
+
+    The queries are those of the last T tokens. A token sees `window` tokens, itself included, and
+    `prefix` keys (P2.18); `hidden` is the score of others. `distance_bias_HT` is added by i - j
+    (P2.20); `softcap` makes scores cap * tanh(score / cap), as in Gemma 2.
+    """
+    batch, heads, tokens, head_dim = query_BHTD.shape
+    _, groups, keys, _ = key_BGSD.shape
+    if key_BGSD.shape != (batch, groups, keys, head_dim) or heads % groups or keys < tokens:
+        raise ValueError(
+            f"queries {list(query_BHTD.shape)} and keys {list(key_BGSD.shape)}: batch and head dim "
+            "must agree, heads be a multiple of groups, and each query have a key"
+        )
+    if prefix > 1 and window is not None:
+        raise ValueError(f"a prefix of {prefix} does not go with a window of {window}")
+    dtype = torch.promote_types(query_BHTD.dtype, torch.float32)
+    repeats, before = heads // groups, keys - tokens
+    query_NRTD = query_BHTD.reshape(batch * groups, repeats, tokens, head_dim)
+    key_NSD = key_BGSD.reshape(batch * groups, keys, head_dim)
+    count = max(1, min(tokens, 128, SIZE // (repeats * keys)))
+    together = max(1, SIZE // (repeats * count * keys))
+    for start in range(0, batch * groups, together):
+        n = slice(start, min(start + together, batch * groups))
+        some = key_NSD[n].to(dtype)
+        for top in range(0, tokens, count):
+            rows = slice(top, min(top + count, tokens))
+            places = slice(before + rows.start, before + rows.stop)
+            left = 0 if window is None else max(0, places.start - window + 1)
+            columns = slice(left, max(places.stop, min(prefix, keys)))
+            score_NRCK = _scores(query_NRTD[n, :, rows], some[:, columns], scale, softcap)
+            if distance_bias_HT is not None:
+                bias_GRT = distance_bias_HT.unflatten(0, (groups, -1)).to(dtype)
+                score_NRCK += _bias(bias_GRT, n, places, columns)
+            _hide(score_NRCK, places, columns, window, prefix, hidden)
+            yield Tile(n, rows, columns, score_NRCK)
+
+
+def _scores(query_NRCD: Tensor, key_NKD: Tensor, scale: float, softcap: float | None) -> Tensor:
+    """Compute z of one tile."""
+    count, repeats, rows, head_dim = query_NRCD.shape
+    query = (query_NRCD.to(key_NKD.dtype) * scale).reshape(count, repeats * rows, head_dim)
+    score = torch.bmm(query, key_NKD.transpose(1, 2)).view(count, repeats, rows, -1)
+    return score if softcap is None else score.div_(softcap).tanh_().mul_(softcap)
+
+
+def _hide(
+    score_NRCK: Tensor, rows: slice, columns: slice, window: int | None, prefix: int, hidden: float
+) -> None:
+    """Overwrite hidden keys; only columns from the tile's first row on can be future keys."""
+    device, left = score_NRCK.device, columns.start
+    row_C1 = torch.arange(rows.start, rows.stop, device=device)[:, None]
+    first = max(rows.start, left)
+    future_K = torch.arange(first, columns.stop, device=device)
+    hidden_CK = (future_K > row_C1) & (future_K >= prefix)
+    score_NRCK[..., first - left :].masked_fill_(hidden_CK, hidden)
+    if window is not None and left <= rows.stop - 1 - window:
+        past_K = torch.arange(left, min(rows.stop - window, columns.stop), device=device)
+        score_NRCK[..., : len(past_K)].masked_fill_(past_K <= row_C1 - window, hidden)
+
+
+def _bias(bias_GRT: Tensor, n: slice, rows: slice, columns: slice) -> Tensor:
+    """Return [N, R, C, K]: the bias of each distance; future keys, hidden later, get 0's."""
+    device = bias_GRT.device
+    row_C1 = torch.arange(rows.start, rows.stop, device=device)[:, None]
+    column_K = torch.arange(columns.start, columns.stop, device=device)
+    distance_CK = (row_C1 - column_K).clamp_(min=0)
+    group_N = torch.arange(n.start, n.stop, device=device) % len(bias_GRT)
+    return bias_GRT[:, :, distance_CK][group_N]
 
 
 class WeightStatistics(NamedTuple):
@@ -40,12 +133,11 @@ class WeightStatistics(NamedTuple):
     @classmethod
     def room_for(cls, query_BHTD: Tensor, key_BGTD: Tensor) -> "WeightStatistics":
         """Return zeros, [N, R, T] each."""
-        (batch, heads, tokens, _), groups = query_BHTD.shape, key_BGTD.shape[1]
-        shape = (batch * groups, heads // groups)
+        (batch, heads, tokens, _), (_, groups, keys, _) = query_BHTD.shape, key_BGTD.shape
         dtype = torch.promote_types(query_BHTD.dtype, torch.float32)
-        kinds = [*[(tokens, dtype)] * 5, (key_BGTD.shape[2], torch.float64)]
-        made = (torch.zeros(*shape, n, dtype=d, device=query_BHTD.device) for n, d in kinds)
-        return cls(*made)
+        kinds = [*[(tokens, dtype)] * 5, (keys, torch.float64)]
+        shape = (batch * groups, heads // groups)
+        return cls(*(query_BHTD.new_zeros((*shape, n), dtype=kind) for n, kind in kinds))
 
     def by_head(self, batch: int) -> "WeightStatistics":
         """Reshape [N, R, T] to [B, H, T]."""
@@ -67,8 +159,7 @@ def weight_statistics(
     first, slot, gate, entropy, square, column_sum = statistics
     slot_NRT = None
     if slot_logit_BHT is not None:
-        slot_BHT = slot_logit_BHT.to(first.dtype).expand(batch, heads, tokens)
-        slot_NRT = slot_BHT.reshape(first.shape)
+        slot_NRT = slot_logit_BHT.to(first.dtype).expand(batch, heads, tokens).reshape(first.shape)
     for n, rows, columns, score_NRCK in tiles(query_BHTD, key_BGTD, prefix=prefix, **options):
         # Explicit softmax: every statistic is a reduction of these two buffers.
         highest_NRC = score_NRCK.amax(-1)
@@ -110,10 +201,7 @@ def first_weights(
     slot_logit_BHT: Tensor | None = None,
     **options: Any,
 ) -> Tensor:
-    """Return A_i0 alone, [B, H, T], as in `weight_statistics` and at a fraction of its cost.
-
-    A_i0 is exp(z_i0 - LSE_i); each tile gives its rows' LSE.
-    """
+    """Return A_i0 alone, [B, H, T], as in `weight_statistics` and at a fraction of its cost."""
     batch, heads, tokens, _ = query_BHTD.shape
     groups = key_BGTD.shape[1]
     dtype = torch.promote_types(query_BHTD.dtype, torch.float32)
@@ -191,9 +279,7 @@ def proxy_statistics(
 ) -> WeightStatistics:
     """Compute statistics of the proxy weights of causal attention, without an S x S matrix.
 
-    Queries and keys are phi(q) and phi(k) if the similarity has a feature map. The gate is 1 -
-    A_i0, by sums; the entropy of a row is -sum_j A_ij ln A_ij. O(T^2 D) work; O(T) memory and two
-    tiles.
+    Queries and keys are phi(q) and phi(k) if the similarity has a feature map.
     """
     if similarity not in _WEIGHTS:
         raise ValueError(f"unknown similarity {similarity!r}: one of {', '.join(SIMILARITIES)}")

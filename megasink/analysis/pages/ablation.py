@@ -5,7 +5,10 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from megasink.analysis.ablate.results import (
+from megasink.analysis.pages import html
+from megasink.analysis.pages.ablation_figures import DRAWINGS, Arrays, shown_on, title_of
+from megasink.analysis.pages.drawing import pictures
+from megasink.analysis.results import (
     RANDOM,
     UNCHANGED,
     AblationCurve,
@@ -13,9 +16,6 @@ from megasink.analysis.ablate.results import (
     AblationResults,
     AblationValue,
 )
-from megasink.analysis.pages import html
-from megasink.analysis.pages.ablation_figures import Arrays, draw_all, shown_on, title_of
-from megasink.analysis.pages.words import words_and_papers
 
 
 def write_ablation(results: AblationResults, masks: Arrays, tsne: Arrays, output: Path) -> None:
@@ -28,11 +28,11 @@ def write_ablation(results: AblationResults, masks: Arrays, tsne: Arrays, output
         heading="heads zeroed",
         words=in_words(results),
         before={"Scores compared": compared},
-        pictures=draw_all(results, masks, tsne),
+        pictures=pictures(DRAWINGS, results, masks, tsne),
         after={
             "Every point": _points(results) if results.scores else [],
             "Heads and interventions given": given(results),
-            "Words and papers": [words_and_papers()],
+            "Words and papers": [html.words_and_papers()],
             "How it was measured": [_provenance(results)],
         },
         files={
@@ -55,11 +55,7 @@ def _rows(results: AblationResults) -> Iterator[Mapping[str, Any]]:
                 "seed": point.seed,
                 "zeroed_percent": point.zeroed,
                 "on": on,
-                "value": value.value,
-                "change": value.change,
-                "standard_error": value.standard_error,
-                "bits_per_byte": value.bits_per_byte,
-                "samples": value.samples,
+                **vars(value),
             }
 
 

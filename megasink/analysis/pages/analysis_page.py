@@ -1,7 +1,7 @@
 """One self-contained HTML page per report: the results in words, numbers and figures."""
 
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict
 from itertools import combinations, groupby
 from pathlib import Path
@@ -9,13 +9,12 @@ from pathlib import Path
 from megasink.analysis.analysis import Analysis
 from megasink.analysis.folder import Arrays, summary_cells, tables_of
 from megasink.analysis.metrics import Metric, metrics, metrics_shown
-from megasink.analysis.metrics.distances import spearman, top_agreement, wasserstein
+from megasink.analysis.metrics.thresholds import spearman, top_agreement, wasserstein
 from megasink.analysis.pages import change, html
 from megasink.analysis.pages.analysis_figures import figures
 from megasink.analysis.pages.comparable import differences
 from megasink.analysis.pages.drawing import OPENING, Picture, page_files
 from megasink.analysis.pages.opening import in_words
-from megasink.analysis.pages.words import words_and_papers
 from megasink.analysis.results import SampleResults
 from megasink.analysis.store import PAGE_FILES, write_results
 from megasink.console.printable import printable, say
@@ -31,8 +30,7 @@ def page(analyses: Sequence[Analysis], pictures: Sequence[Picture]) -> str:
         OPENING,
         *(html.paragraph(line) for analysis in analyses for line in in_words(analysis)),
         *(html.paragraph(line) for line in change.in_words(analyses)),
-        *(html.paragraph(f"The analyses have {d}.", "warning") for d in differences(analyses)),
-        *(_warning(analysis) for analysis in analyses if analysis.results.non_finite),
+        *(html.paragraph(warning, "warning") for warning in _warnings(analyses)),
         *(_figures(opening, names) if opening else []),
         _summaries(
             [(analysis.name, analysis.results) for analysis in analyses],
@@ -52,9 +50,22 @@ def page(analyses: Sequence[Analysis], pictures: Sequence[Picture]) -> str:
     made.section("By dataset", _summaries(by_dataset))
     if many:
         made.section("Pairwise comparison", _distances(analyses))
-    made.section("Words and papers", words_and_papers())
+    made.section("Words and papers", html.words_and_papers())
     made.section("How it was measured", *(_provenance(analysis) for analysis in analyses))
     return made.text()
+
+
+def _warnings(analyses: Sequence[Analysis]) -> Iterator[str]:
+    for difference in differences(analyses):
+        yield f"The analyses have {difference}."
+    for analysis in analyses:
+        if bad := analysis.results.non_finite:
+            first = bad[0]
+            yield (
+                f"{analysis.name}: {len(bad)} samples had infinite or NaN values and are left out "
+                f"of every average; the first: {first.source}, layers {first.layers}, heads "
+                f"{first.heads}."
+            )
 
 
 def _figures(pictures: Sequence[Picture], names: str) -> list[str]:
@@ -68,31 +79,17 @@ def _figures(pictures: Sequence[Picture], names: str) -> list[str]:
     ]
 
 
-def _warning(analysis: Analysis) -> str:
-    bad = analysis.results.non_finite
-    first = bad[0]
-    return html.paragraph(
-        f"{analysis.name}: {len(bad)} samples had infinite or NaN values and are left out of "
-        f"every average; the first: {first.source}, layers {first.layers}, heads {first.heads}.",
-        "warning",
-    )
-
-
 def _summaries(columns: Sequence[tuple[str, SampleResults]], *, with_change: bool = False) -> str:
     """Return a table of models or datasets, without empty rows; optionally with the change."""
-    cells = [summary_cells(of) for _, of in columns]
-    rows = [[key, *(f"{of[key]:,}" for of in cells)] for key in ("samples", "tokens")]
-    if with_change:
-        rows = [[*row, ""] for row in rows]
+    cells, more = [summary_cells(of) for _, of in columns], [""] * with_change
+    rows = [[key, *(f"{of[key]:,}" for of in cells), *more] for key in ("samples", "tokens")]
     for name, entry in metrics().items():
         if any(of.get(name) is not None for of in cells):
             values = [of[name] for of in cells]
-            rows.append([_label(entry, [results for _, results in columns])])
-            rows[-1] += map(entry.text, values)
-            if with_change:
-                rows[-1].append(change.delta(entry, *values))
-    head = ["", *(name for name, _ in columns)]
-    return html.table([*head, "change"] if with_change else head, rows)
+            more = [change.delta(entry, *values)] if with_change else []
+            name_of = _label(entry, [results for _, results in columns])
+            rows.append([name_of, *map(entry.text, values), *more])
+    return html.table(["", *(name for name, _ in columns), *["change"] * with_change], rows)
 
 
 def _label(entry: Metric, columns: Sequence[SampleResults]) -> str:

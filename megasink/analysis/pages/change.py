@@ -10,11 +10,12 @@ import numpy as np
 
 from megasink.analysis.analysis import Analysis
 from megasink.analysis.metrics import Metric, metrics
-from megasink.analysis.pages.drawing import Drawing
+from megasink.analysis.pages.drawing import Drawing, drawing
 from megasink.figures.style import DIVERGING, heatmap, label, panels
 
 # Metrics of heads whose change is shown, and its description.
 _MAPS = {"importance": "head importance", "awft": "a head's attention to the first token"}
+DRAWINGS: list[Drawing] = []
 
 
 def _maps(analyses: Sequence[Analysis]) -> dict[str, str]:
@@ -58,11 +59,14 @@ def delta(entry: Metric, before: Any, after: Any) -> str:
     """Return the change of a metric's number with its sign; empty for a name or no number."""
     if not isinstance(before, float) or not isinstance(after, float):
         return ""
-    sign = "+" if after > before else ""
-    return sign + entry.text(after - before)
+    return "+" * (after > before) + entry.text(after - before)
 
 
+@drawing(DRAWINGS, "change", "Between models", "Change of each head")
 def _change(analyses: Sequence[Analysis]) -> Any:
+    """The second model less the first: head importance (P0.10), and the mean weight on the first
+    token (P3.1). Both color scales are symmetric about no change.
+    """
     if not is_pair(analyses):
         return None
     before, after = analyses
@@ -78,15 +82,3 @@ def _change(analyses: Sequence[Analysis]) -> Any:
         label(axis, what, "layer", "head")
         figure.colorbar(image, ax=axis, label="less <- change -> more")
     return figure
-
-
-DRAWINGS = (
-    Drawing(
-        "change",
-        "Between models",
-        "Change of each head",
-        "The second model less the first: head importance (P0.10), and the mean weight on the "
-        "first token (P3.1). Both color scales are symmetric about no change.",
-        _change,
-    ),
-)

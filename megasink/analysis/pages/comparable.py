@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from contextlib import suppress
 from html import unescape
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from megasink.console.printable import printable
 from megasink.errors import UserError
@@ -57,7 +57,8 @@ def differences(analyses: Sequence["Analysis"]) -> list[str]:
     same_tokens = len({a.results.run.data_sha256 for a in analyses}) == 1
     sentences = []
     for key, what in _OPTIONS.items():
-        values = [_shown(getattr(a.results.run, key)) for a in analyses]
+        values = [getattr(a.results.run, key) for a in analyses]
+        values = [" ".join(map(str, v)) if isinstance(v, list) else str(v) for v in values]
         if key == "inputs":  # the other kinds stand apart
             values = [next(iter(a.results.run.inputs), "") for a in analyses]
         if len(set(values)) == 1 or (same_tokens and key != "seq_length"):
@@ -71,10 +72,6 @@ def differences(analyses: Sequence["Analysis"]) -> list[str]:
     return sentences
 
 
-def _shown(value: Any) -> str:
-    return " ".join(map(str, value)) if isinstance(value, list) else str(value)
-
-
 def comment_of(output: Path, line: str, of: Sequence[object], *, overwrite: bool) -> str:
     """Return the comment that identifies a picture and its page; refuse to replace other files."""
     if output.suffix.lower() != ".png":
@@ -86,12 +83,9 @@ def comment_of(output: Path, line: str, of: Sequence[object], *, overwrite: bool
     for path in () if overwrite else (output, output.with_suffix(".html")):
         before = _comment_in(path) if path.exists() else comment
         if before != comment:
-            ours = before.startswith("megasink ")
-            what = (
-                f"was written by `{printable(before)[:200]}`"
-                if ours
-                else "exists and was not written by megasink"
-            )
+            what = "exists and was not written by megasink"
+            if before.startswith("megasink "):
+                what = f"was written by `{printable(before)[:200]}`"
             raise UserError(
                 f"--output {path} {what}: choose another, or replace it with --overwrite"
             )

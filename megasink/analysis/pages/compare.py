@@ -33,7 +33,11 @@ def draw_comparison(runs: Runs, *, x: str = "step", factor: float = EMA) -> Any:
     """Draw the curves of several runs by step or tokens, smoothed by `factor` (P0.20, P1.41)."""
     figure, (axes,) = panels(1, 3, 4.2, width=14)
     colors = dict(zip(runs, model_colors(len(runs)), strict=True))
-    validation = _validation_key(runs)
+    every = [line for lines in runs.values() for line in lines]
+    validated = [line for line in every if line.get("valid_lm_loss") is not None]
+    # Bits per byte, comparable across tokenizers, if every validated run has them.
+    bits = bool(validated) and all("valid_bits_per_byte" in line for line in validated)
+    validation = "valid_bits_per_byte" if bits else "valid_lm_loss"
     for (name, lines), dashes in zip(runs.items(), cycle(DASHES), strict=False):
         color = colors[name]
         for axis, key in ((axes[0], "lm_loss"), (axes[2], "imbalance")):
@@ -42,12 +46,11 @@ def draw_comparison(runs: Runs, *, x: str = "step", factor: float = EMA) -> Any:
                 continue
             axis.plot(where, values, color=color, alpha=0.2, linewidth=0.7)
             text = name
-            if key == "lm_loss":
-                text += _plural(mark_spikes(axis, where, values, color))
+            if key == "lm_loss" and (spikes := mark_spikes(axis, where, values, color)):
+                text += f" ({spikes} spike{'s' * (spikes != 1)})"
             curve(axis, where, smoothed(values, factor), name=text, color=color, linestyle=dashes)
         where, values = _series(lines, validation, x)
         curve(axes[1], where, values, "o", name, color=color, linestyle=dashes)
-    bits = validation == "valid_bits_per_byte"
     titles = (
         (f"training loss, moving average ({factor:g})", "nats per token"),
         ("validation", "bits per byte" if bits else "nats per token"),
@@ -102,19 +105,6 @@ def final_numbers(runs: Runs) -> tuple[list[str], list[list[str]]]:
     return ["run", *COLUMNS, "tokens/s"], rows
 
 
-def _plural(spikes: int) -> str:
-    return f" ({spikes} spike{'s' * (spikes != 1)})" if spikes else ""
-
-
-def _validation_key(runs: Runs) -> str:
-    """Return bits per byte, comparable across tokenizers, if every validated run has them."""
-    validated = [
-        line for lines in runs.values() for line in lines if line.get("valid_lm_loss") is not None
-    ]
-    complete = bool(validated) and all("valid_bits_per_byte" in line for line in validated)
-    return "valid_bits_per_byte" if complete else "valid_lm_loss"
-
-
 def _series(
     lines: list[dict[str, Any]], key: str, x: str
 ) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
@@ -128,10 +118,7 @@ def _series(
 
 
 def summary(lines: list[dict[str, Any]]) -> dict[str, float | None]:
-    """Return the numbers to compare.
-
-    Final values and counts; those of `SMOOTHED` are moving averages (factor `EMA`).
-    """
+    """Return final values, moving averages (factor `EMA`) of those in `SMOOTHED`, and counts."""
     _, loss = series(lines, "lm_loss")
     _, seconds = series(lines, "seconds")
     _, tokens = series(lines, "tokens")

@@ -1,7 +1,7 @@
-"""Definition of a report figure.
+"""Figures of pages: a function with a caption, its picture, and the numbers behind it.
 
-A metric's figure comes from its record (figures_metrics.py). Add others to the `DRAWINGS` of a
-figures file.
+A metric's figure comes from its record (figures_metrics.py). Others are functions with `@drawing`,
+whose docstring is the caption.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from megasink.figures.recorded import Shown
-from megasink.figures.style import rendered
+from megasink.figures.style import rendered, styled
 
 MOST_CELLS = 6000
 """Numbers of one picture that a page holds: a map of 80 layers of 64 heads is whole."""
@@ -130,15 +130,28 @@ class Drawing:
     """One kind of figure."""
 
     name: str  # name of its file
-    section: str  # section of the page, one of `SECTIONS`
+    section: str  # of the page of an analysis, one of `SECTIONS`
     # title, caption: formula, unit and rows of the papers.
     title: str
     caption: str
-    # Creates a matplotlib figure of all analyses; None if they lack the numbers.
-    draw: Callable[[Any], Any]
+    # Creates a matplotlib figure of what the page shows; None if it lacks the numbers.
+    draw: Callable[..., Any]
     by_model: bool = False  # whether each model gets its own figure; `draw` then takes one analysis
     # Description in words, from the argument of `draw`; by default its extremes.
     finding: Callable[[Any], str] | None = None
+
+
+def drawing(
+    drawings: list[Drawing], name: str, section: str, title: str, **options: Any
+) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+    """Add the decorated function to `drawings`; its docstring is the caption."""
+
+    def add(draw: Callable[..., Any]) -> Callable[..., Any]:
+        caption = " ".join((draw.__doc__ or "").split())
+        drawings.append(Drawing(name, section, title, caption, draw, **options))
+        return draw
+
+    return add
 
 
 @dataclass(frozen=True)
@@ -163,11 +176,18 @@ def picture_of(
     *,
     kinds: Sequence[str] = ("png",),
     comment: str | None = None,
-    **of: str,
+    **of: Any,
 ) -> Picture:
     """Return the picture of a figure of matplotlib."""
     files = {kind: rendered(figure, kind, comment) for kind in kinds}
     return Picture(name, title, caption, files, numbers_of(figure), **of)
+
+
+def pictures(drawings: Sequence[Drawing], *what: Any) -> list[Picture]:
+    """Return the pictures of these figures for which there are numbers."""
+    with styled():
+        drawn = [(of, figure) for of in drawings if (figure := of.draw(*what)) is not None]
+        return [picture_of(figure, of.name, of.title, of.caption) for of, figure in drawn]
 
 
 def page_files(page: str, pictures: Sequence[Picture]) -> dict[str, Any]:

@@ -10,25 +10,10 @@ from typing import Any
 import numpy as np
 
 from megasink.analysis.analysis import Analysis, Floats
-from megasink.analysis.metrics import Metric, metrics, metrics_shown
+from megasink.analysis.metrics import Metric, metrics_shown
 from megasink.analysis.pages.drawing import Drawing
+from megasink.figures import style
 from megasink.figures.recorded import curve
-from megasink.figures.style import (
-    MAP,
-    even_panels,
-    heatmap,
-    label,
-    legend,
-    line,
-    log_scale,
-    model_legend,
-    named,
-    position_colors,
-    share_limit,
-    whole_numbers,
-    wrapped,
-    write_cells,
-)
 
 CURVES = {
     "sinks": ("Sinks", "Attention sinks"),
@@ -47,7 +32,6 @@ _ABSCISSA = {
     "layer position": "token position i",
     "state position": "token position i",
 }
-_LOGARITHMIC = ("activation", "ratio")
 _READABLE = 160  # maximum number of cells with readable numbers
 
 
@@ -60,13 +44,12 @@ def metric_drawings() -> list[Drawing]:
     for figure, entries in curves.items():
         section, title = CURVES.get(figure, ("Other metrics", figure.replace("_", " ")))
         caption = " ".join(f"{e.title}: {_definition(e)}" for e in entries)
-        draw = partial(_draw_curves, entries)
         caption += " Means over samples; a metric that is 0 for every model has no panel."
-        drawings.append(Drawing(figure, section, title, caption, draw))
-    for entry in metrics_shown("heatmap").values():
+        drawings.append(Drawing(figure, section, title, caption, partial(_draw_curves, entries)))
+    for name, entry in metrics_shown("heatmap").items():
         caption = f"{_definition(entry)} One color scale; layers without attention are blank."
         draw = partial(_draw_heatmap, entry)
-        drawings.append(Drawing(entry.name, "Heads", entry.title.capitalize(), caption, draw))
+        drawings.append(Drawing(name, "Heads", entry.title.capitalize(), caption, draw))
     return drawings
 
 
@@ -79,29 +62,30 @@ def _draw_curves(entries: Sequence[Metric], analyses: Sequence[Analysis]) -> Any
     shown = [e for e in entries if any(a.has(e.name) and a.values(e.name).any() for a in analyses)]
     if not shown:
         return None
-    figure, axes = even_panels(len(shown), 5, 3.2)
+    figure, axes = style.even_panels(len(shown), 5, 3.2)
     by_unit: dict[str, list[Any]] = {}
     for axis, entry in zip(axes, shown, strict=True):
-        for analysis, color, name in named(analyses):
+        for analysis, color, name in style.named(analyses):
             if analysis.has(entry.name):
                 x, curve = _curve(entry, analysis.values(entry.name))
-                line(axis, x, curve, color=color, name=name)
-        label(axis, entry.title, "" if entry.unit == "1" else entry.unit, _ABSCISSA[entry.axis])
-        whole_numbers(axis.xaxis)
+                style.line(axis, x, curve, color=color, name=name)
+        style.label(
+            axis, entry.title, "" if entry.unit == "1" else entry.unit, _ABSCISSA[entry.axis]
+        )
+        style.whole_numbers(axis.xaxis)
         by_unit.setdefault(entry.unit, []).append(axis)
     for unit, those in by_unit.items():
         if unit == "share":
-            share_limit(*those)
-        elif unit == "cosine":
-            for axis in those:
+            style.share_limit(*those)
+        elif unit in ("activation", "ratio"):
+            style.log_scale(*those)
+        for axis in those:
+            if unit == "cosine":
                 axis.set_ylim(-1.05, 1.05)
-        elif unit in _LOGARITHMIC:
-            log_scale(*those)
-        elif unit.startswith("L2 norm"):
-            for axis in those:
+            elif unit.startswith("L2 norm"):
                 highest = max(np.nanmax(curve.get_ydata()) for curve in axis.lines)
                 axis.set_ylim(0, 1.05 * highest if highest > 0 else 1)
-    model_legend(figure, axes[0], analyses)
+    style.model_legend(figure, axes[0], analyses)
     return figure
 
 
@@ -123,32 +107,27 @@ def _draw_heatmap(entry: Metric, analyses: Sequence[Analysis]) -> Any:
         return None
     tables = [analysis.values(entry.name) for analysis in analyses]
     layers = max(len(table) for table in tables)
-    figure, axes = even_panels(len(analyses), 3, float(np.clip(0.24 * layers + 1.3, 2.8, 8.0)))
+    figure, axes = style.even_panels(
+        len(analyses), 3, float(np.clip(0.24 * layers + 1.3, 2.8, 8.0))
+    )
     lowest = float(min(np.nanmin(table) for table in tables))
     highest = float(max(np.nanmax(table) for table in tables))
     if entry.unit == "share":  # round down: gates of a balanced model differ little
         lowest, highest = min(0.9, float(np.floor(10 * lowest) / 10)), 1.0
     for axis, analysis, table in zip(axes, analyses, tables, strict=True):
-        image = heatmap(axis, table, vmin=lowest, vmax=highest, cmap=MAP)
-        about = "\n".join([wrapped(analysis.name), *_made_of(entry, analysis)])
-        label(axis, about, "layer", "head")
+        image = style.heatmap(axis, table, vmin=lowest, vmax=highest, cmap=style.MAP)
+        # The numbers derived from this metric, such as head imbalance from importance.
+        numbers = (
+            f"{made.title} {made.text(analysis.results.metrics[made.name].number)}"
+            for made in metrics_shown("scalar").values()
+            if made.needs == (f"{entry.name}_LH",) and analysis.has(made.name)
+        )
+        style.label(axis, f"{style.wrapped(analysis.name)}\n{', '.join(numbers)}", "layer", "head")
         if table.size <= _READABLE and len(analyses) <= 3:
-            write_cells(axis, image, table, 6.5 if len(analyses) < 3 else 5.5)
+            style.write_cells(axis, image, table, 6.5 if len(analyses) < 3 else 5.5)
     bar_label = entry.title if entry.unit == "1" else f"{entry.title}, {entry.unit}"
     figure.colorbar(image, ax=figure.axes, label=bar_label)
     return figure
-
-
-def _made_of(entry: Metric, analysis: Analysis) -> list[str]:
-    """Return the numbers derived from this metric, such as head imbalance from importance."""
-    numbers = (
-        f"{made.title} {made.text(analysis.results.metrics[made.name].number)}"
-        for made in metrics().values()
-        if made.needs == (f"{entry.name}_LH",)
-        and "scalar" in made.shown
-        and analysis.has(made.name)
-    )
-    return [", ".join(numbers)]
 
 
 POSITIONS = (0, 1, 2, 4, 8, 16, 32)
@@ -159,12 +138,12 @@ def _by_position(key: str, ylabel: str, analyses: Sequence[Analysis]) -> Any:
     analyses = [analysis for analysis in analyses if analysis.has(key)]
     if not analyses:
         return None
-    figure, axes = even_panels(len(analyses), 3, 3.4, sharey=True)
+    figure, axes = style.even_panels(len(analyses), 3, 3.4, sharey=True)
     for axis, analysis in zip(axes, analyses, strict=True):
         table = analysis.values(key)
         state = np.arange(len(table)) / 2
         reached = [p for p in POSITIONS if p < table.shape[1] and np.isfinite(table[:, p]).any()]
-        for position, color in zip(reached, position_colors(len(reached)), strict=True):
+        for position, color in zip(reached, style.position_colors(len(reached)), strict=True):
             there = np.isfinite(table[:, position])
             x, y = state[there], table[there, position]
             width, order = (2.2, 3) if position == 0 else (1.2, 2)
@@ -173,15 +152,15 @@ def _by_position(key: str, ylabel: str, analyses: Sequence[Analysis]) -> Any:
             if len(x) <= 81:
                 size = 4 if len(x) <= 33 else 2.2
                 for points, fill in ((x == np.floor(x), color), (x != np.floor(x), "white")):
-                    style = {"color": color, "mfc": fill, "mew": 0.8, "ms": size, "zorder": 4}
-                    axis.plot(x[points], y[points], "o", **style)
-        label(axis, wrapped(analysis.name), ylabel, "layer (half: after attention)")
-        whole_numbers(axis.xaxis)
+                    options = {"color": color, "mfc": fill, "mew": 0.8, "ms": size, "zorder": 4}
+                    axis.plot(x[points], y[points], "o", **options)
+        style.label(axis, style.wrapped(analysis.name), ylabel, "layer (half: after attention)")
+        style.whole_numbers(axis.xaxis)
     if key == "state_norm":
-        log_scale(*axes)
+        style.log_scale(*axes)
     else:
         axes[0].set_ylim(-0.25, 1.05)
-    legend(figure, axes[0], len(POSITIONS))
+    style.legend(figure, axes[0], len(POSITIONS))
     return figure
 
 

@@ -2,6 +2,7 @@
 
 import base64
 import re
+import tomllib
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -11,6 +12,7 @@ from markupsafe import Markup, escape
 
 from megasink.analysis.pages.drawing import Numbers, Picture, page_files
 from megasink.analysis.store import PAGE_FILES, write_results
+from megasink.attention.definitions import SINK_EPSILON
 from megasink.console.papers import PAPERS
 from megasink.console.printable import say
 
@@ -38,11 +40,6 @@ class Page:
         return str(
             _macros.page(self._title, self._heading, self._about, self._contents, self._body)
         )
-
-
-def _anchor(title: str) -> str:
-    """Return the id of a heading."""
-    return re.sub(r"[^a-z0-9]+", "-", title.lower()).strip("-")
 
 
 def paragraph(text: str, kind: str = "") -> Markup:
@@ -106,6 +103,23 @@ def _linked(text: str) -> Markup:
     return Markup(re.sub(r"\b(P[0-4])\.\d+\b", link, str(escape(text))))
 
 
+def words_and_papers() -> str:
+    """Return the glossary of a report, and the papers that define its numbers."""
+    words = tomllib.loads(Path(__file__).with_name("words.toml").read_text(encoding="utf-8"))
+    rows = [[word, meaning.format(epsilon=SINK_EPSILON)] for word, meaning in words.items()]
+    papers = [[key, title, f"arXiv {number}"] for key, (title, number) in PAPERS.items()]
+    links = [f"https://arxiv.org/abs/{number}" for _, number in PAPERS.values()]
+    note = "P0.10 and similar names are rows of megasink's list of each paper's definitions. The "
+    note += "limits in the sentences of the summary are megasink's own, as is the sink center."
+    return Markup("").join(
+        [
+            table(["word", "meaning"], rows, kind="facts"),
+            table(["", "paper", ""], papers, kind="facts", links=links),
+            paragraph(note, "note"),
+        ]
+    )
+
+
 def _finding(numbers: Numbers, most: int = 6) -> str:
     """Return the places of a picture's lowest and highest values, for readers who cannot see it."""
     found = []
@@ -124,17 +138,17 @@ def _finding(numbers: Numbers, most: int = 6) -> str:
     return "; ".join(found[:most])
 
 
-def _pixels(size: float, least: float = 0.0) -> str:
-    return f"{max(size, least):.0f}"
-
-
 _environment = Environment(
     loader=PackageLoader("megasink.analysis.pages", "."),
     autoescape=True,
     undefined=StrictUndefined,
     trim_blocks=True,
 )
-_environment.filters |= {"anchor": _anchor, "pixels": _pixels, "linked": _linked}
+_environment.filters |= {
+    "anchor": lambda title: re.sub(r"[^a-z0-9]+", "-", title.lower()).strip("-"),
+    "pixels": lambda size, least=0.0: f"{max(size, least):.0f}",
+    "linked": _linked,
+}
 _macros: Any = _environment.get_template("page.html").module
 
 
@@ -155,13 +169,7 @@ def publish(
     before: Sections | None = None,
     lines: Sequence[str] = (),
 ) -> None:
-    """Write a page and the files of numbers, and print its words.
-
-    Args:
-        model: its name.
-        before, after: sections before and after the pictures.
-        lines: what is printed below the words.
-    """
+    """Write a page with sections around its pictures, and the files of numbers; print its words."""
     made = Page(f"megasink {command}: {model}", f"{model}: {heading}")
     sections: dict[str, Sequence[str]] = {"Summary": [paragraph(line) for line in words]}
     sections |= before or {}

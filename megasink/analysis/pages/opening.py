@@ -7,27 +7,19 @@ import numpy as np
 from megasink.analysis.analysis import Analysis, array
 from megasink.analysis.capture.inputs import MADE
 from megasink.analysis.metrics.states import longest_first_token
-from megasink.analysis.pages.drawing import OPENING, Drawing
+from megasink.analysis.pages.drawing import OPENING, Drawing, drawing
 from megasink.analysis.results import SampleResults
 from megasink.attention.definitions import SINK_EPSILON
 from megasink.errors import UserError
+from megasink.figures import style
 from megasink.figures.recorded import bars, curve, named_axes
-from megasink.figures.style import (
-    BLUE,
-    MAP,
-    VERMILION,
-    heatmap,
-    label,
-    log_scale,
-    panels,
-    whole_numbers,
-)
 
 ENOUGH_SAMPLES, ENOUGH_TOKENS = 16, 64
 """Below either, the page says that its numbers say little."""
 LARGE = 10
 """From this many times the other tokens' norm on, the page calls token 0 a massive activation."""
 _NEEDED = ("sink_rate", "first_token_attention", "circuit_stage", "importance", "imbalance")
+DRAWINGS: list[Drawing] = []
 
 
 def in_words(analysis: Analysis) -> list[str]:
@@ -59,9 +51,7 @@ def _paragraphs(name: str, of: SampleResults) -> list[str]:
 
 def _sinks(name: str, of: SampleResults) -> str:
     """State how many heads have a sink, from which layer on, and how much attention it gets."""
-    rate, attention = (of.metrics[n].number for n in ("sink_rate", "first_token_attention"))
-    assert isinstance(rate, float | int)
-    assert isinstance(attention, float | int)
+    rate, attention = (_number(of, n) for n in ("sink_rate", "first_token_attention"))
     even = of.metrics["even_weight"].number if "even_weight" in of.metrics else None
     text = (
         f"{name}, {of.samples:,} sample{'s' * (of.samples != 1)} of {of.tokens / of.samples:.0f} "
@@ -99,19 +89,22 @@ def _heads(of: SampleResults) -> str:
         np.unravel_index(find(table), table.shape) for find in (np.nanargmin, np.nanargmax)
     )
     low, high = f"{table[least]:.3f}", f"{table[most]:.3f}"
-    runs = (
-        f"runs from {low} (layer {least[0]}, head {least[1]}) to {high} (layer {most[0]}, head "
-        f"{most[1]})"
-    )
-    imbalance = of.metrics["imbalance"].number
-    assert isinstance(imbalance, float | int)
+    runs = f"is {low} in every head"
+    if low != high:
+        runs = f"runs from {low} (layer {least[0]}, head {least[1]}) to "
+        runs += f"{high} (layer {most[0]}, head {most[1]})"
     return (
         "Head importance is the share of a head's attention that does not go to the first token, "
-        "or that passes its sink or gate. It "
-        f"{runs if low != high else f'is {low} in every head'}, and its coefficient of variation "
-        f"within a layer, the head imbalance, is {imbalance:.3f}. `megasink ablate` measures a "
-        "different number: the loss without a head."
+        f"or that passes its sink or gate. It {runs}, and its coefficient of variation "
+        f"within a layer, the head imbalance, is {_number(of, 'imbalance'):.3f}. "
+        "`megasink ablate` measures a different number: the loss without a head."
     )
+
+
+def _number(of: SampleResults, name: str) -> float:
+    number = of.metrics[name].number
+    assert isinstance(number, float | int)
+    return number
 
 
 def _values(of: SampleResults, name: str) -> Any:
@@ -125,9 +118,20 @@ def _spread(of: SampleResults, metric: str) -> str:
     return "" if deviation is None else f" (± {100 * deviation:.1f} over samples)"
 
 
+@drawing(
+    DRAWINGS,
+    "opening",
+    OPENING,
+    "Sinks, hidden states and heads by layer",
+    by_model=True,
+    finding=lambda analysis: " ".join(_paragraphs(analysis.name, analysis.results)[:2]),
+)
 def _draw(analysis: Analysis) -> Any:
-    """Draw sinks and the norm of the first token over the layers, and the map of importance."""
-    figure, ((sinks, heads), (norms, blank)) = panels(
+    """Left: the share of each layer's heads that have a sink on the first token (P2.2), and the
+    length of the hidden state after each layer (P4.1), on the same axis. Right: the importance of
+    every head (P0, Eq. 5); dark heads look at the sink.
+    """
+    figure, ((sinks, heads), (norms, blank)) = style.panels(
         2, 2, 4.6, width=11, gridspec_kw={"width_ratios": (1.15, 1)}, sharex="col"
     )
     blank.remove()
@@ -136,37 +140,22 @@ def _draw(analysis: Analysis) -> Any:
     heads = figure.add_subplot(sinks.get_gridspec()[:, 1])
     rate = analysis.values("sink_rate_by_layer")
     layers = np.arange(len(rate))
-    bars(sinks, 100 * rate, color=BLUE, width=0.8)
+    bars(sinks, 100 * rate, color=style.BLUE, width=0.8)
     sinks.set_ylim(0, 100)
-    label(sinks, "heads with an attention sink", "% of the layer's heads")
+    style.label(sinks, "heads with an attention sink", "% of the layer's heads")
     named_axes(sinks, across="layer")
     norm = analysis.values("state_norm")
     after = norm[2::2]  # the output of each block
-    curve(norms, layers, after[:, 0], "o-", "token 0", color=VERMILION)
+    curve(norms, layers, after[:, 0], "o-", "token 0", color=style.VERMILION)
     if after.shape[1] > 1:
         others = np.nanmean(after[:, 1:], axis=1)
-        curve(norms, layers, others, "s--", "mean of the others", color=BLUE)
+        curve(norms, layers, others, "s--", "mean of the others", color=style.BLUE)
     norms.legend(loc="best")
-    label(norms, "length of the hidden state", "L2 norm", "layer")
-    log_scale(norms)
-    whole_numbers(norms.xaxis)
+    style.label(norms, "length of the hidden state", "L2 norm", "layer")
+    style.log_scale(norms)
+    style.whole_numbers(norms.xaxis)
     table = analysis.values("importance")
-    image = heatmap(heads, table.T, vmin=0, vmax=1, cmap=MAP, origin="lower")
-    label(heads, "head importance", "head", "layer")
+    image = style.heatmap(heads, table.T, vmin=0, vmax=1, cmap=style.MAP, origin="lower")
+    style.label(heads, "head importance", "head", "layer")
     figure.colorbar(image, ax=heads, label="share of attention off the sink")
     return figure
-
-
-DRAWINGS = (
-    Drawing(
-        "opening",
-        OPENING,
-        "Sinks, hidden states and heads by layer",
-        "Left: the share of each layer's heads that have a sink on the first token (P2.2), and the "
-        "length of the hidden state after each layer (P4.1), on the same axis. Right: the "
-        "importance of every head (P0, Eq. 5); dark heads look at the sink.",
-        _draw,
-        by_model=True,
-        finding=lambda analysis: " ".join(_paragraphs(analysis.name, analysis.results)[:2]),
-    ),
-)

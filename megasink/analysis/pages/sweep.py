@@ -10,32 +10,21 @@ import numpy as np
 from megasink.analysis.metrics import metrics
 from megasink.analysis.metrics.sinks import EPSILONS
 from megasink.analysis.pages import html
-from megasink.analysis.pages.drawing import Picture, picture_of
+from megasink.analysis.pages.drawing import Drawing, drawing, pictures
 from megasink.analysis.results import SweepResults, SweepRow
 from megasink.attention.definitions import SINK_EPSILON
 from megasink.figures.recorded import curve
-from megasink.figures.style import MAP, even_panels, label, shares_of_heads, styled
+from megasink.figures.style import MAP, even_panels, label, shares_of_heads
 
-_SWEEP = (
-    "Each metric against the first setting that varies: length, copies or BOS. The other settings "
-    "are separate lines. Sinks: the share of heads whose mean attention to the first token exceeds "
-    "eps (P2.3, P4.3). Inactive heads: by fixed thresholds, set by the longest texts (P3.24). "
-    "Massive activation: the norm of the first token over that of the others (P4.1)."
-)
-_MASKS = (
-    "Share of the samples in which a head is inactive, layer by head, for each setting (P3.24). "
-    "The threshold is the same for all."
-)
 _AXES = {"length": "tokens of the text", "copies": "copies of the first token", "bos": "BOS"}
+DRAWINGS: list[Drawing] = []
 
 
 def write_sweep(results: SweepResults, arrays: dict[str, Any], output: Path) -> None:
     """Write a sweep and print its table; the arrays are "score/setting" -> [N, L, H]."""
-    table = [table_row(row, results.rows) for row in results.rows]
-    names = [
-        *("length", "bos", "copies", "samples", "sink_rate", "inactive_awft"),
-        *("inactive_ahon_ln", "massive_ratio", "nats_per_token"),
-    ]
+    table = [_table_row(row, results.rows) for row in results.rows]
+    names = ["length", "bos", "copies", "samples", "sink_rate", "inactive_awft"]
+    names += ["inactive_ahon_ln", "massive_ratio", "nats_per_token"]
     printed = [names, *([_short(line[name]) for name in names] for line in table)]
     html.publish(
         output,
@@ -43,7 +32,7 @@ def write_sweep(results: SweepResults, arrays: dict[str, Any], output: Path) -> 
         model=results.model.name,
         heading="lengths, BOS and first tokens",
         words=in_words(results),
-        pictures=draw_all(results),
+        pictures=pictures(DRAWINGS, results),
         after={
             "Every setting": [_settings(results, table)],
             "How it was measured": [_provenance(results)],
@@ -61,15 +50,6 @@ def write_sweep(results: SweepResults, arrays: dict[str, Any], output: Path) -> 
                 f"infinite or NaN values, {row.non_finite[0]} first: left out of every average",
                 file=sys.stderr,
             )
-
-
-def draw_all(results: SweepResults) -> list[Picture]:
-    """Return the two pictures of a sweep."""
-    with styled():
-        return [
-            picture_of(draw_sweep(results), "sweep", "Sinks, heads and loss by setting", _SWEEP),
-            picture_of(draw_masks(results), "masks", "Which heads are inactive", _MASKS),
-        ]
 
 
 def in_words(results: SweepResults) -> list[str]:
@@ -100,21 +80,19 @@ def _settings(results: SweepResults, table: list[dict[str, Any]]) -> str:
 
 
 def _provenance(results: SweepResults) -> str:
-    facts = {
+    facts: dict[str, object] = {
         "megasink": results.megasink,
         "data": ", ".join(results.data),
         "samples at most": results.max_samples,
         "replaced positions": results.replaced_positions,
         "thresholds set by": results.set_by,
-        **{
-            f"threshold of {metrics()[n].title}": f"{tau:.4g}"
-            for n, tau in results.thresholds.items()
-        },
     }
+    for name, tau in results.thresholds.items():
+        facts[f"threshold of {metrics()[name].title}"] = f"{tau:.4g}"
     return html.facts(results.model.name, facts)
 
 
-def table_row(row: SweepRow, rows: Sequence[SweepRow]) -> dict[str, Any]:
+def _table_row(row: SweepRow, rows: Sequence[SweepRow]) -> dict[str, Any]:
     """Return one line of sweep.csv: the setting, and each number that any row has."""
     keys = ("length", "bos", "copies", "samples", "tokens")
     return {
@@ -132,10 +110,12 @@ def _short(value: Any) -> str:
     return f"{value:.4g}" if isinstance(value, float) else str(value)
 
 
-def draw_sweep(results: SweepResults) -> Any:
-    """Draw sink rate, inactive heads, massive activation and loss over the swept variable.
-
-    The x axis is the first of length, copies and BOS with several values; the others are lines.
+@drawing(DRAWINGS, "sweep", "", "Sinks, heads and loss by setting")
+def _sweep(results: SweepResults) -> Any:
+    """Each metric against the first setting that varies: length, copies or BOS. The other settings
+    are separate lines. Sinks: the share of heads whose mean attention to the first token exceeds
+    eps (P2.3, P4.3). Inactive heads: by fixed thresholds, set by the longest texts (P3.24). Massive
+    activation: the norm of the first token over that of the others (P4.1).
     """
     from matplotlib import colormaps
 
@@ -199,16 +179,21 @@ def _numbers(rows: Sequence[SweepRow], metric: str) -> Any:
     return np.asarray(list(numbers), dtype=np.float64)
 
 
-def draw_masks(results: SweepResults) -> Any:
-    """Draw how often each head is inactive, [layer, head], per setting (P3.24)."""
+@drawing(DRAWINGS, "masks", "", "Which heads are inactive")
+def _masks(results: SweepResults) -> Any:
+    """Share of the samples in which a head is inactive, layer by head, for each setting (P3.24).
+    The threshold is the same for all.
+    """
     rows = results.rows
     names = [_setting(row, _varied(rows) or _AXES).replace(", ", "\n") for row in rows]
-    by_score = {
-        metrics()[score].title: [np.asarray(row.inactive_by_head[score], float) for row in rows]
-        for score in rows[0].inactive_by_head
-    }
     return shares_of_heads(
-        {score: dict(zip(names, tables, strict=True)) for score, tables in by_score.items()}
+        {
+            metrics()[score].title: {
+                name: np.asarray(row.inactive_by_head[score], dtype=float)
+                for name, row in zip(names, rows, strict=True)
+            }
+            for score in rows[0].inactive_by_head
+        }
     )
 
 

@@ -11,28 +11,20 @@ _PART = "\ufffd"  # a token that is part of a character
 
 
 def token_labels(texts: Sequence[str], ids: Any) -> tuple[list[str], list[str]]:
-    """Return a label for each token, and the fonts that draw them, for matplotlib's fallback.
-
-    Spaces and newlines are visible. A token that no font draws, or that is part of a character, is
-    #ID.
-    """
+    """Return a label for each token, #ID for one that no font draws, and the fonts to use."""
     fonts, labels = [FONT], []
     for number, text in enumerate(texts):
         text = text.translate(_MARKS)
         label = text if len(text) <= _MOST else f"{text[: _MOST - 2]}…"
-        missing = {c for c in label if ord(c) not in _characters(FONT)}
-        candidates = [font for font in fonts[1:] if _draws(font, missing)]
-        candidates = candidates or [font for font in _others() if _draws(font, missing)]
+        missing = {ord(c) for c in label} - _characters(FONT)
+        candidates = [font for font in fonts[1:] if missing <= _characters(font)]
+        candidates = candidates or [font for font in _others() if missing <= _characters(font)]
         if missing and candidates and candidates[0] not in fonts:
             fonts.append(candidates[0])
         if _PART in label or (missing and not candidates):
             label = "▯" if ids is None else f"#{ids[number]}"
         labels.append(label)
     return labels, fonts
-
-
-def _draws(font: str, characters: set[str]) -> bool:
-    return characters <= {chr(code) for code in _characters(font)}
 
 
 @cache

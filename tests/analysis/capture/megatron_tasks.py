@@ -17,7 +17,7 @@ from megasink.analysis.capture.megatron_model import MegatronProbe
 from megasink.analysis.capture.ranks import Ranks
 from megasink.analysis.capture.statistics import MAP
 from megasink.analysis.metrics import STATISTICS
-from megasink.analysis.metrics.inputs import GRADIENT
+from megasink.analysis.metrics.registry import GRADIENT
 from megasink.analysis.pages import sweep
 from megasink.cli import main
 from megasink.errors import ConfigError
@@ -140,6 +140,6 @@ def swept(command: str, store: str) -> int:
     ranks = Ranks(FileStore(store, 2), get_rank(), 2)
     with (
         mock.patch.object(Ranks, "from_environment", return_value=ranks),
-        mock.patch.object(sweep, "draw_all", return_value=[]),
+        mock.patch.object(sweep, "pictures", return_value=[]),
     ):
         return main(command.split())

@@ -14,7 +14,7 @@ from megasink.analysis.capture.inputs import Sample
 from megasink.analysis.capture.transformers_model import TransformersProbe
 from megasink.analysis.measure import Recorder, run
 from megasink.analysis.metrics import STATISTICS
-from megasink.analysis.metrics.inputs import GRADIENT
+from megasink.analysis.metrics.registry import GRADIENT
 from megasink.analysis.options import AnalysisOptions
 from megasink.analysis.results import RunFacts
 from megasink.analysis.summary import scores_of, summarize

@@ -179,7 +179,7 @@ def test_the_length_follows_the_model(root, tmp_path, monkeypatch, first, length
         asked.append(length)
         raise UserError("enough")
 
-    monkeypatch.setattr("megasink.analysis.capture.samples._samples", stop)
+    monkeypatch.setattr("megasink.analysis.capture.inputs._samples", stop)
     options = AnalysisOptions(output=tmp_path)
     rest = dict.fromkeys(("open_probe", "module", "tokenizer", "vocabulary"))
     model = ProbedModel(**rest, facts={"name": "mine"}, positions=64, first=first, heads=[4])

@@ -6,9 +6,9 @@ import math
 import pytest
 import torch
 
+from megasink.analysis.capture.inputs import inputs_of
 from megasink.analysis.capture.models import of_transformers
 from megasink.analysis.capture.ranks import Ranks
-from megasink.analysis.capture.samples import inputs_of
 from megasink.analysis.folder import read_analysis
 from megasink.analysis.measure import measure
 from megasink.analysis.options import AnalysisOptions
@@ -76,7 +76,7 @@ def test_an_analysis_counts_the_bytes_of_the_texts(kind, length):
 
 def test_the_commands_count_the_bytes_of_a_file(kind, tmp_path, monkeypatch):
     monkeypatch.setattr(pages, "figures", lambda *_: [])
-    monkeypatch.setattr(ablation, "draw_all", lambda *_: [])
+    monkeypatch.setattr(ablation, "pictures", lambda *_: [])
     for part in kind:
         part.save_pretrained(tmp_path / "model")
     (tmp_path / "texts.jsonl").write_text("".join(json.dumps({"text": t}) + "\n" for t in TEXTS))

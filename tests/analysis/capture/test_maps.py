@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from megasink.analysis.capture.inputs import Sample
-from megasink.analysis.capture.maps import Head, geometry, named_heads, telling_heads
+from megasink.analysis.capture.maps import Head, extreme_heads, geometry, named_heads
 from megasink.analysis.capture.transformers_model import TransformersProbe
 from megasink.analysis.metrics.weights import attention_maps
 from megasink.attention.definitions import MAP_TOKENS
@@ -141,12 +141,12 @@ def test_heads_that_the_user_names():
 
 def test_heads_that_tell_most():
     awft = np.array([[np.nan, np.nan], [0.9, 0.1], [0.5, 0.2]])
-    assert telling_heads(awft, 1 - awft) == [
+    assert extreme_heads(awft, 1 - awft) == [
         Head(1, 0, "highest AWFT 0.9, lowest importance 0.1"),
         Head(1, 1, "lowest AWFT 0.1, highest importance 0.9"),
     ]
     gates = np.array([[np.nan, np.nan], [0.3, 0.4], [0.2, 0.8]])
-    assert [(h.layer, h.head) for h in telling_heads(awft, gates)] == [
+    assert [(h.layer, h.head) for h in extreme_heads(awft, gates)] == [
         (1, 0),
         (1, 1),
         (2, 0),

@@ -37,8 +37,8 @@ def root(tmp_path_factory):
 @pytest.fixture(autouse=True)
 def undrawn(monkeypatch):
     monkeypatch.setattr(pages, "figures", lambda *_: [])
-    monkeypatch.setattr(ablation, "draw_all", lambda *_: [])
-    monkeypatch.setattr(sweep, "draw_all", lambda *_: [])
+    monkeypatch.setattr(ablation, "pictures", lambda *_: [])
+    monkeypatch.setattr(sweep, "pictures", lambda *_: [])
 
 
 TEXT = "--data {0}/text.txt --device cpu --output"

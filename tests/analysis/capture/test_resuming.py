@@ -175,7 +175,7 @@ def test_the_first_to_fail_is_heard_and_ends_the_others(monkeypatch):
         rank = Ranks(store, 0, 2)
         rank.enter("a")
         try:
-            rank.await_all("measured")
+            rank.wait("measured", rank.size)
         except SystemExit as stop:
             waiting.append(stop.code)
 

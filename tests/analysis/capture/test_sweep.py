@@ -58,7 +58,7 @@ def swept(folder):
 @pytest.fixture
 def undrawn(swept, monkeypatch):
     """The figures are drawn once, by `swept`."""
-    monkeypatch.setattr(sweep, "draw_all", lambda found: [])
+    monkeypatch.setattr(sweep, "pictures", lambda *_: [])
 
 
 @pytest.fixture(scope="module")

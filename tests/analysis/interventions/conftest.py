@@ -15,7 +15,7 @@ def folder(tmp_path_factory):
 @pytest.fixture
 def undrawn(monkeypatch):
     """No picture is drawn."""
-    monkeypatch.setattr(ablation, "draw_all", lambda *_: [])
+    monkeypatch.setattr(ablation, "pictures", lambda *_: [])
 
 
 @pytest.fixture

@@ -14,6 +14,6 @@ def ablated(command: str, store: str) -> int:
     ranks = Ranks(FileStore(store, 2), get_rank(), 2)
     with (
         mock.patch.object(Ranks, "from_environment", return_value=ranks),
-        mock.patch.object(ablation, "draw_all", return_value=[]),
+        mock.patch.object(ablation, "pictures", return_value=[]),
     ):
         return main(command.split())

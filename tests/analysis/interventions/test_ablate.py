@@ -16,12 +16,12 @@ import torch
 
 from megasink.analysis.ablate import run
 from megasink.analysis.ablate.curves import kept_level, normalized_auc, removable
-from megasink.analysis.ablate.results import ALL, mean_line
 from megasink.analysis.capture.transformers_model import TransformersProbe
 from megasink.analysis.metrics.geometry import Embedding
 from megasink.analysis.metrics.thresholds import published_quantile
 from megasink.analysis.pages.ablation import best_of, in_words
 from megasink.analysis.pages.html import PAPERS
+from megasink.analysis.results import ALL, mean_line
 from megasink.cli import main
 from megasink.errors import UserError
 from tests.analysis.interventions.ablating import (

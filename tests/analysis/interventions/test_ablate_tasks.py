@@ -12,11 +12,11 @@ import pytest
 from megasink.analysis.ablate import points as measuring
 from megasink.analysis.ablate.curves import kept_level, normalized_auc, removable
 from megasink.analysis.ablate.points import TaskScore
-from megasink.analysis.ablate.results import AblationResults
 from megasink.analysis.ablate.summary import _paired_error
 from megasink.analysis.evaluate import harness
 from megasink.analysis.metrics.thresholds import published_quantile
 from megasink.analysis.pages import ablation
+from megasink.analysis.results import AblationResults
 from megasink.cli import main
 from megasink.files.checked_fields import from_json
 from tests.analysis.capture.tiny_models import save_with_tokenizer
@@ -139,7 +139,7 @@ def test_a_repeated_sweep_asks_nothing(model, swept, monkeypatch):
     output, _ = swept
     before = (output / "ablation.json").read_text()
     monkeypatch.setattr(measuring, "evaluate", lambda *args, **kwargs: pytest.fail("asked again"))
-    monkeypatch.setattr(ablation, "draw_all", lambda *_: [])
+    monkeypatch.setattr(ablation, "pictures", lambda *_: [])
     assert main(command(model, output)) == 0
     assert (output / "ablation.json").read_text() == before
 

@@ -55,14 +55,12 @@ def folder(model, samples, tmp_path_factory):
 
 
 def test_an_analysis_sets_thresholds(model, samples, folder):
-    calibration = read_calibration(folder)
-    calibration.check(weights_hash(model), [4, 4])
+    calibration = read_calibration(folder, weights_hash(model), [4, 4])
     for score in SCORES:
         here = measure_scores(opener(model), score, [sample.tokens for sample in samples])
-        np.testing.assert_allclose(here, calibration.scores[score], rtol=1e-5)
+        np.testing.assert_allclose(here, calibration[score], rtol=1e-5)
         side = "above" if score == "awft" else "below"
-        tau = calibration.threshold(score, 0.25)
-        assert tau == threshold(calibration.scores[score], 0.25, side)
+        tau = threshold(calibration[score], 0.25, side)
         ids = torch.tensor([sample.tokens for sample in samples])
         with (
             torch.no_grad(),
@@ -71,7 +69,8 @@ def test_an_analysis_sets_thresholds(model, samples, folder):
             model(ids, use_cache=False)
         assert zeroed.threshold == tau
         assert 0 < zeroed.share < 0.6
-    assert calibration.threshold("random", 0.25) == 0.25
+    with dynamic_zeroing(model, score="random", quantile=0.25, calibration=folder) as zeroed:
+        assert zeroed.threshold == 0.25
 
 
 def test_calibrations_of_another_model_are_refused(model, folder, tmp_path):
@@ -79,14 +78,14 @@ def test_calibrations_of_another_model_are_refused(model, folder, tmp_path):
     with torch.no_grad():
         other.lm_head.weight[0, 0] += 1.0
     with pytest.raises(UserError, match="is the analysis of other weights"):
-        read_calibration(folder).check(weights_hash(other), [4, 4])
+        read_calibration(folder, weights_hash(other), [4, 4])
     with pytest.raises(UserError, match="is the analysis of another model"):
-        read_calibration(folder).check(weights_hash(model), [4, 4, 4])
+        read_calibration(folder, weights_hash(model), [4, 4, 4])
     with pytest.raises(UserError, match="is the analysis of other weights"):
         dynamic_zeroing(other, score="awft", quantile=0.1, calibration=folder).__enter__()
     for score, share, problem in (("aeqd", 0.1, "has no aeqd"), ("awft", 1.1, "share of heads")):
         with pytest.raises(UserError, match=problem):
-            read_calibration(folder).threshold(score, share)
+            dynamic_zeroing(model, score=score, quantile=share, calibration=folder).__enter__()
     with pytest.raises(UserError, match="does not hold an analysis"):
         read_calibration(tmp_path)
     for name in ("results.json", "samples.npz"):

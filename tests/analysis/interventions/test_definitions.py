@@ -10,7 +10,7 @@ from megasink.analysis.interventions import (
     SteerGates,
     ZeroHeads,
 )
-from megasink.analysis.interventions.scores import LayerScore, is_of_all_texts, random_of
+from megasink.analysis.interventions.dynamic_zeroing import LayerScore, is_of_all_texts, random_of
 from megasink.analysis.metrics import metrics
 from megasink.attention import definitions
 from megasink.errors import UserError

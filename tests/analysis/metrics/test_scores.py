@@ -11,7 +11,6 @@ from megasink.analysis.capture.inputs import (
     random_sequences,
     repeat_rate,
     repeated_first_token,
-    repeated_sequences,
 )
 from megasink.analysis.metrics.circuit import (
     STAGES,
@@ -20,7 +19,6 @@ from megasink.analysis.metrics.circuit import (
     sink_centre,
     sink_centre_by_direction,
 )
-from megasink.analysis.metrics.distances import spearman, top_agreement, wasserstein
 from megasink.analysis.metrics.geometry import (
     attention_map_components,
     principal_components,
@@ -36,7 +34,10 @@ from megasink.analysis.metrics.thresholds import (
     least_active,
     published_quantile,
     share_by_layer,
+    spearman,
     threshold,
+    top_agreement,
+    wasserstein,
 )
 from megasink.attention.definitions import MAP_TOKENS
 from megasink.balance.loss import layer_imbalance
@@ -170,8 +171,6 @@ def test_token_sequences():
     drawn = random_sequences(50, 20, 10, seed=1, exclude=[0, 9])
     assert {token for row in drawn for token in row} == set(range(1, 9))
     assert drawn == random_sequences(50, 20, 10, seed=1, exclude=[0, 9])
-    repeated = repeated_sequences(5, 7, 10, seed=1)
-    assert all(len(row) == 7 and len(set(row)) == 1 for row in repeated)
     assert repeated_first_token([5, 6, 7], 3, bos=None) == [5, 5, 5, 6, 7]
     assert repeated_first_token([5, 6, 7], 2, bos=1) == [1, 1, 5, 6, 7]
     with pytest.raises(ValueError, match="0 copies"):

@@ -21,7 +21,7 @@ from megasink.analysis.pages import analysis_page as pages
 from megasink.analysis.pages.analysis_page import write_numbers
 from megasink.analysis.results import RunFacts
 from megasink.analysis.summary import summarize
-from megasink.analysis.trace import TraceRow, write_trace
+from megasink.analysis.trace import write_trace
 from megasink.cli import main
 from tests.analysis.capture.tiny_models import save_with_tokenizer, tiny_model
 from tests.analysis.pages.browser import CHROMIUM, console_of, seen
@@ -117,7 +117,7 @@ def test_the_report_obeys_its_own_policy(report, tmp_path):
 def test_a_trace(tmp_path):
     numbers = dict.fromkeys(metrics_shown("scalar"), 0.3) | {"circuit_stage": "forming"}
     later = numbers | {"circuit_stage": "fixed", "bits_per_byte": None}
-    rows = [TraceRow(100, 10_000, numbers), TraceRow(200, 20_000, later)]
+    rows = [{"step": n, "tokens": 100 * n, **of} for n, of in ((100, numbers), (200, later))]
     write_trace(rows, tmp_path, NAME)
     found = seen(tmp_path / "report.html", WIDTHS, tmp_path)
     assert sorted(found.measured) == sorted(WIDTHS)
