@@ -10,8 +10,8 @@ from unittest.mock import patch
 import torch
 from torch import Tensor
 
-from megasink.attention import choose_backend, choose_gate_kernels
-from megasink.attention.kernels import transformer_engine
+from megasink.attention import documents
+from megasink.attention.kernels import forget_choices, transformer_engine
 
 
 class FlashAttention4:
@@ -33,16 +33,18 @@ class FlashAttention4:
 class FlashAttention2:
     """Stands in for flash_attn.flash_attn_interface."""
 
-    _flash_attn_forward = FlashAttention4._flash_attn_fwd
+    _flash_attn_forward = _flash_attn_varlen_forward = FlashAttention4._flash_attn_fwd
 
     @staticmethod
     def _flash_attn_backward(*_: Tensor, **options: Any) -> None:
         """Write into its arguments."""
 
+    _flash_attn_varlen_backward = _flash_attn_backward
+
 
 def _lse(query_BTHD: Tensor) -> Tensor:
-    batch, tokens, heads, _ = query_BTHD.shape
-    return query_BTHD.new_empty(batch, heads, tokens, dtype=torch.float32)
+    *batch, tokens, heads, _ = query_BTHD.shape
+    return query_BTHD.new_empty(*batch, heads, tokens, dtype=torch.float32)
 
 
 class TransformerEngine:
@@ -74,9 +76,10 @@ def packages() -> Iterator[None]:
     names = {".".join(name.split(".")[:n]) for name in PACKAGES for n in range(1, 4)}
     stand_ins = {name: ModuleType(name) for name in names} | PACKAGES
     saved = {name: sys.modules[name] for name in stand_ins if name in sys.modules}
-    caches = (choose_backend, choose_gate_kernels, transformer_engine._ends)
+    caches = (transformer_engine._ends, documents._ends, documents._first_keys, documents.tables_of)
     sys.modules.update(stand_ins)
     try:
+        forget_choices()
         for cache in caches:
             cache.cache_clear()
         with (
@@ -88,5 +91,6 @@ def packages() -> Iterator[None]:
         for name in stand_ins:
             del sys.modules[name]
         sys.modules.update(saved)
+        forget_choices()
         for cache in caches:
             cache.cache_clear()

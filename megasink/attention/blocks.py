@@ -128,7 +128,7 @@ def forward_blocks(
     """Run a backend, block by block, under a causal mask; return out and lse (32 or 64 bits)."""
     blocks = plan_blocks(query_BHTD.shape[2], key_BGSD.shape[2], call.window, call.prefix)
     dtype = torch.promote_types(query_BHTD.dtype, torch.float32)
-    out_BHTD = torch.zeros_like(query_BHTD, dtype=dtype)
+    out_BHTD = torch.zeros_like(query_BHTD[..., : value_BGSD.shape[-1]], dtype=dtype)
     lse_BHT = out_BHTD.new_full(out_BHTD.shape[:-1], -torch.inf)
     for block in blocks:
         block_out, block_lse = backend.forward(

@@ -61,6 +61,8 @@ class AttentionCall(NamedTuple):
         needs_gate_gradient: Whether the gradient of the gate or of the LSE will be needed.
         sink_H: Logits of the slot, for a kernel that adds it itself (`Backend.takes_sink`); set by
             the op alone.
+        cu_seqlens: Boundaries 0, .., S of packed documents that all have queries, for a kernel
+            that `packs`; None for one document.
     """
 
     distance_bias_HS: Tensor | None
@@ -72,6 +74,7 @@ class AttentionCall(NamedTuple):
     backend: str = "auto"
     needs_gate_gradient: bool = False
     sink_H: Tensor | None = None
+    cu_seqlens: Sequence[int] | None = None
 
 
 class BackwardTensors(NamedTuple):
@@ -142,6 +145,7 @@ _SCHEMA_TYPES: dict[Any, str] = {
     int: "SymInt",
     int | None: "SymInt?",
     float: "float",
+    Sequence[int] | None: "int[]?",
 }
 
 

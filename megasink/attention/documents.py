@@ -1,21 +1,22 @@
 """Attention over packed documents, each attending only to itself.
 
-Attention runs per document, so it is exact for every variant, gate and mask on every backend.
-Documents of the same size share a call.
+A kernel that `packs` takes all documents in one call. Otherwise attention runs per document, which
+is exact for every variant, gate and mask on every backend; documents of the same size share a call.
 
-Shapes: B batch, H query heads, G key/value groups, T queries, S keys of the pack, D head dim. The
-last query is aligned with the last key.
+Shapes: B batch, H query heads, G key/value groups, T queries, S keys of the pack, D head dim, N
+documents. The last query is aligned with the last key.
 """
 
 import functools
 from collections import defaultdict
 from collections.abc import Callable, Sequence
-from itertools import pairwise
+from itertools import accumulate, pairwise
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from megasink.attention.call import AttentionOutput
+from megasink.attention.call import AttentionCall, AttentionOutput, Slotted
 
 
 def document_lengths(cu_seqlens: Sequence[int], tokens: int) -> list[int]:
@@ -38,9 +39,104 @@ def document_starts(cu_seqlens: Sequence[int], device: torch.device) -> Tensor:
 
 @functools.lru_cache(maxsize=4)
 def _starts(cu_seqlens: tuple[int, ...], device: torch.device) -> Tensor:
-    bounds = torch.tensor(cu_seqlens, pin_memory=device.type == "cuda")
-    bounds = bounds.to(device, non_blocking=True)
+    bounds = _on_device(cu_seqlens, device)
     return bounds[:-1].repeat_interleave(bounds.diff(), output_size=cu_seqlens[-1])
+
+
+def _on_device(values: Sequence[object], device: torch.device, dtype: Any = None) -> Tensor:
+    pins = device.type == "cuda" and torch.cuda.is_available()
+    pinned = torch.tensor(values, dtype=dtype, pin_memory=pins)
+    return pinned.to(device, non_blocking=True)
+
+
+class Ends(NamedTuple):
+    """The boundaries of packed documents for a kernel, by the names of FlashAttention."""
+
+    cu_seqlens_q: Tensor  # [N + 1] int32
+    cu_seqlens_k: Tensor
+    max_seqlen_q: int
+    max_seqlen_k: int
+
+
+def ends(cu_seqlens: Sequence[int], queries: int, device: torch.device) -> Ends:
+    """Return the boundaries of documents that all have queries."""
+    return _ends(tuple(cu_seqlens), queries, device)
+
+
+@functools.lru_cache(maxsize=8)
+def _ends(cu_seqlens: tuple[int, ...], queries: int, device: torch.device) -> Ends:
+    of_queries = [max(bound - (cu_seqlens[-1] - queries), 0) for bound in cu_seqlens]
+    longest = (max(b - a for a, b in pairwise(bounds)) for bounds in (of_queries, cu_seqlens))
+    both = _on_device((of_queries, cu_seqlens), device, torch.int32)
+    return Ends(both[0], both[1], *longest)
+
+
+class FirstKeys(NamedTuple):
+    """The first key of each document, and for each query its document, first key and position."""
+
+    starts_N: Tensor
+    document_T: Tensor
+    start_T: Tensor
+    position_T: Tensor
+
+
+def first_keys(cu_seqlens: Sequence[int], queries: int, device: torch.device) -> FirstKeys:
+    """Return the places of first keys and queries, int64."""
+    return _first_keys(tuple(cu_seqlens), queries, device)
+
+
+@functools.lru_cache(maxsize=4)
+def _first_keys(cu_seqlens: tuple[int, ...], queries: int, device: torch.device) -> FirstKeys:
+    bounds, keys = _on_device(cu_seqlens, device), cu_seqlens[-1]
+    number_N = torch.arange(len(cu_seqlens) - 1, device=device)
+    document_T = number_N.repeat_interleave(bounds.diff(), output_size=keys)[keys - queries :]
+    start_T = bounds[document_T]
+    position_T = torch.arange(keys - queries, keys, device=device) - start_T
+    return FirstKeys(bounds[:-1], document_T, start_T, position_T)
+
+
+class Tables(NamedTuple):
+    """Which program of a launch has which rows, int32: no program has rows of two documents."""
+
+    programs: Tensor  # (first row, end, first key) of each
+    documents: Tensor  # (first program, end, first key) of each
+
+
+@functools.lru_cache(maxsize=8)
+def tables_of(cu_seqlens: tuple[int, ...], queries: int, rows: int, device: torch.device) -> Tables:
+    """Return the tables for programs of this many rows."""
+    programs: list[tuple[int, int, int]] = []
+    documents, past = [], cu_seqlens[-1] - queries
+    for start, stop in pairwise(cu_seqlens):
+        first, end = len(programs), stop - past
+        begins = range(max(start - past, 0), end, rows)
+        programs += [(begin, min(begin + rows, end), start) for begin in begins]
+        documents.append((first, len(programs), start))
+    return Tables(*(_on_device(table, device, torch.int32) for table in (programs, documents)))
+
+
+def without_first_keys(cu_seqlens: Sequence[int], queries: int) -> tuple[int, ...]:
+    """Return boundaries where each first key is a document by itself.
+
+    So the kernel reads the tensors as they are, and what it computes for the rows of first keys is
+    not used. A first key before the queries is no document: the keys begin behind it.
+    """
+    before = cu_seqlens[-1] > queries
+    split = {bound for start in cu_seqlens[:-1] for bound in (start, start + 1)} | {cu_seqlens[-1]}
+    return tuple(bound - before for bound in sorted(split) if bound >= before)
+
+
+def in_one_call(
+    slotted: Slotted, call: AttentionCall, cu_seqlens: Sequence[int]
+) -> tuple[Slotted, AttentionCall]:
+    """Return the op's arguments for all documents; keys of documents without queries are cut."""
+    query_BHTD, key_BGSD, value_BGSD, *slot = slotted
+    keys = key_BGSD.shape[2]
+    lengths = [length for _, length in _sizes(cu_seqlens, query_BHTD.shape[2], keys)]
+    if hidden := keys - sum(lengths):
+        key_BGSD, value_BGSD = key_BGSD[:, :, hidden:], value_BGSD[:, :, hidden:]
+    packed = call._replace(cu_seqlens=tuple(accumulate(lengths, initial=0)))
+    return Slotted(query_BHTD, key_BGSD, value_BGSD, *slot), packed
 
 
 def attend_by_document(
@@ -68,7 +164,7 @@ def attend_by_document(
     def of_queries(tensor: Tensor | None) -> Sequence[Tensor | None]:
         if tensor is None or tensor.shape[0] == tensor.shape[2] == 1:
             return [tensor] * len(sizes)
-        return tensor.expand(query_BHTD.shape[: tensor.dim()]).split(queries, 2)
+        return tensor.expand(*query_BHTD.shape[:3], *tensor.shape[3:]).split(queries, 2)
 
     split = (
         query_BHTD.split(queries, 2),

@@ -3,7 +3,8 @@
 s_i = scale * q_i . k_0 and u = v_0, so the gate 1 - A_i0 = sigmoid(LSE over keys 1.. - s_i) keeps
 values of 1e-20 that 1 - exp(z_i0 - LSE_i) would round to 0 (P0.7, docs/maths.md). Rows that see
 only key 0 (the first token, unless a prefix makes more keys visible) bypass the kernel: G = 0,
-out = v_0.
+out = v_0. Of packed documents they are rows of the kernel, which are not used: the LSE of a row is
+-inf for the gate, and so large for the backward that every weight is 0.
 
 Shapes: B batch, H query heads, G key/value groups, R heads per group, T queries, S keys, D head
 dim.
@@ -18,18 +19,28 @@ from megasink.attention.kernels import Backend
 from megasink.attention.layout import empty_in_order_of
 from megasink.attention.masked import backward_masked
 
+# exp(z - this) is 0 for every score. Finite, for kernels that compute differences of exponents.
+_NO_WEIGHT = 1e30
+
 
 def first_key(
     query_BHTD: Tensor, key_BGSD: Tensor, value_BGSD: Tensor, call: AttentionCall
 ) -> FirstKey:
     """Return key 0 as the slot of these queries."""
     queries, keys = query_BHTD.shape[2], key_BGSD.shape[2]
+    if call.cu_seqlens is not None:
+        skipped = int(keys > queries)
+        return FirstKey(query_BHTD, key_BGSD, value_BGSD, keys, 0, skipped, call.cu_seqlens)
     alone = int(call.causal and queries == keys and call.prefix < 2) if keys > 1 else queries
     return FirstKey(query_BHTD, key_BGSD[:, :, :1], value_BGSD[:, :, :1], keys, alone)
 
 
-def without_first_key(call: AttentionCall) -> AttentionCall:
+def without_first_key(call: AttentionCall, queries: int) -> AttentionCall:
     """Return the call over the keys without key 0."""
+    if call.cu_seqlens is not None:
+        from megasink.attention.documents import without_first_keys
+
+        return call._replace(cu_seqlens=without_first_keys(call.cu_seqlens, queries))
     bias_HS = call.distance_bias_HS
     return call._replace(
         prefix=max(call.prefix - 1, 0),
@@ -47,6 +58,12 @@ def backward_first_key(
     """Compute the gradients of query, key, value and bias, after those of the slot."""
     query_BHTD, key_BGSD, value_BGSD = tensors.query_BHTD, tensors.key_BGSD, tensors.value_BGSD
     queries, keys, alone = query_BHTD.shape[2], key_BGSD.shape[2], first.alone
+    skipped, lse_BHT = first.skipped, tensors.lse_BHT
+    if first.documents is not None:
+        from megasink.attention.documents import first_keys
+
+        places = first_keys(first.documents, queries, lse_BHT.device)
+        lse_BHT = lse_BHT.masked_fill(places.position_T == 0, _NO_WEIGHT)
     logit_grad_BHT, add_to_query = before.logit_grad, before.add_to_query
     fill_first_rows = before.fill_first_rows
     assert logit_grad_BHT is not None
@@ -62,22 +79,23 @@ def backward_first_key(
             empty_in_order_of, (query_BHTD, key_BGSD, value_BGSD)
         )
         rows_of_query = grad_query_BHTD[:, :, alone:]
-        into = (rows_of_query, grad_key_BGSD[:, :, 1:], grad_value_BGSD[:, :, 1:])
+        of_keys = (grad_key_BGSD[:, :, skipped:], grad_value_BGSD[:, :, skipped:])
+        into = (rows_of_query, *of_keys)
     rows_query_BHTD = rows_key_BGSD = rows_value_BGSD = rows_bias_HS = None
     if alone < queries:
         lse_grad_BHT = tensors.lse_grad_BHT
         rows = BackwardTensors(
             tensors.grad_out_BHTD[:, :, alone:],
             query_BHTD[:, :, alone:],
-            key_BGSD[:, :, 1:],
-            value_BGSD[:, :, 1:],
+            key_BGSD[:, :, skipped:],
+            value_BGSD[:, :, skipped:],
             tensors.out_BHTD[:, :, alone:],
-            tensors.lse_BHT[..., alone:],
+            lse_BHT[..., alone:],
             None if lse_grad_BHT is None else lse_grad_BHT[..., alone:],
             into,
         )
         rows_query_BHTD, rows_key_BGSD, rows_value_BGSD, rows_bias_HS, _ = backward_masked(
-            kernel, rows, without_first_key(call)
+            kernel, rows, without_first_key(call, queries)
         )
     # Free each of the kernel's gradients before allocating the next: this saves memory and lets a
     # CPU reuse the pages.
@@ -85,20 +103,22 @@ def backward_first_key(
         grad_query_BHTD = empty_in_order_of(query_BHTD)
     add_to_query(rows_query_BHTD, grad_query_BHTD)
     del rows_query_BHTD
-    grad_key_BGSD = _with_rows(grad_key_BGSD, rows_key_BGSD, key_BGSD)
+    grad_key_BGSD = _with_rows(grad_key_BGSD, rows_key_BGSD, key_BGSD, skipped)
     del rows_key_BGSD
-    grad_value_BGSD = _with_rows(grad_value_BGSD, rows_value_BGSD, value_BGSD)
+    grad_value_BGSD = _with_rows(grad_value_BGSD, rows_value_BGSD, value_BGSD, skipped)
     fill_first_rows(grad_key_BGSD, grad_value_BGSD)
     if grad_bias_HS is not None and rows_bias_HS is not None:
         grad_bias_HS[:, :-1] += rows_bias_HS
     return Gradients(grad_query_BHTD, grad_key_BGSD, grad_value_BGSD, grad_bias_HS)
 
 
-def _with_rows(whole_BGSD: Tensor | None, rows_BGSD: Tensor | None, like_BGSD: Tensor) -> Tensor:
-    """Return a tensor in the memory layout of `like`, with these rows (None for 0) behind row 0."""
+def _with_rows(
+    whole_BGSD: Tensor | None, rows_BGSD: Tensor | None, like_BGSD: Tensor, skipped: int
+) -> Tensor:
+    """Return a tensor in the memory layout of `like`, with these last rows (None for 0)."""
     if whole_BGSD is None:
         whole_BGSD = empty_in_order_of(like_BGSD)
-    into_BGSD = whole_BGSD[:, :, 1:]
+    into_BGSD = whole_BGSD[:, :, skipped:]
     if rows_BGSD is None:
         into_BGSD.zero_()
     elif rows_BGSD.data_ptr() != into_BGSD.data_ptr():  # the kernel may have written them there

@@ -5,13 +5,14 @@ dim.
 """
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from megasink.attention.call import AttentionCall, AttentionOutput, Slot, Slotted, softmax_variant
 from megasink.attention.layout import statistics_dtype
-from megasink.attention.op import op_for
+from megasink.attention.op import op_for, packs
 
 
 def attention(
@@ -37,7 +38,7 @@ def attention(
     Args:
         query_BHTD, key_BGSD, value_BGSD: float16, bfloat16, float32 or float64, any strides:
             Megatron's [s, b, h, d] permuted to [b, h, s, d] needs no copy. The last query is
-            aligned with the last key.
+            aligned with the last key. Values may be narrower than keys, as the output then is.
         variant: "vanilla" (paper P0.1), "sink" (P0.2) or "off-by-one" (a sink fixed at 0).
         sink_H: Sink logits, for "sink" only; float32, or float64 for float64 queries.
         prefix: Keys visible to every token, earlier tokens included (prefix LM, P2.18). Needs
@@ -72,7 +73,7 @@ def attention(
     if slot == Slot.GIVEN:
         if sink_H is None:
             sink_H = query_BHTD.new_zeros(heads, dtype=dtype)
-        slot_logit_1H1 = sink_H[None, :, None]
+        slot_logit_1H1 = sink_H.view(1, -1, 1)
     elif not with_gate:
         slot = Slot.NONE
     tensors = (query_BHTD, key_BGSD, value_BGSD, slot_logit_1H1)
@@ -89,9 +90,7 @@ def attention(
     call = _checked(call, query_BHTD, key_BGSD, cu_seqlens)
     if cu_seqlens is not None:
         return _by_document(cu_seqlens, call, *tensors, None, with_gate=with_gate)
-    slotted = Slotted(*tensors)
-    out_BHTD, lse_BHT, gate_BHT, _ = op_for(slotted, call)(*slotted, *call)
-    return AttentionOutput(out_BHTD, lse_BHT, gate_BHT if with_gate else None)
+    return _run(call, *tensors, with_gate=with_gate)
 
 
 def slot_attention(
@@ -116,7 +115,7 @@ def slot_attention(
 
     Args:
         slot_logit_BHT: Broadcastable to [B, H, T]; float32, or float64 for float64 queries.
-        slot_value_BHTD: Broadcastable to [B, H, T, D]; None for 0.
+        slot_value_BHTD: Broadcastable to the output; None for 0.
 
     Other arguments, return value and errors: see `attention`.
     """
@@ -141,32 +140,30 @@ def slot_attention(
     call = _checked(call, query_BHTD, key_BGSD, cu_seqlens)
     if cu_seqlens is not None:
         return _by_document(cu_seqlens, call, *tensors, with_gate=True)
+    return _run(call, *tensors, with_gate=True)
+
+
+def _run(call: AttentionCall, *tensors: Any, with_gate: bool) -> AttentionOutput:
+    """Call the op on the fields of `Slotted`."""
     slotted = Slotted(*tensors)
     out_BHTD, lse_BHT, gate_BHT, _ = op_for(slotted, call)(*slotted, *call)
-    return AttentionOutput(out_BHTD, lse_BHT, gate_BHT)
+    return AttentionOutput(out_BHTD, lse_BHT, gate_BHT if with_gate else None)
 
 
 def _by_document(
-    cu_seqlens: Sequence[int],
-    call: AttentionCall,
-    query_BHTD: Tensor,
-    key_BGSD: Tensor,
-    value_BGSD: Tensor,
-    *slot: Tensor | None,
-    with_gate: bool,
+    cu_seqlens: Sequence[int], call: AttentionCall, *tensors: Any, with_gate: bool
 ) -> AttentionOutput:
-    """Call the op on each document."""
-    from megasink.attention.documents import attend_by_document
+    """Call the op on all documents if its kernel packs them, else on each document."""
+    from megasink.attention.documents import attend_by_document, in_one_call
 
-    def of_document(
-        query_BHTD: Tensor, key_BGSD: Tensor, value_BGSD: Tensor, *slot: Tensor | None
-    ) -> AttentionOutput:
-        own = _with_bias_of(key_BGSD.shape[2], call)
-        slotted = Slotted(query_BHTD, key_BGSD, value_BGSD, *slot)
-        out_BHTD, lse_BHT, gate_BHT, _ = op_for(slotted, own)(*slotted, *own)
-        return AttentionOutput(out_BHTD, lse_BHT, gate_BHT if with_gate else None)
+    if packs(Slotted(*tensors), call):
+        slotted, call = in_one_call(Slotted(*tensors), call, cu_seqlens)
+        return _run(call, *slotted, with_gate=with_gate)
 
-    return attend_by_document(of_document, cu_seqlens, query_BHTD, key_BGSD, value_BGSD, *slot)
+    def of_document(*tensors: Any) -> AttentionOutput:
+        return _run(_with_bias_of(tensors[1].shape[2], call), *tensors, with_gate=with_gate)
+
+    return attend_by_document(of_document, cu_seqlens, *tensors)
 
 
 def _with_bias_of(keys: int, call: AttentionCall) -> AttentionCall:
@@ -230,13 +227,16 @@ def _needs_gradient(*tensors: Tensor | None) -> bool:
 
 def check_shapes(query_BHTD: Tensor, key_BGSD: Tensor, value_BGSD: Tensor, causal: bool) -> None:
     """Reject inputs on which kernels silently return wrong results or crash."""
+    problem = _shape_problem(query_BHTD, key_BGSD, value_BGSD, causal)
+    same_dtype = query_BHTD.dtype is key_BGSD.dtype is value_BGSD.dtype
+    if not problem and same_dtype and query_BHTD.device == key_BGSD.device == value_BGSD.device:
+        return
     tensors = {"query": query_BHTD, "key": key_BGSD, "value": value_BGSD}
-    if problem := _shape_problem(query_BHTD, key_BGSD, value_BGSD, causal):
+    if problem:
         shapes = ", ".join(f"{name} {list(tensor.shape)}" for name, tensor in tensors.items())
         raise ValueError(f"{problem}, got {shapes}")
-    if len({(tensor.dtype, tensor.device) for tensor in tensors.values()}) > 1:
-        kinds = ", ".join(f"{n} {t.dtype} on {t.device}" for n, t in tensors.items())
-        raise ValueError(f"query, key and value must share dtype and device: {kinds}")
+    kinds = ", ".join(f"{n} {t.dtype} on {t.device}" for n, t in tensors.items())
+    raise ValueError(f"query, key and value must share dtype and device: {kinds}")
 
 
 def _shape_problem(
@@ -250,8 +250,10 @@ def _shape_problem(
     (batch, heads, queries, head_dim), (groups, keys) = sizes, of_keys[1:3]
     if heads % groups:
         return f"{heads} query heads are not a multiple of {groups} key/value groups"
-    if of_keys != (batch, groups, keys, head_dim) or of_values != of_keys:
+    if of_keys != (batch, groups, keys, head_dim) or of_values[:3] != of_keys[:3]:
         return "batch, groups, tokens and head dim must agree"
+    if not 0 < of_values[3] <= head_dim:
+        return f"values may be narrower than keys, not empty or wider than {head_dim}"
     if causal and queries > keys:
         return f"causal attention of {queries} queries over only {keys} keys"
     return None

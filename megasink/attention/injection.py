@@ -29,26 +29,48 @@ def inject_lse_gradient(
     """
     dtype = statistics_dtype(grad_out_BHTD.dtype)
     smallest, least = (2.0**-400, 2.0**-900) if dtype is torch.float64 else (2.0**-60, 2.0**-120)
-    channels = channels_of(grad_out_BHTD)
-
+    on_cpu = grad_out_BHTD.device.type == "cpu"
+    if on_cpu:
+        injected_out_BHTD = _injected(grad_out_BHTD, out_BHTD, lse_grad_BHT, largest=1 / smallest)
+        if injected_out_BHTD is not None:
+            return grad_out_BHTD, injected_out_BHTD
+    leading_BHTC = grad_out_BHTD[..., : channels_of(grad_out_BHTD)].to(dtype)
     floor_BHT = (lse_grad_BHT.abs() * smallest).clamp_(min=least)
     absent_BHT = lse_grad_BHT == 0
     floor_BHT1 = floor_BHT.masked_fill_(absent_BHT, 0.0).unsqueeze(-1)
-    leading_BHTC = grad_out_BHTD[..., :channels].to(dtype)
     tiny_BHTC = leading_BHTC.abs() < floor_BHT1
-    if grad_out_BHTD.device.type != "cpu" or bool(tiny_BHTC.any()):
+    if not on_cpu or bool(tiny_BHTC.any()):
         grad_out_BHTD = grad_out_BHTD.clone()
-        grad_out_BHTD[..., :channels] = floor_BHT1.where(tiny_BHTC, leading_BHTC)
-        leading_BHTC = grad_out_BHTD[..., :channels].to(dtype)
+        grad_out_BHTD[..., : leading_BHTC.shape[-1]] = floor_BHT1.where(tiny_BHTC, leading_BHTC)
+    injected_out_BHTD = _injected(grad_out_BHTD, out_BHTD, lse_grad_BHT, absent_BHT=absent_BHT)
+    assert injected_out_BHTD is not None
+    return grad_out_BHTD, injected_out_BHTD
 
+
+def _injected(
+    grad_out_BHTD: Tensor,
+    out_BHTD: Tensor,
+    lse_grad_BHT: Tensor,
+    *,
+    absent_BHT: Tensor | None = None,
+    largest: float | None = None,
+) -> Tensor | None:
+    """Return O' for rows dO'; None if a quotient is above `largest` (then dO' needs its floor)."""
+    channels, dtype = channels_of(grad_out_BHTD), lse_grad_BHT.dtype
     injected_out_BHTD, rest_BHT = out_BHTD.clone(), lse_grad_BHT
     for channel in range(channels):
-        grad_BHT, old_BHT = leading_BHTC[..., channel], out_BHTD[..., channel]
+        grad_BHT = grad_out_BHTD[..., channel].to(dtype)
+        moved_BHT = rest_BHT / grad_BHT
+        if absent_BHT is not None:
+            moved_BHT.masked_fill_(absent_BHT, 0.0)
+        elif largest is not None and not float(moved_BHT.abs().amax()) <= largest:  # NaN, too
+            return None
         injected_BHT = injected_out_BHTD[..., channel]
-        injected_BHT -= (rest_BHT / grad_BHT).masked_fill_(absent_BHT, 0.0)
+        injected_BHT -= moved_BHT
         if channel + 1 < channels:
-            rest_BHT = rest_BHT - grad_BHT * (old_BHT.to(dtype) - injected_BHT)
-    return grad_out_BHTD, injected_out_BHTD
+            old_BHT = out_BHTD[..., channel].to(dtype)
+            rest_BHT = rest_BHT - grad_BHT * (old_BHT - injected_BHT)
+    return injected_out_BHTD
 
 
 def channels_of(rows_BHTD: Tensor) -> int:

@@ -3,29 +3,46 @@
 Shapes: B batch, H query heads, G key/value groups, R heads per group, T queries, D head dim.
 """
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 
 
-def empty_in_order_of(like_BHTD: Tensor) -> Tensor:
+def empty_in_order_of(like_BHTD: Tensor, width: int | None = None) -> Tensor:
     """Return an empty dense tensor with the shape and the memory order of `like`.
 
     For an [s, b, h, d] query permuted to [b, h, s, d], the result can be viewed as [s, b, h * d].
+    `width` is another size of the last dimension.
     """
-    return torch.empty_strided(
-        like_BHTD.shape, _dense_strides(like_BHTD), dtype=like_BHTD.dtype, device=like_BHTD.device
-    )
+    sizes = (*like_BHTD.shape[:3], like_BHTD.shape[3] if width is None else width)
+    strides = _dense_strides(sizes, like_BHTD)
+    return torch.empty_strided(sizes, strides, dtype=like_BHTD.dtype, device=like_BHTD.device)
+
+
+def padded(tensor_BHTD: Tensor, width: int) -> Tensor:
+    """Return the tensor with zeros up to this size of the last dimension, in its memory order."""
+    own = tensor_BHTD.shape[-1]
+    if own == width:
+        return tensor_BHTD
+    wide_BHTD = empty_in_order_of(tensor_BHTD, width)
+    wide_BHTD[..., :own] = tensor_BHTD
+    wide_BHTD[..., own:] = 0
+    return wide_BHTD
 
 
 def in_order_of(like_BHTD: Tensor, tensor_BHTD: Tensor) -> Tensor:
     """Return the tensor in the memory layout of `empty_in_order_of`, copied only if needed."""
     view_BHTD = as_order_of(like_BHTD, tensor_BHTD)
-    return empty_in_order_of(like_BHTD).copy_(tensor_BHTD) if view_BHTD is None else view_BHTD
+    if view_BHTD is None:
+        view_BHTD = empty_in_order_of(like_BHTD, tensor_BHTD.shape[-1]).copy_(tensor_BHTD)
+    return view_BHTD
 
 
 def as_order_of(like_BHTD: Tensor, tensor_BHTD: Tensor) -> Tensor | None:
     """Return a view in the memory layout of `empty_in_order_of`, or None if there is none."""
-    sizes, strides, wanted = tensor_BHTD.shape, tensor_BHTD.stride(), _dense_strides(like_BHTD)
+    sizes, strides = tensor_BHTD.shape, tensor_BHTD.stride()
+    wanted = _dense_strides(sizes, like_BHTD)
     if strides == wanted:
         return tensor_BHTD
     if all(n == 1 or a == b for n, a, b in zip(sizes, strides, wanted, strict=True)):
@@ -33,9 +50,9 @@ def as_order_of(like_BHTD: Tensor, tensor_BHTD: Tensor) -> Tensor | None:
     return None
 
 
-def _dense_strides(like_BHTD: Tensor) -> tuple[int, ...]:
-    """Return dense strides in the order of the first three dimensions, the last one innermost."""
-    sizes, given = like_BHTD.shape, like_BHTD.stride()
+def _dense_strides(sizes: Sequence[int], like_BHTD: Tensor) -> tuple[int, ...]:
+    """Return dense strides in the order of `like`'s first three dimensions, the last innermost."""
+    given = like_BHTD.stride()
     strides, step = [0, 0, 0, 1], sizes[3]
     for dim in sorted((0, 1, 2), key=given.__getitem__):
         strides[dim] = step
@@ -59,13 +76,13 @@ def row_dot(left_BHTD: Tensor, right_BHTD: Tensor) -> Tensor:
 
 
 def dot_with_each_row(rows_BHTD: Tensor, vector_BH1D: Tensor) -> Tensor:
-    """Return rows . vector, [B, H, T] in the statistics dtype, never in TF32.
+    """Return rows . vector, or . a row each, [B, H, T] in the statistics dtype, never in TF32.
 
     A GPU multiplies float32 matrices in TF32 where the environment allows it (NVIDIA's images do).
     Its 10 bits change a logit of 20 by 0.01, and with it the gate by 1%. A product and a sum move
     the same bytes there as a conversion to float32 and a matrix product.
     """
-    if rows_BHTD.is_cuda:
+    if rows_BHTD.is_cuda or vector_BH1D.shape[2] > 1:
         return row_dot(rows_BHTD, vector_BH1D)
     dtype = statistics_dtype(rows_BHTD.dtype)
     product_BHT1: Tensor = rows_BHTD.to(dtype) @ vector_BH1D.to(dtype).transpose(-1, -2)
@@ -86,5 +103,5 @@ def weighted_row_sum(weight_BHT: Tensor, rows_BHTD: Tensor, groups: int) -> Tens
     if rows_BHTD.is_cuda:
         sum_BHD = (weight_BHT[..., None] * rows_BHTD).sum(2)
     else:
-        sum_BHD = torch.einsum("bht,bhtd->bhd", weight_BHT, rows_BHTD.to(weight_BHT.dtype))
+        sum_BHD = (weight_BHT.unsqueeze(2) @ rows_BHTD.to(weight_BHT.dtype)).squeeze(2)
     return sum_BHD.unflatten(1, (groups, -1)).sum(2)

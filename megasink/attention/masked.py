@@ -41,6 +41,8 @@ def one_call(
     """Return the call for the backend, or None if it lacks the mask."""
     if call.window is not None and call.window >= keys:
         call = call._replace(window=None)
+    if call.cu_seqlens is not None:
+        return call
     if not call.causal or call.distance_bias_HS is not None:
         return call
     if queries == 1 and call.window is None:  # sees every key

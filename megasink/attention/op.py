@@ -35,7 +35,13 @@ from megasink.attention.gate_kernels import (
     choose_gate_kernels,
     gate_kernels_named,
 )
-from megasink.attention.kernels import AttentionRequest, Backend, backend_named, choose_backend
+from megasink.attention.kernels import (
+    AttentionRequest,
+    Backend,
+    backend_named,
+    choose_backend,
+    remembered,
+)
 from megasink.attention.kernels.base import compute_capability
 from megasink.attention.layout import empty_in_order_of, in_order_of, statistics_dtype
 from megasink.attention.masked import backward_masked, forward_masked, one_call
@@ -64,9 +70,9 @@ def run_forward(ctx: Any, *arguments: Any) -> Results:
             rows = forward_masked(
                 kernel,
                 query_BHTD[:, :, first.alone :],
-                key_BGSD[:, :, 1:],
-                value_BGSD[:, :, 1:],
-                without_first_key(call),
+                key_BGSD[:, :, first.skipped :],
+                value_BGSD[:, :, first.skipped :],
+                without_first_key(call, query_BHTD.shape[2]),
             )
         results = gates.first_key_forward(first, rows, call)
     else:
@@ -77,8 +83,9 @@ def run_forward(ctx: Any, *arguments: Any) -> Results:
             results = gates.slot_forward(query_BHTD, out_BHTD, lse_BHT, slot_logit, slot_value)
         else:
             lse_BHT = lse_BHT.contiguous()
-            shares = (lse_BHT.new_empty(0), lse_BHT.new_empty(0))
-            if slot_logit is not None:
+            if slot_logit is None:
+                shares = (lse_BHT.new_empty(0), lse_BHT.new_empty(0))
+            else:
                 shares = gates.shares(lse_BHT, slot_logit)
             results = Results(in_order_of(query_BHTD, out_BHTD), lse_BHT, *shares)
     if ctx is not None:
@@ -99,19 +106,23 @@ def slot_attention_backward_op(*arguments: Any) -> tuple[Tensor, ...]:
     None.
     """
     records = from_op(arguments, Arriving, Slotted, Results, AttentionCall)
-    return run_backward(*records, lends=False)
+    grads = run_backward(*records, lends=False)
+    like = (*grads[:3], records[2].lse_BHT, records[1].query_BHTD, records[2].lse_BHT)
+    pairs = zip(grads, like, strict=True)
+    return tuple(each.new_empty(0) if grad is None else grad for grad, each in pairs)
 
 
 def run_backward(
     arriving: Arriving, slotted: Slotted, results: Results, call: AttentionCall, *, lends: bool
-) -> tuple[Tensor, ...]:
+) -> tuple[Tensor | None, ...]:
     """Run the backward; see `slot_attention_backward_op`, which writes into none of its arguments.
 
+    Gradients of missing inputs are None.
     `lends`: gate kernels may write into dO and Y while it runs, and then put them back.
     """
     query_BHTD, key_BGSD, value_BGSD, slot_logit, slot_value = slotted
     has_lse_grad = not (arriving.grad_lse_BHT is None and arriving.grad_gate_BHT is None)
-    if has_lse_grad:
+    if has_lse_grad and not call.needs_gate_gradient:
         call = call._replace(needs_gate_gradient=True)
     kernel, gates, own_sink = _kernels(slotted, call)
     if arriving.grad_out_BHTD is None:
@@ -131,7 +142,7 @@ def run_backward(
             before.lse_grad_BHT,
         )
 
-    grad_logit, grad_slot_value = lse_BHT.new_empty(0), query_BHTD.new_empty(0)
+    grad_logit = grad_slot_value = None
     if call.slot == Slot.FIRST_KEY:
         from megasink.attention.first_key import backward_first_key, first_key
 
@@ -153,14 +164,11 @@ def run_backward(
             in_order_of(value_BGSD, grads.value_BGSD),
             grads.distance_bias_HS,
         )
-        grad_logit = grad_logit if before.logit_grad is None else before.logit_grad
+        grad_logit, grad_slot_value = before.logit_grad, before.value_grad
         if sink_grad_H is not None and slot_logit is not None:
             sink_grad = sink_grad_H[None, :, None].sum_to_size(slot_logit.shape)
-            grad_logit = sink_grad if before.logit_grad is None else sink_grad + grad_logit
-        grad_slot_value = grad_slot_value if before.value_grad is None else before.value_grad
-    *grads_of_inputs, grad_bias_HS, _ = grads
-    grad_bias_HS = lse_BHT.new_empty(0) if grad_bias_HS is None else grad_bias_HS
-    return *grads_of_inputs, grad_logit, grad_slot_value, grad_bias_HS
+            grad_logit = sink_grad if grad_logit is None else sink_grad + grad_logit
+    return *grads[:3], grad_logit, grad_slot_value, grads.distance_bias_HS
 
 
 def _lent(
@@ -191,30 +199,71 @@ def _with_sink(slotted: Slotted, call: AttentionCall) -> AttentionCall:
 
 def _kernels(slotted: Slotted, call: AttentionCall) -> tuple[Backend, GateKernels, bool]:
     """Return the attention kernel, the gate kernels, and whether the first adds the sink itself."""
-    query_BHTD, key_BGSD, _, slot_logit, slot_value = slotted
+    query_BHTD, _, value_BGSD, slot_logit, slot_value = slotted
+    by_head = slot_logit is not None and slot_logit.shape[0] == slot_logit.shape[2] == 1
+    return _chosen(
+        query_BHTD.device,
+        query_BHTD.dtype,
+        query_BHTD.shape[2:],
+        value_BGSD.shape[2:],
+        by_head and slot_value is None,
+        call.distance_bias_HS is not None,
+        call.cu_seqlens is not None,
+        torch.are_deterministic_algorithms_enabled(),
+        *call[2:8],
+    )
+
+
+@remembered
+def _chosen(
+    device: torch.device,
+    dtype: torch.dtype,
+    of_queries: tuple[int, int],
+    of_values: tuple[int, int],
+    by_head: bool,
+    biased: bool,
+    packed: bool,
+    deterministic: bool,
+    *options: Any,
+) -> tuple[Backend, GateKernels, bool]:
+    """Return `_kernels` of calls with these properties; `options` are fields of the call."""
+    call = AttentionCall(None, 1.0, *options)
+    (queries, head_dim), (keys, value_dim) = of_queries, of_values
     request = AttentionRequest(
-        device_type=query_BHTD.device.type,
-        dtype=query_BHTD.dtype,
-        head_dim=query_BHTD.shape[-1],
+        device_type=device.type,
+        dtype=dtype,
+        head_dim=head_dim,
+        value_dim=value_dim,
         variant="sink" if call.slot == Slot.GIVEN else "vanilla",
         window=call.window,
         causal=call.causal,
-        distance_bias=call.distance_bias_HS is not None,
+        distance_bias=biased,
         needs_gate_gradient=call.needs_gate_gradient,
-        compute_capability=compute_capability(query_BHTD.device),
-        deterministic=torch.are_deterministic_algorithms_enabled(),
+        compute_capability=compute_capability(device),
+        deterministic=deterministic,
     )
     kernel = backend_named(choose_backend(request, call.backend).name)
     gates = choose_gate_kernels(request, call.backend).name
     own_sink = gates == OWN
     if own_sink:  # other slots and masks of several blocks take gate kernels
         gates = choose_gate_kernels(replace(request, variant="vanilla"), call.backend).name
-        by_head = slot_logit is not None and slot_logit.shape[0] == slot_logit.shape[2] == 1
-        mask = one_call(kernel, query_BHTD.shape[2], key_BGSD.shape[2], call)
+        one = packed or one_call(kernel, queries, keys, call) is not None
         # A single query or key may take another kernel than the one that adds sinks (cuDNN's).
-        several = 1 not in (query_BHTD.shape[2], key_BGSD.shape[2])
-        own_sink = by_head and slot_value is None and mask is not None and several
+        own_sink = by_head and one and 1 not in (queries, keys)
     return kernel, gate_kernels_named(gates), own_sink
+
+
+def packs(slotted: Slotted, call: AttentionCall) -> bool:
+    """Return whether the kernel takes packed documents in one call, its backward included."""
+    query_BHTD = slotted.query_BHTD
+    if query_BHTD.shape[0] > 1 or call.distance_bias_HS is not None:
+        return False
+    if torch.compiler.is_compiling():  # the choice of a kernel is not traced
+        return False
+    kernel, _, _ = _kernels(slotted, call)
+    # In float16 a gradient of the LSE alone takes another kernel.
+    same = query_BHTD.dtype is not torch.float16 or kernel.takes_lse_gradient
+    return kernel.packs and same
 
 
 @slot_attention_op.register_fake
@@ -223,7 +272,8 @@ def _(query_BHTD: Tensor, *arguments: Any) -> Results:
     shape = query_BHTD.shape[:3]
     lse_BHT = query_BHTD.new_empty(shape, dtype=statistics_dtype(query_BHTD.dtype))
     gates = [lse_BHT.new_empty(0 if call.slot == Slot.NONE else shape) for _ in range(2)]
-    return Results(empty_in_order_of(query_BHTD), lse_BHT, *gates)
+    out_BHTD = empty_in_order_of(query_BHTD, arguments[1].shape[-1])
+    return Results(out_BHTD, lse_BHT, *gates)
 
 
 @slot_attention_backward_op.register_fake

@@ -4,8 +4,9 @@ Short, plain and differentiable by autograd in any dtype, with an S x S matrix o
 and gradients of every fast path of this package are tested against it; only tests may call it.
 
 Shapes: B batch, H query heads, G key/value groups (H a multiple of G), T queries, S keys, D head
-dim. z_ij = scale * q_i . k_j + bias over the visible keys j. The last query is aligned with the
-last key: with fewer queries than keys, query i is at position S - T + i.
+dim; that of values and outputs may be smaller. z_ij = scale * q_i . k_j + bias over the visible
+keys j. The last query is aligned with the last key: with fewer queries than keys, query i is at
+position S - T + i.
 """
 
 from collections.abc import Callable, Sequence
@@ -61,7 +62,8 @@ def reference_slot_attention(
         slot_logit_BHT = slot_logit_BHT.expand(query_BHTD.shape[:3])
         tensors = [query_BHTD, key_BGSD, value_BGSD, slot_logit_BHT]
         if slot_value_BHTD is not None:
-            tensors.append(slot_value_BHTD.expand(query_BHTD.shape))
+            shape = (*query_BHTD.shape[:3], value_BGSD.shape[-1])
+            tensors.append(slot_value_BHTD.expand(shape))
         return _each_document(
             lambda *parts: reference_slot_attention(*parts, **mask._asdict()), cu_seqlens, tensors
         )

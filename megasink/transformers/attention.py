@@ -70,14 +70,12 @@ def megasink_attention(
     config = getattr(module, "config", None)
     sequences = _sequences(config, query, key, attention_mask, sliding_window, is_causal, module)
     _check(config, module, dropout, kwargs)
-    device_type, width = query.device.type, value.shape[-1]
+    device_type = query.device.type
     alone: AbstractContextManager[Any] = nullcontext()
     if torch.is_autocast_enabled(device_type):
         dtype = torch.get_autocast_dtype(device_type)
         query, key, value = query.to(dtype), key.to(dtype), value.to(dtype)
         alone = torch.autocast(device_type, enabled=False)
-    if width < query.shape[-1]:
-        value = nn.functional.pad(value, (0, query.shape[-1] - width))
     if sequences.keys < sequences.length:
         key, value = key[:, :, : sequences.keys], value[:, :, : sequences.keys]
     scale = query.shape[-1] ** -0.5 if scaling is None else float(scaling)
@@ -104,10 +102,7 @@ def megasink_attention(
                 real_BT = sequences.real_BS
                 real_BT = None if real_BT is None else real_BT.to(query.device)
                 out_BHTD = heads(out_BHTD, gate_BHT, real_BT)
-    out_BTHD = out_BHTD.transpose(1, 2)
-    if width < out_BTHD.shape[-1]:
-        out_BTHD = out_BTHD[..., :width]
-    return out_BTHD.contiguous(), None
+    return out_BHTD.transpose(1, 2).contiguous(), None
 
 
 def _attend(

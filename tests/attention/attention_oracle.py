@@ -48,12 +48,13 @@ def make_case(
     tokens: int = 37,
     keys: int | None = None,
     head_dim: int = 16,
+    value_dim: int | None = None,
     dtype: torch.dtype = torch.float32,
     device: str = "cpu",
     sink: float | None = None,
     seed: int = 0,
 ) -> Case:
-    """A random case; `sink` fixes every sink logit."""
+    """A random case; `sink` fixes every sink logit, and values may be narrower than keys."""
     generator = torch.Generator().manual_seed(seed)
 
     def normal(*shape: int, dtype: torch.dtype = dtype) -> Tensor:
@@ -61,13 +62,14 @@ def make_case(
         return values.to(dtype).double().to(device)
 
     keys = tokens if keys is None else keys
+    value_dim = head_dim if value_dim is None else value_dim
     sink_H = normal(heads, dtype=torch.float32)
     return Case(
         query=normal(batch, heads, tokens, head_dim),
         key=normal(batch, groups, keys, head_dim),
-        value=normal(batch, groups, keys, head_dim),
+        value=normal(batch, groups, keys, value_dim),
         sink=sink_H if sink is None else torch.full_like(sink_H, sink),
-        grad_out=normal(batch, heads, tokens, head_dim),
+        grad_out=normal(batch, heads, tokens, value_dim),
         grad_lse=normal(batch, heads, tokens, dtype=torch.float32),
         grad_gate=normal(batch, heads, tokens, dtype=torch.float32),
     )

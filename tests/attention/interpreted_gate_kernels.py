@@ -21,6 +21,7 @@ from megasink.attention.call import Arriving, Results
 from megasink.attention.gate_kernels import OWN, choose_gate_kernels, gate_kernels_named
 from megasink.attention.gate_kernels.fused import TritonGateKernels
 from megasink.attention.injection import inject_lse_gradient
+from megasink.attention.kernels import forget_choices
 from megasink.attention.layout import empty_in_order_of
 from tests.attention.attention_oracle import assert_at_most_twice_plain_error, check, make_case
 from tests.attention.stand_ins import stand_in_for
@@ -34,12 +35,12 @@ HEAD_DIMS = [1, 40, 64, 80, 128, 256]
 def _on_a_cpu(monkeypatch):
     """The kernels are willing to run on a CPU, and uninitialized memory is NaN."""
     monkeypatch.setattr(TritonGateKernels, "supports", lambda *_: None)
-    choose_gate_kernels.cache_clear()
+    forget_choices()
     torch.use_deterministic_algorithms(True)
     assert torch.empty(3).isnan().all()
     yield
     torch.use_deterministic_algorithms(False)
-    choose_gate_kernels.cache_clear()
+    forget_choices()
 
 
 def _rows(*shape, dtype, layout="sbhd", scale=1.0):
@@ -174,6 +175,22 @@ def test_op_other_masks_and_shapes(variant):
     check(case, BF16, variant, **options)
 
 
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_op_values_narrower_than_keys(variant):
+    """Latent attention: the first key's logit and gradient are wider than the output."""
+    options = {"backend": "auto+triton"}
+    for head_dim, value_dim, tokens, dtype in (
+        (24, 16, 37, BF16),
+        (40, 16, 23, torch.float32),
+        (192, 128, 21, BF16),
+        (24, 16, 1, BF16),
+    ):
+        sizes = {"head_dim": head_dim, "value_dim": value_dim, "tokens": tokens}
+        check(small_case(**sizes, dtype=dtype), dtype, variant, **options)
+    case = small_case(head_dim=24, value_dim=16, tokens=7, keys=19, dtype=BF16)
+    check(case, BF16, variant, window=5, **options)
+
+
 def _shares_close(ours, exact, lse):
     """Within the error of an LSE that includes the slot, a few of its roundings, absolute."""
     allowed = 4 * torch.finfo(torch.float32).eps * lse.abs().double().clamp(min=1.0)
@@ -212,6 +229,19 @@ def test_op_around_a_kernel_that_writes_its_gradients_behind_the_first_row(name,
     for tokens, keys, options in ((37, 37, {}), (5, 37, {"window": 20}), (9, 9, {"prefix": 3})):
         case = small_case(tokens=tokens, keys=keys, heads=4, groups=2, dtype=BF16)
         check(case, BF16, "vanilla", backend=name, **options)
+
+
+@pytest.mark.parametrize("window", [None, 4])
+@pytest.mark.parametrize("queries", [37, 36, 12])
+@pytest.mark.parametrize("name", ["flash-attn-2", "flash-attn-4"])
+def test_packed_documents_in_one_call(name, queries, window, monkeypatch):
+    """Documents of one and of several programs; with fewer queries, they begin before them."""
+    stand_in_for(monkeypatch, name)
+    head_dim = 256 if queries == 37 else 16  # 8 rows a program, or 128
+    case = make_case(batch=1, tokens=queries, keys=37, head_dim=head_dim, dtype=BF16)
+    mask = {"window": window, "cu_seqlens": (0, 1, 9, 9, 20, 21, 29, 37)}
+    for variant in ("vanilla", "sink"):
+        check(case, BF16, variant, backend=f"{name}+triton", roundings=4, **mask)
 
 
 @pytest.mark.parametrize(

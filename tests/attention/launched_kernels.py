@@ -18,6 +18,7 @@ TYPES = {
     torch.float16: "*fp16",
     torch.float32: "*fp32",
     torch.int64: "*i64",
+    torch.int32: "*i32",
     int: "i32",
     float: "fp32",
 }

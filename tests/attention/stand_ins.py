@@ -5,8 +5,7 @@ import types
 
 import torch
 
-from megasink.attention import choose_backend, choose_gate_kernels
-from megasink.attention.kernels import backend_named
+from megasink.attention.kernels import backend_named, forget_choices
 from tests.attention import upstream_kernels
 
 
@@ -50,8 +49,3 @@ def stand_in_for(monkeypatch, name):
     backend = backend_named(name)
     monkeypatch.setattr(type(backend), "supports", lambda *_: None)
     return backend
-
-
-def forget_choices():
-    choose_backend.cache_clear()
-    choose_gate_kernels.cache_clear()

@@ -14,7 +14,7 @@ from megasink.attention import (
     register_backend,
 )
 from megasink.attention import kernels as registry
-from megasink.attention.kernels import at_runtime, backend_named, cuda
+from megasink.attention.kernels import at_runtime, backend_named, cuda, forget_choices
 from megasink.attention.kernels.eager import EagerBackend
 from megasink.errors import ConfigError
 from tests.attention.attention_oracle import check, make_case
@@ -138,11 +138,11 @@ def test_cudnn_is_not_called_for_a_single_key(monkeypatch, name):
     for method in ("launch_forward", "launch_backward"):
         monkeypatch.setattr(cudnn, method, refuse)
     monkeypatch.setattr(type(cudnn), "supports", lambda *_: None)
-    choose_backend.cache_clear()
+    forget_choices()
     check(make_case(groups=2, tokens=2), torch.float32, "vanilla", backend=name)
     with pytest.raises(RuntimeError, match="length of 1"):
         check(make_case(groups=2, tokens=3), torch.float32, "vanilla", backend=name)
-    choose_backend.cache_clear()
+    forget_choices()
 
 
 def test_cudnns_backward_is_not_called_for_a_single_query(monkeypatch):
@@ -151,9 +151,9 @@ def test_cudnns_backward_is_not_called_for_a_single_query(monkeypatch):
     monkeypatch.setattr(type(cudnn), "supports", lambda *_: None)
     monkeypatch.setattr(cudnn, "launch_forward", EagerBackend().forward)
     monkeypatch.setattr(cudnn, "launch_backward", lambda *_: [torch.full((), torch.nan)] * 3)
-    choose_backend.cache_clear()
+    forget_choices()
     check(make_case(tokens=1, keys=128), torch.float32, "vanilla", backend="cudnn", causal=False)
-    choose_backend.cache_clear()
+    forget_choices()
 
 
 def test_the_request_at_run_time_knows_about_determinism():
@@ -167,7 +167,7 @@ def test_the_request_at_run_time_knows_about_determinism():
 
 def test_a_backend_joins_the_registry(monkeypatch):
     monkeypatch.setattr(registry, "_REGISTRY", dict(registry._REGISTRY))
-    choose_backend.cache_clear()
+    forget_choices()
 
     class Doubled(EagerBackend):
         name = "doubled"
@@ -187,7 +187,7 @@ def test_a_backend_joins_the_registry(monkeypatch):
     plain = attention(query, query, query, with_gate=False, backend="eager")
     torch.testing.assert_close(ours.out_BHTD, 2 * plain.out_BHTD)
     monkeypatch.undo()
-    choose_backend.cache_clear()
+    forget_choices()
 
 
 def test_float16_trains_on_the_backend_that_can():
@@ -217,7 +217,9 @@ def test_a_request_at_run_time_is_refused_too():
     [
         ([(1, 4, 5, 8), (1, 3, 5, 8), (1, 3, 5, 8)], "4 query heads are not a multiple of 3"),
         ([(1, 4, 5, 8), (2, 4, 5, 8), (2, 4, 5, 8)], "must agree"),
-        ([(1, 4, 5, 8), (1, 4, 5, 8), (1, 4, 5, 16)], "must agree"),
+        ([(1, 4, 5, 8), (1, 4, 5, 8), (1, 4, 6, 8)], "must agree"),
+        ([(1, 4, 5, 8), (1, 4, 5, 8), (1, 4, 5, 16)], "narrower than keys, not .* wider than 8"),
+        ([(1, 4, 5, 8), (1, 4, 5, 8), (1, 4, 5, 0)], "narrower than keys, not empty"),
         ([(1, 4, 6, 8), (1, 4, 5, 8), (1, 4, 5, 8)], "6 queries over only 5 keys"),
         ([(1, 4, 0, 8), (1, 4, 0, 8), (1, 4, 0, 8)], "0, 8"),
         ([(4, 5, 8), (4, 5, 8), (4, 5, 8)], r"\[batch, heads, tokens, head dim\]"),

@@ -56,6 +56,49 @@ def test_float64_is_exact(variant, window, backend):
         torch.testing.assert_close(ours[name], tensor, rtol=1e-12, atol=1e-12, msg=name)
 
 
+@pytest.mark.parametrize("backend", ["flash-cpu", "eager"])
+@pytest.mark.parametrize("dtype", [*LOW, torch.float64], ids=str)
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_values_narrower_than_keys(variant, dtype, backend):
+    """As in latent attention; under every mask, and from queries in Megatron's layout too."""
+    for sizes, options in (
+        ({"head_dim": 24, "value_dim": 16}, {}),
+        ({"head_dim": 24, "value_dim": 1, "groups": 4}, {"window": 5}),
+        ({"head_dim": 24, "value_dim": 16, "tokens": 1, "keys": 9}, {}),
+        ({"head_dim": 24, "value_dim": 16, "tokens": 11, "keys": 29}, {"causal": False}),
+        ({"head_dim": 24, "value_dim": 16, "tokens": 11, "keys": 29}, {"window": 7}),
+        ({"head_dim": 24, "value_dim": 16}, {"prefix": 5}),
+        ({"head_dim": 24, "value_dim": 16}, {"cu_seqlens": (0, 20, 37)}),
+        ({"head_dim": 192, "value_dim": 128}, {}),
+    ):
+        case = make_case(dtype=dtype, **sizes)
+        if dtype is torch.float64:
+            ours, exact = (
+                evaluate(f, case, dtype, variant, **options, **more)
+                for f, more in ((attention, {"backend": backend}), (reference_attention, {}))
+            )
+            for name, tensor in exact.items():
+                torch.testing.assert_close(ours[name], tensor, rtol=1e-12, atol=1e-12, msg=name)
+        else:
+            check(case, dtype, variant, backend=backend, **options)
+
+
+def test_a_slot_value_is_as_wide_as_the_values():
+    case = make_case(head_dim=24, value_dim=16, dtype=torch.float64)
+    logit = torch.randn(2, 4, 37, dtype=torch.float64).requires_grad_()
+    tensors = [t.clone().requires_grad_() for t in (case.query, case.key, case.value)]
+    for shape in ((2, 4, 37, 16), (1, 4, 1, 16)):
+        value = torch.randn(shape, dtype=torch.float64).requires_grad_()
+        leaves, documents = [*tensors, logit, value], (0, 11, 22, 37)
+        grads = []
+        for function in (slot_attention, reference_slot_attention):
+            result = function(*leaves, cu_seqlens=documents)
+            grads.append(torch.autograd.grad(result, leaves, (case.grad_out, *result[1:])))
+            assert result.out_BHTD.shape == case.grad_out.shape
+        for ours, exact in zip(*grads, strict=True):
+            torch.testing.assert_close(ours, exact, rtol=1e-12, atol=1e-12)
+
+
 @pytest.mark.parametrize("causal", [True, False])
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_more_keys_than_queries(variant, causal):

@@ -22,6 +22,7 @@ from megasink.attention import (
 )
 from megasink.attention.call import Arriving, AttentionCall, Results
 from megasink.attention.gate_kernels import FirstKey, fused, gate_kernels_named
+from megasink.attention.kernels import forget_choices
 from megasink.errors import ConfigError
 
 BF16 = torch.bfloat16
@@ -30,9 +31,9 @@ A100 = AttentionRequest("cuda", BF16, 128, compute_capability=(8, 0))
 
 @pytest.fixture(autouse=True)
 def _forget_choices():
-    choose_gate_kernels.cache_clear()
+    forget_choices()
     yield
-    choose_gate_kernels.cache_clear()
+    forget_choices()
 
 
 @pytest.mark.parametrize("tier", ["not later", "later"])
@@ -113,17 +114,19 @@ def _launch_slot(head_dim, dtype, value):
         pass
 
 
-def _launch_first_key(head_dim, dtype):
+def _launch_first_key(head_dim, dtype, documents=None):
     kernels = gate_kernels_named("triton")
     query, rows, grad_out = _tensors(head_dim, dtype)
     first = FirstKey(query, query[:, ::3, :1], query[:, ::3, :1], keys=130, alone=1)
-    statistics = torch.zeros(rows.shape[:3])
+    if documents is not None:
+        first = FirstKey(query, query[:, ::3], query[:, ::3], 130, 0, 0, documents)
+    statistics, alone = torch.zeros(rows.shape[:3]), first.alone
     call = AttentionCall(None, scale=0.1)
-    closed = kernels.first_key_forward(first, (rows[:, :, 1:], statistics[..., 1:]), call)
+    closed = kernels.first_key_forward(first, (rows[:, :, alone:], statistics[..., alone:]), call)
     arriving = Arriving(grad_out, None, statistics)
     around = kernels.first_key_backward(arriving, Results(*closed), first, 0.1, inject=True)
     with around as before:
-        before.add_to_query(rows[:, :, 1:], torch.zeros_like(query))
+        before.add_to_query(rows[:, :, alone:], torch.zeros_like(query))
         before.fill_first_rows(query[:, ::3], query[:, ::3])
 
 
@@ -177,8 +180,9 @@ def test_compiled_for_a_slot_with_a_value_and_other_head_dims(recorded, head_dim
 
 @pytest.mark.parametrize(("head_dim", "capability"), [(128, 80), (128, 90), (256, 80)])
 def test_compiled_for_the_first_key(recorded, head_dim, capability):
-    _launch_first_key(head_dim, BF16)
-    _assert_fast(recorded, capability, BF16)
+    for documents in (None, (0, 50, 130)):
+        _launch_first_key(head_dim, BF16, documents)
+        _assert_fast(recorded, capability, BF16)
 
 
 @pytest.mark.parametrize("capability", [80, 90])
@@ -255,7 +259,7 @@ def test_a_machine_that_cannot_build_tritons_launcher_is_named(monkeypatch):
     try:
         assert "C compiler: install gcc" in choose_gate_kernels(A100).reasons["triton"]
         fused._toolchain_reason.cache_clear()
-        choose_gate_kernels.cache_clear()
+        forget_choices()
         monkeypatch.setattr(fused.shutil, "which", lambda name: f"/usr/bin/{name}")
         monkeypatch.setattr(fused.sysconfig, "get_paths", lambda: {"include": "/nowhere"})
         assert "/nowhere/Python.h is missing" in choose_gate_kernels(A100).reasons["triton"]

@@ -123,7 +123,7 @@ def red(monkeypatch):
 
     def of(kernel):
         kernels.register_backend(kernel, before="eager")
-        gate_kernels.choose_gate_kernels.cache_clear()
+        kernels.forget_choices()
         found = set()
         for name, (check, *arguments) in CHECKS.items():
             try:
@@ -134,8 +134,7 @@ def red(monkeypatch):
 
     yield of
     kernels._REGISTRY.pop(NAME, None)
-    kernels.choose_backend.cache_clear()
-    gate_kernels.choose_gate_kernels.cache_clear()
+    kernels.forget_choices()
 
 
 def test_without_a_defect_all_are_green(red):

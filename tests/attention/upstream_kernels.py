@@ -51,6 +51,55 @@ def flash_backward(dout, q, k, v, out, lse, scale, causal, window, dlse=None):
     )
 
 
+NONE = (None, None, None, None)  # no boundaries of documents
+
+
+def _documents(q, k, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k):
+    """(first query, end, first key, end) of documents that have queries and cover the pack."""
+    bounds = []
+    for tensor, ends, longest in (
+        (q, cu_seqlens_q, max_seqlen_q),
+        (k, cu_seqlens_k, max_seqlen_k),
+    ):
+        assert ends.dtype is torch.int32
+        assert ends.is_contiguous()
+        assert ends[0] == 0
+        assert ends[-1] == tensor.shape[0]
+        assert ends.diff().min() > 0
+        assert ends.diff().max() == longest
+        bounds += [ends[:-1].tolist(), ends[1:].tolist()]
+    return list(zip(*bounds, strict=True))
+
+
+def _each_forward(q, k, v, ends, *options):
+    """`flash_forward` of [T, H, D], document by document; None for `ends` is one batch."""
+    if ends[0] is None:
+        out, lse = flash_forward(*_from_bthd(q, k, v), *options)
+        return out.transpose(1, 2).contiguous(), lse
+    outs, lses = [], []
+    for a, b, c, d in _documents(q, k, *ends):
+        inputs = _from_bthd(q[None, a:b], k[None, c:d], v[None, c:d])
+        out, lse = flash_forward(*inputs, *options)
+        outs.append(out[0].transpose(0, 1))
+        lses.append(lse[0])
+    return torch.cat(outs), torch.cat(lses, 1)
+
+
+def _each_backward(dout, q, k, v, out, lse, ends, *options, dlse=None):
+    """`flash_backward` likewise, with gradients in the layout of the inputs."""
+    if ends[0] is None:
+        grads = flash_backward(*_from_bthd(dout, q, k, v, out), lse, *options, dlse)
+        return [grad.transpose(1, 2).contiguous() for grad in grads]
+    whole = [torch.full_like(tensor, torch.nan) for tensor in (q, k, v)]
+    for a, b, c, d in _documents(q, k, *ends):
+        rows = _from_bthd(dout[None, a:b], q[None, a:b], k[None, c:d], v[None, c:d], out[None, a:b])
+        of_lse = None if dlse is None else dlse[None, :, a:b]
+        grads = flash_backward(*rows, lse[None, :, a:b], *options, of_lse)
+        for into, (first, last), grad in zip(whole, ((a, b), (c, d), (c, d)), grads, strict=True):
+            into[first:last] = grad[0].transpose(0, 1)
+    return whole
+
+
 def _window(left, right, causal, everything):
     """Tokens visible, from sizes without the token itself."""
     if left == everything:
@@ -62,11 +111,11 @@ def _window(left, right, causal, everything):
 
 
 def _dense(q, lse, *tensors):
-    batch, tokens, heads, _ = q.shape
+    *batch, tokens, heads, _ = q.shape
     assert all(tensor.stride(-1) == 1 for tensor in (q, *tensors))
     _whole_vectors(q, *tensors)
     if lse is not None:
-        assert lse.shape == (batch, heads, tokens)
+        assert lse.shape == (*batch, heads, tokens)
         assert lse.is_contiguous()
         assert lse.dtype is torch.float32
 
@@ -89,28 +138,40 @@ class FlashAttention2:
     # fmt: off
     @staticmethod
     def _flash_attn_forward(q, k, v, dropout_p, softmax_scale, causal, window_size_left,
-                            window_size_right, softcap, alibi_slopes, return_softmax):
+                            window_size_right, softcap, alibi_slopes, return_softmax, *, ends=NONE):
         # fmt: on
         assert (dropout_p, softcap, alibi_slopes, return_softmax) == (0.0, 0.0, None, False)
         _dense(q, None, k, v)
         window = _window(window_size_left, window_size_right, causal, -1)
-        out, lse = flash_forward(*_from_bthd(q, k, v), softmax_scale, causal, window)
-        return out.transpose(1, 2).contiguous(), lse, torch.empty(0), torch.empty(2)
+        out, lse = _each_forward(q, k, v, ends, softmax_scale, causal, window)
+        return out, lse, torch.empty(0), torch.empty(2)
+
+    @staticmethod
+    def _flash_attn_varlen_forward(q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k,
+                                   **options):
+        ends = (cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k)
+        return FlashAttention2._flash_attn_forward(q, k, v, ends=ends, **options)
+
+    @staticmethod
+    def _flash_attn_varlen_backward(*tensors, cu_seqlens_q, cu_seqlens_k, max_seqlen_q,
+                                    max_seqlen_k, **options):
+        ends = (cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k)
+        return FlashAttention2._flash_attn_backward(*tensors, ends=ends, **options)
 
     # fmt: off
     @staticmethod
     def _flash_attn_backward(dout, q, k, v, out, softmax_lse, dq, dk, dv, dropout_p,
                              softmax_scale, causal, window_size_left, window_size_right, softcap,
-                             alibi_slopes, deterministic, rng_state=None):
+                             alibi_slopes, deterministic, rng_state=None, *, ends=NONE):
         # fmt: on
         assert (dropout_p, softcap, alibi_slopes) == (0.0, 0.0, None)
         assert deterministic == torch.are_deterministic_algorithms_enabled()
         _dense(q, softmax_lse, dout, k, v, out, dq, dk, dv)
         window = _window(window_size_left, window_size_right, causal, -1)
-        inputs = _from_bthd(dout, q, k, v, out)
-        grads = flash_backward(*inputs, softmax_lse, softmax_scale, causal, window)
+        inputs = (dout, q, k, v, out, softmax_lse)
+        grads = _each_backward(*inputs, ends, softmax_scale, causal, window)
         for target, grad in zip((dq, dk, dv), grads, strict=True):
-            target.copy_(grad.transpose(1, 2))
+            target.copy_(grad)
         return torch.empty(0)
 
 
@@ -131,8 +192,9 @@ class FlashAttention3:
         # fmt: on
         _dense(q, None, k, v)
         window = _window(window_size_left, window_size_right, causal, -1)
-        out, lse = flash_forward(*_from_bthd(q, k, v), softmax_scale, causal, window)
-        return out.transpose(1, 2).contiguous(), lse, torch.empty(0), torch.empty(0)
+        ends = (cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k)
+        out, lse = _each_forward(q, k, v, ends, softmax_scale, causal, window)
+        return out, lse, torch.empty(0), torch.empty(0)
 
     # fmt: off
     @staticmethod
@@ -144,10 +206,11 @@ class FlashAttention3:
         # fmt: on
         _dense(q, softmax_lse, dout, k, v, out, dq, dk, dv)
         window = _window(window_size_left, window_size_right, is_causal, -1)
-        inputs = _from_bthd(dout, q, k, v, out)
-        grads = flash_backward(*inputs, softmax_lse, softmax_scale, is_causal, window)
+        ends = (cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k)
+        inputs = (dout, q, k, v, out, softmax_lse)
+        grads = _each_backward(*inputs, ends, softmax_scale, is_causal, window)
         for target, grad in zip((dq, dk, dv), grads, strict=True):
-            target.copy_(grad.transpose(1, 2))
+            target.copy_(grad)
         return torch.empty(0)
 
 
@@ -170,9 +233,9 @@ class FlashAttention4:
         # fmt: on
         window = _window(window_size_left, window_size_right, causal, None)
         _sink_of_heads(learnable_sink, q)
-        inputs = _from_bthd(q, k, v)
-        out, lse = flash_forward(*inputs, softmax_scale, causal, window, learnable_sink)
-        return out.transpose(1, 2).contiguous(), lse if return_lse else None, None, None, None
+        ends = (cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k)
+        out, lse = _each_forward(q, k, v, ends, softmax_scale, causal, window, learnable_sink)
+        return out, lse if return_lse else None, None, None, None
 
     # fmt: off
     @staticmethod
@@ -191,22 +254,25 @@ class FlashAttention4:
         if dlse is not None:
             _dense(q, dlse)
         window = _window(window_size_left, window_size_right, causal, None)
-        inputs = _from_bthd(dout, q, k, v, out)
-        grads = flash_backward(*inputs, lse, softmax_scale, causal, window, dlse)
-        grads = tuple(grad.transpose(1, 2).contiguous() for grad in grads)
+        ends = (cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k)
+        options = (softmax_scale, causal, window)
+        grads = tuple(_each_backward(dout, q, k, v, out, lse, ends, *options, dlse=dlse))
         if dq is not None:
             _dense(dq, None, dk, dv)
             grads = tuple(t.copy_(grad) for t, grad in zip((dq, dk, dv), grads, strict=True))
         if learnable_sink is None:
             return grads
         _sink_of_heads(learnable_sink, q)
-        dout, *_, out = inputs
+        if cu_seqlens_q is not None:  # one batch of rows
+            dout, out, lse = dout[None], out[None], lse[None]
+            dlse = None if dlse is None else dlse[None]
+        dout, out = _from_bthd(dout, out)
         return *grads, sink_gradient(dout, out, lse, learnable_sink, dlse)
 
 
 def _sink_of_heads(sink, q):
     if sink is not None:
-        assert sink.shape == q.shape[2:3]
+        assert sink.shape == q.shape[-2:-1]
         assert sink.dtype is torch.float32
         assert sink.is_contiguous()
 

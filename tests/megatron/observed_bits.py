@@ -10,7 +10,8 @@ from unittest import mock
 import torch
 from megatron.core.process_groups_config import ProcessGroupCollection
 
-from megasink.attention.gate_kernels import choose_gate_kernels, gate_kernels_named
+from megasink.attention.gate_kernels import gate_kernels_named
+from megasink.attention.kernels import forget_choices
 from megasink.megatron.model import MegasinkModelBuilder
 from tests.distributed import tiny_gpt
 from tests.distributed.skewed_gates import skew_gates, skew_sinks
@@ -26,11 +27,11 @@ def differences(gates: str, models: Sequence[dict[str, Any]]) -> list[str]:
         models: their options.
     """
     with mock.patch.object(type(gate_kernels_named("triton")), "supports", return_value=None):
-        choose_gate_kernels.cache_clear()
+        forget_choices()
         try:
             return [name for options in models for name in _differences(gates, options)]
         finally:
-            choose_gate_kernels.cache_clear()
+            forget_choices()
 
 
 def _differences(gates: str, options: dict[str, Any]) -> list[str]:

@@ -1,10 +1,14 @@
 """The registry of gate kernels, which run around an attention kernel, and the choice among them."""
 
-from functools import lru_cache
-
 from megasink.attention.gate_kernels.base import BeforeBackward, FirstKey, GateKernels, GateRows
 from megasink.attention.gate_kernels.plain import PlainGateKernels
-from megasink.attention.kernels import AttentionRequest, Choice, backend_named, choose_backend
+from megasink.attention.kernels import (
+    AttentionRequest,
+    Choice,
+    backend_named,
+    choose_backend,
+    remembered,
+)
 from megasink.errors import ConfigError
 
 __all__ = [
@@ -45,7 +49,7 @@ def _own_refusal(request: AttentionRequest, requested: str) -> str | None:
     return backend_named(choose_backend(request, requested).name).sink_reason(request)
 
 
-@lru_cache(maxsize=256)
+@remembered
 def choose_gate_kernels(request: AttentionRequest, requested: str = "auto") -> Choice:
     """Select the gate kernels for a request.
 

@@ -7,9 +7,9 @@ for float64.
 """
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
+from typing import NamedTuple
 
 from torch import Tensor
 
@@ -17,15 +17,16 @@ from megasink.attention.call import Arriving, AttentionCall, Results
 from megasink.attention.kernels import AttentionRequest
 
 
-@dataclass(frozen=True)
-class FirstKey:
+class FirstKey(NamedTuple):
     """Key 0 as the slot.
 
     Attributes:
         query_BHTD: All queries.
-        key_BG1D, value_BG1D: Key 0 and its value.
+        key_BG1D, value_BG1D: Key 0 and its value; of packed documents all keys, [B, G, S, D].
         keys: S.
-        alone: The number of leading rows that see only key 0.
+        alone: The number of leading rows that see only key 0 and are not the kernel's.
+        skipped: The number of leading keys that are not the kernel's.
+        documents: Boundaries 0, .., S of packed documents, whose first rows see only their key 0.
     """
 
     query_BHTD: Tensor
@@ -33,10 +34,11 @@ class FirstKey:
     value_BG1D: Tensor
     keys: int
     alone: int
+    skipped: int = 1
+    documents: Sequence[int] | None = None
 
 
-@dataclass(frozen=True)
-class BeforeBackward:
+class BeforeBackward(NamedTuple):
     """What the backward of an attention kernel takes, and the gradients of the slot.
 
     Attributes:

@@ -64,7 +64,10 @@ class TritonGateKernels(GateKernels):
     ) -> Results:
         out_BHTD = dense_rows(out_BHTD)
         value = None if slot_value is None else dense_rows(slot_value)
-        results = _empty_results(query_BHTD, as_order_of(query_BHTD, out_BHTD))
+        own = as_order_of(query_BHTD, out_BHTD)
+        if own is None:
+            own = empty_in_order_of(query_BHTD, out_BHTD.shape[-1])
+        results = _empty_results(query_BHTD, own)
         launch.slot_forward(results, (out_BHTD, lse_BHT), value, logit=slot_logit)
         return results
 
@@ -78,8 +81,12 @@ class TritonGateKernels(GateKernels):
     ) -> Results:
         visible = queries = first.query_BHTD.shape[2]
         if call.window is not None:
-            visible = max(call.window - (first.keys - queries), 0)
-        results, first = _empty_results(first.query_BHTD), _dense(first)
+            visible = call.window - (first.keys - queries)
+        first = _dense(first)
+        results = _empty_results(
+            first.query_BHTD,
+            empty_in_order_of(first.query_BHTD, first.value_BG1D.shape[-1]),
+        )
         if rows is not None:
             rows = dense_rows(rows[0]), rows[1]
         launch.slot_forward(
@@ -173,7 +180,7 @@ class TritonGateKernels(GateKernels):
                 ),
                 fill_first_rows=lambda grad_key_BGSD, grad_value_BGSD: (
                     triton_first_key.fill_first_rows(
-                        key_sum_BHND, value_sum_BHND, grad_key_BGSD, grad_value_BGSD
+                        key_sum_BHND, value_sum_BHND, grad_key_BGSD, grad_value_BGSD, first
                     )
                 ),
             )
@@ -181,8 +188,7 @@ class TritonGateKernels(GateKernels):
             launch.restore(gradients)
 
 
-def _empty_results(query_BHTD: Tensor, out_BHTD: Tensor | None = None) -> Results:
-    out_BHTD = empty_in_order_of(query_BHTD) if out_BHTD is None else out_BHTD
+def _empty_results(query_BHTD: Tensor, out_BHTD: Tensor) -> Results:
     statistics = (query_BHTD.new_empty(query_BHTD.shape[:3], dtype=torch.float32) for _ in range(3))
     return Results(out_BHTD, *statistics)
 
@@ -191,7 +197,7 @@ def _dense(first: FirstKey) -> FirstKey:
     query_BHTD, key_BG1D, value_BG1D = map(
         dense_rows, (first.query_BHTD, first.key_BG1D, first.value_BG1D)
     )
-    return FirstKey(query_BHTD, key_BG1D, value_BG1D, first.keys, first.alone)
+    return FirstKey(query_BHTD, key_BG1D, value_BG1D, *first[3:])
 
 
 def _to_size(grad_BHT: Tensor | None, sum_BHN: Tensor | None, shape: torch.Size) -> Tensor:

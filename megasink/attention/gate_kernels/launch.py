@@ -8,7 +8,7 @@ from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from math import gcd
 from os import environ
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -17,6 +17,9 @@ from megasink.attention.call import Arriving, Results
 from megasink.attention.gate_kernels.base import FirstKey
 from megasink.attention.injection import channels_of
 from megasink.attention.layout import dense_rows
+
+if TYPE_CHECKING:
+    from megasink.attention.documents import Tables
 
 # Bytes of a program's tile: each of 128 threads holds four vectors of 16 bytes. Half as many where
 # a third tensor is read, or registers would spill.
@@ -71,7 +74,12 @@ def slot_forward(
     out, lse = (None, None) if rows is None else rows
     query, key = (None, None) if first is None else (first.query_BHTD, first.key_BG1D)
     align = alignment(out, results.out_BHTD, value, query, key)
-    columns, block, grid = tiles(results.out_BHTD, TILE if first is None else TILE_OF_THREE)
+    columns, block, grid = tiles(results.out_BHTD, TILE if first is None else TILE_OF_THREE, query)
+    documents, grid = of_documents(first, block, grid)
+    alone = 0 if first is None else first.alone
+    if first is not None and documents is not None:
+        alone = 1 - (first.keys - tokens)
+    key_dim = head_dim if query is None else query.shape[-1]
     with device_of(results.out_BHTD):
         close_slot_kernel[grid](
             out,
@@ -88,16 +96,19 @@ def slot_forward(
             query,
             *strides(query, align),
             key,
-            *strides(key, align)[:2],
+            *strides(key, align),
+            documents,
             scale,
             visible,
-            0 if first is None else first.alone,
+            alone,
             batch,
             heads,
             1 if key is None else heads // key.shape[1],
             tokens,
             D=head_dim,
             COLUMNS=columns,
+            KEY_D=key_dim,
+            KEY_COLUMNS=columns_of(key_dim),
             ROWS=block,
             ALIGN=align,
             ROUND_BY_HAND=interpreted(),
@@ -134,7 +145,9 @@ def slot_backward(
     query = None if first is None else first.query_BHTD
     align = alignment(grad_out, out, value, query)
     batch, heads, tokens, head_dim = out.shape
-    columns, block, grid = tiles(out, TILE if first is None else TILE_OF_THREE)
+    columns, block, grid = tiles(out, TILE if first is None else TILE_OF_THREE, query)
+    documents, grid = of_documents(first, block, grid)
+    key_dim = head_dim if query is None else query.shape[-1]
     channels = channels_of(out)
     programs = (batch, heads, grid[0] // (batch * heads))
 
@@ -149,7 +162,7 @@ def slot_backward(
         new(logit_grad, batch, heads, tokens),
         new(logit_sum, *programs),
         new(value_sum, *programs, head_dim),
-        new(first is not None, *programs, head_dim),
+        new(first is not None, *programs, key_dim),
     )
     if not (has_lse_grad or logit_grad or logit_sum):
         return gradients
@@ -169,6 +182,7 @@ def slot_backward(
             *strides(value, align),
             query,
             *strides(query, align),
+            documents,
             gradients.kept,
             gradients.lse_grad_BHT,
             gradients.logit_grad_BHT,
@@ -182,6 +196,8 @@ def slot_backward(
             tokens,
             D=head_dim,
             COLUMNS=columns,
+            KEY_D=key_dim,
+            KEY_COLUMNS=columns_of(key_dim),
             ROWS=block,
             CHANNELS=channels,
             OWN_SINK=own_sink,
@@ -222,12 +238,42 @@ def _blocks(tokens: int, rows: int) -> int:
     return -(-tokens // rows)
 
 
-def tiles(out_BHTD: Tensor, size: int) -> tuple[int, int, tuple[int]]:
-    """Return columns and rows of a program's tile, powers of two, and the grid."""
+def columns_of(head_dim: int) -> int:
+    """Return the power of two of a tile's columns."""
+    return 1 << (head_dim - 1).bit_length()
+
+
+def tiles(
+    out_BHTD: Tensor, size: int, query_BHTD: Tensor | None = None
+) -> tuple[int, int, tuple[int]]:
+    """Return columns and rows of a program's tile, powers of two, and the grid.
+
+    Rows are as many as fit the widest of the tiles, that of the query if one is read.
+    """
     batch, heads, tokens, head_dim = out_BHTD.shape
-    columns = 1 << (head_dim - 1).bit_length()
-    rows = max(1, min(128, size // (columns * out_BHTD.element_size())))
+    columns = columns_of(head_dim)
+    widest = columns if query_BHTD is None else columns_of(query_BHTD.shape[-1])
+    rows = max(1, min(128, size // (widest * out_BHTD.element_size())))
     return columns, rows, (batch * heads * _blocks(tokens, rows),)
+
+
+def tables(first: FirstKey, rows: int) -> "Tables":
+    """Return which program has which rows of packed documents."""
+    from megasink.attention.documents import tables_of
+
+    assert first.documents is not None
+    query_BHTD = first.query_BHTD
+    return tables_of(tuple(first.documents), query_BHTD.shape[2], rows, query_BHTD.device)
+
+
+def of_documents(
+    first: FirstKey | None, rows: int, grid: tuple[int]
+) -> tuple[Tensor | None, tuple[int]]:
+    """Return the table of programs and their grid; None and this grid without documents."""
+    if first is None or first.documents is None:
+        return None, grid
+    programs = tables(first, rows).programs
+    return programs, (first.query_BHTD.shape[0] * first.query_BHTD.shape[1] * len(programs),)
 
 
 def alignment(*tensors_BHTD: Tensor | None) -> int:

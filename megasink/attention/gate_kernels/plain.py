@@ -9,8 +9,8 @@ Shapes: B batch, H query heads, G key/value groups, T queries, S keys, D head di
 that broadcasts.
 """
 
-from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import nullcontext
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -28,6 +28,9 @@ from megasink.attention.layout import (
     statistics_dtype,
     weighted_row_sum,
 )
+
+if TYPE_CHECKING:
+    from megasink.attention.documents import FirstKeys
 
 
 class PlainGateKernels(GateKernels):
@@ -67,19 +70,25 @@ class PlainGateKernels(GateKernels):
         self, first: FirstKey, rows: tuple[Tensor, Tensor] | None, call: AttentionCall
     ) -> Results:
         query_BHTD, keys, alone = first.query_BHTD, first.keys, first.alone
-        heads, queries = query_BHTD.shape[1:3]
-        first_value_BH1D = repeat_groups(first.value_BG1D, heads)
-        first_key_BH1D = repeat_groups(first.key_BG1D, heads)
+        queries = query_BHTD.shape[2]
+        first_value_BH1D = _by_query(first.value_BG1D, first)
+        first_key_BH1D = _by_query(first.key_BG1D, first)
         dtype = statistics_dtype(query_BHTD.dtype)
         logit_BHT = dot_with_each_row(query_BHTD, first_key_BH1D).mul_(call.scale)
         if call.distance_bias_HS is not None:
             logit_BHT += call.distance_bias_HS[:, keys - queries : keys]
-        if call.window is not None:
+        if first.documents is not None:
+            position_T = _places(first).position_T
+            if call.window is not None:
+                logit_BHT.masked_fill_(position_T >= call.window, -torch.inf)
+            assert rows is not None
+            rows = rows[0], rows[1].masked_fill(position_T == 0, -torch.inf)
+        elif call.window is not None:
             logit_BHT[..., max(call.window - (keys - queries), 0) :] = -torch.inf
-        out_BHTD = empty_in_order_of(query_BHTD)
+        out_BHTD = empty_in_order_of(query_BHTD, first.value_BG1D.shape[-1])
         lse_BHT = logit_BHT.clone(memory_format=torch.contiguous_format)
         gate_BHT, weight_BHT = torch.zeros_like(lse_BHT), torch.ones_like(lse_BHT)
-        out_BHTD[:, :, :alone] = first_value_BH1D
+        out_BHTD[:, :, :alone] = first_value_BH1D[:, :, :alone]
         if rows is not None:
             rows_BHTD, rows_lse_BHT = rows
             rows_logit_BHT = logit_BHT[..., alone:]
@@ -94,7 +103,6 @@ class PlainGateKernels(GateKernels):
                 out_BHTD[:, :, alone:] = torch.lerp(*mix)
         return Results(out_BHTD, lse_BHT, gate_BHT, weight_BHT)
 
-    @contextmanager
     def slot_backward(
         self,
         arriving: Arriving,
@@ -104,7 +112,7 @@ class PlainGateKernels(GateKernels):
         *,
         inject: bool,
         own_sink: bool = False,
-    ) -> Iterator[BeforeBackward]:
+    ) -> nullcontext[BeforeBackward]:
         for_kernel = _for_kernel(arriving, results, inject)
         logit_grad = value_grad = None
         if own_sink:
@@ -116,9 +124,8 @@ class PlainGateKernels(GateKernels):
             logit_grad = logit_grad_BHT.sum_to_size(slot_logit.shape)
             if slot_value is not None:
                 value_grad = slot_value_grad(arriving, results, slot_value)
-        yield BeforeBackward(*for_kernel, logit_grad, value_grad)
+        return nullcontext(BeforeBackward(*for_kernel, logit_grad, value_grad))
 
-    @contextmanager
     def first_key_backward(
         self,
         arriving: Arriving,
@@ -127,18 +134,18 @@ class PlainGateKernels(GateKernels):
         scale: float,
         *,
         inject: bool,
-    ) -> Iterator[BeforeBackward]:
+    ) -> nullcontext[BeforeBackward]:
         for_kernel = _for_kernel(arriving, results, inject)
-        heads, groups = first.query_BHTD.shape[1], first.key_BG1D.shape[1]
-        logit_grad_BHT = _slot_logit_grad(arriving, results, repeat_groups(first.value_BG1D, heads))
+        logit_grad_BHT = _slot_logit_grad(arriving, results, _by_query(first.value_BG1D, first))
         weight_BHT, grad_out_BHTD, alone = results.weight_BHT, arriving.grad_out_BHTD, first.alone
         assert grad_out_BHTD is not None
 
         # Functions: their memory is needed only when the kernel's is free again.
         def add_to_query(rows_BHTD: Tensor | None, grad_query_BHTD: Tensor) -> None:
-            first_key_BH1D = repeat_groups(first.key_BG1D, heads)
+            first_key_BH1D = _by_query(first.key_BG1D, first)
             scaled_grad_BHT1 = scale * logit_grad_BHT[..., None]
-            grad_query_BHTD[:, :, :alone] = scaled_grad_BHT1[:, :, :alone] * first_key_BH1D
+            of_alone = scaled_grad_BHT1[:, :, :alone] * first_key_BH1D[:, :, :alone]
+            grad_query_BHTD[:, :, :alone] = of_alone
             if rows_BHTD is not None:
                 into_BHTD = grad_query_BHTD[:, :, alone:]
                 added = (scaled_grad_BHT1[:, :, alone:], first_key_BH1D)
@@ -146,15 +153,38 @@ class PlainGateKernels(GateKernels):
 
         def fill_first_rows(grad_key_BGSD: Tensor, grad_value_BGSD: Tensor) -> None:
             scaled_grad_BHT = scale * logit_grad_BHT
-            grad_key_BGSD[:, :, 0] = weighted_row_sum(scaled_grad_BHT, first.query_BHTD, groups)
-            grad_value_BGSD[:, :, 0] = weighted_row_sum(weight_BHT, grad_out_BHTD, groups)
+            _fill(grad_key_BGSD, scaled_grad_BHT, first.query_BHTD, first)
+            _fill(grad_value_BGSD, weight_BHT, grad_out_BHTD, first)
 
-        yield BeforeBackward(
-            *for_kernel,
-            logit_grad_BHT,
-            add_to_query=add_to_query,
-            fill_first_rows=fill_first_rows,
-        )
+        grads = (logit_grad_BHT, None, add_to_query, fill_first_rows)
+        return nullcontext(BeforeBackward(*for_kernel, *grads))
+
+
+def _by_query(first_BG1D: Tensor, first: FirstKey) -> Tensor:
+    """Return the first key or value of each head, [B, H, 1, D], or if packed [B, H, T, D]."""
+    if first.documents is not None:
+        first_BG1D = first_BG1D[:, :, _places(first).start_T]
+    return repeat_groups(first_BG1D, first.query_BHTD.shape[1])
+
+
+def _places(first: FirstKey) -> "FirstKeys":
+    from megasink.attention.documents import first_keys
+
+    assert first.documents is not None
+    return first_keys(first.documents, first.query_BHTD.shape[2], first.query_BHTD.device)
+
+
+def _fill(grad_BGSD: Tensor, weight_BHT: Tensor, rows_BHTD: Tensor, first: FirstKey) -> None:
+    """Write the sums of weight * row over the queries into the rows of first keys."""
+    groups = grad_BGSD.shape[1]
+    if first.documents is None:
+        grad_BGSD[:, :, 0] = weighted_row_sum(weight_BHT, rows_BHTD, groups)
+        return
+    starts_N, document_T, _, _ = _places(first)
+    terms_BGTD = (weight_BHT[..., None] * rows_BHTD).unflatten(1, (groups, -1)).sum(2)
+    sums_BGND = terms_BGTD.new_zeros(*terms_BGTD.shape[:2], len(starts_N), terms_BGTD.shape[3])
+    sums_BGND.index_add_(2, document_T, terms_BGTD)
+    grad_BGSD.index_copy_(2, starts_N, sums_BGND.to(grad_BGSD.dtype))
 
 
 def slot_value_grad(arriving: Arriving, results: Results, slot_value: Tensor) -> Tensor:

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from megasink.attention.gate_kernels import launch
 from megasink.attention.gate_kernels.base import FirstKey
-from megasink.attention.gate_kernels.triton_slot import _jit, _program, _rounded
+from megasink.attention.gate_kernels.triton_slot import _jit, _program, _rounded, _tile
 
 
 @_jit
@@ -25,6 +25,8 @@ def first_query_kernel(
     key,  # k of the first key, by group
     k_b,
     k_h,
+    k_t,
+    documents,  # see _tile
     scale,
     first_row,  # rows before it are not in rows
     batch,
@@ -38,16 +40,18 @@ def first_query_kernel(
     ROUND_BY_HAND: tl.constexpr,
 ):
     """dq = rows + scale ds k."""
-    h, b, start = _program(heads, batch, ROWS)
+    h, b, start, stop, first = _tile(heads, batch, tokens, documents, ROWS)
     b64, h64, start64 = b.to(tl.int64), h.to(tl.int64), start.to(tl.int64)
     r = tl.arange(0, ROWS)
     t = start + r
-    inside = t < tokens
+    inside = t < stop
     column = tl.arange(0, COLUMNS)
     tile = inside[:, None] & (column < D)[None, :]
     at = logit_grad + (b64 * heads + h64) * tokens + start64 + r
     ds = tl.load(at, mask=inside, other=0.0) * scale
     at = key + (b64 * k_b + (h // per_group).to(tl.int64) * k_h) * ALIGN + column
+    if documents is not None:
+        at += first.to(tl.int64) * k_t * ALIGN
     k = tl.load(at, mask=column < D, other=0.0).to(tl.float32)
     dq = ds[:, None] * k[None, :]
     if rows is not None:
@@ -61,40 +65,54 @@ def first_query_kernel(
 
 @_jit
 def first_rows_kernel(
-    key_sum,  # [B, G, rows of a group, D], dense, as value_sum
-    value_sum,
-    grad_key,  # row 0 is written
+    key_sum,  # [B, H, programs of a head, KEY_D], dense
+    value_sum,  # the same with D
+    grad_key,  # the row of each first key is written
     k_b,
     k_h,
+    k_t,
     grad_value,
     v_b,
     v_h,
-    group_tokens,  # rows of a group: its heads' programs
+    v_t,
+    documents,  # (first program, end, first key) of each, int32; None for all and key 0
+    programs,  # of a head
+    per_group,
     batch,
     heads,  # G
     D: tl.constexpr,
+    KEY_D: tl.constexpr,
     COLUMNS: tl.constexpr,
     ROWS: tl.constexpr,
     ROUND_BY_HAND: tl.constexpr,
 ):
-    """Sum the programs' partial sums of the first key and of its value, in a fixed order."""
+    """Sum the programs' partial sums of first keys and of their values, in a fixed order."""
     g, b, block = _program(heads, batch, 1)
     b64, g64 = b.to(tl.int64), g.to(tl.int64)
-    blocks: tl.constexpr = (D + COLUMNS - 1) // COLUMNS
+    begin, stop, first64 = 0, programs, b64 * 0
+    blocks: tl.constexpr = (KEY_D + COLUMNS - 1) // COLUMNS
+    if documents is not None:
+        both: tl.constexpr = blocks + (D + COLUMNS - 1) // COLUMNS
+        entry = documents + block // both * 3
+        begin, stop = tl.load(entry), tl.load(entry + 1)
+        first64 = tl.load(entry + 2).to(tl.int64)
+        block = block % both
     if block < blocks:
-        at, into = key_sum, grad_key + b64 * k_b + g64 * k_h
+        sums, into = key_sum, grad_key + b64 * k_b + g64 * k_h + first64 * k_t
     else:
-        at, into = value_sum, grad_value + b64 * v_b + g64 * v_h
-    column = block % blocks * COLUMNS + tl.arange(0, COLUMNS)
+        sums, into = value_sum, grad_value + b64 * v_b + g64 * v_h + first64 * v_t
+    width = tl.where(block < blocks, KEY_D, D)
+    column = tl.where(block < blocks, block, block - blocks) * COLUMNS + tl.arange(0, COLUMNS)
     r = tl.arange(0, ROWS)
-    at += (b64 * heads + g64) * group_tokens * D
     total = tl.zeros([ROWS, COLUMNS], tl.float32)
-    for start in range(0, group_tokens, ROWS):
-        row = start + r
-        tile = (row < group_tokens)[:, None] & (column < D)[None, :]
-        total += tl.load(at + row[:, None] * D + column[None, :], mask=tile, other=0.0)
+    for h in range(0, per_group):
+        at = sums + ((b64 * heads + g64) * per_group + h) * programs * width
+        for start in range(begin, stop, ROWS):
+            row = start + r
+            tile = (row < stop)[:, None] & (column < width)[None, :]
+            total += tl.load(at + row[:, None] * width + column[None, :], mask=tile, other=0.0)
     row = _rounded(tl.sum(total, 0), grad_key.dtype.element_ty, ROUND_BY_HAND)
-    tl.store(into + column, row, mask=column < D)
+    tl.store(into + column, row, mask=column < width)
 
 
 def add_to_query(
@@ -105,6 +123,7 @@ def add_to_query(
     rows = None if rows is None else launch.dense_rows(rows)
     align = launch.alignment(rows, grad_query, first.key_BG1D)
     columns, block, grid = launch.tiles(grad_query, launch.TILE)
+    documents, grid = launch.of_documents(first, block, grid)
     with launch.device_of(grad_query):
         first_query_kernel[grid](
             rows,
@@ -113,7 +132,8 @@ def add_to_query(
             *launch.strides(grad_query, align),
             logit_grad,
             first.key_BG1D,
-            *launch.strides(first.key_BG1D, align)[:2],
+            *launch.strides(first.key_BG1D, align),
+            documents,
             scale,
             first.alone,
             batch,
@@ -130,24 +150,32 @@ def add_to_query(
 
 
 def fill_first_rows(
-    key_sum: Tensor, value_sum: Tensor, grad_key: Tensor, grad_value: Tensor
+    key_sum: Tensor, value_sum: Tensor, grad_key: Tensor, grad_value: Tensor, first: FirstKey
 ) -> None:
     """See `BeforeBackward.fill_first_rows`."""
     batch, groups, _, head_dim = grad_key.shape
     heads, programs = key_sum.shape[1:3]
-    columns = 16
+    value_dim, columns = grad_value.shape[3], 16
+    blocks, documents = -(-head_dim // columns) - (-value_dim // columns), None
+    if first.documents is not None:
+        _, rows, _ = launch.tiles(first.query_BHTD, launch.TILE_OF_THREE)
+        documents = launch.tables(first, rows).documents
+        blocks *= len(documents)
     with launch.device_of(grad_key):
-        first_rows_kernel[(batch * groups * 2 * -(-head_dim // columns),)](
+        first_rows_kernel[(batch * groups * blocks,)](
             key_sum,
             value_sum,
             grad_key,
-            *launch.strides(grad_key)[:2],
+            *launch.strides(grad_key),
             grad_value,
-            *launch.strides(grad_value)[:2],
-            heads // groups * programs,
+            *launch.strides(grad_value),
+            documents,
+            programs,
+            heads // groups,
             batch,
             groups,
-            D=head_dim,
+            D=value_dim,
+            KEY_D=head_dim,
             COLUMNS=columns,
             ROWS=128,
             ROUND_BY_HAND=launch.interpreted(),

@@ -13,7 +13,10 @@ import triton
 import triton.language as tl
 
 # Names that end so are strides or sizes, which must not be compiled in.
-_RUNTIME = ("_b", "_h", "_t", "tokens", "heads", "batch", "per_group", "first_row", "visible")
+_RUNTIME = (
+    *("_b", "_h", "_t", "tokens", "heads", "batch"),
+    *("per_group", "programs", "first_row", "visible"),
+)
 
 
 def _jit(function):  # type: ignore[no-untyped-def]
@@ -36,6 +39,31 @@ def _program(heads, batch, ROWS: tl.constexpr):
     """Return head, batch and first token. Heads come first: in Megatron's layout they adjoin."""
     program = tl.program_id(0)
     return program % heads, program // heads % batch, program // (heads * batch) * ROWS
+
+
+@triton.jit
+def _tile(heads, batch, tokens, documents, ROWS: tl.constexpr):
+    """Return head, batch, first token, end and first key of the program's rows.
+
+    `documents` has the last three for each program of a head, int32, so that its rows are of one
+    document; None for key 0 of every row.
+    """
+    h, b, start = _program(heads, batch, ROWS)
+    stop, first = tokens, 0
+    if documents is not None:
+        at = documents + start // ROWS * 3
+        start, stop, first = tl.load(at), tl.load(at + 1), tl.load(at + 2)
+    return h, b, start, stop, first
+
+
+@triton.jit
+def _values(value, u_b, u_h, u_t, b64, g64, start, first, r, column, tile, documents, ALIGN):
+    """Load u of each row: its own, or that of its document's first key."""
+    if documents is not None:
+        start, r = first, r * 0
+    at = value + (b64 * u_b + g64 * u_h + start.to(tl.int64) * u_t) * ALIGN
+    at += r[:, None] * u_t * ALIGN + column[None, :]
+    return tl.load(at, mask=tile, other=0.0).to(tl.float32)
 
 
 @_jit
@@ -70,46 +98,57 @@ def close_slot_kernel(
     key,
     k_b,
     k_h,
+    k_t,
+    documents,  # see _tile; with them, rows_out has every row
     scale,
-    visible,  # the first key is visible to rows before this one
-    first_row,  # rows before it see the slot alone, and are not in rows_out
+    visible,  # the first key is visible to rows before this one; of documents, before key + this
+    first_row,  # rows before it, or key + it, see the slot alone; they are not in rows_out
     batch,
     heads,
     per_group,
     tokens,
-    D: tl.constexpr,
+    D: tl.constexpr,  # of values and outputs
     COLUMNS: tl.constexpr,
+    KEY_D: tl.constexpr,  # of query and key
+    KEY_COLUMNS: tl.constexpr,
     ROWS: tl.constexpr,
     ALIGN: tl.constexpr,
     ROUND_BY_HAND: tl.constexpr,
 ):
     """out = G O + p u, G = sigmoid(LSE - s), p = sigmoid(s - LSE), lse = logaddexp(LSE, s)."""
-    h, b, start = _program(heads, batch, ROWS)
+    h, b, start, stop, first = _tile(heads, batch, tokens, documents, ROWS)
     b64, h64, start64 = b.to(tl.int64), h.to(tl.int64), start.to(tl.int64)
     g64 = (h // per_group).to(tl.int64)
     r = tl.arange(0, ROWS)
     t = start + r
     column = tl.arange(0, COLUMNS)
     whole_columns = column < D
-    inside = t < tokens
+    inside = t < stop
     tile = inside[:, None] & whole_columns[None, :]
 
     if logit is None:
+        key_column = tl.arange(0, KEY_COLUMNS)
+        within = key_column < KEY_D
         at = query + (b64 * q_b + h64 * q_h + start64 * q_t) * ALIGN
-        at += r[:, None] * q_t * ALIGN + column[None, :]
-        q = tl.load(at, mask=tile, other=0.0).to(tl.float32)
-        at = key + (b64 * k_b + g64 * k_h) * ALIGN + column
-        k = tl.load(at, mask=whole_columns, other=0.0).to(tl.float32)
+        at += r[:, None] * q_t * ALIGN + key_column[None, :]
+        q = tl.load(at, mask=inside[:, None] & within[None, :], other=0.0).to(tl.float32)
+        at = key + (b64 * k_b + g64 * k_h) * ALIGN + key_column
+        if documents is not None:
+            at += first.to(tl.int64) * k_t * ALIGN
+        k = tl.load(at, mask=within, other=0.0).to(tl.float32)
         s = tl.sum(q * k[None, :], 1) * scale
-        s = tl.where(t < visible, s, float("-inf"))
+        s = tl.where(t < visible + first, s, float("-inf"))
     else:
         at = logit + b64 * s_b + h64 * s_h + start64 * s_t + r * s_t
         s = tl.load(at, mask=inside, other=0.0)
     if rows_out is None:
         x = tl.full([ROWS], float("-inf"), tl.float32)
     else:
-        among = inside & (t >= first_row)
-        at = rows_lse + b64 * l_b + h64 * l_h + (start64 - first_row) * l_t + r * l_t
+        among = inside & (t >= first_row + first)
+        row64 = start64
+        if documents is None:
+            row64 -= first_row
+        at = rows_lse + b64 * l_b + h64 * l_h + row64 * l_t + r * l_t
         x = tl.load(at, mask=among, other=float("-inf"))
 
     # 1 - G is never a difference: at s = -30 it would be lost.
@@ -126,14 +165,13 @@ def close_slot_kernel(
 
     y = tl.zeros([ROWS, COLUMNS], tl.float32)
     if rows_out is not None:
-        at = rows_out + (b64 * o_b + h64 * o_h + (start64 - first_row) * o_t) * ALIGN
+        at = rows_out + (b64 * o_b + h64 * o_h + row64 * o_t) * ALIGN
         at += r[:, None] * o_t * ALIGN + column[None, :]
         o = tl.load(at, mask=among[:, None] & whole_columns[None, :], other=0.0)
         y = o.to(tl.float32) * g[:, None]
     if value is not None:
-        at = value + (b64 * u_b + g64 * u_h + start64 * u_t) * ALIGN
-        at += r[:, None] * u_t * ALIGN + column[None, :]
-        y += p[:, None] * tl.load(at, mask=tile, other=0.0).to(tl.float32)
+        u = _values(value, u_b, u_h, u_t, b64, g64, start, first, r, column, tile, documents, ALIGN)
+        y += p[:, None] * u
     at = out + (b64 * y_b + h64 * y_h + start64 * y_t) * ALIGN
     at += r[:, None] * y_t * ALIGN + column[None, :]
     tl.store(at, _rounded(y, out.dtype.element_ty, ROUND_BY_HAND), mask=tile)
@@ -167,6 +205,7 @@ def open_slot_kernel(
     q_b,
     q_h,
     q_t,
+    documents,  # see _tile
     kept,  # [B, H, T, 2 C]: the leading channels of Y, and of dY where it changes, else NaN
     lse_grad,  # dense [B, H, T]: p dG + e, for a kernel that takes it
     logit_grad,  # dense [B, H, T]: ds
@@ -178,8 +217,10 @@ def open_slot_kernel(
     heads,
     per_group,
     tokens,
-    D: tl.constexpr,
+    D: tl.constexpr,  # of values and outputs
     COLUMNS: tl.constexpr,
+    KEY_D: tl.constexpr,  # of query and key
+    KEY_COLUMNS: tl.constexpr,
     ROWS: tl.constexpr,
     CHANNELS: tl.constexpr,
     OWN_SINK: tl.constexpr,  # logit_sum is -sum p dG alone, the rest the attention kernel's
@@ -187,17 +228,18 @@ def open_slot_kernel(
     ROUND_BY_HAND: tl.constexpr,
 ):
     """ds = p (dY . (u - Y) + e - G dG), and dO' . O' = dY . Y - (p dG + e)."""
-    h, b, start = _program(heads, batch, ROWS)
+    h, b, start, stop, first = _tile(heads, batch, tokens, documents, ROWS)
     b64, h64, start64 = b.to(tl.int64), h.to(tl.int64), start.to(tl.int64)
     g64 = (h // per_group).to(tl.int64)
     r = tl.arange(0, ROWS)
     t = start + r
-    inside = t < tokens
+    inside = t < stop
     column = tl.arange(0, COLUMNS)
     whole_columns = column < D
     tile = inside[:, None] & whole_columns[None, :]
     dense = (b64 * heads + h64) * tokens + start64 + r
-    block = (b64 * heads + h64) * tl.cdiv(tokens, ROWS) + start64 // ROWS
+    programs = heads * batch
+    block = (b64 * heads + h64) * (tl.num_programs(0) // programs) + tl.program_id(0) // programs
     d_rows = grad_out + (b64 * d_b + h64 * d_h + start64 * d_t) * ALIGN + r * d_t * ALIGN
     y_rows = out + (b64 * y_b + h64 * y_h + start64 * y_t) * ALIGN + r * y_t * ALIGN
 
@@ -224,9 +266,9 @@ def open_slot_kernel(
         d = tl.load(d_rows[:, None] + column[None, :], mask=tile, other=0.0).to(tl.float32)
         y = tl.load(y_rows[:, None] + column[None, :], mask=tile, other=0.0).to(tl.float32)
         if value is not None:
-            at = value + (b64 * u_b + g64 * u_h + start64 * u_t) * ALIGN
-            at += r[:, None] * u_t * ALIGN + column[None, :]
-            y -= tl.load(at, mask=tile, other=0.0).to(tl.float32)
+            y -= _values(
+                value, u_b, u_h, u_t, b64, g64, start, first, r, column, tile, documents, ALIGN
+            )
         ds = (slot - tl.sum(d * y, 1)) * p
         if logit_grad is not None:
             tl.store(logit_grad + dense, ds, mask=inside)
@@ -236,11 +278,13 @@ def open_slot_kernel(
             at = value_sum + block * D + column
             tl.store(at, tl.sum(p[:, None] * d, 0), mask=whole_columns)
         if key_sum is not None:
+            key_column = tl.arange(0, KEY_COLUMNS)
+            within = key_column < KEY_D
             at = query + (b64 * q_b + h64 * q_h + start64 * q_t) * ALIGN
-            at += r[:, None] * q_t * ALIGN + column[None, :]
-            q = tl.load(at, mask=tile, other=0.0).to(tl.float32)
-            at = key_sum + block * D + column
-            tl.store(at, tl.sum((ds * scale)[:, None] * q, 0), mask=whole_columns)
+            at += r[:, None] * q_t * ALIGN + key_column[None, :]
+            q = tl.load(at, mask=inside[:, None] & within[None, :], other=0.0).to(tl.float32)
+            at = key_sum + block * KEY_D + key_column
+            tl.store(at, tl.sum((ds * scale)[:, None] * q, 0), mask=within)
 
     if kept is not None:
         # As injection.py, operation for operation: the results are the same to the last bit.

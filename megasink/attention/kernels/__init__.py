@@ -1,8 +1,10 @@
 """The registry of attention kernels and the selection among them."""
 
 import importlib
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import lru_cache
+from typing import Any
 
 import torch
 
@@ -23,8 +25,25 @@ __all__ = [
     "backend_named",
     "backend_names",
     "choose_backend",
+    "forget_choices",
     "register_backend",
+    "remembered",
 ]
+
+_CHOICES: list[Any] = []
+
+
+def remembered[Choosing: Callable[..., Any]](choose: Choosing) -> Choosing:
+    """Cache a choice of kernels until `forget_choices`."""
+    cached: Any = lru_cache(maxsize=256)(choose)
+    _CHOICES.append(cached)
+    return cached
+
+
+def forget_choices() -> None:
+    """Choose kernels anew: the registry or what kernels support has changed."""
+    for cached in _CHOICES:
+        cached.cache_clear()
 
 
 @dataclass(frozen=True)
@@ -64,7 +83,7 @@ def register_backend(backend: Backend | LaterBackend, *, before: str | None = No
     items.insert(len(items) if before is None else names.index(before), (backend.name, backend))
     _REGISTRY.clear()
     _REGISTRY.update(items)
-    choose_backend.cache_clear()
+    forget_choices()
 
 
 def backend_names() -> tuple[str, ...]:
@@ -82,7 +101,7 @@ def backend_named(name: str) -> Backend:
     return backend
 
 
-@lru_cache(maxsize=256)
+@remembered
 def choose_backend(request: AttentionRequest, requested: str = "auto") -> Choice:
     """Select the backend for a request.
 
@@ -166,8 +185,13 @@ def _describe(request: AttentionRequest) -> str:
     gradient = (" with a distance bias" if request.distance_bias else "") + gradient
     return (
         f"{request.variant} attention in {request.dtype} on {request.device_type}, "
-        f"head dim {request.head_dim}{gradient}"
+        f"head dim {request.head_dim}{_of_values(request)}{gradient}"
     )
+
+
+def _of_values(request: AttentionRequest) -> str:
+    narrow = request.value_dim not in (None, request.head_dim)
+    return f", of values {request.value_dim}" if narrow else ""
 
 
 def at_runtime(request: AttentionRequest, device_index: int | None) -> AttentionRequest:

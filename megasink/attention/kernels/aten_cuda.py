@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from megasink.attention.call import AttentionCall, BackwardTensors
+from megasink.attention.documents import Ends
 from megasink.attention.kernels.base import AttentionRequest, fp16_reason
 from megasink.attention.kernels.cuda import BTHDLayout, cuda_reason, with_whole_vectors
 from megasink.attention.kernels.cudnn import CudnnKernel, cudnn_reason
@@ -20,24 +21,25 @@ class FlashCudaBackend(BTHDLayout):
 
     name = "flash-cuda"
     native_window = True
-    bottom_right = True
 
     def supports(self, request: AttentionRequest) -> str | None:
         return cuda_reason(request, largest_head_dim=256) or fp16_reason(request)
 
-    def launch_forward(
-        self, query: Tensor, key: Tensor, value: Tensor, call: AttentionCall
+    def launch_rows(
+        self, query: Tensor, key: Tensor, value: Tensor, call: AttentionCall, packed: Ends | None
     ) -> tuple[Tensor, Tensor]:
-        lengths = (None, None, query.shape[1], key.shape[1])
+        lengths = packed or (None, None, query.shape[1], key.shape[1])
         out_BTHD, lse_BHT, *_ = torch.ops.aten._flash_attention_forward(
             query, key, value, *lengths, 0.0, call.causal, False, **_options(call)
         )
         return out_BTHD, lse_BHT
 
-    def launch_backward(self, tensors: BackwardTensors, call: AttentionCall) -> Sequence[Tensor]:
+    def launch_rows_backward(
+        self, tensors: BackwardTensors, call: AttentionCall, packed: Ends | None
+    ) -> Sequence[Tensor]:
         *inputs, lse_BHT, _, _ = tensors
         _, query, key, *_ = inputs
-        lengths = (None, None, query.shape[1], key.shape[1])
+        lengths = packed or (None, None, query.shape[1], key.shape[1])
         # The kernel reads the RNG state only with dropout.
         no_state = torch.empty(0, dtype=torch.uint64, device=query.device)
         grads: Sequence[Tensor] = torch.ops.aten._flash_attention_backward(

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from megasink.attention.call import AttentionCall, BackwardTensors, Gradients
-from megasink.attention.layout import dense_rows
+from megasink.attention.layout import dense_rows, padded
 
 
 @dataclass(frozen=True)
@@ -23,7 +23,8 @@ class AttentionRequest:
     Attributes:
         device_type: "cpu" or "cuda".
         dtype: Dtype of query, key and value.
-        head_dim: D, the same for query, key and value.
+        head_dim: D of query and key, the largest.
+        value_dim: Head dim of the values, at most D; None for D.
         variant: A name in `megasink.attention.VARIANTS`.
         window: Tokens visible to a token, including itself; None for all.
         causal: Whether token i sees only keys j <= i.
@@ -45,6 +46,7 @@ class AttentionRequest:
     dropout: float = 0.0
     compute_capability: tuple[int, int] | None = None
     deterministic: bool = False
+    value_dim: int | None = None
 
 
 class Backend(ABC):
@@ -61,6 +63,8 @@ class Backend(ABC):
             otherwise causal calls are square.
         takes_lse_gradient: Whether `backward` reads `lse_grad_BHT`; otherwise it is always None and
             the gradient enters through `out_BHTD` (`megasink.attention.injection`).
+        packs: Whether it reads `cu_seqlens`: the documents of a batch of 1, each aligned bottom
+            right, together with the other masks that it takes.
         writes_gradients: Whether `backward` writes into `BackwardTensors.into` and returns it.
         takes_sink: Whether it reads `sink_H`, adds exp(sink_h) to every softmax denominator, and
             returns the gradient of the sink, that of the LSE included; else `sink_H` is None.
@@ -72,6 +76,7 @@ class Backend(ABC):
     name: str
     native_window: bool = False
     bottom_right: bool = False
+    packs: bool = False
     takes_lse_gradient: bool = False
     writes_gradients: bool = False
     takes_sink: bool = False
@@ -102,7 +107,20 @@ class Backend(ABC):
 
 
 class VendorBackend(Backend):
-    """A third-party kernel that requires its own tensor layout."""
+    """A third-party kernel that requires its own tensor layout.
+
+    Attributes:
+        narrow_values: Head dims (of keys, of values) that it takes besides equal ones. Other values
+            get zeros up to the head dim of the keys, and the output loses them again: exact, at the
+            cost of equal head dims.
+    """
+
+    narrow_values: frozenset[tuple[int, int]] = frozenset()
+
+    def _width(self, key_BGSD: Tensor, value_BGSD: Tensor) -> int:
+        """Return the head dim of the values for the kernel."""
+        dims = key_BGSD.shape[-1], value_BGSD.shape[-1]
+        return dims[1] if dims in self.narrow_values else dims[0]
 
     def lay_out(self, tensor_BHTD: Tensor) -> Tensor:
         """Return the tensor in the kernel's layout; every kernel needs a dense last dimension."""
@@ -126,18 +144,28 @@ class VendorBackend(Backend):
         self, query_BHTD: Tensor, key_BGSD: Tensor, value_BGSD: Tensor, call: AttentionCall
     ) -> tuple[Tensor, Tensor]:
         check_block(query_BHTD, key_BGSD, call, self.bottom_right)
+        wide_BGSD = padded(value_BGSD, self._width(key_BGSD, value_BGSD))
         out, lse_BHT = self.launch_forward(
-            self.lay_out(query_BHTD), self.lay_out(key_BGSD), self.lay_out(value_BGSD), call
+            self.lay_out(query_BHTD), self.lay_out(key_BGSD), self.lay_out(wide_BGSD), call
         )
-        return self.read(out), lse_BHT
+        return self.read(out)[..., : value_BGSD.shape[-1]], lse_BHT
 
     def backward(self, tensors: BackwardTensors, call: AttentionCall) -> Gradients:
         check_block(tensors.query_BHTD, tensors.key_BGSD, call, self.bottom_right)
+        own = tensors.value_BGSD.shape[-1]
+        if (width := self._width(tensors.key_BGSD, tensors.value_BGSD)) != own:
+            tensors = tensors._replace(
+                grad_out_BHTD=padded(tensors.grad_out_BHTD, width),
+                value_BGSD=padded(tensors.value_BGSD, width),
+                out_BHTD=padded(tensors.out_BHTD, width),
+                into=None,
+            )
         inputs = (*map(self.lay_out, tensors[:5]), tensors.lse_BHT, tensors.lse_grad_BHT)
         laid_out = BackwardTensors._make((*inputs, self._lay_out_results(tensors.into)))
         grads = self.launch_backward(laid_out, call)
         grad_sink_H = None if call.sink_H is None else grads[3]
-        return Gradients._make((*map(self.read, grads[:3]), None, grad_sink_H))
+        grad_query, grad_key, grad_value = map(self.read, grads[:3])
+        return Gradients(grad_query, grad_key, grad_value[..., :own], None, grad_sink_H)
 
     def _lay_out_results(
         self, into: tuple[Tensor, Tensor, Tensor] | None

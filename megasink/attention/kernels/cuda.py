@@ -1,5 +1,7 @@
 """Common requirements of CUDA kernels, and base classes for kernels from optional packages."""
 
+from abc import abstractmethod
+from collections.abc import Sequence
 from importlib import import_module
 from importlib.metadata import PackageNotFoundError, version
 from typing import Any
@@ -7,6 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from megasink.attention.call import AttentionCall, BackwardTensors
+from megasink.attention.documents import Ends, ends
 from megasink.attention.kernels.base import (
     AttentionRequest,
     VendorBackend,
@@ -71,13 +75,50 @@ def with_whole_vectors(tensor_BHTD: Tensor) -> Tensor:
 
 
 class BTHDLayout(VendorBackend):
-    """FlashAttention's layout [B, T, H, D]: a view if the last dimension is dense and aligned."""
+    """FlashAttention's layout [B, T, H, D]: a view if the last dimension is dense and aligned.
+
+    Packed documents are [T, H, D] and their statistics [H, T].
+    """
+
+    bottom_right = True
+    packs = True
 
     def lay_out(self, tensor_BHTD: Tensor) -> Tensor:
         return with_whole_vectors(super().lay_out(tensor_BHTD)).transpose(1, 2)
 
     def read(self, tensor: Tensor) -> Tensor:
         return tensor.transpose(1, 2)
+
+    @abstractmethod
+    def launch_rows(
+        self, query: Tensor, key: Tensor, value: Tensor, call: AttentionCall, packed: Ends | None
+    ) -> tuple[Tensor, Tensor]:
+        """Run `launch_forward`, on the rows of packed documents if they are given."""
+
+    @abstractmethod
+    def launch_rows_backward(
+        self, tensors: BackwardTensors, call: AttentionCall, packed: Ends | None
+    ) -> Sequence[Tensor]:
+        """Run `launch_backward` likewise."""
+
+    def launch_forward(
+        self, query: Tensor, key: Tensor, value: Tensor, call: AttentionCall
+    ) -> tuple[Tensor, Tensor]:
+        if call.cu_seqlens is None:
+            return self.launch_rows(query, key, value, call, None)
+        packed = ends(call.cu_seqlens, query.shape[1], query.device)
+        out, lse = self.launch_rows(query[0], key[0], value[0], call, packed)
+        return out[None], lse[None]
+
+    def launch_backward(self, tensors: BackwardTensors, call: AttentionCall) -> Sequence[Tensor]:
+        if call.cu_seqlens is None:
+            return self.launch_rows_backward(tensors, call, None)
+        packed = ends(call.cu_seqlens, tensors.query_BHTD.shape[1], tensors.query_BHTD.device)
+        *given, into = tensors
+        rows = [None if tensor is None else tensor[0] for tensor in given]
+        rows_into = None if into is None else (into[0][0], into[1][0], into[2][0])
+        grads = self.launch_rows_backward(BackwardTensors(*rows, rows_into), call, packed)
+        return [*(into or (grad[None] for grad in grads[:3])), *grads[3:]]
 
 
 class PackageBackend(VendorBackend):

@@ -33,7 +33,7 @@ class EagerBackend(Backend):
     ) -> tuple[Tensor, Tensor]:
         query_BGRTD, key_BG1SD, value_BG1SD = grouped(query_BHTD, key_BGSD, value_BGSD)
         bias_GRX = _bias(query_BHTD, key_BGSD, call)
-        out_BGRTD = torch.empty_like(query_BGRTD)
+        out_BGRTD = query_BGRTD.new_empty(*query_BGRTD.shape[:-1], value_BGSD.shape[-1])
         lse_BGRT = query_BGRTD.new_empty(query_BGRTD.shape[:-1])
         for rows, keys in _chunks(query_BHTD, key_BGSD, call):
             scores_BGRCK = _scores(query_BGRTD, key_BG1SD, rows, keys, call, bias_GRX)

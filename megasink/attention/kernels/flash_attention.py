@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from megasink.attention.call import AttentionCall, BackwardTensors
+from megasink.attention.documents import Ends
 from megasink.attention.kernels.base import AttentionRequest
 from megasink.attention.kernels.cuda import BTHDLayout, PackageBackend, installed_version
 
@@ -22,27 +23,31 @@ class FlashAttentionBackend(BTHDLayout, PackageBackend):
     """Code shared by the packages, with sliding window and GQA; `unbounded` hides nothing."""
 
     native_window = True
-    bottom_right = True
     writes_gradients = True
-    forward_name = "_flash_attn_forward"
+    # forward_name, packed_forward_name: Its functions for sequences and for packed documents.
+    forward_name = packed_forward_name = "_flash_attn_forward"
     forward_options: ClassVar[dict[str, Any]] = {}
     unbounded: int | None = -1
 
-    def launch_forward(
-        self, query: Tensor, key: Tensor, value: Tensor, call: AttentionCall
+    def launch_rows(
+        self, query: Tensor, key: Tensor, value: Tensor, call: AttentionCall, packed: Ends | None
     ) -> tuple[Tensor, Tensor]:
-        forward = getattr(self.load(), self.forward_name)
-        out_BTHD, lse_BHT, *_ = forward(
-            query, key, value, causal=call.causal, **self._shared(call), **self.forward_options
+        name = self.forward_name if packed is None else self.packed_forward_name
+        out_BTHD, lse_BHT, *_ = getattr(self.load(), name)(
+            *(query, key, value),
+            causal=call.causal,
+            **self._shared(call, packed),
+            **self.forward_options,
         )
         return out_BTHD, lse_BHT
 
-    def _shared(self, call: AttentionCall) -> dict[str, Any]:
+    def _shared(self, call: AttentionCall, packed: Ends | None) -> dict[str, Any]:
         """Return the options common to forward and backward in every package."""
         left, right = self.unbounded, self.unbounded
         if call.window is not None:
             left, right = call.window - 1, 0  # excluding the token itself
-        return {"softmax_scale": call.scale, "window_size_left": left, "window_size_right": right}
+        shared = {"softmax_scale": call.scale, "window_size_left": left, "window_size_right": right}
+        return shared if packed is None else {**shared, **packed._asdict()}
 
 
 class FlashAttention2Backend(FlashAttentionBackend):
@@ -54,19 +59,23 @@ class FlashAttention2Backend(FlashAttentionBackend):
     name = "flash-attn-2"
     package = "flash-attn"
     module = "flash_attn.flash_attn_interface"
+    packed_forward_name = "_flash_attn_varlen_forward"
     unused: ClassVar[dict[str, Any]] = {"dropout_p": 0.0, "softcap": 0.0, "alibi_slopes": None}
     forward_options: ClassVar[dict[str, Any]] = {**unused, "return_softmax": False}
 
-    def launch_backward(self, tensors: BackwardTensors, call: AttentionCall) -> Sequence[Tensor]:
+    def launch_rows_backward(
+        self, tensors: BackwardTensors, call: AttentionCall, packed: Ends | None
+    ) -> Sequence[Tensor]:
         *inputs, lse_BHT, _, into = tensors
         grads = into or tuple(map(torch.empty_like, inputs[1:4]))
-        self.load()._flash_attn_backward(
+        name = "_flash_attn_backward" if packed is None else "_flash_attn_varlen_backward"
+        getattr(self.load(), name)(
             *inputs,
             lse_BHT.contiguous(),
             *grads,
             causal=call.causal,
             deterministic=torch.are_deterministic_algorithms_enabled(),
-            **self._shared(call),
+            **self._shared(call, packed),
             **self.unused,
         )
         return grads
@@ -91,7 +100,9 @@ class FlashAttention3Backend(FlashAttentionBackend):
             return f"its backward is deterministic up to head dim 192, got {request.head_dim}"
         return super().supports(request)
 
-    def launch_backward(self, tensors: BackwardTensors, call: AttentionCall) -> Sequence[Tensor]:
+    def launch_rows_backward(
+        self, tensors: BackwardTensors, call: AttentionCall, packed: Ends | None
+    ) -> Sequence[Tensor]:
         *inputs, lse_BHT, _, into = tensors
         grads = into or tuple(map(torch.empty_like, inputs[1:4]))
         self.load()._flash_attn_backward(
@@ -99,7 +110,7 @@ class FlashAttention3Backend(FlashAttentionBackend):
             lse_BHT.contiguous(),
             is_causal=call.causal,
             deterministic=torch.are_deterministic_algorithms_enabled(),
-            **self._shared(call),
+            **self._shared(call, packed),
             **dict(zip(("dq", "dk", "dv"), grads, strict=True)),
         )
         return grads
@@ -117,14 +128,17 @@ class FlashAttention4Backend(FlashAttentionBackend):
     capability = (9, 0)
     takes_lse_gradient = True
     takes_sink = True
-    forward_name = "_flash_attn_fwd"
+    narrow_values = frozenset({(192, 128)})
+    forward_name = packed_forward_name = "_flash_attn_fwd"
     forward_options: ClassVar[dict[str, Any]] = {"return_lse": True}
     unbounded = None
 
     def supports(self, request: AttentionRequest) -> str | None:
         # Blackwell's backward asserts that there is no dlse at D 256, and lacks D 136 to 248.
         capability = request.compute_capability
-        if capability is not None and capability >= (10, 0) and request.head_dim > 128:
+        dims = request.head_dim, request.value_dim
+        narrow = dims in self.narrow_values
+        if capability is not None and capability >= (10, 0) and dims[0] > 128 and not narrow:
             return f"beyond Hopper its head dim goes up to 128, got {request.head_dim}"
         if capability is not None and capability[0] == 12 and request.deterministic:
             return "its backward for compute capability 12 is not deterministic"
@@ -141,11 +155,13 @@ class FlashAttention4Backend(FlashAttentionBackend):
             )
         return None
 
-    def _shared(self, call: AttentionCall) -> dict[str, Any]:
-        shared = super()._shared(call)
+    def _shared(self, call: AttentionCall, packed: Ends | None) -> dict[str, Any]:
+        shared = super()._shared(call, packed)
         return shared if call.sink_H is None else {**shared, "learnable_sink": call.sink_H}
 
-    def launch_backward(self, tensors: BackwardTensors, call: AttentionCall) -> Sequence[Tensor]:
+    def launch_rows_backward(
+        self, tensors: BackwardTensors, call: AttentionCall, packed: Ends | None
+    ) -> Sequence[Tensor]:
         grad_out, query, key, value, out, lse_BHT, lse_grad_BHT, into = tensors
         grads: Sequence[Tensor] = self.load()._flash_attn_bwd(
             query,
@@ -158,6 +174,6 @@ class FlashAttention4Backend(FlashAttentionBackend):
             deterministic=torch.are_deterministic_algorithms_enabled(),
             dlse=None if lse_grad_BHT is None else lse_grad_BHT.contiguous(),
             **({} if into is None else dict(zip(("dq", "dk", "dv"), into, strict=True))),
-            **self._shared(call),
+            **self._shared(call, packed),
         )
         return grads
