@@ -6,7 +6,7 @@ set -eu
 if [ $# -eq 0 ]; then
   set -- megasink --help
 elif ! command -v "$1" >/dev/null 2>&1; then
-  echo "entrypoint: '$1' is no program of this image; start the line with megasink or torchrun" >&2
+  echo "entrypoint: '$1' is not a program in this image; start the command with megasink or torchrun" >&2
   exit 127
 fi
 

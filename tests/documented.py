@@ -24,6 +24,7 @@ OTHERS = (
     "docker/README.md",
     "examples/real_models/results.md",
     "examples/replicate/results.md",
+    "megasink/attention/README.md",
     "megasink/attention/gate_kernels/README.md",
     "megasink/balance/README.md",
     "megasink/convert/README.md",

@@ -83,7 +83,7 @@ Given = Mapping[str, float]
 
 
 def wrong_alone(given: Given) -> list[str]:
-    """Return one sentence for each option, by its caller's name, that is not a number >= 0."""
+    """Return one sentence, with the caller's name, for each option that is not a number >= 0."""
     return [
         f"{name} {value} is {'negative' if value < 0 else 'not finite'}: use 0 or more"
         for name, value in given.items()

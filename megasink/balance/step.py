@@ -26,7 +26,7 @@ from megasink.balance.sums import HeadStatistics, HeadSums
 
 
 class LossOptions(Protocol):
-    """Those of :class:`megasink.config.HeadBalanceOptions`."""
+    """The options of the loss: those of :class:`megasink.config.HeadBalanceOptions`."""
 
     @property
     def head_balance_coeff(self) -> float: ...
@@ -71,13 +71,13 @@ class Factors:
         self.share, self._product = share, None
 
     def set_loss_scale(self, scale: Tensor | float, *, by_schedule: bool = False) -> None:
-        """Store the factor on the loss of the host, or that of Megatron's schedule beside it."""
+        """Set the factor by which the loop, or Megatron's schedule, multiplies its loss."""
         name = "_of_schedule" if by_schedule else "_of_host"
         setattr(self, name, torch.as_tensor(scale))
         self._product = None
 
     def set_targets(self, targets: Tensor) -> None:
-        """Set the number of targets of the microbatch that runs forward next, a scalar."""
+        """Set the number of targets of the next forward pass, a scalar."""
         self._targets = targets
 
     def keep(self, output: Tensor) -> Tensor:
@@ -96,7 +96,7 @@ class Factors:
         if self._targets is None:
             raise RuntimeError(
                 "the head-balance loss under calculate_per_token_loss needs the number of targets: "
-                "the forward step has to call config.statistics.set_targets"
+                "call config.statistics.set_targets in the forward step"
             )
         return self._targets.detach()
 
@@ -105,8 +105,8 @@ class Factors:
         given = [x for x in (self._of_host, self._of_schedule) if x is not None]
         if not given and why_scaled:
             raise RuntimeError(
-                f"the head-balance loss has no loss scale, and {why_scaled}. install() lets "
-                "Megatron's schedules set it (Megatron-Core 0.19 and later); another loop calls "
+                f"the head-balance loss has no loss scale, and {why_scaled}. Call install(), so "
+                "that Megatron's schedules set it (Megatron-Core 0.19 and later), or call "
                 "set_loss_scale(fp16 loss scale * context-parallel ranks / number of microbatches) "
                 "of the HeadBalance before every backward pass"
             )
@@ -206,10 +206,9 @@ class LossStep:
             )
         if len(self.built) < sum(self.expected.values()):
             raise RuntimeError(
-                f"{sum(self.expected.values())} attention layers should count their gates, but "
-                f"only layers {sorted(self.built)} do: the others have another attention, and the "
-                "loss would miss them. Build every layer with stack_spec(config) or "
-                "layer_spec(config)"
+                f"only layers {sorted(self.built)} of {sum(self.expected.values())} attention "
+                "layers count their gates, so the loss would miss the others: build every layer "
+                "with stack_spec(config) or layer_spec(config)"
             )
         if not self.open():
             raise RuntimeError(f"reduce() of the head-balance loss was called, but {_NOT_BEGUN}")
@@ -268,7 +267,7 @@ class LossStep:
         return False
 
     def set_loss_scale(self, scale: Tensor | float) -> None:
-        """Store the factor by which the host multiplies its loss, beside that of schedules.
+        """Set the factor by which the training loop multiplies its loss, besides that of schedules.
 
         Without Megatron's schedules it is the fp16 loss scale * context-parallel ranks / number of
         microbatches (only the loss scale under ``calculate_per_token_loss``).
@@ -276,11 +275,11 @@ class LossStep:
         self.factors.set_loss_scale(scale)
 
     def set_targets(self, targets: Tensor) -> None:
-        """Set the targets of the microbatch that runs forward next, on all CP ranks: a scalar."""
+        """Set the number of targets of the next forward pass, on all CP ranks: a scalar."""
         self.factors.set_targets(targets)
 
     def set_real_tokens(self, real_BT: Tensor | None, in_row: int | None = None) -> None:
-        """Set the tokens that count in the microbatch that runs forward next, such as no padding.
+        """Set the tokens of the next forward pass that count: all but padding, for example.
 
         Args:
             real_BT: Bool mask of this rank's tokens (on the host it costs no sync); None for all.

@@ -116,7 +116,7 @@ def _start_worker(settings: EncoderSettings) -> None:
 
 
 def follow_parent() -> None:
-    """Leave Ctrl-C to the parent, which ends its pool, and end with the parent, in a worker."""
+    """In a worker, leave Ctrl-C to the parent, and end when the parent ends."""
     follow()
     parent = multiprocessing.parent_process()
     assert parent is not None

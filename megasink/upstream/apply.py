@@ -1,4 +1,4 @@
-"""Applies the fixes that matter on every platform; imports Megatron."""
+"""Apply the fixes that matter on every platform; imports Megatron."""
 
 import torch
 from megatron.core import optimizer

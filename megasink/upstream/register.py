@@ -166,15 +166,15 @@ class Patch:
     test: str  # the test file in which upstream code runs with the patch, or fails without it
     # The first release of the quoted package that needs no patch, such as "0.20": from then on it
     # is not applied.
-    mended: str | None = None
+    fixed_in: str | None = None
 
     @property
     def is_needed(self) -> bool:
         """Whether the installed release has the defect that the patch fixes."""
-        if self.mended is None:
+        if self.fixed_in is None:
             return True
         installed = version_of(self.quotes[0].package)
-        return installed is None or numbers_of(installed) < numbers_of(self.mended)
+        return installed is None or numbers_of(installed) < numbers_of(self.fixed_in)
 
     def originals(self) -> dict[str, Any]:
         """Return the current value of each attribute, by name."""
@@ -231,10 +231,10 @@ def patches(room: Room, test: str) -> Callable[..., Patch]:
         reason: str,
         *quotes: str,
         test: str = test,
-        mended: str | None = None,
+        fixed_in: str | None = None,
     ) -> Patch:
         lines = tuple(Quote(*quote.split(": ", 1)) for quote in quotes)
-        return Patch(name, room, owner, attributes, reason, lines, test, mended)
+        return Patch(name, room, owner, attributes, reason, lines, test, fixed_in)
 
     return patch
 

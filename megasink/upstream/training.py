@@ -96,7 +96,7 @@ MATRIX_SHARDS = _training(
     "megatron.training.training:wrap_model_chunks_with_ddp: "
     "tag_params_for_buffer_routing(model_chunks)",
     test="tests/training/test_muon.py",
-    mended="0.20",
+    fixed_in="0.20",
 )
 HYBRID_COUNTS = _training(
     "counts of layers in the logs of a hybrid model",

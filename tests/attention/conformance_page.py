@@ -1,4 +1,4 @@
-"""The table of attentions in docs/transformers.md: ``python -m`` this file."""
+"""The table of attentions in megasink/attention/README.md: ``python -m`` this file."""
 
 from pathlib import Path
 
@@ -7,7 +7,7 @@ from rich.console import Console
 from megasink.attention.conformance import CASES
 from megasink.cli.conformance import report
 
-PAGE = Path(__file__).resolve().parents[2] / "docs" / "transformers.md"
+PAGE = Path(__file__).resolve().parents[2] / "megasink" / "attention" / "README.md"
 NAMES = ("eager", "sdpa", "megasink", "flash-cpu", "DotProductAttention", "CoreAttention")
 
 

@@ -91,5 +91,5 @@ def test_the_factors_of_the_host_and_of_the_schedule_multiply(scale):
 def test_targets_that_nobody_gave_are_refused(scale):
     output = torch.zeros(2, requires_grad=True)
     assert scale.keep(output) is output
-    with pytest.raises(RuntimeError, match=r"has to call config\.statistics\.set_targets"):
+    with pytest.raises(RuntimeError, match=r"call config\.statistics\.set_targets"):
         scale.targets  # noqa: B018  # a property

@@ -29,10 +29,6 @@ _EXPERTS = """
     --sequence-parallel --expert-model-parallel-size 2 --expert-tensor-parallel-size 1
     --moe-token-dispatcher-type alltoall
 """.split()
-_INSTRUMENTS = {
-    "analyze": ("check_weights", "check_zeroing"),
-    "fine-tune": ("check_attention", "check_balance"),
-}
 _TEXT = """# Model families
 
 Find out whether a released model can be imported, trained, analyzed and exported. The table is
@@ -42,13 +38,13 @@ generated from runs of the models' configurations with small sizes and random we
 - **import**: the largest difference between megasink's logits and those of transformers, float32
 - **train**: layouts in which two steps from the import gave the same losses; experts with TP 2 are
   run with SP and EP 2
-- **analyze**: `analyze` and `zero_heads` in plain transformers, compared with eager attention
-- **fine-tune**: `attn_implementation="megasink"` with the head-balance loss
-- **export**: the architecture in which every weight is the same to the bit
-- **engines**: those in [serving.md](serving.md)
+- **transformers**: `analyze` and `zero_heads`, compared with eager attention, and
+  `attn_implementation="megasink"` with the head-balance loss, for fine-tuning
+- **export**: to the same type, with every weight the same to the bit ("rounded": but for the norms)
+- **engines**: vLLM 0.33, SGLang 0.5.23 and llama.cpp, where [serving.md](serving.md) has the type
 
 """
-_HEAD = ("model", "type", "import", "train", "analyze", "fine-tune", "export", "engines")
+_HEAD = ("model", "type", "import", "train", "transformers", "export", "engines")
 
 
 def run(pool: Any, name: str) -> dict[str, Any]:
@@ -91,21 +87,16 @@ def page(record: dict[str, Any]) -> str:
     lines = [_row(_HEAD), _row(["---"] * len(_HEAD))]
     for name, did in record.items():
         found = zip(ENGINES, TARGETS[did["type"]].engines, strict=False)
-        engines = [engine for engine, ignored in found if ignored is not None]
-        marks = []
-        for checks in _INSTRUMENTS.values():
-            marks.append("no" if any(did["refused"][check] for check in checks) else "yes")
+        engines = [engine.split()[0] for engine, ignored in found if ignored is not None]
         cells = (name, f"`{did['type']}`", f"{did['logits']:.0e}", ", ".join(did["layouts"]))
-        lines.append(_row((*cells, *marks, _export(did), ", ".join(engines) or "not tried")))
+        works = "no" if any(did["refused"].values()) else "yes"
+        export = "yes" if did["export"] else "rounded"
+        lines.append(_row((*cells, works, export, ", ".join(engines) or "not tried")))
     refused = [_row(("refused", "type", "reason")), _row(["---"] * 3)]
     for name, (kind, _, said) in REFUSED.items():
         reason = "no conversion target" if "cannot be imported" in said else said.partition("|")[0]
         refused.append(_row((name, f"`{kind}`", reason)))
     return _TEXT + "\n".join(lines) + "\n\n" + "\n".join(refused) + "\n"
-
-
-def _export(did: dict[str, Any]) -> str:
-    return f"`{did['type']}`" + ("" if did["export"] else ", norms rounded")
 
 
 def _row(cells: Any) -> str:

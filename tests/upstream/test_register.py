@@ -140,7 +140,7 @@ def test_a_patch_ends_with_the_release_that_needs_none(monkeypatch):
         own = 1
 
     gone = (Quote("megatron.core.utils", "def nothing_of_the_kind()"),)
-    patch = Patch("test", "always", "sys", "own", "why", gone, "", mended="0.20")
+    patch = Patch("test", "always", "sys", "own", "why", gone, "", fixed_in="0.20")
     for version, needed in (("0.19.2", True), ("0.20.0", False), ("0.20.0rc1", False)):
         monkeypatch.setattr(register, "version_of", lambda package, found=version: found)
         assert patch.is_needed == needed
@@ -215,10 +215,10 @@ def test_the_page_has_every_patch():
     rows = [row for row in rows if row[0] != "patch"]
     rooms = ("always", "training", "loading", "platform")
     wanted = sorted(TABLE, key=lambda patch: rooms.index(patch.room))
-    assert [row[:3] for row in rows] == [[p.name, p.reason, p.mended or "–"] for p in wanted]
+    assert [row[:3] for row in rows] == [[p.name, p.reason, p.fixed_in or "–"] for p in wanted]
     for row, patch in zip(rows, wanted, strict=True):
         assert len(row) == (3 if patch.room == "platform" else 4), patch.name
-        assert (patch.mended is not None) <= (row[-1] == "None: it is there."), patch.name
+        assert (patch.fixed_in is not None) <= (row[-1] == "None: it is there."), patch.name
 
 
 def test_doctor_names_what_does_not_match(capsys, monkeypatch):
