@@ -136,29 +136,6 @@ class Arriving(NamedTuple):
     grad_gate_BHT: Tensor | None
 
 
-# How the types of a record's fields are written in the schema of a custom op.
-_SCHEMA_TYPES: dict[Any, str] = {
-    Tensor: "Tensor",
-    Tensor | None: "Tensor?",
-    str: "str",
-    bool: "bool",
-    int: "SymInt",
-    int | None: "SymInt?",
-    float: "float",
-    Sequence[int] | None: "int[]?",
-}
-
-
-def op_schema(*records: type[NamedTuple], outputs: int) -> str:
-    """Return the schema of an op that takes the fields of these records in order."""
-    fields = [
-        f"{_SCHEMA_TYPES[kind]} {name}"
-        for record in records
-        for name, kind in record.__annotations__.items()
-    ]
-    return f"({', '.join(fields)}) -> ({', '.join(['Tensor'] * outputs)})"
-
-
 def from_op(arguments: Sequence[Any], *records: Any) -> list[Any]:
     """Rebuild the records from the arguments of such an op; in every call, so without iterators."""
     made, start = [], 0

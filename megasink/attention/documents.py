@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from megasink.attention.call import AttentionCall, AttentionOutput, Slotted
+from megasink.attention.layout import statistics_dtype
 
 
 def document_lengths(cu_seqlens: Sequence[int], tokens: int) -> list[int]:
@@ -93,6 +94,18 @@ def _first_keys(cu_seqlens: tuple[int, ...], queries: int, device: torch.device)
     start_T = bounds[document_T]
     position_T = torch.arange(keys - queries, keys, device=device) - start_T
     return FirstKeys(bounds[:-1], document_T, start_T, position_T)
+
+
+def fill_first_rows(
+    grad_BGSD: Tensor, weight_BHT: Tensor, rows_BHTD: Tensor, cu_seqlens: Sequence[int]
+) -> None:
+    """Write each document's sum of weight * row, over queries and heads, into its first row."""
+    places = first_keys(cu_seqlens, rows_BHTD.shape[2], rows_BHTD.device)
+    groups, starts_N = grad_BGSD.shape[1], places.starts_N
+    terms_BGTD = (weight_BHT[..., None] * rows_BHTD).unflatten(1, (groups, -1)).sum(2)
+    sums_BGND = terms_BGTD.new_zeros(*terms_BGTD.shape[:2], len(starts_N), terms_BGTD.shape[3])
+    sums_BGND.index_add_(2, places.document_T, terms_BGTD)
+    grad_BGSD.index_copy_(2, starts_N, sums_BGND.to(grad_BGSD.dtype))
 
 
 class Tables(NamedTuple):
@@ -201,3 +214,20 @@ def _sizes(cu_seqlens: Sequence[int], queries: int, keys: int) -> list[tuple[int
             sizes.append((stop - max(start, past), length))
         start = stop
     return sizes
+
+
+def check_bias(
+    bias_HS: Tensor, query_BHTD: Tensor, keys: int, cu_seqlens: Sequence[int] | None
+) -> None:
+    """Reject a distance bias of another shape, or of fewer distances than a document has."""
+    heads, dtype = query_BHTD.shape[1], statistics_dtype(query_BHTD.dtype)
+    shape = list(bias_HS.shape)
+    if len(shape) != 2 or shape[0] != heads or bias_HS.dtype is not dtype:
+        raise ValueError(
+            f"distance_bias_HS must be [{heads}, keys] in {dtype}, got {shape} in {bias_HS.dtype}"
+        )
+    needed = keys
+    if cu_seqlens is not None:
+        needed = max(document_lengths(cu_seqlens, keys))
+    if shape[1] < needed:
+        raise ValueError(f"distance_bias_HS has {shape[1]} distances, {needed} are needed")

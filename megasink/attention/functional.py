@@ -4,7 +4,7 @@ Shapes: B batch, H query heads, G key/value groups (H a multiple of G), T querie
 dim.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -12,7 +12,7 @@ from torch import Tensor
 
 from megasink.attention.call import AttentionCall, AttentionOutput, Slot, Slotted, softmax_variant
 from megasink.attention.layout import statistics_dtype
-from megasink.attention.op import op_for, packs
+from megasink.attention.op import eagerly, packs
 
 
 def attention(
@@ -90,7 +90,9 @@ def attention(
     call = _checked(call, query_BHTD, key_BGSD, cu_seqlens)
     if cu_seqlens is not None:
         return _by_document(cu_seqlens, call, *tensors, None, with_gate=with_gate)
-    return _run(call, *tensors, with_gate=with_gate)
+    slotted = Slotted(*tensors)
+    out_BHTD, lse_BHT, gate_BHT, _ = op_for(slotted, call)(*slotted, *call)
+    return AttentionOutput(out_BHTD, lse_BHT, gate_BHT if with_gate else None)
 
 
 def slot_attention(
@@ -140,14 +142,30 @@ def slot_attention(
     call = _checked(call, query_BHTD, key_BGSD, cu_seqlens)
     if cu_seqlens is not None:
         return _by_document(cu_seqlens, call, *tensors, with_gate=True)
-    return _run(call, *tensors, with_gate=True)
-
-
-def _run(call: AttentionCall, *tensors: Any, with_gate: bool) -> AttentionOutput:
-    """Call the op on the fields of `Slotted`."""
     slotted = Slotted(*tensors)
     out_BHTD, lse_BHT, gate_BHT, _ = op_for(slotted, call)(*slotted, *call)
-    return AttentionOutput(out_BHTD, lse_BHT, gate_BHT if with_gate else None)
+    return AttentionOutput(out_BHTD, lse_BHT, gate_BHT)
+
+
+def op_for(slotted: Slotted, call: AttentionCall) -> Callable[..., Sequence[Tensor]]:
+    """Return what runs the op on the fields of `slotted` and `call`.
+
+    It is a custom op for compilers, subclasses of tensors, dispatch modes and functorch.
+    """
+    if torch.compiler.is_compiling() or not _is_plain(slotted, call.distance_bias_HS):
+        from megasink.attention.custom_op import slot_attention_op
+
+        return slot_attention_op
+    return eagerly
+
+
+def _is_plain(slotted: Slotted, bias_HS: Tensor | None) -> bool:
+    if torch._C._len_torch_dispatch_stack() or torch._C._are_functorch_transforms_active():
+        return False
+    return all(type(t) in _PLAIN_TYPES for t in slotted) and type(bias_HS) in _PLAIN_TYPES
+
+
+_PLAIN_TYPES = frozenset((Tensor, torch.nn.Parameter, type(None)))
 
 
 def _by_document(
@@ -156,14 +174,15 @@ def _by_document(
     """Call the op on all documents if its kernel packs them, else on each document."""
     from megasink.attention.documents import attend_by_document, in_one_call
 
+    def run(slotted: Slotted, call: AttentionCall) -> AttentionOutput:
+        out_BHTD, lse_BHT, gate_BHT, _ = op_for(slotted, call)(*slotted, *call)
+        return AttentionOutput(out_BHTD, lse_BHT, gate_BHT if with_gate else None)
+
     if packs(Slotted(*tensors), call):
-        slotted, call = in_one_call(Slotted(*tensors), call, cu_seqlens)
-        return _run(call, *slotted, with_gate=with_gate)
-
-    def of_document(*tensors: Any) -> AttentionOutput:
-        return _run(_with_bias_of(tensors[1].shape[2], call), *tensors, with_gate=with_gate)
-
-    return attend_by_document(of_document, cu_seqlens, *tensors)
+        return run(*in_one_call(Slotted(*tensors), call, cu_seqlens))
+    return attend_by_document(
+        lambda *own: run(Slotted(*own), _with_bias_of(own[1].shape[2], call)), cu_seqlens, *tensors
+    )
 
 
 def _with_bias_of(keys: int, call: AttentionCall) -> AttentionCall:
@@ -198,27 +217,11 @@ def _checked(
     if cu_seqlens is not None and not call.causal:
         raise ValueError("cu_seqlens needs causal attention: call each document by itself")
     if bias_HS is not None:
-        _check_bias(bias_HS, query_BHTD, keys, cu_seqlens)
+        from megasink.attention.documents import check_bias
+
+        check_bias(bias_HS, query_BHTD, keys, cu_seqlens)
         return call if cu_seqlens is not None else _with_bias_of(keys, call)
     return call
-
-
-def _check_bias(
-    bias_HS: Tensor, query_BHTD: Tensor, keys: int, cu_seqlens: Sequence[int] | None
-) -> None:
-    heads, dtype = query_BHTD.shape[1], statistics_dtype(query_BHTD.dtype)
-    shape = list(bias_HS.shape)
-    if len(shape) != 2 or shape[0] != heads or bias_HS.dtype is not dtype:
-        raise ValueError(
-            f"distance_bias_HS must be [{heads}, keys] in {dtype}, got {shape} in {bias_HS.dtype}"
-        )
-    needed = keys
-    if cu_seqlens is not None:
-        from megasink.attention.documents import document_lengths
-
-        needed = max(document_lengths(cu_seqlens, keys))
-    if shape[1] < needed:
-        raise ValueError(f"distance_bias_HS has {shape[1]} distances, {needed} are needed")
 
 
 def _needs_gradient(*tensors: Tensor | None) -> bool:

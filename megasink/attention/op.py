@@ -3,8 +3,7 @@
 An attention kernel (`kernels`) computes the keys; gate kernels (`gate_kernels`) add the slot to
 its result, and take the slot's gradients before its backward.
 
-A custom op takes only tensors and scalars, so callers unpack `AttentionCall` and the other records
-into arguments (`*call`), and the op rebuilds them.
+Arguments are the fields of `Slotted` and `AttentionCall`, as a custom op (custom_op.py) takes them.
 
 Shapes: B batch, H query heads, G key/value groups, T queries, S keys, D head dim; 1 for a dimension
 that broadcasts.
@@ -12,6 +11,7 @@ that broadcasts.
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from importlib import import_module
 from typing import Any
 
 import torch
@@ -26,7 +26,6 @@ from megasink.attention.call import (
     Slot,
     Slotted,
     from_op,
-    op_schema,
 )
 from megasink.attention.gate_kernels import (
     OWN,
@@ -43,22 +42,12 @@ from megasink.attention.kernels import (
     remembered,
 )
 from megasink.attention.kernels.base import compute_capability
-from megasink.attention.layout import empty_in_order_of, in_order_of, statistics_dtype
+from megasink.attention.layout import in_order_of
 from megasink.attention.masked import backward_masked, forward_masked, one_call
 
 
-@torch.library.custom_op(
-    "megasink::slot_attention",
-    mutates_args=(),
-    schema=op_schema(Slotted, AttentionCall, outputs=len(Results._fields)),
-)
-def slot_attention_op(*arguments: Any) -> Results:
-    """Run the forward of the op on the fields of `Slotted` and `AttentionCall`."""
-    return run_forward(None, *arguments)
-
-
 def run_forward(ctx: Any, *arguments: Any) -> Results:
-    """Run the forward; see `slot_attention_op`. Save what the backward needs in `ctx`, if given."""
+    """Run the forward on fields of `Slotted` and `AttentionCall`; `ctx` saves for the backward."""
     slotted, call = from_op(arguments, Slotted, AttentionCall)
     query_BHTD, key_BGSD, value_BGSD, slot_logit, slot_value = slotted
     kernel, gates, own_sink = _kernels(slotted, call)
@@ -89,35 +78,16 @@ def run_forward(ctx: Any, *arguments: Any) -> Results:
                 shares = gates.shares(lse_BHT, slot_logit)
             results = Results(in_order_of(query_BHTD, out_BHTD), lse_BHT, *shares)
     if ctx is not None:
-        _setup_context(ctx, arguments, results)
+        set_up_context(ctx, arguments, results)
     return results
-
-
-@torch.library.custom_op(
-    "megasink::slot_attention_backward",
-    mutates_args=(),
-    schema=op_schema(Arriving, Slotted, Results, AttentionCall, outputs=6),
-)
-def slot_attention_backward_op(*arguments: Any) -> tuple[Tensor, ...]:
-    """Run the backward of the op on fields of `Arriving`, `Slotted`, `Results` and `AttentionCall`.
-
-    The slot is None if neither of its gradients is needed. Returns gradients of query, key, value,
-    slot_logit, slot_value and distance_bias_HS; each of the last three is empty if its input is
-    None.
-    """
-    records = from_op(arguments, Arriving, Slotted, Results, AttentionCall)
-    grads = run_backward(*records, lends=False)
-    like = (*grads[:3], records[2].lse_BHT, records[1].query_BHTD, records[2].lse_BHT)
-    pairs = zip(grads, like, strict=True)
-    return tuple(each.new_empty(0) if grad is None else grad for grad, each in pairs)
 
 
 def run_backward(
     arriving: Arriving, slotted: Slotted, results: Results, call: AttentionCall, *, lends: bool
 ) -> tuple[Tensor | None, ...]:
-    """Run the backward; see `slot_attention_backward_op`, which writes into none of its arguments.
+    """Return gradients of query, key, value, slot logit, slot value and bias, of missing ones None.
 
-    Gradients of missing inputs are None.
+    The slot is None if neither of its gradients is needed.
     `lends`: gate kernels may write into dO and Y while it runs, and then put them back.
     """
     query_BHTD, key_BGSD, value_BGSD, slot_logit, slot_value = slotted
@@ -129,7 +99,9 @@ def run_backward(
         arriving = arriving._replace(grad_out_BHTD=torch.zeros_like(results.out_BHTD))
     lse_BHT, inject = results.lse_BHT, not kernel.takes_lse_gradient
     if gates.borrows and inject and has_lse_grad:
-        arriving, results = _lent(arriving, slotted, results, lends)
+        from megasink.attention.gate_kernels.launch import lent
+
+        arriving, results = lent(arriving, slotted, results, lends)
 
     def to_kernel(before: BeforeBackward) -> BackwardTensors:
         return BackwardTensors(
@@ -171,26 +143,6 @@ def run_backward(
     return *grads[:3], grad_logit, grad_slot_value, grads.distance_bias_HS
 
 
-def _lent(
-    arriving: Arriving, slotted: Slotted, results: Results, lends: bool
-) -> tuple[Arriving, Results]:
-    """Return dO and Y for gate kernels to overwrite: copies, unless nothing else uses their memory.
-
-    `out.backward(out.detach())` sends a dO in the memory of Y, and any input may be sent as dO.
-    """
-    storages = [
-        t.untyped_storage()._cdata for t in (*arriving, *slotted, *results) if t is not None
-    ]
-
-    def lent(tensor: Tensor) -> Tensor:
-        alone = storages.count(tensor.untyped_storage()._cdata) == 1  # its own
-        return tensor if lends and alone else tensor.clone()
-
-    assert arriving.grad_out_BHTD is not None
-    arriving = arriving._replace(grad_out_BHTD=lent(arriving.grad_out_BHTD))
-    return arriving, results._replace(out_BHTD=lent(results.out_BHTD))
-
-
 def _with_sink(slotted: Slotted, call: AttentionCall) -> AttentionCall:
     assert slotted.slot_logit is not None
     heads = slotted.query_BHTD.shape[1]
@@ -204,8 +156,8 @@ def _kernels(slotted: Slotted, call: AttentionCall) -> tuple[Backend, GateKernel
     return _chosen(
         query_BHTD.device,
         query_BHTD.dtype,
-        query_BHTD.shape[2:],
-        value_BGSD.shape[2:],
+        *query_BHTD.shape[2:],
+        *value_BGSD.shape[2:],
         by_head and slot_value is None,
         call.distance_bias_HS is not None,
         call.cu_seqlens is not None,
@@ -218,8 +170,10 @@ def _kernels(slotted: Slotted, call: AttentionCall) -> tuple[Backend, GateKernel
 def _chosen(
     device: torch.device,
     dtype: torch.dtype,
-    of_queries: tuple[int, int],
-    of_values: tuple[int, int],
+    queries: int,
+    head_dim: int,
+    keys: int,
+    value_dim: int,
     by_head: bool,
     biased: bool,
     packed: bool,
@@ -228,7 +182,6 @@ def _chosen(
 ) -> tuple[Backend, GateKernels, bool]:
     """Return `_kernels` of calls with these properties; `options` are fields of the call."""
     call = AttentionCall(None, 1.0, *options)
-    (queries, head_dim), (keys, value_dim) = of_queries, of_values
     request = AttentionRequest(
         device_type=device.type,
         dtype=dtype,
@@ -266,44 +219,18 @@ def packs(slotted: Slotted, call: AttentionCall) -> bool:
     return kernel.packs and same
 
 
-@slot_attention_op.register_fake
-def _(query_BHTD: Tensor, *arguments: Any) -> Results:
-    call = AttentionCall._make(arguments[4:])
-    shape = query_BHTD.shape[:3]
-    lse_BHT = query_BHTD.new_empty(shape, dtype=statistics_dtype(query_BHTD.dtype))
-    gates = [lse_BHT.new_empty(0 if call.slot == Slot.NONE else shape) for _ in range(2)]
-    out_BHTD = empty_in_order_of(query_BHTD, arguments[1].shape[-1])
-    return Results(out_BHTD, lse_BHT, *gates)
-
-
-@slot_attention_backward_op.register_fake
-def _(*arguments: Any) -> tuple[Tensor, ...]:
-    _, slotted, results, call = from_op(arguments, Arriving, Slotted, Results, AttentionCall)
-    lse_BHT, bias_HS = results.lse_BHT, call.distance_bias_HS
-
-    def given(tensor: Tensor | None, like: Tensor) -> Tensor:
-        return like.new_empty(0) if tensor is None else tensor.new_empty(tensor.shape)
-
-    return (
-        *(empty_in_order_of(tensor) for tensor in slotted[:3]),
-        given(slotted.slot_logit, lse_BHT),
-        given(slotted.slot_value, slotted.query_BHTD),
-        given(bias_HS, lse_BHT),
-    )
-
-
 # The tensors of the forward's arguments come first: those of `Slotted` and the bias of the call.
 _TENSORS = len(Slotted._fields) + 1
 
 
-def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
+def set_up_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
     # Missing gradients stay None, so that their part of the backward is skipped.
     ctx.set_materialize_grads(False)
     ctx.save_for_backward(*inputs[:_TENSORS], *output)
     ctx.scalars = inputs[_TENSORS:]
 
 
-def _backward(
+def slot_backward(
     ctx: Any,
     grad_out: Tensor | None,
     grad_lse: Tensor | None,
@@ -327,7 +254,7 @@ def _backward(
     *grads, grad_logit, grad_value, grad_bias_HS = (
         run_backward(arriving, slotted, results, call, lends=True)
         if _owns(out_BHTD)
-        else slot_attention_backward_op(*arriving, *slotted, *results, *call)
+        else _custom_backward()(*arriving, *slotted, *results, *call)
     )
     if wanted_of_call.distance_bias_HS:
         no_call_grads["distance_bias_HS"] = grad_bias_HS
@@ -336,6 +263,13 @@ def _backward(
         grad_value if wanted.slot_value else None,
     )
     return *grads, *slot_grads, *no_call_grads.values()
+
+
+def _custom_backward() -> Callable[..., Any]:
+    """Return the backward as a custom op; its module imports this one."""
+    module = import_module("megasink.attention.custom_op")
+    op: Callable[..., Any] = module.slot_attention_backward_op
+    return op
 
 
 def _owns(out_BHTD: Tensor) -> bool:
@@ -347,31 +281,11 @@ def _owns(out_BHTD: Tensor) -> bool:
     return not (traced or torch.is_grad_enabled())
 
 
-slot_attention_op.register_autograd(_backward, setup_context=_setup_context)
-
-
 class _Eagerly(torch.autograd.Function):
     """The op without the dispatch of a custom op, half of its time on the host."""
 
     forward = staticmethod(run_forward)
-    backward = staticmethod(_backward)
+    backward = staticmethod(slot_backward)
 
 
-def op_for(slotted: Slotted, call: AttentionCall) -> Callable[..., Sequence[Tensor]]:
-    """Return what runs the op on the fields of `slotted` and `call`.
-
-    It is a custom op for compilers, subclasses of tensors, dispatch modes and functorch.
-    """
-    if torch.compiler.is_compiling() or not _is_plain(slotted, call.distance_bias_HS):
-        return slot_attention_op
-    eagerly: Callable[..., Sequence[Tensor]] = _Eagerly.apply
-    return eagerly
-
-
-def _is_plain(slotted: Slotted, bias_HS: Tensor | None) -> bool:
-    if torch._C._len_torch_dispatch_stack() or torch._C._are_functorch_transforms_active():
-        return False
-    return all(type(t) in _PLAIN_TYPES for t in slotted) and type(bias_HS) in _PLAIN_TYPES
-
-
-_PLAIN_TYPES = frozenset((Tensor, torch.nn.Parameter, type(None)))
+eagerly: Callable[..., Sequence[Tensor]] = _Eagerly.apply

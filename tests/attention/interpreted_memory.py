@@ -8,8 +8,8 @@ import torch
 
 from megasink.attention import VARIANTS, attention
 from megasink.attention.call import Arriving, AttentionCall, Results, Slot, Slotted
+from megasink.attention.custom_op import slot_attention_backward_op, slot_attention_op
 from megasink.attention.kernels.aten_cpu import FlashCpuBackend
-from megasink.attention.op import slot_attention_backward_op, slot_attention_op
 from tests.attention.interpreted_gate_kernels import BF16, _on_a_cpu
 
 __all__ = ["_on_a_cpu"]  # the fixture of every test here, too

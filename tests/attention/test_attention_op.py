@@ -7,8 +7,8 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from megasink.attention import VARIANTS, AttentionCall, attention
-from megasink.attention import op as slot_op
+from megasink.attention import VARIANTS, AttentionCall, attention, functional
+from megasink.attention import custom_op as slot_op
 from megasink.attention.call import Slot
 from megasink.attention.gate_kernels import plain as definition
 from tests.attention.attention_oracle import check, evaluate, make_case
@@ -113,8 +113,8 @@ def test_strides_are_those_that_compilers_are_told(variant, batch, width):
 def test_eager_calls_are_the_custom_op_to_the_bit(variant, monkeypatch):
     """Outputs and gradients of the autograd.Function around the same code."""
     case, found = make_case(groups=1, tokens=23, dtype=torch.bfloat16), []
-    for is_plain in (slot_op._is_plain, lambda *_: False):
-        monkeypatch.setattr(slot_op, "_is_plain", is_plain)
+    for is_plain in (functional._is_plain, lambda *_: False):
+        monkeypatch.setattr(functional, "_is_plain", is_plain)
         found.append(evaluate(attention, case, torch.bfloat16, variant, window=9))
     for name, eager in found[0].items():
         assert torch.equal(eager, found[1][name]), name
@@ -137,7 +137,7 @@ def test_dispatch_modes_meet_the_custom_op(monkeypatch):
     def refuse(*_):
         raise AssertionError("eager")
 
-    monkeypatch.setattr(slot_op._Eagerly, "apply", refuse)
+    monkeypatch.setattr(functional, "eagerly", refuse)
     with pytest.raises(AssertionError, match="eager"):
         attention(query, query, query)
     with _Named() as mode:

@@ -67,9 +67,10 @@ def test_rectangles_through_autograd(queries, keys, window, variant, kernel):
 
 @pytest.mark.parametrize("kernel", KERNELS)
 @pytest.mark.parametrize("variant", VARIANTS)
-def test_packed_documents(variant, kernel):
+@pytest.mark.parametrize("queries", [193, 100])
+def test_packed_documents(queries, variant, kernel):
     """Each attends only to itself, also one of a single token; two have the same length."""
-    case = cuda_case(batch=1, tokens=193)
+    case = cuda_case(batch=1, tokens=queries, keys=193)
     check(case, BF16, variant, backend=kernel, cu_seqlens=(0, 64, 65, 129, 193), roundings=4)
 
 

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from megasink.attention.call import Arriving, Results
+from megasink.attention.call import Arriving, Results, Slotted
 from megasink.attention.gate_kernels.base import FirstKey
 from megasink.attention.injection import channels_of
 from megasink.attention.layout import dense_rows
@@ -55,6 +55,26 @@ def writable(tensor_BHTD: Tensor) -> Tensor:
                 return tensor_BHTD.contiguous()
             extent = stride * (size - 1) + extent
     return dense_rows(tensor_BHTD)
+
+
+def lent(
+    arriving: Arriving, slotted: Slotted, results: Results, lends: bool
+) -> tuple[Arriving, Results]:
+    """Return dO and Y for gate kernels to overwrite: copies, unless nothing else uses their memory.
+
+    `out.backward(out.detach())` sends a dO in the memory of Y, and any input may be sent as dO.
+    """
+    storages = [
+        t.untyped_storage()._cdata for t in (*arriving, *slotted, *results) if t is not None
+    ]
+
+    def own(tensor: Tensor) -> Tensor:
+        alone = storages.count(tensor.untyped_storage()._cdata) == 1  # its own
+        return tensor if lends and alone else tensor.clone()
+
+    assert arriving.grad_out_BHTD is not None
+    arriving = arriving._replace(grad_out_BHTD=own(arriving.grad_out_BHTD))
+    return arriving, results._replace(out_BHTD=own(results.out_BHTD))
 
 
 def slot_forward(

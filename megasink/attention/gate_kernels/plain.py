@@ -156,8 +156,8 @@ class PlainGateKernels(GateKernels):
             _fill(grad_key_BGSD, scaled_grad_BHT, first.query_BHTD, first)
             _fill(grad_value_BGSD, weight_BHT, grad_out_BHTD, first)
 
-        grads = (logit_grad_BHT, None, add_to_query, fill_first_rows)
-        return nullcontext(BeforeBackward(*for_kernel, *grads))
+        functions = {"add_to_query": add_to_query, "fill_first_rows": fill_first_rows}
+        return nullcontext(BeforeBackward(*for_kernel, logit_grad_BHT, **functions))
 
 
 def _by_query(first_BG1D: Tensor, first: FirstKey) -> Tensor:
@@ -176,15 +176,12 @@ def _places(first: FirstKey) -> "FirstKeys":
 
 def _fill(grad_BGSD: Tensor, weight_BHT: Tensor, rows_BHTD: Tensor, first: FirstKey) -> None:
     """Write the sums of weight * row over the queries into the rows of first keys."""
-    groups = grad_BGSD.shape[1]
     if first.documents is None:
-        grad_BGSD[:, :, 0] = weighted_row_sum(weight_BHT, rows_BHTD, groups)
+        grad_BGSD[:, :, 0] = weighted_row_sum(weight_BHT, rows_BHTD, grad_BGSD.shape[1])
         return
-    starts_N, document_T, _, _ = _places(first)
-    terms_BGTD = (weight_BHT[..., None] * rows_BHTD).unflatten(1, (groups, -1)).sum(2)
-    sums_BGND = terms_BGTD.new_zeros(*terms_BGTD.shape[:2], len(starts_N), terms_BGTD.shape[3])
-    sums_BGND.index_add_(2, document_T, terms_BGTD)
-    grad_BGSD.index_copy_(2, starts_N, sums_BGND.to(grad_BGSD.dtype))
+    from megasink.attention.documents import fill_first_rows
+
+    fill_first_rows(grad_BGSD, weight_BHT, rows_BHTD, first.documents)
 
 
 def slot_value_grad(arriving: Arriving, results: Results, slot_value: Tensor) -> Tensor:

@@ -8,7 +8,7 @@ Shapes: B batch, H heads, T tokens, D head dim, C scores per head and token, 1 o
 import triton
 import triton.language as tl
 
-from megasink.attention.gate_kernels.triton_slot import _jit, _program, _rounded
+from megasink.attention.gate_kernels.triton_slot import _jit, _rounded, _rows, _tile
 
 
 @triton.jit
@@ -61,19 +61,14 @@ def apply_gate_kernel(
     ROUND_BY_HAND: tl.constexpr,
 ):
     """Gate x, and return the mean gate of each token."""
-    h, b, start = _program(heads, batch, ROWS)
-    b64, h64, start64 = b.to(tl.int64), h.to(tl.int64), start.to(tl.int64)
-    r = tl.arange(0, ROWS)
-    inside = start + r < tokens
+    _, b64, h64, start64, r, _, inside, _ = _tile(heads, batch, tokens, None, ROWS)
     column = tl.arange(0, COLUMNS)
     tile = inside[:, None] & (column < D)[None, :]
-    at = x + (b64 * x_b + h64 * x_h + start64 * x_t) * ALIGN
-    at += r[:, None] * x_t * ALIGN + column[None, :]
+    at = _rows(x, x_b, x_h, x_t, b64, h64, start64, r, column, ALIGN)
     wide = tl.load(at, mask=tile, other=0.0).to(tl.float32)
     dense = (b64 * heads + h64) * tokens + start64 + r
     if ELEMENTWISE:
-        at = score + (b64 * s_b + h64 * s_h + start64 * s_t) * ALIGN
-        at += r[:, None] * s_t * ALIGN + column[None, :]
+        at = _rows(score, s_b, s_h, s_t, b64, h64, start64, r, column, ALIGN)
         g, _ = _activated(tl.load(at, mask=tile, other=0.0).to(tl.float32), ACTIVATION)
         mean = tl.sum(tl.where(tile, g, 0.0), 1) / D
     else:
@@ -82,8 +77,7 @@ def apply_gate_kernel(
         g = mean[:, None]
     tl.store(gate + dense, mean, mask=inside)
     wide = wide * g if MULTIPLY else wide + g
-    at = out + (b64 * y_b + h64 * y_h + start64 * y_t) * ALIGN
-    at += r[:, None] * y_t * ALIGN + column[None, :]
+    at = _rows(out, y_b, y_h, y_t, b64, h64, start64, r, column, ALIGN)
     tl.store(at, _rounded(wide, out.dtype.element_ty, ROUND_BY_HAND), mask=tile)
 
 
@@ -126,21 +120,16 @@ def apply_gate_backward_kernel(
     ROUND_BY_HAND: tl.constexpr,
 ):
     """dx = dY f (or dY), dscore = (dY x (or dY) + dG / C) f', summed over D for one score."""
-    h, b, start = _program(heads, batch, ROWS)
-    b64, h64, start64 = b.to(tl.int64), h.to(tl.int64), start.to(tl.int64)
-    r = tl.arange(0, ROWS)
-    inside = start + r < tokens
+    _, b64, h64, start64, r, _, inside, _ = _tile(heads, batch, tokens, None, ROWS)
     column = tl.arange(0, COLUMNS)
     tile = inside[:, None] & (column < D)[None, :]
     d = tl.zeros([ROWS, COLUMNS], tl.float32)
     if grad_out is not None:
-        at = grad_out + (b64 * d_b + h64 * d_h + start64 * d_t) * ALIGN
-        at += r[:, None] * d_t * ALIGN + column[None, :]
+        at = _rows(grad_out, d_b, d_h, d_t, b64, h64, start64, r, column, ALIGN)
         d = tl.load(at, mask=tile, other=0.0).to(tl.float32)
     to_gate = d
     if MULTIPLY:
-        at = x + (b64 * x_b + h64 * x_h + start64 * x_t) * ALIGN
-        at += r[:, None] * x_t * ALIGN + column[None, :]
+        at = _rows(x, x_b, x_h, x_t, b64, h64, start64, r, column, ALIGN)
         to_gate = d * tl.load(at, mask=tile, other=0.0).to(tl.float32)
     mean_grad = tl.zeros([ROWS], tl.float32)
     if grad_gate is not None:
@@ -148,12 +137,10 @@ def apply_gate_backward_kernel(
         mean_grad = tl.load(at, mask=inside, other=0.0)
     dtype: tl.constexpr = grad_score.dtype.element_ty
     if ELEMENTWISE:
-        at = score + (b64 * s_b + h64 * s_h + start64 * s_t) * ALIGN
-        at += r[:, None] * s_t * ALIGN + column[None, :]
+        at = _rows(score, s_b, s_h, s_t, b64, h64, start64, r, column, ALIGN)
         g, slope = _activated(tl.load(at, mask=tile, other=0.0).to(tl.float32), ACTIVATION)
         dz = (to_gate + mean_grad[:, None] / D) * slope
-        at = grad_score + (b64 * z_b + h64 * z_h + start64 * z_t) * ALIGN
-        at += r[:, None] * z_t * ALIGN + column[None, :]
+        at = _rows(grad_score, z_b, z_h, z_t, b64, h64, start64, r, column, ALIGN)
         tl.store(at, _rounded(dz, dtype, ROUND_BY_HAND), mask=tile)
     else:
         at = score + b64 * s_b + h64 * s_h + start64 * s_t + r * s_t
@@ -164,6 +151,5 @@ def apply_gate_backward_kernel(
         tl.store(at, _rounded(dz, dtype, ROUND_BY_HAND), mask=inside)
     if MULTIPLY:
         d = d * g
-    at = grad_x + (b64 * y_b + h64 * y_h + start64 * y_t) * ALIGN
-    at += r[:, None] * y_t * ALIGN + column[None, :]
+    at = _rows(grad_x, y_b, y_h, y_t, b64, h64, start64, r, column, ALIGN)
     tl.store(at, _rounded(d, grad_x.dtype.element_ty, ROUND_BY_HAND), mask=tile)

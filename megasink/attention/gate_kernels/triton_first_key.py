@@ -8,7 +8,7 @@ from torch import Tensor
 
 from megasink.attention.gate_kernels import launch
 from megasink.attention.gate_kernels.base import FirstKey
-from megasink.attention.gate_kernels.triton_slot import _jit, _program, _rounded, _tile
+from megasink.attention.gate_kernels.triton_slot import _jit, _program, _rounded, _rows, _tile
 
 
 @_jit
@@ -40,11 +40,7 @@ def first_query_kernel(
     ROUND_BY_HAND: tl.constexpr,
 ):
     """dq = rows + scale ds k."""
-    h, b, start, stop, first = _tile(heads, batch, tokens, documents, ROWS)
-    b64, h64, start64 = b.to(tl.int64), h.to(tl.int64), start.to(tl.int64)
-    r = tl.arange(0, ROWS)
-    t = start + r
-    inside = t < stop
+    h, b64, h64, start64, r, t, inside, first = _tile(heads, batch, tokens, documents, ROWS)
     column = tl.arange(0, COLUMNS)
     tile = inside[:, None] & (column < D)[None, :]
     at = logit_grad + (b64 * heads + h64) * tokens + start64 + r
@@ -55,11 +51,10 @@ def first_query_kernel(
     k = tl.load(at, mask=column < D, other=0.0).to(tl.float32)
     dq = ds[:, None] * k[None, :]
     if rows is not None:
-        at = rows + (b64 * r_b + h64 * r_h + (start64 - first_row) * r_t) * ALIGN
-        at += r[:, None] * r_t * ALIGN + column[None, :]
+        row64 = start64 - first_row
+        at = _rows(rows, r_b, r_h, r_t, b64, h64, row64, r, column, ALIGN)
         dq += tl.load(at, mask=tile & (t >= first_row)[:, None], other=0.0).to(tl.float32)
-    at = grad_query + (b64 * q_b + h64 * q_h + start64 * q_t) * ALIGN
-    at += r[:, None] * q_t * ALIGN + column[None, :]
+    at = _rows(grad_query, q_b, q_h, q_t, b64, h64, start64, r, column, ALIGN)
     tl.store(at, _rounded(dq, grad_query.dtype.element_ty, ROUND_BY_HAND), mask=tile)
 
 

@@ -9,7 +9,7 @@ import triton.language as tl
 from torch import Tensor
 
 from megasink.attention.gate_kernels import launch
-from megasink.attention.gate_kernels.triton_slot import _jit, _program
+from megasink.attention.gate_kernels.triton_slot import _jit, _rows, _tile
 
 
 @triton.jit
@@ -56,11 +56,7 @@ def share_kernel(
     ALIGN: tl.constexpr,
 ):
     """G = -expm1(s - LSE'), p = exp(s - LSE')."""
-    h, b, start = _program(heads, batch, ROWS)
-    b64, h64, start64 = b.to(tl.int64), h.to(tl.int64), start.to(tl.int64)
-    r = tl.arange(0, ROWS)
-    t = start + r
-    inside = t < tokens
+    h, b64, h64, start64, r, t, inside, _ = _tile(heads, batch, tokens, None, ROWS)
     at = lse + b64 * l_b + h64 * l_h + start64 * l_t + r * l_t
     x = tl.load(at, mask=inside, other=0.0)
     if logit is not None:
@@ -75,8 +71,7 @@ def share_kernel(
         if starts is not None:
             first = tl.load(starts + t, mask=inside, other=0)
             position = position - first
-        at = query + (b64 * q_b + h64 * q_h + start64 * q_t) * ALIGN
-        at += r[:, None] * q_t * ALIGN + column[None, :]
+        at = _rows(query, q_b, q_h, q_t, b64, h64, start64, r, column, ALIGN)
         q = tl.load(at, mask=tile, other=0.0).to(tl.float32)
         at = key + (b64 * k_b + g64 * k_h) * ALIGN
         at += first[:, None] * k_t * ALIGN + column[None, :]

@@ -43,9 +43,10 @@ def _program(heads, batch, ROWS: tl.constexpr):
 
 @triton.jit
 def _tile(heads, batch, tokens, documents, ROWS: tl.constexpr):
-    """Return head, batch, first token, end and first key of the program's rows.
+    """Return what a program works on: head, b, h and first row (int64), rows, and its first key.
 
-    `documents` has the last three for each program of a head, int32, so that its rows are of one
+    Rows are counted from the first one, r, and from token 0, t; some may be outside. `documents`
+    has (first row, end, first key) for each program of a head, int32, so that its rows are of one
     document; None for key 0 of every row.
     """
     h, b, start = _program(heads, batch, ROWS)
@@ -53,16 +54,24 @@ def _tile(heads, batch, tokens, documents, ROWS: tl.constexpr):
     if documents is not None:
         at = documents + start // ROWS * 3
         start, stop, first = tl.load(at), tl.load(at + 1), tl.load(at + 2)
-    return h, b, start, stop, first
+    r = tl.arange(0, ROWS)
+    t = start + r
+    return h, b.to(tl.int64), h.to(tl.int64), start.to(tl.int64), r, t, t < stop, first
 
 
 @triton.jit
-def _values(value, u_b, u_h, u_t, b64, g64, start, first, r, column, tile, documents, ALIGN):
+def _rows(x, x_b, x_h, x_t, b64, h64, start64, r, column, ALIGN: tl.constexpr):
+    """Return pointers to the rows r from `start64` on."""
+    at = x + (b64 * x_b + h64 * x_h + start64 * x_t) * ALIGN
+    return at + (r[:, None] * x_t * ALIGN + column[None, :])
+
+
+@triton.jit
+def _values(u, u_b, u_h, u_t, b64, g64, start64, first, r, column, tile, documents, ALIGN):
     """Load u of each row: its own, or that of its document's first key."""
     if documents is not None:
-        start, r = first, r * 0
-    at = value + (b64 * u_b + g64 * u_h + start.to(tl.int64) * u_t) * ALIGN
-    at += r[:, None] * u_t * ALIGN + column[None, :]
+        start64, r = first.to(tl.int64), r * 0
+    at = _rows(u, u_b, u_h, u_t, b64, g64, start64, r, column, ALIGN)
     return tl.load(at, mask=tile, other=0.0).to(tl.float32)
 
 
@@ -116,21 +125,16 @@ def close_slot_kernel(
     ROUND_BY_HAND: tl.constexpr,
 ):
     """out = G O + p u, G = sigmoid(LSE - s), p = sigmoid(s - LSE), lse = logaddexp(LSE, s)."""
-    h, b, start, stop, first = _tile(heads, batch, tokens, documents, ROWS)
-    b64, h64, start64 = b.to(tl.int64), h.to(tl.int64), start.to(tl.int64)
+    h, b64, h64, start64, r, t, inside, first = _tile(heads, batch, tokens, documents, ROWS)
     g64 = (h // per_group).to(tl.int64)
-    r = tl.arange(0, ROWS)
-    t = start + r
     column = tl.arange(0, COLUMNS)
     whole_columns = column < D
-    inside = t < stop
     tile = inside[:, None] & whole_columns[None, :]
 
     if logit is None:
         key_column = tl.arange(0, KEY_COLUMNS)
         within = key_column < KEY_D
-        at = query + (b64 * q_b + h64 * q_h + start64 * q_t) * ALIGN
-        at += r[:, None] * q_t * ALIGN + key_column[None, :]
+        at = _rows(query, q_b, q_h, q_t, b64, h64, start64, r, key_column, ALIGN)
         q = tl.load(at, mask=inside[:, None] & within[None, :], other=0.0).to(tl.float32)
         at = key + (b64 * k_b + g64 * k_h) * ALIGN + key_column
         if documents is not None:
@@ -165,15 +169,15 @@ def close_slot_kernel(
 
     y = tl.zeros([ROWS, COLUMNS], tl.float32)
     if rows_out is not None:
-        at = rows_out + (b64 * o_b + h64 * o_h + row64 * o_t) * ALIGN
-        at += r[:, None] * o_t * ALIGN + column[None, :]
+        at = _rows(rows_out, o_b, o_h, o_t, b64, h64, row64, r, column, ALIGN)
         o = tl.load(at, mask=among[:, None] & whole_columns[None, :], other=0.0)
         y = o.to(tl.float32) * g[:, None]
     if value is not None:
-        u = _values(value, u_b, u_h, u_t, b64, g64, start, first, r, column, tile, documents, ALIGN)
+        u = _values(
+            value, u_b, u_h, u_t, b64, g64, start64, first, r, column, tile, documents, ALIGN
+        )
         y += p[:, None] * u
-    at = out + (b64 * y_b + h64 * y_h + start64 * y_t) * ALIGN
-    at += r[:, None] * y_t * ALIGN + column[None, :]
+    at = _rows(out, y_b, y_h, y_t, b64, h64, start64, r, column, ALIGN)
     tl.store(at, _rounded(y, out.dtype.element_ty, ROUND_BY_HAND), mask=tile)
 
 
@@ -228,12 +232,8 @@ def open_slot_kernel(
     ROUND_BY_HAND: tl.constexpr,
 ):
     """ds = p (dY . (u - Y) + e - G dG), and dO' . O' = dY . Y - (p dG + e)."""
-    h, b, start, stop, first = _tile(heads, batch, tokens, documents, ROWS)
-    b64, h64, start64 = b.to(tl.int64), h.to(tl.int64), start.to(tl.int64)
+    h, b64, h64, start64, r, _, inside, first = _tile(heads, batch, tokens, documents, ROWS)
     g64 = (h // per_group).to(tl.int64)
-    r = tl.arange(0, ROWS)
-    t = start + r
-    inside = t < stop
     column = tl.arange(0, COLUMNS)
     whole_columns = column < D
     tile = inside[:, None] & whole_columns[None, :]
@@ -267,7 +267,7 @@ def open_slot_kernel(
         y = tl.load(y_rows[:, None] + column[None, :], mask=tile, other=0.0).to(tl.float32)
         if value is not None:
             y -= _values(
-                value, u_b, u_h, u_t, b64, g64, start, first, r, column, tile, documents, ALIGN
+                value, u_b, u_h, u_t, b64, g64, start64, first, r, column, tile, documents, ALIGN
             )
         ds = (slot - tl.sum(d * y, 1)) * p
         if logit_grad is not None:
@@ -280,8 +280,7 @@ def open_slot_kernel(
         if key_sum is not None:
             key_column = tl.arange(0, KEY_COLUMNS)
             within = key_column < KEY_D
-            at = query + (b64 * q_b + h64 * q_h + start64 * q_t) * ALIGN
-            at += r[:, None] * q_t * ALIGN + key_column[None, :]
+            at = _rows(query, q_b, q_h, q_t, b64, h64, start64, r, key_column, ALIGN)
             q = tl.load(at, mask=inside[:, None] & within[None, :], other=0.0).to(tl.float32)
             at = key_sum + block * KEY_D + key_column
             tl.store(at, tl.sum((ds * scale)[:, None] * q, 0), mask=within)
@@ -335,10 +334,7 @@ def restore_kernel(
     ALIGN: tl.constexpr,
 ):
     """Put the leading channels back that `open_slot_kernel` changed."""
-    h, b, start = _program(heads, batch, ROWS)
-    b64, h64, start64 = b.to(tl.int64), h.to(tl.int64), start.to(tl.int64)
-    r = tl.arange(0, ROWS)
-    inside = start + r < tokens
+    _, b64, h64, start64, r, _, inside, _ = _tile(heads, batch, tokens, None, ROWS)
     at = kept + ((b64 * heads + h64) * tokens + start64 + r) * (2 * CHANNELS)
     d_rows = grad_out + (b64 * d_b + h64 * d_h + start64 * d_t) * ALIGN + r * d_t * ALIGN
     y_rows = out + (b64 * y_b + h64 * y_h + start64 * y_t) * ALIGN + r * y_t * ALIGN

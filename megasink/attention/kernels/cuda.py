@@ -115,9 +115,9 @@ class BTHDLayout(VendorBackend):
             return self.launch_rows_backward(tensors, call, None)
         packed = ends(call.cu_seqlens, tensors.query_BHTD.shape[1], tensors.query_BHTD.device)
         *given, into = tensors
-        rows = [None if tensor is None else tensor[0] for tensor in given]
-        rows_into = None if into is None else (into[0][0], into[1][0], into[2][0])
-        grads = self.launch_rows_backward(BackwardTensors(*rows, rows_into), call, packed)
+        rows: list[Any] = [None if tensor is None else tensor[0] for tensor in given]
+        rows.append(None if into is None else [tensor[0] for tensor in into])
+        grads = self.launch_rows_backward(BackwardTensors._make(rows), call, packed)
         return [*(into or (grad[None] for grad in grads[:3])), *grads[3:]]
 
 
