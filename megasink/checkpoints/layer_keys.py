@@ -12,6 +12,7 @@ from megasink.megatron.hybrid_pattern import (
     DELTA_NET,
     EXPERTS,
     FFN,
+    LATENT,
     MAMBA,
     block_of_layer,
 )
@@ -27,6 +28,7 @@ LAST_NORM = ("decoder.final_norm.", "decoder.final_layernorm.")
 _SYMBOLS = {
     MAMBA: re.compile(r"mixer\."),
     DELTA_NET: re.compile(r"self_attention\.(in_proj|conv1d|A_log)"),
+    LATENT: re.compile(r"self_attention\.linear_kv_"),
     ATTENTION: re.compile(r"self_attention\."),
     EXPERTS: re.compile(r"mlp\.(router|experts)\."),
     FFN: re.compile(r"mlp\."),
@@ -48,7 +50,7 @@ def pattern_in(keys: Iterable[str]) -> str | None:
     for number, rest in (found.groups() for found in map(NUMBERED.match, keys) if found):
         kinds = (symbol for symbol, known in _SYMBOLS.items() if known.match(rest))
         symbols.setdefault(int(number), set()).update(next(kinds, ""))
-    mixers, pattern = {MAMBA, DELTA_NET, ATTENTION}, ""
+    mixers, pattern = {MAMBA, DELTA_NET, LATENT, ATTENTION}, ""
     for layer in range(len(symbols)):
         found = symbols.get(layer, set())
         if not found or (found & mixers and found & {FFN, EXPERTS}):

@@ -46,11 +46,12 @@ class _Blocks:
 def block_stack_spec(config: MegasinkTransformerConfig, pattern: str) -> ModuleSpec:
     """Return the spec of a pattern of ``config.num_layers`` blocks, for ``hybrid_stack_spec``."""
     spec = stack_spec(config)
-    varied = plain = spec.submodules.attention_layer.submodules
+    kind = "mla_layer" if config.multi_latent_attention else "attention_layer"
+    varied = plain = getattr(spec.submodules, kind).submodules
     has_variant = layers_with_variant(config)
     if not all(has_variant):
         without = config.get_config_for_layer(has_variant.index(False) + 1)
-        plain = spec_of_stack(without).submodules.attention_layer.submodules
+        plain = getattr(spec_of_stack(without).submodules, kind).submodules
     blocks = _Blocks(block_of_layer(pattern), varied, plain)
     by_block = {
         name: dataclasses.replace(

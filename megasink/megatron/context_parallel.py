@@ -13,7 +13,8 @@ A row of packed documents is split like any sequence, wherever its documents end
 the keys of its documents, the first of which may have begun on another rank.
 
 Shapes: s tokens of this rank, c = s / 2 of one chunk, S = cp * s of the sequence, B batch, H query
-heads and G key/value groups of this tensor-parallel rank, N any of these, D head dim, T queries.
+heads and G key/value groups of this tensor-parallel rank, N any of these, D head dim (X of key and
+value together), T queries.
 """
 
 from collections.abc import Callable
@@ -89,12 +90,12 @@ class _GatherKeys(torch.autograd.Function):
     def forward(
         ctx: Any, key_sBGD: Tensor, value_sBGD: Tensor, group: ProcessGroup, kept: list[Tensor]
     ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        ctx.group, ctx.shape = group, key_sBGD.shape
+        ctx.group, ctx.widths = group, (key_sBGD.shape[-1], value_sBGD.shape[-1])
         ranks, rank, chunk = group.size(), group.rank(), key_sBGD.shape[0] // 2
-        both_sBND = torch.cat((key_sBGD, value_sBGD), dim=2)
-        ctx.gathered = _gathered(both_sBND, group)
-        kept += both_sBND, ctx.gathered
-        key_SBGD, value_SBGD = ctx.gathered.chunk(2, dim=2)
+        both_sBGX = torch.cat((key_sBGD, value_sBGD), dim=-1)
+        ctx.gathered = _gathered(both_sBGX, group)
+        kept += both_sBGX, ctx.gathered
+        key_SBGD, value_SBGD = ctx.gathered.split(ctx.widths, dim=-1)
         ctx.ends = (rank + 1) * chunk, (2 * ranks - rank) * chunk
         first, last = ctx.ends
         return key_SBGD[:first], value_SBGD[:first], key_SBGD[:last], value_SBGD[:last]
@@ -105,18 +106,20 @@ class _GatherKeys(torch.autograd.Function):
         ctx: Any, first_key: Tensor, first_value: Tensor, last_key: Tensor, last_value: Tensor
     ) -> tuple[Tensor, Tensor, None, None]:
         ctx.gathered.untyped_storage().resize_(0)  # both chunks have read it
-        group, (first, last), (tokens, batch, groups, head_dim) = ctx.group, ctx.ends, ctx.shape
-        ranks = group.size()
-        total = last_key.new_empty(ranks * tokens, batch, 2 * groups, head_dim)
+        group, (first, last), ranks = ctx.group, ctx.ends, ctx.group.size()
+        total = last_key.new_empty(ctx.gathered.shape)
         for grad, of_first, of_last in zip(
-            total.chunk(2, dim=2), (first_key, first_value), (last_key, last_value), strict=True
+            total.split(ctx.widths, dim=-1),
+            (first_key, first_value),
+            (last_key, last_value),
+            strict=True,
         ):
             grad[:first] = of_last[:first] + of_first
             grad[first:last] = of_last[first:]
             grad[last:] = 0.0
-        mine_sBND = total.new_empty(tokens, batch, 2 * groups, head_dim)
-        torch.distributed.reduce_scatter_tensor(mine_sBND, in_rank_order(total, ranks), group=group)
-        grad_key_sBGD, grad_value_sBGD = mine_sBND.chunk(2, dim=2)
+        mine_sBGX = total.new_empty(len(total) // ranks, *total.shape[1:])
+        torch.distributed.reduce_scatter_tensor(mine_sBGX, in_rank_order(total, ranks), group=group)
+        grad_key_sBGD, grad_value_sBGD = mine_sBGX.split(ctx.widths, dim=-1)
         return grad_key_sBGD, grad_value_sBGD, None, None
 
 
@@ -132,14 +135,14 @@ class _GatherAgain(torch.autograd.Function):
         ctx: Any,
         out_sBHD: Tensor,
         gate_BHs: Tensor | None,
-        both_sBND: Tensor,
-        gathered_SBND: Tensor,
+        both_sBGX: Tensor,
+        gathered_SBGX: Tensor,
         group: ProcessGroup,
     ) -> tuple[Tensor, Tensor | None]:
         ctx.set_materialize_grads(False)
-        ctx.save_for_backward(both_sBND)
-        storage = gathered_SBND.untyped_storage()
-        ctx.gathered, ctx.bytes, ctx.group = gathered_SBND, storage.nbytes(), group
+        ctx.save_for_backward(both_sBGX)
+        storage = gathered_SBGX.untyped_storage()
+        ctx.gathered, ctx.bytes, ctx.group = gathered_SBGX, storage.nbytes(), group
         storage.resize_(0)
         return out_sBHD.view_as(out_sBHD), None if gate_BHs is None else gate_BHs.view_as(gate_BHs)
 
@@ -148,8 +151,8 @@ class _GatherAgain(torch.autograd.Function):
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
         ctx.gathered.untyped_storage().resize_(ctx.bytes)
         # Not through its version counter: to autograd these are the numbers that were saved.
-        (both_sBND,) = ctx.saved_tensors
-        ctx.gathered.data.copy_(_gathered(both_sBND, ctx.group))
+        (both_sBGX,) = ctx.saved_tensors
+        ctx.gathered.data.copy_(_gathered(both_sBGX, ctx.group))
         return *grads, None, None, None
 
 

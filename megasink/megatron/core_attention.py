@@ -15,9 +15,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.process_groups_config import ProcessGroupCollection
-from megatron.core.tensor_parallel import (
-    copy_to_tensor_model_parallel_region,
-)
+from megatron.core.tensor_parallel import copy_to_tensor_model_parallel_region
 from megatron.core.transformer.enums import AttnMaskType
 from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.utils import is_layer_window_attention
@@ -62,6 +60,7 @@ class CoreAttention(ShardedByHeads, MegatronModule):
         softmax_scale: float | None = None,
         pg_collection: ProcessGroupCollection | None = None,
         counted: bool = True,
+        **_: Any,  # widths of keys and values, which latent attention gives
     ):
         if not counted:
             config = copy.copy(config)

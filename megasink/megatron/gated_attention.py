@@ -25,7 +25,41 @@ if TYPE_CHECKING:
     from megasink.megatron.config import MegasinkTransformerConfig
 
 
-class GatedSelfAttention(SelfAttention):
+class GatesHeads(torch.nn.Module):
+    """An attention layer that gates the output of its heads, and counts them by that gate."""
+
+    gate: ExplicitGate | None
+    counts_heads: bool
+    core_attention: Any
+    replicated = False  # Whether each rank has the gate of its own tokens
+
+    def _gate_heads(self, ungated_SBHD: Tensor, scores: Tensor | None) -> Tensor:
+        """Return the gated output [S, B, X]."""
+        assert self.gate is not None
+        x_SBHD, gate_SBHC = self.gate(ungated_SBHD, scores)
+        if not self.counts_heads:
+            self._observe(gate_SBHC)
+        # The first forward of activation recompute has no gradients and is not counted.
+        if not (self.counts_heads and self.training and torch.is_grad_enabled()):
+            return x_SBHD.flatten(2)
+        core, gate_BHSC, every_BHSC = self.core_attention, gate_SBHC.permute(1, 2, 0, 3), None
+        if core.observer.compares_gradients:
+            x_BHSD = x_SBHD.permute(1, 2, 0, 3)
+            real = None if core.documents is None else core.documents.real_tokens
+            every_SBHC = self.gate.of_elements(gate_SBHC, ungated_SBHD, scores)
+            every_BHSC = every_SBHC.permute(1, 2, 0, 3)
+            core.observer.output_gradient(x_BHSD, every_BHSC, counted=real)
+            x_SBHD = x_BHSD.permute(2, 0, 1, 3)
+        counted: Tensor = core.head_counter(
+            x_SBHD.flatten(2), gate_BHSC, core.documents, every_BHSC
+        )
+        return counted
+
+    def _observe(self, gate_SBHC: Tensor) -> None:
+        self.core_attention.observer.explicit_gate(gate_SBHC, replicated=self.replicated)
+
+
+class GatedSelfAttention(GatesHeads, SelfAttention):
     """SelfAttention for ``attention_variant`` "gated" and for ``sdpa_output_norm``.
 
     Scores are parameters or come from extra rows of ``linear_qkv``
@@ -50,7 +84,7 @@ class GatedSelfAttention(SelfAttention):
                 f"{groups} groups on {ranks} ranks"
             )
         super().__init__(config, submodules, layer_number, **kwargs)
-        self.position = position
+        self.position, self.replicated = position, position == "output"
         self.gate = ExplicitGate(config, self.tp_group) if position is not None else None
         self.output_norm = None
         if config.sdpa_output_norm != "none":
@@ -99,29 +133,7 @@ class GatedSelfAttention(SelfAttention):
             return x_SBHD.reshape(x.shape)
         if self.core_attention.frees_projection:
             gate = gate.contiguous()  # the scores are a view of the projection, too
-        ungated_SBHD = x_SBHD
-        x_SBHD, gate_SBHC = self.gate(ungated_SBHD, gate)
-        if not self.counts_heads:
-            self._observe(gate_SBHC)
-        # The first forward of activation recompute has no gradients and is not counted.
-        if not (self.counts_heads and self.training and torch.is_grad_enabled()):
-            return x_SBHD.reshape(x.shape)
-        core, gate_BHSC, every_BHSC = self.core_attention, gate_SBHC.permute(1, 2, 0, 3), None
-        if core.observer.compares_gradients:
-            x_BHSD = x_SBHD.permute(1, 2, 0, 3)
-            real = None if core.documents is None else core.documents.real_tokens
-            every_SBHC = self.gate.of_elements(gate_SBHC, ungated_SBHD, gate)
-            every_BHSC = every_SBHC.permute(1, 2, 0, 3)
-            core.observer.output_gradient(x_BHSD, every_BHSC, counted=real)
-            x_SBHD = x_BHSD.permute(2, 0, 1, 3)
-        counted: Tensor = core.head_counter(
-            x_SBHD.reshape(x.shape), gate_BHSC, core.documents, every_BHSC
-        )
-        return counted
-
-    def _observe(self, gate_SBHC: Tensor) -> None:
-        # The gate of the layer output is replicated on every rank, for that rank's tokens.
-        self.core_attention.observer.explicit_gate(gate_SBHC, replicated=self.position == "output")
+        return self._gate_heads(x_SBHD, gate)
 
     def _gate_projected(
         self, linear_qkv: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Any]

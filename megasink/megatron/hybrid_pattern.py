@@ -1,8 +1,9 @@
 """Megatron's --hybrid-layer-pattern, read without importing Megatron.
 
 One symbol per layer: ``*`` attention, ``-`` FFN, ``E`` experts, ``M`` Mamba, ``G`` gated delta net,
-``D`` and ``+`` latent attention. ``|`` separates pipeline stages, and ``/`` precedes the layers of
-multi-token prediction (megatron/core/models/hybrid/hybrid_layer_allocation.py:Symbols).
+``+`` latent attention, ``D`` sparse latent attention. ``|`` separates pipeline stages, and ``/``
+precedes the layers of multi-token prediction
+(megatron/core/models/hybrid/hybrid_layer_allocation.py:Symbols).
 
 Outside of Megatron, blocks are counted, as Hugging Face counts layers: layer i of results,
 files and interventions is block i, a mixer and the FFN after it.
@@ -13,9 +14,9 @@ from typing import Any, NamedTuple
 
 from megasink.attention.variants.layers import layer_pattern
 
-ATTENTION, FFN, EXPERTS, MAMBA, DELTA_NET = "*", "-", "E", "M", "G"
-LATENT = "D+"
-SUPPORTED = ATTENTION + FFN + EXPERTS + MAMBA + DELTA_NET
+ATTENTION, LATENT, FFN, EXPERTS, MAMBA, DELTA_NET = "*", "+", "-", "E", "M", "G"
+SUPPORTED = ATTENTION + LATENT + FFN + EXPERTS + MAMBA + DELTA_NET
+SPARSE = "D"
 RECURRENT = {MAMBA: "Mamba", DELTA_NET: "gated delta-net"}
 """Layers whose state runs through the whole row."""
 STAGE, PREDICTION = "|", "/"
@@ -71,16 +72,20 @@ def block_of_layer(pattern: str) -> dict[int, int]:
     return {layer: number for number, block in found for layer in block if layer is not None}
 
 
-def gpt_blocks(count: int, experts: int | None, frequency: int | list[int]) -> list[str]:
+def gpt_blocks(
+    count: int, experts: int | None, frequency: int | list[int], *, latent: bool = False
+) -> list[str]:
     """Return the layers of each block of a GPT model, as get_gpt_decoder_layer_specs decides.
 
-    `experts` is --num-experts, and `frequency` the parsed --moe-layer-freq.
+    `experts` is --num-experts, `frequency` the parsed --moe-layer-freq, and `latent`
+    --multi-latent-attention.
     """
+    attention = LATENT if latent else ATTENTION
     if not experts:
-        return [ATTENTION + FFN] * count
+        return [attention + FFN] * count
     if isinstance(frequency, int):
         frequency = [int(block % frequency == 0) for block in range(count)]
-    return [ATTENTION + (EXPERTS if here else FFN) for here in frequency]
+    return [attention + (EXPERTS if here else FFN) for here in frequency]
 
 
 def count_blocks(arguments: Mapping[str, Any]) -> int:
@@ -96,7 +101,9 @@ def pattern_of(arguments: Mapping[str, Any]) -> str:
     every: Any = arguments.get("moe_layer_freq") or 1
     if isinstance(every, str):
         every = int(every) if every.isdecimal() else layer_pattern(every)
-    return "".join(gpt_blocks(arguments["num_layers"], arguments.get("num_experts"), every))
+    latent = bool(arguments.get("multi_latent_attention"))
+    counts = arguments["num_layers"], arguments.get("num_experts")
+    return "".join(gpt_blocks(*counts, every, latent=latent))
 
 
 def with_heads(pattern: str) -> dict[int, int]:
@@ -105,5 +112,5 @@ def with_heads(pattern: str) -> dict[int, int]:
     return {
         number: block.mixer
         for number, block in enumerate(blocks_of(pattern))
-        if block.mixer is not None and layers[block.mixer] == ATTENTION
+        if block.mixer is not None and layers[block.mixer] in (ATTENTION, LATENT)
     }

@@ -42,7 +42,7 @@ class MegasinkHybridStack(HybridStack):
             submodules, norm = spec.submodules, spec.params["norm"]
         first, layers = kwargs.get("pp_layer_offset", 0), kwargs["layer_type_list"]
         self._check_count(config, first + len(layers), kwargs.get("post_process", True))
-        config.statistics.expected[first] = layers.count("*")
+        config.statistics.expected[first] = layers.count("*") + layers.count("+")
         if "G" in layers:
             from megasink.megatron.hybrid_pattern import heads_apart
 
@@ -83,6 +83,14 @@ class StackSpec(ModuleSpec):
         return spec_of_stack(with_options(config, "stack_spec"))
 
 
+# Names in checkpoints, as TransformerEngine fuses norms; upstream's local spec gives them others.
+_LATENT_KEYS = {
+    "self_attention.q_layernorm.": "self_attention.linear_q_up_proj.layer_norm_",
+    "self_attention.kv_layernorm.": "self_attention.linear_kv_up_proj.layer_norm_",
+    "pre_mlp_layernorm.": "mlp.linear_fc1.layer_norm_",
+}
+
+
 stack_spec = StackSpec(module=MegasinkHybridStack)
 
 
@@ -90,6 +98,7 @@ def spec_of_stack(config: Any) -> ModuleSpec:
     """Return the spec of a stack whose layers all have the options of this config."""
     dense, norm = _layer_of(config, None)
     experts = _layer_of(config, config.num_moe_experts)[0]
+    latent = config.multi_latent_attention
     no_ffn = {"pre_mlp_layernorm": IdentityOp, "mlp": IdentityOp, "mlp_bda": IdentityFuncOp}
     no_attention = {
         "input_layernorm": IdentityOp,
@@ -103,7 +112,7 @@ def spec_of_stack(config: Any) -> ModuleSpec:
         module=MegasinkHybridStack,
         params={"norm": norm},
         submodules=HybridStackSubmodules(
-            attention_layer=_half(dense, dense.module, no_ffn),
+            **{"mla_layer" if latent else "attention_layer": _half(dense, dense.module, no_ffn)},
             mlp_layer=_half(dense, MLPLayer, no_attention),
             moe_layer=_half(experts, MoETransformerLayer, no_attention),
             mamba_layer=recurrent.mamba_layer,
@@ -119,9 +128,12 @@ def _layer_of(config: Any, experts: int | None) -> tuple[ModuleSpec, LayerNormBu
         "moe_grouped_gemm": config.moe_grouped_gemm,
         "qk_layernorm": config.qk_layernorm,
         "qk_l2_norm": config.qk_l2_norm,
+        "multi_latent_attention": config.multi_latent_attention,
     }
     if config.transformer_impl == "local":
         layer = get_gpt_layer_local_spec(**options, normalization=config.normalization)
+        if config.multi_latent_attention:
+            layer = changed(layer, sharded_state_dict_keys_map=_LATENT_KEYS)
     else:
         dense = not (experts or config.num_moe_experts)
         layer = get_gpt_layer_with_transformer_engine_spec(

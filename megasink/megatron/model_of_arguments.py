@@ -32,7 +32,7 @@ def model_config(args: Namespace) -> MegasinkModelConfig:
     """
     given = args.hybrid_layer_pattern
     counted = args if given is None else _by_block(args, given)
-    transformer = core_transformer_config_from_args(counted, MegasinkTransformerConfig)
+    transformer = _transformer_config(counted)
     if given is None:
         pattern = pattern_of_blocks(transformer)
     else:
@@ -48,6 +48,17 @@ def model_config(args: Namespace) -> MegasinkModelConfig:
     config.init_seed = args.seed
     config.tokens = counted_rows(vars(args))
     return config
+
+
+def _transformer_config(args: Namespace) -> MegasinkTransformerConfig:
+    if not args.multi_latent_attention:
+        config: MegasinkTransformerConfig = core_transformer_config_from_args(
+            args, MegasinkTransformerConfig
+        )
+        return config
+    from megasink.megatron.latent_config import latent_config
+
+    return latent_config(args)
 
 
 def _scale_outputs(config: MegasinkTransformerConfig, layers: int, xavier: bool) -> None:
@@ -103,7 +114,8 @@ def _predicted(config: MegasinkTransformerConfig) -> str:
 
 
 def _gpt_blocks(config: MegasinkTransformerConfig) -> list[str]:
-    return gpt_blocks(config.num_layers, config.num_moe_experts, config.moe_layer_freq)
+    counts = config.num_layers, config.num_moe_experts
+    return gpt_blocks(*counts, config.moe_layer_freq, latent=config.multi_latent_attention)
 
 
 def _stages(config: MegasinkTransformerConfig) -> list[int]:

@@ -9,6 +9,10 @@ from typing import Any
 
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec
 from megatron.core.transformer.attention import SelfAttention, SelfAttentionSubmodules
+from megatron.core.transformer.multi_latent_attention import (
+    MLASelfAttention,
+    MLASelfAttentionSubmodules,
+)
 from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.torch_norm import WrappedTorchNorm
 from megatron.core.transformer.transformer_block import (
@@ -108,6 +112,10 @@ def with_our_modules(node: Any, config: Any) -> Any:
             from megasink.megatron.gated_attention import GatedSelfAttention
 
             module = GatedSelfAttention
+        elif module is MLASelfAttention:
+            from megasink.megatron.latent_attention import LatentSelfAttention
+
+            module = LatentSelfAttention
         submodules = with_our_modules(node.submodules, config)
         return dataclasses.replace(node, module=module, submodules=submodules)
     if dataclasses.is_dataclass(node) and not isinstance(node, type):
@@ -116,9 +124,9 @@ def with_our_modules(node: Any, config: Any) -> Any:
             for f in dataclasses.fields(node)
             if f.init
         }
-        if isinstance(node, SelfAttentionSubmodules):
+        if isinstance(node, SelfAttentionSubmodules | MLASelfAttentionSubmodules):
             changes["core_attention"] = CoreAttention
-            if trailing_rows(config):
+            if trailing_rows(config) and isinstance(node, SelfAttentionSubmodules):
                 from megasink.megatron.gate_projection import with_gate_rows
 
                 changes["linear_qkv"] = with_gate_rows(node.linear_qkv)

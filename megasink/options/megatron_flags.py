@@ -164,7 +164,8 @@ FLAGS |= {"layernorm_zero_centered_gamma": "apply_layernorm_1p"}
 REFUSED: dict[str, tuple[tuple[str, Any, str], ...]] = {
     # Options that change attention, the loss or the weights in ways that no test covers.
     "always": (
-        ("multi_latent_attention", False, "its layers are not supported, with any variant"),
+        ("cache_mla_latents", False, "absorbed decoding has no sinks or gates here"),
+        ("mla_down_proj_fusion", False, "not tested"),
         ("mtp_hybrid_override_pattern", None, "hybrid models have no multi-token prediction here"),
         ("heterogeneous_layers_config_path", None, "GPT only"),
         (

@@ -24,11 +24,13 @@ COMPONENTS = {
     "experts": r"\.experts\.",
     "norms": r"norm",
     GATES: r"gate",
-    QKV: r"linear_qkv\.",
+    QKV: r"linear_(qkv|kv|q)(_|\.)",
     "attention output": r"linear_proj\.",
     "MLP": r"\.mlp\.",
 }
-_GATED_NORM = re.compile(r"(linear_qkv|linear_fc1)\.layer_norm_(weight|bias)$")
+_GATED_NORM = re.compile(
+    r"(linear_qkv|linear_(q|kv)_up_proj|linear_fc1)\.layer_norm_(weight|bias)$"
+)
 
 
 def component(name: str) -> str:

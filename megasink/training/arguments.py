@@ -22,7 +22,7 @@ from megasink.attention.variants.layers import resolve_layers
 from megasink.console.printable import say
 from megasink.errors import ConfigError, nearest
 from megasink.megatron.arguments import DEFAULTS, parse_known
-from megasink.megatron.hybrid_pattern import PREDICTION, layers_of
+from megasink.megatron.hybrid_pattern import LATENT, PREDICTION, layers_of
 from megasink.options.command_line import CLOSE, Reading, dashed, groups, unknown_flags, with_help
 from megasink.options.flags import add_options, flag_of
 from megasink.options.megatron_flags import having
@@ -98,6 +98,7 @@ def _count_layers(args: Namespace) -> None:
         args.hybrid_layer_pattern, args.hybrid_override_pattern = args.hybrid_override_pattern, None
     if (pattern := args.hybrid_layer_pattern) is None:
         return
+    args.multi_latent_attention |= LATENT in layers_of(pattern)
     if args.num_layers is None:
         args.num_layers = len(layers_of(pattern)) or None
     if args.mtp_num_layers is None:

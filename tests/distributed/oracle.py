@@ -25,7 +25,7 @@ from megasink.attention import (
     reference_similarity_attention,
 )
 from megasink.megatron.core_attention import CoreAttention
-from megasink.megatron.gated_attention import GatedSelfAttention
+from megasink.megatron.gated_attention import GatesHeads
 from megasink.megatron.hybrid_pattern import with_heads
 from megasink.megatron.model import MegasinkModelBuilder
 from tests.balance.definition import balance_loss, routed_heads
@@ -52,8 +52,7 @@ def reference_model(config: Any, gates: list[Tensor]) -> Any:
         out_BHSD = self.config.attention_scale_alpha * out_BHSD
         return out_BHSD.permute(2, 0, 1, 3).flatten(2)
 
-    def gated(self: GatedSelfAttention, out: Tensor, score: Tensor) -> Tensor:
-        out_SBHD = out.unflatten(2, (self.config.num_attention_heads, -1))
+    def gated(self: GatesHeads, out_SBHD: Tensor, score: Tensor) -> Tensor:
         score_SBHC = score.reshape(*out_SBHD.shape[:3], -1)
         out_SBHD, gate_SBHC = reference_gate(out_SBHD, score_SBHC)
         if self.counts_heads:
@@ -63,8 +62,8 @@ def reference_model(config: Any, gates: list[Tensor]) -> Any:
     for module in model.modules():
         if isinstance(module, CoreAttention):
             module.forward = MethodType(forward, module)
-        elif isinstance(module, GatedSelfAttention):
-            module._apply_output_gate = MethodType(gated, module)
+        elif isinstance(module, GatesHeads):
+            module._gate_heads = MethodType(gated, module)
     return model
 
 

@@ -3,6 +3,8 @@
 Shapes: H query heads of the layer, G key/value groups, X rows of a group.
 """
 
+from typing import Any
+
 import torch
 from megatron.core.models.common.language_module.language_module import LanguageModule
 from torch import Tensor
@@ -11,6 +13,7 @@ from megasink.attention.variants.gates import gate_shape
 from megasink.megatron.core_attention import CoreAttention
 from megasink.megatron.explicit_gate import ExplicitGate, HeadNorm
 from megasink.megatron.gated_attention import GatedSelfAttention
+from megasink.megatron.latent_attention import LatentSelfAttention
 
 
 def skew_gates(models: list[torch.nn.Module]) -> list[torch.nn.Module]:
@@ -30,6 +33,10 @@ def skew_gates(models: list[torch.nn.Module]) -> list[torch.nn.Module]:
             _skew_biases(module)
             if module.has_rows or module.megatrons_layout:
                 _skew_rows(module)
+        elif isinstance(module, LatentSelfAttention):
+            if module.linear_gate is not None:
+                skew = _skew(module.config).chunk(module.tp_group.size())[module.tp_group.rank()]
+                module.linear_gate.weight.data += skew[:, None] / 20.0
         elif isinstance(module, ExplicitGate) and module.logit is not None:
             count = module.logit.numel()
             rank = module.tp_group.rank() if module.sharded else 0
@@ -51,10 +58,15 @@ def _skew_biases(attention: GatedSelfAttention) -> None:
             bias.data[:count] += 0.1 * _zigzag(count, attention.tp_group.rank() if sharded else 0)
 
 
-def _skew_rows(attention: GatedSelfAttention) -> None:
-    config, (heads, width) = attention.config, gate_shape(attention.config)
+def _skew(config: Any) -> Tensor:
+    """Weights of the rows of the gates, by head."""
+    heads, width = gate_shape(config)
     skew_H = torch.tensor([1.5, -2.0, 0.5, -1.0]).repeat(heads)[:heads]
-    skew = skew_H.repeat_interleave(width)
+    return skew_H.repeat_interleave(width)
+
+
+def _skew_rows(attention: GatedSelfAttention) -> None:
+    config, skew = attention.config, _skew(attention.config)
     if attention.megatrons_layout:  # [q | gate | k | v] of each group
         gate_GX = skew.view(config.num_query_groups, -1)
         key_value_GX = gate_GX.new_zeros(config.num_query_groups, 2 * config.kv_channels)

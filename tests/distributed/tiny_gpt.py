@@ -29,6 +29,7 @@ from megasink.megatron.block_stack import block_stack_spec
 from megasink.megatron.config import MegasinkTransformerConfig
 from megasink.megatron.core_attention import CoreAttention
 from megasink.megatron.hybrid_pattern import blocks_of
+from megasink.megatron.latent_config import LatentTransformerConfig
 from megasink.megatron.model import MegasinkModelConfig
 from megasink.megatron.model_of_arguments import pattern_of_blocks
 from megasink.training.optimizer import with_end_rates, with_sink_parameters
@@ -38,6 +39,17 @@ from tests.distributed.skewed_gates import skew_gates, skew_sinks
 
 SEQUENCE, VOCABULARY, MICROBATCH, MICROBATCHES = 32, 128, 2, 4
 HEADS, HIDDEN = 4, 64
+# Keys of 24 and values of 16, as 192 and 128.
+LATENT = {
+    "num_query_groups": None,
+    "q_lora_rank": 48,
+    "kv_lora_rank": 32,
+    "qk_head_dim": 16,
+    "qk_pos_emb_head_dim": 8,
+    "v_head_dim": 16,
+    "rope_type": "rope",
+    "qk_layernorm": True,
+}
 
 
 def model_config(
@@ -49,6 +61,7 @@ def model_config(
     pattern: str | None = None,
     gpt: bool = False,
     quick_geglu: bool = False,
+    latent: bool = False,
     **options: Any,
 ) -> Any:
     """A tiny GPT in the layout that parallel_state holds.
@@ -58,6 +71,7 @@ def model_config(
         pattern: of its layers; None for that of two blocks in this layout.
         gpt: a GPTModel, not a HybridModel.
         quick_geglu: units of quick_gelu, as with the flag of that name.
+        latent: latent attention, of the shapes in `LATENT`.
         options: of MegasinkTransformerConfig, in place of those here.
     """
     tp = parallel_state.get_tensor_model_parallel_world_size()
@@ -65,7 +79,8 @@ def model_config(
     vpp = parallel_state.get_virtual_pipeline_model_parallel_world_size()
     interleaved = vpp is not None
     dtype = torch.bfloat16 if bf16 else torch.float16 if fp16 else torch.float32
-    transformer = MegasinkTransformerConfig(
+    kind = LatentTransformerConfig if latent else MegasinkTransformerConfig
+    transformer = kind(
         **{
             "num_layers": 2 if pattern is None else len(blocks_of(pattern)),
             "hidden_size": HIDDEN,
@@ -99,6 +114,7 @@ def model_config(
             "use_cpu_initialization": True,
             "transformer_impl": "local",
         }
+        | (LATENT if latent else {})
         | options
     )
     same: dict[str, Any] = {

@@ -57,6 +57,9 @@ OTHERS = {
     "sandwich-norm": ({"sandwich_norm": True}, SINGLE),
     "post-norm": ({"post_norm": True}, SINGLE),
     "multi-head-addition": ({"multi_head_addition": True}, TP),
+    "latent": ({"latent": True}, TP),
+    "latent-vanilla": ({"latent": True, "attention_variant": "vanilla"}, SINGLE),
+    "latent-gated": (GATED | {"latent": True, "gate_granularity": "elementwise"}, TP),
 }
 
 

@@ -75,6 +75,29 @@ def test_the_probe_sees_the_blocks_of_a_gpt_model(pool, pattern, options):
         np.testing.assert_array_equal(hybrid["states"][key], state_TE)
 
 
+@pytest.mark.parametrize("variant", ["vanilla", "sink", "gated"])
+def test_the_probe_reads_latent_attention(pool, variant):
+    """Heads with keys of 24 and values of 16; their outputs add up to the branch."""
+    (found,) = pool.run(
+        "tests.megatron.hybrid_tasks:probed_alone", SINGLE, latent=True, attention_variant=variant
+    )
+    assert found["heads"] == [4, 4]
+    assert found["missing"] == {}
+    for layer in found["layers"].values():
+        assert layer["key_GTD"].shape == (4, 11, 24)
+        assert layer["value_GTD"].shape == (4, 11, 16)
+        gated = np.einsum("htd,hde->te", layer["gated_out_HTD"], layer["output_weight_HDE"])
+        np.testing.assert_allclose(gated, layer["attention_branch_TE"], rtol=1e-5, atol=1e-5)
+        scores = layer["query_HTD"] @ layer["key_GTD"].transpose(0, 2, 1) * 24**-0.5
+        weights = np.exp(scores) * np.tri(11)
+        row = weights.sum(-1)
+        if variant != "sink":
+            np.testing.assert_allclose(weights[..., 0] / row, layer["first_weight_HT"], rtol=1e-4)
+        out = weights @ layer["value_GTD"]
+        direction = (out * layer["out_HTD"]).sum(-1) / np.linalg.norm(out, axis=-1)
+        np.testing.assert_allclose(direction, np.linalg.norm(layer["out_HTD"], axis=-1), rtol=1e-4)
+
+
 def test_blocks_of_other_patterns(pool):
     """A mixer without an FFN, delta-net, and an FFN without a mixer."""
     (found,) = pool.run(
@@ -95,6 +118,7 @@ def test_blocks_of_patterns():
     assert blocks_of("*-|*E/*-") == [(0, 1), (2, 3)]
     assert blocks_of("-MG-*--") == [(None, 0), (1, None), (2, 3), (4, 5), (None, 6)]
     assert with_heads("-MG-*--*") == {3: 4, 5: 7}
+    assert with_heads("+-+E") == {0: 0, 1: 2}
 
 
 KEYS = {
@@ -103,10 +127,11 @@ KEYS = {
     "E": "mlp.experts.experts.linear_fc1.weight",
     "M": "mixer.in_proj.weight",
     "G": "self_attention.in_proj.weight",
+    "+": "self_attention.linear_kv_down_proj.weight",
 }
 
 
-@pytest.mark.parametrize("pattern", ["*-*-", "*E*-", "M*-G-", "*", "-*"])
+@pytest.mark.parametrize("pattern", ["*-*-", "*E*-", "M*-G-", "*", "-*", "+-+E"])
 def test_patterns_are_read_from_keys(pattern):
     keys = [f"decoder.layers.{n}.{KEYS[symbol]}" for n, symbol in enumerate(pattern)]
     keys += [

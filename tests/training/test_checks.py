@@ -220,7 +220,7 @@ UNSUPPORTED = """
 --cpu-offloading-num-layers=1 --fine-grained-activation-offloading --moe-paged-stash
 --overlap-moe-expert-parallel-comm --moe-use-upcycling --moe-latent-size=8
 --moe-single-grouped-weight --moe-single-grouped-bias --logits-save-dir=x --logits-load-dir=x
---perform-rl-step --freeze-all-layers --multi-latent-attention
+--perform-rl-step --freeze-all-layers --cache-mla-latents --mla-down-proj-fusion
 --full-validation --multiple-validation-sets
 --mtp-hybrid-override-pattern=M --experimental-attention-variant=dsa --qk-clip
 --log-max-attention-logit

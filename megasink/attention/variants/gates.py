@@ -15,6 +15,11 @@ def gates_explicitly(options: Any) -> bool:
     return variant(options.attention_variant).explicit_gate
 
 
+def is_latent(options: Any) -> bool:
+    """Return whether the layers have latent attention, whose gate is a projection of its own."""
+    return getattr(options, "multi_latent_attention", False)
+
+
 def changes_self_attention(options: Any) -> bool:
     """Return whether SelfAttention needs a gate or a norm of the SDPA output."""
     return gates_explicitly(options) or options.sdpa_output_norm != "none"
@@ -42,6 +47,7 @@ def is_megatrons_output_gate(options: Any) -> bool:
     """
     return (
         counts_heads(options)
+        and not is_latent(options)
         and options.gate_granularity == "elementwise"
         and options.gate_activation == "sigmoid"
         and options.gate_input == "hidden"
@@ -59,13 +65,16 @@ def gate_shape(options: Any) -> tuple[int, int]:
         return 1, options.hidden_size
     grouped = options.gate_position in ("value", "key")
     heads = options.num_query_groups if grouped else options.num_attention_heads
-    return heads, options.kv_channels if options.gate_granularity == "elementwise" else 1
+    if options.gate_granularity != "elementwise":
+        return heads, 1
+    return heads, options.v_head_dim if is_latent(options) else options.kv_channels
 
 
 def trailing_rows(options: Any) -> int:
     """Return the number of gate rows at the end of linear_qkv, over all tensor-parallel ranks."""
     own_place = (
         not gates_explicitly(options)
+        or is_latent(options)
         or options.gate_input == "none"
         or options.gate_position == "output"
         or is_megatrons_output_gate(options)

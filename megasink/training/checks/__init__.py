@@ -20,6 +20,7 @@ def _of_line(args: Namespace) -> tuple[list[str], Namespace]:
         data,
         hybrid,
         implementation,
+        latent,
         layout,
         model,
         muon,
@@ -32,7 +33,7 @@ def _of_line(args: Namespace) -> tuple[list[str], Namespace]:
 
     flags = with_help(args.flag_problems, "megasink train --help-all lists every flag")
     unknown, args = choices.without_unknown(args)
-    subjects = (required, model, hybrid, layout, variants, positions, muon, implementation)
+    subjects = (required, model, hybrid, latent, layout, variants, positions, muon, implementation)
     found = [text for subject in (*subjects, observing, data) for text in subject.problems(args)]
     pairs = [f"{flag}: {why}" for flag, _, why in refused(args, "always")]
     return [*flags, *unknown, *found, *pairs, *excluded(args)], args

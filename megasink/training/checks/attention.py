@@ -46,10 +46,14 @@ def attention_request(args: Namespace) -> AttentionRequest:
     """Return the attention call that a layer with the variant makes."""
     record = variant(args.attention_variant)
     dtype = torch.bfloat16 if args.bf16 else torch.float16 if args.fp16 else torch.float32
+    keys = args.kv_channels or args.hidden_size // args.num_attention_heads
+    if args.multi_latent_attention:
+        keys = args.qk_head_dim + args.qk_pos_emb_head_dim
     request = AttentionRequest(
         device_type="cpu" if cpu.is_active() else "cuda",
         dtype=dtype,
-        head_dim=args.kv_channels or args.hidden_size // args.num_attention_heads,
+        head_dim=keys,
+        value_dim=args.v_head_dim if args.multi_latent_attention else keys,
         variant="sink" if record.always_gated else "vanilla",
         window=visible_tokens(args.window_size),
         distance_bias=args.attention_bias_type != "none",

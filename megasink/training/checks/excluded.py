@@ -13,6 +13,7 @@ _OTHER_RATES = (
     ("decoupled_lr", None, "it sets the same rates"),
     ("use_mup", False, "muP sets these rates"),
 )
+_NOT_LATENT = "never run together"
 _PACKED = "dataloader_inter_document_masking"
 # Option -> (another's name, its allowed value or tuple of values, why not both).
 EXCLUDED: dict[str, tuple[tuple[str, Any, str], ...]] = {
@@ -36,6 +37,30 @@ EXCLUDED: dict[str, tuple[tuple[str, Any, str], ...]] = {
         ("norm_without_gain", False, "its norms have gains"),
         ("embedding_norm", False, "it reads the embeddings on the last stage"),
         ("sinusoidal_position_embedding", False, "it reads the embeddings on the last stage"),
+    ),
+    "multi_latent_attention": (
+        ("group_query_attention", False, "its heads have keys of their own"),
+        ("use_rope_scaling", False, "--rope-type yarn extends its context"),
+        ("rotary_interleaved", False, "its channels have one order"),
+        ("rotary_seq_len_interpolation_factor", None, "its rotation ignores it"),
+        ("no_rope_freq", None, "its rotation ignores it"),
+        ("attention_bias_type", "none", "it rotates a part of each head"),
+        ("add_qkv_bias", False, "its projections have none"),
+        ("qk_l2_norm", False, "--qk-layernorm norms its latents"),
+        ("attention_similarity", "softmax", _NOT_LATENT),
+        ("sdpa_output_norm", "none", _NOT_LATENT),
+        ("gate_position", "sdpa", _NOT_LATENT),
+        ("multi_head_addition", False, _NOT_LATENT),
+        ("norm_without_gain", False, _NOT_LATENT),
+        ("post_norm", False, _NOT_LATENT),
+        ("attention_variant_layers", None, _NOT_LATENT),
+        ("window_size", None, _NOT_LATENT),
+        ("prefix_lm_tokens", 0, _NOT_LATENT),
+        (_PACKED, False, _NOT_LATENT),
+        ("mtp_num_layers", 0, _NOT_LATENT),
+        ("match_ffn_width", False, _NOT_LATENT),
+        ("use_mup", False, _NOT_LATENT),
+        ("optimizer", ("adam", "sgd"), _NOT_LATENT),
     ),
     # TransformerEngine's FFN: its gelu is the tanh approximation, and its norms cannot be removed.
     "ffn_activation": (

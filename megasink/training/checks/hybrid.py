@@ -13,6 +13,7 @@ from megasink.megatron.hybrid_pattern import (
     MAMBA,
     PREDICTION,
     RECURRENT,
+    SPARSE,
     STAGE,
     SUPPORTED,
     blocks_of,
@@ -32,19 +33,20 @@ def problems(args: Namespace) -> Iterator[str]:
         yield f"--hybrid-override-pattern is the old name of {_FLAG}: drop it"
     layers = layers_of(pattern)
     yield from _prediction(args, pattern)
-    if latent := set(layers) & set(LATENT):
-        symbols = "".join(sorted(latent))
-        yield f"{_FLAG} {pattern}: sinks in latent attention ({symbols}) are not supported"
-    if unknown := set(layers) - set(SUPPORTED) - set(LATENT):
+    if SPARSE in layers:
+        yield f"{_FLAG} {pattern}: sinks in sparse latent attention ({SPARSE}) are not supported"
+    if unknown := set(layers) - {*SUPPORTED, SPARSE}:
         yield (
-            f"{_FLAG} {pattern}: unknown layer {' or '.join(sorted(unknown))}; use * "
-            "(attention), - (FFN), E (experts), M (Mamba), G (gated delta-net)"
+            f"{_FLAG} {pattern}: unknown layer {' or '.join(sorted(unknown))}; use * (attention), "
+            "+ (latent attention), - (FFN), E (experts), M (Mamba), G (gated delta-net)"
         )
-    elif ATTENTION not in layers:
+    elif not {ATTENTION, LATENT} & {*layers}:
         yield (
-            f"{_FLAG} {pattern!r} has no attention layer (*): add one, because sinks and gates "
-            "belong to attention"
+            f"{_FLAG} {pattern!r} has no attention layer (* or +): add one, because sinks and "
+            "gates belong to attention"
         )
+    if ATTENTION in layers and args.multi_latent_attention:
+        yield f"{_FLAG} {pattern}: with latent attention (+) it has no *: use + in every block"
     blocks = len(blocks_of(pattern))
     if args.num_layers not in (None, blocks, len(layers)):
         yield (

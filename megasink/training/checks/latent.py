@@ -1,0 +1,53 @@
+"""Checks of latent attention (--multi-latent-attention)."""
+
+from argparse import Namespace
+from collections.abc import Iterator
+
+from megasink.attention.variants import is_variant, variant
+
+_WIDTHS = ("kv_lora_rank", "qk_head_dim", "qk_pos_emb_head_dim", "v_head_dim")
+
+
+def problems(args: Namespace) -> Iterator[str]:
+    if not args.multi_latent_attention:
+        return
+    name, heads = args.attention_variant, args.num_attention_heads
+    if is_variant(name):
+        record = variant(name)
+        by_head = all(p.shape(args) == (heads,) for p in record.parameters if heads)
+        if record.attend is not None or not by_head:
+            yield f"--attention-variant {name}: its biases do not fit the heads of latent attention"
+    if (positions := args.position_embedding_type) != "rope":
+        yield (
+            f"--position-embedding-type {positions}: latent attention rotates a part of each head: "
+            "use rope (--rope-type yarn extends its context)"
+        )
+    if args.q_lora_rank is not None and args.q_lora_rank < 1:
+        yield f"--q-lora-rank {args.q_lora_rank}: give 1 or more, or drop it for no latent"
+    for width in _WIDTHS:
+        if getattr(args, width) < 1:
+            yield f"--{width.replace('_', '-')} {getattr(args, width)}: give 1 or more"
+    keys, values = args.qk_head_dim + args.qk_pos_emb_head_dim, args.v_head_dim
+    if args.qk_pos_emb_head_dim % 2:
+        yield f"--qk-pos-emb-head-dim {args.qk_pos_emb_head_dim}: rotation needs an even number"
+    if values > keys:
+        yield (
+            f"--v-head-dim {values} is wider than keys ({keys}, --qk-head-dim plus "
+            "--qk-pos-emb-head-dim): values may only be narrower"
+        )
+    if args.context_parallel_size > 1 and {*args.cp_comm_type} != {"all_gather"}:
+        yield (
+            f"--cp-comm-type {' '.join(args.cp_comm_type)}: latent attention is split over ranks "
+            "by all_gather alone"
+        )
+    ranks = args.tensor_model_parallel_size
+    if args.transformer_impl != "local" or ranks < 2:
+        return
+    # Megatron's local layers share the rows of the down-projections among the ranks.
+    latents = {"--q-lora-rank": args.q_lora_rank or 0}
+    latents["--kv-lora-rank plus --qk-pos-emb-head-dim"] = (
+        args.kv_lora_rank + args.qk_pos_emb_head_dim
+    )
+    for flag, width in latents.items():
+        if width % ranks:
+            yield f"{flag} ({width}) is not divisible by --tensor-model-parallel-size {ranks}"
