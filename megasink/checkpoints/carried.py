@@ -1,8 +1,4 @@
-"""Entries of a Hugging Face folder that a run keeps for its next export.
-
-An import writes them into config.json (megasink/convert/carried.py). A run takes them from the
-checkpoint that it starts from.
-"""
+"""Entries of a Hugging Face folder that a run keeps for its next export."""
 
 from argparse import Namespace
 from collections.abc import Mapping
@@ -36,10 +32,7 @@ def generation_of(config: Path, tokenizer: Any) -> dict[str, Any]:
 
 
 def with_ends(generation: Mapping[str, Any], tokenizer: Any) -> dict[str, Any]:
-    """Return entries of generation_config.json with every token that ends a text in `eos_token_id`.
-
-    These are the file's and the tokenizer's.
-    """
+    """Return generation entries with every token that ends a text in `eos_token_id`."""
     named = generation.get("eos_token_id")
     named = [*(named if isinstance(named, list) else [named]), tokenizer.eos_token_id]
     return {**generation, "eos_token_id": sorted({end for end in named if type(end) is int})}

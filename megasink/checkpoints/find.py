@@ -83,10 +83,7 @@ def find_checkpoint(path: Path, iteration: int | None = None) -> Checkpoint:
 
 
 def runs_in(folder: Path, file: str = f"checkpoints/{TRACKER}", what: str = "runs") -> str | None:
-    """Return a clause that names the runs, folders with a file, in a folder such as runs/.
-
-    For a checkpoint of Megatron, return how to make a run of it.
-    """
+    """Return a clause that names the runs in a folder, or how to adopt a checkpoint there."""
     near = (folder, folder.resolve().parent)
     of_run = any((one / "config.json").is_file() for one in near)
     if not of_run and any(folder.glob("iter_*/.metadata")):
@@ -98,11 +95,7 @@ def runs_in(folder: Path, file: str = f"checkpoints/{TRACKER}", what: str = "run
 
 
 def is_run(path: Path) -> bool:
-    """Return whether a folder is a run or checkpoint of megasink, not a Hugging Face one.
-
-    Raises:
-        ForeignCheckpointError: it is another program's checkpoint.
-    """
+    """Return whether a folder is a run of megasink; refuse a foreign checkpoint."""
     config = path / "config.json"
     if config.is_file():
         return "arguments" in read_object(config)
@@ -181,10 +174,7 @@ def _saved(iteration: int, path: Path, problem: str | None) -> Saved:
 
 
 def delete(folder: Path) -> bool:
-    """Delete a checkpoint; False if another process has.
-
-    It is renamed first, so that a kill leaves nothing that looks like a checkpoint.
-    """
+    """Delete a checkpoint, renamed first; False if another process has."""
     if folder.suffix != _DELETED:
         doomed = folder.with_name(folder.name + _DELETED)
         try:

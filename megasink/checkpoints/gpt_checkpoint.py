@@ -1,8 +1,6 @@
 """Load checkpoints of GPT models into HybridModels: upstream's translation of keys, completed.
 
-Upstream points the sharded state dict of a hybrid, and of its optimizer, at the keys of a GPT model
-whose layers are stacked. Layers that differ (--attention-variant-layers, --moe-layer-freq) have
-numbered keys, and layers of multi-token prediction the name of a transformer layer.
+Layers that differ have numbered keys, and multi-token prediction the name of a transformer layer.
 """
 
 import re

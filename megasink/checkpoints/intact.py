@@ -1,8 +1,6 @@
 """Check checkpoints for damage, and resume from the newest intact one.
 
-A kill during a save, a full disk or a bad copy leaves a folder that looks like a checkpoint. The
-index lists the bytes each file must hold, and each stored tensor has a CRC-32, so verification
-needs no extra files.
+The index lists the bytes of each file, and each stored tensor has a CRC-32.
 """
 
 import io
@@ -184,11 +182,7 @@ class NoneIntactError(UserError):
 def go_back_to_intact(
     folder: Path, *, checksums: bool = False, or_start: bool = False
 ) -> int | None:
-    """Make Megatron load the newest intact checkpoint. Call on one rank only.
-
-    Newer, damaged checkpoints are reported and renamed to iter_NNNNNNN.damaged, so training does
-    not overwrite them.
-    """
+    """Make Megatron load the newest intact checkpoint, on one rank; rename damaged newer ones."""
     iteration: int | None = None
     try:
         iteration, damaged = newest_intact(folder, checksums=checksums)

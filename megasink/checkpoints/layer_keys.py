@@ -1,7 +1,6 @@
 """Keys of layers in torch_dist checkpoints; hybrid models' keys as GPT models' keys.
 
-A GPTModel stores a block under one number, or all blocks stacked without one. A HybridModel has a
-number for each layer of its pattern.
+A GPTModel numbers blocks, or stacks them; a HybridModel numbers the layers of its pattern.
 """
 
 import re

@@ -1,8 +1,4 @@
-"""Load a trained model into one process from a run folder or checkpoint, whatever its layout.
-
-Arguments come from the run's config.json and weights from the checkpoint. Neither runs code stored
-in the files (see torch_metadata.py).
-"""
+"""Load a model into one process from config.json and a checkpoint, without code in the files."""
 
 import contextlib
 from argparse import Namespace
@@ -44,10 +40,7 @@ _TWINS = dict([_NORMS, _NORMS[::-1]])
 
 
 class LoadedModel(NamedTuple):
-    """A model loaded by :func:`load_model`, in evaluation mode, on this process's device.
-
-    `args` has Megatron's arguments; for `generation` see `generation_of`.
-    """
+    """A model in evaluation mode, on the device; see `generation_of` for `generation`."""
 
     model: HybridModel
     tokenizer: Any
@@ -65,18 +58,9 @@ def load_model(
 ) -> LoadedModel:
     """Load all weights of a run, without optimizer states, into this process.
 
-    Uses the existing process group and Megatron parallel state, or creates single-process ones
-    (:func:`single_process` destroys them).
-
-    Args:
-        checkpoint_or_run: a run folder, its checkpoint folder, or the folder of one iteration.
-        iteration: the checkpoint to load; None for the newest.
-        tokenizer: a Hugging Face folder that replaces the run's tokenizer.
-        yarn: stretch the context by this factor, without training; see `with_yarn`.
-
-    Raises:
-        UserError: the run, checkpoint or tokenizer is missing, they do not match, or the run has no
-            plain rotary embedding for YaRN.
+    Uses the existing process groups, or creates single-process ones (:func:`single_process`
+    destroys them). `iteration` None is the newest; `tokenizer` is a Hugging Face folder that
+    replaces the run's; `yarn` stretches the context by this factor, without training (`with_yarn`).
     """
     checkpoint = find_checkpoint(Path(checkpoint_or_run), iteration)
     saved = read_arguments(checkpoint.config)
@@ -98,11 +82,7 @@ def load_without_tokenizer(
     *,
     yarn: float | None = None,
 ) -> tuple[HybridModel, Namespace]:
-    """Load a model like :func:`load_model`, without its tokenizer.
-
-    `dtype` None is the training dtype. `tokens` is the tokenizer's size, which config.json may
-    lack.
-    """
+    """Load a model like :func:`load_model`, whose tokenizer has this many `tokens`."""
     saved = with_tokens(read_arguments(checkpoint.config), tokens)
     if yarn is not None:
         saved = with_yarn(saved, yarn)
@@ -181,8 +161,7 @@ def _describing_a_model(config: Path) -> Iterator[None]:
 def load_weights(model: HybridModel, folder: Path) -> None:
     """Copy and reshard the weights of a torch_dist checkpoint into a model.
 
-    dist_checkpointing.load is not used: it unpickles the arguments and states stored with the
-    weights (serialization.py:229, torch's default_planner.py:388).
+    dist_checkpointing.load would unpickle the arguments and states beside them.
     """
     tensors, factories = _wanted(model, folder)
     try:
@@ -285,11 +264,9 @@ def single_process() -> Iterator[None]:
 
 
 def with_yarn(saved: Mapping[str, Any], factor: float) -> dict[str, Any]:
-    """Return the arguments of a run whose context YaRN stretches, without training (P1.37).
+    """Return the arguments of a run whose context YaRN stretches by a factor (P1.37).
 
-    The original context is the run's sequence length, and `factor` (more than 1) the new one over
-    it. Other settings are Megatron's defaults, those of the YaRN paper (beta 32 and 1,
-    temperature).
+    The original context is the run's sequence length; other settings are Megatron's defaults.
     """
     kind = saved.get("position_embedding_type")
     if kind != "rope" or saved.get("use_rope_scaling"):

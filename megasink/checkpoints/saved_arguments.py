@@ -1,8 +1,7 @@
 """Read a run's arguments from its config.json for a single process.
 
-The checkpoint's own arguments are not used: they are pickled, and unpickling can run arbitrary
-code. Only arguments that describe the model are taken, so an untrusted run cannot choose where this
-process writes or which modules it imports.
+Only those that describe the model are taken: an untrusted run cannot choose where this process
+writes or which modules it imports.
 """
 
 import dataclasses

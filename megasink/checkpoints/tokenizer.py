@@ -39,10 +39,7 @@ def copy_tokenizer(folder: Path, run: Path) -> None:
 
 
 def same_tokenizer(config: Path, before: str | None, now: str | None) -> bool:
-    """Return whether a run's ``--tokenizer-model`` and another one are the same.
-
-    The run's own copy, next to its config.json, takes precedence, if it exists.
-    """
+    """Return whether a run's tokenizer, its own copy first, and another one are the same."""
     own = config.parent / OWN
     reference = own if own.is_dir() else Path(before or "")
     if not before or not now or not Path(now).is_dir() or not reference.is_dir():

@@ -1,9 +1,7 @@
 """Read the index of a torch_dist checkpoint without running code from it.
 
-torch.distributed.checkpoint pickles ``.metadata``, and unpickling an untrusted file can run
-arbitrary code, so only the classes of that format are allowed. torch's weights-only loader cannot
-read the file. It reads the other pickles of a checkpoint (without_code.py), in which `stand_in`
-replaces unknown classes.
+Only the classes of that format are unpickled, which torch's weights-only loader cannot read.
+`stand_in` replaces unknown classes in the other pickles (without_code.py).
 """
 
 import pickle
@@ -68,10 +66,7 @@ def stand_in(module: str, name: str) -> type[StandIn] | None:
 
 
 def read_metadata(checkpoint: Path, *, quick: bool = False) -> Any:
-    """Return torch.distributed.checkpoint's ``Metadata`` of an iter_NNNNNNN folder.
-
-    `quick` does not import torch: stand-ins take the place of its classes, and sizes are unchecked.
-    """
+    """Return the ``Metadata`` of an iter_NNNNNNN folder; `quick` without torch, unchecked."""
     path = checkpoint / ".metadata"
     try:
         with open_file(path) as file:

@@ -1,13 +1,8 @@
 """Load checkpoints through Megatron and torch without running code from the files.
 
-Upstream unpickles everything that a checkpoint names: its index, its non-tensor entries (common
-state, random states, extra states), and TransformerEngine's FP8 states. Every other ``torch.load``
-is safe unless TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD is set. Each is replaced while a run loads
-(upstream/training.py quotes the lines).
-
-torch's weights-only loader then creates only the classes listed in Megatron's core/safe_globals.py.
-Other classes among the saved arguments (Megatron forks add their own) become empty stand-ins,
-because nothing reads them.
+Upstream unpickles the index, non-tensor entries and FP8 states; each is replaced while a run loads
+(upstream/training.py quotes the lines). torch's weights-only loader creates the classes of
+core/safe_globals.py; others among the saved arguments become empty stand-ins.
 """
 
 import contextlib

@@ -59,14 +59,6 @@ def main_of(command: str) -> Callable[[Sequence[str]], int]:
     return main
 
 
-def _first_screen() -> str:
-    """Return the text of ``megasink`` and ``megasink --help``: the commands, in groups."""
-    lines = ["Measure, switch off and train attention heads: sinks, gates, head balance."]
-    for group, commands in GROUPS.items():
-        lines += ["", f"{group}:", *(f"  {name:15} {text}" for name, text in commands.items())]
-    return "\n".join([*lines, "", "megasink COMMAND --help shows an example and the flags."])
-
-
 def main(argv: Sequence[str] | None = None) -> int:
     """Run a command; user errors print one line to stderr and exit with code 2.
 
@@ -92,7 +84,10 @@ def _run(argv: Sequence[str] | None) -> int:
     else:
         args = parser.parse_args(argv)
     if args.help or args.command is None:
-        print(_first_screen())
+        print("Measure, switch off and train attention heads: sinks, gates, head balance.")
+        for group, commands in GROUPS.items():
+            print("", f"{group}:", *(f"  {n:15} {text}" for n, text in commands.items()), sep="\n")
+        print("", "megasink COMMAND --help shows an example and the flags.", sep="\n")
         return 0 if args.help else 2
     if args.command not in COMMANDS:
         raise UserError(unknown_name("the command", args.command, COMMANDS))

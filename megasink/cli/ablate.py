@@ -1,7 +1,4 @@
-"""``megasink ablate``: measure the loss when heads are zeroed; flags and checks.
-
-The rooms of interventions import torch, so only options that need them import them.
-"""
+"""``megasink ablate``: measure the loss when heads are zeroed; flags and checks."""
 
 import argparse
 from collections.abc import Sequence

@@ -1,7 +1,4 @@
-"""The flags of an analysis, and their checks.
-
-They need no model, and do not import torch for checks of the command line and the file system.
-"""
+"""The flags of an analysis, and their checks, which need no model and no torch."""
 
 import argparse
 import math
@@ -177,10 +174,7 @@ def problems_of(args: argparse.Namespace, options: AnalysisOptions, *, is_run: b
 
 
 def known_shape(args: argparse.Namespace) -> ModelShape:
-    """Return the shape of MODEL from its config.json; `weights_problems` reports the rest.
-
-    A stretched context (--yarn) has no known number of positions.
-    """
+    """Return the shape of MODEL; with --yarn the number of positions is not known."""
     try:
         shape = shape_of(args.model)
     except (UserError, OSError):

@@ -1,9 +1,10 @@
 """``megasink checkpoints``: list and verify the checkpoints of a run."""
 
 import re
+import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager, redirect_stdout, suppress
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -11,7 +12,7 @@ from rich.filesize import decimal
 
 from megasink.checkpoints.find import Saved, runs_in, saved_checkpoints
 from megasink.checkpoints.intact import checkpoint_path, iterations
-from megasink.console.json_output import add_json, only_json
+from megasink.console.json_output import add_json, as_text
 from megasink.console.printable import say
 from megasink.console.progress import progress
 from megasink.errors import ConfigError, UserError
@@ -44,8 +45,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     )
     add_json(parser)
     args = parser.first_screen("megasink checkpoints runs/mine").parse_args(argv)
-    with only_json(args.json) as emit:
-        return _show(_run(args.run), emit, verify=args.verify)
+    return _show(_run(args.run), verify=args.verify, json=args.json)
 
 
 def _run(path: Path) -> _Run:
@@ -68,16 +68,18 @@ def _run(path: Path) -> _Run:
     return _Run(folder, checkpoints)
 
 
-def _show(run: _Run, emit: Callable[[Any], None], *, verify: bool) -> int:
+def _show(run: _Run, *, verify: bool, json: bool) -> int:
     """Print the checkpoints."""
     with _verifying(run.checkpoints, verify=verify) as tell:
         saved = saved_checkpoints(run.checkpoints, checksums=verify, tell=tell)
-    tokens = _tokens(run, {one.iteration for one in saved})
-    emit({"checkpoints": _records(saved, tokens), "verified": verify})
-    for line in _lines(saved, tokens, verified=verify):
-        say(line)
-    if run.folder and (writer := writer_of(run.folder)):
-        say(f"the folder is being written to ({writer}): the newest may be unfinished")
+    records = _records(saved, _tokens(run, {one.iteration for one in saved}))
+    if json:
+        print(as_text({"checkpoints": records, "verified": verify}), flush=True)
+    with redirect_stdout(sys.stderr if json else sys.stdout):
+        for line in _lines(records, verified=verify):
+            say(line)
+        if run.folder and (writer := writer_of(run.folder)):
+            say(f"the folder is being written to ({writer}): the newest may be unfinished")
     damaged = [
         f"step {one.iteration}: {one.problem}" for one in saved if one.problem and not one.is_aside
     ]
@@ -104,14 +106,10 @@ def _verifying(checkpoints: Path, *, verify: bool) -> Iterator[Callable[[Path, i
         yield tell
 
 
-def _newest(saved: list[Saved]) -> int | None:
-    """Return the step from which --resume auto starts."""
-    return max((one.iteration for one in saved if one.problem is None), default=None)
-
-
 def _records(saved: list[Saved], tokens: dict[int, int]) -> list[dict[str, Any]]:
     """Return the checkpoints for JSON."""
-    newest = _newest(saved)
+    # From which --resume auto starts.
+    newest = max((one.iteration for one in saved if one.problem is None), default=None)
     return [
         {
             "step": one.iteration,
@@ -126,21 +124,20 @@ def _records(saved: list[Saved], tokens: dict[int, int]) -> list[dict[str, Any]]
     ]
 
 
-def _lines(saved: list[Saved], tokens: dict[int, int], *, verified: bool) -> Iterator[str]:
+def _lines(records: list[dict[str, Any]], *, verified: bool) -> Iterator[str]:
     """Yield one aligned line for each checkpoint, below a heading."""
-    newest = _newest(saved)
     rows = [("step", "tokens", "size", "saved", "state")]
-    for one in saved:
-        is_next = one.problem is None and one.iteration == newest
-        intact = "verified" if verified else "intact"
-        state = f"damaged: {one.problem}" if one.problem else intact
+    for one in records:
+        tokens, then = one["tokens"], time.localtime(one["time"])
+        state = f"damaged: {one['problem']}" if one["problem"] else "intact"
+        state = "verified" if verified and not one["problem"] else state
         rows.append(
             (
-                f"{one.iteration:,}",
-                f"{tokens[one.iteration]:,}" if one.iteration in tokens else "-",
-                decimal(one.size),
-                time.strftime("%Y-%m-%d %H:%M", time.localtime(one.time)) if one.time else "-",
-                f"{state}, --resume auto takes it" if is_next else state,
+                f"{one['step']:,}",
+                "-" if tokens is None else f"{tokens:,}",
+                decimal(one["bytes"]),
+                time.strftime("%Y-%m-%d %H:%M", then) if one["time"] else "-",
+                state + ", --resume auto takes it" * one["resumes"],
             )
         )
     yield from _aligned(rows, right=3)

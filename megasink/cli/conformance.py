@@ -37,12 +37,9 @@ _CLASSES = {
 
 
 def report(name: str, head_dim: int, console: Console) -> tuple[dict[str, Any], int]:
-    """Print the table of every attention of this name; return it, and the exit code.
+    """Print and return the table of every attention of this name, and the exit code.
 
-    The code is 1 if a case is wrong, or an attention drops a feature or runs no case at all.
-
-    Raises:
-        UserError: No attention has this name.
+    It is 1 if a case is wrong, or an attention drops a feature or runs no case at all.
     """
     import torch
 

@@ -1,6 +1,7 @@
 """`megasink data`: tokenize a corpus, with a given tokenizer or one trained on it."""
 
 import argparse
+import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -141,6 +142,7 @@ def run(args: argparse.Namespace) -> None:
     try:
         from megasink.data.preprocess import preprocess
 
+        start = time.perf_counter()
         report = preprocess(
             corpus,
             args.output,
@@ -149,7 +151,7 @@ def run(args: argparse.Namespace) -> None:
             overwrite=args.overwrite,
             trained=trained_as,
             parse_special_tokens=args.parse_special_tokens,
-            validation=_validation(args),
+            validation=args.validation and Validation(args.validation, args.validation_seed),
         )
     except Signalled as stop:
         if trained_as is not None:
@@ -161,10 +163,12 @@ def run(args: argparse.Namespace) -> None:
             f"document{'s' * (report.documents != 1)}"
             + (" (--split-documents never keeps one)" if args.split_documents == "auto" else "")
         )
-    say(_summary(report))
+    say(_summary(report, time.perf_counter() - start))
+    kind = ("--tokenizer-type", "HuggingFaceTokenizer")
+    flags = ("--data-path", args.output, "--tokenizer-model", folder)
+    say("train with: " + " ".join(map(str, (*flags[:2], *kind, *flags[2:]))))
     if args.partition:
         return
-    flags = ("--data-path", args.output, "--tokenizer-model", folder)
     say_next(
         "train a small model on it", "train", "--recipe", "tiny", *flags, "--run-dir", "runs/tiny"
     )
@@ -202,11 +206,6 @@ def _merge(argv: Sequence[str]) -> int:
         f"wrote {args.merge}.bin {args.merge}.idx; the parts may be removed"
     )
     return 0
-
-
-def _validation(args: argparse.Namespace) -> Validation | None:
-    """Return the draw of --validation; None without it."""
-    return args.validation and Validation(args.validation, args.validation_seed)
 
 
 def _checked(args: argparse.Namespace, *, is_trained: bool) -> tuple[Corpus, Path]:
@@ -261,11 +260,11 @@ def _checked(args: argparse.Namespace, *, is_trained: bool) -> tuple[Corpus, Pat
     return corpus, folder
 
 
-def _summary(report: "PreprocessReport") -> str:
+def _summary(report: "PreprocessReport", seconds: float) -> str:
     skipped = report.skipped
     lines = [
         f"{report.documents:,} documents, {_mb(report.text_bytes)}, {report.tokens:,} tokens "
-        f"({report.text_bytes / report.tokens:.2f} bytes per token) in {report.seconds:.1f} s"
+        f"({report.text_bytes / report.tokens:.2f} bytes per token) in {seconds:.1f} s"
     ]
     if (drawn := report.validation) is not None:
         lines.append(
@@ -280,7 +279,6 @@ def _summary(report: "PreprocessReport") -> str:
     if skipped.empty:
         lines.append(f"skipped, empty: {skipped.empty}")
     lines.append("wrote " + " ".join(map(str, report.files)))
-    lines.append("train with: " + " ".join(report.megatron_flags))
     return "\n".join(lines)
 
 

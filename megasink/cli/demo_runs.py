@@ -33,11 +33,7 @@ Floats = NDArray[np.float64]
 
 
 def write_tokenizer(folder: Path) -> None:
-    """Write a Hugging Face tokenizer of exactly BOS, EOD and the letters; it puts BOS before texts.
-
-    Other characters are dropped without an UNK, because Megatron encodes its own sentence when it
-    loads a tokenizer.
-    """
+    """Write a Hugging Face tokenizer of BOS (before texts), EOD and letters; others are dropped."""
     from tokenizers import Tokenizer, decoders, models, processors
     from transformers import PreTrainedTokenizerFast
 
@@ -71,10 +67,8 @@ def next_letters(rows_NN: Floats, last_D: Ids, random: np.random.Generator) -> I
 class TriggerLanguage:
     """A Markov chain of letters; each trigger is followed by the letter before it.
 
-    The alphabet is the first `letters` of `LETTERS`, triggers first. The first letter is not a
-    trigger, and is uniform among the others, so two triggers never stand side by side. `chain`
-    seeds the transitions; of the first eight, 6 has the most triggers, 9 % of the letters. Rows are
-    drawn from a Dirichlet distribution: a lower concentration is easier to predict.
+    Triggers are the first letters of `LETTERS`, and never first in a document or side by side.
+    `chain` seeds the transitions, rows of a Dirichlet distribution.
     """
 
     letters: int = len(LETTERS)

@@ -15,23 +15,20 @@ def add_device(parser: argparse.ArgumentParser) -> None:
 
 
 def device_problems(name: str | None) -> list[str]:
-    """Return the problem of a value of --device, or None."""
-    problem = None if name is None else _device_problem(name)
-    return [] if problem is None else [f"--device {name}: {problem}"]
-
-
-def _device_problem(name: str) -> str | None:
     """Return why this machine lacks a device; imports torch if there may be a GPU."""
+    if name is None:
+        return []
     kind, _, index = name.partition(":")
     if kind not in ("cpu", "cuda", *_UNTRIED) or (":" in name and not index.isdecimal()):
-        return "no such device: use cpu or cuda"
+        return [f"--device {name}: no such device: use cpu or cuda"]
     if kind != "cuda":
-        return None
+        return []
     there = 0
     if cpu.cuda_present():
         import torch
 
         there = torch.cuda.device_count()
     if int(index or 0) >= there:
-        return f"this machine has {there or 'no'} CUDA devices: use {'cuda:0' if there else 'cpu'}"
-    return None
+        use = "cuda:0" if there else "cpu"
+        return [f"--device {name}: this machine has {there or 'no'} CUDA devices: use {use}"]
+    return []

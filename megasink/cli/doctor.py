@@ -100,10 +100,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def packages() -> list[Package]:
-    """Return the requirements of megasink and its extras here, in the order of pyproject.toml.
-
-    Empty where megasink has no metadata: it is on the path, but not installed.
-    """
+    """Return the requirements of megasink and its extras here; none if it is not installed."""
     try:
         texts = importlib.metadata.requires("megasink") or []
     except importlib.metadata.PackageNotFoundError:

@@ -48,11 +48,12 @@ def main(argv: Sequence[str] | None = None) -> int:
         if not args.overwrite:
             refuse_others(args.output, "evaluate", shown)
 
+        own = args.model / "tokenizer"  # of a run
         tasks = load_tasks(
             args.tasks,
             folders=args.task_folder,
             num_fewshot=args.num_fewshot,
-            tokenizer=args.tokenizer or _tokenizer(args.model),
+            tokenizer=args.tokenizer or (own if own.is_dir() else args.model),
             allow_download=args.allow_download,
             run_generated_code=args.confirm_run_unsafe_code,
         )
@@ -68,12 +69,6 @@ def main(argv: Sequence[str] | None = None) -> int:
                 record()
                 write_evaluation(args.output, results, model, args.batch_size, args.tasks)
     return 0
-
-
-def _tokenizer(model: Path) -> Path:
-    """Return the tokenizer's folder of a model: a run keeps its own."""
-    own = model / "tokenizer"
-    return own if own.is_dir() else model
 
 
 def _parser(description: str | None) -> CommandParser:

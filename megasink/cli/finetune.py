@@ -50,10 +50,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 @contextlib.contextmanager
 def _reported_once() -> Iterator[None]:
-    """Report an error once, on rank 0; leave the group of processes.
-
-    The others hit it too, or see that rank 0 has ended; their launcher ends them meanwhile.
-    """
+    """Report an error once, on rank 0; leave the group of processes."""
     try:
         yield
     except Exception:

@@ -1,10 +1,7 @@
 """``--json``: print one JSON object on stdout instead of text."""
 
 import argparse
-import contextlib
 import json
-import sys
-from collections.abc import Callable, Iterator
 from typing import Any
 
 
@@ -13,14 +10,6 @@ def add_json(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--json", action="store_true", help="print the results as JSON (docs/command-line.md)"
     )
-
-
-@contextlib.contextmanager
-def only_json(wanted: bool) -> Iterator[Callable[[Any], None]]:
-    """Yield a function that prints a result as JSON if wanted; other text then goes to stderr."""
-    out = sys.stdout
-    with contextlib.redirect_stdout(sys.stderr) if wanted else contextlib.nullcontext():
-        yield lambda result: print(as_text(result), file=out, flush=True) if wanted else None
 
 
 def as_text(result: Any) -> str:

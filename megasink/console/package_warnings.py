@@ -1,8 +1,6 @@
 """Hide warnings of other packages that users of megasink cannot act on.
 
-Importing Megatron, transformers and torch makes dozens. ``PYTHONWARNINGS=default`` shows them.
-Errors, tracebacks and native code's output on stderr are left alone, as are the ranks of a
-run: all their output goes to RUN/logs.
+``PYTHONWARNINGS=default`` shows them. Ranks of a run hide none: their output goes to RUN/logs.
 """
 
 import contextlib

@@ -1,8 +1,4 @@
-"""Escaping of untrusted text (file, model, token and dataset names) for terminals and logs.
-
-An escape sequence in a name can move the cursor, rename the window or type for the user; a
-bidirectional mark can show a name backwards; a line feed splits a log line in two.
-"""
+"""Escape untrusted text, such as names, which could steer a terminal or split a log line."""
 
 import re
 import shlex

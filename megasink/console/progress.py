@@ -31,11 +31,10 @@ def progress(
     every: float = 30.0,
     slow: bool = False,
 ) -> Iterator[Tell]:
-    """Show progress and the remaining time, estimated from the rate of this process.
+    """Show progress and the remaining time, by the rate of this process since `before`.
 
-    Units done `before` do not count in the rate. Without a terminal it prints a line every `every`
-    seconds, the first one sooner, or at once if the units are `slow`. With 0 it prints a line at
-    every call and draws no bar, so that the steps can draw theirs.
+    Without a terminal it prints a line every `every` seconds, the first one at once if the units
+    are `slow`. With 0 it prints a line at every call and draws no bar.
     """
     from rich.console import Console
     from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
@@ -70,7 +69,9 @@ def progress(
             if console.quiet or not (now or (is_due and not is_bar)):
                 return
             due = clock + every
-            line = f"{what}: {text}{_left(task)}"
+            left = task.time_remaining
+            rest = "" if left is None else f", {timedelta(seconds=math.ceil(left))} left"
+            line = f"{what}: {text}{rest}"
             if is_bar:
                 bar.console.print(line, markup=False, highlight=False, soft_wrap=True)
             else:  # not through rich, which exits the process on a broken pipe
@@ -97,8 +98,3 @@ def _amount(task: Any, unit: str) -> str:
         return f"{decimal(int(task.completed))} of {decimal(int(task.total))}{rate}"
     total = "" if task.total is None else f" of {task.total:,.0f}"
     return f"{math.floor(task.completed):,}{total} {unit}"
-
-
-def _left(task: Any) -> str:
-    seconds = task.time_remaining
-    return "" if seconds is None else f", {timedelta(seconds=math.ceil(seconds))} left"

@@ -1,9 +1,7 @@
 """Signals that end a command: it unwinds, leaves nothing half-written, and says so in one line.
 
-The signal is raised in the main thread, so that folders and processes are cleaned up by the blocks
-that made them. Python runs handlers between two of its own instructions only: what stays in native
-code, or catches everything, is ended from a thread. The launcher and the ranks of `megasink train`
-replace these handlers by their own (training/stop.py), made of the same parts.
+The signal is raised in the main thread, for the blocks that clean up. What stays in native code, or
+catches everything, is ended from a thread. `megasink train` has other handlers (training/stop.py).
 """
 
 import _thread
@@ -91,8 +89,7 @@ _heard: _Heard | None = None
 def run(command: Callable[[], int]) -> int:
     """Return the exit code of a command; errors of the user and the machine are one line.
 
-    After a signal it is 128 + its number, and ignored signals stay ignored (``nohup``). Only the
-    outermost call does anything, and only in the main thread, where Python has handlers.
+    After a signal it is 128 + its number. Only the outermost call in the main thread does anything.
     """
     if _heard is not None or threading.current_thread() is not threading.main_thread():
         return command()
@@ -212,9 +209,7 @@ def _handlers() -> Iterator[_Heard]:
 def starting_processes(numbers: Collection[int] = SIGNALS) -> Iterator[None]:
     """Block signals in processes that are started in the body, until they unblock them (`follow`).
 
-    Ctrl-C goes to all processes of a terminal: a Python that starts would end in a traceback, also
-    if this process stopped in the middle of starting it. Here another thread may get the signal,
-    whose handler then runs in this one all the same.
+    A Python that starts would end in a traceback at Ctrl-C, also if this one stopped meanwhile.
     """
     heard = _heard or _Heard()
     outer, heard.holds = heard.holds, True

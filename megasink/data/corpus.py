@@ -38,10 +38,7 @@ EXAMPLES = 5
 
 @dataclass(frozen=True, slots=True)
 class Document:
-    """One document: its text, and its origin (`path`, `path¶part`, `path:line` or `path#row`).
-
-    A byte order mark at the beginning of any file is not text.
-    """
+    """The text of a document, and its origin (`path`, `path¶part`, `path:line` or `path#row`)."""
 
     text: str
     source: str
@@ -64,25 +61,18 @@ _Item = tuple[str, str | None, int, int, int]
 class Corpus:
     """The documents of `inputs`; every iteration starts over and yields the same documents.
 
-    A text file is one document, or several: with `split` "paragraphs" (see `paragraphs`), or "auto"
-    if it is alone. A file is text unless its name ends in `.jsonl` or `.ndjson` (a document a line)
-    or in `.parquet` (one a row). A `.json` file is read as JSON Lines if it is named as an input,
-    or if it is in a folder and its first line is an object with `json_key`; otherwise it is text.
-    All but parquet may also end in `.gz` or `.zst`. Folders are read recursively, except
-    `__pycache__` and names that start with a dot.
+    A text file is one document, or several with `split` (see `paragraphs`; "auto" if it is alone).
+    `.jsonl` and `.ndjson` have a document a line, `.parquet` one a row; a `.json` file is read as
+    JSON Lines if it is named, or has `json_key` in its first line. All but parquet may also end in
+    `.gz` or `.zst`. Folders are read recursively, except `__pycache__` and names that start with a
+    dot.
 
-    Memory is bounded, whatever a file decompresses to: a document, or a run of blank lines, of more
-    than `max_document_bytes` is an error, and so is a file that decompresses to more than that and
-    to over a thousand times its size.
+    Memory is bounded: a document, or a run of blank lines, of more than `max_document_bytes` is an
+    error, and so is a file that decompresses to more than that and to over a thousand times its
+    size.
 
-    Attributes:
-        is_split: whether text files become documents of paragraphs.
-        total_bytes: size on disk of all files, in bytes.
-        read_bytes: bytes of these that the current iteration has read.
-        skipped: documents that the current iteration skipped: empty ones, and those that are not
-            UTF-8 text (or text files with NUL bytes).
-        place: the place of the current iteration.
-        start: a `place` at which iterations begin.
+    `total_bytes` and `read_bytes` are of the disk; `skipped` and `place` of the current iteration;
+    `start` is where iterations begin.
     """
 
     def __init__(
@@ -136,14 +126,18 @@ class Corpus:
                     read = min(position, span.stop) - span.start
                     self.read_bytes = done + max(read, 0)
                     if text is None:
-                        self._invalid(source)
+                        self.skipped.invalid_utf8 += 1
+                        if len(self.skipped.examples) < EXAMPLES:
+                            self.skipped.examples.append(source)
                     elif not (text := text.removeprefix(BYTE_ORDER_MARK)):
                         self.skipped.empty += 1
                     else:
                         documents += 1
                         characters += len(text)
                         self._expanded(file, characters)
-                        self._at(number, item, byte, documents)
+                        counts = (documents, self.skipped.invalid_utf8, self.skipped.empty)
+                        examples = tuple(self.skipped.examples)
+                        self.place = Place(number, item, byte, *counts, examples)
                         yield Document(text, source)
             done += span.stop - span.start
             self.read_bytes = done
@@ -169,12 +163,6 @@ class Corpus:
                 "damaged or very repetitive (to accept it, raise --max-document-bytes of megasink "
                 "data)"
             )
-
-    def _at(self, file: int, item: int, byte: int, documents: int) -> None:
-        skipped = self.skipped
-        examples = tuple(skipped.examples)
-        counts = (documents, skipped.invalid_utf8, skipped.empty)
-        self.place = Place(file, item, byte, *counts, examples)
 
     def _read(self, span: Span, after: Place) -> Iterator[_Item]:
         if span.file.kind == "text" and self.is_split:
@@ -255,11 +243,6 @@ class Corpus:
             f"{source} is longer than the limit of {self.max_document_bytes:,} bytes per "
             "document: split it, or raise --max-document-bytes of megasink data"
         )
-
-    def _invalid(self, source: str) -> None:
-        self.skipped.invalid_utf8 += 1
-        if len(self.skipped.examples) < EXAMPLES:
-            self.skipped.examples.append(source)
 
 
 def _next_line(lines: BufferedReader, start: int, limit: int) -> int:

@@ -139,8 +139,7 @@ def from_tokenizer[Result](
 ) -> Result:
     """Return ``function(tokenizer, *args, **kwargs)`` for the tokenizer of `load_tokenizer`.
 
-    In a short-lived process, because transformers takes 0.58 GB with torch, 0.08 GB without; in
-    this one if it has imported transformers already, or cannot start another.
+    In a short-lived process, because transformers takes 0.58 GB with torch, 0.08 GB without.
     """
     if "transformers" in sys.modules:
         return function(load_tokenizer(folder), *args, **kwargs)

@@ -31,10 +31,7 @@ class File:
 
 
 def expand(item: str, json_key: str, max_bytes: int) -> list[File]:
-    """Return the files of an input, a file or a folder, in order.
-
-    A `.json` file in a folder is JSON Lines if its first line, of at most `max_bytes`, has the key.
-    """
+    """Return the files of an input; a .json file is JSON Lines if its first line has the key."""
     path, named = Path(item), False
     if path.is_dir():
         paths = _walk(path)
@@ -140,16 +137,10 @@ class Span:
     stop: int
 
 
-def is_divisible(file: File) -> bool:
-    """Return whether a file can be read from the middle."""
-    return file.kind == "lines" and file.compression is None
-
-
 def spans_of(files: list[File], part: int, parts: int) -> list[Span]:
     """Return part `part` (from 1 on) of `parts` of about equal bytes, in order.
 
-    Uncompressed JSON Lines are divided between lines; other files belong to the part in which they
-    begin.
+    Only uncompressed JSON Lines are divided; other files belong to the part in which they begin.
     """
     if parts == 1:
         return [Span(file, 0, file.size) for file in files]
@@ -160,7 +151,7 @@ def spans_of(files: list[File], part: int, parts: int) -> list[Span]:
         end = begin + file.size
         for number, spans in enumerate(given):
             low, high = total * number // parts, total * (number + 1) // parts
-            if is_divisible(file):
+            if file.kind == "lines" and file.compression is None:
                 start, stop = max(begin, low), min(end, high)
                 if start < stop:
                     spans.append(Span(file, start - begin, stop - begin))

@@ -1,9 +1,7 @@
 """Write a `.bin` and its `.idx` in bounded memory, and find damage in them.
 
-Megatron's own builder (core/datasets/indexed_dataset.py:923) keeps a Python number for each
-document, imports torch, and cannot continue after a kill; the bytes here are the same. Megatron
-maps both files without checks: a truncated `.bin`, a pointer outside it, or an id without a row in
-the model ends a run only when training gets there.
+Megatron's builder (core/datasets/indexed_dataset.py:923) keeps a number for each document, imports
+torch, and cannot continue after a kill. It maps both files without checks.
 """
 
 import os
@@ -44,10 +42,7 @@ class IndexedWriter:
         self._unfinished = 0  # tokens of a document that has only begun
 
     def add(self, tokens: NDArray[Any], lengths: list[int], last: list[bool] | None = None) -> None:
-        """Append documents, or parts of them: their tokens [N] and lengths.
-
-        `last` has whether a document ends with each; None if all do.
-        """
+        """Append documents, or parts; `last` has whether a document ends with each."""
         self._tokens.write(np.asarray(tokens, self.dtype).tobytes())
         ended = []
         for length, ends in zip(lengths, last or [True] * len(lengths), strict=True):
@@ -63,7 +58,8 @@ class IndexedWriter:
         if self._unfinished:
             return None
         for file in (self._tokens, self._lengths):
-            sync_data(file)
+            file.flush()
+            os.fdatasync(file.fileno())
         return Written(self._documents, self._tokens.tell())
 
     def finish(self, index: Path) -> None:
@@ -99,12 +95,6 @@ def write_index(index: Path, parts: list[NDArray[np.int32]], dtype: np.dtype[Any
                 pointer = int(ends[-1])
         for start in range(0, count + 1, _BLOCK):
             file.write(np.arange(start, min(start + _BLOCK, count + 1), dtype="<i8").tobytes())
-
-
-def sync_data(file: BinaryIO) -> None:
-    """Put a file's content on disk."""
-    file.flush()
-    os.fdatasync(file.fileno())
 
 
 def _opened(path: Path, size: int) -> BinaryIO:
@@ -159,10 +149,8 @@ class _Index:
 def data_problem(prefix: str, vocabulary: int | None, entries: int = ENTRIES) -> str | None:
     """Return why Megatron could not train on a data set; None if no problem is found.
 
-    The check compares both file sizes with the index, and its first, last and some other entries
-    with each other. The `PREFIX.json` of `megasink data` gives the ids; without it, tokens at both
-    ends and at some places between are read. At most 50 MB are read, whatever the size; fewer
-    `entries` read less. `vocabulary` is the number of ids that the model knows, None for any.
+    Compares file sizes, some entries of the index and PREFIX.json, or tokens without it. Reads at
+    most 50 MB. `vocabulary` is the number of ids that the model knows, None for any.
     """
     try:
         index = _read_header(Path(f"{prefix}.idx"))

@@ -29,11 +29,9 @@ _SUMS = ("documents", "tokens", "text_bytes")
 
 
 def merge(prefix: Path, *, overwrite: bool = False) -> dict[str, Any]:
-    """Join `PREFIX-1-of-N` ... `PREFIX-N-of-N`, which stay, to `PREFIX`.
+    """Join `PREFIX-1-of-N` ... `PREFIX-N-of-N`, which stay, to `PREFIX`; return its .json.
 
-    `.bin`, `.idx` and `.json` have the bytes of a run without --partition, except that the `.json`
-    lists the sources of documents that are not UTF-8 text by part. The parts' validation documents
-    are joined too. Returns the content of the new `.json`.
+    The bytes are those of a run without --partition, but for the sources of skipped documents.
     """
     prefix = Path(prefix)
     problems = output_problems(prefix, [], overwrite=overwrite)

@@ -101,8 +101,7 @@ def output_problems(prefix: Path, inputs: Sequence[str], *, overwrite: bool) -> 
 def writing(*prefixes: Path) -> Iterator[None]:
     """Lock data sets for this run, and remove their partial files at the end.
 
-    They stay after an interrupt or a kill: the same command continues from them. The first data set
-    has the record of progress.
+    After a signal or a kill they stay; the first data set has the record of progress.
     """
     first = prefixes[0]
     with saying(f"--output {first}"), ExitStack() as locks:
@@ -160,11 +159,7 @@ def publish(prefix: Path) -> None:
 
 
 def mismatch(prefix: str, sha256: str, name: str) -> str | None:
-    """Return why a data set does not match a tokenizer; None if it does or has no sidecar.
-
-    `sha256` is the `tokenizer_hash`, which is slow for a large vocabulary; `name` is for the
-    message.
-    """
+    """Return why a data set does not match the tokenizer `name`; None if it does, or is unknown."""
     sidecar = Path(f"{prefix}.json")
     if not sidecar.exists():
         return None  # made by Megatron's own tool
@@ -196,8 +191,7 @@ _DIGITS = 16  # of 64 hexadecimal ones: enough to tell copies apart
 def contents(prefix: str, suffix: str, most: int = WHOLE) -> tuple[str, bool]:
     """Describe a data set's file for comparison with a copy, and say whether it was read whole.
 
-    A file of at most `most` bytes is read whole, and refused if it is not the one that PREFIX.json
-    describes. Of a larger one the size, 64 blocks and the checksum in PREFIX.json are taken.
+    A file of at most `most` bytes is, and must be the one of PREFIX.json; of others samples are.
     """
     path = Path(prefix + suffix)
     size = path.stat().st_size
@@ -233,8 +227,7 @@ KEY = "validation"
 class Validation:
     """A share, above 0 and at most 0.5, of the documents, drawn at random by a seed.
 
-    One of every 1 / share consecutive documents is drawn, so each region of the corpus gives its
-    share. A draw depends only on the seed and the number of the document in its part.
+    One of every 1 / share consecutive documents, by the seed and its number in its part.
     """
 
     share: float

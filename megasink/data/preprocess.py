@@ -41,35 +41,18 @@ _COUNTS = ("documents", "tokens", "text_bytes", "largest_id")
 
 @dataclass(frozen=True)
 class PreprocessReport:
-    """Counts of the files written. `tokens` includes EOD (and BOS); `text_bytes` is the UTF-8 size
-    of the documents; `largest_id` is the largest token id that occurs; `validation` is the report
-    of the documents that were drawn."""
+    """Counts of the files written; `validation` has those of the documents that were drawn.
 
-    output_prefix: Path
-    tokenizer_folder: Path
+    `tokens` includes EOD (and BOS); `text_bytes` is the UTF-8 size of the documents.
+    """
+
     documents: int
     tokens: int
     text_bytes: int
     largest_id: int
-    vocab_size: int
     skipped: Skipped
-    seconds: float
+    files: list[Path]
     validation: "PreprocessReport | None" = None
-
-    @property
-    def files(self) -> list[Path]:
-        """The files written."""
-        own = [file_of(self.output_prefix, s) for s in output.FILES]
-        return own + (self.validation.files if self.validation else [])
-
-    @property
-    def megatron_flags(self) -> list[str]:
-        """The flags that train on this data."""
-        return [
-            *("--data-path", str(self.output_prefix)),
-            *("--tokenizer-type", "HuggingFaceTokenizer"),
-            *("--tokenizer-model", str(self.tokenizer_folder)),
-        ]
 
 
 def preprocess(
@@ -85,14 +68,11 @@ def preprocess(
 ) -> PreprocessReport:
     """Tokenize `corpus` into `PREFIX.bin`, `PREFIX.idx` and `PREFIX.json` (metadata).
 
-    Every document is one Megatron document: BOS if the tokenizer adds it itself, the text, and EOD.
-    The files appear only when complete: a killed or interrupted run leaves nothing that loads. The
-    same call continues from the partial files, to the same bytes; another call removes them. The
-    bytes do not depend on `workers`. Memory does not grow with the corpus. `trained` has the
+    Every document is BOS if the tokenizer adds it, the text, and EOD. The files appear only when
+    complete; the same call continues from partial files, to the same bytes. `trained` has the
     vocabulary size and BOS of a tokenizer that was trained for this call. `validation` moves some
-    documents into a separate data set, `validation_of(PREFIX)`.
+    documents into `validation_of(PREFIX)`.
     """
-    start = time.perf_counter()
     prefix, folder = Path(output_prefix), Path(tokenizer_folder)
     workers = default_workers() if workers is None else workers
     prefixes = [prefix] if validation is None else [prefix, validation_of(prefix)]
@@ -116,25 +96,26 @@ def preprocess(
             files.close()
         _check_both(counts, validation)
         files.finish()
-        reports: list[PreprocessReport] = []
+        report: PreprocessReport | None = None
         for each, of_set in zip(reversed(prefixes), reversed(counts), strict=True):
-            report = PreprocessReport(
-                output_prefix=each,
-                tokenizer_folder=folder,
-                vocab_size=made.vocab_size,
-                skipped=corpus.skipped,
-                seconds=time.perf_counter() - start,
-                validation=reports[0] if reports else None,
-                **{name: of_set[name] for name in _COUNTS},
-            )
-            about = _sidecar(report, corpus, made)
-            if validation is not None and report.validation:
+            numbers = {name: of_set[name] for name in _COUNTS}
+            about = numbers | _sidecar(corpus, made, folder)
+            if validation is not None and report:
                 about |= record_of(validation, prefix, is_part=bool(corpus.partition))
             output.write_sidecar(each, about)
-            reports.append(report)
+            report = PreprocessReport(
+                **numbers,
+                skipped=corpus.skipped,
+                files=[
+                    *(file_of(each, suffix) for suffix in output.FILES),
+                    *(report.files if report else ()),
+                ],
+                validation=report,
+            )
         for each in reversed(prefixes):  # PREFIX last: it names the other
             output.publish(each)
-    return reports[-1]
+    assert report is not None
+    return report
 
 
 def _check_both(counts: Sequence[Counter[str]], validation: Validation | None) -> None:
@@ -260,17 +241,16 @@ class _Files:
             writer.close()
 
 
-def _sidecar(report: PreprocessReport, corpus: Corpus, made: _Made) -> dict[str, Any]:
+def _sidecar(corpus: Corpus, made: _Made, folder: Path) -> dict[str, Any]:
     settings = made.settings
     return {
-        **{name: getattr(report, name) for name in _COUNTS},
-        "skipped": asdict(report.skipped),
+        "skipped": asdict(corpus.skipped),
         "inputs": corpus.inputs,
         "json_key": corpus.json_key,
         "split_documents": corpus.is_split,
         "dtype": settings.dtype,
-        "vocab_size": report.vocab_size,
-        "tokenizer": {"folder": str(report.tokenizer_folder), "sha256": made.sha256},
+        "vocab_size": made.vocab_size,
+        "tokenizer": {"folder": str(folder), "sha256": made.sha256},
         "versions": {"megasink": megasink.__version__}
         | {p: version(p) for p in ("megatron-core", "tokenizers", "transformers")},
         "before_document": settings.before,

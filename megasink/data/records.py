@@ -72,10 +72,7 @@ _SLACK = 1 << 20
 
 
 def parquet_rows(path: Path, key: str, max_bytes: int) -> Iterator[tuple[bytes | None, float]]:
-    """Yield the cells of column `key` (b"" for null, None for one of more than `max_bytes`).
-
-    Each comes with the share of the file that has been read; Arrow holds one page of it at a time.
-    """
+    """Yield the cells of column `key` (b"" for null, None for a longer one), and the share read."""
     import pyarrow.parquet as pq
 
     try:

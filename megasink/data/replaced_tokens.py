@@ -90,8 +90,7 @@ def replacement(
 ) -> Replacement:
     """Return the replacement that the flags select, for a model with `size` token ids.
 
-    Random tokens are uniform over the vocabulary without special tokens, as in `megasink
-    analyze --inputs random` (P2.5). (P2's code draws from all ids of the padded vocabulary.)
+    Random tokens are uniform over the vocabulary without special tokens (P2.5).
     """
     import numpy as np
 

@@ -1,7 +1,6 @@
-"""Convert texts to token ids; used by data sets, analyses, prompts and evaluations.
+"""Convert texts to token ids; used everywhere. Worker processes import it: nothing heavy.
 
-A tokenizer.json also has truncation, padding, dropout and a template around texts. None of these is
-applied here. Imports no torch, transformers or Megatron, because worker processes import it.
+A tokenizer.json's truncation, padding, dropout and template are not applied.
 """
 
 import argparse
@@ -79,8 +78,7 @@ def text_json(tokenizer: Any) -> str:
 class TextTokenizer:
     """Turns texts into ids, without the ids around a text (see `leading_ids`).
 
-    Special tokens that a text spells out stay text; with `parse_special_tokens` they become those
-    tokens, as in transformers and Megatron.
+    Special tokens in a text stay text, but with `parse_special_tokens`.
     """
 
     def __init__(self, tokenizer_json: str, *, parse_special_tokens: bool = False):
@@ -123,8 +121,7 @@ class TextTokenizer:
     def part_encoding(self, part: Part, *, offsets: bool = True) -> tuple[Any, int, int]:
         """Return the encoding of a part with its neighbors, and the range of its own tokens.
 
-        Tokenizers treat the beginning and the end of a text in many ways, but only there. The two
-        parts at a cut share the text around it: both are divided where its encoding divides it.
+        Two parts at a cut share the text around it, and are divided where its encoding divides it.
         """
         text = part.before + part.text + part.after
         encoding = self._encode(text, offsets=offsets)

@@ -45,9 +45,8 @@ class TokenBytes(NamedTuple):
 def token_bytes(tokenizer: Any, first: Collection[int] = ()) -> TokenBytes:
     """Return the bytes of text that each token of a tokenizer stands for.
 
-    The lengths of the ids that `TextTokenizer` gives for a text sum to its UTF-8 size (after NFC,
-    if the tokenizer composes characters) plus `prefix`. Bits per byte of a loss are then: nats
-    summed over the non-special targets / (ln 2 * bytes without those `before_texts`).
+    Lengths sum to the UTF-8 size of a text (after NFC, if it composes) plus `prefix`. Bits per byte
+    are nats of non-special targets / (ln 2 * bytes without those `before_texts`).
     """
     lengths, text = _lengths(tokenizer), text_tokenizer(tokenizer)
     prefix = _extra_bytes(text, lengths, _PROBES[0])

@@ -49,10 +49,7 @@ _UNLEARNABLE = re.compile("[\0\u2585\u2581]+")
 
 @dataclass(frozen=True)
 class TrainedTokenizer:
-    """Location of a trained tokenizer, and the size of its training sample.
-
-    `sample_bytes` is the UTF-8 size of the sample of `corpus_bytes` it saw; `seconds` is wall time.
-    """
+    """A trained tokenizer; UTF-8 bytes of its sample and corpus; wall time."""
 
     folder: Path
     vocab_size: int
@@ -73,11 +70,8 @@ def train_tokenizer(
 ) -> TrainedTokenizer:
     """Train a byte-fallback BPE with sentencepiece and write it as a Hugging Face folder.
 
-    No text is lost: decode(encode(x)) == x, without normalization or an added space. Every digit is
-    a separate token. `vocab_size` includes special tokens and the 256 bytes. About `sample_bytes`
-    of the documents are sampled uniformly. `bos` adds BOS, id 3, which the tokenizer puts before
-    every text. The folder appears whole or not at all; the same documents and seed give the same
-    files.
+    decode(encode(x)) == x. Every digit is a token. `vocab_size` includes special tokens and bytes;
+    `bos` adds BOS, id 3, before every text. The same documents and seed give the same files.
     """
     start = time.perf_counter()
     folder = Path(folder)
@@ -200,8 +194,7 @@ def _limit(message: str) -> str:
 def to_tokenizers(model: bytes) -> "Tokenizer":
     """Convert a model of `train_sentencepiece` to `tokenizers`: the same ids for every text.
 
-    Its tokens hold real spaces where sentencepiece writes U+2581, so that a U+2581 in the text
-    (which sentencepiece turns into a space) is spelled in bytes and survives.
+    Its tokens hold real spaces for U+2581, which in a text is spelled in bytes and survives.
     """
     import sentencepiece
     from tokenizers import (
@@ -277,11 +270,7 @@ def load_tokenizer(folder: str | Path) -> Any:
 
 
 def refuse_unusable(tokenizer: Any, folder: str | Path) -> None:
-    """Raise UserError for a tokenizer with only special tokens, or with impossible settings.
-
-    For a folder without tokenizer files, transformers makes the first by the model's type; it loses
-    all text. Counts by id take memory up to the largest id.
-    """
+    """Raise UserError for a tokenizer with only special tokens, or with impossible settings."""
     if (largest := largest_id(tokenizer)) >= _MOST_IDS:
         raise UserError(
             f"the tokenizer in {folder} has the id {largest}, which is impossibly large: its "

@@ -16,10 +16,9 @@ _FILES = ".files"
 
 @contextmanager
 def atomic_file(path: Path) -> Iterator[BinaryIO]:
-    """Open a temporary file that replaces `path` once it is on disk.
+    """Open a temporary file that replaces `path` once it is on disk; one process at a time.
 
-    An exception in the body leaves nothing behind; a kill leaves NAME.partial, which the next call
-    overwrites. Only one process at a time may write `path`.
+    An exception leaves nothing behind; a kill leaves NAME.partial, which the next call overwrites.
     """
     partial = path.with_name(f"{path.name}.partial")
     with _naming(path):

@@ -1,7 +1,6 @@
 """Check types and ranges of JSON values and of public functions' arguments with pydantic.
 
-pydantic checks them, with one line per problem. The tables of fields are beside their readers.
-Strict: "4" is not a number and true is not a count. The reader handles keys without an entry.
+Strict: "4" is not a number and true is not a count.
 """
 
 import functools
@@ -34,11 +33,7 @@ _PLAIN = {int, float, bool, str, Path, types.NoneType}
 
 
 def checked[F: Callable[..., Any]](function: F) -> F:
-    """Make a public function raise UserError for an argument whose plain type is wrong.
-
-    Arguments of other types than numbers, strings, paths and unions or tuples of them are left to
-    the function.
-    """
+    """Make a public function raise UserError for an argument whose plain type is wrong."""
     signature = inspect.signature(function)
     kinds = {n: p.annotation for n, p in signature.parameters.items() if _is_plain(p.annotation)}
     name = function.__qualname__.removesuffix(".__init__")
@@ -91,10 +86,7 @@ def from_json[T](kind: type[T], value: Any, where: str) -> T:
 
 
 def to_json(value: Any) -> Any:
-    """Return a dataclass, array or plain value as dicts, lists and plain values.
-
-    NaN and infinity, which JSON lacks, become null.
-    """
+    """Return a value as dicts, lists and plain values; NaN and infinity become null."""
     return to_jsonable_python(value, inf_nan_mode="null", fallback=_plain)
 
 

@@ -1,7 +1,5 @@
 """The folder of a command's results, written by one process at a time.
 
-Results of other settings are replaced only on request.
-
 FOLDER/settings.json names the command and the settings of the results.
 """
 
@@ -82,10 +80,9 @@ def exclusive(folder: Path) -> Iterator[None]:
 
 @contextmanager
 def locked(lock: Path, what: Path) -> Iterator[None]:
-    """Lock a file, which is created and removed again.
+    """Lock a file, which is created and removed again; the kernel releases it.
 
-    The lock is the kernel's, so a dead process does not hold it. A non-empty file of that name
-    belongs to someone else: it is locked, and not changed.
+    A non-empty file of that name is not ours: it is locked, and not changed.
     """
     while True:
         # Do not block if the name is a pipe.
@@ -160,10 +157,7 @@ def folder_problem(folder: Path) -> str | None:
 def refuse_others(
     folder: Path, command: str, given: Mapping[str, Any], grows: Collection[str] = ()
 ) -> None:
-    """Refuse a folder with results of another command line, before a model is loaded.
-
-    `results_in` compares the rest, such as changed weights.
-    """
+    """Refuse a folder with results of another command line, before a model is loaded."""
     _refuse(folder, command, {"given": _as_json(given)}, grows)
 
 

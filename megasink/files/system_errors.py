@@ -1,7 +1,6 @@
 """One line for a failure of the machine: a full disk, a quota, no memory, no open file left.
 
-Packages report these in many forms: the number in an `OSError`, or in the text of their own error,
-which may be the cause of another one.
+Packages report its number in an `OSError`, or in the text of an error or its cause.
 """
 
 import errno

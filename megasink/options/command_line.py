@@ -1,8 +1,6 @@
 """Error messages for flags that argparse rejects, all reported at once.
 
-argparse stops at the first bad flag, prints its usage and never suggests the intended name. This
-parser keeps reading, suggests the closest known name for an unknown one, and raises the same kind
-of error as the rest of megasink: no usage text, exit code 2.
+argparse stops at the first bad flag, prints its usage and suggests no name.
 """
 
 import argparse
@@ -23,10 +21,9 @@ _NEGATIVE = re.compile(r"-(\d+\.?\d*|\.\d+)([eE][-+]?\d+)?$")
 
 
 class CommandParser(argparse.ArgumentParser):
-    """`argparse.ArgumentParser` whose `parse_args` raises a ConfigError with every problem.
+    """`ArgumentParser` whose `parse_args` raises a ConfigError with every problem.
 
-    ``--help`` starts with an example and shows the flags that `first_screen` names; the others are
-    behind ``--help-all``.
+    ``--help`` starts with an example and the flags of `first_screen`; ``--help-all`` shows all.
     """
 
     def __init__(self, **kwargs: Any) -> None:
@@ -114,10 +111,7 @@ class _RefusedError(Exception):
 
 
 class Reading:
-    """The result of parsing a command line while dropping every rejected flag.
-
-    `refused` has the dests of rejected flags, which are therefore not reported as missing.
-    """
+    """A parsed command line without rejected flags; `refused` has the dests of those."""
 
     def __init__(self, parser: argparse.ArgumentParser, argv: Sequence[str]) -> None:
         self.namespace = argparse.Namespace()
@@ -170,10 +164,7 @@ class Reading:
 
 
 def dashed(parser: argparse.ArgumentParser, argv: Sequence[str]) -> tuple[list[str], list[str]]:
-    """Return a command line with dashes for underscores in known flags, and the problem.
-
-    The values of such flags are then checked with the others. The message has a sentence per flag.
-    """
+    """Return a command line with dashes for underscores in known flags, and the problem."""
     known, problems, words = parser._option_string_actions, list[str](), list[str]()
     for group in groups(argv):
         name, equals, value = group[0].partition("=")
@@ -204,8 +195,7 @@ def unknown_flags(
 ) -> list[str]:
     """Return one message per unknown flag, with its values and the closest known flag.
 
-    Never its opposite (--no-X for --X), and no flag that is `refused`. A flag whose dest is in
-    `careful` must differ by a letter or two.
+    Never its opposite or one that is `refused`; one whose dest is in `careful` must be `CLOSE`.
     """
     actions, problems = parser._option_string_actions, list[str]()
     known = [name for name in actions if name.startswith("--") and name not in refused]

@@ -1,7 +1,4 @@
-"""The two ways to install: `megasink`, and `megasink[train]` with Megatron-Core.
-
-Checks for installed packages import nothing, so the answer comes before the slow imports.
-"""
+"""The two ways to install: `megasink`, and `megasink[train]` with Megatron-Core."""
 
 import importlib.util
 from pathlib import Path

@@ -1,7 +1,6 @@
-"""Argparse flags from dataclasses: those of a run and of an analysis, without importing Megatron.
+"""Argparse flags from dataclasses, like Megatron's ArgumentGroupFactory, without Megatron.
 
-Field ``softmax_offset_init`` becomes ``--softmax-offset-init`` and the string below it becomes the
-help text, like Megatron's ArgumentGroupFactory, which requires importing all of Megatron.
+A field's name becomes the flag, and the string below it the help text.
 """
 
 import argparse
@@ -32,10 +31,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 
 
 def add_fields(group: argparse._ActionsContainer, options: type, *names: str) -> None:
-    """Add flags for some fields of a dataclass, in the order of their names.
-
-    A tuple's flag takes several values; the flag of a field without a default is required.
-    """
+    """Add flags for some fields of a dataclass; a tuple's takes several values."""
     texts, kinds = _texts(options), get_type_hints(options)
     by_name = {field.name: field for field in fields(options)}
     for field in map(by_name.__getitem__, names):

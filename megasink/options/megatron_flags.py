@@ -1,9 +1,7 @@
-"""Megatron flags with special treatment.
+"""Megatron flags with special treatment, by the names of parsed arguments.
 
-`KNOWN` has the properties of accepted flags: whether they identify a model, whether a file or a
-resume may set them, and their range. `REFUSED` has refused flags with the reason. Every other flag
-passes to Megatron unchanged, so a new release needs no change here. Names are those of Megatron's
-parsed arguments; `flags.flag_of` turns them into flags.
+`KNOWN` has the properties of accepted flags, `REFUSED` refused flags with the reason. Every other
+flag passes to Megatron unchanged.
 """
 
 from argparse import Namespace
@@ -24,6 +22,8 @@ from megasink.options.flags import flag_of
 #            code; written: folders; in those of the run a file may say so
 #   place    a folder that cannot be in an object store; host: another path on another host
 #   length, warmup, decay, activation, norm, data: only one of each may be given
+#   package  it needs a package of the machine that trains; outside: it reads checkpoints, writes or
+#            connects: a plan drops both
 _KNOWN = """
 num_layers hidden_size num_attention_heads: shape needed count
 ffn_hidden_size kv_channels num_query_groups: shape count
@@ -39,7 +39,8 @@ mscale mscale_all_dim: context
 window_size window_attn_skip_freq: context text
 rotary_percent: model described
 swiglu squared_relu: model described activation
-rotary_interleaved layernorm_zero_centered_gamma add_qkv_bias mamba_state_dim: model
+rotary_interleaved add_qkv_bias mamba_state_dim: model
+layernorm_zero_centered_gamma: model package
 use_mup mup_embedding_mult mup_output_mult mup_base_head_dim mup_base_hidden_size: model
 mup_attn_scale_power: model
 qk_l2_norm: model norm
@@ -82,7 +83,8 @@ lr_wsd_decay_fraction: decay
 ffn_activation: activation
 attention_dropout hidden_dropout: share
 log_interval eval_interval save_interval save_retain_interval exit_interval: count
-gpu_sniff_test_interval num_dataset_builder_threads mtp_num_layers: count
+gpu_sniff_test_interval: count outside
+num_dataset_builder_threads mtp_num_layers: count
 eval_micro_batch_size eval_global_batch_size: count
 tensor_model_parallel_size pipeline_model_parallel_size: process count
 expert_model_parallel_size: process count
@@ -107,10 +109,16 @@ vocab_file merge_file test_data_path valid_data_path: read
 data_args_path per_split_data_args_path: read
 train_data_path: read data
 mock_data: data
-load: read place host
-pretrained_checkpoint: read place
-save data_cache_path tensorboard_dir wandb_save_dir: written place host
+load: read place host outside
+pretrained_checkpoint: read place outside
+save tensorboard_dir wandb_save_dir: written place host outside
+data_cache_path: written place host
 object_storage_cache_path non_persistent_global_ckpt_dir: place
+use_checkpoint_args wandb_project wandb_entity wandb_exp_name async_save async_strategy: outside
+exit_on_missing_checkpoint enable_msc profile log_straggler record_memory_history: outside
+fp8 fp8_param_gather optimizer_cpu_offload use_te_activation_func moe_enable_deepep: package
+moe_router_padding_for_quantization moe_router_padding_for_fp8: package
+reuse_grad_buf_for_mxfp8_param_ag: package
 """
 KNOWN: dict[str, frozenset[str]] = {
     name: frozenset(facts.split())

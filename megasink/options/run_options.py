@@ -1,7 +1,4 @@
-"""The options of a training run besides its model's (`config.py`), and all options together.
-
-Megatron's ArgumentGroupFactory turns each field into a flag, as in `config.py`.
-"""
+"""The options of a training run besides its model's (`config.py`), and all options together."""
 
 from dataclasses import dataclass, field
 

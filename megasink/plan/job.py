@@ -67,9 +67,8 @@ class Traffic:
 def stages_to_step(facts: Record) -> list[int]:
     """Return the pipeline stages to step, from which all others follow, in order.
 
-    Of stages with equal modules, the first and the last: in between, memory falls linearly, because
-    each stage holds the same number of microbatches fewer. If a step is too short to fill the
-    pipeline, return all stages.
+    Of stages with equal modules the first and the last, between which memory falls linearly; all
+    stages if a step is too short to fill the pipeline.
     """
     stages, pipeline = facts["stages"], facts["pipeline"]
     if facts["microbatches"] < pipeline * (2 if facts["virtual"] > 1 else 1):
@@ -153,10 +152,7 @@ def _between(first: Stage, last: Stage, stage: int) -> Stage:
 
 
 def communication(records: Sequence[Record]) -> list[Traffic]:
-    """Return the communication of a whole step, each row for the stage that sends most of it.
-
-    The difference of two steps is the communication per microbatch.
-    """
+    """Return the communication of a step, each row for the stage that sends most of it."""
     most: dict[Key, Traffic] = {}
     for record in records:
         for what, sums in step_traffic(record).items():

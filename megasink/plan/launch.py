@@ -50,7 +50,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         with Helper(DEVICES[args.gpu].capability, flags) as helper:
             records = _step(helper, args.ranks, flags)
     except ConfigError as error:
-        raise ConfigError(map(_of_a_plan, error.problems)) from error
+        cure = ", or for a plan --vocab-size N"  # a plan accepts it in place of a tokenizer
+        problems = (p + cure * p.startswith("no tokenizer:") for p in error.problems)
+        raise ConfigError(problems) from error
     for note in records[0]["notes"]:
         print(f"megasink: {note}", file=sys.stderr)
     from megasink.plan.show import as_json, show
@@ -60,12 +62,6 @@ def main(argv: Sequence[str] | None = None) -> int:
     else:
         show(records, args.gpu, args.utilization)
     return 0
-
-
-def _of_a_plan(problem: str) -> str:
-    """Add the alternative to a tokenizer that a plan accepts."""
-    cure = ", or for a plan --vocab-size N" if problem.startswith("no tokenizer:") else ""
-    return problem + cure
 
 
 def read_line(argv: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:

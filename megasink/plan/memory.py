@@ -1,7 +1,6 @@
 """Memory of a rank by part, as the caching allocator of the hollow GPU sees it."""
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -21,10 +20,7 @@ def reserved() -> int:
 
 
 def of_training_state(models: Sequence[Any], optimizer: Any) -> dict[str, int]:
-    """Return the bytes of `PARTS`; a shared storage counts for the first of them.
-
-    Gradients are those of Megatron's buffers, parameters include the buffers' padding.
-    """
+    """Return the bytes of `PARTS`, with the padding of buffers; a shared storage counts once."""
     seen: set[int] = set()
     sizes = dict.fromkeys(PARTS, 0)
     for part, tensors in (
@@ -73,19 +69,15 @@ def _states(optimizer: Any) -> Iterator[Tensor]:
         yield from (value for value in state.values() if isinstance(value, Tensor))
 
 
-@dataclass
-class Schedule:
-    """Memory around the forward and backward passes of a step."""
+def held(passes: Sequence[tuple[bool, int, int]]) -> dict[str, int]:
+    """Return the memory that microbatches hold for their backward passes.
 
-    # For each: whether it is a forward pass, and bytes before and after it.
-    passes: list[tuple[bool, int, int]] = field(default_factory=list)
-
-    def held(self) -> dict[str, int]:
-        """Return the memory that microbatches hold for their backward passes."""
-        start = self.passes[0][1]
-        flying = most = held = 0
-        for forward, _, after in self.passes:
-            flying += 1 if forward else -1
-            most = max(most, flying)
-            held = max(held, after - start)
-        return {"start": start, "in_flight": most, "each": held // max(most, 1), "held": held}
+    `passes` are those of a step: whether it is a forward pass, and the bytes before and after it.
+    """
+    start = passes[0][1]
+    flying = most = held = 0
+    for forward, _, after in passes:
+        flying += 1 if forward else -1
+        most = max(most, flying)
+        held = max(held, after - start)
+    return {"start": start, "in_flight": most, "each": held // max(most, 1), "held": held}

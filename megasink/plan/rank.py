@@ -15,14 +15,15 @@ import torch
 from megatron.core import parallel_state
 from megatron.core.num_microbatches_calculator import reconfigure_num_microbatches_calculator
 from megatron.core.pipeline_parallel import schedules
+from megatron.core.rerun_state_machine import RerunDataIterator
 from megatron.training import training
 from megatron.training.training import num_floating_point_operations
+from torch import Tensor
 
 from megasink.attention.variants.layers import layers_with_variant
 from megasink.megatron.hybrid_pattern import PREDICTION, STAGE, block_of_layer, count_blocks
 from megasink.megatron.vocabulary import counted_rows
-from megasink.plan import batches, memory, packages, parameters
-from megasink.plan.batches import share_tokens_equally
+from megasink.plan import memory, packages, parameters
 from megasink.plan.collectives import Collectives, group_names
 from megasink.plan.hollow.world import be_rank
 from megasink.training import arguments, pretrain
@@ -56,11 +57,6 @@ def step_as(rank: int, ranks: int | None, flags: Sequence[str], write: Write) ->
         pretrain.train(args, store)
 
 
-def few_microbatches(args: Namespace) -> int:
-    """Return the number of microbatches that fill the pipeline: no more are in flight at once."""
-    return min(_microbatches(args), args.pipeline_model_parallel_size)
-
-
 def _microbatches(args: Namespace) -> int:
     return int(args.global_batch_size // (args.micro_batch_size * args.data_parallel_size))
 
@@ -68,7 +64,8 @@ def _microbatches(args: Namespace) -> int:
 @contextlib.contextmanager
 def _stepping(args: Namespace, write: Write) -> Iterator[None]:
     inner, steps = training.train_step, list[dict[str, Any]]()
-    few, every = few_microbatches(args), _microbatches(args)
+    every = _microbatches(args)
+    few = min(every, args.pipeline_model_parallel_size)  # fill it: no more are in flight at once
     plan = (few, few, min(2 * few, every))
     asked = args.train_iters or args.train_samples // args.global_batch_size
     args.train_iters, args.train_samples = max(asked, len(plan) + 1), None
@@ -91,7 +88,7 @@ def _stepping(args: Namespace, write: Write) -> Iterator[None]:
         return result
 
     training.train_step = train_step
-    training.build_train_valid_test_data_iterators = lambda *_: batches.iterators(args)
+    training.build_train_valid_test_data_iterators = lambda *_: iterators(args)
     yield
 
 
@@ -108,13 +105,14 @@ def _set_microbatches(args: Namespace, number: int) -> None:
 @contextlib.contextmanager
 def _recorded(record: dict[str, Any], schedules: Any) -> Iterator[None]:
     """Record the memory and the calls of a step in `record`."""
-    schedule, originals = memory.Schedule(), (schedules.forward_step, schedules.backward_step)
+    originals = (schedules.forward_step, schedules.backward_step)
+    passes = list[tuple[bool, int, int]]()
 
     def watched(inner: Any, forward: bool) -> Any:
         def run(*arguments: Any, **options: Any) -> Any:
             before = memory.allocated()
             result = inner(*arguments, **options)
-            schedule.passes.append((forward, before, memory.allocated()))
+            passes.append((forward, before, memory.allocated()))
             return result
 
         return run
@@ -128,7 +126,7 @@ def _recorded(record: dict[str, Any], schedules: Any) -> Iterator[None]:
         yield
     schedules.forward_step, schedules.backward_step = originals
     record |= {"peak": memory.allocated("peak"), "reserved": memory.reserved()}
-    record |= schedule.held() | {"calls": calls.table()}
+    record |= memory.held(passes) | {"calls": calls.table()}
 
 
 def _record(
@@ -206,3 +204,58 @@ def _chunks(pattern: str, stages: int) -> Chunks:
         chunks[index % stages, index // stages] = (symbols, sorted(blocks))
         first += len(symbols)
     return chunks
+
+
+_DOCUMENTS = 4
+"""Documents of each sample under --dataloader-inter-document-masking."""
+
+
+def batches(args: Namespace) -> Iterator[dict[str, Tensor]]:
+    """Yield the same microbatch without end, with the keys, shapes and dtypes of GPTDataset."""
+    shape_BS = (args.micro_batch_size, args.seq_length)
+    batch: dict[str, Tensor] = {
+        "tokens": torch.zeros(shape_BS, dtype=torch.int64),
+        "labels": torch.zeros(shape_BS, dtype=torch.int64),
+        "loss_mask": torch.ones(shape_BS),
+        "position_ids": torch.arange(args.seq_length).expand(shape_BS).contiguous(),
+    }
+    if args.dataloader_inter_document_masking:
+        samples, length = shape_BS
+        ends = torch.full((samples, length + 1), length, dtype=torch.int32)
+        documents = min(_DOCUMENTS, length)
+        ends[:, : documents + 1] = torch.linspace(0, length, documents + 1).to(torch.int32)
+        batch["cu_seqlens"] = ends
+        batch["max_seqlen"] = ends.diff(dim=1).max(dim=1).values
+    batch = {name: tensor.pin_memory() for name, tensor in batch.items()}
+    while True:
+        yield dict(batch)
+
+
+def iterators(args: Namespace) -> Any:
+    """Return (training, validation, test) iterators; the last two are not used."""
+    args.do_train, args.do_valid, args.do_test = True, False, False
+    return RerunDataIterator(batches(args)), None, None
+
+
+def share_tokens_equally() -> None:
+    """Let the router send equally many tokens to each expert: a hollow GPU computes no counts."""
+    from megatron.core.transformer.moe.token_dispatcher import MoEAlltoAllTokenDispatcher
+
+    inner = MoEAlltoAllTokenDispatcher._maybe_dtoh_and_synchronize
+
+    def copied(self: Any, point: str, tokens_per_expert: Any = None) -> Any:
+        tokens_per_expert = inner(self, point, tokens_per_expert)
+        if self.drop_and_pad or point != self.cuda_dtoh_point:
+            return tokens_per_expert  # with padding the host knows the sizes
+        self.num_out_tokens = self.routing_map.shape[0] * self.config.moe_router_topk
+        of_expert = self.num_out_tokens // self.num_experts  # from each rank
+        ranks, local = self.ep_size * self.tp_size, self.num_local_experts
+        if ranks > 1:
+            self.input_splits[:] = self.output_splits[:] = of_expert * local
+            self.output_splits_tp[:] = of_expert * local * self.ep_size
+        if local > 1:
+            self.num_global_tokens_per_local_expert[:] = of_expert
+        tokens_per_expert[:] = of_expert * ranks
+        return tokens_per_expert
+
+    MoEAlltoAllTokenDispatcher._maybe_dtoh_and_synchronize = copied

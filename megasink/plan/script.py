@@ -39,14 +39,9 @@ class Script(NamedTuple):
 
 
 def read(path: Path, given: Mapping[str, str], overridden: Collection[str]) -> Script:
-    """Read a script without running anything.
+    """Read a script, with variables `given` and flags `overridden`, without running anything.
 
-    Args:
-        given: variables that override those of the script.
-        overridden: flags, without dashes, that the command line gives.
-
-    Raises:
-        ConfigError: values that only a command or the caller knows, each with its variable.
+    Raises UserError for values that only a command or the caller knows, each with its variable.
     """
     if not path.is_file():
         raise UserError(f"--script {path}: no such file")

@@ -133,7 +133,11 @@ class Shell(Words):
             return None if number is None else bool(number)
         left = list(words)
         declares = bool(left) and left[0][0] == "word" and left[0][1] in _DECLARE
-        while left and (declares or left[0][0] == "array" or _is_assignment(left[0])):
+        while left and (
+            declares
+            or left[0][0] == "array"
+            or (left[0][0] == "word" and ASSIGNMENT.fullmatch(left[0][1]))
+        ):
             self._assign_raw(*left.pop(0))
         if not left:
             return True
@@ -211,7 +215,3 @@ def _ends(block: Block) -> bool:
         node[0] == "simple" and node[1] and node[1][0][1] in ("exit", "return", "usage", "die")
         for _, node in block
     )
-
-
-def _is_assignment(token: tuple[str, Any]) -> bool:
-    return token[0] == "word" and ASSIGNMENT.fullmatch(token[1]) is not None

@@ -16,6 +16,7 @@ from megasink.plan.shell_syntax import close, tokens, word_end
 
 # An open value inside a text: of a variable that is not set, or of a command.
 UNSET, COMMAND, END = "\ue000", "\ue001", "\ue002"
+_BREAK, _EMPTY = "\ue003", "\ue004"  # between words, and a part of one that is quoted and empty
 MARK = re.compile(f"[{UNSET}{COMMAND}]([^{END}]*){END}")
 _LONGEST, _LARGEST = 1 << 20, 1 << 62
 _PARAMETER = re.compile(r"([#!]?)([A-Za-z_]\w*|\d+|[@*#?$])(?:\[([^]]*)\])?(.*)", re.S)
@@ -64,27 +65,11 @@ class Words:
 
     def expand(self, raw: str, *, split: bool = True) -> list[str]:
         """Return the words that a word stands for."""
-        fields, open_field = list[str](), False
+        pieces = list[str]()
 
         def add(text: str, quoted: bool) -> None:
-            nonlocal open_field
-            pieces = [text] if quoted or not split else text.split()
-            if pieces and not quoted and split and text[:1].isspace():
-                open_field = False
-            for number, piece in enumerate(pieces):
-                if open_field and not number:
-                    fields[-1] += piece
-                else:
-                    fields.append(piece)
-                open_field = True
-            if not quoted and split and text[-1:].isspace():
-                open_field = False
-
-        def several(values: Sequence[str], quoted: bool) -> None:
-            nonlocal open_field
-            for number, value in enumerate(values):
-                open_field = open_field and not number
-                add(value, quoted)
+            spaces = r"\s+" if split and not quoted else "(?!)"
+            pieces.append(re.sub(spaces, _BREAK, text) or _EMPTY * (quoted or not split))
 
         at, quoted = 0, False
         while at < len(raw):
@@ -105,14 +90,16 @@ class Words:
                 at += 2
             elif one in "$`" and (found := self._dollar(raw, at)):
                 at, values = found
-                several(values, quoted)
+                for number, value in enumerate(values):
+                    pieces.append(_BREAK * (number > 0))
+                    add(value, quoted)
             else:
                 end = at + 1
                 while end < len(raw) and raw[end] not in "\"'\\$`":
                     end += 1
                 add(raw[at:end], True)
                 at = end
-        return fields
+        return [word.replace(_EMPTY, "") for word in "".join(pieces).split(_BREAK) if word]
 
     def _dollar(self, raw: str, at: int) -> tuple[int, list[str]] | None:
         """Return the end and the values of an expansion, None for a bare dollar sign."""

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 
 from megasink.megatron.arguments import DEFAULTS
-from megasink.options.megatron_flags import flags_refused, having
+from megasink.options.megatron_flags import FLAGS, flags_refused, having
 from megasink.training import recipes
 from megasink.training.checks.data import missing_files
 from megasink.training.checks.readers import READERS
@@ -21,17 +21,8 @@ _DATA = _flags(having("data")) | {"valid-data-path", "test-data-path"}
 _DATA |= {"data-args-path", "per-split-data-args-path"}
 _TOKENIZER = {"tokenizer-type", "tokenizer-model", "vocab-file", "merge-file", "vocab-size"}
 # A plan reads no checkpoint, writes nothing and connects to nothing.
-_OUTSIDE = set(
-    "load save pretrained-checkpoint use-checkpoint-args tensorboard-dir wandb-project "
-    "wandb-entity wandb-exp-name wandb-save-dir async-save async-strategy "
-    "exit-on-missing-checkpoint enable-msc profile "
-    "log-straggler record-memory-history gpu-sniff-test-interval".split()
-)
-_PACKAGES = set(
-    "fp8 fp8-format fp8-param-gather fp8-param apply-layernorm-1p optimizer-cpu-offload "
-    "moe-router-padding-for-quantization moe-router-padding-for-fp8 use-te-activation-func "
-    "reuse-grad-buf-for-mxfp8-param-ag moe-enable-deepep".split()
-)
+_OUTSIDE = _flags(having("outside"))
+_PACKAGES = _flags(FLAGS.get(name, name) for name in having("package"))
 _PACKAGES |= {
     flag[2:]
     for when in ("without TransformerEngine", "without TransformerEngine's experts", "without apex")
@@ -65,7 +56,13 @@ def with_stand_ins(argv: Sequence[str], flags: Sequence[str]) -> list[str]:
     given, added, notes = dict(pairs), list[str](), list[str]()
     dropped = _OUTSIDE & given.keys()
     named = [value for name in _DATA for value in given.get(name, ())]
-    absent = [value for value in named if not (_is_weight(value) or _is_here(value))]
+    weight = re.compile(r"[\d.eE+-]+")
+    absent = [
+        value
+        for value in named
+        if not (weight.fullmatch(value) or "://" in value or Path(value).is_file())
+        and missing_files(value)
+    ]
     if absent or not (named or "mock-data" in given):
         dropped |= _DATA
         added.append("--mock-data")
@@ -106,14 +103,6 @@ def with_stand_ins(argv: Sequence[str], flags: Sequence[str]) -> list[str]:
         if name not in dropped | packages:
             kept += [f"--{name}", *values] if name else values
     return [*kept, *added]
-
-
-def _is_weight(value: str) -> bool:
-    return re.fullmatch(r"[\d.eE+-]+", value) is not None
-
-
-def _is_here(value: str) -> bool:
-    return "://" in value or not missing_files(value) or Path(value).is_file()
 
 
 def _tokens(argv: Sequence[str], given: Mapping[str, list[str]]) -> tuple[int, str] | None:

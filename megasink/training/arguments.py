@@ -26,7 +26,8 @@ from megasink.megatron.hybrid_pattern import LATENT, PREDICTION, layers_of
 from megasink.options.command_line import CLOSE, Reading, dashed, groups, unknown_flags, with_help
 from megasink.options.flags import add_options, flag_of
 from megasink.options.megatron_flags import having
-from megasink.training import run_dir
+from megasink.training import checks, run_dir
+from megasink.training.checks import data, required
 from megasink.training.checks.readers import unread
 from megasink.training.translated import translate
 
@@ -42,13 +43,7 @@ def digest(argv: Sequence[str]) -> str:
 
 
 def look(argv: Sequence[str], parser: argparse.ArgumentParser) -> Namespace:
-    """Return the options of megasink, added to those of a parser; imports no Megatron.
-
-    Raises:
-        ConfigError: options of megasink are wrong or misspelt, or files are missing.
-    """
-    from megasink.training.checks import choices, data, required
-
+    """Return the options of megasink, added to those of a parser; imports no Megatron."""
     add_options(parser)
     own = list(parser._option_string_actions)
     parser.set_defaults(tokenizer_type=DEFAULTS["tokenizer_type"])
@@ -61,7 +56,7 @@ def look(argv: Sequence[str], parser: argparse.ArgumentParser) -> Namespace:
         if nearest(group[0], own, cutoff=CLOSE):
             problems += unknown_flags(parser, group)
     problems += reading.problems
-    unknown, args = choices.without_unknown(args)
+    unknown, args = required.without_unknown(args)
     run_dir.use_own_tokenizer(args)
     problems = [*with_help(problems, _HELP), *unknown, *required.ranges(args)]
     if problems := [*problems, *data.missing(args), *run_dir.missing_checkpoint(args)]:
@@ -70,10 +65,7 @@ def look(argv: Sequence[str], parser: argparse.ArgumentParser) -> Namespace:
 
 
 def read(argv: Sequence[str]) -> Namespace:
-    """Return the parsed arguments, with what some of them imply for others.
-
-    `flag_notes` has a line for each flag with another meaning, or none.
-    """
+    """Return the parsed arguments; `flag_notes` has a line for each flag with another meaning."""
     # Megatron requires it for tensor parallelism on GPUs before Blackwell.
     os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")
     args = parse_known(argv)
@@ -106,36 +98,26 @@ def _count_layers(args: Namespace) -> None:
 
 
 def parse(argv: Sequence[str]) -> tuple[Namespace, dict[str, Any]]:
-    """Parse and validate a command line.
-
-    Returns:
-        the namespace, with ``padded_vocab_size`` pinned to the tokenizer, and the arguments that
-        identify the run, as given (Megatron derives some of them).
-    """
-    args, checked = read(argv), os.environ.get(CHECKED) == digest(argv)
-    if not (checked or args.rank):
-        for note in args.flag_notes:
-            say(note)
-    return args, validate(args, checked=checked)
+    """Return the validated arguments of a command line, and those that identify the run."""
+    args = read(argv)
+    return args, validate(args, checked=os.environ.get(CHECKED) == digest(argv))
 
 
 def validate(args: Namespace, *, checked: bool = False) -> dict[str, Any]:
     """Check and complete what `read` returned; return the arguments that identify the run.
 
-    Args:
-        checked: whether a launcher on this host has found nothing.
+    Without the checks if they are `checked`: a launcher on this host has found nothing.
     """
     from megatron.training import arguments
 
     from megasink.training.checks.vocabulary import pin_vocabulary
     from megasink.training.ffn_width import match_ffn_width
 
-    if not checked:
-        from megasink.training import checks
-
-        if problems := checks.problems(args):
-            raise ConfigError(problems)
-    vars(args).pop("flag_notes", None)  # they are shown, not recorded
+    for note in vars(args).pop("flag_notes", ()):  # shown, not recorded
+        if not (checked or args.rank):
+            say(note)
+    if not checked and (problems := checks.problems(args)):
+        raise ConfigError(problems)
     identity = run_dir.identity_of(args)
     run_dir.set_paths(args)
     # Megatron would still request the optimizer from a GPT checkpoint (checkpointing.py:2210).
@@ -171,10 +153,7 @@ def set_decay(args: Namespace) -> None:
 
 @contextlib.contextmanager
 def refusals_of_megatron(printed: io.StringIO | None = None) -> Iterator[None]:
-    """Convert any error that Megatron raises while it validates flags into one line.
-
-    `printed` has Megatron's output, after which it sometimes exits without an error.
-    """
+    """Turn any error of Megatron about flags into one line; `printed` has its output."""
     try:
         yield
     except (ConfigError, KeyboardInterrupt):
@@ -193,10 +172,7 @@ def refusals_of_megatron(printed: io.StringIO | None = None) -> Iterator[None]:
 
 @contextlib.contextmanager
 def _without_argument_list() -> Iterator[io.StringIO]:
-    """Drop validate_args's printout of all 600 arguments: config.json holds them.
-
-    A rank's log keeps the warnings.
-    """
+    """Drop validate_args's printout of all 600 arguments, but for warnings in a rank's log."""
     sink = io.StringIO()
     with contextlib.redirect_stdout(sink):
         yield sink

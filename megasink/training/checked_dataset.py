@@ -1,13 +1,9 @@
-"""Megatron's GPTDataset with errors that name damaged files, and an order for runs of any length.
+"""Megatron's GPTDataset with checks of every sample, in an order for runs of any length.
 
-The checks before the first step read a bounded part of a large dataset. This class checks every
-sample when the data loader's workers read it.
-
-It also replaces tokens (--replace-tokens-at; P2.15, P2.16) before they become inputs and targets,
-as P2 does. A sequence is the text that attention sees: a document under
---dataloader-inter-document-masking (its part in the sample, if it was cut), otherwise the sample. A
-random token depends on the seed and on where in the data set the sequence begins, so it is the same
-in every epoch, layout and resumed run.
+It also replaces tokens (--replace-tokens-at; P2.15, P2.16) before they become inputs and targets. A
+sequence is the text that attention sees: a document under --dataloader-inter-document-masking,
+otherwise the sample. A random token depends on the seed and the place of the sequence in the data
+set alone.
 
 Shapes: B microbatch, S sequence.
 """
@@ -43,10 +39,9 @@ def replace_in_sample(
     *,
     packed: bool,
 ) -> None:
-    """Replace the tokens of one sample's sequences, [S + 1] with padding at the end, in place.
+    """Replace tokens of a sample's sequences, [S + 1] with padding at the end, in place.
 
-    `lengths` has the tokens of each document in this sample, the first one from `offset` on; if
-    `packed`, the documents do not see each other.
+    `lengths` has the tokens of each document here, the first from `offset` on.
     """
     bounds = [0, *np.cumsum(lengths).tolist()] if packed else [0, sum(lengths)]
     for number, (start, stop) in enumerate(pairwise(bounds)):
@@ -60,8 +55,7 @@ def text_targets(
     """Return which targets are text, [B, S] bool; replaced tokens have no bytes of text.
 
     `cu_seqlens` has the starts of documents, [B, S + 1] int32 padded with S; None for one sequence.
-    A sink token at the start does not count as a position. The last target of a packed sample is
-    the next token of the last document, or the first one of another: False if either is replaced.
+    The last target of a packed sample is False if either token that it may be is replaced.
     """
     rows, length = targets_BS.shape
     index_S = torch.arange(length, device=targets_BS.device)
@@ -85,11 +79,9 @@ _LENGTHS, _PLACES = 1 << 24, 1 << 10  # lengths to read from a data set, in this
 
 
 class _WithoutPadding:
-    """A data set in which every token is text, whatever the tokenizer's padding.
+    """A data set in which every token is text: upstream drops the tokenizer's padding token.
 
-    Upstream treats the tokenizer's padding token as padding everywhere, unless it is EOD too: it
-    replaces inputs and drops targets (core/datasets/gpt_dataset.py:277). A BOS that serves as
-    padding occurs in text.
+    core/datasets/gpt_dataset.py:277; a BOS that serves as padding occurs in text.
     """
 
     @property
@@ -108,9 +100,8 @@ class MockGPTDataset(_WithoutPadding, gpt_dataset.MockGPTDataset):
 class TextDataset(_WithoutPadding, gpt_dataset.GPTDataset):
     """Upstream's class with checks, shuffled by epoch.
 
-    The names of cached sample indices contain the class name, because Megatron's have another
-    order. In place of the paths of data and tokenizer they contain the lengths of the documents:
-    a rebuilt data set gets new indices, and copies at other paths, as on another host, share them.
+    Cached sample indices are named by the lengths of the documents in place of paths: a rebuilt
+    data set gets new ones, and copies on other hosts share them.
     """
 
     def __init__(self, dataset: IndexedDataset, dataset_path: str, *args: Any):

@@ -1,10 +1,8 @@
 """Choose the form of the distributed optimizer's state in checkpoints by the hosts' memory.
 
-"Fully reshardable" state loads under any layout: every data-parallel rank gathers the main weights
-and moments of its whole model-parallel shard in float32, on the host, for each save and load
-(core/optimizer/distrib_optimizer.py:1690). "dp_reshardable" state is written as the ranks hold it,
-and loads under another data parallelism alone. Megatron's --distrib-optim-fully-reshardable-mem-
-efficient gathers on one rank for a save, but on every rank for a load.
+"Fully reshardable" state loads under any layout, but every data-parallel rank gathers its whole
+model-parallel shard in float32 for each save and load (core/optimizer/distrib_optimizer.py:1690).
+"dp_reshardable" state is written as it is, and loads under another data parallelism alone.
 """
 
 import os

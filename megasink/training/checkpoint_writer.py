@@ -1,10 +1,7 @@
 """Helper processes for asynchronous checkpoints: helpers and their rank end together.
 
-With --async-save Megatron hands a checkpoint to a writer process, and gets results through a
-manager, which is another process. Upstream's helpers outlive a rank that is killed (they hold its
-memory, and may still write into the folder of a resumed run), die from a SIGTERM meant for the rank
-(torchrun and Slurm send it to all children of a rank), and leave the rank waiting forever if one of
-them dies.
+Upstream's writer and manager outlive a killed rank, whose folder they may still write, die from a
+SIGTERM meant for the rank, and leave it waiting forever if one of them dies.
 """
 
 import functools
@@ -38,11 +35,7 @@ _SECONDS = 1.0  # how often a rank checks its writer
 
 @contextmanager
 def checkpoint_helpers(args: Namespace) -> Iterator[None]:
-    """Start the checkpoint helpers in Megatron's place, and end them however training ends.
-
-    Without --async-save there are none. Upstream starts a manager even then, only to return results
-    from a function to its caller.
-    """
+    """Start the helpers of --async-save in Megatron's place, and end them with training."""
     with ExitStack() as stack:
         results: Any = queue.Queue()
         if args.async_save:
@@ -139,13 +132,11 @@ def _watched(helper: Callable[[], Any], name: str, args: Namespace) -> Iterator[
 
 @contextmanager
 def keeping_whole_checkpoints(*, checksums: bool) -> Iterator[None]:
-    """Make Megatron's training loop skip saving an iteration whose checkpoint is intact.
+    """Make Megatron's training loop keep a checkpoint that is intact.
 
-    Megatron saves an iteration again if the next step gives NaN or Inf
-    (core/rerun_state_machine.py:411), over the first files: a kill or a full disk during that save
-    would destroy the newest good checkpoint. With --save-retain-interval it also deletes the
-    previous checkpoint without checking the new one, which happens here (`checksums` included),
-    in the background like the deletion.
+    It saves an iteration again over the first files if the next step gives NaN
+    (core/rerun_state_machine.py:411), and deletes a previous checkpoint (--save-retain-interval)
+    without checking the new one, which happens here (`checksums` included).
     """
     import torch
     from megatron.training import get_args, training
@@ -173,9 +164,7 @@ def keeping_whole_checkpoints(*, checksums: bool) -> Iterator[None]:
 
     # With --async-save upstream deletes in a process that it forks, else in a thread.
     ended = multiprocessing.get_context("fork").Event()
-    retain = functools.partial(
-        delete_previous, checksums=checksums, has_ended=ended.is_set, lower=_lower_priority
-    )
+    retain = functools.partial(delete_previous, checksums=checksums, has_ended=ended.is_set)
     with (
         WHOLE_CHECKPOINTS.replacing(save_checkpoint=save_checkpoint),
         RETAINED_CHECKPOINTS.replacing(_async_delete_checkpoint_impl=retain),
@@ -200,17 +189,16 @@ def delete_previous(
     *,
     checksums: bool,
     has_ended: Callable[[], bool],
-    lower: Callable[[int | None, int | None], None],
 ) -> None:
-    """Delete a checkpoint that --save-retain-interval does not keep, once a newer one is intact.
+    """Delete a checkpoint that --save-retain-interval does not keep, if a newer one is intact.
 
-    Called like Megatron's function of this name (training/checkpointing.py:1142), with the newer
-    checkpoint in the tracker file. Verifies its sizes, or its `checksums`. If training `has_ended`
-    meanwhile, the checkpoint stays. `lower` sets the priority of a process that upstream has forked
-    for this.
+    Called like Megatron's function (training/checkpointing.py:1142). If training `has_ended`
+    meanwhile, the checkpoint stays.
     """
     if lower_priority:
-        lower(cpu_priority, io_priority)
+        from megatron.core.dist_checkpointing.strategies.async_utils import _set_process_qos
+
+        _set_process_qos(cpu_priority=cpu_priority, io_priority=io_priority)
     folder = Path(save_path)
     newest = newest_checkpoint(folder)
 
@@ -237,9 +225,3 @@ def delete_previous(
         say(f"megasink: keeping the checkpoint of step {iteration_to_delete}: training has ended")
     except OSError as error:  # the run does not depend on it
         say(f"megasink: the checkpoint of step {iteration_to_delete} cannot be deleted ({error})")
-
-
-def _lower_priority(cpu_priority: int | None, io_priority: int | None) -> None:
-    from megatron.core.dist_checkpointing.strategies.async_utils import _set_process_qos
-
-    _set_process_qos(cpu_priority=cpu_priority, io_priority=io_priority)

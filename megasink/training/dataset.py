@@ -31,9 +31,8 @@ from megasink.training.checks.blends import drawn_validation
 def with_sink_token(batch: Mapping[str, Tensor | None], token: int) -> dict[str, Tensor | None]:
     """Prepend the sink: inputs become [sink, x_0 .. x_S-2], and targets [x_0, x_1 .. x_S-1].
 
-    The sink's own target, x_0, is masked out of the loss (so it counts neither as nats nor as
-    bytes), and the sample's last target is dropped. Positions count from the sink. Entries of
-    `batch`, [B, S], are None if a pipeline stage lacks them; others are kept.
+    The sink's own target is masked out of the loss. Entries, [B, S], are None where a stage lacks
+    them.
     """
     result = dict(batch)
     if (tokens_BS := batch.get("tokens")) is not None:
@@ -62,11 +61,7 @@ _UNUSED = ("attention_mask", "cu_seqlens_padded", "local_cp_size", "hybrid_cp_gr
 
 
 def dataset_config(args: Namespace) -> GPTDatasetConfig:
-    """Return the options of Megatron's GPTDataset; the kernels apply attention masks.
-
-    As upstream's core_gpt_dataset_config_from_args (pretrain_gpt.py). Every field of the dataclass
-    that a flag sets is here: a missing field would silently ignore its flag.
-    """
+    """Return the options of Megatron's GPTDataset: every field that a flag sets."""
     blend, blend_per_split = get_blend_and_blend_per_split(args)
     split, drawn = args.split, drawn_validation(args.data_path or [])
     if drawn is not None:
@@ -115,9 +110,7 @@ def datasets_provider(samples: list[int], vp_stage: int | None = None) -> Any:
 def reading_stores(args: Namespace) -> Iterator[None]:
     """Let datasets that are built in the block use multi-storage-client, as --enable-msc asks.
 
-    Nothing else uses it: Megatron would also write and read checkpoints through it, even local
-    ones, with a different reader than the one that is kept from running their code
-    (core/dist_checkpointing/strategies/torch.py:905).
+    Megatron would also read checkpoints by it (core/dist_checkpointing/strategies/torch.py:905).
     """
     if args.enable_msc:
         MultiStorageClientFeature.enable()
@@ -134,13 +127,10 @@ datasets_provider.is_distributed = True  # type: ignore[attr-defined]
 def get_batch(data_iterator: Iterator[Any] | None, vp_stage: int | None) -> dict[str, Any]:
     """Return this rank's microbatch: tensor-parallel rank 0 reads and broadcasts it.
 
-    tokens, labels, position_ids [B, s] int64 and loss_mask [B, s] float32 have the s tokens of this
-    context-parallel rank; they are None if this pipeline stage does not need them. targets [] is
-    the sum of the loss mask over all S tokens; None if unused. The last stage has before_texts []
-    (see `_before_texts`) and, with --replace-tokens-at, text_targets [B, s] bool, False for
-    replaced tokens. With --dataloader-inter-document-masking every stage has max_seqlen [B] and
-    cu_seqlens [B, S + 1] int32, and host_cu_seqlens, the same on the host: None if another rank has
-    read it.
+    tokens, labels, position_ids and loss_mask are [B, s], None on a stage that does not need them;
+    targets [] is the sum of the loss mask over all S tokens. The last stage has before_texts []
+    and, with --replace-tokens-at, text_targets [B, s] bool. Packed, every stage has max_seqlen [B],
+    cu_seqlens [B, S + 1] int32 and, on the rank that read it, host_cu_seqlens.
     """
     args = get_args()
     packed = args.dataloader_inter_document_masking
@@ -203,11 +193,7 @@ def get_batch(data_iterator: Iterator[Any] | None, vp_stage: int | None) -> dict
 
 
 def counts_targets(args: Namespace) -> bool:
-    """Return whether every pipeline stage needs the number of targets in a microbatch.
-
-    The head-balance loss scales its gradient by this number when Megatron divides every gradient by
-    the global batch's number; otherwise only the last stage would know it.
-    """
+    """Return whether every stage needs the number of targets, by which the balance loss scales."""
     return bool(args.calculate_per_token_loss and args.head_balance_coeff)
 
 
@@ -229,21 +215,13 @@ def _from_first_tensor_parallel_rank(number: Tensor | None) -> Tensor:
 
 
 def without_prefix(loss_mask: Tensor, prefix: int) -> Tensor:
-    """Return the [B, S] loss mask of a prefix language model: only targets after the prefix.
-
-    P2.18: the target of position i is token i + 1 (0-based), so positions before prefix - 1 do not
-    count. Every sum of the loss uses this mask, bits per byte included.
-    """
+    """Return the [B, S] loss mask of a prefix language model: targets after the prefix (P2.18)."""
     inside = torch.arange(loss_mask.shape[1], device=loss_mask.device) < prefix - 1
     return loss_mask.masked_fill(inside, 0.0)
 
 
 def bytes_per_token(args: Namespace) -> TokenBytes | None:
-    """Return the bytes of text per token id; None if tokens do not stand for bytes.
-
-    Tokens of single letters, numbers or proteins do not: then a run reports only its loss per
-    token.
-    """
+    """Return the bytes of text per token id; None if tokens do not stand for bytes."""
     if args.tokenizer_type != "HuggingFaceTokenizer":
         return None
     return _bytes_per_token(args.tokenizer_model, args.rank)

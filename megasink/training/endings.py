@@ -29,9 +29,7 @@ def reports() -> bool:
 def wait_for_first(seconds: float = 30.0) -> None:
     """Let the first rank of this host report an error that every rank meets.
 
-    torchrun stops that rank as soon as another one ends, and on a busy machine it may be the
-    slower one. It stops this rank in turn once that rank has spoken; an error that the first rank
-    does not meet is this rank's to report.
+    torchrun stops that rank as soon as another one ends, and this one once that rank has spoken.
     """
     global _first
     if _first is None and not reports():

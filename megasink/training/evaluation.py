@@ -1,9 +1,7 @@
 """Comparable evaluations: always on the same samples, and once per step.
 
-Megatron continues through the validation set from one evaluation to the next, in an order that
-depends on --train-iters, and evaluates the last step again after training. Here every evaluation
-uses the first --eval-iters global batches, regardless of history, layout or length of the run.
-Without validation data there is none.
+Megatron continues through the validation set, in an order that depends on --train-iters. Here every
+evaluation uses the first --eval-iters global batches; without validation data there is none.
 """
 
 import contextlib
@@ -63,7 +61,9 @@ def comparable_evaluations() -> Iterator[None]:
         build = original["build_pretraining_data_loader"]
         if dataset is None:
             return build(dataset, consumed_samples)
-        evaluates = _split(dataset) in (Split.valid, Split.test)
+        # Blends and single datasets name their split differently.
+        split = getattr(dataset, "split", None) or getattr(dataset, "index_split", None)
+        evaluates = split in (Split.valid, Split.test)
         loader = build(dataset, 0 if evaluates else consumed_samples)
         # Each pass draws a seed for the workers. On a CPU this would use dropout's generator, whose
         # state a resumed run must reproduce.
@@ -95,8 +95,3 @@ def comparable_evaluations() -> Iterator[None]:
         evaluate_and_print_results=evaluate_and_print_results,
     ):
         yield
-
-
-def _split(dataset: Any) -> Any:
-    """Return a dataset's split: blends and single datasets name it differently."""
-    return getattr(dataset, "split", None) or getattr(dataset, "index_split", None)

@@ -16,10 +16,7 @@ FFN_MULTIPLE = 128
 
 
 def parameters_per_layer(options: Any, *, bias: bool = False) -> int:
-    """Return the parameters that the gate and the SDPA output norm add to a layer.
-
-    `bias`: whether linear_qkv, and so the gate projection, has a bias.
-    """
+    """Return the parameters that the gate and the SDPA output norm add; `bias` of linear_qkv."""
     count = 0
     if gates_explicitly(options):
         heads, width = gate_shape(options)
@@ -32,10 +29,7 @@ def parameters_per_layer(options: Any, *, bias: bool = False) -> int:
 
 @dataclass(frozen=True)
 class MatchedWidth:
-    """The FFN width at which a gated layer matches the parameter count of an ungated one (P1.21).
-
-    `exact` is unrounded; `extra` and `left_over` are parameters per layer.
-    """
+    """The FFN width that matches an ungated layer (P1.21); parameters are per layer."""
 
     extra: int
     before: int
@@ -54,11 +48,7 @@ class MatchedWidth:
 def matched_ffn_width(
     ffn_width: int, extra: int, hidden_size: int, *, gated_linear_unit: bool, bias: bool = False
 ) -> MatchedWidth:
-    """Round ffn_width - extra / (parameters per unit of width) to a multiple of FFN_MULTIPLE.
-
-    `extra` is the number of parameters that the gate adds to a layer. A `gated_linear_unit` has
-    three matrices instead of two; `bias` is that of the first one.
-    """
+    """Round ffn_width - `extra` / (parameters per unit of width) to a multiple of FFN_MULTIPLE."""
     columns = 2 if gated_linear_unit else 1
     per_unit = (columns + 1) * hidden_size + (columns if bias else 0)
     exact = ffn_width - extra / per_unit

@@ -7,6 +7,7 @@ flags that write elsewhere, import, connect or send (`refused`).
 """
 
 import functools
+import json
 import re
 import tomllib
 from collections.abc import Iterator, Mapping, Sequence
@@ -52,10 +53,7 @@ def _text_flags() -> dict[str, str]:
 
 
 def refused(words: Sequence[str], folder: Path | None = None) -> dict[str, str]:
-    """Return a file's flags that only the command line may set: name -> words.
-
-    The file may name `folder` for output.
-    """
+    """Return a file's flags that only the command line may set; `folder` may be written."""
     return {
         name: " ".join([f"--{name}", *values])
         for name, values in named_values(words)
@@ -147,8 +145,4 @@ def _toml(value: Any) -> str:
 
 def _text(value: str) -> str:
     """Return a basic string: control characters, quotes and backslashes are escaped."""
-    body = "".join(
-        f"\\{c}" if c in '"\\' else f"\\u{ord(c):04x}" if ord(c) < 32 or ord(c) == 127 else c
-        for c in value
-    )
-    return f'"{body}"'
+    return json.dumps(value, ensure_ascii=False).replace("\x7f", "\\u007f")

@@ -1,8 +1,6 @@
 """Load checkpoints of other models: Megatron's own, converted ones, and GPT models in hybrids.
 
-Megatron's have no head-balance state, and converted ones no TransformerEngine FP8 state. Everything
-else has the names and layout of our model (attention_output_gate and softmax_type=learnable
-included), so ``--load`` takes them unchanged and the missing state is initialized.
+They lack head-balance state or TransformerEngine's FP8 state, which is initialized.
 """
 
 import contextlib

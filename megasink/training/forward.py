@@ -1,15 +1,13 @@
 """The forward step: model, loss, and validation's sums for bits per byte.
 
-As in Megatron's pretrain_gpt, the samples of a microbatch of packed documents become one row, and
-every pipeline stage receives the boundaries. Context-parallel ranks split the row, not each
-document. Between stages the schedules expect [S, B, d].
+As in Megatron's pretrain_gpt, the samples of a microbatch of packed documents become one row, which
+context-parallel ranks split. Between stages the schedules expect [S, B, d].
 
 Shapes: B microbatch, S sequence, V vocabulary, d hidden size.
 """
 
 import functools
 import math
-from argparse import Namespace
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -22,7 +20,7 @@ from megatron.training import get_args, get_timers
 from megatron.training.training import update_seqlen_stats_from_cu_seqlens
 from torch import Tensor
 
-from megasink.balance.step import LossStep, Phase
+from megasink.balance.step import Phase
 from megasink.megatron.context_parallel import own_chunks
 from megasink.megatron.documents import PackedRow, row_of_documents
 from megasink.training.dataset import get_batch, token_byte_table
@@ -32,16 +30,10 @@ _PER_TOKEN = ("tokens", "labels", "loss_mask", "position_ids", "text_targets")
 
 
 def pack(batch: dict[str, Any]) -> PackedRow | None:
-    """Merge the samples of a microbatch into one row and keep this rank's tokens of it, in place.
+    """Merge the samples of a microbatch into one row, and keep this rank's tokens, in place.
 
-    Args:
-        batch: Of the whole microbatch, with ``cu_seqlens`` [B, S + 1] int32, each row padded with S
-            at the end, or None; and ``host_cu_seqlens``, the same on the host, or None.
-
-    Returns:
-        The documents of the row, with the boundaries on the host, so that a microbatch synchronizes
-        with the device at most once: on ranks that did not read them themselves. None if the batch
-        is not packed.
+    Returns the documents with their boundaries on the host: only ranks that did not read them
+    synchronize with the device. None if the batch is not packed.
     """
     if batch.get("cu_seqlens") is None:
         return None
@@ -100,7 +92,9 @@ def forward_step(
     timers, args = get_timers(), get_args()
     statistics = get_model_config(model).statistics
     if model.training:
-        begin_step(statistics, args)
+        step = args.curr_iteration
+        if (statistics.phase, statistics.number) != (Phase.RUNNING, step):  # the first microbatch
+            statistics.begin(step, observe=is_observed(args, step + 1))
     timers("batch-generator", log_level=2).start()
     batch = get_batch(data_iterator, get_attr_wrapped_model(model, "vp_stage"))
     packed = pack(batch)
@@ -127,13 +121,6 @@ def forward_step(
     return output, functools.partial(loss_func, *of_batch, batch["before_texts"], model.training)
 
 
-def begin_step(balance: LossStep, args: Namespace) -> None:
-    """Begin the step of the head-balance loss with its first microbatch."""
-    step = args.curr_iteration
-    if (balance.phase, balance.number) != (Phase.RUNNING, step):
-        balance.begin(step, observe=is_observed(args, step + 1))
-
-
 def loss_func(
     labels: Tensor,
     loss_mask: Tensor,
@@ -145,11 +132,8 @@ def loss_func(
 ) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
     """Return (sum of nats, number of targets as int32, {name: [numerator, denominator]}).
 
-    Megatron sums the pairs over microbatches and ranks, and divides to get token-weighted means.
-    `labels`, `loss_mask`, `text_targets` (False for replaced tokens) and `token_losses` (nats) are
-    [B, S] of this context-parallel rank. `targets` counts the loss mask, and `before_texts` the
-    bytes that the tokenizer put before texts, on all context-parallel ranks. Evaluation also sums
-    bits per byte.
+    Megatron sums the pairs over microbatches and ranks. `targets` and `before_texts` are of all
+    context-parallel ranks, the other tensors [B, S] of this one.
     """
     args, mask = get_args(), loss_mask.view(-1).float()
     losses = token_losses.view(-1).float()
@@ -180,10 +164,7 @@ def _byte_table() -> Tensor | None:
 
 
 def _refuse_nan(loss: Tensor) -> None:
-    """Run Megatron's NaN check before the loss is reduced, so that the error names the rank.
-
-    One check for NaN and Inf: each makes the host wait for the microbatch.
-    """
+    """Run Megatron's NaN check before the loss is reduced, so that the error names the rank."""
     if not get_args().check_for_nan_in_loss_and_grad:
         return
     get_rerun_state_machine().validate_result(

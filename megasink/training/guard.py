@@ -1,8 +1,4 @@
-"""A watchdog thread that ends a rank that would otherwise wait forever.
-
-It ends the rank when its parent process is gone (the rank is a session leader, so no signal
-arrives), when one of its helpers is stopped, or when a bounded wait exceeds its limit.
-"""
+"""A watchdog thread that ends a rank that would otherwise wait forever."""
 
 import _thread
 import contextlib

@@ -29,10 +29,7 @@ def record() -> None:
 
 
 def under_way() -> str | None:
-    """Describe the oldest unfinished operation: ``all_reduce 17 of GROUP (Float [100])``.
-
-    17 is its number in the group. None without such an operation or a recorder.
-    """
+    """Describe the oldest unfinished operation: ``all_reduce 17 of GROUP (Float [100])``."""
     import torch
     from torch._C import _distributed_c10d as c10d
 
@@ -69,10 +66,7 @@ _LOST = re.compile(
 
 
 class Heartbeat:
-    """Send this rank's heartbeats, and read those of the others.
-
-    The store needs its own connection, because another thread may block in torch's.
-    """
+    """Send this rank's heartbeats over a connection of their own, and read those of the others."""
 
     def __init__(self, store: Any, rank: int, world: int, interval: float = SECONDS):
         self._store, self._rank, self._world, self._interval = store, rank, world, interval
@@ -248,8 +242,7 @@ def _connect() -> Any:
 def farewell() -> bool:
     """Announce that this rank is done, and end its thread; return whether the thread has ended.
 
-    A thread inside the store at interpreter exit aborts the process: it cannot take the GIL again,
-    and is unwound through C++.
+    A thread inside the store at exit would abort the process.
     """
     RankState.phase = ENDED
     _leaving.set()

@@ -44,11 +44,7 @@ def write(*args: Any) -> None:
 
 
 def with_own_memory(preload: Callable[..., Any]) -> Callable[..., Any]:
-    """Make upstream's copy of a checkpoint to the host also copy tensors already on the host.
-
-    Upstream shares those, so the writer would save memory that training is changing. The rank
-    waits for this function.
-    """
+    """Make upstream's copy of a checkpoint also copy tensors on the host, which it shares."""
 
     @functools.wraps(preload)
     def preload_tensors(*args: Any, **kwargs: Any) -> Any:

@@ -38,11 +38,7 @@ _THREADS = 16
 
 
 def facts_of(args: Namespace) -> dict[str, str]:
-    """Return {name: its value, or a digest of it}, by the names in messages.
-
-    Reads the source of megasink, Megatron and the plugins, the tokenizer and the data sets. Paths
-    may differ between hosts, but contents may not.
-    """
+    """Return {name in messages: a value, or a digest}; contents count, and paths do not."""
     ours = Path(megasink.__file__).parent
     files = (path for kind in ("py", "toml", "json") for path in ours.rglob(f"*.{kind}"))
     facts = {str(path.relative_to(ours.parent)): _digest([path]) for path in files}

@@ -68,10 +68,7 @@ def compare(store: Any, args: Namespace) -> None:
 
 
 def answer(store: Any, args: Namespace) -> None:
-    """Compare this host with rank 0's. Every other rank calls it; the first of a host acts.
-
-    Returns at once if rank 0 has refused the start.
-    """
+    """Compare this host with rank 0's. Every other rank calls it; the first of a host acts."""
     if is_first_here():
         with waiting(lambda: f"rank 0 on {os.environ['MASTER_ADDR']} to compare"):
             until(lambda: store.check([_OFFER]) or store.check([START]))
@@ -85,8 +82,9 @@ def answer(store: Any, args: Namespace) -> None:
         except Exception as error:  # rank 0 waits for the answer
             problems = [named(error)]
         if problems:
+            text = " ".join(f"{here()}: {listed(problems, _MOST)}".split())
             advice = "give all hosts the same command, files and packages"
-            _add_problem(store, f"{listed(problems, _MOST)}: {advice}")
+            store.append(_PROBLEMS, f"{text}: {advice}\n")
     store.add(_ANSWERS, 1)
 
 
@@ -125,10 +123,6 @@ def refuse(store: Any, world: int, error: object) -> None:
     until(lambda: store.add(HEARD, 0) >= world - 1, _HEARD_SECONDS)
 
 
-def _add_problem(store: Any, text: str) -> None:
-    store.append(_PROBLEMS, f"{here()}: {' '.join(text.split())}\n")
-
-
 def _missing(store: Any, args: Namespace) -> int:
     return int(args.world_size - 1 - store.add(_ANSWERS, 0))
 
@@ -154,10 +148,7 @@ def _real(path: Path) -> Path:
 
 @contextlib.contextmanager
 def _marked(args: Namespace) -> Iterator[dict[str, Any]]:
-    """Put a file with an unguessable name into each shared folder, for the body.
-
-    Yields {name of the folder: its real path here, and the names of files that others must see}.
-    """
+    """Put an unguessable file into each shared folder; yield {folder's name: path, files}."""
     made, marks, new = list[Path](), dict[str, Any](), list[Path]()
     try:
         for name, folder in _shared(args).items():

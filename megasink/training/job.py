@@ -13,8 +13,8 @@ from collections.abc import Iterable, Sequence
 from typing import IO, Any, NamedTuple
 
 from megasink import cpu, plugins
+from megasink.checkpoints.identity import plain
 from megasink.console import package_warnings, stopping
-from megasink.console.printable import say
 from megasink.errors import ConfigError, UserError
 from megasink.megatron.arguments import known_flags
 from megasink.training import arguments, recipes
@@ -30,10 +30,7 @@ class Line(NamedTuple):
 
 
 def check(lines: Iterable[Line]) -> list[Namespace | ConfigError]:
-    """Return the arguments of each line, with `world_size` ranks to start, or what refuses it.
-
-    Arguments are as JSON has them. Lines with --device cpu have a process of their own.
-    """
+    """Return the arguments of each line as JSON has them, or what refuses it."""
     lines = list(lines)
     on_cpu = [given_device(line.flags) == "cpu" for line in lines]
     answers = {kind: iter(_asked(lines, on_cpu, kind)) for kind in set(on_cpu)}
@@ -79,8 +76,6 @@ def _main() -> int:
 
 
 def _answer(line: Line) -> dict[str, Any]:
-    from megasink.checkpoints.identity import plain
-
     try:
         args = _checked(line)
     except UserError as error:
@@ -98,8 +93,6 @@ def _checked(line: Line) -> Namespace:
         known = known_flags()
         for label in args.expanded_recipe:
             recipes.read(label.rpartition("@")[0], known)
-    for note in args.flag_notes:
-        say(note)
     args.world_size = line.ranks or ranks_to_start(args, line.before)
     arguments.validate(args)
     from megasink.megatron.model_of_arguments import model_config

@@ -7,31 +7,28 @@ import signal
 import subprocess
 import sys
 import time
+from argparse import Namespace
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from megasink import plugins
+from megasink.checkpoints.intact import newest_intact
 from megasink.console.printable import say, say_next
 from megasink.console.progress import progress
 from megasink.console.stopping import name_of
 from megasink.errors import ConfigError, Stopped, UserError, unknown_name
+from megasink.files.json_file import objects_in, read_text
 from megasink.files.system_errors import writing
 from megasink.options.command_line import CommandParser, without
 from megasink.options.flags import add_options
 from megasink.options.run_options import RESUME
 from megasink.training import arguments, job, recipes
 from megasink.training.flag_file import named_values
-from megasink.training.last_start import (
-    finished,
-    flags_of_last_start,
-    from_where,
-    ranks_of_last_start,
-)
 from megasink.training.lease import clear, wait_until_expired, writer_of
 from megasink.training.metrics_file import NewLines, weak_loss
 from megasink.training.replay import replayed
-from megasink.training.run_dir import folder_problem
+from megasink.training.run_dir import folder_problem, has_finished_step
 from megasink.training.stop import FAILURES, FOR_TORCHRUN, SIGNALS, first_error, left, raised
 
 if TYPE_CHECKING:  # imported only where ranks are started: they are most of the start-up
@@ -168,8 +165,7 @@ def own_parser() -> CommandParser:
 def launch(flags: Sequence[str], run_dir: Path, ranks: int, steps: int | None) -> int:
     """Run `ranks` processes to completion, with a progress bar, or lines without a terminal.
 
-    `job.check` has accepted the flags. Raises Stopped after a signal, or an error with a rank's
-    message or the location of its log.
+    Raises Stopped after a signal, or an error with a rank's message or the location of its log.
     """
     from rich.console import Console
 
@@ -271,3 +267,56 @@ def _shown(line: dict[str, Any]) -> str:
     """Return the values of a line of metrics.jsonl that the progress line shows."""
     given = {key: label for key, label in _SHOWN.items() if line.get(key) is not None}
     return "  ".join(f"{label} {line[key]:.4f}" for key, label in given.items())
+
+
+def from_where(run_dir: Path) -> str | None:
+    """Describe the checkpoint from which ranks resume; None without an intact one."""
+    try:
+        step, damaged = newest_intact(run_dir / "checkpoints", quick=True)
+    except UserError:
+        return None
+    skipped = [f"; the checkpoint of step {at} is damaged: {why}" for at, why in damaged.items()]
+    return f"continuing from step {step}{''.join(skipped)}"
+
+
+def finished(run_dir: Path, args: Namespace) -> str | None:
+    """Return a sentence if a run has no step left to train or evaluate; else None."""
+    if args.skip_train or not args.train_iters:
+        return None
+    try:
+        step, _ = newest_intact(run_dir / "checkpoints", quick=True)
+    except UserError:
+        return None
+    if step < args.train_iters:
+        return None
+    return f"run {run_dir} has finished: step {step} of {args.train_iters}; --skip-train evaluates"
+
+
+def last_start(run_dir: Path) -> dict[str, Any]:
+    """Return the last record of starts.jsonl; empty if there is none."""
+    starts = run_dir / "starts.jsonl"
+    lines = read_text(starts, errors="replace").splitlines() if starts.exists() else []
+    for start in objects_in(reversed(lines)):
+        words, ranks = start.get("command", []), start.get("world_size", 0)
+        if isinstance(words, list) and {*map(type, words)} <= {str} and type(ranks) is int:
+            return start
+    return {}  # the ranks will report that there is no run
+
+
+def flags_of_last_start(run_dir: Path, given: Sequence[str] = ()) -> list[str]:
+    """Return the flags of the last start, to prepend to `given` on resume."""
+    words = last_start(run_dir).get("command", [])[1:]
+    kept = [flag for flag in named_values(words) if flag[0] not in ("run-dir", "resume")]
+    repeated = list(named_values(given))
+    if repeated and kept[-len(repeated) :] == repeated:
+        kept = kept[: -len(repeated)]  # the same command line again, as schedulers do
+    elif repeated and not has_finished_step(run_dir):
+        kept = []  # a corrected command line after a failed start
+    return [word for name, values in kept for word in (f"--{name}", *values)]
+
+
+def ranks_of_last_start(run_dir: Path) -> int | None:
+    """Return the last start's rank count, if it was one machine."""
+    last = last_start(run_dir)
+    ranks: int = last.get("world_size", 0)
+    return ranks if ranks and last.get("local_world_size", ranks) == ranks else None

@@ -38,11 +38,7 @@ class _Seen(NamedTuple):
 
 
 class Lease:
-    """The lease of a run folder, held until `release` or process exit.
-
-    Raises UserError if a live trainer holds it, or the folder cannot be written. `say` reports
-    progress while another host's lease expires.
-    """
+    """The lease of a run folder, held until `release` or process exit; refuses a live trainer."""
 
     def __init__(self, folder: Path, say: Callable[[str], None] = say):
         self._path = folder / LEASE / OWNER
@@ -145,10 +141,7 @@ def _expired(folder: Path, say: Callable[[str], None]) -> _Seen | None:
 
 
 def writer_of(folder: Path) -> str | None:
-    """Describe the process that writes to a run folder, without waiting; None if there is none.
-
-    A lease of another machine counts until it expires.
-    """
+    """Describe the process that writes to a run folder, without waiting; None without one."""
     path = folder / LEASE / OWNER
     with contextlib.suppress(OSError):
         seen = _read(path)

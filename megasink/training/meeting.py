@@ -45,10 +45,9 @@ def clocks_apart(its: str, mine: str, least: float, most: float) -> str:
 
 
 class Hosts:
-    """A thread that tracks, in torchrun's store, which hosts are present.
+    """A thread that tracks, in torchrun's store, which hosts are present and why they end.
 
-    It reports which hosts are missing, refuses hosts that cannot train together, and reports why
-    other hosts' ranks have ended. With `ends`, it then ends torchrun here after some time.
+    With `ends`, it ends torchrun here some time after another host's ranks have ended.
     """
 
     def __init__(
@@ -143,10 +142,7 @@ class Hosts:
         store.set(f"{_CLOCK}/{self._me['id']}", str(time.time()))
 
     def _compare(self, host: dict[str, Any], least: float, most: float) -> None:
-        """Report why this host and another cannot train together, and end if this one is wrong.
-
-        The clock there is ahead by `least` to `most` seconds.
-        """
+        """Report why this host and another cannot train together, and end if this one is wrong."""
         me, its, job = self.name(), self.name(host), self._me["job"]
         is_mine = host["job"] == job
         if not is_mine:

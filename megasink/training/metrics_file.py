@@ -56,10 +56,7 @@ class MetricsFile:
 
 
 class NewLines:
-    """Read the records appended to a JSON-lines file, which may not exist yet, since the last call.
-
-    Its current contents count as read.
-    """
+    """Read the records appended to a JSON-lines file since the last call, at first none."""
 
     def __init__(self, path: Path):
         self._path = path
@@ -84,10 +81,7 @@ class NewLines:
 
 
 def weak_loss(path: Path, coefficient: float) -> str | None:
-    """Return a sentence if the head-balance loss of a finished run had almost no effect; else None.
-
-    metrics.jsonl at `path` may be missing.
-    """
+    """Return a sentence if the head-balance loss of a run had almost no effect; else None."""
     ratios = [record.get(RATIO) for record in _records(path)] if path.exists() else []
     there = [ratio for ratio in ratios if ratio]  # none or 0: skipped, or without coefficients yet
     if not coefficient or not there or (mean := statistics.fmean(there)) >= ACTS:

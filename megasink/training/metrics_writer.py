@@ -1,17 +1,14 @@
 """Write a run's metrics after every step and every evaluation; series.py defines the records.
 
-Megatron 0.19 has no per-step callback. It calls ``training_log`` on every rank after every step and
-``evaluate`` for every evaluation (megatron/training/training.py:3985,4408). Both are wrapped, not
-changed.
-
-The values of a step reach the host by a copy without waiting, and are written one step later, or
-when the copy is done. They are written at once in a step that is logged or drawn, and before an
-evaluation, a checkpoint and the end: metrics.jsonl has every step that a checkpoint contains.
+Megatron 0.19 has no per-step callback: ``training_log`` and ``evaluate`` are wrapped. The values of
+a step reach the host by a copy without waiting, and are written one step later, or at once in a
+step that is logged or drawn, and before an evaluation, a checkpoint and the end.
 """
 
 import contextlib
 import functools
 import inspect
+import math
 import time
 from collections import deque
 from collections.abc import Iterator
@@ -24,28 +21,25 @@ import torch
 from megatron.training import get_args, get_tensorboard_writer, get_wandb_writer, training
 from torch import Tensor
 
+from megasink.checkpoints.intact import iterations
+from megasink.errors import UserError
 from megasink.figures.heatmap import importance_picture
 from megasink.figures.losses import Divergence, SpikeCounter
 from megasink.megatron.head_balance import HeadBalance
 from megasink.training import series
-from megasink.training.divergence import stop_if_diverged
 from megasink.training.forward import BITS_PER_BYTE, LM_LOSS
 from megasink.training.metrics_file import MetricsFile
+from megasink.training.stop import DIVERGES
 from megasink.upstream.training import METRICS
 
 BALANCE_LOSS = "head balance loss"
 IMBALANCE = "head imbalance"
 HEATMAP = "head importance"
-_AGAIN = (
-    " vs samples"  # each of Megatron's curves against samples, which are the step times a factor
-)
+_AGAIN = " vs samples"  # Megatron's curves against samples, which are the step times a factor
 
 
 class MetricsWriter:
-    """Write the metrics of each step. The last rank owns the writers, as in Megatron.
-
-    On resume, the lines of repeated steps are dropped from `metrics` (None: no file).
-    """
+    """Write each step's metrics on the last rank; a resume drops repeated steps."""
 
     def __init__(self, statistics: HeadBalance, metrics: Path | None):
         args = get_args()
@@ -75,7 +69,8 @@ class MetricsWriter:
         if self._owner:
             losses = call["loss_dict"]
             self._open()
-            self._write_ready()
+            while self._waiting and self._waiting[0][1].are_here:
+                self._write(*self._waiting.popleft())
             values = series.StepValues(losses.get(LM_LOSS), statistics, self._rows)
             self._waiting.append((self._record(call), values))
             if self._counts_heads is None and statistics is not None:
@@ -92,10 +87,6 @@ class MetricsWriter:
     def flush(self) -> None:
         """Write the remaining steps; wait for their values."""
         while self._waiting:
-            self._write(*self._waiting.popleft())
-
-    def _write_ready(self) -> None:
-        while self._waiting and self._waiting[0][1].are_here:
             self._write(*self._waiting.popleft())
 
     def _write(self, record: dict[str, Any], values: series.StepValues) -> None:
@@ -249,10 +240,7 @@ class MetricsWriter:
 
 
 def _drop_after(writer: Any, iteration: int) -> None:
-    """Have TensorBoard drop later steps of an earlier start.
-
-    As `SummaryWriter(purge_step=...)`; Megatron makes its writer before the step is known.
-    """
+    """Have TensorBoard drop later steps of an earlier start, as `SummaryWriter(purge_step=...)`."""
     from tensorboard.compat.proto.event_pb2 import Event, SessionLog
 
     start = Event(session_log=SessionLog(status=SessionLog.START))
@@ -310,3 +298,39 @@ def writing_metrics(metrics: MetricsWriter) -> Iterator[None]:
         raise
     finally:
         metrics.close()
+
+
+def stop_if_diverged(
+    divergence: Divergence, nats: float, iteration: int, folder: str | None
+) -> None:
+    """End the run on all ranks if the rank that has the loss detects divergence.
+
+    Performs one all-reduce. `divergence` is empty on other ranks.
+    """
+    here = [-math.inf] * 4
+    if divergence.exceeds(nats):
+        # A maximum over ranks may drop a NaN.
+        smoothed = divergence.smoothed if math.isfinite(divergence.smoothed) else math.inf
+        here = [1.0, smoothed, divergence.lowest, float(divergence.lowest_step)]
+    numbers = torch.tensor(here, dtype=torch.float64, device="cuda")
+    torch.distributed.all_reduce(numbers, op=torch.distributed.ReduceOp.MAX)
+    diverged, smoothed, lowest, lowest_step = numbers.tolist()
+    if diverged < 0:
+        return
+    above = smoothed - lowest
+    how = f"{smoothed:.3f} nats, {above:.3f} above" if math.isfinite(above) else "NaN or Inf, after"
+    raise UserError(
+        f"step {iteration}: {DIVERGES} (--stop-on-divergence {nats:g}): smoothed "
+        f"over 50 steps it is {how} its lowest value {lowest:.3f} at step {lowest_step:.0f}. "
+        f"{_advice(folder, int(lowest_step))}"
+    )
+
+
+def _advice(folder: str | None, step: int) -> str:
+    before = [i for i in iterations(Path(folder)) if i <= step] if folder else []
+    if not before:
+        return "No checkpoint is from before that step: start again with a lower --lr"
+    return (
+        f"The newest checkpoint before that step is {before[-1]}: start a new run from it with "
+        f"--load {folder} --ckpt-step {before[-1]} --override-opt-param-scheduler and a lower --lr"
+    )

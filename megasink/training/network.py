@@ -1,12 +1,8 @@
 """Find the address and interface by which this host reaches the others of its job.
 
-torchrun and gloo resolve the host's own name. On many systems it resolves to a loopback address
-(Debian's /etc/hosts has 127.0.1.1), or to nothing: the other hosts then connect to themselves, and
-wait. The kernel's routes give the right address.
-
-``python -m megasink.training.network MASTER_ADDR`` prints the arguments that
-examples/pretrain_gpt_sink.sh passes to torchrun: this host's address, and whether it is the master
-(1 or 0).
+torchrun and gloo resolve the host's own name, which on many systems is a loopback address, or
+nothing. The kernel's routes give the right one. ``python -m megasink.training.network MASTER_ADDR``
+prints it, and whether it is the master (1 or 0), for examples/pretrain_gpt_sink.sh.
 """
 
 import contextlib
@@ -45,11 +41,7 @@ def own_address(master: str) -> tuple[str, bool]:
 
 
 def choose_gloo_interface(environment: MutableMapping[str, str]) -> None:
-    """Set GLOO_SOCKET_IFNAME if gloo would listen on the loopback interface.
-
-    Does nothing in a job of one host, where the variable is set, or where the host's name resolves
-    to an address that others can reach.
-    """
+    """Set GLOO_SOCKET_IFNAME if gloo would listen on the loopback interface of several hosts."""
     if not on_several_hosts(environment) or "GLOO_SOCKET_IFNAME" in environment:
         return
     with contextlib.suppress(OSError):

@@ -1,13 +1,8 @@
 """Learning rates and weight decay of sinks, embedding and output in Megatron's groups.
 
-``get_megatron_optimizer`` of Megatron 0.19 takes ``config_overrides``, but the training loop has no
-hook to set them: they come from ``get_megatron_optimizer_config``, which documents that users may
-extend its result. That function is wrapped, not changed.
-
-For Muon's distributed optimizer, buffers are laid out with each matrix whole on one replica. From a
-builder, Megatron 0.19 lays them out for Adam's shards, which cut matrices; its get_model
-(megatron/training/training.py:1635), for models without a builder, lays out those of Muon. This
-does the same where the builder's model is wrapped.
+``get_megatron_optimizer_config`` is wrapped: the loop has no other hook for ``config_overrides``.
+For Muon's distributed optimizer, buffers are laid out with each matrix whole on one replica, as
+Megatron does for models without a builder (training/training.py:1635).
 """
 
 import contextlib
@@ -45,9 +40,8 @@ def with_sink_parameters(
 ) -> Overrides:
     """Return the overrides with a separate group for the sink parameters.
 
-    Without a multiplier or weight decay, the group is the same as that of other vectors, which
-    Megatron exempts from decay. `lr_mult` applies to ``lr`` and ``min_lr``; `weight_decay` is
-    absolute and constant. With `decay_all`, the other vectors decay like matrices (P2.17).
+    `lr_mult` applies to ``lr`` and ``min_lr``; `weight_decay` is absolute. With `decay_all`, the
+    vectors that Megatron exempts decay like matrices (P2.17).
     """
     if decay_all:
         overrides = {k: v for k, v in overrides.items() if v != _EXEMPT}
@@ -68,11 +62,9 @@ def with_sink_parameters(
 def with_end_rates(
     overrides: Overrides, config: OptimizerConfig, embedding: float | None, output: float | None
 ) -> Overrides:
-    """Return the overrides with separate learning rates for both ends of the model.
+    """Return the overrides with maximum rates for `embedding` and `output`, None for the common.
 
-    Both are one group under Megatron's --decoupled-lr. P0's models, nanochat's, are trained at
-    rates 50 times apart. `embedding` and `output` are maximum rates (None for the common one), and
-    keep the ratio of ``lr`` and ``min_lr``.
+    They keep the ratio of ``lr`` and ``min_lr``; P0 has rates 50 times apart.
     """
     rates = dict(overrides)
     lowest = (config.min_lr or 0.0) / config.lr if config.lr else 0.0
@@ -106,10 +98,7 @@ def _key(name: str, inner: ParamKey | None) -> ParamKey:
 
 @contextlib.contextmanager
 def grouping_sink_parameters() -> Iterator[None]:
-    """Apply the flags about parameter groups in Megatron's loop.
-
-    --sink-lr-mult, --sink-weight-decay, --decay-all-parameters, --embedding-lr and --output-lr.
-    """
+    """Apply the flags about parameter groups in Megatron's loop."""
     original = training.get_megatron_optimizer_config
 
     def get_megatron_optimizer_config(args: Namespace) -> tuple[OptimizerConfig, Any]:
@@ -129,11 +118,7 @@ def grouping_sink_parameters() -> Iterator[None]:
 
 @contextlib.contextmanager
 def laying_out_matrices(args: Namespace) -> Iterator[None]:
-    """Apply --use-distributed-optimizer under Muon, in Megatron's loop.
-
-    Args:
-        args: Validated: Megatron has moved the flag to ``use_layer_wise_distributed_optimizer``.
-    """
+    """Apply --use-distributed-optimizer under Muon, in Megatron's loop; `args` are validated."""
     if not args.use_layer_wise_distributed_optimizer:
         yield
         return

@@ -14,10 +14,7 @@ _libc = ctypes.CDLL(None)
 
 
 def ends_with(parent: int, number: int = signal.SIGKILL) -> bool:
-    """Ask for a signal at the end of the parent (for the kernel: of its thread).
-
-    Returns whether the parent is still alive; if not, this process should end now.
-    """
+    """Ask for a signal at the end of the parent; return whether it is still alive."""
     _libc.prctl(_PR_SET_PDEATHSIG, number)
     return os.getppid() == parent
 
@@ -28,10 +25,7 @@ def ends_by_itself() -> None:
 
 
 def forks_end_too() -> None:
-    """Have every process forked by the main thread end with it: workers of data loaders.
-
-    torch's own check every five seconds whether their parent is alive.
-    """
+    """Have every process forked by the main thread end with it: workers of data loaders."""
     parent, main = os.getpid(), threading.main_thread().ident
     forks: list[int] = []
 

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from megasink.training import stop
-from megasink.training.host_copy import HostCopy
+from megasink.training.series import HostCopy
 from megasink.upstream.training import PHASES, SIGNALS
 
 # Functions of megatron/training/training.py.
@@ -72,10 +72,8 @@ def agreeing_on_signals(
 ) -> Iterator[None]:
     """Agree on the signal that any rank `received`, or 0, with one all-reduce a step.
 
-    Upstream reads the ranks' values from the device one by one, which with thousands of ranks takes
-    longer than the head statistics. Its handler only supports --exit-signal. Here the host reads
-    the number one step later, when it has arrived, unless all ranks `wait` for it: a signal ends
-    the run after the next step.
+    Upstream reads each rank's value from the device. Here the host reads one number a step later,
+    unless all ranks `wait` for it: a signal ends the run after the next step.
     """
     sent: HostCopy | None = None
 

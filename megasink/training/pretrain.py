@@ -2,6 +2,7 @@
 
 import atexit
 import contextlib
+import functools
 import multiprocessing
 import multiprocessing.process
 import os
@@ -25,12 +26,19 @@ from megasink.cpu.process import prepare_process
 from megasink.errors import ConfigError, Stopped, UserError
 from megasink.files.atomic import lock_folder, remove_dead
 from megasink.files.system_errors import explained as explained_by_system
-from megasink.training import heartbeat, hosts, network, recipes, stop
+from megasink.megatron.hybrid_pattern import recurrent
+from megasink.training import arguments, heartbeat, hosts, network, recipes, stop
+from megasink.training.arguments import refusals_of_megatron
+from megasink.training.checkpoint_writer import checkpoint_helpers, keeping_whole_checkpoints
+from megasink.training.checks import memory
 from megasink.training.endings import explained, named, reports, tell, wait_for_first
 from megasink.training.flag_file import given_device, named_values
 from megasink.training.guard import guard
+from megasink.training.metrics_file import weak_loss
+from megasink.training.start import starting
 from megasink.training.stop import RankState
 from megasink.upstream import fused
+from megasink.upstream.training import FAULT_TOLERANCE, HYBRID_COUNTS
 
 # Limit for a rank's shutdown.
 _END_SECONDS = 60.0
@@ -44,10 +52,6 @@ def pretrain(argv: Sequence[str]) -> None:
     heartbeat.record()
     if guard.is_looking:
         heartbeat.start()
-    from megasink.training import arguments
-    from megasink.training.checks import memory
-    from megasink.training.start import starting
-
     args, identity = arguments.parse(argv)
     if problems := list(memory.problems(args)):
         raise ConfigError(problems)
@@ -82,12 +86,7 @@ def train(args: Namespace, store: Any) -> None:
 
 
 def _end_loader_workers() -> None:
-    """Kill data loader workers, so that Python can exit.
-
-    The workers ignore SIGTERM, which is meant for their rank
-    (megatron/training/datasets/data_samplers.py:94). At exit, multiprocessing sends them SIGTERM
-    and then waits for them, so a failed rank would never end.
-    """
+    """Kill data loader workers, which ignore SIGTERM, and for which Python's exit would wait."""
     # torch's own handler raises an error if a worker was killed.
     before = signal.signal(signal.SIGCHLD, signal.SIG_DFL)
     for child in multiprocessing.active_children():
@@ -103,9 +102,7 @@ def _run(args: Namespace, store: Any) -> None:
 
     from megasink.checkpoints.without_code import loading_without_code
     from megasink.megatron.model_of_arguments import model_config
-    from megasink.training.arguments import refusals_of_megatron
     from megasink.training.checkpoint_layout import choosing_by_size
-    from megasink.training.checkpoint_writer import checkpoint_helpers, keeping_whole_checkpoints
     from megasink.training.checks.attention import kernel_choices
     from megasink.training.dataset import datasets_provider
     from megasink.training.evaluation import comparable_evaluations
@@ -115,7 +112,6 @@ def _run(args: Namespace, store: Any) -> None:
     from megasink.training.optimizer import grouping_sink_parameters, laying_out_matrices
     from megasink.training.phases import agreeing_on_signals, following_phases
     from megasink.training.series import is_observed
-    from megasink.upstream.training import FAULT_TOLERANCE
 
     if args.rank == 0 and not cpu.is_active():
         print(fused.describe(), flush=True)
@@ -151,7 +147,7 @@ def _run(args: Namespace, store: Any) -> None:
         # A logged step waits for the device anyway, as does the last one.
         agreeing_on_signals(
             lambda: RankState.signal,
-            stop.set_signal,
+            functools.partial(setattr, RankState, "signal"),
             waits=lambda: is_observed(args, args.curr_iteration + 1),
         ),
     )
@@ -163,7 +159,6 @@ def _run(args: Namespace, store: Any) -> None:
     # The rank that wrote the metrics has all of them.
     if metrics and args.rank == args.world_size - 1:
         from megasink.figures.curves import draw_run
-        from megasink.training.metrics_file import weak_loss
 
         print(f"picture: {draw_run(Path(args.run_dir))}", flush=True)
         if note := weak_loss(metrics, args.head_balance_coeff):
@@ -174,9 +169,6 @@ def _run(args: Namespace, store: Any) -> None:
 def _counting_blocks() -> Iterator[None]:
     """Let Megatron's logs count blocks, as for a GPT model, if all have attention."""
     from megatron.training import theoretical_memory_usage
-
-    from megasink.megatron.hybrid_pattern import recurrent
-    from megasink.upstream.training import HYBRID_COUNTS
 
     def is_hybrid_model(args: Namespace) -> bool:
         return bool(recurrent(args.hybrid_layer_pattern or ""))
@@ -189,11 +181,7 @@ def _counting_blocks() -> Iterator[None]:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run one rank. Errors that the user can fix are one line on stderr.
-
-    Does not return after an error: Python's exit handlers might wait forever for other ranks or
-    helpers.
-    """
+    """Run one rank; errors are one line on stderr. Does not return after an error."""
     argv = sys.argv[1:] if argv is None else argv
     threading.excepthook = _of_a_thread
     if os.environ.get("RANK", "0") != "0":
@@ -270,9 +258,7 @@ def _say(line: str) -> None:
 def shared_folder() -> Iterator[None]:
     """Let this process, and those it starts in the body, share one multiprocessing folder.
 
-    multiprocessing makes a folder in every process that passes file descriptors, such as workers of
-    data loaders, unless it inherits one, and a killed worker leaves it behind. The next process
-    that starts removes the folder of a killed one.
+    A killed worker would leave its own behind. The next process removes the folder of a killed one.
     """
     config: dict[str, Any] = multiprocessing.process.current_process()._config  # type: ignore[attr-defined]
     if config.get("tempdir") is not None:

@@ -22,11 +22,10 @@ SAVE_SECONDS = 600.0
 
 
 class Ranks:
-    """Context manager for torchrun and its ranks; all have ended when it exits.
+    """Context manager for torchrun and its ranks, in sessions of their own; all end when it exits.
 
-    They are not in the terminal's process group. Ctrl-C reaches only the launcher, which signals
-    the ranks: torchrun would leave them behind after two signals, and may miss a single one.
-    `signals` has the signals that we received, in order.
+    Ctrl-C reaches only the launcher, which signals the ranks: torchrun would leave them behind
+    after two signals. `signals` has those that we received.
     """
 
     def __init__(

@@ -90,10 +90,7 @@ def problems(args: Namespace) -> list[str]:
 
 
 def folder_problem(folder: Path, *, resume: str | None) -> str | None:
-    """Return why no run can start, or resume, in a folder; None if one can.
-
-    With the resume "auto" the folder may or may not hold a run.
-    """
+    """Return why no run can start, or resume, in a folder; None if one can."""
     if is_stored(folder):
         return (
             f"--run-dir {folder} is in an object store: give a folder (aws s3 sync or rclone "
@@ -254,11 +251,7 @@ def go_on(args: Namespace) -> None:
 
 
 def write_start(args: Namespace, identity: dict[str, Any]) -> int | None:
-    """Record this start, and return the step that it resumes from; None for step 0.
-
-    Call on the rank that owns the folder, after validation. `identity` has the arguments as given,
-    before Megatron derived others.
-    """
+    """Record this start on the rank that owns the folder; return the step it resumes from."""
     folder = Path(args.run_dir)
     with writing(f"--run-dir {folder}"):
         folder.mkdir(parents=True, exist_ok=True)
@@ -323,13 +316,9 @@ def identity_of(args: Namespace) -> dict[str, Any]:
 
 def git_hash() -> str | None:
     """Return the checkout's commit, '+dirty' with local changes; None outside a checkout."""
-    git = ["git", "-C", str(Path(megasink.__file__).parent)]
-    commands = ([*git, "rev-parse", "HEAD"], [*git, "status", "--porcelain", "-uno"])
+    git = ["git", "-C", str(Path(megasink.__file__).parent), "describe", "--always", "--abbrev=40"]
+    git += ["--exclude=*", "--dirty=+dirty"]
     try:
-        commit, state = (
-            subprocess.run(one, capture_output=True, text=True, check=True).stdout.strip()
-            for one in commands
-        )
+        return subprocess.run(git, capture_output=True, text=True, check=True).stdout.strip()
     except (OSError, subprocess.CalledProcessError):
         return None
-    return commit + ("+dirty" if state else "")

@@ -16,7 +16,6 @@ from torch import Tensor
 
 from megasink.balance import sums
 from megasink.megatron.hybrid_pattern import blocks_of, with_heads
-from megasink.training.host_copy import HostCopy
 from megasink.training.metrics_file import RATIO
 
 
@@ -45,6 +44,29 @@ class HeadRows(NamedTuple):
     def names(self) -> dict[str, list[int]]:
         """Return the entry of a record that names the block of each row, if needed."""
         return {} if self.blocks is None else {"layers": self.blocks}
+
+
+class HostCopy:
+    """A copy to pinned memory, started now and read later, of values that do not change."""
+
+    def __init__(self, values: Tensor):
+        # To the host, `non_blocking` allocates pinned memory.
+        self._values = values.detach().to("cpu", non_blocking=True)
+        self._copied: torch.cuda.Event | None = None
+        if values.is_cuda and self._values is not values:
+            self._copied = torch.cuda.Event()
+            self._copied.record()
+
+    @property
+    def is_here(self) -> bool:
+        """Whether `read` returns without waiting."""
+        return self._copied is None or bool(self._copied.query())
+
+    def read(self) -> Tensor:
+        """Return the values on the host; wait for the device if necessary."""
+        if self._copied is not None and not self._copied.query():
+            self._copied.synchronize()
+        return self._values
 
 
 class StepValues:
@@ -119,10 +141,7 @@ def head_record(statistics: sums.HeadStatistics, *, details: bool) -> dict[str, 
 def sink_record(
     prefix: str, first_key_LH: Tensor, slot_LH: Tensor
 ) -> dict[str, float | list[Any] | None]:
-    """Return Sink^0.3 of "valid" or "test" in percent, over all heads and per layer (P2.2).
-
-    Inputs are fractions of sequences; NaN where nothing was recorded.
-    """
+    """Return Sink^0.3 of "valid" or "test" in percent, over all heads and per layer (P2.2)."""
     record: dict[str, float | list[Any] | None] = {}
     for name, rate_LH in (("first_key", first_key_LH), ("slot", slot_LH)):
         if _recorded(rate_LH):
@@ -132,10 +151,7 @@ def sink_record(
 
 
 def head_scalars(record: dict[str, Any]) -> dict[str, float]:
-    """Return {name in TensorBoard and W&B: value} for a record with details.
-
-    Megatron itself writes the totals among its losses.
-    """
+    """Return {name in TensorBoard and W&B: value} for a record with details."""
     scalars: dict[str, float] = {}
     for key, name in (("loss_spikes", "loss spikes"), (RATIO, "balance gradient ratio")):
         if record.get(key) is not None:

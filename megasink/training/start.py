@@ -1,13 +1,9 @@
 """Start a run on every rank: rank 0 inspects the run folder, and the others follow its decision.
 
-Other ranks must not inspect it themselves: rank 0 may be moving damaged checkpoints aside, and a
-shared file system shows one host's changes to others later.
-
-The ranks agree on an attempt first, under whose number they meet in torchrun's store. The store
-outlives them: torchrun starts others when one fails (``--max-restarts``) and when a lost host comes
-back. Its own count of restarts does not tell the attempts apart: each agent counts for itself, a
-host that comes back from 0, and a changed membership is not counted. Ranks that take an earlier
-attempt's keys for theirs read the addresses of dead ranks, and wait for them.
+Others must not inspect it: rank 0 may be moving damaged checkpoints aside, and a shared file system
+shows changes late. The ranks agree on an attempt first, under whose number they meet in torchrun's
+store, which outlives them. torchrun's own count of restarts does not tell attempts apart, and ranks
+that take the keys of an earlier one wait for the dead.
 """
 
 import json
@@ -71,23 +67,18 @@ def _lead(
             held.callback(lease.release)
         if together:
             hosts.compare(store, args)
-        resumed_from = _begin(args, identity)
+        resumed_from = None
+        if args.run_dir is not None:
+            # Another trainer may have used the folder since the arguments were checked.
+            if problem := run_dir.folder_problem(Path(args.run_dir), resume=args.resume):
+                raise UserError(problem)
+            resumed_from = run_dir.write_start(args, identity)
     except UserError as error:
         if store is not None:
             hosts.refuse(store, args.world_size, error)
         raise
     if store is not None:
         store.set(hosts.START, json.dumps({"resumed_from": resumed_from}))
-
-
-def _begin(args: Namespace, identity: dict[str, Any]) -> int | None:
-    """Record the start on rank 0, which holds the lease; return the step that it resumes from."""
-    if args.run_dir is None:
-        return None
-    # Another trainer may have used the folder since the arguments were checked.
-    if problem := run_dir.folder_problem(Path(args.run_dir), resume=args.resume):
-        raise UserError(problem)
-    return run_dir.write_start(args, identity)
 
 
 def _follow(store: Any, args: Namespace, together: bool) -> None:
@@ -138,10 +129,8 @@ def open_store(timeout: float) -> Any:
 def agree(store: Any, rank: int, world: int, timeout: float) -> str:
     """Wait for all ranks of this attempt, and return the prefix of its keys. Call on every rank.
 
-    Rank 0 opens an attempt, and begins it when all others have joined. A rank may find an attempt
-    of the past first. One that was begun has been joined in the name of every rank, and a rank
-    joins none that was joined in its name before. One that was not begun never will be: its rank 0
-    is gone, because torchrun ends all ranks before it starts others.
+    Rank 0 opens an attempt, and begins it when all others have joined. A begun one has been joined
+    in the name of every rank, which joins none twice; of one that was not begun, rank 0 is gone.
     """
     pause = max(0.05, world / 2000)  # the store serves every rank
     run = f"megasink/{world}"  # a job of another size has other ranks

@@ -31,27 +31,17 @@ FOR_TORCHRUN = "--signals-to-handle=SIGTERM,SIGINT,SIGHUP,SIGQUIT,SIGUSR1"
 
 
 class RankState:
-    """The signal that this rank received, and its progress.
+    """The signal that this rank received, and its progress."""
 
-    Attributes:
-        signal: the first signal that any rank received, or 0.
-        saves: whether the training loop checks for it after each step, and saves a checkpoint.
-        phase: the rank's current activity, in words.
-        step: the last step that this rank finished.
-        by: the signals after which the training loop saves; others end the rank immediately.
-        begun: whether rank 0 has decided that the run begins; before, it reports why not.
-        attempt: the prefix of this attempt's keys in the ranks' store, once they have agreed on it.
-    """
-
-    signal = 0
-    saves = False
-    phase = "starting"
-    step: int | None = None
+    signal = 0  # the first that any rank received
+    saves = False  # whether the training loop checks for it after each step, and saves
+    phase = "starting"  # the rank's current activity, in words
+    step: int | None = None  # the last one that this rank finished
     run_dir: Path | None = None
-    by: Sequence[int] = SIGNALS
+    by: Sequence[int] = SIGNALS  # after these the loop saves; others end the rank at once
     release: Callable[[], None] | None = None
-    begun = False
-    attempt = ""
+    begun = False  # whether rank 0 has decided that the run begins; before, it reports why not
+    attempt = ""  # the prefix of this attempt's keys in the ranks' store, once agreed on
 
 
 def left(run_dir: Path | None) -> str:
@@ -84,10 +74,7 @@ def _newest(run_dir: Path | None) -> int | None:
 
 
 def listen() -> None:
-    """Start handling the signals that end a rank.
-
-    Call once, in the main thread, as early as possible: importing Megatron takes seconds.
-    """
+    """Start handling the signals that end a rank; call once, early, in the main thread."""
     handle(lambda *_: None, SIGNALS)  # without one the process would end
     hear(_hear)
     # Forked processes share the pipe.
@@ -105,11 +92,6 @@ def training_ended() -> None:
     RankState.saves, RankState.phase = False, "ending"
     if RankState.signal:
         leave(RankState.signal)
-
-
-def set_signal(number: int) -> None:
-    """Record a signal that some rank received: the loop saves and ends."""
-    RankState.signal = number
 
 
 def stopped(number: int) -> Stopped:
@@ -145,10 +127,7 @@ def write_to_stderr(line: str) -> None:
 
 @contextlib.contextmanager
 def ending_at_once() -> Iterator[None]:
-    """End the launcher with one line on a signal, before it has started anything.
-
-    A KeyboardInterrupt during an import could be caught by the imported module.
-    """
+    """End the launcher with one line on a signal, before it has started anything."""
 
     def end(number: int, frame: Any) -> None:
         write_to_stderr(f"megasink: stopped by {name_of(number)} before any rank was started")

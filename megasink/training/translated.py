@@ -11,10 +11,7 @@ _STACK_SPECS = ("hybrid_stack_spec", "mamba_stack_spec")
 
 
 def translate(args: Namespace) -> Iterator[str]:
-    """Replace flags by those of megasink with the same meaning; yield a line for each.
-
-    What has no such meaning stays, and is refused by a check.
-    """
+    """Replace flags by those of megasink with the same meaning; yield a line for each."""
     yield from _attention(args)
     yield from _documents(args)
     if args.spec and args.spec[-1] in _STACK_SPECS:

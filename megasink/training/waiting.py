@@ -53,10 +53,7 @@ def is_first_here() -> bool:
 
 
 def until(done: Callable[[], object], seconds: float = math.inf, pause: float = 0.05) -> bool:
-    """Poll until a condition holds, or for some seconds; return whether it holds.
-
-    A wait in the store itself would block signals.
-    """
+    """Poll until a condition holds, or for some seconds; return whether it holds."""
     end = time.monotonic() + seconds
     while not done():
         if time.monotonic() > end:
@@ -67,10 +64,7 @@ def until(done: Callable[[], object], seconds: float = math.inf, pause: float = 
 
 @contextlib.contextmanager
 def waiting(whom: Callable[[], str], *, of_rank: bool = True) -> Iterator[None]:
-    """Report on each host, after 20 s and then every minute, what the body is waiting for.
-
-    Where ranks wait (`of_rank`), the first one of each host does; `whom` is called in a thread.
-    """
+    """Report, after 20 s and then every minute, what the body waits for, once per host."""
     ended, began = threading.Event(), time.monotonic()
 
     def say() -> None:

@@ -13,7 +13,7 @@ from megasink.errors import UserError
 from megasink.options.command_line import CommandParser
 from megasink.options.flags import add_options, escaped
 from megasink.options.run_options import OPTIONS
-from megasink.training import job, last_start, launch
+from megasink.training import job, launch
 from megasink.training.lease import Lease
 from megasink.training.metrics_file import ACTS, RATIO, NewLines, weak_loss
 from megasink.training.ranks import Ranks
@@ -49,8 +49,8 @@ def test_resume_repeats_the_flags_of_the_last_start(tmp_path):
     (tmp_path / "starts.jsonl").write_text(
         "".join(json.dumps({"command": c}) + "\n" for c in commands)
     )
-    assert last_start.flags_of_last_start(tmp_path) == ["--num-layers", "2"]
-    assert last_start.flags_of_last_start(tmp_path / "nothing") == []
+    assert launch.flags_of_last_start(tmp_path) == ["--num-layers", "2"]
+    assert launch.flags_of_last_start(tmp_path / "nothing") == []
 
 
 def write_start(folder, command, **ranks):
@@ -61,13 +61,13 @@ def write_start(folder, command, **ranks):
 
 def test_resume_auto_is_no_flag_of_the_last_start(tmp_path):
     write_start(tmp_path, ["--lr", "1", "--resume", "auto", "--seed", "2", "--resume=auto"])
-    assert last_start.flags_of_last_start(tmp_path) == ["--lr", "1", "--seed", "2"]
+    assert launch.flags_of_last_start(tmp_path) == ["--lr", "1", "--seed", "2"]
     # The same line once more does not grow.
-    assert last_start.flags_of_last_start(tmp_path, ["--lr", "1", "--seed", "2"]) == []
-    assert last_start.flags_of_last_start(tmp_path, ["--seed", "2"]) == ["--lr", "1"]
-    assert last_start.flags_of_last_start(tmp_path, ["--lr", "3"]) == ["--lr", "1", "--seed", "2"]
+    assert launch.flags_of_last_start(tmp_path, ["--lr", "1", "--seed", "2"]) == []
+    assert launch.flags_of_last_start(tmp_path, ["--seed", "2"]) == ["--lr", "1"]
+    assert launch.flags_of_last_start(tmp_path, ["--lr", "3"]) == ["--lr", "1", "--seed", "2"]
     (tmp_path / "metrics.jsonl").unlink()  # it failed at step 1: the corrected line stands alone
-    assert last_start.flags_of_last_start(tmp_path, ["--lr", "3"]) == []
+    assert launch.flags_of_last_start(tmp_path, ["--lr", "3"]) == []
 
 
 def test_auto_says_from_where(tmp_path, monkeypatch, capsys, accepted):
@@ -87,7 +87,7 @@ def test_a_resume_names_the_damaged_checkpoints_that_it_skips(
 ):
     monkeypatch.setattr(launch, "launch", lambda *_: 0)
     found = 30, {40: "a.distcp is missing"}
-    monkeypatch.setattr(last_start, "newest_intact", lambda *_, quick: found)
+    monkeypatch.setattr(launch, "newest_intact", lambda *_, quick: found)
     write_start(tmp_path, MOCK)
     (tmp_path / "config.json").write_text('{"arguments": {}}')
     (tmp_path / "checkpoints" / "iter_0000030").mkdir(parents=True)
@@ -107,7 +107,7 @@ def test_a_resume_of_a_finished_run_says_so_at_once(
 ):
     started = []
     monkeypatch.setattr(launch, "launch", lambda *given: started.append(given) or 0)
-    monkeypatch.setattr(last_start, "newest_intact", lambda *_, quick: (4, {}))
+    monkeypatch.setattr(launch, "newest_intact", lambda *_, quick: (4, {}))
     write_start(tmp_path, MOCK)
     (tmp_path / "config.json").write_text('{"arguments": {}}')
     (tmp_path / "checkpoints" / "iter_0000004").mkdir(parents=True)
@@ -169,16 +169,16 @@ def test_resume_asks_for_the_folder():
 
 
 def test_resume_starts_as_many_ranks_as_the_run_had(tmp_path):
-    assert last_start.ranks_of_last_start(tmp_path) is None
+    assert launch.ranks_of_last_start(tmp_path) is None
     write_start(tmp_path, [], world_size=4, local_world_size=4)
-    assert last_start.ranks_of_last_start(tmp_path) == 4
+    assert launch.ranks_of_last_start(tmp_path) == 4
     assert ranks(before=4) == 4
     assert ranks("--tensor-model-parallel-size", "2", before=4) == 4
     assert ranks("--tensor-model-parallel-size", "3", before=4) == 3
     write_start(tmp_path, [], world_size=4)  # of a version that did not write the other
-    assert last_start.ranks_of_last_start(tmp_path) == 4
+    assert launch.ranks_of_last_start(tmp_path) == 4
     write_start(tmp_path, [], world_size=16, local_world_size=8)  # two nodes
-    assert last_start.ranks_of_last_start(tmp_path) is None
+    assert launch.ranks_of_last_start(tmp_path) is None
 
 
 @pytest.mark.parametrize("flags", [[], ["--resume"], ["--resume", "auto"]])

@@ -4,6 +4,7 @@ import json
 import pickle
 import subprocess
 import sys
+from itertools import accumulate
 
 import pytest
 import torch
@@ -15,7 +16,8 @@ from megasink.checkpoints.torch_metadata import read_metadata
 from megasink.data.tokenizer import load_tokenizer, tokenizer_hash
 from megasink.data.tokenizer_files import read_files
 from megasink.errors import UserError
-from megasink.training.checks import data_files, device
+from megasink.training.checks import device
+from megasink.training.checks.blends import shares
 from megasink.upstream import fused
 from tests.analysis.capture.tiny_models import save_with_tokenizer
 from tests.distributed.layout import SINGLE
@@ -84,8 +86,7 @@ def test_a_tokenizer_is_what_transformers_makes_of_its_files_or_is_not_certain(
 def test_parts_of_a_split_end_where_megatrons_end(pool):
     splits = ["969,30,1", "100,0,0", "1,1", "99990,8,2", "0.7,0.2,0.1", "3,3,3", "1,0,1", "7"]
     (expected,) = pool.run("tests.training.tasks:ends_of_splits", SINGLE, splits=splits)
-    weights = [[float(word) for word in split.split(",")] for split in splits]
-    assert [data_files._ends(words) for words in weights] == expected
+    assert [list(accumulate(shares(split), initial=0.0)) for split in splits] == expected
 
 
 class _Runs:

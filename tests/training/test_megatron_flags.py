@@ -51,7 +51,8 @@ def test_no_flag_of_megatron_is_taken_for_a_misspelt_one_of_ours():
 def test_facts_are_those_that_are_explained():
     assert set().union(*KNOWN.values()) == set(
         "shape model context run described process needed needed-to-train count amount positive "
-        "share text read written place host length warmup decay activation norm data".split()
+        "share text read written place host length warmup decay activation norm data package "
+        "outside".split()
     )
     assert set(having("needed")) == set(
         "num_layers hidden_size num_attention_heads seq_length max_position_embeddings "

@@ -13,7 +13,7 @@ from megasink.cli import main as megasink
 from megasink.errors import ConfigError, UserError
 from megasink.megatron.arguments import known_flags
 from megasink.plan import launch as plan_launch
-from megasink.training import checks, job, last_start, launch, recipes, run_dir
+from megasink.training import checks, job, launch, recipes, run_dir
 from megasink.training.ffn_width import matched_ffn_width, parameters_per_layer
 from megasink.training.flag_file import flag_words, toml_lines
 from tests.documented import ROOT
@@ -322,8 +322,8 @@ def test_the_launcher_passes_flags_on_and_resume_repeats_them(tmp_path, monkeypa
     run.mkdir()
     (run / "starts.jsonl").write_text(json.dumps({"command": ["x.py", *flags]}) + "\n")
     (run / "metrics.jsonl").write_text('{"iteration": 1}\n')
-    assert last_start.flags_of_last_start(run) == flags
-    assert last_start.flags_of_last_start(run, recipes.expanded(line[2:])) == []
+    assert launch.flags_of_last_start(run) == flags
+    assert launch.flags_of_last_start(run, recipes.expanded(line[2:])) == []
 
 
 def test_recipes_are_listed_and_shown(capsys):

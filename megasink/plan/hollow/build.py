@@ -11,6 +11,7 @@ import os
 import re
 import shutil
 import subprocess
+from dataclasses import dataclass
 from pathlib import Path
 
 from megasink.errors import UserError
@@ -34,13 +35,10 @@ def missing() -> str | None:
 
 @functools.cache
 def built() -> Path:
-    """Return the folder with the compiled libraries; build them first if they are missing.
-
-    The folder is in ``$XDG_CACHE_HOME/megasink`` (``~/.cache/megasink``). Processes may build at
-    the same time; one of the results stays.
-    """
+    """Return the folder of the compiled libraries, built if they are missing; one build stays."""
     compiler, headers = _compiler(), _headers()
-    folder = _cache() / "hollow" / _digest(compiler, headers)
+    cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
+    folder = cache / "megasink" / "hollow" / _digest(compiler, headers)
     if not (folder / DRIVER).exists():
         try:
             with atomic_folder(folder) as partial:
@@ -120,14 +118,52 @@ def _cuda_of_torch() -> str | None:
     return None
 
 
-def _cache() -> Path:
-    base = os.environ.get("XDG_CACHE_HOME")
-    return (Path(base) if base else Path.home() / ".cache") / "megasink"
-
-
 def _digest(compiler: str, headers: Path) -> str:
     """Return a digest of the libraries' sources."""
     made_from = hashlib.sha256(f"{compiler} {_FLAGS}".encode())
     for path in (*sorted(_NATIVE.iterdir()), Path(__file__), *(headers / n for n in _NEEDED)):
         made_from.update(path.read_bytes())
     return made_from.hexdigest()[:16]
+
+
+_LIBRARY = "HOLLOW_LIBRARY"
+
+
+@dataclass(frozen=True)
+class Device:
+    """The device to stand in for."""
+
+    capability: int = 80  # compute capability without the point: 80 for A100, 90 for H100
+    gib: int = 80  # of memory; an allocation beyond it fails as on the device
+    count: int = 1  # devices of the process
+
+    def variables(self) -> dict[str, str]:
+        """Return the environment variables that describe it; read when CUDA is initialized."""
+        return {
+            "HOLLOW_CAPABILITY": str(self.capability),
+            "HOLLOW_GIB": str(self.gib),
+            "HOLLOW_GPUS": str(self.count),
+        }
+
+
+def environment(device: Device | None = None) -> dict[str, str]:
+    """Return additions to the environment of a process, in which torch.compile is off."""
+    folder = built()
+    before = os.environ.get("LD_LIBRARY_PATH")
+    return {
+        "LD_PRELOAD": str(folder / LIBRARY),
+        # Where torch and triton find the driver when they load it.
+        "LD_LIBRARY_PATH": f"{folder}:{before}" if before else str(folder),
+        "TRITON_LIBCUDA_PATH": str(folder),
+        "TORCHDYNAMO_DISABLE": "1",
+        "CUDA_VISIBLE_DEVICES": "0",  # the user may have hidden all devices
+        _LIBRARY: str(folder / LIBRARY),
+        **(device or Device()).variables(),
+    }
+
+
+def library() -> str:
+    """Return the path of the loaded library."""
+    if _LIBRARY not in os.environ:
+        raise RuntimeError(f"this process does not run on the hollow GPU ({DRIVER} is not ours)")
+    return os.environ[_LIBRARY]

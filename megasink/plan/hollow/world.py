@@ -9,16 +9,13 @@ import os
 from collections.abc import Sequence
 from typing import Any
 
-from megasink.plan.hollow.process import library
+from megasink.plan.hollow.build import library
 
 _MANY = b"99999"  # counter values for which a barrier waits
 
 
 def be_rank(rank: int, ranks: int) -> None:
-    """Make this process rank `rank` of `ranks`; call it before Megatron starts.
-
-    Replaces functions of torch.distributed for the rest of the process.
-    """
+    """Make this process rank `rank` of `ranks` from now on; call it before Megatron starts."""
     import torch.distributed as dist
     import torch.testing._internal.distributed.fake_pg  # noqa: F401  (registers the backend "fake")
     from torch.distributed import distributed_c10d

@@ -5,6 +5,9 @@ Each file covers one subject with ``problems(args)``, which yields one message p
 
 from argparse import Namespace
 
+from megasink.options.command_line import with_help
+from megasink.options.megatron_flags import refused
+
 
 def of_line(args: Namespace) -> list[str]:
     """Return one message per problem of the command line that does not depend on the device."""
@@ -13,10 +16,7 @@ def of_line(args: Namespace) -> list[str]:
 
 def _of_line(args: Namespace) -> tuple[list[str], Namespace]:
     """Return the messages, and the arguments without unknown names, for further checks."""
-    from megasink.options.command_line import with_help
-    from megasink.options.megatron_flags import refused
     from megasink.training.checks import (
-        choices,
         data,
         hybrid,
         implementation,
@@ -32,7 +32,7 @@ def _of_line(args: Namespace) -> tuple[list[str], Namespace]:
     from megasink.training.checks.excluded import excluded
 
     flags = with_help(args.flag_problems, "megasink train --help-all lists every flag")
-    unknown, args = choices.without_unknown(args)
+    unknown, args = required.without_unknown(args)
     subjects = (required, model, hybrid, latent, layout, variants, positions, muon, implementation)
     found = [text for subject in (*subjects, observing, data) for text in subject.problems(args)]
     pairs = [f"{flag}: {why}" for flag, _, why in refused(args, "always")]

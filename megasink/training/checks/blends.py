@@ -59,11 +59,7 @@ def blends(args: Namespace) -> Iterator[Blend]:
 
 
 def drawn_validation(words: Sequence[str]) -> list[str] | None:
-    """Return the validation data that `megasink data --validation` drew for a --data-path.
-
-    It has the same weights, and the data sets that PREFIX.json names. None if any data set has
-    none: then --split divides all of them.
-    """
+    """Return the data that `megasink data --validation` drew for a --data-path; None without."""
     prefixes = blend_of("--data-path", words, is_split=True).prefixes
     drawn = {prefix: recorded_validation(prefix) for prefix in prefixes}
     if not drawn or None in drawn.values():
@@ -81,10 +77,7 @@ def named_prefixes(args: Namespace) -> dict[str, Blend]:
 
 
 def parts(args: Namespace) -> tuple[bool, ...]:
-    """Return whether training, validation and test have data, as Megatron reads the flags.
-
-    The same on every rank. All True if the flags cannot be read, which other checks report.
-    """
+    """Return whether training, validation and test have data; all True if flags are wrong."""
     path, unread = args.per_split_data_args_path, (True, True, True)
     if path is not None:
         listed = list(_listed(path))
@@ -96,11 +89,21 @@ def parts(args: Namespace) -> tuple[bool, ...]:
         return tuple(map(bool, paths))
     if args.data_path and drawn_validation(args.data_path) is not None:
         return True, True, False
-    # core/datasets/blended_megatron_dataset_config.py:164
-    weights = list(map(_number, re.findall(r"[.0-9]+", args.split or DEFAULT_SPLIT)))
+    parsed = shares(args.split)
+    return unread if parsed is None else tuple(map(bool, parsed))
+
+
+def shares(split: str | None) -> list[float] | None:
+    """Return the shares of training, validation and test, in Megatron's floats; None if wrong.
+
+    core/datasets/blended_megatron_dataset_config.py:155,164.
+    """
+    weights = list(map(_number, re.findall(r"[.0-9]+", split or DEFAULT_SPLIT)))
     if None in weights or not any(weights) or len(weights) > len(_SPLITS):
-        return unread
-    return tuple(map(bool, [*weights, 0, 0][: len(_SPLITS)]))
+        return None
+    first, second, third = [*(weight or 0.0 for weight in weights), 0.0, 0.0][: len(_SPLITS)]
+    total = first + second + third  # sum() would round otherwise
+    return [first / total, second / total, third / total]
 
 
 def _part(path: str, split: str) -> str:
@@ -129,12 +132,9 @@ def _listed(path: str) -> Iterator[Blend]:
 
 
 def blend_of(flag: str, words: Sequence[str], *, is_split: bool) -> Blend:
-    """Separate the weights of a flag from its prefixes like Megatron, which only asserts.
+    """Separate weights from prefixes like Megatron (core/datasets/utils.py:49), which asserts.
 
-    core/datasets/utils.py:49.
-
-    An even number of words alternates weights and prefixes if the first of each pair is a number;
-    otherwise every word is a prefix.
+    Words alternate if the first of each pair is a number; otherwise every word is a prefix.
     """
     words = [word.strip() for word in words]
     numbers = [_number(word) for word in words]

@@ -42,11 +42,7 @@ def _place_problems(args: Namespace) -> Iterator[str]:
 
 
 def stored_problems(args: Namespace, prefixes: Sequence[str]) -> Iterator[str]:
-    """Report problems that keep Megatron from reading data sets in object stores, each a URL.
-
-    It only asserts, after the model is built (core/datasets/gpt_dataset.py:180,
-    indexed_dataset.py:710).
-    """
+    """Report what keeps Megatron from reading data in object stores; it asserts later."""
     yield from dict.fromkeys(filter(None, map(url_problem, prefixes)))
     first = f"{prefixes[0].partition('://')[0]}:// data"
     if args.object_storage_cache_path is None:

@@ -1,13 +1,11 @@
 """Checks of dataset contents, before anything is built."""
 
-import re
 from argparse import Namespace
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from itertools import accumulate, pairwise
 from typing import Any
 
-import numpy as np
 from numpy.typing import NDArray
 
 from megasink.console.printable import say
@@ -24,6 +22,7 @@ from megasink.training.checks.blends import (
     Blend,
     drawn_validation,
     named_prefixes,
+    shares,
 )
 from megasink.training.checks.data import missing_files
 from megasink.training.checks.vocabulary import known_ids, tokenizer_identity
@@ -34,11 +33,7 @@ _THREADS = 16  # a file system answers several at once; they wait more than they
 
 
 def problems(args: Namespace) -> Iterator[str]:
-    """Yield one message per problem. Reads sizes, and at most 50 MB of each dataset.
-
-    Once per job, on rank 0: a large job has many files, and their contents do not depend on the
-    rank. With more datasets, less of each is read, so that the start does not become slower.
-    """
+    """Yield one message per problem. Reads sizes, and at most 50 MB of each dataset, on rank 0."""
     if args.mock_data:
         return
     if args.rank:
@@ -96,17 +91,13 @@ def _changed(prefix: str) -> list[str]:
 
 
 def _empty_parts(lengths: NDArray[Any], given: str | None) -> Iterator[str]:
-    """Report parts of a split without a document: Megatron counts their epochs in an endless loop.
-
-    gpt_dataset.py:694 adds the tokens of one epoch, here 0, until there are enough.
-    """
+    """Report parts without a document: Megatron counts them without end (gpt_dataset.py:694)."""
     documents = len(lengths)
     split = given or DEFAULT_SPLIT
-    try:
-        parts = pairwise(_ends([float(word) for word in re.findall(r"[.0-9]+", split)]))
-    except (ValueError, ZeroDivisionError):
+    if (parsed := shares(given)) is None:
         yield f"--split {split}: give three weights: train, validation, test"
         return
+    parts = pairwise(accumulate(parsed, initial=0.0))
     empty = [
         name
         for name, (start, end) in zip(("training", "validation", "test"), parts, strict=True)
@@ -120,20 +111,6 @@ def _empty_parts(lengths: NDArray[Any], given: str | None) -> Iterator[str]:
             f"{' and '.join(empty)}: give each part that you need a share, and 0 to the others, "
             f"such as --split {_split_that_fits(documents)}"
         )
-
-
-def _ends(weights: list[float]) -> list[float]:
-    """Return the ends of a data set's parts, from 0, as shares of it, in Megatron's own floats.
-
-    core/datasets/blended_megatron_dataset_config.py:155.
-    """
-    if len(weights) > 3:
-        raise ValueError("more weights than parts")
-    vector = np.array([*weights, *[0.0] * (3 - len(weights))])
-    if not vector.sum():
-        raise ZeroDivisionError("all weights are 0")
-    shares: list[float] = (vector / vector.sum()).tolist()
-    return list(accumulate(shares, initial=0.0))
 
 
 def _split_that_fits(documents: int) -> str:

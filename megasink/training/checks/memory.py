@@ -17,10 +17,7 @@ _GROUPS = Path("/sys/fs/cgroup")
 
 
 def problems(args: Namespace) -> Iterator[str]:
-    """Yield a problem if the ranks need more memory than the machine, or its container, has left.
-
-    Hybrid models, which Megatron's formulas do not cover, pass.
-    """
+    """Yield a problem if the ranks need more memory than is left; hybrid models pass."""
     # One rank checks for its host: the free memory shrinks as the others start.
     if not cpu.is_active() or int(os.environ.get("LOCAL_RANK", "0")):
         return
@@ -42,8 +39,7 @@ def problems(args: Namespace) -> Iterator[str]:
 def bytes_of_rank(args: Namespace) -> tuple[float, float]:
     """Return the least bytes of a rank on average: training state, and activations.
 
-    By Megatron's formulas (megatron/training/theoretical_memory_usage.py), for a microbatch, and
-    for the precision and the optimizer of these flags; both assume bf16 and Adam.
+    By Megatron's formulas (training/theoretical_memory_usage.py), which assume bf16 and Adam.
     """
     from megatron.training.theoretical_memory_usage import (
         compute_activation_memory_without_sp,

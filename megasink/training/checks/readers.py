@@ -4,7 +4,6 @@ A line says so, because Megatron trains the same model without them. A flag that
 the model, and for which there is another one, is refused.
 """
 
-import operator
 from argparse import Namespace
 from collections.abc import Callable, Iterator
 from typing import NamedTuple
@@ -21,8 +20,8 @@ class Reader(NamedTuple):
     flags: list[str]
 
 
-# A flag, and those that only it has Megatron read.
-_SWITCHES = """
+# A flag, or one with one of some values or symbols, and those that only it has Megatron read.
+_READ = """
 use_rope_scaling: rope_scaling_factor
 multi_latent_attention: q_lora_rank kv_lora_rank qk_head_dim qk_pos_emb_head_dim v_head_dim
 num_experts: moe_router_topk moe_layer_freq moe_aux_loss_coeff moe_z_loss_coeff moe_router_dtype
@@ -40,9 +39,6 @@ use_precision_aware_optimizer: main_grads_dtype main_params_dtype exp_avg_dtype 
 tp_comm_overlap: tp_comm_overlap_cfg
 manual_gc: manual_gc_interval
 profile: profile_step_start profile_step_end profile_ranks use_pytorch_profiler
-"""
-# A flag with one of some values, or a symbol in --hybrid-layer-pattern, and likewise.
-_VALUES = """
 position_embedding_type rope yarn: rotary_base rotary_percent rotary_interleaved use_rope_scaling
 position_embedding_type rope yarn: rotary_seq_len_interpolation_factor no_rope_freq mrope_section
 position_embedding_type yarn: yarn_original_max_position_embeddings yarn_beta_fast yarn_beta_slow
@@ -58,18 +54,15 @@ hybrid_layer_pattern G: linear_value_head_dim linear_num_key_heads linear_num_va
 
 
 def _readers() -> Iterator[Reader]:
-    for line in _SWITCHES.strip().splitlines():
-        name, _, flags = line.partition(": ")
-        yield Reader(_flag(name), operator.attrgetter(name), flags.split())
-    for line in _VALUES.strip().splitlines():
+    for line in _READ.strip().splitlines():
         needed, _, flags = line.partition(": ")
         name, *values = needed.split()
 
         def given(args: Namespace, name: str = name, values: list[str] = values) -> bool:
-            text = str(getattr(args, name) or "")
-            return any(value in text for value in values)
+            found = getattr(args, name)
+            return any(value in str(found or "") for value in values) if values else bool(found)
 
-        yield Reader(f"{_flag(name)} {' or '.join(values)}", given, flags.split())
+        yield Reader(f"{_flag(name)} {' or '.join(values)}".rstrip(), given, flags.split())
 
 
 def _flag(name: str) -> str:

@@ -26,7 +26,10 @@ def problems(args: Namespace) -> Iterator[str]:
     """Yield one message per problem. The variant must be registered."""
     record = variant(args.attention_variant)
     yield from of_record(args, record)
-    yield from _balance(args, record)
+    names = ("head_balance_coeff", "head_balance_shared_heads", "head_balance_shared_refresh")
+    given = {flag_of(name): getattr(args, name) for name in names}
+    yield from wrong_together(given, args.num_attention_heads)
+    yield from without_gradient(given, record, args.attention_similarity)
     yield from _sinks(args, record)
     if args.attention_variant_layers is not None:
         yield from _layers(args)
@@ -85,13 +88,6 @@ def any_of(records: Iterable[Variant]) -> str:
     """Format names of variants for a "use ..." hint."""
     *others, last = [record.name for record in records]
     return f"{', '.join(others)} or {last}" if others else last
-
-
-def _balance(args: Namespace, record: Variant) -> Iterator[str]:
-    names = ("head_balance_coeff", "head_balance_shared_heads", "head_balance_shared_refresh")
-    given = {flag_of(name): getattr(args, name) for name in names}
-    yield from wrong_together(given, args.num_attention_heads)
-    yield from without_gradient(given, record, args.attention_similarity)
 
 
 def _sinks(args: Namespace, record: Variant) -> Iterator[str]:

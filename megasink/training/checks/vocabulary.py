@@ -43,24 +43,16 @@ def _folder(args: Namespace) -> str | None:
     return folder if is_given and Path(folder or "").is_dir() else None
 
 
-def transformers_tokenizer(args: Namespace) -> Any:
-    """Load the transformers tokenizer of a command line; None if it has none."""
-    folder = _folder(args)
-    return None if folder is None else _loaded(folder)
-
-
 def tokenizer_of(args: Namespace) -> Any:
     """Return the `FileTokenizer` of a command line, or the transformers one if needed."""
     folder = _folder(args)
     return None if folder is None else _known(folder)
 
 
+@functools.cache
 def _known(folder: str) -> Any:
-    files = _read_files(folder)
+    files = read_files(folder)
     return files if files is not None and files.is_certain else _loaded(folder)
-
-
-_read_files = functools.cache(read_files)
 
 
 @functools.cache
@@ -87,27 +79,22 @@ def _ids(folder: str) -> int:
 
 def tokenizer_identity(args: Namespace) -> str | None:
     """Return the SHA-256 (hex) of a command line's transformers tokenizer; None without."""
-    return None if tokenizer_of(args) is None else _hash(args.tokenizer_model)
-
-
-@functools.cache
-def _hash(folder: str) -> str:
-    return tokenizer_hash(_known(folder))
+    tokenizer = tokenizer_of(args)
+    return None if tokenizer is None else tokenizer_hash(tokenizer)
 
 
 def replacement_of(args: Namespace) -> Replacement | None:
     """Return the replacement of --replace-tokens-at; None without it."""
     if not args.replace_tokens_at:
         return None
-    tokenizer = transformers_tokenizer(args)
-    size = known_ids(args)
+    folder, size = _folder(args), known_ids(args)
     if size is None:
         raise UserError(f"--replace-tokens-at with --tokenizer-type {args.tokenizer_type}")
     return replacement(
         args.replace_tokens_at,
         args.replace_tokens_with,
         seed=args.seed,
-        tokenizer=tokenizer,
+        tokenizer=None if folder is None else _loaded(folder),
         size=size,
     )
 
@@ -157,8 +144,7 @@ def _indivisible(args: Namespace, rows: int) -> Iterator[str]:
 def pin_vocabulary(args: Namespace) -> None:
     """Derive the embedding rows, the token count and the sink token from the tokenizer alone.
 
-    Megatron pads to a multiple of 128 * TP, which would give a checkpoint a different softmax under
-    a different layout (core/tokenizers/utils/build_tokenizer.py:124).
+    Megatron pads to a multiple of 128 * TP, so the softmax would depend on the layout.
     """
     size = _tokens(args)
     if args.tokenizer_type == "HuggingFaceTokenizer":
@@ -173,8 +159,6 @@ def pin_vocabulary(args: Namespace) -> None:
 
 def _tokens_of_checkpoint(args: Namespace) -> int:
     """Return the token count of the model that training starts from; 0 if unknown."""
-    # It imports torch, which flag checks avoid.
-
     config = Path(args.load).parent / "config.json" if args.load else None
     if config is None or not config.is_file():
         return 0

@@ -1,11 +1,9 @@
 """Recipes and configuration files: flags of `megasink train` (docs/recipes.md).
 
-A file is TOML: flags by flat name (megasink.training.flag_file), and three special keys.
-``include`` names one file whose flags come first; ``about`` describes the file in a line;
-``vocabulary`` is the number of tokens of the paper's tokenizer, for a plan without a tokenizer.
-``--recipe A B`` takes the flags of A, then of B, then those of the command line: the last value of
-a flag counts, ``false`` drops a flag of an earlier file, and of flags that exclude each other the
-last one stays. A run folder is the file of its last start.
+A file is TOML: flags by flat name, ``include`` (one file whose flags come first), ``about`` (a
+line) and ``vocabulary`` (tokens of the paper's tokenizer, for a plan). The last value of a flag
+counts, ``false`` drops a flag, and of flags that exclude each other the last one stays. A run
+folder is the file of its last start.
 """
 
 import hashlib
@@ -61,12 +59,7 @@ def shipped() -> list[str]:
 
 
 def read(name: str, known: Known | None = None) -> Recipe:
-    """Read a recipe.
-
-    Args:
-        name: of a shipped recipe, or a path.
-        known: all flags; empty to accept any.
-    """
+    """Read a shipped recipe, or a file; flags that are not `known` are refused, if any are."""
     files, problems = [_path(name, Path())], list[str]()
     contents = [read_toml(files[0])]
     while (include := contents[-1].get("include")) is not None:
@@ -109,10 +102,8 @@ def vocabulary(argv: Sequence[str]) -> int | None:
 def expanded(argv: Sequence[str]) -> list[str]:
     """Replace ``--recipe`` by the flags that it stands for, before the other flags.
 
-    ``--expanded-recipe`` records their origin and has no effect. ``--NAME=false`` drops a switch of
-    the files. A command line without a file is returned unchanged.
-
-    Everything that starts a run from words calls this before anything else reads them.
+    ``--expanded-recipe`` records their origin. ``--NAME=false`` drops a switch of the files.
+    Everything that starts a run from words calls this first.
     """
     names, others = _split(argv)
     if names is None:

@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from megasink.plan.hollow.process import Device
+from megasink.plan.hollow.build import Device
 from megasink.plan.hollow.world import be_rank
 from tests.plan.hollow.events import Recording
 

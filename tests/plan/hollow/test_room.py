@@ -10,7 +10,7 @@ import torch
 from megasink.errors import UserError
 from megasink.plan import hollow
 from megasink.plan.hollow import build
-from megasink.plan.hollow.process import library
+from megasink.plan.hollow.build import library
 
 
 @pytest.mark.parametrize(("capability", "processors"), [(80, 108), (90, 132)])
@@ -60,7 +60,7 @@ def test_a_rank_of_many(gpu, rank):
 CONTEXTS = """
 import ctypes, threading, torch
 from torch._C import _distributed_c10d as c10d
-from megasink.plan.hollow.process import library
+from megasink.plan.hollow.build import library
 from megasink.training import heartbeat
 torch.cuda.set_device(1)
 event = torch.cuda.Event()

@@ -15,9 +15,9 @@ from typing import Any
 import torch
 from megatron.training import get_args, training
 
-from megasink.plan.batches import share_tokens_equally
-from megasink.plan.hollow.process import Device
+from megasink.plan.hollow.build import Device
 from megasink.plan.hollow.world import be_rank
+from megasink.plan.rank import share_tokens_equally
 from megasink.training import pretrain
 from tests.plan.hollow.answers import say_documents
 from tests.plan.hollow.events import Event, Recording
