@@ -57,9 +57,10 @@ def _injected(
 ) -> Tensor | None:
     """Return O' for rows dO'; None if a quotient is above `largest` (then dO' needs its floor)."""
     channels, dtype = channels_of(grad_out_BHTD), lse_grad_BHT.dtype
+    leading_BHTC = grad_out_BHTD[..., :channels].to(dtype)
     injected_out_BHTD, rest_BHT = out_BHTD.clone(), lse_grad_BHT
     for channel in range(channels):
-        grad_BHT = grad_out_BHTD[..., channel].to(dtype)
+        grad_BHT = leading_BHTC[..., channel]
         moved_BHT = rest_BHT / grad_BHT
         if absent_BHT is not None:
             moved_BHT.masked_fill_(absent_BHT, 0.0)

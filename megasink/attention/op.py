@@ -154,33 +154,21 @@ def _kernels(slotted: Slotted, call: AttentionCall) -> tuple[Backend, GateKernel
     query_BHTD, _, value_BGSD, slot_logit, slot_value = slotted
     by_head = slot_logit is not None and slot_logit.shape[0] == slot_logit.shape[2] == 1
     return _chosen(
-        query_BHTD.device,
-        query_BHTD.dtype,
-        *query_BHTD.shape[2:],
-        *value_BGSD.shape[2:],
+        (query_BHTD.device, query_BHTD.dtype, torch.are_deterministic_algorithms_enabled()),
+        (*query_BHTD.shape[2:], *value_BGSD.shape[2:]),
         by_head and slot_value is None,
+        call[2:8],
         call.distance_bias_HS is not None,
         call.cu_seqlens is not None,
-        torch.are_deterministic_algorithms_enabled(),
-        *call[2:8],
     )
 
 
 @remembered
 def _chosen(
-    device: torch.device,
-    dtype: torch.dtype,
-    queries: int,
-    head_dim: int,
-    keys: int,
-    value_dim: int,
-    by_head: bool,
-    biased: bool,
-    packed: bool,
-    deterministic: bool,
-    *options: Any,
+    where: Any, sizes: Any, by_head: bool, options: Any, biased: bool, packed: bool
 ) -> tuple[Backend, GateKernels, bool]:
     """Return `_kernels` of calls with these properties; `options` are fields of the call."""
+    (device, dtype, deterministic), (queries, head_dim, keys, value_dim) = where, sizes
     call = AttentionCall(None, 1.0, *options)
     request = AttentionRequest(
         device_type=device.type,
@@ -251,11 +239,12 @@ def slot_backward(
     slotted, results = Slotted(*tensors), Results(out_BHTD, lse_BHT, gate_BHT, weight_BHT)
     if not (wanted.slot_logit or wanted.slot_value):
         slotted = slotted._replace(slot_logit=None, slot_value=None)
-    *grads, grad_logit, grad_value, grad_bias_HS = (
-        run_backward(arriving, slotted, results, call, lends=True)
-        if _owns(out_BHTD)
-        else _custom_backward()(*arriving, *slotted, *results, *call)
-    )
+    if _owns(out_BHTD):
+        found = run_backward(arriving, slotted, results, call, lends=True)
+    else:
+        op = import_module("megasink.attention.custom_op").slot_attention_backward_op
+        found = op(*arriving, *slotted, *results, *call)
+    *grads, grad_logit, grad_value, grad_bias_HS = found
     if wanted_of_call.distance_bias_HS:
         no_call_grads["distance_bias_HS"] = grad_bias_HS
     slot_grads = (
@@ -263,13 +252,6 @@ def slot_backward(
         grad_value if wanted.slot_value else None,
     )
     return *grads, *slot_grads, *no_call_grads.values()
-
-
-def _custom_backward() -> Callable[..., Any]:
-    """Return the backward as a custom op; its module imports this one."""
-    module = import_module("megasink.attention.custom_op")
-    op: Callable[..., Any] = module.slot_attention_backward_op
-    return op
 
 
 def _owns(out_BHTD: Tensor) -> bool:

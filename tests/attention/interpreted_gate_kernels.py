@@ -9,7 +9,6 @@ import torch
 
 from megasink.attention import (
     VARIANTS,
-    AttentionRequest,
     apply_gate,
     attention,
     biased_attention,
@@ -18,13 +17,12 @@ from megasink.attention import (
     slot_attention,
 )
 from megasink.attention.call import Arriving, Results
-from megasink.attention.gate_kernels import OWN, choose_gate_kernels, gate_kernels_named
+from megasink.attention.gate_kernels import gate_kernels_named
 from megasink.attention.gate_kernels.fused import TritonGateKernels
 from megasink.attention.injection import inject_lse_gradient
 from megasink.attention.kernels import forget_choices
 from megasink.attention.layout import empty_in_order_of
 from tests.attention.attention_oracle import assert_at_most_twice_plain_error, check, make_case
-from tests.attention.stand_ins import stand_in_for
 
 TRITON, PLAIN = gate_kernels_named("triton"), gate_kernels_named("torch")
 BF16 = torch.bfloat16
@@ -210,38 +208,6 @@ def test_the_shares_of_a_sink_that_is_in_the_lse(sink):
     assert (gate[:, :, 7] == 0).all()
     for ours, plain in zip((gate, weight), PLAIN.shares(lse, logit), strict=True):
         _shares_close(ours, plain.double(), lse)
-
-
-@pytest.mark.parametrize("absent", [(), ("grad_lse",), ("grad_gate",)])
-@pytest.mark.parametrize("name", ["flash-attn-4", "transformer-engine"])
-def test_op_around_a_kernel_with_its_own_sink(name, absent, monkeypatch):
-    """With the gradient of the LSE as an argument, and injected."""
-    stand_in_for(monkeypatch, name)
-    case = small_case(tokens=37, dtype=BF16).with_(**dict.fromkeys(absent))
-    assert choose_gate_kernels(AttentionRequest("cpu", BF16, 16, "sink"), name).name == OWN
-    for variant in ("sink", "off-by-one"):
-        check(case, BF16, variant, backend=name)
-
-
-@pytest.mark.parametrize("name", ["flash-attn-2", "flash-attn-4"])
-def test_op_around_a_kernel_that_writes_its_gradients_behind_the_first_row(name, monkeypatch):
-    stand_in_for(monkeypatch, name)
-    for tokens, keys, options in ((37, 37, {}), (5, 37, {"window": 20}), (9, 9, {"prefix": 3})):
-        case = small_case(tokens=tokens, keys=keys, heads=4, groups=2, dtype=BF16)
-        check(case, BF16, "vanilla", backend=name, **options)
-
-
-@pytest.mark.parametrize("window", [None, 4])
-@pytest.mark.parametrize("queries", [37, 36, 12])
-@pytest.mark.parametrize("name", ["flash-attn-2", "flash-attn-4"])
-def test_packed_documents_in_one_call(name, queries, window, monkeypatch):
-    """Documents of one and of several programs; with fewer queries, they begin before them."""
-    stand_in_for(monkeypatch, name)
-    head_dim = 256 if queries == 37 else 16  # 8 rows a program, or 128
-    case = make_case(batch=1, tokens=queries, keys=37, head_dim=head_dim, dtype=BF16)
-    mask = {"window": window, "cu_seqlens": (0, 1, 9, 9, 20, 21, 29, 37)}
-    for variant in ("vanilla", "sink"):
-        check(case, BF16, variant, backend=f"{name}+triton", roundings=4, **mask)
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""Whose memory Triton's gate kernels write into, in Triton's interpreter.
+"""Triton's gate kernels around attention kernels, and whose memory they write into; interpreted.
 
 `test_gate_kernels.py` runs this file as it runs interpreted_gate_kernels.py.
 """
@@ -6,11 +6,14 @@
 import pytest
 import torch
 
-from megasink.attention import VARIANTS, attention
+from megasink.attention import VARIANTS, AttentionRequest, attention
 from megasink.attention.call import Arriving, AttentionCall, Results, Slot, Slotted
 from megasink.attention.custom_op import slot_attention_backward_op, slot_attention_op
+from megasink.attention.gate_kernels import OWN, choose_gate_kernels
 from megasink.attention.kernels.aten_cpu import FlashCpuBackend
-from tests.attention.interpreted_gate_kernels import BF16, _on_a_cpu
+from tests.attention.attention_oracle import check, make_case
+from tests.attention.interpreted_gate_kernels import BF16, _on_a_cpu, small_case
+from tests.attention.stand_ins import stand_in_for
 
 __all__ = ["_on_a_cpu"]  # the fixture of every test here, too
 
@@ -93,3 +96,35 @@ def test_under_compiled_autograd():
     with torch._dynamo.compiled_autograd._enable(compiler):
         found = torch.autograd.grad([out, gate], leaves, given)
     assert all(map(torch.equal, wanted, found))
+
+
+@pytest.mark.parametrize("window", [None, 4])
+@pytest.mark.parametrize("queries", [37, 36, 12])
+@pytest.mark.parametrize("name", ["flash-attn-2", "flash-attn-4"])
+def test_packed_documents_in_one_call(name, queries, window, monkeypatch):
+    """Documents of one and of several programs; with fewer queries, they begin before them."""
+    stand_in_for(monkeypatch, name)
+    head_dim = 256 if queries == 37 else 16  # 8 rows a program, or 128
+    case = make_case(batch=1, tokens=queries, keys=37, head_dim=head_dim, dtype=BF16)
+    mask = {"window": window, "cu_seqlens": (0, 1, 9, 9, 20, 21, 29, 37)}
+    for variant in ("vanilla", "sink"):
+        check(case, BF16, variant, backend=f"{name}+triton", roundings=4, **mask)
+
+
+@pytest.mark.parametrize("absent", [(), ("grad_lse",), ("grad_gate",)])
+@pytest.mark.parametrize("name", ["flash-attn-4", "transformer-engine"])
+def test_op_around_a_kernel_with_its_own_sink(name, absent, monkeypatch):
+    """With the gradient of the LSE as an argument, and injected."""
+    stand_in_for(monkeypatch, name)
+    case = small_case(tokens=37, dtype=BF16).with_(**dict.fromkeys(absent))
+    assert choose_gate_kernels(AttentionRequest("cpu", BF16, 16, "sink"), name).name == OWN
+    for variant in ("sink", "off-by-one"):
+        check(case, BF16, variant, backend=name)
+
+
+@pytest.mark.parametrize("name", ["flash-attn-2", "flash-attn-4"])
+def test_op_around_a_kernel_that_writes_its_gradients_behind_the_first_row(name, monkeypatch):
+    stand_in_for(monkeypatch, name)
+    for tokens, keys, options in ((37, 37, {}), (5, 37, {"window": 20}), (9, 9, {"prefix": 3})):
+        case = small_case(tokens=tokens, keys=keys, heads=4, groups=2, dtype=BF16)
+        check(case, BF16, "vanilla", backend=name, **options)

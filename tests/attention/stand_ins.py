@@ -6,7 +6,7 @@ import types
 import torch
 
 from megasink.attention.kernels import backend_named, forget_choices
-from tests.attention import upstream_kernels
+from tests.attention import upstream_engine, upstream_kernels
 
 
 def install(monkeypatch, modules):
@@ -25,7 +25,7 @@ STAND_INS = {
     "flash-attn-4": upstream_kernels.FlashAttention4,
     "flash-attn-3": upstream_kernels.FlashAttention3,
     "flash-attn-2": upstream_kernels.FlashAttention2,
-    "transformer-engine": upstream_kernels.TransformerEngine,
+    "transformer-engine": upstream_engine.TransformerEngine,
 }
 
 

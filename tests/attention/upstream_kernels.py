@@ -113,14 +113,14 @@ def _window(left, right, causal, everything):
 def _dense(q, lse, *tensors):
     *batch, tokens, heads, _ = q.shape
     assert all(tensor.stride(-1) == 1 for tensor in (q, *tensors))
-    _whole_vectors(q, *tensors)
+    whole_vectors(q, *tensors)
     if lse is not None:
         assert lse.shape == (*batch, heads, tokens)
         assert lse.is_contiguous()
         assert lse.dtype is torch.float32
 
 
-def _whole_vectors(*tensors):
+def whole_vectors(*tensors):
     """They load 16 bytes at once: each row has to start at a multiple of that, unchecked."""
     for tensor in tensors:
         assert tensor.data_ptr() % 16 == 0
@@ -275,97 +275,3 @@ def _sink_of_heads(sink, q):
         assert sink.shape == q.shape[-2:-1]
         assert sink.dtype is torch.float32
         assert sink.is_contiguous()
-
-
-class TransformerEngine:
-    """2.20.2, transformer_engine/pytorch/cpp_extensions/fused_attn.py."""
-
-    FusedAttnBackend = {"No_Backend": -1, "F16_arbitrary_seqlen": 1, "FP8": 2}  # noqa: RUF012
-
-    # fmt: off
-    @staticmethod
-    def fused_attn_fwd(is_training, max_seqlen_q, max_seqlen_kv, cu_seqlens_q, cu_seqlens_kv,
-                       q, k, v, fake_dtype, fused_attention_backend, attn_bias=None,
-                       cu_seqlens_q_padded=None, cu_seqlens_kv_padded=None, page_table_k=None,
-                       page_table_v=None, s_quantizer=None, o_quantizer=None, attn_scale=None,
-                       dropout=0.0, fast_zero_fill=True, qkv_layout="sbh3d", o_format="sbhd",
-                       qkv_scale_inv_format=None, attn_bias_type="no_bias",
-                       attn_mask_type="padding", softmax_type="vanilla", window_size=(-1, -1),
-                       bottom_right_diagonal=None, rng_gen=None, softmax_offset=None,
-                       return_max_logit=False, cuda_graph=False):
-        # fmt: on
-        assert is_training
-        causal, window = _engine_mask(attn_mask_type, window_size, qkv_layout, o_format)
-        lengths = (max_seqlen_q, max_seqlen_kv)
-        _engine_inputs(q, k, v, cu_seqlens_q, cu_seqlens_kv, lengths, fused_attention_backend)
-        assert fake_dtype is q.dtype
-        assert dropout == 0.0
-        offsets = [] if softmax_offset is None else [softmax_offset]
-        sink_H = _engine_sink(softmax_type, offsets, q)
-        inputs = [tensor.permute(1, 2, 0, 3) for tensor in (q, k, v)]
-        out, lse = flash_forward(*inputs, attn_scale, causal, window, sink_H)
-        context = [lse[..., None], torch.zeros(2).long(), *offsets]
-        return out.permute(2, 0, 1, 3).contiguous(), context
-
-    # fmt: off
-    @staticmethod
-    def fused_attn_bwd(max_seqlen_q, max_seqlen_kv, cu_seqlens_q, cu_seqlens_kv, q, k, v, o, d_o,
-                       fake_dtype, aux_ctx_tensors, fused_attention_backend,
-                       cu_seqlens_q_padded=None, cu_seqlens_kv_padded=None, s_quantizer=None,
-                       dp_quantizer=None, dqkv_quantizer=None, attn_scale=None, dropout=0.0,
-                       fast_zero_fill=True, qkv_layout="sbh3d", o_format="sbhd",
-                       do_format="sbhd", dqkv_layout="sbh3d", qkv_scale_inv_format=None,
-                       do_scale_inv_format=None, attn_bias_type="no_bias",
-                       attn_mask_type="padding", softmax_type="vanilla", window_size=(-1, -1),
-                       bottom_right_diagonal=None, deterministic=False, cuda_graph=False):
-        # fmt: on
-        causal, window = _engine_mask(attn_mask_type, window_size, qkv_layout, o_format)
-        assert (do_format, dqkv_layout) == ("sbhd", "sbhd_sbhd_sbhd")
-        lengths = (max_seqlen_q, max_seqlen_kv)
-        _engine_inputs(q, k, v, cu_seqlens_q, cu_seqlens_kv, lengths, fused_attention_backend)
-        assert o.is_contiguous()
-        assert d_o.is_contiguous()
-        _whole_vectors(o, d_o)
-        stats, state, *offsets = aux_ctx_tensors
-        assert stats.shape == (q.shape[1], q.shape[2], q.shape[0], 1)
-        assert stats.is_contiguous()
-        assert state.shape == (2,)
-        assert state.dtype is torch.int64
-        inputs = [tensor.permute(1, 2, 0, 3) for tensor in (d_o, q, k, v, o)]
-        grads = flash_backward(*inputs, stats[..., 0], attn_scale, causal, window)
-        sink_H, grad_sink = _engine_sink(softmax_type, offsets, q), None
-        if sink_H is not None:
-            d_out, *_, out = inputs
-            grad_sink = sink_gradient(d_out, out, stats[..., 0], sink_H)[None, :, None, None]
-        return [*(grad.permute(2, 0, 1, 3).contiguous() for grad in grads), None, grad_sink]
-
-
-def _engine_mask(attn_mask_type, window_size, qkv_layout, o_format):
-    """The causal mask, top left, and the tokens visible or None."""
-    assert (qkv_layout, o_format) == ("sbhd_sbhd_sbhd", "sbhd")
-    causal = {"causal": True, "no_mask": False}[attn_mask_type]
-    left, right = window_size
-    assert right == (0 if causal else -1)
-    assert causal or left == -1
-    return causal, None if left == -1 else left + 1
-
-
-def _engine_sink(softmax_type, offsets, q):
-    assert softmax_type == ("learnable" if offsets else "vanilla")
-    for offset in offsets:
-        assert offset.shape == (1, q.shape[2], 1, 1)
-        assert offset.dtype is torch.float32
-        assert offset.is_contiguous()
-        return offset.flatten()
-    return None
-
-
-def _engine_inputs(q, k, v, cu_seqlens_q, cu_seqlens_kv, lengths, backend):
-    assert backend == TransformerEngine.FusedAttnBackend["F16_arbitrary_seqlen"]
-    assert all(tensor.is_contiguous() for tensor in (q, k, v))
-    _whole_vectors(q, k, v)
-    assert lengths == (q.shape[0], k.shape[0])
-    assert k.shape[0] > 1  # see CudnnKernel
-    for ends, length in zip((cu_seqlens_q, cu_seqlens_kv), lengths, strict=True):
-        assert ends.dtype is torch.int32
-        assert ends.tolist() == [length * row for row in range(q.shape[1] + 1)]

@@ -10,7 +10,7 @@ that broadcasts.
 """
 
 from contextlib import nullcontext
-from typing import TYPE_CHECKING
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -28,9 +28,6 @@ from megasink.attention.layout import (
     statistics_dtype,
     weighted_row_sum,
 )
-
-if TYPE_CHECKING:
-    from megasink.attention.documents import FirstKeys
 
 
 class PlainGateKernels(GateKernels):
@@ -156,8 +153,9 @@ class PlainGateKernels(GateKernels):
             _fill(grad_key_BGSD, scaled_grad_BHT, first.query_BHTD, first)
             _fill(grad_value_BGSD, weight_BHT, grad_out_BHTD, first)
 
-        functions = {"add_to_query": add_to_query, "fill_first_rows": fill_first_rows}
-        return nullcontext(BeforeBackward(*for_kernel, logit_grad_BHT, **functions))
+        return nullcontext(
+            BeforeBackward(*for_kernel, logit_grad_BHT, None, add_to_query, fill_first_rows)
+        )
 
 
 def _by_query(first_BG1D: Tensor, first: FirstKey) -> Tensor:
@@ -167,11 +165,10 @@ def _by_query(first_BG1D: Tensor, first: FirstKey) -> Tensor:
     return repeat_groups(first_BG1D, first.query_BHTD.shape[1])
 
 
-def _places(first: FirstKey) -> "FirstKeys":
+def _places(first: FirstKey) -> Any:
     from megasink.attention.documents import first_keys
 
-    assert first.documents is not None
-    return first_keys(first.documents, first.query_BHTD.shape[2], first.query_BHTD.device)
+    return first_keys(first.documents or (), first.query_BHTD.shape[2], first.query_BHTD.device)
 
 
 def _fill(grad_BGSD: Tensor, weight_BHT: Tensor, rows_BHTD: Tensor, first: FirstKey) -> None:

@@ -89,6 +89,17 @@ class BTHDLayout(VendorBackend):
     def read(self, tensor: Tensor) -> Tensor:
         return tensor.transpose(1, 2)
 
+    def lay_out_results(
+        self, into: tuple[Tensor, Tensor, Tensor] | None
+    ) -> tuple[Tensor, Tensor, Tensor] | None:
+        if into is None:
+            return None
+        query, key, value = map(self.lay_out, into)
+        views = zip((query, key, value), into, strict=True)
+        if any(view.data_ptr() != tensor.data_ptr() for view, tensor in views):
+            return None
+        return query, key, value
+
     @abstractmethod
     def launch_rows(
         self, query: Tensor, key: Tensor, value: Tensor, call: AttentionCall, packed: Ends | None
