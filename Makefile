@@ -37,7 +37,7 @@ test-all: $(READY)
 
 # The fast form of every experiment, one after another; less than 5 minutes each on two cores.
 replicate: $(READY)
-	$(BIN)/python -m pytest -m replicate tests/replicate
+	$(BIN)/python -m pytest -m replicate examples/replicate/tests
 
 # What megasink shows in models that people use: pictures in minutes; then everything, which takes hours.
 # MODEL=FOLDER takes another folder of Hugging Face.

@@ -11,8 +11,9 @@ it is measured again::
     make test test-rest PYTEST_ADDOPTS='--durations 0 --durations-min 0' | tee log
     .venv/bin/python -m tests.schedule < log
 
-xdist's workers take whole files (a file's fixtures are made once), those that take longest first,
-so that no worker ends minutes after the other.
+xdist's workers take whole files (a file's fixtures are made once), or whole folders where a fixture
+of all files takes long, and those first that take longest, so that no worker ends minutes after the
+other.
 """
 
 import json
@@ -30,14 +31,25 @@ RECORD = Path(__file__).with_name("durations.json")
 # Seconds of the files that take at least one.
 SECONDS: dict[str, float] = json.loads(RECORD.read_text())
 SHORT = 6.0
+# Folders with a fixture that takes seconds: a server that imports everything, and TRL.
+TOGETHER = ("tests/finetune/", "tests/plan/hollow/")
 TABLE = tomllib.loads(Path(__file__).with_suffix(".toml").read_text())
 FIRST, LATER, OTHER_VERSIONS = (tuple(TABLE[n]) for n in ("first", "later", "other_versions"))
 SAMPLED: dict[str, int] = TABLE["sampled"]
 
 
+def scope(nodeid: str) -> str:
+    """What one worker takes: a file, or a folder of `TOGETHER`."""
+    file = nodeid.partition("::")[0]
+    return next((folder for folder in TOGETHER if file.startswith(folder)), file)
+
+
 def in_order(items: Iterable[pytest.Item]) -> list[pytest.Item]:
-    """The same items, the longest files first."""
-    return sorted(items, key=lambda item: -SECONDS.get(item.nodeid.split("::")[0], 0.0))
+    """The same items, those first whose scope takes longest."""
+    seconds: Counter[str] = Counter()
+    for file, of_file in SECONDS.items():
+        seconds[scope(file)] += of_file
+    return sorted(items, key=lambda item: -seconds[scope(item.nodeid)])
 
 
 def is_first(nodeid: str) -> bool:

@@ -77,11 +77,7 @@ def _between(function: Callable[..., Any], text: str, events: list[str]) -> Call
 
 
 def one_of_many(flags: list[str], ranks: list[int], world: int) -> Any:
-    """One rank of a large world, by Megatron's fake process group; each worker takes another one.
-
-    Returns:
-        its collectives, as (operation, bytes, ranks, count).
-    """
+    """One rank of a large world, by Megatron's fake process group; each worker takes another."""
     from megasink.cpu.process import prepare_process
     from megasink.training.pretrain import pretrain
 

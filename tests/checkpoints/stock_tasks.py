@@ -4,6 +4,7 @@ import contextlib
 import dataclasses
 import io
 import os
+import queue
 import sys
 from pathlib import Path
 from typing import Any
@@ -25,11 +26,7 @@ ON_A_CPU = """--transformer-impl local --no-persist-layer-norm --no-gradient-acc
 def pretrain(
     flags: list[str], ranks: int, port: int, bridge: str | None = None
 ) -> dict[str, Any] | None:
-    """Train; return the loss of each step and, of one rank, the logits of tokens 0, 1, 2, ...
-
-    Args:
-        bridge: the folder of a checkpoint to write as Megatron-Bridge does.
-    """
+    """Train; return the loss of each step and, of one rank, the logits of tokens 0, 1, 2, ..."""
     if not as_rank(ranks, port):
         return None
     from megasink import cpu
@@ -38,6 +35,7 @@ def pretrain(
     os.environ["CUDA_DEVICE_MAX_CONNECTIONS"] = "1"  # as Megatron's launch scripts
     import torch
     from megatron.core.datasets import gpt_dataset, utils
+    from megatron.core.dist_checkpointing.strategies import filesystem_async
     from megatron.core.enums import ModelType
     from megatron.training import argument_utils, training
     from megatron.training.arguments import parse_and_validate_args
@@ -65,6 +63,8 @@ def pretrain(
         stack.enter_context(mock.patch.object(sys, "argv", ["pretrain", *flags, *ON_A_CPU]))
         stack.enter_context(mock.patch.object(utils, "compile_helpers"))
         stack.enter_context(mock.patch.object(gpt_dataset.MockGPTLowLevelDataset, "size", 1000))
+        # Else a process is started for it, which imports everything once more.
+        stack.enter_context(mock.patch.object(filesystem_async, "_results_queue", queue.Queue()))
         stack.enter_context(mock.patch.object(training, "training_log", logged))
         stack.enter_context(mock.patch.object(training, "setup_model_and_optimizer", made))
         try:
@@ -167,11 +167,7 @@ def adopt(lines: list[list[str]]) -> list[tuple[int, str]]:
 
 
 def edit(checkpoint: str, changes: dict[str, Any] | None, code: str | None = None) -> None:
-    """Change the arguments that a checkpoint holds; None removes them all.
-
-    Args:
-        code: the folder that a class among them makes when it is unpickled.
-    """
+    """Change the arguments that a checkpoint holds; None removes them all."""
     folder = Path(checkpoint)
     more = {"tracker": Mark(Path(code))} if code else {}
 

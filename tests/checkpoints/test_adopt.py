@@ -83,7 +83,7 @@ def trained(stock, tmp_path_factory):
     ("kind", "layout"),
     [
         ("gpt", "one"),
-        ("gpt", "tp"),
+        pytest.param("gpt", "tp", marks=pytest.mark.later),
         ("hybrid", "dp"),
         pytest.param("gpt", "dp", marks=pytest.mark.later),
         pytest.param("hybrid", "one", marks=pytest.mark.later),
@@ -282,13 +282,13 @@ DAMAGED = [".metadata", "metadata.json", "common.pt", "__0_0.distcp", "run_confi
 
 @pytest.mark.parametrize("name", DAMAGED)
 def test_damage_has_no_traceback(pool, model, tmp_path, name):
-    """Cut off: refused in one line. A flipped bit: refused, or the model is the same."""
+    """Cut off: refused in one line. A flipped bit: refused, or adopted, as no tensor is read."""
     source = model.parents[1] / "bridge" / model.name if name == "run_config.yaml" else model
     if name == "common.pt":
         source = older(pool, model, tmp_path / "older")
     content, draw = (source / name).read_bytes(), random.Random(name)
     lines = []
-    for case in range(24):
+    for case in range(8):
         folder = tmp_path / str(case) / model.name
         shutil.copytree(source, folder)
         damaged = bytearray(content)

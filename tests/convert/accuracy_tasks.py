@@ -101,14 +101,7 @@ def accuracy(folder: str) -> dict[str, str]:
 
 
 def convert_in_little_memory(source: str, output: str, damaged: bool) -> dict[str, Any]:
-    """Convert with too little free memory; flip a bit before verification if asked to.
-
-    Args:
-        source: a run, for an export, or a Hugging Face folder, for an import.
-
-    Returns:
-        "lines" for the user and "message" of the error.
-    """
+    """Convert with too little free memory; flip a bit before verification if asked to."""
     from unittest import mock
 
     from megasink.convert import checking, from_hf, to_hf

@@ -10,13 +10,7 @@ LENGTHS, NEW_TOKENS = (23, 9, 17), 6
 
 @torch.no_grad()
 def served(folder: str, implementations: list[str]) -> dict[str, Any]:
-    """What attention implementations make of left-padded rows, against each row alone in eager.
-
-    Returns:
-        {implementation: message of a refusal, or {"logits": largest difference of the rows' logits
-        without their padding, "largest": logit, "generated": whether the greedy continuation of the
-        batch, with a cache, is that of each row alone without one}}.
-    """
+    """What attention implementations make of left-padded rows, against each row alone in eager."""
     import transformers
 
     transformers.logging.set_verbosity_error()

@@ -32,12 +32,7 @@ def save_run(
     bf16: bool = False,
     tokenizer: str | None = None,
 ) -> None:
-    """A run folder with one checkpoint of a model with large, different weights everywhere.
-
-    Args:
-        name: of `MODELS` or `OTHERS`.
-        tokenizer: folder of one.
-    """
+    """A run folder with one checkpoint of a model with large, different weights everywhere."""
     _, architecture = (MODELS | OTHERS | OWN | ENGINES)[name]
     flags = [*model_flags(architecture), *(["--bf16"] if bf16 else [])]
     args, _ = arguments_of(flags)
@@ -107,13 +102,7 @@ def _skew_norms(model: torch.nn.Module) -> None:
 
 
 def round_trip(folder: str, name: str) -> dict[str, Any]:
-    """Export, import, export again; compare logits on the way.
-
-    Returns:
-        "target"; "lines" for the user; "logits", "tolerance", "argmax", "generated" of the first
-        export against the run, and of the import against the first export; "equal": of the files
-        of both exports; "architecture": the imported one is the first.
-    """
+    """Export, import, export again; compare logits on the way."""
     import transformers
 
     from megasink.checkpoints.find import find_checkpoint
@@ -156,10 +145,6 @@ def round_trip(folder: str, name: str) -> dict[str, Any]:
 def own_round_trip(folder: str, name: str, bf16: bool = False) -> dict[str, Any]:
     """As `round_trip` for a model of `OWN`, with the logits of the first export alone, and with
     code in its modelling file that must not run on the way back.
-
-    Returns:
-        "why" that target; "logits", "tolerance", "largest", "generated"; "equal"; "architecture";
-        "ran": whether that code did; "said": what the check of the import said.
     """
     import transformers
 

@@ -185,11 +185,7 @@ def prediction_keys() -> list[str]:
 
 
 def megatrons_checkpoint(folder: str, **options: Any) -> dict[str, Any]:
-    """Megatron's own model with an output gate writes a checkpoint, and ours loads it.
-
-    Returns:
-        the weights of each, and the loss of a first step of ours.
-    """
+    """Megatron's own model with an output gate writes a checkpoint, and ours loads it."""
     options["gpt"] = True
     config = tiny_gpt.model_config(
         attention_variant="vanilla", attention_output_gate=True, head_balance_coeff=0.0, **options

@@ -101,11 +101,7 @@ def matrices(name: str, rows: int, config: Any) -> list[Tensor]:
 def against_definition(
     steps: int = 3, mode: str = "spectral", rates: dict[str, float] | None = None, **options: Any
 ) -> dict[str, Any]:
-    """Train; return relative errors of every tensor, and which ones Muon updates.
-
-    Args:
-        rates: `embedding_lr` and `output_lr`.
-    """
+    """Train; return relative errors of every tensor, and which ones Muon updates."""
     rates = rates or {}
     config = tiny_gpt.model_config(**options)
     transformer = config.transformer

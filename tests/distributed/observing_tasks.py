@@ -34,9 +34,6 @@ def observed_step(documents: bool = False, **options: Any) -> dict[str, Any]:
 
     Gradients are those of the mean loss of the global batch, and beside them the gradient of the
     parameter that the bias is, where the model has one.
-
-    Args:
-        documents: of packed documents with padding, and targets masked out of the loss.
     """
     tokens, reading = TOKENS, contextlib.nullcontext
     if documents:

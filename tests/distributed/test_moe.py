@@ -110,7 +110,11 @@ def test_the_trainer_runs_with_expert_parallelism(fresh_pool, tmp_path):
     assert np.isfinite(losses).all()
 
 
-@pytest.mark.parametrize("more", [[], ["--calculate-per-token-loss"]], ids=["mean", "per-token"])
+@pytest.mark.parametrize(
+    "more",
+    [[], pytest.param(["--calculate-per-token-loss"], marks=pytest.mark.later)],
+    ids=["mean", "per-token"],
+)
 def test_the_global_loss_does_not_depend_on_the_number_of_replicas(tmp_path, more):
     """The same global batch in one microbatch a rank: losses and gradient norms are the same."""
     flags = """

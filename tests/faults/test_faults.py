@@ -9,9 +9,9 @@ from tests.forkserver import server
 
 CHOSEN = """
 compare:quota-3000 compare:file-size-700 recipes:handles-2 checkpoints:read-error-0
-checkpoints:stdout-full convert-from-hf/plain:quota-3000 data:quota-3000
+checkpoints:stdout-full data:quota-3000
 """.split()
-MOUNTED = ["compare:full-0.3", "convert-from-hf/plain:full-0.3", "compare:read-only"]
+MOUNTED = ["compare:full-0.3", "compare:read-only"]
 
 
 def test_a_failure_of_the_machine_is_one_line_and_nothing_is_left():

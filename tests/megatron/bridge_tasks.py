@@ -148,11 +148,7 @@ def of_tests() -> Any:
 
 
 def loop(ranks: int, port: int, block: str) -> list[dict[str, Any]] | None:
-    """Numbers of each step, on the batches and from the weights of the bare loop.
-
-    Args:
-        block: That of docs/integrations.md: it makes `provider` with the loss.
-    """
+    """Numbers of each step, on the batches and from the weights of the bare loop."""
     if not as_rank(ranks, port):
         return None
     from megasink import cpu

@@ -100,12 +100,7 @@ def _in_ring(
 
 
 def saved_bytes(tokens: int) -> dict[str, Any]:
-    """What core attention saves for the backward of a sequence, and what its gradients are.
-
-    Returns:
-        bytes of this rank's storages at the end of the forward pass; the gradients of this rank's
-        tokens, of a backward that runs twice.
-    """
+    """What core attention saves for the backward of a sequence, and what its gradients are."""
     ranks = parallel_state.get_context_parallel_world_size()
     # A second backward pass leaves out the balance loss.
     options = {"head_balance_scope": "microbatch", "head_balance_coeff": 0.0}

@@ -40,10 +40,6 @@ def cached_and_recomputed(
 ) -> dict[str, Any]:
     """Greedy tokens and logits of a batch with the cache, of each prompt alone with the cache, and
     of each prompt alone with the whole prefix recomputed for every token.
-
-    Returns:
-        "batch", "alone", "recomputed": the new tokens by prompt; "batch logits", "recomputed
-        logits": by prompt the logits [V] of each new token, on the last stage.
     """
     model = model_of(**options)
     report: dict[str, Any] = {"batch logits": [[] for _ in prompts], "recomputed logits": []}

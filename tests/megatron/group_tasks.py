@@ -6,15 +6,7 @@ import torch
 
 
 def jobs(data: list[int], scope: str, collection: bool = True) -> Any:
-    """Train a model on each pair of ranks, in a plain loop; on two ranks it is the whole job.
-
-    Args:
-        data: Seed of the texts of each job.
-        collection: Whether the model is given a ``pg_collection`` of its pair.
-
-    Returns:
-        Losses, importances and the last coefficients of this rank's job; the text of an error.
-    """
+    """Train a model on each pair of ranks, in a plain loop; on two ranks it is the whole job."""
     from megatron.core.models.gpt import GPTModel
     from megatron.core.process_groups_config import ProcessGroupCollection
     from megatron.core.transformer import TransformerConfig

@@ -165,11 +165,7 @@ def steps_on_a_cpu(variant: str) -> list[tuple[float, float]]:
 
 
 def other_spec(call: str) -> str:
-    """The message for a model whose layers are Megatron's own, as before HeadBalance came.
-
-    Args:
-        call: Who reduces: "host", Megatron's "schedule", or the "optimizer".
-    """
+    """The message for a model whose layers are Megatron's own, as before HeadBalance came."""
     import torch
     from megatron.core import parallel_state as mpu
     from megatron.core.models.gpt import GPTModel

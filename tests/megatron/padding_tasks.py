@@ -28,15 +28,7 @@ def text(tokens: int) -> tuple[Tensor, Tensor]:
 
 
 def padded(rows: int, tokens: int | None, **options: Any) -> dict[str, Any]:
-    """One microbatch through Megatron's schedule and DDP.
-
-    Args:
-        rows: of the embedding.
-        tokens: of them, those that count; None for all.
-
-    Returns:
-        losses [B, S] on the last stage; gradients of the mean loss, as `tiny_gpt.shards` has them.
-    """
+    """One microbatch through Megatron's schedule and DDP."""
     config = _config(rows, tokens, **options)
     models = tiny_gpt.build(config)
     inputs_BS, labels_BS = text(tokens or rows)

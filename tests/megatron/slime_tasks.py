@@ -156,13 +156,7 @@ def train_one_step(args: Any, *call: Any) -> Any:
 def loop(
     ranks: int, port: int, flags: list[str], options: str, bad: int = -1
 ) -> list[dict[str, Any]] | None:
-    """Numbers of each step, on the batches and from the weights of the bare loop.
-
-    Args:
-        flags: Of docs/integrations.md.
-        options: MEGASINK_OPTIONS.
-        bad: Step whose gradient is infinite.
-    """
+    """Numbers of each step, on the batches and from the weights of the bare loop."""
     if not as_rank(ranks, port):
         return None
     from megasink import cpu

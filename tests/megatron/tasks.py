@@ -38,12 +38,7 @@ def bare_loop(
     gpt: bool = False,
     **options: Any,
 ) -> list[dict[str, Any]] | None:
-    """The losses, gradient norms and head statistics of ``examples/megatron_loop.py``.
-
-    Args:
-        fields: Further ones of its TransformerConfig.
-        gpt: Whether its model is a GPTModel of as many blocks.
-    """
+    """The losses, gradient norms and head statistics of ``examples/megatron_loop.py``."""
     if not as_rank(ranks, port):
         return None
     from megasink import cpu
@@ -180,12 +175,7 @@ def not_ours() -> dict[str, str]:
     def steps(
         *calls: str, microbatches: int = 1, cp: int = 1, dropped: int = -1, **fields: Any
     ) -> str:
-        """Run steps of one layer, in each of which a host makes some calls.
-
-        Args:
-            calls: "install" before the steps, "named" with the optimizer; the others in each.
-            dropped: The step of a gradient that is bad, without one of the optimizer.
-        """
+        """Run steps of one layer, in each of which a host makes some calls."""
         from megatron.core import parallel_state as mpu
         from torch.optim import SGD
 

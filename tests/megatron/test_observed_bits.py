@@ -39,8 +39,9 @@ def interpreting():
             yield worker
 
 
+@pytest.mark.parametrize("every", [4, pytest.param(1, marks=pytest.mark.later)])
 @pytest.mark.parametrize("gates", ["triton", "torch"])
-def test_observed_steps_are_the_others_to_the_bit(interpreting, gates):
-    models = [*SOFTMAX, *GATED, *SHARED]
+def test_observed_steps_are_the_others_to_the_bit(interpreting, gates, every):
+    models = [*SOFTMAX, *GATED, *SHARED][::every]
     task = "tests.megatron.observed_bits:differences"
     assert interpreting.run(task, SINGLE, gates=gates, models=models) == [[]]

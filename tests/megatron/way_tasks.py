@@ -17,12 +17,7 @@ LAST = FlashCpuBackend.launch_forward.__code__
 
 
 def ways() -> dict[str, Any]:
-    """The way of each variant, with the loss: (file, function, names of the query) by frame.
-
-    Returns:
-        {variant: {"frames": the frames, "packed": how often a record of the call was made from the
-        arguments of the op}}.
-    """
+    """The way of each variant, with the loss: (file, function, names of the query) by frame."""
     return {record.name: _way(record.name) for record in variants()}
 
 

@@ -117,11 +117,7 @@ def load_index(path: str) -> str:
 
 
 def arguments_read(run: str) -> dict[str, list[str]]:
-    """The arguments that the configuration of a model is made from.
-
-    Returns:
-        "taken": those that a run's arguments give; "forgotten": those of which nothing is said.
-    """
+    """The arguments that the configuration of a model is made from."""
     from megasink.checkpoints import saved_arguments
     from megasink.megatron.model_of_arguments import model_config
 

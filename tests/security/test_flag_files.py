@@ -7,6 +7,7 @@ import shlex
 import pytest
 
 from examples.replicate.grid.command import main as grid
+from examples.replicate.tests.grid.files import FLAGS as OF_GRID
 from megasink import plugins
 from megasink.cli import main as megasink
 from megasink.convert.hf_config import architecture_from
@@ -14,7 +15,6 @@ from megasink.convert.model_flags import as_line, model_flags
 from megasink.errors import UserError
 from megasink.training import launch as train_launch
 from megasink.training.flag_file import toml_lines
-from tests.replicate.grid.files import FLAGS as OF_GRID
 from tests.training.command_lines import MOCK
 
 # What a file would have the process do, as a flag and its value; ELSE is a place outside.

@@ -17,24 +17,7 @@ from megasink.training.checks import data_files, implementation
 from tests.documented import train_lines
 from tests.forkserver import server
 from tests.parsing import refuse
-from tests.training import (
-    command_lines,
-    hybrid_lines,
-    mechanism_lines,
-    observing_lines,
-    shape_lines,
-)
-from tests.training.command_lines import MOCK, MODEL
-
-_TABLES = (
-    command_lines,
-    hybrid_lines,
-    mechanism_lines,
-    observing_lines,
-    shape_lines,
-)
-REFUSED = {name: case for table in _TABLES for name, case in table.REFUSED.items()}
-ACCEPTED = {name: case for table in _TABLES for name, case in table.ACCEPTED.items()}
+from tests.training.command_lines import ACCEPTED, MOCK, MODEL, REFUSED
 
 
 @pytest.fixture(scope="module")

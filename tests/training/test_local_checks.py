@@ -21,6 +21,7 @@ from megasink.training.checks.blends import shares
 from megasink.upstream import fused
 from tests.analysis.capture.tiny_models import save_with_tokenizer
 from tests.distributed.layout import SINGLE
+from tests.forkserver import server
 from tests.parsing import read
 
 TEXTS = [f"Text {i}: nothing in it stands twice, {'again ' * i}and it ends." for i in range(5)]
@@ -140,11 +141,17 @@ def test_nothing_heavy_is_imported(tmp_path):
         "--mock-data",
     ]
     script = (
-        "import sys\nfrom megasink.cli import main\n"
+        "import sys\nfrom pathlib import Path\nfrom megasink.cli import main\n"
+        "from megasink.training import job\nfrom tests import forkserver\n"
+        "def start(file):\n"
+        "    module, here = 'megasink.training.job', Path.cwd()\n"
+        "    return forkserver.server().start([module], stdin=file, cwd=here).wait()\n"
+        "job.start = start\n"
         f"code = main({line!r})\n"
         "heavy = {'torch', 'transformers', 'megatron.core', 'megatron.training'}\n"
         "print(code, sorted(heavy & set(sys.modules)))\n"
     )
+    server()
     result = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True)
     assert result.stdout == "2 []\n"
     assert "--profile needs CUDA" in result.stderr

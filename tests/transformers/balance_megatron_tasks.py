@@ -30,16 +30,7 @@ STEPS = 3
 
 
 def trained_twice(name: str, masked: bool, flags: list[str], **options: Any) -> dict[str, Any]:
-    """Train a model in Megatron and its export by HeadBalanceLoss.
-
-    Args:
-        masked: mask targets, and weight microbatches by their targets in both.
-        flags, options: the head-balance loss of Megatron, and the same of HeadBalanceLoss.
-
-    Returns:
-        "megatron" and "transformers": per step "loss", "balance_loss" and "importance"; the
-        "gradients" of the second step and the "final" weights, by the names of transformers.
-    """
+    """Train a model in Megatron and its export by HeadBalanceLoss."""
     import megasink.transformers  # noqa: F401  registers the attention
 
     if masked:

@@ -31,13 +31,7 @@ def batch(seed: int, padded: int) -> dict[str, Tensor]:
 def results(
     wrapper: str, scope: str, rank: int, ranks: int, checkpointing: str = "", late: bool = False
 ) -> tuple[dict[str, Tensor], Tensor]:
-    """Return the gradients of the second step, and its importance.
-
-    Args:
-        wrapper: "ddp", "fsdp1", "fsdp2", or "" for one process.
-        checkpointing: "reentrant", "not reentrant", or "" for none.
-        late: Attach the loss to the wrapped model, as Trainer does.
-    """
+    """Return the gradients of the second step, and its importance."""
     model: Any = without_grouped_experts(tiny_model("gpt-oss", "megasink")).double().train()
     if checkpointing:
         reentrant = {"use_reentrant": checkpointing == "reentrant"}

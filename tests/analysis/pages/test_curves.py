@@ -46,8 +46,7 @@ def test_the_last_value_of_an_iteration_counts():
     assert values.tolist() == [2.0]
 
 
-@pytest.mark.parametrize("heads", [True, False])
-@pytest.mark.parametrize("bits", [True, False])
+@pytest.mark.parametrize(("heads", "bits"), [(True, True), (False, False)])
 def test_every_panel_is_drawn(tmp_path, heads, bits):
     rows = lines(heads=heads)
     if not bits:

@@ -61,13 +61,7 @@ def skew(models: list[torch.nn.Module]) -> list[torch.nn.Module]:
 
 
 def trained(folder: str, kind: str) -> dict[str, Any]:
-    """Two steps of a tiny GPT, of which the second one's weights are saved as a run.
-
-    Returns:
-        "importance": [L, H] as training logged it in its last step, of the weights that are saved;
-        "first key": [L, H] mean weight of the first key in that step's forward passes, by the op
-        that training does not call where the gate is an explicit one or the slot's.
-    """
+    """Two steps of a tiny GPT, of which the second one's weights are saved as a run."""
     with registered():
         flags = model_flags(architecture(attention=kind, vocabulary=128))
         args, _ = from_hf.arguments_of(flags)

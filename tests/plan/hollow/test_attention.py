@@ -4,6 +4,10 @@ import pytest
 
 
 @pytest.mark.parametrize(
+    "every",
+    [7, pytest.param(1, marks=pytest.mark.later)],  # 7: of no axis is a value left out
+)
+@pytest.mark.parametrize(
     ("backend", "dtype"),
     [
         ("flash-cuda", "bfloat16"),
@@ -13,10 +17,10 @@ import pytest
         ("auto", "bfloat16"),
     ],
 )
-def test_every_call(gpu, backend, dtype):
+def test_every_call(gpu, backend, dtype, every):
     """No check of a kernel refuses it, and the host never waits for the device."""
-    found = gpu.run("attention_tasks:all_calls", backend=backend, dtype=dtype)
-    assert found["calls"] == 400
+    found = gpu.run("attention_tasks:all_calls", backend=backend, dtype=dtype, every=every)
+    assert found["calls"] == -(-400 // every)
     assert found["problems"] == {}
 
 

@@ -29,15 +29,7 @@ RECORDED = 2
 def step(
     flags: list[str], rank: int = 0, ranks: int = 1, device: dict[str, int] | None = None
 ) -> dict[str, Any]:
-    """Train three steps as a rank of `ranks`; describe the second.
-
-    Returns:
-        counts: events of each kind; waits and crossings: each line that makes the host wait, or
-        copies between host and device, with how often; collectives: each kind of NCCL call, its
-        bytes, ranks and number; kernels: launches by name; misplaced: tensors handed to a kernel
-        whose rows are not multiples of 16 bytes; before, peak: bytes of tensors when the step
-        begins, and at most in it; parameters: on this rank.
-    """
+    """Train three steps as a rank of `ranks`; describe the second."""
     os.environ |= Device(**device or {}).variables()
     be_rank(rank, ranks)
     if "alltoall" in flags:

@@ -9,7 +9,7 @@ import pytest
 from examples.replicate import record
 from examples.replicate.experiment import FORMS, letters, read_experiment
 
-ROOT = Path(__file__).resolve().parents[2]
+ROOT = Path(__file__).resolve().parents[3]
 pytestmark = pytest.mark.replicate
 
 

@@ -13,7 +13,7 @@ from examples.real_models.training import by_seed, difference
 from examples.real_models.zeroing import RESULTS
 from examples.replicate import record
 
-ROOT = Path(__file__).parents[2]
+ROOT = Path(__file__).parents[3]
 SECTION = " ".join(
     (ROOT / "README.md").read_text().partition("## Does it help?")[2].partition("\n## ")[0].split()
 )

@@ -15,11 +15,8 @@ from torch.nn.functional import cosine_similarity
 from examples.real_models import numbers_circuit  # noqa: F401  # registers numbers
 from examples.real_models.claims import claims, measured
 from examples.real_models.numbers import NUMBERS
-from megasink.analysis.capture.inputs import inputs_of
-from megasink.analysis.capture.models import of_transformers
-from megasink.analysis.options import AnalysisOptions
-from tests.real_models.eager import passed
-from tests.real_models.inactive import (
+from examples.real_models.tests.eager import passed
+from examples.real_models.tests.inactive import (
     accuracy,
     growth,
     largest_iou,
@@ -29,7 +26,7 @@ from tests.real_models.inactive import (
     removable_on_task,
     when_cut,
 )
-from tests.real_models.oracle import (
+from examples.real_models.tests.oracle import (
     BY_TEXT,
     DOMAINS,
     MEASURED,
@@ -46,6 +43,9 @@ from tests.real_models.oracle import (
     small_subject,  # noqa: F401
     state_norms,
 )
+from megasink.analysis.capture.models import of_transformers
+from megasink.analysis.capture.inputs import inputs_of
+from megasink.analysis.options import AnalysisOptions
 
 pytestmark = needs_model
 NOT_HERE = {

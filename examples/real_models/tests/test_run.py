@@ -9,7 +9,7 @@ from transformers import GPT2Config, GPT2LMHeadModel
 from examples.real_models import claims, fidelity, rounding, run, scores, surgery
 from megasink.errors import ConfigError
 
-ROOT = Path(__file__).parents[2]
+ROOT = Path(__file__).parents[3]
 
 
 def test_everything_from_a_folder_of_ones_own(model, capsys, monkeypatch):

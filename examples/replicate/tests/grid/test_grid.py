@@ -20,9 +20,9 @@ from examples.replicate.grid.results import read_record, read_results
 from examples.replicate.grid.start import Launched, Way, cpu_seconds
 from examples.replicate.grid.table import text_of
 from examples.replicate.languages import write_triggers
+from examples.replicate.tests.grid import held
+from examples.replicate.tests.grid.files import LETTERS, POINTS, STEPS, write
 from megasink.errors import UserError
-from tests.replicate.grid import held
-from tests.replicate.grid.files import LETTERS, POINTS, STEPS, write
 from tests.runs import metrics, resumed_from, steps
 from tests.waiting import until
 

@@ -9,9 +9,9 @@ import pytest
 from examples.replicate import claims, figures, record, results_page
 from examples.replicate.experiment import letters, read_experiment
 from examples.replicate.grid.cell_figures import title_of
+from examples.replicate.tests.results import result, runs
 from examples.replicate.words import spread_text
 from megasink.errors import UserError
-from tests.replicate.results import result, runs
 
 RESULTS = record.read_results()
 

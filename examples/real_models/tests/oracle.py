@@ -21,12 +21,12 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from examples.real_models import analyses, changes, numbers_circuit  # noqa: F401
 from examples.real_models.analyses import Subject
+from examples.real_models.tests.conftest import without_plugin  # noqa: F401  # an analysis adds metrics
+from examples.real_models.tests.eager import passed
 from examples.real_models.texts import Text
 from megasink.cli import main as megasink
-from tests.real_models.conftest import without_plugin  # noqa: F401  # an analysis adds metrics
-from tests.real_models.eager import passed
 
-ROOT = Path(__file__).parents[2]
+ROOT = Path(__file__).parents[3]
 MODEL = Path(os.environ.get("MEGASINK_TEST_SMOLLM2") or ROOT / "runs/real-models/smollm2").resolve()
 needs_model = pytest.mark.skipif(
     not (MODEL / "model.safetensors").is_file(),

@@ -10,8 +10,8 @@ from functools import cache
 
 import numpy as np
 
-from tests.real_models.eager import passed
-from tests.real_models.oracle import (
+from examples.real_models.tests.eager import passed
+from examples.real_models.tests.oracle import (
     MEASURED,
     ORACLE,
     PERCENTS,

@@ -8,12 +8,12 @@ import pytest
 
 from examples.replicate.grid.file import filled, read_grid
 from examples.replicate.grid.plan import begin, plan
+from examples.replicate.tests.grid.files import POINTS, TRACE, write
 from megasink.errors import ConfigError, UserError
 from megasink.training import job
 from tests import parsing
-from tests.replicate.grid.files import POINTS, TRACE, write
 
-DOCS = Path(__file__).parents[3] / "examples" / "replicate" / "grid" / "README.md"
+DOCS = Path(__file__).parents[2] / "grid" / "README.md"
 LOSS = '[axes.loss]\n"no loss" = {head-balance-coeff = 0}\nloss = {head-balance-coeff = 0.1}\n'
 
 

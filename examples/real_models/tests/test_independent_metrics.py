@@ -6,7 +6,7 @@ Nothing of megasink measures on the expected side: see `oracle.py`.
 import numpy as np
 import pytest
 
-from tests.real_models.oracle import (
+from examples.real_models.tests.oracle import (
     BY_TEXT,
     ORACLE,
     cosines,

@@ -10,9 +10,9 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from examples.real_models import analyses, changes, claims, numbers, numbers_circuit, page
 from examples.real_models.analyses import Samples, Subject
+from examples.real_models.tests.conftest import sentences
 from examples.real_models.texts import Text, read_texts
 from megasink.cli import main as megasink
-from tests.real_models.conftest import sentences
 
 
 class Made:

@@ -8,7 +8,7 @@ from megasink.cli.demo_runs import LETTERS, write_tokenizer
 from megasink.data.corpus import Document
 from megasink.data.tokenizer import load_tokenizer, train_tokenizer
 
-FOLDER = Path(__file__).parents[2] / "examples" / "replicate" / "b_emergence"
+FOLDER = Path(__file__).parents[1] / "b_emergence"
 
 
 def fixed_tokens(form):
