@@ -19,6 +19,7 @@ GateOperation = Literal["multiply", "add"]
 GateActivation = Literal["sigmoid", "silu", "ns-sigmoid", "identity"]
 GateInput = Literal["hidden", "none"]
 OutputNorm = Literal["none", "rmsnorm", "silu"]
+SwitchHeads = Literal["none", "value", "key-value"]
 AttentionBias = Literal["none", "alibi", "t5", "bucket"]
 Scope = Literal["global", "data-parallel", "microbatch"]
 FFNActivation = Literal["relu", "gelu", "silu", "reglu", "geglu", "swiglu"]
@@ -62,15 +63,13 @@ class AttentionOptions:
         },
     )
     """Layers that have --attention-variant; the others have plain softmax attention. windowed or
-    full: the layers with or without a sliding window, as MiMo-V2-Flash has sinks in the windowed
-    ones. Or a list such as "([1]*5+[0])*8": 1 for a layer with the variant, as in
-    --window-attn-skip-freq. None: all layers."""
+    full: the layers with or without a sliding window. Or a list such as "([1]*5+[0])*8": 1 for a
+    layer with the variant, as in --window-attn-skip-freq. None: all layers."""
 
     softmax_offset_init: float = 0.0
     """Initial sink logit of every head. At 0 a new model starts with off-by-one attention: the gate
-    over n visible tokens is n/(n+1), so training starts close to vanilla attention, and the
-    gradient of the logit, proportional to 1 - gate, is not zero. GPT-OSS and Megatron draw it from
-    N(0, 0.02), which is the same to two digits but depends on the random state."""
+    over n visible tokens is n/(n+1), close to vanilla attention. GPT-OSS and Megatron draw it from
+    N(0, 0.02), which is the same to two digits."""
 
     attention_kernel: str = "auto"
     """Attention kernel: auto, or the name of a required kernel ('eager', 'flash-cpu', ...). A
@@ -154,6 +153,21 @@ class GateOptions:
     match_ffn_width: bool = False
     """Narrow the FFN to keep the parameter count of the model without the gate (P1.21), to the
     nearest multiple of 128. The widths are printed."""
+
+
+@dataclass(kw_only=True)
+class SwitchOptions:
+    """Switch heads: tokens select experts of the value and key projections (P1.39)."""
+
+    switch_heads: SwitchHeads = _choice(SwitchHeads, "none")  # noqa: RUF009
+    """Projections with experts: value, or key and value. A token gets the sum of the experts that
+    it selects, each times the sigmoid of its score."""
+
+    switch_experts: int = 1
+    """Experts of each key/value group."""
+
+    switch_top_k: int = 1
+    """Experts that a token selects in each group: those with the highest scores."""
 
 
 @dataclass(kw_only=True)
@@ -245,8 +259,8 @@ class HeadBalanceOptions:
     step (the choice is stored in the checkpoint)."""
 
 
-_ATTENTION = (AttentionOptions, BiasOptions, SimilarityOptions, GateOptions, PositionOptions)
-MODEL_OPTIONS = (*_ATTENTION, BlockOptions, NanochatOptions)
+_HEADS = (AttentionOptions, BiasOptions, SimilarityOptions, GateOptions, SwitchOptions)
+MODEL_OPTIONS = (*_HEADS, PositionOptions, BlockOptions, NanochatOptions)
 """Options that define the model."""
 
 TRANSFORMER_OPTIONS = (*MODEL_OPTIONS, HeadBalanceOptions)

@@ -17,6 +17,7 @@ P1 = {
     "gate_activation": "sigmoid",
     "gate_input": "hidden",
     "sdpa_output_norm": "none",
+    "switch_heads": "none",
     "hidden_size": 2048,
     "num_attention_heads": 32,
     "num_query_groups": 4,
@@ -51,6 +52,24 @@ def options(**changes):
 def test_parameters_are_those_of_table_1(changes, millions):
     found = LAYERS * ffn_width.parameters_per_layer(options(**changes)) / 1e6
     assert found == pytest.approx(millions, rel=0.03, abs=0.05)
+
+
+@pytest.mark.parametrize(
+    ("maps", "experts", "millions", "printed"),
+    [
+        ("key-value", 8, 353.9, 38),
+        ("key-value", 4, 151.8, 13),
+        ("value", 4, 76.3, 13),
+        ("value", 8, 177.7, 25),
+        ("value", 1, 0.2, 3),
+    ],
+)
+def test_the_experts_of_table_6_are_more_than_it_prints(maps, experts, millions, printed):
+    """Whole projections of each group; the value gate of row 6 has 0.2 million in Table 1."""
+    switch = options(attention_variant="sink", switch_heads=maps, switch_experts=experts)
+    found = LAYERS * ffn_width.parameters_per_layer(switch) / 1e6
+    assert found == pytest.approx(millions, abs=0.05)
+    assert round(found) != printed
 
 
 def test_a_bias_is_counted():

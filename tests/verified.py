@@ -63,6 +63,12 @@ ROWS = (
         "plan/hollow/trainer",
     ),
     Row(
+        "switch heads",
+        "megatron/switch_heads",
+        "distributed/layouts distributed/checkpoint megatron/decoding",
+        "plan/hollow/trainer",
+    ),
+    Row(
         "explicit gates",
         "attention/explicit_gate megatron/gated_attention",
         "distributed/layouts distributed/oracle",

@@ -41,6 +41,7 @@ if TYPE_CHECKING:
         reference_head_norm,
         reference_similarity_attention,
         reference_slot_attention,
+        reference_switch,
     )
     from megasink.attention.similarity import (
         SimilarityOutput,
@@ -80,6 +81,7 @@ __all__ = [
     "reference_head_norm",
     "reference_similarity_attention",
     "reference_slot_attention",
+    "reference_switch",
     "register_backend",
     "similarity_attention",
     "slot_attention",

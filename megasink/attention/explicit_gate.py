@@ -15,17 +15,10 @@ Reduce = Callable[[Tensor], Tensor]
 
 
 def gate_values(score: Tensor, activation: str) -> Tensor:
-    """Apply the gate activation elementwise (P1.1, P1.11 to P1.14).
+    """Return the gate in float32 (float64 for float64) of a score (P1.1, P1.11 to P1.14).
 
-    Args:
-        activation: "sigmoid", "silu", "ns-sigmoid" (0.5 + 0.5 sigmoid) or "identity".
-
-    Returns:
-        The gate in float32 (float64 for float64), like Megatron's own output gate: in bf16 a
-        sigmoid near 1 has two digits.
-
-    Raises:
-        ValueError: The activation is unknown.
+    In bf16 a sigmoid near 1 would have two digits. `activation` is "sigmoid", "silu", "ns-sigmoid"
+    (0.5 + 0.5 sigmoid) or "identity".
     """
     score = score.to(statistics_dtype(score.dtype))
     if activation == "sigmoid":
@@ -56,24 +49,14 @@ def mean_over_heads(gate_THC: Tensor, heads: int, reduce: Reduce | None = None) 
 
 
 def apply_gate(x_THD: Tensor, gate_THC: Tensor, operation: str) -> Tensor:
-    """Return x * gate ("multiply") or x + gate ("add"), in the dtype of x.
-
-    Raises:
-        ValueError: The operation is unknown.
-    """
-    if operation == "multiply":
-        return (x_THD * gate_THC).to(x_THD.dtype)
-    if operation == "add":
-        return (x_THD + gate_THC).to(x_THD.dtype)
-    raise ValueError(f"unknown gate operation {operation!r}")
+    """Return x * gate ("multiply") or x + gate ("add"), in the dtype of x."""
+    if operation not in ("multiply", "add"):
+        raise ValueError(f"unknown gate operation {operation!r}")
+    return (x_THD * gate_THC if operation == "multiply" else x_THD + gate_THC).to(x_THD.dtype)
 
 
 def head_rms_norm(x_THD: Tensor, weight_HD: Tensor, eps: float) -> Tensor:
-    """Apply RMSNorm to each head separately, with a weight per head and element (P1.16).
-
-    Returns:
-        The result in the dtype of x, computed in float32 (float64 for float64).
-    """
+    """Return RMSNorm of each head, weighted per head and element (P1.16), in the dtype of x."""
     wide = x_THD.to(statistics_dtype(x_THD.dtype))
     wide = wide * (wide.square().mean(-1, keepdim=True) + eps).rsqrt()
     return (wide * weight_HD).to(x_THD.dtype)

@@ -264,6 +264,26 @@ def reference_gate(
     return x_THD * gate_THC if operation == "multiply" else x_THD + gate_THC, gate_THC
 
 
+def reference_switch(expert_TEX: Tensor, score_TE: Tensor, *, top_k: int) -> Tensor:
+    """Sum a token's `top_k` experts of highest score, each times sigmoid(score) (P1.39).
+
+    Of equal scores the first counts. SwitchHead's weights do not compete: their sum is not 1.
+
+    Args:
+        expert_TEX: [..., E, X], the projections of a token by each of E experts.
+        score_TE: [..., E].
+
+    Returns:
+        [..., X].
+    """
+    index_E = torch.arange(score_TE.shape[-1], device=score_TE.device)
+    other_T1E, own_TE1 = score_TE[..., None, :], score_TE[..., None]
+    first_EE = index_E[None, :] < index_E[:, None]
+    before_TEE = (other_T1E > own_TE1) | ((other_T1E == own_TE1) & first_EE)
+    weight_TE = score_TE.sigmoid() * (before_TEE.sum(-1) < top_k)
+    return (expert_TEX * weight_TE[..., None]).sum(-2)
+
+
 def reference_head_norm(x_THD: Tensor, weight_HD: Tensor | None, *, eps: float = 1e-5) -> Tensor:
     """Apply a nonlinearity of P1 Table 3 to the SDPA output: RMSNorm per head (P1.16) or SiLU.
 

@@ -271,6 +271,8 @@ def read_config(folder: Path) -> Config:
 _BY_NAME = {
     "olmo2": "it normalizes the outputs of attention and FFN, not their inputs, and its "
     "qk-norm spans all heads, where Megatron's spans one head",
+    "mimo_v2_flash": "its values are narrower than its keys, and windowed layers have their own "
+    "number of groups and RoPE base; Megatron's HybridModel and SelfAttention have one of each",
     "llama4": "its layers without RoPE and its chunked attention have no counterpart",
     "gpt2": "its weights are transposed, with query, key and value in one tensor, and its FFN and "
     "norms have biases",

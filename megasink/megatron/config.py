@@ -15,6 +15,7 @@ from megasink.config import (
     NanochatOptions,
     PositionOptions,
     SimilarityOptions,
+    SwitchOptions,
 )
 from megasink.megatron.head_balance import HeadBalance
 from megasink.megatron.model_options import apply_options, check_parameters
@@ -26,6 +27,7 @@ class MegasinkTransformerConfig(
     NanochatOptions,
     BlockOptions,
     PositionOptions,
+    SwitchOptions,
     GateOptions,
     SimilarityOptions,
     BiasOptions,

@@ -1,17 +1,14 @@
 """Gate scores as extra rows at the end of linear_qkv: one GEMM, one gather of the sequence.
 
 If TransformerEngine fuses the norm into linear_qkv, only that layer has the normed hidden state.
-In memory a rank's weight is [its q, k, v rows | its gate rows | padding]. In a checkpoint the gate
-rows are a separate tensor, ``linear_gate.weight``, because rows at the end of each shard would end
-up in the wrong heads when the tensor-parallel size changes.
+In memory a rank's weight is [its q, k, v rows | its gate rows | padding]. A checkpoint has the gate
+rows as ``linear_gate.weight``: rows at the end of each shard would end up in the wrong heads when
+the tensor-parallel size changes.
 
 The padding makes the number of rows a multiple of 8, or of the 16 or 32 that the GEMMs of FP8 need.
-Value is a view of the output of linear_qkv, so that number is the distance between its rows, and
-flash kernels load 16 bytes at once without a check: on a GPU another distance ends in "misaligned
-address". Padding costs at most 7 (FP8: 31) of thousands of rows and keeps the fast GEMMs, which
-need aligned rows too; a copy of the value would read and write it in every layer and leave the GEMM
-slow. The padding is 0, gets no gradient, nothing reads its output, and no torch_dist checkpoint has
-it.
+Value is a view of the output, so that number is the distance between its rows, and flash kernels
+load 16 bytes at once: on a GPU another distance ends in "misaligned address". The padding is 0, has
+no gradient, and is in no torch_dist checkpoint.
 """
 
 import functools
@@ -33,24 +30,31 @@ from megasink.attention.variants.gates import trailing_rows
 _BF16_ROWS = 8  # fill 16 bytes
 
 
-class _GateRows:
+class GateRows:
     """Mixin for a column-parallel linear layer used as linear_qkv.
 
     `row_split` has the rows of ``weight`` (and of any ``bias``, which the gate then shares, as in
     Megatron's own output gate): of this rank's query, key and value; of its gate; and of padding.
+    `part` replaces "linear_qkv." in the checkpoint's name of the second.
     """
+
+    part = "linear_gate."
 
     def __init__(self, input_size: int, output_size: int, *, config: Any, **kwargs: Any):
         ranks = config.tensor_model_parallel_size
-        mixed, gate = output_size // ranks, trailing_rows(config) // ranks
+        mixed, gate = output_size // ranks, self.rows(config) // ranks
         multiple = get_fp8_align_size(config.fp8_recipe) if config.fp8 else _BF16_ROWS
         self.row_split = (mixed, gate, -(mixed + gate) % multiple)
         super().__init__(input_size, ranks * sum(self.row_split), config=config, **kwargs)  # type: ignore[call-arg]
         self._scores: Tensor | None = None
         for parameter in (self.weight, self.bias):  # type: ignore[attr-defined]
             if parameter is not None and parameter.numel():
-                parameter.row_split = self.row_split
+                parameter.row_split, parameter.row_part = self.row_split, self.part
                 parameter.data[mixed + gate :] = 0.0
+
+    def rows(self, config: Any) -> int:
+        """Return the gate rows of all tensor-parallel ranks."""
+        return trailing_rows(config)
 
     def forward(self, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor | None]:
         """Run the layer; return the output without the gate rows, kept for `take_scores`."""
@@ -75,14 +79,14 @@ class _GateRows:
         for name in ("weight", "bias"):
             projection = state.get(f"{prefix}{name}")
             if isinstance(projection, ShardedTensor):
-                state[f"{prefix}{name}"] = _two_tensors(projection, self.row_split)
+                state[f"{prefix}{name}"] = _two_tensors(projection, self.row_split, self.part)
         return state
 
 
 @functools.cache
-def with_gate_rows(linear: type) -> type:
-    """Return the column-parallel class (Megatron's or TransformerEngine's) with gate rows."""
-    return type(f"GateRows{linear.__name__}", (_GateRows, linear), {"__module__": __name__})
+def with_gate_rows(linear: type, rows: type = GateRows) -> type:
+    """Return the column-parallel class (Megatron's or TransformerEngine's) with trailing rows."""
+    return type(f"{rows.__name__}{linear.__name__}", (rows, linear), {"__module__": __name__})
 
 
 def named_parts(
@@ -106,15 +110,17 @@ def named_parts(
         return
     mixed, gate, _ = tensor.split(rows)
     yield name, mixed
-    yield _gate_key(name), gate
+    yield _part_key(name, parameter.row_part), gate  # type: ignore[attr-defined]
 
 
-def _gate_key(key: str) -> str:
+def _part_key(key: str, part: str) -> str:
     assert "linear_qkv." in key, key
-    return key.replace("linear_qkv.", "linear_gate.")
+    return key.replace("linear_qkv.", part)
 
 
-def _two_tensors(projection: ShardedTensor, rows: tuple[int, int, int]) -> ShardedTensorFactory:
+def _two_tensors(
+    projection: ShardedTensor, rows: tuple[int, int, int], part: str
+) -> ShardedTensorFactory:
     """Split a sharded tensor with a factory, so that optimizer states are split the same way."""
     prepended = projection.prepend_axis_num
     axis = prepended  # axis 0 of the parameter, after the layer axes
@@ -134,13 +140,13 @@ def _two_tensors(projection: ShardedTensor, rows: tuple[int, int, int]) -> Shard
         return [
             ShardedTensor.from_rank_offsets(
                 part_key,
-                part,
+                values,
                 *others,
                 (axis, rank, ranks),
                 replica_id=replica_id,
                 prepend_axis_num=prepended,
             )
-            for part_key, part in zip((key, _gate_key(key)), parts, strict=True)
+            for part_key, values in zip((key, _part_key(key, part)), parts, strict=True)
         ]
 
     @torch.no_grad()

@@ -28,8 +28,8 @@ _SCALED_OUTPUT = re.compile(r"(linear_proj|linear_fc2|self_attention\.out_proj)\
 _EMBEDDING = re.compile(r"(word_embeddings|position_embeddings)\.weight$")
 # Megatron also draws the router bias (transformer/moe/router.py:80).
 _DRAWN = re.compile(
-    r"((linear_qkv|linear_q_proj|linear_(q|kv)_(down|up)_proj|linear_gate|linear_fc1|eh_proj|output_layer"
-    r"|similarity_mlp\.fc[12]|relative_bias)\.weight"
+    r"((linear_qkv|linear_q_proj|linear_(q|kv)_(down|up)_proj|linear_gate|linear_switch|linear_fc1"
+    r"|eh_proj|output_layer|similarity_mlp\.fc[12]|relative_bias)\.weight"
     r"|router\.(weight|bias)|\.gate_weight|self_attention\.in_proj\.weight)$"
 )
 # Of gated delta-net (ssm/gated_delta_net/common.py:reset_parameters), and all of Mamba.

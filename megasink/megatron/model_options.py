@@ -154,6 +154,11 @@ def apply_options(config: Any) -> None:
 
 
 def check_parameters(config: Any) -> None:
-    """Check that the heads of a variant's parameters divide among the tensor-parallel ranks."""
+    """Check that parameters divide among the ranks, and the options of switch heads."""
+    if (config.switch_heads, config.switch_experts, config.switch_top_k) != ("none", 1, 1):
+        from megasink.attention.variants.switch import switch_problems
+
+        if problems := list(switch_problems(config, config.num_query_groups, str)):
+            raise ConfigError(problems)
     for parameter in variant(config.attention_variant).parameters:
         parameter.local_shape(config, config.tensor_model_parallel_size)

@@ -126,7 +126,13 @@ def with_our_modules(node: Any, config: Any) -> Any:
         }
         if isinstance(node, SelfAttentionSubmodules | MLASelfAttentionSubmodules):
             changes["core_attention"] = CoreAttention
-            if trailing_rows(config) and isinstance(node, SelfAttentionSubmodules):
+            if isinstance(node, MLASelfAttentionSubmodules):
+                pass  # its gate has a projection of its own
+            elif config.switch_heads != "none":
+                from megasink.megatron.switch_heads import with_switch_rows
+
+                changes["linear_qkv"] = with_switch_rows(node.linear_qkv)
+            elif trailing_rows(config):
                 from megasink.megatron.gate_projection import with_gate_rows
 
                 changes["linear_qkv"] = with_gate_rows(node.linear_qkv)

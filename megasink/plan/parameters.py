@@ -23,6 +23,7 @@ COMPONENTS = {
     "shared experts": r"\.shared_experts?\.",
     "experts": r"\.experts\.",
     "norms": r"norm",
+    "switch heads": r"linear_switch\.",
     GATES: r"gate",
     QKV: r"linear_(qkv|kv|q)(_|\.)",
     "attention output": r"linear_proj\.",

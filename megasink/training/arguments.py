@@ -18,7 +18,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from megasink.attention.variants.layers import resolve_layers
+from megasink.attention.variants.layers import layers_with_variant
 from megasink.console.printable import say
 from megasink.errors import ConfigError, nearest
 from megasink.megatron.arguments import DEFAULTS, parse_known
@@ -95,6 +95,16 @@ def _count_layers(args: Namespace) -> None:
         args.num_layers = len(layers_of(pattern)) or None
     if args.mtp_num_layers is None:
         args.mtp_num_layers = pattern.count(PREDICTION) or None
+
+
+def resolve_layers(args: Namespace) -> None:
+    """Replace a word in ``args.attention_variant_layers`` by its list, if that is possible.
+
+    The list identifies a run, so a change of windows does not move its sinks.
+    """
+    if isinstance(args.attention_variant_layers, str) and args.num_layers:
+        with contextlib.suppress(ValueError):  # training/checks/variants.py says why
+            args.attention_variant_layers = [int(has) for has in layers_with_variant(args)]
 
 
 def parse(argv: Sequence[str]) -> tuple[Namespace, dict[str, Any]]:

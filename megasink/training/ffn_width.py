@@ -1,4 +1,4 @@
-"""Parameters that explicit gates add, and the FFN width that compensates for them (P1.21).
+"""Parameters that gates and switch heads add, and the FFN width that compensates for them (P1.21).
 
 `options`: see :mod:`megasink.attention.variants.gates`.
 """
@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from megasink.attention.variants.gates import gate_shape, gates_explicitly
+from megasink.attention.variants.switch import switch_rows
 from megasink.errors import ConfigError
 
 # Divisible by every common tensor-parallel size; at TP=8 the GEMMs still have a multiple of 16
@@ -16,8 +17,8 @@ FFN_MULTIPLE = 128
 
 
 def parameters_per_layer(options: Any, *, bias: bool = False) -> int:
-    """Return the parameters that the gate and the SDPA output norm add; `bias` of linear_qkv."""
-    count = 0
+    """Return the parameters that gate, switch heads and SDPA output norm add; `bias` of linear_qkv."""
+    count = switch_rows(options) * options.num_query_groups * (options.hidden_size + bias)
     if gates_explicitly(options):
         heads, width = gate_shape(options)
         inputs = options.hidden_size + bias if options.gate_input == "hidden" else 1
@@ -39,7 +40,7 @@ class MatchedWidth:
 
     def __str__(self) -> str:
         return (
-            f"the gate adds {self.extra:,} parameters per layer, so the FFN width is "
+            f"gates and experts add {self.extra:,} parameters per layer, so the FFN width is "
             f"{self.after} instead of {self.before} ({self.exact:.1f} rounded to a multiple of "
             f"{FFN_MULTIPLE}), which leaves {self.left_over:+,} parameters per layer"
         )
@@ -55,8 +56,9 @@ def matched_ffn_width(
     after = round(exact / FFN_MULTIPLE) * FFN_MULTIPLE
     if after < FFN_MULTIPLE:
         raise ValueError(
-            f"the gate adds {extra:,} parameters per layer, as many as {extra / per_unit:.1f} of "
-            f"the {ffn_width} columns of the FFN: less than {FFN_MULTIPLE} would be left"
+            f"gates and experts add {extra:,} parameters per layer, as many as "
+            f"{extra / per_unit:.1f} of the {ffn_width} columns of the FFN: less than "
+            f"{FFN_MULTIPLE} would be left"
         )
     left_over = extra - (ffn_width - after) * per_unit
     return MatchedWidth(extra, ffn_width, after, exact, left_over)

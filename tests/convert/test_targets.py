@@ -171,6 +171,7 @@ def test_arguments_of_a_run_give_its_architecture():
     ("option", "value", "said"),
     [
         ("attention_similarity", "sigmoid", "--attention-similarity sigmoid"),
+        ("switch_heads", "value", "--switch-heads value has no counterpart in Hugging Face"),
         ("sink_token", True, "--sink-token True"),
         ("attention_bias_type", "rope", "--attention-bias-type rope"),
         ("prefix_lm_tokens", 8, "--prefix-lm-tokens 8"),
@@ -207,6 +208,7 @@ BY_LAYER = {"full_attention": {"rope_type": "yarn", "rope_theta": 1e4, "factor":
     ("target", "change", "said"),
     [
         ("llama", {"model_type": "olmo2"}, "qk-norm spans all heads|spans all heads"),
+        ("llama", {"model_type": "mimo_v2_flash"}, "'mimo_v2_flash' cannot be imported: its val"),
         ("llama", {"model_type": "mamba"}, "'mamba' cannot be imported: no conversion target"),
         ("llama", {"model_type": "mamba", "state_size": 16}, "imported: it has state-space layers"),
         ("llama", {"model_type": "deepseek_v3", "kv_lora_rank": 512}, "multi-head latent attent"),

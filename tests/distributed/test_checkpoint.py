@@ -41,6 +41,8 @@ SAVED = {
         "tp",
         "pp",
     ),
+    "switch": (MODELS["switch-key-value"][1] | DISTRIBUTED, "tp", "pp single"),
+    "switch-plain-bf16": (MODELS["switch-value"][1] | BF16, "tp", "single"),
     "prediction": ({"mtp_num_layers": 1} | DISTRIBUTED, "tp", "pp"),
     "parameter": (MODELS["parameter"][1] | DISTRIBUTED, "tp", "pp"),
     "output": (MODELS["output"][1] | DISTRIBUTED, "tp", "single"),

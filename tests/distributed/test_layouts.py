@@ -24,6 +24,7 @@ WINDOW = {"window_size": (7, 0), "window_attn_skip_freq": 2}
 MLP = VANILLA | OFF | {"attention_similarity": "mlp", "attention_normalization": "none"}
 POST_NORM = {"post_norm": True, "residual_clip": 1.0, "normalization": "LayerNorm"}
 QK_NORM = {"qk_layernorm": True}
+EXPERTS = {"switch_experts": 3, "switch_top_k": 3}
 
 # Layouts, and options of the model: each has its own oracle, a single process.
 MODELS = {
@@ -77,6 +78,9 @@ MODELS = {
     "output-parameter": ("sp", ELEMENTWISE | {"gate_position": "output", "gate_input": "none"}),
     "rmsnorm": ("tp", HEADWISE | {"sdpa_output_norm": "rmsnorm"}),
     "silu": ("tp", VANILLA | {"sdpa_output_norm": "silu"}),
+    # Switch heads. All experts are selected: rounding decides between two of nearly equal scores.
+    "switch-value": ("tp sp+full pp", {"switch_heads": "value"} | EXPERTS),
+    "switch-key-value": ("sp", {"switch_heads": "key-value", "add_qkv_bias": True} | EXPERTS),
 }
 
 

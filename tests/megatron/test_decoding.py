@@ -54,6 +54,7 @@ OTHERS = {
         {"position_embedding_type": "learned_absolute", "sinusoidal_position_embedding": True},
         SINGLE,
     ),
+    "switch": ({"switch_heads": "value", "switch_experts": 3, "switch_top_k": 2}, TP),
     "sandwich-norm": ({"sandwich_norm": True}, SINGLE),
     "post-norm": ({"post_norm": True}, SINGLE),
     "multi-head-addition": ({"multi_head_addition": True}, TP),

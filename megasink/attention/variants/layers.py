@@ -12,16 +12,15 @@ PLAIN = "vanilla"
 """The variant of the other layers."""
 # Whether layers that a word names have a sliding window.
 _WINDOWED = {"windowed": True, "full": False}
-WORDS = tuple(_WINDOWED)
 _MOST_LAYERS = 10_000
 
 
 def layer_pattern(text: str) -> str | list[int]:
-    """Return one of `WORDS`, or a list with 1 for each layer with the variant and 0 for the others.
+    """Return "windowed", "full" or a list of 1 for each layer with the variant and 0 for others.
 
     Expressions are lists of 0 and 1 with + and *, as in Megatron's ``--window-attn-skip-freq``.
     """
-    if text in WORDS:
+    if text in _WINDOWED:
         return text
     try:
         pattern = _value(ast.parse(text.strip(), mode="eval").body)
@@ -81,18 +80,6 @@ def layers_with_variant(options: Any) -> tuple[bool, ...]:
     if len(set(has_variant)) < 2:
         raise ValueError(f"{'all layers are' if all(has_variant) else 'no layer is'} chosen")
     return has_variant
-
-
-def resolve_layers(options: Any) -> None:
-    """Replace a word in ``options.attention_variant_layers`` by its list, if that is possible.
-
-    The list identifies a run, so a change of windows does not move its sinks.
-    """
-    if isinstance(options.attention_variant_layers, str) and options.num_layers:
-        try:
-            options.attention_variant_layers = [int(has) for has in layers_with_variant(options)]
-        except ValueError:
-            return  # training/checks/variants.py says why
 
 
 def without_variant[Options](options: Options) -> Options:

@@ -50,6 +50,7 @@ EXCLUDED: dict[str, tuple[tuple[str, Any, str], ...]] = {
         ("attention_similarity", "softmax", _NOT_LATENT),
         ("sdpa_output_norm", "none", _NOT_LATENT),
         ("gate_position", "sdpa", _NOT_LATENT),
+        ("switch_heads", "none", _NOT_LATENT),
         ("multi_head_addition", False, _NOT_LATENT),
         ("norm_without_gain", False, _NOT_LATENT),
         ("post_norm", False, _NOT_LATENT),

@@ -11,6 +11,7 @@ from megasink.attention.variants.gates import (
     is_megatrons_output_gate,
 )
 from megasink.attention.variants.layers import PLAIN, layers_with_variant
+from megasink.attention.variants.switch import switch_problems
 from megasink.balance.loss import without_gradient, wrong_together
 from megasink.config import MODEL_OPTIONS
 from megasink.options.flags import flag_of
@@ -35,6 +36,7 @@ def problems(args: Namespace) -> Iterator[str]:
         yield from _layers(args)
     if gates_explicitly(args):
         yield from _gate(args)
+    yield from switch_problems(args, _groups(args), flag_of)
     if args.match_ffn_width and not args.attention_output_gate:
         yield from _width(args)
     if args.attention_similarity != "softmax":
@@ -152,7 +154,7 @@ def _gate(args: Namespace) -> Iterator[str]:
             f"--gate-position {position} with a headwise gate and --qk-layernorm: the norm cancels "
             "the gate: add --gate-granularity elementwise or drop the norm"
         )
-    groups = args.num_query_groups if args.group_query_attention else args.num_attention_heads
+    groups = _groups(args)
     if position in ("value", "key", "query") and groups and groups < ranks:
         yield (
             f"--gate-position {position} with {groups} key/value groups on "
@@ -161,9 +163,13 @@ def _gate(args: Namespace) -> Iterator[str]:
         )
 
 
+def _groups(args: Namespace) -> int | None:
+    return args.num_query_groups if args.group_query_attention else args.num_attention_heads
+
+
 def _width(args: Namespace) -> Iterator[str]:
     ranks = args.tensor_model_parallel_size
-    if not changes_self_attention(args):
+    if not changes_self_attention(args) and args.switch_heads == "none":
         yield "--match-ffn-width without a gate has nothing to match: drop the flag"
     elif FFN_MULTIPLE % ranks:
         yield (

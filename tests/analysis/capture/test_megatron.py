@@ -22,6 +22,7 @@ KINDS = {
     "kv-bias": {"attention_variant": "kv-bias"},
     "alibi": {"position_embedding_type": "none", "attention_bias_type": "alibi"},
     "multi-head-addition": {"multi_head_addition": True},
+    "switch": {"switch_heads": "key-value", "switch_experts": 3, "switch_top_k": 2},
     "post-norm": {"post_norm": True},
     "bf16": {"bf16": True},
 } | {

@@ -21,6 +21,7 @@ MODEL = (
 )
 GROUPS = "--group-query-attention --num-query-groups 4"
 ELEMENTWISE = "--attention-variant gated --gate-granularity elementwise"
+SWITCH = "--switch-heads value --switch-experts 3"
 MOE = (
     "--num-experts 8 --moe-router-topk 2 --moe-ffn-hidden-size 128 --moe-layer-freq [0]+[1]*3 "
     "--moe-token-dispatcher-type alltoall"
@@ -49,7 +50,7 @@ def records_of(gpu, text, ranks=1, layers=4, batch=32, stages=None):
     ]
 
 
-def closed_form(variant, groups=8, layers=4, experts=0, untied=False):
+def closed_form(variant, groups=8, layers=4, experts=0, untied=False, switch=0):
     """Parameters by component: hidden 256, 8 heads of 32, 256 ids, a gated MLP of 512."""
     hidden, heads, dim, tokens, ffn, expert_ffn = 256, 8, 32, 256, 512, 128
     dense = 1 if experts else layers
@@ -61,6 +62,7 @@ def closed_form(variant, groups=8, layers=4, experts=0, untied=False):
         "attention qkv": layers * hidden * dim * (heads + 2 * groups),
         "attention output": layers * hidden * hidden,
         "attention gates": layers * hidden * gate_rows,
+        "switch heads": layers * hidden * groups * switch,
         "attention sinks and biases": layers * heads * (variant == "sink"),
         "MLP": dense * 3 * hidden * ffn,
         "experts": sparse * experts * 3 * hidden * expert_ffn,
@@ -79,8 +81,12 @@ def closed_form(variant, groups=8, layers=4, experts=0, untied=False):
         (f"{ELEMENTWISE} {GROUPS} {TP} 2 {UNTIED}", 2, {"variant": "elementwise", "groups": 4}),
         (f"{MOE} {UNTIED} --expert-model-parallel-size 2 {PP} 2", 8, {"experts": 8}),
         (f"{GROUPS} {TP} 8 {PP} 4", 64, {"groups": 4}),
+        (f"{SWITCH} {GROUPS} {TP} 2", 2, {"groups": 4, "switch": 2 * 32 + 3}),
     ],
-    ids=["vanilla", "sink-TP", "headwise-PP", "elementwise-TP", "experts-PP-EP", "TP-above-groups"],
+    ids=[
+        *("vanilla", "sink-TP", "headwise-PP", "elementwise-TP", "experts-PP-EP"),
+        *("TP-above-groups", "switch-TP"),
+    ],
 )
 def test_parameters_are_exact_in_every_layout(gpu, pool, text, ranks, wanted):
     records = records_of(gpu, text, ranks)

@@ -43,6 +43,7 @@ CASES = {
     "value-gate": (f"{GATED} --gate-position value", 0, 1),
     "output-gate": (f"{GATED} {ELEMENTWISE} --gate-position output", 0, 1),
     "gate-parameter-norm": (f"{GATED} --gate-input none --sdpa-output-norm rmsnorm", 0, 1),
+    "switch": ("--switch-heads key-value --switch-experts 4 --switch-top-k 2", 0, 1),
     "no-balance-loss": ("--attention-variant sink --head-balance-coeff 0", 0, 1),
     "shared-heads": ("--head-balance-shared-heads 1", 0, 1),
     "microbatch-scope": ("--head-balance-scope microbatch", 0, 1),
