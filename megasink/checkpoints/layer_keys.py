@@ -58,6 +58,14 @@ def pattern_in(keys: Iterable[str]) -> str | None:
     return pattern or None
 
 
+def as_hybrid_key(key: str) -> str:
+    """Return the key in a hybrid model, whose blocks are a mixer and an FFN, of a numbered one."""
+    if layer := NUMBERED.match(key):
+        is_ffn = re.match(r"(pre_|post_)?mlp", layer[2]) is not None
+        return f"{LAYERS}{2 * int(layer[1]) + is_ffn}.{layer[2]}"
+    return key.replace(*LAST_NORM[::-1])
+
+
 def as_gpt_keys(keys: Iterable[str]) -> dict[str, str]:
     """Return {key: key in a GPT model with numbered layers}; a GPT's keys do not change."""
     keys = list(keys)

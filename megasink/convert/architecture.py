@@ -6,6 +6,7 @@ added later.
 
 import dataclasses
 import itertools
+import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from types import SimpleNamespace
@@ -15,8 +16,9 @@ from megasink.attention.variants import Variant, foreign_options, of_kind, varia
 from megasink.attention.variants.gates import is_megatrons_output_gate
 from megasink.attention.variants.layers import PLAIN, windowed_layers
 from megasink.config import MODEL_OPTIONS, GateGranularity, visible_tokens
+from megasink.convert.delta_net import DeltaNet
 from megasink.convert.megasink_model import NAMES, MegasinkOptions, options_from, unknown_values
-from megasink.megatron.hybrid_pattern import count_blocks, layers_of, with_heads
+from megasink.megatron.hybrid_pattern import DELTA_NET, count_blocks, layers_of
 from megasink.options.flags import flag_of
 from megasink.options.megatron_flags import refused
 
@@ -66,6 +68,9 @@ class Architecture:
         attention: one of the kinds of a variant (`megasink.attention.variants.Variant.kinds`).
         variant_layers: per layer, whether it has that attention or plain softmax attention; empty
             if all have it.
+        delta_net: sizes of the layers with gated delta-net; None without such layers.
+        linear_layers: per layer, whether it has gated delta-net in place of attention; empty if all
+            are like the first.
         qkv_bias, bias: whether linear_qkv, or every linear layer (linear_qkv too), has a bias.
         no_rope: per layer, whether it has no RoPE; empty if all have it.
         windows: per layer, the number of tokens that a token sees, including itself; None for all.
@@ -73,6 +78,7 @@ class Architecture:
             gated unit.
         experts, topk: 0 for a dense model.
         shared_ffn: width of the shared expert; 0 for none.
+        shared_gate: whether the shared expert has a sigmoid gate.
         renormalize: whether the probabilities of the chosen experts are rescaled to sum to one.
         options: those that only megasink's own modeling files support.
     """
@@ -94,6 +100,8 @@ class Architecture:
     yarn: Yarn | None = None
     attention: str = "vanilla"
     variant_layers: tuple[bool, ...] = ()
+    delta_net: DeltaNet | None = None
+    linear_layers: tuple[bool, ...] = ()
     qk_norm: bool = False
     qkv_bias: bool = False
     bias: bool = False
@@ -103,6 +111,7 @@ class Architecture:
     experts: int = 0
     topk: int = 0
     shared_ffn: int = 0
+    shared_gate: bool = False
     renormalize: bool = True
     dtype: str = "float32"
     init_std: float = 0.02
@@ -123,12 +132,24 @@ class Architecture:
         """The type of RoPE scaling, by its name in transformers."""
         return "yarn" if self.yarn else None if self.rope_factor is None else "llama3"
 
+    @property
+    def layers_differ(self) -> bool:
+        """Whether the layers have different weights."""
+        return bool(self.variant_layers or self.linear_layers)
+
     def of_layer(self, layer: int) -> "Architecture":
         """Return the architecture of a model with all layers like this one."""
-        if not self.variant_layers:
+        if not self.layers_differ:
             return self
-        attention = self.attention if self.variant_layers[layer] else PLAIN
-        return dataclasses.replace(self, attention=attention, variant_layers=())
+        has_variant = not self.variant_layers or self.variant_layers[layer]
+        is_linear = self.linear_layers and self.linear_layers[layer]
+        return dataclasses.replace(
+            self,
+            attention=self.attention if has_variant else PLAIN,
+            variant_layers=(),
+            delta_net=self.delta_net if is_linear else None,
+            linear_layers=(),
+        )
 
     @property
     def has_sink(self) -> bool:
@@ -180,6 +201,7 @@ def architecture_of(
         problems.append(f"--attention-variant {record.name} has no kind {attention!r}")
         attention = record.kinds[0]
     experts = saved.get("num_experts") or 0
+    linear = _linear_layers(saved)
     ffn = saved["ffn_hidden_size"]
     bias = bool(saved.get("add_bias_linear"))
     grouped = "num_query_groups" if saved.get("group_query_attention") else "num_attention_heads"
@@ -201,6 +223,8 @@ def architecture_of(
         yarn=yarn,
         attention=attention,
         variant_layers=tuple(map(bool, saved.get("attention_variant_layers") or ())),
+        delta_net=DeltaNet.of(saved) if linear else None,
+        linear_layers=linear,
         qk_norm=bool(saved["qk_layernorm"]),
         qkv_bias=bias or bool(saved.get("add_qkv_bias")),
         bias=bias,
@@ -210,6 +234,7 @@ def architecture_of(
         experts=experts,
         topk=saved["moe_router_topk"] if experts else 0,
         shared_ffn=(saved.get("moe_shared_expert_intermediate_size") or 0) if experts else 0,
+        shared_gate=bool(experts and saved.get("moe_shared_expert_gate")),
         renormalize=not saved.get("moe_router_pre_softmax") or options.sigmoid_router,
         dtype="bfloat16" if saved.get("bf16") else "float16" if saved.get("fp16") else "float32",
         init_std=saved.get("init_method_std") or 0.02,
@@ -247,13 +272,20 @@ def _unfixed(saved: Mapping[str, Any]) -> list[str]:
 
 
 def _other_blocks(saved: Mapping[str, Any]) -> Iterator[str]:
-    """Yield the problem of a hybrid model with different blocks."""
+    """Yield the problem of a hybrid model with other blocks."""
     pattern = layers_of(saved.get("hybrid_layer_pattern") or "")
-    if pattern and pattern not in (len(pattern) // 2 * kind for kind in ("*-", "*E")):
+    if not re.fullmatch(r"([*G]-)*|([*G]E)*", pattern):
         yield (
-            f"--hybrid-layer-pattern {pattern}: targets only support blocks of attention and FFN "
-            "(*-), or of attention and experts (*E)"
+            f"--hybrid-layer-pattern {pattern}: targets only support blocks of attention or gated "
+            "delta-net, each with an FFN (*- and G-) or each with experts (*E and GE)"
         )
+
+
+def _linear_layers(saved: Mapping[str, Any]) -> tuple[bool, ...]:
+    """Return whether each block has gated delta-net; empty if none has."""
+    pattern = layers_of(saved.get("hybrid_layer_pattern") or "")
+    linear = tuple(symbol == DELTA_NET for symbol in pattern[::2])
+    return linear if any(linear) else ()
 
 
 def _activation(saved: Mapping[str, Any]) -> tuple[str | None, bool]:
@@ -310,5 +342,5 @@ def _of_blocks(saved: Mapping[str, Any], by_layer: tuple[bool, ...]) -> tuple[bo
     """Return the entries of the blocks, where Megatron counts the layers of a pattern."""
     pattern = saved.get("hybrid_layer_pattern")
     if pattern and by_layer and saved["num_layers"] == len(layers_of(pattern)):
-        return tuple(by_layer[layer] for layer in with_heads(pattern).values())
+        return by_layer[::2]
     return by_layer

@@ -20,6 +20,7 @@ import megasink
 from megasink.checkpoints.carried import KEY as CARRIED
 from megasink.checkpoints.identity import SHAPE, plain
 from megasink.checkpoints.intact import TRACKER, checkpoint_path
+from megasink.checkpoints.layer_keys import as_hybrid_key
 from megasink.console.printable import say as say_printable
 from megasink.console.progress import tracked
 from megasink.convert import carried as of_folder
@@ -43,9 +44,10 @@ from megasink.convert.targets.target import Target
 from megasink.convert.to_hf import Say, Verify, refuse_nan
 from megasink.convert.torch_dist_writer import Part, write_checkpoint
 from megasink.data.tokenizer import largest_id, load_tokenizer, tokenizer_hash
-from megasink.errors import UserError
+from megasink.errors import UserError, listed
 from megasink.files.atomic import sync_folder
 from megasink.megatron.arguments import parse_apart
+from megasink.training.translated import translate
 
 _POSITIONS = "--max-position-embeddings"
 
@@ -116,7 +118,7 @@ def import_model(
     if left := list(of_folder.left_behind(source.folder)):
         say(f"not exported later: {', '.join(left)}")
     if ignored:
-        say(f"ignored: {', '.join(ignored)}")
+        say(f"ignored: {listed(ignored, 3)}")
     if rounded := _rounded(weights, todo, source.model.dtype):
         say(
             f"rounded to {source.model.dtype}, as config.json specifies: {len(rounded)} "
@@ -152,7 +154,8 @@ def _account(source: HuggingFaceSource) -> list[str]:
     weights, todo = source.weights, source.steps
     known = {name for step in todo for name in step.hf}
     extra = sorted(weights.names - known)
-    ignored = [n for n in extra if n.endswith("rotary_emb.inv_freq")]
+    # As in transformers: buffers of old folders, and heads of multi-token prediction.
+    ignored = [n for n in extra if n.endswith("rotary_emb.inv_freq") or n.startswith("mtp.")]
     ignored += [n for n in extra if n == "lm_head.weight" and source.model.tied]
     problems = [f"{name} is missing" for name in sorted(known - weights.names)]
     unknown = [name for name in extra if name not in ignored]
@@ -200,12 +203,17 @@ def _parts(
         for key, tensor in made(step, read, source.model, change):
             both = (key, NORM_OF_LOCAL_SPEC) if key == NORM_BEFORE_EXPERTS else (key,)
             for name in both:
-                part = Part(name, step.index, sizes, tensor)
-                yield part.numbered() if model.variant_layers else part
+                yield _placed(Part(name, step.index, sizes, tensor), model)
     for key, tensor in (added(source.model, change) | balance_state(model)).items():
-        for layer in range(layers):
-            part = Part(LAYERS + key, (layer,), (layers,), tensor)
-            yield part.numbered() if model.variant_layers else part
+        for layer in (n for n in range(layers) if model.of_layer(n).delta_net is None):
+            yield _placed(Part(LAYERS + key, (layer,), (layers,), tensor), model)
+
+
+def _placed(part: Part, model: Architecture) -> Part:
+    """Return a part under the key that Megatron gives it in a model of these layers."""
+    part = part.numbered() if model.layers_differ else part
+    key = as_hybrid_key(part.key) if model.linear_layers else part.key
+    return dataclasses.replace(part, key=key)
 
 
 def _read(weights: HuggingFaceWeights, name: str, expert: int | None) -> Tensor:
@@ -262,6 +270,7 @@ def arguments_of(flags: list[str]) -> tuple[Namespace, dict[str, Any]]:
 
     training = ["--micro-batch-size", "1", "--lr", "1e-4", "--train-iters", "1"]
     args = parse_apart([*flags, *training, "--seq-length", flags[flags.index(_POSITIONS) + 1]])
+    list(translate(args))
     given = {name: plain(getattr(args, name)) for name in SHAPE}
     args.swiglu = args.swiglu or args.ffn_activation is not None
     with contextlib.redirect_stdout(io.StringIO()):

@@ -35,7 +35,8 @@ from megasink.files.json_file import read_object
 _SIZES = "vocab_size hidden_size intermediate_size num_attention_heads max_position_embeddings"
 _COUNTS = (
     "num_key_value_heads head_dim sliding_window moe_intermediate_size decoder_sparse_step "
-    "full_attention_interval"
+    "full_attention_interval linear_conv_kernel_dim linear_key_head_dim linear_value_head_dim "
+    "linear_num_key_heads linear_num_value_heads"
 )
 _NUMBERS_OF_EXPERTS = (
     "num_experts num_local_experts num_experts_per_tok shared_intermediate_size "
@@ -72,7 +73,7 @@ _PARAMETERS = fields(
     _ROPE | dict.fromkeys(("full_attention", "sliding_attention"), _OF_LAYERS | None)
 )
 
-_OURS = ("attention", "zero_centred", "bias", "qkv_bias")
+_OURS = ("attention", "zero_centred", "bias", "qkv_bias", "shared_gate")
 CONFIG_FIELDS = fields(
     {hint: kind | None for hint, kind in get_type_hints(MegasinkOptions).items()}
     | dict.fromkeys(_SIZES.split(), Count)
@@ -151,7 +152,8 @@ def config_of(model: Architecture, target: Target, special_tokens: Mapping[str, 
         **target.write_config(model),
     }
     if not target.custom_code:
-        config[OURS] = {name: getattr(model, name) for name in _OURS}
+        ours = {name: getattr(model, name) for name in _OURS}
+        config[OURS] = {k: v for k, v in ours.items() if v or k != "shared_gate"}
     return config
 
 

@@ -4,6 +4,7 @@ from collections.abc import Sequence
 
 from megasink.attention.variants.gates import gate_shape
 from megasink.convert.architecture import Architecture
+from megasink.convert.delta_net import DeltaNet
 from megasink.convert.table import EXPERTS, LAYERS, numbered
 
 Shape = tuple[int, ...]
@@ -14,7 +15,7 @@ def weight_shapes(model: Architecture) -> dict[str, Shape]:
 
     A weight that is missing from some layers, or differs in shape, has a `numbered` key per layer.
     """
-    if not model.variant_layers:
+    if not model.layers_differ:
         return _same_in_all_layers(model)
     alike, others = apart([_same_in_all_layers(model.of_layer(n)) for n in range(model.layers)])
     return alike | {
@@ -38,6 +39,34 @@ def apart[Name, Value](
 
 
 def _same_in_all_layers(model: Architecture) -> dict[str, Shape]:
+    mixer = _delta_net(model, model.delta_net) if model.delta_net else _attention(model)
+    layer = {f"self_attention.{key}": shape for key, shape in mixer.items()}
+    layer |= _ffn(model) | _norms(model)
+    shapes: dict[str, Shape] = {"embedding.word_embeddings.weight": (model.padded, model.hidden)}
+    if model.options.learned_positions:
+        shapes["embedding.position_embeddings.weight"] = (model.positions, model.hidden)
+    shapes |= {LAYERS + key: shape for key, shape in layer.items()}
+    if not model.options.post_norm:
+        shapes |= _norm(model, "decoder.final_layernorm.", model.hidden)
+    if not model.tied:
+        shapes["output_layer.weight"] = (model.padded, model.hidden)
+    return shapes
+
+
+def _delta_net(model: Architecture, sizes: DeltaNet) -> dict[str, Shape]:
+    keys, values, heads = sizes.keys, sizes.values, sizes.linear_num_value_heads
+    rows = {"query": keys, "key": keys, "value": values, "z": values, "beta": heads, "alpha": heads}
+    kernel = sizes.linear_conv_kernel_dim
+    return {
+        **{f"in_proj.weight.{part}": (size, model.hidden) for part, size in rows.items()},
+        **{f"conv1d.weight.{x}": (rows[x], 1, kernel) for x in ("query", "key", "value")},
+        **dict.fromkeys(("dt_bias", "A_log"), (heads,)),
+        "out_norm.weight": (sizes.linear_value_head_dim,),
+        "out_proj.weight": (model.hidden, values),
+    }
+
+
+def _attention(model: Architecture) -> dict[str, Shape]:
     hidden, head_dim, heads = model.hidden, model.head_dim, model.heads
     gates = heads if model.megatrons_gate else 0
     mixed = (heads + gates + 2 * model.groups) * head_dim
@@ -57,17 +86,7 @@ def _same_in_all_layers(model: Architecture) -> dict[str, Shape]:
     options = model.gate_options()
     for parameter in model.variant.parameters:
         attention[f"core_attention.{parameter.name}"] = parameter.shape(options)
-    layer = {f"self_attention.{key}": shape for key, shape in attention.items()}
-    layer |= _ffn(model) | _norms(model)
-    shapes: dict[str, Shape] = {"embedding.word_embeddings.weight": (model.padded, hidden)}
-    if model.options.learned_positions:
-        shapes["embedding.position_embeddings.weight"] = (model.positions, hidden)
-    shapes |= {LAYERS + key: shape for key, shape in layer.items()}
-    if not model.options.post_norm:
-        shapes |= _norm(model, "decoder.final_layernorm.", hidden)
-    if not model.tied:
-        shapes["output_layer.weight"] = (model.padded, hidden)
-    return shapes
+    return attention
 
 
 def _norm(model: Architecture, prefix: str, size: int) -> dict[str, Shape]:
@@ -82,12 +101,13 @@ def _norms(model: Architecture) -> dict[str, Shape]:
     norms: dict[str, Shape] = {}
     if not model.options.post_norm:
         before_ffn = "pre_mlp_layernorm." if model.experts else "mlp.linear_fc1.layer_norm_"
-        for prefix in ("self_attention.linear_qkv.layer_norm_", before_ffn):
+        projection = "in_proj" if model.delta_net else "linear_qkv"
+        for prefix in (f"self_attention.{projection}.layer_norm_", before_ffn):
             norms |= _norm(model, prefix, model.hidden)
     if model.options.post_norm or model.options.sandwich_norm:
         for prefix in ("post_self_attn_layernorm.", "post_mlp_layernorm."):
             norms |= _norm(model, prefix, model.hidden)
-    if model.qk_norm:
+    if model.qk_norm and not model.delta_net:
         for x in "qk":
             norms |= _norm(model, f"self_attention.{x}_layernorm.", model.head_dim)
     return norms
@@ -136,6 +156,8 @@ def _ffn(model: Architecture) -> dict[str, Shape]:
         shared = model.shared_ffn
         shapes["mlp.shared_experts.linear_fc1.weight"] = (2 * shared, hidden)
         shapes["mlp.shared_experts.linear_fc2.weight"] = (hidden, shared)
+        if model.shared_gate:
+            shapes["mlp.shared_experts.gate_weight"] = (1, hidden)
     return shapes
 
 

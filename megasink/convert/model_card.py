@@ -40,6 +40,7 @@ def model_card(
     rows = [
         ("attention", model.attention),
         ("layers with it; the others have softmax attention", _numbers(model.variant_layers)),
+        ("layers with gated delta-net in its place", _numbers(model.linear_layers)),
         ("layers", model.layers),
         ("hidden size", model.hidden),
         (

@@ -48,6 +48,12 @@ def model_flags(model: Architecture) -> list[str]:
     if model.variant_layers:
         pattern = ",".join(str(int(has)) for has in model.variant_layers)
         flags += ["--attention-variant-layers", f"[{pattern}]"]
+    if model.delta_net:
+        pattern = ",".join(str(int(linear)) for linear in model.linear_layers)
+        flags += ["--experimental-attention-variant", "gated_delta_net"]
+        flags += ["--linear-attention-freq", f"[{pattern}]"]
+        for name, size in dataclasses.asdict(model.delta_net).items():
+            flags += [flag_of(name), size]
     if not model.bias:
         flags.append("--disable-bias-linear")
     if model.qkv_bias and not model.bias:
@@ -131,4 +137,6 @@ def _experts(model: Architecture) -> list[str | int]:
         flags.append("--moe-router-pre-softmax")
     if model.shared_ffn:
         flags += ["--moe-shared-expert-intermediate-size", model.shared_ffn]
+    if model.shared_gate:
+        flags.append("--moe-shared-expert-gate")
     return flags

@@ -29,7 +29,7 @@ class Row:
 
     Attributes:
         megatron: keys in a torch_dist checkpoint; those of layers start with "decoder.layers.", and
-            go on with a number where layers differ (`Architecture.variant_layers`).
+            go on with a number where layers differ (`Architecture.layers_differ`).
         hf: names in the safetensors files.
         transform: between them.
     """

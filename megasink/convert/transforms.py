@@ -191,6 +191,24 @@ class GateUp(Transform):
 
 
 @dataclass(frozen=True)
+class Joined(Transform):
+    """Several tensors -> one, whose rows are, group by group, `sizes` rows of each of them."""
+
+    groups: int
+    sizes: tuple[int, ...]
+
+    def to_hf(self, *tensors: Tensor) -> tuple[Tensor, ...]:
+        import torch
+
+        by_group = [t.unflatten(0, (self.groups, -1)) for t in tensors]
+        return (torch.cat(by_group, dim=1).flatten(0, 1),)
+
+    def to_megatron(self, *tensors: Tensor) -> tuple[Tensor, ...]:
+        by_group = tensors[0].unflatten(0, (self.groups, -1))
+        return tuple(part.flatten(0, 1) for part in by_group.split(self.sizes, dim=1))
+
+
+@dataclass(frozen=True)
 class InterleavedGateUp(Transform):
     """linear_fc1 of experts [E, 2F, M] -> [E, M, 2F], alternating gate and up columns (GPT-OSS).
 

@@ -54,6 +54,16 @@ def _l2_norm(x: torch.Tensor, eps: float = 1e-6) -> torch.Tensor:
     return (wide * torch.rsqrt(wide.square().sum(-1, keepdim=True) + eps)).to(x.dtype)
 
 
+def _convolution(
+    x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, **_: Any
+) -> tuple[torch.Tensor, None]:
+    """Convolve [B, S, C] causally by channel with [C, K], and apply SiLU."""
+    channels, kernel = weight.shape
+    padded = torch.nn.functional.pad(x.transpose(1, 2), (kernel - 1, 0))
+    mixed = torch.nn.functional.conv1d(padded, weight[:, None], bias, groups=channels)
+    return torch.nn.functional.silu(mixed).transpose(1, 2), None
+
+
 def _communicate_shapes(
     self: Any, tensor_send_next: Any, tensor_send_prev: Any, recv_prev: bool, recv_next: bool
 ) -> list[list[int]]:
@@ -80,6 +90,7 @@ def _communicate_shapes(
 def install() -> None:
     """Install the replacements. Imports megatron."""
     from megatron.core.pipeline_parallel import p2p_communication
+    from megatron.core.ssm.gated_delta_net import gdn
     from megatron.core.tensor_parallel import random
 
     patches.PIPELINE.apply(
@@ -92,3 +103,6 @@ def install() -> None:
     patches.LOADER.apply(DataLoader=_unpinned_loader())
     patches.EXPERTS.apply(maybe_move_tensor_to_cpu=_on_the_host)
     patches.DELTA_NET.apply(HAVE_FLA=True, l2norm=_l2_norm)
+    patches.DELTA_RULE.apply(
+        causal_conv1d=_convolution, chunk_gated_delta_rule=gdn.torch_chunk_gated_delta_rule
+    )

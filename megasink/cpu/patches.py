@@ -161,9 +161,19 @@ DELTA_NET = _patch(
     "gated delta-net",
     "megatron.core.ssm.gated_delta_net.common",
     "HAVE_FLA l2norm",
-    "in deterministic mode only the norm of queries and keys needs more than torch",
+    "the norm of queries and keys is a Triton kernel",
     "megatron.core.ssm.gated_delta_net.common:_GDNBase.__init__: not HAVE_FLA",
     "megatron.core.ssm.gated_delta_net.common:_GDNBase._prepare_input_for_gated_delta_rule: "
     "query_key = l2norm(query_key.contiguous())",
+    test="tests/megatron/test_hybrid.py",
+)
+DELTA_RULE = _patch(
+    "gated delta rule",
+    "megatron.core.ssm.gated_delta_net.gdn",
+    "causal_conv1d chunk_gated_delta_rule",
+    "they are Triton kernels; Megatron takes torch in their place in deterministic mode only",
+    "megatron.core.ssm.gated_delta_net.gdn:GatedDeltaNet._setup_variant_attrs: "
+    "self.gated_delta_rule = chunk_gated_delta_rule",
+    "megatron.core.ssm.gated_delta_net.gdn:GatedDeltaNet.forward: causal_conv1d(...)",
     test="tests/megatron/test_hybrid.py",
 )

@@ -22,7 +22,7 @@ from megatron.core.models.hybrid.hybrid_model import HybridModel
 from torch import Tensor
 
 from megasink.errors import UserError
-from megasink.megatron.hybrid_pattern import recurrent
+from megasink.megatron.hybrid_pattern import MAMBA, RECURRENT, layers_of
 from megasink.megatron.sampling import Sampling, next_tokens
 
 
@@ -52,7 +52,7 @@ def generate(
     on_token: Callable[[int, int], None] | None = None,
     on_logits: Callable[[Tensor], None] | None = None,
 ) -> Generated:
-    """Continue prompts of different lengths as one batch with a KV cache.
+    """Continue prompts of different lengths as one batch with a KV cache and delta-net states.
 
     The prefill covers the length of the shortest prompt. Each later step appends one token to every
     sequence: the next prompt token while its prompt lasts, then a sampled one. Nothing is padded,
@@ -71,7 +71,7 @@ def generate(
 
     Raises:
         UserError: Sequence or context parallelism is on; a single token cannot be split. Or the
-            model has layers with a recurrent state.
+            model has Mamba layers.
         ValueError: There are no prompts, an empty prompt, or no tokens to generate.
     """
     if model.config.sequence_parallel:
@@ -83,9 +83,9 @@ def generate(
             "--context-parallel-size: generation cannot split a single token; use size 1, which "
             "loads the same checkpoint"
         )
-    if found := recurrent(model.hybrid_layer_pattern):
+    if MAMBA in layers_of(model.hybrid_layer_pattern):
         raise UserError(
-            f"{' and '.join(found)} layers: generation has no cache for their state; use megasink "
+            f"{RECURRENT[MAMBA]} layers: generation has no cache for their state; use megasink "
             "analyze"
         )
     if not prompts or not all(prompts) or max_new_tokens < 1:

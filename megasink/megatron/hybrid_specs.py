@@ -44,12 +44,9 @@ class MegasinkHybridStack(HybridStack):
         self._check_count(config, first + len(layers), kwargs.get("post_process", True))
         config.statistics.expected[first] = layers.count("*") + layers.count("+")
         if "G" in layers:
-            from megasink.megatron.hybrid_pattern import heads_apart
+            from megasink.megatron.delta_net import with_states
 
-            heads = config.linear_num_key_heads, config.linear_num_value_heads
-            sizes = config.tensor_model_parallel_size, config.context_parallel_size
-            if problem := heads_apart(*heads, *sizes):
-                raise UserError(problem)
+            submodules = with_states(config, submodules)
         super().__init__(config, submodules, **kwargs | {"post_layer_norm": False})
         self.post_layer_norm = norm is not None
         if self.post_process and norm is not None:

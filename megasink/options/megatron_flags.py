@@ -49,6 +49,7 @@ hybrid_layer_pattern no_rope_freq moe_layer_freq: model text
 mamba_head_dim mamba_num_groups mamba_num_heads linear_conv_kernel_dim linear_key_head_dim: model
 linear_value_head_dim linear_num_key_heads linear_num_value_heads moe_router_topk: model
 moe_ffn_hidden_size moe_shared_expert_intermediate_size moe_router_score_function: model
+moe_shared_expert_gate: model
 moe_router_pre_softmax moe_router_enable_expert_bias moe_router_topk_scaling_factor: model
 num_experts: model described count
 tokenizer_type: model
@@ -321,7 +322,6 @@ REFUSED: dict[str, tuple[tuple[str, Any, str], ...]] = {
         ("moe_layer_freq", (1, "1", [1]), "targets only support 1"),
         ("moe_latent_size", None, _ONLY_NONE),
         ("moe_router_num_groups", None, _ONLY_NONE),
-        ("moe_shared_expert_gate", False, _ONLY_FALSE),
         ("moe_apply_probs_on_input", False, _ONLY_FALSE),
     ),
 }

@@ -17,7 +17,7 @@ FFN_MULTIPLE = 128
 
 
 def parameters_per_layer(options: Any, *, bias: bool = False) -> int:
-    """Return the parameters that gate, switch heads and SDPA output norm add; `bias` of linear_qkv."""
+    """Return what gate, switch heads and output norm add; `bias`: of linear_qkv."""
     count = switch_rows(options) * options.num_query_groups * (options.hidden_size + bias)
     if gates_explicitly(options):
         heads, width = gate_shape(options)

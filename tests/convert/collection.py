@@ -38,6 +38,14 @@ def _theta(theta: float) -> dict[str, Any]:
     return {"rope_parameters": {"rope_type": "default", "rope_theta": theta}}
 
 
+_DELTA_NET = {"linear_key_head_dim": 8, "linear_value_head_dim": 8, "linear_num_key_heads": 2}
+_DELTA_NET |= {"linear_num_value_heads": 4, "head_dim": 16}
+
+
+def _quarter(theta: float) -> dict[str, Any]:
+    return {"rope_parameters": _theta(theta)["rope_parameters"] | {"partial_rotary_factor": 0.25}}
+
+
 # {model: (type, keys that differ from the defaults)}
 IMPORTED: dict[str, tuple[str, dict[str, Any]]] = {
     "SmolLM2-1.7B": ("llama", {"tie_word_embeddings": True, **_theta(130000.0)}),
@@ -62,6 +70,11 @@ IMPORTED: dict[str, tuple[str, dict[str, Any]]] = {
         | {"rope_parameters": _yarn(32.0, 4096, rope_theta=150000.0, truncate=False)}
         | {"layer_types": ["sliding_attention", "full_attention"] * 2, "sliding_window": 8},
     ),
+    "Qwen3-Next-80B-A3B": (
+        "qwen3_next",
+        {**EXPERTS, **_DELTA_NET, "shared_expert_intermediate_size": 24, **_quarter(1e7)},
+    ),
+    "Qwen3.5-9B": ("qwen3_5_text", {**_DELTA_NET, **_quarter(1e7)}),
     "Seed-OSS-36B-Base": ("seed_oss", _theta(1e7)),
     "AFM-4.5B": (
         "arcee",
@@ -108,8 +121,6 @@ REFUSED: dict[str, tuple[str, dict[str, Any], str]] = {
     ),
     "OLMo-2-7B": ("olmo2", {}, "qk-norm spans all heads|spans all heads"),
     "OLMo-3-7B": ("olmo3", {}, "'olmo3' cannot be imported"),
-    "Qwen3-Next-80B-A3B": ("qwen3_next", {}, "layer_types: linear attention"),
-    "Qwen3.5-9B": ("qwen3_5_text", {}, "layer_types: linear attention"),
     "gemma-3-1b": ("gemma3_text", {}, "another scale"),
     "DeepSeek-V3": ("deepseek_v3", {}, "multi-head latent attention"),
     "GLM-4.5-Air": ("glm4_moe", {}, "'glm4_moe' cannot be imported"),

@@ -3,6 +3,7 @@
 import dataclasses
 
 from megasink.convert.architecture import Architecture, Yarn
+from megasink.convert.delta_net import DeltaNet
 from megasink.convert.megasink_model import MegasinkOptions
 
 # head_dim is not hidden / heads; 101 tokens leave 27 padded rows.
@@ -266,6 +267,25 @@ def _having(**options):
     return {"options": MegasinkOptions(**options)}
 
 
+DELTA_NET = DeltaNet(
+    linear_conv_kernel_dim=3,
+    linear_key_head_dim=8,
+    linear_value_head_dim=12,
+    linear_num_key_heads=2,
+    linear_num_value_heads=4,
+)
+
+
+def qwen(*linear, **options):
+    """A model with gated delta-net in these layers, and a quarter of each head rotated."""
+    sizes = {"layers": len(linear), "windows": (None,) * len(linear)}
+    mixers = {"delta_net": DELTA_NET, "linear_layers": linear} if any(linear) else {}
+    heads = {"attention": "elementwise", "qk_norm": True, **_having(rotary_percent=0.25)}
+    return model(**sizes | mixers | heads | options)
+
+
+_SHARED = {**MOE, "shared_ffn": 24, "shared_gate": True}
+
 # Families that compute what an earlier target does, or that need no more than an option.
 FAMILIES = {
     "llama-yarn": ("llama", model(yarn=YARN)),
@@ -321,6 +341,11 @@ FAMILIES = {
         "hyperclovax",
         model(**_having(sandwich_norm=True, **_MUP), norm_eps=3e-4, tied=True),
     ),
+    "qwen3_next-dense": ("qwen3_next", qwen(True, False, True)),
+    "qwen3_next-shared": ("qwen3_next", qwen(True, False, **_SHARED, renormalize=False)),
+    "qwen3_next-delta-net": ("qwen3_next", qwen(True, False, **MOE, attention="headwise")),
+    "qwen3_5-delta-net": ("qwen3_5_text", qwen(True, True, False, tied=True, zero_centred=False)),
+    "qwen3_5_moe_text": ("qwen3_5_moe_text", qwen(True, False, **_SHARED)),
     "own-no-rope-mup": (
         "megasink",
         model(attention="sink", no_rope=(True, False), **_having(**_MUP)),

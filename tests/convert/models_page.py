@@ -25,7 +25,7 @@ LAYOUTS = {
     "TP 2": ["--tensor-model-parallel-size", "2"],
     "PP 2": ["--pipeline-model-parallel-size", "2"],
 }
-_EXPERTS = """
+EXPERTS = """
     --sequence-parallel --expert-model-parallel-size 2 --expert-tensor-parallel-size 1
     --moe-token-dispatcher-type alltoall
 """.split()
@@ -59,7 +59,7 @@ def run(pool: Any, name: str) -> dict[str, Any]:
         losses = {}
         for layout, chosen in LAYOUTS.items():
             to = Path(folder, layout.replace(" ", ""))
-            experts = _EXPERTS if "--num-experts" in flags and layout == "TP 2" else []
+            experts = EXPERTS if "--num-experts" in flags and layout == "TP 2" else []
             pool.train([*flags, *chosen, *experts, "--run-dir", str(to)], 2)
             losses[layout] = [step["lm_loss"] for step in steps(to)]
     tp, pp = losses.values()

@@ -121,7 +121,10 @@ def test_rounding_that_a_model_makes_large_is_not_a_mistake(pool, tmp_path):
     assert sum("one rounding of the weights changes the logits by up to" in x for x in lines) == 1
 
 
-@pytest.mark.parametrize("name", ["granite_swa", "qwen3_5", "lfm3", "qwen3_next-headwise"])
+LAID_OUT = ["granite_swa", "qwen3_5", "lfm3", "qwen3_next-headwise", "qwen3_next-shared"]
+
+
+@pytest.mark.parametrize("name", LAID_OUT)
 def test_the_layout_of_a_run_does_not_matter(pool, tmp_path, name):
     layouts = (EP, TP_SP) if MODELS[name][1].experts else (TP, PP)
     files = exports(pool, tmp_path, name, SINGLE, *layouts)

@@ -21,7 +21,7 @@ from megasink.convert.targets import TARGETS, choose
 from megasink.errors import UserError
 from megasink.options.run_options import OPTIONS
 from megasink.transformers.modeling.configuration_megasink import MegasinkConfig
-from tests.convert.models import FAMILIES, MODELS, MOE, OWN, model
+from tests.convert.models import DELTA_NET, FAMILIES, MODELS, MOE, OWN, model
 
 DEFAULTS = {
     field.name: field.default for options in OPTIONS for field in dataclasses.fields(options)
@@ -99,6 +99,9 @@ def test_every_weight_has_one_row_and_every_name_one_weight(name):
         ({**MOE, "windows": (5, None)}, "mixtral", "all have the same window"),
         ({"attention": "sink", "windows": (5, 6)}, "granite_swa", "windows all have the same size"),
         ({**MOE, "shared_ffn": 8}, "mixtral", "no shared expert"),
+        ({**MOE, "shared_ffn": 8, "shared_gate": True}, "granitemoe_swa", "has no gate"),
+        ({"delta_net": DELTA_NET, "linear_layers": (True, False)}, "megasink", "no gated delta-n"),
+        ({"delta_net": DELTA_NET, "linear_layers": (True, False)}, "llama", "no gated delta-net"),
         ({**MOE, "renormalize": False}, "mixtral", "sum to one"),
         (
             {"attention": "headwise", "qk_norm": True, "rope_factor": 8.0},
@@ -246,8 +249,17 @@ BY_LAYER = {"full_attention": {"rope_type": "yarn", "rope_theta": 1e4, "factor":
         ("flint", {"layer_types": ["full_attention"] * 2}, "no RoPE"),
         ("flint", {"mlp_only_layers": [0]}, "experts"),
         ("gpt_oss", {"swiglu_limit": 6.0}, "swiglu_limit 6.0"),
-        ("qwen3_5_text", {"layer_types": ["linear_attention"] * 2}, "linear attention"),
-        ("qwen3_next", {"partial_rotary_factor": 0.25}, "partial_rotary_factor"),
+        ("qwen3_5_text", {"layer_types": ["linear_attention"] * 2}, "linear attention alone"),
+        (
+            "qwen3_5_text",
+            {"layer_types": ["full_attention"] * 3},
+            "3 layers, but num_hidden_layers",
+        ),
+        ("qwen3_5_text", {"full_attention_interval": 2}, "full_attention_interval 2 contradicts"),
+        ("qwen3_5_text", {"layer_types": ["full_attention", "conv"]}, "layer_types: conv"),
+        ("qwen3_next", {"linear_num_value_heads": 24}, "24, which is not a multiple of .* 16"),
+        ("qwen3_next", {"partial_rotary_factor": 0.25}, "partial_rotary_factor 0.25 and 1.0"),
+        ("qwen3_5_moe_text", {"norm_topk_prob": False}, "sum to one"),
         ("qwen3_moe", {"mlp_only_layers": [0]}, "mlp_only_layers"),
         ("lfm3", {"layer_types": ["conv", "full_attention"]}, "convolutions"),
         ("lfm3", {"use_sandwich_norm": True}, "use_sandwich_norm"),

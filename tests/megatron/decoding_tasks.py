@@ -113,6 +113,20 @@ def dynamic_problems_of_an_unknown_option() -> list[str]:
         return dynamic_inference_problems(config, "cuda")
 
 
+@torch.no_grad()
+def refusal_of_another_state(**options: Any) -> str:
+    """What is said of a token after five, with the state of two."""
+    mixer = model_of(pattern="G-*-", **options).decoder.layers[0].self_attention
+    context = StaticInferenceContext(1, 8)
+
+    def step(tokens: int) -> None:
+        mixer(torch.ones(tokens, 1, tiny_gpt.HIDDEN), None, inference_context=context)
+
+    step(2)
+    context.sequence_len_offset = 5
+    return said(lambda: step(1))
+
+
 def refusals() -> dict[str, str]:
     """{kind of forward pass: the message of its refusal, or "" where there is none}."""
     model = model_of()

@@ -4,6 +4,7 @@ import numpy as np
 import pytest
 
 from tests.distributed.layout import SINGLE, Layout
+from tests.megatron.test_hybrid import DELTA_NET
 
 TASKS = "tests.megatron.decoding_tasks"
 TP, PP = Layout(tp=2), Layout(pp=2)
@@ -61,6 +62,8 @@ OTHERS = {
     "latent": ({"latent": True}, TP),
     "latent-vanilla": ({"latent": True, "attention_variant": "vanilla"}, SINGLE),
     "latent-gated": (GATED | {"latent": True, "gate_granularity": "elementwise"}, TP),
+    "delta-net": ({"pattern": "G-*-", **DELTA_NET}, TP),
+    "delta-net-stages": ({"pattern": "G-G-|*-", **DELTA_NET}, PP),
 }
 
 
@@ -96,6 +99,11 @@ def compare(pool, options, layout):
     rows = reports[0]["batch"]
     assert len({tuple(row) for row in rows}) == len(PROMPTS)
     assert len({token for row in rows for token in row}) > NEW // 2
+
+
+def test_a_delta_net_state_of_another_length_is_refused(pool):
+    (refused,) = pool.run(f"{TASKS}:refusal_of_another_state", SINGLE, **DELTA_NET)
+    assert "state of layer 1 has 2 tokens, but 5 are before the next one" in refused
 
 
 @pytest.mark.parametrize("layout", [SINGLE, TP], ids=str)

@@ -18,7 +18,6 @@ MOE = {
     "moe_token_dispatcher_type": "alltoall",
 }
 DELTA_NET = {
-    "deterministic_mode": True,
     "linear_conv_kernel_dim": 4,
     "linear_num_key_heads": 2,
     "linear_num_value_heads": 4,
@@ -33,7 +32,8 @@ OF_DELTA_NET = [("G-|*-", Layout(pp=2)), ("G-*-", Layout(tp=2)), ("G-*-", Layout
 def test_no_layout_changes_a_model_with_gated_delta_net(pool, pattern, layout):
     options = DELTA_NET | {"head_balance_scope": "global"}
     found = pool.run(TRAIN, layout, pattern=pattern, **options)
-    wanted = pool.once(TRAIN, SINGLE, pattern="G-*-", **options)
+    # In deterministic mode Megatron has torch code of its own on every device.
+    wanted = pool.once(TRAIN, SINGLE, pattern="G-*-", deterministic_mode=True, **options)
     # The gradient of dt_bias is a sum over all tokens that nearly cancels: 3e-5 is rounding there.
     # A reduction that is missing is an error of about 1.
     merging.assert_same_training(found, wanted, 10 * TOLERANCE)

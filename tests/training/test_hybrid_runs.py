@@ -13,7 +13,7 @@ FLAGS += ["--train-iters", "4", "--save-interval", "2"]
 LAYERS = FLAGS.index("--num-layers")
 HYBRID = [*FLAGS[:LAYERS], *FLAGS[LAYERS + 2 :]]
 DELTA_NET = """
-    --device cpu --deterministic-mode --linear-num-key-heads 2 --linear-num-value-heads 4
+    --device cpu --linear-num-key-heads 2 --linear-num-value-heads 4
     --linear-key-head-dim 8 --linear-value-head-dim 8
 """.split()
 DISTRIBUTED = ["--use-distributed-optimizer"]

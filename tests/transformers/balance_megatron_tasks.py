@@ -14,6 +14,7 @@ from torch import Tensor
 from megasink.convert.from_hf import arguments_of
 from megasink.convert.model_flags import model_flags
 from megasink.convert.to_hf import export, source_of
+from tests.convert.models import DELTA_NET
 from tests.convert.models import model as architecture_of
 from tests.convert.tasks import layout_config, save_checkpoint
 from tests.distributed import tiny_gpt
@@ -24,7 +25,12 @@ _SIZE: dict[str, Any] = {"vocabulary": tiny_gpt.VOCABULARY, "padded": tiny_gpt.V
 MODELS: dict[str, dict[str, Any]] = {
     "llama": {},
     "granite_swa": {"attention": "sink", "windows": (None, 5)},
-    "qwen3_5_text": {"attention": "elementwise", "qk_norm": True},
+    "qwen3_5_text": {
+        "attention": "elementwise",
+        "qk_norm": True,
+        "delta_net": DELTA_NET,
+        "linear_layers": (True, False),
+    },
 }
 STEPS = 3
 

@@ -1,9 +1,11 @@
-"""Targets with an explicit gate on the SDPA output: LFM3, Qwen3.5 text, Qwen3-Next."""
+"""Targets with an explicit gate on the SDPA output: LFM3, Qwen3-Next, Qwen3.5 text."""
 
-from collections.abc import Mapping
+import dataclasses
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from megasink.convert.architecture import Architecture
+from megasink.convert.delta_net import DeltaNet
 from megasink.convert.table import Row, row
 from megasink.convert.targets import rows
 from megasink.convert.targets.registry import register
@@ -12,29 +14,109 @@ from megasink.convert.targets.softmax_attention import (
     QWEN_EXPERTS,
     read_qwen_experts,
 )
-from megasink.convert.targets.target import Config, Target
+from megasink.convert.targets.target import Config, Target, layer_interval, layer_types
+from megasink.convert.transforms import GateUp, Joined
 
 # Qwen stores elementwise gates; a headwise gate is stored repeated.
 _GATES = ("elementwise", "headwise")
-# Qwen3-Next always has a shared expert; one of this width with zero weights adds nothing.
+# Qwen's mixtures always have a shared expert; one of this width with zero weights adds nothing.
 _NO_SHARED_EXPERT = 16
+_ENGINES = ("", "", "activation pattern")
+_STACKED = ("experts.gate_up_proj", "experts.down_proj")
 
 
-def _qwen(model: Architecture, ffn: tuple[Row, ...] = ()) -> tuple[Row, ...]:
-    attention = rows.attention(model, zero_centred=True)
-    if model.attention == "headwise":
-        attention = rows.with_repeated_gate(model, attention)
-    return rows.decoder(model, ffn or rows.ffn(model), attention, zero_centred=True)
+def _qwen(
+    joined: Callable[[Architecture, DeltaNet], tuple[Row, ...]], names: tuple[str, ...] = ()
+) -> Callable[[Architecture], tuple[Row, ...]]:
+    """Return the table of an architecture of Qwen.
+
+    Args:
+        joined: (model, sizes) -> rows of the input projection of gated delta-net.
+        names: of the tensors of all experts; () for a tensor for each expert.
+    """
+
+    def layer(model: Architecture) -> tuple[Row, ...]:
+        if model.delta_net:
+            mixer = (*joined(model, model.delta_net), *_delta_net(model, model.delta_net))
+        else:
+            mixer = rows.attention(model, zero_centred=True)
+            if model.attention == "headwise":
+                mixer = rows.with_repeated_gate(model, mixer)
+        ffn = _experts(model, names) if model.experts else rows.ffn(model)
+        return rows.decoder(model, ffn, mixer, zero_centred=True)
+
+    return lambda model: rows.of_layers(model, layer)
 
 
-def _qwen3_next(model: Architecture) -> tuple[Row, ...]:
+def _linear(name: str) -> str:
+    return f"{rows.LAYER}linear_attn.{name}"
+
+
+def _inputs(names: str) -> tuple[str, ...]:
+    return tuple(f"{rows.ATTENTION}in_proj.weight.{name}" for name in names.split())
+
+
+def _joined_by_head(model: Architecture, sizes: DeltaNet) -> tuple[Row, ...]:
+    """Qwen3-Next's two projections: for each key head, all parts that belong to it."""
+    heads = sizes.linear_num_key_heads
+    key, value, each = sizes.keys // heads, sizes.values // heads, sizes.linear_num_value_heads
+    qkvz, ba = Joined(heads, (key, key, value, value)), Joined(heads, 2 * (each // heads,))
+    return (
+        Row(_inputs("query key value z"), (_linear("in_proj_qkvz.weight"),), qkvz),
+        Row(_inputs("beta alpha"), (_linear("in_proj_ba.weight"),), ba),
+    )
+
+
+def _joined_qkv(model: Architecture, sizes: DeltaNet) -> tuple[Row, ...]:
+    """Qwen3.5's four projections."""
+    qkv = Joined(1, (sizes.keys, sizes.keys, sizes.values))
+    return (
+        Row(_inputs("query key value"), (_linear("in_proj_qkv.weight"),), qkv),
+        *(
+            row(_inputs(ours)[0], _linear(f"in_proj_{theirs}.weight"))
+            for ours, theirs in (("z", "z"), ("beta", "b"), ("alpha", "a"))
+        ),
+    )
+
+
+def _delta_net(model: Architecture, sizes: DeltaNet) -> tuple[Row, ...]:
+    at = rows.ATTENTION
+    channels = tuple(f"{at}conv1d.weight.{name}" for name in ("query", "key", "value"))
+    joined = Joined(1, (sizes.keys, sizes.keys, sizes.values))
+    return (
+        Row(channels, (_linear("conv1d.weight"),), joined),
+        row(f"{at}dt_bias", _linear("dt_bias")),
+        row(f"{at}A_log", _linear("A_log")),
+        row(
+            f"{at}out_norm.weight", _linear("norm.weight"), transform=rows.norm_weight(model, False)
+        ),
+        row(f"{at}out_proj.weight", _linear("out_proj.weight")),
+    )
+
+
+def _experts(model: Architecture, names: tuple[str, ...]) -> tuple[Row, ...]:
+    at, shared = f"{rows.LAYER}mlp.", f"{rows.MLP}shared_experts."
+    of_all = rows.experts()
+    if names:
+        pairs = zip(of_all[1:], names, strict=True)
+        of_all = (of_all[0], *(row(each.megatron[0], at + name) for each, name in pairs))
+    if model.shared_gate:
+        gate, up, down = (
+            f"{at}shared_expert.{name}_proj.weight" for name in ("gate", "up", "down")
+        )
+        return (
+            *of_all,
+            row(f"{shared}linear_fc1.weight", gate, up, transform=GateUp()),
+            row(f"{shared}linear_fc2.weight", down),
+            row(f"{shared}gate_weight", f"{at}shared_expert_gate.weight"),
+        )
     zeros = {
         "shared_expert.gate_proj.weight": (_NO_SHARED_EXPERT, model.hidden),
         "shared_expert.up_proj.weight": (_NO_SHARED_EXPERT, model.hidden),
         "shared_expert.down_proj.weight": (model.hidden, _NO_SHARED_EXPERT),
         "shared_expert_gate.weight": (1, model.hidden),
     }
-    return _qwen(model, (*rows.experts(), *rows.zeros(model, f"{rows.LAYER}mlp.", zeros)))
+    return (*of_all, *rows.zeros(model, at, zeros))
 
 
 def _lfm3(model: Architecture) -> tuple[Row, ...]:
@@ -53,23 +135,76 @@ def _rope(model: Architecture) -> Config:
 
 
 def _qwen_config(model: Architecture) -> Config:
+    share, every = model.options.rotary_percent, layer_interval(model)
     return {
-        "layer_types": ["full_attention"] * model.layers,
+        "layer_types": layer_types(model),
         # llama.cpp's converter reads this key, and assumes 4 without it.
-        "full_attention_interval": 1,
-        "partial_rotary_factor": 1.0,
-        "rope_parameters": _rope(model) | {"partial_rotary_factor": 1.0},
+        **({"full_attention_interval": every} if every else {}),
+        **(dataclasses.asdict(model.delta_net) if model.delta_net else {}),
+        "rope_parameters": _rope(model) | {"partial_rotary_factor": share},
     }
 
 
+def _qwen_experts(model: Architecture) -> Config:
+    if not model.experts:
+        return _qwen_config(model) | {"num_experts": 0}
+    return {
+        **_qwen_config(model),
+        **{key: getattr(model, name) for key, name in QWEN_EXPERTS.items()},
+        "shared_expert_intermediate_size": model.shared_ffn or _NO_SHARED_EXPERT,
+    }
+
+
+def _types(config: Mapping[str, Any]) -> list[str]:
+    """Return the kind of each layer, as transformers reads it."""
+    every, given = config.get("full_attention_interval") or 4, config.get("layer_types")
+    return given or [
+        "linear_attention" if (layer + 1) % every else "full_attention"
+        for layer in range(config["num_hidden_layers"])
+    ]
+
+
+def _read_qwen(config: Mapping[str, Any]) -> dict[str, Any]:
+    linear = tuple(kind == "linear_attention" for kind in _types(config))
+    if not any(linear):
+        return {}
+    return {"linear_layers": linear, "delta_net": DeltaNet.of(config)}
+
+
+def _read_qwen_experts(config: Mapping[str, Any]) -> dict[str, Any]:
+    mixers = _read_qwen(config)
+    if config.get("num_experts") == 0:
+        return mixers
+    experts = read_qwen_experts(config)
+    names = {name: config[key] for key, name in QWEN_EXPERTS.items() if name not in experts}
+    # megasink's own exports say whether the shared expert is more than zeros.
+    if (config.get("megasink") or {"shared_gate": True}).get("shared_gate"):
+        names |= {"shared_gate": True, "shared_ffn": config["shared_expert_intermediate_size"]}
+    return {**mixers, **experts, **names}
+
+
 def _qwen_refused(config: Mapping[str, Any]) -> list[str]:
-    problems = []
-    if set(config.get("layer_types") or ["linear_attention"]) != {"full_attention"}:
-        problems.append("layer_types: linear attention")
+    types, every = _types(config), config.get("full_attention_interval")
+    problems = [
+        f"layer_types: {kind}" for kind in {*types} - {"full_attention", "linear_attention"}
+    ]
+    if len(types) != (layers := config["num_hidden_layers"]):
+        problems.append(f"layer_types of {len(types)} layers, but num_hidden_layers {layers}")
+    elif every and types != _types({**config, "layer_types": None}):
+        problems.append(f"layer_types, which full_attention_interval {every} contradicts")
+    if "full_attention" not in types:
+        problems.append("layer_types of linear attention alone, which has no heads with gates")
+    sizes = DeltaNet.of(config)
+    if sizes.linear_num_value_heads % sizes.linear_num_key_heads:
+        problems.append(
+            f"linear_num_value_heads {sizes.linear_num_value_heads}, which is not a multiple of "
+            f"linear_num_key_heads {sizes.linear_num_key_heads}"
+        )
+    # transformers 4 reads one of the two, and 5 the other.
     rope = config.get("rope_parameters") or {}
-    # transformers 4 reads one of the two, and 5 the other; the default is 0.25.
-    if {part.get("partial_rotary_factor") for part in (config, rope)} - {None} != {1.0}:
-        problems.append("partial_rotary_factor other than 1")
+    shares = {part.get("partial_rotary_factor") for part in (config, rope)} - {None}
+    if len(shares) > 1:
+        problems.append(f"partial_rotary_factor {' and '.join(map(str, sorted(shares)))}")
     return problems
 
 
@@ -113,38 +248,33 @@ for target in (
         rope_scaling=(),
         rope_by_layer=True,
     ),
-    Target(
-        name="qwen3_5_text",
-        architecture="Qwen3_5ForCausalLM",
-        since="5.13",
-        attention=_GATES,
-        table=_qwen,
-        fixed={"attention_bias": False},
-        config=_qwen_config,
-        refused=_qwen_refused,
-        qk_norm=True,
-        rope_scaling=(),
-        engines=("", "", "activation"),
-    ),
-    Target(
-        name="qwen3_next",
-        architecture="Qwen3NextForCausalLM",
-        since="5.15",
-        attention=_GATES,
-        table=_qwen3_next,
-        keys=QWEN_EXPERTS,
-        fixed={"attention_bias": False, **QWEN_EVERY_LAYER},
-        config=lambda model: {
-            **_qwen_config(model),
-            "shared_expert_intermediate_size": _NO_SHARED_EXPERT,
-        },
-        read=read_qwen_experts,
-        refused=_qwen_refused,
-        moe=True,
-        qk_norm=True,
-        renormalizes=False,
-        rope_scaling=(),
-        engines=("", "", "activation"),
+    *(
+        Target(
+            name=name,
+            architecture=f"{architecture}ForCausalLM",
+            since=since,
+            attention=_GATES,
+            table=table,
+            fixed={"attention_bias": False, **(QWEN_EVERY_LAYER if reads_experts else {})},
+            defaults={"head_dim": 256, **({"norm_topk_prob": True} if reads_experts else {})},
+            config=_qwen_experts if reads_experts else _qwen_config,
+            read=_read_qwen_experts if reads_experts else _read_qwen,
+            refused=_qwen_refused,
+            partial_rotary=0.25,
+            moe=moe,
+            qk_norm=True,
+            renormalizes=name != "qwen3_next",
+            delta_net=True,
+            shared_gate=reads_experts,
+            rope_scaling=(),
+            engines=engines,
+        )
+        for name, architecture, since, moe, engines, table in (
+            ("qwen3_5_text", "Qwen3_5", "5.13", False, _ENGINES, _qwen(_joined_qkv)),
+            ("qwen3_next", "Qwen3Next", "5.15", None, _ENGINES, _qwen(_joined_by_head)),
+            ("qwen3_5_moe_text", "Qwen3_5Moe", "5.23", True, (), _qwen(_joined_qkv, _STACKED)),
+        )
+        for reads_experts in (moe is not False,)
     ),
 ):
     register(target)

@@ -58,6 +58,8 @@ class MegasinkTarget(Target):
             "its RoPE scaling applies to whole heads": (
                 model.rope_scaling is not None and options.rotary_percent != 1.0
             ),
+            "it has no gated delta-net": model.delta_net,
+            "its shared expert has no gate": model.shared_gate,
             "its experts have no biases": model.experts and model.bias,
             "its experts are gated": model.experts and not options.gated_unit,
             "its experts follow an RMSNorm": model.experts and options.normalization != "RMSNorm",

@@ -58,7 +58,7 @@ def choose(model: Architecture, name: str | None = None) -> tuple[Target, str]:
                 f"no architecture of transformers supports {described(model)}{nearest}; exporting "
                 "with megasink's modeling files; loading needs trust_remote_code=True"
             )
-        near = model.attention in target.attention and target.moe == bool(model.experts)
+        near = model.attention in target.attention and target.moe in (None, bool(model.experts))
         if near or target.custom_code:
             reasons.append(f"{target.name}: {'; '.join(problems)}")
     raise UserError(f"no conversion target supports this model ({' | '.join(reasons)})")
@@ -72,6 +72,8 @@ def described(model: Architecture) -> str:
     words.append(f"{model.experts} experts" if model.experts else "no experts")
     if model.variant_layers:
         words[0] += f" in {sum(model.variant_layers)} of {model.layers} layers"
+    if model.delta_net:
+        words.append(f"gated delta-net in {sum(model.linear_layers)} of {model.layers} layers")
     if model.bias or model.qkv_bias:
         words.append("biases" if model.bias else "q, k and v biases")
     if any(model.windows):

@@ -19,6 +19,7 @@ _IGNORED: dict[str, tuple[str, Callable[[Architecture], bool]]] = {
     "scaling": ("RoPE scaling", lambda model: bool(model.rope_scaling)),
     "biases": ("biases of the FFN", lambda model: model.bias),
     "head_dim": ("head_dim", lambda model: model.head_dim * model.heads > model.hidden),
+    "pattern": ("pattern of layers", lambda model: layer_interval(model) is None),
     "epsilon": ("epsilon of the norms", lambda model: model.norm_eps != 1e-5),
 }
 EXPERTS = {"num_local_experts": "experts", "num_experts_per_tok": "topk"}
@@ -46,7 +47,7 @@ class Target:
         no_rope: whether layers can be without RoPE.
         misfits: (model) -> further reasons why it does not fit.
         read: (config.json) -> {field of Architecture: value} that `keys` cannot express.
-        moe: whether it has experts.
+        moe: whether it has experts; None if it can have them.
         qk_norm: whether queries and keys have an RMSNorm.
         options: (options of a model) -> the options that a model of this architecture has.
         activations: supported activations of the FFN.
@@ -58,6 +59,8 @@ class Target:
         rope_scaling: the supported types of RoPE scaling.
         rope_by_layer: whether its config.json has RoPE parameters per layer type.
         shared_expert: whether it supports a shared expert without a gate.
+        delta_net: whether layers can have gated delta-net.
+        shared_gate: whether its shared expert has a gate.
         renormalizes: whether the probabilities of the chosen experts always sum to one.
         custom_code: whether it is exported with megasink's modeling files, which support
             `MegasinkOptions`.
@@ -80,7 +83,7 @@ class Target:
     partial_rotary: float | None = None
     no_rope: bool = False
     misfits: Callable[[Architecture], list[str]] = field(default=lambda model: [])
-    moe: bool = False
+    moe: bool | None = False
     qk_norm: bool = False
     options: Callable[[MegasinkOptions], MegasinkOptions] = field(
         default=lambda options: MegasinkOptions()
@@ -92,6 +95,8 @@ class Target:
     rope_scaling: tuple[str, ...] = ("llama3", "yarn")
     rope_by_layer: bool = False
     shared_expert: bool = False
+    delta_net: bool = False
+    shared_gate: bool = False
     renormalizes: bool = True
     custom_code: bool = False
     refused: Callable[[Mapping[str, Any]], list[str]] = field(default=lambda config: [])
@@ -151,7 +156,7 @@ class Target:
             problems.append(f"it has {kinds} attention, not {model.attention}")
         if model.variant_layers:
             problems.append("its layers all have the same attention")
-        if self.moe != bool(model.experts):
+        if self.moe not in (None, bool(model.experts)):
             problems.append("it has experts" if self.moe else "it has no experts")
         if self.qk_norm != model.qk_norm:
             problems.append("it has qk-norm" if self.qk_norm else "it has no qk-norm")
@@ -174,8 +179,12 @@ class Target:
             problems.append(f"it has no {model.rope_scaling} RoPE scaling")
         if any(model.no_rope) and not self.no_rope:
             problems.append("its layers all have RoPE")
-        if model.shared_ffn and not self.shared_expert:
+        if model.shared_gate and not self.shared_gate:
+            problems.append("its shared expert has no gate")
+        elif model.shared_ffn and not (model.shared_gate or self.shared_expert):
             problems.append("it has no shared expert without a gate")
+        if model.delta_net and not self.delta_net:
+            problems.append("it has no gated delta-net")
         if model.experts and self.renormalizes and not model.renormalize:
             problems.append("the probabilities of its chosen experts sum to one")
         return problems + self.misfits(model)
@@ -210,7 +219,17 @@ def window_of(model: Architecture) -> int | None:
 
 def layer_types(model: Architecture) -> list[str]:
     """Return transformers' name for the attention of each layer."""
+    if model.linear_layers:
+        return [f"{'linear' if linear else 'full'}_attention" for linear in model.linear_layers]
     return ["full_attention" if w is None else "sliding_attention" for w in model.windows]
+
+
+def layer_interval(model: Architecture) -> int | None:
+    """Return n if each n-th layer has attention and the others gated delta-net, else None."""
+    has = [not linear for linear in model.linear_layers or (False,) * model.layers]
+    every = has.index(True) + 1
+    same = all(has[n] == ((n + 1) % every == 0) for n in range(model.layers))
+    return every if same else None
 
 
 def windows_from(config: Mapping[str, Any]) -> tuple[int | None, ...]:

@@ -124,13 +124,7 @@ def _recurrent(args: Namespace, layers: str) -> Iterator[str]:
         )
     ):
         yield problem
-    if DELTA_NET in layers and args.device == "cpu":
-        if not args.deterministic_mode:
-            yield (
-                f"{RECURRENT[DELTA_NET]} layers (G) run on a CPU only with --deterministic-mode, "
-                "which takes Megatron's torch code in place of Triton kernels: add it"
-            )
-    elif DELTA_NET in layers and not _installed("fla"):
+    if DELTA_NET in layers and args.device != "cpu" and not _installed("fla"):
         yield (
             f"{RECURRENT[DELTA_NET]} layers (G) need a package that is not installed: "
             "pip install flash-linear-attention"
