@@ -181,11 +181,6 @@ class Analysis:
         return f"<b>{html.escape(repr(self)[1:-1])}</b><table>{rows}</table>"
 
 
-def names_by_sample() -> set[str]:
-    """Return the measured metrics that `Analysis.by_sample` offers."""
-    return {n for n, entry in metrics().items() if entry.inactive or "wasserstein" in entry.shown}
-
-
 def array(nested: Any) -> Floats:
     """Convert nested lists of results.json to an array, null to NaN."""
     return np.asarray(nested, dtype=np.float64)

@@ -7,12 +7,12 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from megasink.analysis.analysis import INACTIVE_SHARE, Analysis, Floats, array, names_by_sample
+from megasink.analysis.analysis import INACTIVE_SHARE, Analysis, Floats, array
 from megasink.analysis.capture.inputs import shown
 from megasink.analysis.metrics import metrics, metrics_shown
 from megasink.analysis.metrics.registry import AXES
 from megasink.analysis.pages.analysis_figures import drawings
-from megasink.analysis.results import FORMAT, MetricResult, Results, SampleResults
+from megasink.analysis.results import FORMAT, Results, SampleResults, number_of
 from megasink.analysis.store import read_arrays
 from megasink.checkpoints.find import runs_in
 from megasink.errors import UserError
@@ -64,7 +64,7 @@ def read_analysis(folder: str | Path) -> Analysis:
 
 def analysis_of(results: Results, samples: Arrays, maps: Arrays, points: Arrays) -> Analysis:
     """Build an analysis from the contents of its files: results.json and three files of arrays."""
-    wanted = names_by_sample()
+    wanted = {n for n, e in metrics().items() if e.inactive or "wasserstein" in e.shown}
     of = [str(name) for name in samples.get("dataset", np.zeros(0)).ravel()]
     about = np.isin(of, shown(of))
     by_sample = {
@@ -158,13 +158,5 @@ def tables_of(analysis: Analysis) -> dict[str, list[dict[str, Any]]]:
 
 def summary_cells(of: SampleResults) -> dict[str, Any]:
     """Return the number of each metric shown in tables; None if not measured."""
-    nothing = MetricResult(None, None)
-    return {
-        "samples": of.samples,
-        "tokens": of.tokens,
-        **{
-            name: of.metrics.get(name, nothing).number
-            for name, entry in metrics().items()
-            if entry.is_summarized
-        },
-    }
+    numbers = {name: number_of(of, name) for name, e in metrics().items() if e.is_summarized}
+    return {"samples": of.samples, "tokens": of.tokens, **numbers}

@@ -1,7 +1,5 @@
 """Measure a model: run samples through a probe, compute metrics, and write resumable shards.
 
-Every instrument measures by this, in one call.
-
 Shapes: B rows, T tokens, V vocabulary.
 """
 
@@ -258,10 +256,7 @@ def _cure(model: torch.nn.Module) -> str:
 
 
 def plan(samples: Sequence[Sample], batch_size: int) -> list[Shard]:
-    """Cut samples into batches of one length, shortest first, and batches into shards.
-
-    The plan depends on nothing else, so every process has the same one, also after a restart.
-    """
+    """Cut samples into batches of one length, shortest first, and batches into shards."""
 
     def length(i: int) -> int:
         return len(samples[i].tokens)

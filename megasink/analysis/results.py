@@ -1,5 +1,4 @@
-"""Dataclasses of results.json, sweep.json and ablation.json; docs/metrics.md and
-docs/interventions.md explain them.
+"""Dataclasses of results.json, sweep.json and ablation.json, explained in the documentation.
 
 Values by layer, head and so on are nested lists, with null for missing entries.
 """
@@ -119,10 +118,7 @@ class RunFacts:
 
 @dataclass(kw_only=True)
 class Results(SampleResults):
-    """Contents of results.json.
-
-    Overall results are of texts; of made-up tokens only without texts.
-    """
+    """Contents of results.json; overall results are of texts, or else of made-up tokens."""
 
     format: int  # `FORMAT`
     # megasink, torch, python: versions.
@@ -179,10 +175,14 @@ class SweepResults:
     rows: list[SweepRow]
 
 
+def number_of(of: "SampleResults | SweepRow", metric: str) -> Any:
+    """Return the number of a metric; None if there is none."""
+    return of.metrics[metric].number if metric in of.metrics else None
+
+
 def scalars_of(of: SampleResults) -> dict[str, float | str | None]:
     """Return the number of each registered scalar metric; None if there is none."""
-    nothing = MetricResult(None, None)
-    return {name: of.metrics.get(name, nothing).number for name in metrics_shown("scalar")}
+    return {name: number_of(of, name) for name in metrics_shown("scalar")}
 
 
 ABLATION_FORMAT = 2

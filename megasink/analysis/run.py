@@ -4,7 +4,6 @@ import contextlib
 import sys
 from collections.abc import Sequence
 from dataclasses import replace
-from pathlib import Path
 
 from megasink.analysis.analysis import Analysis
 from megasink.analysis.capture.base import ProbedModel
@@ -54,8 +53,11 @@ def analyze(
     inputs = Inputs(
         inputs.samples, replace(inputs.facts, identity=digest, weights=facts["weights"])
     )
-    if of_trace and (before := _made_before(output, digest)) is not None:
-        return None if ranks.rank else before
+    if of_trace and (output / "results.json").is_file() and not (output / "partial").exists():
+        with contextlib.suppress(UserError):  # another format: measure again
+            before = read_analysis(output)
+            if before.results.run.identity == digest:
+                return None if ranks.rank else before
     with holding(options, "analyze", facts | drawn, ranks) as record:
         store = Store(output / "partial", facts, ranks, overwrite=options.overwrite)
         made = _measured(model, options, inputs, named, store)
@@ -108,16 +110,6 @@ def _measured(
     )
     arrays = measurements.arrays(options.seed)
     return analysis_of(results, arrays, maps, points.arrays), arrays
-
-
-def _made_before(output: Path, digest: str) -> Analysis | None:
-    """Return the existing analysis if it is complete and has these settings."""
-    if (output / "partial").exists() or not (output / "results.json").is_file():
-        return None
-    with contextlib.suppress(UserError):  # another format: measure again
-        analysis = read_analysis(output)
-        return analysis if analysis.results.run.identity == digest else None
-    return None
 
 
 def bytes_by_token(model: ProbedModel, ranks: Ranks) -> TokenBytes | None:

@@ -6,7 +6,7 @@ Shapes: B rows, T tokens, E hidden size, H heads, D head dim.
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence, Set
 from dataclasses import dataclass, field, replace
-from typing import Any, Protocol, Self
+from typing import Any, Self
 from weakref import WeakSet
 
 import torch
@@ -254,11 +254,8 @@ def hook_input(
     return module.register_forward_pre_hook(hook, with_kwargs=True)
 
 
-class OpenProbe(Protocol):
-    """Creates a probe that reports to the given listener."""
-
-    def __call__(self, listener: Listener, changes: Sequence[HeadChange] = ()) -> Probe:
-        """Return the probe, not yet entered."""
+OpenProbe = Callable[..., Probe]
+"""Makes a probe, not yet entered, of a listener and optional changes of heads."""
 
 
 PASS_TOKENS = 2048

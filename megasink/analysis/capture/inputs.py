@@ -32,10 +32,7 @@ MADE = ("random", "repeated")
 
 
 def shown(datasets: Iterable[str]) -> list[str]:
-    """Return the datasets that count in the results of the whole analysis.
-
-    Texts, or else the first kind of made-up tokens: a mean over both would describe neither.
-    """
+    """Return the datasets that count in the results: texts, or else the first made-up kind."""
     names = list(dict.fromkeys(datasets))
     return [name for name in names if name not in MADE] or names[:1]
 

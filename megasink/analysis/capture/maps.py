@@ -1,7 +1,7 @@
 """Optional geometry: attention maps, panels of chosen heads, and principal components.
 
-Two short passes run after the measurement through the same probes: all maps of sequences cut to a
-few tokens, and the queries and keys of the chosen heads for one whole sequence.
+Two short passes run after the measurement: all maps of sequences cut to a few tokens, and the
+queries and keys of the chosen heads for one whole sequence.
 
 Shapes: L layers, H heads, C chosen heads, T tokens (at most the map's length), S = T keys,
 Q queries and keys of the whole sequence, D head dim, M = L * H matrices.

@@ -1,8 +1,7 @@
 """The measurements of samples, merged from shards.
 
-All measurements go through shards, whether one process runs them, several share them or a killed
-analysis resumes. Sums run over the shards in the order of their numbers, so the result does not
-depend on which process measured a shard, nor when.
+Sums run over the shards in the order of their numbers, so the result does not depend on which
+process measured a shard, nor when.
 
 Shapes: N samples, L layers, H heads (maximum over layers), K key positions, P token positions,
 S = 2 L + 1 states of the residual stream, E hidden size, B bins.
@@ -134,12 +133,12 @@ class Measurements:
 
     def _values(self, seed: int, chosen: Sequence[int], *, is_all: bool) -> AnalysisValues:
         facts: dict[str, Any] = {"seed": seed}
+        if is_all:
+            facts["cosine_SP"] = torch.from_numpy(self.cosine_SP)
         for fact, name in _FACTS.items():
             known = [getattr(self.samples[i], name) for i in chosen]
             if known and None not in known:
                 facts[fact] = torch.tensor(known, dtype=torch.float64)
-        if is_all:
-            facts["cosine_SP"] = torch.from_numpy(self.cosine_SP)
         values = {name: torch.from_numpy(array[chosen]) for name, array in self.values.items()}
         return AnalysisValues(values, facts)
 

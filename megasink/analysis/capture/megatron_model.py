@@ -218,15 +218,12 @@ def _sites_of(model: LanguageModule) -> Sites:
         ):
             norm = getattr(layer, norm_name, None)
             reader = getattr(getattr(layer, linear[0], None), linear[1], None)
-            if not isinstance(norm, IdentityOp | None):
-                sites.available.append(Site(str(half), norm, lambda _, out: _batch_first(out)))
-            elif getattr(reader, "layer_norm_weight", None) is not None:
+            read: Any = lambda _, out: _batch_first(out)  # noqa: E731
+            if isinstance(norm, IdentityOp | None):
                 # TransformerEngine's LayerNormLinear does not expose the normed state.
-                assert reader is not None
-                read = partial(_normed, reader)
-                sites.available.append(Site(str(half), reader, read))
-            else:
-                sites.lacks_norm(half)
+                fused = getattr(reader, "layer_norm_weight", None) is not None
+                norm, read = (reader, partial(_normed, reader)) if fused else (None, None)
+            sites.add_norm(half, norm, read)
     return sites
 
 

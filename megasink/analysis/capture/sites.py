@@ -38,8 +38,11 @@ class Sites:
     # attention is fully causal.
     context: int = 0
 
-    def lacks_norm(self, half: int) -> None:
-        """Record that no norm lies between a state and the half block that reads it."""
+    def add_norm(self, half: int, norm: torch.nn.Module | None, read: Any) -> None:
+        """Add the norm between a state and the half block that reads it, if there is one."""
+        if norm is not None:
+            self.available.append(Site(str(half), norm, read))
+            return
         reason = f"block {half // 2} has no norm before the module that reads this state"
         self.missing[f"normed state {half / 2:g}"] = reason
 
@@ -76,10 +79,7 @@ def transformers_sites(blocks: list[Block]) -> Sites:
         if not block.parallel:  # there the MLP reads the block's input too
             norms[2 * index + 1] = None if block.middle is block.mlp else block.middle
         for half, norm in norms.items():
-            if norm is None:
-                sites.lacks_norm(half)
-            else:
-                sites.available.append(Site(str(half), norm, lambda _, out: tensor_of(out)))
+            sites.add_norm(half, norm, lambda _, out: tensor_of(out))
     return sites
 
 

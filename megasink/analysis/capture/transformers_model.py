@@ -1,8 +1,7 @@
 """Capture statistics from a transformers model through its attention and mask interfaces.
 
 The model's own attention function runs on its unmodified inputs and mask, so without changes the
-logits are bit-identical; the probe only reads its inputs and outputs. A probe that neither reads
-attention nor needs to know where sequences are leaves the model's attention alone.
+logits are bit-identical. A probe that reads no attention leaves it alone.
 
 Shapes: B rows, T tokens, H query heads, G key/value groups, D head dim, E hidden size.
 """

@@ -1,7 +1,7 @@
 """A probed model for lm-evaluation-harness: token scores and greedy text.
 
-lm-eval's own class pads batches on the right and passes no mask; interventions that score heads
-would then read padding. Here every batch has rows of one length, so nothing is padded.
+lm-eval's own class pads batches without a mask, so interventions that score heads would read
+padding. Here every batch has rows of one length.
 
 Shapes: B rows, T tokens, N scored tokens, V vocabulary.
 """

@@ -1,7 +1,6 @@
 """Find and load lm-evaluation-harness's tasks, without a network unless requested.
 
-lm-eval reads 14,000 YAML files to find its tasks, which takes 20 s. Here a scan of the names (about
-a second) finds unknown names, and the folders that the known ones need.
+lm-eval reads 14,000 YAML files to find its tasks, in 20 s. A scan of the names takes a second.
 """
 
 import contextlib

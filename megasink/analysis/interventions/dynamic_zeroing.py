@@ -62,10 +62,7 @@ class LayerScore:
 
 
 def random_of(tokens: Iterable[int], layer: int, heads: int, seed: int) -> Tensor:
-    """Return [H]: uniform scores in [0, 1) of one sample in one layer, float64 (P3.9).
-
-    They depend on seed, layer and tokens alone, so that neither the batch nor padding changes them.
-    """
+    """Return [H]: uniform scores in [0, 1) of one sample in one layer, in any batch (P3.9)."""
     digest = hashlib.sha256(repr((seed, layer, tuple(tokens))).encode()).digest()
     return random_scores((heads,), int.from_bytes(digest[:8], "big") >> 1)
 

@@ -1,7 +1,6 @@
 """Interventions: their fields, as in files, and what they do while a model runs.
 
-A kind is one class: those of heads and tokens here, those that read attention in on_attention.py,
-the one that chooses heads by a score in dynamic_zeroing.py. The package imports and registers all.
+A kind is one class, here, in on_attention.py or in dynamic_zeroing.py; the package registers all.
 """
 
 from collections.abc import Iterable, Sequence

@@ -50,9 +50,7 @@ class MapComponents(NamedTuple):
 def attention_map_components(maps_MTT: NDArray[Any], count: int = 2) -> MapComponents:
     """Return the PCA of flattened attention matrices, minus the mean matrix (P3.27).
 
-    Unlike scikit-learn, which copies the matrices to center them and takes the singular values of
-    [M, T * T], this takes the eigenvectors of the [M, M] Gram matrix, centered afterwards in
-    float64.
+    By the [M, M] Gram matrix, centered afterwards: scikit-learn copies the [M, T * T] matrices.
     """
     if maps_MTT.shape[-1] > MAP_TOKENS:
         raise ValueError(

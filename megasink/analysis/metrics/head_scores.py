@@ -1,7 +1,6 @@
 """P3's scores of inactive heads: six definitions, and the circuit-based output norms.
 
-A head of a sequence is inactive if its score is below a threshold (first-token attention: above
-it); see `thresholds`. Each score covers the real tokens of one sequence.
+A head of a sequence is inactive if its score is below a threshold, or above for first tokens.
 
 Shapes: H query heads, G key/value groups, T tokens, D head dim, E hidden size.
 """

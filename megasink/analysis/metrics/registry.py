@@ -7,9 +7,8 @@ A metric is a pure function. Its parameter names declare its inputs:
   `importance_NLH` that of every sample (N samples). Such a metric is derived;
 - *facts* of the samples, such as `tokens_N`, for a derived metric.
 
-The capture computes only the statistics that some metric requests. results.json,
-samples.npz, tables, figures, the page, the trace, TensorBoard and comparisons list every registered
-metric. Any module may register one: `from megasink.analysis.metrics import metric`.
+The capture computes only the statistics that some metric requests, and all results list every
+registered metric. Any module may register one: `from megasink.analysis.metrics import metric`.
 """
 
 import importlib

@@ -4,10 +4,9 @@ The scores of a tile of rows are computed once, and give first-token weights, ga
 of squares and column sums: one matrix product, where calls of the kernel would take nine, with
 cancellation in the entropy.
 
-Non-softmax similarities have proxy weights (P2.37): A_ij = |w_ij| / (sum_j |w_ij| + 1e-8),
-independent of the normalization of the layer's output. A row whose weights are all 0 (a dead ReLU)
-attends to nothing. Attention maps of short sequences are the only S x S statistic, computed only on
-request.
+Non-softmax similarities have proxy weights (P2.37): A_ij = |w_ij| / (sum_j |w_ij| + 1e-8). A row
+whose weights are all 0 (a dead ReLU) attends to nothing. Attention maps of short sequences are the
+only S x S statistic, computed only on request.
 
 Shapes: B batch, H query heads, G key/value groups, R heads per group, N = B * G, T tokens, C rows
 of a tile, K columns of a tile, D head dim, S >= T keys.

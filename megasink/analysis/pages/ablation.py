@@ -104,8 +104,7 @@ def in_words(results: AblationResults) -> list[str]:
 
 
 def best_of(curves: Sequence[AblationCurve], *, higher_is_better: bool) -> AblationCurve | None:
-    """Return the curve with the best AUC, if the interval of its lead over random heads is clear
-    of 0."""
+    """Return the curve with the best AUC, if it leads random heads by more than its interval."""
     best, sign = min(curves, key=lambda curve: curve.rank), 1 if higher_is_better else -1
     if best.over_random is None or best.over_random_interval is None:
         return None
@@ -198,11 +197,9 @@ def _provenance(results: AblationResults) -> str:
         "samples": results.samples,
         "tasks": ", ".join(f"{task} (version {v})" for task, v in results.tasks.items()),
         "thresholds set by": results.calibration,
-        **{f"thresholds of {title_of(s)}": _taus(taus) for s, taus in results.thresholds.items()},
     }
     del facts["heads"]
+    for score, taus in results.thresholds.items():
+        shown = (f"{percent}%: {tau:.4g}" for percent, tau in taus.items())
+        facts[f"thresholds of {title_of(score)}"] = ", ".join(shown)
     return html.facts(results.model.name, facts)
-
-
-def _taus(taus: Mapping[str, float]) -> str:
-    return ", ".join(f"{percent}%: {tau:.4g}" for percent, tau in taus.items())

@@ -8,7 +8,7 @@ from megasink.analysis.analysis import Analysis, array
 from megasink.analysis.capture.inputs import MADE
 from megasink.analysis.metrics.states import longest_first_token
 from megasink.analysis.pages.drawing import OPENING, Drawing, drawing
-from megasink.analysis.results import SampleResults
+from megasink.analysis.results import SampleResults, number_of
 from megasink.attention.definitions import SINK_EPSILON
 from megasink.errors import UserError
 from megasink.figures import style
@@ -37,7 +37,7 @@ def in_words(analysis: Analysis) -> list[str]:
 
 def _paragraphs(name: str, of: SampleResults) -> list[str]:
     for needed in _NEEDED:
-        if needed not in of.metrics or of.metrics[needed].number is None:
+        if number_of(of, needed) is None:
             raise UserError(f"the analysis of {name} has no {needed}: analyze it again")
     paragraphs = [_sinks(name, of), _norms(of), _heads(of)]
     length = of.tokens / of.samples
@@ -51,8 +51,8 @@ def _paragraphs(name: str, of: SampleResults) -> list[str]:
 
 def _sinks(name: str, of: SampleResults) -> str:
     """State how many heads have a sink, from which layer on, and how much attention it gets."""
-    rate, attention = (_number(of, n) for n in ("sink_rate", "first_token_attention"))
-    even = of.metrics["even_weight"].number if "even_weight" in of.metrics else None
+    rate, attention = number_of(of, "sink_rate"), number_of(of, "first_token_attention")
+    even = number_of(of, "even_weight")
     text = (
         f"{name}, {of.samples:,} sample{'s' * (of.samples != 1)} of {of.tokens / of.samples:.0f} "
         f"tokens: {100 * rate:.1f}% of the heads{_spread(of, 'sink_rate')} have an attention sink "
@@ -70,8 +70,8 @@ def _sinks(name: str, of: SampleResults) -> str:
 
 def _norms(of: SampleResults) -> str:
     """State whether and where the first token's hidden state is massive."""
-    by_state = _values(of, "massive_ratio")
-    if by_state is None or not isinstance(ratio := of.metrics["massive_ratio"].number, float | int):
+    by_state, ratio = _values(of, "massive_ratio"), number_of(of, "massive_ratio")
+    if by_state is None or ratio is None:
         return ""
     layer = longest_first_token(np.nan_to_num(by_state))
     massive = "a massive activation" if ratio >= LARGE else "there is no massive activation"
@@ -96,15 +96,9 @@ def _heads(of: SampleResults) -> str:
     return (
         "Head importance is the share of a head's attention that does not go to the first token, "
         f"or that passes its sink or gate. It {runs}, and its coefficient of variation "
-        f"within a layer, the head imbalance, is {_number(of, 'imbalance'):.3f}. "
+        f"within a layer, the head imbalance, is {number_of(of, 'imbalance'):.3f}. "
         "`megasink ablate` measures a different number: the loss without a head."
     )
-
-
-def _number(of: SampleResults, name: str) -> float:
-    number = of.metrics[name].number
-    assert isinstance(number, float | int)
-    return number
 
 
 def _values(of: SampleResults, name: str) -> Any:

@@ -11,7 +11,7 @@ from megasink.analysis.metrics import metrics
 from megasink.analysis.metrics.sinks import EPSILONS
 from megasink.analysis.pages import html
 from megasink.analysis.pages.drawing import Drawing, drawing, pictures
-from megasink.analysis.results import SweepResults, SweepRow
+from megasink.analysis.results import SweepResults, SweepRow, number_of
 from megasink.attention.definitions import SINK_EPSILON
 from megasink.figures.recorded import curve
 from megasink.figures.style import MAP, even_panels, label, shares_of_heads
@@ -98,7 +98,7 @@ def _table_row(row: SweepRow, rows: Sequence[SweepRow]) -> dict[str, Any]:
     return {
         **{key: getattr(row, key) for key in keys},
         **{
-            name: row.metrics[name].number if name in row.metrics else None
+            name: number_of(row, name)
             for name, entry in metrics().items()
             if entry.is_summarized and any(name in of.metrics for of in rows)
         },
@@ -175,8 +175,7 @@ def _varied(rows: Sequence[SweepRow]) -> list[str]:
 
 def _numbers(rows: Sequence[SweepRow], metric: str) -> Any:
     """Return the metric's number in each row; NaN if not measured."""
-    numbers = (row.metrics[metric].number if metric in row.metrics else None for row in rows)
-    return np.asarray(list(numbers), dtype=np.float64)
+    return np.asarray([number_of(row, metric) for row in rows], dtype=np.float64)
 
 
 @drawing(DRAWINGS, "masks", "", "Which heads are inactive")
