@@ -5,6 +5,7 @@ into arguments (`*call`), and the op rebuilds them.
 """
 
 from collections.abc import Sequence
+from importlib import import_module
 from typing import Any, NamedTuple
 
 import torch
@@ -12,7 +13,9 @@ from torch import Tensor
 
 from megasink.attention.call import Arriving, AttentionCall, Results, Slot, Slotted, from_op
 from megasink.attention.layout import empty_in_order_of, statistics_dtype
-from megasink.attention.op import run_backward, run_forward, set_up_context, slot_backward
+
+# It imports this module when it needs it, while a compiler traces it.
+_op = import_module("megasink.attention.op")
 
 # How the types of a record's fields are written in the schema of a custom op.
 _SCHEMA_TYPES: dict[Any, str] = {
@@ -44,7 +47,8 @@ def _schema(*records: type[NamedTuple], outputs: int) -> str:
 )
 def slot_attention_op(*arguments: Any) -> Results:
     """Run the forward of the op on the fields of `Slotted` and `AttentionCall`."""
-    return run_forward(None, *arguments)
+    results: Results = _op.run_forward(None, *arguments)
+    return results
 
 
 @torch.library.custom_op(
@@ -60,7 +64,7 @@ def slot_attention_backward_op(*arguments: Any) -> tuple[Tensor, ...]:
     None.
     """
     records = from_op(arguments, Arriving, Slotted, Results, AttentionCall)
-    grads = run_backward(*records, lends=False)
+    grads = _op.run_backward(*records, lends=False)
     like = (*grads[:3], records[2].lse_BHT, records[1].query_BHTD, records[2].lse_BHT)
     pairs = zip(grads, like, strict=True)
     return tuple(each.new_empty(0) if grad is None else grad for grad, each in pairs)
@@ -92,4 +96,4 @@ def _(*arguments: Any) -> tuple[Tensor, ...]:
     )
 
 
-slot_attention_op.register_autograd(slot_backward, setup_context=set_up_context)
+slot_attention_op.register_autograd(_op.slot_backward, setup_context=_op.set_up_context)

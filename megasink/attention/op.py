@@ -11,7 +11,6 @@ that broadcasts.
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from importlib import import_module
 from typing import Any
 
 import torch
@@ -242,8 +241,9 @@ def slot_backward(
     if _owns(out_BHTD):
         found = run_backward(arriving, slotted, results, call, lends=True)
     else:
-        op = import_module("megasink.attention.custom_op").slot_attention_backward_op
-        found = op(*arriving, *slotted, *results, *call)
+        from megasink.attention.custom_op import slot_attention_backward_op
+
+        found = slot_attention_backward_op(*arriving, *slotted, *results, *call)
     *grads, grad_logit, grad_value, grad_bias_HS = found
     if wanted_of_call.distance_bias_HS:
         no_call_grads["distance_bias_HS"] = grad_bias_HS
