@@ -12,7 +12,7 @@ from megatron.core.dist_checkpointing.dict_utils import dict_list_map_inplace
 from megatron.core.dist_checkpointing.mapping import LocalNonpersistentObject, ShardedBase
 
 from megasink.checkpoints.layer_keys import LAST_NORM, LAYERS, is_stacked
-from megasink.megatron.hybrid_pattern import EXPERTS, FFN, layers_of
+from megasink.megatron.hybrid_pattern import ATTENTION, EXPERTS, FFN, LATENT, layers_of
 
 _LAYER = re.compile(r"\bdecoder\.layers\.(\d+)\.")
 _PREDICTION = re.compile(r"\b(mtp\.layers\.\d+)\.mtp_model_layer\.layers\.\d+\.")
@@ -23,8 +23,11 @@ _retarget = upstream.retarget_sharded_state_dict_to_gpt_checkpoint
 
 
 def layer_maps(pattern: str) -> upstream.GPTCompatLayerMaps:
-    """Return upstream's maps of layers, also of a pattern with both FFN and experts, or with /."""
-    return _layer_maps(layers_of(pattern).replace(EXPERTS, FFN))
+    """Return upstream's maps of layers, also of patterns that it refuses.
+
+    They have both FFN and experts, latent attention, or multi-token prediction.
+    """
+    return _layer_maps(layers_of(pattern).replace(EXPERTS, FFN).replace(LATENT, ATTENTION))
 
 
 def point_at_gpt_keys(

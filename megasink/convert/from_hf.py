@@ -28,7 +28,7 @@ from megasink.convert.architecture import Architecture
 from megasink.convert.attention_change import Change, added, changed, gated_model, is_float32
 from megasink.convert.background import made_ahead, one_thread
 from megasink.convert.hf_config import architecture_from, read_config
-from megasink.convert.megatron_weights import weight_shapes
+from megasink.convert.megatron_weights import is_numbered, weight_shapes
 from megasink.convert.model_flags import as_line, model_flags
 from megasink.convert.output import whole_folder
 from megasink.convert.safetensors_files import HuggingFaceWeights, write_json
@@ -200,6 +200,8 @@ def _parts(
     layers = model.layers
     for step in todo:
         sizes = (layers, model.experts)[: len(step.index)]
+        if is_numbered(next(iter(step.row.megatron), "")):
+            sizes = (model.experts,)[: len(step.index)]
         for key, tensor in made(step, read, source.model, change):
             both = (key, NORM_OF_LOCAL_SPEC) if key == NORM_BEFORE_EXPERTS else (key,)
             for name in both:
@@ -211,7 +213,7 @@ def _parts(
 
 def _placed(part: Part, model: Architecture) -> Part:
     """Return a part under the key that Megatron gives it in a model of these layers."""
-    part = part.numbered() if model.layers_differ else part
+    part = part.numbered() if model.layers_differ and not is_numbered(part.key) else part
     key = as_hybrid_key(part.key) if model.linear_layers else part.key
     return dataclasses.replace(part, key=key)
 

@@ -36,20 +36,22 @@ _SIZES = "vocab_size hidden_size intermediate_size num_attention_heads max_posit
 _COUNTS = (
     "num_key_value_heads head_dim sliding_window moe_intermediate_size decoder_sparse_step "
     "full_attention_interval linear_conv_kernel_dim linear_key_head_dim linear_value_head_dim "
-    "linear_num_key_heads linear_num_value_heads"
+    "linear_num_key_heads linear_num_value_heads q_lora_rank kv_lora_rank qk_nope_head_dim "
+    "qk_rope_head_dim v_head_dim n_group topk_group"
 )
 _NUMBERS_OF_EXPERTS = (
     "num_experts num_local_experts num_experts_per_tok shared_intermediate_size "
-    "shared_expert_intermediate_size max_window_layers"
+    "shared_expert_intermediate_size max_window_layers n_routed_experts n_shared_experts "
+    "first_k_dense_replace num_nextn_predict_layers"
 )
 _FLAGS = (
     "tie_word_embeddings attention_bias mlp_bias use_sliding_window norm_topk_prob "
     "use_sandwich_norm use_attention_gate use_cache output_router_logits qk_norm qkv_bias "
-    "linear_bias zero_centred_norms"
+    "linear_bias zero_centred_norms rope_interleave"
 )
 _NUMBERS = (
     "embedding_multiplier logits_scaling residual_multiplier swiglu_alpha swiglu_limit "
-    "final_logit_softcapping router_aux_loss_coef router_jitter_noise"
+    "final_logit_softcapping router_aux_loss_coef router_jitter_noise routed_scaling_factor"
 )
 _TOKEN = Annotated[int, Field(ge=-1, le=2**31 - 1)]
 _TOKENS = dict.fromkeys(

@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 
 from megasink.attention.variants.gates import gate_shape
-from megasink.convert.architecture import Architecture
+from megasink.convert.architecture import Architecture, Latent
 from megasink.convert.delta_net import DeltaNet
 from megasink.convert.table import EXPERTS, LAYERS, numbered
 
@@ -79,6 +79,8 @@ def _attention(model: Architecture) -> dict[str, Shape]:
         attention["linear_qkv.bias"] = (mixed,)
     if model.bias:
         attention["linear_proj.bias"] = (hidden,)
+    if model.latent is not None:
+        attention = _latent(model, model.latent)
     attention |= _gate(model)
     if model.options.attention_bias_type == "t5":
         buckets = model.options.relative_attention_num_buckets
@@ -87,6 +89,24 @@ def _attention(model: Architecture) -> dict[str, Shape]:
     for parameter in model.variant.parameters:
         attention[f"core_attention.{parameter.name}"] = parameter.shape(options)
     return attention
+
+
+def _latent(model: Architecture, latent: Latent) -> dict[str, Shape]:
+    hidden, heads, ranks = model.hidden, model.heads, {"kv": latent.keys}
+    rows = {"kv": heads * (latent.plain + latent.values)}
+    shapes: dict[str, Shape] = {
+        "linear_kv_down_proj.weight": (latent.keys + latent.rotated, hidden)
+    }
+    queries = heads * (latent.plain + latent.rotated)
+    if latent.queries is None:
+        shapes["linear_q_proj.weight"] = (queries, hidden)
+    else:
+        ranks["q"], rows["q"] = latent.queries, queries
+        shapes["linear_q_down_proj.weight"] = (latent.queries, hidden)
+    for x, rank in ranks.items():
+        shapes[f"linear_{x}_up_proj.weight"] = (rows[x], rank)
+        shapes[f"linear_{x}_up_proj.layer_norm_weight"] = (rank,)
+    return shapes | {"linear_proj.weight": (hidden, heads * latent.values)}
 
 
 def _norm(model: Architecture, prefix: str, size: int) -> dict[str, Shape]:
@@ -102,12 +122,13 @@ def _norms(model: Architecture) -> dict[str, Shape]:
     if not model.options.post_norm:
         before_ffn = "pre_mlp_layernorm." if model.experts else "mlp.linear_fc1.layer_norm_"
         projection = "in_proj" if model.delta_net else "linear_qkv"
-        for prefix in (f"self_attention.{projection}.layer_norm_", before_ffn):
+        before = f"self_attention.{projection}.layer_norm_"
+        for prefix in ("input_layernorm." if model.latent else before, before_ffn):
             norms |= _norm(model, prefix, model.hidden)
     if model.options.post_norm or model.options.sandwich_norm:
         for prefix in ("post_self_attn_layernorm.", "post_mlp_layernorm."):
             norms |= _norm(model, prefix, model.hidden)
-    if model.qk_norm and not model.delta_net:
+    if model.qk_norm and not (model.latent or model.delta_net):
         for x in "qk":
             norms |= _norm(model, f"self_attention.{x}_layernorm.", model.head_dim)
     return norms

@@ -5,7 +5,7 @@ import re
 import shlex
 from collections.abc import Sequence
 
-from megasink.convert.architecture import Architecture
+from megasink.convert.architecture import Architecture, Latent
 from megasink.convert.targets.target import window_of
 from megasink.errors import UserError
 from megasink.options.flags import flag_of
@@ -28,19 +28,21 @@ def model_flags(model: Architecture) -> list[str]:
     flags = [
         *("--num-layers", model.layers),
         *("--hidden-size", model.hidden),
-        *("--ffn-hidden-size", model.ffn),
+        *("--ffn-hidden-size", model.dense_ffn or model.ffn),
         *("--num-attention-heads", model.heads),
         *("--kv-channels", model.head_dim),
         *("--max-position-embeddings", model.positions),
         *("--padded-vocab-size", model.padded),
         *("--normalization", model.options.normalization),
         *("--norm-epsilon", model.norm_eps),
-        *("--position-embedding-type", "yarn" if model.yarn else positions),
+        *("--position-embedding-type", "yarn" if model.yarn and not model.latent else positions),
         *("--rotary-base", _number(model.rope_base)),
         *("--init-method-std", model.init_std),
         *(_UNITS[model.activation] if model.options.gated_unit else plain_ffn).split(),
         *("--attention-variant", model.variant.name),
     ]
+    if model.latent is not None:
+        flags += _latent(model.latent, "yarn" if model.yarn else "rope")
     if model.groups != model.heads:
         flags += ["--group-query-attention", "--num-query-groups", model.groups]
     if (export := model.variant.export) and export.kind_option:
@@ -98,6 +100,18 @@ def _number(value: float) -> str:
     return str(int(value)) if value == int(value) else str(value)
 
 
+def _latent(latent: Latent, rope: str) -> list[str | int]:
+    queries = () if latent.queries is None else ("--q-lora-rank", latent.queries)
+    return [
+        *("--multi-latent-attention", "--rope-type", rope),
+        *queries,
+        *("--kv-lora-rank", latent.keys),
+        *("--qk-head-dim", latent.plain),
+        *("--qk-pos-emb-head-dim", latent.rotated),
+        *("--v-head-dim", latent.values),
+    ]
+
+
 def _yarn(model: Architecture) -> list[str]:
     if (yarn := model.yarn) is None:
         return []
@@ -135,6 +149,12 @@ def _experts(model: Architecture) -> list[str | int]:
     ]
     if not model.renormalize and not model.options.sigmoid_router:
         flags.append("--moe-router-pre-softmax")
+    if model.dense_layers:
+        pattern = ",".join(str(int(n >= model.dense_layers)) for n in range(model.layers))
+        flags += ["--moe-layer-freq", f"[{pattern}]"]
+    if model.expert_groups:
+        groups, chosen = model.expert_groups
+        flags += ["--moe-router-num-groups", groups, "--moe-router-group-topk", chosen]
     if model.shared_ffn:
         flags += ["--moe-shared-expert-intermediate-size", model.shared_ffn]
     if model.shared_gate:

@@ -67,7 +67,8 @@ class Step:
 
     def of_experts(self, experts: int) -> "list[Step]":
         """Return a step for each expert if the row's tensors hold all of them, to save memory."""
-        stacked = len(self.index) == 1 and all(EXPERTS in key for key in self.row.megatron)
+        stacked = len(self.index) == 1 and "{expert}" not in self.row.hf[0]
+        stacked = stacked and all(EXPERTS in key for key in self.row.megatron)
         if not (stacked and self.row.megatron):
             return [self]
         return [replace(self, index=(*self.index, n), expert=n) for n in range(experts)]

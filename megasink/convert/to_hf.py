@@ -17,13 +17,14 @@ from megasink.checkpoints.saved_arguments import read_arguments
 from megasink.checkpoints.tokenizer import tokenizer_of
 from megasink.console.printable import say as say_printable
 from megasink.console.progress import tracked
-from megasink.convert.architecture import Architecture, architecture_of
+from megasink.convert.architecture import Architecture
+from megasink.convert.architecture_of_run import architecture_of
 from megasink.convert.background import ahead, one_thread
 from megasink.convert.carried import GENERATION, written_again
 from megasink.convert.hf_config import config_of
 from megasink.convert.megasink_model import FILES
 from megasink.convert.megatron_reader import MegatronCheckpoint
-from megasink.convert.megatron_weights import leading_axes, weight_shapes
+from megasink.convert.megatron_weights import is_numbered, leading_axes, weight_shapes
 from megasink.convert.model_card import model_card
 from megasink.convert.output import whole_folder
 from megasink.convert.safetensors_files import write_json, write_weights
@@ -122,7 +123,7 @@ def _account(source: Source) -> None:
     problems = [f"{key} is missing" for key in sorted(known - stored_keys)]
     problems += [f"the target has no tensor for {key}" for key in sorted(stored_keys - known)]
     for key, shape in sorted(weight_shapes(model).items()):
-        axes = (model.layers, model.experts)[: leading_axes(key)]
+        axes = (model.layers, model.experts)[is_numbered(key) :][: leading_axes(key)]
         stored = checkpoint.shapes.get(key, (*axes, *shape))
         if stored != (*axes, *shape):
             problems.append(f"{key} is {list(stored)}, not {[*axes, *shape]}")

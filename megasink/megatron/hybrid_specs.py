@@ -80,14 +80,6 @@ class StackSpec(ModuleSpec):
         return spec_of_stack(with_options(config, "stack_spec"))
 
 
-# Names in checkpoints, as TransformerEngine fuses norms; upstream's local spec gives them others.
-_LATENT_KEYS = {
-    "self_attention.q_layernorm.": "self_attention.linear_q_up_proj.layer_norm_",
-    "self_attention.kv_layernorm.": "self_attention.linear_kv_up_proj.layer_norm_",
-    "pre_mlp_layernorm.": "mlp.linear_fc1.layer_norm_",
-}
-
-
 stack_spec = StackSpec(module=MegasinkHybridStack)
 
 
@@ -130,7 +122,9 @@ def _layer_of(config: Any, experts: int | None) -> tuple[ModuleSpec, LayerNormBu
     if config.transformer_impl == "local":
         layer = get_gpt_layer_local_spec(**options, normalization=config.normalization)
         if config.multi_latent_attention:
-            layer = changed(layer, sharded_state_dict_keys_map=_LATENT_KEYS)
+            from megasink.megatron.latent_config import checkpoint_names
+
+            layer = changed(layer, sharded_state_dict_keys_map=checkpoint_names(experts))
     else:
         dense = not (experts or config.num_moe_experts)
         layer = get_gpt_layer_with_transformer_engine_spec(

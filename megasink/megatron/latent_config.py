@@ -42,3 +42,15 @@ def latent_config(args: Namespace) -> LatentTransformerConfig:
         args, LatentTransformerConfig
     )
     return config
+
+
+def checkpoint_names(experts: int | None) -> dict[str, str]:
+    """Return the names in checkpoints of the norms of a local layer: those of fused norms.
+
+    Upstream's local layers have others than TransformerEngine's.
+    """
+    names = {
+        f"self_attention.{x}_layernorm.": f"self_attention.linear_{x}_up_proj.layer_norm_"
+        for x in ("q", "kv")
+    }
+    return names if experts else names | {"pre_mlp_layernorm.": "mlp.linear_fc1.layer_norm_"}

@@ -37,6 +37,8 @@ use_rope_scaling rope_scaling_factor: context described
 rotary_scaling_factor yarn_original_max_position_embeddings yarn_beta_fast yarn_beta_slow: context
 mscale mscale_all_dim: context
 window_size window_attn_skip_freq: context text
+multi_latent_attention q_lora_rank kv_lora_rank qk_head_dim qk_pos_emb_head_dim: model
+v_head_dim moe_router_num_groups moe_router_group_topk: model
 rotary_percent: model described
 swiglu squared_relu: model described activation
 rotary_interleaved add_qkv_bias mamba_state_dim: model
@@ -307,21 +309,17 @@ REFUSED: dict[str, tuple[tuple[str, Any, str], ...]] = {
     "in an export": (
         ("rotary_interleaved", False, _ONLY_FALSE),
         ("rotary_seq_len_interpolation_factor", None, _ONLY_NONE),
-        ("multi_latent_attention", False, _ONLY_FALSE),
         ("mtp_num_layers", 0, "targets only support None"),
         ("openai_gelu", False, _ONLY_FALSE),
         ("apply_residual_connection_post_layernorm", False, _ONLY_FALSE),
         ("moe_mlp_glu_interleave_size", None, _ONLY_NONE),
-        ("moe_router_group_topk", None, _ONLY_NONE),
         ("moe_router_quantile_balancing_ema", 0.0, "targets only support 0.0"),
         ("attention_output_gate", False, _ONLY_FALSE),
         ("mup_base_hidden_size", None, _ONLY_NONE),
         ("mup_attn_scale_power", 1.0, "targets only support 1.0"),
         ("heterogeneous_layers_config_path", None, _ONLY_NONE),
         ("experimental_attention_variant", None, _ONLY_NONE),
-        ("moe_layer_freq", (1, "1", [1]), "targets only support 1"),
         ("moe_latent_size", None, _ONLY_NONE),
-        ("moe_router_num_groups", None, _ONLY_NONE),
         ("moe_apply_probs_on_input", False, _ONLY_FALSE),
     ),
 }

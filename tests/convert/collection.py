@@ -64,6 +64,14 @@ IMPORTED: dict[str, tuple[str, dict[str, Any]]] = {
     "Qwen3-30B-A3B-2507": ("qwen3_moe", {**EXPERTS, "norm_topk_prob": True, **_theta(1e7)}),
     "Mixtral-8x7B": ("mixtral", {"num_local_experts": 4, **_theta(1e6)}),
     "nanochat-d32": ("nanochat", {}),
+    "DeepSeek-V3": (
+        "deepseek_v3",
+        {"n_routed_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 24}
+        | {"n_group": 2, "topk_group": 1, "first_k_dense_replace": 1, "num_key_value_heads": 4}
+        | {"q_lora_rank": 24, "kv_lora_rank": 32, "qk_nope_head_dim": 8, "qk_rope_head_dim": 4}
+        | {"v_head_dim": 8, "head_dim": 4}
+        | {"rope_parameters": _yarn(40.0, 4096, rope_theta=1e4, mscale=1.0, mscale_all_dim=1.0)},
+    ),
     "gpt-oss-20b": (
         "gpt_oss",
         {"num_local_experts": 4, "num_experts_per_tok": 2, "swiglu_limit": 7.0}
@@ -122,7 +130,6 @@ REFUSED: dict[str, tuple[str, dict[str, Any], str]] = {
     "OLMo-2-7B": ("olmo2", {}, "qk-norm spans all heads|spans all heads"),
     "OLMo-3-7B": ("olmo3", {}, "'olmo3' cannot be imported"),
     "gemma-3-1b": ("gemma3_text", {}, "another scale"),
-    "DeepSeek-V3": ("deepseek_v3", {}, "multi-head latent attention"),
     "GLM-4.5-Air": ("glm4_moe", {}, "'glm4_moe' cannot be imported"),
     "MiniMax-M2": ("minimax_m2", {}, "'minimax_m2' cannot be imported"),
     "EXAONE-4.0-1.2B": ("exaone4", {}, "'exaone4' cannot be imported"),

@@ -2,7 +2,7 @@
 
 import dataclasses
 
-from megasink.convert.architecture import Architecture, Yarn
+from megasink.convert.architecture import Architecture, Latent, Yarn
 from megasink.convert.delta_net import DeltaNet
 from megasink.convert.megasink_model import MegasinkOptions
 
@@ -34,8 +34,41 @@ def model(**options) -> Architecture:
 NANOCHAT = {"norm_without_gain": True, "embedding_norm": True, "qk_l2_norm": True}
 NANOCHAT |= {"gated_unit": False, "logit_softcap": 9.0}
 
+
+def deepseek(latent=(24, 32, 16, 8, 12), factor=2.5, **options) -> Architecture:
+    """A small DeepSeek-V3: one dense layer, and groups of experts of which two are chosen."""
+    names = ("queries", "keys", "plain", "rotated", "values")
+    router = {"moe_router_score_function": "sigmoid", "moe_router_enable_expert_bias": True}
+    router |= {"moe_router_topk_scaling_factor": factor}
+    given = {
+        **{"latent": Latent(**dict(zip(names, latent, strict=True))), "groups": 4},
+        **{"head_dim": latent[3], "qk_norm": True, "norm_eps": 1e-6, "shared_ffn": 40},
+        **{"dense_layers": 1, "dense_ffn": 56, "experts": 4, "topk": 2, "expert_groups": (2, 1)},
+        "options": MegasinkOptions(**router),
+    }
+    return model(**given | options)
+
+
 # {name: (target, model)}
 MODELS = {
+    "deepseek_v3": (
+        "deepseek_v3",
+        deepseek(
+            yarn=Yarn(factor=40.0, original=16, mscale=1.0, mscale_all_dim=1.0), windows=(None,) * 2
+        ),
+    ),
+    "deepseek_v3-kimi": (
+        "deepseek_v3",
+        deepseek(
+            expert_groups=None,
+            shared_ffn=80,
+            yarn=Yarn(factor=32.0, original=16, beta_fast=1.0, mscale=1.0, mscale_all_dim=1.0),
+        ),
+    ),
+    "deepseek_v3-whole-queries": (
+        "deepseek_v3",
+        deepseek((None, 32, 16, 8, 12), None, dense_layers=0, dense_ffn=0, tied=True),
+    ),
     "llama": ("llama", model()),
     "llama-tied-geglu": ("llama", model(tied=True, activation="gelu")),
     "llama-bias": ("llama", model(bias=True, qkv_bias=True)),

@@ -11,7 +11,8 @@ import transformers
 from packaging.version import Version
 
 from megasink.attention.variants import Export, registry, variant
-from megasink.convert.architecture import Yarn, architecture_of
+from megasink.convert.architecture import Yarn
+from megasink.convert.architecture_of_run import architecture_of
 from megasink.convert.hf_config import OURS, architecture_from, config_of
 from megasink.convert.megasink_model import MegasinkOptions
 from megasink.convert.megatron_weights import weight_shapes
@@ -214,7 +215,7 @@ BY_LAYER = {"full_attention": {"rope_type": "yarn", "rope_theta": 1e4, "factor":
         ("llama", {"model_type": "mimo_v2_flash"}, "'mimo_v2_flash' cannot be imported: its val"),
         ("llama", {"model_type": "mamba"}, "'mamba' cannot be imported: no conversion target"),
         ("llama", {"model_type": "mamba", "state_size": 16}, "imported: it has state-space layers"),
-        ("llama", {"model_type": "deepseek_v3", "kv_lora_rank": 512}, "multi-head latent attent"),
+        ("llama", {"model_type": "deepseek_v2", "kv_lora_rank": 512}, "multi-head latent attent"),
         ("llama", {"model_type": "t5", "is_encoder_decoder": True}, "an encoder and a decoder"),
         (
             "llama",

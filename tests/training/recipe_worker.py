@@ -42,7 +42,7 @@ def problems(flags: list[str], ranks: int) -> tuple[list[str], str]:
 def target(args: Namespace) -> str:
     """The target of the model's export, or why it has none."""
     from megasink.checkpoints.identity import plain
-    from megasink.convert.architecture import architecture_of
+    from megasink.convert.architecture_of_run import architecture_of
     from megasink.convert.targets import choose
 
     saved = {name: plain(value) for name, value in vars(args).items()}

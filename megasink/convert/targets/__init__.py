@@ -10,6 +10,7 @@ from megasink.convert.targets.target import Target
 # They import the names above, as a plugin does.
 from megasink.convert.targets import (
     gated_attention,
+    latent_attention,
     megasink,
     sink_attention,
     softmax_attention,
@@ -22,6 +23,7 @@ __all__ = [
     "Target",
     "choose",
     "gated_attention",
+    "latent_attention",
     "megasink",
     "named",
     "register",

@@ -87,7 +87,8 @@ def decoder(
     before_ffn = NORM_BEFORE_EXPERTS if model.experts else NORM_OF_LOCAL_SPEC
     after = (f"{LAYERS}post_self_attn_layernorm.weight", f"{LAYERS}post_mlp_layernorm.weight")
     projection = f"{ATTENTION}in_proj." if model.delta_net else QKV
-    keys = (f"{projection}layer_norm_weight", before_ffn, *after)[: len(norms)]
+    before = f"{LAYERS}input_layernorm." if model.latent else f"{projection}layer_norm_"
+    keys = (f"{before}weight", before_ffn, *after)[: len(norms)]
 
     def norm(key: str, name: str) -> Iterator[Row]:
         weight = norm_weight(model, zero_centred)

@@ -62,6 +62,7 @@ class Target:
         delta_net: whether layers can have gated delta-net.
         shared_gate: whether its shared expert has a gate.
         renormalizes: whether the probabilities of the chosen experts always sum to one.
+        latent: whether it has latent attention, groups of experts, and first layers without them.
         custom_code: whether it is exported with megasink's modeling files, which support
             `MegasinkOptions`.
         refused: (config.json) -> what else in it megasink does not support.
@@ -98,6 +99,7 @@ class Target:
     delta_net: bool = False
     shared_gate: bool = False
     renormalizes: bool = True
+    latent: bool = False
     custom_code: bool = False
     refused: Callable[[Mapping[str, Any]], list[str]] = field(default=lambda config: [])
     quantized: tuple[str, ...] = ()
@@ -185,6 +187,10 @@ class Target:
             problems.append("it has no shared expert without a gate")
         if model.delta_net and not self.delta_net:
             problems.append("it has no gated delta-net")
+        if bool(model.latent) != self.latent:
+            problems.append(f"it has {'' if self.latent else 'no '}latent attention")
+        if (model.expert_groups or model.dense_layers) and not self.latent:
+            problems.append("it has experts in every layer, without groups")
         if model.experts and self.renormalizes and not model.renormalize:
             problems.append("the probabilities of its chosen experts sum to one")
         return problems + self.misfits(model)

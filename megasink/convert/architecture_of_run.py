@@ -1,0 +1,251 @@
+"""The model description of a run, from Megatron's arguments.
+
+Every option of a run is either a field of `Architecture` or refused by name, including options that
+will be added later.
+"""
+
+import dataclasses
+import itertools
+from collections.abc import Iterator, Mapping
+from types import SimpleNamespace
+from typing import Any
+
+from megasink.attention.variants import foreign_options, variant
+from megasink.attention.variants.layers import windowed_layers
+from megasink.config import MODEL_OPTIONS, visible_tokens
+from megasink.convert.architecture import Architecture, Latent, Yarn
+from megasink.convert.delta_net import DeltaNet
+from megasink.convert.megasink_model import NAMES, options_from, unknown_values
+from megasink.megatron.hybrid_pattern import (
+    ATTENTION,
+    DELTA_NET,
+    EXPERTS,
+    FFN,
+    LATENT,
+    count_blocks,
+    layers_of,
+    pattern_of,
+)
+from megasink.options.flags import flag_of
+from megasink.options.megatron_flags import refused
+
+# Options of megasink that a field of `Architecture` covers, or that do not affect a trained model.
+_SAID = {
+    "attention_variant",
+    "attention_variant_layers",
+    "gate_granularity",
+    "ffn_activation",
+    "softmax_offset_init",
+    "attention_kernel",
+    "sink_lr_mult",
+    "sink_weight_decay",
+    "match_ffn_width",
+    "zero_init_outputs",
+}
+_ACTIVATIONS = {"swiglu": "silu", "geglu": "gelu", "reglu": "relu"}
+_PLAIN_ACTIVATIONS = ("relu", "gelu", "silu")
+
+
+def architecture_of(
+    saved: Mapping[str, Any], vocabulary: int | None
+) -> tuple[Architecture, list[str]]:
+    """Return the architecture of a run, and a list of features that no target supports."""
+    problems = [*_unknown(saved), *_unfixed(saved), *_other_blocks(saved)]
+    activation, gated_unit = _activation(saved)
+    if activation is None:
+        problems.append(
+            "no target has its FFN activation: targets support --swiglu, --squared-relu and "
+            f"--ffn-activation {'|'.join([*_ACTIVATIONS, *_PLAIN_ACTIVATIONS])}"
+        )
+    yarn = _yarn(saved)
+    latent, dense = _latent(saved), _dense_layers(saved)
+    if dense is None:
+        problems.append("targets only support experts in every layer after the first ones")
+    rotated = saved if yarn is None else {**saved, "position_embedding_type": "rope"}
+    options = options_from(rotated, gated_unit=gated_unit)
+    problems += [_without_counterpart(option) for option in unknown_values(options)]
+    record = variant(saved["attention_variant"])
+    attention = record.kind(saved)
+    if record.export is None:
+        problems.append(
+            f"--attention-variant {record.name}: its record has no export rule "
+            "(megasink.attention.variants.Export)"
+        )
+    elif attention not in record.kinds:
+        problems.append(f"--attention-variant {record.name} has no kind {attention!r}")
+        attention = record.kinds[0]
+    experts = saved.get("num_experts") or 0
+    linear = _linear_layers(saved)
+    ffn = saved["ffn_hidden_size"]
+    bias = bool(saved.get("add_bias_linear"))
+    grouped = "num_query_groups" if saved.get("group_query_attention") else "num_attention_heads"
+    architecture = Architecture(
+        layers=count_blocks(saved),
+        hidden=saved["hidden_size"],
+        heads=saved["num_attention_heads"],
+        groups=saved[grouped],
+        head_dim=latent.rotated if latent else saved["kv_channels"],
+        ffn=(saved.get("moe_ffn_hidden_size") or ffn) if experts else ffn,
+        vocabulary=_tokens(saved, vocabulary),
+        padded=saved["padded_vocab_size"],
+        tied=not saved["untie_embeddings_and_output_weights"],
+        positions=saved["max_position_embeddings"],
+        norm_eps=saved["layernorm_epsilon"],
+        zero_centred=bool(saved.get("layernorm_zero_centered_gamma")),
+        rope_base=float(saved["rotary_base"]),
+        rope_factor=saved["rope_scaling_factor"] if saved.get("use_rope_scaling") else None,
+        yarn=yarn,
+        attention=attention,
+        variant_layers=tuple(map(bool, saved.get("attention_variant_layers") or ())),
+        delta_net=DeltaNet.of(saved) if linear else None,
+        linear_layers=linear,
+        qk_norm=bool(saved["qk_layernorm"]),
+        qkv_bias=bias or bool(saved.get("add_qkv_bias")),
+        bias=bias,
+        no_rope=_no_rope(saved),
+        windows=_windows(saved),
+        activation=activation or "silu",
+        experts=experts,
+        topk=saved["moe_router_topk"] if experts else 0,
+        shared_ffn=(saved.get("moe_shared_expert_intermediate_size") or 0) if experts else 0,
+        shared_gate=bool(experts and saved.get("moe_shared_expert_gate")),
+        dense_layers=dense or 0,
+        dense_ffn=ffn if dense else 0,
+        expert_groups=_expert_groups(saved) if experts else None,
+        latent=latent,
+        renormalize=not saved.get("moe_router_pre_softmax") or options.sigmoid_router,
+        dtype="bfloat16" if saved.get("bf16") else "float16" if saved.get("fp16") else "float32",
+        init_std=saved.get("init_method_std") or 0.02,
+        options=options,
+    )
+    return architecture, problems
+
+
+def _tokens(saved: Mapping[str, Any], vocabulary: int | None) -> int:
+    rows, named = int(saved["padded_vocab_size"]), saved.get("vocab_size") or 0
+    if vocabulary is not None:
+        # An imported model can have more rows than its tokenizer has tokens.
+        return min(rows, max(vocabulary, named))
+    # Megatron's NullTokenizer adds an end-of-document token.
+    return min(rows, named + 1) if named else rows
+
+
+def _unknown(saved: Mapping[str, Any]) -> list[str]:
+    """Return the problems of options that no field covers."""
+    known = _SAID | NAMES | foreign_options(variant(saved["attention_variant"]))
+    fields = itertools.chain.from_iterable(map(dataclasses.fields, MODEL_OPTIONS))
+    return [
+        _without_counterpart(f"{flag_of(field.name)} {saved[field.name]}")
+        for field in fields
+        if field.name not in known and saved.get(field.name, field.default) != field.default
+    ]
+
+
+def _without_counterpart(option: str) -> str:
+    return f"{option} has no counterpart in Hugging Face"
+
+
+def _unfixed(saved: Mapping[str, Any]) -> list[str]:
+    return [f"{flag} {value}: {why}" for flag, value, why in refused(saved, "in an export")]
+
+
+def _other_blocks(saved: Mapping[str, Any]) -> Iterator[str]:
+    """Yield the problem of a hybrid model with other blocks."""
+    pattern = layers_of(saved.get("hybrid_layer_pattern") or "")
+    mixers, ffns = pattern[::2], {*pattern[1::2]}
+    paired = len(mixers) == len(pattern[1::2]) and ffns <= {FFN, EXPERTS}
+    alike = len({*mixers}) == 1 and mixers[0] in ATTENTION + LATENT
+    if pattern and not (paired and (alike or ({*mixers} <= {"*", "G"} and len(ffns) == 1))):
+        yield (
+            f"--hybrid-layer-pattern {pattern}: targets only support blocks of attention or gated "
+            "delta-net, each with an FFN (*- and G-) or each with experts (*E and GE)"
+        )
+
+
+def _linear_layers(saved: Mapping[str, Any]) -> tuple[bool, ...]:
+    """Return whether each block has gated delta-net; empty if none has."""
+    pattern = layers_of(saved.get("hybrid_layer_pattern") or "")
+    linear = tuple(symbol == DELTA_NET for symbol in pattern[::2])
+    return linear if any(linear) else ()
+
+
+def _activation(saved: Mapping[str, Any]) -> tuple[str | None, bool]:
+    """Return the activation of the FFN, None if unsupported, and whether it is gated."""
+    name = saved.get("ffn_activation")
+    if name in _PLAIN_ACTIVATIONS:
+        return name, False
+    if name is not None:
+        return _ACTIVATIONS.get(name), True
+    if saved.get("squared_relu"):
+        return "relu2", False
+    if saved.get("swiglu"):
+        return "silu", True
+    if saved.get("quick_geglu") and saved.get("glu_linear_offset") == 1.0:
+        return ("gpt-oss" if saved.get("activation_func_clamp_value") == 7.0 else None), True
+    return None, True
+
+
+def _latent(saved: Mapping[str, Any]) -> Latent | None:
+    if not saved.get("multi_latent_attention"):
+        return None
+    names = ("kv_lora_rank", "qk_head_dim", "qk_pos_emb_head_dim", "v_head_dim")
+    keys, plain, rotated, values = (saved[name] for name in names)
+    ranks = saved.get("q_lora_rank"), keys
+    return Latent(queries=ranks[0], keys=keys, plain=plain, rotated=rotated, values=values)
+
+
+def _expert_groups(saved: Mapping[str, Any]) -> tuple[int, int] | None:
+    groups = saved.get("moe_router_num_groups")
+    return (groups, saved["moe_router_group_topk"]) if groups else None
+
+
+def _dense_layers(saved: Mapping[str, Any]) -> int | None:
+    """Return the number of first blocks without experts; None if others have none, too."""
+    if not saved.get("num_experts"):
+        return 0
+    ffns = [symbol for symbol in pattern_of(saved) if symbol in FFN + EXPERTS]
+    dense = (*ffns, EXPERTS).index(EXPERTS)
+    return None if FFN in ffns[dense:] else dense
+
+
+def _yarn(saved: Mapping[str, Any]) -> Yarn | None:
+    """Return YaRN's numbers, with Megatron's defaults (`_apply_yarn_config_from_args`)."""
+    latent = saved.get("multi_latent_attention") and saved.get("rope_type") != "rope"
+    if saved.get("position_embedding_type") != "yarn" and not latent:
+        return None
+    names = {
+        "factor": ("rotary_scaling_factor", 1.0),
+        "original": ("yarn_original_max_position_embeddings", 4096),
+        "round_range": ("yarn_correction_range_round_to_int", True),
+        **{name: (f"yarn_{name}", getattr(Yarn, name)) for name in ("beta_fast", "beta_slow")},
+        **{name: (name, getattr(Yarn, name)) for name in ("mscale", "mscale_all_dim")},
+    }
+    given = {name: (saved.get(key), default) for name, (key, default) in names.items()}
+    return Yarn(**{name: default if v is None else v for name, (v, default) in given.items()})
+
+
+def _windows(saved: Mapping[str, Any]) -> tuple[int | None, ...]:
+    """Return the window per layer."""
+    window = saved.get("window_size")
+    visible = visible_tokens(tuple(window) if window else None)
+    names = ("num_layers", "window_size", "window_attn_skip_freq")
+    options = SimpleNamespace(**{name: saved.get(name) for name in names})
+    has_window = _of_blocks(saved, windowed_layers(options))
+    return tuple(visible if has else None for has in has_window)
+
+
+def _no_rope(saved: Mapping[str, Any]) -> tuple[bool, ...]:
+    """Return whether each layer has no RoPE; empty if all have it."""
+    every, layers = saved.get("no_rope_freq"), saved["num_layers"]
+    if isinstance(every, int):
+        every = [layer % every == 0 for layer in range(1, layers + 1)]
+    without = _of_blocks(saved, tuple(map(bool, every or ())))
+    return without if any(without) else ()
+
+
+def _of_blocks(saved: Mapping[str, Any], by_layer: tuple[bool, ...]) -> tuple[bool, ...]:
+    """Return the entries of the blocks, where Megatron counts the layers of a pattern."""
+    pattern = saved.get("hybrid_layer_pattern")
+    if pattern and by_layer and saved["num_layers"] == len(layers_of(pattern)):
+        return by_layer[::2]
+    return by_layer
