@@ -10,6 +10,8 @@ from types import SimpleNamespace
 import pytest
 
 from tests import schedule
+from tests.distributed import test_layouts, test_masks, test_moe
+from tests.distributed.cases import cases
 from tests.schedule import FIRST, LATER, SAMPLED, is_first, measured, tiers
 from tests.test_imports import ROOMS, imports, modules
 
@@ -91,6 +93,16 @@ def test_of_a_sampled_test_every_so_many_cases_are_run_and_the_rest_later():
     found = [tier for _, tier in tiers([*cases, *others, item(LATER[0]), item(FIRST[0])])]
     wanted = ["later" if i % every else "rest" for i in range(2 * every + 1)]
     assert found == [*wanted, "first", "later", "later", "first"]
+
+
+def test_every_kind_of_layout_is_among_the_sampled_cases():
+    sampled, every = set(), set()
+    for file in (test_layouts, test_masks, test_moe):
+        path = str(Path(file.__file__).relative_to(ROOT))
+        kinds = [where.partition("+")[0] for _, where in cases(file.MODELS)]
+        sampled |= {*kinds[:: SAMPLED[f"{path}::test_layout_changes_nothing"]]}
+        every |= {*kinds}
+    assert every - sampled == {"single"}  # a single process that recomputes
 
 
 def test_durations_are_read_from_what_pytest_prints():

@@ -17,7 +17,7 @@ from tests.convert.test_commands import megasink
 pytest.importorskip("lm_eval", reason="the extra eval is not installed")
 
 MODELS = ("llama", "mistral", "gemma-3", "gpt-oss", "qwen3.5", "own-sink")
-PROMPTS, NEW, POSITIONS = 20, 9, 64
+PROMPTS, NEW, POSITIONS = 34, 9, 64
 
 
 def chat_tokenizer(**special):
