@@ -148,13 +148,14 @@ class Recorder(Listener):
             name: np.concatenate([np.empty((0, *self._shapes[entry.axis])), *self._batches[name]])
             for name, entry in self.metrics.items()
         }
-        lists = {"samples": self._samples, "non_finite": self._non_finite}
+        lists = {"samples": list(map(asdict, self._samples))}
+        lists["non_finite"] = list(map(asdict, self._non_finite))
         shard: dict[str, NDArray[Any]] = {f"value/{name}": array for name, array in values.items()}
         shard |= {
             "unit_sum_SPE": self._cosine.unit_sum_SPE.numpy(),
             "count_SP": self._cosine.count_SP.numpy(),
             "gate_histogram_LB": self._histogram,
-            "lists": np.asarray(json.dumps({n: list(map(asdict, of)) for n, of in lists.items()})),
+            "lists": np.asarray(json.dumps(lists)),
         }
         self._clear()
         return shard

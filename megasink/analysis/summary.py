@@ -114,10 +114,11 @@ def _dataset(
 def _of_samples(analysis: AnalysisValues) -> dict[str, Any]:
     """Return the entries of `SampleResults` that are computed."""
     spreads = {name: analysis.spread(name) for name in ("sink_rate", "first_token_attention")}
-    places = [analysis.by_sample.get(name) for name in ("sink_position", "sink_alpha")]
+    names, by_sample = ("sink_position", "sink_alpha"), analysis.by_sample
+    places = [by_sample[name] for name in names if name in by_sample]
     return {
         "metrics": metric_results(analysis),
-        "sink_positions": sink_positions(*places) if all(p is not None for p in places) else {},
+        "sink_positions": sink_positions(*places) if len(places) == 2 else {},
         "spread": {name: value for name, value in spreads.items() if value is not None},
     }
 

@@ -316,7 +316,8 @@ def random_sequences(
         raise ValueError(f"no token of {vocabulary} is left to draw from")
     generator = torch.Generator().manual_seed(seed)
     drawn = torch.randint(len(allowed), (count, length), generator=generator)
-    return allowed[drawn].tolist()  # type: ignore[no-any-return]
+    sequences: list[list[int]] = allowed[drawn].tolist()
+    return sequences
 
 
 def repeated_first_token(content: Sequence[int], copies: int, bos: int | None) -> list[int]:

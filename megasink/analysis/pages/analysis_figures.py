@@ -26,7 +26,7 @@ def figures(analyses: Sequence[Analysis], kinds: Sequence[str] = ("png",)) -> li
         with styled():
             if (figure := of.draw(*what)) is None:
                 continue
-            about = {"section": of.section, "model": model, "kinds": kinds}
+            about: dict[str, Any] = {"section": of.section, "model": model, "kinds": kinds}
             if of.finding is not None:
                 about["finding"] = of.finding(what[0])
             pictures.append(picture_of(figure, name, of.title, of.caption, **about))
