@@ -191,7 +191,8 @@ def _translate(saved: dict[str, Any]) -> dict[str, str]:
 
 
 def _rows(*, of_model: bool) -> tuple[tuple[str, Any, str], ...]:
-    return tuple(row for row in REFUSED["always"] if (row[0] in _OF_THE_MODEL) == of_model)
+    rows = (*REFUSED["always"], ("multi_latent_attention", False, "it was never adopted"))
+    return tuple(row for row in rows if (row[0] in _OF_THE_MODEL) == of_model)
 
 
 def _variant(saved: Mapping[str, Any]) -> dict[str, Any]:

@@ -5,7 +5,8 @@ import re
 import shlex
 from collections.abc import Sequence
 
-from megasink.convert.architecture import Architecture, Latent
+from megasink.convert.architecture import Architecture
+from megasink.convert.latent import Latent
 from megasink.convert.targets.target import window_of
 from megasink.errors import UserError
 from megasink.options.flags import flag_of

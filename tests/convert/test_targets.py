@@ -182,7 +182,6 @@ def test_arguments_of_a_run_give_its_architecture():
         ("gate_activation", "tanh", "--gate-activation tanh has no counterpart"),
         ("swiglu", False, "no target has its FFN activation"),
         ("position_embedding_type", "mrope", "--position-embedding-type mrope"),
-        ("moe_router_num_groups", 2, "targets only support None"),
         ("rotary_interleaved", True, "--rotary-interleaved True"),
     ],
 )

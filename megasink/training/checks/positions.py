@@ -33,7 +33,8 @@ def problems(args: Namespace) -> Iterator[str]:
             f"--position-embedding-type {kind} rotates pairs of channels, but a head has {width}: "
             "give an even --kv-channels"
         )
-    if args.rotary_scaling_factor != 1 and kind != "yarn":
+    of_latent = args.multi_latent_attention and args.rope_type != "rope"
+    if args.rotary_scaling_factor != 1 and kind != "yarn" and not of_latent:
         cure = "use --position-embedding-type yarn"
         if args.use_rope_scaling:
             cure = f"give --rope-scaling-factor {args.rotary_scaling_factor} instead"

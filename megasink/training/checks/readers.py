@@ -77,7 +77,8 @@ def unread(args: Namespace) -> Iterator[str]:
     found: dict[str, list[str]] = {}
     for reader in READERS:
         names = [name for name in reader.flags if name in args.given_flags]
-        if names and not reader.given(args):
+        latent = args.multi_latent_attention and "yarn" in reader.needs  # it has YaRN of its own
+        if names and not (reader.given(args) or latent):
             found.setdefault(reader.needs, []).extend(map(_flag, names))
     for needs, flags in found.items():
         yield f"no effect without {needs}: {', '.join(flags)}"
