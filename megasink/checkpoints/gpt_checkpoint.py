@@ -12,7 +12,15 @@ from megatron.core.dist_checkpointing.dict_utils import dict_list_map_inplace
 from megatron.core.dist_checkpointing.mapping import LocalNonpersistentObject, ShardedBase
 
 from megasink.checkpoints.layer_keys import LAST_NORM, LAYERS, is_stacked
-from megasink.megatron.hybrid_pattern import ATTENTION, EXPERTS, FFN, LATENT, layers_of
+from megasink.errors import UserError
+from megasink.megatron.hybrid_pattern import (
+    ATTENTION,
+    DELTA_NET,
+    EXPERTS,
+    FFN,
+    LATENT,
+    layers_of,
+)
 
 _LAYER = re.compile(r"\bdecoder\.layers\.(\d+)\.")
 _PREDICTION = re.compile(r"\b(mtp\.layers\.\d+)\.mtp_model_layer\.layers\.\d+\.")
@@ -25,15 +33,24 @@ _retarget = upstream.retarget_sharded_state_dict_to_gpt_checkpoint
 def layer_maps(pattern: str) -> upstream.GPTCompatLayerMaps:
     """Return upstream's maps of layers, also of patterns that it refuses.
 
-    They have both FFN and experts, latent attention, or multi-token prediction.
+    They have both FFN and experts, latent attention, or multi-token prediction. Upstream asks
+    before it knows the keys. No GPT model has gated delta-net, so those maps are empty.
     """
-    return _layer_maps(layers_of(pattern).replace(EXPERTS, FFN).replace(LATENT, ATTENTION))
+    layers = layers_of(pattern)
+    if DELTA_NET in layers:
+        return upstream.GPTCompatLayerMaps({}, {}, frozenset(), 0)
+    return _layer_maps(layers.replace(EXPERTS, FFN).replace(LATENT, ATTENTION))
 
 
 def point_at_gpt_keys(
     state: dict[str, Any], maps: upstream.GPTCompatLayerMaps, stored: Collection[str]
 ) -> None:
     """Point the sharded state dict of a HybridModel at the keys of a GPT model, in place."""
+    if not maps.num_gpt_layers:
+        raise UserError(
+            "the checkpoint is of a GPT model, which has no gated delta-net: drop G from "
+            "--hybrid-layer-pattern, or load a checkpoint with such layers"
+        )
     numbers = {**maps.attention_to_gpt, **maps.mlp_to_gpt}
 
     def renamed(entry: Any) -> Any:

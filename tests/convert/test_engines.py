@@ -107,6 +107,9 @@ def test_vllm_refuses_a_mixture_of_windows_that_it_would_ignore(windows, first):
         ("qwen2", {"qkv_bias": True}, ["vLLM 0.33 ignores this model's head_dim"]),
         ("gpt_oss", {**GPT_OSS, "windows": (None,) * 4, "norm_eps": 1e-6}, ["vLLM.*epsilon"]),
         ("lfm3", {"attention": "headwise", "qk_norm": True}, []),
+        ("qwen3_next", {"layers": 4, "linear_layers": (True, False, True, False)}, []),
+        ("qwen3_next", {"layers": 3, "linear_layers": (True, False, True)}, []),
+        ("qwen3_next", {"linear_layers": (False, True)}, ["llama.cpp.* pattern of layers"]),
     ],
 )
 def test_an_engine_that_reads_another_model_is_named(target, change, lines):
