@@ -60,11 +60,11 @@ def _without_missing_state(
     def is_ours(value: Any) -> bool:
         return isinstance(value, mapping.ShardedBase) and HEAD_STATE in f".{value.key}"
 
-    ours, others = extract_matching_values(sharded_state_dict, is_ours)
+    _, others = extract_matching_values(sharded_state_dict, is_ours)
     # A megasink run has all of it; skip the index, which every resume would read again.
     config = Path(checkpoint_dir).resolve().parent.parent / "config.json"
     theirs = {"converted_from", ADOPTED}
-    if not ours or (config.is_file() and not theirs & read_object(config).keys()):
+    if config.is_file() and not theirs & read_object(config).keys():
         return sharded_state_dict
     known = read_metadata(Path(checkpoint_dir)).state_dict_metadata
     if not any(HEAD_STATE in f".{key}" for key in known):

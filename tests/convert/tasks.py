@@ -92,7 +92,9 @@ def _skew_norms(model: torch.nn.Module) -> None:
         if "norm" in name and parameter.dim() == 1:
             steps = torch.arange(parameter.numel()) % 9
             parameter.data.copy_(0.625 + steps / 8)
-        if name.endswith("bias") and parameter.dim() == 1:
+        if (
+            name.endswith(".bias") and parameter.dim() == 1
+        ):  # not dt_bias, of which ranks have parts
             steps = torch.arange(parameter.numel()) % 5
             parameter.data.copy_((steps - 2) / 8)
 
