@@ -20,7 +20,8 @@ class Latent:
 
 def latent_fields(saved: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:
     """Return fields of Architecture from the arguments of a run, and what no target supports."""
-    dense, groups, problems = _dense_layers(saved), saved.get("moe_router_num_groups"), []
+    dense, groups = _dense_layers(saved), saved.get("moe_router_num_groups")
+    problems: list[str] = []
     if dense is None:
         problems.append("targets only support experts in every layer after the first ones")
     grouped = groups and saved.get("num_experts")

@@ -25,9 +25,10 @@ if TYPE_CHECKING:
     from megasink.megatron.config import MegasinkTransformerConfig
 
 
-class GatesHeads(torch.nn.Module):
-    """An attention layer that gates the output of its heads, and counts them by that gate."""
+class GatesHeads:
+    """For an attention layer that gates the output of its heads, and counts them by that gate."""
 
+    training: bool
     gate: ExplicitGate | None
     counts_heads: bool
     core_attention: Any

@@ -47,7 +47,9 @@ class LatentSelfAttention(GatesHeads, MLASelfAttention):
     ):
         super().__init__(config, submodules, layer_number, **kwargs)
         self.hidden_size_per_attention_head = config.v_head_dim  # of the output
-        self.gate = self.linear_gate = self._scores = self.position = None
+        self.gate, self.linear_gate = None, None
+        self._scores: Tensor | None = None
+        self.position: str | None = None
         self.counts_heads = counts_heads(config) and self.core_attention.counted
         if config.q_lora_rank is not None and not config.sequence_parallel:
             for parameter in self.q_layernorm.parameters():

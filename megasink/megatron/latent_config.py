@@ -21,7 +21,7 @@ _YARN = {
 class LatentTransformerConfig(MegasinkTransformerConfig, MLATransformerConfig):
     """MLATransformerConfig with megasink's options."""
 
-    q_lora_rank: int | None = None  # type: ignore[assignment]  # upstream's code reads None, too
+    q_lora_rank: int | None = None  # upstream's code reads None, too
 
     def __post_init__(self) -> None:
         self.multi_latent_attention = True
