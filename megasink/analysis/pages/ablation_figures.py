@@ -56,7 +56,7 @@ def _curves(results: AblationResults, *_: Any) -> Any:
         axis.axhline(baseline, color=style.GRAY, linestyle="--", linewidth=1)
         for score in results.scores:
             line = results.line(score)
-            x, _ = mean_line(line, name)
+            x = mean_line(line, name)[0]
             by_seed = [[point.number(name, what) for point in points] for points in line.values()]
             y = [float(np.mean(values)) for values in by_seed]
             curve(axis, x, y, name=title_of(score), **_style(score, results))

@@ -61,7 +61,7 @@ def _color_bar(figure: Any, image: Any, place: tuple[float, ...], orientation: s
     bar.set_ticks(ticks, labels=[f"{tick:g}" for tick in ticks])
 
 
-def _spread(items: Floats, most: int) -> Any:
+def _spread(items: Any, most: int) -> Any:
     """Return at most so many entries, evenly spaced."""
     return items[np.unique(np.linspace(0, len(items) - 1, most).round().astype(int))]
 

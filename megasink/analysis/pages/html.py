@@ -144,11 +144,12 @@ _environment = Environment(
     undefined=StrictUndefined,
     trim_blocks=True,
 )
-_environment.filters |= {
+_filters: dict[str, Any] = {
     "anchor": lambda title: re.sub(r"[^a-z0-9]+", "-", title.lower()).strip("-"),
     "pixels": lambda size, least=0.0: f"{max(size, least):.0f}",
     "linked": _linked,
 }
+_environment.filters |= _filters
 _macros: Any = _environment.get_template("page.html").module
 
 
