@@ -177,8 +177,8 @@ def settings_of(
             label = f"{score}/{percentage}"
             settings.append(Setting(score, label, changes, float(percentage), None, mask_LH))
     if options.heads:
-        chosen = ZeroHeads(**heads_of(options.heads)._asdict())
-        settings.append(Setting(HEADS, f"heads {', '.join(options.heads)}", (chosen,)))
+        zeroed = ZeroHeads(**heads_of(options.heads)._asdict())
+        settings.append(Setting(HEADS, f"heads {', '.join(options.heads)}", (zeroed,)))
     if options.interventions is not None:
         changes = tuple(read_interventions(options.interventions))
         settings.append(Setting(FILE, str(options.interventions), changes))

@@ -204,7 +204,7 @@ def _qwen_refused(config: Mapping[str, Any]) -> list[str]:
     rope = config.get("rope_parameters") or {}
     shares = {part.get("partial_rotary_factor") for part in (config, rope)} - {None}
     if len(shares) > 1:
-        problems.append(f"partial_rotary_factor {' and '.join(map(str, sorted(shares)))}")
+        problems.append(f"partial_rotary_factor {' and '.join(sorted(map(str, shares)))}")
     return problems
 
 

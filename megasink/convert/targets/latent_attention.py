@@ -75,11 +75,11 @@ def _config(model: Architecture) -> Config:
 
 
 def _read(config: Mapping[str, Any]) -> dict[str, Any]:
-    latent = Latent(**{name: config.get(key) for key, name in _WIDTHS.items()})
+    widths: dict[str, Any] = {name: config.get(key) for key, name in _WIDTHS.items()}
     dense, groups = config["first_k_dense_replace"], config["n_group"]
     factor = config["routed_scaling_factor"]
     return {
-        "latent": latent,
+        "latent": Latent(**widths),
         "head_dim": latent.rotated,
         "groups": config["num_attention_heads"],
         "dense_layers": dense,

@@ -48,6 +48,6 @@ def problems(args: Namespace) -> Iterator[str]:
     latents["--kv-lora-rank plus --qk-pos-emb-head-dim"] = (
         args.kv_lora_rank + args.qk_pos_emb_head_dim
     )
-    for flag, width in latents.items():
-        if width % ranks:
-            yield f"{flag} ({width}) is not divisible by --tensor-model-parallel-size {ranks}"
+    for flag, rows in latents.items():
+        if rows % ranks:
+            yield f"{flag} ({rows}) is not divisible by --tensor-model-parallel-size {ranks}"
