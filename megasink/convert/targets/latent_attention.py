@@ -76,10 +76,11 @@ def _config(model: Architecture) -> Config:
 
 def _read(config: Mapping[str, Any]) -> dict[str, Any]:
     widths: dict[str, Any] = {name: config.get(key) for key, name in _WIDTHS.items()}
+    latent = Latent(**widths)
     dense, groups = config["first_k_dense_replace"], config["n_group"]
     factor = config["routed_scaling_factor"]
     return {
-        "latent": Latent(**widths),
+        "latent": latent,
         "head_dim": latent.rotated,
         "groups": config["num_attention_heads"],
         "dense_layers": dense,
