@@ -74,7 +74,7 @@ class AttentionOptions:
     attention_kernel: str = "auto"
     """Attention kernel: auto, or the name of a required kernel ('eager', 'flash-cpu', ...). A
     kernel that would drop a term is rejected. The gate around it is computed by Triton kernels on a
-    GPU; 'auto+torch' has PyTorch compute it, as on a CPU, and 'auto+triton' insists on Triton."""
+    GPU; 'auto+torch' computes it with PyTorch, as on a CPU, and 'auto+triton' requires Triton."""
 
 
 @dataclass(kw_only=True)
@@ -118,8 +118,8 @@ class SimilarityOptions:
     mlp, whose weights are signed. none: 1; not for softmax."""
 
     attention_scale_alpha: float = 1.0
-    """Sum of the weights of a row, instead of 1 (P2.38): the output of core attention is multiplied
-    by it."""
+    """Factor on the output of core attention: the weights of a row then sum to it, not to 1
+    (P2.38)."""
 
 
 @dataclass(kw_only=True)

@@ -127,5 +127,5 @@ def test_what_is_left_over_is_the_difference_of_the_models(glu, bias):
 
 
 def test_a_gate_larger_than_the_ffn_is_refused():
-    with pytest.raises(ValueError, match="less than 128 would be left"):
+    with pytest.raises(ValueError, match="fewer than 128 columns would remain"):
         ffn_width.matched_ffn_width(1024, 3_000_000, 1024, gated_linear_unit=True)

@@ -209,8 +209,9 @@ class AblationOptions(AnalysisOptions):
     grows = ("--score", "--zeroed", "--seeds", "--heads", "--layer")
 
     score: tuple[str, ...] = _flag((), metavar="NAME", names=("--by",))
-    """zero the heads that these scores mark, in each sequence; by gradient and gradient_signed the
-    same in all (default: awft ahon_ln, unless --heads, --interventions or --layer is given)"""
+    """zero the heads that these scores find inactive, separately in each sequence; with gradient
+    and gradient_signed the same heads in all (default: awft ahon_ln, unless --heads,
+    --interventions or --layer is given)"""
 
     zeroed: tuple[float, ...] = _flag((), metavar="PERCENT")
     """percentages of heads to zero by each score (default: 0 5 10 15 20 25 30)"""

@@ -42,7 +42,7 @@ def softmax_variant(name: str, sink_H: Tensor | None) -> SoftmaxVariant:
         raise ValueError(f"unknown attention variant {name!r}: one of {', '.join(VARIANTS)}")
     variant = VARIANTS[name]
     if variant.takes_sink != (sink_H is not None):
-        raise ValueError(f"sink_H goes with the variant 'sink' and no other; got {name!r}")
+        raise ValueError(f"pass sink_H with the variant 'sink', and only with it; got {name!r}")
     return variant
 
 

@@ -199,7 +199,7 @@ def _checked(
     """Validate the call, clamp its prefix and cut its bias to the number of keys."""
     keys, bias_HS = key_BGSD.shape[2], call.distance_bias_HS
     if call.prefix < 0:
-        raise ValueError(f"prefix {call.prefix}: a number of keys, 0 for none")
+        raise ValueError(f"prefix {call.prefix}: use a number of keys, 0 or more")
     if call.prefix:
         others = {
             "window": call.window,
@@ -247,14 +247,14 @@ def _shape_problem(
 ) -> str | None:
     sizes, of_keys, of_values = query_BHTD.shape, key_BGSD.shape, value_BGSD.shape
     if not len(sizes) == len(of_keys) == len(of_values) == 4:
-        return "attention takes [batch, heads, tokens, head dim]"
+        return "query, key and value must be [batch, heads, tokens, head dim]"
     if 0 in sizes or 0 in of_keys:
         return "attention over an empty tensor"
     (batch, heads, queries, head_dim), (groups, keys) = sizes, of_keys[1:3]
     if heads % groups:
         return f"{heads} query heads are not a multiple of {groups} key/value groups"
     if of_keys != (batch, groups, keys, head_dim) or of_values[:3] != of_keys[:3]:
-        return "batch, groups, tokens and head dim must agree"
+        return "query, key and value must agree in batch, groups, tokens and head dim"
     if not 0 < of_values[3] <= head_dim:
         return f"values may be narrower than keys, not empty or wider than {head_dim}"
     if causal and queries > keys:

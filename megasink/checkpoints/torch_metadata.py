@@ -83,9 +83,7 @@ def load_metadata(file: Any, *, quick: bool = False) -> Any:
         if PurePath(entry.relative_path).name != entry.relative_path:
             raise pickle.UnpicklingError(f"it names the file {entry.relative_path!r}")
         if type(index.fqn) is not str or not _are_counts((entry.offset, entry.length)):
-            raise pickle.UnpicklingError(
-                f"it does not say where an entry is stored: {index.fqn!r:.80}"
-            )
+            raise pickle.UnpicklingError(f"it has no location for {index.fqn!r:.80}")
     for name, entry in () if quick else metadata.state_dict_metadata.items():
         size = getattr(entry, "size", ())
         if type(name) is not str or not (isinstance(size, tuple) and _are_counts(size)):

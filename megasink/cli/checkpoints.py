@@ -63,7 +63,7 @@ def _run(path: Path) -> _Run:
         elsewhere = arguments.get("save")
         hint = ""
         if isinstance(elsewhere, str) and Path(elsewhere).resolve() != own.resolve():
-            hint = f" (the run saved to {elsewhere}: give that)"
+            hint = f" (the run saved to {elsewhere}: pass that folder)"
         raise UserError(f"{path} {(not hint and runs_in(path)) or f'has no checkpoint{hint}'}")
     return _Run(folder, checkpoints)
 
@@ -79,7 +79,10 @@ def _show(run: _Run, *, verify: bool, json: bool) -> int:
         for line in _lines(records, verified=verify):
             say(line)
         if run.folder and (writer := writer_of(run.folder)):
-            say(f"the folder is being written to ({writer}): the newest may be unfinished")
+            say(
+                f"the folder is being written to by {writer}: the newest checkpoint may be "
+                "unfinished"
+            )
     damaged = [
         f"step {one.iteration}: {one.problem}" for one in saved if one.problem and not one.is_aside
     ]
@@ -137,7 +140,7 @@ def _lines(records: list[dict[str, Any]], *, verified: bool) -> Iterator[str]:
                 "-" if tokens is None else f"{tokens:,}",
                 decimal(one["bytes"]),
                 time.strftime("%Y-%m-%d %H:%M", then) if one["time"] else "-",
-                state + ", --resume auto takes it" * one["resumes"],
+                state + "; --resume auto uses it" * one["resumes"],
             )
         )
     yield from _aligned(rows, right=3)

@@ -11,8 +11,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Print one line per recipe, or a TOML file for `megasink train --recipe`."""
     parser = CommandParser(
         prog="megasink recipes",
-        description="List the recipes of megasink train --recipe, or print the flags of one, "
-        "including those of included files. For a run, print the flags of its last start.",
+        description="List the recipes of megasink train --recipe, or print the flags of one "
+        "recipe, with those of included files, or of the last start of a run.",
     )
     parser.add_argument(
         "recipe", nargs="?", metavar="RECIPE", help="a name, a TOML file or a run folder"

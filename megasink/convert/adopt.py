@@ -101,7 +101,7 @@ def adopt(
     left_out = _translate(saved)
     words = {n: w for n, w in _words(saved) if n not in left_out}
     for name in [n for n, flag in words.items() if refused(flag, run)]:
-        left_out[name] = f"{' '.join(words.pop(name))}: only a command line may give it"
+        left_out[name] = f"{' '.join(words.pop(name))}: pass it on the command line"
     args = _parsed(words, saved, folder)
     model = describing() - {"seq_length"}
     of_model = [word for name, flag in words.items() if name in model for word in flag]
@@ -150,13 +150,13 @@ def _no_optimizer(folder: Path, writer: str, args: Namespace) -> str | None:
     """Return why a run cannot resume from a checkpoint; None if it can."""
     keys = read_metadata(folder).state_dict_metadata
     if writer != "Megatron-LM":
-        return f"the state of the optimizer, which {writer} counts and stores otherwise"
+        return f"the optimizer state, which {writer} stores in another form"
     if not any(key.startswith("optimizer.") for key in keys):
-        return "the state of the optimizer, which the checkpoint does not have"
+        return "the optimizer state, which is not in the checkpoint"
     if not args.hybrid_layer_pattern and any(key.startswith(_BY_BUCKET) for key in keys):
         return (
-            "the state of the optimizer, which is by buckets of a GPTModel: to resume, save again "
-            "with --dist-ckpt-optim-fully-reshardable"
+            "the optimizer state, which is stored by buckets of a GPTModel: to resume, save "
+            "again with --dist-ckpt-optim-fully-reshardable"
         )
     return None
 
@@ -204,7 +204,7 @@ def _variant(saved: Mapping[str, Any]) -> dict[str, Any]:
     record = next((r for r in variants() if r.softmax_type == kind), None)
     if record is None or (gated and kind != Variant.softmax_type):
         gate = " with --attention-output-gate" if gated else ""
-        raise ConfigError(f"--softmax-type {kind}{gate}: no attention variant is the same")
+        raise ConfigError(f"--softmax-type {kind}{gate}: no attention variant computes this")
     options = {"attention_variant": record.name, "head_balance_coeff": 0.0}
     if gated:
         options |= {"attention_variant": "gated", "gate_granularity": "elementwise"}

@@ -70,7 +70,10 @@ def check_import(
     """Set the sinks of a changed model, and compare a run with the folder it was made from."""
     model = source.model
     if source.target.custom_code and (names := changed_files(source.folder)):
-        say(f"not run: {', '.join(names)} in {source.folder}, which differ from this megasink's")
+        say(
+            f"not run: {', '.join(names)} in {source.folder}, because of differences from "
+            "megasink's own files"
+        )
     tokenizer = load_tokenizer(source.folder) if source.tokenizer else None
     if tokenizer is not None:
         verify_tokenizer(tokenizer, folder / "tokenizer")

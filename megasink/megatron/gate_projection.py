@@ -135,7 +135,7 @@ def _two_tensors(
     def build(
         key: str, tensor: Tensor, replica_id: ReplicaId, flattened_range: slice | None
     ) -> list[ShardedTensor]:
-        assert flattened_range is None, "flattened optimizer states have no rows"
+        assert flattened_range is None, "gate rows cannot be split off flattened optimizer states"
         parts = tensor.split(rows)[:2]
         return [
             ShardedTensor.from_rank_offsets(

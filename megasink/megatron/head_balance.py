@@ -296,7 +296,7 @@ def with_options(config: Any, spec: str, arguments: Any = None) -> Any:
             f"`transformer`, not a {name}: call {spec}(config)"
         )
     if hasattr(config, "hybrid_stack_spec") and spec == "layer_spec":
-        raise UserError(f"layer_spec is for GPT models, and {name} builds a hybrid: use stack_spec")
+        raise UserError(f"layer_spec builds GPT models, but {name} builds a hybrid: use stack_spec")
     own_builder = getattr(config, "builder", "megasink").startswith("megasink")
     if transformer is not config and transformer.mtp_num_layers and not own_builder:
         raise UserError(

@@ -93,7 +93,7 @@ def _call(
     **mask: Any,
 ) -> AttentionCall:
     if asked := ", ".join(name for name, value in mask.items() if value):
-        raise ValueError(f"{asked} with cp_comm_type 'p2p': use 'all_gather' or 'a2a'")
+        raise ValueError(f"cp_comm_type 'p2p' does not support {asked}: use 'all_gather' or 'a2a'")
     scale = query_BHsD.shape[-1] ** -0.5 if scale is None else scale
     return AttentionCall(None, scale, backend=backend, needs_gate_gradient=needs_gate_gradient)
 

@@ -160,7 +160,7 @@ _GRAPHS = "a replayed graph neither counts heads nor updates the balance loss (d
 _OFFLOADING = "use --recompute-granularity to save memory"
 _CHAT = "megasink finetune trains on conversations, by the tokenizer's own template"
 _NOT_GPT = "Megatron's GPT datasets ignore it"
-_INDEX = "the index of every data set is read, when the job starts"
+_INDEX = "the index of every data set is read when the job starts"
 _LAYOUT = "initial weights would depend on the layout"
 _GATED = "--attention-variant gated --gate-granularity elementwise has the same weights"
 _RUNS_CODE, _SENDS = "it imports or runs code", "it connects, listens or sends"
@@ -189,7 +189,7 @@ REFUSED: dict[str, tuple[tuple[str, Any, str], ...]] = {
         ("sft_tokenizer_prompt_format", "nemotron-h-aligned", _CHAT),
         ("chat_template", None, _CHAT),
         ("fim_data", False, "not supported"),
-        ("allow_ambiguous_pad_tokens", False, "no token of text is taken for padding"),
+        ("allow_ambiguous_pad_tokens", False, "megasink never treats a token of text as padding"),
         ("sample_rate", 1.0, _NOT_GPT),
         ("mask_prob", 0.15, _NOT_GPT),
         ("short_seq_prob", 0.1, _NOT_GPT),
@@ -234,7 +234,7 @@ REFUSED: dict[str, tuple[tuple[str, Any, str], ...]] = {
         (
             "enable_ft_package",
             False,
-            "Megatron does not fit the released package: use torchrun",
+            "Megatron does not work with the released package: use torchrun",
         ),
         (
             "inprocess_restart",
@@ -244,7 +244,11 @@ REFUSED: dict[str, tuple[tuple[str, Any, str], ...]] = {
         ("spec", None, "it imports a layer spec, and megasink has its own"),
         ("attention_output_gate", False, _GATED),
         ("hybrid_context_parallel", False, "its groups change with every batch"),
-        ("hierarchical_context_parallel_sizes", None, "of --cp-comm-type a2a+p2p: not supported"),
+        (
+            "hierarchical_context_parallel_sizes",
+            None,
+            "it belongs to --cp-comm-type a2a+p2p, which is not supported",
+        ),
         ("exit_signal_handler_for_training", False, "the run would end without a checkpoint"),
         # Old names.
         ("batch_size", None, "use --micro-batch-size"),

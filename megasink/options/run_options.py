@@ -18,8 +18,8 @@ class RecipeOptions:
     expanded_recipe: list[str] | None = field(
         default=None, metadata={"argparse_meta": {"nargs": "+", "metavar": "NAME"}}
     )
-    """Written by --recipe in its place: names and start of the SHA-256 of the files with the flags
-    of this command line. It is only recorded."""
+    """Replaces --recipe in a recorded command line: names of the files, and the start of their
+    SHA-256. No effect."""
 
     lr_wsd_decay_fraction: float | None = None
     """Share of the run, at its end, over which --lr-decay-style WSD decays; replaces
@@ -48,8 +48,8 @@ class TrainingOptions:
     """Apply --weight-decay to norms and biases too (P2.17), which Megatron exempts."""
 
     embedding_lr: float | None = None
-    """Maximum learning rate of the token embedding, instead of --lr. Its minimum is lower by the
-    ratio of --min-lr to --lr. --decoupled-lr sets embedding and output layer together."""
+    """Maximum learning rate of the token embedding, instead of --lr. Its minimum is scaled by
+    --min-lr / --lr. --decoupled-lr sets embedding and output layer together."""
 
     output_lr: float | None = None
     """Maximum learning rate of the output layer, instead of --lr, in the same way; needs

@@ -79,7 +79,7 @@ def read_line(argv: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
     if not 0 < args.utilization <= 1:
         problems.append(f"--utilization {args.utilization}: use more than 0, and at most 1")
     if args.resume:
-        problems.append("--resume: a plan takes all flags of the run, without --resume")
+        problems.append("--resume: pass all flags of the run instead")
     if given_device(read.unknown):
         problems.append("--device: a plan is for the GPUs of --gpu; drop the flag")
     if problems:
@@ -125,7 +125,7 @@ def _parser() -> argparse.ArgumentParser:
         action="append",
         default=[],
         metavar="NAME=VALUE",
-        help="value of a variable of --script that is not written there; may be repeated",
+        help="value of a variable of --script; may be repeated",
     )
     parser.add_argument("--gpu", choices=DEVICES, default="h100", help="default: h100")
     parser.add_argument(

@@ -97,5 +97,5 @@ def notes(pattern: str | None) -> Iterator[str]:
     if _ABSENT and (kinds := recurrent(pattern or "")):
         yield (
             f"{' and '.join(kinds)} layers without their kernels ({', '.join(sorted(_ABSENT))}): "
-            "their memory has the inputs that are kept, and no workspace"
+            "their memory includes the saved inputs, but no workspace"
         )

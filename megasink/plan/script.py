@@ -74,11 +74,11 @@ def read(path: Path, given: Mapping[str, str], overridden: Collection[str]) -> S
         absent |= {name: "a condition" for name in shell.asked if name.isdecimal()} | absent
         uses = ", ".join(f"{name or 'a command'} ({flag})" for name, flag in absent.items())
         raise UserError(
-            f"--script {path}: no value of {uses}: give --set NAME=VALUE for each, or its flag"
+            f"--script {path}: no value for {uses}: pass --set NAME=VALUE, or the flag itself"
         )
-    notes = [f"no value of {', '.join(unused)}: left out"] * bool(unused)
+    notes = [f"no value for {', '.join(unused)}: ignored"] * bool(unused)
     notes += [f"{name} is not set, and taken as empty" for name in sorted(empty)]
-    notes += [f"{name} is not here, and was not read" for name in dict.fromkeys(shell.missing)]
+    notes += [f"{name} was not found" for name in dict.fromkeys(shell.missing)]
     ranks, least = _ranks(launcher, words, path), _least_ranks(dict(named_values(flags)))
     if ranks is not None and least and ranks % least:
         notes.append(f"it starts {ranks} ranks, not a multiple of {least}: planned for {least}")

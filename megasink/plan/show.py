@@ -137,10 +137,10 @@ def _say_memory(console: Console, stages: Sequence[Stage], facts: Record, device
     )
     if gathered := _gathered(stages, facts):
         console.print(
-            f"A checkpoint that loads under any layout: {_gib(gathered)} GiB of memory of the "
-            f"host for each rank ({_gib(8 * gathered)} for 8) while it is saved or loaded. If "
-            "that is more than half of the free memory, training saves shards instead, which "
-            "need no additional memory but allow only the data parallelism to change.\n",
+            f"A checkpoint that loads under any layout takes {_gib(gathered)} GiB of host "
+            f"memory per rank ({_gib(8 * gathered)} for 8) at a save or load. If this is more "
+            "than half of the free memory, training saves shards instead: they need no additional "
+            "memory, but only the data parallelism may change.\n",
             highlight=False,
         )
 

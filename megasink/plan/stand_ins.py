@@ -92,7 +92,8 @@ def with_stand_ins(argv: Sequence[str], flags: Sequence[str]) -> list[str]:
         added += ["--max-position-embeddings", length]
     if shown := sorted([*shown, *(f"--{name}" for name in replaced)]):
         notes.append(
-            f"no TransformerEngine, FP8 or offloading: memory is that without {' '.join(shown)}"
+            "no TransformerEngine, FP8 or offloading: the memory is that of a run without "
+            f"{' '.join(shown)}"
         )
     if notes:
         print(f"megasink: planned with {'; '.join(notes)}", file=sys.stderr)

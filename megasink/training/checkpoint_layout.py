@@ -62,10 +62,10 @@ def explained(error: BaseException) -> UserError | None:
     """Return the advice for a checkpoint of shards that do not fit, if that is the error."""
     if _OTHER_SHARDS.search(str(error)):
         return UserError(
-            "the checkpoint holds the optimizer's state in shards of other parameters: megasink "
-            "0.2 and earlier kept sinks in float32 in a bf16 model. Save one more checkpoint "
-            "there, with --dist-ckpt-optim-fully-reshardable, or continue without the state by "
-            "--no-load-optim"
+            "the optimizer's shards in the checkpoint belong to other parameters, because megasink "
+            "0.2 and earlier kept sinks in float32 in a bf16 model. Save one more checkpoint with "
+            "that version and --dist-ckpt-optim-fully-reshardable, or pass --no-load-optim to "
+            "continue without the optimizer state"
         )
     if _OTHER_MODEL.search(str(error)):
         return UserError(str(error))
@@ -75,5 +75,6 @@ def explained(error: BaseException) -> UserError | None:
         "the checkpoint holds the optimizer's state in shards, which allow only the data "
         "parallelism to change: use the previous --tensor-model-parallel-size and "
         "--pipeline-model-parallel-size (and --dist-ckpt-optim-fully-reshardable, to save the "
-        "next checkpoint for any layout), or drop the state with --no-load-optim"
+        "next checkpoint for any layout), or pass --no-load-optim to drop the optimizer "
+        "state"
     )

@@ -117,9 +117,8 @@ def _watched(helper: Callable[[], Any], name: str, args: Namespace) -> Iterator[
                 ended.wait(_SECONDS)  # a helper that was asked to end is cleared at once
                 if helper() is process and not ended.is_set():
                     end(
-                        f"{name} (process {process.pid}) ended, so the checkpoint that it was "
-                        "writing is lost (was it killed for lack of memory?); earlier ones in "
-                        f"{args.save} are intact"
+                        f"{name} (process {process.pid}) ended, so its checkpoint is lost "
+                        f"(out of memory?); earlier checkpoints in {args.save} are intact"
                     )
 
     with guard.helping(lambda: getattr(helper(), "pid", None), name):

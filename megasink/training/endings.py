@@ -85,9 +85,9 @@ def _lost(error: BaseException) -> BaseException:
         return UserError(f"{missing}; {left(RankState.run_dir)}")
     if (where := heartbeat.where()) and on_several_hosts():
         return UserError(
-            f"rank {os.environ['RANK']} on {here()} lost a connection, but every rank responds "
-            f"({where}): open all TCP ports between the hosts and give all hosts and switches the "
-            f"same MTU ({named(error)})"
+            f"rank {os.environ['RANK']} on {here()} lost a connection, although every rank "
+            f"responds ({where}): open all TCP ports between the hosts and give all hosts and "
+            f"switches the same MTU ({named(error)})"
         )
     if where:
         error.add_note(f"megasink: every rank responds: {where}")

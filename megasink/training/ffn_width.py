@@ -42,7 +42,7 @@ class MatchedWidth:
         return (
             f"gates and experts add {self.extra:,} parameters per layer, so the FFN width is "
             f"{self.after} instead of {self.before} ({self.exact:.1f} rounded to a multiple of "
-            f"{FFN_MULTIPLE}), which leaves {self.left_over:+,} parameters per layer"
+            f"{FFN_MULTIPLE}): a difference of {self.left_over:+,} parameters per layer remains"
         )
 
 
@@ -57,8 +57,8 @@ def matched_ffn_width(
     if after < FFN_MULTIPLE:
         raise ValueError(
             f"gates and experts add {extra:,} parameters per layer, as many as "
-            f"{extra / per_unit:.1f} of the {ffn_width} columns of the FFN: less than "
-            f"{FFN_MULTIPLE} would be left"
+            f"{extra / per_unit:.1f} of the {ffn_width} columns of the FFN, so fewer than "
+            f"{FFN_MULTIPLE} columns would remain"
         )
     left_over = extra - (ffn_width - after) * per_unit
     return MatchedWidth(extra, ffn_width, after, exact, left_over)

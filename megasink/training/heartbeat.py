@@ -145,10 +145,10 @@ class Heartbeat:
             socket.create_connection((address, int(port)), _LEAVE_SECONDS).close()
             text += " does not respond"
         except ConnectionRefusedError:
-            text, ended = f"{text} has ended: see its log, or dmesg there;", True
+            text, ended = f"{text} has ended: see its log, or dmesg there", True
         except OSError as error:
-            text += f" cannot be reached ({error.strerror or error}): look at its host and network;"
-        return f"{text} it held the ranks' store at {address}:{port}", ended
+            text += f" cannot be reached ({error.strerror or error}): look at its host and network"
+        return f"{text}; the ranks' store was there, at {address}:{port}", ended
 
     def where(self) -> str:
         """Describe the state of the first 8 ranks, in one line."""

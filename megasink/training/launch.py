@@ -56,13 +56,13 @@ _EXAMPLE = (
 _OF_MEGATRON = {
     "data-path": (
         "PREFIX",
-        "the --output of megasink data, in the example: megasink data README.md docs --output "
-        "runs/mine/text --train-tokenizer 2000",
+        "the --output of megasink data; for the example above: megasink data README.md docs "
+        "--output runs/mine/text --train-tokenizer 2000",
     ),
-    "tokenizer-model": ("FOLDER", "its tokenizer, a Hugging Face folder"),
-    "lr": ("RATE", "peak of the learning rate; --min-lr is its end"),
+    "tokenizer-model": ("FOLDER", "tokenizer of that data, a Hugging Face folder"),
+    "lr": ("RATE", "peak learning rate; the schedule ends at --min-lr"),
     "train-iters": ("STEPS", "training steps"),
-    "global-batch-size": ("N", "sequences of a step, of --seq-length tokens each"),
+    "global-batch-size": ("N", "sequences per step, of --seq-length tokens each"),
 }
 # Those of megasink.
 _FIRST = (
@@ -155,7 +155,7 @@ def own_parser() -> CommandParser:
     parser.add_argument(
         "--ranks",
         type=int,
-        help="number of processes; default: that of the run (--resume), else one per CUDA device, "
+        help="number of processes; default: as before with --resume, else one per CUDA device, "
         "else one per tensor x pipeline x context rank",
     )
     parser.add_argument("--help-all", action="store_true", help="list every flag and exit")

@@ -100,7 +100,7 @@ class Lease:
         seen = _read(self._path)
         write_to_stderr(
             f"megasink: error: {self._path.parent.parent} was taken over by "
-            f"{_name(seen.owner if seen else {})} while this trainer was stalled: it ends here"
+            f"{_name(seen.owner if seen else {})} while this trainer was stalled: this trainer ends"
         )
         os._exit(2)
 
@@ -129,7 +129,7 @@ def _expired(folder: Path, say: Callable[[str], None]) -> _Seen | None:
             reported = time.monotonic()
             say(
                 f"megasink: {folder} is leased to {_name(first.owner)} on another machine: "
-                f"continuing in {left:.0f} s if it shows no sign of life"
+                f"this trainer starts in {left:.0f} s if that one shows no sign of life"
             )
         time.sleep(min(left, 0.5))
         seen = _read(path)

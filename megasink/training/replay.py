@@ -45,8 +45,8 @@ def replayed(last: Sequence[str], given: Sequence[str], run_dir: Path) -> list[s
     ]
     if unsafe := refused(kept, run_dir):
         raise UserError(
-            f"--resume: the last start in {run_dir} had {', '.join(unsafe.values())}, which is "
-            "not reused, for safety: pass it again if you trust the run, or pass another value"
+            f"--resume: {', '.join(unsafe.values())} of the last start in {run_dir} is not "
+            "reused, for safety: pass it again if you trust the run, or pass another value"
         )
     return [*kept, *override]
 

@@ -114,7 +114,9 @@ def folder_problem(folder: Path, *, resume: str | None) -> str | None:
         return None
     if not has_finished_step(folder):
         if resume:
-            return f"--resume: the run in {folder} has finished no step: drop --resume to start it"
+            return (
+                f"--resume: the run in {folder} has not finished a step: drop --resume to start it"
+            )
         return None
     saved = iterations(folder / "checkpoints")
     if not resume:
@@ -173,8 +175,8 @@ def _elsewhere(saved: dict[str, Any], args: Namespace) -> str | None:
         there = Path(before, prefix)
         if not Path(f"{prefix}.idx").is_file() and Path(f"{there}.idx").is_file():
             return (
-                f"--data-path {prefix} is relative to {before}, where the run was started, not "
-                f"to {here}: change to that folder, or pass --data-path {there}"
+                f"--data-path {prefix} is relative to {before}, where the run was started, "
+                f"not to {here}: change to {before}, or pass --data-path {there}"
             )
     return None
 

@@ -107,7 +107,8 @@ def open_store(timeout: float) -> Any:
     import torch
 
     at = f"{os.environ.get('MASTER_ADDR')}:{os.environ.get('MASTER_PORT')}"
-    master = f"rank 0, whose store is at {at} (are all TCP ports open between the hosts?)"
+    master = f"rank 0, which has the ranks' store at {at} "
+    master += "(are all TCP ports open between the hosts?)"
     others = f"the other ranks of {os.environ.get('WORLD_SIZE')} to start"
     whom = others if os.environ.get("RANK") == "0" else master
     try:

@@ -20,8 +20,8 @@ def translate(args: Namespace) -> Iterator[str]:
     if args.apply_query_key_layer_scaling:
         args.apply_query_key_layer_scaling = False
         yield (
-            "--apply-query-key-layer-scaling divides and multiplies by the same number, which "
-            "kernels with float32 logits do not need: not applied"
+            "--apply-query-key-layer-scaling is not applied: it divides and multiplies by the same "
+            "number, and the logits are in float32"
         )
     if args.linear_attention_freq is not None and args.num_layers:
         yield from _linear_attention(args)
@@ -35,7 +35,7 @@ def _attention(args: Namespace) -> Iterator[str]:
     if flags:
         args.attention_backend, args.use_flash_attn = type(args.attention_backend)["auto"], False
         args.flash_attention_version = None
-        yield f"{', '.join(flags)}: attention is megasink's, see --attention-kernel"
+        yield f"{', '.join(flags)}: no effect, because --attention-kernel chooses the kernel"
     chosen = "attention_variant" in args.given_flags
     if args.softmax_type != Variant.softmax_type and not chosen:
         record = next(r for r in variants() if r.softmax_type == args.softmax_type)

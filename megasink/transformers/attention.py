@@ -188,7 +188,7 @@ def _check(config: Any, module: nn.Module, dropout: float, kwargs: dict[str, Any
             f"{named[0] if named else 'it to 0 in its configuration'} before the model is built",
         )
     if kwargs.get("output_attentions"):
-        refuse(config, "output_attentions asks for weights, which are never materialized")
+        refuse(config, "output_attentions is not supported: the weights are never materialized")
     for name, what in _REFUSED.items():
         if kwargs.get(name) is not None:
             refuse(config, what)

@@ -55,8 +55,7 @@ def model_problems(
     implementation = decoder_config(model)._attn_implementation
     if needs_softmax and not decoder_of(model)._can_set_attn_implementation():
         problems.append(
-            f"{name}: its attention bypasses transformers' attention interface, so it gives no "
-            "gates; models written for AttentionInterface do"
+            f"{name} bypasses transformers' attention interface, so megasink cannot read its gates"
         )
     elif needs_softmax and implementation != "megasink":
         problems.append(

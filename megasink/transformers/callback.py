@@ -142,8 +142,8 @@ def check_arguments(args: Any) -> None:
         )
     if (loss_type := getattr(args, "loss_type", None)) == "dft":  # TRL's
         raise UserError(
-            f"loss_type {loss_type!r} weights targets by their probability, and with them the "
-            "head-balance loss: use 'nll'"
+            f"loss_type {loss_type!r} weights targets by their probability, which would also "
+            "scale the head-balance loss: use 'nll'"
         )
     if getattr(args, "deepspeed_plugin", None) is not None:
         raise UserError(

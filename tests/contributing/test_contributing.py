@@ -97,8 +97,8 @@ def test_analyses_and_reports_know_the_variant_and_the_metric(folder, variant):
 @pytest.mark.parametrize(
     ("command", "said"),
     [
-        ("train --run-dir runs/grouped --resume --train-iters 6", "--resume: the last start in "
-         "runs/grouped had --plugin my_variant, which is not reused, for safety: pass it"),
+        ("train --run-dir runs/grouped --resume --train-iters 6", "--resume: --plugin my_variant "
+         "of the last start in runs/grouped is not reused, for safety: pass it"),
         ("generate runs/grouped --prompt x", "the run was trained with --plugin my_variant"),
         ("convert-to-hf runs/grouped --output hf --plugin my_variant",
          "sink-per-group: its record has no export rule"),

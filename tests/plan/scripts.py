@@ -38,7 +38,7 @@ def outcome(path: Path, values: list[str]) -> dict[str, Any]:
             args, flags = launch.read_line(words)
             flags = with_stand_ins(words, flags)
     except UserError as error:
-        kind = "open" if "no value of" in str(error) else "unread"
+        kind = "open" if "no value for" in str(error) else "unread"
         return {"kind": kind, "problems": getattr(error, "problems", [str(error)])}
     problems, notes = checked(flags, args.ranks)
     kind = "refused" if problems else "passes"

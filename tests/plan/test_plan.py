@@ -144,7 +144,7 @@ def test_the_command(capsys, monkeypatch):
     taken = show.as_json(sharded, DEVICES["h100"], 0.4)["checkpoint_host_bytes"]
     assert taken == BYTES * stage["parameters"]
     show.show(sharded, "h100", 0.4)
-    assert "GiB of memory of the host for each rank" in " ".join(capsys.readouterr().out.split())
+    assert "GiB of host memory per rank" in " ".join(capsys.readouterr().out.split())
 
     assert launch.main(line) == 0
     text = capsys.readouterr().out

@@ -140,7 +140,7 @@ def words_of(flags):
 def test_a_resume_replays_none(place, capsys, name):
     run = run_of(place, *words_of(flags_of(place, name)))
     said = refused(place, capsys, ["train", "--run-dir", run, "--resume"], f"--{name}")
-    assert "which is not reused, for safety: pass it again if you trust the run" in said
+    assert "is not reused, for safety: pass it again if you trust the run" in said
 
 
 @pytest.mark.parametrize("name", ATTACKS)

@@ -59,7 +59,7 @@ def test_the_flags_of_ones_own_run_are_taken(tmp_path):
 )
 def test_what_somebody_else_would_decide_is_asked_for(tmp_path, line):
     words = line.replace("RUN", str(tmp_path)).split()
-    with pytest.raises(UserError, match="which is not reused, for safety: pass it"):
+    with pytest.raises(UserError, match="is not reused, for safety: pass it"):
         replayed([*OWN, *words], [], tmp_path)
     name = words[0].partition("=")[0]
     assert name not in replayed([*OWN, *words], [name, "mine"], tmp_path)

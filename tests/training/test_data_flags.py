@@ -141,8 +141,8 @@ def test_all_problems_of_blends_are_in_one_message(prefix, tmp_path):
         (["--train-data-path", "{}", "--split", "1,0,0"], "--split 1,0,0 with --train-data-path"),
         (["--data-path"], "no training data"),
         (["--data-path", "{}.bin"], "{0}.bin.idx not found: give the prefix of both, {0}"),
-        (["--mock-data", "--split", "0,90,10"], "--split 0,90,10 leaves no data for training"),
-        (["--valid-data-path", "{}"], "--valid-data-path alone leaves no data for training"),
+        (["--mock-data", "--split", "0,90,10"], "--split 0,90,10 has no training data"),
+        (["--valid-data-path", "{}"], "--valid-data-path alone has no training data"),
         (["--data-path", "2", "{}", "x", "{}"], "2 is a number among 4 words"),
         (["--data-path", "nan", "{}"], "the weight of {} is not above 0"),
         (["--data-path", "s3://bucket/a"], "s3:// data needs --object-storage-cache-path FOLDER"),
@@ -179,7 +179,7 @@ def test_validation_data_of_a_data_set_is_found(prefix, tmp_path, config_of, cap
     assert (fields["blend"], fields["split"]) == (None, None)
     other = write(tmp_path / "b", [[1, 2, 3]])
     (problem,) = problems("--data-path", prefix, other, "--split", "95,5,0")
-    assert problem.startswith(f"--data-path: {prefix} has validation data of its own")
+    assert problem.startswith(f"--data-path: {prefix} has a validation set")
     record["data"] = "../elsewhere"  # beside it, nowhere else
     (tmp_path / "a.json").write_text(json.dumps({"validation": record}))
     assert drawn_validation([prefix]) is None

@@ -143,7 +143,7 @@ def test_a_lease_of_another_host_expires_and_the_wait_is_said(tmp_path, monkeypa
     assert 200 < sum(slept) < 302
     assert 2 <= len(said) <= 4
     assert "leased to process 4711 on node\\x1b7" in said[0]
-    assert 200 < int(re.search(r"continuing in (\d+) s", said[0])[1]) <= 301
+    assert 200 < int(re.search(r"starts in (\d+) s", said[0])[1]) <= 301
     assert owner(tmp_path)["pid"] == os.getpid()
     held.release()
     elsewhere(tmp_path, age=2000)

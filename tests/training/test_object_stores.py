@@ -114,7 +114,7 @@ def test_stores_are_for_data_alone_and_asked_for_each_time(text, tmp_path, capsy
     assert list(data_files.problems(args)) == []
     assert "1 of 1 data sets are in object stores, and not checked" in capsys.readouterr().out
     last = ["--data-path", "s3://bucket/x", "--lr", "1e-3"]
-    with pytest.raises(UserError, match=r"had --data-path s3://bucket/x, which is not reused"):
+    with pytest.raises(UserError, match=r"--data-path s3://bucket/x of the last .* is not reused"):
         replayed(last, [], tmp_path)
     assert replayed(last, last[:2], tmp_path) == last[2:]
     blend = ["0.5", "b", "0.5", "s3://bucket/x"]

@@ -124,7 +124,7 @@ def test_a_folder_without_a_finished_step_is_free_again(tmp_path, metrics):
     assert problems_of(run) == []
     assert problems_of(run, "--resume", "auto") == []
     (problem,) = problems_of(run, "--resume")
-    assert problem.endswith("has finished no step: drop --resume to start it")
+    assert problem.endswith("has not finished a step: drop --resume to start it")
     started(run)
     config = json.loads((run / "config.json").read_text())
     assert config["identity"]["residual_clip"] is None

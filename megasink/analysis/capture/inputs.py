@@ -313,7 +313,9 @@ def random_sequences(
     """Draw sequences of tokens uniformly from the vocabulary (P2.5)."""
     allowed = torch.tensor(sorted({*range(vocabulary)} - {*exclude}))
     if not len(allowed):
-        raise ValueError(f"no token of {vocabulary} is left to draw from")
+        raise ValueError(
+            f"all {vocabulary} tokens of the vocabulary are excluded: none can be drawn at random"
+        )
     generator = torch.Generator().manual_seed(seed)
     drawn = torch.randint(len(allowed), (count, length), generator=generator)
     sequences: list[list[int]] = allowed[drawn].tolist()
@@ -327,7 +329,8 @@ def repeated_first_token(content: Sequence[int], copies: int, bos: int | None) -
     """
     if copies < 1 or len(content) < 2:
         raise ValueError(
-            f"{copies} copies, {len(content)} tokens: use at least 1 copy and 2 tokens"
+            f"{copies} copies of the first of {len(content)} tokens: use at least 1 copy and "
+            "2 tokens"
         )
     first = [content[0]] * copies if bos is None else [bos] * copies + [content[0]]
     return [*first, *content[1:]]
@@ -336,7 +339,7 @@ def repeated_first_token(content: Sequence[int], copies: int, bos: int | None) -
 def repeat_rate(documents: Iterable[Sequence[int]], n: int) -> float:
     """Return the share of n-grams with equal tokens (P4.14); none spans two documents."""
     if n < 2:
-        raise ValueError(f"{n}-grams: 2 or more tokens")
+        raise ValueError(f"{n}-grams: use n of 2 or more")
     total = equal = 0
     for document in documents:
         total += max(0, len(document) - n + 1)

@@ -306,8 +306,8 @@ def model_problems(model: PreTrainedModel) -> list[str]:
     name, config = type(model).__name__, decoder_config(model)
     if not decoder_of(model)._can_set_attn_implementation():
         return [
-            f"{name}: its attention bypasses transformers' attention interface, so megasink cannot "
-            "read it; models written for AttentionInterface can be read"
+            f"{name} bypasses transformers' attention interface, so megasink cannot read its "
+            "attention"
         ]
     problems = []
     base = config._attn_implementation

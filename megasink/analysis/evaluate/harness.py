@@ -209,7 +209,7 @@ def _show(evaluation: TaskResults, averages: Mapping[str, Average]) -> None:
             "scores with published ones."
         )
     if evaluation.unscored:
-        print(f"{evaluation.unscored} tokens without any token before them were not scored.")
+        print(f"{evaluation.unscored} tokens were not scored, because no token precedes them.")
     if evaluation.cut:
         print(
             f"{evaluation.cut} sequences were longer than the model's positions: cut on the left."

@@ -111,7 +111,7 @@ def _load(index: Any, name: str) -> Any:
         if any(isinstance(e, ImportError) for e in causes):
             raise UserError(
                 f"task {name} needs a package that is not installed ({text:.200}): pip install "
-                "'megasink[eval-long]' brings those of the suites"
+                "'megasink[eval-long]' installs the packages of the suites"
             ) from error
         raise UserError(f"task {name} cannot be loaded: {text:.400}") from error
 

@@ -130,8 +130,8 @@ def hooks(model: Any, changes: Mapping[str, Change]) -> Iterator[None]:
     touches = {name: partial(_changed, name, new) for name, new in chosen.items()}
     if fixed := [name for name in touches if name.endswith(".middle") or _is_statistic(name)]:
         raise UserError(
-            f"{', '.join(fixed)}: read only, since no module reads it alone; change a tensor from "
-            "which it is computed, such as query or attention_branch"
+            f"{', '.join(fixed)}: read only; change a tensor from which it is computed, "
+            "such as query or attention_branch"
         )
     with _touching(probe, touches):
         yield

@@ -216,8 +216,8 @@ def heads_of(analysis: Analysis) -> list[str]:
 def _head(analysis: Analysis, index: int | None = None) -> Any:
     """Left: A_ij on one input, and by token the norms of value and head output g o_i and the gate G
     (P3.25, P3.26). Right: joint PCA of the head's queries and keys on the whole input, centered,
-    after rotary embeddings and query-key norms; the star is k_0 (P0.26). #7 is token 7, which is
-    part of a character, or which no font of this machine has.
+    after rotary embeddings and query-key norms; the star is k_0 (P0.26). #7 stands for
+    token 7 if it is only part of a character, or if this machine has no font for it.
     """
     if index is None:  # a picture for each chosen head
         return None

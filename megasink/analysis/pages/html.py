@@ -109,8 +109,8 @@ def words_and_papers() -> str:
     rows = [[word, meaning.format(epsilon=SINK_EPSILON)] for word, meaning in words.items()]
     papers = [[key, title, f"arXiv {number}"] for key, (title, number) in PAPERS.items()]
     links = [f"https://arxiv.org/abs/{number}" for _, number in PAPERS.values()]
-    note = "P0.10 and similar names are rows of megasink's list of each paper's definitions. The "
-    note += "limits in the sentences of the summary are megasink's own, as is the sink center."
+    note = "Names such as P0.10 are rows of docs/papers.md, which lists the definitions of each "
+    note += "paper. The sink center, and the limits in the summary, are megasink's own."
     return Markup("").join(
         [
             table(["word", "meaning"], rows, kind="facts"),

@@ -94,8 +94,9 @@ def _heads(of: SampleResults) -> str:
         runs = f"runs from {low} (layer {least[0]}, head {least[1]}) to "
         runs += f"{high} (layer {most[0]}, head {most[1]})"
     return (
-        "Head importance is the share of a head's attention that does not go to the first token, "
-        f"or that passes its sink or gate. It {runs}, and its coefficient of variation "
+        "Head importance is the share of a head's attention that does not go to its sink (without "
+        "a sink: to the first token); for a gated head it is the mean of the gate. "
+        f"It {runs}, and its coefficient of variation "
         f"within a layer, the head imbalance, is {number_of(of, 'imbalance'):.3f}. "
         "`megasink ablate` measures a different number: the loss without a head."
     )

@@ -112,8 +112,8 @@ def _short(value: Any) -> str:
 
 @drawing(DRAWINGS, "sweep", "", "Sinks, heads and loss by setting")
 def _sweep(results: SweepResults) -> Any:
-    """Each metric against the first setting that varies: length, copies or BOS. The other settings
-    are separate lines. Sinks: the share of heads whose mean attention to the first token exceeds
+    """The x axis is the first setting that varies: length, copies or BOS. Each combination of the
+    others is a line. Sinks: the share of heads whose mean attention to the first token exceeds
     eps (P2.3, P4.3). Inactive heads: by fixed thresholds, set by the longest texts (P3.24). Massive
     activation: the norm of the first token over that of the others (P4.1).
     """

@@ -37,8 +37,8 @@ def blends(args: Namespace) -> Iterator[Blend]:
         with_some = [prefix for prefix in blend.prefixes if recorded_validation(prefix)]
         if with_some and drawn is None:
             text = (
-                f"--data-path: {with_some[0]} has validation data of its own, but others do not: "
-                "use --train-data-path and --valid-data-path"
+                f"--data-path: {with_some[0]} has a validation set, but other data sets do "
+                "not: use --train-data-path and --valid-data-path"
             )
             blend = dataclasses.replace(blend, problem=blend.problem or text)
         yield blend

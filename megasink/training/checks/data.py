@@ -70,7 +70,7 @@ def _source_problems(args: Namespace) -> Iterator[str]:
     trains, *_ = parts(args)
     if given and not trains and not args.skip_train:
         what = f"{flag_of(given[-1])} alone" if by_part else f"--split {args.split}"
-        yield f"{what} leaves no data for training: give training a share, or pass --skip-train"
+        yield f"{what} has no training data: add some, or pass --skip-train"
     if args.data_args_path and not args.split:
         yield "--data-args-path without --split: give three weights, such as --split 99,1,0"
     if args.object_storage_cache_path and not any(map(is_stored, named_prefixes(args))):

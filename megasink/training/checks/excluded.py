@@ -7,7 +7,7 @@ from typing import Any
 from megasink.options.flags import flag_of
 from megasink.options.megatron_flags import FLAGS, given_of
 
-_ONLY_IN_PATTERN = "mark the stages with |"
+_ONLY_IN_PATTERN = "separate the stages with |"
 _ANOTHER_GELU = "TransformerEngine's activations differ (its gelu is an approximation)"
 _OTHER_RATES = (
     ("decoupled_lr", None, "it sets the same rates"),
@@ -68,7 +68,7 @@ EXCLUDED: dict[str, tuple[tuple[str, Any, str], ...]] = {
         ("use_te_activation_func", False, _ANOTHER_GELU),
         ("use_transformer_engine_op_fuser", False, _ANOTHER_GELU),
     ),
-    "fp16": (("bf16", False, "a run has one type"),),
+    "fp16": (("bf16", False, "a run has one data type"),),
     "fp8": (("fp8_param_gather", False, "initial weights are drawn in bf16"),),
     "async_save": (
         ("async_ckpt_use_cpu_shm", False, "it works only with --async-strategy nvrx"),
@@ -90,7 +90,7 @@ EXCLUDED: dict[str, tuple[tuple[str, Any, str], ...]] = {
         ("qk_layernorm", False, "its norms have weights (--qk-l2-norm has none)"),
     ),
     "multi_head_addition": (
-        ("delay_wgrad_compute", False, "the sum's projection computes its gradient at once"),
+        ("delay_wgrad_compute", False, "the projection of the sum does not defer its gradient"),
     ),
     "match_ffn_width": (
         ("num_experts", 0, "only dense models"),
@@ -106,7 +106,7 @@ EXCLUDED: dict[str, tuple[tuple[str, Any, str], ...]] = {
     "prefix_lm_tokens": (
         ("window_size", None, "every token must see the prefix"),
         (_PACKED, False, "a document may end inside the prefix"),
-        ("attention_bias_type", "none", "a key after its query has no distance"),
+        ("attention_bias_type", "none", "the bias is not defined for keys after the query"),
     ),
     "log_sink_rate": (
         (_PACKED, False, "documents vary in length"),

@@ -41,10 +41,7 @@ def problems(args: Namespace) -> Iterator[str]:
             "+ (latent attention), - (FFN), E (experts), M (Mamba), G (gated delta-net)"
         )
     elif not {ATTENTION, LATENT} & {*layers}:
-        yield (
-            f"{_FLAG} {pattern!r} has no attention layer (* or +): add one, because sinks and "
-            "gates belong to attention"
-        )
+        yield f"{_FLAG} {pattern!r} has no attention layer (* or +): add one"
     if ATTENTION in layers and args.multi_latent_attention:
         yield f"{_FLAG} {pattern}: with latent attention (+) it has no *: use + in every block"
     blocks = len(blocks_of(pattern))

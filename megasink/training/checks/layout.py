@@ -231,6 +231,6 @@ def _recompute(args: Namespace) -> Iterator[str]:
             yield f"--recompute-modules {name} {_ABSENT}: use core_attn, mlp or moe"
     if "mlp" in modules and args.add_bias_linear:
         yield (
-            "--recompute-modules mlp needs --disable-bias-linear: Megatron's recomputation never "
-            "finishes if it returns a bias"
+            "--recompute-modules mlp needs --disable-bias-linear: with a bias Megatron's "
+            "recomputation hangs"
         )

@@ -17,8 +17,8 @@ def problems(args: Namespace) -> Iterator[str]:
         yield f"--position-embedding-type {kind}: {_INSTEAD[kind]}"
     if args.sinusoidal_position_embedding and kind != "learned_absolute":
         yield (
-            f"--sinusoidal-position-embedding with --position-embedding-type {kind}: it replaces "
-            "the table of learned_absolute; use that type"
+            "--sinusoidal-position-embedding needs --position-embedding-type learned_absolute, "
+            f"not {kind}"
         )
     if args.sinusoidal_position_embedding and args.hidden_size and args.hidden_size % 2:
         yield (
@@ -63,10 +63,7 @@ def _bias(args: Namespace) -> Iterator[str]:
         return
     buckets, distance = args.relative_attention_num_buckets, args.relative_attention_max_distance
     if buckets < 2 or buckets % 2:
-        yield (
-            f"--relative-attention-num-buckets {buckets}: use an even number, 2 or more, because "
-            "half of the buckets hold one distance each"
-        )
+        yield f"--relative-attention-num-buckets {buckets}: use an even number, 2 or more"
     if distance <= buckets // 2:
         yield (
             f"--relative-attention-max-distance {distance} is in the first half of the "

@@ -63,10 +63,7 @@ def of_record(args: Namespace, record: Variant) -> Iterator[str]:
     yield from _parameters(args, record)
     if args.sdpa_output_norm == "rmsnorm" and not record.norm_keeps_gate(args):
         kept = any_of(other for other in variants() if other.norm_keeps_gate(args))
-        yield (
-            f"--sdpa-output-norm rmsnorm with {flag}: the norm cancels the gate of its slot: "
-            f"use {kept}"
-        )
+        yield f"--sdpa-output-norm rmsnorm cancels the gate of {flag}: use {kept}"
 
 
 def _parameters(args: Namespace, record: Variant) -> Iterator[str]:

@@ -68,7 +68,7 @@ def read(name: str, known: Known | None = None) -> Recipe:
             break
         path = _path(include, files[-1].parent)
         if any(path.samefile(other) for other in files):
-            problems.append(f"{files[-1]}: include {include!r} comes back to a file before it")
+            problems.append(f"{files[-1]}: include {include!r} forms a circle")
             break
         files.append(path)
         contents.append(read_toml(path))
@@ -111,8 +111,8 @@ def expanded(argv: Sequence[str]) -> list[str]:
     recipes = [read(name) for name in names]
     unsafe = {
         name: (
-            f"{recipe.name}: {text} is not taken from a file, for safety: to use it, or another "
-            "value, give it on the command line"
+            f"{recipe.name}: {text} is not accepted from a file, for safety: pass it, or "
+            "another value, on the command line"
         )
         for recipe in recipes
         for name, text in refused(flag_words(recipe.flags)).items()
@@ -155,7 +155,10 @@ def _split(argv: Sequence[str]) -> tuple[list[str] | None, list[str]]:
         if flag == FLAG:
             if names is not None:
                 raise ConfigError(
-                    [f"{flag} is given twice: give all files after one; later ones override"]
+                    [
+                        f"{flag} is given twice: pass all files after one {flag}; later files "
+                        "override earlier ones"
+                    ]
                 )
             taking, names = True, [value] if equals else []
         elif taking and names is not None and not word.startswith("-"):

@@ -112,7 +112,7 @@ MODELS = {
         lambda root, name: copy(root, name, _attn_implementation="flash_attention_2"),
         "uses flash_attention_2, which exposes neither weights nor masks: add",
     ),
-    "bypassing": (bypassing, "BloomForCausalLM: its attention bypasses transformers' attention"),
+    "bypassing": (bypassing, "BloomForCausalLM bypasses transformers' attention"),
     "truncated": (truncated, "transformers cannot load {}: Error while deserializing header"),
     "without-tokenizer": (without_tokenizer, "{} has no tokenizer files, such as tokenizer.json"),
     "more-layers": (

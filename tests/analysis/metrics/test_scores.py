@@ -175,7 +175,7 @@ def test_token_sequences():
     assert repeated_first_token([5, 6, 7], 2, bos=1) == [1, 1, 5, 6, 7]
     with pytest.raises(ValueError, match="0 copies"):
         repeated_first_token([5, 6, 7], 0, bos=1)
-    with pytest.raises(ValueError, match="no token of 3"):
+    with pytest.raises(ValueError, match="all 3 tokens"):
         random_sequences(1, 1, 3, seed=0, exclude=[0, 1, 2])
 
 
