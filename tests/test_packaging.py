@@ -289,6 +289,6 @@ def test_entrypoint_without_a_line_shows_help(tmp_path: Path):
 def test_entrypoint_refuses_what_is_no_program(tmp_path: Path):
     done = enter(tmp_path, "--run-dir", "x")
     assert done.returncode == 127
-    assert "'--run-dir' is no program" in done.stderr
+    assert "'--run-dir' is not a program" in done.stderr
     assert "megasink or torchrun" in done.stderr
     assert done.stdout == ""

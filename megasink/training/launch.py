@@ -132,7 +132,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     if note := weak_loss(run_dir / "metrics.jsonl", options.head_balance_coeff):
         say(note)
     if "--mock-data" not in flags:  # its tokens have no meaning
-        say_next("what it says", "generate", run_dir, "--prompt", "Once upon a time")
+        say_next("some text of it", "generate", run_dir, "--prompt", "Once upon a time")
     say_next("a folder for transformers", "convert-to-hf", run_dir, "--output", f"{run_dir}-hf")
     return 0
 

@@ -32,6 +32,7 @@ SAFE = {
     ("examples/notebooks/letters.py", "from_pretrained"): "the folder that it has just written",
     ("megasink/__init__.py", "import_module"): OWN_NAMES,
     ("megasink/attention/__init__.py", "import_module"): OWN_NAMES,
+    ("megasink/attention/custom_op.py", "import_module"): OWN_NAMES,
     ("megasink/attention/kernels/__init__.py", "import_module"): OWN_NAMES,
     ("megasink/attention/kernels/cuda.py", "import_module"): "kernels that the code names",
     ("megasink/checkpoints/foreign_arguments.py", "yaml"): "safe_load of run_config.yaml",

@@ -150,9 +150,9 @@ def test_the_first_tokens_of_a_model_stand_before_everything(models, tasks):
     from megasink.analysis.evaluate.model import HarnessModel
 
     asked = HarnessModel(model, None, [], 1)
-    row = asked._row(long, [4, 5])
-    assert row.tokens == (7, 9, *long[: POSITIONS - 3], 4)
-    assert len(row.tokens) == POSITIONS
+    tokens, _ = asked._row(long, [4, 5])
+    assert tokens == (7, 9, *long[: POSITIONS - 3], 4)
+    assert len(tokens) == POSITIONS
 
 
 def test_a_special_token_in_a_task_is_text_unless_it_is_parsed(models):
