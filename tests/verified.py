@@ -69,6 +69,11 @@ ROWS = (
         "plan/hollow/trainer",
     ),
     Row(
+        "latent attention, values narrower than keys",
+        "attention/attention_exact",
+        "distributed/latent megatron/decoding",
+    ),
+    Row(
         "explicit gates",
         "attention/explicit_gate megatron/gated_attention",
         "distributed/layouts distributed/oracle",

@@ -23,7 +23,10 @@ def latent_fields(saved: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:
     dense, groups = _dense_layers(saved), saved.get("moe_router_num_groups")
     problems: list[str] = []
     if dense is None:
-        problems.append("targets only support experts in every layer after the first ones")
+        problems.append(
+            f"--moe-layer-freq {saved.get('moe_layer_freq')}: targets only support experts in every "
+            "layer after the first ones"
+        )
     grouped = groups and saved.get("num_experts")
     fields = {
         "latent": _latent(saved),

@@ -64,13 +64,9 @@ def test_facts_are_those_that_are_explained():
     ("given", "found"),
     [
         ({}, []),
-        ({"moe_layer_freq": 1, "mtp_num_layers": None}, []),
-        ({"moe_layer_freq": [1]}, []),
-        ({"moe_layer_freq": [0, 1], "mtp_num_layers": 0}, ["--moe-layer-freq"]),
-        (
-            {"moe_layer_freq": [0, 1], "mtp_num_layers": 2},
-            ["--mtp-num-layers", "--moe-layer-freq"],
-        ),
+        ({"openai_gelu": False, "mtp_num_layers": None}, []),
+        ({"openai_gelu": True, "mtp_num_layers": 0}, ["--openai-gelu"]),
+        ({"openai_gelu": True, "mtp_num_layers": 2}, ["--mtp-num-layers", "--openai-gelu"]),
     ],
 )
 def test_a_value_that_is_not_fine_is_found(given, found):
