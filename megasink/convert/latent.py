@@ -24,8 +24,8 @@ def latent_fields(saved: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:
     problems: list[str] = []
     if dense is None:
         problems.append(
-            f"--moe-layer-freq {saved.get('moe_layer_freq')}: targets only support experts in every "
-            "layer after the first ones"
+            f"--moe-layer-freq {saved.get('moe_layer_freq')}: targets only support experts in "
+            "every layer after the first ones"
         )
     grouped = groups and saved.get("num_experts")
     fields = {
