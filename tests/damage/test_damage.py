@@ -24,7 +24,7 @@ def judged(names):
 
 
 def test_damage_is_one_line_and_nothing_is_left_or_lost():
-    names = [*CHOSEN, *FIELDS[::97], *FUZZ[::97]]
+    names = [*CHOSEN, *FIELDS[::193], *FUZZ[::193]]
     number = sum(name.startswith(tuple(names)) for name in CASES)
     assert f"{number} damaged inputs: " in judged(names)
 
