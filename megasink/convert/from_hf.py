@@ -32,14 +32,7 @@ from megasink.convert.megatron_weights import is_numbered, weight_shapes
 from megasink.convert.model_flags import as_line, model_flags
 from megasink.convert.output import whole_folder
 from megasink.convert.safetensors_files import HuggingFaceWeights, write_json
-from megasink.convert.table import (
-    LAYERS,
-    NORM_BEFORE_EXPERTS,
-    NORM_OF_LOCAL_SPEC,
-    Step,
-    refuse,
-    steps,
-)
+from megasink.convert.table import LAYERS, NORMS, Step, refuse, steps
 from megasink.convert.targets.target import Target
 from megasink.convert.to_hf import Say, Verify, refuse_nan
 from megasink.convert.torch_dist_writer import Part, write_checkpoint
@@ -203,8 +196,7 @@ def _parts(
         if is_numbered(next(iter(step.row.megatron), "")):
             sizes = (model.experts,)[: len(step.index)]
         for key, tensor in made(step, read, source.model, change):
-            both = (key, NORM_OF_LOCAL_SPEC) if key == NORM_BEFORE_EXPERTS else (key,)
-            for name in both:
+            for name in dict.fromkeys((key, key.replace(*NORMS))):
                 yield _placed(Part(name, step.index, sizes, tensor), model)
     for key, tensor in (added(source.model, change) | balance_state(model)).items():
         for layer in (n for n in range(layers) if model.of_layer(n).delta_net is None):

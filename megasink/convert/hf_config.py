@@ -47,7 +47,7 @@ _NUMBERS_OF_EXPERTS = (
 _FLAGS = (
     "tie_word_embeddings attention_bias mlp_bias use_sliding_window norm_topk_prob "
     "use_sandwich_norm use_attention_gate use_cache output_router_logits qk_norm qkv_bias "
-    "linear_bias zero_centred_norms rope_interleave"
+    "linear_bias zero_centred_norms rope_interleave use_qk_norm"
 )
 _NUMBERS = (
     "embedding_multiplier logits_scaling residual_multiplier swiglu_alpha swiglu_limit "

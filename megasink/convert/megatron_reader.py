@@ -18,7 +18,7 @@ from megasink.checkpoints.intact import refuse_damage
 from megasink.checkpoints.layer_keys import HEAD_STATE, as_gpt_keys
 from megasink.checkpoints.stored_tensor import StoredTensor, find_tensor
 from megasink.checkpoints.torch_metadata import read_metadata
-from megasink.convert.table import LAYERS, NORM_BEFORE_EXPERTS, NORM_OF_LOCAL_SPEC
+from megasink.convert.table import LAYERS, NORMS
 from megasink.errors import UserError, reason_of
 
 # Entries that are not weights: states of optimizers, random numbers and the balance loss.
@@ -68,6 +68,10 @@ def torch_dist_weights(folder: Path) -> dict[str, Weight]:
         weights[key] = Weight(tuple(entry.size), entry.properties.dtype, parts)
     names = as_gpt_keys(weights)
     weights = {names[key]: weight for key, weight in weights.items()}
+    # The norm before experts has one or the other name, or both in an imported run.
+    for key in [key for key in weights if key.startswith(LAYERS) and key.endswith(NORMS[1])]:
+        if key.replace("layer_norm_weight", "weight") not in weights:
+            weights.setdefault(key.replace(*NORMS[::-1]), weights.pop(key))
     _stack_layers(weights)
     return weights
 
@@ -108,11 +112,6 @@ class MegatronCheckpoint:
                 "(docs/convert.md)"
             )
         self._weights = torch_dist_weights(folder)
-        if f"{LAYERS}mlp.linear_fc1.weight" not in self._weights:
-            # The norm before experts has one or the other name, or both in an imported run.
-            norm = self._weights.pop(NORM_OF_LOCAL_SPEC, None)
-            if norm is not None:
-                self._weights.setdefault(NORM_BEFORE_EXPERTS, norm)
         self.shapes = {key: weight.shape for key, weight in self._weights.items()}
 
     def meta(self, key: str, index: tuple[int, ...] = ()) -> Tensor:

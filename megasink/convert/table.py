@@ -18,9 +18,9 @@ if TYPE_CHECKING:
 
 # The norm before the experts: TransformerEngine's spec stores it under the first name, Megatron's
 # own spec under the second, which is the name in a dense layer.
-NORM_BEFORE_EXPERTS = f"{LAYERS}pre_mlp_layernorm.weight"
+NORMS = ("pre_mlp_layernorm.weight", "mlp.linear_fc1.layer_norm_weight")
+NORM_BEFORE_EXPERTS, NORM_OF_LOCAL_SPEC = LAYERS + NORMS[0], LAYERS + NORMS[1]
 EXPERTS = ".experts.experts."
-NORM_OF_LOCAL_SPEC = f"{LAYERS}mlp.linear_fc1.layer_norm_weight"
 
 
 @dataclass(frozen=True)

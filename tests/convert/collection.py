@@ -1,4 +1,4 @@
-"""Forty released configurations of 2025 and 2026, with sizes small enough to run.
+"""Released configurations of 2025 and 2026, with sizes small enough to run.
 
 A configuration has the defaults of its class in transformers, which are those of a released model,
 and the keys in which the named one differs. Sizes and numbers (layers, heads, experts, tokens) are
@@ -21,6 +21,8 @@ SIZES: dict[str, Any] = {
     "dtype": "float32",
 }
 EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 24}
+
+_ROUTED = {"n_routed_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 24}
 
 
 def _llama3(factor: float) -> dict[str, Any]:
@@ -66,7 +68,7 @@ IMPORTED: dict[str, tuple[str, dict[str, Any]]] = {
     "nanochat-d32": ("nanochat", {}),
     "DeepSeek-V3": (
         "deepseek_v3",
-        {"n_routed_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 24}
+        _ROUTED
         | {"n_group": 2, "topk_group": 1, "first_k_dense_replace": 1, "num_key_value_heads": 4}
         | {"q_lora_rank": 24, "kv_lora_rank": 32, "qk_nope_head_dim": 8, "qk_rope_head_dim": 4}
         | {"v_head_dim": 8, "head_dim": 4}
@@ -98,6 +100,12 @@ IMPORTED: dict[str, tuple[str, dict[str, Any]]] = {
     "ERNIE-4.5-0.3B": ("ernie4_5", {}),
     "GLM-4-9B-0414": ("glm4", {}),
     "GLM-4-32B-0414": ("glm4", {"attention_bias": False}),
+    "GLM-4.5-Air": ("glm4_moe", {**_ROUTED, "attention_bias": True, **_theta(1e6)}),
+    "dots.llm1": (
+        "dots1",
+        {**_ROUTED, "n_shared_experts": 2, "norm_topk_prob": True, "first_k_dense_replace": 1}
+        | {"routed_scaling_factor": 2.5, "sliding_window": None, **_theta(1e7)},
+    ),
     "phi-4": ("phi3", _theta(250000.0)),
     "stablelm-2-1_6b": (
         "stablelm",
@@ -130,7 +138,6 @@ REFUSED: dict[str, tuple[str, dict[str, Any], str]] = {
     "OLMo-2-7B": ("olmo2", {}, "qk-norm spans all heads|spans all heads"),
     "OLMo-3-7B": ("olmo3", {}, "'olmo3' cannot be imported"),
     "gemma-3-1b": ("gemma3_text", {}, "another scale"),
-    "GLM-4.5-Air": ("glm4_moe", {}, "'glm4_moe' cannot be imported"),
     "MiniMax-M2": ("minimax_m2", {}, "'minimax_m2' cannot be imported"),
     "EXAONE-4.0-1.2B": ("exaone4", {}, "'exaone4' cannot be imported"),
     "command-a": ("cohere2", {}, "'cohere2' cannot be imported"),

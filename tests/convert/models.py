@@ -36,16 +36,18 @@ NANOCHAT = {"norm_without_gain": True, "embedding_norm": True, "qk_l2_norm": Tru
 NANOCHAT |= {"gated_unit": False, "logit_softcap": 9.0}
 
 
-def deepseek(latent=(24, 32, 16, 8, 12), factor=2.5, **options) -> Architecture:
-    """A small DeepSeek-V3: one dense layer, and groups of experts of which two are chosen."""
+def deepseek(latent=(24, 32, 16, 8, 12), factor=2.5, rotated=1.0, **options) -> Architecture:
+    """With DeepSeek-V3's experts: one dense layer, and groups of two experts, one chosen."""
     names = ("queries", "keys", "plain", "rotated", "values")
     router = {"moe_router_score_function": "sigmoid", "moe_router_enable_expert_bias": True}
     router |= {"moe_router_topk_scaling_factor": factor}
+    if latent:
+        widths = {"latent": Latent(**dict(zip(names, latent, strict=True))), "groups": 4}
+        options = {**widths, "head_dim": latent[3], "norm_eps": 1e-6, **options}
     given = {
-        **{"latent": Latent(**dict(zip(names, latent, strict=True))), "groups": 4},
-        **{"head_dim": latent[3], "qk_norm": True, "norm_eps": 1e-6, "shared_ffn": 40},
+        **{"qk_norm": True, "shared_ffn": 40},
         **{"dense_layers": 1, "dense_ffn": 56, "experts": 4, "topk": 2, "expert_groups": (2, 1)},
-        "options": MegasinkOptions(**router),
+        "options": MegasinkOptions(**router, rotary_percent=rotated),
     }
     return model(**given | options)
 
@@ -341,6 +343,12 @@ FAMILIES = {
         "mixtral",
         model(**MOE, yarn=Yarn(factor=2.0, original=48, mscale=0.7, mscale_all_dim=0.4)),
     ),
+    "glm4_moe": ("glm4_moe", deepseek(None, rotated=0.5, qkv_bias=True)),
+    "glm4_moe-no-qk-norm": (
+        "glm4_moe",
+        deepseek(None, None, 0.5, qk_norm=False, expert_groups=None, shared_ffn=80, tied=True),
+    ),
+    "dots1": ("dots1", deepseek(None, windows=(None, 5))),
     "seed_oss": ("seed_oss", model(qkv_bias=True)),
     "arcee": ("arcee", model(yarn=YARN, **_UNGATED, **_having(gated_unit=False))),
     "ministral": ("ministral", model(windows=(5, None))),

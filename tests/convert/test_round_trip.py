@@ -121,7 +121,7 @@ def test_rounding_that_a_model_makes_large_is_not_a_mistake(pool, tmp_path):
     assert sum("one rounding of the weights changes the logits by up to" in x for x in lines) == 1
 
 
-LAID_OUT = ["granite_swa", "qwen3_5", "lfm3", "qwen3_next-headwise", "qwen3_next-shared"]
+LAID_OUT = ["granite_swa", "dots1", "qwen3_5", "lfm3", "qwen3_next-headwise", "qwen3_next-shared"]
 
 
 @pytest.mark.parametrize("name", LAID_OUT)

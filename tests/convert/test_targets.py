@@ -115,17 +115,9 @@ def test_every_weight_has_one_row_and_every_name_one_weight(name):
         ({"activation": "relu2"}, "nanochat", "it has --norm-without-gain; .*is not gated"),
         ({"windows": (5, None)}, "mistral", "all have the same window"),
         ({"qk_norm": True, "options": GAINLESS}, "megasink", "its qk-norm has gains"),
-        (
-            {**MOE, "options": PLAIN_FFN},
-            "megasink",
-            "experts are gated",
-        ),
+        ({**MOE, "options": PLAIN_FFN}, "megasink", "experts are gated"),
         ({"windows": (5, 6)}, "megasink", "windows all have the same size"),
-        (
-            {"rope_factor": 8.0, "options": HALF_ROPE},
-            "megasink",
-            "whole heads",
-        ),
+        ({"rope_factor": 8.0, "options": HALF_ROPE}, "megasink", "whole heads"),
     ],
 )
 def test_what_does_not_fit_a_target_is_said(change, target, reason):
@@ -229,6 +221,10 @@ BY_LAYER = {"full_attention": {"rope_type": "yarn", "rope_theta": 1e4, "factor":
         ("stablelm", {"use_parallel_residual": True}, "use_parallel_residual"),
         ("phi3", {"rope_scaling": {"type": "longrope"}}, "'longrope'"),
         ("glm4", {"hidden_act": "gelu_pytorch_tanh"}, "gelu_pytorch_tanh"),
+        ("glm4_moe", {"norm_topk_prob": False}, "norm_topk_prob False"),
+        ("glm4_moe", {"num_experts_per_tok": 1, "n_group": 1}, "a single chosen expert is one"),
+        ("glm4_moe", {"num_experts_per_tok": 3}, "each chosen group has two experts"),
+        ("dots1", {"n_group": None}, "no value for n_group"),
         (
             "llama",
             {

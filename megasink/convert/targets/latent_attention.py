@@ -1,4 +1,7 @@
-"""Targets with latent attention: DeepSeek-V3, and Kimi-K2 of the same architecture."""
+"""Targets with the experts of DeepSeek-V3: it, Kimi-K2, GLM-4.5, dots.llm1.
+
+The first two have latent attention, the others have grouped queries.
+"""
 
 from collections.abc import Mapping
 from typing import Any
@@ -10,10 +13,18 @@ from megasink.convert.rope import rope_of
 from megasink.convert.table import Row, row
 from megasink.convert.targets import rows
 from megasink.convert.targets.registry import register
+from megasink.convert.targets.softmax_attention import read_windowed
 from megasink.convert.targets.target import Config, Target
 from megasink.convert.transforms import GateUp
 
 _EPSILON = 1e-6  # of the norms of latents, whatever config.json says
+_SIZES = {
+    "moe_intermediate_size": "ffn",
+    "n_routed_experts": "experts",
+    "num_experts_per_tok": "topk",
+}
+_DEFAULTS: dict[str, Any] = {"first_k_dense_replace": 1, "n_group": 1, "topk_group": 1}
+_DEFAULTS |= {"n_shared_experts": 1, "routed_scaling_factor": 1.0, "norm_topk_prob": True}
 _WIDTHS = {
     "q_lora_rank": "queries",
     "kv_lora_rank": "keys",
@@ -28,9 +39,8 @@ def _table(model: Architecture) -> tuple[Row, ...]:
 
 
 def _same_layers(model: Architecture) -> tuple[Row, ...]:
-    return rows.decoder(
-        model, _experts(model) if model.experts else rows.ffn(model), _attention(model)
-    )
+    ffn = _experts(model) if model.experts else rows.ffn(model)
+    return rows.decoder(model, ffn, _attention(model) if model.latent else None)
 
 
 def _attention(model: Architecture) -> tuple[Row, ...]:
@@ -61,7 +71,7 @@ def _experts(model: Architecture) -> tuple[Row, ...]:
 
 
 def _config(model: Architecture) -> Config:
-    latent, groups = model.latent, model.expert_groups or (1, 1)
+    groups = model.expert_groups or (1, 1)
     return {
         "intermediate_size": model.dense_ffn or model.ffn,
         "first_k_dense_replace": model.dense_layers,
@@ -70,19 +80,29 @@ def _config(model: Architecture) -> Config:
         "topk_group": groups[1],
         "routed_scaling_factor": model.options.moe_router_topk_scaling_factor or 1.0,
         "num_nextn_predict_layers": 0,
-        **{key: getattr(latent, name) for key, name in _WIDTHS.items()},
     }
 
 
-def _read(config: Mapping[str, Any]) -> dict[str, Any]:
+def _latent_config(model: Architecture) -> Config:
+    widths = {key: getattr(model.latent, name) for key, name in _WIDTHS.items()}
+    return {**_config(model), **widths}
+
+
+def _read_latent(config: Mapping[str, Any]) -> dict[str, Any]:
     widths: dict[str, Any] = {name: config.get(key) for key, name in _WIDTHS.items()}
-    latent = Latent(**widths)
+    latent, groups = Latent(**widths), config["num_attention_heads"]
+    return {**_read(config), "latent": latent, "head_dim": latent.rotated, "groups": groups}
+
+
+def _read_dots(config: Mapping[str, Any]) -> dict[str, Any]:
+    windowed = config["sliding_window"] is not None
+    return {**_read(config), **read_windowed({**config, "use_sliding_window": windowed})}
+
+
+def _read(config: Mapping[str, Any]) -> dict[str, Any]:
     dense, groups = config["first_k_dense_replace"], config["n_group"]
     factor = config["routed_scaling_factor"]
     return {
-        "latent": latent,
-        "head_dim": latent.rotated,
-        "groups": config["num_attention_heads"],
         "dense_layers": dense,
         "dense_ffn": config["intermediate_size"] if dense else 0,
         "ffn": config["moe_intermediate_size"],
@@ -102,6 +122,8 @@ def _options(given: MegasinkOptions) -> MegasinkOptions:
 
 
 def _refused(config: Mapping[str, Any]) -> list[str]:
+    if missing := [key for key in (*_SIZES, *_DEFAULTS) if config.get(key) is None]:
+        return [f"no value for {' and '.join(missing)}"]
     problems = []
     if config["first_k_dense_replace"] >= config["num_hidden_layers"]:
         problems.append("no layer with experts (first_k_dense_replace)")
@@ -113,44 +135,70 @@ def _refused(config: Mapping[str, Any]) -> list[str]:
 
 def _misfits(model: Architecture) -> list[str]:
     problems = []
-    if model.norm_eps != _EPSILON:
+    if model.latent and model.norm_eps != _EPSILON:
         problems.append(f"the norms of its latents have an epsilon of {_EPSILON}")
     if not model.shared_ffn or model.shared_ffn % model.ffn:
         problems.append("its shared expert is a multiple of an expert's width")
     if model.expert_groups and model.topk // model.expert_groups[1] != 2:
         problems.append("a group's score is the sum of two, so each chosen group has two experts")
+    if model.topk == 1:
+        problems.append("the probability of a single chosen expert is one, Megatron's its sigmoid")
     return problems
 
+
+_EVERY: dict[str, Any] = {
+    "attention": ("vanilla",),
+    "table": _table,
+    "keys": _SIZES,
+    "config": _config,
+    "read": _read,
+    "refused": _refused,
+    "misfits": _misfits,
+    "moe": True,
+    "options": _options,
+    "shared_expert": True,
+    "first_dense": True,
+}
 
 register(
     Target(
         name="deepseek_v3",
         architecture="DeepseekV3ForCausalLM",
         since="5.23",
-        attention=("vanilla",),
-        table=_table,
-        keys={
-            "moe_intermediate_size": "ffn",
-            "n_routed_experts": "experts",
-            "num_experts_per_tok": "topk",
-        },
         fixed={"attention_bias": False, "norm_topk_prob": True, "rope_interleave": True},
-        defaults={
-            "first_k_dense_replace": 3,
-            "n_group": 8,
-            "topk_group": 4,
-            "n_shared_experts": 1,
-            "routed_scaling_factor": 2.5,
-        },
-        config=_config,
-        read=_read,
-        refused=_refused,
-        misfits=_misfits,
-        moe=True,
+        defaults=_DEFAULTS
+        | {"first_k_dense_replace": 3, "n_group": 8, "topk_group": 4, "routed_scaling_factor": 2.5},
         qk_norm=True,
-        options=_options,
         rope_scaling=("yarn",),
-        shared_expert=True,
         latent=True,
+        **_EVERY | {"config": _latent_config, "read": _read_latent},
+    )
+)
+register(
+    Target(
+        name="glm4_moe",
+        architecture="Glm4MoeForCausalLM",
+        since="5.23",
+        fixed={"norm_topk_prob": True},
+        defaults={**_DEFAULTS, "rms_norm_eps": 1e-5, "num_key_value_heads": 8},
+        partial_rotary=0.5,
+        qk_norm=None,
+        qkv_bias=None,
+        rope_scaling=(),
+        **_EVERY | {"keys": _SIZES | {"use_qk_norm": "qk_norm", "attention_bias": "qkv_bias"}},
+    )
+)
+register(
+    Target(
+        name="dots1",
+        architecture="Dots1ForCausalLM",
+        since="5.23",
+        fixed={"attention_bias": False, "norm_topk_prob": True},
+        defaults=_DEFAULTS
+        | {"first_k_dense_replace": 0, "norm_topk_prob": False, "num_key_value_heads": 32}
+        | {"sliding_window": 4096, "max_window_layers": 62},
+        qk_norm=True,
+        windows="mixed",
+        **_EVERY | {"read": _read_dots},
     )
 )

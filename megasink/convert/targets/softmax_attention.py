@@ -88,7 +88,8 @@ def _windowed(model: Architecture) -> Config:
     }
 
 
-def _read_windowed(config: Mapping[str, Any]) -> dict[str, Any]:
+def read_windowed(config: Mapping[str, Any]) -> dict[str, Any]:
+    """Read windows of all layers from the first that has one, or of layer_types."""
     layers = config["num_hidden_layers"]
     if not config.get("use_sliding_window"):
         return {"windows": (None,) * layers}
@@ -137,7 +138,7 @@ for target in (
         attention=("vanilla",),
         table=_dense,
         config=_windowed,
-        read=_read_windowed,
+        read=read_windowed,
         qkv_bias=True,
         windows="mixed",
         engines=("head_dim", "windows", "activation scaling windows"),
@@ -150,7 +151,7 @@ for target in (
         table=_dense,
         fixed={"attention_bias": False},
         config=_windowed,
-        read=_read_windowed,
+        read=read_windowed,
         qk_norm=True,
         windows="mixed",
         engines=("", "windows", "activation scaling windows"),

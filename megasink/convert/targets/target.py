@@ -48,7 +48,7 @@ class Target:
         misfits: (model) -> further reasons why it does not fit.
         read: (config.json) -> {field of Architecture: value} that `keys` cannot express.
         moe: whether it has experts; None if it can have them.
-        qk_norm: whether queries and keys have an RMSNorm.
+        qk_norm: whether queries and keys have an RMSNorm; None if they can have it.
         options: (options of a model) -> the options that a model of this architecture has.
         activations: supported activations of the FFN.
         qkv_bias: whether the query, key and value projections have biases; None if they can.
@@ -62,7 +62,8 @@ class Target:
         delta_net: whether layers can have gated delta-net.
         shared_gate: whether its shared expert has a gate.
         renormalizes: whether the probabilities of the chosen experts always sum to one.
-        latent: whether it has latent attention, groups of experts, and first layers without them.
+        latent: whether it has latent attention.
+        first_dense: whether its first layers can lack experts, and experts can be in groups.
         custom_code: whether it is exported with megasink's modeling files, which support
             `MegasinkOptions`.
         refused: (config.json) -> what else in it megasink does not support.
@@ -85,7 +86,7 @@ class Target:
     no_rope: bool = False
     misfits: Callable[[Architecture], list[str]] = field(default=lambda model: [])
     moe: bool | None = False
-    qk_norm: bool = False
+    qk_norm: bool | None = False
     options: Callable[[MegasinkOptions], MegasinkOptions] = field(
         default=lambda options: MegasinkOptions()
     )
@@ -100,6 +101,7 @@ class Target:
     shared_gate: bool = False
     renormalizes: bool = True
     latent: bool = False
+    first_dense: bool = False
     custom_code: bool = False
     refused: Callable[[Mapping[str, Any]], list[str]] = field(default=lambda config: [])
     quantized: tuple[str, ...] = ()
@@ -123,15 +125,16 @@ class Target:
         present = {name: config.get(key) for key, name in self.keys.items() if name not in read}
         keys = {name: value for name, value in present.items() if value is not None}
         implied: dict[str, Any] = {"attention": self.attention[0], "qkv_bias": bool(self.qkv_bias)}
-        implied["options"] = options = self.options(MegasinkOptions())
+        options = read.get("options") or self.options(MegasinkOptions())
         if self.partial_rotary is not None:
             rope = config.get("rope_parameters") or {}
             share = config.get("partial_rotary_factor", self.partial_rotary)
             share = rope.get("partial_rotary_factor", share)
-            implied["options"] = dataclasses.replace(options, rotary_percent=float(share))
+            options = dataclasses.replace(options, rotary_percent=float(share))
         if self.windows in ("mixed", "alternating"):
             implied["windows"] = windows_from(config)
-        return {**implied, "qk_norm": self.qk_norm, **keys, **read}
+        implied["qk_norm"] = bool(self.qk_norm)
+        return {**implied, **keys, **read, "options": options}
 
     def refusals(self, config: Mapping[str, Any]) -> list[str]:
         """Return the features of a config.json that megasink does not support."""
@@ -160,7 +163,7 @@ class Target:
             problems.append("its layers all have the same attention")
         if self.moe not in (None, bool(model.experts)):
             problems.append("it has experts" if self.moe else "it has no experts")
-        if self.qk_norm != model.qk_norm:
+        if self.qk_norm not in (None, model.qk_norm):
             problems.append("it has qk-norm" if self.qk_norm else "it has no qk-norm")
         if model.activation not in self.activations:
             problems.append(f"its FFN has {' or '.join(self.activations)}, not {model.activation}")
@@ -189,7 +192,7 @@ class Target:
             problems.append("it has no gated delta-net")
         if bool(model.latent) != self.latent:
             problems.append(f"it has {'' if self.latent else 'no '}latent attention")
-        if (model.expert_groups or model.dense_layers) and not self.latent:
+        if (model.expert_groups or model.dense_layers) and not self.first_dense:
             problems.append("it has experts in every layer, without groups")
         if model.experts and self.renormalizes and not model.renormalize:
             problems.append("the probabilities of its chosen experts sum to one")
