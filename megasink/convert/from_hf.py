@@ -27,7 +27,7 @@ from megasink.convert import carried as of_folder
 from megasink.convert.architecture import Architecture
 from megasink.convert.attention_change import Change, added, changed, gated_model, is_float32
 from megasink.convert.background import made_ahead, one_thread
-from megasink.convert.hf_config import architecture_from, read_config
+from megasink.convert.hf_config import architecture_from, prediction_prefixes, read_config
 from megasink.convert.megatron_weights import is_numbered, weight_shapes
 from megasink.convert.model_flags import as_line, model_flags
 from megasink.convert.output import whole_folder
@@ -147,8 +147,9 @@ def _account(source: HuggingFaceSource) -> list[str]:
     weights, todo = source.weights, source.steps
     known = {name for step in todo for name in step.hf}
     extra = sorted(weights.names - known)
-    # As in transformers: buffers of old folders, and heads of multi-token prediction.
-    ignored = [n for n in extra if n.endswith("rotary_emb.inv_freq") or n.startswith("mtp.")]
+    # As in transformers: buffers of old folders, and layers of multi-token prediction.
+    heads = prediction_prefixes(read_config(source.folder))
+    ignored = [n for n in extra if n.endswith("rotary_emb.inv_freq") or n.startswith(heads)]
     ignored += [n for n in extra if n == "lm_head.weight" and source.model.tied]
     problems = [f"{name} is missing" for name in sorted(known - weights.names)]
     unknown = [name for name in extra if name not in ignored]

@@ -162,6 +162,12 @@ def config_of(model: Architecture, target: Target, special_tokens: Mapping[str, 
 _EXPERTS = ("num_experts", "num_local_experts")  # by architecture; transformers reads both
 
 
+def prediction_prefixes(config: Mapping[str, Any]) -> tuple[str, ...]:
+    """Return the beginnings of the names of multi-token prediction, which transformers ignores."""
+    first, number = config.get("num_hidden_layers", 0), config.get("num_nextn_predict_layers") or 0
+    return ("mtp.", *(f"model.layers.{first + n}." for n in range(number)))
+
+
 def architecture_from(config: Mapping[str, Any]) -> tuple[Architecture, Target]:
     """Return the model that a config.json describes."""
     target = _target(config)

@@ -16,6 +16,7 @@ from torch import Tensor
 from megasink.checkpoints.find import Checkpoint
 from megasink.console.printable import say as say_printable
 from megasink.convert.architecture import Architecture
+from megasink.convert.hf_config import prediction_prefixes
 from megasink.convert.megasink_model import model_class
 from megasink.data.tokenizer import load_tokenizer
 from megasink.errors import UserError
@@ -222,6 +223,9 @@ def _transformers(folder: Path, dtype: torch.dtype, tokens_BS: Tensor) -> tuple[
             f"transformers {transformers.__version__} cannot load the model: {reason}"
         ) from error
     model, loading = loaded
+    # transformers knows the prediction layers of released models by their numbers alone.
+    prefixes, extra = prediction_prefixes(model.config.to_dict()), loading["unexpected_keys"]
+    loading["unexpected_keys"] = {name for name in extra if not name.startswith(prefixes)}
     wrong = [f"{kind}: {names}" for kind, names in loading.items() if names]
     if wrong:
         raise UserError(f"transformers does not load all weights: {'; '.join(wrong)}")

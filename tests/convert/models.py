@@ -3,56 +3,21 @@
 import dataclasses
 
 from megasink.convert.architecture import Architecture, Yarn
-from megasink.convert.delta_net import DeltaNet
-from megasink.convert.latent import Latent
 from megasink.convert.megasink_model import MegasinkOptions
+from tests.convert.tiny import (
+    HEADS,
+    MOE,
+    MUP,
+    NANOCHAT,
+    SHARED,
+    UNGATED,
+    YARN,
+    deepseek,
+    having,
+    model,
+    qwen,
+)
 
-# head_dim is not hidden / heads; 101 tokens leave 27 padded rows.
-SMALL = {
-    "layers": 2,
-    "hidden": 48,
-    "heads": 4,
-    "groups": 2,
-    "head_dim": 16,
-    "ffn": 40,
-    "vocabulary": 101,
-    "padded": 128,
-    "tied": False,
-    "positions": 96,
-    "norm_eps": 1e-5,
-    "rope_base": 10000.0,
-    "windows": (None, None),
-    "init_std": 0.2,
-}
-MOE = {"experts": 4, "topk": 2}
-
-
-def model(**options) -> Architecture:
-    """A small vanilla model with these options instead."""
-    return Architecture(**(SMALL | options))
-
-
-NANOCHAT = {"norm_without_gain": True, "embedding_norm": True, "qk_l2_norm": True}
-NANOCHAT |= {"gated_unit": False, "logit_softcap": 9.0}
-
-
-def deepseek(latent=(24, 32, 16, 8, 12), factor=2.5, rotated=1.0, **options) -> Architecture:
-    """With DeepSeek-V3's experts: one dense layer, and groups of two experts, one chosen."""
-    names = ("queries", "keys", "plain", "rotated", "values")
-    router = {"moe_router_score_function": "sigmoid", "moe_router_enable_expert_bias": True}
-    router |= {"moe_router_topk_scaling_factor": factor}
-    if latent:
-        widths = {"latent": Latent(**dict(zip(names, latent, strict=True))), "groups": 4}
-        options = {**widths, "head_dim": latent[3], "norm_eps": 1e-6, **options}
-    given = {
-        **{"qk_norm": True, "shared_ffn": 40},
-        **{"dense_layers": 1, "dense_ffn": 56, "experts": 4, "topk": 2, "expert_groups": (2, 1)},
-        "options": MegasinkOptions(**router, rotary_percent=rotated),
-    }
-    return model(**given | options)
-
-
-# {name: (target, model)}
 MODELS = {
     "deepseek_v3": (
         "deepseek_v3",
@@ -292,36 +257,6 @@ _MORE = {
 }
 ENGINES = {f"engines-{name}": (t, _for_engines(m)) for name, (t, m) in (MODELS | _MORE).items()}
 
-YARN = Yarn(factor=4.0, original=24)
-_HEADS = {"head_dim": 12}  # of families whose heads share the hidden size
-_UNGATED = {"activation": "relu2"}
-_MUP = {"use_mup": True, "mup_embedding_mult": 12.0, "mup_output_mult": 1.5}
-_MUP |= {"mup_base_head_dim": 4.0}
-
-
-def _having(**options):
-    return {"options": MegasinkOptions(**options)}
-
-
-DELTA_NET = DeltaNet(
-    linear_conv_kernel_dim=3,
-    linear_key_head_dim=8,
-    linear_value_head_dim=12,
-    linear_num_key_heads=2,
-    linear_num_value_heads=4,
-)
-
-
-def qwen(*linear, **options):
-    """A model with gated delta-net in these layers, and a quarter of each head rotated."""
-    sizes = {"layers": len(linear), "windows": (None,) * len(linear)}
-    mixers = {"delta_net": DELTA_NET, "linear_layers": linear} if any(linear) else {}
-    heads = {"attention": "elementwise", "qk_norm": True, **_having(rotary_percent=0.25)}
-    return model(**sizes | mixers | heads | options)
-
-
-_SHARED = {**MOE, "shared_ffn": 24, "shared_gate": True}
-
 # Families that compute what an earlier target does, or that need no more than an option.
 FAMILIES = {
     "llama-yarn": ("llama", model(yarn=YARN)),
@@ -350,21 +285,21 @@ FAMILIES = {
     ),
     "dots1": ("dots1", deepseek(None, windows=(None, 5))),
     "seed_oss": ("seed_oss", model(qkv_bias=True)),
-    "arcee": ("arcee", model(yarn=YARN, **_UNGATED, **_having(gated_unit=False))),
+    "arcee": ("arcee", model(yarn=YARN, **UNGATED, **having(gated_unit=False))),
     "ministral": ("ministral", model(windows=(5, None))),
-    "helium": ("helium", model(**_HEADS)),
+    "helium": ("helium", model(**HEADS)),
     "ernie4_5": ("ernie4_5", model(bias=True, qkv_bias=True, tied=True)),
-    "glm4": ("glm4", model(qkv_bias=True, **_having(sandwich_norm=True, rotary_percent=0.5))),
-    "phi3": ("phi3", model(windows=(5, 5), **_having(rotary_percent=0.75))),
+    "glm4": ("glm4", model(qkv_bias=True, **having(sandwich_norm=True, rotary_percent=0.5))),
+    "phi3": ("phi3", model(windows=(5, 5), **having(rotary_percent=0.75))),
     "stablelm": (
         "stablelm",
-        model(qkv_bias=True, **_HEADS, **_having(normalization="LayerNorm", rotary_percent=0.5)),
+        model(qkv_bias=True, **HEADS, **having(normalization="LayerNorm", rotary_percent=0.5)),
     ),
     "nemotron": (
         "nemotron",
         model(
-            **_UNGATED,
-            **_having(gated_unit=False, normalization="LayerNorm", rotary_percent=0.5),
+            **UNGATED,
+            **having(gated_unit=False, normalization="LayerNorm", rotary_percent=0.5),
         ),
     ),
     "jais2": (
@@ -372,25 +307,25 @@ FAMILIES = {
         model(
             bias=True,
             qkv_bias=True,
-            **_UNGATED,
-            **_having(gated_unit=False, normalization="LayerNorm"),
+            **UNGATED,
+            **having(gated_unit=False, normalization="LayerNorm"),
         ),
     ),
     "smollm3": ("smollm3", model(no_rope=(False, True))),
-    "granite": ("granite", model(**_HEADS, **_having(**_MUP))),
-    "granite-plain": ("granite", model(**_HEADS)),
+    "granite": ("granite", model(**HEADS, **having(**MUP))),
+    "granite-plain": ("granite", model(**HEADS)),
     "hyperclovax": (
         "hyperclovax",
-        model(**_having(sandwich_norm=True, **_MUP), norm_eps=3e-4, tied=True),
+        model(**having(sandwich_norm=True, **MUP), norm_eps=3e-4, tied=True),
     ),
     "qwen3_next-dense": ("qwen3_next", qwen(True, False, True)),
-    "qwen3_next-shared": ("qwen3_next", qwen(True, False, **_SHARED, renormalize=False)),
+    "qwen3_next-shared": ("qwen3_next", qwen(True, False, **SHARED, renormalize=False)),
     "qwen3_next-delta-net": ("qwen3_next", qwen(True, False, **MOE, attention="headwise")),
     "qwen3_5-delta-net": ("qwen3_5_text", qwen(True, True, False, tied=True, zero_centred=False)),
-    "qwen3_5_moe_text": ("qwen3_5_moe_text", qwen(True, False, **_SHARED)),
+    "qwen3_5_moe_text": ("qwen3_5_moe_text", qwen(True, False, **SHARED)),
     "own-no-rope-mup": (
         "megasink",
-        model(attention="sink", no_rope=(True, False), **_having(**_MUP)),
+        model(attention="sink", no_rope=(True, False), **having(**MUP)),
     ),
 }
 MODELS |= FAMILIES

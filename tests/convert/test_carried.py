@@ -15,9 +15,9 @@ from megasink.convert.safetensors_files import write_json
 from megasink.convert.targets import TARGETS
 from megasink.data.corpus import Document
 from megasink.data.tokenizer import load_tokenizer, tokenizer_hash, train_tokenizer
-from tests.convert.models import model
 from tests.convert.published import RELEASED
 from tests.convert.test_commands import STDLIB, TASKS, megasink
+from tests.convert.tiny import model
 from tests.distributed.layout import SINGLE
 
 ENDS = [1, 322]

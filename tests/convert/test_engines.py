@@ -9,7 +9,8 @@ from megasink.convert.hf_config import OURS, architecture_from, config_of
 from megasink.convert.targets import TARGETS, choose
 from megasink.convert.targets.target import ENGINES
 from megasink.errors import UserError
-from tests.convert.models import MODELS, MOE, model
+from tests.convert.models import MODELS
+from tests.convert.tiny import MOE, model
 
 GPT_OSS = {"attention": "sink", "activation": "gpt-oss", "layers": 4} | MOE
 

@@ -1,4 +1,4 @@
-"""Qwen3-Next with delta-net and experts: what an import ignores, and what it refuses."""
+"""Released models: what an import ignores, and what it refuses of Qwen3-Next."""
 
 import json
 import shutil
@@ -20,6 +20,23 @@ def released(pool, tmp_path_factory):
     where = {"folder": str(folder), "config": config}
     pool.run("tests.convert.accuracy_tasks:import_released", SINGLE, **where)
     return folder
+
+
+def test_layers_of_multi_token_prediction_are_ignored(pool, tmp_path):
+    """DeepSeek-V3 numbers them after the last layer."""
+    config = config_of(*IMPORTED["DeepSeek-V3"])
+    where = {"folder": str(tmp_path), "config": config}
+    pool.run("tests.convert.accuracy_tasks:import_released", SINGLE, **where)
+    path, name = tmp_path / "hf/model.safetensors", "model.layers.{}.eh_proj.weight"
+    number = json.loads((tmp_path / "hf/config.json").read_text())["num_hidden_layers"]
+    tensors = load_file(path)
+    for extra, known in ((0, True), (1, False)):
+        added = {name.format(number + extra): torch.ones(2)}
+        save_file(tensors | added, path, {"format": "pt"})
+        command = ["convert-from-hf", tmp_path / "hf", "--output", tmp_path / f"run-{extra}"]
+        ((code, said, errors),) = megasink(pool, command)
+        assert (code == 0) is known, errors
+        assert name.format(number + extra) in (said if known else errors)
 
 
 def test_its_head_of_multi_token_prediction_is_ignored(pool, released, tmp_path):

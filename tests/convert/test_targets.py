@@ -22,7 +22,8 @@ from megasink.convert.targets import TARGETS, choose
 from megasink.errors import UserError
 from megasink.options.run_options import OPTIONS
 from megasink.transformers.modeling.configuration_megasink import MegasinkConfig
-from tests.convert.models import DELTA_NET, FAMILIES, MODELS, MOE, OWN, model
+from tests.convert.models import FAMILIES, MODELS, OWN
+from tests.convert.tiny import DELTA_NET, MOE, model
 
 DEFAULTS = {
     field.name: field.default for options in OPTIONS for field in dataclasses.fields(options)

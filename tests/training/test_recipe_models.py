@@ -50,7 +50,14 @@ CASES += [
 def line(name, variant):
     """The flags of a tiny model of a recipe."""
     before = [name.replace("-muon", "")] if "muon" in name else []
-    flags = ["--recipe", *before, name, *TINY, *SHAPES.get(name[:2], []), *VARIANTS[variant].split()]
+    flags = [
+        "--recipe",
+        *before,
+        name,
+        *TINY,
+        *SHAPES.get(name[:2], []),
+        *VARIANTS[variant].split(),
+    ]
     flags += ALONE if before else EXPERTS if name == "p1-15a2b" else []
     return recipes.expanded(flags)
 

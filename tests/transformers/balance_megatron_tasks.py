@@ -14,9 +14,9 @@ from torch import Tensor
 from megasink.convert.from_hf import arguments_of
 from megasink.convert.model_flags import model_flags
 from megasink.convert.to_hf import export, source_of
-from tests.convert.models import DELTA_NET
-from tests.convert.models import model as architecture_of
 from tests.convert.tasks import layout_config, save_checkpoint
+from tests.convert.tiny import DELTA_NET
+from tests.convert.tiny import model as architecture_of
 from tests.distributed import tiny_gpt
 from tests.distributed.skewed_gates import skew_gates
 

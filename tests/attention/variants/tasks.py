@@ -31,8 +31,8 @@ from megasink.errors import UserError
 from megasink.megatron.core_attention import CoreAttention
 from megasink.megatron.decoding import generate
 from megasink.megatron.inference_guard import dynamic_inference_problems
-from tests.convert.models import model as architecture
 from tests.convert.tasks import layout_config, save_checkpoint
+from tests.convert.tiny import model as architecture
 from tests.distributed import observing_tasks, tiny_gpt
 from tests.distributed.skewed_gates import skew_gates
 from tests.distributed.tiny_gpt import skew_sinks
