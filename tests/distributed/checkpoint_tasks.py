@@ -112,7 +112,8 @@ class Run:
                 states = optimizer._get_main_param_and_optimizer_states(parameter)
                 for key in ("param", "exp_avg", "exp_avg_sq"):
                     whole = states[key].detach().float().view(parameter.shape).clone()
-                    for part_name, part in named_parts(names[name], parameter, whole):
+                    global_name = names[name].replace("final_layernorm", "final_norm")  # as shards
+                    for part_name, part in named_parts(global_name, parameter, whole):
                         shard = found["weights"][part_name]
                         found.setdefault(key, {})[part_name] = {**shard, "tensor": part}
         return found
