@@ -10,7 +10,6 @@ from megasink.attention.variants.gates import is_megatrons_output_gate
 from megasink.attention.variants.layers import PLAIN
 from megasink.config import GateGranularity
 from megasink.convert.delta_net import DeltaNet
-from megasink.convert.latent import Latent
 from megasink.convert.megasink_model import MegasinkOptions
 
 GATES = get_args(GateGranularity)
@@ -27,6 +26,17 @@ class Yarn:
     round_range: bool = True
     mscale: float = 1.0
     mscale_all_dim: float = 0.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class Latent:
+    """The widths of latent attention; `queries` is None without a latent of the queries."""
+
+    queries: int | None
+    keys: int
+    plain: int
+    rotated: int
+    values: int
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -13,9 +13,8 @@ from typing import Any
 from megasink.attention.variants import foreign_options, variant
 from megasink.attention.variants.layers import windowed_layers
 from megasink.config import MODEL_OPTIONS, visible_tokens
-from megasink.convert.architecture import Architecture, Yarn
+from megasink.convert.architecture import Architecture, Latent, Yarn
 from megasink.convert.delta_net import DeltaNet
-from megasink.convert.latent import latent_fields, latent_has_yarn
 from megasink.convert.megasink_model import NAMES, options_from, unknown_values
 from megasink.megatron.hybrid_pattern import (
     ATTENTION,
@@ -25,6 +24,7 @@ from megasink.megatron.hybrid_pattern import (
     LATENT,
     count_blocks,
     layers_of,
+    pattern_of,
 )
 from megasink.options.flags import flag_of
 from megasink.options.megatron_flags import refused
@@ -58,8 +58,12 @@ def architecture_of(
             f"--ffn-activation {'|'.join([*_ACTIVATIONS, *_PLAIN_ACTIVATIONS])}"
         )
     yarn = _yarn(saved)
-    latent, wrong = latent_fields(saved)
-    problems += wrong
+    latent, dense = _latent(saved), _dense_layers(saved)
+    if dense is None:
+        problems.append(
+            f"--moe-layer-freq {saved.get('moe_layer_freq')}: targets only support experts in "
+            "every layer after the first ones"
+        )
     rotated = saved if yarn is None else {**saved, "position_embedding_type": "rope"}
     options = options_from(rotated, gated_unit=gated_unit)
     problems += [_without_counterpart(option) for option in unknown_values(options)]
@@ -83,7 +87,7 @@ def architecture_of(
         hidden=saved["hidden_size"],
         heads=saved["num_attention_heads"],
         groups=saved[grouped],
-        head_dim=latent["latent"].rotated if latent["latent"] else saved["kv_channels"],
+        head_dim=latent.rotated if latent else saved["kv_channels"],
         ffn=(saved.get("moe_ffn_hidden_size") or ffn) if experts else ffn,
         vocabulary=_tokens(saved, vocabulary),
         padded=saved["padded_vocab_size"],
@@ -108,7 +112,10 @@ def architecture_of(
         topk=saved["moe_router_topk"] if experts else 0,
         shared_ffn=(saved.get("moe_shared_expert_intermediate_size") or 0) if experts else 0,
         shared_gate=bool(experts and saved.get("moe_shared_expert_gate")),
-        **latent,
+        dense_layers=dense or 0,
+        dense_ffn=ffn if dense else 0,
+        expert_groups=_expert_groups(saved) if experts else None,
+        latent=latent,
         renormalize=not saved.get("moe_router_pre_softmax") or options.sigmoid_router,
         dtype="bfloat16" if saved.get("bf16") else "float16" if saved.get("fp16") else "float32",
         init_std=saved.get("init_method_std") or 0.02,
@@ -181,9 +188,38 @@ def _activation(saved: Mapping[str, Any]) -> tuple[str | None, bool]:
     return None, True
 
 
+def _latent(saved: Mapping[str, Any]) -> Latent | None:
+    if not saved.get("multi_latent_attention"):
+        return None
+    return Latent(
+        queries=saved.get("q_lora_rank"),
+        keys=saved["kv_lora_rank"],
+        plain=saved["qk_head_dim"],
+        rotated=saved["qk_pos_emb_head_dim"],
+        values=saved["v_head_dim"],
+    )
+
+
+def _dense_layers(saved: Mapping[str, Any]) -> int | None:
+    """Return the number of first blocks without experts; None if others have none, too."""
+    if not saved.get("num_experts"):
+        return 0
+    ffns = [symbol for symbol in pattern_of(saved) if symbol in FFN + EXPERTS]
+    dense = (*ffns, EXPERTS).index(EXPERTS)
+    return None if FFN in ffns[dense:] else dense
+
+
+def _expert_groups(saved: Mapping[str, Any]) -> tuple[int, int] | None:
+    groups = saved.get("moe_router_num_groups")
+    return (groups, saved["moe_router_group_topk"]) if groups else None
+
+
 def _yarn(saved: Mapping[str, Any]) -> Yarn | None:
     """Return YaRN's numbers, with Megatron's defaults (`_apply_yarn_config_from_args`)."""
-    if saved.get("position_embedding_type") != "yarn" and not latent_has_yarn(saved):
+    # Of latent attention YaRN is Megatron's default; with a factor of 1 it is none.
+    scaled = saved.get("rotary_scaling_factor") not in (None, 1.0)
+    latent = saved.get("multi_latent_attention") and saved.get("rope_type") != "rope" and scaled
+    if saved.get("position_embedding_type") != "yarn" and not latent:
         return None
     names = {
         "factor": ("rotary_scaling_factor", 1.0),

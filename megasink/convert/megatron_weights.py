@@ -3,9 +3,8 @@
 from collections.abc import Sequence
 
 from megasink.attention.variants.gates import gate_shape
-from megasink.convert.architecture import Architecture
+from megasink.convert.architecture import Architecture, Latent
 from megasink.convert.delta_net import DeltaNet
-from megasink.convert.latent import Latent
 from megasink.convert.table import EXPERTS, LAYERS, numbered
 
 Shape = tuple[int, ...]

@@ -3,10 +3,9 @@
 import dataclasses
 import re
 import shlex
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
-from megasink.convert.architecture import Architecture
-from megasink.convert.latent import Latent
+from megasink.convert.architecture import Architecture, Latent
 from megasink.convert.targets.target import window_of
 from megasink.errors import UserError
 from megasink.options.flags import flag_of
@@ -49,12 +48,10 @@ def model_flags(model: Architecture) -> list[str]:
     if (export := model.variant.export) and export.kind_option:
         flags += [flag_of(export.kind_option), model.attention]
     if model.variant_layers:
-        pattern = ",".join(str(int(has)) for has in model.variant_layers)
-        flags += ["--attention-variant-layers", f"[{pattern}]"]
+        flags += ["--attention-variant-layers", _by_layer(model.variant_layers)]
     if model.delta_net:
-        pattern = ",".join(str(int(linear)) for linear in model.linear_layers)
         flags += ["--experimental-attention-variant", "gated_delta_net"]
-        flags += ["--linear-attention-freq", f"[{pattern}]"]
+        flags += ["--linear-attention-freq", _by_layer(model.linear_layers)]
         for name, size in dataclasses.asdict(model.delta_net).items():
             flags += [flag_of(name), size]
     if not model.bias:
@@ -70,8 +67,7 @@ def model_flags(model: Architecture) -> list[str]:
     if model.rope_factor is not None:
         flags += ["--use-rope-scaling", "--rope-scaling-factor", _number(model.rope_factor)]
     if model.no_rope:
-        pattern = ",".join(str(int(without)) for without in model.no_rope)
-        flags += ["--no-rope-freq", f"[{pattern}]"]
+        flags += ["--no-rope-freq", _by_layer(model.no_rope)]
     flags += [*_yarn(model), *_windows(model), *_experts(model)]
     others = dataclasses.replace(
         model.options, normalization="RMSNorm", position_embedding_type="rope"
@@ -99,6 +95,11 @@ def as_line(flags: Sequence[str]) -> str:
 def _number(value: float) -> str:
     """Format without ".0": --rotary-base is an integer."""
     return str(int(value)) if value == int(value) else str(value)
+
+
+def _by_layer(chosen: Iterable[bool]) -> str:
+    """Return the value of a flag that names layers: [0,1] is the second of two."""
+    return f"[{','.join(str(int(each)) for each in chosen)}]"
 
 
 def _latent(latent: Latent, rope: str) -> list[str | int]:
@@ -134,8 +135,7 @@ def _windows(model: Architecture) -> list[str]:
         return []
     flags = ["--window-size", f"{window - 1},0"]
     if None in model.windows:
-        pattern = ",".join("0" if w is None else "1" for w in model.windows)
-        flags += ["--window-attn-skip-freq", f"[{pattern}]"]
+        flags += ["--window-attn-skip-freq", _by_layer(w is not None for w in model.windows)]
     return flags
 
 
@@ -151,8 +151,8 @@ def _experts(model: Architecture) -> list[str | int]:
     if not model.renormalize and not model.options.sigmoid_router:
         flags.append("--moe-router-pre-softmax")
     if model.dense_layers:
-        pattern = ",".join(str(int(n >= model.dense_layers)) for n in range(model.layers))
-        flags += ["--moe-layer-freq", f"[{pattern}]"]
+        has_experts = (layer >= model.dense_layers for layer in range(model.layers))
+        flags += ["--moe-layer-freq", _by_layer(has_experts)]
     if model.expert_groups:
         groups, chosen = model.expert_groups
         flags += ["--moe-router-num-groups", groups, "--moe-router-group-topk", chosen]

@@ -1,8 +1,7 @@
 """What the tiny models of `models.py` share."""
 
-from megasink.convert.architecture import Architecture, Yarn
+from megasink.convert.architecture import Architecture, Latent, Yarn
 from megasink.convert.delta_net import DeltaNet
-from megasink.convert.latent import Latent
 from megasink.convert.megasink_model import MegasinkOptions
 
 # head_dim is not hidden / heads; 101 tokens leave 27 padded rows.

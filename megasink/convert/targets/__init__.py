@@ -9,8 +9,8 @@ from megasink.convert.targets.target import Target
 # isort: split
 # They import the names above, as a plugin does.
 from megasink.convert.targets import (
+    deepseek,
     gated_attention,
-    latent_attention,
     megasink,
     sink_attention,
     softmax_attention,
@@ -22,8 +22,8 @@ __all__ = [
     "TARGETS",
     "Target",
     "choose",
+    "deepseek",
     "gated_attention",
-    "latent_attention",
     "megasink",
     "named",
     "register",

@@ -106,6 +106,11 @@ def decoder(
     )
 
 
+def dense(model: Architecture) -> tuple[Row, ...]:
+    """Return the table of a dense model with the usual names."""
+    return decoder(model, ffn(model))
+
+
 def embedding(model: Architecture) -> tuple[Row, ...]:
     """Return the row of the token embedding."""
     rows = PaddedRows(model.vocabulary, model.padded)

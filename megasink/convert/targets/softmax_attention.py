@@ -33,10 +33,6 @@ NANOCHAT = MegasinkOptions(
 QWEN_EVERY_LAYER = {"decoder_sparse_step": 1, "mlp_only_layers": []}
 
 
-def _dense(model: Architecture) -> tuple[Row, ...]:
-    return rows.decoder(model, rows.ffn(model))
-
-
 def _mixtral(model: Architecture) -> tuple[Row, ...]:
     return rows.decoder(model, rows.experts("block_sparse_moe.", ("w1", "w3", "w2")))
 
@@ -113,7 +109,7 @@ for target in (
         architecture="LlamaForCausalLM",
         since="4.57",
         attention=("vanilla",),
-        table=_dense,
+        table=rows.dense,
         keys={"attention_bias": "bias", "mlp_bias": "bias"},
         read=lambda config: {"qkv_bias": bool(config.get("attention_bias"))},
         refused=_llama_refused,
@@ -125,7 +121,7 @@ for target in (
         architecture="MistralForCausalLM",
         since="4.57",
         attention=("vanilla",),
-        table=_dense,
+        table=rows.dense,
         config=_same_window,
         read=_read_mistral,
         windows="all",
@@ -136,7 +132,7 @@ for target in (
         architecture="Qwen2ForCausalLM",
         since="4.57",
         attention=("vanilla",),
-        table=_dense,
+        table=rows.dense,
         config=_windowed,
         read=read_windowed,
         qkv_bias=True,
@@ -148,7 +144,7 @@ for target in (
         architecture="Qwen3ForCausalLM",
         since="4.55",
         attention=("vanilla",),
-        table=_dense,
+        table=rows.dense,
         fixed={"attention_bias": False},
         config=_windowed,
         read=read_windowed,

@@ -1,6 +1,7 @@
 """Dense families with plain softmax attention, one record each."""
 
 from collections.abc import Mapping
+from functools import partial
 from typing import Any
 
 from megasink.convert.architecture import Architecture
@@ -23,10 +24,6 @@ _GLM_NORMS = (
     *("input_layernorm", "post_attention_layernorm"),
     *("post_self_attn_layernorm", "post_mlp_layernorm"),
 )
-
-
-def _dense(model: Architecture) -> tuple[Row, ...]:
-    return rows.decoder(model, rows.ffn(model))
 
 
 def _ungated(model: Architecture) -> tuple[Row, ...]:
@@ -103,23 +100,21 @@ def _smollm3_config(model: Architecture) -> dict[str, Any]:
     return {"no_rope_layers": [int(not each) for each in without]}
 
 
+family = partial(Target, since="5.6", attention=("vanilla",))
+
 for target in (
-    Target(
+    family(
         name="seed_oss",
         architecture="SeedOssForCausalLM",
-        since="5.6",
-        attention=("vanilla",),
-        table=_dense,
+        table=rows.dense,
         fixed={"attention_bias": True, "attention_out_bias": False, "mlp_bias": False},
         defaults={"head_dim": 128, "num_key_value_heads": 8},
         config=lambda model: {"residual_dropout": 0.0},
         qkv_bias=True,
     ),
-    Target(
+    family(
         name="arcee",
         architecture="ArceeForCausalLM",
-        since="5.6",
-        attention=("vanilla",),
         table=_ungated,
         keys=_BIASES,
         defaults={"rms_norm_eps": 1e-5, "hidden_act": "relu2"},
@@ -129,32 +124,26 @@ for target in (
         activations=("relu2", "gelu", "relu", "silu"),
         bias=True,
     ),
-    Target(
+    family(
         name="cwm",
         architecture="CwmForCausalLM",
-        since="5.6",
-        attention=("vanilla",),
-        table=_dense,
+        table=rows.dense,
         fixed={"mlp_bias": False},
         defaults={"rms_norm_eps": 1e-5, "head_dim": 128, "rope_theta": 1e6},
         refused=lambda config: [] if config.get("layer_types") else ["no layer_types"],
         windows="mixed",
     ),
-    Target(
+    family(
         name="ministral",
         architecture="MinistralForCausalLM",
-        since="5.6",
-        attention=("vanilla",),
-        table=_dense,
+        table=rows.dense,
         defaults={"sliding_window": 4096, "num_key_value_heads": 8},
         read=_read_ministral,
         windows="mixed",
     ),
-    Target(
+    family(
         name="helium",
         architecture="HeliumForCausalLM",
-        since="5.6",
-        attention=("vanilla",),
         table=_paired,
         fixed=NO_BIASES,
         defaults={
@@ -165,11 +154,9 @@ for target in (
         },
         misfits=whole_heads,
     ),
-    Target(
+    family(
         name="ernie4_5",
         architecture="Ernie4_5ForCausalLM",
-        since="5.6",
-        attention=("vanilla",),
         table=_paired,
         keys={"use_bias": "bias"},
         defaults={
@@ -182,11 +169,9 @@ for target in (
         read=_bias("use_bias"),
         bias=True,
     ),
-    Target(
+    family(
         name="glm4",
         architecture="Glm4ForCausalLM",
-        since="5.6",
-        attention=("vanilla",),
         table=_glm4,
         keys={"attention_bias": "qkv_bias"},
         defaults={
@@ -200,11 +185,9 @@ for target in (
         qkv_bias=None,
         rope_scaling=(),
     ),
-    Target(
+    family(
         name="phi3",
         architecture="Phi3ForCausalLM",
-        since="5.6",
-        attention=("vanilla",),
         table=_phi3,
         fixed={"resid_pdrop": 0.0, "embd_pdrop": 0.0},
         defaults={"rms_norm_eps": 1e-5},
@@ -219,12 +202,10 @@ for target in (
         windows="all",
         rope_scaling=(),
     ),
-    Target(
+    family(
         name="stablelm",
         architecture="StableLmForCausalLM",
-        since="5.6",
-        attention=("vanilla",),
-        table=_dense,
+        table=rows.dense,
         keys={"use_qkv_bias": "qkv_bias", "layer_norm_eps": "norm_eps"},
         fixed={"qk_layernorm": False, "use_parallel_residual": False},
         defaults={"layer_norm_eps": 1e-5, "num_key_value_heads": 32},
@@ -235,11 +216,9 @@ for target in (
         qkv_bias=None,
         rope_scaling=(),
     ),
-    Target(
+    family(
         name="nemotron",
         architecture="NemotronForCausalLM",
-        since="5.6",
-        attention=("vanilla",),
         table=_nemotron,
         keys={"norm_eps": "norm_eps"},
         fixed=NO_BIASES,
@@ -249,11 +228,9 @@ for target in (
         activations=("relu2",),
         rope_scaling=(),
     ),
-    Target(
+    family(
         name="jais2",
         architecture="Jais2ForCausalLM",
-        since="5.6",
-        attention=("vanilla",),
         table=_ungated,
         keys={**_BIASES, "layer_norm_eps": "norm_eps"},
         defaults={
@@ -268,12 +245,10 @@ for target in (
         activations=("relu2",),
         bias=True,
     ),
-    Target(
+    family(
         name="smollm3",
         architecture="SmolLM3ForCausalLM",
-        since="5.6",
-        attention=("vanilla",),
-        table=_dense,
+        table=rows.dense,
         fixed=NO_BIASES,
         defaults={
             "num_key_value_heads": 4,

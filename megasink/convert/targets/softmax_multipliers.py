@@ -12,16 +12,11 @@ from megasink.convert.megasink_model import MegasinkOptions
 from megasink.convert.table import Row
 from megasink.convert.targets import rows
 from megasink.convert.targets.registry import register
-from megasink.convert.targets.softmax_families import NO_BIASES, whole_heads
-from megasink.convert.targets.target import Target
+from megasink.convert.targets.softmax_families import NO_BIASES, family, whole_heads
 
 _MULTIPLIERS = dict.fromkeys(("embedding_multiplier", "logits_scaling", "residual_multiplier"), 1.0)
 _MUP = ("use_mup", "mup_embedding_mult", "mup_output_mult", "mup_base_head_dim")
 _NORMS = ("input_layernorm", "post_attention_layernorm")
-
-
-def _dense(model: Architecture) -> tuple[Row, ...]:
-    return rows.decoder(model, rows.ffn(model))
 
 
 def _with_multipliers(given: MegasinkOptions) -> MegasinkOptions:
@@ -70,12 +65,10 @@ def _read_granite(config: Mapping[str, Any]) -> dict[str, Any]:
 
 
 for target in (
-    Target(
+    family(
         name="granite",
         architecture="GraniteForCausalLM",
-        since="5.6",
-        attention=("vanilla",),
-        table=_dense,
+        table=rows.dense,
         fixed=NO_BIASES,
         defaults=_MULTIPLIERS | {"attention_multiplier": 1.0},
         config=_granite_config,
@@ -83,11 +76,9 @@ for target in (
         misfits=whole_heads,
         options=_with_multipliers,
     ),
-    Target(
+    family(
         name="hyperclovax",
         architecture="HyperCLOVAXForCausalLM",
-        since="5.6",
-        attention=("vanilla",),
         table=_hyperclovax,
         fixed=NO_BIASES | {"residual_multiplier": 1.0},
         defaults=_MULTIPLIERS | {"attention_multiplier": None, "use_post_norm": True},

@@ -6,8 +6,7 @@ The first two have latent attention, the others have grouped queries.
 from collections.abc import Mapping
 from typing import Any
 
-from megasink.convert.architecture import Architecture
-from megasink.convert.latent import Latent
+from megasink.convert.architecture import Architecture, Latent
 from megasink.convert.megasink_model import MegasinkOptions
 from megasink.convert.rope import rope_of
 from megasink.convert.table import Row, row
