@@ -30,16 +30,25 @@ def document_lengths(cu_seqlens: Sequence[int], tokens: int) -> list[int]:
     return [length for length in lengths if length]
 
 
+def _remembered[*Ts, R](
+    function: Callable[[Sequence[int], *Ts], R],
+) -> Callable[[Sequence[int], *Ts], R]:
+    """Cache a function of boundaries, which may be a list: the layers share its tensors."""
+    cached = functools.lru_cache(maxsize=8)(function)
+
+    @functools.wraps(function)
+    def remembered(cu_seqlens: Sequence[int], *args: *Ts) -> R:
+        return cached(tuple(cu_seqlens), *args)
+
+    return remembered
+
+
+@_remembered
 def document_starts(cu_seqlens: Sequence[int], device: torch.device) -> Tensor:
     """Return the first token of each token's document, [S] int64.
 
     The host does not wait for the device, and the layers of a microbatch share the tensor.
     """
-    return _starts(tuple(cu_seqlens), device)
-
-
-@functools.lru_cache(maxsize=4)
-def _starts(cu_seqlens: tuple[int, ...], device: torch.device) -> Tensor:
     bounds = _on_device(cu_seqlens, device)
     return bounds[:-1].repeat_interleave(bounds.diff(), output_size=cu_seqlens[-1])
 
@@ -59,13 +68,9 @@ class Ends(NamedTuple):
     max_seqlen_k: int
 
 
+@_remembered
 def ends(cu_seqlens: Sequence[int], queries: int, device: torch.device) -> Ends:
     """Return the boundaries of documents that all have queries."""
-    return _ends(tuple(cu_seqlens), queries, device)
-
-
-@functools.lru_cache(maxsize=8)
-def _ends(cu_seqlens: tuple[int, ...], queries: int, device: torch.device) -> Ends:
     of_queries = [max(bound - (cu_seqlens[-1] - queries), 0) for bound in cu_seqlens]
     longest = (max(b - a for a, b in pairwise(bounds)) for bounds in (of_queries, cu_seqlens))
     both = _on_device((of_queries, cu_seqlens), device, torch.int32)
@@ -81,13 +86,9 @@ class FirstKeys(NamedTuple):
     position_T: Tensor
 
 
+@_remembered
 def first_keys(cu_seqlens: Sequence[int], queries: int, device: torch.device) -> FirstKeys:
     """Return the places of first keys and queries, int64."""
-    return _first_keys(tuple(cu_seqlens), queries, device)
-
-
-@functools.lru_cache(maxsize=4)
-def _first_keys(cu_seqlens: tuple[int, ...], queries: int, device: torch.device) -> FirstKeys:
     bounds, keys = _on_device(cu_seqlens, device), cu_seqlens[-1]
     number_N = torch.arange(len(cu_seqlens) - 1, device=device)
     document_T = number_N.repeat_interleave(bounds.diff(), output_size=keys)[keys - queries :]
@@ -115,8 +116,8 @@ class Tables(NamedTuple):
     documents: Tensor  # (first program, end, first key) of each
 
 
-@functools.lru_cache(maxsize=8)
-def tables_of(cu_seqlens: tuple[int, ...], queries: int, rows: int, device: torch.device) -> Tables:
+@_remembered
+def tables_of(cu_seqlens: Sequence[int], queries: int, rows: int, device: torch.device) -> Tables:
     """Return the tables for programs of this many rows."""
     programs: list[tuple[int, int, int]] = []
     documents, past = [], cu_seqlens[-1] - queries
@@ -132,7 +133,7 @@ def without_first_keys(cu_seqlens: Sequence[int], queries: int) -> tuple[int, ..
     """Return boundaries where each first key is a document by itself.
 
     So the kernel reads the tensors as they are, and what it computes for the rows of first keys is
-    not used. A first key before the queries is no document: the keys begin behind it.
+    not used. A first key before the queries is left out: the keys begin after it.
     """
     before = cu_seqlens[-1] > queries
     split = {bound for start in cu_seqlens[:-1] for bound in (start, start + 1)} | {cu_seqlens[-1]}

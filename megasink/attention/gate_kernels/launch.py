@@ -283,7 +283,7 @@ def tables(first: FirstKey, rows: int) -> "Tables":
 
     assert first.documents is not None
     query_BHTD = first.query_BHTD
-    return tables_of(tuple(first.documents), query_BHTD.shape[2], rows, query_BHTD.device)
+    return tables_of(first.documents, query_BHTD.shape[2], rows, query_BHTD.device)
 
 
 def of_documents(
