@@ -58,7 +58,7 @@ class Case:
 
     @property
     def real_BT(self) -> Tensor | None:
-        """Return the mask of tokens that are not padding; None if there is no padding."""
+        """Return the mask of real tokens, or None without padding."""
         real_BT = torch.zeros(self.rows, TOKENS, dtype=torch.bool)
         for row, documents in zip(real_BT, self.documents, strict=True):
             for start, stop in documents:

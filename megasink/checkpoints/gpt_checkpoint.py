@@ -48,7 +48,7 @@ def point_at_gpt_keys(
     """Point the sharded state dict of a HybridModel at the keys of a GPT model, in place."""
     if not maps.num_gpt_layers:
         raise UserError(
-            "the checkpoint is of a GPT model, which has no gated delta-net: drop G from "
+            "a GPT model saved the checkpoint, so it has no gated delta-net: drop G from "
             "--hybrid-layer-pattern, or load a checkpoint with such layers"
         )
     numbers = {**maps.attention_to_gpt, **maps.mlp_to_gpt}

@@ -300,7 +300,7 @@ def last_start(run_dir: Path) -> dict[str, Any]:
         words, ranks = start.get("command", []), start.get("world_size", 0)
         if isinstance(words, list) and {*map(type, words)} <= {str} and type(ranks) is int:
             return start
-    return {}  # the ranks will report that there is no run
+    return {}  # the ranks report that the run is missing
 
 
 def flags_of_last_start(run_dir: Path, given: Sequence[str] = ()) -> list[str]:

@@ -34,7 +34,7 @@ def figures(analyses: Sequence[Analysis], kinds: Sequence[str] = ("png",)) -> li
 
 
 def _jobs(analyses: Sequence[Analysis]) -> Iterator[tuple[str, Drawing, tuple[Any, ...], str]]:
-    """Yield each figure's file, its drawing, what it draws, and its model if it is of one."""
+    """Yield each figure's file, its drawing, its data, and its model if it shows only one."""
     for drawing in sorted(drawings(), key=lambda drawing: SECTIONS.index(drawing.section)):
         if not drawing.by_model:
             yield drawing.name, drawing, (analyses,), ""
