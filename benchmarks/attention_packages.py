@@ -76,7 +76,7 @@ def packages() -> Iterator[None]:
     names = {".".join(name.split(".")[:n]) for name in PACKAGES for n in range(1, 4)}
     stand_ins = {name: ModuleType(name) for name in names} | PACKAGES
     saved = {name: sys.modules[name] for name in stand_ins if name in sys.modules}
-    caches = (transformer_engine._ends, documents._ends, documents._first_keys, documents.tables_of)
+    caches = (transformer_engine._ends, *documents.CACHES)
     sys.modules.update(stand_ins)
     try:
         forget_choices()

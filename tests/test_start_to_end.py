@@ -37,8 +37,9 @@ def folder(tmp_path_factory):
 def test_the_model_learned(folder):
     losses = [line["lm_loss"] for line in steps(folder / "run")]
     assert len(losses) == 12
-    assert losses[-1] < losses[0] - 0.5
-    assert any("valid_lm_loss" in line for line in metrics(folder / "run"))
+    # A step's few texts may be odd ones, and they change with the repository's files.
+    valid = [line["valid_lm_loss"] for line in metrics(folder / "run") if "valid_lm_loss" in line]
+    assert valid[-1] < losses[0] - 0.5
 
 
 def test_the_exported_model_is_the_trained_one(folder):

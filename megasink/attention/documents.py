@@ -30,11 +30,15 @@ def document_lengths(cu_seqlens: Sequence[int], tokens: int) -> list[int]:
     return [length for length in lengths if length]
 
 
+CACHES: list[Any] = []  # of tensors that the layers share, for those who must start without them
+
+
 def _remembered[*Ts, R](
     function: Callable[[Sequence[int], *Ts], R],
 ) -> Callable[[Sequence[int], *Ts], R]:
     """Cache a function of boundaries, which may be a list: the layers share its tensors."""
     cached = functools.lru_cache(maxsize=8)(function)
+    CACHES.append(cached)
 
     @functools.wraps(function)
     def remembered(cu_seqlens: Sequence[int], *args: *Ts) -> R:

@@ -34,7 +34,9 @@ def pipeline_run(text, tmp_path_factory):
 def test_the_model_learns(pipeline_run):
     losses = [line["lm_loss"] for line in steps(pipeline_run)]
     assert len(losses) == 12
-    assert losses[-1] < losses[0] - 0.5
+    # A step's few texts may be odd ones, and they change with the repository's files.
+    valid = [line["valid_lm_loss"] for line in metrics(pipeline_run) if "valid_lm_loss" in line]
+    assert valid[-1] < losses[0] - 0.5
 
 
 def test_bits_per_byte_agree_with_the_validation_loss(pipeline_run):
