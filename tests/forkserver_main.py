@@ -257,10 +257,11 @@ def _be_patient() -> None:
     """Lengthen the limits that a machine with many other things to do would meet."""
     from megasink.analysis.capture import ranks
     from megasink.console import stopping
-    from megasink.training import hosts, meeting, pretrain, stop
+    from megasink.training import hosts, meeting, stop
+    from megasink.training.guard import guard
 
     stop.STEP_SECONDS = stopping._SECONDS = hosts._LARGE_SECONDS = HANG_SECONDS / 2
-    pretrain._END_SECONDS = HANG_SECONDS / 2
+    guard.end_seconds = HANG_SECONDS / 2
     ranks._GRACE_SECONDS = meeting._SECONDS = HANG_SECONDS / 10
 
 

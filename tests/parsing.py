@@ -6,7 +6,8 @@ from unittest import mock
 
 from megasink import cpu
 from megasink.errors import ConfigError
-from megasink.training import arguments, checks, job, recipes
+from megasink.training import arguments, job, recipes
+from megasink.training.checks import collect
 from megasink.upstream import fused
 
 
@@ -27,7 +28,7 @@ def refuse(flags: Sequence[str], ranks: int | None) -> None:
     """
     args = read(recipes.expanded(flags))
     args.world_size = ranks or arguments.replica_ranks(args)
-    if problems := checks.of_line(args):
+    if problems := collect.of_line(args)[0]:
         raise ConfigError(problems)
 
 

@@ -10,14 +10,7 @@ from megasink.analysis.metrics.registry import backward_names, score_names
 from megasink.analysis.options import AblationOptions, ModelOptions
 from megasink.attention import definitions
 from megasink.checkpoints.find import is_run
-from megasink.cli.analysis_flags import (
-    SEQUENCE,
-    known_shape,
-    model_parser,
-    problems_of,
-    refuse_others,
-    settled,
-)
+from megasink.cli import analysis_flags
 from megasink.errors import UserError, unknown_name
 from megasink.options.command_line import CommandParser
 
@@ -43,7 +36,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         )
         args = parser.parse_args(argv)
         which, options = check_ablate(args, is_run=is_run(args.model))
-        refuse_others("ablate", which, options)
+        analysis_flags.refuse_others("ablate", which, options)
         tasks = None
         if options.tasks:  # before the model is loaded
             from megasink.analysis.evaluate.tasks_loading import load_tasks
@@ -59,8 +52,10 @@ def main(argv: Sequence[str] | None = None) -> int:
 def ablate_parser(description: str | None) -> CommandParser:
     """Return the parser of `megasink ablate`."""
     own = ("score", "zeroed", "seeds", "tasks", "limit", "calibration", "heads", "interventions")
-    names, also = (*own, "layer", *SEQUENCE), ", and uncached data of tasks"
-    return model_parser("megasink ablate", description, AblationOptions, *names, download=also)
+    names, also = (*own, "layer", *analysis_flags.SEQUENCE), ", and uncached data of tasks"
+    return analysis_flags.model_parser(
+        "megasink ablate", description, AblationOptions, *names, download=also
+    )
 
 
 def check_ablate(args: argparse.Namespace, *, is_run: bool) -> tuple[ModelOptions, AblationOptions]:
@@ -74,7 +69,7 @@ def check_ablate(args: argparse.Namespace, *, is_run: bool) -> tuple[ModelOption
         zeroed=args.zeroed or PERCENTS,
         seeds=args.seeds or SEEDS,
     )
-    problems = problems_of(args, options, is_run=is_run)
+    problems = analysis_flags.problems_of(args, options, is_run=is_run)
     if args.tasks and args.data:
         problems.append("--tasks and --data: choose one")
     if args.limit is not None and not args.tasks:
@@ -103,9 +98,9 @@ def check_ablate(args: argparse.Namespace, *, is_run: bool) -> tuple[ModelOption
         values = getattr(options, flag)
         if len(set(values)) < len(values):
             problems.append(f"--{flag} {' '.join(map(str, values))}: a value is repeated")
-    problems += _of_others(options, known_shape(args).heads)
+    problems += _of_others(options, analysis_flags.known_shape(args).heads)
     problems += _of_calibration(options)
-    return settled(args, problems), options
+    return analysis_flags.settled(args, problems), options
 
 
 def _of_scores(names: Sequence[str]) -> list[str]:

@@ -5,6 +5,7 @@ import importlib
 from collections.abc import Iterator
 from typing import Any
 
+import torch
 from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
@@ -41,8 +42,6 @@ def report(name: str, head_dim: int, console: Console) -> tuple[dict[str, Any], 
 
     It is 1 if a case is wrong, or an attention drops a feature or runs no case at all.
     """
-    import torch
-
     device = "cuda" if torch.cuda.is_available() else "cpu"
     found, code = {}, 0
     with contextlib.ExitStack() as groups:

@@ -7,14 +7,7 @@ from megasink.analysis.capture.ranks import taking_part
 from megasink.analysis.loading import opened
 from megasink.analysis.options import BOS, ModelOptions, SweepOptions
 from megasink.checkpoints.find import is_run
-from megasink.cli.analysis_flags import (
-    REPLACEMENT,
-    known_shape,
-    model_parser,
-    problems_of,
-    refuse_others,
-    settled,
-)
+from megasink.cli import analysis_flags
 from megasink.options.command_line import CommandParser
 
 
@@ -33,7 +26,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         )
         args = parser.parse_args(argv)
         which, options = _check(args)
-        refuse_others("sweep", which, options)
+        analysis_flags.refuse_others("sweep", which, options)
         from megasink.analysis.sweep import sweep
 
         with opened(which, ranks) as model:
@@ -42,8 +35,8 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _parser(description: str | None) -> CommandParser:
-    own = ("lengths", "first_token_copies", *REPLACEMENT)
-    parser = model_parser("megasink sweep", description, SweepOptions, *own)
+    own = ("lengths", "first_token_copies", *analysis_flags.REPLACEMENT)
+    parser = analysis_flags.model_parser("megasink sweep", description, SweepOptions, *own)
     text = "auto follows the tokenizer (default: auto)"
     parser.add_argument("--bos", choices=BOS, nargs="+", default=["auto"], help=text)
     return parser
@@ -52,7 +45,7 @@ def _parser(description: str | None) -> CommandParser:
 def _check(args: argparse.Namespace) -> tuple[ModelOptions, SweepOptions]:
     """Check everything that needs no model, and return the measurement and its model."""
     options = SweepOptions.of(args, bos="none", beginnings=args.bos, positions=1)
-    problems = problems_of(args, options, is_run=is_run(args.model))
+    problems = analysis_flags.problems_of(args, options, is_run=is_run(args.model))
     for flag, values, least in (
         ("--lengths", options.lengths, 2),
         ("--first-token-copies", options.first_token_copies, 1),
@@ -60,10 +53,10 @@ def _check(args: argparse.Namespace) -> tuple[ModelOptions, SweepOptions]:
         problems += [f"{flag} {value}: use {least} or more" for value in values if value < least]
         if len(set(values)) < len(values):
             problems.append(f"{flag} {' '.join(map(str, values))}: a value is repeated")
-    positions = known_shape(args).positions
+    positions = analysis_flags.known_shape(args).positions
     problems += [
         f"--lengths {length}: the model has {positions} positions"
         for length in options.lengths
         if positions is not None and length > positions
     ]
-    return settled(args, problems), options
+    return analysis_flags.settled(args, problems), options

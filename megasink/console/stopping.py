@@ -230,11 +230,6 @@ def follow() -> None:
     signal.pthread_sigmask(signal.SIG_UNBLOCK, SIGNALS)
 
 
-def is_ending() -> bool:
-    """Return whether a signal has arrived."""
-    return _heard is not None and _heard.raised is not None
-
-
 def _forget() -> None:
     """Undo the set-up in a forked process, which shares the pipe; its parent ends it."""
     global _heard

@@ -20,10 +20,11 @@ from megasink.data.files import (
     Span,
     expand,
     open_lines,
+    parquet_rows,
     readable,
     spans_of,
+    text_of,
 )
-from megasink.data.records import parquet_rows, text_of
 from megasink.errors import ConfigError, UserError
 
 Split = Literal["auto", "paragraphs", "never"]

@@ -12,14 +12,15 @@ from megasink import cpu
 from megasink.config import MODEL_OPTIONS
 from megasink.errors import ConfigError, nearest
 from megasink.options.command_line import CLOSE, Reading, dashed, unknown_flags
-from megasink.options.flags import add_options, escaped
+from megasink.options.flags import escaped
 from megasink.options.megatron_flags import REFUSED, flags_refused, having
+from megasink.options.run_options import add_options
 from megasink.upstream import fused
 from megasink.upstream.training import HELP
 
 # Megatron defaults to 0.1 for both dropouts; attention dropout breaks the identity between a gate
 # and the LSE (P0.9). Megatron's default for context parallelism, p2p, has no windows or documents.
-# None: whether any layout can load the optimizer's state, training/checkpoint_layout.py chooses.
+# None: whether any layout can load the optimizer's state, training/checkpoint_writer.py chooses.
 # On SIGTERM, which schedulers send before they kill, a checkpoint is saved. Without a persistent
 # worker Megatron disables --async-save; the other strategy needs an extra package.
 # Under Megatron's default, blockwise, Muon's updates depend on the tensor-parallel size.

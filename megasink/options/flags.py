@@ -20,16 +20,6 @@ def flag_of(dest: str) -> str:
     return "--" + dest.replace("_", "-")
 
 
-def add_options(parser: argparse.ArgumentParser) -> None:
-    """Add a group of flags for each dataclass of OPTIONS."""
-    from megasink.options.run_options import OPTIONS
-
-    for options in OPTIONS:
-        words = re.sub(r"(?<=[a-z])(?=[A-Z])", " ", options.__name__).lower()
-        group = parser.add_argument_group(words, escaped(inspect.cleandoc(options.__doc__ or "")))
-        add_fields(group, options, *(field.name for field in fields(options)))
-
-
 def add_fields(group: argparse._ActionsContainer, options: type, *names: str) -> None:
     """Add flags for some fields of a dataclass; a tuple's takes several values."""
     texts, kinds = _texts(options), get_type_hints(options)

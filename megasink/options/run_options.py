@@ -1,8 +1,12 @@
 """The options of a training run besides its model's (`config.py`), and all options together."""
 
-from dataclasses import dataclass, field
+import argparse
+import inspect
+import re
+from dataclasses import dataclass, field, fields
 
 from megasink.config import MODEL_OPTIONS, HeadBalanceOptions
+from megasink.options.flags import add_fields, escaped
 
 
 @dataclass(kw_only=True)
@@ -113,3 +117,11 @@ class RunOptions:
 _OTHERS = (HeadBalanceOptions, TrainingOptions, ObservingOptions)
 OPTIONS = (*MODEL_OPTIONS, *_OTHERS, RecipeOptions, RunOptions)
 """All options of megasink, in the order of the help."""
+
+
+def add_options(parser: argparse.ArgumentParser) -> None:
+    """Add a group of flags for each dataclass of OPTIONS."""
+    for options in OPTIONS:
+        words = re.sub(r"(?<=[a-z])(?=[A-Z])", " ", options.__name__).lower()
+        group = parser.add_argument_group(words, escaped(inspect.cleandoc(options.__doc__ or "")))
+        add_fields(group, options, *(field.name for field in fields(options)))

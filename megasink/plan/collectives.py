@@ -8,6 +8,7 @@ from types import FrameType
 from typing import Any
 
 import torch
+from megatron.core import parallel_state
 from torch.distributed import ProcessGroup
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -102,8 +103,6 @@ class Collectives(TorchDispatchMode):
         kind, factor = _KINDS[operator]
         if operator in ("send", "recv_"):
             # With two stages Megatron's pipeline sends in the group of all ranks, too.
-            from megatron.core import parallel_state
-
             group = parallel_state.get_pipeline_model_parallel_group()
         ranks = group.size()
         call = Call(self._names.get(group.group_name, "other"), ranks, kind, _purpose())
@@ -121,8 +120,6 @@ class Collectives(TorchDispatchMode):
 
 def group_names() -> dict[str, str]:
     """Return {name in torch: name here} of Megatron's process groups."""
-    from megatron.core import parallel_state
-
     state: Mapping[str, Any] = vars(parallel_state)
     groups = {name: group for name, group in state.items() if isinstance(group, ProcessGroup)}
     world = torch.distributed.group.WORLD

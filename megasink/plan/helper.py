@@ -18,7 +18,6 @@ from megasink import plugins
 from megasink.cpu.process import prepare_process
 from megasink.errors import ConfigError, UserError
 from megasink.files.system_errors import explained
-from megasink.megatron.arguments import parse_apart
 from megasink.training.parent import ends_with
 
 ANSWER = "answer.json"
@@ -29,21 +28,20 @@ def main() -> None:
     answers, folder, parent = os.dup(1), Path(sys.argv[1]), os.getpid()
     os.dup2(2, 1)  # the trainer's output goes to the log
     plugins.load(sys.argv[2:])
-    import_everything()
+    rank = import_everything()
     for line in sys.stdin:
         (folder / ANSWER).unlink(missing_ok=True)
         child = os.fork()
         if child == 0:
             if not ends_with(parent):
                 os._exit(1)
-            _serve(folder / ANSWER, **json.loads(line))
+            _serve(rank.step_as, folder / ANSWER, **json.loads(line))
         _, status = os.waitpid(child, 0)
         os.write(answers, f"{os.waitstatus_to_exitcode(status)}\n".encode())
 
 
-def _serve(answer: Path, rank: int, ranks: int | None, flags: list[str]) -> None:
+def _serve(step_as: Any, answer: Path, rank: int, ranks: int | None, flags: list[str]) -> None:
     """Answer in this fork, and end it."""
-    from megasink.plan.rank import step_as
 
     def write(record: dict[str, Any]) -> None:
         answer.write_text(json.dumps(record))
@@ -63,33 +61,19 @@ def _serve(answer: Path, rank: int, ranks: int | None, flags: list[str]) -> None
         os._exit(code)
 
 
-def import_everything() -> None:
-    """Import and start what a rank needs, so that its fork has it: Megatron and CUDA."""
+def import_everything() -> Any:
+    """Import and start what a rank needs, so that its fork has it; return `megasink.plan.rank`."""
     warnings.simplefilter("ignore")
     prepare_process()
     from megasink.plan import packages
 
     packages.stand_in()
-    import megatron.core.tokenizers.text.libraries
-    import megatron.training.ft_integration  # noqa: F401
-    import torch
-    from triton.runtime.cache import triton_key
+    from megasink.plan import rank
 
-    from megasink.cpu.table import TABLE
-    from megasink.megatron import model_of_arguments as model  # noqa: F401
-    from megasink.plan import rank  # noqa: F401
-
-    # These would take most of the time of each fork.
-    parse_apart([])
-    for patch in TABLE:
-        patch.where()
-    triton_key()
-    # torch refuses to start in a fork, which would lose a driver. This one has nothing to lose.
-    torch.cuda._queued_calls.clear()  # they query the device, which forks may choose
-    torch.cuda.init()
-    torch.cuda._is_in_bad_fork = lambda: False
+    rank.warm_up()
     gc.collect()
     gc.freeze()
+    return rank
 
 
 if __name__ == "__main__":

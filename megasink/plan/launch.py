@@ -80,6 +80,8 @@ def read_line(argv: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
         problems.append(f"--utilization {args.utilization}: use more than 0, and at most 1")
     if args.resume:
         problems.append("--resume: pass all flags of the run instead")
+    if "step-batch-size-schedule" in dict(named_values(words)):
+        problems.append("--step-batch-size-schedule: pass one --global-batch-size instead")
     if given_device(read.unknown):
         problems.append("--device: a plan is for the GPUs of --gpu; drop the flag")
     if problems:

@@ -11,24 +11,29 @@ from argparse import Namespace
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
+import megatron.core.tokenizers.text.libraries
+import megatron.training.ft_integration  # noqa: F401  (for the forks)
 import torch
 from megatron.core import parallel_state
 from megatron.core.num_microbatches_calculator import reconfigure_num_microbatches_calculator
 from megatron.core.pipeline_parallel import schedules
 from megatron.core.rerun_state_machine import RerunDataIterator
+from megatron.core.transformer.moe.token_dispatcher import MoEAlltoAllTokenDispatcher
 from megatron.training import training
 from megatron.training.training import num_floating_point_operations
 from torch import Tensor
+from triton.runtime.cache import triton_key
 
 from megasink.attention.variants.layers import layers_with_variant
+from megasink.cpu.table import TABLE
+from megasink.megatron.arguments import parse_apart
 from megasink.megatron.hybrid_pattern import PREDICTION, STAGE, block_of_layer, count_blocks
 from megasink.megatron.vocabulary import counted_rows
-from megasink.plan import memory, packages, parameters
+from megasink.plan import contents, packages
 from megasink.plan.collectives import Collectives, group_names
 from megasink.plan.hollow.world import be_rank
-from megasink.training import arguments, pretrain
+from megasink.training import arguments, loop
 from megasink.training.checks.attention import kernel_choices
-from megasink.training.start import starting
 from megasink.upstream import fused
 
 _NEVER = 1 << 40
@@ -50,11 +55,20 @@ def step_as(rank: int, ranks: int | None, flags: Sequence[str], write: Write) ->
     args.check_weight_hash_across_dp_replicas_interval = None  # other ranks have no weights
     args.log_interval = _NEVER  # an ordinary step: logged steps send more
     share_tokens_equally()
-    with (
-        _stepping(args, lambda record: write(record | {"notes": notes})),
-        starting(args, identity) as store,
-    ):
-        pretrain.train(args, store)
+    with _stepping(args, lambda record: write(record | {"notes": notes})):
+        loop.run(args, identity)
+
+
+def warm_up() -> None:
+    """Do once what would take most of the time of each fork, and start CUDA."""
+    parse_apart([])
+    for patch in TABLE:
+        patch.where()
+    triton_key()
+    # torch refuses to start in a fork, which would lose a driver. This one has nothing to lose.
+    torch.cuda._queued_calls.clear()  # they query the device, which forks may choose
+    torch.cuda.init()
+    torch.cuda._is_in_bad_fork = lambda: False
 
 
 def _microbatches(args: Namespace) -> int:
@@ -110,23 +124,23 @@ def _recorded(record: dict[str, Any], schedules: Any) -> Iterator[None]:
 
     def watched(inner: Any, forward: bool) -> Any:
         def run(*arguments: Any, **options: Any) -> Any:
-            before = memory.allocated()
+            before = contents.allocated()
             result = inner(*arguments, **options)
-            passes.append((forward, before, memory.allocated()))
+            passes.append((forward, before, contents.allocated()))
             return result
 
         return run
 
     torch.cuda.reset_peak_memory_stats()
-    record["before"] = memory.allocated()
+    record["before"] = contents.allocated()
     schedules.forward_step, schedules.backward_step = (
         watched(inner, forward) for inner, forward in zip(originals, (True, False), strict=True)
     )
     with Collectives() as calls:
         yield
     schedules.forward_step, schedules.backward_step = originals
-    record |= {"peak": memory.allocated("peak"), "reserved": memory.reserved()}
-    record |= memory.held(passes) | {"calls": calls.table()}
+    record |= {"peak": contents.allocated("peak"), "reserved": contents.reserved()}
+    record |= contents.held(passes) | {"calls": calls.table()}
 
 
 def _record(
@@ -134,7 +148,7 @@ def _record(
 ) -> dict[str, Any]:
     """Return everything that the plan needs from this rank, for JSON."""
     padding = args.padded_vocab_size - counted_rows(vars(args))
-    here, stage = parameters.count(models, padding)
+    here, stage = contents.count(models, padding)
     softmax = args.attention_similarity == "softmax"
     choices = kernel_choices(args) if softmax else {}
     return {
@@ -142,8 +156,8 @@ def _record(
         "stage": parallel_state.get_pipeline_model_parallel_rank(),
         "parameters_here": here,
         "parameters_of_stage": stage,
-        "training_state": memory.of_training_state(models, optimizer),
-        "layers": list(parameters.describe(models)),
+        "training_state": contents.of_training_state(models, optimizer),
+        "layers": list(contents.describe(models)),
         "steps": steps,
         "groups": sorted(set(group_names().values())),
         "job": {
@@ -239,8 +253,6 @@ def iterators(args: Namespace) -> Any:
 
 def share_tokens_equally() -> None:
     """Let the router send equally many tokens to each expert: a hollow GPU computes no counts."""
-    from megatron.core.transformer.moe.token_dispatcher import MoEAlltoAllTokenDispatcher
-
     inner = MoEAlltoAllTokenDispatcher._maybe_dtoh_and_synchronize
 
     def copied(self: Any, point: str, tokens_per_expert: Any = None) -> Any:

@@ -10,6 +10,7 @@ from rich.table import Table
 
 from megasink.plan import job
 from megasink.plan.job import DEVICES, GPU, Record, Stage
+from megasink.training.checks.memory import CHECKPOINT_BYTES
 
 _GIB = 2**30
 _PARTS = {
@@ -147,9 +148,7 @@ def _say_memory(console: Console, stages: Sequence[Stage], facts: Record, device
 
 def _gathered(stages: Sequence[Stage], facts: Record) -> int:
     """Return the host memory in bytes that a rank needs to gather the optimizer's state."""
-    from megasink.training.checkpoint_layout import BYTES
-
-    return BYTES * max(stage.parameters for stage in stages) if facts["gathers"] else 0
+    return CHECKPOINT_BYTES * max(stage.parameters for stage in stages) if facts["gathers"] else 0
 
 
 def _communication(rows: Sequence[job.Traffic]) -> Table:

@@ -9,8 +9,8 @@ from megasink.megatron.arguments import DEFAULTS
 from megasink.options.megatron_flags import FLAGS, flags_refused, having
 from megasink.training import recipes
 from megasink.training.checks.data import missing_files
-from megasink.training.checks.readers import READERS
 from megasink.training.flag_file import named_values
+from megasink.training.translated import READERS
 
 
 def _flags(names: Iterable[str]) -> set[str]:

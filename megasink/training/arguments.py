@@ -24,12 +24,14 @@ from megasink.errors import ConfigError, nearest
 from megasink.megatron.arguments import DEFAULTS, parse_known
 from megasink.megatron.hybrid_pattern import LATENT, PREDICTION, layers_of
 from megasink.options.command_line import CLOSE, Reading, dashed, groups, unknown_flags, with_help
-from megasink.options.flags import add_options, flag_of
+from megasink.options.flags import flag_of
 from megasink.options.megatron_flags import having
-from megasink.training import checks, run_dir
+from megasink.options.run_options import add_options
+from megasink.training import run_dir
 from megasink.training.checks import data, required
-from megasink.training.checks.readers import unread
-from megasink.training.translated import translate
+from megasink.training.checks.vocabulary import pin_vocabulary
+from megasink.training.ffn_width import match_ffn_width
+from megasink.training.translated import translate, unread
 
 CHECKED = "MEGASINK_CHECKED"
 """Variable of ranks whose launcher has checked their command line: its `digest`."""
@@ -120,14 +122,14 @@ def validate(args: Namespace, *, checked: bool = False) -> dict[str, Any]:
     """
     from megatron.training import arguments
 
-    from megasink.training.checks.vocabulary import pin_vocabulary
-    from megasink.training.ffn_width import match_ffn_width
-
     for note in vars(args).pop("flag_notes", ()):  # shown, not recorded
         if not (checked or args.rank):
             say(note)
-    if not checked and (problems := checks.problems(args)):
-        raise ConfigError(problems)
+    if not checked:
+        from megasink.training.checks import collect  # with torch
+
+        if problems := collect.problems(args):
+            raise ConfigError(problems)
     identity = run_dir.identity_of(args)
     run_dir.set_paths(args)
     # Megatron would still request the optimizer from a GPT checkpoint (checkpointing.py:2210).

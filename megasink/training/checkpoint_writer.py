@@ -1,12 +1,19 @@
-"""Helper processes for asynchronous checkpoints: helpers and their rank end together.
+"""Write checkpoints while training: helper processes, the form of the optimizer's state, retention.
 
-Upstream's writer and manager outlive a killed rank, whose folder they may still write, die from a
-SIGTERM meant for the rank, and leave it waiting forever if one of them dies.
+Helpers of asynchronous checkpoints end together with their rank. Upstream's writer and manager
+outlive a killed rank, whose folder they may still write, die from a SIGTERM meant for the rank, and
+leave it waiting forever if one of them dies.
+
+"Fully reshardable" state of the distributed optimizer loads under any layout, but every
+data-parallel rank gathers its whole model-parallel shard in float32 for each save and load
+(core/optimizer/distrib_optimizer.py:1690). "dp_reshardable" state is written as it is, and loads
+under another data parallelism alone.
 """
 
 import functools
 import multiprocessing
 import multiprocessing.connection
+import os
 import queue
 import threading
 from argparse import Namespace
@@ -16,10 +23,21 @@ from multiprocessing.managers import SyncManager
 from pathlib import Path
 from typing import Any
 
+import torch
+from megatron.core.dist_checkpointing.strategies.async_utils import (
+    AsyncCallsQueue,
+    PersistentAsyncCaller,
+    _set_process_qos,
+)
+from megatron.training import get_args, training
+from megatron.training.async_utils import maybe_finalize_async_save
+from megatron.training.checkpointing import append_to_progress_log
+
 from megasink.checkpoints.find import delete, newest_checkpoint
 from megasink.checkpoints.intact import checkpoint_path, damage
 from megasink.console.printable import say
 from megasink.console.stopping import starting_processes
+from megasink.training.checks.memory import CHECKPOINT_BYTES, available
 from megasink.training.guard import end, guard
 from megasink.training.helper_process import live_with_rank, write
 from megasink.training.stop import SIGNALS
@@ -31,6 +49,7 @@ from megasink.upstream.training import (
 )
 
 _SECONDS = 1.0  # how often a rank checks its writer
+_SHARE = 0.5  # of a host's free memory, which gathering the optimizer's state may take
 
 
 @contextmanager
@@ -61,8 +80,6 @@ def _started_manager(args: Namespace) -> Iterator[SyncManager]:
 
 @contextmanager
 def _started_writer(args: Namespace) -> Iterator[None]:
-    from megatron.core.dist_checkpointing.strategies.async_utils import PersistentAsyncCaller
-
     upstream = PersistentAsyncCaller.schedule_async_call
 
     def schedule(self: Any, *call: Any) -> None:
@@ -88,11 +105,6 @@ def _started_writer(args: Namespace) -> Iterator[None]:
 
 
 def _abort(writer: Any) -> None:
-    from megatron.core.dist_checkpointing.strategies.async_utils import (
-        AsyncCallsQueue,
-        PersistentAsyncCaller,
-    )
-
     caller = AsyncCallsQueue._persistent_caller or PersistentAsyncCaller()
     queues = (caller._persistent_queue, caller._persistent_preload_q)
     caller.process = writer
@@ -137,10 +149,6 @@ def keeping_whole_checkpoints(*, checksums: bool) -> Iterator[None]:
     (core/rerun_state_machine.py:411), and deletes a previous checkpoint (--save-retain-interval)
     without checking the new one, which happens here (`checksums` included).
     """
-    import torch
-    from megatron.training import get_args, training
-    from megatron.training.async_utils import maybe_finalize_async_save
-
     save = training.save_checkpoint
 
     def save_checkpoint(iteration: int, *args: Any, **kwargs: Any) -> Any:
@@ -195,8 +203,6 @@ def delete_previous(
     meanwhile, the checkpoint stays.
     """
     if lower_priority:
-        from megatron.core.dist_checkpointing.strategies.async_utils import _set_process_qos
-
         _set_process_qos(cpu_priority=cpu_priority, io_priority=io_priority)
     folder = Path(save_path)
     newest = newest_checkpoint(folder)
@@ -216,11 +222,44 @@ def delete_previous(
             )
             return
         if delete(checkpoint_path(folder, iteration_to_delete)) and log_progress:
-            from megatron.training.checkpointing import append_to_progress_log
-
             note = f"Deleted checkpoint\tIteration: {iteration_to_delete}"
             append_to_progress_log(save_path, note, barrier=False)
     except _EndedError:
         say(f"megasink: keeping the checkpoint of step {iteration_to_delete}: training has ended")
     except OSError as error:  # the run does not depend on it
         say(f"megasink: the checkpoint of step {iteration_to_delete} cannot be deleted ({error})")
+
+
+def choosing_by_size(args: Namespace) -> Callable[[Any], Any]:
+    """Return a hook for ``pre_wrap_hooks`` that sets --dist-ckpt-optim-fully-reshardable."""
+
+    def choose(models: Any) -> Any:
+        if args.distrib_optim_fully_reshardable_mem_efficient:
+            args.dist_ckpt_optim_fully_reshardable = True
+        if args.dist_ckpt_optim_fully_reshardable is None:
+            args.dist_ckpt_optim_fully_reshardable = _fits(args, models)
+        return models
+
+    return choose
+
+
+def _fits(args: Namespace, models: Any) -> bool:
+    """Return whether it fits on every host. Performs one all-reduce."""
+    if not args.use_distributed_optimizer or args.fake_process_group:
+        return True
+    ranks = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+    needed = (
+        CHECKPOINT_BYTES * ranks * sum(p.numel() for model in models for p in model.parameters())
+    )
+    worst = torch.tensor([needed / max(available(), 1), needed], dtype=torch.float64, device="cuda")
+    torch.distributed.all_reduce(worst, op=torch.distributed.ReduceOp.MAX)
+    share, most = worst.tolist()
+    if args.rank == 0 and share > _SHARE:
+        print(
+            f"checkpoints: gathering the optimizer's state would take {most / 1e9:.3g} GB of a "
+            f"host's memory, {share:.0%} of the free memory. It is saved in shards instead, "
+            "which allow only the data parallelism to change "
+            "(--dist-ckpt-optim-fully-reshardable forces gathering)",
+            flush=True,
+        )
+    return share <= _SHARE

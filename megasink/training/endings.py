@@ -2,6 +2,7 @@
 
 import contextlib
 import os
+import re
 import shutil
 import time
 import traceback
@@ -17,6 +18,9 @@ from megasink.training.stop import NOT_FINITE, RankState, again, left, stopped
 from megasink.training.waiting import here, is_first_here, on_several_hosts
 
 _EVENTS = ("tensorboard.", "torch.utils.tensorboard.")
+# The optimizer's state and the model in checkpoints; Megatron's own sentences have both values.
+_OTHER_SHARDS = re.compile(r"shape mismatch .* key optimizer\.distributed\.dp_group_idx_")
+_OTHER_MODEL = re.compile(r"[Hh]ybrid (layer pattern|model).*GPT checkpoint|GPT checkpoint.*hybrid")
 _LITTLE = 1 << 20  # free bytes of a full file system
 _first: bool | None = None
 
@@ -119,8 +123,6 @@ def _intact(args: Namespace) -> str:
 
 
 def _of_megatron(stop: BaseException, args: Namespace) -> BaseException:
-    from megasink.training import checkpoint_layout
-
     # torch's checkpoint exception; during loading no step has run yet.
     if type(stop).__name__ == "CheckpointException" and args.save and RankState.step is not None:
         reason = [line for line in str(stop).splitlines() if line.strip()][-1]
@@ -135,7 +137,7 @@ def _of_megatron(stop: BaseException, args: Namespace) -> BaseException:
             "--override-opt-param-scheduler to use the new one, or "
             "--use-checkpoint-opt-param-scheduler to keep the old one"
         )
-    if of_layout := checkpoint_layout.explained(stop):
+    if of_layout := _of_layout(stop):
         return of_layout
     if isinstance(stop, ValueError) and "('optimizer', 'param_groups')" in str(stop):
         return UserError(
@@ -152,4 +154,26 @@ def _of_megatron(stop: BaseException, args: Namespace) -> BaseException:
     return UserError(
         f"step {args.curr_iteration + 1}: {NOT_FINITE}, and again when the step was "
         f"repeated{saved}. Resume with a lower --lr, or check the data of that step"
+    )
+
+
+def _of_layout(error: BaseException) -> UserError | None:
+    """Return the advice for a checkpoint of shards that do not fit, if that is the error."""
+    if _OTHER_SHARDS.search(str(error)):
+        return UserError(
+            "the optimizer's shards in the checkpoint belong to other parameters, because megasink "
+            "0.2 and earlier kept sinks in float32 in a bf16 model. Save one more checkpoint with "
+            "that version and --dist-ckpt-optim-fully-reshardable, or pass --no-load-optim to "
+            "continue without the optimizer state"
+        )
+    if _OTHER_MODEL.search(str(error)):
+        return UserError(str(error))
+    if "sharding type dp_reshardable" not in str(error):
+        return None
+    return UserError(
+        "the checkpoint holds the optimizer's state in shards, which allow only the data "
+        "parallelism to change: use the previous --tensor-model-parallel-size and "
+        "--pipeline-model-parallel-size (and --dist-ckpt-optim-fully-reshardable, to save the "
+        "next checkpoint for any layout), or pass --no-load-optim to drop the optimizer "
+        "state"
     )

@@ -39,10 +39,13 @@ class Clock:
 
 
 class _Guard:
-    """The state that the watchdog thread checks; `timeout` is how long a rank waits for another."""
+    """The state that the watchdog thread checks.
+
+    A rank waits `timeout` seconds for another one, and shuts down within `end_seconds`.
+    """
 
     def __init__(self) -> None:
-        self.timeout = 600.0
+        self.timeout, self.end_seconds = 600.0, 60.0
         self._helpers: dict[str, Callable[[], int | None]] = {}
         self._bounds: dict[object, tuple[str, float, float]] = {}
         self._clock = Clock()

@@ -11,6 +11,8 @@ from collections.abc import Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
+import torch
+
 import megasink
 from megasink import plugins
 from megasink.checkpoints.find import newest_checkpoint
@@ -70,8 +72,6 @@ def differences(here: Mapping[str, str], there: Mapping[str, str], host: str) ->
 
 
 def _versions() -> Iterator[tuple[str, str]]:
-    import torch
-
     yield from versions().items()
     yield "megasink", megasink.__version__
     for package in importlib.metadata.distributions():

@@ -22,11 +22,8 @@ from megasink.errors import UserError, listed
 from megasink.training.endings import named
 from megasink.training.guard import guard
 from megasink.training.host_facts import differences, facts_of
-from megasink.training.meeting import clocks_apart
-from megasink.training.waiting import here, is_first_here, until, waiting
+from megasink.training.waiting import clocks_apart, here, is_first_here, until, waiting
 
-RANKS = "MEGASINK_RANKS"
-"""Variable with the number of ranks that their start command expects."""
 START, HEARD = "start", "heard"
 """Keys of rank 0's decision, and of the number of ranks that have read it."""
 _OFFER, _HOST = "hosts/offer", "hosts/host"
@@ -36,17 +33,6 @@ _HEARD_SECONDS = 10.0
 _SHARED_SECONDS = 20.0  # until a file system shows what another host has written
 _LARGE_SECONDS = 30.0  # for the first message that is larger than a packet
 _MOST, _MOST_FILES = 4, 64  # hosts, or differences of one, in a message; files to look for
-
-
-def refuse_another_world() -> None:
-    """Refuse a job of a different size than its command expects, with the likely reasons."""
-    expected, world = os.environ.get(RANKS), os.environ.get("WORLD_SIZE", "1")
-    if expected is not None and expected != world:
-        raise UserError(
-            f"{here()}: {world} rank{' has' if world == '1' else 's have'} met, but NNODES x "
-            f"RANKS_PER_NODE make {expected}: give every host the same NNODES and RANKS_PER_NODE, "
-            "and set the hosts' clocks by NTP (torchrun drops a host whose clock is 15 s off)"
-        )
 
 
 def compare(store: Any, args: Namespace) -> None:

@@ -15,6 +15,7 @@ from typing import IO, Any, NamedTuple
 from megasink import cpu, plugins
 from megasink.checkpoints.identity import plain
 from megasink.console import package_warnings, stopping
+from megasink.cpu.process import prepare_process
 from megasink.errors import ConfigError, UserError
 from megasink.megatron.arguments import known_flags
 from megasink.training import arguments, recipes
@@ -84,8 +85,6 @@ def _answer(line: Line) -> dict[str, Any]:
 
 
 def _checked(line: Line) -> Namespace:
-    from megasink.cpu.process import prepare_process
-
     plugins.load(line.flags)
     prepare_process(given_device(line.flags))
     args = arguments.read(line.flags)

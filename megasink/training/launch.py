@@ -21,8 +21,7 @@ from megasink.errors import ConfigError, Stopped, UserError, unknown_name
 from megasink.files.json_file import objects_in, read_text
 from megasink.files.system_errors import writing
 from megasink.options.command_line import CommandParser, without
-from megasink.options.flags import add_options
-from megasink.options.run_options import RESUME
+from megasink.options.run_options import RESUME, add_options
 from megasink.training import arguments, job, recipes
 from megasink.training.flag_file import named_values
 from megasink.training.lease import clear, wait_until_expired, writer_of

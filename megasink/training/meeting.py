@@ -20,9 +20,15 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
+from torch.distributed import DistError, TCPStore
+from torch.distributed.elastic.multiprocessing import SignalException
+from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+from torch.distributed.elastic.rendezvous import RendezvousError
+from torch.distributed.run import parse_args, run
+
 from megasink.training.flag_file import named_values
 from megasink.training.stop import write_to_stderr
-from megasink.training.waiting import here, waiting
+from megasink.training.waiting import clocks_apart, here, waiting
 
 _HERE, _ENDED = "megasink/here", "megasink/ended"
 _CLOCK = "megasink/clock"  # with the id of a host: the time there
@@ -30,18 +36,6 @@ _END_SECONDS = 30.0  # for ranks to end by themselves after another host's have 
 _SECONDS = 5.0  # for an answer of the store
 _LOOK_SECONDS = 5.0  # between two reads of it
 _GONE_SECONDS = 20.0  # after which a silent host counts as gone
-_APART_SECONDS = 10.0  # torchrun drops a host whose clock is 15 s off
-
-
-def clocks_apart(its: str, mine: str, least: float, most: float) -> str:
-    """Describe a clock that is ahead of this one by `least` to `most` seconds; empty if near."""
-    ahead = least if least > 0 else min(most, 0.0)
-    if abs(ahead) <= _APART_SECONDS:
-        return ""
-    return (
-        f"the clock of {its} is {ahead:+.0f} s from that of {mine} (set the clocks of all hosts by "
-        "NTP: torchrun drops a host 15 s off)"
-    )
 
 
 class Hosts:
@@ -176,8 +170,6 @@ class Hosts:
 
     def _lines(self, key: str) -> list[str]:
         """Return the hosts' entries; empty without a store."""
-        from torch.distributed import TCPStore
-
         host, _, port = self._endpoint.rpartition(":")
         timeout = timedelta(seconds=_SECONDS)
         try:
@@ -203,12 +195,6 @@ def _job(words: Sequence[str]) -> str:
 
 def main(argv: Sequence[str]) -> int:
     """Run torchrun with these arguments; return the exit code."""
-    from torch.distributed import DistError
-    from torch.distributed.elastic.multiprocessing import SignalException
-    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
-    from torch.distributed.elastic.rendezvous import RendezvousError
-    from torch.distributed.run import parse_args, run
-
     args = parse_args(list(argv))
     if args.rdzv_id == "none":  # torchrun's default
         args.rdzv_id = _job(args.training_script_args)

@@ -18,7 +18,9 @@ from typing import Any
 
 import numpy as np
 import torch
+from megatron.core.num_microbatches_calculator import get_current_global_batch_size
 from megatron.training import get_args, get_tensorboard_writer, get_wandb_writer, training
+from tensorboard.compat.proto.event_pb2 import Event, SessionLog
 from torch import Tensor
 
 from megasink.checkpoints.intact import iterations
@@ -50,7 +52,7 @@ class MetricsWriter:
         self._opened = False
         self._spikes, self._divergence = SpikeCounter(), Divergence()
         self._clock = time.perf_counter()
-        self._mean_seconds: float | None = None
+        self._seconds_per_token: float | None = None
         self._iteration, self._split = 0, "valid"
         self._known: list[dict[str, Any]] = []
         # Steps to write, oldest first: the part that the host knows, the rest.
@@ -217,14 +219,13 @@ class MetricsWriter:
 
     def _speed(self, record: dict[str, Any]) -> float:
         """Return tokens per second, as a moving average over log lines."""
-        args, seconds = get_args(), record["seconds"]
-        mean = seconds if self._mean_seconds is None else 0.7 * self._mean_seconds + 0.3 * seconds
-        self._mean_seconds = mean
-        return float(args.global_batch_size * args.seq_length / mean)
+        here, before = record["seconds"] / _tokens_of_step(), self._seconds_per_token
+        self._seconds_per_token = here if before is None else 0.7 * before + 0.3 * here
+        return float(1 / self._seconds_per_token)
 
     def _print(self, record: dict[str, Any], speed: float) -> None:
         args = get_args()
-        left = (args.train_iters - record["iteration"]) * args.global_batch_size * args.seq_length
+        left = (args.train_iters - record["iteration"]) * _tokens_of_step()
         parts = [f"megasink: step {record['iteration']}/{args.train_iters}"]
         if record["lm_loss"] is not None:
             parts.append(f"lm loss {record['lm_loss']:.4f}")
@@ -239,10 +240,13 @@ class MetricsWriter:
         print(" | ".join(parts), flush=True)
 
 
+def _tokens_of_step() -> int:
+    """Return the tokens of the current step, which --step-batch-size-schedule changes."""
+    return int(get_current_global_batch_size() * get_args().seq_length)
+
+
 def _drop_after(writer: Any, iteration: int) -> None:
     """Have TensorBoard drop later steps of an earlier start, as `SummaryWriter(purge_step=...)`."""
-    from tensorboard.compat.proto.event_pb2 import Event, SessionLog
-
     start = Event(session_log=SessionLog(status=SessionLog.START))
     writer.file_writer.add_event(start, iteration + 1)
 

@@ -12,6 +12,8 @@ import sys
 import time
 from collections.abc import MutableMapping, Sequence
 
+import psutil
+
 from megasink.errors import UserError
 from megasink.training.waiting import on_several_hosts
 
@@ -69,8 +71,6 @@ def _is_loopback(address: str) -> bool:
 
 
 def _interface(address: str) -> str | None:
-    import psutil
-
     for name, entries in psutil.net_if_addrs().items():
         if any(entry.address.partition("%")[0] == address for entry in entries):
             return str(name)

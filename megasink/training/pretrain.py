@@ -2,18 +2,14 @@
 
 import atexit
 import contextlib
-import functools
-import multiprocessing
 import multiprocessing.process
 import os
 import shutil
-import signal
 import sys
 import tempfile
 import threading
 import traceback
 import warnings
-from argparse import Namespace
 from collections.abc import Iterator, Sequence
 from multiprocessing import resource_sharer
 from pathlib import Path
@@ -26,22 +22,14 @@ from megasink.cpu.process import prepare_process
 from megasink.errors import ConfigError, Stopped, UserError
 from megasink.files.atomic import lock_folder, remove_dead
 from megasink.files.system_errors import explained as explained_by_system
-from megasink.megatron.hybrid_pattern import recurrent
-from megasink.training import arguments, heartbeat, hosts, network, recipes, stop
-from megasink.training.arguments import refusals_of_megatron
-from megasink.training.checkpoint_writer import checkpoint_helpers, keeping_whole_checkpoints
+from megasink.training import arguments, heartbeat, network, recipes, stop
 from megasink.training.checks import memory
-from megasink.training.endings import explained, named, reports, tell, wait_for_first
+from megasink.training.endings import named, reports, tell, wait_for_first
 from megasink.training.flag_file import given_device, named_values
 from megasink.training.guard import guard
-from megasink.training.metrics_file import weak_loss
-from megasink.training.start import starting
 from megasink.training.stop import RankState
-from megasink.upstream import fused
-from megasink.upstream.training import FAULT_TOLERANCE, HYBRID_COUNTS
+from megasink.training.waiting import refuse_another_world
 
-# Limit for a rank's shutdown.
-_END_SECONDS = 60.0
 _PREFIX = "msocks-"  # short: the path of a socket has at most 107 bytes
 
 
@@ -60,124 +48,11 @@ def pretrain(argv: Sequence[str]) -> None:
         print(cpu.describe(), flush=True)
         for line in broken.describe():
             print(f"not used: {line}", flush=True)
-    with shared_folder(), starting(args, identity) as store:
-        train(args, store)
+    # Imports Megatron, for which the process is prepared above.
+    from megasink.training import loop
 
-
-def train(args: Namespace, store: Any) -> None:
-    """Train with validated arguments, and close the process groups."""
-    import torch
-    from megatron.training.global_vars import set_global_variables
-
-    try:
-        set_global_variables(args)
-        _run(args, store)
-    except BaseException as error:
-        explanation = explained(error, args)
-        if explanation is error:
-            raise
-        raise explanation from error
-    finally:
-        with guard.bounded("the end of the process", _END_SECONDS):
-            _end_loader_workers()
-            # Otherwise gloo sometimes aborts a process at exit.
-            if torch.distributed.is_initialized():
-                torch.distributed.destroy_process_group()
-
-
-def _end_loader_workers() -> None:
-    """Kill data loader workers, which ignore SIGTERM, and for which Python's exit would wait."""
-    # torch's own handler raises an error if a worker was killed.
-    before = signal.signal(signal.SIGCHLD, signal.SIG_DFL)
-    for child in multiprocessing.active_children():
-        child.kill()
-        child.join()
-    signal.signal(signal.SIGCHLD, before)
-
-
-def _run(args: Namespace, store: Any) -> None:
-    from megatron.core.enums import ModelType
-    from megatron.training import pretrain as megatron_pretrain
-    from megatron.training.argument_utils import pretrain_cfg_container_from_args
-
-    from megasink.checkpoints.without_code import loading_without_code
-    from megasink.megatron.model_of_arguments import model_config
-    from megasink.training.checkpoint_layout import choosing_by_size
-    from megasink.training.checks.attention import kernel_choices
-    from megasink.training.dataset import datasets_provider
-    from megasink.training.evaluation import comparable_evaluations
-    from megasink.training.foreign import accepting_megatrons_checkpoints
-    from megasink.training.forward import forward_step
-    from megasink.training.metrics_writer import MetricsWriter, writing_metrics
-    from megasink.training.optimizer import grouping_sink_parameters, laying_out_matrices
-    from megasink.training.phases import agreeing_on_signals, following_phases
-    from megasink.training.series import is_observed
-
-    if args.rank == 0 and not cpu.is_active():
-        print(fused.describe(), flush=True)
-    if args.rank == 0 and args.attention_similarity != "softmax":
-        print(f"attention: {args.attention_similarity} similarity, in chunks of rows", flush=True)
-    elif args.rank == 0:
-        choices = kernel_choices(args)
-        for title, choice in choices.items():
-            print(f"attention: {title} on {choice}", flush=True)
-        for line in dict.fromkeys(filter(None, map(fused.faster, choices.values()))):
-            print(f"attention: {line}", flush=True)
-    with refusals_of_megatron():
-        model = model_config(args)
-        model.pre_wrap_hooks.append(choosing_by_size(args))
-        container = pretrain_cfg_container_from_args(args, model)
-    # Megatron distinguishes checkpoints of GPT models by it.
-    args.hybrid_layer_pattern = model.hybrid_layer_pattern
-    if args.rank == 0:
-        print(f"layers: --hybrid-layer-pattern '{args.hybrid_layer_pattern}'", flush=True)
-    metrics = Path(args.run_dir, "metrics.jsonl") if args.run_dir else None
-    seams = (
-        FAULT_TOLERANCE.replacing(setup=lambda: None),
-        _counting_blocks(),
-        loading_without_code(),
-        writing_metrics(MetricsWriter(model.transformer.statistics, metrics)),
-        comparable_evaluations(),
-        grouping_sink_parameters(),
-        laying_out_matrices(args),
-        accepting_megatrons_checkpoints(),
-        checkpoint_helpers(args),
-        keeping_whole_checkpoints(checksums=args.verify_checkpoint),
-        following_phases(args),
-        # A logged step waits for the device anyway, as does the last one.
-        agreeing_on_signals(
-            lambda: RankState.signal,
-            functools.partial(setattr, RankState, "signal"),
-            waits=lambda: is_observed(args, args.curr_iteration + 1),
-        ),
-    )
-    with contextlib.ExitStack() as stack:
-        for seam in seams:
-            stack.enter_context(seam)
-        kind = ModelType.encoder_or_decoder
-        megatron_pretrain(container, datasets_provider, kind, forward_step, store=store)
-    # The rank that wrote the metrics has all of them.
-    if metrics and args.rank == args.world_size - 1:
-        from megasink.figures.curves import draw_run
-
-        print(f"picture: {draw_run(Path(args.run_dir))}", flush=True)
-        if note := weak_loss(metrics, args.head_balance_coeff):
-            print(f"megasink: {note}", flush=True)
-
-
-@contextlib.contextmanager
-def _counting_blocks() -> Iterator[None]:
-    """Let Megatron's logs count blocks, as for a GPT model, if all have attention."""
-    from megatron.training import theoretical_memory_usage
-
-    def is_hybrid_model(args: Namespace) -> bool:
-        return bool(recurrent(args.hybrid_layer_pattern or ""))
-
-    with (
-        HYBRID_COUNTS.replacing(is_hybrid_model=is_hybrid_model),
-        HYBRID_COUNTS.replacing(theoretical_memory_usage, is_hybrid_model=is_hybrid_model),
-    ):
-        yield
+    with shared_folder():
+        loop.run(args, identity)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -191,7 +66,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         stop.listen()
         guard.start()
-        hosts.refuse_another_world()
+        refuse_another_world()
         plugins.load(argv)
         argv = recipes.expanded(argv)
         run_dir = dict(named_values(argv)).get("run-dir")
@@ -216,7 +91,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             sys.stdout.flush()
             sys.stderr.flush()
         os._exit(code)
-    atexit.register(guard.bound, "the end of the process", _END_SECONDS)
+    atexit.register(guard.bound, "the end of the process", guard.end_seconds)
     return 0
 
 

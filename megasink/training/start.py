@@ -17,6 +17,8 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from megasink.errors import UserError
 from megasink.training import hosts, run_dir
 from megasink.training.lease import Lease
@@ -83,8 +85,6 @@ def _lead(
 
 def _follow(store: Any, args: Namespace, together: bool) -> None:
     """Wait for rank 0, on the other ranks. Polls, because a wait in the store blocks signals."""
-    import torch
-
     try:
         if together:
             hosts.answer(store, args)
@@ -104,8 +104,6 @@ def _follow(store: Any, args: Namespace, together: bool) -> None:
 
 def open_store(timeout: float) -> Any:
     """Return the store that this attempt's ranks share; refuse if one does not come in time."""
-    import torch
-
     at = f"{os.environ.get('MASTER_ADDR')}:{os.environ.get('MASTER_PORT')}"
     master = f"rank 0, which has the ranks' store at {at} "
     master += "(are all TCP ports open between the hosts?)"

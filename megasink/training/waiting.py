@@ -11,7 +11,12 @@ from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+from megasink.errors import UserError
+
+RANKS = "MEGASINK_RANKS"
+"""Variable with the number of ranks that their start command expects."""
 _FIRST_SECONDS, _SECONDS = 20.0, 60.0
+_APART_SECONDS = 10.0  # torchrun drops a host whose clock is 15 s off
 _address = ""  # of this host, if another one of the job has the same name
 
 
@@ -45,6 +50,28 @@ def on_several_hosts(environment: Mapping[str, str] = os.environ) -> bool:
     """Return whether the job's ranks are on more than one host, by torchrun's variables."""
     world, here = (int(environment.get(n, "1")) for n in ("WORLD_SIZE", "LOCAL_WORLD_SIZE"))
     return world != here
+
+
+def refuse_another_world() -> None:
+    """Refuse a job of a different size than its command expects, with the likely reasons."""
+    expected, world = os.environ.get(RANKS), os.environ.get("WORLD_SIZE", "1")
+    if expected is not None and expected != world:
+        raise UserError(
+            f"{here()}: {world} rank{' has' if world == '1' else 's have'} met, but NNODES x "
+            f"RANKS_PER_NODE make {expected}: give every host the same NNODES and RANKS_PER_NODE, "
+            "and set the hosts' clocks by NTP (torchrun drops a host whose clock is 15 s off)"
+        )
+
+
+def clocks_apart(its: str, mine: str, least: float, most: float) -> str:
+    """Describe a clock that is ahead of this one by `least` to `most` seconds; empty if near."""
+    ahead = least if least > 0 else min(most, 0.0)
+    if abs(ahead) <= _APART_SECONDS:
+        return ""
+    return (
+        f"the clock of {its} is {ahead:+.0f} s from that of {mine} (set the clocks of all hosts by "
+        "NTP: torchrun drops a host 15 s off)"
+    )
 
 
 def is_first_here() -> bool:

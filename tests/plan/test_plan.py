@@ -10,7 +10,7 @@ from megasink.errors import ConfigError
 from megasink.plan import hollow, job, launch, rank, show
 from megasink.plan.job import DEVICES
 from megasink.plan.stand_ins import with_stand_ins
-from megasink.training.checkpoint_layout import BYTES
+from megasink.training.checks.memory import CHECKPOINT_BYTES
 from tests.documented import calls, with_files
 from tests.parsing import read, refuse
 from tests.training.command_lines import MOCK
@@ -87,9 +87,10 @@ def test_what_grows_by_microbatch_is_multiplied():
 
 def test_problems_of_its_own_flags_are_told_before_anything_starts(monkeypatch):
     monkeypatch.setattr(launch, "Helper", None)
+    words = ["--ranks", "0", "--utilization", "2", "--resume", "--device", "cpu", *MOCK]
     with pytest.raises(ConfigError) as error:
-        launch.main(["--ranks", "0", "--utilization", "2", "--resume", "--device", "cpu", *MOCK])
-    assert len(error.value.problems) == 4
+        launch.main([*words, "--step-batch-size-schedule", "0:2 128:8"])
+    assert len(error.value.problems) == 5
 
 
 def test_a_recipe_stands_for_its_flags():
@@ -142,7 +143,7 @@ def test_the_command(capsys, monkeypatch):
     assert plan["checkpoint_host_bytes"] == 0  # nothing to gather
     sharded = [r | {"job": r["job"] | {"gathers": True}} for r in stepped]
     taken = show.as_json(sharded, DEVICES["h100"], 0.4)["checkpoint_host_bytes"]
-    assert taken == BYTES * stage["parameters"]
+    assert taken == CHECKPOINT_BYTES * stage["parameters"]
     show.show(sharded, "h100", 0.4)
     assert "GiB of host memory per rank" in " ".join(capsys.readouterr().out.split())
 

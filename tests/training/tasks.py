@@ -85,14 +85,14 @@ def train_as_started(
     from megasink.cpu.process import prepare_process
 
     prepare_process()
-    from megasink.training import checks
+    from megasink.training.checks import collect
 
     parse = argparse.ArgumentParser._parse_known_args
     with (
         mock.patch.object(
             *(argparse.ArgumentParser, "_parse_known_args"), autospec=True, side_effect=parse
         ) as parsed,
-        mock.patch.object(checks, "problems", wraps=checks.problems) as checked,
+        mock.patch.object(collect, "problems", wraps=collect.problems) as checked,
         mock.patch.dict(os.environ, variables),
     ):
         launch_task.train(flags, ranks, port)
@@ -114,7 +114,7 @@ def train_and_weigh(
     prepare_process()
     from megatron.training import training
 
-    from megasink.training import checkpoint_layout
+    from megasink.training import checkpoint_writer
 
     found: dict[str, list[float]] = {}
 
@@ -138,7 +138,7 @@ def train_and_weigh(
     with (
         mock.patch.object(training, "save_checkpoint", weighed("save", 1, save)),
         mock.patch.object(training, "load_checkpoint", weighed("load", 0, load)),
-        mock.patch.object(checkpoint_layout, "available", return_value=available),
+        mock.patch.object(checkpoint_writer, "available", return_value=available),
     ):
         launch_task.train(flags, ranks, port)
     # What else the process allocates can only add to a peak.

@@ -4,7 +4,7 @@ import shutil
 
 import pytest
 
-from megasink.training.checkpoint_layout import BYTES
+from megasink.training.checks.memory import CHECKPOINT_BYTES
 from tests import runs
 from tests.distributed.pool import TaskFailed, free_port
 
@@ -52,7 +52,7 @@ def test_where_gathering_would_not_fit_shards_are_saved(train, sharded, tmp_path
     gathered = train(tmp_path / "gathered", LARGE)
     assert losses(tmp_path / "gathered") == losses(run)
     for small, large in zip(weights, gathered, strict=True):
-        assert 12 < large["save"] < 1.3 * BYTES
+        assert 12 < large["save"] < 1.3 * CHECKPOINT_BYTES
         assert small["save"] < large["save"] - 6
     again = after_step_2(run, tmp_path / "again")
     assert all(rank["load"] < 12 for rank in train(again, SMALL, "--resume"))

@@ -12,8 +12,8 @@ from megatron.core.datasets.indexed_dataset import IndexedDatasetBuilder
 from megatron.training.arguments import _add_data_args
 
 from megasink.errors import ConfigError
-from megasink.training import checks, dataset
-from megasink.training.checks import data_files
+from megasink.training import dataset
+from megasink.training.checks import collect, data_files
 from megasink.training.checks.blends import drawn_validation, parts
 from tests.parsing import read, refuse
 from tests.training.command_lines import MODEL
@@ -97,7 +97,7 @@ def test_every_flag_about_data_is_passed_on_or_refused(config_of, action, tmp_pa
     if config_of(args) != before:
         return
     flags = [name for name in action.option_strings if name.startswith("--")]
-    refused = checks.of_line(args)
+    refused = collect.of_line(args)[0]
     assert any(flag in problem for flag in flags for problem in refused), refused
 
 

@@ -257,12 +257,12 @@ def test_a_rank_that_cannot_compare_says_so(tmp_path, monkeypatch):
 def test_another_number_of_ranks_is_refused(world, expected, monkeypatch):
     monkeypatch.setenv("WORLD_SIZE", world)
     if expected:
-        monkeypatch.setenv(hosts.RANKS, expected)
+        monkeypatch.setenv(waiting.RANKS, expected)
     if expected in (None, world):
-        hosts.refuse_another_world()
+        waiting.refuse_another_world()
         return
     with pytest.raises(UserError, match=rf"{world} rank.* met, but .* make {expected}: .* clocks"):
-        hosts.refuse_another_world()
+        waiting.refuse_another_world()
 
 
 def test_a_host_says_for_whom_it_waits_and_what_others_lost(monkeypatch, capfd):

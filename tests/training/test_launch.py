@@ -11,8 +11,8 @@ import pytest
 from megasink.cli import main
 from megasink.errors import UserError
 from megasink.options.command_line import CommandParser
-from megasink.options.flags import add_options, escaped
-from megasink.options.run_options import OPTIONS
+from megasink.options.flags import escaped
+from megasink.options.run_options import OPTIONS, add_options
 from megasink.training import job, launch
 from megasink.training.lease import Lease
 from megasink.training.metrics_file import ACTS, RATIO, NewLines, weak_loss

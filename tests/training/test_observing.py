@@ -129,6 +129,24 @@ def test_a_step_is_written_one_step_later_and_before_a_checkpoint(
     assert len({line["lm_loss"] for line in steps}) == 7
 
 
+def test_the_speed_counts_the_batch_of_each_step(pool, tmp_path):
+    """Under a schedule of batch sizes: 2 sequences, and 8 after 128 tokens."""
+    at = FLAGS.index("--global-batch-size")
+    flags = [*FLAGS[:at], *FLAGS[at + 2 : -2], "--seq-length", "32", "--log-interval", "1"]
+    flags += ["--step-batch-size-schedule", "0:2 128:8", "--eval-iters", "0", "--train-iters", "4"]
+    flags += ["--run-dir", str(tmp_path), "--wandb-project", "sinks", "--wandb-exp-name", "a"]
+    [report, *_] = pool.run(f"{TASKS}:train_with_wandb", flags=flags, ranks=1, port=free_port())
+    steps = lines(tmp_path)
+    tokens = [one["tokens"] - before for one, before in zip(steps, [0, 64, 128, 384], strict=True)]
+    assert tokens == [64, 64, 256, 256]
+    each, wanted = None, []
+    for one, size in zip(steps, tokens, strict=True):
+        here = one["seconds"] / size
+        each = here if each is None else 0.7 * each + 0.3 * here
+        wanted.append((one["iteration"], pytest.approx(1 / each)))
+    assert report["logged"]["tokens per second"] == wanted
+
+
 def test_a_run_that_diverges_stops_on_every_rank(pool, tmp_path):
     def train(folder, *flags):
         flags = [*FLAGS, "--run-dir", str(folder), "--stop-on-divergence", "0.5", *flags]

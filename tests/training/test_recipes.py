@@ -13,7 +13,8 @@ from megasink.cli import main as megasink
 from megasink.errors import ConfigError, UserError
 from megasink.megatron.arguments import known_flags
 from megasink.plan import launch as plan_launch
-from megasink.training import checks, job, launch, recipes, run_dir
+from megasink.training import job, launch, recipes, run_dir
+from megasink.training.checks import collect
 from megasink.training.ffn_width import matched_ffn_width, parameters_per_layer
 from megasink.training.flag_file import flag_words, toml_lines
 from tests.documented import ROOT
@@ -298,7 +299,7 @@ def test_a_recipe_that_is_not_there_is_told_by_name(flags, phrase):
 
 def test_what_starts_no_run_refuses_a_recipe():
     """An unexpanded one would be dropped in silence."""
-    problems = "\n".join(checks.of_line(read([*MOCK, "--recipe", "p0-2b"])))
+    problems = "\n".join(collect.of_line(read([*MOCK, "--recipe", "p0-2b"]))[0])
     assert "--recipe works only in megasink train" in problems
 
 

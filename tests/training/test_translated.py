@@ -5,12 +5,15 @@ from argparse import ArgumentParser
 import pytest
 from megatron.training.arguments import add_megatron_arguments
 
-from megasink.training import checks
-from megasink.training.checks.readers import READERS
+from megasink.options.run_options import add_options
+from megasink.training.checks import collect
+from megasink.training.translated import READERS
 from tests.parsing import read
 from tests.training.command_lines import MOCK
 
-ACTIONS = {a.dest: a for a in add_megatron_arguments(ArgumentParser())._actions}
+PARSER = add_megatron_arguments(ArgumentParser())
+add_options(PARSER)
+ACTIONS = {a.dest: a for a in PARSER._actions}
 HYBRID = "megatron.core.models.hybrid.hybrid_layer_specs hybrid_stack_spec"
 
 
@@ -63,7 +66,7 @@ def test_a_flag_of_megatron_becomes_the_one_with_the_same_meaning(given, wanted)
 def test_what_has_no_meaning_here_is_refused(given):
     args = read([*MOCK, *given.split()])
     args.world_size = 2
-    text = "\n".join(checks.of_line(args))
+    text = "\n".join(collect.of_line(args)[0])
     assert given.split()[0] in text or "--experimental-attention-variant" in text
 
 
@@ -74,6 +77,7 @@ def test_a_flag_that_nothing_reads_is_named(reader):
         value = next(iter(action.choices)) if action.choices else "1"
         words = [action.option_strings[0], *([] if action.nargs == 0 else [str(value)])]
         line = [word for word in MOCK if word not in ("--position-embedding-type", "rope")]
+        line += ["--attention-variant", "vanilla"]
         notes = read([*line, "--optimizer", "lion", *words]).flag_notes
         if "adam" in reader.needs:
             notes = read([*line, "--optimizer", "sgd", *words]).flag_notes

@@ -5,17 +5,18 @@ from collections.abc import Iterable, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
+from transformers import PreTrainedModel
+
 from megasink.analysis.capture.base import OpenProbe, ProbedModel
 from megasink.analysis.capture.inputs import Sample, data_hash
 from megasink.analysis.metrics.registry import measured
 from megasink.analysis.options import AnalysisOptions
 from megasink.checkpoints.carried import with_ends
 from megasink.errors import ConfigError, UserError
+from megasink.transformers.blocks import decoder_config, find_blocks
 from megasink.transformers.identity import model_identity
 
 if TYPE_CHECKING:
-    from transformers import PreTrainedModel
-
     from megasink.checkpoints.load import LoadedModel
 
 
@@ -32,8 +33,6 @@ def open_probe_on(model: Any) -> OpenProbe:
 
         if isinstance(model, LanguageModule):
             return partial(MegatronProbe, model)
-    from transformers import PreTrainedModel
-
     if isinstance(model, PreTrainedModel):
         from megasink.analysis.capture.transformers_model import TransformersProbe
 
@@ -44,10 +43,9 @@ def open_probe_on(model: Any) -> OpenProbe:
     )
 
 
-def of_transformers(model: "PreTrainedModel", tokenizer: Any, name: str) -> ProbedModel:
+def of_transformers(model: PreTrainedModel, tokenizer: Any, name: str) -> ProbedModel:
     """Return a model of transformers, ready for probing."""
     from megasink.analysis.capture.transformers_model import model_problems
-    from megasink.transformers.blocks import decoder_config, find_blocks
 
     problems = model_problems(model)
     if problems:

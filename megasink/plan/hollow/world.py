@@ -9,17 +9,48 @@ import os
 from collections.abc import Sequence
 from typing import Any
 
+import torch.distributed as dist
+import torch.testing._internal.distributed.fake_pg  # noqa: F401  (registers the backend "fake")
+from torch.distributed import distributed_c10d
+
 from megasink.plan.hollow.build import library
 
 _MANY = b"99999"  # counter values for which a barrier waits
 
 
+class _Store(dist.Store):
+    """A store that already has everything that other ranks would write."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.written: dict[str, bytes] = {}
+
+    def set(self, key: str, value: Any) -> None:
+        self.written[key] = value if isinstance(value, bytes) else str(value).encode()
+
+    def get(self, key: str) -> bytes:
+        return self.written.get(key, bytes([7]) * 128)  # the length of NCCL's id of a group
+
+    def add(self, key: str, amount: int) -> int:
+        self.written[key] = _MANY
+        return int(_MANY)
+
+    def compare_set(self, key: str, expected: str, desired: Any) -> bytes:
+        self.set(key, desired)
+        return self.get(key)
+
+    def check(self, keys: list[str]) -> bool:
+        return True
+
+    def wait(self, *_: Any) -> None:
+        return None
+
+    def clone(self) -> Any:
+        return self
+
+
 def be_rank(rank: int, ranks: int) -> None:
     """Make this process rank `rank` of `ranks` from now on; call it before Megatron starts."""
-    import torch.distributed as dist
-    import torch.testing._internal.distributed.fake_pg  # noqa: F401  (registers the backend "fake")
-    from torch.distributed import distributed_c10d
-
     os.environ |= {
         "RANK": str(rank),
         "WORLD_SIZE": str(ranks),
@@ -30,7 +61,7 @@ def be_rank(rank: int, ranks: int) -> None:
     }
     hollow: Any = ctypes.CDLL(library())
     hollow.hollow_split_into(ranks)
-    store = _store()
+    store = _Store()
     init_process_group, new_group = dist.init_process_group, dist.new_group
 
     def init(*args: Any, **options: Any) -> Any:
@@ -67,38 +98,3 @@ def be_rank(rank: int, ranks: int) -> None:
         (dist, "PrefixStore", lambda _, inner: inner),
     ):
         setattr(module, name, function)
-
-
-def _store() -> Any:
-    """Return a store that already has everything that other ranks would write."""
-    import torch.distributed as dist
-
-    class Store(dist.Store):
-        def __init__(self) -> None:
-            super().__init__()
-            self.written: dict[str, bytes] = {}
-
-        def set(self, key: str, value: Any) -> None:
-            self.written[key] = value if isinstance(value, bytes) else str(value).encode()
-
-        def get(self, key: str) -> bytes:
-            return self.written.get(key, bytes([7]) * 128)  # the length of NCCL's id of a group
-
-        def add(self, key: str, amount: int) -> int:
-            self.written[key] = _MANY
-            return int(_MANY)
-
-        def compare_set(self, key: str, expected: str, desired: Any) -> bytes:
-            self.set(key, desired)
-            return self.get(key)
-
-        def check(self, keys: list[str]) -> bool:
-            return True
-
-        def wait(self, *_: Any) -> None:
-            return None
-
-        def clone(self) -> Any:
-            return self
-
-    return Store()

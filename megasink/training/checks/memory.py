@@ -13,6 +13,8 @@ from megasink import cpu
 # Python with torch and Megatron, of each rank; libraries' pages that ranks share are not counted.
 _PROCESS = 0.3e9
 _LOGIT = 12
+CHECKPOINT_BYTES = 36
+"""Of each parameter of a rank, at the peak of a gathered save, with gloo (docs/survival.md)."""
 _GROUPS = Path("/sys/fs/cgroup")
 
 

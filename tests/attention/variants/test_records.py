@@ -18,7 +18,7 @@ from megasink.attention.variants import (
     variants,
 )
 from megasink.errors import UserError
-from megasink.options import flags
+from megasink.options import run_options
 from megasink.training.checks import variants as checks
 from tests.documented import register_variant
 
@@ -85,7 +85,7 @@ def test_a_module_adds_a_variant_to_the_flag_and_its_help():
     with mock.patch.dict(registry._VARIANTS):
         register_variant()
         parser = ArgumentParser()
-        flags.add_options(parser)
+        run_options.add_options(parser)
         assert parser.parse_args(["--attention-variant", "sink-per-group"])
         (action,) = (a for a in parser._actions if a.dest == "attention_variant")
         assert action.metavar.endswith("v-bias,sink-per-group}")

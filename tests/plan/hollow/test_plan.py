@@ -9,7 +9,7 @@ from importlib.util import find_spec
 import pytest
 
 from megasink.plan import job
-from megasink.plan.memory import PARTS
+from megasink.plan.contents import PARTS
 from tests.distributed.layout import SINGLE
 
 MODEL = (
