@@ -264,7 +264,7 @@ MODEL_OPTIONS = (*_HEADS, PositionOptions, BlockOptions, NanochatOptions)
 """Options that define the model."""
 
 TRANSFORMER_OPTIONS = (*MODEL_OPTIONS, HeadBalanceOptions)
-"""Options of a TransformerConfig: of a model and its loss in any training loop."""
+"""Options in a TransformerConfig that define a model and its loss, for any training loop."""
 
 
 def visible_tokens(window_size: tuple[int, int] | None) -> int | None:

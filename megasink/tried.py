@@ -1,9 +1,9 @@
-"""Versions of Megatron-Core that megasink was tried with (trials: docs/integrations.md)."""
+"""Versions of Megatron-Core that megasink was tested with (docs/integrations.md lists them)."""
 
 import re
 
 HEART = ("0.17.1", "0.20.0")
-"""Oldest and newest Megatron-Core with which `megasink.megatron` was tried in its own loop."""
+"""Oldest and newest Megatron-Core with which `megasink.megatron` was tested in a bare loop."""
 TRAINER = ((0, 19), (0, 21))
 """Range of Megatron-Core that `megasink train` patches and accepts; the upper bound is excluded."""
 

@@ -89,8 +89,8 @@ def test_a_model_is_fetched_where_that_is_allowed(hub, tmp_path):
     ("name", "env", "answer"),
     [
         ("org/nothing", {}, "org/nothing: the hub has no such model"),
-        ("org/pickles", {}, "org/pickles has no config.json with safetensors in the hub"),
-        ("org/a b", {}, "org/a b: not a name of the hub"),
+        ("org/pickles", {}, "org/pickles on the hub lacks config.json or safetensors"),
+        ("org/a b", {}, "org/a b: not a valid name on the Hugging Face hub"),
         (
             "org/tiny",
             {"HF_ENDPOINT": "http://127.0.0.1:9"},

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 Floats = NDArray[np.float64]
 INACTIVE_SHARE = "0.15"
-"""Share of heads inactive at the threshold that figures show."""
+"""Figures show the threshold at which this share of the heads is inactive."""
 
 
 @dataclass(frozen=True)

@@ -22,7 +22,7 @@ from megasink.files.json_file import read_object
 Arrays = dict[str, NDArray[Any]]
 
 TABLE_POSITIONS = 8
-"""Token positions with columns in a table of states."""
+"""Token positions that have a column in the tables of states."""
 
 
 @checked

@@ -66,7 +66,7 @@ def normalized_heads(heads: GivenHeads) -> Heads:
         integers = [n for n in pair if isinstance(n, numbers.Integral) and not isinstance(n, bool)]
         is_pair = len(integers) == len(pair) == 2
         if not is_pair or min(pair) < 0:
-            raise UserError(f"{entry!r} is not [layer, head], two whole numbers from 0 on")
+            raise UserError(f"{entry!r} is not [layer, head]: use two whole numbers, 0 or more")
         pairs.add((int(pair[0]), int(pair[1])))
     return tuple(sorted(pairs))
 
@@ -101,7 +101,7 @@ def _from_json(content: Any) -> HeadList:
 
 def _from_mask(mask: Any) -> HeadList:
     if not mask or not all(isinstance(row, list) and len(row) == len(mask[0]) for row in mask):
-        raise ValueError("a mask has one row for each layer, all of one length")
+        raise ValueError("a mask must have one row for each layer, all of the same length")
     other = [value for row in mask for value in row if value not in (0, 1)]
     if other:
         raise ValueError(f"a mask holds 0 and 1 only, not {other[0]!r}")

@@ -17,7 +17,7 @@ KINDS = ("natural", "random", "repeated")
 BOS = ("auto", "add", "none")
 DTYPES = ("auto", "float32", "bfloat16")
 SEQ_LENGTH = 512
-"""Default sequence length in tokens, if the model has as many positions."""
+"""Default sequence length in tokens, if the model has that many positions."""
 KEPT = "none"
 """The value of --replace-tokens-at that keeps the tokens."""
 _LEAST = {"max_samples": 1, "seq_length": 2, "batch_size": 1, "positions": 1, "columns": 1}
@@ -105,7 +105,7 @@ class AnalysisOptions(Options):
     """maximum tokens per sequence (default: 512, or the model's maximum)"""
 
     random_lengths: tuple[int, int] | None = _flag(nargs=2, metavar=("LOW", "HIGH"))
-    """cut each sequence at a length drawn evenly from LOW to HIGH tokens, by the seed, in place of
+    """cut each sequence at a length drawn uniformly from LOW to HIGH tokens (by --seed), instead of
     --seq-length"""
 
     max_samples: int | None = 100
@@ -153,7 +153,7 @@ class AnalysisOptions(Options):
     """folder for the results; None: write no files"""
 
     overwrite: bool = False
-    """replace results of other settings"""
+    """replace results made with other settings"""
 
     def problems(self, name_of: Callable[[str], str] = flag_of) -> Iterator[str]:
         """Yield the problems with the numbers that need no model to find."""
@@ -209,8 +209,8 @@ class AblationOptions(AnalysisOptions):
     grows = ("--score", "--zeroed", "--seeds", "--heads", "--layer")
 
     score: tuple[str, ...] = _flag((), metavar="NAME", names=("--by",))
-    """zero the heads that these scores find inactive, separately in each sequence; with gradient
-    and gradient_signed the same heads in all (default: awft ahon_ln, unless --heads,
+    """zero the heads that these scores find inactive, separately in each sequence; gradient and
+    gradient_signed zero the same heads in all sequences (default: awft ahon_ln, unless --heads,
     --interventions or --layer is given)"""
 
     zeroed: tuple[float, ...] = _flag((), metavar="PERCENT")
@@ -223,7 +223,7 @@ class AblationOptions(AnalysisOptions):
     """tasks of lm-evaluation-harness: measure accuracy, instead of the loss of --data"""
 
     limit: int | None = _flag(metavar="N")
-    """questions of each task (default: all)"""
+    """maximum number of questions per task (default: all)"""
 
     calibration: Path | None = _flag(metavar="ANALYSIS")  # noqa: RUF009
     """analysis folder whose texts set the thresholds (default: --data or --tasks sets them)"""

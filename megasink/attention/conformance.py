@@ -191,7 +191,7 @@ def _compared(attend: Attend, inputs: "_Inputs", device: str) -> tuple[str, str]
     try:
         out, lse, leaves = inputs.call(attend, inputs.case, inputs.dtype, device)
         if out.shape != inputs.arriving.shape:
-            return WRONG, f"output {list(out.shape)} in place of {list(inputs.arriving.shape)}"
+            return WRONG, f"the output is {list(out.shape)}, not {list(inputs.arriving.shape)}"
         if not out.requires_grad:
             return WRONG, "the output has no gradient"
         follows_lse = lse is not None and lse.requires_grad

@@ -21,7 +21,7 @@ SCORES = (
     *("awft_ln", "aeqd_ln", "ftvvn_ln", "avvn_ln", "lthon_ln", "ahon_ln", "circuit_ahon_ln"),
     *("lthon_hn", "random", *BACKWARD_SCORES),
 )
-"""Names of the scores of inactive heads (P3.1 to P3.10), which a command line is checked by."""
+"""Names of the scores of inactive heads (P3.1 to P3.10), used to check a command line."""
 
 PROXY_EPSILON = 1e-8
 """Added by P2's code to a sum of weights that may be 0 (P2.37)."""

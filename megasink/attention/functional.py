@@ -249,14 +249,14 @@ def _shape_problem(
     if not len(sizes) == len(of_keys) == len(of_values) == 4:
         return "query, key and value must be [batch, heads, tokens, head dim]"
     if 0 in sizes or 0 in of_keys:
-        return "attention over an empty tensor"
+        return "query, key and value must not be empty"
     (batch, heads, queries, head_dim), (groups, keys) = sizes, of_keys[1:3]
     if heads % groups:
         return f"{heads} query heads are not a multiple of {groups} key/value groups"
     if of_keys != (batch, groups, keys, head_dim) or of_values[:3] != of_keys[:3]:
         return "query, key and value must agree in batch, groups, tokens and head dim"
     if not 0 < of_values[3] <= head_dim:
-        return f"values may be narrower than keys, not empty or wider than {head_dim}"
+        return f"values may be narrower than keys: their head dim must be 1 to {head_dim}"
     if causal and queries > keys:
-        return f"causal attention of {queries} queries over only {keys} keys"
+        return f"causal attention of {queries} queries needs as many keys or more, not {keys}"
     return None

@@ -25,9 +25,9 @@ class LayerBalance(torch.nn.Module):
     """
 
     coefficients: Tensor
-    """[H] float32, dL/dImp at coefficient 1 by the previous step's global batch; 0 before."""
+    """[H] float32, dL/dImp at coefficient 1 from the global batch of the last step; 0 at first."""
     routed: Tensor
-    """[H] bool, the heads covered by the loss (P0.15); if some are shared, none before a step."""
+    """[H] bool, the heads covered by the loss (P0.15); if some are shared, none until a step."""
     steps: Tensor
     """Number of completed steps."""
 

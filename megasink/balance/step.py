@@ -310,11 +310,11 @@ class LossStep:
         if self._options.head_balance_coeff:
             raise RuntimeError(
                 "reduce() was called, but no layer has counted a gate, so the head-balance loss "
-                "would be 0: gates count in backward passes of model.train()"
+                "would be 0: gates count only in the backward pass of a model in train() mode"
             )
 
     def _not_committed(self) -> str:
         return (
-            f"step {self.number} was not committed, so the head-balance loss would be 0: call its "
-            "commit() after every optimizer step, also a skipped one, or install() once"
+            f"step {self.number} was not committed, so the head-balance loss would be 0: call "
+            "commit() after every optimizer step, including skipped ones, or call install() once"
         )

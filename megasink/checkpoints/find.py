@@ -38,8 +38,8 @@ class ForeignCheckpointError(UserError):
 
 def _adopting(path: Path) -> str:
     return (
-        "is not a megasink run (no config.json): make a run of a checkpoint of Megatron-LM or "
-        f"Megatron-Bridge with megasink adopt {path} RUN"
+        "is not a megasink run (no config.json): turn a Megatron-LM or Megatron-Bridge checkpoint "
+        f"into a run with megasink adopt {path} RUN"
     )
 
 

@@ -123,7 +123,7 @@ class Part(io.RawIOBase):
     def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:
         base = {io.SEEK_SET: 0, io.SEEK_CUR: self._at, io.SEEK_END: self._length}[whence]
         if base + offset < 0:
-            raise ValueError(f"byte {base + offset} is before the file")
+            raise ValueError(f"byte {base + offset} is before the start of the file")
         self._at = base + offset
         return self._at
 

@@ -18,11 +18,11 @@ from megasink.megatron.hybrid_pattern import (
 
 LAYERS = "decoder.layers."
 NUMBERED = re.compile(r"decoder\.layers\.(\d+)\.(.+)")
-"""A weight of a layer: its number, and its name in the layer."""
+"""Key of a layer's weight: the number of the layer, and the name of the weight in the layer."""
 HEAD_STATE = ".head_counter."
-"""In keys of the head-balance loss, which only checkpoints of megasink have."""
+"""Part of the keys of the head-balance loss, which only megasink checkpoints have."""
 LAST_NORM = ("decoder.final_norm.", "decoder.final_layernorm.")
-"""The beginning of its keys in a hybrid, and in a GPT model."""
+"""Prefixes of the last norm's keys in a hybrid model and in a GPT model."""
 # The first match is the symbol of the layer that has the key; norms alone do not decide.
 _SYMBOLS = {
     MAMBA: re.compile(r"mixer\."),

@@ -69,7 +69,7 @@ def find_tensor(path: Path, offset: int, length: int) -> StoredTensor:
         with zipfile.ZipFile(view) as archive:
             (entry,) = (e for e in archive.infolist() if e.filename.endswith("/data/0"))
         if not meta.is_contiguous() or meta.storage_offset() or entry.file_size != meta.nbytes:
-            raise ValueError("its bytes are not in the order of its shape")
+            raise ValueError("it is not contiguous, or a view of a part of its storage")
         start = offset + content_start(view, entry)
     return StoredTensor(path, tuple(meta.shape), meta.dtype, start, entry.CRC)
 

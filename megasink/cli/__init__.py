@@ -34,7 +34,7 @@ GROUPS = {
         "compare": "curves of one or several runs on one page, and a table of final numbers",
         "checkpoints": "list and verify the checkpoints of a run",
         "recipes": "list the recipes of train --recipe, or show the flags of one, or of a run",
-        "plan": "memory, communication and time of a run on any number of GPUs, without one",
+        "plan": "memory, communication and time of a run on any number of GPUs; needs no GPU",
     },
     "move models, and check this machine": {
         "convert-to-hf": "a checkpoint -> a Hugging Face folder, verified",

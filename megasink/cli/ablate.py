@@ -73,7 +73,7 @@ def check_ablate(args: argparse.Namespace, *, is_run: bool) -> tuple[ModelOption
     if args.tasks and args.data:
         problems.append("--tasks and --data: choose one")
     if args.limit is not None and not args.tasks:
-        problems.append("--limit applies to --tasks: add it, or use --max-samples")
+        problems.append("--limit applies only to --tasks: add --tasks, or use --max-samples")
     elif args.limit is not None and args.limit < 1:
         problems.append(f"--limit {args.limit}: use 1 or more")
     problems += _of_scores(args.score)
@@ -85,12 +85,12 @@ def check_ablate(args: argparse.Namespace, *, is_run: bool) -> tuple[ModelOption
             if name in backward_names()
         ]
     problems += [
-        f"--{flag} applies to --score: add it, or leave --{flag} out"
+        f"--{flag} applies only to --score: add --score, or leave --{flag} out"
         for flag in ("zeroed", "seeds")
         if getattr(args, flag) and not options.score
     ]
     problems += [
-        f"--zeroed {percent:g}: a percentage, 0 to 100"
+        f"--zeroed {percent:g}: use a percentage from 0 to 100"
         for percent in options.zeroed
         if not 0 <= percent <= 100
     ]
@@ -107,7 +107,7 @@ def _of_scores(names: Sequence[str]) -> list[str]:
     problems = []
     for name in names:
         if name == "random":
-            problems.append("--score random: it is always measured, as the baseline: leave it out")
+            problems.append("--score random is always measured, as the baseline: leave it out")
         elif name not in score_names():
             problems.append(unknown_name("--score", name, score_names()))
         elif name not in definitions.SCORES:  # a plugin's
@@ -148,7 +148,7 @@ def _of_calibration(options: AblationOptions) -> list[str]:
     if options.calibration is None:
         return []
     if not options.score:
-        return ["--calibration sets the thresholds of --score: add it"]
+        return ["--calibration needs --score, whose thresholds it sets: add --score"]
     if not (options.calibration / "results.json").is_file():
         where = f"--calibration: {options.calibration}"
         return [f"{where} does not hold an analysis: it has no results.json"]

@@ -62,17 +62,18 @@ def _number(config: Mapping[str, Any], names: tuple[str, ...]) -> int | None:
 
 REPLACEMENT = ("replace_tokens_at", "replace_tokens_with")
 SEQUENCE = ("seq_length", "random_lengths", "bos", *REPLACEMENT)
-"""Options of how texts become sequences; see `inputs_of`."""
+"""Options for turning texts into sequences; see `inputs_of`."""
 
 
 def replacement_problems(options: AnalysisOptions) -> list[str]:
     """Return the problems with the tokens to replace, one message each."""
     at, value = options.replace_tokens_at, options.replace_tokens_with
     if at == (KEPT,):
-        return [f"--replace-tokens-with {value} with --replace-tokens-at {KEPT}"] if value else []
+        both = f"--replace-tokens-with {value} and --replace-tokens-at {KEPT} cannot be combined"
+        return [f"{both}: drop one"] if value else []
     wrong = [word for word in at or [] if not word.removeprefix("-").isdecimal()]
     if wrong:
-        return [f"--replace-tokens-at {' '.join(wrong)}: use positions from 0 on, or only {KEPT}"]
+        return [f"--replace-tokens-at {' '.join(wrong)}: use 0 or more, or {KEPT} alone"]
     return problems_of_replaced([int(word) for word in at or ()], value)
 
 
@@ -161,7 +162,7 @@ def problems_of(args: argparse.Namespace, options: AnalysisOptions, *, is_run: b
     if "natural" in options.inputs and not options.data:
         problems.append("no --data: pass text files or folders")
     if "natural" not in options.inputs and options.data:
-        problems.append("--data requires --inputs natural: add it")
+        problems.append("--data requires --inputs natural: add natural, or drop --data")
     problems += [
         f"--data {path}: no such file or folder" for path in options.data if not Path(path).exists()
     ]

@@ -75,5 +75,5 @@ def check(args: argparse.Namespace) -> tuple[ModelOptions, AnalysisOptions]:
     known = backward_names()
     problems += [unknown_name("--metrics", n, known) for n in options.metrics if n not in known]
     if args.checkpoints and not of_run and args.model.is_dir():
-        problems.append(f"--checkpoints needs a run, and {args.model} is not one: drop it")
+        problems.append(f"--checkpoints needs a run, but {args.model} is not a run: drop the flag")
     return analysis_flags.settled(args, problems), options

@@ -60,8 +60,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--split-documents",
         choices=("auto", "paragraphs", "never"),
         default="auto",
-        help="split every text file into documents of whole paragraphs (paragraphs), or only a "
-        "single input file (auto, the default): a single document leaves nothing for validation",
+        help="paragraphs: split every text file into documents of whole paragraphs; auto (the "
+        "default): only a single input file, as one document leaves nothing for validation",
     )
     parser.add_argument(
         "--validation",

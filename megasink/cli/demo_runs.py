@@ -79,7 +79,7 @@ class TriggerLanguage:
     def __post_init__(self) -> None:
         check_letters(self.letters)
         if not 0 <= self.triggers < self.letters:
-            raise ValueError(f"triggers {self.triggers}: 0 to {self.letters - 1}")
+            raise ValueError(f"triggers {self.triggers}: use 0 to {self.letters - 1}")
 
     @cached_property
     def transitions_NN(self) -> Floats:
@@ -108,7 +108,7 @@ class TriggerLanguage:
 
 def check_letters(letters: int) -> None:
     if not 2 <= letters <= len(LETTERS):
-        raise ValueError(f"{letters} letters: 2 to {len(LETTERS)}")
+        raise ValueError(f"{letters} letters: use 2 to {len(LETTERS)}")
 
 
 LANGUAGE = TriggerLanguage()

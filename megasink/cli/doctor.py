@@ -156,7 +156,7 @@ def _machine(console: Console, args: Any, report: dict[str, Any]) -> list[str]:
     console.print(table)
     for row in {row["dtype"]: row for row in rows}.values():
         reasons = "; ".join(f"not {other}: {why}" for other, why in row["not_gates"].items())
-        _plain(console, f"gates around them in {row['dtype']}: {row['gates']} ({reasons})")
+        _plain(console, f"gate kernel in {row['dtype']}: {row['gates']} ({reasons})")
     for line in dict.fromkeys(row["faster"] for row in rows if row["faster"]):
         _plain(console, f"{'faster':20} {line}")
     if args.no_self_test:

@@ -88,7 +88,7 @@ def _options(args: argparse.Namespace) -> FinetuneOptions:
     given = {name: getattr(args, name) for name in _FLAGS} | {"data": tuple(args.data)}
     found = [model_problem(model, "--allow-download")]
     if is_run(model):
-        found.append(f"{model} is a megasink run: megasink convert-to-hf exports it")
+        found.append(f"{model} is a megasink run: export it first with megasink convert-to-hf")
     if not args.overwrite:
         found.append(foreign_contents(args.output))
     problems = [problem for problem in found if problem]

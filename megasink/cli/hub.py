@@ -20,7 +20,7 @@ _FETCHED = [
 
 def add_allow_download(parser: argparse.ArgumentParser, also: str = "") -> None:
     """Add ``--allow-download``; `also` names its other downloads."""
-    text = f"fetch MODEL if it is a name of the Hugging Face hub{also}; weights are safetensors"
+    text = f"fetch MODEL if it is a name on the Hugging Face hub{also}; only safetensors weights"
     parser.add_argument("--allow-download", action="store_true", help=text)
 
 
@@ -41,8 +41,8 @@ def fetched(args: argparse.Namespace) -> Path:
         files = [file.rfilename for file in info.siblings or ()]
         if "config.json" not in files or not any(f.endswith(".safetensors") for f in files):
             raise UserError(
-                f"{name} has no config.json with safetensors in the hub: other weights, such as "
-                "pickles, which may run code, are not fetched"
+                f"{name} on the hub lacks config.json or safetensors: choose a model that has both "
+                "(other weights, such as pickles, may run code and are not fetched)"
             )
         folder = Path(
             hub.snapshot_download(
@@ -105,7 +105,7 @@ def _online(what: str) -> Iterator[Any]:
             f"{what}: the hub has no such model, or this account has no access (hf auth login)"
         ) from error
     except errors.HFValidationError as error:
-        raise UserError(f"{what}: not a name of the hub: {error}") from error
+        raise UserError(f"{what}: not a valid name on the Hugging Face hub: {error}") from error
     except failures as error:
         if isinstance(error, OSError) and error.filename is not None:  # of the cache's disk
             raise

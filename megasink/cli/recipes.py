@@ -11,8 +11,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Print one line per recipe, or a TOML file for `megasink train --recipe`."""
     parser = CommandParser(
         prog="megasink recipes",
-        description="List the recipes of megasink train --recipe, or print the flags of one "
-        "recipe, with those of included files, or of the last start of a run.",
+        description="List the recipes for megasink train --recipe, or print the flags of one "
+        "recipe (with those of included files) or of a run's last start.",
     )
     parser.add_argument(
         "recipe", nargs="?", metavar="RECIPE", help="a name, a TOML file or a run folder"

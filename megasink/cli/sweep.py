@@ -52,7 +52,7 @@ def _check(args: argparse.Namespace) -> tuple[ModelOptions, SweepOptions]:
     ):
         problems += [f"{flag} {value}: use {least} or more" for value in values if value < least]
         if len(set(values)) < len(values):
-            problems.append(f"{flag} {' '.join(map(str, values))}: a value is repeated")
+            problems.append(f"{flag} {' '.join(map(str, values))}: pass each value once")
     positions = analysis_flags.known_shape(args).positions
     problems += [
         f"--lengths {length}: the model has {positions} positions"

@@ -14,7 +14,7 @@ _ESTIMATE_SECONDS = 600.0
 """Window for estimating the remaining time; long, because a step or sample may take minutes."""
 _UPDATE_SECONDS = 0.1  # thousands of documents per second
 _FIRST_SECONDS = 2.0
-"""Seconds until the first line without a terminal: slow work shows early."""
+"""Seconds until the first progress line if the output is not a terminal."""
 
 Tell = Callable[..., None]
 """``tell(done, state="", now=False)``: set the total done so far; `now` prints a line at once."""

@@ -106,7 +106,7 @@ CONFIG_FIELDS = fields(
         "megasink": fields({"attention": str, **dict.fromkeys(_OURS[1:], bool)}) | None,
     }
 )
-"""The record of all of them."""
+"""Entries of config.json whose values are checked."""
 GENERATION_FIELDS = fields(
     _TOKENS
     | dict.fromkeys(("use_cache", "do_sample"), bool | None)
@@ -289,7 +289,7 @@ _BY_NAME = {
 }
 # {key: meaning of a value other than null, false and 0}
 _BY_KEY = {
-    "is_encoder_decoder": "it is an encoder and a decoder",
+    "is_encoder_decoder": "it is an encoder-decoder model",
     "vision_config": "it also reads images",
     "audio_config": "it also reads sound",
     "kv_lora_rank": "it has multi-head latent attention",
@@ -300,7 +300,7 @@ _BY_KEY = {
     "use_parallel_residual": "attention and FFN read the same input, side by side",
     "parallel_attn": "attention and FFN read the same input, side by side",
     "attn_logit_softcapping": "its attention scores have a soft cap",
-    "alibi": "its positions are distances (ALiBi)",
+    "alibi": "it encodes positions as distances (ALiBi)",
     "clip_qkv": "its queries, keys and values are clamped",
     "type_vocab_size": "it is an encoder: its attention is not causal",
     "query_pre_attn_scalar": "its attention has another scale, and its norms add 1 to gains",

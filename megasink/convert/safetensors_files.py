@@ -24,7 +24,7 @@ from megasink.files.checked_fields import check, fields
 from megasink.files.json_file import read_object
 
 Entry = tuple[str, Tensor]
-"""A name, and a meta tensor like the one to write under it."""
+"""The name of a tensor to write, and a meta tensor like it."""
 DTYPES = {
     "F64": torch.float64,
     "F32": torch.float32,

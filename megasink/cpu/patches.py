@@ -45,7 +45,7 @@ PIPELINE = _patch(
     "pipeline messages",
     "megatron.core.pipeline_parallel.p2p_communication",
     "_batched_p2p_ops",
-    "two messages between the same ranks, of interleaved stages on two ranks, arrive exchanged",
+    "with interleaved stages on two ranks, two messages between the same ranks arrive exchanged",
     "megatron.core.pipeline_parallel.p2p_communication:_batched_p2p_ops: "
     "torch.distributed.batch_isend_irecv(ops)",
     "megatron.core.pipeline_parallel.p2p_communication:_p2p_ops: "
@@ -143,7 +143,7 @@ LOADER = _patch(
     "pinned memory",
     "torch.utils.data",
     "DataLoader",
-    "Megatron requests it, and torch warns for every loader that there is none",
+    "Megatron requests pinned memory, and torch warns for every loader that there is none",
     "megatron.training.datasets.data_samplers:build_pretraining_data_loader: "
     "torch.utils.data.DataLoader(...)",
 )
@@ -151,7 +151,7 @@ EXPERTS = _patch(
     "message sizes for experts",
     "megatron.core.transformer.moe.token_dispatcher",
     "maybe_move_tensor_to_cpu",
-    "they become numbers only if they come from a CUDA tensor",
+    "Megatron converts the sizes to numbers only if they come from a CUDA tensor",
     "megatron.core.transformer.moe.moe_utils: "
     "def maybe_move_tensor_to_cpu(tensor, as_numpy, record_stream)",
     "megatron.core.transformer.moe.moe_utils:maybe_move_tensor_to_cpu: "

@@ -13,4 +13,4 @@ TABLE: tuple[Patch, ...] = tuple(
     for value in vars(room).values()
     if isinstance(value, Patch)
 )
-"""All patches, ordered by room."""
+"""All patches, ordered by module."""

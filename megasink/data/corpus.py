@@ -30,8 +30,8 @@ from megasink.errors import ConfigError, UserError
 Split = Literal["auto", "paragraphs", "never"]
 
 MAX_DOCUMENT_BYTES = 128 << 20
-"""Per text file, line or cell, which is in memory as a whole: reading one takes up to ten times as
-much."""
+"""Limit per text file, line or cell: each is in memory as a whole, and reading it takes up to ten
+times its size."""
 _HEAD_BYTES = 1 << 20  # that show whether a file is text
 _RATIO = 1000  # gzip reaches 1032, but only for zeros
 EXAMPLES = 5

@@ -15,7 +15,7 @@ from megasink.errors import ConfigError, UserError
 from megasink.files.json_file import NOT_REGULAR, kind_of, open_file
 
 BYTE_ORDER_MARK = "\ufeff"
-"""Some programs write it before a text, in UTF-8 too."""
+"""Byte order mark, which some programs write before a text, even in UTF-8."""
 
 _JSON_LINES = (".jsonl", ".ndjson", ".json")
 _COMPRESSION = {".gz": "gzip", ".zst": "zstd"}
@@ -170,7 +170,7 @@ def spans_of(files: list[File], part: int, parts: int) -> list[Span]:
 
 
 _VALUES = 1 << 22
-"""Maximum number of values per record; parsed, each takes up to some 200 bytes of memory."""
+"""Maximum number of values per record. A parsed value takes up to about 200 bytes of memory."""
 _SURROGATE = re.compile("[\ud800-\udfff]")  # a lone surrogate has no UTF-8 form
 _STRING_OR_VALUE = re.compile(rb'"[^"\\]*+(?:\\.[^"\\]*+)*+"|[\[{,]', re.DOTALL)
 

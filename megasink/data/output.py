@@ -183,7 +183,7 @@ def read_sidecar(prefix: str) -> dict[str, Any]:
 
 
 WHOLE = 100_000_000
-"""Bytes of a file that every start reads whole."""
+"""Size in bytes up to which every start reads a file in full."""
 _BLOCKS, _BLOCK = 64, 1 << 12  # samples of a larger file
 _DIGITS = 16  # of 64 hexadecimal ones: enough to tell copies apart
 
@@ -199,7 +199,7 @@ def contents(prefix: str, suffix: str, most: int = WHOLE) -> tuple[str, bool]:
     recorded = checksums.get(suffix) if isinstance(checksums, dict) else None
     stated = printable(str(recorded))[:_DIGITS]
     if size > most:
-        more = f", sha256 {stated} by its .json" if recorded else ""
+        more = f", sha256 {stated} according to its .json" if recorded else ""
         return f"{size:,} bytes, samples {_sampled(path, size)}{more}", False
     found = checksum(path)
     if recorded not in (None, found):
@@ -220,7 +220,7 @@ def _sampled(path: Path, size: int) -> str:
 
 
 KEY = "validation"
-"""Key of PREFIX.json: share, seed and data, the name of the other data set beside it."""
+"""Key of PREFIX.json with share, seed and data (the name of the other data set beside it)."""
 
 
 @dataclass(frozen=True)

@@ -52,7 +52,7 @@ def problems_of(positions: Sequence[int] | None, value: str | None) -> list[str]
     if value is None:
         return [*problems, f"{at} without --replace-tokens-with: give one of {FORMS}"]
     if not re.fullmatch(f"{RANDOM}|[0-9]{{1,9}}", str(value)):
-        use = "use random, or the id of a token, from 0 on"
+        use = "use random, or a token id (0 or more)"
         problems.append(f"--replace-tokens-with {value}: {use}")
     return problems
 

@@ -136,9 +136,9 @@ class TextTokenizer:
             same = same and around.ids[len(around) - known :] == ids[len(ids) - known :]
         if not same:
             raise UserError(
-                f"{part.source} is too long for this tokenizer, which gives different tokens for a "
-                f"part than for the whole (between {part.text[:20]!r} and {part.text[-20:]!r}): "
-                "split it"
+                f"{part.source} is too long to tokenize at once, and this tokenizer gives "
+                "different tokens for a part than for the whole (between "
+                f"{part.text[:20]!r} and {part.text[-20:]!r}): split the text"
             )
         return encoding, first, len(ids) - rest
 

@@ -54,8 +54,8 @@ def token_bytes(tokenizer: Any, first: Collection[int] = ()) -> TokenBytes:
         extra = _extra_bytes(text, lengths, probe)
         if prefix not in (0, 1) or extra not in {prefix, 0 if probe[0] == " " else prefix}:
             raise UserError(
-                f"bits per byte: the tokens of {tokenizer.name_or_path or 'this tokenizer'} do "
-                f"not add up to the bytes of {probe!r}, because it drops or rewrites text"
+                f"bits per byte: {tokenizer.name_or_path or 'this tokenizer'} drops or rewrites "
+                f"text, so its tokens do not add up to the bytes of {probe!r}"
             )
     starts = {tokenizer.eos_token_id, *leading_ids(tokenizer), *first} - {None}
     return TokenBytes(lengths, prefix, frozenset(starts))
@@ -85,8 +85,8 @@ def _speller(backend: Any) -> Any:
         space = steps.get("Replace", {}).get("pattern", {}).get("String", " ")
         return lambda t: 1 if _BYTE_TOKEN.fullmatch(t) else len(t.replace(space, " ").encode())
     raise UserError(
-        f"bits per byte: cannot count the bytes of tokens with {'+'.join(steps)} decoder; "
-        "supported are byte-level tokenizers, and sentencepiece ones with byte fallback"
+        f"bits per byte: cannot count the bytes of tokens with {'+'.join(steps)} decoder: use a "
+        "byte-level tokenizer, or a sentencepiece tokenizer with byte fallback"
     )
 
 

@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 MOST_POINTS = 200
-"""A recorded curve of more points is thinned to `THINNED`."""
+"""A recorded curve with more points is thinned to `THINNED` points."""
 THINNED = 41
 
 

@@ -28,7 +28,7 @@ DPI = 160
 PALETTE = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000")
 BLUE, VERMILION, GREEN = PALETTE[:3]
 DASHES: Any = ("-", (0, (5, 1.5)), (0, (1.5, 1.2)), (0, (6, 1.5, 1.5, 1.5)), (0, (9, 2)))
-"""Of lines that may hide each other, beside their colors."""
+"""Line styles, in addition to colors, for lines that may hide each other."""
 GRAY = "#6b7280"
 MAP = "viridis"
 DIVERGING = "PuOr_r"

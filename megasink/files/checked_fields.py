@@ -111,7 +111,7 @@ def _refusing(value: Any, where: str) -> Iterator[None]:
         # Of a union, one entry a member.
         allowed = dict.fromkeys(e["msg"] for e in entries if _key(value, e) == key)
         rules = " or ".join(allowed).replace(" or Input should be", " or")
-        more = f" (wrong as well: {', '.join(others)})" if others else ""
+        more = f" (also wrong: {', '.join(others)})" if others else ""
         wrong = f"{key or 'it'} is {first['input']!r:.60}: {rules[0].lower()}{rules[1:]}"
         if first["type"] in _KEYS:
             wrong = f"it has {_KEYS[first['type']]} {key}"

@@ -109,7 +109,7 @@ def locked(lock: Path, what: Path) -> Iterator[None]:
 def add_overwrite(parser: argparse.ArgumentParser) -> None:
     """Add ``--overwrite``, as every command that writes results does."""
     parser.add_argument(
-        "--overwrite", action="store_true", help="replace results of other settings in --output"
+        "--overwrite", action="store_true", help="replace results made with other settings"
     )
 
 

@@ -120,8 +120,8 @@ class ChatTokenizer:
             after, _ = self._rendered(chat, number + 1)
             if not (text.startswith(after) and after.startswith(before)):
                 raise UserError(
-                    "the chat template marks no assistant tokens, and the text before an answer "
-                    f"changes once the answer is there (message {number + 1}): {_MARK}"
+                    "the chat template marks no assistant tokens, and adding an answer changes the "
+                    f"text before it (message {number + 1}): {_MARK}"
                 )
             bare, _ = self._rendered(chat, number)
             content = message.get("content", "").strip()

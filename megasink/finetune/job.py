@@ -42,8 +42,8 @@ def fine_tune(options: FinetuneOptions, out: Path, overwrite: bool, base: Path) 
         settings = run.settings(options, *before)
         if chats.turn_end is None:
             print(
-                "megasink: warning: the chat template ends no turn with a learned token: the model "
-                "may not learn to stop",
+                "megasink: warning: the chat template does not end a turn with a token that is "
+                "trained: the model may not learn to stop",
                 file=sys.stderr,
             )
     held = results_in(out, "finetune", settings, overwrite=overwrite, writes=is_first)

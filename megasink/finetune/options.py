@@ -67,7 +67,7 @@ class FinetuneOptions:
     """packed samples per step; default: %(default)s"""
 
     bf16: bool = False
-    """compute in bfloat16, and keep the frozen weights under adapters in it"""
+    """compute in bfloat16, and also keep the frozen weights under adapters in bfloat16"""
 
     gradient_checkpointing: bool = False
     """recompute activations in the backward pass: less memory, more time"""
@@ -126,8 +126,8 @@ class FinetuneOptions:
         for kind in ("FSDP", "DEEPSPEED"):
             if os.environ.get(f"ACCELERATE_USE_{kind}", "").lower() in ("1", "true"):
                 yield (
-                    f"accelerate is set up for {kind}: the head-balance loss needs whole models on "
-                    "every process, use data parallelism"
+                    f"accelerate is set up for {kind}, but the head-balance loss needs a whole "
+                    "model on every process: use data parallelism"
                 )
 
 

@@ -94,7 +94,7 @@ def tokenized(options: FinetuneOptions, chats: ChatTokenizer, folder: Path) -> t
         print(
             f"{count:,} conversations to train on, {len(found) - count:,} held out; {cut:,} are "
             f"cut off after {most} tokens; {len(every) - len(found):,} without an answer before "
-            "that are left out"
+            "the cut are left out"
         )
     sample = found[min(count, max(0, len(found) - SAMPLES)) :][:SAMPLES]
     return columns.select(found[:count]), columns.select(found[count:]), columns.select(sample)
@@ -222,8 +222,8 @@ def export(trainer: Any, chats: ChatTokenizer, options: FinetuneOptions, folder:
     if requested:
         token = chats.tokenizer.convert_ids_to_tokens(chats.turn_end)
         ids = f"eos_token_id={requested['eos_token_id']}"
-        where = "to pass to generate()" if options.adapter else "of generation_config.json"
-        print(f"answers end with {token}, not with MODEL's: {ids} {where}")
+        stop = f"pass {ids} to generate()" if options.adapter else f"generation_config.json: {ids}"
+        print(f"answers end with {token}, which does not end MODEL's answers: {stop}")
     with atomic_folder(folder) as unfinished:
         if options.adapter:
             model.save_pretrained(unfinished)

@@ -84,7 +84,7 @@ class CoreAttention(ShardedByHeads, MegatronModule):
         self.cp_comm_type = cp_comm_type or "all_gather"
         if self.cp_comm_type not in COMM_TYPES:
             raise ValueError(
-                f"cp_comm_type {cp_comm_type!r}: context parallelism by {' or '.join(COMM_TYPES)}"
+                f"cp_comm_type {cp_comm_type!r} is not supported: use {' or '.join(COMM_TYPES)}"
             )
         if self.cp_group.size() > 1 and config.prefix_lm_tokens and not self.scatters_heads:
             raise ValueError("a prefix may extend beyond a rank's chunks: use cp_comm_type 'a2a'")
@@ -249,7 +249,7 @@ class CoreAttention(ShardedByHeads, MegatronModule):
             )
         if gate_BHT is None and record.always_gated:
             raise ValueError(
-                f"attention variant {record.name!r} returned no gate: with a slot it must"
+                f"attention variant {record.name!r} has a slot, but returned no gate: return one"
             )
         if self.attending.counts_sinks and not self.training:
             first_BH = first_key_share(
@@ -327,7 +327,7 @@ class CoreAttention(ShardedByHeads, MegatronModule):
 
 
 def _refuse_first_value() -> Tensor:
-    raise ValueError("a slot with the value of a real key needs an attention call: `attend`")
+    raise ValueError("a slot with the value of a real key needs its own call: define `attend`")
 
 
 def frees_projection(layer: CoreAttention, query: Tensor, key: Tensor, value: Tensor) -> bool:

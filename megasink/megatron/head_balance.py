@@ -330,8 +330,8 @@ def find_options(config: TransformerConfig, arguments: Any) -> None:
         HeadBalance(config, **next(iter(others.values()))).install()
     config.statistics.follow(config)
     problems = [
-        f"{name} is {value!r} in {place}, and {getattr(config, name, 'no option')!r} in the "
-        f"config: the config comes first, so remove it from {place}"
+        f"{name} is {value!r} in {place}, but {getattr(config, name, 'no option')!r} in the "
+        f"config: the config takes precedence, so remove {name} from {place}"
         for place, options in others.items()
         for name, value in options.items()
         if getattr(config, name, None) != value

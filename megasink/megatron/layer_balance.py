@@ -157,7 +157,7 @@ class MegatronLayerBalance(StaysFloat32, LayerBalance):
         elif (real := self._statistics.factors.real) is not None:
             if real.mask_BT.shape != (batch, length):
                 raise RuntimeError(
-                    f"set_real_tokens got a mask {list(real.mask_BT.shape)}, and layers on this "
+                    f"set_real_tokens got a mask of {list(real.mask_BT.shape)}, but layers on this "
                     f"rank have {[batch, length]} rows and tokens"
                 )
             tokens, real_BT = real.here, real.mask_BT.to(gate_BHTC.device)
@@ -191,7 +191,7 @@ class MegatronLayerBalance(StaysFloat32, LayerBalance):
         if ours is not None and not {*ranks_of(group)} <= {*ranks_of(ours)}:
             raise RuntimeError(
                 f"the ranks {ranks_of(group)} would share importances, but the HeadBalance has the "
-                f"group {ranks_of(ours)}: give the model a pg_collection with a {name} of its ranks"
+                f"group {ranks_of(ours)}: give the model a pg_collection whose {name} is inside it"
             )
         return group
 

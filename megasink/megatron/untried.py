@@ -1,11 +1,11 @@
-"""Check that Megatron-Core is a version with which the layer spec and the loss were tried."""
+"""Check that Megatron-Core is a version with which the layer spec and the loss were tested."""
 
 import warnings
 
 from megasink.errors import UserError
 from megasink.tried import HEART, numbers_of
 
-_RANGE = f"megasink.megatron was tried with {HEART[0]} to {HEART[1]}"
+_RANGE = f"megasink.megatron was tested with {HEART[0]} to {HEART[1]}"
 
 
 def lacking(error: ImportError) -> UserError:
@@ -23,7 +23,7 @@ def lacking(error: ImportError) -> UserError:
 
 
 def warn() -> None:
-    """Warn of a version that lacks a required hook, or that was not tried."""
+    """Warn of a version that lacks a required hook, or that was not tested."""
     from megatron.core.transformer import TransformerConfig
 
     version = _version()
@@ -37,8 +37,8 @@ def warn() -> None:
         )
     elif not numbers_of(HEART[0]) <= numbers_of(version) <= numbers_of(HEART[1]):
         warnings.warn(
-            f"megatron-core {version} was not tried: {_RANGE}; all imports exist, so compare a "
-            "few steps with those of a tried version",
+            f"megatron-core {version} was not tested: {_RANGE}. All imports exist: compare a few "
+            "steps with those of a tested version",
             stacklevel=3,
         )
 

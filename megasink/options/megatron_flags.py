@@ -148,7 +148,7 @@ symmetric-ar-type tiktoken-pattern timing-log-level timing-log-option tokenizer-
 tp-comm-bootstrap-backend transformer-impl weight-decay-incr-style
 """
 CHOICES = frozenset(_CHOICES.split())
-"""Flags without their dashes whose value is one of a few names, by Megatron's parser."""
+"""Flags (without dashes) that Megatron's parser restricts to a few values."""
 
 
 def having(*facts: str) -> tuple[str, ...]:
@@ -165,7 +165,7 @@ _LAYOUT = "initial weights would depend on the layout"
 _GATED = "--attention-variant gated --gate-granularity elementwise has the same weights"
 _RUNS_CODE, _SENDS = "it imports or runs code", "it connects, listens or sends"
 _READS, _WRITES = "it reads other files", "it writes elsewhere"
-_ONLY_NONE, _ONLY_FALSE = "targets only support None", "targets only support False"
+_ONLY_NONE, _ONLY_FALSE = "exports support only None", "exports support only False"
 # Flags with a different name.
 FLAGS = {"fp4": "fp4_format", "fp8": "fp8_format"}
 FLAGS |= {"layernorm_zero_centered_gamma": "apply_layernorm_1p"}
@@ -313,11 +313,11 @@ REFUSED: dict[str, tuple[tuple[str, Any, str], ...]] = {
     "in an export": (
         ("rotary_interleaved", False, _ONLY_FALSE),
         ("rotary_seq_len_interpolation_factor", None, _ONLY_NONE),
-        ("mtp_num_layers", 0, "targets only support None"),
+        ("mtp_num_layers", 0, _ONLY_NONE),
         ("openai_gelu", False, _ONLY_FALSE),
         ("apply_residual_connection_post_layernorm", False, _ONLY_FALSE),
         ("moe_mlp_glu_interleave_size", None, _ONLY_NONE),
-        ("moe_router_quantile_balancing_ema", 0.0, "targets only support 0.0"),
+        ("moe_router_quantile_balancing_ema", 0.0, "exports support only 0.0"),
         ("attention_output_gate", False, _ONLY_FALSE),
         ("mup_base_hidden_size", None, _ONLY_NONE),
         ("mup_attn_scale_power", 1.0, "targets only support 1.0"),

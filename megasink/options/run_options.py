@@ -38,9 +38,9 @@ class TrainingOptions:
         default=None,
         metadata={"argparse_meta": {"nargs": "+", "type": int, "metavar": "POSITION"}},
     )
-    """Replace the tokens at these positions of every sequence, from 0, as input and as target: of
-    every sample, or of every document with --dataloader-inter-document-masking. Analyses of the run
-    do the same (P2.15, P2.16)."""
+    """Replace the tokens at these positions (from 0) of every sample, both as input and as target.
+    With --dataloader-inter-document-masking: of every document. Analyses of the run do the same
+    (P2.15, P2.16)."""
 
     replace_tokens_with: str | None = field(
         default=None, metadata={"argparse_meta": {"metavar": "{random,ID}"}}
@@ -69,9 +69,9 @@ class ObservingOptions:
     after the first and the last step; 0: never. One image takes about 0.3 s on the last rank."""
 
     log_sink_rate: bool = False
-    """Measure the sink rate in every evaluation, Sink^0.3_1 (P2.2): the share of heads whose mean
-    attention to the first token, over the first 64, exceeds 0.3; and the same for the sink slot of
-    variants that have one."""
+    """Measure the sink rate Sink^0.3_1 (P2.2) in every evaluation: the share of heads whose mean
+    attention to the first token, over the first 64 tokens, exceeds 0.3. Variants with a sink slot
+    get the same rate for the slot."""
 
     stop_on_divergence: float | None = None
     """Stop with exit code 2 and no further checkpoint when the training loss (an exponential moving

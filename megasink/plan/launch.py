@@ -134,7 +134,7 @@ def _parser() -> argparse.ArgumentParser:
         "--utilization",
         type=float,
         default=0.4,
-        help="share of the GPU's peak rate for the estimate of time; default: 0.4",
+        help="assumed share of the GPU's peak rate, for the time estimate; default: 0.4",
     )
     add_json(parser)
     plugins.add_flag(parser)

@@ -51,7 +51,7 @@ class Shell(Words):
         kind, *parts = node
         self._steps, self._depth = self._steps + 1, self._depth + 1
         if self._steps > _MOST_COMMANDS or self._depth > _DEEPEST:
-            raise UserError(f"{self.path}: its loops or functions do not end")
+            raise UserError(f"{self.path} runs without an end: check its loops and functions")
         try:
             match kind:
                 case "simple":

@@ -34,7 +34,7 @@ from megasink.training.ffn_width import match_ffn_width
 from megasink.training.translated import translate, unread
 
 CHECKED = "MEGASINK_CHECKED"
-"""Variable of ranks whose launcher has checked their command line: its `digest`."""
+"""Environment variable with the `digest` of a command line that the launcher has checked."""
 _GATED_UNITS = ("reglu", "geglu", "swiglu")
 _HELP = "megasink train --help-all lists every flag"
 

@@ -201,7 +201,7 @@ def _live() -> None:
     silent, clock = 0.0, Clock(heart._interval)
     # A call to an unreachable store blocks for a minute, which `clock` mistakes for a stop of this
     # process; the guard's clock goes on.
-    answer = f"an answer of {os.environ['MASTER_ADDR']}, where the ranks' store is"
+    answer = f"an answer from {os.environ['MASTER_ADDR']}, where the ranks' store is"
     answer += f" (is {here()} cut off from it?),"
     while not _leaving.is_set():
         try:

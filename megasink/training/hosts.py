@@ -200,7 +200,7 @@ def _differs(name: str, folder: Path, there: dict[str, Any], missing: list[str],
     if missing != there["files"]:
         return f"{_named(name, folder)} has no {missing[0]}, which {host} has in {its}: {advice}"
     state = "missing" if not real.is_dir() else "not empty" if any(real.iterdir()) else "empty"
-    what = f"{_named(name, folder)} is {real} ({state}), another folder than on {host}"
+    what = f"{_named(name, folder)} is {real} ({state}), not the same folder as on {host}"
     return f"{what} ({its}): {advice}"
 
 

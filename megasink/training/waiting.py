@@ -14,7 +14,7 @@ from typing import Any
 from megasink.errors import UserError
 
 RANKS = "MEGASINK_RANKS"
-"""Variable with the number of ranks that their start command expects."""
+"""Environment variable with the number of ranks that the start command expects."""
 _FIRST_SECONDS, _SECONDS = 20.0, 60.0
 _APART_SECONDS = 10.0  # torchrun drops a host whose clock is 15 s off
 _address = ""  # of this host, if another one of the job has the same name

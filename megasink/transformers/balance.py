@@ -26,8 +26,8 @@ from megasink.transformers.balance_layer import (
 from megasink.transformers.blocks import find_blocks, gate_reader
 
 SEAM = "megasink_heads"
-"""Attribute of an attention module that the attention function "megasink" calls with out
-[B, H, T, D], gate [B, H, T] and the mask of real tokens, and whose result it takes for out."""
+"""Attribute of an attention module: a function that the attention function "megasink" calls with
+out [B, H, T, D], gate [B, H, T] and the mask of real tokens. Its result replaces out."""
 # TRL (trl/trainer/utils.py:1548): an argument of its models, and their result with it.
 _FUSED, _FUSED_OUTPUT = "fused_lm_head", ("log_probs", "label_mask")
 
@@ -140,7 +140,7 @@ class HeadBalanceLoss:
             named = ", ".join(str(layer) for layer in missing)
             raise UserError(
                 f"no gates of layers {named} reached the head-balance loss in this step: their "
-                'attention is not the implementation "megasink", or the model was not training'
+                'attention implementation is not "megasink", or the model was not in training mode'
             )
         self.counted.clear()
         self.step.reduce()

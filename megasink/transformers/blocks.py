@@ -104,13 +104,13 @@ def find_blocks(model: torch.nn.Module) -> list[Block]:
             break
     else:
         raise UserError(
-            f"{whole} has no list of {'' if count is None else f'{count} '}decoder layers that "
-            f"megasink can find: it looks for {', '.join(_LAYERS)}, in decoders only"
+            f"megasink cannot find a list of {'' if count is None else f'{count} '}decoder layers "
+            f"in {whole}: it looks for {', '.join(_LAYERS)}, in decoders only"
         )
     if all(block.attention is None for block in blocks):
         raise UserError(
-            f"{whole} has no attention in its {len(blocks)} layers that megasink can find: it "
-            f"looks for {', '.join((*_ATTENTION, *_MIXERS))}"
+            f"megasink cannot find attention in the {len(blocks)} layers of {whole}: it looks for "
+            f"{', '.join((*_ATTENTION, *_MIXERS))}"
         )
     return blocks
 
@@ -212,7 +212,7 @@ def gate_reader(attention: torch.nn.Module) -> tuple[torch.nn.Module, Reader] | 
     if known.activation != "sigmoid":
         raise UserError(
             f"{name} gates its heads by {known.activation}, which may exceed 1, but head "
-            "importance is the mean of a share"
+            "importance is a mean of gates between 0 and 1"
         )
 
     def read(logits_BTX: Tensor, heads: int) -> Tensor:

@@ -12,7 +12,7 @@ from transformers.modeling_outputs import BaseModelOutputWithPast
 
 _FIELDS = {field.name for field in fields(BaseModelOutputWithPast)}
 NAMES = ("cache", "past_key_values") if "cache" in _FIELDS else ("past_key_values",)
-"""Names of a model's argument; from 5.24 on it accepts either."""
+"""Names of a model's cache argument; transformers 5.24 and later accept either."""
 
 
 def cache_of(arguments: Mapping[str, Any]) -> Any:

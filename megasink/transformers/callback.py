@@ -147,7 +147,7 @@ def check_arguments(args: Any) -> None:
         )
     if getattr(args, "deepspeed_plugin", None) is not None:
         raise UserError(
-            "the head-balance loss was not tried with DeepSpeed, which runs the backward pass "
+            "the head-balance loss was not tested with DeepSpeed, which runs the backward pass "
             "itself: use DDP or FSDP"
         )
     parallelism = getattr(args, "parallelism_config", None)

@@ -40,8 +40,8 @@ CHAINED_STATES = _patch(
     "states under another expert parallelism, or with other settings",
     "megatron.core.optimizer.optimizer.ChainedOptimizer",
     "load_state_dict",
-    "a checkpoint of one optimizer loads only into one, but experts have a second one; groups are "
-    "found by their learning rates and weight decay, so a change of these finds none",
+    "a checkpoint of one optimizer loads only into one, but parallel experts have a second one; "
+    "groups are matched by learning rates and weight decay, so changed values match no group",
     "megatron.core.optimizer.optimizer:ChainedOptimizer: def load_state_dict(self, state_dict)",
     "megatron.core.optimizer.optimizer:ChainedOptimizer.load_state_dict: "
     "len(self.chained_optimizers) != len(state_dict)",
@@ -77,7 +77,7 @@ GRADIENT_NORM = _patch(
     "norm of the gradients",
     "megatron.core.optimizer.clip_grads",
     "l2_norm_impl",
-    "without TransformerEngine and apex every parameter's norm is read from the device by itself",
+    "without TransformerEngine and apex each parameter's norm is read from the device separately",
     "megatron.core.optimizer.clip_grads: l2_norm_impl = local_multi_tensor_l2_norm",
     "megatron.core.utils: def local_multi_tensor_l2_norm(chunk_size, noop_flag, *_)",
     "megatron.core.utils:local_multi_tensor_l2_norm: l2_reduced = torch.norm(torch.tensor(l2))",

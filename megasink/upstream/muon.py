@@ -21,7 +21,7 @@ GATE_ROWS = _patch(
     "Muon on gate rows",
     f"{_MODULE}.TensorParallelMuon",
     "orthogonalize",
-    "linear_qkv with gate rows would be orthogonalized as one matrix, or cut in the wrong rows",
+    "linear_qkv with gate rows would be orthogonalized as one matrix, or cut at the wrong rows",
     f"{_MODULE}:TensorParallelMuon: def orthogonalize(self, p, grad, *_)",
     f"{_MODULE}:TensorParallelMuon.orthogonalize: "
     "grad = self.scaled_orthogonalize_fn_with_gtp_remat(p, grad, tp_group, partition_dim)",
@@ -39,7 +39,7 @@ ROWS_OF_MAIN_PARAMETERS = _patch(
 OTHER_TABLES = _patch(
     "parameters other than matrices",
     f"{_MODULE}._EMERGING_OPTIMIZERS",
-    "default_param_overrides, of each of its Muon entries",
+    "default_param_overrides of each Muon entry",
     "biases [H, D] of heads and tables of positions have two axes, but multiply nothing",
     f"{_MODULE}:_is_nonlinear_or_embedding: "
     "getattr(param, 'is_embedding_or_output_parameter', False) or len(param.shape) != 2",

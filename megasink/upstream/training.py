@@ -88,7 +88,7 @@ MATRIX_SHARDS = _training(
     "whole matrices for Muon's distributed optimizer",
     "megatron.training.models.dist_utils",
     "_ddp_wrap DistributedOptimizer",
-    "a builder's model gets buffers for Adam's shards, which cut matrices; get_model's are right",
+    "a builder's model gets buffers for Adam's shards, which cut matrices; get_model's do not",
     "megatron.training.models.dist_utils:_ddp_wrap: "
     "DistributedOptimizer.compute_full_param_layout(...)",
     "megatron.training.models.dist_utils:prepare_existing_model_chunks_for_distributed_training: "
@@ -169,7 +169,7 @@ CHECKPOINT_WRITER = _training(
     "writer of asynchronous checkpoints",
     "megatron.core.dist_checkpointing.strategies.async_utils.PersistentAsyncCaller",
     "async_loop schedule_async_call",
-    "upstream's outlives its rank, is killed by the rank's signals, and is then awaited forever",
+    "upstream's writer outlives its rank; the rank's signals kill it, and the rank waits forever",
     "megatron.core.dist_checkpointing.strategies.async_utils:PersistentAsyncCaller: "
     "def schedule_async_call(self, async_req)",
     "megatron.core.dist_checkpointing.strategies.async_utils:PersistentAsyncCaller: "
@@ -190,7 +190,7 @@ HELP = _training(
     "help texts of Megatron's flags",
     "megatron.training.argument_utils.ArgumentGroupFactory",
     "_get_field_docstrings",
-    "upstream parses the source of its dataclasses for every line, and only --help needs it",
+    "upstream parses the source of its dataclasses in every start, though only --help needs it",
     "megatron.training.argument_utils:ArgumentGroupFactory: "
     "def _get_field_docstrings(self, src_cfg_class)",
     test="tests/test_mistakes.py",

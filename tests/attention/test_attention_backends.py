@@ -105,7 +105,7 @@ def test_windows_of_transformer_engine_need_a_newer_cudnn(monkeypatch, version, 
     backend = backend_named("transformer-engine")
     assert backend.supports(CUDA) is None
     reason = backend.supports(replace(CUDA, window=8))
-    assert reason == ("a window needs cuDNN 9.2, this is 90100" if refused else None)
+    assert reason == ("a window needs cuDNN 9.2, but 90100 is installed" if refused else None)
 
 
 @pytest.mark.parametrize(
@@ -218,9 +218,9 @@ def test_a_request_at_run_time_is_refused_too():
         ([(1, 4, 5, 8), (1, 3, 5, 8), (1, 3, 5, 8)], "4 query heads are not a multiple of 3"),
         ([(1, 4, 5, 8), (2, 4, 5, 8), (2, 4, 5, 8)], "must agree"),
         ([(1, 4, 5, 8), (1, 4, 5, 8), (1, 4, 6, 8)], "must agree"),
-        ([(1, 4, 5, 8), (1, 4, 5, 8), (1, 4, 5, 16)], "narrower than keys, not .* wider than 8"),
-        ([(1, 4, 5, 8), (1, 4, 5, 8), (1, 4, 5, 0)], "narrower than keys, not empty"),
-        ([(1, 4, 6, 8), (1, 4, 5, 8), (1, 4, 5, 8)], "6 queries over only 5 keys"),
+        ([(1, 4, 5, 8), (1, 4, 5, 8), (1, 4, 5, 16)], "narrower than keys: .* must be 1 to 8"),
+        ([(1, 4, 5, 8), (1, 4, 5, 8), (1, 4, 5, 0)], "narrower than keys: .* must be 1 to 8"),
+        ([(1, 4, 6, 8), (1, 4, 5, 8), (1, 4, 5, 8)], "6 queries .* not 5"),
         ([(1, 4, 0, 8), (1, 4, 0, 8), (1, 4, 0, 8)], "0, 8"),
         ([(4, 5, 8), (4, 5, 8), (4, 5, 8)], r"\[batch, heads, tokens, head dim\]"),
     ],

@@ -284,7 +284,7 @@ def test_masks_without_meaning_are_refused():
             attention(query, query, query, **options)
     with pytest.raises(ValueError, match="call each document by itself"):
         attention(few, query, query, cu_seqlens=(0, 8), causal=False)
-    with pytest.raises(ValueError, match="8 queries over only 3 keys"):
+    with pytest.raises(ValueError, match=r"8 queries .* not 3"):
         attention(query, few, few, cu_seqlens=(0, 3))
     with pytest.raises(ConfigError, match="needs the causal mask"):
         attention(query, query, query, distance_bias_HS=bias, causal=False)

@@ -205,7 +205,7 @@ def test_the_choice_of_a_sink_in_the_kernel(monkeypatch):
 @pytest.mark.parametrize(
     ("version", "deterministic", "reason"),
     [
-        (91300, False, "its own sink needs cuDNN 9.13.1, this is 91300"),
+        (91300, False, "its own sink needs cuDNN 9.13.1, but 91300 is installed"),
         (91301, True, "the gradient of its own sink is not deterministic"),
         (91301, False, None),
     ],

@@ -40,8 +40,8 @@ generated from runs of the models' configurations with small sizes and random we
   run with SP and EP 2
 - **transformers**: `analyze` and `zero_heads`, compared with eager attention, and
   `attn_implementation="megasink"` with the head-balance loss, for fine-tuning
-- **export**: to the same type, with every weight the same to the bit ("rounded": but for the norms)
-- **engines**: vLLM 0.33, SGLang 0.5.23 and llama.cpp, where [serving.md](serving.md) has the type
+- **export**: to the same type, with every weight bit-identical ("rounded": except for the norms)
+- **engines**: vLLM 0.33, SGLang 0.5.23 and llama.cpp, if [serving.md](serving.md) lists the type
 
 """
 _HEAD = ("model", "type", "import", "train", "transformers", "export", "engines")

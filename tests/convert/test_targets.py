@@ -208,7 +208,7 @@ BY_LAYER = {"full_attention": {"rope_type": "yarn", "rope_theta": 1e4, "factor":
         ("llama", {"model_type": "mamba"}, "'mamba' cannot be imported: no conversion target"),
         ("llama", {"model_type": "mamba", "state_size": 16}, "imported: it has state-space layers"),
         ("llama", {"model_type": "deepseek_v2", "kv_lora_rank": 512}, "multi-head latent attent"),
-        ("llama", {"model_type": "t5", "is_encoder_decoder": True}, "an encoder and a decoder"),
+        ("llama", {"model_type": "t5", "is_encoder_decoder": True}, "an encoder-decoder model"),
         (
             "llama",
             {"model_type": "x", "vision_config": {"a": 1}, "attn_logit_softcapping": 50.0},
@@ -223,8 +223,8 @@ BY_LAYER = {"full_attention": {"rope_type": "yarn", "rope_theta": 1e4, "factor":
         ("phi3", {"rope_scaling": {"type": "longrope"}}, "'longrope'"),
         ("glm4", {"hidden_act": "gelu_pytorch_tanh"}, "gelu_pytorch_tanh"),
         ("glm4_moe", {"norm_topk_prob": False}, "norm_topk_prob False"),
-        ("glm4_moe", {"num_experts_per_tok": 1, "n_group": 1}, "a single chosen expert is one"),
-        ("glm4_moe", {"num_experts_per_tok": 3}, "each chosen group has two experts"),
+        ("glm4_moe", {"num_experts_per_tok": 1, "n_group": 1}, "single expert has probability 1"),
+        ("glm4_moe", {"num_experts_per_tok": 3}, "each chosen group needs two"),
         ("dots1", {"n_group": None}, "no value for n_group"),
         (
             "llama",

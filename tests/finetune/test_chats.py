@@ -170,7 +170,7 @@ def test_bad_conversations_are_told_with_their_place(root, capsys, text, problem
     [
         (
             UNMARKED.replace("{{ m.content }}", "{% if loop.last %}{{ m.content }}{% endif %}"),
-            "the chat template marks no assistant tokens, and the text before an answer changes ",
+            "the chat template marks no assistant tokens, and adding an answer changes the text ",
         ),
         (
             UNMARKED.partition("{% if add_generation_prompt %}")[0],

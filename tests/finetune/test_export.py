@@ -165,7 +165,7 @@ def test_an_adapter_is_exported_with_the_tokenizer(model, capsys):
     for name in FILES[2:]:
         assert (root / "out" / name).read_bytes() == (root / "model" / name).read_bytes()
     assert not (root / "out" / "config.json").exists()
-    assert "eos_token_id=[1, 321] to pass to generate()" in capsys.readouterr().out
+    assert "pass eos_token_id=[1, 321] to generate()" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(

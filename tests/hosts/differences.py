@@ -3,7 +3,7 @@
 from tests.hosts.case import Case
 
 TMPFS = "mount -t tmpfs tmpfs "
-OTHER = r"\S+ is \S+ \((not )?(empty|missing)\), another folder than on host-a"
+OTHER = r"\S+ is \S+ \((not )?(empty|missing)\), not the same folder as on host-a"
 MIXED = "cp {data}.bin {own}/other; printf '\\1' | dd of={own}/other bs=1 seek=40000 conv=notrunc"
 BYTE = f"{MIXED}; mount --bind {{own}}/other {{data}}.bin"
 WITHOUT = "rm {data}.json"
@@ -49,7 +49,7 @@ FOLDERS = {
         saved=True,
     ),
     "checkpoints a link that leads nowhere on B": Case(
-        r"host-b: --save \S+ is \S+ \(missing\), another folder than on host-a",
+        r"host-b: --save \S+ is \S+ \(missing\), not the same folder as on host-a",
         before="mkdir {own}/c; mv {run}/checkpoints {own}/c; "
         "ln -s {own}/c/checkpoints {run}/checkpoints",
         setup=TMPFS + "{own}/c",

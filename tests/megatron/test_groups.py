@@ -23,4 +23,4 @@ def test_a_scope_without_its_group_is_refused(four):
     found = four.run(TASK, Layout(dp=4), data=[3, 5], scope="data-parallel", collection=False)
     for text in found:
         assert "ranks [0, 1, 2, 3] would share importances" in text
-        assert "pg_collection with a tp_dp_cp" in text
+        assert "pg_collection whose tp_dp_cp" in text

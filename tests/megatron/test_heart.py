@@ -102,10 +102,10 @@ def test_another_megatron_is_named_with_what_it_lacks():
     assert tried == []
     (line,) = newer
     assert line.startswith(
-        f"megatron-core 0.21.0 was not tried: megasink.megatron was tried with {oldest}"
+        f"megatron-core 0.21.0 was not tested: megasink.megatron was tested with {oldest}"
     )
     (line,) = unknown
-    assert line.startswith("megatron-core of unknown version was not tried: ")
+    assert line.startswith("megatron-core of unknown version was not tested: ")
     (line,) = older
     assert line.startswith("megatron-core 0.18.2 does not pass the loss scale")
     assert "set_loss_scale" in line
@@ -113,7 +113,7 @@ def test_another_megatron_is_named_with_what_it_lacks():
     assert done.returncode == 1
     assert last.endswith(
         "megatron-core 0.16.0 lacks megatron.core.transformer.torch_norm.LayerNormBuilder: "
-        f"megasink.megatron was tried with {oldest} to {newest}"
+        f"megasink.megatron was tested with {oldest} to {newest}"
     )
 
 

@@ -59,7 +59,7 @@ def test_a_crafted_run_names_no_place_and_no_module(pool, run, tmp_path):
     (_, _, errors), (code, _, refused) = answers
     assert code == 2
     assert "others/config.json: ffn_activation is 'swiglu\\x1b[31m': " in refused
-    assert "(wrong as well: normalization)" in refused
+    assert "(also wrong: normalization)" in refused
     assert "\x1b" not in refused
     (line,) = (x for x in errors.splitlines() if "and are ignored: " in x)
     for name in ("config_logger_dir", "spec", "fp8_quantizer_factory", "cross_entropy"):

@@ -116,7 +116,7 @@ def test_a_part_of_the_split_without_a_document_is_refused(answers):
     """Megatron would count its epochs for ever."""
     (problem,) = answers["empty-part"]["problems"]
     assert "--split 969,30,1 (Megatron's default) leaves none of its" in problem
-    assert "for validation and test: give each part" in problem
+    assert "for validation and test: give a share" in problem
     assert problem.endswith("and 0 to the others, such as --split 1,0,0")
 
 

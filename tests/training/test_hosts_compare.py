@@ -119,17 +119,16 @@ def test_a_large_file_is_compared_by_samples_and_its_checksum(tmp_path, capsys, 
             (tmp_path / f"text{kind}").write_bytes(content)
         (tmp_path / "text.json").write_text(json.dumps(sidecar))
         facts = facts_of(arguments(*flags))
-        assert (
-            "of 2 of 2 files, those above 0 MB, the hosts compare samples"
-            in capsys.readouterr().out
-        )
+        assert "for 2 of 2 files (above 0 MB) the hosts compare samples" in capsys.readouterr().out
         return facts["the .bin of data set 1 of --data-path"]
 
     plain = described()
     assert plain.startswith("1,048,576 bytes, samples ")
     content[1 << 15] = 1  # between two samples
     assert described() == plain
-    assert described(sha256={".bin": "a" * 64}) == f"{plain}, sha256 {'a' * 16} by its .json"
+    assert (
+        described(sha256={".bin": "a" * 64}) == f"{plain}, sha256 {'a' * 16} according to its .json"
+    )
     content[0] = 1
     assert described() != plain
 
@@ -171,7 +170,7 @@ def test_folders_that_are_not_shared_are_named(flag, tmp_path, monkeypatch):
     here, there = tmp_path / "here", tmp_path / "there"
     given = ["--mock-data"] if flag != "--data-cache-path" else []
     args = [arguments(*given, flag, str(folder), rank=r) for r, folder in enumerate((here, there))]
-    missing = f"{flag} {there} is {there} (missing), another folder than on"
+    missing = f"{flag} {there} is {there} (missing), not the same folder as on"
     assert missing in meet(*args, monkeypatch)
     there.mkdir()
     assert missing.replace("missing", "empty") in meet(*args, monkeypatch)
@@ -204,7 +203,7 @@ def test_what_a_link_in_the_run_folder_leads_to_is_shared(name, tmp_path, monkey
 
     (run / name).symlink_to(places[0] / "x" if "." in name else places[0])
     monkeypatch.setattr(hosts, "_real", of_host)
-    assert f"is {places[1]} (not empty), another folder than on" in meet(*args, monkeypatch)
+    assert f"is {places[1]} (not empty), not the same folder as on" in meet(*args, monkeypatch)
     names.place = places[0]
     assert meet(*args, monkeypatch) is None
     assert [sorted(p.name for p in place.iterdir()) for place in places] == [["x"], ["x"]]

@@ -269,7 +269,7 @@ def test_an_include_is_found_beside_its_file(tmp_path):
             ),
         ),
         ("include = 3\nabout = 4\n", ("include is 3: give one name or path", "about is 4: give a")),
-        ("include = 'mine.toml'\n", ("forms a circle",)),
+        ("include = 'mine.toml'\n", ("include 'mine.toml' is circular",)),
     ],
 )
 def test_every_problem_is_told_at_once(text, phrases, tmp_path):

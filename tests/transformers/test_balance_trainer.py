@@ -211,7 +211,7 @@ def test_bad_input_stops_before_the_first_step(tmp_path):
     with pytest.raises(UserError, match="DataParallel, which Trainer uses for 2 GPUs in one"):
         HeadBalanceCallback().on_train_begin(args, None, None)
     args = SimpleNamespace(n_gpu=1, deepspeed_plugin=object())
-    with pytest.raises(UserError, match="not tried with DeepSpeed"):
+    with pytest.raises(UserError, match="not tested with DeepSpeed"):
         HeadBalanceCallback().on_train_begin(args, None, None)
     args = SimpleNamespace(n_gpu=1, parallelism_config=SimpleNamespace(tp_size=1, cp_size=2))
     with pytest.raises(UserError, match="parallelism_config has cp_size 2"):

@@ -34,9 +34,9 @@ from megasink.files.checked_fields import from_json, to_json
 
 Floats = NDArray[np.float64]
 ACCURACIES = ("acc", "exact_match")
-"""The metric of a task, the first that it has; others are not accuracies."""
+"""Metrics that are accuracies; a task is scored by the first one that it reports."""
 _SEED = 0
-"""Of random scores, which no threshold is taken from."""
+"""Seed of random scores, from which no threshold is taken."""
 
 
 @dataclass(kw_only=True)

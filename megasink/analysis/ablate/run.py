@@ -44,7 +44,7 @@ def ablate(
     if layer is not None and layer >= len(model.heads):
         raise UserError(f"--layer {layer}: the layers are 0 to {len(model.heads) - 1}")
     if layer is not None and not model.heads[layer]:
-        raise UserError(f"--layer {layer}: it has no softmax attention")
+        raise UserError(f"--layer {layer} has no softmax attention: choose another layer")
     shared = (model, identity(model, None), Store(output / "points", ranks=ranks), options)
     ablation: Ablation
     if tasks is not None:
@@ -97,8 +97,8 @@ def _ablate(ablation: Ablation, output: Path, record: Callable[[], None]) -> Abl
     results, arrays = summarize(options, model, settings, keys, points, thresholds)
     if all(value.value is None for value in results.unchanged.values.values()):
         raise UserError(
-            f"the {results.quantity} of the unchanged {model.facts['name']} are infinite or NaN: "
-            "its weights are too, or it needs a wider dtype (--dtype float32)"
+            f"the {results.quantity} of {model.facts['name']} without changes are infinite or NaN: "
+            "either its weights are, too, or it needs a wider dtype (--dtype float32)"
         )
     tsne = {}
     if options.layer == 0 and isinstance(ablation, OnTexts):

@@ -255,15 +255,15 @@ def hook_input(
 
 
 OpenProbe = Callable[..., Probe]
-"""Makes a probe, not yet entered, of a listener and optional changes of heads."""
+"""Makes a probe (not yet entered) from a listener and optional changes to heads."""
 
 
 PASS_TOKENS = 2048
-"""Tokens that run at once on a CPU: more are no faster, and their logits are the peak of memory."""
+"""Maximum tokens per forward pass on a CPU. More are no faster, and logits set the peak memory."""
 BACKWARD_TOKENS = 512
-"""The same with a backward pass, which keeps what every layer has computed."""
+"""The same for a forward and backward pass, which keeps the activations of every layer."""
 _SECONDS = 1e11
-"""Weights times tokens that two cores take about two seconds for."""
+"""Product of weights and tokens that takes two cores about two seconds."""
 
 
 def takes_seconds(module: torch.nn.Module, tokens: int = PASS_TOKENS) -> bool:

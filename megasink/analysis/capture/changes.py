@@ -98,7 +98,7 @@ class HeadFactors:
         read = (call.query_BHTD, call.key_BGTD, call.value_BGTD, out_BQHD)
         # Before the first layer with attention nothing depends on a factor.
         if self._of_layer and not all(tensor.requires_grad for tensor in read):
-            raise self._error(f"the attention of layer {index} detaches it")
+            raise self._error(f"the attention of layer {index} detaches its inputs or output")
         rows, tokens, heads = out_BQHD.shape[:3]
         dtype = torch.promote_types(out_BQHD.dtype, torch.float32)
         factor_NH = out_BQHD.new_ones(len(segments), heads, dtype=dtype).requires_grad_()

@@ -171,7 +171,7 @@ def text_samples(
             if len(cut) == max_samples:
                 break
         if not cut:
-            raise UserError(f"{source} has no document of at least {SHORTEST} tokens")
+            raise UserError(f"{source} has no document of {SHORTEST} or more tokens: add text")
         samples += cut
     return samples
 
@@ -329,8 +329,8 @@ def repeated_first_token(content: Sequence[int], copies: int, bos: int | None) -
     """
     if copies < 1 or len(content) < 2:
         raise ValueError(
-            f"{copies} copies of the first of {len(content)} tokens: use at least 1 copy and "
-            "2 tokens"
+            f"{copies} copies of the first token of a text of {len(content)} tokens: use at least "
+            "1 copy and 2 tokens"
         )
     first = [content[0]] * copies if bos is None else [bos] * copies + [content[0]]
     return [*first, *content[1:]]

@@ -50,7 +50,7 @@ class MegatronProbe(Probe):
     ) -> Logits:
         """Run sequences of equal length."""
         if mask_BT is not None:
-            raise UserError("a Megatron model takes no padding mask: batch equal lengths")
+            raise UserError("a Megatron model takes no padding mask: batch equally long sequences")
         if positions_BT is None:
             positions_BT = torch.arange(ids_BT.shape[1], device=ids_BT.device).expand_as(ids_BT)
         with torch.set_grad_enabled(self.differentiates):

@@ -102,7 +102,7 @@ def check_mask(
             where = "" if window is None else f" in a window of {window}"
             return (
                 f"query {begin + index} of row {row} sees {int(seen_QK[index].sum())} keys, but "
-                f"causal attention{where} over tokens {start} to {stop - 1} has "
+                f"with causal attention{where} over tokens {start} to {stop - 1} it would see "
                 f"{int(expected_Q[index])}"
             )
     return None

@@ -198,8 +198,8 @@ class TransformersProbe(Probe):
                 raise UserError(f"{name} has no mask for {queries} queries after {cached} tokens")
             if not whole_rows(self.segments, (query.shape[0], cached + queries)):
                 raise UserError(
-                    f"{name} has no mask, although the batch has padding or several documents in a "
-                    "row: run them one by one"
+                    f"{name} has no mask, although the batch has padding or several documents in "
+                    "one row: run them one by one"
                 )
         elif (id(mask), window) not in self._checked:
             if problem := check_mask(mask[:, 0], self.segments, window, cached, first_key):

@@ -126,8 +126,8 @@ def _check_model(model: ProbedModel, *, chat_template: bool) -> None:
     prefix = getattr(config, "prefix_lm_tokens", 0) or 0
     if prefix:
         raise UserError(
-            f"the first {prefix} tokens of the model see each other (--prefix-lm-tokens), so it "
-            "would see the tokens that a task scores: evaluate a causal model"
+            f"the first {prefix} tokens of this model attend to each other (--prefix-lm-tokens), "
+            "so the model would see the tokens that a task scores: evaluate a causal model"
         )
     if model.tokenizer.eos_token_id is None:
         raise UserError(

@@ -64,7 +64,7 @@ AUTO = "auto"
 POSITIONS = 2048
 """Maximum length of a model without a limit, as in lm-eval."""
 NEW_TOKENS = 256
-"""Tokens to generate where a task names no number, as in lm-eval."""
+"""Number of tokens to generate if a task sets none, as in lm-eval."""
 _LOGITS, _ROWS = 1 << 28, 128  # logits of an automatic batch (1 GiB in float32), and its rows
 _SAMPLING = ("temperature", "top_p", "top_k")  # of no effect on greedy answers
 

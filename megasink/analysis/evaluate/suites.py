@@ -43,7 +43,7 @@ ALL = tuple(
     for name, about in tomllib.loads(_FILE.read_text(encoding="utf-8")).items()
 )
 SUITES = {key: suite for suite in ALL for key in (suite.name, suite.row)}
-"""By readable name, and by row."""
+"""Suites, by readable name and by paper row."""
 
 
 @dataclass(frozen=True)

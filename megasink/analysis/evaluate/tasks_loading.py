@@ -138,8 +138,8 @@ def _check_code(entries: Sequence[Any], tokenizer: Path | None, allowed: bool) -
     unsafe = sorted({e.name for e in entries if (e.cfg or {}).get("unsafe_code")})
     if unsafe and not allowed:
         raise UserError(
-            f"{', '.join(unsafe)}: these tasks run the code that the model writes on this "
-            "machine: add --confirm-run-unsafe-code in a sandbox, or name other tasks"
+            f"{', '.join(unsafe)}: these tasks run model-written code on this machine: add "
+            "--confirm-run-unsafe-code in a sandbox, or choose other tasks"
         )
     made = [entry.name for entry in entries if (entry.cfg or {}).get("custom_dataset")]
     config = None if tokenizer is None else tokenizer / "tokenizer_config.json"

@@ -34,7 +34,7 @@ PLACES = {
     "gated_out": ("[B, T, H, D]", "`out` times an explicit gate, before the output projection"),
     "attention_branch": ("[B, T, E]", BRANCHES["attention_branch_TE"]),
     "middle": ("[B, T, E]", "the state between attention and MLP; read only"),
-    "mlp_hidden": ("[B, T, F]", "what the last projection of the MLP reads"),
+    "mlp_hidden": ("[B, T, F]", "the input of the last projection of the MLP"),
     "mlp_branch": ("[B, T, E]", BRANCHES["mlp_branch_TE"]),
     "output": ("[B, T, E]", "the state that leaves the layer"),
 }
@@ -44,7 +44,7 @@ STATISTICS = {
     for name, text in ATTENTION.items()
     if name.endswith("_HT")
 }
-"""The same of the statistics of attention that `run_with_cache` takes too."""
+"""The same for the attention statistics that `run_with_cache` also accepts."""
 
 Touch = Callable[[Tensor], Tensor | None]
 Change = Tensor | float | Touch
@@ -152,7 +152,7 @@ def token_ids(model: Any, tokens: Any) -> Tensor:
     ids_BT = ids_BT[None] if ids_BT.dim() == 1 else ids_BT
     whole = ids_BT.dtype in (torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64)
     if not whole or ids_BT.dim() != 2 or not ids_BT.numel():
-        raise UserError(f"tokens {tokens!r:.60}: give whole numbers [T] or [B, T], one or more")
+        raise UserError(f"tokens {tokens!r:.60}: give one or more whole numbers, [T] or [B, T]")
     is_megatron = not hasattr(model, "get_input_embeddings")
     table = model.embedding.word_embeddings if is_megatron else model.get_input_embeddings()
     low, high, rows = int(ids_BT.min()), int(ids_BT.max()), len(table.weight)
@@ -262,8 +262,8 @@ def _touching(probe: Probe, touches: Mapping[str, Touch]) -> Iterator[None]:
         yield
     if missed:
         raise UserError(
-            f"{', '.join(missed)}: no call of the model in the context computed it: run the model "
-            "there, or leave the name out"
+            f"no call of the model in this context computed {', '.join(missed)}: run the model "
+            "inside the context, or leave the name out"
         )
 
 
@@ -275,7 +275,7 @@ def _hooked(name: str, place: _Place, touch: Touch) -> Any:
         ours = tensor.transpose(0, 1) if place.in_megatron else tensor
         ours = ours.unflatten(-1, (place.heads, -1)) if place.heads else ours
         if ours.dim() != dimensions:  # several residual streams, or rows and tokens in one axis
-            raise UserError(f"{name} is {list(tensor.shape)}, not [B, T, ...]: leave it out")
+            raise UserError(f"{name} has shape {list(tensor.shape)}, not [B, T, ...]: leave it out")
         if (new := touch(ours)) is None:
             return None
         return (new.transpose(0, 1) if place.in_megatron else new).reshape(tensor.shape)

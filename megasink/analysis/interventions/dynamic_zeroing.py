@@ -152,7 +152,7 @@ class DynamicZeroing(Intervention):
         object.__setattr__(self, "threshold", float(self.threshold))
         low, high = LayerScore(self.score).bounds
         if not low <= self.threshold <= high:
-            raise UserError(f"threshold {self.threshold:g}: {self.score} is in [{low:g}, {high:g}]")
+            raise UserError(f"threshold {self.threshold:g} ({self.score}): use {low:g} to {high:g}")
 
     changes_heads = True
 
@@ -188,7 +188,7 @@ class DynamicChange(HeadChange):
             self._segments = list(forward.segments)
             self.samples += len(self._segments)
             if self._score.is_random and forward.input_ids_BQ is None:
-                raise UserError("the random score is drawn by tokens: pass input_ids to the model")
+                raise UserError("score random depends on the tokens: pass input_ids to the model")
             return
         forward.check_continues(self._segments if self.masks else [])
 
@@ -256,7 +256,7 @@ class DynamicChange(HeadChange):
     def share_LH(self) -> NDArray[np.float64]:
         """[L, H]: share of the samples in which each head was zeroed, to the last such layer."""
         if not self._zeroed:
-            raise UserError("no call of the model has run in this context yet")
+            raise UserError("the model has not run in this context yet: run it first")
         most = max(len(zeroed_H) for zeroed_H in self._zeroed.values())
         share_LH = np.full((max(self._zeroed) + 1, most), np.nan)
         for layer, zeroed_H in self._zeroed.items():

@@ -142,7 +142,7 @@ class RepeatFirstToken(Intervention):
 
     def __post_init__(self) -> None:
         if self.copies < 1:
-            raise UserError(f"copies {self.copies!r}: a whole number from 1 on")
+            raise UserError(f"copies {self.copies!r}: use a whole number, 1 or more")
 
     def tokens(self, tokens: Sequence[int], bos: int | None) -> list[int]:
         return [*[tokens[0]] * (self.copies - 1), *tokens]

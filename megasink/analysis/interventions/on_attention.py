@@ -60,7 +60,7 @@ class DrainFirstValue(Intervention):
         if self.phase not in PHASES:
             raise UserError(f"phase {self.phase!r}: choose {', '.join(PHASES)}")
         if self.threshold is not None and not 0 <= self.threshold <= 1:
-            raise UserError(f"threshold {self.threshold!r}: a mean weight is in [0, 1]")
+            raise UserError(f"threshold {self.threshold!r}: use a mean weight between 0 and 1")
 
     def begin(self, forward: ForwardPass) -> None:
         if not forward.cached:
@@ -117,7 +117,7 @@ class SteerGates(Intervention):
 
     Attributes:
         heads: (layer, head) pairs, both from 0.
-        scale: factor of G, from 0 on.
+        scale: factor of G, 0 or more.
         minimum, maximum: limits of G, in [0, 1]; None for none.
     """
 
@@ -137,11 +137,11 @@ class SteerGates(Intervention):
         if given == (1.0, None, None):
             raise UserError("nothing to steer: give scale, minimum or maximum")
         if not 0 <= self.scale < math.inf:
-            raise UserError(f"scale {self.scale:g}: a number from 0 on")
+            raise UserError(f"scale {self.scale:g}: use 0 or more")
         low = 0.0 if self.minimum is None else self.minimum
         high = 1.0 if self.maximum is None else self.maximum
         if not 0 <= low <= high <= 1:
-            raise UserError(f"minimum {low:g} and maximum {high:g}: 0 <= minimum <= maximum <= 1")
+            raise UserError(f"minimum {low:g}, maximum {high:g}: use 0 <= minimum <= maximum <= 1")
 
     def problems(self, heads: Sequence[int]) -> list[str]:
         return head_problems(self.heads, heads)

@@ -130,7 +130,7 @@ def dynamic_zeroing(
     if (threshold is None) == (quantile is None):
         raise UserError("give either threshold or quantile")
     if calibration is not None and quantile is None:
-        raise UserError("a calibration sets the threshold of a quantile: give quantile")
+        raise UserError("calibration needs quantile, whose threshold it sets: give quantile")
     open_probe, first = open_probe_on(model), False
     if quantile is not None:
         check_share(quantile)
@@ -163,7 +163,7 @@ def _calibrated(open_probe: OpenProbe, score: str, share: float, calibration: An
         raise UserError(f"calibration {calibration!r:.60}: give a folder, or token sequences")
     ids = [token_ids(probe.model, tokens) for tokens in calibration]
     if not ids:
-        raise UserError("a calibration without any token sequence")
+        raise UserError("calibration has no token sequences: give at least one")
     samples = [row for ids_BT in ids for row in ids_BT.tolist()]
     measured = measure_scores(open_probe, score, samples, device=ids[0].device)
     return threshold_of(score, share, measured)

@@ -28,7 +28,7 @@ def principal_components(rows: Floats, count: int = 2) -> Components:
     if len(rows) < 2:
         raise ValueError(f"principal components of {len(rows)} row: two or more are needed")
     if not np.ptp(rows, axis=0).any():
-        raise ValueError("principal components of rows that are all equal")
+        raise ValueError("all rows are equal, so they have no principal components")
     pca = PCA(min(count, *rows.shape), svd_solver="full")
     return Components(pca.fit_transform(rows), pca.explained_variance_ratio_)
 
@@ -54,7 +54,7 @@ def attention_map_components(maps_MTT: NDArray[Any], count: int = 2) -> MapCompo
     """
     if maps_MTT.shape[-1] > MAP_TOKENS:
         raise ValueError(
-            f"attention maps of {maps_MTT.shape[-1]} tokens: at most {MAP_TOKENS}, they are S x S"
+            f"attention maps of {maps_MTT.shape[-1]} tokens are S x S: use at most {MAP_TOKENS}"
         )
     matrices = len(maps_MTT)
     if matrices < 2:
@@ -66,7 +66,7 @@ def attention_map_components(maps_MTT: NDArray[Any], count: int = 2) -> MapCompo
     total, count = float(np.trace(inner_MM)), min(count, matrices - 1)
     # Centered products are differences: equal matrices leave only rounding errors.
     if not total > 1e-6 * float(np.square(rows, dtype=np.float64).sum()):
-        raise ValueError("principal components of matrices that are all equal")
+        raise ValueError("all matrices are equal, so they have no principal components")
     values, vectors = eigh(inner_MM, subset_by_index=[matrices - count, matrices - 1])
     scale = np.sqrt(np.maximum(values[::-1], 0.0))
     vectors_MC = vectors[:, ::-1]
@@ -102,7 +102,7 @@ def neighbor_embedding(rows: Floats, seed: int) -> Embedding:
     if len(rows) < FEWEST:
         raise ValueError(f"t-SNE of {len(rows)} rows: {FEWEST} or more are needed")
     if not np.ptp(rows, axis=0).any():
-        raise ValueError("t-SNE of rows that are all equal")
+        raise ValueError("t-SNE needs rows that differ, but all are equal")
     perplexity = min(PERPLEXITY, (len(rows) - 1) / 3)
     # Exact, as the tree approximation fails for equal rows, which first tokens may have.
     options = {"perplexity": perplexity, "random_state": seed, "init": "pca", "method": "exact"}

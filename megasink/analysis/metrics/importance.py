@@ -105,7 +105,7 @@ def _register_sparsity(limit: float, suffix: str) -> None:
         (after_gate, "|values| that enter the output projection"),
         (of_mean_gate, "|SDPA output times its layer's mean gate score|, the control,"),
     ):
-        function.__doc__ = f"Share of {what} below {suffix or '1e-2'}; strictly below."
+        function.__doc__ = f"Share of {what} strictly below {suffix or '1e-2'}."
         name = f"sparsity_{function.__name__}" + (f"_{suffix}" if suffix else "")
         metric(name, source="P1.36", unit="share", axis="layer")(function)
 

@@ -54,13 +54,13 @@ BRANCHES = {
 """Statistics of one sequence in one block."""
 
 GRADIENT = {
-    "mask_gradient_H": "derivative of the sequence's mean loss (nats) by a factor of each head's "
-    "output, at 1; takes a backward pass"
+    "mask_gradient_H": "derivative of the sequence's mean loss (nats) with respect to a factor on "
+    "each head's output, at factor 1; takes a backward pass"
 }
 """Statistics of one sequence in one attention layer that only `--metrics` asks for."""
 
 STATISTICS: dict[str, str] = {**ATTENTION, **STATE, **BRANCHES, **GRADIENT}
-"""Statistics that a metric may take, by parameter name; all from one table, or one branch.
+"""Statistics that a metric may take, by parameter name; one metric takes one set of `TOGETHER`.
 
 Shapes: H query heads, G key/value groups, T tokens of the sequence, D head dim, E hidden size.
 Floating point, at least float32.
@@ -107,7 +107,7 @@ OVER_SAMPLES: dict[str, "Callable[[Tensor, Tensor], Tensor]"] = {
     "max": lambda values, tokens_N: values.amax(0),
     "median": lambda values, tokens_N: values.nanmedian(0).values,
 }
-"""How sample values, [N, ...], reduce to the value of the analysis."""
+"""Reduction of sample values, [N, ...], to the value of the analysis."""
 
 SCALARS: dict[str, "Callable[[Tensor], Tensor]"] = {
     "mean": lambda values: values.nanmean(),
@@ -115,10 +115,10 @@ SCALARS: dict[str, "Callable[[Tensor], Tensor]"] = {
     "mean over block outputs": lambda values: values[2::2].nanmean(),
     "max over block outputs": lambda values: values[2::2].nan_to_num(nan=-math.inf).amax(),
 }
-"""How the value of an analysis reduces to one number, where one is shown."""
+"""Reduction of the value of an analysis to one number, where one is shown."""
 
 SHOWN: dict[str, str] = {
-    "table": "a column in the CSV table of its axis; its number in datasets.csv for one of a model",
+    "table": "a column in the CSV table of its axis; of a whole model, its number in datasets.csv",
     "curve": "a line in a figure, one for each model",
     "heatmap": "a [layer, head] picture of each model",
     "scalar": "its number by dataset, by checkpoint (trace), in training (TensorBoard, W&B), and "

@@ -106,5 +106,5 @@ def top_agreement(a: Scores, b: Scores, count: int = 5) -> float:
 
 def _same_heads(a: Scores, b: Scores) -> Mask:
     if a.shape != b.shape:
-        raise ValueError(f"scores of shapes {a.shape} and {b.shape}: head by head, they must agree")
+        raise ValueError(f"the scores have shapes {a.shape} and {b.shape}: use models of one shape")
     return ~(np.isnan(a) | np.isnan(b))

@@ -58,10 +58,10 @@ def tiles(
     if key_BGSD.shape != (batch, groups, keys, head_dim) or heads % groups or keys < tokens:
         raise ValueError(
             f"queries {list(query_BHTD.shape)} and keys {list(key_BGSD.shape)}: batch and head dim "
-            "must agree, heads be a multiple of groups, and each query have a key"
+            "must agree, heads must be a multiple of groups, and each query must have a key"
         )
     if prefix > 1 and window is not None:
-        raise ValueError(f"a prefix of {prefix} does not go with a window of {window}")
+        raise ValueError(f"prefix {prefix} and window {window} cannot be combined: drop one")
     dtype = torch.promote_types(query_BHTD.dtype, torch.float32)
     repeats, before = heads // groups, keys - tokens
     query_NRTD = query_BHTD.reshape(batch * groups, repeats, tokens, head_dim)
@@ -252,7 +252,7 @@ def whole_scores(
     """Assemble the scores [H, T, S] of one sequence; `hidden` for invisible keys."""
     heads, tokens = query_HTD.shape[:2]
     if tokens > MAP_TOKENS:
-        raise ValueError(f"attention maps of {tokens} tokens: at most {MAP_TOKENS}, they are S x S")
+        raise ValueError(f"attention maps of {tokens} tokens are S x S: use at most {MAP_TOKENS}")
     dtype = torch.promote_types(query_HTD.dtype, torch.float32)
     score_HTS = torch.full((heads, tokens, tokens), hidden, dtype=dtype, device=query_HTD.device)
     score_GRTS = score_HTS.unflatten(0, (len(key_GTD), -1))

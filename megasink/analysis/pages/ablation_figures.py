@@ -24,7 +24,7 @@ _X = "% of heads zeroed"
 _SEVERAL = 8
 """Panels of curves on the page; the other datasets are in ablation.csv."""
 DRAWINGS: list[Drawing] = []
-"""Each draws results, the masks of points.npz and tsne.npz."""
+"""Each draws from the results, the masks of points.npz, and tsne.npz."""
 
 
 def title_of(score: str) -> str:
@@ -106,7 +106,7 @@ def _ranks(results: AblationResults, *_: Any) -> Any:
     style.write_cells(axis, image, table, 9, "{:.0f}")
     axis.set_xticks(range(len(scores)), columns, rotation=35, ha="right")
     axis.set_yticks(range(len(names)), rows)
-    style.label(axis, "rank by normalized AUC, 1 the best")
+    style.label(axis, "rank by normalized AUC (1 is best)")
     return figure
 
 

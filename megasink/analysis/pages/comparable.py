@@ -24,7 +24,7 @@ _OPTIONS = {
     "inputs": "different inputs (--inputs)",
     "bos": "different BOS settings (--bos)",
     "replaced_positions": "different replaced tokens (--replace-tokens-at)",
-    "replaced_with": "different tokens in their place (--replace-tokens-with)",
+    "replaced_with": "different replacement tokens (--replace-tokens-with)",
     "max_samples": "different sample limits (--max-samples)",
 }
 

@@ -14,7 +14,7 @@ from megasink.figures.recorded import Shown
 from megasink.figures.style import rendered, styled
 
 MOST_CELLS = 6000
-"""Numbers of one picture that a page holds: a map of 80 layers of 64 heads is whole."""
+"""Maximum number of values of one picture on a page: a map of 80 layers by 64 heads fits."""
 _DOT = 0.009  # half of a mark's width, as a share of the picture's
 
 

@@ -15,9 +15,9 @@ from megasink.figures import style
 from megasink.figures.recorded import bars, curve, named_axes
 
 ENOUGH_SAMPLES, ENOUGH_TOKENS = 16, 64
-"""Below either, the page says that its numbers say little."""
+"""Below either number, the page warns that its numbers say little."""
 LARGE = 10
-"""From this many times the other tokens' norm on, the page calls token 0 a massive activation."""
+"""Minimum norm of token 0, relative to the other tokens', that is called a massive activation."""
 _NEEDED = ("sink_rate", "first_token_attention", "circuit_stage", "importance", "imbalance")
 DRAWINGS: list[Drawing] = []
 
@@ -77,8 +77,8 @@ def _norms(of: SampleResults) -> str:
     massive = "a massive activation" if ratio >= LARGE else "there is no massive activation"
     return (
         f"After layer {layer} the first token's hidden state is {ratio:.1f} times as long as the "
-        "mean of the others, more than after any other layer (mean over the samples of the ratio "
-        f"in each): {massive}."
+        "mean of the others (the ratio, averaged over the samples), more than after any other "
+        f"layer: {massive}."
     )
 
 

@@ -172,7 +172,7 @@ def _problems_of_any_backend(request: AttentionRequest) -> list[str]:
             f"attention dtype {request.dtype}: use float16, bfloat16, float32 or float64"
         )
     if request.window is not None and request.window < 1:
-        problems.append(f"attention window {request.window}: a token sees itself, use 1 or more")
+        problems.append(f"attention window {request.window}: use 1 (the token itself) or more")
     if request.window is not None and not request.causal:
         problems.append("an attention window needs the causal mask")
     if request.distance_bias and not request.causal:

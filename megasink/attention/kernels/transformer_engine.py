@@ -39,7 +39,7 @@ class TransformerEngineBackend(CudnnKernel, PackageBackend):
         if reason := super().supports(request) or cudnn_reason(request):
             return reason
         if request.window is not None and (version := _cudnn_version()) < WINDOW_SINCE:
-            return f"a window needs cuDNN 9.2, this is {version}"
+            return f"a window needs cuDNN 9.2, but {version} is installed"
         # attention/dot_product_attention/utils.py, get_attention_backend
         capability = request.compute_capability
         if request.deterministic and capability is not None and capability < (9, 0):
@@ -51,7 +51,7 @@ class TransformerEngineBackend(CudnnKernel, PackageBackend):
 
     def sink_reason(self, request: AttentionRequest) -> str | None:
         if (version := _cudnn_version()) < SINK_SINCE:
-            return f"its own sink needs cuDNN 9.13.1, this is {version}"
+            return f"its own sink needs cuDNN 9.13.1, but {version} is installed"
         if request.deterministic:
             return "the gradient of its own sink is not deterministic"
         return None

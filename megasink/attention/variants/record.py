@@ -89,7 +89,7 @@ class Parameter:
             return (first, *others)
         if first % ranks:
             raise ValueError(
-                f"{self.name} has {first} rows, which {ranks} tensor-parallel ranks do not divide"
+                f"{self.name} has {first} rows, not divisible by {ranks} tensor-parallel ranks"
             )
         return (first // ranks, *others)
 

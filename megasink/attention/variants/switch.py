@@ -36,7 +36,7 @@ def switch_problems(options: Any, groups: int | None, named: Callable[[str], str
         yield f"{named('switch_top_k')} {top_k} of {experts} experts: use 1 to {experts}"
     if gates_explicitly(options):
         variant = f"{named('attention_variant')} {options.attention_variant}"
-        yield f"{switch} with {variant}: experts and gates do not combine: use another variant"
+        yield f"{switch} and {variant} cannot be combined: choose either experts or gates"
     ranks = options.tensor_model_parallel_size
     if groups and groups < ranks:
         yield (

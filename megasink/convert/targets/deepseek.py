@@ -137,11 +137,11 @@ def _misfits(model: Architecture) -> list[str]:
     if model.latent and model.norm_eps != _EPSILON:
         problems.append(f"the norms of its latents have an epsilon of {_EPSILON}")
     if not model.shared_ffn or model.shared_ffn % model.ffn:
-        problems.append("its shared expert is a multiple of an expert's width")
+        problems.append("the width of its shared expert is a multiple of an expert's width")
     if model.expert_groups and model.topk // model.expert_groups[1] != 2:
-        problems.append("a group's score is the sum of two, so each chosen group has two experts")
+        problems.append("a group's score sums two experts' scores, so each chosen group needs two")
     if model.topk == 1:
-        problems.append("the probability of a single chosen expert is one, Megatron's its sigmoid")
+        problems.append("its single expert has probability 1, in Megatron the sigmoid of its score")
     return problems
 
 

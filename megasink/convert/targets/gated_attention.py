@@ -193,7 +193,7 @@ def _qwen_refused(config: Mapping[str, Any]) -> list[str]:
     elif every and types != _types({**config, "layer_types": None}):
         problems.append(f"layer_types, which full_attention_interval {every} contradicts")
     if "full_attention" not in types:
-        problems.append("layer_types of linear attention alone, which has no heads with gates")
+        problems.append("layer_types with only linear attention, which has no gated heads")
     sizes = DeltaNet.of(config)
     if sizes.linear_num_value_heads % sizes.linear_num_key_heads:
         problems.append(

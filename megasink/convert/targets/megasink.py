@@ -149,14 +149,12 @@ def _refused(config: Mapping[str, Any]) -> list[str]:
     name = config.get("attention_variant", "vanilla")
     if not is_variant(name):
         return [f"attention_variant {name!r}"]
-    rotated = config.get("no_rope_layers")
-    if rotated is not None and len(rotated) != config["num_hidden_layers"]:
-        return [f"no_rope_layers {rotated} of {config['num_hidden_layers']} layers"]
+    rotated, count = config.get("no_rope_layers"), config["num_hidden_layers"]
+    if rotated is not None and len(rotated) != count:
+        return [f"no_rope_layers with {len(rotated)} entries for {count} layers"]
     layers = config.get("attention_variant_layers")
-    if layers is not None and (
-        len(layers) != config["num_hidden_layers"] or {*map(bool, layers)} != {True, False}
-    ):
-        return [f"attention_variant_layers {layers} of {config['num_hidden_layers']} layers"]
+    if layers is not None and (len(layers) != count or {*map(bool, layers)} != {True, False}):
+        return [f"attention_variant_layers {layers}, not {count} entries, some true, some false"]
     granularity = config.get("gate_granularity", "headwise")
     problems = unknown_values(_options(config))
     if granularity not in GATES:

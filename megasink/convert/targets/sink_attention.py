@@ -143,7 +143,7 @@ def _read_gpt_oss(config: Mapping[str, Any]) -> dict[str, Any]:
 def _gpt_oss_refused(config: Mapping[str, Any]) -> list[str]:
     if config.get("rope_parameters"):
         return []
-    return ["no rope_parameters, which in transformers is YaRN with a factor of 32"]
+    return ["no rope_parameters (transformers then uses YaRN with a factor of 32)"]
 
 
 for target in (

@@ -108,7 +108,7 @@ def _empty_parts(lengths: NDArray[Any], given: str | None) -> Iterator[str]:
         whose = "" if given else " (Megatron's default)"
         yield (
             f"--split {split}{whose} leaves none of its {documents} documents for "
-            f"{' and '.join(empty)}: give each part that you need a share, and 0 to the others, "
+            f"{' and '.join(empty)}: give a share to each part that you need, and 0 to the others, "
             f"such as --split {_split_that_fits(documents)}"
         )
 

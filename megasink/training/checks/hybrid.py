@@ -43,7 +43,7 @@ def problems(args: Namespace) -> Iterator[str]:
     elif not {ATTENTION, LATENT} & {*layers}:
         yield f"{_FLAG} {pattern!r} has no attention layer (* or +): add one"
     if ATTENTION in layers and args.multi_latent_attention:
-        yield f"{_FLAG} {pattern}: with latent attention (+) it has no *: use + in every block"
+        yield f"{_FLAG} {pattern}: + (latent attention) and * cannot be combined: use + everywhere"
     blocks = len(blocks_of(pattern))
     if args.num_layers not in (None, blocks, len(layers)):
         yield (

@@ -23,7 +23,7 @@ def problems(args: Namespace) -> Iterator[str]:
             "use rope (--rope-type yarn extends its context)"
         )
     if args.q_lora_rank is not None and args.q_lora_rank < 1:
-        yield f"--q-lora-rank {args.q_lora_rank}: give 1 or more, or drop it for no latent"
+        yield f"--q-lora-rank {args.q_lora_rank}: give 1 or more, or drop it to keep queries whole"
     for width in _WIDTHS:
         if getattr(args, width) < 1:
             yield f"--{width.replace('_', '-')} {getattr(args, width)}: give 1 or more"
@@ -37,8 +37,8 @@ def problems(args: Namespace) -> Iterator[str]:
         )
     if args.context_parallel_size > 1 and {*args.cp_comm_type} != {"all_gather"}:
         yield (
-            f"--cp-comm-type {' '.join(args.cp_comm_type)}: latent attention is split over ranks "
-            "by all_gather alone"
+            f"--cp-comm-type {' '.join(args.cp_comm_type)}: latent attention supports only "
+            "all_gather: use --cp-comm-type all_gather"
         )
     ranks = args.tensor_model_parallel_size
     if args.transformer_impl != "local" or ranks < 2:

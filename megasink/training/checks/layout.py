@@ -39,7 +39,7 @@ def _groups(args: Namespace) -> Iterator[str]:
     tensor = args.tensor_model_parallel_size
     if not args.group_query_attention:
         if groups not in (None, 1):
-            yield f"--num-query-groups {groups} needs --group-query-attention: add it"
+            yield f"--num-query-groups {groups} needs --group-query-attention: add that flag"
     elif not heads or not groups or groups < 1:
         return
     elif heads % groups:

@@ -35,7 +35,7 @@ def problems(args: Namespace) -> Iterator[str]:
 def _sharded(args: Namespace, name: str) -> Iterator[str]:
     flags = f"--optimizer {name} with --use-distributed-optimizer"
     if not args.bf16:
-        yield f"{flags} fails in Megatron without --bf16: add it, or drop the second flag"
+        yield f"{flags} fails in Megatron without --bf16: add --bf16, or drop the second flag"
     if args.num_experts:
         yield f"{flags} and experts is not tested: drop --use-distributed-optimizer"
     if args.num_distributed_optimizer_instances > 1:

@@ -22,7 +22,7 @@ def _wandb(args: Namespace) -> Iterator[str]:
     if not args.wandb_project:
         for name in ("entity", "exp-name"):
             if getattr(args, f"wandb_{name.replace('-', '_')}"):
-                yield f"--wandb-{name} without --wandb-project logs nothing: add it"
+                yield f"--wandb-{name} without --wandb-project logs nothing: add --wandb-project"
         return
     if not args.wandb_exp_name:
         yield f"--wandb-project {args.wandb_project} needs --wandb-exp-name"

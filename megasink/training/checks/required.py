@@ -73,7 +73,7 @@ def _schedule(args: Namespace) -> Iterator[str]:
     yield from _decay_fraction(args)
     given = args.save_interval is not None or "save_interval" in args.refused_flags
     if args.save and not given and not args.run_dir:
-        yield "--save without --save-interval: add it, or use --run-dir"
+        yield "--save without --save-interval: add --save-interval, or use --run-dir"
 
 
 def _length(args: Namespace, unit: str) -> int | None:

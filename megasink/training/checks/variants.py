@@ -59,7 +59,7 @@ def of_record(args: Namespace, record: Variant) -> Iterator[str]:
             groups.setdefault(owners, []).append(flag_of(name))
     for owners, flags in groups.items():
         drop = "the flag" if len(flags) == 1 else "the flags"
-        yield f"{', '.join(flags)}: not for {flag}: use {owners}, or drop {drop}"
+        yield f"{flag} does not support {', '.join(flags)}: use {owners}, or drop {drop}"
     yield from _parameters(args, record)
     if args.sdpa_output_norm == "rmsnorm" and not record.norm_keeps_gate(args):
         kept = any_of(other for other in variants() if other.norm_keeps_gate(args))
@@ -194,7 +194,7 @@ def _without_softmax(args: Namespace, flag: str) -> Iterator[str]:
         ("--attention-bias-type", args.attention_bias_type != "none"),
     ):
         if given:
-            yield f"{flag} with {mask}: it supports only causal masks and windows; drop one"
+            yield f"{flag} supports only causal masks and windows, not {mask}: drop one of them"
     if args.fp16:
         yield (
             f"--fp16: the weights of {flag} are not bounded by their sum, and float16 overflows at "

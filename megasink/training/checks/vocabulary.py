@@ -118,7 +118,7 @@ def _row_problems(args: Namespace) -> Iterator[str]:
     if rows is not None and args.sink_token and rows <= size and kind != "HuggingFaceTokenizer":
         yield (
             f"--padded-vocab-size {rows} leaves no row for --sink-token after the {size} tokens "
-            "of the tokenizer: raise it or drop it"
+            "of the tokenizer: raise or drop --padded-vocab-size"
         )
     yield from _indivisible(args, _rows(args, size))
 

@@ -68,7 +68,7 @@ def read(name: str, known: Known | None = None) -> Recipe:
             break
         path = _path(include, files[-1].parent)
         if any(path.samefile(other) for other in files):
-            problems.append(f"{files[-1]}: include {include!r} forms a circle")
+            problems.append(f"{files[-1]}: include {include!r} is circular: remove it")
             break
         files.append(path)
         contents.append(read_toml(path))

@@ -138,7 +138,7 @@ MODELS = {
         "activations of every sample are infinite or NaN, first in layer 1, heads [2, 3]: its "
         "weights hold infinite or NaN values, first in model.layers.1.self_attn.v_proj.weight; ",
     ),
-    "without-attention": (without_attention, "MambaForCausalLM has no attention in its 2 layers"),
+    "without-attention": (without_attention, "attention in the 2 layers of MambaForCausalLM"),
     "encoder-decoder": (encoder_decoder, "this kind of AutoModel: AutoModelForCausalLM.\n"),
 }
 

@@ -84,7 +84,7 @@ def test_of_several_documents_the_beginnings_are_taken(tmp_path, capsys):
 
 def test_a_text_of_one_token_is_refused(tmp_path):
     (tmp_path / "a.txt").write_text("x")
-    with pytest.raises(UserError, match=r"a\.txt has no document of at least 2 tokens"):
+    with pytest.raises(UserError, match=r"a\.txt has no document of 2 or more tokens"):
         text_samples(
             Reader(Characters(bos=False)), [str(tmp_path / "a.txt")], seq_length=4, max_samples=9
         )

@@ -45,12 +45,12 @@ def test_a_calibration_sets_the_same_thresholds(folder, analysis, tmp_path, forw
     [
         ("--score awft --seeds 1 1", ["--seeds 1 1: a value is repeated"]),
         ("--heads 0.1 --layer -1", ["numbered from 0"]),
-        ("--score random", ["--score random: it is always measured"]),
+        ("--score random", ["--score random is always measured"]),
         ("--by gradient --tasks a", ["--by gradient needs the loss of texts"]),
-        ("--heads 0.1 --calibration .", ["--calibration sets the thresholds of --score"]),
+        ("--heads 0.1 --calibration .", ["--calibration needs --score"]),
         (
             "--heads 0.1 --zeroed 10 --seeds 1",
-            ["--zeroed applies to --score: add it", "--seeds applies to --score: add it"],
+            ["--zeroed applies only to --score", "--seeds applies only to --score"],
         ),
     ],
 )

@@ -151,7 +151,7 @@ def test_a_repeated_sweep_asks_nothing(model, swept, monkeypatch):
         ("--tasks mmlu", "not on this machine: add --allow-download"),
         (f"--tasks {TASK} --data README.md", "--tasks and --data: choose one"),
         (f"--tasks {TASK} --limit 0", "--limit 0: use 1 or more"),
-        ("--data README.md --limit 3", "--limit applies to --tasks"),
+        ("--data README.md --limit 3", "--limit applies only to --tasks"),
     ],
 )
 def test_bad_input_is_named(model, tmp_path, capsys, flags, problem):

@@ -91,7 +91,7 @@ def test_wrong_arguments(model):
         ({"score": "importance", "threshold": 0.5}, "score 'importance' is unknown: choose awft"),
         ({"score": "nothing", "quantile": 0.5}, "score 'nothing' is unknown"),
         ({"score": "awft", "threshold": 0.5, "calibration": [[1, 2]]}, "give quantile"),
-        ({"score": "awft", "quantile": 0.5, "calibration": []}, "without any token sequence"),
+        ({"score": "awft", "quantile": 0.5, "calibration": []}, "no token sequences"),
     ):
         with pytest.raises(ValueError, match=message):
             dynamic_zeroing(model, **arguments).__enter__()

@@ -69,7 +69,7 @@ def test_what_a_record_does_not_say_is_refused_by_name(pool):
 
 def test_groups_that_ranks_do_not_divide_are_refused(pool):
     for said in pool.run(f"{TASKS}:refused_layout", Layout(tp=2)):
-        assert said == "group_sink has 1 rows, which 2 tensor-parallel ranks do not divide"
+        assert said == "group_sink has 1 rows, not divisible by 2 tensor-parallel ranks"
 
 
 def test_a_run_whose_variant_is_not_registered_is_refused(pool, tmp_path):
