@@ -1,10 +1,14 @@
 """Tiny runs of training: their flags, and what stands in their folders."""
 
+import asyncio
 import json
 import shlex
 import textwrap
 from pathlib import Path
 from typing import Any
+
+SOURCES = Path(asyncio.__file__).parent
+"""Real text that no commit changes."""
 
 # What a test says behind them counts.
 TINY = shlex.split("""

@@ -4,8 +4,8 @@ import json
 
 import pytest
 
-from tests.forkserver import ROOT, server
-from tests.runs import metrics, steps
+from tests.forkserver import server
+from tests.runs import SOURCES, metrics, steps
 from tests.training.test_end_to_end import FLAGS
 
 
@@ -13,10 +13,10 @@ from tests.training.test_end_to_end import FLAGS
 def folder(tmp_path_factory):
     """text: data; run: trained on two ranks; hf: its export; run-page and hf-page: analyses."""
     folder = tmp_path_factory.mktemp("start-to-end")
-    docs, text = str(ROOT / "docs"), folder / "text"
+    text = folder / "text"
     layout = ["--tensor-model-parallel-size", "2", "--head-balance-coeff", "0.1"]
     source = ["--data-path", str(text), "--tokenizer-model", f"{text}-tokenizer"]
-    samples = ["--data", docs, "--seq-length", "32", "--max-samples", "4", "--device", "cpu"]
+    samples = ["--data", SOURCES, "--seq-length", "32", "--max-samples", "4", "--device", "cpu"]
 
     def megasink(*argv, module="megasink"):
         done = server().run([module, *map(str, argv)], tree=True)
@@ -24,7 +24,7 @@ def folder(tmp_path_factory):
         return done.stdout
 
     drawn = ["--validation", "0.1", "--workers", "1"]
-    megasink("data", docs, "--output", text, "--train-tokenizer", "400", *drawn)
+    megasink("data", SOURCES, "--output", text, "--train-tokenizer", "400", *drawn)
     said = megasink("train", "--run-dir", folder / "run", *FLAGS, *layout, *source)
     assert f"data: validation with {text}-validation, in place of --split" in said
     megasink("convert-to-hf", folder / "run", "--output", folder / "hf", "--device", "cpu")
@@ -37,7 +37,7 @@ def folder(tmp_path_factory):
 def test_the_model_learned(folder):
     losses = [line["lm_loss"] for line in steps(folder / "run")]
     assert len(losses) == 12
-    # A step's few texts may be odd ones, and they change with the repository's files.
+    # A step's few texts may be odd ones.
     valid = [line["valid_lm_loss"] for line in metrics(folder / "run") if "valid_lm_loss" in line]
     assert valid[-1] < losses[0] - 0.5
 

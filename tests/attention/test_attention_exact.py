@@ -21,6 +21,7 @@ from tests.attention.attention_oracle import (
     make_case,
 )
 
+pytestmark = pytest.mark.usefixtures("memory_of_nans")
 LOW = [torch.float32, torch.bfloat16]
 
 

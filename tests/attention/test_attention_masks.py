@@ -21,6 +21,7 @@ from megasink.attention.blocks import plan_blocks
 from megasink.errors import ConfigError
 from tests.attention.attention_oracle import assert_at_most_twice_plain_error, check, make_case
 
+pytestmark = pytest.mark.usefixtures("memory_of_nans")
 LOW = [torch.float32, torch.bfloat16]
 FLASH_AND_EAGER = ["flash-cpu", "eager"]
 CU_SEQLENS = (0, 1, 9, 9, 20, 21, 29, 37)  # lengths 1, 8 (twice), 0, 11, 1: some share a call

@@ -9,6 +9,7 @@ import torch
 from megasink.attention import VARIANTS, attention, first_key_gate
 from tests.attention.attention_oracle import check, make_case
 
+pytestmark = pytest.mark.usefixtures("memory_of_nans")
 # (queries, keys): a history shorter and longer than the windows, none, odd lengths.
 SIZES = [(1, 23), (5, 8), (7, 20), (9, 29), (13, 14), (20, 20)]
 

@@ -11,7 +11,8 @@ import pytest
 
 from megasink.cli import main
 from tests import forkserver
-from tests.distributed.pool import ROOT, free_port
+from tests.distributed.pool import free_port
+from tests.runs import SOURCES
 from tests.training.six_steps import FLAGS
 from tests.waiting import session, until
 
@@ -21,9 +22,9 @@ FILES = (".bin", ".idx", ".json")
 
 @pytest.fixture(scope="session")
 def text(tmp_path_factory):
-    """Flags of a small data set of real text: this repository's sources."""
+    """Flags of a small data set of real text."""
     prefix = tmp_path_factory.mktemp("text") / "sources"
-    arguments = ["data", str(ROOT / "megasink"), "--output", str(prefix)]
+    arguments = ["data", str(SOURCES), "--output", str(prefix)]
     assert main([*arguments, "--train-tokenizer", "512", "--workers", "1"]) == 0
     return ["--data-path", str(prefix), "--tokenizer-model", f"{prefix}-tokenizer"]
 

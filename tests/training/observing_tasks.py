@@ -1,8 +1,11 @@
 """Tasks for the workers: the trainer with a stand-in for W&B, and one that diverges."""
 
 import importlib.machinery
+import io
 import sys
+from contextlib import redirect_stdout
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
@@ -73,6 +76,20 @@ def stopped(flags: list[str], ranks: int, port: int) -> tuple[str, str]:
     except Exception as error:
         return type(error).__name__, str(error)
     return "", ""
+
+
+def log_lines(seconds: list[float], **args: int) -> list[str]:
+    """What is printed after steps that took so long."""
+    from megasink.training import metrics_writer
+
+    said, writer = io.StringIO(), SimpleNamespace(_mean_seconds=None)
+    given = SimpleNamespace(**args)
+    with mock.patch.object(metrics_writer, "get_args", return_value=given), redirect_stdout(said):
+        for step, taken in enumerate(seconds, start=1):
+            record = {"iteration": step, "lm_loss": 2.0, "seconds": taken}
+            speed = metrics_writer.MetricsWriter._speed(writer, record)
+            metrics_writer.MetricsWriter._print(writer, record, speed)
+    return said.getvalue().splitlines()
 
 
 def write_tokens(prefix: str, documents: int, length: int, tokens: int) -> None:

@@ -3,16 +3,14 @@
 import json
 import math
 import shutil
-from pathlib import Path
 
 import pytest
 
 from megasink.cli import main as megasink
 from tests.distributed.layout import SINGLE
 from tests.forkserver import server
-from tests.runs import TINY, UNTIED, metrics, steps
+from tests.runs import SOURCES, TINY, UNTIED, metrics, steps
 
-ROOT = Path(__file__).parents[2]
 FLAGS = [*TINY, *UNTIED]
 FLAGS += """
     --seq-length 64 --max-position-embeddings 64 --global-batch-size 8 --train-iters 12
@@ -34,7 +32,7 @@ def pipeline_run(text, tmp_path_factory):
 def test_the_model_learns(pipeline_run):
     losses = [line["lm_loss"] for line in steps(pipeline_run)]
     assert len(losses) == 12
-    # A step's few texts may be odd ones, and they change with the repository's files.
+    # A step's few texts may be odd ones.
     valid = [line["valid_lm_loss"] for line in metrics(pipeline_run) if "valid_lm_loss" in line]
     assert valid[-1] < losses[0] - 0.5
 
@@ -159,14 +157,7 @@ def test_analyze_and_trace_a_run(pipeline_run, pool, tmp_path):
     shutil.copytree(pipeline_run, run)
     folder = run / "checkpoints"
     shutil.copytree(folder / "iter_0000012", folder / "iter_0000006")
-    data = [
-        "--data",
-        str(ROOT / "megasink" / "analysis" / "metrics"),
-        "--seq-length",
-        "64",
-        "--max-samples",
-        "8",
-    ]
+    data = ["--data", str(SOURCES), "--seq-length", "64", "--max-samples", "8"]
     lengths = ["--lengths", "32", "64", "--max-samples", "8", "--device", "cpu"]
     commands = [
         [
@@ -210,13 +201,7 @@ def test_analyze_and_trace_a_run(pipeline_run, pool, tmp_path):
 
 
 def test_a_run_at_twice_its_length_by_yarn(pipeline_run, pool, tmp_path):
-    data = [
-        "--data",
-        str(ROOT / "megasink" / "analysis" / "metrics"),
-        "--max-samples",
-        "2",
-        "--no-loss",
-    ]
+    data = ["--data", str(SOURCES), "--max-samples", "2", "--no-loss"]
     analyze = ["analyze", str(pipeline_run), *data, "--device", "cpu", "--seq-length", "128"]
     analyze += ["--output", str(tmp_path / "out")]
     commands = [analyze, [*analyze, "--yarn", "1"], [*analyze, "--yarn", "2"]]

@@ -106,6 +106,36 @@ def test_a_rank_that_waits_for_a_disk_and_goes_on_is_not_named(sleeper, monkeypa
     assert "rank 2" not in text
 
 
+def test_whether_rank_0_has_ended_with_the_store(sleeper, monkeypatch):
+    """By its process on this machine, by the port of its store on another."""
+    address = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
+    for name, value in address.items():
+        monkeypatch.setenv(name, value)
+    told = "the ranks' store was there, at {MASTER_ADDR}:{MASTER_PORT}".format_map(address)
+    store = Store()
+    there, here = (Heartbeat(store, 1, 2) for _ in range(2))
+    text, ended = there.without_store()
+    assert (text, ended) == (f"rank 0 has ended: see its log, or dmesg there; {told}", True)
+    tell(store, 0, 4711, host="b")
+    there.beat()
+    text, ended = there.without_store()
+    assert text.startswith("rank 0 on b, process 4711, has ended: ")
+    assert ended
+    with socket.create_server(("127.0.0.1", int(address["MASTER_PORT"]))):
+        text, ended = there.without_store()
+    assert (text, ended) == (f"rank 0 on b, process 4711, does not respond; {told}", False)
+    tell(store, 0, sleeper.pid)
+    here.beat()
+    text, ended = here.without_store()
+    assert text.startswith(f"rank 0 (process {sleeper.pid} on {socket.gethostname()})")
+    assert not ended
+    sleeper.kill()
+    sleeper.wait()
+    text, ended = here.without_store()
+    assert "has ended" in text
+    assert ended
+
+
 def test_of_ranks_on_other_machines_the_silent_one_is_named(monkeypatch):
     store = Store()
     tell(store, 1, 5, host="b", step=None, phase="building the data sets")

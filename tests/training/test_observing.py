@@ -10,6 +10,7 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 from megasink.balance.sums import BALANCE_GRADIENT, OTHER_GRADIENT, HeadStatistics
 from megasink.training.run_dir import folder_problem
 from megasink.training.series import RATIO, head_record
+from tests.distributed.layout import SINGLE
 from tests.distributed.pool import free_port
 from tests.runs import MOCK, TINY, UNTIED
 from tests.runs import metrics as lines
@@ -147,6 +148,16 @@ def test_the_speed_counts_the_batch_of_each_step(pool, tmp_path):
     assert report["logged"]["tokens per second"] == wanted
 
 
+def test_the_speed_is_a_moving_average_and_the_rest_takes_as_long(pool):
+    """4 * 64 tokens in 2 s, then in 0.7 * 2 + 0.3 * 4 s; 9 and 8 of 10 steps are left."""
+    sizes = {"train_iters": 10, "global_batch_size": 4, "seq_length": 64}
+    (found,) = pool.run(f"{TASKS}:log_lines", SINGLE, seconds=[2.0, 4.0], **sizes)
+    assert found == [
+        "megasink: step 1/10 | lm loss 2.0000 | 128 tokens/s | eta 0:00:18",
+        "megasink: step 2/10 | lm loss 2.0000 | 98 tokens/s | eta 0:00:20",
+    ]
+
+
 def test_a_run_that_diverges_stops_on_every_rank(pool, tmp_path):
     def train(folder, *flags):
         flags = [*FLAGS, "--run-dir", str(folder), "--stop-on-divergence", "0.5", *flags]
@@ -170,6 +181,10 @@ def test_a_run_that_diverges_stops_on_every_rank(pool, tmp_path):
     assert [event.step for event in events.Images("head importance")] == [1, 45, last]
     saved = sorted(int(path.name[5:]) for path in (run / "checkpoints").glob("iter_*"))
     assert saved == list(range(15, last, 15))  # none of the step at which it stopped
+    numbers = re.search(r"it is ([\d.]+) nats, ([\d.]+) above its lowest value ([\d.]+)", text)
+    smoothed, above, least = map(float, numbers.groups())
+    assert above == pytest.approx(smoothed - least, abs=2e-3)
+    assert above > 0.5
     lowest = int(re.search(r"at step (\d+)\.", text)[1])
     before = max(step for step in saved if step <= lowest)
     assert f"--load {run}/checkpoints --ckpt-step {before} " in text

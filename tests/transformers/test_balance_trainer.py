@@ -12,7 +12,7 @@ from transformers import TrainerCallback
 import megasink.transformers  # noqa: F401  registers the attention
 from megasink.errors import ConfigError, UserError
 from megasink.transformers.callback import HeadBalanceCallback
-from tests.analysis.capture.tiny_models import save_with_tokenizer, tiny_model
+from tests.analysis.capture.tiny_models import REAL_TEXTS, save_with_tokenizer, tiny_model
 from tests.balance import definition
 from tests.distributed.layout import Layout
 from tests.distributed.pool import free_port
@@ -247,7 +247,7 @@ def test_sft_trainer_equals_trainer(tmp_path):
     from datasets import Dataset
     from transformers import AutoTokenizer
 
-    folder = save_with_tokenizer(tmp_path, "llama", [Path(__file__).read_text()])
+    folder = save_with_tokenizer(tmp_path, "llama", REAL_TEXTS)
     tokenizer = AutoTokenizer.from_pretrained(folder)
     data = dataset(ROWS, masked=True)
     results = []
@@ -290,7 +290,7 @@ def test_the_example_of_the_documentation(tmp_path, monkeypatch):
     section = page.read_text().split("## In transformers: Trainer and SFTTrainer")[1]
     code = section.split("```python\n")[1].split("```")[0]
     assert '"Qwen/Qwen3-8B"' in code
-    folder = save_with_tokenizer(tmp_path, "qwen3", [Path(__file__).read_text()])
+    folder = save_with_tokenizer(tmp_path, "qwen3", REAL_TEXTS)
     lines = [json.dumps({"text": f"some text, number {number}"}) for number in range(16)]
     (tmp_path / "texts.jsonl").write_text("\n".join(lines))
     monkeypatch.chdir(tmp_path)

@@ -6,11 +6,12 @@ from pathlib import Path
 
 import megasink
 from tests.forkserver import ROOT
+from tests.runs import SOURCES
 
 folder = Path(sys.argv[1])
 loaded = megasink.load_run(folder / "run", device="cpu")
 options = {"seq_length": 32, "max_samples": 4}
-found = megasink.analyze(loaded, ROOT / "docs", name="run", **options)
+found = megasink.analyze(loaded, SOURCES, name="run", **options)
 written = megasink.read_analysis(folder / "run-page")
 assert {name: found[name].number for name in found} == {
     name: written[name].number for name in written

@@ -13,7 +13,7 @@ import torch
 import megasink
 from megasink.cli import main
 from megasink.errors import ConfigError, UserError
-from tests.analysis.capture.tiny_models import save_with_tokenizer, tiny_model
+from tests.analysis.capture.tiny_models import REAL_TEXTS, save_with_tokenizer, tiny_model
 
 ROOT = Path(__file__).resolve().parents[3]
 PNG = b"\x89PNG"
@@ -23,7 +23,7 @@ PNG = b"\x89PNG"
 def folder(tmp_path_factory):
     """my-model: a model with sinks; texts.jsonl: documents of it."""
     root = tmp_path_factory.mktemp("api")
-    texts = (ROOT / "README.md").read_text().split("\n## ")[:4]
+    texts = REAL_TEXTS[:4]
     (root / "texts.jsonl").write_text("".join(json.dumps({"text": t}) + "\n" for t in texts))
     save_with_tokenizer(root, "granite-swa", texts).rename(root / "my-model")
     return root

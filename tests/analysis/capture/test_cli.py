@@ -6,7 +6,6 @@ import html
 import json
 import re
 import shutil
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -18,7 +17,7 @@ from megasink.analysis.metrics.thresholds import wasserstein
 from megasink.analysis.pages import analysis_figures
 from megasink.analysis.pages import analysis_page as pages
 from megasink.cli import main
-from tests.analysis.capture.tiny_models import save_with_tokenizer, tiny_model
+from tests.analysis.capture.tiny_models import REAL_TEXTS, save_with_tokenizer, tiny_model
 
 TEXTS = ("lines", "prose")
 NAMES = {"llama": "llama", "gpt-oss": "<script>alert(1)</script> & $x_{"}
@@ -28,8 +27,7 @@ NAMES = {"llama": "llama", "gpt-oss": "<script>alert(1)</script> & $x_{"}
 def folder(tmp_path_factory):
     """Two models with a tokenizer, and texts."""
     root = tmp_path_factory.mktemp("analyze")
-    readme = (Path(__file__).parents[3] / "README.md").read_text()
-    texts = readme.split("\n## ")[:3]
+    texts = REAL_TEXTS[:3]
     (root / "lines.jsonl").write_text("".join(json.dumps({"text": t}) + "\n" for t in texts))
     (root / "prose.txt").write_text("One text, in which nothing stands twice. One text.")
     tokenizer = PreTrainedTokenizerFast.from_pretrained(save_with_tokenizer(root, "llama", texts))

@@ -21,11 +21,10 @@ from megasink.analysis.store import Store
 from megasink.cli import main
 from megasink.errors import UserError
 from megasink.transformers.identity import weights_hash
-from tests.analysis.capture.tiny_models import save_with_tokenizer, tiny_model
+from tests.analysis.capture.tiny_models import REAL_TEXTS, save_with_tokenizer, tiny_model
 from tests.distributed.pool import free_port
 from tests.forkserver import server
 
-ROOT = Path(__file__).parents[3]
 SHARDS = 24
 
 
@@ -33,16 +32,12 @@ SHARDS = 24
 def folder(tmp_path_factory):
     """A model with explicit gates, texts of many lengths, and an analysis without interruption."""
     root = tmp_path_factory.mktemp("resuming")
-    texts = [text[: 40 + 7 * i] for i, text in enumerate(_paragraphs()[:24])]
+    lines = [line * 5 for line in "".join(REAL_TEXTS).splitlines() if len(line) > 60]
+    texts = [text[: 40 + 7 * i] for i, text in enumerate(lines[:24])]
     (root / "texts.jsonl").write_text("".join(json.dumps({"text": t}) + "\n" for t in texts))
     save_with_tokenizer(root, "lfm3", texts)
     analyze(root, root / "whole")
     return root
-
-
-def _paragraphs():
-    text = (ROOT / "docs" / "maths.md").read_text() + (ROOT / "README.md").read_text()
-    return [line * 5 for line in text.splitlines() if len(line) > 90]
 
 
 def command(folder, output):

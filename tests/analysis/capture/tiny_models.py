@@ -1,6 +1,7 @@
 """Tiny random models of the architectures that are probed, out of their configurations."""
 
 import json
+import textwrap
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -14,6 +15,8 @@ from megasink.data.tokenizer import train_tokenizer
 from megasink.transformers.modeling import configuration_megasink, modeling_megasink
 
 VOCABULARY, WINDOW = 64, 5
+REAL_TEXTS = Path(textwrap.__file__).read_text().split("\n    def ")
+"""Real text that no commit changes, in pieces."""
 
 COMMON: dict[str, Any] = {
     "vocab_size": VOCABULARY,
