@@ -82,9 +82,14 @@ def log_lines(seconds: list[float], **args: int) -> list[str]:
     """What is printed after steps that took so long."""
     from megasink.training import metrics_writer
 
-    said, writer = io.StringIO(), SimpleNamespace(_mean_seconds=None)
+    said, writer = io.StringIO(), SimpleNamespace(_seconds_per_token=None)
     given = SimpleNamespace(**args)
-    with mock.patch.object(metrics_writer, "get_args", return_value=given), redirect_stdout(said):
+    batch = mock.Mock(return_value=given.global_batch_size)
+    with (
+        mock.patch.object(metrics_writer, "get_args", return_value=given),
+        mock.patch.object(metrics_writer, "get_current_global_batch_size", batch),
+        redirect_stdout(said),
+    ):
         for step, taken in enumerate(seconds, start=1):
             record = {"iteration": step, "lm_loss": 2.0, "seconds": taken}
             speed = metrics_writer.MetricsWriter._speed(writer, record)
