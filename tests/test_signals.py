@@ -172,6 +172,30 @@ def test_a_second_signal_of_a_destructor_that_comes_late_is_nothing(capsys, monk
     assert signal.getsignal(signal.SIGTERM) is before
 
 
+def test_the_second_signal_of_a_destructor_is_not_sent_after_the_command(monkeypatch):
+    """A command may end by itself before it is sent, as --help does."""
+    done = []
+
+    class Timer:
+        def __init__(self, *_):
+            self.start, self.cancel, self.join = (
+                lambda name=name: done.append(name) for name in ("start", "cancel", "join")
+            )
+
+    class Archive:
+        def __del__(self):
+            os.kill(os.getpid(), signal.SIGTERM)
+
+    def command():
+        Archive()
+        raise SystemExit(0)
+
+    monkeypatch.setattr(stopping.threading, "Timer", Timer)
+    with pytest.raises(SystemExit):
+        stopping.run(command)
+    assert done == ["start", "cancel", "join"]
+
+
 def test_ctrl_c_while_python_starts(made, tmp_path):
     """Of a whole terminal: the workers say nothing either."""
     options = ["--train-tokenizer", "400", "--workers", "2"]

@@ -10,8 +10,6 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import yaml  # transformers requires it
-
 from megasink.checkpoints.find import is_legacy, newest_checkpoint, stored_shapes
 from megasink.checkpoints.identity import plain
 from megasink.checkpoints.intact import checkpoint_path, damage, iterations
@@ -135,6 +133,8 @@ def _of_megatron(folder: Path) -> ForeignArguments:
 
 
 def _of_bridge(path: Path) -> dict[str, Any]:
+    import yaml  # transformers requires it
+
     try:
         config = yaml.safe_load(read_text(path, 1 << 24))
         model = config["model"]

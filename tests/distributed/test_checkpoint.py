@@ -33,7 +33,6 @@ SAVED = {
     "sandwich": (MODELS["sandwich"][1] | DISTRIBUTED, "tp", "pp"),
     "addition": (MODELS["addition"][1] | DISTRIBUTED, "tp", "pp"),
     "headwise": (HEADWISE | DISTRIBUTED, "tp", "pp single"),
-    "headwise-plain": (HEADWISE, "single", "tp"),
     "ns-bias-qk-norm": (GATED | DISTRIBUTED, "tp", "single"),
     "ns-bias-qk-norm-plain": (GATED, "pp", "tp"),
     "elementwise-one-layer": (
@@ -43,6 +42,7 @@ SAVED = {
     ),
     "switch": (MODELS["switch-key-value"][1] | DISTRIBUTED, "tp", "pp single"),
     "switch-plain-bf16": (MODELS["switch-value"][1] | BF16, "tp", "single"),
+    "headwise-plain": (HEADWISE, "dp", "tp"),
     "prediction": ({"mtp_num_layers": 1} | DISTRIBUTED, "tp", "pp"),
     "parameter": (MODELS["parameter"][1] | DISTRIBUTED, "tp", "pp"),
     "output": (MODELS["output"][1] | DISTRIBUTED, "tp", "single"),

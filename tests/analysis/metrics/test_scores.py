@@ -106,7 +106,18 @@ def test_importance_imbalance_and_sink_rate():
     assert float(layer_imbalance(table).nanmean()) == pytest.approx(0.5 / 3)
     alpha = torch.tensor([[[0.31, 0.3]], [[0.9, NAN]]])
     assert float(sink_rate(alpha)) == pytest.approx(2 / 3)  # strictly above, blanks left out
-    assert float(SCALARS["mean over block outputs"](torch.tensor([9.0, 9.0, 3.0, 9.0, 5.0]))) == 4.0
+
+
+def test_how_samples_and_axes_become_one_number():
+    values, tokens = torch.tensor([[1.0], [4.0], [2.0]]), torch.tensor([1, 1, 2])
+    found = {name: float(reduce(values, tokens)) for name, reduce in OVER_SAMPLES.items()}
+    wanted = {"mean": 7 / 3, "mean over tokens": 2.25, "min": 1.0, "max": 4.0, "median": 2.0}
+    assert found == pytest.approx(wanted)
+    # The embedding, then the state after attention and the output of each of three blocks.
+    states = torch.tensor([9.0, 7.0, 1.0, 8.0, 3.0, 6.0, NAN])
+    found = {name: float(number(states)) for name, number in SCALARS.items()}
+    of_blocks = {"mean over block outputs": 2.0, "max over block outputs": 3.0}
+    assert found == pytest.approx({"mean": 34 / 6, "first": 9.0, **of_blocks})
 
 
 def test_cosine_across_inputs():

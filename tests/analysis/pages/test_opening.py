@@ -4,23 +4,38 @@ from megasink.analysis.pages.opening import _paragraphs
 from megasink.analysis.results import MetricResult, SampleResults
 
 
-def test_a_sentence_of_enough_data_has_no_reserve():
+def opening(samples=16, tokens=64, **metrics):
     of = {"sink_rate": 0.5, "first_token_attention": 0.4, "circuit_stage": "none"}
     of |= {"sink_centre": 0.0, "imbalance": 0.1}
-    metrics = {name: MetricResult(None, number) for name, number in of.items()}
-    metrics["importance"] = MetricResult([[0.2, 0.8]], 0.5)
-    spread = {"sink_rate": 0.125}
+    found = {name: MetricResult(None, number) for name, number in of.items()}
+    found["importance"] = MetricResult([[0.2, 0.8]], 0.5)
+    results = SampleResults(
+        samples=samples,
+        tokens=samples * tokens,
+        metrics=found | metrics,
+        sink_positions={},
+        spread={"sink_rate": 0.125},
+    )
+    return " ".join(_paragraphs("model", results))
+
+
+def test_a_sentence_of_enough_data_has_no_reserve():
     for samples, tokens, little in ((16, 64, False), (15, 64, True), (16, 63, True)):
-        results = SampleResults(
-            samples=samples,
-            tokens=samples * tokens,
-            metrics=metrics,
-            sink_positions={},
-            spread=spread,
-        )
-        text = " ".join(_paragraphs("model", results))
+        text = opening(samples, tokens)
         assert "50.0% of the heads (± 12.5 over samples) have" in text
         assert "0.200 (layer 0, head 0) to 0.800 (layer 0, head 1)" in text
         assert ("say little about the model" in text) == little
-    metrics["importance"] = MetricResult([[0.2001, 0.2]], 0.5)
-    assert "It is 0.200 in every head, and" in " ".join(_paragraphs("model", results))
+    text = opening(importance=MetricResult([[0.2001, 0.2]], 0.5))
+    assert "It is 0.200 in every head, and" in text
+
+
+def test_the_layer_of_the_longest_first_token_counts_outputs_of_blocks():
+    """States: the embedding, then the state after attention and the output of each block."""
+    ratios = [9.0, 8.0, 1.0, 7.0, 3.0, 6.0, 2.0]
+    text = opening(massive_ratio=MetricResult(ratios, 3.0))
+    assert "After layer 1 the first token's hidden state is 3.0 times as long" in text
+
+
+def test_layers_with_sinks_are_counted_from_0():
+    text = opening(sink_rate_by_layer=MetricResult([0.1, 0.49, 0.5, 0.2], 0.3))
+    assert "Layer 2 is the first in which half of the heads have one." in text

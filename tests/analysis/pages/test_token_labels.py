@@ -5,6 +5,7 @@ import pytest
 from fontTools.fontBuilder import FontBuilder
 from fontTools.pens.ttGlyphPen import TTGlyphPen
 from matplotlib import font_manager
+from matplotlib.figure import Figure
 
 from megasink.analysis.pages import figures_maps as token_labels
 from megasink.figures.style import panels, rendered, styled
@@ -69,3 +70,12 @@ def test_a_font_of_the_machine_is_used(chinese, recwarn):
             pictures.append(np.frombuffer(rendered(figure), np.uint8).tobytes())
     assert len(set(pictures)) == 3
     assert not [w for w in recwarn if "missing from" in str(w.message)]
+
+
+def test_the_ticks_of_a_map_are_the_sink_and_keys_from_0():
+    axis = Figure().subplots()
+    token_labels.draw_map(axis, np.full((8, 9), 1 / 9), has_sink=True)
+    labels = [label.get_text() for label in axis.get_xticklabels()]
+    assert labels[:2] == ["\nsink", "0"]
+    assert [float(label) for label in labels[1:]] == list(axis.get_xticks()[1:])
+    assert axis.get_xticks()[0] < -0.5
