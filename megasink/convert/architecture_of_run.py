@@ -64,6 +64,8 @@ def architecture_of(
             f"--moe-layer-freq {saved.get('moe_layer_freq')}: targets only support experts in "
             "every layer after the first ones"
         )
+    if "sinkhorn" in (routing := str(saved.get("moe_router_load_balancing_type"))):
+        problems.append(_without_counterpart(f"--moe-router-load-balancing-type {routing}"))
     rotated = saved if yarn is None else {**saved, "position_embedding_type": "rope"}
     options = options_from(rotated, gated_unit=gated_unit)
     problems += [_without_counterpart(option) for option in unknown_values(options)]
@@ -158,10 +160,10 @@ def _other_blocks(saved: Mapping[str, Any]) -> Iterator[str]:
     mixers, ffns = pattern[::2], {*pattern[1::2]}
     paired = len(mixers) == len(pattern[1::2]) and ffns <= {FFN, EXPERTS}
     alike = len({*mixers}) == 1 and mixers[0] in ATTENTION + LATENT
-    if pattern and not (paired and (alike or ({*mixers} <= {"*", "G"} and len(ffns) == 1))):
+    if pattern and not (paired and (alike or {*mixers} <= {ATTENTION, DELTA_NET})):
         yield (
             f"--hybrid-layer-pattern {pattern}: targets only support blocks of attention or gated "
-            "delta-net, each with an FFN (*- and G-) or each with experts (*E and GE)"
+            "delta-net, each with an FFN or experts (*-, G-, *E and GE)"
         )
 
 

@@ -13,6 +13,7 @@ from megasink.convert.architecture import Architecture
 from megasink.convert.hf_config import GENERATION_FIELDS, OURS, config_of, read_config
 from megasink.convert.megasink_model import FILES
 from megasink.convert.targets.target import Config, Target
+from megasink.convert.unread import OF_THE_FILE
 from megasink.files.checked_fields import check
 from megasink.files.json_file import read_object
 
@@ -22,16 +23,7 @@ _TOKENS = ("bos_token_id", "eos_token_id", "pad_token_id")
 _EXPERTS = ("router_aux_loss_coef", "output_router_logits")
 _UNDECIDED = {*_TOKENS, *_EXPERTS, "attention_dropout", "use_cache", "router_jitter_noise"}
 _UNDECIDED |= {"residual_dropout", "hidden_dropout"}
-# Entries about the file, old spellings, and entries by which transformers runs foreign code: they
-# are neither kept nor, from a stranger's run, written.
-_NEVER = frozenset(
-    """
-    architectures model_type transformers_version _name_or_path _commit_hash torch_dtype
-    rope_scaling rope_theta auto_map custom_pipelines attn_implementation _attn_implementation
-    _attn_implementation_internal _attn_implementation_autoset experts_implementation
-    _experts_implementation _experts_implementation_internal quantization_config
-    """.split()
-) | {OURS}
+_NEVER = OF_THE_FILE | {OURS}
 _WEIGHTS = ("*.safetensors", "*.safetensors.index.json", "config.json", GENERATION, "README.md")
 
 

@@ -12,10 +12,11 @@ from packaging.version import Version
 from pydantic import Field
 
 from megasink.convert.architecture import Architecture
-from megasink.convert.megasink_model import MegasinkOptions
+from megasink.convert.megasink_model import NAMES, MegasinkOptions
 from megasink.convert.rope import config_of_rope, read_rope, rope_problems
 from megasink.convert.targets import TARGETS
 from megasink.convert.targets.target import Config, Target
+from megasink.convert.unread import Recorded, unread
 from megasink.errors import UserError
 from megasink.files.checked_fields import (
     FACTORS,
@@ -159,7 +160,8 @@ def config_of(model: Architecture, target: Target, special_tokens: Mapping[str, 
     return config
 
 
-_EXPERTS = ("num_experts", "num_local_experts")  # by architecture; transformers reads both
+# By architecture; transformers reads each.
+_EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts")
 
 
 def prediction_prefixes(config: Mapping[str, Any]) -> tuple[str, ...]:
@@ -170,24 +172,27 @@ def prediction_prefixes(config: Mapping[str, Any]) -> tuple[str, ...]:
 
 def architecture_from(config: Mapping[str, Any]) -> tuple[Architecture, Target]:
     """Return the model that a config.json describes."""
-    target = _target(config)
-    config = {**target.defaults, **config}
-    if config.get("rope_scaling"):  # the older key goes first in transformers too
-        config = {**config, "rope_parameters": config["rope_scaling"]}
-    problems = [
-        *target.refusals(config),
-        *_rope_problems(config, target),
-        *_quantized(config, target),
-    ]
+    target, given = _target(config), config
+    config = Recorded({**target.defaults, **given})
+    if older := config.get("rope_scaling"):  # it goes first in transformers too
+        config["rope_parameters"] = older
     experts = {name: config[name] for name in _EXPERTS if config.get(name)}
-    if len(set(experts.values())) > 1:
-        problems.append(" and ".join(f"{name} {count}" for name, count in experts.items()))
-    if problems:
-        raise UserError(
-            f"this {target.name} has features that megasink does not support: {'; '.join(problems)}"
-        )
     try:
+        problems = [
+            *target.refusals(config),
+            *_rope_problems(config, target),
+            *_quantized(config, target),
+        ]
+        if len(set(experts.values())) > 1:
+            problems.append(" and ".join(f"{name} {count}" for name, count in experts.items()))
+        if problems:
+            raise UserError(
+                f"this {target.name} has features that megasink does not support: "
+                f"{'; '.join(problems)}"
+            )
         fields = _common(config) | target.read_config(config)
+        if fields.get("experts") and not fields.get("topk"):
+            raise KeyError("num_experts_per_tok")
     except KeyError as error:
         raise UserError(f"config.json of this {target.name} lacks {error}") from error
     ours = {} if target.custom_code else config.get(OURS) or {}
@@ -195,7 +200,23 @@ def architecture_from(config: Mapping[str, Any]) -> tuple[Architecture, Target]:
     model = Architecture(**fields)
     if misfits := target.problems(model):
         raise UserError(f"config.json does not describe a {target.name}: {misfits[0]}")
+    known = {*target.keys, *target.fixed, *target.defaults, *_without_effect(config, target)}
+    if left := unread(given, config.read | known):
+        raise UserError(
+            f"config.json has entries that megasink does not read for a {target.name}: "
+            f"{'; '.join(left)}. Remove those that do not change the model"
+        )
     return model, target
+
+
+def _without_effect(config: Mapping[str, Any], target: Target) -> set[str]:
+    """Return the entries that have no effect beside the others, or are options of megasink."""
+    keys = {OURS, *(NAMES if target.custom_code else ())}
+    if not config.get("use_sliding_window", True):
+        keys |= {"sliding_window", "max_window_layers", "layer_types"}
+    if config.get("layer_types"):
+        keys.add("max_window_layers")
+    return keys
 
 
 def _target(config: Mapping[str, Any]) -> Target:

@@ -317,6 +317,7 @@ REFUSED: dict[str, tuple[tuple[str, Any, str], ...]] = {
         ("openai_gelu", False, _ONLY_FALSE),
         ("apply_residual_connection_post_layernorm", False, _ONLY_FALSE),
         ("moe_mlp_glu_interleave_size", None, _ONLY_NONE),
+        ("moe_shared_expert_glu_interleave_size", None, _ONLY_NONE),
         ("moe_router_quantile_balancing_ema", 0.0, "exports support only 0.0"),
         ("attention_output_gate", False, _ONLY_FALSE),
         ("mup_base_hidden_size", None, _ONLY_NONE),

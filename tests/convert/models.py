@@ -319,6 +319,10 @@ FAMILIES = {
         model(**having(sandwich_norm=True, **MUP), norm_eps=3e-4, tied=True),
     ),
     "qwen3_next-dense": ("qwen3_next", qwen(True, False, True)),
+    "qwen3_next-first-dense": (
+        "qwen3_next",
+        qwen(True, True, False, **SHARED, dense_layers=1, dense_ffn=56),
+    ),
     "qwen3_next-shared": ("qwen3_next", qwen(True, False, **SHARED, renormalize=False)),
     "qwen3_next-delta-net": ("qwen3_next", qwen(True, False, **MOE, attention="headwise")),
     "qwen3_5-delta-net": ("qwen3_5_text", qwen(True, True, False, tied=True, zero_centred=False)),

@@ -22,7 +22,7 @@ from tests.distributed.layout import SINGLE
 
 ENDS = [1, 322]
 SAID = {"eos_token_id": ENDS, "bos_token_id": 4, "pad_token_id": None, "attention_dropout": 0.1}
-SAID |= {"pretraining_tp": 1, "use_cache": False, "a_key_of_ones_own": {"x": [1, None]}}
+SAID |= {"pretraining_tp": 1, "use_cache": False, "_a_key_of_ones_own": {"x": [1, None]}}
 SAMPLING = {"do_sample": True, "temperature": 0.6, "top_p": 0.9, "bos_token_id": 4}
 SAMPLING |= {"eos_token_id": ENDS, "transformers_version": "4.45.0"}
 TEMPLATE = "{% for message in messages %}{{ message.content }}{% endfor %}"
@@ -92,7 +92,7 @@ def test_another_architecture_or_tokenizer_keeps_what_it_has_a_place_for(chat):
     special = {"bos_token_id": None, "eos_token_id": 1, "pad_token_id": 2}
     gated = config_of(model(attention="headwise"), TARGETS["megasink"], special)
     config, generation, lost = written_again(carried, gated, "of these tokens")
-    assert lost == ["a_key_of_ones_own", "pretraining_tp"]
+    assert lost == ["_a_key_of_ones_own", "pretraining_tp"]
     assert {key: config[key] for key in ("eos_token_id", "attention_dropout", "use_cache")} == {
         "eos_token_id": ENDS,
         "attention_dropout": 0.1,

@@ -176,6 +176,8 @@ def test_arguments_of_a_run_give_its_architecture():
         ("swiglu", False, "no target has its FFN activation"),
         ("position_embedding_type", "mrope", "--position-embedding-type mrope"),
         ("rotary_interleaved", True, "--rotary-interleaved True"),
+        ("moe_shared_expert_glu_interleave_size", 8, "--moe-shared-expert-glu-interleave-size 8"),
+        ("moe_router_load_balancing_type", "sinkhorn", "--moe-router-load-balancing-type sinkhorn"),
     ],
 )
 def test_what_transformers_has_not_is_refused_by_name(option, value, said):
@@ -257,6 +259,8 @@ BY_LAYER = {"full_attention": {"rope_type": "yarn", "rope_theta": 1e4, "factor":
         ("qwen3_next", {"linear_num_value_heads": 24}, "24, which is not a multiple of .* 16"),
         ("qwen3_next", {"partial_rotary_factor": 0.25}, "partial_rotary_factor 0.25 and 1.0"),
         ("qwen3_5_moe_text", {"norm_topk_prob": False}, "sum to one"),
+        ("qwen3_next", {"mlp_only_layers": [1]}, r"mlp_only_layers \[1\], which are not the first"),
+        ("qwen3_next", {"mlp_only_layers": [0, 1]}, r"mlp_only_layers \[0, 1\]"),
         ("qwen3_moe", {"mlp_only_layers": [0]}, "mlp_only_layers"),
         ("lfm3", {"layer_types": ["conv", "full_attention"]}, "convolutions"),
         ("lfm3", {"use_sandwich_norm": True}, "use_sandwich_norm"),

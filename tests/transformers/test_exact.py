@@ -80,6 +80,30 @@ def test_cumulative_lengths_are_read_too():
     assert distance(by_ends, expected) < 2e-5
 
 
+def test_fine_tuning_gpt_oss_is_that_of_eager_attention():
+    """Three steps in float32: the loss and the gradients of each."""
+    runs = []
+    for implementation in ("eager", "megasink"):
+        model = in_double("gpt-oss").float()
+        model.set_attn_implementation(implementation)
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+        runs.append([])
+        for _ in range(3):
+            optimizer.zero_grad()
+            loss = model(batch("whole").ids_BT, labels=batch("whole").ids_BT, use_cache=False).loss
+            loss.backward()
+            grads = {n: p.grad.clone() for n, p in model.named_parameters() if p.grad is not None}
+            runs[-1].append((loss.item(), grads))
+            optimizer.step()
+    assert runs[1][2][0] < runs[1][0][0]
+    for (eager_loss, eager), (loss, grads) in zip(*runs, strict=True):
+        assert loss == pytest.approx(eager_loss, rel=1e-5)
+        assert grads.keys() == eager.keys()
+        assert any(key.endswith("sinks") for key in grads)
+        for key, grad in grads.items():
+            assert distance(grad, eager[key]) < 1e-5, key
+
+
 @pytest.mark.parametrize("name", ["llama", "gpt-oss"])
 def test_gradient_checkpointing_changes_nothing(name):
     model = in_double(name)

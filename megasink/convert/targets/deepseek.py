@@ -23,6 +23,7 @@ _SIZES = {
     "num_experts_per_tok": "topk",
 }
 _DEFAULTS: dict[str, Any] = {"first_k_dense_replace": 1, "n_group": 1, "topk_group": 1}
+_ROUTER = {"scoring_func": "sigmoid", "topk_method": "noaux_tc", "moe_layer_freq": 1}
 _DEFAULTS |= {"n_shared_experts": 1, "routed_scaling_factor": 1.0, "norm_topk_prob": True}
 _WIDTHS = {
     "q_lora_rank": "queries",
@@ -88,7 +89,7 @@ def _latent_config(model: Architecture) -> Config:
 
 
 def _read_latent(config: Mapping[str, Any]) -> dict[str, Any]:
-    widths: dict[str, Any] = {name: config.get(key) for key, name in _WIDTHS.items()}
+    widths: dict[str, Any] = {name: config[key] for key, name in _WIDTHS.items()}
     latent, groups = Latent(**widths), config["num_attention_heads"]
     return {**_read(config), "latent": latent, "head_dim": latent.rotated, "groups": groups}
 
@@ -126,6 +127,9 @@ def _refused(config: Mapping[str, Any]) -> list[str]:
     problems = []
     if config["first_k_dense_replace"] >= config["num_hidden_layers"]:
         problems.append("no layer with experts (first_k_dense_replace)")
+    both = sum(config.get(f"qk_{part}_head_dim") or 0 for part in ("nope", "rope"))
+    if config.get("qk_head_dim", both) not in (None, both):
+        problems.append(f"qk_head_dim {config['qk_head_dim']} (not {both})")
     rope = rope_of(config)
     if rope["rope_type"] == "yarn" and bool(rope.get("mscale")) != bool(rope.get("mscale_all_dim")):
         problems.append("YaRN with mscale without mscale_all_dim, or vice versa")
@@ -164,7 +168,7 @@ register(
         name="deepseek_v3",
         architecture="DeepseekV3ForCausalLM",
         since="5.23",
-        fixed={"attention_bias": False, "norm_topk_prob": True, "rope_interleave": True},
+        fixed=_ROUTER | {"attention_bias": False, "norm_topk_prob": True, "rope_interleave": True},
         defaults=_DEFAULTS
         | {"first_k_dense_replace": 3, "n_group": 8, "topk_group": 4, "routed_scaling_factor": 2.5},
         qk_norm=True,
@@ -192,9 +196,10 @@ register(
         name="dots1",
         architecture="Dots1ForCausalLM",
         since="5.23",
-        fixed={"attention_bias": False, "norm_topk_prob": True},
+        fixed=_ROUTER | {"attention_bias": False, "norm_topk_prob": True},
         defaults=_DEFAULTS
         | {"first_k_dense_replace": 0, "norm_topk_prob": False, "num_key_value_heads": 32}
+        | {"n_shared_experts": None}
         | {"sliding_window": 4096, "max_window_layers": 62},
         qk_norm=True,
         windows="mixed",

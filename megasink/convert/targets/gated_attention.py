@@ -21,6 +21,12 @@ from megasink.convert.transforms import GateUp, Joined
 _GATES = ("elementwise", "headwise")
 # Qwen's mixtures always have a shared expert; one of this width with zero weights adds nothing.
 _NO_SHARED_EXPERT = 16
+_OUTPUT_GATES = {"attn_output_gate": True, "output_gate_type": "swish"}
+_FIXED = {
+    "qwen3_5_text": _OUTPUT_GATES,
+    "qwen3_next": {"decoder_sparse_step": 1},
+    "qwen3_5_moe_text": QWEN_EVERY_LAYER | _OUTPUT_GATES,
+}
 _ENGINES = ("", "", "activation pattern")
 _STACKED = ("experts.gate_up_proj", "experts.down_proj")
 
@@ -151,6 +157,8 @@ def _qwen_experts(model: Architecture) -> Config:
     return {
         **_qwen_config(model),
         **{key: getattr(model, name) for key, name in QWEN_EXPERTS.items()},
+        "intermediate_size": model.dense_ffn or model.ffn,
+        "mlp_only_layers": list(range(model.dense_layers)),
         "shared_expert_intermediate_size": model.shared_ffn or _NO_SHARED_EXPERT,
     }
 
@@ -176,21 +184,21 @@ def _read_qwen_experts(config: Mapping[str, Any]) -> dict[str, Any]:
     if config.get("num_experts") == 0:
         return mixers
     experts = read_qwen_experts(config)
+    if dense := len(config.get("mlp_only_layers") or ()):
+        mixers |= {"dense_layers": dense, "dense_ffn": config["intermediate_size"]}
     names = {name: config[key] for key, name in QWEN_EXPERTS.items() if name not in experts}
     # megasink's own exports say whether the shared expert is more than zeros.
+    shared = config["shared_expert_intermediate_size"]
     if (config.get("megasink") or {"shared_gate": True}).get("shared_gate"):
-        names |= {"shared_gate": True, "shared_ffn": config["shared_expert_intermediate_size"]}
+        names |= {"shared_gate": True, "shared_ffn": shared}
     return {**mixers, **experts, **names}
 
 
 def _qwen_refused(config: Mapping[str, Any]) -> list[str]:
     types, every = _types(config), config.get("full_attention_interval")
-    problems = [
-        f"layer_types: {kind}" for kind in {*types} - {"full_attention", "linear_attention"}
-    ]
-    if len(types) != (layers := config["num_hidden_layers"]):
-        problems.append(f"layer_types of {len(types)} layers, but num_hidden_layers {layers}")
-    elif every and types != _types({**config, "layer_types": None}):
+    layers = config["num_hidden_layers"]
+    problems = []
+    if every and types != _types({**config, "layer_types": None}):
         problems.append(f"layer_types, which full_attention_interval {every} contradicts")
     if "full_attention" not in types:
         problems.append("layer_types with only linear attention, which has no gated heads")
@@ -205,7 +213,14 @@ def _qwen_refused(config: Mapping[str, Any]) -> list[str]:
     shares = {part.get("partial_rotary_factor") for part in (config, rope)} - {None}
     if len(shares) > 1:
         problems.append(f"partial_rotary_factor {' and '.join(sorted(map(str, shares)))}")
+    dense = config.get("mlp_only_layers") or []
+    if dense != list(range(min(len(dense), layers - 1))):
+        problems.append(f"mlp_only_layers {dense}, which are not the first of {layers} layers")
     return problems
+
+
+def _without_groups(model: Architecture) -> list[str]:
+    return ["its experts are not in groups"] if model.expert_groups else []
 
 
 def _lfm3_config(model: Architecture) -> Config:
@@ -236,6 +251,7 @@ for target in (
         attention=("headwise",),
         table=_lfm3,
         keys={"norm_eps": "norm_eps"},
+        defaults={"rms_norm_eps": 1e-5, "tie_word_embeddings": True},
         fixed={"use_attention_gate": True, "attention_bias": False},
         config=_lfm3_config,
         read=lambda config: {
@@ -255,7 +271,7 @@ for target in (
             since=since,
             attention=_GATES,
             table=table,
-            fixed={"attention_bias": False, **(QWEN_EVERY_LAYER if reads_experts else {})},
+            fixed={"attention_bias": False, **_FIXED[name]},
             defaults={"head_dim": 256, **({"norm_topk_prob": True} if reads_experts else {})},
             config=_qwen_experts if reads_experts else _qwen_config,
             read=_read_qwen_experts if reads_experts else _read_qwen,
@@ -266,6 +282,8 @@ for target in (
             renormalizes=name != "qwen3_next",
             delta_net=True,
             shared_gate=reads_experts,
+            first_dense=name == "qwen3_next",
+            misfits=_without_groups,
             rope_scaling=(),
             engines=engines,
         )

@@ -9,7 +9,14 @@ from megasink.convert.rope import config_of_yarn
 from megasink.convert.table import Row, row
 from megasink.convert.targets import rows
 from megasink.convert.targets.registry import register
-from megasink.convert.targets.target import EXPERTS, Config, Target, window_of, windows_from
+from megasink.convert.targets.target import (
+    EXPERTS,
+    Config,
+    Target,
+    no_layer_types,
+    window_of,
+    windows_from,
+)
 from megasink.convert.transforms import InterleavedGateUp, Transposed
 
 SINKS = ("sink", "off-by-one")
@@ -80,7 +87,7 @@ def _granite(model: Architecture) -> Config:
 
 
 def _granite_refused(config: Mapping[str, Any]) -> list[str]:
-    heads, problems = config["num_attention_heads"], []
+    heads, problems = config["num_attention_heads"], no_layer_types(config)
     scale = (config.get("head_dim") or config["hidden_size"] // heads) ** -0.5
     multiplier = config.get("attention_multiplier", 1.0)
     if abs(multiplier - scale) > 1e-6 * scale:
@@ -141,9 +148,10 @@ def _read_gpt_oss(config: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _gpt_oss_refused(config: Mapping[str, Any]) -> list[str]:
-    if config.get("rope_parameters"):
-        return []
-    return ["no rope_parameters (transformers then uses YaRN with a factor of 32)"]
+    problems = no_layer_types(config)
+    if not config.get("rope_parameters"):
+        problems.append("no rope_parameters (transformers then uses YaRN with a factor of 32)")
+    return problems
 
 
 for target in (
@@ -154,6 +162,7 @@ for target in (
         attention=SINKS,
         table=_decoder,
         fixed=GRANITE,
+        defaults={"rms_norm_eps": 1e-5, "tie_word_embeddings": True},
         config=_granite,
         read=_read_granite,
         refused=_granite_refused,
@@ -199,6 +208,7 @@ for target in (
         table=_gpt_oss,
         keys=EXPERTS,
         fixed={"swiglu_alpha": 1.702, "swiglu_limit": 7.0},
+        defaults={"rms_norm_eps": 1e-5},
         config=_gpt_oss_config,
         read=_read_gpt_oss,
         refused=_gpt_oss_refused,

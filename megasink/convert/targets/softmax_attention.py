@@ -158,6 +158,7 @@ for target in (
         since="4.57",
         attention=("vanilla",),
         table=_mixtral,
+        defaults={"rms_norm_eps": 1e-5, "rope_theta": 1e6},
         keys=EXPERTS,
         config=lambda model: {**_same_window(model), "router_jitter_noise": 0.0},
         read=lambda config: {

@@ -9,13 +9,15 @@ from megasink.convert.megasink_model import MegasinkOptions
 from megasink.convert.table import Row
 from megasink.convert.targets import rows
 from megasink.convert.targets.registry import register
-from megasink.convert.targets.target import Target, window_of
+from megasink.convert.targets.target import Target, no_layer_types, window_of
 from megasink.convert.transforms import FusedQKV, PairedRotationQKV
 
 _LAYER_NORM = MegasinkOptions(normalization="LayerNorm")
 _SANDWICH = MegasinkOptions(sandwich_norm=True)
 _UNGATED = MegasinkOptions(gated_unit=False)
 _UNGATED_LAYER_NORM = MegasinkOptions(gated_unit=False, normalization="LayerNorm")
+_CWM_ROPE = {"rope_type": "llama3", "rope_theta": 1e6, "factor": 16.0, "low_freq_factor": 1.0}
+_CWM_ROPE |= {"high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
 _BIASES = {"attention_bias": "bias", "mlp_bias": "bias"}
 NO_BIASES = dict.fromkeys(_BIASES, False)
 _FUSED = ("gate_up_proj", "down_proj")
@@ -100,7 +102,7 @@ def _smollm3_config(model: Architecture) -> dict[str, Any]:
     return {"no_rope_layers": [int(not each) for each in without]}
 
 
-family = partial(Target, since="5.6", attention=("vanilla",))
+family = partial(Target, since="4.57", attention=("vanilla",))
 
 for target in (
     family(
@@ -127,10 +129,14 @@ for target in (
     family(
         name="cwm",
         architecture="CwmForCausalLM",
+        since="5.0",
         table=rows.dense,
         fixed={"mlp_bias": False},
-        defaults={"rms_norm_eps": 1e-5, "head_dim": 128, "rope_theta": 1e6},
-        refused=lambda config: [] if config.get("layer_types") else ["no layer_types"],
+        defaults={
+            **{"rms_norm_eps": 1e-5, "head_dim": 128, "sliding_window": 8192, "rope_theta": 1e6},
+            "rope_parameters": _CWM_ROPE,
+        },
+        refused=no_layer_types,
         windows="mixed",
     ),
     family(
@@ -190,7 +196,8 @@ for target in (
         architecture="Phi3ForCausalLM",
         table=_phi3,
         fixed={"resid_pdrop": 0.0, "embd_pdrop": 0.0},
-        defaults={"rms_norm_eps": 1e-5},
+        # The second entry has no effect without scaling.
+        defaults={"rms_norm_eps": 1e-5, "original_max_position_embeddings": 4096},
         config=lambda model: {
             "original_max_position_embeddings": model.positions,
             "sliding_window": window_of(model),
@@ -231,6 +238,7 @@ for target in (
     family(
         name="jais2",
         architecture="Jais2ForCausalLM",
+        since="5.0",
         table=_ungated,
         keys={**_BIASES, "layer_norm_eps": "norm_eps"},
         defaults={

@@ -79,6 +79,7 @@ for target in (
     family(
         name="hyperclovax",
         architecture="HyperCLOVAXForCausalLM",
+        since="5.9",
         table=_hyperclovax,
         fixed=NO_BIASES | {"residual_multiplier": 1.0},
         defaults=_MULTIPLIERS | {"attention_multiplier": None, "use_post_norm": True},

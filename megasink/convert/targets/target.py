@@ -140,8 +140,17 @@ class Target:
         """Return the features of a config.json that megasink does not support."""
         present = {key: config[key] for key in self.fixed if config.get(key) is not None}
         wrong = {key: value for key, value in present.items() if value != self.fixed[key]}
+        types, layers = config.get("layer_types") or [], config["num_hidden_layers"]
+        known = {"full_attention", "linear_attention" if self.delta_net else "sliding_attention"}
+        problems = [f"layer_types: {kind}" for kind in sorted({*types} - known)]
+        if types and len(types) != layers:
+            problems.append(f"layer_types of {len(types)} layers, but num_hidden_layers {layers}")
+        has_windows = "sliding_attention" in types and config.get("use_sliding_window", True)
+        if has_windows and config.get("sliding_window") is None:
+            problems.append("layer_types with sliding_attention, but no sliding_window")
         return [
             *(f"{key} {value!r} (not {self.fixed[key]!r})" for key, value in wrong.items()),
+            *problems,
             *self.refused(config),
         ]
 
@@ -216,6 +225,11 @@ class Target:
         return lines
 
 
+def no_layer_types(config: Mapping[str, Any]) -> list[str]:
+    """Return the problem of a config.json without layer_types, which need not mean full ones."""
+    return [] if config.get("layer_types") else ["no layer_types"]
+
+
 def windowed(model: Architecture) -> list[int]:
     """Return the layers that have a sliding window."""
     return [layer for layer, window in enumerate(model.windows) if window is not None]
@@ -245,4 +259,5 @@ def windows_from(config: Mapping[str, Any]) -> tuple[int | None, ...]:
     """Return the window per layer, from ``layer_types`` and ``sliding_window``."""
     layers = config["num_hidden_layers"]
     types = config.get("layer_types") or ["full_attention"] * layers
-    return tuple(config.get("sliding_window") if "sliding" in kind else None for kind in types)
+    window = config.get("sliding_window")
+    return tuple(window if kind == "sliding_attention" else None for kind in types)
