@@ -55,7 +55,7 @@ ROOMS = {
     ),
     "plan": (
         "attention megatron cpu upstream training ground",
-        "torch triton rich megatron",
+        "torch triton rich megatron yaml",
     ),
     "cli": (
         "attention balance megatron cpu upstream data checkpoints figures transformers finetune"

@@ -18,11 +18,10 @@ from torch import Tensor
 from megasink.attention.reference import reference_attention
 from megasink.errors import reason_of
 
-ROWS, HEADS, TOKENS = 2, 8, 48
+HEADS, TOKENS = 8, 48
 DTYPES = (torch.float32, torch.bfloat16)
 RIGHT, WRONG, DROPPED, REFUSED = "right", "wrong", "dropped", "refused"
 _GRADIENTS = ("dq", "dk", "dv", "dsink")
-_WHOLE = ((0, TOKENS),)
 # Of the largest value: other orders of float32 operations came to 1.6e-6.
 _ROUNDING = 4e-6
 
@@ -36,6 +35,8 @@ class Case:
         window: Tokens visible to a token, including itself; None for all.
         groups: G.
         narrow: Whether V is D / 2, else D.
+        scale: Factor of the scores; None for D ** -0.5.
+        tokens: T.
         documents: (start, stop) of the documents of each row. Tokens outside are padding.
     """
 
@@ -44,7 +45,17 @@ class Case:
     window: int | None = None
     groups: int = HEADS
     narrow: bool = False
-    documents: tuple[tuple[tuple[int, int], ...], ...] = (_WHOLE,) * ROWS
+    scale: float | None = None
+    tokens: int = TOKENS
+    documents: tuple[tuple[tuple[int, int], ...], ...] = ()
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "documents", self.documents or self.whole)
+
+    @property
+    def whole(self) -> tuple[tuple[tuple[int, int], ...], ...]:
+        """One document in each of as many rows; two by default."""
+        return (((0, self.tokens),),) * (len(self.documents) or 2)
 
     @property
     def rows(self) -> int:
@@ -59,7 +70,7 @@ class Case:
     @property
     def real_BT(self) -> Tensor | None:
         """Return the mask of real tokens, or None without padding."""
-        real_BT = torch.zeros(self.rows, TOKENS, dtype=torch.bool)
+        real_BT = torch.zeros(self.rows, self.tokens, dtype=torch.bool)
         for row, documents in zip(real_BT, self.documents, strict=True):
             for start, stop in documents:
                 row[start:stop] = True
@@ -69,7 +80,7 @@ class Case:
     def positions_BT(self) -> Tensor:
         """Return positions, which restart in every document of packed rows."""
         if not self.packed:
-            return torch.arange(TOKENS).expand(self.rows, -1)
+            return torch.arange(self.tokens).expand(self.rows, -1)
         rows = [torch.cat([torch.arange(b - a) for a, b in row]) for row in self.documents]
         return torch.stack(rows)
 
@@ -77,7 +88,7 @@ class Case:
     def boundaries(self) -> list[int]:
         """Return the boundaries 0, .., B * T of documents, one row after the other."""
         rows = enumerate(self.documents)
-        return [0, *(TOKENS * row + stop for row, spans in rows for _, stop in spans)]
+        return [0, *(self.tokens * row + stop for row, spans in rows for _, stop in spans)]
 
     def without(self) -> Iterator[tuple[str, "Case"]]:
         """Yield the cases that an attention computes if it drops a feature, or several."""
@@ -86,16 +97,19 @@ class Case:
             plain["sinks"] = ("sinks", None)
         if self.window is not None:
             plain["window"] = ("window", None)
-        if self.documents != (_WHOLE,) * self.rows:
+        if self.documents != self.whole:
             name = "documents" if self.packed else "padding"
-            plain[name] = ("documents", (_WHOLE,) * self.rows)
+            plain[name] = ("documents", self.whole)
+        if self.scale is not None:
+            plain["the scale"] = ("scale", None)
         for count in range(1, len(plain) + 1):
             for names in combinations(plain, count):
                 yield " and ".join(names), replace(self, **dict(plain[name] for name in names))
 
 
 _MIXED = (0.0, 2.0, -20.0, 20.0, 1.0, -3.0, 4.0, 0.5)
-_LEFT = (((11, TOKENS),), _WHOLE)
+_WHOLE = ((0, TOKENS),)
+_LEFT, _RIGHT = (((11, TOKENS),), _WHOLE), (((0, 37),), _WHOLE)
 _PACKED = (((0, 17), (17, 30), (30, TOKENS)), ((0, 5), (5, TOKENS)))
 CASES = (
     Case("no sinks"),
@@ -109,12 +123,19 @@ CASES = (
     Case("padding on the left", documents=_LEFT),
     Case("padding on the left, sinks", _MIXED, documents=_LEFT),
     Case("padding on the left, window", window=9, documents=_LEFT),
-    Case("padding on the right", documents=(((0, 37),), _WHOLE)),
+    Case("padding on the right", documents=_RIGHT),
     Case("packed, one row", documents=_PACKED[:1]),
     Case("packed, two rows", documents=_PACKED),
     Case("packed, two rows, sinks", _MIXED, documents=_PACKED),
     Case("narrow values", narrow=True),
     Case("narrow values, sinks", _MIXED, narrow=True),
+    Case("scale, sinks", _MIXED, scale=0.2),
+    Case("137 tokens, GQA, window, sinks", _MIXED, 70, groups=2, tokens=137),
+    Case("packed, GQA, window, sinks", _MIXED, 9, groups=2, documents=_PACKED),
+    Case("packed, narrow values", narrow=True, documents=_PACKED),
+    Case("MQA, padding on the right, window, sinks", _MIXED, 9, groups=1, documents=_RIGHT),
+    Case("GQA, padding on the left, narrow values", groups=2, narrow=True, documents=_LEFT),
+    Case("GQA, narrow values, window", window=9, groups=2, narrow=True),
 )
 
 Attend = Callable[[Case, Tensor, Tensor, Tensor, Tensor | None], tuple[Tensor, Tensor | None]]
@@ -147,6 +168,7 @@ def definition(
                 value_BGTV[place],
                 variant="vanilla" if sink_H is None else "sink",
                 sink_H=sink_H,
+                scale=case.scale,
                 window=case.window,
             )
     return out_BHTV, lse_BHT
@@ -168,6 +190,7 @@ def kernel(name: str) -> Attend:
             *tensors,
             variant="vanilla" if sink_H is None else "sink",
             sink_H=None if sink_H is None else sink_H.float(),
+            scale=case.scale,
             window=case.window,
             cu_seqlens=case.boundaries if case.packed else None,
             backend=name,
@@ -175,7 +198,10 @@ def kernel(name: str) -> Attend:
         )
         if not case.packed:
             return out, lse_BHT
-        out, lse_BHT = out[0].unflatten(1, (case.rows, -1)), lse_BHT[0].unflatten(1, (-1, TOKENS))
+        out, lse_BHT = (
+            out[0].unflatten(1, (case.rows, -1)),
+            lse_BHT[0].unflatten(1, (case.rows, -1)),
+        )
         return out.transpose(0, 1), lse_BHT.transpose(0, 1)
 
     return attend
@@ -226,7 +252,7 @@ class _Inputs:
         generator = torch.Generator().manual_seed(0)
 
         def drawn(heads: int, width: int) -> Tensor:
-            return torch.randn(case.rows, heads, TOKENS, width, generator=generator).to(dtype)
+            return torch.randn(case.rows, heads, case.tokens, width, generator=generator).to(dtype)
 
         self.case, self.dtype = case, dtype
         width = head_dim // 2 if case.narrow else head_dim

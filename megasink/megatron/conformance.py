@@ -11,7 +11,7 @@ from megatron.core.transformer.enums import AttnMaskType
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 
-from megasink.attention.conformance import TOKENS, Attend, Case
+from megasink.attention.conformance import Attend, Case
 from megasink.megatron.config import MegasinkTransformerConfig
 from megasink.megatron.core_attention import CoreAttention
 
@@ -27,7 +27,8 @@ def core_attention(kind: type[Any]) -> Attend:
     ) -> tuple[Tensor, None]:
         module = _built(kind, case, query, sink_H)
         inputs = [tensor.permute(2, 0, 1, 3).contiguous() for tensor in (query, key, value)]
-        mask = torch.ones(TOKENS, TOKENS, dtype=torch.bool, device=query.device).triu(1)[None, None]
+        square = torch.ones(case.tokens, case.tokens, dtype=torch.bool, device=query.device)
+        mask = square.triu(1)[None, None]
         options: dict[str, Any] = {"attn_mask_type": AttnMaskType.causal}
         if (real_BT := case.real_BT) is not None:
             mask = mask | ~real_BT.to(query.device)[:, None, None]
@@ -46,7 +47,7 @@ def core_attention(kind: type[Any]) -> Attend:
         out = module(*inputs, None if case.packed else mask, **options)
         heads = query.shape[1]
         if case.packed:
-            return out.view(case.rows, TOKENS, heads, -1).transpose(1, 2), None
+            return out.view(case.rows, case.tokens, heads, -1).transpose(1, 2), None
         return out.unflatten(-1, (heads, -1)).permute(1, 2, 0, 3), None
 
     return attend
@@ -72,10 +73,12 @@ def _built(kind: type[Any], case: Case, query: Tensor, sink_H: Tensor | None) ->
         **options,
     )
     width = query.shape[3]
-    widths = {"k_channels": width, "v_channels": width // 2} if case.narrow else {}
+    given: dict[str, Any] = {"k_channels": width, "v_channels": width // 2} if case.narrow else {}
+    if case.scale is not None:
+        given["softmax_scale"] = case.scale
     mask = AttnMaskType.causal if case.real_BT is None else AttnMaskType.arbitrary
     module = kind(
-        config=config, layer_number=1, attn_mask_type=mask, attention_type="self", **widths
+        config=config, layer_number=1, attn_mask_type=mask, attention_type="self", **given
     ).to(query.device)
     if sink_H is not None:
         del module.softmax_offset

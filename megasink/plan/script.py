@@ -4,7 +4,7 @@ import math
 import re
 from collections.abc import Collection, Mapping
 from pathlib import Path
-from typing import NamedTuple
+from typing import ClassVar, NamedTuple
 
 from megasink.errors import UserError
 from megasink.files.json_file import read_text
@@ -99,15 +99,25 @@ def _least_ranks(given: Mapping[str, list[str]]) -> int:
 
 def _of_yaml(path: Path, shell: Shell) -> list[str]:
     """Return the flags under MODEL_ARGS; true stands for a switch."""
-    words, inside = list[str](), False
-    for line in read_text(path).splitlines():
-        if re.match(r"[^\s#]", line):
-            inside = line.startswith("MODEL_ARGS:")
-        elif inside and (found := re.match(r"\s+(-[\w-]+):\s*(.*?)\s*(?:\s#.*)?$", line)):
-            name, value = found.groups()
-            value = shell.text(value if value[:1] in "\"'" else f'"{value}"')
-            if value != "false":
-                words += [name, *([] if value == "true" else _values(value))]
+    import yaml  # transformers requires it
+
+    class Texts(yaml.SafeLoader):  # scalars as they are written, and merged mappings
+        yaml_implicit_resolvers: ClassVar = {"<": yaml.SafeLoader.yaml_implicit_resolvers["<"]}
+
+    try:
+        found = yaml.load(read_text(path), Texts)
+        flags = found["MODEL_ARGS"].items()
+    except yaml.YAMLError as error:
+        raise UserError(f"--script {path} is not YAML: {' '.join(str(error).split())}") from error
+    except (TypeError, KeyError, AttributeError):
+        return []
+    words = list[str]()
+    for name, value in flags:
+        if isinstance(value, dict) or any(not isinstance(one, str) for one in value):
+            raise UserError(f"--script {path}: {name} must be a value or a list of values")
+        texts = value if isinstance(value, list) else _values(shell.text(f'"{value}"'))
+        if value not in ("false", "null", "~"):
+            words += [name, *([] if value == "true" else texts)]
     return words
 
 
@@ -125,7 +135,7 @@ def _command(shell: Shell) -> tuple[list[str], list[str]]:
     found = [([], [*value.values()]) for value in shell.values.values() if type(value) is dict]
     found += [([], value.split()) for value in shell.values.values() if type(value) is str]
     found = [pair for pair in found if "--num-layers" in pair[1]]
-    for words in shell.commands:
+    for words in shell.commands + shell.written * (not shell.commands):
         programs = [n for n, word in enumerate(words) if word.endswith(".py")]
         last = next((n for n in programs if any(w[:2] == "--" for w in words[n + 1 :])), None)
         if last is not None:

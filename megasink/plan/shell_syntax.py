@@ -1,5 +1,6 @@
 """Parse a shell script into nested tuples, without regard to what bash would refuse."""
 
+import itertools
 import re
 from collections.abc import Iterator
 from typing import Any
@@ -8,6 +9,7 @@ _REDIRECTION = re.compile(r"\d*(?:<<<|<<-?|&>>?|>>|>&|<&|>\||>|<)(?!\()")
 _OPERATOR = re.compile(r"&&|\|\||;;&?|;&|[;|&()\n]")
 ASSIGNMENT = re.compile(r"([A-Za-z_]\w*)(?:\[([^]]*)\])?(\+?=)(.*)", re.S)
 _BEFORE_COMMAND = {"for", "if", "then", "else", "elif", "do", "while", "until", "!", "{"}
+_RANGE = re.compile(r"(-?\d{1,4})\.\.(-?\d{1,4})(?:\.\.(-?\d{1,4}))?")
 Token = tuple[str, Any]
 Node = tuple[Any, ...]
 Block = list[tuple[str, Node]]
@@ -58,6 +60,8 @@ def tokens(text: str) -> Iterator[Token]:
         elif found := _REDIRECTION.match(text, at):
             start = found.end() + len(text[found.end() :]) - len(text[found.end() :].lstrip(" \t"))
             at = word_end(text, start)
+            if found[0].endswith("<<<"):
+                yield "input", text[start:at]
             if found[0].lstrip("0123456789") in ("<<", "<<-"):
                 documents.append(text[start:at].strip("'\"\\"))
         elif first and text.startswith("((", at):
@@ -87,6 +91,35 @@ def tokens(text: str) -> Iterator[Token]:
             else:
                 yield "word", raw
                 at, first = end, first and (raw in _BEFORE_COMMAND or bool(ASSIGNMENT.match(raw)))
+
+
+def braces(raw: str) -> list[str]:
+    """Return the words of a word with {a,b} or {1..3}."""
+    at = 0
+    while at < len(raw):
+        if raw[at] != "{":
+            at = skip(raw, at)
+            continue
+        cuts, depth, end = [at], 1, at + 1
+        while end < len(raw) and depth:
+            depth += (raw[end] == "{") - (raw[end] == "}")
+            if not depth or (raw[end] == "," and depth == 1):
+                cuts.append(end)
+            end = end + 1 if raw[end] in "{}," else skip(raw, end)
+        inner = [raw[a + 1 : b] for a, b in itertools.pairwise(cuts)]
+        if not depth and (found := _RANGE.fullmatch(inner[0])) and len(inner) == 1:
+            first, last, step = int(found[1]), int(found[2]), abs(int(found[3] or 1)) or 1
+            width = max(map(len, found.group(1, 2))) * (re.search(r"\b0\d", inner[0]) is not None)
+            down = last < first
+            values = range(first, last + (-1 if down else 1), -step if down else step)
+            inner = [str(value).zfill(width) for value in values]
+        if not depth and len(inner) > 1:
+            rests = braces(raw[end:])
+            return [
+                raw[:at] + one + rest for part in inner for one in braces(part) for rest in rests
+            ]
+        at += 1
+    return [raw]
 
 
 class Parser:
@@ -131,7 +164,8 @@ class Parser:
         if kind in ("word", "op") and text in ("if", "for", "while", "until", "case", "{", "("):
             self._take()
             if text in "{(":
-                return "group", self._until("}" if text == "{" else ")")
+                block = self._until("}" if text == "{" else ")")
+                return ("group" if text == "{" else "subshell"), block
             if text in ("while", "until"):
                 return text, self._until("do"), self._until("done")
             about = {"if": self._if, "for": self._for, "case": self._case}
@@ -174,7 +208,7 @@ class Parser:
         return "for", str(name), words, self._until("done")
 
     def _case(self) -> Node:
-        word, arms = self._take(), list[tuple[list[str], Block]]()
+        word, arms = self._take(), list[tuple[list[str], Block, str]]()
         self._until("in")
         while self._peek()[0] != "end":
             patterns = list[str]()
@@ -184,7 +218,8 @@ class Parser:
                 self._take()
             if self._take() == "esac":
                 break
-            arms.append((patterns, self.block(";;", ";&", ";;&", "esac")))
-            if self._take() == "esac":
+            block = self.block(";;", ";&", ";;&", "esac")
+            arms.append((patterns, block, self._take()))
+            if arms[-1][2] == "esac":
                 break
         return "case", word, arms

@@ -66,7 +66,14 @@ def implementation(name: str) -> Attend | None:
             position_ids=options["position_ids"],
         )
         out_BTHV, lse = function(
-            layer, query, key, value, mask, dropout=0.0, scaling=width**-0.5, **options
+            layer,
+            query,
+            key,
+            value,
+            mask,
+            dropout=0.0,
+            scaling=case.scale or width**-0.5,
+            **options,
         )
         # Others return weights, or nothing.
         is_lse = isinstance(lse, Tensor) and lse.shape == query.shape[:3]

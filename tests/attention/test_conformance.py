@@ -30,7 +30,7 @@ SINKS = {case.name for case in CASES if case.sinks is not None}
 WINDOWS = {case.name for case in CASES if case.window is not None}
 GROUPS = {case.name for case in CASES if case.groups != 8}
 # Real queries never see padding after them.
-LEFT = {case.name for case in CASES if case.name.startswith("padding on the left")}
+LEFT = {case.name for case in CASES if case.documents[0][0][0]}
 PACKED = {case.name for case in CASES if case.packed}
 TWO_PACKED = {case.name for case in CASES if case.packed and case.rows > 1}
 ALL = {case.name for case in CASES}
@@ -77,7 +77,11 @@ def window_ignored(case, q, k, v, sink):
 
 
 def whole(case):
-    return replace(case, documents=CASES[0].documents[: case.rows])
+    return replace(case, documents=case.whole)
+
+
+def scale_ignored(case, q, k, v, sink):
+    return definition(replace(case, scale=None), q, k, v, sink)
 
 
 def padding_ignored(case, q, k, v, sink):
@@ -125,6 +129,7 @@ DEFECTS = [
     (window_too_long, WRONG, WINDOWS),
     (window_ignored, DROPPED, WINDOWS),
     (padding_ignored, DROPPED, LEFT),
+    (scale_ignored, DROPPED, {"scale, sinks"}),
     (documents_mixed, DROPPED, PACKED),
     (documents_of_one_row_alone, DROPPED, TWO_PACKED),
     (lse_in_base_2, WRONG, ALL),
@@ -145,6 +150,38 @@ def test_every_planted_defect_is_found_in_its_cases_alone(defect, verdict, where
         cut = defect is sinks_without_gradient and name == "sinks of -20"
         assert found[name].verdict == (DROPPED if cut else verdict), name
         assert found[name].detail, name
+
+
+BROKEN = {
+    "sinks": (sinks_cut, lambda case: case.sinks is not None),
+    "window": (window_too_long, lambda case: case.window is not None),
+    "GQA": (groups_interleaved, lambda case: 1 < case.groups < 8),
+}
+BESIDE = {
+    "sinks": lambda case: case.sinks is not None,
+    "window": lambda case: case.window is not None,
+    "GQA": lambda case: case.groups < 8,
+    "padding on the left": lambda case: case.documents[0][0][0] > 0,
+    "padding on the right": lambda case: case.documents[0][-1][1] < case.tokens,
+    "packed": lambda case: case.packed,
+    "narrow values": lambda case: case.narrow,
+    "several tiles": lambda case: case.tokens > 128,
+}
+
+
+@pytest.mark.parametrize(
+    ("broken", "beside"),
+    [
+        (a, b)
+        for a in BROKEN
+        for b in BESIDE
+        if a != b and (a, b) != ("GQA", "padding on the right")
+    ],
+)
+def test_a_feature_that_is_wrong_beside_another_alone_is_found(broken, beside):
+    defect, has = BROKEN[broken]
+    cases = [case for case in CASES if has(case) and BESIDE[beside](case)]
+    assert {check(defect, case, torch.float32, "cpu", 16).verdict for case in cases} - {RIGHT}
 
 
 def test_the_detail_names_what_differs_or_was_dropped():
@@ -174,7 +211,11 @@ def test_the_definition_by_other_operations_is_right(dtype):
         seen = (at[:, None] >= at) & (ids[:, :, None] == ids[:, None])
         if case.window:
             seen &= at[:, None] - at < case.window
-        scores = (q @ k.mT * q.shape[-1] ** -0.5).float().masked_fill(~seen[:, None], -1e30)
+        scores = (
+            (q @ k.mT * (case.scale or q.shape[-1] ** -0.5))
+            .float()
+            .masked_fill(~seen[:, None], -1e30)
+        )
         if sink is not None:
             slot = sink.float()[None, :, None, None].expand(*scores.shape[:3], 1)
             scores = torch.cat([scores, slot], -1)

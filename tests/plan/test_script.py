@@ -158,3 +158,21 @@ def test_the_command_line_overrides_a_script(folder):
         launch.read_line(["--set", "A=1"])
     with pytest.raises(UserError, match="no such file"):
         launch.read_line(["--script", str(folder / "absent.sh")])
+
+
+def test_a_yaml_file_may_have_lists_anchors_and_merged_mappings(folder):
+    text = """BASE: &base
+  --num-layers: &layers 2
+  --lr: 1.0e-4
+MODEL_ARGS:
+  <<: *base
+  --window-size:
+    - 127
+    - 0
+  --kv-channels: *layers
+"""
+    wanted = "--num-layers 2 --lr 1.0e-4 --window-size 127 0 --kv-channels 2"
+    assert read(folder, text, "model_config.yml").flags == wanted.split()
+    for text in ("MODEL_ARGS:\n  --num-layers: {a: 1}\n", "MODEL_ARGS: *unknown\n"):
+        with pytest.raises(UserError, match=r"train\.yaml"):
+            read(folder, text, "train.yaml")
