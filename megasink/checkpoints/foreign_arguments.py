@@ -42,7 +42,12 @@ _RENAMED = {
     "yarn_rotary_scaling_factor": "rotary_scaling_factor",
     "yarn_mscale": "mscale",
     "yarn_mscale_all_dim": "mscale_all_dim",
+    "original_max_position_embeddings": "yarn_original_max_position_embeddings",
+    "beta_fast": "yarn_beta_fast",
+    "beta_slow": "yarn_beta_slow",
 }
+# Megatron-LM's latent attention ignores them (megatron/training/argument_utils.py:397).
+_UNREAD_BY_LATENT = [name for name in _RENAMED.values() if name.startswith("yarn_")]
 # (activation, whether a gate multiplies it) -> the argument that selects it.
 _ACTIVATIONS: dict[tuple[str, bool], dict[str, Any]] = {
     ("gelu", False): {},
@@ -129,7 +134,10 @@ def _of_megatron(folder: Path) -> ForeignArguments:
         )
     unread = [name for name, value in vars(arguments).items() if isinstance(value, StandIn)]
     known = {name: value for name, value in vars(arguments).items() if name not in unread}
-    return ForeignArguments({n: plain(v) for n, v in known.items()}, "Megatron-LM", unread)
+    values = {n: plain(v) for n, v in known.items()}
+    if values.get("multi_latent_attention") and "attention_variant" not in values:
+        values |= dict.fromkeys(_UNREAD_BY_LATENT)
+    return ForeignArguments(values, "Megatron-LM", unread)
 
 
 def _of_bridge(path: Path) -> dict[str, Any]:

@@ -40,7 +40,7 @@ from megasink.training.run_dir import identity_of
 # Refused flags that change the weights, or what a model computes; the others concern its training.
 _OF_THE_MODEL = frozenset(
     """
-    multi_latent_attention mtp_hybrid_override_pattern heterogeneous_layers_config_path spec
+    mla_down_proj_fusion mtp_hybrid_override_pattern heterogeneous_layers_config_path spec
     experimental_attention_variant moe_latent_size tensor_parallel_num_weight_shards
     expert_tensor_parallel_num_weight_shards moe_single_grouped_weight moe_single_grouped_bias
     """.split()
@@ -169,6 +169,8 @@ def _translate(saved: dict[str, Any]) -> dict[str, str]:
     """
     equal = [name for name, source in _DERIVED.items() if saved.get(name) == saved.get(source)]
     saved |= dict.fromkeys(equal)
+    if not saved.get("group_query_attention"):
+        saved["num_query_groups"] = None  # Megatron's is the number of heads
     if saved.get("spec") in _SPECS:
         saved["spec"] = None
     if problems := [
@@ -191,8 +193,7 @@ def _translate(saved: dict[str, Any]) -> dict[str, str]:
 
 
 def _rows(*, of_model: bool) -> tuple[tuple[str, Any, str], ...]:
-    rows = (*REFUSED["always"], ("multi_latent_attention", False, "it was never adopted"))
-    return tuple(row for row in rows if (row[0] in _OF_THE_MODEL) == of_model)
+    return tuple(row for row in REFUSED["always"] if (row[0] in _OF_THE_MODEL) == of_model)
 
 
 def _variant(saved: Mapping[str, Any]) -> dict[str, Any]:

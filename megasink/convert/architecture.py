@@ -1,9 +1,10 @@
 """The model description between Megatron's arguments and a config.json."""
 
 import dataclasses
+from collections.abc import Mapping
 from dataclasses import dataclass
 from types import SimpleNamespace
-from typing import get_args
+from typing import Any, ClassVar, get_args
 
 from megasink.attention.variants import Variant, of_kind
 from megasink.attention.variants.gates import is_megatrons_output_gate
@@ -37,6 +38,33 @@ class Latent:
     plain: int
     rotated: int
     values: int
+
+    KEYS: ClassVar = {
+        "q_lora_rank": "queries",
+        "kv_lora_rank": "keys",
+        "qk_nope_head_dim": "plain",
+        "qk_rope_head_dim": "rotated",
+        "v_head_dim": "values",
+    }
+    """{key of a config.json: field}"""
+
+    def as_config(self) -> dict[str, int | None]:
+        """Return the entries of a config.json."""
+        return {key: getattr(self, name) for key, name in self.KEYS.items()}
+
+    @classmethod
+    def read(cls, config: Mapping[str, Any]) -> dict[str, Any]:
+        """Return the fields of Architecture that a config.json with latent attention has."""
+        widths: dict[str, Any] = {name: config.get(key) for key, name in cls.KEYS.items()}
+        for key, name in cls.KEYS.items():
+            if widths[name] is None and name != "queries":
+                raise KeyError(key)
+        latent = cls(**widths)
+        return {
+            "latent": latent,
+            "head_dim": latent.rotated,
+            "groups": config["num_attention_heads"],
+        }
 
 
 @dataclass(frozen=True, kw_only=True)

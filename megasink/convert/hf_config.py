@@ -43,7 +43,7 @@ _COUNTS = (
 _NUMBERS_OF_EXPERTS = (
     "num_experts num_local_experts num_experts_per_tok shared_intermediate_size "
     "shared_expert_intermediate_size max_window_layers n_routed_experts n_shared_experts "
-    "first_k_dense_replace num_nextn_predict_layers"
+    "first_k_dense_replace dense_intermediate_size num_nextn_predict_layers"
 )
 _FLAGS = (
     "tie_word_embeddings attention_bias mlp_bias use_sliding_window norm_topk_prob "

@@ -77,10 +77,10 @@ def _attention(model: Architecture) -> dict[str, Shape]:
     }
     if model.qkv_bias:
         attention["linear_qkv.bias"] = (mixed,)
-    if model.bias:
-        attention["linear_proj.bias"] = (hidden,)
     if model.latent is not None:
         attention = _latent(model, model.latent)
+    if model.bias:
+        attention["linear_proj.bias"] = (hidden,)
     attention |= _gate(model)
     if model.options.attention_bias_type == "t5":
         buckets = model.options.relative_attention_num_buckets
@@ -105,7 +105,8 @@ def _latent(model: Architecture, latent: Latent) -> dict[str, Shape]:
         shapes["linear_q_down_proj.weight"] = (latent.queries, hidden)
     for x, rank in ranks.items():
         shapes[f"linear_{x}_up_proj.weight"] = (rows[x], rank)
-        shapes[f"linear_{x}_up_proj.layer_norm_weight"] = (rank,)
+        if model.qk_norm:
+            shapes |= _norm(model, f"linear_{x}_up_proj.layer_norm_", rank)
     return shapes | {"linear_proj.weight": (hidden, heads * latent.values)}
 
 
@@ -145,7 +146,7 @@ def _gate(model: Architecture) -> dict[str, Shape]:
     if model.options.gate_input == "none":
         return shapes | {"gate.logit": (heads * width,)}
     shapes["linear_gate.weight"] = (heads * width, model.hidden)
-    if model.qkv_bias:
+    if model.qkv_bias and not model.latent:
         shapes["linear_gate.bias"] = (heads * width,)
     return shapes
 

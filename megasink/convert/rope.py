@@ -50,6 +50,17 @@ def config_of_yarn(yarn: Yarn) -> dict[str, Any]:
     }
 
 
+def yarn_of_latent(yarn: Yarn | None) -> list[str]:
+    """Return the problems of YaRN's numbers in latent attention."""
+    wrong = {
+        "YaRN of its latent attention rounds its range (truncate)": yarn and not yarn.round_range,
+        "YaRN of its latent attention has no mscale_all_dim without an mscale": (
+            yarn and yarn.mscale_all_dim and not yarn.mscale
+        ),
+    }
+    return [text for text, is_so in wrong.items() if is_so]
+
+
 def temperature(yarn: Yarn) -> float:
     """Return the factor of cosines and sines, as Megatron's `_yarn_get_concentration_factor`."""
     log = 0.1 * math.log(max(yarn.factor, 1.0))

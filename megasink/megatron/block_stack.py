@@ -28,8 +28,13 @@ from torch import Tensor
 from megasink.attention.variants.layers import layers_with_variant
 from megasink.megatron.block_options import changed, with_block_options
 from megasink.megatron.config import MegasinkTransformerConfig
-from megasink.megatron.hybrid_pattern import block_of_layer, layers_of
-from megasink.megatron.hybrid_specs import MegasinkHybridStack, spec_of_stack, stack_spec
+from megasink.megatron.hybrid_pattern import EXPERTS, block_of_layer, gpt_blocks, layers_of
+from megasink.megatron.hybrid_specs import (
+    MegasinkHybridStack,
+    spec_of_stack,
+    stack_spec,
+    with_checkpoint_names,
+)
 from megasink.megatron.prediction import counted_once
 from megasink.megatron.specs import with_our_modules
 
@@ -152,6 +157,10 @@ def prediction_spec(config: Any) -> MultiTokenPredictionBlockSubmodules:
         normalization=config.normalization,
         qk_l2_norm=config.qk_l2_norm,
     )[-1]
+    if config.multi_latent_attention and not engine:
+        experts = config.num_moe_experts
+        blocks = gpt_blocks(config.num_layers, experts, config.moe_layer_freq)
+        last = with_checkpoint_names(last, experts if EXPERTS in blocks[-1] else None)
     layer = with_our_modules(get_mtp_layer_spec(last, engine), config)
     alone = TransformerBlockSubmodules([layer.submodules.mtp_model_layer], LayerNormImpl)
     (inner,) = with_block_options(alone, config).layer_specs

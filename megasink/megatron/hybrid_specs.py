@@ -122,9 +122,7 @@ def _layer_of(config: Any, experts: int | None) -> tuple[ModuleSpec, LayerNormBu
     if config.transformer_impl == "local":
         layer = get_gpt_layer_local_spec(**options, normalization=config.normalization)
         if config.multi_latent_attention:
-            from megasink.megatron.latent_config import checkpoint_names
-
-            layer = changed(layer, sharded_state_dict_keys_map=checkpoint_names(experts))
+            layer = with_checkpoint_names(layer, experts)
     else:
         dense = not (experts or config.num_moe_experts)
         layer = get_gpt_layer_with_transformer_engine_spec(
@@ -139,6 +137,13 @@ def _layer_of(config: Any, experts: int | None) -> tuple[ModuleSpec, LayerNormBu
     )
     block = with_block_options(block, config)
     return block.layer_specs[0], block.layer_norm
+
+
+def with_checkpoint_names(layer: ModuleSpec, experts: int | None) -> ModuleSpec:
+    """Return the spec of a local layer with latent attention, with TransformerEngine's names."""
+    from megasink.megatron.latent_config import checkpoint_names
+
+    return changed(layer, sharded_state_dict_keys_map=checkpoint_names(experts))
 
 
 def _half(layer: ModuleSpec, module: type, without: dict[str, Any]) -> ModuleSpec:

@@ -8,6 +8,7 @@ import copy
 from typing import TYPE_CHECKING, Any
 
 import torch
+from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.tensor_parallel import (
     copy_to_tensor_model_parallel_region,
     gather_from_tensor_model_parallel_region,
@@ -22,8 +23,10 @@ from megatron.core.transformer.spec_utils import build_module
 from torch import Tensor
 
 from megasink.attention.variants.gates import counts_heads, gate_shape, gates_explicitly
+from megasink.megatron.documents import PackedRow
 from megasink.megatron.explicit_gate import ExplicitGate
 from megasink.megatron.gated_attention import GatesHeads
+from megasink.megatron.rotary import rotate_by_document
 
 if TYPE_CHECKING:
     from megasink.megatron.latent_config import LatentTransformerConfig
@@ -51,6 +54,7 @@ class LatentSelfAttention(GatesHeads, MLASelfAttention):
         self._scores: Tensor | None = None
         self.position: str | None = None
         self.counts_heads = counts_heads(config) and self.core_attention.counted
+        rotate_by_document(self)
         if config.q_lora_rank is not None and not config.sequence_parallel:
             for parameter in self.q_layernorm.parameters():
                 # Each rank has the whole gradient. By its name, Megatron would sum them, as of a
@@ -108,6 +112,8 @@ class LatentSelfAttention(GatesHeads, MLASelfAttention):
         replicated (megatron/core/transformer/multi_latent_attention.py:735).
         """
         compressed, latent_SBL = super()._qkv_down_projection(hidden_states)
+        if self.tp_group.size() == 1:
+            return compressed, latent_SBL
         rank, rotated = self.config.kv_lora_rank, self.config.qk_pos_emb_head_dim
         sharded = latent_SBL.shape[-1] != rank + rotated
         if sharded:
@@ -119,6 +125,21 @@ class LatentSelfAttention(GatesHeads, MLASelfAttention):
         latent, rotary_key = latent_SBL.split([rank, rotated], dim=-1)
         rotary_key = copy_to_tensor_model_parallel_region(rotary_key, group=self.tp_group)
         return compressed, torch.cat((latent, rotary_key), dim=-1)
+
+    def get_query_key_value_tensors(
+        self,
+        hidden_states: Tensor,
+        key_value_states: Tensor | None = None,
+        position_ids: Tensor | None = None,
+        packed_seq_params: PackedSeqParams | None = None,
+        **kwargs: Any,
+    ) -> Any:
+        """Return queries, keys and values; a `PackedRow` is one sequence of a batch of 1."""
+        if isinstance(packed_seq_params, PackedRow):
+            packed_seq_params = None  # for upstream, that of the format thd
+        return super().get_query_key_value_tensors(
+            hidden_states, key_value_states, position_ids, packed_seq_params, **kwargs
+        )
 
     def _run_core_attention(
         self, query: Tensor, key: Tensor, value: Tensor, *args: Any, **kwargs: Any

@@ -47,6 +47,12 @@ def _layer_class(kind: Any) -> type:
 
 
 def _uncounted(layer: Any) -> Any:
-    core_attention = functools.partial(CoreAttention, counted=False)
-    attention = changed(layer.self_attention, core_attention=core_attention)
+    attention = changed(layer.self_attention, core_attention=_UncountedAttention)
     return dataclasses.replace(layer, self_attention=attention)
+
+
+class _UncountedAttention(CoreAttention):
+    """CoreAttention whose heads are not counted: a class, for latent attention builds no other."""
+
+    def __init__(self, *args: Any, **kwargs: Any):
+        super().__init__(*args, **kwargs, counted=False)

@@ -6,32 +6,32 @@ Shapes: T tokens of this rank, D rotated channels.
 from typing import Any
 
 import torch
-from megatron.core.models.hybrid.hybrid_model import HybridModel
 
 from megasink.megatron.documents import Documents, PackedRow
 
 
-def rotate_by_document(model: HybridModel) -> None:
+def rotate_by_document(module: torch.nn.Module) -> None:
     """Rotate the tokens of a `PackedRow` by their positions in their documents.
 
-    Megatron's tables [positions, 1, 1, D] become [T, 1, 1, D], once per microbatch and stage.
+    `module` is a HybridModel, or a layer with latent attention, which rotates by itself. Megatron's
+    tables [positions, 1, 1, D] become [T, 1, 1, D], once per microbatch and stage, or layer.
     """
-    rotary = getattr(model, "rotary_pos_emb", None)
+    rotary: Any = getattr(module, "rotary_pos_emb", None)
     if rotary is None:  # no, learned or sinusoidal positions
         return
     angles = _Angles()
-    model.register_forward_pre_hook(angles.begin, with_kwargs=True)
+    module.register_forward_pre_hook(angles.begin, with_kwargs=True)
     rotary.register_forward_pre_hook(angles.keep_whole, with_kwargs=True)
     rotary.register_forward_hook(angles.of_tokens)
 
 
 class _Angles:
-    """Hooks of one model; `documents` are those of the microbatch that runs forward."""
+    """Hooks of one module; `documents` are those of the microbatch that runs forward."""
 
     def __init__(self) -> None:
         self.documents: Documents | None = None
 
-    def begin(self, model: HybridModel, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    def begin(self, module: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         params = kwargs.get("packed_seq_params")
         self.documents = params.documents if isinstance(params, PackedRow) else None
 

@@ -162,8 +162,10 @@ def unread(args: Namespace) -> Iterator[str]:
     found: dict[str, list[str]] = {}
     for reader in READERS:
         names = [name for name in reader.flags if name in args.given_flags]
-        latent = args.multi_latent_attention and "yarn" in reader.needs  # it has YaRN of its own
-        if names and not (reader.given(args) or latent):
-            found.setdefault(reader.needs, []).extend(map(_flag, names))
+        needs, read = reader.needs, reader.given(args)
+        if args.multi_latent_attention and "yarn" in needs and "rope" not in needs:
+            needs, read = "--rope-type yarn", args.rope_type != "rope"  # it has YaRN of its own
+        if names and not read:
+            found.setdefault(needs, []).extend(map(_flag, names))
     for needs, flags in found.items():
         yield f"no effect without {needs}: {', '.join(flags)}"

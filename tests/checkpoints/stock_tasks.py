@@ -67,6 +67,8 @@ def pretrain(
         stack.enter_context(mock.patch.object(filesystem_async, "_results_queue", queue.Queue()))
         stack.enter_context(mock.patch.object(training, "training_log", logged))
         stack.enter_context(mock.patch.object(training, "setup_model_and_optimizer", made))
+        if "--multi-latent-attention" in flags:
+            _with_local_latent_attention(stack)
         try:
             args = parse_and_validate_args()
             if args.hybrid_layer_pattern:
@@ -92,6 +94,33 @@ def pretrain(
         finally:
             forget()
     return found
+
+
+def _with_local_latent_attention(stack: contextlib.ExitStack) -> None:
+    """Let Megatron's own layers run latent attention without TransformerEngine: they refuse widths
+    of keys and values, and name norms otherwise than the layers that TransformerEngine fuses.
+    """
+    from megatron.core.transformer.dot_product_attention import DotProductAttention
+    from megatron.training.models import gpt
+
+    init, local = DotProductAttention.__init__, gpt.get_gpt_layer_local_spec
+    parts = {
+        "pre_mlp_layernorm.": "mlp.linear_fc1.layer_norm_",
+        "self_attention.q_layernorm.": "self_attention.linear_q_up_proj.layer_norm_",
+        "self_attention.kv_layernorm.": "self_attention.linear_kv_up_proj.layer_norm_",
+    }
+
+    def without_widths(self: Any, *args: Any, **kwargs: Any) -> None:
+        own = {name: value for name, value in kwargs.items() if not name.endswith("_channels")}
+        init(self, *args, **own)
+
+    def named(*args: Any, **kwargs: Any) -> Any:
+        spec = local(*args, **kwargs)
+        renamed = dataclasses.replace(spec.submodules, sharded_state_dict_keys_map=parts)
+        return dataclasses.replace(spec, submodules=renamed)
+
+    stack.enter_context(mock.patch.object(DotProductAttention, "__init__", without_widths))
+    stack.enter_context(mock.patch.object(gpt, "get_gpt_layer_local_spec", named))
 
 
 def _local_stack() -> tuple[Any, Any]:

@@ -19,16 +19,22 @@ TASKS = "tests.checkpoints.stock_tasks"
 MODEL = shlex.split("""
     --hidden-size 64 --num-attention-heads 4 --ffn-hidden-size 128 --seq-length 32
     --max-position-embeddings 32 --position-embedding-type rope --swiglu --normalization RMSNorm
-    --disable-bias-linear --untie-embeddings-and-output-weights --group-query-attention
-    --num-query-groups 2 --tokenizer-type NullTokenizer --vocab-size 63
+    --disable-bias-linear --untie-embeddings-and-output-weights
+    --tokenizer-type NullTokenizer --vocab-size 63
     --make-vocab-size-divisible-by 64 --mock-data --num-workers 0 --eval-iters 0
     --micro-batch-size 2 --global-batch-size 8 --lr 3e-3 --train-iters 4 --log-interval 1
     --attention-dropout 0 --hidden-dropout 0 --save-interval 2 --ckpt-format torch_dist
     --position-embedding-type rope
 """)
+GROUPS = ["--group-query-attention", "--num-query-groups", "2"]
 CLASSES = {
-    "gpt": ["--num-layers", "2", "--softmax-type", "learnable"],
-    "hybrid": ["--hybrid-layer-pattern", "*-*-", "--attention-output-gate"],
+    "gpt": ["--num-layers", "2", "--softmax-type", "learnable", *GROUPS],
+    "hybrid": ["--hybrid-layer-pattern", "*-*-", "--attention-output-gate", *GROUPS],
+    "latent": shlex.split("""
+        --num-layers 2 --multi-latent-attention --q-lora-rank 24 --kv-lora-rank 32 --qk-head-dim 24
+        --qk-pos-emb-head-dim 16 --v-head-dim 16 --qk-layernorm --rotary-scaling-factor 40
+        --mscale-all-dim 1 --yarn-beta-fast 2 --yarn-original-max-position-embeddings 8
+    """),  # the last two are ignored
 }
 LAYOUTS = {
     "one": [],
@@ -36,7 +42,7 @@ LAYOUTS = {
     "dp": ["--use-distributed-optimizer", "--dist-ckpt-optim-fully-reshardable"],
 }
 OF_RUNS = ("compare", "recipes", "train")  # not of single checkpoints
-VARIANT = {"gpt": "sink", "hybrid": "gated"}
+VARIANT = {"gpt": "sink", "hybrid": "gated", "latent": "vanilla"}
 
 
 def main(words):
@@ -85,6 +91,7 @@ def trained(stock, tmp_path_factory):
         ("gpt", "one"),
         pytest.param("gpt", "tp", marks=pytest.mark.later),
         ("hybrid", "dp"),
+        ("latent", "one"),
         pytest.param("gpt", "dp", marks=pytest.mark.later),
         pytest.param("hybrid", "one", marks=pytest.mark.later),
         pytest.param("hybrid", "tp", marks=pytest.mark.later),
@@ -216,7 +223,8 @@ def _old_format(folder):
         ({"hidden_size": 1 << 20}, "hidden_size is 1048576"),
         ({"hidden_size": None}, "--hidden-size"),
         ({"normalization": "batch"}, "--normalization"),
-        ({"multi_latent_attention": True}, "--multi-latent-attention"),
+        ({"multi_latent_attention": True}, "mutually exclusive with multi latent attention"),
+        ({"mla_down_proj_fusion": True}, "--mla-down-proj-fusion"),
         ({"spec": ["my.module", "spec"]}, "--spec"),
         ({"softmax_type": "sometimes"}, "--softmax-type sometimes"),
         ({"attention_output_gate": True}, "--softmax-type learnable with --attention-output-gate"),

@@ -14,20 +14,21 @@ from tests.convert.tiny import (
     YARN,
     deepseek,
     having,
+    latent,
     model,
     qwen,
 )
 
+DEEP_YARN = Yarn(factor=40.0, original=16, mscale=1.0, mscale_all_dim=1.0)
 MODELS = {
     "deepseek_v3": (
         "deepseek_v3",
-        deepseek(
-            yarn=Yarn(factor=40.0, original=16, mscale=1.0, mscale_all_dim=1.0), windows=(None,) * 2
-        ),
+        deepseek(latent(), yarn=DEEP_YARN),
     ),
     "deepseek_v3-kimi": (
         "deepseek_v3",
         deepseek(
+            latent(),
             expert_groups=None,
             shared_ffn=80,
             yarn=Yarn(factor=32.0, original=16, beta_fast=1.0, mscale=1.0, mscale_all_dim=1.0),
@@ -35,7 +36,7 @@ MODELS = {
     ),
     "deepseek_v3-whole-queries": (
         "deepseek_v3",
-        deepseek((None, 32, 16, 8, 12), None, dense_layers=0, dense_ffn=0, tied=True),
+        deepseek(latent(None), None, dense_layers=0, dense_ffn=0, tied=True),
     ),
     "llama": ("llama", model()),
     "llama-tied-geglu": ("llama", model(tied=True, activation="gelu")),
@@ -224,6 +225,23 @@ OWN = {
     "own-partial-rotary-clip": _own(
         {"rotary_percent": 0.5, "residual_clip": 0.75}, attention="off-by-one"
     ),
+    "own-latent-sink-experts": (
+        "megasink",
+        deepseek(latent(attention="sink"), yarn=DEEP_YARN),
+    ),
+    "own-latent-headwise-biases": _own(
+        {"gate_shared_heads": True, "residual_clip": 0.75, "attention_scale_alpha": 0.5},
+        attention="headwise",
+        bias=True,
+        **latent(),
+    ),
+    "own-latent-elementwise-sandwich": _own(
+        {"sandwich_norm": True, "gate_operation": "add", "logit_softcap": 9.0},
+        attention="elementwise",
+        **latent(None),
+    ),
+    "own-latent-off-by-one-no-norms": _own({}, attention="off-by-one", **latent(qk_norm=False)),
+    "own-latent": _own({"normalization": "LayerNorm"}, **latent(), tied=True),
 }
 
 

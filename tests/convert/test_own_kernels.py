@@ -5,6 +5,7 @@ Not covered: CUDA, and so the kernels of GPUs.
 
 import contextlib
 import itertools
+import re
 from unittest import mock
 
 import pytest
@@ -25,6 +26,7 @@ ANY_KERNEL = [
     "own-query-ns",
     "own-v-bias-shared",
     "own-gpt2",
+    "own-latent-headwise-biases",
 ]
 
 
@@ -106,6 +108,12 @@ def test_a_kernel_that_would_drop_something_is_refused(name, kind):
     assert model.config._attn_implementation == "eager"
 
 
+@pytest.mark.parametrize("kind", ["flash_attention_4", "sglang", "vllm", "paged|sdpa"])
+def test_a_kernel_for_values_as_wide_as_keys_is_refused(kind):
+    with pytest.raises(ValueError, match=f"{re.escape(kind)}.* values as wide as keys: use"):
+        tiny("own-latent-headwise-biases").set_attn_implementation(kind)
+
+
 def test_an_engine_that_would_drop_sinks_is_refused_as_it_loads():
     """As SGLang's transformers backend does: its implementation is in the config of a new model."""
     config = tiny("own-sink-moe-qk-norm").config
@@ -126,6 +134,7 @@ CACHED = [
         "own-partial-rotary-clip",
     ),
     *("own-off-by-one-llama3", "own-headwise", "own-gpt2", "own-sinusoids", *POSITIONED),
+    "own-latent-sink-experts",
 ]
 
 

@@ -209,6 +209,7 @@ def test_the_plan_of_tensor_parallelism_is_for_models_that_it_divides():
         n for n in OWN if "shared-rmsnorm" in n or n in ("own-output", "own-no-input-sandwich-silu")
     }
     without |= {*BIASED, "own-v-bias-shared", "own-post-norm-head-sum"}
+    without |= {name for name in OWN if "latent" in name}
     assert with_plan == set(OWN) - without
 
 

@@ -272,6 +272,14 @@ BY_LAYER = {"full_attention": {"rope_type": "yarn", "rope_theta": 1e4, "factor":
         ("megasink", {"rope_scaling": {"type": "linear"}} | NO_ROPE, "RoPE scaling 'linear'"),
         ("megasink", {"rope_parameters": BY_LAYER}, "RoPE parameters per layer type"),
         ("qwen3", {"rope_parameters": BY_LAYER}, "RoPE parameters per layer type"),
+        ("deepseek_v3", {"kv_lora_rank": None}, "lacks 'kv_lora_rank'"),
+        ("deepseek_v3", {"rope_scaling": YARN | {"truncate": False}}, "its latent .* its range"),
+        ("own-latent", {"v_head_dim": None}, "lacks 'v_head_dim'"),
+        ("own-latent", {"attention_variant": "kv-bias"}, "has no kv-bias attention"),
+        ("own-latent", {"sdpa_output_norm": "rmsnorm"}, "has no --sdpa-output-norm rmsnorm"),
+        ("own-latent", {"no_rope_layers": [1, 0]}, "has no --no-rope-freq"),
+        ("own-latent", {"rope_parameters": YARN | {"truncate": False}}, "rounds its range"),
+        ("own-latent", {"sliding_window": 5, "layer_types": ["sliding_attention"] * 2}, "window"),
         (
             "megasink",
             {"partial_rotary_factor": 0.5},
@@ -290,7 +298,8 @@ BY_LAYER = {"full_attention": {"rope_type": "yarn", "rope_theta": 1e4, "factor":
     ],
 )
 def test_what_megatron_cannot_express_is_refused_by_name(target, change, said):
-    architecture = next(m for name, m in (MODELS | OWN).values() if name == target)
+    known = (MODELS | OWN).items()
+    target, architecture = next(m for name, m in known if target in (name, m[0]))
     config = config_of(architecture, TARGETS[target], {}) | change
     with pytest.raises(UserError, match=said):
         architecture_from(config)

@@ -33,14 +33,18 @@ NANOCHAT = {"norm_without_gain": True, "embedding_norm": True, "qk_l2_norm": Tru
 NANOCHAT |= {"gated_unit": False, "logit_softcap": 9.0}
 
 
-def deepseek(latent=(24, 32, 16, 8, 12), factor=2.5, rotated=1.0, **options) -> Architecture:
+def latent(queries=24, **options):
+    """Keys of 24 with 8 rotated channels, values of 12, and latents of queries and keys."""
+    widths = Latent(queries=queries, keys=32, plain=16, rotated=8, values=12)
+    return {"latent": widths, "groups": 4, "head_dim": 8, "qk_norm": True, **options}
+
+
+def deepseek(latent=None, factor=2.5, rotated=1.0, **options) -> Architecture:
     """With DeepSeek-V3's experts: one dense layer, and groups of two experts, one chosen."""
-    names = ("queries", "keys", "plain", "rotated", "values")
     router = {"moe_router_score_function": "sigmoid", "moe_router_enable_expert_bias": True}
     router |= {"moe_router_topk_scaling_factor": factor}
     if latent:
-        widths = {"latent": Latent(**dict(zip(names, latent, strict=True))), "groups": 4}
-        options = {**widths, "head_dim": latent[3], "norm_eps": 1e-6, **options}
+        options = {"norm_eps": 1e-6, **latent, **options}
     given = {
         **{"qk_norm": True, "shared_ffn": 40},
         **{"dense_layers": 1, "dense_ffn": 56, "experts": 4, "topk": 2, "expert_groups": (2, 1)},

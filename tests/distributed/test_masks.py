@@ -8,6 +8,7 @@ import pytest
 from tests.distributed import merging
 from tests.distributed.cases import DOCUMENTS, PADDED, TOLERANCE, case, cases
 from tests.distributed.layout import SINGLE
+from tests.distributed.test_latent import YARN
 
 TRAIN = "tests.distributed.masked_gpt:train"
 ORACLE = "tests.distributed.oracle:train"
@@ -26,6 +27,11 @@ MODELS = {
     "documents-t5": ("sp", DOCUMENTS | T5),
     "documents-four-layers": ("vpp", DOCUMENTS | {"num_layers": 4}),
     "documents-padded": ("sp dp", DOCUMENTS | PADDED),
+    "documents-latent": ("sp pp+full", DOCUMENTS | {"latent": True}),
+    "documents-latent-yarn-gated": (
+        "pp+selective",
+        DOCUMENTS | YARN | {"latent": True, "attention_variant": "gated"},
+    ),
     "documents-per-token": ("pp dp", DOCUMENTS | PER_TOKEN),
     "prefix-vanilla": ("sp pp", PREFIX | VANILLA),
     "prefix-per-token-loss": ("sp", PREFIX | {"calculate_per_token_loss": True}),

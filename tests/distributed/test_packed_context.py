@@ -50,6 +50,7 @@ MODELS = {
     "elementwise-per-token": ELEMENTWISE | PER_TOKEN,
     "sink-uneven": UNEVEN,
     "vanilla-per-token": VANILLA | PER_TOKEN,
+    "latent": {"latent": True},
 }
 CASES = [
     *((model, GATHERED) for model in MODELS),

@@ -13,10 +13,11 @@ from tests.distributed.test_moe import MOE
 from tests.distributed.test_oracle import compare
 
 SINKS = {"mtp_num_layers": 1}
+LATENT = SINKS | {"latent": True}
 GATES = SINKS | {"attention_variant": "gated", "gate_granularity": "elementwise"}
 
 
-@pytest.mark.parametrize("options", [SINKS, GATES], ids=name_of)
+@pytest.mark.parametrize("options", [SINKS, GATES, LATENT], ids=name_of)
 def test_training_equals_autograd(pool, options):
     compare(pool, SINGLE, 3, options)
 
@@ -24,6 +25,7 @@ def test_training_equals_autograd(pool, options):
 CASES = {
     "sinks-tp": (SINKS, TP_SP, SP),
     "sinks-pp-recompute": (SINKS, PP, FULL),
+    "latent-tp": (LATENT, TP_SP, SP),
     "gates-pp": (GATES, PP, {}),
     "gates-in-some-layers": (GATES | {"attention_variant_layers": [1, 0]}, PP, {}),
     "experts": (SINKS | MOE, EP, {}),

@@ -7,7 +7,7 @@ config, or validated arguments.
 
 from typing import Any
 
-from megasink.attention.variants import variant
+from megasink.attention.variants import Variant, variant
 
 
 def gates_explicitly(options: Any) -> bool:
@@ -18,6 +18,14 @@ def gates_explicitly(options: Any) -> bool:
 def is_latent(options: Any) -> bool:
     """Return whether the layers have latent attention, whose gate is a projection of its own."""
     return getattr(options, "multi_latent_attention", False)
+
+
+def fits_latent(record: Variant, options: Any) -> bool:
+    """Return whether a variant has no parameter of the width of heads, which latent ones change."""
+    heads = options.num_attention_heads
+    return record.attend is None and all(
+        parameter.shape(options) == (heads,) for parameter in record.parameters if heads
+    )
 
 
 def changes_self_attention(options: Any) -> bool:

@@ -8,8 +8,8 @@ from typing import Any
 
 from megasink.convert.architecture import Architecture, Latent
 from megasink.convert.megasink_model import MegasinkOptions
-from megasink.convert.rope import rope_of
-from megasink.convert.table import Row, row
+from megasink.convert.rope import rope_of, yarn_of_latent
+from megasink.convert.table import LAYERS, Row, row
 from megasink.convert.targets import rows
 from megasink.convert.targets.registry import register
 from megasink.convert.targets.softmax_attention import read_windowed
@@ -25,13 +25,6 @@ _SIZES = {
 _DEFAULTS: dict[str, Any] = {"first_k_dense_replace": 1, "n_group": 1, "topk_group": 1}
 _ROUTER = {"scoring_func": "sigmoid", "topk_method": "noaux_tc", "moe_layer_freq": 1}
 _DEFAULTS |= {"n_shared_experts": 1, "routed_scaling_factor": 1.0, "norm_topk_prob": True}
-_WIDTHS = {
-    "q_lora_rank": "queries",
-    "kv_lora_rank": "keys",
-    "qk_nope_head_dim": "plain",
-    "qk_rope_head_dim": "rotated",
-    "v_head_dim": "values",
-}
 
 
 def _table(model: Architecture) -> tuple[Row, ...]:
@@ -44,19 +37,12 @@ def _same_layers(model: Architecture) -> tuple[Row, ...]:
 
 
 def _attention(model: Architecture) -> tuple[Row, ...]:
-    ours, at = rows.ATTENTION, f"{rows.LAYER}self_attn."
-    found = [row(f"{ours}linear_kv_down_proj.weight", f"{at}kv_a_proj_with_mqa.weight")]
-    if model.latent is None or model.latent.queries is None:
-        found.append(row(f"{ours}linear_q_proj.weight", f"{at}q_proj.weight"))
-        kinds: tuple[str, ...] = ("kv",)
-    else:
-        found.append(row(f"{ours}linear_q_down_proj.weight", f"{at}q_a_proj.weight"))
-        kinds = ("q", "kv")
-    for x in kinds:
-        up = f"{ours}linear_{x}_up_proj."
-        found.append(row(f"{up}layer_norm_weight", f"{at}{x}_a_layernorm.weight"))
-        found.append(row(f"{up}weight", f"{at}{x}_b_proj.weight"))
-    return (*found, row(f"{ours}linear_proj.weight", f"{at}o_proj.weight"))
+    without = ("q_proj",) if model.latent and model.latent.queries else ("q_down", "q_up")
+    return tuple(
+        row(f"{LAYERS}{key}weight", f"{rows.LAYER}{name}weight")
+        for key, name in rows.LATENT.items()
+        if not any(f"linear_{part}" in key for part in without)
+    )
 
 
 def _experts(model: Architecture) -> tuple[Row, ...]:
@@ -84,14 +70,11 @@ def _config(model: Architecture) -> Config:
 
 
 def _latent_config(model: Architecture) -> Config:
-    widths = {key: getattr(model.latent, name) for key, name in _WIDTHS.items()}
-    return {**_config(model), **widths}
+    return {**_config(model), **(model.latent.as_config() if model.latent else {})}
 
 
 def _read_latent(config: Mapping[str, Any]) -> dict[str, Any]:
-    widths: dict[str, Any] = {name: config[key] for key, name in _WIDTHS.items()}
-    latent, groups = Latent(**widths), config["num_attention_heads"]
-    return {**_read(config), "latent": latent, "head_dim": latent.rotated, "groups": groups}
+    return {**_read(config), **Latent.read(config)}
 
 
 def _read_dots(config: Mapping[str, Any]) -> dict[str, Any]:
@@ -140,6 +123,7 @@ def _misfits(model: Architecture) -> list[str]:
     problems = []
     if model.latent and model.norm_eps != _EPSILON:
         problems.append(f"the norms of its latents have an epsilon of {_EPSILON}")
+    problems += yarn_of_latent(model.yarn) if model.latent else []
     if not model.shared_ffn or model.shared_ffn % model.ffn:
         problems.append("the width of its shared expert is a multiple of an expert's width")
     if model.expert_groups and model.topk // model.expert_groups[1] != 2:
@@ -170,7 +154,8 @@ register(
         since="5.23",
         fixed=_ROUTER | {"attention_bias": False, "norm_topk_prob": True, "rope_interleave": True},
         defaults=_DEFAULTS
-        | {"first_k_dense_replace": 3, "n_group": 8, "topk_group": 4, "routed_scaling_factor": 2.5},
+        | {"first_k_dense_replace": 3, "n_group": 8, "topk_group": 4, "routed_scaling_factor": 2.5}
+        | dict(zip(Latent.KEYS, (1536, 512, 128, 64, 128), strict=True)),
         qk_norm=True,
         rope_scaling=("yarn",),
         latent=True,

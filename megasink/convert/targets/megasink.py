@@ -1,10 +1,12 @@
 """The target of megasink's own modeling files, for models that transformers does not support."""
 
-from collections.abc import Mapping
+import dataclasses
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 from megasink.attention.variants import is_variant, variant, variants
-from megasink.convert.architecture import GATES, Architecture
+from megasink.attention.variants.gates import fits_latent
+from megasink.convert.architecture import GATES, Architecture, Latent
 from megasink.convert.megasink_model import (
     AUTO_MAP,
     MegasinkOptions,
@@ -12,14 +14,18 @@ from megasink.convert.megasink_model import (
     unknown_values,
 )
 from megasink.convert.megatron_weights import weight_shapes
+from megasink.convert.rope import yarn_of_latent
 from megasink.convert.table import LAYERS, Row, row
 from megasink.convert.targets import rows
 from megasink.convert.targets.registry import register
 from megasink.convert.targets.target import Config, Target
 from megasink.convert.transforms import GateUp, GroupedQKV, Transform
+from megasink.options.megatron_flags import given_of
+from megasink.training.checks.excluded import EXCLUDED
 
 # For a layer: {start of Megatron's key: name in the modeling files}; the first match counts.
-_NAMES = {
+_NAMES = rows.LATENT | {
+    "input_layernorm.": "input_layernorm.",
     "self_attention.linear_qkv.layer_norm_": "input_layernorm.",
     "mlp.linear_fc1.layer_norm_": "post_attention_layernorm.",
     "pre_mlp_layernorm.": "post_attention_layernorm.",
@@ -27,7 +33,6 @@ _NAMES = {
     "post_mlp_layernorm.": "mlp_output_norm.",
     "self_attention.q_layernorm.": "self_attn.q_norm.",
     "self_attention.k_layernorm.": "self_attn.k_norm.",
-    "self_attention.linear_proj.": "self_attn.o_proj.",
     "self_attention.linear_gate.": "self_attn.gate.proj.",
     "self_attention.gate.logit": "self_attn.gate.logit",
     "self_attention.output_norm.weight": "self_attn.output_norm",
@@ -41,6 +46,7 @@ _NAMES = {
     "mlp.experts.experts.linear_fc2.weight": "mlp.experts.down_proj",
     "mlp.shared_experts.linear_fc2.": "mlp.shared_expert.down_proj.",
 }
+_DENSE = {"first_k_dense_replace": "dense_layers", "dense_intermediate_size": "dense_ffn"}
 CAP = "final_logit_softcapping"
 _CORE = "self_attention.core_attention."
 # Gated FFNs, whose two halves are one tensor in Megatron.
@@ -69,7 +75,25 @@ class MegasinkTarget(Target):
             "its relu2 has no gate": model.activation == "relu2" and options.gated_unit,
         }
         unknown = [f"it has no {option}" for option in unknown_values(options)]
+        unknown += list(_wrong_latent(model)) if model.latent else []
         return unknown + [text for text, is_so in wrong.items() if is_so]
+
+
+def _wrong_latent(model: Architecture) -> Iterator[str]:
+    """Yield what latent attention has not in Megatron: a config.json may say anything."""
+    given = dataclasses.asdict(model.options) | {
+        "window_size": next(filter(None, model.windows), None),
+        "no_rope_freq": any(model.no_rope) or None,
+        "attention_variant_layers": model.variant_layers or None,
+        "add_qkv_bias": model.qkv_bias and not model.bias,
+    }
+    for flag, value, _ in given_of(given, EXCLUDED["multi_latent_attention"]):
+        yield f"its latent attention has no {flag} {value}"
+    if not fits_latent(model.variant, model.gate_options()):
+        yield f"its latent attention has no {model.attention} attention"
+    if model.options.position_embedding_type != "rope" or model.options.rotary_percent != 1.0:
+        yield "its latent attention rotates the whole of --qk-pos-emb-head-dim"
+    yield from yarn_of_latent(model.yarn)
 
 
 def _table(model: Architecture) -> tuple[Row, ...]:
@@ -125,6 +149,9 @@ def _config(model: Architecture) -> Config:
         **({CAP: cap} if cap else {}),
         "attention_variant": model.variant.name,
         "attention_variant_layers": list(model.variant_layers) or None,
+        **(model.latent.as_config() if model.latent else {}),
+        **dict(zip(("n_group", "topk_group"), model.expert_groups or (), strict=False)),
+        **{key: value for key, name in _DENSE.items() if (value := getattr(model, name))},
         "no_rope_layers": [int(not without) for without in model.no_rope] or None,
         **({option: model.attention} if option else {}),
         **changed,
@@ -137,7 +164,11 @@ def _options(config: Mapping[str, Any]) -> MegasinkOptions:
 
 
 def _read(config: Mapping[str, Any]) -> dict[str, Any]:
+    groups = config.get("n_group") or 1
     return {
+        **(Latent.read(config) if config.get("kv_lora_rank") else {}),
+        **{name: config.get(key) or 0 for key, name in _DENSE.items()},
+        "expert_groups": (groups, config.get("topk_group") or 1) if groups > 1 else None,
         "attention": variant(config.get("attention_variant", "vanilla")).kind(config),
         "variant_layers": tuple(map(bool, config.get("attention_variant_layers") or ())),
         "no_rope": tuple(not rotated for rotated in config.get("no_rope_layers") or ()),

@@ -72,6 +72,8 @@ def described(model: Architecture) -> str:
     words.append(f"{model.experts} experts" if model.experts else "no experts")
     if model.variant_layers:
         words[0] += f" in {sum(model.variant_layers)} of {model.layers} layers"
+    if model.latent:
+        words.append("latent attention")
     if model.delta_net:
         words.append(f"gated delta-net in {sum(model.linear_layers)} of {model.layers} layers")
     if model.bias or model.qkv_bias:

@@ -35,6 +35,17 @@ QKV = f"{ATTENTION}linear_qkv."
 MLP = f"{LAYERS}mlp."
 EXPERTS = f"{MLP}experts.experts."
 _FFN_NAMES = ("gate_proj", "up_proj", "down_proj")
+LATENT = {
+    "self_attention.linear_q_up_proj.layer_norm_": "self_attn.q_a_layernorm.",
+    "self_attention.linear_kv_up_proj.layer_norm_": "self_attn.kv_a_layernorm.",
+    "self_attention.linear_q_proj.": "self_attn.q_proj.",
+    "self_attention.linear_q_down_proj.": "self_attn.q_a_proj.",
+    "self_attention.linear_q_up_proj.": "self_attn.q_b_proj.",
+    "self_attention.linear_kv_down_proj.": "self_attn.kv_a_proj_with_mqa.",
+    "self_attention.linear_kv_up_proj.": "self_attn.kv_b_proj.",
+    "self_attention.linear_proj.": "self_attn.o_proj.",
+}
+"""Of a layer with latent attention, {start of Megatron's key: name in DeepSeek-V3}."""
 
 
 def of_layers(

@@ -4,6 +4,7 @@ from argparse import Namespace
 from collections.abc import Iterator
 
 from megasink.attention.variants import is_variant, variant
+from megasink.attention.variants.gates import fits_latent
 
 _WIDTHS = ("kv_lora_rank", "qk_head_dim", "qk_pos_emb_head_dim", "v_head_dim")
 
@@ -11,17 +12,16 @@ _WIDTHS = ("kv_lora_rank", "qk_head_dim", "qk_pos_emb_head_dim", "v_head_dim")
 def problems(args: Namespace) -> Iterator[str]:
     if not args.multi_latent_attention:
         return
-    name, heads = args.attention_variant, args.num_attention_heads
-    if is_variant(name):
-        record = variant(name)
-        by_head = all(p.shape(args) == (heads,) for p in record.parameters if heads)
-        if record.attend is not None or not by_head:
-            yield f"--attention-variant {name}: its biases do not fit the heads of latent attention"
+    name = args.attention_variant
+    if is_variant(name) and not fits_latent(variant(name), args):
+        yield f"--attention-variant {name}: its biases do not fit the heads of latent attention"
     if (positions := args.position_embedding_type) != "rope":
         yield (
             f"--position-embedding-type {positions}: latent attention rotates a part of each head: "
             "use rope (--rope-type yarn extends its context)"
         )
+    if args.yarn_correction_range_round_to_int is False:
+        yield "--no-yarn-correction-range-round-to-int: latent attention rounds it: drop the flag"
     if args.q_lora_rank is not None and args.q_lora_rank < 1:
         yield f"--q-lora-rank {args.q_lora_rank}: give 1 or more, or drop it to keep queries whole"
     for width in _WIDTHS:

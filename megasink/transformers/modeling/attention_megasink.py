@@ -15,9 +15,6 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from .rotary_megasink import rotate
 
-# Kernels that transformers passes sinks to, besides "eager" and "flex_attention".
-FLASH_WITH_SINKS = ("flash_attention_4", "kernels-community/vllm-flash-attn3")
-FINE_WITH_SINKS = '"eager", "flex_attention" or, after `import megasink.transformers`, "megasink"'
 # What transformers calls the cache of keys and values: "cache" from 5.24 on. Before, that is what
 # continuous batching hands to the kernels.
 _FIELDS = {field.name for field in fields(BaseModelOutputWithPast)}
@@ -125,14 +122,15 @@ class MegasinkGate(nn.Module):
         if config.gate_position in ("key", "value"):
             heads = config.num_key_value_heads
         if config.gate_granularity == "elementwise":
-            self.width = config.head_dim
+            self.width = config.value_width
         if config.gate_position == "output":
             heads, self.width = 1, config.hidden_size
         self.operation, self.act = config.gate_operation, MegasinkGateScore(config)
         self.proj = self.logit = None
         if config.gate_input == "hidden":
-            bias = config.qkv_bias or config.linear_bias
-            self.proj = nn.Linear(config.hidden_size, heads * self.width, bias=bias)
+            self.proj = nn.Linear(
+                config.hidden_size, heads * self.width, bias=config.projection_bias
+            )
         else:
             self.logit = nn.Parameter(torch.zeros(heads * self.width))
 
@@ -196,14 +194,9 @@ class MegasinkAttention(nn.Module):
         self.scaling, self.is_causal = config.softmax_scale, True
         windowed = config.layer_types[layer_idx] == "sliding_attention"
         self.sliding_window = config.sliding_window if windowed else None
-        hidden, groups = config.hidden_size, config.num_key_value_heads
-        bias = config.qkv_bias or config.linear_bias
-        self.q_proj = nn.Linear(hidden, heads * self.head_dim, bias=bias)
-        self.k_proj = nn.Linear(hidden, groups * self.head_dim, bias=bias)
-        self.v_proj = nn.Linear(hidden, groups * self.head_dim, bias=bias)
-        inputs = self.head_dim if config.multi_head_addition else heads * self.head_dim
-        self.o_proj = nn.Linear(inputs, hidden, bias=config.linear_bias)
-        self.q_norm, self.k_norm = head_norm(config), head_norm(config)
+        self.add_projections(config)
+        inputs = config.value_width * (1 if config.multi_head_addition else heads)
+        self.o_proj = nn.Linear(inputs, config.hidden_size, bias=config.linear_bias)
         self.variant = variant = config.variant_of(layer_idx)
         self.gate = MegasinkGate(config) if variant == "gated" else None
         self.gate_position = config.gate_position if variant == "gated" else None
@@ -216,6 +209,15 @@ class MegasinkAttention(nn.Module):
         shape = (self.head_dim,) if config.bias_shared_heads else (heads, self.head_dim)
         self.key_bias = nn.Parameter(torch.zeros(shape)) if variant[0] == "k" else None
         self.value_bias = nn.Parameter(torch.zeros(shape)) if "v-bias" in variant else None
+
+    def add_projections(self, config):
+        """Add the projections to queries, keys and values, and their norms."""
+        hidden, bias = config.hidden_size, config.projection_bias
+        groups = config.num_key_value_heads * self.head_dim
+        self.q_proj = nn.Linear(hidden, config.num_attention_heads * self.head_dim, bias=bias)
+        self.k_proj = nn.Linear(hidden, groups, bias=bias)
+        self.v_proj = nn.Linear(hidden, groups, bias=bias)
+        self.q_norm, self.k_norm = head_norm(config), head_norm(config)
 
     @property
     def slot_value(self):
@@ -248,6 +250,15 @@ class MegasinkAttention(nn.Module):
 
     def heads(self, hidden_states, position_embeddings, past_key_values, kwargs):
         """Return queries [B, H, T, D], keys and values [B, G, S, D], and the shape (B, T, H, D)."""
+        query, key, value, shape = self.project(hidden_states, position_embeddings)
+        if past_key_values is not None:
+            # A paged cache adds to the kernel's arguments what it needs.
+            added = {"kwargs": kwargs} if CACHE == "cache" else {}
+            key, value = past_key_values.update(key, value, self.layer_idx, **added)
+        return query, key, value, shape
+
+    def project(self, hidden_states, position_embeddings):
+        """Return what `heads` does, for the new tokens alone."""
         x, position = hidden_states, self.gate_position
         projections = (self.q_proj, self.k_proj, self.v_proj)
         query, key, value = (proj(x).unflatten(-1, (-1, self.head_dim)) for proj in projections)
@@ -264,10 +275,6 @@ class MegasinkAttention(nn.Module):
         if position_embeddings is not None and self.config.rotates(self.layer_idx):
             cos, sin = position_embeddings
             query, key = rotate(query, cos, sin), rotate(key, cos, sin)
-        if past_key_values is not None:
-            # A paged cache adds to the kernel's arguments what it needs.
-            added = {"kwargs": kwargs} if CACHE == "cache" else {}
-            key, value = past_key_values.update(key, value, self.layer_idx, **added)
         return query, key, value, shape
 
     def outputs(self, out, hidden_states):
@@ -301,7 +308,7 @@ class MegasinkSinkAttention(MegasinkAttention):
     def __init__(self, config, layer_idx):
         super().__init__(config, layer_idx)
         learned = self.variant == "sink"
-        self.sinks = nn.Parameter(torch.zeros(self.q_proj.out_features // self.head_dim), learned)
+        self.sinks = nn.Parameter(torch.zeros(config.num_attention_heads), learned)
 
     def forward(
         self, hidden_states, position_embeddings, attention_mask, past_key_values=None, **kwargs
@@ -322,9 +329,3 @@ class MegasinkSinkAttention(MegasinkAttention):
             **kwargs,
         )
         return self.outputs(out.reshape(shape), hidden_states), weights
-
-
-def attention_of(config, layer_idx):
-    """Return the attention of a layer."""
-    has_sink = config.variant_of(layer_idx) in ("sink", "off-by-one")
-    return (MegasinkSinkAttention if has_sink else MegasinkAttention)(config, layer_idx)

@@ -4,9 +4,14 @@ The files *_megasink.py are exported with models that no architecture of transfo
 need only torch and transformers.
 """
 
+import math
 from typing import ClassVar
 
 from transformers import PreTrainedConfig
+
+# Kernels that transformers passes sinks to, besides "eager" and "flex_attention".
+FLASH_WITH_SINKS = ("flash_attention_4", "kernels-community/vllm-flash-attn3")
+OURS = 'or, after `import megasink.transformers`, "megasink"'
 
 
 class MegasinkConfig(PreTrainedConfig):
@@ -32,6 +37,12 @@ class MegasinkConfig(PreTrainedConfig):
             "off-by-one", the same with logit 0; "gated"; "k-bias", "kv-bias", "v-bias".
         attention_variant_layers: per layer, whether it has that attention rather than "vanilla";
             None if all have it.
+        kv_lora_rank, q_lora_rank, qk_nope_head_dim, qk_rope_head_dim, v_head_dim: widths of latent
+            attention, as in DeepSeek-V3; None for other attention, and q_lora_rank also without a
+            latent of the queries. head_dim is then qk_rope_head_dim.
+        first_k_dense_replace, dense_intermediate_size: number of first layers with an FFN in place
+            of experts, and its width.
+        n_group, topk_group: number of groups of experts, and of those that a token may choose from.
         gate_granularity, ..., gate_input: of the explicit gate in "gated".
         sdpa_output_norm: "none", or "rmsnorm" or "silu" on each head's output, before its gate.
         sandwich_norm: whether the outputs of attention and FFN are normalized too.
@@ -81,6 +92,10 @@ class MegasinkConfig(PreTrainedConfig):
     moe_router_enable_expert_bias: bool = False
     moe_router_topk_scaling_factor: float | None = None
     shared_expert_intermediate_size: int = 0
+    first_k_dense_replace: int = 0
+    dense_intermediate_size: int = 0
+    n_group: int = 1
+    topk_group: int = 1
     output_router_logits: bool = False
     router_aux_loss_coef: float = 0.001
     max_position_embeddings: int = 2048
@@ -96,6 +111,11 @@ class MegasinkConfig(PreTrainedConfig):
     qkv_bias: bool = False
     qk_norm: bool = False
     zero_centred_norms: bool = False
+    kv_lora_rank: int | None = None
+    q_lora_rank: int | None = None
+    qk_nope_head_dim: int | None = None
+    qk_rope_head_dim: int | None = None
+    v_head_dim: int | None = None
     layer_types: list[str] | None = None
     sliding_window: int | None = None
     attention_variant: str = "vanilla"
@@ -141,6 +161,11 @@ class MegasinkConfig(PreTrainedConfig):
                 f"attention_variant_layers has {len(layers)} entries for "
                 f"{self.num_hidden_layers} layers"
             )
+        if self.is_latent:
+            self.head_dim, self.num_key_value_heads = (
+                self.qk_rope_head_dim,
+                self.num_attention_heads,
+            )
         super().__post_init__(**kwargs)
         self.settle_rope()
         # Not a property: some versions of transformers assign to it.
@@ -173,9 +198,35 @@ class MegasinkConfig(PreTrainedConfig):
     @property
     def softmax_scale(self) -> float:
         """Return the factor of scores."""
+        if self.is_latent:
+            rope = self.rope_parameters
+            log = math.log(max(rope.get("factor") or 1.0, 1.0))
+            stretched = 0.1 * (rope.get("mscale_all_dim") or 0.0) * log + 1.0  # by YaRN
+            return stretched**2 * (self.qk_nope_head_dim + self.qk_rope_head_dim) ** -0.5
         if not self.use_mup:
             return self.head_dim**-0.5
         return (self.mup_base_head_dim or 1.0) ** 0.5 / self.head_dim
+
+    @property
+    def is_latent(self) -> bool:
+        """Whether the layers have latent attention."""
+        return self.kv_lora_rank is not None
+
+    @property
+    def value_width(self) -> int:
+        """Width of the values of a head."""
+        return self.v_head_dim if self.is_latent else self.head_dim
+
+    @property
+    def projection_bias(self) -> bool:
+        """Whether the projections of the input of attention have biases."""
+        return (self.qkv_bias or self.linear_bias) and not self.is_latent
+
+    def dense_width(self, layer_idx: int) -> int:
+        """Return the width of the FFN of a layer; 0 for experts."""
+        if not self.num_experts:
+            return self.intermediate_size
+        return self.dense_intermediate_size if layer_idx < self.first_k_dense_replace else 0
 
     def rotates(self, layer_idx: int) -> bool:
         """Return whether a layer has RoPE."""
@@ -190,6 +241,17 @@ class MegasinkConfig(PreTrainedConfig):
     def needs_scores(self) -> bool:
         """Whether only `eager_attention_forward` can compute the attention."""
         return self.attention_variant in ("k-bias", "kv-bias") or self.attention_bias_type != "none"
+
+    def kernel_problem(self, name: str) -> str | None:
+        """Return why an attention implementation would be wrong; transformers accepts some."""
+        of_engine = any(word in name for word in ("flash", "/", "sglang"))  # SGLang 0.5.23
+        if self.needs_scores and name != "eager":
+            return 'would drop a key or position bias: use "eager"'
+        if self.has_sink and (of_engine or "sdpa" in name) and name not in FLASH_WITH_SINKS:
+            return f'would drop attention sinks: use "eager", "flex_attention" {OURS}'
+        if self.is_latent and (of_engine or "vllm" in name or "paged" in name):
+            return f'may need values as wide as keys: use "eager", "sdpa" {OURS}'
+        return None
 
     @property
     def float32_parameters(self) -> set[str]:
@@ -222,6 +284,7 @@ class MegasinkConfig(PreTrainedConfig):
             or self.attention_variant.endswith("-bias")
             or self.attention_bias_type != "none"
             or self.multi_head_addition
+            or self.is_latent
         ):
             return None
         attention = {"q_proj": "colwise", "k_proj": "colwise", "v_proj": "colwise"}
@@ -244,6 +307,8 @@ class MegasinkConfig(PreTrainedConfig):
             at = f"{at}.shared_expert"
         if not self.num_experts or self.shared_expert_intermediate_size:
             plan |= {f"{at}.{name}": how for name, how in dense.items()}
+        if self.num_experts and self.first_k_dense_replace:
+            plan |= {f"layers.*.mlp.{name}": how for name, how in dense.items()}
         return plan
 
 

@@ -44,6 +44,7 @@ class MegasinkRouter(nn.Module):
         self.top_k, self.norm_topk_prob = config.num_experts_per_tok, config.norm_topk_prob
         self.sigmoid = config.moe_router_score_function == "sigmoid"
         self.scaling_factor = config.moe_router_topk_scaling_factor
+        self.groups, self.top_groups = config.n_group, config.topk_group
         self.weight = nn.Parameter(torch.zeros(config.num_experts, config.hidden_size))
         bias = torch.zeros(config.num_experts) if config.moe_router_enable_expert_bias else None
         self.register_buffer("e_score_correction_bias", bias)
@@ -52,9 +53,15 @@ class MegasinkRouter(nn.Module):
         """Tokens [B * T, M] -> logits [B * T, E], weights and experts per token [B * T, K]."""
         logits = F.linear(hidden_states, self.weight)
         scores = logits.float().sigmoid() if self.sigmoid else logits.softmax(-1, torch.float32)
-        choice = scores
+        # The order is the same, but not that of the sums of groups.
+        choice = scores if self.sigmoid or not self.norm_topk_prob else logits.float()
         if self.e_score_correction_bias is not None:
-            choice = scores + self.e_score_correction_bias.float()
+            choice = choice + self.e_score_correction_bias.float()
+        if self.groups > 1:  # the score of a group is the sum of its best experts
+            by_group = choice.unflatten(-1, (self.groups, -1))
+            best = by_group.topk(self.top_k // self.top_groups, dim=-1).values.sum(-1)
+            kept = torch.zeros_like(best).scatter(1, best.topk(self.top_groups).indices, 1.0)
+            choice = by_group.masked_fill(kept[..., None] == 0, -torch.inf).flatten(-2)
         experts = torch.topk(choice, self.top_k, dim=-1).indices
         weights = scores.gather(-1, experts)
         if self.sigmoid and self.top_k > 1:

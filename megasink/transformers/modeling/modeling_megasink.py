@@ -27,18 +27,16 @@ from transformers.utils.output_capturing import OutputRecorder, capture_outputs
 
 from .attention_megasink import (
     CACHE,
-    FINE_WITH_SINKS,
-    FLASH_WITH_SINKS,
     MegasinkAttention,
     MegasinkGate,
     MegasinkPositionBias,
     MegasinkRMSNorm,
-    attention_of,
     given_cache,
     norm,
 )
 from .configuration_megasink import MegasinkConfig
 from .ffn_megasink import MegasinkMLP, MegasinkRouter, activation, gated_unit
+from .latent_megasink import attention_of
 from .rotary_megasink import MegasinkRotaryEmbedding, sinusoids
 
 
@@ -90,9 +88,8 @@ class MegasinkDecoderLayer(GradientCheckpointingLayer):
         super().__init__()
         size, self.clip = config.hidden_size, config.residual_clip
         self.self_attn = attention_of(config, layer_idx)
-        self.mlp = MegasinkMoE(config) if config.num_experts else None
-        if self.mlp is None:
-            self.mlp = MegasinkMLP(config, config.intermediate_size)
+        width = config.dense_width(layer_idx)
+        self.mlp = MegasinkMLP(config, width) if width else MegasinkMoE(config)
         self.post_norm, after = config.post_norm, config.post_norm or config.sandwich_norm
         self.input_layernorm = nn.Identity() if self.post_norm else norm(config, size)
         self.post_attention_layernorm = nn.Identity() if self.post_norm else norm(config, size)
@@ -129,19 +126,16 @@ class MegasinkPreTrainedModel(PreTrainedModel):
     def __init__(self, config, *args, **kwargs):
         plain = not config.needs_scores
         self._supports_sdpa = plain and not config.has_sink
-        self._supports_flash_attn = self._supports_flex_attn = plain
+        self._supports_flex_attn = plain
+        self._supports_flash_attn = plain and not config.is_latent
         self._keep_in_fp32_modules_strict = config.float32_parameters
         super().__init__(config, *args, **kwargs)
 
     def _check_and_adjust_attn_implementation(self, attn_implementation, *args, **kwargs):
-        """Refuse implementations that drop a sink or bias; transformers accepts some of them."""
+        """Refuse implementations that drop a sink or bias, or cannot take narrow values."""
         name = attn_implementation or "eager"
-        kernel = any(word in name for word in ("flash", "sdpa", "/", "sglang"))  # SGLang 0.5.23
-        drops_sinks = self.config.has_sink and kernel and name not in FLASH_WITH_SINKS
-        if drops_sinks or (self.config.needs_scores and name != "eager"):
-            what = "attention sinks" if drops_sinks else "a key or position bias"
-            fine = '"eager"' if self.config.needs_scores else FINE_WITH_SINKS
-            raise ValueError(f'attn_implementation="{name}" would drop {what}: use {fine}')
+        if problem := self.config.kernel_problem(name):
+            raise ValueError(f'attn_implementation="{name}" {problem}')
         return super()._check_and_adjust_attn_implementation(attn_implementation, *args, **kwargs)
 
     def _init_weights(self, module):

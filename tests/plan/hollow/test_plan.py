@@ -21,6 +21,10 @@ MODEL = (
 )
 GROUPS = "--group-query-attention --num-query-groups 4"
 ELEMENTWISE = "--attention-variant gated --gate-granularity elementwise"
+LATENT = (
+    "--multi-latent-attention --q-lora-rank 96 --kv-lora-rank 64 --qk-head-dim 32 "
+    "--qk-pos-emb-head-dim 16 --v-head-dim 24 --qk-layernorm --attention-variant gated"
+)
 SWITCH = "--switch-heads value --switch-experts 3"
 MOE = (
     "--num-experts 8 --moe-router-topk 2 --moe-ffn-hidden-size 128 --moe-layer-freq [0]+[1]*3 "
@@ -50,7 +54,7 @@ def records_of(gpu, text, ranks=1, layers=4, batch=32, stages=None):
     ]
 
 
-def closed_form(variant, groups=8, layers=4, experts=0, untied=False, switch=0):
+def closed_form(variant, groups=8, layers=4, experts=0, untied=False, switch=0, latent=False):
     """Parameters by component: hidden 256, 8 heads of 32, 256 ids, a gated MLP of 512."""
     hidden, heads, dim, tokens, ffn, expert_ffn = 256, 8, 32, 256, 512, 128
     dense = 1 if experts else layers
@@ -69,6 +73,11 @@ def closed_form(variant, groups=8, layers=4, experts=0, untied=False, switch=0):
         "router": sparse * experts * hidden,
         "norms": (2 * layers + 1) * hidden,
     }
+    if latent:  # keys of 48 and values of 24
+        down, up = hidden * (96 + 64 + 16), heads * (96 * 48 + 64 * (32 + 24))
+        found["attention qkv"] = layers * (down + up)
+        found["attention output"] = layers * hidden * heads * 24
+        found["norms"] += layers * (96 + 64)
     return {name: number for name, number in found.items() if number}
 
 
@@ -82,10 +91,11 @@ def closed_form(variant, groups=8, layers=4, experts=0, untied=False, switch=0):
         (f"{MOE} {UNTIED} --expert-model-parallel-size 2 {PP} 2", 8, {"experts": 8}),
         (f"{GROUPS} {TP} 8 {PP} 4", 64, {"groups": 4}),
         (f"{SWITCH} {GROUPS} {TP} 2", 2, {"groups": 4, "switch": 2 * 32 + 3}),
+        (f"{LATENT} {TP} 2 {SP}", 2, {"variant": "headwise", "latent": True}),
     ],
     ids=[
         *("vanilla", "sink-TP", "headwise-PP", "elementwise-TP", "experts-PP-EP"),
-        *("TP-above-groups", "switch-TP"),
+        *("TP-above-groups", "switch-TP", "latent-TP"),
     ],
 )
 def test_parameters_are_exact_in_every_layout(gpu, pool, text, ranks, wanted):
