@@ -248,7 +248,7 @@ BY_LAYER = {"full_attention": {"rope_type": "yarn", "rope_theta": 1e4, "factor":
         ("flint", {"layer_types": ["full_attention"] * 2}, "no RoPE"),
         ("flint", {"mlp_only_layers": [0]}, "experts"),
         ("gpt_oss", {"swiglu_limit": 6.0}, "swiglu_limit 6.0"),
-        ("qwen3_5_text", {"layer_types": ["linear_attention"] * 2}, "linear attention alone"),
+        ("qwen3_5_text", {"layer_types": ["linear_attention"] * 2}, "only linear attention"),
         (
             "qwen3_5_text",
             {"layer_types": ["full_attention"] * 3},
@@ -288,7 +288,7 @@ BY_LAYER = {"full_attention": {"rope_type": "yarn", "rope_theta": 1e4, "factor":
         (
             "megasink",
             {"attention_variant": "sink", "attention_variant_layers": [True]},
-            r"attention_variant_layers \[True\] of 2 layers",
+            r"attention_variant_layers \[True\], not 2 entries",
         ),
         (
             "megasink",

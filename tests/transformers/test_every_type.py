@@ -162,7 +162,7 @@ def check_balance(model: PreTrainedModel, eager: PreTrainedModel) -> None:
 
 
 # Why one instrument refuses a model that another accepts.
-UNFOUND = "that megasink can find|no output projection"
+UNFOUND = "megasink cannot find|no output projection"
 REASONS = (
     f"{UNFOUND}|without a matrix of weights|does not fit"  # modules of other names
     "|bypasses transformers' attention interface"

@@ -63,7 +63,7 @@ def test_a_probe_asks_for_the_value_at_its_distance(distance):
 def test_what_does_not_fit_is_refused():
     with pytest.raises(ValueError, match="65 letters: use 2 to 64"):
         TriggerLanguage(letters=65)
-    with pytest.raises(ValueError, match="triggers 8: 0 to 7"):
+    with pytest.raises(ValueError, match="triggers 8: use 0 to 7"):
         TriggerLanguage(letters=8, triggers=8)
     with pytest.raises(ValueError, match="distance 62: 2 to 61"):
         RetrievalLanguage().probes(1, 62, 62, seed=0)

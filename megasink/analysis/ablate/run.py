@@ -98,7 +98,7 @@ def _ablate(ablation: Ablation, output: Path, record: Callable[[], None]) -> Abl
     if all(value.value is None for value in results.unchanged.values.values()):
         raise UserError(
             f"the {results.quantity} of {model.facts['name']} without changes are infinite or NaN: "
-            "either its weights are, too, or it needs a wider dtype (--dtype float32)"
+            "its weights hold such values, or it needs a wider dtype (--dtype float32)"
         )
     tsne = {}
     if options.layer == 0 and isinstance(ablation, OnTexts):
