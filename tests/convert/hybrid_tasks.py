@@ -1,9 +1,12 @@
-"""Tasks for the workers: hybrid runs of the weights of GPT runs, and exports of both."""
+"""Tasks for the workers: hybrid runs of the weights of GPT runs, exports and analyses of both."""
 
 import json
 from argparse import Namespace
 from pathlib import Path
+from typing import Any
 
+import numpy
+import torch
 from megatron.core.models.hybrid.hybrid_model import HybridModel
 
 from megasink.checkpoints.find import find_checkpoint
@@ -42,3 +45,32 @@ def export_of_both(gpt: str, hybrid: str) -> list[str]:
     files = [{path.name: path.read_bytes() for path in output.iterdir()} for output in outputs]
     assert files[0].keys() == files[1].keys()
     return [name for name in files[0] if files[0][name] != files[1][name]]
+
+
+def analyses(run: str, folder: str) -> list[dict[str, Any]]:
+    """Return the heads of each layer and every metric, of a run and of its Hugging Face folder."""
+    import transformers
+
+    from megasink.analysis.capture.base import ProbedModel
+    from megasink.analysis.capture.inputs import Sample
+    from megasink.analysis.capture.megatron_model import heads_by_layer
+    from megasink.analysis.capture.models import open_probe_on
+    from megasink.analysis.measure import measure
+    from megasink.analysis.options import AnalysisOptions
+    from megasink.transformers.blocks import find_blocks
+
+    ours, _ = load_without_tokenizer(find_checkpoint(Path(run)), torch.float32)
+    theirs = transformers.AutoModelForCausalLM.from_pretrained(folder, attn_implementation="eager")
+    ids = torch.randint(3, 100, (4, 24), generator=torch.Generator().manual_seed(1)).tolist()
+    samples = [Sample(tuple(row), "d", "s") for row in ids]
+    found = []
+    for model, heads in (
+        (ours, heads_by_layer(ours)),
+        (theirs.eval(), [block.heads for block in find_blocks(theirs)]),
+    ):
+        about = {"module": model, "heads": heads, "tokenizer": None, "vocabulary": 101}
+        probed = ProbedModel(open_probe_on(model), **about, positions=None, facts={})
+        values = measure(probed, samples, AnalysisOptions(seq_length=24)).analysis_values(0)
+        numbers = {name: numpy.asarray(value) for name, value in values.overall.items()}
+        found.append({"heads": heads, "metrics": numbers})
+    return found

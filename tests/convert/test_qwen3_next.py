@@ -1,4 +1,4 @@
-"""Released models: what an import ignores, and what it refuses of Qwen3-Next."""
+"""Released models: what an import ignores; Qwen3-Next is trained, analyzed and exported."""
 
 import json
 import shutil
@@ -8,16 +8,18 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from tests.convert.collection import IMPORTED, config_of
+from tests.convert.models_page import EXPERTS, LAYOUTS, TRAIN
 from tests.convert.test_commands import megasink
 from tests.distributed.layout import SINGLE
+from tests.runs import resumed_from, steps
 
 
 @pytest.fixture(scope="module")
 def released(pool, tmp_path_factory):
-    """A folder with hf, a random model of transformers, and run, its import."""
+    """A folder with hf, a random model of transformers, and run, its import: G-GEGE*E."""
     folder = tmp_path_factory.mktemp("qwen3-next")
     config = config_of(*IMPORTED["Qwen3-Next-80B-A3B"])
-    where = {"folder": str(folder), "config": config}
+    where = {"folder": str(folder), "config": config | {"mlp_only_layers": [0]}}
     pool.run("tests.convert.accuracy_tasks:import_released", SINGLE, **where)
     return folder
 
@@ -68,3 +70,44 @@ def test_layers_that_the_weights_contradict_are_one_line(pool, released, tmp_pat
     assert said in errors
     assert len(errors.splitlines()) == 1
     assert not (tmp_path / "run").exists()
+
+
+@pytest.fixture(scope="module")
+def trained(pool, released):
+    """The runs of three steps from the import, under two layouts, and the flags of the last."""
+    flags = [*(released / "run/flags.txt").read_text().split(), *TRAIN, "--save-interval", "3"]
+    flags += ["--load", str(released / "run/checkpoints"), "--finetune"]
+    for layout, chosen in LAYOUTS.items():
+        line = [*flags, *chosen, "--run-dir", str(released / layout)]
+        pool.train([*line, *(EXPERTS if layout == "TP 2" else []), "--train-iters", "3"], 2)
+    return released, line
+
+
+def test_it_trains_alike_under_both_layouts_and_resumes(pool, trained):
+    """TP 2 with SP and EP 2, and PP 2."""
+    folder, line = trained
+    tp, pp = ([step["lm_loss"] for step in steps(folder / layout)] for layout in LAYOUTS)
+    assert len({*pp}) == len(pp) == 3
+    assert tp == pytest.approx(pp, rel=1e-5)
+    more = ["--train-iters", "4", "--resume", "--override-opt-param-scheduler"]
+    pool.train([*line, *more], 2)
+    assert resumed_from(folder / "PP 2") == [None, 3]
+    assert len(steps(folder / "PP 2")) == 4
+
+
+def test_a_trained_run_is_exported_and_its_analysis_is_that_of_the_export(pool, trained, tmp_path):
+    """Of a pattern of all kinds: block 0 has an FFN, the others experts; block 3 has heads."""
+    run = trained[0] / "TP 2"
+    ((code, said, errors),) = megasink(pool, ["convert-to-hf", run, "--output", tmp_path / "hf"])
+    assert (code, errors) == (0, "")
+    assert "target: Qwen3NextForCausalLM (qwen3_next)" in said
+    assert "100% of 16 generated tokens" in said
+    assert json.loads((tmp_path / "hf/config.json").read_text())["mlp_only_layers"] == [0]
+    where = {"run": str(run), "folder": str(tmp_path / "hf")}
+    ((ours, theirs),) = pool.run("tests.convert.hybrid_tasks:analyses", SINGLE, **where)
+    assert ours["heads"] == theirs["heads"] == [0, 0, 0, 4]
+    assert ours["metrics"].keys() == theirs["metrics"].keys() >= {"importance", "sink_rate"}
+    assert (ours["metrics"]["importance"][3] > 0).all()
+    for name, values in ours["metrics"].items():
+        expected = theirs["metrics"][name]
+        assert values == pytest.approx(expected, rel=1e-3, abs=1e-4, nan_ok=True), name
