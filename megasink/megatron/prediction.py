@@ -55,4 +55,4 @@ class _UncountedAttention(CoreAttention):
     """CoreAttention whose heads are not counted: a class, for latent attention builds no other."""
 
     def __init__(self, *args: Any, **kwargs: Any):
-        super().__init__(*args, **kwargs, counted=False)
+        super().__init__(*args, **kwargs | {"counted": False})
