@@ -115,12 +115,11 @@ def backward_first_key(
 def _with_rows(
     whole_BGSD: Tensor | None, rows_BGSD: Tensor | None, like_BGSD: Tensor, skipped: int
 ) -> Tensor:
-    """Return a tensor in the memory layout of `like`, with these last rows (None for 0)."""
+    """Return a tensor in the memory layout of `like`, with these last rows (None of one key)."""
     if whole_BGSD is None:
         whole_BGSD = empty_in_order_of(like_BGSD)
     into_BGSD = whole_BGSD[:, :, skipped:]
-    if rows_BGSD is None:
-        into_BGSD.zero_()
-    elif rows_BGSD.data_ptr() != into_BGSD.data_ptr():  # the kernel may have written them there
+    # The kernel may have written them there.
+    if rows_BGSD is not None and rows_BGSD.data_ptr() != into_BGSD.data_ptr():
         into_BGSD.copy_(rows_BGSD)
     return whole_BGSD

@@ -15,8 +15,6 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests.runs import SOURCES
-
 DEVICE = os.environ.get("MEGASINK_TEST_DEVICE", "cuda")
 ROOT = Path(__file__).parents[2]
 pytestmark = [
@@ -54,8 +52,8 @@ def losses(run):
 def folder(tmp_path_factory):
     """whole: 12 steps; run: 6 steps and 6 after a resume; hf: its export."""
     folder = tmp_path_factory.mktemp("job")
-    text = folder / "text"
-    megasink("data", SOURCES, "--output", text, "--train-tokenizer", "400", "--workers", "1")
+    text, docs = folder / "text", ROOT / "docs"
+    megasink("data", docs, "--output", text, "--train-tokenizer", "400", "--workers", "1")
     source = ["--data-path", text, "--tokenizer-model", f"{text}-tokenizer", "--split", "100,0,0"]
     line = [*FLAGS, *source, "--deterministic-mode"]
     megasink("train", "--run-dir", folder / "whole", *line, "--train-iters", "12")
@@ -77,7 +75,7 @@ def test_the_run_and_its_export_are_analyzed_alike(folder):
     found = {}
     for name in ("run", "hf"):
         output = folder / f"{name}-page"
-        samples = ["--data", SOURCES, "--seq-length", "64", "--max-samples", "4"]
+        samples = ["--data", ROOT / "docs", "--seq-length", "64", "--max-samples", "4"]
         megasink("analyze", folder / name, *samples, "--output", output, "--device", DEVICE)
         found[name] = json.loads((output / "results.json").read_text())["metrics"]
     values = [torch.tensor(found[name]["importance"]["values"]) for name in ("run", "hf")]
