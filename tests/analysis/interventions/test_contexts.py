@@ -106,7 +106,7 @@ def test_wrong_arguments(model):
         ({"scale": -1.0}, "scale -1"),
         ({"scale": float("nan")}, "scale nan"),
         ({"minimum": float("nan")}, "minimum nan"),
-        ({"minimum": 0.5, "maximum": 0.2}, "minimum 0.5 and maximum 0.2"),
+        ({"minimum": 0.5, "maximum": 0.2}, "minimum 0.5, maximum 0.2"),
     ):
         with pytest.raises(ValueError, match=message):
             steer_gates(model, [(0, 0)], **arguments).__enter__()

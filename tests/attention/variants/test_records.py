@@ -136,7 +136,7 @@ def test_a_command_line_is_refused_what_a_record_does_not_say():
     loss = {"--head-balance-coeff": 1e-4}
     assert "'mystery' has no slot_value" in str(checks.without_gradient(loss, record, "softmax"))
     assert [text.partition(": ")[0] for text in found] == [
-        "--gate-position",
+        "--attention-variant mystery does not support --gate-position",
         "--tensor-model-parallel-size 2 with --attention-variant mystery",
         "--sdpa-output-norm rmsnorm cancels the gate of --attention-variant mystery",
     ]
