@@ -36,6 +36,7 @@ SAFE = {
     ("megasink/attention/kernels/__init__.py", "import_module"): OWN_NAMES,
     ("megasink/attention/kernels/cuda.py", "import_module"): "kernels that the code names",
     ("megasink/checkpoints/foreign_arguments.py", "yaml"): "safe_load of run_config.yaml",
+    ("megasink/plan/script.py", "yaml"): "a SafeLoader, of --script FILE.yaml",
     ("megasink/checkpoints/stored_tensor.py", "torch.load"): "weights_only, and on no device",
     ("megasink/checkpoints/stored_tensor.py", "weights_only"): "True",
     ("megasink/checkpoints/torch_metadata.py", "pickle"): RESTRICTED,
