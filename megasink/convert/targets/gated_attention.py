@@ -22,7 +22,7 @@ _GATES = ("elementwise", "headwise")
 # Qwen's mixtures always have a shared expert; one of this width with zero weights adds nothing.
 _NO_SHARED_EXPERT = 16
 _OUTPUT_GATES = {"attn_output_gate": True, "output_gate_type": "swish"}
-_FIXED = {
+_FIXED: dict[str, dict[str, Any]] = {
     "qwen3_5_text": _OUTPUT_GATES,
     "qwen3_next": {"decoder_sparse_step": 1},
     "qwen3_5_moe_text": QWEN_EVERY_LAYER | _OUTPUT_GATES,
