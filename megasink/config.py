@@ -109,9 +109,9 @@ class SimilarityOptions:
     """Attention weights other than softmax (P2.30 to P2.38)."""
 
     attention_similarity: Similarity = _choice(Similarity, "softmax")  # noqa: RUF009
-    """Weight of a key, with z = q.k / sqrt(d): exp(z) (softmax); sigmoid(z); elu(z) + 1; elu(q) + 1
-    times elu(k) + 1 (elu-kernel, linear attention); z itself (identity); MLP(q) times MLP(k). All
-    but softmax require --attention-variant vanilla and --head-balance-coeff 0."""
+    """Weight of a key, with z = q.k / sqrt(d): exp(z) (softmax); sigmoid(z); elu(z) + 1;
+    (elu(q) + 1).(elu(k) + 1) (elu-kernel, linear attention); z itself (identity); MLP(q) times
+    MLP(k). All but softmax require --attention-variant vanilla and --head-balance-coeff 0."""
 
     attention_normalization: Normalization = _choice(Normalization, "row-sum")  # noqa: RUF009
     """Divisor of the weights of a row. row-sum: their sum, or max(abs(sum), 1) for identity and

@@ -57,7 +57,7 @@ def normalized_heads(heads: GivenHeads) -> Heads:
     if isinstance(heads, str):
         heads = heads.split()
     if not isinstance(heads, Iterable):
-        raise UserError(f"heads {heads!r}: give a list of [layer, head], or words such as 3.5")
+        raise UserError(f"heads {heads!r}: give [layer, head] pairs, or words such as 3.5")
     pairs = set()
     for entry in heads:
         entry = parse_head(entry) if isinstance(entry, str) else entry

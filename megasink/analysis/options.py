@@ -134,7 +134,7 @@ class AnalysisOptions(Options):
     """number of tokens in curves (default: %(default)s)"""
 
     columns: int = 8
-    """number of keys with a sink rate (default: %(default)s)"""
+    """number of first keys to compute a sink rate for (default: %(default)s)"""
 
     maps: tuple[str, ...] | None = _flag(nargs="*", metavar="LAYER.HEAD")
     """also draw attention maps and query-key geometry of these heads, such as 3.5 7.2; without a

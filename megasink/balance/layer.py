@@ -128,7 +128,7 @@ class LayerBalance(torch.nn.Module):
     def _why_scaled(self) -> str:
         """Return why the loss scale of this microbatch, the step's last so far, is not 1."""
         if (number := self._statistics.heads.microbatches[self.layer]) > 1:
-            return f"this is microbatch {number} of its step, and each would count in full"
+            return f"this is microbatch {number} of its step: its loss would be added in full"
         if self.cp_size > 1:
             return f"{self.cp_size} context-parallel ranks average their gradients"
         return "fp16 scales the other losses" if getattr(self.options, "fp16", False) else ""

@@ -304,8 +304,8 @@ class LossStep:
     def _counted_nothing(self) -> None:
         if self.phase is Phase.REDUCED:
             raise RuntimeError(
-                f"reduce() of the head-balance loss was called twice in step {self.number}: after "
-                "install() Megatron's schedules and the optimizer call it"
+                f"reduce() of the head-balance loss was called twice in step {self.number}: "
+                "install() calls it from Megatron's schedules, so remove your own call"
             )
         if self._options.head_balance_coeff:
             raise RuntimeError(

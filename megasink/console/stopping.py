@@ -36,7 +36,7 @@ class _Heard:
     again: threading.Timer | None = None
     """Send the signal again, because a destructor swallowed its exception."""
     holds: bool = False
-    """Whether a process is being started; a signal is then raised afterwards."""
+    """Whether a process is being started; a signal that arrives meanwhile is raised afterwards."""
     held: int | None = None
 
     def settle(self) -> None:

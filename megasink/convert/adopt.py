@@ -155,8 +155,8 @@ def _no_optimizer(folder: Path, writer: str, args: Namespace) -> str | None:
         return "the optimizer state, which is not in the checkpoint"
     if not args.hybrid_layer_pattern and any(key.startswith(_BY_BUCKET) for key in keys):
         return (
-            "the optimizer state, which is stored by buckets of a GPTModel: to resume, save "
-            "again with --dist-ckpt-optim-fully-reshardable"
+            "the optimizer state, which is stored by gradient buckets, not by parameter: to "
+            "resume, save again with --dist-ckpt-optim-fully-reshardable"
         )
     return None
 

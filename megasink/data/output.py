@@ -43,7 +43,7 @@ def url_problem(url: str) -> str | None:
 
 
 FILES = (".json", ".bin", ".idx")
-"""In order of publication: Megatron loads nothing without the `.idx`."""
+"""In order of publication: the `.idx` is last, because Megatron loads nothing without it."""
 CHECKSUMS = "sha256"
 """Key of PREFIX.json: {suffix: checksum} of the other files."""
 PROGRESS = ".progress"

@@ -50,7 +50,7 @@ def _check(line: object, where: str) -> None:
     rows = len(line.get("layers") or [])
     for key in ("imbalance_per_layer", "importance"):
         if rows and line.get(key) and len(line[key]) != rows:
-            raise UserError(f"{where}: {key} has {len(line[key])} rows, but layers lists {rows}")
+            raise UserError(f"{where}: {key} has {len(line[key])} rows, but `layers` has {rows}")
 
 
 def _shape(value: object, axes: int) -> tuple[int, ...] | None:

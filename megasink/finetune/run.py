@@ -223,7 +223,7 @@ def export(trainer: Any, chats: ChatTokenizer, options: FinetuneOptions, folder:
         token = chats.tokenizer.convert_ids_to_tokens(chats.turn_end)
         ids = f"eos_token_id={requested['eos_token_id']}"
         stop = f"pass {ids} to generate()" if options.adapter else f"generation_config.json: {ids}"
-        print(f"answers end with {token}, which does not end MODEL's answers: {stop}")
+        print(f"the template ends answers with {token}, at which MODEL does not stop: {stop}")
     with atomic_folder(folder) as unfinished:
         if options.adapter:
             model.save_pretrained(unfinished)

@@ -26,8 +26,8 @@ class RecipeOptions:
     SHA-256. No effect."""
 
     lr_wsd_decay_fraction: float | None = None
-    """Share of the run, at its end, over which --lr-decay-style WSD decays; replaces
-    --lr-wsd-decay-iters, as --lr-warmup-fraction does for the warmup."""
+    """Share of the run, at its end, over which --lr-decay-style WSD decays, in
+    place of --lr-wsd-decay-iters."""
 
 
 @dataclass(kw_only=True)

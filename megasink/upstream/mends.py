@@ -40,8 +40,8 @@ CHAINED_STATES = _patch(
     "states under another expert parallelism, or with other settings",
     "megatron.core.optimizer.optimizer.ChainedOptimizer",
     "load_state_dict",
-    "a checkpoint of one optimizer loads only into one, but parallel experts have a second one; "
-    "groups are matched by learning rates and weight decay, so changed values match no group",
+    "a checkpoint of one optimizer loads only into one, but with parallel experts there are two; "
+    "groups are matched by learning rates and weight decay, so changed values find no match",
     "megatron.core.optimizer.optimizer:ChainedOptimizer: def load_state_dict(self, state_dict)",
     "megatron.core.optimizer.optimizer:ChainedOptimizer.load_state_dict: "
     "len(self.chained_optimizers) != len(state_dict)",

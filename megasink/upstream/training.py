@@ -169,7 +169,7 @@ CHECKPOINT_WRITER = _training(
     "writer of asynchronous checkpoints",
     "megatron.core.dist_checkpointing.strategies.async_utils.PersistentAsyncCaller",
     "async_loop schedule_async_call",
-    "upstream's writer outlives its rank; the rank's signals kill it, and the rank waits forever",
+    "upstream's writer outlives its rank; a rank whose writer a signal has killed waits forever",
     "megatron.core.dist_checkpointing.strategies.async_utils:PersistentAsyncCaller: "
     "def schedule_async_call(self, async_req)",
     "megatron.core.dist_checkpointing.strategies.async_utils:PersistentAsyncCaller: "
@@ -190,7 +190,7 @@ HELP = _training(
     "help texts of Megatron's flags",
     "megatron.training.argument_utils.ArgumentGroupFactory",
     "_get_field_docstrings",
-    "upstream parses the source of its dataclasses in every start, though only --help needs it",
+    "upstream parses the source of its dataclasses at every start, though only --help needs it",
     "megatron.training.argument_utils:ArgumentGroupFactory: "
     "def _get_field_docstrings(self, src_cfg_class)",
     test="tests/test_mistakes.py",

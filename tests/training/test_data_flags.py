@@ -123,7 +123,7 @@ def test_all_problems_of_blends_are_in_one_message(prefix, tmp_path):
     assert found == [
         f"{flag}, train: the weight of {prefix}b is not above 0",
         f"{flag}, train {prefix}b: {prefix}b.bin and {prefix}b.idx not found",
-        f"{flag}, valid: 0.5 is a number among 3 words that are not pairs of weight and prefix: "
+        f"{flag}, valid: 0.5 looks like a weight, but 3 words are not pairs of weight and prefix: "
         "put a weight before every prefix, or before none",
         f"{flag}: 'test' is neither a list of weights and prefixes nor null",
     ]
@@ -143,7 +143,7 @@ def test_all_problems_of_blends_are_in_one_message(prefix, tmp_path):
         (["--data-path", "{}.bin"], "{0}.bin.idx not found: give the prefix of both, {0}"),
         (["--mock-data", "--split", "0,90,10"], "--split 0,90,10 has no training data"),
         (["--valid-data-path", "{}"], "--valid-data-path alone has no training data"),
-        (["--data-path", "2", "{}", "x", "{}"], "2 is a number among 4 words"),
+        (["--data-path", "2", "{}", "x", "{}"], "2 looks like a weight, but 4 words"),
         (["--data-path", "nan", "{}"], "the weight of {} is not above 0"),
         (["--data-path", "s3://bucket/a"], "s3:// data needs --object-storage-cache-path FOLDER"),
         (["--data-path", "{}", "--object-storage-cache-path", "c"], "--object-storage-cache-path"),

@@ -263,7 +263,7 @@ PASS_TOKENS = 2048
 BACKWARD_TOKENS = 512
 """The same for a forward and backward pass, which keeps the activations of every layer."""
 _SECONDS = 1e11
-"""Product of weights and tokens that takes two cores about two seconds."""
+"""Number of weights times number of tokens that two cores process in about two seconds."""
 
 
 def takes_seconds(module: torch.nn.Module, tokens: int = PASS_TOKENS) -> bool:

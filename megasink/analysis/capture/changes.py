@@ -33,9 +33,9 @@ class ForwardPass:
         rows = [segment.row for segment in segments]
         if rows != list(range(self.rows)):
             raise UserError(
-                f"this call continues a cache of {self.rows} rows, but heads were chosen for "
-                f"{len(rows)} sequences in {len(set(rows))} rows: run the whole prompts in "
-                "this context first, one per row"
+                f"this call continues a cache of {self.rows} rows, but the heads were chosen "
+                f"from {len(rows)} sequences in {len(set(rows))} rows: first run the whole "
+                "prompts in this context, one per row"
             )
 
 

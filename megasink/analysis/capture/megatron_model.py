@@ -59,9 +59,7 @@ class MegatronProbe(Probe):
     def _called(self, _: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         ids_BQ = args[0] if args else kwargs["input_ids"]
         if kwargs.get("packed_seq_params") is not None:
-            raise UserError(
-                "a run's model cannot be read with packed documents: run them one by one"
-            )
+            raise UserError("a run's model takes no packed documents: analyze them one by one")
         context = kwargs.get("inference_context")
         cached = 0 if context is None else int(context.sequence_len_offset)
         rows, new = ids_BQ.shape

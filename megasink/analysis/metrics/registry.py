@@ -74,8 +74,8 @@ FACTS: dict[str, str] = {
     "nats_N": "summed loss of each sample's targets",
     "targets_N": "tokens of each sample that are predicted",
     "bytes_N": "bytes of text that the targets stand for; tokenizers without text have none",
-    "nats_of_bytes_N": "summed loss of the targets that stand for bytes",
-    "cosine_SP": "mean cosine between the states of different samples (P4.5); of all samples only",
+    "nats_of_bytes_N": "summed loss of the targets that encode bytes of the text",
+    "cosine_SP": "mean cosine between the states of different samples (P4.5)",
     "seed": "of the analysis, an int",
 }
 """Facts that a derived metric may take. A metric whose fact is unknown is left out."""
@@ -92,7 +92,7 @@ AXES: dict[str, tuple[str, str]] = {
 }
 """Axis -> (shape of an analysis value, description).
 
-A metric of statistics returns its axis without layer or state: [H], [H, T], a scalar or [T].
+A metric of statistics returns one layer's or state's values: [H], [H, T], a scalar or [T].
 """
 
 _DERIVED_ONLY = ("key", "model")
@@ -118,13 +118,13 @@ SCALARS: dict[str, "Callable[[Tensor], Tensor]"] = {
 """Reduction of the value of an analysis to one number, where one is shown."""
 
 SHOWN: dict[str, str] = {
-    "table": "a column in the CSV table of its axis; of a whole model, its number in datasets.csv",
+    "table": "a column in the CSV table of its axis; of a model, a number in datasets.csv",
     "curve": "a line in a figure, one for each model",
     "heatmap": "a [layer, head] picture of each model",
     "scalar": "its number by dataset, by checkpoint (trace), in training (TensorBoard, W&B), and "
     "for several models side by side",
-    "wasserstein": "distance between every two models of its values of all samples (P3.21)",
-    "rank": "rank correlation and top five of its heads, between every two models (P3.30)",
+    "wasserstein": "distance between the sample values of every two models (P3.21)",
+    "rank": "rank correlation and common top five of the heads of every two models (P3.30)",
 }
 """Where a metric may appear. results.json has every metric, and samples.npz its sample values."""
 

@@ -60,12 +60,12 @@ def _rows(results: AblationResults) -> Iterator[Mapping[str, Any]]:
 
 
 _NOTE = (
-    "AUC: area under the curve divided by its span of percentages, the mean value (P3.16). Next, "
-    "the AUC minus that of random heads, with a 95% interval over texts or questions, for all "
-    "scores together. Only a score whose difference exceeds it ranks heads better than chance "
-    "here. Removable: the largest percentage of heads zeroed at which the curve still meets the "
-    "level that counts as kept, by the published rule the last crossing, linear between points "
-    "(P3.15). If a curve never leaves that level, the rule gives 0; see the last column."
+    "AUC: area under the curve divided by its span of percentages, the mean value (P3.16). Next: "
+    "the AUC minus that of random heads, with a 95% interval over texts or questions that holds "
+    "for all scores together. Only a score whose difference exceeds this interval ranks heads "
+    "better than chance here. Removable: the percentage of zeroed heads at which the curve crosses "
+    "the level that counts as kept, the last time, linear between points (P3.15). It is 0 if a "
+    "curve never crosses that level; see the last column."
 )
 
 

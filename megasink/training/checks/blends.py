@@ -156,7 +156,7 @@ def blend_of(flag: str, words: Sequence[str], *, is_split: bool) -> Blend:
     problem = None
     if alone:
         problem = (
-            f"{flag}: {alone[0]} is a number among {len(words)} words that are not pairs of "
+            f"{flag}: {alone[0]} looks like a weight, but {len(words)} words are not pairs of "
             "weight and prefix: put a weight before every prefix, or before none"
         )
     return Blend(flag, prefixes, is_split, problem)

@@ -14,7 +14,7 @@ from megasink import cpu
 _PROCESS = 0.3e9
 _LOGIT = 12
 CHECKPOINT_BYTES = 36
-"""Of each parameter of a rank, at the peak of a gathered save, with gloo (docs/survival.md)."""
+"""Bytes per parameter of a rank at the peak of a gathered save, with gloo (docs/survival.md)."""
 _GROUPS = Path("/sys/fs/cgroup")
 
 

@@ -43,8 +43,8 @@ def problems(args: Namespace) -> Iterator[str]:
         yield from _without_softmax(args, f"--attention-similarity {args.attention_similarity}")
     elif args.attention_normalization == "none":
         yield (
-            "--attention-normalization none: without their sum, the exponentials of softmax "
-            "overflow: use --attention-similarity sigmoid or elu-plus-one, or row-sum"
+            "--attention-normalization none: the exponentials of softmax overflow if they are "
+            "not divided by their sum: use row-sum, or --attention-similarity sigmoid"
         )
 
 

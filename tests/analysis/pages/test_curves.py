@@ -93,7 +93,7 @@ def test_rows_of_the_heatmap_are_named_by_their_blocks(tmp_path):
         ('{"iteration": 1}\n{"b', "line 2 is not JSON"),
         (
             '{"iteration": 1, "layers": [1], "imbalance_per_layer": [0.1, 0.2]}',
-            "imbalance_per_layer has 2 rows, but layers lists 1",
+            "imbalance_per_layer has 2 rows, but `layers` has 1",
         ),
     ],
 )
