@@ -67,7 +67,8 @@ def folder(tmp_path_factory):
 def test_a_resumed_run_has_the_losses_of_a_whole_one(folder):
     whole, resumed = losses(folder / "whole"), losses(folder / "run")
     assert list(whole) == list(range(1, 13))
-    assert whole[12] < whole[1] - 0.2
+    # A mean: one step's few texts may be odd ones, and they change with the pages.
+    assert sum(whole[step] for step in range(7, 13)) / 6 < whole[1] - 0.2
     assert resumed == whole
 
 
