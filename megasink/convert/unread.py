@@ -25,6 +25,7 @@ _HARMLESS = OF_THE_FILE | frozenset(
     use_bfloat16 is_decoder chunk_size_feed_forward keys_to_ignore_at_inference
     finetuning_task id2label label2id num_labels problem_type task_specific_params tokenizer_class
     prefix is_llama_config use_flash_attn use_flash_attention unsloth_fixed
+    model_max_length max_seq_len max_seq_length max_sequence_length seq_length seq_len
     max_length min_length do_sample early_stopping num_beams num_beam_groups diversity_penalty
     temperature top_k top_p typical_p repetition_penalty length_penalty no_repeat_ngram_size
     encoder_no_repeat_ngram_size num_return_sequences output_scores return_dict_in_generate
