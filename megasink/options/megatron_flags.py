@@ -1,7 +1,6 @@
 """Megatron flags with special treatment, by the names of parsed arguments.
 
-`KNOWN` has the properties of accepted flags, `REFUSED` refused flags with the reason. Every other
-flag passes to Megatron unchanged.
+`KNOWN` has the properties of accepted flags, `REFUSED` the reasons. Others pass unchanged.
 """
 
 from argparse import Namespace

@@ -24,8 +24,9 @@ from megatron.training.global_vars import set_global_variables
 from megasink import cpu
 from megasink.checkpoints.without_code import loading_without_code
 from megasink.figures import curves
+from megasink.megatron import model_of_arguments
 from megasink.megatron.hybrid_pattern import recurrent
-from megasink.megatron.model_of_arguments import model_config
+from megasink.training import forward
 from megasink.training.arguments import refusals_of_megatron
 from megasink.training.checkpoint_writer import (
     checkpoint_helpers,
@@ -37,7 +38,6 @@ from megasink.training.checks.blends import parts
 from megasink.training.dataset import datasets_provider
 from megasink.training.endings import explained
 from megasink.training.foreign import accepting_megatrons_checkpoints
-from megasink.training.forward import forward_step
 from megasink.training.guard import guard
 from megasink.training.metrics_file import weak_loss
 from megasink.training.metrics_writer import MetricsWriter, writing_metrics
@@ -91,7 +91,7 @@ def _train(args: Namespace, store: Any) -> None:
         for line in dict.fromkeys(filter(None, map(fused.faster, choices.values()))):
             print(f"attention: {line}", flush=True)
     with refusals_of_megatron():
-        model = model_config(args)
+        model = model_of_arguments.model_config(args)
         model.pre_wrap_hooks.append(choosing_by_size(args))
         container = pretrain_cfg_container_from_args(args, model)
     # Megatron distinguishes checkpoints of GPT models by it.
@@ -122,7 +122,7 @@ def _train(args: Namespace, store: Any) -> None:
         for seam in seams:
             stack.enter_context(seam)
         kind = ModelType.encoder_or_decoder
-        megatron_pretrain(container, datasets_provider, kind, forward_step, store=store)
+        megatron_pretrain(container, datasets_provider, kind, forward.forward_step, store=store)
     # The rank that wrote the metrics has all of them.
     if metrics and args.rank == args.world_size - 1:
         print(f"picture: {curves.draw_run(Path(args.run_dir))}", flush=True)

@@ -315,10 +315,7 @@ FAMILIES = {
     ),
     "nemotron": (
         "nemotron",
-        model(
-            **UNGATED,
-            **having(gated_unit=False, normalization="LayerNorm", rotary_percent=0.5),
-        ),
+        model(**UNGATED, **having(gated_unit=False, normalization="LayerNorm", rotary_percent=0.5)),
     ),
     "jais2": (
         "jais2",
@@ -351,19 +348,3 @@ FAMILIES = {
     ),
 }
 MODELS |= FAMILIES
-
-# With room for the tokens of a tokenizer of bytes.
-TEXT = {"vocabulary": 400, "padded": 512}
-OTHERS = {
-    "sink-text": ("granite_swa", model(attention="sink", **TEXT)),
-    "plain-text": ("llama", model(**TEXT)),
-    "gated-text": ("megasink", model(attention="headwise", **TEXT)),
-    "biased-text": ("qwen2", model(qkv_bias=True, **TEXT)),
-    # 24 layers of 12 MB.
-    "large": (
-        "llama",
-        model(
-            layers=24, hidden=512, heads=8, groups=8, head_dim=64, ffn=1536, windows=(None,) * 24
-        ),
-    ),
-}

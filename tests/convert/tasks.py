@@ -20,7 +20,8 @@ from megasink.megatron.gate_projection import named_parts
 from megasink.megatron.model import MegasinkModelBuilder
 from megasink.megatron.model_of_arguments import model_config
 from megasink.training.foreign import accepting_megatrons_checkpoints
-from tests.convert.models import ENGINES, MODELS, OTHERS, OWN
+from tests.convert.models import ENGINES, MODELS, OWN
+from tests.convert.tiny import OTHERS
 from tests.distributed.skewed_gates import skew_gates
 from tests.distributed.tiny_gpt import skew_sinks
 from tests.said import said
@@ -306,7 +307,6 @@ def mean_sink_weights(run: str) -> list[float]:
     from megasink.checkpoints.find import find_checkpoint
     from megasink.checkpoints.load import load_model, load_without_tokenizer
     from megasink.convert.verify import sample_tokens
-    from tests.convert.models import OTHERS
 
     tokenizer = load_model(run).tokenizer
     model, _ = load_without_tokenizer(find_checkpoint(Path(run)), torch.float32)

@@ -1,10 +1,11 @@
-"""Every entry of a config.json is read, harmless, or refused by name with its value."""
+"""Every entry of a config.json is read, harmless, or refused by name; names of targets."""
 
 import copy
 import dataclasses
 
 import pytest
 import transformers
+from packaging.version import Version
 
 from megasink.convert.hf_config import architecture_from, config_of
 from megasink.convert.targets import TARGETS
@@ -14,6 +15,7 @@ from tests.convert import collection
 from tests.convert.collection import IMPORTED
 from tests.convert.models import MODELS, OWN
 from tests.convert.published import RELEASED
+from tests.convert.tiny import model as tiny
 
 # {type: entries without an effect in these configurations}
 NO_EFFECT = {
@@ -158,3 +160,22 @@ def test_options_of_one_family_are_refused_by_name(target, change):
 def test_a_released_file_is_accepted(name):
     config, _ = RELEASED[name]
     architecture_from(config | {"torch_dtype": "bfloat16", "transformers_version": "4.40.0"})
+
+
+def test_two_numbers_of_experts_are_refused():
+    config = config_of(tiny(experts=4, topk=2), TARGETS["qwen3_moe"], {})
+    assert architecture_from(config | {"num_local_experts": 4})[0].experts == 4
+    with pytest.raises(UserError, match="num_experts 4 and num_local_experts 8"):
+        architecture_from(config | {"num_local_experts": 8})
+
+
+def test_the_names_of_targets_are_those_of_transformers():
+    # Without importing models: the registry of configurations alone.
+    from transformers.models.auto.configuration_auto import CONFIG_MAPPING_NAMES
+    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+
+    for target in (t for t in TARGETS.values() if not t.custom_code):
+        if Version(transformers.__version__) < Version(target.since):
+            continue
+        assert target.name in CONFIG_MAPPING_NAMES
+        assert MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[target.name] == target.architecture

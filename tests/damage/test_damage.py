@@ -5,13 +5,11 @@ from tests.forkserver import HANG_SECONDS, server
 
 CHOSEN = """
 corpus/json-many-keys corpus/kernel-memory corpus/name-in-summary corpus/sparse-text
-corpus/tokenizer-deep corpus/zst-window
-data/bin-is-a-pipe data/caches-cut data/id-between data/sidecar-deep
+data/bin-is-a-pipe data/id-between data/sidecar-deep
 run/shards-garbage/generate run/metadata-code/generate run/tracker-huge/generate
-run/config-deep/generate run/config-list/generate run/metrics-bytes/compare
-going-on/points-x.json-cut/ablate going-on/points-x.npz-flipped/ablate going-on/field-0/report
-going-on/partial-shard_x.npz-half/analyze going-on/partial-x-analysis.json-list/sweep
-folder/weights-offsets/convert folder/config-pipe/analyze folder/config-list/convert
+run/config-deep/generate run/metrics-bytes/compare
+going-on/points-x.json-cut/ablate going-on/field-0/report going-on/partial-shard_x.npz-half/analyze
+folder/weights-offsets/convert folder/config-pipe/analyze
 """.split()
 FIELDS = [name for name in CASES if name.startswith("field/")]
 FUZZ = [name for name in CASES if name.startswith("fuzz/")]

@@ -17,8 +17,8 @@ from megasink.data import resume
 from megasink.data.corpus import Corpus
 from megasink.data.encode import Encoder
 from megasink.data.index import IndexedWriter, data_problem
-from megasink.data.merge import merge, part_of
-from megasink.data.output import Validation, recorded_validation, validation_of
+from megasink.data.merge import merge
+from megasink.data.output import Validation, part_of, recorded_validation, validation_of
 from megasink.data.preprocess import preprocess
 from megasink.errors import ConfigError, UserError
 from tests.forkserver import ROOT

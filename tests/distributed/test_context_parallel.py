@@ -100,7 +100,7 @@ def test_half_precision_scales_the_balance_loss_as_the_other(pool, kind):
 def test_what_is_not_computed_is_refused_by_the_layer(pool):
     problems = pool.run("tests.megatron.context_tasks:refusals", CP)[0]
     assert problems.keys() == {"p2p", "ring", "documents in a ring", "prefix", "documents", "row"}
-    assert "by all_gather or a2a or p2p" in problems["p2p"]
+    assert "use all_gather or a2a or p2p" in problems["p2p"]
     named = "--window-size, --attention-bias-type alibi, --attention-variant v-bias"
     assert f"'p2p' with {named}: use 'all_gather'" in problems["ring"]
     assert "cp_comm_type 'p2p' does not support cu_seqlens" in problems["documents in a ring"]

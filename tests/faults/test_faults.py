@@ -8,8 +8,7 @@ import pytest
 from tests.forkserver import server
 
 CHOSEN = """
-compare:quota-3000 compare:file-size-700 recipes:handles-2 checkpoints:read-error-0
-checkpoints:stdout-full data:quota-3000
+compare:file-size-700 checkpoints:read-error-0 checkpoints:stdout-full data:quota-3000
 """.split()
 MOUNTED = ["compare:full-0.3", "compare:read-only"]
 

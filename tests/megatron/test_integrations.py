@@ -66,7 +66,7 @@ def test_options_come_from_the_first_place_that_has_them(pool):
         assert found[place] == 0.5, place
     assert "has no megasink options" in found["none"]
     assert "or set MEGASINK_OPTIONS" in found["none"]
-    conflict = "head_balance_coeff is 0.25 in {}, and 0.5 in the config"
+    conflict = "head_balance_coeff is 0.25 in {}, but 0.5 in the config"
     variable, argument = "MEGASINK_OPTIONS", "args.megasink_options"
     assert conflict.format(variable) in found["config, environment"]
     assert conflict.format(argument) in found["config, arguments"]

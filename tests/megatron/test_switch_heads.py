@@ -89,7 +89,7 @@ def test_one_expert_is_the_headwise_value_gate(pool):
         (VALUE | of(4, 5), SINGLE, "switch_top_k 5 of 4 experts: use 1 to 4"),
         (VALUE | of(0, 1), SINGLE, "switch_experts 0: use at least 1"),
         (of(4, 1), SINGLE, "switch_experts 4 has no effect with switch_heads none"),
-        (BOTH | {"attention_variant": "gated"}, SINGLE, "with attention_variant gated"),
+        (BOTH | {"attention_variant": "gated"}, SINGLE, "attention_variant gated"),
         (VALUE | {"num_query_groups": 1}, Layout(tp=2), "1 key/value groups on tensor_model"),
     ],
     ids=["top-k", "no-experts", "no-switch", "gated", "part-of-a-group"],

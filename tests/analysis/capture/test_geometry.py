@@ -152,7 +152,7 @@ def test_points_and_numbers():
     rows = Rows(by_site, position, sample, missing, np.ones((1, 16)), np.zeros(1))
     arrays, told = project(rows, seed=5)
     assert told["missing"]["mlp0_up"] == "no reason"
-    assert "all equal" in told["missing"]["normed state 1.5"]
+    assert "are equal" in told["missing"]["normed state 1.5"]
     assert told["mlp0"]["perplexity"] == pytest.approx(47 / 3)
     assert told["mlp0"]["seed"] == 5
     assert 0 < told["mlp0"]["kl_divergence"] < 1
@@ -172,7 +172,7 @@ def test_points_and_numbers():
     assert neighbor_embedding(equal, 5).divergence > 0
     with pytest.raises(ValueError, match="t-SNE of 7 rows: 8 or more"):
         neighbor_embedding(far[:7], 0)
-    with pytest.raises(ValueError, match="all equal"):
+    with pytest.raises(ValueError, match="are equal"):
         neighbor_embedding(np.ones((9, 2)), 0)
 
 

@@ -246,7 +246,7 @@ def test_two_processes_share_a_sweep(swept, folder, pool, tmp_path):
         ),
         (
             "--lengths 8 8 --attn-implementation eager",
-            ["--lengths 8 8: a value is repeated"],
+            ["--lengths 8 8: pass each value once"],
         ),
         ("--lengths 40", ["no text of 40 tokens (the longest has", "use --lengths of at most"]),
         ("--lengths 62 --first-token-copies 4", ["sequences of 65 tokens", "64 positions"]),

@@ -278,7 +278,7 @@ def test_attention_that_is_not_what_it_seems_is_refused():
     prefix[..., :3] = True
     problem = check_mask(prefix[:, 0], segments_of((1, TOKENS), None, None), None)
     assert problem == (
-        "query 0 of row 0 sees 3 keys, but causal attention over tokens 0 to 12 has 1"
+        "query 0 of row 0 sees 3 keys, but with causal attention over tokens 0 to 12 it would see 1"
     )
     assert NAME not in transformers.AttentionInterface._global_mapping
 
@@ -287,7 +287,7 @@ def test_a_window_shows_its_own_keys_only():
     segments = segments_of((1, TOKENS), None, None)
     band = torch.ones(1, TOKENS, TOKENS, dtype=torch.bool).tril().triu(-3)
     assert check_mask(band, segments, 4) is None
-    assert "in a window of 5 over tokens 0 to 12 has 5" in str(check_mask(band, segments, 5))
+    assert "window of 5 over tokens 0 to 12 it would see 5" in str(check_mask(band, segments, 5))
     additive = torch.zeros(1, TOKENS, TOKENS).masked_fill(~band, torch.finfo(torch.float32).min)
     assert check_mask(additive, segments, 4) is None
     shifted = band.roll(1, -1)  # as many keys, the wrong ones

@@ -216,7 +216,7 @@ def test_principal_components():
     assert k.shape == (20, 2)
     np.testing.assert_allclose(np.concatenate([q, k]).mean(0), 0.0, atol=1e-12)
     assert 0 < shares[1] <= shares[0] < 1
-    with pytest.raises(ValueError, match="all equal"):
+    with pytest.raises(ValueError, match="are equal"):
         principal_components(np.ones((3, 2)))
 
 
@@ -237,5 +237,5 @@ def test_principal_components_of_attention_maps(dtype):
         attention_map_components(np.zeros((1, MAP_TOKENS + 1, MAP_TOKENS + 1)))
     with pytest.raises(ValueError, match="of 1 matrix"):
         attention_map_components(maps[:1])
-    with pytest.raises(ValueError, match="all equal"):
+    with pytest.raises(ValueError, match="are equal"):
         attention_map_components(np.repeat(maps[:1], 5, 0))

@@ -63,7 +63,7 @@ def test_what_a_record_does_not_say_is_refused_by_name(pool):
     (found,) = pool.run(f"{TASKS}:unstated", SINGLE)
     assert "'mystery' has no slot_value" in found["balance loss"]
     assert "--attention-variant mystery: its record has no slot_logit" in found["analysis"]
-    assert "'mystery' returned no gate" in found["no gate"]
+    assert "'mystery' has a slot, but returned no gate" in found["no gate"]
     assert "not --attention-variant mystery" in found["inference"][0]
 
 
