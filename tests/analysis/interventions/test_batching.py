@@ -174,7 +174,7 @@ def test_a_call_that_continues_another_batch_is_refused():
             with pytest.raises(UserError, match="continues a cache of 2 rows"):
                 model(ids[:, :1], past_key_values=outside)
             model(ids[:1], use_cache=True)
-            with pytest.raises(UserError, match=r"cache of 2 rows, but .* for 1 seq"):
+            with pytest.raises(UserError, match=r"cache of 2 rows, but .* from 1 seq"):
                 model(ids[:, :1], past_key_values=outside)
         # Older versions of transformers make the mask first, which is refused, too.
         static = "one that grows|from a mask"
