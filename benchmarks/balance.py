@@ -136,10 +136,10 @@ def worker(rank: int, world: int, store: str, arguments: argparse.Namespace, cud
     from megatron.core.num_microbatches_calculator import init_num_microbatches_calculator
     from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
 
-    from megasink.upstream.apply import mend_upstream
+    from megasink.upstream.apply import fix_upstream
 
     logging.getLogger("megatron").setLevel(logging.ERROR)
-    mend_upstream()
+    fix_upstream()
     torch.distributed.init_process_group(
         "nccl" if cuda else "gloo", init_method=f"file://{store}", rank=rank, world_size=world
     )

@@ -84,7 +84,7 @@ def test_json_is_one_object_of_the_same(capsys):
         ("megatron-core", "0.18.1", "megatron-core 0.18.1 is not supported: pip install 'megatron"),
     ],
 )
-def test_what_does_not_fit_fails_with_the_line_that_mends_it(
+def test_what_does_not_fit_fails_with_the_line_that_fixes_it(
     capsys, monkeypatch, package, version, problem
 ):
     real = doctor.version_of

@@ -26,9 +26,9 @@ def prepare_process(device: str | None = None) -> None:
         if reason is not None:
             raise UserError(f"{reason}; to run on the CPU instead, set CUDA_VISIBLE_DEVICES=''")
         cpu.activate()
-    from megasink.upstream.apply import mend_upstream  # it imports Megatron
+    from megasink.upstream.apply import fix_upstream  # it imports Megatron
 
-    mend_upstream()
+    fix_upstream()
     import torch
 
     # --deterministic-mode would fill every new tensor, which nearly doubles the launches of a step.

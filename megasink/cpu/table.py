@@ -4,12 +4,12 @@
 """
 
 from megasink.cpu import patches
-from megasink.upstream import copies, mends, muon, training
+from megasink.upstream import copies, fixes, muon, training
 from megasink.upstream.register import Patch
 
 TABLE: tuple[Patch, ...] = tuple(
     value
-    for room in (patches, mends, copies, muon, training)
+    for room in (patches, fixes, copies, muon, training)
     for value in vars(room).values()
     if isinstance(value, Patch)
 )

@@ -333,7 +333,7 @@ def stop_if_diverged(
 def _advice(folder: str | None, step: int) -> str:
     before = [i for i in iterations(Path(folder)) if i <= step] if folder else []
     if not before:
-        return "There is no checkpoint from before that step: start again with a lower --lr"
+        return "No checkpoint is older than that step: restart with a lower --lr"
     return (
         f"The newest checkpoint before that step is {before[-1]}: start a new run from it with "
         f"--load {folder} --ckpt-step {before[-1]} --override-opt-param-scheduler and a lower --lr"

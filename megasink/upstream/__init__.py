@@ -1,6 +1,6 @@
 """Requirements on Megatron, torch and TransformerEngine: versions, patches, fixes.
 
-``versions`` checks the installed versions; ``source`` finds a quoted line in an upstream file;
-``register`` replaces upstream attributes; ``table`` lists every patch; and ``mends`` fixes upstream
-defects that matter on every platform.
+``versions`` checks the installed versions; ``register`` replaces upstream attributes, and finds the
+quoted lines that a patch depends on; ``fixes`` has the fixes that every platform needs, which
+``apply`` applies.
 """

@@ -41,7 +41,7 @@ ROTATION = _patch(
 )
 
 
-def mend() -> None:
+def apply() -> None:
     """Apply the patches."""
     from megatron.core.models.common.embeddings import rope_utils
     from megatron.core.optimizer import clip_grads

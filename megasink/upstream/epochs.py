@@ -47,7 +47,7 @@ def shuffling_each_epoch(dataset: Any) -> Iterator[None]:
         _dataset.reset(token)
 
 
-def mend() -> None:
+def apply() -> None:
     """Apply the patch."""
     upstream = ORDER.originals()
     ORDER.apply(

@@ -48,7 +48,7 @@ OTHER_TABLES = _patch(
 )
 
 
-def mend() -> None:
+def apply() -> None:
     """Apply the patches."""
     from megatron.core.optimizer.emerging_optimizers import _EMERGING_OPTIMIZERS
     from megatron.core.optimizer.optimizer_config import ParamKey, ParamWithNamePredicate

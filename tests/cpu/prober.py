@@ -57,9 +57,9 @@ def _prepare() -> None:
     from megasink import cpu
 
     cpu.activate()
-    from megasink.upstream.apply import mend_upstream  # imports Megatron
+    from megasink.upstream.apply import fix_upstream  # imports Megatron
 
-    mend_upstream()
+    fix_upstream()
     for module in (
         "megatron.training.training",
         "megatron.core.tokenizers.text",

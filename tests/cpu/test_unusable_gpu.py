@@ -44,7 +44,7 @@ def test_the_cpu_can_be_asked_for(driver, monkeypatch):
     driver(RuntimeError(TOO_OLD))
     activated = []
     monkeypatch.setattr(cpu, "activate", lambda: activated.append(True))
-    applied = SimpleNamespace(mend_upstream=lambda: None)
+    applied = SimpleNamespace(fix_upstream=lambda: None)
     monkeypatch.setitem(sys.modules, "megasink.upstream.apply", applied)
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0")  # so that it is restored
     process.prepare_process("cpu")

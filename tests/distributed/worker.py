@@ -95,9 +95,9 @@ def parallel_state(layout: Layout, rank: int, store: str) -> Iterator[None]:
     from megasink import cpu
 
     cpu.activate()
-    from megasink.upstream.apply import mend_upstream  # imports Megatron
+    from megasink.upstream.apply import fix_upstream  # imports Megatron
 
-    mend_upstream()
+    fix_upstream()
     import torch
     from megatron.core import parallel_state, tensor_parallel
     from megatron.core.dist_checkpointing.strategies import filesystem_async

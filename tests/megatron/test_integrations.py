@@ -181,7 +181,7 @@ def test_pretrain_gpt_has_the_numbers_of_our_trainer(pool, tmp_path, variant, sc
     wanted = steps(second)
     assert len(found) == len(wanted) == 4
     for mine, line in zip(found, wanted, strict=True):
-        assert mine["patches"] == ["platform"]  # those of a CPU: none that mends Megatron
+        assert mine["patches"] == ["platform"]  # those of a CPU: none that fixes Megatron
         for name in ("lm_loss", "grad_norm"):
             assert mine[name] == pytest.approx(line[name], rel=2e-5), name
         # As in test_bare_loop.py: what the rounding of the importances, 2^-24, makes of the loss.

@@ -95,7 +95,7 @@ def test_tokens_go_to_their_experts(gpu, tensor, rank, ranks):
 
 
 def test_the_gradient_norm_is_read_once(gpu):
-    """Without the mend of megasink/upstream/mends.py once for each parameter."""
+    """Without the fix of megasink/upstream/fixes.py once for each parameter."""
     found = gpu.run("trainer_tasks:step", flags=shlex.split(MODEL))
     norms = [count for what, module, _, count in found["waits"] if module.endswith(".clip_grads")]
     assert norms == [1]
