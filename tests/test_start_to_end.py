@@ -26,7 +26,7 @@ def folder(tmp_path_factory):
     drawn = ["--validation", "0.1", "--workers", "1"]
     megasink("data", SOURCES, "--output", text, "--train-tokenizer", "400", *drawn)
     said = megasink("train", "--run-dir", folder / "run", *FLAGS, *layout, *source)
-    assert f"data: validation with {text}-validation, in place of --split" in said
+    assert f"data: validation uses {text}-validation, not a share of --split" in said
     megasink("convert-to-hf", folder / "run", "--output", folder / "hf", "--device", "cpu")
     for name, module in (("run", "megasink"), ("hf", "tests.analysis.capture.without_figures")):
         page = ["--output", folder / f"{name}-page"]

@@ -34,7 +34,7 @@ class _Heard:
 
     raised: Signalled | None = None
     again: threading.Timer | None = None
-    """Send the signal again, because a destructor swallowed its exception."""
+    """Sends the signal again after a destructor has swallowed its exception."""
     holds: bool = False
     """Whether a process is being started; a signal that arrives meanwhile is raised afterwards."""
     held: int | None = None

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import BinaryIO
 
 PARTIAL: set[Path] = set()
-"""Folders that this process is writing, removed if a signal ends it at once (stopping.py)."""
+"""Folders that this process is writing; removed if a signal ends the process (stopping.py)."""
 _FILES = ".files"
 
 

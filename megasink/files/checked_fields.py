@@ -26,7 +26,7 @@ Epsilon = Annotated[float, Field(gt=0, le=1)]
 Share = Annotated[float, Field(ge=0, le=1)]
 
 FACTORS = ("attention_scale_alpha", "bias_fixed_value_norm", "residual_clip", "logit_softcap")
-"""Options of config.py that must be positive, which their types do not show."""
+"""Options of config.py that must be positive, although their types allow other numbers."""
 
 
 _PLAIN = {int, float, bool, str, Path, types.NoneType}

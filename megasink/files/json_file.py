@@ -49,7 +49,7 @@ def read_object(path: Path) -> dict[str, Any]:
     """Return the JSON object in a file."""
     value = read_value(path)
     if not isinstance(value, dict):
-        raise UserError(f"{path} holds a JSON {kind_of(value)}, not an object")
+        raise UserError(f"{path} contains a JSON {kind_of(value)}, not an object")
     return value
 
 
@@ -66,7 +66,7 @@ def read_value(path: Path) -> Any:
     except ValueError as error:
         raise UserError(f"{path} is not JSON: {error}") from error
     except RecursionError:
-        raise UserError(f"{path} is not readable JSON: it is nested too deeply") from None
+        raise UserError(f"{path} cannot be read: the JSON is nested too deeply") from None
 
 
 def objects_in(lines: Iterable[str | bytes]) -> Iterator[dict[str, Any]]:

@@ -24,7 +24,7 @@ _MEASURED = ("partial", "points", "before", "run")
 _PARTS = ("partial", "points", "iter_*", LOCK)
 # Files that the system itself makes on a volume.
 OF_SYSTEM = ("lost+found", ".snapshot", ".snapshots", ".Trash-*", ".DS_Store", ".nfs*")
-_CURE = "choose another --output, or replace it with --overwrite"
+_CURE = "choose another --output, or pass --overwrite"
 
 
 @contextmanager
@@ -54,7 +54,7 @@ def results_in(
             yield record
         except BaseException as error:
             if isinstance(error, Signalled) and any((folder / n).exists() for n in _MEASURED):
-                error.kept = f"; the same command continues from the files in {folder}"
+                error.kept = f"; to continue from {folder}, run the same command again"
             # Settings of nothing.
             if writes and {path.name for path in folder.iterdir()} == {SETTINGS, LOCK}:
                 (folder / SETTINGS).unlink()
@@ -91,7 +91,7 @@ def locked(lock: Path, what: Path) -> Iterator[None]:
             try:
                 fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except BlockingIOError:
-                raise UserError(f"another run is writing {what}: wait for it") from None
+                raise UserError(f"another run is writing {what}: wait until it ends") from None
             except OSError:
                 pass  # a file system without locks
             # The previous run may have removed the file between our open and lock.
@@ -139,7 +139,7 @@ def foreign_contents(folder: Path) -> str | None:
     other = [path.name for path in sorted(folder.iterdir()) if not any(map(path.match, ours))]
     if not other:
         return None
-    return f"--output {folder} holds {other[0]}, which is not a result of megasink: {_CURE}"
+    return f"--output {folder} contains {other[0]}, which is not a megasink result: {_CURE}"
 
 
 def folder_problem(folder: Path) -> str | None:
@@ -177,13 +177,13 @@ def _refuse(
     before = saved.get("settings")
     if saved.get("command") != command or not isinstance(before, dict):
         name = str(saved.get("command"))[:40]
-        raise UserError(f"--output {folder} holds results of megasink {name}: {_CURE}")
+        raise UserError(f"--output {folder} contains results of megasink {name}: {_CURE}")
     recorded = {key: old for key, old in saved.items() if isinstance(old, dict)}
     # Results of older versions did not record given flags.
     pairs = [(recorded.get(key) or wanted, wanted) for key, wanted in now.items()]
     if different := [line for pair in pairs for line in differences(*pair, grows)]:
         raise UserError(
-            f"--output {folder} holds results of other settings ({'; '.join(different)}): {_CURE}"
+            f"--output {folder} has results of other settings ({'; '.join(different)}): {_CURE}"
         )
 
 

@@ -21,12 +21,12 @@ _SPACE = "free some space or choose another folder"
 CURES = {
     errno.ENOSPC: _SPACE,
     errno.EDQUOT: _SPACE,
-    errno.EFBIG: "raise the limit on the size of files (ulimit -f) or choose another folder",
+    errno.EFBIG: "raise the file size limit (ulimit -f) or choose another folder",
     errno.EROFS: "choose a writable folder",
     errno.EIO: "check the disk (dmesg)",
     errno.EMFILE: "raise the limit on open files (ulimit -n)",
-    errno.ENFILE: "end programs that hold files open",
-    errno.ENOMEM: "end other programs, use less at once or raise the limit (ulimit -v)",
+    errno.ENFILE: "close programs that keep many files open",
+    errno.ENOMEM: "close other programs, process less at once or raise the limit (ulimit -v)",
 }
 _WRITES_ONLY = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS)
 _WRITING = re.compile(r"write|print|sync|flush|trunc|save|dump|replace|rename|mkdir|touch|unlink")

@@ -13,7 +13,7 @@ from typing import Any, NoReturn, Self
 from megasink.errors import ConfigError, nearest, unknown_name
 
 CLOSE = 0.9
-"""Minimum similarity of a misspelt flag to its suggestion, where a wrong one would do harm."""
+"""Minimum similarity of a misspelt flag to a suggestion if a wrong suggestion would do harm."""
 _NEGATIONS = {"no", "not", "without", "disable"}
 _NUMBERS = {"int": "a whole number", "float": "a number"}
 # argparse's own pattern has no exponent, so it takes -1e-4 for a flag.

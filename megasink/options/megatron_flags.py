@@ -127,7 +127,7 @@ KNOWN: dict[str, frozenset[str]] = {
     for names, _, facts in (line.partition(":") for line in _KNOWN.strip().splitlines())
     for name in names.split()
 }
-"""Name -> its properties."""
+"""The properties of each name."""
 
 _CHOICES = """
 async-strategy attention-backend ckpt-format ckpt-fully-parallel-load-exchange-algo
@@ -155,14 +155,14 @@ def having(*facts: str) -> tuple[str, ...]:
     return tuple(name for name, known in KNOWN.items() if known.intersection(facts))
 
 
-_GRAPHS = "a replayed graph neither counts heads nor updates the balance loss (docs/gpu.md)"
+_GRAPHS = "a replayed CUDA graph neither counts heads nor updates the loss (docs/gpu.md)"
 _OFFLOADING = "use --recompute-granularity to save memory"
-_CHAT = "megasink finetune trains on conversations, by the tokenizer's own template"
-_NOT_GPT = "Megatron's GPT datasets ignore it"
-_INDEX = "the index of every data set is read when the job starts"
-_LAYOUT = "initial weights would depend on the layout"
-_GATED = "--attention-variant gated --gate-granularity elementwise has the same weights"
-_RUNS_CODE, _SENDS = "it imports or runs code", "it connects, listens or sends"
+_CHAT = "use megasink finetune, which trains on conversations with the tokenizer's template"
+_NOT_GPT = "Megatron's GPT datasets ignore this flag: drop it"
+_INDEX = "megasink reads the index of every data set at the start: drop the flag"
+_LAYOUT = "initial weights would depend on the parallel layout"
+_GATED = "use --attention-variant gated --gate-granularity elementwise, with the same weights"
+_RUNS_CODE, _SENDS = "it imports or runs code", "it opens network connections"
 _READS, _WRITES = "it reads other files", "it writes elsewhere"
 _ONLY_NONE, _ONLY_FALSE = "exports support only None", "exports support only False"
 # Flags with a different name.
@@ -174,26 +174,26 @@ FLAGS |= {"layernorm_zero_centered_gamma": "apply_layernorm_1p"}
 REFUSED: dict[str, tuple[tuple[str, Any, str], ...]] = {
     # Options that change attention, the loss or the weights in ways that no test covers.
     "always": (
-        ("cache_mla_latents", False, "absorbed decoding has no sinks or gates here"),
+        ("cache_mla_latents", False, "decoding from cached latents supports no sinks or gates"),
         ("mla_down_proj_fusion", False, "not tested"),
-        ("mtp_hybrid_override_pattern", None, "hybrid models have no multi-token prediction here"),
+        ("mtp_hybrid_override_pattern", None, "add /*- to --hybrid-layer-pattern instead"),
         ("heterogeneous_layers_config_path", None, "GPT only"),
         (
             "experimental_attention_variant",
             None,
-            "for gated delta-net give --hybrid-layer-pattern with layers G",
+            "for gated delta-net, use --hybrid-layer-pattern with G layers",
         ),
-        ("reset_attention_mask", False, "S x S masks: use --dataloader-inter-document-masking"),
+        ("reset_attention_mask", False, "not supported: use --dataloader-inter-document-masking"),
         ("sft", False, _CHAT),
         ("sft_tokenizer_prompt_format", "nemotron-h-aligned", _CHAT),
         ("chat_template", None, _CHAT),
         ("fim_data", False, "not supported"),
-        ("allow_ambiguous_pad_tokens", False, "megasink never treats a token of text as padding"),
+        ("allow_ambiguous_pad_tokens", False, "megasink never treats tokens of a text as padding"),
         ("sample_rate", 1.0, _NOT_GPT),
         ("mask_prob", 0.15, _NOT_GPT),
         ("short_seq_prob", 0.1, _NOT_GPT),
         ("decoder_seq_length", None, _NOT_GPT),
-        ("dataloader_type", ("single",), "the order of samples would depend on the layout"),
+        ("dataloader_type", ("single",), "sample order would depend on the parallel layout"),
         ("per_dataset_sequences_path", None, _INDEX),
         ("dataloader_fast_cache_load", False, _INDEX),
         ("dataloader_defer_npy_index_mmap", False, _INDEX),
@@ -201,16 +201,16 @@ REFUSED: dict[str, tuple[tuple[str, Any, str], ...]] = {
         (
             "apply_residual_connection_post_layernorm",
             False,
-            "Megatron's layers ignore it: use --post-norm or --sandwich-norm",
+            "Megatron's layers ignore this flag: use --post-norm or --sandwich-norm",
         ),
-        ("fp4", None, "FP4 linear layers were never run: use --bf16"),
+        ("fp4", None, "FP4 linear layers are not tested: use --bf16"),
         ("use_kitchen_attention", False, "use --attention-kernel"),
-        ("batch_invariant_mode", False, "it replaces Megatron's kernels"),
+        ("batch_invariant_mode", False, "not tested: this mode replaces Megatron's kernels"),
         ("use_torch_fsdp2", False, "use --use-distributed-optimizer"),
         ("use_megatron_fsdp", False, "use --use-distributed-optimizer"),
         ("tensor_parallel_num_weight_shards", 1, _LAYOUT),
         ("expert_tensor_parallel_num_weight_shards", 1, _LAYOUT),
-        ("data_parallel_random_init", False, "replicas must start equal"),
+        ("data_parallel_random_init", False, "all replicas must start with equal weights"),
         ("cuda_graph_impl", "none", _GRAPHS),
         ("enable_cuda_graph", False, _GRAPHS),
         ("external_cuda_graph", False, _GRAPHS),
@@ -218,35 +218,35 @@ REFUSED: dict[str, tuple[tuple[str, Any, str], ...]] = {
         ("optimizer_cuda_graph", False, "the optimizer step reads the gradient norm on the host"),
         ("cpu_offloading_num_layers", 0, _OFFLOADING),
         ("moe_paged_stash", False, _OFFLOADING),
-        ("moe_use_upcycling", False, "train the MoE model from its own initial weights"),
+        ("moe_use_upcycling", False, "start the MoE model from its own initial weights"),
         ("moe_latent_size", None, "not tested"),
         ("moe_single_grouped_weight", False, _LAYOUT),
         ("moe_single_grouped_bias", False, _LAYOUT),
         ("logits_save_dir", None, "megasink's forward step does not return logits"),
         ("logits_load_dir", None, "distillation is not supported"),
         # megatron/training/training.py:4365,4382: a test set, or a single validation set, stops it.
-        ("full_validation", False, "it fails in Megatron; use --eval-iters"),
-        ("multiple_validation_sets", False, "it needs --full-validation, which fails in Megatron"),
+        ("full_validation", False, "this flag fails in Megatron: use --eval-iters"),
+        ("multiple_validation_sets", False, "this flag needs --full-validation, which fails"),
         ("perform_rl_step", False, "pre-training only"),
         ("freeze_all_layers", False, "not supported"),
         ("init_model_with_meta_device", False, "not supported"),
         (
             "enable_ft_package",
             False,
-            "Megatron does not work with the released package: use torchrun",
+            "Megatron does not work with the released nvidia-resiliency-ext: use torchrun",
         ),
         (
             "inprocess_restart",
             False,
-            "it wraps Megatron's script: use torchrun's --max-restarts",
+            "works only in Megatron's own script: use torchrun's --max-restarts",
         ),
-        ("spec", None, "it imports a layer spec, and megasink has its own"),
+        ("spec", None, "megasink has its own layer specs: drop the flag"),
         ("attention_output_gate", False, _GATED),
-        ("hybrid_context_parallel", False, "its groups change with every batch"),
+        ("hybrid_context_parallel", False, "the process groups would change with every batch"),
         (
             "hierarchical_context_parallel_sizes",
             None,
-            "it belongs to --cp-comm-type a2a+p2p, which is not supported",
+            "only --cp-comm-type a2a+p2p uses this flag, and it is not supported",
         ),
         ("exit_signal_handler_for_training", False, "the run would end without a checkpoint"),
         # Old names.
@@ -258,7 +258,7 @@ REFUSED: dict[str, tuple[tuple[str, Any, str], ...]] = {
     # Parts of the trainer that call the CUDA driver directly.
     "without CUDA": (
         ("profile", False, ""),
-        ("layernorm_zero_centered_gamma", False, "needs TransformerEngine's norms, and CUDA"),
+        ("layernorm_zero_centered_gamma", False, "needs TransformerEngine's norms and CUDA"),
         ("record_memory_history", False, ""),
         ("log_straggler", False, ""),
         ("gpu_sniff_test_interval", None, ""),
@@ -320,7 +320,7 @@ REFUSED: dict[str, tuple[tuple[str, Any, str], ...]] = {
         ("moe_router_quantile_balancing_ema", 0.0, "exports support only 0.0"),
         ("attention_output_gate", False, _ONLY_FALSE),
         ("mup_base_hidden_size", None, _ONLY_NONE),
-        ("mup_attn_scale_power", 1.0, "targets only support 1.0"),
+        ("mup_attn_scale_power", 1.0, "exports support only 1.0"),
         ("heterogeneous_layers_config_path", None, _ONLY_NONE),
         ("experimental_attention_variant", None, _ONLY_NONE),
         ("moe_latent_size", None, _ONLY_NONE),

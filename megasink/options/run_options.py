@@ -22,12 +22,12 @@ class RecipeOptions:
     expanded_recipe: list[str] | None = field(
         default=None, metadata={"argparse_meta": {"nargs": "+", "metavar": "NAME"}}
     )
-    """Replaces --recipe in a recorded command line: names of the files, and the start of their
-    SHA-256. No effect."""
+    """Replaces --recipe in a recorded command line, with the name of each file and the start of
+    its SHA-256. No effect."""
 
     lr_wsd_decay_fraction: float | None = None
-    """Share of the run, at its end, over which --lr-decay-style WSD decays, in
-    place of --lr-wsd-decay-iters."""
+    """Length of the decay of --lr-decay-style WSD, at the end of the run, as a share of the run;
+    replaces --lr-wsd-decay-iters."""
 
 
 @dataclass(kw_only=True)
@@ -39,24 +39,24 @@ class TrainingOptions:
         metadata={"argparse_meta": {"nargs": "+", "type": int, "metavar": "POSITION"}},
     )
     """Replace the tokens at these positions (from 0) of every sample, both as input and as target.
-    With --dataloader-inter-document-masking: of every document. Analyses of the run do the same
-    (P2.15, P2.16)."""
+    With --dataloader-inter-document-masking, positions count from the start of each document.
+    Analyses of the run replace the same tokens (P2.15, P2.16)."""
 
     replace_tokens_with: str | None = field(
         default=None, metadata={"argparse_meta": {"metavar": "{random,ID}"}}
     )
-    """Replacement. random: tokens drawn uniformly from the vocabulary without its special tokens,
-    the same ones in every epoch. ID: the token with this id."""
+    """Tokens to use instead. random: drawn uniformly from the vocabulary without special tokens,
+    and the same in every epoch. ID: the token with this id."""
 
     decay_all_parameters: bool = False
-    """Apply --weight-decay to norms and biases too (P2.17), which Megatron exempts."""
+    """Also apply --weight-decay to norms and biases, which Megatron exempts (P2.17)."""
 
     embedding_lr: float | None = None
     """Maximum learning rate of the token embedding, instead of --lr. Its minimum is scaled by
     --min-lr / --lr. --decoupled-lr sets embedding and output layer together."""
 
     output_lr: float | None = None
-    """Maximum learning rate of the output layer, instead of --lr, in the same way; needs
+    """Maximum learning rate of the output layer, like --embedding-lr for the embedding; needs
     --untie-embeddings-and-output-weights."""
 
 
@@ -65,13 +65,13 @@ class ObservingOptions:
     """Monitoring of a training run (docs/observing.md)."""
 
     head_heatmap_interval: int = 1000
-    """Interval in steps at which the [layer, head] importance is drawn to TensorBoard and W&B, also
-    after the first and the last step; 0: never. One image takes about 0.3 s on the last rank."""
+    """Steps between images of the [layer, head] importance in TensorBoard and W&B. The first and
+    the last step also have an image. 0: none. One image takes about 0.3 s on the last rank."""
 
     log_sink_rate: bool = False
     """Measure the sink rate Sink^0.3_1 (P2.2) in every evaluation: the share of heads whose mean
-    attention to the first token, over the first 64 tokens, exceeds 0.3. Variants with a sink slot
-    get the same rate for the slot."""
+    attention to the first token, over the first 64 tokens, exceeds 0.3. In variants with a sink
+    slot, also measure the same rate for the slot."""
 
     stop_on_divergence: float | None = None
     """Stop with exit code 2 and no further checkpoint when the training loss (an exponential moving
@@ -100,9 +100,9 @@ class RunOptions:
     `torchrun --max-restarts`."""
 
     verify_checkpoint: bool = False
-    """Read a checkpoint once more and verify all checksums: with --resume before loading it, with
-    --save-retain-interval in the background before the previous one is deleted. By default only
-    file sizes are checked."""
+    """Verify all checksums, not only file sizes. With --resume, verify a checkpoint before it is
+    loaded. With --save-retain-interval, read a new checkpoint again in the background before the
+    previous one is deleted."""
 
     plugin: list[str] | None = field(
         default=None, metadata={"argparse_meta": {"action": "append", "metavar": "MODULE"}}

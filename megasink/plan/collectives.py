@@ -99,7 +99,7 @@ class Collectives(TorchDispatchMode):
         if group is None or group.size() == 1:
             return
         if operator not in _KINDS:
-            raise NotImplementedError(f"c10d::{operator}: no entry in megasink/plan/collectives.py")
+            raise NotImplementedError(f"c10d::{operator}: missing in megasink/plan/collectives.py")
         kind, factor = _KINDS[operator]
         if operator in ("send", "recv_"):
             # With two stages Megatron's pipeline sends in the group of all ranks, too.

@@ -50,7 +50,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         with Helper(DEVICES[args.gpu].capability, flags) as helper:
             records = _step(helper, args.ranks, flags)
     except ConfigError as error:
-        cure = ", or for a plan --vocab-size N"  # a plan accepts it in place of a tokenizer
+        cure = ", or --vocab-size N for a plan"  # a plan accepts it in place of a tokenizer
         problems = (p + cure * p.startswith("no tokenizer:") for p in error.problems)
         raise ConfigError(problems) from error
     for note in records[0]["notes"]:
@@ -79,11 +79,11 @@ def read_line(argv: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
     if not 0 < args.utilization <= 1:
         problems.append(f"--utilization {args.utilization}: use more than 0, and at most 1")
     if args.resume:
-        problems.append("--resume: pass all flags of the run instead")
+        problems.append("--resume does not work in a plan: pass all flags of the run instead")
     if "step-batch-size-schedule" in dict(named_values(words)):
-        problems.append("--step-batch-size-schedule: pass one --global-batch-size instead")
+        problems.append("--step-batch-size-schedule: give a plan one --global-batch-size instead")
     if given_device(read.unknown):
-        problems.append("--device: a plan is for the GPUs of --gpu; drop the flag")
+        problems.append("--device: a plan is always for the GPUs of --gpu: drop the flag")
     if problems:
         raise ConfigError(problems)
     return args, [*words, *plugins.flags(argv)]
@@ -114,20 +114,20 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--ranks",
         type=int,
-        help="GPUs of the whole job; default: one per tensor x pipeline x context rank",
+        help="number of GPUs of the job; default: enough for one copy of the model",
     )
     parser.add_argument(
         "--script",
         type=Path,
-        help="take flags and --ranks from a launch script (shell, which is not run, or YAML with "
-        "MODEL_ARGS); flags after it override those of the script",
+        help="read flags and --ranks from a launch script (shell, or YAML with MODEL_ARGS) without "
+        "running it; flags on the command line override those of the script",
     )
     parser.add_argument(
         "--set",
         action="append",
         default=[],
         metavar="NAME=VALUE",
-        help="value of a variable of --script; may be repeated",
+        help="value of a variable in the script; may be repeated",
     )
     parser.add_argument("--gpu", choices=DEVICES, default="h100", help="default: h100")
     parser.add_argument(
@@ -214,4 +214,4 @@ class Helper:
         """Return the last line of the log that names an error."""
         lines = (self._folder / _LOG).read_text(errors="replace").splitlines()
         errors = [line for line in lines if re.match(r"[\w.]*(Error|Exception|Exit)\b", line)]
-        return (errors or lines or ["it ended without a message"])[-1]
+        return (errors or lines or ["the process ended without a message"])[-1]

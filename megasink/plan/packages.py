@@ -96,6 +96,6 @@ def notes(pattern: str | None) -> Iterator[str]:
     """Yield a line for a model whose layers have stand-ins."""
     if _ABSENT and (kinds := recurrent(pattern or "")):
         yield (
-            f"{' and '.join(kinds)} layers without their kernels ({', '.join(sorted(_ABSENT))}): "
+            f"planned {' and '.join(kinds)} layers without kernels ({', '.join(sorted(_ABSENT))}): "
             "their memory includes the saved inputs, but no workspace"
         )

@@ -221,7 +221,7 @@ def _chunks(pattern: str, stages: int) -> Chunks:
 
 
 _DOCUMENTS = 4
-"""Documents of each sample under --dataloader-inter-document-masking."""
+"""Documents per sample with --dataloader-inter-document-masking."""
 
 
 def batches(args: Namespace) -> Iterator[dict[str, Tensor]]:

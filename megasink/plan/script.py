@@ -51,7 +51,7 @@ def read(path: Path, given: Mapping[str, str], overridden: Collection[str]) -> S
     else:
         launcher, words = _command(shell)
     if not any(word.startswith("--") for word in words):
-        raise UserError(f"--script {path}: no command with flags of Megatron (…/NAME.py --FLAG)")
+        raise UserError(f"--script {path} has no command with Megatron flags (…/NAME.py --FLAG)")
     flags, empty, absent = list[str](), set[str](), dict[str, str]()
     unused = list[str]()
     for name, values in named_values(words):
@@ -74,14 +74,14 @@ def read(path: Path, given: Mapping[str, str], overridden: Collection[str]) -> S
         absent |= {name: "a condition" for name in shell.asked if name.isdecimal()} | absent
         uses = ", ".join(f"{name or 'a command'} ({flag})" for name, flag in absent.items())
         raise UserError(
-            f"--script {path}: no value for {uses}: pass --set NAME=VALUE, or the flag itself"
+            f"--script {path}: no value for {uses}: pass --set NAME=VALUE or the flag itself"
         )
-    notes = [f"no value for {', '.join(unused)}: ignored"] * bool(unused)
-    notes += [f"{name} is not set, and taken as empty" for name in sorted(empty)]
+    notes = [f"no value for {', '.join(unused)}: flags ignored"] * bool(unused)
+    notes += [f"{name} is not set: treated as empty" for name in sorted(empty)]
     notes += [f"{name} was not found" for name in dict.fromkeys(shell.missing)]
     ranks, least = _ranks(launcher, words, path), _least_ranks(dict(named_values(flags)))
     if ranks is not None and least and ranks % least:
-        notes.append(f"it starts {ranks} ranks, not a multiple of {least}: planned for {least}")
+        notes.append(f"{ranks} ranks are not a multiple of {least}: planned for {least} ranks")
         ranks = None
     return Script(flags, ranks, notes)
 

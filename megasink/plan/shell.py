@@ -124,7 +124,7 @@ class Shell(Conditions):
     def _count(self) -> None:
         self._steps += 1
         if self._steps > _MOST_COMMANDS or self._depth > _DEEPEST:
-            raise UserError(f"{self.path} runs without an end: check its loops and functions")
+            raise UserError(f"{self.path} does not seem to end: check its loops and functions")
 
     def _for(self, name: str, words: str | list[str], body: Block) -> None:
         if isinstance(words, list):

@@ -52,7 +52,7 @@ class Words:
         # A command's value is named after the first variable that it is given to.
         value = value.replace(COMMAND + END, f"{COMMAND}{name}{END}")
         if len(value) > _LONGEST:
-            raise UserError(f"{self.path}: {name} is longer than {_LONGEST:,} characters")
+            raise UserError(f"{self.path}: the value of {name} exceeds {_LONGEST:,} characters")
         if name in self.given:
             return
         before = self.values.get(name)

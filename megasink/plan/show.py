@@ -107,7 +107,7 @@ def _parameters(components: Mapping[str, int]) -> Table:
 
 
 def _memory(stages: Sequence[Stage], gpu: GPU) -> Table:
-    table = _table("memory of a rank, GiB")
+    table = _table("memory per rank, GiB")
     table.add_column("stage")
     table.add_column("layers", no_wrap=True)
     for title in _PARTS.values():
@@ -130,18 +130,18 @@ def _say_memory(console: Console, stages: Sequence[Stage], facts: Record, device
     between = "; stages in parentheses are interpolated" if len(stepped) < len(stages) else ""
     fits = max(stage.memory["reserved"] for stage in stages) <= DEVICES[device].gib * _GIB
     console.print(
-        f"{'fits' if fits else 'DOES NOT FIT'} in {DEVICES[device].gib:.0f} GiB, of which CUDA and "
-        f"NCCL take 1 to 3 more. Activations of stage {full.stage}: {full.in_flight} {unit} of "
+        f"{'fits' if fits else 'DOES NOT FIT'} in {DEVICES[device].gib:.0f} GiB; CUDA and NCCL "
+        f"take 1 to 3 GiB more. Activations of stage {full.stage}: {full.in_flight} {unit} of "
         f"{_gib(full.per_microbatch)} GiB.\n"
         f"Built and stepped: rank {', '.join(stepped)}{between}.\n",
         highlight=False,
     )
     if gathered := _gathered(stages, facts):
         console.print(
-            f"A checkpoint that loads under any layout takes {_gib(gathered)} GiB of host "
-            f"memory per rank ({_gib(8 * gathered)} for 8) at a save or load. If this is more "
-            "than half of the free memory, training saves shards instead: they need no additional "
-            "memory, but only the data parallelism may change.\n",
+            f"A checkpoint for any layout needs {_gib(gathered)} GiB of host memory per rank "
+            f"({_gib(8 * gathered)} for 8 ranks) to save or load. If this is more than half of the "
+            "free memory, training saves shards instead. Shards need no additional memory, but "
+            "then only the data-parallel size may change.\n",
             highlight=False,
         )
 
@@ -152,7 +152,7 @@ def _gathered(stages: Sequence[Stage], facts: Record) -> int:
 
 
 def _communication(rows: Sequence[job.Traffic]) -> Table:
-    table = _table("communication of a rank in a step")
+    table = _table("communication per rank and step")
     for name in ("for", "group", "ranks", "what", "stage", "calls", "messages", "sent"):
         table.add_column(name, justify="left" if name in ("for", "group", "what") else "right")
     for row in rows:

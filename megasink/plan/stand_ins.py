@@ -66,7 +66,7 @@ def with_stand_ins(argv: Sequence[str], flags: Sequence[str]) -> list[str]:
     if absent or not (named or "mock-data" in given):
         dropped |= _DATA
         added.append("--mock-data")
-        notes.append(f"no data ({absent[0]} is not here)" if absent else "no data")
+        notes.append(f"no data ({absent[0]} was not found)" if absent else "no data")
     if tokens := _tokens(argv, given):
         size, origin = tokens
         dropped |= _TOKENIZER
@@ -92,7 +92,7 @@ def with_stand_ins(argv: Sequence[str], flags: Sequence[str]) -> list[str]:
         added += ["--max-position-embeddings", length]
     if shown := sorted([*shown, *(f"--{name}" for name in replaced)]):
         notes.append(
-            "no TransformerEngine, FP8 or offloading: the memory is that of a run without "
+            "no TransformerEngine, FP8 or offloading: the plan is for a run without "
             f"{' '.join(shown)}"
         )
     if notes:
@@ -123,4 +123,4 @@ def _tokens(argv: Sequence[str], given: Mapping[str, list[str]]) -> tuple[int, s
     for pattern, size in _PUBLISHED.items():
         if re.search(pattern, f"{model} {kind}", re.IGNORECASE):
             return size, f"as published for {model or kind}"
-    return _ASSUMED, f"assumed, because {model or kind} is not here: give --vocab-size"
+    return _ASSUMED, f"assumed, because {model or kind} was not found: give --vocab-size"

@@ -224,7 +224,7 @@ def test_a_folder_of_something_else_is_left_alone(root, made, capsys):
     (root / "taken").mkdir()
     (root / "taken" / "file").touch()
     assert main(command(root, out="taken")) == 2
-    assert "taken holds file, which is not" in capsys.readouterr().err
+    assert "taken contains file, which is not" in capsys.readouterr().err
     assert [path.name for path in (root / "taken").iterdir()] == ["file"]
 
 
@@ -256,7 +256,7 @@ def test_two_processes_equal_one(root, made):
         (["--full", "--adapter"], "--adapter exports LoRA adapters, which --full"),
         (
             [],
-            "OUT holds results of other settings (micro_batch_size 2 -> 1; processes 1 -> 2)",
+            "OUT has results of other settings (micro_batch_size 2 -> 1; processes 1 -> 2)",
         ),
     ],
     ids=["before they meet", "of the first one"],

@@ -128,7 +128,7 @@ def test_another_model_or_data_is_refused(root, stopped, capsys, change, named):
         for path, data in kept.items():
             path.write_bytes(data)
     line = capsys.readouterr().err.strip().splitlines()[-1]
-    assert line.startswith(f"megasink: error: --output {stopped} holds results of other settings (")
+    assert line.startswith(f"megasink: error: --output {stopped} has results of other settings (")
     assert f"({named}" in line
     assert " -> " in line
     assert line.count(" -> ") == 1

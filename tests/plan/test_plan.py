@@ -195,7 +195,7 @@ def test_all_problems_are_one_message_and_a_plan_may_have_a_vocabulary():
         launch.main(["--ranks", "3", *SIZES, *wrong])
     text = "\n".join(error.value.problems)
     assert len(error.value.problems) >= 4
-    assert re.search(r"--tokenizer-model FOLDER .*, or for a plan --vocab-siz", text)
+    assert re.search(r"--tokenizer-model FOLDER .*, or --vocab-size N for a p", text)
     assert "3 ranks are not divisible by" in text
 
 

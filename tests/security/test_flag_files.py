@@ -150,7 +150,7 @@ def test_a_recipe_sets_none(place, capsys, name):
     (place / "work" / "of.toml").write_text('include = "mine.toml"\nlr = 1.0\n')
     toml(run_of(place) / "config.toml", flags_of(place, name))
     for given in (["--recipe", mine], ["--recipe", "of.toml"], ["--recipe", place / "run"]):
-        said = refused(place, capsys, ["train", *MOCK, *given], f"--{name}", f"{name}: give it on")
+        said = refused(place, capsys, ["train", *MOCK, *given], f"--{name}", f"{name}: give this")
         assert str(given[1]) in said or "mine.toml: " in said
 
 

@@ -109,14 +109,14 @@ def test_a_data_set_of_another_tokenizer_is_refused(answers):
 
 def test_a_vocabulary_larger_than_the_embedding_is_refused(answers):
     (problem,) = answers["small-embedding"]["problems"]
-    assert "has 400 tokens, but the embedding only 128 rows" in problem
+    assert "has 400 tokens, but the embedding has only 128 rows" in problem
 
 
 def test_a_part_of_the_split_without_a_document_is_refused(answers):
     """Megatron would count its epochs for ever."""
     (problem,) = answers["empty-part"]["problems"]
-    assert "--split 969,30,1 (Megatron's default) leaves none of its" in problem
-    assert "for validation and test: give a share" in problem
+    assert "--split 969,30,1 (Megatron's default) leaves none of the" in problem
+    assert "for validation and test: give a larger share" in problem
     assert problem.endswith("and 0 to the others, such as --split 1,0,0")
 
 

@@ -121,11 +121,11 @@ def test_all_problems_of_blends_are_in_one_message(prefix, tmp_path):
     found = problems("--per-split-data-args-path", str(lists))
     flag = f"--per-split-data-args-path {lists}"
     assert found == [
-        f"{flag}, train: the weight of {prefix}b is not above 0",
+        f"{flag}, train: the weight of {prefix}b must be above 0",
         f"{flag}, train {prefix}b: {prefix}b.bin and {prefix}b.idx not found",
         f"{flag}, valid: 0.5 looks like a weight, but 3 words are not pairs of weight and prefix: "
         "put a weight before every prefix, or before none",
-        f"{flag}: 'test' is neither a list of weights and prefixes nor null",
+        f"{flag}: 'test' must be null, or a list of weights and prefixes",
     ]
 
 
@@ -140,11 +140,11 @@ def test_all_problems_of_blends_are_in_one_message(prefix, tmp_path):
         (["--data-path", "{}"] * 1 + ["--train-data-path", "{}"], "choose one"),
         (["--train-data-path", "{}", "--split", "1,0,0"], "--split 1,0,0 with --train-data-path"),
         (["--data-path"], "no training data"),
-        (["--data-path", "{}.bin"], "{0}.bin.idx not found: give the prefix of both, {0}"),
-        (["--mock-data", "--split", "0,90,10"], "--split 0,90,10 has no training data"),
-        (["--valid-data-path", "{}"], "--valid-data-path alone has no training data"),
+        (["--data-path", "{}.bin"], "{0}.bin.idx not found: give {0}, the prefix of both files"),
+        (["--mock-data", "--split", "0,90,10"], "--split 0,90,10 provides no training data"),
+        (["--valid-data-path", "{}"], "--valid-data-path alone provides no training data"),
         (["--data-path", "2", "{}", "x", "{}"], "2 looks like a weight, but 4 words"),
-        (["--data-path", "nan", "{}"], "the weight of {} is not above 0"),
+        (["--data-path", "nan", "{}"], "the weight of {} must be above 0"),
         (["--data-path", "s3://bucket/a"], "s3:// data needs --object-storage-cache-path FOLDER"),
         (["--data-path", "{}", "--object-storage-cache-path", "c"], "--object-storage-cache-path"),
         (["--data-path", "{}", "--mask-prob", "0.3"], "--mask-prob: Megatron's GPT datasets ign"),
@@ -158,7 +158,7 @@ def test_what_is_refused_at_the_command_line(prefix, flags, says):
 def test_of_many_missing_data_sets_some_are_named(tmp_path):
     found = problems("--data-path", *(str(tmp_path / f"p{n}") for n in range(101)))
     assert len(found) == 9
-    assert found[-1] == "--data-path: 101 of 101 datasets are not complete; the first 8 are above"
+    assert found[-1] == "--data-path: 101 of 101 datasets are incomplete; the first 8 are above"
 
 
 def test_validation_data_of_a_data_set_is_found(prefix, tmp_path, config_of, capsys):
@@ -171,7 +171,7 @@ def test_validation_data_of_a_data_set_is_found(prefix, tmp_path, config_of, cap
     write(drawn, [[7, 8]])
     assert problems(*flags) == []
     assert rank_problems(*flags) == []
-    assert f"data: validation with 0.5 {drawn}, in place of --split" in capsys.readouterr().out
+    assert f"data: validation uses 0.5 {drawn}, not a share of --split" in capsys.readouterr().out
     args = read([*MODEL, *NULL, *flags])
     assert parts(args) == (True, True, False)
     fields = config_of(args)
@@ -188,7 +188,7 @@ def test_validation_data_of_a_data_set_is_found(prefix, tmp_path, config_of, cap
 def test_a_part_without_a_token_is_refused(tmp_path):
     empty = write(tmp_path / "empty", [[], []])
     (problem,) = rank_problems("--train-data-path", empty)
-    assert problem == f"--train-data-path {empty}: none of its 2 documents has a token"
+    assert problem == f"--train-data-path {empty}: all 2 documents are empty"
 
 
 def test_contents_are_read_once_per_job_and_the_tokenizer_is_hashed_once(monkeypatch, prefix):

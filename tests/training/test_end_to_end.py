@@ -175,7 +175,7 @@ def test_analyze_and_trace_a_run(pipeline_run, pool, tmp_path):
     assert [code for code, _, _ in answers] == [0, 2, 2, 0, 0, 2], answers
     assert "trace: 1 of 2 checkpoints" in answers[0][2]
     assert "analyzing" not in answers[4][2]  # both analyses are there
-    assert "holds results of other settings (--name" in answers[5][2]
+    assert "has results of other settings (--name" in answers[5][2]
     *_, wrote, then = answers[4][1].splitlines()
     assert wrote.endswith("report.html, trace.csv, figures/")
     assert "megasink report " in then

@@ -101,7 +101,7 @@ def test_stores_are_for_data_alone_and_asked_for_each_time(text, tmp_path, capsy
     args = read([*flags, "--data-path", "msc://p/x", "--save", "s3://b/c", "--load=msc://p"])
     found = "\n".join(data.problems(args))
     for part in (
-        "--save is in an object store: give a folder (aws s3 sync or rclone copies",
+        "--save is in an object store: give a folder (copy checkpoints with aws",
         "--load is in an object store",
         "msc:// data needs --object-storage-cache-path FOLDER",
         "msc:// data needs --no-mmap-bin-files",
@@ -112,7 +112,7 @@ def test_stores_are_for_data_alone_and_asked_for_each_time(text, tmp_path, capsy
     assert "is in an object store" in output_problems(Path("s3://b/x"), [], overwrite=False)[0]
     args.rank = 0
     assert list(data_files.problems(args)) == []
-    assert "1 of 1 data sets are in object stores, and not checked" in capsys.readouterr().out
+    assert "1 of 1 data sets are in object stores and are not checked" in capsys.readouterr().out
     last = ["--data-path", "s3://bucket/x", "--lr", "1e-3"]
     with pytest.raises(UserError, match=r"--data-path s3://bucket/x of the last .* is not reused"):
         replayed(last, [], tmp_path)

@@ -248,7 +248,7 @@ def test_a_converted_model_is_no_run_to_go_on_with(saved, tmp_path):
         ),
         ('{"arguments": {}, "converted_from": "llama"}', "holds a converted model"),
         ('{"arguments": 1}', "its config.json does not describe a run"),
-        ("[]", "holds a JSON list, not an object: choose another --run-dir"),
+        ("[]", "contains a JSON list, not an object: choose another --run-dir"),
         ("{", "is not JSON"),
     ],
 )

@@ -79,7 +79,7 @@ def _compiler() -> str:
     name = os.environ.get("CXX", "g++")
     compiler = shutil.which(name)
     if compiler is None:
-        raise UserError(f"the hollow GPU needs a C++ compiler, but {name} was not found")
+        raise UserError(f"the hollow GPU needs a C++ compiler: {name} was not found; set CXX")
     return compiler
 
 
@@ -88,7 +88,7 @@ def _headers() -> Path:
     """Return the folder of the CUDA runtime's headers of torch's major release."""
     release = _cuda_of_torch()
     if release is None:
-        raise UserError("the hollow GPU needs a CUDA build of torch, but this is a CPU build")
+        raise UserError("the hollow GPU needs a CUDA build of torch: this is a CPU build")
     major = release.split(".")[0]
     places = [Path(os.environ.get("CUDA_HOME", "/usr/local/cuda"), "include")]
     wheels = {"nvidia": f"cu{major}/include", "triton": "backends/nvidia/include"}
@@ -104,7 +104,7 @@ def _headers() -> Path:
                 return place
     raise UserError(
         f"the hollow GPU needs the headers of the CUDA {major} runtime ({', '.join(_NEEDED)}); "
-        f"they are not all in {' or '.join(map(str, places))}: pip install triton, or set CUDA_HOME"
+        f"{' or '.join(map(str, places))} lacks some: pip install triton, or set CUDA_HOME"
     )
 
 
@@ -165,5 +165,5 @@ def environment(device: Device | None = None) -> dict[str, str]:
 def library() -> str:
     """Return the path of the loaded library."""
     if _LIBRARY not in os.environ:
-        raise RuntimeError(f"this process does not run on the hollow GPU ({DRIVER} is not ours)")
+        raise RuntimeError(f"this process does not run on the hollow GPU ({DRIVER} is foreign)")
     return os.environ[_LIBRARY]

@@ -119,7 +119,7 @@ def _listed(path: str) -> Iterator[Blend]:
         yield Blend(flag, (), is_split=False, problem=why)
         return
     if not isinstance(parts, Mapping) or not set(_SPLITS) <= set(parts):
-        why = f"{flag} is not a JSON object with train, valid and test"
+        why = f"{flag} is not a JSON object with the keys train, valid and test"
         yield Blend(flag, (), is_split=False, problem=why)
         return
     for split in _SPLITS:
@@ -127,7 +127,7 @@ def _listed(path: str) -> Iterator[Blend]:
         if isinstance(words, list):
             yield blend_of(_part(path, split), list(map(str, words)), is_split=False)
         elif words is not None:
-            why = f"{flag}: {split!r} is neither a list of weights and prefixes nor null"
+            why = f"{flag}: {split!r} must be null, or a list of weights and prefixes"
             yield Blend(flag, (), is_split=False, problem=why)
 
 
@@ -140,12 +140,12 @@ def blend_of(flag: str, words: Sequence[str], *, is_split: bool) -> Blend:
     numbers = [_number(word) for word in words]
     pairs = len(words) % 2 == 0
     if not words:
-        return Blend(flag, (), is_split, f"{flag} names no data")
+        return Blend(flag, (), is_split, f"{flag} is empty: give a prefix")
     if pairs and all(number is not None for number in numbers[::2]):
         weights = dict(zip(words[1::2], numbers[::2], strict=True))
         wrong = [p for p, w in weights.items() if w is None or not (math.isfinite(w) and w > 0)]
         # BlendedDataset asserts it, after the model is built (core/datasets/blended_dataset.py:61).
-        problem = f"{flag}: the weight of {wrong[0]} is not above 0" if wrong else None
+        problem = f"{flag}: the weight of {wrong[0]} must be above 0" if wrong else None
         return Blend(flag, tuple(words[1::2]), is_split, problem)
     alone = [
         word

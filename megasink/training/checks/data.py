@@ -36,8 +36,8 @@ def _place_problems(args: Namespace) -> Iterator[str]:
         value = getattr(args, name, None)
         if value and is_stored(value):
             yield (
-                f"{flag_of(name)} is in an object store: give a folder (aws s3 sync or rclone "
-                "copies checkpoints there)"
+                f"{flag_of(name)} is in an object store: give a folder (copy checkpoints with "
+                "aws s3 sync or rclone)"
             )
 
 
@@ -70,7 +70,7 @@ def _source_problems(args: Namespace) -> Iterator[str]:
     trains, *_ = parts(args)
     if given and not trains and not args.skip_train:
         what = f"{flag_of(given[-1])} alone" if by_part else f"--split {args.split}"
-        yield f"{what} has no training data: add some, or pass --skip-train"
+        yield f"{what} provides no training data: add some, or pass --skip-train"
     if args.data_args_path and not args.split:
         yield "--data-args-path without --split: give three weights, such as --split 99,1,0"
     if args.object_storage_cache_path and not any(map(is_stored, named_prefixes(args))):
@@ -84,12 +84,12 @@ def _replaced_tokens(args: Namespace) -> Iterator[str]:
         return
     length = args.seq_length
     yield from (
-        f"{flag} {position}: --seq-length {length} has the positions 0 to {length - 1}"
+        f"{flag} {position}: with --seq-length {length}, use positions from 0 to {length - 1}"
         for position in positions
         if length and position >= length
     )
     if args.mock_data:
-        yield f"{flag} needs text, and --mock-data has none: drop one"
+        yield f"{flag} needs text, but --mock-data has none: drop one of the two"
     if args.tokenizer_type not in _WITH_IDS:
         yield f"{flag} with --tokenizer-type {args.tokenizer_type}: use a Hugging Face tokenizer"
 
@@ -109,11 +109,11 @@ def missing(args: Namespace) -> Iterator[str]:
             text = f"{blend.flag} {prefix}: {' and '.join(files)} not found{where}"
             stem, dot, suffix = prefix.rpartition(".")
             meant = dot and suffix in ("bin", "idx") and not missing_files(stem)
-            yield f"{text}: give the prefix of both, {stem}" if meant else text
+            yield f"{text}: give {stem}, the prefix of both files" if meant else text
         if len(absent) > _SHOWN:
             yield (
-                f"{blend.flag}: {len(absent)} of {len(blend.prefixes)} datasets are not "
-                f"complete{where}; the first {_SHOWN} are above"
+                f"{blend.flag}: {len(absent)} of {len(blend.prefixes)} datasets are "
+                f"incomplete{where}; the first {_SHOWN} are above"
             )
     folder = args.tokenizer_model
     if args.tokenizer_type == "HuggingFaceTokenizer" and folder and not Path(folder).is_dir():

@@ -40,9 +40,9 @@ def problems(args: Namespace) -> Iterator[str]:
         return
     named = named_prefixes(args)
     if stored := sum(map(is_stored, named)):
-        say(f"data: {stored} of {len(named)} data sets are in object stores, and not checked")
+        say(f"data: {stored} of {len(named)} data sets are in object stores and are not checked")
     if drawn := drawn_validation(args.data_path or []):
-        say(f"data: validation with {' '.join(drawn)}, in place of --split")
+        say(f"data: validation uses {' '.join(drawn)}, not a share of --split")
     present = {p: blend for p, blend in named.items() if not (is_stored(p) or missing_files(p))}
     check = _Check(args, min(ENTRIES, max(_LEAST, _TOTAL // max(len(present), 1))))
     with ThreadPoolExecutor(_THREADS) as threads:
@@ -76,7 +76,7 @@ class _Check:
         if blend.is_split:
             texts += (f"{prefix}: {text}" for text in _empty_parts(lengths, self.split))
         elif not has_tokens(lengths):
-            texts.append(f"{prefix}: none of its {len(lengths):,} documents has a token")
+            texts.append(f"{prefix}: all {len(lengths):,} documents are empty")
         return texts
 
 
@@ -95,7 +95,7 @@ def _empty_parts(lengths: NDArray[Any], given: str | None) -> Iterator[str]:
     documents = len(lengths)
     split = given or DEFAULT_SPLIT
     if (parsed := shares(given)) is None:
-        yield f"--split {split}: give three weights: train, validation, test"
+        yield f"--split {split}: give three weights, for training, validation and test"
         return
     parts = pairwise(accumulate(parsed, initial=0.0))
     empty = [
@@ -107,9 +107,9 @@ def _empty_parts(lengths: NDArray[Any], given: str | None) -> Iterator[str]:
     if empty:
         whose = "" if given else " (Megatron's default)"
         yield (
-            f"--split {split}{whose} leaves none of its {documents} documents for "
-            f"{' and '.join(empty)}: give a share to each part that you need, and 0 to the others, "
-            f"such as --split {_split_that_fits(documents)}"
+            f"--split {split}{whose} leaves none of the {documents} documents for "
+            f"{' and '.join(empty)}: give a larger share to each part that you need, and 0 to the "
+            f"others, such as --split {_split_that_fits(documents)}"
         )
 
 

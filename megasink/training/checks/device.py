@@ -38,7 +38,7 @@ def problems(args: Namespace) -> Iterator[str]:
         if unequal and min(tensor, expert) > 1:
             yield (
                 f"--moe-token-dispatcher-type alltoall with {expert} expert- x {tensor} "
-                "tensor-parallel ranks: gloo cannot gather tensors of unequal sizes; use "
+                "tensor-parallel ranks: gloo cannot gather tensors of unequal sizes: use "
                 "allgather, or --expert-tensor-parallel-size 1"
             )
         for flag, value, _ in refused(args, "without TransformerEngine"):

@@ -47,14 +47,14 @@ def problems(args: Namespace) -> Iterator[str]:
     blocks = len(blocks_of(pattern))
     if args.num_layers not in (None, blocks, len(layers)):
         yield (
-            f"--num-layers {args.num_layers}, but {_FLAG} {pattern} has {blocks} blocks of "
-            f"{len(layers)} layers: drop --num-layers"
+            f"--num-layers {args.num_layers}, but {_FLAG} {pattern} has {blocks} blocks with "
+            f"{len(layers)} layers in all: drop --num-layers"
         )
     if bool(args.num_experts) != (EXPERTS in layers):
         yield (
             f"{_FLAG} {pattern} has layers with experts (E): add --num-experts"
             if EXPERTS in layers
-            else f"--num-experts {args.num_experts}, but {_FLAG} {pattern} has no layer E"
+            else f"--num-experts {args.num_experts}, but {_FLAG} {pattern} has no E layer: add one"
         )
     yield from _stages(args, pattern)
     yield from _recurrent(args, layers)
@@ -65,13 +65,13 @@ def _prediction(args: Namespace, pattern: str) -> Iterator[str]:
     block = ATTENTION + (EXPERTS if args.num_experts else FFN)
     if wrong := [layers for layers in predicted if layers != block]:
         yield (
-            f"{_FLAG} {pattern}: a layer of multi-token prediction is {block}, not "
+            f"{_FLAG} {pattern}: a layer of multi-token prediction must be {block}, not "
             f"{' or '.join(dict.fromkeys(wrong))}"
         )
     if predicted and args.mtp_num_layers != len(predicted):
         yield (
             f"--mtp-num-layers {args.mtp_num_layers}, but {_FLAG} {pattern} has {len(predicted)} "
-            "after /: drop one of the two"
+            "prediction layers after /: drop --mtp-num-layers"
         )
 
 
@@ -82,8 +82,8 @@ def _stages(args: Namespace, pattern: str) -> Iterator[str]:
     if stages == 1 < ranks or stages % ranks or stages > ranks == 1:
         yield (
             f"{_FLAG} {pattern} has {stages} stage{'s' * (stages > 1)} between |, but "
-            f"--pipeline-model-parallel-size is {ranks}: give as many, or a multiple for virtual "
-            "stages"
+            f"--pipeline-model-parallel-size is {ranks}: write {ranks} stages, or a multiple for "
+            "virtual stages"
             if ranks > 1
             else f"{_FLAG} {pattern} has {stages} pipeline stages: give "
             f"--pipeline-model-parallel-size, or drop {STAGE}"
@@ -102,8 +102,8 @@ def _recurrent(args: Namespace, layers: str) -> Iterator[str]:
     if found and args.dataloader_inter_document_masking:
         yield (
             f"{' and '.join(found)} layers with packed documents "
-            "(--dataloader-inter-document-masking): their state would run from one "
-            "document into the next; drop one of the two"
+            "(--dataloader-inter-document-masking): the state of the layers would carry over from "
+            "one document to the next: drop one of the two"
         )
     if MAMBA in layers and args.device == "cpu":
         yield f"{RECURRENT[MAMBA]} layers (M) need CUDA: drop --device cpu or use other layers"

@@ -18,7 +18,7 @@ def problems(args: Namespace) -> Iterator[str]:
     if args.fp32_residual_connection and impl == "local" and half:
         yield (
             "--fp32-residual-connection with --transformer-impl local in half precision: torch's "
-            "norms would pass float32 to half-precision weights; drop one"
+            "norms would pass float32 to half-precision weights: drop one of the two"
         )
     fused = impl == "transformer_engine" and gates_explicitly(args)
     if fused and args.gate_position == "output" and args.gate_input == "hidden":
@@ -33,11 +33,11 @@ def problems(args: Namespace) -> Iterator[str]:
 def _quantized(args: Namespace) -> Iterator[str]:
     """Check FP8 linear layers (--fp8-format) around attention in bfloat16."""
     if not args.bf16:
-        yield "--fp8-format: attention does not run in FP8: add --bf16 for it"
+        yield "--fp8-format: attention does not run in FP8: add --bf16 for attention"
     # None: the default, which depends on the device.
     if args.transformer_impl not in (None, "transformer_engine") or not have_transformer_engine():
         yield (
             "--fp8-format: FP8 needs TransformerEngine's linear layers (pip install "
-            "'transformer-engine[pytorch]', a GPU, --transformer-impl transformer_engine): use "
-            "only --bf16"
+            "'transformer-engine[pytorch]', a GPU, --transformer-impl transformer_engine): drop "
+            "the flag"
         )

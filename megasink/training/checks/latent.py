@@ -14,22 +14,22 @@ def problems(args: Namespace) -> Iterator[str]:
         return
     name = args.attention_variant
     if is_variant(name) and not fits_latent(variant(name), args):
-        yield f"--attention-variant {name}: its biases do not fit the heads of latent attention"
+        yield f"--attention-variant {name} has biases, which latent attention does not support"
     if (positions := args.position_embedding_type) != "rope":
         yield (
             f"--position-embedding-type {positions}: latent attention rotates a part of each head: "
-            "use rope (--rope-type yarn extends its context)"
+            "use rope (--rope-type yarn extends the context)"
         )
     if args.yarn_correction_range_round_to_int is False:
-        yield "--no-yarn-correction-range-round-to-int: latent attention rounds it: drop the flag"
+        yield "--no-yarn-correction-range-round-to-int: latent attention always rounds: drop it"
     if args.q_lora_rank is not None and args.q_lora_rank < 1:
-        yield f"--q-lora-rank {args.q_lora_rank}: give 1 or more, or drop it to keep queries whole"
+        yield f"--q-lora-rank {args.q_lora_rank}: give 1 or more, or drop the flag"
     for width in _WIDTHS:
         if getattr(args, width) < 1:
             yield f"--{width.replace('_', '-')} {getattr(args, width)}: give 1 or more"
     keys, values = args.qk_head_dim + args.qk_pos_emb_head_dim, args.v_head_dim
     if args.qk_pos_emb_head_dim % 2:
-        yield f"--qk-pos-emb-head-dim {args.qk_pos_emb_head_dim}: rotation needs an even number"
+        yield f"--qk-pos-emb-head-dim {args.qk_pos_emb_head_dim} is odd: give an even number"
     if values > keys:
         yield (
             f"--v-head-dim {values} is wider than keys ({keys}, --qk-head-dim plus "

@@ -70,16 +70,17 @@ def _ranks(args: Namespace, sizes: dict[str, int]) -> Iterator[str]:
     replicas = args.world_size // size
     if args.num_experts and args.world_size % (experts * stages):
         yield (
-            f"{args.world_size} ranks are not divisible by {experts * stages}: --expert-model- and "
-            "--expert-tensor-parallel-size times --pipeline-model-parallel-size"
+            f"{args.world_size} ranks are not divisible by {experts * stages} "
+            "(--expert-model-parallel-size * --expert-tensor-parallel-size * "
+            "--pipeline-model-parallel-size)"
         )
     elif instances > 1 and (
         replicas * args.context_parallel_size % instances
         or args.world_size // (experts * stages) % instances
     ):
         yield (
-            f"--num-distributed-optimizer-instances {instances} does not divide the data-parallel "
-            "ranks, or those of the experts: use fewer"
+            f"--num-distributed-optimizer-instances {instances} does not divide the number of "
+            "data-parallel ranks (of experts or other layers): use a smaller number"
         )
     if args.step_batch_size_schedule is not None:
         return
@@ -107,7 +108,7 @@ def _fitting(batch: int, micro: int, replicas: int, size: int) -> str:
     fitting = fitting.replace(" with ", " ranks with a micro batch of ", 1)
     needed = math.ceil(batch / replicas) * replicas
     also = " and a micro batch of 1" * (needed % (micro * replicas) > 0)
-    return f"use {fitting}; {replicas * size:,} need a global batch of {needed:,}{also}"
+    return f"use {fitting}; {replicas * size:,} ranks need a global batch of {needed:,}{also}"
 
 
 def _stages(args: Namespace) -> Iterator[str]:
@@ -119,7 +120,7 @@ def _stages(args: Namespace) -> Iterator[str]:
         return
     counted = args.account_for_embedding_in_pipeline_split + args.account_for_loss_in_pipeline_split
     if (layers + counted) % stages:
-        also = f" and {counted} for embedding and loss" if counted else ""
+        also = f" plus {counted} for embedding and loss" if counted else ""
         yield (
             f"--num-layers {layers}{also} is not divisible by --pipeline-model-parallel-size "
             f"{stages}"

@@ -65,6 +65,6 @@ def _prediction(args: Namespace) -> Iterator[str]:
     if stages > 1 and not args.untie_embeddings_and_output_weights:
         yield (
             f"--mtp-num-layers with --pipeline-model-parallel-size {stages} and one weight for "
-            "embedding and output layer: Megatron cannot save it: add "
+            "embedding and output layer: Megatron cannot save this weight: add "
             "--untie-embeddings-and-output-weights"
         )

@@ -35,7 +35,7 @@ def problems(args: Namespace) -> Iterator[str]:
 def _sharded(args: Namespace, name: str) -> Iterator[str]:
     flags = f"--optimizer {name} with --use-distributed-optimizer"
     if not args.bf16:
-        yield f"{flags} fails in Megatron without --bf16: add --bf16, or drop the second flag"
+        yield f"{flags} fails in Megatron without --bf16: add it, or drop the distributed optimizer"
     if args.num_experts:
         yield f"{flags} and experts is not tested: drop --use-distributed-optimizer"
     if args.num_distributed_optimizer_instances > 1:
@@ -44,4 +44,4 @@ def _sharded(args: Namespace, name: str) -> Iterator[str]:
             f"--num-distributed-optimizer-instances {args.num_distributed_optimizer_instances}"
         )
     if not args.use_layer_wise_param_layout:
-        yield f"{flags} needs its own layout of buffers: drop --no-use-layer-wise-param-layout"
+        yield f"{flags} needs layer-wise buffers: drop --no-use-layer-wise-param-layout"

@@ -38,11 +38,11 @@ def _sink_rate(args: Namespace) -> Iterator[str]:
     length, prefix, flag = args.seq_length, args.prefix_lm_tokens, "--log-sink-rate with"
     if length and length < SINK_TOKENS:
         yield (
-            f"{flag} --seq-length {length}: the rate is measured over {SINK_TOKENS} tokens; use at "
-            "least as many"
+            f"{flag} --seq-length {length}: the rate is measured over {SINK_TOKENS} tokens: use "
+            f"{SINK_TOKENS} or more"
         )
     if prefix > SINK_TOKENS:
         yield (
-            f"{flag} --prefix-lm-tokens {prefix}: the first {SINK_TOKENS} tokens see later ones; "
+            f"{flag} --prefix-lm-tokens {prefix}: the first {SINK_TOKENS} tokens see later ones: "
             f"use at most {SINK_TOKENS}"
         )

@@ -6,8 +6,8 @@ from collections.abc import Iterator
 # Values of Megatron's --position-embedding-type.
 _SUPPORTED = ("learned_absolute", "rope", "yarn", "none")
 _INSTEAD = {
-    "relative": "it needs TransformerEngine's attention: use none with --attention-bias-type t5",
-    "mrope": "text has one position per token: use rope",
+    "relative": "needs TransformerEngine's attention: use none with --attention-bias-type t5",
+    "mrope": "a text has one position per token: use rope",
 }
 
 
@@ -30,8 +30,8 @@ def problems(args: Namespace) -> Iterator[str]:
         width = args.hidden_size // heads
     if kind in ("rope", "yarn") and width and width % 2 and args.rotary_percent == 1:
         yield (
-            f"--position-embedding-type {kind} rotates pairs of channels, but a head has {width}: "
-            "give an even --kv-channels"
+            f"--position-embedding-type {kind} rotates pairs of channels, but a head has {width} "
+            "channels: give an even --kv-channels"
         )
     of_latent = args.multi_latent_attention and args.rope_type != "rope"
     if args.rotary_scaling_factor != 1 and kind != "yarn" and not of_latent:
@@ -66,6 +66,6 @@ def _bias(args: Namespace) -> Iterator[str]:
         yield f"--relative-attention-num-buckets {buckets}: use an even number, 2 or more"
     if distance <= buckets // 2:
         yield (
-            f"--relative-attention-max-distance {distance} is in the first half of the "
+            f"--relative-attention-max-distance {distance} must be more than half of the "
             f"{buckets} buckets: use more than {buckets // 2}"
         )

@@ -30,7 +30,7 @@ def problems(args: Namespace) -> Iterator[str]:
     if missing:
         yield f"missing: {', '.join(missing)}"
     if args.recipe:  # starting a run has replaced it by its flags
-        yield "--recipe works only in megasink train, plan, and the flags of a grid"
+        yield "--recipe works only in megasink train, megasink plan and the flags of a grid"
     yield from ranges(args)
     yield from _schedule(args)
     if args.async_save and not (args.run_dir or args.save):
@@ -63,7 +63,7 @@ def _schedule(args: Namespace) -> Iterator[str]:
         warmup, length = getattr(args, f"lr_warmup_{unit}"), _length(args, unit)
         if fraction is None and warmup and length and warmup >= length:
             yield (
-                f"--lr-warmup-{unit} {warmup} is not less than the length of the schedule, "
+                f"--lr-warmup-{unit} {warmup} must be less than the length of the schedule, "
                 f"{length}: lower it, or raise --train-{unit} or --lr-decay-{unit}"
             )
     if args.lr is not None and args.min_lr is not None and args.min_lr > args.lr:

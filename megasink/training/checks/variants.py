@@ -94,8 +94,8 @@ def _sinks(args: Namespace, record: Variant) -> Iterator[str]:
     norm = args.bias_fixed_value_norm
     if args.bias_fixed_value == "none" and norm != 1.0:
         yield (
-            f"--bias-fixed-value-norm {norm} without a value: add --bias-fixed-value unit or "
-            "uniform, or drop the flag"
+            f"--bias-fixed-value-norm {norm} without --bias-fixed-value: add --bias-fixed-value "
+            "unit or uniform, or drop the flag"
         )
     for name, default in (("sink_lr_mult", 1.0), ("sink_weight_decay", 0.0)):
         flag, value = flag_of(name), getattr(args, name)
@@ -126,7 +126,7 @@ def _layers(args: Namespace) -> Iterator[str]:
     if shaped and "muon" in (args.optimizer or "") and is_megatrons_output_gate(with_shape(args)):
         yield (
             f"{_LAYERS} with --optimizer {args.optimizer} and elementwise gates: Muon splits every "
-            "linear_qkv alike: use --gate-granularity headwise or adam"
+            "linear_qkv alike: use --gate-granularity headwise or --optimizer adam"
         )
 
 
@@ -135,8 +135,8 @@ def _gate(args: Namespace) -> Iterator[str]:
     headwise = args.gate_granularity == "headwise"
     if position == "output" and headwise:
         yield (
-            "--gate-position output comes after the heads are mixed, so its gate cannot be "
-            "headwise: add --gate-granularity elementwise"
+            "--gate-position output applies the gate after the heads are mixed, so the gate cannot "
+            "be headwise: add --gate-granularity elementwise"
         )
     if position == "output" and args.gate_shared_heads:
         yield (
@@ -171,8 +171,8 @@ def _width(args: Namespace) -> Iterator[str]:
     elif FFN_MULTIPLE % ranks:
         yield (
             f"--match-ffn-width rounds to multiples of {FFN_MULTIPLE}, which are not "
-            f"divisible by --tensor-model-parallel-size {ranks}: use a power of two, or choose "
-            "--ffn-hidden-size yourself"
+            f"divisible by --tensor-model-parallel-size {ranks}: use a power of two, or give "
+            "--ffn-hidden-size instead"
         )
 
 
@@ -197,6 +197,6 @@ def _without_softmax(args: Namespace, flag: str) -> Iterator[str]:
             yield f"{flag} supports only causal masks and windows, not {mask}: drop one of them"
     if args.fp16:
         yield (
-            f"--fp16: the weights of {flag} are not bounded by their sum, and float16 overflows at "
+            f"--fp16: the sum of the weights of {flag} has no bound, and float16 overflows at "
             "65504: use --bf16"
         )

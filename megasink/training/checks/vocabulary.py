@@ -31,7 +31,7 @@ def problems(args: Namespace) -> Iterator[str]:
         sink = " and --sink-token needs one more" if args.sink_token else ""
         yield (
             f"the tokenizer {args.tokenizer_model} has {len(tokenizer)} tokens{sink}, but the "
-            f"embedding only {rows} rows: raise --padded-vocab-size or drop it"
+            f"embedding has only {rows} rows: raise or drop --padded-vocab-size"
         )
     yield from _row_problems(args)
 
@@ -89,7 +89,8 @@ def replacement_of(args: Namespace) -> Replacement | None:
         return None
     folder, size = _folder(args), known_ids(args)
     if size is None:
-        raise UserError(f"--replace-tokens-at with --tokenizer-type {args.tokenizer_type}")
+        kind = args.tokenizer_type
+        raise UserError(f"--replace-tokens-at does not support --tokenizer-type {kind}")
     return replacement(
         args.replace_tokens_at,
         args.replace_tokens_with,
@@ -137,7 +138,7 @@ def _indivisible(args: Namespace, rows: int) -> Iterator[str]:
         yield (
             f"the {rows} rows of the embedding are not divisible by --tensor-model-parallel-size "
             f"{args.tensor_model_parallel_size}: set --make-vocab-size-divisible-by to a multiple "
-            "of it"
+            "of this size"
         )
 
 

@@ -21,7 +21,7 @@ from megasink.training.flag_file import Flags, flag_words, form_problems, read_t
 
 FLAG, EXPANDED = "--recipe", "--expanded-recipe"
 OF_RUN = "config.toml"
-"""The flags of a run's last start, in its folder."""
+"""File in a run folder with the flags of the last start."""
 KEYS = ("about", "include", "vocabulary")
 # Not in a file: a plugin is code, and the others belong to one start of one run.
 _ON_THE_COMMAND_LINE = set("plugin ranks run-dir resume recipe expanded-recipe".split())
@@ -111,8 +111,8 @@ def expanded(argv: Sequence[str]) -> list[str]:
     recipes = [read(name) for name in names]
     unsafe = {
         name: (
-            f"{recipe.name}: {text} is not accepted from a file, for safety: pass it, or "
-            "another value, on the command line"
+            f"{recipe.name}: {text} is not accepted from a file, for safety: pass the flag on "
+            "the command line"
         )
         for recipe in recipes
         for name, text in refused(flag_words(recipe.flags)).items()
@@ -167,7 +167,7 @@ def _split(argv: Sequence[str]) -> tuple[list[str] | None, list[str]]:
             taking = False
             others.append(word)
     if names is not None and not any(names):
-        raise ConfigError([f"{FLAG} needs a value: a file, or {', '.join(shipped())}"])
+        raise ConfigError([f"{FLAG} needs a value: a file or one of {', '.join(shipped())}"])
     return names, others
 
 
@@ -193,9 +193,9 @@ def _problems(flags: Flags, known: Known) -> list[str]:
     problems = []
     for name, value in flags.items():
         if name in _ON_THE_COMMAND_LINE:
-            problems.append(f"{name}: give it on the command line instead")
+            problems.append(f"{name}: give this flag on the command line instead")
         elif isinstance(value, dict):
-            problems.append(f"{name} is a table: give flags at the top, such as num-layers = 2")
+            problems.append(f"{name} is a table: use top-level flags, such as num-layers = 2")
         elif known and f"--{name}" not in known and not name.startswith("-"):
             meant = nearest(f"--{name}", (*known, *(f"--{key}" for key in KEYS)))
             hint = f": did you mean {meant.removeprefix('--')}?" if meant else ""
@@ -204,8 +204,8 @@ def _problems(flags: Flags, known: Known) -> list[str]:
             wrong = [f"{name}{text}" for text in form_problems(name, value)]
             takes, is_switch = known.get(f"--{name}", "?"), type(value) is bool
             if not wrong and takes == 0 and not is_switch:
-                wrong = [f"{name} is {value!r}, but it is a switch: give true or false"]
+                wrong = [f"{name} is {value!r}, but this flag is a switch: give true or false"]
             elif not wrong and value is True and takes not in (0, "?", "*"):
-                wrong = [f"{name} is true, but it takes a value"]
+                wrong = [f"{name} is true, but this flag needs a value"]
             problems += wrong
     return problems

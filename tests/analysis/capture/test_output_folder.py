@@ -100,7 +100,7 @@ def test_results_of_other_settings_stay(root, tmp_path, capsys, monkeypatch, nam
         assert main(other) == 2
     said = capsys.readouterr().err
     assert [phrase for phrase in phrases if phrase not in said] == []
-    assert "or replace it with --overwrite" in said
+    assert "or pass --overwrite" in said
     assert (tmp_path / result).read_bytes() == before
     if name != "analyze-other-model":
         assert main([*other, "--overwrite"]) == 0
@@ -144,8 +144,8 @@ def test_a_report_stays_and_an_analysis_gets_its_own_page(root, tmp_path, capsys
         assert main(["report", *line]) == 2
     said = capsys.readouterr().err
     assert "results of other settings (analyses /" in said
-    assert "two holds results of megasink analyze: choose" in said
-    assert "which is not a result of megasink: choose another" in said
+    assert "two contains results of megasink analyze: choose" in said
+    assert "which is not a megasink result: choose another" in said
     assert Path(page, "report.html").read_text() == before
     assert main(["report", str(one), "--output", page, "--overwrite"]) == 0
 
@@ -156,7 +156,7 @@ def test_what_is_of_nobody_stays_too(root, tmp_path, capsys, there):
     (tmp_path / "out" / there).write_text("mine")
     assert main(COMMANDS["sweep"][0].format(root, tmp_path).split()) == 2
     name = there.partition("/")[0]
-    assert f"out holds {name}, which is not" in capsys.readouterr().err
+    assert f"out contains {name}, which is not" in capsys.readouterr().err
     assert (tmp_path / "out" / there).read_text() == "mine"
 
 

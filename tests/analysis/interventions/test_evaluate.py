@@ -71,7 +71,7 @@ def test_an_evaluation_is_whole(root, capsys):
     other = ("--tasks", OWN[1], "text", "--limit", 12, *flags, "--batch-size", 2)
     before = (root / "out/evaluation.json").read_bytes()
     assert run(root, *other) == 2
-    assert "holds results of other settings (--batch-size auto -> 2; " in capsys.readouterr().err
+    assert "has results of other settings (--batch-size auto -> 2; " in capsys.readouterr().err
     assert (root / "out/evaluation.json").read_bytes() == before
     assert run(root, *other, "--overwrite") == 0
     zeroed = written(root)
