@@ -8,23 +8,19 @@ from megasink.options.flags import flag_of
 from megasink.options.megatron_flags import FLAGS, given_of
 
 _ONLY_IN_PATTERN = "separate the stages with | in the pattern"
-_MORE_STAGES = "for virtual stages, add | to the pattern"
 _ANOTHER_GELU = "TransformerEngine's activations differ (its gelu is an approximation)"
 _OTHER_RATES = (
     ("decoupled_lr", None, "both set the same learning rates"),
     ("use_mup", False, "muP sets these learning rates"),
 )
 _NOT_LATENT = "this combination is not tested"
-_UNROTATED = "the rotation of latent attention would ignore the second flag"
-_EMBEDDINGS = "prediction layers read the embeddings on the last stage"
-_FUSED_NORM = "TransformerEngine's fused FFN contains a norm"
 _PACKED = "dataloader_inter_document_masking"
 # Option -> (another's name, its allowed value or tuple of values, why not both).
 EXCLUDED: dict[str, tuple[tuple[str, Any, str], ...]] = {
     # Megatron's flags for parts of the pattern.
     "hybrid_layer_pattern": (
-        ("num_layers_per_virtual_pipeline_stage", None, _MORE_STAGES),
-        ("num_virtual_stages_per_pipeline_rank", None, _MORE_STAGES),
+        ("num_layers_per_virtual_pipeline_stage", None, "for virtual stages, add | to the pattern"),
+        ("num_virtual_stages_per_pipeline_rank", None, "for virtual stages, add | to the pattern"),
         ("pipeline_model_parallel_layout", None, _ONLY_IN_PATTERN),
         ("decoder_first_pipeline_num_layers", None, _ONLY_IN_PATTERN),
         ("decoder_last_pipeline_num_layers", None, _ONLY_IN_PATTERN),
@@ -39,15 +35,15 @@ EXCLUDED: dict[str, tuple[tuple[str, Any, str], ...]] = {
         ("pipeline_model_parallel_layout", None, "prediction layers are on the last stage"),
         ("post_norm", False, "prediction layers already end in a norm"),
         ("norm_without_gain", False, "the norms of prediction layers have gains"),
-        ("embedding_norm", False, _EMBEDDINGS),
-        ("sinusoidal_position_embedding", False, _EMBEDDINGS),
+        ("embedding_norm", False, "the last stage also reads the embeddings"),
+        ("sinusoidal_position_embedding", False, "the last stage also reads the embeddings"),
     ),
     "multi_latent_attention": (
         ("group_query_attention", False, "every head of latent attention has its own keys"),
         ("use_rope_scaling", False, "--rope-type yarn extends the context of latent attention"),
         ("rotary_interleaved", False, "latent attention has a fixed order of channels"),
-        ("rotary_seq_len_interpolation_factor", None, _UNROTATED),
-        ("no_rope_freq", None, _UNROTATED),
+        ("rotary_seq_len_interpolation_factor", None, "latent attention ignores the second flag"),
+        ("no_rope_freq", None, "latent attention ignores the second flag"),
         ("rotary_percent", 1.0, "--qk-pos-emb-head-dim sets the rotated width"),
         ("attention_bias_type", "none", "latent attention rotates a part of each head"),
         ("add_qkv_bias", False, "the projections of latent attention have no biases"),
@@ -86,10 +82,10 @@ EXCLUDED: dict[str, tuple[tuple[str, Any, str], ...]] = {
     ),
     "post_norm": (
         ("fp32_residual_connection", False, "the norm would pass float32 to the next layer"),
-        ("use_transformer_engine_op_fuser", False, f"{_FUSED_NORM} that cannot be removed"),
+        ("use_transformer_engine_op_fuser", False, "the norm in the fused FFN cannot be removed"),
     ),
     "norm_without_gain": (
-        ("use_transformer_engine_op_fuser", False, f"{_FUSED_NORM} with a weight"),
+        ("use_transformer_engine_op_fuser", False, "the norm in the fused FFN has a weight"),
         ("qk_layernorm", False, "use --qk-l2-norm, which has no weights"),
     ),
     "multi_head_addition": (

@@ -70,9 +70,8 @@ def _ranks(args: Namespace, sizes: dict[str, int]) -> Iterator[str]:
     replicas = args.world_size // size
     if args.num_experts and args.world_size % (experts * stages):
         yield (
-            f"{args.world_size} ranks are not divisible by {experts * stages} "
-            "(--expert-model-parallel-size * --expert-tensor-parallel-size * "
-            "--pipeline-model-parallel-size)"
+            f"{args.world_size} ranks are not divisible by {experts * stages}, the product of the "
+            "expert-, expert-tensor- and pipeline-parallel sizes"
         )
     elif instances > 1 and (
         replicas * args.context_parallel_size % instances

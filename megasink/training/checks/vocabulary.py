@@ -89,8 +89,7 @@ def replacement_of(args: Namespace) -> Replacement | None:
         return None
     folder, size = _folder(args), known_ids(args)
     if size is None:
-        kind = args.tokenizer_type
-        raise UserError(f"--replace-tokens-at does not support --tokenizer-type {kind}")
+        raise UserError(f"--replace-tokens-at: unsupported --tokenizer-type {args.tokenizer_type}")
     return replacement(
         args.replace_tokens_at,
         args.replace_tokens_with,
