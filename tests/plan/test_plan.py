@@ -184,7 +184,7 @@ def test_a_plan_needs_neither_data_nor_a_tokenizer(monkeypatch, capsys, line, to
     with pytest.raises(ZeroDivisionError):
         launch.main(["--ranks", "8", *line, "--data-path", "0.5", "nowhere"])
     assert read(taken).mock_data
-    assert "nowhere is not here" in capsys.readouterr().err
+    assert "nowhere was not found" in capsys.readouterr().err
 
 
 def test_all_problems_are_one_message_and_a_plan_may_have_a_vocabulary():
