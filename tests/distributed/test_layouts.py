@@ -35,7 +35,7 @@ MODELS = {
     ),
     "vanilla": ("sp+full pp", VANILLA),
     "off-by-one": ("tp", {"attention_variant": "off-by-one"}),
-    "tied": ("sp pp dp+distributed", {"tied": True}),
+    "tied": ("sp dp+distributed pp", {"tied": True}),
     "per-token-loss": ("pp", {"calculate_per_token_loss": True}),
     "one-group": ("sp", {"num_query_groups": 1}),
     "qk-norm": ("sp", QK_NORM),

@@ -10,6 +10,7 @@ from unittest import mock
 import pytest
 
 from megasink.attention.variants import (
+    Parameter,
     Variant,
     of_kind,
     register,
@@ -147,3 +148,8 @@ def test_a_command_line_is_refused_what_a_record_does_not_say():
 def test_the_pages_list_the_variants(page):
     names = ", ".join(f"`{record.name}`" for record in variants())
     assert f"| `--attention-variant` | `sink` | {names} |" in (ROOT / page).read_text()
+
+
+def test_a_parameter_starts_at_zero_unless_a_record_says_otherwise():
+    """Plugins rely on it; each parameter of the package sets its own value or draws it."""
+    assert Parameter(name="extra", shape=lambda config: (2,)).initial(None) == 0.0
