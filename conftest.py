@@ -38,10 +38,12 @@ def checked_in_a_fork(monkeypatch: pytest.MonkeyPatch) -> None:
     """The launcher's check of a command line takes seconds of imports in a process of its own."""
 
     def start(file: IO[str]) -> int | None:
-        fork = forkserver.server().start(["megasink.training.job"], stdin=file, cwd=Path.cwd())
+        fork = forkserver.server().start(
+            ["megasink.training.preflight"], stdin=file, cwd=Path.cwd()
+        )
         return fork.wait()
 
-    if job := sys.modules.get("megasink.training.job"):
+    if job := sys.modules.get("megasink.training.preflight"):
         monkeypatch.setattr(job, "start", start)
 
 

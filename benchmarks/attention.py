@@ -100,7 +100,7 @@ def _cpu_name() -> str:
 def without_platform(name: str) -> Iterator[None]:
     """Nothing but upstream's module is to see the CPU platform: it costs Python time per call."""
     if "megasink.cpu" in sys.modules and name not in UPSTREAM.values():
-        from megasink.upstream.register import suspended
+        from megasink.upstream.patch_register import suspended
 
         with suspended():
             yield

@@ -46,7 +46,7 @@ from megasink.attention import (
     gate_values,
 )
 from megasink.attention.call import Arriving, Slot, Slotted
-from megasink.attention.gate_kernels import explicit, gate_kernels_named, launch
+from megasink.attention.gate_kernels import explicit_gate_launch, gate_kernels_named, slot_launch
 from megasink.attention.op import run_backward, run_forward
 
 BANDWIDTH_SHARE, LAUNCH_SECONDS, SECTOR = 0.88, 2e-6, 32
@@ -218,8 +218,8 @@ def _patches(count: Count, *modules: Any) -> Iterator[None]:
         setattr(module, name, Launches(name, kernel, count))
     try:
         with (
-            patch.object(launch, "device_of", lambda _: nullcontext()),
-            patch.object(explicit, "device_of", lambda _: nullcontext()),
+            patch.object(slot_launch, "device_of", lambda _: nullcontext()),
+            patch.object(explicit_gate_launch, "device_of", lambda _: nullcontext()),
         ):
             yield
     finally:

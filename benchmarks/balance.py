@@ -136,7 +136,7 @@ def worker(rank: int, world: int, store: str, arguments: argparse.Namespace, cud
     from megatron.core.num_microbatches_calculator import init_num_microbatches_calculator
     from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
 
-    from megasink.upstream.apply import fix_upstream
+    from megasink.upstream.apply_fixes import fix_upstream
 
     logging.getLogger("megatron").setLevel(logging.ERROR)
     fix_upstream()

@@ -17,9 +17,9 @@ from typing import Any
 
 import numpy as np
 
-from megasink.analysis.pages.compare import draw_comparison
+from megasink.analysis.pages.comparison_page import draw_comparison
 from megasink.cli import data as data_command
-from megasink.figures.curves import series
+from megasink.figures.run_figure import series
 from megasink.figures.run_metrics import read_metrics
 from megasink.figures.style import save
 from megasink.training.launch import launch

@@ -5,7 +5,7 @@ from typing import Any
 import torch
 
 from megasink import cpu
-from megasink.cpu.process import prepare_process
+from megasink.cpu.prepare_process import prepare_process
 
 SHAPE = {"num_layers": 6, "hidden_size": 256, "num_attention_heads": 8}
 VOCABULARY = 4096

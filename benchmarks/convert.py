@@ -181,7 +181,7 @@ def child(what: str, source: Path, output: Path) -> None:
             to_hf.export(found, output, say=silent)
             seconds = time.perf_counter() - start
     else:
-        from megasink.cpu.process import prepare_process
+        from megasink.cpu.prepare_process import prepare_process
 
         prepare_process("cpu")
         from megasink.convert import from_hf

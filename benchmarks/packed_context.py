@@ -39,7 +39,7 @@ def stepper(name: str, row: list[int]) -> Callable[[], float]:
     from megatron.core import parallel_state
     from megatron.core.process_groups_config import ProcessGroupCollection
 
-    from megasink.megatron.documents import PackedRow, row_of_documents
+    from megasink.megatron.microbatch_documents import PackedRow, row_of_documents
     from megasink.megatron.model import MegasinkModelBuilder
 
     groups = ProcessGroupCollection.use_mpu_process_groups()

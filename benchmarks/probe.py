@@ -135,7 +135,7 @@ def measure(what: str, repeats: int) -> float:
 
 def long_layer() -> float:
     """CPU seconds for the statistics of one layer's eight heads at S = 32768."""
-    from megasink.analysis.metrics.weights import weight_statistics
+    from megasink.analysis.metrics.attention_weights import weight_statistics
 
     query = torch.randn(1, 8, LONG, 96)
     key = torch.randn(1, 8, LONG, 96)

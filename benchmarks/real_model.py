@@ -20,7 +20,7 @@ import torch
 from transformers import AutoModelForCausalLM, PrinterCallback, TrainerCallback, set_seed
 
 import megasink.transformers  # noqa: F401
-from megasink.finetune import run as finetune
+from megasink.finetune import sft_training as finetune
 from megasink.finetune.chats import ChatTokenizer
 from megasink.finetune.options import FinetuneOptions
 

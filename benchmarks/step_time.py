@@ -19,7 +19,7 @@ from contextlib import nullcontext
 import torch
 from bench_model import SHAPE, SHAPE_06B, VOCABULARY, gpt_config, one_process
 
-from megasink.upstream.register import suspended
+from megasink.upstream.patch_register import suspended
 
 BATCH = 1
 VOCABULARY_06B = 32000

@@ -113,7 +113,7 @@ class Bare(nn.Module):
         """Copy the weights of Megatron's model."""
         from megatron.core.utils import unwrap_model
 
-        from megasink.megatron.init import global_names
+        from megasink.megatron.initial_weights import global_names
 
         whole: Any = unwrap_model(model)
         names_in_blocks = global_names(whole)

@@ -28,7 +28,7 @@ from megatron.core.transformer import TransformerConfig
 from megatron.core.utils import get_batch_on_this_cp_rank
 
 from megasink.megatron import HeadBalance, stack_spec  # (1)
-from megasink.megatron.init import initialize_weights
+from megasink.megatron.initial_weights import initialize_weights
 
 VOCABULARY, SEQUENCE, MICROBATCH, MICROBATCHES, SEED = 64, 64, 4, 4, 1234
 

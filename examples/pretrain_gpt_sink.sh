@@ -38,7 +38,7 @@ if [[ -z $RANKS_PER_NODE ]]; then
   esac
 fi
 torchrun=torch.distributed.run
-[[ $nnodes -gt 1 ]] && torchrun=megasink.training.meeting # the same, and says for whom a host waits
+[[ $nnodes -gt 1 ]] && torchrun=megasink.training.multi_host_torchrun # the same, and says for whom a host waits
 launch=("$python" -m "$torchrun" --nnodes "$nnodes" --nproc-per-node "$RANKS_PER_NODE"
         --max-restarts "${MAX_RESTARTS:-0}"
         "--signals-to-handle=SIGTERM,SIGINT,SIGHUP,SIGQUIT,SIGUSR1")

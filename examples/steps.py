@@ -16,7 +16,7 @@ from rich.markup import escape
 from megasink.errors import Stopped, UserError
 
 _SECONDS = 4.0
-"""Until a command that is to end has ended; `stopping` gives the whole process ten."""
+"""Until a command that is to end has ended; `console/signals.py` gives the whole process ten."""
 
 
 def command(*words: str, **options: Any) -> "subprocess.CompletedProcess[Any]":

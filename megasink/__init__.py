@@ -7,11 +7,11 @@ Commands are `megasink COMMAND`.
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from megasink.analysis.analysis import Analysis, MetricValues, Plot
+    from megasink.analysis.analysis_folder import read_analysis
+    from megasink.analysis.analysis_object import Analysis, MetricValues, Plot
     from megasink.analysis.api import analyze, convert_to_hf, load_model, load_run
-    from megasink.analysis.folder import read_analysis
     from megasink.analysis.interventions.activations import activation_names, hooks, run_with_cache
-    from megasink.analysis.interventions.python import (
+    from megasink.analysis.interventions.context_managers import (
         drain_first_value,
         dynamic_zeroing,
         intervening,
@@ -23,25 +23,25 @@ if TYPE_CHECKING:
 
 __version__: str
 NAMES = {
-    "Analysis": "megasink.analysis.analysis",
+    "Analysis": "megasink.analysis.analysis_object",
     "HeadBalanceCallback": "megasink.transformers",
     "HeadBalanceLoss": "megasink.transformers",
-    "MetricValues": "megasink.analysis.analysis",
-    "Plot": "megasink.analysis.analysis",
+    "MetricValues": "megasink.analysis.analysis_object",
+    "Plot": "megasink.analysis.analysis_object",
     "UserError": "megasink.errors",
     "activation_names": "megasink.analysis.interventions.activations",
     "analyze": "megasink.analysis.api",
     "convert_to_hf": "megasink.analysis.api",
-    "drain_first_value": "megasink.analysis.interventions.python",
-    "dynamic_zeroing": "megasink.analysis.interventions.python",
+    "drain_first_value": "megasink.analysis.interventions.context_managers",
+    "dynamic_zeroing": "megasink.analysis.interventions.context_managers",
     "hooks": "megasink.analysis.interventions.activations",
-    "intervening": "megasink.analysis.interventions.python",
+    "intervening": "megasink.analysis.interventions.context_managers",
     "load_model": "megasink.analysis.api",
     "load_run": "megasink.analysis.api",
-    "read_analysis": "megasink.analysis.folder",
+    "read_analysis": "megasink.analysis.analysis_folder",
     "run_with_cache": "megasink.analysis.interventions.activations",
-    "steer_gates": "megasink.analysis.interventions.python",
-    "zero_heads": "megasink.analysis.interventions.python",
+    "steer_gates": "megasink.analysis.interventions.context_managers",
+    "zero_heads": "megasink.analysis.interventions.context_managers",
 }
 """Public name -> the module that has it; imported when the name is first used."""
 

@@ -2,7 +2,7 @@
 
 import sys
 
-from megasink.console import stopping
+from megasink.console import signals
 
 
 def run() -> int:
@@ -13,7 +13,7 @@ def run() -> int:
 
         return main()
 
-    return stopping.run(command)
+    return signals.run(command)
 
 
 if __name__ == "__main__":

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from typing import Any, Literal, get_args
 
 from megasink.attention.variants import variants
-from megasink.attention.variants.layers import layer_pattern
+from megasink.attention.variants.variant_layers import layer_pattern
 
 FixedValue = Literal["none", "unit", "uniform"]
 Similarity = Literal["softmax", "sigmoid", "elu-plus-one", "elu-kernel", "identity", "mlp"]

@@ -25,7 +25,7 @@ _WORDS = "def return class import self value none true index list the of naïve 
 
 def chat_tokenizer(source: Path, folder: Path, template: str = MARKED) -> Path:
     """A copy of a tokenizer with the two tokens of ChatML and a template; return its folder."""
-    from megasink.data.tokenizer import load_tokenizer
+    from megasink.data.hf_tokenizer import load_tokenizer
 
     tokenizer = load_tokenizer(source)
     tokenizer.add_special_tokens({"additional_special_tokens": ["<|im_start|>", ENDS]})

@@ -216,7 +216,7 @@ def megasink_call(call: Call) -> tuple[list[str], int] | None:
         return words, ranks
     if call.program == "python" and words[:2] in (
         ["-m", "torch.distributed.run"],
-        ["-m", "megasink.training.meeting"],
+        ["-m", "megasink.training.multi_host_torchrun"],
     ):
         words = words[2:]
     elif call.program != "torchrun":

@@ -222,8 +222,8 @@ def _import_everything() -> None:
     import pkgutil
 
     import megasink
-    from megasink.cpu.process import prepare_process
-    from megasink.megatron.arguments import parse_apart
+    from megasink.cpu.prepare_process import prepare_process
+    from megasink.megatron.argument_parser import parse_apart
 
     prepare_process()
     found = pkgutil.walk_packages(megasink.__path__, "megasink.")
@@ -255,14 +255,14 @@ def _shrink_mock_data() -> None:
 
 def _be_patient() -> None:
     """Lengthen the limits that a machine with many other things to do would meet."""
-    from megasink.analysis.capture import ranks
-    from megasink.console import stopping
-    from megasink.training import hosts, meeting, stop
-    from megasink.training.guard import guard
+    from megasink.analysis import ranks
+    from megasink.console import signals
+    from megasink.training import compare_hosts, multi_host_torchrun, stop
+    from megasink.training.watchdog import guard
 
-    stop.STEP_SECONDS = stopping._SECONDS = hosts._LARGE_SECONDS = HANG_SECONDS / 2
+    stop.STEP_SECONDS = signals._SECONDS = compare_hosts._LARGE_SECONDS = HANG_SECONDS / 2
     guard.end_seconds = HANG_SECONDS / 2
-    ranks._GRACE_SECONDS = meeting._SECONDS = HANG_SECONDS / 10
+    ranks._GRACE_SECONDS = multi_host_torchrun._SECONDS = HANG_SECONDS / 10
 
 
 if __name__ == "__main__":

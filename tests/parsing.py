@@ -6,18 +6,18 @@ from unittest import mock
 
 from megasink import cpu
 from megasink.errors import ConfigError
-from megasink.training import arguments, job, recipes
-from megasink.training.checks import collect
-from megasink.upstream import fused
+from megasink.training import parse_arguments, preflight, recipes
+from megasink.training.checks import all_checks
+from megasink.upstream import fused_kernels
 
 
 def read(flags: Sequence[str]) -> Namespace:
     """The arguments of a line, as on a machine with GPUs and TransformerEngine."""
     with (
         mock.patch.object(cpu, "cuda_present", return_value=True),
-        mock.patch.object(fused, "defaults", return_value={}),
+        mock.patch.object(fused_kernels, "defaults", return_value={}),
     ):
-        return arguments.read(flags)
+        return parse_arguments.read(flags)
 
 
 def refuse(flags: Sequence[str], ranks: int | None) -> None:
@@ -27,13 +27,13 @@ def refuse(flags: Sequence[str], ranks: int | None) -> None:
         ConfigError: with every problem.
     """
     args = read(recipes.expanded(flags))
-    args.world_size = ranks or arguments.replica_ranks(args)
-    if problems := collect.of_line(args)[0]:
+    args.world_size = ranks or parse_arguments.replica_ranks(args)
+    if problems := all_checks.of_line(args)[0]:
         raise ConfigError(problems)
 
 
-def check(lines: Iterable[job.Line]) -> Iterator[Namespace]:
-    """Check lines as `job.check` does for a CPU, without reading data sets and tokenizers."""
+def check(lines: Iterable[preflight.Line]) -> Iterator[Namespace]:
+    """Check lines as `preflight.check` does for a CPU, without reading data sets and tokenizers."""
     for line in lines:
         flags = ["--transformer-impl", "local", *line.flags]
         refuse(flags, line.ranks)

@@ -48,8 +48,8 @@ def resumed_from(run: Path) -> list[int | None]:
 def short_documents(folder: Path) -> list[str]:
     """The flags of a data set of many short documents, the lines of a module."""
     from megasink.data.corpus import Corpus
+    from megasink.data.hf_tokenizer import train_tokenizer
     from megasink.data.preprocess import preprocess
-    from megasink.data.tokenizer import train_tokenizer
 
     lines = [line for line in Path(textwrap.__file__).read_text().splitlines() if line.strip()]
     texts = "".join(json.dumps({"text": line}) + "\n" for line in lines)

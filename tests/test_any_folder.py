@@ -10,7 +10,7 @@ import pytest
 import megasink
 from megasink import plugins
 from megasink.plan import collectives
-from megasink.training import endings
+from megasink.training import exit_reasons
 from tests.plan.hollow.events import Event, _stack
 
 # A folder that every search for a name in a path would take for one of them.
@@ -28,8 +28,8 @@ def call_from(module, function):
     ("module", "purpose"),
     [
         ("megasink.balance.reduce", collectives.BALANCE),
-        ("megasink.megatron.head_sum", "megasink"),
-        ("megasink.plan.rank", "other"),
+        ("megasink.megatron.multi_head_addition", "megasink"),
+        ("megasink.plan.rank_step", "other"),
         ("megatron.core.utils", "Megatron"),
         ("tests.plan.tasks", "other"),
         ("megasink_plugin.balance", "other"),
@@ -59,7 +59,7 @@ def test_a_full_disk_is_laid_to_tensorboard_where_its_writer_met_it(tmp_path):
     for module, named in (("megatron.training", False), ("tensorboard.summary", True)):
         with pytest.raises(OSError, match="full") as caught:
             call_from(module, full)
-        assert ("the-board" in str(endings._not_written(caught.value, args))) is named
+        assert ("the-board" in str(exit_reasons._not_written(caught.value, args))) is named
 
 
 def test_a_file_beside_the_package_is_the_users():

@@ -11,7 +11,7 @@ import pytest
 import megasink
 from megasink import cli
 from megasink.errors import ConfigError, UserError
-from megasink.options.command_line import CommandParser
+from megasink.options.command_parser import CommandParser
 from megasink.upstream import versions
 
 

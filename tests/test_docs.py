@@ -12,9 +12,9 @@ import pytest
 import megasink
 from megasink import cli
 from megasink.cli.convert_from_hf import train_line
-from megasink.options.command_line import CommandParser
+from megasink.options.command_parser import CommandParser
 from megasink.training import recipes
-from megasink.training.arguments import set_decay
+from megasink.training.parse_arguments import set_decay
 from tests.documented import (
     EXAMPLE,
     IMPORTED,

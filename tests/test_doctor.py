@@ -12,9 +12,9 @@ from packaging.requirements import Requirement
 from megasink import cli
 from megasink.attention import AttentionRequest, Choice, choose_backend
 from megasink.attention.kernels.flash_attention import FlashAttention4Backend
-from megasink.cli import doctor, self_test
+from megasink.cli import doctor, doctor_self_test
 from megasink.cli.doctor import BASE, packages
-from megasink.upstream import fused
+from megasink.upstream import fused_kernels
 from tests.test_packaging import project, requirements
 
 
@@ -35,12 +35,12 @@ def test_a_faster_kernel_that_is_missing_has_the_command_of_its_extra():
     """Not where the device cannot run it, and by the extra's own bound."""
     if FlashAttention4Backend().supports(HOPPER) is None:
         pytest.skip("flash-attn-4 is installed")
-    line = fused.faster(choose_backend(HOPPER))
+    line = fused_kernels.faster(choose_backend(HOPPER))
     (extra,) = requirements("flash-attn-4")
     assert "flash-attn-4 should be faster here than flash-cuda" in line
     assert line.endswith(f"pip install '{extra}'")
     old = {"flash-attn-4": "it needs compute capability 9.0 or later, the device has 8.0"}
-    assert fused.faster(Choice("flash-cuda", old)) is None
+    assert fused_kernels.faster(Choice("flash-cuda", old)) is None
 
 
 def told(capsys: pytest.CaptureFixture[str], *flags: str) -> tuple[int, dict]:
@@ -107,17 +107,17 @@ def test_an_extra_that_is_absent_is_no_failure(monkeypatch, capsys):
 
 def test_a_kernel_that_loses_the_gradient_of_the_gate_fails(monkeypatch):
     """As flash kernels do; their forward pass is right."""
-    real = self_test.attention
+    real = doctor_self_test.attention
 
     def lossy(*tensors, **options):
         found = real(*tensors, **options)
         return found._replace(gate_BHT=found.gate_BHT.detach())
 
-    self_test.attention_error("cpu", "sink", True, torch.float32, 32, None)
-    monkeypatch.setattr(self_test, "attention", lossy)
+    doctor_self_test.attention_error("cpu", "sink", True, torch.float32, 32, None)
+    monkeypatch.setattr(doctor_self_test, "attention", lossy)
     for dtype in (torch.float32, torch.bfloat16):
         with pytest.raises(AssertionError, match="rounding explains"):
-            self_test.attention_error("cpu", "sink", True, dtype, 32, None)
+            doctor_self_test.attention_error("cpu", "sink", True, dtype, 32, None)
 
 
 def test_without_the_self_test_nothing_but_torch_is_slow():

@@ -4,7 +4,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from megasink.attention.variants import gates as gate_options
+from megasink.attention.variants import gate_options as gate_options
 from megasink.training import ffn_width
 
 # P1's MoE model: q 32, k 4, d_k 128; its 201 M for q * d_k * d over 24 layers gives d = 2048.

@@ -69,7 +69,7 @@ ROOMS = {
 PARTS = {
     "megasink.analysis.metrics": {
         *("torch", "numpy", "scipy", "sklearn", "threadpoolctl"),
-        *("megasink.balance", "megasink.attention.definitions"),
+        *("megasink.balance", "megasink.attention.constants"),
     },
     "megasink.transformers.modeling": {"torch", "transformers"},  # copied beside the weights
     "megasink.plan.hollow": {"torch", "megasink.files.atomic", "megasink.errors"},
@@ -94,9 +94,13 @@ LIGHT = (
     *(
         "megasink.convert.safetensors_files",
         "megasink.checkpoints.find",
-        "megasink.cpu.process",
+        "megasink.cpu.prepare_process",
     ),
-    *("megasink.analysis.run", "megasink.analysis.sweep", "megasink.transformers.load"),
+    *(
+        "megasink.analysis.run_analysis",
+        "megasink.analysis.run_sweep",
+        "megasink.transformers.load_hf_folder",
+    ),
 )
 OF_TRAIN_ALONE = {"megatron", "psutil", "sentencepiece", "tensorboard"}
 
@@ -201,7 +205,7 @@ def test_the_light_rooms_import_nothing_of_the_train_weight():
     assert {*LIGHT} <= files.keys()
     assert heavy((*LIGHT, *commands), files) == []
     found = reached(LIGHT, files)
-    assert {"torch", "transformers", "megasink.analysis.capture.base"} <= found.keys()
+    assert {"torch", "transformers", "megasink.analysis.capture.probe"} <= found.keys()
 
 
 def test_a_planted_chain_to_megatron_is_found(tmp_path):
@@ -238,11 +242,11 @@ def test_every_room_and_file_is_in_the_table_and_no_two_rooms_import_each_other(
         ("megasink.attention.flash", "from megasink.config import Scope"),
         ("megasink.attention.flash", "from ..config import Scope"),
         ("megasink.analysis.metrics.scores", "from megasink.attention import attention"),
-        ("megasink.megatron.norm", "from megasink.training import run_dir"),
-        ("megasink.megatron.norm", "from megasink import training"),
-        ("megasink.megatron.norm", "from .. import training"),
-        ("megasink.figures.curves", "import megasink.training.metrics_writer"),
-        ("megasink.training.launch", "from megasink.convert import table"),
+        ("megasink.megatron.torch_norm", "from megasink.training import run_dir"),
+        ("megasink.megatron.torch_norm", "from megasink import training"),
+        ("megasink.megatron.torch_norm", "from .. import training"),
+        ("megasink.figures.run_figure", "import megasink.training.metrics_writer"),
+        ("megasink.training.launch", "from megasink.convert import weight_table"),
     ],
 )
 def test_a_planted_violation_is_found(tmp_path, module, line):
@@ -255,13 +259,13 @@ def test_a_planted_violation_is_found(tmp_path, module, line):
 @pytest.mark.parametrize(
     ("module", "line"),
     [
-        ("megasink.megatron.norm", "from megatron.core import mpu"),
-        ("megasink.balance.loss", "from megasink.attention.definitions import SINK_EPSILON"),
+        ("megasink.megatron.torch_norm", "from megatron.core import mpu"),
+        ("megasink.balance.loss", "from megasink.attention.constants import SINK_EPSILON"),
         ("megasink.cli.train", "from megasink.training.launch import launch"),
         ("megasink.attention.flash", "import math, torch\nfrom megasink.errors import UserError"),
         ("megasink.attention.flash", "from . import reference\nfrom .kernels import base"),
-        ("megasink.figures.curves", "from megasink import __version__"),
-        ("megasink.convert.table", "import torch.nn"),
+        ("megasink.figures.run_figure", "from megasink import __version__"),
+        ("megasink.convert.weight_table", "import torch.nn"),
     ],
 )
 def test_what_is_allowed_is_not_reported(tmp_path, module, line):

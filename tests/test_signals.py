@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from megasink.console import stopping
+from megasink.console import signals
 from tests import forkserver
 from tests.forkserver import HANG_SECONDS, FreshProcess
 from tests.waiting import handles, session, state, until
@@ -148,7 +148,7 @@ def test_a_signal_in_a_destructor(capsys, seconds):
         slept.append(seconds)
         return 0
 
-    assert stopping.run(command) == 143
+    assert signals.run(command) == 143
     assert 60 not in slept
     assert capsys.readouterr().err == "megasink: stopped by SIGTERM\n"
 
@@ -165,9 +165,9 @@ def test_a_second_signal_of_a_destructor_that_comes_late_is_nothing(capsys, monk
         time.sleep(0.1)  # ten times that moment
         return code
 
-    before, say = signal.getsignal(signal.SIGTERM), stopping._say_stopped
-    monkeypatch.setattr(stopping, "_say_stopped", slowly)
-    assert stopping.run(lambda: Archive() and 0) == 143
+    before, say = signal.getsignal(signal.SIGTERM), signals._say_stopped
+    monkeypatch.setattr(signals, "_say_stopped", slowly)
+    assert signals.run(lambda: Archive() and 0) == 143
     assert capsys.readouterr().err == "megasink: stopped by SIGTERM\n"
     assert signal.getsignal(signal.SIGTERM) is before
 
@@ -190,9 +190,9 @@ def test_the_second_signal_of_a_destructor_is_not_sent_after_the_command(monkeyp
         Archive()
         raise SystemExit(0)
 
-    monkeypatch.setattr(stopping.threading, "Timer", Timer)
+    monkeypatch.setattr(signals.threading, "Timer", Timer)
     with pytest.raises(SystemExit):
-        stopping.run(command)
+        signals.run(command)
     assert done == ["start", "cancel", "join"]
 
 

@@ -36,8 +36,8 @@ FULL = {"convert-to-hf": "{0}/run --output {0}", "convert-from-hf": "{0}/model -
 PROGRAM = """
 import json, sys
 from megasink.cli import main
-from megasink.training import job
-job.start = None  # it takes seconds
+from megasink.training import preflight
+preflight.start = None  # it takes seconds
 lines, slow = json.loads(sys.argv[1]), set(sys.argv[2].split())
 for line in lines:
     try:

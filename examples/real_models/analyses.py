@@ -26,10 +26,10 @@ import megasink
 from examples.real_models.texts import MEASURED, Text, read_texts, whole_files
 from examples.real_models.wheels import FOLDER, told
 from examples.steps import command
-from megasink.analysis.ablate.points import MeasuredPoint, read_point
-from megasink.analysis.folder import read_analysis
-from megasink.analysis.results import AblationPoint, AblationResults
-from megasink.analysis.store import Store
+from megasink.analysis.ablate.measured_points import MeasuredPoint, read_point
+from megasink.analysis.analysis_folder import read_analysis
+from megasink.analysis.result_schemas import AblationPoint, AblationResults
+from megasink.analysis.result_store import Store
 from megasink.files.atomic import atomic_file, atomic_text
 from megasink.files.checked_fields import from_json
 from megasink.files.json_file import read_object

@@ -23,13 +23,13 @@ from examples.real_models.needs import need_chats
 from examples.real_models.wheels import FOLDER, told
 from examples.real_models.zeroing import append, open_results
 from examples.steps import command
-from megasink.analysis.folder import read_analysis
+from megasink.analysis.analysis_folder import read_analysis
 from megasink.console.progress import tracked
 from megasink.files.atomic import atomic_text
 from megasink.files.json_file import read_object
 from megasink.finetune.chats import ChatTokenizer, read_chats
-from megasink.finetune.run import HELD_OUT
-from megasink.transformers.identity import weights_hash
+from megasink.finetune.sft_training import HELD_OUT
+from megasink.transformers.model_identity import weights_hash
 
 ARMS = {"none": (0.0, 0), "eq7": (1e-2, 0), "eq8-m1": (1e-2, 1), "eq8-m3": (1e-2, 3)}
 """Arm -> lambda, and m."""

@@ -15,10 +15,10 @@ import megasink
 from examples.real_models.analyses import FEW, TOKENS, Floats, Subject, long_texts
 from examples.real_models.texts import MEASURED, read_texts
 from examples.real_models.wheels import told
-from megasink.analysis.capture.inputs import repeated_first_token
-from megasink.analysis.metrics.geometry import attention_map_components
+from megasink.analysis.capture.input_samples import repeated_first_token
+from megasink.analysis.metrics.pca_tsne import attention_map_components
 from megasink.files.atomic import atomic_file
-from megasink.transformers.blocks import find_blocks
+from megasink.transformers.decoder_blocks import find_blocks
 
 COPIES = 8
 _BATCH = 20

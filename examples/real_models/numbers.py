@@ -16,12 +16,12 @@ import numpy as np
 from examples.real_models import changes
 from examples.real_models.analyses import LENGTHS, Floats, Subject
 from examples.real_models.importance import DRAWS, SEED, rank_correlation
-from megasink.analysis.ablate.curves import kept_level
-from megasink.analysis.ablate.curves import removable as curve_removable
+from megasink.analysis.ablate.quality_curves import kept_level
+from megasink.analysis.ablate.quality_curves import removable as curve_removable
+from megasink.analysis.metrics.residual_stream import longest_first_token
 from megasink.analysis.metrics.sinks import DRAIN, EPSILONS
-from megasink.analysis.metrics.states import longest_first_token
-from megasink.analysis.results import ALL, AblationCurve, AblationPoint, mean_line
-from megasink.attention.definitions import SINK_EPSILON
+from megasink.analysis.result_schemas import ALL, AblationCurve, AblationPoint, mean_line
+from megasink.attention.constants import SINK_EPSILON
 
 
 class Estimate(NamedTuple):

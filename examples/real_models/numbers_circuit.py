@@ -12,7 +12,7 @@ from examples.real_models import changes
 from examples.real_models.analyses import Floats, Subject
 from examples.real_models.numbers import number
 from megasink.analysis.metrics.circuit import NORM_RATIO
-from megasink.attention.definitions import SINK_EPSILON
+from megasink.attention.constants import SINK_EPSILON
 
 KEPT = 0.5
 """Of the norm after a block, that must be left after each block up to the last third."""

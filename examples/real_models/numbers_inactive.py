@@ -11,7 +11,7 @@ import numpy as np
 from examples.real_models.analyses import Floats, Subject
 from examples.real_models.importance import DRAWS, SEED, rank_correlation
 from examples.real_models.numbers import Estimate, inactive, number
-from megasink.analysis.ablate.curves import kept_level, removable
+from megasink.analysis.ablate.quality_curves import kept_level, removable
 
 TASK_SCORES = ("random", "awft", "ahon_ln")
 

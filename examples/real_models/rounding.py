@@ -24,7 +24,7 @@ import megasink
 from examples.real_models.needs import LeftOut
 from examples.real_models.texts import read_texts
 from examples.real_models.zeroing import losses
-from megasink.transformers.blocks import find_blocks
+from megasink.transformers.decoder_blocks import find_blocks
 
 SETTINGS: dict[str, tuple[int, int, bool]] = {
     "none": (0, 0, False),

@@ -19,13 +19,13 @@ import megasink
 from examples.real_models.texts import MEASURED, read_texts
 from examples.real_models.wheels import FOLDER, told
 from examples.real_models.zeroing import TOKENS, samples_of
-from megasink.analysis.capture.inputs import data_hash, inputs_of
-from megasink.analysis.capture.models import of_transformers
+from megasink.analysis.capture.input_samples import data_hash, inputs_of
+from megasink.analysis.capture.probed_models import of_transformers
 from megasink.analysis.options import AnalysisOptions
-from megasink.analysis.run import analyze
-from megasink.attention.definitions import BACKWARD_SCORES
+from megasink.analysis.run_analysis import analyze
+from megasink.attention.constants import BACKWARD_SCORES
 from megasink.files.atomic import atomic_text
-from megasink.transformers.identity import weights_hash
+from megasink.transformers.model_identity import weights_hash
 
 SIX = ("awft", "aeqd", "ftvvn", "avvn", "lthon", "ahon")
 """P3's scores; each also divided by its layer's mean (LN), which makes twelve."""

@@ -29,7 +29,7 @@ from examples.steps import command
 from megasink.checkpoints.find import newest_checkpoint
 from megasink.console.progress import tracked
 from megasink.files.atomic import atomic_text
-from megasink.transformers.identity import weights_hash
+from megasink.transformers.model_identity import weights_hash
 
 ARMS: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
     "vanilla": ((), ()),

@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 from scipy import stats
 
 from examples.real_models.claims import measured
-from megasink.analysis.metrics.states import longest_first_token
+from megasink.analysis.metrics.residual_stream import longest_first_token
 
 Floats = NDArray[np.float64]
 

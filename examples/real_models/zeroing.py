@@ -34,11 +34,11 @@ from torch import Tensor
 import megasink
 from examples.real_models.texts import MEASURED, read_texts
 from examples.real_models.wheels import FOLDER, told
-from megasink.analysis.capture.inputs import Reader, Sample, data_hash
+from megasink.analysis.capture.input_samples import Reader, Sample, data_hash
 from megasink.console.progress import progress
 from megasink.errors import UserError
-from megasink.transformers.blocks import find_blocks
-from megasink.transformers.identity import weights_hash
+from megasink.transformers.decoder_blocks import find_blocks
+from megasink.transformers.model_identity import weights_hash
 
 RESULTS = Path(__file__).with_name("results")
 TOKENS = 128

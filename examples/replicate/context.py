@@ -21,8 +21,8 @@ from examples.replicate.retrieval import retrieval
 from examples.steps import Step
 from megasink.checkpoints.find import newest_checkpoint
 from megasink.cli.demo_runs import AROUND
-from megasink.cpu.process import prepare_quietly
-from megasink.figures.curves import series
+from megasink.cpu.prepare_process import prepare_quietly
+from megasink.figures.run_figure import series
 from megasink.figures.run_metrics import read_metrics
 from megasink.files.atomic import atomic_text
 

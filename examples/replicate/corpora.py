@@ -31,7 +31,7 @@ from examples.replicate.html_text import text_of_html
 from megasink.cli.data import main as data
 from megasink.console.progress import tracked
 from megasink.data.corpus import Corpus
-from megasink.data.tokenizer import load_tokenizer, train_tokenizer
+from megasink.data.hf_tokenizer import load_tokenizer, train_tokenizer
 from megasink.errors import ConfigError, UserError
 from megasink.files.atomic import atomic_file, atomic_text
 

@@ -4,22 +4,21 @@ import sys
 from collections.abc import Callable
 from typing import NoReturn
 
-from megasink.console import stopping
+from megasink.console import signals
 from megasink.errors import UserError
 
 
 def end_with(main: Callable[[], int], program: str) -> NoReturn:
     """Run a main and end the process; a user's error is one line, and a non-zero exit code.
 
-    So is a signal, behind which the main has unwound (`megasink.console.stopping`).
+    So is a signal, behind which the main has unwound (`megasink.console.signals`).
     """
 
     def answered() -> int:
         try:
             return main()
         except UserError as error:
-            if not stopping.is_ending():  # a signal has a line of its own
-                print(f"{program}: error: {error}", file=sys.stderr)
+            print(f"{program}: error: {error}", file=sys.stderr)
             return getattr(error, "exit_code", 2)
         except OSError as error:
             if error.filename is None:
@@ -27,4 +26,4 @@ def end_with(main: Callable[[], int], program: str) -> NoReturn:
             print(f"{program}: error: {error.filename}: {error.strerror}", file=sys.stderr)
             return 2
 
-    sys.exit(stopping.run(answered))
+    sys.exit(signals.run(answered))

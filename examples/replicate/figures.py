@@ -14,7 +14,7 @@ import numpy as np
 from examples.replicate.grid.bands import Band
 from examples.replicate.grid.cell_figures import draw_bands, draw_numbers
 from examples.replicate.record import Curve, Result
-from megasink.figures.heatmap import importance_pictures
+from megasink.figures.importance_heatmap import importance_pictures
 from megasink.figures.style import PALETTE, rendered, short, styled
 from megasink.files.checked_fields import to_json
 

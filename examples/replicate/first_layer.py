@@ -13,13 +13,13 @@ from pathlib import Path
 
 from rich.console import Console
 
-from megasink.analysis.capture.base import ProbedModel
-from megasink.analysis.capture.inputs import Sample, inputs_of
-from megasink.analysis.capture.ranks import Ranks
-from megasink.analysis.interventions.kinds import ZeroHeads, changes_of
-from megasink.analysis.loading import opened
+from megasink.analysis.capture.input_samples import Sample, inputs_of
+from megasink.analysis.capture.probe import ProbedModel
+from megasink.analysis.interventions.intervention_types import ZeroHeads, changes_of
 from megasink.analysis.measure import measure
+from megasink.analysis.open_model import opened
 from megasink.analysis.options import AnalysisOptions
+from megasink.analysis.ranks import Ranks
 from megasink.cli.analyze import analyze_parser, check
 from megasink.console.progress import tracked
 from megasink.files.atomic import atomic_text

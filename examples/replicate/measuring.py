@@ -147,7 +147,7 @@ def _measure(one: Measuring, threads: int) -> None:
     os.dup2(log, 2)
     import torch
 
-    from megasink.training.guard import guard
+    from megasink.training.watchdog import guard
 
     guard.start()  # it ends with the process that started it
     torch.set_num_threads(threads)

@@ -8,9 +8,9 @@ import numpy as np
 
 from examples.replicate import cone, first_layer
 from megasink import cli
-from megasink.analysis.folder import read_analysis
+from megasink.analysis.analysis_folder import read_analysis
 from megasink.analysis.metrics import metrics_shown
-from megasink.analysis.results import ALL, RANDOM, AblationResults, scalars_of
+from megasink.analysis.result_schemas import ALL, RANDOM, AblationResults, scalars_of
 from megasink.cli.ablate import SCORES
 from megasink.files.checked_fields import from_json
 from megasink.files.json_file import read_object

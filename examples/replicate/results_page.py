@@ -8,7 +8,7 @@ from examples.replicate.experiment import letters, read_experiment
 from examples.replicate.words import number_text, sentence, spread_text
 from megasink.errors import UserError
 from megasink.files.atomic import atomic_file, atomic_text
-from megasink.options.command_line import CommandParser
+from megasink.options.command_parser import CommandParser
 
 PAGE = Path(__file__).resolve().with_name("results.md")
 FIGURES = PAGE.with_name("figures")

@@ -24,12 +24,12 @@ from examples.replicate.grid import command as grid
 from examples.replicate.grid.hardware import cores, hardware
 from examples.replicate.grid.results import read_record
 from examples.replicate.words import sentence, spread_text
-from megasink.analysis.folder import read_analysis
-from megasink.checkpoints.intact import checkpoint_path, iterations
+from megasink.analysis.analysis_folder import read_analysis
+from megasink.checkpoints.damage import checkpoint_path, iterations
 from megasink.errors import UserError
 from megasink.files.atomic import atomic_text
 from megasink.files.json_file import read_object
-from megasink.options.command_line import CommandParser
+from megasink.options.command_parser import CommandParser
 from megasink.upstream.versions import versions
 
 

@@ -7,16 +7,16 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
-from megasink.analysis import run
-from megasink.analysis.analysis import Analysis
-from megasink.analysis.capture.base import ProbedModel
-from megasink.analysis.capture.inputs import inputs_of
-from megasink.analysis.capture.models import of_run, of_transformers, open_probe_on
+from megasink.analysis import run_analysis
+from megasink.analysis.analysis_object import Analysis
+from megasink.analysis.capture.input_samples import inputs_of
+from megasink.analysis.capture.probe import ProbedModel
+from megasink.analysis.capture.probed_models import of_run, of_transformers, open_probe_on
 from megasink.analysis.interventions.activations import Activations
 from megasink.analysis.metrics import registry
 from megasink.analysis.options import BOS, DTYPES, AnalysisOptions, model_problem
 from megasink.checkpoints.find import find_checkpoint, is_run
-from megasink.cpu.process import prepare_quietly
+from megasink.cpu.prepare_process import prepare_quietly
 from megasink.errors import ConfigError, UserError, nearest, reason_of
 from megasink.files.checked_fields import checked
 
@@ -56,7 +56,7 @@ def load_model(
     Raises:
         UserError: missing or broken files, or an attention that megasink cannot read.
     """
-    from megasink.transformers.load import load
+    from megasink.transformers.load_hf_folder import load
 
     if dtype not in DTYPES:
         raise UserError(f"dtype {dtype!r}: choose {', '.join(DTYPES)}")
@@ -231,7 +231,7 @@ def analyze(
         raise ConfigError(problems)
     probed = _probed(model, tokenizer, name)
     inputs = inputs_of(options, probed, None if of_files else map(str, given))
-    analysis = run.analyze(probed, options, inputs=inputs)
+    analysis = run_analysis.analyze(probed, options, inputs=inputs)
     assert analysis is not None  # one process
     return analysis
 

@@ -15,7 +15,15 @@ from numpy.typing import NDArray
 from rich.console import Console
 from torch import Tensor
 
-from megasink.analysis.capture.base import (
+from megasink.analysis.capture.head_changes import HeadChange
+from megasink.analysis.capture.input_samples import Sample, equal_lengths, shown
+from megasink.analysis.capture.measurements import (
+    Floats,
+    MeasuredSample,
+    Measurements,
+    merged,
+)
+from megasink.analysis.capture.probe import (
     BACKWARD_TOKENS,
     PASS_TOKENS,
     Listener,
@@ -23,21 +31,13 @@ from megasink.analysis.capture.base import (
     ProbedModel,
     takes_seconds,
 )
-from megasink.analysis.capture.changes import HeadChange
-from megasink.analysis.capture.inputs import Sample, equal_lengths, shown
-from megasink.analysis.capture.measurements import (
-    Floats,
-    MeasuredSample,
-    Measurements,
-    merged,
-)
 from megasink.analysis.metrics import Metric
-from megasink.analysis.metrics.importance import BINS, gate_histogram
+from megasink.analysis.metrics.head_importance import BINS, gate_histogram
 from megasink.analysis.metrics.registry import measured
-from megasink.analysis.metrics.states import MeanCosine
+from megasink.analysis.metrics.residual_stream import MeanCosine
 from megasink.analysis.options import AnalysisOptions
-from megasink.analysis.results import NonFinite
-from megasink.analysis.store import Store
+from megasink.analysis.result_schemas import NonFinite
+from megasink.analysis.result_store import Store
 from megasink.data.token_bytes import TokenBytes
 from megasink.errors import UserError
 

@@ -11,7 +11,7 @@ from typing import Any, ClassVar, Self
 
 from megasink.checkpoints.find import runs_in
 from megasink.errors import missing_folder
-from megasink.options.flags import flag_of
+from megasink.options.dataclass_flags import flag_of
 
 KINDS = ("natural", "random", "repeated")
 BOS = ("auto", "add", "none")

@@ -7,7 +7,6 @@ name the variants.
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from megasink.attention.biases import biased_attention
     from megasink.attention.call import (
         VARIANTS,
         AttentionCall,
@@ -32,6 +31,7 @@ if TYPE_CHECKING:
         choose_backend,
         register_backend,
     )
+    from megasink.attention.key_value_biases import biased_attention
     from megasink.attention.lse_statistics import first_key_gate, first_key_share, gate_sum
     from megasink.attention.reference import (
         SIMILARITIES,
@@ -97,7 +97,7 @@ _MODULES: dict[str, tuple[str, ...]] = {
         "register_backend",
     ),
     "lse_statistics": ("first_key_gate", "first_key_share", "gate_sum"),
-    "biases": ("biased_attention",),
+    "key_value_biases": ("biased_attention",),
     "explicit_gate": ("apply_gate", "gate_values", "head_rms_norm", "mean_over_heads"),
     "gate_derivatives": ("gate_bias_gradient", "gate_slope"),
     "reference": ("SIMILARITIES", *(name for name in __all__ if name.startswith("reference_"))),

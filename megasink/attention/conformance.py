@@ -2,7 +2,7 @@
 
 An error may be twice that of the definition itself in the same dtype, both against float64, or a
 rounding of the largest value (in float32, of the sums: 4e-6). Other packages' calls are made in
-`transformers/conformance.py` and `megatron/conformance.py`.
+`transformers/conformance_attention.py` and `megatron/conformance_call.py`.
 
 Shapes: B rows, H query heads, G key/value groups, T tokens, D head dim, V head dim of the values.
 """

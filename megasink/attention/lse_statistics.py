@@ -10,7 +10,7 @@ from torch import Tensor
 
 from megasink.attention.gate_kernels import TRITON, choose_gate_kernels
 from megasink.attention.kernels import AttentionRequest
-from megasink.attention.kernels.base import compute_capability
+from megasink.attention.kernels.backend import compute_capability
 from megasink.attention.layout import repeat_groups, row_dot
 
 

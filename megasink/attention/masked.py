@@ -6,7 +6,7 @@ Shapes: B batch, H query heads, G groups, T queries, S keys, D head dim.
 from torch import Tensor
 
 from megasink.attention.call import AttentionCall, BackwardTensors, Gradients
-from megasink.attention.kernels.base import Backend
+from megasink.attention.kernels.backend import Backend
 
 
 def forward_masked(
@@ -20,7 +20,7 @@ def forward_masked(
     alone = one_call(backend, query_BHTD.shape[2], key_BGSD.shape[2], call)
     if alone is not None:
         return backend.forward(query_BHTD, key_BGSD, value_BGSD, alone)
-    from megasink.attention.blocks import forward_blocks
+    from megasink.attention.mask_blocks import forward_blocks
 
     return forward_blocks(backend, query_BHTD, key_BGSD, value_BGSD, call)
 
@@ -30,7 +30,7 @@ def backward_masked(backend: Backend, tensors: BackwardTensors, call: AttentionC
     alone = one_call(backend, tensors.query_BHTD.shape[2], tensors.key_BGSD.shape[2], call)
     if alone is not None:
         return backend.backward(tensors, alone)
-    from megasink.attention.blocks import backward_blocks
+    from megasink.attention.mask_blocks import backward_blocks
 
     return backward_blocks(backend, tensors, call)
 

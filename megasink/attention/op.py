@@ -40,7 +40,7 @@ from megasink.attention.kernels import (
     choose_backend,
     remembered,
 )
-from megasink.attention.kernels.base import compute_capability
+from megasink.attention.kernels.backend import compute_capability
 from megasink.attention.layout import in_order_of
 from megasink.attention.masked import backward_masked, forward_masked, one_call
 
@@ -98,7 +98,7 @@ def run_backward(
         arriving = arriving._replace(grad_out_BHTD=torch.zeros_like(results.out_BHTD))
     lse_BHT, inject = results.lse_BHT, not kernel.takes_lse_gradient
     if gates.borrows and inject and has_lse_grad:
-        from megasink.attention.gate_kernels.launch import lent
+        from megasink.attention.gate_kernels.slot_launch import lent
 
         arriving, results = lent(arriving, slotted, results, lends)
 

@@ -18,7 +18,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from megasink.attention.definitions import PROXY_EPSILON
+from megasink.attention.constants import PROXY_EPSILON
 from megasink.attention.functional import check_shapes
 from megasink.attention.layout import empty_in_order_of, statistics_dtype
 from megasink.attention.reference import SIGNED_SIMILARITIES, SIMILARITIES

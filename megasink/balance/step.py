@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from megasink.balance.sums import HeadStatistics, HeadSums
+from megasink.balance.gate_sums import HeadStatistics, HeadSums
 
 
 class LossOptions(Protocol):

@@ -9,9 +9,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
 
-from megasink.checkpoints.intact import TRACKER, checkpoint_path, damage, iterations, refuse_damage
+from megasink.checkpoints.damage import TRACKER, checkpoint_path, damage, iterations, refuse_damage
 from megasink.checkpoints.torch_metadata import read_metadata
-from megasink.data.output import is_stored
+from megasink.data.dataset_files import is_stored
 from megasink.errors import UserError
 from megasink.files.json_file import read_object, read_text
 

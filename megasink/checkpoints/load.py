@@ -17,19 +17,19 @@ from megatron.core.process_groups_config import ProcessGroupCollection
 from torch.distributed.checkpoint import CheckpointException
 
 from megasink import cpu
-from megasink.checkpoints.carried import generation_of
+from megasink.checkpoints.code_free_loading import loading_without_code
 from megasink.checkpoints.find import Checkpoint, find_checkpoint, stored_shapes
-from megasink.checkpoints.gpt_checkpoint import layer_maps, point_at_gpt_keys
+from megasink.checkpoints.gpt_as_hybrid import layer_maps, point_at_gpt_keys
+from megasink.checkpoints.hf_entries import generation_of
 from megasink.checkpoints.layer_keys import HEAD_STATE, LAYERS, NUMBERED, pattern_in
+from megasink.checkpoints.run_tokenizer import tokenizer_of
 from megasink.checkpoints.saved_arguments import read_arguments, single_process_arguments
 from megasink.checkpoints.saved_fields import check_fields
-from megasink.checkpoints.tokenizer import tokenizer_of
-from megasink.checkpoints.without_code import loading_without_code
 from megasink.errors import UserError, listed
+from megasink.megatron.embedding_rows import counted_rows, with_tokens
 from megasink.megatron.gate_projection import named_parts
 from megasink.megatron.model_of_arguments import model_config
 from megasink.megatron.process_groups import destroy_groups
-from megasink.megatron.vocabulary import counted_rows, with_tokens
 
 # In an imported MoE model, the norm before the experts has the names of both layer specs.
 _NORMS = (

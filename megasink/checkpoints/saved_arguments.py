@@ -14,10 +14,10 @@ from pathlib import Path
 from typing import Any
 
 from megasink.attention.variants import is_variant, names
-from megasink.checkpoints.identity import MODEL
+from megasink.checkpoints.model_arguments import MODEL
 from megasink.errors import UserError, unknown_name
 from megasink.files.json_file import read_object
-from megasink.megatron.arguments import CPU_DEFAULTS, parse_apart
+from megasink.megatron.argument_parser import CPU_DEFAULTS, parse_apart
 from megasink.megatron.hybrid_pattern import SUPPORTED, layers_of
 from megasink.options.megatron_flags import REFUSED, having
 from megasink.plugins import advice
@@ -33,7 +33,7 @@ _THIS_PROCESS = frozenset(
 _OTHER_NAMES = frozenset({"replace_tokens_at", "replace_tokens_with", *having("described")})
 # Also read for a model, but these name files, folders and modules to import.
 _NOT_TAKEN = frozenset(name for name, *_ in REFUSED["in a saved model"])
-# A folder, loaded separately (tokenizer.py).
+# A folder, loaded separately (run_tokenizer.py).
 _TOKENIZER = frozenset({"tokenizer_model"})
 # String values must be names of choices, never a path, module or expression.
 _NAME = re.compile(r"[\w+-]*")

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megasink.checkpoints.intact import Part
+from megasink.checkpoints.damage import Part
 
 # A zip's local header: the offset of the name and extra-field lengths, and the header's length.
 _LENGTHS, _HEADER_BYTES = 26, 30

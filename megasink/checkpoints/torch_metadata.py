@@ -1,7 +1,7 @@
 """Read the index of a torch_dist checkpoint without running code from it.
 
 Only the classes of that format are unpickled, which torch's weights-only loader cannot read.
-`stand_in` replaces unknown classes in the other pickles (without_code.py).
+`stand_in` replaces unknown classes in the other pickles (code_free_loading.py).
 """
 
 import pickle

@@ -8,9 +8,9 @@ from collections.abc import Callable, Collection, Sequence
 
 import megasink
 from megasink import plugins
-from megasink.console import package_warnings, stopping
+from megasink.console import package_warnings, signals
 from megasink.errors import UserError, unknown_name
-from megasink.options.command_line import CommandParser
+from megasink.options.command_parser import CommandParser
 from megasink.options.extras import require_train
 
 # Group -> command -> description; each is a module of `megasink.cli` with a ``main``, imported on
@@ -65,7 +65,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     Failures of the machine do the same. Signals exit with 128 plus their number, after everything
     half-written is removed.
     """
-    return stopping.run(lambda: _run(argv))
+    return signals.run(lambda: _run(argv))
 
 
 def _run(argv: Sequence[str] | None) -> int:

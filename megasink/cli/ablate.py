@@ -3,21 +3,21 @@
 import argparse
 from collections.abc import Sequence
 
-from megasink.analysis.capture.ranks import taking_part
 from megasink.analysis.heads import head_problems, heads_of
-from megasink.analysis.loading import opened
 from megasink.analysis.metrics.registry import backward_names, score_names
+from megasink.analysis.open_model import opened
 from megasink.analysis.options import AblationOptions, ModelOptions
-from megasink.attention import definitions
+from megasink.analysis.ranks import taking_part
+from megasink.attention import constants
 from megasink.checkpoints.find import is_run
 from megasink.cli import analysis_flags
 from megasink.errors import UserError, unknown_name
-from megasink.options.command_line import CommandParser
+from megasink.options.command_parser import CommandParser
 
 SCORES = ("awft", "ahon_ln")
 """Default scores of a sweep: the paper's comparison."""
 SEEDS = (1, 2, 3)
-PERCENTS = tuple(float(f"{100 * share:g}") for share in definitions.SHARES)
+PERCENTS = tuple(float(f"{100 * share:g}") for share in constants.SHARES)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -42,7 +42,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             from megasink.analysis.evaluate.tasks_loading import load_tasks
 
             tasks = load_tasks(options.tasks, allow_download=args.allow_download)
-        from megasink.analysis.ablate.run import ablate
+        from megasink.analysis.ablate.run_ablation import ablate
 
         with opened(which, ranks) as model:
             ablate(model, options, ranks, tasks)
@@ -110,7 +110,7 @@ def _of_scores(names: Sequence[str]) -> list[str]:
             problems.append("--score random is always measured, as the baseline: leave it out")
         elif name not in score_names():
             problems.append(unknown_name("--score", name, score_names()))
-        elif name not in definitions.SCORES:  # a plugin's
+        elif name not in constants.SCORES:  # a plugin's
             from megasink.analysis.interventions.dynamic_zeroing import LayerScore
 
             try:
@@ -130,7 +130,7 @@ def _of_others(options: AblationOptions, model: Sequence[int] | None) -> list[st
         except (ValueError, UserError) as error:
             problems.append(f"--heads {error}")
     if options.interventions is not None:
-        from megasink.analysis.interventions.kinds import read_interventions
+        from megasink.analysis.interventions.intervention_types import read_interventions
 
         try:
             if not read_interventions(options.interventions):

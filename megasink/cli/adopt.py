@@ -3,12 +3,12 @@
 from collections.abc import Sequence
 from pathlib import Path
 
-from megasink.checkpoints.foreign_arguments import foreign_checkpoints
+from megasink.checkpoints.megatron_lm_arguments import foreign_checkpoints
 from megasink.console.printable import say, say_next
-from megasink.convert.output import refuse_contents
-from megasink.cpu.process import prepare_quietly
+from megasink.cpu.prepare_process import prepare_quietly
 from megasink.errors import UserError
-from megasink.options.command_line import CommandParser
+from megasink.files.output_folder import refuse_contents
+from megasink.options.command_parser import CommandParser
 from megasink.plugins import add_flag
 
 
@@ -36,7 +36,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     steps = foreign_checkpoints(args.checkpoint, args.iteration)
     prepare_quietly(cpu=True)
     from megasink.checkpoints.load import single_process
-    from megasink.convert.adopt import adopt
+    from megasink.convert.adopt_checkpoint import adopt
 
     with single_process():
         resumes, lines = adopt(steps, args.run, args.tokenizer)

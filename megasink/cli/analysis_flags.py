@@ -9,12 +9,12 @@ from typing import Any, NamedTuple
 from megasink import cpu
 from megasink.analysis.heads import head_problems, parse_head
 from megasink.analysis.options import KEPT, AnalysisOptions, ModelOptions, model_problem
-from megasink.attention.definitions import MAP_TOKENS
+from megasink.attention.constants import MAP_TOKENS
 from megasink.checkpoints.find import find_checkpoint, is_run
+from megasink.checkpoints.run_tokenizer import tokenizer_problem
 from megasink.checkpoints.saved_arguments import read_arguments
-from megasink.checkpoints.tokenizer import tokenizer_problem
 from megasink.cli import hub
-from megasink.cli.device import add_device, device_problems
+from megasink.cli.device_flag import add_device, device_problems
 from megasink.data.replaced_tokens import problems_of as problems_of_replaced
 from megasink.data.text_tokenizer import add_parse_special_tokens
 from megasink.errors import ConfigError, UserError
@@ -22,9 +22,9 @@ from megasink.files import output_folder
 from megasink.files.json_file import read_object
 from megasink.files.output_folder import add_overwrite, folder_problem, foreign_contents
 from megasink.megatron.hybrid_pattern import blocks_of, with_heads
-from megasink.options.command_line import CommandParser
+from megasink.options.command_parser import CommandParser
+from megasink.options.dataclass_flags import add_fields
 from megasink.options.extras import require_train
-from megasink.options.flags import add_fields
 from megasink.plugins import add_flag
 
 _LAYERS = ("num_hidden_layers", "n_layer", "num_layers")

@@ -3,15 +3,15 @@
 import argparse
 from collections.abc import Sequence
 
-from megasink.analysis.capture.ranks import taking_part
-from megasink.analysis.loading import opened
 from megasink.analysis.metrics.registry import backward_names
+from megasink.analysis.open_model import opened
 from megasink.analysis.options import AnalysisOptions, ModelOptions
+from megasink.analysis.ranks import taking_part
 from megasink.checkpoints.find import is_run
 from megasink.cli import analysis_flags
 from megasink.console.printable import say_next
 from megasink.errors import unknown_name
-from megasink.options.command_line import CommandParser
+from megasink.options.command_parser import CommandParser
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -33,7 +33,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         which, options = check(args)
         command = "analyze --checkpoints" if args.checkpoints else "analyze"
         analysis_flags.refuse_others(command, which, options)
-        from megasink.analysis.trace import analyze, steps_of, trace
+        from megasink.analysis.checkpoint_trace import analyze, steps_of, trace
 
         if args.checkpoints:
             trace(which, options, ranks)

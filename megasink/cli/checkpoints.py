@@ -10,14 +10,14 @@ from typing import Any, NamedTuple
 
 from rich.filesize import decimal
 
+from megasink.checkpoints.damage import checkpoint_path, iterations
 from megasink.checkpoints.find import Saved, runs_in, saved_checkpoints
-from megasink.checkpoints.intact import checkpoint_path, iterations
 from megasink.console.json_output import add_json, as_text
 from megasink.console.printable import say
 from megasink.console.progress import progress
 from megasink.errors import ConfigError, UserError
 from megasink.files.json_file import objects_in, open_file, read_object
-from megasink.options.command_line import CommandParser
+from megasink.options.command_parser import CommandParser
 from megasink.training.lease import writer_of
 
 _STEP = re.compile(rb'"iteration": (\d{1,18})\b')

@@ -7,13 +7,13 @@ from typing import Any
 from rich.table import Table
 from rich.text import Text
 
-from megasink.analysis.pages.comparable import comment_of, shortest_names
+from megasink.analysis.pages.comparison_checks import comment_of, shortest_names
 from megasink.console.json_output import add_json, as_text
 from megasink.console.printable import wide_console
 from megasink.errors import UserError
 from megasink.figures.run_metrics import read_metrics
 from megasink.files.output_folder import add_overwrite
-from megasink.options.command_line import CommandParser
+from megasink.options.command_parser import CommandParser
 from megasink.plugins import add_flag
 
 Lines = list[dict[str, Any]]
@@ -56,8 +56,8 @@ def main(argv: Sequence[str] | None = None) -> int:
             line += f" --x {x} --smoothing {smoothing:g}"
             of += [x, smoothing]
         comment = comment_of(picture, line, of, overwrite=args.overwrite)
-    from megasink.analysis.pages import compare as page
-    from megasink.figures.curves import figure_of
+    from megasink.analysis.pages import comparison_page as page
+    from megasink.figures.run_figure import figure_of
 
     if len(runs) == 1:
         figure = figure_of(args.runs[0], next(iter(runs.values())))

@@ -6,7 +6,7 @@ from pathlib import Path
 
 from megasink.attention.variants import variants
 from megasink.cli import hub
-from megasink.cli.convert import not_verified, parser_of, prepare, refuse
+from megasink.cli.convert_shared import not_verified, parser_of, prepare, refuse
 from megasink.convert.attention_change import change_of
 from megasink.errors import UserError, missing_folder
 from megasink.files.json_file import read_object
@@ -50,7 +50,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     change = change_of(args.attention_variant, args.gate_granularity, args.sink_weight)
     prepare(args.device)
     from megasink.checkpoints.load import single_process
-    from megasink.convert.checking import check_import
+    from megasink.convert.choose_verification import check_import
     from megasink.convert.from_hf import import_model, source_of
 
     source = source_of(args.model, None if change else args.gate_granularity)

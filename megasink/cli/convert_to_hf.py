@@ -7,9 +7,8 @@ from pathlib import Path
 from megasink.checkpoints.find import find_checkpoint
 from megasink.checkpoints.saved_arguments import read_arguments
 from megasink.cli import hub
-from megasink.cli.convert import not_verified, parser_of, prepare, refuse
+from megasink.cli.convert_shared import not_verified, parser_of, prepare, refuse
 from megasink.console.printable import say_next
-from megasink.convert.output import parse_size
 from megasink.convert.targets import named
 from megasink.errors import UserError
 
@@ -43,7 +42,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     refuse(args)
     if args.push and not args.verify:
         raise UserError("--push uploads only verified exports: drop --no-verify")
-    shard_bytes = parse_size(args.shard_size)
+    shard_bytes = _size(args.shard_size)
     read_arguments(find_checkpoint(args.run, args.iteration).config)
     if args.push:
         hub.refuse_push(args.push)
@@ -56,7 +55,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     else:
         prepare(args.device)
         from megasink.checkpoints.load import single_process
-        from megasink.convert.checking import check_export
+        from megasink.convert.choose_verification import check_export
 
         with single_process():
             target = convert(verify=lambda folder: check_export(source, folder))
@@ -66,3 +65,16 @@ def main(argv: Sequence[str] | None = None) -> int:
         hub.push(args.output, args.push)
     say_next("its heads", "analyze", args.output, "--data", "TEXTS", "--output", "look")
     return 0
+
+
+def _size(text: str) -> int:
+    """Return the bytes in "5GB", "500MB" or a plain number."""
+    units = {"KB": 1e3, "MB": 1e6, "GB": 1e9}
+    number, unit = text[:-2], units.get(text[-2:].upper())
+    try:
+        size = int(float(number) * unit if unit else float(text))
+    except (ValueError, OverflowError):
+        size = 0
+    if size <= 0:
+        raise UserError(f"--shard-size {text}: use a size such as 5GB or 500MB")
+    return size

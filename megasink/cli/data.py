@@ -6,15 +6,15 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from megasink.checkpoints.tokenizer import tokenizer_problem
+from megasink.checkpoints.run_tokenizer import tokenizer_problem
 from megasink.console.printable import say, say_next
 from megasink.data import resume
 from megasink.data.corpus import MAX_DOCUMENT_BYTES, Corpus, default_workers
-from megasink.data.output import Validation, output_problems, part_of, validation_of
+from megasink.data.dataset_files import Validation, output_problems, part_of, validation_of
+from megasink.data.hf_tokenizer import MIN_VOCAB_SIZE, folder_problem, train_tokenizer
 from megasink.data.text_tokenizer import add_parse_special_tokens
-from megasink.data.tokenizer import MIN_VOCAB_SIZE, folder_problem, train_tokenizer
 from megasink.errors import ConfigError, Signalled
-from megasink.options.command_line import CommandParser
+from megasink.options.command_parser import CommandParser
 
 if TYPE_CHECKING:
     from megasink.data.preprocess import PreprocessReport

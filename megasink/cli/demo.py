@@ -6,7 +6,7 @@ from pathlib import Path
 
 from megasink.errors import UserError
 from megasink.files.output_folder import OF_SYSTEM, folder_problem
-from megasink.options.command_line import CommandParser
+from megasink.options.command_parser import CommandParser
 
 STEPS = 600
 # Files of earlier demos: the language and its tokenizer, and a folder of runs for each.

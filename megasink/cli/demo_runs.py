@@ -17,8 +17,8 @@ from rich.console import Console
 from rich.markup import escape
 
 from megasink.cli.data import main as data
-from megasink.figures.curves import read_metrics, series, smoothed
-from megasink.figures.heatmap import draw_importances
+from megasink.figures.importance_heatmap import draw_importances
+from megasink.figures.run_figure import read_metrics, series, smoothed
 from megasink.figures.style import BLUE, DASHES, VERMILION, WIDTH, label, save, styled
 from megasink.files.atomic import atomic_text
 from megasink.training.launch import launch

@@ -12,11 +12,11 @@ import megasink
 from megasink import cpu, plugins
 from megasink.attention.variants import variants
 from megasink.console.json_output import add_json, as_text
-from megasink.cpu import broken
+from megasink.cpu import broken_packages
 from megasink.errors import UserError
-from megasink.options.command_line import CommandParser
+from megasink.options.command_parser import CommandParser
 from megasink.tried import numbers_of
-from megasink.upstream import fused
+from megasink.upstream import fused_kernels
 from megasink.upstream.versions import version_of, versions
 
 _PYTHON = ((3, 12), (3, 14))
@@ -70,7 +70,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
     console = Console(quiet=args.json)
     if args.attention is not None:
-        from megasink.cli.conformance import report as conformance
+        from megasink.cli.doctor_attention import report as conformance
 
         compared, code = conformance(args.attention, args.head_dim, console)
         if args.json:
@@ -86,8 +86,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     report["plugins"] = [str(plugin) for plugin in plugins.LOADED.values()]
     _print_packages(console, installed, report)
     if version_of("torch") is not None:
-        broken.block_broken_packages()
-        problems += broken.describe()
+        broken_packages.block_broken_packages()
+        problems += broken_packages.describe()
         problems += _machine(console, args, report)
     report |= {"problems": problems, "ok": not problems}
     if args.json:
@@ -161,7 +161,7 @@ def _machine(console: Console, args: Any, report: dict[str, Any]) -> list[str]:
         _plain(console, f"{'faster':20} {line}")
     if args.no_self_test:
         return []
-    from megasink.cli.self_test import checks
+    from megasink.cli.doctor_self_test import checks
 
     done = []
     for check in checks(device_type, args.head_dim, args.window):
@@ -209,7 +209,7 @@ def _kernels(device_type: str, head_dim: int, window: int | None) -> list[dict[s
                     "dtype": str(dtype).removeprefix("torch."),
                     "attention": attention.name,
                     "not_attention": attention.reasons,
-                    "faster": fused.faster(attention) if device_type == "cuda" else None,
+                    "faster": fused_kernels.faster(attention) if device_type == "cuda" else None,
                     "gates": gates.name,
                     "not_gates": gates.reasons,
                 }

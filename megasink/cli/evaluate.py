@@ -7,16 +7,16 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
-from megasink.analysis.capture.ranks import taking_part
 from megasink.analysis.evaluate.suites import ALL
 from megasink.analysis.evaluate.tasks_loading import load_tasks
-from megasink.analysis.loading import opened
+from megasink.analysis.open_model import opened
 from megasink.analysis.options import ModelOptions
+from megasink.analysis.ranks import taking_part
 from megasink.checkpoints.find import is_run
 from megasink.cli.analysis_flags import settled, weights_parser, weights_problems
 from megasink.files.output_folder import refuse_others, results_in
-from megasink.options.command_line import CommandParser
-from megasink.options.flags import flag_of
+from megasink.options.command_parser import CommandParser
+from megasink.options.dataclass_flags import flag_of
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -40,7 +40,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         given = options | {"--tasks": args.tasks, "--num-fewshot": args.num_fewshot}
         given |= {"--task-folder": args.task_folder, "--interventions": []}
         if interventions:
-            from megasink.analysis.interventions.kinds import to_entry
+            from megasink.analysis.interventions.intervention_types import to_entry
 
             given["--interventions"] = [to_entry(one) for one in interventions]
         shown = {flag_of(name.removeprefix("--")): value for name, value in given.items()}
@@ -57,7 +57,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             allow_download=args.allow_download,
             run_generated_code=args.confirm_run_unsafe_code,
         )
-        from megasink.analysis.capture.models import identity
+        from megasink.analysis.capture.probed_models import identity
         from megasink.analysis.evaluate.harness import evaluate, write_evaluation
 
         with opened(which, ranks) as model:
@@ -151,6 +151,6 @@ def _check(args: argparse.Namespace, *, is_run: bool) -> tuple[ModelOptions, lis
     which = settled(args, problems)
     if args.interventions is None:
         return which, []
-    from megasink.analysis.interventions.kinds import read_interventions
+    from megasink.analysis.interventions.intervention_types import read_interventions
 
     return which, list(read_interventions(args.interventions))

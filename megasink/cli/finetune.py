@@ -16,8 +16,8 @@ from megasink.cli import hub
 from megasink.errors import ConfigError, UserError
 from megasink.files.output_folder import foreign_contents
 from megasink.finetune.options import FinetuneOptions, processes
-from megasink.options.command_line import CommandParser
-from megasink.options.flags import add_fields
+from megasink.options.command_parser import CommandParser
+from megasink.options.dataclass_flags import add_fields
 from megasink.plugins import add_flag
 
 _PACKAGES = ("accelerate", "datasets", "peft", "trl")
@@ -42,7 +42,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             )
         hub.stay_offline()
         os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # DDP's advice
-        from megasink.finetune.job import fine_tune
+        from megasink.finetune.finetune_job import fine_tune
 
         fine_tune(options, args.output, args.overwrite, args.base)
     return 0

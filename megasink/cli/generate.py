@@ -7,16 +7,16 @@ from pathlib import Path
 from typing import Any
 
 from megasink.checkpoints.find import find_checkpoint
+from megasink.checkpoints.run_tokenizer import tokenizer_problem
 from megasink.checkpoints.saved_arguments import read_arguments
-from megasink.checkpoints.tokenizer import tokenizer_problem
-from megasink.cli.device import add_device, device_problems
+from megasink.cli.device_flag import add_device, device_problems
 from megasink.console.printable import printable
-from megasink.cpu.process import prepare_quietly
-from megasink.data.files import BYTE_ORDER_MARK
+from megasink.cpu.prepare_process import prepare_quietly
+from megasink.data.hf_tokenizer import leading_ids
+from megasink.data.input_files import BYTE_ORDER_MARK
 from megasink.data.text_tokenizer import add_parse_special_tokens, text_tokenizer
-from megasink.data.tokenizer import leading_ids
 from megasink.errors import ConfigError, UserError
-from megasink.options.command_line import CommandParser
+from megasink.options.command_parser import CommandParser
 from megasink.plugins import add_flag
 
 _NEW_TOKENS = 64

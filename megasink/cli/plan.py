@@ -1,5 +1,5 @@
 """``megasink plan``: estimate memory and communication of a run, without its GPUs."""
 
-from megasink.plan.launch import main
+from megasink.plan.run_plan import main
 
 __all__ = ["main"]

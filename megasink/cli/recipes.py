@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 
-from megasink.options.command_line import CommandParser
+from megasink.options.command_parser import CommandParser
 from megasink.training import recipes
 from megasink.training.flag_file import Flags, toml_lines
 

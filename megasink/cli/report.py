@@ -3,11 +3,11 @@
 from collections.abc import Sequence
 from pathlib import Path
 
-from megasink.analysis.pages.comparable import name_apart
+from megasink.analysis.pages.comparison_checks import name_apart
 from megasink.checkpoints.find import runs_in
 from megasink.errors import ConfigError
 from megasink.files.output_folder import add_overwrite, exclusive, results_in
-from megasink.options.command_line import CommandParser
+from megasink.options.command_parser import CommandParser
 from megasink.plugins import add_flag
 
 _RESULTS = "results.json"
@@ -30,7 +30,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     ]:
         raise ConfigError(problems)
     kinds = ("png", "pdf") if args.pdf else ("png",)
-    from megasink.analysis.folder import read_analysis
+    from megasink.analysis.analysis_folder import read_analysis
     from megasink.analysis.pages.analysis_page import write_report
 
     if args.analyses == [args.output]:

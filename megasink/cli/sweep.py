@@ -3,12 +3,12 @@
 import argparse
 from collections.abc import Sequence
 
-from megasink.analysis.capture.ranks import taking_part
-from megasink.analysis.loading import opened
+from megasink.analysis.open_model import opened
 from megasink.analysis.options import BOS, ModelOptions, SweepOptions
+from megasink.analysis.ranks import taking_part
 from megasink.checkpoints.find import is_run
 from megasink.cli import analysis_flags
-from megasink.options.command_line import CommandParser
+from megasink.options.command_parser import CommandParser
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -27,7 +27,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         args = parser.parse_args(argv)
         which, options = _check(args)
         analysis_flags.refuse_others("sweep", which, options)
-        from megasink.analysis.sweep import sweep
+        from megasink.analysis.run_sweep import sweep
 
         with opened(which, ranks) as model:
             sweep(model, options, ranks)

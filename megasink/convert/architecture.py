@@ -7,13 +7,39 @@ from types import SimpleNamespace
 from typing import Any, ClassVar, get_args
 
 from megasink.attention.variants import Variant, of_kind
-from megasink.attention.variants.gates import is_megatrons_output_gate
-from megasink.attention.variants.layers import PLAIN
+from megasink.attention.variants.gate_options import is_megatrons_output_gate
+from megasink.attention.variants.variant_layers import PLAIN
 from megasink.config import GateGranularity
-from megasink.convert.delta_net import DeltaNet
 from megasink.convert.megasink_model import MegasinkOptions
 
 GATES = get_args(GateGranularity)
+
+
+@dataclass(frozen=True, kw_only=True)
+class DeltaNet:
+    """The sizes of gated delta-net, with the names and defaults of Megatron and transformers."""
+
+    linear_conv_kernel_dim: int = 4
+    linear_key_head_dim: int = 128
+    linear_value_head_dim: int = 128
+    linear_num_key_heads: int = 16
+    linear_num_value_heads: int = 32
+
+    @classmethod
+    def of(cls, given: Mapping[str, Any]) -> "DeltaNet":
+        """Read the sizes from a run's arguments or a config.json."""
+        names = (field.name for field in dataclasses.fields(cls))
+        return cls(**{name: given[name] for name in names if given.get(name) is not None})
+
+    @property
+    def keys(self) -> int:
+        """Width of all keys, or of all queries."""
+        return self.linear_num_key_heads * self.linear_key_head_dim
+
+    @property
+    def values(self) -> int:
+        """Width of all values."""
+        return self.linear_num_value_heads * self.linear_value_head_dim
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -183,7 +209,7 @@ class Architecture:
         return is_megatrons_output_gate(self.gate_options())
 
     def gate_options(self) -> SimpleNamespace:
-        """Return the options for `megasink.attention.variants.gates` and `Parameter.shape`."""
+        """Return the options for `attention/variants/gate_options.py` and `Parameter.shape`."""
         return SimpleNamespace(
             **dataclasses.asdict(self.options),
             attention_variant=self.variant.name,

@@ -11,10 +11,9 @@ from types import SimpleNamespace
 from typing import Any
 
 from megasink.attention.variants import foreign_options, variant
-from megasink.attention.variants.layers import windowed_layers
+from megasink.attention.variants.variant_layers import windowed_layers
 from megasink.config import MODEL_OPTIONS, visible_tokens
-from megasink.convert.architecture import Architecture, Latent, Yarn
-from megasink.convert.delta_net import DeltaNet
+from megasink.convert.architecture import Architecture, DeltaNet, Latent, Yarn
 from megasink.convert.megasink_model import NAMES, options_from, unknown_values
 from megasink.megatron.hybrid_pattern import (
     ATTENTION,
@@ -26,7 +25,7 @@ from megasink.megatron.hybrid_pattern import (
     layers_of,
     pattern_of,
 )
-from megasink.options.flags import flag_of
+from megasink.options.dataclass_flags import flag_of
 from megasink.options.megatron_flags import refused
 
 # Options of megasink that a field of `Architecture` covers, or that do not affect a trained model.

@@ -17,30 +17,30 @@ import torch
 from torch import Tensor
 
 import megasink
-from megasink.checkpoints.carried import KEY as CARRIED
-from megasink.checkpoints.identity import SHAPE, plain
-from megasink.checkpoints.intact import TRACKER, checkpoint_path
+from megasink.checkpoints.damage import TRACKER, checkpoint_path
+from megasink.checkpoints.hf_entries import KEY as CARRIED
 from megasink.checkpoints.layer_keys import as_hybrid_key
+from megasink.checkpoints.model_arguments import SHAPE, plain
 from megasink.console.printable import say as say_printable
 from megasink.console.progress import tracked
-from megasink.convert import carried as of_folder
+from megasink.convert import kept_config_entries as of_folder
 from megasink.convert.architecture import Architecture
 from megasink.convert.attention_change import Change, added, changed, gated_model, is_float32
-from megasink.convert.background import made_ahead, one_thread
 from megasink.convert.hf_config import architecture_from, prediction_prefixes, read_config
 from megasink.convert.megatron_weights import is_numbered, weight_shapes
 from megasink.convert.model_flags import as_line, model_flags
-from megasink.convert.output import whole_folder
+from megasink.convert.read_ahead import made_ahead, one_thread
 from megasink.convert.safetensors_files import HuggingFaceWeights, write_json
-from megasink.convert.table import LAYERS, NORMS, Step, refuse, steps
 from megasink.convert.targets.target import Target
 from megasink.convert.to_hf import Say, Verify, refuse_nan
 from megasink.convert.torch_dist_writer import Part, write_checkpoint
-from megasink.data.tokenizer import largest_id, load_tokenizer, tokenizer_hash
+from megasink.convert.weight_table import LAYERS, NORMS, Step, refuse, steps
+from megasink.data.hf_tokenizer import largest_id, load_tokenizer, tokenizer_hash
 from megasink.errors import UserError, listed
 from megasink.files.atomic import sync_folder
-from megasink.megatron.arguments import parse_apart
-from megasink.training.translated import translate
+from megasink.files.output_folder import whole_folder
+from megasink.megatron.argument_parser import parse_apart
+from megasink.training.reinterpreted_flags import translate
 
 _POSITIONS = "--max-position-embeddings"
 
@@ -250,7 +250,7 @@ def _rounded(weights: HuggingFaceWeights, todo: list[Step], dtype: str) -> list[
 
 
 def balance_state(model: Architecture) -> dict[str, Tensor]:
-    """Return the initial state of megasink/megatron/layer_balance.py."""
+    """Return the initial state of megasink/megatron/head_observer.py."""
     at = "self_attention.core_attention.head_counter."
     return {
         f"{at}coefficients": torch.zeros(model.heads),

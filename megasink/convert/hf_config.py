@@ -16,7 +16,7 @@ from megasink.convert.megasink_model import NAMES, MegasinkOptions
 from megasink.convert.rope import config_of_rope, read_rope, rope_problems
 from megasink.convert.targets import TARGETS
 from megasink.convert.targets.target import Config, Target
-from megasink.convert.unread import Recorded, unread
+from megasink.convert.unread_config_entries import Recorded, unread
 from megasink.errors import UserError
 from megasink.files.checked_fields import (
     FACTORS,

@@ -20,7 +20,7 @@ from megasink.config import (
     OutputNorm,
 )
 from megasink.files.json_file import read_object
-from megasink.options.flags import flag_of
+from megasink.options.dataclass_flags import flag_of
 
 FILES = tuple(
     sorted((Path(__file__).parents[1] / "transformers" / "modeling").glob("*_megasink.py"))

@@ -13,12 +13,12 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from megasink.checkpoints.damage import refuse_damage
 from megasink.checkpoints.find import is_legacy
-from megasink.checkpoints.intact import refuse_damage
 from megasink.checkpoints.layer_keys import HEAD_STATE, as_gpt_keys
 from megasink.checkpoints.stored_tensor import StoredTensor, find_tensor
 from megasink.checkpoints.torch_metadata import read_metadata
-from megasink.convert.table import LAYERS, NORMS
+from megasink.convert.weight_table import LAYERS, NORMS
 from megasink.errors import UserError, reason_of
 
 # Entries that are not weights: states of optimizers, random numbers and the balance loss.

@@ -2,10 +2,9 @@
 
 from collections.abc import Sequence
 
-from megasink.attention.variants.gates import gate_shape
-from megasink.convert.architecture import Architecture, Latent
-from megasink.convert.delta_net import DeltaNet
-from megasink.convert.table import EXPERTS, LAYERS, numbered
+from megasink.attention.variants.gate_options import gate_shape
+from megasink.convert.architecture import Architecture, DeltaNet, Latent
+from megasink.convert.weight_table import EXPERTS, LAYERS, numbered
 
 Shape = tuple[int, ...]
 

@@ -8,7 +8,7 @@ from collections.abc import Iterable, Sequence
 from megasink.convert.architecture import Architecture, Latent
 from megasink.convert.targets.target import window_of
 from megasink.errors import UserError
-from megasink.options.flags import flag_of
+from megasink.options.dataclass_flags import flag_of
 from megasink.training.flag_file import refused
 
 _UNITS = {

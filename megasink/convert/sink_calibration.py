@@ -20,8 +20,8 @@ from megasink.checkpoints.torch_metadata import read_metadata
 from megasink.console.printable import say as say_printable
 from megasink.convert.architecture import Architecture
 from megasink.convert.attention_change import SOFTMAX_OFFSET
-from megasink.convert.table import LAYERS
-from megasink.convert.verify import megatron_logits, sample_tokens
+from megasink.convert.verify_logits import megatron_logits, sample_tokens
+from megasink.convert.weight_table import LAYERS
 
 _BISECTIONS = 60
 
@@ -52,7 +52,7 @@ def set_sinks(
     The scores of a layer depend on the sinks of the layers before it.
     """
     from megasink.checkpoints.load import load_without_tokenizer
-    from megasink.megatron.blocks import blocks_in
+    from megasink.megatron.model_blocks import blocks_in
 
     loaded, _ = load_without_tokenizer(checkpoint, torch.float32, model.vocabulary)
     tokens_BS = sample_tokens(model, tokenizer)

@@ -11,28 +11,28 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megasink.checkpoints.carried import carried
 from megasink.checkpoints.find import Checkpoint, find_checkpoint
+from megasink.checkpoints.hf_entries import carried
+from megasink.checkpoints.run_tokenizer import tokenizer_of
 from megasink.checkpoints.saved_arguments import read_arguments
-from megasink.checkpoints.tokenizer import tokenizer_of
 from megasink.console.printable import say as say_printable
 from megasink.console.progress import tracked
 from megasink.convert.architecture import Architecture
 from megasink.convert.architecture_of_run import architecture_of
-from megasink.convert.background import ahead, one_thread
-from megasink.convert.carried import GENERATION, written_again
 from megasink.convert.hf_config import config_of
+from megasink.convert.kept_config_entries import GENERATION, written_again
 from megasink.convert.megasink_model import FILES
 from megasink.convert.megatron_reader import MegatronCheckpoint
 from megasink.convert.megatron_weights import is_numbered, leading_axes, weight_shapes
 from megasink.convert.model_card import model_card
-from megasink.convert.output import whole_folder
+from megasink.convert.read_ahead import ahead, one_thread
 from megasink.convert.safetensors_files import write_json, write_weights
-from megasink.convert.table import Step, planned, refuse, steps
 from megasink.convert.targets import TARGETS, choose
 from megasink.convert.targets.target import Target
-from megasink.data.tokenizer import tokenizer_hash
+from megasink.convert.weight_table import Step, planned, refuse, steps
+from megasink.data.hf_tokenizer import tokenizer_hash
 from megasink.errors import UserError
+from megasink.files.output_folder import whole_folder
 
 Say = Callable[[str], None]
 Verify = Callable[[Path], None]

@@ -30,7 +30,7 @@ from torch.distributed.checkpoint.planner import (
 )
 
 from megasink.convert.safetensors_files import write_json
-from megasink.convert.table import LAYERS, numbered
+from megasink.convert.weight_table import LAYERS, numbered
 
 
 @dataclass(frozen=True)

@@ -15,7 +15,7 @@ import sys
 from pathlib import Path
 
 from megasink.errors import UserError
-from megasink.upstream.register import active, undo
+from megasink.upstream.patch_register import active, undo
 
 _active = False
 _DYNAMO = "TORCHDYNAMO_DISABLE"
@@ -96,14 +96,14 @@ def activate() -> None:
             "the CPU platform must be activated before megatron is imported: "
             "call megasink.cpu.activate() first"
         )
-    from megasink.cpu import cuda_api, devices, patches
+    from megasink.cpu import cuda_api, cuda_tensors, patches
 
     # For child processes, too.
     _dynamo_before = os.environ.get(_DYNAMO)
     os.environ[_DYNAMO] = "1"
     patches.COMPILE.apply(disable=True)
     cuda_api.install()
-    devices.install()
+    cuda_tensors.install()
     _active = True
     # These import megatron, which queries torch.cuda at import.
     from megasink.cpu import megatron_core

@@ -3,7 +3,7 @@
 The replacements are in cuda_api.py, devices.py and megatron_core.py.
 """
 
-from megasink.upstream.register import patches
+from megasink.upstream.patch_register import patches
 
 _patch = patches("platform", "tests/cpu/test_patches.py")
 

@@ -13,7 +13,7 @@ from typing import Literal
 
 from megasink.console.printable import printable
 from megasink.console.progress import progress
-from megasink.data.files import (
+from megasink.data.input_files import (
     BYTE_ORDER_MARK,
     File,
     Place,

@@ -18,9 +18,9 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from megasink.console.stopping import follow, starting_processes
+from megasink.console.signals import follow, starting_processes
+from megasink.data.hf_tokenizer import load_tokenizer
 from megasink.data.text_tokenizer import Part, TextTokenizer
-from megasink.data.tokenizer import load_tokenizer
 from megasink.errors import UserError
 
 

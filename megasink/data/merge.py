@@ -10,9 +10,9 @@ from typing import Any
 import numpy as np
 
 from megasink.console.progress import progress
-from megasink.data import output
+from megasink.data import dataset_files
 from megasink.data.corpus import EXAMPLES
-from megasink.data.index import data_problem, sequence_lengths, write_index
+from megasink.data.indexed_dataset import data_problem, sequence_lengths, write_index
 from megasink.errors import ConfigError
 
 _SUMS = ("documents", "tokens", "text_bytes")
@@ -24,20 +24,20 @@ def merge(prefix: Path, *, overwrite: bool = False) -> dict[str, Any]:
     The bytes are those of a run without --partition, but for the sources of skipped documents.
     """
     prefix = Path(prefix)
-    problems = output.output_problems(prefix, [], overwrite=overwrite)
+    problems = dataset_files.output_problems(prefix, [], overwrite=overwrite)
     parts = _parts(prefix, problems)
-    sidecars = [output.read_sidecar(str(part)) for part in parts]
+    sidecars = [dataset_files.read_sidecar(str(part)) for part in parts]
     if not problems:
         problems += _differences(parts, sidecars)
     if problems:
         raise ConfigError(problems)
-    if output.KEY in sidecars[0]:
-        merge(output.validation_of(prefix), overwrite=overwrite)
-    with output.writing(prefix):
-        output.clear_partial(prefix)
+    if dataset_files.KEY in sidecars[0]:
+        merge(dataset_files.validation_of(prefix), overwrite=overwrite)
+    with dataset_files.writing(prefix):
+        dataset_files.clear_partial(prefix)
         _join(prefix, parts, sidecars[0]["dtype"])
-        sidecar = output.write_sidecar(prefix, _sum_of(sidecars))
-        output.publish(prefix)
+        sidecar = dataset_files.write_sidecar(prefix, _sum_of(sidecars))
+        dataset_files.publish(prefix)
     return sidecar
 
 
@@ -50,11 +50,11 @@ def _parts(prefix: Path, problems: list[str]) -> list[Path]:
         what = f"parts of {' and of '.join(map(str, counts))}" if counts else "no part"
         problems.append(
             f"{prefix}: found {what}: make all parts with the same megasink data --partition "
-            f"({output.part_of(prefix, 1, 8)} and so on)"
+            f"({dataset_files.part_of(prefix, 1, 8)} and so on)"
         )
         return []
-    prefixes = [output.part_of(prefix, part, counts[0]) for part in range(1, counts[0] + 1)]
-    missing = [str(p) for p in prefixes if not output.file_of(p, ".idx").is_file()]
+    prefixes = [dataset_files.part_of(prefix, part, counts[0]) for part in range(1, counts[0] + 1)]
+    missing = [str(p) for p in prefixes if not dataset_files.file_of(p, ".idx").is_file()]
     if missing:
         problems.append(f"missing parts: {', '.join(missing)}")
     return prefixes
@@ -63,7 +63,7 @@ def _parts(prefix: Path, problems: list[str]) -> list[Path]:
 def _differences(parts: list[Path], sidecars: list[dict[str, Any]]) -> list[str]:
     """Return damage, and differences from the first part."""
     problems = [f"{p}: {text}" for p in parts if (text := data_problem(str(p), None))]
-    own = {*_SUMS, "largest_id", "skipped", "partition", output.CHECKSUMS}
+    own = {*_SUMS, "largest_id", "skipped", "partition", dataset_files.CHECKSUMS}
     for number, (part, sidecar) in enumerate(zip(parts, sidecars, strict=True), 1):
         if sidecar.get("partition") != [number, len(parts)]:
             problems.append(f"{part}.json does not say that this is part {number}/{len(parts)}")
@@ -78,18 +78,18 @@ def _differences(parts: list[Path], sidecars: list[dict[str, Any]]) -> list[str]
 
 
 def _join(prefix: Path, parts: list[Path], dtype: str) -> None:
-    sizes = [output.file_of(part, ".bin").stat().st_size for part in parts]
+    sizes = [dataset_files.file_of(part, ".bin").stat().st_size for part in parts]
     with (
         progress("merging", sum(sizes), "bytes") as tell,
-        output.partial_of(prefix, ".bin").open("xb") as file,
+        dataset_files.partial_of(prefix, ".bin").open("xb") as file,
     ):
         for part, done in zip(parts, accumulate(sizes), strict=True):
-            with output.file_of(part, ".bin").open("rb") as content:
+            with dataset_files.file_of(part, ".bin").open("rb") as content:
                 shutil.copyfileobj(content, file, 16 << 20)
             tell(done)
     lengths = [sequence_lengths(str(part)) for part in parts]
     there = [part for part in lengths if part is not None]
-    write_index(output.partial_of(prefix, ".idx"), there, np.dtype(dtype))
+    write_index(dataset_files.partial_of(prefix, ".idx"), there, np.dtype(dtype))
 
 
 def _sum_of(sidecars: list[dict[str, Any]]) -> dict[str, Any]:

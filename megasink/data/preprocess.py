@@ -14,12 +14,9 @@ from numpy.typing import NDArray
 
 import megasink
 from megasink.console.printable import say
-from megasink.data import output, resume
+from megasink.data import dataset_files, resume
 from megasink.data.corpus import Corpus, Skipped, default_workers
-from megasink.data.encode import Encoded, EncoderSettings, encode_in_order, from_tokenizer
-from megasink.data.files import Place
-from megasink.data.index import IndexedWriter, token_dtype
-from megasink.data.output import (
+from megasink.data.dataset_files import (
     LENGTHS,
     Validation,
     Written,
@@ -29,8 +26,11 @@ from megasink.data.output import (
     record_of,
     validation_of,
 )
+from megasink.data.encode import Encoded, EncoderSettings, encode_in_order, from_tokenizer
+from megasink.data.hf_tokenizer import leading_ids, tokenizer_hash
+from megasink.data.indexed_dataset import IndexedWriter, token_dtype
+from megasink.data.input_files import Place
 from megasink.data.text_tokenizer import Part, parts_of, text_json
-from megasink.data.tokenizer import leading_ids, tokenizer_hash
 from megasink.errors import ConfigError, UserError
 
 _BATCH_CHARACTERS = 1 << 19
@@ -88,7 +88,7 @@ def preprocess(
     made = from_tokenizer(folder, _settings, parse=parse_special_tokens)
     settings = made.settings
     made_of = resume.made_of(corpus, settings, validation)
-    with output.writing(*prefixes):
+    with dataset_files.writing(*prefixes):
         files = _Files(prefixes, settings.dtype, made_of, trained)
         try:
             counts = files.write(corpus, settings, workers, validation)
@@ -102,18 +102,18 @@ def preprocess(
             about = numbers | _sidecar(corpus, made, folder)
             if validation is not None and report:
                 about |= record_of(validation, prefix, is_part=bool(corpus.partition))
-            output.write_sidecar(each, about)
+            dataset_files.write_sidecar(each, about)
             report = PreprocessReport(
                 **numbers,
                 skipped=corpus.skipped,
                 files=[
-                    *(file_of(each, suffix) for suffix in output.FILES),
+                    *(file_of(each, suffix) for suffix in dataset_files.FILES),
                     *(report.files if report else ()),
                 ],
                 validation=report,
             )
         for each in reversed(prefixes):  # PREFIX last: it names the other
-            output.publish(each)
+            dataset_files.publish(each)
     assert report is not None
     return report
 
@@ -180,7 +180,7 @@ class _Files:
         self._prefixes, self._made_of, self._trained = prefixes, made_of, trained
         before = resume.load(prefixes[0])
         if before is None or before.made_of != made_of:
-            output.clear_partial(*prefixes)
+            dataset_files.clear_partial(*prefixes)
             counts = [dict.fromkeys(_COUNTS, 0) for _ in prefixes]
             written = [Written() for _ in prefixes]
             before = resume.Progress(made_of, trained, Place(), counts, written)

@@ -8,8 +8,15 @@ from pathlib import Path
 from typing import Any
 
 from megasink.data.corpus import Corpus
-from megasink.data.files import Place
-from megasink.data.output import LENGTHS, PROGRESS, Validation, Written, partial_of, validation_of
+from megasink.data.dataset_files import (
+    LENGTHS,
+    PROGRESS,
+    Validation,
+    Written,
+    partial_of,
+    validation_of,
+)
+from megasink.data.input_files import Place
 from megasink.errors import UserError
 from megasink.files.atomic import atomic_text
 from megasink.files.json_file import read_object

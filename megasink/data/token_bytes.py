@@ -8,8 +8,8 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from megasink.data.hf_tokenizer import leading_ids
 from megasink.data.text_tokenizer import TextTokenizer, text_tokenizer
-from megasink.data.tokenizer import leading_ids
 from megasink.errors import UserError
 
 _BYTE_TOKEN = re.compile(r"<0x[0-9A-Fa-f]{2}>")

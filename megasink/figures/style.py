@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 
 from megasink.console.printable import printable
-from megasink.figures.recorded import Series, curve, named_axes, shown
+from megasink.figures.recorded_panels import Series, curve, named_axes, shown
 from megasink.files.atomic import atomic_file
 
 WIDTH = 11.0

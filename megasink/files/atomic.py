@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import BinaryIO
 
 PARTIAL: set[Path] = set()
-"""Folders that this process is writing; removed if a signal ends the process (stopping.py)."""
+"""Folders that this process is writing; removed if a signal ends the process (signals.py)."""
 _FILES = ".files"
 
 

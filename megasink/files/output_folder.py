@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from megasink.errors import Signalled, UserError
-from megasink.files.atomic import atomic_text, is_utf8
+from megasink.files.atomic import atomic_folder, atomic_text, is_utf8
 from megasink.files.json_file import read_object
 from megasink.files.system_errors import writing
 
@@ -200,3 +200,20 @@ def _short(value: Any) -> str:
         text = " ".join(map(str, value or ())) or "not given"
     most = 12 if text.isalnum() and len(text) > 24 else 150  # of a hash the start
     return text if len(text) <= most else f"{text[:most]}..."
+
+
+def refuse_contents(path: Path) -> None:
+    """Raise UserError unless a folder is missing or empty."""
+    if path.is_mount():
+        raise UserError(f"{path} is the root of a file system: choose a folder inside it")
+    if path.exists() and (not path.is_dir() or any(path.iterdir())):
+        raise UserError(f"{path} exists and is not empty: choose another folder or remove it")
+
+
+@contextmanager
+def whole_folder(path: Path) -> Iterator[Path]:
+    """Call `atomic_folder` for a folder that is missing or empty."""
+    path = path.absolute()
+    refuse_contents(path)
+    with writing(path), atomic_folder(path) as partial:
+        yield partial

@@ -12,9 +12,9 @@ from typing import Any, NamedTuple
 import numpy as np
 from transformers.utils.chat_template_utils import render_jinja_template
 
-from megasink.data.files import BYTE_ORDER_MARK, expand, open_lines, readable
+from megasink.data.hf_tokenizer import load_tokenizer
+from megasink.data.input_files import BYTE_ORDER_MARK, expand, open_lines, readable
 from megasink.data.text_tokenizer import text_tokenizer
-from megasink.data.tokenizer import load_tokenizer
 from megasink.errors import UserError, reason_of
 from megasink.files.json_file import kind_of
 

@@ -11,7 +11,7 @@ from typing import Any
 
 from megasink.errors import ConfigError, UserError
 from megasink.files.json_file import read_object
-from megasink.options.flags import flag_of
+from megasink.options.dataclass_flags import flag_of
 
 
 def _number_or_auto(text: str) -> int | None:

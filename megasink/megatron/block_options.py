@@ -9,7 +9,7 @@ from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.torch_norm import L2Norm, LayerNormBuilder
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
 
-from megasink.megatron.norm import GainlessRMSNorm
+from megasink.megatron.torch_norm import GainlessRMSNorm
 
 if TYPE_CHECKING:
     from megasink.megatron.config import MegasinkTransformerConfig
@@ -41,7 +41,7 @@ def with_block_options(
 
         layers = [with_expert_biases(layer) for layer in layers]
     if config.multi_head_addition:
-        from megasink.megatron.head_sum import HeadSumProjection
+        from megasink.megatron.multi_head_addition import HeadSumProjection
 
         layers = [_with_attention(layer, linear_proj=HeadSumProjection) for layer in layers]
     if config.sandwich_norm or config.post_norm or config.residual_clip is not None:

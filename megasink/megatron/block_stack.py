@@ -25,7 +25,7 @@ from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_block import LayerNormImpl, TransformerBlockSubmodules
 from torch import Tensor
 
-from megasink.attention.variants.layers import layers_with_variant
+from megasink.attention.variants.variant_layers import layers_with_variant
 from megasink.megatron.block_options import changed, with_block_options
 from megasink.megatron.config import MegasinkTransformerConfig
 from megasink.megatron.hybrid_pattern import EXPERTS, block_of_layer, gpt_blocks, layers_of
@@ -35,7 +35,7 @@ from megasink.megatron.hybrid_specs import (
     stack_spec,
     with_checkpoint_names,
 )
-from megasink.megatron.prediction import counted_once
+from megasink.megatron.multi_token_prediction import counted_once
 from megasink.megatron.specs import with_our_modules
 
 

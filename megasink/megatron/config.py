@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from megatron.core.transformer.transformer_config import TransformerConfig
 
 from megasink.attention.variants import variant
-from megasink.attention.variants.layers import layers_with_variant, without_variant
+from megasink.attention.variants.variant_layers import layers_with_variant, without_variant
 from megasink.config import (
     AttentionOptions,
     BiasOptions,

@@ -7,7 +7,7 @@ the causal mask. Three modes are supported, named as in ``--cp-comm-type``:
 all_gather: every rank gathers the keys and values of the whole sequence, and its two query chunks
 attend to them. Each chunk is the bottom of a causal square, so its log-sum-exps are complete.
 a2a: every rank exchanges its tokens of all heads for all tokens of its share of the heads.
-p2p, in ``ring.py``: keys and values travel from rank to rank.
+p2p, in ``ring_attention.py``: keys and values travel from rank to rank.
 
 A row of packed documents is split like any sequence, wherever its documents end: a chunk attends to
 the keys of its documents, the first of which may have begun on another rank.

@@ -1,7 +1,7 @@
 """The core-attention module inside Megatron's SelfAttention.
 
 Variants are defined by their records (``megasink.attention.variants``). This module has Megatron's
-interface and the parameters; the counting of heads is in ``megatron/layer_balance.py``.
+interface and the parameters; the counting of heads is in ``megatron/head_observer.py``.
 
 Shapes: S sequence, B batch, H query heads and G key/value groups of this tensor-parallel rank,
 T = S tokens, D head dim. Megatron passes [S, B, heads, D] and expects [S, B, H * D]; a row of
@@ -22,18 +22,18 @@ from megatron.core.transformer.utils import is_layer_window_attention
 from torch import Tensor
 
 from megasink.attention import first_key_gate, first_key_share
-from megasink.attention.definitions import SINK_TOKENS
+from megasink.attention.constants import SINK_TOKENS
 from megasink.attention.variants import parameter_names, variant
-from megasink.attention.variants.gates import counts_heads
+from megasink.attention.variants.gate_options import counts_heads
+from megasink.balance.gate_sums import SINK
 from megasink.balance.step import LossStep
-from megasink.balance.sums import SINK
 from megasink.config import COMM_TYPES, visible_tokens
-from megasink.megatron.layer_balance import HeadObserver, MegatronLayerBalance, check_batch
+from megasink.megatron.head_observer import HeadObserver, MegatronLayerBalance, check_batch
 from megasink.megatron.parameters import ShardedByHeads, new_parameter, widened
 
 if TYPE_CHECKING:
     from megasink.megatron.config import MegasinkTransformerConfig
-    from megasink.megatron.documents import Documents
+    from megasink.megatron.microbatch_documents import Documents
 
 
 class CoreAttention(ShardedByHeads, MegatronModule):
@@ -90,7 +90,7 @@ class CoreAttention(ShardedByHeads, MegatronModule):
             raise ValueError("a prefix may extend beyond a rank's chunks: use cp_comm_type 'a2a'")
         self.ring: Any = None
         if self.cp_group.size() > 1 and self.cp_comm_type == "p2p":
-            from megasink.megatron.ring import Ring
+            from megasink.megatron.ring_attention import Ring
 
             self.ring = Ring(self.cp_group, config)
         self.softmax_scale = softmax_scale
@@ -113,7 +113,7 @@ class CoreAttention(ShardedByHeads, MegatronModule):
         )
         self.relative_bias = None
         if config.attention_bias_type != "none":
-            from megasink.megatron.positions import build_position_bias
+            from megasink.megatron.position_biases import build_position_bias
 
             self.relative_bias = build_position_bias(config, self.tp_group)
         self.documents: Documents | None = None
@@ -129,7 +129,7 @@ class CoreAttention(ShardedByHeads, MegatronModule):
             self.register_parameter(added.name, new_parameter(shape, value, config, axis=axis))
         self.similarity_mlp = None
         if config.attention_similarity == "mlp":
-            from megasink.megatron.similarity import SimilarityMLP
+            from megasink.megatron.similarity_mlp import SimilarityMLP
 
             self.similarity_mlp = SimilarityMLP(
                 config.kv_channels, dtype=config.params_dtype, device=device
@@ -155,7 +155,7 @@ class CoreAttention(ShardedByHeads, MegatronModule):
             check_batch(self, attention_mask, value, packed_seq_params)
         self.documents = None
         if packed_seq_params is not None:
-            from megasink.megatron.documents import documents_of
+            from megasink.megatron.microbatch_documents import documents_of
 
             ranks = self.cp_group.size()
             self.documents = documents_of(packed_seq_params, query.shape[0], ranks)
@@ -267,7 +267,7 @@ class CoreAttention(ShardedByHeads, MegatronModule):
                 query_BHTD, key_BGSD, lse_BHT, scale=self.softmax_scale, **mask
             )
         if counts and self.attending.compares_gradients and gate_BHT is not None:
-            from megasink.megatron.documents import first_values
+            from megasink.megatron.microbatch_documents import first_values
 
             assert record.slot_value is not None  # rejected by the config
             if self.ring is not None and self.ring.first_value_BG1D is not None:

@@ -25,7 +25,7 @@ from megatron.core.dist_checkpointing.mapping import (
 from megatron.core.fp8_utils import get_fp8_align_size
 from torch import Tensor
 
-from megasink.attention.variants.gates import trailing_rows
+from megasink.attention.variants.gate_options import trailing_rows
 
 _BF16_ROWS = 8  # fill 16 bytes
 

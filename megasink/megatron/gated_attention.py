@@ -12,14 +12,14 @@ import torch
 from megatron.core.transformer.attention import SelfAttention, SelfAttentionSubmodules
 from torch import Tensor
 
-from megasink.attention.variants.gates import (
+from megasink.attention.variants.gate_options import (
     changes_self_attention,
     counts_heads,
     gates_explicitly,
     is_megatrons_output_gate,
     trailing_rows,
 )
-from megasink.megatron.explicit_gate import ExplicitGate, HeadNorm
+from megasink.megatron.gate_modules import ExplicitGate, HeadNorm
 
 if TYPE_CHECKING:
     from megasink.megatron.config import MegasinkTransformerConfig

@@ -12,7 +12,7 @@ files and interventions is block i, a mixer and the FFN after it.
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
-from megasink.attention.variants.layers import layer_pattern
+from megasink.attention.variants.variant_layers import layer_pattern
 
 ATTENTION, LATENT, FFN, EXPERTS, MAMBA, DELTA_NET = "*", "+", "-", "E", "M", "G"
 SUPPORTED = ATTENTION + LATENT + FFN + EXPERTS + MAMBA + DELTA_NET

@@ -22,11 +22,11 @@ from megatron.core.transformer.multi_latent_attention import (
 from megatron.core.transformer.spec_utils import build_module
 from torch import Tensor
 
-from megasink.attention.variants.gates import counts_heads, gate_shape, gates_explicitly
-from megasink.megatron.documents import PackedRow
-from megasink.megatron.explicit_gate import ExplicitGate
+from megasink.attention.variants.gate_options import counts_heads, gate_shape, gates_explicitly
+from megasink.megatron.document_rotary import rotate_by_document
+from megasink.megatron.gate_modules import ExplicitGate
 from megasink.megatron.gated_attention import GatesHeads
-from megasink.megatron.rotary import rotate_by_document
+from megasink.megatron.microbatch_documents import PackedRow
 
 if TYPE_CHECKING:
     from megasink.megatron.latent_config import LatentTransformerConfig

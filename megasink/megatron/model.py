@@ -9,11 +9,11 @@ from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.training.models.hybrid import HybridModelBuilder, HybridModelConfig
 
 from megasink.megatron.delta_net import prepare_delta_net
+from megasink.megatron.document_rotary import rotate_by_document
 from megasink.megatron.inference_guard import refuse_what_bypasses_core_attention
-from megasink.megatron.init import initialize_weights
+from megasink.megatron.initial_weights import initialize_weights
 from megasink.megatron.model_ends import cap_logits, normalize_embeddings
 from megasink.megatron.padding_rows import mask_padding_rows
-from megasink.megatron.rotary import rotate_by_document
 from megasink.megatron.sinusoid import SinusoidalPositions
 
 

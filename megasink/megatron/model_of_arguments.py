@@ -14,6 +14,7 @@ from megatron.training.argument_utils import (
 
 from megasink.megatron.block_stack import block_stack_spec
 from megasink.megatron.config import MegasinkTransformerConfig
+from megasink.megatron.embedding_rows import counted_rows
 from megasink.megatron.hybrid_pattern import (
     PREDICTION,
     STAGE,
@@ -22,7 +23,6 @@ from megasink.megatron.hybrid_pattern import (
     layers_of,
 )
 from megasink.megatron.model import MegasinkModelConfig
-from megasink.megatron.vocabulary import counted_rows
 
 
 def model_config(args: Namespace) -> MegasinkModelConfig:

@@ -9,8 +9,8 @@ import torch
 import torch.nn.functional as F
 
 from megasink.attention.variants import foreign_options, is_variant, variant
-from megasink.attention.variants.gates import is_megatrons_output_gate
-from megasink.attention.variants.layers import layers_with_variant
+from megasink.attention.variants.gate_options import is_megatrons_output_gate
+from megasink.attention.variants.variant_layers import layers_with_variant
 from megasink.balance.loss import without_gradient, wrong_alone, wrong_together
 from megasink.config import IGNORED, TRANSFORMER_OPTIONS
 from megasink.errors import ConfigError
@@ -156,7 +156,7 @@ def apply_options(config: Any) -> None:
 def check_parameters(config: Any) -> None:
     """Check that parameters divide among the ranks, and the options of switch heads."""
     if (config.switch_heads, config.switch_experts, config.switch_top_k) != ("none", 1, 1):
-        from megasink.attention.variants.switch import switch_problems
+        from megasink.attention.variants.switch_options import switch_problems
 
         if problems := list(switch_problems(config, config.num_query_groups, str)):
             raise ConfigError(problems)

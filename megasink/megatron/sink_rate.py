@@ -6,7 +6,7 @@ Shapes: B batch, L layers of the model, H query heads, h those of this tensor-pa
 import torch
 from torch import Tensor
 
-from megasink.attention.definitions import SINK_EPSILON
+from megasink.attention.constants import SINK_EPSILON
 
 
 class SinkRate:

@@ -22,11 +22,11 @@ from megatron.core.transformer.transformer_block import (
 )
 from megatron.core.transformer.transformer_layer import get_transformer_layer_offset
 
-from megasink.attention.variants.gates import changes_self_attention, trailing_rows
+from megasink.attention.variants.gate_options import changes_self_attention, trailing_rows
 from megasink.megatron.block_options import with_block_options
 from megasink.megatron.core_attention import CoreAttention
 from megasink.megatron.head_balance import with_options
-from megasink.megatron.norm import TorchNorm
+from megasink.megatron.torch_norm import TorchNorm
 
 
 def layer_spec(config: Any, *more: Any, vp_stage: int | None = None) -> TransformerBlockSubmodules:
@@ -93,7 +93,7 @@ def layer_spec(config: Any, *more: Any, vp_stage: int | None = None) -> Transfor
     )
     ours = with_block_options(ours, transformer)
     if transformer.mtp_num_layers and ours.layer_specs:
-        from megasink.megatron.prediction import counted_once
+        from megasink.megatron.multi_token_prediction import counted_once
 
         *others, last = ours.layer_specs
         ours = dataclasses.replace(ours, layer_specs=[*others, counted_once(last)])

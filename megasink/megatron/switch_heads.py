@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from megasink.attention.explicit_gate import gate_values
-from megasink.attention.variants.switch import switch_rows
+from megasink.attention.variants.switch_options import switch_rows
 from megasink.megatron.gate_projection import GateRows, with_gate_rows
 
 

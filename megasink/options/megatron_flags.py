@@ -8,7 +8,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from megasink.config import IGNORED
-from megasink.options.flags import flag_of
+from megasink.options.dataclass_flags import flag_of
 
 # Names, and after the colon the properties of all of them:
 #   shape    a converted model fixes it; model: it identifies a model, too; context: fine-tuning may

@@ -6,7 +6,7 @@ import re
 from dataclasses import dataclass, field, fields
 
 from megasink.config import MODEL_OPTIONS, HeadBalanceOptions
-from megasink.options.flags import add_fields, escaped
+from megasink.options.dataclass_flags import add_fields, escaped
 
 
 @dataclass(kw_only=True)

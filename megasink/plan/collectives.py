@@ -12,7 +12,7 @@ from megatron.core import parallel_state
 from torch.distributed import ProcessGroup
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from megasink.plan.job import BALANCE
+from megasink.plan.whole_job import BALANCE
 
 # Names in parallel_state of Megatron's process groups, and their names here. Where
 # two names stand for the same ranks, the first counts. Others keep their names.

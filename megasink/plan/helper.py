@@ -15,10 +15,10 @@ from pathlib import Path
 from typing import Any
 
 from megasink import plugins
-from megasink.cpu.process import prepare_process
+from megasink.cpu.prepare_process import prepare_process
 from megasink.errors import ConfigError, UserError
 from megasink.files.system_errors import explained
-from megasink.training.parent import ends_with
+from megasink.training.die_with_parent import ends_with
 
 ANSWER = "answer.json"
 
@@ -62,18 +62,18 @@ def _serve(step_as: Any, answer: Path, rank: int, ranks: int | None, flags: list
 
 
 def import_everything() -> Any:
-    """Import and start what a rank needs, so that its fork has it; return `megasink.plan.rank`."""
+    """Import and start what a rank needs, so that its fork has it; return `rank_step`."""
     warnings.simplefilter("ignore")
     prepare_process()
-    from megasink.plan import packages
+    from megasink.plan import package_stand_ins
 
-    packages.stand_in()
-    from megasink.plan import rank
+    package_stand_ins.stand_in()
+    from megasink.plan import rank_step
 
-    rank.warm_up()
+    rank_step.warm_up()
     gc.collect()
     gc.freeze()
-    return rank
+    return rank_step
 
 
 if __name__ == "__main__":

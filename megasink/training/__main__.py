@@ -3,7 +3,7 @@
 import os
 import sys
 
-from megasink.training.parent import AGENT, ends_with
+from megasink.training.die_with_parent import AGENT, ends_with
 
 # Needed: checkpoint writers are spawned processes that import this module again.
 if __name__ == "__main__":

@@ -27,7 +27,7 @@ from torch import Tensor
 from megasink.data.replaced_tokens import Replacement
 from megasink.errors import UserError
 from megasink.training.checks.vocabulary import known_ids, replacement_of
-from megasink.upstream.epochs import shuffling_each_epoch
+from megasink.upstream.epoch_shuffle import shuffling_each_epoch
 
 
 def replace_in_sample(

@@ -33,15 +33,15 @@ from megatron.training import get_args, training
 from megatron.training.async_utils import maybe_finalize_async_save
 from megatron.training.checkpointing import append_to_progress_log
 
+from megasink.checkpoints.damage import checkpoint_path, damage
 from megasink.checkpoints.find import delete, newest_checkpoint
-from megasink.checkpoints.intact import checkpoint_path, damage
 from megasink.console.printable import say
-from megasink.console.stopping import starting_processes
-from megasink.training.checks.memory import CHECKPOINT_BYTES, available
-from megasink.training.guard import end, guard
-from megasink.training.helper_process import live_with_rank, write
+from megasink.console.signals import starting_processes
+from megasink.training.async_checkpoint_process import live_with_rank, write
+from megasink.training.checks.host_memory import CHECKPOINT_BYTES, available
 from megasink.training.stop import SIGNALS
-from megasink.upstream.training import (
+from megasink.training.watchdog import end, guard
+from megasink.upstream.training_patches import (
     CHECKPOINT_WRITER,
     RESULTS_QUEUE,
     RETAINED_CHECKPOINTS,

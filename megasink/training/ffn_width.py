@@ -1,14 +1,14 @@
 """Parameters that gates and switch heads add, and the FFN width that compensates for them (P1.21).
 
-`options`: see :mod:`megasink.attention.variants.gates`.
+`options`: see :mod:`megasink.attention.variants.gate_options`.
 """
 
 from argparse import Namespace
 from dataclasses import dataclass
 from typing import Any
 
-from megasink.attention.variants.gates import gate_shape, gates_explicitly
-from megasink.attention.variants.switch import switch_rows
+from megasink.attention.variants.gate_options import gate_shape, gates_explicitly
+from megasink.attention.variants.switch_options import switch_rows
 from megasink.errors import ConfigError
 
 # Divisible by every common tensor-parallel size; at TP=8 the GEMMs still have a multiple of 16

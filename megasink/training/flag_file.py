@@ -15,7 +15,7 @@ from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
-from megasink.data.output import is_stored
+from megasink.data.dataset_files import is_stored
 from megasink.errors import UserError
 from megasink.files.json_file import read_text
 from megasink.options.megatron_flags import CHOICES, REFUSED, having

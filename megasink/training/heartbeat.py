@@ -16,9 +16,9 @@ from datetime import timedelta
 from typing import Any
 
 from megasink.errors import listed
-from megasink.training.guard import HAS_ENDED, ON_DISK, Clock, end, guard, state_of
 from megasink.training.stop import RankState
 from megasink.training.waiting import here, is_first_here, machine, node, on_several_hosts, until
+from megasink.training.watchdog import HAS_ENDED, ON_DISK, Clock, end, guard, state_of
 
 _ENTRIES = "256"  # operations that the recorder keeps; unfinished ones are the newest
 

@@ -13,27 +13,27 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from megasink import plugins
-from megasink.checkpoints.intact import newest_intact
+from megasink.checkpoints.damage import newest_intact
 from megasink.console.printable import say, say_next
 from megasink.console.progress import progress
-from megasink.console.stopping import name_of
+from megasink.console.signals import name_of
 from megasink.errors import ConfigError, Stopped, UserError, unknown_name
 from megasink.files.json_file import objects_in, read_text
 from megasink.files.system_errors import writing
-from megasink.options.command_line import CommandParser, without
+from megasink.options.command_parser import CommandParser, without
 from megasink.options.run_options import RESUME, add_options
-from megasink.training import arguments, job, recipes
+from megasink.training import parse_arguments, preflight, recipes
 from megasink.training.flag_file import named_values
 from megasink.training.lease import clear, wait_until_expired, writer_of
 from megasink.training.metrics_file import NewLines, weak_loss
-from megasink.training.replay import replayed
+from megasink.training.resume_flags import replayed
 from megasink.training.run_dir import folder_problem, has_finished_step
 from megasink.training.stop import FAILURES, FOR_TORCHRUN, SIGNALS, first_error, left, raised
 
 if TYPE_CHECKING:  # imported only where ranks are started: they are most of the start-up
     from rich.console import Console
 
-    from megasink.training.ranks import Ranks
+    from megasink.training.torchrun_processes import Ranks
 
 _OF_THE_LAUNCHER = ("--ranks", "--run-dir", "--resume")
 _SMALL = 1 << 16  # bytes; a disk without room for them is full
@@ -104,11 +104,12 @@ def main(argv: Sequence[str] | None = None) -> int:
         again = replayed(flags_of_last_start(run_dir, flags), flags, run_dir)
         flags = [*again, *flags, "--resume", resume]
     words = ["--run-dir", str(run_dir), *again, *words]
-    ranks = arguments.look(words, own_parser()).ranks
+    ranks = parse_arguments.look(words, own_parser()).ranks
     if ranks is not None and ranks < 1:
         raise UserError(f"--ranks {ranks}: use 1 or more")
     before = ranks_of_last_start(run_dir) if resume else None
-    (options,) = job.check([job.Line(["--run-dir", str(run_dir), *flags], ranks, before)])
+    start = preflight.Line(["--run-dir", str(run_dir), *flags], ranks, before)
+    (options,) = preflight.check([start])
     if isinstance(options, ConfigError):
         if writer_of(run_dir):  # what it has not finished is not damaged
             wait_until_expired(run_dir, say)
@@ -168,7 +169,7 @@ def launch(flags: Sequence[str], run_dir: Path, ranks: int, steps: int | None) -
     """
     from rich.console import Console
 
-    from megasink.training.ranks import Ranks
+    from megasink.training.torchrun_processes import Ranks
 
     logs = run_dir / "logs" / time.strftime("%Y%m%d-%H%M%S")
     console = Console()
@@ -177,7 +178,7 @@ def launch(flags: Sequence[str], run_dir: Path, ranks: int, steps: int | None) -
     of_torchrun += [f"--nproc-per-node={ranks}", f"--log-dir={logs}", "--redirects=3"]
     words = ["--run-dir", str(run_dir), *flags]
     of_torchrun += ["-m", "megasink.training", *words]
-    checked = {arguments.CHECKED: arguments.digest(words)}
+    checked = {parse_arguments.CHECKED: parse_arguments.digest(words)}
     new_lines = NewLines(run_dir / "metrics.jsonl")
     try:
         logs.mkdir(parents=True, exist_ok=True)

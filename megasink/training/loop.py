@@ -22,32 +22,32 @@ from megatron.training.argument_utils import pretrain_cfg_container_from_args
 from megatron.training.global_vars import set_global_variables
 
 from megasink import cpu
-from megasink.checkpoints.without_code import loading_without_code
-from megasink.figures import curves
+from megasink.checkpoints.code_free_loading import loading_without_code
+from megasink.figures import run_figure
 from megasink.megatron import model_of_arguments
 from megasink.megatron.hybrid_pattern import recurrent
-from megasink.training import forward
-from megasink.training.arguments import refusals_of_megatron
+from megasink.training import forward_step
+from megasink.training.build_datasets import datasets_provider
 from megasink.training.checkpoint_writer import (
     checkpoint_helpers,
     choosing_by_size,
     keeping_whole_checkpoints,
 )
-from megasink.training.checks.attention import kernel_choices
-from megasink.training.checks.blends import parts
-from megasink.training.dataset import datasets_provider
-from megasink.training.endings import explained
-from megasink.training.foreign import accepting_megatrons_checkpoints
-from megasink.training.guard import guard
+from megasink.training.checks.kernels import kernel_choices
+from megasink.training.dataset_blends import parts
+from megasink.training.exit_reasons import explained
+from megasink.training.load_other_models import accepting_megatrons_checkpoints
+from megasink.training.metric_records import is_observed
 from megasink.training.metrics_file import weak_loss
 from megasink.training.metrics_writer import MetricsWriter, writing_metrics
-from megasink.training.optimizer import grouping_sink_parameters, laying_out_matrices
-from megasink.training.phases import agreeing_on_signals, following_phases
-from megasink.training.series import is_observed
-from megasink.training.start import starting
+from megasink.training.optimizer_groups import grouping_sink_parameters, laying_out_matrices
+from megasink.training.parse_arguments import refusals_of_megatron
+from megasink.training.rank_phases import agreeing_on_signals, following_phases
+from megasink.training.start_run import starting
 from megasink.training.stop import RankState
-from megasink.upstream import fused
-from megasink.upstream.training import EVALUATION, FAULT_TOLERANCE, HYBRID_COUNTS
+from megasink.training.watchdog import guard
+from megasink.upstream import fused_kernels
+from megasink.upstream.training_patches import EVALUATION, FAULT_TOLERANCE, HYBRID_COUNTS
 
 
 def run(args: Namespace, identity: dict[str, Any]) -> None:
@@ -81,14 +81,14 @@ def _end_loader_workers() -> None:
 
 def _train(args: Namespace, store: Any) -> None:
     if args.rank == 0 and not cpu.is_active():
-        print(fused.describe(), flush=True)
+        print(fused_kernels.describe(), flush=True)
     if args.rank == 0 and args.attention_similarity != "softmax":
         print(f"attention: {args.attention_similarity} similarity, in chunks of rows", flush=True)
     elif args.rank == 0:
         choices = kernel_choices(args)
         for title, choice in choices.items():
             print(f"attention: {title} on {choice}", flush=True)
-        for line in dict.fromkeys(filter(None, map(fused.faster, choices.values()))):
+        for line in dict.fromkeys(filter(None, map(fused_kernels.faster, choices.values()))):
             print(f"attention: {line}", flush=True)
     with refusals_of_megatron():
         model = model_of_arguments.model_config(args)
@@ -122,10 +122,11 @@ def _train(args: Namespace, store: Any) -> None:
         for seam in seams:
             stack.enter_context(seam)
         kind = ModelType.encoder_or_decoder
-        megatron_pretrain(container, datasets_provider, kind, forward.forward_step, store=store)
+        step = forward_step.forward_step
+        megatron_pretrain(container, datasets_provider, kind, step, store=store)
     # The rank that wrote the metrics has all of them.
     if metrics and args.rank == args.world_size - 1:
-        print(f"picture: {curves.draw_run(Path(args.run_dir))}", flush=True)
+        print(f"picture: {run_figure.draw_run(Path(args.run_dir))}", flush=True)
         if note := weak_loss(metrics, args.head_balance_coeff):
             print(f"megasink: {note}", flush=True)
 

@@ -1,4 +1,4 @@
-"""Write a run's metrics after every step and every evaluation; series.py defines the records.
+"""Write a run's metrics after every step and evaluation; metric_records.py defines the records.
 
 Megatron 0.19 has no per-step callback: ``training_log`` and ``evaluate`` are wrapped. The values of
 a step reach the host by a copy without waiting, and are written one step later, or at once in a
@@ -23,16 +23,16 @@ from megatron.training import get_args, get_tensorboard_writer, get_wandb_writer
 from tensorboard.compat.proto.event_pb2 import Event, SessionLog
 from torch import Tensor
 
-from megasink.checkpoints.intact import iterations
+from megasink.checkpoints.damage import iterations
 from megasink.errors import UserError
-from megasink.figures.heatmap import importance_picture
-from megasink.figures.losses import Divergence, SpikeCounter
+from megasink.figures.importance_heatmap import importance_picture
+from megasink.figures.loss_spikes import Divergence, SpikeCounter
 from megasink.megatron.head_balance import HeadBalance
-from megasink.training import series
-from megasink.training.forward import BITS_PER_BYTE, LM_LOSS
+from megasink.training import metric_records
+from megasink.training.forward_step import BITS_PER_BYTE, LM_LOSS
 from megasink.training.metrics_file import MetricsFile
 from megasink.training.stop import DIVERGES
-from megasink.upstream.training import METRICS
+from megasink.upstream.training_patches import METRICS
 
 BALANCE_LOSS = "head balance loss"
 IMBALANCE = "head imbalance"
@@ -46,7 +46,7 @@ class MetricsWriter:
     def __init__(self, statistics: HeadBalance, metrics: Path | None):
         args = get_args()
         self._statistics = statistics
-        self._rows = series.HeadRows.of(args.hybrid_layer_pattern)
+        self._rows = metric_records.HeadRows.of(args.hybrid_layer_pattern)
         self._owner = args.rank == args.world_size - 1
         self._file = MetricsFile(metrics if self._owner else None)
         self._opened = False
@@ -56,7 +56,7 @@ class MetricsWriter:
         self._iteration, self._split = 0, "valid"
         self._known: list[dict[str, Any]] = []
         # Steps to write, oldest first: the part that the host knows, the rest.
-        self._waiting: deque[tuple[dict[str, Any], series.StepValues]] = deque()
+        self._waiting: deque[tuple[dict[str, Any], metric_records.StepValues]] = deque()
         self._counts_heads: bool | None = None  # not known before the first step
         self._newest: tuple[int, Tensor] | None = None  # importance_LH, until it is drawn
 
@@ -67,13 +67,13 @@ class MetricsWriter:
         balance = self._statistics
         # --iterations-to-skip has steps without a forward pass.
         statistics = balance.last if balance.last_number == self._iteration - 1 else None
-        logs = series.is_observed(args, self._iteration)
+        logs = metric_records.is_observed(args, self._iteration)
         if self._owner:
             losses = call["loss_dict"]
             self._open()
             while self._waiting and self._waiting[0][1].are_here:
                 self._write(*self._waiting.popleft())
-            values = series.StepValues(losses.get(LM_LOSS), statistics, self._rows)
+            values = metric_records.StepValues(losses.get(LM_LOSS), statistics, self._rows)
             self._waiting.append((self._record(call), values))
             if self._counts_heads is None and statistics is not None:
                 self._counts_heads = values.read()[1] is not None  # the model's, in every step
@@ -91,14 +91,15 @@ class MetricsWriter:
         while self._waiting:
             self._write(*self._waiting.popleft())
 
-    def _write(self, record: dict[str, Any], values: series.StepValues) -> None:
+    def _write(self, record: dict[str, Any], values: metric_records.StepValues) -> None:
         """Add a step's values to its record, and write it."""
-        iteration, logs = record["iteration"], series.is_observed(get_args(), record["iteration"])
+        iteration = record["iteration"]
+        logs = metric_records.is_observed(get_args(), iteration)
         record["lm_loss"], read = values.read()
         if record["lm_loss"] is not None and not record["skipped"]:
             self._follow(iteration, record["lm_loss"])
         if read is not None:
-            record |= self._rows.names() | series.head_record(read, details=logs)
+            record |= self._rows.names() | metric_records.head_record(read, details=logs)
             self._newest = (iteration, read.importance_LH)
             if self._draws(iteration):
                 self._draw(get_tensorboard_writer(), get_wandb_writer())
@@ -107,7 +108,7 @@ class MetricsWriter:
             speed, memory = self._speed(record), torch.cuda.memory_stats()
             scalars = {"tokens per second": speed}
             scalars["memory in GiB"] = memory["allocated_bytes.all.peak"] / 2**30
-            self._write_scalars(iteration, scalars | series.head_scalars(record))
+            self._write_scalars(iteration, scalars | metric_records.head_scalars(record))
             self._print(record, speed)
         self._file.write(record)
 
@@ -125,18 +126,18 @@ class MetricsWriter:
         sinks: dict[str, Any] = {}
         if self._statistics.sinks is not None:
             rates = (rate_LH[self._rows.rows] for rate_LH in self._statistics.sink_rates())
-            sinks = series.sink_record(split, *rates)
+            sinks = metric_records.sink_record(split, *rates)
         if not self._owner or not losses:
             return
-        record[f"{split}_lm_loss"] = series.number(losses.get(LM_LOSS))
+        record[f"{split}_lm_loss"] = metric_records.number(losses.get(LM_LOSS))
         if BITS_PER_BYTE in losses:
-            record[f"{split}_bits_per_byte"] = series.number(losses[BITS_PER_BYTE])
+            record[f"{split}_bits_per_byte"] = metric_records.number(losses[BITS_PER_BYTE])
         self._open()
         record |= self._rows.names() | sinks if sinks else {}
         if record not in self._known:  # resuming a finished run evaluates it again
             self._file.write(record)
         if sinks:
-            scalars = series.sink_scalars(sinks, split)
+            scalars = metric_records.sink_scalars(sinks, split)
             self._write_scalars(self._iteration, scalars)
             text = " | ".join(f"{name} {value:.2f}%" for name, value in scalars.items())
             print(f"megasink: {text}", flush=True)
@@ -163,7 +164,7 @@ class MetricsWriter:
             "iteration": self._iteration,
             "lm_loss": None,
             "learning_rate": call["learning_rate"],
-            "grad_norm": series.number(call["grad_norm"]),
+            "grad_norm": metric_records.number(call["grad_norm"]),
             "skipped": int(call["skipped_iter"]),
             "consumed_samples": args.consumed_train_samples,
             "tokens": args.consumed_train_samples * args.seq_length,

@@ -16,19 +16,19 @@ from pathlib import Path
 from typing import Any
 
 from megasink import cpu, plugins
-from megasink.console.stopping import escape_output
-from megasink.cpu import broken
-from megasink.cpu.process import prepare_process
+from megasink.console.printable import escape_output
+from megasink.cpu import broken_packages
+from megasink.cpu.prepare_process import prepare_process
 from megasink.errors import ConfigError, Stopped, UserError
 from megasink.files.atomic import lock_folder, remove_dead
 from megasink.files.system_errors import explained as explained_by_system
-from megasink.training import arguments, heartbeat, network, recipes, stop
-from megasink.training.checks import memory
-from megasink.training.endings import named, reports, tell, wait_for_first
+from megasink.training import heartbeat, network, parse_arguments, recipes, stop
+from megasink.training.checks import host_memory
+from megasink.training.exit_reasons import named, reports, tell, wait_for_first
 from megasink.training.flag_file import given_device, named_values
-from megasink.training.guard import guard
 from megasink.training.stop import RankState
 from megasink.training.waiting import refuse_another_world
+from megasink.training.watchdog import guard
 
 _PREFIX = "msocks-"  # short: the path of a socket has at most 107 bytes
 
@@ -40,13 +40,13 @@ def pretrain(argv: Sequence[str]) -> None:
     heartbeat.record()
     if guard.is_looking:
         heartbeat.start()
-    args, identity = arguments.parse(argv)
-    if problems := list(memory.problems(args)):
+    args, identity = parse_arguments.parse(argv)
+    if problems := list(host_memory.problems(args)):
         raise ConfigError(problems)
     guard.timeout = 60.0 * args.distributed_timeout_minutes
     if args.rank == 0:
         print(cpu.describe(), flush=True)
-        for line in broken.describe():
+        for line in broken_packages.describe():
             print(f"not used: {line}", flush=True)
     # Imports Megatron, for which the process is prepared above.
     from megasink.training import loop

@@ -23,13 +23,13 @@ from pathlib import Path
 from typing import Any
 
 import megasink
-from megasink.checkpoints import carried
+from megasink.checkpoints import hf_entries
+from megasink.checkpoints.damage import TRACKER, go_back_to_intact, iterations, newest_intact
 from megasink.checkpoints.find import newest_checkpoint, runs_in
-from megasink.checkpoints.identity import MODEL, plain
-from megasink.checkpoints.intact import TRACKER, go_back_to_intact, iterations, newest_intact
-from megasink.checkpoints.tokenizer import OWN, copy_tokenizer
+from megasink.checkpoints.model_arguments import MODEL, plain
+from megasink.checkpoints.run_tokenizer import OWN, copy_tokenizer
 from megasink.console.printable import printable
-from megasink.data.output import is_stored
+from megasink.data.dataset_files import is_stored
 from megasink.errors import UserError
 from megasink.files.atomic import atomic_text
 from megasink.files.json_file import open_file, read_object
@@ -39,7 +39,7 @@ from megasink.options.megatron_flags import having
 from megasink.training.flag_file import toml_lines
 from megasink.training.lease import is_part_of_a_lease
 from megasink.training.recipes import OF_RUN
-from megasink.training.replay import differences_of, flags_of_words
+from megasink.training.resume_flags import differences_of, flags_of_words
 from megasink.upstream.versions import versions
 
 # The model, data and loss define a run; layout, length and learning rate may change on resume.
@@ -291,7 +291,7 @@ def _write_config(
         "seed": args.seed,
         "versions": {"megasink": megasink.__version__} | versions(),
         "git": git_hash(),
-        **carried.entry(args, folder, resumed=resumed_from is not None),
+        **hf_entries.entry(args, folder, resumed=resumed_from is not None),
     }
     atomic_text(folder / "config.json", json.dumps(config, indent=1) + "\n")
     start = {

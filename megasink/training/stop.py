@@ -16,8 +16,8 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 
-from megasink.console.stopping import SIGNALS as OF_COMMANDS
-from megasink.console.stopping import handle, handling, hear, name_of
+from megasink.console.signals import SIGNALS as OF_COMMANDS
+from megasink.console.signals import handle, handling, hear, name_of
 from megasink.errors import Stopped, UserError
 from megasink.files.json_file import read_text
 from megasink.training.waiting import on_several_hosts
@@ -156,7 +156,7 @@ def _hear(receiving: int) -> None:
                 leave(number)
 
 
-# Name in the folder of logs: agent.py's list of failed ranks.
+# Name in the folder of logs: torchrun_agent.py's list of failed ranks.
 FAILURES = "failures.json"
 _ERROR = "megasink: error: "
 # In the messages of runs that ended because of their loss.

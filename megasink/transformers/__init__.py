@@ -16,8 +16,8 @@ from typing import Any
 
 from transformers import AttentionInterface, AttentionMaskInterface
 
-from megasink.transformers.attention import megasink_attention
-from megasink.transformers.sequences import Sequences, megasink_mask
+from megasink.transformers.attention_function import megasink_attention
+from megasink.transformers.attention_mask import Sequences, megasink_mask
 
 NAME = "megasink"
 
@@ -36,13 +36,13 @@ __all__ = [
 
 def __getattr__(name: str) -> Any:
     if name in ("HeadBalanceLoss", "HeadBalance"):
-        from megasink.transformers.balance import HeadBalanceLoss
+        from megasink.transformers.balance_loss import HeadBalanceLoss
 
         if name == "HeadBalance":  # the name of the class for Megatron
             warnings.warn("HeadBalance is now HeadBalanceLoss", DeprecationWarning, stacklevel=2)
         return HeadBalanceLoss
     if name == "HeadBalanceCallback":
-        from megasink.transformers.callback import HeadBalanceCallback
+        from megasink.transformers.trainer_callback import HeadBalanceCallback
 
         return HeadBalanceCallback
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -15,7 +15,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from megasink.balance.loss import wrong_alone, wrong_together
 from megasink.config import Scope
 from megasink.errors import UserError
-from megasink.transformers.blocks import (
+from megasink.transformers.decoder_blocks import (
     Block,
     Reader,
     check_gated,

@@ -11,11 +11,11 @@ import torch
 from torch import Tensor
 
 from megasink.attention import gate_sum
-from megasink.balance.layer import LayerBalance, attach_gradient
+from megasink.balance.layer_loss import LayerBalance, attach_gradient
 from megasink.balance.step import Factors, LossStep
 from megasink.config import HeadBalanceOptions
 from megasink.errors import UserError
-from megasink.transformers.blocks import Reader
+from megasink.transformers.decoder_blocks import Reader
 
 
 class OneRank:
@@ -59,7 +59,7 @@ class Microbatch:
 
 
 class Owner(Protocol):
-    """The part of :class:`megasink.transformers.balance.HeadBalanceLoss` that layers read."""
+    """The part of :class:`megasink.transformers.balance_loss.HeadBalanceLoss` that layers read."""
 
     heads: int
     options: HeadBalanceOptions

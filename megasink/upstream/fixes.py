@@ -5,7 +5,7 @@ from collections.abc import Callable
 from typing import Any
 
 from megasink.errors import UserError
-from megasink.upstream.register import patches
+from megasink.upstream.patch_register import patches
 
 _patch = patches("always", "tests/cpu/test_patches.py")
 

@@ -63,7 +63,7 @@ def check_versions() -> None:
 def have_transformer_engine() -> bool:
     """Return whether TransformerEngine can be imported (its modules also need CUDA)."""
     spec = importlib.util.find_spec("transformer_engine")
-    return spec is not None and spec.origin is not None  # a blocked one has no file (cpu/broken.py)
+    return spec is not None and spec.origin is not None  # a blocked one (cpu/) has no file
 
 
 def have_apex() -> bool:

@@ -6,8 +6,8 @@ from dataclasses import dataclass
 import numpy as np
 import pytest
 
-from megasink.analysis import store
-from megasink.analysis.store import write_results
+from megasink.analysis import result_store
+from megasink.analysis.result_store import write_results
 from megasink.errors import UserError
 
 
@@ -39,7 +39,7 @@ def test_a_full_disk_is_told(tmp_path, monkeypatch, kept):
     def full(*_):
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(store, "write_csv", full)
+    monkeypatch.setattr(result_store, "write_csv", full)
     with pytest.raises(UserError, match="No space left") as told:
         write_results(tmp_path, {"new.txt": "new", "new.csv": [{"a": 1}]}, ["*.csv"], kept=kept)
     assert ("without measuring again" in str(told.value)) == kept

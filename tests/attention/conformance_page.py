@@ -5,7 +5,7 @@ from pathlib import Path
 from rich.console import Console
 
 from megasink.attention.conformance import CASES
-from megasink.cli.conformance import report
+from megasink.cli.doctor_attention import report
 
 PAGE = Path(__file__).resolve().parents[2] / "megasink" / "attention" / "README.md"
 NAMES = ("eager", "sdpa", "megasink", "flash-cpu", "DotProductAttention", "CoreAttention")

@@ -18,7 +18,7 @@ from megasink.attention import (
 )
 from megasink.attention.call import Arriving, Results
 from megasink.attention.gate_kernels import gate_kernels_named
-from megasink.attention.gate_kernels.fused import TritonGateKernels
+from megasink.attention.gate_kernels.triton_gate_kernels import TritonGateKernels
 from megasink.attention.injection import inject_lse_gradient
 from megasink.attention.kernels import forget_choices
 from megasink.attention.layout import empty_in_order_of

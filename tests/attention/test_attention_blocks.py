@@ -4,9 +4,9 @@ import pytest
 import torch
 
 from megasink.attention import AttentionCall, BackwardTensors
-from megasink.attention.blocks import merge_, plan_blocks
 from megasink.attention.kernels import backend_named
 from megasink.attention.kernels.eager import EagerBackend
+from megasink.attention.mask_blocks import merge_, plan_blocks
 from megasink.attention.masked import backward_masked, forward_masked
 from tests.attention.attention_oracle import make_case
 

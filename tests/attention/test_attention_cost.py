@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from megasink.attention.call import Slot
-from megasink.attention.gate_kernels import fused
+from megasink.attention.gate_kernels import triton_gate_kernels
 from megasink.attention.kernels import forget_choices
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -21,7 +21,7 @@ def cost():
     with pytest.MonkeyPatch.context() as patch:
         patch.syspath_prepend(ROOT / "benchmarks")
         spec.loader.exec_module(module)
-        patch.setattr(fused, "_toolchain_reason", lambda: None)
+        patch.setattr(triton_gate_kernels, "_toolchain_reason", lambda: None)
         forget_choices()
         yield module
     forget_choices()

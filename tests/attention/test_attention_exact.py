@@ -13,7 +13,7 @@ from megasink.attention import (
     reference_slot_attention,
     slot_attention,
 )
-from megasink.attention.gate_kernels import plain as definition
+from megasink.attention.gate_kernels import plain_gate_kernels as definition
 from tests.attention.attention_oracle import (
     assert_at_most_twice_plain_error,
     check,

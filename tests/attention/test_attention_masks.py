@@ -17,7 +17,7 @@ from megasink.attention import (
     reference_slot_attention,
     slot_attention,
 )
-from megasink.attention.blocks import plan_blocks
+from megasink.attention.mask_blocks import plan_blocks
 from megasink.errors import ConfigError
 from tests.attention.attention_oracle import assert_at_most_twice_plain_error, check, make_case
 

@@ -10,7 +10,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from megasink.attention import VARIANTS, AttentionCall, attention, functional
 from megasink.attention import custom_op as slot_op
 from megasink.attention.call import Slot
-from megasink.attention.gate_kernels import plain as definition
+from megasink.attention.gate_kernels import plain_gate_kernels as definition
 from tests.attention.attention_oracle import check, evaluate, make_case
 
 

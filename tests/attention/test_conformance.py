@@ -21,7 +21,7 @@ from megasink.attention.conformance import (
     kernel,
 )
 from megasink.attention.kernels import backend_names
-from megasink.cli import conformance
+from megasink.cli import doctor_attention
 from megasink.errors import UserError
 from tests.attention.conformance_page import PAGE, table
 from tests.distributed.layout import SINGLE
@@ -276,7 +276,7 @@ def test_the_command(capsys, monkeypatch):
     monkeypatch.setenv("COLUMNS", "200")
     assert cli.main(["doctor", "--attention", "flash-cpu"]) == 0
     assert "GQA, sinks" in capsys.readouterr().out
-    monkeypatch.setattr(conformance, "CASES", CASES[:2])
+    monkeypatch.setattr(doctor_attention, "CASES", CASES[:2])
     code, found = columns_of("sdpa")
     assert code == 1
     assert [v["verdict"] for v in found["attn_implementation"]] == [RIGHT] * 2 + [DROPPED] * 2
@@ -286,11 +286,13 @@ def test_the_command(capsys, monkeypatch):
     out = capsys.readouterr().out
     assert "every case" in out
     assert "sinks of 0" not in out
-    monkeypatch.setattr(conformance.cpu, "cuda_present", lambda: True)  # without the CPU platform
+    monkeypatch.setattr(
+        doctor_attention.cpu, "cuda_present", lambda: True
+    )  # without the CPU platform
     for name, words in (
         ("spda", "did you mean sdpa?"),
         ("math:sin", "not a class"),
         ("nowhere:Class", "No module named 'nowhere'"),
     ):
         with pytest.raises(UserError, match=words):
-            conformance.report(name, 16, Console(quiet=True))
+            doctor_attention.report(name, 16, Console(quiet=True))

@@ -21,7 +21,7 @@ from megasink.attention import (
     first_key_gate,
 )
 from megasink.attention.call import Arriving, AttentionCall, Results
-from megasink.attention.gate_kernels import FirstKey, fused, gate_kernels_named
+from megasink.attention.gate_kernels import FirstKey, gate_kernels_named, triton_gate_kernels
 from megasink.attention.kernels import forget_choices
 from megasink.errors import ConfigError
 
@@ -218,7 +218,7 @@ def test_the_launches_of_a_forward_and_backward(recorded):
 def toolchain(monkeypatch):
     """Triton and what it needs are there."""
     pytest.importorskip("triton")
-    monkeypatch.setattr(fused, "_toolchain_reason", lambda: None)
+    monkeypatch.setattr(triton_gate_kernels, "_toolchain_reason", lambda: None)
 
 
 @pytest.mark.usefixtures("toolchain")
@@ -254,17 +254,19 @@ def test_refusals(request_, reason):
 def test_a_machine_that_cannot_build_tritons_launcher_is_named(monkeypatch):
     pytest.importorskip("triton")
     monkeypatch.delenv("CC", raising=False)
-    monkeypatch.setattr(fused.shutil, "which", lambda name: None)
-    fused._toolchain_reason.cache_clear()
+    monkeypatch.setattr(triton_gate_kernels.shutil, "which", lambda name: None)
+    triton_gate_kernels._toolchain_reason.cache_clear()
     try:
         assert "C compiler: install gcc" in choose_gate_kernels(A100).reasons["triton"]
-        fused._toolchain_reason.cache_clear()
+        triton_gate_kernels._toolchain_reason.cache_clear()
         forget_choices()
-        monkeypatch.setattr(fused.shutil, "which", lambda name: f"/usr/bin/{name}")
-        monkeypatch.setattr(fused.sysconfig, "get_paths", lambda: {"include": "/nowhere"})
+        monkeypatch.setattr(triton_gate_kernels.shutil, "which", lambda name: f"/usr/bin/{name}")
+        monkeypatch.setattr(
+            triton_gate_kernels.sysconfig, "get_paths", lambda: {"include": "/nowhere"}
+        )
         assert "/nowhere/Python.h is missing" in choose_gate_kernels(A100).reasons["triton"]
     finally:
-        fused._toolchain_reason.cache_clear()
+        triton_gate_kernels._toolchain_reason.cache_clear()
 
 
 def test_without_triton(monkeypatch):

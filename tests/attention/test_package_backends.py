@@ -15,7 +15,7 @@ from megasink.attention import (
     reference_slot_attention,
     slot_attention,
 )
-from megasink.attention.gate_kernels import OWN, fused
+from megasink.attention.gate_kernels import OWN, triton_gate_kernels
 from megasink.attention.kernels import backend_named
 from megasink.errors import ConfigError
 from tests.attention import upstream_kernels
@@ -35,7 +35,7 @@ B200 = replace(H100, compute_capability=(10, 0))
 
 @pytest.fixture(autouse=True)
 def _forget_choices(monkeypatch):
-    monkeypatch.setattr(fused, "_toolchain_reason", lambda: "not in these tests")
+    monkeypatch.setattr(triton_gate_kernels, "_toolchain_reason", lambda: "not in these tests")
     yield
     forget_choices()
 

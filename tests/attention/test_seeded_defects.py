@@ -9,7 +9,7 @@ import math
 import pytest
 
 from megasink.attention import VARIANTS, gate_kernels, kernels
-from megasink.attention.gate_kernels import launch, plain
+from megasink.attention.gate_kernels import plain_gate_kernels, slot_launch
 from megasink.attention.kernels.aten_cpu import FlashCpuBackend
 from tests.gpu import cases, test_attention_gpu, test_edges_gpu
 
@@ -65,7 +65,7 @@ class HalfOfDelta(StandIn):
         return super().launch_backward(tensors._replace(out_BHTD=tensors.out_BHTD * 0.5), call)
 
 
-class Borrowing(plain.PlainGateKernels):
+class Borrowing(plain_gate_kernels.PlainGateKernels):
     """Writes the injected rows into dO and O, as the Triton kernels do."""
 
     name, borrows = "borrowing", True
@@ -78,7 +78,7 @@ class Borrowing(plain.PlainGateKernels):
             kept = [tensor.clone() for tensor in lent]
             for tensor, injected in zip(lent, [row.clone() for row in rows], strict=True):
                 tensor.copy_(injected)
-            yield plain.BeforeBackward(*lent, *before[2:])
+            yield plain_gate_kernels.BeforeBackward(*lent, *before[2:])
             for tensor, value in zip(lent, kept, strict=True):
                 tensor.copy_(value)
 
@@ -155,24 +155,24 @@ def test_a_defect_of_a_kernel_is_seen(red, kernel, needed):
 def test_an_output_gradient_that_is_overwritten_is_seen(red, monkeypatch):
     """Without the copies that `lent` makes, and only where memory is shared."""
     monkeypatch.setattr(
-        launch, "lent", lambda arriving, slotted, results, lends: (arriving, results)
+        slot_launch, "lent", lambda arriving, slotted, results, lends: (arriving, results)
     )
     assert red(StandIn()) == {f"shared memory {variant}" for variant in VARIANTS}
 
 
 def test_a_wrong_sign_of_the_sinks_gradient_is_seen(red, monkeypatch):
-    of_slot = plain._slot_logit_grad
-    monkeypatch.setattr(plain, "_slot_logit_grad", lambda *given: -of_slot(*given))
+    of_slot = plain_gate_kernels._slot_logit_grad
+    monkeypatch.setattr(plain_gate_kernels, "_slot_logit_grad", lambda *given: -of_slot(*given))
     needed = {"outputs sink", "window sink", "large sinks", "low scores"}
     assert red(StandIn(), needed) == needed
 
 
 def test_an_lse_without_the_sink_is_seen(red, monkeypatch):
-    forward = plain.PlainGateKernels.slot_forward
+    forward = plain_gate_kernels.PlainGateKernels.slot_forward
 
     def without(self, query, out, lse, *slot):
         return forward(self, query, out, lse, *slot)._replace(lse_BHT=lse.contiguous())
 
-    monkeypatch.setattr(plain.PlainGateKernels, "slot_forward", without)
+    monkeypatch.setattr(plain_gate_kernels.PlainGateKernels, "slot_forward", without)
     needed = {"outputs sink", "outputs off-by-one", "large sinks"}
     assert red(StandIn(), needed) == needed

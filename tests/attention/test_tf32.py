@@ -7,7 +7,7 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from megasink.attention.biases import _BiasLogit
+from megasink.attention.key_value_biases import _BiasLogit
 from megasink.attention.layout import dot_with_each_row, weighted_row_sum
 
 

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from megasink.balance.layer import attach_gradient
+from megasink.balance.layer_loss import attach_gradient
 from megasink.balance.step import Factors
 
 COEFFICIENTS_H = torch.tensor([0.5, -2.0, 1.0])

@@ -5,7 +5,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from megasink.balance.layer import LayerBalance
+from megasink.balance.layer_loss import LayerBalance
 from megasink.balance.step import LossStep, Phase
 
 ONE_RANK = SimpleNamespace(size=lambda: 1, rank=lambda: 0)

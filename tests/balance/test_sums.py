@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from megasink.balance.sums import HeadSums
+from megasink.balance.gate_sums import HeadSums
 from tests.distributed.layout import SINGLE
 
 ROUTED = torch.tensor([True, True])

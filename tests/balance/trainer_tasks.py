@@ -24,7 +24,7 @@ class _Recorded:
 
 def order_of_events(flags: list[str], ranks: int, port: int) -> list[str]:
     """What a rank does in the steps of a run of the trainer, in order."""
-    from megasink.cpu.process import prepare_process
+    from megasink.cpu.prepare_process import prepare_process
 
     prepare_process()
     from megatron.core.optimizer.optimizer import FP32Optimizer
@@ -78,7 +78,7 @@ def _between(function: Callable[..., Any], text: str, events: list[str]) -> Call
 
 def one_of_many(flags: list[str], ranks: list[int], world: int) -> Any:
     """One rank of a large world, by Megatron's fake process group; each worker takes another."""
-    from megasink.cpu.process import prepare_process
+    from megasink.cpu.prepare_process import prepare_process
     from megasink.training.pretrain import pretrain
 
     mine = ranks[int(os.environ["POOL_RANK"])]

@@ -9,8 +9,8 @@ import torch
 from megatron.core import parallel_state
 from megatron.core.utils import get_model_config
 
+from megasink.balance.gate_sums import HeadSums
 from megasink.balance.step import Phase
-from megasink.balance.sums import HeadSums
 from megasink.megatron.core_attention import CoreAttention
 from tests.distributed import tiny_gpt
 

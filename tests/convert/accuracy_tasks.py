@@ -13,7 +13,7 @@ def import_released(folder: str, config: dict[str, Any]) -> dict[str, Any]:
 
     from megasink.checkpoints.find import find_checkpoint
     from megasink.convert import from_hf
-    from megasink.convert.verify import verify_logits
+    from megasink.convert.verify_logits import verify_logits
 
     transformers.logging.set_verbosity_error()
     transformers.logging.disable_progress_bar()
@@ -70,19 +70,21 @@ def instruments(folder: str) -> dict[str, str | None]:
 
 def accuracy(folder: str) -> dict[str, str]:
     """Export folder/run; a row of benchmarks/convert_accuracy.py."""
-    from megasink.convert import to_hf, verify
+    from megasink.convert import to_hf, verify_logits
 
     source = to_hf.source_of(Path(folder) / "run")
     hf = Path(folder) / "hf"
     target = to_hf.export(source, hf, say=lambda line: None)
-    tokens = verify.sample_tokens(source.model, None)
+    tokens = verify_logits.sample_tokens(source.model, None)
     vocabulary = source.model.vocabulary
     logits: dict[tuple[str, torch.dtype], tuple[torch.Tensor, list[int]]] = {}
     for dtype in (torch.float32, torch.bfloat16):
-        logits["megatron", dtype] = verify._megatron(source.location, dtype, tokens, vocabulary)
-        logits["hf", dtype] = verify._transformers(hf, dtype, tokens)
+        logits["megatron", dtype] = verify_logits._megatron(
+            source.location, dtype, tokens, vocabulary
+        )
+        logits["hf", dtype] = verify_logits._transformers(hf, dtype, tokens)
     full, half = (
-        verify.difference(
+        verify_logits.difference(
             logits["megatron", dtype][0],
             logits["hf", dtype][0],
             logits["megatron", dtype][1],
@@ -107,8 +109,8 @@ def convert_in_little_memory(source: str, output: str, damaged: bool) -> dict[st
     """Convert with too little free memory; flip a bit before verification if asked to."""
     from unittest import mock
 
-    from megasink.convert import checking, from_hf, to_hf
-    from megasink.convert.checking import check_export, check_import
+    from megasink.convert import choose_verification, from_hf, to_hf
+    from megasink.convert.choose_verification import check_export, check_import
     from megasink.errors import UserError
 
     lines: list[str] = []
@@ -127,7 +129,7 @@ def convert_in_little_memory(source: str, output: str, damaged: bool) -> dict[st
             check_import(hf, None, folder, say=lines.append)
 
     message = None
-    with mock.patch.object(checking, "fits_in_memory", return_value=False):
+    with mock.patch.object(choose_verification, "fits_in_memory", return_value=False):
         try:
             if exports:
                 run = to_hf.source_of(Path(source))

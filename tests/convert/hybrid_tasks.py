@@ -32,7 +32,7 @@ def save_as_hybrid(run: str, folder: str) -> None:
 
 def export_of_both(gpt: str, hybrid: str) -> list[str]:
     """Export a GPT run and the hybrid run that is written of it; names of files that differ."""
-    from megasink.convert.checking import check_export
+    from megasink.convert.choose_verification import check_export
     from megasink.convert.to_hf import export, source_of
 
     save_as_hybrid(gpt, hybrid)
@@ -51,13 +51,13 @@ def analyses(run: str, folder: str) -> list[dict[str, Any]]:
     """Return the heads of each layer and every metric, of a run and of its Hugging Face folder."""
     import transformers
 
-    from megasink.analysis.capture.base import ProbedModel
-    from megasink.analysis.capture.inputs import Sample
+    from megasink.analysis.capture.input_samples import Sample
     from megasink.analysis.capture.megatron_model import heads_by_layer
-    from megasink.analysis.capture.models import open_probe_on
+    from megasink.analysis.capture.probe import ProbedModel
+    from megasink.analysis.capture.probed_models import open_probe_on
     from megasink.analysis.measure import measure
     from megasink.analysis.options import AnalysisOptions
-    from megasink.transformers.blocks import find_blocks
+    from megasink.transformers.decoder_blocks import find_blocks
 
     ours, _ = load_without_tokenizer(find_checkpoint(Path(run)), torch.float32)
     theirs = transformers.AutoModelForCausalLM.from_pretrained(folder, attn_implementation="eager")

@@ -12,14 +12,14 @@ import torch
 from megatron.core import dist_checkpointing, parallel_state
 from megatron.core.process_groups_config import ProcessGroupCollection
 
-from megasink.checkpoints.identity import plain
+from megasink.checkpoints.model_arguments import plain
 from megasink.convert.from_hf import arguments_of
 from megasink.convert.model_flags import model_flags
-from megasink.megatron.blocks import blocks_in
 from megasink.megatron.gate_projection import named_parts
 from megasink.megatron.model import MegasinkModelBuilder
+from megasink.megatron.model_blocks import blocks_in
 from megasink.megatron.model_of_arguments import model_config
-from megasink.training.foreign import accepting_megatrons_checkpoints
+from megasink.training.load_other_models import accepting_megatrons_checkpoints
 from tests.convert.models import ENGINES, MODELS, OWN
 from tests.convert.tiny import OTHERS
 from tests.distributed.skewed_gates import skew_gates
@@ -110,7 +110,7 @@ def round_trip(folder: str, name: str) -> dict[str, Any]:
 
     from megasink.checkpoints.find import find_checkpoint
     from megasink.convert import from_hf, to_hf
-    from megasink.convert.verify import Difference, verify_logits
+    from megasink.convert.verify_logits import Difference, verify_logits
 
     transformers.logging.set_verbosity_error()
     transformers.logging.disable_progress_bar()
@@ -152,9 +152,9 @@ def own_round_trip(folder: str, name: str, bf16: bool = False) -> dict[str, Any]
     import transformers
 
     from megasink.convert import from_hf, to_hf
-    from megasink.convert.checking import check_export, check_import
+    from megasink.convert.choose_verification import check_export, check_import
     from megasink.convert.megasink_model import FILES
-    from megasink.convert.verify import Difference, verify_logits
+    from megasink.convert.verify_logits import Difference, verify_logits
 
     transformers.logging.set_verbosity_error()
     transformers.logging.disable_progress_bar()
@@ -230,7 +230,7 @@ def loaded_weights(checkpoint: str, name: str) -> list[str]:
     import numpy as np
 
     from megasink.checkpoints.find import stored_shapes
-    from megasink.checkpoints.gpt_checkpoint import layer_maps, point_at_gpt_keys
+    from megasink.checkpoints.gpt_as_hybrid import layer_maps, point_at_gpt_keys
     from megasink.convert.megatron_reader import MegatronCheckpoint
 
     args, _ = arguments_of(model_flags(MODELS[name][1]))
@@ -260,7 +260,7 @@ def export_with_a_mistake(run: str, output: str) -> str:
     from unittest import mock
 
     from megasink.convert import to_hf
-    from megasink.convert.checking import check_export
+    from megasink.convert.choose_verification import check_export
     from megasink.convert.transforms import GateUp
 
     source = to_hf.source_of(Path(run))
@@ -286,11 +286,11 @@ def export_of_massive_states(run: str, output: str) -> list[str]:
     """Export a run of which any difference is above the usual limit; what is said."""
     from unittest import mock
 
-    from megasink.convert import to_hf, verify
-    from megasink.convert.checking import check_export
+    from megasink.convert import to_hf, verify_logits
+    from megasink.convert.choose_verification import check_export
 
     source, lines = to_hf.source_of(Path(run)), []
-    with mock.patch.object(verify, "TOLERANCE", 0.0):
+    with mock.patch.object(verify_logits, "TOLERANCE", 0.0):
         to_hf.export(
             source,
             Path(output),
@@ -306,7 +306,7 @@ def mean_sink_weights(run: str) -> list[float]:
     from megasink.attention.reference import reference_attention
     from megasink.checkpoints.find import find_checkpoint
     from megasink.checkpoints.load import load_model, load_without_tokenizer
-    from megasink.convert.verify import sample_tokens
+    from megasink.convert.verify_logits import sample_tokens
 
     tokenizer = load_model(run).tokenizer
     model, _ = load_without_tokenizer(find_checkpoint(Path(run)), torch.float32)
@@ -327,7 +327,7 @@ def mean_sink_weights(run: str) -> list[float]:
 
 def verified_export(run: str, output: str, target: str) -> None:
     """Write a Hugging Face folder whose logits are compared with the run's."""
-    from megasink.convert.checking import check_export
+    from megasink.convert.choose_verification import check_export
     from megasink.convert.to_hf import export, source_of
 
     def silent(line: str) -> None:

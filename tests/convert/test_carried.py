@@ -8,13 +8,13 @@ from pathlib import Path
 
 import pytest
 
-from megasink.checkpoints import carried as of_run
-from megasink.convert.carried import kept, left_behind, written_again
+from megasink.checkpoints import hf_entries as of_run
 from megasink.convert.hf_config import architecture_from, config_of
+from megasink.convert.kept_config_entries import kept, left_behind, written_again
 from megasink.convert.safetensors_files import write_json
 from megasink.convert.targets import TARGETS
 from megasink.data.corpus import Document
-from megasink.data.tokenizer import load_tokenizer, tokenizer_hash, train_tokenizer
+from megasink.data.hf_tokenizer import load_tokenizer, tokenizer_hash, train_tokenizer
 from tests.convert.published import RELEASED
 from tests.convert.test_commands import STDLIB, TASKS, megasink
 from tests.convert.tiny import model

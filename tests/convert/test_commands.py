@@ -13,7 +13,7 @@ from safetensors.torch import load_file, save_file
 
 from megasink.convert.sink_calibration import sink_logits
 from megasink.data.corpus import Document
-from megasink.data.tokenizer import train_tokenizer
+from megasink.data.hf_tokenizer import train_tokenizer
 from tests.distributed.layout import SINGLE
 from tests.hub_server import TOKEN, serving
 from tests.light import environment

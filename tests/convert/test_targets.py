@@ -9,15 +9,15 @@ from unittest import mock
 import pytest
 import transformers
 
-from megasink.attention.variants import Export, registry, variant
+from megasink.attention.variants import Export, variant, variant_registry
 from megasink.convert.architecture import Yarn
 from megasink.convert.architecture_of_run import architecture_of
 from megasink.convert.hf_config import OURS, architecture_from, config_of
 from megasink.convert.megasink_model import MegasinkOptions
 from megasink.convert.megatron_weights import weight_shapes
 from megasink.convert.model_flags import as_line, model_flags
-from megasink.convert.table import steps
 from megasink.convert.targets import TARGETS, choose
+from megasink.convert.weight_table import steps
 from megasink.errors import UserError
 from megasink.options.run_options import OPTIONS
 from megasink.transformers.modeling.configuration_megasink import MegasinkConfig
@@ -145,7 +145,7 @@ def test_a_model_that_no_target_is_names_the_nearest():
 def test_a_variant_that_the_modeling_files_do_not_implement_is_refused():
     record = dataclasses.replace(variant("sink"), name="other-sink", export=Export())
     with (
-        mock.patch.dict(registry._VARIANTS, {record.name: record}),
+        mock.patch.dict(variant_registry._VARIANTS, {record.name: record}),
         pytest.raises(UserError, match="megasink: it has no other-sink attention"),
     ):
         choose(model(attention="other-sink"))

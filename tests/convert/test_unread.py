@@ -9,7 +9,7 @@ from packaging.version import Version
 
 from megasink.convert.hf_config import architecture_from, config_of
 from megasink.convert.targets import TARGETS
-from megasink.convert.unread import _is_harmless
+from megasink.convert.unread_config_entries import _is_harmless
 from megasink.errors import UserError
 from tests.convert import collection
 from tests.convert.collection import IMPORTED

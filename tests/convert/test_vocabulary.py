@@ -13,7 +13,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from megasink.megatron.vocabulary import counted_rows, with_tokens
+from megasink.megatron.embedding_rows import counted_rows, with_tokens
 from tests.analysis.capture.tiny_models import save_with_tokenizer
 from tests.distributed.layout import SINGLE
 from tests.distributed.pool import free_port

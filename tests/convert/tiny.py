@@ -1,7 +1,6 @@
 """What the tiny models of `models.py` share."""
 
-from megasink.convert.architecture import Architecture, Latent, Yarn
-from megasink.convert.delta_net import DeltaNet
+from megasink.convert.architecture import Architecture, DeltaNet, Latent, Yarn
 from megasink.convert.megasink_model import MegasinkOptions
 
 # head_dim is not hidden / heads; 101 tokens leave 27 padded rows.

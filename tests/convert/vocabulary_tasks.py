@@ -17,13 +17,13 @@ def without_figures(commands: list[list[str]]) -> list[tuple[int, str, str]]:
 
 def train_and_show(flags: list[str], port: int) -> list[dict[str, Any]]:
     """Train on two replicas; tokens, targets and nats [B, S] of the microbatches of this one."""
-    from megasink.cpu.process import prepare_process
+    from megasink.cpu.prepare_process import prepare_process
 
     prepare_process()  # before the first import of megatron
-    from megasink.training import forward
+    from megasink.training import forward_step
 
     batches: list[dict[str, Any]] = []
-    get_batch, loss_func = forward.get_batch, forward.loss_func
+    get_batch, loss_func = forward_step.get_batch, forward_step.loss_func
 
     def showing_batch(*args: Any) -> dict[str, Any]:
         batch = get_batch(*args)
@@ -35,10 +35,10 @@ def train_and_show(flags: list[str], port: int) -> list[dict[str, Any]]:
         batches[-1] |= {"training": training, "nats": token_losses.detach().clone()}
         return loss_func(*args)
 
-    forward.get_batch, forward.loss_func = showing_batch, showing_loss
+    forward_step.get_batch, forward_step.loss_func = showing_batch, showing_loss
     try:
         launch_task.train(flags, 2, port)
     finally:
-        forward.get_batch, forward.loss_func = get_batch, loss_func
-        forward._byte_table.cache_clear()  # of this tokenizer
+        forward_step.get_batch, forward_step.loss_func = get_batch, loss_func
+        forward_step._byte_table.cache_clear()  # of this tokenizer
     return batches

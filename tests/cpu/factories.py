@@ -10,8 +10,8 @@ from typing import Any
 import torch
 
 from megasink import cpu
-from megasink.cpu import cuda_api, devices
-from megasink.upstream.register import active
+from megasink.cpu import cuda_api, cuda_tensors
+from megasink.upstream.patch_register import active
 
 _INDICES = torch.tensor([[0, 1], [0, 1]])
 _POINTERS, _COLUMNS, _BLOCK = torch.tensor([0, 1]), torch.tensor([0]), torch.ones(1, 1, 1)
@@ -94,7 +94,7 @@ def takes_a_device() -> list[str]:
 
 
 def _factory(patch: Any) -> Callable[[], str] | None:
-    if (patch.owner, patch.name) not in devices.FACTORIES:
+    if (patch.owner, patch.name) not in cuda_tensors.FACTORIES:
         return None
     arguments = _ARGUMENTS.get(patch.name, ((2,),))
 

@@ -18,7 +18,7 @@ SECONDS = 600
 def registered() -> tuple[set[str], set[str]]:
     """The targets of all replacements; and those of them that factories.py calls."""
     _prepare()
-    from megasink.upstream.register import active
+    from megasink.upstream.patch_register import active
     from tests.cpu import factories
 
     replaced = [r for r in active() if r.patch.test == "tests/cpu/test_patches.py"]
@@ -57,7 +57,7 @@ def _prepare() -> None:
     from megasink import cpu
 
     cpu.activate()
-    from megasink.upstream.apply import fix_upstream  # imports Megatron
+    from megasink.upstream.apply_fixes import fix_upstream  # imports Megatron
 
     fix_upstream()
     for module in (
@@ -91,7 +91,7 @@ def _in_a_child(call: Callable[[], Any]) -> tuple[bool, Any]:
 
 
 def _run(target: str | None, scenario: str) -> Any:
-    from megasink.upstream.register import active
+    from megasink.upstream.patch_register import active
     from tests.cpu import scenarios
 
     if target is not None:

@@ -11,7 +11,7 @@ def roundtrip() -> dict[str, Any]:
     import torch
 
     from megasink import cpu
-    from megasink.upstream.register import active
+    from megasink.upstream.patch_register import active
 
     def state() -> dict[str, Any]:
         return {
@@ -66,7 +66,7 @@ def with_cuda() -> tuple[str, int]:
     import torch
 
     from megasink import cpu
-    from megasink.upstream.register import active
+    from megasink.upstream.patch_register import active
     from tests.said import said
 
     torch.cuda.is_available = lambda: True

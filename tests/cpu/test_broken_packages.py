@@ -11,8 +11,8 @@ from pathlib import Path
 
 import pytest
 
-from megasink.cpu import broken
-from megasink.upstream.fused import FLASH_ATTENTION_4
+from megasink.cpu import broken_packages
+from megasink.upstream.fused_kernels import FLASH_ATTENTION_4
 
 ROOT = Path(__file__).parents[2]
 FAILURES = {
@@ -25,18 +25,18 @@ FAILURES = {
 # Prints what the process makes of its packages, after Megatron was imported.
 PROBE = """
 import json, sys
-from megasink.cpu.process import prepare_process
+from megasink.cpu.prepare_process import prepare_process
 prepare_process("cpu")
 import megatron.core.models.common.embeddings.rope_utils
 import megatron.core.transformer.attention
 from megasink.attention.kernels.cuda import package_reason
-from megasink.cpu import broken
-from megasink.upstream.fused import FLASH_ATTENTION_4
-from megasink.upstream.fused import TRANSFORMER_ENGINE
+from megasink.cpu import broken_packages
+from megasink.upstream.fused_kernels import FLASH_ATTENTION_4
+from megasink.upstream.fused_kernels import TRANSFORMER_ENGINE
 from megasink.upstream.versions import have_transformer_engine
 import os, torch
 print(json.dumps({
-    "lines": list(broken.describe()),
+    "lines": list(broken_packages.describe()),
     "te": [have_transformer_engine(), TRANSFORMER_ENGINE.missing()],
     "fa4": package_reason("flash_attn.cute.interface", "flash-attn-4"),
     "half imported": "flash_attn.cute.helper" in sys.modules,
@@ -99,7 +99,7 @@ def test_megatron_is_imported_beside_broken_packages(tmp_path):
 def path(tmp_path, monkeypatch):
     """A folder for packages that only this test can import."""
     monkeypatch.syspath_prepend(tmp_path)
-    monkeypatch.setattr(broken, "_refusal", broken._Refusal())
+    monkeypatch.setattr(broken_packages, "_refusal", broken_packages._Refusal())
     monkeypatch.setattr(sys, "meta_path", [*sys.meta_path])
     before = set(sys.modules)
     yield tmp_path
@@ -109,38 +109,40 @@ def path(tmp_path, monkeypatch):
 
 @pytest.mark.parametrize("error", FAILURES)
 def test_any_error_of_an_import_is_named(path, monkeypatch, error):
-    optional = broken.Optional("fake_kernels.deep", "fake_kernels", ("fake-kernels",), "pip x")
-    monkeypatch.setattr(broken, "OPTIONAL", (optional,))
+    optional = broken_packages.Optional(
+        "fake_kernels.deep", "fake_kernels", ("fake-kernels",), "pip x"
+    )
+    monkeypatch.setattr(broken_packages, "OPTIONAL", (optional,))
     files = {"fake_kernels/__init__.py": "", "fake_kernels/deep.py": FAILURES[error]}
     install(path, "fake-kernels", "1.2", files)
-    broken.block_broken_packages()
-    (line,) = broken.describe()
+    broken_packages.block_broken_packages()
+    (line,) = broken_packages.describe()
     assert line.startswith(f"fake-kernels 1.2 cannot be imported ({error}: ")
     assert line.endswith("pip x, or pip uninstall fake-kernels")
     for module in ("fake_kernels", "fake_kernels.deep"):
         with pytest.raises(ModuleNotFoundError) as raised:
             __import__(module)
         assert str(raised.value) == line
-    broken.block_broken_packages()
-    assert list(broken.describe()) == [line]
+    broken_packages.block_broken_packages()
+    assert list(broken_packages.describe()) == [line]
 
 
 def test_a_missing_dependency_is_not_a_missing_package(path, monkeypatch):
-    optional = broken.Optional("fake_kernels", "fake_kernels", ("fake-kernels",), "pip x")
-    monkeypatch.setattr(broken, "OPTIONAL", (optional,))
-    broken.block_broken_packages()
-    assert list(broken.describe()) == []
+    optional = broken_packages.Optional("fake_kernels", "fake_kernels", ("fake-kernels",), "pip x")
+    monkeypatch.setattr(broken_packages, "OPTIONAL", (optional,))
+    broken_packages.block_broken_packages()
+    assert list(broken_packages.describe()) == []
     install(path, "fake-kernels", "1.2", {"fake_kernels/__init__.py": "import absent_dependency"})
-    broken.block_broken_packages()
-    assert "No module named 'absent_dependency'" in next(broken.describe())
+    broken_packages.block_broken_packages()
+    assert "No module named 'absent_dependency'" in next(broken_packages.describe())
 
 
 def test_a_package_that_imports_stays(path, monkeypatch):
-    optional = broken.Optional("fake_kernels", "fake_kernels", ("fake-kernels",), "pip x")
-    monkeypatch.setattr(broken, "OPTIONAL", (optional,))
+    optional = broken_packages.Optional("fake_kernels", "fake_kernels", ("fake-kernels",), "pip x")
+    monkeypatch.setattr(broken_packages, "OPTIONAL", (optional,))
     install(path, "fake-kernels", "1.2", {"fake_kernels/__init__.py": "value = 3"})
-    broken.block_broken_packages()
+    broken_packages.block_broken_packages()
     import fake_kernels
 
     assert fake_kernels.value == 3
-    assert list(broken.describe()) == []
+    assert list(broken_packages.describe()) == []

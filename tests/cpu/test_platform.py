@@ -61,7 +61,7 @@ def test_no_warning_for_every_forked_generator(pool):
     assert with_filter == 0 < without
 
 
-# A mechanism of its own each, or none that makes a tensor; see devices.py.
+# A mechanism of its own each, or none that makes a tensor; see cuda_tensors.py.
 OTHERWISE = {"torch.Generator", "Tensor.to", "Tensor.is_pinned", "Tensor.pin_memory"}
 
 

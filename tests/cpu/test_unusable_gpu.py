@@ -8,7 +8,7 @@ import torch
 
 from megasink import cpu
 from megasink.cli import doctor
-from megasink.cpu import process
+from megasink.cpu import prepare_process
 from megasink.errors import UserError
 
 TOO_OLD = "The NVIDIA driver on your system is too old (found version 12080). Please update it."
@@ -34,7 +34,7 @@ def test_an_old_driver_is_refused(driver, monkeypatch):
     driver(RuntimeError(TOO_OLD + "\nand more lines"))
     monkeypatch.setattr(cpu, "activate", lambda: pytest.fail("fell back to the CPU"))
     with pytest.raises(UserError) as error:
-        process.prepare_process()
+        prepare_process.prepare_process()
     for part in ("found version 12080", "580 or later", "CUDA_VISIBLE_DEVICES=''"):
         assert part in str(error.value)
     assert "and more lines" not in str(error.value)
@@ -45,9 +45,9 @@ def test_the_cpu_can_be_asked_for(driver, monkeypatch):
     activated = []
     monkeypatch.setattr(cpu, "activate", lambda: activated.append(True))
     applied = SimpleNamespace(fix_upstream=lambda: None)
-    monkeypatch.setitem(sys.modules, "megasink.upstream.apply", applied)
+    monkeypatch.setitem(sys.modules, "megasink.upstream.apply_fixes", applied)
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0")  # so that it is restored
-    process.prepare_process("cpu")
+    prepare_process.prepare_process("cpu")
     assert activated
 
 

@@ -29,7 +29,7 @@ def main() -> int:
 
 
 def _run(root: Path, names: list[str], *, large: bool) -> int:
-    from megasink.cpu.process import prepare_process
+    from megasink.cpu.prepare_process import prepare_process
 
     prepare_process("cpu")
     # What every forked process would import again.

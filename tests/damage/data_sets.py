@@ -9,7 +9,7 @@ from pathlib import Path
 
 import numpy as np
 
-from megasink.data.index import _sampled_slices
+from megasink.data.indexed_dataset import _sampled_slices
 from tests.damage.harness import Case, Sound
 from tests.damage.sound import training
 

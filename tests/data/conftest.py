@@ -7,8 +7,8 @@ from types import SimpleNamespace
 import pytest
 
 from megasink.data.corpus import Corpus, Document
-from megasink.data.tokenizer import chunked, load_tokenizer, to_tokenizers, train_sentencepiece
-from megasink.data.tokenizer import train_tokenizer as train
+from megasink.data.hf_tokenizer import chunked, load_tokenizer, to_tokenizers, train_sentencepiece
+from megasink.data.hf_tokenizer import train_tokenizer as train
 
 STDLIB = Path(sysconfig.get_path("stdlib"))
 SOURCES = ["argparse.py", "ast.py", "inspect.py", "statistics.py", "typing.py"]

@@ -11,7 +11,7 @@ import numpy as np
 from megatron.core.datasets.indexed_dataset import IndexedDataset
 
 from megasink import cli
-from megasink.data.tokenizer import load_tokenizer
+from megasink.data.hf_tokenizer import load_tokenizer
 from tests.waiting import is_alive, until
 
 

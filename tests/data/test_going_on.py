@@ -15,10 +15,10 @@ from megasink.cli import main
 from megasink.data import preprocess as module
 from megasink.data import resume
 from megasink.data.corpus import Corpus
+from megasink.data.dataset_files import Validation, part_of, recorded_validation, validation_of
 from megasink.data.encode import Encoder
-from megasink.data.index import IndexedWriter, data_problem
+from megasink.data.indexed_dataset import IndexedWriter, data_problem
 from megasink.data.merge import merge
-from megasink.data.output import Validation, part_of, recorded_validation, validation_of
 from megasink.data.preprocess import preprocess
 from megasink.errors import ConfigError, UserError
 from tests.forkserver import ROOT

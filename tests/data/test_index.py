@@ -7,9 +7,9 @@ import numpy as np
 import pytest
 from megatron.core.datasets.indexed_dataset import DType, IndexedDatasetBuilder
 
-from megasink.data import index
+from megasink.data import indexed_dataset
 from megasink.data.corpus import Corpus
-from megasink.data.index import data_problem, sequence_lengths
+from megasink.data.indexed_dataset import data_problem, sequence_lengths
 from megasink.data.preprocess import preprocess
 from tests.damage.data_sets import CASES
 from tests.damage.harness import Sound
@@ -58,9 +58,9 @@ def test_a_sound_data_set_has_no_problem(sound, tmp_path):
 
 
 def test_of_a_large_data_set_the_ends_and_places_between_are_looked_at():
-    parts = list(index._sampled_slices(10_000, 1000))
+    parts = list(indexed_dataset._sampled_slices(10_000, 1000))
     assert len(parts) == 16
     assert (parts[0].start, parts[-1].stop) == (0, 10_000)
     assert sum(p.stop - p.start for p in parts) <= 1000
     assert all(a.stop <= b.start for a, b in itertools.pairwise(parts))
-    assert list(index._sampled_slices(1000, 1000)) == [slice(0, 1000)]
+    assert list(indexed_dataset._sampled_slices(1000, 1000)) == [slice(0, 1000)]

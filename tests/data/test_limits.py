@@ -15,8 +15,8 @@ import pytest
 import zstandard
 
 from megasink.data.corpus import Corpus
+from megasink.data.hf_tokenizer import leading_ids, load_tokenizer, train_tokenizer
 from megasink.data.preprocess import preprocess
-from megasink.data.tokenizer import leading_ids, load_tokenizer, train_tokenizer
 from megasink.errors import ConfigError, UserError
 from tests.damage.corpora import DEEP, LINE
 from tests.distributed.pool import ROOT

@@ -11,8 +11,8 @@ import pytest
 from megasink.data import encode
 from megasink.data.corpus import Document
 from megasink.data.encode import from_tokenizer
+from megasink.data.hf_tokenizer import load_tokenizer, train_tokenizer
 from megasink.data.preprocess import _settings
-from megasink.data.tokenizer import load_tokenizer, train_tokenizer
 from megasink.errors import UserError
 from tests.distributed.pool import ROOT
 

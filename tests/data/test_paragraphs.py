@@ -7,7 +7,7 @@ from megatron.core.datasets.indexed_dataset import IndexedDataset
 
 from megasink import cli
 from megasink.data.corpus import Corpus, paragraphs
-from megasink.data.tokenizer import load_tokenizer
+from megasink.data.hf_tokenizer import load_tokenizer
 
 BREAKS = ("word ", "x" * 50, "\n", "\n\n", " \n \t\n", "\r\n\r\n")
 

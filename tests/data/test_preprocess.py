@@ -16,9 +16,9 @@ from transformers import PreTrainedTokenizerFast
 
 from megasink.data.corpus import Corpus
 from megasink.data.encode import EncoderSettings, encode_in_order
+from megasink.data.hf_tokenizer import load_tokenizer, tokenizer_hash
 from megasink.data.preprocess import preprocess
 from megasink.data.text_tokenizer import Part
-from megasink.data.tokenizer import load_tokenizer, tokenizer_hash
 from megasink.errors import ConfigError, UserError
 
 EOD = 1

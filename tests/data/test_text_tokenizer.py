@@ -14,12 +14,12 @@ from tokenizers import pre_tokenizers as pre
 from transformers import PreTrainedTokenizerFast
 
 from megasink import cli
-from megasink.analysis.capture.inputs import Reader, text_samples
+from megasink.analysis.capture.input_samples import Reader, text_samples
 from megasink.data.corpus import Corpus
 from megasink.data.encode import Encoder, EncoderSettings
+from megasink.data.hf_tokenizer import leading_ids, load_tokenizer
 from megasink.data.preprocess import preprocess
 from megasink.data.text_tokenizer import parts_of, text_json, text_tokenizer
-from megasink.data.tokenizer import leading_ids, load_tokenizer
 from megasink.errors import UserError
 
 SPECIAL = ["<unk>", "<s>", "<|endoftext|>"]
@@ -269,8 +269,8 @@ def test_texts_become_tokens_in_one_place():
     }
     assert found == {
         "data/text_tokenizer.py",
-        "data/tokenizer.py",
+        "data/hf_tokenizer.py",
         "data/token_bytes.py",
-        "convert/verify.py",
+        "convert/verify_logits.py",
         "finetune/chats.py",
     }

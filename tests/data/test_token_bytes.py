@@ -107,7 +107,7 @@ def test_compatible_characters_that_become_others_are_refused(sources, normalize
 def test_a_run_on_letters_alone_has_no_bits_per_byte(tmp_path, capsys):
     from argparse import Namespace
 
-    from megasink.training.dataset import bytes_per_token
+    from megasink.training.build_datasets import bytes_per_token
 
     backend = Tokenizer(models.BPE({"a": 0, "b": 1}, merges=[]))
     backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)

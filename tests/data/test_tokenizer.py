@@ -6,7 +6,7 @@ from tokenizers import Tokenizer, models
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 from megasink.data.corpus import Document
-from megasink.data.tokenizer import load_tokenizer, tokenizer_hash, train_tokenizer
+from megasink.data.hf_tokenizer import load_tokenizer, tokenizer_hash, train_tokenizer
 from megasink.errors import UserError
 
 HARD = [

@@ -16,11 +16,11 @@ from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.utils import unwrap_model
 from megatron.training.models.gpt import GPTModelBuilder, default_layer_spec
 
-from megasink.checkpoints.gpt_checkpoint import layer_maps, point_at_gpt_keys
+from megasink.checkpoints.gpt_as_hybrid import layer_maps, point_at_gpt_keys
 from megasink.checkpoints.torch_metadata import read_metadata
 from megasink.megatron.gate_projection import named_parts
-from megasink.megatron.init import global_names
-from megasink.training.foreign import accepting_megatrons_checkpoints
+from megasink.megatron.initial_weights import global_names
+from megasink.training.load_other_models import accepting_megatrons_checkpoints
 from tests.distributed import tiny_gpt
 from tests.distributed.tiny_gpt import MICROBATCH, MICROBATCHES
 

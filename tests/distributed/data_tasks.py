@@ -16,8 +16,8 @@ from megatron.training.datasets.data_samplers import build_pretraining_data_load
 from megatron.training.global_vars import set_global_variables
 
 from megasink.megatron.model_of_arguments import model_config
-from megasink.training import arguments, forward
-from megasink.training.dataset import datasets_provider, token_byte_table
+from megasink.training import forward_step, parse_arguments
+from megasink.training.build_datasets import datasets_provider, token_byte_table
 from tests.distributed import tiny_gpt
 
 
@@ -26,10 +26,10 @@ def start(argv: Sequence[str]) -> None:
     size, rank = torch.distributed.get_world_size(), torch.distributed.get_rank()
     os.environ |= {"WORLD_SIZE": str(size), "RANK": str(rank), "LOCAL_RANK": str(rank)}
     with contextlib.redirect_stdout(io.StringIO()):
-        args, _ = arguments.parse(argv)
+        args, _ = parse_arguments.parse(argv)
         set_global_variables(args)
     args.curr_iteration = 0
-    forward._byte_table.cache_clear()
+    forward_step._byte_table.cache_clear()
 
 
 def batches(vp_stage: int | None) -> Iterator[Any] | None:
@@ -68,7 +68,7 @@ def one_step(argv: Sequence[str]) -> dict[str, Any]:
     config.transformer.grad_scale_func = optimizer.scale_loss
     interleaved = args.virtual_pipeline_model_parallel_size is not None
     reports = get_forward_backward_func()(
-        forward_step_func=forward.forward_step,
+        forward_step_func=forward_step.forward_step,
         data_iterator=[batches(stage if interleaved else None) for stage in range(len(models))],
         model=models,
         num_microbatches=get_num_microbatches(),
@@ -76,7 +76,7 @@ def one_step(argv: Sequence[str]) -> dict[str, Any]:
         micro_batch_size=args.micro_batch_size,
         forward_only=False,
     )
-    sums = sum(r[forward.LM_LOSS] for r in reports) if reports else None
+    sums = sum(r[forward_step.LM_LOSS] for r in reports) if reports else None
     return {
         "loss": [None if sums is None else sums.tolist()],
         "gradients": tiny_gpt.shards(models, "main_grad"),
@@ -91,7 +91,7 @@ def evaluation(argv: Sequence[str]) -> dict[str, Any]:
     (model,) = tiny_gpt.build(config)
     model.eval()
     reports = get_forward_backward_func()(
-        forward_step_func=forward.forward_step,
+        forward_step_func=forward_step.forward_step,
         data_iterator=batches(None),
         model=[model],
         num_microbatches=1,
@@ -104,8 +104,8 @@ def evaluation(argv: Sequence[str]) -> dict[str, Any]:
         return {"bits": None}
     read, (report,) = next(again) if again else {}, reports
     return {
-        "lm loss": report[forward.LM_LOSS],
-        "bits": report[forward.BITS_PER_BYTE],
+        "lm loss": report[forward_step.LM_LOSS],
+        "bits": report[forward_step.BITS_PER_BYTE],
         "labels": read.get("labels"),
         "tokens": read.get("tokens"),
         "bytes": token_byte_table(),

@@ -14,10 +14,10 @@ from megatron.training.models.gpt import GPTModelBuilder, GPTModelConfig
 
 from megasink.megatron.block_options import changed, with_block_options
 from megasink.megatron.config import MegasinkTransformerConfig
+from megasink.megatron.embedding_rows import counted_rows
 from megasink.megatron.model import finish_stage
-from megasink.megatron.prediction import counted_once
+from megasink.megatron.multi_token_prediction import counted_once
 from megasink.megatron.specs import layer_spec, with_our_modules
-from megasink.megatron.vocabulary import counted_rows
 from tests.distributed import launch_task
 
 

@@ -22,7 +22,7 @@ def train(flags: list[str], ranks: int, port: int) -> None:
     from megasink.training.pretrain import pretrain
 
     try:
-        with mock.patch("megasink.figures.curves.draw_run"):
+        with mock.patch("megasink.figures.run_figure.draw_run"):
             pretrain(flags)
     finally:
         forget()

@@ -17,9 +17,9 @@ from megatron.core.utils import (
 )
 from torch import Tensor
 
-from megasink.megatron.documents import Documents, row_of_documents
-from megasink.training.dataset import without_prefix
-from megasink.training.forward import enter_stage, leave_stage, pack
+from megasink.megatron.microbatch_documents import Documents, row_of_documents
+from megasink.training.build_datasets import without_prefix
+from megasink.training.forward_step import enter_stage, leave_stage, pack
 from tests.distributed import tiny_gpt
 
 
@@ -65,7 +65,7 @@ def with_padding(row: Documents, real: list[int]) -> Documents:
 def train(
     masked: bool = False, ends: Any = None, real: Any = None, **options: Any
 ) -> dict[str, Any]:
-    """What :func:`tiny_gpt.train` reports, with the forward step of megasink.training.forward."""
+    """What :func:`tiny_gpt.train` reports, with megasink.training.forward_step."""
     with reading(masked, ends, real, options.get("prefix_lm_tokens", 0)):
         return tiny_gpt.train(**options)
 

@@ -18,7 +18,7 @@ from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.utils import unwrap_model
 from torch import Tensor
 
-from megasink.balance.sums import BALANCE_GRADIENT, OTHER_GRADIENT, SERIES
+from megasink.balance.gate_sums import BALANCE_GRADIENT, OTHER_GRADIENT, SERIES
 from megasink.megatron import sink_rate
 from megasink.megatron.core_attention import CoreAttention
 from megasink.megatron.gated_attention import GatedSelfAttention

@@ -10,7 +10,7 @@ from megatron.core.optimizer import (
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 
 from megasink.megatron.model import MegasinkModelConfig
-from megasink.training.optimizer import with_end_rates, with_sink_parameters
+from megasink.training.optimizer_groups import with_end_rates, with_sink_parameters
 
 
 def optimizer_of(

@@ -7,7 +7,7 @@ from megatron.core import parallel_state
 from megatron.core.utils import unwrap_model
 
 from megasink.megatron.gate_projection import named_parts
-from megasink.megatron.init import global_names
+from megasink.megatron.initial_weights import global_names
 
 
 def gather_gradients(models: list[Any]) -> None:

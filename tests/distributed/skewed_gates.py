@@ -9,9 +9,9 @@ import torch
 from megatron.core.models.common.language_module.language_module import LanguageModule
 from torch import Tensor
 
-from megasink.attention.variants.gates import gate_shape
+from megasink.attention.variants.gate_options import gate_shape
 from megasink.megatron.core_attention import CoreAttention
-from megasink.megatron.explicit_gate import ExplicitGate, HeadNorm
+from megasink.megatron.gate_modules import ExplicitGate, HeadNorm
 from megasink.megatron.gated_attention import GatedSelfAttention
 from megasink.megatron.latent_attention import LatentSelfAttention
 

@@ -12,8 +12,8 @@ import numpy as np
 import pytest
 
 from megasink.data.corpus import Corpus
+from megasink.data.hf_tokenizer import load_tokenizer, train_tokenizer
 from megasink.data.preprocess import preprocess
-from megasink.data.tokenizer import load_tokenizer, train_tokenizer
 from tests.distributed import merging
 from tests.distributed.cases import TOLERANCE
 from tests.distributed.layout import SINGLE, Layout

@@ -17,8 +17,8 @@ from megatron.core.transformer.multi_token_prediction import MTPLossLoggingHelpe
 from megatron.core.utils import get_batch_on_this_cp_rank, get_model_config
 from torch import Tensor
 
+from megasink.balance.gate_sums import HeadSums
 from megasink.balance.step import Phase
-from megasink.balance.sums import HeadSums
 from megasink.megatron.block_stack import block_stack_spec
 from megasink.megatron.config import MegasinkTransformerConfig
 from megasink.megatron.core_attention import CoreAttention
@@ -168,7 +168,7 @@ def microbatches(step: int, masked: bool = False) -> Iterator[dict[str, Tensor]]
 
 
 def forward_step(iterator: Iterator[dict[str, Tensor]], model: Any) -> tuple[Tensor, Any]:
-    """One microbatch through one stage; the loss as megasink.training.forward gives it."""
+    """One microbatch through one stage; the loss as megasink.training.forward_step gives it."""
     data = next(iterator)
     targets = data["loss_mask"].sum()
     balance = get_model_config(model).statistics
@@ -182,7 +182,7 @@ def forward_step(iterator: Iterator[dict[str, Tensor]], model: Any) -> tuple[Ten
 
 
 def loss_function(mask_Bs: Tensor, targets: Tensor, per_token: bool) -> Callable[..., Any]:
-    """The loss of a microbatch as megasink.training.forward gives it.
+    """The loss of a microbatch as megasink.training.forward_step gives it.
 
     Args:
         targets: of the microbatch, on all context-parallel ranks.

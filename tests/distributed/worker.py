@@ -95,7 +95,7 @@ def parallel_state(layout: Layout, rank: int, store: str) -> Iterator[None]:
     from megasink import cpu
 
     cpu.activate()
-    from megasink.upstream.apply import fix_upstream  # imports Megatron
+    from megasink.upstream.apply_fixes import fix_upstream  # imports Megatron
 
     fix_upstream()
     import torch
@@ -172,7 +172,7 @@ def forget() -> None:
         # Set by a first start, it makes the next one in this process reduce once more (training.py:
         # 1131): beside a rank that starts for the first time, it would wait for ever.
         trainer._STARTUP_TIMESTAMPS["program_start"] = None
-    if forward := sys.modules.get("megasink.training.forward"):
+    if forward := sys.modules.get("megasink.training.forward_step"):
         forward._byte_table.cache_clear()  # that of the run's tokenizer; the next has another one
     _end_groups()
 

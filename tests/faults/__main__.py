@@ -44,7 +44,7 @@ def _with_failing_calls(root: Path, words: list[str]) -> int:
 
 def _run(root: Path, names: list[str]) -> int:
     warnings.simplefilter("ignore")
-    from megasink.cpu.process import prepare_process
+    from megasink.cpu.prepare_process import prepare_process
 
     prepare_process("cpu")
     # What every forked process would import again.

@@ -5,7 +5,7 @@ import torch
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
 from megasink.data.corpus import Document
-from megasink.data.tokenizer import train_tokenizer
+from megasink.data.hf_tokenizer import train_tokenizer
 from tests.chats import MARKED, chat_tokenizer, conversations, write_chats
 
 

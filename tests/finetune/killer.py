@@ -36,6 +36,6 @@ def save(self, folder):
 Trainer.__init__, Trainer._save_optimizer_and_scheduler = init, save
 
 if WHERE == "export":
-    from megasink.finetune import exported
+    from megasink.finetune import export_finetuned
 
-    exported.refuse_changes = lambda *_: die()
+    export_finetuned.refuse_changes = lambda *_: die()

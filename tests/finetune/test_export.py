@@ -9,11 +9,11 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from megasink.errors import UserError
-from megasink.finetune import exported
-from megasink.finetune import run as finetune
+from megasink.finetune import export_finetuned
+from megasink.finetune import sft_training as finetune
 from megasink.finetune.chats import ChatTokenizer
 from megasink.finetune.options import FinetuneOptions
-from megasink.transformers.load import load_weights
+from megasink.transformers.load_hf_folder import load_weights
 from tests.chats import ENDS, MARKED, chat_tokenizer
 from tests.finetune.models import MODELS, edit, facts_of, make
 
@@ -138,7 +138,7 @@ def test_shards_and_what_transformers_does_not_load_are_kept(model):
     with torch.no_grad():
         whole.model.embed_tokens.weight.add_(1)
     (root / "out").mkdir()
-    exported.write_model(whole, folder, root / "out")
+    export_finetuned.write_model(whole, folder, root / "out")
     for file in (*parts, "model.safetensors.index.json"):
         assert (root / "out" / file).is_file()
     now = {n: v for file in parts for n, v in load_file(root / "out" / file).items()}
@@ -181,13 +181,13 @@ def test_an_unrequested_difference_ends_the_command(model, monkeypatch, name, ch
     root = model("qwen3")
     options = options_of(root)
     trainer, chats, _ = trained(options, root)
-    write_model = exported.write_model
+    write_model = export_finetuned.write_model
 
     def changed(what, original, folder, requested):
         write_model(what, original, folder, requested)
         edit(folder / name, **changes)
 
-    monkeypatch.setattr(exported, "write_model", changed)
+    monkeypatch.setattr(export_finetuned, "write_model", changed)
     with pytest.raises(UserError, match=rf"{name}: {next(iter(changes))} .* -> "):
         finetune.export(trainer, chats, options, root / "out")
     assert not (root / "out").exists()

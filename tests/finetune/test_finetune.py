@@ -12,10 +12,10 @@ import torch
 from huggingface_hub import ModelCard
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from megasink.analysis.folder import read_analysis
+from megasink.analysis.analysis_folder import read_analysis
 from megasink.balance.shared_heads import choose_shared_heads
 from megasink.cli import main
-from megasink.finetune import run as finetune
+from megasink.finetune import sft_training as finetune
 from megasink.finetune.chats import IGNORED, ChatTokenizer
 from megasink.finetune.options import FinetuneOptions
 from tests.balance import definition

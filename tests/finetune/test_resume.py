@@ -11,7 +11,7 @@ import torch
 
 import megasink
 from megasink.cli import main
-from megasink.finetune import run as finetune
+from megasink.finetune import sft_training as finetune
 from tests.chats import MARKED
 from tests.finetune.commands import command
 from tests.finetune.models import edit

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megasink.cpu.process import prepare_process
+from megasink.cpu.prepare_process import prepare_process
 
 TOKENS, VOCABULARY = 192, 512
 PATTERN = "*-*-"

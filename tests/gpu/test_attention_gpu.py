@@ -16,7 +16,7 @@ from megasink.attention import (
     choose_backend,
     reference_attention,
 )
-from megasink.attention.gate_kernels import plain as definition
+from megasink.attention.gate_kernels import plain_gate_kernels as definition
 from megasink.attention.kernels import AttentionRequest, at_runtime, backend_named
 from megasink.attention.masked import backward_masked, forward_masked
 from megasink.errors import ConfigError

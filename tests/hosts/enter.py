@@ -18,9 +18,9 @@ from torch.distributed.elastic.rendezvous import dynamic_rendezvous
 from tests.forkserver_main import become
 from tests.training.hosts import SETUP
 
-# "$@" is `-m megasink.training.meeting ...`, or another module.
+# "$@" is `-m megasink.training.multi_host_torchrun ...`, or another module.
 _PYTHON = """#!/bin/bash
-if [ "$2" = megasink.training.meeting ]; then
+if [ "$2" = megasink.training.multi_host_torchrun ]; then
   printf '%s\\0' "${@:2}" > "$MEGASINK_TEST_LINE"; env -0 > "$MEGASINK_TEST_LINE.env"
 else
   exec PYTHON "$@"

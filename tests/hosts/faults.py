@@ -4,7 +4,7 @@ from tests.hosts.case import Case
 
 CLOCK = """cat > {own}/sitecustomize.py <<'E'
 import sys
-if "megasink.training.meeting" in sys.orig_argv:
+if "megasink.training.multi_host_torchrun" in sys.orig_argv:
     import time
     now = time.time
     time.time = lambda: now() + SECONDS

@@ -11,7 +11,7 @@ from megatron.core.process_groups_config import ProcessGroupCollection
 from torch import Tensor
 
 from megasink.attention import reference_attention
-from megasink.megatron.init import global_names
+from megasink.megatron.initial_weights import global_names
 from megasink.megatron.model import MegasinkModelBuilder
 from tests.distributed import tiny_gpt
 from tests.distributed.oracle import balance_loss

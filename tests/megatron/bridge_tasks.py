@@ -164,7 +164,7 @@ def loop(ranks: int, port: int, block: str) -> list[dict[str, Any]] | None:
     from megatron.core.tensor_parallel import model_parallel_cuda_manual_seed
 
     from examples import megatron_loop as bare
-    from megasink.megatron.init import initialize_weights
+    from megasink.megatron.initial_weights import initialize_weights
 
     folders = os.environ.get("MEGASINK_TEST_BRIDGE")
     update, train_step = of_package(folders) if folders else of_tests()

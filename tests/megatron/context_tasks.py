@@ -15,9 +15,9 @@ from torch import Tensor
 from megasink.attention import attention
 from megasink.megatron.context_parallel import attend_to_gathered_keys, attend_with_scattered_heads
 from megasink.megatron.core_attention import CoreAttention
-from megasink.megatron.documents import PackedRow, row_of_documents
+from megasink.megatron.microbatch_documents import PackedRow, row_of_documents
 from megasink.megatron.model import MegasinkModelBuilder
-from megasink.megatron.ring import Ring
+from megasink.megatron.ring_attention import Ring
 from tests.distributed import tiny_gpt
 from tests.megatron.context_case import case_of
 from tests.said import said

@@ -21,7 +21,7 @@ from megatron.training.models.gpt import GPTModelBuilder, default_layer_spec
 from torch import Tensor
 
 from megasink.attention import reference_attention, reference_gate, reference_head_norm
-from megasink.attention.variants.gates import gate_shape
+from megasink.attention.variants.gate_options import gate_shape
 from megasink.megatron.core_attention import CoreAttention
 from megasink.megatron.gated_attention import GatedSelfAttention
 from tests.distributed import tiny_gpt

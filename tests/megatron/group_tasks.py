@@ -12,7 +12,7 @@ def jobs(data: list[int], scope: str, collection: bool = True) -> Any:
     from megatron.core.transformer import TransformerConfig
 
     from megasink.megatron import HeadBalance, layer_spec
-    from megasink.megatron.init import initialize_weights
+    from megasink.megatron.initial_weights import initialize_weights
 
     rank, ranks = torch.distributed.get_rank(), torch.distributed.get_world_size()
     pairs = [torch.distributed.new_group([first, first + 1]) for first in range(0, ranks, 2)]

@@ -5,8 +5,8 @@ from typing import Any
 import torch
 from megatron.core.utils import unwrap_model
 
+from megasink.analysis.capture.attention_statistics import MAP
 from megasink.analysis.capture.megatron_model import MegatronProbe
-from megasink.analysis.capture.statistics import MAP
 from megasink.analysis.interventions.activations import activation_names
 from megasink.analysis.metrics import STATISTICS
 from megasink.megatron.hybrid_pattern import ATTENTION, EXPERTS, FFN, layers_of

@@ -12,9 +12,9 @@ from megatron.core.utils import unwrap_model
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from megasink.megatron.core_attention import CoreAttention
-from megasink.megatron.init import global_names, initialize_weights
+from megasink.megatron.initial_weights import global_names, initialize_weights
 from megasink.megatron.model import MegasinkModelBuilder
-from megasink.megatron.norm import TorchNorm
+from megasink.megatron.torch_norm import TorchNorm
 from tests.distributed import tiny_gpt
 from tests.said import said
 

@@ -12,7 +12,7 @@ from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.utils import unwrap_model
 from torch import Tensor
 
-from megasink.megatron.init import global_names
+from megasink.megatron.initial_weights import global_names
 from megasink.megatron.model import MegasinkModelBuilder
 from tests.distributed import tiny_gpt
 

@@ -15,12 +15,12 @@ from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.utils import unwrap_model
 from torch import Tensor
 
-from megasink.megatron import documents
+from megasink.megatron import microbatch_documents
 from megasink.megatron.core_attention import CoreAttention
 from megasink.megatron.model import MegasinkModelBuilder
-from megasink.megatron.positions import alibi_slopes, bucket_of_distance, build_position_bias
+from megasink.megatron.position_biases import alibi_slopes, bucket_of_distance, build_position_bias
 from megasink.megatron.sinusoid import sinusoidal_table
-from megasink.training.forward import pack
+from megasink.training.forward_step import pack
 from tests.distributed import tiny_gpt
 from tests.said import said
 
@@ -126,7 +126,7 @@ def padded_pack() -> dict[str, Any]:
         assert table is not None
         found[name] = {"out": out[keep], "sums": table[0, :4], "tokens": table[0, -3]}
         found[name]["grad"] = leaves[0].grad[keep]
-        found[name]["pads"] = documents.documents_of(params, len(leaves[0])).cu_seqlens
+        found[name]["pads"] = microbatch_documents.documents_of(params, len(leaves[0])).cu_seqlens
     return found
 
 
@@ -144,7 +144,9 @@ def host_reads() -> dict[str, int]:
         if name == "from elsewhere":
             bounds = params.cu_seqlens_q
             params = PackedSeqParams(qkv_format="thd", cu_seqlens_q=bounds, cu_seqlens_kv=bounds)
-        with mock.patch.object(documents, "_read", wraps=documents._read) as read:
+        with mock.patch.object(
+            microbatch_documents, "_read", wraps=microbatch_documents._read
+        ) as read:
             for _ in range(2):
                 model(
                     data["tokens"],

@@ -171,7 +171,7 @@ def loop(
     from megatron.training import arguments, global_vars
 
     from examples.megatron_loop import MICROBATCHES, SEED, mock_step
-    from megasink.megatron.init import initialize_weights
+    from megasink.megatron.initial_weights import initialize_weights
 
     folder = os.environ.get("MEGASINK_TEST_SLIME")
     slime = of_checkout(folder) if folder else sys.modules[__name__]

@@ -48,18 +48,20 @@ def bare_loop(
 
     from examples import megatron_loop
     from examples.megatron_loop import mock_step, train
-    from megasink.megatron import init
+    from megasink.megatron import initial_weights
 
     fields = (fields or {}) | ({"num_layers": 2, "is_hybrid_model": False} if gpt else {})
     config = _replaced(megatron_loop.TransformerConfig, fields)
     model = _gpt_model if gpt else megatron_loop.HybridModel
     changes = {"TransformerConfig": config, "HybridModel": model}
-    names = init.global_names
+    names = initial_weights.global_names
     torch.distributed.init_process_group("gloo")
     try:
         with (
             mock.patch.multiple(megatron_loop, **changes),
-            mock.patch.object(init, "global_names", _names_of_blocks(names) if not gpt else names),
+            mock.patch.object(
+                initial_weights, "global_names", _names_of_blocks(names) if not gpt else names
+            ),
         ):
             history = train(map(mock_step, range(steps)), **layout_, **options)
     finally:
@@ -115,7 +117,7 @@ def trainer(flags: list[str], ranks: int, port: int, run: str) -> list[dict[str,
     from megatron.training import get_args
 
     from examples.megatron_loop import mock_step
-    from megasink.training import forward
+    from megasink.training import forward_step
     from tests.distributed.launch_task import train
 
     calls = 0
@@ -135,7 +137,7 @@ def trainer(flags: list[str], ranks: int, port: int, run: str) -> list[dict[str,
         batch = get_batch_on_this_cp_rank(batch, is_hybrid_cp=False, cp_group=group)
         return {**batch, "targets": targets, "text_targets": None, "before_texts": None}
 
-    with mock.patch.object(forward, "get_batch", get_batch):
+    with mock.patch.object(forward_step, "get_batch", get_batch):
         train([*MODEL, "--train-iters", str(STEPS), "--run-dir", run, *flags], ranks, port)
     if int(os.environ["POOL_RANK"]) != ranks - 1:
         return None
@@ -179,7 +181,7 @@ def not_ours() -> dict[str, str]:
         from megatron.core import parallel_state as mpu
         from torch.optim import SGD
 
-        from megasink.megatron.layer_balance import MegatronLayerBalance
+        from megasink.megatron.head_observer import MegatronLayerBalance
 
         own = config()
         balance = HeadBalance(own, attention_variant="vanilla", head_balance_coeff=1.0)

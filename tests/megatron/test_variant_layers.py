@@ -9,8 +9,8 @@ from types import SimpleNamespace
 
 import pytest
 
-from megasink.attention.variants.layers import layer_pattern, layers_with_variant
-from megasink.training.arguments import resolve_layers
+from megasink.attention.variants.variant_layers import layer_pattern, layers_with_variant
+from megasink.training.parse_arguments import resolve_layers
 from tests.distributed import merging
 from tests.distributed.cases import CP, FULL, PP, SP, TOLERANCE, TP, TP_SP, TRAIN, VPP, name_of
 from tests.distributed.layout import SINGLE

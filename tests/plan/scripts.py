@@ -18,8 +18,8 @@ from pathlib import Path
 from typing import Any
 
 from megasink.errors import ConfigError, UserError
-from megasink.plan import hollow, launch
-from megasink.plan.stand_ins import with_stand_ins
+from megasink.plan import hollow, run_plan
+from megasink.plan.stand_in_flags import with_stand_ins
 
 _ON_GPU = "MEGASINK_TEST_ON_HOLLOW_GPU"
 
@@ -35,7 +35,7 @@ def outcome(path: Path, values: list[str]) -> dict[str, Any]:
     words = ["--script", str(path), *(word for value in values for word in ("--set", value))]
     try:
         with contextlib.redirect_stderr(io.StringIO()) as said:
-            args, flags = launch.read_line(words)
+            args, flags = run_plan.read_line(words)
             flags = with_stand_ins(words, flags)
     except UserError as error:
         kind = "open" if "no value for" in str(error) else "unread"
@@ -63,17 +63,17 @@ def checked(flags: list[str], ranks: int | None) -> tuple[list[str], list[str]]:
 
 def _answer(flags: list[str], ranks: int | None) -> tuple[list[str], list[str]]:
     from megasink.megatron.model_of_arguments import model_config
-    from megasink.plan.hollow.world import be_rank
-    from megasink.training import arguments
+    from megasink.plan.hollow.lone_rank import be_rank
+    from megasink.training import parse_arguments
 
     notes = list[str]()
     try:
-        args = arguments.read(flags)
+        args = parse_arguments.read(flags)
         notes = args.flag_notes
-        args.rank, args.world_size = 0, ranks or arguments.replica_ranks(args)
+        args.rank, args.world_size = 0, ranks or parse_arguments.replica_ranks(args)
         be_rank(0, args.world_size)
-        arguments.validate(args)
-        with arguments.refusals_of_megatron():
+        parse_arguments.validate(args)
+        with parse_arguments.refusals_of_megatron():
             model_config(args).finalize()
     except ConfigError as error:
         return error.problems, notes

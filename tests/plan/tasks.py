@@ -7,13 +7,13 @@ from megatron.core.process_groups_config import ProcessGroupCollection
 
 from megasink.megatron.model import MegasinkModelBuilder
 from megasink.megatron.model_of_arguments import model_config
-from megasink.training import arguments
+from megasink.training import parse_arguments
 
 
 def number_of_parameters(flags: list[str]) -> int:
     """Of the whole model on one rank, padding of the vocabulary included."""
     with mock.patch.dict(os.environ, {"RANK": "0", "WORLD_SIZE": "1"}):
-        args, _ = arguments.parse(flags)
+        args, _ = parse_arguments.parse(flags)
     config = model_config(args)
     config.finalize()
     model = MegasinkModelBuilder(config).build_model(

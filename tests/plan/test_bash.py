@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from megasink.errors import UserError
-from megasink.plan import script
+from megasink.plan import launch_script
 
 HERE = Path(__file__).parent
 # torchrun shows its words after the program; the first call counts.
@@ -32,7 +32,7 @@ def test_a_script_has_the_flags_that_bash_passes(tmp_path, text):
         *takewhile(lambda word: word != "END", run.stdout[run.stdout.find("--") :].split("\0"))
     ]
     assert words, run.stderr
-    assert script.read(path, {}, ()).flags == words
+    assert launch_script.read(path, {}, ()).flags == words
 
 
 @pytest.mark.parametrize("text", cases("open_scripts.txt"))
@@ -40,4 +40,4 @@ def test_a_value_that_depends_on_a_command_is_refused(tmp_path, text):
     path = tmp_path / "train.sh"
     path.write_text(text)
     with pytest.raises(UserError, match=r"no value for .*--num-layers"):
-        script.read(path, {}, ())
+        launch_script.read(path, {}, ())

@@ -7,10 +7,10 @@ from argparse import Namespace
 import pytest
 
 from megasink.errors import ConfigError
-from megasink.plan import hollow, job, launch, rank, show
-from megasink.plan.job import DEVICES
-from megasink.plan.stand_ins import with_stand_ins
-from megasink.training.checks.memory import CHECKPOINT_BYTES
+from megasink.plan import hollow, plan_tables, rank_step, run_plan, whole_job
+from megasink.plan.stand_in_flags import with_stand_ins
+from megasink.plan.whole_job import DEVICES
+from megasink.training.checks.host_memory import CHECKPOINT_BYTES
 from tests.documented import calls, with_files
 from tests.parsing import read, refuse
 from tests.training.command_lines import MOCK
@@ -38,7 +38,7 @@ def modules(*mixtures):
 )
 def test_which_stages_tell_all(stages, microbatches, virtual, wanted):
     facts = {"pipeline": len(stages), "microbatches": microbatches, "virtual": virtual}
-    assert job.stages_to_step(facts | {"stages": stages}) == wanted
+    assert whole_job.stages_to_step(facts | {"stages": stages}) == wanted
 
 
 @pytest.mark.parametrize("before_data", [False, True])
@@ -46,8 +46,8 @@ def test_the_first_rank_of_a_stage(before_data):
     facts = {"ranks": 64, "pipeline": 4, "tensor": 2, "context": 2, "of_stage": 16}
     facts["pipeline_before_data"] = before_data
     wanted = [0, 4, 8, 12] if before_data else [0, 16, 32, 48]
-    assert [job.rank_of(stage, facts, last=False) for stage in range(4)] == wanted
-    assert job.rank_of(3, facts, last=True) == 63
+    assert [whole_job.rank_of(stage, facts, last=False) for stage in range(4)] == wanted
+    assert whole_job.rank_of(3, facts, last=True) == 63
 
 
 def test_blocks_of_the_stages_of_a_pattern():
@@ -58,7 +58,7 @@ def test_blocks_of_the_stages_of_a_pattern():
         attention_variant_layers=[1, 1, 0, 1, 1],
         num_layers=5,
     )
-    assert rank.stages(args) == {
+    assert rank_step.stages(args) == {
         "stages": [
             [[["*-*", [True, True]], ["*-", [False]]], True, False],
             [[["-", [True]], ["M*-", [True, True]]], False, True],
@@ -79,23 +79,23 @@ def test_what_grows_by_microbatch_is_multiplied():
         }
 
     record = {"job": {"microbatches": 32}, "steps": [step(4, a=1, b=8), step(8, a=1, b=12)]}
-    found = {what[2]: sums["calls"] for what, sums in job.step_traffic(record).items()}
+    found = {what[2]: sums["calls"] for what, sums in whole_job.step_traffic(record).items()}
     assert found == {"a": 1, "b": 8 + 28}
     record = {"job": {"microbatches": 2}, "steps": [step(2, a=3), step(2, a=3)]}
-    assert [sums["messages"] for sums in job.step_traffic(record).values()] == [30]
+    assert [sums["messages"] for sums in whole_job.step_traffic(record).values()] == [30]
 
 
 def test_problems_of_its_own_flags_are_told_before_anything_starts(monkeypatch):
-    monkeypatch.setattr(launch, "Helper", None)
+    monkeypatch.setattr(run_plan, "Helper", None)
     words = ["--ranks", "0", "--utilization", "2", "--resume", "--device", "cpu", *MOCK]
     with pytest.raises(ConfigError) as error:
-        launch.main([*words, "--step-batch-size-schedule", "0:2 128:8"])
+        run_plan.main([*words, "--step-batch-size-schedule", "0:2 128:8"])
     assert len(error.value.problems) == 5
 
 
 def test_a_recipe_stands_for_its_flags():
     data = "--mock-data --tokenizer-type NullTokenizer --vocab-size 65535".split()
-    _, flags = launch.read_line(["--recipe", "p0-2b", *data])
+    _, flags = run_plan.read_line(["--recipe", "p0-2b", *data])
     with pytest.raises(ConfigError) as error:
         refuse(flags, 3)
     assert all("256" in problem for problem in error.value.problems)
@@ -110,13 +110,13 @@ def test_the_lines_of_the_docs_are_accepted(tmp_path):
     assert lines
     for _, *words in lines:
         words = with_files(words, tmp_path, names)
-        args, flags = launch.read_line(words)
+        args, flags = run_plan.read_line(words)
         refuse(with_stand_ins(words, flags), args.ranks)
 
 
 def test_help_tells_of_every_flag(capsys):
     with pytest.raises(SystemExit):
-        launch.main(["--help"])
+        run_plan.main(["--help"])
     text = capsys.readouterr().out
     assert all(flag in text for flag in ("--ranks", "--gpu", "--utilization", "--json"))
 
@@ -128,12 +128,12 @@ def test_the_command(capsys, monkeypatch):
     monkeypatch.setenv("COLUMNS", "100")
     flags = [*MOCK, "--bf16", "--head-balance-coeff", "1e-3", "--disable-bias-linear"]
     stepped = []
-    step = launch._step
+    step = run_plan._step
     monkeypatch.setattr(
-        launch, "_step", lambda *a, **k: stepped or stepped.extend(step(*a, **k)) or stepped
+        run_plan, "_step", lambda *a, **k: stepped or stepped.extend(step(*a, **k)) or stepped
     )
     line = ["--ranks", "8", *flags, "--global-batch-size", "64"]
-    assert launch.main([*line, "--json"]) == 0
+    assert run_plan.main([*line, "--json"]) == 0
     plan = json.loads(capsys.readouterr().out)
     assert plan["job"]["microbatches"] == 4
     assert plan["tokens_per_step"] == 64 * 64
@@ -142,12 +142,12 @@ def test_the_command(capsys, monkeypatch):
     assert sum(stage["memory"][part] for part in parts) == stage["memory"]["peak"]
     assert plan["checkpoint_host_bytes"] == 0  # nothing to gather
     sharded = [r | {"job": r["job"] | {"gathers": True}} for r in stepped]
-    taken = show.as_json(sharded, DEVICES["h100"], 0.4)["checkpoint_host_bytes"]
+    taken = plan_tables.as_json(sharded, DEVICES["h100"], 0.4)["checkpoint_host_bytes"]
     assert taken == CHECKPOINT_BYTES * stage["parameters"]
-    show.show(sharded, "h100", 0.4)
+    plan_tables.show(sharded, "h100", 0.4)
     assert "GiB of host memory per rank" in " ".join(capsys.readouterr().out.split())
 
-    assert launch.main(line) == 0
+    assert run_plan.main(line) == 0
     text = capsys.readouterr().out
     assert all(len(row) <= 100 for row in text.splitlines()), text
     total = sum(plan["parameters"].values())
@@ -170,9 +170,9 @@ SIZES += "--max-position-embeddings 64 --micro-batch-size 1 --train-iters 1".spl
 )
 def test_a_plan_needs_neither_data_nor_a_tokenizer(monkeypatch, capsys, line, tokens):
     taken = []
-    monkeypatch.setattr(launch, "Helper", lambda _, flags: taken.extend(flags) or 1 / 0)
+    monkeypatch.setattr(run_plan, "Helper", lambda _, flags: taken.extend(flags) or 1 / 0)
     with pytest.raises(ZeroDivisionError):
-        launch.main(["--ranks", "8", *line])
+        run_plan.main(["--ranks", "8", *line])
     args = read(taken)
     assert args.mock_data
     assert args.tokenizer_type == "NullTokenizer"
@@ -182,7 +182,7 @@ def test_a_plan_needs_neither_data_nor_a_tokenizer(monkeypatch, capsys, line, to
     taken.clear()
     assert f"a vocabulary of {tokens:,} tokens" in said
     with pytest.raises(ZeroDivisionError):
-        launch.main(["--ranks", "8", *line, "--data-path", "0.5", "nowhere"])
+        run_plan.main(["--ranks", "8", *line, "--data-path", "0.5", "nowhere"])
     assert read(taken).mock_data
     assert "nowhere was not found" in capsys.readouterr().err
 
@@ -192,7 +192,7 @@ def test_all_problems_are_one_message_and_a_plan_may_have_a_vocabulary():
         pytest.skip(reason)
     wrong = ["--num-attention-heads", "5", "--lr", "-1", "--tensor-model-parallel-size", "2"]
     with pytest.raises(ConfigError) as error:
-        launch.main(["--ranks", "3", *SIZES, *wrong])
+        run_plan.main(["--ranks", "3", *SIZES, *wrong])
     text = "\n".join(error.value.problems)
     assert len(error.value.problems) >= 4
     assert re.search(r"--tokenizer-model FOLDER .*, or --vocab-size N for a p", text)
@@ -205,7 +205,7 @@ def test_what_a_step_frees_first_is_not_above_its_fullest_moment():
     for step, working in zip(steps, (5, 30), strict=True):
         record = {"steps": [step], "training_state": {"parameters": 40}, "stage": 0, "rank": 0}
         record |= {"layers": [], "parameters_here": {}}
-        memory = job.stage_of(record).memory
+        memory = whole_job.stage_of(record).memory
         parts = {"parameters": 40, "buffers": 20, "activations": 30, "working": working}
         assert parts.items() <= memory.items()
         assert sum(parts.values()) == memory["peak"]

@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from megasink.errors import UserError
-from megasink.plan import launch, script
+from megasink.plan import launch_script, run_plan
 
 SHELL = r"""#!/bin/bash
 #SBATCH --nodes=4
@@ -54,7 +54,7 @@ def folder(tmp_path):
 
 def read(folder: Path, text: str, name: str = "train.sh", overridden=(), **given: str):
     (folder / name).write_text(text)
-    return script.read(folder / name, given, overridden)
+    return launch_script.read(folder / name, given, overridden)
 
 
 def test_a_shell_script_is_followed_to_its_flags(folder):
@@ -95,7 +95,7 @@ def test_arguments_that_only_conditions_read_are_named(folder):
     with pytest.raises(UserError, match=r"LAYERS \(--num-layers\), 2 \(a condition\)"):
         read(folder, text)
     (folder / "train.sh").write_text(text)
-    assert script.read(folder / "train.sh", {"2": "8B"}, ()).flags == ["--num-layers", "32"]
+    assert launch_script.read(folder / "train.sh", {"2": "8B"}, ()).flags == ["--num-layers", "32"]
 
 
 def test_loops_and_texts_without_an_end_are_refused(folder):
@@ -148,16 +148,16 @@ def test_the_command_line_overrides_a_script(folder):
         "torchrun --nproc_per_node 2 x.py --num-layers 2 --lr $LR --kv-channels $1"
     )
     line = ["--script", str(folder / "train.sh"), "--lr", "1", "--set", "1=8"]
-    args, flags = launch.read_line(line)
+    args, flags = run_plan.read_line(line)
     assert (args.ranks, flags) == (2, "--num-layers 2 --kv-channels 8 --lr 1".split())
-    args, _ = launch.read_line([*line, "--ranks", "4"])
+    args, _ = run_plan.read_line([*line, "--ranks", "4"])
     assert args.ranks == 4
     with pytest.raises(UserError, match="--set A: give NAME=VALUE"):
-        launch.read_line(["--script", str(folder / "train.sh"), "--set", "A"])
+        run_plan.read_line(["--script", str(folder / "train.sh"), "--set", "A"])
     with pytest.raises(UserError, match="--set A=1 needs --script"):
-        launch.read_line(["--set", "A=1"])
+        run_plan.read_line(["--set", "A=1"])
     with pytest.raises(UserError, match="no such file"):
-        launch.read_line(["--script", str(folder / "absent.sh")])
+        run_plan.read_line(["--script", str(folder / "absent.sh")])
 
 
 def test_a_yaml_file_may_have_lists_anchors_and_merged_mappings(folder):

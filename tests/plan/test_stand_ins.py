@@ -2,7 +2,7 @@
 
 import pytest
 
-from megasink.plan.stand_ins import with_stand_ins
+from megasink.plan.stand_in_flags import with_stand_ins
 
 MODEL = "--num-layers 2 --hidden-size 64 --num-attention-heads 2"
 RUN = "--seq-length 64 --micro-batch-size 1 --train-iters 9 --lr 1 --max-position-embeddings 64"

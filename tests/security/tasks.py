@@ -43,8 +43,8 @@ def read(checkpoints: list[str]) -> list[str]:
     from megatron.core import dist_checkpointing
     from torch.distributed import checkpoint as torch_checkpoint
 
+    from megasink.checkpoints.code_free_loading import loading_without_code
     from megasink.checkpoints.torch_metadata import read_metadata
-    from megasink.checkpoints.without_code import loading_without_code
 
     def entries(folder: str) -> dict[str, Any]:
         known = read_metadata(Path(folder)).state_dict_metadata
@@ -66,7 +66,7 @@ def read(checkpoints: list[str]) -> list[str]:
 
 def load_classes_of_a_fork(folder: str) -> list[Any]:
     """(an argument, whether the class was made), and what is said where it is no argument."""
-    from megasink.checkpoints.without_code import loading_without_code
+    from megasink.checkpoints.code_free_loading import loading_without_code
 
     parts = OfAFork.__module__.split(".")
     names = [".".join(parts[: i + 1]) for i in range(len(parts))]
@@ -90,7 +90,7 @@ def load_classes_of_a_fork(folder: str) -> list[Any]:
 
 def load_state_of_fp8(mark: str) -> str:
     """What an imitated module of TransformerEngine says to a crafted one."""
-    from megasink.checkpoints.without_code import loading_without_code
+    from megasink.checkpoints.code_free_loading import loading_without_code
 
     module: Any = types.ModuleType("transformer_engine.pytorch.module.base")
     module.pickle = pickle
@@ -171,8 +171,8 @@ def flags_of_any_text() -> dict[str, list[str]]:
 
     cpu.activate()
     from megasink.cli import main_of
-    from megasink.megatron.arguments import parse_apart
-    from megasink.options.command_line import flag_problems
+    from megasink.megatron.argument_parser import parse_apart
+    from megasink.options.command_parser import flag_problems
 
     found: dict[str, list[str]] = {}
     upstream = argparse.ArgumentParser.parse_known_args

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from megasink.data.corpus import Document
-from megasink.data.tokenizer import train_tokenizer
+from megasink.data.hf_tokenizer import train_tokenizer
 from tests.distributed.layout import SINGLE
 from tests.distributed.pool import free_port
 from tests.runs import MOCK, TINY

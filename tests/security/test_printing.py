@@ -7,11 +7,11 @@ import sys
 
 import pytest
 
-from megasink.analysis.capture.inputs import dataset_names
-from megasink.analysis.store import write_csv
+from megasink.analysis.capture.input_samples import dataset_names
+from megasink.analysis.result_store import write_csv
 from megasink.cli import generate
 from megasink.cli import main as megasink
-from megasink.console import stopping
+from megasink.console import signals
 from megasink.console.printable import printable
 from megasink.data.corpus import Corpus, Document
 from megasink.errors import ConfigError, UserError
@@ -129,7 +129,7 @@ def test_a_file_name_that_is_not_utf8_is_escaped_or_refused(tmp_path, capsys):
     assert dataset_names([str(path)]) == ["t\\udcff"]
     with pytest.raises(UserError, match=r"--output .*t\\udcff\.txt is not UTF-8"):
         refuse_others(path, "analyze", {})
-    assert stopping.run(lambda: len(os.fspath(path).encode())) == 2
+    assert signals.run(lambda: len(os.fspath(path).encode())) == 2
     (line,) = capsys.readouterr().err.splitlines()
     assert f"{printable(str(path))} is not UTF-8" in line
     assert from_json(Document, {"text": "a", "source": str(path)}, "it").source.endswith("t?.txt")

@@ -7,7 +7,7 @@ import pytest
 from megasink.errors import UserError
 from megasink.training import flag_file
 from megasink.training.flag_file import refused
-from megasink.training.replay import replayed
+from megasink.training.resume_flags import replayed
 from tests.training.command_lines import MODEL
 
 HARMLESS = set(

@@ -22,7 +22,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from megasink.cpu.process import prepare_process
+from megasink.cpu.prepare_process import prepare_process
 from megasink.training.pretrain import main
 from megasink.training.stop import RankState
 from tests.waiting import until
@@ -140,8 +140,8 @@ def train(moment: str) -> int:
     from megatron.training import checkpointing, training
     from tensorboard.summary.writer.record_writer import RecordWriter
 
-    from megasink.balance.sums import HeadSums
-    from megasink.training import forward
+    from megasink.balance.gate_sums import HeadSums
+    from megasink.training import forward_step
     from megasink.training.metrics_file import MetricsFile
 
     kind, _, text = moment.partition(":")
@@ -165,7 +165,7 @@ def train(moment: str) -> int:
     elif kind == "board":
         RecordWriter.write = at_call(count, full, RecordWriter.write)
     elif kind == "nan":
-        forward.loss_func = no_number(count, forward.loss_func)
+        forward_step.loss_func = no_number(count, forward_step.loss_func)
     else:
         training.save_checkpoint = at_call(count, fill_disk, training.save_checkpoint)
     return main(sys.argv[1:])

@@ -5,7 +5,7 @@ from collections.abc import Callable
 
 def loaded_without_a_process_group(run: str) -> tuple[int, bool, bool]:
     """The iteration, whether a process group was there meanwhile, and whether one is left."""
-    from megasink.cpu.process import prepare_process
+    from megasink.cpu.prepare_process import prepare_process
 
     prepare_process()
     import torch

@@ -3,7 +3,7 @@
 import os
 import signal
 
-from megasink.training import heartbeat, phases
+from megasink.training import heartbeat, rank_phases
 
 
 def fail(*_):
@@ -18,4 +18,4 @@ match FAULT := os.environ.get("FAULT"):
     case "early" | "stopped":
         heartbeat.record = fail
     case "late" | "killed":
-        phases.following_phases = fail  # the hosts have met
+        rank_phases.following_phases = fail  # the hosts have met

@@ -43,8 +43,8 @@ def lines_written(flags: list[str], ranks: int, port: int, late: bool) -> list[t
     """
     from megatron.training import training
 
+    from megasink.training.metric_records import HostCopy
     from megasink.training.metrics_writer import MetricsWriter
-    from megasink.training.series import HostCopy
 
     metrics, found = Path(flags[flags.index("--run-dir") + 1], "metrics.jsonl"), []
     step, save = MetricsWriter.step, training.save_checkpoint

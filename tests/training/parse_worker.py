@@ -10,7 +10,7 @@ import json
 import sys
 from typing import Any
 
-from megasink.cpu.process import prepare_process
+from megasink.cpu.prepare_process import prepare_process
 from megasink.errors import ConfigError
 
 KEEP = (
@@ -24,19 +24,19 @@ KEEP = (
 def main() -> None:
     prepare_process()
     with contextlib.redirect_stdout(sys.stderr):
-        from megasink.megatron.arguments import known_flags
-        from megasink.training import arguments
+        from megasink.megatron.argument_parser import known_flags
+        from megasink.training import parse_arguments
     answers = list[dict[str, Any]]()
     for argv in json.load(sys.stdin):
         try:
             with contextlib.redirect_stdout(sys.stderr):
-                args, _ = arguments.parse(argv)
+                args, _ = parse_arguments.parse(argv)
             answers.append({"args": {name: getattr(args, name) for name in KEEP}})
         except ConfigError as error:
             answers.append({"problems": error.problems})
     shown = io.StringIO()
     with contextlib.redirect_stdout(shown), contextlib.suppress(SystemExit):
-        arguments.parse(["--help"])
+        parse_arguments.parse(["--help"])
     last = {"help": shown.getvalue(), "flags": list(known_flags())}
     json.dump([*answers, last], sys.stdout)
 

@@ -11,16 +11,16 @@ import os
 import sys
 from argparse import Namespace
 
-from megasink.cpu.process import prepare_process
+from megasink.cpu.prepare_process import prepare_process
 from megasink.errors import ConfigError
 
 
 def parse(flags: list[str], ranks: int) -> Namespace:
     """The arguments of rank 0 of so many."""
-    from megasink.training import arguments
+    from megasink.training import parse_arguments
 
     os.environ |= {"WORLD_SIZE": str(ranks), "RANK": "0", "LOCAL_RANK": "0"}
-    return arguments.parse(flags)[0]
+    return parse_arguments.parse(flags)[0]
 
 
 def problems(flags: list[str], ranks: int) -> tuple[list[str], str]:
@@ -28,7 +28,7 @@ def problems(flags: list[str], ranks: int) -> tuple[list[str], str]:
     its model is exported as.
     """
     from megasink.megatron.model_of_arguments import model_config
-    from megasink.training.arguments import refusals_of_megatron
+    from megasink.training.parse_arguments import refusals_of_megatron
 
     try:
         args = parse(flags, ranks)
@@ -41,7 +41,7 @@ def problems(flags: list[str], ranks: int) -> tuple[list[str], str]:
 
 def target(args: Namespace) -> str:
     """The target of the model's export, or why it has none."""
-    from megasink.checkpoints.identity import plain
+    from megasink.checkpoints.model_arguments import plain
     from megasink.convert.architecture_of_run import architecture_of
     from megasink.convert.targets import choose
 

@@ -3,7 +3,7 @@
 import os
 import sys
 
-from megasink.cpu.process import prepare_process
+from megasink.cpu.prepare_process import prepare_process
 from megasink.training.pretrain import main
 from tests.training.dying_entry import train
 

@@ -8,7 +8,7 @@ import contextlib
 import json
 import sys
 
-from megasink.cpu.process import prepare_process
+from megasink.cpu.prepare_process import prepare_process
 from megasink.errors import ConfigError
 from tests.training.recipe_worker import parse
 
@@ -16,7 +16,7 @@ from tests.training.recipe_worker import parse
 def problems(flags: list[str], ranks: int) -> list[str]:
     """What is wrong with a command line; nothing is built."""
     from megasink.megatron.model_of_arguments import model_config
-    from megasink.training.arguments import refusals_of_megatron
+    from megasink.training.parse_arguments import refusals_of_megatron
 
     try:
         args = parse(flags, ranks)

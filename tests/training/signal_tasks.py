@@ -12,7 +12,7 @@ def told_to_end() -> list[tuple[bool, int]]:
     which waits."""
     from megatron.training.dist_signal_handler import DistributedSignalHandler
 
-    from megasink.training.phases import agreeing_on_signals
+    from megasink.training.rank_phases import agreeing_on_signals
 
     own, agreed, waits = [0], [0], [False]
     found = []

@@ -15,14 +15,14 @@ from tests.distributed import launch_task
 
 def train_and_record(flags: list[str], ranks: int, port: int) -> dict[str, Any]:
     """Train; what the first microbatch of this rank was, and what became of the sink's row."""
-    from megasink.cpu.process import prepare_process
+    from megasink.cpu.prepare_process import prepare_process
 
     prepare_process()  # before the first import of megatron
-    from megasink.training import forward
+    from megasink.training import forward_step
 
     found: dict[str, Any] = {}
-    get_batch, loss_func = forward.get_batch, forward.loss_func
-    forward_step = forward.forward_step
+    get_batch, loss_func = forward_step.get_batch, forward_step.loss_func
+    step = forward_step.forward_step
 
     def recording_batch(*args: Any) -> dict[str, Any]:
         batch = get_batch(*args)
@@ -43,25 +43,25 @@ def train_and_record(flags: list[str], ranks: int, port: int) -> dict[str, Any]:
                 found["rows"] = len(parameter)
                 found.setdefault("first_row", row)
                 found["sink_row_moved"] = float((row - found["first_row"]).abs().max())
-        return forward_step(iterator, model)
+        return step(iterator, model)
 
-    forward.get_batch, forward.loss_func = recording_batch, recording_loss
-    forward.forward_step = recording_step
+    forward_step.get_batch, forward_step.loss_func = recording_batch, recording_loss
+    forward_step.forward_step = recording_step
     try:
         launch_task.train(flags, ranks, port)
     finally:
-        forward.get_batch, forward.loss_func = get_batch, loss_func
-        forward.forward_step = forward_step
+        forward_step.get_batch, forward_step.loss_func = get_batch, loss_func
+        forward_step.forward_step = step
     found.pop("first_row", None)
     return found
 
 
 def train_and_list(flags: list[str], ranks: int, port: int) -> list[list[int]]:
     """Train; the first token of each sample that this rank reads, by microbatch."""
-    from megasink.cpu.process import prepare_process
+    from megasink.cpu.prepare_process import prepare_process
 
     prepare_process()
-    from megasink.training import forward
+    from megasink.training import forward_step
 
     found: list[list[int]] = []
 
@@ -70,8 +70,8 @@ def train_and_list(flags: list[str], ranks: int, port: int) -> list[list[int]]:
         found.append(batch["tokens"][:, 0].tolist())
         return batch
 
-    get_batch = forward.get_batch
-    with mock.patch.object(forward, "get_batch", recording):
+    get_batch = forward_step.get_batch
+    with mock.patch.object(forward_step, "get_batch", recording):
         launch_task.train(flags, ranks, port)
     return found
 
@@ -82,17 +82,17 @@ def train_as_started(
     """Train as the launcher starts it; how often the line was parsed, and how often checked."""
     if os.environ["POOL_RANK"] != "0":
         return None
-    from megasink.cpu.process import prepare_process
+    from megasink.cpu.prepare_process import prepare_process
 
     prepare_process()
-    from megasink.training.checks import collect
+    from megasink.training.checks import all_checks
 
     parse = argparse.ArgumentParser._parse_known_args
     with (
         mock.patch.object(
             *(argparse.ArgumentParser, "_parse_known_args"), autospec=True, side_effect=parse
         ) as parsed,
-        mock.patch.object(collect, "problems", wraps=collect.problems) as checked,
+        mock.patch.object(all_checks, "problems", wraps=all_checks.problems) as checked,
         mock.patch.dict(os.environ, variables),
     ):
         launch_task.train(flags, ranks, port)
@@ -109,7 +109,7 @@ def train_and_weigh(
     Args:
         available: bytes that the host is said to have left.
     """
-    from megasink.cpu.process import prepare_process
+    from megasink.cpu.prepare_process import prepare_process
 
     prepare_process()
     from megatron.training import training
@@ -164,9 +164,9 @@ def ends_of_splits(splits: list[str]) -> list[list[float]]:
 
 def analyzed_samples(command_lines: list[list[str]]) -> list[dict[str, Any]]:
     """The samples of a run that `megasink analyze` would measure, and what it says and records."""
-    from megasink.analysis.capture.inputs import inputs_of
-    from megasink.analysis.capture.ranks import Ranks
-    from megasink.analysis.loading import open_checkpoint
+    from megasink.analysis.capture.input_samples import inputs_of
+    from megasink.analysis.open_model import open_checkpoint
+    from megasink.analysis.ranks import Ranks
     from megasink.cli.analyze import analyze_parser, check
 
     found = []
@@ -201,7 +201,7 @@ def groups_of_the_trainer(
     from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
     from megatron.training import training
 
-    from megasink.training.optimizer import grouping_sink_parameters
+    from megasink.training.optimizer_groups import grouping_sink_parameters
     from tests.distributed import tiny_gpt
 
     before = training.get_megatron_optimizer_config

@@ -8,7 +8,7 @@ import torch.distributed as dist
 
 from megasink.errors import UserError
 from megasink.training import network
-from megasink.training.start import agree
+from megasink.training.start_run import agree
 
 
 def meet(store, world, ranks=None, timeout=60.0):

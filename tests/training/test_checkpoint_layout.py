@@ -4,7 +4,7 @@ import shutil
 
 import pytest
 
-from megasink.training.checks.memory import CHECKPOINT_BYTES
+from megasink.training.checks.host_memory import CHECKPOINT_BYTES
 from tests import runs
 from tests.distributed.pool import TaskFailed, free_port
 

@@ -4,7 +4,7 @@ import signal
 
 import torch
 
-from megasink.training.helper_process import with_own_memory
+from megasink.training.async_checkpoint_process import with_own_memory
 from tests.distributed.layout import Layout
 
 

@@ -11,9 +11,9 @@ from pathlib import Path
 import pytest
 
 from megasink.data.corpus import Corpus
+from megasink.data.hf_tokenizer import train_tokenizer
 from megasink.data.preprocess import preprocess
-from megasink.data.tokenizer import train_tokenizer
-from megasink.training.checks import data_files, implementation
+from megasink.training.checks import data_contents, transformer_impl
 from tests.documented import train_lines
 from tests.forkserver import server
 from tests.parsing import refuse
@@ -124,7 +124,7 @@ def test_a_part_of_the_split_without_a_document_is_refused(answers):
     ("documents", "split"), [(1, "1,0,0"), (2, "70,30,0"), (3, "80,20,0"), (12, "95,5,0")]
 )
 def test_the_split_that_is_proposed_gives_both_parts_a_document(documents, split):
-    proposed = data_files._split_that_fits(documents)
+    proposed = data_contents._split_that_fits(documents)
     assert proposed == split
     train, valid, test = (int(part) for part in proposed.split(","))
     assert round(train / (train + valid) * documents) in range(1, documents + (valid == 0))
@@ -186,9 +186,9 @@ def test_fp8_is_for_the_linear_layers_of_transformer_engine(monkeypatch, flags, 
     given = {"fp8": "hybrid", "bf16": True, "transformer_impl": None}
     given |= {"fp16": False, "fp32_residual_connection": False, "attention_variant": "sink"}
     args = Namespace(**given | flags)
-    assert any("TransformerEngine's" in text for text in implementation.problems(args))
-    monkeypatch.setattr(implementation, "have_transformer_engine", lambda: True)
-    found = list(implementation.problems(args))
+    assert any("TransformerEngine's" in text for text in transformer_impl.problems(args))
+    monkeypatch.setattr(transformer_impl, "have_transformer_engine", lambda: True)
+    found = list(transformer_impl.problems(args))
     assert len(found) == len(wanted)
     assert all(phrase in text for phrase, text in zip(wanted, found, strict=True))
 

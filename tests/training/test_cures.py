@@ -10,7 +10,7 @@ import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
 from megasink.errors import ConfigError
-from megasink.training.replay import replayed
+from megasink.training.resume_flags import replayed
 from tests import runs
 from tests.distributed.pool import TaskFailed
 from tests.mistakes import MISTAKES

@@ -5,7 +5,7 @@ import shutil
 
 import pytest
 
-from megasink.checkpoints.intact import damage, move_aside, newest_intact
+from megasink.checkpoints.damage import damage, move_aside, newest_intact
 from tests.training.six_steps import losses, resumed_from
 
 

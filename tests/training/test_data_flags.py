@@ -12,9 +12,9 @@ from megatron.core.datasets.indexed_dataset import IndexedDatasetBuilder
 from megatron.training.arguments import _add_data_args
 
 from megasink.errors import ConfigError
-from megasink.training import dataset
-from megasink.training.checks import collect, data_files
-from megasink.training.checks.blends import drawn_validation, parts
+from megasink.training import build_datasets
+from megasink.training.checks import all_checks, data_contents
+from megasink.training.dataset_blends import drawn_validation, parts
 from tests.parsing import read, refuse
 from tests.training.command_lines import MODEL
 
@@ -22,7 +22,7 @@ NO_FLAG = {"drop_last_partial_validation_sequence", "add_extra_token_to_sequence
 REFUSED = {"sequences_per_dataset", "fast_cache_load", "defer_npy_index_mmap"}
 # Read in other places than the datasets, each by its own line.
 ELSEWHERE = {
-    "phase_transition_iterations": "megasink/training/phases.py",
+    "phase_transition_iterations": "megasink/training/rank_phases.py",
     "mock_data": "the kind of dataset",
     "encoder_seq_length": "another name of seq_length",
     "num_workers": "the data loader",
@@ -37,12 +37,12 @@ DATA_FLAGS = _add_data_args(argparse.ArgumentParser())._actions[1:]
 @pytest.fixture
 def config_of(monkeypatch):
     """The fields that reach the dataclass, of a command line."""
-    monkeypatch.setattr(dataset, "GPTDatasetConfig", lambda **fields: fields)
-    monkeypatch.setattr(dataset, "get_tokenizer", lambda: None)
+    monkeypatch.setattr(build_datasets, "GPTDatasetConfig", lambda **fields: fields)
+    monkeypatch.setattr(build_datasets, "get_tokenizer", lambda: None)
 
     def fields_of(args: Namespace) -> dict:
         args.data_parallel_size = 1
-        return dataset.dataset_config(args)
+        return build_datasets.dataset_config(args)
 
     return fields_of
 
@@ -75,7 +75,7 @@ def problems(*flags: str) -> list[str]:
 def rank_problems(*flags: str) -> list[str]:
     args = read([*MODEL, *NULL, *flags])
     args.rank = 0
-    return list(data_files.problems(args))
+    return list(data_contents.problems(args))
 
 
 def test_every_field_of_upstreams_dataclass_is_given(config_of):
@@ -97,7 +97,7 @@ def test_every_flag_about_data_is_passed_on_or_refused(config_of, action, tmp_pa
     if config_of(args) != before:
         return
     flags = [name for name in action.option_strings if name.startswith("--")]
-    refused = collect.of_line(args)[0]
+    refused = all_checks.of_line(args)[0]
     assert any(flag in problem for flag in flags for problem in refused), refused
 
 
@@ -193,9 +193,9 @@ def test_a_part_without_a_token_is_refused(tmp_path):
 
 def test_contents_are_read_once_per_job_and_the_tokenizer_is_hashed_once(monkeypatch, prefix):
     args = read([*MODEL, *NULL, "--data-path", prefix, "--split", "1,0,0"])
-    monkeypatch.setattr(data_files, "data_problem", lambda *_: pytest.fail("read"))
+    monkeypatch.setattr(data_contents, "data_problem", lambda *_: pytest.fail("read"))
     args.rank = 1
-    assert list(data_files.problems(args)) == []
+    assert list(data_contents.problems(args)) == []
     # Presence is looked at by one rank of each node.
     monkeypatch.setenv("LOCAL_RANK", "3")
     assert problems("--data-path", "nowhere") == []

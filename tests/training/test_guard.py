@@ -9,7 +9,7 @@ import time
 
 import pytest
 
-from megasink.training.helper_process import live_with_rank
+from megasink.training.async_checkpoint_process import live_with_rank
 from tests.distributed.pool import ROOT
 
 BOUNDED = """
@@ -55,7 +55,7 @@ os._exit(0)
 """
 LIGHT = """
 import json, sys
-import megasink.training.__main__, megasink.training.helper_process
+import megasink.training.__main__, megasink.training.async_checkpoint_process
 print(json.dumps([name for name in ("torch", "numpy", "psutil") if name in sys.modules]))
 """
 WAITING = """
@@ -82,7 +82,7 @@ PREFIX = """
 import os, signal, subprocess, sys, threading, time
 from pathlib import Path
 from megasink.training import stop
-from megasink.training.guard import guard
+from megasink.training.watchdog import guard
 """
 
 

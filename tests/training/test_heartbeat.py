@@ -13,10 +13,10 @@ import pytest
 import torch.distributed as dist
 
 from megasink.training import heartbeat
-from megasink.training.guard import Clock
 from megasink.training.heartbeat import Heartbeat
 from megasink.training.stop import RankState
 from megasink.training.waiting import machine
+from megasink.training.watchdog import Clock
 from tests.distributed.pool import free_port
 from tests.waiting import state, until
 
@@ -172,7 +172,7 @@ def test_a_rank_that_never_began_is_named():
 
 def test_time_in_which_this_process_was_stopped_itself_does_not_count(monkeypatch):
     times = iter([0.0, 1.0, 500.0, 501.0])
-    monkeypatch.setattr("megasink.training.guard.time.monotonic", lambda: next(times))
+    monkeypatch.setattr("megasink.training.watchdog.time.monotonic", lambda: next(times))
     clock = Clock(tick=1.0)
     assert [clock(), clock(), clock()] == [1.0, 3.0, 4.0]
 

@@ -8,16 +8,16 @@ import tempfile
 import pytest
 
 from megasink.errors import UserError
-from megasink.training import job
+from megasink.training import preflight
 
 
 @pytest.mark.parametrize(
     ("code", "error"), [(3, pytest.raises(SystemExit)), (-9, pytest.raises(UserError))]
 )
 def test_a_failed_check_ends_the_command(monkeypatch, code, error):
-    monkeypatch.setattr(job, "start", lambda _: code)
+    monkeypatch.setattr(preflight, "start", lambda _: code)
     with error as caught:
-        job.check([job.Line(["--device", "cpu"])])
+        preflight.check([preflight.Line(["--device", "cpu"])])
     assert "3" in str(caught.value) if code > 0 else "signal 9" in str(caught.value)
 
 
@@ -27,7 +27,7 @@ def test_an_answer_that_cannot_be_written_is_one_line():
         file.write("[]")
         file.seek(0)
         done = subprocess.run(
-            [sys.executable, "-m", "megasink.training.job"],
+            [sys.executable, "-m", "megasink.training.preflight"],
             stdin=file,
             capture_output=True,
             text=True,

@@ -10,14 +10,14 @@ import pytest
 
 from megasink.cli import main
 from megasink.errors import UserError
-from megasink.options.command_line import CommandParser
-from megasink.options.flags import escaped
+from megasink.options.command_parser import CommandParser
+from megasink.options.dataclass_flags import escaped
 from megasink.options.run_options import OPTIONS, add_options
-from megasink.training import job, launch
+from megasink.training import launch, preflight
 from megasink.training.lease import Lease
 from megasink.training.metrics_file import ACTS, RATIO, NewLines, weak_loss
-from megasink.training.ranks import Ranks
 from megasink.training.stop import FAILURES
+from megasink.training.torchrun_processes import Ranks
 from tests import runs
 from tests.distributed.pool import free_port
 from tests.parsing import read
@@ -27,11 +27,11 @@ from tests.training.command_lines import MOCK
 @pytest.fixture
 def accepted(monkeypatch):
     """Lines are parsed in this process, and not checked."""
-    monkeypatch.setattr(job, "check", lambda lines: [read(line.flags) for line in lines])
+    monkeypatch.setattr(preflight, "check", lambda lines: [read(line.flags) for line in lines])
 
 
 def ranks(*flags, before=None):
-    return job.ranks_to_start(read(["--device=cpu", *flags]), before)
+    return preflight.ranks_to_start(read(["--device=cpu", *flags]), before)
 
 
 def test_ranks_follow_the_layout():

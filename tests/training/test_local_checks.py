@@ -13,12 +13,12 @@ from torch.distributed.checkpoint.filesystem import _StorageInfo
 
 from megasink.attention import AttentionRequest, choose_backend, choose_gate_kernels
 from megasink.checkpoints.torch_metadata import read_metadata
-from megasink.data.tokenizer import load_tokenizer, tokenizer_hash
+from megasink.data.hf_tokenizer import load_tokenizer, tokenizer_hash
 from megasink.data.tokenizer_files import read_files
 from megasink.errors import UserError
-from megasink.training.checks import device
-from megasink.training.checks.blends import shares
-from megasink.upstream import fused
+from megasink.training.checks import device_options
+from megasink.training.dataset_blends import shares
+from megasink.upstream import fused_kernels
 from tests.analysis.capture.tiny_models import save_with_tokenizer
 from tests.distributed.layout import SINGLE
 from tests.forkserver import server
@@ -30,17 +30,17 @@ TEXTS = [f"Text {i}: nothing in it stands twice, {'again ' * i}and it ends." for
 def test_the_kernels_that_need_cuda_are_those_of_the_registries():
     request = AttentionRequest("cpu", torch.float32, 64)
     reasons = choose_backend(request).reasons | choose_gate_kernels(request).reasons
-    assert {name for name, why in reasons.items() if "CUDA" in why} == device.CUDA_KERNELS
+    assert {name for name, why in reasons.items() if "CUDA" in why} == device_options.CUDA_KERNELS
 
 
 @pytest.mark.parametrize("impl", [None, "local", "transformer_engine"])
 @pytest.mark.parametrize("missing", [None, "the package is not installed"])
 def test_norms_of_transformer_engine_on_a_gpu(monkeypatch, impl, missing):
     """Without the flag, a launcher does not know the default of the ranks."""
-    monkeypatch.setattr(fused.Package, "missing", lambda _: missing)
+    monkeypatch.setattr(fused_kernels.Package, "missing", lambda _: missing)
     args = read(["--apply-layernorm-1p", "--normalization", "RMSNorm"])
     args.transformer_impl = impl
-    said = "\n".join(fused.problems(args))
+    said = "\n".join(fused_kernels.problems(args))
     works = impl == "transformer_engine" or (impl is None and missing is None)
     assert ("torch's norms have no zero-centered weight" in said) == (not works)
 
@@ -142,11 +142,11 @@ def test_nothing_heavy_is_imported(tmp_path):
     ]
     script = (
         "import sys\nfrom pathlib import Path\nfrom megasink.cli import main\n"
-        "from megasink.training import job\nfrom tests import forkserver\n"
+        "from megasink.training import preflight\nfrom tests import forkserver\n"
         "def start(file):\n"
-        "    module, here = 'megasink.training.job', Path.cwd()\n"
+        "    module, here = 'megasink.training.preflight', Path.cwd()\n"
         "    return forkserver.server().start([module], stdin=file, cwd=here).wait()\n"
-        "job.start = start\n"
+        "preflight.start = start\n"
         f"code = main({line!r})\n"
         "heavy = {'torch', 'transformers', 'megatron.core', 'megatron.training'}\n"
         "print(code, sorted(heavy & set(sys.modules)))\n"

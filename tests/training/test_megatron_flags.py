@@ -7,11 +7,11 @@ import pytest
 from megatron.training.arguments import add_megatron_arguments
 
 from megasink.errors import nearest
-from megasink.options.command_line import CLOSE
-from megasink.options.flags import flag_of
+from megasink.options.command_parser import CLOSE
+from megasink.options.dataclass_flags import flag_of
 from megasink.options.megatron_flags import _KNOWN, CHOICES, KNOWN, REFUSED, having, refused
 from megasink.options.run_options import OPTIONS
-from megasink.training.checks.excluded import EXCLUDED
+from megasink.training.checks.exclusive_options import EXCLUDED
 
 # What Megatron derives, or keeps beside the flags, and what megasink does.
 DERIVED = set(

@@ -6,7 +6,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from megasink.training.checks import memory
+from megasink.training.checks import host_memory
 from tests.forkserver import server
 from tests.training.command_lines import MOCK
 from tests.training.six_steps import only_line
@@ -28,11 +28,11 @@ def test_what_does_not_fit_is_refused_before_anything_is_built(tmp_path):
 
 @pytest.mark.parametrize("left", [9.9, 10.4])
 def test_what_needs_more_than_is_left_is_refused(monkeypatch, left):
-    monkeypatch.setattr(memory.cpu, "is_active", lambda: True)
-    monkeypatch.setattr(memory, "bytes_of_rank", lambda _: (8e9, 2e9))
-    monkeypatch.setattr(memory, "available", lambda: left * 1e9)
+    monkeypatch.setattr(host_memory.cpu, "is_active", lambda: True)
+    monkeypatch.setattr(host_memory, "bytes_of_rank", lambda _: (8e9, 2e9))
+    monkeypatch.setattr(host_memory, "available", lambda: left * 1e9)
     args = Namespace(hybrid_layer_pattern=None, fake_process_group=False)
-    problems = list(memory.problems(args))
+    problems = list(host_memory.problems(args))
     assert len(problems) == (left < 10.3)
     assert all("training takes at least 10.3 GB" in problem for problem in problems)
 
@@ -64,9 +64,9 @@ def test_a_container_has_less_than_its_machine(tmp_path, monkeypatch, groups, fi
     for name, text in files.items():
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / name).write_text(text)
-    read = memory._read
-    monkeypatch.setattr(memory, "_GROUPS", tmp_path)
-    monkeypatch.setattr(memory, "_read", lambda p: groups if p.parts[1] == "proc" else read(p))
+    read = host_memory._read
+    monkeypatch.setattr(host_memory, "_GROUPS", tmp_path)
+    monkeypatch.setattr(host_memory, "_read", lambda p: groups if p.parts[1] == "proc" else read(p))
     machine = SimpleNamespace(available=8e9)
-    monkeypatch.setattr(memory.psutil, "virtual_memory", lambda: machine)
-    assert memory.available() == left
+    monkeypatch.setattr(host_memory.psutil, "virtual_memory", lambda: machine)
+    assert host_memory.available() == left

@@ -5,10 +5,10 @@ from pathlib import Path
 
 import pytest
 
-from megasink.data.output import output_problems, url_problem
+from megasink.data.dataset_files import output_problems, url_problem
 from megasink.errors import UserError
-from megasink.training.checks import data, data_files
-from megasink.training.replay import _absolute, replayed
+from megasink.training.checks import data_contents, data_paths
+from megasink.training.resume_flags import _absolute, replayed
 from megasink.training.run_dir import folder_problem
 from tests import runs
 from tests.distributed.pool import free_port
@@ -85,8 +85,8 @@ def test_checkpoints_are_not_read_through_another_library(text, monkeypatch):
     pytest.importorskip("multistorageclient")
     from megatron.core.msc_utils import MultiStorageClientFeature
 
-    from megasink.megatron.arguments import parse_apart
-    from megasink.training.dataset import reading_stores
+    from megasink.megatron.argument_parser import parse_apart
+    from megasink.training.build_datasets import reading_stores
 
     args = parse_apart([*runs.TINY, *text, "--train-iters", "2", "--device", "cpu", "--enable-msc"])
     assert args.enable_msc
@@ -99,7 +99,7 @@ def test_checkpoints_are_not_read_through_another_library(text, monkeypatch):
 def test_stores_are_for_data_alone_and_asked_for_each_time(text, tmp_path, capsys):
     flags = [*runs.TINY, "--train-iters", "2", "--split", "1,0,0", *text[2:]]
     args = read([*flags, "--data-path", "msc://p/x", "--save", "s3://b/c", "--load=msc://p"])
-    found = "\n".join(data.problems(args))
+    found = "\n".join(data_paths.problems(args))
     for part in (
         "--save is in an object store: give a folder (copy checkpoints with aws",
         "--load is in an object store",
@@ -111,7 +111,7 @@ def test_stores_are_for_data_alone_and_asked_for_each_time(text, tmp_path, capsy
     assert "is in an object store" in folder_problem(Path("s3://bucket/run"), resume=None)
     assert "is in an object store" in output_problems(Path("s3://b/x"), [], overwrite=False)[0]
     args.rank = 0
-    assert list(data_files.problems(args)) == []
+    assert list(data_contents.problems(args)) == []
     assert "1 of 1 data sets are in object stores and are not checked" in capsys.readouterr().out
     last = ["--data-path", "s3://bucket/x", "--lr", "1e-3"]
     with pytest.raises(UserError, match=r"--data-path s3://bucket/x of the last .* is not reused"):

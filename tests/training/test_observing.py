@@ -7,9 +7,9 @@ import pytest
 import torch
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-from megasink.balance.sums import BALANCE_GRADIENT, OTHER_GRADIENT, HeadStatistics
+from megasink.balance.gate_sums import BALANCE_GRADIENT, OTHER_GRADIENT, HeadStatistics
+from megasink.training.metric_records import RATIO, head_record
 from megasink.training.run_dir import folder_problem
-from megasink.training.series import RATIO, head_record
 from tests.distributed.layout import SINGLE
 from tests.distributed.pool import free_port
 from tests.runs import MOCK, TINY, UNTIED

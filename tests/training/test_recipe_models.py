@@ -11,7 +11,7 @@ import shlex
 import pytest
 
 from megasink.training import recipes
-from megasink.training.arguments import set_decay
+from megasink.training.parse_arguments import set_decay
 from tests import runs
 from tests.distributed.layout import SINGLE
 from tests.parsing import read

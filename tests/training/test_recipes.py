@@ -11,10 +11,10 @@ import pytest
 
 from megasink.cli import main as megasink
 from megasink.errors import ConfigError, UserError
-from megasink.megatron.arguments import known_flags
-from megasink.plan import launch as plan_launch
-from megasink.training import job, launch, recipes, run_dir
-from megasink.training.checks import collect
+from megasink.megatron.argument_parser import known_flags
+from megasink.plan import run_plan as plan_launch
+from megasink.training import launch, preflight, recipes, run_dir
+from megasink.training.checks import all_checks
 from megasink.training.ffn_width import matched_ffn_width, parameters_per_layer
 from megasink.training.flag_file import flag_words, toml_lines
 from tests.documented import ROOT
@@ -299,7 +299,7 @@ def test_a_recipe_that_is_not_there_is_told_by_name(flags, phrase):
 
 def test_what_starts_no_run_refuses_a_recipe():
     """An unexpanded one would be dropped in silence."""
-    problems = "\n".join(collect.of_line(read([*MOCK, "--recipe", "p0-2b"]))[0])
+    problems = "\n".join(all_checks.of_line(read([*MOCK, "--recipe", "p0-2b"]))[0])
     assert "--recipe works only in megasink train" in problems
 
 
@@ -312,7 +312,7 @@ def test_a_plan_takes_a_file(tmp_path):
 def test_the_launcher_passes_flags_on_and_resume_repeats_them(tmp_path, monkeypatch):
     started = []
     monkeypatch.setattr(launch, "launch", lambda *given: started.append(given) or 0)
-    monkeypatch.setattr(job, "check", lambda lines: [read(line.flags) for line in lines])
+    monkeypatch.setattr(preflight, "check", lambda lines: [read(line.flags) for line in lines])
     line = ["--run-dir", str(tmp_path / "run"), "--device", "cpu", *MOCK, "--recipe", "p2-60m"]
     assert launch.main(line) == 0
     ((flags, _, _, steps),) = started

@@ -5,7 +5,7 @@ import io
 import pytest
 
 from megasink.errors import ConfigError
-from megasink.training.arguments import refusals_of_megatron
+from megasink.training.parse_arguments import refusals_of_megatron
 
 SOURCE = """
 def bare(args):

@@ -7,13 +7,13 @@ import shutil
 import pytest
 
 from megasink import config
-from megasink.attention.variants import gates as gate_options
-from megasink.checkpoints.identity import MODEL
-from megasink.checkpoints.tokenizer import OWN, copy_tokenizer, same_tokenizer, tokenizer_of
+from megasink.attention.variants import gate_options as gate_options
+from megasink.checkpoints.model_arguments import MODEL
+from megasink.checkpoints.run_tokenizer import OWN, copy_tokenizer, same_tokenizer, tokenizer_of
 from megasink.cli import main as megasink
 from megasink.errors import UserError
 from megasink.files.output_folder import foreign_contents
-from megasink.megatron.arguments import parse_apart
+from megasink.megatron.argument_parser import parse_apart
 from megasink.options import run_options
 from megasink.training import run_dir
 from megasink.training.run_dir import folder_problem

@@ -10,9 +10,9 @@ from pathlib import Path
 import pytest
 
 from megasink.data.corpus import Corpus
+from megasink.data.hf_tokenizer import train_tokenizer
 from megasink.data.preprocess import preprocess
-from megasink.data.tokenizer import train_tokenizer
-from megasink.training import job
+from megasink.training import preflight
 from tests.forkserver import server
 from tests.training.script_lines import SCRIPTS
 
@@ -37,8 +37,8 @@ def _placed(flags, files):
 @pytest.fixture(scope="module")
 def first(files):
     """{script: what a launcher without a GPU says of it}."""
-    answers = job.check(
-        job.Line(["--device", "cpu", *_placed(script.flags, files)], script.ranks)
+    answers = preflight.check(
+        preflight.Line(["--device", "cpu", *_placed(script.flags, files)], script.ranks)
         for script in SCRIPTS.values()
     )
     return {name: answer.problems for name, answer in zip(SCRIPTS, answers, strict=True)}

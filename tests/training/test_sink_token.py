@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 import torch
 
-from megasink.training.dataset import with_sink_token
+from megasink.training.build_datasets import with_sink_token
 from tests.distributed.pool import Pool, free_port
 from tests.runs import MOCK, TINY, UNTIED, metrics
 

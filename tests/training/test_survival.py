@@ -11,7 +11,7 @@ import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from torch.utils.tensorboard import SummaryWriter
 
-from megasink.checkpoints.intact import iterations, newest_intact
+from megasink.checkpoints.damage import iterations, newest_intact
 from megasink.training.lease import Lease
 from tests import runs
 from tests.distributed.pool import free_port

@@ -6,8 +6,8 @@ import pytest
 from megatron.training.arguments import add_megatron_arguments
 
 from megasink.options.run_options import add_options
-from megasink.training.checks import collect
-from megasink.training.translated import READERS
+from megasink.training.checks import all_checks
+from megasink.training.reinterpreted_flags import READERS
 from tests.parsing import read
 from tests.training.command_lines import MOCK
 
@@ -66,7 +66,7 @@ def test_a_flag_of_megatron_becomes_the_one_with_the_same_meaning(given, wanted)
 def test_what_has_no_meaning_here_is_refused(given):
     args = read([*MOCK, *given.split()])
     args.world_size = 2
-    text = "\n".join(collect.of_line(args)[0])
+    text = "\n".join(all_checks.of_line(args)[0])
     assert given.split()[0] in text or "--experimental-attention-variant" in text
 
 

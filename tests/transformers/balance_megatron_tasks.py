@@ -112,7 +112,7 @@ def _in_transformers(folder: Path, masked: bool, **options: Any) -> dict[str, An
     """The same steps of the exported model."""
     from transformers import AutoModelForCausalLM
 
-    from megasink.transformers.balance import HeadBalanceLoss
+    from megasink.transformers.balance_loss import HeadBalanceLoss
 
     model: Any = AutoModelForCausalLM.from_pretrained(
         folder, attn_implementation="megasink", dtype=torch.float32

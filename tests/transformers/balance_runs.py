@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 from transformers import Trainer, TrainingArguments
 
-from megasink.transformers.callback import HeadBalanceCallback
+from megasink.transformers.trainer_callback import HeadBalanceCallback
 from tests.transformers.balance_oracle import tokens
 
 RATE, COEFF = 0.05, 0.5

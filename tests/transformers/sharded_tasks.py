@@ -11,7 +11,7 @@ from torch.distributed.fsdp.wrap import ModuleWrapPolicy
 from torch.nn.parallel import DistributedDataParallel
 
 import megasink.transformers  # noqa: F401  registers the attention
-from megasink.transformers.balance import HeadBalanceLoss
+from megasink.transformers.balance_loss import HeadBalanceLoss
 from tests.analysis.capture.tiny_models import tiny_model
 from tests.transformers.balance_oracle import take_gradients, tokens, without_grouped_experts
 

@@ -7,7 +7,7 @@ from torch import nn
 
 import megasink.transformers  # noqa: F401  registers the attention
 from megasink.errors import ConfigError, UserError
-from megasink.transformers.balance import HeadBalanceLoss
+from megasink.transformers.balance_loss import HeadBalanceLoss
 from tests.analysis.capture.tiny_models import tiny_model
 from tests.balance import definition
 from tests.transformers import balance_oracle

@@ -8,8 +8,8 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 import megasink
 from megasink.analysis.capture.transformers_model import TransformersProbe
 from megasink.errors import UserError
-from megasink.transformers.balance import HeadBalanceLoss
-from megasink.transformers.blocks import check_gated
+from megasink.transformers.balance_loss import HeadBalanceLoss
+from megasink.transformers.decoder_blocks import check_gated
 from tests.analysis.capture.kept import Kept
 from tests.transformers.balance_oracle import tokens
 from tests.transformers.test_balance import COEFF, model_of, step

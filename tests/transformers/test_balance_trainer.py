@@ -11,7 +11,7 @@ from transformers import TrainerCallback
 
 import megasink.transformers  # noqa: F401  registers the attention
 from megasink.errors import ConfigError, UserError
-from megasink.transformers.callback import HeadBalanceCallback
+from megasink.transformers.trainer_callback import HeadBalanceCallback
 from tests.analysis.capture.tiny_models import REAL_TEXTS, save_with_tokenizer, tiny_model
 from tests.balance import definition
 from tests.distributed.layout import Layout

@@ -21,12 +21,12 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_N
 
 import megasink
 import megasink.transformers
-from megasink.analysis.capture.base import Listener
+from megasink.analysis.capture.probe import Listener
 from megasink.analysis.capture.transformers_model import TransformersProbe
 from megasink.analysis.interventions import DynamicZeroing
 from megasink.errors import UserError
-from megasink.transformers.balance import HeadBalanceLoss
-from megasink.transformers.blocks import find_blocks, output_weight
+from megasink.transformers.balance_loss import HeadBalanceLoss
+from megasink.transformers.decoder_blocks import find_blocks, output_weight
 from tests.analysis.capture.kept import Kept
 from tests.analysis.capture.tiny_models import tiny_model
 

@@ -9,7 +9,7 @@ from megatron.core.models.common.embeddings import rope_utils
 from megatron.core.optimizer import clip_grads
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from megasink.upstream.register import suspended
+from megasink.upstream.patch_register import suspended
 
 
 def rotations() -> dict[str, Any]:

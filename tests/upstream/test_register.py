@@ -14,10 +14,10 @@ from pathlib import Path
 import pytest
 
 from megasink.cli import main as megasink
-from megasink.cpu.table import TABLE
+from megasink.cpu.all_patches import TABLE
 from megasink.errors import UserError
-from megasink.upstream import register
-from megasink.upstream.register import Patch, Quote
+from megasink.upstream import patch_register
+from megasink.upstream.patch_register import Patch, Quote
 
 ROOT = Path(__file__).resolve().parents[2]
 QUOTES = [(p, q) for p in TABLE for q in p.quotes if q.is_installed() and p.is_needed]
@@ -26,7 +26,7 @@ NAMES = [f"{p.name}: {q.code}" for p, q in QUOTES]
 
 @functools.cache
 def upstream(where):
-    return register._read(where.partition(":")[0])
+    return patch_register._read(where.partition(":")[0])
 
 
 @pytest.fixture
@@ -35,7 +35,7 @@ def rewritten(monkeypatch):
 
     def write(quote, text):
         name = upstream(quote.where)[0]
-        monkeypatch.setattr(register, "_read", lambda module: (name, text))
+        monkeypatch.setattr(patch_register, "_read", lambda module: (name, text))
 
     return write
 
@@ -104,7 +104,7 @@ def test_what_is_the_same(code, text, rewritten):
 def test_what_is_another(code, text, said, rewritten):
     quote = Quote(f"torch.serialization{':A' if code.startswith('def') else ':g'}", code)
     rewritten(quote, text)
-    with pytest.raises(register.MovedError, match=re.escape(said)):
+    with pytest.raises(patch_register.MovedError, match=re.escape(said)):
         quote.find()
 
 
@@ -125,7 +125,7 @@ def test_a_replacement_is_undone_where_it_was_made():
     with patch.replacing(Upstream, inherited=lambda self: 3, own=4):
         assert (Upstream().inherited(), Upstream.own) == (3, 4)
         assert patch.is_active
-        with register.suspended("always"):
+        with patch_register.suspended("always"):
             assert (Upstream().inherited(), Upstream.own()) == (1, 2)
         assert Upstream.own == 4
     with pytest.raises(RuntimeError), patch.replacing(Base, static=5):
@@ -142,7 +142,7 @@ def test_a_patch_ends_with_the_release_that_needs_none(monkeypatch):
     gone = (Quote("megatron.core.utils", "def nothing_of_the_kind()"),)
     patch = Patch("test", "always", "sys", "own", "why", gone, "", fixed_in="0.20")
     for version, needed in (("0.19.2", True), ("0.20.0", False), ("0.20.0rc1", False)):
-        monkeypatch.setattr(register, "version_of", lambda package, found=version: found)
+        monkeypatch.setattr(patch_register, "version_of", lambda package, found=version: found)
         assert patch.is_needed == needed
         if needed:
             with pytest.raises(UserError, match="no longer has nothing_of_the_kind"):
@@ -195,7 +195,7 @@ def test_nothing_of_upstream_is_replaced_beside_the_register(tmp_path, monkeypat
     # stand in for a rank, which train nothing.
     plan = {f"megasink/plan/{name}.py" for name in ("hollow/world", "rank")}
     allowed = {"megasink/training/checkpoint_writer.py", *plan}
-    allowed |= {"megasink/megatron/process_groups.py", "megasink/cpu/process.py"}
+    allowed |= {"megasink/megatron/process_groups.py", "megasink/cpu/prepare_process.py"}
     found = [place for path in files for place in assignments(path)]
     assert {place.partition(":")[0] for place in found} == allowed, found
     planted = tmp_path / "planted.py"
@@ -224,7 +224,7 @@ def test_the_page_has_every_patch():
 def test_doctor_names_what_does_not_match(capsys, monkeypatch):
     gone = Quote("torch.serialization", "def load_from_a_pickle(f)")
     table = (replace(TABLE[0], quotes=(gone,)),)
-    monkeypatch.setattr("megasink.cli.self_test.TABLE", table)
-    monkeypatch.setattr("megasink.cli.self_test.training_step", lambda device: "")
+    monkeypatch.setattr("megasink.cli.doctor_self_test.TABLE", table)
+    monkeypatch.setattr("megasink.cli.doctor_self_test.training_step", lambda device: "")
     assert megasink(["doctor"]) == 1
     assert "torch/serialization.py no longer has load_from_a_pickle" in capsys.readouterr().out

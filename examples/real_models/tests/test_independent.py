@@ -43,8 +43,8 @@ from examples.real_models.tests.oracle import (
     small_subject,  # noqa: F401
     state_norms,
 )
-from megasink.analysis.capture.inputs import inputs_of
-from megasink.analysis.capture.models import of_transformers
+from megasink.analysis.capture.input_samples import inputs_of
+from megasink.analysis.capture.probed_models import of_transformers
 from megasink.analysis.options import AnalysisOptions
 
 pytestmark = needs_model

@@ -10,7 +10,7 @@ from transformers import Gemma3ForCausalLM, Gemma3TextConfig, LlamaConfig, Llama
 import megasink
 from examples.real_models import zeroing
 from examples.real_models.zeroing import Measurement, losses, unchanged, without_each_head
-from megasink.analysis.capture.inputs import Sample
+from megasink.analysis.capture.input_samples import Sample
 from megasink.errors import UserError
 
 SIZE = {"vocab_size": 48, "hidden_size": 24, "intermediate_size": 32, "num_attention_heads": 3,

@@ -63,7 +63,7 @@ def _train(task: Task) -> int:
 
 def _command(task: Task) -> int:
     from megasink.cli import main
-    from megasink.training.guard import guard
+    from megasink.training.watchdog import guard
 
     guard.start()  # it ends with the grid
     sys.argv = ["megasink", *task.words]

@@ -10,8 +10,8 @@ from numpy.typing import NDArray
 
 from examples.replicate.grid.measurements import Curves, measurement_of
 from megasink.errors import UserError
-from megasink.figures.curves import SMOOTHED, series, smoothed
-from megasink.figures.losses import loss_spikes
+from megasink.figures.loss_spikes import loss_spikes
+from megasink.figures.run_figure import SMOOTHED, series, smoothed
 from megasink.figures.run_metrics import read_metrics
 
 POINTS = 100

@@ -11,7 +11,7 @@ from megasink.console.printable import say
 from megasink.console.progress import progress
 from megasink.errors import ConfigError
 from megasink.files.output_folder import exclusive
-from megasink.options.command_line import CommandParser
+from megasink.options.command_parser import CommandParser
 from megasink.options.extras import require_train
 
 

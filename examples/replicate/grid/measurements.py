@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from megasink.analysis.results import ALL, AblationResults
+from megasink.analysis.result_schemas import ALL, AblationResults
 from megasink.files.checked_fields import from_json
 from megasink.files.json_file import read_object
 

@@ -16,8 +16,8 @@ from megasink.cli import main_of
 from megasink.errors import ConfigError, UserError, unknown_name
 from megasink.files.atomic import atomic_text
 from megasink.files.json_file import read_object
-from megasink.options.command_line import flag_problems
-from megasink.training import job
+from megasink.options.command_parser import flag_problems
+from megasink.training import preflight
 from megasink.training.flag_file import flag_words, refused
 
 _GRID = "grid.json"
@@ -76,17 +76,19 @@ def plan(grid: GridFile, out: Path) -> list[Run]:
 
 def _parsed(grid: GridFile, out: Path) -> Iterator[tuple[Cell, Namespace | ConfigError]]:
     """Yield each cell with the arguments of its first run, or what refuses it."""
-    lines: dict[str, job.Line | ConfigError] = {}
+    lines: dict[str, preflight.Line | ConfigError] = {}
     for cell in grid.cells:
         ranks = cell.flags.get("ranks")
         try:
             words = _words(cell, grid.seeds[0], out)
             if ranks is not None and (type(ranks) is not int or ranks < 1):
                 raise ConfigError(f"ranks {ranks!r}: use a whole number, 1 or more")
-            lines[cell.name] = job.Line([*words, "--resume", "auto"], ranks)
+            lines[cell.name] = preflight.Line([*words, "--resume", "auto"], ranks)
         except ConfigError as error:
             lines[cell.name] = error
-    checked = iter(job.check(line for line in lines.values() if isinstance(line, job.Line)))
+    checked = iter(
+        preflight.check(line for line in lines.values() if isinstance(line, preflight.Line))
+    )
     for cell in grid.cells:
         line = lines[cell.name]
         yield cell, line if isinstance(line, ConfigError) else next(checked)

@@ -5,7 +5,7 @@ no GPU, so Megatron is imported on the CPU platform.
 
 The process ends with the grid, even on SIGKILL; multiprocessing's own
 pipe does not see to that while a fork is alive, which holds its other end. The forks watch their
-parent (`megasink.training.guard`).
+parent (`megasink.training.watchdog`).
 """
 
 import atexit
@@ -16,8 +16,8 @@ import os
 import pkgutil
 import sys
 
-from megasink.cpu.process import prepare_quietly
-from megasink.training.parent import ends_with
+from megasink.cpu.prepare_process import prepare_quietly
+from megasink.training.die_with_parent import ends_with
 
 GRID = "MEGASINK_GRID"
 """Variable with the process id of the grid; without it nothing is imported."""

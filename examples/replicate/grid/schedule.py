@@ -16,10 +16,10 @@ from examples.replicate.grid.results import RunRecord
 from examples.replicate.grid.start import tell as send
 from megasink.console.printable import printable
 from megasink.console.progress import Tell, progress
-from megasink.console.stopping import name_of
+from megasink.console.signals import name_of
 from megasink.errors import Stopped
-from megasink.training.ranks import SAVE_SECONDS
 from megasink.training.stop import SIGNALS
+from megasink.training.torchrun_processes import SAVE_SECONDS
 
 _TICK = 0.1  # seconds
 

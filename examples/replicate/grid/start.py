@@ -71,7 +71,7 @@ def way_of(args: Namespace, ranks: int) -> Way:
     """Choose how to start a run.
 
     Args:
-        args: of `megasink.training.job.check`.
+        args: of `megasink.training.preflight.check`.
     """
     if args.device != "cpu":
         return Way("launch", "it may use GPUs (cpu is not set)")
@@ -161,7 +161,7 @@ def fork_server() -> Any:
     """Return the context whose processes are forks of one that has imported everything.
 
     The server ends with this process, however that ends; a fork that has called
-    `megasink.training.guard.guard.start` ends with the server.
+    `megasink.training.watchdog.guard.start` ends with the server.
     """
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload([preload.__name__])

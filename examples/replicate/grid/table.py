@@ -8,7 +8,7 @@ from rich.table import Table
 from rich.text import Text
 
 from examples.replicate.grid.results import CellResults, GridResults, Spread
-from megasink.analysis.store import write_csv
+from megasink.analysis.result_store import write_csv
 from megasink.console.printable import printable, wide_console
 from megasink.files.atomic import atomic_text
 

@@ -6,7 +6,7 @@ It gets SIGTERM when the grid ends, even on SIGKILL.
 import signal
 import sys
 
-from megasink.training.parent import ends_with
+from megasink.training.die_with_parent import ends_with
 
 
 def main() -> int:

@@ -6,7 +6,7 @@ from pathlib import Path
 from examples.replicate.grid.file import read_grid
 from megasink.cli.demo_runs import LETTERS, write_tokenizer
 from megasink.data.corpus import Document
-from megasink.data.tokenizer import load_tokenizer, train_tokenizer
+from megasink.data.hf_tokenizer import load_tokenizer, train_tokenizer
 
 FOLDER = Path(__file__).parents[1] / "b_emergence"
 

@@ -14,7 +14,7 @@ from examples.replicate.grid.results import FORMAT, RunRecord
 from examples.replicate.measures import read_measures
 from megasink.errors import ConfigError, UserError
 from megasink.files.checked_fields import to_json
-from megasink.training import job
+from megasink.training import preflight
 from tests import parsing
 
 GRID = """
@@ -124,7 +124,7 @@ def test_the_experiments_have_no_problem(name, form):
 @pytest.mark.parametrize(("name", "form"), forms_here())
 def test_the_trainer_takes_the_flags_of_every_cell(name, form, tmp_path, monkeypatch):
     """On data without contents, which only the launcher's own check would read."""
-    monkeypatch.setattr(job, "check", parsing.check)
+    monkeypatch.setattr(preflight, "check", parsing.check)
     if (grid := read_experiment(letters()[name], form).grid) is None:
         return
     for corpus in re.findall(

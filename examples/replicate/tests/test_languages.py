@@ -17,8 +17,8 @@ from megasink.cli.demo_runs import (
     texts_of,
     write_tokenizer,
 )
-from megasink.data.index import sequence_lengths
-from megasink.data.tokenizer import leading_ids, load_tokenizer
+from megasink.data.hf_tokenizer import leading_ids, load_tokenizer
+from megasink.data.indexed_dataset import sequence_lengths
 
 
 def test_behind_a_trigger_stands_what_stood_before_it():

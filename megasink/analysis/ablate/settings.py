@@ -11,8 +11,8 @@ from typing import Any
 import numpy as np
 import torch
 
-from megasink.analysis.capture.base import Listener, OpenProbe
-from megasink.analysis.folder import read_analysis
+from megasink.analysis.analysis_folder import read_analysis
+from megasink.analysis.capture.probe import Listener, OpenProbe
 from megasink.analysis.heads import heads_of
 from megasink.analysis.interventions.dynamic_zeroing import (
     DynamicChange,
@@ -20,16 +20,16 @@ from megasink.analysis.interventions.dynamic_zeroing import (
     LayerScore,
     is_of_all_texts,
 )
-from megasink.analysis.interventions.kinds import (
+from megasink.analysis.interventions.intervention_types import (
     Intervention,
     ZeroHeads,
     read_interventions,
     to_entry,
 )
 from megasink.analysis.metrics import metrics
-from megasink.analysis.metrics.thresholds import Scores, inactive, threshold
+from megasink.analysis.metrics.inactive_heads import Scores, inactive, threshold
 from megasink.analysis.options import AblationOptions
-from megasink.analysis.results import RANDOM, UNCHANGED
+from megasink.analysis.result_schemas import RANDOM, UNCHANGED
 from megasink.errors import UserError
 
 

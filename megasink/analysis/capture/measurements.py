@@ -17,10 +17,10 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from megasink.analysis.capture.inputs import shown
+from megasink.analysis.capture.input_samples import shown
 from megasink.analysis.metrics.registry import FACTS, OVER_SAMPLES, Metric, metrics, parameter_names
-from megasink.analysis.metrics.states import mean_cosine
-from megasink.analysis.results import NonFinite
+from megasink.analysis.metrics.residual_stream import mean_cosine
+from megasink.analysis.result_schemas import NonFinite
 
 Floats = NDArray[np.float64]
 Ints = NDArray[np.int64]

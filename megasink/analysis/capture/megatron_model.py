@@ -15,16 +15,24 @@ from megatron.core.models.common.language_module.language_module import Language
 from megatron.core.transformer.identity_op import IdentityOp
 from torch import Tensor
 
-from megasink.analysis.capture.base import Listener, Probe
-from megasink.analysis.capture.changes import ForwardPass, HeadChange
+from megasink.analysis.capture.attention_statistics import AttentionCall
+from megasink.analysis.capture.first_block_tensors import (
+    BLOCKS,
+    PRODUCT,
+    UP,
+    Site,
+    Sites,
+    fused_norm,
+    tensor_of,
+)
+from megasink.analysis.capture.head_changes import ForwardPass, HeadChange
+from megasink.analysis.capture.probe import Listener, Probe
 from megasink.analysis.capture.segments import Segment
-from megasink.analysis.capture.sites import BLOCKS, PRODUCT, UP, Site, Sites, fused_norm, tensor_of
-from megasink.analysis.capture.statistics import AttentionCall
 from megasink.attention.variants import variant
 from megasink.errors import UserError
-from megasink.megatron.blocks import ModelBlock, blocks_in
 from megasink.megatron.core_attention import CoreAttention
-from megasink.megatron.documents import first_values
+from megasink.megatron.microbatch_documents import first_values
+from megasink.megatron.model_blocks import ModelBlock, blocks_in
 
 
 class Logits(NamedTuple):

@@ -17,8 +17,10 @@ from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedM
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-from megasink.analysis.capture.base import Listener, Probe
-from megasink.analysis.capture.changes import ForwardPass, HeadChange
+from megasink.analysis.capture.attention_statistics import AttentionCall
+from megasink.analysis.capture.first_block_tensors import Sites, tensor_of, transformers_sites
+from megasink.analysis.capture.head_changes import ForwardPass, HeadChange
+from megasink.analysis.capture.probe import Listener, Probe
 from megasink.analysis.capture.segments import (
     Segment,
     check_mask,
@@ -26,10 +28,8 @@ from megasink.analysis.capture.segments import (
     segments_of,
     whole_rows,
 )
-from megasink.analysis.capture.sites import Sites, tensor_of, transformers_sites
-from megasink.analysis.capture.statistics import AttentionCall
 from megasink.errors import UserError
-from megasink.transformers.blocks import (
+from megasink.transformers.decoder_blocks import (
     Block,
     check_gated,
     child,
@@ -40,7 +40,7 @@ from megasink.transformers.blocks import (
     gate_reader,
     output_weight,
 )
-from megasink.transformers.caches import cache_of
+from megasink.transformers.kv_cache import cache_of
 
 # Features of megasink's modeling file that the capture supports only in Megatron runs.
 _OF_OUR_OWN = ("needs_scores", "multi_head_addition", "post_norm")

@@ -10,12 +10,12 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from megasink.analysis.capture.base import Listener, ProbedModel
-from megasink.analysis.capture.changes import HeadChange
+from megasink.analysis.capture.head_changes import HeadChange
+from megasink.analysis.capture.probe import Listener, ProbedModel
 from megasink.analysis.evaluate.suites import Average, averages
 from megasink.analysis.evaluate.tasks_loading import LoadedTasks, load_tasks, quiet
-from megasink.analysis.interventions.kinds import Intervention, changes_of, to_entry
-from megasink.analysis.store import write_results
+from megasink.analysis.interventions.intervention_types import Intervention, changes_of, to_entry
+from megasink.analysis.result_store import write_results
 from megasink.console.printable import printable
 from megasink.errors import UserError
 from megasink.files.checked_fields import to_json
@@ -91,7 +91,7 @@ def evaluate(
         tasks = load_tasks(tasks, num_fewshot=num_fewshot)
     import lm_eval
 
-    from megasink.analysis.evaluate.model import HarnessModel
+    from megasink.analysis.evaluate.harness_model import HarnessModel
 
     if changes is None:
         changes = changes_of(interventions)

@@ -1,8 +1,9 @@
 """Change the outputs of heads or the input tokens of a model, and measure the effect."""
 
 from megasink.analysis.heads import heads_of, read_heads
+from megasink.analysis.interventions.attention_interventions import DrainFirstValue, SteerGates
 from megasink.analysis.interventions.dynamic_zeroing import DynamicChange, DynamicZeroing
-from megasink.analysis.interventions.kinds import (
+from megasink.analysis.interventions.intervention_types import (
     Intervention,
     RemoveBos,
     RepeatFirstToken,
@@ -11,7 +12,6 @@ from megasink.analysis.interventions.kinds import (
     read_interventions,
     to_entry,
 )
-from megasink.analysis.interventions.on_attention import DrainFirstValue, SteerGates
 
 __all__ = [
     "DrainFirstValue",

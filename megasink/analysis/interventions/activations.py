@@ -17,13 +17,13 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from megasink.analysis.capture.base import Listener, Probe, hook_input
-from megasink.analysis.capture.models import open_probe_on
-from megasink.analysis.capture.sites import DOWN
+from megasink.analysis.capture.first_block_tensors import DOWN
+from megasink.analysis.capture.probe import Listener, Probe, hook_input
+from megasink.analysis.capture.probed_models import open_probe_on
 from megasink.analysis.capture.transformers_model import attention_of, replaced_attention
 from megasink.analysis.metrics.registry import ATTENTION, BRANCHES
 from megasink.errors import UserError, nearest, reason_of
-from megasink.transformers.blocks import Block, child, decoder_config, decoder_of
+from megasink.transformers.decoder_blocks import Block, child, decoder_config, decoder_of
 
 PLACES = {
     "input": ("[B, T, E]", "the state that enters the layer"),

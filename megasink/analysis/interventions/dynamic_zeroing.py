@@ -16,13 +16,13 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from megasink.analysis.capture.changes import ForwardPass, HeadChange, HeadOutputs
+from megasink.analysis.capture.attention_statistics import at_least_float32, attention_statistics
+from megasink.analysis.capture.head_changes import ForwardPass, HeadChange, HeadOutputs
 from megasink.analysis.capture.segments import Segment
-from megasink.analysis.capture.statistics import at_least_float32, attention_statistics
-from megasink.analysis.interventions.kinds import Intervention, kind
+from megasink.analysis.interventions.intervention_types import Intervention, kind
 from megasink.analysis.metrics.head_scores import random_scores
 from megasink.analysis.metrics.registry import Metric, metrics, score_names
-from megasink.analysis.results import RANDOM
+from megasink.analysis.result_schemas import RANDOM
 from megasink.errors import UserError, unknown_name
 
 

@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 
 from megasink.analysis.metrics import (
+    residual_stream,  # noqa: F401  # registers the metrics used here
     sinks,  # noqa: F401  # registers the metrics used here
-    states,  # noqa: F401  # registers the metrics used here
 )
 from megasink.analysis.metrics.registry import metric
 

@@ -19,7 +19,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from megasink.attention.definitions import BACKWARD_SCORES, SCORES
+from megasink.attention.constants import BACKWARD_SCORES, SCORES
 
 if TYPE_CHECKING:  # code for flags and curves also reads the records, without torch
     from torch import Tensor
@@ -144,7 +144,7 @@ class Metric:
     shown: frozenset[str]  # subset of `SHOWN`
     scalar: str  # one of `SCALARS`
     title: str  # name on the page and in figures
-    figure: str = "metrics"  # with its curve, see `analysis/pages/figures_metrics.py`
+    figure: str = "metrics"  # with its curve, see `analysis/pages/metric_figures.py`
     number: str = "{:.3f}"  # format of its number
     levels: tuple[str, ...] = ()  # names of the values 0, 1, ... of a categorical metric
     # The key whose weight it counts; the page also prints what a head that attends evenly gives it.

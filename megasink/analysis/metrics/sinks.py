@@ -12,7 +12,7 @@ from torch import Tensor
 
 from megasink.analysis.metrics import head_scores  # noqa: F401  # awft, used by metrics here
 from megasink.analysis.metrics.registry import metric
-from megasink.attention.definitions import SINK_EPSILON
+from megasink.attention.constants import SINK_EPSILON
 
 EPSILONS = {0.2: "sink_rate_0.2", 0.3: "sink_rate", 0.4: "sink_rate_0.4", 0.5: "sink_rate_0.5"}
 """Threshold -> the metric of its sink rate (P2.3)."""

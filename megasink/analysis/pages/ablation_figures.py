@@ -9,12 +9,12 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from megasink.analysis.ablate.curves import kept_level
+from megasink.analysis.ablate.quality_curves import kept_level
 from megasink.analysis.metrics import metrics
 from megasink.analysis.pages.drawing import Drawing, drawing
-from megasink.analysis.results import ALL, RANDOM, UNCHANGED, AblationResults, mean_line
+from megasink.analysis.result_schemas import ALL, RANDOM, UNCHANGED, AblationResults, mean_line
 from megasink.figures import style
-from megasink.figures.recorded import bars, curve
+from megasink.figures.recorded_panels import bars, curve
 
 Arrays = Mapping[str, NDArray[np.float64]]
 """Label of a point -> [L, H], the share of samples in which each head was zeroed, NaN for none; or

@@ -3,8 +3,14 @@
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from megasink.analysis.analysis import Analysis
-from megasink.analysis.pages import change, figures_heads, figures_maps, figures_metrics, opening
+from megasink.analysis.analysis_object import Analysis
+from megasink.analysis.pages import (
+    head_figures,
+    map_figures,
+    metric_figures,
+    model_differences,
+    summary_in_words,
+)
 from megasink.analysis.pages.drawing import SECTIONS, Drawing, Picture, picture_of
 from megasink.console.progress import tracked
 from megasink.figures.style import styled
@@ -12,9 +18,9 @@ from megasink.figures.style import styled
 
 def drawings() -> list[Drawing]:
     """Return every kind of figure: those of registered metrics, and custom ones."""
-    own = (opening, figures_metrics, figures_heads, figures_maps, change)
+    own = (summary_in_words, metric_figures, head_figures, map_figures, model_differences)
     return [
-        *figures_metrics.metric_drawings(),
+        *metric_figures.metric_drawings(),
         *(drawing for module in own for drawing in module.DRAWINGS),
     ]
 
@@ -44,7 +50,7 @@ def _jobs(analyses: Sequence[Analysis]) -> Iterator[tuple[str, Drawing, tuple[An
             if drawing.name != "head":
                 yield drawing.name + suffix, drawing, (analysis,), analysis.name
                 continue
-            for index, head in enumerate(figures_maps.heads_of(analysis)):
+            for index, head in enumerate(map_figures.heads_of(analysis)):
                 why = str(analysis.maps["why_C"][index])
                 about = f"{analysis.name}, layer {head.replace('.', ', head ')} ({why})"
                 yield f"head_{head}{suffix}", drawing, (analysis, index), about

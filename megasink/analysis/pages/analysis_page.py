@@ -6,17 +6,17 @@ from dataclasses import asdict
 from itertools import combinations, groupby
 from pathlib import Path
 
-from megasink.analysis.analysis import Analysis
-from megasink.analysis.folder import Arrays, summary_cells, tables_of
+from megasink.analysis.analysis_folder import Arrays, summary_cells, tables_of
+from megasink.analysis.analysis_object import Analysis
 from megasink.analysis.metrics import Metric, metrics, metrics_shown
-from megasink.analysis.metrics.thresholds import spearman, top_agreement, wasserstein
-from megasink.analysis.pages import change, html
+from megasink.analysis.metrics.inactive_heads import spearman, top_agreement, wasserstein
+from megasink.analysis.pages import html, model_differences
 from megasink.analysis.pages.analysis_figures import figures
-from megasink.analysis.pages.comparable import differences
+from megasink.analysis.pages.comparison_checks import differences
 from megasink.analysis.pages.drawing import OPENING, Picture, page_files
-from megasink.analysis.pages.opening import in_words
-from megasink.analysis.results import SampleResults
-from megasink.analysis.store import PAGE_FILES, write_results
+from megasink.analysis.pages.summary_in_words import in_words
+from megasink.analysis.result_schemas import SampleResults
+from megasink.analysis.result_store import PAGE_FILES, write_results
 from megasink.console.printable import printable, say
 
 
@@ -29,12 +29,12 @@ def page(analyses: Sequence[Analysis], pictures: Sequence[Picture]) -> str:
     made.section(
         OPENING,
         *(html.paragraph(line) for analysis in analyses for line in in_words(analysis)),
-        *(html.paragraph(line) for line in change.in_words(analyses)),
+        *(html.paragraph(line) for line in model_differences.in_words(analyses)),
         *(html.paragraph(warning, "warning") for warning in _warnings(analyses)),
         *(_figures(opening, names) if opening else []),
         _summaries(
             [(analysis.name, analysis.results) for analysis in analyses],
-            with_change=change.is_pair(analyses),
+            with_change=model_differences.is_pair(analyses),
         ),
     )
     for section, members in by_section.items():
@@ -86,7 +86,7 @@ def _summaries(columns: Sequence[tuple[str, SampleResults]], *, with_change: boo
     for name, entry in metrics().items():
         if any(of.get(name) is not None for of in cells):
             values = [of[name] for of in cells]
-            more = [change.delta(entry, *values)] if with_change else []
+            more = [model_differences.delta(entry, *values)] if with_change else []
             name_of = _label(entry, [results for _, results in columns])
             rows.append([name_of, *map(entry.text, values), *more])
     return html.table(["", *(name for name, _ in columns), *["change"] * with_change], rows)

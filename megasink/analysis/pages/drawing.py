@@ -1,6 +1,6 @@
 """Figures of pages: a function with a caption, its picture, and the numbers behind it.
 
-A metric's figure comes from its record (figures_metrics.py). Others are functions with `@drawing`,
+A metric's figure comes from its record (metric_figures.py). Others are functions with `@drawing`,
 whose docstring is the caption.
 """
 
@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from megasink.figures.recorded import Shown
+from megasink.figures.recorded_panels import Shown
 from megasink.figures.style import rendered, styled
 
 MOST_CELLS = 6000

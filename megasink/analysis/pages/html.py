@@ -11,8 +11,8 @@ from jinja2 import Environment, PackageLoader, StrictUndefined
 from markupsafe import Markup, escape
 
 from megasink.analysis.pages.drawing import Numbers, Picture, page_files
-from megasink.analysis.store import PAGE_FILES, write_results
-from megasink.attention.definitions import SINK_EPSILON
+from megasink.analysis.result_store import PAGE_FILES, write_results
+from megasink.attention.constants import SINK_EPSILON
 from megasink.console.papers import PAPERS
 from megasink.console.printable import say
 

@@ -1,7 +1,7 @@
 """The registry of gate kernels, which run around an attention kernel, and the choice among them."""
 
-from megasink.attention.gate_kernels.base import BeforeBackward, FirstKey, GateKernels, GateRows
-from megasink.attention.gate_kernels.plain import PlainGateKernels
+from megasink.attention.gate_kernels.plain_gate_kernels import PlainGateKernels
+from megasink.attention.gate_kernels.protocol import BeforeBackward, FirstKey, GateKernels, GateRows
 from megasink.attention.kernels import (
     AttentionRequest,
     Choice,
@@ -31,7 +31,7 @@ def gate_kernels_named(name: str) -> GateKernels:
     """Return the gate kernels with this name."""
     kernels = _REGISTRY[name]
     if kernels is None:
-        from megasink.attention.gate_kernels.fused import TritonGateKernels
+        from megasink.attention.gate_kernels.triton_gate_kernels import TritonGateKernels
 
         _REGISTRY[name] = kernels = TritonGateKernels()
     return kernels

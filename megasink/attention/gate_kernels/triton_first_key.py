@@ -6,8 +6,8 @@ Conventions: see triton_slot.py.
 import triton.language as tl
 from torch import Tensor
 
-from megasink.attention.gate_kernels import launch
-from megasink.attention.gate_kernels.base import FirstKey
+from megasink.attention.gate_kernels import slot_launch
+from megasink.attention.gate_kernels.protocol import FirstKey
 from megasink.attention.gate_kernels.triton_slot import _jit, _program, _rounded, _rows, _tile
 
 
@@ -115,19 +115,19 @@ def add_to_query(
 ) -> None:
     """See `BeforeBackward.add_to_query`."""
     batch, heads, tokens, head_dim = grad_query.shape
-    rows = None if rows is None else launch.dense_rows(rows)
-    align = launch.alignment(rows, grad_query, first.key_BG1D)
-    columns, block, grid = launch.tiles(grad_query, launch.TILE)
-    documents, grid = launch.of_documents(first, block, grid)
-    with launch.device_of(grad_query):
+    rows = None if rows is None else slot_launch.dense_rows(rows)
+    align = slot_launch.alignment(rows, grad_query, first.key_BG1D)
+    columns, block, grid = slot_launch.tiles(grad_query, slot_launch.TILE)
+    documents, grid = slot_launch.of_documents(first, block, grid)
+    with slot_launch.device_of(grad_query):
         first_query_kernel[grid](
             rows,
-            *launch.strides(rows, align),
+            *slot_launch.strides(rows, align),
             grad_query,
-            *launch.strides(grad_query, align),
+            *slot_launch.strides(grad_query, align),
             logit_grad,
             first.key_BG1D,
-            *launch.strides(first.key_BG1D, align),
+            *slot_launch.strides(first.key_BG1D, align),
             documents,
             scale,
             first.alone,
@@ -139,8 +139,8 @@ def add_to_query(
             COLUMNS=columns,
             ROWS=block,
             ALIGN=align,
-            ROUND_BY_HAND=launch.interpreted(),
-            **launch.OPTIONS,
+            ROUND_BY_HAND=slot_launch.interpreted(),
+            **slot_launch.OPTIONS,
         )
 
 
@@ -153,17 +153,17 @@ def fill_first_rows(
     value_dim, columns = grad_value.shape[3], 16
     blocks, documents = -(-head_dim // columns) - (-value_dim // columns), None
     if first.documents is not None:
-        _, rows, _ = launch.tiles(first.query_BHTD, launch.TILE_OF_THREE)
-        documents = launch.tables(first, rows).documents
+        _, rows, _ = slot_launch.tiles(first.query_BHTD, slot_launch.TILE_OF_THREE)
+        documents = slot_launch.tables(first, rows).documents
         blocks *= len(documents)
-    with launch.device_of(grad_key):
+    with slot_launch.device_of(grad_key):
         first_rows_kernel[(batch * groups * blocks,)](
             key_sum,
             value_sum,
             grad_key,
-            *launch.strides(grad_key),
+            *slot_launch.strides(grad_key),
             grad_value,
-            *launch.strides(grad_value),
+            *slot_launch.strides(grad_value),
             documents,
             programs,
             heads // groups,
@@ -173,6 +173,6 @@ def fill_first_rows(
             KEY_D=head_dim,
             COLUMNS=columns,
             ROWS=128,
-            ROUND_BY_HAND=launch.interpreted(),
-            **launch.OPTIONS,
+            ROUND_BY_HAND=slot_launch.interpreted(),
+            **slot_launch.OPTIONS,
         )

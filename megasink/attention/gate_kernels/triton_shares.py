@@ -8,7 +8,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from megasink.attention.gate_kernels import launch
+from megasink.attention.gate_kernels import slot_launch
 from megasink.attention.gate_kernels.triton_slot import _jit, _rows, _tile
 
 
@@ -108,7 +108,7 @@ def first_key_gate(
 ) -> Tensor:
     """See `lse_statistics.first_key_gate`."""
     gate_BHT, keys = lse_BHT.new_empty(lse_BHT.shape), key_BGSD.shape[2]
-    query_BHTD, key_BGSD = launch.dense_rows(query_BHTD), launch.dense_rows(key_BGSD)
+    query_BHTD, key_BGSD = slot_launch.dense_rows(query_BHTD), slot_launch.dense_rows(key_BGSD)
     _launch(
         *(lse_BHT, gate_BHT, None),
         query=query_BHTD,
@@ -139,20 +139,20 @@ def _launch(
     batch, heads, tokens = lse.shape
     align, columns, rows, per_group = 1, 1, 1024, 1
     if query is not None and key is not None:
-        align, per_group = launch.alignment(query, key), heads // key.shape[1]
-        columns, rows, _ = launch.tiles(query, launch.TILE_OF_THREE)
-    with launch.device_of(lse):
+        align, per_group = slot_launch.alignment(query, key), heads // key.shape[1]
+        columns, rows, _ = slot_launch.tiles(query, slot_launch.TILE_OF_THREE)
+    with slot_launch.device_of(lse):
         share_kernel[(batch * heads * -(-tokens // rows),)](
             lse,
-            *launch.strides(lse),
+            *slot_launch.strides(lse),
             gate,
             weight,
             logit,
-            *launch.strides(logit),
+            *slot_launch.strides(logit),
             query,
-            *launch.strides(query, align),
+            *slot_launch.strides(query, align),
             key,
-            *launch.strides(key, align),
+            *slot_launch.strides(key, align),
             starts,
             scale,
             first_row,
@@ -166,5 +166,5 @@ def _launch(
             COLUMNS=columns,
             ROWS=rows,
             ALIGN=align,
-            **launch.OPTIONS,
+            **slot_launch.OPTIONS,
         )

@@ -1,9 +1,9 @@
 """Triton kernels of a slot's gate: around a flash kernel's forward, and before its backward.
 
-The formulas are those of `plain.py`; docs/maths.md derives them. One program handles ROWS tokens of
-one head. Tensors have any strides but a dense last dimension. Strides come in units of ALIGN
-elements: the compiler then knows that rows are aligned and moves 16 bytes per instruction, whatever
-the head dim, and no stride's value makes it compile again.
+The formulas are those of `plain_gate_kernels.py`, derived in docs/maths.md. One program handles
+ROWS tokens of one head. Tensors have any strides but a dense last dimension. Strides come in units
+of ALIGN elements: the compiler then knows that rows are aligned and moves 16 bytes per instruction,
+whatever the head dim, and no stride's value makes it compile again.
 
 Shapes: B batch, H query heads, T tokens, D head dim, N programs per head, C leading channels that
 carry the gradient of the LSE (injection.py).

@@ -10,7 +10,7 @@ import torch
 
 from megasink.attention.call import VARIANTS
 from megasink.attention.kernels.aten_cpu import FlashCpuBackend
-from megasink.attention.kernels.base import (
+from megasink.attention.kernels.backend import (
     AttentionRequest,
     Backend,
     compute_capability,

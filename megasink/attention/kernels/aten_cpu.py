@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from megasink.attention.call import AttentionCall, BackwardTensors
-from megasink.attention.kernels.base import AttentionRequest, VendorBackend, fp16_reason
+from megasink.attention.kernels.backend import AttentionRequest, VendorBackend, fp16_reason
 
 _forward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
 _backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward

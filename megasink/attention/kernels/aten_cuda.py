@@ -11,7 +11,7 @@ from torch import Tensor
 
 from megasink.attention.call import AttentionCall, BackwardTensors
 from megasink.attention.documents import Ends
-from megasink.attention.kernels.base import AttentionRequest, fp16_reason
+from megasink.attention.kernels.backend import AttentionRequest, fp16_reason
 from megasink.attention.kernels.cuda import BTHDLayout, cuda_reason, with_whole_vectors
 from megasink.attention.kernels.cudnn import CudnnKernel, cudnn_reason
 

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from megasink.attention.call import AttentionCall, BackwardTensors
 from megasink.attention.documents import Ends, ends
-from megasink.attention.kernels.base import (
+from megasink.attention.kernels.backend import (
     AttentionRequest,
     VendorBackend,
     fp16_reason,

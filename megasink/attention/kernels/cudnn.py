@@ -4,7 +4,7 @@ import torch
 from torch import Tensor
 
 from megasink.attention.call import AttentionCall, BackwardTensors, Gradients
-from megasink.attention.kernels.base import AttentionRequest, VendorBackend
+from megasink.attention.kernels.backend import AttentionRequest, VendorBackend
 from megasink.attention.kernels.eager import EagerBackend
 
 # torch.backends.cudnn.version() of the first release without that defect.

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from megasink.attention.call import AttentionCall, BackwardTensors, Gradients
-from megasink.attention.kernels.base import AttentionRequest, Backend, check_block
+from megasink.attention.kernels.backend import AttentionRequest, Backend, check_block
 from megasink.attention.row_chunks import CHUNK, grouped, products, row_chunks, sum_over_group
 
 

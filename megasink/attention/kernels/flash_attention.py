@@ -15,7 +15,7 @@ from torch import Tensor
 
 from megasink.attention.call import AttentionCall, BackwardTensors
 from megasink.attention.documents import Ends
-from megasink.attention.kernels.base import AttentionRequest
+from megasink.attention.kernels.backend import AttentionRequest
 from megasink.attention.kernels.cuda import BTHDLayout, PackageBackend, installed_version
 
 

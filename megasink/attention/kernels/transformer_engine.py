@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from megasink.attention.call import AttentionCall, BackwardTensors
-from megasink.attention.kernels.base import AttentionRequest
+from megasink.attention.kernels.backend import AttentionRequest
 from megasink.attention.kernels.cuda import PackageBackend, with_whole_vectors
 from megasink.attention.kernels.cudnn import CudnnKernel, cudnn_reason
 

@@ -1,7 +1,7 @@
 """Attention variants, one record each; CONTRIBUTING.md shows how to add one."""
 
 from megasink.attention.variants import builtin
-from megasink.attention.variants.record import (
+from megasink.attention.variants.variant_record import (
     SINK_WEIGHT,
     ZERO_GATES,
     Export,
@@ -13,7 +13,7 @@ from megasink.attention.variants.record import (
     no_slot,
     zero_value,
 )
-from megasink.attention.variants.registry import (
+from megasink.attention.variants.variant_registry import (
     foreign_options,
     is_variant,
     names,

@@ -7,7 +7,7 @@ S keys, D head dim.
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
-from megasink.attention.variants.record import (
+from megasink.attention.variants.variant_record import (
     SINK_WEIGHT,
     ZERO_GATES,
     Export,
@@ -69,7 +69,7 @@ def _zero_logit(
 def _key_bias_logit(
     config: Any, parameters: Parameters, query_BHTD: "Tensor", scale: float
 ) -> "Tensor":
-    from megasink.attention.biases import bias_logit
+    from megasink.attention.key_value_biases import bias_logit
 
     bias_HD = parameters[KEY_BIAS].expand(query_BHTD.shape[1], query_BHTD.shape[-1])
     return bias_logit(query_BHTD, bias_HD, scale)

@@ -3,8 +3,8 @@
 Each file registers some of them, as a plugin does. A new file is imported here.
 """
 
-from megasink.convert.targets.registry import TARGETS, choose, named, register
 from megasink.convert.targets.target import Target
+from megasink.convert.targets.target_registry import TARGETS, choose, named, register
 
 # isort: split
 # They import the names above, as a plugin does.

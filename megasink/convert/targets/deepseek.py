@@ -9,12 +9,12 @@ from typing import Any
 from megasink.convert.architecture import Architecture, Latent
 from megasink.convert.megasink_model import MegasinkOptions
 from megasink.convert.rope import rope_of, yarn_of_latent
-from megasink.convert.table import LAYERS, Row, row
 from megasink.convert.targets import rows
-from megasink.convert.targets.registry import register
 from megasink.convert.targets.softmax_attention import read_windowed
 from megasink.convert.targets.target import Config, Target
+from megasink.convert.targets.target_registry import register
 from megasink.convert.transforms import GateUp
+from megasink.convert.weight_table import LAYERS, Row, row
 
 _EPSILON = 1e-6  # of the norms of latents, whatever config.json says
 _SIZES = {

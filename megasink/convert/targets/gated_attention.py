@@ -4,18 +4,17 @@ import dataclasses
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from megasink.convert.architecture import Architecture
-from megasink.convert.delta_net import DeltaNet
-from megasink.convert.table import Row, row
+from megasink.convert.architecture import Architecture, DeltaNet
 from megasink.convert.targets import rows
-from megasink.convert.targets.registry import register
 from megasink.convert.targets.softmax_attention import (
     QWEN_EVERY_LAYER,
     QWEN_EXPERTS,
     read_qwen_experts,
 )
 from megasink.convert.targets.target import Config, Target, layer_interval, layer_types
+from megasink.convert.targets.target_registry import register
 from megasink.convert.transforms import GateUp, Joined
+from megasink.convert.weight_table import Row, row
 
 # Qwen stores elementwise gates; a headwise gate is stored repeated.
 _GATES = ("elementwise", "headwise")

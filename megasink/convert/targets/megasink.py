@@ -5,7 +5,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from megasink.attention.variants import is_variant, variant, variants
-from megasink.attention.variants.gates import fits_latent
+from megasink.attention.variants.gate_options import fits_latent
 from megasink.convert.architecture import GATES, Architecture, Latent
 from megasink.convert.megasink_model import (
     AUTO_MAP,
@@ -15,13 +15,13 @@ from megasink.convert.megasink_model import (
 )
 from megasink.convert.megatron_weights import weight_shapes
 from megasink.convert.rope import yarn_of_latent
-from megasink.convert.table import LAYERS, Row, row
 from megasink.convert.targets import rows
-from megasink.convert.targets.registry import register
 from megasink.convert.targets.target import Config, Target
+from megasink.convert.targets.target_registry import register
 from megasink.convert.transforms import GateUp, GroupedQKV, Transform
+from megasink.convert.weight_table import LAYERS, Row, row
 from megasink.options.megatron_flags import given_of
-from megasink.training.checks.excluded import EXCLUDED
+from megasink.training.checks.exclusive_options import EXCLUDED
 
 # For a layer: {start of Megatron's key: name in the modeling files}; the first match counts.
 _NAMES = rows.LATENT | {

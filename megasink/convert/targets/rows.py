@@ -9,14 +9,6 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 
 from megasink.convert.architecture import Architecture
 from megasink.convert.megatron_weights import apart
-from megasink.convert.table import (
-    LAYERS,
-    NORM_BEFORE_EXPERTS,
-    NORM_OF_LOCAL_SPEC,
-    Row,
-    numbered,
-    row,
-)
 from megasink.convert.transforms import (
     Constant,
     FusedQKV,
@@ -27,6 +19,14 @@ from megasink.convert.transforms import (
     RepeatedGateQKV,
     Shifted,
     Transform,
+)
+from megasink.convert.weight_table import (
+    LAYERS,
+    NORM_BEFORE_EXPERTS,
+    NORM_OF_LOCAL_SPEC,
+    Row,
+    numbered,
+    row,
 )
 
 LAYER = "model.layers.{layer}."

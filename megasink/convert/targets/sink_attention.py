@@ -6,9 +6,7 @@ from typing import Any
 
 from megasink.convert.architecture import Architecture, Yarn
 from megasink.convert.rope import config_of_yarn
-from megasink.convert.table import Row, row
 from megasink.convert.targets import rows
-from megasink.convert.targets.registry import register
 from megasink.convert.targets.target import (
     EXPERTS,
     Config,
@@ -17,7 +15,9 @@ from megasink.convert.targets.target import (
     window_of,
     windows_from,
 )
+from megasink.convert.targets.target_registry import register
 from megasink.convert.transforms import InterleavedGateUp, Transposed
+from megasink.convert.weight_table import Row, row
 
 SINKS = ("sink", "off-by-one")
 # Megatron has no such multipliers, and no biases there.

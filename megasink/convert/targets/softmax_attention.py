@@ -6,9 +6,7 @@ from typing import Any
 
 from megasink.convert.architecture import Architecture
 from megasink.convert.megasink_model import MegasinkOptions
-from megasink.convert.table import Row, row
 from megasink.convert.targets import rows
-from megasink.convert.targets.registry import register
 from megasink.convert.targets.target import (
     EXPERTS,
     Config,
@@ -18,7 +16,9 @@ from megasink.convert.targets.target import (
     windowed,
     windows_from,
 )
+from megasink.convert.targets.target_registry import register
 from megasink.convert.transforms import ReversedRotationQKV
+from megasink.convert.weight_table import Row, row
 
 # Config keys of Qwen's mixtures of experts.
 QWEN_EXPERTS = {

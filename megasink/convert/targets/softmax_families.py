@@ -6,11 +6,11 @@ from typing import Any
 
 from megasink.convert.architecture import Architecture
 from megasink.convert.megasink_model import MegasinkOptions
-from megasink.convert.table import Row
 from megasink.convert.targets import rows
-from megasink.convert.targets.registry import register
 from megasink.convert.targets.target import Target, no_layer_types, window_of
+from megasink.convert.targets.target_registry import register
 from megasink.convert.transforms import FusedQKV, PairedRotationQKV
+from megasink.convert.weight_table import Row
 
 _LAYER_NORM = MegasinkOptions(normalization="LayerNorm")
 _SANDWICH = MegasinkOptions(sandwich_norm=True)

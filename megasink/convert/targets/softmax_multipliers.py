@@ -9,10 +9,10 @@ from typing import Any
 
 from megasink.convert.architecture import Architecture
 from megasink.convert.megasink_model import MegasinkOptions
-from megasink.convert.table import Row
 from megasink.convert.targets import rows
-from megasink.convert.targets.registry import register
 from megasink.convert.targets.softmax_families import NO_BIASES, family, whole_heads
+from megasink.convert.targets.target_registry import register
+from megasink.convert.weight_table import Row
 
 _MULTIPLIERS = dict.fromkeys(("embedding_multiplier", "logits_scaling", "residual_multiplier"), 1.0)
 _MUP = ("use_mup", "mup_embedding_mult", "mup_output_mult", "mup_base_head_dim")

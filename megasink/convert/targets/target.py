@@ -7,7 +7,7 @@ from typing import Any
 
 from megasink.convert.architecture import Architecture
 from megasink.convert.megasink_model import MegasinkOptions
-from megasink.convert.table import Row
+from megasink.convert.weight_table import Row
 
 Config = dict[str, Any]
 ENGINES = ("vLLM 0.33", "SGLang 0.5.23", "llama.cpp")

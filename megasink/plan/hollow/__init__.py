@@ -5,6 +5,6 @@ of torch. Every line on the host runs as on a GPU, and no kernel does: memory is
 pages, and what a kernel would write reads as 0.
 """
 
-from megasink.plan.hollow.build import Device, built, environment, missing
+from megasink.plan.hollow.compile_libraries import Device, built, environment, missing
 
 __all__ = ["Device", "built", "environment", "missing"]

@@ -1,4 +1,1 @@
-"""Checks of a command line, before anything is built.
-
-Each file covers one subject with ``problems(args)``, which yields one message per problem.
-"""
+"""Checks of a command line: ``problems(args)`` of each file yields a message per problem."""

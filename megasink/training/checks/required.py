@@ -8,7 +8,7 @@ from dataclasses import fields
 from megasink.attention.variants import is_variant, names
 from megasink.config import AttentionOptions
 from megasink.errors import unknown_name
-from megasink.options.flags import flag_of
+from megasink.options.dataclass_flags import flag_of
 from megasink.options.megatron_flags import KNOWN, having
 from megasink.options.run_options import OPTIONS
 from megasink.plugins import advice

@@ -5,16 +5,16 @@ from collections.abc import Iterable, Iterator
 from dataclasses import fields
 
 from megasink.attention.variants import Variant, foreign_options, variant, variants
-from megasink.attention.variants.gates import (
+from megasink.attention.variants.gate_options import (
     changes_self_attention,
     gates_explicitly,
     is_megatrons_output_gate,
 )
-from megasink.attention.variants.layers import PLAIN, layers_with_variant
-from megasink.attention.variants.switch import switch_problems
+from megasink.attention.variants.switch_options import switch_problems
+from megasink.attention.variants.variant_layers import PLAIN, layers_with_variant
 from megasink.balance.loss import without_gradient, wrong_together
 from megasink.config import MODEL_OPTIONS
-from megasink.options.flags import flag_of
+from megasink.options.dataclass_flags import flag_of
 from megasink.training.ffn_width import FFN_MULTIPLE, with_shape
 
 _DEFAULTS = {field.name: field.default for kind in MODEL_OPTIONS for field in fields(kind)}

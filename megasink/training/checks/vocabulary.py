@@ -7,11 +7,11 @@ from pathlib import Path
 from typing import Any
 
 from megasink.checkpoints.saved_arguments import read_arguments
+from megasink.data.hf_tokenizer import load_tokenizer, tokenizer_hash
 from megasink.data.replaced_tokens import Replacement, problems_of, replacement
-from megasink.data.tokenizer import load_tokenizer, tokenizer_hash
 from megasink.data.tokenizer_files import read_files
 from megasink.errors import ConfigError, UserError
-from megasink.megatron.vocabulary import named_tokens
+from megasink.megatron.embedding_rows import named_tokens
 
 
 def problems(args: Namespace) -> Iterator[str]:

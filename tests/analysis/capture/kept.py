@@ -4,7 +4,7 @@ from collections.abc import Iterable
 
 from torch import Tensor
 
-from megasink.analysis.capture.base import Listener
+from megasink.analysis.capture.probe import Listener
 
 
 class Kept(Listener):

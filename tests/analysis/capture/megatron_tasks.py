@@ -9,19 +9,19 @@ import torch
 from torch import Tensor
 from torch.distributed import FileStore, get_rank
 
-from megasink.analysis.capture.base import Listener
-from megasink.analysis.capture.changes import ForwardPass, HeadChange, HeadOutputs
-from megasink.analysis.capture.geometry import POSITIONS, read_rows
-from megasink.analysis.capture.inputs import Sample
+from megasink.analysis.capture.attention_statistics import MAP
+from megasink.analysis.capture.first_token_geometry import POSITIONS, read_rows
+from megasink.analysis.capture.head_changes import ForwardPass, HeadChange, HeadOutputs
+from megasink.analysis.capture.input_samples import Sample
 from megasink.analysis.capture.megatron_model import MegatronProbe
-from megasink.analysis.capture.ranks import Ranks
-from megasink.analysis.capture.statistics import MAP
+from megasink.analysis.capture.probe import Listener
 from megasink.analysis.metrics import STATISTICS
 from megasink.analysis.metrics.registry import GRADIENT
-from megasink.analysis.pages import sweep
+from megasink.analysis.pages import sweep_page
+from megasink.analysis.ranks import Ranks
 from megasink.cli import main
 from megasink.errors import ConfigError
-from megasink.megatron.blocks import blocks_in
+from megasink.megatron.model_blocks import blocks_in
 from tests.analysis.capture.kept import Kept
 from tests.megatron.decoding_tasks import model_of
 
@@ -140,6 +140,6 @@ def swept(command: str, store: str) -> int:
     ranks = Ranks(FileStore(store, 2), get_rank(), 2)
     with (
         mock.patch.object(Ranks, "from_environment", return_value=ranks),
-        mock.patch.object(sweep, "pictures", return_value=[]),
+        mock.patch.object(sweep_page, "pictures", return_value=[]),
     ):
         return main(command.split())

@@ -9,15 +9,15 @@ import pytest
 import torch
 
 from megasink.analysis import measure
-from megasink.analysis.capture import base
-from megasink.analysis.capture.inputs import Sample
+from megasink.analysis.analysis_summary import scores_of, summarize
+from megasink.analysis.capture import probe
+from megasink.analysis.capture.input_samples import Sample
 from megasink.analysis.capture.transformers_model import TransformersProbe
 from megasink.analysis.measure import Recorder, run
 from megasink.analysis.metrics import STATISTICS
 from megasink.analysis.metrics.registry import GRADIENT
 from megasink.analysis.options import AnalysisOptions
-from megasink.analysis.results import RunFacts
-from megasink.analysis.summary import scores_of, summarize
+from megasink.analysis.result_schemas import RunFacts
 from megasink.data.token_bytes import TokenBytes
 from tests.analysis.capture.test_transformers import probed, tokens
 from tests.analysis.capture.tiny_models import tiny_model
@@ -220,10 +220,10 @@ def test_a_cpu_runs_a_batch_in_parts_that_change_nothing(model, samples, capture
 def test_a_model_that_takes_seconds_says_at_once_that_it_began(model, samples, monkeypatch, capsys):
     analyzed(model, samples)
     assert capsys.readouterr().err == ""
-    monkeypatch.setattr(base, "_SECONDS", 0)
+    monkeypatch.setattr(probe, "_SECONDS", 0)
     analyzed(model, samples)
     assert capsys.readouterr().err == f"analyzing: 0 of {len(samples)} samples\n"
-    assert not base.takes_seconds(torch.nn.Linear(9, 9, device="meta"))
+    assert not probe.takes_seconds(torch.nn.Linear(9, 9, device="meta"))
 
 
 def test_all_statistics_are_asked_for(captured):

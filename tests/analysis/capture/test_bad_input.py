@@ -18,12 +18,12 @@ from transformers import (
 )
 
 from megasink.analysis import measure
-from megasink.analysis.capture.base import ProbedModel
-from megasink.analysis.capture.ranks import Ranks
+from megasink.analysis.capture.probe import ProbedModel
 from megasink.analysis.capture.transformers_model import TransformersProbe
 from megasink.analysis.options import AnalysisOptions
 from megasink.analysis.pages import analysis_page as pages
-from megasink.analysis.run import analyze as analyze_model
+from megasink.analysis.ranks import Ranks
+from megasink.analysis.run_analysis import analyze as analyze_model
 from megasink.cli import main
 from megasink.errors import UserError
 from tests.analysis.capture.tiny_models import save_with_tokenizer
@@ -179,7 +179,7 @@ def test_the_length_follows_the_model(root, tmp_path, monkeypatch, first, length
         asked.append(length)
         raise UserError("enough")
 
-    monkeypatch.setattr("megasink.analysis.capture.inputs._samples", stop)
+    monkeypatch.setattr("megasink.analysis.capture.input_samples._samples", stop)
     options = AnalysisOptions(output=tmp_path)
     rest = dict.fromkeys(("open_probe", "module", "tokenizer", "vocabulary"))
     model = ProbedModel(**rest, facts={"name": "mine"}, positions=64, first=first, heads=[4])

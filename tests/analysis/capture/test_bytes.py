@@ -6,18 +6,18 @@ import math
 import pytest
 import torch
 
-from megasink.analysis.capture.inputs import inputs_of
-from megasink.analysis.capture.models import of_transformers
-from megasink.analysis.capture.ranks import Ranks
-from megasink.analysis.folder import read_analysis
+from megasink.analysis.analysis_folder import read_analysis
+from megasink.analysis.capture.input_samples import inputs_of
+from megasink.analysis.capture.probed_models import of_transformers
 from megasink.analysis.measure import measure
 from megasink.analysis.options import AnalysisOptions
-from megasink.analysis.pages import ablation
+from megasink.analysis.pages import ablation_page
 from megasink.analysis.pages import analysis_page as pages
-from megasink.analysis.run import bytes_by_token
+from megasink.analysis.ranks import Ranks
+from megasink.analysis.run_analysis import bytes_by_token
 from megasink.cli import main
 from megasink.data.corpus import Document
-from megasink.data.tokenizer import load_tokenizer, train_tokenizer
+from megasink.data.hf_tokenizer import load_tokenizer, train_tokenizer
 from tests.analysis.capture.tiny_models import tiny_model
 from tests.llama_like import llama_like
 
@@ -76,7 +76,7 @@ def test_an_analysis_counts_the_bytes_of_the_texts(kind, length):
 
 def test_the_commands_count_the_bytes_of_a_file(kind, tmp_path, monkeypatch):
     monkeypatch.setattr(pages, "figures", lambda *_: [])
-    monkeypatch.setattr(ablation, "pictures", lambda *_: [])
+    monkeypatch.setattr(ablation_page, "pictures", lambda *_: [])
     for part in kind:
         part.save_pretrained(tmp_path / "model")
     (tmp_path / "texts.jsonl").write_text("".join(json.dumps({"text": t}) + "\n" for t in TEXTS))

@@ -11,9 +11,9 @@ import numpy as np
 import pytest
 from transformers import PreTrainedTokenizerFast
 
-from megasink.analysis.folder import read_analysis
+from megasink.analysis.analysis_folder import read_analysis
 from megasink.analysis.metrics import metrics
-from megasink.analysis.metrics.thresholds import wasserstein
+from megasink.analysis.metrics.inactive_heads import wasserstein
 from megasink.analysis.pages import analysis_figures
 from megasink.analysis.pages import analysis_page as pages
 from megasink.cli import main

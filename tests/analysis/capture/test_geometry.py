@@ -11,12 +11,18 @@ import pytest
 import torch
 import transformers
 
-from megasink.analysis.capture.geometry import POSITIONS, SAMPLES, Rows, project, read_rows
-from megasink.analysis.capture.inputs import Sample
-from megasink.analysis.capture.sites import fused_norm
+from megasink.analysis.capture.first_block_tensors import fused_norm
+from megasink.analysis.capture.first_token_geometry import (
+    POSITIONS,
+    SAMPLES,
+    Rows,
+    project,
+    read_rows,
+)
+from megasink.analysis.capture.input_samples import Sample
 from megasink.analysis.capture.transformers_model import TransformersProbe
 from megasink.analysis.metrics import STATISTICS
-from megasink.analysis.metrics.geometry import neighbor_embedding
+from megasink.analysis.metrics.pca_tsne import neighbor_embedding
 from tests.analysis.capture.kept import Kept
 from tests.analysis.capture.tiny_models import tiny_model
 from tests.distributed.layout import SINGLE

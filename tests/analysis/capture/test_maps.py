@@ -9,11 +9,11 @@ import numpy as np
 import pytest
 import torch
 
-from megasink.analysis.capture.inputs import Sample
-from megasink.analysis.capture.maps import Head, extreme_heads, geometry, named_heads
+from megasink.analysis.capture.attention_maps import Head, extreme_heads, geometry, named_heads
+from megasink.analysis.capture.input_samples import Sample
 from megasink.analysis.capture.transformers_model import TransformersProbe
-from megasink.analysis.metrics.weights import attention_maps
-from megasink.attention.definitions import MAP_TOKENS
+from megasink.analysis.metrics.attention_weights import attention_maps
+from megasink.attention.constants import MAP_TOKENS
 from megasink.errors import UserError
 from tests.analysis.capture.kept import Kept
 from tests.analysis.capture.test_transformers import tokens

@@ -9,12 +9,12 @@ import re
 import numpy as np
 import pytest
 
-from megasink.analysis.folder import read_analysis
+from megasink.analysis.analysis_folder import read_analysis
+from megasink.analysis.checkpoint_trace import trace_row, write_trace
 from megasink.analysis.metrics import metrics, metrics_shown, registry
 from megasink.analysis.pages import analysis_figures
 from megasink.analysis.pages import analysis_page as pages
-from megasink.analysis.results import scalars_of
-from megasink.analysis.trace import trace_row, write_trace
+from megasink.analysis.result_schemas import scalars_of
 from megasink.cli import main
 from tests.analysis.capture.tiny_models import save_with_tokenizer
 from tests.documented import MODULES
@@ -111,13 +111,13 @@ def test_a_trace_has_it(analyzed, tmp_path):
 
 
 def test_trace_png_has_a_panel_for_it(analyzed, monkeypatch):
-    from megasink.analysis import trace
+    from megasink.analysis import checkpoint_trace
 
     of = read_analysis(analyzed / "llama").results
     of.model.step, of.model.trained_tokens = 1, 1000
     row = trace_row(of)
     known = {n: e for n, e in metrics_shown("scalar").items() if row[n] is not None}
-    axes = trace._draw([row], known).axes
+    axes = checkpoint_trace._draw([row], known).axes
     titles = {axis.get_title(loc="left") or axis.get_title() for axis in axes}
     assert {metrics()[name].title for name, n in scalars_of(of).items() if n is not None} <= titles
     assert TITLE in titles

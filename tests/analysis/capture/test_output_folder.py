@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 from transformers import PreTrainedTokenizerFast
 
-from megasink.analysis import loading
-from megasink.analysis.pages import ablation, sweep
+from megasink.analysis import open_model
+from megasink.analysis.pages import ablation_page, sweep_page
 from megasink.analysis.pages import analysis_page as pages
 from megasink.cli import main
 from megasink.errors import UserError
@@ -37,8 +37,8 @@ def root(tmp_path_factory):
 @pytest.fixture(autouse=True)
 def undrawn(monkeypatch):
     monkeypatch.setattr(pages, "figures", lambda *_: [])
-    monkeypatch.setattr(ablation, "pictures", lambda *_: [])
-    monkeypatch.setattr(sweep, "pictures", lambda *_: [])
+    monkeypatch.setattr(ablation_page, "pictures", lambda *_: [])
+    monkeypatch.setattr(sweep_page, "pictures", lambda *_: [])
 
 
 TEXT = "--data {0}/text.txt --device cpu --output"
@@ -95,8 +95,8 @@ def test_results_of_other_settings_stay(root, tmp_path, capsys, monkeypatch, nam
     capsys.readouterr()
     with monkeypatch.context() as patch:
         if name != "analyze-other-model":  # only its weights tell
-            patch.setattr(loading, "prepare_quietly", None)
-            patch.setattr("megasink.transformers.load.load", None)
+            patch.setattr(open_model, "prepare_quietly", None)
+            patch.setattr("megasink.transformers.load_hf_folder.load", None)
         assert main(other) == 2
     said = capsys.readouterr().err
     assert [phrase for phrase in phrases if phrase not in said] == []

@@ -11,16 +11,16 @@ import pytest
 import torch
 from torch.distributed import HashStore
 
-from megasink.analysis import store as stores
-from megasink.analysis.capture import ranks
-from megasink.analysis.capture.inputs import Sample
-from megasink.analysis.capture.ranks import Ranks, taking_part
+from megasink.analysis import ranks
+from megasink.analysis import result_store as stores
+from megasink.analysis.capture.input_samples import Sample
 from megasink.analysis.measure import MOST, plan
 from megasink.analysis.pages import analysis_page as pages
-from megasink.analysis.store import Store
+from megasink.analysis.ranks import Ranks, taking_part
+from megasink.analysis.result_store import Store
 from megasink.cli import main
 from megasink.errors import UserError
-from megasink.transformers.identity import weights_hash
+from megasink.transformers.model_identity import weights_hash
 from tests.analysis.capture.tiny_models import REAL_TEXTS, save_with_tokenizer, tiny_model
 from tests.distributed.pool import free_port
 from tests.forkserver import server
@@ -65,7 +65,8 @@ def results(output):
 def killed(folder):
     """What a process left that was killed with SIGKILL after some of its shards."""
     output = folder / "killed"
-    line = f"tests.waiting SIGKILL megasink.analysis.store:Store.write 6 {command(folder, output)}"
+    call = "megasink.analysis.result_store:Store.write"
+    line = f"tests.waiting SIGKILL {call} 6 {command(folder, output)}"
     assert server().run(line.split()).returncode == -signal.SIGKILL
     assert len(list(output.glob("partial/shard_*.npz"))) == 5
     assert not (output / "results.json").exists()

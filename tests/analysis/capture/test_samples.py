@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-from megasink.analysis.capture.inputs import (
+from megasink.analysis.capture.input_samples import (
     Reader,
     Sample,
     cut_at_random,
@@ -18,7 +18,7 @@ from megasink.analysis.capture.inputs import (
 )
 from megasink.analysis.measure import Recorder, run
 from megasink.analysis.options import AnalysisOptions
-from megasink.analysis.sweep import Setting, samples_of
+from megasink.analysis.run_sweep import Setting, samples_of
 from megasink.data.replaced_tokens import replacement
 from megasink.data.token_bytes import TokenBytes
 from megasink.errors import UserError

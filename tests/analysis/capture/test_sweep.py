@@ -14,11 +14,11 @@ import torch
 from transformers import PreTrainedTokenizerFast
 
 from megasink.analysis.capture.transformers_model import TransformersProbe
-from megasink.analysis.pages import sweep
-from megasink.analysis.results import MetricResult
+from megasink.analysis.pages import sweep_page
+from megasink.analysis.result_schemas import MetricResult
 from megasink.cli import main
 from megasink.data.corpus import Corpus
-from megasink.data.tokenizer import train_tokenizer
+from megasink.data.hf_tokenizer import train_tokenizer
 from megasink.errors import UserError
 from tests.analysis.capture.tiny_models import tiny_model
 from tests.distributed.layout import Layout
@@ -58,7 +58,7 @@ def swept(folder):
 @pytest.fixture
 def undrawn(swept, monkeypatch):
     """The figures are drawn once, by `swept`."""
-    monkeypatch.setattr(sweep, "pictures", lambda *_: [])
+    monkeypatch.setattr(sweep_page, "pictures", lambda *_: [])
 
 
 @pytest.fixture(scope="module")
@@ -202,7 +202,7 @@ def test_what_moves_is_said_and_what_does_not(rates, says):
         for n, x in zip((16, 32), rates, strict=True)
     ]
     results = SimpleNamespace(rows=rows, model=SimpleNamespace(name="model"))
-    (line,) = sweep.in_words(results)
+    (line,) = sweep_page.in_words(results)
     assert line == f"model, heads with an attention sink on the first token: {says}"
 
 

@@ -8,12 +8,12 @@ import torch
 import transformers
 from torch import Tensor
 
+from megasink.analysis.capture.attention_statistics import MAP
 from megasink.analysis.capture.segments import check_mask, segments_of
-from megasink.analysis.capture.statistics import MAP
 from megasink.analysis.capture.transformers_model import NAME, TransformersProbe
 from megasink.analysis.metrics import STATISTICS
 from megasink.errors import ConfigError, UserError
-from megasink.transformers.blocks import find_blocks
+from megasink.transformers.decoder_blocks import find_blocks
 from tests.analysis.capture.kept import Kept
 from tests.analysis.capture.tiny_models import ARCHITECTURES, GATED, SINKS, VOCABULARY, tiny_model
 

@@ -11,7 +11,7 @@ import transformers
 from transformers import PreTrainedModel, PreTrainedTokenizerFast
 
 from megasink.data.corpus import Corpus
-from megasink.data.tokenizer import train_tokenizer
+from megasink.data.hf_tokenizer import train_tokenizer
 from megasink.transformers.modeling import configuration_megasink, modeling_megasink
 
 VOCABULARY, WINDOW = 64, 5

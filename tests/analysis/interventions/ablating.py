@@ -8,7 +8,7 @@ import numpy as np
 import torch
 
 from megasink.analysis.capture.transformers_model import TransformersProbe
-from megasink.analysis.results import AblationResults
+from megasink.analysis.result_schemas import AblationResults
 from megasink.files.checked_fields import from_json
 from tests.analysis.capture.tiny_models import save_with_tokenizer
 

@@ -2,7 +2,7 @@
 
 import pytest
 
-from megasink.analysis.pages import ablation
+from megasink.analysis.pages import ablation_page
 from tests.analysis.interventions.ablating import count_forwards, make_folder
 
 
@@ -15,7 +15,7 @@ def folder(tmp_path_factory):
 @pytest.fixture
 def undrawn(monkeypatch):
     """No picture is drawn."""
-    monkeypatch.setattr(ablation, "pictures", lambda *_: [])
+    monkeypatch.setattr(ablation_page, "pictures", lambda *_: [])
 
 
 @pytest.fixture

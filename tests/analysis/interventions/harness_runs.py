@@ -8,13 +8,13 @@ import torch
 from tokenizers import Regex, Tokenizer, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
-from megasink.analysis.capture.base import ProbedModel
 from megasink.analysis.capture.megatron_model import MegatronProbe
+from megasink.analysis.capture.probe import ProbedModel
 from megasink.analysis.evaluate.harness import evaluate
 from megasink.analysis.evaluate.tasks_loading import load_tasks
 from megasink.analysis.interventions import ZeroHeads
-from megasink.checkpoints.carried import with_ends
-from megasink.megatron.blocks import blocks_in
+from megasink.checkpoints.hf_entries import with_ends
+from megasink.megatron.model_blocks import blocks_in
 from tests.analysis.interventions.harness_tasks import CHOICES, TEXTS
 from tests.megatron.decoding_tasks import model_of
 

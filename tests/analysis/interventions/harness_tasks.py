@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 
-from megasink.analysis.capture.base import ProbedModel
+from megasink.analysis.capture.probe import ProbedModel
 from megasink.analysis.capture.transformers_model import TransformersProbe
-from megasink.checkpoints.carried import with_ends
+from megasink.checkpoints.hf_entries import with_ends
 
 # Of several lengths; some share a context, or all but their last token. The last ones have one
 # length with the tests' tokenizers, in which <|unk|> is 0.

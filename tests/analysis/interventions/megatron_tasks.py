@@ -10,8 +10,8 @@ import megasink
 from megasink import intervening
 from megasink.analysis.interventions import DrainFirstValue, DynamicZeroing, SteerGates, ZeroHeads
 from megasink.errors import UserError
-from megasink.megatron.blocks import blocks_in
 from megasink.megatron.decoding import generate
+from megasink.megatron.model_blocks import blocks_in
 from tests.analysis.interventions import oracle
 from tests.analysis.metrics import definitions
 from tests.distributed import tiny_gpt

@@ -4,8 +4,8 @@ from unittest import mock
 
 from torch.distributed import FileStore, get_rank
 
-from megasink.analysis.capture.ranks import Ranks
-from megasink.analysis.pages import ablation
+from megasink.analysis.pages import ablation_page
+from megasink.analysis.ranks import Ranks
 from megasink.cli import main
 
 
@@ -14,6 +14,6 @@ def ablated(command: str, store: str) -> int:
     ranks = Ranks(FileStore(store, 2), get_rank(), 2)
     with (
         mock.patch.object(Ranks, "from_environment", return_value=ranks),
-        mock.patch.object(ablation, "pictures", return_value=[]),
+        mock.patch.object(ablation_page, "pictures", return_value=[]),
     ):
         return main(command.split())

@@ -14,14 +14,14 @@ import pytest
 import scipy.stats
 import torch
 
-from megasink.analysis.ablate import run
-from megasink.analysis.ablate.curves import kept_level, normalized_auc, removable
+from megasink.analysis.ablate import run_ablation
+from megasink.analysis.ablate.quality_curves import kept_level, normalized_auc, removable
 from megasink.analysis.capture.transformers_model import TransformersProbe
-from megasink.analysis.metrics.geometry import Embedding
-from megasink.analysis.metrics.thresholds import published_quantile
-from megasink.analysis.pages.ablation import best_of, in_words
+from megasink.analysis.metrics.inactive_heads import published_quantile
+from megasink.analysis.metrics.pca_tsne import Embedding
+from megasink.analysis.pages.ablation_page import best_of, in_words
 from megasink.analysis.pages.html import PAPERS
-from megasink.analysis.results import ALL, mean_line
+from megasink.analysis.result_schemas import ALL, mean_line
 from megasink.cli import main
 from megasink.errors import UserError
 from tests.analysis.interventions.ablating import (
@@ -250,7 +250,7 @@ def test_activations_of_layer_0_with_each_head_zeroed(folder, tmp_path, by_hand,
         rows.append(rows_NX)
         return Embedding(rows_NX, 1.0, 0.0)
 
-    monkeypatch.setattr(run, "neighbor_embedding", kept)
+    monkeypatch.setattr(run_ablation, "neighbor_embedding", kept)
     for _ in range(2):
         assert main(command(folder, tmp_path, "--layer", "0")) == 0
     assert len(rows) == 1 + HEADS

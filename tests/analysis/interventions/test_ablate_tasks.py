@@ -9,14 +9,14 @@ import math
 import numpy as np
 import pytest
 
-from megasink.analysis.ablate import points as measuring
-from megasink.analysis.ablate.curves import kept_level, normalized_auc, removable
-from megasink.analysis.ablate.points import TaskScore
-from megasink.analysis.ablate.summary import _paired_error
+from megasink.analysis.ablate import measured_points as measuring
+from megasink.analysis.ablate.ablation_summary import _paired_error
+from megasink.analysis.ablate.measured_points import TaskScore
+from megasink.analysis.ablate.quality_curves import kept_level, normalized_auc, removable
 from megasink.analysis.evaluate import harness
-from megasink.analysis.metrics.thresholds import published_quantile
-from megasink.analysis.pages import ablation
-from megasink.analysis.results import AblationResults
+from megasink.analysis.metrics.inactive_heads import published_quantile
+from megasink.analysis.pages import ablation_page
+from megasink.analysis.result_schemas import AblationResults
 from megasink.cli import main
 from megasink.files.checked_fields import from_json
 from tests.analysis.capture.tiny_models import save_with_tokenizer
@@ -103,10 +103,10 @@ def test_the_error_of_a_change_is_paired():
 
 def test_the_page_says_where_there_is_no_error(swept):
     found = results_of(swept[0])
-    assert "No standard error" not in str(ablation.given(found))
+    assert "No standard error" not in str(ablation_page.given(found))
     for point in found.points:
         point.values[TASK].standard_error = None
-    assert f"No standard error for {TASK}: " in str(ablation.given(found))
+    assert f"No standard error for {TASK}: " in str(ablation_page.given(found))
 
 
 def test_thresholds_are_of_the_requests_of_the_task(swept):
@@ -139,7 +139,7 @@ def test_a_repeated_sweep_asks_nothing(model, swept, monkeypatch):
     output, _ = swept
     before = (output / "ablation.json").read_text()
     monkeypatch.setattr(measuring, "evaluate", lambda *args, **kwargs: pytest.fail("asked again"))
-    monkeypatch.setattr(ablation, "pictures", lambda *_: [])
+    monkeypatch.setattr(ablation_page, "pictures", lambda *_: [])
     assert main(command(model, output)) == 0
     assert (output / "ablation.json").read_text() == before
 

@@ -62,8 +62,8 @@ def answered(model, texts, batch_size, **generation):
     """What lm-eval gets of a model."""
     from lm_eval.api.instance import Instance
 
-    from megasink.analysis.capture.base import Listener
-    from megasink.analysis.evaluate.model import HarnessModel
+    from megasink.analysis.capture.probe import Listener
+    from megasink.analysis.evaluate.harness_model import HarnessModel
 
     generation = {"until": [], "max_gen_toks": NEW, "do_sample": False} | generation
     with model.open_probe(Listener()) as probe:

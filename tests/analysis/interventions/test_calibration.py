@@ -8,17 +8,17 @@ import torch
 
 from megasink import dynamic_zeroing
 from megasink.analysis.ablate.settings import measure_scores, read_calibration
-from megasink.analysis.capture.inputs import Sample
+from megasink.analysis.analysis_folder import analysis_of
+from megasink.analysis.analysis_summary import summarize
+from megasink.analysis.capture.input_samples import Sample
 from megasink.analysis.capture.transformers_model import TransformersProbe
-from megasink.analysis.folder import analysis_of
 from megasink.analysis.measure import Recorder, run
-from megasink.analysis.metrics.thresholds import threshold
+from megasink.analysis.metrics.inactive_heads import threshold
 from megasink.analysis.options import AnalysisOptions
 from megasink.analysis.pages.analysis_page import write_numbers
-from megasink.analysis.results import RunFacts
-from megasink.analysis.summary import summarize
+from megasink.analysis.result_schemas import RunFacts
 from megasink.errors import UserError
-from megasink.transformers.identity import weights_hash
+from megasink.transformers.model_identity import weights_hash
 from tests.analysis.capture.tiny_models import VOCABULARY, tiny_model
 
 SCORES = ("awft", "ahon_ln", "lthon_hn")

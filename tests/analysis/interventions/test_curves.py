@@ -5,7 +5,7 @@ import math
 import numpy as np
 import pytest
 
-from megasink.analysis.ablate.curves import (
+from megasink.analysis.ablate.quality_curves import (
     kept_level,
     normalized_auc,
     ranks,

@@ -12,7 +12,7 @@ from megasink.analysis.interventions import (
 )
 from megasink.analysis.interventions.dynamic_zeroing import LayerScore, is_of_all_texts, random_of
 from megasink.analysis.metrics import metrics
-from megasink.attention import definitions
+from megasink.attention import constants
 from megasink.errors import UserError
 from tests.analysis.capture.tiny_models import VOCABULARY, tiny_model
 from tests.analysis.interventions import oracle
@@ -20,7 +20,7 @@ from tests.analysis.interventions.oracle import Oracle
 from tests.distributed.layout import SINGLE
 
 MODELS = ("llama", "qwen3", "gpt-oss", "gpt-2", "own-sink", "own-gated")
-SCORES = [n for n in definitions.SCORES if n not in ("random", *definitions.BACKWARD_SCORES)]
+SCORES = [n for n in constants.SCORES if n not in ("random", *constants.BACKWARD_SCORES)]
 TASKS = "tests.analysis.interventions.megatron_tasks"
 RUNS = {
     "vanilla": {"attention_variant": "vanilla"},
@@ -32,11 +32,11 @@ IDS = torch.randint(3, VOCABULARY, (2, 11), generator=torch.Generator().manual_s
 
 def test_the_names_that_a_command_line_is_checked_by_are_those_of_the_registry():
     names = [name for name, entry in metrics().items() if entry.inactive]
-    assert names == list(definitions.SCORES)
+    assert names == list(constants.SCORES)
     of_layers = [name for name in names if not is_of_all_texts(name)]
     assert [LayerScore(name).name for name in of_layers] == of_layers
-    assert set(names) - set(of_layers) == set(definitions.BACKWARD_SCORES)
-    for name in definitions.BACKWARD_SCORES:
+    assert set(names) - set(of_layers) == set(constants.BACKWARD_SCORES)
+    for name in constants.BACKWARD_SCORES:
         with pytest.raises(ValueError, match=f"megasink ablate --by {name}"):
             LayerScore(name)
 

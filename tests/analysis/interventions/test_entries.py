@@ -17,7 +17,7 @@ from megasink.analysis.interventions import (
     read_interventions,
     to_entry,
 )
-from megasink.analysis.interventions.kinds import KINDS
+from megasink.analysis.interventions.intervention_types import KINDS
 from megasink.errors import UserError
 
 

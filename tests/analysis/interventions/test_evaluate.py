@@ -206,7 +206,7 @@ def test_shots(root):
     ],
 )  # fmt: skip
 def test_bad_input_is_answered_before_the_model_loads(root, flags, phrases, capsys, monkeypatch):
-    opened = "megasink.transformers.load.load"
+    opened = "megasink.transformers.load_hf_folder.load"
     monkeypatch.setattr(opened, lambda *_, **__: pytest.fail("the model is loaded"))
     (root / "broken").mkdir(exist_ok=True)
     broken = "task: broken\ncustom_dataset: !function items.nothing\ntest_split: test\n"

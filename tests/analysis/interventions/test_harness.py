@@ -5,12 +5,12 @@ from dataclasses import replace
 import pytest
 import torch
 
-from megasink.analysis.capture.base import Listener
+from megasink.analysis.capture.probe import Listener
 from megasink.analysis.evaluate.harness import evaluate
 from megasink.analysis.evaluate.tasks_loading import load_tasks
 from megasink.analysis.interventions import DynamicZeroing, RemoveBos, RepeatFirstToken
 from megasink.data.corpus import Document
-from megasink.data.tokenizer import load_tokenizer, train_tokenizer
+from megasink.data.hf_tokenizer import load_tokenizer, train_tokenizer
 from megasink.errors import UserError
 from tests.analysis.capture.tiny_models import tiny_model
 from tests.analysis.interventions.harness_tasks import (
@@ -147,7 +147,7 @@ def test_the_first_tokens_of_a_model_stand_before_everything(models, tasks):
     evaluate(reading.model, [], tasks)
     assert {row[:3] for row in reading.rows} == {(7, 9, model.tokenizer.bos_token_id)}
     long = [9] * POSITIONS
-    from megasink.analysis.evaluate.model import HarnessModel
+    from megasink.analysis.evaluate.harness_model import HarnessModel
 
     asked = HarnessModel(model, None, [], 1)
     tokens, _ = asked._row(long, [4, 5])
@@ -156,7 +156,7 @@ def test_the_first_tokens_of_a_model_stand_before_everything(models, tasks):
 
 
 def test_a_special_token_in_a_task_is_text_unless_it_is_parsed(models):
-    from megasink.analysis.evaluate.model import HarnessModel
+    from megasink.analysis.evaluate.harness_model import HarnessModel
 
     tokenizer = models[1].tokenizer
     bos, text = tokenizer.bos_token_id, f"{tokenizer.bos_token} {tokenizer.eos_token}"

@@ -11,12 +11,12 @@ from typing import Any
 import pytest
 import torch
 
+from megasink.analysis.capture.attention_statistics import AttentionCall, attention_statistics
 from megasink.analysis.capture.measurements import AnalysisValues
 from megasink.analysis.capture.segments import Segment
-from megasink.analysis.capture.statistics import AttentionCall, attention_statistics
-from megasink.analysis.metrics import metric, metrics, registry, weights
+from megasink.analysis.metrics import attention_weights, metric, metrics, registry
+from megasink.analysis.metrics.attention_weights import SIMILARITIES, proxy_statistics
 from megasink.analysis.metrics.registry import ATTENTION as ATTENTION_STATISTICS
-from megasink.analysis.metrics.weights import SIMILARITIES, proxy_statistics
 from tests.analysis.metrics import definitions
 
 HEADS, GROUPS, TOKENS, DIM, HIDDEN = 6, 2, 37, 8, 24
@@ -103,10 +103,12 @@ def test_every_metric_has_a_definition():
         assert re.search(row, page), entry
 
 
-@pytest.mark.parametrize("tile", [weights.SIZE, 500])  # one tile, and one of four rows each
+@pytest.mark.parametrize(
+    "tile", [attention_weights.SIZE, 500]
+)  # one tile, and one of four rows each
 @pytest.mark.parametrize("kind", KINDS)
 def test_metrics_of_attention(kind, tile, monkeypatch):
-    monkeypatch.setattr(weights, "SIZE", tile)
+    monkeypatch.setattr(attention_weights, "SIZE", tile)
     call, layer = case(kind)
     found = statistics_of(call)
     alone = statistics_of(call, {"first_weight_HT"})  # by a way of its own

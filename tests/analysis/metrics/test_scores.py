@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 import torch
 
-from megasink.analysis.capture.inputs import (
+from megasink.analysis.capture.input_samples import (
     random_sequences,
     repeat_rate,
     repeated_first_token,
@@ -19,16 +19,8 @@ from megasink.analysis.metrics.circuit import (
     sink_centre,
     sink_centre_by_direction,
 )
-from megasink.analysis.metrics.geometry import (
-    attention_map_components,
-    principal_components,
-    query_key_components,
-)
 from megasink.analysis.metrics.head_scores import layer_normalized, random_scores
-from megasink.analysis.metrics.registry import OVER_SAMPLES, SCALARS
-from megasink.analysis.metrics.sinks import sink_rate
-from megasink.analysis.metrics.states import MeanCosine, mean_cosine
-from megasink.analysis.metrics.thresholds import (
+from megasink.analysis.metrics.inactive_heads import (
     agreement,
     inactive,
     least_active,
@@ -39,7 +31,15 @@ from megasink.analysis.metrics.thresholds import (
     top_agreement,
     wasserstein,
 )
-from megasink.attention.definitions import MAP_TOKENS
+from megasink.analysis.metrics.pca_tsne import (
+    attention_map_components,
+    principal_components,
+    query_key_components,
+)
+from megasink.analysis.metrics.registry import OVER_SAMPLES, SCALARS
+from megasink.analysis.metrics.residual_stream import MeanCosine, mean_cosine
+from megasink.analysis.metrics.sinks import sink_rate
+from megasink.attention.constants import MAP_TOKENS
 from megasink.balance.loss import layer_imbalance
 
 NAN = float("nan")

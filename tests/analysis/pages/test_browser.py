@@ -9,19 +9,19 @@ import pytest
 import torch
 from markupsafe import Markup
 
-from megasink.analysis.capture.inputs import Sample
-from megasink.analysis.capture.maps import Head, geometry
+from megasink.analysis.analysis_folder import analysis_of, read_analysis
+from megasink.analysis.analysis_summary import summarize
+from megasink.analysis.capture.attention_maps import Head, geometry
+from megasink.analysis.capture.input_samples import Sample
 from megasink.analysis.capture.transformers_model import TransformersProbe
-from megasink.analysis.folder import analysis_of, read_analysis
+from megasink.analysis.checkpoint_trace import write_trace
 from megasink.analysis.measure import Recorder, run
 from megasink.analysis.metrics import metrics_shown
 from megasink.analysis.options import AnalysisOptions
 from megasink.analysis.pages import analysis_figures, html
 from megasink.analysis.pages import analysis_page as pages
 from megasink.analysis.pages.analysis_page import write_numbers
-from megasink.analysis.results import RunFacts
-from megasink.analysis.summary import summarize
-from megasink.analysis.trace import write_trace
+from megasink.analysis.result_schemas import RunFacts
 from megasink.cli import main
 from tests.analysis.capture.tiny_models import save_with_tokenizer, tiny_model
 from tests.analysis.pages.browser import CHROMIUM, console_of, seen

@@ -6,9 +6,9 @@ import matplotlib.image
 import numpy as np
 import pytest
 
-from megasink.analysis.pages.compare import summary
+from megasink.analysis.pages.comparison_page import summary
 from megasink.cli import main as megasink
-from megasink.figures.losses import loss_spikes
+from megasink.figures.loss_spikes import loss_spikes
 
 
 def run(folder, scale=1.0, bits=True, steps=60):

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from megasink.errors import UserError
-from megasink.figures.curves import draw_run, figure_of, series, smoothed
+from megasink.figures.run_figure import draw_run, figure_of, series, smoothed
 from megasink.figures.run_metrics import read_metrics
 
 

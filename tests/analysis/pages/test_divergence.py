@@ -4,8 +4,8 @@ import math
 
 import numpy as np
 
-from megasink.figures.curves import smoothed
-from megasink.figures.losses import FACTOR, STEPS, Divergence
+from megasink.figures.loss_spikes import FACTOR, STEPS, Divergence
+from megasink.figures.run_figure import smoothed
 
 
 def follow(losses):

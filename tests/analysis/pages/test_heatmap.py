@@ -2,7 +2,7 @@
 
 import numpy as np
 
-from megasink.figures.heatmap import importance_picture
+from megasink.figures.importance_heatmap import importance_picture
 
 # The ends of the colour map viridis, and the grey of layers without a gate.
 CLOSED, OPEN, NONE = (0x44, 0x01, 0x54), (0xFD, 0xE7, 0x25), (204, 204, 204)

@@ -9,7 +9,7 @@ import pytest
 
 from megasink.analysis.pages import drawing, html
 from megasink.analysis.pages.drawing import picture_of
-from megasink.figures.recorded import THINNED, bars, curve
+from megasink.figures.recorded_panels import THINNED, bars, curve
 from megasink.figures.style import BLUE, density, even_panels, heatmap, label, styled
 
 TABLE = np.arange(12.0).reshape(3, 4)

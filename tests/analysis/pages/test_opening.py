@@ -1,7 +1,7 @@
 """The first sentences of a report."""
 
-from megasink.analysis.pages.opening import _paragraphs
-from megasink.analysis.results import MetricResult, SampleResults
+from megasink.analysis.pages.summary_in_words import _paragraphs
+from megasink.analysis.result_schemas import MetricResult, SampleResults
 
 
 def opening(samples=16, tokens=64, **metrics):

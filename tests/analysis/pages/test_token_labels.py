@@ -7,7 +7,7 @@ from fontTools.pens.ttGlyphPen import TTGlyphPen
 from matplotlib import font_manager
 from matplotlib.figure import Figure
 
-from megasink.analysis.pages import figures_maps as token_labels
+from megasink.analysis.pages import map_figures as token_labels
 from megasink.figures.style import panels, rendered, styled
 
 TEXTS = ["plain", " a\n", "中文", "สวัสดี", "🙂", "\ufffd", "a token that is long"]

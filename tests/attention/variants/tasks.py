@@ -16,17 +16,17 @@ from megatron.core.utils import unwrap_model
 from rich.console import Console
 from torch import Tensor
 
-from megasink.analysis.capture.inputs import Sample
+from megasink.analysis.capture.input_samples import Sample
 from megasink.analysis.capture.megatron_model import MegatronProbe
 from megasink.analysis.measure import Recorder, run
 from megasink.analysis.options import AnalysisOptions
 from megasink.attention import attention
-from megasink.attention.variants import Variant, register, registry
+from megasink.attention.variants import Variant, register, variant_registry
 from megasink.checkpoints.find import find_checkpoint
 from megasink.checkpoints.load import load_without_tokenizer
 from megasink.convert import from_hf, to_hf
 from megasink.convert.model_flags import model_flags
-from megasink.convert.verify import verify_logits
+from megasink.convert.verify_logits import verify_logits
 from megasink.errors import UserError
 from megasink.megatron.core_attention import CoreAttention
 from megasink.megatron.decoding import generate
@@ -44,7 +44,7 @@ from tests.said import said
 @contextlib.contextmanager
 def registered() -> Iterator[None]:
     """While the body runs, there is the variant of CONTRIBUTING.md, outside of the package."""
-    with mock.patch.dict(registry._VARIANTS):
+    with mock.patch.dict(variant_registry._VARIANTS):
         register_variant()
         yield
 
@@ -184,7 +184,7 @@ def logged_sinks() -> Tensor:
 
 def unstated() -> dict[str, Any]:
     """What is refused of a variant whose record says no more than it must."""
-    with mock.patch.dict(registry._VARIANTS):
+    with mock.patch.dict(variant_registry._VARIANTS):
 
         def attend(_: Any, parameters: Any, *args: Any, with_gate: bool, **options: Any) -> Any:
             return attention(*args, with_gate=False, **options)

@@ -14,8 +14,8 @@ from megasink.attention.variants import (
     Variant,
     of_kind,
     register,
-    registry,
     variant,
+    variant_registry,
     variants,
 )
 from megasink.errors import UserError
@@ -83,7 +83,7 @@ def test_a_planted_comparison_is_found(line):
 
 
 def test_a_module_adds_a_variant_to_the_flag_and_its_help():
-    with mock.patch.dict(registry._VARIANTS):
+    with mock.patch.dict(variant_registry._VARIANTS):
         register_variant()
         parser = ArgumentParser()
         run_options.add_options(parser)
@@ -121,7 +121,7 @@ def test_a_command_line_is_refused_what_a_record_does_not_say():
         **{option: checks._DEFAULTS[option] for r in variants() for option in r.options},
     )
     args.gate_position = "value"
-    with mock.patch.dict(registry._VARIANTS):
+    with mock.patch.dict(variant_registry._VARIANTS):
         register_variant()
         outside = variant("sink-per-group")
         register(

@@ -11,7 +11,7 @@ if "RANK" in os.environ:
     from megatron.core.datasets import gpt_dataset, utils
 
     from megasink.balance.step import LossStep
-    from megasink.upstream import register
+    from megasink.upstream import patch_register
 
     # It runs `make` in the folder of the sources, which an installed wheel is not.
     utils.compile_helpers = lambda: None
@@ -23,7 +23,7 @@ if "RANK" in os.environ:
         reduce(self)
         last = self.commit()
         line = {"importance": last.importance_LH.tolist(), "balance_loss": float(last.balance_loss)}
-        line["patches"] = sorted({made.patch.room for made in register._active})
+        line["patches"] = sorted({made.patch.room for made in patch_register._active})
         with Path(f"{os.environ['RECORD']}-{os.environ['RANK']}").open("a") as file:
             file.write(json.dumps(line) + "\n")
 

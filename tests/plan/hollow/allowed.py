@@ -6,7 +6,7 @@ gradients, its checks of NaN, losses that other ranks have. What is ours stands 
 
 from typing import Any
 
-_PACKING = "megasink.training.forward"
+_PACKING = "megasink.training.forward_step"
 _RERUN, _UTILS = "megatron.core.rerun_state_machine", "megatron.training.utils.common_utils"
 _TRAINING = "megatron.training.training"
 _EXPERTS = "megatron.core.transformer.moe.token_dispatcher"

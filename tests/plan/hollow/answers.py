@@ -12,7 +12,7 @@ import torch.distributed as dist
 from megatron.training import get_args
 from torch import Tensor
 
-from megasink.training import dataset, forward
+from megasink.training import build_datasets, forward_step
 
 DOCUMENTS = 4
 """Documents of each sample."""
@@ -20,7 +20,11 @@ DOCUMENTS = 4
 
 def say_documents() -> None:
     """The first tensor-parallel rank has read documents, and has told this one."""
-    read_batch, pack, send = dataset.get_batch_on_this_tp_rank, forward.pack, dist.broadcast
+    read_batch, pack, send = (
+        build_datasets.get_batch_on_this_tp_rank,
+        forward_step.pack,
+        dist.broadcast,
+    )
 
     def receive(tensor: Tensor, *arguments: Any, **options: Any) -> Any:
         work = send(tensor, *arguments, **options)
@@ -43,7 +47,7 @@ def say_documents() -> None:
         _write(batch["cu_seqlens"], ends)
         return pack(batch)
 
-    dataset.get_batch_on_this_tp_rank, forward.pack = read_as_received, pack_received
+    build_datasets.get_batch_on_this_tp_rank, forward_step.pack = read_as_received, pack_received
 
 
 def _write(tensor: Tensor, values: Tensor) -> None:

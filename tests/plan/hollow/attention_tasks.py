@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from megasink.attention import VARIANTS, attention, biased_attention
-from megasink.cli import self_test
+from megasink.cli import doctor_self_test
 from tests.plan.hollow.events import Recording
 from tests.plan.hollow.given import watch_rows
 
@@ -85,6 +85,6 @@ def given_rows(backend: str, extra: int) -> list[str]:
 
 def self_tests() -> tuple[list[str], list[str]]:
     """Return the names of attention checks of ``megasink doctor`` that pass, and all details."""
-    checks = self_test.attention_checks("cuda", 64, None)
+    checks = doctor_self_test.attention_checks("cuda", 64, None)
     done = list(checks)
     return [check.name for check in done if check.passed], [check.detail for check in done]

@@ -10,7 +10,7 @@ from types import FrameType
 from typing import Any, Self
 
 from megasink.plan.collectives import in_package
-from megasink.plan.hollow.build import library
+from megasink.plan.hollow.compile_libraries import library
 
 # The order of `Kind` in native/hollow.h.
 KINDS = ("launch", "gemm", "copy", "sync", "collective", "allocate", "free", "fill")

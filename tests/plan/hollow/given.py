@@ -5,7 +5,7 @@ from typing import Any
 from torch import Tensor
 
 from megasink.attention.kernels import backend_named, backend_names
-from megasink.attention.kernels.base import VendorBackend
+from megasink.attention.kernels.backend import VendorBackend
 
 
 def watch_rows() -> set[str]:

@@ -4,10 +4,10 @@ import sys
 from types import ModuleType
 from typing import Any
 
-from megasink.plan import rank
-from megasink.plan.hollow.world import be_rank
-from megasink.training import arguments
-from megasink.training.checks import memory
+from megasink.plan import rank_step
+from megasink.plan.hollow.lone_rank import be_rank
+from megasink.training import parse_arguments
+from megasink.training.checks import host_memory
 from tests.attention import upstream_kernels
 
 
@@ -18,7 +18,7 @@ class _Written(BaseException):
 def step(
     flags: list[str], number: int = 0, ranks: int = 1, package: str | None = None
 ) -> dict[str, Any]:
-    """What `rank.step_as` records as rank `number` of `ranks`, with a stand-in for a package."""
+    """What `rank_step.step_as` records as rank `number` of `ranks`, with a stand-in package."""
     found: list[dict[str, Any]] = []
     if package is not None:
         _STAND_INS[package]()
@@ -28,7 +28,7 @@ def step(
         raise _Written
 
     try:
-        rank.step_as(number, ranks, flags, write)
+        rank_step.step_as(number, ranks, flags, write)
     except BaseException:
         if not found:
             raise
@@ -39,12 +39,12 @@ def _apex() -> None:
     """Its GEMM, which writes nothing but what the weight's gradient has room for."""
     from megatron.core.tensor_parallel import layers
 
-    from megasink.upstream import fused
+    from megasink.upstream import fused_kernels
 
-    module = ModuleType(fused.APEX.module)
+    module = ModuleType(fused_kernels.APEX.module)
     module.wgrad_gemm_accum_fp32 = lambda *_: None  # type: ignore[attr-defined]
     sys.modules[module.__name__] = module
-    fused._reason.cache_clear()
+    fused_kernels._reason.cache_clear()
     layers.fused_weight_gradient_mlp_cuda = module
     layers._grad_accum_fusion_available = True
 
@@ -63,7 +63,7 @@ _STAND_INS = {"apex": _apex, "flash-attn-2": _flash_attention_2}
 
 
 def least_memory(flags: list[str], ranks: int) -> tuple[float, float]:
-    """What megasink.training.checks.memory counts for a rank: of its state, and of activations."""
+    """The bytes of a rank's state and activations by megasink.training.checks.host_memory."""
     be_rank(0, ranks)
-    args, _ = arguments.parse(flags)
-    return memory.bytes_of_rank(args)
+    args, _ = parse_arguments.parse(flags)
+    return host_memory.bytes_of_rank(args)

@@ -6,8 +6,8 @@ from typing import Any
 
 import torch
 
-from megasink.plan.hollow.build import Device
-from megasink.plan.hollow.world import be_rank
+from megasink.plan.hollow.compile_libraries import Device
+from megasink.plan.hollow.lone_rank import be_rank
 from tests.plan.hollow.events import Recording
 
 

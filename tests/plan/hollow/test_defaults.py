@@ -4,7 +4,7 @@ import shlex
 
 import pytest
 
-from megasink.upstream.fused import APEX, TRANSFORMER_ENGINE
+from megasink.upstream.fused_kernels import APEX, TRANSFORMER_ENGINE
 from tests.plan.hollow.test_trainer import MODEL
 
 

@@ -8,8 +8,8 @@ from importlib.util import find_spec
 
 import pytest
 
-from megasink.plan import job
-from megasink.plan.contents import PARTS
+from megasink.plan import whole_job
+from megasink.plan.rank_memory import PARTS
 from tests.distributed.layout import SINGLE
 
 MODEL = (
@@ -44,8 +44,10 @@ def records_of(gpu, text, ranks=1, layers=4, batch=32, stages=None):
     flags = flags_of(text, layers, batch)
     first = gpu.run("plan_tasks:step", flags=flags, ranks=ranks)
     facts = first["job"]
-    numbers = {stage: job.rank_of(stage, facts, last=True) for stage in range(facts["pipeline"])}
-    stages = job.stages_to_step(facts) if stages is None else stages
+    numbers = {
+        stage: whole_job.rank_of(stage, facts, last=True) for stage in range(facts["pipeline"])
+    }
+    stages = whole_job.stages_to_step(facts) if stages is None else stages
     return [
         gpu.run("plan_tasks:step", flags=flags, number=numbers[stage], ranks=ranks)
         if numbers[stage]
@@ -100,11 +102,11 @@ def closed_form(variant, groups=8, layers=4, experts=0, untied=False, switch=0, 
 )
 def test_parameters_are_exact_in_every_layout(gpu, pool, text, ranks, wanted):
     records = records_of(gpu, text, ranks)
-    found = job.parameters(records)
+    found = whole_job.parameters(records)
     options = {"variant": "sink", "untied": UNTIED in text} | wanted
     assert {name: number for name, number in found.items() if number} == closed_form(**options)
     # What a machine's memory is compared with: without elementwise gates and copies on other ranks.
-    stages = [stage.memory for stage in job.memory(records)]
+    stages = [stage.memory for stage in whole_job.memory(records)]
     planned = sum(memory[part] for memory in stages for part in PARTS) / len(stages)
     state, _ = gpu.run("plan_tasks:least_memory", flags=flags_of(text, 4, 32), ranks=ranks)
     least = 0.99 if options["variant"] in ("vanilla", "sink") and PP not in text else 0.75
@@ -119,18 +121,18 @@ def test_parameters_are_exact_in_every_layout(gpu, pool, text, ranks, wanted):
 def test_a_hybrid_of_like_blocks_has_the_plan_of_its_gpt_model(gpu):
     gpt = records_of(gpu, f"{PP} 2", ranks=2)
     hybrid = records_of(gpu, f"{PP} 2 --hybrid-layer-pattern *-*-|*-*-", ranks=2, layers=8)
-    assert job.parameters(hybrid) == job.parameters(gpt)
+    assert whole_job.parameters(hybrid) == whole_job.parameters(gpt)
     assert [record["layers"] for record in hybrid] == [record["layers"] for record in gpt]
-    assert [stage.layers for stage in job.memory(hybrid)] == [[1, 2], [3, 4]]
+    assert [stage.layers for stage in whole_job.memory(hybrid)] == [[1, 2], [3, 4]]
 
 
 def test_a_stage_in_between_is_as_if_it_was_stepped(gpu):
     text = f"{PP} 6 {TP} 2 {SP} {CP} 2 --attention-variant gated"
-    told = job.memory(records_of(gpu, text, ranks=48, layers=6))
+    told = whole_job.memory(records_of(gpu, text, ranks=48, layers=6))
     assert [stage.rank for stage in told] == [0, 8, None, None, 32, 47]
     for stage in (2, 3):
         (record,) = records_of(gpu, text, ranks=48, layers=6, stages=[stage])
-        stepped = job.stage_of(record)
+        stepped = whole_job.stage_of(record)
         assert stepped.layers == told[stage].layers == [stage + 1]
         assert stepped.in_flight == told[stage].in_flight == 6 - stage
         assert stepped.parameters == told[stage].parameters
@@ -149,7 +151,7 @@ def test_memory_and_communication_are_those_of_the_trainer(gpu, text):
     real = gpu.run("trainer_tasks:step", flags=trainer, rank=rank, ranks=ranks)
     plan = gpu.run("plan_tasks:step", flags=flags, number=rank, ranks=ranks)
     assert plan["job"]["microbatches"] == (6 if text else 3)
-    stage = job.stage_of(plan)
+    stage = whole_job.stage_of(plan)
     assert stage.memory["peak"] == pytest.approx(real["peak"], rel=0.01)
     state = sum(stage.memory[p] for p in ("parameters", "gradients", "optimizer", "buffers"))
     assert state == pytest.approx(real["before"], rel=0.01)
@@ -160,7 +162,7 @@ def test_memory_and_communication_are_those_of_the_trainer(gpu, text):
         if members > 1:  # NCCL is told of the share that a rank gets of a scatter
             counted[kind] += size * calls * (members if kind == "ncclReduceScatter" else 1)
     told: Counter[str] = Counter()
-    for (_, _, kind, _), sums in job.step_traffic(plan).items():
+    for (_, _, kind, _), sums in whole_job.step_traffic(plan).items():
         told[kind] += sums["messages"]
     names = {
         "all-reduce": "ncclAllReduce",
@@ -179,8 +181,8 @@ def test_the_balance_loss_sends_what_its_formula_says_at_1024_ranks(gpu, scope):
     layers, batch = 8, 16 * 40
     (record,) = records_of(gpu, text, 1024, layers=layers, batch=batch, stages=[7])
     counted: Counter[str] = Counter()
-    for (_, ranks, _, purpose), sums in job.step_traffic(record).items():
-        if purpose == job.BALANCE:
+    for (_, ranks, _, purpose), sums in whole_job.step_traffic(record).items():
+        if purpose == whole_job.BALANCE:
             counted[ranks, "calls"] += sums["calls"]
             counted[ranks, "bytes"] += sums["messages"]
     # 40 microbatches of one layer, over TP x DP or TP; [L, 2 H + 3] float64 over all ranks.
@@ -219,7 +221,7 @@ def test_parameters_of_mamba_and_delta_net_are_exact_without_their_packages(gpu,
     # [q, k, v, gate, beta, alpha], convolution, A and the bias of dt, norm of a head, output
     delta = 256 * (2 * key + 2 * value + 2 * 8) + (2 * key + value) * 4 + 2 * 8 + 32 + value * 256
     others = 256 * 256 + 3 * 3 * 256 * 512 + 4 * 256 * 256 + 7 * 256
-    assert sum(job.parameters([record]).values()) == mamba + delta + others
+    assert sum(whole_job.parameters([record]).values()) == mamba + delta + others
 
 
 @pytest.mark.skipif(find_spec("emerging_optimizers") is None, reason="megasink[muon] is missing")

@@ -9,8 +9,8 @@ import torch
 
 from megasink.errors import UserError
 from megasink.plan import hollow
-from megasink.plan.hollow import build
-from megasink.plan.hollow.build import library
+from megasink.plan.hollow import compile_libraries
+from megasink.plan.hollow.compile_libraries import library
 
 
 @pytest.mark.parametrize(("capability", "processors"), [(80, 108), (90, 132)])
@@ -60,7 +60,7 @@ def test_a_rank_of_many(gpu, rank):
 CONTEXTS = """
 import ctypes, threading, torch
 from torch._C import _distributed_c10d as c10d
-from megasink.plan.hollow.build import library
+from megasink.plan.hollow.compile_libraries import library
 from megasink.training import heartbeat
 torch.cuda.set_device(1)
 event = torch.cuda.Event()
@@ -84,45 +84,45 @@ def test_the_heartbeat_opens_no_context_on_another_device(gpu):
 
 
 def test_the_release_of_cuda_is_that_of_torch():
-    assert build._cuda_of_torch() == torch.version.cuda
+    assert compile_libraries._cuda_of_torch() == torch.version.cuda
 
 
 def test_every_missing_part_is_named(monkeypatch):
-    for function in (build._compiler, build._headers):
+    for function in (compile_libraries._compiler, compile_libraries._headers):
         function.cache_clear()
     with monkeypatch.context() as patch:
         patch.setenv("CXX", "no-such-compiler")
         assert "no-such-compiler was not found" in str(hollow.missing())
-    build._compiler.cache_clear()
+    compile_libraries._compiler.cache_clear()
     with monkeypatch.context() as patch:
-        patch.setattr(build, "_cuda_of_torch", lambda: None)
+        patch.setattr(compile_libraries, "_cuda_of_torch", lambda: None)
         assert "needs a CUDA build of torch" in str(hollow.missing())
-    build._headers.cache_clear()
+    compile_libraries._headers.cache_clear()
     with monkeypatch.context() as patch:
-        patch.setattr(build, "_cuda_of_torch", lambda: "99.1")
+        patch.setattr(compile_libraries, "_cuda_of_torch", lambda: "99.1")
         assert "headers of the CUDA 99 runtime" in str(hollow.missing())
-    build._headers.cache_clear()
+    compile_libraries._headers.cache_clear()
 
 
 def test_a_compiler_that_fails_is_quoted(gpu, monkeypatch, tmp_path):
     compiler = tmp_path / "compiler"
     compiler.write_text("#!/bin/sh\necho this compiler says no >&2\nexit 1\n")
     compiler.chmod(0o755)
-    build._compiler.cache_clear()
+    compile_libraries._compiler.cache_clear()
     monkeypatch.setenv("CXX", str(compiler))
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     try:
         with pytest.raises(UserError, match="failed: this compiler says no"):
-            build.built.__wrapped__()
+            compile_libraries.built.__wrapped__()
     finally:
-        build._compiler.cache_clear()
+        compile_libraries._compiler.cache_clear()
     assert list((tmp_path / "megasink/hollow").iterdir()) == []
 
 
 def test_a_home_that_cannot_be_written_is_named(monkeypatch):
     monkeypatch.setenv("XDG_CACHE_HOME", "/proc/none")
     with pytest.raises(UserError, match="cannot be built in /proc/none/megasink/hollow: No such"):
-        build.built.__wrapped__()
+        compile_libraries.built.__wrapped__()
 
 
 def test_a_process_without_it_says_so():

@@ -15,9 +15,9 @@ from typing import Any
 import torch
 from megatron.training import get_args, training
 
-from megasink.plan.hollow.build import Device
-from megasink.plan.hollow.world import be_rank
-from megasink.plan.rank import share_tokens_equally
+from megasink.plan.hollow.compile_libraries import Device
+from megasink.plan.hollow.lone_rank import be_rank
+from megasink.plan.rank_step import share_tokens_equally
 from megasink.training import pretrain
 from tests.plan.hollow.answers import say_documents
 from tests.plan.hollow.events import Event, Recording

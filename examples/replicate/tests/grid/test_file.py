@@ -10,7 +10,7 @@ from examples.replicate.grid.file import filled, read_grid
 from examples.replicate.grid.plan import begin, plan
 from examples.replicate.tests.grid.files import POINTS, TRACE, write
 from megasink.errors import ConfigError, UserError
-from megasink.training import job
+from megasink.training import preflight
 from tests import parsing
 
 DOCS = Path(__file__).parents[2] / "grid" / "README.md"
@@ -40,7 +40,7 @@ def test_a_run_for_every_combination_and_seed(tmp_path):
 
 def test_the_file_of_the_documentation(tmp_path, monkeypatch):
     """On data without contents, which only the launcher's own check would read."""
-    monkeypatch.setattr(job, "check", parsing.check)
+    monkeypatch.setattr(preflight, "check", parsing.check)
     blocks = re.findall(r"^```toml\n(.*?)^```$", DOCS.read_text(), re.M | re.S)
     path = tmp_path / "balance.toml"
     path.write_text(blocks[0])

@@ -1,5 +1,5 @@
 // libcuda.so.1, which torch and triton load when they run. Here are the functions whose answers
-// matter; build.py adds every other one of cuda.h, which answers 0 (CUDA_SUCCESS).
+// matter; compile_libraries.py adds every other one of cuda.h, which answers 0 (CUDA_SUCCESS).
 #include <dlfcn.h>
 
 #include <cstddef>

@@ -1,0 +1,228 @@
+"""Locate the sequences of a batch; replaces a mask [B, 1, T, S].
+
+transformers calls `megasink_mask` once per forward and kind of layer, and passes its result to the
+attention function of each layer. Nothing of size T x S is made.
+
+Shapes: B rows, T queries, S keys.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, NoReturn, Self
+
+import torch
+from torch import Tensor
+
+from megasink.errors import UserError
+from megasink.transformers.row_order import RowOrder, row_order
+
+
+@dataclass(frozen=True, eq=False)
+class Sequences:
+    """The keys that each query sees; without any of the fields, causal attention over whole rows.
+
+    Attributes:
+        queries: T.
+        length: Keys that the attention function is called with.
+        keys: S, the number of these that are used, from the first: a static cache is longer
+            than its content.
+        window: Tokens visible to a token, including itself; None for all.
+        real_BS: True for tokens that are not padding; None without an attention_mask.
+        documents: Boundaries 0, .., B * T of packed documents in the rows, one row after the other;
+            None for one document per row.
+        order: Moves the padding of each row to its end; None if it is there already.
+        first_query, first_key: Positions of the first query and key, given if only a mask shows
+            the visible keys (`masked_attention`); else None. Under torch.compile the first query of
+            a static cache is a tensor.
+        causal: False for a mask that is refused when it is used: decoders of an encoder-decoder
+            make one for a cross-attention that they may not run.
+    """
+
+    # `generate` makes masks for static caches in advance. Models ask them for their dimensions (4:
+    # nothing is left to convert), and `generate` for `contiguous`. Any other use of a
+    # mask belongs to attention that megasink would not compute, and is refused.
+    ndim = 4
+
+    queries: int
+    length: int
+    keys: int
+    window: int | None = None
+    real_BS: Tensor | None = None
+    documents: tuple[int, ...] | None = None
+    order: RowOrder | None = None
+    first_query: int | Tensor | None = None
+    first_key: int | None = None
+    causal: bool = True
+
+    def contiguous(self) -> Self:
+        """Return the sequences."""
+        return self
+
+    def __getattr__(self, name: str) -> NoReturn:
+        raise _NoTensor(_COMPUTED_WITH)
+
+    def __getitem__(self, place: object) -> NoReturn:
+        raise UserError(_COMPUTED_WITH)
+
+    @classmethod
+    def __torch_function__(cls, *_: object) -> NoReturn:
+        raise UserError(_COMPUTED_WITH)
+
+
+def megasink_mask(
+    batch_size: int,
+    q_length: int,
+    kv_length: int,
+    q_offset: int | Tensor = 0,
+    kv_offset: int = 0,
+    mask_function: Callable[..., Tensor] | None = None,
+    attention_mask: Tensor | Sequences | None = None,
+    local_size: int | None = None,
+    allow_is_causal_skip: bool = True,
+    allow_is_bidirectional_skip: bool | None = None,
+    use_vmap: bool = False,
+    config: Any = None,
+    device: torch.device | str = "cpu",
+    **_: Any,
+) -> Sequences:
+    """Return the sequences of a batch; see `transformers.masking_utils.sdpa_mask`.
+
+    Reads padding and packed documents on the host: one wait per call for a batch with an
+    attention_mask or with packed documents, none under torch.compile.
+
+    Args:
+        attention_mask: [B, tokens], True for real tokens; None for all.
+        local_size: The sliding window.
+        allow_is_causal_skip: False if `mask_function` may be more than causal or sliding-window.
+        allow_is_bidirectional_skip: Only given for bidirectional masks.
+        use_vmap: Whether the model adds its own mask.
+
+    Raises:
+        UserError: megasink does not compute this mask.
+    """
+    if isinstance(attention_mask, Sequences):  # made by `generate` for a static cache
+        return attention_mask
+    if allow_is_bidirectional_skip is not None:
+        return Sequences(q_length, kv_length, kv_length, causal=False)
+    if use_vmap:
+        refuse(config, "it adds another mask to the causal one (a prefix, images, or similar)")
+    if local_size is not None and local_size == getattr(config, "attention_chunk_size", None):
+        refuse(config, f"its attention is chunked (attention_chunk_size {local_size})")
+    if attention_mask is not None and attention_mask.ndim != 2:
+        refuse(config, f"its mask has {attention_mask.ndim} dimensions, not [rows, tokens]")
+    documents = None
+    if not allow_is_causal_skip and q_length > 1 and mask_function is not None:
+        sees = _neighbors(mask_function, batch_size, q_length, q_offset, device)
+        documents = _documents(sees, config, complete=q_length == kv_length)
+    compiling = torch.compiler.is_compiling()
+    if isinstance(q_offset, Tensor) and not compiling:
+        q_offset = int(q_offset)
+    keys, aligned = kv_length, False
+    if not isinstance(q_offset, Tensor):
+        filled = q_offset + q_length - kv_offset  # keys up to the last query's own
+        # A compiled graph keeps the shape of a static cache.
+        keys = kv_length if compiling else min(filled, kv_length)
+        aligned = keys == filled
+    real_BS = None
+    if attention_mask is not None:
+        missing = kv_offset + kv_length - attention_mask.shape[1]
+        real_BS = torch.nn.functional.pad(attention_mask, (0, max(missing, 0)))
+        real_BS = real_BS[:, kv_offset : kv_offset + keys]
+    order, masked = None, not aligned
+    if aligned and real_BS is not None:
+        order, masked = _padding(real_BS, q_length, config)
+    return Sequences(
+        q_length,
+        kv_length,
+        keys,
+        local_size,
+        real_BS,
+        documents,
+        order,
+        q_offset if masked else None,
+        kv_offset if masked else None,
+    )
+
+
+def _padding(real_BS: Tensor, queries: int, config: Any) -> tuple[RowOrder | None, bool]:
+    """Return the order that moves padding to the end, if needed, and whether a mask is needed."""
+    complete = queries == real_BS.shape[1]
+    # A token after padding, and after a token before that.
+    begins_BS = real_BS[:, 1:] & ~real_BS[:, :-1]
+    holes_B = begins_BS.sum(-1) > (~real_BS[:, 0]).to(torch.int64)
+    if torch.compiler.is_compiling():
+        if not complete:
+            return None, True
+        torch._assert_async(~holes_B.any(), _HOLES)
+        return row_order(real_BS), False
+    real, before, holes = torch.stack(
+        (real_BS.all(), (~real_BS[:, 0]).any(), holes_B.any())
+    ).tolist()
+    if real or (queries > 1 and not before and not holes):
+        return None, False  # a real query is before the trailing padding
+    if queries == 1 or not complete or holes:
+        return None, True
+    return row_order(real_BS), False
+
+
+def _neighbors(
+    mask_function: Callable[..., Tensor],
+    rows: int,
+    queries: int,
+    first_query: int | Tensor,
+    device: torch.device | str,
+) -> Tensor:
+    """Evaluate a mask beside its diagonal."""
+    row = torch.arange(rows, device=device)[:, None, None, None]
+    head = torch.zeros(1, dtype=torch.int64, device=device)[None, :, None, None]
+    first = (torch.arange(queries - 1, device=device) + first_query)[None, None, :, None]
+    sees = (
+        mask_function(row, head, first, first + 1),
+        mask_function(row, head, first + 1, first),
+    )
+    return torch.stack([seen.expand(rows, 1, queries - 1, 1)[:, 0, :, 0] for seen in sees])
+
+
+def _documents(sees_2BT: Tensor, config: Any, *, complete: bool) -> tuple[int, ...] | None:
+    """Return the boundaries of documents, None for one per row."""
+    if torch.compiler.is_compiling():
+        ordinary_BT = ~sees_2BT[0] & sees_2BT[1] if complete else ~sees_2BT[0]
+        torch._assert_async(ordinary_BT.all(), PACKED_AND_COMPILED)
+        return None
+    later_BT, earlier_BT = sees_2BT.cpu()
+    if bool(later_BT.any()):
+        refuse(config, "some of its tokens see later ones")
+    return boundaries(~earlier_BT) if complete else None
+
+
+def boundaries(begins_BT: Tensor) -> tuple[int, ...] | None:
+    """Return the boundaries of documents in concatenated rows."""
+    if not bool(begins_BT.any()):
+        return None
+    starts_BT = torch.nn.functional.pad(begins_BT, (1, 0), value=True)
+    return (*starts_BT.flatten().nonzero().flatten().tolist(), starts_BT.numel())
+
+
+def refuse(config: Any, what: str) -> NoReturn:
+    """Raise the error for a model that megasink does not support."""
+    name = getattr(config, "model_type", None) or "this model"
+    raise UserError(
+        f'attn_implementation="megasink" cannot run {name}: {what}; or use "eager" for it'
+    )
+
+
+class _NoTensor(UserError, AttributeError):
+    """Answer attribute queries for a tensor: `hasattr` returns False."""
+
+
+_COMPUTED_WITH = (
+    'attn_implementation="megasink" cannot run this model: it reads its attention mask, '
+    'which megasink never materializes; use "eager" for it'
+)
+PACKED_AND_COMPILED = (
+    'attn_implementation="megasink" does not support packed documents under torch.compile'
+)
+_HOLES = (
+    'attn_implementation="megasink" under torch.compile needs padding on one side, not between '
+    "tokens"
+)
