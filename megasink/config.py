@@ -28,10 +28,10 @@ FFNActivation = Literal["relu", "gelu", "silu", "reglu", "geglu", "swiglu"]
 IGNORED: tuple[tuple[str, Any, str], ...] = (
     ("apply_query_key_layer_scaling", False, "not supported"),
     ("qk_clip", False, "the kernels do not return the maximum logit"),
-    ("log_max_attention_logit", False, "the kernels do not return it"),
+    ("log_max_attention_logit", False, "the kernels do not return the maximum logit"),
     ("flash_decode", False, "it bypasses core attention and its window"),
-    ("overlap_moe_expert_parallel_comm", False, "it splits the layers; not tested"),
-    ("fine_grained_activation_offloading", False, "recompute saves memory, too"),
+    ("overlap_moe_expert_parallel_comm", False, "not tested: it splits the layers"),
+    ("fine_grained_activation_offloading", False, "not tested: use recompute to save memory"),
 )
 # Supported values of Megatron's --cp-comm-type.
 COMM_TYPES = ("all_gather", "a2a", "p2p")
@@ -118,8 +118,8 @@ class SimilarityOptions:
     mlp, whose weights are signed. none: 1; not for softmax."""
 
     attention_scale_alpha: float = 1.0
-    """Factor on the output of core attention: the weights of a row then sum to it, not to 1
-    (P2.38)."""
+    """Factor on the output of core attention: the weights of a row then sum to this factor instead
+    of 1 (P2.38)."""
 
 
 @dataclass(kw_only=True)
@@ -128,7 +128,8 @@ class GateOptions:
 
     gate_position: GatePosition = _choice(GatePosition, "sdpa")  # noqa: RUF009
     """Tensor to gate: the SDPA output (P1's G1), the value (G2) or key (G3) of each group, the
-    query (G4), before qk-norm and RoPE, or the layer output after its projection (G5)."""
+    query (G4), or the layer output after its projection (G5). Queries and keys are gated before
+    qk-norm and RoPE."""
 
     gate_granularity: GateGranularity = _choice(GateGranularity, "headwise")  # noqa: RUF009
     """One score per head and token, or one per element of the head."""
@@ -151,8 +152,8 @@ class GateOptions:
     (P1.17). Works without a gate too."""
 
     match_ffn_width: bool = False
-    """Narrow the FFN to keep the parameter count of the model without the gate (P1.21), to the
-    nearest multiple of 128. The widths are printed."""
+    """Narrow the FFN, in multiples of 128, to keep the parameter count of the model without the
+    gate (P1.21). The widths are printed."""
 
 
 @dataclass(kw_only=True)
@@ -161,13 +162,13 @@ class SwitchOptions:
 
     switch_heads: SwitchHeads = _choice(SwitchHeads, "none")  # noqa: RUF009
     """Projections with experts: value, or key and value. A token gets the sum of the experts that
-    it selects, each times the sigmoid of its score."""
+    it selects, each times the sigmoid of the expert's score."""
 
     switch_experts: int = 1
-    """Experts of each key/value group."""
+    """Number of experts in each key/value group."""
 
     switch_top_k: int = 1
-    """Experts that a token selects in each group: those with the highest scores."""
+    """Number of experts, those with the highest scores, that a token selects in each group."""
 
 
 @dataclass(kw_only=True)

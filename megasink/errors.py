@@ -78,7 +78,7 @@ def reason_of(error: BaseException) -> str:
     """
     text = " ".join(str(error).split())
     if "weights_only" in text or "Weights only load failed" in text:
-        return "it holds objects other than tensors, which could run code, and is not loaded"
+        return "it is not loaded: it contains objects other than tensors, which could run code"
     return text or type(error).__name__
 
 
@@ -110,5 +110,5 @@ def missing_folder(folder: Path, flag: str = "") -> str:
     if is_hub_name(folder):
         flag = flag and f"add {flag}, or "
         download = f"{flag}run hf download {folder} --local-dir {folder.name}"
-        problem += f". For this name of the Hugging Face hub, {download} and give {folder.name}"
+        problem += f". If it is a name on the Hugging Face hub, {download} and pass {folder.name}"
     return problem

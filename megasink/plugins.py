@@ -45,7 +45,7 @@ class Plugin:
 
 Names = Callable[[], dict[str, Collection[str]]]
 LOADED: dict[str, Plugin] = {}
-"""By module, in import order."""
+"""The imported plugins by module, in import order."""
 
 
 def load(argv: Sequence[str], names: Names = dict) -> None:

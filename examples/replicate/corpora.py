@@ -139,7 +139,7 @@ def write_text(
         make_text(text, list(read_sources().values()))
     if not tokenizer.is_dir():
         corpus = Corpus([str(text / "train.jsonl")])
-        train_tokenizer(corpus.tracked("reading for the tokenizer"), vocabulary, tokenizer)
+        train_tokenizer(corpus.tracked("reading texts for the tokenizer"), vocabulary, tokenizer)
     elif (found := len(load_tokenizer(tokenizer))) != vocabulary:
         raise UserError(f"{tokenizer} has {found} tokens, not {vocabulary}: use another folder")
     with (text / "held-out.jsonl").open("rb") as lines:

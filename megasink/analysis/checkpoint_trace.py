@@ -142,6 +142,6 @@ def trace(which: ModelOptions, options: AnalysisOptions, ranks: Ranks) -> None:
         record()
         write_trace(rows, output, which.shown_name)
     say_next(
-        "the page of one of them",
+        "draw the page of one checkpoint",
         *("report", folders[steps[-1]], "--output", f"{output}-{steps[-1]}"),
     )

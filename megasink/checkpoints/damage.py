@@ -50,7 +50,7 @@ def damage(
     try:
         formats = read_object(checkpoint / "metadata.json")
         if {key: formats.get(key) for key in _FORMATS} != _FORMATS:
-            raise UserError(f"metadata.json names formats other than {_FORMATS}")
+            raise UserError(f"metadata.json lists formats other than {_FORMATS}")
     except UserError:
         link = _link_of(checkpoint / "metadata.json")
         return f"it is unfinished (metadata.json is missing or broken{link})"
@@ -86,7 +86,7 @@ def _wrong_checksum(
     checkpoint: Path, entries: list[Any], tell: Callable[[int], None]
 ) -> str | None:
     def check(entry: Any) -> str | None:
-        where = f"{entry.relative_path} is damaged at byte {entry.offset} or after it"
+        where = f"{entry.relative_path} is damaged at or after byte {entry.offset}"
         try:
             with (checkpoint / entry.relative_path).open("rb", buffering=0) as file:
                 stored = io.BufferedReader(Part(file, entry.offset, entry.length))

@@ -55,7 +55,7 @@ def find_checkpoint(path: Path, iteration: int | None = None) -> Checkpoint:
     named = re.fullmatch(r"iter_(\d{7,})", path.resolve().name)
     if named:
         if iteration not in (None, int(named[1])):
-            raise UserError(f"{path} is not the checkpoint of iteration {iteration}")
+            raise UserError(f"{path} is not the checkpoint of iteration {iteration}: give its run")
         iteration, path = int(named[1]), path.resolve().parent
     run, checkpoints = path, path / "checkpoints"
     if not (path / "config.json").is_file() and not checkpoints.is_dir():
@@ -91,7 +91,7 @@ def runs_in(folder: Path, file: str = f"checkpoints/{TRACKER}", what: str = "run
     depth = len(folder.parts) + 1
     runs = [str(Path(*path.parts[:depth])) for path in sorted(folder.glob(f"*/{file}"))]
     more = f" ({len(runs) - 5} more)" if len(runs) > 5 else ""
-    return f"is a folder of {what}: give one, {' or '.join(runs[:5])}{more}" if runs else None
+    return f"is a folder of {what}: choose {' or '.join(runs[:5])}{more}" if runs else None
 
 
 def is_run(path: Path) -> bool:
@@ -159,7 +159,7 @@ def saved_checkpoints(
     for path in folder.glob("iter_*.d*"):
         if match := _ASIDE.fullmatch(path.name):
             half = path.suffix == _DELETED
-            why = "its deletion was interrupted" if half else "it was moved aside on a resume"
+            why = "its deletion was interrupted" if half else "a resume moved it aside"
             checkpoints.append(_saved(int(match[1]), path, why))
     return sorted(checkpoints, key=lambda saved: (saved.iteration, saved.folder.name))
 

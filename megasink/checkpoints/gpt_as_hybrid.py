@@ -48,8 +48,8 @@ def point_at_gpt_keys(
     """Point the sharded state dict of a HybridModel at the keys of a GPT model, in place."""
     if not maps.num_gpt_layers:
         raise UserError(
-            "a GPT model saved the checkpoint, so it has no gated delta-net: drop G from "
-            "--hybrid-layer-pattern, or load a checkpoint with such layers"
+            "the checkpoint is from a GPT model, which has no gated delta-net: drop G from "
+            "--hybrid-layer-pattern, or load a checkpoint of a hybrid model"
         )
     numbers = {**maps.attention_to_gpt, **maps.mlp_to_gpt}
 

@@ -10,7 +10,7 @@ from megasink.files.json_file import read_object
 
 KEY = "hugging_face"
 ADOPTED = "adopted"
-"""Key of the origin of a run that `megasink adopt` made."""
+"""Key of the origin in a run made by `megasink adopt`."""
 
 
 def carried(config: Path) -> dict[str, Any]:

@@ -18,11 +18,11 @@ from megasink.megatron.hybrid_pattern import (
 
 LAYERS = "decoder.layers."
 NUMBERED = re.compile(r"decoder\.layers\.(\d+)\.(.+)")
-"""Key of a layer's weight: the number of the layer, and the name of the weight in the layer."""
+"""Pattern of a layer's key: the layer's number, and the weight's name within the layer."""
 HEAD_STATE = ".head_counter."
-"""Part of the keys of the head-balance loss, which only megasink checkpoints have."""
+"""Substring of the head-balance loss's keys, which only megasink checkpoints have."""
 LAST_NORM = ("decoder.final_norm.", "decoder.final_layernorm.")
-"""Prefixes of the last norm's keys in a hybrid model and in a GPT model."""
+"""Key prefixes of the final norm in a hybrid model and in a GPT model."""
 # The first match is the symbol of the layer that has the key; norms alone do not decide.
 _SYMBOLS = {
     MAMBA: re.compile(r"mixer\."),

@@ -68,7 +68,7 @@ def load_model(
     if loaded_tokenizer is None:
         raise UserError(
             f"the run was trained with {saved.get('tokenizer_type')}, which cannot encode text: "
-            "pass a Hugging Face folder with --tokenizer"
+            "pass a Hugging Face tokenizer folder with --tokenizer"
         )
     model, args = load_without_tokenizer(checkpoint, tokens=len(loaded_tokenizer), yarn=yarn)
     generation = generation_of(checkpoint.config, loaded_tokenizer)
@@ -247,7 +247,7 @@ def make_parallel_state() -> None:
     size *= parallel_state.get_pipeline_model_parallel_world_size()
     if size != 1:
         raise UserError(
-            f"load_model needs a model-parallel size of 1, not {size}: it loads a whole model"
+            f"load_model loads a whole model: use a model-parallel size of 1, not {size}"
         )
 
 

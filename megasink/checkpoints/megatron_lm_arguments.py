@@ -72,11 +72,11 @@ class ForeignArguments(NamedTuple):
 def foreign_checkpoints(source: Path, iteration: int | None) -> dict[int, Path]:
     """Return the checkpoints to adopt by iteration, the newest last."""
     if (source / "config.json").is_file() or (source.parent / "config.json").is_file():
-        raise UserError(f"{source} has a config.json: it is a run of megasink already")
+        raise UserError(f"{source} has a config.json: it is already a megasink run")
     source = source.resolve()
     number = re.fullmatch(r"iter_(\d+)", source.name)
     if number and iteration not in (None, int(number[1])):
-        raise UserError(f"{source} is not the checkpoint of iteration {iteration}")
+        raise UserError(f"{source} is from an iteration other than {iteration}: drop --iteration")
     if number or (source / ".metadata").is_file() or is_legacy(source):
         return {int(number[1]) if number else 0: source}
     found = {n: checkpoint_path(source, n) for n in iterations(source)}
@@ -98,7 +98,7 @@ def read_foreign_arguments(folder: Path) -> ForeignArguments:
     """Return the arguments in the folder of one checkpoint."""
     if is_legacy(folder):
         raise UserError(
-            f"{folder} has Megatron's old format (--ckpt-format torch): convert it to torch_dist "
+            f"{folder} is in Megatron's old format (--ckpt-format torch): convert it to torch_dist "
             "first (docs/convert.md)"
         )
     shapes = stored_shapes(folder)
@@ -129,8 +129,8 @@ def _of_megatron(folder: Path) -> ForeignArguments:
     arguments = state.get("args") if isinstance(state, dict) else None
     if not isinstance(arguments, Namespace):
         raise UserError(
-            f"{folder} has no arguments (no entry args in its common state, no {BRIDGE}): it is "
-            "not a checkpoint of Megatron-LM's or Megatron-Bridge's training loop"
+            f"{folder} has no arguments (no {BRIDGE}, and no entry args in its common state): it "
+            "was not saved by the training loop of Megatron-LM or Megatron-Bridge"
         )
     unread = [name for name, value in vars(arguments).items() if isinstance(value, StandIn)]
     known = {name: value for name, value in vars(arguments).items() if name not in unread}
@@ -157,7 +157,7 @@ def _of_bridge(path: Path) -> dict[str, Any]:
         raise UserError(f"{path} is not a configuration of Megatron-Bridge: {text:.200}") from why
     for name, target in targets.items():
         if not target.startswith((*_BUILDERS, *([_CORE, "None"] if name else []))):
-            raise UserError(f"{path}: model{name and '.'}{name} {target} has code of its own")
+            raise UserError(f"{path}: model{name and '.'}{name} {target} would run custom code")
     values = dict(_fields({n: v for n, v in (values | model).items() if n not in _WITHOUT_EFFECT}))
     name = str(values.get("activation_func")).rpartition(".")[2]
     kind = (name.replace("relu2", "squared_relu"), bool(values.get("gated_linear_unit")))

@@ -8,7 +8,7 @@ from megasink.megatron.hybrid_pattern import layers_of
 from megasink.options.megatron_flags import having
 
 SHAPE = (*having("shape"), "attention_variant", "attention_variant_layers", "gate_granularity")
-"""Arguments that a converted model fixes; its data and tokenizer may change."""
+"""Arguments that a converted model fixes. Its data and tokenizer may change."""
 
 # These select how to compute and train, not the model.
 _NOT_THE_MODEL = {"attention_kernel", "sink_lr_mult", "sink_weight_decay"}
@@ -20,7 +20,7 @@ _OPTIONS = tuple(
 )
 
 CONTEXT = having("context")
-"""Arguments that fine-tuning may change: the weights fit, and the model learns the rest (P1.37)."""
+"""Arguments that fine-tuning may change, because the weights still fit (P1.37)."""
 
 MODEL = tuple(dict.fromkeys((*SHAPE, *CONTEXT, *_OPTIONS, *having("model"))))
 """Every argument that defines the model."""

@@ -11,7 +11,7 @@ from megasink.errors import UserError, missing_folder
 from megasink.files.atomic import atomic_folder
 
 OWN = "tokenizer"
-"""Folder of the copy, next to config.json; imported models use the same folder."""
+"""Folder of the copy, next to config.json, also in imported models."""
 
 # Files that transformers reads for a tokenizer; the folder may also hold weights.
 _FILES = (
@@ -94,7 +94,7 @@ def tokenizer_of(saved: Mapping[str, Any], given: str | Path | None, config: Pat
     tokenizer = load_tokenizer(given)
     if (tokens := max(len(tokenizer), largest_id(tokenizer) + 1)) > saved["padded_vocab_size"]:
         raise UserError(
-            f"the tokenizer {given} has {tokens} tokens, but the model only "
+            f"the tokenizer {given} has {tokens} tokens, but the model has only "
             f"{saved['padded_vocab_size']}: pass the tokenizer with which the run was trained"
         )
     return tokenizer

@@ -53,7 +53,7 @@ class StoredTensor:
         if step:
             crc = _read(self.path, self.start + start, direct)
             if step == self.size and self.crc not in (None, crc):
-                raise ValueError("its checksum is wrong: a broken disk or copy")
+                raise ValueError("its checksum is wrong (a faulty disk or copy)")
         if direct is not target:
             target.copy_(direct)
 
@@ -69,7 +69,7 @@ def find_tensor(path: Path, offset: int, length: int) -> StoredTensor:
         with zipfile.ZipFile(view) as archive:
             (entry,) = (e for e in archive.infolist() if e.filename.endswith("/data/0"))
         if not meta.is_contiguous() or meta.storage_offset() or entry.file_size != meta.nbytes:
-            raise ValueError("it is not contiguous, or a view of a part of its storage")
+            raise ValueError("it is not contiguous, or is a view of part of its storage")
         start = offset + content_start(view, entry)
     return StoredTensor(path, tuple(meta.shape), meta.dtype, start, entry.CRC)
 

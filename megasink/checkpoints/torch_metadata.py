@@ -81,13 +81,13 @@ def load_metadata(file: Any, *, quick: bool = False) -> Any:
     for index, entry in (metadata.storage_data or {}).items():
         # All files of a checkpoint are directly in its folder.
         if PurePath(entry.relative_path).name != entry.relative_path:
-            raise pickle.UnpicklingError(f"it names the file {entry.relative_path!r}")
+            raise pickle.UnpicklingError(f"{entry.relative_path!r} is not a file of its folder")
         if type(index.fqn) is not str or not _are_counts((entry.offset, entry.length)):
-            raise pickle.UnpicklingError(f"it has no location for {index.fqn!r:.80}")
+            raise pickle.UnpicklingError(f"it has no valid location for {index.fqn!r:.80}")
     for name, entry in () if quick else metadata.state_dict_metadata.items():
         size = getattr(entry, "size", ())
         if type(name) is not str or not (isinstance(size, tuple) and _are_counts(size)):
-            raise pickle.UnpicklingError(f"it has the size {size!r:.40} for {name!r:.80}")
+            raise pickle.UnpicklingError(f"it has an invalid size {size!r:.40} for {name!r:.80}")
         for chunk in getattr(entry, "chunks", ()):
             fits = len(chunk.offsets) == len(chunk.sizes) == len(size)
             if not (fits and _are_counts((*chunk.offsets, *chunk.sizes))):

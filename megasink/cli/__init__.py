@@ -18,10 +18,10 @@ from megasink.options.extras import require_train
 GROUPS = {
     "look inside a model (start here: analyze)": {
         "analyze": "sinks, heads and hidden states of a model, or of a run over time, as a report",
-        "ablate": "the loss or accuracy of a model without inactive or chosen heads",
+        "ablate": "the loss or accuracy of a model with inactive or chosen heads off",
         "sweep": "sinks, inactive heads and loss by length, BOS and repeated first tokens",
-        "evaluate": "scores on tasks of lm-evaluation-harness, with interventions or without",
-        "report": "one page about several analyses",
+        "evaluate": "scores on lm-evaluation-harness tasks, with or without interventions",
+        "report": "one page that compares several analyses",
     },
     "train one (start here: demo)": {
         "demo": "watch heads collapse without the head-balance loss, but not with it (minutes)",

@@ -15,7 +15,7 @@ from megasink.errors import UserError, unknown_name
 from megasink.options.command_parser import CommandParser
 
 SCORES = ("awft", "ahon_ln")
-"""Default scores of a sweep: the paper's comparison."""
+"""Default scores of a sweep: those that the paper compares."""
 SEEDS = (1, 2, 3)
 PERCENTS = tuple(float(f"{100 * share:g}") for share in constants.SHARES)
 
@@ -52,7 +52,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 def ablate_parser(description: str | None) -> CommandParser:
     """Return the parser of `megasink ablate`."""
     own = ("score", "zeroed", "seeds", "tasks", "limit", "calibration", "heads", "interventions")
-    names, also = (*own, "layer", *analysis_flags.SEQUENCE), ", and uncached data of tasks"
+    names, also = (*own, "layer", *analysis_flags.SEQUENCE), ", and task data that is not cached"
     return analysis_flags.model_parser(
         "megasink ablate", description, AblationOptions, *names, download=also
     )
@@ -97,7 +97,7 @@ def check_ablate(args: argparse.Namespace, *, is_run: bool) -> tuple[ModelOption
     for flag in ("score", "zeroed", "seeds"):
         values = getattr(options, flag)
         if len(set(values)) < len(values):
-            problems.append(f"--{flag} {' '.join(map(str, values))}: a value is repeated")
+            problems.append(f"--{flag} {' '.join(map(str, values))}: pass each value once")
     problems += _of_others(options, analysis_flags.known_shape(args).heads)
     problems += _of_calibration(options)
     return analysis_flags.settled(args, problems), options
@@ -148,10 +148,10 @@ def _of_calibration(options: AblationOptions) -> list[str]:
     if options.calibration is None:
         return []
     if not options.score:
-        return ["--calibration needs --score, whose thresholds it sets: add --score"]
+        return ["--calibration needs --score, to set its thresholds: add --score"]
     if not (options.calibration / "results.json").is_file():
         where = f"--calibration: {options.calibration}"
-        return [f"{where} does not hold an analysis: it has no results.json"]
+        return [f"{where} is not an analysis: it has no results.json"]
     from megasink.analysis.ablate.settings import read_calibration
 
     try:

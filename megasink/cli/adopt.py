@@ -19,12 +19,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     No code in the checkpoint runs.
     """
     parser = CommandParser(prog="megasink adopt", description=main.__doc__)
-    text = "a --save folder of Megatron (torch_dist), or the folder of one iteration"
+    text = "Megatron's --save folder (torch_dist), or the folder of one iteration"
     parser.add_argument("checkpoint", metavar="CHECKPOINT", type=Path, help=text)
     text = "run folder to write; must be empty or missing"
     parser.add_argument("run", metavar="RUN", type=Path, help=text)
     parser.add_argument("--iteration", type=int, help="adopt only this checkpoint; default: all")
-    text = "Hugging Face folder, instead of the tokenizer that the checkpoint names"
+    text = "Hugging Face folder to use instead of the checkpoint's tokenizer"
     parser.add_argument("--tokenizer", type=Path, metavar="FOLDER", help=text)
     add_flag(parser)
     args = parser.first_screen("megasink adopt checkpoints/mine runs/mine").parse_args(argv)
@@ -42,9 +42,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         resumes, lines = adopt(steps, args.run, args.tokenizer)
     for line in lines:
         say(line)
-    say_next("its heads", "analyze", args.run, "--data", "TEXTS", "--output", "look")
+    say_next("analyze its heads", "analyze", args.run, "--data", "TEXTS", "--output", "look")
     if resumes:
-        say_next("more steps", "train", "--run-dir", args.run, "--resume")
+        say_next("continue training", "train", "--run-dir", args.run, "--resume")
     else:
         flags = f"$(cat {args.run}/flags.txt) --load {args.run}/checkpoints --finetune"
         say(f"fine-tune it with: megasink train {flags} --run-dir NEW")

@@ -189,7 +189,7 @@ def map_problems(
     """Return the problems with `--maps` and `--map-length` that need no model to find."""
     problems = []
     if not 2 <= length < MAP_TOKENS:
-        problems.append(f"--map-length {length}: must be 2 to {MAP_TOKENS - 1}, as maps are S x S")
+        problems.append(f"--map-length {length}: use 2 to {MAP_TOKENS - 1}, as maps are S x S")
     for text in heads:
         try:
             chosen = parse_head(text)

@@ -43,7 +43,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         if ranks.rank == 0 and len(steps_of(args.model)) > 1:
             output = f"{args.output}-checkpoints"
             say_next(
-                "the same for every checkpoint of the run",
+                "measure every checkpoint of the run",
                 *("analyze", args.model, "--checkpoints", "--data", *args.data, "--output", output),
             )
         if args.data and ranks.rank == 0:

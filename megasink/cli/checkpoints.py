@@ -37,7 +37,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     training.
     """
     parser = CommandParser(prog="megasink checkpoints", description=main.__doc__)
-    parser.add_argument("run", metavar="RUN", type=Path, help="a run folder, or its checkpoints")
+    parser.add_argument("run", metavar="RUN", type=Path, help="run folder or its checkpoints")
     parser.add_argument(
         "--verify",
         action="store_true",
@@ -80,7 +80,7 @@ def _show(run: _Run, *, verify: bool, json: bool) -> int:
             say(line)
         if run.folder and (writer := writer_of(run.folder)):
             say(
-                f"the folder is being written to by {writer}: the newest checkpoint may be "
+                f"a trainer ({writer}) is writing to the folder: the newest checkpoint may be "
                 "unfinished"
             )
     damaged = [

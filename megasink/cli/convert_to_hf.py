@@ -24,11 +24,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("run", type=Path, metavar="RUN", help=text)
     parser.add_argument(
         "--target",
-        help="architecture, such as llama; an unknown one lists all; default: the first that fits "
-        "the model",
+        help="architecture, such as llama (an unknown name lists all); default: the first that "
+        "fits the model",
     )
     parser.add_argument("--iteration", type=int, help="checkpoint to convert; default: the newest")
-    parser.add_argument("--tokenizer", type=Path, help="folder; default: the run's")
+    parser.add_argument("--tokenizer", type=Path, help="tokenizer folder; default: the run's")
     parser.add_argument(
         "--shard-size", default="5GB", help="maximum size of a safetensors file; default: 5GB"
     )
@@ -63,7 +63,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     print(*(f"warning: {line}\n" for line in target.misread(source.model)), sep="", end="")
     if args.push:
         hub.push(args.output, args.push)
-    say_next("its heads", "analyze", args.output, "--data", "TEXTS", "--output", "look")
+    say_next("analyze its heads", "analyze", args.output, "--data", "TEXTS", "--output", "look")
     return 0
 
 

@@ -36,7 +36,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--tokenizer", type=Path, metavar="FOLDER", help="use this Hugging Face tokenizer"
     )
     tokenizer.add_argument(
-        "--train-tokenizer", type=int, metavar="VOCAB_SIZE", help="first train one on the inputs"
+        "--train-tokenizer", type=int, metavar="VOCAB_SIZE", help="train one of this size first"
     )
     parser.add_argument(
         "--tokenizer-output",
@@ -47,7 +47,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--tokenizer-bos",
         action="store_true",
-        help="train it with a BOS token, which it adds before every text (default: none)",
+        help="give the trained tokenizer a BOS token, added before every text (default: none)",
     )
     add_parse_special_tokens(parser)
     parser.add_argument(
@@ -61,7 +61,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         choices=("auto", "paragraphs", "never"),
         default="auto",
         help="paragraphs: split every text file into documents of whole paragraphs; auto (the "
-        "default): only a single input file, as one document leaves nothing for validation",
+        "default): only if there is one input file, since one document leaves none for validation",
     )
     parser.add_argument(
         "--validation",
@@ -74,7 +74,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--validation-seed",
         type=int,
         metavar="N",
-        help="seed of the draw (default: %(default)s)",
+        help="seed for --validation (default: %(default)s)",
         default=1234,
     )
     parser.add_argument(
@@ -94,7 +94,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--merge",
         metavar="PREFIX",
-        help="join the parts made by --partition into PREFIX; other flags: only --overwrite",
+        help="join the parts made by --partition into PREFIX; only --overwrite can be added",
     )
     parser.add_argument(
         "--workers",
@@ -129,7 +129,7 @@ def run(args: argparse.Namespace) -> None:
     corpus, folder = _checked(args, is_trained=is_trained)
     if args.train_tokenizer is not None and not is_trained:
         trained = train_tokenizer(
-            corpus.tracked("reading for the tokenizer"),
+            corpus.tracked("reading texts for the tokenizer"),
             args.train_tokenizer,
             folder,
             bos=args.tokenizer_bos,
@@ -194,7 +194,7 @@ def _merge(argv: Sequence[str]) -> int:
     """
     parser = CommandParser(prog="megasink data --merge", description=_merge.__doc__)
     parser.add_argument(
-        "--merge", type=Path, metavar="PREFIX", help="the --output with which the parts were made"
+        "--merge", type=Path, metavar="PREFIX", help="the --output used with --partition"
     )
     parser.add_argument("--overwrite", action="store_true", help="replace existing files")
     args = parser.first_screen("megasink data --merge data/text").parse_args(argv)
@@ -237,7 +237,7 @@ def _checked(args: argparse.Namespace, *, is_trained: bool) -> tuple[Corpus, Pat
             problems.append("--tokenizer-output needs --train-tokenizer, not --tokenizer")
         if args.tokenizer_bos:
             problems.append(
-                "--tokenizer-bos needs --train-tokenizer: an existing tokenizer has its own"
+                "--tokenizer-bos needs --train-tokenizer: an existing one keeps its own BOS"
             )
     else:
         default = args.output.with_name(args.output.name + "-tokenizer")

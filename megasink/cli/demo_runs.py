@@ -141,7 +141,7 @@ def demonstrate(directory: Path, steps: int) -> None:
     _make_data(prefix, tokenizer, max(DOCUMENTS, 9 * steps), console)
     folder = directory / time.strftime("%Y%m%d-%H%M%S")
     for number, (name, coeff) in enumerate(RUNS.items(), 2):
-        how = "without the head-balance loss" if coeff == "0" else "with it, coefficient " + coeff
+        how = f"{'without' if coeff == '0' else 'with'} the head-balance loss (coefficient {coeff})"
         console.print(f"\n[bold]{number}. train {how}[/bold]")
         flags = [*FLAGS.split(), "--train-iters", str(steps)]
         flags += ["--data-path", str(prefix), "--tokenizer-model", str(tokenizer)]
@@ -164,7 +164,7 @@ def _make_data(prefix: Path, tokenizer: Path, documents: int, console: Console) 
     console.print(f"  a document: {texts[0]}")
     console.print(
         f"  Each of {' '.join(LETTERS[: LANGUAGE.triggers])} is followed by the letter before "
-        "it; every other letter depends only on its neighbor."
+        "it. Every other letter depends only on the one before it."
     )
     words = [str(text), "--output", str(prefix), "--tokenizer", str(tokenizer), "--overwrite"]
     data([*words, "--workers", "1"])

@@ -54,8 +54,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = CommandParser(prog="megasink doctor", description=main.__doc__)
     plugins.add_flag(parser)
     parser.add_argument("--head-dim", type=int, default=64, help="head dimension; default: 64")
-    parser.add_argument("--window", type=int, help="sliding window in tokens, with the query's own")
-    parser.add_argument("--no-self-test", action="store_true", help="run no kernel and no model")
+    parser.add_argument("--window", type=int, help="sliding window in tokens, query included")
+    parser.add_argument("--no-self-test", action="store_true", help="do not run kernels or a model")
     parser.add_argument(
         "--attention",
         metavar="NAME",

@@ -111,7 +111,7 @@ def _core_attention(name: str, groups: contextlib.ExitStack) -> Attend:
     except Exception as error:
         raise UserError(f"{FLAG} {name}: {reason_of(error)}") from error
     if not isinstance(kind, type):
-        raise UserError(f"{FLAG} {name}: not a class here, or its package is not installed")
+        raise UserError(f"{FLAG} {name} is not a class, or its package is not installed")
     groups.enter_context(single_process())
     make_parallel_state()
     return core_attention(kind)

@@ -112,7 +112,7 @@ def attention_error(
     worst = max(errors, key=lambda name: errors[name] if errors[name] == errors[name] else 1e9)
     request = AttentionRequest(device_type, dtype, head_dim, variant, window)
     detail = f"{choose_backend(request).name}: {worst} is off by {errors[worst]:.1e} of its norm"
-    assert errors[worst] <= tolerance, f"{detail}; rounding explains {tolerance:.1e}"
+    assert errors[worst] <= tolerance, f"{detail}; rounding explains only {tolerance:.1e}"
     return detail
 
 
@@ -137,7 +137,7 @@ def training_step(device_type: str) -> str:
         try:
             done = subprocess.run(command, capture_output=True, text=True, timeout=_STEP_SECONDS)
         except subprocess.TimeoutExpired:
-            raise AssertionError(f"no step in {_STEP_SECONDS} s") from None
+            raise AssertionError(f"no step finished within {_STEP_SECONDS} s") from None
         lines = done.stderr.strip().splitlines()
         assert done.returncode == 0, lines[-1] if lines else f"exit code {done.returncode}"
         losses = [json.loads(line)["lm_loss"] for line in (run / "metrics.jsonl").open()]

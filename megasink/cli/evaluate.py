@@ -72,7 +72,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _parser(description: str | None) -> CommandParser:
-    also = ", missing datasets, and metrics, which are code from the hub"
+    also = ", missing datasets, and metrics (code from the hub)"
     parser = weights_parser("megasink evaluate", description, also)
     suites = ", ".join(f"{suite.row} ({suite.name})" for suite in ALL)
     parser.add_argument(
@@ -88,7 +88,7 @@ def _parser(description: str | None) -> CommandParser:
         metavar="FILE",
         help="JSON list of interventions, applied in order (docs/interventions.md)",
     )
-    parser.add_argument("--limit", type=int, help="documents of each task (default: all)")
+    parser.add_argument("--limit", type=int, help="documents per task (default: all)")
     parser.add_argument(
         "--num-fewshot", type=int, help="examples before each question (default: the task's)"
     )
@@ -97,15 +97,15 @@ def _parser(description: str | None) -> CommandParser:
         type=_batch_size,
         default="auto",
         metavar="N",
-        help="sequences at once, or auto: as many as fit (default: auto)",
+        help="sequences per batch, or auto: as many as fit (default: auto)",
     )
     parser.add_argument(
-        "--chat-template", action="store_true", help="ask in the tokenizer's chat template"
+        "--chat-template", action="store_true", help="use the tokenizer's chat template"
     )
     parser.add_argument(
         "--samples",
         action="store_true",
-        help="also write every document's requests and answers: samples/TASK.jsonl",
+        help="also write the requests and answers of each document to samples/TASK.jsonl",
     )
     parser.add_argument(
         "--task-folder",
@@ -113,7 +113,7 @@ def _parser(description: str | None) -> CommandParser:
         nargs="+",
         default=[],
         metavar="FOLDER",
-        help="more tasks: lm-eval's YAML files; Python files named in them are run",
+        help="more tasks (lm-eval YAML files, which may run Python files that they name)",
     )
     parser.add_argument(
         "--confirm-run-unsafe-code",

@@ -55,7 +55,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         "--seed", type=int, default=1234, help="random seed of the samples; default: 1234"
     )
     parser.add_argument("--iteration", type=int, help="checkpoint to load; default: the newest")
-    parser.add_argument("--tokenizer", type=Path, help="folder; default: the run's")
+    parser.add_argument("--tokenizer", type=Path, help="tokenizer folder; default: the run's")
     add_parse_special_tokens(parser)
     add_device(parser)
     args = parser.first_screen(

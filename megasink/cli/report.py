@@ -11,7 +11,7 @@ from megasink.options.command_parser import CommandParser
 from megasink.plugins import add_flag
 
 _RESULTS = "results.json"
-_NO_ANALYSIS = f"does not hold an analysis: it has no {_RESULTS}"
+_NO_ANALYSIS = f"is not an analysis: it has no {_RESULTS}"
 
 
 def main(argv: Sequence[str] | None = None) -> int:

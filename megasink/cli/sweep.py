@@ -55,7 +55,7 @@ def _check(args: argparse.Namespace) -> tuple[ModelOptions, SweepOptions]:
             problems.append(f"{flag} {' '.join(map(str, values))}: pass each value once")
     positions = analysis_flags.known_shape(args).positions
     problems += [
-        f"--lengths {length}: the model has {positions} positions"
+        f"--lengths {length}: use at most {positions}, the positions of the model"
         for length in options.lengths
         if positions is not None and length > positions
     ]

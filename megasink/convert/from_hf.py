@@ -86,7 +86,7 @@ def source_of(folder: Path, granularity: str | None = None) -> HuggingFaceSource
         size, tokens = max(len(loaded), largest_id(loaded) + 1), tokenizer_hash(loaded)
         if size > model.vocabulary:
             raise UserError(
-                f"the tokenizer in {folder} has {size} tokens but the model only "
+                f"the tokenizer in {folder} has {size} tokens, but the model has only "
                 f"{model.vocabulary}: it belongs to another model"
             )
     return HuggingFaceSource(folder, model, target, tokenizer, tokens)

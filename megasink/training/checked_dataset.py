@@ -160,7 +160,7 @@ class TextDataset(_WithoutPadding, gpt_dataset.GPTDataset):
             sample = super()._query_document_sample_shuffle_indices(idx)
         except (ValueError, IndexError, OverflowError) as error:
             raise UserError(
-                f"{prefix}.bin: sample {idx} is incomplete ({error}): create the dataset again and "
+                f"{prefix}.bin: sample {idx} is incomplete ({error}): make the data set again and "
                 f"remove {prefix}/cache"
             ) from error
         ids, documents, lengths = sample

@@ -258,7 +258,7 @@ def _fits(args: Namespace, models: Any) -> bool:
         print(
             f"checkpoints: gathering the optimizer's state would take {most / 1e9:.3g} GB of a "
             f"host's memory, {share:.0%} of the free memory. It is saved in shards instead, "
-            "which allow only the data parallelism to change "
+            "with which only the data-parallel size may change "
             "(--dist-ckpt-optim-fully-reshardable forces gathering)",
             flush=True,
         )

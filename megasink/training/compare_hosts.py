@@ -56,7 +56,7 @@ def compare(store: Any, args: Namespace) -> None:
 def answer(store: Any, args: Namespace) -> None:
     """Compare this host with rank 0's. Every other rank calls it; the first of a host acts."""
     if is_first_here():
-        with waiting(lambda: f"rank 0 on {os.environ['MASTER_ADDR']} to compare"):
+        with waiting(lambda: f"rank 0 on {os.environ['MASTER_ADDR']} to compare the hosts"):
             until(lambda: store.check([_OFFER]) or store.check([START]))
         if not store.check([_OFFER]):
             return
@@ -87,8 +87,8 @@ def _clock(store: Any, host: str) -> list[str]:
 def _long_messages(store: Any, host: str) -> Any:
     """Return rank 0's offer, and send as much: long messages may fail where short ones pass."""
     what = (
-        f"a long message between {host} and {here()}, where short ones arrive (give all hosts and "
-        "switches the same MTU),"
+        f"a long message between {host} and {here()}, although short ones arrive (give all hosts "
+        "and switches the same MTU),"
     )
     try:
         with guard.bounded(what, _LARGE_SECONDS):

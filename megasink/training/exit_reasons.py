@@ -143,7 +143,7 @@ def _of_megatron(stop: BaseException, args: Namespace) -> BaseException:
         return UserError(
             f"the optimizer of the checkpoint groups the parameters differently ({stop}): pass "
             "--sink-lr-mult, --sink-weight-decay, --decay-all-parameters, --embedding-lr and "
-            "--output-lr as before, or drop its moments with --no-load-optim"
+            "--output-lr as before, or drop the optimizer's moments with --no-load-optim"
         )
     if isinstance(stop, AssertionError) and "value from checkpoint" in str(stop):
         return UserError(f"--load {args.load} is a checkpoint of a different model: {stop}")
@@ -171,8 +171,8 @@ def _of_layout(error: BaseException) -> UserError | None:
     if "sharding type dp_reshardable" not in str(error):
         return None
     return UserError(
-        "the checkpoint holds the optimizer's state in shards, which allow only the data "
-        "parallelism to change: use the previous --tensor-model-parallel-size and "
+        "the checkpoint has the optimizer's state in shards, with which only the "
+        "data-parallel size may change: use the previous --tensor-model-parallel-size and "
         "--pipeline-model-parallel-size (and --dist-ckpt-optim-fully-reshardable, to save the "
         "next checkpoint for any layout), or pass --no-load-optim to drop the optimizer "
         "state"

@@ -148,7 +148,7 @@ class Heartbeat:
             text, ended = f"{text} has ended: see its log, or dmesg there", True
         except OSError as error:
             text += f" cannot be reached ({error.strerror or error}): look at its host and network"
-        return f"{text}; the ranks' store was there, at {address}:{port}", ended
+        return f"{text}; it ran the ranks' store at {address}:{port}", ended
 
     def where(self) -> str:
         """Describe the state of the first 8 ranks, in one line."""
@@ -201,7 +201,7 @@ def _live() -> None:
     silent, clock = 0.0, Clock(heart._interval)
     # A call to an unreachable store blocks for a minute, which `clock` mistakes for a stop of this
     # process; the guard's clock goes on.
-    answer = f"an answer from {os.environ['MASTER_ADDR']}, where the ranks' store is"
+    answer = f"an answer from {os.environ['MASTER_ADDR']}, which runs the ranks' store"
     answer += f" (is {here()} cut off from it?),"
     while not _leaving.is_set():
         try:
@@ -213,7 +213,7 @@ def _live() -> None:
                     os._exit(2)
             if text and not _explaining:
                 waits = under_way()
-                end(f"{text}; rank {rank} waits in {waits}" if waits else text)
+                end(f"{text}; rank {rank} is waiting in {waits}" if waits else text)
             silent = clock()
         except RuntimeError:  # from torch: the store does not respond
             text, ended = heart.without_store()

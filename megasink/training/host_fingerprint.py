@@ -146,8 +146,8 @@ def _data(args: Namespace) -> dict[str, str]:
         found = list(threads.map(described, files.values()))
     if args.rank == 0 and (large := sum(not whole for _, whole in found)):
         say(
-            f"data: for {large} of {len(files)} files (above {most / 1e6:,.0f} MB) the hosts "
-            "compare samples and the checksums in their .json; other bytes may differ unnoticed"
+            f"data: {large} of {len(files)} files are above {most / 1e6:,.0f} MB: the hosts "
+            "compare samples and the checksums in their .json, and may miss other differences"
         )
     return {name: text for name, (text, _) in zip(files, found, strict=True)}
 

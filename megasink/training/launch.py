@@ -58,7 +58,7 @@ _OF_MEGATRON = {
         "the --output of megasink data; for the example above: megasink data README.md docs "
         "--output runs/mine/text --train-tokenizer 2000",
     ),
-    "tokenizer-model": ("FOLDER", "tokenizer of that data, a Hugging Face folder"),
+    "tokenizer-model": ("FOLDER", "Hugging Face folder of that data's tokenizer"),
     "lr": ("RATE", "peak learning rate; the schedule ends at --min-lr"),
     "train-iters": ("STEPS", "training steps"),
     "global-batch-size": ("N", "sequences per step, of --seq-length tokens each"),
@@ -119,7 +119,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         say(done)
         more = ["--train-iters", 2 * options.train_iters, "--override-opt-param-scheduler"]
         line = ["train", "--run-dir", run_dir, "--resume", *more, *plugins.flags(words)]
-        say_next("more steps, with the schedule of the learning rate stretched to them", *line)
+        say_next("train for more steps, with the learning-rate schedule stretched to fit", *line)
         return 0
     if resume and not options.verify_checkpoint:
         where = from_where(run_dir)
@@ -132,8 +132,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     if note := weak_loss(run_dir / "metrics.jsonl", options.head_balance_coeff):
         say(note)
     if "--mock-data" not in flags:  # its tokens have no meaning
-        say_next("some text of it", "generate", run_dir, "--prompt", "Once upon a time")
-    say_next("a folder for transformers", "convert-to-hf", run_dir, "--output", f"{run_dir}-hf")
+        say_next("generate some text", "generate", run_dir, "--prompt", "Once upon a time")
+    say_next("export it for transformers", "convert-to-hf", run_dir, "--output", f"{run_dir}-hf")
     return 0
 
 
@@ -289,7 +289,8 @@ def finished(run_dir: Path, args: Namespace) -> str | None:
         return None
     if step < args.train_iters:
         return None
-    return f"run {run_dir} has finished: step {step} of {args.train_iters}; --skip-train evaluates"
+    at = f"step {step} of {args.train_iters}"
+    return f"run {run_dir} has finished: {at}; to evaluate it, add --skip-train"
 
 
 def last_start(run_dir: Path) -> dict[str, Any]:

@@ -129,7 +129,7 @@ def _expired(folder: Path, say: Callable[[str], None]) -> _Seen | None:
             reported = time.monotonic()
             say(
                 f"megasink: {folder} is leased to {_name(first.owner)} on another machine: "
-                f"this trainer starts in {left:.0f} s if that one shows no sign of life"
+                f"this trainer starts in {left:.0f} s if that trainer stays silent"
             )
         time.sleep(min(left, 0.5))
         seen = _read(path)

@@ -13,7 +13,7 @@ from megasink.files.json_file import objects_in, open_file, read_text
 
 RATIO = "balance_gradient_ratio"
 ACTS = 1e-3
-"""Mean of `RATIO` from which the head-balance loss has a visible effect (examples/replicate: f)."""
+"""Lowest mean `RATIO` with a visible effect of the head-balance loss (examples/replicate: f)."""
 
 
 class MetricsFile:
@@ -90,7 +90,7 @@ def weak_loss(path: Path, coefficient: float) -> str | None:
     return (
         f"the head-balance loss had almost no effect: at --head-balance-coeff {coefficient:g} "
         f"its gradient was on average {mean:.1e} times the rest of the gradient. With {enough:g} "
-        f"it would be about {mean * enough / coefficient:.1g} times"
+        f"this factor would be about {mean * enough / coefficient:.1g}"
     )
 
 

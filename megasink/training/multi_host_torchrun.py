@@ -140,15 +140,13 @@ class Hosts:
         me, its, job = self.name(), self.name(host), self._me["job"]
         is_mine = host["job"] == job
         if not is_mine:
-            what = (
-                f"{me} has the run {job}, {its} {host['job']} at {self._endpoint}: give each job "
-            )
-            what += "its own MASTER_PORT, and all hosts of a job the same RUN_DIR"
+            what = f"{me} has the run {job}, but {its} has {host['job']} at {self._endpoint}: "
+            what += "give each job its own MASTER_PORT, and all hosts of a job the same RUN_DIR"
         elif self.have_met:
             return  # a clock may be corrected during training
         elif host["number"] != self._number:
-            what = f"{me} has NNODES={self._number}, {its} NNODES={host['number']}: give every "
-            what += "host the same"
+            what = f"{me} has NNODES={self._number}, but {its} has NNODES={host['number']}: "
+            what += "give every host the same"
         elif not (what := clocks_apart(its, me, least, most)):
             return
         self._say(f"megasink: error: {what}")
@@ -206,10 +204,11 @@ def main(argv: Sequence[str]) -> int:
         # Its own text is a table of 15 lines behind a traceback.
         rank, failure = error.get_first_failure()
         code = failure.exitcode
-        how = f"by {failure.signal_name()}" if code < 0 else f"with exit code {code}"
+        killed = f"was killed by {failure.signal_name()}"
+        how = killed if code < 0 else f"ended with exit code {code}"
         why = f": {failure.message}" if Path(failure.error_file).is_absolute() else ""
         # Inside of this block, whose error holds the store if it is of this process.
-        hosts.leave(f"megasink: {hosts.name()}: rank {rank} was ended {how}{why}")
+        hosts.leave(f"megasink: {hosts.name()}: rank {rank} {how}{why}")
     except (RendezvousError, DistError) as error:
         why, where = str(error.__cause__ or error), args.rdzv_endpoint
         what = f"{hosts.at_the_store(args.nproc_per_node)} ({why})"

@@ -34,7 +34,7 @@ from megasink.training.ffn_width import match_ffn_width
 from megasink.training.reinterpreted_flags import translate, unread
 
 CHECKED = "MEGASINK_CHECKED"
-"""Environment variable with the `digest` of a command line that the launcher has checked."""
+"""Environment variable for the `digest` of a command line that the launcher has checked."""
 _GATED_UNITS = ("reglu", "geglu", "swiglu")
 _HELP = "megasink train --help-all lists every flag"
 

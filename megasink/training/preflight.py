@@ -45,7 +45,7 @@ def _asked(lines: list[Line], on_cpu: list[bool], kind: bool) -> Iterable[Namesp
         if (code := start(file)) > 0:
             raise SystemExit(code)  # it has printed why
         if code:
-            raise UserError(f"the check of the command line was ended by signal {-code}")
+            raise UserError(f"the check of the command line was killed by signal {-code}")
         file.seek(0)
         answers = json.load(file)
     for answer in answers:

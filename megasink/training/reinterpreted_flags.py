@@ -23,7 +23,7 @@ def translate(args: Namespace) -> Iterator[str]:
     yield from _documents(args)
     if args.spec and args.spec[-1] in _STACK_SPECS:
         args.spec = None
-        yield "--spec: megasink builds the layers of --hybrid-layer-pattern"
+        yield "--spec: no effect, because megasink builds the layers of --hybrid-layer-pattern"
     if args.apply_query_key_layer_scaling:
         args.apply_query_key_layer_scaling = False
         yield (
@@ -46,12 +46,13 @@ def _attention(args: Namespace) -> Iterator[str]:
     chosen = "attention_variant" in args.given_flags
     if args.softmax_type != Variant.softmax_type and not chosen:
         record = next(r for r in variants() if r.softmax_type == args.softmax_type)
-        yield f"--softmax-type {args.softmax_type}: --attention-variant {record.name}"
+        yield f"--softmax-type {args.softmax_type}: replaced by --attention-variant {record.name}"
         args.attention_variant, args.softmax_type = record.name, Variant.softmax_type
     elif args.attention_output_gate and not chosen:
         args.attention_variant, args.gate_granularity = "gated", "elementwise"
         args.attention_output_gate = False
-        yield "--attention-output-gate: --attention-variant gated --gate-granularity elementwise"
+        same = "--attention-variant gated --gate-granularity elementwise"
+        yield f"--attention-output-gate: replaced by {same}"
 
 
 def _documents(args: Namespace) -> Iterator[str]:

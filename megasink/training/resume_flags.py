@@ -100,7 +100,7 @@ def differences_of(
 
     def sentence(name: str) -> str:
         if before[name] == now[name]:
-            return f"{name} {now[name]!r} has changed since"
+            return f"the contents of {name} {now[name]!r} have changed"
         return f"{name} {before[name]!r} -> {now[name]!r}"
 
     return [sentence(name) for name in now if name in before and not agree(name)]

@@ -76,7 +76,7 @@ def problems(args: Namespace) -> list[str]:
         if differences:
             return [
                 f"--run-dir {folder} holds a run with another configuration "
-                f"({'; '.join(differences)}): choose another folder or the same flags"
+                f"({'; '.join(differences)}): choose another folder or pass the same flags"
             ]
     if problem := folder_problem(folder, resume=args.resume):
         return [problem]

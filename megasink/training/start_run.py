@@ -105,7 +105,7 @@ def _follow(store: Any, args: Namespace, together: bool) -> None:
 def open_store(timeout: float) -> Any:
     """Return the store that this attempt's ranks share; refuse if one does not come in time."""
     at = f"{os.environ.get('MASTER_ADDR')}:{os.environ.get('MASTER_PORT')}"
-    master = f"rank 0, which has the ranks' store at {at} "
+    master = f"rank 0, which runs the ranks' store at {at} "
     master += "(are all TCP ports open between the hosts?)"
     others = f"the other ranks of {os.environ.get('WORLD_SIZE')} to start"
     whom = others if os.environ.get("RANK") == "0" else master

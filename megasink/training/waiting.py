@@ -58,8 +58,8 @@ def refuse_another_world() -> None:
     if expected is not None and expected != world:
         raise UserError(
             f"{here()}: {world} rank{' has' if world == '1' else 's have'} met, but NNODES x "
-            f"RANKS_PER_NODE make {expected}: give every host the same NNODES and RANKS_PER_NODE, "
-            "and set the hosts' clocks by NTP (torchrun drops a host whose clock is 15 s off)"
+            f"RANKS_PER_NODE is {expected}: give every host the same NNODES and RANKS_PER_NODE, "
+            "and synchronize the clocks with NTP (torchrun drops a host whose clock is 15 s off)"
         )
 
 
@@ -69,8 +69,8 @@ def clocks_apart(its: str, mine: str, least: float, most: float) -> str:
     if abs(ahead) <= _APART_SECONDS:
         return ""
     return (
-        f"the clock of {its} is {ahead:+.0f} s from that of {mine} (set the clocks of all hosts by "
-        "NTP: torchrun drops a host 15 s off)"
+        f"the clock of {its} differs by {ahead:+.0f} s from that of {mine} (synchronize the clocks "
+        "with NTP: torchrun drops a host whose clock is 15 s off)"
     )
 
 

@@ -17,7 +17,7 @@ HAS_ENDED = "has ended"
 ON_DISK = "is waiting for a disk or network file system"  # any process, briefly
 _STATES = {
     psutil.STATUS_STOPPED: "is stopped (kill -CONT {pid})",
-    psutil.STATUS_TRACING_STOP: "is held by a debugger",
+    psutil.STATUS_TRACING_STOP: "is stopped by a debugger",
     psutil.STATUS_ZOMBIE: HAS_ENDED,
     psutil.STATUS_DISK_SLEEP: ON_DISK,
 }
@@ -90,7 +90,7 @@ class _Guard:
         while True:
             now = self._clock()
             if os.getppid() != parent:
-                end(f"its parent (process {parent}) is gone", code=1)
+                end(f"its parent (process {parent}) has ended", code=1)
             for doing, began, seconds in list(self._bounds.values()):
                 if now - began > seconds:
                     end(f"{doing} took longer than {seconds:.0f} s")

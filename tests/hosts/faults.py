@@ -17,20 +17,18 @@ if "megasink.training.multi_host_torchrun" in sys.orig_argv:
     dynamic_rendezvous.datetime = Other
 E"""
 # Or torchrun is faster.
-CLOCKS = r"the clock of host-. is [+-]\d\d s from that of host-|met, but .* clocks by NTP"
+CLOCKS = r"the clock of host-. differs by [+-]\d\d s from that of host-|met, but .* clocks with NTP"
 OWN_PATH = {"PYTHONPATH": "{own}:{root}"}
 FULL_SHM = "mount -o remount,size=64k /dev/shm; head -c 65536 /dev/zero > /dev/shm/x || true"
 ALIKE = "hostname twin"
 WAITS = r"host-{} has waited \d+ s for "
-GONE = r"rank 0 on host-a, process \d+, has ended|host-a: rank 0 was ended|"
+GONE = r"rank 0 on host-a, process \d+, has ended|host-a: rank 0 (ended|was killed)|"
 GONE += r"host-a with rank 0 has ended|rank 0 \(process \d+ on host-a\) has ended"
 MINUTE = ["--distributed-timeout-minutes", "1"]
 LONG = ["--train-iters", "100000"]
 MEETING = {
-    "ranks of a host": Case(
-        r"3 ranks have met, but .* make [24]", variables={"RANKS_PER_NODE": "2"}
-    ),
-    "number of hosts": Case(r"host-. has NNODES=[23], host-", variables={"NNODES": "3"}),
+    "ranks of a host": Case(r"3 ranks have met, but .* is [24]", variables={"RANKS_PER_NODE": "2"}),
+    "number of hosts": Case(r"host-. has NNODES=[23], but host-", variables={"NNODES": "3"}),
     "a clock 40 s ahead": Case(
         CLOCKS,
         variables=OWN_PATH,
@@ -51,7 +49,7 @@ MEETING = {
     ),
     "a clock 5 s ahead": Case(variables=OWN_PATH, setup=CLOCK.replace("SECONDS", "5")),
     "another RUN_DIR": Case(
-        r"host-. has the run \S+, host-. \S+ at 10\.77\.0\.1:29500",
+        r"host-. has the run \S+, but host-. has \S+ at 10\.77\.0\.1:29500",
         variables={"RUN_DIR": "{shared}/another"},
         codes={"a": None},
     ),
@@ -125,7 +123,7 @@ DEATHS = {
     "torchrun of A killed": Case(GONE + "|its parent", all=LONG, at="SIGKILL torchrun a", on="b"),
     "host A crashes": Case(GONE, "b", all=LONG, at="crash a"),
     "host A is cut off": Case(
-        r"an answer of 10\.77\.0\.1|rank 0.*10\.77\.0\.1|rank 0 .*host-a",
+        r"an answer from 10\.77\.0\.1|rank 0.*10\.77\.0\.1|rank 0 .*host-a",
         "b",
         all=[*LONG, *MINUTE],
         at="cut a",

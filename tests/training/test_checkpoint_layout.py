@@ -69,7 +69,7 @@ def test_shards_load_on_fewer_ranks(train, sharded, tmp_path):
 def test_shards_load_under_another_layout_after_one_more_checkpoint(train, sharded, tmp_path):
     run = after_step_2(sharded[0], tmp_path / "run")
     with pytest.raises(
-        TaskFailed, match=f"only the data parallelism to change: .* {RESHARDABLE} .* --no-load"
+        TaskFailed, match=f"only the data-parallel size may change: .* {RESHARDABLE} .* --no-load"
     ):
         train(run, LARGE, "--resume", *TP)
     train(run, SMALL, "--resume", RESHARDABLE)

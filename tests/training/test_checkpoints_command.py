@@ -48,7 +48,7 @@ def test_what_is_there_and_what_a_resume_takes(run, capsys):
     out = capsys.readouterr().out
     found = {row[0]: row[1:] for row in rows(out)}
     assert [found[step][0] for step in "456"] == ["512", "640", "768"]  # 4 sequences of 32
-    assert found["2"][-1] == "damaged: it was moved aside on a resume"
+    assert found["2"][-1] == "damaged: a resume moved it aside"
     assert found["4"][-1] == "damaged: its deletion was interrupted"
     assert found["5"][-1] == "intact; --resume auto uses it"
     assert "unfinished" in found["6"][-1]
@@ -61,14 +61,14 @@ def test_a_flipped_bit_is_found(run, capsys):
     assert "intact; --resume auto uses it" in capsys.readouterr().out
     assert main(["checkpoints", str(run), "--verify"]) == 2
     out, err = capsys.readouterr()
-    assert "step 6: __0_0.distcp is damaged at byte" in err
+    assert "step 6: __0_0.distcp is damaged at or after byte" in err
     assert {row[0]: row[-1] for row in rows(out)}["5"] == "verified; --resume auto uses it"
 
 
 def test_it_may_be_verified_while_it_trains(run, capsys):
     lease = Lease(run)
     assert main(["checkpoints", str(run), "--verify"]) == 0
-    assert "the folder is being written to by process" in capsys.readouterr().out
+    assert "a trainer (process " in capsys.readouterr().out
     lease.release()
 
 

@@ -180,7 +180,7 @@ def test_analyze_and_trace_a_run(pipeline_run, pool, tmp_path):
     assert wrote.endswith("report.html, trace.csv, figures/")
     assert "megasink report " in then
     assert "--dtype applies to Hugging Face models" in answers[1][2]
-    assert f"is a folder of runs: give one, {run}" in answers[2][2]
+    assert f"is a folder of runs: choose {run}" in answers[2][2]
     header, *rows = (tmp_path / "trace" / "trace.csv").read_text().splitlines()
     rows = [dict(zip(header.split(","), row.split(","), strict=True)) for row in rows]
     assert [row["step"] for row in rows] == ["6", "12"]
@@ -268,7 +268,7 @@ def test_generate_says_what_is_wrong(pipeline_run, text, pool, tmp_path):
         ): "does not match the model in config.json",
         str(gone): "the tokenizer /no/folder was not found",
         str(changed("null", tokenizer_type="NullTokenizer")): "pass a Hugging Face folder",
-        str(changed("small", padded_vocab_size=511)): "has 512 tokens, but the model only 511",
+        str(changed("small", padded_vocab_size=511)): "has 512 tokens, but the model has only 511",
         str(hostile): "untrusted: it refers to the code os.system",
         str(cut): "is damaged: __",
         str(broken): "is not the configuration of a megasink run",

@@ -118,7 +118,7 @@ def test_a_wait_without_end_ends_in_one_line(body, words):
 def test_a_rank_ends_when_what_started_it_has_gone():
     process = start(PARENT)
     _, errors = process.communicate(timeout=1200)  # until the last has closed its error stream
-    assert "is gone; " in errors
+    assert "has ended; " in errors
 
 
 def helper():

@@ -112,7 +112,7 @@ def test_a_host_that_is_cut_off_is_named_and_both_go_on(hosts, whole, tmp_path):
     # The other one ends its ranks by itself too, and says why.
     until(lambda: "megasink: error: " in job.said(there))
     named = re.search(r"megasink: error: (.*)", job.said(there))[1]
-    assert "an answer of 10.77.0.1, where the ranks' store is (is host-b cut off" in named
+    assert "an answer from 10.77.0.1, which runs the ranks' store (is host-b cut off" in named
     there.crash()  # torchrun is still waiting for the other one
 
     there.connect()

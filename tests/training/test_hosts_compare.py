@@ -121,7 +121,7 @@ def test_a_large_file_is_compared_by_samples_and_its_checksum(tmp_path, capsys, 
             (tmp_path / f"text{kind}").write_bytes(content)
         (tmp_path / "text.json").write_text(json.dumps(sidecar))
         facts = facts_of(arguments(*flags))
-        assert "for 2 of 2 files (above 0 MB) the hosts compare samples" in capsys.readouterr().out
+        assert "2 of 2 files are above 0 MB: the hosts compare samples" in capsys.readouterr().out
         return facts["the .bin of data set 1 of --data-path"]
 
     plain = described()
@@ -238,7 +238,7 @@ def test_a_clock_that_is_far_from_that_of_rank_0_is_named(ahead, monkeypatch):
     clock = vars(time) | {"time": now}
     monkeypatch.setattr(compare_hosts, "time", SimpleNamespace(**clock))
     said = meet(*(arguments("--mock-data", rank=rank) for rank in (0, 1)), monkeypatch)
-    assert said is None if ahead == 5 else f" is {ahead:+} s from that of " in said
+    assert said is None if ahead == 5 else f" differs by {ahead:+} s from that of " in said
 
 
 def meet_alone(args):
@@ -264,7 +264,7 @@ def test_another_number_of_ranks_is_refused(world, expected, monkeypatch):
     if expected in (None, world):
         waiting.refuse_another_world()
         return
-    with pytest.raises(UserError, match=rf"{world} rank.* met, but .* make {expected}: .* clocks"):
+    with pytest.raises(UserError, match=rf"{world} rank.* met, but .* is {expected}: .* clocks"):
         waiting.refuse_another_world()
 
 
@@ -301,13 +301,19 @@ def test_a_host_says_for_whom_it_waits_and_what_others_lost(monkeypatch, capfd):
 @pytest.mark.parametrize(
     ("change", "named"),
     [
-        ({"number": 3}, r"has NNODES=2, \S+ NNODES=3: give every host the same"),
+        ({"number": 3}, r"has NNODES=2, but \S+ has NNODES=3: give every host the same"),
         (
             {"job": "other"},
-            r"has the run run, \S+ other at 127\.0\.0\.1:\d+: give each",
+            r"has the run run, but \S+ has other at 127\.0\.0\.1:\d+: give each",
         ),
-        ({"ahead": 40.0}, r"the clock of b is \+\d\d s from that of a \(set the clocks"),
-        ({"ahead": -40.0}, r"the clock of b is -\d\d s from that of a \(set the clocks"),
+        (
+            {"ahead": 40.0},
+            r"the clock of b differs by \+\d\d s from that of a \(synchronize the clocks",
+        ),
+        (
+            {"ahead": -40.0},
+            r"the clock of b differs by -\d\d s from that of a \(synchronize the clocks",
+        ),
     ],
 )
 def test_hosts_that_cannot_train_together_are_named(change, named, monkeypatch):

@@ -314,7 +314,7 @@ def test_a_resumed_run_takes_its_own_tokenizer_where_the_other_is_gone(tmp_path)
     tokenizer(given, ["a", "c"])
     args.tokenizer_model = str(given)
     (problem,) = run_dir.problems(args)
-    assert f"tokenizer_model '{given}' has changed since" in problem
+    assert f"the contents of tokenizer_model '{given}' have changed" in problem
 
 
 def test_the_root_of_a_fresh_volume_holds_a_run(tmp_path):

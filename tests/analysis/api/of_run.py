@@ -39,7 +39,7 @@ assert Path("sink-hf", weights).read_bytes() == (again / weights).read_bytes()
 try:
     megasink.load_run(runs)
 except megasink.UserError as error:
-    assert str(error) == f"{runs} is a folder of runs: give one, {runs / 'sink'}"  # noqa: PT017
+    assert str(error) == f"{runs} is a folder of runs: choose {runs / 'sink'}"  # noqa: PT017
 else:
     raise AssertionError("a folder of runs is no run")
 print(repr(found))

@@ -211,7 +211,7 @@ def test_two_models_on_one_page(analyzed, tmp_path, capsys, monkeypatch):
     assert (tmp_path / "figures" / "layer_maps_2.png").is_file()
     assert (tmp_path / "figures" / "head_1.3_2.png").is_file()
     assert main(f"report {tmp_path} --output {tmp_path}".split()) == 2
-    assert "does not hold an analysis" in capsys.readouterr().err
+    assert "is not an analysis" in capsys.readouterr().err
 
 
 def test_analyses_that_do_not_compare_say_so(analyzed, tmp_path, capsys, monkeypatch):
@@ -310,7 +310,7 @@ def test_maps_of_an_earlier_analysis_do_not_stay(analyzed, folder, tmp_path, mon
 @pytest.mark.parametrize(
     ("flags", "problem"),
     [
-        ("--maps --map-length 999", "--map-length 999: must be 2 to 255"),
+        ("--maps --map-length 999", "--map-length 999: use 2 to 255"),
         ("--bos add", "has no BOS token; use auto"),
         ("--attn-implementation sdpa", "scaled_dot_product_attention"),
     ],

@@ -43,7 +43,7 @@ def test_a_calibration_sets_the_same_thresholds(folder, analysis, tmp_path, forw
 @pytest.mark.parametrize(
     ("flags", "problems"),
     [
-        ("--score awft --seeds 1 1", ["--seeds 1 1: a value is repeated"]),
+        ("--score awft --seeds 1 1", ["--seeds 1 1: pass each value once"]),
         ("--heads 0.1 --layer -1", ["numbered from 0"]),
         ("--score random", ["--score random is always measured"]),
         ("--by gradient --tasks a", ["--by gradient needs the loss of texts"]),
