@@ -56,7 +56,7 @@ def read_analysis(folder: str | Path) -> Analysis:
     )
     analysis = analysis_of(results, samples, maps, points)
     if "dataset" not in samples and len(results.run.inputs) > 1:  # numbers of all inputs together
-        raise UserError(f"{path} mixes texts with samples of other tokens: analyze the model again")
+        raise UserError(f"{path} averages texts with synthetic tokens: analyze the model again")
     if problem := next(_problems(results, analysis.by_sample), None):
         raise UserError(f"{path}: {problem}: analyze the model again")
     return analysis
@@ -99,14 +99,14 @@ def _problems(results: Results, by_sample: dict[str, Floats]) -> Iterator[str]:
                     f"the axis {axis or 'model'}"
                 )
             elif not np.isfinite(values).any():
-                yield f"{where}metrics.{name}.values has no number"
+                yield f"{where}metrics.{name}.values has no finite number"
     inactive = results.inactive_heads
     known = {name for name, entry in metrics().items() if entry.inactive}
     for name in (*inactive.thresholds, *inactive.agreement.scores):
         if name not in known:
             yield (
-                f"inactive_heads has the score {name!r}, which is not registered here; load the "
-                "module that defines it (--plugin)"
+                f"inactive_heads has the score {name!r}, which no loaded module defines (is a "
+                "--plugin missing?)"
             )
         elif name not in by_sample or name not in results.metrics:
             yield f"the score {name} has no values by sample"

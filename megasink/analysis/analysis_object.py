@@ -118,7 +118,7 @@ class Analysis:
             raise UserError(unknown_name("dataset", dataset, self.results.datasets))
         of = self.results if dataset is None else self.results.datasets[dataset]
         if metric not in of.metrics:
-            raise UserError(f"the analysis of {self.name} has no {metric}: analyze it again")
+            raise UserError(f"the analysis of {self.name} has no {metric}: analyze the model again")
         return array(of.metrics[metric].values)
 
     def __getattr__(self, name: str) -> MetricValues:
@@ -131,7 +131,7 @@ class Analysis:
         """Return a metric by name, such as "sink_rate_0.2", which cannot be an attribute."""
         if name not in self.results.metrics or name not in metrics():
             near = nearest(name, list(self))
-            hint = f": did you mean {near}?" if near else "; list(analysis) has their names"
+            hint = f": did you mean {near}?" if near else "; list(analysis) lists all"
             raise UnknownName(f"{self.name} has no metric {name!r}{hint}")
         result = self.results.metrics[name]
         return MetricValues(metrics()[name], self.values(name), result.number, self)

@@ -211,7 +211,7 @@ def analyze(
     given = list(texts)
     of_files = bool(given) and all(isinstance(text, Path) for text in given)
     if not of_files and (wrong := [text for text in given if not isinstance(text, str)]):
-        raise UserError(f"texts has {wrong[0]!r:.60}: give a list of strings, or of Paths")
+        raise UserError(f"texts contains {wrong[0]!r:.60}: give a list of strings, or of Paths")
     options = AnalysisOptions.of(
         arguments,
         data=tuple(map(str, given)) if of_files else (),
@@ -254,5 +254,5 @@ def _probed(model: Any, tokenizer: Any, name: str | None) -> ProbedModel:
     if tokenizer is None:
         raise UserError("give the tokenizer too: analyze(model, texts, tokenizer=...)")
     if not hasattr(tokenizer, "eos_token_id"):
-        raise UserError(f"tokenizer {tokenizer!r:.60}: give a tokenizer of transformers")
+        raise UserError(f"tokenizer {tokenizer!r:.60}: give a transformers tokenizer")
     return of_transformers(model, tokenizer, name or type(model).__name__)

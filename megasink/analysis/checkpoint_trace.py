@@ -37,8 +37,7 @@ def trace_row(results: Results) -> Row:
     model = results.model
     if model.step is None or model.trained_tokens is None:
         raise UserError(
-            f"the analysis of {model.name} has no step, because it is not the analysis of a "
-            "run's checkpoint"
+            f"the analysis of {model.name} has no training step: analyze a checkpoint of a run"
         )
     return {"step": model.step, "tokens": model.trained_tokens, **scalars_of(results)}
 
@@ -47,7 +46,7 @@ def write_trace(rows: Sequence[Row], output: Path, name: str) -> None:
     """Write trace.csv and report.html: every scalar metric by step (P2.11, P4.23)."""
     shown = metrics_shown("scalar")
     entries = {n: entry for n, entry in shown.items() if any(row[n] is not None for row in rows)}
-    caption = "Against the tokens seen in training. " + " ".join(
+    caption = "By number of training tokens. " + " ".join(
         f"{e.title}: {e.definition.rstrip('.')}{'' if e.axis == 'model' else f', {e.scalar}'} "
         f"({e.source})."
         for e in entries.values()
@@ -142,6 +141,6 @@ def trace(which: ModelOptions, options: AnalysisOptions, ranks: Ranks) -> None:
         record()
         write_trace(rows, output, which.shown_name)
     say_next(
-        "draw the page of one checkpoint",
+        "draw the page of the last checkpoint",
         *("report", folders[steps[-1]], "--output", f"{output}-{steps[-1]}"),
     )

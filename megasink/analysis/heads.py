@@ -14,7 +14,7 @@ def parse_head(word: str) -> tuple[int, int]:
     """Return (layer, head) of a word such as 3.5."""
     layer, _, head = word.partition(".")
     if not (layer.isdecimal() and head.isdecimal()):
-        raise UserError(f"{word}: write a head as LAYER.HEAD, both from 0, such as 3.5")
+        raise UserError(f"{word}: write a head as LAYER.HEAD, counted from 0, such as 3.5")
     return int(layer), int(head)
 
 
@@ -32,9 +32,9 @@ def head_problems(chosen: Iterable[tuple[int, int]], heads: Sequence[int]) -> li
 
 
 Heads = tuple[tuple[int, int], ...]
-"""(layer, head) pairs, both from 0."""
+"""(layer, head) pairs, counted from 0."""
 GivenHeads = str | Path | Iterable[Sequence[int] | str]
-"""(layer, head) pairs, words such as "3.5", or a file that `read_heads` reads."""
+"""(layer, head) pairs, strings such as "3.5", or a file that `read_heads` reads."""
 
 
 class HeadList(NamedTuple):
@@ -57,7 +57,7 @@ def normalized_heads(heads: GivenHeads) -> Heads:
     if isinstance(heads, str):
         heads = heads.split()
     if not isinstance(heads, Iterable):
-        raise UserError(f"heads {heads!r}: give [layer, head] pairs, or words such as 3.5")
+        raise UserError(f"heads {heads!r}: give [layer, head] pairs, or strings such as '3.5'")
     pairs = set()
     for entry in heads:
         entry = parse_head(entry) if isinstance(entry, str) else entry
@@ -104,6 +104,6 @@ def _from_mask(mask: Any) -> HeadList:
         raise ValueError("a mask must have one row for each layer, all of the same length")
     other = [value for row in mask for value in row if value not in (0, 1)]
     if other:
-        raise ValueError(f"a mask holds 0 and 1 only, not {other[0]!r}")
+        raise ValueError(f"a mask may contain only 0 and 1, not {other[0]!r}")
     chosen = [(l, h) for l, row in enumerate(mask) for h, value in enumerate(row) if value]  # noqa: E741
     return HeadList(normalized_heads(chosen), (len(mask), len(mask[0])))

@@ -42,7 +42,7 @@ from megasink.data.token_bytes import TokenBytes
 from megasink.errors import UserError
 
 DIRECTIONS = 16
-"""Positions whose cosine across inputs is measured."""
+"""Number of positions whose cosine across inputs is measured."""
 
 
 class Recorder(Listener):
@@ -162,7 +162,7 @@ class Recorder(Listener):
 
 
 MOST = 64
-"""Maximum number of shards; each holds the sums of `MeanCosine`, however few its samples."""
+"""Maximum number of shards. Each holds the sums of `MeanCosine`, however few samples it has."""
 
 Shard = list[list[int]]
 """Sample indices by batch."""
@@ -247,12 +247,12 @@ def _cure(model: torch.nn.Module) -> str:
     for name, weight in model.named_parameters():
         if not weight.isfinite().all():
             return (
-                f"its weights hold infinite or NaN values, first in {name}; another dtype does "
-                "not help"
+                f"the model's weights have infinite or NaN values, first in {name}, so another "
+                "dtype does not help"
             )
     types = {weight.dtype for weight in model.parameters()}
     if types <= {torch.float32, torch.float64}:
-        return "its weights are finite, but its activations are not"
+        return "the model's weights are finite, but its activations are not"
     return "run the model in a wider dtype (--dtype float32)"
 
 

@@ -28,7 +28,7 @@ class Options:
     """A record that can be filled from a command line's values."""
 
     grows: ClassVar[tuple[str, ...]] = ()
-    """Flags that accept more values later without losing results."""
+    """Flags to which values can be added later without losing results."""
 
     @classmethod
     def of(cls, values: Any, **others: Any) -> Self:
@@ -77,10 +77,10 @@ class ModelOptions(Options):
     """cpu, cuda or cuda:N"""
 
     attn_implementation: str | None = _flag(choices=("sdpa", "eager"))
-    """default: the model's own"""
+    """attention implementation (default: the model's)"""
 
     yarn: float | None = _flag(metavar="FACTOR")
-    """stretch the context of a run that has rotary embeddings by YaRN, without training"""
+    """extend the context of a run with rotary embeddings by this factor, without training"""
 
     @property
     def shown_name(self) -> str:
@@ -93,16 +93,16 @@ class AnalysisOptions(Options):
     """The texts of an analysis and the measurements on them."""
 
     data: tuple[str, ...] = _flag((), metavar="TEXT")
-    """text, .jsonl(.gz, .zst) or .parquet files, or folders; each is one dataset"""
+    """text, .jsonl(.gz, .zst) or .parquet files, or folders; each argument is one dataset"""
 
     json_key: str = "text"
     """JSON key of the text (default: text)"""
 
     inputs: tuple[str, ...] = _flag(("natural",), choices=KINDS)
-    """the texts (natural), random tokens, one repeated token (default: natural)"""
+    """the texts (natural), random tokens, or one repeated token (default: natural)"""
 
     seq_length: int | None = None
-    """maximum tokens per sequence (default: 512, or the model's maximum)"""
+    """maximum tokens per sequence (default: 512, or the model's maximum if smaller)"""
 
     random_lengths: tuple[int, int] | None = _flag(nargs=2, metavar=("LOW", "HIGH"))
     """cut each sequence at a length drawn uniformly from LOW to HIGH tokens (by --seed), instead of
@@ -115,36 +115,36 @@ class AnalysisOptions(Options):
     """batch size (default: %(default)s)"""
 
     bos: str = _flag("auto", choices=BOS)
-    """auto follows the tokenizer (default: auto)"""
+    """BOS token; auto follows the tokenizer (default: auto)"""
 
     parse_special_tokens: bool = False
-    """read special tokens spelled out in a text as those tokens"""
+    """parse special tokens that are spelled out in a text"""
 
     replace_tokens_at: tuple[str, ...] | None = _flag(metavar="POSITION")
-    """replace the tokens at these positions of every sequence, from 0, BOS included; none: keep
-    them (default: as the run was trained)"""
+    """replace the tokens at these positions of every sequence, counted from 0 with BOS; none:
+    replace no tokens (default: as the run was trained)"""
 
     replace_tokens_with: str | None = _flag(metavar="{random,ID}")
-    """replace them with random tokens of the vocabulary, or the token with this id"""
+    """replacement: random tokens of the vocabulary, or the token with this id"""
 
     seed: int = 1234
     """seed of random tokens, projections and baselines (default: %(default)s)"""
 
     positions: int = 64
-    """number of tokens in curves (default: %(default)s)"""
+    """number of token positions in curves (default: %(default)s)"""
 
     columns: int = 8
     """number of first keys to compute a sink rate for (default: %(default)s)"""
 
     maps: tuple[str, ...] | None = _flag(nargs="*", metavar="LAYER.HEAD")
-    """also draw attention maps and query-key geometry of these heads, such as 3.5 7.2; without a
+    """also draw attention maps and query-key geometry of these heads, such as 3.5 7.2; with no
     value, of the heads with the highest and lowest AWFT and importance"""
 
     map_length: int = 48
     """tokens in a map, 2 to 255 (default: %(default)s)"""
 
     metrics: tuple[str, ...] = _flag((), metavar="NAME")
-    """also measure these, which take a backward pass: gradient, gradient_signed"""
+    """also measure metrics that need a backward pass: gradient, gradient_signed"""
 
     loss: bool = True
     """measure the loss"""
@@ -166,7 +166,7 @@ class AnalysisOptions(Options):
             return
         (low, high), name = self.random_lengths, name_of("random_lengths")
         if not 2 <= low <= high:
-            yield f"{name} {low} {high}: give the smaller number first, 2 or more"
+            yield f"{name} {low} {high}: use 2 <= LOW <= HIGH"
         elif self.seq_length is not None:
             yield f"{name} {low} {high} and {name_of('seq_length')} {self.seq_length}: choose one"
 
@@ -232,10 +232,10 @@ class AblationOptions(AnalysisOptions):
     """also zero these heads together, such as 3.5 7.2, or those of a .json or .csv file"""
 
     interventions: Path | None = _flag(metavar="FILE")  # noqa: RUF009
-    """also apply this file of interventions"""
+    """also apply the interventions in this file"""
 
     layer: int | None = _flag(metavar="L")
-    """also zero each head of this layer by itself"""
+    """also zero the heads of this layer one at a time"""
 
 
 def model_problem(folder: Path, flag: str = "") -> str | None:

@@ -232,7 +232,7 @@ class AblationPoint:
 
 
 Line = dict[float, list[AblationPoint]]
-"""The points of one score by requested percentage, which has one point for each seed."""
+"""The points of one score by requested percentage, with one point for each seed."""
 
 
 def mean_line(line: Line, on: str) -> tuple[list[float], list[float]]:

@@ -33,7 +33,7 @@ PAGE_FILES = ("report.html", "figures/*.png", "figures/*.pdf")
 _FORMULA = ("=", "+", "-", "@", "\t", "\r")
 _SEAL = "sha256"
 _BROKEN = "its contents have changed since it was written"
-_AGAIN = "delete it, and it is measured again"
+_AGAIN = "delete it and repeat the command to measure again"
 _FULL = (
     "free some space or choose another --output; finished parts are kept, and the same command "
     "resumes from them"
@@ -219,7 +219,7 @@ def write_results(
     By suffix: .json of a dataclass, .npz of arrays, .csv of rows; otherwise text or bytes. Earlier
     files of the patterns `replaced` go. `kept`: the measurements stay on disk until then.
     """
-    then = ", which then writes them without measuring again" * kept
+    then = ", which then writes the results without measuring again" * kept
     cure = f"free some space and repeat the command{then}"
     gone = (*replaced, *(name for name, content in files.items() if not content))
     with writing(f"--output {output}", cure), atomic_files(output, gone) as folder:

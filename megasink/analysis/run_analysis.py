@@ -118,5 +118,5 @@ def bytes_by_token(model: ProbedModel, ranks: Ranks) -> TokenBytes | None:
         return token_bytes(model.tokenizer, model.first)
     except UserError as error:
         if not ranks.rank:
-            print(f"megasink: {error}; only perplexity is reported", file=sys.stderr)
+            print(f"megasink: {error}; reporting only perplexity", file=sys.stderr)
         return None

@@ -15,7 +15,7 @@ from megasink.files.json_file import read_object
 from megasink.megatron.hybrid_pattern import count_blocks
 
 EMA = 0.9
-"""Factor of moving averages (P1.41)."""
+"""Decay factor of moving averages (P1.41)."""
 SMOOTHED = ("lm_loss", "imbalance")
 """Metrics whose curves and final values are moving averages."""
 

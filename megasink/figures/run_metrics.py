@@ -22,7 +22,7 @@ def read_metrics(run_dir: Path) -> list[dict[str, Any]]:
     path = run_dir / "metrics.jsonl"
     if not path.is_file():
         if (run_dir / "config.json").is_file():
-            raise UserError(f"{run_dir} has no {path.name}: no step was trained in it")
+            raise UserError(f"{run_dir} has no {path.name}: it has not trained a step yet")
         runs = runs_in(run_dir, path.name)
         raise UserError(f"{run_dir} {runs or f'is not a run: it has no {path.name}'}")
     lines: list[dict[str, Any]] = []

@@ -36,8 +36,8 @@ generated from runs of the models' configurations with small sizes and random we
 (`python -m tests.convert.models_page`), not from reading.
 
 - **import**: the largest difference between megasink's logits and those of transformers, float32
-- **train**: layouts in which two steps from the import gave the same losses; experts with TP 2 are
-  run with SP and EP 2
+- **train**: layouts in which two steps from the import gave the same losses. With TP 2, models
+  with experts also use SP and EP 2
 - **transformers**: `analyze` and `zero_heads`, compared with eager attention, and
   `attn_implementation="megasink"` with the head-balance loss, for fine-tuning
 - **export**: to the same type, with every weight bit-identical ("rounded": except for the norms)

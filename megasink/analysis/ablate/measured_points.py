@@ -34,9 +34,9 @@ from megasink.files.checked_fields import from_json, to_json
 
 Floats = NDArray[np.float64]
 ACCURACIES = ("acc", "exact_match")
-"""Metrics that are accuracies; a task is scored by the first one that it reports."""
+"""Accuracy metrics. The score of a task is the first one that it reports."""
 _SEED = 0
-"""Seed of random scores, from which no threshold is taken."""
+"""Seed of the random scores, which set no threshold."""
 
 
 @dataclass(kw_only=True)
@@ -68,7 +68,7 @@ class MeasuredPoint:
 
 
 Measured = tuple[list[MeasuredSample], dict[str, TaskScore]]
-"""Each text with its loss, and each task with its accuracy; one of them is empty."""
+"""The loss of each text and the accuracy of each task. One of the two is empty."""
 
 
 @dataclass(frozen=True)
@@ -236,6 +236,6 @@ def _score(name: str, of: TaskScores, samples: list[dict[str, Any]]) -> TaskScor
                 of_each=[float(s[metric]) for s in samples if s["filter"] == (kind or "none")],
             )
     raise UserError(
-        f"--tasks {name} has no accuracy, only {', '.join(of.metrics)}: pass its texts as --data "
-        "to measure a loss"
+        f"--tasks {name} reports no accuracy, only {', '.join(of.metrics)}: pass its texts as "
+        "--data to measure a loss"
     )

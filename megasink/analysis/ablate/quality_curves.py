@@ -14,10 +14,10 @@ from numpy.typing import ArrayLike, NDArray
 Floats = NDArray[np.float64]
 
 ACCURACY_TOLERANCE = 1.0
-"""Accuracy that may be lost, in percentage points: the paper's "within 1%" (P3.15)."""
+"""Allowed drop in accuracy, in percentage points: the paper's "within 1%" (P3.15)."""
 
 LOSS_TOLERANCE = 0.01
-"""Allowed rise of the loss, as a share of the unchanged model's; the paper has no loss curves."""
+"""Allowed relative increase of the loss. The paper has no loss curves."""
 
 
 class Removable(NamedTuple):
@@ -99,6 +99,6 @@ def ranks(aucs: Mapping[str, float], *, higher_is_better: bool = True) -> dict[s
 def _sorted(percent_P: ArrayLike, value_P: ArrayLike) -> tuple[Floats, Floats]:
     x_P, y_P = (np.asarray(values, dtype=np.float64) for values in (percent_P, value_P))
     if x_P.shape != y_P.shape or x_P.ndim != 1 or not len(x_P):
-        raise ValueError(f"{x_P.shape} percentages and {y_P.shape} values: give one or more pairs")
+        raise ValueError(f"shapes {x_P.shape} and {y_P.shape}: give one value per percentage")
     order = np.argsort(x_P, kind="stable")
     return x_P[order], y_P[order]

@@ -97,8 +97,8 @@ def _ablate(ablation: Ablation, output: Path, record: Callable[[], None]) -> Abl
     results, arrays = summarize(options, model, settings, keys, points, thresholds)
     if all(value.value is None for value in results.unchanged.values.values()):
         raise UserError(
-            f"the {results.quantity} of {model.facts['name']} without changes are infinite or NaN: "
-            "its weights hold such values, or it needs a wider dtype (--dtype float32)"
+            f"without changes, {model.facts['name']} gives infinite or NaN {results.quantity}: its "
+            "weights hold such values, or it needs a wider dtype (--dtype float32)"
         )
     tsne = {}
     if options.layer == 0 and isinstance(ablation, OnTexts):
@@ -145,7 +145,7 @@ def _embedded(ablation: OnTexts, setting: Setting, seed: int) -> dict[str, Float
 
     rows = read_rows(open_probe, ablation.samples, device=model.device)
     if PRODUCT not in rows.by_site:
-        raise UserError(f"--layer 0: its MLP activations cannot be drawn: {rows.missing[PRODUCT]}")
+        raise UserError(f"--layer 0: cannot draw its MLP activations: {rows.missing[PRODUCT]}")
     try:
         embedded = neighbor_embedding(rows.by_site[PRODUCT].astype(np.float64), seed)
     except ValueError as error:

@@ -37,7 +37,7 @@ def threshold_of(score: str, share: float, scores_NLH: Scores) -> float:
     """Return the threshold that makes a share of all heads (not NaN), over samples, inactive."""
     check_share(share)
     if np.isinf(scores_NLH).any() or np.isnan(scores_NLH).all():
-        raise UserError(f"{score}: the scores to calibrate with are not finite")
+        raise UserError(f"{score}: calibration scores are infinite or all NaN")
     return threshold(scores_NLH, share, metrics([score])[score].inactive or "")
 
 
@@ -55,7 +55,7 @@ def read_calibration(
     model, own = analysis.results.model, analysis.results.run.weights
     if own is None:
         raise UserError(
-            f"{folder} does not name the weights that were analyzed: analyze the model again "
+            f"{folder} does not record the weights that were analyzed: analyze the model again "
             "with this version"
         )
     if weights is not None and list(heads) != model.heads:
@@ -99,7 +99,7 @@ def scores_of(change: DynamicChange, heads: Sequence[int]) -> Scores:
 HEADS, FILE = "--heads", "--interventions"
 
 Thresholds = dict[str, dict[str, float]]
-"""Score -> percentage asked for -> threshold."""
+"""Score -> requested percentage -> threshold."""
 
 
 @dataclass(frozen=True)

@@ -86,7 +86,7 @@ def transformers_sites(blocks: list[Block]) -> Sites:
 def _add_mlp(sites: Sites, mlp: torch.nn.Module | None) -> None:
     down = None if mlp is None else child(mlp, DOWN)
     if mlp is None or down is None:
-        reason = f"block 0 has no MLP with {', '.join(DOWN)}: experts have no common activation"
+        reason = f"block 0 has no MLP with {' or '.join(DOWN)}: experts have no common activation"
         sites.missing[PRODUCT] = sites.missing[UP] = reason
         return
     sites.available.append(Site(PRODUCT, down, lambda product, _: product))

@@ -125,4 +125,4 @@ class HeadFactors:
 
     def _error(self, reason: str) -> UserError:
         name = type(self.model).__name__
-        return UserError(f"the gradient of {name}'s heads is unknown: {reason}; drop --metrics")
+        return UserError(f"cannot compute the gradient of {name}'s heads: {reason}; drop --metrics")

@@ -28,7 +28,7 @@ SHORTEST = 2
 SYNTHETIC = 100
 """Number of sequences of random and of repeated tokens, as in P2."""
 MADE = ("random", "repeated")
-"""Datasets of made-up tokens (P2.5)."""
+"""Synthetic datasets (P2.5)."""
 
 
 def shown(datasets: Iterable[str]) -> list[str]:
@@ -82,8 +82,8 @@ def inputs_of(
     highest = max(max(sample.tokens) for sample in samples)
     if highest >= model.vocabulary:
         raise UserError(
-            f"the tokenizer {model.tokenizer.name_or_path} gives token {highest}, but the model "
-            f"has {model.vocabulary} tokens: pass the model's own tokenizer (--tokenizer)"
+            f"the tokenizer {model.tokenizer.name_or_path} gives token id {highest}, but the "
+            f"model's vocabulary has {model.vocabulary} tokens: pass its tokenizer (--tokenizer)"
         )
     replaced = replacement_for(options, model)
     samples = with_replaced_tokens(samples, replaced)
@@ -208,7 +208,7 @@ def _cut(
         samples.append(Sample(piece, name, source, inside=True))
     if count and os.environ.get("RANK", "0") == "0":
         print(
-            f"megasink: {document.source} is a single text: split into {count + 1} samples of "
+            f"megasink: the single text of {document.source} was split into {count + 1} samples of "
             f"{length} tokens",
             file=sys.stderr,
         )
@@ -329,8 +329,8 @@ def repeated_first_token(content: Sequence[int], copies: int, bos: int | None) -
     """
     if copies < 1 or len(content) < 2:
         raise ValueError(
-            f"{copies} copies of the first token of a text of {len(content)} tokens: use at least "
-            "1 copy and 2 tokens"
+            f"copies {copies}, text of {len(content)} tokens: use 1 or more copies, and 2 or more "
+            "tokens"
         )
     first = [content[0]] * copies if bos is None else [bos] * copies + [content[0]]
     return [*first, *content[1:]]
@@ -339,12 +339,12 @@ def repeated_first_token(content: Sequence[int], copies: int, bos: int | None) -
 def repeat_rate(documents: Iterable[Sequence[int]], n: int) -> float:
     """Return the share of n-grams with equal tokens (P4.14); none spans two documents."""
     if n < 2:
-        raise ValueError(f"{n}-grams: use n of 2 or more")
+        raise ValueError(f"n {n}: use 2 or more")
     total = equal = 0
     for document in documents:
         total += max(0, len(document) - n + 1)
         runs = (len(list(run)) for _, run in itertools.groupby(document))
         equal += sum(max(0, run - n + 1) for run in runs)
     if not total:
-        raise ValueError(f"no document has {n} tokens")
+        raise ValueError(f"no document has {n} or more tokens: use longer documents")
     return equal / total

@@ -45,7 +45,7 @@ class MeasuredSample:
 
 
 _FACTS = {f"{f.name}_N": f.name for f in fields(MeasuredSample) if f"{f.name}_N" in FACTS}
-"""Fact that a metric may take -> field name."""
+"""Parameter of a metric, one of `FACTS` -> field name."""
 
 
 class AnalysisValues:

@@ -58,7 +58,7 @@ class MegatronProbe(Probe):
     ) -> Logits:
         """Run sequences of equal length."""
         if mask_BT is not None:
-            raise UserError("a Megatron model takes no padding mask: batch equally long sequences")
+            raise UserError("a Megatron model accepts no padding mask: batch texts of one length")
         if positions_BT is None:
             positions_BT = torch.arange(ids_BT.shape[1], device=ids_BT.device).expand_as(ids_BT)
         with torch.set_grad_enabled(self.differentiates):
@@ -67,7 +67,7 @@ class MegatronProbe(Probe):
     def _called(self, _: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         ids_BQ = args[0] if args else kwargs["input_ids"]
         if kwargs.get("packed_seq_params") is not None:
-            raise UserError("a run's model takes no packed documents: analyze them one by one")
+            raise UserError("the model of a run accepts no packed documents: pass them one by one")
         context = kwargs.get("inference_context")
         cached = 0 if context is None else int(context.sequence_len_offset)
         rows, new = ids_BQ.shape
@@ -185,7 +185,7 @@ def model_problems(model: LanguageModule) -> list[str]:
     if record.slot_logit is None:
         problems.append(
             f"--attention-variant {record.name}: its record has no slot_logit, so the attention "
-            "weights of its heads are unknown: add one (megasink.attention.variants.Variant)"
+            "weights of its heads are unknown: set it (megasink.attention.variants.Variant)"
         )
     if model.training:
         problems.append("the model is in training mode: call model.eval()")

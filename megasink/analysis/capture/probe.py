@@ -255,13 +255,13 @@ def hook_input(
 
 
 OpenProbe = Callable[..., Probe]
-"""Makes a probe (not yet entered) from a listener and optional changes to heads."""
+"""Function that makes a probe (not yet entered) from a listener and optional changes to heads."""
 
 
 PASS_TOKENS = 2048
-"""Maximum tokens per forward pass on a CPU. More are no faster, and logits set the peak memory."""
+"""Maximum tokens per forward pass on a CPU. Larger passes are no faster, and need more memory."""
 BACKWARD_TOKENS = 512
-"""The same for a forward and backward pass, which keeps the activations of every layer."""
+"""The same with a backward pass, for which the activations of every layer are kept."""
 _SECONDS = 1e11
 """Number of weights times number of tokens that two cores process in about two seconds."""
 

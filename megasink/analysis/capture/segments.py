@@ -48,7 +48,7 @@ def segments_of(
         if len(real) != stop - start:
             raise UserError(
                 f"row {row} of the batch has padding between real tokens (positions {start} to "
-                f"{stop - 1} hold {len(real)} of them): pad on one side"
+                f"{stop - 1} have {len(real)} real tokens): pad on one side"
             )
         segments.append(Segment(row, start, stop))
     if position_ids_BT is not None and position_ids_BT.shape in ((rows, tokens), (1, tokens)):

@@ -191,7 +191,7 @@ class TransformersProbe(Probe):
         if mask is None:
             causal = kwargs.get("is_causal")
             if not (getattr(module, "is_causal", True) if causal is None else causal):
-                raise UserError(f"{name} is not causal: megasink reads decoders")
+                raise UserError(f"{name} is not causal: megasink supports only decoders")
             if window is not None and window < keys:
                 raise UserError(f"{name} has a window of {window} but no mask for it")
             if cached and queries > 1:
@@ -199,7 +199,7 @@ class TransformersProbe(Probe):
             if not whole_rows(self.segments, (query.shape[0], cached + queries)):
                 raise UserError(
                     f"{name} has no mask, although the batch has padding or several documents in "
-                    "one row: run them one by one"
+                    "one row: run the sequences one by one"
                 )
         elif (id(mask), window) not in self._checked:
             if problem := check_mask(mask[:, 0], self.segments, window, cached, first_key):
@@ -242,7 +242,7 @@ class TransformersProbe(Probe):
     def _state(self, half: int, state_BTE: Tensor) -> None:
         if state_BTE.dim() != 3:
             name, shape = type(self.model).__name__, list(state_BTE.shape)
-            raise UserError(f"{name} has several residual streams, {shape}: megasink supports one")
+            raise UserError(f"{name} has several residual streams ({shape}): megasink supports one")
         super()._state(half, state_BTE)
 
     def _branch(self, name: str, index: int, branch_BTE: Tensor) -> None:
@@ -256,8 +256,8 @@ class TransformersProbe(Probe):
         if width % heads or gated_BTX.numel() != rows * tokens * width:
             raise UserError(
                 f"the input of the output projection of layer {index} of "
-                f"{type(self.model).__name__} is {list(gated_BTX.shape)}, which does not fit "
-                f"{tokens} tokens and {heads} heads"
+                f"{type(self.model).__name__} has shape {list(gated_BTX.shape)}, which does not "
+                f"fit {tokens} tokens and {heads} heads"
             )
         gated_BTHD = gated_BTX.reshape(rows, tokens, heads, -1)  # some models flatten rows
         if (call := self._calls.get(index)) is not None:

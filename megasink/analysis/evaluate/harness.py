@@ -21,7 +21,7 @@ from megasink.errors import UserError
 from megasink.files.checked_fields import to_json
 
 BOOTSTRAPS = 1000
-"""Resamples for standard errors that have no formula, such as those of perplexities."""
+"""Number of resamples for standard errors that have no formula, such as those of perplexities."""
 FORMAT = 1
 
 
@@ -200,7 +200,7 @@ def _show(evaluation: TaskResults, averages: Mapping[str, Average]) -> None:
     Console(markup=False).print(table)
     for row, average in averages.items():
         n = len(average.benchmarks)
-        paper = "" if n == average.paper else f", {average.paper} there"
+        paper = "" if n == average.paper else f", {average.paper} in the paper"
         print(f"average of {row}, as in its paper: {average.value:.4f} ({n} benchmarks{paper})")
     print("n: documents; s.e.: standard error")
     if evaluation.limit is not None:
@@ -212,5 +212,5 @@ def _show(evaluation: TaskResults, averages: Mapping[str, Average]) -> None:
         print(f"{evaluation.unscored} tokens were not scored, because no token precedes them.")
     if evaluation.cut:
         print(
-            f"{evaluation.cut} sequences were longer than the model's positions: cut on the left."
+            f"{evaluation.cut} sequences exceeded the model's positions and were cut on the left."
         )

@@ -62,7 +62,7 @@ class Stop:
 
 AUTO = "auto"
 POSITIONS = 2048
-"""Maximum length of a model without a limit, as in lm-eval."""
+"""Maximum length that is used for a model without a limit, as in lm-eval."""
 NEW_TOKENS = 256
 """Number of tokens to generate if a task sets none, as in lm-eval."""
 _LOGITS, _ROWS = 1 << 28, 128  # logits of an automatic batch (1 GiB in float32), and its rows
@@ -226,8 +226,8 @@ class HarnessModel(TemplateLM):
         scored = tokens[len(tokens) - len(continuation) :]
         if scored != continuation:
             raise UserError(
-                "an intervention changed or removed tokens that a task scores: it may change "
-                "only the tokens before them"
+                "an intervention changed or removed tokens that a task scores: use one that "
+                "changes only earlier tokens"
             )
         lost = len(continuation) - (len(self.model.first) + len(tokens) - 1)
         if lost > 0:
@@ -260,7 +260,7 @@ class HarnessModel(TemplateLM):
             tokens = self.tok_encode(text) or [self.prefix_token_id]
             prompt = (*self.model.first, *self._read(tokens, self.max_length - new))
             if not prompt:
-                raise UserError("an intervention removed every token of a question")
+                raise UserError("an intervention removed every token of a question: use another")
             jobs.setdefault((len(prompt), new, stops), []).append((i, prompt))
         texts = [""] * len(instances)
         slow = takes_seconds(self.model.module)
@@ -292,7 +292,7 @@ class HarnessModel(TemplateLM):
         if not 0 < new < self.max_length:
             raise UserError(
                 f"a task generates up to {new} tokens, but the model has {self.max_length} "
-                "positions"
+                "positions: choose another task"
             )
         return new, tuple(stop for stop in until if stop)
 

@@ -78,7 +78,7 @@ def load_tasks(
             loaded = _load(index, entry.task)
         if twice := sorted(loaded["tasks"].keys() & tasks.keys()):
             raise UserError(
-                f"--tasks names {twice[0]} twice, directly or through a group: name it once"
+                f"--tasks includes {twice[0]} twice, directly or through a group: pass it once"
             )
         for task in loaded["tasks"].values():  # as `lm_eval.simple_evaluate` does
             own = task.get_config("num_fewshot")
@@ -119,8 +119,8 @@ def _load(index: Any, name: str) -> Any:
 def _not_here(name: str, reason: str) -> UserError:
     return UserError(
         f"the data of task {name} is not on this machine: add --allow-download to fetch it, or "
-        "evaluate once on a machine with a network, copy its cache here and set "
-        f"HF_DATASETS_CACHE or HF_HOME to it ({reason:.200})"
+        "evaluate once on a machine with a network, copy that machine's cache here and set "
+        f"HF_DATASETS_CACHE or HF_HOME to the copy ({reason:.200})"
     )
 
 
@@ -146,8 +146,8 @@ def _check_code(entries: Sequence[Any], tokenizer: Path | None, allowed: bool) -
     # lm-eval loads this tokenizer with trust_remote_code=True.
     if made and config is not None and config.is_file() and "auto_map" in read_object(config):
         raise UserError(
-            f"task {made[0]} loads the model's tokenizer, but {config} names code to run: remove "
-            "its auto_map, or name other tasks"
+            f"task {made[0]} loads the model's tokenizer, but {config} refers to custom code: "
+            "remove auto_map from this file, or choose other tasks"
         )
 
 
@@ -263,7 +263,7 @@ def _offline() -> Iterator[None]:
     import huggingface_hub.constants
 
     def unreachable(host: Any, *_: Any, **__: Any) -> NoReturn:
-        raise UnreachableError(f"no request is sent to {host}: tasks load offline")
+        raise UnreachableError(f"a request to {host} was blocked: tasks load offline")
 
     with contextlib.ExitStack() as stack:
         for module, name, value in (

@@ -33,14 +33,14 @@ PLACES = {
     "out": ("[B, T, H, D]", ATTENTION["out_HTD"]),
     "gated_out": ("[B, T, H, D]", "`out` times an explicit gate, before the output projection"),
     "attention_branch": ("[B, T, E]", BRANCHES["attention_branch_TE"]),
-    "middle": ("[B, T, E]", "the state between attention and MLP; read only"),
+    "middle": ("[B, T, E]", "the state between attention and MLP; read-only"),
     "mlp_hidden": ("[B, T, F]", "the input of the last projection of the MLP"),
     "mlp_branch": ("[B, T, E]", BRANCHES["mlp_branch_TE"]),
     "output": ("[B, T, E]", "the state that leaves the layer"),
 }
 """Place in a layer -> shape and meaning."""
 STATISTICS = {
-    name.removesuffix("_HT"): ("[B, T, H]", f"{text}; read only")
+    name.removesuffix("_HT"): ("[B, T, H]", f"{text}; read-only")
     for name, text in ATTENTION.items()
     if name.endswith("_HT")
 }
@@ -125,13 +125,13 @@ def hooks(model: Any, changes: Mapping[str, Change]) -> Iterator[None]:
     """
     probe = open_probe_on(model)(Listener())
     if not isinstance(changes, Mapping):
-        raise UserError(f"{changes!r:.60}: give a dict, name -> new value or function")
+        raise UserError(f"changes {changes!r:.60}: give a dict of name -> new value or function")
     chosen = {n: new for given, new in changes.items() for n in _chosen(given, _known(probe))}
     touches = {name: partial(_changed, name, new) for name, new in chosen.items()}
     if fixed := [name for name in touches if name.endswith(".middle") or _is_statistic(name)]:
         raise UserError(
-            f"{', '.join(fixed)}: read only; change a tensor from which it is computed, "
-            "such as query or attention_branch"
+            f"{', '.join(fixed)}: read-only; change a tensor that is computed earlier, such as "
+            "query or attention_branch"
         )
     with _touching(probe, touches):
         yield
@@ -157,7 +157,7 @@ def token_ids(model: Any, tokens: Any) -> Tensor:
     table = model.embedding.word_embeddings if is_megatron else model.get_input_embeddings()
     low, high, rows = int(ids_BT.min()), int(ids_BT.max()), len(table.weight)
     if low < 0 or high >= rows:
-        raise UserError(f"token id {low if low < 0 else high}: the model has 0 to {rows - 1}")
+        raise UserError(f"token id {low if low < 0 else high}: the model has ids 0 to {rows - 1}")
     return ids_BT.to(table.weight.device, torch.long)
 
 
@@ -203,7 +203,7 @@ def _changed(name: str, change: Change, tensor: Tensor) -> Tensor:
     except (TypeError, ValueError, RuntimeError) as error:
         raise UserError(f"{name}: {reason_of(error)}: give a tensor or number") from error
     if value.shape != tensor.shape:
-        raise UserError(f"{name}: the new value is {list(value.shape)}, not {list(tensor.shape)}")
+        raise UserError(f"{name}: new value of shape {list(value.shape)}, not {list(tensor.shape)}")
     return value
 
 

@@ -186,8 +186,8 @@ def _attention_of(outputs: HeadOutputs, kind: str) -> AttentionCall:
         expected_BHQD = call.out_BHTD if gate_BHQX is None else call.out_BHTD * gate_BHQX
         if not torch.allclose(call.gated_out_BHTD, expected_BHQD, rtol=0.02, atol=1e-6):
             raise UserError(
-                f"{kind}: the outputs of the heads in layer {layer} are normalized, or a gate is "
-                "added to them, before the output projection"
+                f"{kind}: layer {layer} normalizes the outputs of its heads, or adds a gate to "
+                "them, before the output projection"
             )
     return call
 

@@ -54,7 +54,7 @@ def intervening(model: Any, interventions: Sequence[Intervention]) -> Iterator[l
     changes = []
     for intervention in interventions if isinstance(interventions, Iterable) else [interventions]:
         if not isinstance(intervention, Intervention):
-            raise UserError(f"{intervention!r:.60}: give a list of interventions: ZeroHeads(...)")
+            raise UserError(f"{intervention!r:.60}: give interventions, such as ZeroHeads(...)")
         if not intervention.changes_heads:
             raise UserError(
                 f"{intervention.kind} changes tokens, not the model: call its tokens(ids, bos) and "
@@ -130,7 +130,7 @@ def dynamic_zeroing(
     if (threshold is None) == (quantile is None):
         raise UserError("give either threshold or quantile")
     if calibration is not None and quantile is None:
-        raise UserError("calibration needs quantile, whose threshold it sets: give quantile")
+        raise UserError("calibration has no effect without quantile: give quantile too")
     open_probe, first = open_probe_on(model), False
     if quantile is not None:
         check_share(quantile)
@@ -157,7 +157,7 @@ def _calibrated(open_probe: OpenProbe, score: str, share: float, calibration: An
     if isinstance(calibration, str | Path):
         scores = read_calibration(Path(calibration), weights_hash(probe.model), probe.heads)
         if score not in scores:
-            raise UserError(f"{calibration} has no {score}: it has {', '.join(sorted(scores))}")
+            raise UserError(f"{calibration} has no {score}: choose {', '.join(sorted(scores))}")
         return threshold_of(score, share, scores[score])
     if not isinstance(calibration, Iterable):
         raise UserError(f"calibration {calibration!r:.60}: give a folder, or token sequences")

@@ -42,15 +42,15 @@ class LayerScore:
         self.of_statistics = statistics_of(self.entry)
         if is_of_all_texts(name):
             raise UserError(
-                f"score {name!r} takes a backward pass, so it cannot choose heads for each "
+                f"score {name!r} needs a backward pass, so it cannot choose heads for each "
                 f"sequence while the model runs: `megasink ablate --by {name}` zeroes the same "
                 "heads in all sequences"
             )
         self.needs = {need for entry in self.of_statistics.values() for need in entry.needs}
         if not _is_of_one_layer(name):
             raise UserError(
-                f"score {name!r} depends on other layers or samples, which have not run when the "
-                "heads of a layer are zeroed: choose another score"
+                f"score {name!r} depends on other layers or samples, which are not known yet when "
+                "the heads of a layer are zeroed: choose another score"
             )
 
     def of(self, statistics: dict[str, Tensor]) -> Tensor:
@@ -88,7 +88,7 @@ def _bases_of(entry: Metric) -> list[Metric]:
     names = [need.removesuffix("_NLH") for need in entry.needs]
     if any(need == name or name not in metrics() for need, name in zip(entry.needs, names)):  # noqa: B905
         raise UserError(
-            f"score {entry.name!r} needs {', '.join(entry.needs)}, and not all of them are known "
+            f"score {entry.name!r} needs {', '.join(entry.needs)}, but some of these are unknown "
             "while the model runs: choose another score"
         )
     return list(metrics(names).values())

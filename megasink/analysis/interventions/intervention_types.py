@@ -92,8 +92,8 @@ class ZeroHeads(Intervention):
         shape = (len(heads), max(heads, default=0))
         if self.mask_shape is not None and self.mask_shape != shape:
             problems.append(
-                f"the mask has {self.mask_shape[0]} layers of {self.mask_shape[1]} heads, the "
-                f"model {shape[0]} of {shape[1]}"
+                f"the mask has {self.mask_shape[0]} layers of {self.mask_shape[1]} heads, but the "
+                f"model has {shape[0]} of {shape[1]}"
             )
         return problems
 

@@ -21,7 +21,7 @@ from torch import Tensor
 from megasink.attention.constants import MAP_TOKENS, PROXY_EPSILON
 
 SIZE = 2**20
-"""Elements per tile buffer; 4 MiB in float32."""
+"""Elements per tile buffer (4 MiB in float32)."""
 
 HIDDEN = -1e30  # finite, so that 0 * (z - max) is 0; its exp is 0
 
@@ -252,7 +252,7 @@ def whole_scores(
     """Assemble the scores [H, T, S] of one sequence; `hidden` for invisible keys."""
     heads, tokens = query_HTD.shape[:2]
     if tokens > MAP_TOKENS:
-        raise ValueError(f"attention maps of {tokens} tokens are S x S: use at most {MAP_TOKENS}")
+        raise ValueError(f"attention maps of {tokens} tokens: use at most {MAP_TOKENS} tokens")
     dtype = torch.promote_types(query_HTD.dtype, torch.float32)
     score_HTS = torch.full((heads, tokens, tokens), hidden, dtype=dtype, device=query_HTD.device)
     score_GRTS = score_HTS.unflatten(0, (len(key_GTD), -1))
@@ -281,7 +281,7 @@ def proxy_statistics(
     Queries and keys are phi(q) and phi(k) if the similarity has a feature map.
     """
     if similarity not in _WEIGHTS:
-        raise ValueError(f"unknown similarity {similarity!r}: one of {', '.join(SIMILARITIES)}")
+        raise ValueError(f"unknown similarity {similarity!r}: choose {', '.join(SIMILARITIES)}")
     weights_of, hidden = _WEIGHTS[similarity]
     statistics = WeightStatistics.room_for(query_BHTD, key_BGTD)
     first, _, gate, entropy, square, column_sum = statistics

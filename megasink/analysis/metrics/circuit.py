@@ -22,7 +22,7 @@ SINK = 0.05
 EARLY = 1 / 3
 
 STAGES = ("none", "broad", "shifted", "forming", "middle", "fixed")
-"""In the order of the checks in `circuit_stage`."""
+"""Stages, in the order in which `circuit_stage` checks them."""
 
 
 @metric(

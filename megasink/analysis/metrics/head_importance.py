@@ -10,7 +10,7 @@ from megasink.analysis.metrics.registry import metric
 from megasink.balance.loss import layer_imbalance
 
 BINS = 100
-"""Bins of the histogram of gate scores over [0, 1] (P1.29 shows bins of 0.01 to 0.02)."""
+"""Number of bins of the histogram of gate scores over [0, 1] (P1.29 shows bins of 0.01 to 0.02)."""
 
 
 @metric(
@@ -103,7 +103,7 @@ def _register_sparsity(limit: float, suffix: str) -> None:
     for function, what in (
         (before_gate, "|values| of the SDPA output before a gate"),
         (after_gate, "|values| that enter the output projection"),
-        (of_mean_gate, "|SDPA output times its layer's mean gate score|, the control,"),
+        (of_mean_gate, "|SDPA output times its layer's mean gate score| (the control)"),
     ):
         function.__doc__ = f"Share of {what} strictly below {suffix or '1e-2'}."
         name = f"sparsity_{function.__name__}" + (f"_{suffix}" if suffix else "")

@@ -21,10 +21,10 @@ def published_quantile(scores: Scores, share: float) -> float:
     exactly, whatever the rounding, so that a strict comparison never counts that head.
     """
     if not 0 <= share <= 1:
-        raise ValueError(f"share {share}: between 0 and 1")
+        raise ValueError(f"share {share}: use a number between 0 and 1")
     ordered = np.sort(scores[~np.isnan(scores)].ravel())
     if not len(ordered):
-        raise ValueError("no score to take a quantile of")
+        raise ValueError("no scores to take a quantile of")
     share_of = np.arange(1, len(ordered) + 1) / len(ordered)
     return float(np.interp(np.clip(share, share_of[0], 1.0), share_of, ordered))
 
@@ -80,7 +80,7 @@ def wasserstein(a: Scores, b: Scores) -> float:
 
     pooled = [scores[~np.isnan(scores)] for scores in (a, b)]
     if not all(map(len, pooled)):
-        raise ValueError("no score to compare")
+        raise ValueError("no scores to compare")
     return float(wasserstein_distance(*pooled))
 
 
@@ -106,5 +106,5 @@ def top_agreement(a: Scores, b: Scores, count: int = 5) -> float:
 
 def _same_heads(a: Scores, b: Scores) -> Mask:
     if a.shape != b.shape:
-        raise ValueError(f"the scores have shapes {a.shape} and {b.shape}: use models of one shape")
+        raise ValueError(f"scores of shapes {a.shape} and {b.shape}: use models of the same shape")
     return ~(np.isnan(a) | np.isnan(b))

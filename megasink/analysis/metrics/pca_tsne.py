@@ -54,7 +54,7 @@ def attention_map_components(maps_MTT: NDArray[Any], count: int = 2) -> MapCompo
     """
     if maps_MTT.shape[-1] > MAP_TOKENS:
         raise ValueError(
-            f"attention maps of {maps_MTT.shape[-1]} tokens are S x S: use at most {MAP_TOKENS}"
+            f"attention maps of {maps_MTT.shape[-1]} tokens: use at most {MAP_TOKENS} tokens"
         )
     matrices = len(maps_MTT)
     if matrices < 2:

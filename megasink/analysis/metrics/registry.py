@@ -32,12 +32,12 @@ ATTENTION: dict[str, str] = {
     "gated_out_HTD": "input of the output projection: out_HTD without a gate",
     "output_weight_HDE": "the output projection, by query head",
     "explicit_gate_HTX": "scores of an explicit gate after its activation; X is 1 or D",
-    "gate_HT": "G: 1 - weight of the first token, or of the sink where one is; the explicit gate",
+    "gate_HT": "G: the explicit gate, else 1 - weight of the sink, else 1 - weight of first token",
     "first_weight_HT": "A_i0, the weight of the first token",
-    "slot_weight_HT": "weight of the sink or bias; 0 without one",
-    "entropy_HT": "nats; a sink is one more outcome",
+    "slot_weight_HT": "weight of the sink or bias; 0 if there is none",
+    "entropy_HT": "in nats, with a sink as one more outcome",
     "square_HT": "sum over keys of A_ij ** 2",
-    "column_sum_HT": "for each key j the sum over the queries i >= j of A_ij",
+    "column_sum_HT": "for each key j, the sum of A_ij over the queries i >= j",
 }
 """Statistics of one sequence in one attention layer, after padding is removed.
 
@@ -48,37 +48,37 @@ STATE = {"state_TE": "x_0 the embedding, x_(l + 1/2) after attention, x_(l + 1) 
 """Statistics of one sequence in one state of the residual stream."""
 
 BRANCHES = {
-    "attention_branch_TE": "output of attention, before any norm of it",
-    "mlp_branch_TE": "output of the MLP, before any norm of it",
+    "attention_branch_TE": "output of attention, before any norm on it",
+    "mlp_branch_TE": "output of the MLP, before any norm on it",
 }
 """Statistics of one sequence in one block."""
 
 GRADIENT = {
     "mask_gradient_H": "derivative of the sequence's mean loss (nats) with respect to a factor on "
-    "each head's output, at factor 1; takes a backward pass"
+    "each head's output, at factor 1; needs a backward pass"
 }
-"""Statistics of one sequence in one attention layer that only `--metrics` asks for."""
+"""Statistics of one sequence in one attention layer, measured only with `--metrics`."""
 
 STATISTICS: dict[str, str] = {**ATTENTION, **STATE, **BRANCHES, **GRADIENT}
-"""Statistics that a metric may take, by parameter name; one metric takes one set of `TOGETHER`.
+"""Statistics that a metric may use, by parameter name. A metric uses one set of `TOGETHER`.
 
 Shapes: H query heads, G key/value groups, T tokens of the sequence, D head dim, E hidden size.
 Floating point, at least float32.
 """
 
 TOGETHER = (set(ATTENTION), set(STATE), *({name} for name in (*BRANCHES, *GRADIENT)))
-"""Statistics that one metric may take together."""
+"""Sets of statistics that one metric may use together."""
 
 FACTS: dict[str, str] = {
-    "tokens_N": "tokens of each sample",
+    "tokens_N": "number of tokens of each sample",
     "nats_N": "summed loss of each sample's targets",
-    "targets_N": "tokens of each sample that are predicted",
-    "bytes_N": "bytes of text that the targets stand for; tokenizers without text have none",
+    "targets_N": "number of predicted tokens of each sample",
+    "bytes_N": "bytes of text that the targets encode; unknown for tokenizers without text",
     "nats_of_bytes_N": "summed loss of the targets that encode bytes of the text",
     "cosine_SP": "mean cosine between the states of different samples (P4.5)",
-    "seed": "of the analysis, an int",
+    "seed": "seed of the analysis, an int",
 }
-"""Facts that a derived metric may take. A metric whose fact is unknown is left out."""
+"""Facts that a derived metric may use. A metric is left out if a fact that it uses is unknown."""
 
 AXES: dict[str, tuple[str, str]] = {
     "head": ("LH", "by layer and head"),
@@ -118,13 +118,13 @@ SCALARS: dict[str, "Callable[[Tensor], Tensor]"] = {
 """Reduction of the value of an analysis to one number, where one is shown."""
 
 SHOWN: dict[str, str] = {
-    "table": "a column in the CSV table of its axis; of a model, a number in datasets.csv",
+    "table": "a column in the CSV table of its axis; for the axis model, a number in datasets.csv",
     "curve": "a line in a figure, one for each model",
     "heatmap": "a [layer, head] picture of each model",
     "scalar": "its number by dataset, by checkpoint (trace), in training (TensorBoard, W&B), and "
     "for several models side by side",
-    "wasserstein": "distance between the sample values of every two models (P3.21)",
-    "rank": "rank correlation and common top five of the heads of every two models (P3.30)",
+    "wasserstein": "distance between the sample values of each pair of models (P3.21)",
+    "rank": "rank correlation and shared top five of the heads of each pair of models (P3.30)",
 }
 """Where a metric may appear. results.json has every metric, and samples.npz its sample values."""
 

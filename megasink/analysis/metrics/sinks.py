@@ -18,7 +18,7 @@ EPSILONS = {0.2: "sink_rate_0.2", 0.3: "sink_rate", 0.4: "sink_rate_0.4", 0.5: "
 """Threshold -> the metric of its sink rate (P2.3)."""
 
 LATER_KEYS = (1, 2)
-"""Keys that have a sink rate of their own, besides the first key (P2 Table 7)."""
+"""Later keys that also have a sink rate (P2 Table 7)."""
 
 DRAIN = 0.75
 """tau of Eq. 9 in P0."""

@@ -17,14 +17,14 @@ from megasink.figures import style
 from megasink.figures.recorded_panels import bars, curve
 
 Arrays = Mapping[str, NDArray[np.float64]]
-"""Label of a point -> [L, H], the share of samples in which each head was zeroed, NaN for none; or
-[N, 2], t-SNE."""
+"""Label of a point -> [L, H], the share of samples in which each head was zeroed (NaN: no head), or
+[N, 2], the t-SNE coordinates."""
 
 _X = "% of heads zeroed"
 _SEVERAL = 8
-"""Panels of curves on the page; the other datasets are in ablation.csv."""
+"""Maximum number of curve panels on the page. The other datasets are in ablation.csv."""
 DRAWINGS: list[Drawing] = []
-"""Each draws from the results, the masks of points.npz, and tsne.npz."""
+"""Each drawing uses the results, the masks of points.npz, and tsne.npz."""
 
 
 def title_of(score: str) -> str:
@@ -38,7 +38,7 @@ def shown_on(results: AblationResults) -> list[str]:
     return sorted(names, key=lambda name: name != ALL)
 
 
-@drawing(DRAWINGS, "curves", "", "Quality against heads zeroed")
+@drawing(DRAWINGS, "curves", "", "Quality by percentage of zeroed heads")
 def _curves(results: AblationResults, *_: Any) -> Any:
     """Each point zeroes, in every sequence, the heads beyond a threshold (P3.12); across: the share
     that was zeroed (P3.13). Dashed, gray: the unchanged model; dotted: the tolerance (P3.15).

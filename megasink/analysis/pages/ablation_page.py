@@ -31,7 +31,7 @@ def write_ablation(results: AblationResults, masks: Arrays, tsne: Arrays, output
         pictures=pictures(DRAWINGS, results, masks, tsne),
         after={
             "Every point": _points(results) if results.scores else [],
-            "Heads and interventions given": given(results),
+            "Requested heads and interventions": given(results),
             "Words and papers": [html.words_and_papers()],
             "How it was measured": [_provenance(results)],
         },
@@ -60,12 +60,12 @@ def _rows(results: AblationResults) -> Iterator[Mapping[str, Any]]:
 
 
 _NOTE = (
-    "AUC: area under the curve divided by its span of percentages, the mean value (P3.16). Next: "
-    "the AUC minus that of random heads, with a 95% interval over texts or questions that holds "
-    "for all scores together. Only a score whose difference exceeds this interval ranks heads "
-    "better than chance here. Removable: the percentage of zeroed heads at which the curve crosses "
-    "the level that counts as kept, the last time, linear between points (P3.15). It is 0 if a "
-    "curve never crosses that level; see the last column."
+    "AUC: mean value over the range of percentages (P3.16). Next column: the AUC minus that of "
+    "random heads, with a 95% interval over texts or questions that holds for all scores together. "
+    "Only a score whose difference exceeds this interval ranks heads better than chance here. "
+    "Removable: the last percentage of zeroed heads at which the curve crosses the tolerance, by "
+    "linear interpolation (P3.15). The published rule gives 0 if the curve never crosses it. The "
+    "last column shows the largest percentage measured."
 )
 
 
@@ -83,7 +83,7 @@ def in_words(results: AblationResults) -> list[str]:
     for on in shown_on(results)[:4]:
         unchanged = results.unchanged.values[on]
         text = f"{results.model.name} on {on}: {_number(unchanged, results)} {results.quantity}"
-        text += f" over {unchanged.samples} samples, unchanged."
+        text += f" over {unchanged.samples} samples, without changes."
         for point in given:
             value = point.values[on]
             change = _text(value.change, "{:+.2f}" if results.higher_is_better else "{:+.4f}")
@@ -158,7 +158,7 @@ def _points(results: AblationResults) -> list[str]:
                 of = {p.asked: p for p in results.of(score) if p.seed == seed}
                 rows.append([name, *(_cell(of.get(percent), on, results) for percent in percents)])
         parts.append(html.paragraph(f"{on}: {results.quantity} (heads zeroed)", "note"))
-        parts.append(html.table(["asked", *(f"{percent:g}%" for percent in percents)], rows))
+        parts.append(html.table(["requested", *(f"{percent:g}%" for percent in percents)], rows))
     return parts
 
 

@@ -63,7 +63,7 @@ def _warnings(analyses: Sequence[Analysis]) -> Iterator[str]:
             first = bad[0]
             yield (
                 f"{analysis.name}: {len(bad)} samples had infinite or NaN values and are left out "
-                f"of every average; the first: {first.source}, layers {first.layers}, heads "
+                f"of every average. The first is {first.source}, in layers {first.layers}, heads "
                 f"{first.heads}."
             )
 
@@ -101,7 +101,7 @@ def _label(entry: Metric, columns: Sequence[SampleResults]) -> str:
         known = [of.metrics["even_weight"].values for of in columns if "even_weight" in of.metrics]
         even = dict.fromkeys(f"{of[entry.key]:.4f}" for of in known if of[entry.key] is not None)
         if even:
-            about += f" A head that attends evenly gives it a weight of {' or '.join(even)}."
+            about += f" A head that attends evenly gives this key a weight of {' or '.join(even)}."
     return html.term(f"{entry.title}{how}" + (f" ({entry.source})" if is_row else ""), about)
 
 
@@ -173,7 +173,7 @@ def write_own_page(output: Path, analysis: Analysis) -> None:
     for entry in analysis.results.non_finite:
         print(
             f"megasink: warning: {printable(entry.source)} has infinite or NaN values in layers "
-            f"{entry.layers}, heads {entry.heads}: these values are left out of every average",
+            f"{entry.layers}, heads {entry.heads}: this sample is left out of every average",
             file=sys.stderr,
         )
     print(f"wrote {output}/report.html, results.json, *.npz, tables/, figures/")

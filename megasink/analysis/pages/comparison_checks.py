@@ -75,7 +75,7 @@ def differences(analyses: Sequence["Analysis"]) -> list[str]:
 def comment_of(output: Path, line: str, of: Sequence[object], *, overwrite: bool) -> str:
     """Return the comment that identifies a picture and its page; refuse to replace other files."""
     if output.suffix.lower() != ".png":
-        raise UserError(f"--output {output}: the picture is a PNG: name it {output.name}.png")
+        raise UserError(f"--output {output}: the picture is a PNG, so name it {output.name}.png")
     if problem := folder_problem(output.parent):
         raise UserError(f"--output {output} {problem}")
     digest = hashlib.sha256(repr([*map(str, of)]).encode()).hexdigest()[:12]

@@ -71,7 +71,7 @@ def draw_comparison(runs: Runs, *, x: str = "step", factor: float = EMA) -> Any:
 _TITLE = "Curves"
 _CAPTION = (
     "Moving averages of training loss and head imbalance (the coefficient of variation of head "
-    "importance, P0.13); faint lines are the raw values, triangles loss spikes (P1.23). The "
+    "importance, P0.13). Faint lines show raw values, and triangles loss spikes (P1.23). The "
     "validation loss is not smoothed."
 )
 

@@ -137,7 +137,7 @@ def _agreement(analysis: Analysis) -> Any:
         axis.set_xticks(range(len(names)), names, rotation=90, fontsize=7)
         axis.set_yticks(range(len(names)), names, fontsize=7)
     style.label(axes[0, 0], "IoU", "score", "score")
-    style.label(axes[0, 1], "precision", "predicting score", "score taken as truth")
+    style.label(axes[0, 1], "precision", "predicting score", "reference score")
     bar = figure.add_axes((0.952, 0.3, 0.012, 0.57))
     figure.colorbar(image, cax=bar)
     return figure

@@ -20,7 +20,7 @@ CURVES = {
     "values": ("Sinks", "Values, keys and queries by token"),
     "activations": ("Hidden states", "Largest activations"),
 }
-"""Curve figure -> its section of the page and its title, in the page's order; all others go to
+"""Curve figure -> its section of the page and its title, in the page's order. Other figures are in
 "Other metrics"."""
 
 _ABSCISSA = {
@@ -44,10 +44,10 @@ def metric_drawings() -> list[Drawing]:
     for figure, entries in curves.items():
         section, title = CURVES.get(figure, ("Other metrics", figure.replace("_", " ")))
         caption = " ".join(f"{e.title}: {_definition(e)}" for e in entries)
-        caption += " Means over samples; a metric that is 0 for every model has no panel."
+        caption += " Means over samples. Metrics that are 0 for every model have no panel."
         drawings.append(Drawing(figure, section, title, caption, partial(_draw_curves, entries)))
     for name, entry in metrics_shown("heatmap").items():
-        caption = f"{_definition(entry)} One color scale; layers without attention are blank."
+        caption = f"{_definition(entry)} Shared color scale. Layers without attention are blank."
         draw = partial(_draw_heatmap, entry)
         drawings.append(Drawing(name, "Heads", entry.title.capitalize(), caption, draw))
     return drawings
@@ -179,7 +179,7 @@ DRAWINGS = (
         "Hidden states",
         "Direction of the hidden state across inputs",
         "Mean cosine between the states of different inputs at the same position, over pairs "
-        "i != j (P4.5): 1 means that the state no longer depends on the input. Circles as above.",
+        "i != j (P4.5). 1 means that the state no longer depends on the input. Circles as above.",
         partial(_by_position, "cosine_across_inputs", "mean cosine"),
     ),
 )

@@ -48,7 +48,7 @@ def in_words(analyses: Sequence[Analysis]) -> list[str]:
         layer, head = np.unravel_index(np.nanargmax(moved_LH), moved_LH.shape)
         text = metrics()[name].text
         parts.append(
-            f"{what} moves by at most {text(float(moved_LH[layer, head]))} (layer {layer}, head "
+            f"{what} changes by at most {text(float(moved_LH[layer, head]))} (layer {layer}, head "
             f"{head}: from {text(float(one_LH[layer, head]))} to "
             f"{text(float(other_LH[layer, head]))})"
         )

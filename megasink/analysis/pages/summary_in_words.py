@@ -38,7 +38,7 @@ def in_words(analysis: Analysis) -> list[str]:
 def _paragraphs(name: str, of: SampleResults) -> list[str]:
     for needed in _NEEDED:
         if number_of(of, needed) is None:
-            raise UserError(f"the analysis of {name} has no {needed}: analyze it again")
+            raise UserError(f"the analysis of {name} has no {needed}: analyze the model again")
     paragraphs = [_sinks(name, of), _norms(of), _heads(of)]
     length = of.tokens / of.samples
     if of.samples < ENOUGH_SAMPLES or length < ENOUGH_TOKENS:
@@ -57,14 +57,14 @@ def _sinks(name: str, of: SampleResults) -> str:
         f"{name}, {of.samples:,} sample{'s' * (of.samples != 1)} of {of.tokens / of.samples:.0f} "
         f"tokens: {100 * rate:.1f}% of the heads{_spread(of, 'sink_rate')} have an attention sink "
         f"on the first token, that is, they give it more than {SINK_EPSILON} of their "
-        f"attention on average. It gets {100 * attention:.1f}%"
+        f"attention on average. This token gets {100 * attention:.1f}%"
         f"{_spread(of, 'first_token_attention')}"
-        + (f"; from heads that attend evenly it would get {100 * even:.1f}%." if even else ".")
+        + (f", and with evenly spread attention it would get {100 * even:.1f}%." if even else ".")
     )
     by_layer = _values(of, "sink_rate_by_layer")
     if by_layer is not None and np.nanmax(by_layer) >= 0.5:
         first = int(np.flatnonzero(by_layer >= 0.5)[0])
-        text += f" Layer {first} is the first in which half of the heads have one."
+        text += f" Layer {first} is the first in which half of the heads have a sink."
     return text
 
 
@@ -77,7 +77,7 @@ def _norms(of: SampleResults) -> str:
     massive = "a massive activation" if ratio >= LARGE else "there is no massive activation"
     return (
         f"After layer {layer} the first token's hidden state is {ratio:.1f} times as long as the "
-        "mean of the others (the ratio, averaged over the samples), more than after any other "
+        "mean of the others (averaged over the samples), more than after any other "
         f"layer: {massive}."
     )
 
@@ -95,9 +95,9 @@ def _heads(of: SampleResults) -> str:
         runs += f"{high} (layer {most[0]}, head {most[1]})"
     return (
         "Head importance is the share of a head's attention that does not go to its sink (without "
-        "a sink: to the first token); for a gated head it is the mean of the gate. "
-        f"It {runs}, and its coefficient of variation "
-        f"within a layer, the head imbalance, is {number_of(of, 'imbalance'):.3f}. "
+        "a sink: to the first token). For a gated head it is the mean of the gate. "
+        f"Importance {runs}. The head imbalance, the coefficient of variation of importance "
+        f"within a layer, is {number_of(of, 'imbalance'):.3f}. "
         "`megasink ablate` measures a different number: the loss without a head."
     )
 

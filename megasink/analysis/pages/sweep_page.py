@@ -47,7 +47,7 @@ def write_sweep(results: SweepResults, arrays: dict[str, Any], output: Path) -> 
         if row.non_finite:
             print(
                 f"megasink: warning: {len(row.non_finite)} samples of {_setting(row)} have "
-                f"infinite or NaN values (first: {row.non_finite[0]}): left out of every average",
+                f"infinite or NaN values (first: {row.non_finite[0]}) and are left out of averages",
                 file=sys.stderr,
             )
 

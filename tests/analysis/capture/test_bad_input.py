@@ -135,8 +135,9 @@ MODELS = {
     ),
     "nan-weights": (
         nan_weights,
-        "activations of every sample are infinite or NaN, first in layer 1, heads [2, 3]: its "
-        "weights hold infinite or NaN values, first in model.layers.1.self_attn.v_proj.weight; ",
+        "activations of every sample are infinite or NaN, first in layer 1, heads [2, 3]: the "
+        "model's weights have infinite or NaN values, first in "
+        "model.layers.1.self_attn.v_proj.weight, so another dtype does not help",
     ),
     "without-attention": (without_attention, "attention in the 2 layers of MambaForCausalLM"),
     "encoder-decoder": (encoder_decoder, "this kind of AutoModel: AutoModelForCausalLM.\n"),
@@ -229,8 +230,12 @@ def test_an_error_in_the_first_batch_leaves_room_for_its_cure(root, tmp_path, ca
     ("dtype", "scale", "cure"),
     [
         (torch.float16, 1, "run the model in a wider dtype (--dtype float32)"),
-        (torch.float32, 1, "its weights are finite, but its activations are not"),
-        (torch.float16, torch.nan, "its weights hold infinite or NaN values, first in weight; "),
+        (torch.float32, 1, "the model's weights are finite, but its activations are not"),
+        (
+            torch.float16,
+            torch.nan,
+            "the model's weights have infinite or NaN values, first in weight, ",
+        ),
     ],
 )
 def test_the_cure_for_activations_that_are_not_finite(dtype, scale, cure):

@@ -184,7 +184,7 @@ def test_sinks_stand_beside_even_heads(analyzed):
     summary = page.partition('<h2 id="by-dataset"')[0]
     for row in ("sink rate, eps 0.3", "heads over drain", "weight on the first token, mean"):
         (cell,) = re.findall(f'<th scope="row">{row}.*?</th>', summary, re.S)
-        assert f"A head that attends evenly gives it a weight of {even:.4f}." in cell
+        assert f"A head that attends evenly gives this key a weight of {even:.4f}." in cell
 
 
 def test_two_models_on_one_page(analyzed, tmp_path, capsys, monkeypatch):
@@ -249,7 +249,7 @@ def test_two_analyses_of_one_name_are_told_apart(analyzed, tmp_path, capsys, mon
     before = json.loads((analyzed / "llama" / "results.json").read_text())["metrics"]["imbalance"]
     assert f"<td>7.125</td><td>+{7.125 - before['number']:.3f}</td>" in page.replace("\n", "")
     words = re.sub("<[^>]+>", "", page)
-    told = "head importance (1 - attention to the first token) moves by at most 0.000 (layer"
+    told = "head importance (1 - attention to the first token) changes by at most 0.000 (layer"
     assert f"From llama (llama) to llama (other) {told}" in words
     assert "and a head's attention" not in words  # the same number
     assert "llama (other): prose" in page

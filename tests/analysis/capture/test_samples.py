@@ -53,7 +53,7 @@ def test_one_long_text_is_cut_into_samples(text, capsys):
     assert pieces(samples) == ["abcdefgh", "ijklmnop", "qrstuvwx"]
     assert [s.source for s in samples] == [text, f"{text}, piece 2", f"{text}, piece 3"]
     said = capsys.readouterr().err
-    assert said == f"megasink: {text} is a single text: split into 3 samples of 8 tokens\n"
+    assert said == f"megasink: the single text of {text} was split into 3 samples of 8 tokens\n"
     some = text_samples(Reader(Characters(bos=False)), [text], seq_length=8, max_samples=2)
     assert pieces(some) == ["abcdefgh", "ijklmnop"]
 

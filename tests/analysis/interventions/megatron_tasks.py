@@ -162,7 +162,7 @@ def activations(**options: Any) -> dict[str, bool]:
     if not options.get("post_norm"):
         report["sum"] = torch.allclose(at["input"] + at["attention_branch"], at["middle"])
         report["sums"] = torch.allclose(at["middle"] + at["mlp_branch"], at["output"])
-    written = [name for name in names if "read only" not in names[name]]
+    written = [name for name in names if "read-only" not in names[name]]
     with megasink.hooks(model, {name: lambda tensor: tensor for name in written}):
         report["rewritten"] = torch.equal(model(ids, positions, None), plain)
     state = megasink.run_with_cache(model, ids.flip(1), "layers.0.output")[1]
@@ -192,7 +192,7 @@ def places(**options: Any) -> list[str]:
     plain = model(ids, positions, None)
     names = megasink.activation_names(model)
     assert torch.equal(megasink.run_with_cache(model, ids, names)[0], plain)
-    written = [name for name in names if "read only" not in names[name]]
+    written = [name for name in names if "read-only" not in names[name]]
     with megasink.hooks(model, {name: lambda tensor: tensor for name in written}):
         assert torch.equal(model(ids, positions, None), plain)
     return list(names)

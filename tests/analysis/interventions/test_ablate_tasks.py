@@ -147,7 +147,7 @@ def test_a_repeated_sweep_asks_nothing(model, swept, monkeypatch):
 @pytest.mark.parametrize(
     ("flags", "problem"),
     [
-        ("--tasks docstrings_perplexity --limit 2", "has no accuracy, only "),
+        ("--tasks docstrings_perplexity --limit 2", "reports no accuracy, only "),
         ("--tasks mmlu", "not on this machine: add --allow-download"),
         (f"--tasks {TASK} --data README.md", "--tasks and --data: choose one"),
         (f"--tasks {TASK} --limit 0", "--limit 0: use 1 or more"),

@@ -43,7 +43,7 @@ def test_reading_and_rewriting_change_nothing(name):
         letters = re.findall(r"\w", names[place].partition(":")[0])
         expected = [sizes.get(n, size) for n, size in zip(letters, tensor.shape, strict=True)]
         assert list(tensor.shape) == expected, place
-    with megasink.hooks(model, {n: lambda x: x for n in names if "read only" not in names[n]}):
+    with megasink.hooks(model, {n: lambda x: x for n in names if "read-only" not in names[n]}):
         assert torch.equal(logits(model), plain)
     assert model.config._attn_implementation == implementation
     assert not any(m._forward_hooks or m._forward_pre_hooks for m in model.modules())
@@ -168,14 +168,14 @@ def test_gradients_and_caches(llama):
         (("run_with_cache", [0.5], "layers.0.output"), "whole numbers"),
         (("run_with_cache", [], "layers.0.output"), "whole numbers"),
         (("run_with_cache", "text", "layers.0.output"), "give ids"),
-        (("run_with_cache", [64], "layers.0.output"), "token id 64: the model has 0 to 63"),
-        (("hooks", {"layers.0.middle": 0.0}), r"layers\.0\.middle: read only"),
-        (("hooks", {"layers.0.gate": 0.0}), "read only"),
+        (("run_with_cache", [64], "layers.0.output"), "token id 64: the model has ids 0 to 63"),
+        (("hooks", {"layers.0.middle": 0.0}), r"layers\.0\.middle: read-only"),
+        (("hooks", {"layers.0.gate": 0.0}), "read-only"),
         (("hooks", ["layers.0.output"]), "give a dict"),
         (("hooks", {"layers.0.output": torch.zeros(5)}), r"layers\.0\.output: .*give a tensor"),
         (("hooks", {"layers.0.output": "x"}), "give a tensor or number"),
         (("hooks", {"layers.0.output": None}), "give a tensor or number"),
-        (("hooks", {"layers.0.output": lambda x: x[:1]}), r"is \[1, 7, 32\], not \[2, 7, 32\]"),
+        (("hooks", {"layers.0.output": lambda x: x[:1]}), r"shape \[1, 7, 32\], not \[2, 7, 32\]"),
     ],
 )
 def test_wrong_calls(llama, call, message):

@@ -94,5 +94,5 @@ def test_calibrations_of_another_model_are_refused(model, folder, tmp_path):
     (tmp_path / "results.json").write_text(text.replace(weights_hash(model), "null", 1))
     told = (tmp_path / "results.json").read_text().replace('"null"', "null")
     (tmp_path / "results.json").write_text(told)
-    with pytest.raises(UserError, match="does not name the weights"):
+    with pytest.raises(UserError, match="does not record the weights"):
         read_calibration(tmp_path)

@@ -54,7 +54,7 @@ def test_files_of_heads(tmp_path, name, text, heads, shape):
     zeroing = ZeroHeads(**read_heads(tmp_path / name)._asdict())
     problems = zeroing.problems([3, 3])
     assert bool(problems) == (shape == (2, 2))
-    assert all("the mask has 2 layers of 2 heads, the model 2 of 3" in p for p in problems)
+    assert all("the mask has 2 layers of 2 heads, but the model has 2 of 3" in p for p in problems)
 
 
 @pytest.mark.parametrize(
@@ -64,7 +64,7 @@ def test_files_of_heads(tmp_path, name, text, heads, shape):
         ("a.json", '{"heads": [[0]]}', r"\[0\] is not \[layer, head\]"),
         ("a.json", '{"heads": [[0, -1]]}', "use two whole numbers"),
         ("a.json", '{"heads": [[0, 1.0]]}', "two whole numbers"),
-        ("a.json", '{"mask": [[0, 2]]}', "0 and 1 only, not 2"),
+        ("a.json", '{"mask": [[0, 2]]}', "only 0 and 1, not 2"),
         ("a.json", '{"mask": [[0, 1], [1]]}', "all of the same length"),
         ("a.json", "{", "Expecting"),
         ("a.csv", "", "one row for each layer"),

@@ -245,7 +245,7 @@ def test_tasks_that_fetch_in_their_own_code_are_offline_too(tmp_path):
 
 def test_tokenizers_with_code_make_no_texts(tmp_path):
     (tmp_path / "tokenizer_config.json").write_text('{"auto_map": {"AutoTokenizer": "x.X"}}')
-    with pytest.raises(UserError, match="names code to run"):
+    with pytest.raises(UserError, match="refers to custom code"):
         load_tasks(["niah_single_1"], tokenizer=tmp_path)
 
 
@@ -267,7 +267,7 @@ def test_one_process(root, monkeypatch):
 def test_the_same_task_twice(root):
     both = "group: both\ntask:\n  - choice\n  - text\n"
     (root / "tasks" / "both.yaml").write_text(both)
-    with pytest.raises(UserError, match="names choice twice"):
+    with pytest.raises(UserError, match="includes choice twice"):
         load_tasks(["choice", "both"], folders=[root / "tasks"])
     loaded = load_tasks(["both"], folders=[root / "tasks"]).loaded
     assert set(loaded["tasks"]) == {"choice", "text"}

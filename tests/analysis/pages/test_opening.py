@@ -26,7 +26,7 @@ def test_a_sentence_of_enough_data_has_no_reserve():
         assert "0.200 (layer 0, head 0) to 0.800 (layer 0, head 1)" in text
         assert ("say little about the model" in text) == little
     text = opening(importance=MetricResult([[0.2001, 0.2]], 0.5))
-    assert "It is 0.200 in every head, and" in text
+    assert "Importance is 0.200 in every head. The head imbalance" in text
 
 
 def test_the_layer_of_the_longest_first_token_counts_outputs_of_blocks():
@@ -38,4 +38,4 @@ def test_the_layer_of_the_longest_first_token_counts_outputs_of_blocks():
 
 def test_layers_with_sinks_are_counted_from_0():
     text = opening(sink_rate_by_layer=MetricResult([0.1, 0.49, 0.5, 0.2], 0.3))
-    assert "Layer 2 is the first in which half of the heads have one." in text
+    assert "Layer 2 is the first in which half of the heads have a sink." in text
