@@ -39,7 +39,7 @@ def test_a_faster_kernel_that_is_missing_has_the_command_of_its_extra():
     (extra,) = requirements("flash-attn-4")
     assert "flash-attn-4 should be faster here than flash-cuda" in line
     assert line.endswith(f"pip install '{extra}'")
-    old = {"flash-attn-4": "it needs compute capability 9.0 or later, the device has 8.0"}
+    old = {"flash-attn-4": "it needs compute capability 9.0 or later, but the device has 8.0"}
     assert fused_kernels.faster(Choice("flash-cuda", old)) is None
 
 

@@ -39,10 +39,10 @@ VARIANTS = {
 def softmax_variant(name: str, sink_H: Tensor | None) -> SoftmaxVariant:
     """Return the variant with this name."""
     if name not in VARIANTS:
-        raise ValueError(f"unknown attention variant {name!r}: one of {', '.join(VARIANTS)}")
+        raise ValueError(f"unknown attention variant {name!r}: choose {', '.join(VARIANTS)}")
     variant = VARIANTS[name]
     if variant.takes_sink != (sink_H is not None):
-        raise ValueError(f"pass sink_H with the variant 'sink', and only with it; got {name!r}")
+        raise ValueError(f"pass sink_H if and only if the variant is 'sink', got variant {name!r}")
     return variant
 
 

@@ -182,7 +182,7 @@ def kernel(name: str) -> Attend:
         case: Case, query: Tensor, key: Tensor, value: Tensor, sink_H: Tensor | None
     ) -> tuple[Tensor, Tensor | None]:
         if case.real_BT is not None:
-            raise ValueError('padding is handled by attn_implementation "megasink"')
+            raise ValueError('attn_implementation "megasink" handles padding')
         tensors = [query, key, value]
         if case.packed:
             tensors = [tensor.transpose(0, 1).flatten(1, 2)[None] for tensor in tensors]
@@ -238,7 +238,7 @@ def _compared(attend: Attend, inputs: "_Inputs", device: str) -> tuple[str, str]
             allowed = max(2 * float((plain[name] - exact[name]).abs().max()), rounding)
             off = float((values - exact[name]).abs().max())
             if not off <= allowed:  # NaN, too
-                beyond[name] = f"{name} is off by {off:.1e}, allowed {allowed:.1e}"
+                beyond[name] = f"{name} is off by {off:.1e}, more than {allowed:.1e}"
         if not beyond:
             return (DROPPED, f"{dropped} had no effect") if dropped else (RIGHT, "")
         detail = detail or "; ".join(beyond.values())

@@ -26,7 +26,7 @@ def document_lengths(cu_seqlens: Sequence[int], tokens: int) -> list[int]:
     lengths = [stop - start for start, stop in pairwise(bounds)]
     if bounds[:1] != [0] or bounds[-1] != tokens or min(lengths, default=-1) < 0:
         shown = bounds if len(bounds) < 9 else [*bounds[:4], "...", *bounds[-4:]]
-        raise ValueError(f"cu_seqlens must grow from 0 to the {tokens} tokens, got {shown}")
+        raise ValueError(f"cu_seqlens must rise from 0 to {tokens} (tokens), got {shown}")
     return [length for length in lengths if length]
 
 
@@ -235,4 +235,4 @@ def check_bias(
     if cu_seqlens is not None:
         needed = max(document_lengths(cu_seqlens, keys))
     if shape[1] < needed:
-        raise ValueError(f"distance_bias_HS has {shape[1]} distances, {needed} are needed")
+        raise ValueError(f"distance_bias_HS has {shape[1]} distances, but {needed} are needed")

@@ -29,7 +29,7 @@ def gate_values(score: Tensor, activation: str) -> Tensor:
         return torch.nn.functional.silu(score)
     if activation == "identity":
         return score
-    raise ValueError(f"unknown gate activation {activation!r}")
+    raise ValueError(f"gate activation {activation!r}: use sigmoid, ns-sigmoid, silu or identity")
 
 
 def mean_over_heads(gate_THC: Tensor, heads: int, reduce: Reduce | None = None) -> Tensor:
@@ -51,7 +51,7 @@ def mean_over_heads(gate_THC: Tensor, heads: int, reduce: Reduce | None = None) 
 def apply_gate(x_THD: Tensor, gate_THC: Tensor, operation: str) -> Tensor:
     """Return x * gate ("multiply") or x + gate ("add"), in the dtype of x."""
     if operation not in ("multiply", "add"):
-        raise ValueError(f"unknown gate operation {operation!r}")
+        raise ValueError(f"unknown gate operation {operation!r}: choose multiply or add")
     return (x_THD * gate_THC if operation == "multiply" else x_THD + gate_THC).to(x_THD.dtype)
 
 

@@ -199,7 +199,7 @@ def _checked(
     """Validate the call, clamp its prefix and cut its bias to the number of keys."""
     keys, bias_HS = key_BGSD.shape[2], call.distance_bias_HS
     if call.prefix < 0:
-        raise ValueError(f"prefix {call.prefix}: use a number of keys, 0 or more")
+        raise ValueError(f"prefix {call.prefix}: use 0 or more keys")
     if call.prefix:
         others = {
             "window": call.window,
@@ -215,7 +215,7 @@ def _checked(
         # A prefix of one key is the causal mask.
         return call._replace(prefix=0 if call.prefix < 2 else min(call.prefix, keys))
     if cu_seqlens is not None and not call.causal:
-        raise ValueError("cu_seqlens needs causal attention: call each document by itself")
+        raise ValueError("cu_seqlens needs causal attention: call attention once for each document")
     if bias_HS is not None:
         from megasink.attention.documents import check_bias
 
@@ -239,7 +239,7 @@ def check_shapes(query_BHTD: Tensor, key_BGSD: Tensor, value_BGSD: Tensor, causa
         shapes = ", ".join(f"{name} {list(tensor.shape)}" for name, tensor in tensors.items())
         raise ValueError(f"{problem}, got {shapes}")
     kinds = ", ".join(f"{n} {t.dtype} on {t.device}" for n, t in tensors.items())
-    raise ValueError(f"query, key and value must share dtype and device: {kinds}")
+    raise ValueError(f"query, key and value must have one dtype and device, got {kinds}")
 
 
 def _shape_problem(
@@ -256,7 +256,7 @@ def _shape_problem(
     if of_keys != (batch, groups, keys, head_dim) or of_values[:3] != of_keys[:3]:
         return "query, key and value must agree in batch, groups, tokens and head dim"
     if not 0 < of_values[3] <= head_dim:
-        return f"values may be narrower than keys: their head dim must be 1 to {head_dim}"
+        return f"the head dim of values must be 1 to {head_dim}, the head dim of keys"
     if causal and queries > keys:
-        return f"causal attention of {queries} queries needs as many keys or more, not {keys}"
+        return f"causal attention of {queries} queries needs at least as many keys, not {keys}"
     return None

@@ -80,7 +80,7 @@ def plan_blocks(
             return (everyone,)
         return (everyone, Block("causal", first, prefix, keys - prefix, keys - prefix))
     if queries > keys:
-        raise ValueError(f"causal attention of {queries} queries needs as many keys, got {keys}")
+        raise ValueError(f"{queries} causal queries need at least as many keys, got {keys}")
     if window is None or window >= keys:
         past = keys - queries
         square = Block("causal", 0, past, queries, queries)

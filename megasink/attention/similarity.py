@@ -69,11 +69,11 @@ def similarity_attention(
     """
     check_shapes(query_BHTD, key_BGSD, value_BGSD, causal)
     if similarity not in SIMILARITIES:
-        raise ValueError(f"unknown similarity {similarity!r}: one of {', '.join(SIMILARITIES)}")
+        raise ValueError(f"unknown similarity {similarity!r}: choose {', '.join(SIMILARITIES)}")
     if normalization not in NORMALIZATIONS:
-        raise ValueError(f"unknown normalization {normalization!r}: row-sum or none")
+        raise ValueError(f"unknown normalization {normalization!r}: choose row-sum or none")
     if (similarity == "mlp") != (mlp is not None):
-        raise ValueError(f"only similarity 'mlp' takes the weights of an MLP; got {similarity!r}")
+        raise ValueError(f"pass mlp if and only if the similarity is 'mlp', got {similarity!r}")
     if window is not None and not causal:
         raise ValueError("a window needs the causal mask")
     signed = similarity in SIGNED_SIMILARITIES

@@ -25,9 +25,9 @@ class LayerBalance(torch.nn.Module):
     """
 
     coefficients: Tensor
-    """[H] float32, dL/dImp at coefficient 1 from the global batch of the last step; 0 at first."""
+    """[H] float32, dL/dImp at coefficient 1 from the global batch of the last step; initially 0."""
     routed: Tensor
-    """[H] bool, the heads covered by the loss (P0.15); if some are shared, none until a step."""
+    """[H] bool, the heads covered by the loss (P0.15); initially none if some are shared."""
     steps: Tensor
     """Number of completed steps."""
 
@@ -46,8 +46,8 @@ class LayerBalance(torch.nn.Module):
         self._statistics = statistics
         if heads > statistics.heads.heads:
             raise ValueError(
-                f"layer {layer} has {heads} heads, but the head-balance loss was made for "
-                f"{statistics.heads.heads}: make it from the config with the most heads"
+                f"layer {layer} has {heads} heads, but the head-balance loss was created for "
+                f"{statistics.heads.heads}: create it from the config with the most heads"
             )
         statistics.built.add(layer)
         self.layer = layer
@@ -110,8 +110,8 @@ class LayerBalance(torch.nn.Module):
             nonlocal done
             if done:
                 warnings.warn(
-                    f"layer {self.layer}: a second backward pass runs through the same forward "
-                    "pass; only the first counts for the head-balance loss",
+                    f"layer {self.layer}: a second backward pass through the same forward pass "
+                    "does not count for the head-balance loss",
                     stacklevel=2,
                 )
                 return None
@@ -128,7 +128,7 @@ class LayerBalance(torch.nn.Module):
     def _why_scaled(self) -> str:
         """Return why the loss scale of this microbatch, the step's last so far, is not 1."""
         if (number := self._statistics.heads.microbatches[self.layer]) > 1:
-            return f"this is microbatch {number} of its step: its loss would be added in full"
+            return f"microbatch {number} of this step would add its loss in full"
         if self.cp_size > 1:
             return f"{self.cp_size} context-parallel ranks average their gradients"
         return "fp16 scales the other losses" if getattr(self.options, "fp16", False) else ""

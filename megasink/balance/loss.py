@@ -101,7 +101,7 @@ def wrong_together(given: Given, heads: int | None) -> list[str]:
             f"{max(0, heads - 2)}"
         )
     if refresh > 0 and not shared:
-        problems.append(f"{of_refresh} {refresh} without {of_shared}: give both")
+        problems.append(f"{of_refresh} {refresh} has no effect without {of_shared}: set both")
     return problems
 
 
@@ -112,5 +112,5 @@ def without_gradient(given: Given, record: Variant, similarity: str) -> list[str
     if similarity != "softmax":
         problems.append(f"similarity {similarity} has no gradient (importance is a proxy, P2.37)")
     if record.slot_value is None:
-        problems.append(f"the record of variant {record.name!r} has no slot_value for its gradient")
+        problems.append(f"the record of variant {record.name!r} needs slot_value for the gradient")
     return [f"{name} {coeff}: {problem}: use 0" for problem in problems if coeff]

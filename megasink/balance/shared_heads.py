@@ -89,7 +89,7 @@ def choose_shared_heads(importance_LH: Tensor | NDArray[np.float64]) -> SharedHe
     if not known_L.any():
         raise UserError("no layer has head importance: analyze a model with softmax attention")
     for layer in (missing_LH.any(1) & known_L).nonzero().flatten().tolist():
-        raise UserError(f"layer {layer} has the importance of only some of its heads")
+        raise UserError(f"layer {layer} lacks the importance of some of its heads")
     if not ((importance_LH >= 0) & (importance_LH <= 1) | missing_LH).all():
         raise UserError("head importance must be in [0, 1]: it is the mean of a gate")
     heads = importance_LH.shape[1]
@@ -123,9 +123,7 @@ def _explained(importance_LH: Tensor) -> Tensor:
 def _no_choice(heads: int) -> str:
     if heads < 3:
         s = "s" * (heads != 1)
-        return (
-            f"with {heads} head{s} per layer, fewer than two heads would remain beside a shared one"
-        )
+        return f"with {heads} head{s} per layer, a shared head would leave fewer than two others"
     return "all heads of a layer are equally important"
 
 

@@ -95,7 +95,7 @@ class Factors:
         """The number of targets of the current microbatch, a scalar."""
         if self._targets is None:
             raise RuntimeError(
-                "the head-balance loss under calculate_per_token_loss needs the number of targets: "
+                "the head-balance loss with calculate_per_token_loss needs the number of targets: "
                 "call config.statistics.set_targets in the forward step"
             )
         return self._targets.detach()
@@ -119,8 +119,8 @@ class Factors:
 
 
 _NOT_BEGUN = (
-    "no step was begun, so the head-balance loss would be 0: call install() once, or begin(), "
-    "reduce() and commit() in each step. Run a model that does not train under torch.no_grad()"
+    "no step has begun, so the head-balance loss would be 0: call install() once, or begin(), "
+    "reduce() and commit() in each step. Use torch.no_grad() for a model that does not train"
 )
 
 
@@ -190,7 +190,7 @@ class LossStep:
         elif self.phase is Phase.REDUCED:
             raise RuntimeError(f"the next step begins, but {self._not_committed()}")
         elif self._options.head_balance_coeff:
-            raise RuntimeError(f"a layer counts its gates, but {_NOT_BEGUN}")
+            raise RuntimeError(f"a layer counted gates, but {_NOT_BEGUN}")
         return self.phase is Phase.RUNNING
 
     def reduce(self) -> None:
@@ -200,9 +200,9 @@ class LossStep:
         counted = {*self.heads.microbatches}
         if self._options.head_balance_coeff and (silent := self.built - counted):
             raise RuntimeError(
-                f"layers {sorted(silent)} counted no gate in step {self.number}, but layers "
-                f"{sorted(counted)} did, so the loss would miss them: call train() on the whole "
-                "model, and run no layer under torch.no_grad()"
+                f"in step {self.number} layers {sorted(counted)} counted gates, but layers "
+                f"{sorted(silent)} did not, and would be missing from the loss: call train() on "
+                "the whole model, and run no layer under torch.no_grad()"
             )
         if len(self.built) < sum(self.expected.values()):
             raise RuntimeError(
@@ -298,7 +298,7 @@ class LossStep:
     def _not_reduced(self) -> str:
         return (
             f"the gates of step {self.number} were not reduced, so the head-balance loss would be "
-            "0: call its reduce() on every rank after the last backward pass"
+            "0: call reduce() on every rank after the last backward pass"
         )
 
     def _counted_nothing(self) -> None:

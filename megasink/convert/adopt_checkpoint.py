@@ -137,7 +137,7 @@ def _parsed(words: Mapping[str, list[str]], saved: Mapping[str, Any], folder: Pa
     args = parse_apart([word for flag in words.values() for word in flag])
     if changed := [n for n in words if plain(getattr(args, n)) != saved[n]]:
         raise ConfigError(
-            f"{flag_of(n)} {saved[n]!r}: this version of Megatron reads {getattr(args, n)!r}"
+            f"{flag_of(n)} {saved[n]!r}: this version of Megatron parses it as {getattr(args, n)!r}"
             for n in changed
         )
     imply(args)
@@ -150,13 +150,13 @@ def _no_optimizer(folder: Path, writer: str, args: Namespace) -> str | None:
     """Return why a run cannot resume from a checkpoint; None if it can."""
     keys = read_metadata(folder).state_dict_metadata
     if writer != "Megatron-LM":
-        return f"the optimizer state, which {writer} stores in another form"
+        return f"the optimizer state, which {writer} stores in another format"
     if not any(key.startswith("optimizer.") for key in keys):
         return "the optimizer state, which is not in the checkpoint"
     if not args.hybrid_layer_pattern and any(key.startswith(_BY_BUCKET) for key in keys):
         return (
-            "the optimizer state, which is stored by gradient buckets, not by parameter: to "
-            "resume, save again with --dist-ckpt-optim-fully-reshardable"
+            "the optimizer state, which is stored by gradient bucket, not by parameter: to resume, "
+            "save again with --dist-ckpt-optim-fully-reshardable"
         )
     return None
 
@@ -269,7 +269,7 @@ def _about(
         there = "found" if path and Path(path).is_dir() else "not found here: pass --tokenizer"
         yield f"tokenizer: {path} ({there})"
     else:
-        yield f"tokenizer: {kind}: pass a Hugging Face folder with --tokenizer to encode text"
+        yield f"tokenizer: {kind} (to encode text, pass a Hugging Face folder with --tokenizer)"
     yield from (f"left out: {line}" for line in left_out.values())
     if unknown:
-        yield f"ignored, unknown to this version of Megatron: {', '.join(unknown)}"
+        yield f"ignored, because this version of Megatron does not know them: {', '.join(unknown)}"

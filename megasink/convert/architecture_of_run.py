@@ -53,7 +53,7 @@ def architecture_of(
     activation, gated_unit = _activation(saved)
     if activation is None:
         problems.append(
-            "no target has its FFN activation: targets support --swiglu, --squared-relu and "
+            "no target supports its FFN activation, only --swiglu, --squared-relu and "
             f"--ffn-activation {'|'.join([*_ACTIVATIONS, *_PLAIN_ACTIVATIONS])}"
         )
     yarn = _yarn(saved)
@@ -61,7 +61,7 @@ def architecture_of(
     if dense is None:
         problems.append(
             f"--moe-layer-freq {saved.get('moe_layer_freq')}: targets only support experts in "
-            "every layer after the first ones"
+            "every layer after the first dense ones"
         )
     if "sinkhorn" in (routing := str(saved.get("moe_router_load_balancing_type"))):
         problems.append(_without_counterpart(f"--moe-router-load-balancing-type {routing}"))
@@ -76,7 +76,7 @@ def architecture_of(
             "(megasink.attention.variants.Export)"
         )
     elif attention not in record.kinds:
-        problems.append(f"--attention-variant {record.name} has no kind {attention!r}")
+        problems.append(f"--attention-variant {record.name} has no export rule for {attention!r}")
         attention = record.kinds[0]
     experts = saved.get("num_experts") or 0
     linear = _linear_layers(saved)

@@ -59,8 +59,8 @@ def change_of(name: str | None, granularity: str | None, sink_weight: float) -> 
         raise UserError(f"--gate-granularity has no effect with --attention-variant {name}")
     if not 0 < sink_weight < 1:
         raise UserError(
-            f"--sink-weight {sink_weight} must be between 0 and 1; a sink of weight 0 would get no "
-            "gradient"
+            f"--sink-weight {sink_weight}: use a value below 1, and above 0 so that the "
+            "sink gets a gradient"
         )
     return Change(record.kinds[0], sink_weight)
 
@@ -71,8 +71,8 @@ def gated_model(model: Architecture, change: Change | None) -> Architecture:
         return model
     if not model.variant.is_plain:
         raise UserError(
-            f"--attention-variant: the model already has {model.attention} attention; only plain "
-            "softmax attention can be changed"
+            f"--attention-variant: the model already has {model.attention} attention, but only "
+            "plain softmax attention can be changed"
         )
     if change.sink_weight is not None and model.options.attention_bias_type != "none":
         raise UserError(

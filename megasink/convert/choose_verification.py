@@ -71,8 +71,8 @@ def check_import(
     model = source.model
     if source.target.custom_code and (names := changed_files(source.folder)):
         say(
-            f"not run: {', '.join(names)} in {source.folder}, because of differences from "
-            "megasink's own files"
+            f"not run, because they differ from megasink's own files: {', '.join(names)} in "
+            f"{source.folder}"
         )
     tokenizer = load_tokenizer(source.folder) if source.tokenizer else None
     if tokenizer is not None:

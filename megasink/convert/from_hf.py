@@ -104,12 +104,12 @@ def import_model(
     weights, todo = source.weights, source.steps
     ignored = _account(source)
     model = gated_model(source.model, change)
-    say(f"from {source.target.architecture}, {source.model.attention} attention")
+    say(f"source: {source.target.architecture}, {source.model.attention} attention")
     kept = of_folder.kept(source.folder, source.model, source.target, source.tokens)
     carried = [*kept["config"], *(kept["generation_config"] or {})]
     say(f"kept for the next export: {', '.join(dict.fromkeys(carried)) or 'nothing'}")
     if left := list(of_folder.left_behind(source.folder)):
-        say(f"not exported later: {', '.join(left)}")
+        say(f"will not be exported: {', '.join(left)}")
     if ignored:
         say(f"ignored: {listed(ignored, 3)}")
     if rounded := _rounded(weights, todo, source.model.dtype):
@@ -169,7 +169,7 @@ def _misfits(
         tensors = [source.weights.meta(name) for name in step.hf]
         have = ", ".join(f"{n} {list(t.shape)}" for n, t in zip(step.hf, tensors, strict=True))
         if step.expert == 0 and any(len(t) != source.model.experts for t in tensors):
-            yield f"{have}: config.json has {source.model.experts} experts"
+            yield f"{have}: config.json specifies {source.model.experts} experts"
             continue
         try:
             made = step.row.transform.to_megatron(*tensors)

@@ -114,7 +114,7 @@ GENERATION_FIELDS = fields(
     | dict.fromkeys(("temperature", "top_p", "repetition_penalty"), Number | None)
     | dict.fromkeys(("top_k", "max_new_tokens", "max_length"), Experts | None)
 )
-"""The record of the entries of generation_config.json that the next export keeps."""
+"""Entries of generation_config.json that the next export keeps."""
 
 
 # {key of every config.json: field of Architecture}
@@ -301,9 +301,9 @@ def read_config(folder: Path) -> Config:
 
 _BY_NAME = {
     "olmo2": "it normalizes the outputs of attention and FFN, not their inputs, and its "
-    "qk-norm spans all heads, where Megatron's spans one head",
-    "mimo_v2_flash": "its values are narrower than its keys, and windowed layers have their own "
-    "number of groups and RoPE base; Megatron's HybridModel and SelfAttention have one of each",
+    "qk-norm spans all heads, while Megatron's spans one head",
+    "mimo_v2_flash": "its values are narrower than its keys, and windowed layers have another "
+    "number of groups and RoPE base, but Megatron's layers must share both",
     "llama4": "its layers without RoPE and its chunked attention have no counterpart",
     "gpt2": "its weights are transposed, with query, key and value in one tensor, and its FFN and "
     "norms have biases",
@@ -312,19 +312,19 @@ _BY_NAME = {
 _BY_KEY = {
     "is_encoder_decoder": "it is an encoder-decoder model",
     "vision_config": "it also reads images",
-    "audio_config": "it also reads sound",
+    "audio_config": "it also reads audio",
     "kv_lora_rank": "it has multi-head latent attention",
     "linear_num_value_heads": "it has layers of linear attention",
     "state_size": "it has state-space layers",
     "ssm_state_size": "it has state-space layers",
     "mamba_d_state": "it has state-space layers",
-    "use_parallel_residual": "attention and FFN read the same input, side by side",
-    "parallel_attn": "attention and FFN read the same input, side by side",
+    "use_parallel_residual": "attention and FFN run in parallel on the same input",
+    "parallel_attn": "attention and FFN run in parallel on the same input",
     "attn_logit_softcapping": "its attention scores have a soft cap",
-    "alibi": "it encodes positions as distances (ALiBi)",
+    "alibi": "it adds distance biases to its scores (ALiBi)",
     "clip_qkv": "its queries, keys and values are clamped",
     "type_vocab_size": "it is an encoder: its attention is not causal",
-    "query_pre_attn_scalar": "its attention has another scale, and its norms add 1 to gains",
+    "query_pre_attn_scalar": "its attention has another scale, and its norms add 1 to their gains",
 }
 
 

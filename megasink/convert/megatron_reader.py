@@ -107,7 +107,7 @@ class MegatronCheckpoint:
         if is_legacy(folder):
             raise UserError(
                 f"{folder} has Megatron's old format (--ckpt-format torch): convert it to "
-                "torch_dist first, with the flags of its run and megasink train --load FOLDER "
+                "torch_dist first with megasink train, the flags of its run and --load FOLDER "
                 "--ckpt-format torch --ckpt-convert-format torch_dist --ckpt-convert-save NEW "
                 "(docs/convert.md)"
             )

@@ -39,8 +39,8 @@ def model_card(
     """Return Markdown with the front matter that the Hugging Face Hub reads."""
     rows = [
         ("attention", model.attention),
-        ("layers with it; the others have softmax attention", _numbers(model.variant_layers)),
-        ("layers with gated delta-net in its place", _numbers(model.linear_layers)),
+        ("layers with this attention (others: softmax)", _numbers(model.variant_layers)),
+        ("layers with gated delta-net instead", _numbers(model.linear_layers)),
         ("layers", model.layers),
         ("hidden size", model.hidden),
         (

@@ -26,7 +26,7 @@ def unpacked_shape(name: str, blocks: list[int], scales: list[int]) -> list[int]
     """Return the shape of a weight, given those of its two tensors."""
     if len(blocks) != 4 or blocks[3] != 16 or blocks[:3] != scales:
         raise UserError(
-            f"{name}{BLOCKS} {blocks} and {name}{SCALES} {scales} do not fit: MXFP4 needs "
+            f"{name}{BLOCKS} {blocks} and {name}{SCALES} {scales} do not match: MXFP4 needs "
             "[experts, rows, blocks, 16] and [experts, rows, blocks]"
         )
     experts, rows, count, _ = blocks

@@ -53,8 +53,8 @@ def config_of_yarn(yarn: Yarn) -> dict[str, Any]:
 def yarn_of_latent(yarn: Yarn | None) -> list[str]:
     """Return the problems of YaRN's numbers in latent attention."""
     wrong = {
-        "YaRN of its latent attention rounds its range (truncate)": yarn and not yarn.round_range,
-        "YaRN of its latent attention has no mscale_all_dim without an mscale": (
+        "YaRN in its latent attention rounds the range (truncate)": yarn and not yarn.round_range,
+        "YaRN in its latent attention needs mscale for mscale_all_dim": (
             yarn and yarn.mscale_all_dim and not yarn.mscale
         ),
     }
@@ -137,7 +137,7 @@ def _yarn_problems(rope: Mapping[str, Any]) -> list[str]:
         return [f"RoPE scaling 'yarn' without {' and '.join(missing)}"]
     problems = []
     if rope.get("partial_rotary_factor", 1.0) != 1.0:
-        problems.append("RoPE scaling 'yarn' of partially rotated heads, which Megatron ignores")
+        problems.append("RoPE scaling 'yarn' with partial_rotary_factor, which Megatron ignores")
     if rope.get("attention_factor") not in (None, 1.0) and rope["factor"] <= 1:
         problems.append(
             f"attention_factor {rope['attention_factor']} with a RoPE factor of {rope['factor']}"

@@ -24,7 +24,7 @@ from megasink.files.checked_fields import check, fields
 from megasink.files.json_file import read_object
 
 Entry = tuple[str, Tensor]
-"""The name of a tensor to write, and a meta tensor like it."""
+"""The name of a tensor to write, and a meta tensor of its shape and dtype."""
 DTYPES = {
     "F64": torch.float64,
     "F32": torch.float32,
@@ -136,7 +136,7 @@ class HuggingFaceWeights:
             wanted = {name for name, where in index.items() if where == file}
             wanted |= names - index.keys()  # must be accounted for, too
             if absent := sorted(wanted - names):
-                raise UserError(f"{folder}: {absent[0]} is not in {file}, contrary to the index")
+                raise UserError(f"{folder}: {file} lacks {absent[0]}, which the index lists")
             self._file_of |= dict.fromkeys(wanted, opened)
         stored = frozenset(self._file_of)
         self._packed = packed_names(stored)

@@ -71,7 +71,7 @@ def set_sinks(
     rows = [core.softmax_offset.cpu() for core in cores]
     _rewrite(checkpoint, torch.stack(rows))
     say(
-        f"sinks: each takes {weight:.3g} of the attention of its head on average; loss "
+        f"sinks: each gets {weight:.3g} of its head's attention on average; loss "
         f"{before:.4f} -> {after:.4f} nats per token ({after - before:+.4f}) on "
         f"{tokens_BS.numel()} tokens"
     )
@@ -105,7 +105,7 @@ def _rewrite(checkpoint: Checkpoint, offsets_LH: Tensor) -> None:
         layer = index.offset[0]
         torch.save(offsets_LH[layer : layer + 1].clone(), content)
         if len(content.getvalue()) != where.length:
-            raise RuntimeError(f"{key} takes {where.length} bytes, not {len(content.getvalue())}")
+            raise RuntimeError(f"{key} has {where.length} bytes, not {len(content.getvalue())}")
         with (checkpoint.folder / where.relative_path).open("r+b") as file:
             file.seek(where.offset)
             file.write(content.getvalue())

@@ -80,7 +80,7 @@ def source_of(
     kept = carried(location.config)
     before = TARGETS.get(kept.get("model_type", ""))
     if target is None and before is not None and not before.export_problems(model):
-        return Source(location, saved, model, loaded, kept, before, "as it was imported")
+        return Source(location, saved, model, loaded, kept, before, "as imported")
     return Source(location, saved, model, loaded, kept, *choose(model, target))
 
 
@@ -158,7 +158,7 @@ def refuse_nan(name: str, tensor: Tensor) -> None:
         return
     bad = (~torch.isfinite(tensor)).nonzero()
     raise UserError(
-        f"{name} holds NaN or infinity ({len(bad)} of {tensor.numel()} values, the first at "
+        f"{name} contains NaN or infinity ({len(bad)} of {tensor.numel()} values, the first at "
         f"{bad[0].tolist()}): use a checkpoint from before the run diverged"
     )
 

@@ -96,7 +96,7 @@ class RepeatedGateQKV(GroupedQKV):
             gate.repeat_interleave(self.head_dim, dim=0)
         ):
             raise UserError(
-                "the gate rows of a head differ, so its gate is elementwise: import it with "
+                "the gate rows of a head differ, so its gate is elementwise: import the model with "
                 "--gate-granularity elementwise"
             )
         return *super().to_megatron(query, key, value), gate.contiguous()

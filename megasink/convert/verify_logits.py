@@ -89,12 +89,12 @@ def verify_logits(
     if full.logits > limit:
         rounded, _ = _megatron(checkpoint, torch.float32, tokens_BS, model.vocabulary, rounded=True)
         error = float((rounded - ours).abs().max())
-        say(f"one rounding of the weights changes the logits by up to {error:.2g}")
+        say(f"rounding the weights once changes the logits by up to {error:.2g}")
         limit = max(limit, _TIMES_WORSE * error)
     if not full.logits <= limit:
         raise UserError(
-            f"the conversion is not exact: {full}; the limit is {limit:.2g}. Nothing was kept; "
-            "--no-verify writes the output anyway"
+            f"the conversion is not exact: {full}; the limit is {limit:.2g}. Nothing was kept. "
+            "Pass --no-verify to write the output anyway"
         )
     if model.dtype == "float32":
         return full
@@ -107,7 +107,7 @@ def verify_logits(
         raise UserError(
             f"in {model.dtype}, logits differ from float32 by {error_hf:.2g} on average in "
             f"transformers, but by {error:.2g} in Megatron: a value is rounded that should not be. "
-            "Nothing was kept; --no-verify writes the output anyway"
+            "Nothing was kept. Pass --no-verify to write the output anyway"
         )
     return full
 
@@ -139,7 +139,7 @@ def verify_tokenizer(tokenizer: Any, folder: Path) -> None:
         ):
             raise UserError(
                 "with this config.json, transformers loads the tokenizer "
-                f"{type(other).__name__}, whose tokens differ from those of the model's "
+                f"{type(other).__name__}, whose tokens differ from those of the model's tokenizer "
                 f"({type(tokenizer).__name__}): choose another --target, or use --no-verify and "
                 "load the tokenizer from another folder"
             )
@@ -154,7 +154,7 @@ def sample_tokens(model: Architecture, tokenizer: Any) -> Tensor:
     """Return [B, S] tokens of real text, or random ones without a tokenizer; none are padding."""
     most = min(_MOST_TOKENS, model.positions - _NEW_TOKENS)
     if most < 2:
-        raise UserError(f"{model.positions} positions are too few to verify with: use --no-verify")
+        raise UserError(f"{model.positions} positions are too few to verify: use --no-verify")
     if tokenizer is None:
         generator = torch.Generator().manual_seed(1234)
         return torch.randint(model.vocabulary, (2, min(most, 64)), generator=generator)

@@ -96,7 +96,7 @@ def planned(step: Step, tensors: "Sequence[Tensor]") -> "list[tuple[str, Tensor]
     except RuntimeError as error:
         shapes = ", ".join(str(list(t.shape)) for t in tensors)
         raise UserError(
-            f"{' and '.join(step.row.megatron)} {shapes} does not fit {step.hf[0]}: {error}"
+            f"{' and '.join(step.row.megatron)} {shapes} cannot become {step.hf[0]}: {error}"
         ) from error
     return [(name, t.to("meta")) for name, t in zip(step.hf, made, strict=True)]
 

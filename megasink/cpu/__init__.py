@@ -61,7 +61,7 @@ def unusable_gpu() -> str | None:
             return None
         return (
             f"PyTorch {torch.__version__} cannot use this machine's GPU: {reason} PyTorch for CUDA "
-            "13 needs a driver of 580 or later, or the CUDA forward compatibility package "
+            "13 needs driver 580 or later, or the CUDA forward compatibility package "
             "(docker/README.md, Drivers)"
         )
     return None

@@ -76,7 +76,7 @@ RANDOM: dict[str, Callable[..., Any]] = {
     "seed_all": _seed,
     "initial_seed": _GENERATOR.initial_seed,
 }
-"""The functions of torch.cuda.random, on the CPU generator."""
+"""The functions of torch.cuda.random, for the CPU generator."""
 
 
 def install() -> None:

@@ -31,7 +31,7 @@ MEMORY = _patch(
     "memory statistics",
     "torch.cuda",
     "memory_stats memory.memory_stats",
-    "the resident memory of the process takes the place of GPU memory",
+    "the resident memory of the process replaces GPU memory",
     "megatron.training.training:training_log: torch.cuda.memory_stats()",
 )
 STREAMS = _patch(
@@ -45,7 +45,7 @@ PIPELINE = _patch(
     "pipeline messages",
     "megatron.core.pipeline_parallel.p2p_communication",
     "_batched_p2p_ops",
-    "with interleaved stages on two ranks, two messages between the same ranks arrive exchanged",
+    "with interleaved stages on two ranks, two messages between the same ranks arrive swapped",
     "megatron.core.pipeline_parallel.p2p_communication:_batched_p2p_ops: "
     "torch.distributed.batch_isend_irecv(ops)",
     "megatron.core.pipeline_parallel.p2p_communication:_p2p_ops: "
@@ -76,7 +76,7 @@ ACCELERATOR = _patch(
     "accelerator query",
     "torch.accelerator",
     "is_available",
-    "a CUDA build of torch answers yes without a device, and the driver is queried next",
+    "a CUDA build of torch returns True without a device, and then queries the driver",
     "torch.utils.data.dataloader:_BaseDataLoaderIter.__init__: "
     "loader.pin_memory and torch.accelerator.is_available()",
 )
@@ -101,7 +101,7 @@ CONTEXT = _patch(
     "device contexts",
     "torch.utils._device.DeviceContext",
     "__init__",
-    "tensors created in them without a device are on the CPU, too",
+    "inside them, tensors without a device are created on the CPU",
     "torch.utils._device:DeviceContext: def __init__(self, device)",
     "torch.utils._device:DeviceContext.__init__: torch.device(device)",
 )
@@ -143,7 +143,7 @@ LOADER = _patch(
     "pinned memory",
     "torch.utils.data",
     "DataLoader",
-    "Megatron requests pinned memory, and torch warns for every loader that there is none",
+    "Megatron requests pinned memory, which a CPU lacks, so torch would warn for every loader",
     "megatron.training.datasets.data_samplers:build_pretraining_data_loader: "
     "torch.utils.data.DataLoader(...)",
 )
@@ -171,7 +171,7 @@ DELTA_RULE = _patch(
     "gated delta rule",
     "megatron.core.ssm.gated_delta_net.gdn",
     "causal_conv1d chunk_gated_delta_rule",
-    "they are Triton kernels; Megatron takes torch in their place in deterministic mode only",
+    "they are Triton kernels; Megatron uses torch instead only in deterministic mode",
     "megatron.core.ssm.gated_delta_net.gdn:GatedDeltaNet._setup_variant_attrs: "
     "self.gated_delta_rule = chunk_gated_delta_rule",
     "megatron.core.ssm.gated_delta_net.gdn:GatedDeltaNet.forward: causal_conv1d(...)",

@@ -30,8 +30,8 @@ from megasink.errors import ConfigError, UserError
 Split = Literal["auto", "paragraphs", "never"]
 
 MAX_DOCUMENT_BYTES = 128 << 20
-"""Limit per text file, line or cell: each is in memory as a whole, and reading it takes up to ten
-times its size."""
+"""Limit per text file, line or cell. Each is loaded as a whole, which takes up to ten times its
+size in memory."""
 _HEAD_BYTES = 1 << 20  # that show whether a file is text
 _RATIO = 1000  # gzip reaches 1032, but only for zeros
 EXAMPLES = 5
@@ -93,7 +93,7 @@ class Corpus:
         self.read_bytes = 0
         self.place = self.start = Place()
         self._files: list[File] = []
-        problems = [] if inputs else ["no input: name files or folders"]
+        problems = [] if inputs else ["no input: pass files or folders"]
         if max_document_bytes < 1:
             problems.append(f"--max-document-bytes {max_document_bytes}: use 1 or more")
         for item in self.inputs:
@@ -145,8 +145,8 @@ class Corpus:
         if not documents:
             count = len(self._spans)
             raise UserError(
-                f"no document in {' '.join(self.inputs)}: {count} file{'s' * (count != 1)}, "
-                f"{self.skipped.empty} empty and {self.skipped.invalid_utf8} not UTF-8 text"
+                f"no document in {' '.join(self.inputs)}: of {count} file{'s' * (count != 1)}, "
+                f"{self.skipped.empty} are empty and {self.skipped.invalid_utf8} are not UTF-8 text"
             )
 
     def tracked(self, what: str) -> Iterator[Document]:
@@ -160,7 +160,7 @@ class Corpus:
         """Reject a small file that decompresses without end: real text is not that repetitive."""
         if characters > max(self.max_document_bytes, _RATIO * file.size):
             raise UserError(
-                f"{file.path} holds more than {_RATIO:,} times its {file.size:,} bytes: it is "
+                f"{file.path} expands to more than {_RATIO:,} times its {file.size:,} bytes: it is "
                 "damaged or very repetitive (to accept it, raise --max-document-bytes of megasink "
                 "data)"
             )

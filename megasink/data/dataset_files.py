@@ -32,13 +32,13 @@ def url_problem(url: str) -> str | None:
         return f"{url} is not the URL of an object: use s3://BUCKET/KEY or msc://PROFILE/KEY"
     if "@" in place or "?" in place:
         return (
-            f"a {scheme}:// URL with '@' or '?' is rejected, because it would put credentials "
-            "into the run folder: set them in the environment or in the library's own file"
+            f"{scheme}:// URLs with '@' or '?' are rejected, because they would put credentials "
+            "into the run folder: set credentials in the environment or in the library's own file"
         )
     names = place.split("/")
     # Megatron joins these to the folder of the indices (object_storage_utils.py:181).
     if len(names) < 2 or {"", ".", ".."} & set(names):
-        return f"{url} does not name a bucket or profile and a key: give {scheme}://NAME/KEY"
+        return f"{url} does not name a bucket or profile and a key: use {scheme}://NAME/KEY"
     return None
 
 
@@ -79,12 +79,12 @@ def output_problems(prefix: Path, inputs: Sequence[str], *, overwrite: bool) -> 
     if is_stored(prefix):
         return [f"--output {prefix} is in an object store: write to a folder, and copy the files"]
     if prefix.suffix in (".bin", ".idx"):
-        return [f"--output {prefix} is a prefix: leave {prefix.suffix} off"]
+        return [f"--output {prefix} must be a prefix: leave {prefix.suffix} off"]
     if problem := folder_problem(prefix.parent):
         return [f"--output {prefix} {problem}"]
     written = {file_of(prefix, s).resolve() for s in FILES}
     problems = [
-        f"--output {prefix} would write into the input {i}: choose another place"
+        f"--output {prefix} would write into the input {i}: choose another folder"
         for i in map(Path, inputs)
         # the next run would read this run's output in the folder as documents
         if i.resolve() in written or (i.is_dir() and prefix.resolve().is_relative_to(i.resolve()))
@@ -183,7 +183,7 @@ def read_sidecar(prefix: str) -> dict[str, Any]:
 
 
 WHOLE = 100_000_000
-"""Size in bytes up to which every start reads a file in full."""
+"""Every start reads files of up to this many bytes in full."""
 _BLOCKS, _BLOCK = 64, 1 << 12  # samples of a larger file
 _DIGITS = 16  # of 64 hexadecimal ones: enough to tell copies apart
 
@@ -220,7 +220,7 @@ def _sampled(path: Path, size: int) -> str:
 
 
 KEY = "validation"
-"""Key of PREFIX.json with share, seed and data (the name of the other data set beside it)."""
+"""Key of PREFIX.json for the share, the seed and the name of the other data set."""
 
 
 @dataclass(frozen=True)

@@ -103,8 +103,8 @@ def folder_problem(folder: Path, *, overwrite: bool) -> str | None:
         return f"{folder} exists: use it with --tokenizer, or pass --overwrite"
     if not folder.is_dir() or {p.name for p in folder.iterdir()} - _FOLDER_FILES:
         return (
-            f"{folder} holds files other than a tokenizer and is not overwritten: choose another "
-            "folder"
+            f"{folder} contains files other than a tokenizer, so it is not overwritten: choose "
+            "another folder"
         )
     return None
 
@@ -177,7 +177,7 @@ def train_sentencepiece(chunks: list[str], vocab_size: int, *, bos: bool = False
         )
     except RuntimeError as error:
         raise UserError(
-            f"cannot train {vocab_size} tokens on this corpus: {_limit(str(error))}"
+            f"cannot train {vocab_size} tokens on this corpus, because {_limit(str(error))}"
         ) from error
     return model.getvalue()
 
@@ -279,7 +279,7 @@ def refuse_unusable(tokenizer: Any, folder: str | Path) -> None:
     longest = getattr(tokenizer, "model_max_length", 0)
     if isinstance(longest, bool) or not isinstance(longest, int | float):
         raise UserError(
-            f"the tokenizer in {folder} has the model_max_length {longest!r:.40}, not a number"
+            f"the tokenizer in {folder} has model_max_length {longest!r:.40}, which is not a number"
         )
     templates = getattr(tokenizer, "chat_template", None)
     names = templates if isinstance(templates, dict) else {}

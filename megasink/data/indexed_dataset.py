@@ -103,7 +103,7 @@ def _opened(path: Path, size: int) -> BinaryIO:
         path.unlink(missing_ok=True)
         return path.open("xb")
     if path.is_symlink() or path.stat().st_size < size:
-        raise OSError(f"{path} has less than the {size:,} bytes that were written")
+        raise OSError(f"{path} has fewer than the {size:,} bytes that were written")
     file = path.open("r+b")
     file.truncate(size)
     file.seek(size)
@@ -111,8 +111,8 @@ def _opened(path: Path, size: int) -> BinaryIO:
 
 
 ENTRIES = 1 << 20
-"""Maximum number of index entries and of tokens to check: all of a smaller file, else a sample of
-the start, the end and places between."""
+"""Maximum number of index entries and tokens to check. A larger file is checked at the start, the
+end and places between."""
 _PLACES = 16
 
 
@@ -205,10 +205,10 @@ def _read_header(path: Path) -> _Index:
     if size not in (needed, needed + sequences):
         raise _Damage(
             f"{path} has {size:,} bytes, but its {sequences:,} sequences and {documents:,} "
-            f"document boundaries take {needed:,}: it is cut short or damaged"
+            f"document boundaries need {needed:,}: it is cut short or damaged"
         )
     if not sequences or not documents:
-        raise _Damage(f"{path} has no document")
+        raise _Damage(f"{path} has no documents")
     return _Index(path, np.dtype(DTYPES[code]).newbyteorder("<"), sequences, documents)
 
 
@@ -234,7 +234,7 @@ def _check_entries(index: _Index, size: int, entries: int) -> None:
             at = int(np.flatnonzero(wrong)[0])
             raise _Damage(
                 f"{index.path}: sequence {part.start + at} has {counts[at]:,} tokens of {width} "
-                f"bytes from byte {begins[at]:,} on, but {index.path.with_suffix('.bin')} has "
+                f"bytes starting at byte {begins[at]:,}, but {index.path.with_suffix('.bin')} has "
                 f"{size:,} bytes: it is cut short, or belongs to another data set"
             )
         # A pointer is the sum of the lengths before it, up to the size of the .bin.
@@ -264,7 +264,7 @@ def _check_sidecar(prefix: str, index: _Index, size: int) -> None:
     """Compare the number of tokens with the sidecar's."""
     tokens = read_sidecar(prefix).get("tokens", size // index.dtype.itemsize)
     if type(tokens) is not int:
-        raise _Damage(f"{prefix}.json states {tokens!r:.40} tokens, which is not a number")
+        raise _Damage(f"{prefix}.json gives {tokens!r:.40} as the number of tokens")
     if tokens * index.dtype.itemsize != size:
         raise _Damage(
             f"{prefix}.bin has {size:,} bytes, but {prefix}.json states {tokens:,} tokens of "
@@ -275,10 +275,10 @@ def _check_sidecar(prefix: str, index: _Index, size: int) -> None:
 def _ids_problem(
     prefix: str, index: _Index, size: int, vocabulary: int, entries: int
 ) -> str | None:
-    but = f"but the vocabulary has {vocabulary:,}: use the tokenizer that it was made with"
+    but = f"but the vocabulary has only {vocabulary:,} ids: use the tokenizer of the data set"
     largest = read_sidecar(prefix).get("largest_id")
     if isinstance(largest, int) and largest >= vocabulary:
-        return f"{prefix}.bin holds the id {largest:,} according to {prefix}.json, {but}"
+        return f"{prefix}.bin contains the id {largest:,} according to {prefix}.json, {but}"
     count = size // index.dtype.itemsize
     if not count:
         return None  # numpy cannot map an empty file
@@ -288,5 +288,5 @@ def _ids_problem(
         wrong = (ids < 0) | (ids >= vocabulary)
         if wrong.any():
             at = int(np.flatnonzero(wrong)[0])
-            return f"{prefix}.bin holds the id {ids[at]:,} at token {part.start + at:,}, {but}"
+            return f"{prefix}.bin contains the id {ids[at]:,} at token {part.start + at:,}, {but}"
     return None

@@ -41,7 +41,7 @@ def expand(item: str, json_key: str, max_bytes: int) -> list[File]:
         paths, named = [path], True
     else:
         state = "is not a regular file" if path.exists() else "does not exist"
-        raise UserError(f"input {item} {state}: name a file or a folder")
+        raise UserError(f"input {item} {state}: pass a file or a folder")
     return [_classify(p, json_key, max_bytes, named=named) for p in paths]
 
 
@@ -184,7 +184,7 @@ def text_of(line: bytes, source: str, key: str) -> str | None:
     if text is None:
         return ""
     if not isinstance(text, str):
-        raise UserError(f"{source}: {key!r} holds a JSON {kind_of(text)}, not a string")
+        raise UserError(f"{source}: {key!r} is a JSON {kind_of(text)}, not a string")
     return None if _SURROGATE.search(text) else text
 
 
@@ -192,7 +192,7 @@ def record_of(line: bytes, source: str, key: str) -> dict[str, Any] | None:
     """Return a record, an object with `key`; None if it is not UTF-8."""
     if _values_beyond(line):
         raise UserError(
-            f"{source} holds more than {_VALUES:,} values: each line must be one document"
+            f"{source} has more than {_VALUES:,} values: each line must be one document"
         )
     try:
         decoded = line.decode("utf-8")
@@ -207,9 +207,9 @@ def record_of(line: bytes, source: str, key: str) -> dict[str, Any] | None:
     except RecursionError:
         raise UserError(f"{source} is nested too deeply: each line must be one document") from None
     if not isinstance(record, dict):
-        raise UserError(f"{source} holds a JSON {kind_of(record)}, not an object")
+        raise UserError(f"{source} is a JSON {kind_of(record)}, not an object")
     if key not in record:
-        raise UserError(f"{source} has no key {key!r}: pass --json-key, one of {_keys(record)}")
+        raise UserError(f"{source} has no key {key!r}: pass --json-key with one of {_keys(record)}")
     return record
 
 
@@ -259,11 +259,13 @@ def _check(file: Any, path: Path, key: str, max_bytes: int) -> None:
 
     names = file.schema_arrow.names
     if key not in names:
-        raise UserError(f"{path} has no column {key!r}: pass --json-key, one of {sorted(names)}")
+        raise UserError(
+            f"{path} has no column {key!r}: pass --json-key with one of {sorted(names)}"
+        )
     kind = file.schema_arrow.field(key).type
     text = kind.value_type if pa.types.is_dictionary(kind) else kind
     if not (pa.types.is_string(text) or pa.types.is_large_string(text)):
-        raise UserError(f"{path}: column {key!r} holds {kind}, not strings")
+        raise UserError(f"{path}: column {key!r} contains {kind}, not strings")
     for group in map(file.metadata.row_group, range(file.metadata.num_row_groups)):
         for column in map(group.column, range(group.num_columns)):
             # A page of one cell would be in memory before its size is known.

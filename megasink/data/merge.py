@@ -49,8 +49,8 @@ def _parts(prefix: Path, problems: list[str]) -> list[Path]:
     if len(counts) != 1:
         what = f"parts of {' and of '.join(map(str, counts))}" if counts else "no part"
         problems.append(
-            f"{prefix}: found {what}: make all parts with the same megasink data --partition "
-            f"({dataset_files.part_of(prefix, 1, 8)} and so on)"
+            f"{prefix}: found {what}: make all parts with megasink data --partition and the same "
+            f"number of parts ({dataset_files.part_of(prefix, 1, 8)} and so on)"
         )
         return []
     prefixes = [dataset_files.part_of(prefix, part, counts[0]) for part in range(1, counts[0] + 1)]
@@ -66,12 +66,12 @@ def _differences(parts: list[Path], sidecars: list[dict[str, Any]]) -> list[str]
     own = {*_SUMS, "largest_id", "skipped", "partition", dataset_files.CHECKSUMS}
     for number, (part, sidecar) in enumerate(zip(parts, sidecars, strict=True), 1):
         if sidecar.get("partition") != [number, len(parts)]:
-            problems.append(f"{part}.json does not say that this is part {number}/{len(parts)}")
+            problems.append(f"{part}.json does not describe part {number}/{len(parts)}")
             continue
         for key in sorted((set(sidecar) | set(sidecars[0])) - own):
             if sidecar.get(key) != sidecars[0].get(key):
                 problems.append(
-                    f"{part} was made with different {key} than {parts[0]}: "
+                    f"{part} differs from {parts[0]} in {key}: "
                     f"{json.dumps(sidecar.get(key))}, not {json.dumps(sidecars[0].get(key))}"
                 )
     return problems

@@ -125,7 +125,7 @@ def _check_both(counts: Sequence[Counter[str]], validation: Validation | None) -
         less, all_of_them = "training" if documents[1] else "validation", sum(documents)
         raise UserError(
             f"--validation {validation.share:g} of {all_of_them} "
-            f"document{'s' * (all_of_them != 1)} leaves none for {less}: give a larger share, more "
+            f"document{'s' * (all_of_them != 1)} leaves none for {less}: use a larger share, more "
             "documents, or --split-documents paragraphs, which divides text files"
         )
 

@@ -39,18 +39,18 @@ def problems_of(positions: Sequence[int] | None, value: str | None) -> list[str]
     """Return one message per problem of the two flags."""
     at = "--replace-tokens-at"
     if not all(isinstance(position, int) for position in positions or ()):
-        return [f"{at} {positions}: give whole numbers"]
+        return [f"{at} {positions}: use whole numbers"]
     if not positions:
-        return [f"--replace-tokens-with {value} without {at}: name the positions"] if value else []
+        return [f"--replace-tokens-with {value} needs {at}: pass the positions"] if value else []
     problems = [
         f"{at} {position} is negative: positions count from 0"
         for position in positions
         if position < 0
     ]
     if len(set(positions)) < len(positions):
-        problems.append(f"{at} {' '.join(map(str, positions))}: a position is repeated")
+        problems.append(f"{at} {' '.join(map(str, positions))}: pass each position once")
     if value is None:
-        return [*problems, f"{at} without --replace-tokens-with: give one of {FORMS}"]
+        return [*problems, f"{at} needs --replace-tokens-with: use one of {FORMS}"]
     if not re.fullmatch(f"{RANDOM}|[0-9]{{1,9}}", str(value)):
         use = "use random, or a token id (0 or more)"
         problems.append(f"--replace-tokens-with {value}: {use}")

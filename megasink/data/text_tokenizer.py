@@ -25,8 +25,8 @@ def add_parse_special_tokens(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--parse-special-tokens",
         action="store_true",
-        help="special tokens spelled out in a text become those tokens, as in Megatron-LM and "
-        "transformers (default: they are text)",
+        help="turn special tokens spelled out in a text into those tokens, as in Megatron-LM and "
+        "transformers (default: keep them as text)",
     )
 
 
@@ -113,8 +113,8 @@ class TextTokenizer:
         ids: list[int] = encoding.ids[first:stop]
         if self._found and (wrong := next((i for i in ids if i in self._found), None)) is not None:
             raise UserError(
-                f"{part.source} spells out {self._found[wrong]}, which this tokenizer always "
-                "reads as its special token: remove it, or pass --parse-special-tokens"
+                f"{part.source} contains {self._found[wrong]}, which this tokenizer always "
+                "treats as a special token: remove it, or pass --parse-special-tokens"
             )
         return ids
 

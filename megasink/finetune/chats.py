@@ -21,9 +21,9 @@ from megasink.files.json_file import kind_of
 ROLES = ("system", "developer", "user", "assistant", "tool")
 _SHAREGPT = {"from": "role", "value": "content", "human": "user", "gpt": "assistant"}
 IGNORED = -100
-"""Label of a token that is not learned."""
-_FORMAT = "give an object with 'messages', a list of role and content"
-_MARK = "put {% generation %} and {% endgeneration %} around the assistant's turns in it"
+"""Label of a token that is not trained on."""
+_FORMAT = "use an object with 'messages', a list of objects with role and content"
+_MARK = "put {% generation %} and {% endgeneration %} around the template's assistant turns"
 
 
 class Chat(NamedTuple):
@@ -165,7 +165,7 @@ def _records(path: Path) -> Iterator[tuple[str, Any]]:
                 if text.strip():
                     yield place, json.loads(text)
             except (ValueError, RecursionError) as error:
-                raise UserError(f"{place} is not JSON in UTF-8: {error}") from None
+                raise UserError(f"{place} is not valid JSON in UTF-8: {error}") from None
 
 
 def _rows(path: Path) -> Iterator[tuple[str, Any]]:
@@ -180,7 +180,7 @@ def _rows(path: Path) -> Iterator[tuple[str, Any]]:
             calls = (isinstance(one, dict) and one.get("tool_calls") for one in messages)
             if record.get("tools") or any(calls):
                 raise UserError(
-                    f"{path}:{number}: parquet cannot hold tools exactly: give JSON Lines"
+                    f"{path}:{number}: parquet cannot store tools exactly: use JSON Lines"
                 )
             yield f"{path}:{number}", record
     except (OSError, ArrowException) as error:
@@ -215,6 +215,6 @@ def _message(given: dict[str, Any], place: str) -> dict[str, Any]:
     if isinstance(content, str):
         message["content"] = content.removeprefix(BYTE_ORDER_MARK)
     elif content is not None or not message.get("tool_calls"):
-        has = "no content" if content is None else f"a content of type {kind_of(content)}, not text"
+        has = "no content" if content is None else f"content of type {kind_of(content)}, not text"
         raise UserError(f"{place} ({role}) has {has}")
     return message

@@ -70,7 +70,7 @@ def write_model(
     if left:
         raise UserError(
             f"{len(left)} weights of the trained model, such as {min(left)}, are not in the files "
-            f"of {original}: load it with transformers, save it, and fine-tune that"
+            f"of {original}: load it with transformers, save it, and fine-tune the result"
         )
     if copied:
         print(
@@ -119,7 +119,7 @@ def refuse_changes(original: Path, folder: Path, requested: Mapping[str, Any]) -
         wrong += [f"{name}: {line}" for line in differences(*nulls)]
     if wrong:
         raise UserError(
-            f"the export would differ from {original} ({'; '.join(wrong)}), and is not written"
+            f"the export would differ from {original} ({'; '.join(wrong)}), so it is not written"
         )
 
 

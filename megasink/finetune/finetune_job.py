@@ -42,8 +42,8 @@ def fine_tune(options: FinetuneOptions, out: Path, overwrite: bool, base: Path) 
         settings = sft_training.settings(options, *before)
         if chats.turn_end is None:
             print(
-                "megasink: warning: the chat template does not end a turn with a token that is "
-                "trained: the model may not learn to stop",
+                "megasink: warning: the chat template does not end a turn with a trained token: "
+                "the model may not learn to stop",
                 file=sys.stderr,
             )
     held = results_in(out, "finetune", settings, overwrite=overwrite, writes=is_first)
@@ -149,10 +149,10 @@ def _card(
     )
     lora = f"rank {options.lora_rank}, alpha {options.lora_alpha or options.lora_rank:g}"
     losses = [entry["loss"] for entry in log if "loss" in entry]
-    equation = f"Eq. 8, without the {shared_heads} most important of each layer"
+    equation = f"Eq. 8, all but the {shared_heads} most important of each layer"
     rows = {
         "base model": named or base.name,
-        "license of the base": licensed.get("license", "not stated in its folder"),
+        "license of the base model": licensed.get("license", "not stated in its folder"),
         "conversations": ", ".join(path.name for path in options.data),
         "weights trained": "all" if options.full else f"LoRA ({lora})",
         "head-balance coefficient": f"{options.head_balance_coeff:g}",
@@ -163,7 +163,7 @@ def _card(
         "computed in": "bfloat16" if options.bf16 else "float32",
         "seed": options.seed,
         "training loss, first and last step": f"{losses[0]:.4f}, {losses[-1]:.4f}",
-        "loss of held-out conversations, after": f"{log[-1]['eval_loss']:.4f} nats per token",
+        "held-out loss after training": f"{log[-1]['eval_loss']:.4f} nats per token",
         "head imbalance, before and after": f"{imbalance[0]:.4f}, {imbalance[1]:.4f}",
     }
     table = "\n".join(f"| {name} | {value} |" for name, value in rows.items())
@@ -173,7 +173,7 @@ def _card(
 
 # {base.name}, fine-tuned with the head-balance loss
 
-Made by `megasink finetune` {megasink.__version__} with TRL, on the assistant's turns alone.
+Made by `megasink finetune` {megasink.__version__} with TRL, on the assistant's turns only.
 
 | | |
 |---|---|

@@ -28,7 +28,7 @@ class FinetuneOptions:
     """a Hugging Face folder with safetensors and a tokenizer"""
 
     data: tuple[Path, ...] = field(metadata={"argparse_meta": {"metavar": "FILE"}})
-    """conversations: JSON Lines or parquet; messages with role and content"""
+    """conversations as JSON Lines or parquet, with messages of role and content"""
 
     full: bool = False
     """train all weights, not LoRA adapters"""
@@ -58,7 +58,7 @@ class FinetuneOptions:
     """passes over the conversations; default: 1"""
 
     lr: float | None = None
-    """peak learning rate of a cosine to 0; default: 1e-4 with LoRA, else 1e-5"""
+    """peak learning rate of a cosine decay to 0; default: 1e-4 with LoRA, else 1e-5"""
 
     micro_batch_size: int = 1
     """packed samples per process and forward pass; default: %(default)s"""
@@ -99,7 +99,7 @@ class FinetuneOptions:
                 "least two must remain to be balanced"
             )
         if isinstance(positions, int) and self.seq_length > positions:
-            yield f"--seq-length {self.seq_length}: the model has {positions} positions"
+            yield f"--seq-length {self.seq_length}: the model has only {positions} positions"
 
     def _of_numbers(self) -> Iterator[str]:
         if self.adapter and self.full:

@@ -31,9 +31,9 @@ from megasink.transformers.model_identity import model_identity
 from megasink.transformers.trainer_callback import HeadBalanceCallback, check_arguments
 
 HELD_OUT = 0.02
-"""Share of the conversations that are held out, the last ones; at least one."""
+"""Share of the conversations that are held out: the last ones, at least one."""
 SAMPLES = 64
-"""Conversations for head importance: held-out ones, and others if these are few."""
+"""Conversations for head importance: held-out ones, then others if those are too few."""
 _PACKAGES = ("accelerate", "datasets", "peft", "tokenizers", "trl")
 
 
@@ -92,9 +92,9 @@ def tokenized(options: FinetuneOptions, chats: ChatTokenizer, folder: Path) -> t
     if processes() == 1 or torch.distributed.get_rank() == 0:
         cut = int((np.asarray(every["whole"]) > most).sum())
         print(
-            f"{count:,} conversations to train on, {len(found) - count:,} held out; {cut:,} are "
-            f"cut off after {most} tokens; {len(every) - len(found):,} without an answer before "
-            "the cut are left out"
+            f"{count:,} conversations to train on, {len(found) - count:,} held out. {cut:,} "
+            f"are cut off after {most} tokens, and {len(every) - len(found):,} are left out, "
+            "because they have no answer before the cut"
         )
     sample = found[min(count, max(0, len(found) - SAMPLES)) :][:SAMPLES]
     return columns.select(found[:count]), columns.select(found[count:]), columns.select(sample)
@@ -147,7 +147,7 @@ def make_trainer(
     asks = getattr(text, "output_router_logits", False) and getattr(text, "num_experts", 1)
     if asks and getattr(text, "moe_router_score_function", "softmax") != "softmax":
         raise UserError(
-            f"{options.model}/config.json asks for the router loss (output_router_logits), which "
+            f"{options.model}/config.json enables the router loss (output_router_logits), which "
             "TRL computes only for softmax routers: set it to false"
         )
     if not asks:  # TRL trains it for every model that has a coefficient
@@ -223,7 +223,7 @@ def export(trainer: Any, chats: ChatTokenizer, options: FinetuneOptions, folder:
         token = chats.tokenizer.convert_ids_to_tokens(chats.turn_end)
         ids = f"eos_token_id={requested['eos_token_id']}"
         stop = f"pass {ids} to generate()" if options.adapter else f"generation_config.json: {ids}"
-        print(f"the template ends answers with {token}, at which MODEL does not stop: {stop}")
+        print(f"the template ends answers with {token}, but MODEL does not stop there: {stop}")
     with atomic_folder(folder) as unfinished:
         if options.adapter:
             model.save_pretrained(unfinished)

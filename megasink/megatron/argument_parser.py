@@ -103,7 +103,7 @@ def read_flags(parser: ArgumentParser, argv: Sequence[str]) -> Namespace:
         raise ConfigError(args.flag_problems)
     # Megatron would read the file while parsing and replace every flag with its contents.
     if args.yaml_cfg is not None:
-        args.flag_problems.append(f"--yaml-cfg {args.yaml_cfg}: give flags instead")
+        args.flag_problems.append(f"--yaml-cfg {args.yaml_cfg}: pass flags instead")
         args.yaml_cfg = None
     if args.enable_msc and importlib.util.find_spec("multistorageclient") is None:
         args.flag_problems.append(

@@ -148,7 +148,7 @@ class CoreAttention(ShardedByHeads, MegatronModule):
         """Compute attention for [S, B, H, D] queries and [S, B, G, D] keys and values."""
         if attention_bias is not None:
             raise NotImplementedError(
-                "an attention bias is not supported by CoreAttention: --attention-bias-type has "
+                "CoreAttention does not support an attention bias: use --attention-bias-type for "
                 "biases that depend only on the distance"
             )
         if self.training and self.config.statistics.number <= 1:
@@ -249,7 +249,7 @@ class CoreAttention(ShardedByHeads, MegatronModule):
             )
         if gate_BHT is None and record.always_gated:
             raise ValueError(
-                f"attention variant {record.name!r} has a slot, but returned no gate: return one"
+                f"attention variant {record.name!r} has a slot, so its attend must return a gate"
             )
         if self.attending.counts_sinks and not self.training:
             first_BH = first_key_share(
@@ -327,7 +327,7 @@ class CoreAttention(ShardedByHeads, MegatronModule):
 
 
 def _refuse_first_value() -> Tensor:
-    raise ValueError("a slot with the value of a real key needs its own call: define `attend`")
+    raise ValueError("a variant whose slot has the value of a real key must define `attend`")
 
 
 def frees_projection(layer: CoreAttention, query: Tensor, key: Tensor, value: Tensor) -> bool:

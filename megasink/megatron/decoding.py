@@ -75,21 +75,19 @@ def generate(
         ValueError: There are no prompts, an empty prompt, or no tokens to generate.
     """
     if model.config.sequence_parallel:
-        raise UserError(
-            "--sequence-parallel: generation cannot split a single token; drop the flag"
-        )
+        raise UserError("drop --sequence-parallel: generation cannot split a single token")
     if model.config.context_parallel_size > 1:
         raise UserError(
-            "--context-parallel-size: generation cannot split a single token; use size 1, which "
-            "loads the same checkpoint"
+            "use --context-parallel-size 1, which loads the same checkpoint: generation cannot "
+            "split a single token"
         )
     if MAMBA in layers_of(model.hybrid_layer_pattern):
         raise UserError(
-            f"{RECURRENT[MAMBA]} layers: generation has no cache for their state; use megasink "
+            f"generation has no cache for the state of {RECURRENT[MAMBA]} layers: use megasink "
             "analyze"
         )
     if not prompts or not all(prompts) or max_new_tokens < 1:
-        raise ValueError("give at least one prompt, no empty prompt, and at least one new token")
+        raise ValueError("pass at least one prompt, no empty prompts, and at least one new token")
     device = next(model.parameters()).device
     lengths = [len(prompt) for prompt in prompts]
     total = max(lengths) + max_new_tokens

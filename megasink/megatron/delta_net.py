@@ -42,7 +42,7 @@ class CachedDeltaNet(GatedDeltaNet):
         if tokens != (start := inference_context.sequence_len_offset):
             raise UserError(
                 f"the delta-net state of layer {self.layer_number} has {tokens} tokens, but "
-                f"{start} are before the next one: generate from the first token"
+                f"{start} precede the next one: generate from the first token"
             )
         inputs_BSC = torch.cat((before_BSC, qkv_BSC), dim=1)
         weight, bias = self.conv1d.weight, self.conv1d.bias

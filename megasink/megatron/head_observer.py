@@ -157,8 +157,8 @@ class MegatronLayerBalance(StaysFloat32, LayerBalance):
         elif (real := self._statistics.factors.real) is not None:
             if real.mask_BT.shape != (batch, length):
                 raise RuntimeError(
-                    f"set_real_tokens got a mask of {list(real.mask_BT.shape)}, but layers on this "
-                    f"rank have {[batch, length]} rows and tokens"
+                    f"set_real_tokens got a mask {list(real.mask_BT.shape)}, but layers here "
+                    f"have shape {[batch, length]} (rows, tokens)"
                 )
             tokens, real_BT = real.here, real.mask_BT.to(gate_BHTC.device)
             count = in_row = max(1, real.in_row)
@@ -191,7 +191,7 @@ class MegatronLayerBalance(StaysFloat32, LayerBalance):
         if ours is not None and not {*ranks_of(group)} <= {*ranks_of(ours)}:
             raise RuntimeError(
                 f"the ranks {ranks_of(group)} would share importances, but the HeadBalance has the "
-                f"group {ranks_of(ours)}: give the model a pg_collection whose {name} is inside it"
+                f"group {ranks_of(ours)}: give the model a pg_collection whose {name} is part of it"
             )
         return group
 
@@ -227,8 +227,8 @@ def _refuse_other(mask: Tensor, group: ProcessGroup) -> None:
     rows = mask.shape[-2]
     if rows > len(causal_SS) or not torch.equal(mask.bool(), causal_SS[:rows].expand_as(mask)):
         raise ValueError(
-            f"an attention mask {list(mask.shape)} that is not causal: megasink's attention would "
-            "ignore it. Pass None and mark documents by packed_seq_params, padding by "
+            f"an attention mask {list(mask.shape)} is not causal, and megasink's attention would "
+            "ignore it: pass None, mark documents with packed_seq_params, and padding with "
             "set_real_tokens"
         )
 
@@ -242,7 +242,7 @@ def _warn_of_padding(value_sBGD: Tensor) -> bool:
     if found:
         warnings.warn(
             f"{int(same_B.sum())} of {len(same_B)} rows end with {length} or more equal tokens, "
-            "which count in the head importance: mark padding by set_real_tokens of the "
+            "which count in the head importance: mark padding with set_real_tokens of the "
             "HeadBalance",
             stacklevel=2,
         )

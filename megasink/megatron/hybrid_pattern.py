@@ -18,7 +18,7 @@ ATTENTION, LATENT, FFN, EXPERTS, MAMBA, DELTA_NET = "*", "+", "-", "E", "M", "G"
 SUPPORTED = ATTENTION + LATENT + FFN + EXPERTS + MAMBA + DELTA_NET
 SPARSE = "D"
 RECURRENT = {MAMBA: "Mamba", DELTA_NET: "gated delta-net"}
-"""Layers whose state runs through the whole row."""
+"""Layers that carry a state from token to token."""
 STAGE, PREDICTION = "|", "/"
 
 

@@ -59,7 +59,7 @@ class MegasinkHybridStack(HybridStack):
         if layers > config.num_layers or (is_last and layers < config.num_layers):
             raise UserError(
                 f"num_layers is {config.num_layers}, but the pattern of the HybridModel has "
-                f"{layers} layers: an FFN is a layer of its own"
+                f"{layers} layers: each FFN counts as a layer"
             )
 
 

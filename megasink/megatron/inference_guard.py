@@ -35,7 +35,7 @@ def dynamic_inference_problems(config: MegasinkTransformerConfig, device_type: s
     computed = [record.name for record in variants() if record.dynamic_inference]
     if config.attention_variant not in computed:
         problems.append(
-            f"dynamic inference computes {', '.join(computed)} attention, "
+            f"dynamic inference supports {', '.join(computed)} attention, "
             f"not --attention-variant {config.attention_variant}"
         )
     for option in (option for kind in OPTIONS for option in dataclasses.fields(kind)):
@@ -56,9 +56,9 @@ def refuse_what_bypasses_core_attention(
     config: Any = model.config
     problems = []
     if config.flash_decode:
-        problems.append("--flash-decode bypasses core attention and its window: drop it")
+        problems.append("--flash-decode bypasses core attention and its window: drop the flag")
     if context.is_dynamic_batching():
         device = next(model.parameters()).device.type
         problems += dynamic_inference_problems(config, device)
     if problems:
-        raise ConfigError([f"{p} (static inference runs: megasink generate)" for p in problems])
+        raise ConfigError([f"{p} (use static inference: megasink generate)" for p in problems])

@@ -92,7 +92,7 @@ def initialize_weights(model: Any, seed: int) -> None:
             known = _MAMBA in name or _of_variant(names[name], model.config) is not None
             if parameter.dim() > 1 and not known:
                 raise ValueError(
-                    f"megasink does not know how Megatron initialises {name}: "
+                    f"megasink does not know how Megatron initializes {name}: "
                     "its value would depend on the layout"
                 )
             continue

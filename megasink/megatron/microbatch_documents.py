@@ -88,7 +88,7 @@ def row_of_documents(
     if not padding:
         return documents
     if not documents.real_in_row:
-        raise ValueError(f"a row of {tokens} tokens is only padding: leave it out of the data")
+        raise ValueError(f"a row of {tokens} tokens is all padding: remove it from the data")
     real_1S = torch.ones(1, tokens, dtype=torch.bool, pin_memory=device.type == "cuda")
     for start, stop in padding:
         real_1S[:, start:stop] = False
@@ -120,8 +120,8 @@ def documents_of(params: PackedSeqParams, tokens: int, ranks: int = 1) -> Docume
         assert params.documents is not None
         if params.documents.tokens != tokens:
             raise ValueError(
-                f"packed documents of {params.documents.tokens} tokens on this context-parallel "
-                f"rank, but {tokens} queries"
+                f"this context-parallel rank has packed documents of {params.documents.tokens} "
+                f"tokens, but {tokens} queries"
             )
         return params.documents
     known: Documents | None = params.__dict__.get(_CACHE)
@@ -133,18 +133,17 @@ def documents_of(params: PackedSeqParams, tokens: int, ranks: int = 1) -> Docume
 
 def _read(params: PackedSeqParams, tokens: int, ranks: int) -> Documents:
     if params.qkv_format != "thd":
-        raise NotImplementedError(f"packed sequences in the format {params.qkv_format!r}: use thd")
+        raise NotImplementedError(f"packed sequences have format {params.qkv_format!r}: use thd")
     if ranks > 1:
         raise NotImplementedError(
-            "packed documents in Megatron's format thd under context parallelism, which splits "
-            "each document: pass a PackedRow of megasink.megatron.microbatch_documents, "
-            "which splits the row"
+            "under context parallelism Megatron's format thd splits each packed document: pass a "
+            "megasink.megatron.microbatch_documents.PackedRow, which splits the row"
         )
     queries, keys = params.cu_seqlens_q, params.cu_seqlens_kv
     if queries is not keys and not torch.equal(queries, keys):
         raise NotImplementedError(
-            "packed sequences whose queries and keys have different boundaries: decode each "
-            "separately"
+            "the queries and keys of packed sequences have different boundaries: decode each "
+            "sequence separately"
         )
     real = queries.tolist()
     padded_q = params.cu_seqlens_q_padded

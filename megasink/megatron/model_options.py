@@ -28,19 +28,16 @@ FFN_ACTIVATIONS = {
 _RELATIVE = {"relative_attention_num_buckets": 32, "relative_attention_max_distance": 128}
 # Options beyond a TransformerConfig and a layer spec, and how to get them.
 _ELSEWHERE = {
-    "attention_variant_layers": "a MegasinkTransformerConfig has it",
-    "sinusoidal_position_embedding": "megasink.megatron.model builds it",
-    "embedding_norm": "megasink.megatron.model builds it",
-    "logit_softcap": "megasink.megatron.model builds it",
+    "attention_variant_layers": "set it in a MegasinkTransformerConfig",
+    "sinusoidal_position_embedding": "build the model with megasink.megatron.model",
+    "embedding_norm": "build the model with megasink.megatron.model",
+    "logit_softcap": "build the model with megasink.megatron.model",
     "sink_lr_mult": "give the optimizer a group for core_attention.softmax_offset",
     "sink_weight_decay": "give the optimizer a group for core_attention.softmax_offset",
 }
 
 
-_DROPOUT = (
-    "it breaks the identity of gate and log-sum-exp, and Megatron's default is 0.1: set it to 0.0 "
-    "before HeadBalance(config)"
-)
+_DROPOUT = "it breaks the identity of gate and log-sum-exp (Megatron's default is 0.1)"
 
 
 def has_options(config: Any) -> bool:
@@ -93,12 +90,12 @@ def _against(config: Any, given: Any) -> list[str]:
     fine = (
         *IGNORED,
         ("attention_dropout", 0.0, _DROPOUT),
-        ("multi_latent_attention", False, "this core attention is for GQA and MHA"),
+        ("multi_latent_attention", False, "this core attention supports only GQA and MHA"),
         ("cuda_graph_impl", "none", "a replayed graph neither counts heads nor updates the loss"),
         ("attention_output_gate", gate, f"attention_variant {record.name!r} has a different gate"),
     )
     problems = [
-        f"{name} {value!r}: {why}: set it to {wanted!r}"
+        f"{name} {value!r}: {why}; set it to {wanted!r}"
         for name, wanted, why in fine
         if (value := getattr(config, name, wanted)) not in (wanted, False, None)
     ]
@@ -113,7 +110,8 @@ def _against(config: Any, given: Any) -> list[str]:
 def refuse_late(config: Any) -> None:
     """Raise ConfigError for a field that was set after the options were checked."""
     if config.attention_dropout:
-        raise ConfigError([f"attention_dropout {config.attention_dropout!r}: {_DROPOUT}"])
+        late = "set it to 0.0 before HeadBalance(config)"
+        raise ConfigError([f"attention_dropout {config.attention_dropout!r}: {_DROPOUT}: {late}"])
 
 
 def _wrong_together(given: dict[str, Any], defaults: dict[str, Any], config: Any) -> list[str]:
@@ -121,7 +119,7 @@ def _wrong_together(given: dict[str, Any], defaults: dict[str, Any], config: Any
     problems, name = [], given["attention_variant"]
     if is_variant(name):  # else refused with the names of all
         foreign = sorted(n for n in foreign_options(variant(name)) if given[n] != defaults[n])
-        problems += [f"{n} does nothing for attention_variant {name!r}" for n in foreign]
+        problems += [f"{n} has no effect with attention_variant {name!r}" for n in foreign]
     names = ("head_balance_coeff", "head_balance_shared_heads", "head_balance_shared_refresh")
     of_loss = {n: given[n] for n in names}
     return problems + wrong_alone(of_loss) + wrong_together(of_loss, config.num_attention_heads)

@@ -34,7 +34,7 @@ class ResidualAdd(MegatronModule):
         super().__init__(config=config)
         self.config: MegasinkTransformerConfig = config
         if config.sandwich_norm and (config.post_norm or config.residual_clip is not None):
-            raise ValueError("sandwich_norm excludes post_norm and residual_clip")
+            raise ValueError("sandwich_norm cannot be combined with post_norm or residual_clip")
         self.layernorm: Any = None
         if config.sandwich_norm or config.post_norm:
             self.layernorm = norm(config, config.hidden_size, eps=config.layernorm_epsilon)

@@ -57,7 +57,7 @@ class Ring:
 
     def __init__(self, group: ProcessGroup, options: Any):
         if problems := ", ".join(ring_problems(options)):
-            raise ValueError(f"cp_comm_type 'p2p' with {problems}: use 'all_gather' or 'a2a'")
+            raise ValueError(f"cp_comm_type 'p2p' rejects {problems}: use 'all_gather' or 'a2a'")
         self.group = group
         self.first_value_BG1D: Tensor | None = None
 

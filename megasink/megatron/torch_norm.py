@@ -25,7 +25,7 @@ class TorchNorm:
         if config.layernorm_zero_centered_gamma:
             raise ValueError(
                 "--apply-layernorm-1p needs TransformerEngine or apex: "
-                "torch's norms have no zero-centred weight"
+                "torch's norms have no zero-centered weight"
             )
         norm: torch.nn.Module = norms[config.normalization](hidden_size, eps=eps)
         for parameter in norm.parameters():

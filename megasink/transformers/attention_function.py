@@ -196,13 +196,13 @@ def _check(config: Any, module: nn.Module, dropout: float, kwargs: dict[str, Any
 
 def _check_masked(config: Any, query: Tensor, key: Tensor, value: Tensor, heads: Any) -> None:
     if heads is not None:
-        refuse(config, "the head-balance loss reads whole sequences: train without a cache")
+        refuse(config, "the head-balance loss needs whole sequences: train without a cache")
     grads = torch.is_grad_enabled() and any(t.requires_grad for t in (query, key, value))
     if grads and query.shape[2] > 1:
         refuse(
             config,
-            "gradients of several tokens after a padded cache, or of rows with padding between "
-            "their tokens: pad on one side and train without a cache",
+            "it needs gradients of several tokens after a padded cache, or of rows with padding "
+            "between their tokens: pad on one side and train without a cache",
         )
 
 

@@ -191,7 +191,7 @@ def _documents(sees_2BT: Tensor, config: Any, *, complete: bool) -> tuple[int, .
         return None
     later_BT, earlier_BT = sees_2BT.cpu()
     if bool(later_BT.any()):
-        refuse(config, "some of its tokens see later ones")
+        refuse(config, "some of its tokens attend to later ones")
     return boundaries(~earlier_BT) if complete else None
 
 
@@ -207,7 +207,7 @@ def refuse(config: Any, what: str) -> NoReturn:
     """Raise the error for a model that megasink does not support."""
     name = getattr(config, "model_type", None) or "this model"
     raise UserError(
-        f'attn_implementation="megasink" cannot run {name}: {what}; or use "eager" for it'
+        f'attn_implementation="megasink" cannot run {name}: {what}. Otherwise use "eager"'
     )
 
 
@@ -216,8 +216,8 @@ class _NoTensor(UserError, AttributeError):
 
 
 _COMPUTED_WITH = (
-    'attn_implementation="megasink" cannot run this model: it reads its attention mask, '
-    'which megasink never materializes; use "eager" for it'
+    'attn_implementation="megasink" cannot run this model, which reads its attention mask: '
+    'megasink never materializes the mask, so use "eager"'
 )
 PACKED_AND_COMPILED = (
     'attn_implementation="megasink" does not support packed documents under torch.compile'

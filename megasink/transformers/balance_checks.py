@@ -49,7 +49,7 @@ def model_problems(
     if len(heads) > 1:
         problems.append(
             f"{name} has layers of {' and of '.join(map(str, heads))} heads: the loss needs "
-            "the same number in each"
+            "the same number in each layer"
         )
     needs_softmax = any(reader is None for reader in readers.values())
     implementation = decoder_config(model)._attn_implementation
@@ -59,11 +59,11 @@ def model_problems(
         )
     elif needs_softmax and implementation != "megasink":
         problems.append(
-            f"{name} has the attention implementation {implementation!r}, which gives no gates: "
+            f"{name} has the attention implementation {implementation!r}, which provides no gates: "
             'import megasink.transformers and call model.set_attn_implementation("megasink")'
         )
     if len(set((getattr(model, "hf_device_map", None) or {}).values())) > 1:
-        problems.append(f"{name} is split over devices: the loss needs a whole model on each")
+        problems.append(f"{name} is split over devices: the loss needs all of it on one device")
     if (getattr(model, "tp_size", None) or 1) > 1:
         problems.append(f"{name} is tensor-parallel: train with data parallelism only")
     return problems

@@ -148,8 +148,8 @@ def _heads(attention: torch.nn.Module, name: str, config: Any) -> int:
         own = _first(getattr(attention, "config", config), _CONFIG_HEADS)
     if own is None:
         raise UserError(
-            f"neither {name} ({type(attention).__name__}) nor its configuration has a number of "
-            f"heads named {', '.join(_MODULE_HEADS)}"
+            f"neither {name} ({type(attention).__name__}) nor its configuration has the number of "
+            f"heads ({', '.join(_MODULE_HEADS)})"
         )
     return own
 
@@ -172,7 +172,7 @@ def output_weight(output: torch.nn.Module, heads: int) -> Tensor:
     if not (isinstance(weight, Tensor) and weight.dim() == 2 and weight.is_floating_point()):
         raise UserError(
             f"the output projection is a {type(output).__name__} without a matrix of "
-            "weights (quantized, or a module of its own): megasink cannot read it"
+            "weights (it may be quantized): megasink cannot read it"
         )
     if type(output).__name__ != "Conv1D":  # GPT-2 keeps [in, out]
         weight = weight.t()

@@ -13,7 +13,7 @@ from megasink.data.text_tokenizer import text_json
 
 _BITS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 _READ = 4096
-"""Elements read individually per weight; all others enter only through the sum of their bits."""
+"""Elements hashed individually per weight; the others enter only through the sum of all bits."""
 
 
 def weights_hash(module: torch.nn.Module) -> str:

@@ -156,7 +156,7 @@ def check_arguments(args: Any) -> None:
         if size > 1:
             raise UserError(
                 f"the head-balance loss in transformers needs whole models and sequences on every "
-                f"rank, and parallelism_config has {kind}_size {size}: use data parallelism, or "
+                f"rank, but parallelism_config has {kind}_size {size}: use data parallelism, or "
                 "megasink train"
             )
 

@@ -30,7 +30,7 @@ class GroupStepAdam(torch.optim.Optimizer):
         capturable: bool = False,
     ):
         if capturable:
-            raise ValueError("GroupStepAdam cannot be captured in a CUDA graph; install apex or TE")
+            raise ValueError("no CUDA graphs with GroupStepAdam: install apex or TransformerEngine")
         defaults = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay}
         super().__init__(params, defaults)
         self.adam_w_mode = adam_w_mode

@@ -25,7 +25,7 @@ ORDER = patches("always", "tests/training/test_sample_order.py")(
     "an order for each epoch",
     _GPT,
     "_build_document_index _build_shuffle_index",
-    "more steps would change the order of the epoch in which a run resumes",
+    "raising the number of steps would change the order of the epoch in which a run resumes",
     f"{_GPT}: def _build_document_index(documents, num_epochs, numpy_random_state, "
     "separate_final_epoch)",
     f"{_GPT}: def _build_shuffle_index(num_samples, total_size, numpy_random_state)",

@@ -41,7 +41,7 @@ CHAINED_STATES = _patch(
     "megatron.core.optimizer.optimizer.ChainedOptimizer",
     "load_state_dict",
     "a checkpoint of one optimizer loads only into one, but with parallel experts there are two; "
-    "groups are matched by learning rates and weight decay, so changed values find no match",
+    "groups are matched by learning rate and weight decay, so changed values match nothing",
     "megatron.core.optimizer.optimizer:ChainedOptimizer: def load_state_dict(self, state_dict)",
     "megatron.core.optimizer.optimizer:ChainedOptimizer.load_state_dict: "
     "len(self.chained_optimizers) != len(state_dict)",
@@ -87,7 +87,7 @@ GLOBAL_LOSS = _patch(
     "gradient of the global balancing loss of experts",
     "megatron.core.transformer.moe.router.TopKRouter",
     "attach_and_log_load_balancing_loss",
-    "each data-parallel rank has its share of the loss, which the mean over them divides again",
+    "each data-parallel rank has its share of the loss, which the mean over ranks divides again",
     "megatron.core.transformer.moe.router:TopKRouter: "
     "def attach_and_log_load_balancing_loss(self, activation, aux_loss_coeff, aux_loss, "
     "aux_loss_name, reduce_group, needs_dp_avg, valid_token_count)",

@@ -81,7 +81,7 @@ class Quote:
         for node in ast.walk(tree):
             if isinstance(node, ast.expr | ast.stmt) and _same(quoted, node):
                 return f"{name}:{first + node.lineno}"
-        raise MovedError(f"{name} no longer says `{self.code}`" + f" in {scope}" * bool(scope))
+        raise MovedError(f"{name} no longer contains `{self.code}`" + f" in {scope}" * bool(scope))
 
 
 @cache

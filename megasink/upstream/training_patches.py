@@ -68,7 +68,7 @@ FAULT_TOLERANCE = _training(
     "one parse of the command line",
     "megatron.training.ft_integration",
     "setup",
-    "it parses all flags again to check for --enable-ft-package, which is refused",
+    "it parses all flags again to check for --enable-ft-package, which megasink refuses",
     "megatron.training.ft_integration: def setup()",
     "megatron.training.ft_integration:setup: args = arguments.parse_args(ignore_unknown_args=True)",
     "megatron.training.training:pretrain: ft_integration.setup()",
@@ -88,7 +88,7 @@ MATRIX_SHARDS = _training(
     "whole matrices for Muon's distributed optimizer",
     "megatron.training.models.dist_utils",
     "_ddp_wrap DistributedOptimizer",
-    "a builder's model gets buffers for Adam's shards, which cut matrices; get_model's do not",
+    "a builder gives a model buffers for Adam's shards, which cut matrices; get_model does not",
     "megatron.training.models.dist_utils:_ddp_wrap: "
     "DistributedOptimizer.compute_full_param_layout(...)",
     "megatron.training.models.dist_utils:prepare_existing_model_chunks_for_distributed_training: "
@@ -99,11 +99,11 @@ MATRIX_SHARDS = _training(
     fixed_in="0.20",
 )
 HYBRID_COUNTS = _training(
-    "counts of layers in the logs of a hybrid model",
+    "layer counts in the logs of a hybrid model",
     "megatron.training.training",
     "is_hybrid_model, there and in megatron.training.theoretical_memory_usage",
-    "ranks without experts count their losses by layers E, the others by all layers; memory is not "
-    "estimated",
+    "ranks without experts expect a loss for each E layer, the others for each layer; memory is "
+    "not estimated",
     "megatron.training.training:training_log: is_hybrid_model(args)",
     "megatron.training.training:num_floating_point_operations: is_hybrid_model(args)",
     "megatron.training.theoretical_memory_usage:report_theoretical_memory: is_hybrid_model(args)",

@@ -47,7 +47,7 @@ def check_versions() -> None:
         raise UserError(
             f"Python {sys.version.split()[0]} is too old: megatron-core 0.19 needs 3.12"
         )
-    require_train("a run, which Megatron loads,")
+    require_train("a run")
     for package, (lowest, below) in SUPPORTED.items():
         installed = version_of(package)
         wanted = f">={'.'.join(map(str, lowest))}"

@@ -122,10 +122,10 @@ def test_documents_lie_in_memory_as_megatron_wants_them():
 @pytest.mark.parametrize(
     ("cu_seqlens", "message"),
     [
-        ((0, 5), "grow from 0 to the 8 tokens"),
-        ((1, 8), "grow from 0 to the 8 tokens"),
-        ((0, 6, 5, 8), "grow from 0 to the 8 tokens"),
-        ((), "grow from 0 to the 8 tokens"),
+        ((0, 5), "must rise from 0 to 8 "),
+        ((1, 8), "must rise from 0 to 8 "),
+        ((0, 6, 5, 8), "must rise from 0 to 8 "),
+        ((), "must rise from 0 to 8 "),
     ],
 )
 def test_wrong_boundaries_are_refused(cu_seqlens, message):
@@ -283,11 +283,11 @@ def test_masks_without_meaning_are_refused():
     }.items():
         with pytest.raises(ValueError, match=problem):
             attention(query, query, query, **options)
-    with pytest.raises(ValueError, match="call each document by itself"):
+    with pytest.raises(ValueError, match="call attention once for each document"):
         attention(few, query, query, cu_seqlens=(0, 8), causal=False)
     with pytest.raises(ValueError, match=r"8 queries .* not 3"):
         attention(query, few, few, cu_seqlens=(0, 3))
     with pytest.raises(ConfigError, match="needs the causal mask"):
         attention(query, query, query, distance_bias_HS=bias, causal=False)
-    with pytest.raises(ConfigError, match="adds no bias to the scores; use 'eager'"):
+    with pytest.raises(ConfigError, match="does not support a distance bias; use 'eager'"):
         attention(query, query, query, distance_bias_HS=bias, backend="flash-cpu")

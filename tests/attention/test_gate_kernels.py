@@ -238,9 +238,9 @@ def test_triton_is_chosen_on_a_gpu_and_pytorch_on_request():
     ("request_", "reason"),
     [
         (replace(A100, device_type="cpu"), "run on CUDA devices, not on cpu"),
-        (replace(A100, compute_capability=(7, 5)), "8.0 or later, and the device has 7.5"),
+        (replace(A100, compute_capability=(7, 5)), "8.0 or later, but the device has 7.5"),
         (replace(A100, dtype=torch.float64), "not in torch.float64"),
-        (replace(A100, distance_bias=True), "add no bias"),
+        (replace(A100, distance_bias=True), "do not support a distance bias"),
     ],
 )
 def test_refusals(request_, reason):

@@ -184,7 +184,9 @@ def test_a_wheel_without_the_backward_of_its_sink_is_named(monkeypatch):
     stand_in_packages(monkeypatch, "flash-attn-4")
     choice = choose_gate_kernels(replace(H100, variant="sink"))
     assert choice.name != OWN
-    assert "has no backward for its own sink: install flash-attn-4>=4.0.0b26" in choice.reasons[OWN]
+    assert (
+        "has no backward pass for its sink: install flash-attn-4>=4.0.0b26" in choice.reasons[OWN]
+    )
 
 
 def test_the_choice_of_a_sink_in_the_kernel(monkeypatch):
@@ -194,7 +196,7 @@ def test_the_choice_of_a_sink_in_the_kernel(monkeypatch):
     assert choose_gate_kernels(H100).name == "torch"
     for request_, kernel, reason in (
         (sink, "flash-attn-4+torch", "other kernels were requested"),
-        (sink, "flash-cuda", "flash-cuda has no sink of its own"),
+        (sink, "flash-cuda", "flash-cuda does not implement sinks"),
         (replace(sink, compute_capability=(12, 0)), "auto", "for compute capability 9 to 11"),
     ):
         choice = choose_gate_kernels(request_, kernel)
@@ -205,8 +207,8 @@ def test_the_choice_of_a_sink_in_the_kernel(monkeypatch):
 @pytest.mark.parametrize(
     ("version", "deterministic", "reason"),
     [
-        (91300, False, "its own sink needs cuDNN 9.13.1, but 91300 is installed"),
-        (91301, True, "the gradient of its own sink is not deterministic"),
+        (91300, False, "its sink needs cuDNN 9.13.1 or later, but 91300 is installed"),
+        (91301, True, "the gradient of its sink is not deterministic"),
         (91301, False, None),
     ],
 )
@@ -301,14 +303,14 @@ def test_the_newest_kernel_that_can_is_chosen(monkeypatch, request_, order):
             assert choice.reasons[missing] != f"{name} comes first"
         if "flash-attn-4" not in present and request_.compute_capability >= (9, 0):
             reason = choice.reasons["flash-attn-4"]
-            assert "not installed" in reason or "head dim goes up to 128" in reason
+            assert "not installed" in reason or "head dim is at most 128" in reason
 
 
 @pytest.mark.parametrize(
     ("name", "request_", "reason"),
     [
-        ("flash-attn-4", A100, "capability 9.0 or later, the device has 8.0"),
-        ("flash-attn-4", replace(B200, head_dim=256), "up to 128, got 256"),
+        ("flash-attn-4", A100, "capability 9.0 or later, but the device has 8.0"),
+        ("flash-attn-4", replace(B200, head_dim=256), "at most 128, got 256"),
         (
             "flash-attn-4",
             replace(B200, compute_capability=(12, 0), deterministic=True),
@@ -335,5 +337,5 @@ def test_refusals(monkeypatch, name, request_, reason):
 def test_a_package_that_does_not_import_is_named(monkeypatch, tmp_path):
     (tmp_path / "flash_attn_interface.py").write_text("raise OSError('libcudart.so: no such file')")
     monkeypatch.syspath_prepend(tmp_path)
-    with pytest.raises(ConfigError, match="does not import: OSError: libcudart"):
+    with pytest.raises(ConfigError, match="cannot be imported: OSError: libcudart"):
         choose_backend(H100, "flash-attn-3")

@@ -117,10 +117,10 @@ def test_the_memory_order_of_the_query_is_kept():
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"similarity": "cosine"}, "unknown similarity 'cosine': one of sigmoid"),
+        ({"similarity": "cosine"}, "unknown similarity 'cosine': choose sigmoid"),
         ({"similarity": "sigmoid", "normalization": "l2"}, "unknown normalization 'l2'"),
-        ({"similarity": "mlp"}, "weights of an MLP"),
-        ({"similarity": "sigmoid", "mlp": ()}, "weights of an MLP"),
+        ({"similarity": "mlp"}, "pass mlp if and only if"),
+        ({"similarity": "sigmoid", "mlp": ()}, "pass mlp if and only if"),
         ({"similarity": "sigmoid", "window": 3, "causal": False}, "needs the causal mask"),
     ],
 )

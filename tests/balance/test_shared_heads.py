@@ -133,7 +133,7 @@ def test_numpy_and_other_dtypes():
     [
         ([0.1, 0.2], "must be [layers, heads], got [2]"),
         ([[]], "must be [layers, heads], got [1, 0]"),
-        ([[0.1, math.nan]], "layer 0 has the importance of only some of its heads"),
+        ([[0.1, math.nan]], "layer 0 lacks the importance of some of its heads"),
         ([[math.nan, math.nan]], "no layer has head importance"),
         ([[0.5, 1.5]], "must be in [0, 1]"),
         ([[0.5, math.inf]], "must be in [0, 1]"),

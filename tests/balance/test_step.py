@@ -74,9 +74,9 @@ def test_a_step_that_runs_again_sees_the_same_coefficients_and_counts_once(step,
 
 
 def test_gates_without_a_step_are_refused(step, layer):
-    with pytest.raises(RuntimeError, match=r"no step was begun, .* install\(\)"):
+    with pytest.raises(RuntimeError, match=r"no step has begun, .* install\(\)"):
         layer.record(FIRST_H, 8)
-    with pytest.raises(RuntimeError, match=r"no step was begun"):
+    with pytest.raises(RuntimeError, match=r"no step has begun"):
         step.commit()
 
 
@@ -187,7 +187,9 @@ def test_a_second_reduction_is_refused_and_does_not_count(step, layer):
 def test_a_layer_that_counts_nothing_beside_others_is_named(step, layer):
     """One in eval(): its row would be NaN, and its share of the gradient missing."""
     step.built.add(3)
-    with pytest.raises(RuntimeError, match=r"layers \[3\] counted no gate in step 0, .*\[0\] did"):
+    with pytest.raises(
+        RuntimeError, match=r"in step 0 layers \[0\] counted gates, but layers \[3\] did not"
+    ):
         run(step, layer, FIRST_H)
 
 

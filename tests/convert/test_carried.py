@@ -58,7 +58,7 @@ def test_after_training_a_folder_says_what_it_said(pool, chat, tmp_path):
     )
     assert (code, errors) == (0, "")
     assert "kept for the next export: " in said
-    assert "not exported later: LICENSE" in said
+    assert "will not be exported: LICENSE" in said
     flags = shlex.split((base / "flags.txt").read_text())
     flags += shlex.split(
         "--mock-data --seq-length 32 --micro-batch-size 2 --train-iters 1 --lr 1e-3 --num-workers 0"

@@ -161,7 +161,7 @@ def test_a_model_of_no_architecture_brings_its_own_code(pool, runs, tmp_path):
         assert re.search(r"verified on \d+ tokens of text, float32: logits differ by", said)
         assert "verified in bfloat16" in said
     assert "target: MegasinkForCausalLM (megasink): no architecture of transformers" in exported[1]
-    assert "loading needs trust_remote_code=True" in exported[1]
+    assert "which need trust_remote_code=True" in exported[1]
     card = (hf / "README.md").read_text()
     assert 'from_pretrained("FOLDER", trust_remote_code=True)' in card
     assert "import only torch and transformers" in card
@@ -290,7 +290,7 @@ def test_bad_imports_are_one_clear_line(pool, plain, tmp_path):
     bad(edited(plain, tmp_path / "b", model__x=torch.ones(2)), "has no model.x")
     bad(edited(plain, tmp_path / "c", **{norm: torch.ones(3)}), "model.norm.weight [3]", "shape")
     nan = torch.full((48,), float("nan"))
-    bad(edited(plain, tmp_path / "d", **{norm: nan}), "model.norm.weight holds NaN", "48 of 48")
+    bad(edited(plain, tmp_path / "d", **{norm: nan}), "model.norm.weight contains NaN", "48 of 48")
     whole = {norm: torch.ones(48, dtype=torch.uint8)}
     bad(edited(plain, tmp_path / "j", **whole), "model.norm.weight is U8")
     bad(tmp_path / "nowhere", "no such folder")
@@ -313,7 +313,7 @@ def test_bad_imports_are_one_clear_line(pool, plain, tmp_path):
     (other / "config.json").write_text(json.dumps(config | {"vocab_size": 300}))
     bad(other, "400 tokens", "300")
     sink = ["--attention-variant", "sink"]
-    bad(plain, "between 0 and 1", flags=[*sink, "--sink-weight", "0"])
+    bad(plain, "above 0 so that", flags=[*sink, "--sink-weight", "0"])
     bad(
         plain,
         "--gate-granularity",

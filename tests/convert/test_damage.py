@@ -110,7 +110,7 @@ def test_what_is_not_a_number_is_refused_and_where(value, dtype):
     refuse_nan("w", fine)
     refuse_nan("w", torch.empty(0, 4, dtype=dtype))
     fine[3, 5] = value
-    with pytest.raises(UserError, match=r"w holds NaN or infinity \(1 of 63 .* \[3, 5\]\)"):
+    with pytest.raises(UserError, match=r"w contains NaN or infinity \(1 of 63 .* \[3, 5\]\)"):
         refuse_nan("w", fine)
 
 

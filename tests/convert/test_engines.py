@@ -22,7 +22,7 @@ GPT_OSS = {"attention": "sink", "activation": "gpt-oss", "layers": 4} | MOE
 def test_gpt_oss_has_windows_where_every_engine_looks_for_them(windows, written):
     gpt_oss, architecture = TARGETS["gpt_oss"], model(**GPT_OSS, windows=windows)
     if written is None:
-        with pytest.raises(UserError, match=r"vLLM and llama\.cpp read windows"):
+        with pytest.raises(UserError, match=r"vLLM and llama\.cpp assume windows"):
             choose(architecture, "gpt_oss")
         assert choose(architecture)[0].name == "megasink"
         return
@@ -101,7 +101,7 @@ def test_vllm_refuses_a_mixture_of_windows_that_it_would_ignore(windows, first):
     [
         ("llama", {}, []),
         ("llama", {"bias": True, "qkv_bias": True}, ["SGLang 0.5.23 ignores .*biases of the FFN"]),
-        ("llama", {"activation": "gelu"}, ["llama.cpp ignores this model's activation: avoid"]),
+        ("llama", {"activation": "gelu"}, ["llama.cpp ignores this model's activation: use"]),
         ("mistral", {"windows": (5, 5)}, ["SGLang.*sliding windows", "llama.cpp.*sliding windows"]),
         ("qwen3", {"qk_norm": True, "rope_factor": 8.0}, ["llama.cpp.*RoPE scaling"]),
         ("qwen2", {"qkv_bias": True, "head_dim": 8}, []),

@@ -57,7 +57,7 @@ def test_its_export_has_the_unpacked_weights_to_the_bit(pool, released, imported
         pool, ["convert-to-hf", imported, "--output", tmp_path / "hf"]
     )
     assert (code, errors) == (0, "")
-    assert "target: GptOssForCausalLM (gpt_oss): as it was imported" in said
+    assert "target: GptOssForCausalLM (gpt_oss): as imported" in said
     where = {"folder": str(released), "exported": str(tmp_path / "hf")}
     assert pool.run(f"{TASKS}:differing", SINGLE, **where) == [[]]
     before, after = (
@@ -86,7 +86,7 @@ def test_it_trains_resumes_and_is_exported(pool, imported, tmp_path):
     ("name", "change", "said"),
     [
         ("_scales", lambda t: t[:, :-1], "_blocks [4, 192, 2, 16] and "),
-        ("_blocks", lambda t: t[..., :8].clone(), "do not fit: MXFP4 needs [experts, rows, blo"),
+        ("_blocks", lambda t: t[..., :8].clone(), "do not match: MXFP4 needs [experts, rows, b"),
         ("_blocks", lambda t: t.short(), "is I16, not U8"),
         ("_scales", None, "gate_up_proj_blocks"),
     ],

@@ -191,7 +191,7 @@ CASES = {
     "json-deep-in-folder": Case(_file("a.json", b"[" * DEEP + b"]" * DEEP, named=False), code=0),
     "json-many-values": Case(
         _file("a.jsonl", b'{"text": "x", "a": [' + b"[]," * (5 << 20) + b"1]}"),
-        says="a.jsonl:1 holds more than",
+        says="a.jsonl:1 has more than",
     ),
     "json-commas-in-text": Case(
         _file("a.jsonl", json.dumps({"text": "a,b\\[{" * (1 << 20)}).encode()), code=0

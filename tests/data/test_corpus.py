@@ -97,16 +97,16 @@ def test_what_is_not_utf8_is_counted(tmp_path):
             b'{"text": "x"}\n{"text": \n',
             r"a\.jsonl:2 is not valid JSON .*one JSON object",
         ),
-        ("a.jsonl", b'["x"]\n', r"a\.jsonl:1 holds a JSON list, not an object"),
-        ("a.jsonl", b'{"b": 1, "a": 2}\n', r"no key 'text': pass --json-key, one of \['a', 'b'\]"),
-        ("a.jsonl", b'{"text": 3}\n', r"a\.jsonl:1: 'text' holds a JSON number, not a string"),
+        ("a.jsonl", b'["x"]\n', r"a\.jsonl:1 is a JSON list, not an object"),
+        ("a.jsonl", b'{"b": 1, "a": 2}\n', r"'text': pass --json-key with one of \['a', 'b'\]"),
+        ("a.jsonl", b'{"text": 3}\n', r"a\.jsonl:1: 'text' is a JSON number, not a string"),
         ("a.json", b'{\n "text": "x"\n}', r"a\.json:1 is not valid JSON"),
         ("a.jsonl.gz", gzip.compress(LINES)[:-9], r"a\.jsonl\.gz cannot be read: Truncated"),
         ("a.jsonl.gz", b"plain", r"a\.jsonl\.gz cannot be read: zlib"),
         ("a.jsonl.zst", zstandard.compress(LINES * 9)[:-1], r"zst cannot be read: Truncated"),
         ("a.parquet", b"PAR1 no PAR1", r"a\.parquet is not a readable parquet file"),
-        ("a.txt", b"", r"no document in .*1 file, 1 empty and 0 not UTF-8"),
-        ("a.txt", b"\xff", r"no document in .*1 file, 0 empty and 1 not UTF-8"),
+        ("a.txt", b"", r"no document in .* 1 file, 1 are empty and 0 are not UTF-8"),
+        ("a.txt", b"\xff", r"no document in .* 1 file, 0 are empty and 1 are not UTF-8"),
     ],
 )
 def test_bad_data_is_named_with_its_place(tmp_path, name, data, message):
@@ -119,7 +119,7 @@ def test_parquet_columns_that_are_missing_or_no_text(tmp_path):
     write_parquet(tmp_path / "a.parquet", "body")
     with pytest.raises(UserError, match=r"no column 'text': .* one of \['body', 'id'\]"):
         list(Corpus([tmp_path]))
-    with pytest.raises(UserError, match="column 'id' holds int64, not strings"):
+    with pytest.raises(UserError, match="column 'id' contains int64, not strings"):
         list(Corpus([tmp_path], json_key="id"))
 
 

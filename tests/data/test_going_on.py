@@ -227,8 +227,8 @@ def test_parts_that_do_not_belong_together(tmp_path, folder, inputs):
     with pytest.raises(ConfigError) as caught:
         merge(tmp_path / "m")
     assert len(caught.value.problems) == 2
-    assert "m-2-of-3.json does not say that this is part 2/3" in caught.value.problems[0]
-    assert "m-3-of-3 was made with different inputs than" in caught.value.problems[1]
+    assert "m-2-of-3.json does not describe part 2/3" in caught.value.problems[0]
+    assert "m-1-of-3 in inputs: " in caught.value.problems[1]
     assert not (tmp_path / "m.idx").exists()
 
 

@@ -53,7 +53,7 @@ def test_a_sound_data_set_has_no_problem(sound, tmp_path):
     builder.add_document(np.arange(5), [5])
     builder.finalize(str(tmp_path / "b.idx"))
     assert data_problem(str(tmp_path / "b"), 10) is None
-    assert "holds the id 9 at token 9" in data_problem(str(tmp_path / "b"), 9)
+    assert "contains the id 9 at token 9" in data_problem(str(tmp_path / "b"), 9)
     assert data_problem(str(tmp_path / "b"), None) is None
 
 

@@ -185,7 +185,7 @@ def test_outputs_that_cannot_be(tmp_path, folder):
     corpus = Corpus([write_lines(tmp_path / "a.jsonl", TEXTS)])
     with pytest.raises(ConfigError, match=r"a prefix: leave \.bin off"):
         preprocess(corpus, tmp_path / "out.bin", folder)
-    with pytest.raises(ConfigError, match=r"would write into the input .*: choose another place"):
+    with pytest.raises(ConfigError, match=r"would write into the input .*: choose another folder"):
         preprocess(Corpus([tmp_path]), tmp_path / "sub" / "out", folder)
     records = write_lines(tmp_path / "own.json", TEXTS)
     with pytest.raises(ConfigError, match=r"would write into the input .*own\.json"):

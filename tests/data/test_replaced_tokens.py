@@ -59,7 +59,7 @@ def test_random_tokens_are_uniform_over_all_but_special_ones():
 
 def test_what_the_vocabulary_does_not_have():
     assert problems_of([0, 5], "random") == problems_of(None, None) == []
-    assert problems_of(["2"], "5") == ["--replace-tokens-at ['2']: give whole numbers"]
+    assert problems_of(["2"], "5") == ["--replace-tokens-at ['2']: use whole numbers"]
     with pytest.raises(UserError, match=r"--replace-tokens-with 8: the vocabulary has the ids 0 "):
         make([0], "8")
     nothing = SimpleNamespace(all_special_ids=[0], get_vocab=lambda: {"<": 0})

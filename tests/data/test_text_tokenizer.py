@@ -189,7 +189,7 @@ def test_special_tokens_that_a_text_spells_are_text(made):
     plain = text_tokenizer(tokenizer)
     assert unknown is not None
     if isinstance(made.model, models.Unigram):  # it finds the piece, whatever it is asked
-        with pytest.raises(UserError, match=r"a\.txt spells out <\|endoftext\|>, which this tok"):
+        with pytest.raises(UserError, match=r"a\.txt contains <\|endoftext\|>, which this tok"):
             plain.ids(spelled, "a.txt")
         assert plain.ids("a < b")
     else:

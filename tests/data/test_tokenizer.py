@@ -109,7 +109,7 @@ def test_an_existing_folder_is_kept(folder, sources, tmp_path):
     (mine / "notes.txt").write_text("keep")
     with pytest.raises(UserError, match="mine exists: use it with --tokenizer, or pass --overwri"):
         train_tokenizer(documents, 400, mine)
-    with pytest.raises(UserError, match="mine holds files other than a tokenizer"):
+    with pytest.raises(UserError, match="mine contains files other than a tokenizer"):
         train_tokenizer(documents, 400, mine, overwrite=True)
     assert (mine / "notes.txt").read_text() == "keep"
     train_tokenizer(documents, 400, tmp_path / "ours")

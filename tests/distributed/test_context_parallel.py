@@ -102,8 +102,8 @@ def test_what_is_not_computed_is_refused_by_the_layer(pool):
     assert problems.keys() == {"p2p", "ring", "documents in a ring", "prefix", "documents", "row"}
     assert "use all_gather or a2a or p2p" in problems["p2p"]
     named = "--window-size, --attention-bias-type alibi, --attention-variant v-bias"
-    assert f"'p2p' with {named}: use 'all_gather'" in problems["ring"]
+    assert f"'p2p' rejects {named}: use 'all_gather'" in problems["ring"]
     assert "cp_comm_type 'p2p' does not support cu_seqlens" in problems["documents in a ring"]
     assert "use cp_comm_type 'a2a'" in problems["prefix"]
-    assert "format thd under context parallelism" in problems["documents"]
-    assert "of 12 tokens on this context-parallel rank, but 8 queries" in problems["row"]
+    assert "format thd splits each packed document" in problems["documents"]
+    assert "packed documents of 12 tokens, but 8 queries" in problems["row"]

@@ -147,13 +147,19 @@ def test_tools_reach_the_template_as_they_are(root):
             '{"messages": [{"role": "user", "content": "x"}]}',
             ":1 has no message with the role assis",
         ),
-        ('{"messages": [{"role": "user", "content": ["x"]}]}', "a content of type list, not text"),
-        ('{"messages": [{"role": "user", "content": 3}]}', "a content of type number, not text"),
+        (
+            '{"messages": [{"role": "user", "content": ["x"]}]}',
+            "has content of type list, not text",
+        ),
+        ('{"messages": [{"role": "user", "content": 3}]}', "has content of type number, not text"),
         ('{"messages": [{"role": "user", "text": "x"}]}', "message 1 (user) has no content"),
-        ('\n{"messages', ":2 is not JSON"),
-        ('{"text": "x"}', ":1: give an object with 'messages', a list of role and content"),
+        ('\n{"messages', ":2 is not valid JSON"),
+        (
+            '{"text": "x"}',
+            ":1: use an object with 'messages', a list of objects with role and",
+        ),
         ("", "no conversations"),
-        ("\xff", ":1 is not JSON in UTF-8: 'utf-8' codec can't decode"),
+        ("\xff", ":1 is not valid JSON in UTF-8: 'utf-8' codec can't decode"),
     ],
 )
 def test_bad_conversations_are_told_with_their_place(root, capsys, text, problem):

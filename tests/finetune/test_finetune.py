@@ -92,9 +92,9 @@ def test_the_card_says_how_the_model_was_made(made):
     imbalance = [f"{np.nanmean(a.values('imbalance')):.4f}" for a in analyses]
     assert rows["head imbalance, before and after"] == ", ".join(imbalance)
     loss = state_of(made)["log_history"][-1]["eval_loss"]
-    assert rows["loss of held-out conversations, after"] == f"{loss:.4f} nats per token"
+    assert rows["held-out loss after training"] == f"{loss:.4f} nats per token"
     m = choose_shared_heads(analyses[0].values("importance")).m
-    assert rows["heads balanced"].startswith(f"Eq. 8, without the {m} most important")
+    assert rows["heads balanced"].startswith(f"Eq. 8, all but the {m} most important")
     assert rows["head-balance coefficient"] == "1"
     assert rows["base model"] == "model"
 
@@ -198,7 +198,7 @@ def batch_of(batch):
         (["--lora-rang", "3"], ["unknown: --lora-rang 3: did you mean --lora-rank?"]),
         (["--head-balance-coeff", "-1"], ["--head-balance-coeff -1: use 0 or more"]),
         (["--seq-length", "0"], ["--seq-length 0: use 1 or more"]),
-        (["--seq-length", "129"], ["--seq-length 129: the model has 128 positions"]),
+        (["--seq-length", "129"], ["--seq-length 129: the model has only 128 positions"]),
         (["--micro-batch-size", "3"], ["--global-batch-size 4 is not divisible by --micro-batch-"]),
         (["--lora-alpha", "nan"], ["--lora-alpha nan: use a number above 0"]),
     ],

@@ -137,24 +137,24 @@ def test_whatever_a_host_leaves_out_is_named(pool):
     assert "logit_softcap has no effect in your own loop" in told["wrong options"]
     assert "cuda_graph_impl 'local': a replayed graph" in told["graphs"]
     assert "head_balance_coeff -1.0 is negative: use 0 or more" in told["bad numbers"]
-    assert "head_balance_shared_refresh 2 without head_balance_shared_heads" in told["bad numbers"]
+    assert "head_balance_shared_refresh 2 has no effect without" in told["bad numbers"]
     assert told["not a number"] == "head_balance_coeff is nan, which is not finite"
     assert "shared_heads 2 of 2 heads leaves fewer than two" in told["too many shared"]
-    assert told["of another variant"] == "gate_position does nothing for attention_variant 'sink'"
+    assert told["of another variant"] == "gate_position has no effect with attention_variant 'sink'"
     assert "softmax_type 'learnable': attention_variant 'gated'" in told["sinks"]
     assert "attention_output_gate True: attention_variant 'sink'" in told["gate"]
     assert "qk_clip True" in told["clip"]
     assert "attention_dropout 0.1" in told["late dropout"]
-    assert "no loss scale, and this is microbatch 2" in told["no scale"]
+    assert "no loss scale, and microbatch 2" in told["no scale"]
     assert "set_loss_scale" in told["no scale"]
     assert "no loss scale, and fp16 scales the other losses" in told["no scale, fp16"]
     assert "no loss scale, and 2 context-parallel ranks" in told["no scale, ranks"]
-    assert "no step was begun" in told["nothing"]
+    assert "no step has begun" in told["nothing"]
     assert "install()" in told["nothing"]
     assert "step 1 begins" in told["no reduce"]
-    assert "call its reduce()" in told["no reduce"]
+    assert "call reduce()" in told["no reduce"]
     assert "step 0 was not committed" in told["no commit"]
-    assert "call its reduce()" in told["commit alone"]
+    assert "call reduce()" in told["commit alone"]
     assert told["skipped"] == told["late"] == told["named"] == told["explicit"] == "nothing [2]"
     assert told["dropped"] == "nothing [2]"  # it counts, as one that fp16 skips
     assert told["dropped, not reduced"] == "nothing [1]"  # its gradients were dropped, and so it

@@ -103,7 +103,7 @@ def compare(pool, options, layout):
 
 def test_a_delta_net_state_of_another_length_is_refused(pool):
     (refused,) = pool.run(f"{TASKS}:refusal_of_another_state", SINGLE, **DELTA_NET)
-    assert "state of layer 1 has 2 tokens, but 5 are before the next one" in refused
+    assert "state of layer 1 has 2 tokens, but 5 precede the next one" in refused
 
 
 @pytest.mark.parametrize("layout", [SINGLE, TP], ids=str)

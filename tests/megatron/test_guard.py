@@ -23,7 +23,7 @@ def test_any_other_option_is_refused_by_name(pool):
     """The tests of each mechanism cannot know those that come after it: one is planted here."""
     (found,) = pool.run(f"{TASKS}:dynamic_problems_of_an_unknown_option", SINGLE)
     assert found == [
-        "dynamic inference computes vanilla, sink, off-by-one attention, "
+        "dynamic inference supports vanilla, sink, off-by-one attention, "
         "not --attention-variant planted",
         "dynamic inference has not been tested with --planted-slope 0.5",
     ]

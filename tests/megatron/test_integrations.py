@@ -72,7 +72,7 @@ def test_options_come_from_the_first_place_that_has_them(pool):
     assert conflict.format(argument) in found["config, arguments"]
     assert conflict.format(variable) in found["arguments, environment"]
     assert found["no JSON"].startswith("MEGASINK_OPTIONS is not JSON")
-    must = "{} must map the names of options to values, not be {}"
+    must = "{} must map option names to values, got {}"
     assert must.format(variable, "['sink']") in found["no object"]
     assert must.format(argument, "'sink'") in found["no dict"]
     assert found["unknown"] == "attention_varient is not a megasink option"

@@ -11,8 +11,8 @@ def test_every_mistake_is_named(pool):
     (found,) = pool.run(f"{TASKS}:misuses", Layout())
     assert found["keeps its specs"]
     assert found["causal"] == "nothing"
-    assert "[1, 1, 12, 12] that is not causal" in found["documents"]
-    assert "layers [2] counted no gate" in found["eval"]
+    assert "[1, 1, 12, 12] is not causal" in found["documents"]
+    assert "layers [2] did not, and" in found["eval"]
     assert "of 2 attention layers" in found["stock"]
     assert "decoder.layers.1.self_attention" in found["stock, schedule"]
     assert "num_layers is 2" in found["short"]
@@ -31,7 +31,7 @@ def test_padding_that_a_host_marks_does_not_count(pool):
     warned = found["unmarked"][2]
     assert warned == [
         "2 of 2 rows end with 3 or more equal tokens, which count in the head "
-        "importance: mark padding by set_real_tokens of the HeadBalance"
+        "importance: mark padding with set_real_tokens of the HeadBalance"
     ]
     assert found["padded"][2] == found["unpadded"][2] == []
     assert len(grads) >= 6
@@ -61,8 +61,8 @@ def test_a_step_of_a_schedule_that_is_repeated_counts_once(pool):
 def test_a_mask_of_documents_is_refused_on_context_parallel_ranks_too(pool):
     for causal, documents, rows in pool.run(f"{TASKS}:masks_of_ranks", Layout(cp=2)):
         assert causal == "nothing"
-        assert "[1, 1, 6, 12] that is not causal" in documents
-        assert "[1, 1, 12, 12] that is not causal" in rows
+        assert "[1, 1, 6, 12] is not causal" in documents
+        assert "[1, 1, 12, 12] is not causal" in rows
 
 
 def test_layers_read_their_options_from_their_own_config(pool):

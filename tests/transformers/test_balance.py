@@ -282,7 +282,7 @@ def test_remove_leaves_the_model_as_it_was():
         ({"shared_heads": -1}, "shared_heads -1 is negative"),
         ({"shared_heads": 3}, "shared_heads 3 of 4 heads leaves fewer than two to balance: use at"),
         ({"shared_heads": 1, "refresh": -2}, "refresh -2 is negative"),
-        ({"refresh": 2}, "refresh 2 without shared_heads: give both"),
+        ({"refresh": 2}, "refresh 2 has no effect without shared_heads: set both"),
         ({"scope": "batch"}, "scope 'batch' is unknown: use global, data-parallel, microbatch"),
     ],
 )
@@ -299,7 +299,7 @@ def test_all_problems_at_once():
         HeadBalanceLoss(model, -1.0, scope="none")
     text = str(raised.value)
     assert "3 problems" in text
-    assert "'eager', which gives no gates: import megasink.transformers and call" in text
+    assert "'eager', which provides no gates: import megasink.transformers and call" in text
     assert not hasattr(model, "megasink_balanced")
 
 

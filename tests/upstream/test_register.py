@@ -94,7 +94,7 @@ def test_what_is_the_same(code, text, rewritten):
 @pytest.mark.parametrize(
     ("code", "text", "said"),
     [
-        ("f(...)", "def g():\n    return h(1)", "no longer says `f(...)` in g"),
+        ("f(...)", "def g():\n    return h(1)", "no longer contains `f(...)` in g"),
         ("f(...)", "def h():\n    return f(1)", "no longer has g"),
         ("def g(self)", "class A:\n    def g(self, x): ...", "has A.g(self, x), not"),
         ("def g(self, x, *_)", "class A:\n    def g(self): ...", "has A.g(self), not"),

@@ -45,13 +45,13 @@ class TritonGateKernels(GateKernels):
         capability = request.compute_capability
         if capability is not None and capability < (8, 0):
             has = ".".join(map(str, capability))
-            return f"these kernels need compute capability 8.0 or later, and the device has {has}"
+            return f"these kernels need compute capability 8.0 or later, but the device has {has}"
         if request.dtype is torch.float64:
             return "these kernels compute in float32, not in torch.float64"
         if request.head_dim > LARGEST_HEAD_DIM:
             return f"the head dim must be at most {LARGEST_HEAD_DIM}, got {request.head_dim}"
         if request.distance_bias:
-            return "these kernels add no bias to the logit of the first key"
+            return "these kernels do not support a distance bias"
         return package_reason("triton", "triton") or _toolchain_reason()
 
     def slot_forward(

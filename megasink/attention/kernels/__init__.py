@@ -151,7 +151,7 @@ def _refusal(name: str, request: AttentionRequest) -> str | None:
             return reason
     backend = backend_named(name)
     if request.distance_bias and not backend.takes_distance_bias:
-        return "it adds no bias to the scores"
+        return "it does not support a distance bias"
     return backend.supports(request)
 
 
@@ -191,7 +191,7 @@ def _describe(request: AttentionRequest) -> str:
 
 def _of_values(request: AttentionRequest) -> str:
     narrow = request.value_dim not in (None, request.head_dim)
-    return f", of values {request.value_dim}" if narrow else ""
+    return f" (values {request.value_dim})" if narrow else ""
 
 
 def at_runtime(request: AttentionRequest, device_index: int | None) -> AttentionRequest:

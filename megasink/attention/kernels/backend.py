@@ -88,7 +88,7 @@ class Backend(ABC):
 
     def sink_reason(self, request: AttentionRequest) -> str | None:
         """Return why the sink is added outside of this kernel, or None if it takes it."""
-        return None if self.takes_sink else f"{self.name} has no sink of its own"
+        return None if self.takes_sink else f"{self.name} does not implement sinks"
 
     @abstractmethod
     def forward(
@@ -184,8 +184,8 @@ def check_block(
     queries, keys = query_BHTD.shape[2], key_BGSD.shape[2]
     if call.causal and queries != keys and not (bottom_right and queries < keys):
         raise ValueError(
-            f"a causal block must be square, got {queries} queries and {keys} keys; build it from "
-            "blocks (attention.blocks.plan_blocks)"
+            f"a causal block must be square, got {queries} queries and {keys} keys: split it into "
+            "blocks with attention.blocks.plan_blocks"
         )
 
 

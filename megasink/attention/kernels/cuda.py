@@ -27,7 +27,7 @@ def cuda_reason(
         return reason
     if request.compute_capability is not None and request.compute_capability < capability:
         needed, has = (".".join(map(str, c)) for c in (capability, request.compute_capability))
-        return f"it needs compute capability {needed} or later, the device has {has}"
+        return f"it needs compute capability {needed} or later, but the device has {has}"
     if request.dtype not in (torch.bfloat16, torch.float16):
         return f"it computes in bfloat16 or float16, not in {request.dtype}"
     if request.head_dim % 8 or request.head_dim > largest_head_dim:
@@ -44,9 +44,9 @@ def package_reason(module: str, package: str) -> str | None:
     except ModuleNotFoundError as error:
         if error.name is not None and f"{module}.".startswith(f"{error.name}."):
             return f"the package {package} is not installed"
-        return f"{package} does not import: {error}"
+        return f"{package} cannot be imported: {error}"
     except Exception as error:  # a binary for another torch or driver may raise anything
-        return f"{package} does not import: {type(error).__name__}: {error}"
+        return f"{package} cannot be imported: {type(error).__name__}: {error}"
     return None
 
 

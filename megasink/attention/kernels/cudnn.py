@@ -20,8 +20,8 @@ def cudnn_reason(request: AttentionRequest) -> str | None:
         version = torch.backends.cudnn.version() or 0
         if version < HOPPER_SINCE:
             return (
-                f"on Hopper it needs cuDNN 9.26, but {version} is installed (earlier releases give "
-                "non-finite gradients for unmasked blocks of 64 keys modulo 128)"
+                f"on Hopper it needs cuDNN 9.26 or later, but {version} is installed (earlier ones "
+                "give non-finite gradients for unmasked blocks of 64 keys modulo 128)"
             )
     return None
 

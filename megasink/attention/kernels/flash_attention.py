@@ -97,7 +97,7 @@ class FlashAttention3Backend(FlashAttentionBackend):
             return "it runs only on Hopper (compute capability 9.0)"
         if request.deterministic and request.head_dim > 192:
             # hopper/flash_bwd_launch_template.h, run_mha_bwd_dispatch: the flag is dropped
-            return f"its backward is deterministic up to head dim 192, got {request.head_dim}"
+            return f"its backward pass is deterministic up to head dim 192, got {request.head_dim}"
         return super().supports(request)
 
     def launch_rows_backward(
@@ -139,19 +139,19 @@ class FlashAttention4Backend(FlashAttentionBackend):
         dims = request.head_dim, request.value_dim
         narrow = dims in self.narrow_values
         if capability is not None and capability >= (10, 0) and dims[0] > 128 and not narrow:
-            return f"beyond Hopper its head dim goes up to 128, got {request.head_dim}"
+            return f"on GPUs after Hopper its head dim is at most 128, got {request.head_dim}"
         if capability is not None and capability[0] == 12 and request.deterministic:
-            return "its backward for compute capability 12 is not deterministic"
+            return "its backward pass for compute capability 12 is not deterministic"
         return super().supports(request)
 
     def sink_reason(self, request: AttentionRequest) -> str | None:
         capability = request.compute_capability
         if capability is not None and capability[0] not in (9, 10, 11):
-            return "the backward of flash-attn-4's own sink is for compute capability 9 to 11"
+            return "flash-attn-4's sink has a backward pass only for compute capability 9 to 11"
         if "learnable_sink" not in signature(self.load()._flash_attn_bwd).parameters:
             return (
-                f"flash-attn-4 {installed_version(self.package)} has no backward for its own sink: "
-                "install flash-attn-4>=4.0.0b26"
+                f"flash-attn-4 {installed_version(self.package)} has no backward pass for its "
+                "sink: install flash-attn-4>=4.0.0b26"
             )
         return None
 

@@ -39,11 +39,11 @@ class TransformerEngineBackend(CudnnKernel, PackageBackend):
         if reason := super().supports(request) or cudnn_reason(request):
             return reason
         if request.window is not None and (version := _cudnn_version()) < WINDOW_SINCE:
-            return f"a window needs cuDNN 9.2, but {version} is installed"
+            return f"a window needs cuDNN 9.2 or later, but {version} is installed"
         # attention/dot_product_attention/utils.py, get_attention_backend
         capability = request.compute_capability
         if request.deterministic and capability is not None and capability < (9, 0):
-            return "before Hopper its backward is not deterministic"
+            return "on GPUs before Hopper its backward pass is not deterministic"
         return None
 
     def largest_head_dim(self, request: AttentionRequest) -> int:
@@ -51,9 +51,9 @@ class TransformerEngineBackend(CudnnKernel, PackageBackend):
 
     def sink_reason(self, request: AttentionRequest) -> str | None:
         if (version := _cudnn_version()) < SINK_SINCE:
-            return f"its own sink needs cuDNN 9.13.1, but {version} is installed"
+            return f"its sink needs cuDNN 9.13.1 or later, but {version} is installed"
         if request.deterministic:
-            return "the gradient of its own sink is not deterministic"
+            return "the gradient of its sink is not deterministic"
         return None
 
     def lay_out(self, tensor_BHTD: Tensor) -> Tensor:

@@ -28,7 +28,7 @@ def switch_problems(options: Any, groups: int | None, named: Callable[[str], str
     if options.switch_heads == "none":
         for name, value in (("switch_experts", experts), ("switch_top_k", top_k)):
             if value != 1:
-                yield f"{named(name)} {value} has no effect with {switch}: add value or key-value"
+                yield f"{named(name)} {value} has no effect with {switch}: use value or key-value"
         return
     if experts < 1:
         yield f"{named('switch_experts')} {experts}: use at least 1"
@@ -41,5 +41,5 @@ def switch_problems(options: Any, groups: int | None, named: Callable[[str], str
     if groups and groups < ranks:
         yield (
             f"{switch} with {groups} key/value groups on {named('tensor_model_parallel_size')} "
-            f"{ranks}: each rank has only part of a group: use at most {groups} ranks"
+            f"{ranks}: each rank has only part of a group; use at most {groups} ranks"
         )

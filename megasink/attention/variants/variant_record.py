@@ -89,7 +89,8 @@ class Parameter:
             return (first, *others)
         if first % ranks:
             raise ValueError(
-                f"{self.name} has {first} rows, not divisible by {ranks} tensor-parallel ranks"
+                f"the {first} rows of {self.name} are not divisible by {ranks} tensor-parallel "
+                "ranks"
             )
         return (first // ranks, *others)
 
@@ -167,8 +168,8 @@ class Variant:
     def __post_init__(self) -> None:
         if self.attend is None and None in (self.slot_logit, self.slot_value):
             raise ValueError(
-                f"attention variant {self.name!r}: give its slot (slot_logit and slot_value), or "
-                "its own call (attend)"
+                f"attention variant {self.name!r}: define either attend, or slot_logit and "
+                "slot_value"
             )
 
     @property

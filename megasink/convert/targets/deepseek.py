@@ -127,9 +127,9 @@ def _misfits(model: Architecture) -> list[str]:
     if not model.shared_ffn or model.shared_ffn % model.ffn:
         problems.append("the width of its shared expert is a multiple of an expert's width")
     if model.expert_groups and model.topk // model.expert_groups[1] != 2:
-        problems.append("a group's score sums two experts' scores, so each chosen group needs two")
+        problems.append("a group's score sums two experts' scores, so topk must be 2 per group")
     if model.topk == 1:
-        problems.append("its single expert has probability 1, in Megatron the sigmoid of its score")
+        problems.append("with topk 1 the probability is 1, in Megatron the sigmoid of the score")
     return problems
 
 

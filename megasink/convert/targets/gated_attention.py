@@ -198,7 +198,7 @@ def _qwen_refused(config: Mapping[str, Any]) -> list[str]:
     layers = config["num_hidden_layers"]
     problems = []
     if every and types != _types({**config, "layer_types": None}):
-        problems.append(f"layer_types, which full_attention_interval {every} contradicts")
+        problems.append(f"layer_types that contradict full_attention_interval {every}")
     if "full_attention" not in types:
         problems.append("layer_types with only linear attention, which has no gated heads")
     sizes = DeltaNet.of(config)

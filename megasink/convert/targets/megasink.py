@@ -92,7 +92,7 @@ def _wrong_latent(model: Architecture) -> Iterator[str]:
     if not fits_latent(model.variant, model.gate_options()):
         yield f"its latent attention has no {model.attention} attention"
     if model.options.position_embedding_type != "rope" or model.options.rotary_percent != 1.0:
-        yield "its latent attention rotates the whole of --qk-pos-emb-head-dim"
+        yield "its latent attention rotates all of --qk-pos-emb-head-dim"
     yield from yarn_of_latent(model.yarn)
 
 
@@ -185,7 +185,7 @@ def _refused(config: Mapping[str, Any]) -> list[str]:
         return [f"no_rope_layers with {len(rotated)} entries for {count} layers"]
     layers = config.get("attention_variant_layers")
     if layers is not None and (len(layers) != count or {*map(bool, layers)} != {True, False}):
-        return [f"attention_variant_layers {layers}, not {count} entries, some true, some false"]
+        return [f"attention_variant_layers {layers} (not {count} entries, some true, some false)"]
     granularity = config.get("gate_granularity", "headwise")
     problems = unknown_values(_options(config))
     if granularity not in GATES:

@@ -45,7 +45,7 @@ LATENT = {
     "self_attention.linear_kv_up_proj.": "self_attn.kv_b_proj.",
     "self_attention.linear_proj.": "self_attn.o_proj.",
 }
-"""Of a layer with latent attention, {start of Megatron's key: name in DeepSeek-V3}."""
+"""For a layer with latent attention, {start of Megatron's key: name in DeepSeek-V3}."""
 
 
 def of_layers(

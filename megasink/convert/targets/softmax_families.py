@@ -71,7 +71,7 @@ def whole_heads(model: Architecture) -> list[str]:
     """Its heads share the hidden size, whatever head_dim says."""
     if model.head_dim * model.heads == model.hidden:
         return []
-    return [f"its heads are {model.hidden} / {model.heads} wide, not {model.head_dim}"]
+    return [f"its head dim is {model.hidden} / {model.heads}, not {model.head_dim}"]
 
 
 def _read_ministral(config: Mapping[str, Any]) -> dict[str, Any]:
@@ -92,7 +92,7 @@ def _read_smollm3(config: Mapping[str, Any]) -> dict[str, Any]:
 def _smollm3_refused(config: Mapping[str, Any]) -> list[str]:
     rotated, layers = config.get("no_rope_layers"), config["num_hidden_layers"]
     if rotated is not None and len(rotated) < layers:
-        return [f"no_rope_layers of {len(rotated)} layers, not {layers}"]
+        return [f"no_rope_layers with {len(rotated)} entries for {layers} layers"]
     windows = {kind for kind in config.get("layer_types") or () if "sliding" in kind}
     return [f"layer_types: {name}" for name in windows if config.get("use_sliding_window")]
 

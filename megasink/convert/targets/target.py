@@ -11,7 +11,7 @@ from megasink.convert.weight_table import Row
 
 Config = dict[str, Any]
 ENGINES = ("vLLM 0.33", "SGLang 0.5.23", "llama.cpp")
-"""As tested or read; llama.cpp is the one in llama-cpp-python 0.3.36."""
+"""The versions that were tested or read; llama.cpp is that of llama-cpp-python 0.3.36."""
 # {feature that an engine may ignore without an error: (words for it, whether a model has it)}
 _IGNORED: dict[str, tuple[str, Callable[[Architecture], bool]]] = {
     "windows": ("sliding windows", lambda model: any(model.windows)),
@@ -144,7 +144,7 @@ class Target:
         known = {"full_attention", "linear_attention" if self.delta_net else "sliding_attention"}
         problems = [f"layer_types: {kind}" for kind in sorted({*types} - known)]
         if types and len(types) != layers:
-            problems.append(f"layer_types of {len(types)} layers, but num_hidden_layers {layers}")
+            problems.append(f"layer_types with {len(types)} entries for {layers} layers")
         has_windows = "sliding_attention" in types and config.get("use_sliding_window", True)
         if has_windows and config.get("sliding_window") is None:
             problems.append("layer_types with sliding_attention, but no sliding_window")
@@ -212,7 +212,7 @@ class Target:
         even = list(range(0, model.layers, 2))
         wrong = self.windows == "alternating" and windowed(model) not in ([], even)
         return (
-            self.problems(model) + ["vLLM and llama.cpp read windows in layers 0, 2, ..."] * wrong
+            self.problems(model) + ["vLLM and llama.cpp assume windows in layers 0, 2, ..."] * wrong
         )
 
     def misread(self, model: Architecture) -> list[str]:
@@ -221,7 +221,9 @@ class Target:
         for engine, names in zip(ENGINES, self.engines, strict=False):
             ignored = [_IGNORED[name] for name in (names or "").split()]
             if words := [word for word, has in ignored if has(model)]:
-                lines.append(f"{engine} ignores this model's {' and '.join(words)}: avoid it")
+                lines.append(
+                    f"{engine} ignores this model's {' and '.join(words)}: use another engine"
+                )
         return lines
 
 

@@ -56,7 +56,7 @@ def choose(model: Architecture, name: str | None = None) -> tuple[Target, str]:
             nearest = f" ({' | '.join(reasons)})" if reasons else ""
             return target, (
                 f"no architecture of transformers supports {described(model)}{nearest}; exporting "
-                "with megasink's modeling files; loading needs trust_remote_code=True"
+                "with megasink's modeling files, which need trust_remote_code=True"
             )
         near = model.attention in target.attention and target.moe in (None, bool(model.experts))
         if near or target.custom_code:

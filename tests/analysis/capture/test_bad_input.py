@@ -162,7 +162,7 @@ def test_models_that_cannot_be_read(root, tmp_path, capsys, name):
         ("", "empty.txt", "no document in"),
         ("--metrics gradeint", "texts.jsonl", "(did you mean gradient?)"),
         ("--metrics gradient --no-loss", "texts.jsonl", "--metrics gradient needs the loss"),
-        ("", "other-key.jsonl", "other-key.jsonl:1 has no key 'text': pass --json-key, one of"),
+        ("", "other-key.jsonl", "other-key.jsonl:1 has no key 'text': pass --json-key with one of"),
         ("--output /proc/none/x", "texts.jsonl", "cannot be written"),  # in other words to root
     ],
 )

@@ -156,7 +156,7 @@ def test_a_row_of_zeros_attends_to_nothing():
     assert found.gate_BHT[0, 0, 1] == 1.0
     assert found.gate_BHT[0, 0, 0] == pytest.approx(1e-8 / 3, rel=1e-5)  # not 1 - 0.99999999
     assert found.entropy_BHT[0, 0, 1] == found.square_BHT[0, 0, 1] == 0.0
-    with pytest.raises(ValueError, match="unknown similarity 'cosine': one of sigmoid, elu-plus"):
+    with pytest.raises(ValueError, match="unknown similarity 'cosine': choose sigmoid, elu-plus"):
         proxy_statistics(query, key, similarity="cosine", scale=1.0)
 
 

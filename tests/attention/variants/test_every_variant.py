@@ -61,15 +61,15 @@ def test_the_sinks_of_groups_are_logged_for_every_head(pool):
 
 def test_what_a_record_does_not_say_is_refused_by_name(pool):
     (found,) = pool.run(f"{TASKS}:unstated", SINGLE)
-    assert "'mystery' has no slot_value" in found["balance loss"]
+    assert "'mystery' needs slot_value" in found["balance loss"]
     assert "--attention-variant mystery: its record has no slot_logit" in found["analysis"]
-    assert "'mystery' has a slot, but returned no gate" in found["no gate"]
+    assert "'mystery' has a slot, so its attend must return a gate" in found["no gate"]
     assert "not --attention-variant mystery" in found["inference"][0]
 
 
 def test_groups_that_ranks_do_not_divide_are_refused(pool):
     for said in pool.run(f"{TASKS}:refused_layout", Layout(tp=2)):
-        assert said == "group_sink has 1 rows, not divisible by 2 tensor-parallel ranks"
+        assert said == "the 1 rows of group_sink are not divisible by 2 tensor-parallel ranks"
 
 
 def test_a_run_whose_variant_is_not_registered_is_refused(pool, tmp_path):

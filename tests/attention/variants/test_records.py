@@ -104,7 +104,7 @@ def test_a_name_that_no_record_has():
     plain = variant("vanilla")
     with pytest.raises(UserError, match="'Sink Per Group': use only lower-case"):
         register(replace(plain, name="Sink Per Group"))
-    with pytest.raises(ValueError, match="'half': give its slot"):
+    with pytest.raises(ValueError, match="'half': define either attend"):
         replace(plain, name="half", slot_value=None)
 
 
@@ -135,13 +135,13 @@ def test_a_command_line_is_refused_what_a_record_does_not_say():
         record = variant("mystery")
         found = list(checks.of_record(args, record))
     loss = {"--head-balance-coeff": 1e-4}
-    assert "'mystery' has no slot_value" in str(checks.without_gradient(loss, record, "softmax"))
+    assert "'mystery' needs slot_value" in str(checks.without_gradient(loss, record, "softmax"))
     assert [text.partition(": ")[0] for text in found] == [
         "--attention-variant mystery does not support --gate-position",
         "--tensor-model-parallel-size 2 with --attention-variant mystery",
         "--sdpa-output-norm rmsnorm cancels the gate of --attention-variant mystery",
     ]
-    assert "group_sink has 1 rows, not divisible by 2 tensor-parallel ranks" in found[1]
+    assert "the 1 rows of group_sink are not divisible by 2 tensor-parallel ranks" in found[1]
 
 
 @pytest.mark.parametrize("page", ["README.md", "docs/options.md"])
