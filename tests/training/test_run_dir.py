@@ -332,4 +332,4 @@ def test_the_root_of_a_fresh_volume_holds_a_run(tmp_path):
     shutil.rmtree(saves)
     (tmp_path / "lost").mkdir()
     assert "is not a run" in folder_problem(tmp_path, resume=None)
-    assert "holds lost," in foreign_contents(tmp_path)
+    assert "contains lost," in foreign_contents(tmp_path)
