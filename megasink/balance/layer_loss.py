@@ -1,6 +1,6 @@
 """The head-balance loss of one layer: its state, its coefficients, and where its gradient enters.
 
-Layers in Megatron (`megatron/head_observer.py`) and transformers (`transformers/balance_layer.py`)
+Layers in Megatron (`megatron/layer_balance.py`) and transformers (`transformers/balance_layer.py`)
 extend it; they differ in where gates, tokens and groups of ranks come from.
 
 Shapes: H query heads of the layer, h those of this tensor-parallel rank.

@@ -250,7 +250,7 @@ def _rounded(weights: HuggingFaceWeights, todo: list[Step], dtype: str) -> list[
 
 
 def balance_state(model: Architecture) -> dict[str, Tensor]:
-    """Return the initial state of megasink/megatron/head_observer.py."""
+    """Return the initial state of megasink/megatron/layer_balance.py."""
     at = "self_attention.core_attention.head_counter."
     return {
         f"{at}coefficients": torch.zeros(model.heads),

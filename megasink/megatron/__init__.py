@@ -22,7 +22,7 @@ def __getattr__(name: str) -> Any:
     # When they are asked for: modules of this package are also imported before Megatron may be.
     if name not in __all__:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    from megasink.megatron import version_check
+    from megasink.megatron import untried
 
     try:
         from megasink.megatron.head_balance import HeadBalance
@@ -34,8 +34,8 @@ def __getattr__(name: str) -> Any:
 
             names["stack_spec"] = stack_spec
     except ImportError as error:
-        raise version_check.lacking(error) from error
-    version_check.warn()
+        raise untried.lacking(error) from error
+    untried.warn()
     # Megatron's import_module looks a spec up in the module's variables (spec_utils.py:56).
     globals().update(names)
     return globals()[name]

@@ -1,7 +1,7 @@
 """The core-attention module inside Megatron's SelfAttention.
 
 Variants are defined by their records (``megasink.attention.variants``). This module has Megatron's
-interface and the parameters; the counting of heads is in ``megatron/head_observer.py``.
+interface and the parameters; the counting of heads is in ``megatron/layer_balance.py``.
 
 Shapes: S sequence, B batch, H query heads and G key/value groups of this tensor-parallel rank,
 T = S tokens, D head dim. Megatron passes [S, B, heads, D] and expects [S, B, H * D]; a row of
@@ -28,7 +28,7 @@ from megasink.attention.variants.gate_options import counts_heads
 from megasink.balance.gate_sums import SINK
 from megasink.balance.step import LossStep
 from megasink.config import COMM_TYPES, visible_tokens
-from megasink.megatron.head_observer import HeadObserver, MegatronLayerBalance, check_batch
+from megasink.megatron.layer_balance import HeadObserver, MegatronLayerBalance, check_batch
 from megasink.megatron.parameters import ShardedByHeads, new_parameter, widened
 
 if TYPE_CHECKING:

@@ -6,7 +6,7 @@ from contextlib import contextmanager
 from typing import Any
 
 from megasink.balance.step import LossStep
-from megasink.megatron.head_observer import MegatronLayerBalance
+from megasink.megatron.layer_balance import MegatronLayerBalance
 from tests.balance.collective_sizes import LAYERS
 from tests.balance.collectives import Collectives
 from tests.distributed import tiny_gpt

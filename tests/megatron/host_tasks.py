@@ -90,7 +90,7 @@ def steps_of_copies() -> dict[str, tuple[int | None, float]]:
     from megatron.core.transformer import TransformerConfig
 
     from megasink.megatron import HeadBalance, layer_spec
-    from megasink.megatron.head_observer import MegatronLayerBalance
+    from megasink.megatron.layer_balance import MegatronLayerBalance
 
     kinds = {
         "itself": lambda config: config,

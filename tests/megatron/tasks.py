@@ -181,7 +181,7 @@ def not_ours() -> dict[str, str]:
         from megatron.core import parallel_state as mpu
         from torch.optim import SGD
 
-        from megasink.megatron.head_observer import MegatronLayerBalance
+        from megasink.megatron.layer_balance import MegatronLayerBalance
 
         own = config()
         balance = HeadBalance(own, attention_variant="vanilla", head_balance_coeff=1.0)

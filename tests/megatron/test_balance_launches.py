@@ -7,7 +7,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from megasink.balance.loss import head_balance_gradient
 from megasink.balance.step import LossStep
-from megasink.megatron.head_observer import MegatronLayerBalance
+from megasink.megatron.layer_balance import MegatronLayerBalance
 
 
 class Operations(TorchDispatchMode):
