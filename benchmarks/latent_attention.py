@@ -58,7 +58,7 @@ def main() -> None:
     from megatron.core.transformer.transformer_config import MLATransformerConfig
 
     from megasink.megatron.latent_config import LatentTransformerConfig
-    from megasink.megatron.specs import with_our_modules
+    from megasink.megatron.spec_modules import with_our_modules
 
     torch.set_num_threads(1)
     torch.distributed.init_process_group("gloo", world_size=1, rank=0)

@@ -45,27 +45,10 @@ NAMES = {
 }
 """Public name -> the module that has it; imported when the name is first used."""
 
-__all__ = [
-    "Analysis",
-    "HeadBalanceCallback",
-    "HeadBalanceLoss",
-    "MetricValues",
-    "Plot",
-    "UserError",
-    "activation_names",
-    "analyze",
-    "convert_to_hf",
-    "drain_first_value",
-    "dynamic_zeroing",
-    "hooks",
-    "intervening",
-    "load_model",
-    "load_run",
-    "read_analysis",
-    "run_with_cache",
-    "steer_gates",
-    "zero_heads",
-]
+__all__ = ["Analysis", "HeadBalanceCallback", "HeadBalanceLoss", "MetricValues", "Plot"]
+__all__ += ["UserError", "activation_names", "analyze", "convert_to_hf", "drain_first_value"]
+__all__ += ["dynamic_zeroing", "hooks", "intervening", "load_model", "load_run", "read_analysis"]
+__all__ += ["run_with_cache", "steer_gates", "zero_heads"]
 
 
 def __getattr__(name: str) -> Any:

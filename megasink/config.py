@@ -8,7 +8,6 @@ from dataclasses import dataclass, field
 from typing import Any, Literal, get_args
 
 from megasink.attention.variants import variants
-from megasink.attention.variants.variant_layers import layer_pattern
 
 FixedValue = Literal["none", "unit", "uniform"]
 Similarity = Literal["softmax", "sigmoid", "elu-plus-one", "elu-kernel", "identity", "mlp"]
@@ -35,6 +34,13 @@ IGNORED: tuple[tuple[str, Any, str], ...] = (
 )
 # Supported values of Megatron's --cp-comm-type.
 COMM_TYPES = ("all_gather", "a2a", "p2p")
+
+
+def layer_pattern(text: str) -> str | list[int]:
+    """Return the value of --attention-variant-layers; argparse names this function in errors."""
+    from megasink.attention.variants import variant_layers
+
+    return variant_layers.layer_pattern(text)
 
 
 def _choice(kind: Any, default: str | None) -> Any:

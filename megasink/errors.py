@@ -3,7 +3,6 @@
 import difflib
 import signal
 from collections.abc import Iterable, Sequence
-from pathlib import Path
 
 from megasink.console.printable import one_line
 
@@ -39,17 +38,12 @@ class UnknownName(UserError, AttributeError, KeyError):
 
 
 class Signalled(KeyboardInterrupt):
-    """Raised in the main thread by a signal; no ``except Exception`` takes it.
-
-    Attributes:
-        number: the signal's.
-        kept: what to say after "stopped by SIGTERM", set by what keeps something.
-    """
+    """Raised in the main thread by a signal; no ``except Exception`` takes it."""
 
     def __init__(self, number: int):
         super().__init__(signal.Signals(number).name)
         self.number = number
-        self.kept = ""
+        self.kept = ""  # follows "stopped by SIGTERM", set by what keeps something
 
 
 class Stopped(UserError):
@@ -72,10 +66,7 @@ def listed(texts: Sequence[str], most: int) -> str:
 
 
 def reason_of(error: BaseException) -> str:
-    """Return another package's error in one line, without its advice to run code.
-
-    For a pickle with more than tensors, torch advises how to load it anyway.
-    """
+    """Return another package's error in one line, without torch's advice to load any pickle."""
     text = " ".join(str(error).split())
     if "weights_only" in text or "Weights only load failed" in text:
         return "it is not loaded: it contains objects other than tensors, which could run code"
@@ -97,18 +88,3 @@ def unknown_name(what: str, value: object, names: Iterable[str]) -> str:
     meant = nearest(value, names)
     hint = f" (did you mean {meant}?)" if meant else ""
     return f"{what} {value!r} is unknown: choose {', '.join(names)}{hint}"
-
-
-def is_hub_name(path: Path) -> bool:
-    """Return whether a missing path may be a name of the Hugging Face hub."""
-    return len(path.parts) == 2 and not path.is_absolute() and not path.parent.exists()
-
-
-def missing_folder(folder: Path, flag: str = "") -> str:
-    """Return the error for a missing folder; for a name of the hub, with a download command."""
-    problem = f"{folder}: no such folder; nothing is downloaded"
-    if is_hub_name(folder):
-        flag = flag and f"add {flag}, or "
-        download = f"{flag}run hf download {folder} --local-dir {folder.name}"
-        problem += f". If it is a name on the Hugging Face hub, {download} and pass {folder.name}"
-    return problem

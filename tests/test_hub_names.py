@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from megasink.cli import main
-from megasink.errors import missing_folder
+from megasink.files.system_errors import missing_folder
 from tests.analysis.capture.tiny_models import save_with_tokenizer
 from tests.hub_server import SHA, serving
 

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any, ClassVar, Self
 
 from megasink.checkpoints.find import runs_in
-from megasink.errors import missing_folder
+from megasink.files.system_errors import missing_folder
 from megasink.options.dataclass_flags import flag_of
 
 KINDS = ("natural", "random", "repeated")

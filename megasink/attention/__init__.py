@@ -32,7 +32,8 @@ if TYPE_CHECKING:
         register_backend,
     )
     from megasink.attention.key_value_biases import biased_attention
-    from megasink.attention.lse_statistics import first_key_gate, first_key_share, gate_sum
+    from megasink.attention.layout import gate_sum
+    from megasink.attention.lse_statistics import first_key_gate, first_key_share
     from megasink.attention.reference import (
         SIMILARITIES,
         reference_attention,
@@ -49,43 +50,15 @@ if TYPE_CHECKING:
         similarity_attention,
     )
 
-__all__ = [
-    "SIMILARITIES",
-    "VARIANTS",
-    "AttentionCall",
-    "AttentionOutput",
-    "AttentionRequest",
-    "Backend",
-    "BackwardTensors",
-    "Choice",
-    "Gradients",
-    "SimilarityOutput",
-    "apply_gate",
-    "attention",
-    "backend_names",
-    "biased_attention",
-    "choose_backend",
-    "choose_gate_kernels",
-    "feature_map",
-    "first_key_gate",
-    "first_key_share",
-    "gate_bias_gradient",
-    "gate_slope",
-    "gate_sum",
-    "gate_values",
-    "head_rms_norm",
-    "mean_over_heads",
-    "reference_attention",
-    "reference_biased_attention",
-    "reference_gate",
-    "reference_head_norm",
-    "reference_similarity_attention",
-    "reference_slot_attention",
-    "reference_switch",
-    "register_backend",
-    "similarity_attention",
-    "slot_attention",
-]
+__all__ = ["SIMILARITIES", "VARIANTS", "AttentionCall", "AttentionOutput", "AttentionRequest"]
+__all__ += ["Backend", "BackwardTensors", "Choice", "Gradients", "SimilarityOutput", "apply_gate"]
+__all__ += ["attention", "backend_names", "biased_attention", "choose_backend"]
+__all__ += ["choose_gate_kernels", "feature_map", "first_key_gate", "first_key_share"]
+__all__ += ["gate_bias_gradient", "gate_slope", "gate_sum", "gate_values", "head_rms_norm"]
+__all__ += ["mean_over_heads", "reference_attention", "reference_biased_attention"]
+__all__ += ["reference_gate", "reference_head_norm", "reference_similarity_attention"]
+__all__ += ["reference_slot_attention", "reference_switch", "register_backend"]
+__all__ += ["similarity_attention", "slot_attention"]
 
 # {module: what is imported from it when it is first used}
 _MODULES: dict[str, tuple[str, ...]] = {
@@ -96,7 +69,8 @@ _MODULES: dict[str, tuple[str, ...]] = {
         *("AttentionRequest", "Backend", "Choice", "backend_names", "choose_backend"),
         "register_backend",
     ),
-    "lse_statistics": ("first_key_gate", "first_key_share", "gate_sum"),
+    "layout": ("gate_sum",),
+    "lse_statistics": ("first_key_gate", "first_key_share"),
     "key_value_biases": ("biased_attention",),
     "explicit_gate": ("apply_gate", "gate_values", "head_rms_norm", "mean_over_heads"),
     "gate_derivatives": ("gate_bias_gradient", "gate_slope"),
@@ -110,5 +84,6 @@ def __getattr__(name: str) -> Any:
 
     for module, names in _MODULES.items():
         if name in names:
-            return getattr(importlib.import_module(f"megasink.attention.{module}"), name)
+            value = getattr(importlib.import_module(f"megasink.attention.{module}"), name)
+            return globals().setdefault(name, value)
     raise AttributeError(f"module 'megasink.attention' has no attribute {name!r}")

@@ -47,53 +47,32 @@ def softmax_variant(name: str, sink_H: Tensor | None) -> SoftmaxVariant:
 
 
 class AttentionCall(NamedTuple):
-    """The arguments of an attention call other than query, key and value.
+    """The arguments of an attention call other than query, key and value (see `attention`)."""
 
-    Attributes:
-        distance_bias_HS: Entry [h, i - j] is added to the score z_ij, in the statistics dtype;
-            None for 0.
-        scale: Factor of the scores.
-        causal: Causal mask, aligned so that the last query is at the last key.
-        prefix: Keys visible to every query; not with a window.
-        window: Tokens visible to a token, including itself; None for all.
-        slot: The extra softmax slot; kernels ignore it.
-        backend: A backend name, or "auto".
-        needs_gate_gradient: Whether the gradient of the gate or of the LSE will be needed.
-        sink_H: Logits of the slot, for a kernel that adds it itself (`Backend.takes_sink`); set by
-            the op alone.
-        cu_seqlens: Boundaries 0, .., S of packed documents that all have queries, for a kernel
-            that `packs`; None for one document.
-    """
-
-    distance_bias_HS: Tensor | None
+    distance_bias_HS: Tensor | None  # in the statistics dtype
     scale: float
-    causal: bool = True
+    causal: bool = True  # the last query is at the last key
     prefix: int = 0
     window: int | None = None
-    slot: str = Slot.NONE
+    slot: str = Slot.NONE  # kernels ignore it
     backend: str = "auto"
-    needs_gate_gradient: bool = False
-    sink_H: Tensor | None = None
+    needs_gate_gradient: bool = False  # of the gate or of the LSE
+    sink_H: Tensor | None = None  # from the op, for a kernel that adds it (`Backend.takes_sink`)
+    # Boundaries 0, .., S of documents that all have queries, for a kernel that `packs`.
     cu_seqlens: Sequence[int] | None = None
 
 
 class BackwardTensors(NamedTuple):
-    """Inputs of the backward of attention over a set of keys.
-
-    Attributes:
-        out_BHTD, lse_BHT: Possibly from a softmax over more keys than these (see `Backend`).
-        lse_grad_BHT: None for 0.
-        into: Where a kernel with `writes_gradients` writes the gradients of query, key and value
-            if it runs in one call; others ignore it.
-    """
+    """Inputs of the backward of attention over a set of keys."""
 
     grad_out_BHTD: Tensor
     query_BHTD: Tensor
     key_BGSD: Tensor
     value_BGSD: Tensor
-    out_BHTD: Tensor
+    out_BHTD: Tensor  # like the LSE, possibly of a softmax over more keys (see `Backend`)
     lse_BHT: Tensor
-    lse_grad_BHT: Tensor | None = None
+    lse_grad_BHT: Tensor | None = None  # None for 0
+    # Where a kernel with `writes_gradients` writes those of query, key and value in one call.
     into: tuple[Tensor, Tensor, Tensor] | None = None
 
 

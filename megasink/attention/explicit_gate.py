@@ -15,10 +15,9 @@ Reduce = Callable[[Tensor], Tensor]
 
 
 def gate_values(score: Tensor, activation: str) -> Tensor:
-    """Return the gate in float32 (float64 for float64) of a score (P1.1, P1.11 to P1.14).
+    """Return the gate of a score (P1.1, P1.11 to P1.14), in float32 (float64 for float64).
 
-    In bf16 a sigmoid near 1 would have two digits. `activation` is "sigmoid", "silu", "ns-sigmoid"
-    (0.5 + 0.5 sigmoid) or "identity".
+    In bf16 a sigmoid near 1 would have two digits.
     """
     score = score.to(statistics_dtype(score.dtype))
     if activation == "sigmoid":
@@ -33,16 +32,9 @@ def gate_values(score: Tensor, activation: str) -> Tensor:
 
 
 def mean_over_heads(gate_THC: Tensor, heads: int, reduce: Reduce | None = None) -> Tensor:
-    """Return the gate shared by all heads of a layer (P1.9).
+    """Return the gate [..., 1, C] shared by all `heads` of a layer (P1.9).
 
-    Args:
-        gate_THC: Gates of this rank's heads.
-        heads: Number of heads of the layer over all ranks.
-        reduce: Sums over the tensor-parallel ranks in forward and backward; None if this rank
-            holds all heads.
-
-    Returns:
-        The mean gate [..., 1, C].
+    `reduce` sums over the tensor-parallel ranks in both passes; None if this rank has all heads.
     """
     total = gate_THC.sum(-2, keepdim=True)
     return (total if reduce is None else reduce(total)) / heads

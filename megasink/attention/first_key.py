@@ -64,15 +64,14 @@ def backward_first_key(
 
         places = first_keys(first.documents, queries, lse_BHT.device)
         lse_BHT = lse_BHT.masked_fill(places.position_T == 0, _NO_WEIGHT)
-    logit_grad_BHT, add_to_query = before.logit_grad, before.add_to_query
-    fill_first_rows = before.fill_first_rows
-    assert logit_grad_BHT is not None
+    add_to_query, fill_first_rows = before.add_to_query, before.fill_first_rows
     assert add_to_query is not None
     assert fill_first_rows is not None
     grad_bias_HS = None
     if call.distance_bias_HS is not None:
         grad_bias_HS = torch.zeros_like(call.distance_bias_HS)
-        grad_bias_HS[:, keys - queries :] = logit_grad_BHT.sum(0)
+        assert before.logit_grad is not None
+        grad_bias_HS[:, keys - queries :] = before.logit_grad.sum(0)
     grad_query_BHTD = grad_key_BGSD = grad_value_BGSD = into = None
     if kernel.writes_gradients:
         grad_query_BHTD, grad_key_BGSD, grad_value_BGSD = map(

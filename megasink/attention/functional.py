@@ -5,7 +5,6 @@ dim.
 """
 
 from collections.abc import Callable, Sequence
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -76,21 +75,13 @@ def attention(
         slot_logit_1H1 = sink_H.view(1, -1, 1)
     elif not with_gate:
         slot = Slot.NONE
-    tensors = (query_BHTD, key_BGSD, value_BGSD, slot_logit_1H1)
-    call = AttentionCall(
-        distance_bias_HS,
-        query_BHTD.shape[-1] ** -0.5 if scale is None else scale,
-        causal,
-        prefix,
-        window,
-        slot,
-        backend,
-        needs_gate_gradient=with_gate and _needs_gradient(*tensors, distance_bias_HS),
+    slotted = Slotted(query_BHTD, key_BGSD, value_BGSD, slot_logit_1H1)
+    call = _checked(
+        *(slotted, with_gate, cu_seqlens, distance_bias_HS, scale),
+        *(causal, prefix, window, slot, backend),
     )
-    call = _checked(call, query_BHTD, key_BGSD, cu_seqlens)
     if cu_seqlens is not None:
-        return _by_document(cu_seqlens, call, *tensors, None, with_gate=with_gate)
-    slotted = Slotted(*tensors)
+        return _by_document(cu_seqlens, call, slotted, with_gate=with_gate)
     out_BHTD, lse_BHT, gate_BHT, _ = op_for(slotted, call)(*slotted, *call)
     return AttentionOutput(out_BHTD, lse_BHT, gate_BHT if with_gate else None)
 
@@ -128,21 +119,13 @@ def slot_attention(
             f"slot_logit_BHT must have 3 dimensions in {dtype}, got "
             f"{list(slot_logit_BHT.shape)} in {slot_logit_BHT.dtype}"
         )
-    tensors = (query_BHTD, key_BGSD, value_BGSD, slot_logit_BHT, slot_value_BHTD)
-    call = AttentionCall(
-        distance_bias_HS,
-        query_BHTD.shape[-1] ** -0.5 if scale is None else scale,
-        causal,
-        prefix,
-        window,
-        Slot.GIVEN,
-        backend,
-        needs_gate_gradient=_needs_gradient(*tensors, distance_bias_HS),
+    slotted = Slotted(query_BHTD, key_BGSD, value_BGSD, slot_logit_BHT, slot_value_BHTD)
+    call = _checked(
+        *(slotted, True, cu_seqlens, distance_bias_HS, scale),
+        *(causal, prefix, window, Slot.GIVEN, backend),
     )
-    call = _checked(call, query_BHTD, key_BGSD, cu_seqlens)
     if cu_seqlens is not None:
-        return _by_document(cu_seqlens, call, *tensors, with_gate=True)
-    slotted = Slotted(*tensors)
+        return _by_document(cu_seqlens, call, slotted, with_gate=True)
     out_BHTD, lse_BHT, gate_BHT, _ = op_for(slotted, call)(*slotted, *call)
     return AttentionOutput(out_BHTD, lse_BHT, gate_BHT)
 
@@ -152,24 +135,24 @@ def op_for(slotted: Slotted, call: AttentionCall) -> Callable[..., Sequence[Tens
 
     It is a custom op for compilers, subclasses of tensors, dispatch modes and functorch.
     """
-    if torch.compiler.is_compiling() or not _is_plain(slotted, call.distance_bias_HS):
+    if torch.compiler.is_compiling() or not _is_plain(*slotted, call.distance_bias_HS):
         from megasink.attention.custom_op import slot_attention_op
 
         return slot_attention_op
     return eagerly
 
 
-def _is_plain(slotted: Slotted, bias_HS: Tensor | None) -> bool:
+def _is_plain(*tensors: Tensor | None) -> bool:
     if torch._C._len_torch_dispatch_stack() or torch._C._are_functorch_transforms_active():
         return False
-    return all(type(t) in _PLAIN_TYPES for t in slotted) and type(bias_HS) in _PLAIN_TYPES
+    return all(type(tensor) in _PLAIN_TYPES for tensor in tensors)
 
 
 _PLAIN_TYPES = frozenset((Tensor, torch.nn.Parameter, type(None)))
 
 
 def _by_document(
-    cu_seqlens: Sequence[int], call: AttentionCall, *tensors: Any, with_gate: bool
+    cu_seqlens: Sequence[int], call: AttentionCall, slotted: Slotted, *, with_gate: bool
 ) -> AttentionOutput:
     """Call the op on all documents if its kernel packs them, else on each document."""
     from megasink.attention.documents import attend_by_document, in_one_call
@@ -178,10 +161,10 @@ def _by_document(
         out_BHTD, lse_BHT, gate_BHT, _ = op_for(slotted, call)(*slotted, *call)
         return AttentionOutput(out_BHTD, lse_BHT, gate_BHT if with_gate else None)
 
-    if packs(Slotted(*tensors), call):
-        return run(*in_one_call(Slotted(*tensors), call, cu_seqlens))
+    if packs(slotted, call):
+        return run(*in_one_call(slotted, call, cu_seqlens))
     return attend_by_document(
-        lambda *own: run(Slotted(*own), _with_bias_of(own[1].shape[2], call)), cu_seqlens, *tensors
+        lambda *own: run(Slotted(*own), _with_bias_of(own[1].shape[2], call)), cu_seqlens, *slotted
     )
 
 
@@ -194,38 +177,47 @@ def _with_bias_of(keys: int, call: AttentionCall) -> AttentionCall:
 
 
 def _checked(
-    call: AttentionCall, query_BHTD: Tensor, key_BGSD: Tensor, cu_seqlens: Sequence[int] | None
+    slotted: Slotted,
+    with_gate: bool,
+    cu_seqlens: Sequence[int] | None,
+    bias_HS: Tensor | None,
+    scale: float | None,
+    causal: bool,
+    prefix: int,
+    window: int | None,
+    slot: str,
+    backend: str,
 ) -> AttentionCall:
-    """Validate the call, clamp its prefix and cut its bias to the number of keys."""
-    keys, bias_HS = key_BGSD.shape[2], call.distance_bias_HS
-    if call.prefix < 0:
-        raise ValueError(f"prefix {call.prefix}: use 0 or more keys")
-    if call.prefix:
-        others = {
-            "window": call.window,
-            "cu_seqlens": cu_seqlens,
-            "distance_bias_HS": bias_HS,
-            "causal=False": None if call.causal else False,
+    """Return the valid call, its prefix clamped and its bias cut to the number of keys."""
+    query_BHTD, keys = slotted.query_BHTD, slotted.key_BGSD.shape[2]
+    tensors = (*slotted, bias_HS) if with_gate and torch.is_grad_enabled() else ()
+    needs = any(tensor is not None and tensor.requires_grad for tensor in tensors)
+    if prefix < 0:
+        raise ValueError(f"prefix {prefix}: use a number of keys, 0 or more")
+    if prefix:
+        no_others = {
+            "window": window is None,
+            "cu_seqlens": cu_seqlens is None,
+            "distance_bias_HS": bias_HS is None,
+            "causal=False": causal,
         }
-        for name, value in others.items():
-            if value is not None:
+        for name, is_fine in no_others.items():
+            if not is_fine:
                 raise ValueError(
                     f"a prefix needs causal attention and cannot be combined with {name}"
                 )
         # A prefix of one key is the causal mask.
-        return call._replace(prefix=0 if call.prefix < 2 else min(call.prefix, keys))
-    if cu_seqlens is not None and not call.causal:
-        raise ValueError("cu_seqlens needs causal attention: call attention once for each document")
+        prefix = 0 if prefix < 2 else min(prefix, keys)
+    if cu_seqlens is not None and not causal:
+        raise ValueError("cu_seqlens needs causal attention: call each document by itself")
     if bias_HS is not None:
         from megasink.attention.documents import check_bias
 
         check_bias(bias_HS, query_BHTD, keys, cu_seqlens)
-        return call if cu_seqlens is not None else _with_bias_of(keys, call)
-    return call
-
-
-def _needs_gradient(*tensors: Tensor | None) -> bool:
-    return torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in tensors)
+        if cu_seqlens is None and bias_HS.shape[1] != keys:
+            bias_HS = bias_HS[:, :keys]
+    scale = query_BHTD.shape[-1] ** -0.5 if scale is None else scale
+    return AttentionCall(bias_HS, scale, causal, prefix, window, slot, backend, needs)
 
 
 def check_shapes(query_BHTD: Tensor, key_BGSD: Tensor, value_BGSD: Tensor, causal: bool) -> None:

@@ -6,6 +6,7 @@ the logit scale * q_i . k*_h and the value v*_h.
 Shapes: B batch, H query heads, G key/value groups, T queries, S keys, D head dim.
 """
 
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -85,3 +86,39 @@ class _BiasLogit(torch.autograd.Function):
         grad_query_BHTD = grad_BHT[..., None] * key_bias_HD[:, None]
         grad_bias_BHD = weighted_row_sum(grad_BHT, query_BHTD, groups=query_BHTD.shape[1])
         return grad_query_BHTD.to(query_BHTD.dtype), grad_bias_BHD.sum(0), None
+
+
+def key_bias_logit(
+    config: Any, parameters: Mapping[str, Tensor], query_BHTD: Tensor, scale: float
+) -> Tensor:
+    """Return scale * q_i . k*, [B, H, T]."""
+    bias_HD = parameters["key_bias"].expand(query_BHTD.shape[1], query_BHTD.shape[-1])
+    return bias_logit(query_BHTD, bias_HD, scale)
+
+
+def fixed_value(
+    config: Any, parameters: Mapping[str, Tensor], first_value: Callable[[], Tensor]
+) -> Tensor | None:
+    """Return v* of --bias-fixed-value (P2.28), [1, 1, 1, D]; None for 0."""
+    kind, norm, like = config.bias_fixed_value, config.bias_fixed_value_norm, parameters["key_bias"]
+    if kind == "none":
+        return None
+    head_dim = like.shape[-1]
+    if kind == "uniform":
+        return like.new_full((1, 1, 1, head_dim), norm * head_dim**-0.5)
+    value_111D = like.new_zeros(1, 1, 1, head_dim)
+    value_111D[..., 0] = norm
+    return value_111D
+
+
+def value_bias(config: Any, parameters: Mapping[str, Tensor], *_: Any) -> Tensor:
+    """Return the value bias as [1, H, 1, D], or [1, 1, 1, D] if shared by all heads."""
+    bias = parameters["value_bias"]
+    return bias.view(1, -1, 1, bias.shape[-1])
+
+
+def shifted_value(
+    config: Any, parameters: Mapping[str, Tensor], first_value: Callable[[], Tensor]
+) -> Tensor:
+    """Return the value of the first key with the value bias, [B, H, 1 or T, D]."""
+    return first_value() + value_bias(config, parameters)

@@ -79,8 +79,7 @@ def dot_with_each_row(rows_BHTD: Tensor, vector_BH1D: Tensor) -> Tensor:
     """Return rows . vector, or . a row each, [B, H, T] in the statistics dtype, never in TF32.
 
     A GPU multiplies float32 matrices in TF32 where the environment allows it (NVIDIA's images do).
-    Its 10 bits change a logit of 20 by 0.01, and with it the gate by 1%. A product and a sum move
-    the same bytes there as a conversion to float32 and a matrix product.
+    Its 10 bits change a logit of 20 by 0.01, and with it the gate by 1%.
     """
     if rows_BHTD.is_cuda or vector_BH1D.shape[2] > 1:
         return row_dot(rows_BHTD, vector_BH1D)
@@ -105,3 +104,15 @@ def weighted_row_sum(weight_BHT: Tensor, rows_BHTD: Tensor, groups: int) -> Tens
     else:
         sum_BHD = (weight_BHT.unsqueeze(2) @ rows_BHTD.to(weight_BHT.dtype)).squeeze(2)
     return sum_BHD.unflatten(1, (groups, -1)).sum(2)
+
+
+def gate_sum(gate_BHT: Tensor, mask_BT: Tensor | None = None) -> Tensor:
+    """Sum each head's gate over tokens: the numerator of head importance (P0.10, Eq. 5).
+
+    The importance is the sum over all batches and ranks divided by the number of counted tokens,
+    which are True in `mask_BT` (None for all). The sum [H] is differentiable, float32 or float64.
+    """
+    if mask_BT is not None:
+        # Not a product with the mask: the gate of a padding token may be NaN.
+        gate_BHT = gate_BHT.masked_fill(~mask_BT[:, None, :], 0.0)
+    return gate_BHT.sum((0, 2), dtype=statistics_dtype(gate_BHT.dtype))

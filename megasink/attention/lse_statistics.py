@@ -14,25 +14,6 @@ from megasink.attention.kernels.backend import compute_capability
 from megasink.attention.layout import repeat_groups, row_dot
 
 
-def gate_sum(gate_BHT: Tensor, mask_BT: Tensor | None = None) -> Tensor:
-    """Sum each head's gate over tokens: the numerator of head importance (P0.10, Eq. 5).
-
-    The importance is the sum over all batches and ranks divided by the number of counted tokens.
-
-    Args:
-        gate_BHT: G, any float dtype.
-        mask_BT: True for tokens to count; None for all.
-
-    Returns:
-        [H], float32 (float64 for a float64 gate), differentiable.
-    """
-    dtype = torch.promote_types(gate_BHT.dtype, torch.float32)
-    if mask_BT is not None:
-        # Not a product with the mask: the gate of a padding token may be NaN.
-        gate_BHT = gate_BHT.masked_fill(~mask_BT[:, None, :], 0.0)
-    return gate_BHT.sum((0, 2), dtype=dtype)
-
-
 @torch.no_grad()
 def first_key_gate(
     query_BHTD: Tensor,

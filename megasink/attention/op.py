@@ -26,21 +26,10 @@ from megasink.attention.call import (
     Slotted,
     from_op,
 )
-from megasink.attention.gate_kernels import (
-    OWN,
-    BeforeBackward,
-    GateKernels,
-    choose_gate_kernels,
-    gate_kernels_named,
-)
-from megasink.attention.kernels import (
-    AttentionRequest,
-    Backend,
-    backend_named,
-    choose_backend,
-    remembered,
-)
-from megasink.attention.kernels.backend import compute_capability
+from megasink.attention.gate_kernels import OWN, choose_gate_kernels, gate_kernels_named
+from megasink.attention.gate_kernels.protocol import BeforeBackward, GateKernels
+from megasink.attention.kernels import backend_named, choose_backend, remembered
+from megasink.attention.kernels.backend import AttentionRequest, Backend, compute_capability
 from megasink.attention.layout import in_order_of
 from megasink.attention.masked import backward_masked, forward_masked, one_call
 
@@ -103,15 +92,8 @@ def run_backward(
         arriving, results = lent(arriving, slotted, results, lends)
 
     def to_kernel(before: BeforeBackward) -> BackwardTensors:
-        return BackwardTensors(
-            before.grad_out_BHTD,
-            query_BHTD,
-            key_BGSD,
-            value_BGSD,
-            before.out_BHTD,
-            lse_BHT,
-            before.lse_grad_BHT,
-        )
+        grad_out_BHTD, out_BHTD, lse_grad_BHT = before[:3]
+        return BackwardTensors(grad_out_BHTD, *slotted[:3], out_BHTD, lse_BHT, lse_grad_BHT)
 
     grad_logit = grad_slot_value = None
     if call.slot == Slot.FIRST_KEY:
@@ -128,16 +110,11 @@ def run_backward(
             arriving, results, slot_logit, slot_value, inject=inject, own_sink=own_sink
         ) as before:
             grads = backward_masked(kernel, to_kernel(before), call)
-        sink_grad_H = grads.sink_H
-        grads = Gradients(
-            in_order_of(query_BHTD, grads.query_BHTD),
-            in_order_of(key_BGSD, grads.key_BGSD),
-            in_order_of(value_BGSD, grads.value_BGSD),
-            grads.distance_bias_HS,
-        )
+        dense = map(in_order_of, slotted[:3], grads[:3])
+        grads = Gradients._make((*dense, *grads[3:]))
         grad_logit, grad_slot_value = before.logit_grad, before.value_grad
-        if sink_grad_H is not None and slot_logit is not None:
-            sink_grad = sink_grad_H[None, :, None].sum_to_size(slot_logit.shape)
+        if grads.sink_H is not None and slot_logit is not None:
+            sink_grad = grads.sink_H[None, :, None].sum_to_size(slot_logit.shape)
             grad_logit = sink_grad if grad_logit is None else sink_grad + grad_logit
     return *grads[:3], grad_logit, grad_slot_value, grads.distance_bias_HS
 
@@ -247,18 +224,13 @@ def slot_backward(
     *grads, grad_logit, grad_value, grad_bias_HS = found
     if wanted_of_call.distance_bias_HS:
         no_call_grads["distance_bias_HS"] = grad_bias_HS
-    slot_grads = (
-        grad_logit if wanted.slot_logit else None,
-        grad_value if wanted.slot_value else None,
-    )
-    return *grads, *slot_grads, *no_call_grads.values()
+    grad_logit = grad_logit if wanted.slot_logit else None
+    grad_value = grad_value if wanted.slot_value else None
+    return *grads, grad_logit, grad_value, *no_call_grads.values()
 
 
 def _owns(out_BHTD: Tensor) -> bool:
-    """Return whether the backward runs eagerly on one stream: neither traced nor differentiated.
-
-    A compiler may move another reader of dO or Y beside an op, or give them the memory of others.
-    """
+    """Return whether the backward runs eagerly on one stream: neither traced nor differentiated."""
     traced = type(out_BHTD) is not Tensor or torch.compiler.is_compiling()
     return not (traced or torch.is_grad_enabled())
 

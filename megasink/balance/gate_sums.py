@@ -54,23 +54,15 @@ Receiver = Callable[[Tensor, Tensor], None]
 class HeadSums:
     """Accumulates the sums of one model's layers on the device until the step ends.
 
-    The sums live in a single [L, 2 H + 3] tensor that is all-reduced once per step, regardless of
-    the number of layers, stages and microbatches. The all-reduce starts when the backward pass ends
-    and completes after the optimizer step. On an observed step the tensor has 2 H more columns for
-    each of `SERIES`.
-
-    Attributes:
-        observes: Whether the current step is observed; set on every rank before the first
-            microbatch.
-        microbatches: Number of those that each layer of this rank has recorded in the step.
-        ran_backward: Whether the backward pass of one of them has come to a layer.
+    The sums live in a single [L, 2 H + 3] tensor that is all-reduced once per step. On an observed
+    step it has 2 H more columns for each of `SERIES`.
     """
 
     def __init__(self, layers: int, heads: int, group: ProcessGroup | None = None):
         self.layers, self.heads, self.group = layers, heads, group
-        self.observes = False
-        self.microbatches: Counter[int] = Counter()
-        self.ran_backward = False
+        self.observes = False  # set on every rank before the first microbatch of a step
+        self.microbatches: Counter[int] = Counter()  # of the step, recorded by layers of this rank
+        self.ran_backward = False  # whether the backward pass of one of them has come to a layer
         # Per layer: a sum per head, whether each head was routed, then tokens, balance loss at
         # coefficient 1, microbatches; for each series a sum and a weight per head.
         self._table: Tensor | None = None
@@ -96,7 +88,7 @@ class HeadSums:
             )
         self.microbatches[layer] += 1
         row = self._row(layer, gate_sum_h.device)
-        # add_, not +=, which would then copy the sum onto itself.
+        # Not +=, which would then copy the sum onto itself.
         row[first : first + len(gate_sum_h)].add_(gate_sum_h.detach())
         if first == 0:  # the same on every tensor-parallel rank
             if layer not in self._counts:
@@ -104,8 +96,8 @@ class HeadSums:
                 row[self.heads : self.heads + own].add_(routed_H)
                 if own < self.heads:
                     row[own : self.heads] = torch.nan
-            recorded, _ = self._counts.get(layer, (0, 0))
-            self._counts[layer] = recorded + tokens, self.microbatches[layer]
+            before, _ = self._counts.get(layer, (0, 0))
+            self._counts[layer] = before + tokens, self.microbatches[layer]
 
     def record_loss(self, layer: int, first: int, loss: Tensor) -> None:
         """Add the layer's balance loss for one recorded microbatch."""
@@ -141,16 +133,8 @@ class HeadSums:
                 rows[:, 2 * self.heads], rows[:, 2 * self.heads + 2] = same
         return table
 
-    @property
-    def has_sums(self) -> bool:
-        """Whether a layer of this rank has recorded since the last reduction."""
-        return bool(self.microbatches)
-
     def start_reduction(self) -> None:
-        """Start the all-reduce of the step; call it on every rank after the backward pass.
-
-        If the forward and backward pass is rerun, its sums replace those of the first run.
-        """
+        """Start the all-reduce of the step, on every rank; sums of a rerun replace the first's."""
         self._wait()
         self._row(0, torch.device("cuda"))  # a stage without layers sends zeros
         table, work = self._take_table(), None

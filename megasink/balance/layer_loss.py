@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from megasink.balance.loss import head_balance_gradient, head_balance_loss, routed_heads
-from megasink.balance.step import LossOptions, LossStep
+from megasink.balance.step import LossStep
 
 
 class LayerBalance(torch.nn.Module):
@@ -33,7 +33,7 @@ class LayerBalance(torch.nn.Module):
 
     def __init__(
         self,
-        options: LossOptions,
+        options: Any,
         statistics: LossStep,
         layer: int,
         heads: int,
@@ -75,9 +75,8 @@ class LayerBalance(torch.nn.Module):
         """Add one microbatch to the statistics of the step, which an installed loss may begin."""
         if not self._statistics.open():
             return
-        self._statistics.heads.record(
-            self.layer, self._first, gate_sum_h, tokens, self.routed, self._receive
-        )
+        heads, first = self._statistics.heads, self._first
+        heads.record(self.layer, first, gate_sum_h, tokens, self.routed, self._receive)
 
     def attach(
         self,
@@ -92,7 +91,6 @@ class LayerBalance(torch.nn.Module):
         So a forward pass alone does not count. Where no backward pass comes, gates count at once.
         """
         coeff, factors = self.options.head_balance_coeff, self._statistics.factors
-        heads = self._statistics.heads
         if not self._statistics.open():
             return output
         if not (coeff and (output.requires_grad or gate_sum_h.requires_grad)):
@@ -100,9 +98,8 @@ class LayerBalance(torch.nn.Module):
             return output
         counted_h = gate_sum_h.detach()
         coefficients = self._coefficients(gate_sum_h, tokens, in_row)
-        # This rank's share of the microbatch's importance: Megatron sums over context-parallel
-        # ranks, or averages and includes their number in the loss scale. The gradient is divided,
-        # not the sum: one launch per layer less.
+        # Megatron sums over context-parallel ranks, or averages and includes their number in the
+        # loss scale. The gradient is divided, not the sum: one launch per layer less.
         count = tokens * self.cp_size if in_row is None else in_row
         done = False
 
@@ -117,7 +114,7 @@ class LayerBalance(torch.nn.Module):
                 return None
             done = True
             self.record(counted_h, tokens)
-            heads.ran_backward = True
+            self._statistics.heads.ran_backward = True
             sent_h = factors.scaled(coefficients(), coeff, self._why_scaled())
             if observe is not None:
                 observe(sent_h)
@@ -204,12 +201,9 @@ class _AttachGradient(torch.autograd.Function):
         return grad_output, ctx.gradient(), None
 
 
-def attach_gradient(
-    output: Tensor, gate_sum_H: Tensor, gradient: Callable[[], Tensor | None]
-) -> Tensor:
-    """Return ``output`` unchanged; dL/dImp over all heads and tokens enters as a constant."""
-    result: Tensor = _AttachGradient.apply(output, gate_sum_H, gradient)
-    return result
+attach_gradient: Callable[[Tensor, Tensor, Callable[[], Tensor | None]], Tensor]
+"""Return the output unchanged; in its backward pass the gates get the gradient of the function."""
+attach_gradient = _AttachGradient.apply
 
 
 def own_heads(importance_H: Tensor, tp_group: ProcessGroup) -> Tensor:

@@ -70,8 +70,7 @@ def routed_moments(
 def layer_imbalance(importance_LH: Tensor) -> Tensor:
     """Return population std / mean of head importance over the heads of a layer.
 
-    NaN for a layer without attention (all NaN), which the mean over layers ignores; 0 for a layer
-    whose heads are all closed.
+    NaN for a layer without attention (all NaN); 0 for a layer whose heads are all closed.
     """
     present_LH = ~importance_LH.isnan()
     cv_L = squared_cv(importance_LH, present_LH).sqrt()

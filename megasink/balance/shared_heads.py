@@ -43,7 +43,11 @@ class SharedHeads:
         layers = int((~self.importance_LH.isnan().all(1)).sum())
         heads = self.importance_LH.shape[1]
         if not self.best:
-            return f"m = 0, no shared heads (Eq. 7): {_no_choice(heads)}"
+            why = "all heads of a layer are equally important"
+            if heads < 3:
+                of = f"{heads} head{'s' * (heads != 1)} per layer"
+                why = f"with {of}, fewer than two heads would remain beside a shared one"
+            return f"m = 0, no shared heads (Eq. 7): {why}"
         split = f"{self.best} high and {heads - self.best} low heads per layer explain"
         share = f"{self.explained:.0%} of the head imbalance of {layers} layers"
         if not self.m:
@@ -68,10 +72,8 @@ def choose_shared_heads(importance_LH: Tensor | NDArray[np.float64]) -> SharedHe
     """Choose m of Eq. 8 by two-means clustering of the importance within layers.
 
     Heads are measured relative to the mean of their layer, so that the variance of a layer is its
-    CV^2, and the sum over layers the loss of Eq. 7. Splitting every layer into its top m heads and
-    the rest separates that loss into a part between the two groups and a part within them. The best
-    m explains most: it has the largest part between the groups. It is the same for all layers, as
-    in the paper, and leaves at least two heads to balance.
+    CV^2, and the sum over layers the loss of Eq. 7. The best m, the same for all layers as in the
+    paper, has the largest part of that loss between its top m heads and the two or more others.
 
     Any spread is explained to some degree: two halves of evenly spaced heads explain 75%, of
     normally distributed ones 64%. If the best split explains no more than it would for H evenly
@@ -118,13 +120,6 @@ def _explained(importance_LH: Tensor) -> Tensor:
     total = float(deviation_LH.square().sum())
     # Rounding of the mean is not an imbalance.
     return between_M / (total if total > 1e-24 * importance_LH.numel() else math.nan)
-
-
-def _no_choice(heads: int) -> str:
-    if heads < 3:
-        s = "s" * (heads != 1)
-        return f"with {heads} head{s} per layer, a shared head would leave fewer than two others"
-    return "all heads of a layer are equally important"
 
 
 def _range(values: Tensor) -> str:

@@ -1,7 +1,4 @@
-"""The head-balance loss from step to step: begin, reduce, commit.
-
-The gradient of the default scope needs the importance of a whole global batch, so every step uses
-the coefficients of the step before it. One step is::
+"""The head-balance loss from step to step, each with the coefficients of the step before it::
 
     loss.begin(number)   # before its first microbatch
     ...                  # forward and backward passes; the layers record their gates
@@ -9,33 +6,17 @@ the coefficients of the step before it. One step is::
     ...                  # reduction of the gradients, optimizer
     loss.commit()        # every layer has new coefficients; loss.last has the numbers
 
-Between `commit` and the next `begin` the state (the layers' buffers `coefficients`, `routed` and
-`steps`) is that of whole steps, and may be saved.
-
 Shapes: L layers of the model, H query heads, B rows, T tokens of this rank.
 """
 
 from enum import Enum
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from megasink.balance.gate_sums import HeadStatistics, HeadSums
-
-
-class LossOptions(Protocol):
-    """The options of the loss: those of :class:`megasink.config.HeadBalanceOptions`."""
-
-    @property
-    def head_balance_coeff(self) -> float: ...
-    @property
-    def head_balance_scope(self) -> str: ...
-    @property
-    def head_balance_shared_heads(self) -> int: ...
-    @property
-    def head_balance_shared_refresh(self) -> int: ...
 
 
 class Phase(Enum):
@@ -57,14 +38,13 @@ class RealTokens(NamedTuple):
 class Factors:
     """The factors on the balance gradient of a microbatch, and the tokens that it counts."""
 
-    def __init__(self) -> None:
-        self.share = 1.0
-        self.real: RealTokens | None = None  # of the microbatch that runs forward next
-        self._targets: Tensor | None = None
-        self._of_host: Tensor | None = None
-        self._of_schedule: Tensor | None = None
-        # The product of all factors, the same for every layer of a microbatch, and its coefficient.
-        self._product: tuple[float, Tensor | float] | None = None
+    share = 1.0
+    real: RealTokens | None = None  # of the microbatch that runs forward next
+    _targets: Tensor | None = None
+    _of_host: Tensor | None = None
+    _of_schedule: Tensor | None = None
+    # The product of all factors, the same for every layer of a microbatch, and its coefficient.
+    _product: tuple[float, Tensor | float] | None = None
 
     def begin(self, share: float) -> None:
         """Set the share of the coefficient that counts in the step that begins, in [0, 1]."""
@@ -72,8 +52,7 @@ class Factors:
 
     def set_loss_scale(self, scale: Tensor | float, *, by_schedule: bool = False) -> None:
         """Set the factor by which the loop, or Megatron's schedule, multiplies its loss."""
-        name = "_of_schedule" if by_schedule else "_of_host"
-        setattr(self, name, torch.as_tensor(scale))
+        setattr(self, "_of_schedule" if by_schedule else "_of_host", torch.as_tensor(scale))
         self._product = None
 
     def set_targets(self, targets: Tensor) -> None:
@@ -127,15 +106,16 @@ _NOT_BEGUN = (
 class LossStep:
     """The head-balance loss of one model, from step to step.
 
-    Its `group` is all ranks of the model (None: of the default group); `options` are read at every
-    commit. If it is `installed`, the first gates after a step commit it and open the next one.
+    Its `group` is all ranks of the model (None: of the default group); `options`, with the fields
+    of :class:`megasink.config.HeadBalanceOptions`, are read at every commit. If it is `installed`,
+    the first gates after a step commit it and open the next one.
     """
 
     def __init__(
         self,
         layers: int,
         heads: int,
-        options: LossOptions,
+        options: Any,
         group: ProcessGroup | None = None,
         *,
         installed: bool = False,
@@ -159,13 +139,12 @@ class LossStep:
         """Begin a step, on every rank, before its first microbatch.
 
         Args:
-            number: Of the step: steps that were completed before it. The number of a step that was
-                not committed begins that step again, with the same coefficients.
+            number: Of steps before it. That of a step that was not committed begins it again.
             observe: Whether layers record the series of `heads` too.
             share: Share of the coefficient that counts in this step, in [0, 1] (warmup, decay).
         """
         if self.phase is Phase.RUNNING:
-            if number != self.number and self.heads.has_sums:
+            if number != self.number and self.heads.microbatches:
                 raise RuntimeError(f"step {number} begins, but {self._not_reduced()}")
             self.heads.discard()
         elif self.phase is Phase.REDUCED and number != self.number:
@@ -195,10 +174,19 @@ class LossStep:
 
     def reduce(self) -> None:
         """Start the all-reduce of the step: on every rank, after the last backward pass."""
-        if self.built and not self.heads.has_sums:
-            self._counted_nothing()
+        if self.built and not self.heads.microbatches and self.phase is Phase.REDUCED:
+            raise RuntimeError(
+                f"reduce() of the head-balance loss was called twice in step {self.number}: "
+                "install() calls it from Megatron's schedules, so remove your own call"
+            )
         counted = {*self.heads.microbatches}
-        if self._options.head_balance_coeff and (silent := self.built - counted):
+        silent = self.built - counted if self._options.head_balance_coeff else set()
+        if silent and not counted:
+            raise RuntimeError(
+                "reduce() was called, but no layer has counted a gate, so the head-balance loss "
+                "would be 0: gates count only in the backward pass of a model in train() mode"
+            )
+        if silent:
             raise RuntimeError(
                 f"in step {self.number} layers {sorted(counted)} counted gates, but layers "
                 f"{sorted(silent)} did not, and would be missing from the loss: call train() on "
@@ -219,14 +207,12 @@ class LossStep:
         """End the step: give every layer its importance and the coefficients of the next step.
 
         Call it on every rank, after the optimizer has stepped or has skipped the step, and before
-        a checkpoint is saved. It waits for the all-reduce, on the device. A committed step stays as
-        it is. The statistics are on the device, too.
+        a checkpoint is saved. A committed step stays as it is.
         """
         if self.phase is Phase.BETWEEN and self._last is not None:
             return self._last
         if self.phase is not Phase.REDUCED:
-            running = self.phase is Phase.RUNNING
-            why = self._not_reduced() if running else _NOT_BEGUN
+            why = self._not_reduced() if self.phase is Phase.RUNNING else _NOT_BEGUN
             raise RuntimeError(f"commit() was called, but {why}")
         coeff = self._options.head_balance_coeff * self.factors.share
         self._last = self.heads.finish_step(coeff, self._options.head_balance_scope)
@@ -234,10 +220,9 @@ class LossStep:
         return self._last
 
     def discard(self) -> None:
-        """Drop a step that an exception has ended: its microbatches do not count.
+        """Drop a step that an exception has ended, unless it was committed.
 
-        Call it before the step is repeated, on every rank, and on all of them either before or
-        after `reduce`. A step that was committed stays.
+        Call it before the step is repeated, on all ranks, either before or after `reduce`.
         """
         self.heads.discard()
         self._broken = False
@@ -269,8 +254,8 @@ class LossStep:
     def set_loss_scale(self, scale: Tensor | float) -> None:
         """Set the factor by which the training loop multiplies its loss, besides that of schedules.
 
-        Without Megatron's schedules it is the fp16 loss scale * context-parallel ranks / number of
-        microbatches (only the loss scale under ``calculate_per_token_loss``).
+        Without these it is the fp16 loss scale * context-parallel ranks / number of microbatches
+        (only the loss scale under ``calculate_per_token_loss``).
         """
         self.factors.set_loss_scale(scale)
 
@@ -287,9 +272,9 @@ class LossStep:
         """
         self.factors.real = None
         if real_BT is not None:
-            count = int(real_BT.sum())
-            real = RealTokens(real_BT.bool(), count, count if in_row is None else in_row)
-            self.factors.real = real
+            here = int(real_BT.sum())
+            in_row = here if in_row is None else in_row
+            self.factors.real = RealTokens(real_BT.bool(), here, in_row)
 
     def keep(self, output: Tensor) -> Tensor:
         """Return the output of a stage, whose backward pass restores targets and real tokens."""
@@ -300,18 +285,6 @@ class LossStep:
             f"the gates of step {self.number} were not reduced, so the head-balance loss would be "
             "0: call reduce() on every rank after the last backward pass"
         )
-
-    def _counted_nothing(self) -> None:
-        if self.phase is Phase.REDUCED:
-            raise RuntimeError(
-                f"reduce() of the head-balance loss was called twice in step {self.number}: "
-                "install() calls it from Megatron's schedules, so remove your own call"
-            )
-        if self._options.head_balance_coeff:
-            raise RuntimeError(
-                "reduce() was called, but no layer has counted a gate, so the head-balance loss "
-                "would be 0: gates count only in the backward pass of a model in train() mode"
-            )
 
     def _not_committed(self) -> str:
         return (

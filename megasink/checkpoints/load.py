@@ -26,8 +26,8 @@ from megasink.checkpoints.run_tokenizer import tokenizer_of
 from megasink.checkpoints.saved_arguments import read_arguments, single_process_arguments
 from megasink.checkpoints.saved_fields import check_fields
 from megasink.errors import UserError, listed
+from megasink.megatron.checkpoint_parts import named_parts
 from megasink.megatron.embedding_rows import counted_rows, with_tokens
-from megasink.megatron.gate_projection import named_parts
 from megasink.megatron.model_of_arguments import model_config
 from megasink.megatron.process_groups import destroy_groups
 

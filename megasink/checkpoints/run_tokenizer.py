@@ -7,8 +7,9 @@ from pathlib import Path
 from typing import Any
 
 from megasink.data.hf_tokenizer import largest_id, load_tokenizer, tokenizer_hash
-from megasink.errors import UserError, missing_folder
+from megasink.errors import UserError
 from megasink.files.atomic import atomic_folder
+from megasink.files.system_errors import missing_folder
 
 OWN = "tokenizer"
 """Folder of the copy, next to config.json, also in imported models."""

@@ -8,8 +8,9 @@ from megasink.attention.variants import variants
 from megasink.cli import hub
 from megasink.cli.convert_shared import not_verified, parser_of, prepare, refuse
 from megasink.convert.attention_change import change_of
-from megasink.errors import UserError, missing_folder
+from megasink.errors import UserError
 from megasink.files.json_file import read_object
+from megasink.files.system_errors import missing_folder
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -9,7 +9,8 @@ from pathlib import Path
 from typing import Any
 
 import megasink
-from megasink.errors import UserError, is_hub_name
+from megasink.errors import UserError
+from megasink.files.system_errors import is_hub_name
 
 # Only data: no pickles, no code, no folders inside.
 _FETCHED = [

@@ -13,9 +13,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from megasink.errors import UserError, missing_folder
+from megasink.errors import UserError
 from megasink.files.atomic import atomic_folder, atomic_text
-from megasink.files.system_errors import writing
+from megasink.files.system_errors import missing_folder, writing
 from megasink.options.extras import require
 
 if TYPE_CHECKING:

@@ -128,3 +128,18 @@ def _memory_left() -> str:
         text = Path("/proc/meminfo").read_text()
         words += [f"{int(kb) / 1e6:.1f} GB are free" for kb in _AVAILABLE.findall(text)]
     return f" ({', '.join(words)})" if words else ""
+
+
+def is_hub_name(path: Path) -> bool:
+    """Return whether a missing path may be a name of the Hugging Face hub."""
+    return len(path.parts) == 2 and not path.is_absolute() and not path.parent.exists()
+
+
+def missing_folder(folder: Path, flag: str = "") -> str:
+    """Return the error for a missing folder; for a name of the hub, with a download command."""
+    problem = f"{folder}: no such folder; nothing is downloaded"
+    if is_hub_name(folder):
+        flag = flag and f"add {flag}, or "
+        download = f"{flag}run hf download {folder} --local-dir {folder.name}"
+        problem += f". For this name of the Hugging Face hub, {download} and give {folder.name}"
+    return problem

@@ -8,7 +8,12 @@ Three lines in a loop that has a TransformerConfig (docs/megatron.md)::
     model = HybridModel(config, stack_spec(config), ..., hybrid_layer_pattern="*-*-")
 """
 
+import importlib
+import warnings
 from typing import TYPE_CHECKING, Any
+
+from megasink.errors import UserError
+from megasink.tried import HEART, numbers_of
 
 if TYPE_CHECKING:
     from megasink.megatron.head_balance import HeadBalance
@@ -16,26 +21,60 @@ if TYPE_CHECKING:
     from megasink.megatron.specs import layer_spec
 
 __all__ = ["HeadBalance", "layer_spec", "stack_spec"]
+_MODULES = {"HeadBalance": "head_balance", "layer_spec": "specs", "stack_spec": "hybrid_specs"}
+_RANGE = f"megasink.megatron was tested with {HEART[0]} to {HEART[1]}"
 
 
 def __getattr__(name: str) -> Any:
     # When they are asked for: modules of this package are also imported before Megatron may be.
-    if name not in __all__:
+    if name not in _MODULES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    from megasink.megatron import untried
-
-    try:
-        from megasink.megatron.head_balance import HeadBalance
-        from megasink.megatron.specs import layer_spec
-
-        names = {"HeadBalance": HeadBalance, "layer_spec": layer_spec}
-        if name == "stack_spec":  # Megatron-Core 0.18 has no HybridModel
-            from megasink.megatron.hybrid_specs import stack_spec
-
-            names["stack_spec"] = stack_spec
+    try:  # Megatron-Core 0.18 has no HybridModel
+        module = importlib.import_module(f"{__name__}.{_MODULES[name]}")
     except ImportError as error:
-        raise untried.lacking(error) from error
-    untried.warn()
+        raise _lacking(error) from error
+    if not globals().keys() & _MODULES.keys():  # once
+        _warn()
     # Megatron's import_module looks a spec up in the module's variables (spec_utils.py:56).
-    globals().update(names)
-    return globals()[name]
+    return globals().setdefault(name, getattr(module, name))
+
+
+def _lacking(error: ImportError) -> UserError:
+    """Return the error for a missing import.
+
+    Not an ImportError: Megatron's import_module logs it, and the run continues without the spec
+    (core/transformer/spec_utils.py:53).
+    """
+    if error.name in ("megatron", "megatron.core"):
+        return UserError("megatron-core is not installed: pip install 'megasink[train]'")
+    if not (error.name or "").startswith("megatron."):
+        return UserError(f"megasink.megatron cannot be imported: {error}")
+    what = ".".join(part for part in (error.name, error.name_from) if part)
+    return UserError(f"megatron-core {_version()} lacks {what}: {_RANGE}")
+
+
+def _warn() -> None:
+    """Warn of a version that lacks a required hook, or that was not tested."""
+    from megatron.core.transformer import TransformerConfig
+
+    version = _version()
+    if not hasattr(TransformerConfig, "experimental_attention_variant_loss_scale_func"):
+        warnings.warn(
+            f"megatron-core {version} does not pass the loss scale to layers, and its "
+            "pretrain_gpt.py does not call the function of --spec (0.19 does both): call "
+            "set_loss_scale of the HeadBalance before every backward pass, and "
+            "layer_spec(config) for the model",
+            stacklevel=3,
+        )
+    elif not numbers_of(HEART[0]) <= numbers_of(version) <= numbers_of(HEART[1]):
+        warnings.warn(
+            f"megatron-core {version} was not tested: {_RANGE}. All imports exist: compare a few "
+            "steps with those of a tested version",
+            stacklevel=3,
+        )
+
+
+def _version() -> str:
+    from megatron import core
+
+    return str(getattr(core, "__version__", "of unknown version")).partition("+")[0]

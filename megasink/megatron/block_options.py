@@ -4,12 +4,14 @@ import dataclasses
 import functools
 from typing import TYPE_CHECKING, Any
 
+import torch
+import torch.nn.functional as F
 from megatron.core.transformer.identity_op import IdentityOp
 from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.torch_norm import L2Norm, LayerNormBuilder
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
-
-from megasink.megatron.torch_norm import GainlessRMSNorm
+from megatron.core.transformer.transformer_config import TransformerConfig
+from torch import Tensor
 
 if TYPE_CHECKING:
     from megasink.megatron.config import MegasinkTransformerConfig
@@ -21,13 +23,30 @@ _NORMS = {
 }
 
 
+class GainlessRMSNorm(torch.nn.Module):
+    """RMSNorm without a weight, x / sqrt(mean(x^2) + eps), as in nanochat; for any layout.
+
+    It has no parameter, so nothing needs a sum over sequence-parallel ranks or a place in a
+    checkpoint. Built from the transformer config, like Megatron's norms.
+    """
+
+    def __init__(
+        self, config: TransformerConfig, hidden_size: int, eps: float = 1e-5, **unused: Any
+    ):
+        super().__init__()
+        self.hidden_size, self.eps = hidden_size, eps
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Normalize the last axis of x [..., hidden_size]; same dtype."""
+        return F.rms_norm(x, (self.hidden_size,), eps=self.eps)
+
+
 def with_block_options(
     block: TransformerBlockSubmodules, config: "MegasinkTransformerConfig"
 ) -> TransformerBlockSubmodules:
     """Return the block spec with the modules required by :class:`BlockOptions`.
 
-    Added norms use the builder of Megatron's final norm. Without such options the spec is
-    unchanged.
+    Added norms use the builder of Megatron's final norm.
     """
     layers, norm = list(block.layer_specs), block.layer_norm
     if config.norm_without_gain:

@@ -29,14 +29,10 @@ from megasink.attention.variants.variant_layers import layers_with_variant
 from megasink.megatron.block_options import changed, with_block_options
 from megasink.megatron.config import MegasinkTransformerConfig
 from megasink.megatron.hybrid_pattern import EXPERTS, block_of_layer, gpt_blocks, layers_of
-from megasink.megatron.hybrid_specs import (
-    MegasinkHybridStack,
-    spec_of_stack,
-    stack_spec,
-    with_checkpoint_names,
-)
+from megasink.megatron.hybrid_specs import MegasinkHybridStack, spec_of_stack, stack_spec
+from megasink.megatron.latent_config import with_checkpoint_names
 from megasink.megatron.multi_token_prediction import counted_once
-from megasink.megatron.specs import with_our_modules
+from megasink.megatron.spec_modules import with_our_modules
 
 
 @dataclasses.dataclass(frozen=True)

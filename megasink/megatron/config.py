@@ -48,6 +48,8 @@ class MegasinkTransformerConfig(
 
     def __post_init__(self) -> None:
         apply_options(self)
+        # Megatron then asks for the config of each layer, and numbers the layers in checkpoints.
+        self.heterogeneous_block_specs |= not all(layers_with_variant(self))
         HeadBalance(self).install()
         super().__post_init__()
         check_parameters(self)

@@ -9,6 +9,8 @@ packed documents has B = 1, and in Megatron's format thd is [T, heads, D].
 """
 
 import copy
+import warnings
+import weakref
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -20,34 +22,27 @@ from megatron.core.transformer.enums import AttnMaskType
 from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.utils import is_layer_window_attention
 from torch import Tensor
+from torch.distributed import ProcessGroup
 
-from megasink.attention import first_key_gate, first_key_share
-from megasink.attention.constants import SINK_TOKENS
+from megasink import attention as ops
 from megasink.attention.variants import parameter_names, variant
 from megasink.attention.variants.gate_options import counts_heads
-from megasink.balance.gate_sums import SINK
 from megasink.balance.step import LossStep
 from megasink.config import COMM_TYPES, visible_tokens
-from megasink.megatron.layer_balance import HeadObserver, MegatronLayerBalance, check_batch
+from megasink.megatron.layer_balance import MegatronLayerBalance
 from megasink.megatron.parameters import ShardedByHeads, new_parameter, widened
 
 if TYPE_CHECKING:
     from megasink.megatron.config import MegasinkTransformerConfig
+    from megasink.megatron.head_observer import HeadObserver
     from megasink.megatron.microbatch_documents import Documents
 
 
 class CoreAttention(ShardedByHeads, MegatronModule):
     """Attention of any variant, whose gates feed the head-balance loss (P0, P2.23 to P2.38).
 
-    Attributes:
-        variant: The record of ``config.attention_variant``. Each of its parameters is an attribute
-            of the same name for this rank's heads, in the model's dtype; the mathematics uses
-            `widened`. Parameters of other variants are None.
-        documents: Documents of the last batch; None if it was not packed.
-        frees_projection: Whether the last forward copied V, so that backward does not keep the
-            projection [q, k, v].
-        observer, attending: Observers of this rank's heads, and of the heads it attends for (a
-            share of them under "a2a").
+    Each parameter of the variant is an attribute for this rank's heads, in the model's dtype; the
+    mathematics uses `widened`. Parameters of other variants are None.
     """
 
     def __init__(
@@ -68,13 +63,10 @@ class CoreAttention(ShardedByHeads, MegatronModule):
             layers, heads = config.num_layers, config.num_attention_heads
             config.statistics = LossStep(layers, heads, config, installed=True)
         super().__init__(config=config)
-        if attention_type != "self":
+        if (attention_type, attn_mask_type) != ("self", AttnMaskType.causal):
             raise ValueError(
-                f"attention_type {attention_type!r}: megasink supports self-attention only"
-            )
-        if attn_mask_type != AttnMaskType.causal:
-            raise ValueError(
-                f"attention mask {attn_mask_type}: megasink supports the causal mask only"
+                f"attention_type {attention_type!r} with the mask {attn_mask_type}: megasink "
+                "supports self-attention only, under the causal mask only"
             )
         self.config: MegasinkTransformerConfig = config
         self.layer_number = layer_number
@@ -83,9 +75,7 @@ class CoreAttention(ShardedByHeads, MegatronModule):
         self.tp_group, self.cp_group = pg_collection.tp, pg_collection.cp
         self.cp_comm_type = cp_comm_type or "all_gather"
         if self.cp_comm_type not in COMM_TYPES:
-            raise ValueError(
-                f"cp_comm_type {cp_comm_type!r} is not supported: use {' or '.join(COMM_TYPES)}"
-            )
+            raise ValueError(f"cp_comm_type {cp_comm_type!r}: use {' or '.join(COMM_TYPES)}")
         if self.cp_group.size() > 1 and config.prefix_lm_tokens and not self.scatters_heads:
             raise ValueError("a prefix may extend beyond a rank's chunks: use cp_comm_type 'a2a'")
         self.ring: Any = None
@@ -102,25 +92,17 @@ class CoreAttention(ShardedByHeads, MegatronModule):
         # If an explicit gate defines the head importance, the softmax gate does not.
         self.counts_heads = counted and not counts_heads(config)
 
-        rank = self.tp_group.rank()
-        self.observer = self.attending = HeadObserver(config, layer_number, rank)
-        if self.scatters_heads:
-            rank = rank * self.cp_group.size() + self.cp_group.rank()
-            self.attending = HeadObserver(config, layer_number, rank)
-        cp = self.cp_group.size()
         self.head_counter = MegatronLayerBalance(
-            config, layer_number, self.tp_group, cp, pg_collection
+            config, layer_number, self.tp_group, self.cp_group.size(), pg_collection
         )
         self.relative_bias = None
         if config.attention_bias_type != "none":
             from megasink.megatron.position_biases import build_position_bias
 
             self.relative_bias = build_position_bias(config, self.tp_group)
-        self.documents: Documents | None = None
-        self.frees_projection = False
+        self.documents: Documents | None = None  # of the last batch, if it was packed
+        self.frees_projection = False  # whether the last forward copied V, so that [q, k, v] goes
         self.variant = variant(config.attention_variant)
-        # Unlike Megatron, which always uses the current CUDA device, honor CPU initialization.
-        device = None if config.use_cpu_initialization else torch.cuda.current_device()
         for name in parameter_names():
             self.register_parameter(name, None)
         for added in self.variant.parameters:
@@ -131,9 +113,7 @@ class CoreAttention(ShardedByHeads, MegatronModule):
         if config.attention_similarity == "mlp":
             from megasink.megatron.similarity_mlp import SimilarityMLP
 
-            self.similarity_mlp = SimilarityMLP(
-                config.kv_channels, dtype=config.params_dtype, device=device
-            )
+            self.similarity_mlp = SimilarityMLP(config)
 
     def forward(
         self,
@@ -165,26 +145,25 @@ class CoreAttention(ShardedByHeads, MegatronModule):
         if self.frees_projection:
             value = value.contiguous()
         query_BHTD, key_BGSD, value_BGSD = (x.permute(1, 2, 0, 3) for x in (query, key, value))
-        # The first forward of activation recompute has no gradients and is not counted.
         trains = self.training and torch.is_grad_enabled()
         counts = self.counts_heads and trains
-        if trains and self.observer.observes and self.variant.logs_slot_logit:
-            logit_1H1 = self.slot_logit(query_BHTD)
-            assert logit_1H1 is not None
-            self.observer.add(SINK, logit_1H1.expand(1, query_BHTD.shape[1], 1).flatten(), 1)
-        attend = self._softmax if self.config.attention_similarity == "softmax" else self._similar
+        if trains and (observer := self.observer()) is not None:
+            observer.slot_logit(self, query_BHTD)
+        attend: Any = self._softmax
+        if self.config.attention_similarity != "softmax":
+            from megasink.megatron.similarity_mlp import attend_by_similarity
+
+            attend = partial(attend_by_similarity, self)
         if self.cp_group.size() == 1 or self.ring is not None:
             out_BHTD, gate_BHT = attend(query_BHTD, key_BGSD, value_BGSD, counts=counts)
         else:
-            from megasink.megatron.context_parallel import (
-                attend_to_gathered_keys,
-                attend_with_scattered_heads,
-            )
+            from megasink.megatron import context_parallel as cp
 
-            over = attend_with_scattered_heads if self.scatters_heads else attend_to_gathered_keys
-            out_SBHD, gate_BHT = over(
-                partial(attend, counts=counts), query, key, value, self.cp_group
-            )
+            over = cp.attend_to_gathered_keys
+            if self.scatters_heads:
+                over = cp.attend_with_scattered_heads
+            call = partial(attend, counts=counts)
+            out_SBHD, gate_BHT = over(call, query, key, value, self.cp_group)
             out_BHTD = out_SBHD.permute(1, 2, 0, 3)
         if self.config.attention_scale_alpha != 1.0:
             out_BHTD = out_BHTD * self.config.attention_scale_alpha
@@ -193,6 +172,21 @@ class CoreAttention(ShardedByHeads, MegatronModule):
             return out
         counted: Tensor = self.head_counter(out, gate_BHT[..., None], self.documents)
         return counted
+
+    def observer(self, *, attending: bool = False) -> "HeadObserver | None":
+        """Return the observer of this rank's heads, if the step or the evaluation is observed.
+
+        `attending`: of the heads for which it attends, a share of them under "a2a".
+        """
+        statistics = self.config.statistics
+        if not statistics.heads.observes and statistics.sinks is None:
+            return None
+        from megasink.megatron.head_observer import HeadObserver
+
+        rank = self.tp_group.rank()
+        if attending and self.scatters_heads:
+            rank = rank * self.cp_group.size() + self.cp_group.rank()
+        return HeadObserver(self.config, self.layer_number, rank)
 
     @property
     def scatters_heads(self) -> bool:
@@ -209,9 +203,6 @@ class CoreAttention(ShardedByHeads, MegatronModule):
         self, query_BHTD: Tensor, key_BGSD: Tensor, value_BGSD: Tensor, *, counts: bool
     ) -> tuple[Tensor, Tensor | None]:
         """Return output and gate of a softmax-attention variant."""
-        # A model is built without the op and its kernels.
-        from megasink.attention.functional import attention, slot_attention
-
         record, config = self.variant, self.config
         mask: dict[str, Any] = {"window": self.window, "prefix": config.prefix_lm_tokens}
         tokens, longest = query_BHTD.shape[2], key_BGSD.shape[2]
@@ -227,9 +218,9 @@ class CoreAttention(ShardedByHeads, MegatronModule):
         parameters = {added.name: self._parameter(added.name) for added in record.parameters}
         options = {"scale": self.softmax_scale, "backend": config.attention_kernel, **mask}
         with_gate = record.always_gated or (counts and config.head_balance_coeff > 0)
+        calls: Any = ops  # a model is built without the op and its kernels
         if self.ring is not None:
-            attention, slot_attention = self.ring.attention, self.ring.slot_attention
-            with_gate |= counts
+            calls, with_gate = self.ring, with_gate or counts
         if record.attend is not None:
             out_BHTD, lse_BHT, gate_BHT = record.attend(
                 config, parameters, query_BHTD, key_BGSD, value_BGSD, with_gate=with_gate, **options
@@ -240,81 +231,36 @@ class CoreAttention(ShardedByHeads, MegatronModule):
             logit = record.slot_logit(config, parameters, query_BHTD, self._scale(query_BHTD))
             assert logit is not None
             value = record.slot_value(config, parameters, _refuse_first_value)
-            out_BHTD, lse_BHT, gate_BHT = slot_attention(
+            out_BHTD, lse_BHT, gate_BHT = calls.slot_attention(
                 query_BHTD, key_BGSD, value_BGSD, logit, value, **options
             )
         else:
-            out_BHTD, lse_BHT, gate_BHT = attention(
+            out_BHTD, lse_BHT, gate_BHT = calls.attention(
                 query_BHTD, key_BGSD, value_BGSD, with_gate=with_gate, **options
             )
         if gate_BHT is None and record.always_gated:
             raise ValueError(
                 f"attention variant {record.name!r} has a slot, so its attend must return a gate"
             )
-        if self.attending.counts_sinks and not self.training:
-            first_BH = first_key_share(
-                query_BHTD,
-                key_BGSD,
-                lse_BHT,
-                SINK_TOKENS,
-                scale=self.softmax_scale,
-                window=self.window,
-                distance_bias_HS=mask.get("distance_bias_HS"),
-            )
-            self.attending.count_sinks(first_BH, gate_BHT if record.always_gated else None)
         if counts and gate_BHT is None:
-            gate_BHT = first_key_gate(
+            gate_BHT = ops.first_key_gate(
                 query_BHTD, key_BGSD, lse_BHT, scale=self.softmax_scale, **mask
             )
-        if counts and self.attending.compares_gradients and gate_BHT is not None:
-            from megasink.megatron.microbatch_documents import first_values
-
-            assert record.slot_value is not None  # rejected by the config
-            if self.ring is not None and self.ring.first_value_BG1D is not None:
-                value_BGSD = self.ring.first_value_BG1D
-            value_BHTD = record.slot_value(
-                config,
-                {name: parameter.detach() for name, parameter in parameters.items()},
-                partial(
-                    first_values, value_BGSD, out_BHTD.shape[1], mask.get("cu_seqlens"), tokens
-                ),
-            )
-            self.attending.output_gradient(out_BHTD, gate_BHT[..., None], value_BHTD, counted)
+        if (observer := self.observer(attending=True)) is not None:
+            call = (query_BHTD, key_BGSD, value_BGSD, out_BHTD, lse_BHT, gate_BHT)
+            observer.softmax(self, call, mask, parameters, counts=counts, counted=counted)
         return out_BHTD, gate_BHT
 
     def slot_logit(self, query_BHTD: Tensor) -> Tensor | None:
         """Return the slot logit for queries of all of this rank's heads, without gradient."""
         if self.variant.slot_logit is None:
             raise ValueError(f"attention variant {self.variant.name!r} has no slot_logit")
-        names = [added.name for added in self.variant.parameters]
-        own = {name: widened(getattr(self, name).detach()) for name in names}
-        return self.variant.slot_logit(
-            self.config, own, query_BHTD.detach(), self._scale(query_BHTD)
-        )
+        own = {p.name: widened(getattr(self, p.name).detach()) for p in self.variant.parameters}
+        scale = self._scale(query_BHTD)
+        return self.variant.slot_logit(self.config, own, query_BHTD.detach(), scale)
 
     def _scale(self, query_BHTD: Tensor) -> float:
         return query_BHTD.shape[-1] ** -0.5 if self.softmax_scale is None else self.softmax_scale
-
-    def _similar(
-        self, query_BHTD: Tensor, key_BGSD: Tensor, value_BGSD: Tensor, *, counts: bool
-    ) -> tuple[Tensor, Tensor | None]:
-        """Return the output and 1 - the proxy weight of key 0 (P2.37), without gradient."""
-        from megasink.attention.similarity import similarity_attention
-
-        mlp = self.similarity_mlp
-        out_BHTD, first_weight_BHT = similarity_attention(
-            query_BHTD,
-            key_BGSD,
-            value_BGSD,
-            similarity=self.config.attention_similarity,
-            normalization=self.config.attention_normalization,
-            mlp=None if mlp is None else mlp.weights(self.tp_group),
-            window=self.window,
-            scale=self.softmax_scale,
-        )
-        if self.attending.counts_sinks and not self.training:
-            self.attending.count_sinks(first_weight_BHT[..., :SINK_TOKENS].mean(-1))
-        return out_BHTD, 1.0 - first_weight_BHT
 
     def _parameter(self, name: str) -> Tensor:
         """Return a parameter; gradients of one shared by all heads are summed over the ranks."""
@@ -335,8 +281,7 @@ def frees_projection(layer: CoreAttention, query: Tensor, key: Tensor, value: Te
 
     Rotated queries and keys are new tensors, and rotating saves none; a norm saves its input.
     """
-    config = layer.config
-    recomputes = config.recompute_granularity == "selective"
+    config, recomputes = layer.config, layer.config.recompute_granularity == "selective"
     if (
         not (torch.is_grad_enabled() and value.requires_grad)
         or (config.qk_layernorm or config.qk_l2_norm)
@@ -347,3 +292,52 @@ def frees_projection(layer: CoreAttention, query: Tensor, key: Tensor, value: Te
     projection, *others = (x.untyped_storage() for x in (value, query, key))
     alone = all(other._cdata != projection._cdata for other in others)
     return alone and projection.nbytes() > value.numel() * value.element_size()
+
+
+# Masks and batches that are checked, and equal tokens at the end of a row that are padding.
+_CHECKED, _PADDING = 64, 8
+
+
+def check_batch(core: CoreAttention, mask: Tensor | None, value_sBGD: Tensor, packed: Any) -> None:
+    """Raise ValueError for a mask that is not causal; warn of padding; both wait for the device."""
+    statistics, group = core.config.statistics, core.cp_group
+    seen = statistics.mask is not None and statistics.mask() is mask
+    if mask is not None and not seen and statistics.masks < _CHECKED:
+        statistics.mask, statistics.masks = weakref.ref(mask), statistics.masks + 1
+        _refuse_other(mask, group)
+    unmarked = statistics.may_pad and packed is None and statistics.factors.real is None
+    # The values of a first layer are those of the tokens, and the sequence ends on rank 0.
+    if unmarked and core.layer_number == 1 and group.rank() == 0:
+        statistics.may_pad = not _warn_of_padding(value_sBGD)
+
+
+def _refuse_other(mask: Tensor, group: ProcessGroup) -> None:
+    columns = mask.shape[-1]
+    causal_SS = torch.ones(columns, columns, dtype=torch.bool, device=mask.device).triu(1)
+    if group.size() > 1:
+        from megasink.megatron.context_parallel import own_chunks
+
+        causal_SS = own_chunks(causal_SS, group.size(), group.rank())
+    rows = mask.shape[-2]
+    if rows > len(causal_SS) or not torch.equal(mask.bool(), causal_SS[:rows].expand_as(mask)):
+        raise ValueError(
+            f"an attention mask {list(mask.shape)} that is not causal: megasink's attention would "
+            "ignore it. Pass None and mark documents by packed_seq_params, padding by "
+            "set_real_tokens"
+        )
+
+
+def _warn_of_padding(value_sBGD: Tensor) -> bool:
+    """Warn if a row ends with the same token so often that it is padding."""
+    length = min(_PADDING, len(value_sBGD) // 4)
+    end_sBGD = value_sBGD[len(value_sBGD) - length :]
+    same_B = (end_sBGD == end_sBGD[-1:]).flatten(2).all(2).all(0)
+    found = length > 1 and bool(same_B.any())
+    if found:
+        warnings.warn(
+            f"{int(same_B.sum())} of {len(same_B)} rows end with {length} or more equal tokens, "
+            "which count in the head importance: mark padding by set_real_tokens of the "
+            "HeadBalance",
+            stacklevel=2,
+        )
+    return found

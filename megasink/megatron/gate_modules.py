@@ -1,4 +1,4 @@
-"""Modules for the explicit gate and the norm of the SDPA output.
+"""The module of the explicit gate.
 
 Shapes: S sequence, B batch; H query heads or key/value groups (depending on the gate position) of
 this tensor-parallel rank; D head dim; C scores per head and token, 1 or D.
@@ -21,7 +21,6 @@ from megasink.attention import (
     apply_gate,
     choose_gate_kernels,
     gate_values,
-    head_rms_norm,
     mean_over_heads,
 )
 from megasink.attention.gate_kernels import GateRows, gate_kernels_named
@@ -111,32 +110,6 @@ class ExplicitGate(ShardedByHeads, MegatronModule):
         """Sum in forward and backward: the heads of every rank read the shared gate."""
         total = reduce_from_tensor_model_parallel_region(total, group=self.tp_group)
         return copy_to_tensor_model_parallel_region(total, group=self.tp_group)
-
-
-class HeadNorm(ShardedByHeads, MegatronModule):
-    """RMSNorm (P1.16) or SiLU (P1.17) on the SDPA output of each head.
-
-    RMSNorm's `weight` is [H * D], initialized to 1. The paper does not say whether heads share it;
-    separate weights match GroupNorm and need no reduction over the ranks.
-    """
-
-    weight: torch.nn.Parameter | None
-
-    def __init__(self, config: "MegasinkTransformerConfig", tp_group: ProcessGroup):
-        super().__init__(config=config)
-        self.config: MegasinkTransformerConfig = config
-        self.tp_group = tp_group
-        self.weight = None
-        if config.sdpa_output_norm == "rmsnorm":
-            heads = config.num_attention_heads // tp_group.size()
-            self.weight = new_parameter((heads * config.kv_channels,), 1.0, config, axis=0)
-
-    def forward(self, x_SBHD: Tensor) -> Tensor:
-        """Normalize each head; the result has the dtype of the input."""
-        if self.weight is None:
-            return torch.nn.functional.silu(x_SBHD)
-        weight_HD = self.weight.view(*x_SBHD.shape[-2:])
-        return head_rms_norm(x_SBHD, weight_HD, self.config.layernorm_epsilon)
 
 
 @jit_fuser  # as for Megatron's own output gate: one GPU kernel, saves no float32 copy for backward

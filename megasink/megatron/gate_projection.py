@@ -12,16 +12,9 @@ no gradient, and is in no torch_dist checkpoint.
 """
 
 import functools
-from collections.abc import Iterator
 from typing import Any
 
-import torch
-from megatron.core.dist_checkpointing.mapping import (
-    ReplicaId,
-    ShardedStateDict,
-    ShardedTensor,
-    ShardedTensorFactory,
-)
+from megatron.core.dist_checkpointing.mapping import ShardedStateDict, ShardedTensor
 from megatron.core.fp8_utils import get_fp8_align_size
 from torch import Tensor
 
@@ -75,11 +68,13 @@ class GateRows:
         metadata: dict[str, Any] | None = None,
     ) -> ShardedStateDict:
         """Return the sharded state: a separate ``linear_gate``, and no padding."""
+        from megasink.megatron.checkpoint_parts import two_tensors
+
         state: ShardedStateDict = super().sharded_state_dict(prefix, sharded_offsets, metadata)  # type: ignore[misc]
         for name in ("weight", "bias"):
             projection = state.get(f"{prefix}{name}")
             if isinstance(projection, ShardedTensor):
-                state[f"{prefix}{name}"] = _two_tensors(projection, self.row_split, self.part)
+                state[f"{prefix}{name}"] = two_tensors(projection, self.row_split, self.part)
         return state
 
 
@@ -87,78 +82,3 @@ class GateRows:
 def with_gate_rows(linear: type, rows: type = GateRows) -> type:
     """Return the column-parallel class (Megatron's or TransformerEngine's) with trailing rows."""
     return type(f"{rows.__name__}{linear.__name__}", (rows, linear), {"__module__": __name__})
-
-
-def named_parts(
-    name: str, parameter: Tensor, tensor: Tensor | None = None
-) -> Iterator[tuple[str, Tensor]]:
-    """Yield the named tensors stored in a parameter: two if it has gate rows, else one.
-
-    Padding rows are in none. A parameter with `sections` (delta_net.py) has one per section. Gate
-    rows of ``...linear_qkv...`` are named ``...linear_gate...``. `tensor` is a gradient or
-    optimizer state of the parameter's shape; None for the values.
-    """
-    tensor = parameter.data if tensor is None else tensor
-    sections: dict[str, int] | None = getattr(parameter, "sections", None)
-    if sections is not None:
-        for section, part in zip(sections, tensor.split([*sections.values()]), strict=True):
-            yield f"{name}.{section}", part
-        return
-    rows: tuple[int, int, int] | None = getattr(parameter, "row_split", None)
-    if rows is None:
-        yield name, tensor
-        return
-    mixed, gate, _ = tensor.split(rows)
-    yield name, mixed
-    yield _part_key(name, parameter.row_part), gate  # type: ignore[attr-defined]
-
-
-def _part_key(key: str, part: str) -> str:
-    assert "linear_qkv." in key, key
-    return key.replace("linear_qkv.", part)
-
-
-def _two_tensors(
-    projection: ShardedTensor, rows: tuple[int, int, int], part: str
-) -> ShardedTensorFactory:
-    """Split a sharded tensor with a factory, so that optimizer states are split the same way."""
-    prepended = projection.prepend_axis_num
-    axis = prepended  # axis 0 of the parameter, after the layer axes
-    ranks = projection.axis_fragmentations[axis]
-    rank = projection.global_offset[axis] // projection.local_shape[0]
-    others = [
-        (index, projection.global_offset[index], projection.axis_fragmentations[index])
-        for index in range(prepended)
-    ]
-
-    @torch.no_grad()
-    def build(
-        key: str, tensor: Tensor, replica_id: ReplicaId, flattened_range: slice | None
-    ) -> list[ShardedTensor]:
-        assert flattened_range is None, "gate rows cannot be split off flattened optimizer states"
-        parts = tensor.split(rows)[:2]
-        return [
-            ShardedTensor.from_rank_offsets(
-                part_key,
-                values,
-                *others,
-                (axis, rank, ranks),
-                replica_id=replica_id,
-                prepend_axis_num=prepended,
-            )
-            for part_key, values in zip((key, _part_key(key, part)), parts, strict=True)
-        ]
-
-    @torch.no_grad()
-    def merge(parts: list[Tensor]) -> Tensor:
-        padding = parts[0].new_zeros(rows[2], *parts[0].shape[1:])
-        return torch.cat([*parts, padding])
-
-    return ShardedTensorFactory(
-        projection.key,
-        projection.data,
-        build,
-        merge,
-        projection.replica_id,
-        projection.flattened_range,
-    )

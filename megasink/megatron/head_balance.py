@@ -6,35 +6,28 @@ A loop calls ``begin``, ``reduce`` and ``commit`` (:class:`megasink.balance.step
 - ``experimental_attention_variant_loss_scale_func``, for every microbatch on every stage
   (megatron/core/pipeline_parallel/schedules.py:376);
 - ``finalize_model_grads_func``, after the last backward pass (schedules.py:839). Some loops set it
-  late, so every step wraps the current function. None stays None: the loop reduces gradients.
+  late, so every step wraps the current function. None stays None.
 """
 
-import json
-import os
 import types
 import warnings
 import weakref
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, cast
+from typing import Any
 
 import torch
 from megatron.core.rerun_state_machine import RerunState, get_rerun_state_machine
-from megatron.core.transformer import TransformerConfig
 from megatron.core.transformer.attention import Attention
 from megatron.core.utils import get_model_config
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from megasink.balance.step import LossOptions, LossStep, Phase
-from megasink.errors import ConfigError, UserError
+from megasink.balance.step import LossStep, Phase
+from megasink.errors import UserError
 from megasink.megatron.model_options import give_options, has_options, refuse_late
-
-if TYPE_CHECKING:
-    from megasink.megatron.sink_rate import SinkRate
 
 # Of a step that has not run, and of the first run of one.
 _FIRST_RUN = (RerunState.NOT_RUNNING_YET, RerunState.INITIAL_RUN)
-_LOSS = ("head_balance_coeff", "head_balance_scope")
 
 
 class _Hook:
@@ -55,9 +48,8 @@ class _Hook:
 class HeadBalance(LossStep):
     """Adds the options of megasink to a config, and the head-balance loss to its model.
 
-    It is ``config.statistics``: Megatron identifies a model by its config, which every layer and
-    stage holds. Copies of the config share it; a config by ``dataclasses.replace`` has none; that
-    of a pickled config is empty. Coefficients are in checkpoints (`MegatronLayerBalance`).
+    It is ``config.statistics``: Megatron identifies a model by its config. Copies of the config
+    share it; a config by ``dataclasses.replace`` has none; that of a pickled config is empty.
 
     Args:
         config: TransformerConfig of the model, before the model is built. One model per config.
@@ -68,6 +60,9 @@ class HeadBalance(LossStep):
     Raises:
         UserError: The config has a HeadBalance already, or an option is unknown or impossible.
     """
+
+    _foreign = _checked = False  # whether Megatron's class has the options; whether layers are ours
+    _of_layers: tuple[Any, ...] = ()
 
     def __init__(self, config: Any, *, group: ProcessGroup | None = None, **options: Any):
         if isinstance(vars(config).get("statistics"), HeadBalance):
@@ -81,21 +76,19 @@ class HeadBalance(LossStep):
         super().__init__(config.num_layers, config.num_attention_heads, config, group)
         config.statistics = self
         self.may_pad = self._foreign
-        self._of_layers: list[Any] = []
-        self._checked = False
         if hasattr(config, _SCALE):
             self._hook(_SCALE, self._watch)
 
     def add(self, config: Any, **options: Any) -> None:
         """Give the config of some layers its own options; their heads count in this loss."""
-        main: Any = self._options
-        loss = {name: getattr(main, name) for name in _LOSS}
+        main = self._options
+        loss = {name: getattr(main, name) for name in ("head_balance_coeff", "head_balance_scope")}
         for name, default in (("softmax_type", "vanilla"), ("attention_output_gate", False)):
             if getattr(config, name) == getattr(main, name):  # that of `main`, by a copy
                 setattr(config, name, default)
         give_options(config, loss | options)
         config.statistics = self
-        self._of_layers.append(config)
+        self._of_layers = (*self._of_layers, config)
 
     def follow(self, config: Any) -> None:
         """Accept a copy of the config as the model's: a spec is made for it."""
@@ -114,8 +107,7 @@ class HeadBalance(LossStep):
             optimizer: Of this model: one of Megatron's, of torch.optim, or any with a method
                 ``step``. Not needed with Megatron's schedules.
         """
-        config: Any = self._options
-        self.installed = True
+        config, self.installed = self._options, True
         # Without this hook, the gates of every step call `_wrap`.
         used = config.head_balance_coeff or config.pipeline_model_parallel_size > 1
         self._hook(_SCALE, self._of_schedule if used else None)
@@ -145,7 +137,7 @@ class HeadBalance(LossStep):
 
     def _wrap(self) -> None:
         """Start the reduction in front of the function that the host has set by now."""
-        if cast(Any, self._options).finalize_model_grads_func is not None:
+        if self._options.finalize_model_grads_func is not None:
             self._hook(_FINALIZE, self._reduce_of)
 
     def _reduce_of(self, model: list[Any], *_: Any) -> None:
@@ -159,28 +151,28 @@ class HeadBalance(LossStep):
         this = weakref.ref(self)
 
         def before(*_: object) -> None:
-            if (balance := this()) is not None:
+            if balance := this():
                 if balance.phase is not Phase.REDUCED:
                     balance.reduce()
                 balance._broken = True  # unless the step returns
 
         def after(*_: object) -> None:
-            if (balance := this()) is not None:
+            if balance := this():
                 balance._broken = False
                 balance.commit()
-
-        step: Any = optimizer.step
-
-        def stepping(_: Any, *args: Any, **kwargs: Any) -> Any:
-            before()
-            result = step(*args, **kwargs)
-            after()
-            return result
 
         if isinstance(optimizer, torch.optim.Optimizer):
             optimizer.register_step_pre_hook(before)
             optimizer.register_step_post_hook(after)
         else:
+            step = optimizer.step
+
+            def stepping(_: Any, *args: Any, **kwargs: Any) -> Any:
+                before()
+                result = step(*args, **kwargs)
+                after()
+                return result
+
             optimizer.step = types.MethodType(stepping, optimizer)
         self._drop_with(optimizer, "zero_grad")
 
@@ -199,7 +191,7 @@ class HeadBalance(LossStep):
             setattr(holder, name, dropping)
 
     def begin(self, number: int, *, observe: bool = False, share: float = 1.0) -> None:
-        """Begin a step, as :meth:`LossStep.begin`."""
+        """See :meth:`LossStep.begin`."""
         if self._foreign:
             refuse_late(self._options)
         super().begin(number, observe=observe, share=share)
@@ -207,32 +199,25 @@ class HeadBalance(LossStep):
             self._wrap()
 
     def reduce(self) -> None:
-        """Start the all-reduce of the step, as :meth:`LossStep.reduce`."""
-        config: Any = self._options
+        """See :meth:`LossStep.reduce`."""
         # Stages of a pipeline may have no layers, and hybrid stacks no attention.
-        if not (
-            self.built
-            or config.pipeline_model_parallel_size > 1
-            or (getattr(config, "is_hybrid_model", False) and self.expected)
-        ):
+        no_attention = getattr(self._options, "is_hybrid_model", False) and self.expected
+        if not (self.built or self._options.pipeline_model_parallel_size > 1 or no_attention):
             raise RuntimeError(_OTHER_SPEC)
         super().reduce()
 
     def check_layers(self, model: list[Any]) -> None:
-        """Raise RuntimeError where this stage has attention of another spec than ours.
-
-        From here on, what DDP drops does not count: a step may be repeated after an exception.
-        """
+        """Raise RuntimeError where this stage has attention of another spec than ours."""
         if self._checked:
             return
         self._checked = True
-        for chunk in model:
+        for chunk in model:  # what DDP drops does not count: a step may be repeated
             self._drop_with(chunk, "zero_grad_buffer")
-        named = [pair for chunk in model for pair in chunk.named_modules()]
         # Layers of multi-token prediction never count.
         other = [
             name
-            for name, module in named
+            for chunk in model
+            for name, module in chunk.named_modules()
             if isinstance(module, Attention)
             and not hasattr(getattr(module, "core_attention", None), "head_counter")
             and "mtp" not in name.split(".")
@@ -243,18 +228,6 @@ class HeadBalance(LossStep):
     def runs_again(self) -> bool:
         """Return whether Megatron's rerun machine repeats the step, here or after a checkpoint."""
         return get_rerun_state_machine().state not in _FIRST_RUN
-
-    def count_sinks(self) -> None:
-        """Count attention sinks until `sink_rates`: an evaluation runs."""
-        from megasink.megatron.sink_rate import SinkRate
-
-        self.sinks = SinkRate(self.heads.layers, self.heads.heads)
-
-    def sink_rates(self) -> tuple[Tensor, Tensor]:
-        """Return what was counted: see `SinkRate.finish`; every rank calls it."""
-        counted: SinkRate = self.sinks
-        self.sinks = None
-        return counted.finish()
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "HeadBalance":
         return self
@@ -267,8 +240,6 @@ class HeadBalance(LossStep):
         return _empty, (self.heads.layers, self.heads.heads), state
 
 
-OPTIONS = "MEGASINK_OPTIONS"
-ARGUMENT = "megasink_options"
 _SCALE = "experimental_attention_variant_loss_scale_func"
 _FINALIZE = "finalize_model_grads_func"
 _OTHER_SPEC = (
@@ -280,71 +251,5 @@ _OTHER_SPEC = (
 
 def _empty(layers: int, heads: int) -> HeadBalance:
     balance = HeadBalance.__new__(HeadBalance)
-    LossStep.__init__(balance, layers, heads, cast(LossOptions, None))
-    balance._of_layers = []
-    balance._foreign = balance._checked = False
+    LossStep.__init__(balance, layers, heads, None)
     return balance
-
-
-def with_options(config: Any, spec: str, arguments: Any = None) -> Any:
-    """Return the TransformerConfig of a config that a stack hands to a spec, with its options."""
-    transformer = getattr(config, "transformer", config)
-    name = type(config).__name__
-    if not isinstance(transformer, TransformerConfig):
-        raise UserError(
-            f"{spec} needs a TransformerConfig, or a model configuration that has one as "
-            f"`transformer`, not a {name}: call {spec}(config)"
-        )
-    if hasattr(config, "hybrid_stack_spec") and spec == "layer_spec":
-        raise UserError(f"layer_spec builds GPT models, but {name} builds a hybrid: use stack_spec")
-    own_builder = getattr(config, "builder", "megasink").startswith("megasink")
-    if transformer is not config and transformer.mtp_num_layers and not own_builder:
-        raise UserError(
-            f"mtp_num_layers {transformer.mtp_num_layers}: {config.builder} ignores the spec in "
-            "layers of multi-token prediction: use `megasink train` for them"
-        )
-    find_options(transformer, arguments)
-    return transformer
-
-
-def find_options(config: TransformerConfig, arguments: Any) -> None:
-    """Attach a HeadBalance with the options of the stack to a config that has none.
-
-    The first of these that exists is used, and the others must agree: the config, the arguments
-    that a stack passes (``args.megasink_options``), the environment.
-    """
-    others = {f"args.{ARGUMENT}": getattr(arguments, ARGUMENT, None), OPTIONS: _of_environment()}
-    others = {place: options for place, options in others.items() if options is not None}
-    for place, options in others.items():
-        if not isinstance(options, dict):
-            raise UserError(f"{place} must map option names to values, got {options!r}")
-    if not isinstance(vars(config).get("statistics"), HeadBalance):
-        if not others:
-            raise UserError(
-                f"layer_spec: this {type(config).__name__} has no megasink options, so the loss "
-                "would be 0: call megasink.megatron.HeadBalance(config, "
-                'attention_variant="sink", head_balance_coeff=1e-4) before the model is built '
-                f"(a copy by dataclasses.replace has none), or set {OPTIONS} to the same options "
-                "as a JSON object"
-            )
-        HeadBalance(config, **next(iter(others.values()))).install()
-    config.statistics.follow(config)
-    problems = [
-        f"{name} is {value!r} in {place}, but {getattr(config, name, 'no option')!r} in the "
-        f"config: the config takes precedence, so remove {name} from {place}"
-        for place, options in others.items()
-        for name, value in options.items()
-        if getattr(config, name, None) != value
-    ]
-    if problems:
-        raise ConfigError(problems)
-
-
-def _of_environment() -> Any:
-    text = os.environ.get(OPTIONS)
-    if text is None:
-        return None
-    try:
-        return json.loads(text)
-    except ValueError as error:
-        raise UserError(f"{OPTIONS} is not JSON ({error}): {text}") from error

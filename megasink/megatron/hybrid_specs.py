@@ -14,13 +14,11 @@ from megatron.core.tensor_parallel import ColumnParallelLinear, RowParallelLinea
 from megatron.core.transformer.identity_op import IdentityFuncOp, IdentityOp
 from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.torch_norm import LayerNormBuilder
-from megatron.core.transformer.transformer_block import LayerNormImpl, TransformerBlockSubmodules
+from megatron.core.transformer.transformer_block import LayerNormImpl
 from megatron.core.transformer.transformer_layer import MoETransformerLayer
 
 from megasink.errors import UserError
-from megasink.megatron.block_options import changed, with_block_options
-from megasink.megatron.head_balance import with_options
-from megasink.megatron.specs import with_our_modules
+from megasink.megatron.spec_modules import our_block, with_options, with_our_modules
 
 
 class MegasinkHybridStack(HybridStack):
@@ -71,12 +69,7 @@ class StackSpec(ModuleSpec):
     """
 
     def __call__(self, config: Any, *_: Any, **__: Any) -> Any:
-        """Return the spec of a HybridModel of this config, with megasink's attention.
-
-        Attention, FFN and experts are the halves of the layers of ``layer_spec``, so that every
-        option means the same as in a GPT model. (Upstream's spec has neither qk_layernorm nor
-        modules other than TransformerEngine's.)
-        """
+        """Return the spec of a HybridModel of this config, of halves of ``layer_spec``'s layers."""
         return spec_of_stack(with_options(config, "stack_spec"))
 
 
@@ -88,12 +81,9 @@ def spec_of_stack(config: Any) -> ModuleSpec:
     dense, norm = _layer_of(config, None)
     experts = _layer_of(config, config.num_moe_experts)[0]
     latent = config.multi_latent_attention
-    no_ffn = {"pre_mlp_layernorm": IdentityOp, "mlp": IdentityOp, "mlp_bda": IdentityFuncOp}
-    no_attention = {
-        "input_layernorm": IdentityOp,
-        "self_attention": IdentityOp,
-        "self_attn_bda": IdentityFuncOp,
-    }
+    no_ffn = dict.fromkeys(("pre_mlp_layernorm", "mlp"), IdentityOp) | {"mlp_bda": IdentityFuncOp}
+    no_attention = dict.fromkeys(("input_layernorm", "self_attention"), IdentityOp)
+    no_attention["self_attn_bda"] = IdentityFuncOp
     recurrent = hybrid_stack_spec.submodules
     if config.transformer_impl == "local":
         recurrent = _local_recurrent(recurrent, norm)
@@ -101,9 +91,9 @@ def spec_of_stack(config: Any) -> ModuleSpec:
         module=MegasinkHybridStack,
         params={"norm": norm},
         submodules=HybridStackSubmodules(
-            **{"mla_layer" if latent else "attention_layer": _half(dense, dense.module, no_ffn)},
-            mlp_layer=_half(dense, MLPLayer, no_attention),
-            moe_layer=_half(experts, MoETransformerLayer, no_attention),
+            **{"mla_layer" if latent else "attention_layer": _with(dense, **no_ffn)},
+            mlp_layer=_with(dense, MLPLayer, **no_attention),
+            moe_layer=_with(experts, MoETransformerLayer, **no_attention),
             mamba_layer=recurrent.mamba_layer,
             gdn_layer=recurrent.gdn_layer,
         ),
@@ -122,6 +112,8 @@ def _layer_of(config: Any, experts: int | None) -> tuple[ModuleSpec, LayerNormBu
     if config.transformer_impl == "local":
         layer = get_gpt_layer_local_spec(**options, normalization=config.normalization)
         if config.multi_latent_attention:
+            from megasink.megatron.latent_config import with_checkpoint_names
+
             layer = with_checkpoint_names(layer, experts)
     else:
         dense = not (experts or config.num_moe_experts)
@@ -131,23 +123,14 @@ def _layer_of(config: Any, experts: int | None) -> tuple[ModuleSpec, LayerNormBu
             use_te_op_fuser=dense and config.use_transformer_engine_op_fuser,
             use_grouped_gemm_for_dense_mlp=config.use_grouped_gemm_for_dense_mlp,
         )
-    block = TransformerBlockSubmodules(
-        layer_specs=[with_our_modules(layer, config)],
-        layer_norm=with_our_modules(LayerNormImpl, config),
-    )
-    block = with_block_options(block, config)
+    block = our_block([with_our_modules(layer, config)], LayerNormImpl, config)
     return block.layer_specs[0], block.layer_norm
 
 
-def with_checkpoint_names(layer: ModuleSpec, experts: int | None) -> ModuleSpec:
-    """Return the spec of a local layer with latent attention, with TransformerEngine's names."""
-    from megasink.megatron.latent_config import checkpoint_names
-
-    return changed(layer, sharded_state_dict_keys_map=checkpoint_names(experts))
-
-
-def _half(layer: ModuleSpec, module: type, without: dict[str, Any]) -> ModuleSpec:
-    return ModuleSpec(module=module, submodules=dataclasses.replace(layer.submodules, **without))
+def _with(layer: ModuleSpec, module: Any = None, **submodules: Any) -> ModuleSpec:
+    """Return the spec with other submodules, and with this module if one is given."""
+    changed = dataclasses.replace(layer.submodules, **submodules)
+    return dataclasses.replace(layer, module=module or layer.module, submodules=changed)
 
 
 def _local_recurrent(
@@ -160,16 +143,16 @@ def _local_recurrent(
     linear = {"in_proj": ColumnParallelLinear, "out_proj": RowParallelLinear}
     gdn, mamba = upstream.gdn_layer, upstream.mamba_layer
     return HybridStackSubmodules(
-        gdn_layer=changed(
+        gdn_layer=_with(
             gdn,
             input_layernorm=norm,
-            self_attention=changed(gdn.submodules.self_attention, **linear, out_norm=norm),
+            self_attention=_with(gdn.submodules.self_attention, **linear, out_norm=norm),
             sharded_state_dict_keys_map={"input_layernorm.": "self_attention.in_proj.layer_norm_"},
         ),
-        mamba_layer=changed(
+        mamba_layer=_with(
             mamba,
             norm=norm,
-            mixer=changed(mamba.submodules.mixer, **linear),
+            mixer=_with(mamba.submodules.mixer, **linear),
             sharded_state_dict_keys_map={"norm.": "mixer.in_proj.layer_norm_"},
         ),
     )

@@ -20,8 +20,8 @@ from megatron.core.utils import init_method_normal
 from torch import Tensor
 
 from megasink.attention.variants import Parameter, variant
+from megasink.megatron.checkpoint_parts import named_parts
 from megasink.megatron.config import MegasinkTransformerConfig
-from megasink.megatron.gate_projection import named_parts
 
 InitMethod = Callable[[Tensor], Tensor]
 _SCALED_OUTPUT = re.compile(r"(linear_proj|linear_fc2|self_attention\.out_proj)\.weight$")

@@ -4,9 +4,11 @@ import copy
 from argparse import Namespace
 from dataclasses import dataclass
 
+from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_config import MLATransformerConfig
 from megatron.training.argument_utils import core_transformer_config_from_args
 
+from megasink.megatron.block_options import changed
 from megasink.megatron.config import MegasinkTransformerConfig
 
 # Fields of Megatron's latent attention without a flag: the flags of YaRN in other attention.
@@ -44,13 +46,12 @@ def latent_config(args: Namespace) -> LatentTransformerConfig:
     return config
 
 
-def checkpoint_names(experts: int | None) -> dict[str, str]:
-    """Return the names in checkpoints of the norms of a local layer: those of fused norms.
-
-    Upstream's local layers have others than TransformerEngine's.
-    """
+def with_checkpoint_names(layer: ModuleSpec, experts: int | None) -> ModuleSpec:
+    """Return the spec of a local layer whose norms TransformerEngine names in checkpoints."""
     names = {
         f"self_attention.{x}_layernorm.": f"self_attention.linear_{x}_up_proj.layer_norm_"
         for x in ("q", "kv")
     }
-    return names if experts else names | {"pre_mlp_layernorm.": "mlp.linear_fc1.layer_norm_"}
+    if not experts:
+        names["pre_mlp_layernorm."] = "mlp.linear_fc1.layer_norm_"
+    return changed(layer, sharded_state_dict_keys_map=names)

@@ -10,7 +10,6 @@ import torch.nn.functional as F
 
 from megasink.attention.variants import foreign_options, is_variant, variant
 from megasink.attention.variants.gate_options import is_megatrons_output_gate
-from megasink.attention.variants.variant_layers import layers_with_variant
 from megasink.balance.loss import without_gradient, wrong_alone, wrong_together
 from megasink.config import IGNORED, TRANSFORMER_OPTIONS
 from megasink.errors import ConfigError
@@ -26,6 +25,7 @@ FFN_ACTIVATIONS = {
 }
 # Megatron's flags for T5's bias, which are missing from its own TransformerConfig.
 _RELATIVE = {"relative_attention_num_buckets": 32, "relative_attention_max_distance": 128}
+_FACTORS = ("attention_scale_alpha", "bias_fixed_value_norm", "residual_clip", "logit_softcap")
 # Options beyond a TransformerConfig and a layer spec, and how to get them.
 _ELSEWHERE = {
     "attention_variant_layers": "set it in a MegasinkTransformerConfig",
@@ -49,9 +49,7 @@ def give_options(config: Any, options: dict[str, Any]) -> None:
     """Set the options of megasink on a config of Megatron's own class, in place."""
     fields = {f.name: f for kind in TRANSFORMER_OPTIONS for f in dataclasses.fields(kind)}
     problems = [f"{name} is not a megasink option" for name in options if name not in fields]
-    for name, value in options.items():
-        if name not in fields:
-            continue
+    for name, value in ((name, options[name]) for name in options if name in fields):
         choices, default = fields[name].metadata.get("choices"), fields[name].default
         if choices and value is not None and value not in choices:
             problems.append(f"{name} is {value!r}, not one of {', '.join(choices)}")
@@ -59,17 +57,22 @@ def give_options(config: Any, options: dict[str, Any]) -> None:
             problems.append(f"{name} is {value!r}, not a {type(default).__name__}")
         elif isinstance(value, float) and not math.isfinite(value):
             problems.append(f"{name} is {value!r}, which is not finite")
-    given = {name: options.get(name, field.default) for name, field in fields.items()}
+        elif name in _FACTORS and isinstance(value, int | float) and value <= 0:
+            problems.append(f"{name} is {value!r}: use a number above 0")
+    defaults = {name: field.default for name, field in fields.items()}
+    given = defaults | {name: options[name] for name in options if name in fields}
     if not problems:
-        problems += _wrong_together(given, {n: f.default for n, f in fields.items()}, config)
+        problems += _wrong_together(given, defaults, config)
     if has_options(config):
         problems.append(
             f"{type(config).__name__} has the options of megasink as its fields: set "
             f"{', '.join(options)} there"
         )
-    for name in fields.keys() & _ELSEWHERE.keys() & options.keys():
-        if options[name] != fields[name].default:
-            problems.append(f"{name} has no effect in your own loop: {_ELSEWHERE[name]}")
+    problems += [
+        f"{name} has no effect in your own loop: {how}"
+        for name, how in _ELSEWHERE.items()
+        if given[name] != defaults[name]
+    ]
     if is_variant(given["attention_variant"]):
         problems += _against(config, SimpleNamespace(**given))
     if problems:
@@ -147,8 +150,6 @@ def apply_options(config: Any) -> None:
         config.output_layer_init_method = torch.nn.init.zeros_
     if is_megatrons_output_gate(config):
         config.attention_output_gate = True
-    # Megatron then asks for the config of each layer, and numbers the layers in checkpoints.
-    config.heterogeneous_block_specs |= not all(layers_with_variant(config))
 
 
 def check_parameters(config: Any) -> None:

@@ -38,9 +38,9 @@ def new_parameter(
 def widened(parameter: Tensor) -> Tensor:
     """Return a parameter in float32, or unchanged if it is wider.
 
-    Parameters have the dtype of the model, as Megatron's optimizers require: they save and number
-    float32 parameters of a bf16 model wrongly (core/optimizer/optimizer.py:sharded_state_dict,
-    distrib_optimizer.py:_build_model_and_main_param_groups). Their main weights are float32.
+    Megatron's optimizers save and number float32 parameters of a bf16 model wrongly
+    (core/optimizer/optimizer.py:sharded_state_dict,
+    distrib_optimizer.py:_build_model_and_main_param_groups). The main weights are float32.
     """
     return parameter.to(torch.promote_types(parameter.dtype, torch.float32))
 

@@ -1,20 +1,9 @@
-"""Layer specs: Megatron's own specs with megasink's attention.
-
-Rarely used parts are imported when a config asks for them: explicit gates, options of the
-block around attention, a model configuration of ``megatron.training``.
-"""
+"""The layer spec of a GPT model: Megatron's own, with megasink's attention."""
 
 import dataclasses
 from typing import Any
 
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec
-from megatron.core.transformer.attention import SelfAttention, SelfAttentionSubmodules
-from megatron.core.transformer.multi_latent_attention import (
-    MLASelfAttention,
-    MLASelfAttentionSubmodules,
-)
-from megatron.core.transformer.spec_utils import ModuleSpec
-from megatron.core.transformer.torch_norm import WrappedTorchNorm
 from megatron.core.transformer.transformer_block import (
     LayerNormImpl,
     TransformerBlockSubmodules,
@@ -22,11 +11,7 @@ from megatron.core.transformer.transformer_block import (
 )
 from megatron.core.transformer.transformer_layer import get_transformer_layer_offset
 
-from megasink.attention.variants.gate_options import changes_self_attention, trailing_rows
-from megasink.megatron.block_options import with_block_options
-from megasink.megatron.core_attention import CoreAttention
-from megasink.megatron.head_balance import with_options
-from megasink.megatron.torch_norm import TorchNorm
+from megasink.megatron.spec_modules import our_block, with_options, with_our_modules
 
 
 def layer_spec(config: Any, *more: Any, vp_stage: int | None = None) -> TransformerBlockSubmodules:
@@ -84,57 +69,11 @@ def layer_spec(config: Any, *more: Any, vp_stage: int | None = None) -> Transfor
     first = get_transformer_layer_offset(transformer, vp_stage) + 1
     transformer.statistics.expected[first] = len(layers)
     layer_config = getattr(transformer, "get_config_for_layer", lambda _: transformer)
-    ours = TransformerBlockSubmodules(
-        layer_specs=[
-            with_our_modules(layer, layer_config(number))
-            for number, layer in enumerate(layers, first)
-        ],
-        layer_norm=with_our_modules(norm, transformer),
-    )
-    ours = with_block_options(ours, transformer)
+    configs = map(layer_config, range(first, first + len(layers)))
+    ours = our_block(map(with_our_modules, layers, configs), norm, transformer)
     if transformer.mtp_num_layers and ours.layer_specs:
         from megasink.megatron.multi_token_prediction import counted_once
 
         *others, last = ours.layer_specs
         ours = dataclasses.replace(ours, layer_specs=[*others, counted_once(last)])
     return ours
-
-
-def with_our_modules(node: Any, config: Any) -> Any:
-    """Return a copy of a spec tree with megasink's modules substituted."""
-    if node is WrappedTorchNorm:
-        return TorchNorm
-    if isinstance(node, list):
-        return [with_our_modules(entry, config) for entry in node]
-    if isinstance(node, ModuleSpec):
-        module = node.module
-        if module is SelfAttention and changes_self_attention(config):
-            from megasink.megatron.gated_attention import GatedSelfAttention
-
-            module = GatedSelfAttention
-        elif module is MLASelfAttention:
-            from megasink.megatron.latent_attention import LatentSelfAttention
-
-            module = LatentSelfAttention
-        submodules = with_our_modules(node.submodules, config)
-        return dataclasses.replace(node, module=module, submodules=submodules)
-    if dataclasses.is_dataclass(node) and not isinstance(node, type):
-        changes = {
-            f.name: with_our_modules(getattr(node, f.name), config)
-            for f in dataclasses.fields(node)
-            if f.init
-        }
-        if isinstance(node, SelfAttentionSubmodules | MLASelfAttentionSubmodules):
-            changes["core_attention"] = CoreAttention
-            if isinstance(node, MLASelfAttentionSubmodules):
-                pass  # its gate has a projection of its own
-            elif config.switch_heads != "none":
-                from megasink.megatron.switch_heads import with_switch_rows
-
-                changes["linear_qkv"] = with_switch_rows(node.linear_qkv)
-            elif trailing_rows(config):
-                from megasink.megatron.gate_projection import with_gate_rows
-
-                changes["linear_qkv"] = with_gate_rows(node.linear_qkv)
-        return dataclasses.replace(node, **changes)
-    return node

@@ -8,9 +8,7 @@ is a sum over the tokens of one rank, and finalize_model_grads all-reduces it.
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from megatron.core.transformer.transformer_config import TransformerConfig
-from torch import Tensor
 
 
 class TorchNorm:
@@ -31,21 +29,3 @@ class TorchNorm:
         for parameter in norm.parameters():
             parameter.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
         return norm
-
-
-class GainlessRMSNorm(torch.nn.Module):
-    """RMSNorm without a weight, x / sqrt(mean(x^2) + eps), as in nanochat; for any layout.
-
-    It has no parameter, so nothing needs a sum over sequence-parallel ranks or a place in a
-    checkpoint. Built from the transformer config, like Megatron's norms.
-    """
-
-    def __init__(
-        self, config: TransformerConfig, hidden_size: int, eps: float = 1e-5, **unused: Any
-    ):
-        super().__init__()
-        self.hidden_size, self.eps = hidden_size, eps
-
-    def forward(self, x: Tensor) -> Tensor:
-        """Normalize the last axis of x [..., hidden_size]; same dtype."""
-        return F.rms_norm(x, (self.hidden_size,), eps=self.eps)

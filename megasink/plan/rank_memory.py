@@ -18,7 +18,7 @@ from torch import Tensor
 
 from megasink.attention.variants import parameter_names
 from megasink.attention.variants.gate_options import is_megatrons_output_gate
-from megasink.megatron.gate_projection import named_parts
+from megasink.megatron.checkpoint_parts import named_parts
 
 OTHER, GATES, QKV = "other", "attention gates", "attention qkv"
 # The first pattern found in a parameter's name counts.

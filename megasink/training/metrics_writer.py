@@ -28,6 +28,7 @@ from megasink.errors import UserError
 from megasink.figures.importance_heatmap import importance_picture
 from megasink.figures.loss_spikes import Divergence, SpikeCounter
 from megasink.megatron.head_balance import HeadBalance
+from megasink.megatron.head_observer import count_sinks, sink_rates
 from megasink.training import metric_records
 from megasink.training.forward_step import BITS_PER_BYTE, LM_LOSS
 from megasink.training.metrics_file import MetricsFile
@@ -117,7 +118,7 @@ class MetricsWriter:
         self.flush()
         self._split, self._iteration = split, iteration
         if get_args().log_sink_rate:
-            self._statistics.count_sinks()
+            count_sinks(self._statistics)
 
     def evaluation(self, losses: dict[str, Any] | None) -> None:
         """Write an evaluation's loss, bits per byte and attention sinks."""
@@ -125,7 +126,7 @@ class MetricsWriter:
         record: dict[str, Any] = {"iteration": self._iteration}
         sinks: dict[str, Any] = {}
         if self._statistics.sinks is not None:
-            rates = (rate_LH[self._rows.rows] for rate_LH in self._statistics.sink_rates())
+            rates = (rate_LH[self._rows.rows] for rate_LH in sink_rates(self._statistics))
             sinks = metric_records.sink_record(split, *rates)
         if not self._owner or not losses:
             return

@@ -12,6 +12,7 @@ from megatron.core.utils import get_model_config
 from megasink.balance.gate_sums import HeadSums
 from megasink.balance.step import Phase
 from megasink.megatron.core_attention import CoreAttention
+from megasink.megatron.head_observer import count_sinks, sink_rates
 from tests.distributed import tiny_gpt
 
 STEPS, MICROBATCHES = 2, 2
@@ -97,7 +98,7 @@ def interleaved(names: list[str]) -> dict[str, Any]:
     for model in models:
         model.model.eval()
         if model.name != "gated":
-            model.statistics.count_sinks()
+            count_sinks(model.statistics)
     for index in range(MICROBATCHES):
         for model in models:
             with torch.no_grad():
@@ -107,7 +108,7 @@ def interleaved(names: list[str]) -> dict[str, Any]:
         state = {k: v for k, v in model.model.state_dict().items() if v is not None}
         report[model.name] = model.report | {"state": state}
         if model.statistics.sinks is not None:
-            report[model.name]["rates"] = model.statistics.sink_rates()
+            report[model.name]["rates"] = sink_rates(model.statistics)
     return report
 
 
@@ -143,7 +144,7 @@ def layers_of_one_model(**options: Any) -> bool:
     assert len(cores) >= stages
     wanted = get_model_config(models[0]).statistics
     return wanted is config.transformer.statistics and all(
-        core.observer._statistics is core.head_counter._statistics is wanted for core in cores
+        core.config.statistics is core.head_counter._statistics is wanted for core in cores
     )
 
 

@@ -15,7 +15,7 @@ from megatron.core.process_groups_config import ProcessGroupCollection
 from megasink.checkpoints.model_arguments import plain
 from megasink.convert.from_hf import arguments_of
 from megasink.convert.model_flags import model_flags
-from megasink.megatron.gate_projection import named_parts
+from megasink.megatron.checkpoint_parts import named_parts
 from megasink.megatron.model import MegasinkModelBuilder
 from megasink.megatron.model_blocks import blocks_in
 from megasink.megatron.model_of_arguments import model_config

@@ -18,7 +18,7 @@ from megatron.training.models.gpt import GPTModelBuilder, default_layer_spec
 
 from megasink.checkpoints.gpt_as_hybrid import layer_maps, point_at_gpt_keys
 from megasink.checkpoints.torch_metadata import read_metadata
-from megasink.megatron.gate_projection import named_parts
+from megasink.megatron.checkpoint_parts import named_parts
 from megasink.megatron.initial_weights import global_names
 from megasink.training.load_other_models import accepting_megatrons_checkpoints
 from tests.distributed import tiny_gpt

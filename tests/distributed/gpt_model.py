@@ -17,7 +17,8 @@ from megasink.megatron.config import MegasinkTransformerConfig
 from megasink.megatron.embedding_rows import counted_rows
 from megasink.megatron.model import finish_stage
 from megasink.megatron.multi_token_prediction import counted_once
-from megasink.megatron.specs import layer_spec, with_our_modules
+from megasink.megatron.spec_modules import with_our_modules
+from megasink.megatron.specs import layer_spec
 from tests.distributed import launch_task
 
 

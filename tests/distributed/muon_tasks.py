@@ -10,7 +10,7 @@ from megatron.core.num_microbatches_calculator import init_num_microbatches_calc
 from megatron.core.utils import unwrap_model
 from torch import Tensor
 
-from megasink.megatron.gate_projection import named_parts
+from megasink.megatron.checkpoint_parts import named_parts
 from tests.distributed import tiny_gpt
 
 MOMENTUM, DECAY, RATE = 0.95, 0.1, 0.02

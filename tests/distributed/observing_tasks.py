@@ -19,7 +19,7 @@ from megatron.core.utils import unwrap_model
 from torch import Tensor
 
 from megasink.balance.gate_sums import BALANCE_GRADIENT, OTHER_GRADIENT, SERIES
-from megasink.megatron import sink_rate
+from megasink.megatron import head_observer
 from megasink.megatron.core_attention import CoreAttention
 from megasink.megatron.gated_attention import GatedSelfAttention
 from megasink.megatron.model import MegasinkModelBuilder
@@ -196,10 +196,10 @@ def sink_rates(sequence: int, epsilon: float, **options: Any) -> dict[str, Any]:
     config.seq_length = sequence
     models = tiny_gpt.build(config)
     statistics = config.transformer.statistics
-    statistics.count_sinks()
-    with mock.patch.object(sink_rate, "SINK_EPSILON", epsilon):
+    head_observer.count_sinks(statistics)
+    with mock.patch.object(head_observer, "SINK_EPSILON", epsilon):
         forward(models, sequence)
-    rates = statistics.sink_rates()
+    rates = head_observer.sink_rates(statistics)
     forward(models, sequence)  # does not count any more
     return {"first": rates[0], "slot": rates[1], "left": 0 if statistics.sinks is None else 1}
 

@@ -6,7 +6,7 @@ import torch
 from megatron.core import parallel_state
 from megatron.core.utils import unwrap_model
 
-from megasink.megatron.gate_projection import named_parts
+from megasink.megatron.checkpoint_parts import named_parts
 from megasink.megatron.initial_weights import global_names
 
 

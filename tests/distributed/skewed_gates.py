@@ -11,7 +11,8 @@ from torch import Tensor
 
 from megasink.attention.variants.gate_options import gate_shape
 from megasink.megatron.core_attention import CoreAttention
-from megasink.megatron.gate_modules import ExplicitGate, HeadNorm
+from megasink.megatron.gate_modules import ExplicitGate
+from megasink.megatron.gate_positions import HeadNorm
 from megasink.megatron.gated_attention import GatedSelfAttention
 from megasink.megatron.latent_attention import LatentSelfAttention
 

@@ -266,7 +266,7 @@ def counted(**options: Any) -> dict[str, Any]:
 
 @contextlib.contextmanager
 def _calls() -> Iterator[list[dict[str, Any]]]:
-    from megasink.attention import functional as op  # which core attention imports at a call
+    from megasink import attention as op  # where core attention looks it up at a call
 
     seen: list[dict[str, Any]] = []
     inner = op.attention

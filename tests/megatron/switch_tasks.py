@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.nn.functional import linear
 
 from megasink.attention import reference_attention, reference_switch
-from megasink.megatron.gate_projection import named_parts
+from megasink.megatron.checkpoint_parts import named_parts
 from tests.distributed import tiny_gpt
 from tests.megatron.gate_tasks import loss_and_gradients
 from tests.said import said

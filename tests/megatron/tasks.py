@@ -221,6 +221,7 @@ def not_ours() -> dict[str, str]:
         "graphs": told(lambda: HeadBalance(config(cuda_graph_impl="local"))),
         "bad numbers": options(head_balance_coeff=-1.0, head_balance_shared_refresh=2),
         "not a number": options(head_balance_coeff=float("nan")),
+        "no factor": options(residual_clip=-1.0),
         "too many shared": options(head_balance_shared_heads=2),
         "of another variant": options(attention_variant="sink", gate_position="value"),
         "sinks": told(lambda: gated(softmax_type="learnable")),

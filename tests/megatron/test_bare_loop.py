@@ -139,6 +139,7 @@ def test_whatever_a_host_leaves_out_is_named(pool):
     assert "head_balance_coeff -1.0 is negative: use 0 or more" in told["bad numbers"]
     assert "head_balance_shared_refresh 2 has no effect without" in told["bad numbers"]
     assert told["not a number"] == "head_balance_coeff is nan, which is not finite"
+    assert told["no factor"] == "residual_clip is -1.0: use a number above 0"
     assert "shared_heads 2 of 2 heads leaves fewer than two" in told["too many shared"]
     assert told["of another variant"] == "gate_position has no effect with attention_variant 'sink'"
     assert "softmax_type 'learnable': attention_variant 'gated'" in told["sinks"]

@@ -85,7 +85,8 @@ def test_a_norm_inside_linear_qkv_changes_nothing(pool, name):
     """As TransformerEngine has it; not TransformerEngine itself, which needs CUDA."""
     options = GATES[name] | {"qk_layernorm": False}
     (found,) = pool.run(f"{TASKS}:fused_norm", SINGLE, **options)
-    assert found["attention"] == "GatedSelfAttention"
+    kind = "PositionedGateSelfAttention" if "value" in name else "GatedSelfAttention"
+    assert found["attention"] == kind
     assert found["linear_qkv"][0] == "GateRowsNormAndLinear"
     assert "NormAndLinear" in found["linear_qkv"][1:]
     plain, fused = found["plain"], found["fused"]

@@ -2,24 +2,12 @@
 
 from megasink.attention.gate_kernels.plain_gate_kernels import PlainGateKernels
 from megasink.attention.gate_kernels.protocol import BeforeBackward, FirstKey, GateKernels, GateRows
-from megasink.attention.kernels import (
-    AttentionRequest,
-    Choice,
-    backend_named,
-    choose_backend,
-    remembered,
-)
+from megasink.attention.kernels import Choice, backend_named, choose_backend, remembered
+from megasink.attention.kernels.backend import AttentionRequest
 from megasink.errors import ConfigError
 
-__all__ = [
-    "OWN",
-    "BeforeBackward",
-    "FirstKey",
-    "GateKernels",
-    "GateRows",
-    "choose_gate_kernels",
-    "gate_kernels_named",
-]
+__all__ = ["OWN", "BeforeBackward", "FirstKey", "GateKernels", "GateRows", "choose_gate_kernels"]
+__all__ += ["gate_kernels_named"]
 
 # The choice where the attention kernel adds the sink itself.
 OWN, TRITON = "own-sink", "triton"
@@ -43,12 +31,6 @@ def _refusal(name: str, request: AttentionRequest) -> str | None:
     return gate_kernels_named(name).supports(request)
 
 
-def _own_refusal(request: AttentionRequest, requested: str) -> str | None:
-    if "+" in requested:
-        return "other kernels were requested"
-    return backend_named(choose_backend(request, requested).name).sink_reason(request)
-
-
 @remembered
 def choose_gate_kernels(request: AttentionRequest, requested: str = "auto") -> Choice:
     """Select the gate kernels for a request.
@@ -62,7 +44,10 @@ def choose_gate_kernels(request: AttentionRequest, requested: str = "auto") -> C
         raise ConfigError([f"unknown gate kernels {name!r}: choose {', '.join(_REGISTRY)}"])
     refusals = {known: _refusal(known, request) for known in _REGISTRY}
     if request.variant == "sink":
-        refusals = {OWN: _own_refusal(request, requested), **refusals}
+        own: str | None = "other kernels were requested"
+        if not plus:
+            own = backend_named(choose_backend(request, requested).name).sink_reason(request)
+        refusals = {OWN: own, **refusals}
     able = [known for known, refusal in refusals.items() if refusal is None]
     if plus and name not in able:
         raise ConfigError(

@@ -1,9 +1,7 @@
-"""The interface of gate kernels, which run around an attention kernel.
+"""The interface of gate kernels, which run after an attention kernel and before its backward.
 
-Nothing runs before its forward; after it the slot joins the softmax, and before the backward
-the gradients of slot, gate and LSE are taken. Shapes: B batch, H query heads, G key/value groups, T
-queries, S keys, D head dim; 1 for a dimension that broadcasts. Statistics are float32, or float64
-for float64.
+Shapes: B batch, H query heads, G key/value groups, T queries, S keys, D head dim; 1 for a dimension
+that broadcasts. Statistics are float32, or float64 for float64.
 """
 
 from abc import ABC, abstractmethod
@@ -18,46 +16,30 @@ from megasink.attention.kernels import AttentionRequest
 
 
 class FirstKey(NamedTuple):
-    """Key 0 as the slot.
+    """Key 0 as the slot."""
 
-    Attributes:
-        query_BHTD: All queries.
-        key_BG1D, value_BG1D: Key 0 and its value; of packed documents all keys, [B, G, S, D].
-        keys: S.
-        alone: The number of leading rows that see only key 0 and are not the kernel's.
-        skipped: The number of leading keys that are not the kernel's.
-        documents: Boundaries 0, .., S of packed documents, whose first rows see only their key 0.
-    """
-
-    query_BHTD: Tensor
-    key_BG1D: Tensor
+    query_BHTD: Tensor  # all queries
+    key_BG1D: Tensor  # like the value, of packed documents all keys, [B, G, S, D]
     value_BG1D: Tensor
     keys: int
-    alone: int
-    skipped: int = 1
+    alone: int  # leading rows that see only key 0 and are not the kernel's
+    skipped: int = 1  # leading keys that are not the kernel's
+    # Boundaries 0, .., S of packed documents, whose first rows see only their key 0.
     documents: Sequence[int] | None = None
 
 
 class BeforeBackward(NamedTuple):
-    """What the backward of an attention kernel takes, and the gradients of the slot.
+    """What the backward of an attention kernel takes, and the gradients of the slot."""
 
-    Attributes:
-        grad_out_BHTD, out_BHTD: dO' and O' if the gradient of the LSE is injected, else dO and O.
-        lse_grad_BHT: Gradient of the LSE for a kernel that takes it; else None.
-        logit_grad: Gradient of the slot logit, in its shape ([B, H, T] for the first key); None if
-            not wanted.
-        value_grad: Gradient of the slot value, in its shape; None if not wanted.
-        add_to_query: For the first key, writes dq [B, H, T, D] from the kernel's gradient of the
-            rows from `first.alone` on (or None), which may be in the memory of dq.
-        fill_first_rows: For the first key, writes the rows 0 of dk and dv, [B, G, S, D].
-    """
-
-    grad_out_BHTD: Tensor
+    grad_out_BHTD: Tensor  # dO', like O' of the next one, if the gradient of the LSE is injected
     out_BHTD: Tensor
-    lse_grad_BHT: Tensor | None
-    logit_grad: Tensor | None = None
+    lse_grad_BHT: Tensor | None  # for a kernel that takes it
+    logit_grad: Tensor | None = None  # in the shape of the logit, [B, H, T] for the first key
     value_grad: Tensor | None = None
+    # For the first key: writes dq [B, H, T, D] from the kernel's gradient of the rows from
+    # `first.alone` on (or None), which may be in the memory of dq.
     add_to_query: Callable[[Tensor | None, Tensor], None] | None = None
+    # For the first key: writes the rows 0 of dk and dv, [B, G, S, D].
     fill_first_rows: Callable[[Tensor, Tensor], None] | None = None
 
 
@@ -70,17 +52,13 @@ class GateKernels(ABC):
 
     `PlainGateKernels` is the definition; others compute the same within rounding, and the injected
     rows to the bit.
-
-    Attributes:
-        name: Name by which users select them.
-        borrows: Whether `slot_backward` and `first_key_backward` write the injected rows into the
-            incoming gradient and `out_BHTD` until they exit; no other tensor may have their memory.
-        gate_rows: Applies an explicit gate (explicit_gate_launch.py); None where the layer's own
-            operations do.
     """
 
-    name: str
+    name: str  # by which users select them
+    # Whether the backwards write the injected rows into the incoming gradient and `out_BHTD` until
+    # they exit; no other tensor may have their memory.
     borrows: bool = False
+    # Applies an explicit gate (`explicit.gate_rows`); None where the layer's own operations do.
     gate_rows: GateRows | None = None
 
     @abstractmethod
@@ -96,12 +74,7 @@ class GateKernels(ABC):
         slot_logit: Tensor,
         slot_value: Tensor | None,
     ) -> Results:
-        """Add the slot to attention over the real keys.
-
-        Args:
-            out_BHTD, lse_BHT: Of the attention kernel; may be overwritten.
-            slot_logit, slot_value: Broadcastable to [B, H, T] and [B, H, T, D]; no value is 0.
-        """
+        """Add the slot (no value is 0) to attention over the keys, which may be overwritten."""
 
     @abstractmethod
     def shares(self, lse_BHT: Tensor, slot_logit: Tensor) -> tuple[Tensor, Tensor]:
@@ -114,12 +87,7 @@ class GateKernels(ABC):
     def first_key_forward(
         self, first: FirstKey, rows: tuple[Tensor, Tensor] | None, call: AttentionCall
     ) -> Results:
-        """Add key 0 to attention over the other keys.
-
-        Args:
-            rows: out and LSE of the attention kernel, for the rows from `first.alone` on; None if
-                there are none.
-        """
+        """Add key 0 to out and LSE of the other keys, for the `rows` from `first.alone` on."""
 
     @abstractmethod
     def slot_backward(
@@ -132,13 +100,11 @@ class GateKernels(ABC):
         inject: bool,
         own_sink: bool = False,
     ) -> AbstractContextManager[BeforeBackward]:
-        """Take the gradients of the slot and prepare those of the keys.
+        """Take the gradients of the slot and prepare those of the keys, for a kernel's backward.
 
-        On exit, after the attention kernel's backward, `arriving` and `results` are as they were;
-        inside they may hold the injected rows.
+        Until the exit `arriving` and `results` may hold the injected rows.
 
         Args:
-            arriving: With a gradient of out.
             slot_logit: None if no gradient of the slot is wanted, or there is no slot.
             inject: Whether the kernel takes no gradient of the LSE.
             own_sink: Whether the kernel itself returns sum p (p dG + e - dY . Y) for the slot: the

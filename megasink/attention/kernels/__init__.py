@@ -18,17 +18,8 @@ from megasink.attention.kernels.backend import (
 )
 from megasink.errors import ConfigError
 
-__all__ = [
-    "AttentionRequest",
-    "Backend",
-    "Choice",
-    "backend_named",
-    "backend_names",
-    "choose_backend",
-    "forget_choices",
-    "register_backend",
-    "remembered",
-]
+__all__ = ["AttentionRequest", "Backend", "Choice", "backend_named", "backend_names"]
+__all__ += ["choose_backend", "forget_choices", "register_backend", "remembered"]
 
 _CHOICES: list[Any] = []
 
@@ -61,15 +52,10 @@ _REGISTRY: dict[str, Backend | LaterBackend] = {}
 
 @dataclass(frozen=True)
 class Choice:
-    """The selected backend, and why each other one was not selected.
-
-    Attributes:
-        name: Name of the backend.
-        reasons: Name of another backend -> a clause.
-    """
+    """The selected backend, and why each other one was not selected."""
 
     name: str
-    reasons: dict[str, str]
+    reasons: dict[str, str]  # name of another backend -> a clause
 
     def __str__(self) -> str:
         others = "; ".join(f"not {name}: {why}" for name, why in self.reasons.items())
@@ -105,16 +91,10 @@ def backend_named(name: str) -> Backend:
 def choose_backend(request: AttentionRequest, requested: str = "auto") -> Choice:
     """Select the backend for a request.
 
-    Needs no tensor and no device, so a configuration can be rejected before anything is built.
-
-    Args:
-        request: The configuration.
-        requested: "auto" for the first suitable backend, or the name of a required one; a "+" and
-            the name of gate kernels may follow (`gate_kernels.choose_gate_kernels`).
-
-    Raises:
-        ConfigError: No backend, or not the requested one, computes the request exactly; the message
-            gives the reasons and the backend that "auto" would select.
+    It needs no tensor and no device, so a configuration can be rejected before anything is built.
+    `requested` is "auto" for the first suitable backend, or the name of a required one; a "+" and
+    the name of gate kernels may follow (`gate_kernels.choose_gate_kernels`). Raise ConfigError if
+    none, or not the requested one, computes the request exactly.
     """
     requested = requested.partition("+")[0]
     problems = _problems_of_any_backend(request)
@@ -181,17 +161,14 @@ def _problems_of_any_backend(request: AttentionRequest) -> list[str]:
 
 
 def _describe(request: AttentionRequest) -> str:
+    bias = " with a distance bias" if request.distance_bias else ""
     gradient = " with a gradient through the gate" if request.needs_gate_gradient else ""
-    gradient = (" with a distance bias" if request.distance_bias else "") + gradient
+    narrow = request.value_dim not in (None, request.head_dim)
+    values = f", of values {request.value_dim}" if narrow else ""
     return (
         f"{request.variant} attention in {request.dtype} on {request.device_type}, "
-        f"head dim {request.head_dim}{_of_values(request)}{gradient}"
+        f"head dim {request.head_dim}{values}{bias}{gradient}"
     )
-
-
-def _of_values(request: AttentionRequest) -> str:
-    narrow = request.value_dim not in (None, request.head_dim)
-    return f" (values {request.value_dim})" if narrow else ""
 
 
 def at_runtime(request: AttentionRequest, device_index: int | None) -> AttentionRequest:

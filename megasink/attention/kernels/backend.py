@@ -18,35 +18,20 @@ from megasink.attention.layout import dense_rows, padded
 
 @dataclass(frozen=True)
 class AttentionRequest:
-    """An attention configuration, described without tensors.
+    """An attention configuration, described without tensors."""
 
-    Attributes:
-        device_type: "cpu" or "cuda".
-        dtype: Dtype of query, key and value.
-        head_dim: D of query and key, the largest.
-        value_dim: Head dim of the values, at most D; None for D.
-        variant: A name in `megasink.attention.VARIANTS`.
-        window: Tokens visible to a token, including itself; None for all.
-        causal: Whether token i sees only keys j <= i.
-        distance_bias: Whether a bias by head and distance is added to the scores (P2.20 to P2.22).
-        needs_gate_gradient: Whether a loss on the gate or on the LSE will be differentiated.
-        dropout: Probability of dropping an attention weight.
-        compute_capability: Compute capability of the CUDA device; None if unknown.
-        deterministic: Whether the gradients must be the same in every run.
-    """
-
-    device_type: str
-    dtype: torch.dtype
-    head_dim: int
-    variant: str = "vanilla"
-    window: int | None = None
+    device_type: str  # "cpu" or "cuda"
+    dtype: torch.dtype  # of query, key and value
+    head_dim: int  # of query and key
+    variant: str = "vanilla"  # a name in `megasink.attention.VARIANTS`
+    window: int | None = None  # tokens visible to a token, including itself; None for all
     causal: bool = True
-    distance_bias: bool = False
-    needs_gate_gradient: bool = True
+    distance_bias: bool = False  # whether a bias by head and distance is added (P2.20 to P2.22)
+    needs_gate_gradient: bool = True  # whether a loss on the gate or on the LSE is differentiated
     dropout: float = 0.0
-    compute_capability: tuple[int, int] | None = None
-    deterministic: bool = False
-    value_dim: int | None = None
+    compute_capability: tuple[int, int] | None = None  # of the CUDA device; None if unknown
+    deterministic: bool = False  # whether the gradients must be the same in every run
+    value_dim: int | None = None  # head dim of the values, at most that of the keys; None: equal
 
 
 class Backend(ABC):
@@ -55,31 +40,24 @@ class Backend(ABC):
     `megasink.attention.mask_blocks` builds everything else (sinks, windows, prefixes, bottom-right
     causal masks) from such blocks, so a new kernel only needs `forward` and `backward`. They read
     `scale` and `causal` from the `AttentionCall`, and the fields named by the attributes below.
-
-    Attributes:
-        name: Name by which users select the backend.
-        native_window: Whether it reads `window`; otherwise `window` is always None.
-        bottom_right: Whether it aligns the last of T < S causal queries with the last key;
-            otherwise causal calls are square.
-        takes_lse_gradient: Whether `backward` reads `lse_grad_BHT`; otherwise it is always None and
-            the gradient enters through `out_BHTD` (`megasink.attention.injection`).
-        packs: Whether it reads `cu_seqlens`: the documents of a batch of 1, each aligned bottom
-            right, together with the other masks that it takes.
-        writes_gradients: Whether `backward` writes into `BackwardTensors.into` and returns it.
-        takes_sink: Whether it reads `sink_H`, adds exp(sink_h) to every softmax denominator, and
-            returns the gradient of the sink, that of the LSE included; else `sink_H` is None.
-        takes_distance_bias: Whether it reads `distance_bias_HS`, together with a window and the
-            whole causal mask (the last of T <= S queries is at the last key). Otherwise it is
-            always None, and the backend is not selected for a request with a bias.
     """
 
-    name: str
-    native_window: bool = False
+    name: str  # by which users select it
+    native_window: bool = False  # whether it reads `window`; otherwise that is always None
+    # Whether it aligns the last of T < S causal queries with the last key, or takes squares alone.
     bottom_right: bool = False
+    # Whether it reads `cu_seqlens`: the documents of a batch of 1, each aligned bottom right,
+    # together with the other masks that it takes.
     packs: bool = False
+    # Whether `backward` reads `lse_grad_BHT`. Otherwise it is always None, and the gradient enters
+    # through `out_BHTD` (`megasink.attention.injection`).
     takes_lse_gradient: bool = False
-    writes_gradients: bool = False
+    writes_gradients: bool = False  # whether `backward` writes into `into` and returns that
+    # Whether it reads `sink_H`, adds exp(sink_h) to every softmax denominator, and returns the
+    # gradient of the sink, that of the LSE included. Otherwise it is always None.
     takes_sink: bool = False
+    # Whether it reads `distance_bias_HS`, with a window and the whole causal mask (the last of
+    # T <= S queries is at the last key). Otherwise no request with a bias selects it.
     takes_distance_bias: bool = False
 
     @abstractmethod

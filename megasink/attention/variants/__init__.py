@@ -24,26 +24,9 @@ from megasink.attention.variants.variant_registry import (
     variants,
 )
 
+__all__ = ["SINK_WEIGHT", "ZERO_GATES", "Export", "Parameter", "Variant", "always", "first_value"]
+__all__ += ["foreign_options", "is_variant", "names", "never", "no_slot", "of_kind"]
+__all__ += ["parameter_names", "register", "variant", "variants", "zero_value"]
+
 for _record in builtin.VARIANTS:
     register(_record)
-
-__all__ = [
-    "SINK_WEIGHT",
-    "ZERO_GATES",
-    "Export",
-    "Parameter",
-    "Variant",
-    "always",
-    "first_value",
-    "foreign_options",
-    "is_variant",
-    "names",
-    "never",
-    "no_slot",
-    "of_kind",
-    "parameter_names",
-    "register",
-    "variant",
-    "variants",
-    "zero_value",
-]

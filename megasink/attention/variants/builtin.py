@@ -33,23 +33,11 @@ def _add_value_bias(
     config: Any, parameters: Parameters, *tensors: "Tensor", **options: Any
 ) -> "AttentionOutput":
     from megasink.attention import attention
+    from megasink.attention.key_value_biases import value_bias
 
     result = attention(*tensors, **options)
-    out_BHTD = (result.out_BHTD + _value_bias(parameters)).to(result.out_BHTD.dtype)
+    out_BHTD = (result.out_BHTD + value_bias(config, parameters)).to(result.out_BHTD.dtype)
     return result._replace(out_BHTD=out_BHTD)
-
-
-def _fixed_value(config: Any, like: "Tensor") -> "Tensor | None":
-    """Return v* of --bias-fixed-value (P2.28), [D], with dtype and device of `like` [..., D]."""
-    kind, norm = config.bias_fixed_value, config.bias_fixed_value_norm
-    if kind == "none":
-        return None
-    head_dim = like.shape[-1]
-    if kind == "uniform":
-        return like.new_full((head_dim,), norm * head_dim**-0.5)
-    value_D = like.new_zeros(head_dim)
-    value_D[0] = norm
-    return value_D
 
 
 def _sink_logit(
@@ -66,38 +54,15 @@ def _zero_logit(
     return query_BHTD.new_zeros(1, 1, 1, dtype=statistics_dtype(query_BHTD.dtype))
 
 
-def _key_bias_logit(
-    config: Any, parameters: Parameters, query_BHTD: "Tensor", scale: float
-) -> "Tensor":
-    from megasink.attention.key_value_biases import bias_logit
+def _of_biases(name: str) -> Callable[..., Any]:
+    """Return a function of key_value_biases.py, which is imported when it is first called."""
 
-    bias_HD = parameters[KEY_BIAS].expand(query_BHTD.shape[1], query_BHTD.shape[-1])
-    return bias_logit(query_BHTD, bias_HD, scale)
+    def call(*args: Any) -> Any:
+        from megasink.attention import key_value_biases
 
+        return getattr(key_value_biases, name)(*args)
 
-def _key_bias_value(
-    config: Any, parameters: Parameters, first_value: Callable[[], "Tensor"]
-) -> "Tensor | None":
-    value_D = _fixed_value(config, parameters[KEY_BIAS])
-    return None if value_D is None else value_D[None, None, None]
-
-
-def _value_bias(parameters: Parameters) -> "Tensor":
-    """Return the value bias as [1, H, 1, D], or [1, 1, 1, D] if shared by all heads."""
-    bias = parameters[VALUE_BIAS]
-    return bias.view(1, -1, 1, bias.shape[-1])
-
-
-def _key_value_bias_value(
-    config: Any, parameters: Parameters, first_value: Callable[[], "Tensor"]
-) -> "Tensor":
-    return _value_bias(parameters)
-
-
-def _value_bias_value(
-    config: Any, parameters: Parameters, first_value: Callable[[], "Tensor"]
-) -> "Tensor":
-    return first_value() + _value_bias(parameters)
+    return call
 
 
 def _bias(name: str) -> Parameter:
@@ -174,10 +139,10 @@ VARIANTS = (
     ),
     Variant(
         name="k-bias",
-        description="one learnable key per head with value zero: a sink whose logit depends on the "
-        "query (P2.25)",
-        slot_logit=_key_bias_logit,
-        slot_value=_key_bias_value,
+        description="one learnable key per head whose value is zero, a sink whose logit depends on "
+        "the query (P2.25)",
+        slot_logit=_of_biases("key_bias_logit"),
+        slot_value=_of_biases("fixed_value"),
         parameters=(_bias(KEY_BIAS),),
         # A key with value 0 scales the whole output, like a sink.
         norm_keeps_gate=lambda config: config.bias_fixed_value != "none",
@@ -187,8 +152,8 @@ VARIANTS = (
     Variant(
         name="kv-bias",
         description="one learnable key and value per head (P2.24)",
-        slot_logit=_key_bias_logit,
-        slot_value=_key_value_bias_value,
+        slot_logit=_of_biases("key_bias_logit"),
+        slot_value=_of_biases("value_bias"),
         parameters=(_bias(KEY_BIAS), _bias(VALUE_BIAS)),
         norm_keeps_gate=always,
         options=frozenset({"bias_shared_heads"}),
@@ -199,7 +164,7 @@ VARIANTS = (
         description="a learnable vector added to each head's output (P2.26)",
         attend=_add_value_bias,
         slot_logit=no_slot,
-        slot_value=_value_bias_value,
+        slot_value=_of_biases("shifted_value"),
         parameters=(_bias(VALUE_BIAS),),
         norm_keeps_gate=always,
         options=frozenset({"bias_shared_heads"}),

@@ -51,11 +51,6 @@ def never(config: Any) -> bool:
     return False
 
 
-def zero(config: Any) -> float:
-    """Return the initial value 0."""
-    return 0.0
-
-
 @dataclass(frozen=True, kw_only=True)
 class Parameter:
     """A parameter that a variant adds to the core attention of a layer.
@@ -75,15 +70,11 @@ class Parameter:
     name: str
     shape: Callable[[Any], tuple[int, ...]]
     sharded: Callable[[Any], bool] = always
-    initial: Callable[[Any], float] = zero
+    initial: Callable[[Any], float] = lambda _: 0.0
     std: float = 0.0
 
     def local_shape(self, config: Any, ranks: int) -> tuple[int, ...]:
-        """Return the shape on each of `ranks` tensor-parallel ranks.
-
-        Raises:
-            ValueError: The heads or groups are not divisible by the ranks.
-        """
+        """Return the shape on each of `ranks` tensor-parallel ranks, which must divide it."""
         first, *others = self.shape(config)
         if not self.sharded(config):
             return (first, *others)

@@ -11,11 +11,7 @@ _NAME = re.compile(r"[a-z0-9]+(-[a-z0-9]+)*")
 
 
 def register(record: Variant) -> Variant:
-    """Register a variant, so that --attention-variant accepts its name.
-
-    Raises:
-        UserError: The name is taken or is not a valid flag value.
-    """
+    """Register a variant, so that --attention-variant accepts its name."""
     if not _NAME.fullmatch(record.name):
         raise UserError(
             f"attention variant {record.name!r}: use only lower-case letters, digits and hyphens "
@@ -28,11 +24,7 @@ def register(record: Variant) -> Variant:
 
 
 def variant(name: str) -> Variant:
-    """Return the variant with this name.
-
-    Raises:
-        UserError: The name is unknown; the message lists the names and suggests the closest.
-    """
+    """Return the variant with this name."""
     if not is_variant(name):
         raise UserError(unknown_name("--attention-variant", str(name), names()))
     return _VARIANTS[name]
@@ -54,11 +46,7 @@ def names() -> list[str]:
 
 
 def of_kind(kind: str) -> Variant:
-    """Return the variant with this kind (`Variant.kinds`) in conversion targets.
-
-    Raises:
-        UserError: No variant has this kind.
-    """
+    """Return the variant with this kind (`Variant.kinds`) in conversion targets."""
     for record in variants():
         if kind in record.kinds:
             return record

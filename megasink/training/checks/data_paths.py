@@ -8,7 +8,7 @@ from pathlib import Path
 
 from megasink.data.dataset_files import is_stored, url_problem
 from megasink.data.replaced_tokens import problems_of
-from megasink.errors import missing_folder
+from megasink.files.system_errors import missing_folder
 from megasink.options.dataclass_flags import flag_of
 from megasink.options.megatron_flags import having
 from megasink.training.dataset_blends import blends, named_prefixes, parts

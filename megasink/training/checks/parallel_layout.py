@@ -1,6 +1,6 @@
 """The model over ranks: heads, layers, batches, the sequence, experts; and recomputation.
 
-Megatron asserts each of these (training/arguments.py:validate_args and
+Megatron asserts each of these (training/parse_arguments.py:validate_args and
 core/transformer/transformer_config.py), but one at a time, or only in the first forward. These are
 the most frequent; `refusals_of_megatron` (training/parse_arguments.py) converts the others.
 """
