@@ -193,7 +193,7 @@ def _checked(
     tensors = (*slotted, bias_HS) if with_gate and torch.is_grad_enabled() else ()
     needs = any(tensor is not None and tensor.requires_grad for tensor in tensors)
     if prefix < 0:
-        raise ValueError(f"prefix {prefix}: use a number of keys, 0 or more")
+        raise ValueError(f"prefix {prefix}: use 0 or more keys")
     if prefix:
         no_others = {
             "window": window is None,
@@ -209,7 +209,7 @@ def _checked(
         # A prefix of one key is the causal mask.
         prefix = 0 if prefix < 2 else min(prefix, keys)
     if cu_seqlens is not None and not causal:
-        raise ValueError("cu_seqlens needs causal attention: call each document by itself")
+        raise ValueError("cu_seqlens needs causal attention: call attention once for each document")
     if bias_HS is not None:
         from megasink.attention.documents import check_bias
 

@@ -141,5 +141,5 @@ def missing_folder(folder: Path, flag: str = "") -> str:
     if is_hub_name(folder):
         flag = flag and f"add {flag}, or "
         download = f"{flag}run hf download {folder} --local-dir {folder.name}"
-        problem += f". For this name of the Hugging Face hub, {download} and give {folder.name}"
+        problem += f". If it is a name on the Hugging Face hub, {download} and pass {folder.name}"
     return problem

@@ -62,13 +62,13 @@ def _warn() -> None:
         warnings.warn(
             f"megatron-core {version} does not pass the loss scale to layers, and its "
             "pretrain_gpt.py does not call the function of --spec (0.19 does both): call "
-            "set_loss_scale of the HeadBalance before every backward pass, and "
-            "layer_spec(config) for the model",
+            "set_loss_scale of the HeadBalance before every backward pass, and build the model "
+            "with layer_spec(config)",
             stacklevel=3,
         )
     elif not numbers_of(HEART[0]) <= numbers_of(version) <= numbers_of(HEART[1]):
         warnings.warn(
-            f"megatron-core {version} was not tested: {_RANGE}. All imports exist: compare a few "
+            f"megatron-core {version} was not tested: {_RANGE}. All imports work: compare a few "
             "steps with those of a tested version",
             stacklevel=3,
         )

@@ -321,8 +321,8 @@ def _refuse_other(mask: Tensor, group: ProcessGroup) -> None:
     rows = mask.shape[-2]
     if rows > len(causal_SS) or not torch.equal(mask.bool(), causal_SS[:rows].expand_as(mask)):
         raise ValueError(
-            f"an attention mask {list(mask.shape)} that is not causal: megasink's attention would "
-            "ignore it. Pass None and mark documents by packed_seq_params, padding by "
+            f"an attention mask {list(mask.shape)} is not causal, and megasink's attention would "
+            "ignore it: pass None, mark documents with packed_seq_params, and padding with "
             "set_real_tokens"
         )
 
@@ -336,7 +336,7 @@ def _warn_of_padding(value_sBGD: Tensor) -> bool:
     if found:
         warnings.warn(
             f"{int(same_B.sum())} of {len(same_B)} rows end with {length} or more equal tokens, "
-            "which count in the head importance: mark padding by set_real_tokens of the "
+            "which count in the head importance: mark padding with set_real_tokens of the "
             "HeadBalance",
             stacklevel=2,
         )

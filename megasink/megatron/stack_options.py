@@ -44,7 +44,7 @@ def _find_options(config: TransformerConfig, arguments: Any) -> None:
     others = {place: options for place, options in others.items() if options is not None}
     for place, options in others.items():
         if not isinstance(options, dict):
-            raise UserError(f"{place} must map the names of options to values, not be {options!r}")
+            raise UserError(f"{place} must map option names to values, got {options!r}")
     if not isinstance(vars(config).get("statistics"), HeadBalance):
         if not others:
             raise UserError(

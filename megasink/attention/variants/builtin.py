@@ -139,8 +139,8 @@ VARIANTS = (
     ),
     Variant(
         name="k-bias",
-        description="one learnable key per head whose value is zero, a sink whose logit depends on "
-        "the query (P2.25)",
+        description="one learnable key per head with value zero: a sink whose logit depends on the "
+        "query (P2.25)",
         slot_logit=_of_biases("key_bias_logit"),
         slot_value=_of_biases("fixed_value"),
         parameters=(_bias(KEY_BIAS),),
