@@ -6,6 +6,7 @@ writes or which modules it imports.
 
 import dataclasses
 import enum
+import functools
 import re
 import sys
 from argparse import Namespace
@@ -19,7 +20,7 @@ from megasink.errors import UserError, unknown_name
 from megasink.files.json_file import read_object
 from megasink.megatron.argument_parser import CPU_DEFAULTS, parse_apart
 from megasink.megatron.hybrid_pattern import SUPPORTED, layers_of
-from megasink.options.megatron_flags import REFUSED, having
+from megasink.options.megatron_flags import REFUSED, given_of, having
 from megasink.plugins import advice
 
 # Layout and compute options: this process keeps its own values.
@@ -44,6 +45,15 @@ _PATTERN = re.compile(f"[{re.escape(SUPPORTED)}]*")
 # and in its own dtype on any machine; the checkpoint format is the same.
 _PLAIN_MODULES = {**CPU_DEFAULTS, "fp8": None, "fp4": None}
 _PLAIN_MODULES |= {"fp8_param_gather": False, "fp4_param_gather": False}
+# Megatron applies these in evaluation, too: a token's logits would depend on chance, or on the
+# other tokens of the batch.
+_OF_TRAINING = (
+    ("moe_expert_capacity_factor", None, "drops tokens"),
+    ("moe_pad_expert_input_to_capacity", False, "pads experts"),
+    ("moe_input_jitter_eps", None, "adds noise to the routing"),
+    ("moe_router_force_load_balancing", False, "routes at random"),
+    ("moe_router_force_biased", None, "routes at random"),
+)
 
 
 def read_arguments(config: Path) -> dict[str, Any]:
@@ -93,7 +103,9 @@ def single_process_arguments(saved: Mapping[str, Any]) -> Namespace:
             f"{', '.join(sorted(refused))}",
             file=sys.stderr,
         )
-    vars(args).update(_PLAIN_MODULES)
+    for flag, value, what in given_of(args, _OF_TRAINING):
+        _say_once(f"{flag} {value} {what} in training: off here, as in an export")
+    vars(args).update(_PLAIN_MODULES, **{name: off for name, off, _ in _OF_TRAINING})
     if args.window_size is not None:
         args.window_size = tuple(args.window_size)
     args.params_dtype = (
@@ -102,6 +114,11 @@ def single_process_arguments(saved: Mapping[str, Any]) -> Namespace:
     args.perform_initialization = False  # the weights come from the checkpoint
     args.virtual_pipeline_model_parallel_size = None
     return args
+
+
+@functools.cache
+def _say_once(line: str) -> None:
+    print(f"megasink: {line}", file=sys.stderr)
 
 
 def describing() -> frozenset[str]:

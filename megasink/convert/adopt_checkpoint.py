@@ -45,6 +45,11 @@ _OF_THE_MODEL = frozenset(
     expert_tensor_parallel_num_weight_shards moe_single_grouped_weight moe_single_grouped_bias
     """.split()
 )
+# Fields of Bridge's configuration that no flag sets: (name, the value without effect, the reason).
+_WITHOUT_FLAG = (
+    ("softmax_scale", None, "megasink scales scores by --kv-channels alone"),
+    ("moe_router_topk_limited_devices", None, "the model depends on the number of its ranks"),
+)
 _MODELS = "megatron.core.models."
 # Megatron's own layers, which megasink builds from its own spec.
 _SPECS = (
@@ -173,9 +178,8 @@ def _translate(saved: dict[str, Any]) -> dict[str, str]:
         saved["num_query_groups"] = None  # Megatron's is the number of heads
     if saved.get("spec") in _SPECS:
         saved["spec"] = None
-    if problems := [
-        f"{flag} {value}: {why}" for flag, value, why in given_of(saved, _rows(of_model=True))
-    ]:
+    rows = (*_rows(of_model=True), *_WITHOUT_FLAG)
+    if problems := [f"{flag} {value}: {why}" for flag, value, why in given_of(saved, rows)]:
         raise ConfigError(problems)
     left_out = {}
     for row in _rows(of_model=False):

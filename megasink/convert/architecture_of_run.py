@@ -42,6 +42,9 @@ _SAID = {
     "zero_init_outputs",
 }
 _ACTIVATIONS = {"swiglu": "silu", "geglu": "gelu", "reglu": "relu"}
+# (gated unit, its offset, its clamp) -> the activation of an architecture.
+_GATED_UNITS: dict[Any, str] = {(u, 0.0, None): name for u, name in _ACTIVATIONS.items()}
+_GATED_UNITS["quick_geglu", 1.0, 7.0] = "gpt-oss"
 _PLAIN_ACTIVATIONS = ("relu", "gelu", "silu")
 
 
@@ -53,8 +56,9 @@ def architecture_of(
     activation, gated_unit = _activation(saved)
     if activation is None:
         problems.append(
-            "no target supports its FFN activation, only --swiglu, --squared-relu and "
-            f"--ffn-activation {'|'.join([*_ACTIVATIONS, *_PLAIN_ACTIVATIONS])}"
+            "no target supports its FFN activation, only GPT-OSS's unit and, without offset and "
+            "clamp, --swiglu, --squared-relu and --ffn-activation "
+            f"{'|'.join([*_ACTIVATIONS, *_PLAIN_ACTIVATIONS])}"
         )
     yarn = _yarn(saved)
     latent, dense = _latent(saved), _dense_layers(saved)
@@ -178,15 +182,11 @@ def _activation(saved: Mapping[str, Any]) -> tuple[str | None, bool]:
     name = saved.get("ffn_activation")
     if name in _PLAIN_ACTIVATIONS:
         return name, False
-    if name is not None:
-        return _ACTIVATIONS.get(name), True
     if saved.get("squared_relu"):
         return "relu2", False
-    if saved.get("swiglu"):
-        return "silu", True
-    if saved.get("quick_geglu") and saved.get("glu_linear_offset") == 1.0:
-        return ("gpt-oss" if saved.get("activation_func_clamp_value") == 7.0 else None), True
-    return None, True
+    unit = "swiglu" if saved.get("swiglu") else "quick_geglu" if saved.get("quick_geglu") else name
+    limits = saved.get("glu_linear_offset") or 0.0, saved.get("activation_func_clamp_value")
+    return _GATED_UNITS.get((unit, *limits)), True
 
 
 def _latent(saved: Mapping[str, Any]) -> Latent | None:

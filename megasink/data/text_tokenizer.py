@@ -109,7 +109,10 @@ class TextTokenizer:
 
     def part_ids(self, part: Part) -> list[int]:
         """Return the ids of a part; the ids of all parts are those of the whole text."""
-        encoding, first, stop = self.part_encoding(part, offsets=False)
+        try:
+            encoding, first, stop = self.part_encoding(part, offsets=False)
+        except TypeError as error:
+            raise UserError(f"{part.source} is not Unicode text: it has lone surrogates") from error
         ids: list[int] = encoding.ids[first:stop]
         if self._found and (wrong := next((i for i in ids if i in self._found), None)) is not None:
             raise UserError(

@@ -191,13 +191,19 @@ class HeadBalanceLoss:
         microbatch, scale = self.microbatch, self.step.factors
         if microbatch is None or not (model.training and torch.is_grad_enabled()):
             return
+
+        def begin_backward(factor: Tensor) -> None:
+            # Layers that gradient checkpointing runs again read them: others may have passed since.
+            self.microbatch, self.step.factors = microbatch, scale
+            scale.set_loss_scale(factor)
+
         log_probs_BT, mask_BT = (getattr(output, name, None) for name in _FUSED_OUTPUT)
         if log_probs_BT is not None and mask_BT is not None:
             # TRL's trainer makes the loss of these: the weight of a target is minus its gradient.
             count = mask_BT.sum().clamp(min=1)
 
             def follow_targets(grad_BT: Tensor) -> None:
-                scale.set_loss_scale(-(grad_BT * mask_BT).sum() / count)
+                begin_backward(-(grad_BT * mask_BT).sum() / count)
 
             if log_probs_BT.requires_grad:
                 log_probs_BT.register_hook(follow_targets)
@@ -207,10 +213,7 @@ class HeadBalanceLoss:
             return
         items = 1 if microbatch.targets is None else microbatch.items
 
-        def follow(grad: Tensor) -> None:
-            scale.set_loss_scale(grad.reshape(()) / items)
-
-        loss.register_hook(follow)
+        loss.register_hook(lambda grad: begin_backward(grad.reshape(()) / items))
 
 
 def _real_tokens(mask: Any) -> tuple[Tensor | None, int | None]:

@@ -137,6 +137,13 @@ def test_a_checkpoint_of_bridge_is_the_same_model(pool, trained, tmp_path, capsy
     config["model"]["activation_func"] = function
     config["model"]["_target_"] = "megatron.bridge.models.gpt_provider.GPTModelProvider"
     file.write_text(yaml.safe_dump(config))
+    config["model"]["softmax_scale"] = 0.5
+    scaled = tmp_path / "scaled" / "iter_0000004"
+    shutil.copytree(file.parent, scaled)
+    (scaled / "run_config.yaml").write_text(yaml.safe_dump(config))
+    code, said = answer(pool, scaled, tmp_path / "run")
+    assert code == 2
+    assert "--softmax-scale 0.5" in said
     for name, folder in {"nested": bridge, "flat": tmp_path / "flat"}.items():
         run = tmp_path / name / "run"
         assert answer(pool, folder, run) == (0, "")

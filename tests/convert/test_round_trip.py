@@ -154,3 +154,21 @@ def test_an_import_loads_under_another_layout(pool, tmp_path, name):
     for layout in (TP_SP, EP) if MODELS[name][1].experts else (TP, PP):
         reports = pool.run(f"{TASKS}:loaded_weights", layout, checkpoint=checkpoint, name=name)
         assert reports == [[]] * 2
+
+
+OF_TRAINING = {
+    "moe_expert_capacity_factor": 0.5,
+    "moe_pad_expert_input_to_capacity": True,
+    "moe_input_jitter_eps": 0.3,
+    "moe_router_force_load_balancing": True,
+    "moe_router_force_biased": 0.5,
+}
+
+
+def test_a_loaded_model_routes_as_its_export_does(pool, tmp_path):
+    """Megatron drops tokens and routes at random in evaluation, too: each would change logits."""
+    run = str(tmp_path / "run")
+    pool.run(f"{TASKS}:save_run", SINGLE, folder=run, name="granitemoe_swa")
+    ((usual, logits),) = pool.run(f"{TASKS}:logits_with", SINGLE, run=run, **OF_TRAINING)
+    assert abs(usual).max() > 3
+    assert (usual == logits).all()

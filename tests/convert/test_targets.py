@@ -173,6 +173,8 @@ def test_arguments_of_a_run_give_its_architecture():
         ("prefix_lm_tokens", 8, "--prefix-lm-tokens 8"),
         ("gate_activation", "tanh", "--gate-activation tanh has no counterpart"),
         ("swiglu", False, "no target supports its FFN activation"),
+        ("activation_func_clamp_value", 7.0, "without offset"),
+        ("glu_linear_offset", 1.0, "without offset"),
         ("position_embedding_type", "mrope", "--position-embedding-type mrope"),
         ("rotary_interleaved", True, "--rotary-interleaved True"),
         ("moe_shared_expert_glu_interleave_size", 8, "--moe-shared-expert-glu-interleave-size 8"),

@@ -274,3 +274,9 @@ def test_texts_become_tokens_in_one_place():
         "convert/verify_logits.py",
         "finetune/chats.py",
     }
+
+
+def test_a_text_without_utf8_is_refused_by_its_source():
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=Tokenizer(models.BPE()))
+    with pytest.raises(UserError, match="text 7 is not Unicode text: it has lone surrogates"):
+        text_tokenizer(tokenizer).ids("caf\ud800", "text 7")

@@ -96,6 +96,30 @@ def test_the_first_step_has_no_balance_gradient():
     assert not torch.allclose(step(model, [tokens(1)])[key], expected[key], rtol=1e-2)
 
 
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_checkpointing_reads_the_padding_of_its_own_forward_pass(reentrant):
+    """Two forward passes before one backward pass; each computes its layers again."""
+    model = model_of("llama")
+    masks = [torch.ones_like(tokens(1)) for _ in range(2)]
+    masks[0][0, 7:] = masks[1][1, 4:] = 0
+    found = []
+    for together in (False, True):
+        balance = HeadBalanceLoss(model, COEFF, scope="microbatch")
+        losses = []
+        for batch, mask in zip((tokens(1), tokens(2)), masks, strict=True):
+            loss = model(input_ids=batch, labels=batch, attention_mask=mask).loss
+            losses.append(loss) if together else loss.backward()
+        if together:
+            sum(losses).backward()
+        importance_LH = balance.finish_step().importance_LH.clone()
+        balance.remove()
+        found.append(take_gradients(model) | {"importance": importance_LH})
+        model.gradient_checkpointing_enable({"use_reentrant": reentrant})
+        model.enable_input_require_grads()
+    for name, value in found[0].items():
+        torch.testing.assert_close(found[1][name], value, rtol=1e-9, atol=1e-12)
+
+
 @pytest.mark.parametrize("scope", ["microbatch", "data-parallel"])
 def test_scopes_without_lag(scope):
     """One process alone: the mean over microbatches of the loss of each."""

@@ -134,13 +134,15 @@ def replacement_for(options: AnalysisOptions, model: ProbedModel) -> Replacement
     made = replacement(
         positions, value or "", seed=options.seed, tokenizer=model.tokenizer, size=model.vocabulary
     )
-    if requested is None and os.environ.get("RANK", "0") == "0":
-        print(
-            f"megasink: every sequence has {made.description}, as in training "
-            f"(--replace-tokens-at {KEPT} keeps the text)",
-            file=sys.stderr,
-        )
+    if requested is None:
+        how = f"as in training (--replace-tokens-at {KEPT} keeps the text)"
+        _say(f"every sequence has {made.description}, {how}")
     return made
+
+
+def _say(line: str) -> None:
+    if os.environ.get("RANK", "0") == "0":
+        print(f"megasink: {line}", file=sys.stderr)
 
 
 def text_samples(
@@ -159,7 +161,7 @@ def text_samples(
     samples = []
     for name, source in zip(dataset_names(inputs), inputs, strict=True):
         cut: list[Sample] = []
-        documents = iter(Corpus([source], json_key=json_key))
+        documents = iter(corpus := Corpus([source], json_key=json_key))
         only = next(documents)
         second = None if max_samples == 1 else next(documents, None)
         if second is None:
@@ -173,6 +175,8 @@ def text_samples(
         if not cut:
             raise UserError(f"{source} has no document of {SHORTEST} or more tokens: add text")
         samples += cut
+        if n := corpus.skipped.invalid_utf8:
+            _say(f"skipped, not UTF-8 text: {n} in {source} (first {corpus.skipped.examples[0]})")
     return samples
 
 
@@ -204,14 +208,10 @@ def _cut(
     count = len(text) // step if most is None else min(len(text) // step, most - 1)
     for i in range(count):
         piece = (*reader.lead, *text[i * step : (i + 1) * step])
-        source = f"{document.source}, piece {i + 2}"
-        samples.append(Sample(piece, name, source, inside=True))
-    if count and os.environ.get("RANK", "0") == "0":
-        print(
-            f"megasink: the single text of {document.source} was split into {count + 1} samples of "
-            f"{length} tokens",
-            file=sys.stderr,
-        )
+        samples.append(Sample(piece, name, f"{document.source}, piece {i + 2}", inside=True))
+    if count:
+        where = f"the single text of {document.source} was split into {count + 1} samples"
+        _say(f"{where} of {length} tokens")
     return samples
 
 

@@ -14,6 +14,11 @@ _OTHER_RATES = (
     ("use_mup", False, "muP sets these learning rates"),
 )
 _NOT_LATENT = "this combination is not tested"
+# Megatron's fused gated units ignore them, and the others do not (mlp.py:300).
+_LIMITS = (
+    ("glu_linear_offset", 0.0, "only --quick-geglu has it on every device"),
+    ("activation_func_clamp_value", None, "only --quick-geglu has it on every device"),
+)
 _PACKED = "dataloader_inter_document_masking"
 # Option -> (another's name, its allowed value or tuple of values, why not both).
 EXCLUDED: dict[str, tuple[tuple[str, Any, str], ...]] = {
@@ -66,7 +71,9 @@ EXCLUDED: dict[str, tuple[tuple[str, Any, str], ...]] = {
     "ffn_activation": (
         ("use_te_activation_func", False, _ANOTHER_GELU),
         ("use_transformer_engine_op_fuser", False, _ANOTHER_GELU),
+        *_LIMITS,
     ),
+    "swiglu": _LIMITS,
     "fp16": (("bf16", False, "a run has one data type"),),
     "fp8": (("fp8_param_gather", False, "initial weights are drawn in bf16"),),
     "async_save": (

@@ -48,6 +48,16 @@ def text(tmp_path):
     return str(path)
 
 
+def test_documents_that_are_left_out_are_named(tmp_path, capsys):
+    for name, content in {"a": b"first", "b": b"caf\xe9", "c": b"third"}.items():
+        (tmp_path / f"{name}.txt").write_bytes(content)
+    reader = Reader(Characters(bos=False))
+    samples = text_samples(reader, [str(tmp_path)], seq_length=8, max_samples=9)
+    assert pieces(samples) == ["first", "third"]
+    where = f"1 in {tmp_path} (first {tmp_path / 'b.txt'})"
+    assert capsys.readouterr().err == f"megasink: skipped, not UTF-8 text: {where}\n"
+
+
 def test_one_long_text_is_cut_into_samples(text, capsys):
     samples = text_samples(Reader(Characters(bos=False)), [text], seq_length=8, max_samples=100)
     assert pieces(samples) == ["abcdefgh", "ijklmnop", "qrstuvwx"]
