@@ -85,6 +85,10 @@ def loading_without_code() -> Iterator[None]:
         for name, module in list(sys.modules.items()):
             if name.startswith("transformer_engine.") and vars(module).get("pickle") is pickle:
                 stack.enter_context(FP8_STATES.replacing(module, pickle=safe_pickle))
+            elif name == "transformer_engine.pytorch._extra_state":
+                # From 2.20 on states of delayed scaling are refused before they are unpickled.
+                allow = {"unsafe_pickle_extra_state_enabled": lambda: True}
+                stack.enter_context(FP8_STATES.replacing(module, **allow))
         try:
             yield
         except BaseException as error:

@@ -67,6 +67,8 @@ def block_broken_packages() -> None:
     """Try each import once; from then on those that failed raise ModuleNotFoundError."""
     if _refusal not in sys.meta_path:
         sys.meta_path.insert(0, _refusal)
+    import torch  # noqa: F401  (as in Megatron: TransformerEngine's libraries need those of torch)
+
     for optional in OPTIONAL:
         error = _failure(optional.module)
         if error is None or optional.blocked in _refusal.reasons:

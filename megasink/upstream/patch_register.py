@@ -53,8 +53,9 @@ class Quote:
         return f"{self.package} {version_of(self.package)}"
 
     def is_installed(self) -> bool:
-        """Whether the package is installed."""
-        return importlib.util.find_spec(self.where.partition(".")[0]) is not None
+        """Return whether the package is installed and not blocked (cpu/broken_packages.py)."""
+        spec = importlib.util.find_spec(self.where.partition(".")[0])
+        return spec is not None and spec.submodule_search_locations is not None
 
     def find(self) -> str:
         """Return ``file:line`` in the installed source."""

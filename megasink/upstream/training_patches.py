@@ -226,6 +226,6 @@ FP8_STATES = _loading(
     "FP8 states",
     "transformer_engine.pytorch.module.base",
     "pickle, there and wherever TransformerEngine imports it",
-    "upstream unpickles them; no megasink run has any",
+    "upstream unpickles or refuses those of delayed scaling, which a resumed FP8 run needs",
     "transformer_engine.pytorch.module.base: pickle.loads(...)",
 )

@@ -83,6 +83,6 @@ class Recorder:
             else:
                 # No value of an integer is compiled in.
                 assert kind is not int or self.kernel.params[index].do_not_specialize
-        source = ASTSource(self.kernel, signature, constants, attributes)
+        source = ASTSource(self.kernel.jitted, signature, constants, attributes)
         compiled = triton.compile(source, GPUTarget("cuda", capability, 32), options)
         return Compiled(compiled.asm, compiled.metadata.shared)

@@ -10,9 +10,11 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch  # noqa: F401  (the test's own imports are undone)
 
 from megasink.cpu import broken_packages
 from megasink.upstream.fused_kernels import FLASH_ATTENTION_4
+from megasink.upstream.patch_register import Quote
 
 ROOT = Path(__file__).parents[2]
 FAILURES = {
@@ -135,6 +137,18 @@ def test_a_missing_dependency_is_not_a_missing_package(path, monkeypatch):
     install(path, "fake-kernels", "1.2", {"fake_kernels/__init__.py": "import absent_dependency"})
     broken_packages.block_broken_packages()
     assert "No module named 'absent_dependency'" in next(broken_packages.describe())
+
+
+def test_a_blocked_package_has_no_lines_to_depend_on(path, monkeypatch):
+    """Or a plan would end with the name of a patch and a file that no longer exists."""
+    quote = Quote("fake_kernels.deep", "value = 3")
+    optional = broken_packages.Optional("fake_kernels", "fake_kernels", ("fake-kernels",), "pip x")
+    monkeypatch.setattr(broken_packages, "OPTIONAL", (optional,))
+    assert not quote.is_installed()
+    install(path, "fake-kernels", "1.2", {"fake_kernels/__init__.py": "raise OSError"})
+    assert quote.is_installed()
+    broken_packages.block_broken_packages()
+    assert not quote.is_installed()
 
 
 def test_a_package_that_imports_stays(path, monkeypatch):

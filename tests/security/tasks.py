@@ -105,6 +105,19 @@ def load_state_of_fp8(mark: str) -> str:
     return said
 
 
+def load_state_of_delayed_scaling() -> list[bool]:
+    """Whether an imitation of TransformerEngine 2.20 accepts a state, within and afterwards."""
+    from megasink.checkpoints.code_free_loading import loading_without_code
+
+    # 2.20.2, transformer_engine/pytorch/_extra_state.py
+    module: Any = types.ModuleType("transformer_engine.pytorch._extra_state")
+    module.unsafe_pickle_extra_state_enabled = lambda: False
+    with mock.patch.dict(sys.modules, {module.__name__: module}):
+        with loading_without_code():
+            within = module.unsafe_pickle_extra_state_enabled()
+        return [within, module.unsafe_pickle_extra_state_enabled()]
+
+
 def load_index(path: str) -> str:
     """What upstream's reader of a data set's cached order says."""
     from megatron.core.safe_globals import safe_numpy_load

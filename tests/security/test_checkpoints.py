@@ -162,6 +162,11 @@ def test_states_of_fp8_are_not_unpickled(pool, tmp_path):
     assert not (tmp_path / "mark").exists()
 
 
+def test_a_run_with_delayed_scaling_can_be_resumed(pool):
+    """TransformerEngine 2.20 refuses its states, which our loader reads without running code."""
+    assert pool.run(f"{TASKS}:load_state_of_delayed_scaling", SINGLE) == [[True, False]]
+
+
 def test_indices_of_data_sets_are_no_pickles(pool, tmp_path):
     """Upstream's own care, which is what keeps a crafted cache beside a data set harmless."""
     path = tmp_path / "shuffle_index.npy"

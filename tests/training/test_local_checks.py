@@ -5,6 +5,7 @@ import pickle
 import subprocess
 import sys
 from itertools import accumulate
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -43,6 +44,32 @@ def test_norms_of_transformer_engine_on_a_gpu(monkeypatch, impl, missing):
     said = "\n".join(fused_kernels.problems(args))
     works = impl == "transformer_engine" or (impl is None and missing is None)
     assert ("torch's norms have no zero-centered weight" in said) == (not works)
+
+
+@pytest.mark.parametrize(
+    ("recipe", "asked", "supported"),
+    [
+        ("delayed", "is_fp8_available", False),
+        ("tensorwise", "is_fp8_available", False),
+        ("blockwise", "is_fp8_block_scaling_available", False),
+        ("mxfp8", "is_mxfp8_available", False),
+        ("mxfp8", "is_mxfp8_available", True),
+    ],
+)
+def test_an_fp8_recipe_that_the_device_lacks_is_refused(monkeypatch, recipe, asked, supported):
+    """TransformerEngine's layers would raise in the first step."""
+    answer = (supported, "" if supported else "Device compute capability 8.9 or higher required.")
+    engine = {
+        fused_kernels.TRANSFORMER_ENGINE.module: SimpleNamespace(**{asked: lambda **_: answer})
+    }
+    monkeypatch.setattr(device_options, "import_module", engine.__getitem__)
+    monkeypatch.setattr(fused_kernels.Package, "missing", lambda _: None)
+    monkeypatch.setattr(device_options, "without_cuda", lambda _: False)
+    args = read(["--fp8-format", "hybrid", "--fp8-recipe", recipe, "--bf16"])
+    args.transformer_impl = "transformer_engine"
+    said = [text for text in device_options.problems(args) if "--fp8-recipe" in text]
+    assert len(said) == (not supported)
+    assert all(f"--fp8-recipe {recipe}: Device" in text for text in said)
 
 
 @pytest.fixture(scope="module")

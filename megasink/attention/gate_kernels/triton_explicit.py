@@ -8,7 +8,8 @@ Shapes: B batch, H heads, T tokens, D head dim, C scores per head and token, 1 o
 import triton
 import triton.language as tl
 
-from megasink.attention.gate_kernels.triton_slot import _jit, _rounded, _rows, _tile
+from megasink.attention.gate_kernels.triton_launch import Kernel
+from megasink.attention.gate_kernels.triton_slot import _rounded, _rows, _tile
 
 
 @triton.jit
@@ -33,7 +34,7 @@ def _activated(score, ACTIVATION: tl.constexpr):
     return value, slope
 
 
-@_jit
+@Kernel
 def apply_gate_kernel(
     x,
     x_b,
@@ -81,7 +82,7 @@ def apply_gate_kernel(
     tl.store(at, _rounded(wide, out.dtype.element_ty, ROUND_BY_HAND), mask=tile)
 
 
-@_jit
+@Kernel
 def apply_gate_backward_kernel(
     grad_out,  # dY, or None for 0
     d_b,

@@ -8,10 +8,11 @@ from torch import Tensor
 
 from megasink.attention.gate_kernels import slot_launch
 from megasink.attention.gate_kernels.protocol import FirstKey
-from megasink.attention.gate_kernels.triton_slot import _jit, _program, _rounded, _rows, _tile
+from megasink.attention.gate_kernels.triton_launch import Kernel
+from megasink.attention.gate_kernels.triton_slot import _program, _rounded, _rows, _tile
 
 
-@_jit
+@Kernel
 def first_query_kernel(
     rows,  # dq of the attention kernel, or None; may be the memory of grad_query from first_row on
     r_b,
@@ -58,7 +59,7 @@ def first_query_kernel(
     tl.store(at, _rounded(dq, grad_query.dtype.element_ty, ROUND_BY_HAND), mask=tile)
 
 
-@_jit
+@Kernel
 def first_rows_kernel(
     key_sum,  # [B, H, programs of a head, KEY_D], dense
     value_sum,  # the same with D

@@ -9,7 +9,8 @@ import triton.language as tl
 from torch import Tensor
 
 from megasink.attention.gate_kernels import slot_launch
-from megasink.attention.gate_kernels.triton_slot import _jit, _rows, _tile
+from megasink.attention.gate_kernels.triton_launch import Kernel
+from megasink.attention.gate_kernels.triton_slot import _rows, _tile
 
 
 @triton.jit
@@ -21,7 +22,7 @@ def _one_minus_exp(d):
     return tl.where(d > -0.5, -d * series, 1.0 - tl.exp(d))
 
 
-@_jit
+@Kernel
 def share_kernel(
     lse,  # LSE'
     l_b,

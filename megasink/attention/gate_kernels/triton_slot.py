@@ -12,16 +12,7 @@ carry the gradient of the LSE (injection.py).
 import triton
 import triton.language as tl
 
-# Names that end so are strides or sizes, which must not be compiled in.
-_RUNTIME = (
-    *("_b", "_h", "_t", "tokens", "heads", "batch"),
-    *("per_group", "programs", "first_row", "visible"),
-)
-
-
-def _jit(function):  # type: ignore[no-untyped-def]
-    names = function.__code__.co_varnames[: function.__code__.co_argcount]
-    return triton.jit(function, do_not_specialize=[n for n in names if n.endswith(_RUNTIME)])
+from megasink.attention.gate_kernels.triton_launch import Kernel
 
 
 @triton.jit
@@ -75,7 +66,7 @@ def _values(u, u_b, u_h, u_t, b64, g64, start64, first, r, column, tile, documen
     return tl.load(at, mask=tile, other=0.0).to(tl.float32)
 
 
-@_jit
+@Kernel
 def close_slot_kernel(
     rows_out,  # O, or None if every row sees the slot alone; may be the memory of out
     o_b,
@@ -181,7 +172,7 @@ def close_slot_kernel(
     tl.store(at, _rounded(y, out.dtype.element_ty, ROUND_BY_HAND), mask=tile)
 
 
-@_jit
+@Kernel
 def open_slot_kernel(
     grad_out,  # dY; its leading channels become those of dO'
     d_b,
@@ -315,7 +306,7 @@ def open_slot_kernel(
             tl.store(y_rows + c, to_y, mask=inside)
 
 
-@_jit
+@Kernel
 def restore_kernel(
     grad_out,
     d_b,

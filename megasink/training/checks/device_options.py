@@ -2,6 +2,7 @@
 
 from argparse import Namespace
 from collections.abc import Iterator
+from importlib import import_module
 
 from megasink import cpu
 from megasink.options.megatron_flags import refused
@@ -50,6 +51,23 @@ def problems(args: Namespace) -> Iterator[str]:
             yield f"{flag} {why or _ABSENT}: drop the flag"
         return
     yield from fused_kernels.problems(args)
+    yield from _unsupported_fp8(args)
+
+
+# TransformerEngine's answer to whether the device runs a recipe, by --fp8-recipe.
+_RECIPES = {"delayed": "fp8", "tensorwise": "fp8", "mxfp8": "mxfp8"}
+_RECIPES |= {"blockwise": "fp8_block_scaling"}
+
+
+def _unsupported_fp8(args: Namespace) -> Iterator[str]:
+    """Its layers would raise in the first step."""
+    kind = _RECIPES.get(args.fp8_recipe) if args.fp8 is not None else None
+    if kind is None or fused_kernels.TRANSFORMER_ENGINE.missing() is not None:
+        return
+    engine = import_module(fused_kernels.TRANSFORMER_ENGINE.module)
+    supported, reason = getattr(engine, f"is_{kind}_available")(return_reason=True)
+    if not supported:
+        yield f"--fp8-format with --fp8-recipe {args.fp8_recipe}: {reason} Use only --bf16"
 
 
 def needs_cuda(kernel: str) -> bool:

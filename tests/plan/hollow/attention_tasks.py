@@ -88,3 +88,38 @@ def self_tests() -> tuple[list[str], list[str]]:
     checks = doctor_self_test.attention_checks("cuda", 64, None)
     done = list(checks)
     return [check.name for check in done if check.passed], [check.detail for check in done]
+
+
+def launched_again() -> list[dict[str, Any]]:
+    """Two rounds of the same calls: Triton's own lookups, and the arguments of its launches."""
+    from triton.backends.nvidia.driver import CudaLauncher
+    from triton.runtime.jit import JITFunction
+
+    rounds: list[dict[str, Any]] = [{"lookups": 0, "launches": []} for _ in range(2)]
+    launch, run = CudaLauncher.__call__, JITFunction.run
+
+    for found in rounds:
+
+        def noted_launch(self: Any, *given: Any, found: Any = found) -> None:
+            arguments = [*given[:6], *given[9:]]  # without the profiler's
+            found["launches"].append([_described(a) for a in arguments])
+            launch(self, *given)
+
+        def noted_run(self: Any, *arguments: Any, found: Any = found, **options: Any) -> Any:
+            found["lookups"] += 1
+            return run(self, *arguments, **options)
+
+        CudaLauncher.__call__, JITFunction.run = noted_launch, noted_run
+        for variant, shape in itertools.product(VARIANTS, SHAPES[::2]):
+            batch, heads, groups, tokens, head_dim = shape
+            of = (heads, groups, groups)
+            tensors = [leaf("sbhd", batch, n, tokens, head_dim, torch.bfloat16) for n in of]
+            results = [t for t in call(variant, *tensors, with_gate=True) if t is not None]
+            torch.autograd.backward(results, [torch.ones_like(t) for t in results])
+    return rounds
+
+
+def _described(argument: Any) -> Any:
+    if isinstance(argument, Tensor):
+        return [str(argument.dtype), list(argument.shape), list(argument.stride())]
+    return repr(argument)

@@ -17,7 +17,11 @@ from tests.forkserver import HANG_SECONDS, ROOT
 class Server:
     """Starts with the first task, and ends with the session."""
 
-    def __init__(self) -> None:
+    def __init__(self, site: Path | None = None, **variables: str) -> None:
+        """With packages in the folder `site`, and these environment variables."""
+        self._own = variables | {
+            "PYTHONPATH": os.pathsep.join(map(str, filter(None, (ROOT, site))))
+        }
         self._process: subprocess.Popen[str] | None = None
         self._folder = tempfile.TemporaryDirectory(prefix="hollow-")
 
@@ -63,7 +67,7 @@ class Server:
         return json.loads(self._path("result").read_text())
 
     def _start(self) -> "subprocess.Popen[str]":
-        own = {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+        own = self._own | {"OMP_NUM_THREADS": "1"}
         with self._path("log").open("w") as log:
             return subprocess.Popen(
                 [

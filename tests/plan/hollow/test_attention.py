@@ -34,3 +34,12 @@ def test_the_doctor_sees_that_nothing_is_computed(gpu):
     passed, details = gpu.run("attention_tasks:self_tests")
     assert passed == []
     assert len(details) == 9
+
+
+def test_a_kernel_is_launched_again_as_triton_would(gpu):
+    """Without Triton's lookup, with the same grid, program, tensors, numbers and constants."""
+    first, again = gpu.run("attention_tasks:launched_again")
+    assert first["lookups"] > 0
+    assert again["lookups"] == 0
+    assert len(first["launches"]) > 20
+    assert first["launches"] == again["launches"]

@@ -56,7 +56,19 @@ API int cublasLtMatmul(void*, void*, const void*, const void*, const Layout* a, 
   return product("cublasLtMatmul", d->rows, d->columns, a->rows * a->columns / (d->rows ? d->rows : 1), d->batch);
 }
 API size_t cublasLtGetVersion() { return 130400; }
-HANDLE(cublasLtMatmulDescCreate) HANDLE(cublasLtMatmulPreferenceCreate)
+// TransformerEngine's groups: the sizes of each are on the device, in a layout of the caller.
+API int cublasLtGroupedMatrixLayoutInit_internal(Layout* layout, size_t, int, int groups, const void*, const void*, const void*) {
+  *layout = {0, 0, groups};
+  return 0;
+}
+API int cublasLtMatmulAlgoConfigGetAttribute(const void*, int, void* value, size_t bytes, size_t* written) {
+  memset(value, 0, bytes);
+  if (written) *written = bytes;
+  return 0;
+}
+API const char* cublasGetStatusString(int status) { return status ? "error (hollow GPU)" : "success"; }
+HANDLE(cublasLtCreate) HANDLE(cublasLtMatmulDescCreate) HANDLE(cublasLtMatmulPreferenceCreate)
+NOTHING(cublasLtMatmulDescInit_internal) NOTHING(cublasLtMatmulPreferenceInit_internal)
 NOTHING(cublasLtMatmulDescDestroy) NOTHING(cublasLtMatmulDescSetAttribute)
 NOTHING(cublasLtMatmulPreferenceDestroy) NOTHING(cublasLtMatmulPreferenceSetAttribute)
 NOTHING(cublasLtMatmulAlgoCheck) NOTHING(cublasLtMatmulAlgoInit)

@@ -150,6 +150,13 @@ API cudaError_t cudaMemcpy(void* to, const void* from, size_t bytes, cudaMemcpyK
 }
 API cudaError_t cudaMemcpyAsync(void* to, const void* from, size_t bytes, cudaMemcpyKind, cudaStream_t) { return copy(to, from, bytes); }
 API cudaError_t cudaMemcpyPeerAsync(void* to, int, const void* from, int, size_t bytes, cudaStream_t) { return copy(to, from, bytes); }
+// A variable of the device has a place on the host too: the one that its name stands for.
+API cudaError_t cudaGetSymbolAddress(void** pointer, const void* symbol) { *pointer = const_cast<void*>(symbol); return cudaSuccess; }
+API cudaError_t cudaMemcpyToSymbol(const void*, const void*, size_t bytes, size_t, cudaMemcpyKind) {
+  report(Kind::sync, "cudaMemcpy");
+  report(Kind::copy, "to device, pageable", bytes);
+  return cudaSuccess;
+}
 static cudaError_t fill(void* pointer, int value, size_t bytes) {
   report(Kind::fill, "cudaMemset", bytes);
   // Zeros need no pages of their own; a long fill with anything else would.

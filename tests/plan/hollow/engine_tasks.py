@@ -1,0 +1,35 @@
+"""Tasks for the server: states of TransformerEngine's own modules."""
+
+import os
+from typing import Any
+
+import torch
+
+from megasink.plan.hollow.compile_libraries import Device
+
+
+def state_of_delayed_scaling() -> list[Any]:
+    """Its bytes, what upstream says when it is loaded, and whether our loader loads it."""
+    os.environ |= Device(capability=90).variables()
+    import transformer_engine.pytorch as engine
+    from megatron.core.extensions.transformer_engine import TEDelayedScaling
+    from transformer_engine.common.recipe import Format
+
+    from megasink.checkpoints.code_free_loading import loading_without_code
+    from megasink.megatron.config import MegasinkTransformerConfig
+
+    config = MegasinkTransformerConfig(num_layers=1, hidden_size=64, num_attention_heads=4)
+    recipe = TEDelayedScaling(config=config, fp8_format=Format.HYBRID)
+    with engine.autocast(enabled=True, recipe=recipe):
+        linear = engine.Linear(64, 64, params_dtype=torch.bfloat16, device="cuda")
+        linear(torch.empty(64, 64, dtype=torch.bfloat16, device="cuda")).sum().backward()
+    state = linear.get_extra_state()
+    try:
+        linear.set_extra_state(state)
+        said = ""
+    except RuntimeError as error:
+        said = str(error)
+    del linear.fp8_meta["recipe"]
+    with loading_without_code():
+        linear.set_extra_state(state)
+    return [state.numel(), said, type(linear.fp8_meta["recipe"]).__name__]
