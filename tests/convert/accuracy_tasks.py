@@ -140,3 +140,21 @@ def convert_in_little_memory(source: str, output: str, damaged: bool) -> dict[st
         except UserError as error:
             message = str(error)
     return {"lines": lines, "message": message}
+
+
+def logits_with(run: str, **arguments: Any) -> tuple[Any, Any]:
+    """The logits of a run as it is, and with other arguments in its config.json."""
+    from megasink.checkpoints.find import find_checkpoint
+    from megasink.checkpoints.load import load_without_tokenizer
+
+    found: list[Any] = []
+    for changed in ({}, arguments):
+        path = Path(run) / "config.json"
+        config = json.loads(path.read_text())
+        config["arguments"] |= changed
+        path.write_text(json.dumps(config))
+        model, _ = load_without_tokenizer(find_checkpoint(Path(run)))
+        tokens = torch.arange(40)[None] % 37
+        with torch.no_grad():
+            found.append(model(tokens, torch.arange(40)[None], None))
+    return found[0], found[1]

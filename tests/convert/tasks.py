@@ -255,24 +255,6 @@ def loaded_weights(checkpoint: str, name: str) -> list[str]:
     return different
 
 
-def logits_with(run: str, **arguments: Any) -> tuple[Any, Any]:
-    """The logits of a run as it is, and with other arguments in its config.json."""
-    from megasink.checkpoints.find import find_checkpoint
-    from megasink.checkpoints.load import load_without_tokenizer
-
-    found: list[Any] = []
-    for changed in ({}, arguments):
-        path = Path(run) / "config.json"
-        config = json.loads(path.read_text())
-        config["arguments"] |= changed
-        path.write_text(json.dumps(config))
-        model, _ = load_without_tokenizer(find_checkpoint(Path(run)))
-        tokens = torch.arange(40)[None] % 37
-        with torch.no_grad():
-            found.append(model(tokens, torch.arange(40)[None], None))
-    return found[0], found[1]
-
-
 def export_with_a_mistake(run: str, output: str) -> str:
     """Export with the halves of the FFN exchanged; what verification says."""
     from unittest import mock

@@ -156,6 +156,7 @@ def test_an_import_loads_under_another_layout(pool, tmp_path, name):
         assert reports == [[]] * 2
 
 
+LOGITS_WITH = "tests.convert.accuracy_tasks:logits_with"
 OF_TRAINING = {
     "moe_expert_capacity_factor": 0.5,
     "moe_pad_expert_input_to_capacity": True,
@@ -169,6 +170,6 @@ def test_a_loaded_model_routes_as_its_export_does(pool, tmp_path):
     """Megatron drops tokens and routes at random in evaluation, too: each would change logits."""
     run = str(tmp_path / "run")
     pool.run(f"{TASKS}:save_run", SINGLE, folder=run, name="granitemoe_swa")
-    ((usual, logits),) = pool.run(f"{TASKS}:logits_with", SINGLE, run=run, **OF_TRAINING)
+    ((usual, logits),) = pool.run(LOGITS_WITH, SINGLE, run=run, **OF_TRAINING)
     assert abs(usual).max() > 3
     assert (usual == logits).all()

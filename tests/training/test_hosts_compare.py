@@ -19,8 +19,10 @@ import torch.distributed as dist
 from megasink import plugins
 from megasink.data.dataset_files import contents
 from megasink.errors import UserError
-from megasink.plugins import Plugin
-from megasink.training import compare_hosts, host_fingerprint, multi_host_torchrun, waiting
+from megasink.training import compare_hosts as hosts
+from megasink.training import host_fingerprint as fingerprint
+from megasink.training import multi_host_torchrun as torchrun
+from megasink.training import waiting
 from megasink.training.host_fingerprint import differences, facts_of
 from tests.distributed.pool import free_port
 from tests.forkserver import HANG_SECONDS
@@ -29,12 +31,12 @@ from tests.runs import TINY
 from tests.waiting import until
 
 PLUGIN = "tests.training.host_plugin"
-SOURCE = functools.cache(host_fingerprint._source)  # a second each, of Megatron's files
+SOURCE = functools.cache(fingerprint._source)  # a second each, of Megatron's files
 
 
 @pytest.fixture(autouse=True)
 def remembered(monkeypatch):
-    monkeypatch.setattr(host_fingerprint, "_source", SOURCE)
+    monkeypatch.setattr(fingerprint, "_source", SOURCE)
 
 
 def arguments(*flags, rank=0):
@@ -82,12 +84,11 @@ def test_copies_elsewhere_are_the_same_and_what_differs_is_named(data):
 
 def test_code_and_versions_are_facts(data, monkeypatch):
     facts = of(data / "one")
-    assert {"version of torch", "version of megasink", "megasink/training/compare_hosts.py"} <= set(
-        facts
-    )
-    assert {"megasink/training/recipes/p0-0.6b.toml", "the source of megatron.core"} <= set(facts)
+    assert {"version of torch", "version of megasink", "the source of megatron.core"} <= set(facts)
+    files = {"compare_hosts.py", "recipes/p0-0.6b.toml"}
+    assert {f"megasink/training/{file}" for file in files} <= set(facts)
     monkeypatch.setenv("NVTE_FLASH_ATTN", "0")
-    monkeypatch.setitem(plugins.LOADED, PLUGIN, Plugin(PLUGIN, "--plugin"))
+    monkeypatch.setitem(plugins.LOADED, PLUGIN, plugins.Plugin(PLUGIN, "--plugin"))
     mine = "megasink/cli/__init__.py"
     other = of(data / "one") | {mine: "sha256 1"}
     assert other.pop(f"the source of --plugin {PLUGIN}").startswith("sha256 ")
@@ -111,8 +112,8 @@ def test_modules_that_a_plugin_imports_are_facts(data, tmp_path, monkeypatch):
 
 
 def test_a_large_file_is_compared_by_samples_and_its_checksum(tmp_path, capsys, monkeypatch):
-    monkeypatch.setattr(host_fingerprint, "WHOLE", 1 << 10)
-    monkeypatch.setattr(host_fingerprint, "_TOTAL", 1 << 10)
+    monkeypatch.setattr(fingerprint, "WHOLE", 1 << 10)
+    monkeypatch.setattr(fingerprint, "_TOTAL", 1 << 10)
     flags = ["--data-path", str(tmp_path / "text")]
     content = bytearray(1 << 20)
 
@@ -150,19 +151,19 @@ def test_a_file_is_the_one_whose_checksum_its_json_has(tmp_path):
 
 def meet(here, there, monkeypatch):
     """What rank 0 says when it compares its host with that of rank 1; None if they are alike."""
-    monkeypatch.setattr(compare_hosts, "_SHARED_SECONDS", 0.3)
+    monkeypatch.setattr(hosts, "_SHARED_SECONDS", 0.3)
     monkeypatch.setenv("MASTER_ADDR", "a")
     store, found = dist.HashStore(), []
 
     def compare():
         try:
-            compare_hosts.compare(store, here)
+            hosts.compare(store, here)
         except UserError as error:
             found.append(str(error))
 
     first = threading.Thread(target=compare)
     first.start()
-    compare_hosts.answer(store, there)
+    hosts.answer(store, there)
     first.join()
     return found[0] if found else None
 
@@ -196,7 +197,7 @@ def test_what_a_link_in_the_run_folder_leads_to_is_shared(name, tmp_path, monkey
     run.mkdir()
     args = [arguments("--mock-data", "--run-dir", str(run), rank=rank) for rank in (0, 1)]
     names = threading.local()
-    real = compare_hosts._real
+    real = hosts._real
     names.place = places[1]  # of this thread, which is host B
 
     def of_host(path):
@@ -204,7 +205,7 @@ def test_what_a_link_in_the_run_folder_leads_to_is_shared(name, tmp_path, monkey
         return place if path.name == name else real(path)
 
     (run / name).symlink_to(places[0] / "x" if "." in name else places[0])
-    monkeypatch.setattr(compare_hosts, "_real", of_host)
+    monkeypatch.setattr(hosts, "_real", of_host)
     assert f"is {places[1]} (not empty), not the same folder as on" in meet(*args, monkeypatch)
     names.place = places[0]
     assert meet(*args, monkeypatch) is None
@@ -220,10 +221,8 @@ def test_a_checkpoint_that_only_one_host_sees_is_named(tmp_path, monkeypatch):
     for one in args:
         one.save = str(run / "checkpoints")
     assert meet(*args, monkeypatch) is None
-    newest = compare_hosts._newest_files
-    monkeypatch.setattr(
-        compare_hosts, "_newest_files", lambda folder: [*newest(folder), "iter_0000002/x"]
-    )
+    newest = hosts._newest_files
+    monkeypatch.setattr(hosts, "_newest_files", lambda folder: [*newest(folder), "iter_0000002/x"])
     assert "has no iter_0000002/x, which " in meet(*args, monkeypatch)
 
 
@@ -236,14 +235,14 @@ def test_a_clock_that_is_far_from_that_of_rank_0_is_named(ahead, monkeypatch):
         return 1e-6 * next(ticks) + ahead * (threading.get_ident() != main)
 
     clock = vars(time) | {"time": now}
-    monkeypatch.setattr(compare_hosts, "time", SimpleNamespace(**clock))
+    monkeypatch.setattr(hosts, "time", SimpleNamespace(**clock))
     said = meet(*(arguments("--mock-data", rank=rank) for rank in (0, 1)), monkeypatch)
     assert said is None if ahead == 5 else f" differs by {ahead:+} s from that of " in said
 
 
 def meet_alone(args):
     with pytest.raises(UserError) as error:
-        compare_hosts.compare(dist.HashStore(), args)
+        hosts.compare(dist.HashStore(), args)
     return str(error.value)
 
 
@@ -270,8 +269,8 @@ def test_another_number_of_ranks_is_refused(world, expected, monkeypatch):
 
 def test_a_host_says_for_whom_it_waits_and_what_others_lost(monkeypatch, capfd):
     monkeypatch.setattr(waiting, "_FIRST_SECONDS", 0.1)
-    monkeypatch.setattr(multi_host_torchrun, "_LOOK_SECONDS", 0.2)
-    monkeypatch.setattr(multi_host_torchrun, "_SECONDS", HANG_SECONDS)
+    monkeypatch.setattr(torchrun, "_LOOK_SECONDS", 0.2)
+    monkeypatch.setattr(torchrun, "_SECONDS", HANG_SECONDS)
     heard = ""
 
     def said(words):
@@ -280,14 +279,12 @@ def test_a_host_says_for_whom_it_waits_and_what_others_lost(monkeypatch, capfd):
         return words in heard
 
     port = free_port()
-    here = multi_host_torchrun.Hosts(f"127.0.0.1:{port}", 2, "run", "10.0.0.1")
+    here = torchrun.Hosts(f"127.0.0.1:{port}", 2, "run", "10.0.0.1")
     until(lambda: said(f" s for 127.0.0.1:{port}, where no torchrun answers\n"))
     store = dist.TCPStore("127.0.0.1", port, is_master=True, wait_for_workers=False)
     name = socket.gethostname()
     until(lambda: str(here) == f"1 of 2 hosts at 127.0.0.1:{port} (here: {name})")
-    there = multi_host_torchrun.Hosts(
-        f"127.0.0.1:{port}", 2, "run", "10.0.0.2"
-    )  # a container of that name
+    there = torchrun.Hosts(f"127.0.0.1:{port}", 2, "run", "10.0.0.2")  # a container of that name
     until(lambda: here.have_met and there.have_met)
     assert [here.name(), there.name()] == [f"{name} (10.0.0.1)", f"{name} (10.0.0.2)"]
     leaving = threading.Thread(target=there.leave, args=("megasink: b: rank 1 was ended",))
@@ -302,31 +299,22 @@ def test_a_host_says_for_whom_it_waits_and_what_others_lost(monkeypatch, capfd):
     ("change", "named"),
     [
         ({"number": 3}, r"has NNODES=2, but \S+ has NNODES=3: give every host the same"),
-        (
-            {"job": "other"},
-            r"has the run run, but \S+ has other at 127\.0\.0\.1:\d+: give each",
-        ),
-        (
-            {"ahead": 40.0},
-            r"the clock of b differs by \+\d\d s from that of a \(synchronize the clocks",
-        ),
-        (
-            {"ahead": -40.0},
-            r"the clock of b differs by -\d\d s from that of a \(synchronize the clocks",
-        ),
+        ({"job": "other"}, r"has the run run, but \S+ has other at 127\.0\.0\.1:\d+: give"),
+        ({"ahead": 40.0}, r"clock of b differs by \+\d\d s from that of a \(synchronize"),
+        ({"ahead": -40.0}, r"clock of b differs by -\d\d s from that of a \(synchronize"),
     ],
 )
 def test_hosts_that_cannot_train_together_are_named(change, named, monkeypatch):
     """Host A hears of B what is `change`d, and ends if B is of its own job."""
-    monkeypatch.setattr(multi_host_torchrun, "_LOOK_SECONDS", 0.2)
-    monkeypatch.setattr(multi_host_torchrun, "_SECONDS", HANG_SECONDS)
+    monkeypatch.setattr(torchrun, "_LOOK_SECONDS", 0.2)
+    monkeypatch.setattr(torchrun, "_SECONDS", HANG_SECONDS)
     said, ended = [], []
-    monkeypatch.setattr(multi_host_torchrun, "write_to_stderr", said.append)
-    monkeypatch.setattr(multi_host_torchrun.os, "_exit", ended.append)
+    monkeypatch.setattr(torchrun, "write_to_stderr", said.append)
+    monkeypatch.setattr(torchrun.os, "_exit", ended.append)
     port = free_port()
     store = dist.TCPStore("127.0.0.1", port, is_master=True, wait_for_workers=False)
-    monkeypatch.setattr(multi_host_torchrun, "here", lambda: "a")
-    here = multi_host_torchrun.Hosts(f"127.0.0.1:{port}", 2, "run", "10.0.0.1")
+    monkeypatch.setattr(torchrun, "here", lambda: "a")
+    here = torchrun.Hosts(f"127.0.0.1:{port}", 2, "run", "10.0.0.1")
     until(lambda: here._here)
     ahead = change.pop("ahead", 0.0)
     other = {"id": "1", "host": "b", "address": "", "number": 2, "job": "run"} | change
@@ -340,13 +328,10 @@ def test_hosts_that_cannot_train_together_are_named(change, named, monkeypatch):
 
 def test_the_job_of_a_host_is_its_run_folder(monkeypatch):
     monkeypatch.delenv("RUN_DIR", raising=False)
-    assert multi_host_torchrun._job(["--lr", "1"]) == "megasink"
+    assert torchrun._job(["--lr", "1"]) == "megasink"
     monkeypatch.setenv("RUN_DIR", "runs/a")
-    assert multi_host_torchrun._job(["--lr", "1"]) == "runs/a"
-    assert (
-        multi_host_torchrun._job(["--run-dir", "runs/b", "--lr", "1", "--run-dir=runs/c"])
-        == "runs/c"
-    )
+    assert torchrun._job(["--lr", "1"]) == "runs/a"
+    assert torchrun._job(["--run-dir", "runs/b", "--lr", "1", "--run-dir=runs/c"]) == "runs/c"
 
 
 def test_a_checkpoint_that_is_loaded_is_a_fact(data):
@@ -359,6 +344,5 @@ def test_a_checkpoint_that_is_loaded_is_a_fact(data):
         (saved / "metadata.json").write_text(text)
         found.append(of(data / "one", *load))
     (line,) = differences(*found, "a")
-    assert re.fullmatch(
-        r"--load step 2, 1 files, sha256 \w+ \(a: step 2, 1 files, sha256 \w+\)", line
-    )
+    step = r"step 2, 1 files, sha256 \w+"
+    assert re.fullmatch(rf"--load {step} \(a: {step}\)", line)
