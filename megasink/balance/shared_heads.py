@@ -46,7 +46,7 @@ class SharedHeads:
             why = "all heads of a layer are equally important"
             if heads < 3:
                 of = f"{heads} head{'s' * (heads != 1)} per layer"
-                why = f"with {of}, fewer than two heads would remain beside a shared one"
+                why = f"with {of}, fewer than two heads would remain to balance if one were shared"
             return f"m = 0, no shared heads (Eq. 7): {why}"
         split = f"{self.best} high and {heads - self.best} low heads per layer explain"
         share = f"{self.explained:.0%} of the head imbalance of {layers} layers"

@@ -245,4 +245,6 @@ def _sample(run: Path, console: Console) -> None:
     text = made.stdout.strip()
     triggers, copied = LANGUAGE.copies(text)
     console.print(f"  {escape(text)}")
-    console.print(f"  triggers followed by the letter before them: {copied} of {triggers}")
+    console.print(
+        f"  triggers after which the letter before them is repeated: {copied} of {triggers}"
+    )

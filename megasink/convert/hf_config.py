@@ -302,8 +302,8 @@ def read_config(folder: Path) -> Config:
 _BY_NAME = {
     "olmo2": "it normalizes the outputs of attention and FFN, not their inputs, and its "
     "qk-norm spans all heads, while Megatron's spans one head",
-    "mimo_v2_flash": "its values are narrower than its keys, and windowed layers have another "
-    "number of groups and RoPE base, but Megatron's layers must share both",
+    "mimo_v2_flash": "its values are narrower than its keys, and its windowed layers differ from "
+    "the others in groups and RoPE base, which all of Megatron's layers share",
     "llama4": "its layers without RoPE and its chunked attention have no counterpart",
     "gpt2": "its weights are transposed, with query, key and value in one tensor, and its FFN and "
     "norms have biases",

@@ -79,7 +79,7 @@ def model_flags(model: Architecture) -> list[str]:
     # A line of flags is split at spaces.
     if unsafe := [*refused(words).values(), *(word for word in words if len(word.split()) != 1)]:
         raise UserError(
-            f"config.json does not describe a model: it results in the flag {unsafe[0]!r}"
+            f"config.json does not describe a model: it would set the flag {unsafe[0]!r}"
         )
     return words
 

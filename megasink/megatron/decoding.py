@@ -87,7 +87,9 @@ def generate(
             "analyze"
         )
     if not prompts or not all(prompts) or max_new_tokens < 1:
-        raise ValueError("pass at least one prompt, no empty prompts, and at least one new token")
+        raise ValueError(
+            "prompts must not be missing or empty, and max_new_tokens must be 1 or more"
+        )
     device = next(model.parameters()).device
     lengths = [len(prompt) for prompt in prompts]
     total = max(lengths) + max_new_tokens

@@ -133,7 +133,7 @@ def _say_memory(console: Console, stages: Sequence[Stage], facts: Record, device
         f"{'fits' if fits else 'DOES NOT FIT'} in {DEVICES[device].gib:.0f} GiB; CUDA and NCCL "
         f"take 1 to 3 GiB more. Activations of stage {full.stage}: {full.in_flight} {unit} of "
         f"{_gib(full.per_microbatch)} GiB.\n"
-        f"Built and stepped: rank {', '.join(stepped)}{between}.\n",
+        f"Ranks that ran a step: {', '.join(stepped)}{between}.\n",
         highlight=False,
     )
     if gathered := _gathered(stages, facts):

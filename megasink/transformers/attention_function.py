@@ -201,8 +201,8 @@ def _check_masked(config: Any, query: Tensor, key: Tensor, value: Tensor, heads:
     if grads and query.shape[2] > 1:
         refuse(
             config,
-            "it needs gradients of several tokens after a padded cache, or of rows with padding "
-            "between their tokens: pad on one side and train without a cache",
+            "it needs gradients for several tokens after a padded cache, or for rows with padding "
+            "between tokens: pad on one side and train without a cache",
         )
 
 

@@ -40,8 +40,8 @@ CHAINED_STATES = _patch(
     "states under another expert parallelism, or with other settings",
     "megatron.core.optimizer.optimizer.ChainedOptimizer",
     "load_state_dict",
-    "a checkpoint of one optimizer loads only into one, but with parallel experts there are two; "
-    "groups are matched by learning rate and weight decay, so changed values match nothing",
+    "a checkpoint loads only into one optimizer, but parallel experts need two; groups are matched "
+    "by learning rate and weight decay, so no group matches after these change",
     "megatron.core.optimizer.optimizer:ChainedOptimizer: def load_state_dict(self, state_dict)",
     "megatron.core.optimizer.optimizer:ChainedOptimizer.load_state_dict: "
     "len(self.chained_optimizers) != len(state_dict)",

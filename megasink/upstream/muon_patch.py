@@ -40,7 +40,7 @@ OTHER_TABLES = _patch(
     "parameters other than matrices",
     f"{_MODULE}._EMERGING_OPTIMIZERS",
     "default_param_overrides of each Muon entry",
-    "biases [H, D] of heads and tables of positions have two axes, but are not matrices",
+    "head biases [H, D] and position tables have two axes, but are not matrices",
     f"{_MODULE}:_is_nonlinear_or_embedding: "
     "getattr(param, 'is_embedding_or_output_parameter', False) or len(param.shape) != 2",
     "megatron.core.optimizer:_get_megatron_emerging_optimizer: "

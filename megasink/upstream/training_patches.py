@@ -169,7 +169,7 @@ CHECKPOINT_WRITER = _training(
     "writer of asynchronous checkpoints",
     "megatron.core.dist_checkpointing.strategies.async_utils.PersistentAsyncCaller",
     "async_loop schedule_async_call",
-    "upstream's writer outlives its rank; a rank whose writer a signal has killed waits forever",
+    "upstream's writer outlives its rank; a rank waits forever if its writer was killed",
     "megatron.core.dist_checkpointing.strategies.async_utils:PersistentAsyncCaller: "
     "def schedule_async_call(self, async_req)",
     "megatron.core.dist_checkpointing.strategies.async_utils:PersistentAsyncCaller: "

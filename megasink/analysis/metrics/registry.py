@@ -92,7 +92,8 @@ AXES: dict[str, tuple[str, str]] = {
 }
 """Axis -> (shape of an analysis value, description).
 
-A metric of statistics returns one layer's or state's values: [H], [H, T], a scalar or [T].
+A metric computed from statistics returns the values of one layer or state: [H], [H, T], a scalar
+or [T].
 """
 
 _DERIVED_ONLY = ("key", "model")

@@ -17,7 +17,7 @@ from megasink.figures.recorded_panels import bars, curve, named_axes
 ENOUGH_SAMPLES, ENOUGH_TOKENS = 16, 64
 """Below either number, the page warns that its numbers say little."""
 LARGE = 10
-"""Minimum norm of token 0, relative to the other tokens', that is called a massive activation."""
+"""The norm of token 0 over that of the others from which it is called a massive activation."""
 _NEEDED = ("sink_rate", "first_token_attention", "circuit_stage", "importance", "imbalance")
 DRAWINGS: list[Drawing] = []
 

@@ -115,7 +115,7 @@ EXCLUDED: dict[str, tuple[tuple[str, Any, str], ...]] = {
         ("attention_bias_type", "none", "the bias is not defined for keys after the query"),
     ),
     "log_sink_rate": (
-        (_PACKED, False, "documents may be shorter than the 64 tokens of the rate"),
+        (_PACKED, False, "the rate needs 64 tokens, and documents may be shorter"),
         ("sink_token", False, "the first token would not be part of the text"),
         ("context_parallel_size", 1, "only one rank has the first tokens"),
     ),
