@@ -109,6 +109,6 @@ class MegatronLayerBalance(StaysFloat32, LayerBalance):
         if ours is not None and not {*ranks_of(group)} <= {*ranks_of(ours)}:
             raise RuntimeError(
                 f"the ranks {ranks_of(group)} would share importances, but the HeadBalance has the "
-                f"group {ranks_of(ours)}: give the model a pg_collection whose {name} is within that group"
+                f"group {ranks_of(ours)}: give the model a pg_collection whose {name} is in it"
             )
         return group
