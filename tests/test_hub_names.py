@@ -10,7 +10,7 @@ from tests.analysis.capture.tiny_models import save_with_tokenizer
 from tests.hub_server import SHA, serving
 
 NAME = "openai/gpt-oss-20b"
-LINE = f"hf download {NAME} --local-dir gpt-oss-20b and give gpt-oss-20b"
+LINE = f"hf download {NAME} --local-dir gpt-oss-20b and pass gpt-oss-20b"
 DATA = "--data text.txt --output out"
 
 

@@ -9,7 +9,7 @@ from rich.text import Text
 
 from megasink.analysis.pages.comparison_checks import comment_of, shortest_names
 from megasink.console.json_output import add_json, as_text
-from megasink.console.printable import wide_console
+from megasink.console.stdout import wide_console
 from megasink.errors import UserError
 from megasink.figures.run_metrics import read_metrics
 from megasink.files.output_folder import add_overwrite

@@ -1,12 +1,8 @@
 """Escape untrusted text, such as names, which could steer a terminal or split a log line."""
 
-import contextlib
-import io
 import re
 import shlex
-import sys
 import unicodedata
-from typing import Any
 
 # Control characters, surrogates (non-UTF-8 bytes of a file name, which cannot be printed), line and
 # paragraph separators, and invisible format characters other than joiners.
@@ -39,18 +35,3 @@ def say(text: str) -> None:
 def say_next(what: str, *words: object) -> None:
     """Print the next command, ready to paste, and its purpose."""
     say(f"next, {what}: megasink {shlex.join(map(str, words))}")
-
-
-def escape_output() -> None:
-    """Print what the output cannot encode as escapes: file names need not be UTF-8."""
-    if isinstance(sys.stdout, io.TextIOWrapper):
-        with contextlib.suppress(OSError):  # stdout was replaced by a file that cannot seek
-            sys.stdout.reconfigure(errors="backslashreplace")
-
-
-def wide_console() -> Any:
-    """Return a rich console for tables; without a terminal, no table is wrapped."""
-    from rich.console import Console
-
-    console = Console()
-    return console if console.is_terminal else Console(width=1000)

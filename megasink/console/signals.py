@@ -18,7 +18,8 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
-from megasink.console.printable import escape_output, one_line
+from megasink.console.printable import one_line
+from megasink.console.stdout import escape_output
 from megasink.errors import Signalled, Stopped, UserError
 from megasink.files.atomic import PARTIAL, is_utf8
 from megasink.files.system_errors import OUTPUT, explained

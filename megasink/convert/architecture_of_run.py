@@ -184,7 +184,8 @@ def _activation(saved: Mapping[str, Any]) -> tuple[str | None, bool]:
         return name, False
     if saved.get("squared_relu"):
         return "relu2", False
-    unit = "swiglu" if saved.get("swiglu") else "quick_geglu" if saved.get("quick_geglu") else name
+    # --ffn-activation sets swiglu, too.
+    unit = name or next((u for u in ("swiglu", "quick_geglu") if saved.get(u)), None)
     limits = saved.get("glu_linear_offset") or 0.0, saved.get("activation_func_clamp_value")
     return _GATED_UNITS.get((unit, *limits)), True
 

@@ -183,9 +183,9 @@ class TextDataset(_WithoutPadding, gpt_dataset.GPTDataset):
             at = int(np.flatnonzero(wrong)[0])
             place = int(np.searchsorted(np.cumsum(lengths), at, side="right"))
             raise UserError(
-                f"{prefix}.bin: document {documents[min(place, len(documents) - 1)]} holds the "
-                f"id {ids[at]:,}, but the vocabulary has {known:,}: make the data set again, or "
-                "pass the tokenizer with which it was made"
+                f"{prefix}.bin: document {documents[min(place, len(documents) - 1)]} contains "
+                f"the id {ids[at]:,}, but the vocabulary has only {known:,}: make the data set "
+                "again, or pass the tokenizer with which it was made"
             )
 
 

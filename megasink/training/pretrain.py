@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from megasink import cpu, plugins
-from megasink.console.printable import escape_output
+from megasink.console.stdout import escape_output
 from megasink.cpu import broken_packages
 from megasink.cpu.prepare_process import prepare_process
 from megasink.errors import ConfigError, Stopped, UserError

@@ -278,8 +278,11 @@ def test_masks_without_meaning_are_refused():
         "be combined with causal=False": {"prefix": 3, "causal": False},
         r"must be \[2, keys\]": {"distance_bias_HS": bias[:1]},
         "torch.float32": {"distance_bias_HS": bias.double()},
-        "has 4 distances, 8 are needed": {"distance_bias_HS": bias[:, :4]},
-        "has 4 distances, 5 are needed": {"distance_bias_HS": bias[:, :4], "cu_seqlens": (0, 5, 8)},
+        "has 4 distances, but 8 are needed": {"distance_bias_HS": bias[:, :4]},
+        "has 4 distances, but 5 are needed": {
+            "distance_bias_HS": bias[:, :4],
+            "cu_seqlens": (0, 5, 8),
+        },
     }.items():
         with pytest.raises(ValueError, match=problem):
             attention(query, query, query, **options)

@@ -45,7 +45,7 @@ MODELS = {
     "vanilla-no-balance": ("pp", VANILLA | OFF),
     "shared": ("tp pp", {"head_balance_shared_heads": 1, "head_balance_scope": "microbatch"}),
     "k-bias": ("sp+full pp", {"attention_variant": "k-bias", "sink_lr_mult": 3.0}),
-    "kv-bias-shared": ("sp+selective pp dp+distributed", KV_BIAS),
+    "kv-bias-shared": ("dp+distributed sp+selective pp", KV_BIAS),
     "mlp-similarity": ("sp+full pp", MLP),
     "layernorm": ("sp pp", {"normalization": "LayerNorm", "add_bias_linear": True}),
     # The block.

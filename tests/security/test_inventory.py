@@ -51,6 +51,8 @@ SAFE = {
     ("megasink/data/hf_tokenizer.py", "from_pretrained"): LOCAL,
     ("megasink/data/hf_tokenizer.py", "trust_remote_code"): "False",
     ("megasink/cpu/broken_packages.py", "import_module"): "packages that the code names",
+    ("megasink/megatron/__init__.py", "import_module"): OWN_NAMES,
+    ("megasink/training/checks/device_options.py", "import_module"): "TransformerEngine alone",
     ("megasink/cli/__init__.py", "import_module"): OWN_NAMES,
     (
         "megasink/cli/doctor_attention.py",

@@ -267,7 +267,7 @@ def test_generate_says_what_is_wrong(pipeline_run, text, pool, tmp_path):
             changed("wide", hidden_size=128, kv_channels=32)
         ): "does not match the model in config.json",
         str(gone): "the tokenizer /no/folder was not found",
-        str(changed("null", tokenizer_type="NullTokenizer")): "pass a Hugging Face folder",
+        str(changed("null", tokenizer_type="NullTokenizer")): "pass a Hugging Face tokenizer",
         str(changed("small", padded_vocab_size=511)): "has 512 tokens, but the model has only 511",
         str(hostile): "untrusted: it refers to the code os.system",
         str(cut): "is damaged: __",

@@ -10,14 +10,14 @@ RANKS = """
 import os, sys, time
 from unittest import mock
 from megasink.errors import UserError
-from megasink.training import endings, pretrain
+from megasink.training import exit_reasons, pretrain
 rank = os.environ["RANK"]
 def fail(argv, **_):
     time.sleep(2.0 if rank == "0" else 0.0)
     if rank in sys.argv[1]:
         raise UserError("the data is one document")
     time.sleep(600.0)
-wait = endings.wait_for_first
+wait = exit_reasons.wait_for_first
 pretrain.pretrain = fail
 seconds = 0.5 if sys.argv[1] == "1" else 600.0  # it is ended by torchrun
 with mock.patch.object(pretrain, "wait_for_first", lambda: wait(seconds)):

@@ -193,7 +193,7 @@ def test_nothing_of_upstream_is_replaced_beside_the_register(tmp_path, monkeypat
     # Upstream's own place for the process that is there, emptied after it was ended; groups that
     # upstream forgets at the end of its parallel state; an option of torch; and processes that
     # stand in for a rank, which train nothing.
-    plan = {f"megasink/plan/{name}.py" for name in ("hollow/world", "rank")}
+    plan = {f"megasink/plan/{name}.py" for name in ("hollow/lone_rank", "rank_step")}
     allowed = {"megasink/training/checkpoint_writer.py", *plan}
     allowed |= {"megasink/megatron/process_groups.py", "megasink/cpu/prepare_process.py"}
     found = [place for path in files for place in assignments(path)]

@@ -52,13 +52,15 @@ def test_experiments(full):
     assert f"with {after} after correction for {len(c.verdicts)} claims" in SECTION
     gains = [v.difference for v in gates]
     assert f"gain {min(gains):.1f} to {max(gains):.1f} nats" in SECTION
-    assert f"P2 says in {counts(b, 'reproduces')} of {len(b.verdicts)} claims" in SECTION
+    assert f"{counts(b, 'reproduces')} of P2's {len(b.verdicts)} claims hold" in SECTION
     assert counts(b, "opposite") == 0
     assert (
-        f"of P4's {len(e.verdicts)} claims, {counts(e, 'reproduces')} holds and "
+        f"Of P4's {len(e.verdicts)} claims, {counts(e, 'reproduces')} holds and "
         f"{counts(e, 'opposite')} are reversed"
     ) in SECTION
-    assert f"in {counts(d, 'reproduces')} of {len(d.verdicts)} claims of P3" in SECTION
+    assert (
+        f"find removable heads in {counts(d, 'reproduces')} of {len(d.verdicts)} claims" in SECTION
+    )
     for name in ("vanilla", "sink"):
         areas = d.cells[f"{name}, no loss"]
         pairs = zip(areas["ablation/awft/auc"], areas["ablation/random/auc"], strict=True)

@@ -9,7 +9,8 @@ from rich.text import Text
 
 from examples.replicate.grid.results import CellResults, GridResults, Spread
 from megasink.analysis.result_store import write_csv
-from megasink.console.printable import printable, wide_console
+from megasink.console.printable import printable
+from megasink.console.stdout import wide_console
 from megasink.files.atomic import atomic_text
 
 

@@ -86,9 +86,7 @@ def comment_of(output: Path, line: str, of: Sequence[object], *, overwrite: bool
             what = "exists and was not written by megasink"
             if before.startswith("megasink "):
                 what = f"was written by `{printable(before)[:200]}`"
-            raise UserError(
-                f"--output {path} {what}: choose another, or replace it with --overwrite"
-            )
+            raise UserError(f"--output {path} {what}: choose another --output, or pass --overwrite")
     return comment
 
 

@@ -199,7 +199,7 @@ def test_a_model_that_does_not_fit_is_refused(hub, tmp_path):
     with pytest.raises(UserError, match="give the tokenizer too"):
         megasink.analyze(hub.model, ["a b c"])
     small = tiny_model("llama", vocab_size=8)
-    with pytest.raises(UserError, match="but the model has 8 tokens"):
+    with pytest.raises(UserError, match="but the model's vocabulary has 8 tokens"):
         megasink.analyze(small, ["what is this"], tokenizer=hub.tokenizer)
     with pytest.raises(ConfigError, match=r"in training mode: call model.eval\(\)"):
         megasink.analyze(tiny_model("llama").train(), ["a"], tokenizer=hub.tokenizer)

@@ -124,7 +124,7 @@ def test_the_summary_has_the_loss_without_the_heads_given(swept):
     (point,) = results.of("--heads")
     value, before = point.values[ALL].value, results.unchanged.values[ALL].value
     page = (swept / "report.html").read_text()
-    assert f"unchanged. heads 0.1, 1.2: {value:.4f} ({value - before:+.4f})." in page
+    assert f"without changes. heads 0.1, 1.2: {value:.4f} ({value - before:+.4f})." in page
 
 
 def test_the_summary_names_a_best_score_only_beyond_its_interval(swept):

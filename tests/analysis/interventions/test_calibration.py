@@ -86,7 +86,7 @@ def test_calibrations_of_another_model_are_refused(model, folder, tmp_path):
     for score, share, problem in (("aeqd", 0.1, "has no aeqd"), ("awft", 1.1, "share of heads")):
         with pytest.raises(UserError, match=problem):
             dynamic_zeroing(model, score=score, quantile=share, calibration=folder).__enter__()
-    with pytest.raises(UserError, match="is not an analysis"):
+    with pytest.raises(UserError, match="does not hold an analysis"):
         read_calibration(tmp_path)
     for name in ("results.json", "samples.npz"):
         (tmp_path / name).write_bytes((folder / name).read_bytes())
