@@ -99,7 +99,7 @@ def test_every_weight_has_one_row_and_every_name_one_weight(name):
         ({"windows": (5, None)}, "llama", "no sliding window"),
         ({**MOE, "windows": (5, None)}, "mixtral", "all have the same window"),
         ({"attention": "sink", "windows": (5, 6)}, "granite_swa", "windows all have the same size"),
-        ({**MOE, "shared_ffn": 8}, "mixtral", "no shared expert"),
+        ({**MOE, "shared_ffn": 8}, "mixtral", "no ungated shared expert"),
         ({**MOE, "shared_ffn": 8, "shared_gate": True}, "granitemoe_swa", "has no gate"),
         ({"delta_net": DELTA_NET, "linear_layers": (True, False)}, "megasink", "no gated delta-n"),
         ({"delta_net": DELTA_NET, "linear_layers": (True, False)}, "llama", "no gated delta-net"),
@@ -226,7 +226,7 @@ BY_LAYER = {"full_attention": {"rope_type": "yarn", "rope_theta": 1e4, "factor":
         ("phi3", {"rope_scaling": {"type": "longrope"}}, "'longrope'"),
         ("glm4", {"hidden_act": "gelu_pytorch_tanh"}, "gelu_pytorch_tanh"),
         ("glm4_moe", {"norm_topk_prob": False}, "norm_topk_prob False"),
-        ("glm4_moe", {"num_experts_per_tok": 1, "n_group": 1}, "with topk 1 the probability is 1"),
+        ("glm4_moe", {"num_experts_per_tok": 1, "n_group": 1}, "with topk 1 its probability is 1"),
         ("glm4_moe", {"num_experts_per_tok": 3}, "topk must be 2 per group"),
         ("dots1", {"n_group": None}, "no value for n_group"),
         (

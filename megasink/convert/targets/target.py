@@ -196,7 +196,7 @@ class Target:
         if model.shared_gate and not self.shared_gate:
             problems.append("its shared expert has no gate")
         elif model.shared_ffn and not (model.shared_gate or self.shared_expert):
-            problems.append("its shared expert always has a gate")
+            problems.append("it has no ungated shared expert")
         if model.delta_net and not self.delta_net:
             problems.append("it has no gated delta-net")
         if bool(model.latent) != self.latent:
