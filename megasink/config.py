@@ -34,6 +34,8 @@ IGNORED: tuple[tuple[str, Any, str], ...] = (
 )
 # Supported values of Megatron's --cp-comm-type.
 COMM_TYPES = ("all_gather", "a2a", "p2p")
+# Options that must be positive, although their types allow other numbers.
+FACTORS = ("attention_scale_alpha", "bias_fixed_value_norm", "residual_clip", "logit_softcap")
 
 
 def layer_pattern(text: str) -> str | list[int]:

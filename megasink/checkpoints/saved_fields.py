@@ -5,9 +5,8 @@ from typing import Annotated, Any, Literal, get_type_hints
 
 from pydantic import Field
 
-from megasink.config import MODEL_OPTIONS
+from megasink.config import FACTORS, MODEL_OPTIONS
 from megasink.files.checked_fields import (
-    FACTORS,
     Count,
     Epsilon,
     Experts,

@@ -11,6 +11,7 @@ from typing import Annotated, Any, Literal, get_type_hints
 from packaging.version import Version
 from pydantic import Field
 
+from megasink.config import FACTORS
 from megasink.convert.architecture import Architecture
 from megasink.convert.megasink_model import NAMES, MegasinkOptions
 from megasink.convert.rope import config_of_rope, read_rope, rope_problems
@@ -19,7 +20,6 @@ from megasink.convert.targets.target import Config, Target
 from megasink.convert.unread_config_entries import Recorded, unread
 from megasink.errors import UserError
 from megasink.files.checked_fields import (
-    FACTORS,
     Count,
     Epsilon,
     Experts,

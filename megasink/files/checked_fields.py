@@ -25,10 +25,6 @@ Number = Annotated[float, Field(ge=-1e18, le=1e18)]
 Epsilon = Annotated[float, Field(gt=0, le=1)]
 Share = Annotated[float, Field(ge=0, le=1)]
 
-FACTORS = ("attention_scale_alpha", "bias_fixed_value_norm", "residual_clip", "logit_softcap")
-"""Options of config.py that must be positive, although their types allow other numbers."""
-
-
 _PLAIN = {int, float, bool, str, Path, types.NoneType}
 
 

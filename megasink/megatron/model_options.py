@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from megasink.attention.variants import foreign_options, is_variant, variant
 from megasink.attention.variants.gate_options import is_megatrons_output_gate
 from megasink.balance.loss import without_gradient, wrong_alone, wrong_together
-from megasink.config import IGNORED, TRANSFORMER_OPTIONS
+from megasink.config import FACTORS, IGNORED, TRANSFORMER_OPTIONS
 from megasink.errors import ConfigError
 
 # The function of each FFN activation, and whether the FFN is a gated linear unit.
@@ -25,7 +25,6 @@ FFN_ACTIVATIONS = {
 }
 # Megatron's flags for T5's bias, which are missing from its own TransformerConfig.
 _RELATIVE = {"relative_attention_num_buckets": 32, "relative_attention_max_distance": 128}
-_FACTORS = ("attention_scale_alpha", "bias_fixed_value_norm", "residual_clip", "logit_softcap")
 # Options beyond a TransformerConfig and a layer spec, and how to get them.
 _ELSEWHERE = {
     "attention_variant_layers": "set it in a MegasinkTransformerConfig",
@@ -57,7 +56,7 @@ def give_options(config: Any, options: dict[str, Any]) -> None:
             problems.append(f"{name} is {value!r}, not a {type(default).__name__}")
         elif isinstance(value, float) and not math.isfinite(value):
             problems.append(f"{name} is {value!r}, which is not finite")
-        elif name in _FACTORS and isinstance(value, int | float) and value <= 0:
+        elif name in FACTORS and isinstance(value, int | float) and value <= 0:
             problems.append(f"{name} is {value!r}: use a number above 0")
     defaults = {name: field.default for name, field in fields.items()}
     given = defaults | {name: options[name] for name in options if name in fields}
