@@ -96,14 +96,16 @@ def forward_step(
         if (statistics.phase, statistics.number) != (Phase.RUNNING, step):  # the first microbatch
             statistics.begin(step, observe=is_observed(args, step + 1))
     timers("batch-generator", log_level=2).start()
-    batch = get_batch(data_iterator, get_attr_wrapped_model(model, "vp_stage"))
+    vp_stage = get_attr_wrapped_model(model, "vp_stage")
+    batch = get_batch(data_iterator, vp_stage)
     packed = pack(batch)
     timers("batch-generator").stop()
     if batch["targets"] is not None:
         statistics.set_targets(batch["targets"])
     if packed is not None:
-        # Megatron's throughput then counts what attention actually computes.
-        update_seqlen_stats_from_cu_seqlens(packed.cu_seqlens_q)
+        if model.training and not vp_stage:  # once per microbatch
+            # Megatron's throughput then counts what attention actually computes.
+            update_seqlen_stats_from_cu_seqlens(packed.cu_seqlens_q)
         enter_stage(model)
     output = model(
         batch["tokens"],

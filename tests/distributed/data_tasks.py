@@ -14,6 +14,7 @@ from megatron.core.pipeline_parallel import get_forward_backward_func
 from megatron.training import get_args, get_tokenizer
 from megatron.training.datasets.data_samplers import build_pretraining_data_loader
 from megatron.training.global_vars import set_global_variables
+from megatron.training.training import consume_seqlen_stats_in_iteration
 
 from megasink.megatron.model_of_arguments import model_config
 from megasink.training import forward_step, parse_arguments
@@ -80,6 +81,7 @@ def one_step(argv: Sequence[str]) -> dict[str, Any]:
     return {
         "loss": [None if sums is None else sums.tolist()],
         "gradients": tiny_gpt.shards(models, "main_grad"),
+        "lengths": consume_seqlen_stats_in_iteration(),
     }
 
 
@@ -99,6 +101,7 @@ def evaluation(argv: Sequence[str]) -> dict[str, Any]:
         micro_batch_size=get_args().micro_batch_size,
         forward_only=True,
     )
+    assert consume_seqlen_stats_in_iteration() == (None, None)  # else of the next training step
     again = batches(None)  # of all ranks together
     if not parallel_state.is_pipeline_last_stage():
         return {"bits": None}

@@ -100,6 +100,8 @@ def test_every_rank_has_its_tokens_and_every_stage_its_documents_and_targets(
     reports, wanted = pool.run(f"{TASKS}:one_step", layout, argv=argv), whole(*kind)
     assert merging.loss(reports) == pytest.approx(merging.loss(wanted), rel=TOLERANCE)
     merging.assert_same_gradients(reports, wanted, TOLERANCE)
+    # Of Megatron's count of operations: the tokens, and the squared lengths of documents.
+    assert {report["lengths"] for report in reports} == {wanted[0]["lengths"]}
 
 
 def test_masked_targets_matter(whole):

@@ -172,6 +172,8 @@ def forget() -> None:
         # Set by a first start, it makes the next one in this process reduce once more (training.py:
         # 1131): beside a rank that starts for the first time, it would wait for ever.
         trainer._STARTUP_TIMESTAMPS["program_start"] = None
+        # Left by a step that failed, they make this rank reduce alone (training.py:372).
+        trainer._seqlen_stats_active, trainer._seqlen_stats_in_iteration = False, None
     if forward := sys.modules.get("megasink.training.forward_step"):
         forward._byte_table.cache_clear()  # that of the run's tokenizer; the next has another one
     _end_groups()
