@@ -222,7 +222,9 @@ class Corpus:
                 if not line.strip():
                     blank += len(line)
                     if blank > limit:
-                        raise UserError(f"{source}: more than {limit:,} bytes of blank lines")
+                        raise UserError(
+                            f"{source}: more than {limit:,} bytes of blank lines: remove them"
+                        )
                     continue
                 blank = 0
                 text = text_of(line, source, self.json_key)

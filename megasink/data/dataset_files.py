@@ -220,7 +220,7 @@ def _sampled(path: Path, size: int) -> str:
 
 
 KEY = "validation"
-"""Key of PREFIX.json for the share, the seed and the name of the other data set."""
+"""Key of PREFIX.json for the validation share, its seed and the name of the other data set."""
 
 
 @dataclass(frozen=True)

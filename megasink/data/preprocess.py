@@ -122,11 +122,12 @@ def _check_both(counts: Sequence[Counter[str]], validation: Validation | None) -
     """Raise UserError if training or validation has no document."""
     documents = [of_set["documents"] for of_set in counts]
     if validation is not None and not all(documents):
-        less, all_of_them = "training" if documents[1] else "validation", sum(documents)
+        none = "training: use a smaller" if documents[1] else "validation: use a larger"
+        number = sum(documents)
         raise UserError(
-            f"--validation {validation.share:g} of {all_of_them} "
-            f"document{'s' * (all_of_them != 1)} leaves none for {less}: use a larger share, more "
-            "documents, or --split-documents paragraphs, which divides text files"
+            f"--validation {validation.share:g} of {number} document{'s' * (number != 1)} "
+            f"leaves none for {none} share, more documents, or --split-documents paragraphs, "
+            "which divides text files"
         )
 
 

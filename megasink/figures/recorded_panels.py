@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 MOST_POINTS = 200
-"""A recorded curve with more points is thinned to `THINNED` points."""
+"""A recorded curve with more points than this is thinned to `THINNED`."""
 THINNED = 41
 
 

@@ -149,7 +149,7 @@ def _card(
     )
     lora = f"rank {options.lora_rank}, alpha {options.lora_alpha or options.lora_rank:g}"
     losses = [entry["loss"] for entry in log if "loss" in entry]
-    equation = f"Eq. 8, all but the {shared_heads} most important of each layer"
+    equation = f"Eq. 8, all but the {shared_heads} most important heads of each layer"
     rows = {
         "base model": named or base.name,
         "license of the base model": licensed.get("license", "not stated in its folder"),

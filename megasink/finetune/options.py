@@ -28,7 +28,7 @@ class FinetuneOptions:
     """a Hugging Face folder with safetensors and a tokenizer"""
 
     data: tuple[Path, ...] = field(metadata={"argparse_meta": {"metavar": "FILE"}})
-    """conversations as JSON Lines or parquet, with messages of role and content"""
+    """conversations in JSON Lines or parquet; each message has a role and content"""
 
     full: bool = False
     """train all weights, not LoRA adapters"""
@@ -37,7 +37,7 @@ class FinetuneOptions:
     """rank r of the adapters of all linear layers; default: 16 (P0.23)"""
 
     lora_alpha: float | None = None
-    """alpha of the adapters' factor alpha / r; default: the rank"""
+    """alpha of LoRA, which scales the adapters by alpha / r; default: the rank"""
 
     adapter: bool = False
     """export the adapter for peft, not a merged model"""

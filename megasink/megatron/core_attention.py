@@ -66,7 +66,7 @@ class CoreAttention(ShardedByHeads, MegatronModule):
         if (attention_type, attn_mask_type) != ("self", AttnMaskType.causal):
             raise ValueError(
                 f"attention_type {attention_type!r} with the mask {attn_mask_type}: megasink "
-                "supports self-attention only, under the causal mask only"
+                "supports only self-attention under a causal mask"
             )
         self.config: MegasinkTransformerConfig = config
         self.layer_number = layer_number

@@ -77,8 +77,8 @@ class MegatronLayerBalance(StaysFloat32, LayerBalance):
         elif (real := self._statistics.factors.real) is not None:
             if real.mask_BT.shape != (batch, length):
                 raise RuntimeError(
-                    f"set_real_tokens got a mask {list(real.mask_BT.shape)}, but layers here "
-                    f"have shape {[batch, length]} (rows, tokens)"
+                    f"set_real_tokens got a mask {list(real.mask_BT.shape)}, but the layer's "
+                    f"input has shape {[batch, length]} (rows, tokens)"
                 )
             tokens, real_BT = real.here, real.mask_BT.to(gate_BHTC.device)
             in_row = max(1, real.in_row)
@@ -109,6 +109,6 @@ class MegatronLayerBalance(StaysFloat32, LayerBalance):
         if ours is not None and not {*ranks_of(group)} <= {*ranks_of(ours)}:
             raise RuntimeError(
                 f"the ranks {ranks_of(group)} would share importances, but the HeadBalance has the "
-                f"group {ranks_of(ours)}: give the model a pg_collection whose {name} is in it"
+                f"group {ranks_of(ours)}: use a pg_collection whose {name} is within that group"
             )
         return group

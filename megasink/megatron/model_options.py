@@ -31,12 +31,12 @@ _ELSEWHERE = {
     "sinusoidal_position_embedding": "build the model with megasink.megatron.model",
     "embedding_norm": "build the model with megasink.megatron.model",
     "logit_softcap": "build the model with megasink.megatron.model",
-    "sink_lr_mult": "give the optimizer a group for core_attention.softmax_offset",
-    "sink_weight_decay": "give the optimizer a group for core_attention.softmax_offset",
+    "sink_lr_mult": "give core_attention.softmax_offset its own parameter group",
+    "sink_weight_decay": "give core_attention.softmax_offset its own parameter group",
 }
 
 
-_DROPOUT = "it breaks the identity of gate and log-sum-exp (Megatron's default is 0.1)"
+_DROPOUT = "it breaks the identity between gate and log-sum-exp (Megatron's default is 0.1)"
 
 
 def has_options(config: Any) -> bool:
@@ -93,7 +93,7 @@ def _against(config: Any, given: Any) -> list[str]:
         *IGNORED,
         ("attention_dropout", 0.0, _DROPOUT),
         ("multi_latent_attention", False, "this core attention supports only GQA and MHA"),
-        ("cuda_graph_impl", "none", "a replayed graph neither counts heads nor updates the loss"),
+        ("cuda_graph_impl", "none", "a replayed graph neither counts tokens nor updates the loss"),
         ("attention_output_gate", gate, f"attention_variant {record.name!r} has a different gate"),
     )
     problems = [

@@ -49,10 +49,9 @@ def _find_options(config: TransformerConfig, arguments: Any) -> None:
         if not others:
             raise UserError(
                 f"layer_spec: this {type(config).__name__} has no megasink options, so the loss "
-                "would be 0: call megasink.megatron.HeadBalance(config, "
-                'attention_variant="sink", head_balance_coeff=1e-4) before the model is built '
-                f"(a copy by dataclasses.replace has none), or set {OPTIONS} to the same options "
-                "as a JSON object"
+                'would be 0: call megasink.megatron.HeadBalance(config, attention_variant="sink", '
+                "head_balance_coeff=1e-4) before the model is built (dataclasses.replace drops the "
+                f"options), or set {OPTIONS} to the same options as a JSON object"
             )
         HeadBalance(config, **next(iter(others.values()))).install()
     problems = [

@@ -155,7 +155,7 @@ def having(*facts: str) -> tuple[str, ...]:
     return tuple(name for name, known in KNOWN.items() if known.intersection(facts))
 
 
-_GRAPHS = "a replayed CUDA graph neither counts heads nor updates the loss (docs/gpu.md)"
+_GRAPHS = "a replayed CUDA graph neither counts tokens nor updates the loss (docs/gpu.md)"
 _OFFLOADING = "use --recompute-granularity to save memory"
 _CHAT = "use megasink finetune, which trains on conversations with the tokenizer's template"
 _NOT_GPT = "Megatron's GPT datasets ignore this flag: drop it"

@@ -22,8 +22,8 @@ class RecipeOptions:
     expanded_recipe: list[str] | None = field(
         default=None, metadata={"argparse_meta": {"nargs": "+", "metavar": "NAME"}}
     )
-    """Replaces --recipe in a recorded command line, with the name of each file and the start of
-    its SHA-256. No effect."""
+    """Recorded instead of --recipe, with the name of each file and the start of its SHA-256.
+    No effect."""
 
     lr_wsd_decay_fraction: float | None = None
     """Length of the decay of --lr-decay-style WSD, at the end of the run, as a share of the run;
@@ -52,8 +52,8 @@ class TrainingOptions:
     """Also apply --weight-decay to norms and biases, which Megatron exempts (P2.17)."""
 
     embedding_lr: float | None = None
-    """Maximum learning rate of the token embedding, instead of --lr. Its minimum is scaled by
-    --min-lr / --lr. --decoupled-lr sets embedding and output layer together."""
+    """Maximum learning rate of the token embedding, instead of --lr. Its minimum is this
+    rate times --min-lr / --lr. --decoupled-lr sets the rates of embedding and output layer."""
 
     output_lr: float | None = None
     """Maximum learning rate of the output layer, like --embedding-lr for the embedding; needs

@@ -138,10 +138,10 @@ def _say_memory(console: Console, stages: Sequence[Stage], facts: Record, device
     )
     if gathered := _gathered(stages, facts):
         console.print(
-            f"A checkpoint for any layout needs {_gib(gathered)} GiB of host memory per rank "
-            f"({_gib(8 * gathered)} for 8 ranks) to save or load. If this is more than half of the "
-            "free memory, training saves shards instead. Shards need no additional memory, but "
-            "then only the data-parallel size may change.\n",
+            f"A checkpoint that any layout can load needs {_gib(gathered)} GiB of host memory per "
+            f"rank ({_gib(8 * gathered)} for 8 ranks) to save or load. If this is more than half "
+            "of the free memory, training saves shards instead. Shards need no additional memory, "
+            "but with them only the data-parallel size may change.\n",
             highlight=False,
         )
 

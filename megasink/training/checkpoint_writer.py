@@ -212,10 +212,10 @@ def delete_previous(
             raise _EndedError
 
     try:
-        problem: str | None = "there is none"
-        if newest is not None and newest != iteration_to_delete:
-            problem = damage(checkpoint_path(folder, newest), checksums=checksums, tell=tell)
-        if problem is not None:
+        if newest is None or newest == iteration_to_delete:
+            say(f"megasink: keeping the checkpoint of step {iteration_to_delete}: none is newer")
+            return
+        if problem := damage(checkpoint_path(folder, newest), checksums=checksums, tell=tell):
             say(
                 f"megasink: warning: the checkpoint of step {newest} is damaged ({problem}): the "
                 f"one of step {iteration_to_delete} is kept"
@@ -258,7 +258,7 @@ def _fits(args: Namespace, models: Any) -> bool:
         print(
             f"checkpoints: gathering the optimizer's state would take {most / 1e9:.3g} GB of a "
             f"host's memory, {share:.0%} of the free memory. It is saved in shards instead, "
-            "with which only the data-parallel size may change "
+            "so only the data-parallel size may change later "
             "(--dist-ckpt-optim-fully-reshardable forces gathering)",
             flush=True,
         )

@@ -87,8 +87,8 @@ def _clock(store: Any, host: str) -> list[str]:
 def _long_messages(store: Any, host: str) -> Any:
     """Return rank 0's offer, and send as much: long messages may fail where short ones pass."""
     what = (
-        f"a long message between {host} and {here()}, although short ones arrive (give all hosts "
-        "and switches the same MTU),"
+        f"a long message between {host} and {here()} (short ones arrive: give all hosts and "
+        "switches the same MTU)"
     )
     try:
         with guard.bounded(what, _LARGE_SECONDS):

@@ -171,9 +171,8 @@ def _of_layout(error: BaseException) -> UserError | None:
     if "sharding type dp_reshardable" not in str(error):
         return None
     return UserError(
-        "the checkpoint has the optimizer's state in shards, with which only the "
-        "data-parallel size may change: use the previous --tensor-model-parallel-size and "
-        "--pipeline-model-parallel-size (and --dist-ckpt-optim-fully-reshardable, to save the "
-        "next checkpoint for any layout), or pass --no-load-optim to drop the optimizer "
-        "state"
+        "the checkpoint has the optimizer's state in shards, so only the data-parallel size may "
+        "change: use the previous --tensor-model-parallel-size and --pipeline-model-parallel-size "
+        "(and --dist-ckpt-optim-fully-reshardable, to save the next checkpoint for any layout), "
+        "or pass --no-load-optim to drop the optimizer state"
     )

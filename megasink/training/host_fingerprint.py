@@ -147,7 +147,7 @@ def _data(args: Namespace) -> dict[str, str]:
     if args.rank == 0 and (large := sum(not whole for _, whole in found)):
         say(
             f"data: {large} of {len(files)} files are above {most / 1e6:,.0f} MB: the hosts "
-            "compare samples and the checksums in their .json, and may miss other differences"
+            "compare samples of them and the checksums in PREFIX.json, and may miss differences"
         )
     return {name: text for name, (text, _) in zip(files, found, strict=True)}
 

@@ -89,8 +89,8 @@ def weak_loss(path: Path, coefficient: float) -> str | None:
     enough = 10.0 ** math.ceil(math.log10(coefficient * 10 * ACTS / mean))
     return (
         f"the head-balance loss had almost no effect: at --head-balance-coeff {coefficient:g} "
-        f"its gradient was on average {mean:.1e} times the rest of the gradient. With {enough:g} "
-        f"this factor would be about {mean * enough / coefficient:.1g}"
+        f"its gradient was on average {mean:.1e} times the rest of the gradient. At "
+        f"--head-balance-coeff {enough:g} it would be about {mean * enough / coefficient:.1g} times"
     )
 
 

@@ -107,7 +107,7 @@ def open_store(timeout: float) -> Any:
     at = f"{os.environ.get('MASTER_ADDR')}:{os.environ.get('MASTER_PORT')}"
     master = f"rank 0, which runs the ranks' store at {at} "
     master += "(are all TCP ports open between the hosts?)"
-    others = f"the other ranks of {os.environ.get('WORLD_SIZE')} to start"
+    others = f"all {os.environ.get('WORLD_SIZE')} ranks to start"
     whom = others if os.environ.get("RANK") == "0" else master
     try:
         with waiting(lambda: whom):

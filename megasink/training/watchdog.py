@@ -100,7 +100,7 @@ class _Guard:
                 if not state or state == HAS_ENDED:
                     stopped.pop(name, None)
                 elif now - stopped.setdefault(name, now) > self.timeout:
-                    end(f"{name} (process {pid}) {state} for longer than {self.timeout:.0f} s")
+                    end(f"{name} (process {pid}) hung for {self.timeout:.0f} s: it {state}")
             time.sleep(TICK)
 
 

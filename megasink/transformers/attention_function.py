@@ -159,15 +159,15 @@ def _sequences(
         if not causal:
             refuse(
                 config,
-                f"{type(module).__name__} is not causal (in a model of several parts, set this "
-                'implementation only for the decoder: {"text_config": "megasink"})',
+                f"{type(module).__name__} is not causal",
+                'use "eager", or "megasink" for the decoder only: {"text_config": "megasink"}',
             )
         if queries not in (1, keys):
             refuse(config, f"it has no mask for {queries} queries and {keys} keys")
         return Sequences(queries, keys, keys, window)
     if not isinstance(mask, Sequences):
         shape = list(getattr(mask, "shape", ()))
-        refuse(config, f"its mask has shape {shape}: pass a mask [rows, tokens]")
+        refuse(config, f"its mask has shape {shape}", 'pass a mask [rows, tokens] or use "eager"')
     if not mask.causal:
         refuse(config, f"{type(module).__name__} is bidirectional, or attends to an encoder")
     if (queries, keys) != (mask.queries, mask.length):
@@ -184,11 +184,12 @@ def _check(config: Any, module: nn.Module, dropout: float, kwargs: dict[str, Any
         named = [f"config.{name} = 0" for name in _DROPOUTS if getattr(config, name, 0)]
         refuse(
             config,
-            f"it uses attention dropout {dropout}, with which sinks are not exact: set "
-            f"{named[0] if named else 'it to 0 in its configuration'} before the model is built",
+            f"it uses attention dropout {dropout}, with which sinks are not exact",
+            f"set {named[0] if named else 'it to 0 in its configuration'} before the model is "
+            'built, or use "eager"',
         )
     if kwargs.get("output_attentions"):
-        refuse(config, "output_attentions is not supported: the weights are never materialized")
+        refuse(config, "megasink never materializes the weights for output_attentions")
     for name, what in _REFUSED.items():
         if kwargs.get(name) is not None:
             refuse(config, what)
@@ -196,13 +197,13 @@ def _check(config: Any, module: nn.Module, dropout: float, kwargs: dict[str, Any
 
 def _check_masked(config: Any, query: Tensor, key: Tensor, value: Tensor, heads: Any) -> None:
     if heads is not None:
-        refuse(config, "the head-balance loss needs whole sequences: train without a cache")
+        refuse(config, "the head-balance loss needs whole sequences", "train without a cache")
     grads = torch.is_grad_enabled() and any(t.requires_grad for t in (query, key, value))
     if grads and query.shape[2] > 1:
         refuse(
             config,
-            "it needs gradients for several tokens after a padded cache, or for rows with padding "
-            "between tokens: pad on one side and train without a cache",
+            "it needs gradients through a padded cache, or through padding between tokens",
+            'pad on one side and train without a cache, or use "eager"',
         )
 
 

@@ -203,12 +203,10 @@ def boundaries(begins_BT: Tensor) -> tuple[int, ...] | None:
     return (*starts_BT.flatten().nonzero().flatten().tolist(), starts_BT.numel())
 
 
-def refuse(config: Any, what: str) -> NoReturn:
-    """Raise the error for a model that megasink does not support."""
+def refuse(config: Any, what: str, cure: str = 'use "eager"') -> NoReturn:
+    """Raise the error for a model or an input that megasink does not support."""
     name = getattr(config, "model_type", None) or "this model"
-    raise UserError(
-        f'attn_implementation="megasink" cannot run {name}: {what}. Otherwise use "eager"'
-    )
+    raise UserError(f'attn_implementation="megasink" cannot run {name}: {what}: {cure}')
 
 
 class _NoTensor(UserError, AttributeError):

@@ -37,7 +37,7 @@ DATASET_HELPERS = _patch(
     test="tests/training/test_end_to_end.py",
 )
 CHAINED_STATES = _patch(
-    "states under another expert parallelism, or with other settings",
+    "optimizer states with another expert parallelism or other settings",
     "megatron.core.optimizer.optimizer.ChainedOptimizer",
     "load_state_dict",
     "a checkpoint loads only into one optimizer, but parallel experts need two; groups are matched "
@@ -52,7 +52,7 @@ CHAINED_STATES = _patch(
     test="tests/distributed/test_checkpoint.py",
 )
 SAVED_SCHEDULE = _patch(
-    "a schedule that the checkpoint keeps",
+    "schedule kept from the checkpoint",
     "megatron.core.optimizer_param_scheduler.OptimizerParamScheduler",
     "load_state_dict",
     "--use-checkpoint-opt-param-scheduler restores rates that the parameter groups then override",
@@ -63,7 +63,7 @@ SAVED_SCHEDULE = _patch(
     test="tests/training/test_cures.py",
 )
 SHARDED_STATES = _patch(
-    "states of shards of float32 parameters",
+    "sharded optimizer states of float32 parameters",
     "megatron.core.optimizer.distrib_optimizer.DistributedOptimizer",
     "load_parameter_state_from_dp_reshardable",
     "they are copied into views of parameters that require a gradient, which fails",

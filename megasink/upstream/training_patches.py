@@ -51,7 +51,7 @@ EVALUATION = _training(
     test="tests/training/test_evaluation.py",
 )
 PHASES = _training(
-    "what a rank is doing",
+    "phase of each rank",
     "megatron.training.training",
     "initialize_megatron setup_model_and_optimizer build_train_valid_test_data_iterators train "
     "evaluate_and_print_results save_checkpoint_and_time training_log",
@@ -102,7 +102,7 @@ HYBRID_COUNTS = _training(
     "layer counts in the logs of a hybrid model",
     "megatron.training.training",
     "is_hybrid_model, there and in megatron.training.theoretical_memory_usage",
-    "ranks without experts expect a loss for each E layer, the others for each layer; memory is "
+    "ranks without experts expect one loss per E layer, the other ranks one per layer; memory is "
     "not estimated",
     "megatron.training.training:training_log: is_hybrid_model(args)",
     "megatron.training.training:num_floating_point_operations: is_hybrid_model(args)",
@@ -226,6 +226,6 @@ FP8_STATES = _loading(
     "FP8 states",
     "transformer_engine.pytorch.module.base",
     "pickle, there and wherever TransformerEngine imports it",
-    "upstream unpickles or refuses those of delayed scaling, which a resumed FP8 run needs",
+    "upstream unpickles or refuses the states of delayed scaling, which a resumed FP8 run needs",
     "transformer_engine.pytorch.module.base: pickle.loads(...)",
 )

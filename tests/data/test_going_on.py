@@ -132,15 +132,19 @@ def test_validation_documents_are_drawn_from_everywhere(tmp_path, folder, inputs
             assert again.read_bytes() == (tmp_path / f"divided{name}{suffix}").read_bytes()
 
 
-@pytest.mark.parametrize(("documents", "share"), [(1, 0.5), (3, 0.05)])
-def test_a_draw_that_leaves_a_data_set_empty_is_refused(tmp_path, folder, documents, share):
+@pytest.mark.parametrize(
+    ("documents", "draw", "said"),
+    [
+        (1, Validation(0.5, seed=2), "training: use a smaller share"),
+        (3, Validation(0.05), "validation: use a larger share"),
+    ],
+)
+def test_a_draw_that_leaves_a_data_set_empty_is_refused(tmp_path, folder, documents, draw, said):
     lines = [json.dumps({"text": f"document {n}"}) for n in range(documents)]
     (tmp_path / "a.jsonl").write_text("\n".join(lines))
     corpus = Corpus([tmp_path / "a.jsonl"])
-    with pytest.raises(
-        UserError, match=rf"--validation {share} of {documents} doc.* leaves none for"
-    ):
-        preprocess(corpus, tmp_path / "out", folder, workers=1, validation=Validation(share))
+    with pytest.raises(UserError, match=rf"--validation {draw.share} of {documents} doc.*{said}"):
+        preprocess(corpus, tmp_path / "out", folder, workers=1, validation=draw)
     assert [path.name for path in tmp_path.iterdir()] == ["a.jsonl"]
 
 

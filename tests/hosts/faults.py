@@ -180,7 +180,7 @@ DEATHS = {
     ),
     "killed on A while the model is built": Case(GONE, of="a", variables={"FAULT": "killed"}),
     "stopped at its start on B": Case(
-        WAITS.format("a") + "the other ranks of 2 to start",
+        WAITS.format("a") + "all 2 ranks to start",
         "a",
         variables={"FAULT": "stopped"},
         codes={"a": None, "b": None},

@@ -17,8 +17,8 @@ def test_what_is_not_supported_is_refused(pool):
     (found,) = pool.run(f"{TASKS}:refusals", SINGLE)
     assert found.pop("good") == ""
     words = {
-        "cross": "self-attention only",
-        "mask": "causal mask only",
+        "cross": "attention_type 'cross'",
+        "mask": "the mask AttnMaskType.padding",
         "packed": "packed sequences",
         "bias": "attention bias",
     }

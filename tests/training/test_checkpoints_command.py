@@ -99,6 +99,7 @@ def test_the_one_before_a_damaged_checkpoint_is_not_deleted(run, capsys, checksu
     if not checksums:
         (at(run, 6) / "__0_0.distcp").unlink()
     assert "the checkpoint of step 6 is damaged" in retain(5)
+    assert "keeping the checkpoint of step 6: none is newer" in retain(6)
     shutil.rmtree(at(run, 6))
     shutil.copytree(at(run, 2), at(run, 6))
     if checksums:

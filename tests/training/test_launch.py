@@ -328,7 +328,7 @@ def test_a_traceback_is_its_last_line_and_where_to_go_on(tmp_path):
         (
             1e-4,
             [0.0, 2e-4, 2e-4, None],
-            ["2.0e-04", "0.0001", "With 0.01 this factor would be about 0.02"],
+            ["2.0e-04", "0.0001", "At --head-balance-coeff 0.01 it would be about 0.02 times"],
         ),
         (1e-2, [0.0, 2e-2, 1e-2], None),
         (1e-2, [ACTS, ACTS], None),

@@ -165,5 +165,5 @@ def environment(device: Device | None = None) -> dict[str, str]:
 def library() -> str:
     """Return the path of the loaded library."""
     if _LIBRARY not in os.environ:
-        raise RuntimeError(f"this process does not run on the hollow GPU ({DRIVER} is foreign)")
+        raise RuntimeError(f"this process does not run on the hollow GPU ({DRIVER} is not ours)")
     return os.environ[_LIBRARY]

@@ -16,8 +16,8 @@ _OTHER_RATES = (
 _NOT_LATENT = "this combination is not tested"
 # Megatron's fused gated units ignore them, and the others do not (mlp.py:300).
 _LIMITS = (
-    ("glu_linear_offset", 0.0, "only --quick-geglu has it on every device"),
-    ("activation_func_clamp_value", None, "only --quick-geglu has it on every device"),
+    ("glu_linear_offset", 0.0, "the second flag needs --quick-geglu"),
+    ("activation_func_clamp_value", None, "the second flag needs --quick-geglu"),
 )
 _PACKED = "dataloader_inter_document_masking"
 # Option -> (another's name, its allowed value or tuple of values, why not both).

@@ -81,7 +81,7 @@ def _stages(args: Namespace, pattern: str) -> Iterator[str]:
         return  # reported elsewhere
     if stages == 1 < ranks or stages % ranks or stages > ranks == 1:
         yield (
-            f"{_FLAG} {pattern} has {stages} stage{'s' * (stages > 1)} between |, but "
+            f"{_FLAG} {pattern} has {stages} stage{'s' * (stages > 1)} (separated by |), but "
             f"--pipeline-model-parallel-size is {ranks}: write {ranks} stages, or a multiple for "
             "virtual stages"
             if ranks > 1
