@@ -40,6 +40,8 @@ def test_a_path_that_cannot_be_a_name_of_the_hub_gets_no_line(tmp_path, monkeypa
     Path("runs").mkdir()
     for path in ("runs/demo", str(tmp_path / "model"), "model", "a/b/c"):
         assert missing_folder(Path(path)) == f"{path}: no such folder; nothing is downloaded"
+    Path("model.gguf").touch()
+    assert missing_folder(Path("model.gguf")) == "model.gguf: this is a file: give a folder"
 
 
 @pytest.fixture(scope="module")

@@ -185,9 +185,9 @@ def train_sentencepiece(chunks: list[str], vocab_size: int, *, bos: bool = False
 def _limit(message: str) -> str:
     """Rephrase sentencepiece's error about a vocabulary size in terms of our options."""
     if match := re.search(r"smaller than required_chars\. \d+ vs (\d+)", message):
-        return f"its characters need a vocabulary size of at least {match[1]}"
+        return f"its characters need a vocabulary size of at least {match[1]}: give that"
     if match := re.search(r"set it to a value <= (\d+)", message):
-        return f"its words allow a vocabulary size of at most {match[1]}"
+        return f"its words allow a vocabulary size of at most {match[1]}: give that, or more text"
     return message.strip()
 
 

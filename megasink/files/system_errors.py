@@ -137,6 +137,8 @@ def is_hub_name(path: Path) -> bool:
 
 def missing_folder(folder: Path, flag: str = "") -> str:
     """Return the error for a missing folder; for a name of the hub, with a download command."""
+    if folder.is_file():
+        return f"{folder}: this is a file: give a folder"
     problem = f"{folder}: no such folder; nothing is downloaded"
     if is_hub_name(folder):
         flag = flag and f"add {flag}, or "

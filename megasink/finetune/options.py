@@ -76,7 +76,8 @@ class FinetuneOptions:
     """seed of the order of samples and of the adapters' weights; default: %(default)s"""
 
     def __post_init__(self) -> None:
-        missing = (f"--data {path}: no such file" for path in self.data if not path.is_file())
+        kinds = {True: "a folder: give its files", False: "no such file"}
+        missing = (f"--data {p}: {kinds[p.is_dir()]}" for p in self.data if not p.is_file())
         numbers, model = self._of_numbers(), self._of_model()
         if problems := [*missing, *model, *numbers, *self._of_processes()]:
             raise ConfigError(problems)
@@ -99,7 +100,7 @@ class FinetuneOptions:
                 "least two must remain to be balanced"
             )
         if isinstance(positions, int) and self.seq_length > positions:
-            yield f"--seq-length {self.seq_length}: the model has only {positions} positions"
+            yield f"--seq-length {self.seq_length}: give at most {positions}, the model's positions"
 
     def _of_numbers(self) -> Iterator[str]:
         if self.adapter and self.full:

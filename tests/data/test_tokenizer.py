@@ -121,9 +121,9 @@ def test_vocabulary_sizes_that_cannot_be(tmp_path):
     greek = Document("αβγδεζηθικλμνξοπρστυφχψω " * 3 + "".join(map(chr, range(0x4E00, 0x4F00))), "")
     with pytest.raises(UserError, match="vocabulary size 300 is too small: use 320 or more"):
         train_tokenizer([greek], 300, tmp_path / "a")
-    with pytest.raises(UserError, match=r"characters need a vocabulary size of at least \d+"):
+    with pytest.raises(UserError, match=r"characters need a vocabulary size of at least \d+: give"):
         train_tokenizer([greek], 330, tmp_path / "a")
-    with pytest.raises(UserError, match=r"words allow a vocabulary size of at most \d+"):
+    with pytest.raises(UserError, match=r"words allow a vocabulary size of at most \d+: give"):
         train_tokenizer([greek], 50_000, tmp_path / "a")
     assert not list(tmp_path.iterdir())
 

@@ -141,6 +141,7 @@ def test_all_problems_of_blends_are_in_one_message(prefix, tmp_path):
         (["--train-data-path", "{}", "--split", "1,0,0"], "--split 1,0,0 with --train-data-path"),
         (["--data-path"], "no training data"),
         (["--data-path", "{}.bin"], "{0}.bin.idx not found: give {0}, the prefix of both files"),
+        (["--data-path", "."], "not found: . is a folder; give the --output of megasink data"),
         (["--mock-data", "--split", "0,90,10"], "--split 0,90,10 provides no training data"),
         (["--valid-data-path", "{}"], "--valid-data-path alone provides no training data"),
         (["--data-path", "2", "{}", "x", "{}"], "2 looks like a weight, but 4 words"),

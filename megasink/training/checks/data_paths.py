@@ -103,13 +103,15 @@ def missing(args: Namespace) -> Iterator[str]:
     for blend in blends(args) if os.environ.get("LOCAL_RANK", "0") == "0" else ():
         if blend.problem:
             yield blend.problem
-        absent = {p: missing_files(p) for p in blend.prefixes if not is_stored(p)}
-        absent = {prefix: files for prefix, files in absent.items() if files}
+        absent = {p: m for p in blend.prefixes if not is_stored(p) and (m := missing_files(p))}
         for prefix, files in list(absent.items())[:_SHOWN]:
             text = f"{blend.flag} {prefix}: {' and '.join(files)} not found{where}"
-            stem, dot, suffix = prefix.rpartition(".")
-            meant = dot and suffix in ("bin", "idx") and not missing_files(stem)
-            yield f"{text}: give {stem}, the prefix of both files" if meant else text
+            stem = prefix.removesuffix(".bin").removesuffix(".idx")
+            if stem != prefix and not missing_files(stem):
+                text += f": give {stem}, the prefix of both files"
+            elif Path(prefix).is_dir():
+                text += f": {prefix} is a folder; give the --output of megasink data"
+            yield text
         if len(absent) > _SHOWN:
             yield (
                 f"{blend.flag}: {len(absent)} of {len(blend.prefixes)} datasets are "
