@@ -164,11 +164,9 @@ def run(args: argparse.Namespace) -> None:
             + (" (--split-documents never keeps one)" if args.split_documents == "auto" else "")
         )
     say(_summary(report, time.perf_counter() - start))
-    kind = ("--tokenizer-type", "HuggingFaceTokenizer")
-    flags = ("--data-path", args.output, "--tokenizer-model", folder)
-    say("train with: " + " ".join(map(str, (*flags[:2], *kind, *flags[2:]))))
     if args.partition:
         return
+    flags = ("--data-path", args.output, "--tokenizer-model", folder)
     say_next(
         "train a small model on it", "train", "--recipe", "tiny", *flags, "--run-dir", "runs/tiny"
     )

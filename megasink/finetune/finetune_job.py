@@ -97,7 +97,7 @@ def _analyze(options: FinetuneOptions, model: Any, tokenizer: Any, rows: Any, ou
     facts = RunFacts(
         data=[str(path) for path in options.data],
         bos="none",
-        seq_length=options.seq_length,
+        seq_length=options.length,
         seed=options.seed,
         device=str(model.device),
         data_sha256=data_hash(samples),
@@ -158,7 +158,7 @@ def _card(
         "head-balance coefficient": f"{options.head_balance_coeff:g}",
         "heads balanced": equation if shared_heads else "Eq. 7, all",
         "steps, epochs": f"{len(losses)}, {options.epochs:g}",
-        "samples per step, tokens per sample": f"{options.global_batch_size}, {options.seq_length}",
+        "samples per step, tokens per sample": f"{options.global_batch_size}, {options.length}",
         "peak learning rate, schedule": f"{options.rate:g}, cosine to 0",
         "computed in": "bfloat16" if options.bf16 else "float32",
         "seed": options.seed,

@@ -2,6 +2,7 @@
 
 import argparse
 import contextlib
+import functools
 import math
 import os
 from collections.abc import Iterator
@@ -51,8 +52,9 @@ class FinetuneOptions:
     """m of Eq. 8: number of heads of each layer excluded from the loss; 0 balances all heads
     (Eq. 7); default: auto, chosen by head importance"""
 
-    seq_length: int = 2048
-    """tokens of a packed sample; longer conversations are cut; default: %(default)s"""
+    seq_length: int | None = None
+    """tokens of a packed sample; longer conversations are cut; default: 2048, or the model's
+    positions if fewer"""
 
     epochs: float = 1.0
     """passes over the conversations; default: 1"""
@@ -87,25 +89,39 @@ class FinetuneOptions:
         """The peak learning rate; the paper states none (P0.23)."""
         return self.lr if self.lr is not None else 1e-5 if self.full else 1e-4
 
-    def _of_model(self) -> Iterator[str]:
-        text: dict[str, Any] = {}
+    @functools.cached_property
+    def length(self) -> int:
+        """`seq_length`, or its default."""
+        positions = self._config.get("max_position_embeddings")
+        most = positions if isinstance(positions, int) and positions > 0 else 2048
+        return self.seq_length if self.seq_length is not None else min(2048, most)
+
+    @functools.cached_property
+    def _config(self) -> dict[str, Any]:
+        """The model's config.json, or its part of text."""
         with contextlib.suppress(UserError):  # loading the model reports the error
             config = read_object(self.model / "config.json")
             inner = config.get("text_config")
-            text = inner if isinstance(inner, dict) else config
-        heads, positions = (text.get(n) for n in ("num_attention_heads", "max_position_embeddings"))
+            return inner if isinstance(inner, dict) else config
+        return {}
+
+    def _of_model(self) -> Iterator[str]:
+        names = ("num_attention_heads", "max_position_embeddings")
+        heads, positions = map(self._config.get, names)
         if isinstance(heads, int) and (self.shared_heads or 0) > max(0, heads - 2):
             yield (
                 f"--shared-heads {self.shared_heads}: the layers have {heads} heads, and at "
                 "least two must remain to be balanced"
             )
-        if isinstance(positions, int) and self.seq_length > positions:
-            yield f"--seq-length {self.seq_length}: give at most {positions}, the model's positions"
+        if isinstance(positions, int) and self.length > positions > 0:
+            yield f"--seq-length {self.length}: give at most {positions}, the model's positions"
 
     def _of_numbers(self) -> Iterator[str]:
         if self.adapter and self.full:
             yield "--adapter exports LoRA adapters, which --full does not train: drop one"
-        for name in ("lora_rank", "seq_length", "micro_batch_size", "global_batch_size"):
+        if self.length < 1:
+            yield f"--seq-length {self.length}: use 1 or more"
+        for name in ("lora_rank", "micro_batch_size", "global_batch_size"):
             if getattr(self, name) < 1:
                 yield f"{flag_of(name)} {getattr(self, name)}: use 1 or more"
         for name in ("epochs", "lr", "lora_alpha"):

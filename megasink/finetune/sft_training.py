@@ -50,7 +50,7 @@ def settings(options: FinetuneOptions, model: Any, tokenizer: Any) -> dict[str, 
         with path.open("rb") as file:
             hashes[path.name] = hashlib.file_digest(file, "sha256").hexdigest()
     given = {k: v for k, v in asdict(options).items() if k not in ("model", "data")}
-    given |= model_identity(model, tokenizer, hashes)
+    given |= model_identity(model, tokenizer, hashes) | {"seq_length": options.length}
     given |= {name: version(name) for name in _PACKAGES}
     return given | {"processes": processes(), "device": str(model.device.type)}
 
@@ -60,7 +60,7 @@ def tokenized(options: FinetuneOptions, chats: ChatTokenizer, folder: Path) -> t
 
     All processes call this; one makes the tokens, in the folder.
     """
-    most, files = options.seq_length, " ".join(map(str, options.data))
+    most, files = options.length, " ".join(map(str, options.data))
 
     def rows() -> Iterator[dict[str, Any]]:
         chat = None
@@ -106,7 +106,7 @@ def arguments(options: FinetuneOptions, folder: Path) -> Any:
     logging.disable_progress_bar()
     config = SFTConfig(
         output_dir=str(folder),
-        max_length=options.seq_length,
+        max_length=options.length,
         packing=True,
         num_train_epochs=options.epochs,
         learning_rate=options.rate,

@@ -4,6 +4,7 @@ import csv
 import json
 import re
 import shutil
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -210,6 +211,11 @@ def test_bad_input_is_told_before_anything_is_made(root, capsys, flags, problems
     for problem in problems:
         assert problem in said
     assert not (root / "refused").exists()
+
+
+def test_the_default_length_is_at_most_that_of_the_model(options):
+    assert replace(options, seq_length=None).length == 128
+    assert replace(options, seq_length=64).length == 64
 
 
 def test_the_help_shows_the_coefficient(capsys):
