@@ -76,8 +76,8 @@ class AttentionOptions:
 
     softmax_offset_init: float = 0.0
     """Initial sink logit of every head. At 0 a new model starts with off-by-one attention: the gate
-    over n visible tokens is n/(n+1), close to vanilla attention. GPT-OSS and Megatron draw it from
-    N(0, 0.02), which is the same to two digits."""
+    over n visible tokens is n/(n+1), close to vanilla attention. GPT-OSS and Megatron draw the
+    logit from N(0, 0.02), which gives nearly the same gate."""
 
     attention_kernel: str = "auto"
     """Attention kernel: auto, or the name of a required kernel ('eager', 'flash-cpu', ...). A

@@ -56,7 +56,7 @@ def read_analysis(folder: str | Path) -> Analysis:
     )
     analysis = analysis_of(results, samples, maps, points)
     if "dataset" not in samples and len(results.run.inputs) > 1:  # numbers of all inputs together
-        raise UserError(f"{path} averages texts with synthetic tokens: analyze the model again")
+        raise UserError(f"{path} mixes texts and synthetic tokens: analyze the model again")
     if problem := next(_problems(results, analysis.by_sample), None):
         raise UserError(f"{path}: {problem}: analyze the model again")
     return analysis

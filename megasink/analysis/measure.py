@@ -252,7 +252,7 @@ def _cure(model: torch.nn.Module) -> str:
             )
     types = {weight.dtype for weight in model.parameters()}
     if types <= {torch.float32, torch.float64}:
-        return "the model's weights are finite, but its activations are not"
+        return "the model's weights are finite and already in float32 or float64"
     return "run the model in a wider dtype (--dtype float32)"
 
 

@@ -134,7 +134,7 @@ class AnalysisOptions(Options):
     """number of token positions in curves (default: %(default)s)"""
 
     columns: int = 8
-    """number of first keys to compute a sink rate for (default: %(default)s)"""
+    """number of leading keys to compute a sink rate for (default: %(default)s)"""
 
     maps: tuple[str, ...] | None = _flag(nargs="*", metavar="LAYER.HEAD")
     """also draw attention maps and query-key geometry of these heads, such as 3.5 7.2; with no
@@ -187,7 +187,7 @@ class SweepOptions(AnalysisOptions):
     """The settings that `megasink sweep` varies."""
 
     lengths: tuple[int, ...] = _flag((64,), metavar="T")
-    """text lengths in tokens; texts shorter than the longest are left out (default: 64)"""
+    """text lengths in tokens; texts shorter than the longest length are left out (default: 64)"""
 
     beginnings: tuple[str, ...] = ("auto",)
     """one or more values of --bos"""

@@ -238,7 +238,7 @@ def _compared(attend: Attend, inputs: "_Inputs", device: str) -> tuple[str, str]
             allowed = max(2 * float((plain[name] - exact[name]).abs().max()), rounding)
             off = float((values - exact[name]).abs().max())
             if not off <= allowed:  # NaN, too
-                beyond[name] = f"{name} is off by {off:.1e}, more than {allowed:.1e}"
+                beyond[name] = f"{name} is off by {off:.1e}, but only {allowed:.1e} is allowed"
         if not beyond:
             return (DROPPED, f"{dropped} had no effect") if dropped else (RIGHT, "")
         detail = detail or "; ".join(beyond.values())

@@ -248,7 +248,7 @@ def _shape_problem(
     if of_keys != (batch, groups, keys, head_dim) or of_values[:3] != of_keys[:3]:
         return "query, key and value must agree in batch, groups, tokens and head dim"
     if not 0 < of_values[3] <= head_dim:
-        return f"the head dim of values must be 1 to {head_dim}, the head dim of keys"
+        return f"the head dim of values must be 1 to {head_dim} (that of the keys)"
     if causal and queries > keys:
         return f"causal attention of {queries} queries needs at least as many keys, not {keys}"
     return None

@@ -55,7 +55,7 @@ def find_checkpoint(path: Path, iteration: int | None = None) -> Checkpoint:
     named = re.fullmatch(r"iter_(\d{7,})", path.resolve().name)
     if named:
         if iteration not in (None, int(named[1])):
-            raise UserError(f"{path} is not the checkpoint of iteration {iteration}: give its run")
+            raise UserError(f"{path} is not the checkpoint of iteration {iteration}: give the run")
         iteration, path = int(named[1]), path.resolve().parent
     run, checkpoints = path, path / "checkpoints"
     if not (path / "config.json").is_file() and not checkpoints.is_dir():

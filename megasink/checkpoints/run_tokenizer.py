@@ -89,8 +89,8 @@ def tokenizer_of(saved: Mapping[str, Any], given: str | Path | None, config: Pat
         given = own if own.is_dir() else Path(saved["tokenizer_model"])
         if not given.is_dir():
             raise UserError(
-                f"{config}: the tokenizer {given} was not found (relative paths start in the "
-                "current folder): pass its folder with --tokenizer"
+                f"{config}: the tokenizer {given} was not found (relative paths are resolved "
+                "from the current folder): pass its folder with --tokenizer"
             )
     tokenizer = load_tokenizer(given)
     if (tokens := max(len(tokenizer), largest_id(tokenizer) + 1)) > saved["padded_vocab_size"]:

@@ -81,7 +81,7 @@ def load_metadata(file: Any, *, quick: bool = False) -> Any:
     for index, entry in (metadata.storage_data or {}).items():
         # All files of a checkpoint are directly in its folder.
         if PurePath(entry.relative_path).name != entry.relative_path:
-            raise pickle.UnpicklingError(f"{entry.relative_path!r} is not a file of its folder")
+            raise pickle.UnpicklingError(f"{entry.relative_path!r} is not a plain file name")
         if type(index.fqn) is not str or not _are_counts((entry.offset, entry.length)):
             raise pickle.UnpicklingError(f"it has no valid location for {index.fqn!r:.80}")
     for name, entry in () if quick else metadata.state_dict_metadata.items():

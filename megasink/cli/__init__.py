@@ -23,7 +23,7 @@ GROUPS = {
         "evaluate": "scores on lm-evaluation-harness tasks, with or without interventions",
         "report": "one page that compares several analyses",
     },
-    "train one (start here: demo)": {
+    "train a model (start here: demo)": {
         "demo": "watch heads collapse without the head-balance loss, but not with it (minutes)",
         "data": "text -> tokenizer -> Megatron .bin/.idx",
         "train": "start the ranks of one node and train; every Megatron flag passes through",
@@ -39,7 +39,7 @@ GROUPS = {
     "move models, and check this machine": {
         "convert-to-hf": "a checkpoint -> a Hugging Face folder, verified",
         "adopt": "a checkpoint of Megatron-LM or Megatron-Bridge -> a run, without a copy",
-        "convert-from-hf": "a Hugging Face folder -> a run to train on from",
+        "convert-from-hf": "a Hugging Face folder -> a run to train from",
         "doctor": "installed packages, the kernels that will run, and a test of both",
     },
 }

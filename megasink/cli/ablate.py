@@ -24,9 +24,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Zero heads that look inactive, and measure the model's loss.
 
     For each score and each percentage of --zeroed, heads beyond a threshold are zeroed in every
-    sequence (P3.12), next to as many random ones. Writes ablation.json, ablation.csv, points.npz,
-    figures and report.html. Every point is kept in OUTPUT/points: a killed sweep continues, and the
-    next one measures only new points. torchrun shares the points.
+    sequence (P3.12), and as a baseline, as many random heads. Writes ablation.json, ablation.csv,
+    points.npz, figures and report.html. Every point is kept in OUTPUT/points: a killed sweep
+    resumes, and a later one measures only new points. torchrun shares the points.
     """
     with taking_part() as ranks:
         parser = ablate_parser(main.__doc__).first_screen(

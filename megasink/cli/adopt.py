@@ -13,7 +13,7 @@ from megasink.plugins import add_flag
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Make a run of a checkpoint of Megatron-LM or Megatron-Bridge, for every command.
+    """Turn a Megatron-LM or Megatron-Bridge checkpoint into a run, which every command takes.
 
     The run links to the files of the checkpoint, which must stay where they are; the run may move.
     No code in the checkpoint runs.

@@ -18,7 +18,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Measure a model's attention sinks, heads and hidden states on texts, in one pass.
 
     MODEL is a Hugging Face model folder, or a megasink run with checkpoints of any parallel layout:
-    its newest is measured, or with --checkpoints each of them, as curves against tokens. Nothing is
+    the newest is measured, or with --checkpoints all, drawn as curves against tokens. Nothing is
     downloaded, and no code from the folder runs. Writes results.json, samples.npz, tables/*.csv,
     figures/*.png and report.html to the output folder. A killed analysis resumes when the same
     command runs again, and torchrun shares the samples among its processes.

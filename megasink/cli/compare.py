@@ -23,7 +23,7 @@ _PICTURE = Path("compare.png")
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Draw runs: the curves of one, or of several on one page, and a table of final numbers."""
+    """Draw the curves of one or several runs on one page, with a table of final numbers."""
     parser = CommandParser(prog="megasink compare", description=main.__doc__)
     add_flag(parser)
     parser.add_argument("runs", type=Path, nargs="+", metavar="RUN", help="folders of runs")
@@ -40,7 +40,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     add_json(parser)
     args = parser.first_screen("megasink compare runs/sink runs/vanilla").parse_args(argv)
     if len(args.runs) == 1 and (args.x or args.smoothing is not None):
-        raise UserError("--x and --smoothing need several runs: pass more runs, or drop them")
+        raise UserError("--x and --smoothing need several runs: pass more, or drop the flags")
     smoothing = SMOOTHING if args.smoothing is None else args.smoothing
     if not 0 <= smoothing < 1:
         raise UserError(f"--smoothing {smoothing}: use 0 or more, and less than 1")

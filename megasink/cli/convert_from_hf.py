@@ -83,7 +83,7 @@ def _not_of_transformers(folder: Path) -> str | None:
     if (folder / "adapter_config.json").is_file():
         return "this is a peft adapter: merge it first (merge_and_unload, docs/finetuning.md)"
     if not config.is_file():
-        return "not a transformers folder (no config.json; nothing is downloaded)"
+        return "not a transformers folder: it has no config.json"
     try:
         arguments = "arguments" in read_object(config)
     except UserError:

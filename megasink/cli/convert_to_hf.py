@@ -32,7 +32,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument(
         "--shard-size", default="5GB", help="maximum size of a safetensors file; default: 5GB"
     )
-    parser.add_argument("--push", metavar="REPO", help="also upload it to the Hugging Face hub")
+    parser.add_argument("--push", metavar="REPO", help="also upload to the Hugging Face hub")
     args = parser.first_screen("megasink convert-to-hf runs/mine --output exported").parse_args(
         argv
     )

@@ -36,7 +36,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--tokenizer", type=Path, metavar="FOLDER", help="use this Hugging Face tokenizer"
     )
     tokenizer.add_argument(
-        "--train-tokenizer", type=int, metavar="VOCAB_SIZE", help="train one of this size first"
+        "--train-tokenizer", type=int, metavar="VOCAB_SIZE", help="first train a tokenizer"
     )
     parser.add_argument(
         "--tokenizer-output",
@@ -110,7 +110,7 @@ def _partition(text: str) -> tuple[int, int]:
     part, _, parts = text.partition("/")
     if not (part.isdecimal() and parts.isdecimal() and 1 <= int(part) <= int(parts)):
         raise argparse.ArgumentTypeError(
-            f"{text!r} is not a part: use its number and the number of parts, such as 1/8"
+            f"{text!r} is not a part: use the part's number and the number of parts, such as 1/8"
         )
     return int(part), int(parts)
 
@@ -158,10 +158,10 @@ def run(args: argparse.Namespace) -> None:
             stop.kept = stop.kept or f"; {folder} is complete: continue with --tokenizer"
         raise
     if corpus.is_split:
+        whole = " (--split-documents never keeps it whole)" * (args.split_documents == "auto")
         say(
             f"text is split at blank lines, into {report.documents:,} "
-            f"document{'s' * (report.documents != 1)}"
-            + (" (--split-documents never keeps one)" if args.split_documents == "auto" else "")
+            f"document{'s' * (report.documents != 1)}{whole}"
         )
     say(_summary(report, time.perf_counter() - start))
     if args.partition:

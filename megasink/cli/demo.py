@@ -16,8 +16,8 @@ _OWN = re.compile(r"language\.\w+|tokenizer|\d{8}-\d{6}")
 def main(argv: Sequence[str] | None = None) -> int:
     """Train a small model twice, without the head-balance loss and with it, and compare the heads.
 
-    The text is a synthetic language in which an attention sink forms in less than a minute. Two
-    gloo or CUDA ranks; two minutes on two CPU cores.
+    The text is a synthetic language in which an attention sink forms in less than a minute. The
+    demo runs two gloo or CUDA ranks, and takes two minutes on two CPU cores.
     """
     parser = CommandParser(prog="megasink demo", description=main.__doc__)
     parser.add_argument("--output", type=Path, default=Path("runs/demo"), help="folder to write to")

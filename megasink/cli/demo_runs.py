@@ -163,8 +163,8 @@ def _make_data(prefix: Path, tokenizer: Path, documents: int, console: Console) 
     write_tokenizer(tokenizer)
     console.print(f"  a document: {texts[0]}")
     console.print(
-        f"  Each of {' '.join(LETTERS[: LANGUAGE.triggers])} is followed by the letter before "
-        "it. Every other letter depends only on the one before it."
+        f"  Each of {' '.join(LETTERS[: LANGUAGE.triggers])} is followed by a copy of the "
+        "letter before it. Every other letter depends only on the one before it."
     )
     words = [str(text), "--output", str(prefix), "--tokenizer", str(tokenizer), "--overwrite"]
     data([*words, "--workers", "1"])

@@ -59,8 +59,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument(
         "--attention",
         metavar="NAME",
-        help="only compare an attention with its definition, case by case: an attn_implementation "
-        "of transformers, a core attention of Megatron (MODULE:CLASS), or a kernel of megasink",
+        help="only compare an implementation of attention with the definition, case by case: an "
+        "attn_implementation of transformers, a core attention of Megatron (MODULE:CLASS), or a "
+        "kernel of megasink",
     )
     add_json(parser)
     args = parser.first_screen("megasink doctor").parse_args(argv)

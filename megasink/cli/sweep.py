@@ -12,7 +12,7 @@ from megasink.options.command_parser import CommandParser
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Measure a model on the same texts at several lengths, with and without BOS, and repeated.
+    """Measure a model on the same texts by length, BOS and repeated first tokens.
 
     Every combination of --lengths, --bos and --first-token-copies is one row of sweep.csv: sink
     rates, inactive heads by fixed thresholds, massive activations, and the loss on the same tokens.

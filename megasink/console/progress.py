@@ -11,7 +11,7 @@ if TYPE_CHECKING:  # errors of a command line draw nothing, and must not import 
     from rich.console import Console
 
 _ESTIMATE_SECONDS = 600.0
-"""Length of the window for estimating the remaining time; a step or sample may take minutes."""
+"""Seconds of history for estimating the remaining time; a step or sample may take minutes."""
 _UPDATE_SECONDS = 0.1  # thousands of documents per second
 _FIRST_SECONDS = 2.0
 """Seconds until the first progress line if the output is not a terminal."""

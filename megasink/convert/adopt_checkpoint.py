@@ -48,7 +48,7 @@ _OF_THE_MODEL = frozenset(
 # Fields of Bridge's configuration that no flag sets: (name, the value without effect, the reason).
 _WITHOUT_FLAG = (
     ("softmax_scale", None, "megasink scales scores by --kv-channels alone"),
-    ("moe_router_topk_limited_devices", None, "the model depends on the number of its ranks"),
+    ("moe_router_topk_limited_devices", None, "it makes the model depend on the number of ranks"),
 )
 _MODELS = "megatron.core.models."
 # Megatron's own layers, which megasink builds from its own spec.

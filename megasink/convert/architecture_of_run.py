@@ -56,8 +56,8 @@ def architecture_of(
     activation, gated_unit = _activation(saved)
     if activation is None:
         problems.append(
-            "no target supports its FFN activation, only GPT-OSS's unit and, without offset and "
-            "clamp, --swiglu, --squared-relu and --ffn-activation "
+            "no target supports its FFN activation: targets support GPT-OSS's and, without "
+            "offset and clamp, --swiglu, --squared-relu and --ffn-activation "
             f"{'|'.join([*_ACTIVATIONS, *_PLAIN_ACTIVATIONS])}"
         )
     yarn = _yarn(saved)

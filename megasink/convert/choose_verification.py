@@ -71,8 +71,8 @@ def check_import(
     model = source.model
     if source.target.custom_code and (names := changed_files(source.folder)):
         say(
-            f"not run, because they differ from megasink's own files: {', '.join(names)} in "
-            f"{source.folder}"
+            f"{source.folder} lacks megasink's own versions of {', '.join(names)}: its files are "
+            "not run"
         )
     tokenizer = load_tokenizer(source.folder) if source.tokenizer else None
     if tokenizer is not None:

@@ -54,7 +54,7 @@ def yarn_of_latent(yarn: Yarn | None) -> list[str]:
     """Return the problems of YaRN's numbers in latent attention."""
     wrong = {
         "YaRN in its latent attention rounds the range (truncate)": yarn and not yarn.round_range,
-        "YaRN in its latent attention needs mscale for mscale_all_dim": (
+        "YaRN in its latent attention needs mscale if mscale_all_dim is set": (
             yarn and yarn.mscale_all_dim and not yarn.mscale
         ),
     }

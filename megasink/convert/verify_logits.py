@@ -89,7 +89,7 @@ def verify_logits(
     if full.logits > limit:
         rounded, _ = _megatron(checkpoint, torch.float32, tokens_BS, model.vocabulary, rounded=True)
         error = float((rounded - ours).abs().max())
-        say(f"rounding the weights once changes the logits by up to {error:.2g}")
+        say(f"one rounding step in every weight changes the logits by up to {error:.2g}")
         limit = max(limit, _TIMES_WORSE * error)
     if not full.logits <= limit:
         raise UserError(
@@ -106,8 +106,8 @@ def verify_logits(
     if error_hf > _TIMES_WORSE * error:
         raise UserError(
             f"in {model.dtype}, logits differ from float32 by {error_hf:.2g} on average in "
-            f"transformers, but by {error:.2g} in Megatron: a value is rounded that should not be. "
-            "Nothing was kept. Pass --no-verify to write the output anyway"
+            f"transformers, but by {error:.2g} in Megatron: a value that should not be "
+            "rounded is rounded. Nothing was kept. Pass --no-verify to write the output anyway"
         )
     return full
 

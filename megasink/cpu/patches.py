@@ -93,7 +93,7 @@ GENERATOR = _patch(
     "random generators",
     "torch",
     "Generator",
-    "it is used for tensors on the CPU",
+    "they are used for tensors on the CPU",
     "megatron.core.inference.text_generation_controllers.text_generation_controller: "
     "torch.Generator(device=torch.cuda.current_device())",
 )

@@ -146,7 +146,7 @@ def test_an_index_says_the_same_without_torch(tmp_path):
 @pytest.mark.parametrize(
     ("given", "says"),
     [
-        ({"file": "../x"}, "'../x' is not a file of its folder"),
+        ({"file": "../x"}, "'../x' is not a plain file name"),
         ({"extra": _Runs()}, "it refers to the code builtins.print"),
     ],
 )

@@ -37,7 +37,7 @@ def threshold_of(score: str, share: float, scores_NLH: Scores) -> float:
     """Return the threshold that makes a share of all heads (not NaN), over samples, inactive."""
     check_share(share)
     if np.isinf(scores_NLH).any() or np.isnan(scores_NLH).all():
-        raise UserError(f"{score}: calibration scores are infinite or all NaN")
+        raise UserError(f"{score}: calibration scores are infinite or all NaN: use other texts")
     return threshold(scores_NLH, share, metrics([score])[score].inactive or "")
 
 

@@ -24,7 +24,7 @@ from megasink.attention import feature_map
 _OF_WEIGHTS = {name.replace("_BHT", "_HT"): name for name in WeightStatistics._fields}
 
 MAP = "map_HTS"
-"""Attention weights of at most `MAP_TOKENS` tokens. Only listeners use them, no metric does."""
+"""Attention weights of at most `MAP_TOKENS` tokens, for listeners. No metric uses them."""
 
 
 @dataclass

@@ -26,7 +26,7 @@ from megasink.errors import UserError
 
 SHORTEST = 2
 SYNTHETIC = 100
-"""Number of sequences of random and of repeated tokens, as in P2."""
+"""Number of sequences in each synthetic dataset, as in P2."""
 MADE = ("random", "repeated")
 """Synthetic datasets (P2.5)."""
 

@@ -193,9 +193,14 @@ class TransformersProbe(Probe):
             if not (getattr(module, "is_causal", True) if causal is None else causal):
                 raise UserError(f"{name} is not causal: megasink supports only decoders")
             if window is not None and window < keys:
-                raise UserError(f"{name} has a window of {window} but no mask for it")
+                raise UserError(
+                    f"{name} has a window of {window} but no mask: use at most {window} tokens"
+                )
             if cached and queries > 1:
-                raise UserError(f"{name} has no mask for {queries} queries after {cached} tokens")
+                raise UserError(
+                    f"{name} has no mask for {queries} queries after {cached} tokens: run whole "
+                    "sequences without a cache"
+                )
             if not whole_rows(self.segments, (query.shape[0], cached + queries)):
                 raise UserError(
                     f"{name} has no mask, although the batch has padding or several documents in "

@@ -196,8 +196,8 @@ class HarnessModel(TemplateLM):
                 except torch.OutOfMemoryError as error:
                     if self.batch_size != AUTO or rows == 1:
                         raise UserError(
-                            f"no memory for a batch of {rows} sequences of {length} tokens: lower "
-                            "--batch-size"
+                            f"not enough memory for a batch of {rows} sequences of {length} "
+                            "tokens: lower --batch-size"
                         ) from error
                     self._halvings += 1
                     torch.cuda.empty_cache()

@@ -179,7 +179,8 @@ def _attention_of(outputs: HeadOutputs, kind: str) -> AttentionCall:
     assert call is not None
     if call.similarity != "softmax":
         raise UserError(
-            f"{kind}: attention of layer {layer} ({call.similarity}) has no softmax weights"
+            f"{kind}: attention of layer {layer} ({call.similarity}) has no softmax weights: "
+            "choose other layers"
         )
     if call.gated_out_BHTD is not None:
         gate_BHQX = call.explicit_gate_BHTX
@@ -187,7 +188,7 @@ def _attention_of(outputs: HeadOutputs, kind: str) -> AttentionCall:
         if not torch.allclose(call.gated_out_BHTD, expected_BHQD, rtol=0.02, atol=1e-6):
             raise UserError(
                 f"{kind}: layer {layer} normalizes the outputs of its heads, or adds a gate to "
-                "them, before the output projection"
+                "them, before the output projection: choose other layers"
             )
     return call
 

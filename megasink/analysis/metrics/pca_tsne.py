@@ -80,7 +80,7 @@ def attention_map_components(maps_MTT: NDArray[Any], count: int = 2) -> MapCompo
 
 
 PERPLEXITY = 30.0
-"""Perplexity of t-SNE, given enough rows; scikit-learn's default, as the paper gives none."""
+"""Perplexity of t-SNE if there are enough rows: scikit-learn's default (the paper gives none)."""
 
 FEWEST = 8
 """Minimum number of rows for t-SNE: with fewer there is no neighborhood to preserve."""

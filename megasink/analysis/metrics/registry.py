@@ -116,7 +116,7 @@ SCALARS: dict[str, "Callable[[Tensor], Tensor]"] = {
     "mean over block outputs": lambda values: values[2::2].nanmean(),
     "max over block outputs": lambda values: values[2::2].nan_to_num(nan=-math.inf).amax(),
 }
-"""Reduction of the value of an analysis to one number, where one is shown."""
+"""Reduction of the value of an analysis to one number, for places that show only one."""
 
 SHOWN: dict[str, str] = {
     "table": "a column in the CSV table of its axis; for the axis model, a number in datasets.csv",

@@ -32,8 +32,8 @@ _OPTIONS = {
 def shortest_names(paths: Sequence[Path], what: str) -> list[str]:
     """Return the shortest path suffixes that distinguish the folders, printable."""
     resolved = [path.resolve() for path in paths]
-    if len(set(resolved)) < len(resolved):
-        raise UserError(f"{what} is given twice: pass each once")
+    if twice := [path for path in resolved if resolved.count(path) > 1]:
+        raise UserError(f"{what} is given twice ({twice[0]}): pass it once")
     for depth in range(1, max(len(path.parts) for path in resolved) + 1):
         names = ["/".join(path.parts[-depth:]) for path in resolved]
         if len(set(names)) == len(names):

@@ -15,9 +15,9 @@ from megasink.figures import style
 from megasink.figures.recorded_panels import bars, curve, named_axes
 
 ENOUGH_SAMPLES, ENOUGH_TOKENS = 16, 64
-"""Below either number, the page warns that its numbers say little."""
+"""With fewer samples or tokens, the page warns that its results say little about the model."""
 LARGE = 10
-"""The norm of token 0 over that of the others from which it is called a massive activation."""
+"""Lowest ratio of token 0's norm to that of the others that is called a massive activation."""
 _NEEDED = ("sink_rate", "first_token_attention", "circuit_stage", "importance", "imbalance")
 DRAWINGS: list[Drawing] = []
 

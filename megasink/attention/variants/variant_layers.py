@@ -9,7 +9,7 @@ import copy
 from typing import Any
 
 PLAIN = "vanilla"
-"""The variant of layers without the chosen one."""
+"""The variant of the layers that do not have the chosen variant."""
 # Whether layers that a word names have a sliding window.
 _WINDOWED = {"windowed": True, "full": False}
 _MOST_LAYERS = 10_000

@@ -129,7 +129,9 @@ def _misfits(model: Architecture) -> list[str]:
     if model.expert_groups and model.topk // model.expert_groups[1] != 2:
         problems.append("a group's score sums two experts' scores, so topk must be 2 per group")
     if model.topk == 1:
-        problems.append("with topk 1 its probability is 1, but Megatron's is the score's sigmoid")
+        problems.append(
+            "with topk 1 its expert has probability 1, but Megatron's has the score's sigmoid"
+        )
     return problems
 
 

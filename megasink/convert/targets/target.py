@@ -11,7 +11,7 @@ from megasink.convert.weight_table import Row
 
 Config = dict[str, Any]
 ENGINES = ("vLLM 0.33", "SGLang 0.5.23", "llama.cpp")
-"""The versions that were tested or read; llama.cpp is that of llama-cpp-python 0.3.36."""
+"""Versions that were tested, or whose source was read; llama-cpp-python 0.3.36 for llama.cpp."""
 # {feature that an engine may ignore without an error: (words for it, whether a model has it)}
 _IGNORED: dict[str, tuple[str, Callable[[Architecture], bool]]] = {
     "windows": ("sliding windows", lambda model: any(model.windows)),

@@ -230,7 +230,7 @@ def test_an_error_in_the_first_batch_leaves_room_for_its_cure(root, tmp_path, ca
     ("dtype", "scale", "cure"),
     [
         (torch.float16, 1, "run the model in a wider dtype (--dtype float32)"),
-        (torch.float32, 1, "the model's weights are finite, but its activations are not"),
+        (torch.float32, 1, "the model's weights are finite and already in float32"),
         (
             torch.float16,
             torch.nan,

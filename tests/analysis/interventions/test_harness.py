@@ -248,7 +248,7 @@ def test_a_batch_without_memory_is_halved(models, tasks):
         answers(evaluate(model, [], tasks, samples=True)),
         answers(evaluate(models[0], [], tasks, samples=True)),
     )
-    with pytest.raises(UserError, match=r"no memory for a batch of 4 .*: lower --batch-size"):
+    with pytest.raises(UserError, match=r"memory for a batch of 4 .*: lower --batch-size"):
         evaluate(model, [], tasks, batch_size=4)
 
 
