@@ -170,7 +170,7 @@ def _communication(rows: Sequence[whole_job.Traffic]) -> Table:
 
 
 def _layers(records: Sequence[Record]) -> Table:
-    table = _table("layers of the stepped ranks")
+    table = _table("layers of the ranks that ran a step")
     for name in ("layers", "attention", "window", "MLP", "norms"):
         table.add_column(name)
     layers = sorted((la for r in records for la in r["layers"]), key=lambda la: la["layer"])

@@ -148,7 +148,7 @@ class Heartbeat:
             text, ended = f"{text} has ended: see its log, or dmesg there", True
         except OSError as error:
             text += f" cannot be reached ({error.strerror or error}): look at its host and network"
-        return f"{text}; it ran the ranks' store at {address}:{port}", ended
+        return f"{text}; the ranks' store ran there, at {address}:{port}", ended
 
     def where(self) -> str:
         """Describe the state of the first 8 ranks, in one line."""

@@ -13,7 +13,7 @@ from megasink.files.json_file import objects_in, open_file, read_text
 
 RATIO = "balance_gradient_ratio"
 ACTS = 1e-3
-"""Lowest mean `RATIO` with a visible effect of the head-balance loss (examples/replicate: f)."""
+"""Lowest mean `RATIO` at which the head-balance loss had a visible effect (replicate, f)."""
 
 
 class MetricsFile:

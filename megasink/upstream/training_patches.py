@@ -41,7 +41,7 @@ EVALUATION = _training(
     "evaluations on the same samples",
     "megatron.training.training",
     "get_train_valid_test_num_samples build_pretraining_data_loader evaluate_and_print_results",
-    "each evaluation continues in the validation set, and the last step is evaluated twice",
+    "each evaluation starts where the last one stopped, and the last step is evaluated twice",
     "megatron.training.training: def get_train_valid_test_num_samples()",
     "megatron.training.datasets.data_samplers: "
     "def build_pretraining_data_loader(dataset, consumed_samples)",

@@ -111,7 +111,7 @@ def test_whether_rank_0_has_ended_with_the_store(sleeper, monkeypatch):
     address = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
     for name, value in address.items():
         monkeypatch.setenv(name, value)
-    told = "it ran the ranks' store at {MASTER_ADDR}:{MASTER_PORT}".format_map(address)
+    told = "the ranks' store ran there, at {MASTER_ADDR}:{MASTER_PORT}".format_map(address)
     store = Store()
     there, here = (Heartbeat(store, 1, 2) for _ in range(2))
     text, ended = there.without_store()

@@ -78,8 +78,8 @@ def _ranks(args: Namespace, sizes: dict[str, int]) -> Iterator[str]:
         or args.world_size // (experts * stages) % instances
     ):
         yield (
-            f"--num-distributed-optimizer-instances {instances} does not divide the number of "
-            "data-parallel ranks (of experts or other layers): use a smaller number"
+            f"--num-distributed-optimizer-instances {instances} must divide the number of "
+            "data-parallel ranks, that of experts and that of the other layers"
         )
     if args.step_batch_size_schedule is not None:
         return
