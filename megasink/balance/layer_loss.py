@@ -202,7 +202,7 @@ class _AttachGradient(torch.autograd.Function):
 
 
 attach_gradient: Callable[[Tensor, Tensor, Callable[[], Tensor | None]], Tensor]
-"""Return the output unchanged; its backward pass also sends the function's gradient to the gates."""
+"""Return the output unchanged; its backward pass adds the function's gradient to the gates."""
 attach_gradient = _AttachGradient.apply
 
 
