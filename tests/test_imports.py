@@ -34,7 +34,7 @@ ROOMS = {
     "figures": ("megatron checkpoints ground", "numpy matplotlib"),
     "transformers": (
         "attention balance data figures ground",
-        "torch transformers numpy",
+        "torch transformers safetensors numpy",
     ),
     "training": (
         "attention balance megatron cpu upstream data checkpoints figures ground",

@@ -25,9 +25,10 @@ from megasink.checkpoints.layer_keys import HEAD_STATE, LAYERS, NUMBERED, patter
 from megasink.checkpoints.run_tokenizer import tokenizer_of
 from megasink.checkpoints.saved_arguments import read_arguments, single_process_arguments
 from megasink.checkpoints.saved_fields import check_fields
+from megasink.data.hf_tokenizer import id_count
 from megasink.errors import UserError, listed
 from megasink.megatron.checkpoint_parts import named_parts
-from megasink.megatron.embedding_rows import counted_rows, with_tokens
+from megasink.megatron.embedding_rows import counted_rows, text_tokens, with_tokens
 from megasink.megatron.model_of_arguments import model_config
 from megasink.megatron.process_groups import destroy_groups
 
@@ -47,6 +48,11 @@ class LoadedModel(NamedTuple):
     args: Namespace
     iteration: int
     generation: dict[str, Any]
+
+    @property
+    def vocabulary(self) -> int:
+        """The ids of the tokenizer, or those of the model if it is known to have more."""
+        return max(id_count(self.tokenizer), text_tokens(vars(self.args)) or 0)
 
 
 def load_model(
@@ -70,7 +76,7 @@ def load_model(
             f"the run was trained with {saved.get('tokenizer_type')}, which cannot encode text: "
             "pass a Hugging Face tokenizer folder with --tokenizer"
         )
-    model, args = load_without_tokenizer(checkpoint, tokens=len(loaded_tokenizer), yarn=yarn)
+    model, args = load_without_tokenizer(checkpoint, tokens=id_count(loaded_tokenizer), yarn=yarn)
     generation = generation_of(checkpoint.config, loaded_tokenizer)
     return LoadedModel(model, loaded_tokenizer, args, checkpoint.iteration, generation)
 

@@ -6,10 +6,11 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from megasink.data.hf_tokenizer import largest_id, load_tokenizer, tokenizer_hash
+from megasink.data.hf_tokenizer import id_count, load_tokenizer, tokenizer_hash
 from megasink.errors import UserError
 from megasink.files.atomic import atomic_folder
 from megasink.files.system_errors import missing_folder
+from megasink.megatron.embedding_rows import counted_rows
 
 OWN = "tokenizer"
 """Folder of the copy, next to config.json, also in imported models."""
@@ -93,9 +94,9 @@ def tokenizer_of(saved: Mapping[str, Any], given: str | Path | None, config: Pat
                 "from the current folder): pass its folder with --tokenizer"
             )
     tokenizer = load_tokenizer(given)
-    if (tokens := max(len(tokenizer), largest_id(tokenizer) + 1)) > saved["padded_vocab_size"]:
+    if (tokens := id_count(tokenizer)) > (rows := counted_rows(saved)):
         raise UserError(
-            f"the tokenizer {given} has {tokens} tokens, but the model has only "
-            f"{saved['padded_vocab_size']}: pass the tokenizer with which the run was trained"
+            f"the tokenizer {given} has {tokens} tokens, but the model has only {rows}: pass the "
+            "tokenizer with which the run was trained"
         )
     return tokenizer

@@ -93,7 +93,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             [first + prompt for prompt in prompts],
             count,
             Sampling(args.temperature, args.top_k, args.top_p, args.seed),
-            vocabulary=len(tokenizer),
+            vocabulary=loaded.vocabulary,
             ends=ends,
             on_token=shown.add,
         )

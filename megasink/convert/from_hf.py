@@ -35,7 +35,7 @@ from megasink.convert.targets.target import Target
 from megasink.convert.to_hf import Say, Verify, refuse_nan
 from megasink.convert.torch_dist_writer import Part, write_checkpoint
 from megasink.convert.weight_table import LAYERS, NORMS, Step, refuse, steps
-from megasink.data.hf_tokenizer import largest_id, load_tokenizer, tokenizer_hash
+from megasink.data.hf_tokenizer import id_count, load_tokenizer, tokenizer_hash
 from megasink.errors import UserError, listed
 from megasink.files.atomic import sync_folder
 from megasink.files.output_folder import whole_folder
@@ -83,7 +83,7 @@ def source_of(folder: Path, granularity: str | None = None) -> HuggingFaceSource
     tokens = None
     if tokenizer:
         loaded = load_tokenizer(folder)
-        size, tokens = max(len(loaded), largest_id(loaded) + 1), tokenizer_hash(loaded)
+        size, tokens = id_count(loaded), tokenizer_hash(loaded)
         if size > model.vocabulary:
             raise UserError(
                 f"the tokenizer in {folder} has {size} tokens, but the model has only "
@@ -150,10 +150,13 @@ def _account(source: HuggingFaceSource) -> list[str]:
     # As in transformers: buffers of old folders, and layers of multi-token prediction.
     heads = prediction_prefixes(read_config(source.folder))
     ignored = [n for n in extra if n.endswith("rotary_emb.inv_freq") or n.startswith(heads)]
-    ignored += [n for n in extra if n == "lm_head.weight" and source.model.tied]
+    head = [n for n in extra if n == "lm_head.weight" and source.model.tied]
+    ignored += head
     problems = [f"{name} is missing" for name in sorted(known - weights.names)]
     unknown = [name for name in extra if name not in ignored]
     problems += [f"megasink's model has no {name}" for name in unknown]
+    if head and not problems and not weights.are_equal(*head, "model.embed_tokens.weight"):
+        problems = ["lm_head.weight is not the embedding: set tie_word_embeddings to false"]
     if not problems:
         problems = list(_misfits(source, todo, weight_shapes(source.model)))
     refuse(f"{source.folder} does not contain the weights that its config.json describes", problems)

@@ -20,8 +20,7 @@ from torch import Tensor
 from megasink.convert.mxfp4 import BLOCKS, SCALES, packed_names, unpack, unpacked_shape
 from megasink.errors import UserError
 from megasink.files.atomic import sync
-from megasink.files.checked_fields import check, fields
-from megasink.files.json_file import read_object
+from megasink.files.weight_files import INDEX, weight_files
 
 Entry = tuple[str, Tensor]
 """The name of a tensor to write, and a meta tensor of its shape and dtype."""
@@ -32,10 +31,9 @@ DTYPES = {
     "F16": torch.float16,
 }
 _NAMES = {dtype: name for name, dtype in DTYPES.items()}
+_ROWS = 1024  # compared at a time
 # Amount after which to start flushing to disk.
 _FLUSH_BYTES = 128 * 2**20
-_INDEX_NAME = "model.safetensors.index.json"
-_INDEX = fields({"weight_map": dict[str, str]})
 
 
 def write_weights(
@@ -71,7 +69,7 @@ def write_weights(
                 for name, _ in shard
             },
         }
-        write_json(folder / _INDEX_NAME, index)
+        write_json(folder / INDEX, index)
     return names
 
 
@@ -123,21 +121,18 @@ class HuggingFaceWeights:
     def __init__(self, folder: Path):
         self.folder = folder
         self._file_of: dict[str, Any] = {}
-        index = _index(folder)
-        for file in sorted(set(index.values())) or ["model.safetensors"]:
-            path = folder / file
+        for path in weight_files(folder):
             if not path.is_file():
-                raise UserError(f"{folder}: {file} is missing: copy the whole folder again")
+                raise UserError(f"{folder}: {path.name} is missing: copy the whole folder again")
             try:
                 opened = safe_open(path, framework="pt")
             except (SafetensorError, OSError) as error:
                 raise UserError(f"{path} is broken ({error}): copy it again") from error
-            names = set(opened.keys())
-            wanted = {name for name, where in index.items() if where == file}
-            wanted |= names - index.keys()  # must be accounted for, too
-            if absent := sorted(wanted - names):
-                raise UserError(f"{folder}: {file} lacks {absent[0]}, which the index lists")
-            self._file_of |= dict.fromkeys(wanted, opened)
+            self._file_of |= dict.fromkeys(opened.keys(), opened)
+        if not self._file_of:
+            pickles = sorted(path.name for path in folder.glob("*.bin"))
+            why = f" ({pickles[0]} is a pickle, which can run code: convert it first)"
+            raise UserError(f"{folder} has no model.safetensors{why if pickles else ''}")
         stored = frozenset(self._file_of)
         self._packed = packed_names(stored)
         halves = {name + half for name in self._packed for half in (BLOCKS, SCALES)}
@@ -170,6 +165,14 @@ class HuggingFaceWeights:
             return unpack(self._part(name + BLOCKS, expert), self._part(name + SCALES, expert))
         return self._part(name, expert)
 
+    def are_equal(self, one: str, other: str) -> bool:
+        """Return whether two matrices are equal; a few rows at a time are in memory."""
+        if self.meta(one).shape != self.meta(other).shape:
+            return False
+        parts = self._slice(one), self._slice(other)
+        starts = range(0, len(self.meta(one)), _ROWS)
+        return all(torch.equal(*(part[i : i + _ROWS].double() for part in parts)) for i in starts)
+
     def _part(self, name: str, expert: int | None) -> Tensor:
         part: Tensor = (
             self._file_of[name].get_tensor(name)
@@ -180,21 +183,3 @@ class HuggingFaceWeights:
 
     def _slice(self, name: str) -> Any:
         return self._file_of[name].get_slice(name)
-
-
-def _index(folder: Path) -> dict[str, str]:
-    """Return {tensor: file}; empty for a folder with the single file model.safetensors."""
-    index = folder / _INDEX_NAME
-    if index.is_file():
-        content = read_object(index)
-        check(_INDEX, content, str(index))
-        if not content.get("weight_map"):
-            raise UserError(f"{index} is broken: no weight_map")
-        return dict(content["weight_map"])
-    if not (folder / "model.safetensors").is_file():
-        pickles = sorted(path.name for path in folder.glob("*.bin"))
-        why = (
-            f" ({pickles[0]} is a pickle, which can run code: convert it first)" if pickles else ""
-        )
-        raise UserError(f"{folder} has no model.safetensors{why}")
-    return {}

@@ -30,7 +30,7 @@ from megasink.convert.safetensors_files import write_json, write_weights
 from megasink.convert.targets import TARGETS, choose
 from megasink.convert.targets.target import Target
 from megasink.convert.weight_table import Step, planned, refuse, steps
-from megasink.data.hf_tokenizer import tokenizer_hash
+from megasink.data.hf_tokenizer import id_count, tokenizer_hash
 from megasink.errors import UserError
 from megasink.files.output_folder import whole_folder
 
@@ -74,7 +74,7 @@ def source_of(
     location = find_checkpoint(run, iteration)
     saved = read_arguments(location.config)
     loaded = tokenizer_of(saved, tokenizer, location.config)
-    model, problems = architecture_of(saved, None if loaded is None else len(loaded))
+    model, problems = architecture_of(saved, None if loaded is None else id_count(loaded))
     if problems:
         raise UserError(f"{run} cannot be converted for transformers: {'; '.join(problems)}")
     kept = carried(location.config)

@@ -271,9 +271,9 @@ def load_tokenizer(folder: str | Path) -> Any:
 
 def refuse_unusable(tokenizer: Any, folder: str | Path) -> None:
     """Raise UserError for a tokenizer with only special tokens, or with impossible settings."""
-    if (largest := largest_id(tokenizer)) >= _MOST_IDS:
+    if (count := id_count(tokenizer)) > _MOST_IDS:
         raise UserError(
-            f"the tokenizer in {folder} has the id {largest}, which is impossibly large: its "
+            f"the tokenizer in {folder} has the id {count - 1}, which is impossibly large: its "
             "tokenizer.json is damaged"
         )
     longest = getattr(tokenizer, "model_max_length", 0)
@@ -297,9 +297,9 @@ def refuse_unusable(tokenizer: Any, folder: str | Path) -> None:
         )
 
 
-def largest_id(tokenizer: Any) -> int:
-    """Return the largest id of a tokenizer: some vocabularies have holes."""
-    return max(tokenizer.get_vocab().values(), default=-1)
+def id_count(tokenizer: Any) -> int:
+    """Return one more than a tokenizer's largest id; len() is less if ids are missing."""
+    return int(max(tokenizer.get_vocab().values(), default=-1)) + 1
 
 
 def leading_ids(tokenizer: Any) -> list[int]:

@@ -27,7 +27,7 @@ from megasink.data.dataset_files import (
     validation_of,
 )
 from megasink.data.encode import Encoded, EncoderSettings, encode_in_order, from_tokenizer
-from megasink.data.hf_tokenizer import leading_ids, tokenizer_hash
+from megasink.data.hf_tokenizer import id_count, leading_ids, tokenizer_hash
 from megasink.data.indexed_dataset import IndexedWriter, token_dtype
 from megasink.data.input_files import Place
 from megasink.data.text_tokenizer import Part, parts_of, text_json
@@ -144,10 +144,10 @@ def _settings(tokenizer: Any, *, parse: bool) -> _Made:
         tokenizer_json=text_json(tokenizer),
         before=leading_ids(tokenizer),
         after=[tokenizer.eos_token_id],
-        dtype=token_dtype(max(tokenizer.get_vocab().values()) + 1),  # some vocabularies have holes
+        dtype=token_dtype(id_count(tokenizer)),
         parse_special_tokens=parse,
     )
-    return _Made(settings, len(tokenizer), tokenizer_hash(tokenizer))
+    return _Made(settings, id_count(tokenizer), tokenizer_hash(tokenizer))
 
 
 def _batches(

@@ -19,15 +19,15 @@ from megasink.errors import UserError
 from megasink.files.atomic import atomic_text
 from megasink.files.json_file import read_object
 from megasink.files.output_folder import differences
+from megasink.files.weight_files import weight_files
 
 _GENERATION = "generation_config.json"
-_INDEX = "model.safetensors.index.json"
 _FILES = ("*.json", "*.jinja", "*.txt", "*.model", "*.tiktoken", "*.py")
 _OF_TOKENIZER = ("*token*.json", "vocab*", "merges*", "*.jinja", "*.model", "*.tiktoken")
 _TEMPLATES = "additional_chat_templates"
 
 
-def weight_files(folder: Path) -> list[Path]:
+def plain_weights(folder: Path) -> list[Path]:
     """Return the safetensors of a model; refuse quantized ones, and a model without any."""
     if (method := read_object(folder / "config.json").get("quantization_config")) is not None:
         name = method.get("quant_method") if isinstance(method, dict) else method
@@ -35,14 +35,9 @@ def weight_files(folder: Path) -> list[Path]:
             f"{folder} has quantized weights ({name}), which cannot be trained: use the bfloat16 "
             "weights of this model"
         )
-    if (index := folder / _INDEX).is_file():
-        names = read_object(index).get("weight_map")
-        if isinstance(names, dict) and all(Path(str(n)).name == n for n in names.values()):
-            return [folder / name for name in sorted(set(names.values()))]
-        raise UserError(f"{index} has no weight_map of file names: the file is damaged")
-    if not (path := folder / "model.safetensors").is_file():
+    if not (files := weight_files(folder)):
         raise UserError(f"{folder} has no model.safetensors: save the weights as safetensors")
-    return [path]
+    return files
 
 
 def write_model(
@@ -54,7 +49,7 @@ def write_model(
     """
     weights = revert_weight_conversion(model, model.state_dict())
     left, copied = set(weights) - set(model.all_tied_weights_keys), []
-    for path in weight_files(original):
+    for path in plain_weights(original):
         tensors = {}
         with safe_open(path, "pt") as file:
             for name in file.keys():  # noqa: SIM118

@@ -92,12 +92,12 @@ class FinetuneOptions:
     @functools.cached_property
     def length(self) -> int:
         """`seq_length`, or its default."""
-        positions = self._config.get("max_position_embeddings")
+        positions = self.model_config.get("max_position_embeddings")
         most = positions if isinstance(positions, int) and positions > 0 else 2048
         return self.seq_length if self.seq_length is not None else min(2048, most)
 
     @functools.cached_property
-    def _config(self) -> dict[str, Any]:
+    def model_config(self) -> dict[str, Any]:
         """The model's config.json, or its part of text."""
         with contextlib.suppress(UserError):  # loading the model reports the error
             config = read_object(self.model / "config.json")
@@ -107,7 +107,7 @@ class FinetuneOptions:
 
     def _of_model(self) -> Iterator[str]:
         names = ("num_attention_heads", "max_position_embeddings")
-        heads, positions = map(self._config.get, names)
+        heads, positions = map(self.model_config.get, names)
         if isinstance(heads, int) and (self.shared_heads or 0) > max(0, heads - 2):
             yield (
                 f"--shared-heads {self.shared_heads}: the layers have {heads} heads, and at "

@@ -39,7 +39,7 @@ _PACKAGES = ("accelerate", "datasets", "peft", "tokenizers", "trl")
 
 def original(options: FinetuneOptions) -> tuple[Any, Any]:
     """Return the model to fine-tune, as an analysis loads it, and its tokenizer."""
-    export_finetuned.weight_files(options.model)
+    export_finetuned.plain_weights(options.model)
     return load(options.model, "cuda" if torch.cuda.is_available() else "cpu")
 
 
@@ -61,11 +61,17 @@ def tokenized(options: FinetuneOptions, chats: ChatTokenizer, folder: Path) -> t
     All processes call this; one makes the tokens, in the folder.
     """
     most, files = options.length, " ".join(map(str, options.data))
+    vocabulary = options.model_config.get("vocab_size")
 
     def rows() -> Iterator[dict[str, Any]]:
         chat = None
         for chat in read_chats(options.data):
             ids, labels = chats.read(chat)
+            if vocabulary is not None and (highest := max(ids)) >= vocabulary:
+                raise UserError(
+                    f"{chat.place}: the tokenizer gives token id {highest}, but the model's "
+                    f"vocabulary has {vocabulary} tokens: it belongs to another model"
+                )
             # The first token is not a target.
             learned = sum(label != IGNORED for label in labels[1:most])
             row = {"input_ids": ids[:most], "labels": labels[:most]}

@@ -12,19 +12,21 @@ def counted_rows(arguments: Mapping[str, Any]) -> int:
 
 
 def named_tokens(arguments: Mapping[str, Any]) -> int | None:
-    """Return the number of tokens that a run's arguments specify; None if unknown.
+    """Return `text_tokens` with the sink token, which is never a target."""
+    tokens, sink = text_tokens(arguments), arguments.get("sink_token_id")
+    return tokens if tokens is None or sink is None else max(tokens, sink + 1)
+
+
+def text_tokens(arguments: Mapping[str, Any]) -> int | None:
+    """Return the number of tokens of texts that a run's arguments specify; None if unknown.
 
     Counts the tokenizer's tokens, or for an imported model all its rows in transformers (which may
-    be more), and the sink token, which is never a target. For other tokenizer types only Megatron
-    knows how many tokens they add.
+    be more). For other tokenizer types only Megatron knows how many tokens they add.
     """
     tokens, kind = arguments.get("vocab_size"), arguments.get("tokenizer_type")
     if not tokens or kind not in ("HuggingFaceTokenizer", "NullTokenizer"):
         return None
-    if kind == "NullTokenizer":
-        tokens += 1  # its end-of-document token
-    sink = arguments.get("sink_token_id")
-    return int(tokens) if sink is None else max(int(tokens), sink + 1)
+    return int(tokens) + (kind == "NullTokenizer")  # its end-of-document token
 
 
 def with_tokens(arguments: Mapping[str, Any], tokens: int | None) -> dict[str, Any]:

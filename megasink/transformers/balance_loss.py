@@ -174,7 +174,6 @@ class HeadBalanceLoss:
             return
         if self._unchecked and not torch.compiler.is_compiling():
             self._check = GateCheck(self._unchecked, self.heads)
-            self._unchecked = {}
         given = dict(zip(self._parameters, args, strict=False)) | kwargs
         real_BT, count = _real_tokens(given.get("attention_mask"))
         items, targets = given.get("num_items_in_batch"), None
@@ -188,6 +187,8 @@ class HeadBalanceLoss:
         if self._check is not None:
             self._check.remove()
             self._check = None
+            if output is not None:  # no exception
+                self._unchecked = {}
         microbatch, scale = self.microbatch, self.step.factors
         if microbatch is None or not (model.training and torch.is_grad_enabled()):
             return

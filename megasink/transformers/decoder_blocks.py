@@ -169,7 +169,8 @@ def child(module: torch.nn.Module, names: tuple[str, ...]) -> torch.nn.Module | 
 def output_weight(output: torch.nn.Module, heads: int) -> Tensor:
     """Return [H, D, E]: the rows of the output projection for each query head."""
     weight: Any = getattr(output, "weight", None)
-    if not (isinstance(weight, Tensor) and weight.dim() == 2 and weight.is_floating_point()):
+    is_matrix = isinstance(weight, Tensor) and weight.dim() == 2 and weight.is_floating_point()
+    if not is_matrix or weight.element_size() < 2:  # FP8 needs a scale
         raise UserError(
             f"the output projection is a {type(output).__name__} without a matrix of "
             "weights (it may be quantized): megasink cannot read it"

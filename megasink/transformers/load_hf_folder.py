@@ -7,18 +7,22 @@ from pathlib import Path
 from typing import Any, cast
 
 import torch
+from safetensors import safe_open
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
+from transformers.quantizers.auto import AUTO_QUANTIZATION_CONFIG_MAPPING
 from transformers.utils import logging
 
 from megasink.data.hf_tokenizer import refuse_unusable
 from megasink.errors import UserError, listed, reason_of
 from megasink.files.checked_fields import Count, Layers, check, fields
 from megasink.files.json_file import read_object
+from megasink.files.weight_files import weight_files
 from megasink.transformers.modeling.configuration_megasink import MegasinkConfig
 from megasink.transformers.modeling.modeling_megasink import MegasinkForCausalLM
 
 _LOCAL = {"local_files_only": True, "trust_remote_code": False}
 _READ = ("sdpa", "eager")
+_PLAIN = ("F64", "F32", "F16", "BF16")
 # transformers makes a list of this many layers before it checks them.
 _SIZES = fields(
     dict.fromkeys(("num_hidden_layers", "n_layer", "num_layers"), Layers | None)
@@ -76,10 +80,24 @@ def load_weights(
         f"{name} is {list(there)}, not {list(wanted)}"
         for name, there, wanted in sorted(report["mismatched_keys"])
     ]
+    packed = read_object(folder / "config.json").get("quantization_config") or {}
+    if packed.get("quant_method") not in AUTO_QUANTIZATION_CONFIG_MAPPING:
+        wrong += [
+            f"{name} is stored as {kind}, without a quantization_config that transformers knows"
+            for path in weight_files(folder)
+            for name, kind in _types(path).items()
+            if kind not in _PLAIN and (name.endswith("weight") or kind[:2] in ("F4", "F8"))
+        ]
     if wrong:
         few = listed(wrong, 2)
         raise UserError(f"the weights in {folder} do not match its config.json: {few}")
     return cast(PreTrainedModel, model)
+
+
+def _types(path: Path) -> dict[str, str]:
+    """Return the type of each tensor in a safetensors file."""
+    with safe_open(path, "pt") as file:
+        return {name: file.get_slice(name).get_dtype() for name in file.keys()}  # noqa: SIM118
 
 
 def _check_sizes(path: Path) -> None:

@@ -5,6 +5,44 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch.overrides import TorchFunctionMode
+
+
+class _Float64(TorchFunctionMode):
+    """Computes in float64 where a model asks for float32."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        func = torch.Tensor.double if func is torch.Tensor.float else func
+        kwargs = {k: _wide(v) for k, v in (kwargs or {}).items()}
+        return func(*map(_wide, args), **kwargs)
+
+
+def _wide(value: Any) -> Any:
+    return torch.float64 if value is torch.float32 else value
+
+
+def errors(folder: str, config: dict[str, Any]) -> dict[str, float]:
+    """Import as `import_released`; root mean square errors of both sides in float32."""
+    import transformers
+
+    from megasink.checkpoints.find import find_checkpoint
+    from megasink.checkpoints.load import load_without_tokenizer
+    from megasink.convert.verify_logits import megatron_logits
+
+    import_released(folder, config)
+    vocabulary = config["vocab_size"]
+    tokens = torch.randint(vocabulary, (2, 64), generator=torch.Generator().manual_seed(1234))
+    ours, _ = load_without_tokenizer(find_checkpoint(Path(folder) / "run"), torch.float32)
+    theirs = transformers.AutoModelForCausalLM.from_pretrained(
+        Path(folder) / "hf", dtype=torch.float32, attn_implementation="eager"
+    ).eval()
+    if theirs._can_set_experts_implementation():
+        theirs.set_experts_implementation("eager")
+    with torch.no_grad():
+        found = {"ours": megatron_logits(ours, tokens, vocabulary), "theirs": theirs(tokens).logits}
+        with _Float64():
+            exact = theirs.double()(tokens).logits
+    return {side: float((x - exact).square().mean().sqrt()) for side, x in found.items()}
 
 
 def import_released(folder: str, config: dict[str, Any]) -> dict[str, Any]:

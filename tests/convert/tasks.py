@@ -41,6 +41,7 @@ def save_run(
     args.tokenizer_type = "NullTokenizer"
     if tokenizer is not None:
         args.tokenizer_type, args.tokenizer_model = "HuggingFaceTokenizer", tokenizer
+        args.vocab_size = architecture.vocabulary
     model = _model_of(args)
     skew_sinks([model])
     skew_gates([model])

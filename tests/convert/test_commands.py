@@ -300,14 +300,20 @@ def test_bad_imports_are_one_clear_line(pool, plain, tmp_path):
     pickled = edited(plain, tmp_path / "f")
     (pickled / "model.safetensors").rename(pickled / "pytorch_model.bin")
     bad(pickled, "pytorch_model.bin is a pickle")
-    sharded = edited(plain, tmp_path / "g")
+    sharded = edited(plain, tmp_path / "g", model__x=torch.ones(2))
     index = {"weight_map": {"model.norm.weight": "model-00001-of-00002.safetensors"}}
     (sharded / "model.safetensors.index.json").write_text(json.dumps(index))
+    bad(sharded, "has no model.x")  # a single file goes first, as in transformers
+    (sharded / "model.safetensors").unlink()
     bad(sharded, "model-00001-of-00002.safetensors is missing")
     unlisted = edited(plain, tmp_path / "i", model__x=torch.ones(2))
     index = {"weight_map": {"model.norm.weight": "model.safetensors"}}
     (unlisted / "model.safetensors.index.json").write_text(json.dumps(index))
     bad(unlisted, "has no model.x")
+    tied = edited(plain, tmp_path / "k")  # transformers keeps the head apart
+    config = json.loads((tied / "config.json").read_text())
+    (tied / "config.json").write_text(json.dumps(config | {"tie_word_embeddings": True}))
+    bad(tied, "lm_head.weight is not the embedding", flags=["--no-verify"])
     other = edited(plain, tmp_path / "h")
     config = json.loads((other / "config.json").read_text())
     (other / "config.json").write_text(json.dumps(config | {"vocab_size": 300}))

@@ -7,13 +7,20 @@ pad them here.
 import json
 import os
 import shlex
+import shutil
+from argparse import Namespace
 from pathlib import Path
 
 import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
+from megasink.checkpoints.load import LoadedModel
+from megasink.checkpoints.run_tokenizer import tokenizer_of
+from megasink.data.hf_tokenizer import id_count, load_tokenizer
+from megasink.errors import UserError
 from megasink.megatron.embedding_rows import counted_rows, with_tokens
+from megasink.training.checks.vocabulary import pin_vocabulary
 from tests.analysis.capture.tiny_models import save_with_tokenizer
 from tests.distributed.layout import SINGLE
 from tests.distributed.pool import free_port
@@ -107,6 +114,41 @@ def test_analyze_has_it_of_runs_and_of_folders(pool, seen, folder, tmp_path):
             assert numbers[ours][key] == pytest.approx(numbers[theirs][key], rel=1e-5), (ours, key)
         assert results[ours]["model"]["parameters"] == results[theirs]["model"]["parameters"]
     assert numbers["run"]["nats_per_token"] != pytest.approx(numbers["tuned"]["nats_per_token"])
+
+
+def test_evaluate_has_it_of_runs_and_of_folders(pool, folder, tmp_path):
+    options = ["--tasks", "docstrings_perplexity", "--limit", "2"]
+    found = []
+    for name in ("run", "llama"):
+        megasink(pool, ["evaluate", folder / name, *options, "--output", tmp_path / name])
+        result = json.loads((tmp_path / name / "evaluation.json").read_text())
+        metrics = result["tasks"]["docstrings_perplexity"]["metrics"]
+        found.append({metric: score["value"] for metric, score in metrics.items()})
+    assert found[0] == pytest.approx(found[1], rel=1e-5)
+
+
+def test_ids_above_a_hole_of_the_tokenizer_have_rows(folder, tmp_path):
+    source = folder / "llama"
+    shutil.copy(source / "tokenizer_config.json", tmp_path)
+    state = json.loads((source / "tokenizer.json").read_text())
+    state["model"]["vocab"] |= {max(state["model"]["vocab"], key=len): 700}
+    (tmp_path / "tokenizer.json").write_text(json.dumps(state))
+    tokenizer = load_tokenizer(tmp_path)
+    assert len(tokenizer) < id_count(tokenizer) == 701
+    args = Namespace(
+        tokenizer_type="HuggingFaceTokenizer", tokenizer_model=str(tmp_path), vocab_size=None
+    )
+    args.sink_token, args.padded_vocab_size, args.load = True, None, None
+    args.make_vocab_size_divisible_by, args.tensor_model_parallel_size = 128, 1
+    pin_vocabulary(args)
+    assert (args.vocab_size, args.sink_token_id, args.padded_vocab_size) == (701, 701, 768)
+    assert counted_rows(vars(args)) == 702
+    for kind in ("HuggingFaceTokenizer", "TikTokenizer"):
+        args.tokenizer_type = kind
+        assert LoadedModel(None, tokenizer, args, 1, {}).vocabulary == 701
+    fewer = {"tokenizer_type": "HuggingFaceTokenizer", "vocab_size": 700, "padded_vocab_size": 768}
+    with pytest.raises(UserError, match="has 701 tokens, but the model has only 700"):
+        tokenizer_of(fewer, tmp_path, tmp_path / "config.json")
 
 
 @pytest.mark.parametrize(

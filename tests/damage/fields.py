@@ -198,8 +198,10 @@ def _case(command: str, file: str, place: tuple[str, ...], value: Any, code: int
 def _write_index(folder: Path) -> None:
     from safetensors import safe_open
 
-    with safe_open(folder / "model.safetensors", framework="pt") as file:
-        names = dict.fromkeys(file.keys(), "model.safetensors")
+    shard = folder / "model-00001-of-00001.safetensors"
+    (folder / "model.safetensors").rename(shard)
+    with safe_open(shard, framework="pt") as file:
+        names = dict.fromkeys(file.keys(), shard.name)
     (folder / "model.safetensors.index.json").write_text(
         json.dumps({"metadata": {}, "weight_map": names})
     )

@@ -217,6 +217,14 @@ def test_a_router_loss_that_trl_does_not_compute_is_refused(model):
     trained(options_of(root), root)
 
 
+def test_tokens_that_the_model_does_not_have_are_named(model):
+    root = model("qwen3")
+    options, chats = options_of(root), ChatTokenizer(root / "model")
+    edit(root / "model" / "config.json", vocab_size=5)
+    with pytest.raises(UserError, match="vocabulary has 5 tokens"):
+        finetune.tokenized(options, chats, root / "partial")
+
+
 @pytest.mark.parametrize("name", ["qwen3", "router-loss"])
 def test_the_held_out_loss_is_the_mean_over_targets_of_the_language_model(model, name):
     """Of stock transformers, one conversation after another; whatever the batch size."""

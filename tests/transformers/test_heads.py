@@ -7,6 +7,8 @@ import torch
 from transformers import AttentionInterface
 
 from megasink.attention import attention
+from megasink.errors import UserError
+from megasink.transformers.decoder_blocks import output_weight
 from tests.transformers.oracle import batch, distance, in_double, logits_of
 
 
@@ -96,3 +98,11 @@ def test_only_training_asks_for_gates():
     model.eval()
     logits_of(model, inputs)
     assert heads.calls == []
+
+
+def test_an_output_projection_in_fp8_is_refused():
+    projection = torch.nn.Linear(4, 4, bias=False)
+    weight = projection.weight.detach().to(torch.float8_e4m3fn)
+    projection.weight = torch.nn.Parameter(weight, requires_grad=False)
+    with pytest.raises(UserError, match="may be quantized"):
+        output_weight(projection, 2)

@@ -5,7 +5,7 @@ import itertools
 import os
 import sys
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -81,10 +81,7 @@ def inputs_of(
         samples = cut_at_random(samples, drawn, options.seed)
     highest = max(max(sample.tokens) for sample in samples)
     if highest >= model.vocabulary:
-        raise UserError(
-            f"the tokenizer {model.tokenizer.name_or_path} gives token id {highest}, but the "
-            f"model's vocabulary has {model.vocabulary} tokens: pass its tokenizer (--tokenizer)"
-        )
+        raise unknown_id(model, highest)
     replaced = replacement_for(options, model)
     samples = with_replaced_tokens(samples, replaced)
     samples = [replace(sample, tokens=(*model.first, *sample.tokens)) for sample in samples]
@@ -97,6 +94,14 @@ def inputs_of(
         data_sha256=data_hash(samples),
     )
     return Inputs(samples, facts)
+
+
+def unknown_id(model: ProbedModel, highest: int) -> UserError:
+    """Return the error for a token that the model does not have."""
+    return UserError(
+        f"the tokenizer {model.tokenizer.name_or_path} gives token id {highest}, but the model's "
+        f"vocabulary has {model.vocabulary} tokens: pass its tokenizer (--tokenizer)"
+    )
 
 
 def _samples(
@@ -113,11 +118,11 @@ def _samples(
             how: dict[str, Any] = {"seq_length": length, "max_samples": most}
             yield from text_samples(reader, options.data, **how, json_key=options.json_key)
     count = SYNTHETIC if most is None else min(most, SYNTHETIC)
-    vocabulary = min(model.vocabulary, len(tokenizer))
+    ids = [i for i in tokenizer.get_vocab().values() if i < model.vocabulary]
     for kind in (kind for kind in MADE if kind in options.inputs):
         ones = 1 if kind == "repeated" else length  # one random token, repeated
         exclude = tokenizer.all_special_ids
-        made = random_sequences(count, ones, vocabulary, options.seed, exclude)
+        made = random_sequences(count, ones, ids, options.seed, exclude)
         for i, tokens in enumerate(made):
             yield Sample(tuple(tokens) * (length // ones), kind, f"{kind}:{i}")
 
@@ -308,13 +313,13 @@ def data_hash(samples: Sequence[Sample]) -> str:
 
 
 def random_sequences(
-    count: int, length: int, vocabulary: int, seed: int, exclude: Sequence[int] = ()
+    count: int, length: int, ids: Collection[int], seed: int, exclude: Sequence[int] = ()
 ) -> list[list[int]]:
-    """Draw sequences of tokens uniformly from the vocabulary (P2.5)."""
-    allowed = torch.tensor(sorted({*range(vocabulary)} - {*exclude}))
+    """Draw sequences of tokens uniformly from the ids of a vocabulary (P2.5)."""
+    allowed = torch.tensor(sorted({*ids} - {*exclude}))
     if not len(allowed):
         raise ValueError(
-            f"all {vocabulary} tokens of the vocabulary are excluded: none can be drawn at random"
+            f"all {len(ids)} tokens of the vocabulary are excluded: none can be drawn at random"
         )
     generator = torch.Generator().manual_seed(seed)
     drawn = torch.randint(len(allowed), (count, length), generator=generator)

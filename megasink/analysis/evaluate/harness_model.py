@@ -18,6 +18,7 @@ from torch import Tensor
 from transformers import GenerationConfig, GenerationMixin, PretrainedConfig, PreTrainedModel
 from transformers.modeling_outputs import CausalLMOutput
 
+from megasink.analysis.capture.input_samples import unknown_id
 from megasink.analysis.capture.probe import Probe, ProbedModel, takes_seconds
 from megasink.analysis.interventions.intervention_types import Intervention
 from megasink.console.progress import progress
@@ -249,6 +250,8 @@ class HarnessModel(TemplateLM):
         if len(read) > most:
             self.cut += 1
             read = changed(tokens[len(read) - most :])
+        if (highest := max(read, default=0)) >= self.model.vocabulary:
+            raise unknown_id(self.model, highest)
         return read
 
     @torch.no_grad()

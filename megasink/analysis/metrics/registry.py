@@ -28,7 +28,7 @@ ATTENTION: dict[str, str] = {
     "query_HTD": "queries as attention sees them: after rotary embeddings and query norms",
     "key_GTD": "keys as attention sees them, per key/value group",
     "value_GTD": "values, per key/value group",
-    "out_HTD": "weighted sum of values of each head, before an explicit gate and the output projection",
+    "out_HTD": "weighted sum of values of a head, before explicit gate and output projection",
     "gated_out_HTD": "input of the output projection: out_HTD without a gate",
     "output_weight_HDE": "the output projection, by query head",
     "explicit_gate_HTX": "scores of an explicit gate after its activation; X is 1 or D",

@@ -56,6 +56,11 @@ def problems(args: Namespace) -> Iterator[str]:
             if EXPERTS in layers
             else f"--num-experts {args.num_experts}, but {_FLAG} {pattern} has no E layer: add one"
         )
+    if args.match_ffn_width and layers.count(ATTENTION) != layers.count(FFN):
+        yield (
+            f"--match-ffn-width with {_FLAG} {pattern}: one width for every FFN needs as many "
+            "attention layers (*) as FFNs (-): set --ffn-hidden-size instead"
+        )
     yield from _stages(args, pattern)
     yield from _recurrent(args, layers)
 

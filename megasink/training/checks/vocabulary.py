@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from megasink.checkpoints.saved_arguments import read_arguments
-from megasink.data.hf_tokenizer import load_tokenizer, tokenizer_hash
+from megasink.data.hf_tokenizer import id_count, load_tokenizer, tokenizer_hash
 from megasink.data.replaced_tokens import Replacement, problems_of, replacement
 from megasink.data.tokenizer_files import read_files
 from megasink.errors import ConfigError, UserError
@@ -27,10 +27,11 @@ def problems(args: Namespace) -> Iterator[str]:
         except UserError as error:
             yield str(error)
     rows = args.padded_vocab_size
-    if tokenizer and rows is not None and len(tokenizer) + int(args.sink_token) > rows:
+    size = tokenizer and id_count(tokenizer)
+    if size and rows is not None and size + int(args.sink_token) > rows:
         sink = " and --sink-token needs one more" if args.sink_token else ""
         yield (
-            f"the tokenizer {args.tokenizer_model} has {len(tokenizer)} tokens{sink}, but the "
+            f"the tokenizer {args.tokenizer_model} has {size} tokens{sink}, but the "
             f"embedding has only {rows} rows: raise or drop --padded-vocab-size"
         )
     yield from _row_problems(args)
@@ -71,10 +72,9 @@ def known_ids(args: Namespace) -> int | None:
     return None if tokenizer is None else _ids(args.tokenizer_model)
 
 
-@functools.cache
+@functools.cache  # every dataset of a rank asks
 def _ids(folder: str) -> int:
-    # Not len(tokenizer): some vocabularies have holes. Once: every dataset of a rank asks.
-    return int(max(_known(folder).get_vocab().values())) + 1
+    return id_count(_known(folder))
 
 
 def tokenizer_identity(args: Namespace) -> str | None:
@@ -103,7 +103,7 @@ def _tokens(args: Namespace) -> int | None:
     """Return the tokens of the tokenizer; None if only its file has them, which Megatron reads."""
     if args.tokenizer_type == "HuggingFaceTokenizer":
         tokenizer = tokenizer_of(args)
-        return None if tokenizer is None else len(tokenizer)
+        return None if tokenizer is None else id_count(tokenizer)
     # NullTokenizer has an end-of-document token besides.
     return args.vocab_size and args.vocab_size + (args.tokenizer_type == "NullTokenizer")
 

@@ -107,7 +107,24 @@ def more_tensors(root, name, key="model.layers.0.self_attn.q_proj.lora_A"):
     save_file(load_file(path) | {key: torch.ones(2, 32)}, path, {"format": "pt"})
 
 
+def stored_as(root, name, dtype, **config):
+    path = copy(root, name, **config) / "model.safetensors"
+    weights = load_file(path)
+    key = "model.layers.0.mlp.up_proj.weight"
+    save_file(weights | {key: weights[key].to(dtype)}, path, {"format": "pt"})
+
+
 MODELS = {
+    "int8": (
+        lambda root, name: stored_as(root, name, torch.int8),
+        "model.layers.0.mlp.up_proj.weight is stored as I8, without a quantization_config",
+    ),
+    "fp8-of-an-unknown-method": (
+        lambda root, name: stored_as(
+            root, name, torch.float8_e4m3fn, quantization_config={"quant_method": "mine"}
+        ),
+        "up_proj.weight is stored as F8_E4M3, without a quantization_config that transformers",
+    ),
     "flash": (
         lambda root, name: copy(root, name, _attn_implementation="flash_attention_2"),
         "uses flash_attention_2, which exposes neither weights nor masks: add",

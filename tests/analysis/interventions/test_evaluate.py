@@ -1,6 +1,7 @@
 """`megasink evaluate`: what it writes, the tasks that ship, the papers' suites, bad input."""
 
 import json
+import shutil
 import socket
 from pathlib import Path
 
@@ -80,6 +81,17 @@ def test_an_evaluation_is_whole(root, capsys):
     assert (entry["kind"], entry["heads"]) == ("zero-heads", [[0, 1], [1, 2]])
     assert zeroed.tasks[OWN[1]].metrics != text.metrics
     assert zeroed.tasks["text"].documents == 3
+
+
+def test_tokens_that_the_model_does_not_have_are_named(root, tmp_path, capsys):
+    state = json.loads((root / "llama" / "tokenizer.json").read_text())
+    state["model"]["vocab"]["e"] = 900
+    (tmp_path / "tokenizer.json").write_text(json.dumps(state))
+    shutil.copy(root / "llama" / "tokenizer_config.json", tmp_path)
+    out = ("--output", tmp_path / "out", "--tokenizer", tmp_path)
+    assert run(root, "--tasks", *OWN, "--limit", 5, *out) == 2
+    assert "gives token id 900, but the model's vocabulary has" in capsys.readouterr().err
+    assert not (tmp_path / "out" / "evaluation.json").exists()
 
 
 def test_the_tasks_that_ship():

@@ -179,15 +179,15 @@ def test_where_the_sink_becomes_prominent():
 
 
 def test_token_sequences():
-    drawn = random_sequences(50, 20, 10, seed=1, exclude=[0, 9])
+    drawn = random_sequences(50, 20, range(10), seed=1, exclude=[0, 9])
     assert {token for row in drawn for token in row} == set(range(1, 9))
-    assert drawn == random_sequences(50, 20, 10, seed=1, exclude=[0, 9])
+    assert drawn == random_sequences(50, 20, range(10), seed=1, exclude=[0, 9])
     assert repeated_first_token([5, 6, 7], 3, bos=None) == [5, 5, 5, 6, 7]
     assert repeated_first_token([5, 6, 7], 2, bos=1) == [1, 1, 5, 6, 7]
     with pytest.raises(ValueError, match="copies 0"):
         repeated_first_token([5, 6, 7], 0, bos=1)
     with pytest.raises(ValueError, match="all 3 tokens"):
-        random_sequences(1, 1, 3, seed=0, exclude=[0, 1, 2])
+        random_sequences(1, 1, range(3), seed=0, exclude=[0, 1, 2])
 
 
 @pytest.mark.parametrize("n", [2, 3, 4])
