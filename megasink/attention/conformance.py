@@ -1,8 +1,7 @@
 """Compare any attention with the definition, case by case: output, LSE and every gradient.
 
 An error may be twice that of the definition itself in the same dtype, both against float64, or a
-rounding of the largest value (in float32, of the sums: 4e-6). Other packages' calls are made in
-`transformers/conformance_attention.py` and `megatron/conformance_call.py`.
+rounding of the largest value (in float32, of the sums: 4e-6).
 
 Shapes: B rows, H query heads, G key/value groups, T tokens, D head dim, V head dim of the values.
 """
@@ -10,7 +9,7 @@ Shapes: B rows, H query heads, G key/value groups, T tokens, D head dim, V head 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from itertools import combinations
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -28,25 +27,19 @@ _ROUNDING = 4e-6
 
 @dataclass(frozen=True)
 class Case:
-    """One kind of call.
-
-    Attributes:
-        sinks: Sink logits, repeated over the heads; None without sinks.
-        window: Tokens visible to a token, including itself; None for all.
-        groups: G.
-        narrow: Whether V is D / 2, else D.
-        scale: Factor of the scores; None for D ** -0.5.
-        tokens: T.
-        documents: (start, stop) of the documents of each row. Tokens outside are padding.
-    """
+    """One kind of call."""
 
     name: str
-    sinks: tuple[float, ...] | None = None
-    window: int | None = None
-    groups: int = HEADS
-    narrow: bool = False
-    scale: float | None = None
-    tokens: int = TOKENS
+    sinks: tuple[float, ...] | None = None  # logits, repeated over the heads
+    window: int | None = None  # tokens visible to a token, including itself
+    groups: int = HEADS  # G
+    narrow: bool = False  # whether V is D / 2, else D
+    scale: float | None = None  # factor of the scores; None for D ** -0.5
+    softcap: float | None = None  # c of c * tanh(score / c)
+    dropout: float = 0.0  # probability with which a weight is dropped
+    kept_BHTT: Tensor | None = None  # the weights that an attention did not drop
+    tokens: int = TOKENS  # T
+    # (start, stop) of the documents of each row. Tokens outside are padding.
     documents: tuple[tuple[tuple[int, int], ...], ...] = ()
 
     def __post_init__(self) -> None:
@@ -92,16 +85,16 @@ class Case:
 
     def without(self) -> Iterator[tuple[str, "Case"]]:
         """Yield the cases that an attention computes if it drops a feature, or several."""
-        plain: dict[str, tuple[str, Any]] = {}
-        if self.sinks is not None:
-            plain["sinks"] = ("sinks", None)
-        if self.window is not None:
-            plain["window"] = ("window", None)
-        if self.documents != self.whole:
-            name = "documents" if self.packed else "padding"
-            plain[name] = ("documents", self.whole)
-        if self.scale is not None:
-            plain["the scale"] = ("scale", None)
+        documents = "documents" if self.packed else "padding"
+        features = (
+            ("sinks", "sinks", None),
+            ("window", "window", None),
+            (documents, "documents", self.whole),
+            ("the scale", "scale", None),
+            ("the cap", "softcap", None),
+            ("dropout", "dropout", 0.0),
+        )
+        plain = {n: (f, value) for n, f, value in features if getattr(self, f) != value}
         for count in range(1, len(plain) + 1):
             for names in combinations(plain, count):
                 yield " and ".join(names), replace(self, **dict(plain[name] for name in names))
@@ -136,6 +129,10 @@ CASES = (
     Case("MQA, padding on the right, window, sinks", _MIXED, 9, groups=1, documents=_RIGHT),
     Case("GQA, padding on the left, narrow values", groups=2, narrow=True, documents=_LEFT),
     Case("GQA, narrow values, window", window=9, groups=2, narrow=True),
+    Case("softcap", softcap=1.5),
+    Case("GQA, softcap", groups=2, softcap=1.5),
+    Case("dropout", dropout=0.25, tokens=8),
+    Case("GQA, dropout, sinks", (0.0, 1.0), groups=2, dropout=0.25, tokens=8),
 )
 
 Attend = Callable[[Case, Tensor, Tensor, Tensor, Tensor | None], tuple[Tensor, Tensor | None]]
@@ -155,6 +152,8 @@ def definition(
     case: Case, query_BHTD: Tensor, key_BGTD: Tensor, value_BGTV: Tensor, sink_H: Tensor | None
 ) -> tuple[Tensor, Tensor]:
     """Compute a case document by document; padding is 0."""
+    if case.softcap is not None or case.dropout:
+        return _capped(case, query_BHTD, key_BGTD, value_BGTV, sink_H)
     out_BHTV = query_BHTD.new_zeros(*query_BHTD.shape[:3], value_BGTV.shape[-1])
     lse_BHT = query_BHTD.new_zeros(query_BHTD.shape[:3])
     if case.sinks is None:
@@ -174,6 +173,24 @@ def definition(
     return out_BHTV, lse_BHT
 
 
+def _capped(
+    case: Case, query: Tensor, key: Tensor, value: Tensor, sink_H: Tensor | None
+) -> tuple[Tensor, Tensor]:
+    """Cap the scores of whole rows, and drop weights."""
+    key, value = (x.repeat_interleave(query.shape[1] // x.shape[1], 1) for x in (key, value))
+    scores_BHTT = query @ key.mT * (case.scale or query.shape[-1] ** -0.5)
+    if case.softcap is not None:
+        scores_BHTT = case.softcap * (scores_BHTT / case.softcap).tanh()
+    hidden_TT = torch.ones(case.tokens, case.tokens, dtype=torch.bool).triu(1)
+    scores = scores_BHTT.masked_fill(hidden_TT, -torch.inf)
+    if sink_H is not None and case.sinks is not None:
+        scores = torch.cat([scores, sink_H[:, None, None].expand(*scores.shape[:3], 1)], -1)
+    weights_BHTT = scores.softmax(-1)[..., : case.tokens]
+    if case.dropout and case.kept_BHTT is not None:
+        weights_BHTT = weights_BHTT * case.kept_BHTT / (1 - case.dropout)
+    return weights_BHTT @ value, scores.logsumexp(-1)
+
+
 def kernel(name: str) -> Attend:
     """Return megasink's attention on one of its kernels."""
     from megasink.attention.functional import attention
@@ -183,6 +200,8 @@ def kernel(name: str) -> Attend:
     ) -> tuple[Tensor, Tensor | None]:
         if case.real_BT is not None:
             raise ValueError('attn_implementation "megasink" handles padding')
+        if case.softcap is not None or case.dropout:
+            raise ValueError("megasink has no softcap and no dropout of attention weights")
         tensors = [query, key, value]
         if case.packed:
             tensors = [tensor.transpose(0, 1).flatten(1, 2)[None] for tensor in tensors]
@@ -198,10 +217,7 @@ def kernel(name: str) -> Attend:
         )
         if not case.packed:
             return out, lse_BHT
-        out, lse_BHT = (
-            out[0].unflatten(1, (case.rows, -1)),
-            lse_BHT[0].unflatten(1, (case.rows, -1)),
-        )
+        out, lse_BHT = (each[0].unflatten(1, (case.rows, -1)) for each in (out, lse_BHT))
         return out.transpose(0, 1), lse_BHT.transpose(0, 1)
 
     return attend
@@ -209,13 +225,18 @@ def kernel(name: str) -> Attend:
 
 def check(attend: Attend, case: Case, dtype: torch.dtype, device: str, head_dim: int) -> Verdict:
     """Compare an attention with the definition in one case; one that raises has refused it."""
-    verdict, detail = _compared(attend, _Inputs(case, dtype, head_dim), device)
+    if case.dropout and head_dim < case.tokens:  # the outputs show the weights
+        verdict, detail = REFUSED, f"this case needs a head dim of {case.tokens} or more"
+    else:
+        verdict, detail = _compared(attend, _Inputs(case, dtype, head_dim), device)
     return Verdict(case.name, str(dtype).removeprefix("torch."), verdict, detail)
 
 
 def _compared(attend: Attend, inputs: "_Inputs", device: str) -> tuple[str, str]:
     try:
-        out, lse, leaves = inputs.call(attend, inputs.case, inputs.dtype, device)
+        with torch.random.fork_rng():
+            torch.manual_seed(0)  # of dropout
+            out, lse, leaves = inputs.call(attend, inputs.case, inputs.dtype, device)
         if out.shape != inputs.arriving.shape:
             return WRONG, f"the output is {list(out.shape)}, not {list(inputs.arriving.shape)}"
         if not out.requires_grad:
@@ -224,8 +245,10 @@ def _compared(attend: Attend, inputs: "_Inputs", device: str) -> tuple[str, str]
         found = inputs.results(out, lse, leaves, follows_lse=follows_lse)
     except Exception as error:
         return REFUSED, reason_of(error)
+    # Of values that are one-hot.
+    meant = replace(inputs.case, kept_BHTT=found["output"][..., : inputs.case.tokens] != 0)
     verdict, detail = WRONG, ""
-    for dropped, case in (("", inputs.case), *inputs.case.without()):
+    for dropped, case in (("", meant), *meant.without()):
         # The host computes the definition: the device under test may be wrong.
         exact, plain = (
             inputs.results(*inputs.call(definition, case, dtype, "cpu"), follows_lse=follows_lse)
@@ -239,10 +262,22 @@ def _compared(attend: Attend, inputs: "_Inputs", device: str) -> tuple[str, str]
             off = float((values - exact[name]).abs().max())
             if not off <= allowed:  # NaN, too
                 beyond[name] = f"{name} is off by {off:.1e}, but only {allowed:.1e} is allowed"
+        if not beyond and case.dropout and (problem := _dropout_problem(case)):
+            return WRONG, problem
         if not beyond:
             return (DROPPED, f"{dropped} had no effect") if dropped else (RIGHT, "")
         detail = detail or "; ".join(beyond.values())
     return verdict, detail
+
+
+def _dropout_problem(case: Case) -> str:
+    """Return what is wrong with the choice of the dropped weights: "" if it looks random."""
+    assert case.kept_BHTT is not None
+    kept = case.kept_BHTT[..., torch.ones(case.tokens, case.tokens).tril() > 0].flatten(0, 1)
+    share = 1 - float(kept.double().mean())
+    if abs(share - case.dropout) > 5 * (case.dropout * (1 - case.dropout) / kept.numel()) ** 0.5:
+        return f"{share:.2f} of the weights dropped out, not {case.dropout}"
+    return "" if len(kept.unique(dim=0)) == len(kept) else "heads or rows drop the same weights"
 
 
 class _Inputs:
@@ -258,6 +293,8 @@ class _Inputs:
         width = head_dim // 2 if case.narrow else head_dim
         self.tensors = [2 * drawn(HEADS, head_dim)]
         self.tensors += [drawn(case.groups, head_dim), drawn(case.groups, width)]
+        if case.dropout:  # the first outputs are the weights
+            self.tensors[2][..., : case.tokens] = torch.eye(case.tokens)
         if case.sinks is not None:
             sinks = torch.tensor(case.sinks).repeat(HEADS // len(case.sinks))
             self.tensors.append(sinks.to(dtype))

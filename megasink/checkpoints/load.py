@@ -159,9 +159,14 @@ def _describing_a_model(config: Path) -> Iterator[None]:
         yield
     except UserError:
         raise
-    except (AssertionError, ArithmeticError, LookupError, TypeError, ValueError) as error:
-        reason = " ".join(str(error).split()) or type(error).__name__
-        raise UserError(f"Megatron cannot build the model of {config}: {reason}") from error
+    except (
+        *(AssertionError, ArithmeticError, LookupError, TypeError, ValueError),
+        ImportError,  # of the packages of a layer
+    ) as error:
+        reason = " ".join(str(error).split()).partition(" when instantiating ")[0]
+        raise UserError(
+            f"Megatron cannot build the model of {config}: {reason or type(error).__name__}"
+        ) from error
 
 
 def load_weights(model: HybridModel, folder: Path) -> None:

@@ -20,8 +20,11 @@ from megasink.files.json_file import read_text
 BRIDGE = "run_config.yaml"
 _EMBEDDING = "embedding.word_embeddings.weight"
 # Bridge's providers of models that are built from Megatron's own modules.
-_PROVIDERS = ("gpt", "gpt_provider", "hybrid", "mamba", "llama", "qwen", "mistral")
-_BUILDERS = ("megatron.training.models.", *(f"megatron.bridge.models.{p}." for p in _PROVIDERS))
+_BUILDERS = (
+    "megatron.training.models.",
+    *(f"megatron.bridge.models.{name}." for name in ("gpt", "gpt_provider", "hybrid", "mamba")),
+)
+_FAMILIES = tuple(f"megatron.bridge.models.{name}." for name in ("llama", "qwen", "mistral"))
 _CORE = "megatron.core.models."
 _SPECS = ("transformer_layer_spec", "hybrid_stack_spec", "mamba_stack_spec")
 # Beside the model, what describes a run that starts from it.
@@ -156,7 +159,8 @@ def _of_bridge(path: Path) -> dict[str, Any]:
         text = " ".join(str(why).split())
         raise UserError(f"{path} is not a configuration of Megatron-Bridge: {text:.200}") from why
     for name, target in targets.items():
-        if not target.startswith((*_BUILDERS, *([_CORE, "None"] if name else []))):
+        # A family's own spec has layers of its own, as that of Llama 4.
+        if not target.startswith((*_BUILDERS, *((_CORE, "None") if name else _FAMILIES))):
             raise UserError(f"{path}: model{name and '.'}{name} {target} would run custom code")
     values = dict(_fields({n: v for n, v in (values | model).items() if n not in _WITHOUT_EFFECT}))
     name = str(values.get("activation_func")).rpartition(".")[2]

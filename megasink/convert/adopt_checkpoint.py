@@ -48,6 +48,7 @@ _OF_THE_MODEL = frozenset(
 # Fields of Bridge's configuration that no flag sets: (name, the value without effect, the reason).
 _WITHOUT_FLAG = (
     ("softmax_scale", None, "megasink scales scores by --kv-channels alone"),
+    ("heterogeneous_block_specs", False, "the layers of a model have one shape"),
     ("moe_router_topk_limited_devices", None, "it makes the model depend on the number of ranks"),
 )
 _MODELS = "megatron.core.models."
@@ -140,7 +141,8 @@ def adopt(
 def _parsed(words: Mapping[str, list[str]], saved: Mapping[str, Any], folder: Path) -> Namespace:
     """Parse flags, and check that they mean the saved values."""
     args = parse_apart([word for flag in words.values() for word in flag])
-    if changed := [n for n in words if plain(getattr(args, n)) != saved[n]]:
+    # Megatron's validation takes the only value of a list out of it.
+    if changed := [n for n in words if plain(getattr(args, n)) not in (saved[n], [saved[n]])]:
         raise ConfigError(
             f"{flag_of(n)} {saved[n]!r}: this version of Megatron parses it as {getattr(args, n)!r}"
             for n in changed

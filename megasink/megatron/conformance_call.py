@@ -14,6 +14,7 @@ from torch import Tensor
 from megasink.attention.conformance import Attend, Case
 from megasink.megatron.config import MegasinkTransformerConfig
 from megasink.megatron.core_attention import CoreAttention
+from megasink.megatron.model_options import refuse_late
 
 
 def core_attention(kind: type[Any]) -> Attend:
@@ -25,6 +26,8 @@ def core_attention(kind: type[Any]) -> Attend:
     def attend(
         case: Case, query: Tensor, key: Tensor, value: Tensor, sink_H: Tensor | None
     ) -> tuple[Tensor, None]:
+        if case.softcap is not None:
+            raise ValueError("a core attention of Megatron has no softcap")
         module = _built(kind, case, query, sink_H)
         inputs = [tensor.permute(2, 0, 1, 3).contiguous() for tensor in (query, key, value)]
         square = torch.ones(case.tokens, case.tokens, dtype=torch.bool, device=query.device)
@@ -37,13 +40,8 @@ def core_attention(kind: type[Any]) -> Attend:
             inputs = [x.transpose(0, 1).flatten(0, 1).contiguous() for x in inputs]
             ends = torch.tensor(case.boundaries, dtype=torch.int32, device=query.device)
             longest = int(ends.diff().max())
-            options["packed_seq_params"] = PackedSeqParams(
-                qkv_format="thd",
-                cu_seqlens_q=ends,
-                cu_seqlens_kv=ends,
-                max_seqlen_q=longest,
-                max_seqlen_kv=longest,
-            )
+            packed = {"cu_seqlens_q": ends, "cu_seqlens_kv": ends, "max_seqlen_q": longest}
+            options["packed_seq_params"] = PackedSeqParams("thd", max_seqlen_kv=longest, **packed)
         out = module(*inputs, None if case.packed else mask, **options)
         heads = query.shape[1]
         if case.packed:
@@ -65,13 +63,15 @@ def _built(kind: type[Any], case: Case, query: Tensor, sink_H: Tensor | None) ->
         num_attention_heads=query.shape[1],
         num_query_groups=case.groups,
         kv_channels=query.shape[3],
-        attention_dropout=0.0,
+        attention_dropout=case.dropout,
         window_size=None if case.window is None else (case.window - 1, 0),
         params_dtype=query.dtype,
         bf16=query.dtype is torch.bfloat16,
         use_cpu_initialization=query.device.type == "cpu",
         **options,
     )
+    if ours:
+        refuse_late(config)
     width = query.shape[3]
     given: dict[str, Any] = {"k_channels": width, "v_channels": width // 2} if case.narrow else {}
     if case.scale is not None:

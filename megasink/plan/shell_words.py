@@ -5,6 +5,7 @@ A value that only a command or the caller knows stays open: a mark with the name
 
 import fnmatch
 import itertools
+import os
 import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -20,6 +21,7 @@ UNSET, COMMAND, END = "\ue000", "\ue001", "\ue002"
 _BREAK, _EMPTY, _SPACE = "\ue003", "\ue004", "\ue005"
 MARK = re.compile(f"[{UNSET}{COMMAND}]([^{END}]*){END}")
 _LONGEST = 1 << 20
+_HOME = re.compile(r"~[\w.-]*(?=/|$)")
 _PARAMETER = re.compile(r"([#!]?)([A-Za-z_]\w*|\d+|[@*#?$])(?:\[([^]]*)\])?(.*)", re.S)
 _FOLDER = re.compile(r"cd\s+(?:--\s+)?(.+?)\s*(?:[\d&]*>\S*\s*(?:/dev/null\s*)?)*&&\s*pwd.*", re.S)
 _JOINED = re.compile(r"\$\*|\$\{\*\}|\$\{\w+\[\*\]\}")
@@ -116,6 +118,11 @@ class Words:
             pieces.append(text or _EMPTY * (quoted or not split))
 
         at, quoted = 0, False
+        if found := _HOME.match(raw):
+            home = self.values_of("HOME") if found[0] == "~" else None
+            # Path.expanduser raises for an unknown user, of whom bash changes nothing.
+            add("".join(home or [os.path.expanduser(found[0])]), True)  # noqa: PTH111
+            at = found.end()
         while at < len(raw):
             one = raw[at]
             if raw.startswith("$'", at) and not quoted:

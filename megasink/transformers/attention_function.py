@@ -63,9 +63,6 @@ def megasink_attention(
 
     Returns:
         out_BTHV, contiguous, and None for the weights, which are never materialized.
-
-    Raises:
-        UserError: The model uses a feature that this function does not compute.
     """
     config = getattr(module, "config", None)
     sequences = _sequences(config, query, key, attention_mask, sliding_window, is_causal, module)
@@ -219,10 +216,7 @@ def masked_attention(
 
     For calls that no kernel supports without a mask: a token after a padded batch, a static cache
     in a compiled graph, several tokens after a padded cache. O(S) memory without gradients. C is
-    the number of queries in a chunk, R of heads per group.
-
-    Returns:
-        [B, H, T, D] in the dtype of the query, computed in float32 or float64.
+    the number of queries in a chunk, R of heads per group. Computed in float32 or float64.
     """
     query_BGRTD, key_BG1SD, value_BG1SD = grouped(query_BHTD, key_BGSD, value_BGSD)
     sink_GR1 = None

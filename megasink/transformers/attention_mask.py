@@ -19,39 +19,26 @@ from megasink.transformers.row_order import RowOrder, row_order
 
 @dataclass(frozen=True, eq=False)
 class Sequences:
-    """The keys that each query sees; without any of the fields, causal attention over whole rows.
-
-    Attributes:
-        queries: T.
-        length: Keys that the attention function is called with.
-        keys: S, the number of these that are used, from the first: a static cache is longer
-            than its content.
-        window: Tokens visible to a token, including itself; None for all.
-        real_BS: True for tokens that are not padding; None without an attention_mask.
-        documents: Boundaries 0, .., B * T of packed documents in the rows, one row after the other;
-            None for one document per row.
-        order: Moves the padding of each row to its end; None if it is there already.
-        first_query, first_key: Positions of the first query and key, given if only a mask shows
-            the visible keys (`masked_attention`); else None. Under torch.compile the first query of
-            a static cache is a tensor.
-        causal: False for a mask that is refused when it is used: decoders of an encoder-decoder
-            make one for a cross-attention that they may not run.
-    """
+    """The keys that each query sees; without these fields, causal attention over whole rows."""
 
     # `generate` makes masks for static caches in advance. Models ask them for their dimensions (4:
     # nothing is left to convert), and `generate` for `contiguous`. Any other use of a
     # mask belongs to attention that megasink would not compute, and is refused.
     ndim = 4
 
-    queries: int
-    length: int
-    keys: int
-    window: int | None = None
-    real_BS: Tensor | None = None
-    documents: tuple[int, ...] | None = None
-    order: RowOrder | None = None
+    queries: int  # T
+    length: int  # keys that the attention function is called with
+    keys: int  # S, those that are used, from the first: a static cache is longer than its content
+    window: int | None = None  # tokens visible to a token, including itself
+    real_BS: Tensor | None = None  # True for tokens that are not padding
+    documents: tuple[int, ...] | None = None  # boundaries 0, .., B * T, one row after the other
+    order: RowOrder | None = None  # moves the padding of each row to its end
+    # Positions of the first query (a tensor for a static cache under torch.compile) and key, given
+    # if only a mask shows the visible keys (`masked_attention`).
     first_query: int | Tensor | None = None
     first_key: int | None = None
+    # False for a mask that is refused when it is used: decoders of an encoder-decoder make one for
+    # a cross-attention that they may not run.
     causal: bool = True
 
     def contiguous(self) -> Self:
@@ -88,17 +75,9 @@ def megasink_mask(
     """Return the sequences of a batch; see `transformers.masking_utils.sdpa_mask`.
 
     Reads padding and packed documents on the host: one wait per call for a batch with an
-    attention_mask or with packed documents, none under torch.compile.
-
-    Args:
-        attention_mask: [B, tokens], True for real tokens; None for all.
-        local_size: The sliding window.
-        allow_is_causal_skip: False if `mask_function` may be more than causal or sliding-window.
-        allow_is_bidirectional_skip: Only given for bidirectional masks.
-        use_vmap: Whether the model adds its own mask.
-
-    Raises:
-        UserError: megasink does not compute this mask.
+    attention_mask or with packed documents, none under torch.compile. allow_is_causal_skip is False
+    if `mask_function` may be more than causal or sliding-window, allow_is_bidirectional_skip is
+    given for bidirectional masks alone, and use_vmap if the model adds its own mask.
     """
     if isinstance(attention_mask, Sequences):  # made by `generate` for a static cache
         return attention_mask

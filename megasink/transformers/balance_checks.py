@@ -70,12 +70,7 @@ def model_problems(
 
 
 class GateCheck:
-    """Compares attention's output times its gate with the input of the output projection.
-
-    Args:
-        gated: Decoder layers with an explicit gate, by index, and what `gate_reader` returned.
-        heads: H.
-    """
+    """Compares attention's output times its gate with the input of the output projection."""
 
     def __init__(
         self, gated: Mapping[int, tuple[Block, tuple[torch.nn.Module, Reader]]], heads: int

@@ -8,7 +8,10 @@ from megasink.attention.conformance import CASES
 from megasink.cli.doctor_attention import report
 
 PAGE = Path(__file__).resolve().parents[2] / "megasink" / "attention" / "README.md"
-NAMES = ("eager", "sdpa", "megasink", "flash-cpu", "DotProductAttention", "CoreAttention")
+NAMES = (
+    *("eager", "sdpa", "flex_attention", "megasink", "flash-cpu", "DotProductAttention"),
+    "CoreAttention",
+)
 
 
 def columns() -> dict[str, dict[str, str]]:

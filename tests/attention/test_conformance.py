@@ -17,9 +17,9 @@ from megasink.attention.conformance import (
     RIGHT,
     WRONG,
     check,
-    definition,
     kernel,
 )
+from megasink.attention.conformance import definition as exact
 from megasink.attention.kernels import backend_names
 from megasink.cli import doctor_attention
 from megasink.errors import UserError
@@ -33,11 +33,19 @@ GROUPS = {case.name for case in CASES if case.groups != 8}
 LEFT = {case.name for case in CASES if case.documents[0][0][0]}
 PACKED = {case.name for case in CASES if case.packed}
 TWO_PACKED = {case.name for case in CASES if case.packed and case.rows > 1}
+CAPPED = {case.name for case in CASES if case.softcap is not None}
+DROPOUT = {case.name for case in CASES if case.dropout}
 ALL = {case.name for case in CASES}
 
 
 def verdicts(attend, dtype=torch.float32):
     return {case.name: check(attend, case, dtype, "cpu", 16) for case in CASES}
+
+
+def definition(case, q, k, v, sink, heads=8):
+    """The definition, with a draw of dropout."""
+    drawn = torch.rand(q.shape[0], heads, q.shape[2], q.shape[2]).expand(-1, 8, -1, -1)
+    return exact(replace(case, kept_BHTT=drawn >= case.dropout), q, k, v, sink)
 
 
 def sinks_cut(case, q, k, v, sink):
@@ -76,6 +84,34 @@ def window_ignored(case, q, k, v, sink):
     return definition(replace(case, window=None), q, k, v, sink)
 
 
+def cap_ignored(case, q, k, v, sink):
+    return definition(replace(case, softcap=None), q, k, v, sink)
+
+
+def cap_before_scale(case, q, k, v, sink):
+    cap = case.softcap and case.softcap * q.shape[-1] ** 0.5 * 1.01
+    return definition(replace(case, softcap=cap), q, k, v, sink)
+
+
+def dropout_ignored(case, q, k, v, sink):
+    return definition(replace(case, dropout=0.0), q, k, v, sink)
+
+
+def dropout_of_outputs(case, q, k, v, sink):
+    out, lse = dropout_ignored(case, q, k, v, sink)
+    return torch.nn.functional.dropout(out, case.dropout), lse
+
+
+def dropout_doubled(case, q, k, v, sink):
+    """With the scale of the right one."""
+    out, lse = definition(replace(case, dropout=2 * case.dropout), q, k, v, sink)
+    return out * (1 - 2 * case.dropout) / (1 - case.dropout), lse
+
+
+def dropout_shared_by_heads(case, q, k, v, sink):
+    return definition(case, q, k, v, sink, heads=1)
+
+
 def whole(case):
     return replace(case, documents=case.whole)
 
@@ -105,13 +141,15 @@ def lse_in_base_2(case, q, k, v, sink):
 def one_value_wrong(case, q, k, v, sink):
     out, lse = definition(case, q, k, v, sink)
     changed = torch.zeros_like(out)
-    changed[0, 3, 30, 5] = 1e-3  # no padding in any case
+    changed[0, 3, min(30, q.shape[2] - 1), 5] = 1e-3  # no padding in any case
     return out + changed, lse
 
 
 def not_a_number(case, q, k, v, sink):
     out, lse = definition(case, q, k, v, sink)
-    return out * torch.where(torch.arange(q.shape[2]) == 40, torch.nan, 1.0)[:, None], lse
+    return out * torch.where(torch.arange(q.shape[2]) == q.shape[2] - 8, torch.nan, 1.0)[
+        :, None
+    ], lse
 
 
 def other_layout(case, q, k, v, sink):
@@ -130,6 +168,12 @@ DEFECTS = [
     (window_ignored, DROPPED, WINDOWS),
     (padding_ignored, DROPPED, LEFT),
     (scale_ignored, DROPPED, {"scale, sinks"}),
+    (cap_ignored, DROPPED, CAPPED),
+    (cap_before_scale, WRONG, CAPPED),
+    (dropout_ignored, DROPPED, DROPOUT),
+    (dropout_of_outputs, WRONG, DROPOUT),
+    (dropout_doubled, WRONG, DROPOUT),
+    (dropout_shared_by_heads, WRONG, DROPOUT),
     (documents_mixed, DROPPED, PACKED),
     (documents_of_one_row_alone, DROPPED, TWO_PACKED),
     (lse_in_base_2, WRONG, ALL),
@@ -211,15 +255,15 @@ def test_the_definition_by_other_operations_is_right(dtype):
         seen = (at[:, None] >= at) & (ids[:, :, None] == ids[:, None])
         if case.window:
             seen &= at[:, None] - at < case.window
-        scores = (
-            (q @ k.mT * (case.scale or q.shape[-1] ** -0.5))
-            .float()
-            .masked_fill(~seen[:, None], -1e30)
-        )
+        scores = (q @ k.mT * (case.scale or q.shape[-1] ** -0.5)).float()
+        if case.softcap:
+            scores = case.softcap * torch.tanh(scores / case.softcap)
+        scores = scores.masked_fill(~seen[:, None], -1e30)
         if sink is not None:
             slot = sink.float()[None, :, None, None].expand(*scores.shape[:3], 1)
             scores = torch.cat([scores, slot], -1)
         weights = scores.softmax(-1)[..., : q.shape[2]]
+        weights = torch.nn.functional.dropout(weights, case.dropout)
         return weights.to(v.dtype) @ v, None
 
     found = verdicts(attend, dtype)
@@ -244,7 +288,13 @@ def test_megasinks_kernels_are_right():
             found = verdicts(kernel(name), dtype)
             refused = {name for name, one in found.items() if one.verdict == REFUSED}
             assert {one.verdict for one in found.values()} == {RIGHT, REFUSED}, found
-            assert refused == {c.name for c in CASES if c.real_BT is not None}
+            assert refused == CAPPED | DROPOUT | {c.name for c in CASES if c.real_BT is not None}
+
+
+def test_dropout_needs_outputs_that_show_every_weight():
+    found = {case.name: check(definition, case, torch.float32, "cpu", 4) for case in CASES}
+    assert {name for name, one in found.items() if one.verdict != RIGHT} == DROPOUT
+    assert {found[name].detail for name in DROPOUT} == {"this case needs a head dim of 8 or more"}
 
 
 def test_documents_and_padding_are_those_of_the_definition():
@@ -261,7 +311,8 @@ def test_documents_and_padding_are_those_of_the_definition():
 def test_the_table_of_the_documentation(pool):
     """Every attention that is installed here, by the command's own report."""
     (found,) = pool.run("tests.attention.conformance_page:columns", SINGLE)
-    assert {*found["megasink (attn_implementation)"].values()} == {RIGHT}
+    ours = found["megasink (attn_implementation)"]
+    assert {name: REFUSED if name in CAPPED | DROPOUT else RIGHT for name in ALL} == ours
     page = PAGE.read_text()
     assert [line for line in table(found) if line not in page.splitlines()] == []
 

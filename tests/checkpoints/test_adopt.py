@@ -5,6 +5,7 @@ import random
 import shlex
 import shutil
 import sys
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -35,14 +36,23 @@ CLASSES = {
         --qk-pos-emb-head-dim 16 --v-head-dim 16 --qk-layernorm --rotary-scaling-factor 40
         --mscale-all-dim 1 --yarn-beta-fast 2 --yarn-original-max-position-embeddings 8
     """),  # the last two are ignored
+    "experts": shlex.split("""
+        --num-layers 3 --num-experts 4 --moe-layer-freq ([0]+[1]*2) --moe-ffn-hidden-size 32
+        --moe-router-topk 2 --moe-shared-expert-intermediate-size 32 --moe-token-dispatcher-type
+        alltoall --moe-router-score-function sigmoid --moe-router-enable-expert-bias
+        --moe-router-load-balancing-type seq_aux_loss --moe-aux-loss-coeff 1e-2
+    """),
+    "prediction": ["--num-layers", "2", "--mtp-num-layers", "1", *GROUPS],
 }
 LAYOUTS = {
     "one": [],
     "tp": "--tensor-model-parallel-size 2 --make-vocab-size-divisible-by 32".split(),
+    "pp": ["--pipeline-model-parallel-size", "2"],
+    "ep": ["--expert-model-parallel-size", "2"],
     "dp": ["--use-distributed-optimizer", "--dist-ckpt-optim-fully-reshardable"],
 }
 OF_RUNS = ("compare", "recipes", "train")  # not of single checkpoints
-VARIANT = {"gpt": "sink", "hybrid": "gated", "latent": "vanilla"}
+VARIANT = {"gpt": "sink", "hybrid": "gated"}
 
 
 def main(words):
@@ -92,16 +102,20 @@ def trained(stock, tmp_path_factory):
         pytest.param("gpt", "tp", marks=pytest.mark.later),
         ("hybrid", "dp"),
         ("latent", "one"),
+        ("experts", "ep"),
+        ("prediction", "pp"),
         pytest.param("gpt", "dp", marks=pytest.mark.later),
         pytest.param("hybrid", "one", marks=pytest.mark.later),
         pytest.param("hybrid", "tp", marks=pytest.mark.later),
+        pytest.param("experts", "one", marks=pytest.mark.later),
+        pytest.param("gpt", "pp", marks=pytest.mark.later),
     ],
 )
 def test_logits_and_resumed_losses_are_those_of_megatron(pool, trained, tmp_path, kind, layout):
     saved, losses, logits = trained(kind, layout)
     assert main(["adopt", str(saved), str(tmp_path / "whole")]) == 0
     config = json.loads((tmp_path / "whole" / "config.json").read_text())
-    assert config["arguments"]["attention_variant"] == VARIANT[kind]
+    assert config["arguments"]["attention_variant"] == VARIANT.get(kind, "vanilla")
     found = pool.run(f"{TASKS}:loaded", run=str(tmp_path / "whole"), port=free_port())[0]
     assert np.abs(found - logits).max() < 1e-5
     run = tmp_path / "run"
@@ -125,7 +139,7 @@ def model(trained):
 
 
 def test_a_checkpoint_of_bridge_is_the_same_model(pool, trained, tmp_path, capsys):
-    """Its configuration nests the transformer's; older versions of Bridge have all in one."""
+    """Its configuration nests the transformer's, or has all in one, as Bridge 0.6.2 writes it."""
     saved, _, logits = trained("gpt", "one")
     bridge = saved.parent / "bridge"
     shutil.copytree(bridge, tmp_path / "flat")
@@ -137,14 +151,24 @@ def test_a_checkpoint_of_bridge_is_the_same_model(pool, trained, tmp_path, capsy
     config["model"]["activation_func"] = function
     config["model"]["_target_"] = "megatron.bridge.models.gpt_provider.GPTModelProvider"
     file.write_text(yaml.safe_dump(config))
-    config["model"]["softmax_scale"] = 0.5
-    scaled = tmp_path / "scaled" / "iter_0000004"
-    shutil.copytree(file.parent, scaled)
-    (scaled / "run_config.yaml").write_text(yaml.safe_dump(config))
-    code, said = answer(pool, scaled, tmp_path / "run")
-    assert code == 2
-    assert "--softmax-scale 0.5" in said
-    for name, folder in {"nested": bridge, "flat": tmp_path / "flat"}.items():
+    refused = tmp_path / "refused" / "iter_0000004"
+    shutil.copytree(file.parent, refused)
+    spec = {"_target_": "megatron.bridge.models.llama.llama4_utils.get_llama4_layer_spec"}
+    for change, told in (
+        ({"softmax_scale": 0.5}, "--softmax-scale 0.5"),
+        ({"heterogeneous_block_specs": True}, "--heterogeneous-block-specs"),
+        ({"transformer_layer_spec": spec}, "get_llama4_layer_spec"),
+    ):
+        changed = config | {"model": config["model"] | change}
+        (refused / "run_config.yaml").write_text(yaml.safe_dump(changed))
+        code, said = answer(pool, refused, tmp_path / "run")
+        assert code == 2
+        assert told in said
+    written = tmp_path / "written" / "iter_0000004"
+    shutil.copytree(file.parent, written)
+    shutil.copy(Path(__file__).with_name("bridge_run_config.yaml"), written / "run_config.yaml")
+    folders = {"nested": bridge, "flat": tmp_path / "flat", "written": written.parent}
+    for name, folder in folders.items():
         run = tmp_path / name / "run"
         assert answer(pool, folder, run) == (0, "")
         found = pool.run(f"{TASKS}:loaded", run=str(run), port=free_port())[0]
@@ -230,6 +254,7 @@ def _old_format(folder):
         ({"hidden_size": 1 << 20}, "hidden_size is 1048576"),
         ({"hidden_size": None}, "--hidden-size"),
         ({"normalization": "batch"}, "--normalization"),
+        ({"hybrid_layer_pattern": "M*-"}, "pip install mamba-ssm"),
         ({"multi_latent_attention": True}, "mutually exclusive with multi latent attention"),
         ({"mla_down_proj_fusion": True}, "--mla-down-proj-fusion"),
         ({"spec": ["my.module", "spec"]}, "--spec"),

@@ -90,6 +90,14 @@ def test_a_value_of_a_command_is_named_and_nothing_runs(folder):
     assert not (folder / "ran").exists()
 
 
+def test_a_variable_in_the_name_of_a_flag_is_named(folder):
+    text = "torchrun x.py --num-layers 4 --tensor$PART-parallel-size 2 --$(hostname) 1"
+    with pytest.raises(UserError, match=r"PART \(--tensor\$PART-par.*a command \(--\$\(\.\.\.\)\)"):
+        read(folder, text)
+    found = read(folder, text[:-15], PART="-model")
+    assert found.flags[2:] == ["--tensor-model-parallel-size", "2"]
+
+
 def test_arguments_that_only_conditions_read_are_named(folder):
     text = "if [ $2 = 8B ]; then LAYERS=32; fi\ntorchrun x.py --num-layers $LAYERS"
     with pytest.raises(UserError, match=r"LAYERS \(--num-layers\), 2 \(a condition\)"):
