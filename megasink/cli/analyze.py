@@ -60,11 +60,8 @@ def analyze_parser(prog: str, description: str | None = None) -> CommandParser:
     own = ("inputs", *analysis_flags.SEQUENCE, "positions", "columns", "maps", "map_length")
     parser = analysis_flags.model_parser(prog, description, AnalysisOptions, *own, "metrics")
     parser.add_argument("--no-loss", dest="loss", action="store_false", help="skip logits and loss")
-    parser.add_argument(
-        "--checkpoints",
-        action="store_true",
-        help="measure every checkpoint of a run and plot all metrics against tokens",
-    )
+    text = "measure every checkpoint of a run and plot all metrics against tokens"
+    parser.add_argument("--checkpoints", action="store_true", help=text)
     return parser
 
 

@@ -38,11 +38,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     """
     parser = CommandParser(prog="megasink checkpoints", description=main.__doc__)
     parser.add_argument("run", metavar="RUN", type=Path, help="run folder or its checkpoints")
-    parser.add_argument(
-        "--verify",
-        action="store_true",
-        help="verify all checksums; exit code 2 if a checkpoint is damaged",
-    )
+    text = "verify all checksums; exit code 2 if a checkpoint is damaged"
+    parser.add_argument("--verify", action="store_true", help=text)
     add_json(parser)
     args = parser.first_screen("megasink checkpoints runs/mine").parse_args(argv)
     return _show(_run(args.run), verify=args.verify, json=args.json)
@@ -143,16 +140,11 @@ def _lines(records: list[dict[str, Any]], *, verified: bool) -> Iterator[str]:
                 state + "; --resume auto uses it" * one["resumes"],
             )
         )
-    yield from _aligned(rows, right=3)
-
-
-def _aligned(rows: Sequence[tuple[str, ...]], right: int) -> Iterator[str]:
-    """Yield the rows as lines; the first `right` columns are aligned to the right."""
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     for row in rows:
         pairs = list(zip(row, widths, strict=True))
-        words = [word.rjust(width) for word, width in pairs[:right]]
-        words += [word.ljust(width) for word, width in pairs[right:]]
+        words = [word.rjust(width) for word, width in pairs[:3]]
+        words += [word.ljust(width) for word, width in pairs[3:]]
         yield "  ".join(words).rstrip()
 
 

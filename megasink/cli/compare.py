@@ -31,11 +31,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument(
         "--smoothing", type=float, help=f"EMA factor, 0 to 1 (default: {SMOOTHING})"
     )
-    parser.add_argument(
-        "--output",
-        type=Path,
-        help="PNG to write (default: compare.png; for one run RUN/curves.png)",
-    )
+    text = "PNG to write (default: compare.png; for one run RUN/curves.png)"
+    parser.add_argument("--output", type=Path, help=text)
     add_overwrite(parser)
     add_json(parser)
     args = parser.first_screen("megasink compare runs/sink runs/vanilla").parse_args(argv)

@@ -27,18 +27,13 @@ def main(argv: Sequence[str] | None = None) -> int:
         choices=[record.name for record in variants() if record.export and record.export.start],
         help="convert a model with plain attention to this variant; default: keep it unchanged",
     )
-    parser.add_argument(
-        "--gate-granularity",
-        choices=("headwise", "elementwise"),
-        help="for --attention-variant gated (default: headwise), or for a model with elementwise "
-        "gates that are equal within every head",
+    text = (
+        "for --attention-variant gated (default: headwise), or for a model with elementwise "
+        "gates that are equal within every head"
     )
-    parser.add_argument(
-        "--sink-weight",
-        type=float,
-        default=0.05,
-        help="for --attention-variant sink: mean attention weight of a head's sink; default: 0.05",
-    )
+    parser.add_argument("--gate-granularity", choices=("headwise", "elementwise"), help=text)
+    text = "for --attention-variant sink: mean attention weight of a head's sink; default: 0.05"
+    parser.add_argument("--sink-weight", type=float, default=0.05, help=text)
     hub.add_allow_download(parser)
     args = parser.first_screen(
         "megasink convert-from-hf path/to/llama --output runs/started"

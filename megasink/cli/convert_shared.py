@@ -15,13 +15,11 @@ from megasink.plugins import add_flag
 
 def parser_of(command: str, main: Callable[..., int]) -> CommandParser:
     parser = CommandParser(prog=f"megasink {command}", description=main.__doc__)
-    parser.add_argument(
-        "--verify",
-        action=argparse.BooleanOptionalAction,
-        default=True,
-        help="compare logits and generated tokens of both models, or every tensor if memory is "
-        "short; default: on",
+    text = (
+        "compare logits and generated tokens of both models, or every tensor if memory is "
+        "short; default: on"
     )
+    parser.add_argument("--verify", action=argparse.BooleanOptionalAction, default=True, help=text)
     text = "folder to write; must be empty or missing"
     parser.add_argument("--output", type=Path, required=True, metavar="FOLDER", help=text)
     add_device(parser)

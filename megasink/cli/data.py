@@ -22,12 +22,8 @@ if TYPE_CHECKING:
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the options of `megasink data` to `parser`."""
-    parser.add_argument(
-        "inputs",
-        nargs="+",
-        metavar="INPUT",
-        help="text or .jsonl (also .gz, .zst) or .parquet file, or a folder of them",
-    )
+    text = "text or .jsonl (also .gz, .zst) or .parquet file, or a folder of them"
+    parser.add_argument("inputs", nargs="+", metavar="INPUT", help=text)
     parser.add_argument(
         "--output", type=Path, required=True, metavar="PREFIX", help="write PREFIX.bin, PREFIX.idx"
     )
@@ -38,24 +34,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     tokenizer.add_argument(
         "--train-tokenizer", type=int, metavar="VOCAB_SIZE", help="first train a tokenizer"
     )
-    parser.add_argument(
-        "--tokenizer-output",
-        type=Path,
-        metavar="FOLDER",
-        help="where to write the trained tokenizer (default: PREFIX-tokenizer)",
-    )
-    parser.add_argument(
-        "--tokenizer-bos",
-        action="store_true",
-        help="give the trained tokenizer a BOS token, added before every text (default: none)",
-    )
+    text = "where to write the trained tokenizer (default: PREFIX-tokenizer)"
+    parser.add_argument("--tokenizer-output", type=Path, metavar="FOLDER", help=text)
+    text = "give the trained tokenizer a BOS token, added before every text (default: none)"
+    parser.add_argument("--tokenizer-bos", action="store_true", help=text)
     add_parse_special_tokens(parser)
-    parser.add_argument(
-        "--json-key",
-        default="text",
-        metavar="KEY",
-        help="JSON key or parquet column of the text (default: %(default)s)",
-    )
+    text = "JSON key or parquet column of the text (default: %(default)s)"
+    parser.add_argument("--json-key", default="text", metavar="KEY", help=text)
     parser.add_argument(
         "--split-documents",
         choices=("auto", "paragraphs", "never"),
@@ -63,46 +48,26 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="paragraphs: split every text file into documents of whole paragraphs; auto (the "
         "default): only if there is one input file, since one document leaves none for validation",
     )
-    parser.add_argument(
-        "--validation",
-        type=float,
-        metavar="SHARE",
-        help="draw this share of the documents at random, such as 0.05, into PREFIX-validation; "
-        "train --data-path PREFIX then validates with them, in place of --split",
+    text = (
+        "draw this share of the documents at random, such as 0.05, into PREFIX-validation; "
+        "train --data-path PREFIX then validates with them, in place of --split"
     )
+    parser.add_argument("--validation", type=float, metavar="SHARE", help=text)
+    text = "seed for --validation (default: %(default)s)"
+    parser.add_argument("--validation-seed", type=int, metavar="N", help=text, default=1234)
+    text = "reject longer documents, to bound memory use (default: %(default)s)"
     parser.add_argument(
-        "--validation-seed",
-        type=int,
-        metavar="N",
-        help="seed for --validation (default: %(default)s)",
-        default=1234,
+        "--max-document-bytes", type=int, default=MAX_DOCUMENT_BYTES, metavar="N", help=text
     )
-    parser.add_argument(
-        "--max-document-bytes",
-        type=int,
-        default=MAX_DOCUMENT_BYTES,
-        metavar="N",
-        help="reject longer documents, to bound memory use (default: %(default)s)",
+    text = (
+        "read only part K of N and write PREFIX-K-of-N; make the parts on different "
+        "machines, then join them with megasink data --merge PREFIX"
     )
-    parser.add_argument(
-        "--partition",
-        type=_partition,
-        metavar="K/N",
-        help="read only part K of N and write PREFIX-K-of-N; make the parts on different "
-        "machines, then join them with megasink data --merge PREFIX",
-    )
-    parser.add_argument(
-        "--merge",
-        metavar="PREFIX",
-        help="join the parts made by --partition into PREFIX; only --overwrite can be added",
-    )
-    parser.add_argument(
-        "--workers",
-        type=int,
-        default=default_workers(),
-        metavar="N",
-        help="tokenizing processes (default: one per CPU, here %(default)s)",
-    )
+    parser.add_argument("--partition", type=_partition, metavar="K/N", help=text)
+    text = "join the parts made by --partition into PREFIX; only --overwrite can be added"
+    parser.add_argument("--merge", metavar="PREFIX", help=text)
+    text = "tokenizing processes (default: one per CPU, here %(default)s)"
+    parser.add_argument("--workers", type=int, default=default_workers(), metavar="N", help=text)
     parser.add_argument("--overwrite", action="store_true", help="replace existing files")
 
 
@@ -136,7 +101,7 @@ def run(args: argparse.Namespace) -> None:
             overwrite=args.overwrite,
         )
         print(
-            f"trained {folder}: {trained.vocab_size} tokens from {_mb(trained.sample_bytes)} "
+            f"trained {folder}: {args.train_tokenizer} tokens from {_mb(trained.sample_bytes)} "
             f"of {_mb(trained.corpus_bytes)} in {trained.seconds:.1f} s"
         )
     try:

@@ -65,11 +65,10 @@ def next_letters(rows_NN: Floats, last_D: Ids, random: np.random.Generator) -> I
 
 @dataclass(frozen=True)
 class TriggerLanguage:
-    """A Markov chain of letters; each trigger is followed by the letter before it.
+    """A Markov chain of letters; each trigger is followed by the letter before it."""
 
-    Triggers are the first letters of `LETTERS`, and never first in a document or side by side.
-    `chain` seeds the transitions, rows of a Dirichlet distribution.
-    """
+    # Triggers are the first letters of `LETTERS`, and never first in a document or side by side.
+    # `chain` seeds the transitions, rows of a Dirichlet distribution.
 
     letters: int = len(LETTERS)
     triggers: int = 4

@@ -56,13 +56,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--head-dim", type=int, default=64, help="head dimension; default: 64")
     parser.add_argument("--window", type=int, help="sliding window in tokens, query included")
     parser.add_argument("--no-self-test", action="store_true", help="do not run kernels or a model")
-    parser.add_argument(
-        "--attention",
-        metavar="NAME",
-        help="only compare an implementation of attention with the definition, case by case: an "
-        "attn_implementation of transformers, a core attention of Megatron (MODULE:CLASS), or a "
-        "kernel of megasink",
+    text = (
+        "only compare an implementation of attention with the definition, case by case: an "
+        "attn_implementation of transformers, a core attention of Megatron (MODULE:CLASS), or a kernel of megasink"
     )
+    parser.add_argument("--attention", metavar="NAME", help=text)
     add_json(parser)
     args = parser.first_screen("megasink doctor").parse_args(argv)
     for flag, value in (("--head-dim", args.head_dim), ("--window", args.window)):

@@ -38,10 +38,8 @@ _CLASSES = {
 
 
 def report(name: str, head_dim: int, console: Console) -> tuple[dict[str, Any], int]:
-    """Print and return the table of every attention of this name, and the exit code.
-
-    It is 1 if a case is wrong, or an attention drops a feature or runs no case at all.
-    """
+    """Print and return the table of every attention of this name, and the exit code."""
+    # It is 1 if a case is wrong, or an attention drops a feature or runs no case at all.
     device = "cuda" if torch.cuda.is_available() else "cpu"
     found, code = {}, 0
     with contextlib.ExitStack() as groups:

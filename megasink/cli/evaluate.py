@@ -75,51 +75,27 @@ def _parser(description: str | None) -> CommandParser:
     also = ", missing datasets, and metrics (code from the hub)"
     parser = weights_parser("megasink evaluate", description, also)
     suites = ", ".join(f"{suite.row} ({suite.name})" for suite in ALL)
-    parser.add_argument(
-        "--tasks",
-        nargs="+",
-        required=True,
-        metavar="TASK",
-        help=f"tasks, groups and tags of lm-eval, or the papers' suites: {suites}",
-    )
-    parser.add_argument(
-        "--interventions",
-        type=Path,
-        metavar="FILE",
-        help="JSON list of interventions, applied in order (docs/interventions.md)",
-    )
+    text = f"tasks, groups and tags of lm-eval, or the papers' suites: {suites}"
+    parser.add_argument("--tasks", nargs="+", required=True, metavar="TASK", help=text)
+    text = "JSON list of interventions, applied in order (docs/interventions.md)"
+    parser.add_argument("--interventions", type=Path, metavar="FILE", help=text)
     parser.add_argument("--limit", type=int, help="documents per task (default: all)")
     parser.add_argument(
         "--num-fewshot", type=int, help="examples before each question (default: the task's)"
     )
-    parser.add_argument(
-        "--batch-size",
-        type=_batch_size,
-        default="auto",
-        metavar="N",
-        help="sequences per batch, or auto: as many as fit (default: auto)",
-    )
+    text = "sequences per batch, or auto: as many as fit (default: auto)"
+    parser.add_argument("--batch-size", type=_batch_size, default="auto", metavar="N", help=text)
     parser.add_argument(
         "--chat-template", action="store_true", help="use the tokenizer's chat template"
     )
+    text = "also write the requests and answers of each document to samples/TASK.jsonl"
+    parser.add_argument("--samples", action="store_true", help=text)
+    text = "more tasks (lm-eval YAML files, which may run Python files that they name)"
     parser.add_argument(
-        "--samples",
-        action="store_true",
-        help="also write the requests and answers of each document to samples/TASK.jsonl",
+        "--task-folder", type=Path, nargs="+", default=[], metavar="FOLDER", help=text
     )
-    parser.add_argument(
-        "--task-folder",
-        type=Path,
-        nargs="+",
-        default=[],
-        metavar="FOLDER",
-        help="more tasks (lm-eval YAML files, which may run Python files that they name)",
-    )
-    parser.add_argument(
-        "--confirm-run-unsafe-code",
-        action="store_true",
-        help="allow tasks that run code written by the model, such as humaneval",
-    )
+    text = "allow tasks that run code written by the model, such as humaneval"
+    parser.add_argument("--confirm-run-unsafe-code", action="store_true", help=text)
     return parser
 
 

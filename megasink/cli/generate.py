@@ -34,23 +34,16 @@ def main(argv: Sequence[str] | None = None) -> int:
         "run", type=Path, metavar="RUN", help="a run folder, or a checkpoint folder in it"
     )
     parser.add_argument("--prompt", action="append", required=True, help="text; may be repeated")
-    parser.add_argument(
-        "--max-new-tokens",
-        type=int,
-        help=f"tokens to add to each prompt; default: {_NEW_TOKENS}, or as many as fit",
-    )
+    text = f"tokens to add to each prompt; default: {_NEW_TOKENS}, or as many as fit"
+    parser.add_argument("--max-new-tokens", type=int, help=text)
     parser.add_argument(
         "--temperature", type=float, default=1.0, help="0: always the most likely token; default: 1"
     )
     parser.add_argument(
         "--top-k", type=int, default=0, help="sample from the k most likely tokens; default: all"
     )
-    parser.add_argument(
-        "--top-p",
-        type=float,
-        default=1.0,
-        help="sample from the most likely tokens that together reach this probability; default: 1",
-    )
+    text = "sample from the most likely tokens that together reach this probability; default: 1"
+    parser.add_argument("--top-p", type=float, default=1.0, help=text)
     parser.add_argument(
         "--seed", type=int, default=1234, help="random seed of the samples; default: 1234"
     )
@@ -73,9 +66,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         loaded = load_model(args.run, args.iteration, args.tokenizer)
         model, tokenizer, trained, iteration, generation = loaded
         ends = generation["eos_token_id"]
-        text = text_tokenizer(tokenizer, parse_special_tokens=args.parse_special_tokens)
+        encoder = text_tokenizer(tokenizer, parse_special_tokens=args.parse_special_tokens)
         given = [prompt.removeprefix(BYTE_ORDER_MARK) for prompt in args.prompt]
-        prompts = [text.ids(prompt, "a --prompt") for prompt in given]
+        prompts = [encoder.ids(prompt, "a --prompt") for prompt in given]
         # Every training sequence starts with it (P2.23).
         first = [trained.sink_token_id] if trained.sink_token else []
         first += leading_ids(tokenizer)

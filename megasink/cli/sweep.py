@@ -8,7 +8,6 @@ from megasink.analysis.options import BOS, ModelOptions, SweepOptions
 from megasink.analysis.ranks import taking_part
 from megasink.checkpoints.find import is_run
 from megasink.cli import analysis_flags
-from megasink.options.command_parser import CommandParser
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -19,7 +18,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     Also writes report.html, sweep.json and sweep.npz; a killed sweep resumes.
     """
     with taking_part() as ranks:
-        parser = _parser(main.__doc__).first_screen(
+        own = ("lengths", "first_token_copies", *analysis_flags.REPLACEMENT)
+        parser = analysis_flags.model_parser("megasink sweep", main.__doc__, SweepOptions, *own)
+        text = "auto follows the tokenizer (default: auto)"
+        parser.add_argument("--bos", choices=BOS, nargs="+", default=["auto"], help=text)
+        parser.first_screen(
             "megasink sweep path/to/model --data texts.jsonl --output sweep",
             *("--data", "--output", "--lengths", "--bos", "--first-token-copies"),
             *("--max-samples", "--device", "--overwrite"),
@@ -32,14 +35,6 @@ def main(argv: Sequence[str] | None = None) -> int:
         with opened(which, ranks) as model:
             sweep(model, options, ranks)
     return 0
-
-
-def _parser(description: str | None) -> CommandParser:
-    own = ("lengths", "first_token_copies", *analysis_flags.REPLACEMENT)
-    parser = analysis_flags.model_parser("megasink sweep", description, SweepOptions, *own)
-    text = "auto follows the tokenizer (default: auto)"
-    parser.add_argument("--bos", choices=BOS, nargs="+", default=["auto"], help=text)
-    return parser
 
 
 def _check(args: argparse.Namespace) -> tuple[ModelOptions, SweepOptions]:

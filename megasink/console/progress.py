@@ -31,11 +31,9 @@ def progress(
     every: float = 30.0,
     slow: bool = False,
 ) -> Iterator[Tell]:
-    """Show progress and the remaining time, by the rate of this process since `before`.
-
-    Without a terminal it prints a line every `every` seconds, the first one at once if the units
-    are `slow`. With 0 it prints a line at every call and draws no bar.
-    """
+    """Show progress and the remaining time, by the rate of this process since `before`."""
+    # Without a terminal it prints a line every `every` seconds, the first one at once if the units
+    # are `slow`. With 0 it prints a line at every call and draws no bar.
     from rich.console import Console
     from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 

@@ -71,11 +71,9 @@ def handling(handler: Any, numbers: Collection[int] = SIGNALS) -> Iterator[None]
 
 
 def hear(look: Callable[[int], None]) -> tuple[int, int]:
-    """Start a thread that gets every signal at once, whatever the main thread does.
-
-    It runs `look` with the descriptor to read the numbers from. Returns the descriptor that ends
-    them when it is closed, and the previous wakeup descriptor.
-    """
+    """Start a thread that gets every signal at once, whatever the main thread does."""
+    # It runs `look` with the descriptor to read the numbers from. Returns the descriptor that ends
+    # them when it is closed, and the previous wakeup descriptor.
     receiving, sending = os.pipe()
     os.set_blocking(sending, False)
     # Not threading's, whose start waits forever for a thread that has no memory to begin.
@@ -87,10 +85,9 @@ _heard: _Heard | None = None
 
 
 def run(command: Callable[[], int]) -> int:
-    """Return the exit code of a command; errors of the user and the machine are one line.
-
-    After a signal it is 128 + its number. Only the outermost call in the main thread does anything.
-    """
+    """Return the exit code of a command; errors of the user and the machine are one line."""
+    # After a signal it is 128 + its number. Only the outermost call in the main thread does
+    # anything.
     if _heard is not None or threading.current_thread() is not threading.main_thread():
         return command()
     escape_output()

@@ -44,28 +44,18 @@ def _to_cpu(device: Any) -> Any:
     return _CPU if isinstance(device, int) and not isinstance(device, bool) else device
 
 
-def _redirected(function: Any) -> Callable[..., Any]:
+def _redirected(function: Any, place: int | None = None) -> Callable[..., Any]:
+    """Wrap a function with a ``device``, which may also be the positional argument at `place`."""
+
     @functools.wraps(function)
     def wrapper(*args: Any, **kwargs: Any) -> Any:
         if "device" in kwargs:
             kwargs["device"] = _to_cpu(kwargs["device"])
         if kwargs.get("pin_memory"):
             kwargs["pin_memory"] = False
+        if place is not None and len(args) > place:
+            args = (*args[:place], _to_cpu(args[place]), *args[place + 1 :])
         return function(*args, **kwargs)
-
-    return wrapper
-
-
-def _moved(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Wrap ``.to``, whose device may be the first positional argument."""
-
-    @functools.wraps(function)
-    def wrapper(self: Any, *args: Any, **kwargs: Any) -> Any:
-        if args:
-            args = (_to_cpu(args[0]), *args[1:])
-        if "device" in kwargs:
-            kwargs["device"] = _to_cpu(kwargs["device"])
-        return function(self, *args, **kwargs)
 
     return wrapper
 
@@ -99,14 +89,6 @@ def _generator() -> type[torch.Generator]:
     return Generator
 
 
-def _context(original: Callable[..., None]) -> Callable[..., None]:
-    @functools.wraps(original)
-    def __init__(self: Any, device: Any) -> None:
-        original(self, _to_cpu(device))
-
-    return __init__
-
-
 def install() -> None:
     """Wrap torch's tensor factories and device moves."""
     # ``with torch.device("meta")`` looks factories up by identity, once: it must find the
@@ -118,6 +100,6 @@ def install() -> None:
             owner, **{name: _redirected(getattr(owner, name)) for name in names}
         )
     patches.GENERATOR.apply(Generator=_generator())
-    patches.CONTEXT.apply(__init__=_context(DeviceContext.__init__))
-    patches.MOVES.apply(to=_moved(torch.Tensor.to), cuda=lambda self, *args, **kwargs: self)
+    patches.CONTEXT.apply(__init__=_redirected(DeviceContext.__init__, 1))
+    patches.MOVES.apply(to=_redirected(torch.Tensor.to, 1), cuda=lambda self, *args, **kwargs: self)
     patches.TENSOR_TYPE.apply(type=_type_name(torch.Tensor.type))

@@ -46,21 +46,17 @@ PIPELINE = _patch(
     "megatron.core.pipeline_parallel.p2p_communication",
     "_batched_p2p_ops",
     "with interleaved stages on two ranks, two messages between the same ranks arrive swapped",
-    "megatron.core.pipeline_parallel.p2p_communication:_batched_p2p_ops: "
-    "torch.distributed.batch_isend_irecv(ops)",
-    "megatron.core.pipeline_parallel.p2p_communication:_p2p_ops: "
-    "even_recv_odd_send_group = torch.distributed.group.WORLD",
+    ":_batched_p2p_ops: torch.distributed.batch_isend_irecv(ops)",
+    ":_p2p_ops: even_recv_odd_send_group = torch.distributed.group.WORLD",
     test="tests/distributed/test_layouts.py",
 )
 PIPELINE_SHAPES = _patch(
     "shapes of pipeline messages",
-    "megatron.core.pipeline_parallel.p2p_communication.P2PCommunicator",
+    "megatron.core.pipeline_parallel.p2p_communication:P2PCommunicator",
     "_communicate_shapes",
     PIPELINE.reason,
-    "megatron.core.pipeline_parallel.p2p_communication:P2PCommunicator: "
     "def _communicate_shapes(self, tensor_send_next, tensor_send_prev, recv_prev, recv_next)",
-    "megatron.core.pipeline_parallel.p2p_communication:P2PCommunicator._communicate_shapes: "
-    "torch.distributed.batch_isend_irecv(ops)",
+    ":P2PCommunicator._communicate_shapes: torch.distributed.batch_isend_irecv(ops)",
     test="tests/distributed/test_layouts.py",
 )
 RANDOM = _patch(
@@ -99,22 +95,22 @@ GENERATOR = _patch(
 )
 CONTEXT = _patch(
     "device contexts",
-    "torch.utils._device.DeviceContext",
+    "torch.utils._device:DeviceContext",
     "__init__",
     "inside them, tensors without a device are created on the CPU",
-    "torch.utils._device:DeviceContext: def __init__(self, device)",
-    "torch.utils._device:DeviceContext.__init__: torch.device(device)",
+    "def __init__(self, device)",
+    ":DeviceContext.__init__: torch.device(device)",
 )
 MOVES = _patch(
     "moves to CUDA",
-    "torch.Tensor",
+    "torch:Tensor",
     "to cuda",
     "tensors stay on the CPU",
     "megatron.training.training:get_model: model_module.cuda(torch.cuda.current_device())",
 )
 TENSOR_TYPE = _patch(
     "tensor type names",
-    "torch.Tensor",
+    "torch:Tensor",
     "type",
     "Megatron checks for the name of a CUDA tensor type",
     "megatron.core.optimizer.clip_grads:clip_grad_by_total_norm_fp32: "
@@ -127,15 +123,15 @@ RNG_TRACKER = _patch(
     "megatron.core.tensor_parallel.random",
     "_get_cuda_rng_state _set_cuda_rng_state",
     "it is the CPU's default generator",
-    "megatron.core.tensor_parallel.random: def _get_cuda_rng_state(device, clone, graph_safe)",
-    "megatron.core.tensor_parallel.random: def _set_cuda_rng_state(new_state, device, graph_safe)",
+    "def _get_cuda_rng_state(device, clone, graph_safe)",
+    "def _set_cuda_rng_state(new_state, device, graph_safe)",
 )
 FORK_WARNING = _patch(
     "warning about the CPU generator",
     "megatron.core.tensor_parallel.random",
     "filters of its logger",
     "here fork() advances the CPU generator by design",
-    "megatron.core.tensor_parallel.random:CudaRNGStatesTracker.fork: "
+    ":CudaRNGStatesTracker.fork: "
     "logging.getLogger(__name__).warning('CPU RNG state changed within GPU RNG context')",
     test="tests/cpu/test_platform.py",
 )
@@ -162,9 +158,8 @@ DELTA_NET = _patch(
     "megatron.core.ssm.gated_delta_net.common",
     "HAVE_FLA l2norm",
     "the norm of queries and keys is a Triton kernel",
-    "megatron.core.ssm.gated_delta_net.common:_GDNBase.__init__: not HAVE_FLA",
-    "megatron.core.ssm.gated_delta_net.common:_GDNBase._prepare_input_for_gated_delta_rule: "
-    "query_key = l2norm(query_key.contiguous())",
+    ":_GDNBase.__init__: not HAVE_FLA",
+    ":_GDNBase._prepare_input_for_gated_delta_rule: query_key = l2norm(query_key.contiguous())",
     test="tests/megatron/test_hybrid.py",
 )
 DELTA_RULE = _patch(
@@ -172,8 +167,7 @@ DELTA_RULE = _patch(
     "megatron.core.ssm.gated_delta_net.gdn",
     "causal_conv1d chunk_gated_delta_rule",
     "they are Triton kernels; Megatron uses torch instead only in deterministic mode",
-    "megatron.core.ssm.gated_delta_net.gdn:GatedDeltaNet._setup_variant_attrs: "
-    "self.gated_delta_rule = chunk_gated_delta_rule",
-    "megatron.core.ssm.gated_delta_net.gdn:GatedDeltaNet.forward: causal_conv1d(...)",
+    ":GatedDeltaNet._setup_variant_attrs: self.gated_delta_rule = chunk_gated_delta_rule",
+    ":GatedDeltaNet.forward: causal_conv1d(...)",
     test="tests/megatron/test_hybrid.py",
 )

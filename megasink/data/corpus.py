@@ -13,18 +13,8 @@ from typing import Literal
 
 from megasink.console.printable import printable
 from megasink.console.progress import progress
-from megasink.data.input_files import (
-    BYTE_ORDER_MARK,
-    File,
-    Place,
-    Span,
-    expand,
-    open_lines,
-    parquet_rows,
-    readable,
-    spans_of,
-    text_of,
-)
+from megasink.data import input_files
+from megasink.data.input_files import File, Place, Span
 from megasink.errors import ConfigError, UserError
 
 Split = Literal["auto", "paragraphs", "never"]
@@ -98,14 +88,14 @@ class Corpus:
             problems.append(f"--max-document-bytes {max_document_bytes}: use 1 or more")
         for item in self.inputs:
             try:
-                self._files += expand(item, self.json_key, max_document_bytes)
+                self._files += input_files.expand(item, self.json_key, max_document_bytes)
             except UserError as error:
                 problems.append(str(error))
         if problems:
             raise ConfigError(problems)
         alone = [file.kind for file in self._files] == ["text"]
         self.is_split = split == "paragraphs" or (split == "auto" and alone)
-        self._spans = spans_of(self._files, *(partition or (1, 1)))
+        self._spans = input_files.spans_of(self._files, *(partition or (1, 1)))
         self.total_bytes = sum(span.stop - span.start for span in self._spans)
 
     def identity(self) -> list[tuple[str, int, int]]:
@@ -121,7 +111,7 @@ class Corpus:
         for number, span in enumerate(self._spans[first.file :], first.file):
             file, characters = span.file, 0
             after = first if number == first.file else Place()
-            with readable(file.path):
+            with input_files.readable(file.path):
                 for name, text, position, item, byte in self._read(span, after):
                     source = printable(name)
                     read = min(position, span.stop) - span.start
@@ -130,7 +120,7 @@ class Corpus:
                         self.skipped.invalid_utf8 += 1
                         if len(self.skipped.examples) < EXAMPLES:
                             self.skipped.examples.append(source)
-                    elif not (text := text.removeprefix(BYTE_ORDER_MARK)):
+                    elif not (text := text.removeprefix(input_files.BYTE_ORDER_MARK)):
                         self.skipped.empty += 1
                     else:
                         documents += 1
@@ -178,7 +168,7 @@ class Corpus:
 
     def _text(self, file: File) -> _Item:
         source, most = str(file.path), self.max_document_bytes
-        with open_lines(file.path, file.compression) as (stream, _):
+        with input_files.open_lines(file.path, file.compression) as (stream, _):
             data = stream.read(min(_HEAD_BYTES, most + 1))
             # NUL is valid UTF-8, but no text file has it: this skips archives in a folder.
             if b"\0" not in data:
@@ -202,7 +192,7 @@ class Corpus:
     def _lines(self, span: Span, after: Place) -> Iterator[_Item]:
         limit, number, blank, byte = self.max_document_bytes, 0, 0, 0
         path, compression = span.file.path, span.file.compression
-        with open_lines(path, compression) as (lines, tell):
+        with input_files.open_lines(path, compression) as (lines, tell):
             if compression is None and after.item:
                 number, byte = after.item, after.byte
                 lines.seek(byte)
@@ -227,12 +217,12 @@ class Corpus:
                         )
                     continue
                 blank = 0
-                text = text_of(line, source, self.json_key)
+                text = input_files.text_of(line, source, self.json_key)
                 del line  # the consumer may hold the text for long
                 yield source, text, tell(), number, byte
 
     def _rows(self, file: File, after: Place) -> Iterator[_Item]:
-        rows = parquet_rows(file.path, self.json_key, self.max_document_bytes)
+        rows = input_files.parquet_rows(file.path, self.json_key, self.max_document_bytes)
         for row, (cell, part) in enumerate(rows, 1):
             if row <= after.item:
                 continue
@@ -278,11 +268,9 @@ _LINE = re.compile(r"\n")
 
 
 def paragraphs(text: str) -> Iterator[tuple[str, int]]:
-    """Yield documents of a text, and the number of its characters consumed with each.
-
-    A document ends at the first blank line after about a 200th of the text (512 to 16,384
-    characters), or at the end of a line if there is none within eight times as much.
-    """
+    """Yield documents of a text, and the number of its characters consumed with each."""
+    # A document ends at the first blank line after about a 200th of the text (512 to 16,384
+    # characters), or at the end of a line if there is none within eight times as much.
     least = min(max(len(text) // _PARTS, _LEAST), _MOST)
     start = 0
     while start < len(text):

@@ -99,10 +99,8 @@ def output_problems(prefix: Path, inputs: Sequence[str], *, overwrite: bool) -> 
 
 @contextmanager
 def writing(*prefixes: Path) -> Iterator[None]:
-    """Lock data sets for this run, and remove their partial files at the end.
-
-    After a signal or a kill they stay; the first data set has the record of progress.
-    """
+    """Lock data sets for this run, and remove their partial files at the end."""
+    # After a signal or a kill they stay; the first data set has the record of progress.
     first = prefixes[0]
     with saying(f"--output {first}"), ExitStack() as locks:
         first.parent.mkdir(parents=True, exist_ok=True)
@@ -189,10 +187,8 @@ _DIGITS = 16  # of 64 hexadecimal ones: enough to tell copies apart
 
 
 def contents(prefix: str, suffix: str, most: int = WHOLE) -> tuple[str, bool]:
-    """Describe a data set's file for comparison with a copy, and say whether it was read whole.
-
-    A file of at most `most` bytes is, and must be the one of PREFIX.json; of others samples are.
-    """
+    """Describe a data set's file for comparison with a copy, and say whether it was read whole."""
+    # A file of at most `most` bytes is, and must be the one of PREFIX.json; of others samples are.
     path = Path(prefix + suffix)
     size = path.stat().st_size
     checksums = read_sidecar(prefix).get(CHECKSUMS)
@@ -225,10 +221,9 @@ KEY = "validation"
 
 @dataclass(frozen=True)
 class Validation:
-    """A share, above 0 and at most 0.5, of the documents, drawn at random by a seed.
+    """A share, above 0 and at most 0.5, of the documents, drawn at random by a seed."""
 
-    One of every 1 / share consecutive documents, by the seed and its number in its part.
-    """
+    # One of every 1 / share consecutive documents, by the seed and its number in its part.
 
     share: float
     seed: int = 1234

@@ -137,10 +137,8 @@ def _encode(batch: list[Part]) -> Encoded:
 def from_tokenizer[Result](
     folder: Path, function: Callable[..., Result], *args: Any, **kwargs: Any
 ) -> Result:
-    """Return ``function(tokenizer, *args, **kwargs)`` for the tokenizer of `load_tokenizer`.
-
-    In a short-lived process, because transformers takes 0.58 GB with torch, 0.08 GB without.
-    """
+    """Return ``function(tokenizer, *args, **kwargs)`` for the tokenizer of `load_tokenizer`."""
+    # In a short-lived process, because transformers takes 0.58 GB with torch, 0.08 GB without.
     if "transformers" in sys.modules:
         return function(load_tokenizer(folder), *args, **kwargs)
     for torch in (False, True):

@@ -49,10 +49,8 @@ _UNLEARNABLE = re.compile("[\0\u2585\u2581]+")
 
 @dataclass(frozen=True)
 class TrainedTokenizer:
-    """A trained tokenizer; UTF-8 bytes of its sample and corpus; wall time."""
+    """UTF-8 bytes of the corpus and of the sample that a tokenizer was trained on; wall time."""
 
-    folder: Path
-    vocab_size: int
     corpus_bytes: int
     sample_bytes: int
     seconds: float
@@ -86,13 +84,8 @@ def train_tokenizer(
         atomic_text(partial / "tokenizer.json", tokenizer.to_str(pretty=True))
         atomic_text(partial / "tokenizer_config.json", json.dumps(config, indent=2) + "\n")
         shutil.rmtree(folder, ignore_errors=True)
-    return TrainedTokenizer(
-        folder=folder,
-        vocab_size=vocab_size,
-        corpus_bytes=corpus_bytes,
-        sample_bytes=sum(len(c.encode()) for c in chunks),
-        seconds=time.perf_counter() - start,
-    )
+    sample = sum(len(chunk.encode()) for chunk in chunks)
+    return TrainedTokenizer(corpus_bytes, sample, time.perf_counter() - start)
 
 
 def folder_problem(folder: Path, *, overwrite: bool) -> str | None:
@@ -192,10 +185,8 @@ def _limit(message: str) -> str:
 
 
 def to_tokenizers(model: bytes) -> "Tokenizer":
-    """Convert a model of `train_sentencepiece` to `tokenizers`: the same ids for every text.
-
-    Its tokens hold real spaces for U+2581, which in a text is spelled in bytes and survives.
-    """
+    """Convert a model of `train_sentencepiece` to `tokenizers`: the same ids for every text."""
+    # Its tokens hold real spaces for U+2581, which in a text is spelled in bytes and survives.
     import sentencepiece
     from tokenizers import (
         AddedToken,

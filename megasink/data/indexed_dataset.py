@@ -122,36 +122,19 @@ class _Damage(Exception):
 
 @dataclass(frozen=True)
 class _Index:
+    """The arrays of an index, mapped."""
+
     path: Path
     dtype: np.dtype[Any]
-    sequences: int
-    documents: int
-
-    def map(self, kind: str, count: int, offset: int) -> NDArray[Any]:
-        return np.memmap(self.path, kind, "r", HEADER.size + offset, (count,))
-
-    @property
-    def lengths(self) -> NDArray[Any]:
-        """[sequences] int32 tokens of each."""
-        return self.map("<i4", self.sequences, 0)
-
-    @property
-    def pointers(self) -> NDArray[Any]:
-        """[sequences] int64 bytes in the `.bin`."""
-        return self.map("<i8", self.sequences, 4 * self.sequences)
-
-    @property
-    def ends(self) -> NDArray[Any]:
-        """[documents] int64 first sequence of each document, then the number of sequences."""
-        return self.map("<i8", self.documents, 12 * self.sequences)
+    lengths: NDArray[Any]  # [sequences] int32 tokens of each
+    pointers: NDArray[Any]  # [sequences] int64 bytes in the `.bin`
+    ends: NDArray[Any]  # [documents] int64 first sequence of each, then the number of sequences
 
 
 def data_problem(prefix: str, vocabulary: int | None, entries: int = ENTRIES) -> str | None:
-    """Return why Megatron could not train on a data set; None if no problem is found.
-
-    Compares file sizes, some entries of the index and PREFIX.json, or tokens without it. Reads at
-    most 50 MB. `vocabulary` is the number of ids that the model knows, None for any.
-    """
+    """Return why Megatron could not train on a data set; None if no problem is found."""
+    # Compares file sizes, some entries of the index and PREFIX.json, or tokens without it. Reads at
+    # most 50 MB. `vocabulary` is the number of ids that the model knows, None for any.
     try:
         index = _read_header(Path(f"{prefix}.idx"))
         size = _size(Path(f"{prefix}.bin"))
@@ -209,23 +192,29 @@ def _read_header(path: Path) -> _Index:
         )
     if not sequences or not documents:
         raise _Damage(f"{path} has no documents")
-    return _Index(path, np.dtype(DTYPES[code]).newbyteorder("<"), sequences, documents)
+    parts = (("<i4", sequences, 0), ("<i8", sequences, 4), ("<i8", documents, 12))
+    arrays = (
+        np.memmap(path, kind, "r", HEADER.size + each * sequences, (count,))
+        for kind, count, each in parts
+    )
+    return _Index(path, np.dtype(DTYPES[code]).newbyteorder("<"), *arrays)
 
 
 def _check_entries(index: _Index, size: int, entries: int) -> None:
     lengths, pointers, ends = index.lengths, index.pointers, index.ends
-    if ends[0] != 0 or ends[-1] != index.sequences:
+    sequences = len(lengths)
+    if ends[0] != 0 or ends[-1] != sequences:
         raise _Damage(
             f"{index.path} has documents from sequence {ends[0]} to {ends[-1]}, not from 0 to "
-            f"{index.sequences}"
+            f"{sequences}"
         )
-    for part in _sampled_slices(index.documents, entries):
-        falling = np.flatnonzero((np.diff(ends[part]) < 0) | (ends[part][1:] > index.sequences))
+    for part in _sampled_slices(len(ends), entries):
+        falling = np.flatnonzero((np.diff(ends[part]) < 0) | (ends[part][1:] > sequences))
         if len(falling):
             at = part.start + int(falling[0]) + 1
             raise _Damage(f"{index.path}: document {at} begins before the previous one")
     width = index.dtype.itemsize
-    for part in _sampled_slices(index.sequences, entries):
+    for part in _sampled_slices(sequences, entries):
         begins = pointers[part].astype(np.int64)
         counts = lengths[part].astype(np.int64)
         # Not begins + counts * width, which overflows for a large pointer.
@@ -238,7 +227,7 @@ def _check_entries(index: _Index, size: int, entries: int) -> None:
                 f"{size:,} bytes: it is cut short, or belongs to another data set"
             )
         # A pointer is the sum of the lengths before it, up to the size of the .bin.
-        after = pointers[part.stop : part.stop + 1] if part.stop < index.sequences else [size]
+        after = pointers[part.stop : part.stop + 1] if part.stop < sequences else [size]
         ends_at, next_at = begins + counts * width, np.append(begins[1:], after)
         apart = np.flatnonzero(ends_at != next_at)
         if len(apart) or begins[0] * (part.start == 0):

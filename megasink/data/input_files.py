@@ -140,10 +140,8 @@ class Span:
 
 
 def spans_of(files: list[File], part: int, parts: int) -> list[Span]:
-    """Return part `part` (from 1 on) of `parts` of about equal bytes, in order.
-
-    Only uncompressed JSON Lines are divided; other files belong to the part in which they begin.
-    """
+    """Return part `part` (from 1 on) of `parts` of about equal bytes, in order."""
+    # Only uncompressed JSON Lines are divided; other files belong to the part in which they begin.
     if parts == 1:
         return [Span(file, 0, file.size) for file in files]
     total = sum(file.size for file in files)

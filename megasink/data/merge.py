@@ -19,10 +19,8 @@ _SUMS = ("documents", "tokens", "text_bytes")
 
 
 def merge(prefix: Path, *, overwrite: bool = False) -> dict[str, Any]:
-    """Join `PREFIX-1-of-N` ... `PREFIX-N-of-N`, which stay, to `PREFIX`; return its .json.
-
-    The bytes are those of a run without --partition, but for the sources of skipped documents.
-    """
+    """Join `PREFIX-1-of-N` ... `PREFIX-N-of-N`, which stay, to `PREFIX`; return its .json."""
+    # The bytes are those of a run without --partition, but for the sources of skipped documents.
     prefix = Path(prefix)
     problems = dataset_files.output_problems(prefix, [], overwrite=overwrite)
     parts = _parts(prefix, problems)

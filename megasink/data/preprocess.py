@@ -16,16 +16,7 @@ import megasink
 from megasink.console.printable import say
 from megasink.data import dataset_files, resume
 from megasink.data.corpus import Corpus, Skipped, default_workers
-from megasink.data.dataset_files import (
-    LENGTHS,
-    Validation,
-    Written,
-    file_of,
-    output_problems,
-    partial_of,
-    record_of,
-    validation_of,
-)
+from megasink.data.dataset_files import LENGTHS, Validation, Written, partial_of
 from megasink.data.encode import Encoded, EncoderSettings, encode_in_order, from_tokenizer
 from megasink.data.hf_tokenizer import id_count, leading_ids, tokenizer_hash
 from megasink.data.indexed_dataset import IndexedWriter, token_dtype
@@ -41,10 +32,9 @@ _COUNTS = ("documents", "tokens", "text_bytes", "largest_id")
 
 @dataclass(frozen=True)
 class PreprocessReport:
-    """Counts of the files written; `validation` has those of the documents that were drawn.
+    """Counts of the files written; `validation` has those of the documents that were drawn."""
 
-    `tokens` includes EOD (and BOS); `text_bytes` is the UTF-8 size of the documents.
-    """
+    # `tokens` includes EOD (and BOS); `text_bytes` is the UTF-8 size of the documents.
 
     documents: int
     tokens: int
@@ -75,11 +65,11 @@ def preprocess(
     """
     prefix, folder = Path(output_prefix), Path(tokenizer_folder)
     workers = default_workers() if workers is None else workers
-    prefixes = [prefix] if validation is None else [prefix, validation_of(prefix)]
+    prefixes = [prefix] if validation is None else [prefix, dataset_files.validation_of(prefix)]
     problems = [
         problem
         for each in prefixes
-        for problem in output_problems(each, corpus.inputs, overwrite=overwrite)
+        for problem in dataset_files.output_problems(each, corpus.inputs, overwrite=overwrite)
     ]
     if workers < 1:
         problems.append(f"--workers {workers}: use 1 or more")
@@ -101,13 +91,13 @@ def preprocess(
             numbers = {name: of_set[name] for name in _COUNTS}
             about = numbers | _sidecar(corpus, made, folder)
             if validation is not None and report:
-                about |= record_of(validation, prefix, is_part=bool(corpus.partition))
+                about |= dataset_files.record_of(validation, prefix, is_part=bool(corpus.partition))
             dataset_files.write_sidecar(each, about)
             report = PreprocessReport(
                 **numbers,
                 skipped=corpus.skipped,
                 files=[
-                    *(file_of(each, suffix) for suffix in dataset_files.FILES),
+                    *(dataset_files.file_of(each, suffix) for suffix in dataset_files.FILES),
                     *(report.files if report else ()),
                 ],
                 validation=report,

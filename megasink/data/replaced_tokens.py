@@ -26,15 +26,6 @@ FORMS = f"{RANDOM}, ID"
 """Values of --replace-tokens-with, as the help shows them."""
 
 
-def new_token(value: str, drawn_from_V: "Ids", key: Sequence[int]) -> int:
-    """Return the token at one position, the end of `key`; it depends only on the arguments."""
-    if value != RANDOM:
-        return int(value)
-    # A hash: a generator's seeding takes a millisecond, and its numbers may change with a release.
-    digest = hashlib.blake2b(",".join(map(str, key)).encode(), digest_size=8).digest()
-    return int(drawn_from_V[int.from_bytes(digest, "big") % len(drawn_from_V)])
-
-
 def problems_of(positions: Sequence[int] | None, value: str | None) -> list[str]:
     """Return one message per problem of the two flags."""
     at = "--replace-tokens-at"
@@ -81,17 +72,21 @@ class Replacement:
     def replace(self, sequence: "Ids", *key: int) -> None:
         """Replace tokens of a sequence in place; each depends on its seed, key and position."""
         for position in self.at(len(sequence)):
-            key_of_position = (self.seed, *key, position)
-            sequence[position] = new_token(self.value, self.drawn_from_V, key_of_position)
+            if self.value != RANDOM:
+                sequence[position] = int(self.value)
+                continue
+            # A hash: seeding a generator takes a millisecond, and numbers may change by release.
+            text = ",".join(map(str, (self.seed, *key, position)))
+            digest = hashlib.blake2b(text.encode(), digest_size=8).digest()
+            number = int.from_bytes(digest, "big") % len(self.drawn_from_V)
+            sequence[position] = self.drawn_from_V[number]
 
 
 def replacement(
     positions: Sequence[int], value: str, *, seed: int, tokenizer: Any, size: int
 ) -> Replacement:
-    """Return the replacement that the flags select, for a model with `size` token ids.
-
-    Random tokens are uniform over the vocabulary without special tokens (P2.5).
-    """
+    """Return the replacement that the flags select, for a model with `size` token ids."""
+    # Random tokens are uniform over the vocabulary without special tokens (P2.5).
     import numpy as np
 
     if problems := problems_of(positions, value):

@@ -22,12 +22,11 @@ _WORD_START = re.compile(r"(?<=\S) (?=\S)")
 
 def add_parse_special_tokens(parser: argparse.ArgumentParser) -> None:
     """Add ``--parse-special-tokens``, which every command with texts has; see `TextTokenizer`."""
-    parser.add_argument(
-        "--parse-special-tokens",
-        action="store_true",
-        help="turn special tokens spelled out in a text into those tokens, as in Megatron-LM and "
-        "transformers (default: keep them as text)",
+    text = (
+        "turn special tokens spelled out in a text into those tokens, as in Megatron-LM and "
+        "transformers (default: keep them as text)"
     )
+    parser.add_argument("--parse-special-tokens", action="store_true", help=text)
 
 
 class Part(NamedTuple):
@@ -76,10 +75,9 @@ def text_json(tokenizer: Any) -> str:
 
 
 class TextTokenizer:
-    """Turns texts into ids, without the ids around a text (see `leading_ids`).
+    """Turns texts into ids, without the ids around a text (see `leading_ids`)."""
 
-    Special tokens in a text stay text, but with `parse_special_tokens`.
-    """
+    # Special tokens in a text stay text, but with `parse_special_tokens`.
 
     def __init__(self, tokenizer_json: str, *, parse_special_tokens: bool = False):
         from tokenizers import Tokenizer
@@ -122,10 +120,9 @@ class TextTokenizer:
         return ids
 
     def part_encoding(self, part: Part, *, offsets: bool = True) -> tuple[Any, int, int]:
-        """Return the encoding of a part with its neighbors, and the range of its own tokens.
-
-        Two parts at a cut share the text around it, and are divided where its encoding divides it.
-        """
+        """Return the encoding of a part with its neighbors, and the range of its own tokens."""
+        # Two parts at a cut share the text around it, and are divided where its encoding divides
+        # it.
         text = part.before + part.text + part.after
         encoding = self._encode(text, offsets=offsets)
         ids, first, rest, same = encoding.ids, 0, 0, True

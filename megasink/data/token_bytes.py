@@ -43,11 +43,9 @@ class TokenBytes(NamedTuple):
 
 
 def token_bytes(tokenizer: Any, first: Collection[int] = ()) -> TokenBytes:
-    """Return the bytes of text that each token of a tokenizer stands for.
-
-    Lengths sum to the UTF-8 size of a text (after NFC, if it composes) plus `prefix`. Bits per byte
-    are nats of non-special targets / (ln 2 * bytes without those `before_texts`).
-    """
+    """Return the bytes of text that each token of a tokenizer stands for."""
+    # Lengths sum to the UTF-8 size of a text (after NFC, if it composes) plus `prefix`. Bits per
+    # byte are nats of non-special targets / (ln 2 * bytes without those `before_texts`).
     lengths, text = _lengths(tokenizer), text_tokenizer(tokenizer)
     prefix = _extra_bytes(text, lengths, _PROBES[0])
     for probe in _PROBES:

@@ -4,7 +4,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from megasink.errors import UserError
 from megasink.files.json_file import read_object
 
 # transformers reads tokenizer.json as it stands for these, and rebuilds it for other classes.
@@ -39,20 +38,17 @@ def read_files(folder: str | Path) -> FileTokenizer | None:
     try:
         config = read_object(folder / "tokenizer_config.json")
         backend = Tokenizer.from_file(str(folder / "tokenizer.json"))
-    except UserError:
-        return None
-    except Exception:  # the class that tokenizers raises
+    except Exception:  # the class that tokenizers raises, and UserError
         return None
     vocabulary: dict[str, int] = backend.get_vocab(with_added_tokens=True)
     added = set(backend.get_added_tokens_decoder())
-    named = list(_named(config))
     eos = vocabulary.get(_text(config.get("eos_token")))
     if eos is None or len(vocabulary) <= len(added):
         return None
     certain = (
         config.get("tokenizer_class") in _AS_IT_STANDS
         and not any((folder / name).exists() for name in _MORE_TOKENS)
-        and all(token in vocabulary for token in named)
+        and all(token in vocabulary for token in _named(config))
     )
     return FileTokenizer(vocabulary, eos, certain)
 

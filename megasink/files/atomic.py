@@ -16,10 +16,9 @@ _FILES = ".files"
 
 @contextmanager
 def atomic_file(path: Path) -> Iterator[BinaryIO]:
-    """Open a temporary file that replaces `path` once it is on disk; one process at a time.
-
-    An exception leaves nothing behind; a kill leaves NAME.partial, which the next call overwrites.
-    """
+    """Open a temporary file that replaces `path` once it is on disk; one process at a time."""
+    # An exception leaves nothing behind; a kill leaves NAME.partial, which the next call
+    # overwrites.
     partial = path.with_name(f"{path.name}.partial")
     with _naming(path):
         partial.unlink(missing_ok=True)  # never write through a symlink
@@ -54,11 +53,9 @@ def atomic_folder(path: Path) -> Iterator[Path]:
 
 @contextmanager
 def atomic_files(folder: Path, replaced: Iterable[str] = ()) -> Iterator[Path]:
-    """Yield a folder for new files, which replace those in `folder` once all are written.
-
-    An exception in the body leaves `folder` as it was; see `atomic_folder` for signals and kills.
-    Files that match `replaced` and are not written again are removed.
-    """
+    """Yield a folder for new files, which replace those in `folder` once all are written."""
+    # An exception in the body leaves `folder` as it was; see `atomic_folder` for signals and kills.
+    # Files that match `replaced` and are not written again are removed.
     made = [each for each in (folder, *folder.parents) if not each.exists()]
     try:
         with _naming(folder), _partial(folder / _FILES) as partial:

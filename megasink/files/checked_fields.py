@@ -25,6 +25,7 @@ Number = Annotated[float, Field(ge=-1e18, le=1e18)]
 Epsilon = Annotated[float, Field(gt=0, le=1)]
 Share = Annotated[float, Field(ge=0, le=1)]
 
+_adapter: Any = functools.cache(TypeAdapter)
 _PLAIN = {int, float, bool, str, Path, types.NoneType}
 
 
@@ -75,7 +76,7 @@ def check(kind: type[BaseModel], value: Mapping[str, Any], where: str) -> None:
 def from_json[T](kind: type[T], value: Any, where: str) -> T:
     """Build a dataclass from a JSON value that has its fields and no others."""
     with _refusing(value, where):
-        adapter = _adapter(kind)  # type: ignore[arg-type]  # a type is hashable
+        adapter: TypeAdapter[T] = _adapter(kind)
         # Names of files need not be UTF-8, but JSON is.
         text = json.dumps(value, ensure_ascii=False).encode(errors="replace")
         return adapter.validate_json(text, strict=True, extra="forbid")
@@ -88,11 +89,6 @@ def to_json(value: Any) -> Any:
 
 def _plain(value: Any) -> Any:
     return value.tolist() if hasattr(value, "tolist") else str(value)
-
-
-@functools.cache
-def _adapter(kind: Any) -> TypeAdapter[Any]:
-    return TypeAdapter(kind)
 
 
 @contextmanager

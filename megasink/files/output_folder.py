@@ -80,10 +80,8 @@ def exclusive(folder: Path) -> Iterator[None]:
 
 @contextmanager
 def locked(lock: Path, what: Path) -> Iterator[None]:
-    """Lock a file, which is created and removed again; the kernel releases it.
-
-    A non-empty file of that name is not ours: it is locked, and not changed.
-    """
+    """Lock a file, which is created and removed again; the kernel releases it."""
+    # A non-empty file of that name is not ours: it is locked, and not changed.
     while True:
         # Do not block if the name is a pipe.
         file = os.open(lock, os.O_RDWR | os.O_CREAT | os.O_NONBLOCK, 0o666)

@@ -238,16 +238,8 @@ def _unknown_in(parser: argparse.ArgumentParser, argv: Sequence[str]) -> list[st
 
 def without(argv: Sequence[str], names: Collection[str]) -> list[str]:
     """Return a command line without flags, which are given with their dashes, and their values."""
-    left: list[str] = []
-    dropping = False
-    for word in argv:
-        if _is_flag(word):
-            dropping = word.partition("=")[0] in names
-            if dropping:
-                continue
-        if not dropping:
-            left.append(word)
-    return left
+    kept = (group for group in groups(argv) if group[0].partition("=")[0] not in names)
+    return [word for group in kept for word in group]
 
 
 def _sentence(parser: argparse.ArgumentParser, error: argparse.ArgumentError) -> str:

@@ -3,6 +3,7 @@
 `KNOWN` has the properties of accepted flags, `REFUSED` the reasons. Others pass unchanged.
 """
 
+import ast
 from argparse import Namespace
 from collections.abc import Iterator, Mapping
 from typing import Any
@@ -155,178 +156,129 @@ def having(*facts: str) -> tuple[str, ...]:
     return tuple(name for name, known in KNOWN.items() if known.intersection(facts))
 
 
-_GRAPHS = "a replayed CUDA graph neither counts tokens nor updates the loss (docs/gpu.md)"
-_OFFLOADING = "use --recompute-granularity to save memory"
-_CHAT = "use megasink finetune, which trains on conversations with the tokenizer's template"
-_NOT_GPT = "Megatron's GPT datasets ignore this flag: drop it"
-_INDEX = "megasink reads the index of every data set at the start: drop the flag"
-_LAYOUT = "initial weights would depend on the parallel layout"
-_GATED = "use --attention-variant gated --gate-granularity elementwise, with the same weights"
-_RUNS_CODE, _SENDS = "it imports or runs code", "it opens network connections"
-_READS, _WRITES = "it reads other files", "it writes elsewhere"
-_ONLY_NONE, _ONLY_FALSE = "exports support only None", "exports support only False"
 # Flags with a different name.
 FLAGS = {"fp4": "fp4_format", "fp8": "fp8_format"}
 FLAGS |= {"layernorm_zero_centered_gamma": "apply_layernorm_1p"}
 
-# When a flag is refused -> (its name, the value or the tuple of values that are accepted, the
-# reason or the alternative); None and the absence of a flag are always accepted.
+
+def rows(text: str) -> tuple[tuple[str, Any, str], ...]:
+    """Return (name, the accepted value or a tuple of them, why) for lines "NAME NAME=VALUE: WHY".
+
+    The value is False if a line has none; None and the absence of a flag are always accepted.
+    """
+    found = []
+    for names, _, why in (line.partition(":") for line in text.strip().splitlines()):
+        for name, _, fine in (word.partition("=") for word in names.split()):
+            found.append((name, ast.literal_eval(fine or "False"), why.strip()))
+    return tuple(found)
+
+
+# Options that change attention, the loss or the weights in ways that no test covers; the last lines
+# are old names. clip_grads.py:138 waits for the gradient norm. A test set, or a single validation
+# set, stops --full-validation (megatron/training/training.py:4365,4382).
+_ALWAYS = """
+cache_mla_latents: decoding from cached latents supports no sinks or gates
+mla_down_proj_fusion moe_latent_size=None: not tested
+mtp_hybrid_override_pattern=None: add /*- to --hybrid-layer-pattern instead
+heterogeneous_layers_config_path=None: GPT only
+experimental_attention_variant=None: for gated delta-net, use --hybrid-layer-pattern with G layers
+reset_attention_mask: has S x S masks: use --dataloader-inter-document-masking
+sft sft_tokenizer_prompt_format='nemotron-h-aligned' chat_template=None: \
+use megasink finetune, which trains on conversations with the tokenizer's template
+fim_data freeze_all_layers init_model_with_meta_device: not supported
+allow_ambiguous_pad_tokens: megasink never treats tokens of a text as padding
+sample_rate=1.0 mask_prob=0.15 short_seq_prob=0.1 decoder_seq_length=None: \
+Megatron's GPT datasets ignore this flag: drop it
+dataloader_type=('single',): sample order would depend on the parallel layout
+per_dataset_sequences_path=None dataloader_fast_cache_load dataloader_defer_npy_index_mmap: \
+megasink reads the index of every data set at the start: drop the flag
+apply_residual_connection_post_layernorm: \
+Megatron's layers ignore this flag: use --post-norm or --sandwich-norm
+fp4=None: FP4 linear layers are not tested: use --bf16
+use_kitchen_attention: use --attention-kernel
+batch_invariant_mode: not supported: this mode replaces Megatron's kernels
+use_torch_fsdp2 use_megatron_fsdp: use --use-distributed-optimizer
+tensor_parallel_num_weight_shards=1 expert_tensor_parallel_num_weight_shards=1 \
+moe_single_grouped_weight moe_single_grouped_bias: \
+initial weights would depend on the parallel layout
+data_parallel_random_init: all replicas must start with equal weights
+cuda_graph_impl='none' enable_cuda_graph external_cuda_graph: \
+a replayed CUDA graph neither counts tokens nor updates the loss (docs/gpu.md)
+optimizer_cuda_graph: the optimizer step reads the gradient norm on the host
+cpu_offloading_num_layers=0 moe_paged_stash: use --recompute-granularity to save memory
+moe_use_upcycling: start the MoE model from its own initial weights
+logits_save_dir=None: megasink's forward step does not return logits
+logits_load_dir=None: distillation is not supported
+full_validation: this flag fails in Megatron: use --eval-iters
+multiple_validation_sets: this flag needs --full-validation, which fails
+perform_rl_step: pre-training only
+enable_ft_package: Megatron does not work with the released nvidia-resiliency-ext: use torchrun
+inprocess_restart: works only in Megatron's own script: use torchrun's --max-restarts
+spec=None: megasink has its own layer specs: drop the flag
+attention_output_gate: \
+use --attention-variant gated --gate-granularity elementwise, with the same weights
+hybrid_context_parallel: the process groups would change with every batch
+hierarchical_context_parallel_sizes=None: \
+only --cp-comm-type a2a+p2p uses this flag, and it is not supported
+exit_signal_handler_for_training: the run would end without a checkpoint
+batch_size=None: use --micro-batch-size
+warmup=None: use --lr-warmup-fraction
+model_parallel_size=None: use --tensor-model-parallel-size
+checkpoint_activations: use --recompute-activations
+"""
+# Parts of the trainer that call the CUDA driver directly.
+_WITHOUT_CUDA = """
+profile record_memory_history log_straggler gpu_sniff_test_interval=None:
+layernorm_zero_centered_gamma: needs TransformerEngine's norms and CUDA
+defer_embedding_wgrad_compute optimizer_cpu_offload:
+"""
+_WITHOUT_TRANSFORMER_ENGINE = """
+transformer_impl=('local','inference_optimized') te_rng_tracker use_transformer_engine_op_fuser:
+fused_residual_rmsnorm tp_comm_overlap delay_wgrad_compute use_precision_aware_optimizer:
+"""
+# Whatever the value; nor does a file set text that is not `KNOWN`.
+_IN_A_FILE = """
+adlr_autoresume=None trust_remote_code=None use_checkpoint_args=None: it imports or runs code
+use_mp_args_from_checkpoint_args=None: it imports or runs code
+enable_ft_package=None enable_msc=None inference_wandb_logging=None: it opens network connections
+inprocess_restart=None log_straggler=None perform_rl_step=None: it opens network connections
+run_workload_inspector_server=None: it opens network connections
+record_memory_history=None: it writes elsewhere
+"""
+# They name files, folders and modules to import.
+_IN_A_SAVED_MODEL = """
+spec=None fp8_quantizer_factory=None fp4_quantizer_factory=None: it imports or runs code
+config_logger_dir=None: it writes elsewhere
+kitchen_config_file=None kitchen_recipe_number=None: it reads other files
+te_precision_config_file=None heterogeneous_layers_config_path=None: it reads other files
+mtp_hybrid_override_pattern=None: not supported
+"""
+# No architecture of transformers has it.
+_IN_AN_EXPORT = """
+rotary_seq_len_interpolation_factor=None mtp_num_layers=0: exports support only None
+moe_mlp_glu_interleave_size=None mup_base_hidden_size=None: exports support only None
+moe_shared_expert_glu_interleave_size=None: exports support only None
+heterogeneous_layers_config_path=None moe_latent_size=None: exports support only None
+experimental_attention_variant=None: exports support only None
+rotary_interleaved openai_gelu attention_output_gate: exports support only False
+apply_residual_connection_post_layernorm: exports support only False
+moe_apply_probs_on_input: exports support only False
+moe_router_quantile_balancing_ema=0.0: exports support only 0.0
+mup_attn_scale_power=1.0: exports support only 1.0
+"""
 REFUSED: dict[str, tuple[tuple[str, Any, str], ...]] = {
-    # Options that change attention, the loss or the weights in ways that no test covers.
-    "always": (
-        ("cache_mla_latents", False, "decoding from cached latents supports no sinks or gates"),
-        ("mla_down_proj_fusion", False, "not tested"),
-        ("mtp_hybrid_override_pattern", None, "add /*- to --hybrid-layer-pattern instead"),
-        ("heterogeneous_layers_config_path", None, "GPT only"),
-        (
-            "experimental_attention_variant",
-            None,
-            "for gated delta-net, use --hybrid-layer-pattern with G layers",
-        ),
-        ("reset_attention_mask", False, "has S x S masks: use --dataloader-inter-document-masking"),
-        ("sft", False, _CHAT),
-        ("sft_tokenizer_prompt_format", "nemotron-h-aligned", _CHAT),
-        ("chat_template", None, _CHAT),
-        ("fim_data", False, "not supported"),
-        ("allow_ambiguous_pad_tokens", False, "megasink never treats tokens of a text as padding"),
-        ("sample_rate", 1.0, _NOT_GPT),
-        ("mask_prob", 0.15, _NOT_GPT),
-        ("short_seq_prob", 0.1, _NOT_GPT),
-        ("decoder_seq_length", None, _NOT_GPT),
-        ("dataloader_type", ("single",), "sample order would depend on the parallel layout"),
-        ("per_dataset_sequences_path", None, _INDEX),
-        ("dataloader_fast_cache_load", False, _INDEX),
-        ("dataloader_defer_npy_index_mmap", False, _INDEX),
-        *IGNORED,
-        (
-            "apply_residual_connection_post_layernorm",
-            False,
-            "Megatron's layers ignore this flag: use --post-norm or --sandwich-norm",
-        ),
-        ("fp4", None, "FP4 linear layers are not tested: use --bf16"),
-        ("use_kitchen_attention", False, "use --attention-kernel"),
-        ("batch_invariant_mode", False, "not supported: this mode replaces Megatron's kernels"),
-        ("use_torch_fsdp2", False, "use --use-distributed-optimizer"),
-        ("use_megatron_fsdp", False, "use --use-distributed-optimizer"),
-        ("tensor_parallel_num_weight_shards", 1, _LAYOUT),
-        ("expert_tensor_parallel_num_weight_shards", 1, _LAYOUT),
-        ("data_parallel_random_init", False, "all replicas must start with equal weights"),
-        ("cuda_graph_impl", "none", _GRAPHS),
-        ("enable_cuda_graph", False, _GRAPHS),
-        ("external_cuda_graph", False, _GRAPHS),
-        # megatron/core/optimizer/clip_grads.py:138 waits for the gradient norm.
-        ("optimizer_cuda_graph", False, "the optimizer step reads the gradient norm on the host"),
-        ("cpu_offloading_num_layers", 0, _OFFLOADING),
-        ("moe_paged_stash", False, _OFFLOADING),
-        ("moe_use_upcycling", False, "start the MoE model from its own initial weights"),
-        ("moe_latent_size", None, "not tested"),
-        ("moe_single_grouped_weight", False, _LAYOUT),
-        ("moe_single_grouped_bias", False, _LAYOUT),
-        ("logits_save_dir", None, "megasink's forward step does not return logits"),
-        ("logits_load_dir", None, "distillation is not supported"),
-        # megatron/training/training.py:4365,4382: a test set, or a single validation set, stops it.
-        ("full_validation", False, "this flag fails in Megatron: use --eval-iters"),
-        ("multiple_validation_sets", False, "this flag needs --full-validation, which fails"),
-        ("perform_rl_step", False, "pre-training only"),
-        ("freeze_all_layers", False, "not supported"),
-        ("init_model_with_meta_device", False, "not supported"),
-        (
-            "enable_ft_package",
-            False,
-            "Megatron does not work with the released nvidia-resiliency-ext: use torchrun",
-        ),
-        (
-            "inprocess_restart",
-            False,
-            "works only in Megatron's own script: use torchrun's --max-restarts",
-        ),
-        ("spec", None, "megasink has its own layer specs: drop the flag"),
-        ("attention_output_gate", False, _GATED),
-        ("hybrid_context_parallel", False, "the process groups would change with every batch"),
-        (
-            "hierarchical_context_parallel_sizes",
-            None,
-            "only --cp-comm-type a2a+p2p uses this flag, and it is not supported",
-        ),
-        ("exit_signal_handler_for_training", False, "the run would end without a checkpoint"),
-        # Old names.
-        ("batch_size", None, "use --micro-batch-size"),
-        ("warmup", None, "use --lr-warmup-fraction"),
-        ("model_parallel_size", None, "use --tensor-model-parallel-size"),
-        ("checkpoint_activations", False, "use --recompute-activations"),
+    "always": (*IGNORED, *rows(_ALWAYS)),
+    "without CUDA": rows(_WITHOUT_CUDA),
+    "without TransformerEngine": rows(_WITHOUT_TRANSFORMER_ENGINE),
+    "without TransformerEngine's experts": rows(
+        "moe_grouped_gemm moe_permute_fusion moe_router_fusion:"
     ),
-    # Parts of the trainer that call the CUDA driver directly.
-    "without CUDA": (
-        ("profile", False, ""),
-        ("layernorm_zero_centered_gamma", False, "needs TransformerEngine's norms and CUDA"),
-        ("record_memory_history", False, ""),
-        ("log_straggler", False, ""),
-        ("gpu_sniff_test_interval", None, ""),
-        ("defer_embedding_wgrad_compute", False, ""),
-        ("optimizer_cpu_offload", False, ""),
-    ),
-    # Flags that need a package that is missing.
-    "without TransformerEngine": (
-        ("transformer_impl", ("local", "inference_optimized"), ""),
-        ("te_rng_tracker", False, ""),
-        ("use_transformer_engine_op_fuser", False, ""),
-        ("fused_residual_rmsnorm", False, ""),
-        ("tp_comm_overlap", False, ""),
-        ("delay_wgrad_compute", False, ""),
-        ("use_precision_aware_optimizer", False, ""),
-    ),
-    "without TransformerEngine's experts": (
-        ("moe_grouped_gemm", False, ""),
-        ("moe_permute_fusion", False, ""),
-        ("moe_router_fusion", False, ""),
-    ),
-    "without apex": (("defer_embedding_wgrad_compute", False, ""),),
-    # A file of flags sets none of these, whatever the value, and no text that is not `KNOWN`.
-    "in a file": (
-        ("adlr_autoresume", None, _RUNS_CODE),
-        ("trust_remote_code", None, _RUNS_CODE),
-        ("use_checkpoint_args", None, _RUNS_CODE),
-        ("use_mp_args_from_checkpoint_args", None, _RUNS_CODE),
-        ("enable_ft_package", None, _SENDS),
-        ("enable_msc", None, _SENDS),
-        ("inference_wandb_logging", None, _SENDS),
-        ("inprocess_restart", None, _SENDS),
-        ("log_straggler", None, _SENDS),
-        ("perform_rl_step", None, _SENDS),
-        ("run_workload_inspector_server", None, _SENDS),
-        ("record_memory_history", None, _WRITES),
-    ),
-    # In a saved run: they name files, folders and modules to import.
-    "in a saved model": (
-        ("spec", None, _RUNS_CODE),
-        ("fp8_quantizer_factory", None, _RUNS_CODE),
-        ("fp4_quantizer_factory", None, _RUNS_CODE),
-        ("config_logger_dir", None, _WRITES),
-        ("kitchen_config_file", None, _READS),
-        ("kitchen_recipe_number", None, _READS),
-        ("te_precision_config_file", None, _READS),
-        ("heterogeneous_layers_config_path", None, _READS),
-        ("mtp_hybrid_override_pattern", None, "not supported"),
-    ),
-    # No architecture of transformers has it.
-    "in an export": (
-        ("rotary_interleaved", False, _ONLY_FALSE),
-        ("rotary_seq_len_interpolation_factor", None, _ONLY_NONE),
-        ("mtp_num_layers", 0, _ONLY_NONE),
-        ("openai_gelu", False, _ONLY_FALSE),
-        ("apply_residual_connection_post_layernorm", False, _ONLY_FALSE),
-        ("moe_mlp_glu_interleave_size", None, _ONLY_NONE),
-        ("moe_shared_expert_glu_interleave_size", None, _ONLY_NONE),
-        ("moe_router_quantile_balancing_ema", 0.0, "exports support only 0.0"),
-        ("attention_output_gate", False, _ONLY_FALSE),
-        ("mup_base_hidden_size", None, _ONLY_NONE),
-        ("mup_attn_scale_power", 1.0, "exports support only 1.0"),
-        ("heterogeneous_layers_config_path", None, _ONLY_NONE),
-        ("experimental_attention_variant", None, _ONLY_NONE),
-        ("moe_latent_size", None, _ONLY_NONE),
-        ("moe_apply_probs_on_input", False, _ONLY_FALSE),
-    ),
+    "without apex": rows("defer_embedding_wgrad_compute:"),
+    "in a file": rows(_IN_A_FILE),
+    "in a saved model": rows(_IN_A_SAVED_MODEL),
+    "in an export": rows(_IN_AN_EXPORT),
 }
+"""When flags are refused -> `rows`, with the reason or the alternative."""
 
 
 def flags_refused(when: str) -> set[str]:

@@ -3,7 +3,6 @@
 import sys
 from collections import Counter
 from collections.abc import Iterable, Mapping
-from dataclasses import asdict, dataclass
 from types import FrameType
 from typing import Any
 
@@ -57,28 +56,20 @@ _KINDS: dict[str, tuple[str, Any]] = {
 _PURPOSES = {"megasink.balance": BALANCE, "megasink": "megasink", "megatron": "Megatron"}
 
 
-@dataclass(frozen=True)
-class Call:
-    """A kind of call."""
-
-    group: str  # Name of the process group
-    ranks: int  # Its size
-    kind: str  # all-reduce, all-gather, ...
-    purpose: str  # `BALANCE`, "megasink" or "Megatron"
+# A kind of call: the name of the process group, its size, all-reduce and so on, and `BALANCE`,
+# "megasink" or "Megatron".
+_CALL = ("group", "ranks", "kind", "purpose")
 
 
 class Collectives(TorchDispatchMode):
-    """Context manager that counts the calls of its body, in every thread, also in backward.
+    """Context manager that counts the calls of its body, in every thread, also in backward."""
 
-    Groups of one rank are left out: nothing is sent. By `Call`, `messages` has the bytes of the
-    messages, and `sent` the bytes that this rank sends with ring algorithms.
-    """
+    # Groups of one rank are left out: nothing is sent. In the table, "messages" has their bytes,
+    # and "sent" those that this rank sends with ring algorithms.
 
     def __init__(self) -> None:
         super().__init__()
-        self.calls: Counter[Call] = Counter()
-        self.messages: Counter[Call] = Counter()
-        self.sent: Counter[Call] = Counter()
+        self._sums: dict[tuple[str, int, str, str], Counter[str]] = {}
         self._names = group_names()
 
     def __torch_dispatch__(
@@ -105,16 +96,14 @@ class Collectives(TorchDispatchMode):
             # With two stages Megatron's pipeline sends in the group of all ranks, too.
             group = parallel_state.get_pipeline_model_parallel_group()
         ranks = group.size()
-        call = Call(self._names.get(group.group_name, "other"), ranks, kind, _purpose())
-        self.calls[call] += 1
-        self.messages[call] += size
-        self.sent[call] += round(size * factor(ranks))
+        call = (self._names.get(group.group_name, "other"), ranks, kind, _purpose())
+        sums = self._sums.setdefault(call, Counter())
+        sums.update(calls=1, messages=size, sent=round(size * factor(ranks)))
 
     def table(self) -> list[dict[str, Any]]:
-        """Return a row for each `Call`, with calls, messages and sent."""
+        """Return a row for each kind of call, with calls, messages and sent."""
         return [
-            asdict(call) | {"calls": n, "messages": self.messages[call], "sent": self.sent[call]}
-            for call, n in self.calls.items()
+            {**dict(zip(_CALL, call, strict=True)), **sums} for call, sums in self._sums.items()
         ]
 
 

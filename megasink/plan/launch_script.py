@@ -39,10 +39,8 @@ class Script(NamedTuple):
 
 
 def read(path: Path, given: Mapping[str, str], overridden: Collection[str]) -> Script:
-    """Read a script, with variables `given` and flags `overridden`, without running anything.
-
-    Raises UserError for values that only a command or the caller knows, each with its variable.
-    """
+    """Read a script, with variables `given` and flags `overridden`, without running anything."""
+    # Raises UserError for values that only a command or the caller knows, each with its variable.
     if not path.is_file():
         raise UserError(f"--script {path}: no such file")
     shell = Shell(path, given)

@@ -13,6 +13,7 @@ from megasink.plan.whole_job import DEVICES, GPU, Record, Stage
 from megasink.training.checks.host_memory import CHECKPOINT_BYTES
 
 _GIB = 2**30
+_WORDS = {"component", "for", "group", "what", "layers", "attention", "window", "MLP", "norms"}
 _PARTS = {
     "parameters": "weights",
     "gradients": "grads",
@@ -26,11 +27,7 @@ _PARTS = {
 _SIZES = (("tensor", "TP"), ("pipeline", "PP"), ("context", "CP"), ("data", "DP"), ("expert", "EP"))
 
 
-def as_json(
-    records: Sequence[Record],
-    gpu: GPU,
-    utilization: float,
-) -> dict[str, Any]:
+def as_json(records: Sequence[Record], gpu: GPU, utilization: float) -> dict[str, Any]:
     """Return every number of the plan; bytes, FLOPs, seconds."""
     facts = records[0]["job"]
     return {
@@ -45,11 +42,7 @@ def as_json(
     }
 
 
-def show(
-    records: Sequence[Record],
-    device: str,
-    utilization: float,
-) -> None:
+def show(records: Sequence[Record], device: str, utilization: float) -> None:
     """Print the tables."""
     console, facts, gpu = Console(), records[0]["job"], DEVICES[device]
     _say_job(console, facts, device, utilization)
@@ -96,9 +89,7 @@ def _say_job(console: Console, facts: Record, device: str, utilization: float) -
 
 
 def _parameters(components: Mapping[str, int]) -> Table:
-    table, total = _table("parameters"), sum(components.values())
-    for name in ("component", "number", "share"):
-        table.add_column(name, justify="left" if name == "component" else "right")
+    table, total = _table("parameters", "component", "number", "share"), sum(components.values())
     for name, number in sorted(components.items(), key=lambda item: -item[1]):
         table.add_row(name, f"{number:,}", f"{number / total:.2%}")
     table.add_section()
@@ -152,9 +143,8 @@ def _gathered(stages: Sequence[Stage], facts: Record) -> int:
 
 
 def _communication(rows: Sequence[whole_job.Traffic]) -> Table:
-    table = _table("communication per rank and step")
-    for name in ("for", "group", "ranks", "what", "stage", "calls", "messages", "sent"):
-        table.add_column(name, justify="left" if name in ("for", "group", "what") else "right")
+    columns = ("for", "group", "ranks", "what", "stage", "calls", "messages", "sent")
+    table = _table("communication per rank and step", *columns)
     for row in rows:
         table.add_row(
             row.purpose,
@@ -170,9 +160,8 @@ def _communication(rows: Sequence[whole_job.Traffic]) -> Table:
 
 
 def _layers(records: Sequence[Record]) -> Table:
-    table = _table("layers of the ranks that ran a step")
-    for name in ("layers", "attention", "window", "MLP", "norms"):
-        table.add_column(name)
+    columns = ("layers", "attention", "window", "MLP", "norms")
+    table = _table("layers of the ranks that ran a step", *columns)
     layers = sorted((la for r in records for la in r["layers"]), key=lambda la: la["layer"])
 
     def modules(layer: Mapping[str, Any]) -> list[str]:
@@ -185,8 +174,11 @@ def _layers(records: Sequence[Record]) -> Table:
     return table
 
 
-def _table(title: str) -> Table:
-    return Table(title=title, title_justify="left", title_style="bold", box=None, pad_edge=False)
+def _table(title: str, *columns: str) -> Table:
+    table = Table(title=title, title_justify="left", title_style="bold", box=None, pad_edge=False)
+    for name in columns:
+        table.add_column(name, justify="left" if name in _WORDS else "right")
+    return table
 
 
 def _ranges(numbers: Sequence[int]) -> str:

@@ -133,11 +133,6 @@ def allocated(which: str = "current") -> int:
     return int(torch.cuda.memory_stats()[f"requested_bytes.all.{which}"])
 
 
-def reserved() -> int:
-    """Return the peak of the allocator's memory on the device, gaps included."""
-    return int(torch.cuda.memory_stats()["reserved_bytes.all.peak"])
-
-
 def of_training_state(models: Sequence[Any], optimizer: Any) -> dict[str, int]:
     """Return the bytes of `PARTS`, with the padding of buffers; a shared storage counts once."""
     seen: set[int] = set()
@@ -189,10 +184,8 @@ def _states(optimizer: Any) -> Iterator[Tensor]:
 
 
 def held(passes: Sequence[tuple[bool, int, int]]) -> dict[str, int]:
-    """Return the memory that microbatches hold for their backward passes.
-
-    `passes` are those of a step: whether it is a forward pass, and the bytes before and after it.
-    """
+    """Return the memory that microbatches hold for their backward passes."""
+    # `passes` are those of a step: whether it is a forward pass, and the bytes before and after it.
     start = passes[0][1]
     flying = most = held = 0
     for forward, _, after in passes:

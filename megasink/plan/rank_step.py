@@ -71,14 +71,10 @@ def warm_up() -> None:
     torch.cuda._is_in_bad_fork = lambda: False
 
 
-def _microbatches(args: Namespace) -> int:
-    return int(args.global_batch_size // (args.micro_batch_size * args.data_parallel_size))
-
-
 @contextlib.contextmanager
 def _stepping(args: Namespace, write: Write) -> Iterator[None]:
     inner, steps = training.train_step, list[dict[str, Any]]()
-    every = _microbatches(args)
+    every = int(args.global_batch_size // (args.micro_batch_size * args.data_parallel_size))
     few = min(every, args.pipeline_model_parallel_size)  # fill it: no more are in flight at once
     plan = (few, few, min(2 * few, every))
     asked = args.train_iters or args.train_samples // args.global_batch_size
@@ -101,8 +97,12 @@ def _stepping(args: Namespace, write: Write) -> Iterator[None]:
         _set_microbatches(args, every)  # the training loop refuses fewer
         return result
 
+    def iterators(*_: Any) -> Any:  # for training, validation, test
+        args.do_train, args.do_valid, args.do_test = True, False, False
+        return RerunDataIterator(batches(args)), None, None
+
     training.train_step = train_step
-    training.build_train_valid_test_data_iterators = lambda *_: iterators(args)
+    training.build_train_valid_test_data_iterators = iterators
     yield
 
 
@@ -139,7 +139,9 @@ def _recorded(record: dict[str, Any], schedules: Any) -> Iterator[None]:
     with Collectives() as calls:
         yield
     schedules.forward_step, schedules.backward_step = originals
-    record |= {"peak": rank_memory.allocated("peak"), "reserved": rank_memory.reserved()}
+    # The allocator's memory on the device has gaps besides the tensors.
+    reserved = int(torch.cuda.memory_stats()["reserved_bytes.all.peak"])
+    record |= {"peak": rank_memory.allocated("peak"), "reserved": reserved}
     record |= rank_memory.held(passes) | {"calls": calls.table()}
 
 
@@ -243,12 +245,6 @@ def batches(args: Namespace) -> Iterator[dict[str, Tensor]]:
     batch = {name: tensor.pin_memory() for name, tensor in batch.items()}
     while True:
         yield dict(batch)
-
-
-def iterators(args: Namespace) -> Any:
-    """Return (training, validation, test) iterators; the last two are not used."""
-    args.do_train, args.do_valid, args.do_test = True, False, False
-    return RerunDataIterator(batches(args)), None, None
 
 
 def share_tokens_equally() -> None:

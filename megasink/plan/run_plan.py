@@ -111,31 +111,18 @@ def _parser() -> argparse.ArgumentParser:
         allow_abbrev=False,
     )
     parser.add_argument("-h", "--help", action="store_true", help="show this help and exit")
-    parser.add_argument(
-        "--ranks",
-        type=int,
-        help="number of GPUs of the job; default: enough for one copy of the model",
+    text = "number of GPUs of the job; default: enough for one copy of the model"
+    parser.add_argument("--ranks", type=int, help=text)
+    text = (
+        "read flags and --ranks from a launch script (shell, or YAML with MODEL_ARGS) without "
+        "running it; flags on the command line override those of the script"
     )
-    parser.add_argument(
-        "--script",
-        type=Path,
-        help="read flags and --ranks from a launch script (shell, or YAML with MODEL_ARGS) without "
-        "running it; flags on the command line override those of the script",
-    )
-    parser.add_argument(
-        "--set",
-        action="append",
-        default=[],
-        metavar="NAME=VALUE",
-        help="value of a variable in the script; may be repeated",
-    )
+    parser.add_argument("--script", type=Path, help=text)
+    text = "value of a variable in the script; may be repeated"
+    parser.add_argument("--set", action="append", default=[], metavar="NAME=VALUE", help=text)
     parser.add_argument("--gpu", choices=DEVICES, default="h100", help="default: h100")
-    parser.add_argument(
-        "--utilization",
-        type=float,
-        default=0.4,
-        help="assumed share of the GPU's peak rate, for the time estimate; default: 0.4",
-    )
+    text = "assumed share of the GPU's peak rate, for the time estimate; default: 0.4"
+    parser.add_argument("--utilization", type=float, default=0.4, help=text)
     add_json(parser)
     plugins.add_flag(parser)
     # As on the command line of train; a plan writes nothing.

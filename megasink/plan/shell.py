@@ -30,11 +30,10 @@ _SUCCEED = frozenset(  # and start no training
 
 
 class Shell(Conditions):
-    """The state of a script as far as it has been followed.
+    """The state of a script as far as it has been followed."""
 
-    `commands` has the words of each command, `written` of those that it writes into a file,
-    `missing` the files that are not here.
-    """
+    # `commands` has the words of each command, `written` of those that it writes into a file,
+    # `missing` the files that are not here.
 
     def __init__(self, path: Path, given: Mapping[str, str]):
         super().__init__(path, given)

@@ -47,11 +47,9 @@ _NEEDED = {"seq-length": "4096", "micro-batch-size": "1", "train-iters": "1000",
 
 
 def with_stand_ins(argv: Sequence[str], flags: Sequence[str]) -> list[str]:
-    """Replace files and packages that this machine need not have, and name them on stderr.
-
-    Mock data, and a tokenizer of --vocab-size tokens, of the recipe's size, or of the size that is
-    published for its name. Parameters are the same without the packages.
-    """
+    """Replace files and packages that this machine need not have, and name them on stderr."""
+    # Mock data, and a tokenizer of --vocab-size tokens, of the recipe's size, or of the size that
+    # is published for its name. Parameters are the same without the packages.
     pairs = list(named_values(flags))
     given, added, notes = dict(pairs), list[str](), list[str]()
     dropped = _OUTSIDE & given.keys()

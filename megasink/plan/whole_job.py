@@ -52,7 +52,7 @@ class Stage:
 class Traffic:
     """Communication of one step of one rank."""
 
-    # group, ranks, kind, purpose: See `megasink.plan.collectives.Call`.
+    # group, ranks, kind, purpose: See `megasink.plan.collectives`.
     group: str
     ranks: int
     kind: str
@@ -65,11 +65,9 @@ class Traffic:
 
 
 def stages_to_step(facts: Record) -> list[int]:
-    """Return the pipeline stages to step, from which all others follow, in order.
-
-    Of stages with equal modules the first and the last, between which memory falls linearly; all
-    stages if a step is too short to fill the pipeline.
-    """
+    """Return the pipeline stages to step, from which all others follow, in order."""
+    # Of stages with equal modules the first and the last, between which memory falls linearly; all
+    # stages if a step is too short to fill the pipeline.
     stages, pipeline = facts["stages"], facts["pipeline"]
     if facts["microbatches"] < pipeline * (2 if facts["virtual"] > 1 else 1):
         return list(range(pipeline))

@@ -29,11 +29,9 @@ from megasink.training.dataset_blends import drawn_validation
 
 
 def with_sink_token(batch: Mapping[str, Tensor | None], token: int) -> dict[str, Tensor | None]:
-    """Prepend the sink: inputs become [sink, x_0 .. x_S-2], and targets [x_0, x_1 .. x_S-1].
-
-    The sink's own target is masked out of the loss. Entries, [B, S], are None where a stage lacks
-    them.
-    """
+    """Prepend the sink: inputs become [sink, x_0 .. x_S-2], and targets [x_0, x_1 .. x_S-1]."""
+    # The sink's own target is masked out of the loss. Entries, [B, S], are None where a stage lacks
+    # them.
     result = dict(batch)
     if (tokens_BS := batch.get("tokens")) is not None:
         result["tokens"] = _shifted(tokens_BS, torch.full_like(tokens_BS[:, :1], token))
@@ -54,9 +52,6 @@ def _shifted(x_BS: Tensor, first_B1: Tensor) -> Tensor:
 _KEYS = ("tokens", "labels", "loss_mask", "position_ids")
 # Keys that --dataloader-inter-document-masking adds; every pipeline stage needs them.
 _PACKED = ("cu_seqlens", "max_seqlen")
-_TARGETS = "targets"
-_TEXT_TARGETS = "text_targets"
-_BEFORE_TEXTS = "before_texts"
 _UNUSED = ("attention_mask", "cu_seqlens_padded", "local_cp_size", "hybrid_cp_group")
 
 
@@ -108,10 +103,8 @@ def datasets_provider(samples: list[int], vp_stage: int | None = None) -> Any:
 
 @contextlib.contextmanager
 def reading_stores(args: Namespace) -> Iterator[None]:
-    """Let datasets that are built in the block use multi-storage-client, as --enable-msc asks.
-
-    Megatron would also read checkpoints by it (core/dist_checkpointing/strategies/torch.py:905).
-    """
+    """Let datasets that are built in the block use multi-storage-client, as --enable-msc asks."""
+    # Megatron would also read checkpoints by it (core/dist_checkpointing/strategies/torch.py:905).
     if args.enable_msc:
         MultiStorageClientFeature.enable()
     try:
@@ -136,7 +129,7 @@ def get_batch(data_iterator: Iterator[Any] | None, vp_stage: int | None) -> dict
     packed = args.dataloader_inter_document_masking
     ends_here = is_first_or_last_pipeline_stage(vp_stage)
     if not _reads(args, vp_stage):
-        return dict.fromkeys((*_KEYS, _TARGETS, _TEXT_TARGETS, _BEFORE_TEXTS))
+        return dict.fromkeys((*_KEYS, "targets", "text_targets", "before_texts"))
     batch: dict[str, Any] = dict.fromkeys(_KEYS + _PACKED + _UNUSED)
     targets = host_cu_seqlens = None
     if mpu.get_tensor_model_parallel_rank() == 0:
@@ -169,11 +162,11 @@ def get_batch(data_iterator: Iterator[Any] | None, vp_stage: int | None) -> dict
         is_pipeline_first_stage=mpu.is_pipeline_first_stage(),
         is_pipeline_last_stage=mpu.is_pipeline_last_stage(),
     )
-    batch[_TEXT_TARGETS] = before_texts = None
+    batch["text_targets"] = before_texts = None
     if mpu.is_pipeline_last_stage():
         targets = batch["loss_mask"].sum()
         if args.replace_tokens_at:
-            batch[_TEXT_TARGETS] = text_targets(
+            batch["text_targets"] = text_targets(
                 args.replace_tokens_at,
                 batch["loss_mask"],
                 batch["cu_seqlens"] if packed else None,
@@ -188,7 +181,7 @@ def get_batch(data_iterator: Iterator[Any] | None, vp_stage: int | None) -> dict
         batch = get_batch_on_this_cp_rank(
             batch, is_hybrid_cp=False, cp_group=mpu.get_context_parallel_group()
         )
-    batch |= {_TARGETS: targets, _BEFORE_TEXTS: before_texts}
+    batch |= {"targets": targets, "before_texts": before_texts}
     return batch | {"host_cu_seqlens": host_cu_seqlens}
 
 
@@ -257,7 +250,7 @@ def _before_texts(tokens_BS: Tensor | None, batch: dict[str, Any]) -> Tensor | N
         starts = torch.tensor([*table.starts], device=tokens_BS.device)
         rows = torch.from_numpy(table.lengths).to(tokens_BS.device)
         text_BS = (batch["loss_mask"] > 0) & (rows[batch["labels"]] > 0)
-        if batch[_TEXT_TARGETS] is not None:
-            text_BS &= batch[_TEXT_TARGETS]
+        if batch["text_targets"] is not None:
+            text_BS &= batch["text_targets"]
         number = (torch.isin(tokens_BS, starts) & text_BS).sum().float()
     return _from_first_tensor_parallel_rank(number)

@@ -39,10 +39,8 @@ def replace_in_sample(
     *,
     packed: bool,
 ) -> None:
-    """Replace tokens of a sample's sequences, [S + 1] with padding at the end, in place.
-
-    `lengths` has the tokens of each document here, the first from `offset` on.
-    """
+    """Replace tokens of a sample's sequences, [S + 1] with padding at the end, in place."""
+    # `lengths` has the tokens of each document here, the first from `offset` on.
     bounds = [0, *np.cumsum(lengths).tolist()] if packed else [0, sum(lengths)]
     for number, (start, stop) in enumerate(pairwise(bounds)):
         place = 0 if number else offset
@@ -79,10 +77,9 @@ _LENGTHS, _PLACES = 1 << 24, 1 << 10  # lengths to read from a data set, in this
 
 
 class _WithoutPadding:
-    """A data set in which every token is text: upstream drops the tokenizer's padding token.
+    """A data set in which every token is text: upstream drops the tokenizer's padding token."""
 
-    core/datasets/gpt_dataset.py:277; a BOS that serves as padding occurs in text.
-    """
+    # core/datasets/gpt_dataset.py:277; a BOS that serves as padding occurs in text.
 
     @property
     def _pad_token_id(self) -> int:
@@ -98,11 +95,10 @@ class MockGPTDataset(_WithoutPadding, gpt_dataset.MockGPTDataset):
 
 
 class TextDataset(_WithoutPadding, gpt_dataset.GPTDataset):
-    """Upstream's class with checks, shuffled by epoch.
+    """Upstream's class with checks, shuffled by epoch."""
 
-    Cached sample indices are named by the lengths of the documents in place of paths: a rebuilt
-    data set gets new ones, and copies on other hosts share them.
-    """
+    # Cached sample indices are named by the lengths of the documents in place of paths: a rebuilt
+    # data set gets new ones, and copies on other hosts share them.
 
     def __init__(self, dataset: IndexedDataset, dataset_path: str, *args: Any):
         self.vocabulary = known_ids(get_args())
@@ -130,8 +126,13 @@ class TextDataset(_WithoutPadding, gpt_dataset.GPTDataset):
 
     def _remove_damaged_indices(self) -> None:
         """Remove truncated indices: Megatron writes them in place, and a kill cuts them short."""
-        # By name: a search would list a folder of thousands of files once for each dataset.
-        for path in self._index_paths():
+        prefix, kind = self.dataset.path_prefix, type(self).__name__
+        folder = Path(self.config.path_to_cache or Path(prefix, "cache", f"{kind}_indices"))
+        base = f"{self.unique_description_hash}-{kind}-{self.index_split.name}"
+        # By name (core/datasets/gpt_dataset.py:478): a search would list a folder of thousands of
+        # files once for each dataset.
+        for name in ("document", "sample", "shuffle"):
+            path = folder / f"{base}-{name}_index.npy"
             try:
                 np.load(path, mmap_mode="r", allow_pickle=False)
             except FileNotFoundError:
@@ -141,16 +142,6 @@ class TextDataset(_WithoutPadding, gpt_dataset.GPTDataset):
                     path.unlink()
                 except OSError as error:
                     raise UserError(f"{path} is damaged: remove it ({error.strerror})") from error
-
-    def _index_paths(self) -> list[Path]:
-        """Return the paths of the indices (core/datasets/gpt_dataset.py:478)."""
-        prefix = self.dataset.path_prefix
-        folder = Path(
-            self.config.path_to_cache or Path(prefix, "cache", f"{type(self).__name__}_indices")
-        )
-        base = f"{self.unique_description_hash}-{type(self).__name__}-{self.index_split.name}"
-        names = ("document", "sample", "shuffle")
-        return [folder / f"{base}-{name}_index.npy" for name in names]
 
     def _query_document_sample_shuffle_indices(
         self, idx: int

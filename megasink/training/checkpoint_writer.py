@@ -41,12 +41,7 @@ from megasink.training.async_checkpoint_process import live_with_rank, write
 from megasink.training.checks.host_memory import CHECKPOINT_BYTES, available
 from megasink.training.stop import SIGNALS
 from megasink.training.watchdog import end, guard
-from megasink.upstream.training_patches import (
-    CHECKPOINT_WRITER,
-    RESULTS_QUEUE,
-    RETAINED_CHECKPOINTS,
-    WHOLE_CHECKPOINTS,
-)
+from megasink.upstream import training_patches as patches
 
 _SECONDS = 1.0  # how often a rank checks its writer
 _SHARE = 0.5  # of a host's free memory, which gathering the optimizer's state may take
@@ -60,7 +55,7 @@ def checkpoint_helpers(args: Namespace) -> Iterator[None]:
         if args.async_save:
             results = stack.enter_context(_started_manager(args)).Queue()
             stack.enter_context(_started_writer(args))
-        stack.enter_context(RESULTS_QUEUE.replacing(_results_queue=results))
+        stack.enter_context(patches.RESULTS_QUEUE.replacing(_results_queue=results))
         yield
 
 
@@ -88,7 +83,9 @@ def _started_writer(args: Namespace) -> Iterator[None]:
         with guard.bounded("handing a checkpoint to its writer"), starting_processes(SIGNALS):
             upstream(self, *call)
 
-    with CHECKPOINT_WRITER.replacing(async_loop=staticmethod(write), schedule_async_call=schedule):
+    with patches.CHECKPOINT_WRITER.replacing(
+        async_loop=staticmethod(write), schedule_async_call=schedule
+    ):
         try:
             # initialize_megatron then starts none: upstream's "forkserver", which forks writers on
             # demand, would die from a SIGTERM, and the writer's exit code would be lost.
@@ -173,8 +170,8 @@ def keeping_whole_checkpoints(*, checksums: bool) -> Iterator[None]:
     ended = multiprocessing.get_context("fork").Event()
     retain = functools.partial(delete_previous, checksums=checksums, has_ended=ended.is_set)
     with (
-        WHOLE_CHECKPOINTS.replacing(save_checkpoint=save_checkpoint),
-        RETAINED_CHECKPOINTS.replacing(_async_delete_checkpoint_impl=retain),
+        patches.WHOLE_CHECKPOINTS.replacing(save_checkpoint=save_checkpoint),
+        patches.RETAINED_CHECKPOINTS.replacing(_async_delete_checkpoint_impl=retain),
     ):
         try:
             yield
@@ -197,11 +194,9 @@ def delete_previous(
     checksums: bool,
     has_ended: Callable[[], bool],
 ) -> None:
-    """Delete a checkpoint that --save-retain-interval does not keep, if a newer one is intact.
-
-    Called like Megatron's function (training/checkpointing.py:1142). If training `has_ended`
-    meanwhile, the checkpoint stays.
-    """
+    """Delete a checkpoint that --save-retain-interval does not keep, if a newer one is intact."""
+    # Called like Megatron's function (training/checkpointing.py:1142). If training `has_ended`
+    # meanwhile, the checkpoint stays.
     if lower_priority:
         _set_process_qos(cpu_priority=cpu_priority, io_priority=io_priority)
     folder = Path(save_path)

@@ -94,10 +94,8 @@ def parts(args: Namespace) -> tuple[bool, ...]:
 
 
 def shares(split: str | None) -> list[float] | None:
-    """Return the shares of training, validation and test, in Megatron's floats; None if wrong.
-
-    core/datasets/blended_megatron_dataset_config.py:155,164.
-    """
+    """Return the shares of training, validation and test, in Megatron's floats; None if wrong."""
+    # core/datasets/blended_megatron_dataset_config.py:155,164.
     weights = list(map(_number, re.findall(r"[.0-9]+", split or DEFAULT_SPLIT)))
     if None in weights or not any(weights) or len(weights) > len(_SPLITS):
         return None
@@ -132,10 +130,8 @@ def _listed(path: str) -> Iterator[Blend]:
 
 
 def blend_of(flag: str, words: Sequence[str], *, is_split: bool) -> Blend:
-    """Separate weights from prefixes like Megatron (core/datasets/utils.py:49), which asserts.
-
-    Words alternate if the first of each pair is a number; otherwise every word is a prefix.
-    """
+    """Separate weights from prefixes like Megatron (core/datasets/utils.py:49), which asserts."""
+    # Words alternate if the first of each pair is a number; otherwise every word is a prefix.
     words = [word.strip() for word in words]
     numbers = [_number(word) for word in words]
     pairs = len(words) % 2 == 0

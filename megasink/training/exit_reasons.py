@@ -31,10 +31,8 @@ def reports() -> bool:
 
 
 def wait_for_first(seconds: float = 30.0) -> None:
-    """Let the first rank of this host report an error that every rank meets.
-
-    torchrun stops that rank as soon as another one ends, and this one once that rank has spoken.
-    """
+    """Let the first rank of this host report an error that every rank meets."""
+    # torchrun stops that rank as soon as another one ends, and this one once that rank has spoken.
     global _first
     if _first is None and not reports():
         time.sleep(seconds)
@@ -54,10 +52,8 @@ def named(error: BaseException) -> str:
 
 
 def explained(error: BaseException, args: Namespace) -> BaseException:
-    """Replace an error with one that the user can act on, or return it unchanged.
-
-    Call before the process groups are closed: after that, other ranks fail too.
-    """
+    """Replace an error with one that the user can act on, or return it unchanged."""
+    # Call before the process groups are closed: after that, other ranks fail too.
     global _first
     if isinstance(error, SystemExit) and not error.code and RankState.signal:
         _first = os.environ.get("RANK", "0") == "0"

@@ -30,11 +30,9 @@ _PER_TOKEN = ("tokens", "labels", "loss_mask", "position_ids", "text_targets")
 
 
 def pack(batch: dict[str, Any]) -> PackedRow | None:
-    """Merge the samples of a microbatch into one row, and keep this rank's tokens, in place.
-
-    Returns the documents with their boundaries on the host: only ranks that did not read them
-    synchronize with the device. None if the batch is not packed.
-    """
+    """Merge the samples of a microbatch into one row, and keep this rank's tokens, in place."""
+    # Returns the documents with their boundaries on the host: only ranks that did not read them
+    # synchronize with the device. None if the batch is not packed.
     if batch.get("cu_seqlens") is None:
         return None
     on_host = batch.get("host_cu_seqlens")
@@ -132,11 +130,9 @@ def loss_func(
     training: bool,
     token_losses: Tensor,
 ) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
-    """Return (sum of nats, number of targets as int32, {name: [numerator, denominator]}).
-
-    Megatron sums the pairs over microbatches and ranks. `targets` and `before_texts` are of all
-    context-parallel ranks, the other tensors [B, S] of this one.
-    """
+    """Return (sum of nats, number of targets as int32, {name: [numerator, denominator]})."""
+    # Megatron sums the pairs over microbatches and ranks. `targets` and `before_texts` are of all
+    # context-parallel ranks, the other tensors [B, S] of this one.
     args, mask = get_args(), loss_mask.view(-1).float()
     losses = token_losses.view(-1).float()
     loss = torch.sum(losses * mask)

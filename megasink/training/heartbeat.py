@@ -240,10 +240,8 @@ def _connect() -> Any:
 
 
 def farewell() -> bool:
-    """Announce that this rank is done, and end its thread; return whether the thread has ended.
-
-    A thread inside the store at exit would abort the process.
-    """
+    """Announce that this rank is done, and end its thread; return whether the thread has ended."""
+    # A thread inside the store at exit would abort the process.
     RankState.phase = ENDED
     _leaving.set()
     if _thread is None:

@@ -152,21 +152,18 @@ def own_parser() -> CommandParser:
     parser = CommandParser(
         prog="megasink train", description=inspect.cleandoc(main.__doc__ or ""), add_help=False
     )
-    parser.add_argument(
-        "--ranks",
-        type=int,
-        help="number of processes; default: as before with --resume, else one per CUDA device, "
-        "else one per tensor x pipeline x context rank",
+    text = (
+        "number of processes; default: as before with --resume, else one per CUDA device, "
+        "else one per tensor x pipeline x context rank"
     )
+    parser.add_argument("--ranks", type=int, help=text)
     parser.add_argument("--help-all", action="store_true", help="list every flag and exit")
     return parser
 
 
 def launch(flags: Sequence[str], run_dir: Path, ranks: int, steps: int | None) -> int:
-    """Run `ranks` processes to completion, with a progress bar, or lines without a terminal.
-
-    Raises Stopped after a signal, or an error with a rank's message or the location of its log.
-    """
+    """Run `ranks` processes to completion, with a progress bar, or lines without a terminal."""
+    # Raises Stopped after a signal, or an error with a rank's message or the location of its log.
     from rich.console import Console
 
     from megasink.training.torchrun_processes import Ranks

@@ -25,10 +25,8 @@ from megasink.upstream.training_patches import FOREIGN_CHECKPOINTS, GPT_CHECKPOI
 
 @contextlib.contextmanager
 def accepting_megatrons_checkpoints() -> Iterator[None]:
-    """Let ``dist_checkpointing.load`` accept the absence of state that only megasink writes.
-
-    Upstream's non-strict load would accept a missing weight too.
-    """
+    """Let ``dist_checkpointing.load`` accept the absence of state that only megasink writes."""
+    # Upstream's non-strict load would accept a missing weight too.
     original = dist_checkpointing.load
     maps: list[Any] = []
 

@@ -163,18 +163,13 @@ def head_scalars(record: dict[str, Any]) -> dict[str, float]:
         for layer, value in _by_block(record, key):
             if value is not None:
                 scalars[f"{name} by layer/{layer}"] = value
-    for key, name in (
-        ("importance", "head importance"),
-        ("softmax_offset", "softmax offset"),
-        ("explicit_gate", "explicit gate"),
-    ):
+    for key in ("importance", "softmax_offset", "explicit_gate"):
+        name = "head importance" if key == "importance" else key.replace("_", " ")
         for layer, row in _by_block(record, key):
-            values = [value for value in row if value is not None]
-            if not values:
-                continue
-            scalars[f"{name} mean by layer/{layer}"] = sum(values) / len(values)
-            scalars[f"{name} min by layer/{layer}"] = min(values)
-            scalars[f"{name} max by layer/{layer}"] = max(values)
+            if values := [value for value in row if value is not None]:
+                scalars[f"{name} mean by layer/{layer}"] = sum(values) / len(values)
+                scalars[f"{name} min by layer/{layer}"] = min(values)
+                scalars[f"{name} max by layer/{layer}"] = max(values)
     return scalars
 
 

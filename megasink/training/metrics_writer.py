@@ -180,8 +180,9 @@ class MetricsWriter:
         iteration = get_args().iteration
         if writer := get_tensorboard_writer():
             _leave_out_repetitions(writer)
-            if iteration:
-                _drop_after(writer, iteration)
+            if iteration:  # have TensorBoard drop later steps, as `SummaryWriter(purge_step=...)`
+                start = Event(session_log=SessionLog(status=SessionLog.START))
+                writer.file_writer.add_event(start, iteration + 1)
         for before in self._file.open(iteration):
             if before.get("lm_loss") is not None and not before.get("skipped"):
                 self._follow(before["iteration"], before["lm_loss"])
@@ -247,12 +248,6 @@ def _tokens_of_step() -> int:
     return int(get_current_global_batch_size() * get_args().seq_length)
 
 
-def _drop_after(writer: Any, iteration: int) -> None:
-    """Have TensorBoard drop later steps of an earlier start, as `SummaryWriter(purge_step=...)`."""
-    start = Event(session_log=SessionLog(status=SessionLog.START))
-    writer.file_writer.add_event(start, iteration + 1)
-
-
 def _leave_out_repetitions(writer: Any) -> None:
     """Have TensorBoard drop the second copy of each of Megatron's scalars."""
     add = writer.add_scalar
@@ -309,10 +304,8 @@ def writing_metrics(metrics: MetricsWriter) -> Iterator[None]:
 def stop_if_diverged(
     divergence: Divergence, nats: float, iteration: int, folder: str | None
 ) -> None:
-    """End the run on all ranks if the rank that has the loss detects divergence.
-
-    Performs one all-reduce. `divergence` is empty on other ranks.
-    """
+    """End the run on all ranks if the rank that has the loss detects divergence."""
+    # Performs one all-reduce. `divergence` is empty on other ranks.
     here = [-math.inf] * 4
     if divergence.exceeds(nats):
         # A maximum over ranks may drop a NaN.

@@ -39,10 +39,9 @@ _GONE_SECONDS = 20.0  # after which a silent host counts as gone
 
 
 class Hosts:
-    """A thread that tracks, in torchrun's store, which hosts are present and why they end.
+    """A thread that tracks, in torchrun's store, which hosts are present and why they end."""
 
-    With `ends`, it ends torchrun here some time after another host's ranks have ended.
-    """
+    # With `ends`, it ends torchrun here some time after another host's ranks have ended.
 
     def __init__(
         self, endpoint: str, number: int, job: str = "", address: str = "", *, ends: bool = False

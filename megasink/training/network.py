@@ -83,15 +83,13 @@ def main(argv: Sequence[str]) -> int:
     while True:
         try:
             address, own = own_address(argv[0])
-            break
+            print(address, int(own))
+            return 0
         except UserError as error:
-            if time.monotonic() < end:
-                time.sleep(1.0)
-                continue
-            print(f"megasink: error: {error}", file=sys.stderr)
-            return 2
-    print(address, int(own))
-    return 0
+            if time.monotonic() > end:
+                print(f"megasink: error: {error}", file=sys.stderr)
+                return 2
+        time.sleep(1.0)
 
 
 if __name__ == "__main__":

@@ -38,11 +38,9 @@ def with_sink_parameters(
     *,
     decay_all: bool = False,
 ) -> Overrides:
-    """Return the overrides with a separate group for the sink parameters.
-
-    `lr_mult` applies to ``lr`` and ``min_lr``; `weight_decay` is absolute. With `decay_all`, the
-    vectors that Megatron exempts decay like matrices (P2.17).
-    """
+    """Return the overrides with a separate group for the sink parameters."""
+    # `lr_mult` applies to ``lr`` and ``min_lr``; `weight_decay` is absolute. With `decay_all`, the
+    # vectors that Megatron exempts decay like matrices (P2.17).
     if decay_all:
         overrides = {k: v for k, v in overrides.items() if v != _EXEMPT}
     # Two values for wd_mult would conflict: the standard keys must not match sink parameters.
@@ -62,10 +60,8 @@ def with_sink_parameters(
 def with_end_rates(
     overrides: Overrides, config: OptimizerConfig, embedding: float | None, output: float | None
 ) -> Overrides:
-    """Return the overrides with maximum rates for `embedding` and `output`, None for the common.
-
-    They keep the ratio of ``lr`` and ``min_lr``; P0 has rates 50 times apart.
-    """
+    """Return the overrides with maximum rates for `embedding` and `output`, None for the common."""
+    # They keep the ratio of ``lr`` and ``min_lr``; P0 has rates 50 times apart.
     rates = dict(overrides)
     lowest = (config.min_lr or 0.0) / config.lr if config.lr else 0.0
     for name, rate in (("embedding.word_embeddings", embedding), ("output_layer", output)):

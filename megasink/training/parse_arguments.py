@@ -100,10 +100,8 @@ def _count_layers(args: Namespace) -> None:
 
 
 def resolve_layers(args: Namespace) -> None:
-    """Replace a word in ``args.attention_variant_layers`` by its list, if that is possible.
-
-    The list identifies a run, so a change of windows does not move its sinks.
-    """
+    """Replace a word in ``args.attention_variant_layers`` by its list, if that is possible."""
+    # The list identifies a run, so a change of windows does not move its sinks.
     if isinstance(args.attention_variant_layers, str) and args.num_layers:
         with contextlib.suppress(ValueError):  # training/checks/variants.py says why
             args.attention_variant_layers = [int(has) for has in layers_with_variant(args)]
@@ -116,10 +114,8 @@ def parse(argv: Sequence[str]) -> tuple[Namespace, dict[str, Any]]:
 
 
 def validate(args: Namespace, *, checked: bool = False) -> dict[str, Any]:
-    """Check and complete what `read` returned; return the arguments that identify the run.
-
-    Without the checks if they are `checked`: a launcher on this host has found nothing.
-    """
+    """Check and complete what `read` returned; return the arguments that identify the run."""
+    # Without the checks if they are `checked`: a launcher on this host has found nothing.
     from megatron.training import arguments
 
     for note in vars(args).pop("flag_notes", ()):  # shown, not recorded

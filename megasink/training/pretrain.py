@@ -131,10 +131,9 @@ def _say(line: str) -> None:
 
 @contextlib.contextmanager
 def shared_folder() -> Iterator[None]:
-    """Let this process, and those it starts in the body, share one multiprocessing folder.
-
-    A killed worker would leave its own behind. The next process removes the folder of a killed one.
-    """
+    """Let this process, and those it starts in the body, share one multiprocessing folder."""
+    # A killed worker would leave its own behind. The next process removes the folder of a killed
+    # one.
     config: dict[str, Any] = multiprocessing.process.current_process()._config  # type: ignore[attr-defined]
     if config.get("tempdir") is not None:
         yield
@@ -161,11 +160,9 @@ def _locked_folder() -> tuple[Path, int | None]:
             lock = os.open(folder, os.O_RDONLY)
         except FileNotFoundError:
             continue
-        if not lock_folder(lock):  # a file system without locks, or removed at this moment
-            os.close(lock)
-            if folder.exists():
-                return folder, None
-        elif folder.exists():
+        is_locked = lock_folder(lock)
+        if folder.exists() and is_locked:
             return folder, lock
-        else:
-            os.close(lock)
+        os.close(lock)
+        if folder.exists() and not is_locked:  # a file system without locks
+            return folder, None

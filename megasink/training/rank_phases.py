@@ -70,11 +70,9 @@ def _during(words: str, function: Callable[..., Any]) -> Callable[..., Any]:
 def agreeing_on_signals(
     received: Callable[[], int], announce: Callable[[int], None], waits: Callable[[], bool]
 ) -> Iterator[None]:
-    """Agree on the signal that any rank `received`, or 0, with one all-reduce a step.
-
-    Upstream reads each rank's value from the device. Here the host reads one number a step later,
-    unless all ranks `wait` for it: a signal ends the run after the next step.
-    """
+    """Agree on the signal that any rank `received`, or 0, with one all-reduce a step."""
+    # Upstream reads each rank's value from the device. Here the host reads one number a step later,
+    # unless all ranks `wait` for it: a signal ends the run after the next step.
     sent: HostCopy | None = None
 
     def signals_received(self: Any) -> list[int]:

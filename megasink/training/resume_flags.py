@@ -25,10 +25,8 @@ _OF_A_START = ("plugin", "run-dir", "resume", "expanded-recipe")
 
 
 def replayed(last: Sequence[str], given: Sequence[str], run_dir: Path) -> list[str]:
-    """Return the flags of the last start, to prepend to those given now.
-
-    For another rate or decay, add the flag that prefers it to the schedule of the checkpoint.
-    """
+    """Return the flags of the last start, to prepend to those given now."""
+    # For another rate or decay, add the flag that prefers it to the schedule of the checkpoint.
     names = {name for name, _ in named_values(given)}
     before = dict(named_values(last))
     changes = before and any(

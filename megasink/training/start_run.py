@@ -39,11 +39,9 @@ _WAIT_SECONDS = 3600.0
 
 @contextmanager
 def starting(args: Namespace, identity: dict[str, Any]) -> Iterator[Any]:
-    """Hold the run folder's lease, and set ``args`` to resume from the same step on every rank.
-
-    Yields the store for Megatron's process groups, separate for each attempt; None for a single
-    rank. If rank 0 cannot start, every rank raises the same error.
-    """
+    """Hold the run folder's lease, and set ``args`` to resume from the same step on every rank."""
+    # Yields the store for Megatron's process groups, separate for each attempt; None for a single
+    # rank. If rank 0 cannot start, every rank raises the same error.
     store = None
     if args.world_size > 1 and not args.fake_process_group:
         store = open_store(60.0 * args.distributed_timeout_minutes)

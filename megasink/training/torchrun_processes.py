@@ -8,7 +8,6 @@ import sys
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from types import MappingProxyType
 from typing import Any
 
 import psutil
@@ -29,11 +28,7 @@ class Ranks:
     """
 
     def __init__(
-        self,
-        arguments: Sequence[str],
-        logs: Path,
-        console: Console,
-        variables: Mapping[str, str] = MappingProxyType({}),
+        self, arguments: Sequence[str], logs: Path, console: Console, variables: Mapping[str, str]
     ):
         self._arguments, self._logs, self._console = arguments, logs, console
         self._variables = variables

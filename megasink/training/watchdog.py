@@ -39,10 +39,9 @@ class Clock:
 
 
 class _Guard:
-    """The state that the watchdog thread checks.
+    """The state that the watchdog thread checks."""
 
-    A rank waits `timeout` seconds for another one, and shuts down within `end_seconds`.
-    """
+    # A rank waits `timeout` seconds for another one, and shuts down within `end_seconds`.
 
     def __init__(self) -> None:
         self.timeout, self.end_seconds = 600.0, 60.0

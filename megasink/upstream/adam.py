@@ -45,12 +45,14 @@ class GroupStepAdam(torch.optim.Optimizer):
             group["step"] = group.get("step", 0) + 1
             if not params:
                 continue
+            alike: dict[tuple[torch.device, torch.dtype], list[torch.Tensor]] = {}
             for p in params:
+                alike.setdefault((p.device, p.dtype), []).append(p)
                 if not self.state[p]:
                     self.state[p]["exp_avg"] = torch.zeros_like(p)
                     self.state[p]["exp_avg_sq"] = torch.zeros_like(p)
-            for alike in _by_device_and_dtype(params):
-                self._update(alike, group)
+            for of_one_kernel in alike.values():
+                self._update(of_one_kernel, group)
         return loss
 
     def _update(self, params: list[torch.Tensor], group: dict[str, Any]) -> None:
@@ -72,11 +74,3 @@ class GroupStepAdam(torch.optim.Optimizer):
             amsgrad=False,
             maximize=False,
         )
-
-
-def _by_device_and_dtype(params: Iterable[torch.Tensor]) -> Iterable[list[torch.Tensor]]:
-    """Divide parameters into lists that one kernel takes."""
-    lists: dict[tuple[torch.device, torch.dtype], list[torch.Tensor]] = {}
-    for p in params:
-        lists.setdefault((p.device, p.dtype), []).append(p)
-    return lists.values()

@@ -19,16 +19,14 @@ import numpy as np
 
 from megasink.upstream.patch_register import patches
 
-_GPT = "megatron.core.datasets.gpt_dataset"
-_BUILD = f"{_GPT}:GPTDataset._build_document_sample_shuffle_indices"
+_BUILD = ":GPTDataset._build_document_sample_shuffle_indices"
 ORDER = patches("always", "tests/training/test_sample_order.py")(
     "an order for each epoch",
-    _GPT,
+    "megatron.core.datasets.gpt_dataset",
     "_build_document_index _build_shuffle_index",
     "raising the number of steps would change the order of the epoch in which a run resumes",
-    f"{_GPT}: def _build_document_index(documents, num_epochs, numpy_random_state, "
-    "separate_final_epoch)",
-    f"{_GPT}: def _build_shuffle_index(num_samples, total_size, numpy_random_state)",
+    "def _build_document_index(documents, num_epochs, numpy_random_state, separate_final_epoch)",
+    "def _build_shuffle_index(num_samples, total_size, numpy_random_state)",
     f"{_BUILD}: _build_document_index(self.indices, num_epochs, numpy_random_state, "
     "separate_final_epoch)",
     f"{_BUILD}: numpy_random_state = numpy.random.RandomState(self.config.random_seed)",

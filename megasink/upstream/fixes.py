@@ -14,17 +14,17 @@ ADAM = _patch(
     "megatron.core.optimizer",
     "Adam USING_PYTORCH_OPTIMIZER",
     "without TransformerEngine and apex, checkpoints of the distributed optimizer do not load",
-    "megatron.core.optimizer: USING_PYTORCH_OPTIMIZER = True",
-    "megatron.core.optimizer: kwargs['adam_w_mode'] = config.decoupled_weight_decay",
+    ": USING_PYTORCH_OPTIMIZER = True",
+    ": kwargs['adam_w_mode'] = config.decoupled_weight_decay",
 )
 ADAM_CHECKPOINTS = _patch(
     "checkpoints with a step per group",
     "megatron.core.optimizer.distrib_optimizer",
     "HAVE_APEX_OR_TE",
     ADAM.reason,
-    "megatron.core.optimizer.distrib_optimizer:DistributedOptimizer.state_dict: "
+    ":DistributedOptimizer.state_dict: "
     "steps = list(set([s['step'].item() for s in inner_state_dict['state'].values()]))",
-    "megatron.core.optimizer.distrib_optimizer:DistributedOptimizer.load_state_dict: "
+    ":DistributedOptimizer.load_state_dict: "
     "steps = list(set([g['step'] for g in state_dict['optimizer']['param_groups']]))",
 )
 DATASET_HELPERS = _patch(
@@ -32,45 +32,40 @@ DATASET_HELPERS = _patch(
     "megatron.core.datasets.utils",
     "compile_helpers",
     "it runs make without a Makefile and exits; the wheel contains the built extension",
-    "megatron.core.datasets.utils: def compile_helpers()",
-    "megatron.core.datasets.utils:compile_helpers: subprocess.run(command)",
+    "def compile_helpers()",
+    ":compile_helpers: subprocess.run(command)",
     test="tests/training/test_end_to_end.py",
 )
 CHAINED_STATES = _patch(
     "optimizer states with another expert parallelism or other settings",
-    "megatron.core.optimizer.optimizer.ChainedOptimizer",
+    "megatron.core.optimizer.optimizer:ChainedOptimizer",
     "load_state_dict",
     "a checkpoint loads only into one optimizer, but parallel experts need two; groups are matched "
     "by learning rate and weight decay, so no group matches after these change",
-    "megatron.core.optimizer.optimizer:ChainedOptimizer: def load_state_dict(self, state_dict)",
-    "megatron.core.optimizer.optimizer:ChainedOptimizer.load_state_dict: "
-    "len(self.chained_optimizers) != len(state_dict)",
-    "megatron.core.optimizer.optimizer:MegatronOptimizer._filter_and_reorder_param_groups: "
-    "loaded_groups_map[key]",
+    "def load_state_dict(self, state_dict)",
+    ":ChainedOptimizer.load_state_dict: len(self.chained_optimizers) != len(state_dict)",
+    ":MegatronOptimizer._filter_and_reorder_param_groups: loaded_groups_map[key]",
     "megatron.core.optimizer.distrib_optimizer:DistributedOptimizer.load_state_dict: "
     "param_groups_map[needed_groups]",
     test="tests/distributed/test_checkpoint.py",
 )
 SAVED_SCHEDULE = _patch(
     "schedule kept from the checkpoint",
-    "megatron.core.optimizer_param_scheduler.OptimizerParamScheduler",
+    "megatron.core.optimizer_param_scheduler:OptimizerParamScheduler",
     "load_state_dict",
     "--use-checkpoint-opt-param-scheduler restores rates that the parameter groups then override",
-    "megatron.core.optimizer_param_scheduler:OptimizerParamScheduler: "
     "def load_state_dict(self, state_dict)",
-    "megatron.core.optimizer_param_scheduler:OptimizerParamScheduler.get_lr: "
-    "max_lr = param_group.get('max_lr', self.max_lr)",
+    ":OptimizerParamScheduler.get_lr: max_lr = param_group.get('max_lr', self.max_lr)",
     test="tests/training/test_cures.py",
 )
 SHARDED_STATES = _patch(
     "sharded optimizer states of float32 parameters",
-    "megatron.core.optimizer.distrib_optimizer.DistributedOptimizer",
+    "megatron.core.optimizer.distrib_optimizer:DistributedOptimizer",
     "load_parameter_state_from_dp_reshardable",
     "they are copied into views of parameters that require a gradient, which fails",
-    "megatron.core.optimizer.distrib_optimizer:DistributedOptimizer: "
     "def load_parameter_state_from_dp_reshardable(self, state_dict)",
-    "megatron.core.optimizer.distrib_optimizer:DistributedOptimizer."
-    "_set_main_param_and_optimizer_states: dst_tensors[key].copy_(tensors[key])",
+    ":DistributedOptimizer._set_main_param_and_optimizer_states: "
+    "dst_tensors[key].copy_(tensors[key])",
     test="tests/training/test_checkpoint_layout.py",
 )
 GRADIENT_NORM = _patch(
@@ -78,24 +73,22 @@ GRADIENT_NORM = _patch(
     "megatron.core.optimizer.clip_grads",
     "l2_norm_impl",
     "without TransformerEngine and apex each parameter's norm is read from the device separately",
-    "megatron.core.optimizer.clip_grads: l2_norm_impl = local_multi_tensor_l2_norm",
+    ": l2_norm_impl = local_multi_tensor_l2_norm",
     "megatron.core.utils: def local_multi_tensor_l2_norm(chunk_size, noop_flag, *_)",
     "megatron.core.utils:local_multi_tensor_l2_norm: l2_reduced = torch.norm(torch.tensor(l2))",
     test="tests/plan/hollow/test_trainer.py",
 )
 GLOBAL_LOSS = _patch(
     "gradient of the global balancing loss of experts",
-    "megatron.core.transformer.moe.router.TopKRouter",
+    "megatron.core.transformer.moe.router:TopKRouter",
     "attach_and_log_load_balancing_loss",
     "each data-parallel rank has its share of the loss, which the mean over ranks divides again",
-    "megatron.core.transformer.moe.router:TopKRouter: "
     "def attach_and_log_load_balancing_loss(self, activation, aux_loss_coeff, aux_loss, "
     "aux_loss_name, reduce_group, needs_dp_avg, valid_token_count)",
-    "megatron.core.transformer.moe.router:TopKRouter._apply_global_aux_loss: "
-    "self.attach_and_log_load_balancing_loss(probs, global_aux_loss_coeff, global_aux_loss, "
-    "'global_load_balancing_loss', self.tp_dp_cp_group, needs_dp_avg=False, "
-    "valid_token_count=local_num_tokens)",
-    "megatron.core.transformer.moe.router:TopKRouter.attach_and_log_load_balancing_loss: "
+    ":TopKRouter._apply_global_aux_loss: self.attach_and_log_load_balancing_loss(probs, "
+    "global_aux_loss_coeff, global_aux_loss, 'global_load_balancing_loss', self.tp_dp_cp_group, "
+    "needs_dp_avg=False, valid_token_count=local_num_tokens)",
+    ":TopKRouter.attach_and_log_load_balancing_loss: "
     "MoEAuxLossAutoScaler.apply(activation, aux_loss)",
     test="tests/distributed/test_moe.py",
 )

@@ -19,11 +19,11 @@ _MODULE = "megatron.core.optimizer.emerging_optimizers"
 
 GATE_ROWS = _patch(
     "Muon on gate rows",
-    f"{_MODULE}.TensorParallelMuon",
+    f"{_MODULE}:TensorParallelMuon",
     "orthogonalize",
     "linear_qkv with gate rows would be orthogonalized as one matrix, or cut at the wrong rows",
-    f"{_MODULE}:TensorParallelMuon: def orthogonalize(self, p, grad, *_)",
-    f"{_MODULE}:TensorParallelMuon.orthogonalize: "
+    "def orthogonalize(self, p, grad, *_)",
+    ":TensorParallelMuon.orthogonalize: "
     "grad = self.scaled_orthogonalize_fn_with_gtp_remat(p, grad, tp_group, partition_dim)",
     "megatron.core.optimizer:_get_megatron_emerging_optimizer: param.is_qkv = True",
 )
@@ -32,16 +32,15 @@ ROWS_OF_MAIN_PARAMETERS = _patch(
     "megatron.core.tensor_parallel.layers",
     "_MODEL_PARALLEL_ATTRIBUTE_DEFAULTS",
     "the float32 copy of a bf16 weight gets only the attributes listed there",
-    "megatron.core.tensor_parallel.layers:copy_tensor_model_parallel_attributes: "
-    "maybe_copy(attribute)",
+    ":copy_tensor_model_parallel_attributes: maybe_copy(attribute)",
     test="tests/distributed/test_muon.py",
 )
 OTHER_TABLES = _patch(
     "parameters other than matrices",
-    f"{_MODULE}._EMERGING_OPTIMIZERS",
+    f"{_MODULE}:_EMERGING_OPTIMIZERS",
     "default_param_overrides of each Muon entry",
     "head biases [H, D] and position tables have two axes, but are not matrices",
-    f"{_MODULE}:_is_nonlinear_or_embedding: "
+    ":_is_nonlinear_or_embedding: "
     "getattr(param, 'is_embedding_or_output_parameter', False) or len(param.shape) != 2",
     "megatron.core.optimizer:_get_megatron_emerging_optimizer: "
     "config_overrides.update(default_param_overrides)",

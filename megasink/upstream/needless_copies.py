@@ -11,33 +11,31 @@ import torch
 from megasink.upstream.patch_register import patches
 
 _patch = patches("always", "tests/upstream/test_copies.py")
-_ROTATION = "megatron.core.models.common.embeddings.rope_utils"
 
 CLIPPING = _patch(
     "gradients clipped in place",
     "megatron.core.optimizer.clip_grads",
     "multi_tensor_scale_impl",
     "every gradient would be multiplied into a new tensor and copied back",
-    "megatron.core.optimizer.clip_grads: multi_tensor_scale_impl = local_multi_tensor_scale",
-    "megatron.core.optimizer.clip_grads:clip_grad_by_total_norm_fp32: "
+    ": multi_tensor_scale_impl = local_multi_tensor_scale",
+    ":clip_grad_by_total_norm_fp32: "
     "multi_tensor_applier(multi_tensor_scale_impl, dummy_overflow_buf, [grads, grads], clip_coeff)",
     "megatron.core.utils: def local_multi_tensor_scale(chunk_size, noop_flag, tensor_lists, scale)",
     "megatron.core.utils:local_multi_tensor_scale: dst.copy_(src * scale)",
 )
 ROTATION = _patch(
     "rotation of whole heads",
-    _ROTATION,
+    "megatron.core.models.common.embeddings.rope_utils",
     "_apply_rotary_pos_emb_bshd",
     "the channels that are not rotated are appended even if there are none: queries and keys are "
     "copied once more, and zeros of their size are added to their gradients",
-    f"{_ROTATION}: def _apply_rotary_pos_emb_bshd(t, freqs, rotary_interleaved, "
-    "mla_rotary_interleaved, mscale, *_)",
-    f"{_ROTATION}:_apply_rotary_pos_emb_bshd: cos_ = (torch.cos(freqs) * mscale).to(t.dtype)",
-    f"{_ROTATION}:_apply_rotary_pos_emb_bshd: sin_ = (torch.sin(freqs) * mscale).to(t.dtype)",
-    f"{_ROTATION}:_apply_rotary_pos_emb_bshd: "
-    "t = (t * cos_) + (_rotate_half(t, rotary_interleaved) * sin_)",
-    f"{_ROTATION}:_apply_rotary_pos_emb_bshd: torch.cat((t, t_pass), dim=-1)",
-    f"{_ROTATION}: def _rotate_half(x, rotary_interleaved)",
+    "def _apply_rotary_pos_emb_bshd(t, freqs, rotary_interleaved, mla_rotary_interleaved, mscale, "
+    "*_)",
+    ":_apply_rotary_pos_emb_bshd: cos_ = (torch.cos(freqs) * mscale).to(t.dtype)",
+    ":_apply_rotary_pos_emb_bshd: sin_ = (torch.sin(freqs) * mscale).to(t.dtype)",
+    ":_apply_rotary_pos_emb_bshd: t = (t * cos_) + (_rotate_half(t, rotary_interleaved) * sin_)",
+    ":_apply_rotary_pos_emb_bshd: torch.cat((t, t_pass), dim=-1)",
+    "def _rotate_half(x, rotary_interleaved)",
 )
 
 

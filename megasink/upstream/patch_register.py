@@ -100,10 +100,8 @@ def _read(module: str) -> tuple[str, str]:
 
 @cache
 def _block(text: str, scope: str) -> tuple[int, ast.Module]:
-    """Return (number of lines before it, tree) of a function, class or module.
-
-    Only the block's own lines are parsed: Megatron's files have thousands.
-    """
+    """Return (number of lines before it, tree) of a function, class or module."""
+    # Only the block's own lines are parsed: Megatron's files have thousands.
     if not scope:
         return 0, ast.parse(text)
     lines, start = text.splitlines(keepends=True), -1
@@ -223,7 +221,9 @@ class Patch:
 
 
 def patches(room: Room, test: str) -> Callable[..., Patch]:
-    """Return a constructor of a room's patches, which writes a quote as ``where: code``."""
+    """Return a constructor of a room's patches, whose owner is ``module`` or ``module:Class``."""
+    # A quote is ``where: code``, ``:scope: code`` in the owner's module, or the owner's ``def
+    # f(a)``.
 
     def patch(
         name: str,
@@ -234,8 +234,13 @@ def patches(room: Room, test: str) -> Callable[..., Patch]:
         test: str = test,
         fixed_in: str | None = None,
     ) -> Patch:
-        lines = tuple(Quote(*quote.split(": ", 1)) for quote in quotes)
-        return Patch(name, room, owner, attributes, reason, lines, test, fixed_in)
+        module = owner.partition(":")[0]
+        lines = []
+        for quote in quotes:
+            where, code = (owner, quote) if quote[:4] == "def " else quote.split(": ", 1)
+            lines.append(Quote(where if where[:1].strip(":") else module + where, code))
+        dotted = owner.replace(":", ".")
+        return Patch(name, room, dotted, attributes, reason, tuple(lines), test, fixed_in)
 
     return patch
 

@@ -11,12 +11,11 @@ _loading = patches("loading", "tests/security/test_checkpoints.py")
 # Megatron's training loop.
 SIGNALS = _training(
     "signals of all ranks",
-    "megatron.training.dist_signal_handler.DistributedSignalHandler",
+    "megatron.training.dist_signal_handler:DistributedSignalHandler",
     "signals_received",
     "upstream reads a number from every rank after every step; one all-reduce is enough",
-    "megatron.training.dist_signal_handler:DistributedSignalHandler: def signals_received(self)",
-    "megatron.training.dist_signal_handler:all_gather_item: "
-    "[elem.item() for elem in output_tensors]",
+    "def signals_received(self)",
+    ":all_gather_item: [elem.item() for elem in output_tensors]",
 )
 _EVALUATE = (
     "megatron.training.training:evaluate_and_print_results: evaluate(...)",
@@ -30,10 +29,9 @@ METRICS = _training(
     "megatron.training.training",
     "training_log evaluate evaluate_and_print_results save_checkpoint_and_time",
     "the loop has no hook where it logs",
-    "megatron.training.training: "
     "def training_log(loss_dict, total_loss_dict, learning_rate, iteration, loss_scale, "
     "report_memory_flag, skipped_iter, grad_norm, *_)",
-    "megatron.training.training:train: training_log(...)",
+    ":train: training_log(...)",
     *_EVALUATE,
     test="tests/training/test_observing.py",
 )
@@ -42,10 +40,10 @@ EVALUATION = _training(
     "megatron.training.training",
     "get_train_valid_test_num_samples build_pretraining_data_loader evaluate_and_print_results",
     "each evaluation starts where the last one stopped, and the last step is evaluated twice",
-    "megatron.training.training: def get_train_valid_test_num_samples()",
+    "def get_train_valid_test_num_samples()",
     "megatron.training.datasets.data_samplers: "
     "def build_pretraining_data_loader(dataset, consumed_samples)",
-    "megatron.training.training:build_train_valid_test_data_loaders: "
+    ":build_train_valid_test_data_loaders: "
     "build_pretraining_data_loader(valid_d, args.consumed_valid_samples)",
     *_EVALUATE,
     test="tests/training/test_evaluation.py",
@@ -56,21 +54,21 @@ PHASES = _training(
     "initialize_megatron setup_model_and_optimizer build_train_valid_test_data_iterators train "
     "evaluate_and_print_results save_checkpoint_and_time training_log",
     "the loop has no hook for it",
-    "megatron.training.training:pretrain: initialize_megatron(...)",
-    "megatron.training.training:pretrain: setup_model_and_optimizer(...)",
-    "megatron.training.training:pretrain: build_train_valid_test_data_iterators(...)",
-    "megatron.training.training:pretrain: train(...)",
-    "megatron.training.training:pretrain: save_checkpoint_and_time(...)",
-    "megatron.training.training:train: training_log(...)",
-    "megatron.training.training:train: evaluate_and_print_results(...)",
+    ":pretrain: initialize_megatron(...)",
+    ":pretrain: setup_model_and_optimizer(...)",
+    ":pretrain: build_train_valid_test_data_iterators(...)",
+    ":pretrain: train(...)",
+    ":pretrain: save_checkpoint_and_time(...)",
+    ":train: training_log(...)",
+    ":train: evaluate_and_print_results(...)",
 )
 FAULT_TOLERANCE = _training(
     "one parse of the command line",
     "megatron.training.ft_integration",
     "setup",
     "it parses all flags again to check for --enable-ft-package, which megasink refuses",
-    "megatron.training.ft_integration: def setup()",
-    "megatron.training.ft_integration:setup: args = arguments.parse_args(ignore_unknown_args=True)",
+    "def setup()",
+    ":setup: args = arguments.parse_args(ignore_unknown_args=True)",
     "megatron.training.training:pretrain: ft_integration.setup()",
     test="tests/training/test_launch.py",
 )
@@ -79,9 +77,8 @@ OPTIMIZER_GROUPS = _training(
     "megatron.training.training",
     "get_megatron_optimizer_config",
     "the loop sets config_overrides itself, though users are meant to extend them",
-    "megatron.training.training: def get_megatron_optimizer_config(args)",
-    "megatron.training.training:setup_model_and_optimizer: "
-    "config, config_overrides = get_megatron_optimizer_config(args)",
+    "def get_megatron_optimizer_config(args)",
+    ":setup_model_and_optimizer: config, config_overrides = get_megatron_optimizer_config(args)",
     test="tests/training/test_optimizer.py",
 )
 MATRIX_SHARDS = _training(
@@ -89,10 +86,8 @@ MATRIX_SHARDS = _training(
     "megatron.training.models.dist_utils",
     "_ddp_wrap DistributedOptimizer",
     "a builder gives a model buffers for Adam's shards, which cut matrices; get_model does not",
-    "megatron.training.models.dist_utils:_ddp_wrap: "
-    "DistributedOptimizer.compute_full_param_layout(...)",
-    "megatron.training.models.dist_utils:prepare_existing_model_chunks_for_distributed_training: "
-    "_ddp_wrap(...)",
+    ":_ddp_wrap: DistributedOptimizer.compute_full_param_layout(...)",
+    ":prepare_existing_model_chunks_for_distributed_training: _ddp_wrap(...)",
     "megatron.training.training:wrap_model_chunks_with_ddp: "
     "tag_params_for_buffer_routing(model_chunks)",
     test="tests/training/test_muon.py",
@@ -104,8 +99,8 @@ HYBRID_COUNTS = _training(
     "is_hybrid_model, there and in megatron.training.theoretical_memory_usage",
     "ranks without experts expect one loss per E layer, the other ranks one per layer; memory is "
     "not estimated",
-    "megatron.training.training:training_log: is_hybrid_model(args)",
-    "megatron.training.training:num_floating_point_operations: is_hybrid_model(args)",
+    ":training_log: is_hybrid_model(args)",
+    ":num_floating_point_operations: is_hybrid_model(args)",
     "megatron.training.theoretical_memory_usage:report_theoretical_memory: is_hybrid_model(args)",
     test="tests/training/test_hybrid_model.py",
 )
@@ -115,7 +110,7 @@ WHOLE_CHECKPOINTS = _training(
     "save_checkpoint",
     "an iteration is saved again if the next step gives NaN or Inf",
     "megatron.training.checkpointing: def save_checkpoint(iteration, *_)",
-    "megatron.training.training:save_checkpoint_and_time: save_checkpoint(...)",
+    ":save_checkpoint_and_time: save_checkpoint(...)",
 )
 RETAINED_CHECKPOINTS = _training(
     "no deletion before the newer checkpoint is intact",
@@ -123,11 +118,10 @@ RETAINED_CHECKPOINTS = _training(
     "_async_delete_checkpoint_impl",
     "--save-retain-interval deletes the previous checkpoint file by file without checking the new "
     "one, so a kill leaves half a checkpoint under its name",
-    "megatron.training.checkpointing: def _async_delete_checkpoint_impl(save_path, "
-    "iteration_to_delete, log_progress, lower_priority, cpu_priority, io_priority)",
-    "megatron.training.checkpointing:save_checkpoint: "
-    "th = threading.Thread(target=_async_delete_checkpoint_impl, args=(args.save, prev_iteration, "
-    "args.log_progress))",
+    "def _async_delete_checkpoint_impl(save_path, iteration_to_delete, log_progress, "
+    "lower_priority, cpu_priority, io_priority)",
+    ":save_checkpoint: th = threading.Thread(target=_async_delete_checkpoint_impl, "
+    "args=(args.save, prev_iteration, args.log_progress))",
     test="tests/training/test_checkpoints_command.py",
 )
 FOREIGN_CHECKPOINTS = _training(
@@ -147,9 +141,7 @@ GPT_CHECKPOINTS = _training(
     "gpt_compatible_layer_maps retarget_sharded_state_dict_to_gpt_checkpoint",
     "it expects stacked layers, and refuses patterns with both FFN and experts, or with "
     "multi-token prediction",
-    "megatron.core.dist_checkpointing.gpt_checkpoint_interop: "
     "def gpt_compatible_layer_maps(hybrid_layer_pattern)",
-    "megatron.core.dist_checkpointing.gpt_checkpoint_interop: "
     "def retarget_sharded_state_dict_to_gpt_checkpoint(sharded_state_dict, layer_maps)",
     "megatron.training.checkpointing:_maybe_setup_gpt_to_hybrid_load: "
     "layer_maps = gpt_compatible_layer_maps(args.hybrid_layer_pattern)",
@@ -162,36 +154,30 @@ RESULTS_QUEUE = _training(
     "megatron.core.dist_checkpointing.strategies.filesystem_async",
     "_results_queue",
     "the process that upstream starts for it outlives a killed rank",
-    "megatron.core.dist_checkpointing.strategies.filesystem_async:get_write_results_queue: "
-    "_results_queue = ctx.Manager().Queue()",
+    ":get_write_results_queue: _results_queue = ctx.Manager().Queue()",
 )
 CHECKPOINT_WRITER = _training(
     "writer of asynchronous checkpoints",
-    "megatron.core.dist_checkpointing.strategies.async_utils.PersistentAsyncCaller",
+    "megatron.core.dist_checkpointing.strategies.async_utils:PersistentAsyncCaller",
     "async_loop schedule_async_call",
     "upstream's writer outlives its rank; a rank waits forever if its writer was killed",
-    "megatron.core.dist_checkpointing.strategies.async_utils:PersistentAsyncCaller: "
     "def schedule_async_call(self, async_req)",
-    "megatron.core.dist_checkpointing.strategies.async_utils:PersistentAsyncCaller: "
     "def async_loop(rank, queue, preload_q, comp_q, *_)",
-    "megatron.core.dist_checkpointing.strategies.async_utils:"
-    "PersistentAsyncCaller.schedule_async_call: self._persistent_preload_q.join()",
+    ":PersistentAsyncCaller.schedule_async_call: self._persistent_preload_q.join()",
 )
 PRELOADED_TENSORS = _training(
     "copies of a checkpoint's tensors",
-    "megatron.core.dist_checkpointing.strategies.filesystem_async.FileSystemWriterAsync",
+    "megatron.core.dist_checkpointing.strategies.filesystem_async:FileSystemWriterAsync",
     "preload_tensors",
     "tensors already on the CPU are not copied, and training changes them meanwhile",
-    "megatron.core.dist_checkpointing.strategies.filesystem_async:"
-    "FileSystemWriterAsync.preload_tensors: tensor.to('cpu', non_blocking=non_blocking)",
+    ":FileSystemWriterAsync.preload_tensors: tensor.to('cpu', non_blocking=non_blocking)",
     test="tests/training/test_checkpoint_writer.py",
 )
 HELP = _training(
     "help texts of Megatron's flags",
-    "megatron.training.argument_utils.ArgumentGroupFactory",
+    "megatron.training.argument_utils:ArgumentGroupFactory",
     "_get_field_docstrings",
     "upstream parses the source of its dataclasses at every start, though only --help needs it",
-    "megatron.training.argument_utils:ArgumentGroupFactory: "
     "def _get_field_docstrings(self, src_cfg_class)",
     test="tests/test_mistakes.py",
 )
@@ -199,21 +185,18 @@ HELP = _training(
 # Loading checkpoints without running code from the files.
 METADATA = _loading(
     "index of a checkpoint",
-    "torch.distributed.checkpoint.filesystem.FileSystemReader",
+    "torch.distributed.checkpoint.filesystem:FileSystemReader",
     "read_metadata",
     "upstream unpickles it",
-    "torch.distributed.checkpoint.filesystem:FileSystemReader.read_metadata: "
-    "pickle.load(metadata_file)",
+    ":FileSystemReader.read_metadata: pickle.load(metadata_file)",
 )
 ENTRIES = _loading(
     "non-tensor entries of a checkpoint",
-    "torch.distributed.checkpoint.default_planner.DefaultLoadPlanner",
+    "torch.distributed.checkpoint.default_planner:DefaultLoadPlanner",
     "load_bytes",
     "common, random and extra states are unpickled; an error names the entry",
-    "torch.distributed.checkpoint.default_planner:DefaultLoadPlanner: "
     "def load_bytes(self, read_item, value)",
-    "torch.distributed.checkpoint.default_planner:DefaultLoadPlanner.load_bytes: "
-    "torch.load(value, weights_only=False)",
+    ":DefaultLoadPlanner.load_bytes: torch.load(value, weights_only=False)",
 )
 TORCH_LOAD = _loading(
     "torch.load",
@@ -227,5 +210,5 @@ FP8_STATES = _loading(
     "transformer_engine.pytorch.module.base",
     "pickle, there and wherever TransformerEngine imports it",
     "upstream unpickles or refuses the states of delayed scaling, which a resumed FP8 run needs",
-    "transformer_engine.pytorch.module.base: pickle.loads(...)",
+    ": pickle.loads(...)",
 )

@@ -15,7 +15,6 @@ from megasink.training.checks import (
     monitoring,
     muon,
     parallel_layout,
-    positions,
     required,
     transformer_impl,
     variants,
@@ -24,16 +23,14 @@ from megasink.training.checks import (
 from megasink.training.checks.exclusive_options import excluded
 
 _OF_LINE = (
-    *(required, model_shape, hybrid, parallel_layout, variants, positions, muon, transformer_impl),
+    *(required, model_shape, hybrid, parallel_layout, variants, muon, transformer_impl),
     *(monitoring, data_paths),
 )
 
 
 def of_line(args: Namespace) -> tuple[list[str], Namespace]:
-    """Return a message per problem that does not depend on the device.
-
-    And the arguments without unknown names, for further checks.
-    """
+    """Return a message per problem that does not depend on the device."""
+    # And the arguments without unknown names, for further checks.
     flags = with_help(args.flag_problems, "megasink train --help-all lists every flag")
     unknown, args = required.without_unknown(args)
     found = [text for subject in _OF_LINE for text in subject.problems(args)]

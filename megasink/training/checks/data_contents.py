@@ -10,22 +10,11 @@ from numpy.typing import NDArray
 
 from megasink.console.printable import say
 from megasink.data.dataset_files import contents, is_stored, mismatch
-from megasink.data.indexed_dataset import (
-    ENTRIES,
-    data_problem,
-    has_tokens,
-    sequence_lengths,
-)
+from megasink.data.indexed_dataset import ENTRIES, data_problem, has_tokens, sequence_lengths
 from megasink.errors import UserError
+from megasink.training import dataset_blends
 from megasink.training.checks.data_paths import missing_files
 from megasink.training.checks.vocabulary import known_ids, tokenizer_identity
-from megasink.training.dataset_blends import (
-    DEFAULT_SPLIT,
-    Blend,
-    drawn_validation,
-    named_prefixes,
-    shares,
-)
 
 _TOTAL = 1 << 24  # entries and tokens of all datasets that are checked
 _LEAST = 1 << 12
@@ -34,50 +23,40 @@ _THREADS = 16  # a file system answers several at once; they wait more than they
 
 def problems(args: Namespace) -> Iterator[str]:
     """Yield one message per problem. Reads sizes, and at most 50 MB of each dataset, on rank 0."""
-    if args.mock_data:
+    if args.mock_data or args.rank:
         return
-    if args.rank:
-        return
-    named = named_prefixes(args)
+    named = dataset_blends.named_prefixes(args)
     if stored := sum(map(is_stored, named)):
         say(f"data: {stored} of {len(named)} data sets are in object stores and are not checked")
-    if drawn := drawn_validation(args.data_path or []):
+    if drawn := dataset_blends.drawn_validation(args.data_path or []):
         say(f"data: validation uses {' '.join(drawn)}, not a share of --split")
     present = {p: blend for p, blend in named.items() if not (is_stored(p) or missing_files(p))}
-    check = _Check(args, min(ENTRIES, max(_LEAST, _TOTAL // max(len(present), 1))))
-    with ThreadPoolExecutor(_THREADS) as threads:
-        answers = threads.map(check, present.items())
-        for blend, texts in zip(present.values(), answers, strict=True):
-            yield from (f"{blend.flag} {text}" for text in texts)
+    entries, ids = min(ENTRIES, max(_LEAST, _TOTAL // max(len(present), 1))), known_ids(args)
+    try:
+        sha256 = tokenizer_identity(args)
+    except UserError:
+        sha256 = None  # `vocabulary` reports why
 
-
-class _Check:
-    """The facts shared by all datasets of a command line."""
-
-    def __init__(self, args: Namespace, entries: int):
-        self.split, self.entries = args.split, entries
-        self.ids, self.tokenizer = known_ids(args), args.tokenizer_model
-        try:
-            self.sha256 = tokenizer_identity(args)
-        except UserError:
-            self.sha256 = None  # `vocabulary` reports why
-
-    def __call__(self, item: tuple[str, Blend]) -> list[str]:
-        """Return one message per problem of a dataset, without the flag that names it."""
+    def check(item: tuple[str, dataset_blends.Blend]) -> list[str]:
         prefix, blend = item
         problems = (
-            data_problem(prefix, self.ids, self.entries),
-            self.sha256 and mismatch(prefix, self.sha256, self.tokenizer),
+            data_problem(prefix, ids, entries),
+            sha256 and mismatch(prefix, sha256, args.tokenizer_model),
         )
         texts = [f"{prefix}: {problem}" for problem in problems if problem] or _changed(prefix)
         lengths = sequence_lengths(prefix)
         if lengths is None:
             return texts  # `data_problem` reports the error
         if blend.is_split:
-            texts += (f"{prefix}: {text}" for text in _empty_parts(lengths, self.split))
+            texts += (f"{prefix}: {text}" for text in _empty_parts(lengths, args.split))
         elif not has_tokens(lengths):
             texts.append(f"{prefix}: all {len(lengths):,} documents are empty")
         return texts
+
+    with ThreadPoolExecutor(_THREADS) as threads:
+        answers = threads.map(check, present.items())
+        for blend, texts in zip(present.values(), answers, strict=True):
+            yield from (f"{blend.flag} {text}" for text in texts)
 
 
 def _changed(prefix: str) -> list[str]:
@@ -93,8 +72,8 @@ def _changed(prefix: str) -> list[str]:
 def _empty_parts(lengths: NDArray[Any], given: str | None) -> Iterator[str]:
     """Report parts without a document: Megatron counts them without end (gpt_dataset.py:694)."""
     documents = len(lengths)
-    split = given or DEFAULT_SPLIT
-    if (parsed := shares(given)) is None:
+    split = given or dataset_blends.DEFAULT_SPLIT
+    if (parsed := dataset_blends.shares(given)) is None:
         yield f"--split {split}: give three weights, for training, validation and test"
         return
     parts = pairwise(accumulate(parsed, initial=0.0))

@@ -39,10 +39,8 @@ def problems(args: Namespace) -> Iterator[str]:
 
 
 def bytes_of_rank(args: Namespace) -> tuple[float, float]:
-    """Return the least bytes of a rank on average: training state, and activations.
-
-    By Megatron's formulas (training/theoretical_memory_usage.py), which assume bf16 and Adam.
-    """
+    """Return the least bytes of a rank on average: training state, and activations."""
+    # By Megatron's formulas (training/theoretical_memory_usage.py), which assume bf16 and Adam.
     from megatron.training.theoretical_memory_usage import (
         compute_activation_memory_without_sp,
         compute_weight_and_optimizer_memory,

@@ -56,9 +56,7 @@ def _known(folder: str) -> Any:
     return files if files is not None and files.is_certain else _loaded(folder)
 
 
-@functools.cache
-def _loaded(folder: str) -> Any:
-    return load_tokenizer(folder)
+_loaded = functools.cache(load_tokenizer)
 
 
 def known_ids(args: Namespace) -> int | None:
@@ -142,10 +140,8 @@ def _indivisible(args: Namespace, rows: int) -> Iterator[str]:
 
 
 def pin_vocabulary(args: Namespace) -> None:
-    """Derive the embedding rows, the token count and the sink token from the tokenizer alone.
-
-    Megatron pads to a multiple of 128 * TP, so the softmax would depend on the layout.
-    """
+    """Derive the embedding rows, the token count and the sink token from the tokenizer alone."""
+    # Megatron pads to a multiple of 128 * TP, so the softmax would depend on the layout.
     size = _tokens(args)
     if args.tokenizer_type == "HuggingFaceTokenizer":
         # More than the tokenizer's if an imported transformers model has more: all of them count.

@@ -16,6 +16,7 @@ from pathlib import Path
 
 from megasink.checkpoints.find import runs_in
 from megasink.errors import ConfigError, UserError, nearest, unknown_name
+from megasink.options.command_parser import groups
 from megasink.options.megatron_flags import having
 from megasink.training.flag_file import Flags, flag_words, form_problems, read_toml, refused
 
@@ -100,11 +101,9 @@ def vocabulary(argv: Sequence[str]) -> int | None:
 
 
 def expanded(argv: Sequence[str]) -> list[str]:
-    """Replace ``--recipe`` by the flags that it stands for, before the other flags.
-
-    ``--expanded-recipe`` records their origin. ``--NAME=false`` drops a switch of the files.
-    Everything that starts a run from words calls this first.
-    """
+    """Replace ``--recipe`` by the flags that it stands for, before the other flags."""
+    # ``--expanded-recipe`` records their origin. ``--NAME=false`` drops a switch of the files.
+    # Everything that starts a run from words calls this first.
     names, others = _split(argv)
     if names is None:
         return list(argv)
@@ -147,28 +146,18 @@ def _without_rivals(flags: Flags, given: Collection[str]) -> Flags:
 
 def _split(argv: Sequence[str]) -> tuple[list[str] | None, list[str]]:
     """Return the values of --recipe, None without it, and the other words."""
-    names: list[str] | None = None
-    others: list[str] = []
-    taking = False
-    for word in argv:
-        flag, equals, value = word.partition("=")
-        if flag == FLAG:
-            if names is not None:
-                raise ConfigError(
-                    [
-                        f"{flag} is given twice: pass all files after one {flag}; later files "
-                        "override earlier ones"
-                    ]
-                )
-            taking, names = True, [value] if equals else []
-        elif taking and names is not None and not word.startswith("-"):
-            names.append(word)
+    given, others = list[list[str]](), list[str]()
+    for group in groups(argv):
+        if group[0].partition("=")[0] == FLAG:
+            given.append([*group[0].split("=", 1)[1:], *group[1:]])
         else:
-            taking = False
-            others.append(word)
-    if names is not None and not any(names):
-        raise ConfigError([f"{FLAG} needs a value: a file or one of {', '.join(shipped())}"])
-    return names, others
+            others += group
+    if len(given) > 1:
+        twice = f"{FLAG} is given twice: pass all files after one {FLAG}; later files override "
+        raise ConfigError(f"{twice}earlier ones")
+    if given and not any(given[0]):
+        raise ConfigError(f"{FLAG} needs a value: a file or one of {', '.join(shipped())}")
+    return (given[0] if given else None), others
 
 
 def _path(name: str, folder: Path) -> Path:
