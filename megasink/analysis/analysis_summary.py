@@ -14,14 +14,7 @@ import torch
 import megasink
 from megasink.analysis.capture.input_samples import MADE, Sample, repeat_rate
 from megasink.analysis.capture.measurements import AnalysisValues, Floats, Measurements
-from megasink.analysis.metrics import metrics
-from megasink.analysis.metrics.inactive_heads import (
-    agreement,
-    inactive,
-    least_active,
-    share_by_layer,
-    threshold,
-)
+from megasink.analysis.metrics import inactive_heads, metrics
 from megasink.analysis.metrics.sinks import sink_positions
 from megasink.analysis.result_schemas import (
     FORMAT,
@@ -133,11 +126,11 @@ def _inactive_heads(scores: dict[str, Floats]) -> InactiveHeads:
     thresholds, by_layer, masks = {}, {}, []
     for name, values in scores.items():
         side = metrics()[name].inactive or ""
-        taus = {f"{share:g}": threshold(values, share, side) for share in SHARES}
-        mask = inactive(values, taus[f"{LAYER_SHARE:g}"], side)
+        taus = {f"{share:g}": inactive_heads.threshold(values, share, side) for share in SHARES}
+        mask = inactive_heads.inactive(values, taus[f"{LAYER_SHARE:g}"], side)
         thresholds[name] = taus
-        by_layer[name] = to_json(share_by_layer(mask, values))
-        masks.append(least_active(values, AGREEMENT_SHARE, side))
-    agree = Agreement(list(scores), *map(to_json, agreement(masks)))
+        by_layer[name] = to_json(inactive_heads.share_by_layer(mask, values))
+        masks.append(inactive_heads.least_active(values, AGREEMENT_SHARE, side))
+    agree = Agreement(list(scores), *map(to_json, inactive_heads.agreement(masks)))
     quantiles = {name: _percentiles(values) for name, values in scores.items()}
     return InactiveHeads(thresholds, by_layer, quantiles, agree)

@@ -72,11 +72,7 @@ def normalized_heads(heads: GivenHeads) -> Heads:
 
 
 def read_heads(path: Path) -> HeadList:
-    """Read heads from a file.
-
-    JSON is {"heads": [[layer, head], ...]} or {"mask": [[0, 1, ...], ...]}, one row per layer. CSV
-    has a line "layer,head" and one pair per line; without that line it is a mask of 0 and 1.
-    """
+    """Read heads from JSON (`heads` or `mask`), a CSV with a line layer,head, or a CSV mask."""
     content = read_value(path) if path.suffix == ".json" else read_text(path)
     try:
         if path.suffix == ".json":

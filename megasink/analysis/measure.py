@@ -17,12 +17,7 @@ from torch import Tensor
 
 from megasink.analysis.capture.head_changes import HeadChange
 from megasink.analysis.capture.input_samples import Sample, equal_lengths, shown
-from megasink.analysis.capture.measurements import (
-    Floats,
-    MeasuredSample,
-    Measurements,
-    merged,
-)
+from megasink.analysis.capture.measurements import Floats, MeasuredSample, Measurements, merged
 from megasink.analysis.capture.probe import (
     BACKWARD_TOKENS,
     PASS_TOKENS,
@@ -46,11 +41,7 @@ DIRECTIONS = 16
 
 
 class Recorder(Listener):
-    """Listener that computes the metrics; without `names`, all but those that take a backward pass.
-
-    Keeps 8 bytes of each metric's value of every sample since the last `take`, whatever the
-    sample's length, and the sums of `MeanCosine`, however many samples.
-    """
+    """Listener that computes the metrics, by default all but those that take a backward pass."""
 
     def __init__(
         self,
@@ -195,11 +186,7 @@ def run(
     console: Console | None = None,
     everywhere: bool = False,
 ) -> Measurements | None:
-    """Run every sample and return the measurements, on rank 0 alone unless `everywhere`.
-
-    Batches hold sequences of one length, so nothing is padded. Several ranks need a `store` with a
-    folder; without any, shards stay in memory.
-    """
+    """Run every sample and return the measurements, on rank 0 alone unless `everywhere`."""
     store, shards = store or Store(), plan(samples, options.batch_size)
     about = shown(sample.dataset for sample in samples)
     most = BACKWARD_TOKENS if probe.differentiates else PASS_TOKENS

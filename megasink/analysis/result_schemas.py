@@ -300,10 +300,7 @@ class AblationResults:
         return list(dict.fromkeys(curve.score for curve in self.curves))
 
     def line(self, score: str) -> Line:
-        """Return the points of a score, with the unchanged model if no point was measured at 0 %.
-
-        Curves that begin at different percentages have areas that cannot be compared.
-        """
+        """Return the points of a score, with the unchanged model at 0 %, for comparable areas."""
         line: Line = {}
         for point in self.of(score):
             if point.asked is not None:

@@ -43,8 +43,7 @@ _FULL = (
 class Store:
     """The parts of a measurement by name: arrays in .npz, objects in .json; without a folder kept.
 
-    A folder with an identity refuses parts of another one, or deletes them with `overwrite`.
-    Without an identity, the name of a part is the hash of everything that it depends on.
+    A folder refuses parts of another identity. Without one, names are hashes of what a part needs.
     """
 
     def __init__(
@@ -104,11 +103,7 @@ class Store:
         slow: bool = False,
         everywhere: bool = False,
     ) -> bool:
-        """Make the missing parts, divided among the processes; return whether to go on with them.
-
-        Only rank 0 goes on, unless `everywhere`. Several processes need a folder. `make` gets the
-        number of a part, and a function to call with each number of units done.
-        """
+        """Make the missing parts; return whether to go on: on rank 0, or `everywhere`."""
         names, ranks = list(parts), self.ranks
         console = console or Console(stderr=True, quiet=bool(ranks.rank))
         if self.folder is not None:
@@ -214,11 +209,8 @@ def holding(
 def write_results(
     output: Path, files: Mapping[str, Any], replaced: Collection[str] = (), *, kept: bool = True
 ) -> None:
-    """Write files, which appear in `output` once all are written; an empty one is removed.
-
-    By suffix: .json of a dataclass, .npz of arrays, .csv of rows; otherwise text or bytes. Earlier
-    files of the patterns `replaced` go. `kept`: the measurements stay on disk until then.
-    """
+    """Write files, which appear in `output` together; an empty one, and those `replaced`, go."""
+    # `kept`: the measurements stay on disk until the results are written.
     then = ", which then writes the results without measuring again" * kept
     cure = f"free some space and repeat the command{then}"
     gone = (*replaced, *(name for name, content in files.items() if not content))

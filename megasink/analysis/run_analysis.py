@@ -31,11 +31,7 @@ def analyze(
     inputs: Inputs | None = None,
     of_trace: bool = False,
 ) -> Analysis | None:
-    """Run the samples that the options select, and return the measurements; None on ranks but 0.
-
-    Without an output nothing is written. `of_trace` draws nothing, and returns the analysis that
-    OUTPUT already holds if its settings match.
-    """
+    """Run the samples that the options select, and write the results; None on ranks but 0."""
     output, ranks = options.output, ranks or Ranks()
     named = named_heads(options.maps or (), model.heads)
     inputs = inputs_of(options, model) if inputs is None else inputs
@@ -53,6 +49,7 @@ def analyze(
     inputs = Inputs(
         inputs.samples, replace(inputs.facts, identity=digest, weights=facts["weights"])
     )
+    # A trace draws nothing, and takes over analyses of the same settings.
     if of_trace and (output / "results.json").is_file() and not (output / "partial").exists():
         with contextlib.suppress(UserError):  # another format: measure again
             before = read_analysis(output)
@@ -86,7 +83,9 @@ def _measured(
         return None
     about = shown(sample.dataset for sample in samples)
     read = [sample for sample in samples if sample.dataset in about]
-    points = project(read_rows(model.open_probe, read, device=model.device), seed=options.seed)
+    points, facts = project(
+        read_rows(model.open_probe, read, device=model.device), seed=options.seed
+    )
     values, maps = measurements.analysis_values(options.seed), {}
     if options.maps is not None:
         awft_LH, importance_LH = (values.overall[n].numpy() for n in ("awft", "importance"))
@@ -106,10 +105,10 @@ def _measured(
         model=model.facts,
         run=inputs.facts,
         inputs=samples,
-        geometry=points.results,
+        geometry=facts,
     )
     arrays = measurements.arrays(options.seed)
-    return analysis_of(results, arrays, maps, points.arrays), arrays
+    return analysis_of(results, arrays, maps, points), arrays
 
 
 def bytes_by_token(model: ProbedModel, ranks: Ranks) -> TokenBytes | None:

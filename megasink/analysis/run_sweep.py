@@ -60,10 +60,7 @@ class Setting(NamedTuple):
 
 
 def sweep(model: ProbedModel, options: SweepOptions, ranks: Ranks) -> SweepResults | None:
-    """Run every combination and write the measurements; None on every rank but 0.
-
-    The loss always covers the same tokens: all of the text but its first.
-    """
+    """Run every combination and write the measurements; None on every rank but 0."""
     output = options.output
     assert output is not None
     partial = output / "partial"
@@ -107,10 +104,7 @@ def _results(
     replaced: Replacement | None,
     measured: Sequence[tuple[Setting, Measurements]],
 ) -> tuple[SweepResults, dict[str, Any]]:
-    """Return the contents of sweep.json and of sweep.npz.
-
-    Thresholds mark 15 % of the heads in the first row among the longest texts.
-    """
+    """Return the contents of sweep.json and of sweep.npz; the longest texts set thresholds."""
     values = {setting: found.analysis_values(SEED) for setting, found in measured}
     set_by = max(values, key=lambda setting: setting.length)
     thresholds = {

@@ -145,10 +145,7 @@ class Saved:
 
 
 def saved_checkpoints(
-    folder: Path,
-    *,
-    checksums: bool = False,
-    tell: Callable[[Path, int], None] = lambda *_: None,
+    folder: Path, *, checksums: bool = False, tell: Callable[[Path, int], None] = lambda *_: None
 ) -> list[Saved]:
     """Return the checkpoints in a folder in ascending order, damaged and half-deleted ones too."""
     checkpoints = []

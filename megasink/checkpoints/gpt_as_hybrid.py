@@ -13,14 +13,7 @@ from megatron.core.dist_checkpointing.mapping import LocalNonpersistentObject, S
 
 from megasink.checkpoints.layer_keys import LAST_NORM, LAYERS, is_stacked
 from megasink.errors import UserError
-from megasink.megatron.hybrid_pattern import (
-    ATTENTION,
-    DELTA_NET,
-    EXPERTS,
-    FFN,
-    LATENT,
-    layers_of,
-)
+from megasink.megatron.hybrid_pattern import ATTENTION, DELTA_NET, EXPERTS, FFN, LATENT, layers_of
 
 _LAYER = re.compile(r"\bdecoder\.layers\.(\d+)\.")
 _PREDICTION = re.compile(r"\b(mtp\.layers\.\d+)\.mtp_model_layer\.layers\.\d+\.")
@@ -31,11 +24,7 @@ _retarget = upstream.retarget_sharded_state_dict_to_gpt_checkpoint
 
 
 def layer_maps(pattern: str) -> upstream.GPTCompatLayerMaps:
-    """Return upstream's maps of layers, also of patterns that it refuses.
-
-    They have both FFN and experts, latent attention, or multi-token prediction. Upstream asks
-    before it knows the keys. No GPT model has gated delta-net, so those maps are empty.
-    """
+    """Return upstream's maps of layers, for any pattern; empty ones with gated delta-net."""
     layers = layers_of(pattern)
     if DELTA_NET in layers:
         return upstream.GPTCompatLayerMaps({}, {}, frozenset(), 0)

@@ -23,6 +23,9 @@ HEAD_STATE = ".head_counter."
 """Substring of the head-balance loss's keys, which only megasink checkpoints have."""
 LAST_NORM = ("decoder.final_norm.", "decoder.final_layernorm.")
 """Key prefixes of the final norm in a hybrid model and in a GPT model."""
+# The norm before the experts: TransformerEngine's spec stores it under the first name, Megatron's
+# own spec under the second, which is the name in a dense layer; an imported model has both.
+NORMS = ("pre_mlp_layernorm.weight", "mlp.linear_fc1.layer_norm_weight")
 # The first match is the symbol of the layer that has the key; norms alone do not decide.
 _SYMBOLS = {
     MAMBA: re.compile(r"mixer\."),

@@ -21,7 +21,7 @@ from megasink.checkpoints.code_free_loading import loading_without_code
 from megasink.checkpoints.find import Checkpoint, find_checkpoint, stored_shapes
 from megasink.checkpoints.gpt_as_hybrid import layer_maps, point_at_gpt_keys
 from megasink.checkpoints.hf_entries import generation_of
-from megasink.checkpoints.layer_keys import HEAD_STATE, LAYERS, NUMBERED, pattern_in
+from megasink.checkpoints.layer_keys import HEAD_STATE, LAYERS, NORMS, NUMBERED, pattern_in
 from megasink.checkpoints.run_tokenizer import tokenizer_of
 from megasink.checkpoints.saved_arguments import read_arguments, single_process_arguments
 from megasink.checkpoints.saved_fields import check_fields
@@ -32,12 +32,7 @@ from megasink.megatron.embedding_rows import counted_rows, text_tokens, with_tok
 from megasink.megatron.model_of_arguments import model_config
 from megasink.megatron.process_groups import destroy_groups
 
-# In an imported MoE model, the norm before the experts has the names of both layer specs.
-_NORMS = (
-    "decoder.layers.pre_mlp_layernorm.weight",
-    "decoder.layers.mlp.linear_fc1.layer_norm_weight",
-)
-_TWINS = dict([_NORMS, _NORMS[::-1]])
+_TWINS = dict([NORMS, NORMS[::-1]])
 
 
 class LoadedModel(NamedTuple):
@@ -62,12 +57,7 @@ def load_model(
     *,
     yarn: float | None = None,
 ) -> LoadedModel:
-    """Load all weights of a run, without optimizer states, into this process.
-
-    Uses the existing process groups, or creates single-process ones (:func:`single_process`
-    destroys them). `iteration` None is the newest; `tokenizer` is a Hugging Face folder that
-    replaces the run's; `yarn` stretches the context by this factor, without training (`with_yarn`).
-    """
+    """Load all weights of a run into this process; :func:`single_process` destroys the groups."""
     checkpoint = find_checkpoint(Path(checkpoint_or_run), iteration)
     saved = read_arguments(checkpoint.config)
     loaded_tokenizer = tokenizer_of(saved, tokenizer, checkpoint.config)
@@ -170,10 +160,7 @@ def _describing_a_model(config: Path) -> Iterator[None]:
 
 
 def load_weights(model: HybridModel, folder: Path) -> None:
-    """Copy and reshard the weights of a torch_dist checkpoint into a model.
-
-    dist_checkpointing.load would unpickle the arguments and states beside them.
-    """
+    """Copy the weights of a torch_dist checkpoint into a model, and unpickle nothing else."""
     tensors, factories = _wanted(model, folder)
     try:
         with loading_without_code():
@@ -236,8 +223,8 @@ def _twin(key: str) -> str | None:
     """Return the other name of the norm before experts; None for other weights."""
     number, _, _ = key.removeprefix(LAYERS).partition(".")
     own = f"{LAYERS}{number}." if number.isdigit() else LAYERS
-    twin = _TWINS.get(key.replace(own, LAYERS, 1))
-    return twin and twin.replace(LAYERS, own, 1)
+    twin = _TWINS.get(key.removeprefix(own))
+    return twin and own + twin
 
 
 def make_parallel_state() -> None:
@@ -275,10 +262,7 @@ def single_process() -> Iterator[None]:
 
 
 def with_yarn(saved: Mapping[str, Any], factor: float) -> dict[str, Any]:
-    """Return the arguments of a run whose context YaRN stretches by a factor (P1.37).
-
-    The original context is the run's sequence length; other settings are Megatron's defaults.
-    """
+    """Return the arguments of a run whose context, its sequence length, YaRN stretches (P1.37)."""
     kind = saved.get("position_embedding_type")
     if kind != "rope" or saved.get("use_rope_scaling"):
         given = "--use-rope-scaling" if kind == "rope" else f"--position-embedding-type {kind}"

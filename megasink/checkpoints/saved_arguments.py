@@ -24,18 +24,12 @@ from megasink.options.megatron_flags import REFUSED, given_of, having
 from megasink.plugins import advice
 
 # Layout and compute options: this process keeps its own values.
-_THIS_PROCESS = frozenset(
-    """
-    attention_kernel run_dir resume device
-    """.split()
-).union(having("process"))
+_THIS_PROCESS = frozenset({"attention_kernel", "run_dir", "resume", "device", *having("process")})
 # Arguments that the model configuration reads under other names (tests/security checks the list),
 # and their replacements in the text.
 _OTHER_NAMES = frozenset({"replace_tokens_at", "replace_tokens_with", *having("described")})
 # Also read for a model, but these name files, folders and modules to import.
 _NOT_TAKEN = frozenset(name for name, *_ in REFUSED["in a saved model"])
-# A folder, loaded separately (run_tokenizer.py).
-_TOKENIZER = frozenset({"tokenizer_model"})
 # String values must be names of choices, never a path, module or expression.
 _NAME = re.compile(r"[\w+-]*")
 _LAYERS = "hybrid_layer_pattern"
@@ -126,7 +120,8 @@ def describing() -> frozenset[str]:
     from megasink.megatron.config import MegasinkTransformerConfig
 
     fields = {field.name for field in dataclasses.fields(MegasinkTransformerConfig)}
-    return (_OTHER_NAMES | fields | set(MODEL)) - _THIS_PROCESS - _NOT_TAKEN - _TOKENIZER
+    wanted = (_OTHER_NAMES | fields | set(MODEL)) - _THIS_PROCESS - _NOT_TAKEN
+    return wanted - {"tokenizer_model"}  # a folder, loaded separately (run_tokenizer.py)
 
 
 def _is_plain(value: Any, word: re.Pattern[str] = _NAME) -> bool:

@@ -39,10 +39,7 @@ class StoredTensor:
         return torch.Size(self.shape).numel() * self.dtype.itemsize
 
     def read_into(self, at: tuple[int, ...], target: Tensor) -> None:
-        """Fill `target` with this tensor, or with its slice at the leading indices `at`.
-
-        The CRC-32 is verified when the whole tensor is read.
-        """
+        """Fill `target` with this tensor, if its CRC-32 is right, or with its slice at `at`."""
         start, step = 0, self.size
         for index, size in zip(at, self.shape, strict=False):
             step //= size

@@ -58,7 +58,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--no-self-test", action="store_true", help="do not run kernels or a model")
     text = (
         "only compare an implementation of attention with the definition, case by case: an "
-        "attn_implementation of transformers, a core attention of Megatron (MODULE:CLASS), or a kernel of megasink"
+        "attn_implementation of transformers, a core attention of Megatron (MODULE:CLASS), or a "
+        "kernel of megasink"
     )
     parser.add_argument("--attention", metavar="NAME", help=text)
     add_json(parser)

@@ -54,6 +54,17 @@ class Yarn:
     mscale: float = 1.0
     mscale_all_dim: float = 0.0
 
+    ARGUMENTS: ClassVar = {
+        "factor": "rotary_scaling_factor",
+        "original": "yarn_original_max_position_embeddings",
+        "beta_fast": "yarn_beta_fast",
+        "beta_slow": "yarn_beta_slow",
+        "mscale": "mscale",
+        "mscale_all_dim": "mscale_all_dim",
+        "round_range": "yarn_correction_range_round_to_int",
+    }
+    """{field: Megatron's argument}"""
+
 
 @dataclass(frozen=True, kw_only=True)
 class Latent:
@@ -73,6 +84,11 @@ class Latent:
         "v_head_dim": "values",
     }
     """{key of a config.json: field}"""
+    ARGUMENTS: ClassVar = {name: key for key, name in KEYS.items()} | {
+        "plain": "qk_head_dim",
+        "rotated": "qk_pos_emb_head_dim",
+    }
+    """{field: Megatron's argument}"""
 
     def as_config(self) -> dict[str, int | None]:
         """Return the entries of a config.json."""
@@ -95,73 +111,51 @@ class Latent:
 
 @dataclass(frozen=True, kw_only=True)
 class Architecture:
-    """A decoder with RoPE, pre-RMSNorm and a gated FFN, unless `options` differs.
-
-    Attributes:
-        ffn: width of the FFN, or of one expert.
-        vocabulary, padded: number of tokens; number of rows in Megatron's embedding.
-        tied: whether the output layer shares the embedding's weight.
-        zero_centred: whether Megatron stores norm weights minus one.
-        rope_factor: factor of Llama 3's scaling; None without it.
-        yarn: YaRN's scaling; None without it.
-        attention: one of the kinds of a variant (`megasink.attention.variants.Variant.kinds`).
-        variant_layers: per layer, whether it has that attention or plain softmax attention; empty
-            if all have it.
-        delta_net: sizes of the layers with gated delta-net; None without such layers.
-        linear_layers: per layer, whether it has gated delta-net in place of attention; empty if all
-            are like the first.
-        qkv_bias, bias: whether linear_qkv, or every linear layer (linear_qkv too), has a bias.
-        no_rope: per layer, whether it has no RoPE; empty if all have it.
-        windows: per layer, the number of tokens that a token sees, including itself; None for all.
-        activation: of the FFN: silu, gelu, relu, relu2 (squared), or "gpt-oss" for its clamped
-            gated unit.
-        experts, topk: 0 for a dense model.
-        shared_ffn: width of the shared expert; 0 for none.
-        shared_gate: whether the shared expert has a sigmoid gate.
-        dense_layers, dense_ffn: number of first layers without experts, and the width of their FFN.
-        expert_groups: into how many groups the router sorts the experts, and how many of them a
-            token may choose from; None without groups.
-        latent: widths of latent attention; None for other attention.
-        renormalize: whether the probabilities of the chosen experts are rescaled to sum to one.
-        options: those that only megasink's own modeling files support.
-    """
+    """A decoder with RoPE, pre-RMSNorm and a gated FFN, unless `options` differs."""
 
     layers: int
     hidden: int
     heads: int
     groups: int
     head_dim: int
-    ffn: int
-    vocabulary: int
-    padded: int
-    tied: bool
+    ffn: int  # width of the FFN, or of one expert
+    vocabulary: int  # number of tokens
+    padded: int  # number of rows in Megatron's embedding
+    tied: bool  # whether the output layer shares the embedding's weight
     positions: int
     norm_eps: float
-    zero_centred: bool = False
+    zero_centred: bool = False  # whether Megatron stores norm weights minus one
     rope_base: float = 10000.0
-    rope_factor: float | None = None
+    rope_factor: float | None = None  # of Llama 3's scaling; None without it
     yarn: Yarn | None = None
-    attention: str = "vanilla"
+    attention: str = "vanilla"  # one of the kinds of a variant (`Variant.kinds`)
+    # Per layer, whether it has that attention or plain softmax attention; empty if all have it.
     variant_layers: tuple[bool, ...] = ()
-    delta_net: DeltaNet | None = None
+    delta_net: DeltaNet | None = None  # sizes of layers with gated delta-net
+    # Per layer, whether it has gated delta-net in place of attention; empty if all are like the
+    # first.
     linear_layers: tuple[bool, ...] = ()
     qk_norm: bool = False
-    qkv_bias: bool = False
-    bias: bool = False
-    no_rope: tuple[bool, ...] = ()
+    qkv_bias: bool = False  # of linear_qkv
+    bias: bool = False  # of every linear layer, linear_qkv too
+    no_rope: tuple[bool, ...] = ()  # per layer, whether it has no RoPE; empty if all have it
+    # Per layer, the number of tokens that a token sees, including itself; None for all.
     windows: tuple[int | None, ...] = ()
+    # Of the FFN: silu, gelu, relu, relu2 (squared), or "gpt-oss" for its clamped gated unit.
     activation: str = "silu"
     experts: int = 0
     topk: int = 0
-    shared_ffn: int = 0
-    shared_gate: bool = False
-    dense_layers: int = 0
-    dense_ffn: int = 0
+    shared_ffn: int = 0  # width of the shared expert
+    shared_gate: bool = False  # whether the shared expert has a sigmoid gate
+    dense_layers: int = 0  # number of first layers without experts
+    dense_ffn: int = 0  # width of their FFN
+    # Number of groups of experts, and of those that a token may choose from.
     expert_groups: tuple[int, int] | None = None
     latent: Latent | None = None
-    renormalize: bool = True
+    renormalize: bool = True  # whether probabilities of the chosen experts are scaled to sum to one
     dtype: str = "float32"
     init_std: float = 0.02
+    # Those that only megasink's own modeling files support.
     options: MegasinkOptions = dataclasses.field(default_factory=MegasinkOptions)
 
     @property

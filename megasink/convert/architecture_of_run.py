@@ -52,7 +52,9 @@ def architecture_of(
     saved: Mapping[str, Any], vocabulary: int | None
 ) -> tuple[Architecture, list[str]]:
     """Return the architecture of a run, and a list of features that no target supports."""
-    problems = [*_unknown(saved), *_unfixed(saved), *_other_blocks(saved)]
+    problems = _unknown(saved)
+    problems += [f"{flag} {value}: {why}" for flag, value, why in refused(saved, "in an export")]
+    problems += _other_blocks(saved)
     activation, gated_unit = _activation(saved)
     if activation is None:
         problems.append(
@@ -82,7 +84,7 @@ def architecture_of(
     elif attention not in record.kinds:
         problems.append(f"--attention-variant {record.name} has no export rule for {attention!r}")
         attention = record.kinds[0]
-    experts = saved.get("num_experts") or 0
+    experts, groups = saved.get("num_experts") or 0, saved.get("moe_router_num_groups")
     linear = _linear_layers(saved)
     ffn = saved["ffn_hidden_size"]
     bias = bool(saved.get("add_bias_linear"))
@@ -119,7 +121,7 @@ def architecture_of(
         shared_gate=bool(experts and saved.get("moe_shared_expert_gate")),
         dense_layers=dense or 0,
         dense_ffn=ffn if dense else 0,
-        expert_groups=_expert_groups(saved) if experts else None,
+        expert_groups=(groups, saved["moe_router_group_topk"]) if experts and groups else None,
         latent=latent,
         renormalize=not saved.get("moe_router_pre_softmax") or options.sigmoid_router,
         dtype="bfloat16" if saved.get("bf16") else "float16" if saved.get("fp16") else "float32",
@@ -151,10 +153,6 @@ def _unknown(saved: Mapping[str, Any]) -> list[str]:
 
 def _without_counterpart(option: str) -> str:
     return f"{option} has no counterpart in Hugging Face"
-
-
-def _unfixed(saved: Mapping[str, Any]) -> list[str]:
-    return [f"{flag} {value}: {why}" for flag, value, why in refused(saved, "in an export")]
 
 
 def _other_blocks(saved: Mapping[str, Any]) -> Iterator[str]:
@@ -193,13 +191,7 @@ def _activation(saved: Mapping[str, Any]) -> tuple[str | None, bool]:
 def _latent(saved: Mapping[str, Any]) -> Latent | None:
     if not saved.get("multi_latent_attention"):
         return None
-    return Latent(
-        queries=saved.get("q_lora_rank"),
-        keys=saved["kv_lora_rank"],
-        plain=saved["qk_head_dim"],
-        rotated=saved["qk_pos_emb_head_dim"],
-        values=saved["v_head_dim"],
-    )
+    return Latent(**{name: saved.get(argument) for name, argument in Latent.ARGUMENTS.items()})
 
 
 def _dense_layers(saved: Mapping[str, Any]) -> int | None:
@@ -211,11 +203,6 @@ def _dense_layers(saved: Mapping[str, Any]) -> int | None:
     return None if FFN in ffns[dense:] else dense
 
 
-def _expert_groups(saved: Mapping[str, Any]) -> tuple[int, int] | None:
-    groups = saved.get("moe_router_num_groups")
-    return (groups, saved["moe_router_group_topk"]) if groups else None
-
-
 def _yarn(saved: Mapping[str, Any]) -> Yarn | None:
     """Return YaRN's numbers, with Megatron's defaults (`_apply_yarn_config_from_args`)."""
     # Of latent attention YaRN is Megatron's default; with a factor of 1 it is none.
@@ -223,15 +210,9 @@ def _yarn(saved: Mapping[str, Any]) -> Yarn | None:
     latent = saved.get("multi_latent_attention") and saved.get("rope_type") != "rope" and scaled
     if saved.get("position_embedding_type") != "yarn" and not latent:
         return None
-    names = {
-        "factor": ("rotary_scaling_factor", 1.0),
-        "original": ("yarn_original_max_position_embeddings", 4096),
-        "round_range": ("yarn_correction_range_round_to_int", True),
-        **{name: (f"yarn_{name}", getattr(Yarn, name)) for name in ("beta_fast", "beta_slow")},
-        **{name: (name, getattr(Yarn, name)) for name in ("mscale", "mscale_all_dim")},
-    }
-    given = {name: (saved.get(key), default) for name, (key, default) in names.items()}
-    return Yarn(**{name: default if v is None else v for name, (v, default) in given.items()})
+    given = {name: saved.get(argument) for name, argument in Yarn.ARGUMENTS.items()}
+    defaults: dict[str, Any] = {"factor": 1.0, "original": 4096}
+    return Yarn(**defaults | {name: value for name, value in given.items() if value is not None})
 
 
 def _windows(saved: Mapping[str, Any]) -> tuple[int | None, ...]:

@@ -172,17 +172,21 @@ def prediction_prefixes(config: Mapping[str, Any]) -> tuple[str, ...]:
 
 def architecture_from(config: Mapping[str, Any]) -> tuple[Architecture, Target]:
     """Return the model that a config.json describes."""
-    target, given = _target(config), config
+    if (name := config.get("model_type", "")) not in TARGETS:
+        raise UserError(
+            f"model_type {name!r} cannot be imported: {why_not(config)}. "
+            f"Supported: {', '.join(TARGETS)}"
+        )
+    target, given = TARGETS[name], config
     config = Recorded({**target.defaults, **given})
     if older := config.get("rope_scaling"):  # it goes first in transformers too
         config["rope_parameters"] = older
     experts = {name: config[name] for name in _EXPERTS if config.get(name)}
     try:
-        problems = [
-            *target.refusals(config),
-            *_rope_problems(config, target),
-            *_quantized(config, target),
-        ]
+        problems = [*target.refusals(config), *_rope_problems(config, target)]
+        method = (config.get("quantization_config") or {}).get("quant_method")
+        if config.get("quantization_config") and method not in target.quantized:
+            problems.append(f"weights quantized with {method}: save them in bfloat16 first")
         if len(set(experts.values())) > 1:
             problems.append(" and ".join(f"{name} {count}" for name, count in experts.items()))
         if problems:
@@ -219,16 +223,6 @@ def _without_effect(config: Mapping[str, Any], target: Target) -> set[str]:
     return keys
 
 
-def _target(config: Mapping[str, Any]) -> Target:
-    name = config.get("model_type", "")
-    if name in TARGETS:
-        return TARGETS[name]
-    known = ", ".join(TARGETS)
-    raise UserError(
-        f"model_type {name!r} cannot be imported: {why_not(config)}. Supported: {known}"
-    )
-
-
 def _rope_problems(config: Mapping[str, Any], target: Target) -> list[str]:
     if target.rope_by_layer:
         return []  # the target checks them
@@ -238,16 +232,6 @@ def _rope_problems(config: Mapping[str, Any], target: Target) -> list[str]:
     if share != 1.0 and target.partial_rotary is None and not target.custom_code:
         problems.append(f"partial_rotary_factor {share}")
     return problems
-
-
-def _quantized(config: Mapping[str, Any], target: Target) -> list[str]:
-    quantization = config.get("quantization_config")
-    if not quantization:
-        return []
-    method = quantization.get("quant_method")
-    if method in target.quantized:
-        return []
-    return [f"weights quantized with {method}: save them in bfloat16 first"]
 
 
 def _common(config: Mapping[str, Any]) -> dict[str, Any]:

@@ -120,10 +120,7 @@ NAMES = frozenset(field.name for field in dataclasses.fields(MegasinkOptions))
 
 
 def options_from(given: Mapping[str, Any], *, gated_unit: bool = True) -> MegasinkOptions:
-    """Read the options from a run's arguments or a config.json.
-
-    Options of other variants are ignored, as are those of buckets or experts if there are none.
-    """
+    """Read the options of a run or a config.json, except those that have no effect in it."""
     foreign = foreign_options(variant(given.get("attention_variant", "vanilla")))
     has_buckets = given.get("attention_bias_type", "none") in ("t5", "bucket")
     values = {
@@ -149,10 +146,7 @@ def unknown_values(options: MegasinkOptions) -> list[str]:
 
 
 def model_class(folder: Path) -> Any:
-    """Return the class that loads a Hugging Face folder without running code from it.
-
-    For megasink's own class, use the package's, regardless of the folder's files.
-    """
+    """Return the class that loads a folder without running code from it."""
     import transformers
 
     config = read_object(folder / "config.json")

@@ -26,10 +26,7 @@ _STATES = ("optimizer.", "chained_", "rng_state", "rerun_state", "common_state",
 
 
 class Box(NamedTuple):
-    """A box of a weight, including the axes of layers and experts.
-
-    `find` locates the data, which may lack leading axes of size one; corrupt data raises anything.
-    """
+    """A box of a weight, with the axes of layers and experts; `find` locates its data."""
 
     offsets: tuple[int, ...]
     sizes: tuple[int, ...]
@@ -37,16 +34,11 @@ class Box(NamedTuple):
 
 
 class Weight(NamedTuple):
-    """A weight of the model.
-
-    Attributes:
-        shape, dtype: of the whole weight, including the axes of layers and experts.
-        parts: boxes that cover it.
-    """
+    """A whole weight of the model, with the axes of layers and experts."""
 
     shape: tuple[int, ...]
     dtype: torch.dtype
-    parts: list[Box]
+    parts: list[Box]  # boxes that cover it
 
 
 def torch_dist_weights(folder: Path) -> dict[str, Weight]:

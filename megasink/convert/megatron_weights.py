@@ -10,10 +10,7 @@ Shape = tuple[int, ...]
 
 
 def weight_shapes(model: Architecture) -> dict[str, Shape]:
-    """Return {key: shape} of all weights, without the leading axes of layers and experts.
-
-    A weight that is missing from some layers, or differs in shape, has a `numbered` key per layer.
-    """
+    """Return {key: shape} of all weights, without axes of layers and experts; see `numbered`."""
     if not model.layers_differ:
         return _same_in_all_layers(model)
     alike, others = apart([_same_in_all_layers(model.of_layer(n)) for n in range(model.layers)])
@@ -155,10 +152,7 @@ def _ffn(model: Architecture) -> dict[str, Shape]:
     shapes: dict[str, Shape]
     if not model.experts:
         rows = 2 * width if model.options.gated_unit else width
-        shapes = {
-            "mlp.linear_fc1.weight": (rows, hidden),
-            "mlp.linear_fc2.weight": (hidden, width),
-        }
+        shapes = {"mlp.linear_fc1.weight": (rows, hidden), "mlp.linear_fc2.weight": (hidden, width)}
         if model.bias:
             shapes |= {"mlp.linear_fc1.bias": (rows,), "mlp.linear_fc2.bias": (hidden,)}
         return shapes

@@ -5,7 +5,7 @@ import re
 import shlex
 from collections.abc import Iterable, Sequence
 
-from megasink.convert.architecture import Architecture, Latent
+from megasink.convert.architecture import Architecture, Latent, Yarn
 from megasink.convert.targets.target import window_of
 from megasink.errors import UserError
 from megasink.options.dataclass_flags import flag_of
@@ -42,7 +42,8 @@ def model_flags(model: Architecture) -> list[str]:
         *("--attention-variant", model.variant.name),
     ]
     if model.latent is not None:
-        flags += _latent(model.latent, "yarn" if model.yarn else "rope")
+        flags += ["--multi-latent-attention", "--rope-type", "yarn" if model.yarn else "rope"]
+        flags += _given(model.latent)
     if model.groups != model.heads:
         flags += ["--group-query-attention", "--num-query-groups", model.groups]
     if (export := model.variant.export) and export.kind_option:
@@ -54,21 +55,19 @@ def model_flags(model: Architecture) -> list[str]:
         flags += ["--linear-attention-freq", _by_layer(model.linear_layers)]
         for name, size in dataclasses.asdict(model.delta_net).items():
             flags += [flag_of(name), size]
-    if not model.bias:
-        flags.append("--disable-bias-linear")
-    if model.qkv_bias and not model.bias:
-        flags.append("--add-qkv-bias")
-    if model.qk_norm:
-        flags.append("--qk-layernorm")
-    if model.zero_centred:
-        flags.append("--apply-layernorm-1p")
-    if not model.tied:
-        flags.append("--untie-embeddings-and-output-weights")
+    switches = {
+        "--disable-bias-linear": not model.bias,
+        "--add-qkv-bias": model.qkv_bias and not model.bias,
+        "--qk-layernorm": model.qk_norm,
+        "--apply-layernorm-1p": model.zero_centred,
+        "--untie-embeddings-and-output-weights": not model.tied,
+    }
+    flags += [flag for flag, is_set in switches.items() if is_set]
     if model.rope_factor is not None:
         flags += ["--use-rope-scaling", "--rope-scaling-factor", _number(model.rope_factor)]
     if model.no_rope:
         flags += ["--no-rope-freq", _by_layer(model.no_rope)]
-    flags += [*_yarn(model), *_windows(model), *_experts(model)]
+    flags += [*(_given(model.yarn) if model.yarn else ()), *_windows(model), *_experts(model)]
     others = dataclasses.replace(
         model.options, normalization="RMSNorm", position_embedding_type="rope"
     )
@@ -85,10 +84,7 @@ def model_flags(model: Architecture) -> list[str]:
 
 
 def as_line(flags: Sequence[str]) -> str:
-    """Return flags as a line for ``$(cat flags.txt)``, which does not remove quotes.
-
-    Only a word with a space or a quote is quoted, for readers that use `shlex.split`.
-    """
+    """Return flags as a line for ``$(cat flags.txt)``, quoted only where spaces or quotes are."""
     return " ".join(w if re.fullmatch(r"[^\s'\"\\]+", w) else shlex.quote(w) for w in flags) + "\n"
 
 
@@ -102,31 +98,16 @@ def _by_layer(chosen: Iterable[bool]) -> str:
     return f"[{','.join(str(int(each)) for each in chosen)}]"
 
 
-def _latent(latent: Latent, rope: str) -> list[str | int]:
-    queries = () if latent.queries is None else ("--q-lora-rank", latent.queries)
-    return [
-        *("--multi-latent-attention", "--rope-type", rope),
-        *queries,
-        *("--kv-lora-rank", latent.keys),
-        *("--qk-head-dim", latent.plain),
-        *("--qk-pos-emb-head-dim", latent.rotated),
-        *("--v-head-dim", latent.values),
-    ]
-
-
-def _yarn(model: Architecture) -> list[str]:
-    if (yarn := model.yarn) is None:
-        return []
-    no = "" if yarn.round_range else "no-"
-    return [
-        *("--rotary-scaling-factor", _number(yarn.factor)),
-        *("--yarn-original-max-position-embeddings", str(yarn.original)),
-        *("--yarn-beta-fast", _number(yarn.beta_fast)),
-        *("--yarn-beta-slow", _number(yarn.beta_slow)),
-        *("--mscale", _number(yarn.mscale)),
-        *("--mscale-all-dim", _number(yarn.mscale_all_dim)),
-        f"--{no}yarn-correction-range-round-to-int",
-    ]
+def _given(record: Latent | Yarn) -> list[str]:
+    """Return the flags of a record's fields, by their arguments."""
+    flags = []
+    for name, argument in record.ARGUMENTS.items():
+        value = getattr(record, name)
+        if isinstance(value, bool):
+            flags.append(flag_of(argument) if value else f"--no-{flag_of(argument)[2:]}")
+        elif value is not None:
+            flags += [flag_of(argument), _number(value)]
+    return flags
 
 
 def _windows(model: Architecture) -> list[str]:

@@ -41,11 +41,7 @@ def _first[S, R](waiting: deque[tuple[S, Future[R]]]) -> tuple[S, R]:
 
 @contextlib.contextmanager
 def one_thread() -> Iterator[None]:
-    """Restrict torch to the calling thread, since others would spin, and let it use huge pages.
-
-    Huge pages halve the cost of new memory, which every tensor here is. torch reads the setting
-    when it allocates its first large tensor.
-    """
+    """Restrict torch to one thread, and let it use huge pages, which halve the cost of memory."""
     os.environ.setdefault("THP_MEM_ALLOC_ENABLE", "1")
     before = torch.get_num_threads()
     torch.set_num_threads(1)

@@ -4,6 +4,11 @@ The format (https://github.com/huggingface/safetensors): eight bytes with the le
 header, the header with the dtype, shape and byte range of each tensor, then the data. The library
 writes a file only from tensors that are all in memory; here all shapes are known before the first
 tensor is converted, so the header is written first.
+
+An MXFP4 weight NAME (GPT-OSS) is two tensors of bytes: NAME_blocks [E, R, G, 16] has blocks of 32
+numbers of four bits, two a byte, the lower half first, and NAME_scales [E, R, G] their exponents.
+
+Shapes: E experts, R rows, G blocks of a row.
 """
 
 import json
@@ -17,7 +22,6 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from megasink.convert.mxfp4 import BLOCKS, SCALES, packed_names, unpack, unpacked_shape
 from megasink.errors import UserError
 from megasink.files.atomic import sync
 from megasink.files.weight_files import INDEX, weight_files
@@ -34,6 +38,9 @@ _NAMES = {dtype: name for name, dtype in DTYPES.items()}
 _ROWS = 1024  # compared at a time
 # Amount after which to start flushing to disk.
 _FLUSH_BYTES = 128 * 2**20
+_BLOCKS, _SCALES = "_blocks", "_scales"
+_VALUES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
+_BIAS = 127  # of an exponent
 
 
 def write_weights(
@@ -134,20 +141,21 @@ class HuggingFaceWeights:
             why = f" ({pickles[0]} is a pickle, which can run code: convert it first)"
             raise UserError(f"{folder} has no model.safetensors{why if pickles else ''}")
         stored = frozenset(self._file_of)
-        self._packed = packed_names(stored)
-        halves = {name + half for name in self._packed for half in (BLOCKS, SCALES)}
+        packed = {name.removesuffix(_BLOCKS) for name in stored if name.endswith(_BLOCKS)}
+        self._packed = frozenset(name for name in packed if name + _SCALES in stored)
+        halves = {name + half for name in self._packed for half in (_BLOCKS, _SCALES)}
         self.names = stored - halves | self._packed
 
     def meta(self, name: str, expert: int | None = None) -> Tensor:
         """Return a meta tensor of the shape and dtype of `read`."""
         if name in self._packed:
-            halves = [self._slice(name + half) for half in (BLOCKS, SCALES)]
+            halves = [self._slice(name + half) for half in (_BLOCKS, _SCALES)]
             if kinds := {half.get_dtype() for half in halves} - {"U8"}:
                 raise UserError(
-                    f"{self.folder}: {name}{BLOCKS} or {name}{SCALES} is {kinds.pop()}, not U8"
+                    f"{self.folder}: {name}{_BLOCKS} or {name}{_SCALES} is {kinds.pop()}, not U8"
                 )
             both = (half.get_shape() for half in halves)
-            whole = torch.empty(unpacked_shape(name, *both), dtype=torch.bfloat16, device="meta")
+            whole = torch.empty(_unpacked_shape(name, *both), dtype=torch.bfloat16, device="meta")
             return whole if expert is None else whole[expert : expert + 1]
         part = self._slice(name)
         dtype = DTYPES.get(part.get_dtype())
@@ -162,7 +170,7 @@ class HuggingFaceWeights:
     def read(self, name: str, expert: int | None = None) -> Tensor:
         """Read a tensor, or one expert of it, [1, ...]."""
         if name in self._packed:
-            return unpack(self._part(name + BLOCKS, expert), self._part(name + SCALES, expert))
+            return unpack(self._part(name + _BLOCKS, expert), self._part(name + _SCALES, expert))
         return self._part(name, expert)
 
     def are_equal(self, one: str, other: str) -> bool:
@@ -183,3 +191,23 @@ class HuggingFaceWeights:
 
     def _slice(self, name: str) -> Any:
         return self._file_of[name].get_slice(name)
+
+
+def _unpacked_shape(name: str, blocks: list[int], scales: list[int]) -> list[int]:
+    """Return the shape of a weight, given those of its two tensors."""
+    if len(blocks) != 4 or blocks[3] != 16 or blocks[:3] != scales:
+        raise UserError(
+            f"{name}{_BLOCKS} {blocks} and {name}{_SCALES} {scales} do not match: MXFP4 needs "
+            "[experts, rows, blocks, 16] and [experts, rows, blocks]"
+        )
+    experts, rows, count, _ = blocks
+    return [experts, count * 32, rows]
+
+
+def unpack(blocks: Tensor, scales: Tensor) -> Tensor:
+    """Return the numbers of a weight in bfloat16, which holds them exactly."""
+    values = torch.tensor((*_VALUES, *(-value for value in _VALUES)), dtype=torch.bfloat16)
+    halves = torch.stack((blocks & 15, blocks >> 4), dim=-1).flatten(-2)
+    numbers = values[halves.int()]
+    exponents = (scales.int() - _BIAS)[..., None]
+    return torch.ldexp(numbers, exponents).flatten(2).transpose(1, 2)

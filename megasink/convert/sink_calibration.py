@@ -47,10 +47,7 @@ def set_sinks(
     tokenizer: Any,
     say: Callable[[str], None] = say_printable,
 ) -> tuple[float, float]:
-    """Write the sink logits into a checkpoint whose sinks have no weight, from the first layer up.
-
-    The scores of a layer depend on the sinks of the layers before it.
-    """
+    """Set the sink logits of a checkpoint, from the first layer up: later scores depend on them."""
     from megasink.checkpoints.load import load_without_tokenizer
     from megasink.megatron.model_blocks import blocks_in
 

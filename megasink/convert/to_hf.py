@@ -40,16 +40,13 @@ Verify = Callable[[Path], None]
 
 @dataclass(frozen=True)
 class Source:
-    """A checkpoint and its target: the plan of the writer and of the verification.
-
-    `saved` has the arguments of its run, and `carried` its entries from a Hugging Face folder.
-    """
+    """A checkpoint and its target: the plan of the writer and of the verification."""
 
     location: Checkpoint
-    saved: dict[str, Any]
+    saved: dict[str, Any]  # arguments of its run
     model: Architecture
     tokenizer: Any
-    carried: dict[str, Any]
+    carried: dict[str, Any]  # its entries from a Hugging Face folder
     target: Target
     why: str
 

@@ -35,10 +35,7 @@ from megasink.convert.weight_table import LAYERS, numbered
 
 @dataclass(frozen=True)
 class Part:
-    """A weight, or one layer (and expert) of it, without the axes of `index` (() for a whole one).
-
-    `sizes` are the numbers of layers and experts.
-    """
+    """A weight, or one layer (and expert) of `sizes`, without the axes of `index`."""
 
     key: str
     index: tuple[int, ...]

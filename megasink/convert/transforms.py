@@ -10,6 +10,7 @@ E experts, M hidden size, V tokens. A trailing "..." is M for weights and nothin
 
 from __future__ import annotations  # listing the targets must not import torch
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -34,10 +35,7 @@ class Transform:
 
 @dataclass(frozen=True)
 class GroupedQKV(Transform):
-    """linear_qkv, per group [q ... | k | v] -> q_proj [H * D, ...], k_proj, v_proj [G * D, ...].
-
-    With Megatron's output gate: per group [q ... | gate ... | k | v] -> q, gate [H * D, ...], k, v.
-    """
+    """linear_qkv, per group [q ... | gate ... | k | v] -> q_proj, (gate), k_proj, v_proj."""
 
     groups: int
     queries: int
@@ -51,18 +49,13 @@ class GroupedQKV(Transform):
         return tuple(part.flatten(0, 2) for part in by_group.split(sizes, dim=1))
 
     def to_megatron(self, *tensors: Tensor) -> tuple[Tensor, ...]:
-        import torch
-
         parts = [t.reshape(self.groups, -1, self.head_dim, *t.shape[1:]) for t in tensors]
-        return (torch.cat(parts, dim=1).flatten(0, 2),)
+        return (_cat(parts, dim=1).flatten(0, 2),)
 
 
 @dataclass(frozen=True)
 class GatedGroupedQKV(GroupedQKV):
-    """`GroupedQKV` with a gate, for q_proj [H * 2D, ...] laid out per head as [q; gate].
-
-    Used by Qwen3-Next and Qwen3.5.
-    """
+    """`GroupedQKV` with a gate, for q_proj [H * 2D, ...] of Qwen: per head [q; gate]."""
 
     gate: bool = True
 
@@ -77,10 +70,7 @@ class GatedGroupedQKV(GroupedQKV):
 
 @dataclass(frozen=True)
 class RepeatedGateQKV(GroupedQKV):
-    """linear_qkv and linear_gate [H, ...] -> q_proj with each gate row D times, k_proj, v_proj.
-
-    An elementwise gate whose D rows are equal is a headwise gate.
-    """
+    """linear_qkv and linear_gate [H, ...] -> q_proj with each gate row D times, k_proj, v_proj."""
 
     def to_hf(self, *tensors: Tensor) -> tuple[Tensor, ...]:
         mixed, gate = tensors
@@ -104,10 +94,7 @@ class RepeatedGateQKV(GroupedQKV):
 
 @dataclass(frozen=True)
 class ReversedRotationQKV(GroupedQKV):
-    """`GroupedQKV` for a model whose RoPE rotates by the opposite angle (nanochat).
-
-    Exchanging the halves of every query and key head turns one rotation into the other.
-    """
+    """`GroupedQKV` for RoPE by the opposite angle (nanochat): the halves of heads are exchanged."""
 
     def to_hf(self, *tensors: Tensor) -> tuple[Tensor, ...]:
         query, key, value = super().to_hf(*tensors)
@@ -123,12 +110,9 @@ class ReversedRotationQKV(GroupedQKV):
 
 @dataclass(frozen=True)
 class PairedRotationQKV(GroupedQKV):
-    """`GroupedQKV` for a model whose RoPE rotates channels 2i and 2i + 1 of a head as a pair.
+    """`GroupedQKV` for RoPE of channels 2i and 2i + 1; Megatron pairs i and i + rotated / 2."""
 
-    Megatron's pairs are i and i + rotated / 2. Channels after the first `rotated` stay.
-    """
-
-    rotated: int = 0
+    rotated: int = 0  # channels of a head; the others stay
 
     def to_hf(self, *tensors: Tensor) -> tuple[Tensor, ...]:
         query, key, value = super().to_hf(*tensors)
@@ -140,12 +124,10 @@ class PairedRotationQKV(GroupedQKV):
         return super().to_megatron(*both, value)
 
     def _ordered(self, rows: Tensor, shape: tuple[int, int]) -> Tensor:
-        import torch
-
         heads = rows.unflatten(0, (-1, self.head_dim))
         turned, rest = heads.split((self.rotated, self.head_dim - self.rotated), dim=1)
         turned = turned.unflatten(1, shape).transpose(1, 2).flatten(1, 2)
-        return torch.cat((turned, rest), dim=1).flatten(0, 1)
+        return _cat((turned, rest), dim=1).flatten(0, 1)
 
 
 @dataclass(frozen=True)
@@ -153,13 +135,17 @@ class FusedQKV(GroupedQKV):
     """linear_qkv, by group [q ... | k | v] -> qkv_proj: all queries, then all keys, all values."""
 
     def to_hf(self, *tensors: Tensor) -> tuple[Tensor, ...]:
-        import torch
-
-        return (torch.cat(super().to_hf(*tensors)),)
+        return (_cat(super().to_hf(*tensors)),)
 
     def to_megatron(self, *tensors: Tensor) -> tuple[Tensor, ...]:
         keys = self.groups * self.head_dim
         return super().to_megatron(*tensors[0].split([self.queries * keys, keys, keys]))
+
+
+def _cat(tensors: Sequence[Tensor], dim: int = 0) -> Tensor:
+    import torch
+
+    return torch.cat(tuple(tensors), dim=dim)
 
 
 def _interleaved(query: Tensor, gate: Tensor, head_dim: int) -> Tensor:
@@ -185,9 +171,7 @@ class GateUp(Transform):
         return tensors[0].chunk(2, dim=0)
 
     def to_megatron(self, *tensors: Tensor) -> tuple[Tensor, ...]:
-        import torch
-
-        return (torch.cat(tensors, dim=0),)
+        return (_cat(tensors),)
 
 
 @dataclass(frozen=True)
@@ -198,10 +182,8 @@ class Joined(Transform):
     sizes: tuple[int, ...]
 
     def to_hf(self, *tensors: Tensor) -> tuple[Tensor, ...]:
-        import torch
-
         by_group = [t.unflatten(0, (self.groups, -1)) for t in tensors]
-        return (torch.cat(by_group, dim=1).flatten(0, 1),)
+        return (_cat(by_group, dim=1).flatten(0, 1),)
 
     def to_megatron(self, *tensors: Tensor) -> tuple[Tensor, ...]:
         by_group = tensors[0].unflatten(0, (self.groups, -1))
@@ -210,10 +192,7 @@ class Joined(Transform):
 
 @dataclass(frozen=True)
 class InterleavedGateUp(Transform):
-    """linear_fc1 of experts [E, 2F, M] -> [E, M, 2F], alternating gate and up columns (GPT-OSS).
-
-    Its bias [E, 2F] keeps its axes.
-    """
+    """linear_fc1 of experts [E, 2F, M] -> [E, M, 2F], gate and up alternating, as in GPT-OSS."""
 
     def to_hf(self, *tensors: Tensor) -> tuple[Tensor, ...]:
         rows = tensors[0].unflatten(1, (2, -1)).transpose(1, 2).flatten(1, 2)
@@ -236,14 +215,9 @@ class Transposed(Transform):
 
 @dataclass(frozen=True)
 class Shifted(Transform):
-    """Norm weights: Hugging Face's are Megatron's plus `by`.
+    """Norm weights plus `by` in Hugging Face; exact between 0.5 and 2, else within one ulp."""
 
-    -1 if only Hugging Face stores the weight minus one, 1 if only Megatron does
-    (``--apply-layernorm-1p``). Exact for weights between 0.5 and 2, otherwise within one unit in
-    the last place.
-    """
-
-    by: int
+    by: int  # -1 if only Hugging Face stores the weight minus one, 1 if only Megatron does
 
     def to_hf(self, *tensors: Tensor) -> tuple[Tensor, ...]:
         return tuple(t + self.by for t in tensors)
@@ -263,10 +237,8 @@ class PaddedRows(Transform):
         return tuple(t[: self.tokens] for t in tensors)
 
     def to_megatron(self, *tensors: Tensor) -> tuple[Tensor, ...]:
-        import torch
-
         missing = self.padded - self.tokens
-        return tuple(torch.cat([t, t.new_zeros(missing, *t.shape[1:])]) for t in tensors)
+        return tuple(_cat([t, t.new_zeros(missing, *t.shape[1:])]) for t in tensors)
 
 
 @dataclass(frozen=True)

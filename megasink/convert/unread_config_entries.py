@@ -54,11 +54,7 @@ class Recorded(dict[str, Any]):
 
 
 def unread(config: Mapping[str, Any], read: Collection[str]) -> list[str]:
-    """Return the entries of a config.json that are not in `read`, and may change its model.
-
-    These are not in the table of harmless ones, and differ from the default of the class in
-    transformers. An entry that the class does not have may be false, empty, 0, or a factor of one.
-    """
+    """Return the entries not in `read` that may change the model: not harmless, not a default."""
     left = {key: v for key, v in config.items() if key not in read and not _is_harmless(key, v)}
     defaults = _defaults(config["model_type"]) if left else {}
     return [

@@ -72,13 +72,7 @@ def verify_logits(
     tokenizer: Any,
     say: Callable[[str], None] = say_printable,
 ) -> Difference:
-    """Compare a Megatron checkpoint with a Hugging Face folder in stock transformers.
-
-    In float32, they must agree up to `Difference.tolerance` or four times the effect of one
-    rounding of the weights in Megatron, which is larger where hidden states are massive. In the
-    model's dtype, the rounding error in transformers must be at most four times the one in
-    Megatron.
-    """
+    """Compare a checkpoint with a folder in transformers, in float32 and the model's dtype."""
     tokens_BS = sample_tokens(model, tokenizer)
     what = "text" if tokenizer is not None else "random tokens (no tokenizer)"
     ours, ours_new = _megatron(checkpoint, torch.float32, tokens_BS, model.vocabulary)
@@ -127,11 +121,7 @@ def difference(
 
 
 def verify_tokenizer(tokenizer: Any, folder: Path) -> None:
-    """Check that transformers loads the given tokenizer from a folder.
-
-    The architecture in config.json affects which tokenizer is loaded: in a Qwen2 folder, text is
-    split into words as in Qwen2, whatever tokenizer.json says.
-    """
+    """Check the tokenizer that transformers loads from a folder, which depends on config.json."""
     other = load_tokenizer(folder)
     for text in _TEXTS:
         if tokenizer.encode(text, add_special_tokens=False) != other.encode(

@@ -9,33 +9,24 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
-from megasink.checkpoints.layer_keys import LAYERS
+from megasink.checkpoints.layer_keys import LAYERS, NORMS
 from megasink.convert.transforms import Transform
 from megasink.errors import UserError, listed
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-# The norm before the experts: TransformerEngine's spec stores it under the first name, Megatron's
-# own spec under the second, which is the name in a dense layer.
-NORMS = ("pre_mlp_layernorm.weight", "mlp.linear_fc1.layer_norm_weight")
 NORM_BEFORE_EXPERTS, NORM_OF_LOCAL_SPEC = LAYERS + NORMS[0], LAYERS + NORMS[1]
 EXPERTS = ".experts.experts."
 
 
 @dataclass(frozen=True)
 class Row:
-    """Tensors of Megatron that correspond to tensors of Hugging Face.
+    """Tensors of Megatron that correspond to tensors of Hugging Face."""
 
-    Attributes:
-        megatron: keys in a torch_dist checkpoint; those of layers start with "decoder.layers.", and
-            go on with a number where layers differ (`Architecture.layers_differ`).
-        hf: names in the safetensors files.
-        transform: between them.
-    """
-
+    # Keys in a torch_dist checkpoint; after "decoder.layers." comes a number where layers differ.
     megatron: tuple[str, ...]
-    hf: tuple[str, ...]
+    hf: tuple[str, ...]  # names in the safetensors files
     transform: Transform = field(default_factory=Transform)
 
 
@@ -51,19 +42,12 @@ def row(megatron: str, *hf: str, transform: Transform | None = None) -> Row:
 
 @dataclass(frozen=True)
 class Step:
-    """A row applied to one layer and expert.
-
-    Attributes:
-        row: the row.
-        index: leading indices of Megatron's tensors: (), (layer,) or (layer, expert).
-        hf: the names with the numbers filled in.
-        expert: the expert to read of tensors that hold all of them; None to read all.
-    """
+    """A row applied to one layer and expert."""
 
     row: Row
-    index: tuple[int, ...]
-    hf: tuple[str, ...]
-    expert: int | None = None
+    index: tuple[int, ...]  # leading indices of Megatron's tensors: layer, expert
+    hf: tuple[str, ...]  # the names with the numbers filled in
+    expert: int | None = None  # to read of tensors that hold all experts; None to read all
 
     def of_experts(self, experts: int) -> "list[Step]":
         """Return a step for each expert if the row's tensors hold all of them, to save memory."""
@@ -75,10 +59,7 @@ class Step:
 
 
 def steps(table: Sequence[Row], layers: int, experts: int) -> Iterator[Step]:
-    """Yield all steps, layer by layer: the order in which tensors are written.
-
-    In `table`, rows with ``{layer}`` are contiguous. A dense model has 0 experts.
-    """
+    """Yield all steps, layer by layer, as tensors are written; a dense model has 0 experts."""
     for per_layer, group in itertools.groupby(table, key=lambda row: "{layer}" in row.hf[0]):
         rows = tuple(group)
         for layer in range(layers) if per_layer else (None,):

@@ -69,11 +69,7 @@ class MovingAverage:
 
 
 class Divergence:
-    """Track the training loss of a run.
-
-    The loss is smoothed by `MovingAverage` with the factor `FACTOR`, over about 50 steps: a spike
-    of 4 nats over 5 steps raises it by 0.4, a loss that stays 4 nats higher by 2.5 after 50 steps.
-    """
+    """Track the training loss of a run, smoothed by `MovingAverage` over about 50 steps."""
 
     def __init__(self) -> None:
         self.smoothed = math.nan  # nats per token; NaN before the first step

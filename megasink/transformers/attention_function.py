@@ -13,8 +13,7 @@ from torch import Tensor, nn
 from megasink.attention import AttentionOutput, attention
 from megasink.attention.layout import statistics_dtype
 from megasink.attention.row_chunks import CHUNK, grouped
-from megasink.transformers.attention_mask import Sequences, refuse
-from megasink.transformers.packed_batches import documents_of, refuse_packed
+from megasink.transformers.attention_mask import Sequences, documents_of, refuse, refuse_packed
 from megasink.transformers.row_order import as_rows, one_row
 
 # Names of the dropout of attention weights in models' configurations.
@@ -121,9 +120,7 @@ def _attend(
     elif documents is not None:
         tensors = [one_row(tensor) for tensor in tensors]
     out_BHTD, lse_BHT, gate_BHT = attention(
-        tensors[0],
-        tensors[1],
-        tensors[2],
+        *tensors,
         variant="vanilla" if sink_H is None else "sink",
         sink_H=sink_H,
         window=sequences.window,
@@ -214,9 +211,8 @@ def masked_attention(
 ) -> Tensor:
     """Compute attention under a mask of visible keys, in plain operations, CHUNK queries at a time.
 
-    For calls that no kernel supports without a mask: a token after a padded batch, a static cache
-    in a compiled graph, several tokens after a padded cache. O(S) memory without gradients. C is
-    the number of queries in a chunk, R of heads per group. Computed in float32 or float64.
+    For calls that no kernel supports: a token after a padded batch, a static cache in a compiled
+    graph, several tokens after a padded cache. C: queries in a chunk, R: heads per group.
     """
     query_BGRTD, key_BG1SD, value_BG1SD = grouped(query_BHTD, key_BGSD, value_BGSD)
     sink_GR1 = None

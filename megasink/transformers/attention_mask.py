@@ -3,12 +3,18 @@
 transformers calls `megasink_mask` once per forward and kind of layer, and passes its result to the
 attention function of each layer. Nothing of size T x S is made.
 
-Shapes: B rows, T queries, S keys.
+Some models (GPT-OSS) pass the position ids of packed documents to their attention alone. They are
+read as transformers' flash attention does: a position that does not follow the one before begins a
+document.
+
+Shapes: B rows, T queries or tokens, S keys, N documents.
 """
 
+import weakref
+from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, NoReturn, Self
+from typing import Any, NamedTuple, NoReturn, Self
 
 import torch
 from torch import Tensor
@@ -19,7 +25,7 @@ from megasink.transformers.row_order import RowOrder, row_order
 
 @dataclass(frozen=True, eq=False)
 class Sequences:
-    """The keys that each query sees; without these fields, causal attention over whole rows."""
+    """The keys that each query sees; with sizes alone, causal attention over whole rows."""
 
     # `generate` makes masks for static caches in advance. Models ask them for their dimensions (4:
     # nothing is left to convert), and `generate` for `contiguous`. Any other use of a
@@ -28,13 +34,14 @@ class Sequences:
 
     queries: int  # T
     length: int  # keys that the attention function is called with
-    keys: int  # S, those that are used, from the first: a static cache is longer than its content
-    window: int | None = None  # tokens visible to a token, including itself
-    real_BS: Tensor | None = None  # True for tokens that are not padding
-    documents: tuple[int, ...] | None = None  # boundaries 0, .., B * T, one row after the other
-    order: RowOrder | None = None  # moves the padding of each row to its end
-    # Positions of the first query (a tensor for a static cache under torch.compile) and key, given
-    # if only a mask shows the visible keys (`masked_attention`).
+    keys: int  # S, the first ones that are used: a static cache is longer than its content
+    window: int | None = None  # tokens visible to a token, including itself; None for all
+    real_BS: Tensor | None = None  # True for tokens that are not padding; None without a mask
+    # Boundaries 0, .., B * T of packed documents, row after row; None for one per row.
+    documents: tuple[int, ...] | None = None
+    order: RowOrder | None = None  # moves padding to the end of rows; None if it is there already
+    # Positions of the first query (a tensor under torch.compile) and key, given if only a mask
+    # shows the visible keys (`masked_attention`).
     first_query: int | Tensor | None = None
     first_key: int | None = None
     # False for a mask that is refused when it is used: decoders of an encoder-decoder make one for
@@ -72,24 +79,25 @@ def megasink_mask(
     device: torch.device | str = "cpu",
     **_: Any,
 ) -> Sequences:
-    """Return the sequences of a batch; see `transformers.masking_utils.sdpa_mask`.
+    """Return the sequences of a batch; the arguments are those of transformers' `sdpa_mask`.
 
-    Reads padding and packed documents on the host: one wait per call for a batch with an
-    attention_mask or with packed documents, none under torch.compile. allow_is_causal_skip is False
-    if `mask_function` may be more than causal or sliding-window, allow_is_bidirectional_skip is
-    given for bidirectional masks alone, and use_vmap if the model adds its own mask.
+    Waits once for the device if there is padding or packed documents, never under torch.compile.
+
+    Raises:
+        UserError: megasink does not compute this mask.
     """
     if isinstance(attention_mask, Sequences):  # made by `generate` for a static cache
         return attention_mask
-    if allow_is_bidirectional_skip is not None:
+    if allow_is_bidirectional_skip is not None:  # given for bidirectional masks only
         return Sequences(q_length, kv_length, kv_length, causal=False)
-    if use_vmap:
+    if use_vmap:  # the model adds its own mask
         refuse(config, "it adds another mask to the causal one (a prefix, images, or similar)")
     if local_size is not None and local_size == getattr(config, "attention_chunk_size", None):
         refuse(config, f"its attention is chunked (attention_chunk_size {local_size})")
     if attention_mask is not None and attention_mask.ndim != 2:
         refuse(config, f"its mask has {attention_mask.ndim} dimensions, not [rows, tokens]")
     documents = None
+    # Then `mask_function` may be more than causal or sliding-window.
     if not allow_is_causal_skip and q_length > 1 and mask_function is not None:
         sees = _neighbors(mask_function, batch_size, q_length, q_offset, device)
         documents = _documents(sees, config, complete=q_length == kv_length)
@@ -155,10 +163,7 @@ def _neighbors(
     row = torch.arange(rows, device=device)[:, None, None, None]
     head = torch.zeros(1, dtype=torch.int64, device=device)[None, :, None, None]
     first = (torch.arange(queries - 1, device=device) + first_query)[None, None, :, None]
-    sees = (
-        mask_function(row, head, first, first + 1),
-        mask_function(row, head, first + 1, first),
-    )
+    sees = (mask_function(row, head, first, first + 1), mask_function(row, head, first + 1, first))
     return torch.stack([seen.expand(rows, 1, queries - 1, 1)[:, 0, :, 0] for seen in sees])
 
 
@@ -203,3 +208,81 @@ _HOLES = (
     'attn_implementation="megasink" under torch.compile needs padding on one side, not between '
     "tokens"
 )
+
+
+class _Read(NamedTuple):
+    """The values read from a tensor, for all layers that receive it."""
+
+    tensor: weakref.ref[Tensor]
+    version: int
+    rows: int
+    real_BT: weakref.ref[Tensor] | None
+    documents: tuple[int, ...] | None
+
+
+_reads: deque[_Read] = deque(maxlen=4)  # layers with a window have a mask of their own
+
+
+def documents_of(
+    rows: int,
+    tokens: int,
+    position_ids: Tensor | None,
+    cumulative_N: Tensor | None,
+    real_BT: Tensor | None = None,
+) -> tuple[int, ...] | None:
+    """Return the boundaries of documents as in `Sequences`; waits once per forward."""
+    tensor = position_ids if cumulative_N is None else cumulative_N
+    if tensor is None:
+        return None
+    if cumulative_N is None and (tensor.shape not in ((rows, tokens), (1, tokens)) or tokens == 1):
+        return None
+    if torch.compiler.is_compiling():
+        if cumulative_N is None:
+            torch._assert_async(~_begins(tensor, rows, real_BT).any(), PACKED_AND_COMPILED)
+            return None
+        raise NotImplementedError(PACKED_AND_COMPILED)
+    return _read(tensor, rows, real_BT, cumulative=cumulative_N is not None)
+
+
+def refuse_packed(
+    config: Any, position_ids: Tensor | None, cumulative_N: Tensor | None, real_BT: Tensor
+) -> None:
+    """Refuse packed documents with an attention mask, which makes each row one sequence."""
+    rows, tokens = real_BT.shape
+    documents = documents_of(rows, tokens, position_ids, cumulative_N, real_BT)
+    inside = [start for start in documents or () if start % tokens]
+    if inside:
+        row, token = divmod(inside[0], tokens)
+        refuse(
+            config,
+            f"row {row} has a document that begins at token {token} (position ids, "
+            "cu_seq_lens_q), but the attention mask makes the row one sequence",
+            "leave out attention_mask",  # "eager" too would ignore the documents
+        )
+
+
+def _begins(positions: Tensor, rows: int, real_BT: Tensor | None) -> Tensor:
+    """Return whether a document begins at token i + 1, [B, T - 1]."""
+    steps_BT = positions.expand(rows, -1).diff(dim=-1)
+    if real_BT is None:
+        return steps_BT != 1
+    real_BT = real_BT.to(steps_BT.device)
+    return (steps_BT <= 0) & real_BT[:, 1:] & real_BT[:, :-1]
+
+
+def _read(
+    tensor: Tensor, rows: int, real_BT: Tensor | None, *, cumulative: bool
+) -> tuple[int, ...] | None:
+    version = 0 if tensor.is_inference() else tensor._version
+    for read in _reads:
+        same = real_BT is None if read.real_BT is None else read.real_BT() is real_BT is not None
+        if same and read.tensor() is tensor and read[1:3] == (version, rows):
+            return read.documents
+    documents: tuple[int, ...] | None
+    if cumulative:
+        documents = tuple(dict.fromkeys(tensor.tolist()))  # an empty document repeats a boundary
+    else:
+        documents = boundaries(_begins(tensor, rows, real_BT).cpu())
+    mask = None if real_BT is None else weakref.ref(real_BT)
+    _reads.append(_Read(weakref.ref(tensor), version, rows, mask, documents))
+    return documents

@@ -45,16 +45,12 @@ class LossScale(Factors):
 
 @dataclass
 class Microbatch:
-    """The arguments of one forward pass of the model, and the layers `recorded` so far.
+    """The arguments of one forward pass of the model, and the layers `recorded` so far."""
 
-    `real_BT` masks padding out (None: no padding). `targets` is a scalar, None if the loss is a
-    mean over the microbatch; `items` is the number for the whole step, if given.
-    """
-
-    real_BT: Tensor | None = None
+    real_BT: Tensor | None = None  # masks padding out; None without padding
     real_tokens: int | None = None
-    targets: Tensor | None = None
-    items: Any = None
+    targets: Tensor | None = None  # a scalar; None if the loss is a mean over the microbatch
+    items: Any = None  # their number in the whole step, if given
     recorded: set[int] = field(default_factory=set)
 
 

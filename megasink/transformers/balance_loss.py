@@ -109,12 +109,7 @@ class HeadBalanceLoss:
                 module, reader = reads_gate
                 read = explicit_hook(attention, counter, reader, self.heads)
                 self._handles.append(module.register_forward_hook(read))
-        gated = {
-            layer: (blocks[layer], reads_gate)
-            for layer, reads_gate in readers.items()
-            if reads_gate
-        }
-        self._unchecked = gated
+        self._unchecked = {i: (blocks[i], reader) for i, reader in readers.items() if reader}
         self._check: GateCheck | None = None
         setattr(model, MARK, True)
         self._handles.append(model.register_forward_pre_hook(self._start, with_kwargs=True))
@@ -130,11 +125,7 @@ class HeadBalanceLoss:
         self._handles, self._modules = [], []
 
     def finish_step(self) -> HeadStatistics:
-        """End a step: reduce its statistics over all ranks, and update the coefficients.
-
-        Returns:
-            The statistics, on the device.
-        """
+        """End a step: update the coefficients, and return the statistics of all ranks."""
         missing = sorted(self.layers.keys() - self.counted)
         if missing:
             named = ", ".join(str(layer) for layer in missing)

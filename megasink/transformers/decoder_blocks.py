@@ -34,15 +34,11 @@ Reader = Callable[[Tensor, int], Tensor]
 
 @dataclass(frozen=True)
 class Gate:
-    """An explicit gate on the output of each head, before the output projection.
+    """An explicit gate on the output of each head, before the output projection."""
 
-    The output of `projection` has the logits: one per head, or one per element; by head
-    [query | gate] if `beside_query`.
-    """
-
-    projection: str = "g_proj"
+    projection: str = "g_proj"  # its output has the logits: one per head, or one per element
     activation: str = "sigmoid"
-    beside_query: bool = False
+    beside_query: bool = False  # the output is [query | gate] by head
 
 
 # By the attention's class. A forward pass checks that output times gate is projected.
@@ -59,19 +55,15 @@ _GATES = {
 
 @dataclass(frozen=True)
 class Block:
-    """One decoder layer; without softmax attention, `attention` and `output` are None, `heads` 0.
-
-    The input of `middle` is the state after attention; None if unknown, or if attention and MLP are
-    `parallel`.
-    """
+    """One decoder layer; without softmax attention, two parts are None and `heads` is 0."""
 
     module: torch.nn.Module
     attention: torch.nn.Module | None
     output: torch.nn.Module | None
     heads: int
     mlp: torch.nn.Module | None
-    middle: torch.nn.Module | None
-    parallel: bool
+    middle: torch.nn.Module | None  # its input is the state after attention; None if unknown
+    parallel: bool  # whether attention and MLP are
 
 
 def decoder_of(model: torch.nn.Module) -> Any:
@@ -187,10 +179,7 @@ def eager_function(attention: torch.nn.Module) -> Any:
 
 
 def gate_reader(attention: torch.nn.Module) -> tuple[torch.nn.Module, Reader] | None:
-    """Return the module that computes the explicit gate's logits, and a reader of its gates.
-
-    The reader maps the module's output [B, T, ...] and the number of heads to gates [B, T, H, X].
-    """
+    """Return the module of the gate's logits, and (its output, H) -> gates [B, T, H, X]."""
     name, own = type(attention).__name__, getattr(attention, "gate_position", None)
     if own is not None:  # megasink's modeling file: a gate elsewhere is not the importance
         gate: Any = getattr(attention, "gate", None)

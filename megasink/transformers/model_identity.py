@@ -17,10 +17,7 @@ _READ = 4096
 
 
 def weights_hash(module: torch.nn.Module) -> str:
-    """Return the SHA-256 of the bit sum and 4096 evenly spaced elements of each weight.
-
-    Reads every weight once in place and copies little; any training step changes the hash.
-    """
+    """Return the SHA-256 of the bit sum and 4096 elements of each weight: any step changes it."""
     digest = hashlib.sha256()
     for name, tensor in (*module.named_parameters(), *module.named_buffers()):
         flat = tensor.detach().reshape(-1)
@@ -41,10 +38,14 @@ def model_identity(module: torch.nn.Module, tokenizer: Any, data: Any) -> dict[s
         meaning = _sha256(text_json(tokenizer) + meaning)
     template = getattr(tokenizer, "chat_template", None)
     config: Any = getattr(module, "config", None)
+    settled = None  # a Megatron model has none: the options of its run are those of its weights
+    if isinstance(config, transformers.PreTrainedConfig):
+        settled = json.loads(config.to_json_string(use_diff=False))
+        for without_effect in ("_name_or_path", "transformers_version"):
+            settled.pop(without_effect, None)
     return {
         "weights": weights_hash(module),
-        # A Megatron model has none of its own: the options of its run are those of its weights.
-        "config": _settled(config) if isinstance(config, transformers.PreTrainedConfig) else None,
+        "config": settled,
         "tokenizer": meaning,
         "chat template": template and _sha256(json.dumps(template)),
         "data": data,
@@ -52,12 +53,6 @@ def model_identity(module: torch.nn.Module, tokenizer: Any, data: Any) -> dict[s
         "torch": torch.__version__,
         "transformers": transformers.__version__,
     }
-
-
-def _settled(config: transformers.PreTrainedConfig) -> dict[str, Any]:
-    """Return the keys of a config.json that affect the computation."""
-    given: dict[str, Any] = json.loads(config.to_json_string(use_diff=False))
-    return {k: v for k, v in given.items() if k not in ("_name_or_path", "transformers_version")}
 
 
 def _sha256(text: str) -> str:

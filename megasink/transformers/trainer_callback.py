@@ -46,11 +46,7 @@ class HeadBalanceCallback(TrainerCallback, ExportableState):
 
     @checked
     def __init__(
-        self,
-        coeff: float = 1e-2,
-        shared_heads: int = 0,
-        refresh: int = 0,
-        scope: str = "global",
+        self, coeff: float = 1e-2, shared_heads: int = 0, refresh: int = 0, scope: str = "global"
     ):
         self._options: dict[str, Any] = {
             "coeff": coeff,

@@ -108,7 +108,7 @@ def test_blocks_that_do_not_fit_are_refused(pool, released, tmp_path, name, chan
 
 
 def test_a_block_is_unpacked_as_the_format_says():
-    from megasink.convert.mxfp4 import unpack
+    from megasink.convert.safetensors_files import unpack
 
     blocks = torch.arange(16, dtype=torch.uint8).reshape(1, 1, 1, 16) * 16 + 15  # high half counts
     numbers = unpack(blocks, torch.tensor([[[128]]], dtype=torch.uint8))[0, :, 0]

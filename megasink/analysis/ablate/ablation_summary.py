@@ -132,11 +132,8 @@ def _of_each(score: TaskScore) -> Floats | None:
 def _over_random(
     results: AblationResults, curve: AblationCurve, of: Mapping[str, MeasuredPoint]
 ) -> tuple[float | None, float | None]:
-    """Return the AUC of a score minus the random baseline's, and its confidence interval.
-
-    An AUC is a weighted mean of points, so each text or question has its own. The random heads of
-    each are drawn by themselves, so that their scatter is in the differences.
-    """
+    """Return the AUC of a score minus the random baseline's, and its confidence interval."""
+    # An AUC is a weighted mean of points, so each text or question has its own.
     area: list[Floats] = []
     for score in (curve.score, RANDOM):
         line = results.line(score)

@@ -9,15 +9,13 @@ from dataclasses import dataclass, replace
 from importlib.metadata import version
 from typing import Any
 
-import numpy as np
-from numpy.typing import NDArray
 from rich.console import Console
 
 from megasink.analysis.ablate.settings import Setting, scores_of
 from megasink.analysis.analysis_summary import scores_of as scores_in
 from megasink.analysis.capture.head_changes import HeadChange
 from megasink.analysis.capture.input_samples import Sample
-from megasink.analysis.capture.measurements import MeasuredSample
+from megasink.analysis.capture.measurements import Floats, MeasuredSample
 from megasink.analysis.capture.probe import ProbedModel
 from megasink.analysis.evaluate.harness import TaskScores, evaluate
 from megasink.analysis.evaluate.tasks_loading import LoadedTasks
@@ -32,7 +30,6 @@ from megasink.data.token_bytes import TokenBytes
 from megasink.errors import UserError
 from megasink.files.checked_fields import from_json, to_json
 
-Floats = NDArray[np.float64]
 ACCURACIES = ("acc", "exact_match")
 """Accuracy metrics. The score of a task is the first one that it reports."""
 _SEED = 0

@@ -37,12 +37,10 @@ def kept_level(baseline: float, *, higher_is_better: bool = True) -> float:
 def removable(
     percent_P: ArrayLike, value_P: ArrayLike, level: float, *, higher_is_better: bool = True
 ) -> Removable:
-    """Return the percentage of heads that can be zeroed while a model keeps a level (P3.15).
+    """Return the largest percentage of heads at which the curve meets a level (P3.15).
 
-    The largest percentage at which the curve meets the level: the last crossing, in either
-    direction, by linear interpolation between points sorted by percentage; a point that lies on the
-    level counts too. 0 if there is none. A segment next to a NaN meets nothing. The direction of a
-    loss changes nothing but `never_left`.
+    Crossings in either direction count, by linear interpolation, and points on the level; 0 if
+    there are none. A segment next to a NaN meets nothing.
     """
     x_P, y_P = _sorted(percent_P, value_P)
     above_P = y_P - level if higher_is_better else level - y_P
@@ -55,10 +53,7 @@ def removable(
 
 
 def normalized_auc(percent_P: ArrayLike, value_P: ArrayLike, *, worst: float = 0.0) -> float:
-    """Return the mean of a curve over its span of percentages (P3.16); `worst` for NaN or no span.
-
-    The paper's 0 is the worst accuracy; a loss takes infinity, since 0 would be its best value.
-    """
+    """Return the mean of a curve over its span (P3.16); `worst` for NaN or no span."""
     x_P, y_P = _sorted(percent_P, value_P)
     span = float(x_P[-1] - x_P[0])
     area = float(np.trapezoid(y_P, x_P))

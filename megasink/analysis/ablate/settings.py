@@ -150,14 +150,10 @@ def settings_of(
     thresholds: Thresholds,
     scores: Mapping[str, Scores],
 ) -> list[Setting]:
-    """Return every point, the unchanged model first; arguments as in `thresholds_of`.
-
-    The random baseline zeroes each head of each sample with the probability asked for, whatever
-    the texts (P3.9); at 0 % it is the unchanged model.
-    """
+    """Return every point, the unchanged model first, which is the random baseline at 0 %."""
     settings = [Setting(UNCHANGED, UNCHANGED)]
     if options.score:
-        for seed in options.seeds:
+        for seed in options.seeds:  # heads of each sample with this probability (P3.9)
             for percent in filter(None, options.zeroed):
                 change = DynamicZeroing(score=RANDOM, threshold=percent / 100, seed=seed)
                 label = f"{RANDOM}/{percent:g}/seed {seed}"

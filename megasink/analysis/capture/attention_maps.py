@@ -25,7 +25,6 @@ from megasink.analysis.metrics.pca_tsne import (
     attention_map_components,
     query_key_components,
 )
-from megasink.attention.constants import MAP_TOKENS
 from megasink.console.progress import tracked
 from megasink.errors import UserError
 
@@ -169,12 +168,8 @@ def geometry(
 ) -> Arrays:
     """Run both passes and return the contents of maps.npz.
 
-    Of the first of the longest texts, cut to T tokens: `map_CTS` (weight of the sink or bias, then
-    of each key), `value_norm_CT`, `output_norm_CT`, `gate_CT`, `token_T` and `token_id_T`;
-    `component_KTS` with its share of the variance and the points of all maps; uncut: `query_CQ2`,
-    `key_CQ2` and `share_C2`. Averaged over all texts (without texts: all samples), cut:
-    `layer_map_LTS` (over heads and samples; 0 without attention) and `first_layer_map_HTS`. Also
-    `head_C2`, `why_C`, `source` and `samples`.
+    Maps are means over texts, or of the first of the longest texts; the columns S of `map_CTS` are
+    the sink or bias, then the keys. Queries and keys are those of the uncut text.
     """
     about = shown(sample.dataset for sample in samples)
     texts = [sample for sample in samples if sample.dataset in about]
@@ -182,7 +177,7 @@ def geometry(
     points = _Points(heads)
     with open_probe(points) as probe:
         probe.forward(torch.tensor([longest.tokens], device=device), logits=False)
-    maps = _Maps(heads_of, heads, min(length, MAP_TOKENS))
+    maps = _Maps(heads_of, heads, length)
     others = [sample for sample in texts if sample is not longest]
     cut = sorted((sample.tokens[:length] for sample in others), key=len)
     batches = [(longest.tokens[:length],), *equal_lengths(cut, len, batch_size)]

@@ -70,11 +70,7 @@ class AttentionCall:
 def attention_statistics(
     call: AttentionCall, segments: list[Segment], needs: Set[str]
 ) -> Iterator[dict[str, Tensor]]:
-    """Yield the needed statistics of each segment by name, without those that do not apply.
-
-    Padding on either side and the other documents of a pack have no effect. After a cache, the
-    statistics of weights are those of the new tokens, and the others are unknown.
-    """
+    """Yield each segment's needed statistics that apply; after a cache those of weights alone."""
     shape = (call.query_BHTD.shape[0], call.query_BHTD.shape[2])
     of_weights = needs & _OF_WEIGHTS.keys()
     of_batch = None

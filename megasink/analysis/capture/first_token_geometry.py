@@ -1,29 +1,17 @@
 """Separation of the first token: MLP activations of block 0 and normed states (P4.6, P4.9).
 
 This is a separate pass over the first tokens of a few samples. Attention is causal, so the values
-at these positions are those of the full sequence. `project` returns the arrays of geometry.npz,
-which the figures read; N points, the same in every array, S states (0 the embedding, 0.5 after
-attention, ...):
+at these positions are those of the full sequence. docs/instruments.md lists the arrays of
+geometry.npz that `project` returns.
 
-    mlp0_tsne_N2        t-SNE of act(gate) * up of block 0, what its down projection reads
-    mlp0_up_tsne_N2     t-SNE of its up projection alone, before any activation or gate
-    normed_pca_SN2      PCA of the states after the norm in front of a half block, gain included
-    normed_state_S      the states of normed_pca_SN2
-    normed_pca_N2       the last of normed_pca_SN2: before the MLP of block 1, if there is one
-    position_N          token position of each point
-    sample_N            sample index of each point
-    first_state_SE      mean state of the first token over these samples (P4.5)
-    first_state_S       the states of first_state_SE
-
-An array is absent if the model has no such tensor; "geometry" in results.json gives the reason.
-
-Shapes: E hidden size, X that or the intermediate size of the MLP.
+Shapes: N points, the same in every array, S states (0 the embedding, 0.5 after attention, ...), E
+hidden size, X that or the intermediate size of the MLP.
 """
 
 from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import torch
@@ -64,7 +52,7 @@ class Rows:
     position_N: NDArray[np.int64]
     sample_N: NDArray[np.int64]
     missing: dict[str, str]  # name -> reason the site is absent
-    # first_state_SE, first_state_S: as in the module docstring.
+    # Mean state of the first token over the samples (P4.5), and its states.
     first_state_SE: Floats
     first_state_S: Floats
 
@@ -109,15 +97,8 @@ def _hook(site: Site, kept: dict[str, list[Tensor]]) -> Any:
     return site.module.register_forward_hook(hook, with_kwargs=True)
 
 
-class Geometry(NamedTuple):
-    """Return value of `project`."""
-
-    arrays: dict[str, NDArray[Any]]  # contents of geometry.npz
-    results: dict[str, Any]  # the "geometry" entry of results.json
-
-
-def project(rows: Rows, *, seed: int) -> Geometry:
-    """Project the rows to two dimensions; the seed is that of t-SNE."""
+def project(rows: Rows, *, seed: int) -> tuple[dict[str, NDArray[Any]], dict[str, Any]]:
+    """Return the contents of geometry.npz, and "geometry" of results.json, by a seed of t-SNE."""
     arrays: dict[str, NDArray[Any]] = dict(vars(rows))
     del arrays["by_site"], arrays["missing"]
     results: dict[str, Any] = {
@@ -151,4 +132,4 @@ def project(rows: Rows, *, seed: int) -> Geometry:
         arrays |= {"normed_pca_SN2": points, "normed_pca_N2": points[-1]}
         arrays["normed_state_S"] = np.asarray(list(normed))
         results["normed"] = {"states": list(normed), "explained": explained}
-    return Geometry(arrays, results)
+    return arrays, results

@@ -158,11 +158,7 @@ def text_samples(
     max_samples: int | None,
     json_key: str = "text",
 ) -> list[Sample]:
-    """Return the first `seq_length` tokens of each document, BOS included.
-
-    An input with a single document is instead split into consecutive samples, and stderr shows
-    their number; if the text starts with BOS, so does each sample.
-    """
+    """Return the first tokens of each document, or consecutive samples of a single document."""
     samples = []
     for name, source in zip(dataset_names(inputs), inputs, strict=True):
         cut: list[Sample] = []
@@ -221,15 +217,12 @@ def _cut(
 
 
 class Reader:
-    """Turns texts into the tokens that a model reads.
-
-    BOS is added as the tokenizer does ("auto"), always ("add") or never ("none"; P4.3). `lead` are
-    the ids before every text.
-    """
+    """Turns texts into the tokens that a model reads, with BOS as --bos says (P4.3)."""
 
     def __init__(self, tokenizer: Any, bos: str = "auto", *, parse_special_tokens: bool = False):
         self._name, self._bos = tokenizer.name_or_path, tokenizer.bos_token_id
         self._text = text_tokenizer(tokenizer, parse_special_tokens=parse_special_tokens)
+        # The ids before every text.
         self.lead: list[int] = [] if bos == "none" else leading_ids(tokenizer)
         if bos == "add" and self._bos is None:
             raise UserError(f"--bos add: the tokenizer {self._name} has no BOS token; use auto")
@@ -269,10 +262,7 @@ def cut_at_random(samples: Iterable[Sample], lengths: tuple[int, int], seed: int
 def with_replaced_tokens(
     samples: Iterable[Sample], replacement: Replacement | None
 ) -> list[Sample]:
-    """Return the samples with tokens replaced; random ones by the sample's number in its dataset.
-
-    Positions count from the first token that a sample has here (P2.15, P2.16).
-    """
+    """Return the samples with tokens replaced, at places from the first one (P2.15, P2.16)."""
     if replacement is None:
         return list(samples)
     counts: Counter[str] = Counter()
@@ -328,10 +318,7 @@ def random_sequences(
 
 
 def repeated_first_token(content: Sequence[int], copies: int, bos: int | None) -> list[int]:
-    """Return a sequence whose first token, BOS or the content's first, is repeated (P4.4).
-
-    The loss covers content[1:] for any number, the last len(content) - 1 targets.
-    """
+    """Return a sequence whose first token, BOS or the content's first, is repeated (P4.4)."""
     if copies < 1 or len(content) < 2:
         raise ValueError(
             f"copies {copies}, text of {len(content)} tokens: use 1 or more copies, and 2 or more "

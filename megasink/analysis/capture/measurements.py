@@ -144,11 +144,7 @@ class Measurements:
 
 
 def merged(shards: Iterable[Mapping[str, NDArray[Any]]], heads: Sequence[int]) -> Measurements:
-    """Merge all shards in the order of their numbers; only one is in memory beside the result.
-
-    A shard holds arrays "value/METRIC", the sums "unit_sum_SPE" and "count_SP" of `MeanCosine` and
-    "gate_histogram_LB", and "lists", JSON of the samples and of those left out.
-    """
+    """Merge the shards of `Recorder.take` in their order; one is in memory beside the result."""
     values: dict[str, list[Floats]] = {}
     samples: list[MeasuredSample] = []
     non_finite: list[NonFinite] = []

@@ -80,7 +80,23 @@ class MegatronProbe(Probe):
         self._begin(ForwardPass(rows, new, cached, segments, ids_BQ))
 
     def sites(self) -> Sites:
-        return _sites_of(self.model)
+        sites = Sites(context=self.model.config.prefix_lm_tokens)
+        blocks = blocks_in(self.model)
+        _add_mlp(sites, blocks[0].mlp, self.model.config)
+        for index, block in enumerate(blocks[:BLOCKS]):
+            for half, layer, norm_name, linear in (
+                (2 * index, block.mixer, "input_layernorm", ("self_attention", "linear_qkv")),
+                (2 * index + 1, block.ffn, "pre_mlp_layernorm", ("mlp", "linear_fc1")),
+            ):
+                norm = getattr(layer, norm_name, None)
+                reader = getattr(getattr(layer, linear[0], None), linear[1], None)
+                read: Any = lambda _, out: _batch_first(out)  # noqa: E731
+                if isinstance(norm, IdentityOp | None):
+                    # TransformerEngine's LayerNormLinear does not expose the normed state.
+                    fused = getattr(reader, "layer_norm_weight", None) is not None
+                    norm, read = (reader, partial(_normed, reader)) if fused else (None, None)
+                sites.add_norm(half, norm, read)
+        return sites
 
     def _output_weight(self, index: int) -> Tensor:
         attention = self.layers[index].attention
@@ -210,27 +226,6 @@ def _slot_has_value(core: CoreAttention, value_BGTD: Tensor, heads: int) -> bool
 
 def _by_head(out_SBX: Tensor, heads: int) -> Tensor:
     return out_SBX.unflatten(-1, (heads, -1)).permute(1, 2, 0, 3)
-
-
-def _sites_of(model: LanguageModule) -> Sites:
-    """Return the sites in the first blocks."""
-    sites = Sites(context=model.config.prefix_lm_tokens)
-    blocks = blocks_in(model)
-    _add_mlp(sites, blocks[0].mlp, model.config)
-    for index, block in enumerate(blocks[:BLOCKS]):
-        for half, layer, norm_name, linear in (
-            (2 * index, block.mixer, "input_layernorm", ("self_attention", "linear_qkv")),
-            (2 * index + 1, block.ffn, "pre_mlp_layernorm", ("mlp", "linear_fc1")),
-        ):
-            norm = getattr(layer, norm_name, None)
-            reader = getattr(getattr(layer, linear[0], None), linear[1], None)
-            read: Any = lambda _, out: _batch_first(out)  # noqa: E731
-            if isinstance(norm, IdentityOp | None):
-                # TransformerEngine's LayerNormLinear does not expose the normed state.
-                fused = getattr(reader, "layer_norm_weight", None) is not None
-                norm, read = (reader, partial(_normed, reader)) if fused else (None, None)
-            sites.add_norm(half, norm, read)
-    return sites
 
 
 def _add_mlp(sites: Sites, mlp: Any, config: Any) -> None:

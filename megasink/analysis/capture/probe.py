@@ -28,10 +28,7 @@ _PROBED: "WeakSet[torch.nn.Module]" = WeakSet()
 
 
 class Listener:
-    """Base class for receivers of statistics; samples are numbered within the batch.
-
-    Tensors may alias memory that the model overwrites later: copy anything you keep.
-    """
+    """Base class for receivers of statistics, whose tensors the model may overwrite: copy them."""
 
     # Names of the statistics to capture (`megasink.analysis.metrics.STATISTICS`, `MAP`).
     needs: Set[str] = frozenset()
@@ -46,9 +43,7 @@ class Listener:
 class Probe(ABC):
     """Context manager in which a model passes statistics to a listener, and heads are changed.
 
-    Changes apply one after another, each to the result of the one before; the listener sees the
-    last result, which enters the output projection. On exit, the model is restored. A model that
-    cannot be probed raises ConfigError, with every reason.
+    Each change applies to the result of the one before, and the listener sees the last result.
     """
 
     model: torch.nn.Module

@@ -23,23 +23,18 @@ class Segment(NamedTuple):
 def segments_of(
     shape: tuple[int, int], attention_mask_BT: Tensor | None, position_ids_BT: Tensor | None
 ) -> list[Segment]:
-    """Return the sequences of a batch, by row and position.
-
-    Without a mask (1: real token), a position that does not follow the previous one starts a new
-    document, as in transformers.
-    """
+    """Return the sequences of a batch: masked tokens, or documents where positions restart."""
     rows, tokens = shape
-    if attention_mask_BT is None and position_ids_BT is None:
-        return [Segment(row, 0, tokens) for row in range(rows)]
     segments = []
-    if attention_mask_BT is None and position_ids_BT is not None:
+    if attention_mask_BT is None:
+        if position_ids_BT is None:
+            return [Segment(row, 0, tokens) for row in range(rows)]
         positions_BT = position_ids_BT.expand(rows, tokens).cpu()
         for row in range(rows):
             breaks = (positions_BT[row].diff() != 1).nonzero().flatten() + 1
             bounds = [0, *breaks.tolist(), tokens]
             segments += [Segment(row, start, stop) for start, stop in pairwise(bounds)]
         return segments
-    assert attention_mask_BT is not None
     for row, mask_T in enumerate(attention_mask_BT.to("cpu", torch.bool)):
         real = mask_T.nonzero().flatten()
         if not len(real):
@@ -77,11 +72,7 @@ def check_mask(
     first_query: int = 0,
     first_key: int = 0,
 ) -> str | None:
-    """Return how a mask differs from the keys that the statistics assume, or None.
-
-    Compares the number of visible keys of each row, and its first and last key: O(QK) reads. The
-    mask is bool (True: visible) or additive.
-    """
+    """Return how a mask, bool or additive, differs from causal attention in segments, or None."""
     for row, start, stop in segments:
         begin = max(start, first_query)
         seen_QK = mask_BQK[

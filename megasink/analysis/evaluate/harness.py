@@ -75,16 +75,10 @@ def evaluate(
     samples: bool = False,
     changes: Sequence[HeadChange] | None = None,
 ) -> TaskResults:
-    """Score a model on tasks, with interventions applied in every forward pass.
+    """Score a model on tasks, by name or loaded, with interventions in every forward pass.
 
-    `tasks` are names as for `load_tasks`, or its result. `limit` is of documents of each task, the
-    first ones, and `num_fewshot` of examples before each question, where `tasks` are names. Pass
-    `changes`, the interventions' own, to read their counts. See `TextTokenizer` for
-    `parse_special_tokens`; what a chat template renders always is parsed.
-
-    Raises:
-        UserError: a task, or an intervention that changes scored tokens; see also `load_tasks`.
-        ConfigError: an intervention does not fit the model.
+    Pass `changes`, the interventions' own, to read their counts. What a chat template renders is
+    always parsed.
     """
     _check_model(model, chat_template=chat_template)
     if not isinstance(tasks, LoadedTasks):

@@ -77,11 +77,8 @@ _Row = tuple[tuple[int, ...], tuple[int, ...]]
 class HarnessModel(TemplateLM):
     """Scores continuations and generates text with an open probe.
 
-    Sequences are made as lm-eval makes them (BOS where the tokenizer adds it, cut on the left to
-    the model's positions), except that perplexity tasks score each text after one BOS, not after
-    two. Interventions then change the tokens, and the model's `first` tokens come before all. The
-    batch size "auto" fits logits of 1 GiB, less if the device's memory is short. `unscored` and
-    `cut` are those of `TaskResults`.
+    Sequences are lm-eval's, except that perplexity tasks score each text after one BOS, not two.
+    Interventions then change the tokens, and the model's `first` tokens come before all.
     """
 
     def __init__(

@@ -52,9 +52,7 @@ def load_tasks(
 ) -> LoadedTasks:
     """Load tasks and their datasets: tasks, groups and tags of lm-eval, suites, and own tasks.
 
-    `folders` have more tasks, as YAML files of lm-eval; Python files beside them may run. A task
-    that fixes its examples to 0 keeps 0, as in lm-eval. Tasks that make texts of given lengths need
-    the folder of the model's tokenizer.
+    `folders` have more tasks, as YAML files of lm-eval; Python files beside them may run.
     """
     if importlib.util.find_spec("lm_eval") is None:
         raise UserError("lm-evaluation-harness is not installed: pip install 'megasink[eval]'")

@@ -37,12 +37,6 @@ class DrainFirstValue(Intervention):
 
     P0's scores on log-likelihood tasks, where nothing is decoded, change (MMLU 75.42 to 50.27 for
     all heads), so the tokens of the prompt see it: "both" is the default.
-
-    Attributes:
-        threshold: drain a sample's heads whose mean weight on the first token over the pass
-            without a cache (the prompt) is strictly above this, such as 0.75 (P0.28, Eq. 9); None
-            drains all (P0.27).
-        phase: "prefill" (passes without a cache), "decode" (those that continue one), or "both".
     """
 
     kind: ClassVar[str] = "drain-first-value"
@@ -50,7 +44,10 @@ class DrainFirstValue(Intervention):
 
     reads_attention = True
 
+    # Drain a sample's heads whose mean weight on the first token over the pass without a cache (the
+    # prompt) is strictly above this, such as 0.75 (P0.28, Eq. 9); None drains all (P0.27).
     threshold: float | None = None
+    # "prefill" (passes without a cache), "decode" (those that continue one), or "both".
     phase: str = "both"
     # What the pass without a cache decided: layer -> bool [N, H], and its sequences.
     _masks: dict[int, Tensor] = _state(dict)
@@ -114,11 +111,6 @@ class SteerGates(Intervention):
     has one with a sink token.
 
     A gate that is exactly 0 stays 0 if it belongs to a sink, as the output behind it is lost.
-
-    Attributes:
-        heads: (layer, head) pairs, both from 0.
-        scale: factor of G, 0 or more.
-        minimum, maximum: limits of G, in [0, 1]; None for none.
     """
 
     kind: ClassVar[str] = "steer-gates"
@@ -126,9 +118,9 @@ class SteerGates(Intervention):
 
     reads_attention = True
 
-    heads: Heads
-    scale: float = 1.0
-    minimum: float | None = None
+    heads: Heads  # (layer, head) pairs, both from 0
+    scale: float = 1.0  # factor of G, 0 or more
+    minimum: float | None = None  # limits of G, in [0, 1]
     maximum: float | None = None
 
     def __post_init__(self) -> None:

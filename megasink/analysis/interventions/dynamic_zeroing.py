@@ -133,20 +133,14 @@ class DynamicZeroing(Intervention):
 
     With a key/value cache, the pass without a cache (the prompt) decides the masks, and later
     passes of the same rows keep them. A prompt that runs in chunks is decided by its first.
-
-    Attributes:
-        score: a registered metric with `inactive` set: the twelve of P3, `lthon_hn`,
-            `circuit_ahon` and its form by layer, `random`, or a plugin's.
-        threshold: absolute; for `random` the share of heads (P3.9).
-        seed: of `random`; the same sample gets the same heads, in any batch.
     """
 
     kind: ClassVar[str] = "dynamic-zeroing"
     source: ClassVar[str] = "P3.1 to P3.13"
 
-    score: str
-    threshold: float
-    seed: int = 0
+    score: str  # a registered metric with `inactive` set
+    threshold: float  # absolute; for `random` the share of heads (P3.9)
+    seed: int = 0  # of `random`; the same sample gets the same heads, in any batch
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "threshold", float(self.threshold))

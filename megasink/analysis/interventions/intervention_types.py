@@ -66,17 +66,13 @@ class ZeroHeads(Intervention):
     """Replace the outputs of chosen heads by zero before the output projection.
 
     The bias of W_O stays, and other heads are not rescaled.
-
-    Attributes:
-        heads: (layer, head) pairs, both from 0; sorted, each once.
-        mask_shape: (layers, heads) of the mask that the heads were read from, which the model
-            must have; None if they were listed.
     """
 
     kind: ClassVar[str] = "zero-heads"
     source: ClassVar[str] = "P4.7, P3.12"
 
-    heads: Heads
+    heads: Heads  # (layer, head) pairs, both from 0; sorted, each once
+    # (layers, heads) of the mask that the heads were read from, which the model must have.
     mask_shape: Sequence[int] | None = None
 
     def __post_init__(self) -> None:
@@ -130,15 +126,12 @@ class RepeatFirstToken(Intervention):
 
     Only the tokens that follow may be scored, so that every number of copies is evaluated on the
     same tokens: those after the first token of the text.
-
-    Attributes:
-        copies: number of first tokens, the original included; 1 changes nothing.
     """
 
     kind: ClassVar[str] = "repeat-first-token"
     source: ClassVar[str] = "P4.4"
 
-    copies: int
+    copies: int  # number of first tokens, the original included; 1 changes nothing
 
     def __post_init__(self) -> None:
         if self.copies < 1:

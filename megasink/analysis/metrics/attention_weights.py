@@ -47,11 +47,9 @@ def tiles(
     softcap: float | None = None,
     hidden: float = HIDDEN,
 ) -> Iterator[Tile]:
-    """Yield the scores that each row sees, tile by tile, in float32 (float64 for float64).
+    """Yield the scores of the last T tokens, tile by tile, in float32 (float64 for float64).
 
-    The queries are those of the last T tokens. A token sees `window` tokens, itself included, and
-    `prefix` keys (P2.18); `hidden` is the score of others. `distance_bias_HT` is added by i - j
-    (P2.20); `softcap` makes scores cap * tanh(score / cap), as in Gemma 2.
+    A token sees `window` tokens, itself included, and `prefix` keys (P2.18); others score `hidden`.
     """
     batch, heads, tokens, head_dim = query_BHTD.shape
     _, groups, keys, _ = key_BGSD.shape
@@ -276,10 +274,7 @@ SIMILARITIES = tuple(_WEIGHTS)
 def proxy_statistics(
     query_BHTD: Tensor, key_BGTD: Tensor, *, similarity: str, **options: Any
 ) -> WeightStatistics:
-    """Compute statistics of the proxy weights of causal attention, without an S x S matrix.
-
-    Queries and keys are phi(q) and phi(k) if the similarity has a feature map.
-    """
+    """Compute statistics of the proxy weights of queries and keys, after any feature map."""
     if similarity not in _WEIGHTS:
         raise ValueError(f"unknown similarity {similarity!r}: choose {', '.join(SIMILARITIES)}")
     weights_of, hidden = _WEIGHTS[similarity]

@@ -79,10 +79,7 @@ def average_circuit_norm(gated_out_HTD: Tensor, output_weight_HDE: Tensor) -> Te
 
 
 def layer_normalized(scores_NLH: Tensor) -> Tensor:
-    """The (LN) form of a score: divided by its layer's mean, this head included.
-
-    Takes [..., H], NaN for missing heads, and returns NaN for layers whose scores are all 0.
-    """
+    """The (LN) form of a score: divided by its layer's mean, this head included."""
     return scores_NLH / scores_NLH.nanmean(-1, keepdim=True)
 
 

@@ -15,16 +15,14 @@ Mask = NDArray[np.bool_]
 
 
 def published_quantile(scores: Scores, share: float) -> float:
-    """Return a quantile by the rule of the released code (P3.11), without NaN.
-
-    This is numpy's "interpolated_inverted_cdf", but a share of i / n gives the i-th smallest score
-    exactly, whatever the rounding, so that a strict comparison never counts that head.
-    """
+    """Return a quantile by the rule of the released code (P3.11), without NaN."""
     if not 0 <= share <= 1:
         raise ValueError(f"share {share}: use a number between 0 and 1")
     ordered = np.sort(scores[~np.isnan(scores)].ravel())
     if not len(ordered):
         raise ValueError("no scores to take a quantile of")
+    # As numpy's "interpolated_inverted_cdf", but a share of i / n gives the i-th smallest score
+    # exactly, whatever the rounding, so that a strict comparison never counts that head.
     share_of = np.arange(1, len(ordered) + 1) / len(ordered)
     return float(np.interp(np.clip(share, share_of[0], 1.0), share_of, ordered))
 
@@ -51,11 +49,7 @@ def least_active(scores: Scores, share: float, side: str) -> Mask:
 
 
 def agreement(masks: Sequence[Mask]) -> tuple[Scores, Scores]:
-    """Return two [M, M] matrices over all pairs of M masks, samples pooled.
-
-    IoU is |row and column| / |row or column| (P3.18), NaN if both are empty; precision is |row and
-    column| / |row|, with the column as the truth (P3.19), NaN for an empty row.
-    """
+    """Return [M, M] IoU (P3.18) and precision |row and column| / |row| (P3.19); NaN if empty."""
     both_MM = np.asarray([[np.count_nonzero(a & b) for b in masks] for a in masks])
     count_M = both_MM.diagonal()
     with np.errstate(invalid="ignore"):
@@ -72,10 +66,7 @@ def share_by_layer(mask_NLH: Mask, scores_NLH: Scores) -> Scores:
 
 
 def wasserstein(a: Scores, b: Scores) -> float:
-    """Return W1 between all scores of two models, in the score's unit (P3.21).
-
-    Norms scale with the model: compare their layer-normalized forms.
-    """
+    """Return W1 between all scores of two models, in the score's unit (P3.21)."""
     from scipy.stats import wasserstein_distance
 
     pooled = [scores[~np.isnan(scores)] for scores in (a, b)]
@@ -85,10 +76,7 @@ def wasserstein(a: Scores, b: Scores) -> float:
 
 
 def spearman(a: Scores, b: Scores) -> float:
-    """Return the rank correlation of the same heads in two models of one shape (P3.30).
-
-    NaN if all scores of one model are equal.
-    """
+    """Return the rank correlation of heads in two models (P3.30); NaN if one's are equal."""
     from scipy.stats import ConstantInputWarning, spearmanr
 
     together = _same_heads(a, b)

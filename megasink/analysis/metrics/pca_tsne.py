@@ -9,8 +9,6 @@ import numpy as np
 from numpy.typing import NDArray
 from scipy.linalg import eigh
 
-from megasink.attention.constants import MAP_TOKENS
-
 Floats = NDArray[np.float64]
 
 
@@ -48,18 +46,12 @@ class MapComponents(NamedTuple):
 
 
 def attention_map_components(maps_MTT: NDArray[Any], count: int = 2) -> MapComponents:
-    """Return the PCA of flattened attention matrices, minus the mean matrix (P3.27).
-
-    By the [M, M] Gram matrix, centered afterwards: scikit-learn copies the [M, T * T] matrices.
-    """
-    if maps_MTT.shape[-1] > MAP_TOKENS:
-        raise ValueError(
-            f"attention maps of {maps_MTT.shape[-1]} tokens: use at most {MAP_TOKENS} tokens"
-        )
+    """Return the PCA of flattened attention matrices, minus the mean matrix (P3.27)."""
     matrices = len(maps_MTT)
     if matrices < 2:
         raise ValueError(f"principal components of {matrices} matrix: two or more are needed")
     rows = maps_MTT.reshape(matrices, -1)
+    # The [M, M] Gram matrix, centered afterwards: scikit-learn copies the [M, T * T] matrices.
     inner_MM = (rows @ rows.T).astype(np.float64)
     mean_M = inner_MM.mean(0)
     inner_MM += mean_M.mean() - mean_M[:, None] - mean_M

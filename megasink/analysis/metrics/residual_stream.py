@@ -83,13 +83,10 @@ def cosine_across_inputs(cosine_SP: Tensor) -> Tensor:
 
 
 class MeanCosine:
-    """Streamed mean cosine between the states of different inputs at one position (P4.5).
-
-    The mean over pairs i != j of u_i . u_j is (|sum u|^2 - N) / (N (N - 1)) for unit vectors u.
-    `unit_sum_SPE` is float64 (E is 0 before the first sample); `count_SP` counts samples.
-    """
+    """Streamed mean cosine between the states of different inputs at one position (P4.5)."""
 
     def __init__(self, states: int, positions: int):
+        # E is 0 before the first sample.
         self.unit_sum_SPE = torch.zeros(states, positions, 0, dtype=torch.float64)
         self.count_SP = torch.zeros(states, positions, dtype=torch.int64)
 
@@ -106,6 +103,7 @@ class MeanCosine:
 
 def mean_cosine(unit_sum_SPE: Tensor, count_SP: Tensor) -> Tensor:
     """Return [S, P] from the sums of `MeanCosine`; NaN where fewer than two samples reached."""
+    # The mean over pairs i != j of u_i . u_j is (|sum u|^2 - N) / (N (N - 1)) for unit vectors u.
     count_SP = count_SP.to(torch.float64)
     square_SP = unit_sum_SPE.square().sum(-1)
     pairs_SP = count_SP * (count_SP - 1)

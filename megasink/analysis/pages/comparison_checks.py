@@ -50,10 +50,7 @@ def name_apart(analyses: Sequence["Analysis"], folders: Sequence[Path]) -> None:
 
 
 def differences(analyses: Sequence["Analysis"]) -> list[str]:
-    """Return one phrase per difference between the analyses' samples; none for one analysis.
-
-    Different token ids alone do not count: models have their own tokenizers.
-    """
+    """Return one phrase for each difference between analyses' samples; tokenizers may differ."""
     same_tokens = len({a.results.run.data_sha256 for a in analyses}) == 1
     sentences = []
     for key, what in _OPTIONS.items():

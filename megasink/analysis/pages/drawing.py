@@ -47,10 +47,7 @@ class Numbers:
 
 
 def numbers_of(figure: Any) -> Numbers:
-    """Return the numbers of a figure of matplotlib that was rendered, so that its layout is made.
-
-    Scattered points have none: they are projections, and the arrays beside the page hold them.
-    """
+    """Return the numbers of a rendered figure; scattered points have none."""
     marks: list[Mark] = []
     tables: list[Table] = []
     is_whole, cells = True, 0

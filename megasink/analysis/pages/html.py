@@ -69,10 +69,7 @@ def facts(title: str, of: Mapping[str, object]) -> Markup:
 
 
 def figure(picture: Picture, alt: str, caption: str) -> Markup:
-    """Return a picture with its caption, a title on hover for each mark, and the table behind it.
-
-    It scrolls on a narrow screen. The alternative text has its name, then its finding.
-    """
+    """Return a picture with its caption, a title on hover for each mark, and its table."""
     png = picture.files["png"]
     width, height = (int.from_bytes(png[i : i + 4], "big") for i in (16, 20))
     numbers = Markup("")

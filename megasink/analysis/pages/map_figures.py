@@ -98,11 +98,8 @@ def _first_layer(analysis: Analysis) -> Any:
 
 
 def mean_distance(map_HTS: Floats) -> Floats:
-    """Return [H]: mean of i - j, weighted by A_ij over the keys, over the last half of the rows.
-
-    The first rows see so few keys that every head looks local there.
-    """
-    position = np.arange(map_HTS.shape[1])
+    """Return [H]: mean of i - j, weighted by A_ij over the keys, over the last half of the rows."""
+    position = np.arange(map_HTS.shape[1])  # in the first half every head looks local
     rows = position[len(position) // 2 :]
     weights = map_HTS[:, rows, 1:]
     total = weights.sum((1, 2))

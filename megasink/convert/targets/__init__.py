@@ -1,34 +1,14 @@
 """The architectures of exports: those of transformers, and megasink's own.
 
-Each file registers some of them, as a plugin does. A new file is imported here.
+Each file registers some of them, as a plugin does.
 """
 
-from megasink.convert.targets.target import Target
-from megasink.convert.targets.target_registry import TARGETS, choose, named, register
+import importlib
+import pkgutil
 
-# isort: split
-# They import the names above, as a plugin does.
-from megasink.convert.targets import (
-    deepseek,
-    gated_attention,
-    megasink,
-    sink_attention,
-    softmax_attention,
-    softmax_families,
-    softmax_multipliers,
-)
+from megasink.convert.targets.target import TARGETS, Target, choose, named, register
 
-__all__ = [
-    "TARGETS",
-    "Target",
-    "choose",
-    "deepseek",
-    "gated_attention",
-    "megasink",
-    "named",
-    "register",
-    "sink_attention",
-    "softmax_attention",
-    "softmax_families",
-    "softmax_multipliers",
-]
+for _module in pkgutil.iter_modules(__path__, f"{__name__}."):
+    importlib.import_module(_module.name)
+
+__all__ = ["TARGETS", "Target", "choose", "named", "register"]

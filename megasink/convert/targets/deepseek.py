@@ -11,8 +11,7 @@ from megasink.convert.megasink_model import MegasinkOptions
 from megasink.convert.rope import rope_of, yarn_of_latent
 from megasink.convert.targets import rows
 from megasink.convert.targets.softmax_attention import read_windowed
-from megasink.convert.targets.target import Config, Target
-from megasink.convert.targets.target_registry import register
+from megasink.convert.targets.target import Config, Target, register
 from megasink.convert.transforms import GateUp
 from megasink.convert.weight_table import LAYERS, Row, row
 
@@ -59,6 +58,7 @@ def _experts(model: Architecture) -> tuple[Row, ...]:
 def _config(model: Architecture) -> Config:
     groups = model.expert_groups or (1, 1)
     return {
+        **(model.latent.as_config() if model.latent else {}),
         "intermediate_size": model.dense_ffn or model.ffn,
         "first_k_dense_replace": model.dense_layers,
         "n_shared_experts": model.shared_ffn // model.ffn,
@@ -67,14 +67,6 @@ def _config(model: Architecture) -> Config:
         "routed_scaling_factor": model.options.moe_router_topk_scaling_factor or 1.0,
         "num_nextn_predict_layers": 0,
     }
-
-
-def _latent_config(model: Architecture) -> Config:
-    return {**_config(model), **(model.latent.as_config() if model.latent else {})}
-
-
-def _read_latent(config: Mapping[str, Any]) -> dict[str, Any]:
-    return {**_read(config), **Latent.read(config)}
 
 
 def _read_dots(config: Mapping[str, Any]) -> dict[str, Any]:
@@ -161,7 +153,7 @@ register(
         qk_norm=True,
         rope_scaling=("yarn",),
         latent=True,
-        **_EVERY | {"config": _latent_config, "read": _read_latent},
+        **_EVERY | {"read": lambda config: {**_read(config), **Latent.read(config)}},
     )
 )
 register(

@@ -11,8 +11,7 @@ from megasink.convert.targets.softmax_attention import (
     QWEN_EXPERTS,
     read_qwen_experts,
 )
-from megasink.convert.targets.target import Config, Target, layer_interval, layer_types
-from megasink.convert.targets.target_registry import register
+from megasink.convert.targets.target import Config, Target, layer_interval, layer_types, register
 from megasink.convert.transforms import GateUp, Joined
 from megasink.convert.weight_table import Row, row
 
@@ -33,12 +32,7 @@ _STACKED = ("experts.gate_up_proj", "experts.down_proj")
 def _qwen(
     joined: Callable[[Architecture, DeltaNet], tuple[Row, ...]], names: tuple[str, ...] = ()
 ) -> Callable[[Architecture], tuple[Row, ...]]:
-    """Return the table of an architecture of Qwen.
-
-    Args:
-        joined: (model, sizes) -> rows of the input projection of gated delta-net.
-        names: of the tensors of all experts; () for a tensor for each expert.
-    """
+    """Return the table of a Qwen; `joined` makes rows of in_proj, `names` is of stacked experts."""
 
     def layer(model: Architecture) -> tuple[Row, ...]:
         if model.delta_net:
@@ -218,10 +212,6 @@ def _qwen_refused(config: Mapping[str, Any]) -> list[str]:
     return problems
 
 
-def _without_groups(model: Architecture) -> list[str]:
-    return ["its experts are not in groups"] if model.expert_groups else []
-
-
 def _lfm3_config(model: Architecture) -> Config:
     return {
         "use_sandwich_norm": False,
@@ -282,7 +272,7 @@ for target in (
             delta_net=True,
             shared_gate=reads_experts,
             first_dense=name == "qwen3_next",
-            misfits=_without_groups,
+            misfits=lambda model: ["its experts are not in groups"] * bool(model.expert_groups),
             rope_scaling=(),
             engines=engines,
         )

@@ -7,17 +7,11 @@ from typing import Any
 from megasink.attention.variants import is_variant, variant, variants
 from megasink.attention.variants.gate_options import fits_latent
 from megasink.convert.architecture import GATES, Architecture, Latent
-from megasink.convert.megasink_model import (
-    AUTO_MAP,
-    MegasinkOptions,
-    options_from,
-    unknown_values,
-)
+from megasink.convert.megasink_model import AUTO_MAP, MegasinkOptions, options_from, unknown_values
 from megasink.convert.megatron_weights import weight_shapes
 from megasink.convert.rope import yarn_of_latent
 from megasink.convert.targets import rows
-from megasink.convert.targets.target import Config, Target
-from megasink.convert.targets.target_registry import register
+from megasink.convert.targets.target import Config, Target, register
 from megasink.convert.transforms import GateUp, GroupedQKV, Transform
 from megasink.convert.weight_table import LAYERS, Row, row
 from megasink.options.megatron_flags import given_of

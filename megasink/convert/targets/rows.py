@@ -51,10 +51,7 @@ LATENT = {
 def of_layers(
     model: Architecture, table: Callable[[Architecture], Sequence[Row]]
 ) -> tuple[Row, ...]:
-    """Return the rows of all layers, some of which may lack the model's attention variant.
-
-    `table` returns the rows of a model with equal layers.
-    """
+    """Return the rows of layers that may differ; `table` has those of a model with equal layers."""
     by_layer = [{row.hf: row for row in table(model.of_layer(n))} for n in range(model.layers)]
     alike, others = apart(by_layer)
     return (
@@ -88,12 +85,8 @@ def decoder(
 ) -> tuple[Row, ...]:
     """Return the whole table: embedding, layers, output layer.
 
-    Args:
-        ffn, attention_rows: rows of a layer; None for `attention`.
-        zero_centred: whether the target stores norm weights minus one.
-        norms: names of the norms before attention and before the FFN; and, with sandwich norms, of
-            those after each.
-        last_norm: name of the norm after the last layer.
+    `norms` are named before attention and FFN and, with sandwich norms, after each;
+    `zero_centred` is whether the target stores their weights minus one.
     """
     before_ffn = NORM_BEFORE_EXPERTS if model.experts else NORM_OF_LOCAL_SPEC
     after = (f"{LAYERS}post_self_attn_layernorm.weight", f"{LAYERS}post_mlp_layernorm.weight")
@@ -144,10 +137,7 @@ def zeros(model: Architecture, at: str, shapes: Mapping[str, tuple[int, ...]]) -
 def attention(
     model: Architecture, zero_centred: bool = False, mixed: GroupedQKV | None = None
 ) -> tuple[Row, ...]:
-    """Return the rows of the projections, their biases, and qk-norm.
-
-    `mixed` is the transform of linear_qkv, without gates.
-    """
+    """Return the rows of the projections, biases and qk-norm; `mixed` transforms linear_qkv."""
     at = f"{LAYER}self_attn."
     sizes = (model.groups, model.queries, model.head_dim)
     qkv: tuple[str, ...] = (f"{at}qkv_proj",)

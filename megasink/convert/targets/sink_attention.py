@@ -12,10 +12,10 @@ from megasink.convert.targets.target import (
     Config,
     Target,
     no_layer_types,
+    register,
     window_of,
     windows_from,
 )
-from megasink.convert.targets.target_registry import register
 from megasink.convert.transforms import InterleavedGateUp, Transposed
 from megasink.convert.weight_table import Row, row
 
@@ -154,26 +154,29 @@ def _gpt_oss_refused(config: Mapping[str, Any]) -> list[str]:
     return problems
 
 
+_with_sinks = partial(Target, attention=SINKS)
+_granite_swa = partial(
+    _with_sinks,
+    since="5.15",
+    fixed=GRANITE,
+    config=_granite,
+    read=_read_granite,
+    refused=_granite_refused,
+    windows="mixed",
+)
+
 for target in (
-    Target(
+    _granite_swa(
         name="granite_swa",
         architecture="GraniteSWAForCausalLM",
-        since="5.15",
-        attention=SINKS,
         table=_decoder,
-        fixed=GRANITE,
         defaults={"rms_norm_eps": 1e-5, "tie_word_embeddings": True},
-        config=_granite,
-        read=_read_granite,
-        refused=_granite_refused,
-        windows="mixed",
         engines=("", "", "activation"),
     ),
-    Target(
+    _with_sinks(
         name="flint",
         architecture="FlintForCausalLM",
         since="5.21",
-        attention=SINKS,
         # The name in released files; transformers renames it, vLLM does not.
         table=partial(_decoder, sinks="softmax_offset"),
         fixed={"attention_bias": False},
@@ -184,27 +187,19 @@ for target in (
         windows="all",
         engines=("activation", None, None),
     ),
-    Target(
+    _granite_swa(
         name="granitemoe_swa",
         architecture="GraniteMoeSWAForCausalLM",
-        since="5.15",
-        attention=SINKS,
         table=_granite_moe,
         keys={**EXPERTS, "shared_intermediate_size": "shared_ffn"},
-        fixed=GRANITE,
-        config=_granite,
-        read=_read_granite,
-        refused=_granite_refused,
         moe=True,
-        windows="mixed",
         shared_expert=True,
         engines=("activation head_dim", "activation head_dim scaling", "activation"),
     ),
-    Target(
+    _with_sinks(
         name="gpt_oss",
         architecture="GptOssForCausalLM",
         since="4.55",
-        attention=SINKS,
         table=_gpt_oss,
         keys=EXPERTS,
         fixed={"swiglu_alpha": 1.702, "swiglu_limit": 7.0},

@@ -2,6 +2,7 @@
 
 import dataclasses
 from collections.abc import Mapping
+from functools import partial
 from typing import Any
 
 from megasink.convert.architecture import Architecture
@@ -12,11 +13,11 @@ from megasink.convert.targets.target import (
     Config,
     Target,
     layer_types,
+    register,
     window_of,
     windowed,
     windows_from,
 )
-from megasink.convert.targets.target_registry import register
 from megasink.convert.transforms import ReversedRotationQKV
 from megasink.convert.weight_table import Row, row
 
@@ -31,10 +32,6 @@ NANOCHAT = MegasinkOptions(
     norm_without_gain=True, embedding_norm=True, qk_l2_norm=True, gated_unit=False
 )
 QWEN_EVERY_LAYER = {"decoder_sparse_step": 1, "mlp_only_layers": []}
-
-
-def _mixtral(model: Architecture) -> tuple[Row, ...]:
-    return rows.decoder(model, rows.experts("block_sparse_moe.", ("w1", "w3", "w2")))
 
 
 def _nanochat(model: Architecture) -> tuple[Row, ...]:
@@ -58,19 +55,16 @@ def _read_nanochat(config: Mapping[str, Any]) -> dict[str, Any]:
     }
 
 
-def _same_window(model: Architecture) -> Config:
-    return {"sliding_window": window_of(model)}
-
-
-def _read_mistral(config: Mapping[str, Any]) -> dict[str, Any]:
-    # Without the key, transformers takes the window of the first release.
-    return {"windows": (config.get("sliding_window", 4096),) * config["num_hidden_layers"]}
-
-
-def _llama_refused(config: Mapping[str, Any]) -> list[str]:
+def one_bias(config: Mapping[str, Any]) -> list[str]:
+    """Refuse an FFN without the biases of attention, or vice versa."""
     if bool(config.get("attention_bias")) != bool(config.get("mlp_bias")):
         return ["attention_bias without mlp_bias, or vice versa"]
     return []
+
+
+def bias(key: str) -> Any:
+    """Return a reader of biases in all projections of attention."""
+    return lambda config: {"qkv_bias": bool(config.get(key))}
 
 
 def _windowed(model: Architecture) -> Config:
@@ -103,48 +97,39 @@ def read_qwen_experts(config: Mapping[str, Any]) -> dict[str, Any]:
     }
 
 
+BIASES = {"attention_bias": "bias", "mlp_bias": "bias"}
+family = partial(Target, since="4.57", attention=("vanilla",), table=rows.dense)
+
 for target in (
-    Target(
+    family(
         name="llama",
         architecture="LlamaForCausalLM",
-        since="4.57",
-        attention=("vanilla",),
-        table=rows.dense,
-        keys={"attention_bias": "bias", "mlp_bias": "bias"},
-        read=lambda config: {"qkv_bias": bool(config.get("attention_bias"))},
-        refused=_llama_refused,
+        keys=BIASES,
+        read=bias("attention_bias"),
+        refused=one_bias,
         bias=True,
         engines=("", "biases", "activation"),
     ),
-    Target(
+    family(
         name="mistral",
         architecture="MistralForCausalLM",
-        since="4.57",
-        attention=("vanilla",),
-        table=rows.dense,
-        config=_same_window,
-        read=_read_mistral,
+        defaults={"sliding_window": 4096},
         windows="all",
         engines=("", "windows", "activation windows"),
     ),
-    Target(
+    family(
         name="qwen2",
         architecture="Qwen2ForCausalLM",
-        since="4.57",
-        attention=("vanilla",),
-        table=rows.dense,
         config=_windowed,
         read=read_windowed,
         qkv_bias=True,
         windows="mixed",
         engines=("head_dim", "windows", "activation scaling windows"),
     ),
-    Target(
+    family(
         name="qwen3",
         architecture="Qwen3ForCausalLM",
         since="4.55",
-        attention=("vanilla",),
-        table=rows.dense,
         fixed={"attention_bias": False},
         config=_windowed,
         read=read_windowed,
@@ -152,27 +137,22 @@ for target in (
         windows="mixed",
         engines=("", "windows", "activation scaling windows"),
     ),
-    Target(
+    family(
         name="mixtral",
         architecture="MixtralForCausalLM",
-        since="4.57",
-        attention=("vanilla",),
-        table=_mixtral,
+        table=lambda model: rows.decoder(
+            model, rows.experts("block_sparse_moe.", ("w1", "w3", "w2"))
+        ),
         defaults={"rms_norm_eps": 1e-5, "rope_theta": 1e6},
         keys=EXPERTS,
-        config=lambda model: {**_same_window(model), "router_jitter_noise": 0.0},
-        read=lambda config: {
-            "windows": (config.get("sliding_window"),) * config["num_hidden_layers"]
-        },
+        config=lambda model: {"router_jitter_noise": 0.0},
         moe=True,
         windows="all",
         engines=("activation", "activation head_dim scaling windows", "activation windows"),
     ),
-    Target(
+    family(
         name="qwen3_moe",
         architecture="Qwen3MoeForCausalLM",
-        since="4.57",
-        attention=("vanilla",),
         table=lambda model: rows.decoder(model, rows.experts()),
         keys=QWEN_EXPERTS,
         fixed={"attention_bias": False, "use_sliding_window": False, **QWEN_EVERY_LAYER},
@@ -182,11 +162,10 @@ for target in (
         renormalizes=False,
         engines=("activation", "activation", "activation scaling"),
     ),
-    Target(
+    family(
         name="nanochat",
         architecture="NanoChatForCausalLM",
         since="5.0",
-        attention=("vanilla",),
         table=_nanochat,
         fixed={"attention_bias": False},
         config=lambda model: {"final_logit_softcapping": model.options.logit_softcap},

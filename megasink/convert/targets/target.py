@@ -1,4 +1,4 @@
-"""A conversion target: an architecture of transformers, the models it fits, and its table."""
+"""Conversion targets: architectures of transformers, the models that fit, and the choice of one."""
 
 import dataclasses
 from collections.abc import Callable, Mapping
@@ -8,6 +8,8 @@ from typing import Any
 from megasink.convert.architecture import Architecture
 from megasink.convert.megasink_model import MegasinkOptions
 from megasink.convert.weight_table import Row
+from megasink.errors import UserError, unknown_name
+from megasink.plugins import advice
 
 Config = dict[str, Any]
 ENGINES = ("vLLM 0.33", "SGLang 0.5.23", "llama.cpp")
@@ -28,83 +30,55 @@ EXPERTS = {"num_local_experts": "experts", "num_experts_per_tok": "topk"}
 
 @dataclass(frozen=True, kw_only=True)
 class Target:
-    """An architecture of transformers.
+    """An architecture of transformers."""
 
-    Attributes:
-        name: value of ``--target``, and transformers' model_type.
-        architecture: class name in transformers.
-        since: first version of transformers that has it.
-        attention: supported kinds of attention; a config.json means the first one.
-        table: (model) -> rows.
-        keys: {key of its config.json: field of Architecture}, besides the common ones of
-            hf_config.py.
-        fixed: {key of its config.json: the only value that megasink supports}.
-        config: (model) -> further entries of its config.json.
-        defaults: {key: the value that transformers takes if config.json does not have it}, where
-            megasink's differs.
-        partial_rotary: the share of a head that is rotated if config.json does not have it; None if
-            heads are always rotated as a whole.
-        no_rope: whether layers can be without RoPE.
-        misfits: (model) -> further reasons why it does not fit.
-        read: (config.json) -> {field of Architecture: value} that `keys` cannot express.
-        moe: whether it has experts; None if it can have them.
-        qk_norm: whether queries and keys have an RMSNorm; None if they can have it.
-        options: (options of a model) -> the options that a model of this architecture has.
-        activations: supported activations of the FFN.
-        qkv_bias: whether the query, key and value projections have biases; None if they can.
-        bias: whether all linear layers can have biases.
-        windows: sliding windows: "none"; "mixed", per layer and of one size, as in layer_types and
-            sliding_window; "all" if the same for all layers; "alternating", as "mixed", and
-            exported with a window in layers 0, 2, 4, ... or in none.
-        rope_scaling: the supported types of RoPE scaling.
-        rope_by_layer: whether its config.json has RoPE parameters per layer type.
-        shared_expert: whether it supports a shared expert without a gate.
-        delta_net: whether layers can have gated delta-net.
-        shared_gate: whether its shared expert has a gate.
-        renormalizes: whether the probabilities of the chosen experts always sum to one.
-        latent: whether it has latent attention.
-        first_dense: whether its first layers can lack experts, and experts can be in groups.
-        custom_code: whether it is exported with megasink's modeling files, which support
-            `MegasinkOptions`.
-        refused: (config.json) -> what else in it megasink does not support.
-        quantized: supported quantization methods, which the import unpacks.
-        engines: for each of `ENGINES`, what it ignores in this architecture without an error, as
-            names of `_IGNORED`; None if it does not have it. docs/serving.md shows this.
-    """
-
-    name: str
-    architecture: str
-    since: str
-    attention: tuple[str, ...]
+    name: str  # value of ``--target``, and transformers' model_type
+    architecture: str  # class name in transformers
+    since: str  # first version of transformers that has it
+    attention: tuple[str, ...]  # supported kinds of attention; a config.json means the first one
     table: Callable[[Architecture], tuple[Row, ...]]
+    # {key of its config.json: field of Architecture}, besides the common ones of hf_config.py.
     keys: Mapping[str, str] = field(default_factory=dict)
+    # {key of its config.json: the only value that megasink supports}
     fixed: Mapping[str, Any] = field(default_factory=dict)
+    # Further entries of its config.json.
     config: Callable[[Architecture], Config] = field(default=lambda model: {})
+    # (config.json) -> {field of Architecture: value} that `keys` cannot express.
     read: Callable[[Mapping[str, Any]], dict[str, Any]] = field(default=lambda config: {})
+    # {key: the value that transformers takes without it}, where megasink's differs.
     defaults: Mapping[str, Any] = field(default_factory=dict)
+    # Share of a head that is rotated without a config.json's; None if always the whole.
     partial_rotary: float | None = None
-    no_rope: bool = False
+    no_rope: bool = False  # whether layers can be without RoPE
+    # Further reasons why a model does not fit.
     misfits: Callable[[Architecture], list[str]] = field(default=lambda model: [])
-    moe: bool | None = False
-    qk_norm: bool | None = False
+    moe: bool | None = False  # whether it has experts; None if it can have them
+    qk_norm: bool | None = False  # whether queries and keys have an RMSNorm; None if they can
+    # (options of a model) -> the options that a model of this architecture has.
     options: Callable[[MegasinkOptions], MegasinkOptions] = field(
         default=lambda options: MegasinkOptions()
     )
-    activations: tuple[str, ...] = ("silu", "gelu", "relu")
-    qkv_bias: bool | None = False
-    bias: bool = False
+    activations: tuple[str, ...] = ("silu", "gelu", "relu")  # supported ones of the FFN
+    qkv_bias: bool | None = False  # of query, key and value projections; None if they can
+    bias: bool = False  # whether all linear layers can have biases
+    # Sliding windows: "none"; "mixed", per layer and of one size, as in layer_types and
+    # sliding_window; "all" if the same for all layers; "alternating", as "mixed", and exported with
+    # a window in layers 0, 2, 4, ... or in none.
     windows: str = "none"
-    rope_scaling: tuple[str, ...] = ("llama3", "yarn")
-    rope_by_layer: bool = False
-    shared_expert: bool = False
-    delta_net: bool = False
-    shared_gate: bool = False
-    renormalizes: bool = True
-    latent: bool = False
-    first_dense: bool = False
-    custom_code: bool = False
+    rope_scaling: tuple[str, ...] = ("llama3", "yarn")  # supported types
+    rope_by_layer: bool = False  # whether its config.json has RoPE parameters per layer type
+    shared_expert: bool = False  # whether it supports a shared expert without a gate
+    delta_net: bool = False  # whether layers can have gated delta-net
+    shared_gate: bool = False  # whether its shared expert has a gate
+    renormalizes: bool = True  # whether probabilities of the chosen experts always sum to one
+    latent: bool = False  # whether it has latent attention
+    first_dense: bool = False  # whether first layers can lack experts, and experts be in groups
+    custom_code: bool = False  # whether it is exported with megasink's modeling files
+    # What else in a config.json megasink does not support.
     refused: Callable[[Mapping[str, Any]], list[str]] = field(default=lambda config: [])
-    quantized: tuple[str, ...] = ()
+    quantized: tuple[str, ...] = ()  # supported quantization methods, which the import unpacks
+    # For each of `ENGINES`, what it ignores in this architecture without an error, as names of
+    # `_IGNORED`; None if it does not have it. docs/serving.md shows this.
     engines: tuple[str | None, ...] = ()
 
     def write_config(self, model: Architecture) -> Config:
@@ -113,14 +87,13 @@ class Target:
         if self.partial_rotary is not None:
             keys["partial_rotary_factor"] = model.options.rotary_percent
         if self.windows in ("mixed", "alternating"):
-            keys |= {"layer_types": layer_types(model), "sliding_window": window_of(model)}
+            keys["layer_types"] = layer_types(model)
+        if self.windows != "none":
+            keys["sliding_window"] = window_of(model)
         return {**keys, **self.fixed, **self.config(model)}
 
     def read_config(self, config: Mapping[str, Any]) -> dict[str, Any]:
-        """Return {field of Architecture: value} of a config.json, besides the common keys.
-
-        A missing key leaves its field at the default.
-        """
+        """Return {field of Architecture: value} of a config.json, besides the common keys."""
         read = self.read(config)
         present = {name: config.get(key) for key, name in self.keys.items() if name not in read}
         keys = {name: value for name, value in present.items() if value is not None}
@@ -133,6 +106,8 @@ class Target:
             options = dataclasses.replace(options, rotary_percent=float(share))
         if self.windows in ("mixed", "alternating"):
             implied["windows"] = windows_from(config)
+        elif self.windows == "all":
+            implied["windows"] = (config.get("sliding_window"),) * config["num_hidden_layers"]
         implied["qk_norm"] = bool(self.qk_norm)
         return {**implied, **keys, **read, "options": options}
 
@@ -263,3 +238,65 @@ def windows_from(config: Mapping[str, Any]) -> tuple[int | None, ...]:
     types = config.get("layer_types") or ["full_attention"] * layers
     window = config.get("sliding_window")
     return tuple(window if kind == "sliding_attention" else None for kind in types)
+
+
+TARGETS: dict[str, Target] = {}
+"""Targets by name, in the order of registration."""
+
+
+def register(target: Target) -> Target:
+    """Add a target for models that fit no earlier one; raise UserError for a name that is taken."""
+    if target.name in TARGETS:
+        raise UserError(f"conversion target {target.name!r} is registered twice: rename one")
+    TARGETS[target.name] = target
+    return target
+
+
+def named(name: str) -> Target:
+    """Return the target for ``--target``."""
+    if name not in TARGETS:
+        raise UserError(f"{unknown_name('--target', name, TARGETS)}; {advice()}")
+    return TARGETS[name]
+
+
+def choose(model: Architecture, name: str | None = None) -> tuple[Target, str]:
+    """Return a target and the reason: the one of this name, or the first that fits the model."""
+    if name is not None:
+        target = named(name)
+        if problems := target.export_problems(model):
+            raise UserError(f"--target {name} does not fit this model: {'; '.join(problems)}")
+        return target, "requested"
+    reasons: list[str] = []
+    for target in sorted(TARGETS.values(), key=lambda target: target.custom_code):
+        problems = target.export_problems(model)
+        if not problems and not target.custom_code:
+            return target, f"the first that supports {described(model)}"
+        if not problems:
+            nearest = f" ({' | '.join(reasons)})" if reasons else ""
+            return target, (
+                f"no architecture of transformers supports {described(model)}{nearest}; exporting "
+                "with megasink's modeling files, which need trust_remote_code=True"
+            )
+        near = model.attention in target.attention and target.moe in (None, bool(model.experts))
+        if near or target.custom_code:
+            reasons.append(f"{target.name}: {'; '.join(problems)}")
+    raise UserError(f"no conversion target supports this model ({' | '.join(reasons)})")
+
+
+def described(model: Architecture) -> str:
+    """Summarize the features that determine the target."""
+    units = "gated FFN" if model.options.gated_unit else "plain FFN"
+    words = [f"{model.attention} attention", f"{model.activation} {units}"]
+    words.append("qk-norm" if model.qk_norm else "no qk-norm")
+    words.append(f"{model.experts} experts" if model.experts else "no experts")
+    if model.variant_layers:
+        words[0] += f" in {sum(model.variant_layers)} of {model.layers} layers"
+    if model.latent:
+        words.append("latent attention")
+    if model.delta_net:
+        words.append(f"gated delta-net in {sum(model.linear_layers)} of {model.layers} layers")
+    if model.bias or model.qkv_bias:
+        words.append("biases" if model.bias else "q, k and v biases")
+    if any(model.windows):
+        words.append("sliding windows")
+    return ", ".join([*words, *model.options.flags()])

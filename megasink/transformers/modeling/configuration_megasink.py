@@ -15,57 +15,7 @@ OURS = 'or, after `import megasink.transformers`, "megasink"'
 
 
 class MegasinkConfig(PreTrainedConfig):
-    """Configuration of the model.
-
-    Attributes:
-        intermediate_size: width of the FFN, or of one expert.
-        hidden_act: of the FFN: "silu", "gelu" (exact), "relu", "relu2", or "gpt-oss" (clamped gated
-            unit).
-        gated_unit: whether the FFN computes act(gate) * up rather than act(up).
-        norm_topk_prob: whether the probabilities of the chosen experts are rescaled to sum to one.
-        moe_router_score_function: "softmax", or "sigmoid" as in DeepSeek-V3, whose chosen experts'
-            probabilities always sum to one before moe_router_topk_scaling_factor.
-        moe_router_enable_expert_bias: whether a bias takes part in the choice of experts alone.
-        shared_expert_intermediate_size: 0 for no shared expert.
-        output_router_logits, router_aux_loss_coef: load-balancing loss of the experts in training.
-        linear_bias: whether every linear layer has a bias.
-        qkv_bias: whether queries, keys, values and gates have one.
-        qk_norm: whether each query and key head is normalized.
-        zero_centred_norms: whether norms store their weight minus one.
-        layer_types, sliding_window: tokens that a "sliding_attention" layer sees.
-        attention_variant: "vanilla"; "sink", a learned logit per head in the softmax denominator;
-            "off-by-one", the same with logit 0; "gated"; "k-bias", "kv-bias", "v-bias".
-        attention_variant_layers: per layer, whether it has that attention rather than "vanilla";
-            None if all have it.
-        kv_lora_rank, q_lora_rank, qk_nope_head_dim, qk_rope_head_dim, v_head_dim: widths of latent
-            attention, as in DeepSeek-V3; None for other attention, and q_lora_rank also without a
-            latent of the queries. head_dim is then qk_rope_head_dim.
-        first_k_dense_replace, dense_intermediate_size: number of first layers with an FFN in place
-            of experts, and its width.
-        n_group, topk_group: number of groups of experts, and of those that a token may choose from.
-        gate_granularity, ..., gate_input: of the explicit gate in "gated".
-        sdpa_output_norm: "none", or "rmsnorm" or "silu" on each head's output, before its gate.
-        sandwich_norm: whether the outputs of attention and FFN are normalized too.
-        post_norm: whether the residual stream is normalized instead of their inputs.
-        residual_clip: limit to which the outputs of attention and FFN are clamped.
-        multi_head_addition: whether one output projection applies to the sum of the heads.
-        bias_shared_heads, bias_fixed_value, bias_fixed_value_norm: of the bias variants.
-        attention_scale_alpha: factor of the softmax output.
-        normalization: "RMSNorm" or "LayerNorm".
-        norm_without_gain: whether the norms of the residual stream have no weight.
-        embedding_norm: whether the embeddings are normalized, without weight.
-        qk_l2_norm: whether each query and key head is normalized without weight.
-        final_logit_softcapping, logit_softcap: cap c of the logits, c * tanh(logits / c); None for
-            none.
-        position_embedding_type: "rope", "learned_absolute" or "none".
-        sinusoidal_position_embedding: whether a fixed table replaces the learned one.
-        rope_parameters, rotary_percent: one RoPE for all layers; fraction of a head it rotates.
-        no_rope_layers: per layer, whether it has RoPE; None if all have it.
-        use_mup: whether the embeddings are multiplied by mup_embedding_mult, the logits by
-            mup_output_mult, and scores by sqrt(mup_base_head_dim or 1) / head_dim.
-        attention_bias_type: "none", "alibi", "t5" or "bucket"; the last two use
-            relative_attention_num_buckets and relative_attention_max_distance.
-    """
+    """Configuration of the model."""
 
     model_type = "megasink"
     keys_to_ignore_at_inference: ClassVar = ["past_key_values", "cache"]
@@ -78,25 +28,28 @@ class MegasinkConfig(PreTrainedConfig):
 
     vocab_size: int = 32000
     hidden_size: int = 768
-    intermediate_size: int = 2048
+    intermediate_size: int = 2048  # width of the FFN, or of one expert
     num_hidden_layers: int = 12
     num_attention_heads: int = 12
     num_key_value_heads: int = 12
     head_dim: int = 64
+    # "silu", "gelu" (exact), "relu", "relu2", or "gpt-oss" (clamped gated unit).
     hidden_act: str = "silu"
-    gated_unit: bool = True
+    gated_unit: bool = True  # the FFN computes act(gate) * up rather than act(up)
     num_experts: int = 0
     num_experts_per_tok: int = 0
-    norm_topk_prob: bool = True
+    norm_topk_prob: bool = True  # probabilities of the chosen experts are scaled to sum to one
+    # "softmax", or "sigmoid" as in DeepSeek-V3: probabilities of chosen experts always sum to one
+    # before moe_router_topk_scaling_factor.
     moe_router_score_function: str = "softmax"
-    moe_router_enable_expert_bias: bool = False
+    moe_router_enable_expert_bias: bool = False  # takes part in the choice of experts alone
     moe_router_topk_scaling_factor: float | None = None
-    shared_expert_intermediate_size: int = 0
-    first_k_dense_replace: int = 0
-    dense_intermediate_size: int = 0
-    n_group: int = 1
-    topk_group: int = 1
-    output_router_logits: bool = False
+    shared_expert_intermediate_size: int = 0  # 0 for no shared expert
+    first_k_dense_replace: int = 0  # number of first layers with an FFN in place of experts
+    dense_intermediate_size: int = 0  # its width
+    n_group: int = 1  # of experts
+    topk_group: int = 1  # that a token may choose from
+    output_router_logits: bool = False  # train with the load-balancing loss of experts
     router_aux_loss_coef: float = 0.001
     max_position_embeddings: int = 2048
     initializer_range: float = 0.02
@@ -106,49 +59,58 @@ class MegasinkConfig(PreTrainedConfig):
     bos_token_id: int | None = None
     eos_token_id: int | list[int] | None = None
     pad_token_id: int | None = None
-    rope_parameters: dict | None = None
-    linear_bias: bool = False
-    qkv_bias: bool = False
-    qk_norm: bool = False
-    zero_centred_norms: bool = False
+    rope_parameters: dict | None = None  # one RoPE for all layers
+    linear_bias: bool = False  # in every linear layer
+    qkv_bias: bool = False  # of queries, keys, values and gates
+    qk_norm: bool = False  # of each query and key head
+    zero_centred_norms: bool = False  # norms store their weight minus one
+    # Widths of latent attention, as in DeepSeek-V3; None for other attention, and q_lora_rank also
+    # without a latent of the queries. head_dim is then qk_rope_head_dim.
     kv_lora_rank: int | None = None
     q_lora_rank: int | None = None
     qk_nope_head_dim: int | None = None
     qk_rope_head_dim: int | None = None
     v_head_dim: int | None = None
     layer_types: list[str] | None = None
-    sliding_window: int | None = None
+    sliding_window: int | None = None  # tokens that a "sliding_attention" layer sees
+    # "vanilla"; "sink", a learned logit per head in the softmax denominator; "off-by-one", the same
+    # with logit 0; "gated"; "k-bias", "kv-bias", "v-bias".
     attention_variant: str = "vanilla"
+    # Per layer, whether it has that attention rather than "vanilla"; None if all have it.
     attention_variant_layers: list[bool] | None = None
+    # gate_granularity, ..., gate_input: of the explicit gate in "gated".
     gate_granularity: str = "headwise"
     gate_position: str = "sdpa"
     gate_shared_heads: bool = False
     gate_operation: str = "multiply"
     gate_activation: str = "sigmoid"
     gate_input: str = "hidden"
-    sdpa_output_norm: str = "none"
-    sandwich_norm: bool = False
-    post_norm: bool = False
-    residual_clip: float | None = None
-    multi_head_addition: bool = False
+    sdpa_output_norm: str = "none"  # or "rmsnorm" or "silu", on each head's output before its gate
+    sandwich_norm: bool = False  # the outputs of attention and FFN are normalized too
+    post_norm: bool = False  # the residual stream is normalized instead of their inputs
+    residual_clip: float | None = None  # the outputs of attention and FFN are clamped
+    multi_head_addition: bool = False  # one output projection applies to the sum of the heads
+    # bias_...: of the bias variants.
     bias_shared_heads: bool = False
     bias_fixed_value: str = "none"
     bias_fixed_value_norm: float = 1.0
-    attention_scale_alpha: float = 1.0
-    normalization: str = "RMSNorm"
-    norm_without_gain: bool = False
-    embedding_norm: bool = False
-    qk_l2_norm: bool = False
-    final_logit_softcapping: float | None = None
-    position_embedding_type: str = "rope"
-    sinusoidal_position_embedding: bool = False
-    rotary_percent: float = 1.0
-    no_rope_layers: list[int] | None = None
+    attention_scale_alpha: float = 1.0  # factor of the softmax output
+    normalization: str = "RMSNorm"  # or "LayerNorm"
+    norm_without_gain: bool = False  # of the residual stream
+    embedding_norm: bool = False  # without weight
+    qk_l2_norm: bool = False  # each query and key head is normalized without weight
+    final_logit_softcapping: float | None = None  # logits are c * tanh(logits / c)
+    position_embedding_type: str = "rope"  # "learned_absolute" or "none"
+    sinusoidal_position_embedding: bool = False  # a fixed table replaces the learned one
+    rotary_percent: float = 1.0  # fraction of a head that RoPE rotates
+    no_rope_layers: list[int] | None = None  # per layer, whether it has RoPE; None if all have it
+    # Embeddings are multiplied by mup_embedding_mult, logits by mup_output_mult, and scores by
+    # sqrt(mup_base_head_dim or 1) / head_dim.
     use_mup: bool = False
     mup_embedding_mult: float = 1.0
     mup_output_mult: float = 1.0
     mup_base_head_dim: float | None = None
-    attention_bias_type: str = "none"
+    attention_bias_type: str = "none"  # "alibi", or "t5" or "bucket" with relative_attention_...
     relative_attention_num_buckets: int = 32
     relative_attention_max_distance: int = 128
 
