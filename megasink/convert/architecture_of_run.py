@@ -191,7 +191,8 @@ def _activation(saved: Mapping[str, Any]) -> tuple[str | None, bool]:
 def _latent(saved: Mapping[str, Any]) -> Latent | None:
     if not saved.get("multi_latent_attention"):
         return None
-    return Latent(**{name: saved.get(argument) for name, argument in Latent.ARGUMENTS.items()})
+    widths: dict[str, Any] = {n: saved.get(key) for n, key in Latent.ARGUMENTS.items()}
+    return Latent(**widths)
 
 
 def _dense_layers(saved: Mapping[str, Any]) -> int | None:

@@ -60,6 +60,7 @@ SAFE = {
     ): "the class that --attention MODULE:CLASS names",
     ("megasink/cli/demo_runs.py", "subprocess"): FIXED,
     ("megasink/analysis/metrics/registry.py", "import_module"): OWN_NAMES,
+    ("megasink/convert/targets/__init__.py", "import_module"): OWN_NAMES,
     (
         "megasink/plan/hollow/compile_libraries.py",
         "subprocess",
