@@ -155,7 +155,7 @@ def _account(source: HuggingFaceSource) -> list[str]:
     problems = [f"{name} is missing" for name in sorted(known - weights.names)]
     unknown = [name for name in extra if name not in ignored]
     problems += [f"megasink's model has no {name}" for name in unknown]
-    if head and not problems and not weights.are_equal(*head, "model.embed_tokens.weight"):
+    if head and not problems and not weights.are_equal(head[0], "model.embed_tokens.weight"):
         problems = ["lm_head.weight is not the embedding: set tie_word_embeddings to false"]
     if not problems:
         problems = list(_misfits(source, todo, weight_shapes(source.model)))
