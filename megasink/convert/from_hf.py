@@ -150,12 +150,13 @@ def _account(source: HuggingFaceSource) -> list[str]:
     # As in transformers: buffers of old folders, and layers of multi-token prediction.
     heads = prediction_prefixes(read_config(source.folder))
     ignored = [n for n in extra if n.endswith("rotary_emb.inv_freq") or n.startswith(heads)]
-    head = [n for n in extra if n == "lm_head.weight" and source.model.tied]
-    ignored += head
+    head, table = "lm_head.weight", "model.embed_tokens.weight"
+    is_stored = source.model.tied and head in extra
+    ignored += [head] if is_stored else []
     problems = [f"{name} is missing" for name in sorted(known - weights.names)]
     unknown = [name for name in extra if name not in ignored]
     problems += [f"megasink's model has no {name}" for name in unknown]
-    if head and not problems and not weights.are_equal(head[0], "model.embed_tokens.weight"):
+    if is_stored and not problems and not weights.are_equal(head, table):
         problems = ["lm_head.weight is not the embedding: set tie_word_embeddings to false"]
     if not problems:
         problems = list(_misfits(source, todo, weight_shapes(source.model)))
