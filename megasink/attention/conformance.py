@@ -9,7 +9,7 @@ Shapes: B rows, H query heads, G key/value groups, T tokens, D head dim, V head 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from itertools import combinations
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -86,7 +86,7 @@ class Case:
     def without(self) -> Iterator[tuple[str, "Case"]]:
         """Yield the cases that an attention computes if it drops a feature, or several."""
         documents = "documents" if self.packed else "padding"
-        features = (
+        features: tuple[tuple[str, str, Any], ...] = (
             ("sinks", "sinks", None),
             ("window", "window", None),
             (documents, "documents", self.whole),

@@ -142,6 +142,9 @@ def _refuse_sizes(saved: Mapping[str, Any], folder: Path) -> None:
         raise UserError(f"{folder} does not match the model in config.json: {'; '.join(wrong)}")
 
 
+_REFUSALS = (AssertionError, ArithmeticError, LookupError, TypeError, ValueError, ImportError)
+
+
 @contextlib.contextmanager
 def _describing_a_model(config: Path) -> Iterator[None]:
     """Turn Megatron's errors about invalid model arguments into one line."""
@@ -149,14 +152,10 @@ def _describing_a_model(config: Path) -> Iterator[None]:
         yield
     except UserError:
         raise
-    except (
-        *(AssertionError, ArithmeticError, LookupError, TypeError, ValueError),
-        ImportError,  # of the packages of a layer
-    ) as error:
+    except _REFUSALS as error:
         reason = " ".join(str(error).split()).partition(" when instantiating ")[0]
-        raise UserError(
-            f"Megatron cannot build the model of {config}: {reason or type(error).__name__}"
-        ) from error
+        text = f"Megatron cannot build the model of {config}: {reason or type(error).__name__}"
+        raise UserError(text) from error
 
 
 def load_weights(model: HybridModel, folder: Path) -> None:

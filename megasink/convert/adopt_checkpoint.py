@@ -1,8 +1,7 @@
 """Make a run of a checkpoint of Megatron-LM or Megatron-Bridge, without copying its shards.
 
-RUN/config.json, RUN/checkpoints/iter_NNNNNNN with links to the files of the checkpoint; from
-Megatron-LM with the optimizer's state also RUN/starts.jsonl and RUN/config.toml, which
-``megasink train --resume`` continues from; from others RUN/flags.txt, for ``--load --finetune``.
+RUN has config.json and checkpoints/iter_NNNNNNN of links; with an optimizer's state starts.jsonl
+and config.toml, for ``--resume``, else flags.txt, for ``--load --finetune``.
 """
 
 import argparse
@@ -37,7 +36,7 @@ from megasink.training.recipes import OF_RUN
 from megasink.training.resume_flags import flags_of_words
 from megasink.training.run_dir import identity_of
 
-# Refused flags that change the weights, or what a model computes; the others concern its training.
+# Refused flags that change a model; the others concern its training.
 _OF_THE_MODEL = frozenset(
     """
     mla_down_proj_fusion mtp_hybrid_override_pattern heterogeneous_layers_config_path spec
@@ -86,19 +85,14 @@ _DERIVED = {
 }
 # What Megatron's loop adds to the arguments while it trains.
 _OF_A_PROCESS = {"iteration", "curr_iteration", "do_train", "do_valid", "do_test"}
-# Keys of optimizer states that only the same layout of the same class of model loads.
-_BY_BUCKET = "optimizer.distributed.dp_group_idx"
+_BY_BUCKET = "optimizer.distributed.dp_group_idx"  # states that only the same layout loads
 _DTYPES = {"torch.float32": "fp32", "torch.bfloat16": "bf16", "torch.float16": "fp16"}
 
 
 def adopt(
     steps: Mapping[int, Path], run: Path, tokenizer: Path | None = None
 ) -> tuple[bool, list[str]]:
-    """Write a run folder, complete or not at all, of the checkpoints of `foreign_checkpoints`.
-
-    Returns:
-        whether the run resumes (it has an optimizer's state), and what there is to say about it.
-    """
+    """Write a run of `foreign_checkpoints`; return whether it resumes, and lines about it."""
     step, folder = max(steps.items())
     found = read_foreign_arguments(folder)
     saved = dict(found.values)
@@ -169,11 +163,7 @@ def _no_optimizer(folder: Path, writer: str, args: Namespace) -> str | None:
 
 
 def _translate(saved: dict[str, Any]) -> dict[str, str]:
-    """Replace Megatron's arguments by megasink's, in place; refuse what is not supported.
-
-    Returns:
-        the arguments that are left out, because they only concern training: name -> the reason.
-    """
+    """Replace Megatron's arguments in place; return the reasons of those left out, by name."""
     equal = [name for name, source in _DERIVED.items() if saved.get(name) == saved.get(source)]
     saved |= dict.fromkeys(equal)
     if not saved.get("group_query_attention"):
@@ -240,7 +230,7 @@ def _words(saved: Mapping[str, Any]) -> Iterator[tuple[str, list[str]]]:
             text = ",".join(map(str, value))
             words = [flag, text if name == "window_size" else f"[{text}]"]
         else:
-            words = [f"{flag}={value}" if str(value).startswith("-") else flag, str(value)]
+            words = [flag, str(value)] if str(value)[:1] != "-" else [f"{flag}={value}"]
         done.add(name)
         yield name, words
 

@@ -142,10 +142,7 @@ class FinetuneOptions:
             )
         for kind in ("FSDP", "DEEPSPEED"):
             if os.environ.get(f"ACCELERATE_USE_{kind}", "").lower() in ("1", "true"):
-                yield (
-                    f"accelerate is set up for {kind}, but the head-balance loss needs a whole "
-                    "model on every process: use data parallelism"
-                )
+                yield f"accelerate is set up for {kind}, which is untested: use data parallelism"
 
 
 def processes() -> int:

@@ -40,8 +40,9 @@ def core_attention(kind: type[Any]) -> Attend:
             inputs = [x.transpose(0, 1).flatten(0, 1).contiguous() for x in inputs]
             ends = torch.tensor(case.boundaries, dtype=torch.int32, device=query.device)
             longest = int(ends.diff().max())
-            packed = {"cu_seqlens_q": ends, "cu_seqlens_kv": ends, "max_seqlen_q": longest}
-            options["packed_seq_params"] = PackedSeqParams("thd", max_seqlen_kv=longest, **packed)
+            packed: dict[str, Any] = {"cu_seqlens_q": ends, "cu_seqlens_kv": ends}
+            packed |= {"max_seqlen_q": longest, "max_seqlen_kv": longest}
+            options["packed_seq_params"] = PackedSeqParams("thd", **packed)
         out = module(*inputs, None if case.packed else mask, **options)
         heads = query.shape[1]
         if case.packed:

@@ -53,10 +53,9 @@ def read(path: Path, given: Mapping[str, str], overridden: Collection[str]) -> S
     flags, empty, absent = list[str](), set[str](), dict[str, str]()
     unused = list[str]()
     for name, values in named_values(words):
-        if open_names := MARK.findall(name):
-            flag = MARK.sub(lambda found: f"${found[1] or '(...)'}", f"--{name}")
-            absent |= dict.fromkeys(open_names, flag)
-        if not name or open_names or name in overridden:
+        shown = MARK.sub(lambda found: f"${found[1] or '(...)'}", f"--{name}")
+        absent |= dict.fromkeys(MARK.findall(name), shown)
+        if not name or MARK.search(name) or name in overridden:
             continue
         named = name in _NAMES or _NAMED.fullmatch(name)
         if not named and _WITHOUT_EFFECT.fullmatch(name) and MARK.search(" ".join(values)):

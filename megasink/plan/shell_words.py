@@ -118,11 +118,10 @@ class Words:
             pieces.append(text or _EMPTY * (quoted or not split))
 
         at, quoted = 0, False
-        if found := _HOME.match(raw):
-            home = self.values_of("HOME") if found[0] == "~" else None
-            # Path.expanduser raises for an unknown user, of whom bash changes nothing.
-            add("".join(home or [os.path.expanduser(found[0])]), True)  # noqa: PTH111
-            at = found.end()
+        if tilde := _HOME.match(raw):  # Path.expanduser raises for an unknown user
+            home = self.values_of("HOME") if tilde[0] == "~" else None
+            add("".join(home or [os.path.expanduser(tilde[0])]), True)  # noqa: PTH111
+            at = tilde.end()
         while at < len(raw):
             one = raw[at]
             if raw.startswith("$'", at) and not quoted:

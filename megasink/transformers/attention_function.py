@@ -60,8 +60,7 @@ def megasink_attention(
         s_aux: Sink logits [H]; computed with in float32 (float64 for float64), whatever the dtype.
         position_ids, cu_seq_lens_q: Of packed documents; see `documents_of`.
 
-    Returns:
-        out_BTHV, contiguous, and None for the weights, which are never materialized.
+    Returns: out_BTHV, contiguous, and None for the weights, which are never materialized.
     """
     config = getattr(module, "config", None)
     sequences = _sequences(config, query, key, attention_mask, sliding_window, is_causal, module)

@@ -33,10 +33,10 @@ def implementation(name: str) -> Attend | None:
         case: Case, query: Tensor, key: Tensor, value: Tensor, sink_H: Tensor | None
     ) -> tuple[Tensor, Tensor | None]:
         heads, groups, width = query.shape[1], key.shape[1], query.shape[-1]
-        ones = dict.fromkeys(("intermediate_size", "vocab_size", "num_hidden_layers"), 1)
-        shape = {"num_attention_heads": heads, "num_key_value_heads": groups, "head_dim": width}
+        shape: dict[str, Any] = {"intermediate_size": 1, "vocab_size": 1, "num_hidden_layers": 1}
+        shape |= {"num_attention_heads": heads, "num_key_value_heads": groups, "head_dim": width}
         shape |= {"hidden_size": heads, "bos_token_id": None, "eos_token_id": None}
-        config = LlamaConfig(**ones, **shape)
+        config = LlamaConfig(**shape)
         model: Any = LlamaForCausalLM(config)
         model = model.to(query.device, query.dtype)
         model.set_attn_implementation(name)

@@ -141,11 +141,9 @@ def check_arguments(args: Any) -> None:
             f"loss_type {loss_type!r} weights targets by their probability, which would also "
             "scale the head-balance loss: use 'nll'"
         )
-    if getattr(args, "deepspeed_plugin", None) is not None:
-        raise UserError(
-            "the head-balance loss was not tested with DeepSpeed, which runs the backward pass "
-            "itself: use DDP or FSDP"
-        )
+    deepspeed = getattr(args, "deepspeed_plugin", None)
+    if deepspeed is not None and deepspeed.hf_ds_config.is_zero3():
+        raise UserError("the head-balance loss was not tested with stage 3 of DeepSpeed: use 2")
     parallelism = getattr(args, "parallelism_config", None)
     for kind in ("tp", "cp", "sp"):
         size = getattr(parallelism, f"{kind}_size", 1) or 1

@@ -30,7 +30,7 @@ MODEL = shlex.split("""
 GROUPS = ["--group-query-attention", "--num-query-groups", "2"]
 CLASSES = {
     "gpt": ["--num-layers", "2", "--softmax-type", "learnable", *GROUPS],
-    "hybrid": ["--hybrid-layer-pattern", "*-*-", "--attention-output-gate", *GROUPS],
+    "hybrid": ["--hybrid-layer-pattern=-*-*", "--attention-output-gate", *GROUPS],
     "latent": shlex.split("""
         --num-layers 2 --multi-latent-attention --q-lora-rank 24 --kv-lora-rank 32 --qk-head-dim 24
         --qk-pos-emb-head-dim 16 --v-head-dim 16 --qk-layernorm --rotary-scaling-factor 40

@@ -7,6 +7,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from accelerate.utils.deepspeed import HfDeepSpeedConfig
 from transformers import TrainerCallback
 
 import megasink.transformers  # noqa: F401  registers the attention
@@ -210,8 +211,9 @@ def test_bad_input_stops_before_the_first_step(tmp_path):
     args = SimpleNamespace(n_gpu=2)
     with pytest.raises(UserError, match="DataParallel, which Trainer uses for 2 GPUs in one"):
         HeadBalanceCallback().on_train_begin(args, None, None)
-    args = SimpleNamespace(n_gpu=1, deepspeed_plugin=object())
-    with pytest.raises(UserError, match="not tested with DeepSpeed"):
+    sharded = SimpleNamespace(hf_ds_config=HfDeepSpeedConfig({"zero_optimization": {"stage": 3}}))
+    args = SimpleNamespace(n_gpu=1, deepspeed_plugin=sharded)
+    with pytest.raises(UserError, match="not tested with stage 3 of DeepSpeed"):
         HeadBalanceCallback().on_train_begin(args, None, None)
     args = SimpleNamespace(n_gpu=1, parallelism_config=SimpleNamespace(tp_size=1, cp_size=2))
     with pytest.raises(UserError, match="parallelism_config has cp_size 2"):
