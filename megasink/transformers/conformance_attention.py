@@ -46,7 +46,7 @@ def implementation(name: str) -> Attend | None:
         if case.window is not None:
             make_mask = create_sliding_window_causal_mask
             config.sliding_window = options["sliding_window"] = case.window
-        eager = modeling_llama.eager_attention_forward
+        eager: Any = modeling_llama.eager_attention_forward
         if case.softcap is not None:
             options["softcap"] = case.softcap
             eager = modeling_gemma2.eager_attention_forward
