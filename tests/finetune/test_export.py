@@ -219,8 +219,8 @@ def test_a_router_loss_that_trl_does_not_compute_is_refused(model):
 
 def test_tokens_that_the_model_does_not_have_are_named(model):
     root = model("qwen3")
-    options, chats = options_of(root), ChatTokenizer(root / "model")
     edit(root / "model" / "config.json", vocab_size=5)
+    options, chats = options_of(root), ChatTokenizer(root / "model")
     with pytest.raises(UserError, match="vocabulary has 5 tokens"):
         finetune.tokenized(options, chats, root / "partial")
 
