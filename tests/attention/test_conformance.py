@@ -28,7 +28,7 @@ from tests.distributed.layout import SINGLE
 
 SINKS = {case.name for case in CASES if case.sinks is not None}
 WINDOWS = {case.name for case in CASES if case.window is not None}
-GROUPS = {case.name for case in CASES if case.groups != 8}
+GROUPS = {case.name for case in CASES if 1 < case.groups < 8}  # one group has no order
 # Real queries never see padding after them.
 LEFT = {case.name for case in CASES if case.documents[0][0][0]}
 PACKED = {case.name for case in CASES if case.packed}
