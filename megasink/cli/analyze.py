@@ -48,9 +48,10 @@ def main(argv: Sequence[str] | None = None) -> int:
             )
         if args.data and ranks.rank == 0:
             output = f"{args.output}-ablation"
+            most = ("--max-samples", args.max_samples) if args.max_samples else ()
             say_next(
                 "measure its loss without the heads that look inactive",
-                *("ablate", args.model, "--data", *args.data, "--output", output),
+                *("ablate", args.model, "--data", *args.data, *most, "--output", output),
             )
     return 0
 

@@ -58,7 +58,8 @@ class ChatTokenizer:
         self._template: str | None = None
         if not self.tokenizer.chat_template:
             raise UserError(
-                f"the tokenizer in {folder} has no chat template: put a chat_template.jinja there"
+                f"the tokenizer in {folder} has no chat template: put a chat_template.jinja there, "
+                "such as that of a chat model with the same tokenizer"
             )
         self._marked = has_generation_markers(self.tokenizer.chat_template)
         if not self._marked:
