@@ -58,9 +58,7 @@ def test_experiments(full):
         f"Of P4's {len(e.verdicts)} claims, {counts(e, 'reproduces')} holds and "
         f"{counts(e, 'opposite')} are reversed"
     ) in SECTION
-    assert (
-        f"P3's scores**: {counts(d, 'reproduces')} of {len(d.verdicts)} claims hold" in SECTION
-    )
+    assert f"P3's scores**: {counts(d, 'reproduces')} of {len(d.verdicts)} claims hold" in SECTION
     for name in ("vanilla", "sink"):
         areas = d.cells[f"{name}, no loss"]
         pairs = zip(areas["ablation/awft/auc"], areas["ablation/random/auc"], strict=True)
