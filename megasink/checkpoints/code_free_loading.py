@@ -132,7 +132,7 @@ def _load(upstream: Callable[..., Any], file: Any, *args: Any, **kwargs: Any) ->
 
 
 def _stand_ins(file: Any) -> list[tuple[Any, str]]:
-    """Return (class, name) for the names that torch refuses; [] if one is no argument's class."""
+    """Return (class, name) of the names that torch refuses; [] if an argument cannot have one."""
     try:
         names = torch.serialization.get_unsafe_globals_in_checkpoint(file)
     except Exception:  # corrupt, or not from torch.save: report torch.load's error

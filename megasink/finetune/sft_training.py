@@ -67,7 +67,7 @@ def tokenized(options: FinetuneOptions, chats: ChatTokenizer, folder: Path) -> t
         chat = None
         for chat in read_chats(options.data):
             ids, labels = chats.read(chat)
-            if vocabulary is not None and (highest := max(ids)) >= vocabulary:
+            if vocabulary is not None and (highest := max(ids, default=0)) >= vocabulary:
                 raise UserError(
                     f"{chat.place}: the tokenizer gives token id {highest}, but the model's "
                     f"vocabulary has {vocabulary} tokens: it belongs to another model"
