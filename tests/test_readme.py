@@ -51,7 +51,7 @@ def test_the_quick_start_runs_as_it_is_written(folder):
     script = "set -e\n" + "".join(RUN_HERE[1:])
     assert script.count("megasink ") == 5
     # The recipe's two minutes, cut short.
-    short = "--train-iters 12 --lr-warmup-iters 2 --num-layers 2"
+    short = "--train-iters 12 --num-layers 2"
     script = script.replace("--recipe tiny", f"--recipe tiny {short}")
     result = subprocess.run(
         ["bash", "-c", script],

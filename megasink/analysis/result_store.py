@@ -95,7 +95,7 @@ class Store:
     def fill(
         self,
         parts: Mapping[str, int],
-        make: Callable[[int, Callable[[int], None]], Mapping[str, Any]],
+        make: Callable[[int, Callable[..., None]], Mapping[str, Any]],
         *,
         verb: str,
         unit: str,
@@ -112,9 +112,13 @@ class Store:
         bar = progress(verb, sum(parts.values()), unit, before=before, console=console, slow=slow)
         try:
             with bar as tell:
+
+                def done(units: int, unfinished: float = 0.0) -> None:
+                    tell(before + ranks.advance(units) + unfinished)
+
                 for number in ranks.claims(len(names)):
                     if not self.has(names[number]):
-                        part = make(number, lambda done: tell(before + ranks.advance(done)))
+                        part = make(number, done)
                         self.write(names[number], part)
                 ranks.reach("measured")
                 if ranks.rank and not everywhere:

@@ -116,7 +116,8 @@ def read_foreign_arguments(folder: Path) -> ForeignArguments:
     return found
 
 
-def _of_megatron(folder: Path) -> ForeignArguments:
+def common_state(folder: Path) -> dict[str, Any]:
+    """Read what a checkpoint holds beside tensors, such as the arguments, without its code."""
     from megatron.core.dist_checkpointing import load_common_state_dict
     from torch.distributed.checkpoint import CheckpointException
 
@@ -129,7 +130,11 @@ def _of_megatron(folder: Path) -> ForeignArguments:
         raise
     except (Exception, CheckpointException) as error:  # torch's is not an Exception
         raise UserError(f"{folder} cannot be read: {reason_of(error)}") from error
-    arguments = state.get("args") if isinstance(state, dict) else None
+    return state if isinstance(state, dict) else {}
+
+
+def _of_megatron(folder: Path) -> ForeignArguments:
+    arguments = common_state(folder).get("args")
     if not isinstance(arguments, Namespace):
         raise UserError(
             f"{folder} has no arguments (no {BRIDGE}, and no entry args in its common state): it "

@@ -17,6 +17,7 @@ from megasink.data.input_files import BYTE_ORDER_MARK, expand, open_lines, reada
 from megasink.data.text_tokenizer import text_tokenizer
 from megasink.errors import UserError, reason_of
 from megasink.files.json_file import kind_of
+from megasink.finetune.options import NO_TEMPLATE
 
 ROLES = ("system", "developer", "user", "assistant", "tool")
 _SHAREGPT = {"from": "role", "value": "content", "human": "user", "gpt": "assistant"}
@@ -57,10 +58,7 @@ class ChatTokenizer:
         self._special = {number for number, token in added if token.special}
         self._template: str | None = None
         if not self.tokenizer.chat_template:
-            raise UserError(
-                f"the tokenizer in {folder} has no chat template: put a chat_template.jinja there, "
-                "such as that of a chat model with the same tokenizer"
-            )
+            raise UserError(NO_TEMPLATE.format(folder))
         self._marked = has_generation_markers(self.tokenizer.chat_template)
         if not self._marked:
             # It renders conversations of its own, and templates raise anything.

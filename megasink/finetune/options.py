@@ -14,6 +14,11 @@ from megasink.errors import ConfigError, UserError
 from megasink.files.json_file import read_object
 from megasink.options.dataclass_flags import flag_of
 
+NO_TEMPLATE = (
+    "the tokenizer in {} has no chat template: put a chat_template.jinja there, such as that of a "
+    "chat model with the same tokenizer"
+)
+
 
 def _number_or_auto(text: str) -> int | None:
     if text != "auto" and not text.isdecimal():
@@ -106,6 +111,8 @@ class FinetuneOptions:
         return {}
 
     def _of_model(self) -> Iterator[str]:
+        if (self.model / "config.json").is_file() and not has_template(self.model):
+            yield NO_TEMPLATE.format(self.model)
         names = ("num_attention_heads", "max_position_embeddings")
         heads, positions = map(self.model_config.get, names)
         if isinstance(heads, int) and (self.shared_heads or 0) > max(0, heads - 2):
@@ -143,6 +150,15 @@ class FinetuneOptions:
         for kind in ("FSDP", "DEEPSPEED"):
             if os.environ.get(f"ACCELERATE_USE_{kind}", "").lower() in ("1", "true"):
                 yield f"accelerate is set up for {kind}, which is untested: use data parallelism"
+
+
+def has_template(folder: Path) -> bool:
+    """Return whether the files of a tokenizer hold a chat template."""
+    if any(folder.glob("*chat_template*")):
+        return True
+    with contextlib.suppress(UserError):  # loading the tokenizer reports the error
+        return bool(read_object(folder / "tokenizer_config.json").get("chat_template"))
+    return True
 
 
 def processes() -> int:

@@ -14,6 +14,7 @@ from megasink.errors import Stopped, UserError
 from megasink.files.system_errors import explained as explained_by_system
 from megasink.files.system_errors import writes
 from megasink.training import heartbeat
+from megasink.training.checks.schedule import of_another_schedule
 from megasink.training.stop import NOT_FINITE, RankState, again, left, stopped
 from megasink.training.waiting import here, is_first_here, on_several_hosts
 
@@ -128,11 +129,7 @@ def _of_megatron(stop: BaseException, args: Namespace) -> BaseException:
             f"{reason}; {_intact(args)}"
         )
     if isinstance(stop, SystemExit | AssertionError) and "OptimizerParamScheduler" in str(stop):
-        return UserError(
-            f"the checkpoint was trained with another schedule ({stop}): add "
-            "--override-opt-param-scheduler to use the new one, or "
-            "--use-checkpoint-opt-param-scheduler to keep the old one"
-        )
+        return UserError(of_another_schedule(str(stop)))
     if of_layout := _of_layout(stop):
         return of_layout
     if isinstance(stop, ValueError) and "('optimizer', 'param_groups')" in str(stop):

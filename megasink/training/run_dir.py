@@ -24,7 +24,13 @@ from typing import Any
 
 import megasink
 from megasink.checkpoints import hf_entries
-from megasink.checkpoints.damage import TRACKER, go_back_to_intact, iterations, newest_intact
+from megasink.checkpoints.damage import (
+    TRACKER,
+    checkpoint_path,
+    go_back_to_intact,
+    iterations,
+    newest_intact,
+)
 from megasink.checkpoints.find import newest_checkpoint, runs_in
 from megasink.checkpoints.model_arguments import MODEL, plain
 from megasink.checkpoints.run_tokenizer import OWN, copy_tokenizer
@@ -36,6 +42,7 @@ from megasink.files.json_file import open_file, read_object
 from megasink.files.output_folder import OF_SYSTEM
 from megasink.files.system_errors import writing
 from megasink.options.megatron_flags import having
+from megasink.training.checks.schedule import other_schedule
 from megasink.training.flag_file import toml_lines
 from megasink.training.lease import is_part_of_a_lease
 from megasink.training.recipes import OF_RUN
@@ -83,10 +90,10 @@ def problems(args: Namespace) -> list[str]:
     if not args.resume:
         return _checkpoint_problems(args)
     try:
-        newest_intact(folder / "checkpoints", quick=True)  # what starts looks again
+        iteration, _ = newest_intact(folder / "checkpoints", quick=True)  # what starts looks again
     except UserError as error:
         return [str(error)] if args.resume != "auto" else _checkpoint_problems(args)
-    return []
+    return other_schedule(args, checkpoint_path(folder / "checkpoints", iteration))
 
 
 def folder_problem(folder: Path, *, resume: str | None) -> str | None:
@@ -189,14 +196,14 @@ def missing_checkpoint(args: Namespace) -> list[str]:
 
 
 def _checkpoint_problems(args: Namespace) -> list[str]:
-    """Report a ``--load`` that is not a checkpoint of this architecture."""
+    """Report a ``--load`` that is not a checkpoint of this architecture and schedule."""
     if not (load := args.load):
         return []
     if absent := missing_checkpoint(args):
         return absent
     config = Path(load).parent / "config.json"
     if not config.is_file():
-        return []  # not a run folder: Megatron compares its saved arguments
+        return _other_schedule(args)  # not a run folder: Megatron compares its saved arguments
     try:
         saved, names = read_object(config), MODEL
     except UserError as error:
@@ -208,11 +215,18 @@ def _checkpoint_problems(args: Namespace) -> list[str]:
         names = tuple(name for name in MODEL if name in saved["identity"])
     differences = differences_of(config, saved, args, names, finetune=args.finetune)
     if not differences:
-        return []
+        return _other_schedule(args)
     hint = ""
     if not differences_of(config, saved, args, names, finetune=True):
         hint = " (--finetune allows another context)"
     return [f"--load {load} is a checkpoint of a different model: {'; '.join(differences)}{hint}"]
+
+
+def _other_schedule(args: Namespace) -> list[str]:
+    iteration = args.ckpt_step or newest_checkpoint(Path(args.load))
+    if is_stored(args.load) or iteration is None:
+        return []
+    return other_schedule(args, checkpoint_path(Path(args.load), iteration))
 
 
 def use_own_tokenizer(args: Namespace) -> None:

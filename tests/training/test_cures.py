@@ -10,11 +10,12 @@ import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
 from megasink.errors import ConfigError
+from megasink.training import run_dir
 from megasink.training.resume_flags import replayed
 from tests import runs
 from tests.distributed.pool import TaskFailed
 from tests.mistakes import MISTAKES
-from tests.parsing import refuse
+from tests.parsing import read, refuse
 
 FLAGS = [*runs.TINY, *runs.UNTIED, *runs.MOCK]
 FLAGS += """
@@ -101,6 +102,31 @@ def test_a_message_about_the_schedule_names_its_cure(pool, three, tmp_path, case
         run = copy(three, tmp_path / str(index), 3)
         pool.train([*line, str(run), *cure.split()])
         assert runs.steps(run)[-1]["learning_rate"] == pytest.approx(rate)
+
+
+# Megatron's own scheduler raises for each only after it has built the model.
+LATER = {
+    "rate": ("--lr 1e-3", "max_lr 0.01 -> 0.001"),
+    "least-rate": ("--min-lr 1e-4", "min_lr 0.001 -> 0.0001"),
+    "decay": ("--weight-decay 0.2", "start_wd 0.1 -> 0.2, end_wd 0.1 -> 0.2"),
+    "length": ("--train-iters 9", "lr_decay_steps 12 -> 36, wd_incr_steps 12 -> 36"),
+    "shape": ("--lr-decay-style linear", "lr_decay_style constant -> linear"),
+    "warm-up": ("--lr-warmup-fraction 0.1", "lr_warmup_steps 0 -> 1.2"),
+}
+
+
+@pytest.mark.parametrize("case", LATER)
+def test_another_schedule_is_refused_before_a_process_starts(three, case):
+    flags, answer = LATER[case]
+    for where in (["--resume", "--run-dir", three], ["--load", three / "checkpoints"]):
+        line = [*FLAGS, *flags.split(), *map(str, where)]
+        (told,) = run_dir.problems(read(line))
+        assert f"another schedule ({answer})" in told
+        assert [run_dir.problems(read([*line, cure])) for cure in (OVERRIDE, KEEP)] == [[], []]
+
+
+def test_the_schedule_of_a_run_is_that_of_its_checkpoint(three):
+    assert run_dir.problems(read([*FLAGS, "--resume", "--run-dir", str(three)])) == []
 
 
 def test_betas_are_those_of_the_flags(pool, three, tmp_path):

@@ -226,6 +226,21 @@ def test_a_model_that_takes_seconds_says_at_once_that_it_began(model, samples, m
     assert not probe.takes_seconds(torch.nn.Linear(9, 9, device="meta"))
 
 
+def test_the_layers_of_a_batch_are_progress(model, samples, monkeypatch):
+    told = []
+
+    class Told(measure.Store):
+        def fill(self, parts, make, **options):
+            def noted(number, done):
+                return make(number, lambda *now: told.append(now) or done(*now))
+
+            return super().fill(parts, noted, **options)
+
+    monkeypatch.setattr(measure, "Store", Told)
+    analyzed(model, samples[:1])
+    assert list(dict.fromkeys(told)) == [(0, 0.5), (0, 1.0), (1,)]
+
+
 def test_all_statistics_are_asked_for(captured):
     assert Recorder([4]).needs == STATISTICS.keys() - GRADIENT.keys()
     assert Recorder([4], options=AnalysisOptions(metrics=("gradient",))).needs == set(STATISTICS)
