@@ -9,7 +9,7 @@ from tests.damage.harness import Case, Sound, forked, judge
 
 MODEL = """
 --num-layers 2 --hidden-size 32 --num-attention-heads 2 --seq-length 16
---max-position-embeddings 16 --position-embedding-type rope --normalization RMSNorm --swiglu
+--max-position-embeddings 64 --position-embedding-type rope --normalization RMSNorm --swiglu
 --disable-bias-linear --micro-batch-size 2 --global-batch-size 2 --lr 1e-3 --eval-interval 2
 --eval-iters 1 --split 70,30,0 --save-interval 1 --num-workers 0 --log-interval 1
 """.split()
