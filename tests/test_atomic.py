@@ -58,6 +58,26 @@ atomic_text(Path(sys.argv[1]), "x" * 2000)
     assert not list(tmp_path.iterdir())
 
 
+def test_nothing_is_left_where_no_file_descriptor_is_free(tmp_path):
+    code = f"""
+import os, resource, sys
+sys.path.insert(0, {sys.path[0]!r})
+from pathlib import Path
+from megasink.files.atomic import atomic_folder
+with atomic_folder(Path(sys.argv[1])) as folder:
+    (folder / "a" / "b" / "c").mkdir(parents=True)
+    (folder / "a" / "b" / "c" / "file").touch()
+    resource.setrlimit(resource.RLIMIT_NOFILE, (40, 40))
+    kept = [os.dup(0) for _ in range(99)]
+"""
+    line = [sys.executable, "-c", code, str(tmp_path / "folder")]
+    done = subprocess.run(
+        line, stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=1200
+    )
+    assert "Too many open files" in done.stderr
+    assert not list(tmp_path.iterdir())
+
+
 def test_a_killed_process_leaves_a_name_that_is_written_anew(tmp_path):
     path = tmp_path / "results.json"
     child = os.fork()

@@ -7,7 +7,6 @@ damaged, cut, edited or copied from elsewhere is refused before anything is comp
 import csv
 import hashlib
 import json
-import shutil
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from pathlib import Path
@@ -22,7 +21,7 @@ from megasink.analysis.ranks import Ranks
 from megasink.console.printable import printable
 from megasink.console.progress import progress
 from megasink.errors import UserError
-from megasink.files.atomic import atomic_file, atomic_files, atomic_text
+from megasink.files.atomic import atomic_file, atomic_files, atomic_text, remove
 from megasink.files.checked_fields import to_json
 from megasink.files.json_file import read_object
 from megasink.files.output_folder import differences, results_in
@@ -188,7 +187,7 @@ class Store:
         """Delete every part."""
         self._kept.clear()
         if self.folder is not None:
-            shutil.rmtree(self.folder)
+            remove(self.folder)
 
     def _of(self, name: str) -> str:
         return f"{name} of {json.dumps(self._identity, sort_keys=True)}"

@@ -93,8 +93,18 @@ def _partial(path: Path) -> Iterator[Path]:
     finally:
         if lock is not None:
             os.close(lock)  # first: without free file descriptors, removing needs it
-        shutil.rmtree(partial, ignore_errors=True)
+        remove(partial)
         PARTIAL.discard(partial)
+
+
+def remove(folder: Path) -> None:
+    """Remove a folder, also with a single free file descriptor; ignore what cannot be removed."""
+    shutil.rmtree(folder, ignore_errors=True)  # it needs one for each level
+    for place, _, files in os.walk(folder, topdown=False):
+        with suppress(OSError):
+            for name in files:
+                os.unlink(os.path.join(place, name))
+            os.rmdir(place)
 
 
 @contextmanager
