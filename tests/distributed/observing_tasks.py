@@ -250,7 +250,7 @@ def defined_sink_rates(sequence: int, epsilon: float, **options: Any) -> dict[st
         q, k, v = (x[:64].permute(1, 2, 0, 3) for x in (query, key, value))
         one_BGSD = torch.zeros_like(v)
         one_BGSD[:, :, 0, 0] = 1.0
-        out_BHSD, gate_BHS = oracle.reference_of(core, [q, k, one_BGSD], None)
+        out_BHSD, gate_BHS = oracle.reference_of(core, [q, k, one_BGSD], core.window)
         found = out_BHSD[..., 0].mean(-1), 1.0 - gate_BHS.mean(-1)
         shares.setdefault(core.layer_number - 1, []).append(found)
 

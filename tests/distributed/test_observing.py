@@ -142,13 +142,25 @@ RATES = {
     "vanilla": ({"init_method_std": 0.45}, 0.08, [TP_SP]),
     "sink": ({"init_method_std": 0.1}, 0.3, [TP_SP, PP, DP]),
     "k-bias": ({"init_method_std": 0.2}, 0.08, [TP_SP]),
+    "alibi": (
+        {"attention_variant": "vanilla", "attention_bias_type": "alibi", "init_method_std": 0.45},
+        *(0.08, [TP_SP]),
+    ),
+    "window": (
+        {
+            **{"attention_variant": "vanilla", "init_method_std": 0.45},
+            **{"window_size": (40, 0), "window_attn_skip_freq": 2},
+        },
+        *(0.08, [TP_SP]),
+    ),
 }
 
 
-@pytest.mark.parametrize("variant", RATES)
-def test_sink_rates_are_those_of_the_definition(pool, variant):
-    options, epsilon, layouts = RATES[variant]
-    options = options | {"attention_variant": variant, "sequence": 70, "epsilon": epsilon}
+@pytest.mark.parametrize("case", RATES)
+def test_sink_rates_are_those_of_the_definition(pool, case):
+    options, epsilon, layouts = RATES[case]
+    options = {"attention_variant": case, "sequence": 70, "epsilon": epsilon} | options
+    variant = options["attention_variant"]
     (wanted,) = pool.run(f"{TASKS}:defined_sink_rates", SINGLE, **options)
     assert 0 < np.mean(wanted["first" if variant == "vanilla" else "slot"]) < 1
     for layout in [SINGLE, *layouts]:
