@@ -121,7 +121,7 @@ def write_run(folder: Path) -> None:
     (checkpoint / "metadata.json").write_text(json.dumps(content))
     (folder / "checkpoints" / "latest_checkpointed_iteration.txt").write_text("1")
     args, _ = arguments_of(model_flags(MODEL))
-    args.vocab_size, args.tokenizer_type = MODEL.vocabulary - 1, "NullTokenizer"
+    args.vocab_size, args.tokenizer_type = MODEL.vocabulary, "NullTokenizer"
     saved = {name: plain(value) for name, value in vars(args).items()}
     (folder / "config.json").write_text(json.dumps({"arguments": saved}))
 

@@ -219,7 +219,7 @@ def race(arguments: argparse.Namespace) -> Race:
         --lr-decay-style constant --adam-beta2 {BETAS[1]} --weight-decay {WEIGHT_DECAY}
         --clip-grad {CLIP} --normalization RMSNorm --swiglu --disable-bias-linear
         --position-embedding-type rope --untie-embeddings-and-output-weights --mock-data
-        --tokenizer-type NullTokenizer --vocab-size {VOCABULARY - 1} --num-workers 0 --eval-iters 0
+        --tokenizer-type NullTokenizer --vocab-size {VOCABULARY} --num-workers 0 --eval-iters 0
         --make-vocab-size-divisible-by 1 --log-interval {BLOCK}
     """.split()
     training.train_step = found

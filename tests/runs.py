@@ -19,7 +19,7 @@ TINY = shlex.split("""
 """)
 UNTIED = ["--untie-embeddings-and-output-weights"]
 MOCK = shlex.split("""
-    --tokenizer-type NullTokenizer --vocab-size 255 --mock-data --eval-iters 1 --eval-interval 100
+    --tokenizer-type NullTokenizer --vocab-size 256 --mock-data --eval-iters 1 --eval-interval 100
     --num-workers 0
 """)
 

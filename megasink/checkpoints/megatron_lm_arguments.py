@@ -34,8 +34,11 @@ _SECTIONS = {
     "rng": ("seed",),
     "tokenizer": ("tokenizer_type", "tokenizer_model"),
 }
-# Fields of the model that change neither weights nor logits.
-_WITHOUT_EFFECT = {"transformer", "parallel_output", "scatter_embedding_sequence_parallel"}
+# Fields of the model that change neither weights nor logits; the spec is checked before.
+_WITHOUT_EFFECT = "transformer parallel_output scatter_embedding_sequence_parallel".split()
+_WITHOUT_EFFECT += (
+    "transformer_layer_spec gtp_weight_remat_size expert_gtp_weight_remat_size".split()
+)
 # Fields of Bridge's configuration that have another name among Megatron's arguments.
 _RENAMED = {
     "num_moe_experts": "num_experts",
@@ -145,6 +148,10 @@ def _of_megatron(folder: Path) -> ForeignArguments:
     values = {n: plain(v) for n, v in known.items()}
     if values.get("multi_latent_attention") and "attention_variant" not in values:
         values |= dict.fromkeys(_UNREAD_BY_LATENT)
+    # Before 0.18 a flag had another name, and the end of a document was one token more.
+    values.setdefault("muon_nesterov", values.pop("muon_use_nesterov", None))
+    if values.get("tokenizer_type") == "NullTokenizer" and "null_tokenizer_eod_id" not in values:
+        values["vocab_size"] = (values.get("vocab_size") or 0) + 1
     return ForeignArguments(values, "Megatron-LM", unread)
 
 

@@ -27,7 +27,7 @@ _STEP_SECONDS = 300
 _FLAGS = """
     --ranks 1 --num-layers 2 --hidden-size 64 --num-attention-heads 4 --seq-length 32
     --max-position-embeddings 32 --position-embedding-type rope --attention-variant sink
-    --mock-data --tokenizer-type NullTokenizer --vocab-size 63 --micro-batch-size 2
+    --mock-data --tokenizer-type NullTokenizer --vocab-size 64 --micro-batch-size 2
     --train-iters 5 --lr 1e-2 --eval-iters 0 --num-workers 0
 """
 

@@ -72,10 +72,8 @@ def _parser(description: str | None) -> CommandParser:
     add_fields(parser, FinetuneOptions, *_FLAGS)
     add_flag(parser)
     hub.add_allow_download(parser)
-    first = (
-        "data output full lora-rank adapter head-balance-coeff shared-heads epochs seq-length lr"
-    )
-    first += " micro-batch-size global-batch-size bf16"
+    first = "data output full lora-rank adapter head-balance-coeff shared-heads epochs seq-length"
+    first += " lr micro-batch-size global-batch-size bf16"
     return parser.first_screen(
         "megasink finetune MODEL --data chats.jsonl --output out --bf16",
         *(f"--{name}" for name in first.split()),

@@ -136,8 +136,7 @@ def _tokens(saved: Mapping[str, Any], vocabulary: int | None) -> int:
     if vocabulary is not None:
         # An imported model can have more rows than its tokenizer has tokens.
         return min(rows, max(vocabulary, named))
-    # Megatron's NullTokenizer adds an end-of-document token.
-    return min(rows, named + 1) if named else rows
+    return min(rows, named or rows)
 
 
 def _unknown(saved: Mapping[str, Any]) -> list[str]:

@@ -289,14 +289,12 @@ def _write_beside(
     """Write the tokenizer, flags.txt and, last, config.json."""
     namespace, given = args
     arguments = {name: plain(value) for name, value in sorted(vars(namespace).items())}
-    # NullTokenizer adds a token.
-    arguments |= {"vocab_size": model.vocabulary - 1, "tokenizer_type": "NullTokenizer"}
+    arguments |= {"vocab_size": model.vocabulary, "tokenizer_type": "NullTokenizer"}
     if source.tokenizer:
         # Save it the way transformers loads it with that config.json.
         load_tokenizer(source.folder).save_pretrained(folder / "tokenizer")
         tokenizer = str(output / "tokenizer")
         arguments |= {"tokenizer_type": "HuggingFaceTokenizer", "tokenizer_model": tokenizer}
-        arguments["vocab_size"] = model.vocabulary
         flags = [*flags, "--tokenizer-model", tokenizer]
     (folder / "flags.txt").write_text(as_line(flags))
     config = {

@@ -41,13 +41,18 @@ def plain_weights(folder: Path) -> list[Path]:
 
 
 def write_model(
-    model: Any, original: Path, folder: Path, requested: Mapping[str, Any] | None = None
+    model: Any,
+    original: Path,
+    folder: Path,
+    requested: Mapping[str, Any] | None = None,
+    gathered: dict[str, Any] | None = None,
 ) -> None:
-    """Write the files of the original with the model's values, in their original types.
+    """Write the files of the original with the model's weights, in their original types.
 
-    The requested entries go into generation_config.json.
+    The requested entries go into generation_config.json; `gathered` are the weights of a model that
+    is sharded.
     """
-    weights = revert_weight_conversion(model, model.state_dict())
+    weights = revert_weight_conversion(model, gathered or model.state_dict())
     left, copied = set(weights) - set(model.all_tied_weights_keys), []
     for path in plain_weights(original):
         tensors = {}

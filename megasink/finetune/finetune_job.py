@@ -67,8 +67,7 @@ def fine_tune(options: FinetuneOptions, out: Path, overwrite: bool, base: Path) 
             trainer = sft_training.make_trainer(options, config, chats.tokenizer, trained, shared)
             sft_training.train(trainer, held_out)
             state.wait_for_everyone()
-            if is_first:
-                sft_training.export(trainer, chats, options, exported)
+            sft_training.export(trainer, chats, options, exported)
             del trainer
         if is_first:
             _analyze(options, *sft_training.after(options, exported), sample, out / "after")

@@ -147,9 +147,15 @@ class FinetuneOptions:
                 f"--global-batch-size {self.global_batch_size} is not divisible by "
                 f"--micro-batch-size {self.micro_batch_size}{times}"
             )
-        for kind in ("FSDP", "DEEPSPEED"):
-            if os.environ.get(f"ACCELERATE_USE_{kind}", "").lower() in ("1", "true"):
-                yield f"accelerate is set up for {kind}, which is untested: use data parallelism"
+        if uses("DEEPSPEED"):
+            yield "accelerate is set up for DEEPSPEED, which is untested: use FSDP2 or DDP"
+        if uses("FSDP") and (number := os.environ.get("FSDP_VERSION", "1")) != "2":
+            yield f"accelerate is set up for FSDP {number}: set fsdp_version to 2"
+
+
+def uses(kind: str) -> bool:
+    """Return whether accelerate is set up for FSDP or DEEPSPEED."""
+    return os.environ.get(f"ACCELERATE_USE_{kind}", "").lower() in ("1", "true")
 
 
 def has_template(folder: Path) -> bool:

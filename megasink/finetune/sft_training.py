@@ -2,6 +2,7 @@
 
 import contextlib
 import hashlib
+import tempfile
 from collections.abc import Iterator
 from dataclasses import asdict, replace
 from importlib.metadata import version
@@ -24,7 +25,7 @@ from megasink.files.atomic import atomic_folder
 from megasink.files.json_file import read_object
 from megasink.finetune import export_finetuned
 from megasink.finetune.chats import IGNORED, ChatTokenizer, read_chats
-from megasink.finetune.options import FinetuneOptions, processes
+from megasink.finetune.options import FinetuneOptions, processes, uses
 from megasink.transformers import NAME
 from megasink.transformers.load_hf_folder import load, load_weights
 from megasink.transformers.model_identity import model_identity
@@ -34,6 +35,7 @@ HELD_OUT = 0.02
 """Share of the conversations that are held out: the last ones, at least one."""
 SAMPLES = 64
 """Conversations for head importance: held-out ones, then others if those are too few."""
+_UNSHARDED = ("NO", "MULTI_CPU")
 _PACKAGES = ("accelerate", "datasets", "peft", "tokenizers", "trl")
 
 
@@ -132,6 +134,11 @@ def arguments(options: FinetuneOptions, folder: Path) -> Any:
         gradient_checkpointing=options.gradient_checkpointing,
     )
     check_arguments(config)
+    state: Any = config.distributed_state
+    if uses("FSDP") and (kind := state.distributed_type.value) in _UNSHARDED:
+        raise UserError(
+            f"accelerate ignores FSDP for {kind} (one process, or a CPU): start one process per GPU"
+        )
     return config
 
 
@@ -165,6 +172,13 @@ def make_trainer(
         processing_class=tokenizer,
         peft_config=lora,
     )
+    if trainer.accelerator.is_fsdp2:
+        # FSDP's own policy would round sinks to bfloat16. Instead compute as DDP does.
+        trainer.accelerator.state.fsdp_plugin.mixed_precision_policy = None
+        kind = trainer.accelerator.device.type
+        trainer.autocast_smart_context_manager = lambda: torch.autocast(
+            kind, torch.bfloat16, options.bf16
+        )
     trainer.remove_callback(PrinterCallback)
     HeadBalanceCallback(options.head_balance_coeff, shared_heads).add_to(trainer)
     return trainer
@@ -197,12 +211,15 @@ def held_out_loss(trainer: Any, rows: Any) -> float:
     """
     model, accelerator = trainer.model.eval(), trainer.accelerator
     sums = torch.zeros(2, dtype=torch.float64, device=accelerator.device)
-    for number in range(accelerator.process_index, len(rows), accelerator.num_processes):
-        batch = trainer._prepare_inputs(trainer.data_collator([rows[number]]))
+    first, step = accelerator.process_index, accelerator.num_processes
+    # FSDP gathers weights from all ranks in each forward pass, so all make equally many.
+    for number in range(first, first + -(-len(rows) // step) * step, step):
+        batch = trainer._prepare_inputs(trainer.data_collator([rows[number % len(rows)]]))
         with trainer.compute_loss_context_manager():
             output = model(**batch, use_cache=False, fused_lm_head=True)
-        sums[0] -= output.log_probs.double().sum()
-        sums[1] += output.label_mask.sum()
+        if number < len(rows):
+            sums[0] -= output.log_probs.double().sum()
+            sums[1] += output.label_mask.sum()
     loss, targets = accelerator.reduce(sums).tolist()
     return float(loss / targets)
 
@@ -222,8 +239,14 @@ def newest_checkpoint(folder: Path) -> Path | None:
 
 
 def export(trainer: Any, chats: ChatTokenizer, options: FinetuneOptions, folder: Path) -> None:
-    """Write the trained model, or its adapter; the folder appears when it is complete."""
+    """Write the trained model, or its adapter; the folder appears when it is complete.
+
+    All processes call this; the first one writes.
+    """
     model = trainer.accelerator.unwrap_model(trainer.model)
+    weights = trainer.accelerator.get_state_dict(trainer.model)
+    if not trainer.is_world_process_zero():
+        return
     requested = export_finetuned.with_end(options.model, chats.turn_end)
     if requested:
         token = chats.tokenizer.convert_ids_to_tokens(chats.turn_end)
@@ -232,15 +255,16 @@ def export(trainer: Any, chats: ChatTokenizer, options: FinetuneOptions, folder:
         print(f"the template ends answers with {token}, but MODEL does not stop there: {stop}")
     with atomic_folder(folder) as unfinished:
         if options.adapter:
-            model.save_pretrained(unfinished)
+            model.save_pretrained(unfinished, state_dict=weights)
             export_finetuned.copy_files(options.model, unfinished)
         else:
             if not options.full:  # into the original's weights, which may be wider than trained
-                checkpoint = newest_checkpoint(Path(trainer.args.output_dir))
-                assert checkpoint is not None
-                model = load_weights(options.model, dtype=torch.float32, attn_implementation=NAME)
-                model = merged(model, checkpoint)
-            export_finetuned.write_model(model, options.model, unfinished, requested)
+                base = load_weights(options.model, dtype=torch.float32, attn_implementation=NAME)
+                with tempfile.TemporaryDirectory() as adapter:
+                    model.save_pretrained(adapter, state_dict=weights)
+                    model = merged(base, Path(adapter))
+                weights = None
+            export_finetuned.write_model(model, options.model, unfinished, requested, weights)
         export_finetuned.refuse_changes(options.model, unfinished, requested)
 
 

@@ -26,7 +26,7 @@ def text_tokens(arguments: Mapping[str, Any]) -> int | None:
     tokens, kind = arguments.get("vocab_size"), arguments.get("tokenizer_type")
     if not tokens or kind not in ("HuggingFaceTokenizer", "NullTokenizer"):
         return None
-    return int(tokens) + (kind == "NullTokenizer")  # its end-of-document token
+    return int(tokens)
 
 
 def with_tokens(arguments: Mapping[str, Any], tokens: int | None) -> dict[str, Any]:

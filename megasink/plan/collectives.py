@@ -1,5 +1,6 @@
 """The communication of a step: every call of torch.distributed, with its group and its caller."""
 
+import re
 import sys
 from collections import Counter
 from collections.abc import Iterable, Mapping
@@ -36,14 +37,8 @@ _SINGLE = {label for label in _GROUPS.values() if " " not in label}
 # message). A message is the larger of input and output.
 _KINDS: dict[str, tuple[str, Any]] = {
     "allreduce_": ("all-reduce", lambda n: 2 * (n - 1) / n),
-    "allreduce_coalesced_": ("all-reduce", lambda n: 2 * (n - 1) / n),
     "allgather_": ("all-gather", lambda n: (n - 1) / n),
-    "_allgather_base_": ("all-gather", lambda n: (n - 1) / n),
-    "allgather_into_tensor_coalesced_": ("all-gather", lambda n: (n - 1) / n),
     "reduce_scatter_": ("reduce-scatter", lambda n: (n - 1) / n),
-    "_reduce_scatter_base_": ("reduce-scatter", lambda n: (n - 1) / n),
-    "reduce_scatter_tensor_coalesced_": ("reduce-scatter", lambda n: (n - 1) / n),
-    "alltoall_base_": ("all-to-all", lambda n: (n - 1) / n),
     "alltoall_": ("all-to-all", lambda n: (n - 1) / n),
     "broadcast_": ("broadcast", lambda n: 1.0),
     "reduce_": ("reduce", lambda n: 1.0),
@@ -51,6 +46,7 @@ _KINDS: dict[str, tuple[str, Any]] = {
     "recv_": ("receive", lambda n: 0.0),
     "barrier": ("barrier", lambda n: 0.0),
 }
+_VARIANT = re.compile(r"^_|(base|coalesced|into_tensor_coalesced|tensor_coalesced)_$")
 # Package of the product's innermost module in the stack -> purpose. By the names of modules:
 # a clone may lie in a folder of any name.
 _PURPOSES = {"megasink.balance": BALANCE, "megasink": "megasink", "megatron": "Megatron"}
@@ -89,6 +85,7 @@ class Collectives(TorchDispatchMode):
                 size = max(size, _bytes(arg))
         if group is None or group.size() == 1:
             return
+        operator = _VARIANT.sub("", operator)
         if operator not in _KINDS:
             raise NotImplementedError(f"c10d::{operator}: missing in megasink/plan/collectives.py")
         kind, factor = _KINDS[operator]

@@ -146,16 +146,8 @@ def _communication(rows: Sequence[whole_job.Traffic]) -> Table:
     columns = ("for", "group", "ranks", "what", "stage", "calls", "messages", "sent")
     table = _table("communication per rank and step", *columns)
     for row in rows:
-        table.add_row(
-            row.purpose,
-            row.group,
-            f"{row.ranks:,}",
-            row.kind,
-            str(row.stage),
-            f"{row.calls:,}",
-            _bytes(row.messages),
-            _bytes(row.sent),
-        )
+        numbers = f"{row.calls:,}", _bytes(row.messages), _bytes(row.sent)
+        table.add_row(row.purpose, row.group, f"{row.ranks:,}", row.kind, str(row.stage), *numbers)
     return table
 
 

@@ -4,10 +4,10 @@ Memory is what the caching allocator of the hollow GPU sees. One rank of each pi
 parameters of the model.
 """
 
+import itertools
 import re
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
-from itertools import groupby
 from typing import Any
 
 import torch
@@ -93,7 +93,7 @@ def describe(models: Iterable[Any]) -> Iterator[dict[str, Any]]:
     """Yield a record for each block of a rank's model chunks, of which another may hold a half."""
     for model in models:
         layers = get_attr_wrapped_model(model, "decoder").layers
-        for block, of_block in groupby(layers, lambda layer: layer.layer_number):
+        for block, of_block in itertools.groupby(layers, lambda layer: layer.layer_number):
             yield {"layer": block, **_modules(list(of_block))}
 
 
@@ -137,38 +137,20 @@ def of_training_state(models: Sequence[Any], optimizer: Any) -> dict[str, int]:
     """Return the bytes of `PARTS`, with the padding of buffers; a shared storage counts once."""
     seen: set[int] = set()
     sizes = dict.fromkeys(PARTS, 0)
+    # DistributedDataParallel: `buffers` of a plain module is a method.
+    buffers = [b for model in models for b in (*model.buffers, *model.expert_parallel_buffers)]
+    parameters = [parameter for model in models for parameter in model.parameters()]
     for part, tensors in (
-        ("parameters", _parameters(models)),
-        ("gradients", _gradients(models)),
+        ("parameters", parameters + [buffer.param_data for buffer in buffers]),
+        ("gradients", [b.grad_data for b in buffers] + [p.grad for p in parameters]),
         ("optimizer", _states(optimizer)),
     ):
         for tensor in tensors:
-            storage = tensor.untyped_storage()
-            if tensor.device.type == "cuda" and storage.data_ptr() not in seen:
+            storage = None if tensor is None else tensor.untyped_storage()
+            if storage and storage.device.type == "cuda" and storage.data_ptr() not in seen:
                 seen.add(storage.data_ptr())
                 sizes[part] += storage.nbytes()
     return sizes
-
-
-def _buffers(models: Sequence[Any]) -> Iterator[Any]:
-    for model in models:  # DistributedDataParallel: `buffers` of a plain module is a method
-        yield from (*model.buffers, *model.expert_parallel_buffers)
-
-
-def _parameters(models: Sequence[Any]) -> Iterator[Tensor]:
-    for model in models:
-        yield from model.parameters()
-    for buffer in _buffers(models):
-        if buffer.param_data is not None:
-            yield buffer.param_data
-
-
-def _gradients(models: Sequence[Any]) -> Iterator[Tensor]:
-    for buffer in _buffers(models):
-        if buffer.grad_data is not None:
-            yield buffer.grad_data
-    for model in models:
-        yield from (p.grad for p in model.parameters() if p.grad is not None)
 
 
 def _states(optimizer: Any) -> Iterator[Tensor]:
@@ -187,9 +169,6 @@ def held(passes: Sequence[tuple[bool, int, int]]) -> dict[str, int]:
     """Return the memory that microbatches hold for their backward passes."""
     # `passes` are those of a step: whether it is a forward pass, and the bytes before and after it.
     start = passes[0][1]
-    flying = most = held = 0
-    for forward, _, after in passes:
-        flying += 1 if forward else -1
-        most = max(most, flying)
-        held = max(held, after - start)
+    most = max(0, *itertools.accumulate(1 if forward else -1 for forward, _, _ in passes))
+    held = max(0, *(after - start for _, _, after in passes))
     return {"start": start, "in_flight": most, "each": held // max(most, 1), "held": held}

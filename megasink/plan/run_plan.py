@@ -80,8 +80,6 @@ def read_line(argv: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
         problems.append(f"--utilization {args.utilization}: use more than 0, and at most 1")
     if args.resume:
         problems.append("--resume does not work in a plan: pass all flags of the run instead")
-    if "step-batch-size-schedule" in dict(named_values(words)):
-        problems.append("--step-batch-size-schedule: give a plan one --global-batch-size instead")
     if given_device(read.unknown):
         problems.append("--device: a plan is always for the GPUs of --gpu: drop the flag")
     if problems:

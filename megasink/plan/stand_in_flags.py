@@ -68,9 +68,14 @@ def with_stand_ins(argv: Sequence[str], flags: Sequence[str]) -> list[str]:
     if tokens := _tokens(argv, given):
         size, origin = tokens
         dropped |= _TOKENIZER
-        # A tokenizer of numbers has one token more, the end of a document.
-        added += ["--tokenizer-type", "NullTokenizer", "--vocab-size", str(size - 1)]
+        added += ["--tokenizer-type", "NullTokenizer", "--vocab-size", str(size)]
         notes.append(f"no tokenizer: a vocabulary of {size:,} tokens ({origin})")
+    last = re.search(r":(\d+)$", " ".join(given.get("step-batch-size-schedule", ())))
+    if last:
+        batch = given.get("global-batch-size") or [last[1]]
+        dropped |= {"step-batch-size-schedule", "global-batch-size"}
+        added += ["--global-batch-size", *batch]
+        notes.append(f"--global-batch-size {batch[-1]} in place of --step-batch-size-schedule")
     packages = _PACKAGES & given.keys()
     if given.get("transformer-impl", [""])[-1:] != ["transformer_engine"]:
         packages -= {"transformer-impl"}

@@ -2,7 +2,7 @@
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import pairwise
 from typing import Any
 
@@ -107,10 +107,7 @@ def memory(records: Sequence[Record]) -> list[Stage]:
             for between in range(first + 1, last):
                 if str(facts["stages"][between]) == str(facts["stages"][first]):
                     stages.setdefault(between, _between(stages[first], stages[last], between))
-    return [
-        Stage(**{**vars(stages[index]), "layers": blocks})
-        for index, blocks in enumerate(facts["blocks"])
-    ]
+    return [replace(stages[index], layers=blocks) for index, blocks in enumerate(facts["blocks"])]
 
 
 def stage_of(record: Record) -> Stage:
@@ -138,11 +135,10 @@ def _between(first: Stage, last: Stage, stage: int) -> Stage:
     def mix(a: int, b: int) -> int:
         return round(a + share * (b - a))
 
-    return Stage(
+    return replace(
+        first,
         stage=stage,
         rank=None,
-        layers=[],
-        parameters=first.parameters,
         memory={part: mix(first.memory[part], last.memory[part]) for part in first.memory},
         in_flight=mix(first.in_flight, last.in_flight),
         per_microbatch=mix(first.per_microbatch, last.per_microbatch),
@@ -154,8 +150,7 @@ def communication(records: Sequence[Record]) -> list[Traffic]:
     most: dict[Key, Traffic] = {}
     for record in records:
         for what, sums in step_traffic(record).items():
-            calls, messages, sent = (sums[name] for name in _SUMS)
-            row = Traffic(*what, record["stage"], calls, messages, sent)
+            row = Traffic(*what, record["stage"], *(sums[name] for name in _SUMS))
             if what not in most or row.messages > most[what].messages:
                 most[what] = row
     return sorted(most.values(), key=lambda row: (row.purpose != BALANCE, -row.sent, -row.messages))

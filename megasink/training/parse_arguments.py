@@ -22,19 +22,20 @@ from megasink.attention.variants.variant_layers import layers_with_variant
 from megasink.console.printable import say
 from megasink.errors import ConfigError, nearest
 from megasink.megatron.argument_parser import DEFAULTS, parse_known
-from megasink.megatron.hybrid_pattern import LATENT, PREDICTION, layers_of
+from megasink.megatron.hybrid_pattern import LATENT, PREDICTION, STAGE, layers_of
 from megasink.options.command_parser import CLOSE, Reading, dashed, groups, unknown_flags, with_help
 from megasink.options.dataclass_flags import flag_of
-from megasink.options.megatron_flags import having
+from megasink.options.megatron_flags import FLAGS, having
 from megasink.options.run_options import add_options
 from megasink.training import run_dir
 from megasink.training.checks import data_paths, required
 from megasink.training.checks.vocabulary import pin_vocabulary
 from megasink.training.ffn_width import match_ffn_width
-from megasink.training.reinterpreted_flags import translate, unread
+from megasink.training.reinterpreted_flags import in_stages, translate, unread
 
 CHECKED = "MEGASINK_CHECKED"
 """Environment variable for the `digest` of a command line that the launcher has checked."""
+_EXIT = "_sitebuiltins"  # the file of exit()
 _GATED_UNITS = ("reglu", "geglu", "swiglu")
 _HELP = "megasink train --help-all lists every flag"
 
@@ -97,6 +98,11 @@ def _count_layers(args: Namespace) -> None:
         args.num_layers = len(layers_of(pattern)) or None
     if args.mtp_num_layers is None:
         args.mtp_num_layers = pattern.count(PREDICTION) or None
+    layers, stages = pattern.partition(PREDICTION)[0], args.pipeline_model_parallel_size
+    uneven = args.decoder_first_pipeline_num_layers or args.decoder_last_pipeline_num_layers
+    if stages > 1 and STAGE not in layers and not (uneven or len(layers) % stages):
+        # Megatron divides such a pattern when it builds the model.
+        args.hybrid_layer_pattern = in_stages(layers, stages) + pattern[len(layers) :]
 
 
 def resolve_layers(args: Namespace) -> None:
@@ -167,12 +173,17 @@ def refusals_of_megatron(printed: io.StringIO | None = None) -> Iterator[None]:
     except (ConfigError, KeyboardInterrupt):
         raise
     except (Exception, SystemExit) as error:
-        frames = traceback.extract_tb(error.__traceback__)
-        last = [f for f in frames if "_sitebuiltins" not in f.filename][-1]  # the file of exit()
+        own = [f for f in traceback.extract_tb(error.__traceback__) if _EXIT not in f.filename]
+        walked = traceback.walk_tb(error.__traceback__)
+        last, frame = own[-1], [f for f, _ in walked if _EXIT not in f.f_code.co_filename][-1]
         lines = printed.getvalue().splitlines() if printed and isinstance(error, SystemExit) else []
         text = " ".join(str(lines[-1] if lines else error).split())
         code = re.sub(r", (\\|f?(['\"]).*\2)$", "", last.line or "")  # without its own message
-        where = f"{Path(last.filename).name}:{last.lineno}: {code}"
+        owner = frame.f_locals.get("args", frame.f_locals.get("self"))
+        names = [n for n in re.findall(r"\b(?:args|self)\.(\w+)", code) if hasattr(owner, n)]
+        given = [f"{flag_of(FLAGS.get(n, n))} {getattr(owner, n)}" for n in dict.fromkeys(names)]
+        place = f"{Path(last.filename).name}:{last.lineno}"
+        where = ": ".join((place, code, *[", ".join(given)] * bool(given)))
         if isinstance(error, AssertionError):  # few of them name the flags that they are about
             text = f"{text} ({where})" if text else where
         raise ConfigError([f"Megatron refuses this configuration: {text or where}"]) from error

@@ -6,7 +6,7 @@ for which there is another one, is refused.
 """
 
 from argparse import Namespace
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import NamedTuple
 
 from megasink.attention.variants import Variant, variants
@@ -30,6 +30,8 @@ def translate(args: Namespace) -> Iterator[str]:
             "--apply-query-key-layer-scaling is not applied: it divides and multiplies by the same "
             "number, and the logits are in float32"
         )
+    if args.rampup_batch_size is not None:
+        yield "--rampup-batch-size: no effect in Megatron-Core 0.19: use --step-batch-size-schedule"
     if args.linear_attention_freq is not None and args.num_layers:
         yield from _linear_attention(args)
 
@@ -86,13 +88,16 @@ def _linear_attention(args: Namespace) -> Iterator[str]:
     stages = args.pipeline_model_parallel_size * (args.num_virtual_stages_per_pipeline_rank or 1)
     if len(layers) != blocks or stages < 1 or blocks % stages:
         return
-    size = blocks // stages
-    args.hybrid_layer_pattern = STAGE.join(
-        "".join(layers[first : first + size]) for first in range(0, blocks, size)
-    )
+    args.hybrid_layer_pattern = in_stages(layers, stages)
     args.linear_attention_freq = args.experimental_attention_variant = None
     args.num_virtual_stages_per_pipeline_rank, args.moe_layer_freq = None, 1
     yield f"{flag_of('linear_attention_freq')}: --hybrid-layer-pattern {args.hybrid_layer_pattern}"
+
+
+def in_stages(layers: Sequence[str], stages: int) -> str:
+    """Return the pattern of layers that are divided equally among stages."""
+    size = len(layers) // stages
+    return STAGE.join("".join(layers[n : n + size]) for n in range(0, len(layers), size))
 
 
 class Reader(NamedTuple):

@@ -1,6 +1,7 @@
 """Tasks for workers: Megatron's own training loop with its own models, and what they compute."""
 
 import contextlib
+import copy
 import dataclasses
 import io
 import os
@@ -16,6 +17,13 @@ from tests.distributed.worker import forget
 from tests.megatron.tasks import as_rank
 from tests.security.crafted import Mark, entry_of, replace_entry, write_metadata
 
+SINCE_0_18 = """
+    null_tokenizer_eod_id null_tokenizer_pad_id muon_nesterov metadata_path mtp_detach_heads
+    eval_global_batch_size eval_micro_batch_size start_eval_at_iter step_batch_size_schedule
+    dataloader_inter_document_masking offset_sampling_seed_by_dp_rank use_layer_wise_param_layout
+    tensor_parallel_num_weight_shards expert_tensor_parallel_num_weight_shards pad_vocab_size
+    moe_mlp_glu_interleave_size moe_router_quantile_balancing_ema yarn_beta_fast yarn_beta_slow
+    yarn_correction_range_round_to_int yarn_original_max_position_embeddings""".split()
 STOCK = str(Path(__file__).parents[1] / "megatron" / "stock")
 # What the loop needs on a CPU, and megasink's trainer sets by itself.
 ON_A_CPU = """--transformer-impl local --no-persist-layer-norm --no-gradient-accumulation-fusion
@@ -37,6 +45,7 @@ def pretrain(
     from megatron.core.datasets import gpt_dataset, utils
     from megatron.core.dist_checkpointing.strategies import filesystem_async
     from megatron.core.enums import ModelType
+    from megatron.core.transformer import torch_norm
     from megatron.training import argument_utils, training
     from megatron.training.arguments import parse_and_validate_args
 
@@ -67,6 +76,7 @@ def pretrain(
         stack.enter_context(mock.patch.object(filesystem_async, "_results_queue", queue.Queue()))
         stack.enter_context(mock.patch.object(training, "training_log", logged))
         stack.enter_context(mock.patch.object(training, "setup_model_and_optimizer", made))
+        stack.enter_context(mock.patch.object(torch_norm.WrappedTorchNorm, "__new__", _norm()))
         if "--multi-latent-attention" in flags:
             _with_local_latent_attention(stack)
         try:
@@ -94,6 +104,23 @@ def pretrain(
         finally:
             forget()
     return found
+
+
+def _norm() -> Any:
+    """Megatron's norm of torch, which refuses sequence parallelism."""
+    from megatron.core.transformer.torch_norm import WrappedTorchNorm
+
+    new = WrappedTorchNorm.__new__
+
+    def made(cls: Any, config: Any, hidden_size: int, **options: Any) -> Any:
+        config = copy.copy(config)
+        is_sharded, config.sequence_parallel = config.sequence_parallel, False
+        norm = new(cls, config, hidden_size, **options)
+        for parameter in norm.parameters():
+            parameter.sequence_parallel = is_sharded
+        return norm
+
+    return made
 
 
 def _with_local_latent_attention(stack: contextlib.ExitStack) -> None:
@@ -211,7 +238,7 @@ def edit(checkpoint: str, changes: dict[str, Any] | None, code: str | None = Non
 
 
 def move_to_common_pt(checkpoint: str) -> None:
-    """Store the common state as Megatron-Core before 0.19 does."""
+    """Store the common state as Megatron-Core 0.17 does: fewer arguments, and one token more."""
     import torch
     from megatron.core.dist_checkpointing import load_common_state_dict
     from torch.distributed.checkpoint import FileSystemReader
@@ -223,4 +250,7 @@ def move_to_common_pt(checkpoint: str) -> None:
     del metadata.state_dict_metadata[key]
     metadata.storage_data = {i: v for i, v in metadata.storage_data.items() if i.fqn != key}
     write_metadata(folder, metadata)
+    state["args"].vocab_size -= 1
+    for name in SINCE_0_18:
+        delattr(state["args"], name)
     torch.save(state, folder / "common.pt")

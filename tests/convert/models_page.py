@@ -17,7 +17,7 @@ ROOT = Path(__file__).parents[2]
 RECORD, PAGE = Path(__file__).with_suffix(".json"), ROOT / "docs" / "models.md"
 TASKS = "tests.convert.accuracy_tasks"
 TRAIN = """
-    --mock-data --tokenizer-type NullTokenizer --vocab-size 100 --seq-length 32 --num-workers 0
+    --mock-data --tokenizer-type NullTokenizer --vocab-size 101 --seq-length 32 --num-workers 0
     --micro-batch-size 2 --global-batch-size 4 --train-iters 2 --lr 1e-3 --eval-iters 1
     --eval-interval 100 --log-interval 1 --device cpu
 """.split()

@@ -37,11 +37,9 @@ def save_run(
     _, architecture = (MODELS | OTHERS | OWN | ENGINES)[name]
     flags = [*model_flags(architecture), *(["--bf16"] if bf16 else [])]
     args, _ = arguments_of(flags)
-    args.vocab_size = architecture.vocabulary - 1
-    args.tokenizer_type = "NullTokenizer"
+    args.vocab_size, args.tokenizer_type = architecture.vocabulary, "NullTokenizer"
     if tokenizer is not None:
         args.tokenizer_type, args.tokenizer_model = "HuggingFaceTokenizer", tokenizer
-        args.vocab_size = architecture.vocabulary
     model = _model_of(args)
     skew_sinks([model])
     skew_gates([model])

@@ -13,7 +13,7 @@ from tests.runs import resumed_from, steps
 
 TASKS = "tests.convert.gpt_oss_tasks"
 TRAIN = """
-    --mock-data --tokenizer-type NullTokenizer --vocab-size 100 --seq-length 64
+    --mock-data --tokenizer-type NullTokenizer --vocab-size 101 --seq-length 64
     --micro-batch-size 2 --global-batch-size 4 --lr 1e-3 --num-workers 0 --eval-iters 1
     --eval-interval 100 --save-interval 3 --log-interval 1 --tensor-model-parallel-size 2
     --sequence-parallel --expert-model-parallel-size 2 --expert-tensor-parallel-size 1

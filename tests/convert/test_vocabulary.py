@@ -157,7 +157,7 @@ def test_ids_above_a_hole_of_the_tokenizer_have_rows(folder, tmp_path):
         ({"vocab_size": 400}, 400),
         ({"vocab_size": 400, "sink_token_id": 400}, 401),
         ({"vocab_size": 433, "sink_token_id": 400}, 433),  # imported, with rows to spare
-        ({"vocab_size": 400, "tokenizer_type": "NullTokenizer"}, 401),
+        ({"vocab_size": 400, "tokenizer_type": "NullTokenizer"}, 400),
         ({"vocab_size": 400, "tokenizer_type": "TikTokenizer"}, 512),
         ({"vocab_size": None}, 512),  # of a run that is older: its tokenizer says it
         (with_tokens({"vocab_size": None, "tokenizer_type": "HuggingFaceTokenizer"}, 400), 400),

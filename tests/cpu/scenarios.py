@@ -22,7 +22,7 @@ from tests.runs import MOCK, TINY, UNTIED
 FLAGS = [*TINY, *UNTIED, *MOCK]
 FLAGS += """
     --hidden-size 32 --num-attention-heads 2 --seq-length 16 --max-position-embeddings 16
-    --train-iters 2 --min-lr 1e-3 --lr-decay-style constant --vocab-size 127 --eval-interval 2
+    --train-iters 2 --min-lr 1e-3 --lr-decay-style constant --vocab-size 128 --eval-interval 2
     --use-distributed-optimizer --overlap-grad-reduce --overlap-param-gather
     --log-memory-to-tensorboard --timing-log-level 2
 """.split()

@@ -16,7 +16,7 @@ FLAGS = [*runs.TINY, *runs.UNTIED, *runs.MOCK]
 FLAGS += """
     --group-query-attention --num-query-groups 2 --global-batch-size 8 --train-iters 6
     --min-lr 1e-4 --lr-decay-style cosine --lr-warmup-iters 2 --weight-decay 0.1 --clip-grad 1.0
-    --init-method-std 0.2 --vocab-size 299 --save-interval 3 --use-distributed-optimizer
+    --init-method-std 0.2 --vocab-size 300 --save-interval 3 --use-distributed-optimizer
     --head-balance-coeff 0.1 --softmax-offset-init 2.0 --sink-lr-mult 3 --sink-weight-decay 0.05
 """.split()
 # 300 tokens: Megatron itself would give the model 512 rows under TP=2 and 384 otherwise.

@@ -183,8 +183,8 @@ def test_an_unrequested_difference_ends_the_command(model, monkeypatch, name, ch
     trainer, chats, _ = trained(options, root)
     write_model = export_finetuned.write_model
 
-    def changed(what, original, folder, requested):
-        write_model(what, original, folder, requested)
+    def changed(what, original, folder, *others):
+        write_model(what, original, folder, *others)
         edit(folder / name, **changes)
 
     monkeypatch.setattr(export_finetuned, "write_model", changed)

@@ -2,6 +2,7 @@
 
 import csv
 import json
+import os
 import re
 import shutil
 from dataclasses import replace
@@ -11,6 +12,7 @@ import numpy as np
 import pytest
 import torch
 from huggingface_hub import ModelCard
+from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from megasink.analysis.analysis_folder import read_analysis
@@ -235,10 +237,10 @@ def test_a_folder_of_something_else_is_left_alone(root, made, capsys):
     assert [path.name for path in (root / "taken").iterdir()] == ["file"]
 
 
-def on_two(root, *words):
-    """A command on two processes without Megatron, and what it said."""
+def on_two(root, *words, program="hidden.py", **variables):
+    """A command on two processes, by default without Megatron, and what it said."""
     torchrun = ["torch.distributed.run", "--nproc-per-node", "2", "--master-port", free_port()]
-    return ended([*torchrun, Path(__file__).with_name("hidden.py"), *words], root)
+    return ended([*torchrun, Path(__file__).with_name(program), *words], root, **variables)
 
 
 def test_two_processes_equal_one(root, made):
@@ -246,15 +248,67 @@ def test_two_processes_equal_one(root, made):
     folder = begun(root, made, "two", micro_batch_size=1, processes=2)
     code, said = on_two(root, *command(root, "--micro-batch-size", "1", out="two"))
     assert code == 0, said
-    one, two = steps_of(made), steps_of(folder)
-    assert len(one) == len(two)
+    losses_are_equal(made, folder)
+    assert (folder / "model" / "model.safetensors").is_file()
+
+
+def losses_are_equal(one, two, factor=1):
+    """Of one process and of two, within `factor` of the rounding of float32."""
     for name, error in (("loss", 1e-4), ("balance_loss", 5e-3), ("head_imbalance", 1e-3)):
         # The last step has too few samples for all processes, some of which are repeated.
-        values = [[log[name] for log in logs[:-1]] for logs in (one, two)]
-        assert values[1] == pytest.approx(values[0], rel=error), name
-    evals = [state_of(f)["log_history"][-1]["eval_loss"] for f in (made, folder)]
-    assert evals[1] == pytest.approx(evals[0], rel=1e-3)
-    assert (folder / "model" / "model.safetensors").is_file()
+        values = [[log[name] for log in steps_of(folder)[:-1]] for folder in (one, two)]
+        assert values[1] == pytest.approx(values[0], rel=factor * error), name
+    evals = [state_of(f)["log_history"][-1]["eval_loss"] for f in (one, two)]
+    assert evals[1] == pytest.approx(evals[0], rel=factor * 1e-3)
+
+
+FSDP = {
+    "ACCELERATE_USE_FSDP": "true",
+    "FSDP_VERSION": "2",
+    "FSDP_AUTO_WRAP_POLICY": "TRANSFORMER_BASED_WRAP",
+}
+
+
+@pytest.mark.later
+@pytest.mark.parametrize("flags", [[], ["--full", "--bf16"]], ids=["lora", "full"])
+def test_fsdp2_equals_one_process(root, made, flags):
+    """The weights that are exported are whole, and those of one process; also after a resume."""
+    one, changes = made, {flag[2:]: True for flag in flags}
+    if flags:
+        one = begun(root, made, "one-full", **changes)
+        assert main(command(root, *flags, out=one.name)) == 0
+    folder = begun(root, made, f"fsdp-{len(flags)}", micro_batch_size=1, processes=2, **changes)
+    words = command(root, "--micro-batch-size", "1", *flags, out=folder.name)
+    for _ in range(2):
+        code, said = on_two(root, *words, program="sharded.py", **FSDP)
+        assert code == 0, said
+        losses_are_equal(one, folder, factor=100 if flags else 1)
+        weights_are_alike(root, one, folder)
+        older, newest = sorted(folder.glob("run/checkpoint-*"), key=os.path.getmtime)
+        assert [*older.glob("pytorch_model_fsdp_*")]  # written by FSDP
+        shutil.rmtree(newest)
+        shutil.rmtree(folder / "model")
+
+
+def weights_are_alike(root, one, folder):
+    """Of two exports, by how far training has moved them."""
+    old, alone, sharded = (
+        load_file(f / "model.safetensors")
+        for f in (root / "model", one / "model", folder / "model")
+    )
+    assert old.keys() == alone.keys() == sharded.keys()
+    moved = [(alone[n] - old[n]).float().norm() for n in old]
+    apart = [(alone[n] - sharded[n]).float().norm() for n in old]
+    assert sum(moved) > 0
+    assert sum(apart) < 0.2 * sum(moved)
+
+
+@pytest.mark.parametrize(("version", "told"), [("1", "for FSDP 1: set"), ("2", "FSDP for NO")])
+def test_fsdp_that_would_be_ignored_is_refused(root, capsys, monkeypatch, version, told):
+    for name, value in (FSDP | {"FSDP_VERSION": version}).items():
+        monkeypatch.setenv(name, value)
+    assert main(command(root, out="refused")) == 2
+    assert told in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

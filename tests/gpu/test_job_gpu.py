@@ -32,7 +32,7 @@ FLAGS = shlex.split(f"""
     --untie-embeddings-and-output-weights --attention-variant sink --head-balance-coeff 0.1
     --log-interval 1 --num-workers 0 --save-interval 6 --make-vocab-size-divisible-by 8
 """)
-MOCK = shlex.split("--mock-data --tokenizer-type NullTokenizer --vocab-size 255")
+MOCK = shlex.split("--mock-data --tokenizer-type NullTokenizer --vocab-size 256")
 
 
 def megasink(*argv):

@@ -18,7 +18,7 @@ FLAGS = shlex.split("""
     --max-position-embeddings 256 --micro-batch-size 2 --global-batch-size 4 --train-iters 4
     --lr 1e-3 --normalization RMSNorm --swiglu --disable-bias-linear --seed 7
     --position-embedding-type rope --untie-embeddings-and-output-weights
-    --tokenizer-type NullTokenizer --vocab-size 255 --mock-data --eval-iters 0
+    --tokenizer-type NullTokenizer --vocab-size 256 --mock-data --eval-iters 0
     --eval-interval 100 --log-interval 1 --head-balance-coeff 0.1 --num-workers 0
     --transformer-impl local --use-cpu-initialization --no-gradient-accumulation-fusion
     --no-rope-fusion --no-masked-softmax-fusion --no-bias-swiglu-fusion --no-persist-layer-norm

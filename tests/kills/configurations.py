@@ -7,7 +7,7 @@ from tests.runs import MOCK, TINY, UNTIED
 STEPS, SAVE_INTERVAL = 120, 10
 MODEL = [*TINY, *UNTIED, *MOCK]
 MODEL += f"""
-    --hidden-size 32 --train-iters {STEPS} --save-interval {SAVE_INTERVAL} --vocab-size 127
+    --hidden-size 32 --train-iters {STEPS} --save-interval {SAVE_INTERVAL} --vocab-size 128
     --eval-interval 50 --head-balance-coeff 0.1 --num-workers 1 --distributed-timeout-minutes 1
 """.split()
 

@@ -15,7 +15,7 @@ STEPS = 4
 MODEL = """--num-layers 2 --hidden-size 64 --num-attention-heads 4 --ffn-hidden-size 128
     --seq-length 64 --max-position-embeddings 64 --position-embedding-type rope --swiglu
     --normalization RMSNorm --disable-bias-linear --untie-embeddings-and-output-weights
-    --tokenizer-type NullTokenizer --vocab-size 63 --mock-data --num-workers 0 --eval-iters 0
+    --tokenizer-type NullTokenizer --vocab-size 64 --mock-data --num-workers 0 --eval-iters 0
     --micro-batch-size 4 --global-batch-size 16 --lr 3e-3 --lr-decay-style constant
     --weight-decay 0 --adam-eps 1e-5 --log-interval 1""".split()
 

@@ -17,11 +17,11 @@ def planned(text):
 @pytest.mark.parametrize(
     ("given", "wanted"),
     [
-        ("--data-path $DATA/text --vocab-size 100", f"{OTHERS} 99"),
-        ("--train-data-path 0.3 a --valid-data-path b --vocab-size 100", f"{OTHERS} 99"),
-        ("--tokenizer-type GPT2BPETokenizer --vocab-file v --merge-file m", f"{OTHERS} 50256"),
-        ("--tokenizer-model meta-llama/Llama-3.1-8B", f"{OTHERS} 128255"),
-        ("--tokenizer-model unheard-of", f"{OTHERS} 131071"),
+        ("--data-path $DATA/text --vocab-size 100", f"{OTHERS} 100"),
+        ("--train-data-path 0.3 a --valid-data-path b --vocab-size 100", f"{OTHERS} 100"),
+        ("--tokenizer-type GPT2BPETokenizer --vocab-file v --merge-file m", f"{OTHERS} 50257"),
+        ("--tokenizer-model meta-llama/Llama-3.1-8B", f"{OTHERS} 128256"),
+        ("--tokenizer-model unheard-of", f"{OTHERS} 131072"),
         ("--mock-data --tokenizer-type NullTokenizer --vocab-size 9", f"{OTHERS} 9"),
     ],
 )
@@ -59,7 +59,7 @@ def test_a_tokenizer_that_is_here_stays(tmp_path):
 )
 def test_packages_and_what_is_outside(capsys, given, kept, named):
     line = planned(f"{MODEL} {RUN} {given} --vocab-size 100")
-    assert line == " ".join(f"{MODEL} {RUN} {kept} {OTHERS} 99".split())
+    assert line == " ".join(f"{MODEL} {RUN} {kept} {OTHERS} 100".split())
     assert capsys.readouterr().err.strip().endswith(f"without {named}" if named else "-size)")
 
 
@@ -70,3 +70,13 @@ def test_what_the_configuration_of_a_model_does_not_have(capsys):
     assert "--max-position-embeddings 4096" in line
     assert added in capsys.readouterr().err
     assert "--train-iters" not in planned(f"{MODEL} --train-samples 9 --vocab-size 100")
+
+
+@pytest.mark.parametrize(("given", "batch"), [("", "64"), ("--global-batch-size 32 ", "32")])
+def test_a_schedule_of_batch_sizes_is_planned_at_one(capsys, given, batch):
+    schedule = ["--step-batch-size-schedule", "0:16 2B:64"]
+    words = [*f"{MODEL} {RUN} {given}--mock-data --vocab-size 9".split(), *schedule]
+    line = " ".join(with_stand_ins(words, words))
+    assert f"--global-batch-size {batch}" in line
+    assert "schedule" not in line
+    assert f"--global-batch-size {batch} in place of" in capsys.readouterr().err

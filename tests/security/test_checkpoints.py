@@ -21,7 +21,7 @@ from tests.security.crafted import ENTRIES, Mark
 TASKS = "tests.security.tasks"
 FLAGS = [*TINY, *MOCK]
 FLAGS += """
-    --hidden-size 48 --max-position-embeddings 64 --train-iters 2 --lr 1e-2 --vocab-size 399
+    --hidden-size 48 --max-position-embeddings 64 --train-iters 2 --lr 1e-2 --vocab-size 400
     --lr-decay-style constant --eval-iters 0 --save-interval 100 --num-workers 0
 """.split()
 READ_BY_ENTRY = ["index", "file", "common.pt", "optimizer", *ENTRIES]

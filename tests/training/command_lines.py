@@ -16,7 +16,7 @@ MODEL = (
     "--train-iters 4 --lr 1e-3 --normalization RMSNorm --swiglu "
     "--position-embedding-type rope"
 ).split()
-MOCK = [*MODEL, "--mock-data", "--tokenizer-type", "NullTokenizer", "--vocab-size", "255"]
+MOCK = [*MODEL, "--mock-data", "--tokenizer-type", "NullTokenizer", "--vocab-size", "256"]
 
 
 def _without(*flags: str) -> list[str]:

@@ -60,7 +60,7 @@ def write(path, documents, dtype=np.uint16):
     return str(path)
 
 
-NULL = ["--tokenizer-type", "NullTokenizer", "--vocab-size", "255"]
+NULL = ["--tokenizer-type", "NullTokenizer", "--vocab-size", "256"]
 
 
 def problems(*flags: str) -> list[str]:

@@ -11,7 +11,7 @@ FLAGS = [*TINY]
 FLAGS += """
     --num-layers 1 --hidden-size 32 --num-attention-heads 2 --train-iters 4
     --lr-decay-style constant --init-method-std 0.2 --hidden-dropout 0.2
-    --tokenizer-type NullTokenizer --vocab-size 99 --split 60,20,20 --eval-iters 2
+    --tokenizer-type NullTokenizer --vocab-size 100 --split 60,20,20 --eval-iters 2
     --eval-interval 1 --save-interval 2 --num-workers 0
 """.split()
 # An evaluation reads 8 of the 18 samples that the validation part has.

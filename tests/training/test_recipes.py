@@ -66,7 +66,7 @@ def words(name, *flags):
         "--device",
         "cpu",
     ]
-    null += ["--vocab-size", str(vocabulary - 1)]  # and the end of the document
+    null += ["--vocab-size", str(vocabulary)]
     return recipes.expanded(["--recipe", name, *null, *flags])
 
 

@@ -1,6 +1,7 @@
 """What Megatron asserts is said in one line."""
 
 import io
+from argparse import Namespace
 
 import pytest
 
@@ -14,6 +15,10 @@ def bare(args):
 
 def worded(args):
     assert not args, "--num-layers must be even,\\n says --save"
+
+def valued(args):
+    args.num_layers = args.fp8 = 5
+    assert args.num_layers < args.fp8
 
 def exits(args):
     print("use --recompute-activations")
@@ -29,6 +34,10 @@ def raises(args):
     [
         ("bare", "validate.py:4: assert not args"),
         ("worded", "--num-layers must be even, says --save (validate.py:7: assert not args)"),
+        (
+            "valued",
+            "validate.py:11: assert args.num_layers < args.fp8: --num-layers 5, --fp8-format 5",
+        ),
         ("exits", "use --recompute-activations"),
         ("raises", "no"),
     ],
@@ -39,7 +48,7 @@ def test_a_refusal_is_one_line(tmp_path, name, text):
     exec(compile(SOURCE, path, "exec"), names)
     names["print"] = lambda *words: print(*words, file=printed)
     with pytest.raises(ConfigError) as error, refusals_of_megatron(printed):
-        names[name](True)
+        names[name](Namespace())
     (problem,) = error.value.problems
     assert problem.startswith(f"Megatron refuses this configuration: {text}")
     assert "\n" not in problem

@@ -13,7 +13,7 @@ TASKS = "tests.distributed.data_tasks"
 FLAGS = [*TINY]
 FLAGS += """
     --num-layers 1 --hidden-size 32 --num-attention-heads 2 --global-batch-size 8
-    --tokenizer-type NullTokenizer --vocab-size 4999 --split 1,0,0 --num-workers 0
+    --tokenizer-type NullTokenizer --vocab-size 5000 --split 1,0,0 --num-workers 0
     --eval-interval 1000 --eval-iters 0 --override-opt-param-scheduler
 """.split()
 SAMPLE = 32

@@ -11,9 +11,9 @@ from tests.runs import MOCK, TINY, UNTIED, metrics
 FLAGS = [*TINY, *UNTIED, *MOCK]
 FLAGS += """
     --seq-length 16 --max-position-embeddings 16 --train-iters 3 --init-method-std 0.2
-    --vocab-size 126 --eval-interval 3 --attention-variant k-bias --sink-token
+    --vocab-size 127 --eval-interval 3 --attention-variant k-bias --sink-token
 """.split()
-TOKEN = 127  # 126 tokens and the end-of-document token of NullTokenizer come before it
+TOKEN = 127  # the tokens of NullTokenizer come before it
 # One rank last: a process that has trained once takes part in one more collective when it starts
 # again (megatron/training/training.py:1131), and rank 1 would not have.
 LAYOUTS = {

@@ -32,6 +32,7 @@ HYBRID = "megatron.core.models.hybrid.hybrid_layer_specs hybrid_stack_spec"
             "--reset-attention-mask --reset-position-ids",
             {"dataloader_inter_document_masking": True, "reset_position_ids": False},
         ),
+        ("--rampup-batch-size 2 2 8", {"rampup_batch_size": [2, 2, 8]}),
         ("--reset-attention-mask", {"dataloader_inter_document_masking": True}),
         ("--reset-position-ids", {"reset_position_ids": False}),
         (f"--hybrid-layer-pattern *- --spec {HYBRID}", {"spec": None}),

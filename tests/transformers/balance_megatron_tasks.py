@@ -44,7 +44,7 @@ def trained_twice(name: str, masked: bool, flags: list[str], **options: Any) -> 
     with tempfile.TemporaryDirectory() as folder:
         root = Path(folder)
         args, _ = arguments_of([*model_flags(architecture_of(**_SIZE, **MODELS[name])), *flags])
-        args.vocab_size, args.tokenizer_type = tiny_gpt.VOCABULARY - 1, "NullTokenizer"
+        args.vocab_size, args.tokenizer_type = tiny_gpt.VOCABULARY, "NullTokenizer"
         config = layout_config(args)
         models = tiny_gpt.build(config)
         tiny_gpt.skew_sinks(models)

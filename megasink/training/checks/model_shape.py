@@ -14,6 +14,7 @@ _INSTEAD = {
     "relative": "needs TransformerEngine's attention: use none with --attention-bias-type t5",
     "mrope": "a text has one position per token: use rope",
 }
+_BY_LAYER = ("moe_layer_freq", "window_attn_skip_freq", "no_rope_freq", "linear_attention_freq")
 _WIDTHS = ("kv_lora_rank", "qk_head_dim", "qk_pos_emb_head_dim", "v_head_dim")
 
 
@@ -38,6 +39,10 @@ def problems(args: Namespace) -> Iterator[str]:
             f"--hidden-size {args.hidden_size} is not divisible by --num-attention-heads {heads}: "
             "change one, or give --kv-channels"
         )
+    for name in _BY_LAYER:
+        values, layers = getattr(args, name), args.num_layers
+        if isinstance(values, list) and layers and len(values) != layers:
+            yield f"{flag_of(name)} has {len(values)} entries, for {layers} layers: give one each"
     positions, length = args.max_position_embeddings, args.seq_length
     if positions and length and length > positions:
         yield (

@@ -62,7 +62,7 @@ _loaded = functools.cache(load_tokenizer)
 def known_ids(args: Namespace) -> int | None:
     """Return the number of ids in the tokenizer; None if only Megatron knows."""
     if args.tokenizer_type == "NullTokenizer" and args.vocab_size:
-        return int(args.vocab_size) + 1  # its end-of-document token
+        return int(args.vocab_size)
     try:
         tokenizer = tokenizer_of(args)
     except UserError:
@@ -102,8 +102,8 @@ def _tokens(args: Namespace) -> int | None:
     if args.tokenizer_type == "HuggingFaceTokenizer":
         tokenizer = tokenizer_of(args)
         return None if tokenizer is None else id_count(tokenizer)
-    # NullTokenizer has an end-of-document token besides.
-    return args.vocab_size and args.vocab_size + (args.tokenizer_type == "NullTokenizer")
+    size: int | None = args.vocab_size
+    return size
 
 
 def _row_problems(args: Namespace) -> Iterator[str]:

@@ -65,7 +65,7 @@ def trained(folder: str, kind: str) -> dict[str, Any]:
     with registered():
         flags = model_flags(architecture(attention=kind, vocabulary=128))
         args, _ = from_hf.arguments_of(flags)
-        args.vocab_size, args.tokenizer_type = 127, "NullTokenizer"
+        args.vocab_size, args.tokenizer_type = 128, "NullTokenizer"
         config = layout_config(args)
         config.pre_wrap_hooks = [skew]
         models = tiny_gpt.build(config)

@@ -16,7 +16,7 @@ MODEL = (
     "--hidden-size 256 --num-attention-heads 8 --seq-length 256 --max-position-embeddings 256 "
     "--micro-batch-size 1 --lr 1e-3 --normalization RMSNorm --swiglu --ffn-hidden-size 512 "
     "--disable-bias-linear --position-embedding-type rope --mock-data --train-iters 100 "
-    "--tokenizer-type NullTokenizer --vocab-size 255 --bf16 --head-balance-coeff 1e-3 "
+    "--tokenizer-type NullTokenizer --vocab-size 256 --bf16 --head-balance-coeff 1e-3 "
     "--use-distributed-optimizer --log-interval 1"
 )
 GROUPS = "--group-query-attention --num-query-groups 4"

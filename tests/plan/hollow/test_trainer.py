@@ -14,7 +14,7 @@ MODEL = (
     "--num-layers 2 --hidden-size 256 --num-attention-heads 4 --seq-length 256 "
     "--max-position-embeddings 256 --micro-batch-size 2 --global-batch-size 4 --lr 1e-3 "
     "--normalization RMSNorm --swiglu --disable-bias-linear --position-embedding-type rope "
-    "--mock-data --tokenizer-type NullTokenizer --vocab-size 255 --bf16 --head-balance-coeff 1e-3 "
+    "--mock-data --tokenizer-type NullTokenizer --vocab-size 256 --bf16 --head-balance-coeff 1e-3 "
     "--use-distributed-optimizer --overlap-grad-reduce --overlap-param-gather "
     "--num-workers 0 --eval-iters 0 --eval-interval 100"
 )

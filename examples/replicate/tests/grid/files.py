@@ -25,7 +25,7 @@ num-workers = 0
 eval-iters = 1
 eval-interval = 20
 """
-MOCK = 'tokenizer-type = "NullTokenizer"\nvocab-size = 255\nmock-data = true\n'
+MOCK = 'tokenizer-type = "NullTokenizer"\nvocab-size = 256\nmock-data = true\n'
 LETTERS = """
 tokenizer-model = "{out}/data/tokenizer"
 data-path = "{out}/data/letters"
