@@ -100,11 +100,11 @@ def _partial(path: Path) -> Iterator[Path]:
 def remove(folder: Path) -> None:
     """Remove a folder, also with a single free file descriptor; ignore what cannot be removed."""
     shutil.rmtree(folder, ignore_errors=True)  # it needs one for each level
-    for place, _, files in os.walk(folder, topdown=False):
+    for place, _, files in folder.walk(top_down=False):
         with suppress(OSError):
             for name in files:
-                os.unlink(os.path.join(place, name))
-            os.rmdir(place)
+                (place / name).unlink()
+            place.rmdir()
 
 
 @contextmanager

@@ -27,6 +27,7 @@ from megasink.finetune import export_finetuned
 from megasink.finetune.chats import IGNORED, ChatTokenizer, read_chats
 from megasink.finetune.options import FinetuneOptions, processes, uses
 from megasink.transformers import NAME
+from megasink.transformers.decoder_blocks import carries_state
 from megasink.transformers.load_hf_folder import load, load_weights
 from megasink.transformers.model_identity import model_identity
 from megasink.transformers.trainer_callback import HeadBalanceCallback, check_arguments
@@ -165,6 +166,10 @@ def make_trainer(
         )
     if not asks:  # TRL trains it for every model that has a coefficient
         config.router_aux_loss_coef = 0.0
+    if carries_state(model):
+        config.packing = False
+        if config.process_index == 0:
+            print(f"{text.model_type} is trained on one conversation per sample (not packed)")
     trainer = SFTTrainer(
         model=model,
         args=config,

@@ -60,6 +60,12 @@ class LatentSelfAttention(GatesHeads, MLASelfAttention):
                 # Each rank has the whole gradient. By its name, Megatron would sum them, as of a
                 # norm of each rank's heads (megatron/core/distributed/finalize_model_grads.py:452).
                 parameter.average_gradients_across_tp_domain = True
+        if config.sequence_parallel and not config.qk_layernorm:
+            # Without a norm the latent is a view, which Megatron gathers as it is
+            # (megatron/core/tensor_parallel/layers.py:571) and NCCL refuses.
+            self.linear_kv_up_proj.register_forward_pre_hook(
+                lambda _, inputs: (inputs[0].contiguous(), *inputs[1:])
+            )
         if not gates_explicitly(config):
             return
         self.gate, self.position = ExplicitGate(config, self.tp_group), config.gate_position

@@ -107,6 +107,15 @@ def find_blocks(model: torch.nn.Module) -> list[Block]:
     return blocks
 
 
+def carries_state(model: torch.nn.Module) -> bool:
+    """Return whether a layer may carry a state from token to token, also between documents.
+
+    Delta-net, Mamba and short convolutions do: the last two inside attention layers, too.
+    """
+    convolves = any(isinstance(m, torch.nn.Conv1d) for m in decoder_of(model).modules())
+    return convolves or any(block.attention is None for block in find_blocks(model))
+
+
 def _block(layer: torch.nn.Module, name: str, kind: str, config: Any) -> Block:
     # Some models call their linear attention self_attn, too.
     attention = None if kind == "linear_attention" else child(layer, _ATTENTION)

@@ -2,10 +2,12 @@
 
 import copy
 import json
+from itertools import pairwise
 from pathlib import Path
 
 import torch
 from safetensors.torch import save_file
+from torch.nn.functional import cross_entropy
 
 RELEASED = json.loads("""{
     "architectures": ["GptOssForCausalLM"], "attention_bias": true, "attention_dropout": 0.0,
@@ -58,3 +60,48 @@ def differing(folder: str, exported: str) -> list[str]:
     theirs = load(folder, dtype=torch.bfloat16, **unpacked).state_dict()
     assert ours.keys() == theirs.keys()
     return [name for name, weight in theirs.items() if not torch.equal(weight, ours[name])]
+
+
+_PACKED = """
+    --tokenizer-type NullTokenizer --vocab-size 100 --seq-length 64 --num-workers 0 --device cpu
+    --micro-batch-size 1 --global-batch-size 2 --train-iters 1 --lr 1e-3 --eval-iters 0
+    --log-interval 1 --split 1,0,0 --head-balance-coeff 0 --moe-router-load-balancing-type none
+    --dataloader-inter-document-masking --finetune
+""".split()
+
+
+def packed_and_alone(folder: str) -> tuple[list[str], float, float]:
+    """Import a random model; flags of a step on packed documents, and its loss and gradient norm.
+
+    Both are of stock transformers with eager attention, each document alone.
+    """
+    import transformers
+
+    from megasink.convert.hf_config import config_of
+    from megasink.convert.targets import TARGETS
+    from tests.convert.accuracy_tasks import import_released
+    from tests.convert.models import MODELS
+    from tests.distributed.data_tasks import samples, write_numbered
+
+    target, architecture = MODELS["gpt_oss-yarn"]
+    import_released(folder, config_of(architecture, TARGETS[target], {}))
+    root = Path(folder)
+    write_numbered(str(root / "text"), (9, 3, 20, 1, 31, 14, 7, 15), 1)
+    flags = [*(root / "run/flags.txt").read_text().split(), *_PACKED]
+    flags += ["--data-path", str(root / "text"), "--load", str(root / "run/checkpoints")]
+    (found,) = samples(flags, [2])
+    load = transformers.AutoModelForCausalLM.from_pretrained
+    model = load(root / "hf", dtype=torch.float32, attn_implementation="eager")
+    model.set_experts_implementation("eager")
+    losses = []
+    for sample in range(2):  # the first ones, of more
+        tokens, labels, ends = (found[n][sample] for n in ("tokens", "labels", "cu_seqlens"))
+        bounds = sorted({*ends.tolist()})
+        assert len(bounds) > 3
+        for start, end in pairwise(bounds):
+            logits = model(tokens[None, start:end]).logits[0]
+            losses.append(cross_entropy(logits, labels[start:end], reduction="none"))
+    loss = torch.cat(losses).mean()
+    loss.backward()
+    norms = torch.stack([p.grad.norm() for p in model.parameters() if p.grad is not None])
+    return flags, loss.item(), norms.norm().item()

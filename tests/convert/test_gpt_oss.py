@@ -82,6 +82,26 @@ def test_it_trains_resumes_and_is_exported(pool, imported, tmp_path):
     assert "GptOssForCausalLM (gpt_oss)" in said
 
 
+@pytest.fixture(scope="module")
+def packed(pool, tmp_path_factory):
+    """A folder, the flags of a step on packed documents, and its loss and gradient norm."""
+    folder = tmp_path_factory.mktemp("packed")
+    (found,) = pool.run(f"{TASKS}:packed_and_alone", SINGLE, folder=str(folder))
+    return folder, *found
+
+
+@pytest.mark.parametrize("comm_type", ["all_gather", "a2a"])
+def test_packed_documents_under_windows_are_documents_alone(pool, packed, comm_type):
+    """With YaRN, sinks and a window of 5 in every second layer, of stock transformers."""
+    folder, flags, loss, norm = packed
+    layout = ["--context-parallel-size", "2", "--cp-comm-type", comm_type]
+    run = folder / comm_type
+    pool.train([*flags, *layout, "--run-dir", str(run)], 2)
+    (step,) = steps(run)
+    assert step["lm_loss"] == pytest.approx(loss, rel=1e-5)
+    assert step["grad_norm"] == pytest.approx(norm, rel=1e-4)
+
+
 @pytest.mark.parametrize(
     ("name", "change", "said"),
     [

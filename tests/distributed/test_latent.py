@@ -3,12 +3,18 @@
 Keys of 24, values of 16, one latent of keys and values for all heads, as Megatron's `+` layers.
 """
 
+import shutil
+
 import pytest
 
+from megasink.convert.model_flags import model_flags
+from tests.convert.models import OWN
+from tests.convert.models_page import EXPERTS, LAYOUTS
 from tests.distributed import merging
 from tests.distributed.cases import CP, EP, TOLERANCE, TRAIN, case, cases
 from tests.distributed.layout import SINGLE
 from tests.distributed.test_oracle import compare
+from tests.runs import MOCK, resumed_from, steps
 
 MOE = {
     "num_moe_experts": 4,
@@ -67,3 +73,28 @@ def test_layers_with_experts_are_those_of_the_frequency(pool):
     names = merging.whole([pool.once(TRAIN, SINGLE, **MODELS["experts"][1])[0]["initial"]])
     experts = {name.split(".")[2] for name in names if ".experts." in name}
     assert experts == {"1"}  # of two blocks, or {"3"} by layers of the pattern
+
+
+RUN = """
+    --seq-length 32 --micro-batch-size 2 --global-batch-size 4 --lr 1e-3 --log-interval 1
+    --lr-decay-style constant --head-balance-coeff 0.1 --save-interval 2 --vocab-size 100
+    --moe-router-load-balancing-type none --use-distributed-optimizer
+""".split()
+
+
+def test_a_run_with_sinks_and_experts_resumes_in_another_layout(pool, tmp_path):
+    """From one rank to TP 2 with SP and EP 2: steps 3 and 4 of the run that went on."""
+    flags = [*model_flags(OWN["own-latent-sink-experts"][1]), *MOCK, *RUN]
+    run, other = tmp_path / "run", tmp_path / "other"
+    more = ["--train-iters", "4", "--resume", "--override-opt-param-scheduler"]
+    pool.train([*flags, "--run-dir", str(run), "--train-iters", "2"])
+    shutil.copytree(run, other)
+    pool.train([*flags, "--run-dir", str(run), *more])
+    pool.train([*flags, "--run-dir", str(other), *more, *LAYOUTS["TP 2"], *EXPERTS], 2)
+    assert resumed_from(other) == [None, 2]
+    whole, resumed = steps(run), steps(other)
+    assert len({step["lm_loss"] for step in whole}) == len(resumed) == 4
+    for one, wanted in zip(resumed[2:], whole[2:], strict=True):
+        for name in ("lm_loss", "grad_norm", "balance_loss"):
+            assert one[name] == pytest.approx(wanted[name], rel=1e-4), name
+        assert one["lm_loss"] == pytest.approx(wanted["lm_loss"], rel=1e-5)

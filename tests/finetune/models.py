@@ -2,6 +2,7 @@
 
 import json
 from pathlib import Path
+from typing import Any
 
 import torch
 import transformers
@@ -19,6 +20,21 @@ SHAPE = COMMON | {
     "bos_token_id": None,
 }
 EXPERTS = {"num_experts_per_tok": 2}
+# One layer of gated delta-net, whose state would pass from one packed conversation to the next.
+DELTA_NET = {
+    "layer_types": ["linear_attention", "full_attention"],
+    "linear_num_value_heads": 4,
+    "linear_num_key_heads": 2,
+    "linear_key_head_dim": 8,
+    "linear_value_head_dim": 8,
+}
+LATENT = {
+    "q_lora_rank": 24,
+    "kv_lora_rank": 16,
+    "qk_nope_head_dim": 8,
+    "qk_rope_head_dim": 8,
+    "v_head_dim": 12,
+}
 # {name: (class of transformers, or "megasink"; options; type of most weights)}
 MODELS = {
     "llama": ("Llama", {"tie_word_embeddings": True, "use_cache": False}, "float32"),
@@ -43,6 +59,15 @@ MODELS = {
         | {"moe_router_score_function": "sigmoid", "moe_router_enable_expert_bias": True},
         "bfloat16",
     ),
+    "own-latent": ("megasink", LATENT | {"attention_variant": "sink", "qk_norm": True}, "bfloat16"),
+    "qwen3_next": (
+        "Qwen3Next",
+        EXPERTS
+        | DELTA_NET
+        | {"num_experts": 4, "moe_intermediate_size": 24, "shared_expert_intermediate_size": 24},
+        "bfloat16",
+    ),
+    "qwen3_5": ("Qwen3_5Text", DELTA_NET, "bfloat16"),
 }
 
 
@@ -52,16 +77,13 @@ def make(name: str, folder: Path, vocabulary: int) -> None:
     torch.manual_seed(11)
     given = SHAPE | {"vocab_size": vocabulary} | options
     own = kind == "megasink"
-    classes = (
-        (MegasinkConfig, MegasinkForCausalLM)
-        if own
-        else (
-            getattr(transformers, f"{kind}Config"),
-            getattr(transformers, f"{kind}ForCausalLM"),
-        )
-    )
-    config = classes[0](**given)
-    model = classes[1](config)
+    config: Any
+    if own:
+        config = MegasinkConfig(**given)
+        model = MegasinkForCausalLM(config)
+    else:
+        config = getattr(transformers, f"{kind}Config")(**given)
+        model = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float32)
     with torch.no_grad():
         for parameter_name, value in (*model.named_parameters(), *model.named_buffers()):
             if parameter_name.split(".")[-1] in ("sinks", "e_score_correction_bias", "value_bias"):
