@@ -92,7 +92,7 @@ class Slotted(NamedTuple):
     query_BHTD: Tensor
     key_BGSD: Tensor
     value_BGSD: Tensor
-    # s: broadcastable to [B, H, T], statistics dtype; None unless `Slot.GIVEN`.
+    # s: [H], or broadcastable to [B, H, T]; statistics dtype; None unless `Slot.GIVEN`.
     slot_logit: Tensor | None = None
     slot_value: Tensor | None = None  # u, broadcastable to [B, H, T, D]; None for 0
 

@@ -5,6 +5,7 @@ dim.
 """
 
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -68,22 +69,19 @@ def attention(
         raise ValueError(
             f"sink_H must be [{heads}] in {dtype}, got {list(sink_H.shape)} in {sink_H.dtype}"
         )
-    slot, slot_logit_1H1 = softmax.slot, None
+    slot, slot_logit = softmax.slot, None
     if slot == Slot.GIVEN:
         if sink_H is None:
             sink_H = query_BHTD.new_zeros(heads, dtype=dtype)
-        slot_logit_1H1 = sink_H.view(1, -1, 1)
+        slot_logit = sink_H if cu_seqlens is None else sink_H.view(1, -1, 1)
     elif not with_gate:
         slot = Slot.NONE
-    slotted = Slotted(query_BHTD, key_BGSD, value_BGSD, slot_logit_1H1)
+    slotted = Slotted(query_BHTD, key_BGSD, value_BGSD, slot_logit)
     call = _checked(
         *(slotted, with_gate, cu_seqlens, distance_bias_HS, scale),
         *(causal, prefix, window, slot, backend),
     )
-    if cu_seqlens is not None:
-        return _by_document(cu_seqlens, call, slotted, with_gate=with_gate)
-    out_BHTD, lse_BHT, gate_BHT, _ = op_for(slotted, call)(*slotted, *call)
-    return AttentionOutput(out_BHTD, lse_BHT, gate_BHT if with_gate else None)
+    return _run(slotted, call, with_gate, cu_seqlens)
 
 
 def slot_attention(
@@ -124,10 +122,14 @@ def slot_attention(
         *(slotted, True, cu_seqlens, distance_bias_HS, scale),
         *(causal, prefix, window, Slot.GIVEN, backend),
     )
-    if cu_seqlens is not None:
-        return _by_document(cu_seqlens, call, slotted, with_gate=True)
+    return _run(slotted, call, True, cu_seqlens)
+
+
+def _run(slotted: Slotted, call: AttentionCall, gate: bool, bounds: Any = None) -> AttentionOutput:
+    if bounds is not None:
+        return _by_document(slotted, call, gate, bounds)
     out_BHTD, lse_BHT, gate_BHT, _ = op_for(slotted, call)(*slotted, *call)
-    return AttentionOutput(out_BHTD, lse_BHT, gate_BHT)
+    return AttentionOutput(out_BHTD, lse_BHT, gate_BHT if gate else None)
 
 
 def op_for(slotted: Slotted, call: AttentionCall) -> Callable[..., Sequence[Tensor]]:
@@ -145,27 +147,25 @@ def op_for(slotted: Slotted, call: AttentionCall) -> Callable[..., Sequence[Tens
 def _is_plain(*tensors: Tensor | None) -> bool:
     if torch._C._len_torch_dispatch_stack() or torch._C._are_functorch_transforms_active():
         return False
-    return all(type(tensor) in _PLAIN_TYPES for tensor in tensors)
+    return _PLAIN_TYPES.issuperset(map(type, tensors))
 
 
 _PLAIN_TYPES = frozenset((Tensor, torch.nn.Parameter, type(None)))
 
 
 def _by_document(
-    cu_seqlens: Sequence[int], call: AttentionCall, slotted: Slotted, *, with_gate: bool
+    slotted: Slotted, call: AttentionCall, with_gate: bool, cu_seqlens: Sequence[int]
 ) -> AttentionOutput:
     """Call the op on all documents if its kernel packs them, else on each document."""
     from megasink.attention.documents import attend_by_document, in_one_call
 
-    def run(slotted: Slotted, call: AttentionCall) -> AttentionOutput:
-        out_BHTD, lse_BHT, gate_BHT, _ = op_for(slotted, call)(*slotted, *call)
-        return AttentionOutput(out_BHTD, lse_BHT, gate_BHT if with_gate else None)
-
     if packs(slotted, call):
-        return run(*in_one_call(slotted, call, cu_seqlens))
-    return attend_by_document(
-        lambda *own: run(Slotted(*own), _with_bias_of(own[1].shape[2], call)), cu_seqlens, *slotted
-    )
+        return _run(*in_one_call(slotted, call, cu_seqlens), with_gate)
+
+    def attend(*own: Any) -> AttentionOutput:
+        return _run(Slotted(*own), _with_bias_of(own[1].shape[2], call), with_gate)
+
+    return attend_by_document(attend, cu_seqlens, *slotted)
 
 
 def _with_bias_of(keys: int, call: AttentionCall) -> AttentionCall:
@@ -195,17 +195,10 @@ def _checked(
     if prefix < 0:
         raise ValueError(f"prefix {prefix}: use 0 or more keys")
     if prefix:
-        no_others = {
-            "window": window is None,
-            "cu_seqlens": cu_seqlens is None,
-            "distance_bias_HS": bias_HS is None,
-            "causal=False": causal,
-        }
-        for name, is_fine in no_others.items():
-            if not is_fine:
-                raise ValueError(
-                    f"a prefix needs causal attention and cannot be combined with {name}"
-                )
+        others = {"window": window, "cu_seqlens": cu_seqlens, "distance_bias_HS": bias_HS}
+        clashes = [name for name, other in others.items() if other is not None]
+        for name in clashes if causal else [*clashes, "causal=False"]:
+            raise ValueError(f"a prefix needs causal attention and cannot be combined with {name}")
         # A prefix of one key is the causal mask.
         prefix = 0 if prefix < 2 else min(prefix, keys)
     if cu_seqlens is not None and not causal:

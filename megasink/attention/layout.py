@@ -67,12 +67,13 @@ def dense_rows(tensor_BHTD: Tensor) -> Tensor:
 
 def statistics_dtype(dtype: torch.dtype) -> torch.dtype:
     """Return float64 for float64, else float32."""
-    return torch.promote_types(dtype, torch.float32)
+    return torch.float64 if dtype is torch.float64 else torch.float32
 
 
 def row_dot(left_BHTD: Tensor, right_BHTD: Tensor) -> Tensor:
     """Return sum_d left * right, [B, H, T] in the statistics dtype."""
-    return (left_BHTD.to(statistics_dtype(left_BHTD.dtype)) * right_BHTD).sum(-1)
+    wide_BHTD = left_BHTD if left_BHTD.dtype.itemsize > 2 else left_BHTD.float()
+    return (wide_BHTD * right_BHTD).sum(-1)
 
 
 def dot_with_each_row(rows_BHTD: Tensor, vector_BH1D: Tensor) -> Tensor:

@@ -37,6 +37,7 @@ from megasink.attention.masked import backward_masked, forward_masked, one_call
 def run_forward(ctx: Any, *arguments: Any) -> Results:
     """Run the forward on fields of `Slotted` and `AttentionCall`; `ctx` saves for the backward."""
     slotted, call = from_op(arguments, Slotted, AttentionCall)
+    slotted = _with_rows(slotted)
     query_BHTD, key_BGSD, value_BGSD, slot_logit, slot_value = slotted
     kernel, gates, own_sink = _kernels(slotted, call)
     if call.slot == Slot.FIRST_KEY:
@@ -78,6 +79,7 @@ def run_backward(
     The slot is None if neither of its gradients is needed.
     `lends`: gate kernels may write into dO and Y while it runs, and then put them back.
     """
+    given, slotted = slotted.slot_logit, _with_rows(slotted)
     query_BHTD, key_BGSD, value_BGSD, slot_logit, slot_value = slotted
     has_lse_grad = not (arriving.grad_lse_BHT is None and arriving.grad_gate_BHT is None)
     if has_lse_grad and not call.needs_gate_gradient:
@@ -110,13 +112,23 @@ def run_backward(
             arriving, results, slot_logit, slot_value, inject=inject, own_sink=own_sink
         ) as before:
             grads = backward_masked(kernel, to_kernel(before), call)
-        dense = map(in_order_of, slotted[:3], grads[:3])
-        grads = Gradients._make((*dense, *grads[3:]))
+        if not lends:  # compilers were told these strides
+            dense = map(in_order_of, slotted[:3], grads[:3])
+            grads = Gradients._make((*dense, *grads[3:]))
         grad_logit, grad_slot_value = before.logit_grad, before.value_grad
         if grads.sink_H is not None and slot_logit is not None:
             sink_grad = grads.sink_H[None, :, None].sum_to_size(slot_logit.shape)
             grad_logit = sink_grad if grad_logit is None else sink_grad + grad_logit
+    if grad_logit is not None and given is not None and given.dim() == 1:
+        grad_logit = grad_logit.flatten()
     return *grads[:3], grad_logit, grad_slot_value, grads.distance_bias_HS
+
+
+def _with_rows(slotted: Slotted) -> Slotted:
+    """Return the tensors with a sink [H] as [1, H, 1]."""
+    if slotted.slot_logit is None or slotted.slot_logit.dim() == 3:
+        return slotted
+    return Slotted(*slotted[:3], slotted.slot_logit.view(1, -1, 1))
 
 
 def _with_sink(slotted: Slotted, call: AttentionCall) -> AttentionCall:
@@ -208,9 +220,8 @@ def slot_backward(
     if grad_weight is not None:  # p = 1 - G
         grad_gate = -grad_weight if grad_gate is None else grad_gate - grad_weight
     arriving = Arriving(grad_out, grad_lse, grad_gate)
-    no_call_grads = dict.fromkeys(AttentionCall._fields)
-    if all(grad is None for grad in arriving):
-        return *(None for _ in Slotted._fields), *no_call_grads.values()
+    if grad_out is grad_lse is grad_gate is None:
+        return (None,) * (_TENSORS + len(ctx.scalars))
     wanted, wanted_of_call = from_op(ctx.needs_input_grad, Slotted, AttentionCall)
     slotted, results = Slotted(*tensors), Results(out_BHTD, lse_BHT, gate_BHT, weight_BHT)
     if not (wanted.slot_logit or wanted.slot_value):
@@ -222,11 +233,10 @@ def slot_backward(
 
         found = slot_attention_backward_op(*arriving, *slotted, *results, *call)
     *grads, grad_logit, grad_value, grad_bias_HS = found
-    if wanted_of_call.distance_bias_HS:
-        no_call_grads["distance_bias_HS"] = grad_bias_HS
+    grad_bias_HS = grad_bias_HS if wanted_of_call.distance_bias_HS else None
     grad_logit = grad_logit if wanted.slot_logit else None
     grad_value = grad_value if wanted.slot_value else None
-    return *grads, grad_logit, grad_value, *no_call_grads.values()
+    return *grads, grad_logit, grad_value, grad_bias_HS, *(None,) * len(ctx.scalars)
 
 
 def _owns(out_BHTD: Tensor) -> bool:

@@ -1,5 +1,6 @@
 """The op as an op: layouts, torch.compile, PyTorch's own operator checks, memory."""
 
+import collections
 import contextlib
 import math
 
@@ -93,8 +94,10 @@ def test_operator_checks(slot, window, bias):
 @pytest.mark.parametrize("width", [8, 6])
 @pytest.mark.parametrize("batch", [1, 2])
 @pytest.mark.parametrize("variant", VARIANTS)
-def test_strides_are_those_that_compilers_are_told(variant, batch, width):
+def test_strides_are_those_that_compilers_are_told(variant, batch, width, monkeypatch):
     """torch.compile plans memory by the fake tensors' strides, those of size-1 dimensions too."""
+    monkeypatch.setattr(functional, "_is_plain", lambda *_: False)  # the ops that compilers see
+    monkeypatch.setattr("megasink.attention.op._owns", lambda _: False)
     real = torch.randn(6, batch, 4, 8).permute(1, 2, 0, 3)
     with torch._subclasses.FakeTensorMode() as mode:
         fake = mode.from_tensor(real)
@@ -107,6 +110,35 @@ def test_strides_are_those_that_compilers_are_told(variant, batch, width):
             (grad,) = torch.autograd.grad(out.sum() + gate.sum(), leaf)
         strides.append([t.stride() for t in (out, lse, gate, grad)])
     assert strides[0] == strides[1]
+
+
+@pytest.mark.parametrize("tokens_first", [False, True])
+def test_an_eager_step_copies_no_gradient(tokens_first):
+    """Each copy is time on the host: the LSE, and the output that the gradient of the LSE enters.
+
+    The kernel has its own memory order, which autograd takes as it is.
+    """
+    shape = (6, 2, 4, 8) if tokens_first else (2, 4, 6, 8)
+    order = (1, 2, 0, 3) if tokens_first else (0, 1, 2, 3)
+    leaves = [torch.randn(shape).permute(order).detach().requires_grad_() for _ in range(3)]
+    sink = torch.zeros(4, requires_grad=True)
+    with torch.autograd.profiler.profile() as profile:
+        out, _, gate = attention(*leaves, variant="sink", sink_H=sink)
+        ones = [torch.ones_like(out), torch.ones_like(gate)]
+        grads = torch.autograd.grad([out, gate], [*leaves, sink], ones)
+    assert out.stride() == leaves[0].stride()
+    assert [grad.shape for grad in grads] == [*(leaf.shape for leaf in leaves), (4,)]
+    kernel = "aten::_scaled_dot_product_flash_attention_for_cpu_backward"
+    events = profile.function_events
+    within = {id(part) for event in events if event.name == kernel for part in _parts(event)}
+    counts = collections.Counter(event.name for event in events if id(event) not in within)
+    assert (counts[kernel], counts["aten::copy_"], counts["ViewBackward0"]) == (1, 2, 0)
+
+
+def _parts(event):
+    for part in event.cpu_children:
+        yield part
+        yield from _parts(part)
 
 
 @pytest.mark.parametrize("variant", VARIANTS)

@@ -20,6 +20,7 @@ from megasink.attention.gate_kernels.protocol import BeforeBackward, FirstKey, G
 from megasink.attention.injection import inject_lse_gradient
 from megasink.attention.kernels import AttentionRequest
 from megasink.attention.layout import (
+    as_order_of,
     dot_with_each_row,
     empty_in_order_of,
     in_order_of,
@@ -49,10 +50,14 @@ class PlainGateKernels(GateKernels):
         lse_BHT = lse_BHT.contiguous()
         gate_BHT = (lse_BHT - slot_logit).sigmoid_()
         weight_BHT = (slot_logit - lse_BHT).sigmoid_()
-        if out_BHTD.dtype is gate_BHT.dtype:
-            out_BHTD.mul_(gate_BHT[..., None])
+        gate_BHT1, into_BHTD = gate_BHT[..., None], as_order_of(query_BHTD, out_BHTD)
+        if out_BHTD.dtype is not gate_BHT.dtype:
+            out_BHTD = out_BHTD * gate_BHT1
+        elif into_BHTD is None and query_BHTD.dtype is out_BHTD.dtype:
+            into_BHTD = empty_in_order_of(query_BHTD, out_BHTD.shape[-1])
+            out_BHTD = torch.mul(out_BHTD, gate_BHT1, out=into_BHTD)
         else:
-            out_BHTD = out_BHTD * gate_BHT[..., None]
+            out_BHTD.mul_(gate_BHT1)
         if slot_value is not None:
             out_BHTD += weight_BHT[..., None] * slot_value
         total_lse_BHT = torch.logaddexp(lse_BHT, slot_logit)

@@ -8,7 +8,7 @@ from torch import Tensor
 from megasink.attention.call import AttentionCall, BackwardTensors
 from megasink.attention.kernels.backend import AttentionRequest, VendorBackend, fp16_reason
 
-_forward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
+_forward = torch._scaled_dot_product_flash_attention_for_cpu  # 4 us less than through torch.ops
 _backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
 
 
