@@ -170,7 +170,7 @@ def make_trainer(
         config.packing = False
         if config.process_index == 0:
             print(f"{text.model_type} is trained on one conversation per sample (not packed)")
-    trainer = SFTTrainer(
+    trainer: Any = SFTTrainer(
         model=model,
         args=config,
         train_dataset=trained,

@@ -111,7 +111,7 @@ LATER = {
     "decay": ("--weight-decay 0.2", "start_wd 0.1 -> 0.2, end_wd 0.1 -> 0.2"),
     "length": ("--train-iters 9", "lr_decay_steps 12 -> 36, wd_incr_steps 12 -> 36"),
     "shape": ("--lr-decay-style linear", "lr_decay_style constant -> linear"),
-    "warm-up": ("--lr-warmup-fraction 0.1", "lr_warmup_steps 0 -> 1.2"),
+    "warm-up": ("--lr-warmup-fraction 0.25", "lr_warmup_steps 0 -> 3.0"),
 }
 
 

@@ -10,21 +10,16 @@ from megasink.errors import UserError
 
 def other_schedule(args: Namespace, checkpoint: Path) -> list[str]:
     """Report a schedule that the optimizer's scheduler would refuse once the model is built."""
-    owners = (args.override_opt_param_scheduler, args.use_checkpoint_opt_param_scheduler)
-    if any((*owners, args.no_load_optim, args.finetune)):
-        return []
+    owner = args.override_opt_param_scheduler or args.use_checkpoint_opt_param_scheduler
     before = None
-    with contextlib.suppress(UserError):  # loading the checkpoint reports it
-        before = common_state(checkpoint).get("opt_param_scheduler")
+    if not (owner or args.no_load_optim or args.finetune):
+        with contextlib.suppress(UserError):  # loading the checkpoint reports it
+            before = common_state(checkpoint).get("opt_param_scheduler")
     if not isinstance(before, dict):
         return []
-    now = {name: value for name, value in _scheduled(args).items() if value is not None}
-    different = [
-        f"{name} {before[name]:{_form(before[name])}} -> {now[name]:{_form(now[name])}}"
-        for name in now
-        if name in before and before[name] != now[name]
-    ]
-    return [of_another_schedule(", ".join(different))] if different else []
+    now = [(name, value) for name, value in _scheduled(args).items() if value is not None]
+    changed = [f"{k} {before[k]} -> {value}" for k, value in now if before.get(k, value) != value]
+    return [of_another_schedule(", ".join(changed))] if changed else []
 
 
 def of_another_schedule(what: str) -> str:
@@ -38,25 +33,21 @@ def of_another_schedule(what: str) -> str:
 
 def _scheduled(args: Namespace) -> dict[str, float | str | None]:
     """Return the scheduler's values; training/training.py:get_optimizer_param_scheduler."""
-    unit = "samples" if args.train_samples else "iters"
-    batch = 1 if args.train_samples else args.global_batch_size
-    trained = getattr(args, f"train_{unit}")
-    length = getattr(args, f"lr_decay_{unit}") or trained
-    warmup = getattr(args, f"lr_warmup_{unit}")
+    unit, batch = ("samples", 1) if args.train_samples else ("iters", args.global_batch_size)
+    trained, decayed, warmup = (
+        getattr(args, f"{n}_{unit}") for n in ("train", "lr_decay", "lr_warmup")
+    )
     if batch is None or trained is None:
         return {}
-    share, decay = args.lr_warmup_fraction, args.weight_decay
+    length, share = (decayed or trained) * batch, args.lr_warmup_fraction
+    first, last = args.start_weight_decay, args.end_weight_decay
     return {
         "max_lr": args.lr,
         "min_lr": args.min_lr,
-        "lr_warmup_steps": warmup * batch if share is None else share * length * batch,
-        "lr_decay_steps": length * batch,
         "lr_decay_style": args.lr_decay_style,
-        "start_wd": args.start_weight_decay if args.start_weight_decay is not None else decay,
-        "end_wd": args.end_weight_decay if args.end_weight_decay is not None else decay,
+        "lr_decay_steps": length,
+        "lr_warmup_steps": warmup * batch if share is None else share * length,
+        "start_wd": args.weight_decay if first is None else first,
+        "end_wd": args.weight_decay if last is None else last,
         "wd_incr_steps": trained * batch,
     }
-
-
-def _form(value: object) -> str:
-    return "" if isinstance(value, str) else "g" if isinstance(value, float) else ","
