@@ -5,7 +5,6 @@ dim.
 """
 
 from collections.abc import Callable, Sequence
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -81,7 +80,10 @@ def attention(
         *(slotted, with_gate, cu_seqlens, distance_bias_HS, scale),
         *(causal, prefix, window, slot, backend),
     )
-    return _run(slotted, call, with_gate, cu_seqlens)
+    if cu_seqlens is not None:
+        return _by_document(slotted, call, with_gate, cu_seqlens)
+    out_BHTD, lse_BHT, gate_BHT, _ = op_for(slotted, call)(*slotted, *call)
+    return AttentionOutput(out_BHTD, lse_BHT, gate_BHT if with_gate else None)
 
 
 def slot_attention(
@@ -122,14 +124,9 @@ def slot_attention(
         *(slotted, True, cu_seqlens, distance_bias_HS, scale),
         *(causal, prefix, window, Slot.GIVEN, backend),
     )
-    return _run(slotted, call, True, cu_seqlens)
-
-
-def _run(slotted: Slotted, call: AttentionCall, gate: bool, bounds: Any = None) -> AttentionOutput:
-    if bounds is not None:
-        return _by_document(slotted, call, gate, bounds)
-    out_BHTD, lse_BHT, gate_BHT, _ = op_for(slotted, call)(*slotted, *call)
-    return AttentionOutput(out_BHTD, lse_BHT, gate_BHT if gate else None)
+    if cu_seqlens is not None:
+        return _by_document(slotted, call, True, cu_seqlens)
+    return AttentionOutput(*op_for(slotted, call)(*slotted, *call)[:3])
 
 
 def op_for(slotted: Slotted, call: AttentionCall) -> Callable[..., Sequence[Tensor]]:
@@ -159,13 +156,15 @@ def _by_document(
     """Call the op on all documents if its kernel packs them, else on each document."""
     from megasink.attention.documents import attend_by_document, in_one_call
 
+    def run(slotted: Slotted, call: AttentionCall) -> AttentionOutput:
+        out_BHTD, lse_BHT, gate_BHT, _ = op_for(slotted, call)(*slotted, *call)
+        return AttentionOutput(out_BHTD, lse_BHT, gate_BHT if with_gate else None)
+
     if packs(slotted, call):
-        return _run(*in_one_call(slotted, call, cu_seqlens), with_gate)
-
-    def attend(*own: Any) -> AttentionOutput:
-        return _run(Slotted(*own), _with_bias_of(own[1].shape[2], call), with_gate)
-
-    return attend_by_document(attend, cu_seqlens, *slotted)
+        return run(*in_one_call(slotted, call, cu_seqlens))
+    return attend_by_document(
+        lambda *own: run(Slotted(*own), _with_bias_of(own[1].shape[2], call)), cu_seqlens, *slotted
+    )
 
 
 def _with_bias_of(keys: int, call: AttentionCall) -> AttentionCall:

@@ -63,7 +63,7 @@ def differing(folder: str, exported: str) -> list[str]:
 
 
 _PACKED = """
-    --tokenizer-type NullTokenizer --vocab-size 100 --seq-length 64 --num-workers 0 --device cpu
+    --tokenizer-type NullTokenizer --vocab-size 101 --seq-length 64 --num-workers 0 --device cpu
     --micro-batch-size 1 --global-batch-size 2 --train-iters 1 --lr 1e-3 --eval-iters 0
     --log-interval 1 --split 1,0,0 --head-balance-coeff 0 --moe-router-load-balancing-type none
     --dataloader-inter-document-masking --finetune

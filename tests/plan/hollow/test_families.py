@@ -16,7 +16,7 @@ from megasink.transformers.modeling.modeling_megasink import MegasinkForCausalLM
 from tests.convert.models import MODELS, OWN
 
 FLAGS = shlex.split("""
-    --mock-data --tokenizer-type NullTokenizer --vocab-size 100 --seq-length 32
+    --mock-data --tokenizer-type NullTokenizer --vocab-size 101 --seq-length 32
     --micro-batch-size 2 --global-batch-size 16 --train-iters 2 --lr 1e-3 --bf16 --log-interval 1
     --head-balance-coeff 1e-3 --tensor-model-parallel-size 2 --sequence-parallel
 """)
