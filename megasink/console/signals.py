@@ -8,7 +8,6 @@ import _thread
 import contextlib
 import os
 import select
-import shutil
 import signal
 import sys
 import threading
@@ -21,7 +20,7 @@ from typing import Any
 from megasink.console.printable import one_line
 from megasink.console.stdout import escape_output
 from megasink.errors import Signalled, Stopped, UserError
-from megasink.files.atomic import PARTIAL, is_utf8
+from megasink.files.atomic import PARTIAL, is_utf8, remove
 from megasink.files.system_errors import OUTPUT, explained
 
 SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
@@ -264,5 +263,5 @@ def _leave_after(number: int, receiving: int) -> None:
         temporary = getattr(processes.current_process(), "_config", {}).get("tempdir")
         folders += [Path(temporary)] if temporary else []
     for folder in folders:
-        shutil.rmtree(folder, ignore_errors=True)
+        remove(folder)
     os._exit(_say_stopped(Signalled(number)))

@@ -134,7 +134,7 @@ def remove_dead(folders: Iterable[Path]) -> None:
             descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
             try:
                 if os.fstat(descriptor).st_uid == os.getuid() and lock_folder(descriptor):
-                    shutil.rmtree(folder, ignore_errors=True)
+                    remove(folder)
             finally:
                 os.close(descriptor)
 

@@ -173,17 +173,18 @@ def refusals_of_megatron(printed: io.StringIO | None = None) -> Iterator[None]:
     except (ConfigError, KeyboardInterrupt):
         raise
     except (Exception, SystemExit) as error:
-        own = [f for f in traceback.extract_tb(error.__traceback__) if _EXIT not in f.filename]
-        walked = traceback.walk_tb(error.__traceback__)
-        last, frame = own[-1], [f for f, _ in walked if _EXIT not in f.f_code.co_filename][-1]
+        trace = error.__traceback__
+        frames = zip(traceback.extract_tb(trace), traceback.walk_tb(trace), strict=True)
+        last, (frame, _) = [pair for pair in frames if _EXIT not in pair[0].filename][-1]
         lines = printed.getvalue().splitlines() if printed and isinstance(error, SystemExit) else []
         text = " ".join(str(lines[-1] if lines else error).split())
         code = re.sub(r", (\\|f?(['\"]).*\2)$", "", last.line or "")  # without its own message
         owner = frame.f_locals.get("args", frame.f_locals.get("self"))
         names = [n for n in re.findall(r"\b(?:args|self)\.(\w+)", code) if hasattr(owner, n)]
         given = [f"{flag_of(FLAGS.get(n, n))} {getattr(owner, n)}" for n in dict.fromkeys(names)]
-        place = f"{Path(last.filename).name}:{last.lineno}"
-        where = ": ".join((place, code, *[", ".join(given)] * bool(given)))
+        where = f"{Path(last.filename).name}:{last.lineno}: {code}"
+        if given:
+            where += f": {', '.join(given)}"
         if isinstance(error, AssertionError):  # few of them name the flags that they are about
             text = f"{text} ({where})" if text else where
         raise ConfigError([f"Megatron refuses this configuration: {text or where}"]) from error
