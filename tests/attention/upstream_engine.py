@@ -3,6 +3,8 @@
 import torch
 
 from tests.attention.upstream_kernels import (
+    each_backward,
+    each_forward,
     flash_backward,
     flash_forward,
     sink_gradient,
@@ -29,12 +31,16 @@ class TransformerEngine:
         # fmt: on
         assert is_training
         causal, window = _engine_mask(attn_mask_type, window_size, qkv_layout, o_format)
-        lengths = (max_seqlen_q, max_seqlen_kv)
-        _engine_inputs(q, k, v, cu_seqlens_q, cu_seqlens_kv, lengths, fused_attention_backend)
+        ends = (cu_seqlens_q, cu_seqlens_kv, max_seqlen_q, max_seqlen_kv)
+        _engine_inputs(q, k, v, ends, fused_attention_backend)
         assert fake_dtype is q.dtype
         assert dropout == 0.0
         offsets = [] if softmax_offset is None else [softmax_offset]
         sink_H = _engine_sink(softmax_type, offsets, q)
+        if o_format == "thd":
+            _engine_documents(ends, cu_seqlens_q_padded, cu_seqlens_kv_padded)
+            out, lse = each_forward(q, k, v, ends, attn_scale, causal, window, sink_H)
+            return out, [lse.t().contiguous()[..., None], torch.zeros(2).long(), *offsets]
         inputs = [tensor.permute(1, 2, 0, 3) for tensor in (q, k, v)]
         out, lse = flash_forward(*inputs, attn_scale, causal, window, sink_H)
         context = [lse[..., None], torch.zeros(2).long(), *offsets]
@@ -53,17 +59,28 @@ class TransformerEngine:
                        bottom_right_diagonal=None, deterministic=False, cuda_graph=False):
         # fmt: on
         causal, window = _engine_mask(attn_mask_type, window_size, qkv_layout, o_format)
-        assert (do_format, dqkv_layout) == ("sbhd", "sbhd_sbhd_sbhd")
-        lengths = (max_seqlen_q, max_seqlen_kv)
-        _engine_inputs(q, k, v, cu_seqlens_q, cu_seqlens_kv, lengths, fused_attention_backend)
+        assert (do_format, dqkv_layout) == (o_format, qkv_layout)
+        ends = (cu_seqlens_q, cu_seqlens_kv, max_seqlen_q, max_seqlen_kv)
+        _engine_inputs(q, k, v, ends, fused_attention_backend)
         assert o.is_contiguous()
         assert d_o.is_contiguous()
         whole_vectors(o, d_o)
         stats, state, *offsets = aux_ctx_tensors
-        assert stats.shape == (q.shape[1], q.shape[2], q.shape[0], 1)
+        packed = o_format == "thd"
+        rows = q.shape[:2] if packed else (q.shape[1], q.shape[2], q.shape[0])
+        assert stats.shape == (*rows, 1)
         assert stats.is_contiguous()
         assert state.shape == (2,)
         assert state.dtype is torch.int64
+        if packed:
+            _engine_documents(ends, cu_seqlens_q_padded, cu_seqlens_kv_padded)
+            lse = stats[..., 0].t()
+            grads = each_backward(d_o, q, k, v, o, lse, ends, attn_scale, causal, window)
+            sink_H, grad_sink = _engine_sink(softmax_type, offsets, q), None
+            if sink_H is not None:
+                grad_sink = sink_gradient(*(t[None].transpose(1, 2) for t in (d_o, o)), lse, sink_H)
+                grad_sink = grad_sink[None, :, None, None]
+            return [*grads, None, grad_sink]
         inputs = [tensor.permute(1, 2, 0, 3) for tensor in (d_o, q, k, v, o)]
         grads = flash_backward(*inputs, stats[..., 0], attn_scale, causal, window)
         sink_H, grad_sink = _engine_sink(softmax_type, offsets, q), None
@@ -74,9 +91,13 @@ class TransformerEngine:
 
 
 def _engine_mask(attn_mask_type, window_size, qkv_layout, o_format):
-    """The causal mask, top left, and the tokens visible or None."""
-    assert (qkv_layout, o_format) == ("sbhd_sbhd_sbhd", "sbhd")
-    causal = {"causal": True, "no_mask": False}[attn_mask_type]
+    """The causal mask, and the tokens visible or None."""
+    assert qkv_layout == "_".join([o_format] * 3)
+    masks = {
+        "sbhd": {"causal": True, "no_mask": False},
+        "thd": {"padding_causal_bottom_right": True},
+    }
+    causal = masks[o_format][attn_mask_type]
     left, right = window_size
     assert right == (0 if causal else -1)
     assert causal or left == -1
@@ -86,19 +107,27 @@ def _engine_mask(attn_mask_type, window_size, qkv_layout, o_format):
 def _engine_sink(softmax_type, offsets, q):
     assert softmax_type == ("learnable" if offsets else "vanilla")
     for offset in offsets:
-        assert offset.shape == (1, q.shape[2], 1, 1)
+        assert offset.shape == (1, q.shape[-2], 1, 1)
         assert offset.dtype is torch.float32
         assert offset.is_contiguous()
         return offset.flatten()
     return None
 
 
-def _engine_inputs(q, k, v, cu_seqlens_q, cu_seqlens_kv, lengths, backend):
+def _engine_inputs(q, k, v, ends, backend):
     assert backend == TransformerEngine.FusedAttnBackend["F16_arbitrary_seqlen"]
     assert all(tensor.is_contiguous() for tensor in (q, k, v))
     whole_vectors(q, k, v)
-    assert lengths == (q.shape[0], k.shape[0])
     assert k.shape[0] > 1  # see CudnnKernel
-    for ends, length in zip((cu_seqlens_q, cu_seqlens_kv), lengths, strict=True):
-        assert ends.dtype is torch.int32
-        assert ends.tolist() == [length * row for row in range(q.shape[1] + 1)]
+    if q.dim() == 3:
+        return
+    assert ends[2:] == (q.shape[0], k.shape[0])
+    for bounds, length in zip(ends[:2], ends[2:], strict=True):
+        assert bounds.dtype is torch.int32
+        assert bounds.tolist() == [length * row for row in range(q.shape[1] + 1)]
+
+
+def _engine_documents(ends, padded_queries, padded_keys):
+    """fused_attn_f16_arbitrary_seqlen.cu: these are the offsets of the rows."""
+    assert torch.equal(padded_queries, ends[0])
+    assert torch.equal(padded_keys, ends[1])

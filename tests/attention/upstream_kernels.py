@@ -71,7 +71,7 @@ def _documents(q, k, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k):
     return list(zip(*bounds, strict=True))
 
 
-def _each_forward(q, k, v, ends, *options):
+def each_forward(q, k, v, ends, *options):
     """`flash_forward` of [T, H, D], document by document; None for `ends` is one batch."""
     if ends[0] is None:
         out, lse = flash_forward(*_from_bthd(q, k, v), *options)
@@ -85,7 +85,7 @@ def _each_forward(q, k, v, ends, *options):
     return torch.cat(outs), torch.cat(lses, 1)
 
 
-def _each_backward(dout, q, k, v, out, lse, ends, *options, dlse=None):
+def each_backward(dout, q, k, v, out, lse, ends, *options, dlse=None):
     """`flash_backward` likewise, with gradients in the layout of the inputs."""
     if ends[0] is None:
         grads = flash_backward(*_from_bthd(dout, q, k, v, out), lse, *options, dlse)
@@ -143,7 +143,7 @@ class FlashAttention2:
         assert (dropout_p, softcap, alibi_slopes, return_softmax) == (0.0, 0.0, None, False)
         _dense(q, None, k, v)
         window = _window(window_size_left, window_size_right, causal, -1)
-        out, lse = _each_forward(q, k, v, ends, softmax_scale, causal, window)
+        out, lse = each_forward(q, k, v, ends, softmax_scale, causal, window)
         return out, lse, torch.empty(0), torch.empty(2)
 
     @staticmethod
@@ -169,7 +169,7 @@ class FlashAttention2:
         _dense(q, softmax_lse, dout, k, v, out, dq, dk, dv)
         window = _window(window_size_left, window_size_right, causal, -1)
         inputs = (dout, q, k, v, out, softmax_lse)
-        grads = _each_backward(*inputs, ends, softmax_scale, causal, window)
+        grads = each_backward(*inputs, ends, softmax_scale, causal, window)
         for target, grad in zip((dq, dk, dv), grads, strict=True):
             target.copy_(grad)
         return torch.empty(0)
@@ -193,7 +193,7 @@ class FlashAttention3:
         _dense(q, None, k, v)
         window = _window(window_size_left, window_size_right, causal, -1)
         ends = (cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k)
-        out, lse = _each_forward(q, k, v, ends, softmax_scale, causal, window)
+        out, lse = each_forward(q, k, v, ends, softmax_scale, causal, window)
         return out, lse, torch.empty(0), torch.empty(0)
 
     # fmt: off
@@ -208,7 +208,7 @@ class FlashAttention3:
         window = _window(window_size_left, window_size_right, is_causal, -1)
         ends = (cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k)
         inputs = (dout, q, k, v, out, softmax_lse)
-        grads = _each_backward(*inputs, ends, softmax_scale, is_causal, window)
+        grads = each_backward(*inputs, ends, softmax_scale, is_causal, window)
         for target, grad in zip((dq, dk, dv), grads, strict=True):
             target.copy_(grad)
         return torch.empty(0)
@@ -234,7 +234,7 @@ class FlashAttention4:
         window = _window(window_size_left, window_size_right, causal, None)
         _sink_of_heads(learnable_sink, q)
         ends = (cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k)
-        out, lse = _each_forward(q, k, v, ends, softmax_scale, causal, window, learnable_sink)
+        out, lse = each_forward(q, k, v, ends, softmax_scale, causal, window, learnable_sink)
         return out, lse if return_lse else None, None, None, None
 
     # fmt: off
@@ -256,7 +256,7 @@ class FlashAttention4:
         window = _window(window_size_left, window_size_right, causal, None)
         ends = (cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k)
         options = (softmax_scale, causal, window)
-        grads = tuple(_each_backward(dout, q, k, v, out, lse, ends, *options, dlse=dlse))
+        grads = tuple(each_backward(dout, q, k, v, out, lse, ends, *options, dlse=dlse))
         if dq is not None:
             _dense(dq, None, dk, dv)
             grads = tuple(t.copy_(grad) for t, grad in zip((dq, dk, dv), grads, strict=True))

@@ -160,10 +160,10 @@ def check_block(
     aten's CPU flash and cuDNN silently align them top left.
     """
     queries, keys = query_BHTD.shape[2], key_BGSD.shape[2]
-    if call.causal and queries != keys and not (bottom_right and queries < keys):
+    aligned = queries < keys and (bottom_right or call.cu_seqlens)
+    if call.causal and queries != keys and not aligned:
         raise ValueError(
-            f"a causal block must be square, got {queries} queries and {keys} keys: split it into "
-            "blocks with attention.blocks.plan_blocks"
+            f"a causal block must be square, got {queries} queries and {keys} keys: see plan_blocks"
         )
 
 

@@ -6,9 +6,11 @@ from torch import Tensor
 from megasink.attention.call import AttentionCall, BackwardTensors, Gradients
 from megasink.attention.kernels.backend import AttentionRequest, VendorBackend
 from megasink.attention.kernels.eager import EagerBackend
+from megasink.attention.masked import backward_masked, forward_masked
 
-# torch.backends.cudnn.version() of the first release without that defect.
-HOPPER_SINCE = 92600
+# torch.backends.cudnn.version() of the first release without that defect, and of the first whose
+# gradient of sinks over packed documents is right for every head dim.
+HOPPER_SINCE = PACKED_SINK_SINCE = 92600
 _PLAIN = EagerBackend()
 
 
@@ -37,10 +39,13 @@ class CudnnKernel(VendorBackend):
     def forward(
         self, query_BHTD: Tensor, key_BGSD: Tensor, value_BGSD: Tensor, call: AttentionCall
     ) -> tuple[Tensor, Tensor]:
-        compute = _PLAIN.forward if key_BGSD.shape[2] == 1 else super().forward
-        return compute(query_BHTD, key_BGSD, value_BGSD, call)
+        packed = call.cu_seqlens is not None
+        if key_BGSD.shape[2] == 1 or (packed and query_BHTD.shape[2] == 1):
+            call = call._replace(cu_seqlens=None)  # a single document
+            return forward_masked(_PLAIN, query_BHTD, key_BGSD, value_BGSD, call)
+        return super().forward(query_BHTD, key_BGSD, value_BGSD, call)
 
     def backward(self, tensors: BackwardTensors, call: AttentionCall) -> Gradients:
-        is_single = 1 in (tensors.query_BHTD.shape[2], tensors.key_BGSD.shape[2])
-        compute = _PLAIN.backward if is_single else super().backward
-        return compute(tensors, call)
+        if 1 in (tensors.query_BHTD.shape[2], tensors.key_BGSD.shape[2]):
+            return backward_masked(_PLAIN, tensors, call._replace(cu_seqlens=None))
+        return super().backward(tensors, call)

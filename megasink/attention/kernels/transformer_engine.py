@@ -3,7 +3,8 @@
 Follows 2.20.2, transformer_engine/pytorch/cpp_extensions/fused_attn.py, `fused_attn_fwd` and
 `fused_attn_bwd`, and csrc/extensions/attention.cpp. Parameters change between releases, so calls
 use keywords, and an incompatible release raises TypeError. `aux_ctx_tensors` is the natural LSE
-[B, H, T, 1] in float32, the RNG state, which only dropout reads, and the sink [1, H, 1, 1].
+[B, H, T, 1] in float32 (of packed documents [T, H, 1]), the RNG state, which only dropout reads,
+and the sink [1, H, 1, 1].
 The gradient of the sink is taken as dL/dsink, the sign that TransformerEngine documents; the graph
 of cuDNN's front-end reads otherwise, and no GPU has run it here: tests/gpu compares it first.
 
@@ -18,9 +19,10 @@ import torch
 from torch import Tensor
 
 from megasink.attention.call import AttentionCall, BackwardTensors
-from megasink.attention.kernels.backend import AttentionRequest
+from megasink.attention.documents import Ends, ends
+from megasink.attention.kernels.backend import AttentionRequest, compute_capability
 from megasink.attention.kernels.cuda import PackageBackend, with_whole_vectors
-from megasink.attention.kernels.cudnn import CudnnKernel, cudnn_reason
+from megasink.attention.kernels.cudnn import PACKED_SINK_SINCE, CudnnKernel, cudnn_reason
 
 # torch.backends.cudnn.version() of the first release with a window, and with a sink.
 WINDOW_SINCE, SINK_SINCE = 90200, 91301
@@ -56,6 +58,14 @@ class TransformerEngineBackend(CudnnKernel, PackageBackend):
             return "the gradient of its sink is not deterministic"
         return None
 
+    @property
+    def packs(self) -> bool:  # type: ignore[override]
+        # common/fused_attn/fused_attn.cpp, nvte_get_fused_attn_backend: THD from Hopper on. On
+        # compute capability 12 the LSE of packed documents has another layout.
+        capability = compute_capability(torch.device("cuda"))
+        able = capability is None or capability[0] in (9, 10, 11)
+        return able and _cudnn_version() >= PACKED_SINK_SINCE
+
     def lay_out(self, tensor_BHTD: Tensor) -> Tensor:
         """Make the tensor contiguous in [s, b, h, d]; free for Megatron's tensors."""
         return with_whole_vectors(tensor_BHTD.permute(2, 0, 1, 3).contiguous())
@@ -68,27 +78,33 @@ class TransformerEngineBackend(CudnnKernel, PackageBackend):
     ) -> tuple[Tensor, Tensor]:
         engine = self.load()
         sink_H = call.sink_H
-        out_TBHD, (stats_BHT1, *_) = engine.fused_attn_fwd(
+        out, (stats, *_) = engine.fused_attn_fwd(
             is_training=True,
             softmax_offset=None if sink_H is None else sink_H[None, :, None, None],
             **self._shared(engine, query, key, value, call),
         )
-        return out_TBHD, stats_BHT1.squeeze(-1)
+        if call.cu_seqlens is None:
+            return out, stats.squeeze(-1)
+        return out[:, None], stats.permute(2, 1, 0).contiguous()
 
     def launch_backward(self, tensors: BackwardTensors, call: AttentionCall) -> Sequence[Tensor]:
         engine = self.load()
         grad_out, query, key, value, out, lse_BHT, _, _ = tensors
+        packed = call.cu_seqlens is not None
+        stats = lse_BHT.permute(2, 1, 0) if packed else lse_BHT.unsqueeze(-1)
         no_state = torch.empty(2, dtype=torch.int64, device=query.device)
         sink = [] if call.sink_H is None else [call.sink_H[None, :, None, None]]
         *grads, _, grad_sink_1H11 = engine.fused_attn_bwd(
-            o=out,
-            d_o=grad_out,
-            aux_ctx_tensors=[lse_BHT.contiguous().unsqueeze(-1), no_state, *sink],
-            do_format="sbhd",
-            dqkv_layout="sbhd_sbhd_sbhd",
+            o=out[:, 0] if packed else out,
+            d_o=grad_out[:, 0] if packed else grad_out,
+            aux_ctx_tensors=[stats.contiguous(), no_state, *sink],
+            do_format="thd" if packed else "sbhd",
+            dqkv_layout="thd_thd_thd" if packed else "sbhd_sbhd_sbhd",
             deterministic=torch.are_deterministic_algorithms_enabled(),
             **self._shared(engine, query, key, value, call),
         )
+        if packed:
+            grads = [grad[:, None] for grad in grads]
         return [*grads, grad_sink_1H11.flatten()] if sink else grads
 
     @staticmethod
@@ -100,25 +116,34 @@ class TransformerEngineBackend(CudnnKernel, PackageBackend):
         left = -1 if call.window is None else call.window - 1  # excluding the token itself
 
         capturing = query_TBHD.is_cuda and torch.cuda.is_current_stream_capturing()
-        ends = partial(
-            _ends.__wrapped__ if capturing else _ends, batch=batch, device=query_TBHD.device
-        )
+        rows: Sequence[Tensor] = (query_TBHD, key_SBGD, value_SBGD)
+        if call.cu_seqlens is None:
+            even = partial(
+                _ends.__wrapped__ if capturing else _ends, batch=batch, device=query_TBHD.device
+            )
+            bounds, layout = Ends(even(queries), even(keys), queries, keys), "sbhd"
+            mask = "causal" if call.causal else "no_mask"
+        else:
+            rows = [tensor[:, 0] for tensor in rows]
+            bounds = ends(call.cu_seqlens, queries, query_TBHD.device)
+            layout, mask = "thd", "padding_causal_bottom_right"
+        cu_queries, cu_keys, longest_queries, longest_keys = bounds
+        padded = {"cu_seqlens_q_padded": cu_queries, "cu_seqlens_kv_padded": cu_keys}
         return {
-            "max_seqlen_q": queries,
-            "max_seqlen_kv": keys,
-            "cu_seqlens_q": ends(queries),
-            "cu_seqlens_kv": ends(keys),
-            "q": query_TBHD,
-            "k": key_SBGD,
-            "v": value_SBGD,
+            "max_seqlen_q": longest_queries,
+            "max_seqlen_kv": longest_keys,
+            "cu_seqlens_q": cu_queries,
+            "cu_seqlens_kv": cu_keys,
+            **({} if call.cu_seqlens is None else padded),
+            **dict(zip("qkv", rows, strict=True)),
             "fake_dtype": query_TBHD.dtype,
             "fused_attention_backend": engine.FusedAttnBackend["F16_arbitrary_seqlen"],
             "attn_scale": call.scale,
             "dropout": 0.0,
-            "qkv_layout": "sbhd_sbhd_sbhd",
-            "o_format": "sbhd",
+            "qkv_layout": "_".join([layout] * 3),
+            "o_format": layout,
             "attn_bias_type": "no_bias",
-            "attn_mask_type": "causal" if call.causal else "no_mask",
+            "attn_mask_type": mask,
             "softmax_type": "vanilla" if call.sink_H is None else "learnable",
             "window_size": (left, 0 if call.causal else -1),
             "cuda_graph": capturing,
