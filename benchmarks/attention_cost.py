@@ -96,6 +96,7 @@ CALLS = (
     Call("sink, 512 queries of 4,096 keys", "flash-attn-4", Slot.GIVEN, 512, 4096),
     Call("sink, 24 documents", "flash-cuda", Slot.GIVEN, documents=PACK),
     Call("sink, 24 documents", "flash-attn-4", Slot.GIVEN, documents=PACK),
+    Call("sink, 24 documents", "transformer-engine", Slot.GIVEN, documents=PACK),
     Call("vanilla, 24 documents", "flash-cuda", Slot.FIRST_KEY, documents=PACK),
     Call("vanilla, 24 documents", "flash-attn-4", Slot.FIRST_KEY, documents=PACK),
 )
@@ -301,9 +302,11 @@ def calls(heads: int = 16, head_dim: int = 128) -> Iterator[str]:
         options = {name: getattr(call, name) for name in ("keys", "loss", "learns", "documents")}
         count = softmax_gate(call.slot, call.kernel, shape, **options)
         cells = [call.name, call.kernel, f"{count.launches}", f"{count.bytes / 2**20:,.1f}"]
+        packed = call.documents is not None and call.kernel == "transformer-engine"
+        since_hopper = packed or call.kernel.startswith("flash-attn-4")
         cells += [
             "-"
-            if device == "A100" and call.kernel.startswith("flash-attn-4")  # Hopper and later
+            if device == "A100" and since_hopper
             else f"{1 + share(count, device, shape, call.pairs()):.3f}"
             for device in DEVICES
         ]

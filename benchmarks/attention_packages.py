@@ -54,7 +54,9 @@ class TransformerEngine:
 
     @staticmethod
     def fused_attn_fwd(*, q: Tensor, **_: Any) -> tuple[Tensor, list[Tensor]]:
-        return torch.empty_like(q), [_lse(q.transpose(0, 1))[..., None]]
+        packed = q.dim() == 3
+        lse = q.new_empty(q.shape[:2], dtype=torch.float32) if packed else _lse(q.transpose(0, 1))
+        return torch.empty_like(q), [lse[..., None]]
 
     @staticmethod
     def fused_attn_bwd(
