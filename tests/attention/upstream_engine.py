@@ -30,7 +30,7 @@ class TransformerEngine:
                        return_max_logit=False, cuda_graph=False):
         # fmt: on
         assert is_training
-        causal, window = _engine_mask(attn_mask_type, window_size, qkv_layout, o_format)
+        causal, window = _engine_mask(attn_mask_type, window_size, qkv_layout, o_format, q, k)
         ends = (cu_seqlens_q, cu_seqlens_kv, max_seqlen_q, max_seqlen_kv)
         _engine_inputs(q, k, v, ends, fused_attention_backend)
         assert fake_dtype is q.dtype
@@ -58,7 +58,7 @@ class TransformerEngine:
                        attn_mask_type="padding", softmax_type="vanilla", window_size=(-1, -1),
                        bottom_right_diagonal=None, deterministic=False, cuda_graph=False):
         # fmt: on
-        causal, window = _engine_mask(attn_mask_type, window_size, qkv_layout, o_format)
+        causal, window = _engine_mask(attn_mask_type, window_size, qkv_layout, o_format, q, k)
         assert (do_format, dqkv_layout) == (o_format, qkv_layout)
         ends = (cu_seqlens_q, cu_seqlens_kv, max_seqlen_q, max_seqlen_kv)
         _engine_inputs(q, k, v, ends, fused_attention_backend)
@@ -90,14 +90,17 @@ class TransformerEngine:
         return [*(grad.permute(2, 0, 1, 3).contiguous() for grad in grads), None, grad_sink]
 
 
-def _engine_mask(attn_mask_type, window_size, qkv_layout, o_format):
+def _engine_mask(attn_mask_type, window_size, qkv_layout, o_format, q, k):
     """The causal mask, and the tokens visible or None."""
     assert qkv_layout == "_".join([o_format] * 3)
     masks = {
-        "sbhd": {"causal": True, "no_mask": False},
+        "sbhd": {"causal": True, "causal_bottom_right": True, "no_mask": False},
         "thd": {"padding_causal_bottom_right": True},
     }
     causal = masks[o_format][attn_mask_type]
+    if attn_mask_type == "causal":  # top left
+        assert q.shape[0] == k.shape[0]
+    assert not causal or q.shape[0] <= k.shape[0]
     left, right = window_size
     assert right == (0 if causal else -1)
     assert causal or left == -1

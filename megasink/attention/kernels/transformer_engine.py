@@ -24,8 +24,9 @@ from megasink.attention.kernels.backend import AttentionRequest, compute_capabil
 from megasink.attention.kernels.cuda import PackageBackend, with_whole_vectors
 from megasink.attention.kernels.cudnn import PACKED_SINK_SINCE, CudnnKernel, cudnn_reason
 
-# torch.backends.cudnn.version() of the first release with a window, and with a sink.
-WINDOW_SINCE, SINK_SINCE = 90200, 91301
+# torch.backends.cudnn.version() of the first release with a window, with a mask that is aligned
+# bottom right for any number of tokens, and with a sink.
+WINDOW_SINCE, BOTTOM_RIGHT_SINCE, SINK_SINCE = 90200, 90700, 91301
 
 
 class TransformerEngineBackend(CudnnKernel, PackageBackend):
@@ -57,6 +58,10 @@ class TransformerEngineBackend(CudnnKernel, PackageBackend):
         if request.deterministic:
             return "the gradient of its sink is not deterministic"
         return None
+
+    @property
+    def bottom_right(self) -> bool:  # type: ignore[override]
+        return _cudnn_version() >= BOTTOM_RIGHT_SINCE
 
     @property
     def packs(self) -> bool:  # type: ignore[override]
@@ -122,7 +127,8 @@ class TransformerEngineBackend(CudnnKernel, PackageBackend):
                 _ends.__wrapped__ if capturing else _ends, batch=batch, device=query_TBHD.device
             )
             bounds, layout = Ends(even(queries), even(keys), queries, keys), "sbhd"
-            mask = "causal" if call.causal else "no_mask"
+            aligned = "causal" if queries == keys else "causal_bottom_right"
+            mask = aligned if call.causal else "no_mask"
         else:
             rows = [tensor[:, 0] for tensor in rows]
             bounds = ends(call.cu_seqlens, queries, query_TBHD.device)
