@@ -110,4 +110,6 @@ def test_a_trained_run_is_exported_and_its_analysis_is_that_of_the_export(pool, 
     assert (ours["metrics"]["importance"][3] > 0).all()
     for name, values in ours["metrics"].items():
         expected = theirs["metrics"][name]
-        assert values == pytest.approx(expected, rel=1e-3, abs=1e-4, nan_ok=True), name
+        # A share of values below a threshold changes by 1.6e-4 with one of them.
+        most = 1e-3 if name.startswith("sparsity") else 1e-4
+        assert values == pytest.approx(expected, rel=1e-3, abs=most, nan_ok=True), name
