@@ -13,9 +13,11 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from megasink.attention import AttentionRequest, attention, backend_names, choose_backend
+from megasink.attention.kernels import at_runtime
 from megasink.errors import ConfigError
 
-FLOOR = "plain kernel, no gate"
+FLOOR = "plain kernel, no gate"  # which PyTorch chooses: on Hopper it is cuDNN
+PLAIN = "plain"  # ours without a gate
 UPSTREAM = {"cpu": "Megatron's own sinks", "cuda": "TransformerEngine's own sinks"}
 FLEX = "FlexAttention, sink"  # its LSE is differentiable on CUDA; it has no backward on a CPU
 Step = Callable[[], None]
@@ -27,11 +29,14 @@ def implementations(arguments: argparse.Namespace) -> list[str]:
     ours = []
     for backend in backend_names():
         request = AttentionRequest(arguments.device, dtype, arguments.head_dim)
+        request = at_runtime(request, None)
         try:
             choose_backend(request, backend)
         except ConfigError:
             continue
         variants = ["sink"] if backend == "eager" else ["vanilla", "sink", "gated"]
+        if backend not in ("eager", "flash-cpu"):  # the floor on a CPU is flash-cpu
+            variants = [PLAIN, *variants]
         ours += [f"{variant} ({backend})" for variant in variants]
     names = [FLOOR, *ours]
     if arguments.device == "cuda":
@@ -39,6 +44,16 @@ def implementations(arguments: argparse.Namespace) -> list[str]:
     if arguments.device == "cpu" or util.find_spec("transformer_engine"):
         names.append(UPSTREAM[arguments.device])
     return names
+
+
+def own_floor(name: str) -> str:
+    """Return the name of the plain attention of the same backend."""
+    return f"{PLAIN} ({name.partition(' (')[2]}"
+
+
+def first_line(error: Exception) -> str:
+    """Return an error's type and the first line of its message, for a cell of a table."""
+    return f"{type(error).__name__}: {str(error).partition('\n')[0]}".replace("|", "/")
 
 
 def step(name: str, length: int, arguments: argparse.Namespace) -> Step:
@@ -69,6 +84,12 @@ def step(name: str, length: int, arguments: argparse.Namespace) -> Step:
         return _backward(_flex(leaves, offset), [*leaves, offset], [grad_out, grad_gate])
 
     variant, backend = name.removesuffix(")").split(" (")
+    if variant == PLAIN:
+        return _backward(
+            lambda: [attention(query, key, value, backend=backend, with_gate=False).out_BHTD],
+            leaves,
+            [grad_out],
+        )
     if variant == "gated":
         logits = torch.zeros(1, heads, length, device=device, dtype=dtype, requires_grad=True)
 

@@ -5,8 +5,9 @@
 Every part runs in a process of its own with a time limit; one that fails does not stop the others,
 and one whose packages are missing is skipped and named. The report (report.md, report.json, logs
 and pictures) is complete after each part. A call takes at most --minutes. The next one continues:
-it runs only what has not passed on the same commit, device and versions, test by test, with the
-kernels that earlier calls compiled. A slower device than an H100 needs --time-factor.
+it runs only what has not passed with the same sources, device and versions, test by test, with the
+kernels that earlier calls compiled; what failed comes last. A slower device than an H100 needs
+--time-factor.
 
 Any Python with torch will do. --wheels FOLDER adds packages to it that are only unpacked.
 """
@@ -28,42 +29,11 @@ ROOT = Path(__file__).parents[1]
 sys.path.insert(0, str(ROOT))  # a bare machine has no megasink installed
 
 from gpu_packages import missing, unpack  # noqa: E402
+from gpu_parts import PARTS, Part  # noqa: E402
 from gpu_report import facts, write_report  # noqa: E402
 
 # Less is not worth starting a part for.
 _SHORTEST = 20.0
-# The kernels of CUDA devices in the order in which they are checked, and the module of each.
-KERNELS = {
-    "flash-cuda": (),
-    "cudnn": (),
-    "flash-attn-4": ("flash_attn.cute",),
-    "transformer-engine": ("transformer_engine",),
-    "flash-attn-3": ("flash_attn_interface",),
-    "flash-attn-2": ("flash_attn.flash_attn_interface",),
-}
-
-
-@dataclass(frozen=True)
-class Part:
-    """One process of the report.
-
-    Attributes:
-        name: Name of its log and its folder.
-        title: Heading in the report.
-        command: What Python runs; "{folder}" stands for the part's own folder.
-        limit: Seconds until it is stopped.
-        gpus: GPUs that it needs.
-        tables: Whether its output is Markdown, which goes into the report whole.
-        needs: Modules without which it is skipped.
-    """
-
-    name: str
-    title: str
-    command: tuple[str, ...]
-    limit: int
-    gpus: int = 1
-    tables: bool = False
-    needs: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -81,96 +51,6 @@ class Result:
     detail: str = ""
 
 
-def _tests(*names: str, kernel: str = "") -> tuple[str, ...]:
-    """Run files of tests without the settings of the whole suite, which needs more packages."""
-    options = ("-p", "no:cacheprovider", "--noconftest", "-c", os.devnull, f"--rootdir={ROOT}")
-    part = ("-p", "tests.gpu.parts", "--passed", "{folder}.passed")
-    part += ("--kernel", kernel) if kernel else ()
-    return ("-m", "pytest", "-q", *options, *part, *(f"tests/gpu/{name}" for name in names))
-
-
-def _benchmark(name: str, *flags: str) -> tuple[str, ...]:
-    return (f"benchmarks/{name}.py", *flags)
-
-
-_ATTENTION = ("test_attention_gpu.py", "test_edges_gpu.py")
-_TRAIN = ("pytest", "megatron.training", "pydantic", "rich", "psutil", "sentencepiece")
-PARTS = (
-    Part(
-        "environment",
-        "Versions, kernels, patches",
-        ("-m", "megasink", "doctor"),
-        60,
-        needs=("rich", "packaging"),
-    ),
-    Part(
-        "errors",
-        "Gradient errors against float64",
-        _benchmark("attention_error", "--device", "cuda"),
-        60,
-        tables=True,
-    ),
-    *(
-        Part(
-            f"kernel-{name}",
-            f"Tests: {name} against float64",
-            _tests(*_ATTENTION, kernel=name),
-            180,
-            needs=("pytest", *modules),
-        )
-        for name, modules in KERNELS.items()
-    ),
-    Part(
-        "gates",
-        "Tests: Triton gate kernels",
-        _tests("test_gate_kernels_gpu.py"),
-        90,
-        needs=("pytest", "triton"),
-    ),
-    Part(
-        "attention",
-        "Attention against the plain kernel",
-        _benchmark(
-            "attention",
-            *("--device", "cuda", "--heads", "16", "--head-dim", "128"),
-            *("--lengths", "1024", "4096", "8192", "16384", "--output", "{folder}"),
-        ),
-        150,
-        tables=True,
-    ),
-    Part(
-        "layers",
-        "Tests: Megatron's layers and steps",
-        _tests("test_layers_gpu.py"),
-        120,
-        needs=("pytest", "megatron.core", "pydantic"),
-    ),
-    Part(
-        "step",
-        "Training step of the 0.6B shape",
-        _benchmark("step_time", "--device", "cuda"),
-        90,
-        tables=True,
-        needs=("megatron.training", "pydantic"),
-    ),
-    Part(
-        "job",
-        "Tests: train, resume, export, generate, analyze",
-        _tests("test_job_gpu.py"),
-        300,
-        needs=(*_TRAIN, "scipy", "sklearn", "matplotlib"),
-    ),
-    Part("ranks", "Tests: NCCL ranks", _tests("test_ranks_gpu.py"), 120, gpus=2, needs=_TRAIN),
-    Part(
-        "other",
-        "Tests: eager, the choice of kernels",
-        _tests(*_ATTENTION, kernel="none"),
-        120,
-        needs=("pytest",),
-    ),
-)
-
-
 def main(argv: Sequence[str] | None = None) -> int:
     """Run what is left of the report; return 0 if every part passed or was skipped."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
@@ -183,6 +63,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         "--time-factor", type=float, default=1.0, metavar="X", help="multiplies every time limit"
     )
     args = parser.parse_args(argv)
+    signal.signal(signal.SIGTERM, signal.default_int_handler)  # so that its part ends, too
     if args.wheels:
         unpack(args.wheels, args.output / "packages")
     sys.path.insert(0, str((args.output / "packages").resolve()))
@@ -205,15 +86,18 @@ def run_parts(
     """
     deadline = time.monotonic() + seconds
     folder.mkdir(parents=True, exist_ok=True)
-    results = _passed_before(folder, machine)
-    kept = [part.name for part in parts if part.name in results]
-    if kept:
+    results = _before(folder, machine)
+    state = {part.name: results[part.name].state for part in parts if part.name in results}
+    if kept := [name for name in state if state[name] == "passed"]:
         print(f"passed before on this commit and machine: {', '.join(kept)}", flush=True)
-    left = [part for part in parts if part.name not in results]
+    left = [part for part in parts if part.name not in kept]
+    left.sort(key=lambda part: state.get(part.name) == "failed")  # after those never seen to fail
     lacks = missing(module for part in left for module in part.needs)
     for name, modules in lacks.items():
         cost = [part.name for part in left if not modules.isdisjoint(part.needs)]
         print(f"{name} is not installed, which {', '.join(cost)} need", flush=True)
+    run = set()
+    _save(parts, results, folder, machine)
     try:
         for index, part in enumerate(left):
             part = replace(part, limit=min(part.limit, int(deadline - time.monotonic())))
@@ -221,6 +105,7 @@ def run_parts(
                 break
             print(f"[{index + 1}/{len(left)}] {part.title} (at most {part.limit} s)", flush=True)
             results[part.name] = _run(part, folder, len(machine["devices"]), lacks)
+            run.add(part.name)
             _save(parts, results, folder, machine)
             result = results[part.name]
             print(f"    {result.state} after {result.seconds:.0f} s: {result.detail}", flush=True)
@@ -232,7 +117,7 @@ def run_parts(
     bad = [name for name, result in results.items() if result.state not in ("passed", "skipped")]
     if bad:
         print(f"did not pass: {', '.join(bad)}; logs are in {folder}", file=sys.stderr)
-    if later := [part.name for part in left if part.name not in results]:
+    if later := [part.name for part in left if part.name not in run]:
         print(f"time is over; the same command goes on with {', '.join(later)}", file=sys.stderr)
     return 1 if bad or later else 0
 
@@ -248,9 +133,26 @@ def _run(part: Part, folder: Path, gpus: int, lacks: dict[str, set[str]]) -> Res
     own.mkdir()
     command = [sys.executable, *(word.format(folder=own.resolve()) for word in part.command)]
     environment = _environment(folder.resolve())
-    log = folder / f"{part.name}.log"
-    start = time.monotonic()
-    with log.open("wb") as output:
+    log, running, start = folder / f"{part.name}.log", own / "running", time.monotonic()
+    log.unlink(missing_ok=True)
+    while True:
+        code = _ended(command, environment, log, start + part.limit - time.monotonic())
+        if code is None or not running.exists():
+            break
+        with Path(f"{running}.lost").open("a") as lost:  # and on with the other tests
+            lost.write(running.read_text())
+        running.unlink()
+    seconds = time.monotonic() - start
+    lines = [line for line in log.read_text(errors="replace").splitlines() if line.strip()]
+    last = lines[-1].strip("= ") if lines else "it printed nothing"
+    if code is None:
+        return Result("timed out", seconds, f"stopped after {part.limit} s; its last line: {last}")
+    return Result("passed" if code == 0 else "failed", seconds, last)
+
+
+def _ended(command: list[str], environment: dict[str, str], log: Path, limit: float) -> int | None:
+    """Run a command with its output added to the log; return its exit code, None if stopped."""
+    with log.open("ab") as output:
         process = subprocess.Popen(
             command,
             cwd=ROOT,
@@ -261,17 +163,11 @@ def _run(part: Part, folder: Path, gpus: int, lacks: dict[str, set[str]]) -> Res
             start_new_session=True,  # so that its ranks end with it
         )
         try:
-            code: int | None = process.wait(part.limit)
+            return process.wait(limit)
         except subprocess.TimeoutExpired:
-            code = None
+            return None
         finally:
             _end(process)
-    seconds = time.monotonic() - start
-    lines = [line for line in log.read_text(errors="replace").splitlines() if line.strip()]
-    last = lines[-1].strip("= ") if lines else "it printed nothing"
-    if code is None:
-        return Result("timed out", seconds, f"stopped after {part.limit} s; its last line: {last}")
-    return Result("passed" if code == 0 else "failed", seconds, last)
 
 
 def _environment(folder: Path) -> dict[str, str]:
@@ -298,18 +194,17 @@ def _end(process: "subprocess.Popen[bytes]") -> None:
     process.wait()
 
 
-def _passed_before(folder: Path, machine: dict[str, Any]) -> dict[str, Result]:
-    """Return the passed parts of an earlier call on the same commit, devices and versions."""
+def _before(folder: Path, machine: dict[str, Any]) -> dict[str, Result]:
+    """Return the results of earlier calls with the same sources, devices and versions."""
     try:
         report = json.loads((folder / "report.json").read_text())
         if report["machine"] != machine:
             for tests in folder.glob("*.passed"):
                 tests.unlink()
             return {}
-        before = {part["name"]: Result(**part["result"]) for part in report["parts"]}
+        return {part["name"]: Result(**part["result"]) for part in report["parts"]}
     except (OSError, ValueError, KeyError, TypeError):
         return {}
-    return {name: result for name, result in before.items() if result.state == "passed"}
 
 
 def _save(

@@ -1,5 +1,6 @@
 """What benchmarks/gpu.py reports: the machine, and report.md beside report.json."""
 
+import hashlib
 import json
 import subprocess
 from pathlib import Path
@@ -34,6 +35,7 @@ def facts() -> dict[str, Any]:
     ]
     return {
         "commit": _output("git", "rev-parse", "HEAD"),
+        "sources": _digest(),
         "changes": _output("git", "status", "--short", "--untracked-files=no"),
         "devices": devices,
         "no_device": None if present else cpu.unusable_gpu() or "there is no CUDA device",
@@ -41,6 +43,16 @@ def facts() -> dict[str, Any]:
         "cuda": torch.version.cuda,
         "versions": {name: version for name in PACKAGES if (version := version_of(name))},
     }
+
+
+def _digest() -> str:
+    """Return a digest of the files that results depend on. A machine may have no git."""
+    made_from = hashlib.sha256()
+    root = Path(__file__).parents[1]
+    for room in ("benchmarks", "megasink", "tests/attention", "tests/gpu"):
+        for path in sorted((root / room).rglob("*.py")):
+            made_from.update(path.read_bytes())
+    return made_from.hexdigest()[:16]
 
 
 def _output(*command: str) -> str:
@@ -64,7 +76,9 @@ def _markdown(report: dict[str, Any], folder: Path) -> list[str]:
     names = sorted({device["name"] for device in machine["devices"]})
     lines = ["# megasink on a GPU", ""]
     lines += [f"- {len(machine['devices'])} x {', '.join(names)}; driver {machine['driver']}"]
-    lines += [f"- CUDA {machine['cuda']}; commit {machine['commit'][:12]}"]
+    lines += [
+        f"- CUDA {machine['cuda']}; commit {machine['commit'][:12]}, sources {machine['sources']}"
+    ]
     if machine["changes"]:
         lines += ["- **with uncommitted changes**"]
     lines += ["- " + ", ".join(f"{name} {v}" for name, v in machine["versions"].items()), ""]
@@ -75,7 +89,7 @@ def _markdown(report: dict[str, Any], folder: Path) -> list[str]:
         title = f"[{part['title']}]({part['name']}.log)"
         lines += [f"| {title} | {result['state']} | {result['seconds']:.0f} | {detail} |"]
     for part in report["parts"]:
-        if part["tables"] and part["result"]["state"] == "passed":
+        if part["tables"] and part["result"]["state"] != "skipped":  # also before a failure
             text = (folder / f"{part['name']}.log").read_text(errors="replace")
             tables = [line for line in text.splitlines() if line.startswith("|") or not line]
             lines += ["", f"## {part['title']}", "", *tables]

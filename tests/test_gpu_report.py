@@ -19,6 +19,7 @@ from tests.waiting import is_alive, until
 ROOT = Path(__file__).parents[1]
 MACHINE = {
     "commit": "0123456789abcdef",
+    "sources": "fedcba9876543210",
     "changes": "",
     "devices": [{"name": "H100", "capability": [9, 0], "GiB": 80.0}],
     "no_device": None,
@@ -103,6 +104,35 @@ def test_what_passed_is_not_run_again_on_the_same_machine(gpu, tmp_path, capfd):
     assert (tmp_path / "runs").read_text() == "xx"
 
 
+def test_a_part_that_failed_comes_after_those_that_did_not_run(gpu, tmp_path, capfd):
+    """Its result stays in the report until it runs again."""
+    parts = [part(gpu, name, "raise SystemExit(1)") for name in ("first", "second")]
+    gpu.run_parts(parts[:1], tmp_path, MACHINE)
+    assert gpu.run_parts(parts, tmp_path, MACHINE, 0.0) == 1
+    assert states(tmp_path) == {"first": "failed"}
+    capfd.readouterr()
+    gpu.run_parts(parts, tmp_path, MACHINE)
+    lines = capfd.readouterr().out.splitlines()
+    assert [line[1:].split(" (")[0] for line in lines if line.startswith("[")] == [
+        "1/2] Second",
+        "2/2] First",
+    ]
+
+
+def test_changed_sources_are_another_machine(gpu, tmp_path, monkeypatch):
+    """Also without git, and where a changed file was already changed."""
+    import gpu_report
+
+    for room in ("benchmarks", "megasink/inner"):
+        (tmp_path / room).mkdir(parents=True)
+    monkeypatch.setattr(gpu_report, "__file__", str(tmp_path / "benchmarks/gpu_report.py"))
+    digests = set()
+    for text in ("one", "two"):
+        (tmp_path / "megasink/inner/some.py").write_text(text)
+        digests.add(gpu_report.facts()["sources"])
+    assert len(digests) == 2
+
+
 def test_processes_of_a_part_end_with_it(gpu, tmp_path):
     code = (
         "import os, subprocess, sys;"
@@ -175,7 +205,8 @@ def test_names_of_parts_are_different(gpu):
 
 
 def test_every_kernel_of_a_gpu_is_a_part(gpu):
-    assert set(gpu.KERNELS) == {*backend_names()} - {"flash-cpu", "eager"}
+    kernels = {*backend_names()} - {"flash-cpu", "eager"}
+    assert {f"kernel-{name}" for name in kernels} <= {part.name for part in gpu.PARTS}
 
 
 # A folder of PYTHONPATH with this in it: a Python of which only these are hidden.
@@ -203,9 +234,9 @@ import sys
 sys.path.insert(0, {str(ROOT / "benchmarks")!r})
 import gpu
 from dataclasses import replace
-real = {{"environment": ("-m", "megasink", "doctor", "--no-self-test")}}
-parts = [replace(part, limit=600, command=real.get(part.name, ("-c", "print('ran')")))
+parts = [part if part.name == "environment" else replace(part, command=("-c", "print('ran')"))
          for part in gpu.PARTS]
+parts = [replace(part, limit=600) for part in parts]
 gpu._environment = lambda folder: gpu.os.environ
 sys.exit(gpu.run_parts(parts, gpu.Path({str(tmp_path / "report")!r}), {MACHINE!r}, 3600.0))
 """
@@ -218,11 +249,13 @@ sys.exit(gpu.run_parts(parts, gpu.Path({str(tmp_path / "report")!r}), {MACHINE!r
         "environment",
         "errors",
         "attention",
+        "doctor",
     }
     assert set(found.values()) == {"passed", "skipped"}
     lines = done.stdout.splitlines()
     assert (
-        sum(line.startswith("pytest is not installed, which kernel-flash-") for line in lines) == 1
+        sum(line.startswith("pytest is not installed, which kernel-flash-cuda,") for line in lines)
+        == 1
     )
     assert "megatron-core is not installed, which layers, step, job, ranks need" in lines
     assert "flash-attn-4 is not installed, which kernel-flash-attn-4 need" in lines
@@ -288,6 +321,46 @@ def test_fails(): assert False
     assert called("--kernel", "none") == (1, {"test_of_none", "test_fails"})
     assert called("--kernel", "none") == (1, {"test_fails"})
     assert called() == (1, {"test_of_kernels[one]", "test_fails"})
+
+
+def test_tests_go_on_after_one_that_breaks_the_device(gpu, tmp_path):
+    """Or that hangs, or ends the process: the part fails, and all other tests run."""
+    (tmp_path / "test_some.py").write_text("""
+import os
+import sys
+import time
+import pytest
+from types import SimpleNamespace
+@pytest.mark.parametrize("number", range(2))
+def test_good(number): pass
+def test_breaks():
+    def lost(): raise RuntimeError("an illegal memory access was encountered")
+    cuda = SimpleNamespace(is_initialized=lambda: True, synchronize=lost)
+    sys.modules["torch"] = SimpleNamespace(cuda=cuda, manual_seed=lambda _: None)
+    lost()
+def test_after_it(): assert "torch" not in sys.modules
+def test_hangs(): time.sleep(600)
+def test_ends(): os._exit(0)
+def test_fails(): assert False
+def test_last(): pass
+""")
+    line = ("-m", "pytest", "-p", "tests.gpu.parts", "--noconftest", "-c", os.devnull, "-q")
+    line += ("-p", "no:cacheprovider", f"--rootdir={tmp_path}", "--passed", "{folder}.passed")
+    line += ("--running", "{folder}/running", "--hang=2", str(tmp_path / "test_some.py"))
+    one = gpu.Part("some", "Some", line, 600)
+    assert gpu.run_parts([one], tmp_path, MACHINE) == 1
+    assert states(tmp_path) == {"some": "failed"}
+    names = [line.split("::")[1] for line in (tmp_path / "some.passed").read_text().splitlines()]
+    assert names == ["test_good[0]", "test_good[1]", "test_after_it", "test_last"]
+    log = (tmp_path / "some.log").read_text()
+    lost = log.split("ended the process or broke the device: ")[-1].splitlines()[0]
+    assert [name.split("::")[1] for name in lost.split(", ")] == [
+        "test_breaks",
+        "test_ends",
+        "test_hangs",
+    ]
+    assert "an illegal memory access" in log
+    assert "in test_hangs" in log
 
 
 def test_every_part_has_its_files(gpu):

@@ -40,7 +40,7 @@ def _forget_choices():
 def test_in_tritons_interpreter(tier):
     """Numbers against PyTorch's and against float64, and whose memory is written."""
     pytest.importorskip("triton")
-    names = ("interpreted_gate_kernels.py", "interpreted_memory.py")
+    names = ("interpreted_gate_kernels.py", "interpreted_memory.py", "interpreted_far.py")
     paths = [str(Path(__file__).with_name(name)) for name in names]
     command = [
         sys.executable,

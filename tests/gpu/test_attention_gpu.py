@@ -31,6 +31,14 @@ from tests.gpu.cases import supported as _supported  # noqa: F401  (a fixture)
 pytestmark = MARKS
 
 
+@pytest.fixture
+def allow_tf32():
+    """Allows or forbids TF32 until the test ends. (pytest's monkeypatch cannot undo this one.)"""
+    before = torch.backends.cuda.matmul.allow_tf32
+    yield lambda allowed: setattr(torch.backends.cuda.matmul, "allow_tf32", allowed)
+    torch.backends.cuda.matmul.allow_tf32 = before
+
+
 @pytest.mark.parametrize("kernel", KERNELS)
 @pytest.mark.parametrize("window", [None, 1, 16, 100, 300])
 @pytest.mark.parametrize("variant", VARIANTS)
@@ -49,8 +57,8 @@ def test_head_dims(head_dim, kernel):
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.float16], ids=str)
 @pytest.mark.parametrize("variant", VARIANTS)
-def test_eager_serves_the_other_dtypes(variant, dtype, monkeypatch):
-    monkeypatch.setattr(torch.backends.cuda.matmul, "allow_tf32", False)
+def test_eager_serves_the_other_dtypes(variant, dtype, allow_tf32):
+    allow_tf32(False)
     case = cuda_case(dtype=dtype, tokens=300)
     if dtype is not torch.float64:
         check(case, dtype, variant, window=90, backend="eager")
@@ -63,19 +71,41 @@ def test_eager_serves_the_other_dtypes(variant, dtype, monkeypatch):
 @pytest.mark.parametrize("kernel", KERNELS)
 @pytest.mark.parametrize("sink", [-30.0, 30.0])
 def test_large_sinks(sink, kernel):
-    ours = check(cuda_case(sink=sink), BF16, "sink", backend=kernel)
+    """Gates near 0 keep their digits, outside of kernels that add the sink themselves."""
+    backend = f"{kernel}+torch" if backend_named(kernel).takes_sink else kernel
+    ours = check(cuda_case(sink=sink), BF16, "sink", backend=backend)
     assert (ours["gate"] > 0).all()
     assert ours["d sink"].abs().min() > 0
 
 
+@pytest.mark.parametrize("kernel", [n for n in KERNELS if backend_named(n).takes_sink])
+@pytest.mark.parametrize("sink", [-30.0, 30.0])
+def test_large_sinks_in_the_kernel(sink, kernel):
+    """The error of the gate is that of the LSE, absolute (docs/maths.md)."""
+    case, results = cuda_case(sink=sink), []
+    for function, dtype, options in (
+        (attention, BF16, {"backend": kernel}),
+        (reference_attention, BF16, {}),
+        (reference_attention, torch.float64, {}),
+    ):
+        results.append(evaluate(function, case, dtype, "sink", **options))
+    gates = [result.pop("gate") for result in results]
+    assert (gates[0] - gates[2]).abs().max() <= 8 * abs(sink) * torch.finfo(torch.float32).eps
+    rows = case.query.shape[0] * case.query.shape[2]
+    sums = [result.pop("d sink") for result in results]
+    allowed = 2 * (sums[1] - sums[2]).abs() + rows * 2**-8 * gates[2].mean((0, 2)) + rows * 2e-5
+    assert ((sums[0] - sums[2]).abs() <= allowed).all()
+    assert_at_most_twice_plain_error(*results, BF16, roundings=4)
+
+
 @pytest.mark.parametrize("kernel", KERNELS)
-def test_gates_do_not_depend_on_tf32(kernel, monkeypatch):
+def test_gates_do_not_depend_on_tf32(kernel, allow_tf32):
     """NVIDIA's images allow it; a logit of 20 in TF32 would change the gate by about 1%."""
     case = cuda_case(tokens=200)
     case = case.with_(query=20.0 * case.query)
     gates = []
     for allowed in (True, False):
-        monkeypatch.setattr(torch.backends.cuda.matmul, "allow_tf32", allowed)
+        allow_tf32(allowed)
         gates.append(evaluate(attention, case, BF16, "vanilla", backend=kernel)["gate"])
     assert torch.equal(*gates)
 

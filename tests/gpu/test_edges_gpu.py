@@ -45,15 +45,17 @@ def test_an_output_gradient_in_the_memory_of_the_output(variant, kernel):
 
 
 @pytest.mark.parametrize("kernel", KERNELS)
-@pytest.mark.parametrize("variant", VARIANTS)
+@pytest.mark.parametrize("variant", ["vanilla", "sink"])
 def test_log_sum_exps_far_below_zero(variant, kernel):
-    """All scores are around -120, so that an exponential without its maximum would be 0."""
+    """All scores are around -120, so that an exponential without its maximum would be 0.
+
+    As it is, in float32, beside off-by-one's slot, whose logit is 0.
+    """
     case = cuda_case(tokens=130, sink=-118.0)
     query, key = case.query.clone(), case.key.clone()
     query[..., 0], key[..., 0] = -31.0, 31.0
     ours = check(case.with_(query=query, key=key), BF16, variant, backend=kernel)
-    if variant != "off-by-one":  # whose slot has a logit of 0
-        assert ours["lse"].max() < -90
+    assert ours["lse"].max() < -90
 
 
 @pytest.mark.parametrize("kernel", KERNELS)

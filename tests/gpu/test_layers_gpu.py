@@ -73,6 +73,7 @@ def on_gpu(tmp_path_factory):
 def test_loss_and_gradients(text, on_cpu, on_gpu):
     kind = json.loads(text)["kind"]
     exact, plain = on_cpu[case(kind, "float32")], on_cpu[case(kind)]
+    assert text in on_gpu, "an error, in the output of the first test's setup"
     ours = on_gpu[text]
     assert ours.keys() == exact.keys()
     for name, tensor in exact.items():

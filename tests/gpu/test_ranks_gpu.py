@@ -1,6 +1,10 @@
-"""The trainer on two GPUs over NCCL: losses and balance of each layout are those of one GPU."""
+"""The trainer on two GPUs over NCCL: losses and balance of each layout are those of one GPU.
+
+MEGASINK_TEST_DEVICE=cpu runs the same on a CPU, over gloo.
+"""
 
 import json
+import os
 import shlex
 import subprocess
 import sys
@@ -8,13 +12,16 @@ import sys
 import pytest
 import torch
 
+DEVICE = os.environ.get("MEGASINK_TEST_DEVICE", "cuda")
 pytestmark = [
     pytest.mark.gpu,
-    pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two CUDA devices"),
+    pytest.mark.skipif(
+        DEVICE == "cuda" and torch.cuda.device_count() < 2, reason="needs two CUDA devices"
+    ),
 ]
 
-FLAGS = shlex.split("""
-    --num-layers 2 --hidden-size 256 --num-attention-heads 4 --seq-length 256
+FLAGS = shlex.split(f"""
+    --device {DEVICE} --num-layers 2 --hidden-size 256 --num-attention-heads 4 --seq-length 256
     --max-position-embeddings 256 --micro-batch-size 2 --global-batch-size 4 --train-iters 4
     --lr 1e-3 --normalization RMSNorm --swiglu --disable-bias-linear --seed 7
     --position-embedding-type rope --untie-embeddings-and-output-weights
@@ -31,7 +38,7 @@ LAYOUTS = {
     "dp-zero": "--use-distributed-optimizer --overlap-grad-reduce --overlap-param-gather",
     "pp": "--pipeline-model-parallel-size 2",
 }
-SERIES = ("lm_loss", "balance_loss", "head_imbalance", "grad_norm")
+SERIES = ("lm_loss", "balance_loss", "imbalance", "grad_norm")
 
 
 def train(folder, ranks, more=""):

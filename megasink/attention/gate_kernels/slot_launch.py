@@ -308,6 +308,11 @@ def strides(tensor: Tensor | None, align: int = 1) -> list[int]:
     if tensor is None:
         return [0, 0, 0]
     sizes, strides = tensor.shape[:3], tensor.stride()[:3]
+    if strides[2] >= 2**31 // (1024 if len(tensor.shape) == 3 else 256):
+        raise ValueError(
+            f"tokens lie {strides[2]} elements apart, farther than a program of the Triton gate "
+            "kernels reaches: use a smaller batch, or a kernel with +torch"
+        )
     return [0 if n == 1 else s // align for n, s in zip(sizes, strides, strict=True)]
 
 

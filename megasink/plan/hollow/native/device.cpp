@@ -116,7 +116,11 @@ API cudaError_t cudaGetDeviceProperties(cudaDeviceProp* found, int) {
   return cudaSuccess;
 }
 
-API cudaError_t cudaGetDeviceCount(int* count) { *count = setting("HOLLOW_GPUS", 1); return cudaSuccess; }
+API cudaError_t cudaGetDeviceCount(int* count) {
+  const char* visible = getenv("CUDA_VISIBLE_DEVICES");
+  *count = visible && !*visible ? 0 : setting("HOLLOW_GPUS", 1);
+  return *count ? cudaSuccess : cudaErrorNoDevice;
+}
 API cudaError_t cudaGetDevice(int* device) { *device = current; return cudaSuccess; }
 API cudaError_t cudaSetDevice(int device) { current = device; return acted(); }
 API cudaError_t cudaDriverGetVersion(int* version) { *version = CUDART_VERSION; return cudaSuccess; }
