@@ -1,15 +1,16 @@
-"""The op as a custom op, for compilers, subclasses of tensors, dispatch modes and functorch.
+"""The op as a custom op: for compilers, subclasses of tensors, dispatch modes, functorch, autocast.
 
 A custom op takes only tensors and scalars, so callers unpack `AttentionCall` and the other records
 into arguments (`*call`), and the op rebuilds them.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from importlib import import_module
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, NoReturn
 
 import torch
 from torch import Tensor
+from torch.autograd.forward_ad import unpack_dual
 
 from megasink.attention.call import Arriving, AttentionCall, Results, Slot, Slotted, from_op
 from megasink.attention.layout import empty_in_order_of, statistics_dtype
@@ -47,7 +48,8 @@ def _schema(*records: type[NamedTuple], outputs: int) -> str:
 )
 def slot_attention_op(*arguments: Any) -> Results:
     """Run the forward of the op on the fields of `Slotted` and `AttentionCall`."""
-    results: Results = _op.run_forward(None, *arguments)
+    with torch._C._DisableAutocast():  # it would multiply float32 matrices in 16 bits
+        results: Results = _op.run_forward(None, *arguments)
     return results
 
 
@@ -64,7 +66,8 @@ def slot_attention_backward_op(*arguments: Any) -> tuple[Tensor, ...]:
     None.
     """
     records = from_op(arguments, Arriving, Slotted, Results, AttentionCall)
-    grads = _op.run_backward(*records, lends=False)
+    with torch._C._DisableAutocast():
+        grads = _op.run_backward(*records, lends=False)
     like = (*grads[:3], records[2].lse_BHT, records[1].query_BHTD, records[2].lse_BHT)
     pairs = zip(grads, like, strict=True)
     return tuple(each.new_empty(0) if grad is None else grad for grad, each in pairs)
@@ -97,3 +100,52 @@ def _(*arguments: Any) -> tuple[Tensor, ...]:
 
 
 slot_attention_op.register_autograd(_op.slot_backward, setup_context=_op.set_up_context)
+
+
+class _BackwardTransformed(torch.autograd.Function):
+    """The backward for functorch, which does not support the derivative of a custom op."""
+
+    generate_vmap_rule = True
+    forward = staticmethod(lambda *arguments: slot_attention_backward_op(*arguments))
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
+        """Save nothing."""
+
+    @staticmethod
+    def backward(ctx: Any, *_: Tensor) -> NoReturn:
+        raise NotImplementedError(
+            "attention has no second derivative: use reference_attention, which has"
+        )
+
+
+class _Transformed(torch.autograd.Function):
+    """The op, likewise."""
+
+    generate_vmap_rule = True
+    forward = staticmethod(lambda *arguments: slot_attention_op(*arguments))
+    setup_context = staticmethod(_op.set_up_context)
+    backward = staticmethod(_op.slot_backward)
+
+
+def backward_op() -> Callable[..., Sequence[Tensor]]:
+    """Return what runs the backward of the op."""
+    if torch.compiler.is_compiling() or not torch._C._are_functorch_transforms_active():
+        return slot_attention_backward_op
+    transformed: Callable[..., Sequence[Tensor]] = _BackwardTransformed.apply
+    return transformed
+
+
+def op_of(*tensors: Tensor | None) -> Callable[..., Sequence[Tensor]]:
+    """Return what runs the op on these tensors; refuse forward-mode derivatives."""
+    if torch.compiler.is_compiling():
+        return slot_attention_op
+    if torch._C._are_functorch_transforms_active():
+        transformed: Callable[..., Sequence[Tensor]] = _Transformed.apply
+        return transformed
+    # A custom op would drop the tangents.
+    if any(unpack_dual(t).tangent is not None for t in tensors if t is not None):
+        raise NotImplementedError(
+            "attention has no forward-mode derivative: use reverse mode, or reference_attention"
+        )
+    return slot_attention_op

@@ -8,6 +8,7 @@ documents. The last query is aligned with the last key.
 """
 
 import functools
+import operator
 from collections import defaultdict
 from collections.abc import Callable, Sequence
 from itertools import accumulate, pairwise
@@ -22,7 +23,12 @@ from megasink.attention.layout import statistics_dtype
 
 def document_lengths(cu_seqlens: Sequence[int], tokens: int) -> list[int]:
     """Return the lengths of the non-empty documents, from boundaries on the host."""
-    bounds = [int(bound) for bound in cu_seqlens]
+    if isinstance(cu_seqlens, Tensor):
+        cu_seqlens = cu_seqlens.tolist()
+    try:
+        bounds = [operator.index(bound) for bound in cu_seqlens]
+    except TypeError:
+        raise ValueError(f"cu_seqlens must be integers, got {cu_seqlens!r:.80}") from None
     lengths = [stop - start for start, stop in pairwise(bounds)]
     if bounds[:1] != [0] or bounds[-1] != tokens or min(lengths, default=-1) < 0:
         shown = bounds if len(bounds) < 9 else [*bounds[:4], "...", *bounds[-4:]]
@@ -155,6 +161,14 @@ def in_one_call(
         key_BGSD, value_BGSD = key_BGSD[:, :, hidden:], value_BGSD[:, :, hidden:]
     packed = call._replace(cu_seqlens=tuple(accumulate(lengths, initial=0)))
     return Slotted(query_BHTD, key_BGSD, value_BGSD, *slot), packed
+
+
+def with_bias_of(keys: int, call: AttentionCall) -> AttentionCall:
+    """Return the call with its bias cut to the distances of this many keys."""
+    bias_HS = call.distance_bias_HS
+    if bias_HS is None or bias_HS.shape[1] == keys:
+        return call
+    return call._replace(distance_bias_HS=bias_HS[:, :keys])
 
 
 def attend_by_document(

@@ -64,9 +64,11 @@ def attention(
     check_shapes(query_BHTD, key_BGSD, value_BGSD, causal)
     softmax = softmax_variant(variant, sink_H)
     dtype, heads = statistics_dtype(query_BHTD.dtype), query_BHTD.shape[1]
-    if sink_H is not None and (sink_H.shape != (heads,) or sink_H.dtype is not dtype):
+    kind = heads, dtype, query_BHTD.device
+    if sink_H is not None and (*sink_H.shape, sink_H.dtype, sink_H.device) != kind:
         raise ValueError(
-            f"sink_H must be [{heads}] in {dtype}, got {list(sink_H.shape)} in {sink_H.dtype}"
+            f"sink_H must be [{heads}] in {dtype} on {query_BHTD.device}, got "
+            f"{list(sink_H.shape)} in {sink_H.dtype} on {sink_H.device}"
         )
     slot, slot_logit = softmax.slot, None
     if slot == Slot.GIVEN:
@@ -114,11 +116,11 @@ def slot_attention(
     """
     check_shapes(query_BHTD, key_BGSD, value_BGSD, causal)
     dtype = statistics_dtype(query_BHTD.dtype)
-    if slot_logit_BHT.dim() != 3 or slot_logit_BHT.dtype is not dtype:
-        raise ValueError(
-            f"slot_logit_BHT must have 3 dimensions in {dtype}, got "
-            f"{list(slot_logit_BHT.shape)} in {slot_logit_BHT.dtype}"
-        )
+    sizes = *query_BHTD.shape[:3], value_BGSD.shape[3]
+    _check_slot("slot_logit_BHT", slot_logit_BHT, sizes[:3], query_BHTD, dtype)
+    if slot_value_BHTD is not None:
+        _check_slot("slot_value_BHTD", slot_value_BHTD, sizes, query_BHTD, None)
+        slot_value_BHTD = slot_value_BHTD.expand(*slot_value_BHTD.shape[:3], sizes[3])
     slotted = Slotted(query_BHTD, key_BGSD, value_BGSD, slot_logit_BHT, slot_value_BHTD)
     call = _checked(
         *(slotted, True, cu_seqlens, distance_bias_HS, scale),
@@ -129,19 +131,35 @@ def slot_attention(
     return AttentionOutput(*op_for(slotted, call)(*slotted, *call)[:3])
 
 
+def _check_slot(
+    name: str, tensor: Tensor, sizes: Sequence[int], query: Tensor, dtype: torch.dtype | None
+) -> None:
+    """Reject a tensor of a slot that does not broadcast: kernels would read beyond it."""
+    fits = len(tensor.shape) == len(sizes) and all(
+        n in (1, size) for n, size in zip(tensor.shape, sizes, strict=True)
+    )
+    if not fits or tensor.dtype is not (dtype or tensor.dtype) or tensor.device != query.device:
+        wanted = f"{list(sizes)} {f'in {dtype} ' if dtype else ''}on {query.device}"
+        has = f"{list(tensor.shape)} in {tensor.dtype} on {tensor.device}"
+        raise ValueError(f"{name} must be {wanted}, or broadcast to it, got {has}")
+
+
 def op_for(slotted: Slotted, call: AttentionCall) -> Callable[..., Sequence[Tensor]]:
     """Return what runs the op on the fields of `slotted` and `call`.
 
-    It is a custom op for compilers, subclasses of tensors, dispatch modes and functorch.
+    It is a custom op for compilers, subclasses of tensors, dispatch modes, functorch and autocast.
     """
-    if torch.compiler.is_compiling() or not _is_plain(*slotted, call.distance_bias_HS):
-        from megasink.attention.custom_op import slot_attention_op
+    tensors = *slotted, call.distance_bias_HS
+    if torch.compiler.is_compiling() or not _is_plain(*tensors):
+        from megasink.attention.custom_op import op_of
 
-        return slot_attention_op
+        return op_of(*tensors)
     return eagerly
 
 
 def _is_plain(*tensors: Tensor | None) -> bool:
+    if torch._C._is_any_autocast_enabled():
+        return False
     if torch._C._len_torch_dispatch_stack() or torch._C._are_functorch_transforms_active():
         return False
     return _PLAIN_TYPES.issuperset(map(type, tensors))
@@ -154,7 +172,7 @@ def _by_document(
     slotted: Slotted, call: AttentionCall, with_gate: bool, cu_seqlens: Sequence[int]
 ) -> AttentionOutput:
     """Call the op on all documents if its kernel packs them, else on each document."""
-    from megasink.attention.documents import attend_by_document, in_one_call
+    from megasink.attention.documents import attend_by_document, in_one_call, with_bias_of
 
     def run(slotted: Slotted, call: AttentionCall) -> AttentionOutput:
         out_BHTD, lse_BHT, gate_BHT, _ = op_for(slotted, call)(*slotted, *call)
@@ -163,16 +181,8 @@ def _by_document(
     if packs(slotted, call):
         return run(*in_one_call(slotted, call, cu_seqlens))
     return attend_by_document(
-        lambda *own: run(Slotted(*own), _with_bias_of(own[1].shape[2], call)), cu_seqlens, *slotted
+        lambda *own: run(Slotted(*own), with_bias_of(own[1].shape[2], call)), cu_seqlens, *slotted
     )
-
-
-def _with_bias_of(keys: int, call: AttentionCall) -> AttentionCall:
-    """Return the call with its bias cut to the distances of this many keys."""
-    bias_HS = call.distance_bias_HS
-    if bias_HS is None or bias_HS.shape[1] == keys:
-        return call
-    return call._replace(distance_bias_HS=bias_HS[:, :keys])
 
 
 def _checked(
@@ -209,6 +219,8 @@ def _checked(
         if cu_seqlens is None and bias_HS.shape[1] != keys:
             bias_HS = bias_HS[:, :keys]
     scale = query_BHTD.shape[-1] ** -0.5 if scale is None else scale
+    if not 0.0 < scale < float("inf"):  # flash kernels would scale the mask, too: NaN
+        raise ValueError(f"scale {scale}: use a positive, finite number")
     return AttentionCall(bias_HS, scale, causal, prefix, window, slot, backend, needs)
 
 

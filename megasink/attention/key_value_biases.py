@@ -76,7 +76,8 @@ class _BiasLogit(torch.autograd.Function):
     def forward(ctx: Any, query_BHTD: Tensor, key_bias_HD: Tensor, scale: float) -> Tensor:
         ctx.save_for_backward(query_BHTD, key_bias_HD)
         ctx.scale = scale
-        return dot_with_each_row(query_BHTD, key_bias_HD[None, :, None]).mul_(scale)
+        with torch._C._DisableAutocast():
+            return dot_with_each_row(query_BHTD, key_bias_HD[None, :, None]).mul_(scale)
 
     @staticmethod
     @torch.autograd.function.once_differentiable
@@ -84,7 +85,8 @@ class _BiasLogit(torch.autograd.Function):
         query_BHTD, key_bias_HD = ctx.saved_tensors
         grad_BHT = grad_BHT * ctx.scale
         grad_query_BHTD = grad_BHT[..., None] * key_bias_HD[:, None]
-        grad_bias_BHD = weighted_row_sum(grad_BHT, query_BHTD, groups=query_BHTD.shape[1])
+        with torch._C._DisableAutocast():
+            grad_bias_BHD = weighted_row_sum(grad_BHT, query_BHTD, groups=query_BHTD.shape[1])
         return grad_query_BHTD.to(query_BHTD.dtype), grad_bias_BHD.sum(0), None
 
 

@@ -229,9 +229,9 @@ def slot_backward(
     if _owns(out_BHTD):
         found = run_backward(arriving, slotted, results, call, lends=True)
     else:
-        from megasink.attention.custom_op import slot_attention_backward_op
+        from megasink.attention.custom_op import backward_op
 
-        found = slot_attention_backward_op(*arriving, *slotted, *results, *call)
+        found = backward_op()(*arriving, *slotted, *results, *call)
     *grads, grad_logit, grad_value, grad_bias_HS = found
     grad_bias_HS = grad_bias_HS if wanted_of_call.distance_bias_HS else None
     grad_logit = grad_logit if wanted.slot_logit else None
@@ -242,7 +242,7 @@ def slot_backward(
 def _owns(out_BHTD: Tensor) -> bool:
     """Return whether the backward runs eagerly on one stream: neither traced nor differentiated."""
     traced = type(out_BHTD) is not Tensor or torch.compiler.is_compiling()
-    return not (traced or torch.is_grad_enabled())
+    return not (traced or torch.is_grad_enabled() or torch._C._is_any_autocast_enabled())
 
 
 class _Eagerly(torch.autograd.Function):

@@ -26,7 +26,8 @@ from megasink.attention.gate_kernels import (
     choose_gate_kernels,
     gate_kernels_named,
 )
-from megasink.attention.kernels import Backend, at_runtime, backend_named, choose_backend
+from megasink.attention.kernels import Backend, backend_named, choose_backend
+from megasink.attention.kernels.cuda import at_runtime
 from megasink.attention.layout import repeat_groups, row_dot, statistics_dtype
 from megasink.attention.mask_blocks import merge_
 from megasink.attention.masked import backward_masked, forward_masked

@@ -14,7 +14,8 @@ from megasink.attention import (
     register_backend,
 )
 from megasink.attention import kernels as registry
-from megasink.attention.kernels import at_runtime, backend_named, cuda, forget_choices
+from megasink.attention.kernels import backend_named, cuda, forget_choices
+from megasink.attention.kernels.cuda import at_runtime
 from megasink.attention.kernels.eager import EagerBackend
 from megasink.errors import ConfigError
 from tests.attention.attention_oracle import check, make_case

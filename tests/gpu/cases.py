@@ -8,7 +8,8 @@ from dataclasses import replace
 import pytest
 import torch
 
-from megasink.attention.kernels import AttentionRequest, at_runtime, backend_named, backend_names
+from megasink.attention.kernels import AttentionRequest, backend_named, backend_names
+from megasink.attention.kernels.cuda import at_runtime
 from tests.attention.attention_oracle import make_case
 
 DEVICE = "cuda"

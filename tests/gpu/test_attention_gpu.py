@@ -17,7 +17,8 @@ from megasink.attention import (
     reference_attention,
 )
 from megasink.attention.gate_kernels import plain_gate_kernels as definition
-from megasink.attention.kernels import AttentionRequest, at_runtime, backend_named
+from megasink.attention.kernels import AttentionRequest, backend_named
+from megasink.attention.kernels.cuda import at_runtime
 from megasink.attention.masked import backward_masked, forward_masked
 from megasink.errors import ConfigError
 from tests.attention.attention_oracle import (

@@ -11,7 +11,8 @@ from megasink.attention import VARIANTS, apply_gate, choose_backend, gate_values
 from megasink.attention.call import Arriving, Results
 from megasink.attention.gate_kernels import choose_gate_kernels, gate_kernels_named
 from megasink.attention.injection import inject_lse_gradient
-from megasink.attention.kernels import AttentionRequest, at_runtime
+from megasink.attention.kernels import AttentionRequest
+from megasink.attention.kernels.cuda import at_runtime
 from tests.attention.attention_oracle import assert_at_most_twice_plain_error, check, make_case
 
 BF16 = torch.bfloat16

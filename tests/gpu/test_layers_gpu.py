@@ -15,7 +15,8 @@ import pytest
 import torch
 
 from megasink.attention import AttentionRequest, backend_names
-from megasink.attention.kernels import at_runtime, backend_named
+from megasink.attention.kernels import backend_named
+from megasink.attention.kernels.cuda import at_runtime
 from tests.gpu.model_steps import KINDS
 
 pytestmark = [

@@ -2,20 +2,13 @@
 
 import importlib
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
 
-import torch
-
 from megasink.attention.call import VARIANTS
 from megasink.attention.kernels.aten_cpu import FlashCpuBackend
-from megasink.attention.kernels.backend import (
-    AttentionRequest,
-    Backend,
-    compute_capability,
-    not_on_cuda,
-)
+from megasink.attention.kernels.backend import AttentionRequest, Backend, not_on_cuda
 from megasink.errors import ConfigError
 
 __all__ = ["AttentionRequest", "Backend", "Choice", "backend_named", "backend_names"]
@@ -168,18 +161,6 @@ def _describe(request: AttentionRequest) -> str:
     return (
         f"{request.variant} attention in {request.dtype} on {request.device_type}, "
         f"head dim {request.head_dim}{values}{bias}{gradient}"
-    )
-
-
-def at_runtime(request: AttentionRequest, device_index: int | None) -> AttentionRequest:
-    """Return the request with the facts of its CUDA device and PyTorch's settings."""
-    device = (
-        request.device_type if device_index is None else f"{request.device_type}:{device_index}"
-    )
-    return replace(
-        request,
-        compute_capability=compute_capability(torch.device(device)),
-        deterministic=request.deterministic or torch.are_deterministic_algorithms_enabled(),
     )
 
 

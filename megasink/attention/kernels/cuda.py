@@ -2,6 +2,7 @@
 
 from abc import abstractmethod
 from collections.abc import Sequence
+from dataclasses import replace
 from importlib import import_module
 from importlib.metadata import PackageNotFoundError, version
 from typing import Any
@@ -14,9 +15,22 @@ from megasink.attention.documents import Ends, ends
 from megasink.attention.kernels.backend import (
     AttentionRequest,
     VendorBackend,
+    compute_capability,
     fp16_reason,
     not_on_cuda,
 )
+
+
+def at_runtime(request: AttentionRequest, device_index: int | None) -> AttentionRequest:
+    """Return the request with the facts of its CUDA device and PyTorch's settings."""
+    device = (
+        request.device_type if device_index is None else f"{request.device_type}:{device_index}"
+    )
+    return replace(
+        request,
+        compute_capability=compute_capability(torch.device(device)),
+        deterministic=request.deterministic or torch.are_deterministic_algorithms_enabled(),
+    )
 
 
 def cuda_reason(

@@ -6,7 +6,7 @@ import torch
 
 from megasink import cpu
 from megasink.attention import AttentionRequest, Choice, choose_backend, choose_gate_kernels
-from megasink.attention.kernels import at_runtime
+from megasink.attention.kernels.cuda import at_runtime
 from megasink.attention.variants import variant
 from megasink.attention.variants.gate_options import counts_heads
 from megasink.attention.variants.variant_layers import without_variant
