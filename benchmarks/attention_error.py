@@ -26,7 +26,7 @@ from megasink.attention import (
     choose_backend,
     reference_attention,
 )
-from megasink.attention.kernels import at_runtime
+from megasink.attention.kernels.cuda import at_runtime
 from megasink.errors import ConfigError
 
 BATCH, HEADS, GROUPS, TOKENS, HEAD_DIM = 2, 4, 2, 200, 64

@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from megasink.attention import AttentionRequest, attention, backend_names, choose_backend
-from megasink.attention.kernels import at_runtime
+from megasink.attention.kernels.cuda import at_runtime
 from megasink.errors import ConfigError
 
 FLOOR = "plain kernel, no gate"  # which PyTorch chooses: on Hopper it is cuDNN

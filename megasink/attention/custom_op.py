@@ -1,4 +1,4 @@
-"""The op as a custom op: for compilers, subclasses of tensors, dispatch modes, functorch, autocast.
+"""The op as a custom op, for compilers, subclasses of tensors, dispatch modes and functorch.
 
 A custom op takes only tensors and scalars, so callers unpack `AttentionCall` and the other records
 into arguments (`*call`), and the op rebuilds them.
@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.autograd.forward_ad import unpack_dual
 
 from megasink.attention.call import Arriving, AttentionCall, Results, Slot, Slotted, from_op
-from megasink.attention.layout import empty_in_order_of, statistics_dtype
+from megasink.attention.layout import empty_in_order_of, statistics_dtype, without_autocast
 
 # It imports this module when it needs it, while a compiler traces it.
 _op = import_module("megasink.attention.op")
@@ -48,7 +48,7 @@ def _schema(*records: type[NamedTuple], outputs: int) -> str:
 )
 def slot_attention_op(*arguments: Any) -> Results:
     """Run the forward of the op on the fields of `Slotted` and `AttentionCall`."""
-    with torch._C._DisableAutocast():  # it would multiply float32 matrices in 16 bits
+    with without_autocast():
         results: Results = _op.run_forward(None, *arguments)
     return results
 
@@ -66,7 +66,7 @@ def slot_attention_backward_op(*arguments: Any) -> tuple[Tensor, ...]:
     None.
     """
     records = from_op(arguments, Arriving, Slotted, Results, AttentionCall)
-    with torch._C._DisableAutocast():
+    with without_autocast():
         grads = _op.run_backward(*records, lends=False)
     like = (*grads[:3], records[2].lse_BHT, records[1].query_BHTD, records[2].lse_BHT)
     pairs = zip(grads, like, strict=True)

@@ -147,7 +147,7 @@ def _check_slot(
 def op_for(slotted: Slotted, call: AttentionCall) -> Callable[..., Sequence[Tensor]]:
     """Return what runs the op on the fields of `slotted` and `call`.
 
-    It is a custom op for compilers, subclasses of tensors, dispatch modes, functorch and autocast.
+    It is a custom op for compilers, subclasses of tensors, dispatch modes and functorch.
     """
     tensors = *slotted, call.distance_bias_HS
     if torch.compiler.is_compiling() or not _is_plain(*tensors):
@@ -158,8 +158,6 @@ def op_for(slotted: Slotted, call: AttentionCall) -> Callable[..., Sequence[Tens
 
 
 def _is_plain(*tensors: Tensor | None) -> bool:
-    if torch._C._is_any_autocast_enabled():
-        return False
     if torch._C._len_torch_dispatch_stack() or torch._C._are_functorch_transforms_active():
         return False
     return _PLAIN_TYPES.issuperset(map(type, tensors))

@@ -14,7 +14,12 @@ from torch import Tensor
 
 from megasink.attention.call import AttentionOutput
 from megasink.attention.functional import attention, slot_attention
-from megasink.attention.layout import dot_with_each_row, statistics_dtype, weighted_row_sum
+from megasink.attention.layout import (
+    dot_with_each_row,
+    statistics_dtype,
+    weighted_row_sum,
+    without_autocast,
+)
 
 
 def biased_attention(
@@ -76,7 +81,7 @@ class _BiasLogit(torch.autograd.Function):
     def forward(ctx: Any, query_BHTD: Tensor, key_bias_HD: Tensor, scale: float) -> Tensor:
         ctx.save_for_backward(query_BHTD, key_bias_HD)
         ctx.scale = scale
-        with torch._C._DisableAutocast():
+        with without_autocast():
             return dot_with_each_row(query_BHTD, key_bias_HD[None, :, None]).mul_(scale)
 
     @staticmethod
@@ -85,7 +90,7 @@ class _BiasLogit(torch.autograd.Function):
         query_BHTD, key_bias_HD = ctx.saved_tensors
         grad_BHT = grad_BHT * ctx.scale
         grad_query_BHTD = grad_BHT[..., None] * key_bias_HD[:, None]
-        with torch._C._DisableAutocast():
+        with without_autocast():
             grad_bias_BHD = weighted_row_sum(grad_BHT, query_BHTD, groups=query_BHTD.shape[1])
         return grad_query_BHTD.to(query_BHTD.dtype), grad_bias_BHD.sum(0), None
 

@@ -4,9 +4,13 @@ Shapes: B batch, H query heads, G key/value groups, R heads per group, T queries
 """
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
+
+# Autocast would multiply float32 matrices in 16 bits.
+without_autocast: Any = torch._C._DisableAutocast
 
 
 def empty_in_order_of(like_BHTD: Tensor, width: int | None = None) -> Tensor:

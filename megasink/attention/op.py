@@ -30,7 +30,7 @@ from megasink.attention.gate_kernels import OWN, choose_gate_kernels, gate_kerne
 from megasink.attention.gate_kernels.protocol import BeforeBackward, GateKernels
 from megasink.attention.kernels import backend_named, choose_backend, remembered
 from megasink.attention.kernels.backend import AttentionRequest, Backend, compute_capability
-from megasink.attention.layout import in_order_of
+from megasink.attention.layout import in_order_of, without_autocast
 from megasink.attention.masked import backward_masked, forward_masked, one_call
 
 
@@ -227,11 +227,12 @@ def slot_backward(
     if not (wanted.slot_logit or wanted.slot_value):
         slotted = slotted._replace(slot_logit=None, slot_value=None)
     if _owns(out_BHTD):
-        found = run_backward(arriving, slotted, results, call, lends=True)
+        with without_autocast():
+            found = run_backward(arriving, slotted, results, call, lends=True)
     else:
         from megasink.attention.custom_op import backward_op
 
-        found = backward_op()(*arriving, *slotted, *results, *call)
+        found = tuple(backward_op()(*arriving, *slotted, *results, *call))
     *grads, grad_logit, grad_value, grad_bias_HS = found
     grad_bias_HS = grad_bias_HS if wanted_of_call.distance_bias_HS else None
     grad_logit = grad_logit if wanted.slot_logit else None
@@ -242,14 +243,18 @@ def slot_backward(
 def _owns(out_BHTD: Tensor) -> bool:
     """Return whether the backward runs eagerly on one stream: neither traced nor differentiated."""
     traced = type(out_BHTD) is not Tensor or torch.compiler.is_compiling()
-    return not (traced or torch.is_grad_enabled() or torch._C._is_any_autocast_enabled())
+    return not (traced or torch.is_grad_enabled())
 
 
 class _Eagerly(torch.autograd.Function):
     """The op without the dispatch of a custom op, half of its time on the host."""
 
-    forward = staticmethod(run_forward)
     backward = staticmethod(slot_backward)
+
+    @staticmethod
+    def forward(ctx: Any, *arguments: Any) -> Results:
+        with without_autocast():
+            return run_forward(ctx, *arguments)
 
 
 eagerly: Callable[..., Sequence[Tensor]] = _Eagerly.apply
