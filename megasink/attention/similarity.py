@@ -10,8 +10,9 @@ Shapes: B batch, H query heads, G key/value groups, R heads per group, T queries
 chunk, S keys, K keys visible to the chunk, D head dim. The last query is at the last key.
 """
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import wraps
 from typing import Any, NamedTuple
 
 import torch
@@ -20,11 +21,22 @@ from torch import Tensor
 
 from megasink.attention.constants import PROXY_EPSILON
 from megasink.attention.functional import check_shapes
-from megasink.attention.layout import empty_in_order_of, statistics_dtype
+from megasink.attention.layout import empty_in_order_of, statistics_dtype, without_autocast
 from megasink.attention.reference import SIGNED_SIMILARITIES, SIMILARITIES
 from megasink.attention.row_chunks import grouped, products, row_chunks, sum_over_group
 
 NORMALIZATIONS = ("row-sum", "none")
+
+
+def _uncast[**P, R](function: Callable[P, R]) -> Callable[P, R]:
+    """Run the function without autocast."""
+
+    @wraps(function)
+    def run(*args: P.args, **kwargs: P.kwargs) -> R:
+        with without_autocast():
+            return function(*args, **kwargs)
+
+    return run
 
 
 class SimilarityOutput(NamedTuple):
@@ -106,6 +118,7 @@ class _Similarity(torch.autograd.Function):
     """Chunked attention that saves its inputs, its output and one number per row."""
 
     @staticmethod
+    @_uncast
     def forward(
         ctx: Any, query_BHTD: Tensor, key_BGSD: Tensor, value_BGSD: Tensor, options: _Options
     ) -> tuple[Tensor, Tensor, Tensor]:
@@ -132,6 +145,7 @@ class _Similarity(torch.autograd.Function):
 
     @staticmethod
     @torch.autograd.function.once_differentiable
+    @_uncast
     def backward(
         ctx: Any, grad_out_BHTD: Tensor, *_: Tensor
     ) -> tuple[Tensor, Tensor, Tensor, None]:
@@ -177,6 +191,7 @@ class _Similarity(torch.autograd.Function):
         )
 
 
+@_uncast
 def feature_map(x: Tensor, similarity: str, mlp: tuple[Tensor, Tensor] | None) -> Tensor:
     """Apply phi of P2.30 to queries or keys [..., D]; the identity for most similarities.
 

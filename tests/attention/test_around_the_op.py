@@ -5,7 +5,14 @@ import torch
 from torch.autograd import forward_ad
 from torch.func import grad, jacfwd, jvp, vjp, vmap
 
-from megasink.attention import VARIANTS, attention, biased_attention, slot_attention
+from megasink.attention import (
+    SIMILARITIES,
+    VARIANTS,
+    attention,
+    biased_attention,
+    similarity_attention,
+    slot_attention,
+)
 from tests.attention.attention_oracle import evaluate, make_case
 from tests.attention.test_attention_op import _Named
 
@@ -46,6 +53,21 @@ def test_autocast_changes_no_key_bias():
         results.append((out, lse, gate, *grads))
     for plain, cast in zip(*results, strict=True):
         assert torch.equal(plain, cast)
+
+
+@pytest.mark.parametrize("similarity", SIMILARITIES)
+def test_autocast_changes_no_similarity(similarity):
+    leaves = [tensor.requires_grad_() for tensor in inputs(1)]
+    mlp = (torch.eye(8) * 0.5, torch.ones(8, 8) * 0.3) if similarity == "mlp" else None
+    results = []
+    for enabled in (False, True):
+        with torch.autocast("cpu", torch.bfloat16, enabled=enabled):
+            out = similarity_attention(*leaves, similarity=similarity, mlp=mlp).out_BHTD
+        # The gradient of a linear layer is PyTorch's own.
+        with torch.autocast("cpu", torch.bfloat16, enabled=enabled and mlp is None):
+            results.append((out, *torch.autograd.grad(out.square().sum(), leaves)))
+    for plain, cast in zip(*results, strict=True):
+        torch.testing.assert_close(cast, plain, rtol=1e-5, atol=1e-6)
 
 
 def test_transforms_of_functorch():
