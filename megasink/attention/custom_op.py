@@ -128,11 +128,11 @@ class _Transformed(torch.autograd.Function):
     backward = staticmethod(_op.slot_backward)
 
 
-def backward_op() -> Callable[..., Sequence[Tensor]]:
+def backward_op() -> Callable[..., tuple[Tensor | None, ...]]:
     """Return what runs the backward of the op."""
     if torch.compiler.is_compiling() or not torch._C._are_functorch_transforms_active():
         return slot_attention_backward_op
-    transformed: Callable[..., Sequence[Tensor]] = _BackwardTransformed.apply
+    transformed: Callable[..., tuple[Tensor | None, ...]] = _BackwardTransformed.apply
     return transformed
 
 

@@ -17,12 +17,15 @@ def add_device(parser: argparse.ArgumentParser) -> None:
 def device_problems(name: str | None) -> list[str]:
     """Return why this machine lacks a device; imports torch if there may be a GPU."""
     if name is None:
-        return []
+        reason = cpu.unusable_gpu()
+        return [f"{reason}; to run on the CPU instead, pass --device cpu"] if reason else []
     kind, _, index = name.partition(":")
     if kind not in ("cpu", "cuda", *_UNTRIED) or (":" in name and not index.isdecimal()):
         return [f"--device {name}: no such device: use cpu or cuda"]
     if kind != "cuda":
         return []
+    if reason := cpu.unusable_gpu(int(index or 0)):
+        return [f"--device {name}: {reason}; or use cpu"]
     there = 0
     if cpu.cuda_present():
         import torch

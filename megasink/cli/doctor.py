@@ -138,6 +138,7 @@ def _print_packages(console: Console, installed: list[Package], report: dict[str
 def _machine(console: Console, args: Any, report: dict[str, Any]) -> list[str]:
     """Report device and kernels, and test them; return the failures."""
     try:
+        unusable = cpu.unusable_gpu()
         device_type, name = _device()
         rows = _kernels(device_type, args.head_dim, args.window)
     except ImportError as error:  # this command is for broken installations
@@ -159,8 +160,9 @@ def _machine(console: Console, args: Any, report: dict[str, Any]) -> list[str]:
         _plain(console, f"gate kernel in {row['dtype']}: {row['gates']} ({reasons})")
     for line in dict.fromkeys(row["faster"] for row in rows if row["faster"]):
         _plain(console, f"{'faster':20} {line}")
+    problems = [unusable] if unusable else []
     if args.no_self_test:
-        return []
+        return problems
     from megasink.cli.doctor_self_test import checks
 
     done = []
@@ -169,7 +171,7 @@ def _machine(console: Console, args: Any, report: dict[str, Any]) -> list[str]:
         verdict = "pass" if check.passed else "FAIL"
         _plain(console, f"{verdict}  {check.name}: {check.detail} ({check.seconds:.1f} s)")
     report["self_test"] = [check._asdict() for check in done]
-    return [f"{check.name}: {check.detail}" for check in done if not check.passed]
+    return problems + [f"{check.name}: {check.detail}" for check in done if not check.passed]
 
 
 def _plain(console: Console, line: str) -> None:

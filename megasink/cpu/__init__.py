@@ -11,6 +11,7 @@ process, before megatron is imported, and never on a machine with a CUDA device.
 
 import ctypes
 import os
+import re
 import sys
 from pathlib import Path
 
@@ -44,12 +45,14 @@ def _has_driver() -> bool:
     return True
 
 
-def unusable_gpu() -> str | None:
-    """Return why PyTorch cannot use this machine's GPU driver; None if it can or there is none."""
+def unusable_gpu(index: int = 0) -> str | None:
+    """Return why PyTorch cannot use this machine's GPU; None if it can or there is none."""
+    if _active or not _has_driver():
+        return None
     import torch
 
-    if cuda_present() or _active or os.environ.get("CUDA_VISIBLE_DEVICES") == "":
-        return None
+    if torch.cuda.is_available():
+        return _without_kernels(min(index, torch.cuda.device_count() - 1))
     try:
         torch.cuda.init()
     except AssertionError:  # PyTorch without CUDA
@@ -65,6 +68,24 @@ def unusable_gpu() -> str | None:
             "(docker/README.md, Drivers)"
         )
     return None
+
+
+def _without_kernels(index: int) -> str | None:
+    """Return the reason if this PyTorch has no code for a device."""
+    import torch
+
+    # sm_ABC runs on later devices of its major version, compute_ABC (PTX) on every later one.
+    built = re.findall(r"(sm|compute)_(\d+)(\d)[a-z]?\b", " ".join(torch.cuda.get_arch_list()))
+    has = torch.cuda.get_device_capability(index)
+    code = [(kind, (int(major), int(minor))) for kind, major, minor in built]
+    if not code or any(has >= c and (k == "compute" or c[0] == has[0]) for k, c in code):
+        return None
+    least, most = min(c for _, c in code), max(c for _, c in code)
+    return (
+        f"PyTorch {torch.__version__} has no kernels for {torch.cuda.get_device_name(index)}, of "
+        f"compute capability {has[0]}.{has[1]} (it has those of {least[0]}.{least[1]} to "
+        f"{most[0]}.{most[1]}): install a PyTorch for another CUDA release (download.pytorch.org)"
+    )
 
 
 def is_active() -> bool:

@@ -12,7 +12,7 @@ from importlib.machinery import ModuleSpec
 from types import ModuleType
 from typing import Any, NamedTuple
 
-from megasink.upstream.fused_kernels import FLASH_ATTENTION_4, TRANSFORMER_ENGINE
+from megasink.upstream.fused_kernels import APEX, FLASH_ATTENTION_4, TRANSFORMER_ENGINE, broken
 from megasink.upstream.versions import version_of
 
 
@@ -23,8 +23,10 @@ class Optional(NamedTuple):
     blocked: str  # Module that must not be imported if that fails
     packages: tuple[str, ...]  # Distributions that may own it, the likeliest first
     cure: str  # Command that installs a version that works
+    needed: bool = False  # Whether Megatron does not start without it
 
 
+_BUILD_FLASH_ATTENTION = "pip install --no-build-isolation --force-reinstall --no-deps flash-attn"
 OPTIONAL = (
     Optional(
         "transformer_engine.pytorch",
@@ -32,18 +34,26 @@ OPTIONAL = (
         ("transformer-engine",),
         TRANSFORMER_ENGINE.cure,
     ),
+    # Its __init__ imports the binary, and FlashAttention 4, which has none, is below it.
+    Optional("flash_attn", "flash_attn", ("flash-attn",), _BUILD_FLASH_ATTENTION),
     Optional(
-        "flash_attn.cute",
+        "flash_attn.cute.interface",
         "flash_attn.cute",
         ("flash-attn-4", "flash-attn"),  # flash-attn 2.8 has an old copy
         FLASH_ATTENTION_4.cure,
     ),
     Optional(
-        "flash_attn.layers.rotary",
-        "flash_attn.layers",
-        ("flash-attn",),
-        "pip install --no-build-isolation --force-reinstall --no-deps flash-attn",
+        "flash_attn.layers.rotary", "flash_attn.layers", ("flash-attn",), _BUILD_FLASH_ATTENTION
     ),
+    Optional(
+        "flash_attn_interface",
+        "flash_attn_interface",
+        ("flash-attn-3",),
+        "build hopper/ of github.com/Dao-AILab/flash-attention for this torch",
+    ),
+    Optional("apex.optimizers", "apex", ("apex",), APEX.cure),
+    Optional("amp_C", "amp_C", ("apex",), APEX.cure),
+    Optional("triton", "triton", ("triton",), "pip install --force-reinstall torch", needed=True),
 )
 
 
@@ -70,16 +80,14 @@ def block_broken_packages() -> None:
     import torch  # noqa: F401  (as in Megatron: TransformerEngine's libraries need those of torch)
 
     for optional in OPTIONAL:
+        if any(f"{optional.blocked}.".startswith(f"{name}.") for name in _refusal.reasons):
+            continue
         error = _failure(optional.module)
-        if error is None or optional.blocked in _refusal.reasons:
+        if error is None:
             continue
         name = next((n for n in optional.packages if version_of(n)), optional.packages[0])
-        # The first line: a failed import of libraries lists every path that was tried.
-        said = (str(error).splitlines() or [""])[0]
-        _refusal.reasons[optional.blocked] = (
-            f"{name} {version_of(name) or '(unknown version)'} cannot be imported "
-            f"({type(error).__name__}: {said}): {optional.cure}, or pip uninstall {name}"
-        )
+        otherwise = "" if optional.needed else f", or pip uninstall {name}"
+        _refusal.reasons[optional.blocked] = f"{broken(name, error)}: {optional.cure}{otherwise}"
         # Submodules that were imported before the failure would hide it.
         for module in [m for m in sys.modules if f"{m}.".startswith(f"{optional.blocked}.")]:
             del sys.modules[module]

@@ -6,7 +6,7 @@ import sys
 import warnings
 
 from megasink import cpu
-from megasink.cpu.broken_packages import block_broken_packages
+from megasink.cpu.broken_packages import block_broken_packages, describe
 from megasink.errors import UserError
 from megasink.upstream.versions import check_versions
 
@@ -21,13 +21,16 @@ def prepare_process(device: str | None = None) -> None:
     # A dozen Megatron modules emit this warning on import.
     warnings.filterwarnings("ignore", message=".*(Transformer Engine|Apex).*not installed")
     block_broken_packages()
+    if reason := cpu.unusable_gpu(int(os.environ.get("LOCAL_RANK", "0"))):
+        raise UserError(f"{reason}; to run on the CPU instead, set CUDA_VISIBLE_DEVICES=''")
     if not cpu.cuda_present():
-        reason = cpu.unusable_gpu()
-        if reason is not None:
-            raise UserError(f"{reason}; to run on the CPU instead, set CUDA_VISIBLE_DEVICES=''")
         cpu.activate()
-    from megasink.upstream.apply_fixes import fix_upstream  # it imports Megatron
-
+    try:
+        from megasink.upstream.apply_fixes import fix_upstream  # it imports Megatron
+    except ModuleNotFoundError as error:
+        if str(error) in describe():
+            raise UserError(f"Megatron does not start: {error}") from error
+        raise
     fix_upstream()
     import torch
 

@@ -42,6 +42,13 @@ def _reason(module: str, name: str) -> str | None:
     return package_reason(module, name)
 
 
+def broken(name: str, error: Exception) -> str:
+    """Return which version of a package is installed, and why it cannot be imported."""
+    from megasink.attention.kernels import cuda
+
+    return cuda.broken(name, error)
+
+
 TRANSFORMER_ENGINE = Package(
     "transformer-engine", "transformer_engine.pytorch", "pip install 'megasink[gpu]'"
 )

@@ -5,7 +5,7 @@ import importlib.util
 import sys
 
 from megasink.errors import UserError
-from megasink.options.extras import require_train
+from megasink.options.extras import require, require_train
 from megasink.tried import TRAINER, numbers_of
 
 # Tested versions; others may change the code that layers and patches depend on.
@@ -48,6 +48,7 @@ def check_versions() -> None:
             f"Python {sys.version.split()[0]} is too old: megatron-core 0.19 needs 3.12"
         )
     require_train("a run")
+    require("triton", "Megatron-Core")  # a torch without CUDA installs no triton
     for package, (lowest, below) in SUPPORTED.items():
         installed = version_of(package)
         wanted = f">={'.'.join(map(str, lowest))}"

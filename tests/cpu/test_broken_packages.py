@@ -12,7 +12,10 @@ from pathlib import Path
 import pytest
 import torch  # noqa: F401  (the test's own imports are undone)
 
-from megasink.cpu import broken_packages
+from megasink import cpu
+from megasink.attention.kernels.cuda import package_reason
+from megasink.cpu import broken_packages, prepare_process
+from megasink.errors import UserError
 from megasink.upstream.fused_kernels import FLASH_ATTENTION_4
 from megasink.upstream.patch_register import Quote
 
@@ -90,8 +93,8 @@ def test_megatron_is_imported_beside_broken_packages(tmp_path):
     assert FLASH_ATTENTION_4.cure in flash
     # What a flag that asks for the package is refused with.
     assert found["te"][0] is False
-    assert engine in found["te"][1]
-    assert flash in found["fa4"]
+    assert found["te"][1] == engine
+    assert found["fa4"] == flash
     assert not found["half imported"]
     assert found["filled"] is False
     assert found["cached"] == "1"
@@ -160,3 +163,34 @@ def test_a_package_that_imports_stays(path, monkeypatch):
 
     assert fake_kernels.value == 3
     assert list(broken_packages.describe()) == []
+
+
+def test_a_broken_flash_attention_2_is_named_once(path):
+    """FlashAttention 4 is below the same module, and installing it again would not help."""
+    files = {"flash_attn/__init__.py": FAILURES["ImportError"], "flash_attn/cute/__init__.py": ""}
+    install(path, "flash-attn", "2.8.3", files)
+    install(path, "flash-attn-4", "4.0.0b36", {"flash_attn/cute/interface.py": ""})
+    broken_packages.block_broken_packages()
+    (line,) = broken_packages.describe()
+    assert line.startswith("flash-attn 2.8.3 cannot be imported (ImportError: undefined symbol")
+    assert "pip install --no-build-isolation --force-reinstall --no-deps flash-attn," in line
+    assert package_reason("flash_attn.cute.interface", "flash-attn-4") == line
+
+
+def test_a_broken_package_that_megatron_needs_is_one_line(monkeypatch):
+    """Triton: Megatron imports it without asking whether it can."""
+    (triton,) = (optional for optional in broken_packages.OPTIONAL if optional.needed)
+    assert triton.module == "triton"
+    needs = "megasink.upstream.apply_fixes"
+    monkeypatch.setitem(sys.modules, needs, None)
+    for name in ("block_broken_packages", "check_versions"):
+        monkeypatch.setattr(prepare_process, name, lambda: None)
+    monkeypatch.setattr(cpu, "activate", lambda: None)
+    reason = f"import of {needs} halted; None in sys.modules"
+    monkeypatch.setattr(prepare_process, "describe", lambda: iter([reason]))
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    with pytest.raises(UserError, match=f"Megatron does not start: {reason}"):
+        prepare_process.prepare_process()
+    monkeypatch.setattr(prepare_process, "describe", lambda: iter(()))
+    with pytest.raises(ModuleNotFoundError):
+        prepare_process.prepare_process()

@@ -8,6 +8,7 @@ import torch
 
 from megasink import cpu
 from megasink.cli import doctor
+from megasink.cli.device_flag import device_problems
 from megasink.cpu import prepare_process
 from megasink.errors import UserError
 
@@ -66,9 +67,50 @@ def test_without_a_gpu_nothing_is_reported(driver, error):
     assert cpu.unusable_gpu() is None
 
 
+@pytest.mark.parametrize("device", [None, "cuda", "cuda:3"])
+def test_an_analysis_does_not_take_the_cpu_instead(driver, device):
+    driver(RuntimeError(TOO_OLD))
+    (problem,) = device_problems(device)
+    assert "found version 12080" in problem
+    assert device_problems("cpu") == []
+
+
+@pytest.mark.parametrize(
+    ("capability", "built", "fits"),
+    [
+        ((7, 0), "sm_75 sm_80 sm_90", False),
+        ((8, 9), "sm_75 sm_86 sm_90a", True),
+        ((8, 0), "sm_86 sm_90", False),
+        ((10, 0), "sm_80 sm_90", False),
+        ((10, 0), "sm_80 compute_90", True),
+        ((12, 0), "sm_80 sm_120", True),
+        ((9, 4), "gfx942", True),  # of another vendor
+    ],
+)
+def test_a_gpu_that_pytorch_was_not_built_for(monkeypatch, capability, built, fits):
+    """Its first kernel would end in "no kernel image is available for execution"."""
+    monkeypatch.setattr(cpu, "_active", False)
+    for name, value in {
+        "is_available": True,
+        "device_count": 1,
+        "get_device_capability": capability,
+        "get_arch_list": built.split(),
+        "get_device_name": "some GPU",
+    }.items():
+        monkeypatch.setattr(torch.cuda, name, lambda *_, value=value: value)
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    reason = cpu.unusable_gpu(5)
+    assert (reason is None) == fits
+    if not fits:
+        version = ".".join(map(str, capability))
+        assert f"no kernels for some GPU, of compute capability {version}" in reason
+        with pytest.raises(UserError, match="set CUDA_VISIBLE_DEVICES=''"):
+            prepare_process.prepare_process()
+
+
 def test_doctor_says_it(driver, capsys):
     driver(RuntimeError(TOO_OLD))
-    assert doctor.main(["--no-self-test"]) == 0
+    assert doctor.main(["--no-self-test"]) == 1
     printed = " ".join(capsys.readouterr().out.split())
-    assert "found version 12080" in printed
+    assert f"FAIL PyTorch {torch.__version__} cannot use this machine's GPU: {TOO_OLD}" in printed
     assert "using the CPU platform" not in printed

@@ -16,11 +16,11 @@ from megasink.attention.gate_kernels.slot_launch import (
     OPTIONS,
     TILE_OF_THREE,
     alignment,
-    device_of,
     interpreted,
     strides,
     tiles,
 )
+from megasink.attention.kernels.cuda import device_of
 from megasink.attention.layout import dense_rows, empty_in_order_of
 
 

@@ -4,7 +4,6 @@ Shapes: B batch, H query heads, G key/value groups, T queries, D head dim, N pro
 leading channels that carry the gradient of the LSE; 1 for a dimension that broadcasts.
 """
 
-from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from math import gcd
 from os import environ
@@ -16,6 +15,7 @@ from torch import Tensor
 from megasink.attention.call import Arriving, Results, Slotted
 from megasink.attention.gate_kernels.protocol import FirstKey
 from megasink.attention.injection import channels_of
+from megasink.attention.kernels.cuda import device_of
 from megasink.attention.layout import dense_rows
 
 if TYPE_CHECKING:
@@ -314,13 +314,6 @@ def strides(tensor: Tensor | None, align: int = 1) -> list[int]:
             "kernels reaches: use a smaller batch, or a kernel with +torch"
         )
     return [0 if n == 1 else s // align for n, s in zip(sizes, strides, strict=True)]
-
-
-def device_of(tensor: Tensor) -> AbstractContextManager[Any]:
-    """Make the tensor's device current: Triton launches there, unlike PyTorch's own kernels."""
-    if tensor.device.type != "cuda" or tensor.device.index == torch.cuda.current_device():
-        return nullcontext()
-    return torch.cuda.device(tensor.device)
 
 
 def interpreted() -> bool:

@@ -1,16 +1,19 @@
 """Common requirements of CUDA kernels, and base classes for kernels from optional packages."""
 
+import sys
 from abc import abstractmethod
 from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from importlib import import_module
 from importlib.metadata import PackageNotFoundError, version
-from typing import Any
+from inspect import Parameter, signature
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
 
-from megasink.attention.call import AttentionCall, BackwardTensors
+from megasink.attention.call import AttentionCall, BackwardTensors, Gradients
 from megasink.attention.documents import Ends, ends
 from megasink.attention.kernels.backend import (
     AttentionRequest,
@@ -58,18 +61,38 @@ def package_reason(module: str, package: str) -> str | None:
     except ModuleNotFoundError as error:
         if error.name is not None and f"{module}.".startswith(f"{error.name}."):
             return f"the package {package} is not installed"
-        return f"{package} cannot be imported: {error}"
+        if BROKEN in str(error):  # it was reported
+            return str(error)
+        return broken(package, error)
     except Exception as error:  # a binary for another torch or driver may raise anything
-        return f"{package} cannot be imported: {type(error).__name__}: {error}"
+        return broken(package, error)
     return None
 
 
+BROKEN = " cannot be imported ("
+
+
+def broken(package: str, error: Exception) -> str:
+    """Return which version of a package is installed, and why it cannot be imported."""
+    # The first line: a failed import of libraries lists every path that was tried.
+    said = (str(error).splitlines() or [""])[0]
+    name = package.partition(" ")[0].partition("[")[0]
+    return f"{name} {installed_version(name)}{BROKEN}{type(error).__name__}: {said})"
+
+
 def installed_version(package: str) -> str:
-    """Return the version of a distribution, "unknown" without its metadata."""
+    """Return the version of a distribution, "(unknown version)" without its metadata."""
     try:
         return version(package)
     except PackageNotFoundError:
-        return "unknown"
+        return "(unknown version)"
+
+
+def device_of(tensor: Tensor) -> AbstractContextManager[Any]:
+    """Make the tensor's device current: Triton, CuTe and TransformerEngine launch there."""
+    if tensor.device.type != "cuda" or tensor.device.index == torch.cuda.current_device():
+        return nullcontext()
+    return torch.cuda.device(tensor.device)
 
 
 _VECTOR_BYTES = 16
@@ -152,6 +175,9 @@ class PackageBackend(VendorBackend):
     package: str  # Name for `pip install`, or the source
     module: str  # Module to import, on the first request that would run on it
     capability: tuple[int, int] = (8, 0)  # Lowest supported compute capability
+    # Functions that are called, and keywords that releases before (or after) others lack.
+    keywords: ClassVar[dict[str, str]] = {}
+    tested: str  # for `pip install`: the releases that have them
 
     def largest_head_dim(self, request: AttentionRequest) -> int:
         """Return the largest head dim; D must be a multiple of 8."""
@@ -162,7 +188,34 @@ class PackageBackend(VendorBackend):
             cuda_reason(request, self.largest_head_dim(request), self.capability)
             or (None if self.takes_lse_gradient else fp16_reason(request))
             or package_reason(self.module, self.package)
+            or self._lacks()
         )
+
+    def _lacks(self) -> str | None:
+        """Return the reason if a function of this release would not take a call."""
+        module = sys.modules.get(self.module)
+        for name, keywords in self.keywords.items() if module else ():
+            function = getattr(module, name, None)
+            # torch.library.custom_op hides the parameters of the function that it wraps.
+            inner = getattr(function, "_init_fn", function)
+            takes = {} if inner is None else signature(inner).parameters
+            open_ended = any(p.kind is Parameter.VAR_KEYWORD for p in takes.values())
+            absent = [k for k in keywords.split() if k not in takes and not open_ended]
+            if absent:
+                package = self.package.partition(" ")[0].partition("[")[0]
+                of = name if function is None else f"{name}({', '.join(absent)})"
+                return f"{package} {installed_version(package)} has no {of}: {self.tested}"
+        return None
+
+    def forward(
+        self, query_BHTD: Tensor, key_BGSD: Tensor, value_BGSD: Tensor, call: AttentionCall
+    ) -> tuple[Tensor, Tensor]:
+        with device_of(query_BHTD):
+            return super().forward(query_BHTD, key_BGSD, value_BGSD, call)
+
+    def backward(self, tensors: BackwardTensors, call: AttentionCall) -> Gradients:
+        with device_of(tensors.query_BHTD):
+            return super().backward(tensors, call)
 
     def load(self) -> Any:
         """Import the module."""

@@ -18,14 +18,24 @@ def cudnn_reason(request: AttentionRequest) -> str | None:
     """Return why the loaded cuDNN cannot compute a request, or None."""
     if request.device_type == "cuda" and not torch.backends.cudnn.is_available():
         return "this PyTorch has no cuDNN"
-    if request.compute_capability is not None and request.compute_capability[0] == 9:
-        version = torch.backends.cudnn.version() or 0
-        if version < HOPPER_SINCE:
-            return (
-                f"on Hopper it needs cuDNN 9.26 or later, but {version} is installed (earlier ones "
-                "give non-finite gradients for unmasked blocks of 64 keys modulo 128)"
-            )
+    version = cudnn_version()
+    if request.device_type == "cuda" and not version:
+        return "PyTorch cannot load its cuDNN, or finds another release first"
+    capability = request.compute_capability
+    if capability is not None and capability[0] == 9 and version < HOPPER_SINCE:
+        return (
+            f"on Hopper it needs cuDNN 9.26 or later, but {version} is installed (earlier ones "
+            "give non-finite gradients for unmasked blocks of 64 keys modulo 128)"
+        )
     return None
+
+
+def cudnn_version() -> int:
+    """Return the version of the loaded cuDNN; 0 if PyTorch rejects it, or has none."""
+    try:
+        return torch.backends.cudnn.version() or 0
+    except RuntimeError:  # older than the one that PyTorch was built with
+        return 0
 
 
 class CudnnKernel(VendorBackend):

@@ -60,6 +60,13 @@ class FlashAttention2Backend(FlashAttentionBackend):
     package = "flash-attn"
     module = "flash_attn.flash_attn_interface"
     packed_forward_name = "_flash_attn_varlen_forward"
+    keywords: ClassVar[dict[str, str]] = {
+        "_flash_attn_forward": "softcap window_size_left return_softmax",
+        "_flash_attn_backward": "softcap window_size_left deterministic",
+        "_flash_attn_varlen_forward": "cu_seqlens_q window_size_left",
+        "_flash_attn_varlen_backward": "cu_seqlens_q window_size_left",
+    }
+    tested = "pip install --no-build-isolation 'flash-attn>=2.7'"
     unused: ClassVar[dict[str, Any]] = {"dropout_p": 0.0, "softcap": 0.0, "alibi_slopes": None}
     forward_options: ClassVar[dict[str, Any]] = {**unused, "return_softmax": False}
 
@@ -91,6 +98,11 @@ class FlashAttention3Backend(FlashAttentionBackend):
     package = "flash_attn_3 (hopper/ of github.com/Dao-AILab/flash-attention)"
     module = "flash_attn_interface"
     capability = (9, 0)
+    keywords: ClassVar[dict[str, str]] = {
+        "_flash_attn_forward": "causal window_size_left cu_seqlens_q max_seqlen_q",
+        "_flash_attn_backward": "is_causal window_size_left cu_seqlens_q max_seqlen_q dq",
+    }
+    tested = "build hopper/ of release 3.0.0"
 
     def supports(self, request: AttentionRequest) -> str | None:
         if request.compute_capability is not None and request.compute_capability >= (10, 0):
@@ -129,6 +141,12 @@ class FlashAttention4Backend(FlashAttentionBackend):
     takes_lse_gradient = True
     takes_sink = True
     narrow_values = frozenset({(192, 128)})
+    # flash-attn 2.8 has an old copy of the module.
+    keywords: ClassVar[dict[str, str]] = {
+        "_flash_attn_fwd": "causal return_lse window_size_left cu_seqlens_q max_seqlen_q",
+        "_flash_attn_bwd": "dlse deterministic window_size_left cu_seqlens_q max_seqlen_q dq",
+    }
+    tested = "pip install 'flash-attn-4[cu13]>=4.0.0b30'"
     forward_name = packed_forward_name = "_flash_attn_fwd"
     forward_options: ClassVar[dict[str, Any]] = {"return_lse": True}
     unbounded = None

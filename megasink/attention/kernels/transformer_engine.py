@@ -2,7 +2,7 @@
 
 Follows 2.20.2, transformer_engine/pytorch/cpp_extensions/fused_attn.py, `fused_attn_fwd` and
 `fused_attn_bwd`, and csrc/extensions/attention.cpp. Parameters change between releases, so calls
-use keywords, and an incompatible release raises TypeError. `aux_ctx_tensors` is the natural LSE
+use keywords, and a release without them is refused. `aux_ctx_tensors` is the natural LSE
 [B, H, T, 1] in float32 (of packed documents [T, H, 1]), the RNG state, which only dropout reads,
 and the sink [1, H, 1, 1].
 The gradient of the sink is taken as dL/dsink, the sign that TransformerEngine documents; the graph
@@ -13,7 +13,7 @@ Shapes: B batch, H query heads, T queries, S keys, D head dim.
 
 from collections.abc import Sequence
 from functools import lru_cache, partial
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -22,7 +22,12 @@ from megasink.attention.call import AttentionCall, BackwardTensors
 from megasink.attention.documents import Ends, ends
 from megasink.attention.kernels.backend import AttentionRequest, compute_capability
 from megasink.attention.kernels.cuda import PackageBackend, with_whole_vectors
-from megasink.attention.kernels.cudnn import PACKED_SINK_SINCE, CudnnKernel, cudnn_reason
+from megasink.attention.kernels.cudnn import (
+    PACKED_SINK_SINCE,
+    CudnnKernel,
+    cudnn_reason,
+    cudnn_version,
+)
 
 # torch.backends.cudnn.version() of the first release with a window, with a mask that is aligned
 # bottom right for any number of tokens, and with a sink.
@@ -37,11 +42,16 @@ class TransformerEngineBackend(CudnnKernel, PackageBackend):
     module = "transformer_engine.pytorch.cpp_extensions.fused_attn"
     native_window = True
     takes_sink = True
+    keywords: ClassVar[dict[str, str]] = {
+        "fused_attn_fwd": "softmax_type softmax_offset window_size fake_dtype cuda_graph",
+        "fused_attn_bwd": "softmax_type window_size fake_dtype deterministic cuda_graph",
+    }
+    tested = "pip install --no-build-isolation 'transformer-engine[pytorch]>=2.20,<3'"
 
     def supports(self, request: AttentionRequest) -> str | None:
         if reason := super().supports(request) or cudnn_reason(request):
             return reason
-        if request.window is not None and (version := _cudnn_version()) < WINDOW_SINCE:
+        if request.window is not None and (version := cudnn_version()) < WINDOW_SINCE:
             return f"a window needs cuDNN 9.2 or later, but {version} is installed"
         # attention/dot_product_attention/utils.py, get_attention_backend
         capability = request.compute_capability
@@ -53,7 +63,7 @@ class TransformerEngineBackend(CudnnKernel, PackageBackend):
         return 256 if request.compute_capability == (9, 0) else 128
 
     def sink_reason(self, request: AttentionRequest) -> str | None:
-        if (version := _cudnn_version()) < SINK_SINCE:
+        if (version := cudnn_version()) < SINK_SINCE:
             return f"its sink needs cuDNN 9.13.1 or later, but {version} is installed"
         if request.deterministic:
             return "the gradient of its sink is not deterministic"
@@ -61,7 +71,7 @@ class TransformerEngineBackend(CudnnKernel, PackageBackend):
 
     @property
     def bottom_right(self) -> bool:  # type: ignore[override]
-        return _cudnn_version() >= BOTTOM_RIGHT_SINCE
+        return cudnn_version() >= BOTTOM_RIGHT_SINCE
 
     @property
     def packs(self) -> bool:  # type: ignore[override]
@@ -69,7 +79,7 @@ class TransformerEngineBackend(CudnnKernel, PackageBackend):
         # compute capability 12 the LSE of packed documents has another layout.
         capability = compute_capability(torch.device("cuda"))
         able = capability is None or capability[0] in (9, 10, 11)
-        return able and _cudnn_version() >= PACKED_SINK_SINCE
+        return able and cudnn_version() >= PACKED_SINK_SINCE
 
     def lay_out(self, tensor_BHTD: Tensor) -> Tensor:
         """Make the tensor contiguous in [s, b, h, d]; free for Megatron's tensors."""
@@ -163,7 +173,3 @@ def _ends(length: int, batch: int, device: torch.device) -> Tensor:
     Cached, but not while a CUDA graph is captured, whose memory is its own.
     """
     return torch.arange(0, batch * length + 1, length, dtype=torch.int32, device=device)
-
-
-def _cudnn_version() -> int:
-    return torch.backends.cudnn.version() or 0
