@@ -59,6 +59,19 @@ def test_it_says_what_runs_and_why_not_the_others(capsys, monkeypatch):
     assert "runs on CUDA" in out.replace("\n", " ")
 
 
+def test_a_triton_that_was_not_compared_launches_slower(capsys, monkeypatch):
+    triton = pytest.importorskip("triton")
+    monkeypatch.setattr(doctor, "_device", lambda: ("cuda", "a GPU"))
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (9, 0))
+    for version, slow in ((triton.__version__, False), ("3.99.0", True)):
+        monkeypatch.setattr(triton, "__version__", version)
+        assert cli.main(["doctor", "--no-self-test"]) == 0
+        lines = capsys.readouterr().out.splitlines()
+        found = [line for line in lines if line.startswith("gate kernels take longer to launch")]
+        assert len(found) == slow
+        assert all("3.99.0" in line for line in found)
+
+
 def test_json_is_one_object_of_the_same(capsys):
     code, found = told(capsys, "--no-self-test")
     assert (code, found["ok"], found["problems"]) == (0, True, [])

@@ -158,6 +158,12 @@ def _machine(console: Console, args: Any, report: dict[str, Any]) -> list[str]:
     for row in {row["dtype"]: row for row in rows}.values():
         reasons = "; ".join(f"not {other}: {why}" for other, why in row["not_gates"].items())
         _plain(console, f"gate kernel in {row['dtype']}: {row['gates']} ({reasons})")
+    if any(row["gates"] == "triton" for row in rows):
+        from megasink.attention.gate_kernels.triton_launch import looked_up_because
+
+        if reason := looked_up_because():
+            report["slow_launches"] = reason
+            _plain(console, f"gate kernels take longer to launch: {reason}")
     for line in dict.fromkeys(row["faster"] for row in rows if row["faster"]):
         _plain(console, f"{'faster':20} {line}")
     problems = [unusable] if unusable else []

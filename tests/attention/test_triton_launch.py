@@ -90,3 +90,34 @@ def test_constants_out_of_order_are_refused(kernel):
     kernel.jitted.arg_names = ["x", "x_b", "C", "D"]
     with pytest.raises(AssertionError, match="order"):
         kernel[(3,)](X, 4, D=8, C=1)
+
+
+def test_the_installed_triton_was_compared_with_our_launches():
+    """With the next one: run tests/plan/hollow/test_attention.py with it, then raise COMPARED."""
+    assert triton_launch.looked_up_because() is None
+
+
+@pytest.mark.parametrize("version", ["3.4.0", "3.5.1", "3.10.0", "4.0.0"])
+def test_another_triton_launches_every_kernel_itself(kernel, monkeypatch, version):
+    """Its hooks may be None (3.4), so not even these are read."""
+    monkeypatch.setattr(triton_launch.triton, "__version__", version)
+    reason = triton_launch.looked_up_because()
+    assert reason == f"their fast launch was tested with triton>=3.6,<3.10, not with {version}"
+    monkeypatch.setattr(triton_launch, "_LOOKED_UP", True)
+    monkeypatch.setattr(triton_launch.knobs.runtime, "launch_enter_hook", None)
+    for _ in range(2):
+        kernel[(3,)](X, 4, D=8)
+    assert len(kernel.jitted.compiled) == 2
+    assert kernel.jitted.launched == []
+
+
+@pytest.mark.parametrize("version", ["3.6.0", "3.7.1+git1", "3.9.0"])
+def test_a_triton_that_was_compared_is_launched_fast(monkeypatch, version):
+    monkeypatch.setattr(triton_launch.triton, "__version__", version)
+    assert triton_launch.looked_up_because() is None
+
+
+def test_on_rocm_a_program_depends_on_the_size_of_its_tensors(monkeypatch):
+    """Above 2 GB Triton compiles another one, and the first would read elsewhere."""
+    monkeypatch.setattr(torch.version, "hip", "7.0")
+    assert "size of its tensors" in triton_launch.looked_up_because()

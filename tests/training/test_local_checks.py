@@ -72,6 +72,52 @@ def test_an_fp8_recipe_that_the_device_lacks_is_refused(monkeypatch, recipe, ask
     assert all(f"--fp8-recipe {recipe}: Device" in text for text in said)
 
 
+H100, B200 = (9, 0), (10, 0)
+DENSE = "--hidden-size 256 --num-attention-heads 4 --swiglu --seq-length 256 --micro-batch-size 2"
+QUERY_GROUPS = "--group-query-attention --num-query-groups"
+
+
+@pytest.mark.parametrize(
+    ("recipe", "capability", "flags", "wanted"),
+    [
+        ("mxfp8", B200, "", []),
+        ("mxfp8", B200, "--attention-variant gated", []),
+        ("mxfp8", B200, "--hidden-size 240 --kv-channels 64", ["--hidden-size is 240"]),
+        ("mxfp8", B200, "--ffn-hidden-size 336", ["--ffn-hidden-size is 336"]),
+        ("blockwise", H100, "--ffn-hidden-size 336", []),
+        ("blockwise", H100, "--seq-length 252", ["--seq-length is 504"]),
+        ("blockwise", B200, "--seq-length 252", []),
+        ("delayed", B200, "--seq-length 254", ["--seq-length is 508"]),
+        # A part of the sequence is quantized before it is gathered.
+        ("mxfp8", B200, "--seq-length 272", []),
+        ("mxfp8", B200, "--seq-length 272 --tensor-model-parallel-size 2", []),
+        (
+            "mxfp8",
+            B200,
+            "--seq-length 272 --tensor-model-parallel-size 2 --sequence-parallel",
+            ["--seq-length is 272"],
+        ),
+        (
+            "delayed",
+            H100,
+            "--num-attention-heads 3 --kv-channels 40",
+            ["x --kv-channels is 120", "key and value is 360"],
+        ),
+        ("delayed", H100, f"--kv-channels 40 {QUERY_GROUPS} 1", []),
+        ("mxfp8", B200, f"--kv-channels 40 {QUERY_GROUPS} 1", ["key and value is 240"]),
+        ("mxfp8", B200, f"--kv-channels 40 {QUERY_GROUPS} 1 --attention-variant gated", []),
+        ("mxfp8", B200, "--num-experts 4 --moe-ffn-hidden-size 336", ["--moe-ffn-hidden-size is"]),
+    ],
+)
+def test_sizes_that_an_fp8_gemm_refuses(recipe, capability, flags, wanted):
+    """As tests/plan/hollow/test_engine.py finds them in TransformerEngine; one line each."""
+    fp8 = f"--bf16 --fp8-format hybrid --fp8-recipe {recipe} --attention-variant sink"
+    args = read(f"{DENSE} {fp8} {flags}".split())
+    found = list(device_options.uneven_sizes(args, capability))
+    assert len(found) == len(wanted)
+    assert all(phrase in text for phrase, text in zip(wanted, found, strict=True))
+
+
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
     root = tmp_path_factory.mktemp("tokenizer")

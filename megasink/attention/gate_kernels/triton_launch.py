@@ -2,7 +2,8 @@
 
 Triton asks every argument for its type and joins the answers, with the options, to a string. Here
 numbers are compiled in nowhere, so that a compiled kernel is known by the types
-and alignments of its tensors and by its constants.
+and alignments of its tensors and by its constants. That was compared with Triton's own launches in
+the releases of `COMPARED`; with others, Triton launches every kernel.
 """
 
 from functools import partial
@@ -20,6 +21,23 @@ _RUNTIME = (
     *("per_group", "programs", "first_row", "visible", "scale"),
 )
 _OF_TRITON = ("num_warps", "enable_fp_fusion")  # options, not arguments of the kernel
+# The upper bound is excluded; tests/plan/hollow/test_attention.py compares the installed release.
+COMPARED = ((3, 6), (3, 10))
+
+
+def looked_up_because() -> str | None:
+    """Return why Triton looks up its kernels at every launch, or None if it need not."""
+    if torch.version.hip is not None:
+        return "on ROCm a compiled kernel also depends on the size of its tensors"
+    oldest, below = COMPARED
+    major, minor = map(int, triton.__version__.split(".")[:2])
+    if not oldest <= (major, minor) < below:
+        fits = ">={}.{},<{}.{}".format(*oldest, *below)
+        return f"their fast launch was tested with triton{fits}, not with {triton.__version__}"
+    return None
+
+
+_LOOKED_UP = looked_up_because() is not None
 
 
 class Kernel:
@@ -40,8 +58,7 @@ class Kernel:
     def _launch(self, grid: tuple[int], *arguments: Any, **constants: Any) -> None:
         """Launch; constants stand in the order of the kernel's parameters."""
         kinds = tuple(map(_kind, arguments))
-        watched = knobs.runtime.launch_enter_hook.calls or knobs.runtime.launch_exit_hook.calls
-        if watched or _WIDE in kinds or not isinstance(self.jitted, JITFunction):
+        if _LOOKED_UP or _WIDE in kinds or not isinstance(self.jitted, JITFunction) or _watched():
             self.jitted[grid](*arguments, **constants)
             return
         device = torch.cuda.current_device()
@@ -62,6 +79,11 @@ class Kernel:
         compiled.run(
             grid[0], 1, 1, stream, program, metadata, None, None, None, *arguments, *values
         )
+
+
+def _watched() -> bool:
+    """Return whether a profiler waits for launches."""
+    return bool(knobs.runtime.launch_enter_hook.calls or knobs.runtime.launch_exit_hook.calls)
 
 
 _WIDE = "wide"

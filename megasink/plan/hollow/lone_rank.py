@@ -77,15 +77,16 @@ def be_rank(rank: int, ranks: int) -> None:
             options.pop("pg_options", None)
         return new_group(members, *args, **options)
 
-    def gather(mine: Any, everyone: list[Any] | None = None, *_: Any, **__: Any) -> None:
-        if everyone is not None:
-            everyone[:] = [mine] * len(everyone)
+    # Parameters have torch's names.
+    def gather(obj: Any, object_gather_list: list[Any] | None = None, *_: Any, **__: Any) -> None:
+        if object_gather_list is not None:
+            object_gather_list[:] = [obj] * len(object_gather_list)
 
     replaced: dict[str, Any] = {
         "init_process_group": init,
         "new_group": group,
         "rendezvous": lambda *_, **__: iter([(store, rank, ranks)]),
-        "all_gather_object": lambda everyone, mine, *_, **__: gather(mine, everyone),
+        "all_gather_object": lambda object_list, obj, *_, **__: gather(obj, object_list),
         "gather_object": gather,
         "broadcast_object_list": lambda *_, **__: None,
     }

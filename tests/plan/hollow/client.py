@@ -78,7 +78,7 @@ class Server:
                     "tests.plan.hollow.server",
                     self._folder.name,
                 ],
-                env=os.environ | own | environment(),
+                env=os.environ | environment() | own,
                 cwd=ROOT,
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,

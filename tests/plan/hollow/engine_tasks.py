@@ -5,6 +5,7 @@ from typing import Any
 
 import torch
 
+from megasink.attention import attention
 from megasink.plan.hollow.compile_libraries import Device
 
 
@@ -33,3 +34,35 @@ def state_of_delayed_scaling() -> list[Any]:
     with loading_without_code():
         linear.set_extra_state(state)
     return [state.numel(), said, type(linear.fp8_meta["recipe"]).__name__]
+
+
+def wrong_call(defect: str) -> None:
+    """One call of fused attention with a sink, in which one thing is wrong."""
+    os.environ |= Device(capability=90).variables()
+    from transformer_engine.pytorch.cpp_extensions import fused_attn
+
+    given, forward, backward = {}, fused_attn.fused_attn_fwd, fused_attn.fused_attn_bwd
+    if defect == "offset":
+        given = {"softmax_offset": torch.zeros(4, device="cuda")}
+    elif defect == "layout":
+        given = {"qkv_layout": "bshd_bshd_bshd", "o_format": "bshd"}
+    fused_attn.fused_attn_fwd = lambda **options: forward(**options | given)
+
+    def wrong_backward(**options: Any) -> Any:
+        stats, state, sink = options["aux_ctx_tensors"]
+        if defect == "statistics":
+            options["aux_ctx_tensors"] = [stats.bfloat16(), state, sink]
+        elif defect == "gradient":
+            options["aux_ctx_tensors"] = [stats, state]
+        return backward(**options)
+
+    fused_attn.fused_attn_bwd = wrong_backward
+    query, key, value = (
+        torch.empty(1, 4, 64, 64, device="cuda", dtype=torch.bfloat16, requires_grad=True)
+        for _ in range(3)
+    )
+    sink = torch.zeros(4, device="cuda", requires_grad=True)
+    results = attention(
+        query, key, value, variant="sink", sink_H=sink, backend="transformer-engine"
+    )
+    results.out_BHTD.sum().backward()

@@ -19,6 +19,7 @@ from megasink.plan.hollow.compile_libraries import Device
 from megasink.plan.hollow.lone_rank import be_rank
 from megasink.plan.rank_step import share_tokens_equally
 from megasink.training import pretrain
+from megasink.training.parse_arguments import CHECKED, digest
 from tests.plan.hollow.answers import say_documents
 from tests.plan.hollow.events import Event, Recording
 from tests.plan.hollow.given import watch_rows
@@ -27,10 +28,20 @@ RECORDED = 2
 
 
 def step(
-    flags: list[str], rank: int = 0, ranks: int = 1, device: dict[str, int] | None = None
+    flags: list[str],
+    rank: int = 0,
+    ranks: int = 1,
+    device: dict[str, int] | None = None,
+    checked: bool = False,
 ) -> dict[str, Any]:
-    """Train three steps as a rank of `ranks`; describe the second."""
+    """Train three steps as a rank of `ranks`; describe the second.
+
+    `checked`: without our checks, as if a launcher had made them.
+    """
     os.environ |= Device(**device or {}).variables()
+    flags = ["--train-iters", "3", *flags]
+    if checked:
+        os.environ[CHECKED] = digest(flags)
     be_rank(rank, ranks)
     if "alltoall" in flags:
         share_tokens_equally()
@@ -38,7 +49,7 @@ def step(
         say_documents()
     recording, misplaced, models, memory = Recording(), watch_rows(), [], []
     with _recorded_step(recording, models, memory):
-        pretrain.pretrain([*flags, "--train-iters", "3"])
+        pretrain.pretrain(flags)
     events = recording.events
     assert events, "the step was not recorded"
     collectives = Counter(
@@ -53,6 +64,7 @@ def step(
         "misplaced": sorted(misplaced),
         "before": memory[0],
         "peak": memory[1],
+        "began_at": get_args().iteration,
         "parameters": sum(p.numel() for model in models for p in model.parameters()),
     }
 
