@@ -43,9 +43,8 @@ SERIES = ("lm_loss", "balance_loss", "imbalance", "grad_norm")
 
 def train(folder, ranks, more=""):
     """The logged values of every step, in float32."""
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
-    command += [f"--nproc-per-node={ranks}", "-m", "megasink", "train", *FLAGS, *shlex.split(more)]
-    subprocess.run([*command, "--run-dir", str(folder)], check=True)
+    command = [sys.executable, "-m", "megasink", "train", *FLAGS, *shlex.split(more)]
+    subprocess.run([*command, "--ranks", str(ranks), "--run-dir", str(folder)], check=True)
     lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
     return [[line[name] for name in SERIES] for line in lines if "lm_loss" in line]
 
