@@ -30,6 +30,8 @@ def series(
     lines: list[dict[str, Any]], key: str
 ) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
     """Return (iterations, values) of the numbers under ``key``, the last for each iteration."""
+    if key == "lm_loss":  # as `loss_spikes` in metrics.jsonl: a skipped step trained nothing
+        lines = [line for line in lines if not line.get("skipped")]
     values = {line["iteration"]: line[key] for line in lines if line.get(key) is not None}
     return np.asarray(list(values), dtype=float), np.asarray(list(values.values()), dtype=float)
 
@@ -45,7 +47,7 @@ def draw_run(run_dir: Path) -> Path:
 @styled()
 def figure_of(run_dir: Path, lines: list[dict[str, Any]]) -> Any:
     """Return the figure of a run, of the lines of its metrics.jsonl."""
-    count = 3 + any("valid_bits_per_byte" in line for line in lines)
+    count = 3 + any(line.get("valid_bits_per_byte") is not None for line in lines)
     figure, (axes,) = panels(1, count, 4.2, width=14 / 3 * count)
     _draw_loss(axes[0], lines)
     if count == 4:

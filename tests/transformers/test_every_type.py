@@ -228,6 +228,7 @@ def test_the_decoder_is_what_is_read():
         ("glm_moe_dsa", check_weights, "attends to 4 of 11 keys .* texts of at most 4 tokens"),
         ("deepseek_v32", check_attention, "chooses keys|reads its attention mask"),
         ("doge", check_attention, "reads its attention mask"),
+        ("doge", check_weights, "mask of DogeAttention: it adds numbers other than 0"),
         ("gemma3n_text", check_weights, "has several residual streams"),
         ("mamba", check_zeroing, "cannot find attention in the 4 layers"),
         # transformers 5.6 has its attention outside of the interface.

@@ -79,7 +79,9 @@ def check_mask(
             min(row, len(mask_BQK) - 1), begin - first_query : max(stop - first_query, 0)
         ]
         if seen_QK.dtype is not torch.bool:
-            seen_QK = seen_QK > torch.finfo(seen_QK.dtype).min / 2
+            added_QK, seen_QK = seen_QK, seen_QK > torch.finfo(seen_QK.dtype).min / 2
+            if bool(added_QK[seen_QK].any()):
+                return "it adds numbers other than 0 to the scores"
         position_Q = torch.arange(begin, begin + len(seen_QK), device=seen_QK.device)
         first_Q = torch.full_like(position_Q, max(start, first_key))
         if window is not None:

@@ -82,6 +82,8 @@ class TransformersProbe(Probe):
         self._checked: dict[tuple[int, int | None], Tensor] = {}
 
     def _install(self) -> None:
+        # A compiled model ignores hooks that are newer than its graph, and keeps those in it.
+        self._attending.enter_context(torch.compiler.set_stance("force_eager"))
         if self.reads_attention:
             if NAME in AttentionInterface._global_mapping:
                 raise UserError("a probe that reads attention is open: close it first")
@@ -207,7 +209,10 @@ class TransformersProbe(Probe):
                     "one row: run the sequences one by one"
                 )
         elif (id(mask), window) not in self._checked:
-            if problem := check_mask(mask[:, 0], self.segments, window, cached, first_key):
+            problem = check_mask(mask[:, 0], self.segments, window, cached, first_key)
+            if mask.shape[1] > 1 and not bool((mask == mask[:, :1]).all()):
+                problem = "it differs between heads"
+            if problem:
                 raise UserError(f"megasink does not support the mask of {name}: {problem}")
             self._checked[id(mask), window] = mask
 

@@ -256,6 +256,7 @@ def _touching(probe: Probe, touches: Mapping[str, Touch]) -> Iterator[None]:
 
     in_attention = {n: partial(touch, n) for n in touches if known[n].module is None}
     with ExitStack() as stack:
+        stack.enter_context(torch.compiler.set_stance("force_eager"))  # as in TransformersProbe
         for name in touches.keys() - in_attention.keys():
             stack.callback(_hooked(name, known[name], partial(touch, name)).remove)
         stack.enter_context(_attending(probe, in_attention))

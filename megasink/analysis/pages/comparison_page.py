@@ -123,8 +123,10 @@ def summary(lines: list[dict[str, Any]]) -> dict[str, float | None]:
     _, seconds = series(lines, "seconds")
     _, tokens = series(lines, "tokens")
     numbers: dict[str, float | None] = {
-        "steps": float(len(loss)),
-        "loss": float(smoothed(loss)[-1]),
+        "steps": float(
+            len({line["iteration"] for line in lines if line.get("lm_loss") is not None})
+        ),
+        "loss": float(smoothed(loss)[-1]) if len(loss) else None,
         "spikes": float(len(loss_spikes(loss))),
     }
     for name in ("validation", "bits/byte", "imbalance"):

@@ -283,6 +283,21 @@ def test_attention_that_is_not_what_it_seems_is_refused():
     assert NAME not in transformers.AttentionInterface._global_mapping
 
 
+def test_a_mask_of_its_own_for_a_head_is_refused():
+    model = tiny_model("llama")
+
+    def with_hidden_keys(_, args, kwargs):
+        mask = torch.ones(1, 1, TOKENS, TOKENS, dtype=torch.bool).tril().repeat(1, 4, 1, 1)
+        mask[:, 3, 5:, :2] = False
+        return args, kwargs | {"attention_mask": mask}
+
+    attention = model.model.layers[1].self_attn
+    attention.register_forward_pre_hook(with_hidden_keys, with_kwargs=True)
+    ids = torch.randint(3, VOCABULARY, (1, TOKENS))
+    with pytest.raises(UserError, match="mask of LlamaAttention: it differs between heads"):
+        probed(model, ids)
+
+
 def test_a_window_shows_its_own_keys_only():
     segments = segments_of((1, TOKENS), None, None)
     band = torch.ones(1, TOKENS, TOKENS, dtype=torch.bool).tril().triu(-3)
@@ -290,6 +305,8 @@ def test_a_window_shows_its_own_keys_only():
     assert "window of 5 over tokens 0 to 12 it would see 5" in str(check_mask(band, segments, 5))
     additive = torch.zeros(1, TOKENS, TOKENS).masked_fill(~band, torch.finfo(torch.float32).min)
     assert check_mask(additive, segments, 4) is None
+    biased = additive.index_fill(-1, torch.tensor([2]), 0.5)
+    assert "adds numbers" in str(check_mask(biased.where(band, additive), segments, 4))
     shifted = band.roll(1, -1)  # as many keys, the wrong ones
     assert check_mask(shifted, segments, 4) is not None
 

@@ -178,3 +178,28 @@ def test_outputs_that_do_not_come_by_raise(model):
     hybrid = tiny_model("qwen3.5")
     with pytest.raises(ConfigError, match=r"head 0\.0: layer 0 has no softmax attention"):
         zero_heads(hybrid, [(0, 0)]).__enter__()
+
+
+@pytest.mark.parametrize("called_before", [True, False])
+def test_a_compiled_model_is_changed_and_measured_within_the_context_only(model, called_before):
+    """Its graph neither ignores the hooks of a context nor keeps them."""
+    names = ["layers.0.output", "layers.1.first_weight"]
+    plain, (_, cache) = logits(model), megasink.run_with_cache(model, IDS, names)
+    changes = {"layers.0.output": 0.0}
+    contexts = [zero_heads(model, [(0, 3)]), megasink.hooks(model, changes)]
+    expected = []
+    for context in contexts:
+        with context:
+            expected.append(logits(model))
+    model.compile(backend="eager")
+    if called_before:
+        logits(model)
+    contexts = [zero_heads(model, [(0, 3)]), megasink.hooks(model, changes)]
+    for context, changed in zip(contexts, expected, strict=True):
+        with context:
+            assert torch.equal(logits(model), changed)
+        assert torch.equal(logits(model), plain)
+    for _ in range(2):
+        again = megasink.run_with_cache(model, IDS, names)[1]
+        assert all(torch.equal(again[name], cache[name]) for name in names)
+    torch.compiler.reset()

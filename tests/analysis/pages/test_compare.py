@@ -56,6 +56,23 @@ def test_the_imbalance_of_a_run_is_a_moving_average_as_that_of_a_grid():
     assert summary(lines)["imbalance"] == pytest.approx(0.1 / (1 - 0.9**9))
 
 
+@pytest.mark.parametrize("loss", [9.0, float("nan")])
+def test_steps_that_were_skipped_are_not_spikes_nor_part_of_the_loss(tmp_path, loss):
+    """As in `loss_spikes` of metrics.jsonl: fp16's loss scale skips steps that overflow."""
+    lines = run(tmp_path / "a")
+    of_step = next(n for n, line in enumerate(lines) if line["iteration"] == 50)
+    plain = summary(lines[:of_step] + lines[of_step + 1 :])
+    lines[of_step] |= {"lm_loss": loss, "skipped": 0}
+    assert summary(lines)["spikes"] == 1
+    lines[of_step]["skipped"] = 1
+    found = summary(lines)
+    assert found["spikes"] == 0
+    assert found["loss"] == plain["loss"]
+    assert found["steps"] == 60
+    every = [line | {"skipped": 1} for line in lines]
+    assert summary(every)["loss"] is None
+
+
 def test_spikes_are_counted_once_and_noise_is_not():
     generator = np.random.default_rng(0)
     loss = 3.0 + 0.02 * generator.standard_normal(300)

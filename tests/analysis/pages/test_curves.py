@@ -60,6 +60,12 @@ def test_every_panel_is_drawn(tmp_path, heads, bits):
     assert all((panel.min(axis=2) < 0.3).mean() > 0.001 for panel in panels)
 
 
+def test_a_validation_loss_of_nan_leaves_the_panel_out(tmp_path):
+    rows = lines()
+    rows[-1] |= {"valid_lm_loss": None, "valid_bits_per_byte": None}
+    assert len(figure_of(tmp_path, rows).axes) == len(figure_of(tmp_path, lines()).axes) - 1
+
+
 def test_the_heatmap_distinguishes_open_and_closed_heads(tmp_path):
     flat, spread = tmp_path / "flat", tmp_path / "spread"
     for folder, gates in ((flat, [[1.0, 1.0]]), (spread, [[0.0, 1.0]])):
