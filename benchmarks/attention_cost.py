@@ -221,6 +221,7 @@ def _patches(count: Count, *modules: Any) -> Iterator[None]:
         with (
             patch.object(slot_launch, "device_of", lambda _: nullcontext()),
             patch.object(explicit_gate_launch, "device_of", lambda _: nullcontext()),
+            patch("megasink.attention.kernels.cuda.device_of", lambda _: nullcontext()),
         ):
             yield
     finally:

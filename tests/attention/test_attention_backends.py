@@ -133,6 +133,7 @@ def test_windows_of_transformer_engine_need_a_newer_cudnn(monkeypatch, version, 
 )
 def test_who_is_not_deterministic_says_so(monkeypatch, name, capability, head_dim, refused):
     monkeypatch.setattr(torch.backends.cudnn, "is_available", lambda: True)
+    monkeypatch.setattr(torch.backends.cudnn, "version", lambda: 92600)
     monkeypatch.setattr(cuda, "package_reason", lambda *_: None)
     request = replace(CUDA, head_dim=head_dim, compute_capability=capability)
     assert backend_named(name).supports(request) is None

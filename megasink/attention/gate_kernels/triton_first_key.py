@@ -10,7 +10,6 @@ from megasink.attention.gate_kernels import slot_launch
 from megasink.attention.gate_kernels.protocol import FirstKey
 from megasink.attention.gate_kernels.triton_launch import Kernel
 from megasink.attention.gate_kernels.triton_slot import _program, _rounded, _rows, _tile
-from megasink.attention.kernels.cuda import device_of
 
 
 @Kernel
@@ -121,7 +120,7 @@ def add_to_query(
     align = slot_launch.alignment(rows, grad_query, first.key_BG1D)
     columns, block, grid = slot_launch.tiles(grad_query, slot_launch.TILE)
     documents, grid = slot_launch.of_documents(first, block, grid)
-    with device_of(grad_query):
+    with slot_launch.device_of(grad_query):
         first_query_kernel[grid](
             rows,
             *slot_launch.strides(rows, align),
@@ -158,7 +157,7 @@ def fill_first_rows(
         _, rows, _ = slot_launch.tiles(first.query_BHTD, slot_launch.TILE_OF_THREE)
         documents = slot_launch.tables(first, rows).documents
         blocks *= len(documents)
-    with device_of(grad_key):
+    with slot_launch.device_of(grad_key):
         first_rows_kernel[(batch * groups * blocks,)](
             key_sum,
             value_sum,

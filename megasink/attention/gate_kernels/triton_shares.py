@@ -11,7 +11,6 @@ from torch import Tensor
 from megasink.attention.gate_kernels import slot_launch
 from megasink.attention.gate_kernels.triton_launch import Kernel
 from megasink.attention.gate_kernels.triton_slot import _rows, _tile
-from megasink.attention.kernels.cuda import device_of
 
 
 @triton.jit
@@ -143,7 +142,7 @@ def _launch(
     if query is not None and key is not None:
         align, per_group = slot_launch.alignment(query, key), heads // key.shape[1]
         columns, rows, _ = slot_launch.tiles(query, slot_launch.TILE_OF_THREE)
-    with device_of(lse):
+    with slot_launch.device_of(lse):
         share_kernel[(batch * heads * -(-tokens // rows),)](
             lse,
             *slot_launch.strides(lse),
