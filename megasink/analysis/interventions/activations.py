@@ -248,15 +248,27 @@ def _places(probe: Probe, layer: Any, heads: int) -> dict[str, _Place]:
 @contextmanager
 def _touching(probe: Probe, touches: Mapping[str, Touch]) -> Iterator[None]:
     """Let functions see, and replace, the tensors of these names in every call of the model."""
-    known, missed = _known(probe), dict(touches)
+    known, missed, opened = _known(probe), dict(touches), [True]
+
+    def check(_: Tensor) -> None:
+        if not opened:
+            raise UserError(
+                "gradient checkpointing runs the layers again in the backward pass: call "
+                "backward() inside the context of hooks"
+            )
 
     def touch(name: str, tensor: Tensor) -> Tensor | None:
         missed.pop(name, None)
-        return touches[name](tensor)
+        if (new := touches[name](tensor)) is not None:
+            checkpoints = getattr(probe.model, "is_gradient_checkpointing", False)
+            if checkpoints and probe.model.training and new.requires_grad:
+                new.register_hook(check)
+        return new
 
     in_attention = {n: partial(touch, n) for n in touches if known[n].module is None}
     with ExitStack() as stack:
         stack.enter_context(torch.compiler.set_stance("force_eager"))  # as in TransformersProbe
+        stack.callback(opened.clear)
         for name in touches.keys() - in_attention.keys():
             stack.callback(_hooked(name, known[name], partial(touch, name)).remove)
         stack.enter_context(_attending(probe, in_attention))

@@ -203,3 +203,29 @@ def test_a_compiled_model_is_changed_and_measured_within_the_context_only(model,
         again = megasink.run_with_cache(model, IDS, names)[1]
         assert all(torch.equal(again[name], cache[name]) for name in names)
     torch.compiler.reset()
+
+
+def test_gradients_under_checkpointing_are_those_of_the_changed_model(model):
+    """A backward pass after `hooks` would run layers again without the change: refused."""
+    model.train()
+
+    def gradient(context, *, inside):
+        model.zero_grad()
+        with context:
+            loss = model(IDS, labels=IDS, use_cache=False).loss
+            if inside:
+                loss.backward()
+        if not inside:
+            loss.backward()
+        return model.model.layers[0].mlp.down_proj.weight.grad.clone()
+
+    def contexts():
+        changes = {"layers.0.value": lambda value: value * 1.5}
+        return zero_heads(model, [(0, 1)]), megasink.hooks(model, changes)
+
+    plain = [gradient(context, inside=False) for context in contexts()]
+    model.gradient_checkpointing_enable()
+    for context, expected in zip(contexts(), plain, strict=True):
+        torch.testing.assert_close(gradient(context, inside=True), expected)
+    with pytest.raises(UserError, match="inside the context of hooks"):
+        gradient(contexts()[1], inside=False)
