@@ -45,14 +45,19 @@ def _has_driver() -> bool:
     return True
 
 
-def unusable_gpu(index: int = 0) -> str | None:
-    """Return why PyTorch cannot use this machine's GPU; None if it can or there is none."""
+def unusable_gpu(index: int | None = 0) -> str | None:
+    """Return why PyTorch cannot use this machine's GPU; None if it can or there is none.
+
+    The kernels for device `index` are compared unless it is None: that starts CUDA, after which a
+    process must not fork.
+    """
     if _active or not _has_driver():
         return None
     import torch
 
     if torch.cuda.is_available():
-        return _without_kernels(min(index, torch.cuda.device_count() - 1))
+        last = torch.cuda.device_count() - 1
+        return None if index is None else _without_kernels(min(index, last))
     try:
         torch.cuda.init()
     except AssertionError:  # PyTorch without CUDA

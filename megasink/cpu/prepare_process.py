@@ -21,7 +21,8 @@ def prepare_process(device: str | None = None) -> None:
     # A dozen Megatron modules emit this warning on import.
     warnings.filterwarnings("ignore", message=".*(Transformer Engine|Apex).*not installed")
     block_broken_packages()
-    if reason := cpu.unusable_gpu(int(os.environ.get("LOCAL_RANK", "0"))):
+    rank = os.environ.get("LOCAL_RANK")
+    if reason := cpu.unusable_gpu(None if rank is None else int(rank)):
         raise UserError(f"{reason}; to run on the CPU instead, set CUDA_VISIBLE_DEVICES=''")
     if not cpu.cuda_present():
         cpu.activate()

@@ -1,6 +1,6 @@
 // TransformerEngine's fused attention in front of its own, which ends in cudnnCreate: checks what
 // it is given, says which auxiliary tensors it keeps (S, rng_state, softmax_offset), computes
-// nothing. For the layout sbhd alone. TransformerEngine's own library answers all other calls.
+// nothing. For the layouts sbhd and thd. TransformerEngine's own library answers all other calls.
 #include <transformer_engine/fused_attn.h>
 #include <transformer_engine/transformer_engine.h>
 
@@ -54,28 +54,45 @@ struct Call {
   std::string description;
 };
 
-Call call_of(NVTETensor q, NVTETensor k, NVTETensor v, NVTETensor ends_q, NVTETensor ends_kv, size_t queries, size_t keys, NVTE_QKV_Layout layout, NVTE_Softmax_Type softmax, NVTE_Mask_Type mask, int64_t left, int64_t right) {
-  check(layout == NVTE_SBHD_SBHD_SBHD, "layout");
+Call call_of(NVTETensor q, NVTETensor k, NVTETensor v, NVTETensor ends_q, NVTETensor ends_kv, NVTETensor offsets_q, NVTETensor offsets_kv, size_t queries, size_t keys, NVTE_QKV_Layout layout, NVTE_Softmax_Type softmax, NVTE_Mask_Type mask, int64_t left, int64_t right) {
+  const bool packed = layout == NVTE_THD_THD_THD;
+  check(packed || layout == NVTE_SBHD_SBHD_SBHD, "layout");
   Call call{shape_of(q), shape_of(k), shape_of(v)};
-  check(call.query.size() == 4 && call.key.size() == 4, "dimensions");
-  size_t batch = call.query[1], heads = call.query[2];
+  const size_t dimensions = packed ? 3 : 4;
+  check(call.query.size() == dimensions && call.key.size() == dimensions && call.value.size() == dimensions, "dimensions");
+  const size_t heads = call.query[dimensions - 2], groups = call.key[dimensions - 2], width = call.query.back();
   call.type = nvte_tensor_type(q);
   check(call.type == kNVTEBFloat16 || call.type == kNVTEFloat16, "type of q");
-  has(q, {queries, batch, heads, call.query[3]}, call.type, "q");
-  has(k, {keys, batch, call.key[2], call.query[3]}, call.type, "k");
-  has(v, {keys, batch, call.key[2], call.value[3]}, call.type, "v");
-  check(heads % call.key[2] == 0, "groups");
-  has(ends_q, {batch + 1}, kNVTEInt32, "cu_seqlens_q");
-  has(ends_kv, {batch + 1}, kNVTEInt32, "cu_seqlens_kv");
-  call.statistics = {batch, heads, queries, 1};
+  Shape rows_q{queries}, rows_kv{keys};
+  size_t sequences = 1;
+  if (packed) {
+    rows_q[0] = call.query[0], rows_kv[0] = call.key[0], sequences = shape_of(ends_q).at(0) - 1;
+    check(queries <= rows_q[0] && queries <= keys && keys <= rows_kv[0], "max_seqlen");
+    check(mask == NVTE_PADDING_CAUSAL_BOTTOM_RIGHT_MASK, "mask");
+    has(offsets_q, {sequences + 1}, kNVTEInt32, "cu_seqlens_q_padded");
+    has(offsets_kv, {sequences + 1}, kNVTEInt32, "cu_seqlens_kv_padded");
+    call.statistics = {rows_q[0], heads, 1};
+  } else {
+    sequences = call.query[1];
+    rows_q.push_back(sequences), rows_kv.push_back(sequences);
+    check(mask == NVTE_NO_MASK || mask == (queries == keys ? NVTE_CAUSAL_MASK : NVTE_CAUSAL_BOTTOM_RIGHT_MASK), "mask");
+    call.statistics = {sequences, heads, queries, 1};
+  }
+  auto with = [](Shape rows, size_t heads, size_t width) { return rows.push_back(heads), rows.push_back(width), rows; };
+  has(q, with(rows_q, heads, width), call.type, "q");
+  has(k, with(rows_kv, groups, width), call.type, "k");
+  has(v, with(rows_kv, groups, call.value.back()), call.type, "v");
+  check(heads % groups == 0, "groups");
+  has(ends_q, {sequences + 1}, kNVTEInt32, "cu_seqlens_q");
+  has(ends_kv, {sequences + 1}, kNVTEInt32, "cu_seqlens_kv");
   call.offset = {1, heads, 1, 1};
   call.sink = softmax == NVTE_LEARNABLE_SOFTMAX;
   check(call.sink || softmax == NVTE_VANILLA_SOFTMAX, "softmax_type");
-  call.description = std::string(call.sink ? " sink" : "") + (mask == NVTE_CAUSAL_MASK ? " causal" : "");
+  call.description = std::string(call.sink ? " sink" : "") + (packed ? " packed" : "") + (mask == NVTE_NO_MASK ? "" : " causal");
   call.description += " window " + std::to_string(left) + "," + std::to_string(right);
   return call;
 }
-#define CALL(pass, Pass) call_of(q, k, v, GET(pass, NVTETensor, Pass##ParamsCuSeqlensQ), GET(pass, NVTETensor, Pass##ParamsCuSeqlensKV), GET(pass, size_t, Pass##ParamsMaxSeqlenQ), GET(pass, size_t, Pass##ParamsMaxSeqlenKV), GET(pass, NVTE_QKV_Layout, Pass##ParamsQKVLayout), GET(pass, NVTE_Softmax_Type, Pass##ParamsSoftmaxType), GET(pass, NVTE_Mask_Type, Pass##ParamsAttnMaskType), GET(pass, int64_t, Pass##ParamsWindowSizeLeft), GET(pass, int64_t, Pass##ParamsWindowSizeRight))
+#define CALL(pass, Pass) call_of(q, k, v, GET(pass, NVTETensor, Pass##ParamsCuSeqlensQ), GET(pass, NVTETensor, Pass##ParamsCuSeqlensKV), GET(pass, NVTETensor, Pass##ParamsCuSeqlensQPadded), GET(pass, NVTETensor, Pass##ParamsCuSeqlensKVPadded), GET(pass, size_t, Pass##ParamsMaxSeqlenQ), GET(pass, size_t, Pass##ParamsMaxSeqlenKV), GET(pass, NVTE_QKV_Layout, Pass##ParamsQKVLayout), GET(pass, NVTE_Softmax_Type, Pass##ParamsSoftmaxType), GET(pass, NVTE_Mask_Type, Pass##ParamsAttnMaskType), GET(pass, int64_t, Pass##ParamsWindowSizeLeft), GET(pass, int64_t, Pass##ParamsWindowSizeRight))
 
 void launched(const std::string& name) {
   static auto* names = new std::set<std::string>;  // a listener keeps the pointer
@@ -90,7 +107,7 @@ void nvte_fused_attn_fwd_v2(NVTEFusedAttnFwdParams params) {
   auto q = GET(fwd, NVTETensor, FwdParamsQ), k = GET(fwd, NVTETensor, FwdParamsK), v = GET(fwd, NVTETensor, FwdParamsV);
   Call call = CALL(fwd, Fwd);
   Shape out = call.query;
-  out[3] = call.value[3];
+  out.back() = call.value.back();
   has(GET(fwd, NVTETensor, FwdParamsO), out, call.type, "o");
   if (call.sink) has(GET(fwd, NVTETensor, FwdParamsSoftmaxOffset), call.offset, kNVTEFloat32, "softmax_offset");
   auto* kept = GET(fwd, NVTETensorPack*, FwdParamsAuxCtxTensors);
@@ -112,7 +129,7 @@ void nvte_fused_attn_bwd_v2(NVTEFusedAttnBwdParams params) {
   auto q = GET(bwd, NVTETensor, BwdParamsQ), k = GET(bwd, NVTETensor, BwdParamsK), v = GET(bwd, NVTETensor, BwdParamsV);
   Call call = CALL(bwd, Bwd);
   Shape out = call.query;
-  out[3] = call.value[3];
+  out.back() = call.value.back();
   has(GET(bwd, NVTETensor, BwdParamsO), out, call.type, "o");
   has(GET(bwd, NVTETensor, BwdParamsDO), out, call.type, "d_o");
   has(GET(bwd, NVTETensor, BwdParamsDQ), call.query, call.type, "dq");

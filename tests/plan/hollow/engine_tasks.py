@@ -1,12 +1,15 @@
 """Tasks for the server: states of TransformerEngine's own modules."""
 
+import itertools
 import os
 from typing import Any
 
 import torch
 
-from megasink.attention import attention
+from megasink.attention import VARIANTS, attention
 from megasink.plan.hollow.compile_libraries import Device
+from tests.plan.hollow.attention_tasks import call, leaf
+from tests.plan.hollow.events import Recording
 
 
 def state_of_delayed_scaling() -> list[Any]:
@@ -66,3 +69,23 @@ def wrong_call(defect: str) -> None:
         query, key, value, variant="sink", sink_H=sink, backend="transformer-engine"
     )
     results.out_BHTD.sum().backward()
+
+
+def packed_calls(of_kernel: str) -> dict[str, list[str]]:
+    """Launches whose name begins so, by variant, window and queries of 256 packed keys."""
+    os.environ |= Device(capability=90).variables()
+    found = {}
+    for variant, window, queries in itertools.product(VARIANTS, (None, 16), (256, 100)):
+        sizes = ((4, queries), (2, 256), (2, 256))
+        tensors = [leaf("sbhd", 1, heads, n, 64, torch.bfloat16) for heads, n in sizes]
+        options = {
+            "window": window,
+            "cu_seqlens": (0, 1, 60, 190, 256),
+            "backend": "transformer-engine",
+        }
+        with Recording() as recording:
+            results = [t for t in call(variant, *tensors, **options) if t is not None]
+            torch.autograd.backward(results, [torch.ones_like(t) for t in results])
+        names = [event.name for event in recording.events if event.name.startswith(of_kernel)]
+        found[f"{variant}, window {window}, {queries} queries"] = names
+    return found

@@ -77,6 +77,15 @@ def test_every_call_of_its_fused_attention(gpu, every):
     assert found["problems"] == {}
 
 
+def test_its_fused_attention_takes_packed_documents_in_one_call(gpu):
+    kernel = "transformer_engine fused_attn_"
+    found = gpu.run("engine_tasks:packed_calls", of_kernel=kernel)
+    for case, names in found.items():
+        passes = [name.removeprefix(kernel).split()[0] for name in names]
+        assert passes == ["fwd", "bwd"], (case, names)
+        assert all("packed causal" in name for name in names)
+
+
 @pytest.mark.parametrize("extra", [0, 1, 8])
 def test_its_fused_attention_is_given_whole_vectors(gpu, extra):
     assert gpu.run("attention_tasks:given_rows", backend="transformer-engine", extra=extra) == []
