@@ -83,8 +83,11 @@ def ends(cu_seqlens: Sequence[int], queries: int, device: torch.device) -> Ends:
     """Return the boundaries of documents that all have queries."""
     of_queries = [max(bound - (cu_seqlens[-1] - queries), 0) for bound in cu_seqlens]
     longest = (max(b - a for a, b in pairwise(bounds)) for bounds in (of_queries, cu_seqlens))
-    both = _on_device((of_queries, cu_seqlens), device, torch.int32)
-    return Ends(both[0], both[1], *longest)
+    # Rows of whole 16 bytes, where cuDNN expects the beginning of a tensor.
+    rest = (0,) * (-len(cu_seqlens) % 4)
+    both = _on_device(((*of_queries, *rest), (*cu_seqlens, *rest)), device, torch.int32)
+    queries_N, keys_N = both[:, : len(cu_seqlens)]
+    return Ends(queries_N, keys_N, *longest)
 
 
 class FirstKeys(NamedTuple):

@@ -132,5 +132,7 @@ def _engine_inputs(q, k, v, ends, backend):
 
 def _engine_documents(ends, padded_queries, padded_keys):
     """fused_attn_f16_arbitrary_seqlen.cu: these are the offsets of the rows."""
-    assert torch.equal(padded_queries, ends[0])
-    assert torch.equal(padded_keys, ends[1])
+    for padded, bounds in zip((padded_queries, padded_keys), ends[:2], strict=True):
+        assert torch.equal(padded, bounds)
+        assert bounds.is_contiguous()
+        assert bounds.data_ptr() % 16 == 0
