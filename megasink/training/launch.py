@@ -2,6 +2,7 @@
 
 import inspect
 import json
+import os
 import shutil
 import signal
 import subprocess
@@ -91,6 +92,11 @@ def main(argv: Sequence[str] | None = None) -> int:
             [sys.executable, "-m", "megasink.training", *plugins.flags(words), "--help"],
             check=False,
         ).returncode
+    if "TORCHELASTIC_RUN_ID" in os.environ:
+        raise UserError(
+            "megasink train starts its ranks itself: run it without torchrun and pass --ranks, or "
+            "give torchrun -m megasink.training"
+        )
     # Flags that a resume replays come before the given ones, so these are parsed again.
     resume, given = _resume(words), dict(named_values(words))
     if resume and not given.get("run-dir"):
