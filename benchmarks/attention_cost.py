@@ -304,13 +304,10 @@ def calls(heads: int = 16, head_dim: int = 128) -> Iterator[str]:
         count = softmax_gate(call.slot, call.kernel, shape, **options)
         cells = [call.name, call.kernel, f"{count.launches}", f"{count.bytes / 2**20:,.1f}"]
         packed = call.documents is not None and call.kernel == "transformer-engine"
-        since_hopper = packed or call.kernel.startswith("flash-attn-4")
-        cells += [
-            "-"
-            if device == "A100" and since_hopper
-            else f"{1 + share(count, device, shape, call.pairs()):.3f}"
-            for device in DEVICES
-        ]
+        totals = [f"{1 + share(count, device, shape, call.pairs()):.3f}" for device in DEVICES]
+        if packed or call.kernel.startswith("flash-attn-4"):  # Hopper and later
+            totals[0] = "-"
+        cells += totals
         yield f"| {' | '.join(cells)} |"
 
 

@@ -24,7 +24,7 @@ def metadata_of_this_checkout(monkeypatch: pytest.MonkeyPatch) -> None:
     table = project()["project"]
     texts = list(table["dependencies"])
     for extra, names in table["optional-dependencies"].items():
-        texts += [f"{name}; extra == '{extra}'" for name in names]
+        texts += [f"{n}{' and' if ';' in n else ';'} extra == '{extra}'" for n in names]
     monkeypatch.setattr(importlib.metadata, "requires", lambda name: texts)
 
 

@@ -48,8 +48,7 @@ def _schema(*records: type[NamedTuple], outputs: int) -> str:
 )
 def slot_attention_op(*arguments: Any) -> Results:
     """Run the forward of the op on the fields of `Slotted` and `AttentionCall`."""
-    with without_autocast():
-        results: Results = _op.run_forward(None, *arguments)
+    results: Results = _op.run_forward(None, *arguments)
     return results
 
 

@@ -40,32 +40,33 @@ def run_forward(ctx: Any, *arguments: Any) -> Results:
     slotted = _with_rows(slotted)
     query_BHTD, key_BGSD, value_BGSD, slot_logit, slot_value = slotted
     kernel, gates, own_sink = _kernels(slotted, call)
-    if call.slot == Slot.FIRST_KEY:
-        from megasink.attention.first_key import first_key, without_first_key
+    with without_autocast():
+        if call.slot == Slot.FIRST_KEY:
+            from megasink.attention.first_key import first_key, without_first_key
 
-        first, rows = first_key(query_BHTD, key_BGSD, value_BGSD, call), None
-        if first.alone < query_BHTD.shape[2]:
-            rows = forward_masked(
-                kernel,
-                query_BHTD[:, :, first.alone :],
-                key_BGSD[:, :, first.skipped :],
-                value_BGSD[:, :, first.skipped :],
-                without_first_key(call, query_BHTD.shape[2]),
-            )
-        results = gates.first_key_forward(first, rows, call)
-    else:
-        if own_sink:
-            call = _with_sink(slotted, call)
-        out_BHTD, lse_BHT = forward_masked(kernel, query_BHTD, key_BGSD, value_BGSD, call)
-        if slot_logit is not None and not own_sink:
-            results = gates.slot_forward(query_BHTD, out_BHTD, lse_BHT, slot_logit, slot_value)
+            first, rows = first_key(query_BHTD, key_BGSD, value_BGSD, call), None
+            if first.alone < query_BHTD.shape[2]:
+                rows = forward_masked(
+                    kernel,
+                    query_BHTD[:, :, first.alone :],
+                    key_BGSD[:, :, first.skipped :],
+                    value_BGSD[:, :, first.skipped :],
+                    without_first_key(call, query_BHTD.shape[2]),
+                )
+            results = gates.first_key_forward(first, rows, call)
         else:
-            lse_BHT = lse_BHT.contiguous()
-            if slot_logit is None:
-                shares = (lse_BHT.new_empty(0), lse_BHT.new_empty(0))
+            if own_sink:
+                call = _with_sink(slotted, call)
+            out_BHTD, lse_BHT = forward_masked(kernel, query_BHTD, key_BGSD, value_BGSD, call)
+            if slot_logit is not None and not own_sink:
+                results = gates.slot_forward(query_BHTD, out_BHTD, lse_BHT, slot_logit, slot_value)
             else:
-                shares = gates.shares(lse_BHT, slot_logit)
-            results = Results(in_order_of(query_BHTD, out_BHTD), lse_BHT, *shares)
+                lse_BHT = lse_BHT.contiguous()
+                if slot_logit is None:
+                    shares = (lse_BHT.new_empty(0), lse_BHT.new_empty(0))
+                else:
+                    shares = gates.shares(lse_BHT, slot_logit)
+                results = Results(in_order_of(query_BHTD, out_BHTD), lse_BHT, *shares)
     if ctx is not None:
         set_up_context(ctx, arguments, results)
     return results
@@ -249,12 +250,8 @@ def _owns(out_BHTD: Tensor) -> bool:
 class _Eagerly(torch.autograd.Function):
     """The op without the dispatch of a custom op, half of its time on the host."""
 
+    forward = staticmethod(run_forward)
     backward = staticmethod(slot_backward)
-
-    @staticmethod
-    def forward(ctx: Any, *arguments: Any) -> Results:
-        with without_autocast():
-            return run_forward(ctx, *arguments)
 
 
 eagerly: Callable[..., Sequence[Tensor]] = _Eagerly.apply

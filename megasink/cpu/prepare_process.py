@@ -11,7 +11,7 @@ from megasink.errors import UserError
 from megasink.upstream.versions import check_versions
 
 
-def prepare_process(device: str | None = None) -> None:
+def prepare_process(device: str | None = None, *, forks: bool = False) -> None:
     """Choose the platform and make Megatron importable. Every rank calls this first."""
     if device == "cpu":
         os.environ["CUDA_VISIBLE_DEVICES"] = ""
@@ -21,8 +21,7 @@ def prepare_process(device: str | None = None) -> None:
     # A dozen Megatron modules emit this warning on import.
     warnings.filterwarnings("ignore", message=".*(Transformer Engine|Apex).*not installed")
     block_broken_packages()
-    rank = os.environ.get("LOCAL_RANK")
-    if reason := cpu.unusable_gpu(None if rank is None else int(rank)):
+    if reason := cpu.unusable_gpu(None if forks else int(os.environ.get("LOCAL_RANK", "0"))):
         raise UserError(f"{reason}; to run on the CPU instead, set CUDA_VISIBLE_DEVICES=''")
     if not cpu.cuda_present():
         cpu.activate()

@@ -64,7 +64,7 @@ def _serve(step_as: Any, answer: Path, rank: int, ranks: int | None, flags: list
 def import_everything() -> Any:
     """Import and start what a rank needs, so that its fork has it; return `rank_step`."""
     warnings.simplefilter("ignore")
-    prepare_process()
+    prepare_process(forks=True)
     from megasink.plan import package_stand_ins
 
     package_stand_ins.stand_in()

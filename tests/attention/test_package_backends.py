@@ -99,7 +99,6 @@ def test_fewer_queries_than_keys_are_one_call(variant, window, kernel, calls):
 
 
 def test_cudnn_before_9_7_gets_blocks(monkeypatch):
-    """Its mask was aligned bottom right for multiples of 64 tokens alone."""
     backend = stand_in_for(monkeypatch, "transformer-engine")
     monkeypatch.setattr(torch.backends.cudnn, "version", lambda: 90600)
     assert not backend.bottom_right
