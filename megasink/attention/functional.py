@@ -64,8 +64,9 @@ def attention(
     check_shapes(query_BHTD, key_BGSD, value_BGSD, causal)
     softmax = softmax_variant(variant, sink_H)
     dtype, heads = statistics_dtype(query_BHTD.dtype), query_BHTD.shape[1]
-    kind = heads, dtype, query_BHTD.device
-    if sink_H is not None and (*sink_H.shape, sink_H.dtype, sink_H.device) != kind:
+    if sink_H is not None and (
+        sink_H.shape != (heads,) or sink_H.dtype is not dtype or sink_H.device != query_BHTD.device
+    ):
         raise ValueError(
             f"sink_H must be [{heads}] in {dtype} on {query_BHTD.device}, got "
             f"{list(sink_H.shape)} in {sink_H.dtype} on {sink_H.device}"

@@ -4,13 +4,15 @@ Shapes: B batch, H query heads, G key/value groups, R heads per group, T queries
 """
 
 from collections.abc import Sequence
-from typing import Any
+from contextlib import AbstractContextManager, nullcontext
 
 import torch
 from torch import Tensor
 
-# Autocast would multiply float32 matrices in 16 bits.
-without_autocast: Any = torch._C._DisableAutocast
+
+def without_autocast() -> AbstractContextManager[None]:
+    """Return a context without autocast, which would multiply float32 matrices in 16 bits."""
+    return torch._C._DisableAutocast() if torch._C._is_any_autocast_enabled() else nullcontext()
 
 
 def empty_in_order_of(like_BHTD: Tensor, width: int | None = None) -> Tensor:

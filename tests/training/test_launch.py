@@ -162,14 +162,6 @@ def test_logs_of_a_refused_start_stay_where_the_message_names_them(tmp_path, mon
     assert (tmp_path / "run").exists() == named
 
 
-def test_torchrun_does_not_start_launchers(tmp_path, monkeypatch):
-    """Each would start all ranks, and all but the first find the folder in use."""
-    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "none")
-    with pytest.raises(UserError, match=r"without torchrun and pass --ranks"):
-        launch.main(["--run-dir", f"{tmp_path}/run", *MOCK, "--device=cpu"])
-    assert not (tmp_path / "run").exists()
-
-
 def test_resume_asks_for_the_folder():
     for flags in (["--resume"], ["--resume", "auto"]):
         with pytest.raises(UserError, match="--resume needs --run-dir"):

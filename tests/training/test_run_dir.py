@@ -333,3 +333,11 @@ def test_the_root_of_a_fresh_volume_holds_a_run(tmp_path):
     (tmp_path / "lost").mkdir()
     assert "is not a run" in folder_problem(tmp_path, resume=None)
     assert "contains lost," in foreign_contents(tmp_path)
+
+
+def test_torchrun_does_not_start_launchers(tmp_path, capsys, monkeypatch):
+    """Each would start all ranks, and all but the first find the folder in use."""
+    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "none")
+    assert megasink(["train", *FLAGS, "--run-dir", str(tmp_path / "run")]) == 2
+    assert "without torchrun and pass --ranks" in capsys.readouterr().err
+    assert not (tmp_path / "run").exists()
