@@ -61,7 +61,7 @@ def test_it_says_what_runs_and_why_not_the_others(capsys, monkeypatch):
 
 def test_a_triton_that_was_not_compared_launches_slower(capsys, monkeypatch):
     triton = pytest.importorskip("triton")
-    monkeypatch.setattr(doctor, "_device", lambda: ("cuda", "a GPU"))
+    monkeypatch.setattr(doctor, "_device", lambda _: ("cuda", "a GPU"))
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (9, 0))
     for version, slow in ((triton.__version__, False), ("3.99.0", True)):
         monkeypatch.setattr(triton, "__version__", version)

@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.autograd.forward_ad import unpack_dual
 
 from megasink.attention.call import Arriving, AttentionCall, Results, Slot, Slotted, from_op
-from megasink.attention.layout import empty_in_order_of, statistics_dtype, without_autocast
+from megasink.attention.layout import empty_in_order_of, statistics_dtype
 
 # It imports this module when it needs it, while a compiler traces it.
 _op = import_module("megasink.attention.op")
@@ -65,8 +65,7 @@ def slot_attention_backward_op(*arguments: Any) -> tuple[Tensor, ...]:
     None.
     """
     records = from_op(arguments, Arriving, Slotted, Results, AttentionCall)
-    with without_autocast():
-        grads = _op.run_backward(*records, lends=False)
+    grads = _op.run_backward(*records, lends=False)
     like = (*grads[:3], records[2].lse_BHT, records[1].query_BHTD, records[2].lse_BHT)
     pairs = zip(grads, like, strict=True)
     return tuple(each.new_empty(0) if grad is None else grad for grad, each in pairs)

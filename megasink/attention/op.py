@@ -99,27 +99,28 @@ def run_backward(
         return BackwardTensors(grad_out_BHTD, *slotted[:3], out_BHTD, lse_BHT, lse_grad_BHT)
 
     grad_logit = grad_slot_value = None
-    if call.slot == Slot.FIRST_KEY:
-        from megasink.attention.first_key import backward_first_key, first_key
+    with without_autocast():
+        if call.slot == Slot.FIRST_KEY:
+            from megasink.attention.first_key import backward_first_key, first_key
 
-        first = first_key(query_BHTD, key_BGSD, value_BGSD, call)
-        around = gates.first_key_backward(arriving, results, first, call.scale, inject=inject)
-        with around as before:
-            grads = backward_first_key(kernel, before, to_kernel(before), first, call)
-    else:
-        if own_sink:
-            call = _with_sink(slotted, call)
-        with gates.slot_backward(
-            arriving, results, slot_logit, slot_value, inject=inject, own_sink=own_sink
-        ) as before:
-            grads = backward_masked(kernel, to_kernel(before), call)
-        if not lends:  # compilers were told these strides
-            dense = map(in_order_of, slotted[:3], grads[:3])
-            grads = Gradients._make((*dense, *grads[3:]))
-        grad_logit, grad_slot_value = before.logit_grad, before.value_grad
-        if grads.sink_H is not None and slot_logit is not None:
-            sink_grad = grads.sink_H[None, :, None].sum_to_size(slot_logit.shape)
-            grad_logit = sink_grad if grad_logit is None else sink_grad + grad_logit
+            first = first_key(query_BHTD, key_BGSD, value_BGSD, call)
+            around = gates.first_key_backward(arriving, results, first, call.scale, inject=inject)
+            with around as before:
+                grads = backward_first_key(kernel, before, to_kernel(before), first, call)
+        else:
+            if own_sink:
+                call = _with_sink(slotted, call)
+            with gates.slot_backward(
+                arriving, results, slot_logit, slot_value, inject=inject, own_sink=own_sink
+            ) as before:
+                grads = backward_masked(kernel, to_kernel(before), call)
+            if not lends:  # compilers were told these strides
+                dense = map(in_order_of, slotted[:3], grads[:3])
+                grads = Gradients._make((*dense, *grads[3:]))
+            grad_logit, grad_slot_value = before.logit_grad, before.value_grad
+            if grads.sink_H is not None and slot_logit is not None:
+                sink_grad = grads.sink_H[None, :, None].sum_to_size(slot_logit.shape)
+                grad_logit = sink_grad if grad_logit is None else sink_grad + grad_logit
     if grad_logit is not None and given is not None and given.dim() == 1:
         grad_logit = grad_logit.flatten()
     return *grads[:3], grad_logit, grad_slot_value, grads.distance_bias_HS
@@ -228,8 +229,7 @@ def slot_backward(
     if not (wanted.slot_logit or wanted.slot_value):
         slotted = slotted._replace(slot_logit=None, slot_value=None)
     if _owns(out_BHTD):
-        with without_autocast():
-            found = run_backward(arriving, slotted, results, call, lends=True)
+        found = run_backward(arriving, slotted, results, call, lends=True)
     else:
         from megasink.attention.custom_op import backward_op
 

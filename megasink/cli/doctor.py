@@ -139,7 +139,7 @@ def _machine(console: Console, args: Any, report: dict[str, Any]) -> list[str]:
     """Report device and kernels, and test them; return the failures."""
     try:
         unusable = cpu.unusable_gpu()
-        device_type, name = _device()
+        device_type, name = _device(unusable)
         rows = _kernels(device_type, args.head_dim, args.window)
     except ImportError as error:  # this command is for broken installations
         return [f"torch cannot be imported: {error}"]
@@ -184,14 +184,14 @@ def _plain(console: Console, line: str) -> None:
     console.print(line, highlight=False, markup=False, soft_wrap=True)
 
 
-def _device() -> tuple[str, str]:
-    """Return ("cuda" or "cpu", a description of it)."""
+def _device(unusable: str | None) -> tuple[str, str]:
+    """Return ("cuda" or "cpu", a description of it or why there is no other)."""
     import torch
 
     if torch.cuda.is_available():
         major, minor = torch.cuda.get_device_capability()
         return "cuda", f"{torch.cuda.get_device_name()}, compute capability {major}.{minor}"
-    return "cpu", cpu.unusable_gpu() or "no CUDA device: using the CPU platform"
+    return "cpu", unusable or "no CUDA device: using the CPU platform"
 
 
 def _kernels(device_type: str, head_dim: int, window: int | None) -> list[dict[str, Any]]:

@@ -76,8 +76,13 @@ def broken(package: str, error: Exception) -> str:
     """Return which version of a package is installed, and why it cannot be imported."""
     # The first line: a failed import of libraries lists every path that was tried.
     said = (str(error).splitlines() or [""])[0]
-    name = package.partition(" ")[0].partition("[")[0]
+    name = distribution(package)
     return f"{name} {installed_version(name)}{BROKEN}{type(error).__name__}: {said})"
+
+
+def distribution(package: str) -> str:
+    """Return the name of a `PackageBackend.package` without its extras and source."""
+    return package.partition(" ")[0].partition("[")[0]
 
 
 def installed_version(package: str) -> str:
@@ -202,7 +207,7 @@ class PackageBackend(VendorBackend):
             open_ended = any(p.kind is Parameter.VAR_KEYWORD for p in takes.values())
             absent = [k for k in keywords.split() if k not in takes and not open_ended]
             if absent:
-                package = self.package.partition(" ")[0].partition("[")[0]
+                package = distribution(self.package)
                 of = name if function is None else f"{name}({', '.join(absent)})"
                 return f"{package} {installed_version(package)} has no {of}: {self.tested}"
         return None

@@ -108,15 +108,16 @@ class TransformerEngineBackend(CudnnKernel, PackageBackend):
         packed = call.cu_seqlens is not None
         stats = lse_BHT.permute(2, 1, 0) if packed else lse_BHT.unsqueeze(-1)
         no_state = torch.empty(2, dtype=torch.int64, device=query.device)
+        shared = self._shared(engine, query, key, value, call)
         sink = [] if call.sink_H is None else [call.sink_H[None, :, None, None]]
         *grads, _, grad_sink_1H11 = engine.fused_attn_bwd(
             o=out[:, 0] if packed else out,
             d_o=grad_out[:, 0] if packed else grad_out,
             aux_ctx_tensors=[stats.contiguous(), no_state, *sink],
-            do_format="thd" if packed else "sbhd",
-            dqkv_layout="thd_thd_thd" if packed else "sbhd_sbhd_sbhd",
+            do_format=shared["o_format"],
+            dqkv_layout=shared["qkv_layout"],
             deterministic=torch.are_deterministic_algorithms_enabled(),
-            **self._shared(engine, query, key, value, call),
+            **shared,
         )
         if packed:
             grads = [grad[:, None] for grad in grads]
